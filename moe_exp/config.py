@@ -1,0 +1,270 @@
+"""Every setting of a run, once.
+
+A setting is resolved in the order default < preset < environment < command line. The environment variable of a field is
+its name in capitals (`num_experts` is NUM_EXPERTS), its command-line flag the name in kebab case (`--num-experts`).
+Neither torch nor megatron is imported here, so that `--help`, `--dry-run` and the planner answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from moe_exp.hosts import count_gpus, num_cores
+from moe_exp.presets import PRESETS, preset_values
+
+
+class ConfigError(ValueError):
+    """One or more settings that cannot run, each a line of field, value, rule and fix."""
+
+    def __init__(self, problems: Sequence[str]):
+        self.problems = list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+def problem(name: str, value: object, rule: str, fix: str) -> str:
+    """The one format of a complaint about a setting: name, value, rule, fix."""
+    return f"{name.upper()}={value}: {rule}. Fix: {fix}."
+
+
+def _none_or_int(value: Any) -> Any:
+    return None if isinstance(value, str) and value.lower() in ("none", "") else value
+
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Rate = Annotated[float, Field(ge=0.0)]
+Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
+OptionalPositive = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_none_or_int)]
+
+
+class Config(BaseModel):
+    """All settings of a training run. Field order is the order of `--help` and of docs/settings.md."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    # Launch
+    preset: str = Field("", description="named set of defaults: " + ", ".join(PRESETS) + "; default: reference with GPUs, else cpu")
+    master_addr: str = Field("localhost", description="host of rank 0")
+    master_port: int = Field(23456, ge=1, le=65535, description="TCP port on MASTER_ADDR for the rendezvous")
+    nnodes: Positive = Field(1, description="number of nodes")
+    node_rank: NonNegative = Field(0, description="index of this node")
+    gpus_per_node: Positive = Field(
+        default_factory=lambda: count_gpus() or min(2, num_cores()),
+        description="ranks per node: GPUs, or processes on a CPU host (default: all GPUs; on a CPU host 2, or 1 with one core)",
+    )
+    threads_per_rank: NonNegative = Field(0, description="torch threads per rank; 0: one on a CPU host, torch's default with GPUs")
+
+    # Model
+    num_layers: Positive = Field(24, description="transformer layers")
+    hidden_size: Positive = Field(512, description="model width")
+    ffn_hidden_size: Positive = Field(1792, description="width of the dense MLP")
+    num_heads: Positive = Field(4, description="attention heads")
+    num_query_groups: Positive = Field(1, description="key/value heads (GQA); equal to NUM_HEADS: plain multi-head attention")
+    head_dim: NonNegative = Field(0, description="size of one head (Megatron: kv_channels); 0: HIDDEN_SIZE / NUM_HEADS")
+    seq_len: Positive = Field(2048, description="tokens per sample")
+    vocab_size: Positive = Field(128256, description="tokens of the model's vocabulary, before padding to a multiple of 128")
+    activation: Literal["swiglu", "geglu", "gelu", "squared_relu"] = Field("swiglu", description="activation of MLP and experts")
+    normalization: Literal["RMSNorm", "LayerNorm"] = Field("RMSNorm", description="norm layers")
+    norm_epsilon: float = Field(1e-5, gt=0, description="added to the variance inside a norm")
+    add_bias_linear: bool = Field(False, description="biases in the linear layers (dense models)")
+    qk_norm: bool = Field(False, description="norm on queries and keys (Megatron: --qk-layernorm)")
+    rotary_base: float = Field(100000.0, gt=0, description="base of the rotary position embedding")
+    tie_embeddings: bool = Field(False, description="output layer shares the weights of the embedding")
+    dropout: Probability = Field(0.0, description="dropout after attention, after the MLP and on the embedding")
+    attention_dropout: Probability = Field(0.0, description="dropout on attention weights")
+    init_std: float = Field(0.02, gt=0, description="standard deviation of the initial weights (Megatron: --init-method-std)")
+
+    # Mixture of experts
+    use_moe: bool = Field(True, description="false: a dense model")
+    num_experts: Positive = Field(8, description="routed experts per MoE layer")
+    topk: Positive = Field(1, description="experts per token")
+    moe_type: Literal["moe", "dmoe"] = Field("dmoe", description="moe: capacity, tokens over it are dropped; dmoe: dropless")
+    moe_ffn_hidden_size: NonNegative = Field(0, description="width of one expert; 0: FFN_HIDDEN_SIZE")
+    first_k_dense: NonNegative = Field(0, description="number of first layers that stay dense")
+    shared_expert_size: NonNegative = Field(0, description="width of the expert that sees every token; 0: none")
+    capacity_factor: float = Field(1.0, gt=0, description="tokens an expert takes, relative to its fair share (MOE_TYPE=moe)")
+    pad_to_capacity: bool = Field(True, description="fill every expert up to its capacity, for fixed shapes (MOE_TYPE=moe)")
+    router_score: Literal["softmax", "sigmoid"] = Field("softmax", description="score function of the router")
+    router_pre_softmax: bool = Field(True, description="softmax before top-k; false: softmax over the chosen k")
+    router_scaling_factor: float = Field(1.0, gt=0, description="factor on the router weights")
+    router_bias_update_rate: Rate = Field(0.0, description="step of the aux-loss-free expert bias; 0: no bias")
+    num_router_groups: NonNegative = Field(0, description="groups of experts for group-limited top-k; 0: none")
+    router_group_topk: NonNegative = Field(0, description="groups a token may use (with NUM_ROUTER_GROUPS)")
+    aux_loss_type: Literal["aux_loss", "none"] = Field(
+        "aux_loss", description="load-balancing loss; aux_loss: over the tokens of one micro-batch, whatever ranks hold them"
+    )
+    aux_loss_coeff: Rate = Field(1e-2, description="weight of the load-balancing loss")
+    z_loss_coeff: Rate = Field(0.0, description="weight of the router z-loss")
+    expert_backend: Literal["auto", "torch", "loop"] = Field("auto", description="grouped GEMM of the experts")
+    dispatcher: Literal["auto", "alltoall", "local"] = Field("auto", description="token dispatcher; local needs EP=1 and ETP=1")
+    impl: Literal["auto", "local", "te"] = Field("auto", description="parts around the MoE layer: ours, or Transformer Engine's")
+
+    # Parallelism
+    tp: Positive = Field(1, description="tensor parallel size")
+    pp: Positive = Field(1, description="pipeline parallel size")
+    vpp: OptionalPositive = Field(None, description="model chunks per pipeline rank (interleaved schedule), or none")
+    ep: Positive = Field(1, description="expert parallel size")
+    etp: Positive = Field(1, description="expert tensor parallel size")
+    cp: Positive = Field(1, description="context parallel size")
+    distributed_optimizer: bool = Field(True, description="shard the optimizer state over data-parallel ranks")
+    overlap: Literal["auto", "true", "false"] = Field("auto", description="overlap gradient reduce and parameter gather; auto: with GPUs")
+    recompute: Literal["none", "selective", "full"] = Field("none", description="activation recompute; selective: the MoE layer")
+
+    # Optimization
+    lr: float = Field(6e-4, gt=0, description="peak learning rate")
+    min_lr: Rate = Field(6e-5, description="final learning rate")
+    lr_decay_style: Literal["cosine", "linear", "constant", "WSD"] = Field("cosine", description="learning-rate schedule")
+    mbsz: Positive = Field(8, description="micro-batch size, samples")
+    gbsz: Positive = Field(64, description="global batch size, samples")
+    train_iters: Positive = Field(40000, description="iterations")
+    warmup_iters: NonNegative = Field(1000, description="iterations of linear warm-up")
+    decay_iters: NonNegative = Field(38000, description="iteration at which MIN_LR is reached; 0: TRAIN_ITERS")
+    wsd_decay_iters: NonNegative = Field(0, description="iterations of the final decay (LR_DECAY_STYLE=WSD)")
+    rampup_batch_size: str = Field("", description="'START INCREMENT SAMPLES': batch ramp-up from START to GBSZ")
+    weight_decay: Rate = Field(0.1, description="AdamW weight decay; never on norms and biases")
+    adam_beta1: Probability = Field(0.9, description="AdamW beta 1")
+    adam_beta2: Probability = Field(0.95, description="AdamW beta 2")
+    adam_eps: float = Field(1e-8, gt=0, description="AdamW epsilon")
+    clip_grad: Rate = Field(1.0, description="largest gradient norm; 0: no clipping")
+    seed: NonNegative = Field(1234, description="seed of weights, data order and dropout")
+    dtype: Literal["fp32", "bf16", "fp16"] = Field("bf16", description="compute type; gradients are accumulated in fp32")
+
+    # Data
+    train_data: str = Field("", description="Megatron .bin/.idx prefixes, 'PREFIX' or 'WEIGHT PREFIX WEIGHT PREFIX ...'; empty: the embedded corpus")
+    valid_data: str = Field("", description="the same for validation")
+    tokenizer: str = Field("", description="Hugging Face tokenizer folder or tokenizer.json; checked against VOCAB_SIZE")
+    data_dir: str = Field("data", description="where prepared corpora are kept")
+
+    # Input and output
+    run_dir: str = Field("runs", description="folder of all runs")
+    run_name: str = Field("", description="folder of this run inside RUN_DIR; empty: built from the settings")
+    load_dir: str = Field("", description="checkpoints folder to start from; empty: the run's own")
+    save_interval: NonNegative = Field(1000, description="iterations between checkpoints; 0: only at the end")
+    exit_interval: NonNegative = Field(0, description="save and end at the next multiple of it; 0: never")
+    log_interval: Positive = Field(20, description="iterations between log lines")
+    eval_interval: NonNegative = Field(1000, description="iterations between evaluations; 0: none")
+    eval_iters: NonNegative = Field(10, description="global batches per evaluation")
+    wandb_project: str = Field("", description="wandb project; empty: no wandb")
+    wandb_mode: Literal["online", "offline", "disabled"] = Field("online", description="wandb mode")
+
+    # Values that follow from the settings
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.nnodes * self.gpus_per_node
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Replicas of the dense part of the model."""
+        return self.world_size // (self.tp * self.pp * self.cp)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches per iteration at the full global batch."""
+        return self.gbsz // (self.mbsz * self.data_parallel_size)
+
+    @property
+    def kv_channels(self) -> int:
+        """Size of one attention head."""
+        return self.head_dim or self.hidden_size // self.num_heads
+
+    @property
+    def expert_ffn_size(self) -> int:
+        """Width of one routed expert."""
+        return self.moe_ffn_hidden_size or self.ffn_hidden_size
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding. Megatron pads to 128*TP; 128 alone keeps the model the same at every TP."""
+        return -(-self.vocab_size // 128) * 128
+
+    @property
+    def gated(self) -> bool:
+        """Whether the activation multiplies two halves of a doubled first projection."""
+        return self.activation in ("swiglu", "geglu")
+
+    @property
+    def rampup(self) -> tuple[int, int, int] | None:
+        """RAMPUP_BATCH_SIZE as (start, increment, samples), or None."""
+        if not self.rampup_batch_size:
+            return None
+        start, increment, samples = (int(x) for x in self.rampup_batch_size.split())
+        return start, increment, samples
+
+    @property
+    def name(self) -> str:
+        """RUN_NAME, or the name built from the settings."""
+        return self.run_name or _built_name(self)
+
+
+def _built_name(config: Config) -> str:
+    vpp = "none" if config.vpp is None else config.vpp
+    name = f"moe_{str(config.use_moe).lower()}"
+    if config.use_moe:
+        name += f"_num_experts_{config.num_experts}_topk_{config.topk}_type_{config.moe_type}"
+    name += f"_num_nodes_{config.nnodes}_gpus_per_node_{config.gpus_per_node}_TP_{config.tp}_PP_{config.pp}_VPP_{vpp}_EP_{config.ep}"
+    extra = "".join(f"_{key.upper()}_{getattr(config, key)}" for key in ("etp", "cp") if getattr(config, key) > 1)
+    return name + extra
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds one flag per setting to `parser`; values stay text, `load_config` checks them."""
+    for name, field in Config.model_fields.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", dest=name, metavar=name.upper(), help=field.description)
+
+
+def load_config(flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Config:
+    """Resolves default < preset < environment < `flags` into one Config.
+
+    Args:
+        flags: field name to value, as parsed from the command line; None values count as not given.
+        environ: the environment; os.environ by default.
+
+    Raises:
+        ConfigError: with every value that cannot be read, all at once.
+    """
+    environ = os.environ if environ is None else environ
+    given: dict[str, Any] = {k: environ[k.upper()] for k in Config.model_fields if environ.get(k.upper())}
+    given |= {k: v for k, v in (flags or {}).items() if v is not None}
+    preset = str(given.get("preset") or ("reference" if count_gpus() else "cpu"))
+    if preset not in PRESETS:
+        raise ConfigError([problem("preset", preset, "is not a preset", "use one of " + ", ".join(PRESETS))])
+    try:
+        return Config(**(preset_values(preset) | given | {"preset": preset}))
+    except ValidationError as error:
+        raise ConfigError([_explain(e) for e in error.errors()]) from None
+
+
+def _explain(error: Any) -> str:
+    name = str(error["loc"][0])
+    rule = error["msg"][0].lower() + error["msg"][1:].partition(", unable to")[0]
+    fix = Config.model_fields[name].description if name in Config.model_fields else "see moe-exp train --help"
+    return problem(name, error["input"], rule.replace("input should be", "must be"), f"give {name.upper()}, {fix}")
+
+
+# Variables of other programs that are close to one of ours.
+_KNOWN_OTHERS = {"EDITOR", "HOME", "HOSTNAME", "LANG", "LOGNAME", "MAIL", "PATH", "PWD", "SHELL", "TERM", "USER", "WORLD_SIZE", "RANK"}
+_OUR_WORDS = {word for name in Config.model_fields for word in name.upper().split("_") if len(word) > 2}
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Environment variables that look like misspelt settings, each with the nearest setting (NUM_EXPRTS, NUM_EXPERTS)."""
+    ours = [name.upper() for name in Config.model_fields]
+    found = []
+    for name in sorted(set(environ) - set(ours) - _KNOWN_OTHERS):
+        if len(name) > 3 and (near := difflib.get_close_matches(name, ours, n=1, cutoff=0.85)):
+            found.append((name, near[0]))
+    return found
+
+
+def to_yaml(config: Config) -> str:
+    """The settings as YAML, in field order, for `config.yaml` of the run folder."""
+    return str(yaml.safe_dump(config.model_dump(), sort_keys=False))

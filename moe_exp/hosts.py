@@ -1,0 +1,25 @@
+"""Facts about this machine that are needed before torch is imported."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+
+
+@functools.cache
+def count_gpus() -> int:
+    """Number of CUDA devices that this process may use (CUDA_VISIBLE_DEVICES honoured), from the driver itself."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value
+
+
+def num_cores() -> int:
+    """Processor cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
