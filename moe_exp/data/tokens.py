@@ -1,0 +1,248 @@
+"""Tokenizers, Megatron's .bin/.idx token files, and the text that names a blend of them. No torch in here.
+
+Layout of the .idx file (little-endian), as `megatron.core.datasets.indexed_dataset` reads it: magic, version, dtype code,
+number of sequences, number of document indices, then int32 sizes in tokens, int64 pointers in bytes and int64 document
+indices. We write one sequence per document. The .bin file is the tokens, one document after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from array import array
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from moe_exp.config import problem
+
+EOD_TOKEN = "<|endoftext|>"
+EOD_ID = 0
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, number of sequences, number of document indices
+_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
+_CODES = {name: code for code, name in _DTYPES.items()}
+
+
+# Tokenizer
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Trains a byte-level BPE tokenizer; `<|endoftext|>` is id 0. The same texts give the same tokenizer.
+
+    Args:
+        texts: the training documents.
+        vocab_size: tokens, special token and the 256 bytes included; a small corpus may give fewer.
+
+    Raises:
+        ValueError: `vocab_size` has no room for the 256 bytes and the special token.
+    """
+    smallest = len(pre_tokenizers.ByteLevel.alphabet()) + 1
+    if vocab_size < smallest:
+        raise ValueError(problem("vocab_size", vocab_size, f"a byte-level BPE has at least {smallest} tokens", f"set {smallest} or more"))
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOD_TOKEN],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def tokenizer_vocab_size(path: str | Path) -> int:
+    """Highest token id + 1, added tokens included, of a tokenizer.json or of a folder that has one.
+
+    Raises:
+        ValueError: there is no such file, or it is not a tokenizer.
+    """
+    file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+    try:
+        # Reading the JSON is faster than building the tokenizer, which has to sort out all merges.
+        content = json.loads(file.read_bytes())
+        vocab = content["model"]["vocab"]
+        # Unigram models keep a list, whose positions are the ids.
+        highest = len(vocab) - 1 if isinstance(vocab, list) else max(vocab.values(), default=-1)
+        return 1 + max([highest] + [token["id"] for token in content.get("added_tokens") or []])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        rule = "is not a Hugging Face tokenizer.json or a folder that has one"
+        fix = "give the path of a tokenizer.json, as tokenizer.save_pretrained writes it"
+        raise ValueError(problem("tokenizer", path, f"{rule} ({type(error).__name__})", fix)) from error
+
+
+# Token files
+
+
+class BinIdxWriter:
+    """Writes `prefix`.bin and `prefix`.idx, one document at a time, for use in a `with` statement.
+
+    The files get their names when the block ends without an exception; otherwise nothing is left behind.
+
+    Args:
+        prefix: path without suffix.
+        vocab_size: tokens of the tokenizer; below 65500 tokens are stored as uint16, otherwise as int32 (Megatron's rule).
+        eod_id: id appended to every document.
+    """
+
+    def __init__(self, prefix: str | Path, *, vocab_size: int, eod_id: int = EOD_ID):
+        self.prefix = str(prefix)
+        self.vocab_size = vocab_size
+        self.eod_id = eod_id
+        self.dtype: np.dtype[np.uint16] | np.dtype[np.int32] = np.dtype(np.uint16) if vocab_size < 65500 else np.dtype(np.int32)
+        self.num_tokens = 0
+        # array, not list: 4 bytes a document instead of about 36.
+        self._sizes = array("i")
+
+    def __enter__(self) -> BinIdxWriter:
+        self._temporary = [Path(f"{self.prefix}{suffix}.{os.getpid()}.tmp") for suffix in (".bin", ".idx")]
+        self._bin = self._temporary[0].open("wb")
+        return self
+
+    def add_document(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> None:
+        """Appends one document and the end-of-document token.
+
+        Raises:
+            ValueError: an id is not in the vocabulary.
+        """
+        document = np.append(np.asarray(ids, dtype=np.int64), self.eod_id)
+        if document.min() < 0 or document.max() >= self.vocab_size:
+            worst = document.max() if document.max() >= self.vocab_size else document.min()
+            raise ValueError(f"token id {worst}: must be in 0..{self.vocab_size - 1}. Fix: give the size of the tokenizer's vocabulary.")
+        self._bin.write(document.astype(self.dtype).tobytes())
+        self._sizes.append(len(document))
+        self.num_tokens += len(document)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                self._write_index()
+                self._rename()
+        finally:
+            self._bin.close()
+            for path in self._temporary:
+                path.unlink(missing_ok=True)
+
+    def _write_index(self) -> None:
+        sizes = np.frombuffer(self._sizes, dtype=np.int32) if self._sizes else np.empty(0, np.int32)
+        ends = np.cumsum(sizes, dtype=np.int64) * self.dtype.itemsize
+        with self._temporary[1].open("wb") as file:
+            file.write(_HEADER.pack(_MAGIC, 1, _CODES[self.dtype.name], len(sizes), len(sizes) + 1))
+            for values in (sizes, ends - sizes * np.int64(self.dtype.itemsize), np.arange(len(sizes) + 1, dtype=np.int64)):
+                file.write(values.tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _rename(self) -> None:
+        self._bin.flush()
+        os.fsync(self._bin.fileno())
+        # An index next to a .bin that is not its own would be worse than none: the old one goes first, the new one comes last.
+        Path(f"{self.prefix}.idx").unlink(missing_ok=True)
+        self._temporary[0].replace(f"{self.prefix}.bin")
+        self._temporary[1].replace(f"{self.prefix}.idx")
+
+
+def bin_idx_problem(prefix: str | Path) -> str | None:
+    """What is wrong with `prefix`.bin and `prefix`.idx, in one line, or None. Reads no tokens."""
+    for suffix in (".bin", ".idx"):
+        if not Path(f"{prefix}{suffix}").is_file():
+            return f"{prefix}{suffix} is missing"
+    return _header_problem(Path(f"{prefix}.idx")) or _size_problem(str(prefix))
+
+
+def _header_problem(path: Path) -> str | None:
+    actual_bytes = path.stat().st_size
+    if actual_bytes < _HEADER.size:
+        return f"{path} is truncated: {actual_bytes} bytes, its header alone has {_HEADER.size}"
+    magic, version, code, num_sequences, num_indices = _read_header(path)
+    if magic != _MAGIC:
+        return f"{path} is not a Megatron index: it starts with {magic!r}, not with {_MAGIC!r}"
+    if version != 1:
+        return f"{path} has index version {version}, only version 1 can be read"
+    if _DTYPES.get(code, "float").startswith("float"):
+        return f"{path} has dtype code {code}, which is no integer type of Megatron's"
+    if num_sequences == 0 or num_indices < 2:
+        return f"{path} has no documents"
+    expected_bytes = _HEADER.size + 12 * num_sequences + 8 * num_indices
+    # A multimodal index goes on with one byte per sequence, so more is fine.
+    return f"{path} is truncated: {actual_bytes} bytes instead of {expected_bytes}" if actual_bytes < expected_bytes else None
+
+
+def _size_problem(prefix: str) -> str | None:
+    _, _, code, num_sequences, num_indices = _read_header(Path(f"{prefix}.idx"))
+    offset = _HEADER.size + 12 * num_sequences
+    indices = np.memmap(f"{prefix}.idx", dtype="<i8", mode="r", offset=offset, shape=(num_indices,))
+    if indices[0] != 0 or indices[-1] != num_sequences:
+        return f"{prefix}.idx is damaged: its documents cover sequences {indices[0]} to {indices[-1]} of {num_sequences}"
+    expected_bytes = bin_idx_tokens(prefix) * np.dtype(_DTYPES[code]).itemsize
+    actual_bytes = Path(f"{prefix}.bin").stat().st_size
+    if actual_bytes == expected_bytes:
+        return None
+    state = "truncated" if actual_bytes < expected_bytes else "of another index"
+    return f"{prefix}.bin is {state}: {actual_bytes} bytes, by the sizes in its .idx {expected_bytes}"
+
+
+def bin_idx_tokens(prefix: str | Path) -> int:
+    """Number of tokens by the sizes in `prefix`.idx, which must be a sound index."""
+    num_sequences = _read_header(Path(f"{prefix}.idx"))[3]
+    return int(np.memmap(f"{prefix}.idx", dtype="<i4", mode="r", offset=_HEADER.size, shape=(num_sequences,)).sum(dtype=np.int64))
+
+
+def _read_header(path: Path) -> tuple[bytes, int, int, int, int]:
+    with path.open("rb") as file:
+        magic, version, code, num_sequences, num_indices = _HEADER.unpack(file.read(_HEADER.size))
+    return magic, version, code, num_sequences, num_indices
+
+
+# Blends
+
+
+def parse_blend(text: str) -> list[tuple[float, str]]:
+    """Reads 'PREFIX', 'PREFIX PREFIX ...' or 'WEIGHT PREFIX WEIGHT PREFIX ...' into (weight, prefix) pairs.
+
+    Prefixes may carry a .bin or .idx suffix. As in Megatron, several prefixes without weights are weighted by their size,
+    as if they were one corpus; their weights here are token counts, so the files must exist. A word that reads as a number
+    is a weight.
+
+    Raises:
+        ValueError: the text has none of these forms, or files to be weighted by size cannot be read.
+    """
+    words = text.split()
+    numbers = [_number(word) for word in words]
+    if words and all(number is None for number in numbers):
+        return _by_size([_strip_suffix(word) for word in words])
+    weights, prefixes = numbers[0::2], numbers[1::2]
+    if not words or len(words) % 2 or None in weights or any(number is not None for number in prefixes):
+        raise ValueError(f"'{text}': must be 'PREFIX', 'PREFIX PREFIX ...' or 'WEIGHT PREFIX WEIGHT PREFIX ...'. Fix: pair them.")
+    if bad := [word for word, weight in zip(words[0::2], weights, strict=True) if not (weight and 0 < weight < math.inf)]:
+        raise ValueError(f"'{text}': weight {bad[0]} must be greater than 0 and finite. Fix: give another weight or leave the prefix out.")
+    return [(weight or 0.0, _strip_suffix(word)) for weight, word in zip(weights, words[1::2], strict=True)]
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def _strip_suffix(prefix: str) -> str:
+    return prefix[:-4] if prefix.endswith((".bin", ".idx")) else prefix
+
+
+def _by_size(prefixes: list[str]) -> list[tuple[float, str]]:
+    if len(prefixes) == 1:
+        return [(1.0, prefixes[0])]
+    for prefix in prefixes:
+        if wrong := bin_idx_problem(prefix):
+            raise ValueError(f"'{' '.join(prefixes)}': {wrong}. Fix: correct the path, or give a weight before each prefix.")
+    return [(float(bin_idx_tokens(prefix)), prefix) for prefix in prefixes]

@@ -1,0 +1,54 @@
+"""Which slots an expert takes when it has a capacity. Pure functions; shape suffixes in `moe_exp.layers`."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def expert_capacity(num_tokens: int, *, num_experts: int, topk: int, capacity_factor: float) -> int:
+    """Slots that one expert takes: ceil(capacity_factor * num_tokens * topk / num_experts).
+
+    Lepikhin et al. 2020, GShard (arXiv:2006.16668); the same rounding as Megatron-Core.
+    """
+    return math.ceil(num_tokens * topk / num_experts * capacity_factor)
+
+
+def rank_in_expert(expert_N: Tensor, priority_N: Tensor | None, *, num_experts: int) -> Tensor:
+    """Place of every slot in the queue of its expert, 0 first.
+
+    Args:
+        expert_N: expert of each slot, integer, in [0, num_experts].
+        priority_N: higher goes first; ties, and None, by position.
+        num_experts: E; slots with expert E belong to no expert and get places of their own.
+
+    Returns:
+        Integer tensor [N].
+    """
+    first_N = torch.arange(expert_N.numel(), device=expert_N.device)
+    if priority_N is not None:
+        first_N = torch.argsort(priority_N, descending=True, stable=True)
+    order_N = first_N[torch.argsort(expert_N[first_N], stable=True)]
+    starts_E = torch.bincount(expert_N, minlength=num_experts + 1).cumsum(0).roll(1)
+    starts_E[0] = 0
+    place_N = torch.empty_like(order_N)
+    place_N[order_N] = torch.arange(order_N.numel(), device=order_N.device) - starts_E[expert_N[order_N]]
+    return place_N
+
+
+def keep_most_probable(expert_TK: Tensor, weights_TK: Tensor, *, num_experts: int, capacity: int) -> Tensor:
+    """The slots that stay when every expert keeps its `capacity` slots of highest router weight.
+
+    Args:
+        expert_TK: chosen experts, integer.
+        weights_TK: router weights; no gradient is needed.
+        num_experts: E.
+        capacity: slots per expert.
+
+    Returns:
+        bool [T, K].
+    """
+    place_N = rank_in_expert(expert_TK.flatten(), weights_TK.detach().flatten(), num_experts=num_experts)
+    return (place_N < capacity).view_as(expert_TK)

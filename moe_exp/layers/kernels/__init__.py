@@ -1,0 +1,1 @@
+"""Triton kernels of the MoE layer, each beside its plain-torch twin."""

@@ -1,0 +1,196 @@
+"""Lets megatron-core run on a host where torch has no CUDA device; does nothing where it has one.
+
+Import this module before the first import of megatron. Where there is no CUDA device it installs an import hook for
+`megatron.*` and for nothing else:
+
+- The name `torch` inside Megatron's modules is a stand-in. It is torch itself but for its CUDA namespace, whose streams,
+  events, random states and memory counters are those of the CPU, and for `pin_memory`, which is dropped.
+- The words for CUDA inside Megatron's code objects (`device="cuda"`, `"torch.cuda.FloatTensor"`, `.cuda()`) become those
+  for the CPU. The rewriting is done on the cached byte code, so it costs nothing at start-up.
+- A few functions that reach into CUDA's C interface are replaced by name, in `_MENDED`.
+
+torch itself keeps its behaviour for everybody else; all it gains is one private method on Tensor and Module (`_KEYWORD`).
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+# What the attribute `cuda` is called inside Megatron's code once it has been rewritten.
+_KEYWORD = "_megatron_accelerator"
+_CPU_WORDS = {
+    "cuda": "cpu",
+    "torch.cuda.FloatTensor": "torch.FloatTensor",
+    "torch.cuda.HalfTensor": "torch.HalfTensor",
+    "torch.cuda.BFloat16Tensor": "torch.BFloat16Tensor",
+}
+
+
+class _Event:
+    """Stands in for torch.cuda.Event: work on the CPU is done when the call returns."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def wait(self, stream: Any = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+class _Stream(torch.cpu.Stream):
+    """torch.cpu.Stream with the methods of torch.cuda.Stream that Megatron calls."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def record_event(self, event: Any = None) -> _Event:
+        return _Event()
+
+    def synchronize(self) -> None: ...
+
+
+class _CpuAccelerator(types.ModuleType):
+    """torch.cuda as Megatron sees it on a host without CUDA."""
+
+    Stream = _Stream
+    Event = _Event
+
+    def __init__(self) -> None:
+        super().__init__("torch.cuda")
+        stream = _Stream()
+        device = torch.device("cpu")
+        answers: dict[str, Any] = {
+            "is_available": False, "is_initialized": False, "is_current_stream_capturing": False, "current_device": device,
+            "device_count": 0, "current_stream": stream, "default_stream": stream, "synchronize": None, "set_device": None,
+            "empty_cache": None, "ipc_collect": None, "memory_allocated": 0, "max_memory_allocated": 0, "memory_reserved": 0,
+            "max_memory_reserved": 0, "memory_stats": {}, "reset_peak_memory_stats": None,
+        }  # fmt: skip
+        for name, answer in answers.items():
+            setattr(self, name, _constant(answer))
+        self.stream = self.device = lambda *args, **kwargs: contextlib.nullcontext()
+        self.manual_seed = self.manual_seed_all = torch.manual_seed
+        self.get_rng_state = lambda device=None: torch.get_rng_state()
+        self.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+        self.nvtx = types.SimpleNamespace(range_push=_constant(None), range_pop=_constant(None))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+
+class _TorchOnCpu(types.ModuleType):
+    """torch as Megatron sees it on a host without CUDA."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        setattr(self, _KEYWORD, _CpuAccelerator())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def tensor(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        return torch.tensor(*args, **kwargs)
+
+    @staticmethod
+    def empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        return torch.empty(*args, **kwargs)
+
+
+def _constant(answer: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: answer
+
+
+def _for_cpu(code: types.CodeType) -> types.CodeType:
+    """`code` with the words for CUDA replaced by those for the CPU, functions inside it included."""
+    names = tuple(_KEYWORD if name == "cuda" else name for name in code.co_names)
+    return code.replace(co_names=names, co_consts=tuple(_constant_for_cpu(const) for const in code.co_consts))
+
+
+def _constant_for_cpu(const: Any) -> Any:
+    if isinstance(const, types.CodeType):
+        return _for_cpu(const)
+    if isinstance(const, tuple):
+        return tuple(_constant_for_cpu(item) for item in const)
+    return _CPU_WORDS.get(const, const) if isinstance(const, str) else const
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Loads one Megatron module with the stand-in for `torch` and the words for the CPU."""
+
+    def get_code(self, fullname: str) -> types.CodeType | None:
+        code = super().get_code(fullname)
+        return None if code is None else _for_cpu(code)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__dict__["__builtins__"] = {**vars(builtins), "__import__": _import}
+        super().exec_module(module)
+        if mend := _MENDED.get(module.__name__):
+            mend(module)
+
+
+def _import(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
+    module = builtins.__import__(name, globals, locals, fromlist, level)
+    # `import torch` and `import torch.x` bind the name torch; `from torch import x` and `import torch.x as y` do not.
+    return _STAND_IN if module is torch and not fromlist else module
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds Megatron's modules where they are and has `_Loader` load them."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname.partition(".")[0] != "megatron":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+def _mend_jit(module: Any) -> None:
+    # torch.compile would look for a C++ compiler at the first step, for fusions that are worth little on a CPU.
+    module.disable_jit_fuser()
+
+
+def _mend_random(module: Any) -> None:
+    module._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state()
+    module._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+
+
+_MENDED: dict[str, Callable[[Any], None]] = {
+    "megatron.core.jit": _mend_jit,
+    "megatron.core.tensor_parallel.random": _mend_random,
+}
+_STAND_IN = _TorchOnCpu()
+
+
+def _install() -> None:
+    if any(name.partition(".")[0] == "megatron" and name != "megatron" for name in sys.modules):
+        raise ImportError("moe_exp.megatron_cpu: megatron was imported before moe_exp.megatron_cpu. Fix: import moe_exp.megatron_cpu first.")
+    keep: Callable[..., Any] = lambda self, *args, **kwargs: self  # noqa: E731
+    setattr(torch.Tensor, _KEYWORD, keep)
+    setattr(torch.nn.Module, _KEYWORD, keep)
+    sys.meta_path.insert(0, _Finder())
+
+
+INSTALLED = not torch.cuda.is_available()
+if INSTALLED:
+    _install()

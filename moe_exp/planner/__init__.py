@@ -1,0 +1,1 @@
+"""What a configuration costs, computed from its settings alone: parameters, bytes, FLOPs. No torch."""

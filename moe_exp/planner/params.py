@@ -1,0 +1,179 @@
+"""Exact parameter counts of a Config, for the whole model and for one rank, and the bytes of weights and optimizer.
+
+Counts are of trained parameters; buffers (the expert bias, rotary frequencies) are left out. Every function takes a
+config that passed `moe_exp.checks`: sizes that do not divide are rounded down here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_exp.config import Config
+from moe_exp.planner.flops import flops_per_iteration
+
+MEBIBYTE = 2**20
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Parameters of the whole model.
+
+    Attributes:
+        transformer_layers: all layers and the final norm.
+        embedding: input embedding and, unless tied, output layer.
+        active_per_token: parameters that one token meets: everything but the routed experts it does not choose.
+    """
+
+    transformer_layers: int
+    embedding: int
+    active_per_token: int
+
+    @property
+    def total(self) -> int:
+        """All parameters."""
+        return self.transformer_layers + self.embedding
+
+
+@dataclass(frozen=True)
+class RankParameters:
+    """Parameters that one rank holds; the two parts are replicated over different groups of ranks.
+
+    Attributes:
+        dense: everything but routed experts, replicated over the data-parallel and context-parallel ranks.
+        expert: routed experts, replicated over the expert-data-parallel ranks.
+    """
+
+    dense: int
+    expert: int
+
+    @property
+    def total(self) -> int:
+        """All parameters of the rank."""
+        return self.dense + self.expert
+
+
+def count_parameters(config: Config) -> ParameterCount:
+    """Counts the parameters of the whole model."""
+    num_moe = _num_moe_layers(config, range(config.num_layers))
+    experts = num_moe * config.num_experts * _expert(config)
+    layers = sum(_layer(config, i, tp=1) for i in range(config.num_layers)) + experts + _norm(config, config.hidden_size)
+    embedding = _embedding(config, tp=1) * (1 if config.tie_embeddings else 2)
+    idle = num_moe * (config.num_experts - config.topk) * _expert(config)
+    return ParameterCount(transformer_layers=layers, embedding=embedding, active_per_token=layers + embedding - idle)
+
+
+def rank_parameters(config: Config, pp_rank: int = 0) -> RankParameters:
+    """Counts the parameters of a rank in pipeline stage `pp_rank`; all ranks of a stage hold equally many."""
+    layers = [i for i in range(config.num_layers) if stage_of_layer(config, i) == pp_rank]
+    dense = sum(_layer(config, i, config.tp) for i in layers) + _stage_ends(config, pp_rank)
+    experts = config.num_experts // config.ep * _expert(config, config.etp)
+    return RankParameters(dense=dense, expert=_num_moe_layers(config, layers) * experts)
+
+
+def stage_of_layer(config: Config, layer: int) -> int:
+    """Pipeline rank of a layer (from 0). With VPP the stages go around the ranks once per model chunk."""
+    layers_per_chunk = max(1, config.num_layers // (config.pp * (config.vpp or 1)))
+    return layer // layers_per_chunk % config.pp
+
+
+def most_loaded_rank(config: Config) -> int:
+    """Pipeline rank that holds the most parameters; the first one of equals."""
+    return max(range(config.pp), key=lambda pp_rank: rank_parameters(config, pp_rank).total)
+
+
+def weight_and_optimizer_bytes(config: Config, rank: RankParameters) -> float:
+    """Bytes of weights, gradients and optimizer state on a rank that holds the parameters `rank`.
+
+    Megatron's `report_theoretical_memory`, which takes every parameter for a dense one. Experts are replicated over fewer
+    ranks than the rest (world / (ETP*EP*PP) instead of world / (TP*PP)), so their state is split among fewer.
+    """
+    dense = _bytes_per_parameter(config, config.world_size // (config.tp * config.pp))
+    expert = _bytes_per_parameter(config, config.world_size // (config.etp * config.ep * config.pp))
+    return dense * rank.dense + expert * rank.expert
+
+
+def checkpoint_bytes(config: Config) -> int:
+    """Bytes of one checkpoint of the whole model: weights, fp32 main weights and the two Adam moments."""
+    return count_parameters(config).total * (16 if config.dtype == "fp32" else 14)
+
+
+def _bytes_per_parameter(config: Config, num_replicas: int) -> float:
+    """Bytes: weight, fp32 gradient and, sharded over replicas by the distributed optimizer, fp32 weight and Adam moments.
+
+    fp32 weights need no main copy: the distributed optimizer's shards are views of them.
+    """
+    kept, state = (8, 8) if config.dtype == "fp32" else (6, 12)
+    return kept + state / (max(1, num_replicas) if config.distributed_optimizer else 1)
+
+
+def _num_moe_layers(config: Config, layers: range | list[int]) -> int:
+    return sum(_is_moe(config, i) for i in layers)
+
+
+def _is_moe(config: Config, layer: int) -> bool:
+    return config.use_moe and layer >= config.first_k_dense
+
+
+def _norm(config: Config, size: int) -> int:
+    return size if config.normalization == "RMSNorm" else 2 * size
+
+
+def _mlp(config: Config, ffn: int, tp: int = 1, *, bias: bool = False) -> int:
+    """One MLP, dense, shared or expert. The bias of the row-parallel second projection is on every rank."""
+    width = (2 if config.gated else 1) * ffn // tp
+    return config.hidden_size * (width + ffn // tp) + (width + config.hidden_size if bias else 0)
+
+
+def _expert(config: Config, etp: int = 1) -> int:
+    return _mlp(config, config.expert_ffn_size, etp)
+
+
+def _attention(config: Config, tp: int) -> int:
+    hidden, heads = config.hidden_size, config.num_heads * config.kv_channels // tp
+    qkv = heads + 2 * config.num_query_groups * config.kv_channels // tp
+    norms = 2 * _norm(config, config.kv_channels) if config.qk_norm else 0
+    return hidden * (qkv + heads) + norms + (qkv + hidden if config.add_bias_linear else 0)
+
+
+def _layer(config: Config, layer: int, tp: int) -> int:
+    """One layer without its routed experts. Norms and router are on every tensor-parallel rank."""
+    common = _attention(config, tp) + 2 * _norm(config, config.hidden_size)
+    if not _is_moe(config, layer):
+        return common + _mlp(config, config.ffn_hidden_size, tp, bias=config.add_bias_linear)
+    return common + config.num_experts * config.hidden_size + _mlp(config, config.shared_expert_size, tp)
+
+
+def _embedding(config: Config, tp: int) -> int:
+    return config.padded_vocab_size // tp * config.hidden_size
+
+
+def _stage_ends(config: Config, pp_rank: int) -> int:
+    """Embedding on the first stage, final norm and output layer on the last. Tied weights are copied only between stages."""
+    first, last = pp_rank == 0, pp_rank == config.pp - 1
+    tables = int(first) + int(last) - int(first and last and config.tie_embeddings)
+    return tables * _embedding(config, config.tp) + (_norm(config, config.hidden_size) if last else 0)
+
+
+def startup_report(config: Config) -> str:
+    """The counts that a run shows before it starts, in Megatron's wording; 1 MB is 2^20 bytes as in Megatron's logs."""
+    count = count_parameters(config)
+    pp_rank = most_loaded_rank(config)
+    rank = rank_parameters(config, pp_rank)
+    megabytes = weight_and_optimizer_bytes(config, rank) / MEBIBYTE
+    flops = flops_per_iteration(config)
+    return "\n".join(
+        [
+            f"Number of parameters in transformer layers in billions: {_billions(count.transformer_layers)}",
+            f"Number of parameters in embedding layers in billions: {_billions(count.embedding)}",
+            f"Total number of parameters in billions: {_billions(count.total)}",
+            f"Number of parameters active per token in billions: {_billions(count.active_per_token)}",
+            f"Number of parameters in most loaded shard in billions: {_billions(rank.total, 4)}",
+            f" > number of parameters on (tensor, pipeline) model parallel rank (0, {pp_rank}): {rank.total}",
+            f"Theoretical memory footprints: weight and optimizer={megabytes:.2f} MB",
+            f"Floating-point operations per iteration: {flops} ({config.gbsz} samples of {config.seq_len} tokens)",
+        ]
+    )
+
+
+def _billions(count: int, digits: int = 2) -> str:
+    return f"{count / 1e9:.{digits}f} ({count})"

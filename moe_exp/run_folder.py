@@ -1,0 +1,294 @@
+"""The run folder `$RUN_DIR/$RUN_NAME`: where it is, how it is opened, and what speaks against using it.
+
+    config.yaml        settings of the latest start
+    provenance.json    {"starts": [...]}: one entry per start with versions, commit, host, time and command line
+    train.log          what rank 0 printed, and the warnings of every rank
+    metrics.jsonl      one object a line, see metrics.py
+    checkpoints/       iter_0001000, ...
+    tensorboard/ wandb/
+    summary.json       how the run ended
+
+The environment is never written, so that no key ends up in a folder that people share.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from moe_exp.config import Config, ConfigError, problem, to_yaml
+
+logger = logging.getLogger(__name__)
+
+# Packages whose version can change the numbers or the speed of a run.
+_PACKAGES = (
+    "moe_exp", "torch", "megatron-core", "numpy", "triton", "transformer-engine", "flash-attn", "apex", "megablocks",
+    "datatrove", "tokenizers", "safetensors", "tensorboard", "wandb",
+)  # fmt: skip
+
+# A checkpoint of one value of these does not fit a model of another.
+_MODEL_FIELDS = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_query_groups", "head_dim", "vocab_size", "activation",
+    "normalization", "tie_embeddings", "qk_norm", "add_bias_linear", "use_moe",
+)  # fmt: skip
+_MOE_FIELDS = ("num_experts", "moe_ffn_hidden_size", "first_k_dense", "shared_expert_size")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths inside one run folder. Making one touches no disk."""
+
+    path: Path
+
+    @classmethod
+    def of(cls, config: Config) -> RunFolder:
+        """The folder that `config` names, whether it exists or not."""
+        return cls(Path(config.run_dir).expanduser() / config.name)
+
+    @property
+    def config(self) -> Path:
+        """Settings of the latest start."""
+        return self.path / "config.yaml"
+
+    @property
+    def provenance(self) -> Path:
+        """One entry per start."""
+        return self.path / "provenance.json"
+
+    @property
+    def log(self) -> Path:
+        """Log messages."""
+        return self.path / "train.log"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per record."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Folder of TensorBoard event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def wandb(self) -> Path:
+        """Folder of wandb runs."""
+        return self.path / "wandb"
+
+    @property
+    def summary(self) -> Path:
+        """How the run ended."""
+        return self.path / "summary.json"
+
+
+def open_run_folder(config: Config, argv: Sequence[str] | None = None) -> RunFolder:
+    """Makes the run folder, or opens it again; rank 0 alone calls this.
+
+    Args:
+        config: settings of this start; they replace config.yaml, and provenance.json keeps what they changed.
+        argv: command line to record; sys.argv by default.
+
+    Raises:
+        ConfigError: where the folder cannot be written.
+    """
+    folder = RunFolder.of(config)
+    try:
+        folder.checkpoints.mkdir(parents=True, exist_ok=True)
+        starts = _read_starts(folder.provenance)
+        changed = _changed_settings(folder, config)
+        write_atomically(folder.config, to_yaml(config))
+        starts.append(provenance(sys.argv if argv is None else argv) | {"changed_settings": changed})
+        write_json(folder.provenance, {"starts": starts})
+    except OSError as error:
+        rule = f"{folder.path} cannot be written ({error.strerror or error})"
+        raise ConfigError([problem("run_dir", config.run_dir, rule, "choose a RUN_DIR that you may write to")]) from None
+    return folder
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes `text` so that a reader, or the next start after a crash, sees the old file or the new one and never half of one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Writes `value` as indented JSON, atomically."""
+    write_atomically(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def provenance(argv: Sequence[str]) -> dict[str, Any]:
+    """What one start ran on: time (ISO 8601 with offset), command line, host, versions of the installed packages, commit."""
+    return {
+        "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": list(argv),
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "versions": {"python": platform.python_version()} | _versions(),
+        "commit": _commit(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _commit() -> str | None:
+    """Commit of the checkout that this package runs from, with "+changes" for edited files, or None outside a checkout."""
+    package = Path(__file__).parent
+    # Installed into a virtual environment inside somebody's repository, git would answer with the commit of that one.
+    if _git(package, "ls-files", "--error-unmatch", Path(__file__).name) is None:
+        return None
+    commit = _git(package, "rev-parse", "HEAD")
+    return commit and commit + ("+changes" if _git(package, "status", "--porcelain", "--untracked-files=no", ".") else "")
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    # Inside a git hook GIT_DIR and its kind point to the repository of the hook.
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, env=environ)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _read_starts(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    try:
+        return list(json.loads(path.read_text(encoding="utf-8"))["starts"])
+    except (ValueError, KeyError, TypeError):
+        broken = path.replace(path.with_suffix(".json.broken"))
+        logger.warning("%s cannot be read; kept as %s, and the list of starts begins again", path, broken.name)
+        return []
+
+
+def _changed_settings(folder: RunFolder, config: Config) -> dict[str, list[Any]]:
+    """Settings that differ from those of the previous start: name to [before, now]."""
+    if not folder.config.exists():
+        return {}
+    try:
+        before = _read_settings(folder.config)
+    except ValueError:
+        return {}
+    now = config.model_dump()
+    return {name: [before[name], now[name]] for name in now if name in before and before[name] != now[name]}
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    """config.yaml as a dict; ValueError with a one-line reason if it is not one."""
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(" ".join(str(error).split())) from None
+    if not isinstance(settings, dict):
+        raise ValueError("it holds no settings")
+    return settings
+
+
+def run_folder_problems(config: Config, *, needed_bytes: int = 0) -> list[str]:
+    """Why `config` cannot use its run folder, one line each; an empty list if it can. Creates nothing.
+
+    Args:
+        config: settings of the start.
+        needed_bytes: space that the run will need, as far as the caller knows.
+    """
+    if bad_name := _name_problems(config):
+        return bad_name
+    folder = RunFolder.of(config)
+    place = folder.path
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if not place.is_dir():
+        return [problem("run_dir", config.run_dir, f"{place} is a file, not a folder", "choose another RUN_DIR or RUN_NAME")]
+    return _write_problems(config, folder, place) + _space_problems(config, place, needed_bytes) + _model_problems(config, folder)
+
+
+def _name_problems(config: Config) -> list[str]:
+    parts = Path(config.name).parts
+    if ".." in parts or Path(config.name).is_absolute():
+        return [problem("run_name", config.name, "must stay inside RUN_DIR", "give a plain name, and the place as RUN_DIR")]
+    if any(len(os.fsencode(part)) > 255 for part in parts):
+        return [problem("run_name", config.name, "is longer than a file name may be, 255 bytes", "give a shorter RUN_NAME")]
+    return []
+
+
+def _write_problems(config: Config, folder: RunFolder, place: Path) -> list[str]:
+    used = (place, folder.checkpoints, folder.tensorboard, folder.config, folder.provenance, folder.log, folder.metrics)
+    fix = "choose a RUN_DIR that you may write to, or change its permissions"
+    return [
+        problem("run_dir", config.run_dir, f"{path} is not writable", fix)
+        for path in used
+        if path.exists() and not os.access(path, os.W_OK | os.X_OK if path.is_dir() else os.W_OK)
+    ]
+
+
+def _space_problems(config: Config, place: Path, needed_bytes: int) -> list[str]:
+    free_bytes = shutil.disk_usage(place).free
+    if free_bytes >= needed_bytes:
+        return []
+    rule = f"{place} has {free_bytes / 1e9:.3g} GB free and the run needs {needed_bytes / 1e9:.3g} GB"
+    return [problem("run_dir", config.run_dir, rule, "choose a RUN_DIR on a larger disk, or make room")]
+
+
+def _model_problems(config: Config, folder: RunFolder) -> list[str]:
+    if not folder.config.exists():
+        return []
+    try:
+        before = _model_of(_read_settings(folder.config))
+    except ValueError as error:
+        fix = "give another RUN_NAME, or repair the file"
+        return [problem("run_name", config.name, f"{folder.config} cannot be read ({error})", fix)]
+    now = _model_of(config.model_dump())
+    return [
+        problem(name, now[name], f"{folder.path} holds a model with {name.upper()}={before[name]}", _model_fix(name, before[name]))
+        for name in now
+        if name in before and before[name] != now[name]
+    ]
+
+
+def _model_fix(name: str, before: object) -> str:
+    return f"give another RUN_NAME to start a new run, or {name.upper()}={before} to go on with this one"
+
+
+def _model_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that shape the weights, with those that stand for another (0: the default) filled in."""
+    fields = _MODEL_FIELDS + (_MOE_FIELDS if settings.get("use_moe") else ())
+    model = {name: settings[name] for name in fields if name in settings}
+    if not model.get("head_dim", 1) and model.get("num_heads"):
+        model["head_dim"] = model.get("hidden_size", 0) // model["num_heads"]
+    if not model.get("moe_ffn_hidden_size", 1):
+        model["moe_ffn_hidden_size"] = model.get("ffn_hidden_size")
+    return model

@@ -1,0 +1,57 @@
+"""Packaging of moe_exp. `moe_exp/doctor.py` reads REQUIRES and EXTRAS from here, so they stay plain literals."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+REQUIRES = [
+    "torch>=2.6",
+    "megatron-core>=0.16,<0.20",
+    "numpy>=1.26",
+    "pydantic>=2,<3",
+    "pyyaml>=6",
+    "rich>=13",
+    "tokenizers>=0.19",
+    "matplotlib>=3.8",
+    "tensorboard>=2.14",
+    "filelock>=3.12",
+    "psutil>=5.9",
+    "packaging>=24.2",
+]
+
+EXTRAS = {
+    "gpu": ["triton>=3.0", "flash-attn>=2.6"],
+    "te": ["transformer-engine[pytorch]>=2.0"],
+    "megablocks": ["megablocks>=0.7", "grouped_gemm>=0.1.6"],
+    "wandb": ["wandb>=0.17"],
+    "dev": [
+        "pytest>=8",
+        "pytest-timeout>=2.3",
+        "hypothesis>=6.100",
+        "ruff>=0.17,<0.18",
+        "mypy>=2.4,<2.5",
+        "types-PyYAML>=6",
+        "wandb>=0.17",
+    ],
+}
+
+if __name__ == "__main__":
+    setup(
+        name="moe-exp",
+        version="0.1.0",
+        description="Mixture-of-Experts training extension for Megatron-Core",
+        long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+        long_description_content_type="text/markdown",
+        license="Apache-2.0",
+        license_files=["LICENSE"],
+        python_requires=">=3.10",
+        packages=find_packages(include=["moe_exp", "moe_exp.*"]),
+        package_data={"moe_exp": ["**/*.json", "**/*.yaml", "scripts/*.sh", "scripts/*.py"]},
+        install_requires=REQUIRES,
+        extras_require=EXTRAS,
+        entry_points={"console_scripts": ["moe-exp = moe_exp.cli:main"]},
+        classifiers=[
+            "Programming Language :: Python :: 3",
+            "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        ],
+    )
