@@ -137,7 +137,9 @@ class Config(BaseModel):
     dtype: Literal["fp32", "bf16", "fp16"] = Field("bf16", description="compute type; gradients are accumulated in fp32")
 
     # Data
-    train_data: str = Field("", description="Megatron .bin/.idx prefixes, 'PREFIX' or 'WEIGHT PREFIX WEIGHT PREFIX ...'; empty: the embedded corpus")
+    train_data: str = Field(
+        "", description="Megatron .bin/.idx prefixes, 'PREFIX' or 'WEIGHT PREFIX WEIGHT PREFIX ...'; empty: the embedded corpus"
+    )
     valid_data: str = Field("", description="the same for validation")
     tokenizer: str = Field("", description="Hugging Face tokenizer folder or tokenizer.json; checked against VOCAB_SIZE")
     data_dir: str = Field("data", description="where prepared corpora are kept")

@@ -18,7 +18,7 @@ import builtins
 import contextlib
 import importlib.abc
 import importlib.machinery
-import importlib.util
+import queue
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -175,7 +175,28 @@ def _mend_random(module: Any) -> None:
     module._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
 
 
+def _mend_writer(module: Any) -> None:
+    # Megatron writes checkpoints in forked processes. A fork of a process in which gloo's threads run may hang or end in
+    # EOFError; here the rank itself writes, with the same function.
+    writer = module.FileSystemWriterAsync
+    results: queue.Queue[Any] = queue.Queue()
+
+    def write(transforms: Any, use_msc: Any, rank: int, write_buckets: Sequence[Any], results: queue.Queue[Any]) -> None:
+        written = {}
+        for index, bucket in enumerate(write_buckets):
+            outcomes, count = queue.Queue(), queue.Queue()  # type: queue.Queue[Any], queue.Queue[int]
+            count.put(index)
+            writer.write_preloaded_data(transforms, index, bucket, outcomes, count, use_fsync=True)
+            _, written[index] = outcomes.get()
+        failure = next((outcome for outcome in written.values() if isinstance(outcome, Exception)), None)
+        results.put(written if failure is None else failure)
+
+    module._get_write_results_queue = lambda: results
+    writer.write_preloaded_data_multiproc = staticmethod(write)
+
+
 _MENDED: dict[str, Callable[[Any], None]] = {
+    "megatron.core.dist_checkpointing.strategies.filesystem_async": _mend_writer,
     "megatron.core.jit": _mend_jit,
     "megatron.core.tensor_parallel.random": _mend_random,
 }

@@ -50,7 +50,7 @@ _MOE_FIELDS = ("num_experts", "moe_ffn_hidden_size", "first_k_dense", "shared_ex
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths inside one run folder. Making one touches no disk."""
+    """Paths inside one run folder, as listed at the top of this file. Making one touches no disk."""
 
     path: Path
 
@@ -61,42 +61,34 @@ class RunFolder:
 
     @property
     def config(self) -> Path:
-        """Settings of the latest start."""
         return self.path / "config.yaml"
 
     @property
     def provenance(self) -> Path:
-        """One entry per start."""
         return self.path / "provenance.json"
 
     @property
     def log(self) -> Path:
-        """Log messages."""
         return self.path / "train.log"
 
     @property
     def metrics(self) -> Path:
-        """One JSON object per record."""
         return self.path / "metrics.jsonl"
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def tensorboard(self) -> Path:
-        """Folder of TensorBoard event files."""
         return self.path / "tensorboard"
 
     @property
     def wandb(self) -> Path:
-        """Folder of wandb runs."""
         return self.path / "wandb"
 
     @property
     def summary(self) -> Path:
-        """How the run ended."""
         return self.path / "summary.json"
 
 
@@ -229,11 +221,19 @@ def run_folder_problems(config: Config, *, needed_bytes: int = 0) -> list[str]:
         return bad_name
     folder = RunFolder.of(config)
     place = folder.path
-    while not place.exists() and place != place.parent:
+    while not _exists(place) and place != place.parent:
         place = place.parent
     if not place.is_dir():
         return [problem("run_dir", config.run_dir, f"{place} is a file, not a folder", "choose another RUN_DIR or RUN_NAME")]
     return _write_problems(config, folder, place) + _space_problems(config, place, needed_bytes) + _model_problems(config, folder)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        path.stat()
+    except OSError:  # also where a folder on the way may not be entered: Path.exists raises then
+        return False
+    return True
 
 
 def _name_problems(config: Config) -> list[str]:
@@ -251,7 +251,7 @@ def _write_problems(config: Config, folder: RunFolder, place: Path) -> list[str]
     return [
         problem("run_dir", config.run_dir, f"{path} is not writable", fix)
         for path in used
-        if path.exists() and not os.access(path, os.W_OK | os.X_OK if path.is_dir() else os.W_OK)
+        if _exists(path) and not os.access(path, os.W_OK | os.X_OK if path.is_dir() else os.W_OK)
     ]
 
 
@@ -264,11 +264,11 @@ def _space_problems(config: Config, place: Path, needed_bytes: int) -> list[str]
 
 
 def _model_problems(config: Config, folder: RunFolder) -> list[str]:
-    if not folder.config.exists():
+    if not _exists(folder.config):
         return []
     try:
         before = _model_of(_read_settings(folder.config))
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         fix = "give another RUN_NAME, or repair the file"
         return [problem("run_name", config.name, f"{folder.config} cannot be read ({error})", fix)]
     now = _model_of(config.model_dump())

@@ -28,6 +28,7 @@ EOD_ID = 0
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, number of sequences, number of document indices
 _DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
+_BLEND_RULE = "must be 'PREFIX', 'PREFIX PREFIX ...' or 'WEIGHT PREFIX WEIGHT PREFIX ...'"
 _CODES = {name: code for code, name in _DTYPES.items()}
 
 
@@ -217,15 +218,26 @@ def parse_blend(text: str) -> list[tuple[float, str]]:
         ValueError: the text has none of these forms, or files to be weighted by size cannot be read.
     """
     words = text.split()
-    numbers = [_number(word) for word in words]
-    if words and all(number is None for number in numbers):
+    if words and all(_number(word) is None for word in words):
         return _by_size([_strip_suffix(word) for word in words])
-    weights, prefixes = numbers[0::2], numbers[1::2]
-    if not words or len(words) % 2 or None in weights or any(number is not None for number in prefixes):
-        raise ValueError(f"'{text}': must be 'PREFIX', 'PREFIX PREFIX ...' or 'WEIGHT PREFIX WEIGHT PREFIX ...'. Fix: pair them.")
-    if bad := [word for word, weight in zip(words[0::2], weights, strict=True) if not (weight and 0 < weight < math.inf)]:
-        raise ValueError(f"'{text}': weight {bad[0]} must be greater than 0 and finite. Fix: give another weight or leave the prefix out.")
-    return [(weight or 0.0, _strip_suffix(word)) for weight, word in zip(weights, words[1::2], strict=True)]
+    if not words or len(words) % 2:
+        raise ValueError(f"'{text}': {_BLEND_RULE}. Fix: give every prefix a weight, or none.")
+    return [(_weight(word, text), _prefix(word_after, text)) for word, word_after in zip(words[0::2], words[1::2], strict=True)]
+
+
+def _weight(word: str, text: str) -> float:
+    weight = _number(word)
+    if weight is None:
+        raise ValueError(f"'{text}': {_BLEND_RULE}, and {word} is not a weight. Fix: give every prefix a weight, or none.")
+    if not 0 < weight < math.inf:
+        raise ValueError(f"'{text}': weight {word} must be greater than 0 and finite. Fix: give another weight or leave the prefix out.")
+    return weight
+
+
+def _prefix(word: str, text: str) -> str:
+    if _number(word) is not None:
+        raise ValueError(f"'{text}': {_BLEND_RULE}, and {word} is not a prefix. Fix: put a path after each weight.")
+    return _strip_suffix(word)
 
 
 def _number(word: str) -> float | None:

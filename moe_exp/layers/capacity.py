@@ -16,6 +16,12 @@ def expert_capacity(num_tokens: int, *, num_experts: int, topk: int, capacity_fa
     return math.ceil(num_tokens * topk / num_experts * capacity_factor)
 
 
+def count_per_expert(expert_N: Tensor, num_experts: int) -> Tensor:
+    """Slots per expert, int64 [E]. torch.bincount would wait for the GPU to learn the largest value."""
+    counts_E = torch.zeros(num_experts, dtype=torch.int64, device=expert_N.device)
+    return counts_E.scatter_add_(0, expert_N, torch.ones_like(expert_N))
+
+
 def rank_in_expert(expert_N: Tensor, priority_N: Tensor | None, *, num_experts: int) -> Tensor:
     """Place of every slot in the queue of its expert, 0 first.
 
@@ -31,7 +37,7 @@ def rank_in_expert(expert_N: Tensor, priority_N: Tensor | None, *, num_experts: 
     if priority_N is not None:
         first_N = torch.argsort(priority_N, descending=True, stable=True)
     order_N = first_N[torch.argsort(expert_N[first_N], stable=True)]
-    starts_E = torch.bincount(expert_N, minlength=num_experts + 1).cumsum(0).roll(1)
+    starts_E = count_per_expert(expert_N, num_experts + 1).cumsum(0).roll(1)
     starts_E[0] = 0
     place_N = torch.empty_like(order_N)
     place_N[order_N] = torch.arange(order_N.numel(), device=order_N.device) - starts_E[expert_N[order_N]]

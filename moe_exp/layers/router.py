@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from moe_exp.layers.capacity import count_per_expert
 
 @dataclass(frozen=True)
 class RouterConfig:
@@ -83,7 +84,7 @@ class Router(nn.Module):
     def forward(self, x_TD: Tensor) -> RoutingDecision:
         logits_TE = nn.functional.linear(x_TD.float(), self.weight.float())
         scores_TE, expert_TK, weights_TK = self._choose(logits_TE)
-        tokens_per_expert_E = torch.bincount(expert_TK.flatten(), minlength=self.config.num_experts)
+        tokens_per_expert_E = count_per_expert(expert_TK.flatten(), self.config.num_experts)
         if self.config.expert_bias and self.training and torch.is_grad_enabled():
             self.local_tokens_per_expert += tokens_per_expert_E
         return RoutingDecision(expert_TK, weights_TK, scores_TE, logits_TE, tokens_per_expert_E)

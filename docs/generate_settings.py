@@ -1,0 +1,139 @@
+"""Writes docs/settings.md from moe_exp/config.py: PYTHONPATH=. python docs/generate_settings.py"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from moe_exp.config import Config
+
+SETTINGS_MD = Path(__file__).with_name("settings.md")
+
+# Settings that Megatron-LM spells like us.
+SAME_FLAG = [
+    "num_layers", "hidden_size", "ffn_hidden_size", "vocab_size", "normalization", "norm_epsilon", "rotary_base",
+    "attention_dropout", "num_experts", "lr", "min_lr", "lr_decay_style", "train_iters", "rampup_batch_size",
+    "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "seed", "save_interval", "exit_interval",
+    "log_interval", "eval_interval", "eval_iters",
+]  # fmt: skip
+
+# Megatron-LM's flag, where its name is not the setting's own name in kebab case.
+MEGATRON_FLAGS = {
+    "nnodes": "torchrun --nnodes",
+    "node_rank": "torchrun --node-rank",
+    "gpus_per_node": "torchrun --nproc-per-node",
+    "master_addr": "torchrun --master-addr",
+    "master_port": "torchrun --master-port",
+    "num_heads": "--num-attention-heads",
+    "num_query_groups": "--group-query-attention --num-query-groups",
+    "head_dim": "--kv-channels",
+    "seq_len": "--seq-length",
+    "activation": "--swiglu, --squared-relu",
+    "add_bias_linear": "--disable-bias-linear (inverse)",
+    "qk_norm": "--qk-layernorm",
+    "tie_embeddings": "--untie-embeddings-and-output-weights (inverse)",
+    "dropout": "--hidden-dropout",
+    "init_std": "--init-method-std",
+    "topk": "--moe-router-topk",
+    "moe_ffn_hidden_size": "--moe-ffn-hidden-size",
+    "first_k_dense": "--moe-layer-freq",
+    "shared_expert_size": "--moe-shared-expert-intermediate-size",
+    "capacity_factor": "--moe-expert-capacity-factor",
+    "pad_to_capacity": "--moe-pad-expert-input-to-capacity",
+    "router_score": "--moe-router-score-function",
+    "router_pre_softmax": "--moe-router-pre-softmax",
+    "router_scaling_factor": "--moe-router-topk-scaling-factor",
+    "router_bias_update_rate": "--moe-router-bias-update-rate",
+    "num_router_groups": "--moe-router-num-groups",
+    "router_group_topk": "--moe-router-group-topk",
+    "aux_loss_type": "--moe-router-load-balancing-type",
+    "aux_loss_coeff": "--moe-aux-loss-coeff",
+    "z_loss_coeff": "--moe-z-loss-coeff",
+    "expert_backend": "--moe-grouped-gemm",
+    "dispatcher": "--moe-token-dispatcher-type",
+    "impl": "--transformer-impl",
+    "tp": "--tensor-model-parallel-size",
+    "pp": "--pipeline-model-parallel-size",
+    "vpp": "--num-layers-per-virtual-pipeline-stage (layers per chunk; VPP counts chunks)",
+    "ep": "--expert-model-parallel-size",
+    "etp": "--expert-tensor-parallel-size",
+    "cp": "--context-parallel-size",
+    "distributed_optimizer": "--use-distributed-optimizer",
+    "overlap": "--overlap-grad-reduce --overlap-param-gather",
+    "recompute": "--recompute-granularity",
+    "mbsz": "--micro-batch-size",
+    "gbsz": "--global-batch-size",
+    "warmup_iters": "--lr-warmup-iters",
+    "decay_iters": "--lr-decay-iters",
+    "wsd_decay_iters": "--lr-wsd-decay-iters",
+    "dtype": "--bf16, --fp16",
+    "train_data": "--train-data-path",
+    "valid_data": "--valid-data-path",
+    "tokenizer": "--tokenizer-model",
+    "run_dir": "--save",
+    "load_dir": "--load",
+    "wandb_project": "--wandb-project",
+}
+
+HEADER = """\
+# Settings
+
+Every setting can be given as an environment variable (`NUM_EXPERTS=64`) or as a flag (`--num-experts 64`). A value is
+taken from the first of: command line, environment, preset, default. The presets are in `moe_exp/presets.py`, and
+`--dry-run` shows the merged settings. The last column names the flag of Megatron-LM for the same thing.
+
+This file is written by `PYTHONPATH=. python docs/generate_settings.py`.
+"""
+
+
+def groups() -> dict[str, list[str]]:
+    """Setting names by group, from the one-line comments between the fields of Config."""
+    found: dict[str, list[str]] = {}
+    for line in inspect.getsource(Config).splitlines():
+        if heading := re.fullmatch(r"    # (.+)", line):
+            found[heading[1]] = []
+        elif (field := re.match(r"    (\w+): ", line)) and field[1] in Config.model_fields:
+            found[next(reversed(found))].append(field[1])
+    return {heading: names for heading, names in found.items() if names}
+
+
+def _values(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return ", ".join(get_args(annotation))
+    if isinstance(annotation, type):
+        return {int: "integer", float: "number", str: "text", bool: "true, false"}[annotation]
+    return "integer or none"  # VPP
+
+
+def _default(name: str) -> str:
+    field = Config.model_fields[name]
+    if field.default_factory:
+        return "by machine"
+    if isinstance(field.default, float):
+        return f"{field.default:g}"
+    if isinstance(field.default, bool | None):
+        return str(field.default).lower()
+    return str(field.default) or "empty"
+
+
+def _megatron(name: str) -> str:
+    return f"--{name.replace('_', '-')}" if name in SAME_FLAG else MEGATRON_FLAGS.get(name, "")
+
+
+def render() -> str:
+    """The text of docs/settings.md."""
+    lines = [HEADER]
+    for heading, names in groups().items():
+        lines += [f"## {heading}\n", "| setting | default | values | meaning | Megatron |", "|---|---|---|---|---|"]
+        for name in names:
+            field = Config.model_fields[name]
+            cells = [name.upper(), _default(name), _values(field.annotation), field.description or "", _megatron(name)]
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    SETTINGS_MD.write_text(render(), encoding="utf-8")

@@ -1,0 +1,170 @@
+"""Save and resume: Megatron's distributed checkpoints (`torch_dist`) with Megatron's sharded keys.
+
+A checkpoint is the folder `checkpoints/iter_0000300`. It is written under a temporary name and renamed once every rank is done;
+only then does `latest_checkpointed_iteration.txt` name it. So what `latest` names is always complete.
+"""
+
+import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
+
+# isort: split
+import contextlib
+import logging
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from moe_exp.config import Config
+from moe_exp.runtime import Runtime
+
+logger = logging.getLogger(__name__)
+
+LATEST = "latest_checkpointed_iteration.txt"
+
+
+@dataclass
+class Progress:
+    """How far training has come. The order of the data depends on `consumed_samples` and SEED alone."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    skipped_iterations: int = 0
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a checkpoint holds beside `Progress`."""
+
+    model: list[DistributedDataParallel]
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+
+
+def iteration_folder(checkpoints: Path, iteration: int) -> Path:
+    """Folder of one checkpoint, named as Megatron names it."""
+    return checkpoints / f"iter_{iteration:07d}"
+
+
+def latest_iteration(checkpoints: Path) -> int | None:
+    """Iteration of the newest complete checkpoint, or None."""
+    try:
+        return int((checkpoints / LATEST).read_text())
+    except FileNotFoundError:
+        return None
+
+
+@contextlib.contextmanager
+def parameters_in_sync(model: list[DistributedDataParallel]) -> Iterator[None]:
+    """Inside, every parameter is whole: with overlapped gather, parts are otherwise fetched only as the next forward needs them."""
+    overlapped = model[0].ddp_config.overlap_param_gather
+    if overlapped:
+        for chunk in model:
+            chunk.disable_forward_pre_hook()
+    yield
+    if overlapped:
+        for chunk in model:
+            chunk.enable_forward_pre_hook()
+
+
+def save(config: Config, runtime: Runtime, checkpoints: Path, trained: Trained, progress: Progress) -> float:
+    """Writes a checkpoint and publishes it; returns the seconds it took. Called by every rank."""
+    start = time.monotonic()
+    final = iteration_folder(checkpoints, progress.iteration)
+    partial = final.with_name(final.name + ".partial")
+    if runtime.is_first:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    torch.distributed.barrier()
+    with parameters_in_sync(trained.model):
+        state = _state(config, runtime, trained, progress, is_loading=False)
+        strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1 if runtime.device.type == "cpu" else 2)
+        dist_checkpointing.save(state, str(partial), sharded_strategy=strategy)
+    if runtime.is_first:
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        _write_latest(checkpoints, progress.iteration)
+    torch.distributed.barrier()
+    return time.monotonic() - start
+
+
+def load(config: Config, runtime: Runtime, checkpoints: Path, trained: Trained) -> Progress:
+    """Loads the newest checkpoint of a folder into `trained`. Called by every rank.
+
+    Raises:
+        ValueError: when the folder has none, or a newer step is expected than it holds.
+    """
+    iteration = latest_iteration(checkpoints)
+    if iteration is None:
+        raise ValueError(f"LOAD_DIR={checkpoints}: has no {LATEST}. Fix: name the checkpoints folder of a run.")
+    folder = str(iteration_folder(checkpoints, iteration))
+    progress = Progress()
+    state = _state(config, runtime, trained, progress, is_loading=True)
+    if _layout(config) != dist_checkpointing.load_common_state_dict(folder)["layout"]:
+        # Random streams belong to tensor and pipeline ranks; with other ranks they start from the seed.
+        del state["rng_state"]
+    with parameters_in_sync(trained.model):
+        loaded = dist_checkpointing.load(state, folder)
+        for index, chunk in enumerate(trained.model):
+            chunk.load_state_dict(loaded[f"model{index}"], strict=False)
+        trained.optimizer.load_state_dict(loaded["optimizer"])
+    trained.scheduler.load_state_dict(loaded["scheduler"])
+    if "rng_state" in loaded:
+        _set_rng_state(loaded["rng_state"][0])
+    torch.distributed.barrier()
+    return Progress(**loaded["progress"])
+
+
+def _state(config: Config, runtime: Runtime, trained: Trained, progress: Progress, *, is_loading: bool) -> dict[str, Any]:
+    # fully_reshardable: one layout-independent tensor per parameter and optimizer moment.
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": runtime.groups.dp_cp,
+    }
+    chunks = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(trained.model)}
+    model_state = chunks if len(chunks) > 1 else chunks["model0"]
+    return {
+        **chunks,
+        "optimizer": trained.optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=metadata),
+        "scheduler": trained.scheduler.state_dict(),
+        "rng_state": _rng_state(runtime),
+        "progress": vars(progress).copy(),
+        "config": config.model_dump(),
+        "layout": _layout(config),
+    }
+
+
+def _layout(config: Config) -> dict[str, int]:
+    return {"tp": config.tp, "pp": config.pp}
+
+
+def _rng_state(runtime: Runtime) -> ShardedObject:
+    state = {"cpu": torch.get_rng_state(), "tracker": tensor_parallel.get_cuda_rng_tracker().get_states()}
+    if runtime.device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state()
+    groups = runtime.groups
+    shape, place = (groups.pp.size(), groups.tp.size()), (groups.pp.rank(), groups.tp.rank())
+    return ShardedObject("rng_state", [state], shape, place, replica_id=groups.dp_cp.rank())
+
+
+def _set_rng_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+
+
+def _write_latest(checkpoints: Path, iteration: int) -> None:
+    temporary = checkpoints / (LATEST + ".partial")
+    temporary.write_text(str(iteration))
+    temporary.replace(checkpoints / LATEST)

@@ -1,0 +1,233 @@
+"""What has to hold between the settings of a run; what has to hold on this machine is in machine_checks.py.
+
+Every function returns the lines of all problems it finds (name, value, rule, fix). Values that are wrong by themselves are
+refused by `moe_exp.config`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from moe_exp.config import Config, problem
+from moe_exp.machine_checks import check_environment, check_files, check_machine
+
+__all__ = ["check_config", "check_environment", "check_files", "check_machine"]
+
+# Size of the tokenizer that is trained on the embedded corpus.
+EMBEDDED_VOCAB_SIZE = 4096
+
+
+def check_config(config: Config) -> list[str]:
+    """Problems among the settings themselves, the same on every machine."""
+    return [*_model(config), *_moe(config), *_parallel(config), *_pipeline(config), *_batch(config), *_schedule(config), *_data(config)]
+
+
+def _choices(values: list[int]) -> str:
+    return str(values[0]) if len(values) == 1 else "one of " + ", ".join(map(str, values))
+
+
+def _divisors(number: int, near: int) -> list[int]:
+    """The divisors of a number, at most the eight around `near`."""
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    return sorted(sorted(divisors, key=lambda d: abs(d - near))[:8])
+
+
+def _multiples(step: int, near: int) -> str:
+    """'24 or 32': the multiples of `step` around `near`."""
+    below = near // step * step
+    return " or ".join(str(x) for x in (below, below + step) if x > 0)
+
+
+def _must_divide(config: Config, name: str, whole_name: str, whole: int) -> Iterator[str]:
+    """One problem when setting `name` does not divide `whole`."""
+    value = getattr(config, name)
+    if whole % value:
+        fix = f"set {name.upper()} to {_choices(_divisors(whole, value))}"
+        yield problem(name, value, f"does not divide {whole_name}={whole}", fix)
+
+
+def _model(c: Config) -> Iterator[str]:
+    yield from _must_divide(c, "num_query_groups", "NUM_HEADS", c.num_heads)
+    if not c.head_dim:
+        yield from _must_divide(c, "num_heads", "HIDDEN_SIZE", c.hidden_size)
+    if c.kv_channels % 2:
+        rule = "rotary position embedding turns pairs of channels, the head size must be even"
+        yield problem("head_dim", c.kv_channels, rule, f"set HEAD_DIM to {_multiples(2, c.kv_channels)}")
+    if c.use_moe and c.add_bias_linear:
+        yield problem("add_bias_linear", "true", "experts have no bias", "set ADD_BIAS_LINEAR=false or USE_MOE=false")
+    if c.use_moe and c.first_k_dense > c.num_layers:
+        fix = f"set FIRST_K_DENSE to at most {c.num_layers}"
+        yield problem("first_k_dense", c.first_k_dense, f"is over NUM_LAYERS={c.num_layers}", fix)
+
+
+def _moe(c: Config) -> Iterator[str]:
+    if not c.use_moe:
+        for name in ("ep", "etp"):
+            if (size := getattr(c, name)) > 1:
+                yield problem(name, size, "needs experts, but USE_MOE=false", f"set {name.upper()}=1 or USE_MOE=true")
+        return
+    yield from _must_divide(c, "ep", "NUM_EXPERTS", c.num_experts)
+    yield from _must_divide(c, "etp", "MOE_FFN_HIDDEN_SIZE" if c.moe_ffn_hidden_size else "FFN_HIDDEN_SIZE", c.expert_ffn_size)
+    if c.topk > c.num_experts:
+        yield problem("topk", c.topk, f"is over NUM_EXPERTS={c.num_experts}", f"set TOPK to at most {c.num_experts}")
+    if c.dispatcher == "local" and c.ep * c.etp > 1:
+        fix = "set DISPATCHER=alltoall, or EP=1 and ETP=1"
+        yield problem("dispatcher", "local", f"needs every expert on every rank, but EP={c.ep} and ETP={c.etp}", fix)
+    yield from _router(c)
+    yield from _router_groups(c)
+    yield from _grouped_mm_rows(c)
+
+
+def _router(c: Config) -> Iterator[str]:
+    if c.router_bias_update_rate > 0 and c.router_score != "sigmoid":
+        fix = "set ROUTER_SCORE=sigmoid or ROUTER_BIAS_UPDATE_RATE=0"
+        yield problem("router_bias_update_rate", c.router_bias_update_rate, "the expert bias needs sigmoid scores", fix)
+    if c.topk == 1 and c.router_score == "softmax" and not c.router_pre_softmax:
+        rule = "softmax over the one chosen expert is always 1, so the router would not learn with TOPK=1"
+        yield problem("router_pre_softmax", "false", rule, "set ROUTER_PRE_SOFTMAX=true")
+
+
+def _router_groups(c: Config) -> Iterator[str]:
+    groups, used = c.num_router_groups, c.router_group_topk
+    if bool(groups) != bool(used):
+        name = "num_router_groups" if groups else "router_group_topk"
+        other = "ROUTER_GROUP_TOPK" if groups else "NUM_ROUTER_GROUPS"
+        yield problem(name, groups or used, f"has no effect while {other}=0", f"set both, or {name.upper()}=0")
+    if not groups or not used:
+        return
+    yield from _must_divide(c, "num_router_groups", "NUM_EXPERTS", c.num_experts)
+    if used > groups:
+        yield problem("router_group_topk", used, f"is over NUM_ROUTER_GROUPS={groups}", f"set ROUTER_GROUP_TOPK to at most {groups}")
+    if used <= groups and c.num_experts % groups == 0 and c.topk > (reach := used * c.num_experts // groups):
+        fix = f"set TOPK to at most {reach}, or ROUTER_GROUP_TOPK to at least {-(-c.topk * groups // c.num_experts)}"
+        yield problem("topk", c.topk, f"is over the {reach} experts of the ROUTER_GROUP_TOPK={used} groups a token may use", fix)
+
+
+def _grouped_mm_rows(c: Config) -> Iterator[str]:
+    """torch's grouped_mm reads rows in pieces of 16 bytes."""
+    if c.expert_backend != "torch":
+        return
+    num_bytes = 4 if c.dtype == "fp32" else 2
+    ffn_name = "moe_ffn_hidden_size" if c.moe_ffn_hidden_size else "ffn_hidden_size"
+    for name, value, ways in (("hidden_size", c.hidden_size, 1), (ffn_name, c.expert_ffn_size, c.etp)):
+        if value // ways * num_bytes % 16:
+            of = f" / ETP={ways}" if ways > 1 else ""
+            rule = f"EXPERT_BACKEND=torch needs rows of a multiple of 16 bytes, {name.upper()}{of} in {c.dtype} is no such row"
+            fix = f"set {name.upper()} to {_multiples(16 // num_bytes * ways, value)}, or EXPERT_BACKEND=loop"
+            yield problem(name, value, rule, fix)
+
+
+def _parallel(c: Config) -> Iterator[str]:
+    if c.node_rank >= c.nnodes:
+        fix = f"set NODE_RANK to 0{f' to {c.nnodes - 1}' if c.nnodes > 1 else ''}, or NNODES to at least {c.node_rank + 1}"
+        yield problem("node_rank", c.node_rank, f"is not below NNODES={c.nnodes}", fix)
+    yield from _ranks(c, "TP*PP*CP", c.tp * c.pp * c.cp)
+    if c.use_moe and c.etp * c.ep > 1:
+        yield from _ranks(c, "ETP*EP*PP", c.etp * c.ep * c.pp)
+    yield from _tensor_parallel(c)
+    if c.cp > 1 and c.seq_len % (2 * c.cp):
+        rule = f"SEQ_LEN={c.seq_len} is not a multiple of 2*CP, each rank takes two pieces of the sequence"
+        yield problem("cp", c.cp, rule, f"set SEQ_LEN to {_multiples(2 * c.cp, c.seq_len)}")
+
+
+def _ranks(c: Config, product: str, size: int) -> Iterator[str]:
+    if c.world_size % size:
+        per_node = size // math.gcd(size, c.nnodes)
+        rule = f"{c.world_size} ranks (NNODES * GPUS_PER_NODE) are not a multiple of {product}={size}"
+        fix = f"set GPUS_PER_NODE to {_multiples(per_node, c.gpus_per_node)}, or change {product.replace('*', ', ')}"
+        yield problem("gpus_per_node", c.gpus_per_node, rule, fix)
+
+
+def _tensor_parallel(c: Config) -> Iterator[str]:
+    yield from _must_divide(c, "tp", "NUM_HEADS", c.num_heads)
+    yield from _must_divide(c, "tp", "NUM_QUERY_GROUPS", c.num_query_groups)
+    yield from _must_divide(c, "tp", "the padded VOCAB_SIZE", c.padded_vocab_size)
+    if not c.use_moe or c.first_k_dense:
+        yield from _must_divide(c, "tp", "FFN_HIDDEN_SIZE", c.ffn_hidden_size)
+    if c.use_moe:
+        yield from _must_divide(c, "tp", "SHARED_EXPERT_SIZE", c.shared_expert_size)
+    if c.tp > 1 and c.seq_len // c.cp % c.tp:
+        rule = f"SEQ_LEN/CP={c.seq_len // c.cp} is not a multiple of TP, whose ranks share each sequence (sequence parallel)"
+        yield problem("tp", c.tp, rule, f"set SEQ_LEN to {_multiples(2 * c.cp * c.tp, c.seq_len)}")
+
+
+def _pipeline(c: Config) -> Iterator[str]:
+    yield from _must_divide(c, "pp", "NUM_LAYERS", c.num_layers)
+    if c.vpp is None:
+        return
+    if c.pp == 1:
+        yield problem("vpp", c.vpp, "interleaved stages need a pipeline, but PP=1", "set VPP=none or PP to at least 2")
+        return
+    if c.vpp == 1:
+        yield problem("vpp", 1, "one model chunk per rank leaves nothing to interleave", "set VPP=none or VPP to at least 2")
+    if c.num_layers % c.pp == 0 and c.num_layers // c.pp % c.vpp:
+        yield from _must_divide(c, "vpp", "NUM_LAYERS/PP", c.num_layers // c.pp)
+    # Megatron asks for the remainder of micro-batches by its group size, which is PP, to be 0 or at least PP: so 0.
+    if _replicas(c) and (step := c.mbsz * _replicas(c)) and c.gbsz % step == 0 and c.num_microbatches % c.pp:
+        rule = f"the interleaved schedule needs micro-batches in multiples of PP={c.pp}, but GBSZ / (MBSZ*DP) is {c.num_microbatches}"
+        yield problem("vpp", c.vpp, rule, f"set GBSZ to {_multiples(step * c.pp, c.gbsz)}, or VPP=none")
+
+
+def _replicas(c: Config) -> int:
+    """Data-parallel size, or 0 when the ranks do not make a whole number of replicas."""
+    return 0 if c.world_size % (c.tp * c.pp * c.cp) else c.data_parallel_size
+
+
+def _batch(c: Config) -> Iterator[str]:
+    replicas = _replicas(c)
+    if not replicas:
+        return
+    step = c.mbsz * replicas
+    of = f"MBSZ*DP={c.mbsz}*{replicas}={step}"
+    if c.gbsz % step:
+        yield problem("gbsz", c.gbsz, f"is not a multiple of {of}", f"set GBSZ to {_multiples(step, c.gbsz)}")
+    yield from _rampup(c, step, of)
+
+
+def _rampup(c: Config, step: int, of: str) -> Iterator[str]:
+    try:
+        rampup = c.rampup
+    except ValueError:
+        rampup = (0, 0, 0)
+    if rampup is None:
+        return
+    start, increment, samples = rampup
+    rule = ""
+    if min(start, increment, samples) < 1:
+        rule = "must be three positive whole numbers"
+    elif start > c.gbsz or (c.gbsz - start) % increment:
+        rule = f"START must reach GBSZ={c.gbsz} in whole steps of INCREMENT"
+    elif start % step or increment % step:
+        rule = f"START and INCREMENT must be multiples of {of}"
+    elif c.vpp and (start // step % c.pp or increment // step % c.pp):
+        rule = f"START and INCREMENT must be multiples of PP*{of} with VPP={c.vpp}"
+    if rule:
+        size = step * c.pp if c.vpp else step
+        fix = f"give START INCREMENT SAMPLES, for instance '{size} {size} 1000'" if c.gbsz % size == 0 else "first mend GBSZ"
+        yield problem("rampup_batch_size", c.rampup_batch_size, rule, fix)
+
+
+def _schedule(c: Config) -> Iterator[str]:
+    decay_name, decay = ("DECAY_ITERS", c.decay_iters) if c.decay_iters else ("TRAIN_ITERS", c.train_iters)
+    if c.warmup_iters >= decay:
+        fix = f"set WARMUP_ITERS below {decay}, or raise {decay_name}"
+        yield problem("warmup_iters", c.warmup_iters, f"is not below {decay_name}={decay}, where the decay ends", fix)
+    if c.min_lr > c.lr:
+        yield problem("min_lr", c.min_lr, f"is over LR={c.lr}", f"set MIN_LR to at most {c.lr}, for instance {c.lr / 10:g}")
+    if c.lr_decay_style == "WSD" and not 1 <= c.wsd_decay_iters <= decay:
+        fix = f"set WSD_DECAY_ITERS to 1 to {decay}, or another LR_DECAY_STYLE"
+        yield problem("wsd_decay_iters", c.wsd_decay_iters, f"LR_DECAY_STYLE=WSD decays over 1 to {decay_name}={decay} iterations", fix)
+
+
+def _data(c: Config) -> Iterator[str]:
+    if c.eval_interval and not c.eval_iters:
+        yield problem("eval_iters", 0, f"evaluates nothing every EVAL_INTERVAL={c.eval_interval}", "set EVAL_ITERS=10 or EVAL_INTERVAL=0")
+    if c.train_data and not c.valid_data and c.eval_interval:
+        rule = f"TRAIN_DATA is given, but nothing to evaluate on every EVAL_INTERVAL={c.eval_interval}"
+        yield problem("valid_data", "", rule, "set VALID_DATA or EVAL_INTERVAL=0")
+    if c.valid_data and not c.train_data:
+        yield problem("valid_data", c.valid_data, "the embedded corpus brings its own validation set", "set TRAIN_DATA or drop VALID_DATA")
+    if not c.train_data and c.vocab_size < EMBEDDED_VOCAB_SIZE:
+        rule = f"the embedded corpus (TRAIN_DATA is empty) has {EMBEDDED_VOCAB_SIZE} tokens"
+        yield problem("vocab_size", c.vocab_size, rule, f"set VOCAB_SIZE to at least {EMBEDDED_VOCAB_SIZE}, or TRAIN_DATA")

@@ -1,0 +1,60 @@
+"""The `moe-exp` command. Each subcommand is a few lines that call the library."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import logging
+from collections.abc import Sequence
+
+from moe_exp.config import add_arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs `moe-exp` with the arguments `argv` (default: the command line) and returns its exit code."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help()
+        return 0
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    settings = {name: value for name, value in vars(args).items() if name not in ("command", "dry_run")}
+    try:
+        return _train(settings, args.dry_run) if args.command == "train" else _doctor()
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="moe-exp", description="Mixture-of-Experts training on Megatron-Core")
+    parser.add_argument("--version", action="version", version=f"moe-exp {_version()}")
+    commands = parser.add_subparsers(dest="command", metavar="command")
+    train = commands.add_parser(
+        "train",
+        help="train a model, or resume the run of the same settings",
+        description="Trains a model. Every flag is also an environment variable: --num-experts is NUM_EXPERTS.",
+        allow_abbrev=False,
+    )
+    train.add_argument("--dry-run", action="store_true", help="print settings, torchrun command and parameter report, start nothing")
+    add_arguments(train)
+    commands.add_parser("doctor", help="versions, devices, what is missing and what that costs")
+    return parser
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("moe-exp")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def _train(settings: dict[str, str | None], dry_run: bool) -> int:
+    from moe_exp.launch import train
+
+    return train(settings, dry_run=dry_run)
+
+
+def _doctor() -> int:
+    from moe_exp.doctor import main as doctor
+
+    return doctor()

@@ -1,0 +1,261 @@
+"""Token files -> the endless sequence of training samples. Shapes: B samples, S = seq_len, S1 = seq_len + 1.
+
+Megatron's GPTDataset shuffles over all samples of the run, so the data order depends on the number of training
+iterations, and a run that is prolonged sees other data. Here sample i is a function of the files, the sequence length,
+the seed and i, and of nothing else.
+"""
+
+from __future__ import annotations
+
+# Prepares megatron-core for hosts without CUDA, so it comes before the first import of megatron.
+import moe_exp.megatron_cpu  # noqa: F401
+
+# isort: split
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate
+from math import lcm
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from moe_exp.data.tokens import bin_idx_problem
+
+Int64Array = npt.NDArray[np.int64]
+_Word = TypeVar("_Word", int, npt.NDArray[Any])
+
+_MASK64 = 0xFFFFFFFFFFFFFFFF
+_FEISTEL_ROUNDS = 6
+
+
+class SampleStream:
+    """The endless, shuffled sequence of training samples over one token file or a weighted blend of several.
+
+    Within one file and epoch the documents are shuffled, concatenated and cut into windows of `seq_len` tokens (plus one,
+    for the last label, that is also the first of the next window), and the windows are shuffled. Every token is the input
+    of exactly one sample per epoch, but for the remainder that is shorter than a window. The files of a blend have epochs
+    of their own, see `blend_position`.
+
+    Args:
+        blend: (weight, prefix of .bin/.idx) pairs; weights are relative.
+        seq_len: tokens per sample.
+        seed: key of both shuffles.
+        shuffle: False keeps the order of the file, as validation wants it.
+
+    Raises:
+        ValueError: a file is missing, damaged or smaller than one window, a weight is not positive, or there is no file.
+    """
+
+    def __init__(self, blend: Sequence[tuple[float, str]], *, seq_len: int, seed: int, shuffle: bool = True):
+        if not blend:
+            raise ValueError("TRAIN_DATA=: a blend needs at least one prefix. Fix: name a .bin/.idx prefix.")
+        self.seq_len = seq_len
+        self._cumulative_weights = [0, *accumulate(_integer_weights([weight for weight, _ in blend]))]
+        self._corpora = [
+            _Corpus(prefix, seq_len=seq_len, key=f"{seed}/{position}", shuffle=shuffle) for position, (_, prefix) in enumerate(blend)
+        ]
+
+    def sample(self, index: int) -> Int64Array:
+        """Sample number `index` (0 and up): int64 token ids of shape [S1]."""
+        if index < 0:
+            raise ValueError(f"sample index {index}: must be 0 or more. Fix: count samples from the start of the run.")
+        position, local = blend_position(index, self._cumulative_weights)
+        return self._corpora[position].window(local)
+
+    def batch(self, first: int, count: int) -> torch.Tensor:
+        """Samples `first` to `first + count - 1`: int64 token ids of shape [count, S1]."""
+        return torch.from_numpy(np.stack([self.sample(index) for index in range(first, first + count)]))
+
+    def fingerprint(self) -> str:
+        """16 hex digits that tell the files apart by their sizes, document lengths and ends, not by their paths.
+
+        Order matters, as it keys the shuffle. Weights, sequence length and seed are settings and not part of it.
+        """
+        digest = hashlib.blake2b(digest_size=8)
+        for corpus in self._corpora:
+            corpus.add_to(digest)
+        return digest.hexdigest()
+
+
+def split_batch(tokens_BS1: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Splits samples into what Megatron's forward step takes.
+
+    Args:
+        tokens_BS1: token ids of shape [B, S1].
+
+    Returns:
+        `tokens`, `labels` (the next tokens) and `position_ids`, int64, and `loss_mask`, float32 ones; all of shape [B, S].
+    """
+    tokens_BS = tokens_BS1[:, :-1].contiguous()
+    return {
+        "tokens": tokens_BS,
+        "labels": tokens_BS1[:, 1:].contiguous(),
+        "loss_mask": torch.ones(tokens_BS.shape, dtype=torch.float32, device=tokens_BS.device),
+        "position_ids": torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS).contiguous(),
+    }
+
+
+# Blending
+
+
+def blend_position(index: int, cumulative_weights: Sequence[int]) -> tuple[int, int]:
+    """Which data set sample `index` comes from, and how many samples it gave before.
+
+    The data sets are split in halves again and again. Of the n samples that reach a node, round(n * p) go to its left half,
+    where p is the share of that half. This has a closed form, so random access needs no history. Rounding adds at most 1/2
+    per level: after any number of samples, each of K data sets is within ceil(log2 K) / 2 samples of its share.
+
+    Args:
+        index: sample number in the blend.
+        cumulative_weights: 0 and the running sums of the weights, integers, so that the result is exact.
+    """
+    low, high = 0, len(cumulative_weights) - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        left = cumulative_weights[middle] - cumulative_weights[low]
+        total = cumulative_weights[high] - cumulative_weights[low]
+        before, after = ((2 * n * left + total) // (2 * total) for n in (index, index + 1))
+        if after > before:
+            high, index = middle, before
+        else:
+            low, index = middle, index - before
+    return low, index
+
+
+def _integer_weights(weights: Sequence[float]) -> list[int]:
+    if bad := [weight for weight in weights if not 0 < weight < float("inf")]:
+        raise ValueError(f"weight {bad[0]}: must be greater than 0 and finite. Fix: give another weight or leave the prefix out.")
+    # By way of the text, so that 0.3 is 3/10 and not the binary fraction next to it.
+    fractions = [Fraction(str(float(weight))) for weight in weights]
+    denominator = lcm(*(fraction.denominator for fraction in fractions))
+    return [int(fraction * denominator) for fraction in fractions]
+
+
+# One data set
+
+
+@dataclass(frozen=True)
+class _Epoch:
+    """The order of documents in one epoch, and the position in the epoch's text at which each of them ends, in tokens."""
+
+    documents: Int64Array
+    ends: Int64Array
+    window_key: int
+
+
+class _Corpus:
+    """The windows of one prefix, epoch after epoch. Memory: 8 bytes per document, and 16 more per cached epoch."""
+
+    def __init__(self, prefix: str, *, seq_len: int, key: str, shuffle: bool):
+        if wrong := bin_idx_problem(prefix):
+            raise ValueError(f"{wrong}. Fix: correct the path, or prepare the data again.")
+        self.prefix = prefix
+        self.seq_len = seq_len
+        self.key = key
+        self.shuffle = shuffle
+        self._files = IndexedDataset(prefix)
+        # Sequences of a document follow one another in the file, and so do the documents.
+        sequence_bounds = np.concatenate([[0], np.cumsum(self._files.sequence_lengths, dtype=np.int64)])
+        self._bounds: Int64Array = sequence_bounds[self._files.document_indices]
+        num_tokens = int(self._bounds[-1])
+        self.num_windows = (num_tokens - 1) // seq_len
+        if self.num_windows < 1:
+            rule = f"has {num_tokens} tokens, one sample needs SEQ_LEN + 1 = {seq_len + 1}"
+            raise ValueError(f"{prefix}: {rule}. Fix: use more data or a smaller SEQ_LEN.")
+        self._epochs: dict[int, _Epoch] = {}
+
+    def window(self, index: int) -> Int64Array:
+        """Token ids [S1] of window `index`, counted over all epochs."""
+        number, index = divmod(index, self.num_windows)
+        epoch = self._epoch(number)
+        if self.shuffle:
+            index = _permuted(index, self.num_windows, epoch.window_key)
+        return self._read(epoch, start=index * self.seq_len, stop=(index + 1) * self.seq_len + 1)
+
+    def _read(self, epoch: _Epoch, *, start: int, stop: int) -> Int64Array:
+        """Tokens `start` to `stop` of the epoch's text, gathered from the documents that they lie in."""
+        tokens = np.empty(stop - start, dtype=np.int64)
+        first, last = np.searchsorted(epoch.ends, [start, stop - 1], side="right")
+        filled = 0
+        for place in range(int(first), int(last) + 1):
+            document, end = int(epoch.documents[place]), int(epoch.ends[place])
+            count = min(stop, end) - (start + filled)
+            begin = int(self._bounds[document + 1]) - (end - start - filled)
+            tokens[filled : filled + count] = self._tokens(begin, count)
+            filled += count
+        return tokens
+
+    def _tokens(self, begin: int, count: int) -> npt.NDArray[np.integer]:
+        # Not IndexedDataset.get, which knows sequences but not documents.
+        index = self._files.index
+        part: npt.NDArray[np.integer] = self._files.bin_reader.read(dtype=index.dtype, count=count, offset=begin * index.dtype_size)
+        return part
+
+    def _epoch(self, number: int) -> _Epoch:
+        number = number if self.shuffle else 0
+        if number not in self._epochs:
+            # Two: a global batch may reach over the end of an epoch.
+            while len(self._epochs) >= 2:
+                del self._epochs[next(iter(self._epochs))]
+            self._epochs[number] = self._order(number)
+        return self._epochs[number]
+
+    def _order(self, number: int) -> _Epoch:
+        lengths = np.diff(self._bounds)
+        documents = np.arange(len(lengths), dtype=np.int64)
+        if self.shuffle:
+            documents = _shuffled(len(lengths), _key(f"{self.key}/{number}/documents"))
+        return _Epoch(documents, np.cumsum(lengths[documents]), _key(f"{self.key}/{number}/windows"))
+
+    def add_to(self, digest: hashlib.blake2b) -> None:
+        """Adds document lengths, token type, and the first and last bytes of the tokens to `digest`."""
+        digest.update(f"{self._files.index.dtype.__name__} {len(self._bounds)} {self._bounds[-1]}".encode())
+        digest.update(np.ascontiguousarray(self._bounds, dtype="<i8").data)
+        path = Path(f"{self.prefix}.bin")
+        with path.open("rb") as file:
+            digest.update(file.read(4096))
+            file.seek(max(0, path.stat().st_size - 4096))
+            digest.update(file.read(4096))
+
+
+# Keyed shuffles. Not numpy's Generator, whose streams may change between numpy versions: a resumed run would see other data.
+
+
+def _key(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _mix(x: _Word) -> _Word:
+    """splitmix64 (Steele et al. 2014, doi:10.1145/2660193.2660195), a bijection of 64-bit words that looks random."""
+    x = (x + 0x9E3779B97F4A7C15) & _MASK64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return x ^ (x >> 31)
+
+
+def _shuffled(size: int, key: int) -> Int64Array:
+    """Permutation of range(size): sorted by a keyed hash, which has no ties as it is a bijection."""
+    return np.argsort(_mix(_mix(np.arange(size, dtype=np.uint64)) ^ np.uint64(key)))
+
+
+def _permuted(index: int, size: int, key: int) -> int:
+    """Where a keyed permutation of range(size) takes `index`; needs no memory, unlike a table of all windows.
+
+    A Feistel network over the next power of four, walked until it lands below `size` (Black and Rogaway 2002, "Ciphers with
+    arbitrary finite domains", cycle-walking): less than four steps on average.
+    """
+    half_bits = (max(size - 1, 1).bit_length() + 1) // 2
+    mask = (1 << half_bits) - 1
+    while True:
+        left, right = index >> half_bits, index & mask
+        for turn in range(_FEISTEL_ROUNDS):
+            left, right = right, left ^ (_mix(_mix(key + turn) ^ right) & mask)
+        index = left << half_bits | right
+        if index < size:
+            return index

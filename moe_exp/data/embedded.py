@@ -1,0 +1,191 @@
+"""The corpus a run uses when it is given none: the Python standard library, tokenized with a BPE trained on it.
+
+It is built once per data folder, Python version and vocabulary size, and reused afterwards. The folder gets its name
+when it is complete, so a folder of that name is a finished corpus.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import platform
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from rich.console import Console
+from tokenizers import Tokenizer
+
+from moe_exp.config import problem
+from moe_exp.data.sources import PYTHON_STDLIB_LICENSE, python_stdlib_documents
+from moe_exp.data.tokens import BinIdxWriter, bin_idx_problem, train_bpe
+
+logger = logging.getLogger(__name__)
+
+_SMALLEST_FREE_BYTES = 200 * 10**6
+_DOCUMENTS_PER_CHUNK = 64
+
+
+@dataclass(frozen=True)
+class EmbeddedCorpus:
+    """Where the corpus is and how large; token counts include one end-of-document token per document."""
+
+    train_prefix: str
+    valid_prefix: str
+    tokenizer_path: str
+    num_train_tokens: int
+    num_valid_tokens: int
+    num_documents: int
+    was_cached: bool
+
+
+def ensure_embedded_corpus(data_dir: Path, vocab_size: int = 4096) -> EmbeddedCorpus:
+    """Builds the corpus under `data_dir`, or finds the one that is there. Processes that call it at once build it once.
+
+    Args:
+        data_dir: folder of all prepared corpora; made if it does not exist, only read if the corpus is there.
+        vocab_size: tokens of the BPE, at least 257.
+
+    Raises:
+        ValueError: `data_dir` cannot be written, less than 200 MB are free, or `vocab_size` is too small.
+    """
+    data_dir = Path(data_dir)
+    folder = data_dir / f"python_stdlib_{platform.python_version()}_bpe{vocab_size}"
+    if not _problems(folder):
+        return _open(folder, was_cached=True)
+    _check_writable(data_dir)
+    with _lock(folder):
+        problems = _problems(folder)
+        if not problems:  # another process has built it in the meantime
+            return _open(folder, was_cached=True)
+        if folder.exists():
+            logger.warning("embedded corpus: built again, as %s", "; ".join(problems))
+        _build(folder, vocab_size)
+    return _open(folder, was_cached=False)
+
+
+def _problems(folder: Path) -> list[str]:
+    """What keeps the folder from being used: all of it where it does not exist, nothing where it is complete."""
+    missing = [f"{folder / name} is missing" for name in ("manifest.json", "tokenizer.json") if not (folder / name).is_file()]
+    return missing + [wrong for name in ("train", "valid") if (wrong := bin_idx_problem(folder / name))]
+
+
+def _open(folder: Path, *, was_cached: bool) -> EmbeddedCorpus:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    return EmbeddedCorpus(
+        train_prefix=str(folder / "train"),
+        valid_prefix=str(folder / "valid"),
+        tokenizer_path=str(folder / "tokenizer.json"),
+        num_train_tokens=manifest["train"]["num_tokens"],
+        num_valid_tokens=manifest["valid"]["num_tokens"],
+        num_documents=manifest["train"]["num_documents"] + manifest["valid"]["num_documents"],
+        was_cached=was_cached,
+    )
+
+
+def _check_writable(data_dir: Path) -> None:
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True)
+        # Permission bits say nothing about a read-only file system, and root passes all of them.
+        probe = data_dir / ".write_probe"
+        probe.touch()
+        probe.unlink(missing_ok=True)
+    except OSError as error:
+        rule = f"the embedded corpus cannot be written there ({error.strerror})"
+        raise ValueError(
+            problem("data_dir", data_dir, rule, "set DATA_DIR to a folder that you can write to, or set TRAIN_DATA")
+        ) from error
+    free_bytes = shutil.disk_usage(data_dir).free
+    if free_bytes < _SMALLEST_FREE_BYTES:
+        rule = f"has {free_bytes / 1e6:.0f} MB free, the embedded corpus needs {_SMALLEST_FREE_BYTES / 1e6:.0f} MB"
+        raise ValueError(problem("data_dir", data_dir, rule, "free some space, or set DATA_DIR to another disk"))
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    lock = FileLock(folder.with_name(folder.name + ".lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        logger.info("embedded corpus: waiting for the process that builds %s", folder)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _build(folder: Path, vocab_size: int) -> None:
+    started = time.monotonic()
+    # One fixed name is enough under the lock, and it makes sure that what a killed process left is cleared away.
+    building = folder.with_name(folder.name + ".building")
+    shutil.rmtree(building, ignore_errors=True)
+    building.mkdir()
+    try:
+        manifest = _write_corpus(building, vocab_size)
+        shutil.rmtree(folder, ignore_errors=True)
+        building.rename(folder)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    num_tokens = manifest["train"]["num_tokens"] + manifest["valid"]["num_tokens"]
+    logger.info("embedded corpus: %.1fM tokens in %s, %.1f s", num_tokens / 1e6, folder, time.monotonic() - started)
+
+
+def _write_corpus(folder: Path, vocab_size: int) -> dict[str, Any]:
+    with _step("reading the Python standard library"):
+        documents = list(python_stdlib_documents())
+    parts = {
+        "train": [text for path, text in documents if not _is_held_out(path)],
+        "valid": [text for path, text in documents if _is_held_out(path)],
+    }
+    manifest = {
+        "source": "Python standard library, without tests",
+        "python_version": platform.python_version(),
+        "license": PYTHON_STDLIB_LICENSE,
+        "vocab_size": vocab_size,
+    }
+    counts = {name: {"num_documents": len(texts), "num_bytes": sum(len(text.encode()) for text in texts)} for name, texts in parts.items()}
+    with _step(f"training a BPE of {vocab_size} tokens on {counts['train']['num_bytes'] / 1e6:.1f} MB"):
+        tokenizer = train_bpe(parts["train"], vocab_size)
+        tokenizer.save(str(folder / "tokenizer.json"))
+    for name, texts in parts.items():
+        with _step(f"tokenizing {len(texts)} files, {counts[name]['num_bytes'] / 1e6:.1f} MB, into {name}.bin"):
+            counts[name]["num_tokens"] = _write_tokens(folder / name, tokenizer, texts)
+    manifest |= counts
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+    return manifest
+
+
+def _is_held_out(path: str) -> bool:
+    """About one file in 20 is for validation. By a hash of its path: it stays there whatever other files come and go."""
+    return int.from_bytes(hashlib.sha256(path.encode()).digest()[:4], "big") % 20 == 0
+
+
+def _write_tokens(prefix: Path, tokenizer: Tokenizer, texts: Sequence[str]) -> int:
+    """Writes the documents and returns the number of tokens."""
+    # A document that quotes <|endoftext|> does not end there.
+    tokenizer.encode_special_tokens = True
+    with BinIdxWriter(prefix, vocab_size=tokenizer.get_vocab_size()) as writer:
+        for first in range(0, len(texts), _DOCUMENTS_PER_CHUNK):
+            for encoding in tokenizer.encode_batch_fast(texts[first : first + _DOCUMENTS_PER_CHUNK]):
+                writer.add_document(encoding.ids)
+    return writer.num_tokens
+
+
+@contextmanager
+def _step(message: str) -> Iterator[None]:
+    """A spinner on a terminal, and a log line with the time taken everywhere."""
+    started = time.monotonic()
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with console.status(f"embedded corpus: {message}"):
+            yield
+    else:
+        yield
+    logger.info("embedded corpus: %s (%.1f s)", message, time.monotonic() - started)

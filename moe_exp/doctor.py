@@ -1,0 +1,237 @@
+"""`moe-exp doctor`: versions, devices, what is missing and what that costs, and which backend each part will use.
+
+Importing this file needs only the standard library, so that it can report on an environment in which nothing is
+installed yet; scripts/environment.sh asks it that way: `python -m moe_exp.doctor --missing dev`.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moe_exp.hosts import num_cores
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+SETUP_PY = Path(__file__).resolve().parent.parent / "setup.py"
+REPAIR = "pip install -c constraints.txt -e .   in the repository; its scripts do that by themselves, in .venv"
+
+
+@dataclass(frozen=True)
+class OptionalPackage:
+    """An optional package: what is lost without it and how to get it."""
+
+    package: str
+    cost: str
+    install: str
+
+
+OPTIONAL = [
+    OptionalPackage(
+        "transformer-engine", "no IMPL=te; our norm and attention run instead", 'pip install "transformer-engine[pytorch]" (GPU)'
+    ),
+    OptionalPackage(
+        "apex", "no fused Adam and no fused gradient accumulation, unless Transformer Engine brings them", "from source: NVIDIA/apex (GPU)"
+    ),
+    OptionalPackage("triton", "element-wise operations are not fused by torch.compile on GPUs", "pip install triton (GPU)"),
+    OptionalPackage(
+        "flash-attn", "attention through torch's scaled_dot_product_attention", "pip install flash-attn --no-build-isolation (GPU)"
+    ),
+    OptionalPackage("megablocks", "nothing: torch's grouped GEMM computes the same", "pip install megablocks (GPU)"),
+    OptionalPackage("grouped_gemm", "nothing: torch's grouped GEMM computes the same", "pip install grouped_gemm (GPU)"),
+    OptionalPackage("deep_ep", "nothing: tokens are exchanged by all-to-all", "from source: deepseek-ai/DeepEP (GPU)"),
+    OptionalPackage("wandb", "no mirror of the metrics in wandb; metrics.jsonl and TensorBoard stay", "pip install wandb"),
+]
+
+# Distributions whose import name is not their own name.
+_IMPORT_NAMES = {"megatron-core": "megatron.core", "pyyaml": "yaml", "types-pyyaml": "", "ruff": "", "pytest-timeout": "pytest_timeout"}
+_OTHER_NAMES = {"grouped_gemm": "nv-grouped-gemm", "triton": "pytorch-triton"}
+
+
+def installed_version(package: str) -> str | None:
+    """The installed version of distribution `package`, or None."""
+    for name in (package, _OTHER_NAMES.get(package)):
+        if name:
+            try:
+                return importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                continue
+    return None
+
+
+def requirements(extras: Sequence[str] = ()) -> list[str]:
+    """The requirements of moe-exp and of `extras`: from setup.py in a checkout, else from the installed package.
+
+    Raises:
+        ValueError: for an extra that does not exist.
+    """
+    if SETUP_PY.is_file():
+        literals = {
+            node.targets[0].id: ast.literal_eval(node.value)
+            for node in ast.parse(SETUP_PY.read_text(encoding="utf-8")).body
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+        }
+        required, known = literals["REQUIRES"], literals["EXTRAS"]
+    else:
+        lines = importlib.metadata.requires("moe-exp") or []
+        known = {name: [line for line in lines if f'extra == "{name}"' in line] for name in _installed_extras()}
+        required = [line for line in lines if "extra ==" not in line]
+    for name in extras:
+        if name not in known:
+            raise ValueError(f"extra {name!r} does not exist: use one of {', '.join(known)}")
+    return [line.partition(";")[0].strip() for line in required + [line for name in extras for line in known[name]]]
+
+
+def _installed_extras() -> list[str]:
+    return importlib.metadata.metadata("moe-exp").get_all("Provides-Extra") or []
+
+
+def unmet_requirements(extras: Sequence[str] = ()) -> list[str]:
+    """Requirements of moe-exp and of `extras` that this Python does not meet, by version and import name, in about 0.1 s."""
+    try:
+        from packaging.requirements import Requirement
+    except ImportError:  # It is a requirement itself, and without it versions cannot be compared.
+        return [line for line in requirements(extras) if installed_version(_distribution(line)) is None]
+    unmet = []
+    for line in requirements(extras):
+        requirement = Requirement(line)
+        version = installed_version(requirement.name)
+        if version is None or not requirement.specifier.contains(version, prereleases=True) or not _importable(requirement.name):
+            unmet.append(line)
+    return unmet
+
+
+def _distribution(requirement: str) -> str:
+    return requirement.replace("[", "<").replace(">", "<").replace("=", "<").partition("<")[0].strip()
+
+
+def _importable(package: str) -> bool:
+    """Whether the module's files are there. Metadata alone outlives a broken installation."""
+    name = _IMPORT_NAMES.get(package.lower(), package.replace("-", "_"))
+    try:
+        return not name or importlib.util.find_spec(name) is not None
+    except ImportError:
+        return False
+
+
+def main() -> int:
+    """Prints the report.
+
+    Returns:
+        0 when a run on this machine's processors is possible, 1 when a required package is missing.
+    """
+    unmet = unmet_requirements()
+    if any(_distribution(line) in ("rich", "torch") for line in unmet):
+        print(_missing_text(unmet))
+        return 1
+    from rich.console import Console
+
+    console = Console()
+    _table(console, "Versions", ["package", "version"], version_rows())
+    _table(console, "Devices", ["device", "what"], device_rows())
+    _table(console, "Optional packages", ["package", "version", "without it", "install"], optional_rows())
+    if unmet:
+        print(_missing_text(unmet))
+        return 1
+    _table(console, "What each part will use", ["part", "backend", "why"], backend_rows())
+    return 0
+
+
+def _missing_text(unmet: Sequence[str]) -> str:
+    return f"Required and missing in {sys.executable}: {', '.join(unmet)}\nFix: {REPAIR}"
+
+
+def _table(console: Console, title: str, header: list[str], rows: list[list[str]]) -> None:
+    """A rich table on a terminal, aligned columns of any width elsewhere."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    if not console.is_terminal:
+        widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [header, *rows]]
+        print("\n".join([title, *lines, ""]))
+        return
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in header:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    console.print(table)
+
+
+def version_rows() -> list[list[str]]:
+    """Python, moe-exp and every required package with its version."""
+    names = [_distribution(line) for line in requirements()]
+    moe_exp = installed_version("moe-exp") or f"checkout {SETUP_PY.parent}"
+    rows = [["python", f"{platform.python_version()} ({sys.executable})"], ["moe-exp", moe_exp]]
+    return rows + [[name, installed_version(name) or "missing"] for name in names]
+
+
+def device_rows() -> list[list[str]]:
+    """GPUs with memory and compute capability, processor cores and memory."""
+    import torch
+
+    rows = []
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        rows.append([f"cuda:{index}", f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB, compute capability {gpu.major}.{gpu.minor}"])
+    build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
+    rows = rows or [["GPU", f"none that torch can use ({build}): runs use the processor and gloo"]]
+    page_bytes, num_pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
+    rows.append(["CPU", f"{num_cores()} cores for this process, of {os.cpu_count()}"])
+    return [*rows, ["memory", f"{page_bytes * num_pages / 2**30:.1f} GiB"]]
+
+
+def optional_rows() -> list[list[str]]:
+    """Every optional package: version, or what its absence costs and how to install it."""
+    found = [(o, installed_version(o.package)) for o in OPTIONAL]
+    return [[o.package, version or "missing", "" if version else o.cost, "" if version else o.install] for o, version in found]
+
+
+def backend_rows() -> list[list[str]]:
+    """What attention, norm, experts, optimizer and communication will run on here, and why."""
+    import torch
+
+    from moe_exp import megatron_cpu  # noqa: F401  (before any megatron import)
+    from moe_exp.layers.attention import choose_attention
+    from moe_exp.layers.grouped_gemm import choose_backend
+    from moe_exp.layers.norm import choose_norm
+
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device_type == "cuda" else torch.float32
+    with warnings.catch_warnings():  # Megatron warns at import of what the table above already says.
+        warnings.simplefilter("ignore")
+        from moe_exp.optim import choose_adam
+        from moe_exp.runtime import choose_communication
+
+    chosen: dict[str, tuple[str, str]] = {
+        "attention": choose_attention(device_type, dtype),
+        "norm": choose_norm(device_type),
+        "grouped GEMM": choose_backend("auto", device_type=device_type, dtype=dtype),
+        "optimizer": choose_adam(),
+        "communication": choose_communication(),
+    }
+    return [[part, backend, reason] for part, (backend, reason) in chosen.items()]
+
+
+def _print_missing(extras: list[str]) -> int:
+    """`--missing [EXTRA ...]`: the unmet requirements, one a line, for scripts."""
+    unmet = unmet_requirements(extras)
+    for line in unmet:
+        print(line)
+    return 1 if unmet else 0
+
+
+if __name__ == "__main__":
+    sys.exit(_print_missing(sys.argv[2:]) if sys.argv[1:2] == ["--missing"] else main())

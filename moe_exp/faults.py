@@ -1,0 +1,66 @@
+"""Ends of a run that nobody planned: a signal, an error on one rank. The watch tools build on this."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from types import FrameType
+
+import torch
+
+# What torch.distributed says on the ranks that did nothing wrong, when another rank has died.
+_CAUSED_BY_ANOTHER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "Timed out waiting", "ProcessGroup")
+_WAIT_FOR_CAUSE_SECONDS = 5.0
+
+
+class StopSignal:
+    """Whether SIGINT or SIGTERM asked this job to save and end."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        """Signal handler."""
+        self.is_set = True
+
+    def anywhere(self, device: torch.device) -> bool:
+        """Whether any rank was asked to stop, so that all stop after the same iteration. Called by every rank."""
+        flag = torch.tensor(int(self.is_set), device=device)
+        torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
+        return bool(flag.item())
+
+
+@contextlib.contextmanager
+def stop_signal() -> Iterator[StopSignal]:
+    """Receives SIGINT and SIGTERM; a process that imports this package for other ends keeps its handlers."""
+    stop = StopSignal()
+    before = {number: signal.signal(number, stop.receive) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield stop
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def named_by_rank() -> Iterator[None]:
+    """Prints an error with rank and host name, and the error that caused the others first.
+
+    When a rank dies, the others fail too, in the collective that waits for it. They hold their own error back for a while, in
+    which torchrun ends them: so the message on the screen is that of the rank which failed.
+    """
+    try:
+        yield
+    except Exception as error:
+        if any(text in str(error) for text in _CAUSED_BY_ANOTHER):
+            time.sleep(_WAIT_FOR_CAUSE_SECONDS)
+        where = f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}"
+        print(f"moe-exp: {where} failed: {type(error).__name__}: {error}", file=sys.stderr)
+        traceback.print_exc()
+        sys.stderr.flush()
+        # Without the clean-up of process groups, which would wait for the other ranks.
+        os._exit(1)

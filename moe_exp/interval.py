@@ -1,0 +1,144 @@
+"""What happened since the last log line, over all ranks: one reduction per log interval, none in between."""
+
+import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
+
+# isort: split
+import math
+import time
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor
+
+from moe_exp.checkpoint import Progress
+from moe_exp.config import Config
+from moe_exp.model import moe_layers
+from moe_exp.planner.flops import flops_per_iteration
+from moe_exp.runtime import Runtime
+
+
+class Interval:
+    """Sums on the device since the last log line.
+
+    Args:
+        config: settings.
+        runtime: this rank.
+        model: its model chunks, whose MoE layers keep their own sums.
+    """
+
+    def __init__(self, config: Config, runtime: Runtime, model: list[DistributedDataParallel]):
+        self.config, self.runtime, self.model = config, runtime, model
+        self.layers = dict(moe_layers(list(model)))
+        # lm loss summed over micro-batches; iterations with a loss that is not finite
+        self.sums = torch.zeros(2, dtype=torch.float64, device=runtime.device)
+        self._restart()
+
+    def _restart(self) -> None:
+        self.sums.zero_()
+        for layer in self.layers.values():
+            layer.statistics.reset()
+        self.num_iterations = self.num_samples = self.num_microbatches = self.num_skipped = self.flops = 0
+        self.start = time.monotonic()
+
+    def add(self, losses: list[Tensor], *, num_microbatches: int, batch_size: int, skipped: bool) -> None:
+        """Counts one iteration. `losses`: this rank's share of each micro-batch's loss; empty but on the last pipeline stage."""
+        if losses and self.runtime.groups.tp.rank() == 0:
+            total = torch.stack(losses).double().sum()
+            self.sums += torch.stack([total, (~total.isfinite()).double()])
+        self.num_iterations += 1
+        self.num_samples += batch_size
+        self.num_microbatches += num_microbatches
+        self.num_skipped += skipped
+        self.flops += flops_per_iteration(self.config, batch_size)
+
+    def pause(self, seconds: float) -> None:
+        """Leaves `seconds` out of the time per iteration (evaluation, checkpoints)."""
+        self.start += seconds
+
+    def record(self, progress: Progress, *, learning_rate: float, grad_norm: float | None, num_zeros: float | None, loss_scale: float) -> Any:
+        """The train record of metrics.jsonl, the same on every rank; starts the next interval. Called by every rank."""
+        config = self.config
+        lm_loss_sum, num_nan, norm_squared, *sums = self._reduced().tolist()
+        seconds = (time.monotonic() - self.start) / self.num_iterations
+        num_shares = self.num_microbatches * config.data_parallel_size
+        tokens_per_iteration = self.num_samples * config.seq_len / self.num_iterations
+        balance, z, experts = self._expert_records(sums, num_shares)
+        on_gpu = self.runtime.device.type == "cuda"
+        record = {
+            "iteration": progress.iteration,
+            "consumed_samples": progress.consumed_samples,
+            "consumed_tokens": progress.consumed_samples * config.seq_len,
+            "global_batch_size": self.num_samples // self.num_iterations,
+            "lm_loss": lm_loss_sum / num_shares,
+            "load_balancing_loss": balance,
+            "z_loss": z,
+            "learning_rate": learning_rate,
+            "grad_norm": grad_norm,
+            "num_zeros": num_zeros,
+            "params_norm": math.sqrt(norm_squared),
+            "loss_scale": loss_scale,
+            "elapsed_time_per_iteration_ms": seconds * 1e3,
+            "tokens_per_second": tokens_per_iteration / seconds,
+            "tflops_per_gpu": self.flops / self.num_iterations / seconds / config.world_size / 1e12,
+            "eta_seconds": (config.train_iters - progress.iteration) * seconds,
+            "skipped_iterations": self.num_skipped,
+            "nan_iterations": round(num_nan),
+            "memory_allocated_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
+            "experts": experts,
+        }
+        self._restart()
+        return record
+
+    def _reduced(self) -> Tensor:
+        """Sums over all ranks: lm loss, bad iterations, squared parameter norm, then per layer E token counts and 4 sums."""
+        width = self.config.num_experts + 4 if self.config.use_moe else 0
+        table = torch.zeros(self.config.num_layers, width, dtype=torch.float64, device=self.runtime.device)
+        for index, layer in self.layers.items():
+            table[index] = torch.cat([layer.statistics.tokens_per_expert_E.double(), layer.statistics.sums])
+        vector = torch.cat([self.sums, self._squared_norm().view(1), table.flatten()])
+        torch.distributed.all_reduce(vector)
+        # Every data parallel rank saw its own loss: an iteration is bad once, not once per rank.
+        vector[1] = vector[1].clamp(max=self.num_iterations)
+        return vector
+
+    @torch.no_grad()
+    def _squared_norm(self) -> Tensor:
+        """Squared norm of the parameters that this rank counts for all: each one once over the whole job."""
+        groups = self.runtime.groups
+        total = torch.zeros((), dtype=torch.float64, device=self.runtime.device)
+        for chunk in self.model:
+            for parameter in chunk.parameters():
+                if getattr(parameter, "shared", False):
+                    continue  # the output layer's copy of a tied embedding
+                is_expert = not getattr(parameter, "allreduce", True)
+                replica = groups.expt_dp.rank() if is_expert else groups.dp_cp.rank()
+                is_split = is_expert or getattr(parameter, "tensor_model_parallel", False)
+                if replica == 0 and (is_split or groups.tp.rank() == 0):
+                    total += torch.linalg.vector_norm(parameter.detach(), dtype=torch.float32).double().square()
+        return total
+
+    def _expert_records(self, sums: list[float], num_shares: int) -> tuple[float | None, float | None, list[dict[str, Any]]]:
+        """Means over layers of the two losses, and the `experts` of the record."""
+        config = self.config
+        if not config.use_moe:
+            return None, None, []
+        width = config.num_experts + 4
+        layers = range(config.first_k_dense, config.num_layers)
+        rows = {layer: sums[layer * width : (layer + 1) * width] for layer in layers}
+        balance = sum(row[-2] for row in rows.values()) / (num_shares * len(layers))
+        z = sum(row[-1] for row in rows.values()) / (num_shares * len(layers))
+        return balance, z, [_expert_record(layer, row, config) for layer, row in rows.items()]
+
+
+def _expert_record(layer: int, row: list[float], config: Config) -> dict[str, Any]:
+    counts = row[: config.num_experts]
+    dropped, entropy = row[-4:-2]
+    slots = sum(counts)
+    return {
+        "layer": layer + 1,
+        "tokens_per_expert": [round(count) for count in counts],
+        "max_over_mean": max(counts) * len(counts) / slots,
+        "dropped_fraction": dropped / slots,
+        "router_entropy": entropy * config.topk / slots,
+    }

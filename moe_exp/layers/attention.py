@@ -1,0 +1,95 @@
+"""The attention core for the local spec: causal, grouped queries, context parallel. No megatron import here.
+
+Shapes: S sequence on this rank, C context parallel size, B batch, H query heads and G key/value heads on this rank, d head size.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn.attention.bias import causal_lower_right
+
+from moe_exp.layers.collectives import gather_rows
+
+
+def choose_attention(device_type: str, dtype: torch.dtype) -> tuple[str, str]:
+    """The attention kernel that runs, and the reason in words."""
+    if device_type == "cpu":
+        return "sdpa", "flash-attn needs a GPU"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return "sdpa", f"flash-attn has no {str(dtype).removeprefix('torch.')}"
+    if importlib.util.find_spec("flash_attn") is None:
+        return "sdpa", "flash-attn is not installed"
+    return "flash-attn", "installed"
+
+
+class CausalAttention(nn.Module):
+    """softmax(q k^T / sqrt(d)) v over the past, with the signature of Megatron's core attention.
+
+    With context parallelism each rank holds blocks i and 2C-1-i of 2C of the sequence; keys and values are gathered over the
+    ranks, and each of the two query blocks attends to the keys up to its own end.
+    """
+
+    def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, *, pg_collection: Any, **kwargs: Any):
+        super().__init__()
+        scale = kwargs.get("softmax_scale")
+        self.scale = 1.0 / math.sqrt(config.kv_channels) if scale is None else scale
+        self.dropout: float = config.attention_dropout
+        self.cp_group: ProcessGroup = pg_collection.cp
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        self.use_flash = choose_attention(device_type, config.params_dtype)[0] == "flash-attn"
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
+        """Attends.
+
+        Args:
+            query: [S, B, H, d].
+            key, value: [S, B, G, d].
+            attention_mask: has to be None; attention is causal.
+
+        Returns:
+            [S, B, H*d].
+        """
+        if attention_mask is not None or kwargs.get("packed_seq_params") is not None:
+            raise ValueError("attention_mask: is not None. CausalAttention is causal only. Fix: pass attention_mask=None.")
+        if self.cp_group.size() == 1:
+            out = self._attend(query, key, value)
+        else:
+            out = self._attend_context_parallel(query, key, value)
+        return out.flatten(2)
+
+    def _attend_context_parallel(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        size, rank = self.cp_group.size(), self.cp_group.rank()
+        key, value = self._gather_sequence(key), self._gather_sequence(value)
+        block = key.size(0) // (2 * size)
+        outs = []
+        for query_block, index in zip(query.chunk(2), (rank, 2 * size - 1 - rank), strict=True):
+            end = (index + 1) * block
+            outs.append(self._attend(query_block, key[:end], value[:end]))
+        return torch.cat(outs)
+
+    def _gather_sequence(self, x: Tensor) -> Tensor:
+        size = self.cp_group.size()
+        blocks = list(gather_rows(x, sizes=[x.size(0)] * size, group=self.cp_group).chunk(2 * size))
+        return torch.cat(blocks[0::2] + blocks[1::2][::-1])
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """[Sq, B, H, d] against [Sk, B, G, d]; the last query sees the last key."""
+        dropout = self.dropout if self.training else 0.0
+        if self.use_flash:
+            from flash_attn import flash_attn_func
+
+            q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+            return flash_attn_func(q, k, v, dropout_p=dropout, softmax_scale=self.scale, causal=True).transpose(0, 1)  # type: ignore[no-any-return]
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        square = q.size(2) == k.size(2)
+        mask = None if square else causal_lower_right(q.size(2), k.size(2))
+        out = nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=square, scale=self.scale, enable_gqa=q.size(1) != k.size(1)
+        )
+        return out.permute(2, 0, 1, 3)

@@ -1,0 +1,86 @@
+"""Grouped GEMM: one matrix product per expert over rows sorted by expert. Shape suffixes in `moe_exp.layers`.
+
+Every backend has the signature `(x_RD, w_LDF, tokens_per_expert_L, splits) -> y_RF`; `choose_backend` says which runs and why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+GroupedGemm = Callable[[Tensor, Tensor, Tensor, Sequence[int] | None], Tensor]
+
+
+class _Loop(torch.autograd.Function):
+    """One matrix product per expert, each written to its place in one result."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RD: Tensor, w_LDF: Tensor, splits: Sequence[int]) -> Tensor:
+        ctx.save_for_backward(x_RD, w_LDF)
+        ctx.splits = splits
+        y_RF = x_RD.new_empty(x_RD.size(0), w_LDF.size(2))
+        for x, w, y in zip(x_RD.split(splits), w_LDF.unbind(0), y_RF.split(splits), strict=True):
+            torch.mm(x, w, out=y)
+        return y_RF
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x_RD, w_LDF = ctx.saved_tensors
+        grad_RF = grads[0].contiguous()
+        dx_RD = torch.empty_like(x_RD) if ctx.needs_input_grad[0] else None
+        dw_LDF = torch.empty_like(w_LDF) if ctx.needs_input_grad[1] else None
+        if dx_RD is not None:
+            for dx, w, dy in zip(dx_RD.split(ctx.splits), w_LDF.unbind(0), grad_RF.split(ctx.splits), strict=True):
+                torch.mm(dy, w.t(), out=dx)
+        if dw_LDF is not None:
+            for dw, x, dy in zip(dw_LDF.unbind(0), x_RD.split(ctx.splits), grad_RF.split(ctx.splits), strict=True):
+                torch.mm(x.t(), dy, out=dw)
+        return dx_RD, dw_LDF, None
+
+
+def loop_backend(x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits: Sequence[int] | None) -> Tensor:
+    """One matrix product per expert: any device and dtype. Waits for the device where `splits` is not known."""
+    return _Loop.apply(x_RD, w_LDF, list(splits) if splits is not None else tokens_per_expert_L.tolist())  # type: ignore[no-any-return]
+
+
+def torch_backend(x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits: Sequence[int] | None) -> Tensor:
+    """torch.nn.functional.grouped_mm: one kernel on Hopper and newer, no wait for the device. Rows 16-byte aligned, no float64."""
+    offsets_L = tokens_per_expert_L.cumsum(0, dtype=torch.int32)
+    return torch.nn.functional.grouped_mm(x_RD, w_LDF, offs=offsets_L)
+
+
+BACKENDS: dict[str, GroupedGemm] = {"loop": loop_backend, "torch": torch_backend}
+
+
+def choose_backend(name: str, *, device_type: str, dtype: torch.dtype) -> tuple[str, str]:
+    """The backend that runs, and the reason in words.
+
+    Args:
+        name: `auto` or one of BACKENDS.
+        device_type: `cpu` or `cuda`.
+        dtype: dtype of rows and weights.
+
+    Raises:
+        ValueError: when a named backend cannot run here.
+    """
+    has_grouped_mm = hasattr(torch.nn.functional, "grouped_mm")
+    if name == "torch" and not has_grouped_mm:
+        raise ValueError(f"expert_backend=torch: torch {torch.__version__} has no grouped_mm. Fix: use loop, or install torch>=2.10.")
+    if name == "torch" and dtype == torch.float64:
+        raise ValueError("expert_backend=torch: grouped_mm has no float64. Fix: use loop.")
+    if name in BACKENDS:
+        return name, "asked for by EXPERT_BACKEND"
+    if name != "auto":
+        raise ValueError(f"expert_backend={name}: is not a backend. Fix: use auto or one of {', '.join(BACKENDS)}.")
+    if device_type == "cpu":
+        return "loop", "grouped_mm is the same loop on a CPU"
+    if not has_grouped_mm:
+        return "loop", f"torch {torch.__version__} has no grouped_mm"
+    if dtype != torch.bfloat16:
+        return "loop", f"grouped_mm is one kernel in bf16 only, not in {str(dtype).removeprefix('torch.')}"
+    if torch.cuda.get_device_capability() < (9, 0):
+        return "loop", "grouped_mm is slow on GPUs before Hopper"
+    return "torch", "grouped_mm runs as one kernel on this GPU"

@@ -1,0 +1,125 @@
+"""What has to hold on this machine before a run starts: devices, packages, port, files and folders.
+
+Every function returns the lines of all problems it finds (name, value, rule, fix) and creates nothing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from moe_exp.config import Config, problem
+from moe_exp.data.tokens import bin_idx_problem, parse_blend, tokenizer_vocab_size
+from moe_exp.hosts import count_gpus
+from moe_exp.planner.params import checkpoint_bytes
+from moe_exp.run_folder import run_folder_problems
+
+
+def check_environment(config: Config) -> list[str]:
+    """Problems of this machine: devices, packages, port, files and folders."""
+    return check_machine(config) + check_files(config)
+
+
+def check_machine(config: Config) -> list[str]:
+    """Devices, packages and port that another machine may have; a dry run only warns about these."""
+    return [*_devices(config), *_packages(config), *_port(config)]
+
+
+def check_files(config: Config) -> list[str]:
+    """Data, tokenizer and folders, on node 0 and on every other node."""
+    return [
+        *_prefixes("train_data", config.train_data),
+        *_prefixes("valid_data", config.valid_data),
+        *_tokenizer(config),
+        *_load_dir(config),
+        *_data_dir(config),
+        *run_folder_problems(config, needed_bytes=checkpoint_bytes(config)),
+    ]
+
+
+def _devices(c: Config) -> Iterator[str]:
+    if 0 < (gpus := count_gpus()) < c.gpus_per_node:
+        fix = f"set GPUS_PER_NODE to at most {gpus}, or CUDA_VISIBLE_DEVICES= to run on the CPU"
+        yield problem("gpus_per_node", c.gpus_per_node, f"this host has {gpus} GPU{'s' if gpus > 1 else ''}", fix)
+
+
+def _packages(c: Config) -> Iterator[str]:
+    if c.impl == "te" and importlib.util.find_spec("transformer_engine") is None:
+        yield problem("impl", "te", "transformer_engine is not installed", "pip install transformer-engine[pytorch], or set IMPL=local")
+    if c.wandb_project and c.wandb_mode != "disabled" and importlib.util.find_spec("wandb") is None:
+        yield problem("wandb_project", c.wandb_project, "wandb is not installed", "pip install wandb, or set WANDB_MODE=disabled")
+
+
+def _port(c: Config) -> Iterator[str]:
+    if c.node_rank == 0 and (reason := _port_problem(c.master_port)):
+        yield problem("master_port", c.master_port, reason, f"set MASTER_PORT to a free port, for instance {_free_port()}")
+
+
+def _port_problem(port: int) -> str:
+    """Why rank 0 cannot listen on a TCP port, or ''."""
+    with socket.socket() as probe:
+        # A port on which connections of the last run linger (TIME_WAIT) is free for a listener.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except PermissionError:
+            return "may not be opened by this user"
+        except OSError:
+            return "is in use by another program on this host"
+    return ""
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def _prefixes(name: str, blend: str) -> Iterator[str]:
+    if not blend:
+        return
+    try:
+        prefixes = [prefix for _, prefix in parse_blend(blend)]
+    except ValueError as error:
+        # Its text begins with the value and ends with the fix.
+        yield f"{name.upper()}={error}"
+        return
+    for prefix in prefixes:
+        if reason := bin_idx_problem(prefix):
+            yield problem(name, prefix, reason, f"give in {name.upper()} the path of an existing .bin and .idx pair, without suffix")
+
+
+def _tokenizer(c: Config) -> Iterator[str]:
+    if not c.tokenizer:
+        return
+    if not Path(c.tokenizer).exists():
+        yield problem("tokenizer", c.tokenizer, "does not exist", "set TOKENIZER to a folder with tokenizer.json, or to that file")
+        return
+    try:
+        size = tokenizer_vocab_size(c.tokenizer)
+    except ValueError as error:
+        yield str(error)
+        return
+    if size > c.vocab_size:
+        rule = f"has {size} tokens, more than VOCAB_SIZE={c.vocab_size}"
+        yield problem("tokenizer", c.tokenizer, rule, f"set VOCAB_SIZE to at least {size}")
+
+
+def _load_dir(c: Config) -> Iterator[str]:
+    if c.load_dir and not Path(c.load_dir).is_dir():
+        yield problem("load_dir", c.load_dir, "is not a folder", "set LOAD_DIR to the checkpoints folder of a run, or leave it empty")
+
+
+def _data_dir(c: Config) -> Iterator[str]:
+    """Where the embedded corpus is to be made; one that is there is only read."""
+    folder = Path(c.data_dir)
+    if c.train_data or any(folder.glob("python_stdlib_*/manifest.json")):
+        return
+    place = next(path for path in (folder, *folder.absolute().parents) if os.access(path, os.F_OK))
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        what = "not writable" if place.is_dir() else "a file"
+        rule = f"the embedded corpus (TRAIN_DATA is empty) goes there, but {place} is {what}"
+        yield problem("data_dir", c.data_dir, rule, "set DATA_DIR to a folder that you can write to, or set TRAIN_DATA")

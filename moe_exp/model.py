@@ -1,0 +1,239 @@
+"""From Config to Megatron's GPTModel with our layers, the same initial weights for every topology."""
+
+import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
+
+# isort: split
+import hashlib
+import importlib.util
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from moe_exp.config import Config
+from moe_exp.layers.experts import ACTIVATIONS
+from moe_exp.layers.spec import MegatronExperts, decoder_spec
+from moe_exp.runtime import Runtime
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def use_te(config: Config) -> bool:
+    """Whether the parts around the MoE layer are Transformer Engine's."""
+    if config.impl == "auto":
+        return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+    return config.impl == "te"
+
+
+def transformer_config(config: Config) -> TransformerConfig:
+    """Megatron's description of the model and its parallelism."""
+    dtype = DTYPES[config.dtype]
+    activation, gated = ACTIVATIONS[config.activation]
+    on_gpu = torch.cuda.is_available()
+    return TransformerConfig(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.ffn_hidden_size,
+        num_attention_heads=config.num_heads,
+        num_query_groups=config.num_query_groups,
+        kv_channels=config.kv_channels,
+        activation_func=activation,
+        gated_linear_unit=gated,
+        normalization=config.normalization,
+        layernorm_epsilon=config.norm_epsilon,
+        qk_layernorm=config.qk_norm,
+        add_bias_linear=config.add_bias_linear,
+        hidden_dropout=config.dropout,
+        attention_dropout=config.attention_dropout,
+        # Weights are drawn by `initialize_weights`; Megatron still has to run its own step, which marks the parameters.
+        init_method=_leave_as_is,
+        output_layer_init_method=_leave_as_is,
+        embedding_init_method=_leave_as_is,
+        fp16=config.dtype == "fp16",
+        bf16=config.dtype == "bf16",
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bias_dropout_fusion=on_gpu,
+        bias_activation_fusion=on_gpu and config.activation == "swiglu",
+        apply_rope_fusion=on_gpu and use_te(config),
+        gradient_accumulation_fusion=on_gpu and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
+        **_parallel_settings(config),
+        **(_moe_settings(config) if config.use_moe else {}),
+        **_recompute_settings(config),
+    )
+
+
+def _parallel_settings(config: Config) -> dict[str, Any]:
+    return {
+        "tensor_model_parallel_size": config.tp,
+        "pipeline_model_parallel_size": config.pp,
+        "virtual_pipeline_model_parallel_size": config.vpp,
+        "context_parallel_size": config.cp,
+        "expert_model_parallel_size": config.ep,
+        "expert_tensor_parallel_size": config.etp,
+        "sequence_parallel": config.tp > 1,
+        # The interleaved schedule needs overlapped p2p: without it two pipeline ranks train on mixed-up micro-batches.
+        "overlap_p2p_comm": config.vpp is not None,
+        "batch_p2p_comm": config.vpp is None,
+        "deallocate_pipeline_outputs": True,
+    }
+
+
+def _moe_settings(config: Config) -> dict[str, Any]:
+    settings = {
+        "num_moe_experts": config.num_experts,
+        "moe_layer_freq": [0] * config.first_k_dense + [1] * (config.num_layers - config.first_k_dense),
+        "moe_ffn_hidden_size": config.expert_ffn_size,
+        "moe_shared_expert_intermediate_size": config.shared_expert_size or None,
+        "moe_router_topk": config.topk,
+        "moe_router_pre_softmax": config.router_pre_softmax,
+        "moe_router_score_function": config.router_score,
+        "moe_router_topk_scaling_factor": config.router_scaling_factor,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": config.aux_loss_type,
+        "moe_aux_loss_coeff": config.aux_loss_coeff,
+        "moe_z_loss_coeff": config.z_loss_coeff or None,
+        "moe_router_enable_expert_bias": config.router_bias_update_rate > 0,
+        "moe_router_bias_update_rate": config.router_bias_update_rate,
+        "moe_token_dispatcher_type": "alltoall",
+    }
+    if config.num_router_groups:
+        settings |= {"moe_router_num_groups": config.num_router_groups, "moe_router_group_topk": config.router_group_topk}
+    if config.moe_type == "moe":
+        settings |= {"moe_expert_capacity_factor": config.capacity_factor, "moe_pad_expert_input_to_capacity": config.pad_to_capacity}
+    return settings
+
+
+def _recompute_settings(config: Config) -> dict[str, Any]:
+    if config.recompute == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if config.recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["moe"] if config.use_moe else ["core_attn"]}
+    return {}
+
+
+def _leave_as_is(weight: Tensor) -> Tensor:
+    return weight
+
+
+def build_model(config: Config, runtime: Runtime) -> list[DistributedDataParallel]:
+    """The model chunks of this rank (one, or VPP of them), wrapped for data parallelism, with initial weights."""
+    settings = transformer_config(config)
+    chunks = [build_chunk(config, settings, runtime, stage) for stage in range(config.vpp or 1)]
+    for chunk in chunks:
+        chunk.to(runtime.device)
+    if config.dtype != "fp32":
+        chunks = [Float16Module(settings, chunk) for chunk in chunks]
+    return [
+        DistributedDataParallel(settings, _ddp_config(config), chunk, disable_bucketing=index > 0, pg_collection=runtime.groups)
+        for index, chunk in enumerate(chunks)
+    ]
+
+
+def build_chunk(config: Config, settings: TransformerConfig, runtime: Runtime, vp_stage: int) -> GPTModel:
+    """One model chunk with its initial weights."""
+    pp_rank, last = runtime.groups.pp.rank(), config.pp - 1
+    stage = vp_stage if config.vpp else None
+    chunk = GPTModel(
+        settings,
+        decoder_spec(settings, backend=config.expert_backend, use_te=use_te(config), vp_stage=stage),
+        vocab_size=config.padded_vocab_size,
+        max_sequence_length=config.seq_len,
+        pre_process=pp_rank == 0 and vp_stage == 0,
+        post_process=pp_rank == last and vp_stage == (config.vpp or 1) - 1,
+        share_embeddings_and_output_weights=config.tie_embeddings,
+        position_embedding_type="rope",
+        rotary_base=config.rotary_base,
+        pg_collection=runtime.groups,
+        vp_stage=stage,
+    )
+    initialize_weights(chunk, config)
+    return chunk
+
+
+def _ddp_config(config: Config) -> DistributedDataParallelConfig:
+    overlap = torch.cuda.is_available() if config.overlap == "auto" else config.overlap == "true"
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=config.distributed_optimizer,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap and config.distributed_optimizer,
+    )
+
+
+@torch.no_grad()
+def initialize_weights(chunk: GPTModel, config: Config) -> None:
+    """Draws every weight from a generator of its own, keyed by seed and global name, and keeps this rank's part.
+
+    So the initial model is the same whatever TP, PP, VPP, EP and ETP are. Normal with standard deviation INIT_STD; the
+    projections back into the residual stream with INIT_STD / sqrt(2 * NUM_LAYERS) (Radford et al. 2019, GPT-2). Norms are 1,
+    biases 0.
+    """
+    for name, module in chunk.named_modules():
+        if isinstance(module, MegatronExperts):
+            _initialize_experts(_global_name(chunk, name), module, config)
+    for name, parameter in chunk.named_parameters():
+        if ".experts.weight" in name or parameter.dim() < 2:
+            continue
+        # The output layer of the last stage is a copy of the embedding when the two are tied.
+        tied = config.tie_embeddings and name == "output_layer.weight"
+        key = "embedding.word_embeddings.weight" if tied else _global_name(chunk, name)
+        dim, stride = getattr(parameter, "partition_dim", -1), getattr(parameter, "partition_stride", 1)
+        world = chunk.pg_collection.tp.size() if dim >= 0 else 1
+        rank = chunk.pg_collection.tp.rank() if dim >= 0 else 0
+        full = _draw(_full_shape(parameter, dim, world), key, _std(key, config), config, parameter)
+        parameter.copy_(_part(full, dim, stride, rank, world))
+
+
+def _initialize_experts(name: str, experts: MegatronExperts, config: Config) -> None:
+    rank, world = experts.etp_group.rank(), experts.etp_group.size()
+    first = experts.ep_group.rank() * experts.weight1.size(0)
+    for key, weight, dim, stride in (("weight1", experts.weight1, 0, 2 if experts.gated else 1), ("weight2", experts.weight2, 1, 1)):
+        for index, expert in enumerate(weight):
+            full_key = f"{name}.{first + index}.{key}"
+            full = _draw(_full_shape(expert, dim, world), full_key, _std(full_key, config), config, weight)
+            expert.copy_(_part(full, dim, stride, rank, world))
+
+
+def _std(key: str, config: Config) -> float:
+    to_residual = key.endswith(("linear_proj.weight", "linear_fc2.weight", "weight2"))
+    return config.init_std / math.sqrt(2 * config.num_layers) if to_residual else config.init_std
+
+
+def _full_shape(local: Tensor, dim: int, world: int) -> list[int]:
+    return [size * world if index == dim else size for index, size in enumerate(local.shape)]
+
+
+def _draw(shape: list[int], key: str, std: float, config: Config, like: Tensor) -> Tensor:
+    digest = hashlib.sha256(f"{config.seed}:{key}".encode()).digest()
+    generator = torch.Generator(device=like.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.empty(shape, device=like.device, dtype=torch.float32).normal_(0.0, std, generator=generator)
+
+
+def _part(full: Tensor, dim: int, stride: int, rank: int, world: int) -> Tensor:
+    """This rank's part of `full`: every `world`-th of stride*world blocks, as Megatron splits gated projections (stride 2)."""
+    if world == 1:
+        return full
+    return torch.cat(full.chunk(stride * world, dim=dim)[rank::world], dim=dim)
+
+
+def _global_name(chunk: GPTModel, name: str) -> str:
+    """`name` with the layer's index in the whole model in the place of its index on this stage."""
+    parts = name.split(".")
+    if parts[:2] == ["decoder", "layers"]:
+        parts[2] = str(chunk.decoder.layers[int(parts[2])].layer_number - 1)
+    return ".".join(parts)
+
+
+def moe_layers(chunks: list[nn.Module]) -> Iterator[tuple[int, Any]]:
+    """(layer index in the whole model, MegatronMoELayer) of every MoE layer on this rank."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if hasattr(module, "statistics") and hasattr(module, "set_layer_number"):
+                yield module.layer_number - 1, module

@@ -1,0 +1,108 @@
+"""The loss curve of one run as a picture."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_RAW, _SMOOTH, _VALID, _RATE, _TEXT = "#9dc3e6", "#1f5f9e", "#d9541e", "#c4c4c4", "#333333"
+
+
+def draw_loss_curve(records: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
+    """Draws train and validation loss over iterations, with the learning rate behind them, to a PNG.
+
+    Args:
+        records: records of metrics.jsonl; losses that are None leave a gap.
+        path: where the PNG goes.
+        title: usually the run name; wrapped where it is long.
+
+    Raises:
+        ValueError: no train record has a loss.
+    """
+    train = [record for record in records if record["kind"] == "train"]
+    if not any(record["lm_loss"] is not None for record in train):
+        raise ValueError(f"records={len(records)}: no train record with a loss, nothing to draw. Fix: run until the first LOG_INTERVAL.")
+    # Figure and its own canvas: pyplot would keep global state and choose a backend that may want a display.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    rate_axes = axes.twinx()
+    handles = _draw_losses(axes, train, [record for record in records if record["kind"] == "valid"])
+    handles += _draw_learning_rate(rate_axes, train)
+    # The loss has to lie over the learning rate, and twinx puts the second axes on top.
+    axes.set_zorder(rate_axes.get_zorder() + 1)
+    axes.patch.set_visible(False)
+    # Above the axes, where no curve can cross it.
+    box = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderpad": 0, "borderaxespad": 0.6}
+    axes.legend(handles=handles, ncols=len(handles), frameon=False, fontsize=9, labelcolor=_TEXT, handlelength=1.5, **box)
+    axes.set_title(_wrapped(title), fontsize=8.5, color=_TEXT, loc="left", pad=26, parse_math=False)
+    figure.savefig(path, format="png")
+
+
+def _wrapped(title: str) -> str:
+    """Run names hold underscores and no spaces: they may break before a word, not between a word and its number."""
+    return "\n".join(line.strip() for line in re.findall(r".{1,101}(?:_(?=[A-Za-z])|\s|$)|.{1,101}", title))
+
+
+def _draw_losses(axes: Any, train: Sequence[Mapping[str, Any]], valid: Sequence[Mapping[str, Any]]) -> list[Any]:
+    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
+    iterations = [record["iteration"] for record in train]
+    losses = _numbers(train, "lm_loss")
+    marker = "o" if len(losses) == 1 else None
+    handles = axes.plot(iterations, losses, color=_RAW, linewidth=0.9, marker=marker, label="train")
+    # Below this the curve is short enough to be read as it is.
+    if len(losses) >= 100:
+        handles += axes.plot(iterations, smoothed(losses, len(losses) // 50), color=_SMOOTH, linewidth=1.8, label="train, smoothed")
+    else:
+        handles[0].set(color=_SMOOTH, linewidth=1.8)
+    if valid:
+        points = [record["iteration"] for record in valid], _numbers(valid, "lm_loss")
+        handles += axes.plot(*points, color=_VALID, linestyle="none", marker="o", markersize=5, markeredgecolor="white", label="validation")
+    axes.set_xlim(0, iterations[-1] * 1.01)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.set_xlabel("iteration", color=_TEXT)
+    axes.set_ylabel("lm loss (nats per token)", color=_TEXT)
+    axes.grid(axis="y", color="#ececec", linewidth=0.8)
+    axes.tick_params(colors=_TEXT, labelsize=9)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    return list(handles)
+
+
+def _draw_learning_rate(axes: Any, train: Sequence[Mapping[str, Any]]) -> list[Any]:
+    rates = _numbers(train, "learning_rate")
+    handles = axes.plot([record["iteration"] for record in train], rates, color=_RATE, linewidth=1.2, label="learning rate")
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("learning rate", color="#9a9a9a")
+    axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    axes.tick_params(colors="#9a9a9a", labelsize=9)
+    axes.yaxis.get_offset_text().set_color("#9a9a9a")
+    for side in axes.spines.values():
+        side.set_visible(False)
+    return list(handles)
+
+
+def _numbers(records: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+    return [math.nan if record[key] is None else float(record[key]) for record in records]
+
+
+def smoothed(values: Sequence[float], half_width: int) -> list[float]:
+    """Mean over up to `half_width` values to each side: unlike a moving average from the left it does not lag.
+
+    At the start, where the loss is steep and a wide mean would lie above it, the mean takes an eighth of the values so far.
+    NaN stays NaN, so that a gap is seen as one, and is left out of the means around it.
+    """
+    means = []
+    for i, value in enumerate(values):
+        reach = min(half_width, i // 8, len(values) - 1 - i)
+        window = [near for near in values[i - reach : i + reach + 1] if not math.isnan(near)]
+        means.append(math.nan if math.isnan(value) else sum(window) / len(window))
+    return means

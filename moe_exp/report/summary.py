@@ -1,0 +1,155 @@
+"""How a run ended: the values of summary.json and a few lines for people."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Literal
+
+from moe_exp.config import Config
+from moe_exp.run_folder import RunFolder
+
+Status = Literal["finished", "stopped", "failed"]
+
+_SCRIPT = "bash moe_exp/scripts/run_moe_from_scratch.sh"
+
+
+def summarize(
+    config: Config, records: Sequence[Mapping[str, Any]], folder: RunFolder, wall_seconds: float, status: Status
+) -> dict[str, Any]:
+    """The content of summary.json.
+
+    Args:
+        config: settings of the latest start.
+        records: all records of metrics.jsonl, as `read_metrics` returns them; there may be none.
+        folder: the run folder, for its checkpoints.
+        wall_seconds: wall time of this start, from the launch to the end.
+        status: finished (TRAIN_ITERS reached), stopped (asked to end before it) or failed.
+
+    Returns:
+        A dict of JSON values. Losses are in nats per token; what was never measured, or is not a number, is None. Speeds are
+        medians over the train records, so that warm-up, evaluation and checkpoints do not bend them.
+    """
+    train = [record for record in records if record["kind"] == "train"]
+    valid = [record for record in records if record["kind"] == "valid"]
+    last = train[-1] if train else {}
+    lowest = min((record for record in train if record["lm_loss"] is not None), key=lambda record: float(record["lm_loss"]), default={})
+    return {
+        "status": status,
+        "name": config.name,
+        "run_folder": str(folder.path),
+        "model": config.moe_type if config.use_moe else "dense",
+        "iteration": last.get("iteration", 0),
+        "train_iters": config.train_iters,
+        "first_lm_loss": train[0]["lm_loss"] if train else None,
+        "last_lm_loss": last.get("lm_loss"),
+        "min_lm_loss": lowest.get("lm_loss"),
+        "min_lm_loss_iteration": lowest.get("iteration"),
+        "last_valid_lm_loss": valid[-1]["lm_loss"] if valid else None,
+        "last_valid_ppl": valid[-1]["lm_loss_ppl"] if valid else None,
+        "consumed_samples": last.get("consumed_samples", 0),
+        "consumed_tokens": last.get("consumed_tokens", 0),
+        "wall_seconds": round(wall_seconds, 3),
+        "tokens_per_second": _median(train, "tokens_per_second"),
+        "ms_per_iteration": _median(train, "elapsed_time_per_iteration_ms"),
+        "tflops_per_gpu": _median(train, "tflops_per_gpu"),
+        "skipped_iterations": sum(record["skipped_iterations"] or 0 for record in train),
+        "nan_iterations": sum(record["nan_iterations"] or 0 for record in train),
+        "num_starts": sum(record["kind"] == "event" and record["event"] in ("start", "resume") for record in records),
+        "expert_balance": _expert_balance(last.get("experts") or []),
+        "checkpoints": sorted(path.name for path in folder.checkpoints.glob("iter_*") if path.is_dir()),
+    }
+
+
+def _median(records: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    values = [float(record[key]) for record in records if record[key] is not None]
+    return statistics.median(values) if values else None
+
+
+def _expert_balance(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Balance at the last train record: the layer with the busiest expert, and (layer, expert) pairs without a token."""
+    measured = [layer for layer in layers if layer["max_over_mean"] is not None]
+    if not measured:
+        return None
+    worst = max(measured, key=lambda layer: float(layer["max_over_mean"]))
+    dead = [[layer["layer"], expert] for layer in measured for expert, tokens in enumerate(layer["tokens_per_expert"]) if tokens == 0]
+    return {
+        "worst_layer": worst["layer"],
+        "max_over_mean": worst["max_over_mean"],
+        "dropped_fraction": max(layer["dropped_fraction"] or 0.0 for layer in measured),
+        "num_experts": sum(len(layer["tokens_per_expert"]) for layer in measured),
+        "dead_experts": dead,
+    }
+
+
+def summary_text(summary: Mapping[str, Any], config: Config) -> str:
+    """The summary for people: what came out, where it is and what to try next; several lines, no newline at the end."""
+    head = f"Run {summary['status']}: {summary['iteration']} of {summary['train_iters']} iterations in {_time(summary['wall_seconds'])}"
+    lines = [head, *_result_lines(summary), "What to try next", *_next_lines(summary, config)]
+    return "\n".join([lines[0], *(line if line == "What to try next" else "  " + line for line in lines[1:])])
+
+
+def _result_lines(summary: Mapping[str, Any]) -> list[str]:
+    lines = [f"lm loss      {_loss_text(summary)}"]
+    if summary["last_valid_lm_loss"] is not None:
+        lines.append(f"validation   {summary['last_valid_lm_loss']:.4f} (perplexity {summary['last_valid_ppl']:.2f})")
+    lines.append(f"tokens       {summary['consumed_tokens']:,}{_speed_text(summary)}")
+    if balance := summary["expert_balance"]:
+        lines.append(f"experts      {_balance_text(balance)}")
+    if summary["nan_iterations"] or summary["skipped_iterations"]:
+        lines.append(f"trouble      {summary['nan_iterations']} iterations without a finite loss, {summary['skipped_iterations']} skipped")
+    checkpoints = summary["checkpoints"]
+    lines.append(f"checkpoints  {len(checkpoints)}" + (f", the newest is checkpoints/{checkpoints[-1]}" if checkpoints else ""))
+    lines.append(f"run folder   {summary['run_folder']}")
+    return lines
+
+
+def _loss_text(summary: Mapping[str, Any]) -> str:
+    if summary["min_lm_loss"] is None:
+        return "never measured"
+    text = f"{_number(summary['first_lm_loss'])} -> {_number(summary['last_lm_loss'])}"
+    return text + f" (lowest {summary['min_lm_loss']:.4f} at iteration {summary['min_lm_loss_iteration']})"
+
+
+def _speed_text(summary: Mapping[str, Any]) -> str:
+    speeds = [("tokens_per_second", "{:,.0f} tokens/s"), ("ms_per_iteration", "{:.1f} ms per iteration")]
+    speeds.append(("tflops_per_gpu", "{:.3g} TFLOP/s per rank"))
+    texts = [text.format(summary[key]) for key, text in speeds if summary[key] is not None]
+    return f" ({', '.join(texts)})" if texts else ""
+
+
+def _balance_text(balance: Mapping[str, Any]) -> str:
+    text = f"the busiest takes {balance['max_over_mean']:.2f} times its share (layer {balance['worst_layer']})"
+    text += f", {len(balance['dead_experts'])} of {balance['num_experts']} got no token"
+    return text + (f", up to {balance['dropped_fraction']:.1%} of tokens dropped" if balance["dropped_fraction"] else "")
+
+
+def _next_lines(summary: Mapping[str, Any], config: Config) -> list[str]:
+    lines = [f"tensorboard --logdir {summary['run_folder']}/tensorboard"]
+    if summary["status"] != "finished":
+        newest = f" from {summary['checkpoints'][-1]}" if summary["checkpoints"] else ""
+        lines.insert(0, f"the same command again goes on{newest}")
+    if summary["last_lm_loss"] is None and summary["nan_iterations"]:
+        lines.append(f"LR={config.lr / 4:g} with another RUN_NAME: the loss is not a number any more")
+    if not config.use_moe:
+        lines.append(f"USE_MOE=true{_other_name(config, 'moe')} {_SCRIPT}   # the same with experts")
+        return lines
+    lines.append(f"USE_MOE=false{_other_name(config, 'dense')} {_SCRIPT}   # the dense baseline")
+    if config.ep == 1 and config.num_experts % 2 == 0:
+        ranks = "" if config.world_size % (2 * config.etp * config.pp) == 0 else " GPUS_PER_NODE=2"
+        lines.append(f"EP=2{ranks}{_other_name(config, 'ep2')} {_SCRIPT}   # experts spread over two ranks")
+    return lines
+
+
+def _other_name(config: Config, suffix: str) -> str:
+    """A name that is built from the settings changes by itself; a given one would lead into the same run folder."""
+    return f" RUN_NAME={config.run_name}_{suffix}" if config.run_name else ""
+
+
+def _number(value: float | None) -> str:
+    return "not a number" if value is None else f"{value:.4f}"
+
+
+def _time(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))

@@ -1,0 +1,122 @@
+"""Ranks, devices, process groups and seeds: from torchrun's environment to Megatron's parallel state."""
+
+import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
+
+# isort: split
+import datetime
+import logging
+import os
+import random
+import socket
+import warnings
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from moe_exp.config import Config
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """One rank of a job.
+
+    Args:
+        rank, local_rank, world_size: as torchrun gave them.
+        device: this rank's GPU, or the CPU.
+        host: host name.
+        groups: Megatron's process groups.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+    host: str
+    groups: ProcessGroupCollection
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which writes and prints for all."""
+        return self.rank == 0
+
+
+def choose_communication() -> tuple[str, str]:
+    """The backend of torch.distributed, and the reason in words."""
+    return ("nccl", "a CUDA device is there") if torch.cuda.is_available() else ("gloo", "no CUDA device")
+
+
+def start(config: Config) -> Runtime:
+    """Joins the job that torchrun started: process group, Megatron's parallel state, seeds, threads.
+
+    Raises:
+        ValueError: when the number of ranks is not NNODES * GPUS_PER_NODE.
+    """
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
+    if world_size != config.world_size:
+        raise ValueError(
+            f"GPUS_PER_NODE={config.gpus_per_node}: with NNODES={config.nnodes} that is {config.world_size} ranks, torchrun "
+            f"started {world_size}. Fix: give torchrun and the settings the same numbers."
+        )
+    device = _device(config, local_rank)
+    timeout = datetime.timedelta(minutes=30)
+    # With GPUs only NCCL knows the device; given here, it connects at once and a missing GPU is seen at the start.
+    torch.distributed.init_process_group(choose_communication()[0], timeout=timeout, device_id=device if device.type == "cuda" else None)
+    _start_parallel_state(config)
+    seed_everything(config)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return Runtime(rank, local_rank, world_size, device, socket.gethostname(), groups)
+
+
+def _device(config: Config, local_rank: int) -> torch.device:
+    quiet_third_parties()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank)
+        if config.threads_per_rank:
+            torch.set_num_threads(config.threads_per_rank)
+        return torch.device("cuda", local_rank)
+    torch.set_num_threads(config.threads_per_rank or 1)
+    return torch.device("cpu")
+
+
+def _start_parallel_state(config: Config) -> None:
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.tp,
+        pipeline_model_parallel_size=config.pp,
+        virtual_pipeline_model_parallel_size=config.vpp,
+        context_parallel_size=config.cp,
+        expert_model_parallel_size=config.ep,
+        expert_tensor_parallel_size=config.etp,
+        create_gloo_process_groups=torch.cuda.is_available(),
+    )
+
+
+def seed_everything(config: Config) -> None:
+    """Seeds Python, numpy and torch, and Megatron's random streams, which differ by tensor and pipeline rank (for dropout).
+
+    Weights do not come from these streams, see `model.initialize_weights`.
+    """
+    seed = config.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def quiet_third_parties() -> None:
+    """Silences what Megatron says at every start about parts that it does without; `moe-exp doctor` says it once and in words."""
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\..*")
+    # "Unknown MLP type", once per layer: ours.
+    logging.getLogger("megatron.core.transformer.transformer_layer").setLevel(logging.ERROR)
+
+
+def stop() -> None:
+    """Leaves the job."""
+    if torch.distributed.is_initialized():
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,137 @@
+# shellcheck shell=bash
+# The Python environment of moe_exp, for the scripts that source this file:
+#
+#   source moe_exp/scripts/environment.sh
+#   find_python [EXTRA ...]          # extras of setup.py: dev, wandb, gpu, te, megablocks
+#
+# Afterwards $PYTHON has every dependency in a version that setup.py accepts, and finds this checkout. It is the first of:
+#   1. $PYTHON, $VIRTUAL_ENV or $CONDA_PREFIX, if it meets the requirements; it is never changed
+#   2. .venv in the repository
+#   3. python3 or python of PATH, if it meets the requirements, as in a container
+#   4. a new .venv, with the versions of constraints.txt. It sees the packages of a Python that brings its own torch.
+# pip's own variables (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS) say where packages come from.
+
+_root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
+_venv="$_root/.venv"
+
+_say() { printf '[%3d s] %s\n' "$SECONDS" "$*" >&2; }
+
+_fail() {
+    printf 'Error: %s\n' "$*" >&2
+    exit 1
+}
+
+_modern() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; }
+
+# Prints what Python $1 lacks of the requirements and of extras $2 ...; fails if there is anything.
+_unmet() { _modern "$1" && "$1" -m moe_exp.doctor --missing "${@:2}"; }
+
+_python_of_path() { command -v python3 || command -v python || _fail "no Python on PATH. Fix: install Python 3.10 or newer"; }
+
+find_python() {
+    local python lacking extra
+    if [ ! -f "$_root/setup.py" ]; then # installed by pip: its Python is the active one
+        PYTHON="${PYTHON:-$(_python_of_path)}"
+        lacking="$(_unmet "$PYTHON" "$@")" || _fail "$PYTHON lacks ${lacking:-moe_exp}. Fix: activate the environment of moe_exp"
+        export PYTHON
+        return
+    fi
+    for extra in "$@"; do
+        grep -q "^    \"$extra\": " "$_root/setup.py" || _fail "setup.py has no extra named $extra"
+    done
+    export PYTHONPATH="$_root${PYTHONPATH:+:$PYTHONPATH}"
+    for python in "${PYTHON:-}" "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}" "${CONDA_PREFIX:+$CONDA_PREFIX/bin/python}"; do
+        [ -n "$python" ] || continue
+        command -v "$python" >/dev/null || _fail "$python does not exist. Fix: unset PYTHON, or deactivate the environment"
+        if lacking="$(_unmet "$python" "$@")"; then
+            export PYTHON="$python"
+            return
+        fi
+        _say "$python lacks ${lacking//$'\n'/, }: it stays as it is, .venv is used"
+    done
+    if ! _ready "$@"; then
+        for python in python3 python; do
+            if command -v "$python" >/dev/null && _unmet "$python" "$@" >/dev/null 2>&1; then
+                export PYTHON="$python"
+                return
+            fi
+        done
+        _build "$@"
+    fi
+    export PYTHON="$_venv/bin/python"
+}
+
+_stamp_file() { (IFS=+ && printf '%s/moe-exp-stamp%s' "$_venv" "${*:++$*}"); }
+
+_stamp() { { cat "$_root/setup.py" "$_root/constraints.txt" && printf '%s' "$_root"; } | cksum; }
+
+# The stamp says that .venv was completed from these files; the look at the packages, that nothing has gone since.
+_ready() {
+    [ "$(cat "$(_stamp_file "$@")" 2>/dev/null)" = "$(_stamp)" ] && _unmet "$_venv/bin/python" "$@" >/dev/null 2>&1
+}
+
+_build() ( # in a subshell, which holds the lock until it ends
+    exec 9<"$_root"
+    if command -v flock >/dev/null && ! flock -n 9; then
+        _say "waiting for another call that makes $_venv"
+        flock 9 || _say "this file system has no locks: make sure that no other call is making $_venv"
+    fi
+    _ready "$@" && exit 0
+    [ -w "$_root" ] || _fail "$_root is read-only, so .venv cannot be made. Fix: activate an environment that meets setup.py"
+    rm -f "$_venv"/moe-exp-stamp*
+    "$_venv/bin/python" -m pip --version >/dev/null 2>&1 || _new_venv
+    _install "$@"
+    if ! _works "$@"; then
+        _say "$_venv is broken: making it anew"
+        _new_venv
+        _install "$@"
+        _works "$@" || _fail "the packages in $_venv do not import, see above. Fix: another Python (PYTHON=...), or remove .venv"
+    fi
+    _stamp >"$(_stamp_file)"
+    _stamp >"$(_stamp_file "$@")"
+    _say "$_venv is ready"
+)
+
+_new_venv() {
+    local python modern="" shared=()
+    for python in "${PYTHON:-}" "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}" "${CONDA_PREFIX:+$CONDA_PREFIX/bin/python}" \
+        python3 python python3.13 python3.12 python3.11 python3.10 ""; do
+        if [ -z "$python" ] || [ "$python" = "$_venv/bin/python" ] || ! _modern "$python"; then continue; fi
+        modern="$python"
+        "$python" -c 'import ensurepip, venv' 2>/dev/null && break
+    done
+    [ -n "$modern" ] || _fail "no Python 3.10 or newer found. Fix: install one, or point PYTHON to it"
+    [ -n "$python" ] || _fail "$modern cannot make virtual environments. Fix: install its venv package (Debian, Ubuntu: python3-venv)"
+    # A container's torch was built for its GPUs, and the packages beside it for that torch: keep them.
+    if "$python" -c 'import sys; sys.exit(sys.prefix != sys.base_prefix)' &&
+        ! grep -q '^torch' <<<"$(_unmet "$python")"; then
+        shared=(--system-site-packages)
+    fi
+    _say "making $_venv with $("$python" --version) (${python})${shared[*]:+, which brings its own torch}"
+    "$python" -m venv --clear ${shared[@]+"${shared[@]}"} "$_venv"
+}
+
+_install() {
+    local torch pins=(-c constraints.txt) pip=("$_venv/bin/python" -m pip install --disable-pip-version-check -qq)
+    cd "$_root" || exit
+    if grep -q '^include-system-site-packages = true' "$_venv/pyvenv.cfg"; then
+        torch="torch==$("$_venv/bin/python" -c 'from importlib.metadata import version; print(version("torch"))')"
+        pins=("$torch")
+    else
+        torch="$(grep '^torch==' constraints.txt)"
+        if grep -q '^torch' <<<"$(_unmet "$_venv/bin/python")" &&
+            ! "$_venv/bin/python" -c 'import sys; from moe_exp.hosts import count_gpus; sys.exit(not count_gpus())'; then
+            _say "no GPU here: the CPU build of torch is far smaller; PyTorch's 'Get Started' page names its index, for PIP_INDEX_URL"
+        fi
+        _say "installing $torch"
+        "${pip[@]}" "${pins[@]}" "$torch"
+    fi
+    "${pip[@]}" "${pins[@]}" "setuptools>=77" # older ones cannot build without the wheel package
+    _say "installing moe_exp${*:+ with $*} and what it still needs"
+    "${pip[@]}" "${pins[@]}" --no-build-isolation -e ".$(IFS=, && printf '%s' "${*:+[$*]}")"
+}
+
+_works() {
+    _say "trying the packages"
+    _unmet "$_venv/bin/python" "$@" >&2 && "$_venv/bin/python" -W ignore -c 'import torch, megatron.core, numpy, pydantic, tokenizers'
+}

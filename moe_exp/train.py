@@ -1,0 +1,282 @@
+"""Training: build, the loop, one step. Started by torchrun, one process per rank; read it from the top.
+
+`torchrun --nproc-per-node 2 -m moe_exp.train --num-experts 16` trains with the settings of `moe_exp.config`, from the
+environment and the flags; `moe-exp train` and `run_moe_from_scratch.sh` check them first and call torchrun themselves.
+"""
+
+import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
+
+# isort: split
+import argparse
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_batch_on_this_cp_rank, get_model_config
+from torch import Tensor
+
+from moe_exp import checkpoint, faults, runtime
+from moe_exp.checkpoint import Progress, Trained
+from moe_exp.checks import check_config
+from moe_exp.config import Config, ConfigError, add_arguments, load_config
+from moe_exp.data.dataset import SampleStream, split_batch
+from moe_exp.data.embedded import ensure_embedded_corpus
+from moe_exp.data.tokens import parse_blend
+from moe_exp.interval import Interval
+from moe_exp.metrics import Metrics, setup_logging
+from moe_exp.model import build_model
+from moe_exp.optim import BatchSchedule, build_optimizer, build_scheduler
+from moe_exp.planner.params import startup_report
+from moe_exp.run_folder import RunFolder, open_run_folder
+from moe_exp.runtime import Runtime
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything a run works with, fixed once it is built."""
+
+    config: Config
+    runtime: Runtime
+    folder: RunFolder
+    trained: Trained
+    train_stream: SampleStream
+    valid_stream: SampleStream | None
+    batches: BatchSchedule
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Trains with the settings of the environment and of `argv`."""
+    parser = argparse.ArgumentParser(prog="python -m moe_exp.train", description=__doc__)
+    add_arguments(parser)
+    try:
+        config = load_config(vars(parser.parse_args(argv)))
+        if problems := check_config(config):
+            raise ConfigError(problems)
+    except ConfigError as error:
+        print(*(f"moe-exp: {line}" for line in error.problems), sep="\n", file=sys.stderr)
+        sys.exit(2)
+    with faults.named_by_rank(), faults.stop_signal() as stop:
+        run(config, stop)
+
+
+def run(config: Config, stop: faults.StopSignal) -> None:
+    """Builds the job, resumes where the run folder stands, trains, and leaves the results behind."""
+    rank = runtime.start(config)
+    job, progress = build(config, rank)
+    if not rank.is_first:
+        train(job, progress, None, stop)
+    else:
+        start = time.monotonic()
+        with Metrics(config, job.folder, progress.iteration) as metrics:
+            logger.info("%s", startup_report(config))
+            status = train(job, progress, metrics, stop)
+            metrics.event("end", progress.iteration, status=status, wall_seconds=round(time.monotonic() - start, 3))
+    runtime.stop()
+
+
+def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
+    """Data, model, optimizer and schedule, as the newest checkpoint has them if there is one."""
+    folder = RunFolder.of(config)
+    if rank.is_first:
+        folder = open_run_folder(config, sys.argv)
+    torch.distributed.barrier()
+    setup_logging(folder, rank.rank)
+    train_stream, valid_stream = build_data(config)
+    model = build_model(config, rank)
+    optimizer = build_optimizer(config, model, rank)
+    trained = Trained(model, optimizer, build_scheduler(config, optimizer))
+    connect(model, trained)
+    job = Job(config, rank, folder, trained, train_stream, valid_stream, BatchSchedule(config))
+    return job, resume(job)
+
+
+def build_data(config: Config) -> tuple[SampleStream, SampleStream | None]:
+    """Training and validation samples: TRAIN_DATA and VALID_DATA, or the embedded corpus."""
+    train_data, valid_data = config.train_data, config.valid_data
+    if not train_data:
+        corpus = ensure_embedded_corpus(Path(config.data_dir))
+        train_data, valid_data = str(corpus.train_prefix), str(corpus.valid_prefix)
+    train_stream = SampleStream(parse_blend(train_data), seq_len=config.seq_len, seed=config.seed)
+    valid_stream = None
+    if valid_data and config.eval_interval:
+        valid_stream = SampleStream(parse_blend(valid_data), seq_len=config.seq_len, seed=config.seed, shuffle=False)
+    return train_stream, valid_stream
+
+
+def connect(model: list[DistributedDataParallel], trained: Trained) -> None:
+    """Tells Megatron's schedules how to finish gradients, scale the loss and hold back communication."""
+    settings = get_model_config(model[0])
+    settings.finalize_model_grads_func = finalize_model_grads
+    settings.grad_scale_func = trained.optimizer.scale_loss
+    if model[0].ddp_config.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in model]
+        settings.no_sync_func = no_sync if len(model) > 1 else no_sync[0]
+
+
+def resume(job: Job) -> Progress:
+    """Loads the run's newest checkpoint, else that of LOAD_DIR, else starts at iteration 0."""
+    own = job.folder.checkpoints
+    source = own if checkpoint.latest_iteration(own) is not None else job.config.load_dir
+    if not source:
+        return Progress()
+    progress = checkpoint.load(job.config, job.runtime, Path(source), job.trained)
+    logger.info("resumed from iteration %d of %s", progress.iteration, source)
+    return progress
+
+
+def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.StopSignal) -> str:
+    """Trains until TRAIN_ITERS, EXIT_INTERVAL or a signal; returns `finished` or `stopped`. `metrics` on rank 0 only."""
+    config = job.config
+    interval = Interval(config, job.runtime, job.trained.model)
+    saved = progress.iteration
+    while progress.iteration < config.train_iters:
+        is_logged = (progress.iteration + 1) % config.log_interval == 0
+        grad_norm, num_zeros = train_step(job, progress, interval, count_zeros=is_logged)
+        if is_logged:
+            log(job, progress, interval, metrics, grad_norm, num_zeros)
+        if job.valid_stream is not None and progress.iteration % config.eval_interval == 0:
+            interval.pause(validate(job, progress, metrics))
+        must_stop = stop.anywhere(job.runtime.device) or _is_multiple(progress.iteration, config.exit_interval)
+        if must_stop or _is_multiple(progress.iteration, config.save_interval):
+            interval.pause(save(job, progress, metrics))
+            saved = progress.iteration
+        if must_stop and progress.iteration < config.train_iters:
+            return "stopped"
+    if saved != progress.iteration:
+        save(job, progress, metrics)
+    return "finished"
+
+
+def train_step(job: Job, progress: Progress, interval: Interval, *, count_zeros: bool) -> tuple[float | None, float | None]:
+    """One iteration: forward and backward over all micro-batches, optimizer, schedule; returns gradient norm and zeros."""
+    model, optimizer = job.trained.model, job.trained.optimizer
+    num_microbatches, batch_size = job.batches.at(progress.consumed_samples)
+    for chunk in model:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    losses = forward_backward(job, job.train_stream, progress.consumed_samples, num_microbatches)
+    optimizer.config.log_num_zeros_in_grad = count_zeros
+    updated, grad_norm, num_zeros = optimizer.step()
+    progress.iteration += 1
+    progress.consumed_samples += batch_size
+    progress.skipped_iterations += not updated
+    interval.add(losses, num_microbatches=num_microbatches, batch_size=batch_size, skipped=not updated)
+    if updated:
+        job.trained.scheduler.step(increment=batch_size)
+    return _number(grad_norm), _number(num_zeros)
+
+
+def forward_backward(
+    job: Job, stream: SampleStream, first_sample: int, num_microbatches: int, *, forward_only: bool = False
+) -> list[Tensor]:
+    """Runs Megatron's schedule over `num_microbatches`; the losses of the micro-batches on the last pipeline stage, else []."""
+    config, model = job.config, job.trained.model
+    microbatches = [_microbatch(job, stream, first_sample, index) for index in range(num_microbatches)]
+    outputs = get_forward_backward_func()(
+        forward_step_func=partial(forward_step, cp_size=config.cp),
+        data_iterator=[iter(microbatches) for _ in model] if len(model) > 1 else iter(microbatches),
+        model=model if len(model) > 1 else model[0],
+        num_microbatches=num_microbatches,
+        seq_length=config.seq_len,
+        micro_batch_size=config.mbsz,
+        forward_only=forward_only,
+    )
+    return [output["lm_loss"] for output in outputs]
+
+
+def _microbatch(job: Job, stream: SampleStream, first_sample: int, index: int) -> dict[str, Tensor]:
+    """Micro-batch `index` of this data parallel rank: MBSZ samples in a row, so the set of micro-batches is the same at any DP."""
+    config, groups = job.config, job.runtime.groups
+    first = first_sample + (index * groups.dp.size() + groups.dp.rank()) * config.mbsz
+    batch = split_batch(stream.batch(first, config.mbsz).to(job.runtime.device, non_blocking=True))
+    return get_batch_on_this_cp_rank(batch, groups.cp)  # type: ignore[no-any-return]
+
+
+def forward_step(data_iterator: Any, model: Any, *, cp_size: int) -> tuple[Tensor, Any]:
+    """Called by Megatron's schedule for one micro-batch on one stage: the output, and how to make a loss of it."""
+    batch = next(data_iterator)
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    return output, partial(lm_loss, batch["loss_mask"], cp_size)
+
+
+def lm_loss(loss_mask: Tensor, cp_size: int, losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """This rank's share of a micro-batch's mean cross entropy; the context parallel ranks' shares add up to it.
+
+    Args:
+        loss_mask: [B, S], 1 where a token counts.
+        cp_size: context parallel size C. Megatron multiplies the loss by C and averages gradients over DP*C ranks.
+        losses: cross entropy per token, nats, [B, S].
+    """
+    loss = (losses.float() * loss_mask).sum() / (loss_mask.sum() * cp_size)
+    return loss, {"lm_loss": loss.detach().clone()}
+
+
+@torch.no_grad()
+def validate(job: Job, progress: Progress, metrics: Metrics | None) -> float:
+    """Mean loss over the first EVAL_ITERS global batches of the validation data, the same ones every time; returns seconds."""
+    assert job.valid_stream is not None
+    start, config = time.monotonic(), job.config
+    total = torch.zeros((), dtype=torch.float64, device=job.runtime.device)
+    for chunk in job.trained.model:
+        chunk.eval()
+    with checkpoint.parameters_in_sync(job.trained.model):
+        for index in range(config.eval_iters):
+            losses = forward_backward(job, job.valid_stream, index * config.gbsz, config.num_microbatches, forward_only=True)
+            if losses and job.runtime.groups.tp.rank() == 0:
+                total += torch.stack(losses).double().sum()
+    for chunk in job.trained.model:
+        chunk.train()
+    torch.distributed.all_reduce(total)
+    if metrics is not None:
+        loss = total.item() / (config.eval_iters * config.num_microbatches * config.data_parallel_size)
+        tokens = progress.consumed_samples * config.seq_len
+        metrics.valid(
+            iteration=progress.iteration, consumed_samples=progress.consumed_samples, consumed_tokens=tokens, lm_loss=loss
+        )
+    return time.monotonic() - start
+
+
+def log(
+    job: Job, progress: Progress, interval: Interval, metrics: Metrics | None, grad_norm: float | None, num_zeros: float | None
+) -> None:
+    """Writes the record of the interval that ends here. Called by every rank."""
+    record = interval.record(
+        progress,
+        learning_rate=job.trained.optimizer.param_groups[0]["lr"],
+        grad_norm=grad_norm,
+        num_zeros=num_zeros,
+        loss_scale=float(job.trained.optimizer.get_loss_scale()),
+    )
+    if metrics is not None:
+        metrics.train(record)
+
+
+def save(job: Job, progress: Progress, metrics: Metrics | None) -> float:
+    """Saves a checkpoint; returns seconds. Called by every rank."""
+    seconds = checkpoint.save(job.config, job.runtime, job.folder.checkpoints, job.trained, progress)
+    if metrics is not None:
+        metrics.event("checkpoint", progress.iteration, seconds=round(seconds, 3))
+        logger.info("saved checkpoint at iteration %d in %.1f s", progress.iteration, seconds)
+    return seconds
+
+
+def _is_multiple(iteration: int, interval: int) -> bool:
+    return interval > 0 and iteration % interval == 0
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,267 @@
+"""The sample stream: every token once per epoch, samples that depend on nothing but (files, seq_len, seed, index), blends."""
+
+from __future__ import annotations
+
+import moe_exp.megatron_cpu  # noqa: F401
+
+# isort: split
+import pickle
+from itertools import accumulate, pairwise
+from math import ceil, log2
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+from moe_exp.data.dataset import SampleStream, _permuted, _shuffled, blend_position, split_batch
+from moe_exp.data.tokens import BinIdxWriter
+
+VOCAB_SIZE = 60000
+
+
+def write(prefix, lengths, first_id=1):
+    """Documents of the given lengths (EOD included); every token but EOD has an id of its own."""
+    with BinIdxWriter(prefix, vocab_size=VOCAB_SIZE) as writer:
+        for length in lengths:
+            writer.add_document(range(first_id, first_id + length - 1))
+            first_id += length - 1
+    return str(prefix)
+
+
+def epoch_text(stream, number=0):
+    """The tokens of one epoch in the order in which its windows were cut, and the order of the windows."""
+    corpus = stream._corpora[0]
+    text = corpus._read(corpus._epoch(number), start=0, stop=int(corpus._bounds[-1]))
+    windows = [stream.sample(number * corpus.num_windows + i) for i in range(corpus.num_windows)]
+    starts = [next(s for s in range(0, len(text), stream.seq_len) if np.array_equal(text[s : s + stream.seq_len + 1], w)) for w in windows]
+    return text, [start // stream.seq_len for start in starts]
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    return write(tmp_path / "part", [5, 2, 17, 9, 3, 40, 12, 8, 26, 3] * 10)
+
+
+# Without shuffle
+
+
+def test_file_order_by_hand(tmp_path):
+    stream = SampleStream([(1.0, write(tmp_path / "part", [4, 1, 3, 4]))], seq_len=5, seed=0, shuffle=False)
+    # 1 2 3 0 | 0 | 4 5 0 | 6 7 8 0: 12 tokens are two windows of 5 and a remainder; the label of 4 is the first of the next.
+    assert stream.sample(0).tolist() == [1, 2, 3, 0, 0, 4]
+    assert stream.sample(1).tolist() == [4, 5, 0, 6, 7, 8]
+    assert stream.sample(2).tolist() == stream.sample(0).tolist()
+    assert stream.sample(0).dtype == np.int64
+
+
+def test_smallest_data_set_is_one_window(tmp_path):
+    prefix = write(tmp_path / "part", [3, 3])
+    assert SampleStream([(1.0, prefix)], seq_len=5, seed=0, shuffle=False).sample(7).tolist() == [1, 2, 0, 3, 4, 0]
+    with pytest.raises(
+        ValueError, match=r"part: has 6 tokens, one sample needs SEQ_LEN \+ 1 = 7\. Fix: use more data or a smaller SEQ_LEN"
+    ):
+        SampleStream([(1.0, prefix)], seq_len=6, seed=0)
+
+
+def test_documents_of_several_and_of_empty_sequences(tmp_path):
+    builder = IndexedDatasetBuilder(str(tmp_path / "part.bin"), dtype=np.int32)
+    builder.add_document(torch.tensor([1, 2, 3, 4, 100000]), [3, 0, 2])
+    builder.add_document(torch.tensor([], dtype=torch.int32), [0])
+    builder.add_document(torch.tensor([5, 6]), [1, 1])
+    builder.finalize(str(tmp_path / "part.idx"))
+    blend = [(1.0, str(tmp_path / "part"))]
+    assert SampleStream(blend, seq_len=6, seed=0, shuffle=False).sample(0).tolist() == [1, 2, 3, 4, 100000, 5, 6]
+    texts = {tuple(SampleStream(blend, seq_len=6, seed=seed).sample(0).tolist()) for seed in range(20)}
+    assert texts == {(1, 2, 3, 4, 100000, 5, 6), (5, 6, 1, 2, 3, 4, 100000)}
+
+
+# With shuffle
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(1, 20), st.integers(0, 2**40), st.integers(0, 3))
+def test_every_token_once_per_epoch(tmp_path_factory, lengths, seq_len, seed, epoch):
+    if sum(lengths) <= seq_len:
+        return
+    stream = SampleStream([(1.0, write(tmp_path_factory.mktemp("data") / "part", lengths))], seq_len=seq_len, seed=seed)
+    num_windows = (sum(lengths) - 1) // seq_len
+    samples = [stream.sample(epoch * num_windows + i) for i in range(num_windows)]
+    inputs = np.concatenate([sample[:-1] for sample in samples])
+    ids = inputs[inputs != 0]
+    assert len(set(ids.tolist())) == len(ids)
+    assert len(inputs) == num_windows * seq_len > sum(lengths) - 1 - seq_len
+    # Ids count up inside a document, so a label that is neither id + 1 nor EOD would be a wrong cut.
+    for sample in samples:
+        assert all(label in (0, token + 1) for token, label in pairwise(sample) if token != 0)
+
+
+def test_epoch_is_a_permutation_of_the_documents(prefix):
+    stream = SampleStream([(1.0, prefix)], seq_len=16, seed=7)
+    in_order, _ = epoch_text(SampleStream([(1.0, prefix)], seq_len=16, seed=7, shuffle=False))
+    shuffled, windows = epoch_text(stream)
+
+    def documents(text):
+        return [tuple(part) for part in np.split(text, np.flatnonzero(text == 0) + 1)]
+
+    assert documents(shuffled) != documents(in_order)
+    assert sorted(documents(shuffled)) == sorted(documents(in_order))
+    assert sorted(windows) == list(range(len(windows)))
+    assert windows != sorted(windows)
+
+
+def test_epochs_and_seeds_differ_in_both_shuffles(prefix):
+    first, second = (SampleStream([(1.0, prefix)], seq_len=16, seed=seed) for seed in (1, 2))
+    runs = [epoch_text(first, 0), epoch_text(first, 1), epoch_text(second, 0), epoch_text(second, 1)]
+    assert len({tuple(text) for text, _ in runs}) == 4
+    assert len({tuple(windows) for _, windows in runs}) == 4
+
+
+def test_same_prefix_twice_in_a_blend_is_shuffled_apart(prefix):
+    stream = SampleStream([(1.0, prefix), (1.0, prefix)], seq_len=16, seed=1)
+    samples = [stream.sample(i).tolist() for i in range(100)]
+    assert samples[0::2] != samples[1::2]
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(0, 2000), min_size=1, max_size=30))
+def test_sample_does_not_depend_on_what_was_read_before(tmp_path_factory, indices):
+    folder = tmp_path_factory.mktemp("data")
+    blend = [(0.7, write(folder / "a", [7, 3, 20] * 9)), (0.3, write(folder / "b", [11, 5] * 9, first_id=1000))]
+    stream = SampleStream(blend, seq_len=8, seed=3)
+    for index in indices:
+        fresh = SampleStream(blend, seq_len=8, seed=3)
+        assert np.array_equal(stream.sample(index), fresh.sample(index))
+
+
+def test_order_is_the_same_on_every_host_and_numpy(tmp_path):
+    """Pinned: a change of it would feed a resumed run other data."""
+    stream = SampleStream([(1.0, write(tmp_path / "part", [3] * 6))], seq_len=4, seed=1234)
+    # 17 // 4 = 4 windows are an epoch; the fifth sample is the first of the next one.
+    pinned = [[0, 11, 12, 0, 7], [7, 8, 0, 3, 4], [6, 0, 1, 2, 0], [9, 10, 0, 5, 6], [1, 2, 0, 5, 6]]
+    assert [stream.sample(i).tolist() for i in range(5)] == pinned
+
+
+def test_only_two_epochs_are_kept(prefix):
+    stream = SampleStream([(1.0, prefix)], seq_len=16, seed=1)
+    corpus = stream._corpora[0]
+    for epoch in range(5):
+        stream.sample(epoch * corpus.num_windows)
+    assert list(corpus._epochs) == [3, 4]
+
+
+def test_pickled_stream_gives_the_same_samples(prefix):
+    stream = SampleStream([(1.0, prefix)], seq_len=16, seed=1)
+    assert np.array_equal(pickle.loads(pickle.dumps(stream)).sample(5), stream.sample(5))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 700), st.integers(0, 2**64 - 1))
+def test_permutations(size, key):
+    assert sorted(_permuted(i, size, key) for i in range(size)) == list(range(size))
+    assert sorted(_shuffled(size, key)) == list(range(size))
+
+
+def test_permutations_are_near_uniform():
+    """Where each of 8 elements lands over 4000 keys: chi-squared with 49 degrees of freedom is over 100 once in 10^5 draws."""
+    for permute in (lambda key: [_permuted(i, 8, key) for i in range(8)], lambda key: _shuffled(8, key)):
+        counts = np.zeros((8, 8))
+        for key in range(4000):
+            counts[np.arange(8), permute(key * 0x9E3779B97F4A7C15 % 2**64)] += 1
+        assert ((counts - 500) ** 2 / 500).sum() < 100
+
+
+# Blends
+
+
+def counts_along(weights, num_samples):
+    """Samples of each data set after 1, 2, ... samples; asserts that each data set is read in order without gaps."""
+    cumulative = [0, *accumulate(weights)]
+    counts = np.zeros((num_samples + 1, len(weights)), dtype=np.int64)
+    for index in range(num_samples):
+        position, local = blend_position(index, cumulative)
+        assert local == counts[index, position]
+        counts[index + 1] = counts[index]
+        counts[index + 1, position] += 1
+    return counts
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 10**6), min_size=1, max_size=12))
+def test_every_data_set_stays_close_to_its_share(weights):
+    shares = np.outer(np.arange(401), np.array(weights) / sum(weights))
+    furthest = np.abs(counts_along(weights, 400) - shares).max()
+    assert furthest <= ceil(log2(len(weights))) / 2 + 1e-9
+
+
+def test_shares_hold_far_into_a_run():
+    cumulative = [0, 3, 10]
+    index = 10**15
+    seen = [blend_position(i, cumulative) for i in range(index, index + 10)]
+    assert sum(position == 0 for position, _ in seen) == 3
+    assert abs(dict(seen)[0] - index * 3 / 10) <= 3
+
+
+def test_blend_reads_each_file_by_its_weight(tmp_path):
+    blend = [(0.25, write(tmp_path / "a", [50] * 20)), (0.75, write(tmp_path / "b", [50] * 20, first_id=5000))]
+    samples = SampleStream(blend, seq_len=8, seed=1).batch(0, 100)
+    assert int((samples.amax(dim=1) >= 5000).sum()) == 75
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
+def test_weight_that_is_not_positive(prefix, weight):
+    with pytest.raises(ValueError, match=r"^weight \S+: must be greater than 0 and finite\. Fix: "):
+        SampleStream([(1.0, prefix), (weight, prefix)], seq_len=8, seed=0)
+
+
+def test_no_files():
+    with pytest.raises(ValueError, match="needs at least one prefix"):
+        SampleStream([], seq_len=8, seed=0)
+
+
+def test_truncated_file(prefix):
+    with Path(f"{prefix}.bin").open("r+b") as file:
+        file.truncate(100)
+    with pytest.raises(ValueError, match=r"part\.bin is truncated: 100 bytes, by the sizes in its \.idx 2500\. Fix: "):
+        SampleStream([(1.0, prefix)], seq_len=8, seed=0)
+
+
+def test_negative_index(prefix):
+    with pytest.raises(ValueError, match="sample index -1: must be 0 or more"):
+        SampleStream([(1.0, prefix)], seq_len=8, seed=0).sample(-1)
+
+
+# Batches and fingerprints
+
+
+def test_batch_is_the_samples_in_order(prefix):
+    stream = SampleStream([(1.0, prefix)], seq_len=8, seed=1)
+    batch = stream.batch(150, 20)
+    assert batch.dtype == torch.int64
+    assert batch.tolist() == [stream.sample(i).tolist() for i in range(150, 170)]
+
+
+def test_split_batch_by_hand():
+    batch = split_batch(torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]))
+    assert batch["tokens"].tolist() == [[1, 2, 3], [5, 6, 7]]
+    assert batch["labels"].tolist() == [[2, 3, 4], [6, 7, 8]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2], [0, 1, 2]]
+    assert batch["loss_mask"].tolist() == [[1.0] * 3] * 2
+    assert batch["loss_mask"].dtype == torch.float32
+    assert all(value.is_contiguous() for value in batch.values())
+
+
+def test_fingerprint_tells_files_apart(tmp_path):
+    def fingerprint(*lengths, first_id=1, name="part", vocab_size=VOCAB_SIZE):
+        (tmp_path / name).mkdir(exist_ok=True)
+        blend = [(1.0, write(tmp_path / name / str(i), part, first_id)) for i, part in enumerate(lengths)]
+        return SampleStream(blend, seq_len=4, seed=0).fingerprint()
+
+    same = fingerprint([5, 6, 7])
+    assert same == fingerprint([5, 6, 7]) == fingerprint([5, 6, 7], name="elsewhere")
+    assert len(same) == 16
+    others = [fingerprint([6, 5, 7]), fingerprint([5, 6, 7], first_id=2), fingerprint([5, 6, 7], [5, 6, 7]), fingerprint([5, 6], [7, 8])]
+    assert len({same, *others, fingerprint([7, 8], [5, 6])}) == 6

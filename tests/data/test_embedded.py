@@ -1,0 +1,180 @@
+"""The embedded corpus is built once, whole or not at all, and says what it holds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from filelock import FileLock
+from tokenizers import Tokenizer
+
+from moe_exp.data import embedded
+from moe_exp.data.embedded import ensure_embedded_corpus
+
+DOCUMENTS = [(f"package/module_{i}.py", f"def function_{i}(value):\n    return value * {i}\n") for i in range(200)]
+HELD_OUT = [text for path, text in DOCUMENTS if int(hashlib.sha256(path.encode()).hexdigest()[:8], 16) % 20 == 0]
+
+
+@pytest.fixture
+def small_corpus(monkeypatch):
+    monkeypatch.setattr(embedded, "python_stdlib_documents", lambda: iter(DOCUMENTS))
+
+
+def read_texts(prefix, tokenizer):
+    """The documents of a file, by its sizes alone."""
+    sizes = np.fromfile(f"{prefix}.idx", dtype="<i4", offset=34, count=int(np.fromfile(f"{prefix}.idx", "<u8", 1, offset=18)[0]))
+    tokens = np.fromfile(f"{prefix}.bin", dtype=np.uint16)
+    parts = np.split(tokens, np.cumsum(sizes)[:-1])
+    assert all(part[-1] == 0 for part in parts)
+    return [tokenizer.decode(part[:-1].tolist(), skip_special_tokens=False) for part in parts]
+
+
+def test_corpus_holds_every_document_once(small_corpus, tmp_path):
+    corpus = ensure_embedded_corpus(tmp_path / "new" / "data", vocab_size=300)
+    tokenizer = Tokenizer.from_file(corpus.tokenizer_path)
+    train, valid = read_texts(corpus.train_prefix, tokenizer), read_texts(corpus.valid_prefix, tokenizer)
+    assert len(HELD_OUT) > 2
+    assert valid == HELD_OUT
+    assert train == [text for _, text in DOCUMENTS if text not in HELD_OUT]
+    assert corpus.num_documents == 200
+    assert not corpus.was_cached
+
+
+def test_manifest_and_counts_agree_with_the_files(small_corpus, tmp_path):
+    corpus = ensure_embedded_corpus(tmp_path, vocab_size=300)
+    folder = tmp_path / f"python_stdlib_{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}_bpe300"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert corpus.num_train_tokens == np.fromfile(folder / "train.bin", np.uint16).size == manifest["train"]["num_tokens"]
+    assert corpus.num_valid_tokens == np.fromfile(folder / "valid.bin", np.uint16).size == manifest["valid"]["num_tokens"]
+    assert manifest["license"] == "PSF-2.0"
+    assert manifest["valid"]["num_bytes"] == sum(len(text.encode()) for text in HELD_OUT)
+    assert manifest["train"]["num_documents"] + manifest["valid"]["num_documents"] == 200
+
+
+def test_tokenizer_sees_the_training_part_only(monkeypatch, tmp_path):
+    held_out = next(path for path, text in DOCUMENTS if text in HELD_OUT)
+    marked = [(path, text + "zqzqzq " * 500 if path == held_out else text) for path, text in DOCUMENTS]
+    monkeypatch.setattr(embedded, "python_stdlib_documents", lambda: iter(marked))
+    with_marks = ensure_embedded_corpus(tmp_path / "marked", vocab_size=300)
+    monkeypatch.setattr(embedded, "python_stdlib_documents", lambda: iter(DOCUMENTS))
+    without = ensure_embedded_corpus(tmp_path / "plain", vocab_size=300)
+    assert with_marks.num_valid_tokens > without.num_valid_tokens + 500
+    assert Tokenizer.from_file(with_marks.tokenizer_path).to_str() == Tokenizer.from_file(without.tokenizer_path).to_str()
+
+
+def test_text_that_quotes_the_special_token_is_one_document(monkeypatch, tmp_path):
+    quoting = [(path, "x = '<|endoftext|>'\n" + text) for path, text in DOCUMENTS]
+    monkeypatch.setattr(embedded, "python_stdlib_documents", lambda: iter(quoting))
+    corpus = ensure_embedded_corpus(tmp_path, vocab_size=300)
+    tokens = np.fromfile(f"{corpus.train_prefix}.bin", np.uint16)
+    assert np.count_nonzero(tokens == 0) == 200 - len(HELD_OUT)
+
+
+def test_second_call_reads_only(small_corpus, tmp_path, monkeypatch):
+    first = ensure_embedded_corpus(tmp_path, vocab_size=300)
+    monkeypatch.setattr(embedded, "_build", lambda *_: pytest.fail("built again"))
+    monkeypatch.setattr(embedded, "_check_writable", lambda _: pytest.fail("a read-only folder is enough"))
+    second = ensure_embedded_corpus(tmp_path, vocab_size=300)
+    assert second.was_cached
+    assert second.__dict__ | {"was_cached": False} == first.__dict__
+
+
+def test_vocabularies_have_folders_of_their_own(small_corpus, tmp_path):
+    small, large = (ensure_embedded_corpus(tmp_path, vocab_size=size) for size in (300, 310))
+    assert not large.was_cached
+    assert small.tokenizer_path != large.tokenizer_path
+    assert Tokenizer.from_file(large.tokenizer_path).get_vocab_size() == 310
+
+
+def test_crash_leaves_no_folder_that_looks_complete(small_corpus, tmp_path, monkeypatch):
+    def crash(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        # The last step of all: everything but the manifest is written by then.
+        patch.setattr(json, "dumps", crash)
+        with pytest.raises(KeyboardInterrupt):
+            ensure_embedded_corpus(tmp_path, vocab_size=300)
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
+    assert not ensure_embedded_corpus(tmp_path, vocab_size=300).was_cached
+
+
+def test_leftovers_of_a_killed_process_are_cleared(small_corpus, tmp_path):
+    corpus = ensure_embedded_corpus(tmp_path, vocab_size=300)
+    folder = next(path for path in tmp_path.iterdir() if path.is_dir())
+    folder.rename(folder.with_name(folder.name + ".building"))
+    (folder.with_name(folder.name + ".building") / "rubbish").touch()
+    assert ensure_embedded_corpus(tmp_path, vocab_size=300) == corpus
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [folder.name]
+    assert not (folder / "rubbish").exists()
+
+
+@pytest.mark.parametrize("name", ["train.bin", "valid.idx", "tokenizer.json", "manifest.json"])
+def test_damaged_folder_is_built_again_and_says_so(small_corpus, tmp_path, caplog, name):
+    corpus = ensure_embedded_corpus(tmp_path, vocab_size=300)
+    folder = next(path for path in tmp_path.iterdir() if path.is_dir())
+    (folder / name).unlink()
+    with caplog.at_level(logging.WARNING):
+        assert ensure_embedded_corpus(tmp_path, vocab_size=300) == corpus
+    assert caplog.messages == [f"embedded corpus: built again, as {folder / name} is missing"]
+
+
+def test_two_processes_build_once(tmp_path):
+    script = f"""
+import logging, pathlib, time
+from moe_exp.data import embedded
+documents = {DOCUMENTS!r}
+build = embedded._build
+def slow_build(*args):
+    print("building", flush=True)
+    time.sleep(1)
+    build(*args)
+embedded._build = slow_build
+embedded.python_stdlib_documents = lambda: iter(documents)
+print(embedded.ensure_embedded_corpus(pathlib.Path({str(tmp_path)!r}), vocab_size=300).was_cached)
+"""
+    # Both wait for this lock, so both find the folder missing: the lock alone must keep them apart.
+    name = "python_stdlib_{}.{}.{}_bpe300".format(*sys.version_info[:3])
+    with FileLock(tmp_path / f"{name}.lock"):
+        processes = [subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+        with pytest.raises(subprocess.TimeoutExpired):
+            processes[0].wait(timeout=2)
+    outputs = sorted(process.communicate(timeout=60)[0].split() for process in processes)
+    assert [process.returncode for process in processes] == [0, 0]
+    assert outputs == [["True"], ["building", "False"]]
+
+
+def test_progress_without_a_terminal_is_one_line_a_step(small_corpus, tmp_path, caplog):
+    with caplog.at_level(logging.INFO):
+        ensure_embedded_corpus(tmp_path, vocab_size=300)
+    messages = [message for message in caplog.messages if message.startswith("embedded corpus: ")]
+    assert [message.split()[2] for message in messages[:4]] == ["reading", "training", "tokenizing", "tokenizing"]
+    assert "tokens in" in messages[4]
+    assert not any("\n" in message for message in messages)
+
+
+def test_data_dir_that_cannot_be_written(small_corpus, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        ValueError, match=r"^DATA_DIR=\S+/file/data: the embedded corpus cannot be written there \(.+\)\. Fix: set DATA_DIR"
+    ):
+        ensure_embedded_corpus(tmp_path / "file" / "data")
+
+
+def test_data_dir_without_space(small_corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=199 * 10**6))
+    with pytest.raises(ValueError, match=r"^DATA_DIR=\S+: has 199 MB free, the embedded corpus needs 200 MB\. Fix: free some space"):
+        ensure_embedded_corpus(tmp_path)
+
+
+def test_vocabulary_too_small(small_corpus, tmp_path):
+    with pytest.raises(ValueError, match=r"^VOCAB_SIZE=100: "):
+        ensure_embedded_corpus(tmp_path, vocab_size=100)
+    assert [path for path in tmp_path.iterdir() if path.is_dir()] == []

@@ -1,0 +1,252 @@
+"""Tokenizer training, .bin/.idx files as Megatron's own reader sees them, and blends."""
+
+from __future__ import annotations
+
+import moe_exp.megatron_cpu  # noqa: F401
+
+# isort: split
+import json
+import struct
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+
+from moe_exp.data.tokens import (
+    EOD_TOKEN,
+    BinIdxWriter,
+    bin_idx_problem,
+    bin_idx_tokens,
+    parse_blend,
+    tokenizer_vocab_size,
+    train_bpe,
+)
+
+TEXTS = ["def add(a, b):\n    return a + b\n", "for i in range(10):\n    print(i)\n", "Grüße, 世界! 🙂"] * 20
+documents = st.lists(st.lists(st.integers(0, 299), max_size=20), min_size=1, max_size=20)
+
+
+def write(prefix, docs, vocab_size=300, eod_id=0):
+    with BinIdxWriter(prefix, vocab_size=vocab_size, eod_id=eod_id) as writer:
+        for ids in docs:
+            writer.add_document(ids)
+    return writer
+
+
+# Tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_bpe(TEXTS, 300)
+
+
+def test_end_of_document_is_id_0(tokenizer):
+    assert tokenizer.token_to_id(EOD_TOKEN) == 0
+    assert tokenizer.get_vocab_size() == 300
+
+
+def test_training_is_deterministic(tokenizer):
+    assert train_bpe(iter(TEXTS), 300).to_str() == tokenizer.to_str()
+
+
+def test_round_trip_of_any_unicode_text(tokenizer):
+    @settings(max_examples=100, deadline=None)
+    @given(st.text(alphabet=st.characters(exclude_categories=["Cs"])))
+    def check(text):
+        assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
+
+    check()
+
+
+def test_no_room_for_the_bytes():
+    with pytest.raises(ValueError, match=r"^VOCAB_SIZE=256: a byte-level BPE has at least 257 tokens\. Fix: set 257 or more\.$"):
+        train_bpe(TEXTS, 256)
+    assert train_bpe(TEXTS, 257).get_vocab_size() == 257
+
+
+def test_vocab_size_of_file_and_folder(tokenizer, tmp_path):
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert tokenizer_vocab_size(tmp_path) == tokenizer_vocab_size(tmp_path / "tokenizer.json") == 300
+    tokenizer = type(tokenizer).from_str(tokenizer.to_str())
+    tokenizer.add_tokens(["<extra_0>", "<extra_1>"])
+    tokenizer.save(str(tmp_path / "extended.json"))
+    assert tokenizer_vocab_size(tmp_path / "extended.json") == 302
+
+
+@pytest.mark.parametrize(
+    ("content", "size"),
+    [
+        ({"model": {"vocab": {"a": 0, "b": 7}}, "added_tokens": []}, 8),
+        ({"model": {"vocab": {"a": 0, "b": 7}}, "added_tokens": [{"id": 99}]}, 100),
+        ({"model": {"vocab": {"a": 0}}, "added_tokens": None}, 1),
+        ({"model": {"vocab": [["a", -1.0], ["b", -2.0], ["c", -3.0]]}}, 3),
+    ],
+)
+def test_vocab_size_is_highest_id_plus_one(content, size, tmp_path):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    assert tokenizer_vocab_size(tmp_path) == size
+
+
+@pytest.mark.parametrize("content", [None, "not json", "[]", '{"model": {}}', '{"model": {"vocab": null}}', '{"model": {"vocab": 3}}'])
+def test_no_tokenizer(content, tmp_path):
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ValueError, match=r"^TOKENIZER=\S+: is not a Hugging Face tokenizer\.json or a folder that has one .*\. Fix: "):
+        tokenizer_vocab_size(tmp_path)
+
+
+# Token files
+
+
+@settings(max_examples=25, deadline=None)
+@given(documents, st.sampled_from([300, 65499, 65500]))
+def test_megatron_reads_what_we_write(tmp_path_factory, docs, vocab_size):
+    prefix = str(tmp_path_factory.mktemp("tokens") / "part")
+    writer = write(prefix, docs, vocab_size, eod_id=299)
+    read = IndexedDataset(prefix)
+    assert read.index.dtype == (np.uint16 if vocab_size < 65500 else np.int32)
+    assert [list(read[i]) for i in range(len(read))] == [[*ids, 299] for ids in docs]
+    assert list(read.document_indices) == list(range(len(docs) + 1))
+    assert writer.num_tokens == bin_idx_tokens(prefix) == sum(len(ids) + 1 for ids in docs)
+    assert bin_idx_problem(prefix) is None
+
+
+@pytest.mark.parametrize("vocab_size", [300, 70000])
+def test_files_are_megatrons_byte_for_byte(vocab_size, tmp_path):
+    docs = [[5, 6, 7], [8], [9, 10]]
+    write(tmp_path / "ours", docs, vocab_size)
+    builder = IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.uint16 if vocab_size < 65500 else np.int32)
+    for ids in docs:
+        builder.add_document(torch.tensor([*ids, 0]), [len(ids) + 1])
+    builder.finalize(str(tmp_path / "theirs.idx"))
+    for suffix in ("bin", "idx"):
+        assert (tmp_path / f"ours.{suffix}").read_bytes() == (tmp_path / f"theirs.{suffix}").read_bytes()
+
+
+def test_nothing_is_left_behind_by_an_exception(tmp_path):
+    def fail_midway():
+        with BinIdxWriter(tmp_path / "part", vocab_size=300) as writer:
+            writer.add_document([1, 2])
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail_midway()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_get_their_names_at_the_end(tmp_path):
+    with BinIdxWriter(tmp_path / "part", vocab_size=300) as writer:
+        writer.add_document([1, 2])
+        assert not {"part.bin", "part.idx"} & {path.name for path in tmp_path.iterdir()}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["part.bin", "part.idx"]
+
+
+@pytest.mark.parametrize(("ids", "worst"), [([1, 300], 300), ([-1, 2], -1), (np.array([65536 + 5]), 65541)])
+def test_id_outside_the_vocabulary(ids, worst, tmp_path):
+    with pytest.raises(ValueError, match=rf"^token id {worst}: must be in 0\.\.299\. Fix: "):
+        write(tmp_path / "part", [ids])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("suffix", ["bin", "idx"])
+def test_missing_file_is_reported(suffix, tmp_path):
+    write(tmp_path / "part", [[1, 2, 3]])
+    (tmp_path / f"part.{suffix}").unlink()
+    assert bin_idx_problem(tmp_path / "part") == f"{tmp_path}/part.{suffix} is missing"
+
+
+def test_bin_of_other_size_is_reported(tmp_path):
+    write(tmp_path / "part", [[1, 2, 3], [4]])
+    file, content = tmp_path / "part.bin", (tmp_path / "part.bin").read_bytes()
+    file.write_bytes(content[:-1])
+    assert bin_idx_problem(tmp_path / "part") == f"{file} is truncated: 11 bytes, by the sizes in its .idx 12"
+    file.write_bytes(b"")
+    assert "is truncated: 0 bytes" in bin_idx_problem(tmp_path / "part")
+    file.write_bytes(content + b"\0\0")
+    assert bin_idx_problem(tmp_path / "part") == f"{file} is of another index: 14 bytes, by the sizes in its .idx 12"
+
+
+@pytest.mark.parametrize(
+    ("offset", "new", "text"),
+    [
+        (0, b"XXIDIDX", "is not a Megatron index"),
+        (9, struct.pack("<Q", 2), "has index version 2"),
+        (17, b"\x07", "has dtype code 7"),
+        (17, b"\x63", "has dtype code 99"),
+        (18, struct.pack("<Q", 0), "has no documents"),
+        (26, struct.pack("<Q", 1), "has no documents"),
+        (18, struct.pack("<Q", 3), "is truncated"),
+        (34 + 2 * 12 + 2 * 8, struct.pack("<q", 1), "is damaged: its documents cover sequences 0 to 1 of 2"),
+    ],
+)
+def test_damaged_index_is_reported(offset, new, text, tmp_path):
+    write(tmp_path / "part", [[1, 2, 3], [4]])
+    index = bytearray((tmp_path / "part.idx").read_bytes())
+    index[offset : offset + len(new)] = new
+    (tmp_path / "part.idx").write_bytes(index)
+    assert text in bin_idx_problem(tmp_path / "part")
+
+
+@pytest.mark.parametrize("size", [0, 10, 33, 34, 60])
+def test_truncated_index_is_reported(size, tmp_path):
+    write(tmp_path / "part", [[1, 2, 3], [4]])
+    (tmp_path / "part.idx").write_bytes((tmp_path / "part.idx").read_bytes()[:size])
+    assert f"part.idx is truncated: {size} bytes" in bin_idx_problem(tmp_path / "part")
+
+
+def test_no_documents_is_reported(tmp_path):
+    write(tmp_path / "part", [])
+    assert bin_idx_problem(tmp_path / "part") == f"{tmp_path}/part.idx has no documents"
+
+
+# Blends
+
+
+@pytest.mark.parametrize(
+    ("text", "blend"),
+    [
+        ("data/a", [(1.0, "data/a")]),
+        (" data/a.bin ", [(1.0, "data/a")]),
+        ("data/a.idx", [(1.0, "data/a")]),
+        ("0.3 a 0.7 b", [(0.3, "a"), (0.7, "b")]),
+        ("2 a.bin 1e-1 b.idx", [(2.0, "a"), (0.1, "b")]),
+        ("1 a", [(1.0, "a")]),
+        ("a.binary", [(1.0, "a.binary")]),
+    ],
+)
+def test_parse_blend(text, blend):
+    assert parse_blend(text) == blend
+
+
+def test_prefixes_without_weights_are_weighted_by_size(tmp_path):
+    write(tmp_path / "a", [[1, 2, 3]])
+    write(tmp_path / "b", [[1, 2, 3, 4], [5]], vocab_size=70000)
+    assert parse_blend(f"{tmp_path}/a.bin {tmp_path}/b") == [(4.0, f"{tmp_path}/a"), (7.0, f"{tmp_path}/b")]
+    with pytest.raises(ValueError, match=r"c\.bin is missing\. Fix: "):
+        parse_blend(f"{tmp_path}/a {tmp_path}/c")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "must be 'PREFIX'"),
+        ("0.5 a b", "must be 'PREFIX'"),
+        ("0.5", "must be 'PREFIX'"),
+        ("a 0.5", "and a is not a weight"),
+        ("0.5 a b 0.5", "and b is not a weight"),
+        ("0.5 0.5", "and 0.5 is not a prefix"),
+        ("0 a 1 b", "weight 0 must be greater than 0 and finite"),
+        ("-1 a 1 b", "weight -1 must be greater than 0 and finite"),
+        ("nan a 1 b", "weight nan must be greater than 0 and finite"),
+        ("inf a 1 b", "weight inf must be greater than 0 and finite"),
+    ],
+)
+def test_text_that_is_no_blend(text, message):
+    with pytest.raises(ValueError, match="Fix: ") as error:
+        parse_blend(text)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,75 @@
+"""The loss curve: a PNG that holds its curves, and leaves pyplot alone."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_exp.report.curves import _wrapped, draw_loss_curve, smoothed
+
+matplotlib_image = pytest.importorskip("matplotlib.image")
+
+
+def records(num_train: int) -> list[dict[str, Any]]:
+    train = [{"kind": "train", "iteration": i, "lm_loss": 3 + 8 / i, "learning_rate": 1e-3} for i in range(1, num_train + 1)]
+    return [{"kind": "event", "iteration": 0}, *train, {"kind": "valid", "iteration": num_train, "lm_loss": 3.5}]
+
+
+def pixels_like(path: Path, color: tuple[int, int, int]) -> int:
+    """Number of pixels within 2% of an RGB color (0 to 255)."""
+    image = matplotlib_image.imread(path)[..., :3]
+    return int((abs(image - [value / 255 for value in color]).max(axis=-1) < 0.02).sum())
+
+
+SMOOTH, RAW, VALID, RATE = (0x1F, 0x5F, 0x9E), (0x9D, 0xC3, 0xE6), (0xD9, 0x54, 0x1E), (0xC4, 0xC4, 0xC4)
+
+
+def test_a_long_run_shows_all_four_curves(tmp_path: Path) -> None:
+    noisy = [r | {"lm_loss": r["lm_loss"] + (-1) ** r["iteration"]} if r["kind"] == "train" else r for r in records(200)]
+    draw_loss_curve(noisy, tmp_path / "a.png", "name")
+    assert all(pixels_like(tmp_path / "a.png", color) > 50 for color in (SMOOTH, RAW, VALID, RATE))
+    assert matplotlib_image.imread(tmp_path / "a.png").shape[:2] == (720, 1200)
+
+
+@pytest.mark.parametrize("num_train", [1, 5])
+def test_a_short_run_has_no_smoothed_curve(tmp_path: Path, num_train: int) -> None:
+    draw_loss_curve(records(num_train), tmp_path / "a.png", "name" * 100)
+    assert pixels_like(tmp_path / "a.png", RAW) < 5 and pixels_like(tmp_path / "a.png", SMOOTH) > 50
+
+
+def test_a_loss_that_is_null_leaves_a_gap(tmp_path: Path) -> None:
+    for name, change in (("whole", {}), ("gap", {"lm_loss": None})):
+        drawn = [r | change if r["kind"] == "train" and 20 < r["iteration"] < 70 else r for r in records(90)]
+        draw_loss_curve(drawn, tmp_path / name, "$name$")
+    assert 0 < pixels_like(tmp_path / "gap", SMOOTH) < 0.7 * pixels_like(tmp_path / "whole", SMOOTH)
+
+
+def test_nothing_to_draw(tmp_path: Path) -> None:
+    nothing = [{"kind": "train", "iteration": 1, "lm_loss": None, "learning_rate": 1.0}]
+    with pytest.raises(ValueError, match="records=1: no train record with a loss"):
+        draw_loss_curve(nothing, tmp_path / "a.png", "name")
+    assert not (tmp_path / "a.png").exists()
+
+
+def test_pyplot_is_not_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    draw_loss_curve(records(3), tmp_path / "a.png", "name")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_long_names_break_before_a_word_and_lose_nothing() -> None:
+    name = "moe_true_num_experts_64_topk_1_type_dmoe_num_nodes_1_gpus_per_node_8_TP_1_PP_1_VPP_none_EP_4_ETP_2_CP_2"
+    assert _wrapped(name).split("\n") == [name.removesuffix("CP_2"), "CP_2"]
+    assert _wrapped("x" * 150).replace("\n", "") == "x" * 150 and max(map(len, _wrapped("x" * 150).split("\n"))) == 101
+
+
+def test_smoothed_is_a_centred_mean_that_keeps_gaps() -> None:
+    values = [float(i) for i in range(20)]
+    assert smoothed(values, 2) == values  # a straight line has no lag
+    assert smoothed([0.0] * 16 + [3.0] + [0.0] * 16, 1)[14:19] == [0.0, 1.0, 1.0, 1.0, 0.0]
+    gap = smoothed([1.0] * 16 + [math.nan, 2.0, 2.0, 2.0], 1)
+    assert math.isnan(gap[16]) and gap[15] == 1.0 and gap[17] == 2.0

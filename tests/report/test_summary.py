@@ -1,0 +1,116 @@
+"""summary.json and the lines for people, on a run of four iterations written out by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_exp.config import Config
+from moe_exp.report.summary import summarize, summary_text
+from moe_exp.run_folder import RunFolder
+
+
+def train(iteration: int, lm_loss: float | None, **changes: Any) -> dict[str, Any]:
+    experts = [
+        {"layer": 1, "tokens_per_expert": [5, 3], "max_over_mean": 1.25, "dropped_fraction": 0.0, "router_entropy": 0.6},
+        {"layer": 2, "tokens_per_expert": [8, 0], "max_over_mean": 2.0, "dropped_fraction": 0.05, "router_entropy": 0.1},
+    ]
+    return {
+        "kind": "train", "iteration": iteration, "consumed_samples": 8 * iteration, "consumed_tokens": 1000 * iteration,
+        "lm_loss": lm_loss, "elapsed_time_per_iteration_ms": 100.0, "tokens_per_second": 10000.0, "tflops_per_gpu": None,
+        "skipped_iterations": 0, "nan_iterations": 0, "experts": experts,
+    } | changes  # fmt: skip
+
+
+RECORDS = [
+    {"kind": "event", "event": "start", "iteration": 0},
+    # The first record holds the warm-up: medians have to pass it by.
+    train(1, 8.0, elapsed_time_per_iteration_ms=9000.0, tokens_per_second=111.0),
+    train(2, 5.0),
+    {"kind": "event", "event": "resume", "iteration": 2},
+    train(3, 4.0, skipped_iterations=1),
+    train(4, 4.5),
+    {"kind": "valid", "iteration": 2, "lm_loss": 5.5, "lm_loss_ppl": 244.7},
+    {"kind": "valid", "iteration": 4, "lm_loss": 4.25, "lm_loss_ppl": 70.1},
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    for name in ("iter_0000002", "iter_0000004", "not_a_checkpoint"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    return RunFolder(tmp_path)
+
+
+def config(**settings: Any) -> Config:
+    return Config(**({"gpus_per_node": 1, "train_iters": 4} | settings))
+
+
+def test_summary(folder: RunFolder) -> None:
+    summary = summarize(config(), RECORDS, folder, 12.3456, "finished")
+    assert json.loads(json.dumps(summary, allow_nan=False)) == summary
+    assert summary == {
+        "status": "finished", "name": config().name, "run_folder": str(folder.path), "model": "dmoe", "iteration": 4, "train_iters": 4,
+        "first_lm_loss": 8.0, "last_lm_loss": 4.5, "min_lm_loss": 4.0, "min_lm_loss_iteration": 3, "last_valid_lm_loss": 4.25,
+        "last_valid_ppl": 70.1, "consumed_samples": 32, "consumed_tokens": 4000, "wall_seconds": 12.346, "tokens_per_second": 10000.0,
+        "ms_per_iteration": 100.0, "tflops_per_gpu": None, "skipped_iterations": 1, "nan_iterations": 0, "num_starts": 2,
+        "expert_balance": {
+            "worst_layer": 2, "max_over_mean": 2.0, "dropped_fraction": 0.05, "num_experts": 4, "dead_experts": [[2, 1]],
+        },
+        "checkpoints": ["iter_0000002", "iter_0000004"],
+    }  # fmt: skip
+
+
+def test_text(folder: RunFolder) -> None:
+    text = summary_text(summarize(config(), RECORDS, folder, 12.3, "finished"), config())
+    assert (
+        text
+        == f"""Run finished: 4 of 4 iterations in 0:00:12
+  lm loss      8.0000 -> 4.5000 (lowest 4.0000 at iteration 3)
+  validation   4.2500 (perplexity 70.10)
+  tokens       4,000 (10,000 tokens/s, 100.0 ms per iteration)
+  experts      the busiest takes 2.00 times its share (layer 2), 1 of 4 got no token, up to 5.0% of tokens dropped
+  trouble      0 iterations without a finite loss, 1 skipped
+  checkpoints  2, the newest is checkpoints/iter_0000004
+  run folder   {folder.path}
+What to try next
+  tensorboard --logdir {folder.path}/tensorboard
+  USE_MOE=false bash moe_exp/scripts/run_moe_from_scratch.sh   # the dense baseline
+  EP=2 GPUS_PER_NODE=2 bash moe_exp/scripts/run_moe_from_scratch.sh   # experts spread over two ranks"""
+    )
+
+
+def test_a_run_without_records(tmp_path: Path) -> None:
+    summary = summarize(config(), [], RunFolder(tmp_path), 0.5, "failed")
+    assert (summary["iteration"], summary["first_lm_loss"], summary["expert_balance"], summary["checkpoints"]) == (0, None, None, [])
+    text = summary_text(summary, config())
+    assert text.startswith("Run failed: 0 of 4 iterations in 0:00:00\n  lm loss      never measured\n")
+    assert "the same command again goes on\n" in text
+
+
+def test_a_stopped_run_says_from_where_it_goes_on(folder: RunFolder) -> None:
+    text = summary_text(summarize(config(train_iters=9), RECORDS, folder, 1.0, "stopped"), config(train_iters=9))
+    assert "Run stopped: 4 of 9 iterations" in text and "the same command again goes on from iter_0000004\n" in text
+
+
+def test_a_loss_that_became_nan_is_not_hidden(folder: RunFolder) -> None:
+    records = [*RECORDS, train(5, None, nan_iterations=1)]
+    summary = summarize(config(), records, folder, 1.0, "finished")
+    assert summary["last_lm_loss"] is None and summary["min_lm_loss"] == 4.0 and summary["nan_iterations"] == 1
+    text = summary_text(summary, config())
+    assert "8.0000 -> not a number (lowest 4.0000 at iteration 3)" in text and "LR=0.00015 with another RUN_NAME" in text
+
+
+def test_a_dense_run_is_sent_to_experts_and_a_given_name_is_not_used_twice(folder: RunFolder) -> None:
+    dense = config(use_moe=False, run_name="a")
+    text = summary_text(summarize(dense, [train(1, 8.0, experts=[])], folder, 1.0, "finished"), dense)
+    assert "USE_MOE=true RUN_NAME=a_moe bash" in text and "EP=2" not in text and "experts   " not in text
+
+
+def test_ep_is_offered_only_where_it_fits(folder: RunFolder) -> None:
+    for settings, offer in [({"gpus_per_node": 2}, "  EP=2 bash"), ({"num_experts": 7}, None), ({"ep": 2, "gpus_per_node": 2}, None)]:
+        text = summary_text(summarize(config(**settings), RECORDS, folder, 1.0, "finished"), config(**settings))
+        assert (offer in text) if offer else ("EP=2" not in text)

@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Style, types and tests.
+#
+#   bash tests/run.sh                       # without the tests marked slow
+#   bash tests/run.sh --all                 # everything
+#   bash tests/run.sh -k router tests/      # other arguments go to pytest
+#
+# Makes .venv when no environment with the dev packages is active. Every step runs; the exit code is 1 if one failed.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+select=(-m "not slow")
+arguments=()
+for argument in "$@"; do
+    case "$argument" in
+        --all) select=() ;;
+        -h | --help)
+            awk 'NR > 1 { if (!sub(/^# ?/, "")) exit; print }' "${BASH_SOURCE[0]}"
+            exit 0
+            ;;
+        *) arguments+=("$argument") ;;
+    esac
+done
+
+# shellcheck source=moe_exp/scripts/environment.sh
+source moe_exp/scripts/environment.sh
+find_python dev
+export OMP_NUM_THREADS=1
+
+failed=()
+step() {
+    printf '\n== %s (%s)\n' "$1" "$(date +%T)"
+    "$PYTHON" -m "${@:2}" || failed+=("$1")
+}
+step "style" ruff check .
+step "format" ruff format --check .
+step "types" mypy
+step "tests" pytest --timeout=600 --durations=10 ${select[@]+"${select[@]}"} ${arguments[@]+"${arguments[@]}"}
+
+if [ "${#failed[@]}" -gt 0 ]; then
+    (IFS=, && echo "FAILED: ${failed[*]}")
+    exit 1
+fi

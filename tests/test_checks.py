@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_exp.checks import check_config
+from moe_exp.config import Config, load_config
+from moe_exp.presets import PRESETS
+
+# (TP, PP, VPP, EP, ETP, CP) that the package trains with equal losses.
+LAYOUTS = [
+    (1, 1, "none", 1, 1, 1), (2, 1, "none", 1, 1, 1), (1, 2, "none", 1, 1, 1), (1, 2, "2", 1, 1, 1), (1, 1, "none", 2, 1, 1),
+    (1, 1, "none", 4, 1, 1), (2, 1, "none", 2, 1, 1), (2, 1, "none", 2, 2, 1), (2, 2, "none", 2, 1, 1), (1, 2, "none", 2, 1, 1),
+    (1, 1, "none", 1, 1, 2),
+]  # fmt: skip
+
+
+def cpu(**values) -> Config:
+    return load_config({"preset": "cpu", "gpus_per_node": 1} | values, {})
+
+
+def only_problem(problems: list[str], expected: str) -> None:
+    """Exactly one problem, and it is `expected`, a regular expression for the whole line."""
+    assert len(problems) == 1, problems
+    assert re.fullmatch(expected, problems[0]), problems[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("moe_type", ["moe", "dmoe"])
+def test_layouts_that_train_have_no_problems(layout, ranks, moe_type):
+    tp, pp, vpp, ep, etp, cp = layout
+    config = cpu(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp, cp=cp, gpus_per_node=ranks, moe_type=moe_type)
+    fits = ranks % (tp * pp * cp) == 0 and ranks % (etp * ep * pp) == 0
+    problems = check_config(config)
+    assert (problems == []) == fits
+    assert all(line.startswith("GPUS_PER_NODE=") for line in problems)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_presets_have_no_problems(preset, ranks):
+    data = {} if preset in ("cpu", "reference") else {"train_data": "a", "valid_data": "b"}
+    assert check_config(load_config({"preset": preset, "gpus_per_node": ranks, "gbsz": 3072} | data, {})) == []
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_accepted_layouts_divide_evenly(data):
+    def size(*sizes):
+        return data.draw(st.sampled_from(sizes))
+
+    config = cpu(
+        tp=size(1, 2, 4), pp=size(1, 2, 4), vpp=size(None, 1, 2, 3), ep=size(1, 2, 3, 4), etp=size(1, 2), cp=size(1, 2), mbsz=size(1, 2, 3),
+        gpus_per_node=size(1, 2, 4, 6, 8, 16), gbsz=size(1, 8, 12, 16, 24, 32), num_layers=size(2, 4, 6, 8), num_experts=size(4, 6, 8),
+        num_heads=size(4, 8), num_query_groups=size(1, 2, 4), seq_len=size(6, 8, 16, 24),
+    )  # fmt: skip
+    c = config
+    even = (
+        c.world_size % (c.tp * c.pp * c.cp) == 0
+        and c.world_size % (c.etp * c.ep * c.pp) == 0
+        and c.num_experts % c.ep == 0
+        and c.num_query_groups % c.tp == 0
+        and c.num_layers % (c.pp * (c.vpp or 1)) == 0
+        and c.gbsz % (c.mbsz * max(1, c.data_parallel_size)) == 0
+        and (c.cp == 1 or c.seq_len % (2 * c.cp) == 0)
+        and c.seq_len // c.cp % c.tp == 0
+        and (c.vpp is None or (c.pp > 1 and c.vpp > 1 and c.num_microbatches % c.pp == 0))
+    )
+    assert (check_config(config) == []) == even
+
+
+MODEL = [
+    (
+        {"num_heads": 6, "hidden_size": 132, "num_query_groups": 4},
+        r"NUM_QUERY_GROUPS=4: does not divide NUM_HEADS=6\. Fix: set NUM_QUERY_GROUPS to one of 1, 2, 3, 6\.",
+    ),
+    (
+        {"hidden_size": 130, "num_query_groups": 4},
+        r"NUM_HEADS=4: does not divide HIDDEN_SIZE=130\. Fix: set NUM_HEADS to one of 1, 2, 5, 10, 13, 26, 65, 130\.",
+    ),
+    ({"head_dim": 33}, r"HEAD_DIM=33: rotary .* must be even\. Fix: set HEAD_DIM to 32 or 34\."),
+    ({"hidden_size": 132}, r"HEAD_DIM=33: rotary .* must be even\. Fix: .*"),
+    ({"add_bias_linear": True}, r"ADD_BIAS_LINEAR=true: experts have no bias\. Fix: set ADD_BIAS_LINEAR=false or USE_MOE=false\."),
+    ({"first_k_dense": 5}, r"FIRST_K_DENSE=5: is over NUM_LAYERS=4\. Fix: set FIRST_K_DENSE to at most 4\."),
+]
+
+MOE = [
+    ({"ep": 3, "gpus_per_node": 3, "gbsz": 48}, r"EP=3: does not divide NUM_EXPERTS=8\. Fix: set EP to one of 1, 2, 4, 8\."),
+    ({"topk": 9}, r"TOPK=9: is over NUM_EXPERTS=8\. Fix: set TOPK to at most 8\."),
+    ({"use_moe": False, "ep": 2, "gpus_per_node": 2}, r"EP=2: needs experts, but USE_MOE=false\. Fix: set EP=1 or USE_MOE=true\."),
+    ({"use_moe": False, "etp": 2, "gpus_per_node": 2}, r"ETP=2: needs experts, but USE_MOE=false\. Fix: set ETP=1 or USE_MOE=true\."),
+    ({"etp": 2, "gpus_per_node": 2, "moe_ffn_hidden_size": 99}, r"ETP=2: does not divide MOE_FFN_HIDDEN_SIZE=99\. Fix: set ETP to .*"),
+    ({"etp": 2, "gpus_per_node": 2, "ffn_hidden_size": 99}, r"ETP=2: does not divide FFN_HIDDEN_SIZE=99\. Fix: set ETP to .*"),
+    (
+        {"dispatcher": "local", "ep": 2, "gpus_per_node": 2},
+        r"DISPATCHER=local: needs every expert .* EP=2 and ETP=1\. Fix: set DISPATCHER=alltoall, .*",
+    ),
+    (
+        {"router_bias_update_rate": 0.001},
+        r"ROUTER_BIAS_UPDATE_RATE=0\.001: the expert bias needs sigmoid scores\. Fix: set ROUTER_SCORE=sigmoid .*",
+    ),
+    ({"router_pre_softmax": False}, r"ROUTER_PRE_SOFTMAX=false: .*TOPK=1\. Fix: set ROUTER_PRE_SOFTMAX=true\."),
+    ({"num_router_groups": 4}, r"NUM_ROUTER_GROUPS=4: has no effect while ROUTER_GROUP_TOPK=0\. Fix: set both, or NUM_ROUTER_GROUPS=0\."),
+    ({"router_group_topk": 2}, r"ROUTER_GROUP_TOPK=2: has no effect while NUM_ROUTER_GROUPS=0\. Fix: set both, or ROUTER_GROUP_TOPK=0\."),
+    ({"num_router_groups": 3, "router_group_topk": 2}, r"NUM_ROUTER_GROUPS=3: does not divide NUM_EXPERTS=8\. Fix: .*"),
+    (
+        {"num_router_groups": 2, "router_group_topk": 3},
+        r"ROUTER_GROUP_TOPK=3: is over NUM_ROUTER_GROUPS=2\. Fix: set ROUTER_GROUP_TOPK to at most 2\.",
+    ),
+    (
+        {"num_router_groups": 4, "router_group_topk": 1, "topk": 3},
+        r"TOPK=3: is over the 2 experts .* Fix: set TOPK to at most 2, or ROUTER_GROUP_TOPK to at least 2\.",
+    ),
+    (
+        {"expert_backend": "torch", "ffn_hidden_size": 258},
+        r"FFN_HIDDEN_SIZE=258: EXPERT_BACKEND=torch .* Fix: set FFN_HIDDEN_SIZE to 256 or 260, .*",
+    ),
+    (
+        {"expert_backend": "torch", "dtype": "bf16", "ffn_hidden_size": 260},
+        r"FFN_HIDDEN_SIZE=260: .* Fix: set FFN_HIDDEN_SIZE to 256 or 264, .*",
+    ),
+    (
+        {"expert_backend": "torch", "etp": 2, "gpus_per_node": 2, "ffn_hidden_size": 260},
+        r"FFN_HIDDEN_SIZE=260: .*ETP=2.* Fix: set FFN_HIDDEN_SIZE to 256 or 264, .*",
+    ),
+]
+
+PARALLEL = [
+    (
+        {"tp": 2, "gpus_per_node": 3},
+        r"GPUS_PER_NODE=3: 3 ranks .* multiple of TP\*PP\*CP=2\. Fix: set GPUS_PER_NODE to 2 or 4, or change TP, PP, CP\.",
+    ),
+    ({"pp": 2, "nnodes": 2, "cp": 2}, r"GPUS_PER_NODE=1: 2 ranks .* multiple of TP\*PP\*CP=4\. Fix: set GPUS_PER_NODE to 2, or .*"),
+    (
+        {"ep": 4, "gpus_per_node": 2},
+        r"GPUS_PER_NODE=2: 2 ranks .* multiple of ETP\*EP\*PP=4\. Fix: set GPUS_PER_NODE to 4, or change ETP, EP, PP\.",
+    ),
+    ({"node_rank": 1}, r"NODE_RANK=1: is not below NNODES=1\. Fix: set NODE_RANK to 0, or NNODES to at least 2\."),
+    ({"node_rank": 3, "nnodes": 2}, r"NODE_RANK=3: is not below NNODES=2\. Fix: set NODE_RANK to 0 to 1, or NNODES to at least 4\."),
+    ({"tp": 4, "num_query_groups": 2, "gpus_per_node": 4}, r"TP=4: does not divide NUM_QUERY_GROUPS=2\. Fix: set TP to one of 1, 2\."),
+    (
+        {"tp": 2, "shared_expert_size": 99, "gpus_per_node": 2},
+        r"TP=2: does not divide SHARED_EXPERT_SIZE=99\. Fix: set TP to one of 1, 3, 9, 11, 33, 99\.",
+    ),
+    ({"tp": 2, "seq_len": 255, "gpus_per_node": 2}, r"TP=2: SEQ_LEN/CP=255 is not a multiple of TP, .* Fix: set SEQ_LEN to 252 or 256\."),
+    ({"cp": 2, "seq_len": 254, "gpus_per_node": 2}, r"CP=2: SEQ_LEN=254 is not a multiple of 2\*CP, .* Fix: set SEQ_LEN to 252 or 256\."),
+    ({"tp": 2, "use_moe": False, "ffn_hidden_size": 99, "gpus_per_node": 2}, r"TP=2: does not divide FFN_HIDDEN_SIZE=99\. Fix: .*"),
+]
+
+PIPELINE = [
+    ({"pp": 3, "gpus_per_node": 3}, r"PP=3: does not divide NUM_LAYERS=4\. Fix: set PP to one of 1, 2, 4\."),
+    ({"vpp": 2}, r"VPP=2: interleaved stages need a pipeline, but PP=1\. Fix: set VPP=none or PP to at least 2\."),
+    ({"pp": 2, "vpp": 3, "gpus_per_node": 2}, r"VPP=3: does not divide NUM_LAYERS/PP=2\. Fix: set VPP to one of 1, 2\."),
+    (
+        {"pp": 2, "vpp": 1, "gpus_per_node": 2},
+        r"VPP=1: one model chunk per rank leaves nothing to interleave\. Fix: set VPP=none or VPP to at least 2\.",
+    ),
+    (
+        {"pp": 2, "vpp": 2, "gbsz": 24, "gpus_per_node": 2},
+        r"VPP=2: .* multiples of PP=2, but GBSZ / \(MBSZ\*DP\) is 3\. Fix: set GBSZ to 16 or 32, or VPP=none\.",
+    ),
+]
+
+BATCH = [
+    ({"gbsz": 30}, r"GBSZ=30: is not a multiple of MBSZ\*DP=8\*1=8\. Fix: set GBSZ to 24 or 32\."),
+    ({"gbsz": 40, "gpus_per_node": 2}, r"GBSZ=40: is not a multiple of MBSZ\*DP=8\*2=16\. Fix: set GBSZ to 32 or 48\."),
+    ({"gbsz": 4}, r"GBSZ=4: is not a multiple of .* Fix: set GBSZ to 8\."),
+    (
+        {"rampup_batch_size": "8 8"},
+        r"RAMPUP_BATCH_SIZE=8 8: must be three positive whole numbers\. Fix: give START INCREMENT SAMPLES, for instance '8 8 1000'\.",
+    ),
+    ({"rampup_batch_size": "8 8 many"}, r"RAMPUP_BATCH_SIZE=8 8 many: must be three positive whole numbers\. Fix: .*"),
+    ({"rampup_batch_size": "8 0 100"}, r"RAMPUP_BATCH_SIZE=8 0 100: must be three positive whole numbers\. Fix: .*"),
+    ({"rampup_batch_size": "4 4 100"}, r"RAMPUP_BATCH_SIZE=4 4 100: START and INCREMENT must be multiples of MBSZ\*DP=8\*1=8\. Fix: .*"),
+    ({"rampup_batch_size": "40 8 100"}, r"RAMPUP_BATCH_SIZE=40 8 100: START must reach GBSZ=32 in whole steps of INCREMENT\. Fix: .*"),
+    ({"rampup_batch_size": "8 16 100"}, r"RAMPUP_BATCH_SIZE=8 16 100: START must reach GBSZ=32 in whole steps of INCREMENT\. Fix: .*"),
+    (
+        {"rampup_batch_size": "8 8 100", "pp": 2, "vpp": 2, "gpus_per_node": 2},
+        r"RAMPUP_BATCH_SIZE=8 8 100: .* multiples of PP\*MBSZ\*DP=.* '16 16 1000'\.",
+    ),
+    ({"warmup_iters": 300}, r"WARMUP_ITERS=300: is not below DECAY_ITERS=300, .* Fix: set WARMUP_ITERS below 300, or raise DECAY_ITERS\."),
+    ({"decay_iters": 0, "train_iters": 10}, r"WARMUP_ITERS=20: is not below TRAIN_ITERS=10, .* Fix: .* raise TRAIN_ITERS\."),
+    ({"lr": 1e-4}, r"MIN_LR=0\.0003: is over LR=0\.0001\. Fix: set MIN_LR to at most 0\.0001, for instance 1e-05\."),
+    (
+        {"lr_decay_style": "WSD"},
+        r"WSD_DECAY_ITERS=0: LR_DECAY_STYLE=WSD decays over 1 to DECAY_ITERS=300 iterations\. Fix: set WSD_DECAY_ITERS to 1 to 300, .*",
+    ),
+    ({"lr_decay_style": "WSD", "wsd_decay_iters": 301}, r"WSD_DECAY_ITERS=301: .*"),
+]
+
+DATA = [
+    ({"train_data": "a"}, r"VALID_DATA=: TRAIN_DATA is given, .* EVAL_INTERVAL=100\. Fix: set VALID_DATA or EVAL_INTERVAL=0\."),
+    ({"valid_data": "a"}, r"VALID_DATA=a: .* Fix: set TRAIN_DATA or drop VALID_DATA\."),
+    (
+        {"vocab_size": 4095},
+        r"VOCAB_SIZE=4095: the embedded corpus .* has 4096 tokens\. Fix: set VOCAB_SIZE to at least 4096, or TRAIN_DATA\.",
+    ),
+    ({"eval_iters": 0}, r"EVAL_ITERS=0: .* EVAL_INTERVAL=100\. Fix: set EVAL_ITERS=10 or EVAL_INTERVAL=0\."),
+]
+
+
+@pytest.mark.parametrize(("values", "expected"), MODEL + MOE + PARALLEL + PIPELINE + BATCH + DATA)
+def test_settings_that_cannot_run_together(values, expected):
+    only_problem(check_config(cpu(**values)), expected)
+
+
+def test_heads_that_tp_does_not_divide():
+    problems = check_config(cpu(tp=3, gpus_per_node=3, num_query_groups=4, hidden_size=128, seq_len=258, shared_expert_size=0))
+    assert "TP=3: does not divide NUM_HEADS=4. Fix: set TP to one of 1, 2, 4." in problems
+
+
+def test_all_problems_are_reported_at_once():
+    problems = check_config(cpu(ep=3, topk=20, tp=4, gpus_per_node=6, vpp=2, min_lr=1.0, rampup_batch_size="x", node_rank=2))
+    names = {line.partition("=")[0] for line in problems}
+    assert names == {"EP", "TOPK", "TP", "GPUS_PER_NODE", "VPP", "MIN_LR", "NODE_RANK"}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"lr_decay_style": "WSD", "wsd_decay_iters": 30},
+        {"rampup_batch_size": "8 8 100"},
+        {"rampup_batch_size": "32 8 100"},
+        {"router_bias_update_rate": 0.001, "router_score": "sigmoid"},
+        {"num_router_groups": 4, "router_group_topk": 2, "topk": 4},
+        {"router_pre_softmax": False, "topk": 2},
+        {"expert_backend": "torch", "dtype": "bf16", "ffn_hidden_size": 264},
+        {"expert_backend": "loop", "ffn_hidden_size": 258},
+        {"use_moe": False, "add_bias_linear": True, "topk": 9, "num_experts": 3, "router_pre_softmax": False},
+        {"tie_embeddings": True, "first_k_dense": 4},
+        {"train_data": "a", "eval_interval": 0, "vocab_size": 128},
+        {"node_rank": 1, "nnodes": 2},
+    ],
+)
+def test_settings_that_can_run(values):
+    assert check_config(cpu(**values)) == []

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import argparse
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_exp.config import Config, ConfigError, add_arguments, load_config, to_yaml, unknown_variables
+from moe_exp.presets import PRESETS
+
+
+def test_order_is_default_preset_environment_flag():
+    cpu = {"PRESET": "cpu"}
+    assert Config(gpus_per_node=1).num_layers == 24
+    assert load_config({}, cpu).num_layers == 4
+    assert load_config({}, cpu | {"NUM_LAYERS": "6"}).num_layers == 6
+    assert load_config({"num_layers": "8"}, cpu | {"NUM_LAYERS": "6"}).num_layers == 8
+    assert load_config({"num_layers": None}, cpu | {"NUM_LAYERS": "6"}).num_layers == 6
+
+
+def test_preset_flag_wins_over_preset_variable():
+    config = load_config({"preset": "reference"}, {"PRESET": "cpu"})
+    assert (config.preset, config.num_experts, config.num_layers) == ("reference", 64, 24)
+
+
+def test_default_preset_depends_on_gpus(monkeypatch):
+    for gpus, preset, ranks in ((0, "cpu", None), (3, "reference", 3)):
+        monkeypatch.setattr("moe_exp.config.count_gpus", lambda gpus=gpus: gpus)
+        config = load_config({}, {})
+        assert config.preset == preset
+        assert ranks is None or config.gpus_per_node == ranks
+
+
+def test_empty_variables_count_as_not_set():
+    assert load_config({}, {"PRESET": "cpu", "NUM_LAYERS": "", "LR": "", "VPP": ""}) == load_config({}, {"PRESET": "cpu"})
+
+
+@pytest.mark.parametrize(("text", "value"), [("none", None), ("None", None), ("2", 2)])
+def test_vpp_is_none_or_a_number(text, value):
+    assert load_config({"vpp": text}, {"PRESET": "cpu"}).vpp == value
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("NUM_LAYERS", "-4", r"^NUM_LAYERS=-4: must be greater than or equal to 1\. Fix: give NUM_LAYERS, transformer layers\.$"),
+        ("NUM_EXPERTS", "many", r"^NUM_EXPERTS=many: must be a valid integer\. Fix: "),
+        ("TOPK", "1.5", r"^TOPK=1\.5: must be a valid integer\. Fix: "),
+        ("LR", "fast", r"^LR=fast: must be a valid number\. Fix: "),
+        ("LR", "nan", r"^LR=nan: must be a finite number\. Fix: "),
+        ("LR", "0", r"^LR=0: must be greater than 0\. Fix: "),
+        ("MOE_TYPE", "dropless", r"^MOE_TYPE=dropless: must be 'moe' or 'dmoe'\. Fix: "),
+        ("USE_MOE", "perhaps", r"^USE_MOE=perhaps: must be a valid boolean\. Fix: "),
+        ("VPP", "0", r"^VPP=0: must be greater than or equal to 1\. Fix: "),
+        ("DTYPE", "int8", r"^DTYPE=int8: must be 'fp32', 'bf16' or 'fp16'\. Fix: "),
+        ("MASTER_PORT", "70000", r"^MASTER_PORT=70000: must be less than or equal to 65535\. Fix: "),
+        ("PRESET", "gpt5", r"^PRESET=gpt5: is not a preset\. Fix: use one of reference, cpu, "),
+    ],
+)
+def test_values_that_cannot_be_read(name, value, text):
+    with pytest.raises(ConfigError, match=text):
+        load_config({}, {"PRESET": "cpu"} | {name: value})
+
+
+def test_all_unreadable_values_are_reported_at_once():
+    with pytest.raises(ConfigError) as error:
+        load_config({"moe_type": "x"}, {"PRESET": "cpu", "NUM_LAYERS": "-1", "LR": "fast"})
+    assert [line.partition("=")[0] for line in error.value.problems] == ["NUM_LAYERS", "MOE_TYPE", "LR"]
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("NUM_EXPRTS", "NUM_EXPERTS"), ("NUM_EXPERT", "NUM_EXPERTS"), ("TRAIN_ITER", "TRAIN_ITERS"), ("SEQLEN", "SEQ_LEN")],
+)
+def test_near_names_are_found(name, near):
+    assert unknown_variables({name: "1"}) == [(name, near)]
+
+
+@pytest.mark.parametrize(
+    "name", ["NUM_EXPERTS", "PATH", "HOME", "WORLD_SIZE", "RANK", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "LS_COLORS"]
+)
+def test_other_names_are_left_alone(name):
+    assert unknown_variables({name: "1"}) == []
+
+
+def test_every_setting_is_a_flag():
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    args = parser.parse_args(["--num-experts", "16", "--vpp=none"])
+    assert vars(args) == dict.fromkeys(Config.model_fields) | {"num_experts": "16", "vpp": "none"}
+    assert "--gbsz GBSZ" in parser.format_help()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_yaml_gives_the_same_config_back(preset):
+    config = load_config({"preset": preset, "gpus_per_node": 2}, {})
+    assert Config(**yaml.safe_load(to_yaml(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        (
+            {"ep": 4, "gpus_per_node": 8, "num_experts": 64},
+            "moe_true_num_experts_64_topk_1_type_dmoe_num_nodes_1_gpus_per_node_8_TP_1_PP_1_VPP_none_EP_4",
+        ),
+        (
+            {"use_moe": False, "pp": 2, "vpp": 2, "cp": 2, "gpus_per_node": 4},
+            "moe_false_num_nodes_1_gpus_per_node_4_TP_1_PP_2_VPP_2_EP_1_CP_2",
+        ),
+        ({"run_name": "mine"}, "mine"),
+    ],
+)
+def test_run_name_is_built_from_the_settings(settings, name):
+    assert load_config(settings, {"PRESET": "cpu"}).name == name
+
+
+@given(vocab_size=st.integers(1, 300_000))
+def test_vocabulary_is_padded_to_the_next_multiple_of_128(vocab_size):
+    padded = Config(gpus_per_node=1, vocab_size=vocab_size).padded_vocab_size
+    assert padded % 128 == 0
+    assert 0 <= padded - vocab_size < 128
+
+
+def test_derived_sizes():
+    config = load_config(
+        {"tp": 2, "gpus_per_node": 4, "nnodes": 2, "gbsz": 64, "mbsz": 4, "rampup_batch_size": "16 16 300"}, {"PRESET": "cpu"}
+    )
+    assert (config.world_size, config.data_parallel_size, config.num_microbatches) == (8, 4, 4)
+    assert (config.kv_channels, config.expert_ffn_size, config.rampup) == (32, 256, (16, 16, 300))

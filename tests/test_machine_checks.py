@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import re
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models
+
+from moe_exp.config import Config, load_config, to_yaml
+from moe_exp.data.tokens import BinIdxWriter
+from moe_exp.machine_checks import check_environment, check_files, check_machine
+from moe_exp.run_folder import RunFolder
+
+
+def cpu(**values) -> Config:
+    return load_config({"preset": "cpu", "gpus_per_node": 1} | values, {})
+
+
+def only_problem(problems: list[str], expected: str) -> None:
+    """Exactly one problem, and it is `expected`, a regular expression for the whole line."""
+    assert len(problems) == 1, problems
+    assert re.fullmatch(expected, problems[0]), problems[0]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A Config whose folders are inside an empty folder and whose port is free, on a host without GPUs."""
+    monkeypatch.setattr("moe_exp.machine_checks.count_gpus", lambda: 0)
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+
+    def config(**values) -> Config:
+        return cpu(**({"master_port": port, "run_dir": str(tmp_path / "runs"), "data_dir": str(tmp_path / "data")} | values))
+
+    return config
+
+
+def write_tokens(prefix: Path) -> str:
+    with BinIdxWriter(prefix, vocab_size=4096) as writer:
+        writer.add_document([1, 2, 3])
+    return str(prefix)
+
+
+def test_nothing_is_wrong_and_nothing_is_created(here, tmp_path):
+    assert check_environment(here()) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_port_in_use(here):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        line = rf"MASTER_PORT={port}: is in use by another program on this host\. Fix: set MASTER_PORT to a free port, for instance \d+\."
+        only_problem(check_machine(here(master_port=port)), line)
+        assert check_machine(here(master_port=port, node_rank=1, nnodes=2)) == []
+    assert check_machine(here(master_port=port)) == []
+
+
+def test_more_ranks_than_gpus(here, monkeypatch):
+    monkeypatch.setattr("moe_exp.machine_checks.count_gpus", lambda: 2)
+    only_problem(check_machine(here(gpus_per_node=4)), r"GPUS_PER_NODE=4: this host has 2 GPUs\. Fix: set GPUS_PER_NODE to at most 2, .*")
+    assert check_machine(here(gpus_per_node=2)) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "package", "expected"),
+    [
+        ({"impl": "te"}, "transformer_engine", r"IMPL=te: transformer_engine is not installed\. Fix: .* set IMPL=local\."),
+        ({"wandb_project": "x"}, "wandb", r"WANDB_PROJECT=x: wandb is not installed\. Fix: .* set WANDB_MODE=disabled\."),
+        ({"wandb_project": "x", "wandb_mode": "disabled"}, "wandb", None),
+    ],
+)
+def test_missing_packages(here, monkeypatch, values, package, expected):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == package else object())
+    problems = check_machine(here(**values))
+    assert problems == [] if expected is None else only_problem(problems, expected) is None
+
+
+def test_missing_and_damaged_data(here, tmp_path):
+    good, no_index, cut = (write_tokens(tmp_path / name) for name in ("good", "no_index", "cut"))
+    Path(f"{no_index}.idx").unlink()
+    Path(f"{cut}.bin").write_bytes(b"\0")
+    gone = str(tmp_path / "gone")
+    assert check_files(here(train_data=good, valid_data=good)) == []
+    only_problem(check_files(here(train_data=gone, valid_data=good)), rf"TRAIN_DATA={gone}: {gone}\.bin is missing\. Fix: .*TRAIN_DATA.*")
+    only_problem(check_files(here(train_data=good, valid_data=no_index)), rf"VALID_DATA={no_index}: {no_index}\.idx is missing\. Fix: .*")
+    only_problem(
+        check_files(here(train_data=f"0.5 {good} 0.5 {cut}", valid_data=good)), rf"TRAIN_DATA={cut}: {cut}\.bin is truncated.* Fix: .*"
+    )
+
+
+def test_blend_that_cannot_be_read(here):
+    only_problem(check_files(here(train_data="0.5 a 0.5")), r"TRAIN_DATA='0\.5 a 0\.5': must be 'PREFIX'.* Fix: .*")
+
+
+def test_tokenizer(here, tmp_path):
+    file = tmp_path / "tokenizer.json"
+    Tokenizer(models.WordLevel({f"t{i}": i for i in range(5000)}, unk_token="t0")).save(str(file))
+    rule = r"has 5000 tokens, more than VOCAB_SIZE=4096\. Fix: set VOCAB_SIZE to at least 5000\."
+    only_problem(check_files(here(tokenizer=str(file))), rf"TOKENIZER={file}: {rule}")
+    only_problem(check_files(here(tokenizer=str(tmp_path))), rf"TOKENIZER={tmp_path}: {rule}")
+    assert check_files(here(tokenizer=str(file), vocab_size=5000)) == []
+    only_problem(check_files(here(tokenizer=str(tmp_path / "x"))), rf"TOKENIZER={tmp_path}/x: does not exist\. Fix: .*")
+    file.write_text("{}")
+    only_problem(check_files(here(tokenizer=str(file))), rf"TOKENIZER={file}: is not a Hugging Face tokenizer\.json .* Fix: .*")
+
+
+def test_run_folder_of_another_model(here):
+    config = here(run_name="one")
+    RunFolder.of(config).path.mkdir(parents=True)
+    RunFolder.of(config).config.write_text(to_yaml(config))
+    assert check_files(config) == []
+    other = here(run_name="one", hidden_size=256, head_dim=32)
+    only_problem(check_files(other), r"HIDDEN_SIZE=256: .*/one holds a model with HIDDEN_SIZE=128\. Fix: give another RUN_NAME .*")
+
+
+def test_read_only_folders(here, monkeypatch, tmp_path):
+    # Permission bits do not stop root, who may be running this.
+    monkeypatch.setattr("os.access", lambda path, mode: mode == 0 and Path(path).exists())
+    problems = check_files(here())
+    assert [line.partition(":")[0] for line in problems] == [f"DATA_DIR={tmp_path}/data", f"RUN_DIR={tmp_path}/runs"]
+    assert [f"{tmp_path} is not writable. Fix: " in line for line in problems] == [True, True], problems
+
+
+def test_corpus_that_is_there_may_be_read_only(here, monkeypatch, tmp_path):
+    made = tmp_path / "data" / "python_stdlib_3_bpe4096"
+    made.mkdir(parents=True)
+    (made / "manifest.json").touch()
+    monkeypatch.setattr("os.access", lambda path, mode: mode == 0 and Path(path).exists())
+    assert [line.partition("=")[0] for line in check_files(here())] == ["RUN_DIR"]
+
+
+def test_data_dir_is_a_file(here, tmp_path):
+    (tmp_path / "data").touch()
+    only_problem(check_files(here()), rf"DATA_DIR={tmp_path}/data: .* {tmp_path}/data is a file\. Fix: set DATA_DIR to .*")
+
+
+def test_no_space_for_one_checkpoint(here, monkeypatch):
+    usage = shutil.disk_usage("/")._replace(free=10**6)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    only_problem(check_files(here()), r"RUN_DIR=.* has 0\.001 GB free and the run needs 0\.0\d+ GB\. Fix: choose a RUN_DIR .*")
+
+
+def test_load_dir_is_missing(here, tmp_path):
+    only_problem(check_files(here(load_dir=str(tmp_path / "x"))), rf"LOAD_DIR={tmp_path}/x: is not a folder\. Fix: .*")
+    assert check_files(here(load_dir=str(tmp_path))) == []

@@ -1,0 +1,311 @@
+"""metrics.jsonl and its mirrors: Megatron's console line, TensorBoard, wandb, train.log."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+import socket
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moe_exp import metrics
+from moe_exp.config import Config, ConfigError
+from moe_exp.metrics import Metrics, console_line, progress_line, read_metrics, setup_logging, validation_lines
+from moe_exp.run_folder import RunFolder, open_run_folder
+
+EXAMPLE = (
+    "[2024-10-24 21:02:27] iteration       40/   40000 | consumed samples:         2560 | elapsed time per iteration (ms): 235.9 | "
+    "throughput per GPU (TFLOP/s/GPU): 82.4 | learning rate: 2.400000E-05 | global batch size:    64 | lm loss: 1.081154E+01 | "
+    "load_balancing_loss: 1.315762E+00 | loss scale: 1.0 | grad norm: 2.226 | num zeros: 56775512.0 | params norm: 315.029 | "
+    "number of skipped iterations:   0 | number of nan iterations:   0 |"
+)
+NOW = datetime(2024, 10, 24, 21, 2, 27)
+
+
+def train_record(**changes: Any) -> dict[str, Any]:
+    experts = [
+        {"layer": 1, "tokens_per_expert": [60, 68], "max_over_mean": 1.0625, "dropped_fraction": 0.0, "router_entropy": 0.69},
+        {"layer": 2, "tokens_per_expert": [128, 0], "max_over_mean": 2.0, "dropped_fraction": 0.0, "router_entropy": 0.5},
+    ]
+    return {
+        "iteration": 40, "consumed_samples": 2560, "consumed_tokens": 5242880, "global_batch_size": 64, "lm_loss": 10.81154,
+        "load_balancing_loss": 1.315762, "z_loss": 0.25, "learning_rate": 2.4e-5, "grad_norm": 2.226, "num_zeros": 56775512,
+        "params_norm": 315.029, "loss_scale": 1.0, "elapsed_time_per_iteration_ms": 235.9, "tokens_per_second": 555600.4,
+        "tflops_per_gpu": 82.4, "eta_seconds": 83.2, "skipped_iterations": 0, "nan_iterations": 0, "memory_allocated_bytes": None,
+        "experts": experts,
+    } | changes  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    values: dict[str, Any] = {"run_dir": str(tmp_path), "run_name": "a", "gpus_per_node": 1}
+    return Config(**values)
+
+
+@pytest.fixture
+def folder(config: Config) -> RunFolder:
+    return open_run_folder(config)
+
+
+@pytest.fixture
+def clean_logging() -> Iterator[None]:
+    root, ours = logging.getLogger(), logging.getLogger("moe_exp")
+    handlers, level = root.handlers[:], ours.level
+    yield
+    for handler in set(root.handlers) - set(handlers):
+        handler.close()
+    root.handlers[:] = handlers
+    ours.setLevel(level)
+
+
+def test_console_line_is_megatrons_byte_for_byte() -> None:
+    assert console_line(train_record(z_loss=None), 40000, NOW) == EXAMPLE
+
+
+def test_console_line_shows_z_loss_and_leaves_out_what_has_no_value() -> None:
+    assert " load_balancing_loss: 1.315762E+00 | z_loss: 2.500000E-01 | loss scale: 1.0 |" in console_line(train_record(), 40000, NOW)
+    dense = train_record(load_balancing_loss=None, z_loss=None, num_zeros=None, tflops_per_gpu=None, lm_loss=math.nan)
+    expected = re.sub(r" load_balancing_loss: \S+ \|| num zeros: \S+ \|| throughput per GPU \(TFLOP/s/GPU\): \S+ \|", "", EXAMPLE)
+    assert console_line(dense, 40000, NOW) == expected.replace("1.081154E+01", "NAN")
+
+
+def test_train_iterations_without_z_loss_or_experts_have_no_such_value(config: Config, folder: RunFolder) -> None:
+    with Metrics(config, folder) as writer:
+        writer.train(train_record())
+    with Metrics(config.model_copy(update={"z_loss_coeff": 1e-3}), folder, 40) as writer:
+        writer.train(train_record(iteration=60))
+    with Metrics(config.model_copy(update={"use_moe": False, "z_loss_coeff": 1e-3}), folder, 60) as writer:
+        writer.train(train_record(iteration=80))
+    train = [record for record in read_metrics(folder.metrics) if record["kind"] == "train"]
+    assert [(record["load_balancing_loss"], record["z_loss"]) for record in train] == [(1.315762, None), (1.315762, 0.25), (None, None)]
+
+
+def test_progress_line() -> None:
+    assert progress_line(train_record()) == "eta 0:01:23, 555600 tokens/s, experts max/mean 2.00 (layer 2)"
+    assert progress_line(train_record(experts=[], eta_seconds=math.inf)) == "555600 tokens/s"
+    assert progress_line(train_record(experts=[train_record()["experts"][0] | {"dropped_fraction": 0.125}])).endswith(
+        "experts max/mean 1.06 (layer 1), dropped up to 12.5%"
+    )
+
+
+def test_validation_lines_are_megatrons() -> None:
+    line = " validation loss at iteration 100 | lm loss value: 4.512345E+00 | lm loss PPL: 9.113000E+01 | "
+    lines = validation_lines({"iteration": 100, "lm_loss": 4.512345, "lm_loss_ppl": 91.13})
+    assert lines == ["-" * (len(line) + 1), line, "-" * (len(line) + 1)]
+
+
+def test_records_on_disk_at_once_with_exactly_the_documented_keys(config: Config, folder: RunFolder) -> None:
+    writer = Metrics(config, folder)
+    writer.train(train_record())
+    writer.valid(iteration=40, consumed_samples=2560, consumed_tokens=5242880, lm_loss=2.0)
+    writer.event("checkpoint_saved", 40, path="iter_0000040")
+    start, train, valid, event = read_metrics(folder.metrics)
+    assert (start["kind"], start["event"], start["iteration"]) == ("event", "start", 0)
+    assert train == {"kind": "train", **train_record(), "z_loss": None}
+    assert valid == {
+        "kind": "valid", "iteration": 40, "consumed_samples": 2560, "consumed_tokens": 5242880, "lm_loss": 2.0, "lm_loss_ppl": math.exp(2),
+    }  # fmt: skip
+    assert set(valid) == {"kind", *metrics.VALID_KEYS}
+    assert event["event"] == "checkpoint_saved" and event["path"] == "iter_0000040" and datetime.fromisoformat(event["time"]).tzinfo
+    writer.close()
+
+
+def test_the_design_keys_are_all_there() -> None:
+    design = """iteration consumed_samples consumed_tokens global_batch_size lm_loss load_balancing_loss z_loss learning_rate grad_norm
+        num_zeros params_norm elapsed_time_per_iteration_ms tokens_per_second tflops_per_gpu eta_seconds skipped_iterations nan_iterations
+        memory_allocated_bytes experts loss_scale"""
+    assert set(metrics.TRAIN_KEYS) == set(design.split())
+
+
+def test_a_record_with_a_missing_or_unknown_key_is_refused(config: Config, folder: RunFolder) -> None:
+    record = train_record(lost=1)
+    del record["lm_loss"]
+    with Metrics(config, folder) as writer, pytest.raises(ValueError, match="missing or unknown: lm_loss, lost"):
+        writer.train(record)
+    assert len(read_metrics(folder.metrics)) == 1
+
+
+def test_nan_infinity_and_array_values_stay_valid_json(config: Config, folder: RunFolder) -> None:
+    experts = [train_record()["experts"][0] | {"router_entropy": math.nan, "tokens_per_expert": np.array([3, 4])}]
+    with Metrics(config, folder) as writer:
+        writer.train(train_record(lm_loss=math.nan, grad_norm=np.float32("inf"), params_norm=np.float32(0.5), experts=experts))
+        writer.valid(iteration=40, consumed_samples=1, consumed_tokens=1, lm_loss=math.nan)
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    _, train, valid = (json.loads(line, parse_constant=refuse) for line in folder.metrics.read_text().splitlines())
+    assert (train["lm_loss"], train["grad_norm"], train["params_norm"]) == (None, None, 0.5)
+    assert train["experts"][0]["router_entropy"] is None and train["experts"][0]["tokens_per_expert"] == [3, 4]
+    assert (valid["lm_loss"], valid["lm_loss_ppl"]) == (None, None)
+
+
+def test_a_resume_removes_later_records_and_a_broken_last_line(config: Config, folder: RunFolder) -> None:
+    with Metrics(config, folder) as writer:
+        for iteration in (20, 40, 60):
+            writer.train(train_record(iteration=iteration))
+        writer.valid(iteration=60, consumed_samples=1, consumed_tokens=1, lm_loss=1.0)
+    with folder.metrics.open("a") as file:
+        file.write('{"kind": "train", "itera')
+    with Metrics(config, folder, start_iteration=40) as writer:
+        writer.train(train_record(iteration=60, lm_loss=7.0))
+    records = read_metrics(folder.metrics)
+    assert [(record["kind"], record["iteration"]) for record in records] == [
+        ("event", 0), ("train", 20), ("train", 40), ("event", 40), ("train", 60),
+    ]  # fmt: skip
+    assert records[3]["event"] == "resume" and records[3]["num_removed_records"] == 2
+    assert records[4]["lm_loss"] == 7.0
+
+
+def test_read_metrics_is_tolerant(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("")
+    assert read_metrics(path) == []
+    # A last line without its newline may be cut inside a number: 12 of 1234.
+    path.write_bytes(b'{"iteration": 1}\nbroken\n\n{"iteration": 2}\n{"iteration": 12}')
+    assert read_metrics(path) == [{"iteration": 1}, {"iteration": 2}]
+    assert "line 2 is not a record" in caplog.text and caplog.text.count("is not a record") == 1
+    path.write_bytes(b'{"iteration": 1}\n{"text": "\xc3')
+    assert read_metrics(path) == [{"iteration": 1}]
+    with pytest.raises(FileNotFoundError):
+        read_metrics(tmp_path / "none")
+
+
+def tensorboard_scalars(folder: RunFolder) -> dict[str, list[tuple[int, float]]]:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(folder.tensorboard), size_guidance={"scalars": 0})
+    events.Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_tensorboard_mirrors_and_a_resume_overwrites_the_lost_steps(config: Config, folder: RunFolder) -> None:
+    with Metrics(config, folder) as writer:
+        for iteration in (20, 40, 60):
+            writer.train(train_record(iteration=iteration, lm_loss=iteration / 10))
+        writer.valid(iteration=20, consumed_samples=1, consumed_tokens=1, lm_loss=0.5)
+    with Metrics(config, folder, start_iteration=40) as writer:
+        writer.train(train_record(iteration=60, lm_loss=9.0))
+    scalars = tensorboard_scalars(folder)
+    assert scalars["train/lm_loss"] == [(20, 2.0), (40, 4.0), (60, 9.0)]
+    assert scalars["valid/lm_loss"] == [(20, 0.5)]
+    assert scalars["moe/layer_02/max_over_mean"] == [(20, 2.0), (40, 2.0), (60, 2.0)]
+    assert {"train/load_balancing_loss", "train/grad_norm", "train/learning_rate", "perf/tokens_per_second", "perf/tflops_per_gpu"} <= set(
+        scalars
+    )
+    # Not measured, so no curve: z_loss (coefficient 0), memory (None). Not a curve at all: eta.
+    assert not {"train/z_loss", "perf/memory_allocated_bytes", "train/eta_seconds"} & set(scalars)
+
+
+def test_without_tensorboard_one_line_says_so(
+    config: Config, folder: RunFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with caplog.at_level(logging.INFO, logger="moe_exp"), Metrics(config, folder) as writer:
+        writer.train(train_record())
+    assert [record.message for record in caplog.records if "TensorBoard" in record.message] == [
+        "no TensorBoard files: the tensorboard package is not installed (pip install tensorboard)"
+    ]
+    assert len(read_metrics(folder.metrics)) == 2 and not folder.tensorboard.exists()
+
+
+def wandb_history(path: Path) -> Iterator[dict[str, Any]]:
+    """History rows of an offline run: after 7 bytes of header, blocks of 32 KiB with (crc, length, type) before each piece."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, message = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        message += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # full, or the last piece
+            record, message = wandb_internal_pb2.Record.FromString(message), b""
+            if record.HasField("history"):
+                yield {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+
+
+def test_wandb_offline_mirrors_under_one_id(config: Config, folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    secret = "0123456789abcdef" * 2 + "5ec4e700"
+    monkeypatch.setenv("WANDB_API_KEY", secret)
+    config = config.model_copy(update={"wandb_project": "p", "wandb_mode": "offline"})
+    with Metrics(config, folder) as writer:
+        writer.train(train_record(iteration=20))
+        writer.valid(iteration=20, consumed_samples=1, consumed_tokens=1, lm_loss=0.5)
+    with Metrics(config, folder, 20) as writer:
+        writer.train(train_record(iteration=40, lm_loss=9.0))
+    files = sorted(folder.wandb.glob("offline-run-*/*.wandb"))
+    assert {file.name for file in files} == {f"run-{(folder.wandb / 'run_id').read_text()}.wandb"}
+    rows = defaultdict(list)
+    for file in files:
+        for row in wandb_history(file):
+            for key, value in row.items():
+                rows[key].append((row["iteration"], value))
+    assert rows["train/lm_loss"] == [(20, 10.81154), (40, 9.0)]
+    assert rows["valid/lm_loss"] == [(20, 0.5)]
+    assert rows["moe/layer_01/router_entropy"] == [(20, 0.69), (40, 0.69)]
+    assert all(secret.encode() not in path.read_bytes() for path in folder.path.rglob("*") if path.is_file())
+    assert b"num_experts" in files[0].read_bytes() and b"dmoe" in files[0].read_bytes()
+
+
+def test_wandb_missing_says_what_to_install(config: Config, folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    wanted = config.model_copy(update={"wandb_project": "p"})
+    with pytest.raises(ConfigError, match=r"^WANDB_PROJECT=p: .* Fix: run `pip install moe-exp\[wandb\]`, or unset WANDB_PROJECT\.$"):
+        Metrics(wanted, folder)
+    for off in (config, wanted.model_copy(update={"wandb_mode": "disabled"})):
+        assert metrics.wandb_problems(off) == []
+        Metrics(off, folder).close()
+
+
+def test_wandb_that_cannot_start_is_one_line(config: Config, folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+
+    def refuse(**_: object) -> None:
+        raise wandb.errors.UsageError("no key\nfound")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    wanted = config.model_copy(update={"wandb_project": "p"})
+    with pytest.raises(ConfigError, match=r"^WANDB_MODE=online: wandb cannot start \(no key found\)\. Fix: .*WANDB_MODE=offline\.$"):
+        Metrics(wanted, folder)
+
+
+def test_log_of_rank_0(folder: RunFolder, config: Config, clean_logging: None, capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging(folder, rank=0)
+    setup_logging(folder, rank=0)
+    logging.getLogger("moe_exp.train").info("hello")
+    logging.getLogger("moe_exp.train").warning("careful")
+    logging.getLogger("somebody.else").info("chatter")
+    with Metrics(config, folder) as writer:
+        writer.train(train_record())
+    out, err = capsys.readouterr()
+    hello, line, progress = out.splitlines()
+    assert hello == "hello" and progress == progress_line(train_record())
+    assert line[22:] == EXAMPLE[22:]
+    assert re.fullmatch(rf"\[[-\d]+ [:\d]+\] WARNING {re.escape(socket.gethostname())} rank 0 moe_exp\.train: careful\n", err)
+    logged = folder.log.read_text().splitlines()
+    assert re.fullmatch(r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] hello", logged[0])
+    assert logged[1:] == [err.strip(), line, progress]
+
+
+def test_log_of_another_rank(folder: RunFolder, tmp_path: Path, clean_logging: None, capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging(folder, rank=3)
+    logging.getLogger("moe_exp.train").info("hello")
+    assert not folder.log.exists()
+    logging.getLogger("moe_exp.train").error("lost")
+    setup_logging(RunFolder(tmp_path / "unseen"), rank=3)
+    logging.getLogger("moe_exp.train").error("here too")
+    out, err = capsys.readouterr()
+    assert out == "" and f"ERROR {socket.gethostname()} rank 3 moe_exp.train: lost\n" in err and "here too" in err
+    assert folder.log.read_text() == err.splitlines()[0] + "\n"
+    assert not (tmp_path / "unseen").exists()

@@ -1,0 +1,183 @@
+"""The run folder: what is written at a start, and what is refused before anything is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from moe_exp import run_folder
+from moe_exp.config import Config, ConfigError
+from moe_exp.run_folder import RunFolder, open_run_folder, run_folder_problems, write_atomically, write_json
+
+
+def config_in(tmp_path: Path, **settings: Any) -> Config:
+    values: dict[str, Any] = {"run_dir": str(tmp_path / "runs"), "run_name": "a", "gpus_per_node": 1}
+    return Config(**(values | settings))
+
+
+def test_paths_are_those_of_the_documented_folder(tmp_path: Path) -> None:
+    folder = RunFolder.of(config_in(tmp_path))
+    names = [
+        folder.config,
+        folder.provenance,
+        folder.log,
+        folder.metrics,
+        folder.checkpoints,
+        folder.tensorboard,
+        folder.wandb,
+        folder.summary,
+    ]
+    assert [path.name for path in names] == [
+        "config.yaml", "provenance.json", "train.log", "metrics.jsonl", "checkpoints", "tensorboard", "wandb", "summary.json",
+    ]  # fmt: skip
+    assert {path.parent for path in names} == {tmp_path / "runs" / "a"}
+    assert not folder.path.exists()
+
+
+def test_every_start_is_one_provenance_entry_with_what_it_changed(tmp_path: Path) -> None:
+    open_run_folder(config_in(tmp_path), argv=["train.py", "--lr", "1e-3"])
+    folder = open_run_folder(config_in(tmp_path, train_iters=50), argv=["train.py"])
+    first, second = json.loads(folder.provenance.read_text())["starts"]
+    assert first["command"] == ["train.py", "--lr", "1e-3"] and second["command"] == ["train.py"]
+    assert first["changed_settings"] == {} and second["changed_settings"] == {"train_iters": [40000, 50]}
+    assert {"python", "torch", "megatron-core"} <= set(first["versions"])
+    assert first["host"] and first["time"] <= second["time"]
+    assert yaml.safe_load(folder.config.read_text())["train_iters"] == 50
+    assert folder.checkpoints.is_dir()
+    assert not list(folder.path.glob(".*"))
+
+
+def test_the_environment_is_never_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "5ec4e7")
+    monkeypatch.setenv("HARMLESS_NAME", "5ec4e7")
+    folder = open_run_folder(config_in(tmp_path))
+    written = "".join(path.read_text() for path in folder.path.iterdir() if path.is_file())
+    assert '"versions"' in written and "5ec4e7" not in written and "HARMLESS_NAME" not in written
+
+
+def test_commit_is_that_of_the_checkout_of_the_package_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkout = tmp_path / "checkout"
+    (checkout / "venv").mkdir(parents=True)
+    for name in ("ours.py", "venv/installed.py"):
+        (checkout / name).write_text("")
+    identity = ["-c", "user.name=n", "-c", "user.email=e@x"]
+    for arguments in (["init", "-q"], ["add", "ours.py"], [*identity, "commit", "-qm", "m"]):
+        assert run_folder._git(checkout, *arguments) is not None
+    commit = run_folder._git(checkout, "rev-parse", "HEAD")
+    assert commit and len(commit) == 40
+    monkeypatch.setenv("GIT_DIR", "/nowhere")
+    monkeypatch.setattr(run_folder, "__file__", str(checkout / "ours.py"))
+    assert run_folder._commit() == commit
+    (checkout / "ours.py").write_text("changed")
+    assert run_folder._commit() == commit + "+changes"
+    monkeypatch.setattr(run_folder, "__file__", str(checkout / "venv" / "installed.py"))
+    assert run_folder._commit() is None
+
+
+def test_a_broken_provenance_is_kept_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = open_run_folder(config_in(tmp_path))
+    folder.provenance.write_text('{"starts": [')
+    open_run_folder(config_in(tmp_path))
+    assert len(json.loads(folder.provenance.read_text())["starts"]) == 1
+    assert (folder.path / "provenance.json.broken").read_text() == '{"starts": ['
+    assert "cannot be read" in caplog.text
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "summary.json"
+    write_json(path, {"status": "stopped"})
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_atomically(path, "half")
+    assert json.loads(path.read_text()) == {"status": "stopped"}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_new_run_has_no_problems_and_nothing_is_made(tmp_path: Path) -> None:
+    assert run_folder_problems(config_in(tmp_path, run_dir=str(tmp_path / "x" / "y"))) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_same_model_may_go_on_with_other_settings(tmp_path: Path) -> None:
+    open_run_folder(config_in(tmp_path, num_experts=8))
+    other = {"ep": 2, "gpus_per_node": 2, "lr": 1e-3, "seq_len": 1024, "head_dim": 128, "moe_ffn_hidden_size": 1792}
+    assert run_folder_problems(config_in(tmp_path, num_experts=8, **other)) == []
+
+
+def test_every_differing_model_setting_is_named_with_both_values(tmp_path: Path) -> None:
+    folder = open_run_folder(config_in(tmp_path, num_experts=8))
+    problems = run_folder_problems(config_in(tmp_path, num_experts=16, hidden_size=256, qk_norm=True))
+    assert problems == [
+        f"HIDDEN_SIZE=256: {folder.path} holds a model with HIDDEN_SIZE=512. "
+        "Fix: give another RUN_NAME to start a new run, or HIDDEN_SIZE=512 to go on with this one.",
+        f"HEAD_DIM=64: {folder.path} holds a model with HEAD_DIM=128. "
+        "Fix: give another RUN_NAME to start a new run, or HEAD_DIM=128 to go on with this one.",
+        f"QK_NORM=True: {folder.path} holds a model with QK_NORM=False. "
+        "Fix: give another RUN_NAME to start a new run, or QK_NORM=False to go on with this one.",
+        f"NUM_EXPERTS=16: {folder.path} holds a model with NUM_EXPERTS=8. "
+        "Fix: give another RUN_NAME to start a new run, or NUM_EXPERTS=8 to go on with this one.",
+    ]
+
+
+def test_experts_do_not_matter_to_a_dense_run(tmp_path: Path) -> None:
+    open_run_folder(config_in(tmp_path, use_moe=False, num_experts=8))
+    assert run_folder_problems(config_in(tmp_path, use_moe=False, num_experts=16)) == []
+    (line,) = run_folder_problems(config_in(tmp_path, use_moe=True))
+    assert line.startswith("USE_MOE=True: ") and "holds a model with USE_MOE=False" in line
+
+
+@pytest.mark.parametrize("text", ["a: [", "only text", "", "use_moe: true\nnum_heads: x\nhidden_size: 8\nhead_dim: 0\n", "\x00"])
+def test_an_unreadable_config_is_refused(tmp_path: Path, text: str) -> None:
+    folder = open_run_folder(config_in(tmp_path))
+    folder.config.write_text(text)
+    (line,) = run_folder_problems(config_in(tmp_path))
+    assert line.startswith(f"RUN_NAME=a: {folder.config} cannot be read (") and "\n" not in line
+
+
+def test_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2_000_000_000))
+    assert run_folder_problems(config_in(tmp_path), needed_bytes=2_000_000_000) == []
+    (line,) = run_folder_problems(config_in(tmp_path), needed_bytes=53_000_000_000)
+    assert line.startswith("RUN_DIR=") and f"{tmp_path} has 2 GB free and the run needs 53 GB. Fix: " in line
+
+
+def test_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # os.access is replaced because root may write anywhere.
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    (line,) = run_folder_problems(config_in(tmp_path))
+    assert line.startswith("RUN_DIR=") and f": {tmp_path} is not writable. Fix: " in line
+
+
+def test_a_file_of_another_user_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = open_run_folder(config_in(tmp_path))
+    folder.metrics.write_text("")
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != folder.metrics)
+    (line,) = run_folder_problems(config_in(tmp_path))
+    assert f"{folder.metrics} is not writable" in line
+
+
+def test_a_file_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("")
+    (line,) = run_folder_problems(config_in(tmp_path))
+    assert f"{tmp_path / 'runs'} is a file, not a folder" in line
+    with pytest.raises(ConfigError, match=r"RUN_DIR=.*cannot be written"):
+        open_run_folder(config_in(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"), [("../b", "must stay inside RUN_DIR"), ("/b", "must stay inside RUN_DIR"), ("x" * 256, "255 bytes")]
+)
+def test_a_name_that_is_no_folder_name(tmp_path: Path, name: str, rule: str) -> None:
+    (line,) = run_folder_problems(config_in(tmp_path, run_name=name))
+    assert line.startswith(f"RUN_NAME={name}: ") and rule in line
