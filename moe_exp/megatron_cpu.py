@@ -21,6 +21,7 @@ import importlib.machinery
 import queue
 import sys
 import types
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -60,7 +61,7 @@ class _Stream(torch.cpu.Stream):
 
     def wait_event(self, event: Any) -> None: ...
 
-    def record_event(self, event: Any = None) -> _Event:
+    def record_event(self, event: Any = None) -> _Event:  # type: ignore[override]
         return _Event()
 
     def synchronize(self) -> None: ...
@@ -206,6 +207,8 @@ _STAND_IN = _TorchOnCpu()
 def _install() -> None:
     if any(name.partition(".")[0] == "megatron" and name != "megatron" for name in sys.modules):
         raise ImportError("moe_exp.megatron_cpu: megatron was imported before moe_exp.megatron_cpu. Fix: import moe_exp.megatron_cpu first.")
+    # Megatron says so at import, in several places; on a CPU neither could be there.
+    warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed", category=UserWarning)
     keep: Callable[..., Any] = lambda self, *args, **kwargs: self  # noqa: E731
     setattr(torch.Tensor, _KEYWORD, keep)
     setattr(torch.nn.Module, _KEYWORD, keep)

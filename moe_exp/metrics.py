@@ -80,8 +80,9 @@ class Metrics:
     def __init__(self, config: Config, folder: RunFolder, start_iteration: int = 0):
         self._config = config
         self._path = folder.metrics
+        # wandb first: where it cannot start, nothing has been opened or removed yet.
+        self._mirrors: list[Any] = [*_open_wandb(config, folder), *_open_tensorboard(folder, start_iteration)]
         num_removed = drop_records_after(self._path, start_iteration)
-        self._mirrors: list[Any] = _open_tensorboard(folder, start_iteration) + _open_wandb(config, folder)
         self.event("resume" if start_iteration else "start", start_iteration, num_removed_records=num_removed)
 
     def train(self, record: Mapping[str, Any]) -> None:

@@ -75,13 +75,15 @@ def _parallel_settings(config: Config) -> dict[str, Any]:
         "pipeline_model_parallel_size": config.pp,
         "virtual_pipeline_model_parallel_size": config.vpp,
         "context_parallel_size": config.cp,
-        "expert_model_parallel_size": config.ep,
-        "expert_tensor_parallel_size": config.etp,
+        # A dense model is trained with the settings of the MoE that it is compared with: EP and ETP do not concern it.
+        "expert_model_parallel_size": config.ep if config.use_moe else 1,
+        "expert_tensor_parallel_size": config.etp if config.use_moe else 1,
         "sequence_parallel": config.tp > 1,
         # The interleaved schedule needs overlapped p2p: without it two pipeline ranks train on mixed-up micro-batches.
         "overlap_p2p_comm": config.vpp is not None,
         "batch_p2p_comm": config.vpp is None,
-        "deallocate_pipeline_outputs": True,
+        # gloo still sends from a tensor when Megatron frees its storage: with overlapped p2p the next stage would get garbage.
+        "deallocate_pipeline_outputs": torch.cuda.is_available(),
     }
 
 
@@ -142,7 +144,7 @@ def build_chunk(config: Config, settings: TransformerConfig, runtime: Runtime, v
     stage = vp_stage if config.vpp else None
     chunk = GPTModel(
         settings,
-        decoder_spec(settings, backend=config.expert_backend, use_te=use_te(config), vp_stage=stage),
+        decoder_spec(settings, backend=config.expert_backend, dispatcher=config.dispatcher, use_te=use_te(config), vp_stage=stage),
         vocab_size=config.padded_vocab_size,
         max_sequence_length=config.seq_len,
         pre_process=pp_rank == 0 and vp_stage == 0,

@@ -90,8 +90,8 @@ def _start_parallel_state(config: Config) -> None:
         pipeline_model_parallel_size=config.pp,
         virtual_pipeline_model_parallel_size=config.vpp,
         context_parallel_size=config.cp,
-        expert_model_parallel_size=config.ep,
-        expert_tensor_parallel_size=config.etp,
+        expert_model_parallel_size=config.ep if config.use_moe else 1,
+        expert_tensor_parallel_size=config.etp if config.use_moe else 1,
         create_gloo_process_groups=torch.cuda.is_available(),
     )
 
@@ -111,6 +111,8 @@ def seed_everything(config: Config) -> None:
 def quiet_third_parties() -> None:
     """Silences what Megatron says at every start about parts that it does without; `moe-exp doctor` says it once and in words."""
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\..*")
+    # Megatron calls collectives by names that torch 2.13 has given new ones.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed.*")
     # "Unknown MLP type", once per layer: ours.
     logging.getLogger("megatron.core.transformer.transformer_layer").setLevel(logging.ERROR)
 

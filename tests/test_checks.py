@@ -91,8 +91,6 @@ MODEL = [
 MOE = [
     ({"ep": 3, "gpus_per_node": 3, "gbsz": 48}, r"EP=3: does not divide NUM_EXPERTS=8\. Fix: set EP to one of 1, 2, 4, 8\."),
     ({"topk": 9}, r"TOPK=9: is over NUM_EXPERTS=8\. Fix: set TOPK to at most 8\."),
-    ({"use_moe": False, "ep": 2, "gpus_per_node": 2}, r"EP=2: needs experts, but USE_MOE=false\. Fix: set EP=1 or USE_MOE=true\."),
-    ({"use_moe": False, "etp": 2, "gpus_per_node": 2}, r"ETP=2: needs experts, but USE_MOE=false\. Fix: set ETP=1 or USE_MOE=true\."),
     ({"etp": 2, "gpus_per_node": 2, "moe_ffn_hidden_size": 99}, r"ETP=2: does not divide MOE_FFN_HIDDEN_SIZE=99\. Fix: set ETP to .*"),
     ({"etp": 2, "gpus_per_node": 2, "ffn_hidden_size": 99}, r"ETP=2: does not divide FFN_HIDDEN_SIZE=99\. Fix: set ETP to .*"),
     (

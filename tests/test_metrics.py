@@ -235,25 +235,25 @@ def wandb_history(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def test_wandb_offline_mirrors_under_one_id(config: Config, folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb")
     secret = "0123456789abcdef" * 2 + "5ec4e700"
     monkeypatch.setenv("WANDB_API_KEY", secret)
     config = config.model_copy(update={"wandb_project": "p", "wandb_mode": "offline"})
-    with Metrics(config, folder) as writer:
-        writer.train(train_record(iteration=20))
-        writer.valid(iteration=20, consumed_samples=1, consumed_tokens=1, lm_loss=0.5)
-    with Metrics(config, folder, 20) as writer:
-        writer.train(train_record(iteration=40, lm_loss=9.0))
-    files = sorted(folder.wandb.glob("offline-run-*/*.wandb"))
-    assert {file.name for file in files} == {f"run-{(folder.wandb / 'run_id').read_text()}.wandb"}
-    rows = defaultdict(list)
-    for file in files:
-        for row in wandb_history(file):
+    rows: dict[str, dict[int, float]] = defaultdict(dict)
+    for start_iteration, lm_loss in ((0, 10.5), (20, 9.0)):
+        with Metrics(config, folder, start_iteration) as writer:
+            writer.train(train_record(iteration=start_iteration + 20, lm_loss=lm_loss))
+            writer.valid(iteration=start_iteration + 20, consumed_samples=1, consumed_tokens=1, lm_loss=lm_loss + 1)
+        # wandb's own process may still be writing when `finish` returns; and two starts within a second share a folder.
+        wandb.teardown()
+        files = list(folder.wandb.glob("offline-run-*/*.wandb"))
+        assert {file.name for file in files} == {f"run-{(folder.wandb / 'run_id').read_text()}.wandb"}
+        for row in (row for file in files for row in wandb_history(file)):
             for key, value in row.items():
-                rows[key].append((row["iteration"], value))
-    assert rows["train/lm_loss"] == [(20, 10.81154), (40, 9.0)]
-    assert rows["valid/lm_loss"] == [(20, 0.5)]
-    assert rows["moe/layer_01/router_entropy"] == [(20, 0.69), (40, 0.69)]
+                rows[key][row["iteration"]] = value
+    assert rows["train/lm_loss"] == {20: 10.5, 40: 9.0}
+    assert rows["valid/lm_loss"] == {20: 11.5, 40: 10.0}
+    assert rows["moe/layer_01/router_entropy"] == {20: 0.69, 40: 0.69}
     assert all(secret.encode() not in path.read_bytes() for path in folder.path.rglob("*") if path.is_file())
     assert b"num_experts" in files[0].read_bytes() and b"dmoe" in files[0].read_bytes()
 

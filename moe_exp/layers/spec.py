@@ -157,6 +157,7 @@ class MegatronMoELayer(MegatronMoE):
         submodules: MoESubmodules | None = None,
         layer_number: int | None = None,
         pg_collection: Any = None,
+        dispatcher: str = "auto",
         **kwargs: Any,
     ):
         # Not MoELayer.__init__, which would build Megatron's router, dispatcher and experts.
@@ -174,7 +175,7 @@ class MegatronMoELayer(MegatronMoE):
         self.moe_layer_recompute = config.recompute_granularity == "selective" and "moe" in config.recompute_modules
         layer = MoELayer(
             router=self.router,
-            dispatcher=_dispatcher(config, groups),
+            dispatcher=_dispatcher(dispatcher, config, groups),
             experts=self.experts,
             settings=_settings(config),
             microbatch_group=groups.tp_cp,
@@ -222,17 +223,23 @@ def _settings(config: TransformerConfig) -> MoESettings:
     )
 
 
-def _dispatcher(config: TransformerConfig, groups: Any) -> LocalDispatcher:
-    if groups.ep.size() == 1 and groups.expt_tp.size() == 1:
+def _dispatcher(name: str, config: TransformerConfig, groups: Any) -> LocalDispatcher:
+    is_local = groups.ep.size() == 1 and groups.expt_tp.size() == 1
+    if name == "local" and not is_local:
+        raise ValueError(f"dispatcher=local: needs EP=1 and ETP=1, not {groups.ep.size()} and {groups.expt_tp.size()}. Fix: use alltoall.")
+    if is_local and name != "alltoall":
         return LocalDispatcher(config.num_moe_experts)
     return AllToAllDispatcher(config.num_moe_experts, ep_group=groups.ep, etp_group=groups.expt_tp)
 
 
-def moe_submodule_spec(backend: str = "auto", *, params_dtype: torch.dtype = torch.float32, use_te: bool = False) -> ModuleSpec:
+def moe_submodule_spec(
+    backend: str = "auto", *, dispatcher: str = "auto", params_dtype: torch.dtype = torch.float32, use_te: bool = False
+) -> ModuleSpec:
     """The `mlp` of an MoE transformer layer.
 
     Args:
         backend: grouped GEMM of the experts, see grouped_gemm.choose_backend.
+        dispatcher: `local`, `alltoall`, or `auto`: local where EP and ETP are 1.
         params_dtype: dtype of the weights.
         use_te: build the shared expert from Transformer Engine's linear layers.
     """
@@ -244,6 +251,7 @@ def moe_submodule_spec(backend: str = "auto", *, params_dtype: torch.dtype = tor
         linears = TEColumnParallelLinear, TERowParallelLinear
     return ModuleSpec(
         module=MegatronMoELayer,
+        params={"dispatcher": dispatcher},
         submodules=MoESubmodules(
             experts=ModuleSpec(module=MegatronExperts, params={"backend": backend}),
             shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=MLPSubmodules(linear_fc1=linears[0], linear_fc2=linears[1])),
@@ -292,14 +300,14 @@ def te_layer_spec(config: TransformerConfig, *, mlp: ModuleSpec | None) -> Modul
 
 
 def decoder_spec(
-    config: TransformerConfig, *, backend: str = "auto", use_te: bool = False, vp_stage: int | None = None
+    config: TransformerConfig, *, backend: str = "auto", dispatcher: str = "auto", use_te: bool = False, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
     """The layers of this pipeline stage: dense or MoE as `config.moe_layer_freq` says (a list of 0 and 1 per layer)."""
     layer_spec = te_layer_spec if use_te else local_layer_spec
     dense = layer_spec(config, mlp=None)
     layers = [dense] * config.num_layers
     if config.num_moe_experts is not None:
-        moe = layer_spec(config, mlp=moe_submodule_spec(backend, params_dtype=config.params_dtype, use_te=use_te))
+        moe = layer_spec(config, mlp=moe_submodule_spec(backend, dispatcher=dispatcher, params_dtype=config.params_dtype, use_te=use_te))
         layers = [moe if is_moe else dense for is_moe in config.moe_layer_freq]
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     layers = layers[first : first + get_num_layers_to_build(config, vp_stage=vp_stage)]
