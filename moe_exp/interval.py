@@ -115,7 +115,7 @@ class Interval:
                 replica = groups.expt_dp.rank() if is_expert else groups.dp_cp.rank()
                 is_split = is_expert or getattr(parameter, "tensor_model_parallel", False)
                 if replica == 0 and (is_split or groups.tp.rank() == 0):
-                    total += torch.linalg.vector_norm(parameter.detach(), dtype=torch.float32).double().square()
+                    total += torch.linalg.vector_norm(parameter.detach(), dtype=torch.float64).square()
         return total
 
     def _expert_records(self, sums: list[float], num_shares: int) -> tuple[float | None, float | None, list[dict[str, Any]]]:
