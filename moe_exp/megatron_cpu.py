@@ -27,6 +27,8 @@ from typing import Any
 
 import torch
 
+from moe_exp import gloo
+
 # What the attribute `cuda` is called inside Megatron's code once it has been rewritten.
 _KEYWORD = "_megatron_accelerator"
 _CPU_WORDS = {
@@ -205,7 +207,14 @@ def _mend_norm(module: Any) -> None:
     module.local_multi_tensor_l2_norm = l2_norm
 
 
+def _mend_collectives(module: Any) -> None:
+    module.dist_all_gather_func = gloo.all_gather
+    module.dist_reduce_scatter_func = gloo.reduce_scatter
+
+
 _MENDED: dict[str, Callable[[Any], None]] = {
+    "megatron.core.tensor_parallel.layers": _mend_collectives,
+    "megatron.core.tensor_parallel.mappings": _mend_collectives,
     "megatron.core.utils": _mend_norm,
     "megatron.core.dist_checkpointing.strategies.filesystem_async": _mend_writer,
     "megatron.core.jit": _mend_jit,

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_exp import gloo
+
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
@@ -51,7 +53,7 @@ def _gather_uneven(x: Tensor, sizes: list[int], group: ProcessGroup) -> Tensor:
     largest = max(sizes)
     block = x if x.size(0) == largest else torch.cat([x, x.new_zeros(largest - x.size(0), *x.shape[1:])])
     out = x.new_empty(len(sizes) * largest, *x.shape[1:])
-    torch.distributed.all_gather_into_tensor(out, block.contiguous(), group=group)
+    gloo.all_gather(out, block.contiguous(), group=group)
     if min(sizes) == largest:
         return out
     return torch.cat([part[:size] for part, size in zip(out.split(largest), sizes, strict=True)])
@@ -65,7 +67,7 @@ def _reduce_scatter_uneven(x: Tensor, sizes: list[int], group: ProcessGroup) -> 
             block[: part.size(0)] = part
         x = padded.flatten(0, 1)
     out = x.new_empty(largest, *x.shape[1:])
-    torch.distributed.reduce_scatter_tensor(out, x.contiguous(), group=group)
+    gloo.reduce_scatter(out, x.contiguous(), group=group)
     return out[: sizes[group.rank()]]
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_exp import gloo
 from moe_exp.layers.capacity import count_per_expert, rank_in_expert
 from moe_exp.layers.collectives import all_to_all_rows, gather_rows, scatter_sum_rows
 from moe_exp.layers.losses import group_size
@@ -231,7 +232,7 @@ class AllToAllDispatcher(LocalDispatcher):
         for group, size in ((self.ep_group, ep), (self.etp_group, etp)):
             if size > 1:
                 gathered = counts_E.new_empty(size * counts_E.numel())
-                torch.distributed.all_gather_into_tensor(gathered, counts_E.flatten(), group=group)
+                gloo.all_gather(gathered, counts_E.flatten(), group=group)
                 counts_E = gathered
         return counts_E.view(etp, ep, self.num_experts).cpu()
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from moe_exp import gloo
 from moe_exp.layers.capacity import expert_capacity, keep_most_probable
 from moe_exp.layers.dispatcher import LocalDispatcher
 from moe_exp.layers.experts import Experts
@@ -167,5 +168,5 @@ def _in_sequence(x_TK: Tensor, blocks: list[int]) -> Tensor:
 
 def _gather(x_TK: Tensor, group: ProcessGroup | None) -> Tensor:
     out = x_TK.new_empty(group_size(group) * x_TK.size(0), x_TK.size(1))
-    torch.distributed.all_gather_into_tensor(out, x_TK.contiguous(), group=group)
+    gloo.all_gather(out, x_TK.contiguous(), group=group)
     return out
