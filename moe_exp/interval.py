@@ -56,7 +56,9 @@ class Interval:
         """Leaves `seconds` out of the time per iteration (evaluation, checkpoints)."""
         self.start += seconds
 
-    def record(self, progress: Progress, *, learning_rate: float, grad_norm: float | None, num_zeros: float | None, loss_scale: float) -> Any:
+    def record(
+        self, progress: Progress, *, learning_rate: float, grad_norm: float | None, num_zeros: float | None, loss_scale: float
+    ) -> Any:
         """The train record of metrics.jsonl, the same on every rank; starts the next interval. Called by every rank."""
         config = self.config
         lm_loss_sum, num_nan, norm_squared, *sums = self._reduced().tolist()

@@ -9,7 +9,6 @@ torchrun ends by itself with 0. A second signal kills the job. Should the launch
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import shlex
 import signal
@@ -18,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,6 +28,7 @@ from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.hosts import count_gpus
 from moe_exp.planner.params import startup_report
 from moe_exp.presets import preset_values
+from moe_exp.report.finish import finish_run
 from moe_exp.run_folder import RunFolder
 
 BAD_INPUT = 2
@@ -74,10 +75,17 @@ def launch(config: Config, flags: Mapping[str, Any], module: str = TRAIN_MODULE)
             ensure_embedded_corpus(Path(config.data_dir))
         except ValueError as error:
             raise ConfigError(str(error).splitlines()) from None
-    started = time.time()
+    started, start = datetime.now().astimezone(), time.monotonic()
     code = run_job(torchrun_command(config, module_arguments(flags), module), child_environment(config))
+    if config.node_rank:
+        return code
+    ended = finish_run(config, RunFolder.of(config), since=started, wall_seconds=time.monotonic() - start)
+    if ended is None:
+        return code
+    status, text = ended
+    print(f"\n{text}", flush=True)
     # Ranks that have saved may still be torn down with an error, for instance by a peer that left earlier.
-    return 0 if ended_cleanly(RunFolder.of(config).summary, since=started) else code
+    return 0 if status in _CLEAN_ENDS else code or 1
 
 
 def module_arguments(flags: Mapping[str, Any]) -> list[str]:
@@ -106,15 +114,6 @@ def child_environment(config: Config) -> dict[str, str]:
     environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun would set, with a warning
     environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     return environ
-
-
-def ended_cleanly(summary: Path, *, since: float) -> bool:
-    """Whether a start after `since` (seconds, Unix time) has written that it finished, or was stopped and saved."""
-    try:
-        # File systems keep time in coarse steps: a file may seem a little older than it is.
-        return summary.stat().st_mtime >= since - 0.1 and json.loads(summary.read_text())["status"] in _CLEAN_ENDS
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
 
 
 def run_job(command: Sequence[str], environ: Mapping[str, str]) -> int:

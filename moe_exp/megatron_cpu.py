@@ -225,7 +225,9 @@ _STAND_IN = _TorchOnCpu()
 
 def _install() -> None:
     if any(name.partition(".")[0] == "megatron" and name != "megatron" for name in sys.modules):
-        raise ImportError("moe_exp.megatron_cpu: megatron was imported before moe_exp.megatron_cpu. Fix: import moe_exp.megatron_cpu first.")
+        raise ImportError(
+            "moe_exp.megatron_cpu: megatron was imported before moe_exp.megatron_cpu. Fix: import moe_exp.megatron_cpu first."
+        )
     # Megatron says so at import, in several places; on a CPU neither could be there.
     warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed", category=UserWarning)
     keep: Callable[..., Any] = lambda self, *args, **kwargs: self  # noqa: E731

@@ -10,7 +10,7 @@ _REFERENCE: dict[str, Any] = {"num_experts": 64}
 # About two minutes on two cores.
 _CPU: dict[str, Any] = {
     "num_layers": 4, "hidden_size": 128, "ffn_hidden_size": 256, "num_heads": 4, "num_query_groups": 2, "seq_len": 256,
-    "vocab_size": 4096, "num_experts": 8, "z_loss_coeff": 1e-3, "rotary_base": 10000.0, "mbsz": 8, "gbsz": 32,
+    "vocab_size": 4096, "num_experts": 8, "z_loss_coeff": 1e-3, "rotary_base": 10000.0, "mbsz": 4, "gbsz": 16,
     "train_iters": 300, "warmup_iters": 20, "decay_iters": 300, "lr": 3e-3, "min_lr": 3e-4, "log_interval": 10,
     "eval_interval": 100, "eval_iters": 4, "save_interval": 100, "dtype": "fp32",
 }  # fmt: skip

@@ -240,9 +240,7 @@ def validate(job: Job, progress: Progress, metrics: Metrics | None) -> float:
     if metrics is not None:
         loss = total.item() / (config.eval_iters * config.num_microbatches * config.data_parallel_size)
         tokens = progress.consumed_samples * config.seq_len
-        metrics.valid(
-            iteration=progress.iteration, consumed_samples=progress.consumed_samples, consumed_tokens=tokens, lm_loss=loss
-        )
+        metrics.valid(iteration=progress.iteration, consumed_samples=progress.consumed_samples, consumed_tokens=tokens, lm_loss=loss)
     return time.monotonic() - start
 
 

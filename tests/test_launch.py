@@ -14,7 +14,9 @@ import pytest
 
 from moe_exp.cli import main
 from moe_exp.config import Config, load_config
-from moe_exp.launch import child_environment, dry_run_text, ended_cleanly, launch, module_arguments, torchrun_command
+from moe_exp.launch import child_environment, dry_run_text, launch, module_arguments, torchrun_command
+from moe_exp.metrics import Metrics
+from moe_exp.run_folder import open_run_folder
 
 SETTINGS = {name.upper() for name in Config.model_fields}
 
@@ -85,23 +87,6 @@ def test_threads_per_rank(monkeypatch, gpus, threads, expected):
     monkeypatch.setattr("moe_exp.launch.count_gpus", lambda: gpus)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert child_environment(cpu(threads_per_rank=threads))["OMP_NUM_THREADS"] == expected
-
-
-def test_ended_cleanly(tmp_path):
-    summary = tmp_path / "summary.json"
-    now = time.time()
-    assert not ended_cleanly(summary, since=now)
-    for text, clean in [
-        ('{"status": "finished"}', True),
-        ('{"status": "stopped"}', True),
-        ('{"status": "failed"}', False),
-        ("{", False),
-        ("[]", False),
-    ]:
-        summary.write_text(text)
-        assert ended_cleanly(summary, since=now) == clean
-    summary.write_text('{"status": "finished"}')
-    assert not ended_cleanly(summary, since=now + 60)
 
 
 def test_dry_run_text_says_where_a_setting_comes_from():
@@ -183,18 +168,31 @@ def test_version(capsys):
     assert capsys.readouterr().out.startswith("moe-exp ")
 
 
-def test_clean_summary_wins_over_the_exit_code(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("end", "code", "written"), [("stopped", 0, "stopped"), ("finished", 0, "finished"), (None, 1, "failed")])
+def test_how_the_run_ended_wins_over_torchruns_exit_code(tmp_path, monkeypatch, capsys, end, code, written):
     config = cpu(run_dir=str(tmp_path), run_name="one", train_data="given")
-    (tmp_path / "one").mkdir()
 
-    for status, code in (("stopped", 0), ("failed", 1)):
+    def job(command, environ):
+        folder = open_run_folder(config)
+        with Metrics(config, folder) as metrics:
+            if end:
+                metrics.event("end", 7, status=end)
+        return 1
 
-        def job(command, environ, status=status):
-            (tmp_path / "one" / "summary.json").write_text(json.dumps({"status": status}))
-            return 1
+    monkeypatch.setattr("moe_exp.launch.run_job", job)
+    assert launch(config, {}) == code
+    assert json.loads((tmp_path / "one" / "summary.json").read_text())["status"] == written
+    assert f"Run {written}" in capsys.readouterr().out
 
-        monkeypatch.setattr("moe_exp.launch.run_job", job)
-        assert launch(config, {}) == code
+
+def test_an_earlier_runs_end_is_not_this_runs(tmp_path, monkeypatch):
+    config = cpu(run_dir=str(tmp_path), run_name="one", train_data="given")
+    folder = open_run_folder(config)
+    old = {"kind": "event", "iteration": 0, "event": "start", "time": "2020-01-01T00:00:00+00:00"}
+    folder.metrics.write_text("".join(json.dumps(old | {"event": name, "status": "finished"}) + "\n" for name in ("start", "end")))
+    monkeypatch.setattr("moe_exp.launch.run_job", lambda command, environ: 3)
+    assert launch(config, {}) == 3
+    assert not folder.summary.exists()
 
 
 def test_embedded_corpus_is_made_only_without_train_data(tmp_path, monkeypatch):

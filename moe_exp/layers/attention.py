@@ -57,11 +57,8 @@ class CausalAttention(nn.Module):
         """
         if attention_mask is not None or kwargs.get("packed_seq_params") is not None:
             raise ValueError("attention_mask: is not None. CausalAttention is causal only. Fix: pass attention_mask=None.")
-        if self.cp_group.size() == 1:
-            out = self._attend(query, key, value)
-        else:
-            out = self._attend_context_parallel(query, key, value)
-        return out.flatten(2)
+        attend = self._attend if self.cp_group.size() == 1 else self._attend_context_parallel
+        return attend(query, key, value).flatten(2)
 
     def _attend_context_parallel(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         size, rank = self.cp_group.size(), self.cp_group.rank()

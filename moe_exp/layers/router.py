@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from moe_exp.layers.capacity import count_per_expert
 
+
 @dataclass(frozen=True)
 class RouterConfig:
     """What a router computes.

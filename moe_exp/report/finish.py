@@ -1,0 +1,51 @@
+"""What a run leaves behind when it ends: summary.json, a picture of the loss, and the summary on the screen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from moe_exp.config import Config
+from moe_exp.metrics import read_metrics
+from moe_exp.report.curves import draw_loss_curve
+from moe_exp.report.summary import Status, summarize, summary_text
+from moe_exp.run_folder import RunFolder, write_json
+
+LOSS_CURVE = "loss_curve.png"
+
+
+def finish_run(config: Config, folder: RunFolder, *, since: datetime, wall_seconds: float) -> tuple[Status, str] | None:
+    """Writes the summary of the start of this run that was made after `since`.
+
+    Args:
+        config: settings of the run.
+        folder: its run folder.
+        since: when this start was launched, with time zone.
+        wall_seconds: from the launch to the end.
+
+    Returns:
+        The status and the summary for people; None when the run did not get as far as its run folder.
+    """
+    records = read_metrics(folder.metrics) if folder.metrics.exists() else []
+    status = status_of_last_start(records, since)
+    if status is None:
+        return None
+    summary = summarize(config, records, folder, wall_seconds, status)
+    write_json(folder.summary, summary)
+    text = summary_text(summary, config)
+    if summary["min_lm_loss"] is not None:
+        draw_loss_curve(records, folder.path / LOSS_CURVE, config.name)
+        text += f"\n  {folder.path / LOSS_CURVE}   # the loss curve"
+    return status, text
+
+
+def status_of_last_start(records: Sequence[Mapping[str, Any]], since: datetime) -> Status | None:
+    """How the last start in `records` ended, by its `end` event; failed without one, None if it is older than `since`."""
+    events = [record for record in records if record["kind"] == "event"]
+    starts = [index for index, event in enumerate(events) if event["event"] in ("start", "resume")]
+    # Events keep whole seconds.
+    if not starts or datetime.fromisoformat(events[starts[-1]]["time"]) < since.replace(microsecond=0):
+        return None
+    ends = [event["status"] for event in events[starts[-1] :] if event["event"] == "end"]
+    return ends[-1] if ends else "failed"
