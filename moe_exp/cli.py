@@ -17,7 +17,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command is None:
         parser.print_help()
         return 0
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("moe_exp").setLevel(logging.INFO)
     settings = {name: value for name, value in vars(args).items() if name not in ("command", "dry_run")}
     try:
         return _train(settings, args.dry_run) if args.command == "train" else _doctor()

@@ -203,25 +203,14 @@ def backend_rows() -> list[list[str]]:
     """What attention, norm, experts, optimizer and communication will run on here, and why."""
     import torch
 
-    from moe_exp import megatron_cpu  # noqa: F401  (before any megatron import)
-    from moe_exp.layers.attention import choose_attention
-    from moe_exp.layers.grouped_gemm import choose_backend
-    from moe_exp.layers.norm import choose_norm
+    with warnings.catch_warnings():  # Megatron warns at import of what the table above already says.
+        warnings.simplefilter("ignore")
+        from moe_exp.backends import chosen_backends
 
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device_type == "cuda" else torch.float32
-    with warnings.catch_warnings():  # Megatron warns at import of what the table above already says.
-        warnings.simplefilter("ignore")
-        from moe_exp.optim import choose_adam
-        from moe_exp.runtime import choose_communication
-
-    chosen: dict[str, tuple[str, str]] = {
-        "attention": choose_attention(device_type, dtype),
-        "norm": choose_norm(device_type),
-        "grouped GEMM": choose_backend("auto", device_type=device_type, dtype=dtype),
-        "optimizer": choose_adam(),
-        "communication": choose_communication(),
-    }
+    use_te = device_type == "cuda" and installed_version("transformer-engine") is not None
+    chosen = chosen_backends(device_type=device_type, dtype=dtype, use_te=use_te)
     return [[part, backend, reason] for part, (backend, reason) in chosen.items()]
 
 

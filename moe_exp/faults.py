@@ -47,20 +47,28 @@ def stop_signal() -> Iterator[StopSignal]:
 
 
 @contextlib.contextmanager
-def named_by_rank() -> Iterator[None]:
+def named_by_rank(stop: StopSignal) -> Iterator[None]:
     """Prints an error with rank and host name, and the error that caused the others first.
 
     When a rank dies, the others fail too, in the collective that waits for it. They hold their own error back for a while, in
-    which torchrun ends them: so the message on the screen is that of the rank which failed.
+    which torchrun ends them (SIGTERM, seen in `stop`): so the message on the screen is that of the rank which failed.
     """
     try:
         yield
     except Exception as error:
         if any(text in str(error) for text in _CAUSED_BY_ANOTHER):
-            time.sleep(_WAIT_FOR_CAUSE_SECONDS)
+            _wait_for_cause(stop)
         where = f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}"
         print(f"moe-exp: {where} failed: {type(error).__name__}: {error}", file=sys.stderr)
         traceback.print_exc()
         sys.stderr.flush()
         # Without the clean-up of process groups, which would wait for the other ranks.
         os._exit(1)
+
+
+def _wait_for_cause(stop: StopSignal) -> None:
+    deadline = time.monotonic() + _WAIT_FOR_CAUSE_SECONDS
+    while time.monotonic() < deadline:
+        if stop.is_set:
+            os._exit(1)
+        time.sleep(0.1)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from moe_exp.config import Config
 from moe_exp.layers.experts import ACTIVATIONS
-from moe_exp.layers.spec import MegatronExperts, decoder_spec
+from moe_exp.layers.spec import MegatronExperts, MegatronMoELayer, decoder_spec
 from moe_exp.runtime import Runtime
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -233,9 +233,9 @@ def _global_name(chunk: GPTModel, name: str) -> str:
     return ".".join(parts)
 
 
-def moe_layers(chunks: list[nn.Module]) -> Iterator[tuple[int, Any]]:
+def moe_layers(chunks: list[nn.Module]) -> Iterator[tuple[int, MegatronMoELayer]]:
     """(layer index in the whole model, MegatronMoELayer) of every MoE layer on this rank."""
     for chunk in chunks:
         for module in chunk.modules():
-            if hasattr(module, "statistics") and hasattr(module, "set_layer_number"):
+            if isinstance(module, MegatronMoELayer):
                 yield module.layer_number - 1, module

@@ -24,6 +24,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank, get_model_config
 from torch import Tensor
 
 from moe_exp import checkpoint, faults, runtime
+from moe_exp.backends import chosen_backends
 from moe_exp.checkpoint import Progress, Trained
 from moe_exp.checks import check_config
 from moe_exp.config import Config, ConfigError, add_arguments, load_config
@@ -32,13 +33,13 @@ from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.data.tokens import parse_blend
 from moe_exp.interval import Interval
 from moe_exp.metrics import Metrics, setup_logging
-from moe_exp.model import build_model
+from moe_exp.model import DTYPES, build_model, use_te
 from moe_exp.optim import BatchSchedule, build_optimizer, build_scheduler
 from moe_exp.planner.params import startup_report
 from moe_exp.run_folder import RunFolder, open_run_folder
 from moe_exp.runtime import Runtime
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("moe_exp.train")  # by name: torchrun runs this module as __main__
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ConfigError as error:
         print(*(f"moe-exp: {line}" for line in error.problems), sep="\n", file=sys.stderr)
         sys.exit(2)
-    with faults.named_by_rank(), faults.stop_signal() as stop:
+    with faults.stop_signal() as stop, faults.named_by_rank(stop):
         run(config, stop)
 
 
@@ -78,7 +79,14 @@ def run(config: Config, stop: faults.StopSignal) -> None:
     else:
         start = time.monotonic()
         with Metrics(config, job.folder, progress.iteration) as metrics:
+            logger.info("run folder: %s", job.folder.path)
+            logger.info("training data: %s", config.train_data or "the embedded corpus, text of Python's standard library (PSF-2.0)")
             logger.info("%s", startup_report(config))
+            chosen = chosen_backends(
+                device_type=rank.device.type, dtype=DTYPES[config.dtype], expert_backend=config.expert_backend, use_te=use_te(config)
+            )
+            for part, (name, reason) in chosen.items():
+                logger.info("%s: %s (%s)", part, name, reason)
             status = train(job, progress, metrics, stop)
             metrics.event("end", progress.iteration, status=status, wall_seconds=round(time.monotonic() - start, 3))
     runtime.stop()
@@ -199,7 +207,7 @@ def _microbatch(job: Job, stream: SampleStream, first_sample: int, index: int) -
     config, groups = job.config, job.runtime.groups
     first = first_sample + (index * groups.dp.size() + groups.dp.rank()) * config.mbsz
     batch = split_batch(stream.batch(first, config.mbsz).to(job.runtime.device, non_blocking=True))
-    return get_batch_on_this_cp_rank(batch, groups.cp)  # type: ignore[no-any-return]
+    return get_batch_on_this_cp_rank(batch, groups.cp)
 
 
 def forward_step(data_iterator: Any, model: Any, *, cp_size: int) -> tuple[Tensor, Any]:

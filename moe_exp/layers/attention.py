@@ -82,7 +82,7 @@ class CausalAttention(nn.Module):
             from flash_attn import flash_attn_func
 
             q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-            return flash_attn_func(q, k, v, dropout_p=dropout, softmax_scale=self.scale, causal=True).transpose(0, 1)  # type: ignore[no-any-return]
+            return flash_attn_func(q, k, v, dropout_p=dropout, softmax_scale=self.scale, causal=True).transpose(0, 1)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         square = q.size(2) == k.size(2)
         mask = None if square else causal_lower_right(q.size(2), k.size(2))

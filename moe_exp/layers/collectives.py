@@ -83,14 +83,14 @@ def all_to_all_rows(x_RD: Tensor, *, send: list[int], receive: list[int], group:
     Returns:
         The received rows in the order of the ranks they come from; differentiable.
     """
-    return _AllToAll.apply(x_RD, send, receive, group)  # type: ignore[no-any-return]
+    return _AllToAll.apply(x_RD, send, receive, group)
 
 
 def gather_rows(x_RD: Tensor, *, sizes: list[int], group: ProcessGroup) -> Tensor:
     """Rows of all ranks, one rank after the other; `sizes[i]` rows are on rank i. The gradient is summed over ranks."""
-    return _GatherRows.apply(x_RD, sizes, group)  # type: ignore[no-any-return]
+    return _GatherRows.apply(x_RD, sizes, group)
 
 
 def scatter_sum_rows(x_RD: Tensor, *, sizes: list[int], group: ProcessGroup) -> Tensor:
     """Sum of x over ranks, of which rank i keeps its `sizes[i]` rows: the inverse of `gather_rows`."""
-    return _ScatterSumRows.apply(x_RD, sizes, group)  # type: ignore[no-any-return]
+    return _ScatterSumRows.apply(x_RD, sizes, group)

@@ -37,11 +37,11 @@ class RowOrder:
 
     def rows(self, x_TD: Tensor) -> Tensor:
         """[T, D] to [R, D]; padding is zero."""
-        return _TokensToRows.apply(x_TD, self)  # type: ignore[no-any-return]
+        return _TokensToRows.apply(x_TD, self)
 
     def tokens(self, y_RD: Tensor) -> Tensor:
         """[R, D] to [T, D], the sum over the K slots of a token in slot order; a dropped slot adds nothing."""
-        return _RowsToTokens.apply(y_RD, self)  # type: ignore[no-any-return]
+        return _RowsToTokens.apply(y_RD, self)
 
     def weights(self, weights_TK: Tensor) -> Tensor:
         """[T, K] to [R]."""
@@ -218,7 +218,7 @@ class AllToAllDispatcher(LocalDispatcher):
     def combine(self, y_RD: Tensor, record: DispatchRecord) -> Tensor:
         if record.by_expert is not None:
             y_RD = record.by_expert.tokens(y_RD)
-        if record.gathered:
+        if self.etp_group is not None and record.gathered:
             y_RD = scatter_sum_rows(y_RD, sizes=list(record.gathered), group=self.etp_group)
         if self.ep_group is not None and group_size(self.ep_group) > 1:
             y_RD = all_to_all_rows(y_RD, send=list(record.receive), receive=list(record.send), group=self.ep_group)
@@ -251,7 +251,7 @@ class AllToAllDispatcher(LocalDispatcher):
     def _to_expert_ranks(self, rows: Tensor, send: list[int], receive: list[int], gathered: list[int]) -> Tensor:
         if self.ep_group is not None and group_size(self.ep_group) > 1:
             rows = all_to_all_rows(rows, send=send, receive=receive, group=self.ep_group)
-        if gathered:
+        if self.etp_group is not None and gathered:
             rows = gather_rows(rows, sizes=gathered, group=self.etp_group)
         return rows
 

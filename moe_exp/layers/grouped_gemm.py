@@ -43,7 +43,7 @@ class _Loop(torch.autograd.Function):
 
 def loop_backend(x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits: Sequence[int] | None) -> Tensor:
     """One matrix product per expert: any device and dtype. Waits for the device where `splits` is not known."""
-    return _Loop.apply(x_RD, w_LDF, list(splits) if splits is not None else tokens_per_expert_L.tolist())  # type: ignore[no-any-return]
+    return _Loop.apply(x_RD, w_LDF, list(splits) if splits is not None else tokens_per_expert_L.tolist())
 
 
 def torch_backend(x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits: Sequence[int] | None) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +74,9 @@ class Router(nn.Module):
     Sigmoid (DeepSeek-V3, arXiv:2412.19437, eq. 12 to 16): s = sigmoid(x W^T), the choice by s + bias, w = s / sum of chosen s.
     """
 
+    expert_bias: Tensor
+    local_tokens_per_expert: Tensor
+
     def __init__(self, config: RouterConfig, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None):
         super().__init__()
         self.config = config
@@ -81,6 +85,13 @@ class Router(nn.Module):
             # The names are those that megatron's finalize_model_grads looks for when it updates the bias.
             self.register_buffer("expert_bias", torch.zeros(config.num_experts, dtype=torch.float32, device=device))
             self.register_buffer("local_tokens_per_expert", torch.zeros(config.num_experts, device=device), persistent=False)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Follows its model to another device, but not to bf16 with what counts and accumulates."""
+        super()._apply(fn, recurse)
+        for name, buffer in self.named_buffers(recurse=False):
+            setattr(self, name, buffer.float())
+        return self
 
     def forward(self, x_TD: Tensor) -> RoutingDecision:
         logits_TE = nn.functional.linear(x_TD.float(), self.weight.float())

@@ -164,7 +164,7 @@ class MegatronMoELayer(MegatronMoE):
         MegatronModule.__init__(self, config)
         assert submodules is not None
         groups = get_default_pg_collection() if pg_collection is None else pg_collection
-        self.layer_number = layer_number
+        self.layer_number = layer_number or 0  # until Megatron sets it
         self.router = submodules.router(config=config, pg_collection=groups)
         num_local_experts = config.num_moe_experts // groups.ep.size()
         self.experts = build_module(submodules.experts, num_local_experts, config, pg_collection=groups)

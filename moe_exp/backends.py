@@ -1,0 +1,33 @@
+"""Which code each part runs on this host, with the reason: decided by the parts themselves, collected here for people."""
+
+import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
+
+# isort: split
+import torch
+
+from moe_exp.layers.attention import choose_attention
+from moe_exp.layers.grouped_gemm import choose_backend
+from moe_exp.layers.norm import choose_norm
+from moe_exp.optim import choose_adam
+from moe_exp.runtime import choose_communication
+
+
+def chosen_backends(
+    *, device_type: str, dtype: torch.dtype, expert_backend: str = "auto", use_te: bool = False
+) -> dict[str, tuple[str, str]]:
+    """Part to (what runs, why).
+
+    Args:
+        device_type: `cpu` or `cuda`.
+        dtype: dtype of weights and activations.
+        expert_backend: EXPERT_BACKEND.
+        use_te: whether the parts around the MoE layer are Transformer Engine's.
+    """
+    te = ("Transformer Engine", "IMPL=te, or auto with it installed")
+    return {
+        "communication": choose_communication(),
+        "attention": te if use_te else choose_attention(device_type, dtype),
+        "norm": te if use_te else choose_norm(device_type),
+        "grouped GEMM": choose_backend(expert_backend, device_type=device_type, dtype=dtype),
+        "optimizer": choose_adam(),
+    }

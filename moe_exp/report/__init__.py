@@ -1,0 +1,1 @@
+"""Reports on runs: they read run folders and import nothing from training."""

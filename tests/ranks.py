@@ -1,0 +1,139 @@
+"""Runs a function on several gloo ranks of this machine, for tests of parallel code.
+
+def total(x):
+    y = torch.tensor([x + dist.get_rank()])
+    dist.all_reduce(y)
+    return y.item()
+
+assert run_on_ranks(4, total, 10) == [46] * 4
+
+The function has to be one that pickle finds by its name: of a module, not inside another function. Every call starts new
+processes, so that no group or state of one test reaches another; they are forked from one process that has imported torch
+and nothing else of weight, so that a call takes a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+_PROCESSES = multiprocessing.get_context("forkserver")
+_PROCESSES.set_forkserver_preload(["torch", "torch.distributed", "moe_exp.layers.moe_layer"])
+
+
+class RankError(RuntimeError):
+    """A rank failed: the message has its number and its traceback. `error` is what it raised, if that can be pickled."""
+
+    error: BaseException | None = None
+
+
+def run_on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, join: bool = True, timeout: float = 120.0) -> list[Any]:
+    """Calls `function(*args)` on each of `num_ranks` processes with one torch thread.
+
+    Args:
+        num_ranks: number of processes.
+        function: of a module; the rank is torch.distributed.get_rank().
+        args: the same for every rank; tensors are copied.
+        join: start the default process group (gloo). False leaves that to the function, which finds torchrun's variables
+            (RANK, WORLD_SIZE, MASTER_PORT, ...) in its environment either way.
+        timeout: seconds.
+
+    Returns:
+        What the ranks returned, in order of rank.
+
+    Raises:
+        RankError: at the first rank that raises or dies, or after `timeout`; the other ranks are killed.
+    """
+    task = pickle.dumps((function, args))
+    with tempfile.TemporaryDirectory() as folder:
+        ranks, pipes = [], []
+        for rank in range(num_ranks):
+            mine, theirs = _PROCESSES.Pipe()
+            variables = _variables(rank, num_ranks, _free_port() if rank == 0 else int(ranks[0].port))
+            store = str(Path(folder) / "store") if join else None
+            process = _PROCESSES.Process(target=_rank_main, args=(theirs, task, variables, store), daemon=True)
+            process.port = variables["MASTER_PORT"]
+            process.start()
+            theirs.close()
+            ranks.append(process)
+            pipes.append(mine)
+        try:
+            return _collect(ranks, pipes, time.monotonic() + timeout)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
+
+
+def _collect(ranks: list[Any], pipes: list[Connection], deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(ranks):
+        ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in results], timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise RankError(f"ranks {sorted(set(range(len(ranks))) - set(results))} of {len(ranks)} are not done in time")
+        for pipe in ready:
+            rank = pipes.index(pipe)
+            results[rank] = _receive(rank, ranks, pipe)
+    return [results[rank] for rank in range(len(ranks))]
+
+
+def _receive(rank: int, ranks: list[Any], pipe: Connection) -> Any:
+    try:
+        text, payload = pickle.loads(pipe.recv_bytes())
+    except (EOFError, ConnectionError):
+        ranks[rank].join(5)
+        raise RankError(f"rank {rank} of {len(ranks)} died with exit code {ranks[rank].exitcode}") from None
+    if text is None:
+        return pickle.loads(payload)
+    failure = RankError(f"rank {rank} of {len(ranks)}: {text}")
+    failure.error = pickle.loads(payload)
+    raise failure
+
+
+def _rank_main(pipe: Connection, task: bytes, variables: dict[str, str], store: str | None) -> None:
+    os.environ.update(variables)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        if store is not None:
+            # A file, not a port: nobody else can take it.
+            rank, world_size = int(variables["RANK"]), int(variables["WORLD_SIZE"])
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+        function, args = pickle.loads(task)
+        report = (None, pickle.dumps(function(*args)))
+    except BaseException as error:
+        report = (traceback.format_exc(), _pickled(error))
+    pipe.send_bytes(pickle.dumps(report))
+    # Without destroy_process_group: it would wait for a rank that has failed. The parent ends the process.
+    pipe.poll(60)
+
+
+def _pickled(error: BaseException) -> bytes:
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)
+    except Exception:
+        return pickle.dumps(None)
+    return data
+
+
+def _variables(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_PORT": port}
+    return {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1"}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
