@@ -186,7 +186,9 @@ def initialize_weights(chunk: GPTModel, config: Config) -> None:
         # The output layer of the last stage is a copy of the embedding when the two are tied.
         tied = config.tie_embeddings and name == "output_layer.weight"
         key = "embedding.word_embeddings.weight" if tied else _global_name(chunk, name)
-        dim, stride = getattr(parameter, "partition_dim", -1), getattr(parameter, "partition_stride", 1)
+        dim = getattr(parameter, "partition_dim", -1)
+        # By name: Transformer Engine's layers do not say that a rank holds a part of the gate and a part of the up projection.
+        stride = 2 if config.gated and key.endswith("linear_fc1.weight") else 1
         world = chunk.pg_collection.tp.size() if dim >= 0 else 1
         rank = chunk.pg_collection.tp.rank() if dim >= 0 else 0
         full = _draw(_full_shape(parameter, dim, world), key, _std(key, config), config, parameter)

@@ -1,11 +1,11 @@
 """Runs a function on several gloo ranks of this machine, for tests of parallel code.
 
-def total(x):
-    y = torch.tensor([x + dist.get_rank()])
-    dist.all_reduce(y)
-    return y.item()
+    def total(x):
+        y = torch.tensor([x + dist.get_rank()])
+        dist.all_reduce(y)
+        return y.item()
 
-assert run_on_ranks(4, total, 10) == [46] * 4
+    assert run_on_ranks(4, total, 10) == [46] * 4
 
 The function has to be one that pickle finds by its name: of a module, not inside another function. Every call starts new
 processes, so that no group or state of one test reaches another; they are forked from one process that has imported torch
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 _PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["torch", "torch.distributed", "moe_exp.layers.moe_layer"])
+_PROCESSES.set_forkserver_preload(["torch", "torch.distributed", "pytest", "hypothesis", "moe_exp.layers.moe_layer"])
 
 
 class RankError(RuntimeError):
@@ -53,15 +53,14 @@ def run_on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, join:
     Raises:
         RankError: at the first rank that raises or dies, or after `timeout`; the other ranks are killed.
     """
-    task = pickle.dumps((function, args))
+    task, port = pickle.dumps((function, args)), _free_port()
     with tempfile.TemporaryDirectory() as folder:
         ranks, pipes = [], []
         for rank in range(num_ranks):
             mine, theirs = _PROCESSES.Pipe()
-            variables = _variables(rank, num_ranks, _free_port() if rank == 0 else int(ranks[0].port))
+            variables = _variables(rank, num_ranks, port)
             store = str(Path(folder) / "store") if join else None
             process = _PROCESSES.Process(target=_rank_main, args=(theirs, task, variables, store), daemon=True)
-            process.port = variables["MASTER_PORT"]
             process.start()
             theirs.close()
             ranks.append(process)

@@ -302,13 +302,23 @@ def te_layer_spec(config: TransformerConfig, *, mlp: ModuleSpec | None) -> Modul
 def decoder_spec(
     config: TransformerConfig, *, backend: str = "auto", dispatcher: str = "auto", use_te: bool = False, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage: dense or MoE as `config.moe_layer_freq` says (a list of 0 and 1 per layer)."""
+    """The layers of this pipeline stage, dense or MoE as `config.moe_layer_freq` says: every n-th, or a list of 0 and 1 per layer.
+
+    Args:
+        config: Megatron's; everything about the MoE layer that is not an argument here.
+        backend: grouped GEMM of the experts, see grouped_gemm.choose_backend.
+        dispatcher: `local`, `alltoall` or `auto`.
+        use_te: Transformer Engine's layers around the MoE layer.
+        vp_stage: model chunk of an interleaved pipeline.
+    """
     layer_spec = te_layer_spec if use_te else local_layer_spec
     dense = layer_spec(config, mlp=None)
     layers = [dense] * config.num_layers
     if config.num_moe_experts is not None:
         moe = layer_spec(config, mlp=moe_submodule_spec(backend, dispatcher=dispatcher, params_dtype=config.params_dtype, use_te=use_te))
-        layers = [moe if is_moe else dense for is_moe in config.moe_layer_freq]
+        frequency = config.moe_layer_freq
+        pattern = [index % frequency == 0 for index in range(config.num_layers)] if isinstance(frequency, int) else frequency
+        layers = [moe if is_moe else dense for is_moe in pattern]
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     layers = layers[first : first + get_num_layers_to_build(config, vp_stage=vp_stage)]
     if use_te:

@@ -1,0 +1,81 @@
+"""A small MoELayer whose weights are drawn for all experts and cut for this rank. Shape suffixes in `moe_exp.layers`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_exp.layers.capacity import count_per_expert
+from moe_exp.layers.dispatcher import AllToAllDispatcher, LocalDispatcher
+from moe_exp.layers.experts import Experts
+from moe_exp.layers.losses import group_size
+from moe_exp.layers.moe_layer import MoELayer, MoESettings
+from moe_exp.layers.router import Router, RouterConfig, RoutingDecision
+
+HIDDEN, FFN, EXPERTS = 6, 4, 4
+
+
+class DoubleRouter(Router):
+    """The router without its rounding to fp32, so that float64 layouts can be compared to 1e-12."""
+
+    def forward(self, x_TD: Tensor) -> RoutingDecision:
+        logits_TE = torch.nn.functional.linear(x_TD, self.weight)
+        scores_TE, expert_TK, weights_TK = self._choose(logits_TE)
+        return RoutingDecision(expert_TK, weights_TK, scores_TE, logits_TE, count_per_expert(expert_TK.flatten(), self.config.num_experts))
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def identity_router(num_experts: int, topk: int, **settings) -> Router:
+    """fp32 router with D = E whose logits are its input."""
+    router = Router(RouterConfig(hidden_size=num_experts, num_experts=num_experts, topk=topk, **settings))
+    with torch.no_grad():
+        router.weight.copy_(torch.eye(num_experts))
+    return router
+
+
+def tiny_layer(
+    *, topk=2, ep_group=None, etp_group=None, alltoall=False, activation="swiglu", microbatch_group=None, context_parallel_size=1, **settings
+) -> MoELayer:
+    """Float64, `loop` backend. The first E inputs of a token push it to the expert of the same number."""
+    gated = activation == "swiglu"
+    router = DoubleRouter(RouterConfig(hidden_size=HIDDEN, num_experts=EXPERTS, topk=topk), dtype=torch.float64)
+    ep, etp = group_size(ep_group), group_size(etp_group)
+    experts = Experts(
+        num_local_experts=EXPERTS // ep, hidden_size=HIDDEN, ffn_size=FFN // etp, activation=activation, backend="loop", dtype=torch.float64
+    )
+    weight1_EFD, weight2_EDF = random(EXPERTS, FFN * (1 + gated), HIDDEN, seed=1), random(EXPERTS, HIDDEN, FFN, seed=2)
+    with torch.no_grad():
+        router.weight.copy_(torch.eye(EXPERTS, HIDDEN) + 0.1 * random(EXPERTS, HIDDEN, seed=3))
+        experts.weight1.copy_(cut(weight1_EFD, 1, ep_group, etp_group, halves=1 + gated))
+        experts.weight2.copy_(cut(weight2_EDF, 2, ep_group, etp_group))
+    is_local = ep == etp == 1 and not alltoall
+    dispatcher = LocalDispatcher(EXPERTS) if is_local else AllToAllDispatcher(EXPERTS, ep_group=ep_group, etp_group=etp_group)
+    return MoELayer(
+        router=router,
+        dispatcher=dispatcher,
+        experts=experts,
+        settings=MoESettings(**settings),
+        microbatch_group=microbatch_group,
+        context_parallel_size=context_parallel_size,
+    )
+
+
+def cut(weight: Tensor, axis: int, ep_group, etp_group, *, halves: int = 1) -> Tensor:
+    """This rank's experts, and its part of the width F at `axis`: of the gate half and of the up half where there are two."""
+    if ep_group is not None:
+        weight = weight.chunk(ep_group.size())[ep_group.rank()]
+    if etp_group is None:
+        return weight
+    return torch.cat([half.chunk(etp_group.size(), dim=axis)[etp_group.rank()] for half in weight.chunk(halves, dim=axis)], dim=axis)
+
+
+def pushed_tokens(expert_TK: list[list[int]], *, seed: int = 5, strength: float = 4.0) -> Tensor:
+    """Tokens [T, D] that the router of `tiny_layer` sends to these experts, the first with the larger weight."""
+    x_TD = 0.3 * random(len(expert_TK), HIDDEN, seed=seed)
+    for x_D, experts in zip(x_TD, expert_TK, strict=True):
+        for k, expert in enumerate(experts):
+            x_D[expert] += strength / (k + 1)
+    return x_TD
