@@ -25,12 +25,10 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from moe_exp.config import Config
+from moe_exp.run_folder import LATEST
 from moe_exp.runtime import Runtime
 
 logger = logging.getLogger(__name__)
-
-LATEST = "latest_checkpointed_iteration.txt"
-
 
 @dataclass
 class Progress:

@@ -15,7 +15,7 @@ from moe_exp.config import Config, problem
 from moe_exp.data.tokens import bin_idx_problem, parse_blend, tokenizer_vocab_size
 from moe_exp.hosts import count_gpus
 from moe_exp.planner.params import checkpoint_bytes
-from moe_exp.run_folder import run_folder_problems
+from moe_exp.run_folder import LATEST, run_folder_problems
 
 
 def check_environment(config: Config) -> list[str]:
@@ -109,8 +109,9 @@ def _tokenizer(c: Config) -> Iterator[str]:
 
 
 def _load_dir(c: Config) -> Iterator[str]:
-    if c.load_dir and not Path(c.load_dir).is_dir():
-        yield problem("load_dir", c.load_dir, "is not a folder", "set LOAD_DIR to the checkpoints folder of a run, or leave it empty")
+    if c.load_dir and not (Path(c.load_dir) / LATEST).is_file():
+        fix = "set LOAD_DIR to the checkpoints folder of a run, or leave it empty"
+        yield problem("load_dir", c.load_dir, f"is not a folder with checkpoints, it has no {LATEST}", fix)
 
 
 def _data_dir(c: Config) -> Iterator[str]:

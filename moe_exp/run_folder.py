@@ -48,6 +48,10 @@ _MODEL_FIELDS = (
 _MOE_FIELDS = ("num_experts", "moe_ffn_hidden_size", "first_k_dense", "shared_expert_size")
 
 
+# In a checkpoints folder, the iteration of the newest complete checkpoint; the name is Megatron's.
+LATEST = "latest_checkpointed_iteration.txt"
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """Paths inside one run folder, as listed at the top of this file. Making one touches no disk."""

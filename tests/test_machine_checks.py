@@ -146,5 +146,8 @@ def test_no_space_for_one_checkpoint(here, monkeypatch):
 
 
 def test_load_dir_is_missing(here, tmp_path):
-    only_problem(check_files(here(load_dir=str(tmp_path / "x"))), rf"LOAD_DIR={tmp_path}/x: is not a folder\. Fix: .*")
+    for folder in (tmp_path / "x", tmp_path):
+        rule = r"is not a folder with checkpoints, it has no latest_checkpointed_iteration\.txt"
+        only_problem(check_files(here(load_dir=str(folder))), rf"LOAD_DIR={folder}: {rule}\. Fix: .*")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
     assert check_files(here(load_dir=str(tmp_path))) == []
