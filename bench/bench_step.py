@@ -1,8 +1,8 @@
 """Step time of moe_exp against the same tiny GPT in plain torch (`plain_torch.py`), in one process, turn by turn.
 
-    python bench/bench_step.py                  # median ratio of 40 alternating pairs, dense and MoE; 1 min on 2 cores
-    python bench/bench_step.py --profile        # then where the time goes, part by part and operator by operator
-    python bench/bench_step.py --check          # only: the same weights give the same losses for 3 steps
+    python bench/bench_step.py                  # median ratio of 40 alternating pairs, dense and MoE; 2 min on 2 cores
+    python bench/bench_step.py --profile        # then where the time goes, part by part and operator by operator; 4 min
+    python bench/bench_step.py --check          # only: the same weights give the same losses for 3 steps; 15 s
 
 A step is `moe_exp.train.train_step` on one rank: batches from the SampleStream, Megatron's schedule, DDP, clipping and
 distributed optimizer. Plain torch gets its batches ready-made. Both start from the same weights at PRESET=cpu.
@@ -19,25 +19,41 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from contextlib import closing
-
-import torch
-from step_profile import operator_table, parts_table
-from torch import Tensor
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
+from typing import Any, cast
+from unittest.mock import patch
 
 import plain_torch
+import torch
+import torch.nn.functional as F
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import distrib_optimizer, optimizer
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.mlp import MLP
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
 from moe_exp import train
 from moe_exp.checkpoint import Progress, Trained
 from moe_exp.config import Config, load_config
 from moe_exp.interval import Interval
+from moe_exp.layers.attention import CausalAttention
+from moe_exp.layers.dispatcher import LocalDispatcher
+from moe_exp.layers.experts import Experts
+from moe_exp.layers.moe_layer import MoELayer
 from moe_exp.model import build_model
-from moe_exp.optim import BatchSchedule, build_optimizer, build_scheduler
+from moe_exp.optim import Adam, BatchSchedule, build_optimizer, build_scheduler
 from moe_exp.run_folder import RunFolder
 from moe_exp.runtime import Runtime, start, stop
 
 MODELS = {"dense": {"use_moe": "false"}, "MoE": {"use_moe": "true", "moe_type": "dmoe"}}
 TOLERANCE = 1e-5
+PROFILED_STEPS = 20
 
 
 class Ours:
@@ -89,7 +105,7 @@ def copy_weights(plain: plain_torch.GPT, ours: dict[str, Tensor]) -> None:
     plain.embedding.copy_(ours["embedding.word_embeddings.weight"])
     plain.output.copy_(ours["output_layer.weight"])
     plain.norm.weight.copy_(ours["decoder.final_layernorm.weight"])
-    for index, block in enumerate(plain.blocks):
+    for index, block in enumerate(cast(list[plain_torch.Block], plain.blocks)):
         get = {name.partition(f"layers.{index}.")[2]: weight for name, weight in ours.items()}.__getitem__
         attention, mlp = block.attention, block.mlp
         by_group = get("self_attention.linear_qkv.weight").unflatten(0, (attention.num_groups, -1, attention.head_dim))
@@ -151,6 +167,149 @@ def measure(pair: Pair, name: str, *, num_pairs: int, warmup: int) -> str:
     return f"| {name} | {plain:.1f} | {ours:.1f} | {middle:.2f} | {low:.2f} to {high:.2f} |"
 
 
+# Where the time goes
+
+# What is timed: (part of the step, where the function is, its name). A part's time is without that of the parts it calls.
+OURS: list[tuple[str, Any, str]] = [
+    ("data", train, "_microbatch"),
+    ("zero gradients", DistributedDataParallel, "zero_grad_buffer"),
+    ("zero gradients", optimizer.ChainedOptimizer, "zero_grad"),
+    ("forward: rest", schedules, "forward_step"),
+    ("forward: norms", torch.nn.RMSNorm, "forward"),
+    ("forward: attention, qkv, rotary, projection", SelfAttention, "forward"),
+    ("forward: attention, kernel", CausalAttention, "forward"),
+    ("forward: MLP or experts", MLP, "forward"),
+    ("forward: MoE, router and losses", MoELayer, "route"),
+    ("forward: MoE, router and losses", MoELayer, "auxiliary_loss"),
+    ("forward: MoE, statistics for the log", MoELayer, "_add_statistics"),
+    ("forward: MoE, dispatch and combine", LocalDispatcher, "dispatch"),
+    ("forward: MoE, dispatch and combine", LocalDispatcher, "combine"),
+    ("forward: MLP or experts", Experts, "forward"),
+    ("forward: cross entropy", GPTModel, "compute_language_model_loss"),
+    ("backward", schedules, "backward_step"),
+    ("DDP: finish gradients", train, "finalize_model_grads"),
+    ("optimizer: gradient norm", optimizer, "get_grad_norm_fp32"),
+    ("optimizer: clipping", optimizer, "clip_grad_by_total_norm_fp32"),
+    ("optimizer: count zeros", optimizer, "count_zeros_fp32"),
+    ("optimizer: AdamW", Adam, "step"),
+    ("optimizer: copies between model and shards", distrib_optimizer.DistributedOptimizer, "_copy_model_grads_to_main_grads"),
+    ("optimizer: copies between model and shards", distrib_optimizer.DistributedOptimizer, "_copy_main_params_to_model_params"),
+    ("optimizer: parameter gather", DistributedDataParallel, "start_param_sync"),
+    ("optimizer: rest", optimizer.ChainedOptimizer, "step"),
+    ("sums for the log", Interval, "add"),
+]
+PLAIN: list[tuple[str, Any, str]] = [
+    ("zero gradients", torch.optim.AdamW, "zero_grad"),
+    ("forward: rest", plain_torch.GPT, "forward"),
+    ("forward: norms", plain_torch.Norm, "forward"),
+    ("forward: attention, qkv, rotary, projection", plain_torch.Attention, "forward"),
+    ("forward: attention, kernel", F, "scaled_dot_product_attention"),
+    ("forward: MoE, router and losses", plain_torch.MoE, "route"),
+    ("forward: MoE, router and losses", plain_torch.MoE, "auxiliary_loss"),
+    ("forward: MoE, dispatch and combine", plain_torch.MoE, "forward"),
+    ("forward: MLP or experts", plain_torch, "swiglu"),
+    ("forward: cross entropy", F, "cross_entropy"),
+    ("backward", torch.Tensor, "backward"),
+    ("optimizer: gradient norm", torch.nn.utils, "clip_grad_norm_"),
+    ("optimizer: AdamW", torch.optim.AdamW, "step"),
+]
+
+
+class Stopwatch:
+    """Seconds by part; while a part runs that another one called, the other's watch stands still."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._running: list[str] = []
+        self._since = 0.0
+
+    def _switch(self) -> None:
+        now = time.perf_counter()
+        if self._running:
+            self.seconds[self._running[-1]] += now - self._since
+        self._since = now
+
+    def wrap(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._switch()
+            self._running.append(part)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._switch()
+                self._running.pop()
+
+        return timed
+
+
+@contextmanager
+def watched(parts: list[tuple[str, Any, str]], watch: Stopwatch) -> Iterator[None]:
+    """Has `watch` time the functions in `parts`, and DDP's additions to its gradient buffer, in what is built and run inside."""
+    make_hook = DistributedDataParallel._make_backward_post_hook
+
+    def make_timed_hook(self: Any, parameter: Any) -> Any:
+        return watch.wrap("DDP: add to gradient buffer", make_hook(self, parameter))
+
+    with ExitStack() as stack:
+        for part, owner, name in parts:
+            stack.enter_context(patch.object(owner, name, watch.wrap(part, getattr(owner, name))))
+        stack.enter_context(patch.object(DistributedDataParallel, "_make_backward_post_hook", make_timed_hook))
+        yield
+
+
+def parts_table(build: Callable[[], Pair]) -> str:
+    """Median ms of each part in a step of plain torch and of moe_exp. `build` makes the pair of models."""
+    plain, ours = Stopwatch(), Stopwatch()
+    with watched(OURS, ours):
+        pair = build()
+
+    def run() -> tuple[dict[str, float], dict[str, float]]:
+        plain.seconds.clear()
+        ours.seconds.clear()
+        step = pair.prepare()
+        with watched(PLAIN, plain):
+            plain.wrap("everything else", step)()
+        with watched(OURS, ours):
+            ours.wrap("everything else", pair.ours.step)()
+        return dict(plain.seconds), dict(ours.seconds)
+
+    order = list(dict.fromkeys([part for part, _, _ in OURS] + ["DDP: add to gradient buffer", "everything else"]))
+    rows = _median_rows(order, [run() for _ in range(PROFILED_STEPS + 2)][2:])
+    return _table("part", [*rows, ("sum", sum(row[1] for row in rows), sum(row[2] for row in rows))])
+
+
+def operator_table(pair: Pair, num_rows: int = 16) -> str:
+    """Median ms that a step spends inside each operator of torch, the largest differences first."""
+    steps = [(_operator_seconds(pair.prepare()), _operator_seconds(pair.ours.step)) for _ in range(PROFILED_STEPS // 2)]
+    rows = _median_rows(sorted({name for step in steps for side in step for name in side}), steps)
+    total = ("all operators", sum(row[1] for row in rows), sum(row[2] for row in rows))
+    return _table("operator, forward and backward", [*sorted(rows, key=lambda row: -abs(row[2] - row[1]))[:num_rows], total])
+
+
+def _operator_seconds(step: Callable[[], object]) -> dict[str, float]:
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        step()
+    return {event.key: event.self_cpu_time_total / 1e6 for event in profiler.key_averages() if event.key.startswith("aten::")}
+
+
+def _median_rows(names: list[str], steps: list[tuple[dict[str, float], dict[str, float]]]) -> list[tuple[str, float, float]]:
+    rows = []
+    for name in names:
+        plain, ours = (statistics.median(side.get(name, 0.0) for side in sides) * 1e3 for sides in zip(*steps, strict=True))
+        rows.append((name, plain, ours))
+    return [row for row in rows if row[1] or row[2]]
+
+
+def _table(heading: str, rows: list[tuple[str, float, float]]) -> str:
+    lines = [f"| {heading} | plain torch, ms | moe_exp, ms | difference, ms |", "|---|---|---|---|"]
+    return "\n".join(
+        lines + [f"| {name.replace('aten::', '')} | {plain:.2f} | {ours:.2f} | {ours - plain:+.2f} |" for name, plain, ours in rows]
+    )
+
+
+# The command
+
+
 def free_port() -> int:
     with closing(socket.socket()) as server:
         server.bind(("localhost", 0))
@@ -190,7 +349,7 @@ def main() -> None:
         if not arguments.check:
             rows.append(measure(pair, name, num_pairs=arguments.pairs, warmup=arguments.warmup))
         if arguments.profile:
-            tables += [f"### {name}", parts_table(lambda config=config: Pair(config, rank)), operator_table(pair)]
+            tables += [f"### {name}", parts_table(partial(Pair, config, rank)), operator_table(pair)]
     stop()
     if rows:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

@@ -105,21 +105,27 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         config = self.config
         tokens = x.view(-1, x.size(-1))
-        logits = F.linear(tokens, self.router)
-        probs = logits.softmax(dim=-1)
-        weights, experts = probs.topk(config.topk, dim=-1)
+        logits, probs, weights, experts = self.route(tokens)
         counts = torch.bincount(experts.flatten(), minlength=config.num_experts)
 
         order = experts.flatten().argsort(stable=True)
-        rows = tokens[order // config.topk].split(counts.tolist())
+        rows = tokens.index_select(0, order // config.topk).split(counts.tolist())
         # unbind, not indexing: one gradient for all experts instead of a full-size one for each.
         outputs = [swiglu(row, up, down) for row, up, down in zip(rows, self.up.unbind(), self.down.unbind(), strict=True)]
         weighted = torch.cat(outputs) * weights.flatten()[order].unsqueeze(-1)
         y = torch.zeros_like(tokens).index_add(0, order // config.topk, weighted)
+        return y.view_as(x), self.auxiliary_loss(logits, probs, counts)
 
-        balance = config.num_experts * torch.dot(counts / experts.numel(), probs.mean(dim=0))
+    def route(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        logits = F.linear(tokens, self.router)
+        probs = logits.softmax(dim=-1)
+        weights, experts = probs.topk(self.config.topk, dim=-1)
+        return logits, probs, weights, experts
+
+    def auxiliary_loss(self, logits: Tensor, probs: Tensor, counts: Tensor) -> Tensor:
+        balance = self.config.num_experts * torch.dot(counts / counts.sum(), probs.mean(dim=0))
         z = logits.logsumexp(dim=-1).square().mean()
-        return y.view_as(x), config.aux_loss_coeff * balance + config.z_loss_coeff * z
+        return self.config.aux_loss_coeff * balance + self.config.z_loss_coeff * z
 
 
 class Block(nn.Module):

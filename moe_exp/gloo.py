@@ -19,7 +19,7 @@ def all_gather(out: Tensor, x: Tensor, group: ProcessGroup | None = None, async_
     """torch.distributed.all_gather_into_tensor: `out` gets x of every rank, in rank order along the first dimension."""
     if not _is_gloo(group):
         return dist.all_gather_into_tensor(out, x, group=group, async_op=async_op)
-    copies = x.contiguous().view(1, -1).expand(dist.get_world_size(group), -1).reshape(-1)
+    copies = x.flatten().repeat(dist.get_world_size(group))
     return dist.all_to_all_single(out.view(-1), copies, group=group, async_op=async_op)
 
 

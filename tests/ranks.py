@@ -27,7 +27,9 @@ from pathlib import Path
 from typing import Any
 
 _PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["torch", "torch.distributed", "pytest", "hypothesis", "moe_exp.layers.moe_layer"])
+_PROCESSES.set_forkserver_preload(
+    ["torch", "torch.distributed", "pytest", "hypothesis", "moe_exp.layers.moe_layer", "moe_exp.layers.attention"]
+)
 
 
 class RankError(RuntimeError):

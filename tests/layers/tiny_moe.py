@@ -37,7 +37,15 @@ def identity_router(num_experts: int, topk: int, **settings) -> Router:
 
 
 def tiny_layer(
-    *, topk=2, ep_group=None, etp_group=None, alltoall=False, activation="swiglu", microbatch_group=None, context_parallel_size=1, **settings
+    *,
+    topk=2,
+    ep_group=None,
+    etp_group=None,
+    alltoall=False,
+    activation="swiglu",
+    microbatch_group=None,
+    context_parallel_size=1,
+    **settings,
 ) -> MoELayer:
     """Float64, `loop` backend. The first E inputs of a token push it to the expert of the same number."""
     gated = activation == "swiglu"
@@ -74,7 +82,7 @@ def cut(weight: Tensor, axis: int, ep_group, etp_group, *, halves: int = 1) -> T
 
 def pushed_tokens(expert_TK: list[list[int]], *, seed: int = 5, strength: float = 4.0) -> Tensor:
     """Tokens [T, D] that the router of `tiny_layer` sends to these experts, the first with the larger weight."""
-    x_TD = 0.3 * random(len(expert_TK), HIDDEN, seed=seed)
+    x_TD = 0.2 * random(len(expert_TK), HIDDEN, seed=seed)
     for x_D, experts in zip(x_TD, expert_TK, strict=True):
         for k, expert in enumerate(experts):
             x_D[expert] += strength / (k + 1)

@@ -1,2 +1,0 @@
-def parts_table(x): return ""
-def operator_table(x): return ""

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import run_on_ranks
+from tiny_moe import identity_router
+
+from moe_exp.layers.capacity import count_per_expert, expert_capacity, keep_most_probable, rank_in_expert
+from moe_exp.layers.dispatcher import LocalDispatcher
+from moe_exp.layers.moe_layer import MoELayer, MoESettings
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "topk", "factor", "capacity"),
+    [(10, 4, 2, 1.0, 5), (10, 4, 1, 1.0, 3), (10, 4, 2, 1.25, 7), (10, 4, 2, 0.5, 3), (1, 64, 1, 1.0, 1), (8, 8, 1, 8.0, 8)],
+)
+def test_expert_capacity(num_tokens, num_experts, topk, factor, capacity):
+    assert expert_capacity(num_tokens, num_experts=num_experts, topk=topk, capacity_factor=factor) == capacity
+
+
+def test_slots_of_lowest_weight_are_dropped_by_hand():
+    # Ten tokens, two slots each, three experts of capacity 4. Expert 0 has eight slots, expert 1 seven, expert 2 five.
+    expert_TK = torch.tensor([[0, 1], [0, 2], [1, 0], [0, 1], [2, 0], [1, 2], [0, 1], [0, 2], [1, 0], [2, 1]])
+    weights_TK = torch.tensor(
+        [[0.9, 0.1], [0.6, 0.4], [0.7, 0.3], [0.8, 0.2], [0.55, 0.45], [0.52, 0.48], [0.51, 0.49], [0.95, 0.05], [0.65, 0.35], [0.75, 0.25]]
+    )
+    # Expert 0 keeps .95 .9 .8 .6; expert 1 keeps .7 .65 .52 .49; expert 2 keeps .75 .55 .48 .4 and drops .05.
+    kept = [[1, 0], [1, 1], [1, 0], [1, 0], [1, 0], [1, 1], [0, 1], [1, 0], [1, 0], [1, 0]]
+    assert keep_most_probable(expert_TK, weights_TK, num_experts=3, capacity=4).int().tolist() == kept
+
+
+def test_ties_go_by_position():
+    expert_TK = torch.tensor([[0], [0], [1], [0], [0], [1], [0], [1], [0], [0]])
+    weights_TK = torch.tensor([[0.5], [0.5], [0.2], [0.9], [0.5], [0.2], [0.5], [0.3], [0.9], [0.5]])
+    # Expert 0: both .9, then the first of the .5; expert 1: all three.
+    kept = [[1], [0], [1], [1], [0], [1], [0], [1], [1], [0]]
+    assert keep_most_probable(expert_TK, weights_TK, num_experts=2, capacity=3).int().tolist() == kept
+
+
+def test_rank_in_expert_by_hand():
+    expert_N = torch.tensor([1, 0, 1, 2, 1, 0, 2])
+    # Expert 2 is one past the last of two: a place of its own, and nothing breaks.
+    assert rank_in_expert(expert_N, None, num_experts=2).tolist() == [0, 0, 1, 0, 2, 1, 1]
+    priority_N = torch.tensor([0.1, 0.5, 0.3, 0.0, 0.2, 0.9, 1.0])
+    assert rank_in_expert(expert_N, priority_N, num_experts=2).tolist() == [2, 1, 0, 1, 1, 0, 0]
+
+
+def test_count_per_expert_by_hand():
+    counts_E = count_per_expert(torch.tensor([3, 0, 3, 3, 1]), 5)
+    assert counts_E.tolist() == [1, 1, 0, 3, 0]
+    assert counts_E.dtype == torch.int64
+
+
+def kept_by_loop(experts: list[list[int]], weights: list[list[float]], capacity: int) -> list[list[bool]]:
+    slots = [(t, k) for t in range(len(experts)) for k in range(len(experts[t]))]
+    kept = [[False] * len(row) for row in experts]
+    for expert in {expert for row in experts for expert in row}:
+        queue = sorted((slot for slot in slots if experts[slot[0]][slot[1]] == expert), key=lambda slot: -weights[slot[0]][slot[1]])
+        for t, k in queue[:capacity]:
+            kept[t][k] = True
+    return kept
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_against_a_loop(data):
+    num_experts = data.draw(st.integers(1, 5))
+    topk = data.draw(st.integers(1, num_experts))
+    num_tokens = data.draw(st.integers(1, 12))
+    row = st.permutations(range(num_experts)).map(lambda order: order[:topk])
+    experts = data.draw(st.lists(row, min_size=num_tokens, max_size=num_tokens))
+    # Few values, so that there are ties.
+    weight = st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=topk, max_size=topk)
+    weights = data.draw(st.lists(weight, min_size=num_tokens, max_size=num_tokens))
+    capacity = data.draw(st.integers(0, num_tokens))
+    kept_TK = keep_most_probable(torch.tensor(experts), torch.tensor(weights), num_experts=num_experts, capacity=capacity)
+    assert kept_TK.tolist() == kept_by_loop(experts, weights, capacity)
+
+
+def test_large_capacity_drops_nothing():
+    expert_TK = torch.zeros(9, 1, dtype=torch.int64)
+    assert keep_most_probable(expert_TK, torch.rand(9, 1), num_experts=4, capacity=9).all()
+    assert capacity_layer(4.0).route(tied_logits(24)).kept_TK.all()
+
+
+NUM_EXPERTS = 4
+
+
+def capacity_layer(factor: float, **groups) -> MoELayer:
+    router = identity_router(NUM_EXPERTS, 2)
+    return MoELayer(
+        router=router,
+        dispatcher=LocalDispatcher(NUM_EXPERTS),
+        experts=torch.nn.Identity(),
+        settings=MoESettings(capacity_factor=factor),
+        **groups,
+    )
+
+
+def tied_logits(num_tokens: int) -> torch.Tensor:
+    """Of eight different rows, so that most weights are the same as others."""
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randint(0, 4, (8, NUM_EXPERTS), generator=generator) + torch.tensor([1.5, 0.5, 0.25, 0.0])
+    return rows[torch.randint(0, 8, (num_tokens,), generator=generator)]
+
+
+# Which tokens each rank has, in blocks of the sequence. Megatron's order for context parallelism; where a rank has one block
+# of a context parallel layout, its half of the pair is the tensor parallel part.
+SPLITS = {
+    "2 ranks": (1, [[0], [1]]),
+    "4 ranks": (1, [[0], [1], [2], [3]]),
+    "2 ranks, cp 2": (2, [[0, 3], [1, 2]]),
+    "4 ranks, cp 2": (2, [[0], [3], [1], [2]]),
+    "4 ranks, cp 4": (4, [[0, 7], [1, 6], [2, 5], [3, 4]]),
+}
+
+
+def kept_on_rank(x_TD: torch.Tensor, blocks: list[list[int]], context_parallel_size: int, factor: float) -> torch.Tensor:
+    layer = capacity_layer(factor, microbatch_group=dist.group.WORLD, context_parallel_size=context_parallel_size)
+    parts = x_TD.chunk(sum(len(row) for row in blocks))
+    decision = layer.route(torch.cat([parts[block] for block in blocks[dist.get_rank()]]))
+    return decision.kept_TK
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("tied", [True, False])
+def test_drops_do_not_depend_on_the_split_over_ranks(split, tied):
+    context_parallel_size, blocks = SPLITS[split]
+    x_TD = tied_logits(48) if tied else torch.randn(48, NUM_EXPERTS, generator=torch.Generator().manual_seed(4))
+    expected_TK = capacity_layer(0.75).route(x_TD).kept_TK
+    assert 12 <= (~expected_TK).sum() <= 48
+    ranks = run_on_ranks(len(blocks), kept_on_rank, x_TD, blocks, context_parallel_size, 0.75)
+    order = [block for row in blocks for block in row]
+    by_block = torch.cat(ranks).chunk(len(order))
+    kept_TK = torch.cat([by_block[order.index(block)] for block in range(len(order))])
+    assert torch.equal(kept_TK, expected_TK)
+
+
+def test_router_weights_keep_their_gradient():
+    weights_TK = torch.rand(4, 1, requires_grad=True)
+    assert not keep_most_probable(torch.zeros(4, 1, dtype=torch.int64), weights_TK, num_experts=1, capacity=2).requires_grad

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_on_ranks
+from tiny_moe import random
+
+from moe_exp.layers.capacity import count_per_expert
+from moe_exp.layers.losses import group_size, load_balancing_loss_share, z_loss_share
+
+
+def double(rows) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def close(actual, expected) -> None:
+    torch.testing.assert_close(torch.as_tensor(actual), torch.as_tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("topk", [1, 2, 4])
+def test_balanced_router_has_loss_one(topk):
+    scores_TE = torch.full((8, 4), 0.25, dtype=torch.float64)
+    close(load_balancing_loss_share(scores_TE, torch.full((4,), 8 * topk // 4), topk=topk), 1.0)
+
+
+def test_collapsed_router_has_loss_num_experts():
+    scores_TE = double([[1.0, 0.0, 0.0, 0.0]] * 8)
+    close(load_balancing_loss_share(scores_TE, torch.tensor([8, 0, 0, 0]), topk=1), 4.0)
+
+
+def test_load_balancing_loss_of_ten_tokens_by_hand():
+    scores_TE = double([[0.5, 0.3, 0.2, 0.0]] * 5 + [[0.3, 0.3, 0.2, 0.2]] * 5)
+    # Mean scores .4 .3 .2 .1, fractions .1 .2 .3 .4: 4 * (.04 + .06 + .06 + .04)
+    close(load_balancing_loss_share(scores_TE, torch.tensor([1, 2, 3, 4]), topk=1), 0.8)
+    # The same fractions of twice as many slots.
+    close(load_balancing_loss_share(scores_TE, torch.tensor([2, 4, 6, 8]), topk=2), 0.8)
+
+
+def test_gradient_of_load_balancing_loss_by_hand():
+    scores_TE = double([[0.5, 0.3, 0.2, 0.0]] * 10).requires_grad_()
+    load_balancing_loss_share(scores_TE, torch.tensor([1, 2, 3, 4]), topk=1).backward()
+    # E * f_e / T
+    close(scores_TE.grad, double([[0.04, 0.08, 0.12, 0.16]] * 10))
+
+
+def test_z_loss_of_ten_tokens_by_hand():
+    # Two equal logits of c - ln 2 have logsumexp c: the mean of 0, 1, 4, ..., 81.
+    logits_TE = double([[c - math.log(2)] * 2 for c in range(10)])
+    close(z_loss_share(logits_TE), 28.5)
+
+
+def test_gradcheck():
+    logits_TE = random(5, 3, seed=1).requires_grad_()
+    counts_E = torch.tensor([4, 1, 5])
+    assert torch.autograd.gradcheck(z_loss_share, logits_TE)
+    assert torch.autograd.gradcheck(lambda x: load_balancing_loss_share(x.softmax(dim=-1), counts_E, topk=2), logits_TE)
+
+
+def test_counts_are_left_as_they_are():
+    counts_E = torch.tensor([1, 2, 3, 4])
+    load_balancing_loss_share(torch.full((10, 4), 0.25), counts_E, topk=1)
+    assert counts_E.tolist() == [1, 2, 3, 4]
+    assert group_size(None) == 1
+
+
+def shares(logits_TE: torch.Tensor, topk: int, group) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Both shares of these tokens, and the gradients of each with respect to the scores or logits; counts are float64, as scores are."""
+    logits_TE = logits_TE.clone().requires_grad_()
+    scores_TE = logits_TE.detach().softmax(dim=-1).requires_grad_()
+    counts_E = count_per_expert(scores_TE.topk(topk).indices.flatten(), scores_TE.size(1))
+    before_E = counts_E.clone()
+    balance, z = load_balancing_loss_share(scores_TE, counts_E, topk=topk, group=group), z_loss_share(logits_TE, group=group)
+    (balance + z).backward()
+    assert torch.equal(counts_E, before_E)
+    return balance.detach(), z.detach(), scores_TE.grad, logits_TE.grad, counts_E
+
+
+def shares_of_rank(logits_TE: torch.Tensor, topk: int):
+    group = dist.group.WORLD
+    return shares(logits_TE.chunk(group.size())[group.rank()], topk, group)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("topk", [1, 3])
+def test_shares_of_ranks_add_up_to_the_loss(num_ranks, topk):
+    logits_TE = random(24, 5, seed=7)
+    balance, z, scores_grad, logits_grad, _ = shares(logits_TE, topk, None)
+    ranks = run_on_ranks(num_ranks, shares_of_rank, logits_TE, topk)
+    close(sum(rank[0] for rank in ranks), balance)
+    close(sum(rank[1] for rank in ranks), z)
+    close(torch.cat([rank[2] for rank in ranks]), scores_grad)
+    close(torch.cat([rank[3] for rank in ranks]), logits_grad)
+    # The test is worth something: the counts differ by rank.
+    assert not torch.equal(ranks[0][4], ranks[1][4])

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from test_capacity import kept_by_loop
+from test_experts import formula
+from tiny_moe import EXPERTS, HIDDEN, identity_router, pushed_tokens, random, tiny_layer
+from torch.utils.checkpoint import checkpoint
+
+from moe_exp.layers.dispatcher import LocalDispatcher
+from moe_exp.layers.experts import Experts
+from moe_exp.layers.moe_layer import MoELayer, MoESettings
+
+TOKENS = [[t % 4, (t + 1) % 4] for t in range(9)] + [[0, 1]] * 4 + [[2, 0]] * 4
+MODES = {
+    "dropless": {},
+    "capacity": {"capacity_factor": 0.7},
+    "padded": {"capacity_factor": 0.7, "pad_to_capacity": True},
+    "padded, nothing dropped": {"capacity_factor": 4.0, "pad_to_capacity": True},
+}
+
+
+def naive(layer: MoELayer, x_TD: torch.Tensor, topk: int):
+    """y_t = sum_k w_tk expert_k(x_t) and the losses, one token and one expert at a time, by leaves of its own."""
+    leaves = [leaf.detach().clone().requires_grad_() for leaf in (x_TD, layer.router.weight, layer.experts.weight1, layer.experts.weight2)]
+    x_TD, router, weight1, weight2 = leaves
+    probabilities = [torch.exp(router @ x) / torch.exp(router @ x).sum() for x in x_TD]
+    experts = [sorted(range(EXPERTS), key=lambda e, p=p: -p[e].item())[:topk] for p in probabilities]
+    kept = [[True] * topk for _ in experts]
+    if layer.settings.capacity_factor is not None:
+        capacity = math.ceil(layer.settings.capacity_factor * len(x_TD) * topk / EXPERTS)
+        kept = kept_by_loop(experts, [[p[e].item() for e in row] for p, row in zip(probabilities, experts, strict=True)], capacity)
+    outs = []
+    for t, x in enumerate(x_TD):
+        out = torch.zeros_like(x)
+        for k, e in enumerate(experts[t]):
+            if kept[t][k]:
+                out = out + probabilities[t][e] * (weight2[e] @ formula("swiglu", weight1[e] @ x))
+        outs.append(out)
+    fractions = [sum(e in row for row in experts) / (len(experts) * topk) for e in range(EXPERTS)]
+    balance = EXPERTS * sum(f * p for f, p in zip(fractions, torch.stack(probabilities).mean(dim=0), strict=True))
+    z = torch.stack([torch.log(torch.exp(router @ x).sum()) ** 2 for x in x_TD]).mean()
+    return torch.stack(outs), balance, z, leaves, kept
+
+
+@pytest.mark.parametrize("topk", [1, 2, 4])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("alltoall", [False, True])
+def test_layer_against_a_loop_over_tokens(mode, topk, alltoall):
+    layer = tiny_layer(topk=topk, aux_loss_coeff=0.3, z_loss_coeff=0.2, alltoall=alltoall, **MODES[mode])
+    x_TD, grad_TD = pushed_tokens(TOKENS).requires_grad_(), random(len(TOKENS), HIDDEN, seed=4)
+    expected_TD, balance, z, leaves, kept = naive(layer, x_TD, topk)
+    expected_loss = 0.3 * balance + 0.2 * z
+    ((expected_TD * grad_TD).sum() + expected_loss).backward()
+    y_TD, loss = layer(x_TD)
+    ((y_TD * grad_TD).sum() + loss).backward()
+
+    if mode in ("capacity", "padded"):
+        assert not all(map(all, kept))
+    torch.testing.assert_close(y_TD, expected_TD, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-12, atol=0)
+    tensors = (x_TD, layer.router.weight, layer.experts.weight1, layer.experts.weight2)
+    for tensor, leaf in zip(tensors, leaves, strict=True):
+        torch.testing.assert_close(tensor.grad, leaf.grad, rtol=1e-11, atol=1e-12)
+
+    statistics = layer.statistics
+    torch.testing.assert_close(statistics.sums[2:], torch.stack([balance, z]).detach(), rtol=1e-12, atol=0)
+    assert statistics.sums[0] == sum(not slot for row in kept for slot in row)
+
+
+@pytest.mark.parametrize(("aux", "z"), [(0.5, 0.0), (0.0, 0.25)])
+def test_each_loss_has_its_own_coefficient(aux, z):
+    layer = tiny_layer(aux_loss_coeff=aux, z_loss_coeff=z)
+    _, loss = layer(pushed_tokens(TOKENS))
+    balance_sum, z_sum = layer.statistics.sums[2:].tolist()
+    assert loss.item() == pytest.approx(aux * balance_sum + z * z_sum, rel=1e-12)
+
+
+def test_no_coefficients_no_loss():
+    _, loss = tiny_layer()(pushed_tokens(TOKENS))
+    assert loss is None
+
+
+@pytest.mark.parametrize("pad", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_capacity_equals_dropless_to_the_bit(pad, dtype):
+    results = []
+    for settings in (MoESettings(), MoESettings(capacity_factor=2.0, pad_to_capacity=pad)):
+        experts = Experts(num_local_experts=4, hidden_size=4, ffn_size=8, activation="swiglu", backend="loop", dtype=dtype)
+        with torch.no_grad():
+            for seed, weight in enumerate(experts.parameters()):
+                weight.copy_(random(*weight.shape, seed=seed))
+        layer = MoELayer(router=identity_router(4, 2), dispatcher=LocalDispatcher(4), experts=experts, settings=settings)
+        x_TD = random(33, 4, seed=3).to(dtype).requires_grad_()
+        y_TD, _ = layer(x_TD)
+        assert y_TD.dtype == dtype
+        y_TD.backward(random(33, 4, seed=4).to(dtype))
+        results.append([y_TD, x_TD.grad, layer.router.weight.grad])
+    for dropless, capacity in zip(*results, strict=True):
+        assert torch.equal(dropless, capacity)
+
+
+# Statistics
+
+
+def test_statistics_by_hand():
+    router = identity_router(2, 1)
+    experts = Experts(num_local_experts=2, hidden_size=2, ffn_size=2, activation="gelu", backend="loop")
+    for weight in experts.parameters():
+        torch.nn.init.zeros_(weight)
+    layer = MoELayer(router=router, dispatcher=LocalDispatcher(2), experts=experts, settings=MoESettings(capacity_factor=1.0))
+    # Probabilities 3/4 and 1/4, four times for expert 0 and once for expert 1; an expert takes ceil(5/2) = 3.
+    x_TD = torch.tensor([[math.log(3.0), 0.0]] * 4 + [[0.0, math.log(3.0)]])
+    layer(x_TD)
+    layer(x_TD)
+    assert layer.statistics.tokens_per_expert_E.tolist() == [8, 2]
+    assert layer.statistics.num_microbatches == 2
+    entropy = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
+    # Mean scores: .65 and .35, fractions .8 and .2: 2 * (.52 + .07); both logsumexp are ln 4.
+    expected = [2 * 1, 2 * 5 * entropy, 2 * 1.18, 2 * math.log(4) ** 2]
+    assert layer.statistics.sums.tolist() == pytest.approx(expected, rel=1e-6)
+    layer.statistics.reset()
+    assert layer.statistics.tokens_per_expert_E.tolist() == [0, 0]
+    assert layer.statistics.sums.tolist() == [0, 0, 0, 0]
+    assert layer.statistics.num_microbatches == 0
+
+
+@pytest.mark.parametrize("topk", [1, 3])
+def test_tokens_per_expert_sum_to_the_slots_before_drops(topk):
+    layer = tiny_layer(topk=topk, capacity_factor=0.5)
+    layer(pushed_tokens(TOKENS))
+    assert layer.statistics.tokens_per_expert_E.sum() == len(TOKENS) * topk
+    assert layer.statistics.sums[0] > 0
+
+
+def test_entropy_of_a_sure_router_is_zero_and_not_nan():
+    layer = tiny_layer()
+    layer(pushed_tokens(TOKENS, strength=1e5))
+    assert layer.statistics.sums[1] == 0
+
+
+def test_recompute_counts_once():
+    layer, direct = tiny_layer(aux_loss_coeff=0.1), tiny_layer(aux_loss_coeff=0.1)
+    x_TD = pushed_tokens(TOKENS).requires_grad_()
+    y_TD, loss = checkpoint(layer, x_TD, use_reentrant=True)
+    (y_TD.sum() + loss).backward()
+    y_TD, loss = direct(pushed_tokens(TOKENS).requires_grad_())
+    (y_TD.sum() + loss).backward()
+    assert layer.statistics.num_microbatches == 1
+    assert torch.equal(layer.statistics.tokens_per_expert_E, direct.statistics.tokens_per_expert_E)
+    assert torch.equal(layer.statistics.sums, direct.statistics.sums)
+    assert torch.equal(layer.experts.weight1.grad, direct.experts.weight1.grad)
+
+
+def test_evaluation_is_not_counted():
+    layer = tiny_layer(aux_loss_coeff=0.1)
+    before = copy.deepcopy(layer.statistics)
+    layer.eval()
+    layer(pushed_tokens(TOKENS))
+    layer.train()
+    with torch.no_grad():
+        layer(pushed_tokens(TOKENS))
+    assert layer.statistics.num_microbatches == before.num_microbatches == 0
+    assert not layer.statistics.tokens_per_expert_E.any()
+    assert not layer.statistics.sums.any()

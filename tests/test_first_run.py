@@ -1,0 +1,213 @@
+"""What a run does and leaves behind, and that its features train."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+
+import pytest
+import yaml
+from runs import EndedRun, Runs
+
+from moe_exp.metrics import TRAIN_KEYS, VALID_KEYS
+
+SECRET = "do-not-write-me-7731"
+
+# Megatron-LM's training_log, field for field.
+MEGATRON_LINE = re.compile(
+    r"^\[(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\] iteration (?P<iteration> *\d+)/(?P<train_iters> *\d+) \|"
+    r" consumed samples: (?P<consumed_samples> *\d+) \|"
+    r" elapsed time per iteration \(ms\): (?P<elapsed_time_per_iteration_ms>\d+\.\d) \|"
+    r" throughput per GPU \(TFLOP/s/GPU\): (?P<tflops_per_gpu>\d+\.\d) \|"
+    r" learning rate: (?P<learning_rate>\d\.\d{6}E[+-]\d\d) \|"
+    r" global batch size: (?P<global_batch_size> *\d+) \|"
+    r" lm loss: (?P<lm_loss>\d\.\d{6}E[+-]\d\d) \|"
+    r" load_balancing_loss: (?P<load_balancing_loss>\d\.\d{6}E[+-]\d\d) \|"
+    r" z_loss: (?P<z_loss>\d\.\d{6}E[+-]\d\d) \|"
+    r" loss scale: (?P<loss_scale>\d+\.\d) \|"
+    r" grad norm: (?P<grad_norm>\d+\.\d{3}) \|"
+    r" num zeros: (?P<num_zeros>\d+\.\d) \|"
+    r" params norm: (?P<params_norm>\d+\.\d{3}) \|"
+    r" number of skipped iterations: (?P<skipped_iterations> *\d+) \|"
+    r" number of nan iterations: (?P<nan_iterations> *\d+) \|$",
+    re.M,
+)
+NUMBERS = re.compile(r"(?<![\w.])\d+(?:\.\d+)?")
+
+
+@pytest.fixture(scope="session")
+def first_run(session_runs: Runs) -> EndedRun:
+    """PRESET=cpu as it is, only shorter."""
+    short = {"TRAIN_ITERS": 40, "LOG_INTERVAL": 4, "EVAL_INTERVAL": 20, "EVAL_ITERS": 2, "SAVE_INTERVAL": 20}
+    return session_runs.succeed("first", tiny=False, PRESET="cpu", WANDB_API_KEY=SECRET, HF_TOKEN=SECRET, **short)
+
+
+def test_loss_falls(first_run):
+    losses = first_run.curve("lm_loss")
+    assert losses[0] == pytest.approx(math.log(4096), abs=0.5)
+    assert losses[-1] < losses[0] - 1
+    valid = [record["lm_loss"] for record in first_run.records("valid")]
+    assert valid[1] < valid[0] < losses[0]
+    assert valid[1] == pytest.approx(losses[-1], abs=0.6)
+
+
+def test_run_folder_has_what_the_design_lists(first_run):
+    folder = first_run.folder
+    assert sorted(path.name for path in folder.path.iterdir()) == [
+        "checkpoints", "config.yaml", "loss_curve.png", "metrics.jsonl", "provenance.json", "summary.json", "tensorboard", "train.log",
+    ]  # fmt: skip
+    checkpoints = sorted(path.name for path in folder.checkpoints.iterdir())
+    assert checkpoints == ["iter_0000020", "iter_0000040", "latest_checkpointed_iteration.txt"]
+    settings = yaml.safe_load(folder.config.read_text())
+    assert (settings["preset"], settings["train_iters"], settings["num_experts"], settings["vpp"]) == ("cpu", 40, 8, None)
+    (start,) = json.loads(folder.provenance.read_text())["starts"]
+    assert {"time", "command", "host", "platform", "versions", "commit"} <= set(start)
+    assert {"torch", "megatron-core", "numpy"} <= set(start["versions"])
+    assert list(folder.tensorboard.glob("events.out.tfevents.*"))
+    assert (folder.path / "loss_curve.png").read_bytes().startswith(b"\x89PNG")
+    summary = json.loads(folder.summary.read_text())
+    losses = first_run.curve("lm_loss")
+    assert (summary["status"], summary["iteration"], summary["num_starts"]) == ("finished", 40, 1)
+    assert (summary["first_lm_loss"], summary["last_lm_loss"]) == (losses[0], losses[-1])
+    assert summary["checkpoints"] == ["iter_0000020", "iter_0000040"]
+
+
+def test_no_key_is_written_or_printed(first_run):
+    assert SECRET not in first_run.text
+    files = [path for path in first_run.folder.path.rglob("*") if path.is_file()]
+    assert len(files) > 10
+    assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
+
+
+def test_log_has_megatrons_line(first_run):
+    records = first_run.records()
+    for text in (first_run.stdout, first_run.folder.log.read_text()):
+        lines = [match.groupdict() for match in MEGATRON_LINE.finditer(text)]
+        assert len(lines) == text.count("] iteration ") == len(records) == 10
+        for line, record in zip(lines, records, strict=True):
+            assert int(line["train_iters"]) == 40
+            for key in line.keys() - {"time", "train_iters"}:
+                digits = 1e-6 if "E" in line[key] else 10 ** -len(line[key].partition(".")[2]) if "." in line[key] else 0
+                assert float(line[key]) == pytest.approx(record[key], rel=1e-6 if "E" in line[key] else 0, abs=digits), key
+
+
+def test_validation_lines(first_run):
+    for record in first_run.records("valid"):
+        line = f" validation loss at iteration {record['iteration']} | lm loss value: {record['lm_loss']:.6E} | "
+        assert line + f"lm loss PPL: {math.exp(record['lm_loss']):.6E} | " in first_run.stdout
+        assert set(record) == {"kind", *VALID_KEYS}
+    assert [record["iteration"] for record in first_run.records("valid")] == [20, 40]
+
+
+def test_metrics_have_every_key(first_run):
+    records = first_run.records()
+    assert [record["iteration"] for record in records] == list(range(4, 41, 4))
+    for record in records:
+        assert set(record) == {"kind", *TRAIN_KEYS}
+        assert [name for name, value in record.items() if value is None] == ["memory_allocated_bytes"]
+        assert record["consumed_samples"] == record["iteration"] * 16
+        assert record["consumed_tokens"] == record["iteration"] * 16 * 256
+        assert [layer["layer"] for layer in record["experts"]] == [1, 2, 3, 4]
+        for layer in record["experts"]:
+            assert sum(layer["tokens_per_expert"]) == 4 * 16 * 256  # LOG_INTERVAL * GBSZ * SEQ_LEN * TOPK
+            assert layer["max_over_mean"] == max(layer["tokens_per_expert"]) / statistics.mean(layer["tokens_per_expert"])
+            assert 0 < layer["router_entropy"] <= math.log(8)
+
+
+def test_start_says_the_true_counts(first_run):
+    start = first_run.stdout.partition("] iteration ")[0]
+    for text in ("Total number of parameters in billions: 0.00 (", "weight and optimizer=", "Floating-point operations per iteration: "):
+        assert text in start
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_precision(dtype, runs):
+    run = runs.succeed("half", GPUS_PER_NODE=2, EP=2, TRAIN_ITERS=2, DTYPE=dtype)
+    assert run.curve("iteration") == [1, 2]
+    assert run.curve("lm_loss") == pytest.approx([8.32, 8.32], abs=0.05)
+    assert run.curve("nan_iterations") == [0, 0]
+    assert (run.curve("loss_scale")[0] > 1) == (dtype == "fp16")
+    assert dtype == "fp16" or run.curve("skipped_iterations") == [0, 0]
+
+
+@pytest.mark.slow
+def test_fp16_finds_its_loss_scale_and_learns(runs):
+    run = runs.succeed("half", TRAIN_ITERS=40, DTYPE="fp16", DECAY_ITERS=40)
+    skipped = run.curve("skipped_iterations")
+    assert 0 < sum(skipped) < 30
+    assert sum(skipped[30:]) <= 1
+    assert run.curve("lm_loss")[-1] < 8.25
+
+
+def test_ramped_up_batch(runs):
+    run = runs.succeed("ramp", RAMPUP_BATCH_SIZE="4 2 24", TRAIN_ITERS=8)
+    sizes = run.curve("global_batch_size")
+    assert sizes[0] == 4
+    assert sizes[-1] == 8
+    assert sizes == sorted(sizes)
+    assert 6 in sizes
+    assert run.curve("consumed_samples") == [sum(sizes[: index + 1]) for index in range(8)]
+    assert [sum(experts[0]["tokens_per_expert"]) for experts in run.curve("experts")] == [size * 64 * 2 for size in sizes]
+
+
+@pytest.mark.parametrize("settings", [{}, pytest.param({"USE_MOE": False}, marks=pytest.mark.slow)], ids=["moe", "dense"])
+def test_recompute_changes_nothing(settings, runs):
+    settings = {"TRAIN_ITERS": 4, "WARMUP_ITERS": 1, "DROPOUT": 0.1, "ATTENTION_DROPOUT": 0.1, **settings}
+    plain, *others = (runs.succeed(name, RECOMPUTE=name, **settings) for name in ("none", "full", "selective"))
+    for other in others:
+        for name in ("lm_loss", "grad_norm", "z_loss", "experts"):
+            assert other.curve(name) == plain.curve(name), name
+
+
+FEATURES = {
+    "SHARED_EXPERT_SIZE": 32, "FIRST_K_DENSE": 2, "ROUTER_SCORE": "sigmoid", "ROUTER_BIAS_UPDATE_RATE": 0.05, "QK_NORM": True,
+    "TIE_EMBEDDINGS": True, "LR_DECAY_STYLE": "WSD", "WSD_DECAY_ITERS": 5, "NUM_QUERY_GROUPS": 4, "EXPERT_BACKEND": "loop",
+}  # fmt: skip
+
+
+def test_features_train_together_and_alike_on_two_stages(runs):
+    one = runs.succeed("one", **FEATURES)
+    two = runs.succeed("two", GPUS_PER_NODE=2, PP=2, **FEATURES)
+    assert one.curve("lm_loss")[-1] < one.curve("lm_loss")[0] - 0.2
+    assert two.curve("lm_loss") == pytest.approx(one.curve("lm_loss"), rel=1e-5)
+    assert two.curve("grad_norm") == pytest.approx(one.curve("grad_norm"), rel=1e-4)
+    assert two.curve("params_norm") == pytest.approx(one.curve("params_norm"), rel=1e-6)
+    assert [[layer["layer"] for layer in experts] for experts in one.curve("experts")] == [[3, 4]] * 20
+    counts = [[[layer["tokens_per_expert"] for layer in experts] for experts in run.curve("experts")] for run in (one, two)]
+    assert counts[0] == counts[1]
+    # Warm-up to the peak in 10 iterations, constant, and the last 5 of DECAY_ITERS down to MIN_LR.
+    rates = one.curve("learning_rate")
+    assert rates[:15] == pytest.approx([min(iteration, 10) * 1e-4 for iteration in range(1, 16)])
+    assert rates[15:] == pytest.approx([1e-3 - 1.4e-4 * iteration for iteration in range(1, 6)])
+
+
+@pytest.mark.slow
+def test_expert_bias_balances(runs):
+    """Without the loss that balances, the bias alone has to bring the busiest expert down."""
+    settings = {"ROUTER_SCORE": "sigmoid", "AUX_LOSS_TYPE": "none", "TRAIN_ITERS": 30}
+    left, biased = (runs.succeed(f"rate_{rate}", ROUTER_BIAS_UPDATE_RATE=rate, **settings) for rate in (0, 0.01))
+    worst = [
+        statistics.mean(layer["max_over_mean"] for experts in run.curve("experts")[-5:] for layer in experts) for run in (left, biased)
+    ]
+    assert worst[1] < worst[0] - 0.3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("style", "expected"),
+    [("linear", lambda share: 3e-4 + 7e-4 * (1 - share)), ("constant", lambda share: 1e-3),
+     ("cosine", lambda share: 3e-4 + 7e-4 * (1 + math.cos(math.pi * share)) / 2)],
+    ids=["linear", "constant", "cosine"],
+)  # fmt: skip
+def test_learning_rate(style, expected, runs):
+    rates = runs.succeed(style, LR_DECAY_STYLE=style).curve("learning_rate")
+    assert rates[:10] == pytest.approx([1e-4 * iteration for iteration in range(1, 11)])
+    assert rates[10:] == pytest.approx([expected(iteration / 10) for iteration in range(1, 11)])
+
+
+def test_dry_run_of_the_reference(runs):
+    run = runs.succeed("planned", "--dry-run", tiny=False, PRESET="reference", EP=4, GPUS_PER_NODE=8)
+    assert {"4375732736", "1204838912", "13153.68"} <= set(NUMBERS.findall(run.stdout))
+    assert not run.folder.path.exists()

@@ -1,0 +1,180 @@
+"""The import rule of docs/architecture.md, read from the source: at module level and inside functions."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "moe_exp"
+
+# Modules (or folders) of the package and what else of it each may import. What is not named here may import nothing of it.
+CPU = {"megatron_cpu", "gloo"}
+ENGINE = {"config", "runtime", "model", *CPU}
+ALLOWED: dict[str, set[str]] = {
+    "config": {"hosts", "presets"},
+    "planner": {"config"},
+    "run_folder": {"config"},
+    "data": {"config", "megatron_cpu"},
+    "checks": {"config", "machine_checks"},
+    "machine_checks": {"config", "hosts", "run_folder", "data", "planner"},
+    "megatron_cpu": {"gloo"},
+    "runtime": {"config", *CPU},
+    "layers": {"config", *CPU},
+    "model": {"config", "runtime", "layers", *CPU},
+    "optim": {"config", "runtime", "layers", "model", *CPU},
+    "checkpoint": {*ENGINE, "run_folder"},
+    "hf": {*ENGINE},
+    "metrics": {"config", "run_folder"},
+    "watch": {"config", "run_folder", "metrics", "faults"},
+    "report": {"config", "run_folder", "metrics"},
+    "backends": {*ENGINE, "layers", "optim"},
+    "interval": {*ENGINE, "checkpoint", "metrics", "planner", "optim", "layers", "faults"},
+    "doctor": {"hosts", "backends", "config", *CPU, "runtime", "layers", "optim"},
+    "launch": {"config", "hosts", "presets", "checks", "machine_checks", "planner", "run_folder", "data", "report", "metrics"},
+    # cli, scripts, __main__ and train: see below.
+}
+NEVER_IMPORTED = {"cli", "scripts", "__main__"}
+NOT_BY_TRAIN = {"hf", "report", "launch", "doctor", *NEVER_IMPORTED}
+# Not even inside a function.
+NO_TORCH = {"config", "planner", "hosts", "presets", "run_folder", "checks", "machine_checks", "launch", "cli", "__main__", "report"}
+HEAVY = {"torch", "megatron"}
+# Inside layers/: a file imports only files that stand above it in this list.
+LAYERS = [
+    {"kernels"},
+    {"losses", "capacity", "grouped_gemm", "collectives"},
+    {"router", "attention", "norm"},
+    {"dispatcher"},
+    {"experts"},
+    {"moe_layer"},
+    {"spec"},
+]
+OPTIONAL = ["transformer_engine", "apex", "triton", "wandb", "megablocks", "grouped_gemm", "flash_attn"]
+
+
+@cache
+def imports(path: Path) -> dict[str, bool]:
+    """Full names that a file imports, each with whether it does so when it is imported itself."""
+    found: dict[str, bool] = {}
+
+    def visit(node: ast.AST, at_import: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                continue
+            names = []
+            if isinstance(child, ast.Import):
+                names = [alias.name for alias in child.names]
+            elif isinstance(child, ast.ImportFrom):
+                assert child.level == 0, f"{path}: relative import"
+                # `from moe_exp import gloo` imports the module moe_exp.gloo.
+                names = [f"{child.module}.{alias.name}" for alias in child.names]
+            for name in names:
+                found[name] = found.get(name, False) or at_import
+            visit(child, at_import and not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)))
+
+    visit(ast.parse(path.read_text()), True)
+    return found
+
+
+def files() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def unit(path: Path) -> str:
+    """`layers` for a file of moe_exp/layers, `model` for moe_exp/model.py."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def external(path: Path, *, at_import: bool = False) -> set[str]:
+    return {name.partition(".")[0] for name, early in imports(path).items() if early or not at_import}
+
+
+def internal(path: Path) -> set[str]:
+    """Units of the package that a file imports."""
+    return {name.split(".")[1] for name in imports(path) if name.startswith("moe_exp.")}
+
+
+def test_the_reader_sees_imports():
+    assert {"planner", "interval"} <= {unit(path) for path in files()}
+    assert "spec" in {name.split(".")[2] for name in imports(PACKAGE / "model.py") if name.startswith("moe_exp.layers.")}
+    assert imports(PACKAGE / "cli.py")["moe_exp.launch.train"] is False
+    assert imports(PACKAGE / "cli.py")["argparse"] is True
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_import_rule(path):
+    name, used = unit(path), internal(path)
+    if name not in NEVER_IMPORTED:
+        assert not used & NEVER_IMPORTED, f"{path}: nothing imports {NEVER_IMPORTED}"
+        if name == "train":
+            assert not used & NOT_BY_TRAIN
+        else:
+            assert used <= ALLOWED.get(name, set()) | {name}
+    if name in NO_TORCH:
+        assert not external(path) & HEAVY
+    if name == "data" and path.stem != "dataset":
+        assert not external(path) & HEAVY
+        assert "megatron_cpu" not in used
+    if name in ("layers", "metrics", "watch", "faults", "gloo", "megatron_cpu") and path.stem != "spec":
+        assert "megatron" not in external(path)
+        assert name == "megatron_cpu" or "megatron_cpu" not in used
+    if name in ("metrics", "doctor"):
+        assert not external(path, at_import=True) & HEAVY
+    assert not external(path, at_import=True) & {"wandb", "tensorboard", *OPTIONAL}
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "layers").rglob("*.py")), ids=lambda path: path.stem)
+def test_order_inside_layers(path):
+    name = path.relative_to(PACKAGE / "layers").parts[0].removesuffix(".py")
+    used = {imported.split(".")[2] for imported in imports(path) if imported.startswith("moe_exp.layers.")}
+    if name == "__init__":
+        assert not used
+        return
+    level = next((index for index, names in enumerate(LAYERS) if name in names), None)
+    assert level is not None, f"layers/{path.name}: give it a place in LAYERS"
+    assert used <= set().union(*LAYERS[:level]) | ({name} if name == "kernels" else set())
+
+
+def test_megatron_is_prepared_before_it_is_imported():
+    for path in files():
+        if not external(path) & {"megatron"}:
+            continue
+        order = list(imports(path))
+        first = next(index for index, name in enumerate(order) if name.startswith("megatron."))
+        assert "moe_exp.megatron_cpu" in order[:first], f"{path}: import moe_exp.megatron_cpu before megatron"
+
+
+def run_python(code: str) -> str:
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_light_modules_do_not_load_torch():
+    names = [module_name(path) for path in files() if unit(path) in NO_TORCH | {"metrics", "doctor"} and path.stem != "__main__"]
+    assert {"moe_exp.cli", "moe_exp.launch", "moe_exp.planner.params"} <= set(names)
+    code = f"import sys, {', '.join(names)}\nprint(sorted({HEAVY!r} & set(sys.modules)))"
+    assert run_python(code) == "[]\n"
+
+
+def test_every_module_imports_without_the_optional_packages():
+    # Backwards (train first), so that few are imported already when their turn comes.
+    names = [module_name(path) for path in files() if path.stem != "__main__"][::-1]
+    code = f"""
+import importlib, sys
+for name in {OPTIONAL!r}:
+    sys.modules[name] = None
+for name in {names!r}:
+    importlib.import_module(name)
+print("imported", len({names!r}))
+"""
+    assert f"imported {len(names)}" in run_python(code)

@@ -1,0 +1,186 @@
+"""The same command again goes on where the run stands: bit for bit, under other layouts, after a crash."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+from runs import EndedRun, Runs, ranks_of, wait_until_gone
+
+CURVES = ("lm_loss", "grad_norm", "params_norm")
+
+
+class Interrupted(NamedTuple):
+    """12 iterations in one go, and the same as 6, 6 more, and a start when all is done."""
+
+    whole: EndedRun
+    first: EndedRun
+    second: EndedRun
+    third: EndedRun
+    records_of_first: list[dict[str, Any]]
+    saved_first: Runs
+
+
+@pytest.fixture(scope="session")
+def interrupted(session_runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int, float], Interrupted]:
+    """Runs by (number of ranks, EP, dropout)."""
+
+    @cache
+    def run(num_ranks: int, ep: int, dropout: float) -> Interrupted:
+        settings = {"GPUS_PER_NODE": num_ranks, "EP": ep, "DROPOUT": dropout, "ATTENTION_DROPOUT": dropout, "TRAIN_ITERS": 12}
+        name = f"resume_{num_ranks}_{ep}_{dropout}"
+        whole = session_runs.succeed(f"{name}_whole", **settings)
+        first = session_runs.succeed(name, EXIT_INTERVAL=6, **settings)
+        records = first.records()
+        copy = Runs(tmp_path_factory.mktemp("saved"), session_runs.data_dir)
+        shutil.copytree(first.folder.path, copy.folder(name).path)
+        second, third = (session_runs.succeed(name, EXIT_INTERVAL=6, **settings) for _ in range(2))
+        return Interrupted(whole, first, second, third, records, copy)
+
+    return run
+
+
+def saved_at_6(source: Interrupted, runs: Runs, name: str) -> None:
+    """A copy of the run that ended after 6 of 12 iterations, as run `name` of `runs`."""
+    shutil.copytree(source.saved_first.folder(source.first.folder.path.name).path, runs.folder(name).path)
+
+
+slow = pytest.mark.slow
+CASES = [pytest.param(1, 1, 0.0), pytest.param(2, 2, 0.1), pytest.param(2, 2, 0.0, marks=slow), pytest.param(1, 1, 0.1, marks=slow)]
+
+
+@pytest.mark.parametrize(("num_ranks", "ep", "dropout"), CASES)
+def test_goes_on_bit_for_bit(num_ranks, ep, dropout, interrupted):
+    runs = interrupted(num_ranks, ep, dropout)
+    assert [record["iteration"] for record in runs.records_of_first] == list(range(1, 7))
+    assert runs.second.curve("iteration") == list(range(1, 13))
+    for name in CURVES:
+        assert runs.second.curve(name) == runs.whole.curve(name), name
+    assert runs.second.curve("experts") == runs.whole.curve("experts")
+    assert runs.second.curve("learning_rate") == runs.whole.curve("learning_rate")
+
+
+def test_what_a_resume_says_and_leaves(interrupted):
+    runs = interrupted(1, 1, 0.0)
+    assert "resumed from" not in runs.first.text
+    assert f"resumed from iteration 6 of {runs.second.folder.checkpoints}" in runs.second.stdout
+    assert "Run stopped: 6 of 12 iterations" in runs.first.stdout
+    assert "Run finished: 12 of 12 iterations" in runs.second.stdout
+    events = [(event["event"], event["iteration"], event.get("status")) for event in runs.second.records("event")]
+    assert events == [
+        ("start", 0, None), ("checkpoint", 6, None), ("end", 6, "stopped"),
+        ("resume", 6, None), ("checkpoint", 12, None), ("end", 12, "finished"),
+        ("resume", 12, None), ("end", 12, "finished"),
+    ]  # fmt: skip
+    assert len(json.loads(runs.second.folder.provenance.read_text())["starts"]) == 3
+    assert sorted(path.name for path in runs.second.folder.checkpoints.iterdir()) == [
+        "iter_0000006", "iter_0000012", "latest_checkpointed_iteration.txt",
+    ]  # fmt: skip
+
+
+def test_finished_run_ends_at_once(interrupted):
+    runs = interrupted(2, 2, 0.1)
+    # 20 s, more only where the machine is so busy that the six iterations of the second start took longer, too.
+    assert runs.third.seconds < max(20, runs.second.seconds)
+    assert runs.third.curve("iteration") == list(range(1, 13))
+    assert json.loads(runs.third.folder.summary.read_text())["status"] == "finished"
+
+
+@pytest.mark.slow
+def test_half_precision_goes_on_bit_for_bit(runs):
+    """fp16 is saved here while it still looks for its loss scale: the optimizer has not made a step."""
+    for dtype, settings in (("bf16", {}), ("fp16", {"CLIP_GRAD": 0.0})):
+        settings |= {"DTYPE": dtype, "TRAIN_ITERS": 24}
+        whole = runs.succeed(f"{dtype}_whole", **settings)
+        for _ in range(2):
+            resumed = runs.succeed(dtype, EXIT_INTERVAL=12, **settings)
+        assert resumed.curve("iteration") == list(range(1, 25))
+        for name in (*CURVES, "loss_scale", "skipped_iterations"):
+            assert resumed.curve(name) == whole.curve(name), (dtype, name)
+
+
+LAYOUTS = {
+    "EP2": {"GPUS_PER_NODE": 2, "EP": 2},
+    "PP2": {"GPUS_PER_NODE": 2, "PP": 2},
+    "TP2": {"GPUS_PER_NODE": 2, "TP": 2},
+    "DP2": {"GPUS_PER_NODE": 2},
+    "PP2_VPP2": {"GPUS_PER_NODE": 2, "PP": 2, "VPP": 2},
+    "TP2_EP2_ETP2": {"GPUS_PER_NODE": 4, "TP": 2, "EP": 2, "ETP": 2},
+}
+
+
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=[] if name in ("EP2", "PP2") else [slow]) for name in LAYOUTS])
+def test_goes_on_under_another_layout(layout, interrupted, runs):
+    source = interrupted(1, 1, 0.0)
+    saved_at_6(source, runs, "moved")
+    moved = runs.succeed("moved", TRAIN_ITERS=12, **LAYOUTS[layout])
+    assert "resumed from iteration 6" in moved.stdout
+    assert moved.curve("iteration") == list(range(1, 13))
+    assert moved.curve("lm_loss")[6:] == pytest.approx(source.whole.curve("lm_loss")[6:], rel=1e-5)
+    assert moved.curve("grad_norm")[6:] == pytest.approx(source.whole.curve("grad_norm")[6:], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{"GPUS_PER_NODE": 1}, {"GPUS_PER_NODE": 2, "TP": 2}], ids=["one", "TP2"])
+def test_experts_of_two_ranks_go_on_elsewhere(layout, interrupted, runs):
+    source = interrupted(2, 2, 0.0)
+    saved_at_6(source, runs, "moved")
+    moved = runs.succeed("moved", TRAIN_ITERS=12, **layout)
+    assert moved.curve("lm_loss")[6:] == pytest.approx(source.whole.curve("lm_loss")[6:], rel=1e-5)
+
+
+def test_load_dir_starts_from_another_run(interrupted, runs):
+    source = interrupted(1, 1, 0.0)
+    saved_at_6(source, runs, "source")
+    before = {path: path.stat().st_mtime_ns for path in runs.folder("source").path.rglob("*")}
+    run = runs.succeed("other", TRAIN_ITERS=12, LOAD_DIR=runs.folder("source").checkpoints)
+    assert run.curve("iteration") == list(range(7, 13))
+    for name in CURVES:
+        assert run.curve(name) == source.whole.curve(name)[6:]
+    assert (run.folder.checkpoints / "iter_0000012").is_dir()
+    assert {path: path.stat().st_mtime_ns for path in runs.folder("source").path.rglob("*")} == before
+
+
+def test_killed_ranks_cost_the_iterations_since_the_last_checkpoint(interrupted, runs):
+    settings = {"TRAIN_ITERS": 12, "SAVE_INTERVAL": 5}
+    process = runs.start("killed", **settings)
+    runs.wait_for_iteration("killed", process, 1)
+    pids = ranks_of(process)
+    runs.wait_for_iteration("killed", process, 7)
+    for pid in pids.values():
+        os.kill(pid, signal.SIGKILL)
+    killed = runs.end("killed", process)
+    assert killed.code not in (0, 2)
+    last = killed.curve("iteration")[-1]
+    assert 7 <= last < 10
+    assert json.loads(killed.folder.summary.read_text())["status"] == "failed"
+    again = runs.succeed("killed", **settings)
+    resume = next(event for event in again.records("event") if event["event"] == "resume")
+    assert resume["iteration"] == 5
+    assert resume["num_removed_records"] >= last - 5
+    assert again.curve("iteration") == list(range(1, 13))
+    for name in CURVES:
+        assert again.curve(name) == interrupted(1, 1, 0.0).whole.curve(name), name
+
+
+@pytest.mark.slow
+def test_killed_launcher(interrupted, runs):
+    """torchrun sees that its launcher has gone and ends the ranks, which save before they do."""
+    settings = {"TRAIN_ITERS": 12, "SAVE_INTERVAL": 5}
+    process = runs.start("killed", **settings)
+    runs.wait_for_iteration("killed", process, 6)
+    ranks = ranks_of(process)
+    process.kill()
+    process.wait()
+    wait_until_gone(ranks.values())
+    again = runs.succeed("killed", **settings)
+    assert "resumed from iteration" in again.stdout
+    assert again.curve("iteration") == list(range(1, 13))
+    for name in CURVES:
+        assert again.curve(name) == interrupted(1, 1, 0.0).whole.curve(name), name

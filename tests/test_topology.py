@@ -1,0 +1,126 @@
+"""The same numbers at every topology: 20 steps in fp32 against the run on one process, for dense, capacity and dropless models.
+
+The largest deviations are properties of the tests: `pytest -m "" tests/test_topology.py -o junit_family=xunit1 --junit-xml matrix.xml`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import pytest
+from runs import EndedRun, Runs
+
+
+class Layout(NamedTuple):
+    tp: int
+    pp: int
+    vpp: str
+    ep: int
+    etp: int
+    cp: int
+
+    def fits(self, num_ranks: int) -> bool:
+        return num_ranks % (self.tp * self.pp * self.cp) == 0 and num_ranks % (self.etp * self.ep * self.pp) == 0
+
+    @property
+    def settings(self) -> dict[str, int | str]:
+        return {name.upper(): value for name, value in self._asdict().items()}
+
+
+DP = Layout(1, 1, "none", 1, 1, 1)
+TP2 = Layout(2, 1, "none", 1, 1, 1)
+PP2 = Layout(1, 2, "none", 1, 1, 1)
+PP2_VPP2 = Layout(1, 2, "2", 1, 1, 1)
+EP2 = Layout(1, 1, "none", 2, 1, 1)
+EP4 = Layout(1, 1, "none", 4, 1, 1)
+TP2_EP2 = Layout(2, 1, "none", 2, 1, 1)
+TP2_EP2_ETP2 = Layout(2, 1, "none", 2, 2, 1)
+TP2_PP2_EP2 = Layout(2, 2, "none", 2, 1, 1)
+PP2_EP2 = Layout(1, 2, "none", 2, 1, 1)
+CP2 = Layout(1, 1, "none", 1, 1, 2)
+LAYOUTS = (DP, TP2, PP2, PP2_VPP2, EP2, EP4, TP2_EP2, TP2_EP2_ETP2, TP2_PP2_EP2, PP2_EP2, CP2)
+
+KINDS = {
+    "dense": {"USE_MOE": False},
+    "moe": {"MOE_TYPE": "moe", "CAPACITY_FACTOR": 1.0},
+    "dmoe": {"MOE_TYPE": "dmoe"},
+}
+TOLERANCES = {"lm_loss": 1e-5, "load_balancing_loss": 1e-5, "z_loss": 1e-5, "grad_norm": 1e-4}
+
+# Every dimension once, and every kind; the rest is slow.
+SHORT_LIST = [
+    ("dmoe", 2, TP2),
+    ("dmoe", 2, PP2_VPP2),
+    ("dmoe", 2, CP2),
+    ("dmoe", 4, EP2),
+    ("dmoe", 4, TP2_EP2_ETP2),
+    ("dmoe", 4, TP2_PP2_EP2),
+    ("moe", 2, TP2_EP2),
+    ("dense", 4, TP2),
+]
+ALL = [(kind, ranks, layout) for kind in KINDS for ranks in (2, 4) for layout in LAYOUTS if layout.fits(ranks)]
+
+
+def _case(kind: str, num_ranks: int, layout: Layout) -> object:
+    name = "-".join(f"{field}{value}" for field, value in layout._asdict().items())
+    marks = [] if (kind, num_ranks, layout) in SHORT_LIST else [pytest.mark.slow]
+    return pytest.param(kind, num_ranks, layout, id=f"{kind}-{num_ranks}-{name}", marks=marks)
+
+
+@pytest.fixture(scope="session")
+def reference(session_runs: Runs) -> Callable[[str], EndedRun]:
+    """The one-process run of a kind of model."""
+
+    @cache
+    def run(kind: str) -> EndedRun:
+        return session_runs.succeed(f"one_process_{kind}", **KINDS[kind])
+
+    return run
+
+
+def deviation(run: EndedRun, expected: EndedRun, name: str) -> float:
+    """Largest relative deviation of one value over all iterations."""
+    pairs = zip(run.curve(name), expected.curve(name), strict=True)
+    return max(abs(value - right) / abs(right) for value, right in pairs)
+
+
+def tokens_per_expert(run: EndedRun) -> list[list[list[int]]]:
+    return [[layer["tokens_per_expert"] for layer in experts] for experts in run.curve("experts")]
+
+
+def dropped(run: EndedRun) -> list[list[float]]:
+    return [[layer["dropped_fraction"] for layer in experts] for experts in run.curve("experts")]
+
+
+@pytest.mark.parametrize(("kind", "num_ranks", "layout"), [_case(*case) for case in ALL])
+def test_same_numbers_as_one_process(kind, num_ranks, layout, runs, reference, record_property):
+    expected = reference(kind)
+    run = runs.succeed("run", GPUS_PER_NODE=num_ranks, **KINDS[kind], **layout.settings)
+    assert run.curve("iteration") == expected.curve("iteration") == list(range(1, 21))
+    names = [name for name in TOLERANCES if expected.curve(name)[0] is not None]
+    deviations = {name: deviation(run, expected, name) for name in names}
+    for name, value in deviations.items():
+        record_property(name, value)
+    assert {name: value for name, value in deviations.items() if not value <= TOLERANCES[name]} == {}
+    assert tokens_per_expert(run) == tokens_per_expert(expected)
+    assert dropped(run) == dropped(expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_process_trains_what_it_says(kind, reference):
+    run = reference(kind)
+    losses = run.curve("lm_loss")
+    assert losses[0] == pytest.approx(8.32, abs=0.05)  # ln(4096)
+    assert losses[-1] < losses[0] - 0.2
+    assert [len(experts) for experts in run.curve("experts")] == [0 if kind == "dense" else 4] * 20
+    if kind == "dense":
+        assert set(run.curve("load_balancing_loss") + run.curve("z_loss")) == {None}
+        return
+    slots = 8 * 64 * 2  # GBSZ * SEQ_LEN * TOPK
+    assert all(sum(counts) == slots for layers in tokens_per_expert(run) for counts in layers)
+    fractions = [fraction for layers in dropped(run) for fraction in layers]
+    assert min(fractions) > 0.01 if kind == "moe" else set(fractions) == {0.0}
+    assert all(value >= 1 for value in run.curve("load_balancing_loss"))
+    assert all(value > 0 for value in run.curve("z_loss"))
