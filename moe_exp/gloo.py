@@ -14,10 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+# Of the gathered tensor. Beyond it the copies that an all-to-all needs cost more than the ring's waiting.
+_LARGE_BYTES = 4 * 2**20
+
 
 def all_gather(out: Tensor, x: Tensor, group: ProcessGroup | None = None, async_op: bool = False) -> Any:
     """torch.distributed.all_gather_into_tensor: `out` gets x of every rank, in rank order along the first dimension."""
-    if not _is_gloo(group):
+    if not _is_gloo(group) or out.nbytes > _LARGE_BYTES:
         return dist.all_gather_into_tensor(out, x, group=group, async_op=async_op)
     copies = x.flatten().repeat(dist.get_world_size(group))
     return dist.all_to_all_single(out.view(-1), copies, group=group, async_op=async_op)
