@@ -30,6 +30,7 @@ from moe_exp.runtime import Runtime
 
 logger = logging.getLogger(__name__)
 
+
 @dataclass
 class Progress:
     """How far training has come. The order of the data depends on `consumed_samples` and SEED alone."""

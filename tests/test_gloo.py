@@ -47,6 +47,19 @@ def test_same_as_torch_distributed(num_ranks, async_op, dtype):
     run_on_ranks(num_ranks, compare_all, dtype, async_op)
 
 
+def compare_large() -> None:
+    # Beyond the size at which all_gather is left to gloo's ring.
+    rows, columns = 1000, gloo._LARGE_BYTES // 8000 + 1
+    for x in (numbers(rows, columns), numbers(columns, rows).t()):
+        shape = (rows * dist.get_world_size(), columns)
+        for async_op in (False, True):
+            compare(gloo.all_gather, dist.all_gather_into_tensor, x, shape, None, async_op=async_op)
+
+
+def test_large_all_gather():
+    run_on_ranks(2, compare_large)
+
+
 def gather_counts() -> list[int]:
     out = torch.empty(2 * dist.get_world_size(), dtype=torch.int64)
     gloo.all_gather(out, torch.tensor([dist.get_rank(), 7]))

@@ -52,6 +52,8 @@ class Experts(nn.Module):
         device: torch.device | str | None = None,
     ):
         super().__init__()
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation={activation}: is not an activation. Fix: use one of {', '.join(ACTIVATIONS)}.")
         self.activation, self.gated = ACTIVATIONS[activation]
         self.grouped_gemm = BACKENDS[backend]
         width = ffn_size * (2 if self.gated else 1)

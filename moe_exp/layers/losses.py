@@ -34,10 +34,9 @@ def load_balancing_loss_share(scores_TE: Tensor, tokens_per_expert_E: Tensor, *,
         Scalar; the sum over `group` is the loss.
     """
     num_experts = scores_TE.size(1)
-    num_tokens = scores_TE.size(0) * group_size(group)
+    num_tokens = max(1, scores_TE.size(0) * group_size(group))
     counts_E = tokens_per_expert_E.to(scores_TE.dtype)
     if group_size(group) > 1:
-        counts_E = counts_E.clone()
         torch.distributed.all_reduce(counts_E, group=group)
     return torch.dot(scores_TE.sum(dim=0), counts_E) * (num_experts / (topk * num_tokens**2))
 
@@ -54,5 +53,5 @@ def z_loss_share(logits_TE: Tensor, *, group: ProcessGroup | None = None) -> Ten
     Returns:
         Scalar; the sum over `group` is the loss.
     """
-    num_tokens = logits_TE.size(0) * group_size(group)
+    num_tokens = max(1, logits_TE.size(0) * group_size(group))
     return torch.logsumexp(logits_TE, dim=-1).square().sum() / num_tokens

@@ -58,7 +58,8 @@ class MoELayer(nn.Module):
         router: see Router.
         dispatcher: LocalDispatcher or AllToAllDispatcher.
         experts: the experts of this rank.
-        settings: capacity and losses.
+        settings: capacity and losses. The statistics count a layer once under reentrant checkpointing (Megatron's, and
+            torch.utils.checkpoint with use_reentrant=True), twice under non-reentrant, whose first forward keeps gradients on.
         microbatch_group: ranks that hold the other tokens of a micro-batch (tensor and context parallel), or None.
         context_parallel_size: of `microbatch_group`, whose ranks then hold the sequence as Megatron splits it (see `_in_sequence`).
     """

@@ -42,8 +42,18 @@ class RouterConfig:
             raise ValueError(f"topk={self.topk}: is larger than num_experts={self.num_experts}. Fix: choose at most {self.num_experts}.")
         if self.score not in ("softmax", "sigmoid"):
             raise ValueError(f"score={self.score}: is not a score function. Fix: use softmax or sigmoid.")
-        if self.num_groups and self.num_experts % self.num_groups:
-            raise ValueError(f"num_groups={self.num_groups}: does not divide num_experts={self.num_experts}. Fix: use a divisor.")
+        if self.num_groups:
+            self._check_groups()
+
+    def _check_groups(self) -> None:
+        groups, used = self.num_groups, self.group_topk
+        if self.num_experts % groups:
+            raise ValueError(f"num_groups={groups}: does not divide num_experts={self.num_experts}. Fix: use a divisor.")
+        if not 1 <= used <= groups:
+            raise ValueError(f"group_topk={used}: is not between 1 and num_groups={groups}. Fix: choose how many groups a token may use.")
+        if self.topk > used * (self.num_experts // groups):
+            available = used * (self.num_experts // groups)
+            raise ValueError(f"topk={self.topk}: {used} of {groups} groups have {available} experts. Fix: raise group_topk or lower topk.")
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,11 @@ def test_every_activation_is_tested():
     }
 
 
+def test_unknown_activation():
+    with pytest.raises(ValueError, match=r"activation=relu: is not an activation\. Fix: use one of swiglu, geglu, gelu, squared_relu\."):
+        Experts(num_local_experts=1, hidden_size=4, ffn_size=4, activation="relu", backend="loop")
+
+
 def test_squared_relu_by_hand():
     assert squared_relu(torch.tensor([-2.0, 0.0, 3.0])).tolist() == [0, 0, 9]
 

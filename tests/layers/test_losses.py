@@ -52,6 +52,12 @@ def test_z_loss_of_ten_tokens_by_hand():
     close(z_loss_share(logits_TE), 28.5)
 
 
+def test_no_tokens_cost_nothing():
+    empty_TE = torch.zeros(0, 4, requires_grad=True)
+    assert load_balancing_loss_share(empty_TE, torch.zeros(4, dtype=torch.int64), topk=1).item() == 0.0
+    assert z_loss_share(empty_TE).item() == 0.0
+
+
 def test_gradcheck():
     logits_TE = random(5, 3, seed=1).requires_grad_()
     counts_E = torch.tensor([4, 1, 5])

@@ -198,6 +198,9 @@ def test_expert_bias_counts_tokens_in_training_only():
         ({"topk": 5}, r"topk=5: is larger than num_experts=4\. Fix: choose at most 4\."),
         ({"topk": 1, "score": "tanh"}, r"score=tanh: is not a score function\. Fix: use softmax or sigmoid\."),
         ({"topk": 1, "num_groups": 3, "group_topk": 1}, r"num_groups=3: does not divide num_experts=4\. Fix: use a divisor\."),
+        ({"topk": 1, "num_groups": 2}, r"group_topk=0: is not between 1 and num_groups=2\. Fix: choose how many groups"),
+        ({"topk": 1, "num_groups": 2, "group_topk": 3}, r"group_topk=3: is not between 1 and num_groups=2\."),
+        ({"topk": 3, "num_groups": 2, "group_topk": 1}, r"topk=3: 1 of 2 groups have 2 experts\. Fix: raise group_topk or lower topk\."),
     ],
 )
 def test_errors(settings, text):
