@@ -118,13 +118,18 @@ def build_optimizer(config: Config, model: list[DistributedDataParallel], runtim
     )
     # By dimension, not by name: a norm that falls into the decayed group makes the loss jump at a restart.
     norms_and_biases = ParamKey(predicate=ParamPredicate(name="norms_and_biases", fn=lambda p: p.dim() == 1))
-    return get_megatron_optimizer(
+    optimizer = get_megatron_optimizer(
         settings,
         model,
         config_overrides={norms_and_biases: {"wd_mult": 0.0}},
         use_gloo_process_groups=torch.cuda.is_available(),
         pg_collection=runtime.groups if torch.cuda.is_available() else None,
     )
+    for part in optimizer.chained_optimizers:
+        # Now, not at the first step: fp16 may save before it has made one, and memory that is lacking is missed at once.
+        if not part.is_stub_optimizer:
+            part.init_state_fn(part.optimizer, part.config)
+    return optimizer
 
 
 def build_scheduler(config: Config, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:

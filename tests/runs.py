@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "moe_exp" / "scripts" / "run_moe_from_scratch.sh"
 SETTINGS = {name.upper() for name in Config.model_fields}
 
-# A model for which a run is little more than its imports; DECAY_ITERS above TRAIN_ITERS/2 so that the rate moves at every step.
+# A model for which a run is little more than its imports. The learning rate moves at every step.
 TINY = {
     "PRESET": "cpu", "GPUS_PER_NODE": 1, "NUM_LAYERS": 4, "HIDDEN_SIZE": 64, "FFN_HIDDEN_SIZE": 96, "SEQ_LEN": 64, "NUM_EXPERTS": 8,
     "TOPK": 2, "MBSZ": 1, "GBSZ": 8, "TRAIN_ITERS": 20, "WARMUP_ITERS": 10, "DECAY_ITERS": 20, "LR": 0.001, "Z_LOSS_COEFF": 0.001,

@@ -33,14 +33,14 @@ if os.environ.get("RANK") == os.environ["FAILING_RANK"]:
     ("number", "num_ranks"), [(signal.SIGTERM, 2), pytest.param(signal.SIGINT, 1, marks=pytest.mark.slow)], ids=["SIGTERM", "SIGINT"]
 )
 def test_signal_saves_and_the_same_command_goes_on(number, num_ranks, runs):
-    settings = {"GPUS_PER_NODE": num_ranks, "EP": num_ranks, "TRAIN_ITERS": 40}
+    settings = {"GPUS_PER_NODE": num_ranks, "EP": num_ranks, "TRAIN_ITERS": 30}
     process = runs.start("stopped", **settings)
     runs.wait_for_iteration("stopped", process, 3)
     process.send_signal(number)
     stopped = runs.end("stopped", process, timeout=60)
     assert stopped.code == 0, stopped.text
     last = stopped.curve("iteration")[-1]
-    assert 3 <= last < 40
+    assert 3 <= last < 30
     assert json.loads(stopped.folder.summary.read_text())["status"] == "stopped"
     assert stopped.records("event")[-1]["status"] == "stopped"
     assert [path.name for path in stopped.folder.checkpoints.glob("iter_*")] == [f"iter_{last:07d}"]
@@ -48,7 +48,7 @@ def test_signal_saves_and_the_same_command_goes_on(number, num_ranks, runs):
     assert "Traceback" not in stopped.text
     again = runs.succeed("stopped", **settings)
     assert f"resumed from iteration {last} of" in again.stdout
-    assert again.curve("iteration") == list(range(1, 41))
+    assert again.curve("iteration") == list(range(1, 31))
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,11 @@ CURVES = ("lm_loss", "grad_norm", "params_norm")
 
 
 class Interrupted(NamedTuple):
-    """12 iterations in one go, and the same as 6, 6 more, and a start when all is done."""
+    """12 iterations in one go, and the same as 6 and 6 more."""
 
     whole: EndedRun
     first: EndedRun
     second: EndedRun
-    third: EndedRun
     records_of_first: list[dict[str, Any]]
     saved_first: Runs
 
@@ -40,8 +39,8 @@ def interrupted(session_runs: Runs, tmp_path_factory: pytest.TempPathFactory) ->
         records = first.records()
         copy = Runs(tmp_path_factory.mktemp("saved"), session_runs.data_dir)
         shutil.copytree(first.folder.path, copy.folder(name).path)
-        second, third = (session_runs.succeed(name, EXIT_INTERVAL=6, **settings) for _ in range(2))
-        return Interrupted(whole, first, second, third, records, copy)
+        second = session_runs.succeed(name, EXIT_INTERVAL=6, **settings)
+        return Interrupted(whole, first, second, records, copy)
 
     return run
 
@@ -76,24 +75,27 @@ def test_what_a_resume_says_and_leaves(interrupted):
     assert events == [
         ("start", 0, None), ("checkpoint", 6, None), ("end", 6, "stopped"),
         ("resume", 6, None), ("checkpoint", 12, None), ("end", 12, "finished"),
-        ("resume", 12, None), ("end", 12, "finished"),
     ]  # fmt: skip
-    assert len(json.loads(runs.second.folder.provenance.read_text())["starts"]) == 3
+    assert len(json.loads(runs.second.folder.provenance.read_text())["starts"]) == 2
     assert sorted(path.name for path in runs.second.folder.checkpoints.iterdir()) == [
         "iter_0000006", "iter_0000012", "latest_checkpointed_iteration.txt",
     ]  # fmt: skip
 
 
-def test_finished_run_ends_at_once(interrupted):
-    runs = interrupted(2, 2, 0.1)
+def test_finished_run_ends_at_once(interrupted, runs):
+    source = interrupted(1, 1, 0.0)
+    shutil.copytree(source.second.folder.path, runs.folder("done").path)
+    done = runs.succeed("done", TRAIN_ITERS=12, EXIT_INTERVAL=6)
     # 20 s, more only where the machine is so busy that the six iterations of the second start took longer, too.
-    assert runs.third.seconds < max(20, runs.second.seconds)
-    assert runs.third.curve("iteration") == list(range(1, 13))
-    assert json.loads(runs.third.folder.summary.read_text())["status"] == "finished"
+    assert done.seconds < max(20, source.second.seconds)
+    assert done.curve("iteration") == list(range(1, 13))
+    events = [(event["event"], event["iteration"], event.get("status")) for event in done.records("event")]
+    assert events[-2:] == [("resume", 12, None), ("end", 12, "finished")]
+    assert json.loads(done.folder.summary.read_text())["status"] == "finished"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.xfail(reason="KeyError: 'exp_avg'", strict=True))])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_half_precision_goes_on_bit_for_bit(dtype, runs):
     """fp16 is saved here while it still looks for its loss scale: the optimizer has not made a step."""
     settings = {"DTYPE": dtype, "TRAIN_ITERS": 24}
@@ -115,7 +117,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", [pytest.param(name, marks=[] if name in ("EP2", "PP2") else [slow]) for name in LAYOUTS])
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=[] if name == "EP2" else [slow]) for name in LAYOUTS])
 def test_goes_on_under_another_layout(layout, interrupted, runs):
     source = interrupted(1, 1, 0.0)
     saved_at_6(source, runs, "moved")

@@ -56,9 +56,8 @@ SHORT_LIST = [
     ("dmoe", 2, CP2),
     ("dmoe", 4, EP2),
     ("dmoe", 4, TP2_EP2_ETP2),
-    ("dmoe", 4, TP2_PP2_EP2),
-    ("moe", 2, TP2_EP2),
-    ("dense", 4, TP2),
+    ("moe", 2, EP2),
+    ("dense", 2, PP2),
 ]
 ALL = [(kind, ranks, layout) for kind in KINDS for ranks in (2, 4) for layout in LAYOUTS if layout.fits(ranks)]
 
