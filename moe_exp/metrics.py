@@ -39,7 +39,7 @@ TRAIN_KEYS = {
     "lm_loss": "cross entropy, nats per token",
     "load_balancing_loss": "mean over MoE layers before its coefficient; 1.0: perfect balance; null: dense",
     "z_loss": "router z-loss, mean over MoE layers before its coefficient; null: coefficient 0 or dense",
-    "learning_rate": "of this iteration",
+    "learning_rate": "after this iteration's step of the schedule, as Megatron logs it",
     "grad_norm": "L2 norm before clipping, or null",
     "num_zeros": "zeros in the gradient, or null",
     "params_norm": "L2 norm of the parameters, or null",

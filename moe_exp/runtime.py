@@ -112,7 +112,8 @@ def quiet_third_parties() -> None:
     """Silences what Megatron says at every start about parts that it does without; `moe-exp doctor` says it once and in words."""
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\..*")
     # Megatron calls collectives by names that torch 2.13 has given new ones.
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed.*")
+    for module in (r"torch\.distributed.*", r"megatron\..*"):
+        warnings.filterwarnings("ignore", category=FutureWarning, module=module)
     # "Unknown MLP type", once per layer: ours.
     logging.getLogger("megatron.core.transformer.transformer_layer").setLevel(logging.ERROR)
 
