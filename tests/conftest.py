@@ -1,11 +1,12 @@
-"""Fixtures for tests that start whole runs, see runs.py."""
+"""Fixtures for tests that start whole runs, see whole_runs.py."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from runs import Runs
+
+from whole_runs import Runs
 
 
 @pytest.fixture(scope="session")

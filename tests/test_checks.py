@@ -19,7 +19,7 @@ LAYOUTS = [
 
 
 def cpu(**values) -> Config:
-    return load_config({"preset": "cpu", "gpus_per_node": 1} | values, {})
+    return load_config({"preset": "cpu", "gpus_per_node": 1, "mbsz": 8, "gbsz": 32} | values, {})
 
 
 def only_problem(problems: list[str], expected: str) -> None:

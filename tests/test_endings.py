@@ -9,10 +9,10 @@ import signal
 import socket
 
 import pytest
-from runs import Runs, ranks_of
 
 from moe_exp.config import load_config
 from moe_exp.run_folder import open_run_folder
+from whole_runs import Runs, ranks_of
 
 # Found by every Python of the job; rank FAILING_RANK raises in its third iteration.
 SITECUSTOMIZE = """

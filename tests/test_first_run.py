@@ -9,9 +9,9 @@ import statistics
 
 import pytest
 import yaml
-from runs import EndedRun, Runs
 
 from moe_exp.metrics import TRAIN_KEYS, VALID_KEYS
+from whole_runs import EndedRun, Runs
 
 SECRET = "do-not-write-me-7731"
 

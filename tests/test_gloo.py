@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_on_ranks
 
 from moe_exp import gloo
+from ranks import run_on_ranks
 
 
 def numbers(*shape: int, dtype=torch.float64) -> torch.Tensor:

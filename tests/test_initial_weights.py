@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_on_ranks
-from runs import free_port
 from torch import Tensor
 
 from moe_exp.config import load_config
 from moe_exp.planner.params import count_parameters, rank_parameters
+from ranks import run_on_ranks
+from whole_runs import free_port
 
 MODEL = {
     "preset": "cpu", "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "num_heads": 4, "num_query_groups": 2, "seq_len": 16,

@@ -13,10 +13,10 @@ import warnings
 
 import pytest
 import torch
-from ranks import run_on_ranks
 
 from moe_exp import gloo
 from moe_exp.config import Config
+from ranks import run_on_ranks
 
 with warnings.catch_warnings():
     # Megatron warns at import of modules of its own that it has moved.

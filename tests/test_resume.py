@@ -11,7 +11,8 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
-from runs import EndedRun, Runs, ranks_of, wait_until_gone
+
+from whole_runs import EndedRun, Runs, ranks_of, wait_until_gone
 
 CURVES = ("lm_loss", "grad_norm", "params_norm")
 

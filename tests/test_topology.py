@@ -10,7 +10,8 @@ from functools import cache
 from typing import NamedTuple
 
 import pytest
-from runs import EndedRun, Runs
+
+from whole_runs import EndedRun, Runs
 
 
 class Layout(NamedTuple):

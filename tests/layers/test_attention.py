@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_on_ranks
 from tiny_moe import random
 
 from moe_exp.layers.attention import CausalAttention, choose_attention
+from ranks import run_on_ranks
 
 ONE_RANK = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
 

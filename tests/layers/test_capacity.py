@@ -5,12 +5,12 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import run_on_ranks
 from tiny_moe import identity_router
 
 from moe_exp.layers.capacity import count_per_expert, expert_capacity, keep_most_probable, rank_in_expert
 from moe_exp.layers.dispatcher import LocalDispatcher
 from moe_exp.layers.moe_layer import MoELayer, MoESettings
+from ranks import run_on_ranks
 
 
 @pytest.mark.parametrize(

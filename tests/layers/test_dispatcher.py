@@ -5,12 +5,12 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_on_ranks
 from tiny_moe import EXPERTS, HIDDEN, pushed_tokens, random, tiny_layer
 
 from moe_exp.layers.capacity import count_per_expert
 from moe_exp.layers.dispatcher import AllToAllDispatcher, LocalDispatcher, pad_by_expert, sort_by_expert
 from moe_exp.layers.router import RoutingDecision
+from ranks import run_on_ranks
 
 
 def decide(expert_TK, *, kept_TK=None, num_experts: int = EXPERTS, weights_TK=None) -> RoutingDecision:

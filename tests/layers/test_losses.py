@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_on_ranks
 from tiny_moe import random
 
 from moe_exp.layers.capacity import count_per_expert
 from moe_exp.layers.losses import group_size, load_balancing_loss_share, z_loss_share
+from ranks import run_on_ranks
 
 
 def double(rows) -> torch.Tensor:
