@@ -62,7 +62,7 @@ class Ours:
     def __init__(self, config: Config, rank: Runtime):
         train_stream, _ = train.build_data(config)
         model = build_model(config, rank)
-        optimizer = build_optimizer(config, model, rank)
+        optimizer = build_optimizer(config, model)
         trained = Trained(model, optimizer, build_scheduler(config, optimizer))
         train.connect(model, trained)
         self.job = train.Job(config, rank, RunFolder.of(config), trained, train_stream, None, BatchSchedule(config))

@@ -23,9 +23,10 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.utils import get_attr_wrapped_model
 
 from moe_exp.config import Config
-from moe_exp.run_folder import LATEST
+from moe_exp.run_folder import LATEST, write_atomically
 from moe_exp.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -91,7 +92,7 @@ def save(config: Config, runtime: Runtime, checkpoints: Path, trained: Trained, 
     if runtime.is_first:
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
-        _write_latest(checkpoints, progress.iteration)
+        write_atomically(checkpoints / LATEST, str(progress.iteration))
     torch.distributed.barrier()
     return time.monotonic() - start
 
@@ -100,7 +101,7 @@ def load(config: Config, runtime: Runtime, checkpoints: Path, trained: Trained) 
     """Loads the newest checkpoint of a folder into `trained`. Called by every rank.
 
     Raises:
-        ValueError: when the folder has none, or a newer step is expected than it holds.
+        ValueError: when the folder has none, or its parameters are not those of the model.
     """
     iteration = latest_iteration(checkpoints)
     if iteration is None:
@@ -108,19 +109,29 @@ def load(config: Config, runtime: Runtime, checkpoints: Path, trained: Trained) 
     folder = str(iteration_folder(checkpoints, iteration))
     progress = Progress()
     state = _state(config, runtime, trained, progress, is_loading=True)
-    if _layout(config) != dist_checkpointing.load_common_state_dict(folder)["layout"]:
-        # Random streams belong to tensor and pipeline ranks; with other ranks they start from the seed.
+    if _layout(config, runtime) != dist_checkpointing.load_common_state_dict(folder)["layout"]:
+        # Random streams belong to tensor and pipeline ranks of one kind of device; with others they start from the seed.
         del state["rng_state"]
     with parameters_in_sync(trained.model):
         loaded = dist_checkpointing.load(state, folder)
         for index, chunk in enumerate(trained.model):
-            chunk.load_state_dict(loaded[f"model{index}"], strict=False)
+            _load_chunk(chunk, loaded[f"model{index}"])
         trained.optimizer.load_state_dict(loaded["optimizer"])
     trained.scheduler.load_state_dict(loaded["scheduler"])
     if "rng_state" in loaded:
         _set_rng_state(loaded["rng_state"][0])
     torch.distributed.barrier()
     return Progress(**loaded["progress"])
+
+
+def _load_chunk(chunk: DistributedDataParallel, state: dict[str, Any]) -> None:
+    """Loads the parameters of one model chunk; strict, but for what Transformer Engine keeps in `_extra_state`."""
+    model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
+    differing = sorted(name for name in set(model.state_dict()) ^ set(state) if not name.endswith("_extra_state"))
+    if differing:
+        names = ", ".join(differing[:5]) + (f" and {len(differing) - 5} more" if len(differing) > 5 else "")
+        raise ValueError(f"checkpoint: it and the model disagree on the parameters {names}. Fix: resume with the same model.")
+    chunk.load_state_dict(state, strict=False)
 
 
 def _state(config: Config, runtime: Runtime, trained: Trained, progress: Progress, *, is_loading: bool) -> dict[str, Any]:
@@ -139,12 +150,12 @@ def _state(config: Config, runtime: Runtime, trained: Trained, progress: Progres
         "rng_state": _rng_state(runtime),
         "progress": vars(progress).copy(),
         "config": config.model_dump(),
-        "layout": _layout(config),
+        "layout": _layout(config, runtime),
     }
 
 
-def _layout(config: Config) -> dict[str, int]:
-    return {"tp": config.tp, "pp": config.pp}
+def _layout(config: Config, runtime: Runtime) -> dict[str, Any]:
+    return {"tp": config.tp, "pp": config.pp, "device": runtime.device.type}
 
 
 def _rng_state(runtime: Runtime) -> ShardedObject:
@@ -161,9 +172,3 @@ def _set_rng_state(state: dict[str, Any]) -> None:
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
     tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
-
-
-def _write_latest(checkpoints: Path, iteration: int) -> None:
-    temporary = checkpoints / (LATEST + ".partial")
-    temporary.write_text(str(iteration))
-    temporary.replace(checkpoints / LATEST)

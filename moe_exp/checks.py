@@ -56,9 +56,9 @@ def _model(c: Config) -> Iterator[str]:
         yield problem("head_dim", c.kv_channels, rule, f"set HEAD_DIM to {_multiples(2, c.kv_channels)}")
     if c.use_moe and c.add_bias_linear:
         yield problem("add_bias_linear", "true", "experts have no bias", "set ADD_BIAS_LINEAR=false or USE_MOE=false")
-    if c.use_moe and c.first_k_dense > c.num_layers:
-        fix = f"set FIRST_K_DENSE to at most {c.num_layers}"
-        yield problem("first_k_dense", c.first_k_dense, f"is over NUM_LAYERS={c.num_layers}", fix)
+    if c.use_moe and c.first_k_dense >= c.num_layers:
+        fix = f"set FIRST_K_DENSE to at most {c.num_layers - 1}, or USE_MOE=false"
+        yield problem("first_k_dense", c.first_k_dense, f"leaves no MoE layer of NUM_LAYERS={c.num_layers}", fix)
 
 
 def _moe(c: Config) -> Iterator[str]:

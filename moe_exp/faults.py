@@ -1,4 +1,4 @@
-"""Ends of a run that nobody planned: a signal, an error on one rank. The watch tools build on this."""
+"""Ends of a run that nobody planned: a signal, an error on one rank."""
 
 from __future__ import annotations
 

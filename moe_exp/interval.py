@@ -11,7 +11,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
-from moe_exp.checkpoint import Progress
+from moe_exp.checkpoint import Progress, parameters_in_sync
 from moe_exp.config import Config
 from moe_exp.model import moe_layers
 from moe_exp.planner.flops import flops_per_iteration
@@ -98,9 +98,11 @@ class Interval:
         table = torch.zeros(self.config.num_layers, width, dtype=torch.float64, device=self.runtime.device)
         for index, layer in self.layers.items():
             table[index] = torch.cat([layer.statistics.tokens_per_expert_E.double(), layer.statistics.sums])
-        vector = torch.cat([self.sums, self._squared_norm().view(1), table.flatten()])
+        with parameters_in_sync(self.model):
+            norm_squared = self._squared_norm()
+        vector = torch.cat([self.sums, norm_squared.view(1), table.flatten()])
         torch.distributed.all_reduce(vector)
-        # Every data parallel rank saw its own loss: an iteration is bad once, not once per rank.
+        # Counted per data parallel rank, whose losses differ; never more than there were iterations.
         vector[1] = vector[1].clamp(max=self.num_iterations)
         return vector
 

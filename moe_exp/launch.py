@@ -113,6 +113,9 @@ def child_environment(config: Config) -> dict[str, str]:
         environ["OMP_NUM_THREADS"] = str(threads)
     environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun would set, with a warning
     environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if config.tp > 1 or config.cp > 1:
+        # Megatron overlaps collectives with matrix products by the order of launches, which this keeps (before Blackwell).
+        environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     return environ
 
 

@@ -18,7 +18,6 @@ from torch.optim.adamw import adamw
 
 from moe_exp.config import Config
 from moe_exp.model import DTYPES
-from moe_exp.runtime import Runtime
 
 
 class Adam(torch.optim.Optimizer):
@@ -63,7 +62,7 @@ class Adam(torch.optim.Optimizer):
             if not self.state[p]:
                 self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
         # The kernel adds one to each step tensor before it uses it.
-        steps = [torch.full((), float(group["step"] - 1), device=p.device) for p in params]
+        steps = list(torch.full((len(params),), float(group["step"] - 1), device=params[0].device).unbind()) if params else []
         adamw(
             params,
             [p.grad for p in params],
@@ -97,7 +96,7 @@ def _use_our_adam() -> None:
         distributed.Adam, distributed.HAVE_APEX_OR_TE, distributed.USING_APEX_OPTIMIZER = Adam, True, True
 
 
-def build_optimizer(config: Config, model: list[DistributedDataParallel], runtime: Runtime) -> MegatronOptimizer:
+def build_optimizer(config: Config, model: list[DistributedDataParallel]) -> MegatronOptimizer:
     """Megatron's optimizer over all chunks of this rank; no weight decay on norms and biases."""
     _use_our_adam()
     settings = OptimizerConfig(
@@ -122,8 +121,7 @@ def build_optimizer(config: Config, model: list[DistributedDataParallel], runtim
         settings,
         model,
         config_overrides={norms_and_biases: {"wd_mult": 0.0}},
-        use_gloo_process_groups=torch.cuda.is_available(),
-        pg_collection=runtime.groups if torch.cuda.is_available() else None,
+        use_gloo_process_groups=False,
     )
     for part in optimizer.chained_optimizers:
         # Now, not at the first step: fp16 may save before it has made one, and memory that is lacking is missed at once.

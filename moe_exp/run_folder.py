@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from filelock import BaseFileLock, FileLock, Timeout
 
 from moe_exp.config import Config, ConfigError, problem, to_yaml
 
@@ -92,6 +93,10 @@ class RunFolder:
         return self.path / "wandb"
 
     @property
+    def lock(self) -> Path:
+        return self.path / ".lock"
+
+    @property
     def summary(self) -> Path:
         return self.path / "summary.json"
 
@@ -118,6 +123,40 @@ def open_run_folder(config: Config, argv: Sequence[str] | None = None) -> RunFol
         rule = f"{folder.path} cannot be written ({error.strerror or error})"
         raise ConfigError([problem("run_dir", config.run_dir, rule, "choose a RUN_DIR that you may write to")]) from None
     return folder
+
+
+def hold_run_folder(config: Config) -> None:
+    """Keeps the run folder for this process until it ends; rank 0 alone calls this.
+
+    Raises:
+        ConfigError: where another run holds it. Two runs in one folder would delete each other's records and checkpoints.
+    """
+    folder = RunFolder.of(config)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder.lock)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ConfigError(_held_problem(config)) from None
+    _HELD.append(lock)
+
+
+_HELD: list[BaseFileLock] = []  # a lock that nobody refers to is released
+
+
+def _held_problem(config: Config) -> list[str]:
+    rule = f"another run is writing {RunFolder.of(config).path}"
+    return [problem("run_name", config.name, rule, "wait for its end, or give this run another RUN_NAME")]
+
+
+def _lock_problems(config: Config, folder: RunFolder) -> list[str]:
+    if not folder.lock.exists() or not os.access(folder.lock, os.W_OK):
+        return []
+    try:
+        with FileLock(folder.lock, timeout=0):
+            return []
+    except Timeout:
+        return _held_problem(config)
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -229,7 +268,8 @@ def run_folder_problems(config: Config, *, needed_bytes: int = 0) -> list[str]:
         place = place.parent
     if not place.is_dir():
         return [problem("run_dir", config.run_dir, f"{place} is a file, not a folder", "choose another RUN_DIR or RUN_NAME")]
-    return _write_problems(config, folder, place) + _space_problems(config, place, needed_bytes) + _model_problems(config, folder)
+    problems = _write_problems(config, folder, place) + _space_problems(config, place, needed_bytes)
+    return problems + _model_problems(config, folder) + _lock_problems(config, folder)
 
 
 def _exists(path: Path) -> bool:

@@ -92,7 +92,7 @@ def _start_parallel_state(config: Config) -> None:
         context_parallel_size=config.cp,
         expert_model_parallel_size=config.ep if config.use_moe else 1,
         expert_tensor_parallel_size=config.etp if config.use_moe else 1,
-        create_gloo_process_groups=torch.cuda.is_available(),
+        create_gloo_process_groups=False,
     )
 
 

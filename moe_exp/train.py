@@ -36,7 +36,7 @@ from moe_exp.metrics import Metrics, setup_logging
 from moe_exp.model import DTYPES, build_model, use_te
 from moe_exp.optim import BatchSchedule, build_optimizer, build_scheduler
 from moe_exp.planner.params import startup_report
-from moe_exp.run_folder import RunFolder, open_run_folder
+from moe_exp.run_folder import RunFolder, hold_run_folder, open_run_folder
 from moe_exp.runtime import Runtime
 
 logger = logging.getLogger("moe_exp.train")  # by name: torchrun runs this module as __main__
@@ -96,12 +96,13 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     """Data, model, optimizer and schedule, as the newest checkpoint has them if there is one."""
     folder = RunFolder.of(config)
     if rank.is_first:
+        hold_run_folder(config)
         folder = open_run_folder(config, sys.argv)
     torch.distributed.barrier()
     setup_logging(folder, rank.rank)
     train_stream, valid_stream = build_data(config)
     model = build_model(config, rank)
-    optimizer = build_optimizer(config, model, rank)
+    optimizer = build_optimizer(config, model)
     trained = Trained(model, optimizer, build_scheduler(config, optimizer))
     connect(model, trained)
     job = Job(config, rank, folder, trained, train_stream, valid_stream, BatchSchedule(config))

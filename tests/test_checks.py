@@ -85,7 +85,10 @@ MODEL = [
     ({"head_dim": 33}, r"HEAD_DIM=33: rotary .* must be even\. Fix: set HEAD_DIM to 32 or 34\."),
     ({"hidden_size": 132}, r"HEAD_DIM=33: rotary .* must be even\. Fix: .*"),
     ({"add_bias_linear": True}, r"ADD_BIAS_LINEAR=true: experts have no bias\. Fix: set ADD_BIAS_LINEAR=false or USE_MOE=false\."),
-    ({"first_k_dense": 5}, r"FIRST_K_DENSE=5: is over NUM_LAYERS=4\. Fix: set FIRST_K_DENSE to at most 4\."),
+    (
+        {"first_k_dense": 4},
+        r"FIRST_K_DENSE=4: leaves no MoE layer of NUM_LAYERS=4\. Fix: set FIRST_K_DENSE to at most 3, or .*",
+    ),
 ]
 
 MOE = [
@@ -229,7 +232,7 @@ def test_all_problems_are_reported_at_once():
         {"expert_backend": "torch", "dtype": "bf16", "ffn_hidden_size": 264},
         {"expert_backend": "loop", "ffn_hidden_size": 258},
         {"use_moe": False, "add_bias_linear": True, "topk": 9, "num_experts": 3, "router_pre_softmax": False},
-        {"tie_embeddings": True, "first_k_dense": 4},
+        {"tie_embeddings": True, "first_k_dense": 3},
         {"train_data": "a", "eval_interval": 0, "vocab_size": 128},
         {"node_rank": 1, "nnodes": 2},
     ],

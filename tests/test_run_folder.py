@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +17,7 @@ import yaml
 
 from moe_exp import run_folder
 from moe_exp.config import Config, ConfigError
-from moe_exp.run_folder import RunFolder, open_run_folder, run_folder_problems, write_atomically, write_json
+from moe_exp.run_folder import RunFolder, hold_run_folder, open_run_folder, run_folder_problems, write_atomically, write_json
 
 
 def config_in(tmp_path: Path, **settings: Any) -> Config:
@@ -181,3 +184,25 @@ def test_a_file_in_the_way(tmp_path: Path) -> None:
 def test_a_name_that_is_no_folder_name(tmp_path: Path, name: str, rule: str) -> None:
     (line,) = run_folder_problems(config_in(tmp_path, run_name=name))
     assert line.startswith(f"RUN_NAME={name}: ") and rule in line
+
+
+def test_a_second_run_in_one_folder_is_refused(tmp_path: Path) -> None:
+    config = config_in(tmp_path)
+    program = f"""
+from moe_exp.config import load_config
+from moe_exp.run_folder import hold_run_folder
+hold_run_folder(load_config({config.model_dump()!r}, {{}}))
+print("held", flush=True)
+input()
+"""
+    first = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert first.stdin is not None and first.stdout is not None
+    assert first.stdout.readline() == "held\n"
+    text = rf"RUN_NAME=a: another run is writing {config.run_dir}/a\. Fix: wait for its end, or give this run another RUN_NAME\."
+    assert len(run_folder_problems(config)) == 1
+    assert re.fullmatch(text, run_folder_problems(config)[0])
+    with pytest.raises(ConfigError, match=text):
+        hold_run_folder(config)
+    first.communicate("\n", timeout=30)
+    assert run_folder_problems(config) == []
+    hold_run_folder(config)

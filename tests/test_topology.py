@@ -124,3 +124,12 @@ def test_one_process_trains_what_it_says(kind, reference):
     assert min(fractions) > 0.01 if kind == "moe" else set(fractions) == {0.0}
     assert all(value >= 1 for value in run.curve("load_balancing_loss"))
     assert all(value > 0 for value in run.curve("z_loss"))
+
+
+def test_overlapped_communication_changes_nothing(runs, reference):
+    """The default with GPUs: gradients are reduced, and parameters gathered, while something else is computed."""
+    expected = reference("dmoe")
+    run = runs.succeed("run", GPUS_PER_NODE=2, EP=2, OVERLAP="true", EVAL_INTERVAL=5, EVAL_ITERS=1, SAVE_INTERVAL=5, **KINDS["dmoe"])
+    for name in (*TOLERANCES, "params_norm"):
+        assert deviation(run, expected, name) <= 1e-5, name
+    assert len(run.records("valid")) == 4

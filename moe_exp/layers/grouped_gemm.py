@@ -48,6 +48,8 @@ def loop_backend(x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, split
 
 def torch_backend(x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits: Sequence[int] | None) -> Tensor:
     """torch.nn.functional.grouped_mm: one kernel on Hopper and newer, no wait for the device. Rows 16-byte aligned, no float64."""
+    if x_RD.size(0) == 0:  # a rank whose experts got nothing
+        return loop_backend(x_RD, w_LDF, tokens_per_expert_L, splits)
     offsets_L = tokens_per_expert_L.cumsum(0, dtype=torch.int32)
     return torch.nn.functional.grouped_mm(x_RD, w_LDF, offs=offsets_L)
 
@@ -81,6 +83,9 @@ def choose_backend(name: str, *, device_type: str, dtype: torch.dtype) -> tuple[
         return "loop", f"torch {torch.__version__} has no grouped_mm"
     if dtype != torch.bfloat16:
         return "loop", f"grouped_mm is one kernel in bf16 only, not in {str(dtype).removeprefix('torch.')}"
-    if torch.cuda.get_device_capability() < (9, 0):
+    major, _ = torch.cuda.get_device_capability()
+    if major < 9:
         return "loop", "grouped_mm is slow on GPUs before Hopper"
-    return "torch", "grouped_mm runs as one kernel on this GPU"
+    if major > 9:
+        return "loop", "grouped_mm is reported to give wrong gradients for experts without tokens on Blackwell (pytorch issue 172439)"
+    return "torch", "grouped_mm runs as one kernel on Hopper"

@@ -107,6 +107,9 @@ def test_a_named_backend_is_taken(name):
     assert choose_backend(name, device_type="cpu", dtype=torch.float32) == (name, "asked for by EXPERT_BACKEND")
 
 
+BLACKWELL = "grouped_mm is reported to give wrong gradients for experts without tokens on Blackwell (pytorch issue 172439)"
+
+
 def test_auto_on_a_cpu():
     assert choose_backend("auto", device_type="cpu", dtype=torch.bfloat16) == ("loop", "grouped_mm is the same loop on a CPU")
 
@@ -114,8 +117,8 @@ def test_auto_on_a_cpu():
 @pytest.mark.parametrize(
     ("dtype", "capability", "expected"),
     [
-        (torch.bfloat16, (9, 0), ("torch", "grouped_mm runs as one kernel on this GPU")),
-        (torch.bfloat16, (10, 0), ("torch", "grouped_mm runs as one kernel on this GPU")),
+        (torch.bfloat16, (9, 0), ("torch", "grouped_mm runs as one kernel on Hopper")),
+        (torch.bfloat16, (10, 0), ("loop", BLACKWELL)),
         (torch.bfloat16, (8, 0), ("loop", "grouped_mm is slow on GPUs before Hopper")),
         (torch.float32, (9, 0), ("loop", "grouped_mm is one kernel in bf16 only, not in float32")),
     ],
