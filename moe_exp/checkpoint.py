@@ -141,7 +141,8 @@ def _state(config: Config, runtime: Runtime, trained: Trained, progress: Progres
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": runtime.groups.dp_cp,
     }
-    chunks = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(trained.model)}
+    # Of the model inside: the data parallel wrapper would put `module.` before Megatron's keys.
+    chunks = {f"model{i}": chunk.module.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(trained.model)}
     model_state = chunks if len(chunks) > 1 else chunks["model0"]
     return {
         **chunks,

@@ -66,6 +66,39 @@ def test_goes_on_bit_for_bit(num_ranks, ep, dropout, interrupted):
     assert runs.second.curve("learning_rate") == runs.whole.curve("learning_rate")
 
 
+def test_parameters_come_from_the_model_and_not_only_from_the_optimizer(runs):
+    """Without the distributed optimizer nothing else holds the weights; the expert bias is in no optimizer at all."""
+    settings = {"DISTRIBUTED_OPTIMIZER": False, "ROUTER_SCORE": "sigmoid", "ROUTER_BIAS_UPDATE_RATE": 0.01, "TRAIN_ITERS": 12}
+    whole = runs.succeed("whole", **settings)
+    for _ in range(2):
+        resumed = runs.succeed("resumed", EXIT_INTERVAL=6, **settings)
+    for name in (*CURVES, "experts"):
+        assert resumed.curve(name) == whole.curve(name), name
+
+
+def test_checkpoint_has_megatrons_keys(interrupted):
+    from moe_exp import megatron_cpu  # noqa: F401
+
+    # isort: split
+    from megatron.core import dist_checkpointing
+
+    folder = interrupted(1, 1, 0.0).whole.folder.checkpoints / "iter_0000012"
+    shapes = {key: value.global_shape for key, value in dist_checkpointing.load_tensors_metadata(str(folder)).items()}
+    layer = "decoder.layers.3"
+    expected = {
+        "embedding.word_embeddings.weight": (4096, 64),
+        "output_layer.weight": (4096, 64),
+        "decoder.final_layernorm.weight": (64,),
+        f"{layer}.self_attention.linear_qkv.layer_norm_weight": (64,),
+        f"{layer}.mlp.router.weight": (8, 64),
+        f"{layer}.mlp.experts.experts.linear_fc1.weight": (8, 192, 64),
+        f"{layer}.mlp.experts.experts.linear_fc2.weight": (8, 64, 96),
+        f"optimizer.state.exp_avg.{layer}.mlp.experts.experts.linear_fc1.weight": (8, 192, 64),
+    }
+    assert {key: shapes.get(key) for key in expected} == expected
+    assert not [key for key in shapes if key.startswith("module.")]
+
+
 def test_what_a_resume_says_and_leaves(interrupted):
     runs = interrupted(1, 1, 0.0)
     assert "resumed from" not in runs.first.text
