@@ -1,8 +1,8 @@
 """All-gather and reduce-scatter that are fast on gloo as well.
 
-gloo runs both as a ring of small steps, each of which waits for a thread to wake up: 0.9 and 1.6 ms for a few kilobytes
-between two processes of one machine, at which tensor parallelism spends most of its time. One all-to-all moves the same bytes
-in 0.4 ms. The measurements are in docs/performance.md (`bench/bench_gloo.py`).
+gloo runs both as a ring of small steps, each of which waits for a thread to wake up, and tensor parallelism spends its time in
+that waiting. One all-to-all moves the same bytes with one wait. The measurements are in docs/performance.md
+(`bench/bench_gloo.py`).
 """
 
 from __future__ import annotations
