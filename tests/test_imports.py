@@ -48,13 +48,13 @@ HEAVY = {"torch", "megatron"}
 LAYERS = [
     {"kernels"},
     {"losses", "capacity", "grouped_gemm", "collectives"},
-    {"router", "attention", "norm"},
+    {"router", "attention", "norm", "row_order"},
     {"dispatcher"},
-    {"experts"},
+    {"experts", "allgather_dispatcher", "deepep_dispatcher"},
     {"moe_layer"},
     {"spec"},
 ]
-OPTIONAL = ["transformer_engine", "apex", "triton", "wandb", "megablocks", "grouped_gemm", "flash_attn"]
+OPTIONAL = ["transformer_engine", "apex", "triton", "wandb", "megablocks", "grouped_gemm", "flash_attn", "deep_ep"]
 
 
 @cache
