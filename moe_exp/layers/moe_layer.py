@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from moe_exp import gloo
 from moe_exp.layers.capacity import expert_capacity, keep_most_probable
-from moe_exp.layers.dispatcher import LocalDispatcher
+from moe_exp.layers.dispatcher import Dispatcher
 from moe_exp.layers.experts import Experts
 from moe_exp.layers.losses import group_size, load_balancing_loss_share, z_loss_share
 from moe_exp.layers.router import Router, RoutingDecision
@@ -56,7 +56,7 @@ class MoELayer(nn.Module):
 
     Args:
         router: see Router.
-        dispatcher: LocalDispatcher or AllToAllDispatcher.
+        dispatcher: see dispatcher.Dispatcher.
         experts: the experts of this rank.
         settings: capacity and losses. The statistics count a layer once under reentrant checkpointing (Megatron's, and
             torch.utils.checkpoint with use_reentrant=True), twice under non-reentrant, whose first forward keeps gradients on.
@@ -68,7 +68,7 @@ class MoELayer(nn.Module):
         self,
         *,
         router: Router,
-        dispatcher: LocalDispatcher,
+        dispatcher: Dispatcher,
         experts: Experts,
         settings: MoESettings,
         microbatch_group: ProcessGroup | None = None,

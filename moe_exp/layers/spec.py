@@ -32,7 +32,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from moe_exp.layers.attention import CausalAttention
-from moe_exp.layers.dispatcher import AllToAllDispatcher, LocalDispatcher
+from moe_exp.layers.dispatcher import AllToAllDispatcher, Dispatcher, LocalDispatcher
 from moe_exp.layers.experts import ACTIVATIONS, Experts
 from moe_exp.layers.grouped_gemm import choose_backend
 from moe_exp.layers.moe_layer import MoELayer, MoESettings, MoEStatistics
@@ -223,7 +223,7 @@ def _settings(config: TransformerConfig) -> MoESettings:
     )
 
 
-def _dispatcher(name: str, config: TransformerConfig, groups: Any) -> LocalDispatcher:
+def _dispatcher(name: str, config: TransformerConfig, groups: Any) -> Dispatcher:
     is_local = groups.ep.size() == 1 and groups.expt_tp.size() == 1
     if name == "local" and not is_local:
         raise ValueError(f"dispatcher=local: needs EP=1 and ETP=1, not {groups.ep.size()} and {groups.expt_tp.size()}. Fix: use alltoall.")
