@@ -49,16 +49,16 @@ LAYERS = [
     {"kernels"},
     {"groups", "recompute"},
     {"replay"},
-    {"assignment", "losses", "capacity", "grouped_gemm", "collectives"},
-    {"router", "attention", "norm"},
+    {"assignment", "losses", "capacity", "grouped_gemm", "collectives", "sharding"},
+    {"router", "attention", "norm", "row_order"},
     {"dispatcher"},
-    {"experts"},
+    {"experts", "allgather_dispatcher", "deepep_dispatcher", "mesh"},
     {"shared", "moe_layer"},
     {"megatron_parts"},
     {"spec"},
 ]
-MEGATRON_SIDE = {"spec", "megatron_parts"}
-OPTIONAL = ["transformer_engine", "apex", "triton", "wandb", "megablocks", "grouped_gemm", "flash_attn"]
+MEGATRON_SIDE = {"spec", "megatron_parts", "sharding"}
+OPTIONAL = ["transformer_engine", "apex", "triton", "wandb", "megablocks", "grouped_gemm", "flash_attn", "deep_ep"]
 
 
 @cache

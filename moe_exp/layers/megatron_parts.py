@@ -20,7 +20,9 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from moe_exp.layers.dispatcher import AllToAllDispatcher, LocalDispatcher
+from moe_exp.layers.allgather_dispatcher import AllGatherDispatcher
+from moe_exp.layers.deepep_dispatcher import DeepEPDispatcher
+from moe_exp.layers.dispatcher import AllToAllDispatcher, Dispatcher, LocalDispatcher
 from moe_exp.layers.experts import ACTIVATIONS, Experts
 from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.moe_layer import MoELayer, MoESettings, MoEStatistics
@@ -259,10 +261,16 @@ def _settings(config: TransformerConfig, min_capacity: int) -> MoESettings:
     )
 
 
-def _dispatcher(name: str, config: TransformerConfig, groups: Any) -> LocalDispatcher:
+_DISPATCHERS: dict[str, Any] = {"alltoall": AllToAllDispatcher, "allgather": AllGatherDispatcher, "deepep": DeepEPDispatcher}
+
+
+def _dispatcher(name: str, config: TransformerConfig, groups: Any) -> Dispatcher:
     is_local = groups.ep.size() == 1 and groups.expt_tp.size() == 1
     if name == "local" and not is_local:
         raise ValueError(f"dispatcher=local: needs EP=1 and ETP=1, not {groups.ep.size()} and {groups.expt_tp.size()}. Fix: use alltoall.")
-    if is_local and name != "alltoall":
+    if name == "local" or (name == "auto" and is_local):
         return LocalDispatcher(config.num_moe_experts)
-    return AllToAllDispatcher(config.num_moe_experts, ep_group=groups.ep, etp_group=groups.expt_tp)
+    if name not in ("auto", *_DISPATCHERS):
+        raise ValueError(f"dispatcher={name}: is not a dispatcher. Fix: use auto, local, {', '.join(_DISPATCHERS)}.")
+    kind = _DISPATCHERS["alltoall" if name == "auto" else name]
+    return kind(config.num_moe_experts, ep_group=groups.ep, etp_group=groups.expt_tp)
