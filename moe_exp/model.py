@@ -90,7 +90,8 @@ def _parallel_settings(config: Config) -> dict[str, Any]:
 def _moe_settings(config: Config) -> dict[str, Any]:
     settings = {
         "num_moe_experts": config.num_experts,
-        "moe_layer_freq": [0] * config.first_k_dense + [1] * (config.num_layers - config.first_k_dense),
+        # 1, not a list of ones: Megatron then puts the tensors of all layers under one key, as its own MoE checkpoints have them.
+        "moe_layer_freq": [0] * config.first_k_dense + [1] * (config.num_layers - config.first_k_dense) if config.first_k_dense else 1,
         "moe_ffn_hidden_size": config.expert_ffn_size,
         "moe_shared_expert_intermediate_size": config.shared_expert_size or None,
         "moe_router_topk": config.topk,

@@ -6,6 +6,9 @@ Megatron's SequentialMLP and TEGroupedMLP write the same tensors, in one of two 
 - `experts.X` with an expert axis before the axes of X. The gate is the first half of W.
 - with `singleton_local_shards`, which Megatron-LM's own training script sets: `experts.<index of the expert>.X` for every
   expert; where there is a gate, its half of linear_fc1 is `X_w` and the other half is `X_v`.
+
+Beside them it writes, and asks for, an object `linear_fc1._extra_state` and `linear_fc2._extra_state` per expert. It is empty but
+for Transformer Engine's scales of fp8.
 """
 
 import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
@@ -17,7 +20,7 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 from torch import Tensor
 
 # Our name to (Megatron's, the axis that expert tensor parallel ranks split in ours, whether a gate doubles that axis).
@@ -69,13 +72,29 @@ def shard_experts(
         singleton_local_shards: the second of the two styles above.
 
     Returns:
-        `prefix` + our name to ShardedTensor, or to ShardedTensorFactory where one tensor is several shards.
+        `prefix` + our name to ShardedTensor, or to ShardedTensorFactory where one tensor is several shards; and Megatron's
+        empty `_extra_state` objects.
     """
-    state: dict[str, Any] = {}
+    offsets = tuple(sharded_offsets)
+    state = _extra_states(prefix, place, tensors["weight1"].size(0), offsets, singleton=singleton_local_shards)
     for name, tensor in tensors.items():
         key, split_axis, has_gate = _TENSORS[name]
-        part = _Part(key, split_axis, gated and has_gate, place, tuple(sharded_offsets))
+        part = _Part(key, split_axis, gated and has_gate, place, offsets)
         state[f"{prefix}{name}"] = part.shard(f"{prefix}experts.{key}", tensor, singleton=singleton_local_shards)
+    return state
+
+
+def _extra_states(
+    prefix: str, place: ExpertPlace, num_local_experts: int, sharded_offsets: tuple[tuple[int, int, int], ...], *, singleton: bool
+) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    num_experts, replica_id = num_local_experts * place.ep_size, (0, place.etp_rank, place.edp_rank)
+    for expert in range(place.ep_rank * num_local_experts, (place.ep_rank + 1) * num_local_experts):
+        offsets = sharded_offsets if singleton else (*sharded_offsets, (len(sharded_offsets), expert, num_experts))
+        shape, offset = tuple(size for _, _, size in offsets) or (1,), tuple(index for _, index, _ in offsets) or (0,)
+        for linear in ("linear_fc1", "linear_fc2"):
+            key = f"{prefix}experts.{expert}.{linear}._extra_state" if singleton else f"{prefix}experts.{linear}._extra_state"
+            state[f"{prefix}{expert}.{linear}._extra_state"] = ShardedObject(key, None, shape, offset, replica_id)
     return state
 
 

@@ -120,8 +120,7 @@ def exchange(
 
     fill(0.0)
     dist_checkpointing.save(shards(ours), f"{folder}/ours")
-    tensors_only = {key: value for key, value in theirs.sharded_state_dict(PREFIX, metadata=metadata).items() if "_extra_state" not in key}
-    read = dist_checkpointing.load(tensors_only, f"{folder}/ours")
+    read = dist_checkpointing.load(theirs.sharded_state_dict(PREFIX, metadata=metadata), f"{folder}/ours")
     theirs.load_state_dict({key.removeprefix(PREFIX): value for key, value in read.items()}, strict=False)
     for name, tensors in _megatrons_tensors(theirs).items():
         assert torch.equal(torch.stack(tensors), whole_bias2 if name == "bias2" else ours[name]), f"{name} as Megatron reads it"
