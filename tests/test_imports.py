@@ -50,7 +50,7 @@ LAYERS = [
     {"losses", "capacity", "grouped_gemm", "collectives"},
     {"router", "attention", "norm"},
     {"dispatcher"},
-    {"experts"},
+    {"experts", "mesh"},
     {"moe_layer"},
     {"spec"},
 ]
