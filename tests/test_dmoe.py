@@ -8,6 +8,7 @@ pytest runs it, too.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -160,11 +161,12 @@ def table(title: str, errors: dict[str, tuple[float, float]]) -> str:
 
 
 def main() -> int:
+    ranks = int(os.environ["WORLD_SIZE"])
+    if EXPERTS % ranks:
+        if os.environ["RANK"] == "0":
+            print(f"nproc_per_node={ranks}: does not divide the {EXPERTS} experts of this test. Fix: use 1, 2, 4 or 8.")
+        return 1
     with torchrun_job() as device:
-        ranks = dist.get_world_size()
-        if EXPERTS % ranks:
-            on_first_rank(f"nproc_per_node={ranks}: does not divide the {EXPERTS} experts of this test. Fix: use 1, 2, 4 or 8.")
-            return 1
         on_first_rank(f"dropless, EP={ranks}, {dist.get_backend()}, fp32, torch {torch.__version__}; relative errors, limit {LIMIT:g}")
         worst = 0.0
         for name, case in CASES.items():
@@ -176,7 +178,7 @@ def main() -> int:
         return 0 if equal else 1
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_under_torchrun(ranks):
     result = torchrun(ranks, __file__)
     print(result.stdout)
@@ -185,10 +187,14 @@ def test_under_torchrun(ranks):
     assert result.stdout.count("output after a step") == len(CASES)
 
 
-def test_number_of_ranks_that_does_not_divide_the_experts():
-    result = torchrun(3, __file__)
-    assert result.returncode == 1
-    assert result.stdout.splitlines() == ["nproc_per_node=3: does not divide the 8 experts of this test. Fix: use 1, 2, 4 or 8."]
+def test_number_of_ranks_that_does_not_divide_the_experts(monkeypatch, capsys):
+    printed = []
+    for rank in range(3):
+        monkeypatch.setenv("WORLD_SIZE", "3")
+        monkeypatch.setenv("RANK", str(rank))
+        assert main() == 1
+        printed.append(capsys.readouterr().out)
+    assert printed == ["nproc_per_node=3: does not divide the 8 experts of this test. Fix: use 1, 2, 4 or 8.\n", "", ""]
 
 
 def test_cases_route_as_they_say():
@@ -196,7 +202,7 @@ def test_cases_route_as_they_say():
         layer = our_layer(initial_weights(case.pull), topk=case.topk, spread=False, device=torch.device("cpu"))
         tokens_per_expert = layer.route(batch(4 * case.num_tokens)[0]).tokens_per_expert_E
         assert (tokens_per_expert.count_nonzero() == 1) == (title == "all to one expert")
-        assert (tokens_per_expert[0] == 4 * case.num_tokens) == (case.pull > 0)
+        assert (tokens_per_expert[0] > 0.9 * 4 * case.num_tokens) == (case.pull > 0)
 
 
 def test_table_marks_what_differs():
