@@ -54,11 +54,24 @@ def _model(c: Config) -> Iterator[str]:
     if c.kv_channels % 2:
         rule = "rotary position embedding turns pairs of channels, the head size must be even"
         yield problem("head_dim", c.kv_channels, rule, f"set HEAD_DIM to {_multiples(2, c.kv_channels)}")
-    if c.use_moe and c.add_bias_linear:
-        yield problem("add_bias_linear", "true", "experts have no bias", "set ADD_BIAS_LINEAR=false or USE_MOE=false")
-    if c.use_moe and c.first_k_dense >= c.num_layers:
-        fix = f"set FIRST_K_DENSE to at most {c.num_layers - 1}, or USE_MOE=false"
-        yield problem("first_k_dense", c.first_k_dense, f"leaves no MoE layer of NUM_LAYERS={c.num_layers}", fix)
+    if c.use_moe and c.add_bias_linear and c.shared_expert_size:
+        yield problem(
+            "add_bias_linear", "true", "Megatron's shared expert has no bias", "set ADD_BIAS_LINEAR=false or SHARED_EXPERT_SIZE=0"
+        )
+    if c.use_moe and c.add_bias_linear and c.etp > 1:
+        yield problem("add_bias_linear", "true", "Megatron has expert biases with ETP=1 only", "set ADD_BIAS_LINEAR=false or ETP=1")
+    if c.use_moe:
+        yield from _layers(c)
+
+
+def _layers(c: Config) -> Iterator[str]:
+    if len(c.moe_layers) != c.num_layers:
+        rule = f"has {len(c.moe_layers)} layers, but NUM_LAYERS={c.num_layers}"
+        yield problem("moe_layer_freq", c.moe_layer_freq, rule, f"give a number, or a pattern of {c.num_layers} zeros and ones")
+    elif not any(c.moe_layers):
+        name = "first_k_dense" if c.first_k_dense else "moe_layer_freq"
+        fix = f"set FIRST_K_DENSE to at most {c.num_layers - 1}, or USE_MOE=false" if c.first_k_dense else "set a 1, or USE_MOE=false"
+        yield problem(name, getattr(c, name), f"leaves no MoE layer of NUM_LAYERS={c.num_layers}", fix)
 
 
 def _moe(c: Config) -> Iterator[str]:
@@ -71,18 +84,45 @@ def _moe(c: Config) -> Iterator[str]:
     if c.dispatcher == "local" and c.ep * c.etp > 1:
         fix = "set DISPATCHER=alltoall, or EP=1 and ETP=1"
         yield problem("dispatcher", "local", f"needs every expert on every rank, but EP={c.ep} and ETP={c.etp}", fix)
+    yield from _capacity(c)
     yield from _router(c)
     yield from _router_groups(c)
+    yield from _balancing(c)
     yield from _grouped_mm_rows(c)
 
 
+def _capacity(c: Config) -> Iterator[str]:
+    for name in ("capacity_factor", "min_capacity"):
+        if c.moe_type == "dmoe" and getattr(c, name):
+            fix = f"set MOE_TYPE=moe, or {name.upper()}=0"
+            yield problem(name, getattr(c, name), "MOE_TYPE=dmoe drops nothing, it has no capacity", fix)
+    if c.shared_expert_gate and not c.shared_expert_size:
+        yield problem("shared_expert_gate", "true", "there is no shared expert", "set SHARED_EXPERT_SIZE, or SHARED_EXPERT_GATE=false")
+
+
 def _router(c: Config) -> Iterator[str]:
-    if c.router_bias_update_rate > 0 and c.router_score != "sigmoid":
-        fix = "set ROUTER_SCORE=sigmoid or ROUTER_BIAS_UPDATE_RATE=0"
-        yield problem("router_bias_update_rate", c.router_bias_update_rate, "the expert bias needs sigmoid scores", fix)
-    if c.topk == 1 and c.router_score == "softmax" and not c.router_pre_softmax:
-        rule = "softmax over the one chosen expert is always 1, so the router would not learn with TOPK=1"
+    if c.topk > 1 or c.aux_loss_type == "sinkhorn":
+        return
+    rule = "the weight of the one chosen expert is always 1, so the router would not learn with TOPK=1"
+    if c.router_score == "softmax" and not c.router_pre_softmax:
         yield problem("router_pre_softmax", "false", rule, "set ROUTER_PRE_SOFTMAX=true")
+    elif c.router_normalize == "true":
+        yield problem("router_normalize", "true", rule, "set ROUTER_NORMALIZE=false")
+
+
+def _balancing(c: Config) -> Iterator[str]:
+    num_losses, num_coeffs = len(c.aux_loss_type.split(",")), len(c.aux_loss_coeff.split(","))
+    if num_coeffs not in (1, num_losses):
+        rule = f"{num_coeffs} weights for {num_losses} losses in AUX_LOSS_TYPE={c.aux_loss_type}"
+        yield problem("aux_loss_coeff", c.aux_loss_coeff, rule, "give one for all, or one for each")
+    if c.aux_loss_type == "sinkhorn" and (c.num_router_groups or c.router_bias_update_rate):
+        name = "num_router_groups" if c.num_router_groups else "router_bias_update_rate"
+        fix = f"set AUX_LOSS_TYPE=aux_loss or none, or {name.upper()}=0"
+        yield problem("aux_loss_type", "sinkhorn", f"balances by itself and does not go with {name.upper()}", fix)
+    if c.aux_loss_type == "sinkhorn" and c.force_routing != "none":
+        yield problem(
+            "force_routing", c.force_routing, "chooses the experts, and so does AUX_LOSS_TYPE=sinkhorn", "set one of the two to none"
+        )
 
 
 def _router_groups(c: Config) -> Iterator[str]:
@@ -140,7 +180,7 @@ def _tensor_parallel(c: Config) -> Iterator[str]:
     yield from _must_divide(c, "tp", "NUM_HEADS", c.num_heads)
     yield from _must_divide(c, "tp", "NUM_QUERY_GROUPS", c.num_query_groups)
     yield from _must_divide(c, "tp", "the padded VOCAB_SIZE", c.padded_vocab_size)
-    if not c.use_moe or c.first_k_dense:
+    if not all(c.moe_layers):
         yield from _must_divide(c, "tp", "FFN_HIDDEN_SIZE", c.ffn_hidden_size)
     if c.use_moe:
         yield from _must_divide(c, "tp", "SHARED_EXPERT_SIZE", c.shared_expert_size)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -41,6 +42,46 @@ Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(ge=0.0)]
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+def _pattern(value: Any) -> str:
+    """Checks MOE_LAYER_FREQ, a positive number or a list of 0 and 1 with repetitions; returns it without spaces."""
+    text = "".join(str(value).split())
+    if not (int(text) if text.isdigit() else re.fullmatch(_PATTERN, text)):
+        raise ValueError("must be a positive number, or a pattern such as [0]*3+[1]*21 or 0,1,1,1")
+    return text
+
+
+def _losses(value: Any) -> str:
+    """Checks AUX_LOSS_TYPE; returns it without spaces."""
+    text = "".join(str(value).split())
+    kinds = text.split(",")
+    if unknown := [kind for kind in kinds if kind not in (*LOSS_KINDS, *_NO_LOSS)]:
+        raise ValueError(f"{unknown[0] or 'nothing'} is not a loss")
+    if len(kinds) > 1 and (set(kinds) & set(_NO_LOSS) or len(set(kinds)) < len(kinds)):
+        raise ValueError("none and sinkhorn stand alone, and no loss is named twice")
+    return text
+
+
+def _numbers(value: Any) -> str:
+    """Checks a list of numbers that are not negative; returns it without spaces."""
+    text = "".join(str(value).split())
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        numbers = [-1.0]
+    if not all(0 <= number < float("inf") for number in numbers):
+        raise ValueError("must be a number of at least 0, or several with commas")
+    return text
+
+
+LOSS_KINDS = ("aux_loss", "seq_aux_loss", "global_aux_loss", "importance")
+_NO_LOSS = ("none", "sinkhorn")
+_TERM = r"(\[?[01](,[01])*\]?(\*\d+)?)"
+_PATTERN = rf"{_TERM}(\+{_TERM})*"
+LayerPattern = Annotated[str, BeforeValidator(_pattern)]
+LossKinds = Annotated[str, BeforeValidator(_losses)]
+Numbers = Annotated[str, BeforeValidator(_numbers)]
 OptionalPositive = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_none_or_int)]
 
 
@@ -73,13 +114,16 @@ class Config(BaseModel):
     activation: Literal["swiglu", "geglu", "gelu", "squared_relu"] = Field("swiglu", description="activation of MLP and experts")
     normalization: Literal["RMSNorm", "LayerNorm"] = Field("RMSNorm", description="norm layers")
     norm_epsilon: float = Field(1e-5, gt=0, description="added to the variance inside a norm")
-    add_bias_linear: bool = Field(False, description="biases in the linear layers (dense models)")
+    add_bias_linear: bool = Field(False, description="biases in the linear layers, experts too")
     qk_norm: bool = Field(False, description="norm on queries and keys (Megatron: --qk-layernorm)")
     rotary_base: float = Field(100000.0, gt=0, description="base of the rotary position embedding")
     tie_embeddings: bool = Field(False, description="output layer shares the weights of the embedding")
     dropout: Probability = Field(0.0, description="dropout after attention, after the MLP and on the embedding")
     attention_dropout: Probability = Field(0.0, description="dropout on attention weights")
     init_std: float = Field(0.02, gt=0, description="standard deviation of the initial weights (Megatron: --init-method-std)")
+    init_distribution: Literal["normal", "truncated_normal"] = Field(
+        "normal", description="of the initial weights; truncated_normal: none further than 3 standard deviations from 0"
+    )
 
     # Mixture of experts
     use_moe: bool = Field(True, description="false: a dense model")
@@ -87,23 +131,43 @@ class Config(BaseModel):
     topk: Positive = Field(1, description="experts per token")
     moe_type: Literal["moe", "dmoe"] = Field("dmoe", description="moe: capacity, tokens over it are dropped; dmoe: dropless")
     moe_ffn_hidden_size: NonNegative = Field(0, description="width of one expert; 0: FFN_HIDDEN_SIZE")
+    moe_layer_freq: LayerPattern = Field(
+        "1", description="every n-th layer is MoE, or a pattern with 1 for each that is: '[0]*3+[1]*21', '0,1,1,1'"
+    )
     first_k_dense: NonNegative = Field(0, description="number of first layers that stay dense")
     shared_expert_size: NonNegative = Field(0, description="width of the expert that sees every token; 0: none")
-    capacity_factor: float = Field(1.0, gt=0, description="tokens an expert takes, relative to its fair share (MOE_TYPE=moe)")
+    shared_expert_gate: bool = Field(False, description="a sigmoid gate per token on the shared expert")
+    capacity_factor: Rate = Field(0.0, description="tokens an expert takes, relative to its fair share (MOE_TYPE=moe); 0: 1.0")
+    min_capacity: NonNegative = Field(0, description="tokens an expert takes at least, per micro-batch (MOE_TYPE=moe)")
     pad_to_capacity: bool = Field(True, description="fill every expert up to its capacity, for fixed shapes (MOE_TYPE=moe)")
-    router_score: Literal["softmax", "sigmoid"] = Field("softmax", description="score function of the router")
+    drop_policy: Literal["probs", "position"] = Field(
+        "probs", description="over capacity drop the lowest router weights, or the last in the sequence (MOE_TYPE=moe)"
+    )
+    router_score: Literal["softmax", "sigmoid", "sqrtsoftplus"] = Field("softmax", description="score function of the router")
     router_pre_softmax: bool = Field(True, description="softmax before top-k; false: softmax over the chosen k")
+    router_normalize: Literal["auto", "true", "false"] = Field(
+        "auto", description="divide the chosen weights by their sum; auto: with sigmoid and sqrtsoftplus when TOPK > 1"
+    )
     router_scaling_factor: float = Field(1.0, gt=0, description="factor on the router weights")
+    router_dtype: Literal["fp32", "fp64"] = Field("fp32", description="compute type of logits, scores and router weights")
+    router_jitter: Probability = Field(0.0, description="in training, noise on the router's input: a factor from [1-j, 1+j]")
     router_bias_update_rate: Rate = Field(0.0, description="step of the aux-loss-free expert bias; 0: no bias")
     num_router_groups: NonNegative = Field(0, description="groups of experts for group-limited top-k; 0: none")
     router_group_topk: NonNegative = Field(0, description="groups a token may use (with NUM_ROUTER_GROUPS)")
-    aux_loss_type: Literal["aux_loss", "none"] = Field(
-        "aux_loss", description="load-balancing loss; aux_loss: over the tokens of one micro-batch, whatever ranks hold them"
+    force_routing: Literal["none", "balanced", "zipf"] = Field(
+        "none", description="for benchmarks: experts in turn, or skewed by Zipf's law, whatever the router says"
     )
-    aux_loss_coeff: Rate = Field(1e-2, description="weight of the load-balancing loss")
+    aux_loss_type: LossKinds = Field(
+        "aux_loss",
+        description="balancing losses, one or a list with commas: aux_loss (over a micro-batch, whatever ranks hold it), seq_aux_loss "
+        "(over each sequence), global_aux_loss (over the global batch), importance; or sinkhorn (routing), or none",
+    )
+    aux_loss_coeff: Numbers = Field("0.01", description="weight of the balancing loss, or a list with one for each")
     z_loss_coeff: Rate = Field(0.0, description="weight of the router z-loss")
     expert_backend: Literal["auto", "torch", "loop"] = Field("auto", description="grouped GEMM of the experts")
-    dispatcher: Literal["auto", "alltoall", "local"] = Field("auto", description="token dispatcher; local needs EP=1 and ETP=1")
+    dispatcher: Literal["auto", "alltoall", "allgather", "deepep", "local"] = Field(
+        "auto", description="token dispatcher; local needs EP=1 and ETP=1, deepep its package and GPUs"
+    )
     impl: Literal["auto", "local", "te"] = Field("auto", description="parts around the MoE layer: ours, or Transformer Engine's")
 
     # Parallelism
@@ -115,7 +179,9 @@ class Config(BaseModel):
     cp: Positive = Field(1, description="context parallel size")
     distributed_optimizer: bool = Field(True, description="shard the optimizer state over data-parallel ranks")
     overlap: Literal["auto", "true", "false"] = Field("auto", description="overlap gradient reduce and parameter gather; auto: with GPUs")
-    recompute: Literal["none", "selective", "full"] = Field("none", description="activation recompute; selective: the MoE layer")
+    recompute: Literal["none", "moe_act", "selective", "full"] = Field(
+        "none", description="activation recompute; moe_act: the experts' activation, selective: the MoE layer"
+    )
 
     # Optimization
     lr: float = Field(6e-4, gt=0, description="peak learning rate")
@@ -194,6 +260,29 @@ class Config(BaseModel):
         return self.activation in ("swiglu", "geglu")
 
     @property
+    def moe_layers(self) -> list[bool]:
+        """For every layer whether it is an MoE layer. A pattern of another length than NUM_LAYERS is returned as it is."""
+        if not self.use_moe:
+            return [False] * self.num_layers
+        if self.moe_layer_freq.isdigit():
+            pattern = [layer % int(self.moe_layer_freq) == 0 for layer in range(self.num_layers)]
+        else:
+            pattern = [bit == "1" for bit in _expanded(self.moe_layer_freq)]
+        return [is_moe and layer >= self.first_k_dense for layer, is_moe in enumerate(pattern)]
+
+    @property
+    def balancing_losses(self) -> dict[str, float]:
+        """Balancing loss to its weight; with fewer weights than losses the last counts for the rest."""
+        kinds = [kind for kind in self.aux_loss_type.split(",") if kind not in _NO_LOSS]
+        coeffs = [float(coeff) for coeff in self.aux_loss_coeff.split(",")]
+        return dict(zip(kinds, coeffs + coeffs[-1:] * len(kinds), strict=False))
+
+    @property
+    def expert_capacity_factor(self) -> float | None:
+        """CAPACITY_FACTOR of a layer with capacity, None of a dropless one."""
+        return None if self.moe_type == "dmoe" else self.capacity_factor or 1.0
+
+    @property
     def rampup(self) -> tuple[int, int, int] | None:
         """RAMPUP_BATCH_SIZE as (start, increment, samples), or None."""
         if not self.rampup_batch_size:
@@ -205,6 +294,12 @@ class Config(BaseModel):
     def name(self) -> str:
         """RUN_NAME, or the name built from the settings."""
         return self.run_name or _built_name(self)
+
+
+def _expanded(pattern: str) -> str:
+    """The zeros and ones that a pattern such as [0]*3+[1,0]*2 stands for."""
+    terms = [term.partition("*") for term in pattern.split("+")]
+    return "".join(re.sub(r"[^01]", "", bits) * int(times or 1) for bits, _, times in terms)
 
 
 def _built_name(config: Config) -> str:
@@ -247,7 +342,8 @@ def load_config(flags: Mapping[str, Any] | None = None, environ: Mapping[str, st
 
 def _explain(error: Any) -> str:
     name = str(error["loc"][0])
-    rule = error["msg"][0].lower() + error["msg"][1:].partition(", unable to")[0]
+    message = error["msg"].removeprefix("Value error, ")
+    rule = message[0].lower() + message[1:].partition(", unable to")[0]
     fix = Config.model_fields[name].description if name in Config.model_fields else "see moe-exp train --help"
     return problem(name, error["input"], rule.replace("input should be", "must be"), f"give {name.upper()}, {fix}")
 

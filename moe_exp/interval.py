@@ -65,7 +65,7 @@ class Interval:
         seconds = (time.monotonic() - self.start) / self.num_iterations
         num_shares = self.num_microbatches * config.data_parallel_size
         tokens_per_iteration = self.num_samples * config.seq_len / self.num_iterations
-        balance, z, experts = self._expert_records(sums, num_shares)
+        balance, z, aux_losses, experts = self._expert_records(sums, num_shares)
         on_gpu = self.runtime.device.type == "cuda"
         record = {
             "iteration": progress.iteration,
@@ -75,6 +75,7 @@ class Interval:
             "lm_loss": lm_loss_sum / num_shares,
             "load_balancing_loss": balance,
             "z_loss": z,
+            "aux_losses": aux_losses,
             "learning_rate": learning_rate,
             "grad_norm": grad_norm,
             "num_zeros": num_zeros,
@@ -93,8 +94,8 @@ class Interval:
         return record
 
     def _reduced(self) -> Tensor:
-        """Sums over all ranks: lm loss, bad iterations, squared parameter norm, then per layer E token counts and 4 sums."""
-        width = self.config.num_experts + 4 if self.config.use_moe else 0
+        """Sums over all ranks: lm loss, bad iterations, squared parameter norm, then per layer E token counts and the other sums."""
+        width = self._row_width() if self.config.use_moe else 0
         table = torch.zeros(self.config.num_layers, width, dtype=torch.float64, device=self.runtime.device)
         for index, layer in self.layers.items():
             table[index] = torch.cat([layer.statistics.tokens_per_expert_E.double(), layer.statistics.sums])
@@ -122,22 +123,28 @@ class Interval:
                     total += torch.linalg.vector_norm(parameter.detach(), dtype=torch.float64).square()
         return total
 
-    def _expert_records(self, sums: list[float], num_shares: int) -> tuple[float | None, float | None, list[dict[str, Any]]]:
-        """Means over layers of the two losses, and the `experts` of the record."""
+    def _row_width(self) -> int:
+        """Token counts, then dropped slots, entropy, load-balancing loss and z-loss, then the losses of AUX_LOSS_TYPE."""
+        return self.config.num_experts + 4 + len(self.config.balancing_losses)
+
+    def _expert_records(
+        self, sums: list[float], num_shares: int
+    ) -> tuple[float | None, float | None, dict[str, float], list[dict[str, Any]]]:
+        """Means over layers of the load-balancing loss, the z-loss and those of AUX_LOSS_TYPE, and the `experts` of the record."""
         config = self.config
         if not config.use_moe:
-            return None, None, []
-        width = config.num_experts + 4
-        layers = range(config.first_k_dense, config.num_layers)
-        rows = {layer: sums[layer * width : (layer + 1) * width] for layer in layers}
-        balance = sum(row[-2] for row in rows.values()) / (num_shares * len(layers))
-        z = sum(row[-1] for row in rows.values()) / (num_shares * len(layers))
-        return balance, z, [_expert_record(layer, row, config) for layer, row in rows.items()]
+            return None, None, {}, []
+        width = self._row_width()
+        rows = {layer: sums[layer * width : (layer + 1) * width] for layer, is_moe in enumerate(config.moe_layers) if is_moe}
+        columns = [sum(values) / (num_shares * len(rows)) for values in zip(*rows.values(), strict=True)]
+        balance, z, *losses = columns[config.num_experts + 2 :]
+        aux_losses = dict(zip(config.balancing_losses, losses, strict=True))
+        return balance, z, aux_losses, [_expert_record(layer, row, config) for layer, row in rows.items()]
 
 
 def _expert_record(layer: int, row: list[float], config: Config) -> dict[str, Any]:
     counts = row[: config.num_experts]
-    dropped, entropy = row[-4:-2]
+    dropped, entropy = row[config.num_experts : config.num_experts + 2]
     slots = sum(counts)
     return {
         "layer": layer + 1,

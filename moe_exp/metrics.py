@@ -39,6 +39,7 @@ TRAIN_KEYS = {
     "lm_loss": "cross entropy, nats per token",
     "load_balancing_loss": "mean over MoE layers before its coefficient; 1.0: perfect balance; null: dense",
     "z_loss": "router z-loss, mean over MoE layers before its coefficient; null: coefficient 0 or dense",
+    "aux_losses": "mean over MoE layers of each loss of AUX_LOSS_TYPE before its coefficient, by its name",
     "learning_rate": "after this iteration's step of the schedule, as Megatron logs it",
     "grad_norm": "L2 norm before clipping, or null",
     "num_zeros": "zeros in the gradient, or null",
@@ -61,7 +62,7 @@ VALID_KEYS = {
     "lm_loss_ppl": "perplexity, exp(lm_loss), with lm_loss cut at 20 as in Megatron",
 }
 _PERFORMANCE = ("tokens_per_second", "tflops_per_gpu", "elapsed_time_per_iteration_ms", "memory_allocated_bytes")
-_NOT_A_CURVE = ("kind", "iteration", "experts", "eta_seconds")
+_NOT_A_CURVE = ("kind", "iteration", "experts", "aux_losses", "eta_seconds")
 
 
 class Metrics:
@@ -187,6 +188,8 @@ def curves(record: Mapping[str, Any]) -> dict[str, float]:
     for key, value in record.items():
         if key not in _NOT_A_CURVE and value is not None:
             values[f"{'perf' if key in _PERFORMANCE else record['kind']}/{key}"] = float(value)
+    for name, value in (record.get("aux_losses") or {}).items():
+        values[f"moe/{name}"] = float(value)
     for layer in record.get("experts") or []:
         for key in ("max_over_mean", "dropped_fraction", "router_entropy"):
             if layer.get(key) is not None:

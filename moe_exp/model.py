@@ -36,7 +36,7 @@ def transformer_config(config: Config) -> TransformerConfig:
     dtype = DTYPES[config.dtype]
     activation, gated = ACTIVATIONS[config.activation]
     on_gpu = torch.cuda.is_available()
-    return TransformerConfig(
+    settings = TransformerConfig(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
         ffn_hidden_size=config.ffn_hidden_size,
@@ -67,6 +67,9 @@ def transformer_config(config: Config) -> TransformerConfig:
         **(_moe_settings(config) if config.use_moe else {}),
         **_recompute_settings(config),
     )
+    if config.use_moe:
+        _set_beyond_megatron(settings, config)
+    return settings
 
 
 def _parallel_settings(config: Config) -> dict[str, Any]:
@@ -90,34 +93,57 @@ def _parallel_settings(config: Config) -> dict[str, Any]:
 def _moe_settings(config: Config) -> dict[str, Any]:
     settings = {
         "num_moe_experts": config.num_experts,
-        "moe_layer_freq": [0] * config.first_k_dense + [1] * (config.num_layers - config.first_k_dense),
+        "moe_layer_freq": [int(is_moe) for is_moe in config.moe_layers],
         "moe_ffn_hidden_size": config.expert_ffn_size,
         "moe_shared_expert_intermediate_size": config.shared_expert_size or None,
+        "moe_shared_expert_gate": config.shared_expert_gate,
         "moe_router_topk": config.topk,
         "moe_router_pre_softmax": config.router_pre_softmax,
-        "moe_router_score_function": config.router_score,
         "moe_router_topk_scaling_factor": config.router_scaling_factor,
-        "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": config.aux_loss_type,
-        "moe_aux_loss_coeff": config.aux_loss_coeff,
+        "moe_router_dtype": config.router_dtype,
+        "moe_input_jitter_eps": config.router_jitter or None,
         "moe_z_loss_coeff": config.z_loss_coeff or None,
-        "moe_router_enable_expert_bias": config.router_bias_update_rate > 0,
         "moe_router_bias_update_rate": config.router_bias_update_rate,
         "moe_token_dispatcher_type": "alltoall",
     }
     if config.num_router_groups:
         settings |= {"moe_router_num_groups": config.num_router_groups, "moe_router_group_topk": config.router_group_topk}
     if config.moe_type == "moe":
-        settings |= {"moe_expert_capacity_factor": config.capacity_factor, "moe_pad_expert_input_to_capacity": config.pad_to_capacity}
+        settings |= {
+            "moe_expert_capacity_factor": config.expert_capacity_factor,
+            "moe_pad_expert_input_to_capacity": config.pad_to_capacity,
+            "moe_token_drop_policy": config.drop_policy,
+        }
     return settings
+
+
+def _set_beyond_megatron(settings: TransformerConfig, config: Config) -> None:
+    """Values that our layer has and Megatron's own refuses, set after its checks: another score function, an expert bias with
+    any of them, more kinds of losses and those with a capacity."""
+    losses = config.balancing_losses
+    settings.moe_router_score_function = config.router_score
+    settings.moe_router_enable_expert_bias = config.router_bias_update_rate > 0
+    settings.moe_router_load_balancing_type = list(losses) or config.aux_loss_type
+    settings.moe_aux_loss_coeff = list(losses.values()) or 0.0
+
+
+def _moe_options(config: Config) -> dict[str, Any]:
+    """What TransformerConfig has no field for."""
+    normalize = {"auto": None, "true": True, "false": False}[config.router_normalize]
+    router: dict[str, Any] = {"normalize": normalize}
+    if config.force_routing != "none":
+        router["assignment"] = config.force_routing
+    return {"backend": config.expert_backend, "dispatcher": config.dispatcher, "router": router, "min_capacity": config.min_capacity}
 
 
 def _recompute_settings(config: Config) -> dict[str, Any]:
     if config.recompute == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    if config.recompute == "selective":
-        return {"recompute_granularity": "selective", "recompute_modules": ["moe"] if config.use_moe else ["core_attn"]}
-    return {}
+    if config.recompute == "none":
+        return {}
+    module = {"selective": "moe", "moe_act": "moe_act"}[config.recompute] if config.use_moe else "core_attn"
+    # Megatron knows an activation recompute only with its name for grouped experts.
+    return {"recompute_granularity": "selective", "recompute_modules": [module], "moe_grouped_gemm": module == "moe_act"}
 
 
 def _leave_as_is(weight: Tensor) -> Tensor:
@@ -144,7 +170,7 @@ def build_chunk(config: Config, settings: TransformerConfig, runtime: Runtime, v
     stage = vp_stage if config.vpp else None
     chunk = GPTModel(
         settings,
-        decoder_spec(settings, backend=config.expert_backend, dispatcher=config.dispatcher, use_te=use_te(config), vp_stage=stage),
+        decoder_spec(settings, use_te=use_te(config), vp_stage=stage, **_moe_options(config)),
         vocab_size=config.padded_vocab_size,
         max_sequence_length=config.seq_len,
         pre_process=pp_rank == 0 and vp_stage == 0,
@@ -217,7 +243,10 @@ def _full_shape(local: Tensor, dim: int, world: int) -> list[int]:
 def _draw(shape: list[int], key: str, std: float, config: Config, like: Tensor) -> Tensor:
     digest = hashlib.sha256(f"{config.seed}:{key}".encode()).digest()
     generator = torch.Generator(device=like.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    return torch.empty(shape, device=like.device, dtype=torch.float32).normal_(0.0, std, generator=generator)
+    full = torch.empty(shape, device=like.device, dtype=torch.float32)
+    if config.init_distribution == "truncated_normal":
+        return torch.nn.init.trunc_normal_(full, 0.0, std, -3 * std, 3 * std, generator=generator)
+    return full.normal_(0.0, std, generator=generator)
 
 
 def _part(full: Tensor, dim: int, stride: int, rank: int, world: int) -> Tensor:

@@ -46,7 +46,7 @@ _MODEL_FIELDS = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_query_groups", "head_dim", "vocab_size", "activation",
     "normalization", "tie_embeddings", "qk_norm", "add_bias_linear", "use_moe",
 )  # fmt: skip
-_MOE_FIELDS = ("num_experts", "moe_ffn_hidden_size", "first_k_dense", "shared_expert_size")
+_MOE_FIELDS = ("num_experts", "moe_ffn_hidden_size", "moe_layer_freq", "first_k_dense", "shared_expert_size", "shared_expert_gate")
 
 
 # In a checkpoints folder, the iteration of the newest complete checkpoint; the name is Megatron's.

@@ -11,6 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from moe_exp.layers.dispatcher import LocalDispatcher
 from moe_exp.layers.experts import Experts
+from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.mesh import TensorParallelDispatcher, expert_width_part
 from moe_exp.layers.moe_layer import MoELayer, MoESettings
 from moe_exp.layers.router import Router, RouterConfig
@@ -44,13 +45,13 @@ class Block(nn.Module):
             router=Router(RouterConfig(hidden_size=HIDDEN, num_experts=EXPERTS, topk=TOPK)),
             dispatcher=LocalDispatcher(EXPERTS) if tp_mesh is None else TensorParallelDispatcher(EXPERTS, tp_mesh=tp_mesh),
             experts=Experts(num_local_experts=EXPERTS, hidden_size=HIDDEN, ffn_size=FFN // ranks, activation="swiglu", backend="loop"),
-            settings=MoESettings(aux_loss_coeff=AUX, z_loss_coeff=Z),
+            settings=MoESettings(losses=(AuxLoss("aux_loss", AUX),), z_loss_coeff=Z),
         )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = x + self.attention(self.attention_norm(x))
-        y_TD, loss = self.moe(self.moe_norm(x).flatten(0, 1))
-        return x + y_TD.view_as(x), loss
+        y, loss = self.moe(self.moe_norm(x))
+        return x + y, loss
 
 
 class Model(nn.Module):

@@ -84,7 +84,32 @@ MODEL = [
     ),
     ({"head_dim": 33}, r"HEAD_DIM=33: rotary .* must be even\. Fix: set HEAD_DIM to 32 or 34\."),
     ({"hidden_size": 132}, r"HEAD_DIM=33: rotary .* must be even\. Fix: .*"),
-    ({"add_bias_linear": True}, r"ADD_BIAS_LINEAR=true: experts have no bias\. Fix: set ADD_BIAS_LINEAR=false or USE_MOE=false\."),
+    (
+        {"add_bias_linear": True, "shared_expert_size": 64},
+        r"ADD_BIAS_LINEAR=true: Megatron's shared expert has no bias\. Fix: set ADD_BIAS_LINEAR=false or SHARED_EXPERT_SIZE=0\.",
+    ),
+    (
+        {"add_bias_linear": True, "etp": 2, "gpus_per_node": 2},
+        r"ADD_BIAS_LINEAR=true: .* with ETP=1 only\. Fix: set ADD_BIAS_LINEAR=false or ETP=1\.",
+    ),
+    ({"moe_layer_freq": "0,1"}, r"MOE_LAYER_FREQ=0,1: has 2 layers, but NUM_LAYERS=4\. Fix: give a number, or a pattern of 4 .*"),
+    ({"moe_layer_freq": "[0]*4"}, r"MOE_LAYER_FREQ=\[0\]\*4: leaves no MoE layer of NUM_LAYERS=4\. Fix: set a 1, or USE_MOE=false\."),
+    ({"capacity_factor": 2.0}, r"CAPACITY_FACTOR=2\.0: MOE_TYPE=dmoe drops nothing, .*\. Fix: set MOE_TYPE=moe, or CAPACITY_FACTOR=0\."),
+    ({"min_capacity": 4}, r"MIN_CAPACITY=4: MOE_TYPE=dmoe drops nothing, .*\. Fix: set MOE_TYPE=moe, or MIN_CAPACITY=0\."),
+    ({"shared_expert_gate": True}, r"SHARED_EXPERT_GATE=true: there is no shared expert\. Fix: set SHARED_EXPERT_SIZE, or .*"),
+    ({"router_normalize": "true"}, r"ROUTER_NORMALIZE=true: .*TOPK=1\. Fix: set ROUTER_NORMALIZE=false\."),
+    (
+        {"aux_loss_type": "aux_loss,seq_aux_loss", "aux_loss_coeff": "1,2,3"},
+        r"AUX_LOSS_COEFF=1,2,3: 3 weights for 2 losses in AUX_LOSS_TYPE=aux_loss,seq_aux_loss\. Fix: give one for all, or one for each\.",
+    ),
+    (
+        {"aux_loss_type": "sinkhorn", "router_bias_update_rate": 0.001},
+        r"AUX_LOSS_TYPE=sinkhorn: .* ROUTER_BIAS_UPDATE_RATE\. Fix: set AUX_LOSS_TYPE=aux_loss or none, or ROUTER_BIAS_UPDATE_RATE=0\.",
+    ),
+    (
+        {"aux_loss_type": "sinkhorn", "force_routing": "zipf"},
+        r"FORCE_ROUTING=zipf: .* so does AUX_LOSS_TYPE=sinkhorn\. Fix: set one of the two to none\.",
+    ),
     (
         {"first_k_dense": 4},
         r"FIRST_K_DENSE=4: leaves no MoE layer of NUM_LAYERS=4\. Fix: set FIRST_K_DENSE to at most 3, or .*",
@@ -99,10 +124,6 @@ MOE = [
     (
         {"dispatcher": "local", "ep": 2, "gpus_per_node": 2},
         r"DISPATCHER=local: needs every expert .* EP=2 and ETP=1\. Fix: set DISPATCHER=alltoall, .*",
-    ),
-    (
-        {"router_bias_update_rate": 0.001},
-        r"ROUTER_BIAS_UPDATE_RATE=0\.001: the expert bias needs sigmoid scores\. Fix: set ROUTER_SCORE=sigmoid .*",
     ),
     ({"router_pre_softmax": False}, r"ROUTER_PRE_SOFTMAX=false: .*TOPK=1\. Fix: set ROUTER_PRE_SOFTMAX=true\."),
     ({"num_router_groups": 4}, r"NUM_ROUTER_GROUPS=4: has no effect while ROUTER_GROUP_TOPK=0\. Fix: set both, or NUM_ROUTER_GROUPS=0\."),
@@ -227,6 +248,12 @@ def test_all_problems_are_reported_at_once():
         {"rampup_batch_size": "8 8 100"},
         {"rampup_batch_size": "32 8 100"},
         {"router_bias_update_rate": 0.001, "router_score": "sigmoid"},
+        {"router_bias_update_rate": 0.001, "router_score": "softmax"},
+        {"aux_loss_type": "seq_aux_loss,importance", "aux_loss_coeff": "0.01,0.001"},
+        {"aux_loss_type": "sinkhorn", "router_pre_softmax": False},
+        {"moe_layer_freq": "[0]*1+[1]*3"},
+        {"moe_type": "moe", "capacity_factor": 1.5, "min_capacity": 4},
+        {"add_bias_linear": True},
         {"num_router_groups": 4, "router_group_topk": 2, "topk": 4},
         {"router_pre_softmax": False, "topk": 2},
         {"expert_backend": "torch", "dtype": "bf16", "ffn_hidden_size": 264},

@@ -130,3 +130,50 @@ def test_derived_sizes():
     )
     assert (config.world_size, config.data_parallel_size, config.num_microbatches) == (8, 4, 4)
     assert (config.kv_channels, config.expert_ffn_size, config.rampup) == (32, 256, (16, 16, 300))
+
+
+@pytest.mark.parametrize(
+    ("freq", "first_k_dense", "expected"),
+    [
+        ("1", 0, "1111"),
+        ("2", 0, "1010"),
+        ("3", 1, "0001"),
+        ("0,1,1,0", 0, "0110"),
+        ("[0]*1+[1]*3", 0, "0111"),
+        (" [0]*1 + [1,0]*1 + 1", 0, "0101"),
+        ("[0,1]*2", 2, "0001"),
+    ],
+)
+def test_layer_pattern(freq, first_k_dense, expected):
+    config = load_config({"moe_layer_freq": freq, "first_k_dense": first_k_dense, "num_layers": 4}, {})
+    assert "".join(str(int(is_moe)) for is_moe in config.moe_layers) == expected
+
+
+def test_a_dense_model_has_no_moe_layers():
+    assert load_config({"use_moe": False, "num_layers": 3}, {}).moe_layers == [False] * 3
+
+
+def test_losses_and_their_weights():
+    both = {"aux_loss_type": "aux_loss, seq_aux_loss"}
+    assert load_config(both | {"aux_loss_coeff": "0.01"}, {}).balancing_losses == {"aux_loss": 0.01, "seq_aux_loss": 0.01}
+    assert load_config(both | {"aux_loss_coeff": "1e-2, 1e-4"}, {}).balancing_losses == {"aux_loss": 0.01, "seq_aux_loss": 1e-4}
+    assert load_config({"aux_loss_type": "none"}, {}).balancing_losses == {}
+    assert load_config({"aux_loss_type": "sinkhorn"}, {}).balancing_losses == {}
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"moe_layer_freq": "[0]*x"}, r"MOE_LAYER_FREQ=\[0\]\*x: must be a positive number, or a pattern .*Fix: give MOE_LAYER_FREQ, .*"),
+        ({"moe_layer_freq": "0"}, r"MOE_LAYER_FREQ=0: must be a positive number.*"),
+        ({"moe_layer_freq": "__import__('os')"}, r"MOE_LAYER_FREQ=.*must be a positive number"),
+        ({"aux_loss_type": "aux_los"}, r"AUX_LOSS_TYPE=aux_los: aux_los is not a loss\. Fix: give AUX_LOSS_TYPE, balancing losses.*"),
+        ({"aux_loss_type": "aux_loss,none"}, r"AUX_LOSS_TYPE=aux_loss,none: none and sinkhorn stand alone.*"),
+        ({"aux_loss_type": "aux_loss,aux_loss"}, r"AUX_LOSS_TYPE=aux_loss,aux_loss: .* no loss is named twice.*"),
+        ({"aux_loss_coeff": "much"}, r"AUX_LOSS_COEFF=much: must be a number of at least 0.*"),
+        ({"aux_loss_coeff": "0.1,-1"}, r"AUX_LOSS_COEFF=0\.1,-1: must be a number of at least 0.*"),
+    ],
+)
+def test_patterns_and_losses_that_cannot_be_read(values, text):
+    with pytest.raises(ConfigError, match=text):
+        load_config(values, {})

@@ -23,6 +23,7 @@ from under_torchrun import on_first_rank, torchrun, torchrun_job  # before moe_e
 # isort: split
 from moe_exp.layers.dispatcher import AllToAllDispatcher, LocalDispatcher
 from moe_exp.layers.experts import Experts
+from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.moe_layer import MoELayer, MoESettings
 from moe_exp.layers.router import Router, RouterConfig
 from relative_error import relative_error
@@ -96,7 +97,7 @@ def our_layer(weights: Tensors, *, topk: int, spread: bool, device: torch.device
         experts.weight1.copy_(weights["weight1"].chunk(ranks)[rank])
         experts.weight2.copy_(weights["weight2"].chunk(ranks)[rank])
     dispatcher = AllToAllDispatcher(EXPERTS, ep_group=group, etp_group=None) if spread else LocalDispatcher(EXPERTS)
-    settings = MoESettings(aux_loss_coeff=AUX, z_loss_coeff=Z)
+    settings = MoESettings(losses=(AuxLoss("aux_loss", AUX),), z_loss_coeff=Z)
     return MoELayer(router=router, dispatcher=dispatcher, experts=experts, settings=settings, microbatch_group=group)
 
 

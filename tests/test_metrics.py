@@ -38,8 +38,8 @@ def train_record(**changes: Any) -> dict[str, Any]:
     ]
     return {
         "iteration": 40, "consumed_samples": 2560, "consumed_tokens": 5242880, "global_batch_size": 64, "lm_loss": 10.81154,
-        "load_balancing_loss": 1.315762, "z_loss": 0.25, "learning_rate": 2.4e-5, "grad_norm": 2.226, "num_zeros": 56775512,
-        "params_norm": 315.029, "loss_scale": 1.0, "elapsed_time_per_iteration_ms": 235.9, "tokens_per_second": 555600.4,
+        "load_balancing_loss": 1.315762, "z_loss": 0.25, "aux_losses": {"seq_aux_loss": 1.2}, "learning_rate": 2.4e-5,
+        "grad_norm": 2.226, "num_zeros": 56775512, "params_norm": 315.029, "loss_scale": 1.0, "elapsed_time_per_iteration_ms": 235.9, "tokens_per_second": 555600.4,
         "tflops_per_gpu": 82.4, "eta_seconds": 83.2, "skipped_iterations": 0, "nan_iterations": 0, "memory_allocated_bytes": None,
         "experts": experts,
     } | changes  # fmt: skip
@@ -122,7 +122,7 @@ def test_records_on_disk_at_once_with_exactly_the_documented_keys(config: Config
 def test_the_design_keys_are_all_there() -> None:
     design = """iteration consumed_samples consumed_tokens global_batch_size lm_loss load_balancing_loss z_loss learning_rate grad_norm
         num_zeros params_norm elapsed_time_per_iteration_ms tokens_per_second tflops_per_gpu eta_seconds skipped_iterations nan_iterations
-        memory_allocated_bytes experts loss_scale"""
+        memory_allocated_bytes experts loss_scale aux_losses"""
     assert set(metrics.TRAIN_KEYS) == set(design.split())
 
 
@@ -197,6 +197,7 @@ def test_tensorboard_mirrors_and_a_resume_overwrites_the_lost_steps(config: Conf
     scalars = tensorboard_scalars(folder)
     assert scalars["train/lm_loss"] == [(20, 2.0), (40, 4.0), (60, 9.0)]
     assert scalars["valid/lm_loss"] == [(20, 0.5)]
+    assert [value for _, value in scalars["moe/seq_aux_loss"]] == pytest.approx([1.2] * 3)
     assert scalars["moe/layer_02/max_over_mean"] == [(20, 2.0), (40, 2.0), (60, 2.0)]
     assert {"train/load_balancing_loss", "train/grad_norm", "train/learning_rate", "perf/tokens_per_second", "perf/tflops_per_gpu"} <= set(
         scalars

@@ -7,13 +7,15 @@ import math
 import torch
 from torch import Tensor
 
+DROP_POLICIES = ("probs", "position")
 
-def expert_capacity(num_tokens: int, *, num_experts: int, topk: int, capacity_factor: float) -> int:
-    """Slots that one expert takes: ceil(capacity_factor * num_tokens * topk / num_experts).
+
+def expert_capacity(num_tokens: int, *, num_experts: int, topk: int, capacity_factor: float, min_capacity: int = 0) -> int:
+    """Slots that one expert takes: ceil(capacity_factor * num_tokens * topk / num_experts), and at least `min_capacity`.
 
     Lepikhin et al. 2020, GShard (arXiv:2006.16668); the same rounding as Megatron-Core.
     """
-    return math.ceil(num_tokens * topk / num_experts * capacity_factor)
+    return max(min_capacity, math.ceil(num_tokens * topk / num_experts * capacity_factor))
 
 
 def count_per_expert(expert_N: Tensor, num_experts: int) -> Tensor:
@@ -48,7 +50,7 @@ def keep_most_probable(expert_TK: Tensor, weights_TK: Tensor, *, num_experts: in
     """The slots that stay when every expert keeps its `capacity` slots of highest router weight.
 
     Args:
-        expert_TK: chosen experts, integer.
+        expert_TK: chosen experts, integer; E for a slot of padding, which is never kept.
         weights_TK: router weights; no gradient is needed.
         num_experts: E.
         capacity: slots per expert.
@@ -57,4 +59,10 @@ def keep_most_probable(expert_TK: Tensor, weights_TK: Tensor, *, num_experts: in
         bool [T, K].
     """
     place_N = rank_in_expert(expert_TK.flatten(), weights_TK.detach().flatten(), num_experts=num_experts)
-    return (place_N < capacity).view_as(expert_TK)
+    return (place_N < capacity).view_as(expert_TK) & (expert_TK < num_experts)
+
+
+def keep_first(expert_TK: Tensor, *, num_experts: int, capacity: int) -> Tensor:
+    """The slots that stay when every expert keeps the `capacity` slots that come first in the sequence; else as `keep_most_probable`."""
+    place_N = rank_in_expert(expert_TK.flatten(), None, num_experts=num_experts)
+    return (place_N < capacity).view_as(expert_TK) & (expert_TK < num_experts)

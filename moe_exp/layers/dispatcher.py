@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from moe_exp import gloo
 from moe_exp.layers.capacity import count_per_expert, rank_in_expert
 from moe_exp.layers.collectives import all_to_all_rows, gather_rows, scatter_sum_rows
-from moe_exp.layers.losses import group_size
+from moe_exp.layers.groups import group_size
 from moe_exp.layers.router import RoutingDecision
 
 

@@ -1,57 +1,183 @@
-"""Auxiliary losses of the router. Pure functions; shape suffixes in `moe_exp.layers`.
+"""Auxiliary losses of the router. Pure functions; shape suffixes in `moe_exp.layers`, and here B sequences of S tokens.
 
-Both losses are means over the tokens of one micro-batch, wherever those tokens are: tensor (sequence) parallel and
-context parallel ranks each hold a part. Every function returns this rank's *share* of the loss: the shares add up to the
-loss, and their gradients to its gradient, because what couples the ranks (the token counts) carries no gradient. So no
-differentiable collective is needed, and the gradient is the same in every layout.
+Every loss is a mean over tokens (of a micro-batch, of a sequence, or of the global batch), wherever those tokens are: tensor
+(sequence) parallel and context parallel ranks each hold a part of a micro-batch. Every function returns this rank's *share*: the
+shares of the ranks of a micro-batch add up to the loss, and their gradients to its gradient, because what couples the ranks (token
+counts, sums) carries no gradient. So no differentiable collective is needed. A trainer averages micro-batches and data parallel ranks as it
+does for the main loss. The gradient is then the same for every TP, EP, PP, CP and DP and number of micro-batches.
+
+Scores of padding tokens have to be zero.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_exp.layers.groups import group_size, sum_over
 
-def group_size(group: ProcessGroup | None) -> int:
-    """Number of ranks in `group`; None stands for this rank alone."""
-    return 1 if group is None else group.size()
+LOSS_KINDS = ("aux_loss", "seq_aux_loss", "global_aux_loss", "importance")
 
 
-def load_balancing_loss_share(scores_TE: Tensor, tokens_per_expert_E: Tensor, *, topk: int, group: ProcessGroup | None = None) -> Tensor:
-    """This rank's share of the load-balancing loss, E * sum_e f_e * P_e.
+@dataclass(frozen=True)
+class AuxLoss:
+    """One balancing loss of a layer.
+
+    Args:
+        kind: `aux_loss` per micro-batch, `seq_aux_loss` per sequence, `global_aux_loss` per global batch, `importance`.
+        coeff: its weight in the sum of losses.
+
+    Raises:
+        ValueError: for a kind that does not exist or a negative coefficient.
+    """
+
+    kind: str
+    coeff: float
+
+    def __post_init__(self) -> None:
+        if self.kind not in LOSS_KINDS:
+            raise ValueError(f"aux_loss_type={self.kind}: is not a loss. Fix: use {', '.join(LOSS_KINDS)}, or none.")
+        if self.coeff < 0:
+            raise ValueError(f"aux_loss_coeff={self.coeff}: is negative, which rewards imbalance. Fix: use 0 for none.")
+
+
+def load_balancing_loss_share(
+    scores_TE: Tensor,
+    tokens_per_expert_E: Tensor,
+    *,
+    topk: int,
+    num_tokens: Tensor | int | None = None,
+    group: ProcessGroup | None = None,
+) -> Tensor:
+    """This rank's share of the load-balancing loss of a micro-batch, E * sum_e f_e * P_e.
 
     f_e is the fraction of the T*K slots that went to expert e, P_e the mean score of expert e; 1.0 is perfect balance.
     Fedus et al. 2021, Switch Transformers, eq. 4 to 6 (arXiv:2101.03961), with top-k slots in f as in Megatron-Core.
 
     Args:
-        scores_TE: router scores of this rank's tokens, each row summing to 1, float.
-        tokens_per_expert_E: slots of this rank's tokens per expert, before any drop, integer.
+        scores_TE: router scores of this rank's tokens, each row summing to 1.
+        tokens_per_expert_E: slots of this rank's tokens per expert, before any drop.
         topk: K.
+        num_tokens: tokens of the micro-batch; None when every rank holds as many as this one.
         group: the ranks that hold the rest of the micro-batch.
 
     Returns:
         Scalar; the sum over `group` is the loss.
     """
     num_experts = scores_TE.size(1)
-    num_tokens = max(1, scores_TE.size(0) * group_size(group))
-    counts_E = tokens_per_expert_E.to(scores_TE.dtype)
-    if group_size(group) > 1:
-        torch.distributed.all_reduce(counts_E, group=group)
-    return torch.dot(scores_TE.sum(dim=0), counts_E) * (num_experts / (topk * num_tokens**2))
+    num_tokens = _num_tokens(scores_TE, num_tokens, group)
+    counts_E = sum_over(tokens_per_expert_E.to(scores_TE.dtype), group)
+    return torch.dot(scores_TE.sum(dim=0), counts_E) * num_experts / (topk * num_tokens**2)
 
 
-def z_loss_share(logits_TE: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
-    """This rank's share of the router z-loss, mean over tokens of logsumexp(logits)^2.
+def sequence_balancing_loss_share(
+    scores_BSE: Tensor, expert_BSK: Tensor, valid_BS: Tensor | None, *, group: ProcessGroup | None = None
+) -> Tensor:
+    """This rank's share of the mean over sequences of E * sum_e f_e * P_e, with f and P of one sequence.
 
-    Zoph et al. 2022, ST-MoE, eq. 5 (arXiv:2202.08906).
+    DeepSeek-V3 (arXiv:2412.19437), eq. 17 to 20, where the factor E/K is inside f; `seq_aux_loss` of Megatron-Core.
 
     Args:
-        logits_TE: router logits of this rank's tokens, float.
+        scores_BSE: router scores of this rank's part of every sequence, each row summing to 1.
+        expert_BSK: chosen experts.
+        valid_BS: tokens that are not padding; None for all.
+        group: the ranks that hold the rest of the same sequences.
+
+    Returns:
+        Scalar; the sum over `group` is the loss.
+    """
+    num_sequences, _, num_experts = scores_BSE.shape
+    topk = expert_BSK.size(-1)
+    ones_BSK = torch.ones_like(expert_BSK, dtype=scores_BSE.dtype)
+    if valid_BS is not None:
+        ones_BSK = ones_BSK * valid_BS.unsqueeze(-1)
+    counts_BE = scores_BSE.new_zeros(num_sequences, num_experts).scatter_add_(1, expert_BSK.flatten(1), ones_BSK.flatten(1))
+    counts_BE = sum_over(counts_BE, group)
+    lengths_B = (counts_BE.sum(dim=1) / topk).clamp(min=1)
+    losses_B = (scores_BSE.sum(dim=1) * counts_BE).sum(dim=1) * num_experts / (topk * lengths_B.square())
+    return losses_B.sum() / max(1, num_sequences)
+
+
+def global_balancing_loss_share(
+    scores_TE: Tensor,
+    global_tokens_per_expert_E: Tensor,
+    tokens_per_expert_E: Tensor,
+    *,
+    num_tokens: Tensor | int | None = None,
+    group: ProcessGroup | None = None,
+) -> Tensor:
+    """This rank's share of E * sum_e F_e * P_e, with F of the global batch and P of the micro-batch.
+
+    Qiu et al. 2025, Demons in the Detail (arXiv:2501.11873). The mean over all micro-batches and data parallel ranks is the loss of the
+    global batch. A micro-batch runs backward before the later ones are routed, so their counts are unknown: the paper and
+    Megatron-Core use those so far, which makes the gradient depend on the number and order of micro-batches. Here F is that of
+    the previous global batch, complete over all ranks and micro-batches (of this micro-batch, as long as there was none), so that the
+    gradient is the same however a global batch is cut, and no micro-batch waits for a collective over all data parallel ranks.
+
+    Args:
+        scores_TE: router scores of this rank's tokens, each row summing to 1.
+        global_tokens_per_expert_E: slots per expert of the previous global batch; zeros when there was none.
+        tokens_per_expert_E: slots of this rank's tokens per expert, before any drop.
+        num_tokens: tokens of the micro-batch; None when every rank holds as many as this one.
+        group: the ranks that hold the rest of the micro-batch.
+
+    Returns:
+        Scalar; the sum over `group` is the loss of the micro-batch.
+    """
+    counts_E = sum_over(tokens_per_expert_E.to(scores_TE.dtype), group)
+    global_E = global_tokens_per_expert_E.to(scores_TE.dtype)
+    counts_E = torch.where(global_E.sum() > 0, global_E, counts_E)
+    fractions_E = counts_E / counts_E.sum().clamp(min=1)
+    return torch.dot(scores_TE.sum(dim=0), fractions_E) * scores_TE.size(1) / _num_tokens(scores_TE, num_tokens, group)
+
+
+def importance_loss_share(scores_TE: Tensor, *, num_tokens: Tensor | int | None = None, group: ProcessGroup | None = None) -> Tensor:
+    """This rank's share of the importance loss of a micro-batch: the squared coefficient of variation of sum_t s_te over experts.
+
+    Shazeer et al. 2017 (arXiv:1701.06538), eq. 6 and 7, on the scores before top-k as in Riquelme et al. 2021, V-MoE
+    (arXiv:2106.05974), appendix A. Rows sum to 1, so the mean importance is T/E, and CV^2 = E * sum_e I_e^2 / T^2 - 1.
+
+    Args:
+        scores_TE: router scores of this rank's tokens, each row summing to 1.
+        num_tokens: tokens of the micro-batch; None when every rank holds as many as this one.
         group: the ranks that hold the rest of the micro-batch.
 
     Returns:
         Scalar; the sum over `group` is the loss.
     """
-    num_tokens = max(1, logits_TE.size(0) * group_size(group))
-    return torch.logsumexp(logits_TE, dim=-1).square().sum() / num_tokens
+    mine_E = scores_TE.sum(dim=0)
+    all_E = sum_over(mine_E, group)
+    # Of sum_e I_e^2, with I the sum over ranks, this rank's part of the value is mine*all and of the gradient 2*all.
+    squares = torch.dot(2 * mine_E - mine_E.detach(), all_E)
+    return squares * scores_TE.size(1) / _num_tokens(scores_TE, num_tokens, group) ** 2 - 1 / group_size(group)
+
+
+def z_loss_share(
+    logits_TE: Tensor, *, valid_T: Tensor | None = None, num_tokens: Tensor | int | None = None, group: ProcessGroup | None = None
+) -> Tensor:
+    """This rank's share of the router z-loss of a micro-batch, mean over tokens of logsumexp(logits)^2.
+
+    Zoph et al. 2022, ST-MoE, eq. 5 (arXiv:2202.08906).
+
+    Args:
+        logits_TE: router logits of this rank's tokens.
+        valid_T: tokens that are not padding; None for all.
+        num_tokens: tokens of the micro-batch; None when every rank holds as many as this one.
+        group: the ranks that hold the rest of the micro-batch.
+
+    Returns:
+        Scalar; the sum over `group` is the loss.
+    """
+    squares_T = torch.logsumexp(logits_TE, dim=-1).square()
+    if valid_T is not None:
+        squares_T = squares_T * valid_T
+    return squares_T.sum() / _num_tokens(logits_TE, num_tokens, group)
+
+
+def _num_tokens(x_TE: Tensor, num_tokens: Tensor | int | None, group: ProcessGroup | None) -> Tensor | int:
+    if num_tokens is None:
+        num_tokens = x_TE.size(0) * group_size(group)
+    return num_tokens.clamp(min=1) if isinstance(num_tokens, Tensor) else max(1, num_tokens)

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_exp.layers.dispatcher import Dispatched, DispatchRecord, LocalDispatcher
-from moe_exp.layers.losses import group_size
+from moe_exp.layers.groups import group_size
 from moe_exp.layers.router import RoutingDecision
 
 

@@ -9,11 +9,20 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_exp import gloo
-from moe_exp.layers.capacity import expert_capacity, keep_most_probable
+from moe_exp.layers.capacity import DROP_POLICIES, expert_capacity, keep_first, keep_most_probable
 from moe_exp.layers.dispatcher import LocalDispatcher
 from moe_exp.layers.experts import Experts
-from moe_exp.layers.losses import group_size, load_balancing_loss_share, z_loss_share
-from moe_exp.layers.router import Router, RoutingDecision
+from moe_exp.layers.groups import group_size
+from moe_exp.layers.losses import (
+    AuxLoss,
+    global_balancing_loss_share,
+    importance_loss_share,
+    load_balancing_loss_share,
+    sequence_balancing_loss_share,
+    z_loss_share,
+)
+from moe_exp.layers.recompute import is_counted_forward
+from moe_exp.layers.router import Router, RoutingDecision, count_kept, tokens_in_group
 
 
 @dataclass(frozen=True)
@@ -21,28 +30,49 @@ class MoESettings:
     """What the layer does beside routing.
 
     Args:
-        capacity_factor: None for a dropless layer.
+        capacity_factor: None for a dropless layer. Capacity is that of a micro-batch, padding tokens included.
+        min_capacity: slots that an expert takes at least.
         pad_to_capacity: give every expert the same number of rows.
-        aux_loss_coeff: weight of the load-balancing loss; 0 for none.
+        drop_policy: `probs` keeps the slots of highest router weight, `position` the first of the sequence.
+        losses: balancing losses with their coefficients.
         z_loss_coeff: weight of the z-loss; 0 for none.
+        batch_dim: which of the two leading dimensions of the input counts sequences: 0 for [B, S, D], 1 for Megatron's [S, B, D].
+
+    Raises:
+        ValueError: for a value that cannot work.
     """
 
     capacity_factor: float | None = None
+    min_capacity: int = 0
     pad_to_capacity: bool = False
-    aux_loss_coeff: float = 0.0
+    drop_policy: str = "probs"
+    losses: tuple[AuxLoss, ...] = ()
     z_loss_coeff: float = 0.0
+    batch_dim: int = 0
+
+    def __post_init__(self) -> None:
+        if self.drop_policy not in DROP_POLICIES:
+            raise ValueError(f"drop_policy={self.drop_policy}: is not a policy. Fix: use {' or '.join(DROP_POLICIES)}.")
+        if self.capacity_factor is not None and self.capacity_factor <= 0:
+            raise ValueError(f"capacity_factor={self.capacity_factor}: is not positive. Fix: 1.0 is the fair share; None never drops.")
+        if self.capacity_factor is None and (self.pad_to_capacity or self.min_capacity):
+            field = "pad_to_capacity=True" if self.pad_to_capacity else f"min_capacity={self.min_capacity}"
+            raise ValueError(f"{field}: a dropless layer has no capacity. Fix: set capacity_factor.")
+        kinds = [loss.kind for loss in self.losses]
+        if len(set(kinds)) < len(kinds):
+            raise ValueError(f"aux_loss_type={','.join(kinds)}: names a loss twice. Fix: add up their coefficients.")
 
 
 class MoEStatistics:
     """Sums over micro-batches of what one layer did, on the device; read and reset once per log interval.
 
-    Sums are over this rank's tokens, but for the two losses, whose shares add up over the ranks of a micro-batch.
+    Sums are over this rank's tokens, but for the losses, whose shares add up over the ranks of a micro-batch.
     """
 
-    def __init__(self, num_experts: int, device: torch.device):
+    def __init__(self, num_experts: int, num_losses: int, device: torch.device):
         self.tokens_per_expert_E = torch.zeros(num_experts, dtype=torch.int64, device=device)
-        # dropped slots, entropy summed over tokens, load-balancing loss, z-loss
-        self.sums = torch.zeros(4, dtype=torch.float64, device=device)
+        # dropped slots, entropy summed over tokens, load-balancing loss of micro-batches, z-loss, then the losses of the settings
+        self.sums = torch.zeros(4 + num_losses, dtype=torch.float64, device=device)
         self.num_microbatches = 0
 
     def reset(self) -> None:
@@ -52,16 +82,19 @@ class MoEStatistics:
 
 
 class MoELayer(nn.Module):
-    """A mixture of experts over tokens: y_t = sum_k w_tk * expert_k(x_t).
+    """A mixture of experts over tokens: y_t = sum_k w_tk * expert_k(x_t) + shared(x_t).
 
     Args:
         router: see Router.
-        dispatcher: LocalDispatcher or AllToAllDispatcher.
+        dispatcher: LocalDispatcher, or one for experts on several ranks.
         experts: the experts of this rank.
-        settings: capacity and losses. The statistics count a layer once under reentrant checkpointing (Megatron's, and
-            torch.utils.checkpoint with use_reentrant=True), twice under non-reentrant, whose first forward keeps gradients on.
+        settings: capacity and losses.
+        shared: a module from the input to an output of the same shape, added to that of the experts: the shared expert.
         microbatch_group: ranks that hold the other tokens of a micro-batch (tensor and context parallel), or None.
         context_parallel_size: of `microbatch_group`, whose ranks then hold the sequence as Megatron splits it (see `_in_sequence`).
+
+    Raises:
+        ValueError: when the settings need what the router does not keep.
     """
 
     def __init__(
@@ -71,53 +104,96 @@ class MoELayer(nn.Module):
         dispatcher: LocalDispatcher,
         experts: Experts,
         settings: MoESettings,
+        shared: nn.Module | None = None,
         microbatch_group: ProcessGroup | None = None,
         context_parallel_size: int = 1,
     ):
         super().__init__()
-        self.router, self.dispatcher, self.experts, self.settings = router, dispatcher, experts, settings
+        if any(loss.kind == "global_aux_loss" for loss in settings.losses) and not router.config.global_fractions:
+            raise ValueError(
+                "aux_loss_type=global_aux_loss: the router keeps no global fractions. Fix: set global_fractions=True in RouterConfig."
+            )
+        self.router, self.dispatcher, self.experts, self.settings, self.shared = router, dispatcher, experts, settings, shared
         self.microbatch_group, self.context_parallel_size = microbatch_group, context_parallel_size
-        self.statistics = MoEStatistics(router.config.num_experts, router.weight.device)
+        self.statistics = MoEStatistics(router.config.num_experts, len(settings.losses), router.weight.device)
 
-    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Routes, dispatches, computes and combines.
 
         Args:
-            x_TD: hidden states of this rank's tokens.
+            x: hidden states of this rank's tokens, [T, D], or with two leading dimensions of which `batch_dim` counts sequences.
+            padding_mask: bool, the shape of `x` without D, True for padding: no expert sees it, and it counts nowhere.
 
         Returns:
-            The output [T, D] in the dtype of `x_TD`, and this rank's share of the weighted auxiliary losses (scalar), or None
+            The output in the shape and dtype of `x`, and this rank's share of the weighted auxiliary losses (scalar), or None
             when there are none; its gradient has to be added to that of the main loss.
         """
-        decision = self.route(x_TD)
-        loss = self.auxiliary_loss(decision)
+        x_TD = x.flatten(0, -2)
+        decision = self.route(x_TD, None if padding_mask is None else padding_mask.flatten())
+        loss = self.auxiliary_loss(decision, x.shape[:-1])
         dispatched = self.dispatcher.dispatch(x_TD, decision, rows_per_expert=self._rows_per_expert(x_TD.size(0)))
-        expert_output_RD = self.experts(dispatched)
-        return self.dispatcher.combine(expert_output_RD, dispatched.record), loss
+        # Beside the communication of the tokens, in backward too.
+        shared = None if self.shared is None else self.shared(x)
+        output_TD = self.dispatcher.combine(self.experts(dispatched), dispatched.record)
+        output = output_TD.view_as(x)
+        return (output if shared is None else output + shared), loss
 
-    def route(self, x_TD: Tensor) -> RoutingDecision:
+    def route(self, x_TD: Tensor, padding_mask_T: Tensor | None = None) -> RoutingDecision:
         """The routing decision, with the slots over capacity marked as dropped."""
-        decision: RoutingDecision = self.router(x_TD)
+        decision: RoutingDecision = self.router(x_TD, padding_mask_T)
         if self.settings.capacity_factor is None:
             return decision
         return replace(decision, kept_TK=self._kept(decision))
 
-    def auxiliary_loss(self, decision: RoutingDecision) -> Tensor | None:
-        """This rank's share of the weighted losses; also adds to the statistics."""
+    def auxiliary_loss(self, decision: RoutingDecision, shape: torch.Size) -> Tensor | None:
+        """This rank's share of the weighted losses; also adds to the statistics. `shape`: of the input, without D."""
         settings, group = self.settings, self.microbatch_group
-        balance = load_balancing_loss_share(decision.scores_TE, decision.tokens_per_expert_E, topk=decision.expert_TK.size(1), group=group)
-        z = z_loss_share(decision.logits_TE, group=group)
-        # Under recompute a layer runs forward twice, the first time without gradients: it is counted once.
-        if self.training and torch.is_grad_enabled():
-            self._add_statistics(decision, balance, z)
-        if settings.aux_loss_coeff == 0 and settings.z_loss_coeff == 0:
-            return None
-        return balance * settings.aux_loss_coeff + z * settings.z_loss_coeff
+        scores_TE = decision.scores_TE if decision.valid_T is None else decision.scores_TE * decision.valid_T.unsqueeze(1)
+        num_tokens = tokens_in_group(decision, group)
+        counts_E, expert_TK = self._counts_by_score(decision)
+        balance = load_balancing_loss_share(scores_TE, counts_E, topk=expert_TK.size(1), num_tokens=num_tokens, group=group)
+        z = z_loss_share(decision.logits_TE, valid_T=decision.valid_T, num_tokens=num_tokens, group=group)
+        shares = {"aux_loss": balance}
+        kinds = [loss.kind for loss in settings.losses]
+        if "seq_aux_loss" in kinds:
+            shares["seq_aux_loss"] = self._sequence_loss(scores_TE, expert_TK, decision.valid_T, shape)
+        if "global_aux_loss" in kinds:
+            global_E = self.router.global_tokens_per_expert
+            shares["global_aux_loss"] = global_balancing_loss_share(scores_TE, global_E, counts_E, num_tokens=num_tokens, group=group)
+        if "importance" in kinds:
+            shares["importance"] = importance_loss_share(scores_TE, num_tokens=num_tokens, group=group)
+        if self.training and is_counted_forward():
+            self._add_statistics(decision, scores_TE, [balance, z, *(shares[kind] for kind in kinds)])
+        weighted = [shares[loss.kind] * loss.coeff for loss in settings.losses if loss.coeff]
+        weighted += [z * settings.z_loss_coeff] if settings.z_loss_coeff else []
+        return torch.stack(weighted).sum() if weighted else None
+
+    def _counts_by_score(self, decision: RoutingDecision) -> tuple[Tensor, Tensor]:
+        """Slots per expert and experts that the losses count: those of highest score, whatever bias or groups made of them.
+
+        So in DeepSeek-V3 (eq. 18) and Megatron-Core: a loss that counted the biased choice would pull against the bias.
+        """
+        config = self.router.config
+        if config.chooses_by_score or not self.settings.losses:
+            return decision.tokens_per_expert_E, decision.expert_TK
+        expert_TK = decision.scores_TE.detach().topk(config.topk, dim=-1).indices
+        valid_TK = None if decision.valid_T is None else decision.valid_T.unsqueeze(1).expand_as(expert_TK)
+        return count_kept(expert_TK, valid_TK, config.num_experts), expert_TK
+
+    def _sequence_loss(self, scores_TE: Tensor, expert_TK: Tensor, valid_T: Tensor | None, shape: torch.Size) -> Tensor:
+        def by_sequence(x: Tensor) -> Tensor:
+            x = x.unflatten(0, shape) if len(shape) == 2 else x.unsqueeze(0)
+            return x.transpose(0, 1) if len(shape) == 2 and self.settings.batch_dim == 1 else x
+
+        valid_BS = None if valid_T is None else by_sequence(valid_T)
+        return sequence_balancing_loss_share(by_sequence(scores_TE), by_sequence(expert_TK), valid_BS, group=self.microbatch_group)
 
     def _kept(self, decision: RoutingDecision) -> Tensor:
         """Which slots stay, decided over the whole micro-batch: so drops do not depend on how its tokens are split over ranks."""
         group, num_ranks = self.microbatch_group, group_size(self.microbatch_group)
         expert_TK, weights_TK = decision.expert_TK, decision.weights_TK.detach()
+        if decision.kept_TK is not None:  # padding is in no expert's queue
+            expert_TK = expert_TK.masked_fill(~decision.kept_TK, self.router.config.num_experts)
         num_tokens = expert_TK.size(0)
         if group is None or num_ranks == 1:
             return self._keep(expert_TK, weights_TK)
@@ -125,18 +201,26 @@ class MoELayer(nn.Module):
         expert_TK = _in_sequence(_gather(expert_TK, group), blocks)
         weights_TK = _in_sequence(_gather(weights_TK, group), blocks)
         # Back to the order of the ranks, of which this one keeps its part.
-        kept_TK = self._keep(expert_TK, weights_TK).unflatten(0, (len(blocks), -1))[blocks].flatten(0, 1)
+        chunks = self._keep(expert_TK, weights_TK).chunk(len(blocks))
+        kept_TK = torch.cat([chunks[block] for block in blocks])
         return kept_TK[group.rank() * num_tokens : (group.rank() + 1) * num_tokens]
 
     def _keep(self, expert_TK: Tensor, weights_TK: Tensor) -> Tensor:
         num_experts, capacity = self.router.config.num_experts, self._capacity(expert_TK.size(0))
+        if self.settings.drop_policy == "position":
+            return keep_first(expert_TK, num_experts=num_experts, capacity=capacity)
         return keep_most_probable(expert_TK, weights_TK, num_experts=num_experts, capacity=capacity)
 
     def _capacity(self, num_tokens: int) -> int:
-        factor = self.settings.capacity_factor
-        assert factor is not None
-        config = self.router.config
-        return expert_capacity(num_tokens, num_experts=config.num_experts, topk=config.topk, capacity_factor=factor)
+        settings, config = self.settings, self.router.config
+        assert settings.capacity_factor is not None
+        return expert_capacity(
+            num_tokens,
+            num_experts=config.num_experts,
+            topk=config.topk,
+            capacity_factor=settings.capacity_factor,
+            min_capacity=settings.min_capacity,
+        )
 
     def _rows_per_expert(self, num_tokens: int) -> int | None:
         if self.settings.capacity_factor is None or not self.settings.pad_to_capacity:
@@ -145,12 +229,12 @@ class MoELayer(nn.Module):
         return min(self._capacity(num_tokens * group_size(self.microbatch_group)), num_tokens)
 
     @torch.no_grad()
-    def _add_statistics(self, decision: RoutingDecision, balance: Tensor, z: Tensor) -> None:
+    def _add_statistics(self, decision: RoutingDecision, scores_TE: Tensor, losses: list[Tensor]) -> None:
         statistics = self.statistics
         statistics.tokens_per_expert_E += decision.tokens_per_expert_E
-        entropy = -torch.xlogy(decision.scores_TE, decision.scores_TE).sum()
-        dropped = entropy.new_zeros(()) if decision.kept_TK is None else (~decision.kept_TK).sum()
-        statistics.sums += torch.stack([dropped.to(entropy.dtype), entropy, balance, z])
+        entropy = -torch.xlogy(scores_TE, scores_TE).sum()
+        dropped = entropy.new_zeros(()) if decision.kept_TK is None else decision.tokens_per_expert_E.sum() - decision.kept_TK.sum()
+        statistics.sums += torch.stack([dropped.to(entropy.dtype), entropy, *losses])
         statistics.num_microbatches += 1
 
 
@@ -163,8 +247,8 @@ def _sequence_blocks(context_parallel_size: int) -> list[int]:
 
 def _in_sequence(x_TK: Tensor, blocks: list[int]) -> Tensor:
     """Rows that come in the order of the ranks, in the order of the sequence: equal weights are then ranked alike in every layout."""
-    inverse = torch.argsort(torch.tensor(blocks)).tolist()
-    return x_TK.unflatten(0, (len(blocks), -1))[inverse].flatten(0, 1)
+    chunks = x_TK.chunk(len(blocks))
+    return torch.cat([chunks[blocks.index(block)] for block in range(len(blocks))])
 
 
 def _gather(x_TK: Tensor, group: ProcessGroup | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""The router: scores, top-k, expert bias. Shape suffixes in `moe_exp.layers`."""
+"""The router: scores, top-k, weights, expert bias. Shape suffixes in `moe_exp.layers`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
+from moe_exp.layers.assignment import balanced_experts, best_experts, sinkhorn, zipf_experts
 from moe_exp.layers.capacity import count_per_expert
+from moe_exp.layers.groups import group_size, sum_over
+from moe_exp.layers.recompute import is_counted_forward
+from moe_exp.layers.replay import RoutingReplay
+
+SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
+ASSIGNMENTS = ("topk", "sinkhorn", "balanced", "zipf")
+ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 @dataclass(frozen=True)
@@ -19,12 +28,23 @@ class RouterConfig:
         hidden_size: D.
         num_experts: E.
         topk: K.
-        score: `softmax` or `sigmoid`.
-        pre_softmax: softmax over all experts before top-k (Switch, OLMoE), else over the chosen K (Mixtral, Qwen3).
-        scaling_factor: factor on the weights.
+        score: `softmax`, `sigmoid` (DeepSeek-V3) or `sqrtsoftplus`, the square root of softplus.
+        pre_softmax: softmax over all experts before top-k (Switch, OLMoE), else over the chosen K (Mixtral).
+        normalize: divide the chosen weights by their sum. None: as the score is used in the literature, which is for sigmoid and
+            sqrtsoftplus with K > 1, and not for softmax. True with softmax is Qwen3's `norm_topk_prob`.
+        scaling_factor: factor on the weights, after normalization.
         num_groups: groups of experts for group-limited top-k; 0 for none.
         group_topk: groups that a token may use.
         expert_bias: keep a bias per expert that is added to the scores for the choice and not to the weights.
+        bias_update_rate: step of the expert bias in `end_of_batch`.
+        global_fractions: keep the token fractions of the last global batch, for the loss `global_aux_loss`.
+        dtype: `fp32` or `fp64`; logits, scores and weights are computed in it whatever the dtype of the input.
+        jitter: in training, logits are those of an input times uniform noise from [1 - jitter, 1 + jitter] (Switch, section 2.2).
+        assignment: `topk`, `sinkhorn`, or for benchmarks `balanced` and `zipf`, which choose experts whatever the scores.
+        zipf_exponent: of `zipf`: expert e is chosen in proportion to (e + 1)^-exponent.
+
+    Raises:
+        ValueError: for a value or a combination that cannot work; see `_check`.
     """
 
     hidden_size: int
@@ -32,18 +52,45 @@ class RouterConfig:
     topk: int
     score: str = "softmax"
     pre_softmax: bool = True
+    normalize: bool | None = None
     scaling_factor: float = 1.0
     num_groups: int = 0
     group_topk: int = 0
     expert_bias: bool = False
+    bias_update_rate: float = 1e-3
+    global_fractions: bool = False
+    dtype: str = "fp32"
+    jitter: float = 0.0
+    assignment: str = "topk"
+    zipf_exponent: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.topk > self.num_experts:
-            raise ValueError(f"topk={self.topk}: is larger than num_experts={self.num_experts}. Fix: choose at most {self.num_experts}.")
-        if self.score not in ("softmax", "sigmoid"):
-            raise ValueError(f"score={self.score}: is not a score function. Fix: use softmax or sigmoid.")
+        for field, choices in (("score", SCORES), ("assignment", ASSIGNMENTS), ("dtype", tuple(ROUTER_DTYPES))):
+            value = getattr(self, field)
+            if value not in choices:
+                raise ValueError(f"{field}={value}: is not one of {', '.join(choices)}. Fix: use one of them.")
+        if not 1 <= self.topk <= self.num_experts:
+            rule = f"is not between 1 and num_experts={self.num_experts}"
+            raise ValueError(f"topk={self.topk}: {rule}. Fix: choose 1 to {self.num_experts} experts per token.")
+        if not 0 <= self.jitter < 1:
+            raise ValueError(f"jitter={self.jitter}: is not in [0, 1). Fix: Switch Transformers used 0.01; 0 for none.")
+        if self.zipf_exponent < 0:
+            raise ValueError(f"zipf_exponent={self.zipf_exponent}: is negative. Fix: 0 is uniform, 1 is Zipf's law.")
+        self._check_weights()
         if self.num_groups:
             self._check_groups()
+        if self.assignment == "sinkhorn" and (self.num_groups or self.expert_bias):
+            raise ValueError(
+                "assignment=sinkhorn: balances by itself, without groups or expert bias. Fix: use assignment=topk, or neither."
+            )
+
+    def _check_weights(self) -> None:
+        constant = self.topk == 1 and (self.normalize or (self.score == "softmax" and not self.pre_softmax))
+        if constant and self.assignment != "sinkhorn":
+            field = "normalize=True" if self.normalize else "pre_softmax=False"
+            raise ValueError(
+                f"{field}: with topk=1 every weight is 1 and the router would not learn. Fix: use pre_softmax=True, normalize=False."
+            )
 
     def _check_groups(self) -> None:
         groups, used = self.num_groups, self.group_topk
@@ -55,6 +102,16 @@ class RouterConfig:
             available = used * (self.num_experts // groups)
             raise ValueError(f"topk={self.topk}: {used} of {groups} groups have {available} experts. Fix: raise group_topk or lower topk.")
 
+    @property
+    def normalizes(self) -> bool:
+        """Whether the chosen weights are divided by their sum."""
+        return (self.score != "softmax" and self.topk > 1) if self.normalize is None else self.normalize
+
+    @property
+    def chooses_by_score(self) -> bool:
+        """Whether the chosen experts are the K of highest score."""
+        return self.assignment == "topk" and not (self.num_groups or self.expert_bias)
+
 
 @dataclass(frozen=True)
 class RoutingDecision:
@@ -62,11 +119,12 @@ class RoutingDecision:
 
     Args:
         expert_TK: chosen experts, int64.
-        weights_TK: router weights, fp32, with gradient.
-        scores_TE: scores of all experts, rows sum to 1, fp32, with gradient (for the load-balancing loss).
-        logits_TE: router logits, fp32, with gradient (for the z-loss).
-        tokens_per_expert_E: slots per expert before any drop, int64.
-        kept_TK: slots that are not dropped, bool; None when nothing is dropped.
+        weights_TK: router weights, fp32 or fp64, with gradient.
+        scores_TE: scores of all experts, rows sum to 1, with gradient (for the load-balancing losses).
+        logits_TE: router logits, with gradient (for the z-loss).
+        tokens_per_expert_E: slots per expert before any drop, int64; padding is not counted.
+        kept_TK: slots that are neither dropped nor padding, bool; None when that is all of them.
+        valid_T: tokens that are not padding, bool; None when that is all of them.
     """
 
     expert_TK: Tensor
@@ -75,26 +133,54 @@ class RoutingDecision:
     logits_TE: Tensor
     tokens_per_expert_E: Tensor
     kept_TK: Tensor | None = None
+    valid_T: Tensor | None = None
 
 
 class Router(nn.Module):
-    """Scores tokens against experts and picks the top k, in fp32 whatever the dtype of its input.
+    """Scores tokens against experts and picks the top k.
 
-    The formulas: softmax, pre: s = softmax(x W^T), w = top-k of s (no normalization); post: w = softmax(top-k of x W^T).
-    Sigmoid (DeepSeek-V3, arXiv:2412.19437, eq. 12 to 16): s = sigmoid(x W^T), the choice by s + bias, w = s / sum of chosen s.
+    With logits z = x W^T: softmax, pre: s = softmax(z), w = the K chosen of s. Softmax, post: w = softmax over the K chosen z.
+    Sigmoid (DeepSeek-V3, arXiv:2412.19437, eq. 12 to 16): s = sigmoid(z), the choice by s + bias, w = s / sum of the chosen s;
+    sqrtsoftplus the same with s = sqrt(softplus(z)). All times the scaling factor.
+
+    Args:
+        config: what to compute.
+        microbatch_group: ranks that hold the other tokens of a micro-batch, over which Sinkhorn balances; None for this rank alone.
+        dtype: of the weight.
+        device: of the weight.
+
+    Attributes:
+        weight: [E, D].
+        expert_bias: [E], fp32, where the config asks for it.
+        global_tokens_per_expert: [E], fp32, slots per expert in the last global batch, zeros before the first is complete.
+        replay: records routing decisions or replays them, see RoutingReplay; None for neither.
     """
 
     expert_bias: Tensor
     local_tokens_per_expert: Tensor
+    global_tokens_per_expert: Tensor
+    batch_tokens_per_expert: Tensor
 
-    def __init__(self, config: RouterConfig, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None):
+    def __init__(
+        self,
+        config: RouterConfig,
+        *,
+        microbatch_group: ProcessGroup | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ):
         super().__init__()
-        self.config = config
+        self.config, self.microbatch_group = config, microbatch_group
+        self.replay: RoutingReplay | None = None
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, dtype=dtype, device=device))
-        if config.expert_bias:
-            # The names are those that megatron's finalize_model_grads looks for when it updates the bias.
-            self.register_buffer("expert_bias", torch.zeros(config.num_experts, dtype=torch.float32, device=device))
-            self.register_buffer("local_tokens_per_expert", torch.zeros(config.num_experts, device=device), persistent=False)
+        nn.init.normal_(self.weight, std=0.02)
+        # The names of the first pair are those that megatron's finalize_model_grads looks for when it updates the bias.
+        pairs = [("expert_bias", "local_tokens_per_expert", config.expert_bias)]
+        pairs += [("global_tokens_per_expert", "batch_tokens_per_expert", config.global_fractions)]
+        for kept, count, is_used in pairs:
+            if is_used:
+                self.register_buffer(kept, torch.zeros(config.num_experts, dtype=torch.float32, device=device))
+                self.register_buffer(count, torch.zeros(config.num_experts, dtype=torch.float32, device=device), persistent=False)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Follows its model to another device, but not to bf16 with what counts and accumulates."""
@@ -103,46 +189,105 @@ class Router(nn.Module):
             setattr(self, name, buffer.float())
         return self
 
-    def forward(self, x_TD: Tensor) -> RoutingDecision:
-        logits_TE = nn.functional.linear(x_TD.float(), self.weight.float())
-        scores_TE, expert_TK, weights_TK = self._choose(logits_TE)
-        tokens_per_expert_E = count_per_expert(expert_TK.flatten(), self.config.num_experts)
-        if self.config.expert_bias and self.training and torch.is_grad_enabled():
+    def forward(self, x_TD: Tensor, padding_mask_T: Tensor | None = None) -> RoutingDecision:
+        """Routes tokens; `padding_mask_T` (bool) is True for padding, which goes to no expert and counts nowhere."""
+        logits_TE = self._logits(x_TD)
+        valid_T = None if padding_mask_T is None else ~padding_mask_T
+        scores_TE, expert_TK, weights_TK = self._choose(logits_TE, valid_T)
+        kept_TK = None if valid_T is None else valid_T.unsqueeze(1).expand_as(expert_TK)
+        tokens_per_expert_E = count_kept(expert_TK, kept_TK, self.config.num_experts)
+        if self.training and is_counted_forward():
+            self._count(tokens_per_expert_E)
+        return RoutingDecision(expert_TK, weights_TK, scores_TE, logits_TE, tokens_per_expert_E, kept_TK, valid_T)
+
+    @torch.no_grad()
+    def end_of_batch(self, group: ProcessGroup | None = None) -> None:
+        """Moves the expert bias and the global fractions on, once per global batch, after its last forward pass.
+
+        The bias of an expert with fewer slots than the mean rises by `bias_update_rate`, that of one with more falls: Wang et al.
+        2024, Auxiliary-Loss-Free Load Balancing (arXiv:2408.15664), algorithm 1. Under Megatron its finalize_model_grads does this.
+
+        Args:
+            group: all ranks that route tokens to these experts: data, context and tensor parallel.
+        """
+        if self.config.expert_bias:
+            counts_E = sum_over(self.local_tokens_per_expert, group)
+            self.expert_bias += torch.sign(counts_E.mean() - counts_E) * self.config.bias_update_rate
+            self.local_tokens_per_expert.zero_()
+        self.end_of_global_fractions(group)
+
+    @torch.no_grad()
+    def end_of_global_fractions(self, group: ProcessGroup | None = None) -> None:
+        """The part of `end_of_batch` that serves `global_aux_loss`."""
+        if self.config.global_fractions:
+            self.global_tokens_per_expert.copy_(sum_over(self.batch_tokens_per_expert, group))
+            self.batch_tokens_per_expert.zero_()
+
+    def _count(self, tokens_per_expert_E: Tensor) -> None:
+        if self.config.expert_bias:
             self.local_tokens_per_expert += tokens_per_expert_E
-        return RoutingDecision(expert_TK, weights_TK, scores_TE, logits_TE, tokens_per_expert_E)
+        if self.config.global_fractions:
+            self.batch_tokens_per_expert += tokens_per_expert_E
 
-    def _choose(self, logits_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _logits(self, x_TD: Tensor) -> Tensor:
+        dtype = ROUTER_DTYPES[self.config.dtype]
+        x_TD = x_TD.to(dtype)
+        if self.config.jitter and self.training:
+            x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - self.config.jitter, 1 + self.config.jitter)
+        return nn.functional.linear(x_TD, self.weight.to(dtype))
+
+    def _choose(self, logits_TE: Tensor, valid_T: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Scores, experts and weights."""
         config = self.config
-        if config.score == "sigmoid":
-            raw_TE = logits_TE.sigmoid()
-            expert_TK = self._top_experts(raw_TE)
-            weights_TK = raw_TE.gather(1, expert_TK)
-            if config.topk > 1:
-                weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
-            scores_TE = raw_TE / (raw_TE.sum(dim=-1, keepdim=True) + 1e-20)
+        if config.score == "softmax":
+            raw_TE = scores_TE = logits_TE.softmax(dim=-1)
         else:
-            scores_TE = logits_TE.softmax(dim=-1)
-            expert_TK = self._top_experts(scores_TE)
-            weights_TK = (scores_TE if config.pre_softmax else logits_TE).gather(1, expert_TK)
-            if not config.pre_softmax:
-                weights_TK = weights_TK.softmax(dim=-1)
-        return scores_TE, expert_TK, weights_TK * config.scaling_factor
+            raw_TE = logits_TE.sigmoid() if config.score == "sigmoid" else nn.functional.softplus(logits_TE).sqrt()
+            scores_TE = raw_TE / (raw_TE.sum(dim=-1, keepdim=True) + 1e-20)
+        expert_TK = self._experts(raw_TE.detach(), logits_TE.detach(), valid_T)
+        if self.replay is not None:
+            expert_TK = self.replay.apply(expert_TK, training=self.training)
+        return scores_TE, expert_TK, self._weights(raw_TE, logits_TE, expert_TK)
 
-    def _top_experts(self, scores_TE: Tensor) -> Tensor:
+    def _weights(self, raw_TE: Tensor, logits_TE: Tensor, expert_TK: Tensor) -> Tensor:
         config = self.config
-        choice_TE = scores_TE.detach()
-        if config.expert_bias:
-            choice_TE = choice_TE + self.expert_bias
-        if config.num_groups:
-            choice_TE = _mask_groups(choice_TE, config)
-        return choice_TE.topk(config.topk, dim=-1).indices
+        if config.assignment == "sinkhorn" and config.topk == 1 and config.score == "softmax":
+            weights_TK = logits_TE.sigmoid().gather(1, expert_TK)  # as in Megatron-Core: Clark et al. 2022 (arXiv:2202.01169), S-BASE
+        elif config.score == "softmax" and not config.pre_softmax:
+            weights_TK = logits_TE.gather(1, expert_TK).softmax(dim=-1)
+        else:
+            weights_TK = raw_TE.gather(1, expert_TK)
+        if config.normalizes:
+            weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
+        return weights_TK * config.scaling_factor
+
+    def _experts(self, raw_TE: Tensor, logits_TE: Tensor, valid_T: Tensor | None) -> Tensor:
+        config = self.config
+        num_tokens = raw_TE.size(0)
+        if config.assignment == "balanced":
+            return balanced_experts(num_tokens, num_experts=config.num_experts, topk=config.topk, device=raw_TE.device)
+        if config.assignment == "zipf":
+            return zipf_experts(
+                num_tokens, num_experts=config.num_experts, topk=config.topk, exponent=config.zipf_exponent, device=raw_TE.device
+            )
+        if config.assignment == "sinkhorn":
+            # Balanced over the batch in training; a token's expert must not depend on its neighbours when it is evaluated.
+            choice_TE = sinkhorn(logits_TE, valid_T, group=self.microbatch_group) if self.training else logits_TE
+            return choice_TE.topk(config.topk, dim=-1).indices
+        choice_TE = raw_TE + self.expert_bias if config.expert_bias else raw_TE
+        return best_experts(choice_TE, topk=config.topk, num_groups=config.num_groups, group_topk=config.group_topk)
 
 
-def _mask_groups(choice_TE: Tensor, config: RouterConfig) -> Tensor:
-    """Leaves only the experts of the best groups; a group is as good as the sum of its K/group_topk best (DeepSeek-V3)."""
-    grouped_TGe = choice_TE.view(choice_TE.size(0), config.num_groups, -1)
-    best = max(1, config.topk // config.group_topk)
-    group_score_TG = grouped_TGe.topk(best, dim=-1).values.sum(dim=-1)
-    allowed_TG = torch.zeros_like(group_score_TG, dtype=torch.bool)
-    allowed_TG.scatter_(1, group_score_TG.topk(config.group_topk, dim=-1).indices, True)
-    return grouped_TGe.masked_fill(~allowed_TG.unsqueeze(-1), float("-inf")).flatten(1)
+def count_kept(expert_TK: Tensor, kept_TK: Tensor | None, num_experts: int) -> Tensor:
+    """Slots per expert, int64 [E], of those that `kept_TK` does not exclude."""
+    if kept_TK is None:
+        return count_per_expert(expert_TK.flatten(), num_experts)
+    expert_N = expert_TK.masked_fill(~kept_TK, num_experts).flatten()
+    return count_per_expert(expert_N, num_experts + 1)[:num_experts]
+
+
+def tokens_in_group(decision: RoutingDecision, group: ProcessGroup | None) -> Tensor | int:
+    """Tokens of the micro-batch that `group` holds, without padding."""
+    if decision.valid_T is None:
+        return decision.expert_TK.size(0) * group_size(group)
+    return sum_over(decision.valid_T.sum(), group)

@@ -22,7 +22,7 @@ def flops_per_iteration(config: Config, batch_size: int | None = None) -> int:
         batch_size: samples in the iteration (batch ramp-up); GBSZ by default.
     """
     tokens = (config.gbsz if batch_size is None else batch_size) * config.seq_len
-    num_dense = min(config.first_k_dense, config.num_layers) if config.use_moe else config.num_layers
+    num_dense = config.num_layers - sum(config.moe_layers)
     multiply_adds = (
         config.num_layers * _attention(config)
         + num_dense * _mlp(config, config.ffn_hidden_size)

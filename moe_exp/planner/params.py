@@ -111,7 +111,7 @@ def _num_moe_layers(config: Config, layers: range | list[int]) -> int:
 
 
 def _is_moe(config: Config, layer: int) -> bool:
-    return config.use_moe and layer >= config.first_k_dense
+    return config.moe_layers[layer]
 
 
 def _norm(config: Config, size: int) -> int:
@@ -125,7 +125,7 @@ def _mlp(config: Config, ffn: int, tp: int = 1, *, bias: bool = False) -> int:
 
 
 def _expert(config: Config, etp: int = 1) -> int:
-    return _mlp(config, config.expert_ffn_size, etp)
+    return _mlp(config, config.expert_ffn_size, etp, bias=config.add_bias_linear)
 
 
 def _attention(config: Config, tp: int) -> int:
@@ -140,7 +140,8 @@ def _layer(config: Config, layer: int, tp: int) -> int:
     common = _attention(config, tp) + 2 * _norm(config, config.hidden_size)
     if not _is_moe(config, layer):
         return common + _mlp(config, config.ffn_hidden_size, tp, bias=config.add_bias_linear)
-    return common + config.num_experts * config.hidden_size + _mlp(config, config.shared_expert_size, tp)
+    router, gate = config.num_experts * config.hidden_size, config.hidden_size if config.shared_expert_gate else 0
+    return common + router + gate + _mlp(config, config.shared_expert_size, tp)
 
 
 def _embedding(config: Config, tp: int) -> int:

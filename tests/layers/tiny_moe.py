@@ -5,23 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_exp.layers.capacity import count_per_expert
 from moe_exp.layers.dispatcher import AllToAllDispatcher, LocalDispatcher
 from moe_exp.layers.experts import Experts
-from moe_exp.layers.losses import group_size
+from moe_exp.layers.groups import group_size
+from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.moe_layer import MoELayer, MoESettings
-from moe_exp.layers.router import Router, RouterConfig, RoutingDecision
+from moe_exp.layers.router import Router, RouterConfig
 
 HIDDEN, FFN, EXPERTS = 6, 4, 4
-
-
-class DoubleRouter(Router):
-    """The router without its rounding to fp32, so that float64 layouts can be compared to 1e-12."""
-
-    def forward(self, x_TD: Tensor) -> RoutingDecision:
-        logits_TE = torch.nn.functional.linear(x_TD, self.weight)
-        scores_TE, expert_TK, weights_TK = self._choose(logits_TE)
-        return RoutingDecision(expert_TK, weights_TK, scores_TE, logits_TE, count_per_expert(expert_TK.flatten(), self.config.num_experts))
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -45,11 +36,16 @@ def tiny_layer(
     activation="swiglu",
     microbatch_group=None,
     context_parallel_size=1,
+    aux_loss_coeff=0.0,
+    losses=(),
+    router=None,
+    shared=None,
     **settings,
 ) -> MoELayer:
     """Float64, `loop` backend. The first E inputs of a token push it to the expert of the same number."""
     gated = activation == "swiglu"
-    router = DoubleRouter(RouterConfig(hidden_size=HIDDEN, num_experts=EXPERTS, topk=topk), dtype=torch.float64)
+    config = RouterConfig(hidden_size=HIDDEN, num_experts=EXPERTS, topk=topk, dtype="fp64", **(router or {}))
+    router = Router(config, microbatch_group=microbatch_group, dtype=torch.float64)
     ep, etp = group_size(ep_group), group_size(etp_group)
     experts = Experts(
         num_local_experts=EXPERTS // ep, hidden_size=HIDDEN, ffn_size=FFN // etp, activation=activation, backend="loop", dtype=torch.float64
@@ -65,7 +61,8 @@ def tiny_layer(
         router=router,
         dispatcher=dispatcher,
         experts=experts,
-        settings=MoESettings(**settings),
+        settings=MoESettings(losses=losses or ((AuxLoss("aux_loss", aux_loss_coeff),) if aux_loss_coeff else ()), **settings),
+        shared=shared,
         microbatch_group=microbatch_group,
         context_parallel_size=context_parallel_size,
     )

@@ -63,8 +63,9 @@ def deepseek(**settings: object) -> nn.Module:
     return DeepseekV3MoE(DeepseekV3Config(**sizes, **(defaults | settings), experts_implementation="eager"))
 
 
-# transformers adds the two best experts of a group, whatever K is.
-SIGMOID = {"score": "sigmoid", "expert_bias": True, "group_score": "top2"}
+# The score of a group is the sum of its two best experts in transformers, of its K/group_topk best here (in Megatron, too): the
+# same for DeepSeek-V3 with K = 8 of 4 groups, and for what is compared here.
+SIGMOID = {"score": "sigmoid", "expert_bias": True}
 CASES = {
     "Mixtral, softmax over the chosen": Case(mixtral, {"topk": 2, "pre_softmax": False}),
     "Mixtral, normalized": Case(mixtral, {"topk": 2, "normalize": True}),
@@ -74,8 +75,8 @@ CASES = {
     "Qwen3-MoE": Case(qwen3, {"topk": 4, "normalize": True}),
     "DeepSeek-V3": Case(deepseek, {"topk": 4, "num_groups": 4, "group_topk": 2, "scaling_factor": 2.5, **SIGMOID}),
     "DeepSeek-V3, not normalized": Case(
-        lambda: deepseek(norm_topk_prob=False, num_experts_per_tok=3, topk_group=3, routed_scaling_factor=1.5),
-        {"topk": 3, "num_groups": 4, "group_topk": 3, "scaling_factor": 1.5, "normalize": False, **SIGMOID},
+        lambda: deepseek(norm_topk_prob=False, num_experts_per_tok=6, topk_group=3, routed_scaling_factor=1.5),
+        {"topk": 6, "num_groups": 4, "group_topk": 3, "scaling_factor": 1.5, "normalize": False, **SIGMOID},
     ),
     "DeepSeek-V3, one group": Case(
         lambda: deepseek(n_group=1, topk_group=1, num_experts_per_tok=6), {"topk": 6, "scaling_factor": 2.5, **SIGMOID}
@@ -108,7 +109,7 @@ def ours(block: nn.Module, router: dict[str, object], *, backend: str = "loop", 
         experts.weight1.copy_(block.experts.gate_up_proj)
         experts.weight2.copy_(block.experts.down_proj)
         if their_shared is not None:
-            shared = SharedExpert(HIDDEN, FFN * SHARED, "swiglu")
+            shared = SharedExpert(hidden_size=HIDDEN, ffn_size=FFN * SHARED)
             shared.weight1.copy_(torch.cat([their_shared.gate_proj.weight, their_shared.up_proj.weight]))
             shared.weight2.copy_(their_shared.down_proj.weight)
     dispatcher = LocalDispatcher(EXPERTS)

@@ -1,0 +1,87 @@
+"""Which experts a token goes to, given scores: pure functions. Shape suffixes in `moe_exp.layers`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_exp.layers.groups import group_size, sum_over
+
+
+def best_experts(choice_TE: Tensor, *, topk: int, num_groups: int = 0, group_topk: int = 0) -> Tensor:
+    """The K experts of highest value, [T, K]; with groups, of those in the `group_topk` best groups.
+
+    A group is as good as the sum of its K/group_topk best experts: DeepSeek-V3 (arXiv:2412.19437), section 2.1.2.
+    """
+    if num_groups:
+        choice_TE = _mask_groups(choice_TE, topk=topk, num_groups=num_groups, group_topk=group_topk)
+    return choice_TE.topk(topk, dim=-1).indices
+
+
+def _mask_groups(choice_TE: Tensor, *, topk: int, num_groups: int, group_topk: int) -> Tensor:
+    grouped_TGe = choice_TE.view(choice_TE.size(0), num_groups, -1)
+    best = min(max(1, topk // group_topk), grouped_TGe.size(-1))
+    group_score_TG = grouped_TGe.topk(best, dim=-1).values.sum(dim=-1)
+    allowed_TG = torch.zeros_like(group_score_TG, dtype=torch.bool)
+    allowed_TG.scatter_(1, group_score_TG.topk(group_topk, dim=-1).indices, True)
+    return grouped_TGe.masked_fill(~allowed_TG.unsqueeze(-1), float("-inf")).flatten(1)
+
+
+def sinkhorn(
+    logits_TE: Tensor,
+    valid_T: Tensor | None = None,
+    *,
+    group: ProcessGroup | None = None,
+    tolerance: float = 1e-4,
+    max_iterations: int = 1000,
+) -> Tensor:
+    """exp(logits) scaled by rows and columns so that every token has the same mass and every expert the same.
+
+    Sinkhorn and Knopp's alternation over the tokens of a micro-batch, on all ranks of `group`: Clark et al. 2022, Unified Scaling Laws
+    for Routed Language Models (arXiv:2202.01169), section 3.1. Like Megatron-Core it stops when the mean change of the expert
+    factors is under `tolerance`; unlike it, over the whole micro-batch, and without overflow (logits are shifted by row first, which
+    the row factors undo).
+
+    Args:
+        logits_TE: router logits.
+        valid_T: tokens that are not padding; padding has no mass.
+        group: ranks that hold the rest of the micro-batch.
+        tolerance: see above; each check waits for the device.
+        max_iterations: an end for logits so extreme that the alternation converges too slowly.
+
+    Returns:
+        [T, E], of which every row is proportional to the transport plan's; its top-k is the assignment.
+    """
+    cost_TE = (logits_TE - logits_TE.amax(dim=-1, keepdim=True)).exp() if logits_TE.numel() else logits_TE
+    if valid_T is not None:
+        cost_TE = cost_TE * valid_T.unsqueeze(1)
+    num_tokens = logits_TE.size(0) * group_size(group)
+    expert_E = cost_TE.new_ones(cost_TE.size(1))
+    token_T = cost_TE.new_ones(cost_TE.size(0))
+    for _ in range(max_iterations):
+        token_T = 1 / (max(1, num_tokens) * (cost_TE @ expert_E) + 1e-8)
+        new_E = 1 / (expert_E.numel() * sum_over(token_T @ cost_TE, group) + 1e-8)
+        change = (new_E - expert_E).abs().mean()
+        expert_E = new_E
+        if change.item() <= tolerance:
+            break
+    return token_T.unsqueeze(1) * cost_TE * expert_E
+
+
+def balanced_experts(num_tokens: int, *, num_experts: int, topk: int, device: torch.device) -> Tensor:
+    """Slots dealt to the experts in turn: every expert gets the same number, to one. For benchmarks."""
+    slots_N = torch.arange(num_tokens * topk, device=device)
+    return (slots_N % num_experts).view(num_tokens, topk)
+
+
+def zipf_experts(num_tokens: int, *, num_experts: int, topk: int, exponent: float, device: torch.device) -> Tensor:
+    """K different experts per token, drawn in proportion to (e + 1)^-exponent. For benchmarks of imbalance.
+
+    The draw is the top-k of log weights plus Gumbel noise, from a generator of its own, so that it is the same in every call.
+    """
+    generator = torch.Generator(device=device).manual_seed(0)
+    uniform_TE = torch.rand(num_tokens, num_experts, generator=generator, device=device, dtype=torch.float64)
+    gumbel_TE = -torch.log(-torch.log(uniform_TE.clamp(min=1e-300)))
+    weight_E = -exponent * torch.log(torch.arange(1, num_experts + 1, device=device, dtype=torch.float64))
+    return (weight_E + gumbel_TE).topk(topk, dim=-1).indices

@@ -1,0 +1,21 @@
+"""Sums over the ranks of a process group that may be none."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+def group_size(group: ProcessGroup | None) -> int:
+    """Number of ranks in `group`; None stands for this rank alone."""
+    return 1 if group is None else group.size()
+
+
+def sum_over(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Sum of `x` over the ranks of `group`, without gradient; `x` is left as it is."""
+    if group_size(group) == 1:
+        return x.detach()
+    total = x.detach().clone()
+    torch.distributed.all_reduce(total, group=group)
+    return total

@@ -1,0 +1,94 @@
+"""Record of routing decisions, and their replay: to train or score with the experts that another run chose."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class RoutingReplay:
+    """The decisions of one router, one [T, K] tensor per forward pass, in the order of the passes.
+
+    Weights are always computed from the scores of the pass itself, so gradients flow to the router in a replay too.
+    With recompute the pass in backward gets the decision of its forward pass: backward passes come in the order of forward passes,
+    as in Megatron's schedules.
+
+    Args:
+        recorded: decisions to replay; None records instead.
+    """
+
+    def __init__(self, recorded: Sequence[Tensor] | None = None):
+        self.decisions: list[Tensor] = [] if recorded is None else list(recorded)
+        self.is_replay = recorded is not None
+        self._next = 0
+        self._to_recompute: deque[Tensor] = deque()
+
+    def apply(self, expert_TK: Tensor, *, training: bool) -> Tensor:
+        """Called by the router with its own choice; returns the choice to use.
+
+        Raises:
+            ValueError: when a replay has no decision left, or one of another shape.
+        """
+        if training and torch.is_grad_enabled() and self._to_recompute:
+            return self._to_recompute.popleft()
+        chosen_TK = self._replayed(expert_TK) if self.is_replay else expert_TK
+        if not self.is_replay:
+            self.decisions.append(chosen_TK.detach())
+        if training and not torch.is_grad_enabled():
+            self._to_recompute.append(chosen_TK)
+        return chosen_TK
+
+    def _replayed(self, expert_TK: Tensor) -> Tensor:
+        if self._next == len(self.decisions):
+            raise ValueError(f"routing replay={self._next + 1} passes: only {self._next} are recorded. Fix: record as many.")
+        chosen_TK = self.decisions[self._next].to(expert_TK.device)
+        self._next += 1
+        if chosen_TK.shape != expert_TK.shape:
+            rule = f"pass {self._next} recorded {tuple(chosen_TK.shape)} tokens and experts"
+            raise ValueError(f"routing replay={tuple(expert_TK.shape)}: {rule}. Fix: replay the same micro-batches.")
+        return chosen_TK
+
+
+def _routers(model: nn.Module) -> dict[str, Any]:
+    """The modules that ask `replay` for their choice: routers, which stand above this file."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "replay")}
+
+
+@contextmanager
+def record_routing(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
+    """Records what every router of `model` decides inside the context: router's name to [T, K] per forward pass."""
+    replays = {name: RoutingReplay() for name in _routers(model)}
+    with _attached(model, replays):
+        yield {name: replay.decisions for name, replay in replays.items()}
+
+
+@contextmanager
+def replay_routing(model: nn.Module, recorded: dict[str, list[Tensor]]) -> Iterator[None]:
+    """Inside the context every router of `model` chooses what `record_routing` recorded, pass by pass.
+
+    Raises:
+        ValueError: when a router has no record.
+    """
+    names = list(_routers(model))
+    missing = sorted(set(names) - set(recorded))
+    if missing:
+        raise ValueError(f"routing replay={missing[0]}: nothing is recorded for this router. Fix: record with the same model.")
+    with _attached(model, {name: RoutingReplay(recorded[name]) for name in names}):
+        yield
+
+
+@contextmanager
+def _attached(model: nn.Module, replays: dict[str, RoutingReplay]) -> Iterator[None]:
+    routers = _routers(model)
+    for name, router in routers.items():
+        router.replay = replays[name]
+    try:
+        yield
+    finally:
+        for router in routers.values():
+            router.replay = None

@@ -1,0 +1,55 @@
+"""The shared expert, which sees every token. Shape suffixes in `moe_exp.layers`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from moe_exp.layers.experts import ACTIVATIONS
+
+
+class SharedExpert(nn.Module):
+    """y = (act(x W1) W2) * g; g = sigmoid(x w_g) with a gate (Qwen2-MoE, arXiv:2407.10671), else 1 (DeepSeekMoE, arXiv:2401.06066).
+
+    For use outside Megatron; inside, Megatron's SharedExpertMLP does the same with tensor parallelism.
+
+    Args:
+        hidden_size: D.
+        ffn_size: F.
+        activation: a name in ACTIVATIONS.
+        gate: whether a gate per token scales the output.
+
+    Weights, in torch's (out, in) order: `weight1` [2F or F, D], with the gate half first; `weight2` [D, F]; `gate_weight` [1, D].
+    """
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        ffn_size: int,
+        activation: str = "swiglu",
+        gate: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ):
+        super().__init__()
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation={activation}: is not an activation. Fix: use one of {', '.join(ACTIVATIONS)}.")
+        self.activation, self.gated = ACTIVATIONS[activation]
+        width = ffn_size * (2 if self.gated else 1)
+        self.weight1 = nn.Parameter(torch.empty(width, hidden_size, dtype=dtype, device=device))
+        self.weight2 = nn.Parameter(torch.empty(hidden_size, ffn_size, dtype=dtype, device=device))
+        self.gate_weight = nn.Parameter(torch.empty(1, hidden_size, dtype=dtype, device=device)) if gate else None
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] to [..., D]."""
+        hidden = nn.functional.linear(x, self.weight1)
+        if self.gated:
+            gate, up = hidden.chunk(2, dim=-1)
+            hidden = self.activation(gate) * up
+        else:
+            hidden = self.activation(hidden)
+        y = nn.functional.linear(hidden, self.weight2)
+        return y if self.gate_weight is None else y * torch.sigmoid(nn.functional.linear(x, self.gate_weight))
