@@ -54,13 +54,15 @@ def sinkhorn(
         [T, E], of which every row is proportional to the transport plan's; its top-k is the assignment.
     """
     cost_TE = (logits_TE - logits_TE.amax(dim=-1, keepdim=True)).exp() if logits_TE.numel() else logits_TE
+    num_tokens = torch.tensor(float(logits_TE.size(0) * group_size(group)))
     if valid_T is not None:
         cost_TE = cost_TE * valid_T.unsqueeze(1)
-    num_tokens = logits_TE.size(0) * group_size(group)
+        num_tokens = sum_over(valid_T.sum(), group)
+    num_tokens = num_tokens.clamp(min=1)
     expert_E = cost_TE.new_ones(cost_TE.size(1))
     token_T = cost_TE.new_ones(cost_TE.size(0))
     for _ in range(max_iterations):
-        token_T = 1 / (max(1, num_tokens) * (cost_TE @ expert_E) + 1e-8)
+        token_T = 1 / (num_tokens * (cost_TE @ expert_E) + 1e-8)
         new_E = 1 / (expert_E.numel() * sum_over(token_T @ cost_TE, group) + 1e-8)
         change = (new_E - expert_E).abs().mean()
         expert_E = new_E

@@ -5,6 +5,11 @@ from __future__ import annotations
 import torch
 
 
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass on this thread: a forward pass inside it is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def is_counted_forward() -> bool:
     """Whether this forward pass is the one that counts: True exactly once per micro-batch, with any kind of recompute or none.
 
@@ -14,5 +19,4 @@ def is_counted_forward() -> bool:
     """
     if not torch.is_grad_enabled():
         return False
-    in_backward = torch._C._current_graph_task_id() != -1
-    return not (in_backward and torch._C._autograd._top_saved_tensors_default_hooks(False) is not None)
+    return not (in_backward() and torch._C._autograd._top_saved_tensors_default_hooks(False) is not None)

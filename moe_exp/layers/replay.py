@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+
+from moe_exp.layers.recompute import in_backward
 
 
 class RoutingReplay:
@@ -34,12 +35,12 @@ class RoutingReplay:
         Raises:
             ValueError: when a replay has no decision left, or one of another shape.
         """
-        if training and torch.is_grad_enabled() and self._to_recompute:
+        if in_backward() and self._to_recompute:
             return self._to_recompute.popleft()
         chosen_TK = self._replayed(expert_TK) if self.is_replay else expert_TK
         if not self.is_replay:
             self.decisions.append(chosen_TK.detach())
-        if training and not torch.is_grad_enabled():
+        if training:
             self._to_recompute.append(chosen_TK)
         return chosen_TK
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_moe import identity_router
 
-from moe_exp.layers.capacity import count_per_expert, expert_capacity, keep_most_probable, rank_in_expert
+from moe_exp.layers.capacity import count_per_expert, expert_capacity, keep_first, keep_most_probable, rank_in_expert
 from moe_exp.layers.dispatcher import LocalDispatcher
 from moe_exp.layers.moe_layer import MoELayer, MoESettings
 from ranks import run_on_ranks
@@ -38,6 +38,25 @@ def test_ties_go_by_position():
     # Expert 0: both .9, then the first of the .5; expert 1: all three.
     kept = [[1], [0], [1], [1], [0], [1], [0], [1], [1], [0]]
     assert keep_most_probable(expert_TK, weights_TK, num_experts=2, capacity=3).int().tolist() == kept
+
+
+def test_minimum_capacity():
+    assert expert_capacity(10, num_experts=4, topk=2, capacity_factor=0.5, min_capacity=4) == 4
+    assert expert_capacity(10, num_experts=4, topk=2, capacity_factor=1.0, min_capacity=4) == 5
+
+
+def test_slots_of_the_last_tokens_are_dropped_by_hand():
+    # As above: expert 0 keeps its slots of tokens 0 to 3, expert 1 those of 0, 2, 3, 5, expert 2 those of 1, 4, 5, 7.
+    expert_TK = torch.tensor([[0, 1], [0, 2], [1, 0], [0, 1], [2, 0], [1, 2], [0, 1], [0, 2], [1, 0], [2, 1]])
+    kept = [[1, 1], [1, 1], [1, 1], [1, 1], [1, 0], [1, 1], [0, 0], [0, 1], [0, 0], [0, 0]]
+    assert keep_first(expert_TK, num_experts=3, capacity=4).int().tolist() == kept
+
+
+def test_padding_is_in_no_queue():
+    expert_TK = torch.tensor([[2], [0], [2], [0], [0], [1]])  # 2 is no expert
+    weights_TK = torch.tensor([[0.9], [0.1], [0.9], [0.2], [0.3], [0.4]])
+    assert keep_first(expert_TK, num_experts=2, capacity=2).int().flatten().tolist() == [0, 1, 0, 1, 0, 1]
+    assert keep_most_probable(expert_TK, weights_TK, num_experts=2, capacity=2).int().flatten().tolist() == [0, 0, 0, 1, 1, 1]
 
 
 def test_rank_in_expert_by_hand():

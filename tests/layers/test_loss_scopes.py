@@ -1,0 +1,285 @@
+"""Every balancing loss has one gradient, however its tokens are cut: over tensor, context and data parallel ranks, into
+micro-batches, with and without recompute. Proved on the gradients of router and input, not on the values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny_moe import HIDDEN, random, tiny_layer
+from torch.utils.checkpoint import checkpoint
+
+from moe_exp.layers.losses import (
+    AuxLoss,
+    global_balancing_loss_share,
+    importance_loss_share,
+    load_balancing_loss_share,
+    sequence_balancing_loss_share,
+    z_loss_share,
+)
+from moe_exp.layers.moe_layer import MoESettings
+from ranks import run_on_ranks
+
+KINDS = ("aux_loss", "seq_aux_loss", "global_aux_loss", "importance")
+SEQUENCES, LENGTH = 8, 12
+TOKENS_BSD = random(SEQUENCES, LENGTH, HIDDEN, seed=11)
+
+
+def close(actual, expected, rtol=1e-11):
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=rtol * expected.abs().max().item())
+
+
+# Values by hand
+
+
+def test_sequence_loss_by_hand():
+    # Two sequences of four and six tokens, the second four padded to six. E = 2, K = 1.
+    scores_BSE = torch.tensor([[[0.75, 0.25]] * 4 + [[0.0, 0.0]] * 2, [[0.75, 0.25]] * 3 + [[0.25, 0.75]] * 3])
+    expert_BSK = scores_BSE.argmax(dim=-1, keepdim=True)
+    valid_BS = torch.tensor([[True] * 4 + [False] * 2, [True] * 6])
+    # 2 * (1 * .75 + 0 * .25) = 1.5 and 2 * (.5 * .5 + .5 * .5) = 1.
+    assert sequence_balancing_loss_share(scores_BSE, expert_BSK, valid_BS).item() == pytest.approx(1.25, rel=1e-6)
+    # Together they are 7 to 3 tokens, and the mean scores .6 and .4: 2 * (.7 * .6 + .3 * .4) = 1.08.
+    flat_TE = scores_BSE.flatten(0, 1)[valid_BS.flatten()]
+    assert load_balancing_loss_share(flat_TE, torch.tensor([7, 3]), topk=1).item() == pytest.approx(1.08, rel=1e-6)
+
+
+def test_importance_by_hand():
+    # Importance 6 and 4 of ten tokens: mean 5, variance 1, CV^2 = 1/25.
+    scores_TE = torch.tensor([[0.75, 0.25]] * 7 + [[0.25, 0.75]] * 3)
+    assert importance_loss_share(scores_TE).item() == pytest.approx(0.04, rel=1e-5)
+    assert importance_loss_share(torch.full((10, 4), 0.25)).item() == pytest.approx(0.0, abs=1e-7)
+
+
+def test_global_loss_by_hand():
+    scores_TE = torch.tensor([[0.75, 0.25]] * 10)
+    # Without a global batch yet: all ten of this micro-batch went to expert 0. 2 * .75.
+    own, none = torch.tensor([10, 0]), torch.zeros(2)
+    assert global_balancing_loss_share(scores_TE, none, own).item() == pytest.approx(1.5)
+    # After one with fractions .2 and .8: 2 * (.2 * .75 + .8 * .25).
+    assert global_balancing_loss_share(scores_TE, torch.tensor([20.0, 80.0]), own).item() == pytest.approx(0.7)
+
+
+def test_z_loss_without_padding():
+    logits_TE = random(10, 3, seed=1)
+    valid_T = torch.arange(10) < 6
+    close(z_loss_share(logits_TE, valid_T=valid_T, num_tokens=valid_T.sum()), z_loss_share(logits_TE[:6]))
+
+
+@pytest.mark.parametrize("kind", ["sequence", "importance", "global"])
+def test_gradcheck(kind):
+    logits_TE = random(6, 4, seed=2).requires_grad_()
+    expert_TK = logits_TE.topk(2).indices
+
+    def loss(logits_TE):
+        scores_TE = logits_TE.softmax(dim=-1)
+        if kind == "sequence":
+            return sequence_balancing_loss_share(scores_TE.view(2, 3, 4), expert_TK.view(2, 3, 2), None)
+        return global_balancing_loss_share(scores_TE, torch.tensor([5.0, 1, 3, 3]), torch.zeros(4))
+
+    if kind == "importance":
+        # Its gradient counts the tokens of the other ranks, so the function of one rank's tokens has its whole gradient too.
+        scores_TE = logits_TE.detach().softmax(dim=-1).requires_grad_()
+        importance_loss_share(scores_TE).backward()
+        importance_E = scores_TE.detach().sum(dim=0)
+        close(scores_TE.grad, (2 * 4 / 36 * importance_E).expand(6, 4))
+    else:
+        assert torch.autograd.gradcheck(loss, logits_TE)
+
+
+# The layer: gradients of router and input from the balancing losses alone
+
+
+def layer_with(kind, **arguments):
+    return tiny_layer(losses=(AuxLoss(kind, 0.7),), router={"global_fractions": kind == "global_aux_loss"}, **arguments)
+
+
+def backward(layer, x_BSD, *, num_microbatches, num_replicas=1):
+    """Gradients as a trainer makes them: of the mean over micro-batches and replicas, one batch of this rank."""
+    layer.router.weight.grad = None
+    x_BSD = x_BSD.clone().requires_grad_()
+    for part_BSD in x_BSD.chunk(num_microbatches):
+        _, loss = layer(part_BSD)
+        (loss / (num_microbatches * num_replicas)).backward()
+    return layer.router.weight.grad.clone(), x_BSD.grad
+
+
+def two_batches(kind, *, num_microbatches, rank=0, num_replicas=1, group=None, **arguments):
+    """The second of two global batches, so that there are global fractions."""
+    layer = layer_with(kind, **arguments)
+    for seed in (0.5, 1.0):
+        mine_BSD = (TOKENS_BSD * seed).chunk(num_replicas)[rank]
+        gradients = backward(layer, mine_BSD, num_microbatches=num_microbatches, num_replicas=num_replicas)
+        layer.router.end_of_batch(group)
+    return gradients
+
+
+def data_parallel(kind, num_microbatches):
+    group = dist.group.WORLD
+    router, x = two_batches(kind, num_microbatches=num_microbatches, rank=group.rank(), num_replicas=group.size(), group=group)
+    dist.all_reduce(router)
+    return router, x
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_data_parallel_ranks_and_micro_batches_do_not_change_the_gradient(kind, num_ranks):
+    router, x = two_batches(kind, num_microbatches=4)
+    ranks = run_on_ranks(num_ranks, data_parallel, kind, 4 // num_ranks)
+    close(ranks[0][0], router)
+    close(torch.cat([rank[1] for rank in ranks]), x)
+    assert router.norm() > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["seq_aux_loss", "global_aux_loss"])
+@pytest.mark.parametrize("num_microbatches", [2, 4, 8])
+def test_scopes_other_than_the_micro_batch_do_not_depend_on_its_size(kind, num_microbatches):
+    router, x = two_batches(kind, num_microbatches=1)
+    other_router, other_x = two_batches(kind, num_microbatches=num_microbatches)
+    close(other_router, router)
+    close(other_x, x)
+
+
+def test_global_loss_of_one_batch_is_the_formula_over_all_of_it():
+    """With the fractions of the very batch, the mean over micro-batches is E * sum_e F_e * P_e of the whole batch."""
+    layer = layer_with("global_aux_loss")
+    backward(layer, TOKENS_BSD, num_microbatches=4)
+    layer.router.end_of_batch()
+    router, x = backward(layer, TOKENS_BSD, num_microbatches=4)
+    whole = layer_with("aux_loss")
+    whole_router, whole_x = backward(whole, TOKENS_BSD, num_microbatches=1)
+    close(router, whole_router)
+    close(x, whole_x)
+
+
+def split_sequence(kind, context_parallel_size):
+    """Tensor parallel ranks hold pieces of the sequence, context parallel ones two blocks each, in Megatron's layout [S, B, D]."""
+    group = dist.group.WORLD
+    layer = layer_with(kind, microbatch_group=group, context_parallel_size=context_parallel_size, batch_dim=1)
+    x_SBD, positions = TOKENS_BSD.transpose(0, 1), torch.arange(LENGTH)
+    if context_parallel_size > 1:
+        blocks = positions.chunk(2 * group.size())
+        mine = torch.cat([blocks[group.rank()], blocks[2 * group.size() - 1 - group.rank()]])
+    else:
+        mine = positions.chunk(group.size())[group.rank()]
+    layer.router.weight.grad = None
+    x = x_SBD[mine].clone().requires_grad_()
+    for _ in range(2):
+        layer.router.weight.grad = x.grad = None
+        layer(x)[1].backward()
+        layer.router.end_of_batch(group)
+    dist.all_reduce(layer.router.weight.grad)
+    return layer.router.weight.grad, mine, x.grad
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("num_ranks", "cp"), [(2, 1), (2, 2), (4, 1)])
+def test_ranks_that_share_a_micro_batch_do_not_change_the_gradient(kind, num_ranks, cp):
+    layer = layer_with(kind, batch_dim=1)
+    x = TOKENS_BSD.transpose(0, 1).clone().requires_grad_()
+    for _ in range(2):
+        layer.router.weight.grad = x.grad = None
+        layer(x)[1].backward()
+        layer.router.end_of_batch()
+    ranks = run_on_ranks(num_ranks, split_sequence, kind, cp)
+    close(ranks[0][0], layer.router.weight.grad)
+    for _, mine, grad in ranks:
+        close(grad, x.grad[mine])
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_recompute_counts_once_and_has_the_same_gradient(use_reentrant):
+    losses = tuple(AuxLoss(kind, 0.1 * (i + 1)) for i, kind in enumerate(KINDS))
+    router = {"global_fractions": True, "expert_bias": True, "score": "sigmoid"}
+    results = []
+    for recompute in (False, True):
+        layer = tiny_layer(losses=losses, z_loss_coeff=0.3, router=router)
+        x = TOKENS_BSD.clone().requires_grad_()
+        y, loss = checkpoint(layer, x, use_reentrant=use_reentrant) if recompute else layer(x)
+        (y.square().sum() + loss).backward()
+        statistics = layer.statistics
+        counts = [
+            layer.router.local_tokens_per_expert,
+            layer.router.batch_tokens_per_expert,
+            statistics.tokens_per_expert_E,
+            statistics.sums,
+        ]
+        results.append([x.grad, *(parameter.grad for parameter in layer.parameters()), *counts])
+        assert statistics.num_microbatches == 1
+        assert statistics.tokens_per_expert_E.sum() == SEQUENCES * LENGTH * 2
+    for plain, recomputed in zip(*results, strict=True):
+        assert torch.equal(plain, recomputed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_is_as_if_it_were_not_there(kind):
+    """The tokens of padding change neither the loss nor the gradient, and get none."""
+    padding_BS = torch.zeros(2, LENGTH, dtype=torch.bool)
+    padding_BS[:, 9:] = True
+    x = TOKENS_BSD[:2].clone().requires_grad_()
+    layer, short = layer_with(kind), layer_with(kind)
+    y, loss = layer(x, padding_BS)
+    (y.square().sum() + loss).backward()
+    x_short = TOKENS_BSD[:2, :9].clone().requires_grad_()
+    y_short, loss_short = short(x_short)
+    (y_short.square().sum() + loss_short).backward()
+    close(loss, loss_short)
+    close(y[:, :9], y_short)
+    assert not y[:, 9:].any() and not x.grad[:, 9:].any()
+    close(x.grad[:, :9], x_short.grad)
+    for parameter, expected in zip(layer.parameters(), short.parameters(), strict=True):
+        close(parameter.grad, expected.grad)
+    assert torch.equal(layer.statistics.tokens_per_expert_E, short.statistics.tokens_per_expert_E)
+
+
+def test_padding_takes_no_capacity_and_is_no_drop():
+    # Capacity ceil(24 * 2 / 4 * 0.5) = 6; half of the tokens are padding, that would fill the experts first.
+    padding_BS = torch.zeros(2, LENGTH, dtype=torch.bool)
+    padding_BS[:, : LENGTH // 2] = True
+    layer = tiny_layer(capacity_factor=0.5, drop_policy="position")
+    layer(TOKENS_BSD[:2], padding_BS)
+    alone = tiny_layer(capacity_factor=1.0, drop_policy="position")
+    alone(TOKENS_BSD[:2, LENGTH // 2 :])
+    assert torch.equal(layer.statistics.tokens_per_expert_E, alone.statistics.tokens_per_expert_E)
+    assert layer.statistics.sums[0] == alone.statistics.sums[0]
+
+
+def test_losses_count_the_experts_of_highest_score_whatever_the_bias():
+    plain = layer_with("aux_loss")
+    layer = tiny_layer(losses=(AuxLoss("aux_loss", 0.7),), router={"expert_bias": True})
+    layer.router.expert_bias.copy_(torch.tensor([9.0, 0, 0, 0]))
+    close(layer(TOKENS_BSD)[1], plain(TOKENS_BSD)[1])
+    assert layer.statistics.tokens_per_expert_E[0] == SEQUENCES * LENGTH
+
+
+def test_losses_in_a_list_add_up():
+    coeffs = {"aux_loss": 0.5, "seq_aux_loss": 0.25, "importance": 2.0}
+    layer = tiny_layer(losses=tuple(AuxLoss(kind, coeff) for kind, coeff in coeffs.items()))
+    _, loss = layer(TOKENS_BSD)
+    balance, z, *each = layer.statistics.sums[2:].tolist()
+    assert loss.item() == pytest.approx(sum(coeff * value for coeff, value in zip(coeffs.values(), each, strict=True)), rel=1e-12)
+    assert each[0] == balance and z > 0
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: AuxLoss("aux", 0.1), r"aux_loss_type=aux: is not a loss\. Fix: use aux_loss, seq_aux_loss, global_aux_loss, importance"),
+        (lambda: AuxLoss("aux_loss", -0.1), r"aux_loss_coeff=-0\.1: is negative"),
+        (
+            lambda: MoESettings(losses=(AuxLoss("aux_loss", 1), AuxLoss("aux_loss", 2))),
+            r"aux_loss,aux_loss: names a loss twice",
+        ),
+        (lambda: MoESettings(drop_policy="last"), r"drop_policy=last: is not a policy\. Fix: use probs or position\."),
+        (lambda: MoESettings(capacity_factor=0.0), r"capacity_factor=0\.0: is not positive"),
+        (lambda: MoESettings(pad_to_capacity=True), r"pad_to_capacity=True: a dropless layer has no capacity\. Fix: set capacity_factor\."),
+        (lambda: MoESettings(min_capacity=3), r"min_capacity=3: a dropless layer has no capacity"),
+        (
+            lambda: tiny_layer(losses=(AuxLoss("global_aux_loss", 1),)),
+            r"global_aux_loss: the router keeps no global fractions",
+        ),
+    ],
+)
+def test_errors(make, text):
+    with pytest.raises(ValueError, match=text):
+        make()
