@@ -9,7 +9,6 @@ pytest runs it, too.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from under_torchrun import on_first_rank, torchrun, torchrun_job  # before moe_exp: it may have to put it on the path
+from under_torchrun import leave, on_first_rank, torchrun, torchrun_job  # before moe_exp: it may have to put it on the path
 
 # isort: split
 from moe_exp.layers.dispatcher import AllToAllDispatcher, LocalDispatcher
@@ -212,4 +211,4 @@ def test_table_marks_what_differs():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

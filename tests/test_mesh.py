@@ -12,7 +12,6 @@ differs. pytest runs it, too.
 from __future__ import annotations
 
 import os
-import sys
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from under_torchrun import on_first_rank, torchrun, torchrun_job  # before moe_exp: it may have to put it on the path
+from under_torchrun import leave, on_first_rank, torchrun, torchrun_job  # before moe_exp: it may have to put it on the path
 
 # isort: split
 from mesh_model import VOCAB, Model, full, initial_weights, parallel_model, part_of_rank, whole_model
@@ -162,4 +161,4 @@ def test_size_that_is_no_number(value):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
@@ -36,6 +37,17 @@ def torchrun_job() -> Iterator[torch.device]:
         yield device
     finally:
         dist.destroy_process_group()
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process without the interpreter's clean-up.
+
+    With FSDP2 over gloo (torch 2.13) that ends now and then, about once in fifteen runs, in "terminate called without an active
+    exception", after all is done and the process group is destroyed.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def on_first_rank(text: str) -> None:
