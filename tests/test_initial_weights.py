@@ -23,8 +23,14 @@ MODEL = {
 }  # fmt: skip
 VARIANTS: dict[str, dict[str, Any]] = {
     "moe": {"moe_ffn_hidden_size": 40},
-    "moe_gelu_tied": {"activation": "gelu", "tie_embeddings": True, "head_dim": 12},
-    "moe_shared": {"shared_expert_size": 24, "first_k_dense": 1, "qk_norm": True, "normalization": "LayerNorm"},
+    "moe_gelu_tied": {"activation": "gelu", "tie_embeddings": True, "head_dim": 12, "init_distribution": "truncated_normal"},
+    "moe_shared": {
+        "shared_expert_size": 24,
+        "shared_expert_gate": True,
+        "moe_layer_freq": "0,1,0,1",
+        "qk_norm": True,
+        "normalization": "LayerNorm",
+    },
     "dense": {"use_moe": False, "num_query_groups": 4},
     "dense_biased": {"use_moe": False, "add_bias_linear": True, "normalization": "LayerNorm", "activation": "gelu", "qk_norm": True},
     "dense_tied": {"use_moe": False, "tie_embeddings": True},
