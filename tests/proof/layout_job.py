@@ -23,7 +23,7 @@ from moe_exp.layers.router import Router, RouterConfig
 from moe_exp.layers.shared import SharedExpert
 
 HIDDEN, FFN, EXPERTS, SHARED_FFN = 10, 8, 8, 6
-LENGTH, SEQUENCES, MICROBATCHES, BATCHES = 12, 2, 4, 3
+LENGTH, SEQUENCES, MICROBATCHES, BATCHES = 12, 2, 4, 2
 Tensors = dict[str, Tensor]
 
 

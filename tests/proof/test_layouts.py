@@ -1,6 +1,6 @@
 """The layer is the same function on every layout of ranks: loss, outputs and every gradient, in float64 and float32.
 
-Three global batches of four micro-batches, so that the expert bias and the fractions of `global_aux_loss` move on between them,
+Two global batches of four micro-batches, so that the expert bias and the fractions of `global_aux_loss` move on between them,
 on one rank and on layouts of (EP, TP, ETP); the rest of the ranks is data parallel. With TP the tokens of a micro-batch are split
 along the sequence, and expert groups are folded over the same ranks.
 """
