@@ -47,9 +47,10 @@ HEAVY = {"torch", "megatron"}
 # Inside layers/: a file imports only files that stand above it in this list.
 LAYERS = [
     {"kernels"},
-    {"losses", "capacity", "grouped_gemm", "collectives"},
+    {"losses", "capacity", "grouped_gemm", "collectives", "activations", "expert_threads"},
     {"router", "attention", "norm"},
     {"dispatcher"},
+    {"expert_loop"},
     {"experts"},
     {"moe_layer"},
     {"spec"},

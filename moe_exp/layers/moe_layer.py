@@ -91,9 +91,17 @@ class MoELayer(nn.Module):
         """
         decision = self.route(x_TD)
         loss = self.auxiliary_loss(decision)
+        if self._stays_in_cache(x_TD):
+            order, counts_E = self.dispatcher.row_order(decision, self._rows_per_expert(x_TD.size(0)))
+            weights_R = order.weights(decision.weights_TK)
+            return self.experts.forward_tokens(x_TD, weights_R, order, tuple(counts_E.tolist())), loss
         dispatched = self.dispatcher.dispatch(x_TD, decision, rows_per_expert=self._rows_per_expert(x_TD.size(0)))
         expert_output_RD = self.experts(dispatched)
         return self.dispatcher.combine(expert_output_RD, dispatched.record), loss
+
+    def _stays_in_cache(self, x_TD: Tensor) -> bool:
+        """Whether dispatch, experts and combine run as one function: on a CPU with all experts on this rank."""
+        return type(self.dispatcher) is LocalDispatcher and self.experts.runs_one_by_one(x_TD)
 
     def route(self, x_TD: Tensor) -> RoutingDecision:
         """The routing decision, with the slots over capacity marked as dropped."""
