@@ -96,6 +96,10 @@ def _use_our_adam() -> None:
         distributed.Adam, distributed.HAVE_APEX_OR_TE, distributed.USING_APEX_OPTIMIZER = Adam, True, True
 
 
+def _is_norm_or_bias(parameter: Tensor) -> bool:
+    return parameter.dim() == 1 or getattr(parameter, "is_bias", False)
+
+
 def build_optimizer(config: Config, model: list[DistributedDataParallel]) -> MegatronOptimizer:
     """Megatron's optimizer over all chunks of this rank; no weight decay on norms and biases."""
     _use_our_adam()
@@ -116,7 +120,7 @@ def build_optimizer(config: Config, model: list[DistributedDataParallel]) -> Meg
         log_num_zeros_in_grad=True,
     )
     # By dimension, not by name: a norm that falls into the decayed group makes the loss jump at a restart.
-    norms_and_biases = ParamKey(predicate=ParamPredicate(name="norms_and_biases", fn=lambda p: p.dim() == 1))
+    norms_and_biases = ParamKey(predicate=ParamPredicate(name="norms_and_biases", fn=_is_norm_or_bias))
     optimizer = get_megatron_optimizer(
         settings,
         model,

@@ -128,11 +128,14 @@ class LocalDispatcher(Dispatcher):
         self.num_experts = num_experts
 
     def start(self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None) -> Pending:
-        order, counts_E, splits = self._order(decision, rows_per_expert)
+        order, counts_E, splits = self.row_order(decision, rows_per_expert=rows_per_expert)
         rows_RD, weights_R = order.rows(x_TD), order.weights(decision.weights_TK)
         return Pending(lambda: Dispatched(rows_RD, weights_R, counts_E, DispatchRecord(order), splits))
 
-    def _order(self, decision: RoutingDecision, rows_per_expert: int | None) -> tuple[RowOrder, Tensor, tuple[int, ...] | None]:
+    def row_order(
+        self, decision: RoutingDecision, *, rows_per_expert: int | None = None
+    ) -> tuple[RowOrder, Tensor, tuple[int, ...] | None]:
+        """How this rank's slots are sorted by expert, and the rows per expert: on the device, and on the host where they are known."""
         if rows_per_expert is not None:
             order = pad_slots(decision, num_experts=self.num_experts, rows_per_expert=rows_per_expert)
             counts_E = torch.full((self.num_experts,), rows_per_expert, device=order.slot_R.device)

@@ -138,14 +138,14 @@ class _TokensToRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _to_tokens(grads[0], ctx.order), None
+        return sum_slots(grads[0], ctx.order), None
 
 
 class _RowsToTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_RD: Tensor, order: RowOrder) -> Tensor:
         ctx.order = order
-        return _to_tokens(y_RD, order)
+        return sum_slots(y_RD, order)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -157,7 +157,7 @@ def _to_rows(x_TD: Tensor, order: RowOrder) -> Tensor:
     return _take(x_TD, token_R, order.has_padding)
 
 
-def _to_tokens(y_RD: Tensor, order: RowOrder) -> Tensor:
+def sum_slots(y_RD: Tensor, order: RowOrder) -> Tensor:
     """A bag of rows per token: sums in the accumulation type of y, and never holds the [N, D] that a gather and a sum would."""
     if order.topk == 1 and not order.has_drops:
         return y_RD.index_select(0, order.row_N)
