@@ -96,7 +96,7 @@ def _use_our_adam() -> None:
         distributed.Adam, distributed.HAVE_APEX_OR_TE, distributed.USING_APEX_OPTIMIZER = Adam, True, True
 
 
-def _is_norm_or_bias(parameter: Tensor) -> bool:
+def _is_norm_or_bias(parameter: torch.Tensor) -> bool:
     return parameter.dim() == 1 or getattr(parameter, "is_bias", False)
 
 
