@@ -25,11 +25,15 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_attr_wrapped_model
 
+from moe_exp.checkpoint_keys import CheckpointKeys, check_tensors, model_state
 from moe_exp.config import Config
 from moe_exp.run_folder import LATEST, write_atomically
 from moe_exp.runtime import Runtime
 
 logger = logging.getLogger(__name__)
+
+# fully_reshardable: one layout-independent tensor per parameter and optimizer moment.
+_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True, "singleton_local_shards": False}
 
 
 @dataclass
@@ -86,9 +90,10 @@ def save(config: Config, runtime: Runtime, checkpoints: Path, trained: Trained, 
         partial.mkdir(parents=True)
     torch.distributed.barrier()
     with parameters_in_sync(trained.model):
-        state = _state(config, runtime, trained, progress, is_loading=False)
+        state = _state(config, runtime, trained, progress)
         strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1 if runtime.device.type == "cpu" else 2)
-        dist_checkpointing.save(state, str(partial), sharded_strategy=strategy)
+        # By this description Megatron-LM asks a checkpoint for the keys that it has.
+        dist_checkpointing.save(state, str(partial), sharded_strategy=strategy, content_metadata=_FORMAT)
     if runtime.is_first:
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
@@ -100,20 +105,27 @@ def save(config: Config, runtime: Runtime, checkpoints: Path, trained: Trained, 
 def load(config: Config, runtime: Runtime, checkpoints: Path, trained: Trained) -> Progress:
     """Loads the newest checkpoint of a folder into `trained`. Called by every rank.
 
+    Of a checkpoint that Megatron-LM wrote, it takes the weights alone and starts at iteration 0.
+
     Raises:
         ValueError: when the folder has none, or its parameters are not those of the model.
     """
     iteration = latest_iteration(checkpoints)
     if iteration is None:
         raise ValueError(f"LOAD_DIR={checkpoints}: has no {LATEST}. Fix: name the checkpoints folder of a run.")
-    folder = str(iteration_folder(checkpoints, iteration))
-    progress = Progress()
-    state = _state(config, runtime, trained, progress, is_loading=True)
-    if _layout(config, runtime) != dist_checkpointing.load_common_state_dict(folder)["layout"]:
+    folder = iteration_folder(checkpoints, iteration)
+    common = dist_checkpointing.load_common_state_dict(str(folder))
+    if "progress" not in common:
+        load_weights(runtime, folder, trained)
+        return Progress()
+    keys = CheckpointKeys.read(folder)
+    state = _state(config, runtime, trained, Progress(), keys)
+    check_tensors(_chunks_of(state), keys, folder)
+    if _layout(config, runtime) != common["layout"]:
         # Random streams belong to tensor and pipeline ranks of one kind of device; with others they start from the seed.
         del state["rng_state"]
     with parameters_in_sync(trained.model):
-        loaded = dist_checkpointing.load(state, folder)
+        loaded = dist_checkpointing.load(state, str(folder))
         for index, chunk in enumerate(trained.model):
             _load_chunk(chunk, loaded[f"model{index}"])
         trained.optimizer.load_state_dict(loaded["optimizer"])
@@ -124,35 +136,61 @@ def load(config: Config, runtime: Runtime, checkpoints: Path, trained: Trained) 
     return Progress(**loaded["progress"])
 
 
+def load_weights(runtime: Runtime, folder: Path, trained: Trained) -> None:
+    """Loads the weights of one iteration's folder, of this package or of Megatron-LM, and nothing else. Called by every rank.
+
+    Raises:
+        ValueError: when its parameters are not those of the model.
+    """
+    keys = CheckpointKeys.read(folder)
+    state = _model_state(runtime, trained.model, keys)
+    check_tensors(state, keys, folder)
+    with parameters_in_sync(trained.model):
+        loaded = dist_checkpointing.load(state, str(folder))
+        for index, chunk in enumerate(trained.model):
+            _load_chunk(chunk, loaded[f"model{index}"])
+        # The optimizer has copies of its own of the weights that were there before.
+        trained.optimizer.reload_model_params()
+
+
 def _load_chunk(chunk: DistributedDataParallel, state: dict[str, Any]) -> None:
     """Loads the parameters of one model chunk; strict, but for what Transformer Engine keeps in `_extra_state`."""
-    model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
-    differing = sorted(name for name in set(model.state_dict()) ^ set(state) if not name.endswith("_extra_state"))
+    differing = sorted(name for name in set(unwrapped(chunk).state_dict()) ^ set(state) if not name.endswith("_extra_state"))
     if differing:
         names = ", ".join(differing[:5]) + (f" and {len(differing) - 5} more" if len(differing) > 5 else "")
         raise ValueError(f"checkpoint: it and the model disagree on the parameters {names}. Fix: resume with the same model.")
-    chunk.load_state_dict(state, strict=False)
+    unwrapped(chunk).load_state_dict(state, strict=False)
 
 
-def _state(config: Config, runtime: Runtime, trained: Trained, progress: Progress, *, is_loading: bool) -> dict[str, Any]:
-    # fully_reshardable: one layout-independent tensor per parameter and optimizer moment.
-    metadata = {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "chained_optim_avoid_prefix": True,
-        "dp_cp_group": runtime.groups.dp_cp,
-    }
-    # Of the model inside: the data parallel wrapper would put `module.` before Megatron's keys.
-    chunks = {f"model{i}": chunk.module.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(trained.model)}
-    model_state = chunks if len(chunks) > 1 else chunks["model0"]
+def _state(config: Config, runtime: Runtime, trained: Trained, progress: Progress, keys: CheckpointKeys | None = None) -> dict[str, Any]:
+    """What is saved; with `keys`, what is asked of the checkpoint that has them."""
+    metadata = {**_FORMAT, "dp_cp_group": runtime.groups.dp_cp}
+    chunks = _model_state(runtime, trained.model, keys)
+    optimizer_model_state = chunks if len(chunks) > 1 else chunks["model0"]
     return {
         **chunks,
-        "optimizer": trained.optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=metadata),
+        "optimizer": trained.optimizer.sharded_state_dict(optimizer_model_state, is_loading=keys is not None, metadata=metadata),
         "scheduler": trained.scheduler.state_dict(),
         "rng_state": _rng_state(runtime),
         "progress": vars(progress).copy(),
         "config": config.model_dump(),
         "layout": _layout(config, runtime),
     }
+
+
+def _model_state(runtime: Runtime, model: list[DistributedDataParallel], keys: CheckpointKeys | None) -> dict[str, Any]:
+    metadata = {**_FORMAT, "dp_cp_group": runtime.groups.dp_cp}
+    # Of the model inside: the data parallel wrapper would put `module.` before Megatron's keys.
+    return {f"model{index}": model_state(unwrapped(chunk), metadata, keys) for index, chunk in enumerate(model)}
+
+
+def _chunks_of(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if name.startswith("model")}
+
+
+def unwrapped(chunk: DistributedDataParallel) -> Any:
+    """The GPTModel inside the wrappers for data parallelism and half precision."""
+    return get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
 
 
 def _layout(config: Config, runtime: Runtime) -> dict[str, Any]:

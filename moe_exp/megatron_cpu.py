@@ -212,6 +212,19 @@ def _mend_collectives(module: Any) -> None:
     module.dist_reduce_scatter_func = gloo.reduce_scatter
 
 
+def _mend_moe(module: Any) -> None:
+    # Megatron's own router and dispatcher, which ours are compared with. Without Transformer Engine the router fails with
+    # NameError; and the sizes of an all-to-all have to be numbers, which Megatron makes of tensors on a GPU only.
+    if not module.HAVE_TE:
+        module.te_general_gemm = None
+    move = module.maybe_move_tensor_to_cpu
+
+    def as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else move(tensor, as_numpy, record_stream)
+
+    module.maybe_move_tensor_to_cpu = as_numbers
+
+
 _MENDED: dict[str, Callable[[Any], None]] = {
     "megatron.core.tensor_parallel.layers": _mend_collectives,
     "megatron.core.tensor_parallel.mappings": _mend_collectives,
@@ -219,6 +232,7 @@ _MENDED: dict[str, Callable[[Any], None]] = {
     "megatron.core.dist_checkpointing.strategies.filesystem_async": _mend_writer,
     "megatron.core.jit": _mend_jit,
     "megatron.core.tensor_parallel.random": _mend_random,
+    "megatron.core.transformer.moe.moe_utils": _mend_moe,
 }
 _STAND_IN = _TorchOnCpu()
 

@@ -93,7 +93,8 @@ def _parallel_settings(config: Config) -> dict[str, Any]:
 def _moe_settings(config: Config) -> dict[str, Any]:
     settings = {
         "num_moe_experts": config.num_experts,
-        "moe_layer_freq": [int(is_moe) for is_moe in config.moe_layers],
+        # 1, not a list of ones: Megatron then puts the tensors of all layers under one key, as its own MoE checkpoints have them.
+        "moe_layer_freq": 1 if all(config.moe_layers) else [int(is_moe) for is_moe in config.moe_layers],
         "moe_ffn_hidden_size": config.expert_ffn_size,
         "moe_shared_expert_intermediate_size": config.shared_expert_size or None,
         "moe_shared_expert_gate": config.shared_expert_gate,

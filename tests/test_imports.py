@@ -28,7 +28,8 @@ ALLOWED: dict[str, set[str]] = {
     "layers": {"config", *CPU},
     "model": {"config", "runtime", "layers", *CPU},
     "optim": {"config", "runtime", "layers", "model", *CPU},
-    "checkpoint": {*ENGINE, "run_folder"},
+    "checkpoint_keys": {*CPU},
+    "checkpoint": {*ENGINE, "checkpoint_keys", "run_folder"},
     "hf": {*ENGINE},
     "metrics": {"config", "run_folder"},
     "watch": {"config", "run_folder", "metrics", "faults"},
@@ -49,16 +50,16 @@ LAYERS = [
     {"kernels"},
     {"groups", "recompute"},
     {"replay"},
-    {"assignment", "losses", "capacity", "grouped_gemm", "collectives"},
-    {"router", "attention", "norm"},
+    {"assignment", "losses", "capacity", "grouped_gemm", "collectives", "sharding"},
+    {"router", "attention", "norm", "row_order"},
     {"dispatcher"},
-    {"experts", "mesh"},
+    {"experts", "allgather_dispatcher", "deepep_dispatcher", "mesh"},
     {"shared", "moe_layer"},
     {"megatron_parts"},
     {"spec"},
 ]
-MEGATRON_SIDE = {"spec", "megatron_parts"}
-OPTIONAL = ["transformer_engine", "apex", "triton", "wandb", "megablocks", "grouped_gemm", "flash_attn"]
+MEGATRON_SIDE = {"spec", "megatron_parts", "sharding"}
+OPTIONAL = ["transformer_engine", "apex", "triton", "wandb", "megablocks", "grouped_gemm", "flash_attn", "deep_ep"]
 
 
 @cache

@@ -85,16 +85,16 @@ def test_checkpoint_has_megatrons_keys(interrupted):
 
     folder = interrupted(1, 1, 0.0).whole.folder.checkpoints / "iter_0000012"
     shapes = {key: value.global_shape for key, value in dist_checkpointing.load_tensors_metadata(str(folder)).items()}
-    layer = "decoder.layers.3"
+    layer = "decoder.layers"
     expected = {
         "embedding.word_embeddings.weight": (4096, 64),
         "output_layer.weight": (4096, 64),
         "decoder.final_layernorm.weight": (64,),
-        f"{layer}.self_attention.linear_qkv.layer_norm_weight": (64,),
-        f"{layer}.mlp.router.weight": (8, 64),
-        f"{layer}.mlp.experts.experts.linear_fc1.weight": (8, 192, 64),
-        f"{layer}.mlp.experts.experts.linear_fc2.weight": (8, 64, 96),
-        f"optimizer.state.exp_avg.{layer}.mlp.experts.experts.linear_fc1.weight": (8, 192, 64),
+        f"{layer}.self_attention.linear_qkv.layer_norm_weight": (4, 64),
+        f"{layer}.mlp.router.weight": (4, 8, 64),
+        f"{layer}.mlp.experts.experts.linear_fc1.weight": (4, 8, 192, 64),
+        f"{layer}.mlp.experts.experts.linear_fc2.weight": (4, 8, 64, 96),
+        f"optimizer.state.exp_avg.{layer}.mlp.experts.experts.linear_fc1.weight": (4, 8, 192, 64),
     }
     assert {key: shapes.get(key) for key in expected} == expected
     assert not [key for key in shapes if key.startswith("module.")]

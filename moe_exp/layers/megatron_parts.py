@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
-from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer as MegatronMoE
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
@@ -20,11 +18,14 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from moe_exp.layers.dispatcher import AllToAllDispatcher, LocalDispatcher
+from moe_exp.layers.allgather_dispatcher import AllGatherDispatcher
+from moe_exp.layers.deepep_dispatcher import DeepEPDispatcher
+from moe_exp.layers.dispatcher import AllToAllDispatcher, Dispatcher, LocalDispatcher
 from moe_exp.layers.experts import ACTIVATIONS, Experts
 from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.moe_layer import MoELayer, MoESettings, MoEStatistics
 from moe_exp.layers.router import Router, RouterConfig
+from moe_exp.layers.sharding import ExpertPlace, shard_experts
 
 
 def device_of_model() -> torch.device:
@@ -122,43 +123,18 @@ class MegatronExperts(Experts):
             weight.tensor_model_parallel = True  # type: ignore[attr-defined]
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict[str, Any]:  # type: ignore[type-arg]
-        """The two weights as shards of Megatron's `experts.linear_fc1.weight` and `experts.linear_fc2.weight`, [E, out, in]."""
-        key = f"{prefix}experts."
-        expert_axis = len(sharded_offsets)
-        experts = (*sharded_offsets, (expert_axis, self.ep_group.rank(), self.ep_group.size()))
-        rank, size = self.etp_group.rank(), self.etp_group.size()
-        keep = {"prepend_axis_num": len(sharded_offsets), "replica_id": (0, 0, self.edp_group.rank())}
-        width, hidden = (expert_axis + 1, rank, size), (expert_axis + 2, rank, size)
-        shard1: Any
-        if self.gated and size > 1:
-            shard1 = _gated_shards(f"{key}linear_fc1.weight", self.weight1, experts, (expert_axis + 1, rank, size), keep)
-        else:
-            shard1 = ShardedTensor.from_rank_offsets(f"{key}linear_fc1.weight", self.weight1, *experts, width, **keep)
-        shard2 = ShardedTensor.from_rank_offsets(f"{key}linear_fc2.weight", self.weight2, *experts, hidden, **keep)
-        return {f"{prefix}weight1": shard1, f"{prefix}weight2": shard2}
+        """Weights and biases as shards of Megatron's tensors, see `shard_experts`."""
+        return shard_experts(
+            dict(self.named_parameters(recurse=False)),
+            prefix,
+            ExpertPlace.of(ep_group=self.ep_group, etp_group=self.etp_group, edp_group=self.edp_group),
+            gated=self.gated,
+            sharded_offsets=tuple(sharded_offsets),
+            singleton_local_shards=bool((metadata or {}).get("singleton_local_shards")),
+        )
 
     def backward_dw(self) -> None:
         """Called by Megatron when weight gradients are delayed; ours are computed in the backward pass."""
-
-
-def _gated_shards(
-    key: str, weight: Tensor, experts: tuple[Any, ...], width: tuple[int, int, int], keep: dict[str, Any]
-) -> ShardedTensorFactory:
-    """The gate half and the up half of every expert as shards of their own: split over ranks, they are not adjacent."""
-    axis, rank, size = width
-
-    def build(key: str, tensor: Tensor, replica_id: Any, flattened_range: Any) -> list[ShardedTensor]:
-        halves = tensor.chunk(2, dim=1)
-        offsets = ((axis, rank, 2 * size), (axis, rank + size, 2 * size))
-        return [
-            ShardedTensor.from_rank_offsets(key, half, *experts, offset, **{**keep, "replica_id": replica_id})
-            for half, offset in zip(halves, offsets, strict=True)
-        ]
-
-    def merge(halves: list[Tensor]) -> Tensor:
-        return torch.cat(halves, dim=1)
-
-    return ShardedTensorFactory(key, weight, build, merge, keep["replica_id"])
 
 
 def activation_name(config: TransformerConfig) -> str:
@@ -259,10 +235,16 @@ def _settings(config: TransformerConfig, min_capacity: int) -> MoESettings:
     )
 
 
-def _dispatcher(name: str, config: TransformerConfig, groups: Any) -> LocalDispatcher:
+_DISPATCHERS: dict[str, Any] = {"alltoall": AllToAllDispatcher, "allgather": AllGatherDispatcher, "deepep": DeepEPDispatcher}
+
+
+def _dispatcher(name: str, config: TransformerConfig, groups: Any) -> Dispatcher:
     is_local = groups.ep.size() == 1 and groups.expt_tp.size() == 1
     if name == "local" and not is_local:
         raise ValueError(f"dispatcher=local: needs EP=1 and ETP=1, not {groups.ep.size()} and {groups.expt_tp.size()}. Fix: use alltoall.")
-    if is_local and name != "alltoall":
+    if name == "local" or (name == "auto" and is_local):
         return LocalDispatcher(config.num_moe_experts)
-    return AllToAllDispatcher(config.num_moe_experts, ep_group=groups.ep, etp_group=groups.expt_tp)
+    if name not in ("auto", *_DISPATCHERS):
+        raise ValueError(f"dispatcher={name}: is not a dispatcher. Fix: use auto, local, {', '.join(_DISPATCHERS)}.")
+    kind = _DISPATCHERS["alltoall" if name == "auto" else name]
+    return kind(config.num_moe_experts, ep_group=groups.ep, etp_group=groups.expt_tp)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_exp.layers.dispatcher import Dispatched, DispatchRecord, LocalDispatcher
+from moe_exp.layers.dispatcher import DispatchRecord, LocalDispatcher, Pending
 from moe_exp.layers.groups import group_size
 from moe_exp.layers.router import RoutingDecision
 
@@ -71,12 +71,12 @@ class TensorParallelDispatcher(LocalDispatcher):
             raise ValueError(f'tp_mesh={tp_mesh}: has {tp_mesh.ndim} dimensions, not one. Fix: pass one dimension of it, as in mesh["tp"].')
         self.group: ProcessGroup = tp_mesh.get_group()
 
-    def dispatch(self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None) -> Dispatched:
+    def start(self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None) -> Pending:
         """Sorts the slots of `x_TD` by expert; their gradients, and those of the router weights, are summed over the ranks."""
         if group_size(self.group) > 1:
             x_TD = _SumGradient.apply(x_TD, self.group)
             decision = replace(decision, weights_TK=_SumGradient.apply(decision.weights_TK, self.group))
-        return super().dispatch(x_TD, decision, rows_per_expert=rows_per_expert)
+        return super().start(x_TD, decision, rows_per_expert=rows_per_expert)
 
     def combine(self, y_RD: Tensor, record: DispatchRecord) -> Tensor:
         """Sums the rows of every token and the parts of the ranks: [R, D] to [T, D]."""
