@@ -164,7 +164,7 @@ def _load_chunk(chunk: DistributedDataParallel, state: dict[str, Any]) -> None:
 
 def _state(config: Config, runtime: Runtime, trained: Trained, progress: Progress, keys: CheckpointKeys | None = None) -> dict[str, Any]:
     """What is saved; with `keys`, what is asked of the checkpoint that has them."""
-    metadata = {**_FORMAT, "dp_cp_group": runtime.groups.dp_cp}
+    metadata = sharding_metadata(runtime)
     chunks = _model_state(runtime, trained.model, keys)
     optimizer_model_state = chunks if len(chunks) > 1 else chunks["model0"]
     return {
@@ -178,8 +178,13 @@ def _state(config: Config, runtime: Runtime, trained: Trained, progress: Progres
     }
 
 
+def sharding_metadata(runtime: Runtime) -> dict[str, Any]:
+    """What Megatron's `sharded_state_dict` takes as metadata."""
+    return {**_FORMAT, "dp_cp_group": runtime.groups.dp_cp}
+
+
 def _model_state(runtime: Runtime, model: list[DistributedDataParallel], keys: CheckpointKeys | None) -> dict[str, Any]:
-    metadata = {**_FORMAT, "dp_cp_group": runtime.groups.dp_cp}
+    metadata = sharding_metadata(runtime)
     # Of the model inside: the data parallel wrapper would put `module.` before Megatron's keys.
     return {f"model{index}": model_state(unwrapped(chunk), metadata, keys) for index, chunk in enumerate(model)}
 

@@ -20,7 +20,16 @@ EMBEDDED_VOCAB_SIZE = 4096
 
 def check_config(config: Config) -> list[str]:
     """Problems among the settings themselves, the same on every machine."""
-    return [*_model(config), *_moe(config), *_parallel(config), *_pipeline(config), *_batch(config), *_schedule(config), *_data(config)]
+    return [
+        *_model(config),
+        *_moe(config),
+        *_upcycle(config),
+        *_parallel(config),
+        *_pipeline(config),
+        *_batch(config),
+        *_schedule(config),
+        *_data(config),
+    ]
 
 
 def _choices(values: list[int]) -> str:
@@ -153,6 +162,54 @@ def _grouped_mm_rows(c: Config) -> Iterator[str]:
             rule = f"EXPERT_BACKEND=torch needs rows of a multiple of 16 bytes, {name.upper()}{of} in {c.dtype} is no such row"
             fix = f"set {name.upper()} to {_multiples(16 // num_bytes * ways, value)}, or EXPERT_BACKEND=loop"
             yield problem(name, value, rule, fix)
+
+
+def _upcycle(c: Config) -> Iterator[str]:
+    """What has to hold for a model with copies of a dense MLP as experts to compute what the dense model does."""
+    if not c.upcycle_from:
+        if c.upcycle_granularity > 1:
+            fix = "set UPCYCLE_FROM, or UPCYCLE_GRANULARITY=1"
+            yield problem("upcycle_granularity", c.upcycle_granularity, "has no effect without UPCYCLE_FROM", fix)
+        return
+    if not c.use_moe:
+        yield problem("upcycle_from", c.upcycle_from, "a dense model has no experts to fill", "set USE_MOE=true, or leave it empty")
+        return
+    if c.load_dir:
+        yield problem("upcycle_from", c.upcycle_from, f"LOAD_DIR={c.load_dir} names other weights to start from", "give one of the two")
+    if c.router_weights_sum is None:
+        name, value = ("topk", 1) if c.topk == 1 else ("router_normalize", c.router_normalize)
+        fix = "set TOPK to at least 2 and ROUTER_NORMALIZE=true, or with softmax scores ROUTER_PRE_SOFTMAX=false"
+        yield problem(name, value, "upcycling needs router weights that add up to the same for every token", fix)
+    if c.shared_expert_size:
+        rule = "a shared expert would add to what the dense model computes"
+        yield problem("shared_expert_size", c.shared_expert_size, rule, "set SHARED_EXPERT_SIZE=0 with UPCYCLE_FROM")
+    factor = c.expert_capacity_factor
+    if factor is not None and factor * c.topk < c.num_experts:
+        fix = f"set MOE_TYPE=dmoe, or CAPACITY_FACTOR to at least {math.ceil(c.num_experts / c.topk)}"
+        yield problem("capacity_factor", factor, "upcycling needs every token's experts, this drops some", fix)
+    yield from _granularity(c)
+
+
+def _granularity(c: Config) -> Iterator[str]:
+    shards = c.upcycle_granularity
+    if c.expert_ffn_size * shards != c.ffn_hidden_size:
+        rule = f"is not FFN_HIDDEN_SIZE / UPCYCLE_GRANULARITY = {c.ffn_hidden_size} / {shards}"
+        fix = f"set MOE_FFN_HIDDEN_SIZE={c.ffn_hidden_size // shards}"
+        if c.ffn_hidden_size % shards:
+            fix = f"set UPCYCLE_GRANULARITY to {_choices(_divisors(c.ffn_hidden_size, shards))}"
+        yield problem("moe_ffn_hidden_size", c.expert_ffn_size, rule, fix)
+    for name in ("num_experts", "topk"):
+        value = getattr(c, name)
+        if value % shards:
+            rule = f"is not a multiple of UPCYCLE_GRANULARITY={shards}, each token needs every shard equally often"
+            yield problem(name, value, rule, f"set {name.upper()} to {_multiples(shards, value)}")
+    if shards > 1 and c.num_router_groups and c.num_experts // c.num_router_groups % shards:
+        rule = f"leaves NUM_EXPERTS/NUM_ROUTER_GROUPS experts per group, not a multiple of UPCYCLE_GRANULARITY={shards}"
+        yield problem("num_router_groups", c.num_router_groups, rule, "set NUM_ROUTER_GROUPS=0")
+    for name, value in (("force_routing", c.force_routing), ("aux_loss_type", c.aux_loss_type)):
+        if shards > 1 and value in ("balanced", "zipf", "sinkhorn"):
+            rule = f"does not choose all of the UPCYCLE_GRANULARITY={shards} shards of a dense MLP"
+            yield problem(name, value, rule, f"set {name.upper()}=none")
 
 
 def _parallel(c: Config) -> Iterator[str]:

@@ -168,6 +168,10 @@ class Config(BaseModel):
     dispatcher: Literal["auto", "alltoall", "allgather", "deepep", "local"] = Field(
         "auto", description="token dispatcher; local needs EP=1 and ETP=1, deepep its package and GPUs"
     )
+    upcycle_from: str = Field(
+        "", description="start from a dense run's weights: its checkpoints folder, or that of one iteration; empty: no"
+    )
+    upcycle_granularity: Positive = Field(1, description="shards of each dense MLP, of which the experts are copies (UPCYCLE_FROM)")
     impl: Literal["auto", "local", "te"] = Field("auto", description="parts around the MoE layer: ours, or Transformer Engine's")
 
     # Parallelism
@@ -269,6 +273,18 @@ class Config(BaseModel):
         else:
             pattern = [bit == "1" for bit in _expanded(self.moe_layer_freq)]
         return [is_moe and layer >= self.first_k_dense for layer, is_moe in enumerate(pattern)]
+
+    @property
+    def router_weights_sum(self) -> float | None:
+        """What the router weights of a token add up to, or None where that depends on the token."""
+        balanced_by_sinkhorn = self.aux_loss_type == "sinkhorn"
+        normalized = self.router_normalize == "true" or (
+            self.router_normalize == "auto" and self.router_score != "softmax" and self.topk > 1
+        )
+        softmax_of_chosen = not self.router_pre_softmax or self.topk == self.num_experts
+        if normalized or (self.router_score == "softmax" and softmax_of_chosen and not balanced_by_sinkhorn):
+            return self.router_scaling_factor
+        return None
 
     @property
     def balancing_losses(self) -> dict[str, float]:

@@ -8,8 +8,11 @@ from __future__ import annotations
 import importlib.util
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from moe_exp.config import Config, problem
 from moe_exp.data.tokens import bin_idx_problem, parse_blend, tokenizer_vocab_size
@@ -35,6 +38,7 @@ def check_files(config: Config) -> list[str]:
         *_prefixes("valid_data", config.valid_data),
         *_tokenizer(config),
         *_load_dir(config),
+        *_upcycle_from(config),
         *_data_dir(config),
         *run_folder_problems(config, needed_bytes=checkpoint_bytes(config)),
     ]
@@ -112,6 +116,48 @@ def _load_dir(c: Config) -> Iterator[str]:
     if c.load_dir and not (Path(c.load_dir) / LATEST).is_file():
         fix = "set LOAD_DIR to the checkpoints folder of a run, or leave it empty"
         yield problem("load_dir", c.load_dir, f"is not a folder with checkpoints, it has no {LATEST}", fix)
+
+
+# Settings that a model has in common with the dense one whose weights it starts from.
+_DENSE_FIELDS = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_query_groups", "vocab_size", "activation", "normalization",
+    "norm_epsilon", "qk_norm", "add_bias_linear", "rotary_base", "tie_embeddings",
+)  # fmt: skip
+
+
+def dense_checkpoint(c: Config) -> Path | None:
+    """The folder of the iteration that UPCYCLE_FROM names, or the newest of the checkpoints folder that it names."""
+    folder = Path(c.upcycle_from).expanduser()
+    if (folder / LATEST).is_file():
+        folder /= f"iter_{int((folder / LATEST).read_text()):07d}"
+    return folder if (folder / "metadata.json").is_file() else None
+
+
+def dense_problems(c: Config, dense: Mapping[str, Any]) -> list[str]:
+    """Why the dense run with the settings `dense` is not one that this run can start from."""
+    if dense.get("use_moe"):
+        return [problem("upcycle_from", c.upcycle_from, "is the checkpoint of an MoE run", "name a run with USE_MOE=false")]
+    pairs = [(name, getattr(c, name), dense[name]) for name in _DENSE_FIELDS if name in dense]
+    if "head_dim" in dense:
+        pairs.append(("head_dim", c.kv_channels, dense["head_dim"] or dense["hidden_size"] // dense["num_heads"]))
+    return [
+        problem(name, ours, f"the dense run UPCYCLE_FROM={c.upcycle_from} has {theirs}", f"set {name.upper()}={theirs}")
+        for name, ours, theirs in pairs
+        if ours != theirs
+    ]
+
+
+def _upcycle_from(c: Config) -> Iterator[str]:
+    if not c.upcycle_from or not c.use_moe:
+        return
+    folder = dense_checkpoint(c)
+    if folder is None:
+        fix = "name the checkpoints folder of a dense run, or the folder of one of its iterations"
+        yield problem("upcycle_from", c.upcycle_from, "has no checkpoint", fix)
+        return
+    settings = folder.absolute().parent.parent / "config.yaml"
+    if settings.is_file():  # else the checkpoint was moved; it holds the settings as well, for `upcycle`
+        yield from dense_problems(c, yaml.safe_load(settings.read_text(encoding="utf-8")))
 
 
 def _data_dir(c: Config) -> Iterator[str]:

@@ -38,6 +38,7 @@ from moe_exp.optim import BatchSchedule, build_optimizer, build_scheduler
 from moe_exp.planner.params import startup_report
 from moe_exp.run_folder import RunFolder, hold_run_folder, open_run_folder
 from moe_exp.runtime import Runtime
+from moe_exp.upcycle import upcycle
 
 logger = logging.getLogger("moe_exp.train")  # by name: torchrun runs this module as __main__
 
@@ -133,10 +134,12 @@ def connect(model: list[DistributedDataParallel], trained: Trained) -> None:
 
 
 def resume(job: Job) -> Progress:
-    """Loads the run's newest checkpoint, else that of LOAD_DIR, else starts at iteration 0."""
+    """Loads the run's newest checkpoint, else that of LOAD_DIR, else starts at iteration 0, from UPCYCLE_FROM if that is set."""
     own = job.folder.checkpoints
     source = own if checkpoint.latest_iteration(own) is not None else job.config.load_dir
     if not source:
+        if job.config.upcycle_from:
+            logger.info("%s", upcycle(job.config, job.runtime, job.trained))
         return Progress()
     progress = checkpoint.load(job.config, job.runtime, Path(source), job.trained)
     logger.info("resumed from iteration %d of %s", progress.iteration, source)

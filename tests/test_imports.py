@@ -30,6 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "optim": {"config", "runtime", "layers", "model", *CPU},
     "checkpoint_keys": {*CPU},
     "checkpoint": {*ENGINE, "checkpoint_keys", "run_folder"},
+    "upcycle": {*ENGINE, "checkpoint", "checkpoint_keys", "layers", "machine_checks"},
     "hf": {*ENGINE},
     "metrics": {"config", "run_folder"},
     "watch": {"config", "run_folder", "metrics", "faults"},

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tiny_moe import random
+from torch.utils.checkpoint import checkpoint
 
 from moe_exp.layers.collectives import AllToAll, Arrival, GatherRows, ScatterSumRows, arrive, depart, exchange_rows
 from ranks import run_on_ranks
@@ -136,6 +138,13 @@ def test_what_runs_between_overlaps_in_forward_and_backward():
         assert all(torch.equal(value, other) for value, other in zip(values, others, strict=True))
 
 
+def backward_of(run, x):
+    # Reentrant checkpointing does not work with autograd.grad.
+    leaf = x.detach().requires_grad_()
+    run(leaf).sum().backward()
+    return leaf.grad
+
+
 def odd_uses():
     rank, group = dist.get_rank(), dist.group.WORLD
     exchange = AllToAll(group=group, send=[1, 1], receive=[1, 1])
@@ -163,6 +172,17 @@ def odd_uses():
     with torch.no_grad():
         (y,) = arrive(depart(exchange, x))
         assert not y.requires_grad
+
+    # Recomputed: the second forward sends once more, and the gradients come back by the second.
+    def inner(x):
+        departed = depart(exchange, x.sin())
+        beside = x.cos()
+        return (arrive(departed)[0] * beside).sin()
+
+    gradients = []
+    for run in (inner, *(functools.partial(checkpoint, inner, use_reentrant=reentrant) for reentrant in (True, False))):
+        gradients.append(backward_of(run, x))
+    assert torch.equal(gradients[0], gradients[1]) and torch.equal(gradients[0], gradients[2])
 
     # Sent memory that the caller forgets, and that is given away again: the exchange has to keep it.
     large = AllToAll(group=group, send=[1000, 1000], receive=[1000, 1000])

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_moe import EXPERTS, HIDDEN, pushed_tokens, random, tiny_layer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_exp.layers.allgather_dispatcher import AllGatherDispatcher
 from moe_exp.layers.capacity import count_per_expert
@@ -160,6 +161,58 @@ def test_tokens_without_a_kept_slot_do_not_travel():
             assert with_padding == without, name
         assert shapes["alltoall"][0][:2] == [(3, HIDDEN), (3,)]
         assert shapes["allgather"][0][:3] == [(2, HIDDEN), (2, 2), (2, 2)]
+
+
+class Waits(TorchDispatchMode):
+    """Counts what makes the host wait for a GPU: values that become Python numbers, and shapes that depend on values."""
+
+    BY_VALUE = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "bincount", "equal", "is_nonzero")
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.__name__.partition(".")[0]
+        unsized = name == "repeat_interleave" and (kwargs or {}).get("output_size") is None
+        by_mask = name in ("index", "index_put_") and any(index is not None and index.dtype == torch.bool for index in args[1])
+        self.count += name in self.BY_VALUE or unsized or by_mask
+        return function(*args, **(kwargs or {}))
+
+
+def count_waits():
+    """Waits of every dispatcher: dropless, with drops, with drops and padding."""
+    tolist, counts = torch.Tensor.tolist, {}
+    groups = make_groups(2, 1)
+    for name in ALONE:
+        for kept, rows_per_expert in ((False, None), (True, None), (True, 9)):
+            dispatcher = LocalDispatcher(EXPERTS) if name == "local" else OVER_RANKS[name](EXPERTS, **groups)
+            expert_TK = random(9, EXPERTS, seed=dist.get_rank()).argsort(dim=1)[:, :2]
+            kept_TK = random(9, 2, seed=dist.get_rank()) > 0 if kept else None
+            decision = decide(expert_TK, random(9, 2, seed=1).requires_grad_(), kept_TK=kept_TK)
+            for _ in range(2):  # the second time, when constants are made
+                with Waits() as waits:
+
+                    def counted(x, waits=waits):
+                        waits.count += 1
+                        return tolist(x)
+
+                    torch.Tensor.tolist = counted
+                    try:
+                        dispatched = dispatcher.dispatch(
+                            random(9, HIDDEN, seed=2).requires_grad_(), decision, rows_per_expert=rows_per_expert
+                        )
+                        y_TD = dispatcher.combine(dispatched.rows_RD * dispatched.weights_R.unsqueeze(1), dispatched.record)
+                        y_TD.sum().backward()
+                    finally:
+                        torch.Tensor.tolist = tolist
+            counts.setdefault(name, []).append(waits.count)
+    return counts
+
+
+def test_waits_for_the_device():
+    for counts in run_on_ranks(2, count_waits):
+        assert counts == {"local": [0, 1, 0], "alltoall": [1, 1, 0], "allgather": [1, 1, 1]}
 
 
 def make_with_three_experts(name):

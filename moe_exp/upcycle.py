@@ -1,0 +1,202 @@
+"""A dense checkpoint as the initial weights of an MoE model, which computes the same function at step 0.
+
+Plain (Komatsuzaki et al. 2023, Sparse Upcycling, arXiv:2212.05055): every expert is a copy of the dense MLP. Granular (He et al.
+2024, Upcycling Large Language Models into Mixture of Experts, arXiv:2410.07524): the MLP's hidden units are split into G shards, and
+expert e is a copy of shard e mod G, with 1/G of the width.
+
+The algebra. The dense MLP is a sum over its hidden units, y = W2 act(W1 x) + b2, so also over shards: y = sum_s W2_s h_s + b2,
+h_s = act(W1_s x). With a gate h_s = act(W1gate_s x) * (W1up_s x), and a shard takes the same rows of either half. The G experts
+jG to jG + G - 1 are a virtual group and have equal rows in the router, so equal scores: the top K = G*T are T whole groups, each
+shard T times. The router weights of a token have to add up to a constant c (the scaling factor, where they are normalized); the
+weights of one group's members are equal, so each shard's weights add up to c/G:
+
+    sum_k w_k (W2'_s(k) h_s(k) + b2') = (c/G) sum_s W2'_s h_s + c b2'        hence W2' = (G/c) W2, b2' = b2 / c.
+
+The whole factor goes to the second projection, which is linear: this is exact for every activation. He et al. scale both
+projections, which is exact only where the activation passes a factor on; where the values start makes no difference to Adam's
+steps relative to them that would be worth an inexact start. They also draw half of the router anew; we keep groups equal until
+the gradient parts them, which it does at the first step: the weights of two members have different gradients.
+"""
+
+import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
+
+# isort: split
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from torch import Tensor
+
+from moe_exp.checkpoint import Trained, parameters_in_sync, sharding_metadata, unwrapped
+from moe_exp.checkpoint_keys import CheckpointKeys, model_state
+from moe_exp.config import Config
+from moe_exp.layers.megatron_parts import MegatronExperts
+from moe_exp.machine_checks import dense_checkpoint, dense_problems
+from moe_exp.model import moe_layers
+from moe_exp.runtime import Runtime
+
+# Name in our experts to (Megatron's in the dense MLP, axis that is split, halves of that axis when there is a gate).
+_DENSE = {"weight1": ("linear_fc1.weight", 0, 2), "weight2": ("linear_fc2.weight", 1, 1), "bias1": ("linear_fc1.bias", 0, 2)}
+_OUTPUT_BIAS = ("linear_fc2.bias", 0, 1)
+
+
+def shard_of(expert: int, granularity: int) -> int:
+    """The shard of the dense MLP that expert number `expert` of the whole layer is a copy of."""
+    return expert % granularity
+
+
+def split_mlp(mlp: Mapping[str, Tensor], *, granularity: int, gated: bool) -> list[dict[str, Tensor]]:
+    """Splits a dense MLP into shards whose outputs add up to its own; `bias2` is whole in every one.
+
+    Args:
+        mlp: `weight1` [W, D], `weight2` [D, F] and, if it has them, `bias1` [W] and `bias2` [D]; W is F, or 2F with a gate.
+        granularity: G, divides F.
+        gated: W is a gate half and an up half.
+    """
+    shards: list[dict[str, Tensor]] = [{} for _ in range(granularity)]
+    for name, tensor in mlp.items():
+        if name == "bias2":
+            parts = [tensor] * granularity
+        else:
+            _, axis, halves = _DENSE[name]
+            pieces = [half.chunk(granularity, dim=axis) for half in tensor.chunk(halves if gated else 1, dim=axis)]
+            parts = [torch.cat(part, dim=axis) for part in zip(*pieces, strict=True)]
+        for shard, part in zip(shards, parts, strict=True):
+            shard[name] = part
+    return shards
+
+
+def experts_of(
+    shards: Mapping[int, Mapping[str, Tensor]], experts: Sequence[int], *, granularity: int, weights_sum: float
+) -> dict[str, Tensor]:
+    """The tensors of some experts from shards of a dense MLP.
+
+    Args:
+        shards: shard number to tensors as of `split_mlp`, at least those that `experts` need.
+        experts: numbers in the whole layer.
+        granularity: G.
+        weights_sum: c, what the router weights of a token add up to.
+
+    Returns:
+        `weight1` [L, W/G, D], `weight2` [L, D, F/G], and the biases if the MLP has them, for L experts.
+    """
+    factors = {"weight2": granularity / weights_sum, "bias2": 1 / weights_sum}
+    chosen = [shards[shard_of(expert, granularity)] for expert in experts]
+    return {name: torch.stack([shard[name] for shard in chosen]) * factors.get(name, 1.0) for name in chosen[0]}
+
+
+def virtual_group_router(weight_ED: Tensor, granularity: int) -> Tensor:
+    """Router rows [E, D], equal inside each group of G experts that follow each other; the first row of a group counts."""
+    return weight_ED[::granularity].repeat_interleave(granularity, dim=0)
+
+
+def upcycle(config: Config, runtime: Runtime, trained: Trained) -> str:
+    """Replaces the initial weights by those of the dense run UPCYCLE_FROM; the optimizer starts anew. Called by every rank.
+
+    Every rank reads what it needs, whatever the layout of either run. The router keeps its initial weights, which are the same
+    in every layout, but for the equal rows of virtual groups.
+
+    Returns:
+        What was done, in a line.
+
+    Raises:
+        ValueError: when the checkpoint is not that of a dense run of the same sizes.
+    """
+    folder = dense_checkpoint(config)
+    if folder is None:
+        raise ValueError(f"UPCYCLE_FROM={config.upcycle_from}: has no checkpoint. Fix: name the checkpoints folder of a dense run.")
+    dense = dist_checkpointing.load_common_state_dict(str(folder)).get("config")
+    if dense is None:
+        raise ValueError(f"UPCYCLE_FROM={config.upcycle_from}: was not written by this package. Fix: name a run of it.")
+    if problems := dense_problems(config, dense):
+        raise ValueError("\n".join(problems))
+    keys = CheckpointKeys.read(folder)
+    experts = {layer: module.experts for layer, module in moe_layers(list(trained.model))}
+    with torch.no_grad(), parameters_in_sync(trained.model):
+        requests = {str(layer): _requests(layer, module, config, keys) for layer, module in experts.items()}
+        state = {**_dense_parts(runtime, trained, keys, set(experts)), "experts": requests}
+        # Some experts ask for the same part, and all ranks for what they hold: no part has one owner.
+        loaded = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
+        for index, chunk in enumerate(trained.model):
+            unwrapped(chunk).load_state_dict(loaded[f"model{index}"], strict=False)
+        for layer, module in moe_layers(list(trained.model)):
+            _fill(module.experts, loaded["experts"][str(layer)], config)
+            module.router.weight.copy_(virtual_group_router(module.router.weight, config.upcycle_granularity))
+        trained.optimizer.reload_model_params()
+    torch.distributed.barrier()
+    return _summary(config, folder)
+
+
+def _dense_parts(runtime: Runtime, trained: Trained, keys: CheckpointKeys, moe: set[int]) -> dict[str, Any]:
+    """What the two models share: everything but the MLPs of the MoE layers, under the dense model's keys."""
+    state = {}
+    for index, chunk in enumerate(trained.model):
+        model = unwrapped(chunk)
+        mlps = tuple(f"decoder.layers.{i}.mlp." for i, layer in enumerate(model.decoder.layers) if layer.layer_number - 1 in moe)
+        whole = model_state(model, sharding_metadata(runtime), keys)
+        state[f"model{index}"] = {name: value for name, value in whole.items() if not name.startswith(mlps or ("-",))}
+    return state
+
+
+def _local_shards(experts: MegatronExperts, config: Config) -> tuple[range, list[int]]:
+    """Numbers of this rank's experts, and the shards they need."""
+    num_local = experts.weight1.size(0)
+    numbers = range(experts.ep_group.rank() * num_local, (experts.ep_group.rank() + 1) * num_local)
+    return numbers, sorted({shard_of(expert, config.upcycle_granularity) for expert in numbers})
+
+
+def _requests(layer: int, experts: MegatronExperts, config: Config, keys: CheckpointKeys) -> dict[str, Any]:
+    """Shard number to name to the pieces (two with a gate) of the dense tensors that this rank's experts are made of."""
+    parameters = dict(experts.named_parameters(recurse=False))
+    requests: dict[str, Any] = {}
+    for shard in _local_shards(experts, config)[1]:
+        requests[str(shard)] = {name: _pieces(layer, name, tensor[0], shard, experts, config, keys) for name, tensor in parameters.items()}
+    return requests
+
+
+def _pieces(
+    layer: int, name: str, like: Tensor, shard: int, experts: MegatronExperts, config: Config, keys: CheckpointKeys
+) -> list[ShardedTensor]:
+    key, axis, halves = _DENSE.get(name, _OUTPUT_BIAS)
+    halves = halves if experts.gated else 1
+    rank, size = experts.etp_group.rank(), experts.etp_group.size()
+    # Of one half: the output bias is split over expert tensor parallel ranks alone.
+    count, index = (size, rank) if name == "bias2" else (config.upcycle_granularity * size, shard * size + rank)
+    before = ((0, layer, config.num_layers),) if keys.layers_are_stacked else ()
+    full_key = f"decoder.layers.mlp.{key}" if before else f"decoder.layers.{layer}.mlp.{key}"
+    shape = [length // halves if dim == axis else length for dim, length in enumerate(like.shape)]
+    return [
+        ShardedTensor.from_rank_offsets(
+            full_key,
+            torch.empty(shape, dtype=like.dtype, device=like.device),
+            *before,
+            (len(before) + axis, half * count + index, halves * count),
+            prepend_axis_num=len(before),
+        )
+        for half in range(halves)
+    ]
+
+
+def _fill(experts: MegatronExperts, loaded: Mapping[str, Mapping[str, list[Tensor]]], config: Config) -> None:
+    shards = {
+        int(shard): {name: torch.cat(pieces, dim=_DENSE.get(name, _OUTPUT_BIAS)[1]) for name, pieces in tensors.items()}
+        for shard, tensors in loaded.items()
+    }
+    assert config.router_weights_sum is not None  # checks.py
+    numbers, _ = _local_shards(experts, config)
+    filled = experts_of(shards, numbers, granularity=config.upcycle_granularity, weights_sum=config.router_weights_sum)
+    for name, parameter in experts.named_parameters(recurse=False):
+        parameter.copy_(filled[name])
+
+
+def _summary(config: Config, folder: Path) -> str:
+    granularity, copies = config.upcycle_granularity, config.num_experts // config.upcycle_granularity
+    what = f"{config.num_experts} copies of the dense MLP"
+    if granularity > 1:
+        what = f"{copies} copies of each of {granularity} shards of the dense MLP, router in {copies} virtual groups"
+    assert config.router_weights_sum is not None
+    factor = granularity / config.router_weights_sum
+    return f"upcycled from {folder}: {sum(config.moe_layers)} MoE layers with {what}, second projection times {factor:g}"
