@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -9,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from moe_exp.layers.dispatcher import LocalDispatcher
+from moe_exp.layers.dispatcher import AllToAllDispatcher, LocalDispatcher
 from moe_exp.layers.experts import Experts
 from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.mesh import TensorParallelDispatcher, expert_width_part
@@ -18,6 +20,19 @@ from moe_exp.layers.router import Router, RouterConfig
 
 VOCAB, HIDDEN, HEADS, FFN, EXPERTS, TOPK, LAYERS = 64, 32, 4, 48, 4, 2, 2
 AUX, Z = 0.05, 0.01
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """The same ranks seen by attention and by the experts.
+
+    Args:
+        dense: dimensions `dp`, `shard`, `tp`.
+        experts: `dp`, `shard`, `ep`, `tp`; the experts are spread over `ep` and sharded over the `shard` that is left.
+    """
+
+    dense: DeviceMesh
+    experts: DeviceMesh
 
 
 class Attention(nn.Module):
@@ -33,20 +48,31 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2))
 
 
+def moe_layer(meshes: Meshes | None) -> MoELayer:
+    """All experts on this rank; or with tensor parallelism a part of each, or with expert parallelism some of them."""
+    tp, ep = (1, 1) if meshes is None else (meshes.dense["tp"].size(), meshes.experts["ep"].size())
+    dispatcher = LocalDispatcher(EXPERTS)
+    if tp > 1:
+        dispatcher = TensorParallelDispatcher(EXPERTS, tp_mesh=meshes.dense["tp"])
+    if ep > 1:
+        dispatcher = AllToAllDispatcher(EXPERTS, ep_group=meshes.experts["ep"].get_group(), etp_group=None)
+    sizes = {"num_local_experts": EXPERTS // ep, "hidden_size": HIDDEN, "ffn_size": FFN // tp}
+    return MoELayer(
+        router=Router(RouterConfig(hidden_size=HIDDEN, num_experts=EXPERTS, topk=TOPK)),
+        dispatcher=dispatcher,
+        experts=Experts(**sizes, activation="swiglu", backend="loop"),
+        settings=MoESettings(losses=(AuxLoss("aux_loss", AUX),), z_loss_coeff=Z),
+    )
+
+
 class Block(nn.Module):
     """Attention, then experts."""
 
-    def __init__(self, tp_mesh: DeviceMesh | None) -> None:
+    def __init__(self, meshes: Meshes | None) -> None:
         super().__init__()
         self.attention_norm, self.moe_norm = nn.RMSNorm(HIDDEN), nn.RMSNorm(HIDDEN)
         self.attention = Attention()
-        ranks = 1 if tp_mesh is None else tp_mesh.size()
-        self.moe = MoELayer(
-            router=Router(RouterConfig(hidden_size=HIDDEN, num_experts=EXPERTS, topk=TOPK)),
-            dispatcher=LocalDispatcher(EXPERTS) if tp_mesh is None else TensorParallelDispatcher(EXPERTS, tp_mesh=tp_mesh),
-            experts=Experts(num_local_experts=EXPERTS, hidden_size=HIDDEN, ffn_size=FFN // ranks, activation="swiglu", backend="loop"),
-            settings=MoESettings(losses=(AuxLoss("aux_loss", AUX),), z_loss_coeff=Z),
-        )
+        self.moe = moe_layer(meshes)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = x + self.attention(self.attention_norm(x))
@@ -57,10 +83,10 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Tokens [B, S] to logits [B, S, VOCAB], and the sum of the layers' auxiliary losses."""
 
-    def __init__(self, tp_mesh: DeviceMesh | None = None) -> None:
+    def __init__(self, meshes: Meshes | None = None) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, HIDDEN)
-        self.blocks = nn.ModuleList(Block(tp_mesh) for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(Block(meshes) for _ in range(LAYERS))
         self.norm, self.output = nn.RMSNorm(HIDDEN), nn.Linear(HIDDEN, VOCAB, bias=False)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,12 +106,14 @@ def initial_weights() -> dict[str, Tensor]:
     return weights
 
 
-def part_of_rank(name: str, weight: Tensor, tp_mesh: DeviceMesh | None) -> Tensor:
-    """What a tensor parallel rank holds as a plain tensor: a part of each expert's width, all of everything else."""
-    if tp_mesh is None or ".experts." not in name:
+def part_of_rank(name: str, weight: Tensor, meshes: Meshes) -> Tensor:
+    """What a rank holds before sharding: some of the experts, a part of each expert's width, and all of everything else."""
+    if ".experts." not in name:
         return weight
+    ep_mesh = meshes.experts["ep"]
+    weight = weight.chunk(ep_mesh.size())[ep_mesh.get_local_rank()]
     axis, num_halves = (1, 2) if name.endswith("weight1") else (2, 1)
-    return expert_width_part(weight, axis=axis, num_halves=num_halves, tp_mesh=tp_mesh)
+    return expert_width_part(weight, axis=axis, num_halves=num_halves, tp_mesh=meshes.dense["tp"])
 
 
 def whole_model(weights: dict[str, Tensor], device: torch.device) -> Model:
@@ -95,18 +123,23 @@ def whole_model(weights: dict[str, Tensor], device: torch.device) -> Model:
     return model.to(device)
 
 
-def parallel_model(weights: dict[str, Tensor], mesh: DeviceMesh) -> Model:
-    """The model under tensor parallelism over `tp`, and HSDP: sharded over `shard`, replicated over `dp`."""
-    tp_mesh = mesh["tp"] if mesh["tp"].size() > 1 else None
-    model = Model(tp_mesh)
-    model.load_state_dict({name: part_of_rank(name, weight, tp_mesh) for name, weight in weights.items()})
-    model.to(mesh.device_type)
+def parallel_model(weights: dict[str, Tensor], meshes: Meshes) -> Model:
+    """The model under tensor or expert parallelism and HSDP: sharded over `shard`, replicated over `dp`."""
+    model = Model(meshes)
+    model.load_state_dict({name: part_of_rank(name, weight, meshes) for name, weight in weights.items()})
+    model.to(meshes.dense.device_type)
     for block in model.blocks:
-        if tp_mesh is not None:
+        if meshes.dense["tp"].size() > 1:
             plan = {"query": ColwiseParallel(), "key": ColwiseParallel(), "value": ColwiseParallel(), "out": RowwiseParallel()}
-            parallelize_module(block.attention, tp_mesh, plan)
-        fully_shard(block, mesh=mesh["dp", "shard"])
-    fully_shard(model, mesh=mesh["dp", "shard"])
+            parallelize_module(block.attention, meshes.dense["tp"], plan)
+        if meshes.experts["ep"].size() > 1:
+            experts = fully_shard(block.moe.experts, mesh=meshes.experts["dp", "shard"])
+            # FSDP takes the mean over its ranks. An expert's gradient has the tokens of all `ep` ranks in it already.
+            experts.set_gradient_divide_factor(meshes.dense["dp"].size() * meshes.dense["shard"].size())
+            # gloo cannot scale within a reduction; and on one rank torch 2.13 would then divide twice.
+            experts.set_force_sum_reduction_for_comms(meshes.experts["shard"].size() > 1)
+        fully_shard(block, mesh=meshes.dense["dp", "shard"])
+    fully_shard(model, mesh=meshes.dense["dp", "shard"])
     return model
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_exp.layers.allgather_dispatcher import AllGatherDispatcher
 from moe_exp.layers.dispatcher import AllToAllDispatcher, LocalDispatcher
 from moe_exp.layers.experts import Experts
 from moe_exp.layers.losses import AuxLoss
@@ -24,17 +25,19 @@ from moe_exp.layers.shared import SharedExpert
 
 HIDDEN, FFN, EXPERTS, SHARED_FFN = 10, 8, 8, 6
 LENGTH, SEQUENCES, MICROBATCHES, BATCHES = 12, 2, 4, 2
+DISPATCHERS = {"alltoall": AllToAllDispatcher, "allgather": AllGatherDispatcher}
 Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the parallel groups; the rest of `ranks` is data parallel."""
+    """Sizes of the parallel groups, the rest of `ranks` being data parallel, and the dispatcher; where experts are whole, it is local."""
 
     ep: int
     tp: int
     etp: int
     ranks: int
+    dispatcher: str = "alltoall"
 
     @property
     def dp(self) -> int:
@@ -120,8 +123,9 @@ def build(case: Case, groups: Groups, layout: Layout, dtype: torch.dtype) -> tup
             parameters[name].copy_(part_of_rank(name, whole, ep, etp, layout))
         if config.expert_bias:
             router.expert_bias.copy_(random(EXPERTS, seed=20, dtype=torch.float32) * 0.1)
-    is_local = layout.ep == layout.etp == 1
-    dispatcher = LocalDispatcher(EXPERTS) if is_local else AllToAllDispatcher(EXPERTS, ep_group=groups.ep, etp_group=groups.etp)
+    dispatcher = LocalDispatcher(EXPERTS)
+    if layout.ep * layout.etp > 1:
+        dispatcher = DISPATCHERS[layout.dispatcher](EXPERTS, ep_group=groups.ep, etp_group=groups.etp)
     settings = MoESettings(**case.settings, batch_dim=1)
     layer = MoELayer(router=router, dispatcher=dispatcher, experts=experts, settings=settings, shared=shared, microbatch_group=groups.tp)
     return layer, parameters

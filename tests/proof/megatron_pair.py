@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moe_exp.layers.allgather_dispatcher import AllGatherDispatcher
 from moe_exp.layers.dispatcher import AllToAllDispatcher
 from moe_exp.layers.experts import Experts
 from moe_exp.layers.losses import AuxLoss
@@ -35,6 +36,7 @@ __all__ = ["apply_router_token_dropping", "compare_on_rank"]
 
 HIDDEN, FFN, EXPERTS, SHARED_FFN = 24, 20, 8, 12
 LENGTH, SEQUENCES = 12, 3
+DISPATCHERS = {"alltoall": AllToAllDispatcher, "allgather": AllGatherDispatcher}
 Tensors = dict[str, Tensor | None]
 
 
@@ -126,7 +128,7 @@ def in_megatron(theirs: nn.Module, config: TransformerConfig, dispatcher: str) -
     return layer
 
 
-def plain(theirs: nn.Module, pair: Pair) -> MoELayer:
+def plain(theirs: nn.Module, pair: Pair, dispatcher: str) -> MoELayer:
     """Our layer without Megatron."""
     ep_group = get_default_pg_collection().ep
     router = Router(RouterConfig(hidden_size=HIDDEN, num_experts=EXPERTS, **({"topk": 2} | pair.router)))
@@ -141,9 +143,9 @@ def plain(theirs: nn.Module, pair: Pair) -> MoELayer:
             shared.weight2.copy_(theirs.shared_experts.linear_fc2.weight)
             if shared.gate_weight is not None:
                 shared.gate_weight.copy_(theirs.shared_experts.gate_weight)
-    dispatcher = AllToAllDispatcher(EXPERTS, ep_group=ep_group, etp_group=None)
+    transport = DISPATCHERS[dispatcher](EXPERTS, ep_group=ep_group, etp_group=None)
     settings = MoESettings(**pair.settings, batch_dim=1)
-    return MoELayer(router=router, dispatcher=dispatcher, experts=experts, settings=settings, shared=shared)
+    return MoELayer(router=router, dispatcher=transport, experts=experts, settings=settings, shared=shared)
 
 
 def run(layer: nn.Module, passes: int) -> Tensors:
@@ -237,8 +239,8 @@ def compare_on_rank(ep: int, pairs: dict[str, Pair]) -> dict[str, Comparison]:
             draw_weights(theirs, first_expert)
             expected = run(theirs, pair.passes)
             our_config = megatron_config(ep, dispatcher, pair.megatron | pair.ours)
-            for kind, layer in (("in Megatron", in_megatron(theirs, our_config, dispatcher)), ("plain", plain(theirs, pair))):
+            for kind, layer in (("in Megatron", in_megatron(theirs, our_config, dispatcher)), ("plain", plain(theirs, pair, dispatcher))):
                 errors[f"{kind}, {dispatcher}"] = relative_errors(run(layer, pair.passes), expected)
-        without = run(plain(theirs, replace(pair, settings={})), pair.passes)
+        without = run(plain(theirs, replace(pair, settings={}), dispatcher), pair.passes)
         found[name] = Comparison(errors, relative_errors(without, expected)["router"])
     return found

@@ -8,6 +8,7 @@ along the sequence, and expert groups are folded over the same ranks.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,8 +36,10 @@ CASES = {
 ONE = Layout(1, 1, 1, ranks=1)
 # With as few ranks as a layout needs, and with more, whose rest is data parallel.
 FAST = [Layout(2, 1, 1, ranks=2), Layout(4, 1, 1, ranks=4), Layout(1, 2, 2, ranks=2), Layout(2, 2, 1, ranks=2), Layout(1, 2, 1, ranks=2)]
+FAST += [Layout(2, 2, 1, ranks=2, dispatcher="allgather")]
 SLOW = [Layout(1, 1, 1, ranks=4), Layout(2, 1, 1, ranks=4), Layout(1, 2, 2, ranks=4), Layout(2, 2, 1, ranks=4), Layout(1, 2, 1, ranks=4)]
 SLOW += [Layout(2, 2, 2, ranks=4), Layout(4, 2, 1, ranks=4), Layout(1, 4, 4, ranks=4), Layout(2, 1, 2, ranks=4), Layout(4, 4, 1, ranks=4)]
+SLOW += [replace(layout, dispatcher="allgather") for layout in SLOW if layout.ep * layout.etp > 1]
 
 
 @functools.cache
@@ -84,7 +87,7 @@ def check(name: str, layout: Layout) -> None:
 
 
 def words(layout: Layout) -> str:
-    return f"EP={layout.ep} TP={layout.tp} ETP={layout.etp} DP={layout.dp}"
+    return f"EP={layout.ep} TP={layout.tp} ETP={layout.etp} DP={layout.dp} {layout.dispatcher}"
 
 
 @pytest.mark.parametrize("name", CASES)
