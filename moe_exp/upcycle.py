@@ -22,12 +22,13 @@ import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a 
 
 # isort: split
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
 from moe_exp.checkpoint import Trained, parameters_in_sync, sharding_metadata, unwrapped
@@ -117,11 +118,13 @@ def upcycle(config: Config, runtime: Runtime, trained: Trained) -> str:
     experts = {layer: module.experts for layer, module in moe_layers(list(trained.model))}
     with torch.no_grad(), parameters_in_sync(trained.model):
         requests = {str(layer): _requests(layer, module, config, keys) for layer, module in experts.items()}
-        state = {**_dense_parts(runtime, trained, keys, set(experts)), "experts": requests}
-        # Some experts ask for the same part, and all ranks for what they hold: no part has one owner.
+        state = {**_shared_parts(runtime, trained, keys, set(experts)), "experts": requests}
+        # Several experts ask for the same piece, and all ranks for what they hold: no piece has one owner that could be checked.
         loaded = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
         for index, chunk in enumerate(trained.model):
-            unwrapped(chunk).load_state_dict(loaded[f"model{index}"], strict=False)
+            shapes = {name: tensor.shape for name, tensor in unwrapped(chunk).state_dict().items() if isinstance(tensor, Tensor)}
+            weights = {name: value.view(shapes[name]) for name, value in loaded[f"model{index}"].items() if name in shapes}
+            unwrapped(chunk).load_state_dict(weights, strict=False)
         for layer, module in moe_layers(list(trained.model)):
             _fill(module.experts, loaded["experts"][str(layer)], config)
             module.router.weight.copy_(virtual_group_router(module.router.weight, config.upcycle_granularity))
@@ -130,15 +133,34 @@ def upcycle(config: Config, runtime: Runtime, trained: Trained) -> str:
     return _summary(config, folder)
 
 
-def _dense_parts(runtime: Runtime, trained: Trained, keys: CheckpointKeys, moe: set[int]) -> dict[str, Any]:
+def _shared_parts(runtime: Runtime, trained: Trained, keys: CheckpointKeys, moe: set[int]) -> dict[str, Any]:
     """What the two models share: everything but the MLPs of the MoE layers, under the dense model's keys."""
     state = {}
     for index, chunk in enumerate(trained.model):
         model = unwrapped(chunk)
         mlps = tuple(f"decoder.layers.{i}.mlp." for i, layer in enumerate(model.decoder.layers) if layer.layer_number - 1 in moe)
         whole = model_state(model, sharding_metadata(runtime), keys)
-        state[f"model{index}"] = {name: value for name, value in whole.items() if not name.startswith(mlps or ("-",))}
+        state[f"model{index}"] = {name: _off_the_grid(value) for name, value in whole.items() if not name.startswith(mlps or ("-",))}
     return state
+
+
+def _off_the_grid(shard: Any) -> Any:
+    """The same shard with its layer axis as one of its own, of size 1.
+
+    Megatron asks for shards with a layer axis before their own as one regular grid over all layers. Here some layers of a tensor
+    are wanted and others not, and in other pieces; shards without such an axis may be any.
+    """
+    if isinstance(shard, ShardedTensorFactory):
+        build, merge = shard.build_fn, shard.merge_fn
+        return replace(
+            shard,
+            build_fn=lambda *arguments: [_off_the_grid(piece) for piece in build(*arguments)],
+            merge_fn=lambda pieces: merge([piece.flatten(0, piece.dim() - shard.data.dim()) for piece in pieces]),
+        )
+    if not isinstance(shard, ShardedTensor) or not shard.prepend_axis_num:
+        return shard
+    shape = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
+    return replace(shard, data=shard.data.view(shape), local_shape=shape, prepend_axis_num=0)
 
 
 def _local_shards(experts: MegatronExperts, config: Config) -> tuple[range, list[int]]:
@@ -171,25 +193,30 @@ def _pieces(
     return [
         ShardedTensor.from_rank_offsets(
             full_key,
-            torch.empty(shape, dtype=like.dtype, device=like.device),
+            torch.empty([1] * len(before) + shape, dtype=like.dtype, device=like.device),
             *before,
             (len(before) + axis, half * count + index, halves * count),
-            prepend_axis_num=len(before),
         )
         for half in range(halves)
     ]
 
 
 def _fill(experts: MegatronExperts, loaded: Mapping[str, Mapping[str, list[Tensor]]], config: Config) -> None:
+    parameters = dict(experts.named_parameters(recurse=False))
     shards = {
-        int(shard): {name: torch.cat(pieces, dim=_DENSE.get(name, _OUTPUT_BIAS)[1]) for name, pieces in tensors.items()}
+        int(shard): {name: _joined(pieces, _DENSE.get(name, _OUTPUT_BIAS)[1], parameters[name][0]) for name, pieces in tensors.items()}
         for shard, tensors in loaded.items()
     }
     assert config.router_weights_sum is not None  # checks.py
     numbers, _ = _local_shards(experts, config)
     filled = experts_of(shards, numbers, granularity=config.upcycle_granularity, weights_sum=config.router_weights_sum)
-    for name, parameter in experts.named_parameters(recurse=False):
+    for name, parameter in parameters.items():
         parameter.copy_(filled[name])
+
+
+def _joined(pieces: list[Tensor], axis: int, like: Tensor) -> Tensor:
+    """The pieces, with the layer axis or without, as one tensor of the shape of `like`."""
+    return torch.cat(pieces, dim=axis - like.dim()).view_as(like)
 
 
 def _summary(config: Config, folder: Path) -> str:

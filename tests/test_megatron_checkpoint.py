@@ -186,3 +186,56 @@ def test_another_model_is_refused_by_name(missing, text, tmp_path):
         run_on_ranks(1, refused, MODEL | {"gpus_per_node": 1}, free_port(), str(tmp_path), missing, join=False)
     assert isinstance(caught.value.error, ValueError)
     assert caught.match(text)
+
+
+def start_from_megatrons(settings: dict[str, Any], port: int, folder: str) -> None:
+    """On one rank: LOAD_DIR names what Megatron-LM's script left behind, with the state of an optimizer that is not ours."""
+    config, rank, trained = _our_job(settings, port)
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    from moe_exp.checkpoint import Progress, load
+
+    stock = _stock_model(config, rank.groups)
+    _fill(stock, 0)
+    metadata = {"singleton_local_shards": True, "dp_cp_group": rank.groups.dp_cp}
+    state = {"model": stock.sharded_state_dict(metadata=metadata), "iteration": 7, "checkpoint_version": 3.0}
+    moment = ShardedTensor.from_rank_offsets("optimizer.state.exp_avg.decoder.final_layernorm.weight", torch.ones(32), (0, 0, 1))
+    (Path(folder) / "iter_0000007").mkdir()
+    dist_checkpointing.save(state | {"optimizer": {"exp_avg": moment}}, f"{folder}/iter_0000007")
+    (Path(folder) / "latest_checkpointed_iteration.txt").write_text("7")
+
+    assert load(config, rank, Path(folder), trained) == Progress()
+    before = {name: value.clone() for name, value in trained.model[0].module.named_parameters()}
+    assert torch.equal(before["decoder.layers.1.mlp.router.weight"], stock.decoder.layers[1].mlp.router.weight)
+    for group in trained.optimizer.param_groups:
+        group["lr"] = 1e-7
+    trained.model[0].zero_grad_buffer()
+    _outputs(trained.model[0], config)
+    trained.model[0].finish_grad_sync()
+    trained.optimizer.step()
+    for name, value in trained.model[0].module.named_parameters():
+        # A step from the weights that were loaded, not from the optimizer's copies of those before.
+        assert 0 < (value - before[name]).abs().max() < 1e-6, name
+
+
+def test_load_dir_of_megatron_lm_gives_weights_alone(tmp_path):
+    settings = MODEL | {"gpus_per_node": 1}
+    run_on_ranks(1, start_from_megatrons, settings, free_port(), str(tmp_path), join=False)
+
+
+def read_by_stock_spec(settings: dict[str, Any], port: int, folder: str) -> None:
+    config, rank, trained = _our_job(settings, port)
+    from megatron.core import dist_checkpointing
+
+    from moe_exp.checkpoint import Progress, iteration_folder, save
+
+    save(config, rank, Path(folder), trained, Progress())
+    state = _stock_model(config, rank.groups).sharded_state_dict(metadata={"dp_cp_group": rank.groups.dp_cp})
+    dist_checkpointing.load(state, str(iteration_folder(Path(folder), 0)))
+
+
+def test_stock_local_spec_asks_for_its_own_name_of_the_norm(tmp_path):
+    """What docs/architecture.md says about it."""
+    with pytest.raises(RankError, match=r"KeyError: .decoder\.layers\.mlp\.linear_fc1\.layer_norm_weight from model not in state dict"):
+        run_on_ranks(1, read_by_stock_spec, MODEL | {"gpus_per_node": 1}, free_port(), str(tmp_path), join=False)
