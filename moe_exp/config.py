@@ -102,7 +102,9 @@ class Config(BaseModel):
     )
     aux_loss_coeff: Rate = Field(1e-2, description="weight of the load-balancing loss")
     z_loss_coeff: Rate = Field(0.0, description="weight of the router z-loss")
-    expert_backend: Literal["auto", "torch", "loop"] = Field("auto", description="grouped GEMM of the experts")
+    expert_backend: Literal["auto", "loop", "torch", "grouped_gemm", "te", "megablocks"] = Field(
+        "auto", description="grouped GEMM of the experts"
+    )
     dispatcher: Literal["auto", "alltoall", "local"] = Field("auto", description="token dispatcher; local needs EP=1 and ETP=1")
     impl: Literal["auto", "local", "te"] = Field("auto", description="parts around the MoE layer: ours, or Transformer Engine's")
 

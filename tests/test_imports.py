@@ -46,7 +46,7 @@ NO_TORCH = {"config", "planner", "hosts", "presets", "run_folder", "checks", "ma
 HEAVY = {"torch", "megatron"}
 # Inside layers/: a file imports only files that stand above it in this list.
 LAYERS = [
-    {"kernels"},
+    {"kernels", "gemm_packages"},
     {"losses", "capacity", "grouped_gemm", "collectives", "activations", "expert_threads"},
     {"router", "attention", "norm"},
     {"dispatcher"},
