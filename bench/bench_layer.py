@@ -10,7 +10,7 @@ anything is timed the outputs and input gradients are compared.
 The floor is the matrix products alone: for each expert the two of the forward and the four of the backward at the average group size,
 with the expert's own weights, into fresh tensors where a layer needs fresh tensors. Nothing else is in it, no activation either.
 
-Memory: the growth of the resident set in one forward and backward, in a process of its own; and the bytes that autograd keeps
+Memory (glibc): the growth of the resident set in the second forward and backward, gradients included, in a process of its own; and the bytes that autograd keeps
 between forward and backward besides the parameters, every storage counted once.
 """
 
@@ -18,6 +18,7 @@ import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a 
 
 # isort: split
 import argparse
+import ctypes
 import json
 import os
 import platform
@@ -254,10 +255,10 @@ def memory_of(name: str, shape_name: str, dtype_name: str) -> dict[str, float]:
     shape, dtype = SHAPES[shape_name], DTYPES[dtype_name]
     weights = draw_weights(shape, dtype)
     module = build(name, shape, weights, dtype)
-    small = Turn(module, shape._replace(tokens=16), dtype)  # libraries and threads start here
-    small()
-    small.clear()
     turn, kept = Turn(module, shape, dtype), {}
+    turn()  # libraries, threads and compiled kernels are there afterwards, as in every later step
+    turn.clear()
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed goes back to the system, or it would hide growth
     parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     before = resident_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # sets the highest back to now
