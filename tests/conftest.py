@@ -14,7 +14,7 @@ COMPARED = ("torch", "megatron-core", "transformers")
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """What the tests in tests/proof compare with. Not in the header, which pytest leaves out with -q."""
-    if any("tests/proof" in report.nodeid for report in terminalreporter.getreports("passed")):
+    if any(report.nodeid.startswith("tests/proof") for report in terminalreporter.getreports("passed")):
         terminalreporter.write_line("compared: " + ", ".join(f"{name} {_version(name)}" for name in COMPARED))
 
 
