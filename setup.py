@@ -27,6 +27,7 @@ EXTRAS = {
     "dev": [
         "pytest>=8",
         "pytest-timeout>=2.3",
+        "pytest-xdist>=3.6",
         "hypothesis>=6.100",
         "ruff>=0.17,<0.18",
         "mypy>=2.4,<2.5",

@@ -10,8 +10,8 @@ anything is timed the outputs and input gradients are compared.
 The floor is the matrix products alone: for each expert the two of the forward and the four of the backward at the average group size,
 with the expert's own weights, into fresh tensors where a layer needs fresh tensors. Nothing else is in it, no activation either.
 
-Memory (glibc): the growth of the resident set in the second forward and backward, gradients included, in a process of its own; and the bytes that autograd keeps
-between forward and backward besides the parameters, every storage counted once.
+Memory (glibc): the growth of the resident set in the second forward and backward, gradients included, in a process of its own; and
+the bytes that autograd keeps between forward and backward besides the parameters, every storage counted once.
 """
 
 import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
