@@ -31,6 +31,7 @@ EXTRAS = {
         "ruff>=0.17,<0.18",
         "mypy>=2.4,<2.5",
         "types-PyYAML>=6",
+        "transformers>=5.0",
         "wandb>=0.17",
     ],
 }

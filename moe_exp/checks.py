@@ -93,11 +93,27 @@ def _moe(c: Config) -> Iterator[str]:
     if c.dispatcher == "local" and c.ep * c.etp > 1:
         fix = "set DISPATCHER=alltoall, or EP=1 and ETP=1"
         yield problem("dispatcher", "local", f"needs every expert on every rank, but EP={c.ep} and ETP={c.etp}", fix)
+    yield from _deepep(c)
     yield from _capacity(c)
     yield from _router(c)
     yield from _router_groups(c)
     yield from _balancing(c)
     yield from _grouped_mm_rows(c)
+
+
+def _deepep(c: Config) -> Iterator[str]:
+    """What the package asks for; whether it is there, and a GPU, is seen when the layer is built."""
+    if c.dispatcher != "deepep":
+        return
+    if c.ep == 1 or c.etp > 1:
+        yield problem(
+            "dispatcher", "deepep", f"sends tokens between whole experts, but EP={c.ep} and ETP={c.etp}", "set DISPATCHER=alltoall"
+        )
+    if c.dtype != "bf16":
+        yield problem("dispatcher", "deepep", f"sends bf16 rows, but DTYPE={c.dtype}", "set DTYPE=bf16 or DISPATCHER=alltoall")
+    if c.hidden_size % 8:
+        fix = f"set HIDDEN_SIZE to {_multiples(8, c.hidden_size)}, or DISPATCHER=alltoall"
+        yield problem("hidden_size", c.hidden_size, "DISPATCHER=deepep sends rows of a multiple of 8", fix)
 
 
 def _capacity(c: Config) -> Iterator[str]:

@@ -208,7 +208,7 @@ def initialize_weights(chunk: GPTModel, config: Config) -> None:
         if isinstance(module, MegatronExperts):
             _initialize_experts(_global_name(chunk, name), module, config)
     for name, parameter in chunk.named_parameters():
-        if ".experts.weight" in name or parameter.dim() < 2:
+        if ".mlp.experts." in name or parameter.dim() < 2:
             continue
         # The output layer of the last stage is a copy of the embedding when the two are tied.
         tied = config.tie_embeddings and name == "output_layer.weight"

@@ -10,7 +10,6 @@ import megatron.core.optimizer
 import megatron.core.optimizer.distrib_optimizer
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.num_microbatches_calculator import ConstantNumMicroBatchesCalculator, RampupBatchsizeNumMicroBatchesCalculator
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -96,6 +95,10 @@ def _use_our_adam() -> None:
         distributed.Adam, distributed.HAVE_APEX_OR_TE, distributed.USING_APEX_OPTIMIZER = Adam, True, True
 
 
+def _is_norm_or_bias(parameter: torch.Tensor) -> bool:
+    return parameter.dim() == 1 or getattr(parameter, "is_bias", False)
+
+
 def build_optimizer(config: Config, model: list[DistributedDataParallel]) -> MegatronOptimizer:
     """Megatron's optimizer over all chunks of this rank; no weight decay on norms and biases."""
     _use_our_adam()
@@ -116,7 +119,7 @@ def build_optimizer(config: Config, model: list[DistributedDataParallel]) -> Meg
         log_num_zeros_in_grad=True,
     )
     # By dimension, not by name: a norm that falls into the decayed group makes the loss jump at a restart.
-    norms_and_biases = ParamKey(predicate=ParamPredicate(name="norms_and_biases", fn=lambda p: p.dim() == 1))
+    norms_and_biases = ParamKey(predicate=ParamPredicate(name="norms_and_biases", fn=_is_norm_or_bias))
     optimizer = get_megatron_optimizer(
         settings,
         model,
@@ -153,28 +156,22 @@ def build_scheduler(config: Config, optimizer: MegatronOptimizer) -> OptimizerPa
 
 
 class BatchSchedule:
-    """Number of micro-batches by samples consumed: constant, or ramped up as RAMPUP_BATCH_SIZE says."""
+    """Number of micro-batches by samples consumed: constant, or ramped up as RAMPUP_BATCH_SIZE says.
+
+    The rule of Megatron-LM's --rampup-batch-size: the steps from START to GBSZ by INCREMENT are spread evenly over SAMPLES. It is
+    written out here because Megatron-Core has no such calculator from 0.18 on.
+    """
 
     def __init__(self, config: Config):
-        self._rampup = config.rampup
-        common = {
-            "global_batch_size": config.gbsz,
-            "micro_batch_size": config.mbsz,
-            "data_parallel_size": config.data_parallel_size,
-            "decrease_batch_size_if_needed": False,
-            "rank": 1,  # any but 0: no messages
-        }
-        self._calculator: Any
-        if self._rampup is None:
-            self._calculator = ConstantNumMicroBatchesCalculator(**common)
-        else:
-            start, increment, samples = self._rampup
-            self._calculator = RampupBatchsizeNumMicroBatchesCalculator(
-                start_global_batch_size=start, batch_size_increment=increment, ramup_samples=samples, **common
-            )
+        self._config = config
 
     def at(self, consumed_samples: int) -> tuple[int, int]:
         """(micro-batches per data parallel rank, global batch size) of the next iteration."""
-        if self._rampup is not None:
-            self._calculator.update(consumed_samples, consistency_check=True)
-        return self._calculator.get(), self._calculator.get_current_global_batch_size()
+        config = self._config
+        batch_size = config.gbsz
+        if config.rampup is not None:
+            start, increment, samples = config.rampup
+            num_steps = (config.gbsz - start) // increment
+            if num_steps and consumed_samples <= samples:
+                batch_size = start + int(consumed_samples / (samples / num_steps)) * increment
+        return batch_size // (config.mbsz * config.data_parallel_size), batch_size

@@ -1,12 +1,28 @@
-"""Fixtures for tests that start whole runs, see whole_runs.py."""
+"""The versions that were compared; fixtures for tests that start whole runs, see whole_runs.py."""
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
 
 from whole_runs import Runs
+
+COMPARED = ("torch", "megatron-core", "transformers")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What the tests in tests/proof compare with. Not in the header, which pytest leaves out with -q."""
+    if any("tests/proof" in report.nodeid for report in terminalreporter.getreports("passed")):
+        terminalreporter.write_line("compared: " + ", ".join(f"{name} {_version(name)}" for name in COMPARED))
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "missing"
 
 
 @pytest.fixture(scope="session")

@@ -51,16 +51,16 @@ LAYERS = [
     {"kernels"},
     {"groups", "recompute"},
     {"replay"},
-    {"assignment", "losses", "capacity", "grouped_gemm", "collectives", "sharding"},
-    {"router", "attention", "norm"},
-    {"dispatcher"},
-    {"experts"},
+    {"assignment", "losses", "capacity", "grouped_gemm", "collectives", "sharding", "activations", "expert_threads"},
+    {"router", "attention", "norm", "row_order"},
+    {"dispatcher", "expert_loop"},
+    {"experts", "allgather_dispatcher", "deepep_dispatcher", "mesh"},
     {"shared", "moe_layer"},
     {"megatron_parts"},
     {"spec"},
 ]
 MEGATRON_SIDE = {"spec", "megatron_parts", "sharding"}
-OPTIONAL = ["transformer_engine", "apex", "triton", "wandb", "megablocks", "grouped_gemm", "flash_attn"]
+OPTIONAL = ["transformer_engine", "apex", "triton", "wandb", "megablocks", "grouped_gemm", "flash_attn", "deep_ep"]
 
 
 @cache

@@ -67,8 +67,9 @@ def test_goes_on_bit_for_bit(num_ranks, ep, dropout, interrupted):
 
 
 def test_parameters_come_from_the_model_and_not_only_from_the_optimizer(runs):
-    """Without the distributed optimizer nothing else holds the weights; the expert bias is in no optimizer at all."""
+    """Without the distributed optimizer nothing else holds the weights; expert bias and global fractions are in no optimizer at all."""
     settings = {"DISTRIBUTED_OPTIMIZER": False, "ROUTER_SCORE": "sigmoid", "ROUTER_BIAS_UPDATE_RATE": 0.01, "TRAIN_ITERS": 12}
+    settings |= {"AUX_LOSS_TYPE": "global_aux_loss", "AUX_LOSS_COEFF": "0.1"}
     whole = runs.succeed("whole", **settings)
     for _ in range(2):
         resumed = runs.succeed("resumed", EXIT_INTERVAL=6, **settings)

@@ -46,7 +46,16 @@ LAYOUTS = (DP, TP2, PP2, PP2_VPP2, EP2, EP4, TP2_EP2, TP2_EP2_ETP2, TP2_PP2_EP2,
 KINDS = {
     "dense": {"USE_MOE": False},
     "moe": {"MOE_TYPE": "moe", "CAPACITY_FACTOR": 1.0},
-    "dmoe": {"MOE_TYPE": "dmoe"},
+    # With everything that looks at more than one token: losses of every scope, the expert bias, the shared expert.
+    "dmoe": {
+        "MOE_TYPE": "dmoe",
+        "AUX_LOSS_TYPE": "aux_loss,seq_aux_loss,global_aux_loss,importance",
+        "AUX_LOSS_COEFF": "0.01,0.01,0.02,0.01",
+        "ROUTER_BIAS_UPDATE_RATE": 0.001,
+        "SHARED_EXPERT_SIZE": 32,
+        "SHARED_EXPERT_GATE": True,
+        "MBSZ": 2,
+    },
 }
 TOLERANCES = {"lm_loss": 1e-5, "load_balancing_loss": 1e-5, "z_loss": 1e-5, "grad_norm": 1e-4}
 
@@ -106,6 +115,9 @@ def test_same_numbers_as_one_process(kind, num_ranks, layout, runs, reference, r
     assert {name: value for name, value in deviations.items() if not value <= TOLERANCES[name]} == {}
     assert tokens_per_expert(run) == tokens_per_expert(expected)
     assert dropped(run) == dropped(expected)
+    # Absolute: the importance loss of a router that is nearly balanced is a small difference of large numbers.
+    for losses, right in zip(run.curve("aux_losses"), expected.curve("aux_losses"), strict=True):
+        assert losses == pytest.approx(right, abs=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -124,6 +136,8 @@ def test_one_process_trains_what_it_says(kind, reference):
     assert min(fractions) > 0.01 if kind == "moe" else set(fractions) == {0.0}
     assert all(value >= 1 for value in run.curve("load_balancing_loss"))
     assert all(value > 0 for value in run.curve("z_loss"))
+    kinds = KINDS[kind].get("AUX_LOSS_TYPE", "aux_loss").split(",")
+    assert all(list(losses) == kinds for losses in run.curve("aux_losses"))
 
 
 def test_overlapped_communication_changes_nothing(runs, reference):

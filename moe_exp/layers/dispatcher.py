@@ -1,136 +1,40 @@
 """Token dispatchers: from tokens to rows sorted by expert, and back. Shape suffixes in `moe_exp.layers`.
 
-`dispatch` returns the rows and a frozen record; `combine` takes the record, so a dispatcher keeps no state between calls.
+`start` sends the tokens off and `finish` takes the rows in, so that something else can be computed in between; `dispatch` does
+both. They return a frozen record that `combine` takes, so a dispatcher keeps no state between calls.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_exp import gloo
-from moe_exp.layers.capacity import count_per_expert, rank_in_expert
-from moe_exp.layers.collectives import all_to_all_rows, gather_rows, scatter_sum_rows
+from moe_exp.layers.collectives import AllToAll, Departed, Exchange, GatherRows, arrive, depart, exchange_rows
 from moe_exp.layers.groups import group_size
 from moe_exp.layers.router import RoutingDecision
-
-
-@dataclass(frozen=True)
-class RowOrder:
-    """How slots become rows.
-
-    Args:
-        slot_R: the slot of each row; N for a row of padding.
-        row_N: the row of each slot; R for a dropped slot.
-        topk: slots per token.
-    """
-
-    slot_R: Tensor
-    row_N: Tensor
-    topk: int
-    has_padding: bool = False
-    has_drops: bool = False
-
-    def rows(self, x_TD: Tensor) -> Tensor:
-        """[T, D] to [R, D]; padding is zero."""
-        return _TokensToRows.apply(x_TD, self)
-
-    def tokens(self, y_RD: Tensor) -> Tensor:
-        """[R, D] to [T, D], the sum over the K slots of a token in slot order; a dropped slot adds nothing."""
-        return _RowsToTokens.apply(y_RD, self)
-
-    def weights(self, weights_TK: Tensor) -> Tensor:
-        """[T, K] to [R]."""
-        return _take(weights_TK.reshape(-1), self.slot_R, self.has_padding)
-
-
-def _take(x: Tensor, index: Tensor, with_zero: bool) -> Tensor:
-    """x[index]; with `with_zero` an index of len(x) gives zero."""
-    if with_zero:
-        x = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
-    return x.index_select(0, index)
-
-
-def _to_rows(x_TD: Tensor, order: RowOrder) -> Tensor:
-    token_R = order.slot_R if order.topk == 1 else order.slot_R // order.topk
-    return _take(x_TD, token_R, order.has_padding)
-
-
-def _to_tokens(y_RD: Tensor, order: RowOrder) -> Tensor:
-    y_ND = _take(y_RD, order.row_N, order.has_drops)
-    return y_ND if order.topk == 1 else y_ND.view(-1, order.topk, y_ND.size(-1)).sum(dim=1)
-
-
-class _TokensToRows(torch.autograd.Function):
-    """Forward and backward are gathers, each the transpose of the other: no atomics, the same bits every time."""
-
-    @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, order: RowOrder) -> Tensor:
-        ctx.order = order
-        return _to_rows(x_TD, order)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _to_tokens(grads[0], ctx.order), None
-
-
-class _RowsToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y_RD: Tensor, order: RowOrder) -> Tensor:
-        ctx.order = order
-        return _to_tokens(y_RD, order)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _to_rows(grads[0], ctx.order), None
-
-
-def sort_by_expert(decision: RoutingDecision, *, num_experts: int) -> tuple[RowOrder, Tensor]:
-    """Row order in which the kept slots are sorted by expert, and the rows per expert [E]."""
-    expert_TK, kept_TK = decision.expert_TK, decision.kept_TK
-    if kept_TK is None:
-        slot_R = torch.argsort(expert_TK.flatten(), stable=True)
-        return RowOrder(slot_R, _inverse(slot_R), expert_TK.size(1)), decision.tokens_per_expert_E
-    expert_N = expert_TK.masked_fill(~kept_TK, num_experts).flatten()
-    order_N = torch.argsort(expert_N, stable=True)
-    counts_E = count_per_expert(expert_N, num_experts + 1)[:num_experts]
-    num_rows = int(counts_E.sum())
-    row_N = _inverse(order_N).clamp_(max=num_rows)
-    return RowOrder(order_N[:num_rows], row_N, expert_TK.size(1), has_drops=True), counts_E
-
-
-def pad_by_expert(decision: RoutingDecision, *, num_experts: int, rows_per_expert: int) -> tuple[RowOrder, Tensor]:
-    """Row order with `rows_per_expert` rows for every expert, zero rows where it has fewer: shapes do not depend on the data."""
-    expert_TK, kept_TK = decision.expert_TK, decision.kept_TK
-    expert_N = (expert_TK if kept_TK is None else expert_TK.masked_fill(~kept_TK, num_experts)).flatten()
-    num_slots, num_rows = expert_N.numel(), num_experts * rows_per_expert
-    place_N = rank_in_expert(expert_N, None, num_experts=num_experts)
-    row_N = torch.where(expert_N < num_experts, expert_N * rows_per_expert + place_N, num_rows)
-    slot_R = torch.full((num_rows + 1,), num_slots, device=row_N.device, dtype=row_N.dtype)
-    slot_R[row_N] = torch.arange(num_slots, device=row_N.device)
-    counts_E = torch.full((num_experts,), rows_per_expert, device=row_N.device, dtype=torch.int64)
-    # A padding row's slot is N, one past the last: divided by K it has to stay one past the last token.
-    return RowOrder(slot_R[:num_rows], row_N, expert_TK.size(1), has_padding=True, has_drops=True), counts_E
-
-
-def _inverse(permutation_N: Tensor) -> Tensor:
-    inverse_N = torch.empty_like(permutation_N)
-    inverse_N[permutation_N] = torch.arange(permutation_N.numel(), device=permutation_N.device)
-    return inverse_N
+from moe_exp.layers.row_order import RowOrder, SortedSlots, pad_by_expert, regroup_chunks, sort_by_expert
 
 
 @dataclass(frozen=True)
 class DispatchRecord:
-    """What `combine` needs to undo a `dispatch`: the order of this rank's rows, and how the rows travelled."""
+    """What `combine` needs to undo a `dispatch`; its steps are those of the way back, last to first.
 
-    order: RowOrder
-    send: tuple[int, ...] = ()
-    receive: tuple[int, ...] = ()
-    gathered: tuple[int, ...] = ()
+    Args:
+        order: how this rank's tokens became what it sent; None where it sent them as they were.
+        back: exchanges that take the results home, in order.
+        by_expert: how what was received became rows sorted by expert; None where it came so.
+    """
+
+    order: RowOrder | None
+    back: tuple[Exchange, ...] = ()
     by_expert: RowOrder | None = None
 
 
@@ -153,8 +57,66 @@ class Dispatched:
     splits: tuple[int, ...] | None = None
 
 
-class LocalDispatcher:
-    """All experts are on this rank.
+class Pending:
+    """A dispatch under way; for `finish`, once."""
+
+    def __init__(self, land: Callable[[], Dispatched]):
+        self._land: Callable[[], Dispatched] | None = land
+
+    def land(self) -> Dispatched:
+        if self._land is None:
+            raise RuntimeError("finish: this dispatch is finished already. Fix: start one for every finish.")
+        land, self._land = self._land, None
+        return land()
+
+
+class Dispatcher(ABC):
+    """Takes tokens to the ranks of their experts, and the results back.
+
+    Tokens without a kept slot (padding tokens: `kept_TK` False for all of their slots) do not travel and come back as zero.
+    Every rank of the groups has to take part, also with no token at all.
+    """
+
+    name: str
+
+    @abstractmethod
+    def start(self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None) -> Pending:
+        """Sends the tokens of this rank off.
+
+        Args:
+            x_TD: tokens, any float dtype.
+            decision: where they go.
+            rows_per_expert: every rank gives every expert this many rows, zero rows where it has fewer kept slots for it, so that
+                shapes do not depend on the data. At least the number that any rank has, and the same on all of them; None for no padding.
+
+        Returns:
+            For `finish`, on the same CUDA stream. What is computed until then overlaps with the communication, in forward and in
+            backward.
+        """
+
+    def finish(self, pending: Pending) -> Dispatched:
+        """Waits for the rows of this rank's experts.
+
+        Raises:
+            RuntimeError: `pending` is finished already.
+        """
+        return pending.land()
+
+    def dispatch(self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None) -> Dispatched:
+        """`start`, then `finish`."""
+        return self.finish(self.start(x_TD, decision, rows_per_expert=rows_per_expert))
+
+    def combine(self, y_RD: Tensor, record: DispatchRecord) -> Tensor:
+        """Takes the results home and sums those of every token: [R, D] to [T, D]. They are weighted already, see Dispatched."""
+        if record.by_expert is not None:
+            y_RD = record.by_expert.tokens(y_RD)
+        for exchange in record.back:
+            y_RD = exchange_rows(exchange, y_RD)
+        return y_RD if record.order is None else record.order.tokens(y_RD)
+
+
+class LocalDispatcher(Dispatcher):
+    """All experts are on this rank. Waits for the device only to learn how many slots are kept, with drops and without padding.
 
     Args:
         num_experts: E.
@@ -165,101 +127,141 @@ class LocalDispatcher:
     def __init__(self, num_experts: int):
         self.num_experts = num_experts
 
-    def dispatch(self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None) -> Dispatched:
-        """Sorts the slots of `x_TD` by expert; `rows_per_expert` pads every expert to that many rows."""
-        order, counts_E = self._order(decision, rows_per_expert)
-        splits = None if rows_per_expert is None else (rows_per_expert,) * self.num_experts
-        return Dispatched(order.rows(x_TD), order.weights(decision.weights_TK), counts_E, DispatchRecord(order), splits)
+    def start(self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None) -> Pending:
+        order, counts_E, splits = self.row_order(decision, rows_per_expert=rows_per_expert)
+        rows_RD, weights_R = order.rows(x_TD), order.weights(decision.weights_TK)
+        return Pending(lambda: Dispatched(rows_RD, weights_R, counts_E, DispatchRecord(order), splits))
 
-    def combine(self, y_RD: Tensor, record: DispatchRecord) -> Tensor:
-        """Sums the rows of every token: [R, D] to [T, D]."""
-        return record.order.tokens(y_RD)
+    def row_order(
+        self, decision: RoutingDecision, *, rows_per_expert: int | None = None
+    ) -> tuple[RowOrder, Tensor, tuple[int, ...] | None]:
+        """How this rank's slots are sorted by expert, and the rows per expert: on the device, and on the host where they are known."""
+        if rows_per_expert is not None:
+            order = pad_slots(decision, num_experts=self.num_experts, rows_per_expert=rows_per_expert)
+            counts_E = torch.full((self.num_experts,), rows_per_expert, device=order.slot_R.device)
+            return order, counts_E, (rows_per_expert,) * self.num_experts
+        slots = sort_slots(decision, num_experts=self.num_experts)
+        # Where their sum has to be fetched, all of them are: the experts may want them on the host, too.
+        splits = tuple(slots.rows_per_expert_E.tolist()) if slots.has_drops else None
+        return slots.order(None if splits is None else sum(splits)), slots.rows_per_expert_E, splits
 
-    def _order(self, decision: RoutingDecision, rows_per_expert: int | None) -> tuple[RowOrder, Tensor]:
-        if rows_per_expert is None:
-            return sort_by_expert(decision, num_experts=self.num_experts)
-        return pad_by_expert(decision, num_experts=self.num_experts, rows_per_expert=rows_per_expert)
 
-
-class AllToAllDispatcher(LocalDispatcher):
+class AllToAllDispatcher(Dispatcher):
     """Experts are spread over `ep_group`, and each expert's width over `etp_group`.
 
-    The rows go to the ranks of their experts by one all-to-all, and where an expert is split, are gathered over
-    `etp_group`, whose ranks each compute a part of every row's result; the way back sums the parts.
+    The rows go to the ranks of their experts by one all-to-all, with their weights by a second one that is under way together
+    with it, and where an expert is split, are gathered over `etp_group`, whose ranks each compute a part of every row's result;
+    the way back sums the parts. It waits for the device once, for the counts of rows, and not at all with `rows_per_expert`.
 
     Args:
         num_experts: E, over all ranks.
-        ep_group: expert parallel group; rank i holds experts [i*L, (i+1)*L).
-        etp_group: expert tensor parallel group.
+        ep_group: expert parallel group; rank i holds experts [i*L, (i+1)*L). None for this rank alone.
+        etp_group: expert tensor parallel group. None for this rank alone.
+
+    Raises:
+        ValueError: the expert parallel size does not divide num_experts.
     """
 
     name = "alltoall"
 
     def __init__(self, num_experts: int, *, ep_group: ProcessGroup | None, etp_group: ProcessGroup | None):
-        super().__init__(num_experts)
-        self.ep_group, self.etp_group = ep_group, etp_group
-        if num_experts % group_size(ep_group):
-            raise ValueError(f"num_experts={num_experts}: is not divisible by the expert parallel size {group_size(ep_group)}.")
-        self.num_local_experts = num_experts // group_size(ep_group)
+        self.num_experts, self.ep_group, self.etp_group = num_experts, ep_group, etp_group
+        self.ep, self.etp = group_size(ep_group), group_size(etp_group)
+        self.num_local_experts = experts_per_rank(num_experts, self.ep)
+        self.etp_rank = 0 if etp_group is None else etp_group.rank()
+        self._padded: tuple[int, _Route] | None = None
 
-    def dispatch(self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None) -> Dispatched:
-        order, counts_E = self._order(decision, rows_per_expert)
-        counts = self._exchange_counts(counts_E, rows_per_expert)
-        send, receive, gathered, chunks = self._plan(counts)
-        rows, weights = order.rows(x_TD), order.weights(decision.weights_TK).unsqueeze(1)
-        rows, weights = self._to_expert_ranks(rows, send, receive, gathered), self._to_expert_ranks(weights, send, receive, gathered)
-        by_expert = self._expert_order(chunks, x_TD.device)
-        if by_expert is not None:
+    def start(self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None) -> Pending:
+        if rows_per_expert is None:
+            order, route = self._sorted(decision)
+        else:
+            order = pad_slots(decision, num_experts=self.num_experts, rows_per_expert=rows_per_expert)
+            route = self._padded_route(rows_per_expert, x_TD.device)
+        there = AllToAll(group=self.ep_group, send=route.send, receive=route.receive)
+        departed = depart(there, order.rows(x_TD), order.weights(decision.weights_TK))
+        return Pending(partial(self._land, departed, order, route))
+
+    def _land(self, departed: Departed, order: RowOrder, route: _Route) -> Dispatched:
+        rows, weights = arrive(departed)
+        back: tuple[Exchange, ...] = (departed.flight.exchange.reverse,)
+        if self.etp > 1:
+            gather = GatherRows(group=self.etp_group, sizes=route.gathered)
+            rows, weights = arrive(depart(gather, rows, weights))
+            back = (gather.reverse, *back)
+        by_expert = None
+        # Rows come by source and, from every source, by expert.
+        if self.num_local_experts > 1 and self.ep * self.etp > 1:
+            by_expert = regroup_chunks(route.rows_SL, num_rows=sum(route.splits))
             rows, weights = by_expert.rows(rows), by_expert.rows(weights)
-        splits = tuple(chunks.view(-1, self.num_local_experts).sum(dim=0).tolist())
-        record = DispatchRecord(order, tuple(send), tuple(receive), tuple(gathered), by_expert)
-        return Dispatched(rows, weights.squeeze(1), torch.tensor(splits, device=x_TD.device), record, splits)
+        return Dispatched(rows, weights, route.rows_SL.sum(dim=0), DispatchRecord(order, back, by_expert), route.splits)
 
-    def combine(self, y_RD: Tensor, record: DispatchRecord) -> Tensor:
-        if record.by_expert is not None:
-            y_RD = record.by_expert.tokens(y_RD)
-        if self.etp_group is not None and record.gathered:
-            y_RD = scatter_sum_rows(y_RD, sizes=list(record.gathered), group=self.etp_group)
-        if self.ep_group is not None and group_size(self.ep_group) > 1:
-            y_RD = all_to_all_rows(y_RD, send=list(record.receive), receive=list(record.send), group=self.ep_group)
-        return record.order.tokens(y_RD)
+    def _sorted(self, decision: RoutingDecision) -> tuple[RowOrder, _Route]:
+        """The only wait for the device: for the counts, one exchange and one copy of which tell all sizes."""
+        slots = sort_slots(decision, num_experts=self.num_experts)
+        rows_SL = self._receive_counts(slots.rows_per_expert_E)
+        counts = torch.cat([slots.rows_per_expert_E, rows_SL.flatten()]).tolist()
+        route = self._route(counts[: self.num_experts], counts[self.num_experts :], rows_SL)
+        return slots.order(sum(route.send)), route
 
-    def _exchange_counts(self, counts_E: Tensor, rows_per_expert: int | None) -> Tensor:
-        """Rows that every rank has for every expert, [ETP, EP, E], on the host. The only wait for the device, and one exchange."""
-        ep, etp = group_size(self.ep_group), group_size(self.etp_group)
-        if rows_per_expert is not None:
-            return torch.full((etp, ep, self.num_experts), rows_per_expert)
-        for group, size in ((self.ep_group, ep), (self.etp_group, etp)):
-            if size > 1:
-                gathered = counts_E.new_empty(size * counts_E.numel())
-                gloo.all_gather(gathered, counts_E.flatten(), group=group)
-                counts_E = gathered
-        return counts_E.view(etp, ep, self.num_experts).cpu()
+    def _receive_counts(self, rows_per_expert_E: Tensor) -> Tensor:
+        """Rows that every source rank has for every expert of this rank: [ETP*EP, L]."""
+        counts = rows_per_expert_E.contiguous()
+        if self.ep > 1:
+            received = torch.empty_like(counts)
+            torch.distributed.all_to_all_single(received, counts, group=self.ep_group)
+            counts = received
+        if self.etp > 1:
+            gathered = counts.new_empty(self.etp * counts.numel())
+            gloo.all_gather(gathered, counts, group=self.etp_group)
+            counts = gathered
+        return counts.view(-1, self.num_local_experts)
 
-    def _plan(self, counts: Tensor) -> tuple[list[int], list[int], list[int], Tensor]:
-        """Splits of the all-to-all, rows per rank of the gather ([] without ETP), rows per received chunk [ETP, EP, L]."""
-        etp, ep, _ = counts.shape
-        me = 0 if self.ep_group is None else self.ep_group.rank()
-        my_etp = 0 if self.etp_group is None else self.etp_group.rank()
-        by_rank = counts.view(etp, ep, ep, self.num_local_experts)
-        send = by_rank[my_etp, me].sum(dim=-1).tolist()
-        chunks = by_rank[:, :, me]
-        receive = chunks[my_etp].sum(dim=-1).tolist()
-        gathered = chunks.sum(dim=(1, 2)).tolist() if etp > 1 else []
-        return send, receive, gathered, chunks
+    def _route(self, sent_E: list[int], received: list[int], rows_SL: Tensor) -> _Route:
+        per_rank = self.num_local_experts
+        send = _sums(sent_E, per_rank)
+        by_source = _sums(received, per_rank)
+        receive = by_source[self.etp_rank * self.ep : (self.etp_rank + 1) * self.ep]
+        splits = tuple(sum(received[expert::per_rank]) for expert in range(per_rank))
+        return _Route(send, receive, _sums(by_source, self.ep), splits, rows_SL)
 
-    def _to_expert_ranks(self, rows: Tensor, send: list[int], receive: list[int], gathered: list[int]) -> Tensor:
-        if self.ep_group is not None and group_size(self.ep_group) > 1:
-            rows = all_to_all_rows(rows, send=send, receive=receive, group=self.ep_group)
-        if self.etp_group is not None and gathered:
-            rows = gather_rows(rows, sizes=gathered, group=self.etp_group)
-        return rows
+    def _padded_route(self, rows_per_expert: int, device: torch.device) -> _Route:
+        # The same in every call: made once.
+        if self._padded is None or self._padded[0] != rows_per_expert:
+            sources = self.ep * self.etp
+            rows_SL = torch.full((sources, self.num_local_experts), rows_per_expert, device=device)
+            route = self._route([rows_per_expert] * self.num_experts, [rows_per_expert] * sources * self.num_local_experts, rows_SL)
+            self._padded = rows_per_expert, route
+        return self._padded[1]
 
-    def _expert_order(self, chunks: Tensor, device: torch.device) -> RowOrder | None:
-        """Order that sorts received rows, which come by source rank, by expert; None where they are sorted already."""
-        num_sources = chunks.numel() // self.num_local_experts
-        if self.num_local_experts == 1 or num_sources == 1:
-            return None
-        expert_C = torch.arange(self.num_local_experts).repeat(num_sources)
-        slot_R = torch.argsort(torch.repeat_interleave(expert_C, chunks.flatten()), stable=True).to(device, non_blocking=True)
-        return RowOrder(slot_R, _inverse(slot_R), topk=1)
+
+class _Route(NamedTuple):
+    """How rows travel to their experts: rows per rank to and from the ranks of EP, per rank of ETP, per local expert, and rows_SL."""
+
+    send: tuple[int, ...]
+    receive: tuple[int, ...]
+    gathered: tuple[int, ...]
+    splits: tuple[int, ...]
+    rows_SL: Tensor
+
+
+def experts_per_rank(num_experts: int, ep: int) -> int:
+    """L, or a ValueError where `ep` ranks cannot share `num_experts`."""
+    if num_experts % ep:
+        raise ValueError(f"num_experts={num_experts}: is not divisible by the expert parallel size {ep}. Fix: use a divisor for EP.")
+    return num_experts // ep
+
+
+def sort_slots(decision: RoutingDecision, *, num_experts: int) -> SortedSlots:
+    """`sort_by_expert` of a decision."""
+    counts_E = decision.tokens_per_expert_E if decision.kept_TK is None else None
+    return sort_by_expert(decision.expert_TK, decision.kept_TK, num_experts=num_experts, counts_E=counts_E)
+
+
+def pad_slots(decision: RoutingDecision, *, num_experts: int, rows_per_expert: int) -> RowOrder:
+    """`pad_by_expert` of a decision."""
+    return pad_by_expert(decision.expert_TK, decision.kept_TK, num_experts=num_experts, rows_per_expert=rows_per_expert)
+
+
+def _sums(values: list[int] | tuple[int, ...], width: int) -> tuple[int, ...]:
+    """Sums of `width` neighbours."""
+    return tuple(sum(values[i : i + width]) for i in range(0, len(values), width))

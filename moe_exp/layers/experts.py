@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from moe_exp.layers.activations import ACTIVATIONS as ACTIVATIONS
+from moe_exp.layers.activations import WeightedActivation, weighted_activation
+from moe_exp.layers.activations import squared_relu as squared_relu
 from moe_exp.layers.dispatcher import Dispatched
+from moe_exp.layers.expert_loop import ExpertWeights, expert_loop
 from moe_exp.layers.grouped_gemm import BACKENDS
-
-Activation = Callable[[Tensor], Tensor]
-
-
-def squared_relu(x: Tensor) -> Tensor:
-    """relu(x)^2, So et al. 2021, Primer (arXiv:2109.08668)."""
-    return torch.relu(x).square()
-
-
-# Name to (function, gated). A gated one multiplies the activated first half of a doubled projection by the second half.
-ACTIVATIONS: dict[str, tuple[Activation, bool]] = {
-    "swiglu": (nn.functional.silu, True),
-    "geglu": (nn.functional.gelu, True),
-    "gelu": (nn.functional.gelu, False),
-    "squared_relu": (squared_relu, False),
-}
+from moe_exp.layers.row_order import RowOrder
 
 
 class Experts(nn.Module):
-    """y = (act(x W1) * w) W2 per row, w the router weight: so the expert outputs need not be kept for w's gradient.
+    """y = (act(x W1 + b1) * w) W2 + w b2 per row, w the router weight: so the expert outputs need not be kept for w's gradient.
+
+    On a CPU with the `loop` backend one function computes all of it, expert by expert (expert_loop.py). Everywhere else it is two
+    grouped GEMMs with the weighted activation between them.
 
     Args:
         num_local_experts: L.
@@ -36,8 +30,18 @@ class Experts(nn.Module):
         ffn_size: F on this rank (the width of an expert over the expert tensor parallel size).
         activation: a name in ACTIVATIONS.
         backend: a name in grouped_gemm.BACKENDS.
+        bias: add a bias after both projections. The second is multiplied by the router weight like the rest of the output, so rows
+            of padding stay zero.
+        etp_rank, etp_size: place of this rank in the expert tensor parallel group. Each rank adds its own part of D of the second
+            bias to its partial sum, so no parameter is replicated.
+        recompute_activation: do not keep what goes into the second GEMM, compute it again in backward. The function for the CPU
+            always does.
 
-    Weights, in torch's (out, in) order: `weight1` [L, 2F or F, D], with the gate half first; `weight2` [L, D, F].
+    Weights, in torch's (out, in) order: `weight1` [L, 2F or F, D], with the gate half first; `weight2` [L, D, F]; with `bias`
+    `bias1` [L, 2F or F] and `bias2` [L, D / etp_size].
+
+    Raises:
+        ValueError: for an unknown activation, or a bias that the ranks cannot share out evenly.
     """
 
     def __init__(
@@ -48,28 +52,95 @@ class Experts(nn.Module):
         ffn_size: int,
         activation: str,
         backend: str,
+        bias: bool = False,
+        etp_rank: int = 0,
+        etp_size: int = 1,
+        recompute_activation: bool = False,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ):
         super().__init__()
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation={activation}: is not an activation. Fix: use one of {', '.join(ACTIVATIONS)}.")
-        self.activation, self.gated = ACTIVATIONS[activation]
-        self.grouped_gemm = BACKENDS[backend]
-        width = ffn_size * (2 if self.gated else 1)
+        if bias and hidden_size % etp_size:
+            rule = f"with a bias it has to be a multiple of the expert tensor parallel size {etp_size}"
+            raise ValueError(f"hidden_size={hidden_size}: {rule}. Fix: change ETP or leave the bias out.")
+        self.activation, self.gated = activation, ACTIVATIONS[activation][1]
+        self.backend, self.grouped_gemm, self.recompute_activation = backend, BACKENDS[backend], recompute_activation
+        width, part = ffn_size * (2 if self.gated else 1), hidden_size // etp_size
+        self.bias2_start = etp_rank * part
         self.weight1 = nn.Parameter(torch.empty(num_local_experts, width, hidden_size, dtype=dtype, device=device))
         self.weight2 = nn.Parameter(torch.empty(num_local_experts, hidden_size, ffn_size, dtype=dtype, device=device))
+        self.bias1 = nn.Parameter(torch.zeros(num_local_experts, width, dtype=dtype, device=device)) if bias else None
+        self.bias2 = nn.Parameter(torch.zeros(num_local_experts, part, dtype=dtype, device=device)) if bias else None
 
     def forward(self, dispatched: Dispatched) -> Tensor:
-        counts_L, splits = dispatched.tokens_per_expert_L, dispatched.splits
-        if splits is None and dispatched.rows_RD.device.type == "cpu":
+        """Rows of all experts to their weighted outputs, [R, D]."""
+        rows_RD, weights_R, counts_L = dispatched.rows_RD, dispatched.weights_R, dispatched.tokens_per_expert_L
+        splits = dispatched.splits
+        if splits is None and rows_RD.device.type == "cpu":
             splits = tuple(counts_L.tolist())
-        hidden_RF = self.grouped_gemm(dispatched.rows_RD, self.weight1.transpose(1, 2), counts_L, splits)
-        hidden_RF = self._activate(hidden_RF) * dispatched.weights_R.unsqueeze(1).to(hidden_RF.dtype)
-        return self.grouped_gemm(hidden_RF, self.weight2.transpose(1, 2), counts_L, splits)
+        if self.runs_one_by_one(rows_RD):
+            assert splits is not None
+            return expert_loop(rows_RD, weights_R, self._weights(), splits=splits, activation=self.activation)
+        hidden_RF = self.grouped_gemm(rows_RD, self.weight1.transpose(1, 2), counts_L, splits)
+        if self.bias1 is not None:
+            hidden_RF = hidden_RF + _BiasOfRows.apply(self.bias1, counts_L, rows_RD.size(0))
+        active_RF = WeightedActivation.apply(hidden_RF, weights_R, self.activation)
+        with self._keeping_only(hidden_RF, weights_R, active_RF):
+            output_RD = self.grouped_gemm(active_RF, self.weight2.transpose(1, 2), counts_L, splits)
+        return output_RD if self.bias2 is None else output_RD + self._output_bias(weights_R, counts_L)
 
-    def _activate(self, x: Tensor) -> Tensor:
-        if not self.gated:
-            return self.activation(x)
-        gate, up = x.chunk(2, dim=-1)
-        return self.activation(gate) * up
+    def forward_tokens(self, x_TD: Tensor, weights_R: Tensor, order: RowOrder, splits: tuple[int, ...]) -> Tensor:
+        """Where `runs_one_by_one`: gather, experts and sum over K in one, [T, D] to [T, D]; the rows are never written.
+
+        Args:
+            x_TD: tokens of this rank.
+            weights_R: router weight of each row.
+            order: how tokens become rows; all experts are on this rank.
+            splits: rows of each expert.
+        """
+        return expert_loop(x_TD, weights_R, self._weights(), splits=splits, activation=self.activation, order=order)
+
+    def runs_one_by_one(self, x: Tensor) -> bool:
+        """Whether the function for the CPU runs, see expert_loop.py."""
+        return self.backend == "loop" and x.device.type == "cpu"
+
+    def _weights(self) -> ExpertWeights:
+        return ExpertWeights(self.weight1, self.weight2, self.bias1, self.bias2, self.bias2_start)
+
+    def _output_bias(self, weights_R: Tensor, counts_L: Tensor) -> Tensor:
+        bias_R = _BiasOfRows.apply(self.bias2, counts_L, weights_R.size(0))
+        mine = bias_R * weights_R.unsqueeze(1).to(bias_R.dtype)
+        after = self.weight2.size(1) - self.bias2_start - mine.size(1)
+        return nn.functional.pad(mine, (self.bias2_start, after))
+
+    def _keeping_only(self, hidden_RF: Tensor, weights_R: Tensor, active_RF: Tensor) -> Any:
+        """With `recompute_activation`, a context in which backends that save `active_RF` save how to compute it."""
+        if not self.recompute_activation:
+            return nullcontext()
+        hidden_RF, weights_R1, name = hidden_RF.detach(), weights_R.detach().to(hidden_RF.dtype).unsqueeze(1), self.activation
+        address, shape = active_RF.data_ptr(), active_RF.shape
+
+        def pack(saved: Tensor) -> Tensor | Callable[[], Tensor]:
+            if saved.numel() == 0 or saved.data_ptr() != address or saved.shape != shape:
+                return saved
+            return lambda: weighted_activation(hidden_RF, weights_R1, name)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved() if callable(saved) else saved)
+
+
+class _BiasOfRows(torch.autograd.Function):
+    """[L, F] to [R, F]: row r gets the bias of its expert. The gradient is summed in fp32, without atomics."""
+
+    @staticmethod
+    def forward(ctx: Any, bias_LF: Tensor, counts_L: Tensor, num_rows: int) -> Tensor:
+        ctx.save_for_backward(counts_L)
+        return bias_LF.repeat_interleave(counts_L, dim=0, output_size=num_rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (counts_L,) = ctx.saved_tensors
+        grad_RF = grads[0] if grads[0].dtype == torch.float64 else grads[0].float()
+        sums_LF = torch.segment_reduce(grad_RF, "sum", lengths=counts_L, axis=0, unsafe=True, initial=0)
+        return sums_LF.to(grads[0].dtype), None, None

@@ -18,7 +18,9 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from moe_exp.layers.dispatcher import AllToAllDispatcher, LocalDispatcher
+from moe_exp.layers.allgather_dispatcher import AllGatherDispatcher
+from moe_exp.layers.deepep_dispatcher import DeepEPDispatcher
+from moe_exp.layers.dispatcher import AllToAllDispatcher, Dispatcher, LocalDispatcher
 from moe_exp.layers.experts import ACTIVATIONS, Experts
 from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.moe_layer import MoELayer, MoESettings, MoEStatistics
@@ -108,11 +110,17 @@ class MegatronExperts(Experts):
             ffn_size=config.moe_ffn_hidden_size // pg_collection.expt_tp.size(),
             activation=activation_name(config),
             backend=backend,
+            bias=config.add_bias_linear,
+            etp_rank=pg_collection.expt_tp.rank(),
+            etp_size=pg_collection.expt_tp.size(),
+            recompute_activation=config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules,
             dtype=config.params_dtype,
             device=device_of_model(),
         )
-        for weight, init in ((self.weight1, config.init_method), (self.weight2, config.output_layer_init_method)):
-            init(weight)
+        config.init_method(self.weight1)
+        config.output_layer_init_method(self.weight2)
+        for name, weight in self.named_parameters():
+            weight.is_bias = name.startswith("bias")  # type: ignore[attr-defined]  # of two dimensions, but not to be decayed
             # Not reduced with the dense parameters: their data parallel group is another one. Megatron sets this only with
             # EP > 1, and so gets wrong gradients where TP > 1 and ETP = 1; always setting it also keeps the optimizer's
             # structure, hence its checkpoints, the same at every EP.
@@ -157,10 +165,12 @@ class MegatronMoELayer(MegatronMoE):
         min_capacity: int = 0,
         **kwargs: Any,
     ):
+        if submodules is None:
+            raise ValueError("submodules=None: the layer is built from a spec. Fix: use moe_submodule_spec().")
         # Not MoELayer.__init__, which would build Megatron's router, dispatcher and experts.
         MegatronModule.__init__(self, config)
-        assert submodules is not None
         groups = get_default_pg_collection() if pg_collection is None else pg_collection
+        check_parallel_sizes(config, tp=groups.tp.size(), ep=groups.ep.size(), etp=groups.expt_tp.size())
         self.layer_number = layer_number or 0  # until Megatron sets it
         self.tp_group = groups.tp
         self.router = submodules.router(config=config, pg_collection=groups, overrides=router)
@@ -233,10 +243,28 @@ def _settings(config: TransformerConfig, min_capacity: int) -> MoESettings:
     )
 
 
-def _dispatcher(name: str, config: TransformerConfig, groups: Any) -> LocalDispatcher:
+def check_parallel_sizes(config: TransformerConfig, *, tp: int, ep: int, etp: int) -> None:
+    """Raises a ValueError, one line, for sizes that the layer cannot be spread over."""
+    num_experts, ffn_size = config.num_moe_experts, config.moe_ffn_hidden_size
+    if num_experts % ep:
+        raise ValueError(f"num_moe_experts={num_experts}: is not divisible by EP={ep}. Fix: use a divisor for EP.")
+    if ffn_size % etp:
+        raise ValueError(f"moe_ffn_hidden_size={ffn_size}: is not divisible by ETP={etp}. Fix: use a divisor for ETP.")
+    if tp > 1 and not config.sequence_parallel:
+        rule = f"with TP={tp} every rank would route the same tokens"
+        raise ValueError(f"sequence_parallel=False: {rule}. Fix: set sequence_parallel=True.")
+
+
+_DISPATCHERS: dict[str, Any] = {"alltoall": AllToAllDispatcher, "allgather": AllGatherDispatcher, "deepep": DeepEPDispatcher}
+
+
+def _dispatcher(name: str, config: TransformerConfig, groups: Any) -> Dispatcher:
     is_local = groups.ep.size() == 1 and groups.expt_tp.size() == 1
     if name == "local" and not is_local:
         raise ValueError(f"dispatcher=local: needs EP=1 and ETP=1, not {groups.ep.size()} and {groups.expt_tp.size()}. Fix: use alltoall.")
-    if is_local and name != "alltoall":
+    if name == "local" or (name == "auto" and is_local):
         return LocalDispatcher(config.num_moe_experts)
-    return AllToAllDispatcher(config.num_moe_experts, ep_group=groups.ep, etp_group=groups.expt_tp)
+    if name not in ("auto", *_DISPATCHERS):
+        raise ValueError(f"dispatcher={name}: is not a dispatcher. Fix: use auto, local, {', '.join(_DISPATCHERS)}.")
+    kind = _DISPATCHERS["alltoall" if name == "auto" else name]
+    return kind(config.num_moe_experts, ep_group=groups.ep, etp_group=groups.expt_tp)

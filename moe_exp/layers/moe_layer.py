@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from moe_exp import gloo
 from moe_exp.layers.capacity import DROP_POLICIES, expert_capacity, keep_first, keep_most_probable
-from moe_exp.layers.dispatcher import LocalDispatcher
+from moe_exp.layers.dispatcher import Dispatcher, LocalDispatcher
 from moe_exp.layers.experts import Experts
 from moe_exp.layers.groups import group_size
 from moe_exp.layers.losses import (
@@ -86,7 +86,7 @@ class MoELayer(nn.Module):
 
     Args:
         router: see Router.
-        dispatcher: LocalDispatcher, or one for experts on several ranks.
+        dispatcher: Dispatcher, or one for experts on several ranks.
         experts: the experts of this rank.
         settings: capacity and losses.
         shared: a module from the input to an output of the same shape, added to that of the experts: the shared expert.
@@ -101,7 +101,7 @@ class MoELayer(nn.Module):
         self,
         *,
         router: Router,
-        dispatcher: LocalDispatcher,
+        dispatcher: Dispatcher,
         experts: Experts,
         settings: MoESettings,
         shared: nn.Module | None = None,
@@ -131,12 +131,23 @@ class MoELayer(nn.Module):
         x_TD = x.flatten(0, -2)
         decision = self.route(x_TD, None if padding_mask is None else padding_mask.flatten())
         loss = self.auxiliary_loss(decision, x.shape[:-1])
-        dispatched = self.dispatcher.dispatch(x_TD, decision, rows_per_expert=self._rows_per_expert(x_TD.size(0)))
-        # Beside the communication of the tokens, in backward too.
+        rows_per_expert = self._rows_per_expert(x_TD.size(0))
+        if type(self.dispatcher) is LocalDispatcher and self.experts.runs_one_by_one(x_TD):
+            output = self._in_cache(self.dispatcher, x_TD, decision, rows_per_expert).view_as(x)
+            return (output if self.shared is None else output + self.shared(x)), loss
+        pending = self.dispatcher.start(x_TD, decision, rows_per_expert=rows_per_expert)
+        # While the tokens travel, and in backward while their gradients do.
         shared = None if self.shared is None else self.shared(x)
+        dispatched = self.dispatcher.finish(pending)
         output_TD = self.dispatcher.combine(self.experts(dispatched), dispatched.record)
         output = output_TD.view_as(x)
         return (output if shared is None else output + shared), loss
+
+    def _in_cache(self, dispatcher: LocalDispatcher, x_TD: Tensor, decision: RoutingDecision, rows_per_expert: int | None) -> Tensor:
+        """Dispatch, experts and combine as one function, on a CPU with all experts on this rank."""
+        order, counts_E, splits = dispatcher.row_order(decision, rows_per_expert=rows_per_expert)
+        splits = tuple(counts_E.tolist()) if splits is None else splits
+        return self.experts.forward_tokens(x_TD, order.weights(decision.weights_TK), order, splits)
 
     def route(self, x_TD: Tensor, padding_mask_T: Tensor | None = None) -> RoutingDecision:
         """The routing decision, with the slots over capacity marked as dropped."""

@@ -6,8 +6,9 @@ import pytest
 import torch
 from tiny_moe import random
 
-from moe_exp.layers.dispatcher import Dispatched, DispatchRecord, RowOrder
+from moe_exp.layers.dispatcher import Dispatched, DispatchRecord
 from moe_exp.layers.experts import ACTIVATIONS, Experts, squared_relu
+from moe_exp.layers.row_order import RowOrder
 
 
 def formula(name: str, x: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from tiny_moe import random
 
 from moe_exp.layers.capacity import count_per_expert
-from moe_exp.layers.losses import group_size, load_balancing_loss_share, z_loss_share
+from moe_exp.layers.groups import group_size
+from moe_exp.layers.losses import load_balancing_loss_share, z_loss_share
 from ranks import run_on_ranks
 
 

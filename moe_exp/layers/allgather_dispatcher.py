@@ -1,0 +1,123 @@
+"""All-gather dispatcher: every rank sees all tokens and picks the rows of its experts. Shape suffixes in `moe_exp.layers`.
+
+Further suffixes: A tokens of all ranks, S source ranks (ETP*EP).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_exp import gloo
+from moe_exp.layers.collectives import Departed, Exchange, GatherRows, arrive, depart
+from moe_exp.layers.dispatcher import Dispatched, Dispatcher, DispatchRecord, Pending, experts_per_rank, sort_slots
+from moe_exp.layers.groups import group_size
+from moe_exp.layers.router import RoutingDecision
+from moe_exp.layers.row_order import RowOrder, SortedSlots, pad_by_expert, sort_by_expert
+
+
+class AllGatherDispatcher(Dispatcher):
+    """Gathers tokens and routing over `ep_group`, then over `etp_group`; the way back sums the ranks' results per token.
+
+    A token travels once to every rank, whatever its K, where an all-to-all sends it K times to the ranks that need it: the
+    better choice where K is not small against the expert parallel size. The results of a token's experts on one rank are
+    added before they travel, those of different ranks on the way, in the dtype of the rows. It waits for the device once, for
+    the counts of tokens and rows.
+
+    Args:
+        num_experts: E, over all ranks.
+        ep_group: expert parallel group; rank i holds experts [i*L, (i+1)*L). None for this rank alone.
+        etp_group: expert tensor parallel group. None for this rank alone.
+
+    Raises:
+        ValueError: the expert parallel size does not divide num_experts.
+    """
+
+    name = "allgather"
+
+    def __init__(self, num_experts: int, *, ep_group: ProcessGroup | None, etp_group: ProcessGroup | None):
+        self.num_experts, self.ep_group, self.etp_group = num_experts, ep_group, etp_group
+        self.ep, self.etp = group_size(ep_group), group_size(etp_group)
+        self.num_local_experts = experts_per_rank(num_experts, self.ep)
+        self.first_expert = self.num_local_experts * (0 if ep_group is None else ep_group.rank())
+        self.etp_rank = 0 if etp_group is None else etp_group.rank()
+
+    def start(self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None) -> Pending:
+        expert_TK, weights_TK, kept_TK = decision.expert_TK.to(torch.int32), decision.weights_TK, decision.kept_TK
+        travelling = None
+        if kept_TK is not None:
+            expert_TK = expert_TK.masked_fill(~kept_TK, self.num_experts)
+            travelling = _tokens_with_a_slot(kept_TK)
+        sizes = self._exchange_sizes(decision, travelling)
+        order = None
+        if travelling is not None:
+            order = travelling.order(sizes.num_sent)
+            x_TD, weights_TK = order.rows(x_TD), order.rows(weights_TK)
+            expert_TK = expert_TK.index_select(0, order.slot_R)
+        gather = GatherRows(group=self.ep_group, sizes=sizes.tokens_ep)
+        departed = depart(gather, x_TD, weights_TK, expert_TK)
+        return Pending(partial(self._land, departed, order, sizes, rows_per_expert))
+
+    def _land(self, departed: Departed, order: RowOrder | None, sizes: _Sizes, rows_per_expert: int | None) -> Dispatched:
+        x_AD, weights_AK, expert_AK = arrive(departed)
+        back: tuple[Exchange, ...] = (departed.flight.exchange.reverse,)
+        if self.etp > 1:
+            gather = GatherRows(group=self.etp_group, sizes=sizes.tokens_etp)
+            x_AD, weights_AK, expert_AK = arrive(depart(gather, x_AD, weights_AK, expert_AK))
+            back = (gather.reverse, *back)
+        by_expert, counts_L, splits = self._local_rows(expert_AK.long() - self.first_expert, sizes, rows_per_expert)
+        record = DispatchRecord(order, back, by_expert)
+        return Dispatched(by_expert.rows(x_AD), by_expert.weights(weights_AK), counts_L, record, splits)
+
+    def _local_rows(self, local_AK: Tensor, sizes: _Sizes, rows_per_expert: int | None) -> tuple[RowOrder, Tensor, tuple[int, ...]]:
+        """Order of the rows of this rank's experts, the dropped slots being those of other ranks, and rows per expert."""
+        here_AK = (local_AK >= 0) & (local_AK < self.num_local_experts)
+        if rows_per_expert is None:
+            slots = sort_by_expert(local_AK, here_AK, num_experts=self.num_local_experts, counts_E=sizes.rows_L)
+            return slots.order(sum(sizes.splits)), sizes.rows_L, sizes.splits
+        rows = self.ep * self.etp * rows_per_expert
+        order = pad_by_expert(local_AK, here_AK, num_experts=self.num_local_experts, rows_per_expert=rows)
+        return order, torch.full_like(sizes.rows_L, rows), (rows,) * self.num_local_experts
+
+    def _exchange_sizes(self, decision: RoutingDecision, travelling: SortedSlots | None) -> _Sizes:
+        """The only wait for the device: for the tokens of every rank and the rows of this rank's experts."""
+        counts_E = sort_slots(decision, num_experts=self.num_experts).rows_per_expert_E
+        num_tokens = counts_E.new_full((1,), decision.expert_TK.size(0)) if travelling is None else travelling.rows_per_expert_E
+        counts = torch.cat([num_tokens, counts_E])
+        for group, size in ((self.ep_group, self.ep), (self.etp_group, self.etp)):
+            if size > 1:
+                gathered = counts.new_empty(size * counts.numel())
+                gloo.all_gather(gathered, counts, group=group)
+                counts = gathered
+        counts_S = counts.view(self.etp * self.ep, 1 + self.num_experts)
+        rows_L = counts_S[:, 1:].sum(dim=0)[self.first_expert : self.first_expert + self.num_local_experts]
+        host = torch.cat([counts_S[:, 0], rows_L]).tolist()
+        tokens = [host[i * self.ep : (i + 1) * self.ep] for i in range(self.etp)]
+        ep_rank = self.first_expert // self.num_local_experts
+        return _Sizes(
+            num_sent=tokens[self.etp_rank][ep_rank],
+            tokens_ep=tuple(tokens[self.etp_rank]),
+            tokens_etp=tuple(map(sum, tokens)),
+            splits=tuple(host[self.etp * self.ep :]),
+            rows_L=rows_L,
+        )
+
+
+class _Sizes(NamedTuple):
+    """Tokens that this rank sends, tokens per rank of EP, tokens per rank of ETP after the first gather, rows per local expert."""
+
+    num_sent: int
+    tokens_ep: tuple[int, ...]
+    tokens_etp: tuple[int, ...]
+    splits: tuple[int, ...]
+    rows_L: Tensor
+
+
+def _tokens_with_a_slot(kept_TK: Tensor) -> SortedSlots:
+    """The tokens that have a kept slot: as slots of one expert that the others are dropped by."""
+    kept_T1 = kept_TK.any(dim=1, keepdim=True)
+    return sort_by_expert(torch.zeros_like(kept_T1, dtype=torch.int64), kept_T1, num_experts=1)

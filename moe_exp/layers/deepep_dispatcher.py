@@ -1,0 +1,192 @@
+"""DeepEP dispatcher: the package's fused all-to-all kernels over NVLink and RDMA. Shape suffixes in `moe_exp.layers`.
+
+DeepEP (github.com/deepseek-ai/DeepEP, its high-throughput kernels) sends a token once to every rank that holds one of its
+experts, unsorted, with its K experts and weights; sorting by expert is left to the receiver. The transpose of its dispatch is
+its combine, so each is the backward of the other. Further suffix: A received tokens.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_exp.layers.collectives import Arrival, Departed, arrive, depart
+from moe_exp.layers.dispatcher import Dispatched, Dispatcher, DispatchRecord, Pending, experts_per_rank
+from moe_exp.layers.groups import group_size
+from moe_exp.layers.router import RoutingDecision
+from moe_exp.layers.row_order import RowOrder, pad_by_expert, sort_by_expert
+
+INSTALL = "pip install git+https://github.com/deepseek-ai/DeepEP@v1.2.1"
+# Group sizes that DeepEP has tuned configurations for; it refuses others.
+SIZES = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)
+
+
+class DeepEPDispatcher(Dispatcher):
+    """Experts are spread over `ep_group`; bf16 rows, a CUDA device per rank, ranks of one node linked by NVLink.
+
+    The host waits in `start` for the counts, which DeepEP writes to its memory; the rows arrive while it goes on.
+
+    Args:
+        num_experts: E, over all ranks.
+        ep_group: expert parallel group (NCCL); rank i holds experts [i*L, (i+1)*L).
+        etp_group: expert tensor parallel group, which has to be of one rank. None for this rank alone.
+
+    Raises:
+        ValueError: what DeepEP cannot do, or the package or the GPU is missing.
+    """
+
+    name = "deepep"
+
+    def __init__(self, num_experts: int, *, ep_group: ProcessGroup | None, etp_group: ProcessGroup | None):
+        check_deepep(ep=group_size(ep_group), etp=group_size(etp_group))
+        assert ep_group is not None
+        self.num_experts, self.ep_group = num_experts, ep_group
+        self.num_local_experts = experts_per_rank(num_experts, ep_group.size())
+
+    def start(self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None) -> Pending:
+        check_rows(x_TD)
+        buffer = shared_buffer(self.ep_group, x_TD.size(1) * x_TD.element_size())
+        exchange = _Send(buffer, sent_experts(decision), self.num_experts)
+        departed = depart(exchange, x_TD, decision.weights_TK)
+        return Pending(partial(self._land, departed, exchange, rows_per_expert))
+
+    def _land(self, departed: Departed, exchange: _Send, rows_per_expert: int | None) -> Dispatched:
+        x_AD, weights_AK = arrive(departed)
+        if rows_per_expert is not None:
+            rows_per_expert *= self.ep_group.size()
+        by_expert, splits = received_order(exchange.expert_AK, exchange.splits, rows_per_expert=rows_per_expert)
+        counts_L = torch.tensor(splits, device=x_AD.device)
+        record = DispatchRecord(None, (exchange.reverse,), by_expert)
+        return Dispatched(by_expert.rows(x_AD), by_expert.weights(weights_AK), counts_L, record, splits)
+
+
+def check_deepep(*, ep: int, etp: int) -> None:
+    """Raises a ValueError, one line, where DeepEP cannot run here with these sizes."""
+    if ep not in SIZES:
+        raise ValueError(f"dispatcher=deepep: has no kernels for EP={ep}. Fix: EP among {', '.join(map(str, SIZES))}, or alltoall.")
+    if etp > 1:
+        raise ValueError(f"dispatcher=deepep: cannot split experts over ETP={etp} ranks. Fix: ETP=1, or use alltoall.")
+    try:
+        importlib.import_module("deep_ep").Buffer  # noqa: B018  # absent in builds without the kernels used here
+    except (ImportError, AttributeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"dispatcher=deepep: needs the package deep_ep ({reason}). Fix: {INSTALL}, or use alltoall.") from None
+    if not torch.cuda.is_available():
+        raise ValueError("dispatcher=deepep: needs a CUDA device. Fix: use alltoall.")
+
+
+def check_rows(x_TD: Tensor) -> None:
+    """Raises a ValueError, one line, for rows that DeepEP cannot send."""
+    if x_TD.dtype != torch.bfloat16:
+        dtype = str(x_TD.dtype).removeprefix("torch.")
+        raise ValueError(f"dispatcher=deepep: sends bfloat16 rows, not {dtype}. Fix: DTYPE=bf16, or use alltoall.")
+    if x_TD.size(1) % 8:
+        raise ValueError(f"hidden_size={x_TD.size(1)}: DeepEP sends rows of a multiple of 8. Fix: choose one, or use alltoall.")
+
+
+def sent_experts(decision: RoutingDecision) -> Tensor:
+    """[T, K] as DeepEP takes it: int64, -1 for a slot that does not travel."""
+    expert_TK = decision.expert_TK.to(torch.int64)
+    return expert_TK if decision.kept_TK is None else expert_TK.masked_fill(~decision.kept_TK, -1)
+
+
+def received_order(expert_AK: Tensor, splits: Sequence[int], *, rows_per_expert: int | None = None) -> tuple[RowOrder, tuple[int, ...]]:
+    """Order of the rows of this rank's experts.
+
+    Args:
+        expert_AK: what DeepEP gives for every received token: this rank's experts counted from 0, -1 for those of other ranks.
+        splits: rows per expert of this rank, as DeepEP counts them.
+        rows_per_expert: pad every expert to that many rows.
+
+    Returns:
+        The order of the received slots, and the rows per expert [L].
+    """
+    num_experts, here_AK = len(splits), expert_AK >= 0
+    if rows_per_expert is not None:
+        order = pad_by_expert(expert_AK.long(), here_AK, num_experts=num_experts, rows_per_expert=rows_per_expert)
+        return order, (rows_per_expert,) * num_experts
+    return sort_by_expert(expert_AK.long(), here_AK, num_experts=num_experts).order(sum(splits)), tuple(splits)
+
+
+@cache
+def shared_buffer(group: ProcessGroup, hidden_bytes: int) -> Any:
+    """DeepEP's communication memory, hundreds of MB: one for all layers, which use it one after the other."""
+    Buffer = importlib.import_module("deep_ep").Buffer
+    configs = Buffer.get_dispatch_config(group.size()), Buffer.get_combine_config(group.size())
+    nvlink = max(config.get_nvl_buffer_size_hint(hidden_bytes, group.size()) for config in configs)
+    rdma = max(config.get_rdma_buffer_size_hint(hidden_bytes, group.size()) for config in configs)
+    return Buffer(group, nvlink, rdma)
+
+
+class _Send:
+    """The exchange of tokens and their weights; the first launch learns the layout, later ones reuse it."""
+
+    def __init__(self, buffer: Any, expert_TK: Tensor, num_experts: int):
+        self.buffer, self.expert_TK, self.num_experts = buffer, expert_TK, num_experts
+        self.handle: Any = None
+        self.expert_AK = expert_TK
+        self.splits: tuple[int, ...] = ()
+        self.received = torch.Size()
+
+    @property
+    def reverse(self) -> _Return:
+        return _Return(self)
+
+    def launch(self, tensors: Sequence[Tensor | None]) -> Arrival:
+        x_TD = tensors[0]
+        assert x_TD is not None
+        if self.handle is not None:
+            x_AD, *_, event = self.buffer.dispatch(x_TD.contiguous(), handle=self.handle, async_finish=True)
+            return _arrival(event, [x_AD])
+        weights_TK = tensors[1]
+        assert weights_TK is not None
+        per_rank, per_node, per_expert, in_rank, _ = self.buffer.get_dispatch_layout(self.expert_TK, self.num_experts)
+        x_AD, self.expert_AK, weights_AK, splits, self.handle, event = self.buffer.dispatch(
+            x_TD.contiguous(),
+            topk_idx=self.expert_TK,
+            topk_weights=weights_TK.float(),
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_node,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            async_finish=True,
+        )
+        self.splits, self.received = tuple(splits), x_AD.size()
+        return _arrival(event, [x_AD, weights_AK])
+
+
+class _Return:
+    """The way back of a `_Send`: sums what the ranks computed for a token, and brings the gradients of its weights home."""
+
+    def __init__(self, there: _Send):
+        self.there = there
+
+    @property
+    def reverse(self) -> _Send:
+        return self.there
+
+    def launch(self, tensors: Sequence[Tensor | None]) -> Arrival:
+        y_AD, weights_AK = tensors if len(tensors) == 2 else (tensors[0], None)
+        if y_AD is None:
+            # The weights need a gradient, the tokens do not; DeepEP sends no weights alone.
+            assert weights_AK is not None
+            y_AD = weights_AK.new_zeros(self.there.received, dtype=torch.bfloat16)
+        weights_AK = None if weights_AK is None else weights_AK.float().contiguous()
+        y_TD, weights_TK, event = self.there.buffer.combine(
+            y_AD.contiguous(), self.there.handle, topk_weights=weights_AK, async_finish=True
+        )
+        return _arrival(event, [y_TD, weights_TK][: len(tensors)])
+
+
+def _arrival(event: Any, tensors: list[Tensor | None]) -> Arrival:
+    def wait() -> list[Tensor | None]:
+        event.current_stream_wait()
+        return tensors
+
+    return Arrival(wait)

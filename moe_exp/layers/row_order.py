@@ -1,0 +1,195 @@
+"""From slots to rows sorted by expert, and back. Shape suffixes in `moe_exp.layers`.
+
+Both ways are gathers, each the transpose of the other: nothing is added atomically, so a result has the same bits every time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding_bag
+
+from moe_exp.layers.capacity import count_per_expert, rank_in_expert
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """How slots become rows.
+
+    Args:
+        slot_R: the slot of each row; N for a row of padding.
+        row_N: the row of each slot; R for a dropped slot.
+        topk: slots per token.
+        has_padding: some rows may have no slot.
+        has_drops: some slots may have no row.
+    """
+
+    slot_R: Tensor
+    row_N: Tensor
+    topk: int
+    has_padding: bool = False
+    has_drops: bool = False
+
+    def rows(self, x_TD: Tensor) -> Tensor:
+        """[T, D] to [R, D]; padding is zero."""
+        return _TokensToRows.apply(x_TD, self)
+
+    def tokens(self, y_RD: Tensor) -> Tensor:
+        """[R, D] to [T, D], the sum over the K slots of a token in slot order; a dropped slot adds nothing."""
+        return _RowsToTokens.apply(y_RD, self)
+
+    def weights(self, weights_TK: Tensor) -> Tensor:
+        """[T, K] to [R]; padding is zero."""
+        return _take(weights_TK.reshape(-1), self.slot_R, self.has_padding)
+
+
+@dataclass(frozen=True)
+class SortedSlots:
+    """Slots sorted by expert, the dropped ones last.
+
+    Args:
+        slot_N: the slots in that order, by position among the slots of one expert.
+        rows_per_expert_E: kept slots per expert, int64, on the device.
+        topk: slots per token.
+        has_drops: some slots may be dropped.
+    """
+
+    slot_N: Tensor
+    rows_per_expert_E: Tensor
+    topk: int
+    has_drops: bool
+
+    def order(self, num_rows: int | None = None) -> RowOrder:
+        """The row order.
+
+        Args:
+            num_rows: the sum of rows_per_expert_E. With drops only the device knows it: None asks, and waits for it.
+        """
+        row_N = _inverse(self.slot_N)
+        if not self.has_drops:
+            return RowOrder(self.slot_N, row_N, self.topk)
+        if num_rows is None:
+            num_rows = int(self.rows_per_expert_E.sum())
+        return RowOrder(self.slot_N[:num_rows], row_N.clamp_(max=num_rows), self.topk, has_drops=True)
+
+
+def sort_by_expert(expert_TK: Tensor, kept_TK: Tensor | None = None, *, num_experts: int, counts_E: Tensor | None = None) -> SortedSlots:
+    """Sorts the slots by expert.
+
+    Args:
+        expert_TK: the expert of every slot, integer; in [0, E) where it is kept.
+        kept_TK: bool, the slots that are not dropped; None for all.
+        num_experts: E.
+        counts_E: kept slots per expert, int64, where they are known already.
+    """
+    expert_N = _kept_or_last(expert_TK, kept_TK, num_experts)
+    if counts_E is None:
+        counts_E = count_per_expert(expert_N, num_experts + 1)[:num_experts]
+    return SortedSlots(torch.argsort(expert_N, stable=True), counts_E, expert_TK.size(1), kept_TK is not None)
+
+
+def pad_by_expert(expert_TK: Tensor, kept_TK: Tensor | None = None, *, num_experts: int, rows_per_expert: int) -> RowOrder:
+    """Row order with `rows_per_expert` rows for every expert, zero rows where it has fewer: shapes do not depend on the data.
+
+    Args:
+        expert_TK: as for `sort_by_expert`.
+        kept_TK: as for `sort_by_expert`.
+        num_experts: E.
+        rows_per_expert: at least the number of kept slots of any expert; what is beyond is not checked and corrupts other experts' rows.
+    """
+    expert_N = _kept_or_last(expert_TK, kept_TK, num_experts)
+    num_slots, num_rows = expert_N.numel(), num_experts * rows_per_expert
+    place_N = rank_in_expert(expert_N, None, num_experts=num_experts)
+    row_N = torch.where(expert_N < num_experts, expert_N * rows_per_expert + place_N, num_rows)
+    slot_R = torch.full((num_rows + 1,), num_slots, device=row_N.device, dtype=row_N.dtype)
+    slot_R[row_N] = torch.arange(num_slots, device=row_N.device)
+    # A padding row's slot is N, one past the last: divided by K it has to stay one past the last token.
+    return RowOrder(slot_R[:num_rows], row_N, expert_TK.size(1), has_padding=True, has_drops=True)
+
+
+def regroup_chunks(rows_SL: Tensor, *, num_rows: int) -> RowOrder:
+    """Row order from chunks by source and expert to chunks by expert and source.
+
+    Args:
+        rows_SL: rows that every source has for every expert, int64, on the device.
+        num_rows: their sum: R.
+    """
+    ends_SL = rows_SL.flatten().cumsum(0).view_as(rows_SL)
+    first_C, rows_C = (ends_SL - rows_SL).t().flatten(), rows_SL.t().flatten()
+    # A row keeps its place in its chunk: the shift is one number per chunk, and no sort is needed.
+    shift_C = first_C - (rows_C.cumsum(0) - rows_C)
+    slot_R = torch.repeat_interleave(shift_C, rows_C, output_size=num_rows) + torch.arange(num_rows, device=rows_SL.device)
+    return RowOrder(slot_R, _inverse(slot_R), topk=1)
+
+
+def _kept_or_last(expert_TK: Tensor, kept_TK: Tensor | None, num_experts: int) -> Tensor:
+    """The expert of every slot [N], `num_experts` for a dropped one."""
+    return (expert_TK if kept_TK is None else expert_TK.masked_fill(~kept_TK, num_experts)).flatten()
+
+
+class _TokensToRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, order: RowOrder) -> Tensor:
+        ctx.order = order
+        return _to_rows(x_TD, order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return sum_slots(grads[0], ctx.order), None
+
+
+class _RowsToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y_RD: Tensor, order: RowOrder) -> Tensor:
+        ctx.order = order
+        return sum_slots(y_RD, order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _to_rows(grads[0], ctx.order), None
+
+
+def _to_rows(x_TD: Tensor, order: RowOrder) -> Tensor:
+    token_R = order.slot_R if order.topk == 1 else order.slot_R // order.topk
+    return _take(x_TD, token_R, order.has_padding)
+
+
+def sum_slots(y_RD: Tensor, order: RowOrder) -> Tensor:
+    """A bag of rows per token: sums in the accumulation type of y, and never holds the [N, D] that a gather and a sum would."""
+    if order.topk == 1 and not order.has_drops:
+        return y_RD.index_select(0, order.row_N)
+    row_TK = order.row_N.view(-1, order.topk)
+    if y_RD.size(0) == 0 or row_TK.size(0) == 0:
+        return y_RD.new_zeros(row_TK.size(0), *y_RD.shape[1:])
+    if not order.has_drops:
+        return embedding_bag(row_TK, y_RD, mode="sum")
+    kept_TK = row_TK < y_RD.size(0)
+    if order.has_padding:
+        # How many slots are kept is not known on the host: a dropped one takes some row, times zero.
+        row_TK = row_TK.clamp(max=y_RD.size(0) - 1)
+        return embedding_bag(row_TK, y_RD, mode="sum", per_sample_weights=kept_TK.to(y_RD.dtype))
+    kept_T = kept_TK.sum(dim=1)
+    return embedding_bag(_kept_rows(row_TK, kept_TK, y_RD.size(0)), y_RD, kept_T.cumsum(0) - kept_T, mode="sum")
+
+
+def _kept_rows(row_TK: Tensor, kept_TK: Tensor, num_kept: int) -> Tensor:
+    """row_TK[kept_TK], without asking the device how many those are."""
+    kept_N = kept_TK.flatten()
+    place_N = torch.where(kept_N, kept_N.cumsum(0) - 1, num_kept)
+    return row_TK.new_empty(num_kept + 1).scatter_(0, place_N, row_TK.flatten())[:num_kept]
+
+
+def _take(x: Tensor, index: Tensor, with_zero: bool) -> Tensor:
+    """x[index]; with `with_zero` an index of len(x) gives zero."""
+    if with_zero:
+        x = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
+    return x.index_select(0, index)
+
+
+def _inverse(permutation_N: Tensor) -> Tensor:
+    inverse_N = torch.empty_like(permutation_N)
+    inverse_N[permutation_N] = torch.arange(permutation_N.numel(), device=permutation_N.device)
+    return inverse_N

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+import torch
+
+from moe_exp.layers.expert_threads import _is_balanced, for_each_expert
+
+
+@pytest.fixture(params=[1, 2, 3])
+def num_threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("rows_L", [[], [0, 0], [5], [4, 4, 4, 4, 4, 4], [90, 1, 0, 1]])
+def test_every_expert_once_and_the_threads_are_as_before(num_threads, rows_L):
+    done = []
+    for_each_expert(done.append, rows_L)
+    assert sorted(done) == list(range(len(rows_L)))
+    assert torch.get_num_threads() == num_threads
+
+
+def test_threads_share_balanced_experts(num_threads):
+    seen, all_here = set(), threading.Barrier(num_threads)
+
+    def task(expert: int) -> None:
+        all_here.wait(60)  # passes only when every thread has a task at the same time
+        seen.add(threading.get_ident())
+        assert torch.get_num_threads() == 1
+        assert not torch.is_grad_enabled()
+
+    for_each_expert(task, [4] * num_threads)
+    assert len(seen) == num_threads
+
+
+def test_experts_that_do_not_balance_run_with_all_threads(num_threads):
+    for_each_expert(lambda expert: None if torch.get_num_threads() == num_threads else pytest.fail("one thread"), [90, 1, 1])
+
+
+def test_an_error_of_any_thread_is_raised(num_threads):
+    def task(expert: int) -> None:
+        if expert == 5:
+            raise RuntimeError("expert 5")
+
+    with pytest.raises(RuntimeError, match="expert 5"):
+        for_each_expert(task, [1] * 6)
+    assert torch.get_num_threads() == num_threads
+
+
+def test_an_index_error_of_a_task_is_not_taken_for_the_end(num_threads):
+    with pytest.raises(IndexError, match="mine"):
+        for_each_expert(lambda expert: (_ for _ in ()).throw(IndexError("mine")), [1] * 6)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_has_threads_of_its_own():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for_each_expert(lambda expert: None, [1, 1])
+        if (child := os.fork()) == 0:
+            done: list[int] = []
+            for_each_expert(done.append, [1, 1, 1])
+            os._exit(0 if sorted(done) == [0, 1, 2] else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("rows_L", "num_threads", "expected"),
+    [
+        ([4, 4], 2, True),
+        ([8, 4], 2, False),
+        ([3, 3, 2, 2, 2], 2, False),
+        ([3, 3, 2, 2, 2, 2], 2, True),
+        ([10, 1, 1, 1], 2, False),
+        ([5, 5, 5], 2, False),
+        ([0, 0], 2, True),
+    ],
+)
+def test_balance_by_hand(rows_L, num_threads, expected):
+    assert _is_balanced(rows_L, num_threads) is expected

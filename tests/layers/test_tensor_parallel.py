@@ -1,0 +1,83 @@
+"""Experts whose width is spread over ranks with the same tokens, against one rank. As part of a model: tests/test_mesh.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_moe import EXPERTS, FFN, HIDDEN, pushed_tokens, random, tiny_layer
+from torch.distributed.device_mesh import init_device_mesh
+
+from moe_exp.layers.experts import Experts
+from moe_exp.layers.mesh import TensorParallelDispatcher, expert_width_part
+from moe_exp.layers.moe_layer import MoELayer
+from ranks import run_on_ranks
+from relative_error import assert_equal_to
+
+TOKENS = [[0, 1]] * 5 + [[3, 0]] * 3 + [[2, 1], [0, 3]]
+CASES = {
+    "dropless": {},
+    "capacity": {"capacity_factor": 0.6},
+    "capacity and pad": {"capacity_factor": 0.6, "pad_to_capacity": True},
+    "not gated": {"activation": "squared_relu"},
+}
+
+
+def run(layer: MoELayer) -> dict[str, torch.Tensor]:
+    x_TD = pushed_tokens(TOKENS).requires_grad_()
+    y_TD, loss = layer(x_TD)
+    ((y_TD * random(len(TOKENS), HIDDEN, seed=9)).sum() + loss).backward()
+    grads = {"weight1": layer.experts.weight1.grad, "weight2": layer.experts.weight2.grad, "router": layer.router.weight.grad}
+    return {"y": y_TD.detach(), "x": x_TD.grad, "loss": loss.detach(), **grads}
+
+
+def make_layer(settings: dict) -> MoELayer:
+    return tiny_layer(aux_loss_coeff=0.3, z_loss_coeff=0.2, **settings)
+
+
+def run_on_rank(ranks: int) -> dict[str, tuple[dict, dict]]:
+    """What this rank found, and its part of what one rank alone finds."""
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))["tp"]
+    found = {}
+    for name, settings in CASES.items():
+        whole = make_layer(settings)
+        halves = 2 if whole.experts.gated else 1
+        sizes = {"num_local_experts": EXPERTS, "hidden_size": HIDDEN, "ffn_size": FFN // ranks}
+        experts = Experts(**sizes, activation=settings.get("activation", "swiglu"), backend="loop", dtype=torch.float64)
+        with torch.no_grad():
+            experts.weight1.copy_(expert_width_part(whole.experts.weight1, axis=1, num_halves=halves, tp_mesh=mesh))
+            experts.weight2.copy_(expert_width_part(whole.experts.weight2, axis=2, num_halves=1, tp_mesh=mesh))
+        part = make_layer(settings)
+        part.experts, part.dispatcher = experts, TensorParallelDispatcher(EXPERTS, tp_mesh=mesh)
+        expected = run(whole)
+        expected["weight1"] = expert_width_part(expected["weight1"], axis=1, num_halves=halves, tp_mesh=mesh)
+        expected["weight2"] = expert_width_part(expected["weight2"], axis=2, num_halves=1, tp_mesh=mesh)
+        found[name] = run(part), expected
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_layer_on_ranks_equals_one_rank(ranks):
+    for rank in run_on_ranks(ranks, run_on_rank, ranks):
+        assert rank.keys() == CASES.keys()
+        for found, expected in rank.values():
+            assert_equal_to(1e-12, found, expected)
+
+
+def cut_into_three() -> None:
+    expert_width_part(torch.zeros(2, 8, 4), axis=1, num_halves=2, tp_mesh=init_device_mesh("cpu", (3,)))
+
+
+def take_two_dimensions() -> None:
+    TensorParallelDispatcher(4, tp_mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("shard", "tp")))
+
+
+@pytest.mark.parametrize(
+    ("function", "ranks", "text"),
+    [
+        (cut_into_three, 3, "ffn_size=4: is not divisible by the 3 tensor parallel ranks. Fix:"),
+        (take_two_dimensions, 2, "has 2 dimensions"),
+    ],
+)
+def test_what_does_not_fit(function, ranks, text):
+    with pytest.raises(RuntimeError, match=text):
+        run_on_ranks(ranks, function)

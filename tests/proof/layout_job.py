@@ -1,0 +1,194 @@
+"""One global batch through our layer on a layout of ranks, with gradients summed as Megatron does; for test_layouts.py.
+
+Ranks are numbered as Megatron numbers them. For attention a rank is dp * TP + tp: the tokens of a micro-batch are split over TP ranks
+along the sequence. For experts the same rank is edp * (EP * ETP) + ep * ETP + etp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_exp.layers.allgather_dispatcher import AllGatherDispatcher
+from moe_exp.layers.dispatcher import AllToAllDispatcher, LocalDispatcher
+from moe_exp.layers.experts import Experts
+from moe_exp.layers.losses import AuxLoss
+from moe_exp.layers.moe_layer import MoELayer, MoESettings
+from moe_exp.layers.router import Router, RouterConfig
+from moe_exp.layers.shared import SharedExpert
+
+HIDDEN, FFN, EXPERTS, SHARED_FFN = 10, 8, 8, 6
+LENGTH, SEQUENCES, MICROBATCHES, BATCHES = 12, 2, 4, 2
+DISPATCHERS = {"alltoall": AllToAllDispatcher, "allgather": AllGatherDispatcher}
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the parallel groups, the rest of `ranks` being data parallel, and the dispatcher; where experts are whole, it is local."""
+
+    ep: int
+    tp: int
+    etp: int
+    ranks: int
+    dispatcher: str = "alltoall"
+
+    @property
+    def dp(self) -> int:
+        return self.ranks // self.tp
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the layer does; `padded`: how many tokens at the end of the sequences of a micro-batch are padding, at most."""
+
+    router: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    padded: int = 0
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Process groups of this rank; None for one rank alone."""
+
+    tp: ProcessGroup | None = None
+    ep: ProcessGroup | None = None
+    etp: ProcessGroup | None = None
+    edp: ProcessGroup | None = None
+
+
+def _group_of(rank: int, key: Callable[[int], tuple[int, ...]], ranks: int) -> ProcessGroup:
+    """The group of all ranks with the same key; every rank has to create every group."""
+    mine = None
+    for value in sorted({key(other) for other in range(ranks)}):
+        group = dist.new_group([other for other in range(ranks) if key(other) == value])
+        if key(rank) == value:
+            mine = group
+    assert mine is not None
+    return mine
+
+
+def make_groups(layout: Layout) -> Groups:
+    rank, experts = dist.get_rank(), layout.ep * layout.etp
+    return Groups(
+        tp=_group_of(rank, lambda r: (r // layout.tp,), layout.ranks),
+        ep=_group_of(rank, lambda r: (r // experts, r % layout.etp), layout.ranks),
+        etp=_group_of(rank, lambda r: (r // layout.etp,), layout.ranks),
+        edp=_group_of(rank, lambda r: (r % experts,), layout.ranks),
+    )
+
+
+def random(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def initial_weights(dtype: torch.dtype) -> Tensors:
+    """Of the whole layer; the router's so that experts get different numbers of tokens, and some get few."""
+    router = 0.5 * random(EXPERTS, HIDDEN, seed=1, dtype=dtype)
+    router[:, 0] += torch.linspace(1, -1, EXPERTS, dtype=dtype)  # the first input of a token is positive
+    shapes = {"weight1": (EXPERTS, 2 * FFN, HIDDEN), "weight2": (EXPERTS, HIDDEN, FFN)}
+    shapes |= {"shared weight1": (2 * SHARED_FFN, HIDDEN), "shared weight2": (HIDDEN, SHARED_FFN), "shared gate": (1, HIDDEN)}
+    drawn = {name: random(*shape, seed=seed, dtype=dtype) * shape[-1] ** -0.5 for seed, (name, shape) in enumerate(shapes.items(), 2)}
+    return {"router": router} | drawn
+
+
+def part_of_rank(name: str, whole: Tensor, ep: int, etp: int, layout: Layout) -> Tensor:
+    """This rank's part of an expert tensor: its experts, and of each its part of the width; all of any other tensor."""
+    if name not in ("weight1", "weight2"):
+        return whole
+    whole = whole.chunk(layout.ep)[ep]
+    halves, axis = (whole.chunk(2, dim=1), 1) if name == "weight1" else ((whole,), 2)
+    return torch.cat([half.chunk(layout.etp, dim=axis)[etp] for half in halves], dim=axis)
+
+
+def build(case: Case, groups: Groups, layout: Layout, dtype: torch.dtype) -> tuple[MoELayer, Tensors]:
+    """The layer of this rank and its parameters by name."""
+    ep, etp = (0 if group is None else group.rank() for group in (groups.ep, groups.etp))
+    precision = "fp64" if dtype == torch.float64 else "fp32"
+    config = RouterConfig(hidden_size=HIDDEN, num_experts=EXPERTS, **({"topk": 2, "dtype": precision} | case.router))
+    router = Router(config, microbatch_group=groups.tp, dtype=dtype)
+    sizes = {"num_local_experts": EXPERTS // layout.ep, "hidden_size": HIDDEN, "ffn_size": FFN // layout.etp}
+    experts = Experts(**sizes, activation="swiglu", backend="loop", dtype=dtype)
+    shared = SharedExpert(hidden_size=HIDDEN, ffn_size=SHARED_FFN, gate=True, dtype=dtype)
+    parameters = {"router": router.weight, "weight1": experts.weight1, "weight2": experts.weight2}
+    parameters |= {"shared weight1": shared.weight1, "shared weight2": shared.weight2, "shared gate": shared.gate_weight}
+    with torch.no_grad():
+        for name, whole in initial_weights(dtype).items():
+            parameters[name].copy_(part_of_rank(name, whole, ep, etp, layout))
+        if config.expert_bias:
+            router.expert_bias.copy_(random(EXPERTS, seed=20, dtype=torch.float32) * 0.1)
+    dispatcher = LocalDispatcher(EXPERTS)
+    if layout.ep * layout.etp > 1:
+        dispatcher = DISPATCHERS[layout.dispatcher](EXPERTS, ep_group=groups.ep, etp_group=groups.etp)
+    settings = MoESettings(**case.settings, batch_dim=1)
+    layer = MoELayer(router=router, dispatcher=dispatcher, experts=experts, settings=settings, shared=shared, microbatch_group=groups.tp)
+    return layer, parameters
+
+
+def microbatch(batch: int, index: int, case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Input [S, B, D], gradient of the output, and padding mask [S, B], of which micro-batches and sequences have different numbers."""
+    seed = 1000 * batch + 10 * index
+    x = random(LENGTH, SEQUENCES, HIDDEN, seed=seed, dtype=dtype)
+    x[..., 0] = x[..., 0].abs() + 0.5
+    grad = random(LENGTH, SEQUENCES, HIDDEN, seed=seed + 1, dtype=dtype)
+    if not case.padded:
+        return x, grad, None
+    mask = torch.zeros(LENGTH, SEQUENCES, dtype=torch.bool)
+    for sequence in range(SEQUENCES):
+        mask[LENGTH - (index + 2 * sequence) % (case.padded + 1) :, sequence] = True
+    mask[:, 0] &= index > 0
+    return x, grad, mask
+
+
+def run_batch(layer: MoELayer, batch: int, case: Case, groups: Groups, layout: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensors]:
+    """This rank's share of the loss of a global batch; outputs and input gradients of its tokens by micro-batch, unsummed gradients."""
+    rank, tp = (0, 0) if groups.tp is None else (dist.get_rank(), groups.tp.rank())
+    total, of_tokens = torch.zeros((), dtype=dtype), {}
+    for index in range(MICROBATCHES):
+        if index * layout.dp // MICROBATCHES != rank // layout.tp:
+            continue
+        part = slice(tp * LENGTH // layout.tp, (tp + 1) * LENGTH // layout.tp)
+        x, grad, mask = (None if whole is None else whole[part] for whole in microbatch(batch, index, case, dtype))
+        x = x.clone().requires_grad_()
+        y, auxiliary = layer(x, mask)
+        loss = ((y * grad).sum() / (LENGTH * SEQUENCES) + auxiliary) / MICROBATCHES
+        loss.backward()
+        total += loss.detach()
+        of_tokens[f"y {index}"], of_tokens[f"x {index}"] = y.detach(), x.grad
+    return total, of_tokens
+
+
+def run_case(case: Case, groups: Groups, layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
+    """Several global batches on this rank: losses, gradients summed over ranks, token tensors, expert bias, dropped slots."""
+    layer, parameters = build(case, groups, layout, dtype)
+    everyone = None if groups.tp is None else dist.group.WORLD
+    found: dict[str, Any] = {}
+    for batch in range(BATCHES):
+        layer.zero_grad()
+        loss, of_tokens = run_batch(layer, batch, case, groups, layout, dtype)
+        for name, value in {"loss": loss, **{name: parameter.grad for name, parameter in parameters.items()}}.items():
+            if everyone is not None:
+                dist.all_reduce(value, group=groups.edp if name in ("weight1", "weight2") else everyone)
+            found[f"{name}, batch {batch}"] = value.clone()
+        found |= {f"{name}, batch {batch}": value for name, value in of_tokens.items()}
+        layer.router.end_of_batch(everyone)
+        if layer.router.config.expert_bias:
+            found[f"expert bias, batch {batch}"] = layer.router.expert_bias.clone()
+    found["dropped"] = layer.statistics.sums[0].clone()
+    return found
+
+
+def run_on_rank(layout: Layout, cases: dict[str, Case], dtypes: list[torch.dtype]) -> dict[tuple[str, torch.dtype], dict[str, Any]]:
+    """Every case in every dtype on this rank of a job."""
+    groups = make_groups(layout)
+    return {(name, dtype): run_case(case, groups, layout, dtype) for name, case in cases.items() for dtype in dtypes}
+
+
+def balancing(**coeffs: float) -> tuple[AuxLoss, ...]:
+    return tuple(AuxLoss(kind, coeff) for kind, coeff in coeffs.items())

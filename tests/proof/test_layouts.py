@@ -1,0 +1,103 @@
+"""The layer is the same function on every layout of ranks: loss, outputs and every gradient, in float64 and float32.
+
+Two global batches of four micro-batches, so that the expert bias and the fractions of `global_aux_loss` move on between them,
+on one rank and on layouts of (EP, TP, ETP); the rest of the ranks is data parallel. With TP the tokens of a micro-batch are split
+along the sequence, and expert groups are folded over the same ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from layout_job import LENGTH, MICROBATCHES, Case, Groups, Layout, balancing, part_of_rank, run_case, run_on_rank
+
+from ranks import RankError, run_on_ranks
+from relative_error import assert_equal_to
+
+LIMITS = {torch.float64: 1e-10, torch.float32: 1e-5}
+ALL_LOSSES = {"losses": balancing(aux_loss=0.3, seq_aux_loss=0.2, global_aux_loss=0.4, importance=0.1), "z_loss_coeff": 0.05}
+SIGMOID = {"score": "sigmoid", "expert_bias": True, "bias_update_rate": 0.02, "global_fractions": True}
+FRACTIONS = {"global_fractions": True}
+CASES = {
+    "dropless": Case(SIGMOID, ALL_LOSSES),
+    "softmax over the chosen": Case({"pre_softmax": False, "topk": 3, **FRACTIONS}, ALL_LOSSES),
+    "sqrtsoftplus, groups": Case({**SIGMOID, "score": "sqrtsoftplus", "topk": 4, "num_groups": 4, "group_topk": 2}, ALL_LOSSES),
+    "capacity": Case(SIGMOID, {**ALL_LOSSES, "capacity_factor": 0.8}),
+    "capacity and pad": Case(FRACTIONS, {**ALL_LOSSES, "capacity_factor": 0.8, "pad_to_capacity": True}),
+    "capacity by position": Case(FRACTIONS, {**ALL_LOSSES, "capacity_factor": 0.8, "drop_policy": "position"}),
+    "padding tokens": Case(SIGMOID, ALL_LOSSES, padded=5),
+    "padding tokens and capacity": Case(FRACTIONS, {**ALL_LOSSES, "capacity_factor": 0.6, "pad_to_capacity": True}, padded=5),
+    "sinkhorn": Case({"assignment": "sinkhorn", "topk": 1}, {"z_loss_coeff": 0.05}),
+}
+ONE = Layout(1, 1, 1, ranks=1)
+# With as few ranks as a layout needs, and with more, whose rest is data parallel.
+FAST = [Layout(2, 1, 1, ranks=2), Layout(4, 1, 1, ranks=4), Layout(1, 2, 2, ranks=2), Layout(2, 2, 1, ranks=2), Layout(1, 2, 1, ranks=2)]
+FAST += [Layout(2, 2, 1, ranks=2, dispatcher="allgather")]
+SLOW = [Layout(1, 1, 1, ranks=4), Layout(2, 1, 1, ranks=4), Layout(1, 2, 2, ranks=4), Layout(2, 2, 1, ranks=4), Layout(1, 2, 1, ranks=4)]
+SLOW += [Layout(2, 2, 2, ranks=4), Layout(4, 2, 1, ranks=4), Layout(1, 4, 4, ranks=4), Layout(2, 1, 2, ranks=4), Layout(4, 4, 1, ranks=4)]
+SLOW += [replace(layout, dispatcher="allgather") for layout in SLOW if layout.ep * layout.etp > 1]
+
+
+@functools.cache
+def on_one_rank(name: str, dtype: torch.dtype) -> dict[str, Any]:
+    return run_case(CASES[name], Groups(), ONE, dtype)
+
+
+@functools.cache
+def on_ranks(layout: Layout) -> list[dict[Any, dict[str, Any]]] | RankError:
+    """Every case on every rank; or how the job failed, which is to be seen once."""
+    try:
+        return run_on_ranks(layout.ranks, run_on_rank, layout, CASES, list(LIMITS), timeout=300)
+    except RankError as error:
+        return error
+
+
+def expected_on(rank: int, whole: dict[str, Any], layout: Layout) -> dict[str, Any]:
+    """What a rank has to have found, from what one rank alone did: its part of the tokens and of the experts."""
+    tp, ep, etp = rank % layout.tp, rank // layout.etp % layout.ep, rank % layout.etp
+    expected = {}
+    for name, value in whole.items():
+        kind = name.partition(",")[0]
+        if kind[:2] in ("x ", "y "):
+            if int(kind[2:]) * layout.dp // MICROBATCHES != rank // layout.tp:
+                continue
+            value = value[tp * LENGTH // layout.tp : (tp + 1) * LENGTH // layout.tp]
+        expected[name] = part_of_rank(kind, value, ep, etp, layout)
+    return expected
+
+
+def check(name: str, layout: Layout) -> None:
+    ranks = on_ranks(layout)
+    if isinstance(ranks, RankError):
+        raise ranks
+    for dtype, limit in LIMITS.items():
+        whole = dict(on_one_rank(name, dtype))
+        dropped = whole.pop("dropped")
+        assert sum(rank[name, dtype]["dropped"] for rank in ranks) == dropped
+        assert (dropped > 0) == ("capacity" in name)
+        largest = 0.0
+        for rank, found in enumerate(ranks):
+            values = {key: value for key, value in found[name, dtype].items() if key != "dropped"}
+            largest = max(largest, assert_equal_to(limit, values, expected_on(rank, whole, layout)))
+        print(f"{dtype}: largest relative error {largest:.1e}")
+
+
+def words(layout: Layout) -> str:
+    return f"EP={layout.ep} TP={layout.tp} ETP={layout.etp} DP={layout.dp} {layout.dispatcher}"
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("layout", FAST, ids=words)
+def test_layout(layout, name):
+    check(name, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("layout", SLOW, ids=words)
+def test_layout_with_more_ranks(layout, name):
+    check(name, layout)

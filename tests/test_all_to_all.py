@@ -1,0 +1,212 @@
+"""The all-to-all that carries tokens, as the job's ranks run it: correct for even, uneven and empty splits, and how fast.
+
+    torchrun --nproc_per_node=2 tests/test_all_to_all.py              # seconds; NCCL where every rank has a GPU, else gloo
+    torchrun --nproc_per_node=8 tests/test_all_to_all.py --max-mb 256 # larger messages
+
+Ends with 1 if a result or a gradient differs from the reference, in which every rank gathers everything. Under pytest it
+starts torchrun itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+# torchrun puts this folder on the path, not the clone: then it runs without an installation, too.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_exp.layers.collectives import AllToAll, exchange_rows
+
+WIDTH = 256
+Route = list[list[int]]  # rows from rank i (outer) to rank j
+
+
+def routes(ranks: int) -> dict[str, Route]:
+    """Rows from every rank to every rank."""
+    pairs = [[(source, target) for target in range(ranks)] for source in range(ranks)]
+    return {
+        "even": [[5 for _ in row] for row in pairs],
+        "uneven": [[(3 * source + 5 * target) % 7 for source, target in row] for row in pairs],
+        "all to rank 0": [[4 if target == 0 else 0 for _, target in row] for row in pairs],
+        "rank 0 silent": [[0 if source == 0 else 2 + target for source, target in row] for row in pairs],
+        "empty": [[0 for _ in row] for row in pairs],
+    }
+
+
+def rows_of(rank: int, route: Route, device: torch.device, *, seed: int) -> Tensor:
+    """What `rank` sends: every rank can make it."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return torch.randn(sum(route[rank]), WIDTH, generator=generator).to(device)
+
+
+def gathered(rows: list[Tensor], route: Route, rank: int) -> Tensor:
+    """What `rank` gets of the rows of all ranks: the reference."""
+    return torch.cat([x.split(route[source])[rank] for source, x in enumerate(rows)])
+
+
+def mismatches(route: Route, device: torch.device) -> list[str]:
+    """What is wrong with the exchange of this route on this rank. Never returns early: the other ranks would wait for ever."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    back = [list(column) for column in zip(*route, strict=True)]
+    x = rows_of(rank, route, device, seed=1).requires_grad_()
+    y = exchange_rows(AllToAll(group=dist.group.WORLD, send=route[rank], receive=back[rank]), x)
+    y.backward(rows_of(rank, back, device, seed=2))
+    expected = {
+        "rows": (y, gathered([rows_of(r, route, device, seed=1) for r in range(ranks)], route, rank)),
+        "gradient": (x.grad, gathered([rows_of(r, back, device, seed=2) for r in range(ranks)], back, rank)),
+    }
+    return [name for name, (value, reference) in expected.items() if value is None or not torch.equal(value, reference)]
+
+
+def check(route: Route, device: torch.device) -> list[str]:
+    """Mismatches of all ranks, on every rank."""
+    found: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(found, mismatches(route, device))
+    return [f"{' and '.join(names)} of rank {rank} differ" for rank, names in enumerate(found) if names]
+
+
+def seconds(rows: int, device: torch.device, repeats: int = 10) -> float:
+    """Median time of one exchange of `rows` rows from every rank to every rank, of the slowest rank."""
+    ranks = dist.get_world_size()
+    exchange = AllToAll(group=dist.group.WORLD, send=[rows] * ranks, receive=[rows] * ranks)
+    x = torch.zeros(rows * ranks, WIDTH, device=device)
+    times = []
+    for _ in range(repeats + 2):
+        dist.barrier()
+        start = time.perf_counter()
+        exchange_rows(exchange, x)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    slowest = torch.tensor(times[2:], device=device, dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.median().item()
+
+
+def speed_table(device: torch.device, max_bytes: int) -> list[str]:
+    """Lines with the bytes that a rank sends to all others, and GB/s of that; bytes that stay on the rank do not count."""
+    others = dist.get_world_size() - 1
+    lines = [f"{'bytes sent':>14} {'time ms':>9} {'GB/s':>7}"]
+    rows = 4
+    while others and rows * WIDTH * 4 * others <= max_bytes:
+        sent, taken = rows * WIDTH * 4 * others, seconds(rows, device)
+        lines.append(f"{sent:>14,} {taken * 1e3:>9.3f} {sent / taken / 1e9:>7.3f}")
+        rows *= 8
+    return lines
+
+
+def say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def run(max_bytes: int) -> int:
+    """Checks every route, then prints the table; the exit code."""
+    local_rank = int(os.environ["LOCAL_RANK"])
+    with_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    device = torch.device("cuda", local_rank) if with_gpus else torch.device("cpu")
+    if with_gpus:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group("nccl" if with_gpus else "gloo", timeout=timedelta(seconds=120))
+    say(f"all-to-all over {dist.get_world_size()} ranks, {dist.get_backend()}, torch {torch.__version__}")
+    failed = False
+    for name, route in routes(dist.get_world_size()).items():
+        problems = check(route, device)
+        failed = failed or bool(problems)
+        say(f"  {name:<14} {'; '.join(problems) or 'forward and gradient equal'}")
+    for line in speed_table(device, max_bytes):
+        say(line)
+    dist.barrier()
+    dist.destroy_process_group()
+    return int(failed)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--max-mb", type=float, default=16, help="largest message that the table measures, in MB sent per rank")
+    arguments = parser.parse_args()
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        parser.error("run it by torchrun: torchrun --nproc_per_node=2 tests/test_all_to_all.py")
+    return run(int(arguments.max_mb * 2**20))
+
+
+# Under pytest
+
+
+def torchrun(ranks: int, *, script: Path = Path(__file__)) -> tuple[int, str, str]:
+    """The command as people type it, in an environment that another job has left its variables in: exit code, stdout, stderr."""
+    stray = {"LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "23458"}
+    # A free port: 29500 may be another test's. OMP_NUM_THREADS keeps torchrun from warning that it sets it.
+    command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    command += [f"--nproc-per-node={ranks}", str(script), "--max-mb=1"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **stray}
+    environment.pop("PYTHONPATH", None)
+    with subprocess.Popen(command, env=environment, cwd="/", stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            out, err = process.communicate(timeout=110)
+        finally:
+            process.terminate()  # ends the ranks, too
+    return process.returncode, out, err
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_under_torchrun(ranks):
+    code, out, err = torchrun(ranks)
+    assert code == 0, err
+    lines = out.splitlines()
+    assert lines[0].startswith(f"all-to-all over {ranks} ranks, ")
+    assert [line[2:16].strip() for line in lines if line.endswith("forward and gradient equal")] == list(routes(ranks))
+    header = lines.index(f"{'bytes sent':>14} {'time ms':>9} {'GB/s':>7}")
+    table = [line.replace(",", "").split() for line in lines[header + 1 :]]
+    assert [int(row[0]) for row in table] == [size * (ranks - 1) for size in (4096, 32768, 262144)]
+    for sent, milliseconds, speed in table:
+        assert float(speed) == pytest.approx(int(sent) / float(milliseconds) / 1e6, rel=0.05, abs=1e-3)
+
+
+BROKEN = """
+import sys
+sys.path.insert(0, {folder!r})
+import test_all_to_all
+from moe_exp.layers.collectives import AllToAll
+calls, launch = [], AllToAll._launch
+def launch_wrongly(self, x, group):
+    calls.append(0)
+    # The first route forward, the second one backward.
+    return launch(self, x + (group.rank() == 1 and len(calls) in (1, 4)), group)
+AllToAll._launch = launch_wrongly
+sys.exit(test_all_to_all.main())
+"""
+
+
+def test_a_mismatch_ends_with_an_error(tmp_path):
+    script = tmp_path / "broken.py"
+    script.write_text(BROKEN.format(folder=str(Path(__file__).parent)))
+    code, out, err = torchrun(2, script=script)
+    assert code == 1, err
+    assert out.splitlines()[1:4] == [
+        "  even           rows of rank 0 differ; rows of rank 1 differ",
+        "  uneven         gradient of rank 0 differ; gradient of rank 1 differ",
+        "  all to rank 0  forward and gradient equal",
+    ]
+
+
+def test_without_torchrun():
+    ended = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=60, cwd="/")
+    assert ended.returncode == 2
+    assert "run it by torchrun: torchrun --nproc_per_node=2 tests/test_all_to_all.py" in ended.stderr
+
+
+if __name__ == "__main__":
+    sys.exit(main())
