@@ -167,15 +167,19 @@ def _router_groups(c: Config) -> Iterator[str]:
 
 
 def _grouped_mm_rows(c: Config) -> Iterator[str]:
-    """torch's grouped_mm reads rows in pieces of 16 bytes."""
-    if c.expert_backend != "torch":
+    """torch's grouped_mm and the CUTLASS kernels read rows in pieces of 16 bytes."""
+    if c.expert_backend in ("grouped_gemm", "megablocks") and c.dtype != "bf16":
+        yield problem(
+            "expert_backend", c.expert_backend, f"computes in bf16 only, not in {c.dtype}", "set DTYPE=bf16, or EXPERT_BACKEND=auto"
+        )
+    if c.expert_backend not in ("torch", "grouped_gemm", "megablocks"):
         return
     num_bytes = 4 if c.dtype == "fp32" else 2
     ffn_name = "moe_ffn_hidden_size" if c.moe_ffn_hidden_size else "ffn_hidden_size"
     for name, value, ways in (("hidden_size", c.hidden_size, 1), (ffn_name, c.expert_ffn_size, c.etp)):
         if value // ways * num_bytes % 16:
             of = f" / ETP={ways}" if ways > 1 else ""
-            rule = f"EXPERT_BACKEND=torch needs rows of a multiple of 16 bytes, {name.upper()}{of} in {c.dtype} is no such row"
+            rule = f"EXPERT_BACKEND={c.expert_backend} needs rows of a multiple of 16 bytes, {name.upper()}{of} in {c.dtype} is no such row"
             fix = f"set {name.upper()} to {_multiples(16 // num_bytes * ways, value)}, or EXPERT_BACKEND=loop"
             yield problem(name, value, rule, fix)
 

@@ -164,7 +164,9 @@ class Config(BaseModel):
     )
     aux_loss_coeff: Numbers = Field("0.01", description="weight of the balancing loss, or a list with one for each")
     z_loss_coeff: Rate = Field(0.0, description="weight of the router z-loss")
-    expert_backend: Literal["auto", "torch", "loop"] = Field("auto", description="grouped GEMM of the experts")
+    expert_backend: Literal["auto", "loop", "torch", "grouped_gemm", "te", "megablocks"] = Field(
+        "auto", description="grouped GEMM of the experts"
+    )
     dispatcher: Literal["auto", "alltoall", "allgather", "deepep", "local"] = Field(
         "auto", description="token dispatcher; local needs EP=1 and ETP=1, deepep its package and GPUs"
     )

@@ -47,8 +47,8 @@ OPTIONAL = [
     OptionalPackage(
         "flash-attn", "attention through torch's scaled_dot_product_attention", "pip install flash-attn --no-build-isolation (GPU)"
     ),
-    OptionalPackage("megablocks", "nothing: torch's grouped GEMM computes the same", "pip install megablocks (GPU)"),
-    OptionalPackage("grouped_gemm", "nothing: torch's grouped GEMM computes the same", "pip install grouped_gemm (GPU)"),
+    OptionalPackage("megablocks", "no EXPERT_BACKEND=megablocks", "pip install --no-build-isolation megablocks[gg] (GPU)"),
+    OptionalPackage("grouped_gemm", "a loop over experts on GPUs before Hopper", "pip install --no-build-isolation nv-grouped-gemm (GPU)"),
     OptionalPackage("deep_ep", "nothing: tokens are exchanged by all-to-all", "from source: deepseek-ai/DeepEP (GPU)"),
     OptionalPackage("wandb", "no mirror of the metrics in wandb; metrics.jsonl and TensorBoard stay", "pip install wandb"),
 ]

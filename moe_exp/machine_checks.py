@@ -53,8 +53,26 @@ def _devices(c: Config) -> Iterator[str]:
 def _packages(c: Config) -> Iterator[str]:
     if c.impl == "te" and importlib.util.find_spec("transformer_engine") is None:
         yield problem("impl", "te", "transformer_engine is not installed", "pip install transformer-engine[pytorch], or set IMPL=local")
+    yield from _expert_backend(c)
     if c.wandb_project and c.wandb_mode != "disabled" and importlib.util.find_spec("wandb") is None:
         yield problem("wandb_project", c.wandb_project, "wandb is not installed", "pip install wandb, or set WANDB_MODE=disabled")
+
+
+# EXPERT_BACKEND to the modules it imports and how to install them. Without torch here, so apart from layers/gemm_packages.py.
+EXPERT_PACKAGES = {
+    "grouped_gemm": (("grouped_gemm",), "pip install --no-build-isolation nv-grouped-gemm"),
+    "te": (("transformer_engine",), "pip install --no-build-isolation transformer-engine[pytorch]"),
+    "megablocks": (("megablocks", "grouped_gemm"), "pip install --no-build-isolation megablocks[gg]"),
+}
+
+
+def _expert_backend(c: Config) -> Iterator[str]:
+    modules, install = EXPERT_PACKAGES.get(c.expert_backend, ((), ""))
+    if missing := [module for module in modules if importlib.util.find_spec(module) is None]:
+        rule = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
+        yield problem("expert_backend", c.expert_backend, rule, f"{install}, or set EXPERT_BACKEND=auto")
+    elif modules and count_gpus() == 0:
+        yield problem("expert_backend", c.expert_backend, "needs a CUDA device, this host has none", "set EXPERT_BACKEND=auto")
 
 
 def _port(c: Config) -> Iterator[str]:

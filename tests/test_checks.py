@@ -151,6 +151,14 @@ MOE = [
         r"FFN_HIDDEN_SIZE=260: .* Fix: set FFN_HIDDEN_SIZE to 256 or 264, .*",
     ),
     (
+        {"expert_backend": "megablocks", "dtype": "bf16", "ffn_hidden_size": 260},
+        r"FFN_HIDDEN_SIZE=260: EXPERT_BACKEND=megablocks .* Fix: set FFN_HIDDEN_SIZE to 256 or 264, .*",
+    ),
+    (
+        {"expert_backend": "grouped_gemm", "dtype": "fp32"},
+        r"EXPERT_BACKEND=grouped_gemm: computes in bf16 only, not in fp32\. Fix: set DTYPE=bf16, or EXPERT_BACKEND=auto\.",
+    ),
+    (
         {"expert_backend": "torch", "etp": 2, "gpus_per_node": 2, "ffn_hidden_size": 260},
         r"FFN_HIDDEN_SIZE=260: .*ETP=2.* Fix: set FFN_HIDDEN_SIZE to 256 or 264, .*",
     ),

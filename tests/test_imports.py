@@ -48,7 +48,7 @@ NO_TORCH = {"config", "planner", "hosts", "presets", "run_folder", "checks", "ma
 HEAVY = {"torch", "megatron"}
 # Inside layers/: a file imports only files that stand above it in this list.
 LAYERS = [
-    {"kernels"},
+    {"kernels", "gemm_packages"},
     {"groups", "recompute"},
     {"replay"},
     {"assignment", "losses", "capacity", "grouped_gemm", "collectives", "sharding", "activations", "expert_threads"},

@@ -10,7 +10,8 @@ from tokenizers import Tokenizer, models
 
 from moe_exp.config import Config, load_config, to_yaml
 from moe_exp.data.tokens import BinIdxWriter
-from moe_exp.machine_checks import check_environment, check_files, check_machine
+from moe_exp.layers.gemm_packages import PACKAGES
+from moe_exp.machine_checks import EXPERT_PACKAGES, check_environment, check_files, check_machine
 from moe_exp.run_folder import RunFolder
 
 
@@ -151,3 +152,18 @@ def test_load_dir_is_missing(here, tmp_path):
         only_problem(check_files(here(load_dir=str(folder))), rf"LOAD_DIR={folder}: {rule}\. Fix: .*")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
     assert check_files(here(load_dir=str(tmp_path))) == []
+
+
+def test_an_expert_backend_whose_package_is_missing(here):
+    expected = r"EXPERT_BACKEND=megablocks: megablocks and grouped_gemm are not installed\. Fix: pip .*, or set EXPERT_BACKEND=auto\."
+    only_problem(check_machine(here(expert_backend="megablocks", dtype="bf16")), expected)
+
+
+def test_an_expert_backend_that_needs_a_gpu(here, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    expected = r"EXPERT_BACKEND=te: needs a CUDA device, this host has none\. Fix: set EXPERT_BACKEND=auto\."
+    only_problem(check_machine(here(expert_backend="te")), expected)
+
+
+def test_packages_are_those_of_the_adapters():
+    assert {name: (package.modules, package.install) for name, package in PACKAGES.items()} == EXPERT_PACKAGES

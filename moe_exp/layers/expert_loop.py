@@ -91,12 +91,13 @@ class _ExpertLoop(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weights_R, weight1_LFD, weight2_LDF, _, bias2_LD, hidden_RF = ctx.saved_tensors
+        saved = ctx.saved_tensors  # once: under torch.utils.checkpoint a second look is an error
+        x, weights_R, weight1_LFD, weight2_LDF, _, bias2_LD, hidden_RF = saved
         splits, order, needs_x = ctx.splits, ctx.order, ctx.needs_input_grad[0]
         dx_RD, dweights_R = x.new_empty(hidden_RF.size(0), x.size(1)), torch.empty_like(weights_R)
         dweight1_LFD, dweight2_LDF, dbias1_LF, dbias2_LD = (
             torch.empty_like(parameter) if parameter is not None and needs_grad else None
-            for parameter, needs_grad in zip(ctx.saved_tensors[2:6], ctx.needs_input_grad[2:6], strict=True)
+            for parameter, needs_grad in zip(saved[2:6], ctx.needs_input_grad[2:6], strict=True)
         )
         rows_of, grads_of = _rows_of(x, splits, order), _rows_of(grads[0].contiguous(), splits, order)
         weights, hiddens = weights_R.to(x.dtype).unsqueeze(1).split(splits), hidden_RF.split(splits)

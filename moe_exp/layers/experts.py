@@ -73,6 +73,15 @@ class Experts(nn.Module):
         self.weight2 = nn.Parameter(torch.empty(num_local_experts, hidden_size, ffn_size, dtype=dtype, device=device))
         self.bias1 = nn.Parameter(torch.zeros(num_local_experts, width, dtype=dtype, device=device)) if bias else None
         self.bias2 = nn.Parameter(torch.zeros(num_local_experts, part, dtype=dtype, device=device)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self, std: float = 0.02) -> None:
+        """Draws the weights; biases start at zero."""
+        for name, parameter in self.named_parameters():
+            if name.startswith("bias"):
+                nn.init.zeros_(parameter)
+            else:
+                nn.init.normal_(parameter, std=std)
 
     def forward(self, dispatched: Dispatched) -> Tensor:
         """Rows of all experts to their weighted outputs, [R, D]."""

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_exp.layers.gemm_packages import PACKAGES, check_package, grouped_gemm_backend, megablocks_backend, te_backend
+
 GroupedGemm = Callable[[Tensor, Tensor, Tensor, Sequence[int] | None], Tensor]
 
 
@@ -54,7 +56,13 @@ def torch_backend(x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, spli
     return torch.nn.functional.grouped_mm(x_RD, w_LDF, offs=offsets_L)
 
 
-BACKENDS: dict[str, GroupedGemm] = {"loop": loop_backend, "torch": torch_backend}
+BACKENDS: dict[str, GroupedGemm] = {
+    "loop": loop_backend,
+    "torch": torch_backend,
+    "grouped_gemm": grouped_gemm_backend,
+    "te": te_backend,
+    "megablocks": megablocks_backend,
+}
 
 
 def choose_backend(name: str, *, device_type: str, dtype: torch.dtype) -> tuple[str, str]:
@@ -73,19 +81,32 @@ def choose_backend(name: str, *, device_type: str, dtype: torch.dtype) -> tuple[
         raise ValueError(f"expert_backend=torch: torch {torch.__version__} has no grouped_mm. Fix: use loop, or install torch>=2.10.")
     if name == "torch" and dtype == torch.float64:
         raise ValueError("expert_backend=torch: grouped_mm has no float64. Fix: use loop.")
+    if name in PACKAGES:
+        check_package(name, device_type=device_type, dtype=dtype)
     if name in BACKENDS:
         return name, "asked for by EXPERT_BACKEND"
     if name != "auto":
         raise ValueError(f"expert_backend={name}: is not a backend. Fix: use auto or one of {', '.join(BACKENDS)}.")
     if device_type == "cpu":
         return "loop", "grouped_mm is the same loop on a CPU"
-    if not has_grouped_mm:
-        return "loop", f"torch {torch.__version__} has no grouped_mm"
     if dtype != torch.bfloat16:
-        return "loop", f"grouped_mm is one kernel in bf16 only, not in {str(dtype).removeprefix('torch.')}"
+        return "loop", f"grouped GEMMs are one kernel in bf16 only, not in {str(dtype).removeprefix('torch.')}"
+    return _choose_on_gpu(has_grouped_mm)
+
+
+def _choose_on_gpu(has_grouped_mm: bool) -> tuple[str, str]:
+    """torch's grouped_mm where it is good, else a package, else the loop."""
     major, _ = torch.cuda.get_device_capability()
-    if major < 9:
-        return "loop", "grouped_mm is slow on GPUs before Hopper"
-    if major > 9:
-        return "loop", "grouped_mm is reported to give wrong gradients for experts without tokens on Blackwell (pytorch issue 172439)"
-    return "torch", "grouped_mm runs as one kernel on Hopper"
+    if has_grouped_mm and major == 9:
+        return "torch", "grouped_mm runs as one kernel on Hopper"
+    if not has_grouped_mm:
+        reason = f"torch {torch.__version__} has no grouped_mm"
+    elif major < 9:
+        reason = "grouped_mm is slow on GPUs before Hopper"
+    else:
+        reason = "grouped_mm is reported to give wrong gradients for experts without tokens on Blackwell (pytorch issue 172439)"
+    # The kernels of grouped_gemm are written for Ampere; Transformer Engine's are cuBLAS, which knows every GPU.
+    for package in ("grouped_gemm", "te") if major <= 9 else ("te",):
+        if not PACKAGES[package].missing():
+            return package, f"{reason}, and {' and '.join(PACKAGES[package].modules)} is installed"
+    return "loop", reason

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +76,13 @@ class MoEStatistics:
         self.sums = torch.zeros(4 + num_losses, dtype=torch.float64, device=device)
         self.num_microbatches = 0
 
+    def to(self, device: torch.device) -> None:
+        """Moves the sums; from the meta device, where they have no values, starts them at zero."""
+        if self.sums.device != device:
+            for name in ("tokens_per_expert_E", "sums"):
+                old = getattr(self, name)
+                setattr(self, name, torch.zeros_like(old, device=device) if old.is_meta else old.to(device))
+
     def reset(self) -> None:
         self.tokens_per_expert_E.zero_()
         self.sums.zero_()
@@ -117,6 +125,12 @@ class MoELayer(nn.Module):
         self.microbatch_group, self.context_parallel_size = microbatch_group, context_parallel_size
         self.statistics = MoEStatistics(router.config.num_experts, len(settings.losses), router.weight.device)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """The statistics follow the layer to another device, and stay in their dtype."""
+        super()._apply(fn, recurse)
+        self.statistics.to(self.router.weight.device)
+        return self
+
     def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Routes, dispatches, computes and combines.
 
@@ -129,7 +143,7 @@ class MoELayer(nn.Module):
             when there are none; its gradient has to be added to that of the main loss.
         """
         x_TD = x.flatten(0, -2)
-        decision = self.route(x_TD, None if padding_mask is None else padding_mask.flatten())
+        decision = self.route(x_TD, None if padding_mask is None else padding_mask.flatten(), shape=x.shape[:-1])
         loss = self.auxiliary_loss(decision, x.shape[:-1])
         rows_per_expert = self._rows_per_expert(x_TD.size(0))
         if type(self.dispatcher) is LocalDispatcher and self.experts.runs_one_by_one(x_TD):
@@ -149,12 +163,12 @@ class MoELayer(nn.Module):
         splits = tuple(counts_E.tolist()) if splits is None else splits
         return self.experts.forward_tokens(x_TD, order.weights(decision.weights_TK), order, splits)
 
-    def route(self, x_TD: Tensor, padding_mask_T: Tensor | None = None) -> RoutingDecision:
-        """The routing decision, with the slots over capacity marked as dropped."""
+    def route(self, x_TD: Tensor, padding_mask_T: Tensor | None = None, *, shape: torch.Size | None = None) -> RoutingDecision:
+        """The routing decision, with the slots over capacity marked as dropped. `shape`: of the input, without D; None for [T]."""
         decision: RoutingDecision = self.router(x_TD, padding_mask_T)
         if self.settings.capacity_factor is None:
             return decision
-        return replace(decision, kept_TK=self._kept(decision))
+        return replace(decision, kept_TK=self._kept(decision, x_TD.shape[:1] if shape is None else shape))
 
     def auxiliary_loss(self, decision: RoutingDecision, shape: torch.Size) -> Tensor | None:
         """This rank's share of the weighted losses; also adds to the statistics. `shape`: of the input, without D."""
@@ -199,14 +213,21 @@ class MoELayer(nn.Module):
         valid_BS = None if valid_T is None else by_sequence(valid_T)
         return sequence_balancing_loss_share(by_sequence(scores_TE), by_sequence(expert_TK), valid_BS, group=self.microbatch_group)
 
-    def _kept(self, decision: RoutingDecision) -> Tensor:
+    def _kept(self, decision: RoutingDecision, shape: torch.Size) -> Tensor:
         """Which slots stay, decided over the whole micro-batch: so drops do not depend on how its tokens are split over ranks."""
-        group, num_ranks = self.microbatch_group, group_size(self.microbatch_group)
         expert_TK, weights_TK = decision.expert_TK, decision.weights_TK.detach()
         if decision.kept_TK is not None:  # padding is in no expert's queue
             expert_TK = expert_TK.masked_fill(~decision.kept_TK, self.router.config.num_experts)
-        num_tokens = expert_TK.size(0)
-        if group is None or num_ranks == 1:
+        if len(shape) == 1 or self.settings.batch_dim == 1:
+            return self._kept_in_sequence(expert_TK, weights_TK)
+        # The queue is by position in the sequence, of all sequences together: that order does not depend on the ranks.
+        expert_TK, weights_TK = (x.unflatten(0, shape).transpose(0, 1).flatten(0, 1) for x in (expert_TK, weights_TK))
+        kept_TK = self._kept_in_sequence(expert_TK, weights_TK)
+        return kept_TK.unflatten(0, (shape[1], shape[0])).transpose(0, 1).flatten(0, 1)
+
+    def _kept_in_sequence(self, expert_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        group, num_tokens = self.microbatch_group, expert_TK.size(0)
+        if group is None or group_size(group) == 1:
             return self._keep(expert_TK, weights_TK)
         blocks = _sequence_blocks(self.context_parallel_size)
         expert_TK = _in_sequence(_gather(expert_TK, group), blocks)

@@ -173,7 +173,6 @@ class Router(nn.Module):
         self.config, self.microbatch_group = config, microbatch_group
         self.replay: RoutingReplay | None = None
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, dtype=dtype, device=device))
-        nn.init.normal_(self.weight, std=0.02)
         # The names of the first pair are those that megatron's finalize_model_grads looks for when it updates the bias.
         pairs = [("expert_bias", "local_tokens_per_expert", config.expert_bias)]
         pairs += [("global_tokens_per_expert", "batch_tokens_per_expert", config.global_fractions)]
@@ -181,6 +180,13 @@ class Router(nn.Module):
             if is_used:
                 self.register_buffer(kept, torch.zeros(config.num_experts, dtype=torch.float32, device=device))
                 self.register_buffer(count, torch.zeros(config.num_experts, dtype=torch.float32, device=device), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self, std: float = 0.02) -> None:
+        """Draws the weight; also what FSDP2 calls after `to_empty` from the meta device. Counts and bias start at zero."""
+        nn.init.normal_(self.weight, std=std)
+        for buffer in self.buffers(recurse=False):
+            nn.init.zeros_(buffer)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Follows its model to another device, but not to bf16 with what counts and accumulates."""
@@ -191,9 +197,10 @@ class Router(nn.Module):
 
     def forward(self, x_TD: Tensor, padding_mask_T: Tensor | None = None) -> RoutingDecision:
         """Routes tokens; `padding_mask_T` (bool) is True for padding, which goes to no expert and counts nowhere."""
-        logits_TE = self._logits(x_TD)
         valid_T = None if padding_mask_T is None else ~padding_mask_T
-        scores_TE, expert_TK, weights_TK = self._choose(logits_TE, valid_T)
+        with torch.autocast(x_TD.device.type, enabled=False):  # which would take the logits in bf16
+            logits_TE = self._logits(x_TD)
+            scores_TE, expert_TK, weights_TK = self._choose(logits_TE, valid_T)
         kept_TK = None if valid_T is None else valid_T.unsqueeze(1).expand_as(expert_TK)
         tokens_per_expert_E = count_kept(expert_TK, kept_TK, self.config.num_experts)
         if self.training and is_counted_forward():

@@ -40,8 +40,12 @@ class SharedExpert(nn.Module):
         self.weight1 = nn.Parameter(torch.empty(width, hidden_size, dtype=dtype, device=device))
         self.weight2 = nn.Parameter(torch.empty(hidden_size, ffn_size, dtype=dtype, device=device))
         self.gate_weight = nn.Parameter(torch.empty(1, hidden_size, dtype=dtype, device=device)) if gate else None
+        self.reset_parameters()
+
+    def reset_parameters(self, std: float = 0.02) -> None:
+        """Draws the weights."""
         for parameter in self.parameters():
-            nn.init.normal_(parameter, std=0.02)
+            nn.init.normal_(parameter, std=std)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] to [..., D]."""

@@ -120,7 +120,7 @@ def test_auto_on_a_cpu():
         (torch.bfloat16, (9, 0), ("torch", "grouped_mm runs as one kernel on Hopper")),
         (torch.bfloat16, (10, 0), ("loop", BLACKWELL)),
         (torch.bfloat16, (8, 0), ("loop", "grouped_mm is slow on GPUs before Hopper")),
-        (torch.float32, (9, 0), ("loop", "grouped_mm is one kernel in bf16 only, not in float32")),
+        (torch.float32, (9, 0), ("loop", "grouped GEMMs are one kernel in bf16 only, not in float32")),
     ],
 )
 def test_auto_on_a_gpu(monkeypatch, dtype, capability, expected):
@@ -130,6 +130,7 @@ def test_auto_on_a_gpu(monkeypatch, dtype, capability, expected):
 
 def test_torch_without_grouped_mm(monkeypatch):
     monkeypatch.delattr(torch.nn.functional, "grouped_mm")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     name, reason = choose_backend("auto", device_type="cuda", dtype=torch.bfloat16)
     assert (name, reason) == ("loop", f"torch {torch.__version__} has no grouped_mm")
     with pytest.raises(ValueError, match=r"expert_backend=torch: torch .* has no grouped_mm\. Fix: use loop, or install torch>=2\.10\."):
@@ -142,5 +143,7 @@ def test_torch_in_float64():
 
 
 def test_unknown_backend():
-    with pytest.raises(ValueError, match=r"expert_backend=cutlass: is not a backend\. Fix: use auto or one of loop, torch\."):
+    with pytest.raises(
+        ValueError, match=r"expert_backend=cutlass: is not a backend\. Fix: use auto or one of loop, torch, grouped_gemm, te, megablocks\."
+    ):
         choose_backend("cutlass", device_type="cpu", dtype=torch.float32)

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from test_capacity import kept_by_loop
 from test_experts import formula
 from tiny_moe import EXPERTS, HIDDEN, identity_router, pushed_tokens, random, tiny_layer
@@ -13,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from moe_exp.layers.dispatcher import LocalDispatcher
 from moe_exp.layers.experts import Experts
 from moe_exp.layers.moe_layer import MoELayer, MoESettings
+from moe_exp.layers.router import Router, RouterConfig
+from ranks import run_on_ranks
 
 TOKENS = [[t % 4, (t + 1) % 4] for t in range(9)] + [[0, 1]] * 4 + [[2, 0]] * 4
 MODES = {
@@ -166,3 +169,71 @@ def test_evaluation_is_not_counted():
     assert layer.statistics.num_microbatches == before.num_microbatches == 0
     assert not layer.statistics.tokens_per_expert_E.any()
     assert not layer.statistics.sums.any()
+
+
+# As a part of a torch-native model
+
+
+def test_the_layer_is_made_on_the_meta_device_and_drawn_where_it_goes():
+    with torch.device("meta"):
+        layer = tiny_layer_on(None)
+    assert all(parameter.is_meta for parameter in layer.parameters()) and layer.statistics.sums.is_meta
+    layer.to_empty(device="cpu")
+    for module in layer.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    y_TD, _ = layer(random(5, HIDDEN, seed=1).float())
+    assert y_TD.isfinite().all() and y_TD.abs().max() > 0
+    assert layer.statistics.tokens_per_expert_E.sum() == 10
+
+
+def tiny_layer_on(device) -> MoELayer:
+    router = Router(RouterConfig(hidden_size=HIDDEN, num_experts=4, topk=2, expert_bias=True), device=device)
+    experts = Experts(num_local_experts=4, hidden_size=HIDDEN, ffn_size=4, activation="swiglu", backend="loop", bias=True, device=device)
+    return MoELayer(router=router, dispatcher=LocalDispatcher(4), experts=experts, settings=MoESettings())
+
+
+def test_statistics_keep_their_dtype_in_a_bf16_model():
+    layer = tiny_layer_on("cpu").bfloat16()
+    layer(random(5, HIDDEN, seed=1).bfloat16())
+    assert layer.statistics.sums.dtype == torch.float64
+    assert layer.router.expert_bias.dtype == torch.float32
+
+
+def test_a_layer_that_is_not_drawn_by_hand_has_sane_weights():
+    layer = tiny_layer_on("cpu")
+    for name, parameter in layer.named_parameters():
+        assert (not parameter.any()) if "bias" in name else (0.005 < parameter.std() < 0.05), name
+
+
+def test_autocast_does_not_round_the_router():
+    layer = tiny_layer_on("cpu")
+    x_TD = random(9, HIDDEN, seed=2).float()
+    plain = layer.route(x_TD)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = layer.route(x_TD)
+    for name in ("logits_TE", "scores_TE", "weights_TK", "expert_TK"):
+        assert torch.equal(getattr(cast, name), getattr(plain, name)), name
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+def test_drops_are_the_same_whichever_dimension_counts_sequences(policy):
+    settings = {"capacity_factor": 0.6, "drop_policy": policy}
+    x_BSD = random(3, 10, HIDDEN, seed=8)
+    batch_first = tiny_layer(batch_dim=0, **settings)
+    sequence_first = tiny_layer(batch_dim=1, **settings)
+    torch.testing.assert_close(batch_first(x_BSD)[0], sequence_first(x_BSD.transpose(0, 1))[0].transpose(0, 1), rtol=1e-12, atol=0)
+    assert batch_first.statistics.sums[0] > 0
+
+
+def halves_of_the_sequence(policy):
+    group = dist.group.WORLD
+    x_BSD = random(3, 10, HIDDEN, seed=8)
+    layer = tiny_layer(capacity_factor=0.6, drop_policy=policy, microbatch_group=group)
+    return layer(x_BSD.chunk(2, dim=1)[group.rank()])[0].detach()
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+def test_drops_of_batch_first_tokens_do_not_depend_on_the_ranks(policy):
+    whole, _ = tiny_layer(capacity_factor=0.6, drop_policy=policy)(random(3, 10, HIDDEN, seed=8))
+    torch.testing.assert_close(torch.cat(run_on_ranks(2, halves_of_the_sequence, policy), dim=1), whole, rtol=1e-12, atol=0)

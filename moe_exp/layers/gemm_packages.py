@@ -1,0 +1,110 @@
+"""Grouped GEMMs of other packages, all for CUDA devices, behind the signature of `grouped_gemm`. Shape suffixes in `moe_exp.layers`.
+
+What is called was read in the sources of grouped_gemm 0.3.0 (github.com/tgale96/grouped_gemm) and nv-grouped-gemm 1.1
+(github.com/fanshiqing/grouped_gemm), which share the import name, of megablocks 0.10.0 and Transformer Engine 2.x.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Package:
+    """What a backend needs: the modules it imports, how to install them, and the dtypes it computes in."""
+
+    modules: tuple[str, ...]
+    install: str
+    dtypes: tuple[torch.dtype, ...]
+
+    def missing(self) -> list[str]:
+        """The modules that are not installed."""
+        return [module for module in self.modules if importlib.util.find_spec(module) is None]
+
+
+PACKAGES: dict[str, Package] = {
+    "grouped_gemm": Package(("grouped_gemm",), "pip install --no-build-isolation nv-grouped-gemm", (torch.bfloat16,)),
+    "te": Package(
+        ("transformer_engine",),
+        "pip install --no-build-isolation transformer-engine[pytorch]",
+        (torch.bfloat16, torch.float16, torch.float32),
+    ),
+    "megablocks": Package(("megablocks", "grouped_gemm"), "pip install --no-build-isolation megablocks[gg]", (torch.bfloat16,)),
+}
+
+
+def check_package(name: str, *, device_type: str, dtype: torch.dtype) -> None:
+    """Whether a backend of PACKAGES can run.
+
+    Raises:
+        ValueError: when a package is missing, the device is not CUDA, or the dtype is not one of the package's.
+    """
+    package = PACKAGES[name]
+    if missing := package.missing():
+        raise ValueError(
+            f"expert_backend={name}: {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed. "
+            f"Fix: {package.install}, or use auto."
+        )
+    if device_type != "cuda":
+        raise ValueError(f"expert_backend={name}: needs a CUDA device, not {device_type}. Fix: use auto.")
+    if dtype not in package.dtypes:
+        names = ", ".join(_name(one) for one in package.dtypes)
+        raise ValueError(f"expert_backend={name}: computes in {names}, not in {_name(dtype)}. Fix: use auto, or one of these dtypes.")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def grouped_gemm_backend(x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits: Sequence[int] | None) -> Tensor:
+    """`grouped_gemm.ops.gmm`: one CUTLASS kernel, or cuBLAS expert by expert, as the package was built."""
+    from grouped_gemm import ops
+
+    return _gmm(ops.gmm, x_RD, w_LDF, tokens_per_expert_L, splits)
+
+
+def megablocks_backend(x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits: Sequence[int] | None) -> Tensor:
+    """What the grouped MLP of megablocks' dMoE calls: megablocks.grouped_gemm_util.ops.gmm."""
+    from megablocks import grouped_gemm_util
+
+    return _gmm(grouped_gemm_util.ops.gmm, x_RD, w_LDF, tokens_per_expert_L, splits)
+
+
+def _gmm(gmm: Callable[..., Tensor], x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits: Sequence[int] | None) -> Tensor:
+    if x_RD.size(0) == 0:  # it refuses rows for nobody; a product without rows keeps the gradients, all zero
+        return _no_rows(x_RD, w_LDF)
+    # On the host: builds on cuBLAS take them only there, builds on CUTLASS also there.
+    counts_L = tokens_per_expert_L.cpu() if splits is None else torch.tensor(splits)
+    w_LFD = w_LDF.transpose(1, 2)
+    if w_LFD.is_contiguous():  # it checks that, so our weights go in as they are in memory
+        return gmm(x_RD.contiguous(), w_LFD, counts_L.to(torch.int64), trans_b=True)
+    return gmm(x_RD.contiguous(), w_LDF.contiguous(), counts_L.to(torch.int64), trans_b=False)
+
+
+def te_backend(x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits: Sequence[int] | None) -> Tensor:
+    """transformer_engine.pytorch.GroupedLinear, with our weights in the place of its own."""
+    if x_RD.size(0) == 0:
+        return _no_rows(x_RD, w_LDF)
+    sizes = tokens_per_expert_L.tolist() if splits is None else list(splits)
+    module = _te_module(*w_LDF.shape, x_RD.dtype)
+    weights = {f"weight{expert}": w for expert, w in enumerate(w_LDF.transpose(1, 2).unbind(0))}
+    return torch.func.functional_call(module, weights, (x_RD, sizes))
+
+
+@functools.cache
+def _te_module(num_experts: int, dim_in: int, dim_out: int, dtype: torch.dtype) -> Any:
+    """A GroupedLinear without memory for weights: functional_call puts ours there."""
+    from transformer_engine.pytorch import GroupedLinear
+
+    return GroupedLinear(num_experts, dim_in, dim_out, bias=False, params_dtype=dtype, device="meta")
+
+
+def _no_rows(x_RD: Tensor, w_LDF: Tensor) -> Tensor:
+    return x_RD @ w_LDF.sum(dim=0)
