@@ -253,6 +253,16 @@ def test_step_0_is_the_dense_model(kind, layout, dense, dense_losses, session_ru
         assert (upcycled.logits - dense_losses.logits).norm() / dense_losses.logits.norm() < 1e-5
 
 
+def test_biases_are_split_and_scaled_too(dense, session_runs: Runs, tmp_path):
+    source = dense(True).folder.checkpoints
+    places = {"data_dir": str(session_runs.data_dir), "add_bias_linear": "true"}
+    of_dense = losses(SETTINGS | places | {"run_dir": str(tmp_path / "a"), "use_moe": "false", "load_dir": str(source), "gpus_per_node": 1})
+    settings = SETTINGS | places | GRANULAR | {"router_scaling_factor": 2.5, "gpus_per_node": 2, "ep": 2, "upcycle_from": str(source)}
+    upcycled = losses(settings | {"run_dir": str(tmp_path / "b")})
+    assert upcycled.train == pytest.approx(of_dense.train, rel=1e-6)
+    assert upcycled.valid == pytest.approx(of_dense.valid, rel=1e-6)
+
+
 def test_run_starts_from_the_dense_one_and_resumes_from_itself(dense, dense_losses, runs: Runs):
     source = dense(False).folder.checkpoints / "iter_0000006"
     settings = {
