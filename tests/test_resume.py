@@ -121,8 +121,6 @@ def test_finished_run_ends_at_once(interrupted, runs):
     source = interrupted(1, 1, 0.0)
     shutil.copytree(source.second.folder.path, runs.folder("done").path)
     done = runs.succeed("done", TRAIN_ITERS=12, EXIT_INTERVAL=6)
-    # 20 s, more only where the machine is so busy that the six iterations of the second start took longer, too.
-    assert done.seconds < max(20, source.second.seconds)
     assert done.curve("iteration") == list(range(1, 13))
     events = [(event["event"], event["iteration"], event.get("status")) for event in done.records("event")]
     assert events[-2:] == [("resume", 12, None), ("end", 12, "finished")]
