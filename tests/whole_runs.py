@@ -35,13 +35,12 @@ TINY = {
 
 @dataclass(frozen=True)
 class EndedRun:
-    """A run that has ended: exit code, what it printed, its folder and how long it took."""
+    """A run that has ended: exit code, what it printed and its folder."""
 
     code: int
     stdout: str
     stderr: str
     folder: RunFolder
-    seconds: float
 
     @property
     def text(self) -> str:
@@ -88,15 +87,13 @@ class Runs:
 
     def end(self, name: str, process: subprocess.Popen[str], *, timeout: float = 240.0) -> EndedRun:
         """Waits for the end of a run that `start` started."""
-        start = time.monotonic()
         try:
             process.wait(timeout=timeout)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             raise AssertionError(f"{name} did not end in {timeout} s:\n{self.printed(name)}") from None
-        seconds = time.monotonic() - start
         out, err = (self._stream(name, kind).read_text() for kind in ("out", "err"))
-        return EndedRun(process.returncode, out, err, self.folder(name), seconds)
+        return EndedRun(process.returncode, out, err, self.folder(name))
 
     def run(self, name: str, *flags: str, **settings: Any) -> EndedRun:
         """Runs to the end, whatever that is."""
