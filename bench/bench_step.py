@@ -90,6 +90,7 @@ class Plain:
         config = self.config = ours.job.config
         fields = plain_torch.GPTConfig.__dataclass_fields__
         values = {name: getattr(config, name) for name in fields} | {"num_experts": config.num_experts if config.use_moe else 0}
+        values["aux_loss_coeff"] = config.balancing_losses.get("aux_loss", 0.0)
         self.model = plain_torch.GPT(plain_torch.GPTConfig(**values))
         copy_weights(self.model, dict(ours.job.trained.model[0].module.named_parameters()))
         betas = (config.adam_beta1, config.adam_beta2)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import random
 import socket
 import tempfile
 import time
@@ -55,7 +56,7 @@ def run_on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, join:
     Raises:
         RankError: at the first rank that raises or dies, or after `timeout`; the other ranks are killed.
     """
-    task, port = pickle.dumps((function, args)), _free_port()
+    task, port = pickle.dumps((function, args)), free_port()
     with tempfile.TemporaryDirectory() as folder:
         ranks, pipes = [], []
         for rank in range(num_ranks):
@@ -134,7 +135,13 @@ def _variables(rank: int, num_ranks: int, port: int) -> dict[str, str]:
     return {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1"}
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
+def free_port() -> int:
+    """A TCP port that nobody listens on, below those that the system gives to connections: nobody takes it by chance meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 30_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+        return port

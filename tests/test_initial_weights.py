@@ -14,8 +14,7 @@ from torch import Tensor
 
 from moe_exp.config import load_config
 from moe_exp.planner.params import count_parameters, rank_parameters
-from ranks import run_on_ranks
-from whole_runs import free_port
+from ranks import free_port, run_on_ranks
 
 MODEL = {
     "preset": "cpu", "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "num_heads": 4, "num_query_groups": 2, "seq_len": 16,
@@ -163,8 +162,9 @@ def test_every_weight_is_drawn_by_itself_with_its_deviation(variant, built):
     matrices = {name: value for name, value in weights.items() if value.dim() == 2}
     for name, value in matrices.items():
         to_residual = any(key in name for key in ("linear_proj", "linear_fc2", "weight2"))
-        assert value.std().item() == pytest.approx(0.02 / math.sqrt(8) if to_residual else 0.02, rel=0.15), name
-        assert abs(value.mean().item()) < 0.2 * value.std().item(), name
+        few = 4 / math.sqrt(value.numel())  # the gate of the shared expert has 32 values
+        assert value.std().item() == pytest.approx(0.02 / math.sqrt(8) if to_residual else 0.02, rel=max(0.15, few)), name
+        assert abs(value.mean().item()) < max(0.2, few) * value.std().item(), name
     assert len({value.sum().item() for value in matrices.values()}) == len(matrices)
     for name, value in weights.items():
         if value.dim() == 1:

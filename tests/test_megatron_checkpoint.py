@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_exp.config import load_config
-from ranks import RankError, run_on_ranks
-from whole_runs import free_port
+from ranks import RankError, free_port, run_on_ranks
 
 LIMIT = 1e-5
 MODEL = {

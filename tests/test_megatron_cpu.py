@@ -71,7 +71,8 @@ def test_torch_itself_is_unchanged():
 def test_megatron_sees_the_stand_in():
     modules = [module for name, module in sys.modules.items() if name.startswith("megatron.core.") and hasattr(module, "torch")]
     assert len(modules) > 20
-    # `import torch.x as y` binds torch.x, not torch.
+    # `import torch.x as y` binds torch.x, not torch. One package of Megatron has a module of its own with the name.
+    modules = [module for module in modules if module.__name__ != "megatron.core.dist_checkpointing.strategies"]
     assert {type(module.torch) for module in modules} == {megatron_cpu._TorchOnCpu}
     stand_in = modules[0].torch
     assert stand_in.nn is torch.nn

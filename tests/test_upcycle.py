@@ -17,8 +17,8 @@ from moe_exp.layers.experts import ACTIVATIONS, Experts
 from moe_exp.layers.moe_layer import MoELayer, MoESettings
 from moe_exp.layers.router import Router, RouterConfig
 from moe_exp.machine_checks import check_files
-from ranks import RankError, run_on_ranks
-from whole_runs import EndedRun, Runs, free_port
+from ranks import RankError, free_port, run_on_ranks
+from whole_runs import EndedRun, Runs
 
 HIDDEN, FFN, TOKENS = 16, 24, 50
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from typing import Any
 from moe_exp.config import Config
 from moe_exp.metrics import read_metrics
 from moe_exp.run_folder import RunFolder
+from ranks import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "moe_exp" / "scripts" / "run_moe_from_scratch.sh"
@@ -126,13 +126,6 @@ def clean_environ(**settings: Any) -> dict[str, str]:
     """This environment without the settings of whoever runs the tests, and with `settings`."""
     environ = {name: value for name, value in os.environ.items() if name not in SETTINGS and name != "PYTHONPATH"}
     return environ | {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in settings.items()}
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def ranks_of(launcher: subprocess.Popen[str]) -> dict[int, int]:
