@@ -1,7 +1,7 @@
 """Grouped GEMMs of other packages, all for CUDA devices, behind the signature of `grouped_gemm`. Shape suffixes in `moe_exp.layers`.
 
-What is called was read in the sources of grouped_gemm 0.3.0 (github.com/tgale96/grouped_gemm) and nv-grouped-gemm 1.1
-(github.com/fanshiqing/grouped_gemm), which share the import name, of megablocks 0.10.0 and Transformer Engine 2.x.
+What is called was read in the sources of github.com/tgale96/grouped_gemm and of nv-grouped-gemm (github.com/fanshiqing/grouped_gemm),
+which share the import name, of megablocks and of Transformer Engine 2.x; nothing here has run with the packages yet.
 """
 
 from __future__ import annotations
