@@ -10,6 +10,8 @@ anything is timed the outputs and input gradients are compared.
 The floor is the matrix products alone: for each expert the two of the forward and the four of the backward at the average group size,
 with the expert's own weights, into fresh tensors where a layer needs fresh tensors. Nothing else is in it, no activation either.
 
+glibc keeps freed memory for all of them, as the launcher has it for ranks on a CPU.
+
 Memory (glibc): the growth of the resident set in the second forward and backward, gradients included, in a process of its own; and
 the bytes that autograd keeps between forward and backward besides the parameters, every storage counted once.
 """
@@ -34,6 +36,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from moe_exp.hosts import KEEP_FREED_MEMORY
 from moe_exp.layers.dispatcher import LocalDispatcher
 from moe_exp.layers.experts import Experts
 from moe_exp.layers.moe_layer import MoELayer, MoESettings
@@ -325,6 +328,8 @@ def installed(name: str) -> str:
 
 def main() -> None:
     arguments = parse_arguments()
+    if not KEEP_FREED_MEMORY.items() <= os.environ.items():  # glibc reads them at the start of a process
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | KEEP_FREED_MEMORY)
     torch.set_num_threads(arguments.threads)
     if arguments.memory_of:
         print(json.dumps(memory_of(arguments.memory_of, arguments.shape[0], arguments.dtype[0])))

@@ -25,7 +25,7 @@ from typing import Any
 from moe_exp.checks import check_config, check_environment, check_files, check_machine
 from moe_exp.config import Config, ConfigError, load_config, unknown_variables
 from moe_exp.data.embedded import ensure_embedded_corpus
-from moe_exp.hosts import count_gpus
+from moe_exp.hosts import KEEP_FREED_MEMORY, count_gpus
 from moe_exp.planner.params import startup_report
 from moe_exp.presets import preset_values
 from moe_exp.report.finish import finish_run
@@ -107,12 +107,14 @@ def torchrun_command(config: Config, module_args: Sequence[str], module: str = T
 
 
 def child_environment(config: Config) -> dict[str, str]:
-    """Environment of torchrun and its ranks: ours, with threads per rank, and without log lines that nobody can act on."""
+    """Environment of torchrun and its ranks: ours, with threads per rank, the allocator on a CPU, and without useless log lines."""
     environ = dict(os.environ)
     if threads := config.threads_per_rank or (0 if count_gpus() else 1):
         environ["OMP_NUM_THREADS"] = str(threads)
     environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun would set, with a warning
     environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if not count_gpus():
+        environ = KEEP_FREED_MEMORY | environ
     if config.tp > 1 or config.cp > 1:
         # Megatron overlaps collectives with matrix products by the order of launches, which this keeps (before Blackwell).
         environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

@@ -14,6 +14,7 @@ import pytest
 
 from moe_exp.cli import main
 from moe_exp.config import Config, load_config
+from moe_exp.hosts import KEEP_FREED_MEMORY
 from moe_exp.launch import child_environment, dry_run_text, launch, module_arguments, torchrun_command
 from moe_exp.metrics import Metrics
 from moe_exp.run_folder import open_run_folder
@@ -87,6 +88,18 @@ def test_threads_per_rank(monkeypatch, gpus, threads, expected):
     monkeypatch.setattr("moe_exp.launch.count_gpus", lambda: gpus)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert child_environment(cpu(threads_per_rank=threads))["OMP_NUM_THREADS"] == expected
+
+
+@pytest.mark.parametrize(("gpus", "expected"), [(0, "0"), (8, None)])
+def test_ranks_on_a_cpu_keep_freed_memory(monkeypatch, gpus, expected):
+    monkeypatch.setattr("moe_exp.launch.count_gpus", lambda: gpus)
+    for name in KEEP_FREED_MEMORY:
+        monkeypatch.delenv(name, raising=False)
+    environ = child_environment(cpu())
+    assert environ.get("MALLOC_MMAP_MAX_") == expected
+    assert (set(KEEP_FREED_MEMORY) <= set(environ)) == (gpus == 0)
+    monkeypatch.setenv("MALLOC_MMAP_MAX_", "100")
+    assert child_environment(cpu())["MALLOC_MMAP_MAX_"] == "100"
 
 
 def test_dry_run_text_says_where_a_setting_comes_from():
