@@ -9,6 +9,7 @@ anything is timed the outputs and input gradients are compared.
 
 The floor is the matrix products alone: for each expert the two of the forward and the four of the backward at the average group size,
 with the expert's own weights, into fresh tensors where a layer needs fresh tensors. Nothing else is in it, no activation either.
+`linears` are the same products as linear layers under autograd, one per expert and projection.
 
 glibc keeps freed memory for all of them, as the launcher has it for ranks on a CPU.
 
@@ -28,10 +29,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +53,7 @@ class Shape(NamedTuple):
 
 SHAPES = {"1": Shape(512, 1792, 64, 1, 4096), "2": Shape(512, 256, 64, 8, 2048), "3": Shape(1024, 2816, 8, 2, 1024)}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-PEERS = ["floor", "olmoe-eager", "olmoe-batched_mm", "olmoe-grouped_mm", "megatron"]
+PEERS = ["floor", "linears", "olmoe-eager", "olmoe-batched_mm", "olmoe-grouped_mm", "megatron"]
 # In bf16 the peers round the router's logits, ours does not: a few tokens near a tie go to another expert.
 TOLERANCE = {"fp32": 1e-5, "bf16": 0.1}
 Weights = dict[str, Tensor]
@@ -174,6 +174,28 @@ class Floor:
             torch.mm(hidden.t(), x, out=dweight1)
             torch.mm(hidden, weight1, out=dx)
 
+    def clear(self) -> None:
+        """Keeps nothing."""
+
+
+class Linears:
+    """The products of `Floor` as one writes them in torch: a linear layer per expert and projection, and autograd. No activation."""
+
+    def __init__(self, shape: Shape, weights: Weights, dtype: torch.dtype):
+        rows = shape.tokens * shape.topk // shape.experts
+        sizes = [(rows, shape.hidden)] * shape.experts + [(rows, shape.ffn)] * shape.experts
+        self.inputs = [torch.randn(size).to(dtype).requires_grad_() for size in sizes]
+        self.weights = [w.detach().clone().requires_grad_() for name in ("weight1", "weight2") for w in weights[name].unbind(0)]
+        self.gradients = [torch.randn(x.size(0), w.size(0)).to(dtype) for x, w in zip(self.inputs, self.weights, strict=True)]
+
+    def __call__(self) -> None:
+        outputs = [nn.functional.linear(x, w) for x, w in zip(self.inputs, self.weights, strict=True)]
+        torch.autograd.backward(outputs, self.gradients)
+
+    def clear(self) -> None:
+        for leaf in (*self.inputs, *self.weights):
+            leaf.grad = None
+
 
 def build(name: str, shape: Shape, weights: Weights, dtype: torch.dtype) -> nn.Module:
     if name == "ours":
@@ -188,6 +210,8 @@ def reason_to_skip(name: str, shape: Shape, dtype: torch.dtype) -> str:
         return f"copies {copied / 2**30:.0f} GiB of weights"
     return ""
 
+
+PRODUCTS = {"floor": Floor, "linears": Linears}  # no layers: nothing of theirs is compared or measured but the time
 
 # Time
 
@@ -220,17 +244,19 @@ def compare(shape_name: str, dtype_name: str, peers: list[str], num_pairs: int) 
     """Rows of the table of times."""
     shape, dtype = SHAPES[shape_name], DTYPES[dtype_name]
     weights = draw_weights(shape, dtype)
-    turns: dict[str, Turn] = {name: Turn(build(name, shape, weights, dtype), shape, dtype) for name in ["ours", *peers] if name != "floor"}
+    layers = ["ours", *(name for name in peers if name not in PRODUCTS)]
+    turns = {name: Turn(build(name, shape, weights, dtype), shape, dtype) for name in layers}
     check_results(turns, TOLERANCE[dtype_name])
-    calls: dict[str, Callable[[], object]] = {**turns, **({"floor": Floor(shape, weights, dtype)} if "floor" in peers else {})}
+    products = {name: PRODUCTS[name](shape, weights, dtype) for name in peers if name in PRODUCTS}
+    calls: dict[str, Any] = {**turns, **products}
     times: dict[str, list[float]] = {name: [] for name in calls}
     for pair in range(num_pairs + 2):
         for name in sorted(calls, reverse=pair % 2 == 1):
             start = time.perf_counter()
             calls[name]()
             times[name].append(time.perf_counter() - start)
-            for turn in turns.values():
-                turn.clear()
+            for call in calls.values():
+                call.clear()
     label = f"{shape_name}: {', '.join(map(str, shape))} | {dtype_name}"
     return [time_row(label, name, times[name][2:], times["ours"][2:]) for name in peers]
 
@@ -289,7 +315,7 @@ def resident_bytes(field: str) -> int:
 def memory_rows(shape_name: str, dtype_name: str, peers: list[str], threads: int) -> list[str]:
     """Rows of the table of memory, each measured in a process of its own."""
     rows = []
-    for name in ["ours", *(peer for peer in peers if peer != "floor")]:
+    for name in ["ours", *(peer for peer in peers if peer not in PRODUCTS)]:
         command = [sys.executable, __file__, "--memory-of", name, "--shape", shape_name, "--dtype", dtype_name, "--threads", str(threads)]
         output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         memory = json.loads(output.splitlines()[-1])

@@ -54,7 +54,14 @@ OPTIONAL = [
 ]
 
 # Distributions whose import name is not their own name.
-_IMPORT_NAMES = {"megatron-core": "megatron.core", "pyyaml": "yaml", "types-pyyaml": "", "ruff": "", "pytest-timeout": "pytest_timeout"}
+_IMPORT_NAMES = {
+    "pytest-xdist": "xdist",
+    "megatron-core": "megatron.core",
+    "pyyaml": "yaml",
+    "types-pyyaml": "",
+    "ruff": "",
+    "pytest-timeout": "pytest_timeout",
+}
 _OTHER_NAMES = {"grouped_gemm": "nv-grouped-gemm", "triton": "pytorch-triton"}
 
 
