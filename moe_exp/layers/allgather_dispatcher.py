@@ -14,37 +14,25 @@ from torch.distributed import ProcessGroup
 
 from moe_exp import gloo
 from moe_exp.layers.collectives import Departed, Exchange, GatherRows, arrive, depart
-from moe_exp.layers.dispatcher import Dispatched, Dispatcher, DispatchRecord, Pending, experts_per_rank, sort_slots
-from moe_exp.layers.groups import group_size
+from moe_exp.layers.dispatcher import Dispatched, DispatchRecord, Pending, SpreadDispatcher, sort_slots
 from moe_exp.layers.router import RoutingDecision
 from moe_exp.layers.row_order import RowOrder, SortedSlots, pad_by_expert, sort_by_expert
 
 
-class AllGatherDispatcher(Dispatcher):
+class AllGatherDispatcher(SpreadDispatcher):
     """Gathers tokens and routing over `ep_group`, then over `etp_group`; the way back sums the ranks' results per token.
 
     A token travels once to every rank, whatever its K, where an all-to-all sends it K times to the ranks that need it: the
     better choice where K is not small against the expert parallel size. The results of a token's experts on one rank are
     added before they travel, those of different ranks on the way, in the dtype of the rows. It waits for the device once, for
     the counts of tokens and rows.
-
-    Args:
-        num_experts: E, over all ranks.
-        ep_group: expert parallel group; rank i holds experts [i*L, (i+1)*L). None for this rank alone.
-        etp_group: expert tensor parallel group. None for this rank alone.
-
-    Raises:
-        ValueError: the expert parallel size does not divide num_experts.
     """
 
     name = "allgather"
 
     def __init__(self, num_experts: int, *, ep_group: ProcessGroup | None, etp_group: ProcessGroup | None):
-        self.num_experts, self.ep_group, self.etp_group = num_experts, ep_group, etp_group
-        self.ep, self.etp = group_size(ep_group), group_size(etp_group)
-        self.num_local_experts = experts_per_rank(num_experts, self.ep)
+        super().__init__(num_experts, ep_group=ep_group, etp_group=etp_group)
         self.first_expert = self.num_local_experts * (0 if ep_group is None else ep_group.rank())
-        self.etp_rank = 0 if etp_group is None else etp_group.rank()
 
     def start(self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None) -> Pending:
         expert_TK, weights_TK, kept_TK = decision.expert_TK.to(torch.int32), decision.weights_TK, decision.kept_TK

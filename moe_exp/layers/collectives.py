@@ -10,6 +10,7 @@ An `Exchange` says what moves; its `reverse` is its transpose, hence its gradien
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -49,7 +50,7 @@ class Exchange(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _OneByOne:
+class _OneByOne(ABC):
     """Moves each tensor by a collective of its own, all of them under way together."""
 
     group: ProcessGroup | None
@@ -67,8 +68,9 @@ class _OneByOne:
 
         return Arrival(wait)
 
+    @abstractmethod
     def _launch(self, x: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
-        raise NotImplementedError
+        """Starts to move one tensor; what it returns waits for the result."""
 
 
 @dataclass(frozen=True, kw_only=True)

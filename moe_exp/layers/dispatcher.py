@@ -146,12 +146,8 @@ class LocalDispatcher(Dispatcher):
         return slots.order(None if splits is None else sum(splits)), slots.rows_per_expert_E, splits
 
 
-class AllToAllDispatcher(Dispatcher):
-    """Experts are spread over `ep_group`, and each expert's width over `etp_group`.
-
-    The rows go to the ranks of their experts by one all-to-all, with their weights by a second one that is under way together
-    with it, and where an expert is split, are gathered over `etp_group`, whose ranks each compute a part of every row's result;
-    the way back sums the parts. It waits for the device once, for the counts of rows, and not at all with `rows_per_expert`.
+class SpreadDispatcher(Dispatcher):
+    """What the dispatchers have in common whose experts are spread over `ep_group`, and each expert's width over `etp_group`.
 
     Args:
         num_experts: E, over all ranks.
@@ -162,13 +158,25 @@ class AllToAllDispatcher(Dispatcher):
         ValueError: the expert parallel size does not divide num_experts.
     """
 
-    name = "alltoall"
-
     def __init__(self, num_experts: int, *, ep_group: ProcessGroup | None, etp_group: ProcessGroup | None):
         self.num_experts, self.ep_group, self.etp_group = num_experts, ep_group, etp_group
         self.ep, self.etp = group_size(ep_group), group_size(etp_group)
         self.num_local_experts = experts_per_rank(num_experts, self.ep)
         self.etp_rank = 0 if etp_group is None else etp_group.rank()
+
+
+class AllToAllDispatcher(SpreadDispatcher):
+    """Experts are spread over `ep_group`, and each expert's width over `etp_group`.
+
+    The rows go to the ranks of their experts by one all-to-all, with their weights by a second one that is under way together
+    with it, and where an expert is split, are gathered over `etp_group`, whose ranks each compute a part of every row's result;
+    the way back sums the parts. It waits for the device once, for the counts of rows, and not at all with `rows_per_expert`.
+    """
+
+    name = "alltoall"
+
+    def __init__(self, num_experts: int, *, ep_group: ProcessGroup | None, etp_group: ProcessGroup | None):
+        super().__init__(num_experts, ep_group=ep_group, etp_group=etp_group)
         self._padded: tuple[int, _Route] | None = None
 
     def start(self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None) -> Pending:
