@@ -17,6 +17,8 @@ REQUIRES = [
     "filelock>=3.12",
     "psutil>=5.9",
     "packaging>=24.2",
+    "orjson>=3.10",
+    "xxhash>=3.4",
 ]
 
 EXTRAS = {
@@ -24,6 +26,8 @@ EXTRAS = {
     "te": ["transformer-engine[pytorch]>=2.0"],
     "megablocks": ["megablocks>=0.7", "grouped_gemm>=0.1.6"],
     "wandb": ["wandb>=0.17"],
+    "data": ["datatrove>=0.6", "pyarrow>=15", "zstandard>=0.22", "huggingface-hub>=0.24", "sentencepiece>=0.2"],
+    "fast": ["gigatoken>=0.10"],
     "dev": [
         "pytest>=8",
         "pytest-timeout>=2.3",
@@ -34,6 +38,12 @@ EXTRAS = {
         "types-PyYAML>=6",
         "transformers>=5.0",
         "wandb>=0.17",
+        "datatrove>=0.6",
+        "pyarrow>=15",
+        "zstandard>=0.22",
+        "huggingface-hub>=0.24",
+        "sentencepiece>=0.2",
+        "gigatoken>=0.10",
     ],
 }
 

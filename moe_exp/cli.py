@@ -7,6 +7,7 @@ import importlib.metadata
 import logging
 from collections.abc import Sequence
 
+from moe_exp.commands.data_commands import add_data_commands, run_data_command
 from moe_exp.config import add_arguments
 
 
@@ -19,6 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     logging.basicConfig(format="%(message)s")
     logging.getLogger("moe_exp").setLevel(logging.INFO)
+    if args.command == "data":
+        return run_data_command(args)
     settings = {name: value for name, value in vars(args).items() if name not in ("command", "dry_run")}
     try:
         return _train(settings, args.dry_run) if args.command == "train" else _doctor()
@@ -38,6 +41,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.add_argument("--dry-run", action="store_true", help="print settings, torchrun command and parameter report, start nothing")
     add_arguments(train)
+    data = commands.add_parser("data", help="from a dataset's name to token files: list, prepare, shuffle, merge, tokenize, inspect")
+    add_data_commands(data)
     commands.add_parser("doctor", help="versions, devices, what is missing and what that costs")
     return parser
 

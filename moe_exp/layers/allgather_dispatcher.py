@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_exp import gloo
+from moe_exp.layers.capacity import without_dropped
 from moe_exp.layers.collectives import Departed, Exchange, GatherRows, arrive, depart
 from moe_exp.layers.dispatcher import Dispatched, DispatchRecord, Pending, SpreadDispatcher, sort_slots
 from moe_exp.layers.router import RoutingDecision
@@ -35,11 +36,9 @@ class AllGatherDispatcher(SpreadDispatcher):
         self.first_expert = self.num_local_experts * (0 if ep_group is None else ep_group.rank())
 
     def start(self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None) -> Pending:
-        expert_TK, weights_TK, kept_TK = decision.expert_TK.to(torch.int32), decision.weights_TK, decision.kept_TK
-        travelling = None
-        if kept_TK is not None:
-            expert_TK = expert_TK.masked_fill(~kept_TK, self.num_experts)
-            travelling = _tokens_with_a_slot(kept_TK)
+        weights_TK, kept_TK = decision.weights_TK, decision.kept_TK
+        expert_TK = without_dropped(decision.expert_TK.to(torch.int32), kept_TK, self.num_experts)
+        travelling = None if kept_TK is None else _tokens_with_a_slot(kept_TK)
         sizes = self._exchange_sizes(decision, travelling)
         order = None
         if travelling is not None:

@@ -24,6 +24,11 @@ def count_per_expert(expert_N: Tensor, num_experts: int) -> Tensor:
     return counts_E.scatter_add_(0, expert_N, torch.ones_like(expert_N))
 
 
+def without_dropped(expert_TK: Tensor, kept_TK: Tensor | None, num_experts: int) -> Tensor:
+    """The expert of every slot, and `num_experts`, which is none, for the slots that `kept_TK` excludes."""
+    return expert_TK if kept_TK is None else expert_TK.masked_fill(~kept_TK, num_experts)
+
+
 def rank_in_expert(expert_N: Tensor, priority_N: Tensor | None, *, num_experts: int) -> Tensor:
     """Place of every slot in the queue of its expert, 0 first.
 

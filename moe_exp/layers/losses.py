@@ -59,7 +59,7 @@ def load_balancing_loss_share(
 
     Args:
         scores_TE: router scores of this rank's tokens, each row summing to 1.
-        tokens_per_expert_E: slots of this rank's tokens per expert, before any drop.
+        tokens_per_expert_E: slots of the micro-batch per expert, over all of `group`, before any drop.
         topk: K.
         num_tokens: tokens of the micro-batch; None when every rank holds as many as this one.
         group: the ranks that hold the rest of the micro-batch.
@@ -69,8 +69,7 @@ def load_balancing_loss_share(
     """
     num_experts = scores_TE.size(1)
     num_tokens = _num_tokens(scores_TE, num_tokens, group)
-    counts_E = sum_over(tokens_per_expert_E.to(scores_TE.dtype), group)
-    return torch.dot(scores_TE.sum(dim=0), counts_E) * num_experts / (topk * num_tokens**2)
+    return torch.dot(scores_TE.sum(dim=0), tokens_per_expert_E.to(scores_TE.dtype)) * num_experts / (topk * num_tokens**2)
 
 
 def sequence_balancing_loss_share(
@@ -120,16 +119,15 @@ def global_balancing_loss_share(
     Args:
         scores_TE: router scores of this rank's tokens, each row summing to 1.
         global_tokens_per_expert_E: slots per expert of the previous global batch; zeros when there was none.
-        tokens_per_expert_E: slots of this rank's tokens per expert, before any drop.
+        tokens_per_expert_E: slots of the micro-batch per expert, over all of `group`, before any drop.
         num_tokens: tokens of the micro-batch; None when every rank holds as many as this one.
         group: the ranks that hold the rest of the micro-batch.
 
     Returns:
         Scalar; the sum over `group` is the loss of the micro-batch.
     """
-    counts_E = sum_over(tokens_per_expert_E.to(scores_TE.dtype), group)
     global_E = global_tokens_per_expert_E.to(scores_TE.dtype)
-    counts_E = torch.where(global_E.sum() > 0, global_E, counts_E)
+    counts_E = torch.where(global_E.sum() > 0, global_E, tokens_per_expert_E.to(scores_TE.dtype))
     fractions_E = counts_E / counts_E.sum().clamp(min=1)
     return torch.dot(scores_TE.sum(dim=0), fractions_E) * scores_TE.size(1) / _num_tokens(scores_TE, num_tokens, group)
 

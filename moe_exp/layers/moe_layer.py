@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_exp import gloo
-from moe_exp.layers.capacity import DROP_POLICIES, expert_capacity, keep_first, keep_most_probable
+from moe_exp.layers.capacity import DROP_POLICIES, expert_capacity, keep_first, keep_most_probable, without_dropped
 from moe_exp.layers.dispatcher import Dispatcher, LocalDispatcher
 from moe_exp.layers.experts import Experts
-from moe_exp.layers.groups import group_size
+from moe_exp.layers.groups import group_size, sum_over
 from moe_exp.layers.losses import (
     AuxLoss,
     global_balancing_loss_share,
@@ -176,6 +176,7 @@ class MoELayer(nn.Module):
         scores_TE = decision.scores_TE if decision.valid_T is None else decision.scores_TE * decision.valid_T.unsqueeze(1)
         num_tokens = tokens_in_group(decision, group)
         counts_E, expert_TK = self._counts_by_score(decision)
+        counts_E = sum_over(counts_E, group)
         balance = load_balancing_loss_share(scores_TE, counts_E, topk=expert_TK.size(1), num_tokens=num_tokens, group=group)
         z = z_loss_share(decision.logits_TE, valid_T=decision.valid_T, num_tokens=num_tokens, group=group)
         shares = {"aux_loss": balance}
@@ -215,9 +216,8 @@ class MoELayer(nn.Module):
 
     def _kept(self, decision: RoutingDecision, shape: torch.Size) -> Tensor:
         """Which slots stay, decided over the whole micro-batch: so drops do not depend on how its tokens are split over ranks."""
-        expert_TK, weights_TK = decision.expert_TK, decision.weights_TK.detach()
-        if decision.kept_TK is not None:  # padding is in no expert's queue
-            expert_TK = expert_TK.masked_fill(~decision.kept_TK, self.router.config.num_experts)
+        weights_TK = decision.weights_TK.detach()
+        expert_TK = without_dropped(decision.expert_TK, decision.kept_TK, self.router.config.num_experts)  # padding is in no expert's queue
         if len(shape) == 1 or self.settings.batch_dim == 1:
             return self._kept_in_sequence(expert_TK, weights_TK)
         # The queue is by position in the sequence, of all sequences together: that order does not depend on the ranks.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_exp.layers.assignment import balanced_experts, best_experts, sinkhorn, zipf_experts
-from moe_exp.layers.capacity import count_per_expert
+from moe_exp.layers.capacity import count_per_expert, without_dropped
 from moe_exp.layers.groups import group_size, sum_over
 from moe_exp.layers.recompute import is_counted_forward
 from moe_exp.layers.replay import RoutingReplay
@@ -289,8 +289,7 @@ def count_kept(expert_TK: Tensor, kept_TK: Tensor | None, num_experts: int) -> T
     """Slots per expert, int64 [E], of those that `kept_TK` does not exclude."""
     if kept_TK is None:
         return count_per_expert(expert_TK.flatten(), num_experts)
-    expert_N = expert_TK.masked_fill(~kept_TK, num_experts).flatten()
-    return count_per_expert(expert_N, num_experts + 1)[:num_experts]
+    return count_per_expert(without_dropped(expert_TK, kept_TK, num_experts).flatten(), num_experts + 1)[:num_experts]
 
 
 def tokens_in_group(decision: RoutingDecision, group: ProcessGroup | None) -> Tensor | int:

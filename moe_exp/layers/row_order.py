@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from moe_exp.layers.capacity import count_per_expert, rank_in_expert
+from moe_exp.layers.capacity import count_per_expert, rank_in_expert, without_dropped
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def sort_by_expert(expert_TK: Tensor, kept_TK: Tensor | None = None, *, num_expe
         num_experts: E.
         counts_E: kept slots per expert, int64, where they are known already.
     """
-    expert_N = _kept_or_last(expert_TK, kept_TK, num_experts)
+    expert_N = without_dropped(expert_TK, kept_TK, num_experts).flatten()
     if counts_E is None:
         counts_E = count_per_expert(expert_N, num_experts + 1)[:num_experts]
     return SortedSlots(torch.argsort(expert_N, stable=True), counts_E, expert_TK.size(1), kept_TK is not None)
@@ -100,7 +100,7 @@ def pad_by_expert(expert_TK: Tensor, kept_TK: Tensor | None = None, *, num_exper
         num_experts: E.
         rows_per_expert: at least the number of kept slots of any expert; what is beyond is not checked and corrupts other experts' rows.
     """
-    expert_N = _kept_or_last(expert_TK, kept_TK, num_experts)
+    expert_N = without_dropped(expert_TK, kept_TK, num_experts).flatten()
     num_slots, num_rows = expert_N.numel(), num_experts * rows_per_expert
     place_N = rank_in_expert(expert_N, None, num_experts=num_experts)
     row_N = torch.where(expert_N < num_experts, expert_N * rows_per_expert + place_N, num_rows)
@@ -123,11 +123,6 @@ def regroup_chunks(rows_SL: Tensor, *, num_rows: int) -> RowOrder:
     shift_C = first_C - (rows_C.cumsum(0) - rows_C)
     slot_R = torch.repeat_interleave(shift_C, rows_C, output_size=num_rows) + torch.arange(num_rows, device=rows_SL.device)
     return RowOrder(slot_R, _inverse(slot_R), topk=1)
-
-
-def _kept_or_last(expert_TK: Tensor, kept_TK: Tensor | None, num_experts: int) -> Tensor:
-    """The expert of every slot [N], `num_experts` for a dropped one."""
-    return (expert_TK if kept_TK is None else expert_TK.masked_fill(~kept_TK, num_experts)).flatten()
 
 
 class _TokensToRows(torch.autograd.Function):

@@ -1,0 +1,1 @@
+"""Subcommands of `moe-exp`: arguments here, work in the library."""

@@ -1,0 +1,56 @@
+"""`moe-exp data ...`, and the scripts of moe_exp/scripts that are one of its commands under another name."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import importlib
+import logging
+import sys
+from collections.abc import Sequence
+
+# Modules of this package that add commands by `add_commands(subparsers)`; each sets `run`, a function of the arguments.
+COMMANDS = ("corpus", "shards", "tokenizing", "inspecting")
+
+
+def add_data_commands(parser: argparse.ArgumentParser) -> None:
+    """Adds the commands of `moe-exp data`."""
+    subparsers = parser.add_subparsers(dest="data_command", metavar="command", required=True)
+    for name in COMMANDS:
+        importlib.import_module(f"moe_exp.commands.{name}").add_commands(subparsers)
+
+
+def run_data_command(arguments: argparse.Namespace) -> int:
+    """Runs what `add_data_commands` has parsed; what a user can mend is one line and exit code 1."""
+    try:
+        return int(arguments.run(arguments) or 0)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("moe_exp"):
+            raise
+        return _fail(f"the package {error.name} is not installed. Fix: pip install 'moe-exp[data]'.")
+    except ValueError as error:
+        return _fail(str(error))
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            return _fail(f"{error.filename or 'the disk'}: no space left. Fix: free some, and call it again: it goes on where it stopped.")
+        return _fail(f"{error.filename or ''}: {error.strerror or error}".lstrip(": "))
+    except KeyboardInterrupt:
+        return 130
+
+
+def _fail(message: str) -> int:
+    print(f"moe-exp data: {message}", file=sys.stderr, flush=True)
+    return 1
+
+
+def main(command: str, argv: Sequence[str] | None = None, *, prog: str | None = None) -> int:
+    """One of the commands as a program of its own."""
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("moe_exp").setLevel(logging.INFO)
+    parser = argparse.ArgumentParser()
+    subparsers = parser.add_subparsers(dest="data_command")
+    for name in COMMANDS:
+        importlib.import_module(f"moe_exp.commands.{name}").add_commands(subparsers)
+    chosen = subparsers.choices[command]
+    chosen.prog = prog or chosen.prog
+    return run_data_command(chosen.parse_args(argv))

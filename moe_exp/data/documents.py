@@ -1,0 +1,204 @@
+"""Documents in JSONL files: read line by line, checked, counted and hashed, so that none is lost without a word.
+
+A line ends at LF alone, as JSONL says: U+2028 and other separators are text. A BOM at the start of a file and a CR before LF are not
+text. Blank lines and empty texts are no documents: they are skipped and counted. Whatever else is no document stops, or is skipped
+and counted by its reason, as the caller wants.
+"""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+import xxhash
+
+JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+BLANK_LINE, EMPTY_TEXT = "blank line", "empty text"
+
+_CHUNK_BYTES = 2**20
+_BOM = b"\xef\xbb\xbf"
+_MASK128 = 2**128 - 1
+
+
+class BadDocument(ValueError):
+    """A line that is no document, or a file that ends early.
+
+    Args:
+        path: the file.
+        line_number: from 1.
+        reason: the same text for the same kind of defect, so that it can be counted by.
+    """
+
+    def __init__(self, path: str | Path, line_number: int, reason: str):
+        super().__init__(f"{path}:{line_number}: {reason}")
+        self.path, self.line_number, self.reason = str(path), line_number, reason
+
+    def __reduce__(self) -> tuple[Any, ...]:  # so that it reaches the parent of a worker process
+        return type(self), (self.path, self.line_number, self.reason)
+
+
+@dataclass
+class Tally:
+    """What was read or written: sums, so that those of parts add up to that of the whole.
+
+    Args:
+        num_documents: documents.
+        num_text_bytes: of their texts in UTF-8.
+        text_hash: sum of the XXH3-128 of the texts modulo 2**128: equal for the same multiset of texts, whatever their order.
+        skipped: reason to number of lines that are no documents.
+    """
+
+    num_documents: int = 0
+    num_text_bytes: int = 0
+    text_hash: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+
+    def add(self, text: bytes) -> None:
+        """Counts a document by its text in UTF-8."""
+        self.num_documents += 1
+        self.num_text_bytes += len(text)
+        self.text_hash = (self.text_hash + xxhash.xxh3_128_intdigest(text)) & _MASK128
+
+    def __iadd__(self, other: Tally) -> Tally:
+        self.num_documents += other.num_documents
+        self.num_text_bytes += other.num_text_bytes
+        self.text_hash = (self.text_hash + other.text_hash) & _MASK128
+        self.skipped += other.skipped
+        return self
+
+    def to_json(self) -> dict[str, Any]:
+        """For a manifest."""
+        hash_text = f"{self.text_hash:032x}"
+        counts = {"num_documents": self.num_documents, "num_text_bytes": self.num_text_bytes, "text_hash": hash_text}
+        return counts | {"skipped": dict(sorted(self.skipped.items()))}
+
+    @classmethod
+    def from_json(cls, counts: dict[str, Any]) -> Tally:
+        """The other way round."""
+        return cls(counts["num_documents"], counts["num_text_bytes"], int(counts["text_hash"], 16), Counter(counts["skipped"]))
+
+
+def read_documents(path: Path, tally: Tally, *, text_field: str = "text", skip_bad: bool = False) -> Iterator[tuple[bytes, str]]:
+    """Yields (line without its end, text) of every document of a .jsonl, .jsonl.gz or .jsonl.zst file, and counts into `tally`.
+
+    Args:
+        path: the file.
+        tally: what is read is added here, when it is yielded.
+        text_field: name of the field with the text.
+        skip_bad: skip and count what is no document instead of raising. A file that ends early raises all the same.
+
+    Raises:
+        BadDocument: at the first line that is no document, and where a compressed file is damaged.
+    """
+    for number, line in read_lines(path):
+        try:
+            text = text_of(line, text_field)
+        except ValueError as error:
+            reason = str(error)
+            if not skip_bad and reason not in (BLANK_LINE, EMPTY_TEXT):
+                raise BadDocument(path, number, reason) from error
+            tally.skipped[reason] += 1
+            continue
+        tally.add(text.encode())
+        yield line, text
+
+
+def text_of(line: bytes, text_field: str = "text") -> str:
+    """The text of a line of JSONL.
+
+    Raises:
+        ValueError: the line is no document; its text is the reason.
+    """
+    if not line or line.isspace():
+        raise ValueError(BLANK_LINE)
+    try:
+        document = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise ValueError(_json_problem(line)) from error
+    if not isinstance(document, dict):
+        raise ValueError("not a JSON object")
+    text = document.get(text_field)
+    if not isinstance(text, str):
+        kind = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}[type(text)]
+        raise ValueError(f"no field {text_field!r}" if text_field not in document else f"field {text_field!r} is {kind}, not a text")
+    if not text:
+        raise ValueError(EMPTY_TEXT)
+    return text
+
+
+def _json_problem(line: bytes) -> str:
+    try:
+        line.decode()
+    except UnicodeDecodeError:
+        return "invalid UTF-8"
+    return "not valid JSON"  # lone surrogates among it, which UTF-8 has no bytes for
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yields (number from 1, line without LF or CRLF) of a plain, .gz or .zst file; memory: the longest line.
+
+    Raises:
+        BadDocument: a compressed file is damaged or ends early.
+    """
+    number = 0
+    try:
+        for number, line in enumerate(_raw_lines(path), 1):
+            if number == 1 and line.startswith(_BOM):
+                line = line[len(_BOM) :]
+            yield number, line[: -2 if line.endswith(b"\r\n") else -1 if line.endswith(b"\n") else None]
+    except (EOFError, gzip.BadGzipFile, zlib.error, _ZstdError) as error:
+        raise BadDocument(path, number + 1, f"the compressed file is damaged or ends early ({error})") from error
+
+
+class _ZstdError(Exception):
+    """A .zst file that cannot be read to its end."""
+
+
+def _raw_lines(path: Path) -> Iterator[bytes]:
+    if path.suffix == ".zst":
+        yield from _split(_zstd_chunks(path))
+    elif path.suffix == ".gz":
+        with gzip.open(path, "rb") as file:
+            yield from file
+    else:
+        with path.open("rb", buffering=_CHUNK_BYTES) as file:
+            yield from file
+
+
+def _split(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    rest: list[bytes] = []
+    for chunk in chunks:
+        *lines, last = chunk.split(b"\n")
+        for line in lines:
+            yield b"".join([*rest, line, b"\n"])
+            rest = []
+        rest.append(last)
+    if last_line := b"".join(rest):
+        yield last_line
+
+
+def _zstd_chunks(path: Path) -> Iterator[bytes]:
+    """Of all frames; stream_reader of the zstandard package ends without an error where the file does."""
+    import zstandard
+
+    decompressor = zstandard.ZstdDecompressor()
+    frame = None
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            while chunk:
+                frame = frame or decompressor.decompressobj()
+                try:
+                    yield frame.decompress(chunk)
+                except zstandard.ZstdError as error:
+                    raise _ZstdError(str(error)) from error
+                chunk = frame.unused_data if frame.eof else b""
+                if frame.eof:
+                    frame = None
+    if frame is not None:
+        raise _ZstdError("its last frame is not complete")

@@ -1,0 +1,82 @@
+"""How far a long step is: a bar with rate and time left on a terminal, a log line now and then elsewhere; and the table at its end."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from rich import filesize
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+logger = logging.getLogger(__name__)
+
+_LOG_SECONDS = 30.0
+
+
+@contextmanager
+def progress(what: str, total: int, *, unit: str = "bytes", done: int = 0) -> Iterator[Callable[[int], None]]:
+    """Yields a function that takes how many more units are done.
+
+    Args:
+        what: a few words for the line.
+        total: units of the whole step.
+        unit: `bytes`, or what is counted, in the plural.
+        done: units that an earlier call has done.
+    """
+    console = Console(stderr=True)
+    if console.is_terminal:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=console) as bar:
+            task = bar.add_task(what, total=total, completed=done, rate="")
+            counter = _Counter(what, total, unit, done)
+
+            def advance(units: int) -> None:
+                counter.done += units
+                bar.update(task, advance=units, rate=f"{counter.amount()}, {counter.rate()}/s")
+
+            yield advance
+        return
+    counter = _Counter(what, total, unit, done)
+    yield counter.log
+    logger.info("%s: %s in %.1f s", what, counter.amount(), time.monotonic() - counter.started)
+
+
+class _Counter:
+    def __init__(self, what: str, total: int, unit: str, done: int):
+        self.what, self.total, self.unit, self.first, self.done = what, total, unit, done, done
+        self.started = self.logged = time.monotonic()
+
+    def amount(self) -> str:
+        return f"{self._size(self.done)} of {self._size(self.total)}"
+
+    def rate(self) -> str:
+        return self._size(int((self.done - self.first) / max(1e-3, time.monotonic() - self.started)))
+
+    def log(self, units: int) -> None:
+        self.done += units
+        now = time.monotonic()
+        if now - self.logged >= _LOG_SECONDS:
+            self.logged = now
+            left = (self.total - self.done) * (now - self.started) / max(1, self.done - self.first)
+            logger.info("%s: %s, %s/s, %.0f s left", self.what, self.amount(), self.rate(), left)
+
+    def _size(self, units: int) -> str:
+        return filesize.decimal(units) if self.unit == "bytes" else f"{units:,} {self.unit}"
+
+
+def print_summary(title: str, rows: Mapping[str, object]) -> None:
+    """One table of what a step did, on standard output."""
+    table = Table(title=title, show_header=False, title_justify="left")
+    for name, value in rows.items():
+        table.add_row(name, f"{value:,}" if isinstance(value, int) else str(value))
+    Console().print(table)
