@@ -21,8 +21,9 @@ from typing import Any
 import xxhash
 from filelock import FileLock, Timeout
 
-_BLOCK_BYTES = 2**16
-_SAMPLED_BLOCKS = 16
+_RUNNING = "running.json"
+_BLOCK_BYTES = 2**14
+_SAMPLED_BLOCKS = 4
 _CHUNK_BYTES = 2**22
 
 
@@ -54,7 +55,8 @@ class Stage:
             outputs: files in the working folder that the manifest lists with size and hash.
             facts: what else the manifest says: counts and the like.
         """
-        self._write_manifest(self.folder / "manifest.json", self._manifest(outputs, facts))
+        self.manifest = self._manifest(outputs, facts)
+        write_json(self.folder / "manifest.json", self.manifest)
         sync_folder(self.folder)
         if self.output.exists():  # start_over: what was there stays until here
             old = self.output.with_name(self.output.name + ".old")
@@ -64,30 +66,26 @@ class Stage:
             shutil.rmtree(old)
         else:
             self.folder.rename(self.output)
+        (self.output / _RUNNING).unlink()  # last: a crash before this line loses nothing
         sync_folder(self.output.parent)
-        return self.manifest or {}
+        return self.manifest
 
     def finish_files(self, outputs: Sequence[Path], **facts: Any) -> dict[str, Any]:
         """Moves the files of the working folder beside OUTPUT, then writes `OUTPUT.manifest.json`, and returns it."""
         manifest_path = _manifest_path(self.output, is_folder=False)
-        manifest = self._manifest(outputs, facts)
+        self.manifest = self._manifest(outputs, facts)
         manifest_path.unlink(missing_ok=True)  # files without it are not taken for finished
         for path in outputs:
             path.replace(self.output.parent / path.name)
-        self._write_manifest(manifest_path, manifest)
+        write_json(manifest_path, self.manifest)
         sync_folder(self.output.parent)
         shutil.rmtree(self.folder)
-        return manifest
+        return self.manifest
 
     def _manifest(self, outputs: Sequence[Path], facts: Mapping[str, Any]) -> dict[str, Any]:
         files = [{"name": str(path.relative_to(self.folder)), "bytes": path.stat().st_size, "hash": file_hash(path)} for path in outputs]
         made = {"made_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "seconds": round(time.time() - self.started, 1)}
         return {"stage": self.name, **self.key, **facts, "outputs": files, **made}
-
-    def _write_manifest(self, path: Path, manifest: dict[str, Any]) -> None:
-        write_json(path, manifest)
-        (self.folder / "running.json").unlink(missing_ok=True)
-        self.manifest = manifest
 
 
 @contextmanager
@@ -132,12 +130,12 @@ def run_stage(
             return
         if is_folder and output.exists() and done is None and any(output.iterdir()):
             raise ValueError(f"{output}: is there, without a manifest.json of this program. Fix: choose another folder, or remove it.")
-        begun = _read_json(folder / "running.json")
+        begun = _read_json(folder / _RUNNING)
         _check_same(output, begun, name, key, start_over, "was begun")
         if start_over or begun is None:
             shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(exist_ok=True)
-        write_json(folder / "running.json", {"stage": name, **key})
+        write_json(folder / _RUNNING, {"stage": name, **key})
         yield Stage(name, output, folder, key)
     finally:
         lock.release()
@@ -165,12 +163,12 @@ def _check_same(output: Path, found: dict[str, Any] | None, name: str, key: dict
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
-    """Name, size and a hash of blocks of a file: the same content has the same, whenever it was written. Reads at most 1.1 MB."""
+    """Name, size and a hash of blocks of a file: the same content has the same, whenever it was written. Reads at most 64 KB, as a corpus may have 30,000 files."""
     size = path.stat().st_size
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
-        for block in range(_SAMPLED_BLOCKS + 1):
-            file.seek(max(0, size - _BLOCK_BYTES) * block // _SAMPLED_BLOCKS)
+        for block in range(_SAMPLED_BLOCKS):
+            file.seek(max(0, size - _BLOCK_BYTES) * block // (_SAMPLED_BLOCKS - 1))
             digest.update(file.read(_BLOCK_BYTES))
     return {"name": path.name, "bytes": size, "sampled_hash": digest.hexdigest()}
 
