@@ -163,7 +163,7 @@ def _check_same(output: Path, found: dict[str, Any] | None, name: str, key: dict
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
-    """Name, size and a hash of blocks of a file: the same content has the same, whenever it was written. Reads at most 64 KB, as a corpus may have 30,000 files."""
+    """Name, size and a hash of four blocks of a file, whenever it was written. 64 KB at most: a corpus may have 30,000 files."""
     size = path.stat().st_size
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
