@@ -105,10 +105,9 @@ def download(
         _print_plan(source, folder, listing, complete, bytes_per_second)
         return [folder / file.name for file in listing.files]
     with run_stage("download", folder, settings=settings, inputs=(), start_over=start_over) as stage:
-        listing = _known_listing(stage) or _list_files(source, max_failures)
+        listing = _known_listing(stage) or _first_listing(stage, source, max_failures)
         hub = _Fetcher(source, listing, stage.folder, max_workers, max_failures)
         if stage.manifest is None:
-            write_json(stage.folder / _LISTING, asdict(listing))
             _finish(stage, source, listing, hub.fetch(listing.files))
         elif missing := hub.missing():
             logger.warning("%s: %d files are gone or have another size, fetching them", folder, len(missing))
@@ -123,6 +122,18 @@ def _known_listing(stage: Stage) -> Listing | None:
         return _listing_of_manifest(stage.manifest)
     listed = _read_json(stage.folder / _LISTING)
     return Listing.from_json(listed) if listed else None
+
+
+def _first_listing(stage: Stage, source: Source, max_failures: int) -> Listing:
+    """Notes it in the folder, or leaves none that the next call, with a better name or pattern, would be refused for."""
+    try:
+        listing = _list_files(source, max_failures)
+        check_free_disk(stage.folder, listing.num_bytes, f"the download of {source.name}")
+        write_json(stage.folder / _LISTING, asdict(listing))
+    except Exception:
+        shutil.rmtree(stage.folder)
+        raise
+    return listing
 
 
 def _listing_of_manifest(manifest: dict[str, Any]) -> Listing:

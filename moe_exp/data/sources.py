@@ -228,8 +228,7 @@ def local_files(source: Source) -> list[Path]:
     names = []
     for folder, subfolders, files in os.walk(source.path):
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        found = [name for name in files if name.endswith(DATA_SUFFIXES) and not name.startswith(".")]
-        names += [(Path(folder) / name).relative_to(source.path).as_posix() for name in found]
+        names += [(Path(folder) / name).relative_to(source.path).as_posix() for name in files if not name.startswith(".")]
     return [source.path / name for name in chosen_files(names, source.patterns, str(source.path))]
 
 
