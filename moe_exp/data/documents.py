@@ -87,6 +87,15 @@ class Tally:
 def read_documents(path: Path, tally: Tally, *, text_field: str = "text", skip_bad: bool = False) -> Iterator[tuple[bytes, str]]:
     """Yields (line without its end, text) of every document of a .jsonl, .jsonl.gz or .jsonl.zst file, and counts into `tally`.
 
+    Args and Raises: as `read_objects`.
+    """
+    for line, document in read_objects(path, tally, text_field=text_field, skip_bad=skip_bad):
+        yield line, document[text_field]
+
+
+def read_objects(path: Path, tally: Tally, *, text_field: str = "text", skip_bad: bool = False) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yields (line without its end, JSON object) of every document of a .jsonl, .jsonl.gz or .jsonl.zst file, and counts into `tally`.
+
     Args:
         path: the file.
         tally: what is read is added here, when it is yielded.
@@ -98,15 +107,20 @@ def read_documents(path: Path, tally: Tally, *, text_field: str = "text", skip_b
     """
     for number, line in read_lines(path):
         try:
-            text = text_of(line, text_field)
+            document = _object_of(line)
+            text = text_in(document, text_field)
         except ValueError as error:
-            reason = str(error)
-            if not skip_bad and reason not in (BLANK_LINE, EMPTY_TEXT):
-                raise BadDocument(path, number, reason) from error
-            tally.skipped[reason] += 1
+            skip_or_raise(path, number, str(error), tally, skip_bad=skip_bad)
             continue
         tally.add(text.encode())
-        yield line, text
+        yield line, document
+
+
+def skip_or_raise(path: Path, number: int, reason: str, tally: Tally, *, skip_bad: bool) -> None:
+    """Counts line or row `number` of `path` as skipped, or raises BadDocument: blank lines and empty texts are always skipped."""
+    if not skip_bad and reason not in (BLANK_LINE, EMPTY_TEXT):
+        raise BadDocument(path, number, reason)
+    tally.skipped[reason] += 1
 
 
 def text_of(line: bytes, text_field: str = "text") -> str:
@@ -115,6 +129,26 @@ def text_of(line: bytes, text_field: str = "text") -> str:
     Raises:
         ValueError: the line is no document; its text is the reason.
     """
+    return text_in(_object_of(line), text_field)
+
+
+def text_in(document: dict[str, Any], text_field: str = "text") -> str:
+    """The text of a document.
+
+    Raises:
+        ValueError: it has none; the message is the reason.
+    """
+    text = document.get(text_field)
+    if not isinstance(text, str):
+        kinds = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
+        kind = kinds.get(type(text), f"a {type(text).__name__}")
+        raise ValueError(f"no field {text_field!r}" if text_field not in document else f"field {text_field!r} is {kind}, not a text")
+    if not text:
+        raise ValueError(EMPTY_TEXT)
+    return text
+
+
+def _object_of(line: bytes) -> dict[str, Any]:
     if not line or line.isspace():
         raise ValueError(BLANK_LINE)
     try:
@@ -123,13 +157,7 @@ def text_of(line: bytes, text_field: str = "text") -> str:
         raise ValueError(_json_problem(line)) from error
     if not isinstance(document, dict):
         raise ValueError("not a JSON object")
-    text = document.get(text_field)
-    if not isinstance(text, str):
-        kind = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}[type(text)]
-        raise ValueError(f"no field {text_field!r}" if text_field not in document else f"field {text_field!r} is {kind}, not a text")
-    if not text:
-        raise ValueError(EMPTY_TEXT)
-    return text
+    return document
 
 
 def _json_problem(line: bytes) -> str:

@@ -48,14 +48,15 @@ class Stage:
     was_done: bool = False
     started: float = field(default_factory=time.time)
 
-    def finish_folder(self, outputs: Sequence[Path], **facts: Any) -> dict[str, Any]:
+    def finish_folder(self, outputs: Sequence[Path], *, hashes: Mapping[Path, str] | None = None, **facts: Any) -> dict[str, Any]:
         """Turns the working folder into OUTPUT and returns the manifest.
 
         Args:
             outputs: files in the working folder that the manifest lists with size and hash.
+            hashes: what `file_hash` gives for them, where that is known already.
             facts: what else the manifest says: counts and the like.
         """
-        self.manifest = self._manifest(outputs, facts)
+        self.manifest = self._manifest(outputs, facts, hashes or {})
         write_json(self.folder / "manifest.json", self.manifest)
         sync_folder(self.folder)
         if self.output.exists():  # start_over: what was there stays until here
@@ -73,7 +74,7 @@ class Stage:
     def finish_files(self, outputs: Sequence[Path], **facts: Any) -> dict[str, Any]:
         """Moves the files of the working folder beside OUTPUT, then writes `OUTPUT.manifest.json`, and returns it."""
         manifest_path = _manifest_path(self.output, is_folder=False)
-        self.manifest = self._manifest(outputs, facts)
+        self.manifest = self._manifest(outputs, facts, {})
         manifest_path.unlink(missing_ok=True)  # files without it are not taken for finished
         for path in outputs:
             path.replace(self.output.parent / path.name)
@@ -82,8 +83,11 @@ class Stage:
         shutil.rmtree(self.folder)
         return self.manifest
 
-    def _manifest(self, outputs: Sequence[Path], facts: Mapping[str, Any]) -> dict[str, Any]:
-        files = [{"name": str(path.relative_to(self.folder)), "bytes": path.stat().st_size, "hash": file_hash(path)} for path in outputs]
+    def _manifest(self, outputs: Sequence[Path], facts: Mapping[str, Any], hashes: Mapping[Path, str]) -> dict[str, Any]:
+        files = [
+            {"name": str(path.relative_to(self.folder)), "bytes": path.stat().st_size, "hash": hashes.get(path) or file_hash(path)}
+            for path in outputs
+        ]
         made = {"made_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "seconds": round(time.time() - self.started, 1)}
         return {"stage": self.name, **self.key, **facts, "outputs": files, **made}
 
