@@ -13,8 +13,8 @@ from moe_exp.data.documents import Tally, read_documents
 NGRAM_WORDS = 12  # datatrove's default, after GPT-3's 13 (Brown et al., 2020, appendix C)
 
 
-def _text(document: Any) -> str:
-    return document.text
+def _text(document: Any) -> bytes:
+    return document.text.encode()  # newer xxhash takes no str
 
 
 def _dedup_config() -> Any:
@@ -90,26 +90,23 @@ class ContaminationFilter(Filter):
 
 
 def _ngrams_config() -> Any:
-    from datatrove.pipeline.decont import NGramsDecontConfig
+    from datatrove.pipeline.decont.n_grams import NGramsDecontConfig
+    from datatrove.utils.hashing import HashConfig
 
-    return NGramsDecontConfig(n_grams=NGRAM_WORDS)
+    # datatrove gives its n-grams to the hash as str, which newer xxhash does not take.
+    return NGramsDecontConfig(n_grams=NGRAM_WORDS, hash_config=HashConfig(hash_fc="sha1"))
 
 
 def _words() -> Any:
     """Words between spaces: datatrove has normalised the text by then. Its own English tokenizer would need spaCy."""
     from datatrove.utils.word_tokenizers import WordTokenizer
 
-    class Words(WordTokenizer):
-        def word_tokenize(self, text: str) -> list[str]:
-            return text.split()
-
-        def sent_tokenize(self, text: str) -> list[str]:
-            return [text]
-
-        def span_tokenize(self, text: str) -> list[tuple[int, int]]:
-            return [(0, len(text))]
-
-    return Words()
+    methods = {
+        "word_tokenize": lambda _, text: text.split(),
+        "sent_tokenize": lambda _, text: [text],
+        "span_tokenize": lambda _, text: [(0, len(text))],
+    }
+    return type("Words", (WordTokenizer,), methods)()
 
 
 def write_contamination_index(texts: Path, folder: Path) -> dict[str, int]:

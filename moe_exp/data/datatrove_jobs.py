@@ -149,6 +149,11 @@ def _run_task(executor: Any, task: int) -> None:
     with Path(os.devnull).open("w") as devnull, contextlib.redirect_stderr(devnull):
         try:
             executor._run_for_rank(task, local_rank=1)
+        except (ValueError, OSError):  # they say themselves what is wrong
+            raise
+        except Exception as error:
+            log = executor.logging_dir.resolve_paths(f"logs/task_{task:05d}.log")
+            raise RuntimeError(f"task {task} of {executor.world_size}: {error!r}. Log: {log}.") from error
         finally:
             datatrove_logger.remove()
 
@@ -176,7 +181,8 @@ def _end_with_parent() -> None:
 def _run_processes(executor: Any, tasks: list[int], workers: int, folder: Path) -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
-    waiting, running = list(reversed(tasks)), dict[int, tuple[int, BaseProcess, Connection]]()
+    waiting = list(reversed(tasks))
+    running: dict[Any, tuple[int, BaseProcess, Connection]] = {}
     try:
         while waiting or running:
             while waiting and len(running) < workers:
@@ -187,8 +193,7 @@ def _run_processes(executor: Any, tasks: list[int], workers: int, folder: Path) 
                 sender.close()
                 running[process.sentinel] = (task, process, receiver)
             for sentinel in wait(list(running)):
-                task, process, receiver = running.pop(sentinel)  # type: ignore[call-overload]
-                _check_end(task, process, receiver, executor, folder)
+                _check_end(*running.pop(sentinel), executor, folder)
     finally:
         _end(process for _, process, _ in running.values())
 
@@ -288,8 +293,8 @@ def check_no_jobs(folder: Path) -> None:
 def _submit(passes: Sequence[Pass], execution: Execution, name: str) -> None:
     jobs_file = passes[-1].folder / _JOBS
     if jobs_file.exists() and (there := _still_there(json.loads(jobs_file.read_text()))):
-        left = sum(len(one.left()) for one in passes)
-        logger.info("%s: %d tasks are left; SLURM jobs %s are queued or running", name, left, ", ".join(there))
+        num_left = sum(len(one.left()) for one in passes)
+        logger.info("%s: %d tasks are left; SLURM jobs %s are queued or running", name, num_left, ", ".join(there))
         return
     if "SLURM_JOB_ID" in os.environ:
         left = passes[-1].left()

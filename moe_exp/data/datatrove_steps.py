@@ -6,6 +6,7 @@ build datatrove's own blocks (LambdaFilter, ExactDedup..., NGramsDecontFilter, J
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import uuid
@@ -37,7 +38,7 @@ class ReadFiles:
         text_field: column or field with the text.
         skip_bad: skip and count what is no document instead of raising.
         limit: documents of all tasks together, dealt evenly; None for all.
-        progress_folder: where each task keeps the number of input bytes that it is through with.
+        progress_folder: where each task keeps the number of input bytes that it is through with; "" for nowhere.
     """
 
     root: str
@@ -46,7 +47,7 @@ class ReadFiles:
     text_field: str = "text"
     skip_bad: bool = False
     limit: int | None = None
-    progress_folder: str | None = None
+    progress_folder: str = ""
 
     def __post_init__(self) -> None:
         self.stats: Any = None
@@ -101,17 +102,15 @@ def _metadata(row: dict[str, Any]) -> dict[str, Any]:
         return row
     metadata = row.pop("metadata")
     if isinstance(metadata, str):
-        try:
+        with contextlib.suppress(json.JSONDecodeError):
             metadata = json.loads(metadata)
-        except json.JSONDecodeError:
-            pass
     return (metadata if isinstance(metadata, dict) else {"metadata": metadata}) | row
 
 
 class _Through:
     """Input bytes that a task is through with, in a file of 8 bytes that others look at."""
 
-    def __init__(self, folder: str | None, rank: int):
+    def __init__(self, folder: str, rank: int):
         self._file = None
         self._ended = self._bytes = 0.0
         if folder:
@@ -161,8 +160,7 @@ def read_parquet(
             if text_field not in columns:
                 raise ValueError(f"{path}: there is no column {text_field!r}, but {', '.join(columns)}. Fix: give --text-field.")
             for batch in file.iter_batches(_batch_rows(file.metadata), use_threads=False):
-                for row in _batch_documents(batch, path, number, tally, text_field, skip_bad):
-                    yield row
+                yield from _batch_documents(batch, path, number, tally, text_field, skip_bad)
                 number += batch.num_rows
                 if advance:
                     advance(path.stat().st_size * batch.num_rows / num_rows)
@@ -362,11 +360,12 @@ def chunk_writer(path: Path, label: str) -> Any:
     """
     from datatrove.pipeline.writers import JsonlWriter
 
-    class ChunkWriter(JsonlWriter):
-        def _get_output_filename(self, document: Any, rank: int | str = 0, **_: Any) -> str:
-            return label if rank == "XXXXX" else path.name
+    def filename(_document: Any, rank: int | str = 0) -> str:
+        return label if rank == "XXXXX" else path.name
 
-    return ChunkWriter(str(path.parent), "${rank}.jsonl", compression=None, adapter=_line)
+    writer = JsonlWriter(str(path.parent), "${rank}.jsonl", compression=None, adapter=_line)
+    writer._get_output_filename = filename
+    return writer
 
 
 def _line(_writer: Any, document: Any) -> dict[str, Any]:

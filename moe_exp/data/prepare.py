@@ -1,8 +1,8 @@
 """From a dataset's name to shuffled shards: download, convert, shuffle, each a stage of its own that goes on where it was stopped.
 
-    DATA_DIR/NAME_download/           files of the hub
-    DATA_DIR/NAME/                    NAME.chunk.00000.jsonl ..., datatrove/
-    DATA_DIR/NAME_shuffled/           NAME.chunk.00.jsonl ..., NAME.val.jsonl
+DATA_DIR/NAME_download/           files of the hub
+DATA_DIR/NAME/                    NAME.chunk.00000.jsonl ..., datatrove/
+DATA_DIR/NAME_shuffled/           NAME.chunk.00.jsonl ..., NAME.val.jsonl
 """
 
 from __future__ import annotations
@@ -140,7 +140,8 @@ def plan(wanted: Preparation) -> None:
     rows: dict[str, object] = {
         "input": f"{files:,} files, {filesize.decimal(download_bytes)}" + ("" if source.path else f", in {folder}"),
         "text, about": filesize.decimal(text_bytes),
-        "disk needed": filesize.decimal((0 if source.path else download_bytes) + 3 * text_bytes) + " (download, chunks, shards and buckets)",
+        "disk needed": filesize.decimal((0 if source.path else download_bytes) + 3 * text_bytes)
+        + " (download, chunks, shards and buckets)",
         f"convert to {wanted.data_dir / source.name}": f"{num_tasks} tasks, {wanted.execution.executor}, {min(width, num_tasks)} at a time: "
         f"about {_duration(text_bytes / _CONVERT_RATE / min(width, num_tasks))}",
         f"shuffle to {wanted.data_dir / source.name}_shuffled": f"{wanted.shuffle.get('num_shards', 32)} shards and a validation file: "
