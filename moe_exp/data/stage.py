@@ -48,14 +48,15 @@ class Stage:
     was_done: bool = False
     started: float = field(default_factory=time.time)
 
-    def finish_folder(self, outputs: Sequence[Path], **facts: Any) -> dict[str, Any]:
+    def finish_folder(self, outputs: Sequence[Path], *, hashes: Mapping[Path, str] | None = None, **facts: Any) -> dict[str, Any]:
         """Turns the working folder into OUTPUT and returns the manifest.
 
         Args:
             outputs: files in the working folder that the manifest lists with size and hash.
+            hashes: what `file_hash` gives for them, where that is known already.
             facts: what else the manifest says: counts and the like.
         """
-        self.manifest = self._manifest(outputs, facts)
+        self.manifest = self._manifest(outputs, facts, hashes or {})
         write_json(self.folder / "manifest.json", self.manifest)
         sync_folder(self.folder)
         if self.output.exists():  # start_over: what was there stays until here
@@ -73,7 +74,7 @@ class Stage:
     def finish_files(self, outputs: Sequence[Path], **facts: Any) -> dict[str, Any]:
         """Moves the files of the working folder beside OUTPUT, then writes `OUTPUT.manifest.json`, and returns it."""
         manifest_path = _manifest_path(self.output, is_folder=False)
-        self.manifest = self._manifest(outputs, facts)
+        self.manifest = self._manifest(outputs, facts, {})
         manifest_path.unlink(missing_ok=True)  # files without it are not taken for finished
         for path in outputs:
             path.replace(self.output.parent / path.name)
@@ -82,8 +83,11 @@ class Stage:
         shutil.rmtree(self.folder)
         return self.manifest
 
-    def _manifest(self, outputs: Sequence[Path], facts: Mapping[str, Any]) -> dict[str, Any]:
-        files = [{"name": str(path.relative_to(self.folder)), "bytes": path.stat().st_size, "hash": file_hash(path)} for path in outputs]
+    def _manifest(self, outputs: Sequence[Path], facts: Mapping[str, Any], hashes: Mapping[Path, str]) -> dict[str, Any]:
+        files = [
+            {"name": str(path.relative_to(self.folder)), "bytes": path.stat().st_size, "hash": hashes.get(path) or file_hash(path)}
+            for path in outputs
+        ]
         made = {"made_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "seconds": round(time.time() - self.started, 1)}
         return {"stage": self.name, **self.key, **facts, "outputs": files, **made}
 
@@ -126,6 +130,7 @@ def run_stage(
         done = _read_json(_manifest_path(output, is_folder=is_folder))
         _check_same(output, done, name, key, start_over, "was made")
         if done is not None and not start_over:
+            _check_outputs(output if is_folder else output.parent, done)
             yield Stage(name, output, output if is_folder else output.parent, key, done, was_done=True)
             return
         if is_folder and output.exists() and done is None and any(output.iterdir()):
@@ -143,6 +148,15 @@ def run_stage(
 
 def _manifest_path(output: Path, *, is_folder: bool) -> Path:
     return output / "manifest.json" if is_folder else output.with_name(output.name + ".manifest.json")
+
+
+def _check_outputs(folder: Path, manifest: Mapping[str, Any]) -> None:
+    for file in manifest["outputs"]:
+        path = folder / file["name"]
+        size = path.stat().st_size if path.exists() else None
+        if size != file["bytes"]:
+            found = "is missing" if size is None else f"has {size} bytes"
+            raise ValueError(f"{path}: {found}, its manifest.json says {file['bytes']} bytes. Fix: give --start-over to make it again.")
 
 
 def _check_same(output: Path, found: dict[str, Any] | None, name: str, key: dict[str, Any], start_over: bool, verb: str) -> None:
