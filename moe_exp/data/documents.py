@@ -1,8 +1,8 @@
 """Documents in JSONL files: read line by line, checked, counted and hashed, so that none is lost without a word.
 
-A line ends at LF alone, as JSONL says: U+2028 and other separators are text. A BOM at the start of a file and a CR before LF are not
-text. Blank lines and empty texts are no documents: they are skipped and counted. Whatever else is no document stops, or is skipped
-and counted by its reason, as the caller wants.
+A line ends at LF alone, as JSONL says: U+2028 and other separators are text. A BOM at the start of a file and a CR at the end of a
+line are not text. Blank lines and empty texts are no documents: they are skipped and counted. Whatever else is no document stops, or
+is skipped and counted by its reason, as the caller wants.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 BLANK_LINE, EMPTY_TEXT = "blank line", "empty text"
 
 _CHUNK_BYTES = 2**20
-_BOM = b"\xef\xbb\xbf"
+BOM = b"\xef\xbb\xbf"
 _MASK128 = 2**128 - 1
 
 
@@ -169,7 +169,7 @@ def _json_problem(line: bytes) -> str:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yields (number from 1, line without LF or CRLF) of a plain, .gz or .zst file; memory: the longest line.
+    """Yields (number from 1, line without its LF or CRLF) of a plain, .gz or .zst file; memory: the longest line.
 
     Raises:
         BadDocument: a compressed file is damaged or ends early.
@@ -177,23 +177,41 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     number = 0
     try:
         for number, line in enumerate(_raw_lines(path), 1):
-            if number == 1 and line.startswith(_BOM):
-                line = line[len(_BOM) :]
-            yield number, line[: -2 if line.endswith(b"\r\n") else -1 if line.endswith(b"\n") else None]
-    except (EOFError, gzip.BadGzipFile, zlib.error, _ZstdError) as error:
-        raise BadDocument(path, number + 1, f"the compressed file is damaged or ends early ({error})") from error
+            if number == 1 and line.startswith(BOM):
+                line = line[len(BOM) :]
+            yield number, line.removesuffix(b"\n").removesuffix(b"\r")
+    except DAMAGE as error:
+        raise damaged(path, number + 1, error) from error
 
 
-class _ZstdError(Exception):
+class ZstdDamage(Exception):
     """A .zst file that cannot be read to its end."""
 
 
-def _raw_lines(path: Path) -> Iterator[bytes]:
+# What reading a compressed file raises where it is damaged or ends early.
+DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, ZstdDamage)
+
+
+def damaged(path: Path, line_number: int, error: Exception) -> BadDocument:
+    """One of `DAMAGE` as the error that names the line."""
+    return BadDocument(path, line_number, f"the compressed file is damaged or ends early ({error})")
+
+
+def read_chunks(path: Path) -> Iterator[bytes]:
+    """Yields the decompressed bytes of a .gz or .zst file; raises one of `DAMAGE` where it is damaged."""
+    if not path.stat().st_size:
+        raise EOFError("it is empty")  # both formats have a header even for no bytes at all
     if path.suffix == ".zst":
-        yield from _split(_zstd_chunks(path))
-    elif path.suffix == ".gz":
+        yield from _zstd_chunks(path)
+    else:
         with gzip.open(path, "rb") as file:
-            yield from file
+            while chunk := file.read(_CHUNK_BYTES):
+                yield chunk
+
+
+def _raw_lines(path: Path) -> Iterator[bytes]:
+    if path.suffix in (".gz", ".zst"):
+        yield from _split(read_chunks(path))
     else:
         with path.open("rb", buffering=_CHUNK_BYTES) as file:
             yield from file
@@ -224,9 +242,9 @@ def _zstd_chunks(path: Path) -> Iterator[bytes]:
                 try:
                     yield frame.decompress(chunk)
                 except zstandard.ZstdError as error:
-                    raise _ZstdError(str(error)) from error
+                    raise ZstdDamage(str(error)) from error
                 chunk = frame.unused_data if frame.eof else b""
                 if frame.eof:
                     frame = None
     if frame is not None:
-        raise _ZstdError("its last frame is not complete")
+        raise ZstdDamage("its last frame is not complete")

@@ -130,6 +130,7 @@ def run_stage(
         done = _read_json(_manifest_path(output, is_folder=is_folder))
         _check_same(output, done, name, key, start_over, "was made")
         if done is not None and not start_over:
+            _check_outputs(output if is_folder else output.parent, done)
             yield Stage(name, output, output if is_folder else output.parent, key, done, was_done=True)
             return
         if is_folder and output.exists() and done is None and any(output.iterdir()):
@@ -147,6 +148,15 @@ def run_stage(
 
 def _manifest_path(output: Path, *, is_folder: bool) -> Path:
     return output / "manifest.json" if is_folder else output.with_name(output.name + ".manifest.json")
+
+
+def _check_outputs(folder: Path, manifest: Mapping[str, Any]) -> None:
+    for file in manifest["outputs"]:
+        path = folder / file["name"]
+        size = path.stat().st_size if path.exists() else None
+        if size != file["bytes"]:
+            found = "is missing" if size is None else f"has {size} bytes"
+            raise ValueError(f"{path}: {found}, its manifest.json says {file['bytes']} bytes. Fix: give --start-over to make it again.")
 
 
 def _check_same(output: Path, found: dict[str, Any] | None, name: str, key: dict[str, Any], start_over: bool, verb: str) -> None:
