@@ -1,21 +1,286 @@
-"""Where documents come from. The default corpus needs no network: the Python standard library is on every host that runs this."""
+"""Where documents come from: datasets on the hub by name, files that are there already, and the Python standard library.
+
+The default corpus needs no network: the standard library is on every host that runs this. Sizes and commits of datasets are those of
+their pages on the hub; a number that is not to the byte is told as "about".
+"""
 
 from __future__ import annotations
 
+import difflib
+import fnmatch
 import logging
 import os
+import re
 import sysconfig
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+from rich import filesize
+from rich.console import Console
+from rich.table import Table
+
+from moe_exp.data.documents import JSONL_SUFFIXES
 
 logger = logging.getLogger(__name__)
 
+DATA_SUFFIXES = (".parquet", *JSONL_SUFFIXES)
 PYTHON_STDLIB_LICENSE = "PSF-2.0"
 
 # Tests are left out because CPython's own are many but a distribution's package often lacks them; installed packages
 # because they have other licences and differ from host to host.
 _SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A dataset on the hub (`repository`), files on this machine (`path`), or the standard library (neither).
+
+    Args:
+        name: what its folders and files are called.
+        description: one line.
+        repository: owner/name of the dataset on the hub.
+        revision: branch, tag or commit. What is downloaded is the commit it stands for at that time.
+        patterns: which files; `*` matches slashes too. None at all: every file of a format in DATA_SUFFIXES.
+        path: file or folder.
+        text_field: column or key with the text.
+        id_field: the one with the document's id, or None where there is none at the top level.
+        licence: SPDX name or a few words.
+        num_bytes: of the files to download, compressed.
+        num_tokens: about; the publisher's count.
+        is_exact: whether `num_bytes` is to the byte, at `revision`.
+        note: what else one has to know.
+    """
+
+    name: str
+    description: str
+    repository: str | None = None
+    revision: str = "main"
+    patterns: tuple[str, ...] = ()
+    path: Path | None = None
+    text_field: str = "text"
+    id_field: str | None = "id"
+    licence: str = "unknown"
+    num_bytes: int | None = None
+    num_tokens: int | None = None
+    is_exact: bool = False
+    note: str = ""
+
+
+_FINEWEB_EDU = Source(
+    "fineweb_edu",
+    "FineWeb-Edu: educational pages of Common Crawl",
+    repository="HuggingFaceFW/fineweb-edu",
+    revision="87f09149ef4734204d70ed1d046ddc9ca3f2b8f9",
+    patterns=("data/*.parquet",),
+    licence="ODC-By 1.0",
+    num_bytes=4_500 * 10**9,
+    num_tokens=1_500 * 10**9,
+    note="Without sample/, whose documents are in data/ too. The first release, 95 crawls, had 3.8 TB.",
+)
+_FINEWEB = Source(
+    "fineweb",
+    "FineWeb: Common Crawl, filtered and deduplicated per crawl",
+    repository="HuggingFaceFW/fineweb",
+    revision="9bb295ddab0e05d785b879661af7260fed5140fc",
+    patterns=("data/*.parquet",),
+    licence="ODC-By 1.0",
+    num_bytes=50_000 * 10**9,
+    num_tokens=17_000 * 10**9,
+    note="Without sample/, whose documents are in data/ too. The first release, 96 crawls, had 44 TB.",
+)
+_DCLM = Source(
+    "dclm_baseline_1.0",
+    "DCLM-Baseline: Common Crawl, deduplicated and chosen by a classifier",
+    repository="mlfoundations/dclm-baseline-1.0",
+    revision="a3b142c183aebe5af344955ae20836eb34dcf69b",  # in earlier ones the files were called .jsonl.zstd
+    patterns=("global-shard_*_of_10/local-shard_*_of_10/*.jsonl.zst",),
+    licence="CC BY 4.0",
+    num_bytes=7_196_105_155_016,
+    num_tokens=4_000 * 10**9,
+    is_exact=True,
+    id_field=None,
+    note="27,838 files, about 3 billion documents.",
+)
+_SLIMPAJAMA = Source(
+    "slimpajama",
+    "SlimPajama-627B: RedPajama, cleaned and deduplicated",
+    repository="cerebras/SlimPajama-627B",
+    revision="2d0accdd58c5d5511943ca1f5ff0e3eb5e293543",
+    patterns=("train/*/*.jsonl.zst",),
+    licence="Apache-2.0, and those of its seven parts",
+    num_bytes=895 * 10**9,
+    num_tokens=627 * 10**9,
+    id_field=None,
+    note="The training split; validation/ and test/ (500M tokens each, no text of train/ in them) by --pattern. "
+    "Was not open to everyone in 2026: ask its owner for access.",
+)
+_PYTHON_STDLIB = Source(
+    "python_stdlib",
+    "The Python standard library's sources: the embedded default",
+    licence=PYTHON_STDLIB_LICENSE,
+    num_tokens=3 * 10**6,
+    id_field=None,
+    note="On every machine with Python: nothing to download.",
+)
+_SAMPLE = ("sample/10BT/*.parquet",)
+
+SOURCES: dict[str, Source] = {
+    source.name: source
+    for source in (
+        _PYTHON_STDLIB,
+        replace(
+            _FINEWEB_EDU,
+            name="fineweb_edu_10bt",
+            description="FineWeb-Edu, the sample of 10 billion tokens",
+            patterns=_SAMPLE,
+            num_bytes=28_518_193_415,
+            num_tokens=10 * 10**9,
+            is_exact=True,
+            note="14 files, 9,672,101 documents.",
+        ),
+        _FINEWEB_EDU,
+        replace(
+            _FINEWEB,
+            name="fineweb_10bt",
+            description="FineWeb, the sample of 10 billion tokens",
+            patterns=_SAMPLE,
+            num_bytes=31 * 10**9,
+            num_tokens=10 * 10**9,
+            note="About 14.9 million documents.",
+        ),
+        _FINEWEB,
+        replace(
+            _DCLM,
+            name="dclm_baseline_1.0_10prct",
+            description="The first of the ten parts of DCLM-Baseline",
+            patterns=("global-shard_01_of_10/local-shard_*_of_10/*.jsonl.zst",),
+            num_bytes=720 * 10**9,
+            num_tokens=400 * 10**9,
+            is_exact=False,
+            note="",
+        ),
+        _DCLM,
+        _SLIMPAJAMA,
+    )
+}
+
+
+def resolve_source(
+    name_or_path: str, *, patterns: Sequence[str] = (), text_field: str | None = None, revision: str | None = None
+) -> Source:
+    """The source of a registered name, a file or folder, or a dataset `owner/name` of the hub; in this order.
+
+    Args:
+        name_or_path: what the user gave. A folder that is called like a registered name is `./name`.
+        patterns: in place of the source's own.
+        text_field: in place of the source's own, which is "text" where it is not registered.
+        revision: in place of the source's own, which is "main" where it is not registered.
+
+    Raises:
+        ValueError: nothing of that name; a revision for what is not on the hub.
+    """
+    source = SOURCES.get(name_or_path) or _local_source(name_or_path) or _hub_source(name_or_path)
+    if source is None:
+        nearest = difflib.get_close_matches(name_or_path.lower(), SOURCES, n=1, cutoff=0)[0]
+        rule = "is no source that has a name, no file or folder, and no dataset owner/name"
+        raise ValueError(f"source={name_or_path}: {rule}. Fix: did you mean {nearest}? `moe-exp data list` shows all.")
+    if source.repository is None and revision is not None:
+        raise ValueError(f"revision={revision}: {source.name} is not on the hub. Fix: leave it out.")
+    changes: dict[str, object] = {"patterns": tuple(patterns)} if patterns else {}
+    changes |= {"text_field": text_field} if text_field else {}
+    changes |= {"revision": revision} if revision else {}
+    if patterns or (revision and revision != source.revision):
+        changes |= {"num_bytes": None, "num_tokens": None, "is_exact": False, "note": ""}
+    return replace(source, **changes)  # type: ignore[arg-type]
+
+
+def _local_source(name: str) -> Source | None:
+    path = Path(name).expanduser()
+    if not path.exists():
+        return None
+    path = Path(os.path.abspath(path))  # noqa: PTH100  # resolve() would name it after a link's target
+    stem = path.name
+    for suffix in DATA_SUFFIXES:
+        stem = stem.removesuffix(suffix)
+    return Source(stem, f"{path}", path=path, licence="yours to know")
+
+
+def _hub_source(name: str) -> Source | None:
+    if not _REPOSITORY.fullmatch(name):
+        return None
+    return Source(name.partition("/")[2], f"{name} on the hub", repository=name, licence="see its page")
+
+
+def local_files(source: Source) -> list[Path]:
+    """The data files of a source with a path, sorted; hidden ones are left out.
+
+    Raises:
+        ValueError: there is none, or a pattern matches none.
+    """
+    assert source.path is not None
+    if source.path.is_file():
+        if not source.path.name.endswith(DATA_SUFFIXES):
+            raise ValueError(f"{source.path}: is none of {', '.join(DATA_SUFFIXES)}. Fix: give a file that is.")
+        return [source.path]
+    names = []
+    for folder, subfolders, files in os.walk(source.path):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        names += [(Path(folder) / name).relative_to(source.path).as_posix() for name in files if not name.startswith(".")]
+    return [source.path / name for name in chosen_files(names, source.patterns, str(source.path))]
+
+
+def chosen_files(names: Sequence[str], patterns: Sequence[str], where: str) -> list[str]:
+    """The names that match a pattern, or without patterns those of a format in DATA_SUFFIXES; sorted.
+
+    Raises:
+        ValueError: a pattern matches nothing, or a file of another format; or nothing is there.
+    """
+    some = ", ".join(sorted(names)[:4]) or "nothing"
+    chosen: set[str] = set()
+    for pattern in patterns:
+        matching = fnmatch.filter(names, pattern)
+        if not matching:
+            raise ValueError(f"pattern={pattern}: matches no file of {where}, which has {some}. Fix: choose a pattern that matches.")
+        other = [name for name in matching if not name.endswith(DATA_SUFFIXES)]
+        if other:
+            rule = f"matches {other[0]}, which is none of {', '.join(DATA_SUFFIXES)}"
+            raise ValueError(f"pattern={pattern}: {rule}. Fix: end it with one of them, as in {pattern}{DATA_SUFFIXES[0]}.")
+        chosen.update(matching)
+    if not patterns:
+        chosen = {name for name in names if name.endswith(DATA_SUFFIXES)}
+        if not chosen:
+            raise ValueError(f"{where}: has no file of {', '.join(DATA_SUFFIXES)}, only {some}. Fix: choose another.")
+    return sorted(chosen)
+
+
+def print_sources() -> None:
+    """A table of the registered sources, on standard output."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=200)  # a pipe has no width; 80 columns would break the names
+    table = Table(
+        title="Sources", title_justify="left", caption="Also: a dataset owner/name of the hub, a folder, a file.", caption_justify="left"
+    )
+    for heading in ("name", "dataset", "files", "download", "tokens", "licence", "what it is"):
+        table.add_column(heading, overflow="fold", no_wrap=heading in ("name", "download", "tokens"))
+    for source in SOURCES.values():
+        about = "" if source.is_exact or not source.num_bytes else "about "
+        size = about + filesize.decimal(source.num_bytes) if source.num_bytes else "none"
+        tokens = f"about {_short(source.num_tokens)}" if source.num_tokens else "?"
+        what = f"{source.description}. {source.note}".strip()
+        files = ", ".join(source.patterns) or "this interpreter's .py files"
+        table.add_row(source.name, source.repository or "embedded", files, size, tokens, source.licence, what)
+    console.print(table)
+
+
+def _short(number: int) -> str:
+    for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
+        if number >= unit:
+            return f"{number / unit:g}{name}"
+    return str(number)
 
 
 def python_stdlib_documents(root: Path | None = None) -> Iterator[tuple[str, str]]:

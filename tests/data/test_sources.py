@@ -1,13 +1,27 @@
-"""The embedded corpus: which files of the standard library are read, in which order, and what becomes of undecodable ones."""
+"""Sources by name or path; and the standard library: which files are read, in which order, what becomes of undecodable ones."""
 
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 
 import pytest
 
-from moe_exp.data.sources import python_stdlib_documents
+from moe_exp.commands.data_commands import main
+from moe_exp.data.hub import download
+from moe_exp.data.sources import SOURCES, chosen_files, local_files, python_stdlib_documents, resolve_source
+
+NAMES = [
+    "python_stdlib",
+    "fineweb_edu_10bt",
+    "fineweb_edu",
+    "fineweb_10bt",
+    "fineweb",
+    "dclm_baseline_1.0_10prct",
+    "dclm_baseline_1.0",
+    "slimpajama",
+]
 
 
 def _write(root: Path, path: str, content: bytes) -> None:
@@ -58,3 +72,122 @@ def test_nothing_is_logged_when_nothing_is_skipped(tmp_path, caplog):
 def test_folder_without_sources_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=r"^TRAIN_DATA=: .*which has none\. Fix: set TRAIN_DATA\.$"):
         list(python_stdlib_documents(tmp_path))
+
+
+# ---- the registry
+
+
+def test_registry_is_complete():
+    assert list(SOURCES) == NAMES
+    for name, source in SOURCES.items():
+        assert source.name == name
+        assert source.text_field == "text"
+        assert source.licence not in ("", "unknown")
+        if name == "python_stdlib":
+            assert source.repository is None and source.path is None
+        else:
+            assert source.patterns and source.num_bytes and source.num_tokens
+            assert re.fullmatch("[0-9a-f]{40}", source.revision)
+
+
+# As the repositories name them at the commits of the registry.
+REPOSITORY_FILES = {
+    "HuggingFaceFW/fineweb-edu": ["README.md", "data/CC-MAIN-2013-20/train-00000-of-00014.parquet", "sample/10BT/000_00000.parquet"],
+    "HuggingFaceFW/fineweb": ["README.md", "data/CC-MAIN-2013-20/000_00000.parquet", "sample/10BT/000_00000.parquet"],
+    "mlfoundations/dclm-baseline-1.0": [
+        "README.md",
+        "global-shard_01_of_10/local-shard_0_of_10/shard_00000000_processed.jsonl.zst",
+        "global-shard_10_of_10/local-shard_5_of_10/shard_00000031_processed.jsonl.zst",
+    ],
+    "cerebras/SlimPajama-627B": [
+        "README.md",
+        "train/chunk1/example_train_0.jsonl.zst",
+        "validation/chunk1/example_holdout_0.jsonl.zst",
+        "test/chunk1/example_holdout_0.jsonl.zst",
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "chosen"),
+    [
+        ("fineweb_edu_10bt", [2]),
+        ("fineweb_edu", [1]),
+        ("fineweb_10bt", [2]),
+        ("fineweb", [1]),
+        ("dclm_baseline_1.0", [1, 2]),
+        ("dclm_baseline_1.0_10prct", [1]),
+        ("slimpajama", [1]),
+    ],
+)
+def test_patterns_choose_what_they_should(name, chosen):
+    source = SOURCES[name]
+    names = REPOSITORY_FILES[source.repository]
+    assert chosen_files(names, source.patterns, name) == [names[index] for index in chosen]
+
+
+def test_list_command_prints_every_source(capsys):
+    assert main("list", []) == 0
+    shown = capsys.readouterr().out
+    for source in SOURCES.values():
+        assert source.name in shown
+        assert source.licence.split(",")[0] in shown
+    assert "28.5 GB" in shown
+    assert "about 31.0 GB" in shown
+
+
+# ---- by name or path
+
+
+def test_registered_name_and_changes_to_it():
+    assert resolve_source("fineweb_edu_10bt") is not SOURCES["fineweb_edu_10bt"]
+    assert resolve_source("fineweb_edu_10bt") == SOURCES["fineweb_edu_10bt"]
+    changed = resolve_source("fineweb_edu", patterns=["data/CC-MAIN-2024-10/*"], text_field="body", revision="main")
+    assert (changed.patterns, changed.text_field, changed.revision) == (("data/CC-MAIN-2024-10/*",), "body", "main")
+    assert changed.num_bytes is None  # it was of other files
+    assert changed.licence == "ODC-By 1.0"
+
+
+def test_dataset_of_the_hub():
+    source = resolve_source("allenai/c4", patterns=["en/*.json.gz"], text_field="text")
+    assert (source.name, source.repository, source.revision, source.patterns) == ("c4", "allenai/c4", "main", ("en/*.json.gz",))
+
+
+@pytest.mark.parametrize("name", ["fineweb_edu_10b", "FineWeb_Edu_10BT", "fineweb-edu-10bt"])
+def test_unknown_name_gets_the_nearest(name):
+    with pytest.raises(ValueError, match=rf"^source={name}: is no source .* Fix: did you mean fineweb_edu_10bt\? "):
+        resolve_source(name)
+
+
+def test_local_folder_and_file(tmp_path):
+    for name in ("b.jsonl", "a/z.jsonl.zst", "a/y.jsonl.gz", "a.parquet", "notes.txt", ".cache/x.jsonl", ".hidden.jsonl", "manifest.json"):
+        _write(tmp_path / "corpus", name, b"")
+    source = resolve_source(str(tmp_path / "corpus"))
+    assert (source.name, source.repository, source.path) == ("corpus", None, tmp_path / "corpus")
+    names = [path.relative_to(source.path).as_posix() for path in local_files(source)]
+    assert names == ["a.parquet", "a/y.jsonl.gz", "a/z.jsonl.zst", "b.jsonl"]
+    assert download(source, tmp_path / "unused") == local_files(source)
+    assert not (tmp_path / "unused").exists()
+    chosen = resolve_source(str(source.path), patterns=["a/*.gz"])
+    assert local_files(chosen) == [source.path / "a/y.jsonl.gz"]
+    file = resolve_source(str(source.path / "a/z.jsonl.zst"))
+    assert (file.name, local_files(file)) == ("z", [source.path / "a/z.jsonl.zst"])
+
+
+def test_local_path_without_data(tmp_path):
+    _write(tmp_path, "notes.txt", b"")
+    with pytest.raises(ValueError, match=r": has no file of \.parquet, .*, only notes\.txt\. Fix: "):
+        local_files(resolve_source(str(tmp_path)))
+    with pytest.raises(ValueError, match=r"notes\.txt: is none of \.parquet, .*Fix: "):
+        local_files(resolve_source(str(tmp_path / "notes.txt")))
+    with pytest.raises(ValueError, match=r"^pattern=x/\*: matches no file of .*, which has notes\.txt\. Fix: "):
+        local_files(resolve_source(str(tmp_path), patterns=["x/*"]))
+    with pytest.raises(ValueError, match=r"^revision=v1: .* is not on the hub\. Fix: leave it out\.$"):
+        resolve_source(str(tmp_path), revision="v1")
+
+
+def test_standard_library_needs_no_files(tmp_path, capsys):
+    assert download(resolve_source("python_stdlib"), tmp_path / "unused") == []
+    assert main("download", ["python_stdlib"]) == 0
+    assert "it comes with Python" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())

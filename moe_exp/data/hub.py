@@ -1,0 +1,406 @@
+"""A dataset's files from the hub: listed at one commit, fetched, compared with the listing, and told in a manifest.
+
+huggingface_hub moves the bytes. What it accepts and this does not: a pattern that matches nothing, a file of another size than listed,
+a server that fails while the folder holds something. Its own retries are few, so failures that pass are waited out here.
+Files are checked as they are on disk: their size, and the SHA-256 (or git's SHA-1 of small ones) that the hub has for them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from moe_exp.data.hub_errors import check_online, endpoint, explained, patiently
+from moe_exp.data.progress import print_summary, progress
+from moe_exp.data.sources import DATA_SUFFIXES, Source, chosen_files, local_files
+from moe_exp.data.stage import Stage, check_free_disk, run_stage, write_json
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 1.0
+_CHUNK_BYTES = 2**22
+_LISTING, _CHECKED = ".listing.json", ".checked"
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+_Entry = dict[str, Any]  # of a file that was checked: name, bytes, mtime_ns, hash (XXH3-128), sha256
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """A file as the hub lists it; `sha256` where it is kept outside of git, `blob` is git's SHA-1 otherwise."""
+
+    name: str
+    bytes: int
+    sha256: str | None
+    blob: str
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The files of a source at one commit, sorted by name."""
+
+    commit: str
+    files: tuple[HubFile, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.bytes for file in self.files)
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> Listing:
+        return cls(content["commit"], tuple(HubFile(**file) for file in content["files"]))
+
+
+def download(
+    source: Source,
+    folder: Path,
+    *,
+    max_workers: int = 8,
+    dry_run: bool = False,
+    start_over: bool = False,
+    max_failures: int = 6,
+    bytes_per_second: float = 50e6,
+) -> list[Path]:
+    """The data files of a source on this machine, sorted: fetched into `folder`, or those of its path as they are.
+
+    A call that was stopped goes on with the files that are not complete, at the same commit. One that is finished makes no request.
+    The token is huggingface_hub's (HF_TOKEN, or `hf auth login`), the server HF_ENDPOINT.
+
+    Args:
+        source: what; for the standard library, which needs no files, the result is empty.
+        folder: gets the files under their names in the repository, and manifest.json.
+        max_workers: files at the same time.
+        dry_run: print how much there is to do, write nothing, and return the paths that there would be.
+        start_over: fetch everything again, at the commit that the revision stands for now.
+        max_failures: failures in a row, without one more complete file, before it gives up.
+        bytes_per_second: of the network, for the estimate of `dry_run`.
+
+    Raises:
+        ValueError: a pattern matches nothing; no access; no such dataset or revision; too little disk; a file that is not what the
+            listing says; the folder was made from something else; files are missing and HF_HUB_OFFLINE is set.
+        ConnectionError: the server keeps failing.
+    """
+    if source.path is not None:
+        return local_files(source)
+    if source.repository is None:
+        return []
+    folder = Path(folder)
+    settings = {"repository": source.repository, "revision": source.revision, "patterns": list(source.patterns)}
+    if dry_run:
+        listing, complete = (None if start_over else _plan(folder, settings)) or (_list_files(source, max_failures), set())
+        _print_plan(source, folder, listing, complete, bytes_per_second)
+        return [folder / file.name for file in listing.files]
+    with run_stage("download", folder, settings=settings, inputs=(), start_over=start_over) as stage:
+        listing = _known_listing(stage) or _first_listing(stage, source, max_failures)
+        hub = _Fetcher(source, listing, stage.folder, max_workers, max_failures)
+        if stage.manifest is None:
+            _finish(stage, source, listing, hub.fetch(listing.files))
+        elif missing := hub.missing():
+            logger.warning("%s: %d files are gone or have another size, fetching them", folder, len(missing))
+            hub.fetch(missing)
+        _remove_traces(stage.output)
+    return [folder / file.name for file in listing.files]
+
+
+def _known_listing(stage: Stage) -> Listing | None:
+    """Of the finished or the interrupted download: the revision may stand for another commit by now."""
+    if stage.manifest is not None:
+        return _listing_of_manifest(stage.manifest)
+    listed = _read_json(stage.folder / _LISTING)
+    return Listing.from_json(listed) if listed else None
+
+
+def _first_listing(stage: Stage, source: Source, max_failures: int) -> Listing:
+    """Notes it in the folder, or leaves none that the next call, with a better name or pattern, would be refused for."""
+    try:
+        listing = _list_files(source, max_failures)
+        check_free_disk(stage.folder, listing.num_bytes, f"the download of {source.name}")
+        write_json(stage.folder / _LISTING, asdict(listing))
+    except Exception:
+        shutil.rmtree(stage.folder)
+        raise
+    return listing
+
+
+def _listing_of_manifest(manifest: dict[str, Any]) -> Listing:
+    hashes = manifest["sha256"]
+    files = (HubFile(file["name"], file["bytes"], hashes[file["name"]], blob="") for file in manifest["outputs"])
+    return Listing(manifest["commit"], tuple(files))
+
+
+def _finish(stage: Stage, source: Source, listing: Listing, entries: dict[str, _Entry]) -> None:
+    names = [file.name for file in listing.files]
+    facts: dict[str, Any] = {"commit": listing.commit, "endpoint": endpoint(), "licence": source.licence, "text_field": source.text_field}
+    facts |= {"num_files": len(names), "num_bytes": listing.num_bytes, "sha256": {name: entries[name]["sha256"] for name in names}}
+    paths = [stage.folder / name for name in names]
+    manifest = stage.finish_folder(paths, hashes={path: entries[name]["hash"] for path, name in zip(paths, names, strict=True)}, **facts)
+    rows = {"dataset": source.repository, "commit": listing.commit, "files": len(names), "bytes": listing.num_bytes}
+    print_summary(f"Downloaded {source.name}", rows | {"licence": source.licence, "folder": stage.output, "seconds": manifest["seconds"]})
+
+
+def _remove_traces(folder: Path) -> None:
+    """What only an interrupted download needs; the library keeps a small file for each of its own in .cache."""
+    shutil.rmtree(folder / ".cache", ignore_errors=True)
+    for name in (_LISTING, _CHECKED):
+        (folder / name).unlink(missing_ok=True)
+
+
+# ---- what there is
+
+
+def _list_files(source: Source, max_failures: int) -> Listing:
+    from huggingface_hub import HfApi
+    from huggingface_hub.hf_api import RepoFile
+
+    repository = source.repository or ""
+    check_online(f"the files of {repository} are not known yet")
+    api = HfApi(endpoint=endpoint())
+
+    def list_once() -> Listing:
+        commit: str | None = source.revision
+        if not _COMMIT.fullmatch(source.revision):
+            commit = api.dataset_info(repository, revision=source.revision, timeout=60).sha
+        found = api.list_repo_tree(repository, recursive=True, revision=commit, repo_type="dataset")
+        files = {file.path: file for file in found if isinstance(file, RepoFile)}
+        names = chosen_files(list(files), source.patterns, f"{repository} at {source.revision}")
+        return Listing(commit or "", tuple(_hub_file(files[name]) for name in names))
+
+    with explained(source.repository or "", source.revision):
+        return patiently(list_once, max_failures)
+
+
+def _hub_file(file: Any) -> HubFile:
+    return HubFile(file.path, file.size, file.lfs.sha256 if file.lfs else None, file.blob_id)
+
+
+def _plan(folder: Path, settings: dict[str, Any]) -> tuple[Listing, set[str]] | None:
+    """What a finished or interrupted download lists, and the names of its files that are there. Writes nothing, asks nobody."""
+    manifest = _read_json(folder / "manifest.json")
+    partial = folder.with_name(folder.name + ".partial")
+    begun, listed = _read_json(partial / "running.json"), _read_json(partial / _LISTING)
+    if manifest and manifest["settings"] == settings:
+        listing, place = _listing_of_manifest(manifest), folder
+    elif begun and listed and begun["settings"] == settings:
+        listing, place = Listing.from_json(listed), partial
+    else:
+        return None
+    return listing, {file.name for file in listing.files if _has_size(place, file)}
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def _print_plan(source: Source, folder: Path, listing: Listing, complete: set[str], bytes_per_second: float) -> None:
+    left_bytes = sum(file.bytes for file in listing.files if file.name not in complete)
+    existing = next(parent for parent in [folder, *folder.absolute().parents] if parent.exists())
+    rows = {
+        "dataset": f"{source.repository} at {listing.commit}",
+        "files": f"{len(listing.files):,}, of which {len(complete):,} are there",
+        "bytes to fetch": f"{left_bytes:,} ({left_bytes / 1e9:.1f} GB)",
+        "free disk": f"{shutil.disk_usage(existing).free / 1e9:.1f} GB at {folder}",
+        "time": f"{left_bytes / bytes_per_second / 3600:.1f} hours at {bytes_per_second / 1e6:g} MB/s",
+        "licence": source.licence,
+    }
+    print_summary(f"To download: {source.name}", rows)
+
+
+# ---- fetching and checking
+
+
+class _Fetcher:
+    """Brings the files of a listing into a folder, complete and checked."""
+
+    def __init__(self, source: Source, listing: Listing, folder: Path, max_workers: int, max_failures: int):
+        self.source, self.listing, self.folder = source, listing, folder
+        self.max_workers, self.max_failures = max_workers, max_failures
+
+    def missing(self) -> list[HubFile]:
+        return [file for file in self.listing.files if not _has_size(self.folder, file)]
+
+    def fetch(self, files: Sequence[HubFile]) -> dict[str, _Entry]:
+        """Gets those of `files` that are missing, checks all of them, and returns what is known of each by name."""
+        for attempt in (1, 2):
+            if missing := [file for file in files if not _has_size(self.folder, file)]:
+                self._get(missing)
+            entries, wrong = self._check(files)
+            if not wrong:
+                return entries
+            for file in wrong:
+                (self.folder / file.name).unlink()
+            if attempt == 1:
+                logger.warning("%s: %d files have another hash than listed, fetching them again", wrong[0].name, len(wrong))
+        rule = f"its hash is not what {endpoint()} lists for {self.source.repository} at {self.listing.commit}, fetched twice"
+        raise ValueError(f"{wrong[0].name}: {rule}. Fix: try again later, or another HF_ENDPOINT.")
+
+    def _get(self, missing: list[HubFile]) -> None:
+        check_online(f"{len(missing)} of {len(self.listing.files)} files are missing in {self.folder}, such as {missing[0].name}")
+        for leftover in (self.folder / ".cache").rglob("*.incomplete"):  # of a killed process: the library starts such a file anew
+            leftover.unlink()
+        for file in missing:  # a file of another size would be taken for complete
+            (self.folder / file.name).unlink(missing_ok=True)
+        left_bytes = sum(file.bytes for file in missing)
+        check_free_disk(self.folder, left_bytes, f"the download of {self.source.name}")
+        with explained(self.source.repository or "", self.source.revision), _watch(self.folder, missing):
+            patiently(self._get_once, self.max_failures, lambda: len(self.missing()))
+
+    def _get_once(self) -> None:
+        from huggingface_hub import snapshot_download
+
+        patterns = list(self.source.patterns) or [f"*{suffix}" for suffix in DATA_SUFFIXES]
+        snapshot_download(
+            self.source.repository or "",
+            repo_type="dataset",
+            revision=self.listing.commit,
+            local_dir=self.folder,
+            allow_patterns=patterns,
+            max_workers=self.max_workers,
+            endpoint=endpoint(),
+            tqdm_class=_silent_bar(),
+        )
+        missing = self.missing()
+        there = [file for file in missing if (self.folder / file.name).is_file()]
+        if there:
+            size = (self.folder / there[0].name).stat().st_size
+            (self.folder / there[0].name).unlink()
+            rule = f"has {size:,} bytes, {endpoint()} lists {there[0].bytes:,} at {self.listing.commit}"
+            raise ValueError(f"{there[0].name}: {rule}. Fix: try again later, or another HF_ENDPOINT.")
+        if missing:  # the library returns the folder as it is where it cannot list the files
+            raise _IncompleteError(f"{len(missing)} files did not come, such as {missing[0].name}")
+
+    def _check(self, files: Sequence[HubFile]) -> tuple[dict[str, _Entry], list[HubFile]]:
+        """Hashes what was not hashed before the process was killed. Returns (name to what is known, files that are wrong)."""
+        journal = self.folder / _CHECKED
+        entries = _read_journal(journal, self.folder)
+        todo = [file for file in files if file.name not in entries]
+        wrong, lock = [], threading.Lock()
+        workers = min(self.max_workers, os.cpu_count() or 1)
+        with progress("check", sum(file.bytes for file in todo)) as advance, journal.open("a", encoding="utf-8") as log:
+
+            def count(num_bytes: int) -> None:
+                with lock:
+                    advance(num_bytes)
+
+            with ThreadPoolExecutor(workers) as pool:
+                hashing = {pool.submit(_hash_file, self.folder / file.name, file, count): file for file in todo}
+                for future in as_completed(hashing):
+                    file, entry = hashing[future], future.result()
+                    if entry is None:
+                        wrong.append(file)
+                        continue
+                    entries[file.name] = entry
+                    log.write(json.dumps(entry) + "\n")
+                    log.flush()
+        return entries, wrong
+
+
+class _IncompleteError(ConnectionError):
+    """The library came back without all files."""
+
+
+def _has_size(folder: Path, file: HubFile) -> bool:
+    try:
+        return (folder / file.name).stat().st_size == file.bytes
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def _hash_file(path: Path, file: HubFile, count: Callable[[int], None]) -> _Entry | None:
+    """What is known of a file now, or None where its hash is not that of the listing. Both hashes in one pass."""
+    content, whole = hashlib.sha256(), xxhash.xxh3_128()
+    blob = hashlib.sha1(f"blob {file.bytes}\0".encode(), usedforsecurity=False)
+    mtime_ns = path.stat().st_mtime_ns
+    with path.open("rb") as opened:
+        while chunk := opened.read(_CHUNK_BYTES):
+            content.update(chunk)
+            whole.update(chunk)
+            if file.sha256 is None:
+                blob.update(chunk)
+            count(len(chunk))
+    found, listed = (content, file.sha256) if file.sha256 else (blob, file.blob)
+    if found.hexdigest() != listed:
+        return None
+    entry = {"name": file.name, "bytes": file.bytes, "mtime_ns": mtime_ns}
+    return entry | {"hash": whole.hexdigest(), "sha256": content.hexdigest()}
+
+
+def _read_journal(journal: Path, folder: Path) -> dict[str, _Entry]:
+    """Entries of files that are still what they were when they were hashed."""
+    found: dict[str, _Entry] = {}
+    for line in journal.read_text(encoding="utf-8").splitlines() if journal.exists() else ():
+        try:
+            entry = json.loads(line)
+            stat = (folder / entry["name"]).stat()
+        except (ValueError, FileNotFoundError):  # half a line of a killed process; a file that is gone
+            continue
+        if (stat.st_mtime_ns, stat.st_size) == (entry["mtime_ns"], entry["bytes"]):
+            found[entry["name"]] = entry
+    return found
+
+
+# ---- progress
+
+
+def _silent_bar() -> type:
+    from huggingface_hub.utils.tqdm import tqdm
+
+    class Silent(tqdm):  # type: ignore[misc, unused-ignore]
+        def __init__(self, *args: Any, **settings: Any):
+            super().__init__(*args, **{**settings, "disable": True})
+
+    return Silent
+
+
+@contextmanager
+def _watch(folder: Path, missing: list[HubFile]) -> Iterator[None]:
+    """Our progress bar, from what grows on disk: how the library tells its own differs from version to version."""
+    sizes = {file.name: file.bytes for file in missing}
+    stop = threading.Event()
+    with progress("download", sum(sizes.values())) as advance:
+
+        def poll() -> None:
+            seen, is_last = 0, False
+            while not is_last:
+                is_last = stop.wait(_POLL_SECONDS)
+                now = _bytes_so_far(folder, sizes)
+                advance(now - seen)
+                seen = now
+
+        thread = threading.Thread(target=poll, name="download progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+
+def _bytes_so_far(folder: Path, sizes: dict[str, int]) -> int:
+    """Of finished files, which have a .metadata there, and of those that grow."""
+    root = folder / ".cache" / "huggingface" / "download"
+    total = 0
+    for place, _, names in os.walk(root):
+        for name in names:
+            path = Path(place) / name
+            if name.endswith(".metadata"):
+                total += sizes.get(path.relative_to(root).as_posix().removesuffix(".metadata"), 0)
+            elif name.endswith(".incomplete"):
+                try:
+                    total += path.stat().st_size
+                except FileNotFoundError:
+                    continue
+    return total

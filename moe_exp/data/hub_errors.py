@@ -1,0 +1,141 @@
+"""What goes wrong with the hub: which failures pass and are waited out, and what the others mean in one line."""
+
+from __future__ import annotations
+
+import email.utils
+import logging
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_LONGEST_WAIT_SECONDS = 60.0
+_LONGEST_RETRY_AFTER_SECONDS = 900.0
+# The library's HTTP package differs from version to version, and so do the types of its errors.
+_HTTP_PACKAGES = frozenset({"httpx", "httpx2", "httpcore", "requests", "urllib3"})
+
+
+def endpoint() -> str:
+    """Address of the hub; the library reads HF_ENDPOINT once, when it is imported."""
+    return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+
+
+def check_online(why: str) -> None:
+    """Whether requests may be made.
+
+    Raises:
+        ValueError: HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set.
+    """
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE"):
+            raise ValueError(f"{name}={os.environ[name]}: {why}. Fix: unset it, or bring the whole folder with its manifest.json.")
+
+
+def patiently(action: Callable[[], T], max_failures: int, num_left: Callable[[], int] = lambda: 0) -> T:
+    """Runs it until it succeeds, or has failed `max_failures` times since `num_left()` went down; waits longer each time."""
+    failures, best = 0, num_left()
+    while True:
+        try:
+            return action()
+        except Exception as error:
+            if not passes(error):
+                raise
+            left = num_left()
+            failures = 1 if left < best else failures + 1
+            best = min(best, left)
+            if failures >= max_failures:
+                raise
+            # Jitter: workers of one cluster that were refused together do not come back together.
+            seconds = max(min(_LONGEST_WAIT_SECONDS, 2.0 ** (failures - 1)), retry_after(error)) * random.uniform(1.0, 1.5)
+            logger.warning("%s. Failure %d of %d, trying again in %.0f s", _first_line(error), failures, max_failures, seconds)
+            time.sleep(seconds)
+
+
+def passes(error: BaseException) -> bool:
+    """Whether trying again may help: the server is busy or broken, or the connection is."""
+    status = _status(error)
+    if status is not None:
+        return status in (408, 429) or status >= 500
+    for cause in _causes(error):
+        if isinstance(cause, OSError) and cause.errno is not None and not isinstance(cause, (ConnectionError, TimeoutError)):
+            return False  # of this machine: disk full, no permission
+    # hf_xet raises RuntimeError.
+    return isinstance(error, (OSError, RuntimeError)) or type(error).__module__.partition(".")[0] in _HTTP_PACKAGES
+
+
+def retry_after(error: BaseException) -> float:
+    """Seconds that the server asks to wait, 0 where it says nothing."""
+    for cause in _causes(error):
+        value = getattr(getattr(cause, "response", None), "headers", {}).get("Retry-After")
+        if value is None:
+            continue
+        try:
+            seconds = float(value) if value.isdigit() else email.utils.parsedate_to_datetime(value).timestamp() - time.time()
+        except ValueError:
+            continue
+        return min(max(0.0, seconds), _LONGEST_RETRY_AFTER_SECONDS)
+    return 0.0
+
+
+@contextmanager
+def explained(repository: str, revision: str) -> Iterator[None]:
+    """Turns what the library raises into one line that says what to do.
+
+    Raises:
+        ValueError: no access, no such dataset or revision.
+        ConnectionError: the server keeps failing.
+    """
+    try:
+        yield
+    except Exception as error:
+        told = _explanation(error, repository, revision)
+        if told is None:
+            raise
+        raise told from error
+
+
+def _explanation(error: Exception, repository: str, revision: str) -> Exception | None:
+    kinds = {kind.__name__ for cause in _causes(error) for kind in type(cause).__mro__}
+    status, page = _status(error), f"{endpoint()}/datasets/{repository}"
+    if "RevisionNotFoundError" in kinds:
+        return ValueError(f"revision={revision}: {repository} has none of that name. Fix: choose one of {page}.")
+    if "GatedRepoError" in kinds or status == 403:
+        fix = f"accept its licence on {page}, and set HF_TOKEN to a token of that account"
+        return ValueError(f"source={repository}: its owner gives access on request. Fix: {fix}.")
+    if status in (401, 404):
+        rule = f"{endpoint()} has no such dataset, or none that is open to everyone"
+        fix = "check the name (a local folder has to exist); for a private one set HF_TOKEN to a token that may read it"
+        return ValueError(f"source={repository}: {rule}. Fix: {fix}.")
+    if passes(error):
+        fix = "call it again: complete files are kept"
+        return ConnectionError(f"{repository}: {endpoint()} keeps failing ({_first_line(error)}). Fix: {fix}.")
+    if status is not None:
+        return ValueError(f"source={repository}: {endpoint()} answers {status} ({_first_line(error)}). Fix: check HF_ENDPOINT.")
+    return None
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and what it was raised from; the library wraps what the server said."""
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _status(error: BaseException) -> int | None:
+    """HTTP status that the server answered with."""
+    for cause in _causes(error):
+        status = getattr(getattr(cause, "response", None), "status_code", None)
+        if status is not None:
+            return int(status)
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__).rstrip(".")
