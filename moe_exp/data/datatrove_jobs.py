@@ -352,7 +352,7 @@ def _submit_finish(executor: Any, execution: Execution, job_ids: _JobIds) -> Non
     from datatrove.executor.slurm import launch_slurm_job
 
     options = {name: value for name, value in executor.get_sbatch_args().items() if name != "array"}
-    options |= {"job-name": f"{executor.job_name}_finish", "dependency": f"afterok:{job_ids.ids[-1]}"}
+    options |= {"job-name": f"{executor.job_name}_finish", "dependency": "afterok:" + ":".join(job_ids.ids)}
     script = executor.get_launch_file_contents(options, shlex.join(execution.finish_command))
     launch_slurm_job(script, job_ids)
 

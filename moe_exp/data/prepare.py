@@ -1,6 +1,6 @@
 """From a dataset's name to shuffled shards: download, convert, shuffle, each a stage of its own that goes on where it was stopped.
 
-DATA_DIR/NAME_download/           files of the hub
+DATA_DIR/NAME_raw/                files of the hub
 DATA_DIR/NAME/                    NAME.chunk.00000.jsonl ..., datatrove/
 DATA_DIR/NAME_shuffled/           NAME.chunk.00.jsonl ..., NAME.val.jsonl
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import platform
+import shutil
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from typing import Any
 import orjson
 from rich import filesize
 
-from moe_exp.data.convert import ConvertSettings, convert, sort_inputs
+from moe_exp.data.convert import MAX_DEFAULT_TASKS, ConvertSettings, convert, sort_inputs
 from moe_exp.data.datatrove_jobs import Execution, num_workers
 from moe_exp.data.datatrove_steps import PARQUET_SUFFIX
 from moe_exp.data.hub import download
@@ -29,11 +30,11 @@ from moe_exp.data.stage import check_free_disk, run_stage
 
 logger = logging.getLogger(__name__)
 
-STEPS = ("download", "convert", "shuffle")
-
 # Bytes of text a second and core, measured with bench/bench_convert.py and bench/bench_shuffle.py, rounded down: for estimates alone.
 _CONVERT_RATE = 30e6
 _SHUFFLE_RATE = 80e6
+_DISK_RATIO = 2.1  # chunks, and once more what the shuffle makes, whose buckets go as its shards come
+_TYPICAL_RATIO = 2.5  # of JSONL to Parquet or .zst
 _NUM_SAMPLED = 8
 _SAMPLE_BYTES = 2**20
 
@@ -45,28 +46,36 @@ class Preparation:
     Args:
         name: registered name, dataset of the hub, file or folder; see `moe_exp.data.sources.resolve_source`.
         data_dir: gets the folders.
-        patterns: files of the dataset, in place of its own patterns.
-        settings: what is kept; its text field None or "" is the source's.
+        patterns, revision, text_field: in place of the source's own.
+        settings: what is kept; its text field is the source's.
         execution: where the conversion runs.
-        shuffle: keyword arguments of `moe_exp.data.shuffle.shuffle`: seed, num_shards, memory_bytes and so on.
-        start_over: make this step and those after it again.
+        shuffle: keyword arguments of `moe_exp.data.shuffle.shuffle`: seed, num_shards, valid_fraction, memory_bytes.
+        start_over: convert and shuffle again.
+        download_again: fetch the files again too.
     """
 
     name: str
-    data_dir: Path
+    data_dir: Path = Path("data")
     patterns: tuple[str, ...] = ()
+    revision: str | None = None
+    text_field: str | None = None
     settings: ConvertSettings = field(default_factory=ConvertSettings)
     execution: Execution = field(default_factory=Execution)
     shuffle: Mapping[str, Any] = field(default_factory=dict)
-    start_over: str | None = None
+    start_over: bool = False
+    download_again: bool = False
 
-    def starts_over(self, step: str) -> bool:
-        """Whether `step` is to be made again."""
-        return self.start_over is not None and STEPS.index(step) >= STEPS.index(self.start_over)
+    def source(self) -> Source:
+        """What `name` is.
+
+        Raises:
+            ValueError: nothing of that name.
+        """
+        return resolve_source(self.name, patterns=self.patterns, text_field=self.text_field, revision=self.revision)
 
 
 def prepare(wanted: Preparation) -> dict[str, Any] | None:
-    """Runs the steps, those that are done already for nothing, and prints a summary.
+    """Runs the steps; one that is done already does nothing.
 
     Returns:
         The manifest of the shuffled shards; None while SLURM jobs of the conversion are on their way.
@@ -74,30 +83,51 @@ def prepare(wanted: Preparation) -> dict[str, Any] | None:
     Raises:
         ValueError, OSError: as `download`, `convert` and `shuffle`.
     """
-    source = _source(wanted)
+    source = wanted.source()
+    check_shuffle_options(wanted.shuffle)
     settings = replace(wanted.settings, text_field=source.text_field)
-    chunks = wanted.data_dir / source.name
+    chunks, shuffled = wanted.data_dir / source.name, wanted.data_dir / f"{source.name}_shuffled"
+    start_over = wanted.start_over or wanted.download_again
     inputs = _inputs(source, wanted)
     if not chunks.exists():
-        check_free_disk(wanted.data_dir, 3 * expected_bytes(inputs), "converting and shuffling")
-    converted = convert(inputs, chunks, settings, wanted.execution, start_over=wanted.starts_over("convert"))
+        check_free_disk(wanted.data_dir, round(_DISK_RATIO * expected_bytes(inputs)), "converting and shuffling")
+    converted = convert(inputs, chunks, settings, wanted.execution, start_over=start_over)
     if converted is None:
         return None
-    print_summary(f"convert {source.name}", summary_rows(converted))
+    print_summary(f"converted: {chunks}", summary_rows(converted))
     outputs = [chunks / one["name"] for one in converted["outputs"]]
-    shuffled = wanted.data_dir / f"{source.name}_shuffled"
-    return shuffle(outputs, shuffled, name=source.name, start_over=wanted.starts_over("shuffle"), **wanted.shuffle)
+    return shuffle(outputs, shuffled, name=source.name, start_over=start_over, **wanted.shuffle)
 
 
-def _source(wanted: Preparation) -> Source:
-    return resolve_source(wanted.name, patterns=wanted.patterns, text_field=wanted.settings.text_field or None)
+def check_shuffle_options(options: Mapping[str, Any]) -> None:
+    """What is known to be wrong before hours of work.
+
+    Raises:
+        ValueError: a number that cannot be.
+    """
+    num_shards, valid_fraction = options.get("num_shards", 1), options.get("valid_fraction", 0.5)
+    if num_shards < 1:
+        raise ValueError(f"num_shards={num_shards}: must be at least 1. Fix: 32 is usual.")
+    if not 0 <= valid_fraction < 1:
+        raise ValueError(f"valid_fraction={valid_fraction}: must be at least 0 and below 1. Fix: 0.005 is usual.")
 
 
 def _inputs(source: Source, wanted: Preparation) -> list[Path]:
-    folder = wanted.data_dir / f"{source.name}_download"
-    if source.repository is None and source.path is None:
-        return [write_stdlib(folder, start_over=wanted.starts_over("download"))]
-    return sort_inputs(download(source, folder, start_over=wanted.starts_over("download")))
+    folder = _raw(source, wanted)
+    if _is_embedded(source):
+        return [write_stdlib(folder, start_over=wanted.start_over or wanted.download_again)]
+    try:
+        return sort_inputs(download(source, folder, start_over=wanted.download_again))
+    except ValueError as error:
+        raise ValueError(str(error).replace("--start-over", "--download-again")) from error
+
+
+def _raw(source: Source, wanted: Preparation) -> Path:
+    return wanted.data_dir / f"{source.name}_raw"
+
+
+def _is_embedded(source: Source) -> bool:
+    return source.repository is None and source.path is None
 
 
 def write_stdlib(folder: Path, *, start_over: bool = False) -> Path:
@@ -124,34 +154,41 @@ def summary_rows(manifest: Mapping[str, Any]) -> dict[str, object]:
 
 
 def plan(wanted: Preparation) -> None:
-    """Prints what `prepare` would do, with disk and time; writes nothing. Without the files it goes by the size the source tells."""
-    source = _source(wanted)
-    folder = wanted.data_dir / f"{source.name}_download"
-    if source.repository is None and source.path is None:
-        files, text_bytes = 1, sum(len(text.encode()) for _, text in python_stdlib_documents())
-        download_bytes = text_bytes
-    else:
-        paths = download(source, folder, dry_run=True, start_over=wanted.starts_over("download"))
-        there = [path for path in paths if path.exists()]
-        files, download_bytes = len(paths), _total(paths, source)
-        text_bytes = round(expected_bytes(there) * download_bytes / max(1, _size(there))) if there else round(2.5 * download_bytes)
-    num_tasks = wanted.settings.tasks or min(files, 64)
-    width = num_workers(wanted.execution) if wanted.execution.executor == "local" else wanted.execution.workers or num_tasks
+    """Prints what `prepare` would do, with disk and time, and writes nothing. Without the files it goes by the size that is listed."""
+    source = wanted.source()
+    check_shuffle_options(wanted.shuffle)
+    num_files, raw_bytes, text_bytes = _expected(source, wanted)
+    num_tasks = wanted.settings.tasks or min(num_files, MAX_DEFAULT_TASKS)
+    execution = wanted.execution
+    width = min(num_tasks, num_workers(execution) if execution.executor == "local" else execution.workers or num_tasks)
+    convert_time = _duration(text_bytes / _CONVERT_RATE / width)
+    disk_bytes = (0 if source.path else raw_bytes) + _DISK_RATIO * text_bytes
+    folder, num_shards = wanted.data_dir / source.name, wanted.shuffle.get("num_shards", 32)
     rows: dict[str, object] = {
-        "input": f"{files:,} files, {filesize.decimal(download_bytes)}" + ("" if source.path else f", in {folder}"),
-        "text, about": filesize.decimal(text_bytes),
-        "disk needed": filesize.decimal((0 if source.path else download_bytes) + 3 * text_bytes)
-        + " (download, chunks, shards and buckets)",
-        f"convert to {wanted.data_dir / source.name}": f"{num_tasks} tasks, {wanted.execution.executor}, {min(width, num_tasks)} at a time: "
-        f"about {_duration(text_bytes / _CONVERT_RATE / min(width, num_tasks))}",
-        f"shuffle to {wanted.data_dir / source.name}_shuffled": f"{wanted.shuffle.get('num_shards', 32)} shards and a validation file: "
-        f"about {_duration(text_bytes / _SHUFFLE_RATE)}",
+        "input": f"{num_files:,} files, {filesize.decimal(raw_bytes)}, in {source.path or _raw(source, wanted)}",
+        "JSONL, about": filesize.decimal(text_bytes),
+        "disk, about": f"{filesize.decimal(round(disk_bytes))} for download, chunks and shards; {_free(wanted.data_dir)} free",
+        f"convert to {folder}": f"{num_tasks} tasks, {execution.executor}, {width} at a time: about {convert_time}",
+        f"shuffle to {folder}_shuffled": f"{num_shards} shards and a validation file: about {_duration(text_bytes / _SHUFFLE_RATE)}",
     }
-    print_summary(f"prepare {source.name}: what would be done", rows)
+    print_summary(f"To prepare: {source.name}", rows)
 
 
-def _total(paths: Sequence[Path], source: Source) -> int:
-    return _size(paths) if all(path.exists() for path in paths) else source.num_bytes or 0
+def _expected(source: Source, wanted: Preparation) -> tuple[int, int, int]:
+    """Number of input files, their bytes, and about those of the JSONL."""
+    if _is_embedded(source):
+        num_bytes = sum(len(text.encode()) for _, text in python_stdlib_documents())
+        return 1, num_bytes, num_bytes
+    paths = download(source, _raw(source, wanted), dry_run=True, start_over=wanted.download_again)
+    there = [path for path in paths if path.exists()]
+    raw_bytes = _size(paths) if len(there) == len(paths) else source.num_bytes or 0
+    ratio = expected_bytes(there) / max(1, _size(there)) if there else _TYPICAL_RATIO
+    return len(paths), raw_bytes, round(ratio * raw_bytes)
+
+
+def _free(folder: Path) -> str:
+    existing = next(parent for parent in [folder, *folder.absolute().parents] if parent.exists())
+    return filesize.decimal(shutil.disk_usage(existing).free)
 
 
 def _size(paths: Sequence[Path]) -> int:

@@ -1,0 +1,212 @@
+"""SLURM jobs of a conversion, run for real by a small stand-in for the cluster: its sbatch queues, the test runs what is queued."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from moe_exp.data.convert import ConvertSettings, convert
+from moe_exp.data.datatrove_jobs import Execution, Pass, ray_executor
+from moe_exp.data.datatrove_steps import ReadFiles
+
+pytest.importorskip("datatrove")
+
+SBATCH = """#!{python}
+import json, pathlib, sys
+queue = pathlib.Path("{queue}")
+job = str(100 + len(list(queue.glob("*.sh"))))
+(queue / (job + ".args")).write_text(json.dumps(sys.argv[1:-1]))
+(queue / (job + ".sh")).write_text(pathlib.Path(sys.argv[-1]).read_text())
+print("Submitted batch job", job)
+"""
+SQUEUE = """#!{python}
+import pathlib, sys
+queue = pathlib.Path("{queue}")
+for job in sys.argv[-1].split(","):
+    if (queue / (job + ".sh")).exists() and not (queue / (job + ".end")).exists():
+        print(job)
+"""
+SRUN = """#!/bin/bash
+while [[ $1 == -* ]]; do [[ $1 == -n ]] && shift; shift; done
+exec "$@"
+"""
+SCONTROL = """#!/bin/bash
+echo localhost
+"""
+
+
+class Cluster:
+    """Jobs in a folder: JOB.sh and JOB.args when sbatch was called, JOB.end, `ok` or `failed`, when it has ended."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.programs = folder / "bin"
+        self.programs.mkdir(parents=True)
+        for name, text in {"sbatch": SBATCH, "squeue": SQUEUE, "srun": SRUN, "scontrol": SCONTROL}.items():
+            program = self.programs / name
+            program.write_text(text.replace("{python}", sys.executable).replace("{queue}", str(folder)))
+            program.chmod(0o755)
+
+    def jobs(self) -> list[str]:
+        return sorted(path.stem for path in self.folder.glob("*.sh"))
+
+    def options(self, job: str) -> dict[str, str]:
+        text = (self.folder / f"{job}.sh").read_text()
+        directives = dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", text, re.MULTILINE))
+        arguments = dict(one.removeprefix("--").partition("=")[::2] for one in json.loads((self.folder / f"{job}.args").read_text()))
+        return directives | arguments
+
+    def run(self, lost: set[tuple[str, int]] | None = None) -> None:
+        """Runs what is queued, in order; array tasks `lost` fail without a word, as those of a node that is gone."""
+        for job in self.jobs():
+            if (self.folder / f"{job}.end").exists():
+                continue
+            options = self.options(job)
+            depends = re.findall(r"\d+", options.get("dependency", ""))
+            ok = all((self.folder / f"{one}.end").read_text() == "ok" for one in depends)
+            assert ok or options["kill-on-invalid-dep"] == "yes"
+            last = int(re.fullmatch(r"0-(\d+)(%\d+)?", options["array"])[1]) if "array" in options else -1
+            if ok and last >= 0:
+                ok = all([(job, task) not in (lost or set()) and self._run(job, task) for task in range(last + 1)])
+            elif ok:
+                ok = self._run(job, None)
+            (self.folder / f"{job}.end").write_text("ok" if ok else "failed")
+
+    def _run(self, job: str, task: int | None) -> bool:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "PYTHONPATH"))}
+        environment |= {"SLURM_JOB_ID": job, "SLURM_NODELIST": "localhost", "RUN_OFFSET": "0"}
+        environment |= {} if task is None else {"SLURM_ARRAY_TASK_ID": str(task)}
+        done = subprocess.run(["bash", str(self.folder / f"{job}.sh")], env=environment, capture_output=True, text=True)
+        (self.folder / f"{job}_{task}.out").write_text(done.stdout + done.stderr)
+        return done.returncode == 0
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    cluster = Cluster(tmp_path / "queue")
+    monkeypatch.setenv("PATH", f"{cluster.programs}:{os.environ['PATH']}")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    return cluster
+
+
+FINISH = """
+import sys
+from pathlib import Path
+from moe_exp.data.convert import ConvertSettings, convert
+from moe_exp.data.datatrove_jobs import Execution
+inputs, output, dedup = [Path(one) for one in sys.argv[3:]], Path(sys.argv[1]), sys.argv[2] == "dedup"
+assert convert(inputs, output, ConvertSettings(dedup=dedup), Execution("slurm", partition="cpu")) is not None
+"""
+
+
+def make_inputs(folder: Path, num_files: int = 2) -> list[Path]:
+    folder.mkdir()
+    paths = [folder / f"{index}.jsonl" for index in range(num_files)]
+    for index, path in enumerate(paths):
+        path.write_bytes(b"".join(orjson.dumps({"text": f"{number % 7} {index % 2}", "n": number}) + b"\n" for number in range(20)))
+    return paths
+
+
+def slurm(output: Path, inputs: list[Path], dedup: str = "all") -> Execution:
+    finish = (sys.executable, "-c", FINISH, str(output), dedup, *map(str, inputs))
+    return Execution("slurm", partition="cpu", workers=5, sbatch=("account=mine",), finish_command=finish)
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    facts = {name: manifest[name] for name in ("settings", "inputs", "read", "filtered", "written", "tasks", "outputs")}
+    return {path.name: path.read_bytes() for path in folder.glob("*.jsonl")} | facts
+
+
+def test_jobs_are_submitted_once_resumed_and_published_by_the_last(tmp_path, cluster):
+    inputs, output = make_inputs(tmp_path / "in"), tmp_path / "x"
+    execution = slurm(output, inputs)
+    assert convert(inputs, output, ConvertSettings(), execution) is None
+    assert cluster.jobs() == ["100", "101", "102"]  # the tasks, the merging of their stats, the publishing
+    options = cluster.options("100")
+    assert {"array": "0-1%5", "partition": "cpu", "account": "mine", "job-name": "x"}.items() <= options.items()
+    assert [cluster.options(job)["dependency"] for job in ("101", "102")] == ["afterok:100", "afterok:100:101"]
+
+    # While they are there, nothing is submitted twice, and nothing thrown away.
+    assert convert(inputs, output, ConvertSettings(), execution) is None
+    with pytest.raises(ValueError, match=r"SLURM jobs still work in it\. Fix: scancel 100 101 102, or wait"):
+        convert(inputs, output, ConvertSettings(), execution, start_over=True)
+    assert len(cluster.jobs()) == 3
+
+    cluster.run(lost={("100", 1)})
+    assert [(cluster.folder / f"{job}.end").read_text() for job in cluster.jobs()] == ["failed"] * 3
+    assert not output.exists()
+    with pytest.raises(ValueError, match=r"x: was begun with tasks=2, now it is 1\. Fix: "):
+        convert(inputs, output, ConvertSettings(tasks=1), execution)
+
+    assert convert(inputs, output, ConvertSettings(), execution) is None
+    assert cluster.options("103")["array"] == "0-0%5"
+    assert json.loads((tmp_path / "x.partial/datatrove/ranks_to_run.json").read_text()) == [1]
+    cluster.run()
+    outcomes = {job: (cluster.folder / f"{job}.end").read_text() for job in ("103", "104", "105")}
+    assert set(outcomes.values()) == {"ok"}, [path.read_text() for path in cluster.folder.glob("*.out")]
+    assert not (tmp_path / "x.partial").exists()
+
+    convert(inputs, tmp_path / "local/x", ConvertSettings(), Execution(workers=1))
+    assert contents(output) == contents(tmp_path / "local/x")
+    assert convert(inputs, output, ConvertSettings(), execution)["written"]["num_documents"] == 40
+    assert len(cluster.jobs()) == 6
+
+
+def test_inside_a_job_nothing_is_submitted(tmp_path, cluster, monkeypatch):
+    inputs, output = make_inputs(tmp_path / "in"), tmp_path / "x"
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    with pytest.raises(ValueError, match=r"^executor=slurm: inside a job, and 2 tasks are not complete .* Fix: call the same command on a"):
+        convert(inputs, output, ConvertSettings(), slurm(output, inputs))
+    assert not cluster.jobs()
+
+
+@pytest.mark.slow
+def test_passes_of_deduplication_depend_on_each_other(tmp_path, cluster):
+    inputs, output = make_inputs(tmp_path / "in", 3), tmp_path / "x"
+    assert convert(inputs, output, ConvertSettings(dedup=True), slurm(output, inputs, "dedup")) is None
+    # Three passes, each with the merging of its stats, and the publishing.
+    depends = {job: cluster.options(job).get("dependency") for job in cluster.jobs()}
+    assert depends == {
+        "100": None,
+        "101": "afterok:100",
+        "102": "afterok:100",
+        "103": "afterok:102",
+        "104": "afterok:102",
+        "105": "afterok:104",
+        "106": "afterok:100:101:102:103:104:105",
+    }
+    cluster.run()
+    assert output.is_dir(), [path.read_text() for path in cluster.folder.glob("*.out")]
+    convert(inputs, tmp_path / "local/x", ConvertSettings(dedup=True), Execution(workers=1))
+    assert contents(output) == contents(tmp_path / "local/x")
+    assert json.loads((output / "manifest.json").read_text())["written"]["num_documents"] == 14
+
+
+def test_slurm_without_its_commands(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match=r"^executor=slurm: there is no command sbatch here\. Fix: call it on a login node"):
+        Execution("slurm", partition="cpu")
+
+
+def test_ray_is_datatroves_executor(tmp_path):
+    reader = ReadFiles(str(tmp_path), ["a.jsonl"], 3)
+    execution = Execution(workers=2, cpus_per_task=2, mem_per_cpu_gb=8)  # executor="ray" would need the package
+    executor = ray_executor(Pass([reader], 3, tmp_path / "logs"), execution)
+    assert (type(executor).__name__, executor.world_size, executor.workers) == ("RayPipelineExecutor", 3, 2)
+    assert (executor.cpus_per_task, executor.mem_per_cpu_gb) == (2, 8)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="ray is installed")
+def test_ray_that_is_not_installed():
+    with pytest.raises(ValueError, match=r"^executor=ray: the package ray is not installed\. Fix: pip install ray\.$"):
+        Execution("ray")
