@@ -232,7 +232,7 @@ def sum_digests(digests: bytes) -> int:
     return sum(word << shift for word, shift in zip(words, (96, 64, 32, 0), strict=True)) % 2**128
 
 
-def write_all(descriptor: int, buffers: Sequence[bytes | memoryview], path: Path) -> int:
+def write_all(descriptor: int, buffers: Sequence[bytes] | Sequence[memoryview], path: Path) -> int:
     """Writes buffers one after the other, without putting them together, and returns their bytes.
 
     Args:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -233,9 +233,9 @@ def _append(
             continue
         last = first + count
         slices = [view[begin:end] for begin, end in zip(begins[first:last], ends[first:last], strict=True)]
-        for kind, buffers in enumerate((slices, [records[first:last].tobytes()])):
-            path, descriptor = files[bucket][kind]
-            sizes[bucket][kind] += write_all(descriptor, buffers, path)
+        (lines_path, lines_file), (records_path, records_file) = files[bucket]
+        sizes[bucket][0] += write_all(lines_file, slices, lines_path)
+        sizes[bucket][1] += write_all(records_file, [records[first:last].tobytes()], records_path)
         first = last
 
 
@@ -346,7 +346,11 @@ class Dealer:
         if len(self.view) < ends[-1]:
             self.view = memoryview(b"")  # so that there are not two
             # Not a bytearray, which would write zeros first; the memory comes when it is written to, and is used again for the next piece.
-            self.view = memoryview(mmap.mmap(-1, int(ends[-1]), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+            buffer = mmap.mmap(-1, int(ends[-1]), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux: 500 times fewer page faults
+                with suppress(OSError):  # a kernel without them
+                    buffer.madvise(mmap.MADV_HUGEPAGE)
+            self.view = memoryview(buffer)
         firsts = np.flatnonzero(np.diff(places - begins, prepend=-1))
         run_ends = np.append(begins[firsts[1:]], ends[-1])
         with path.open("rb", buffering=0) as file:

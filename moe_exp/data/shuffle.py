@@ -14,7 +14,7 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import xxhash
 
 from moe_exp.data.blocks import DocumentBlocks, LineBlocks, sum_digests
-from moe_exp.data.buckets import DOCUMENT_BYTES, NUM_KEYS, RECORD, Dealer, State, ValidTally, spread
+from moe_exp.data.buckets import NUM_KEYS, Dealer, State, ValidTally, spread
 from moe_exp.data.documents import JSONL_SUFFIXES, Tally
 from moe_exp.data.memory import available_memory_bytes
 from moe_exp.data.progress import progress
@@ -35,6 +35,7 @@ DEFAULT_VALID_FRACTION = 0.005
 _MOST_BUCKETS = 256  # two open files each
 _BUCKET_FILL = 0.85  # random keys: buckets differ
 _COMPRESSION = 4  # of text in JSONL by gzip or zstandard, rather too much than too little
+_BLOCK_BYTES = 2**21
 _SAVE_BYTES = 2**29
 _BYTES_PER_SECOND = 120e6  # one core of 2023, a disk that keeps up
 
@@ -45,7 +46,7 @@ class Memory:
 
     Args:
         budget_bytes: all of it.
-        block_bytes: of the buffer that the inputs are read into.
+        block_bytes: of the buffer that the inputs are read into, at most.
         longest_bytes: of a line: parsing takes up to six times as much.
         piece_bytes: of the documents that are put in order at once.
     """
@@ -58,7 +59,7 @@ class Memory:
     @classmethod
     def of(cls, budget_bytes: int) -> Memory:
         """The usual division."""
-        return cls(budget_bytes, min(budget_bytes // 16, 2**24), budget_bytes // 8, budget_bytes * 3 // 4)
+        return cls(budget_bytes, budget_bytes // 16, budget_bytes // 8, budget_bytes * 3 // 4)
 
 
 def find_jsonl(paths: Iterable[Path]) -> list[Path]:
@@ -118,11 +119,10 @@ def shuffle(
         ValueError: a setting or an input cannot be used, too little disk, no document is left for training; see `run_stage`, `LineBlocks`.
         BadDocument: a line is no document, or a compressed file is damaged.
     """
-    inputs = find_jsonl(inputs)
+    inputs = check_shuffle(inputs, output, name=name, num_shards=num_shards, valid_fraction=valid_fraction)
     memory = Memory.of(_checked_memory(memory_bytes))
     settings = {"name": name, "seed": seed, "num_shards": num_shards, "valid_fraction": valid_fraction}
     settings |= {"text_field": text_field, "skip_bad": skip_bad}
-    _check(inputs, output, name, num_shards, valid_fraction)
     with run_stage("shuffle", output, settings=settings, inputs=inputs, start_over=start_over) as stage:
         if stage.was_done:
             logger.info("%s: was shuffled before, nothing to do", stage.output)
@@ -165,16 +165,33 @@ def _checked_memory(memory_bytes: int | None) -> int:
     return memory_bytes
 
 
-def _check(inputs: Sequence[Path], output: Path, name: str, num_shards: int, valid_fraction: float) -> None:
+def check_shuffle(inputs: Iterable[Path], output: Path, *, name: str, num_shards: int, valid_fraction: float) -> list[Path]:
+    """Checks the arguments of a shuffle before anything is touched, and returns its input files.
+
+    Raises:
+        ValueError: one of them cannot be used.
+    """
+    files = find_jsonl(inputs)
     if not name or Path(name).name != name:
         raise ValueError(f"name={name}: must be a file name without folders. Fix: another name.")
     if num_shards < 1:
         raise ValueError(f"num_shards={num_shards}: must be at least 1. Fix: give 32.")
     if not 0 < valid_fraction < 1:
         raise ValueError(f"valid_fraction={valid_fraction}: must be between 0 and 1. Fix: give {DEFAULT_VALID_FRACTION}.")
-    for path in inputs:
+    for path in files:
         if Path(output).resolve() in path.resolve().parents:
             raise ValueError(f"output={output}: the input {path} is in it. Fix: another output folder.")
+    return files
+
+
+def shuffle_summary(manifest: Mapping[str, Any]) -> dict[str, object]:
+    """Rows of the table at the end."""
+    train, valid = manifest["train"], manifest["valid"]
+    rows: dict[str, object] = {"training documents": train["num_documents"], "validation documents": valid["num_documents"]}
+    rows |= {f"skipped: {reason}": count for reason, count in manifest["read"]["skipped"].items()}
+    text_bytes = {"training text, MB": train["num_text_bytes"], "validation text, MB": valid["num_text_bytes"]}
+    rows |= {name: round(num_bytes / 1e6, 1) for name, num_bytes in text_bytes.items()}
+    return rows | {"shards": len(manifest["outputs"]) - 1, "seconds": manifest["seconds"]}
 
 
 class Shuffling:
@@ -225,7 +242,9 @@ class Shuffling:
         write_json(self.state_path, self.state.to_json())
 
     def _spread(self, state: State, line_bytes: int) -> None:
-        lines = LineBlocks(self.memory.block_bytes, self.memory.longest_bytes)
+        # Small enough for a core's cache, large enough that each bucket gets some.
+        block_bytes = min(self.memory.block_bytes, max(_BLOCK_BYTES, 2**16 * state.num_buckets))
+        lines = LineBlocks(block_bytes, self.memory.longest_bytes)
         options = {name: self.settings[name] for name in ("text_field", "skip_bad")}
         reader = DocumentBlocks(lines, state.read, **options)
         seed, done = self.settings["seed"], sum(size for size, _ in state.bucket_sizes)
@@ -289,7 +308,7 @@ def check_outputs(counts: dict[Path, int], line_hash: int) -> dict[Path, str]:
 
 
 def _read_back(path: Path) -> tuple[str, list[bytes]]:
-    lines = LineBlocks(2**22, path.stat().st_size + 1)
+    lines = LineBlocks(_BLOCK_BYTES, path.stat().st_size + 1)
     whole, digest, digests = xxhash.xxh3_128(), xxhash.xxh3_128_digest, []
     for begin, end in lines.read(path):
         whole.update(lines.view[:end])

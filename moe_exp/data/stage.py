@@ -130,8 +130,11 @@ def run_stage(
         done = _read_json(_manifest_path(output, is_folder=is_folder))
         _check_same(output, done, name, key, start_over, "was made")
         if done is not None and not start_over:
-            _check_outputs(output if is_folder else output.parent, done)
-            yield Stage(name, output, output if is_folder else output.parent, key, done, was_done=True)
+            place = output if is_folder else output.parent
+            _check_outputs(place, done)
+            if is_folder:
+                (output / _RUNNING).unlink(missing_ok=True)  # of a call that was killed right at its end
+            yield Stage(name, output, place, key, done, was_done=True)
             return
         if is_folder and output.exists() and done is None and any(output.iterdir()):
             raise ValueError(f"{output}: is there, without a manifest.json of this program. Fix: choose another folder, or remove it.")
@@ -140,6 +143,8 @@ def run_stage(
         if start_over or begun is None:
             shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(exist_ok=True)
+        for leftover in folder.glob("*.json.*.tmp"):  # of write_json in a call that was killed: it must not be published
+            leftover.unlink()
         write_json(folder / _RUNNING, {"stage": name, **key})
         yield Stage(name, output, folder, key)
     finally:
