@@ -147,6 +147,21 @@ def test_what_does_not_pass_is_an_error_and_complete_files_are_kept(server, tmp_
     assert not server.downloads(NAMES[0])
 
 
+def test_library_that_comes_back_without_the_files(server, dataset, tmp_path, quick, monkeypatch, caplog):
+    """It lists the files once more, and where it cannot it returns a folder that is not empty as if that were all."""
+    list_files = hub._list_files
+
+    def list_then_break(*given):
+        listing = list_files(*given)
+        server.faults = [Fault(status=503, where="/tree/", times=6)]
+        return listing
+
+    monkeypatch.setattr(hub, "_list_files", list_then_break)
+    download(source(), tmp_path / "raw")
+    assert contents(tmp_path / "raw") == contents(dataset)
+    assert "3 files did not come, such as sample/10BT/000_00000.parquet. Failure 1 of 6" in caplog.text
+
+
 def test_retry_after_is_honoured(server, tmp_path, quick):
     server.faults = [Fault(status=429, where="/revision/", headers={"Retry-After": "77"})]
     download(source(), tmp_path / "raw")
@@ -244,6 +259,18 @@ def test_file_that_is_gone_or_cut_is_fetched_again(server, dataset, tmp_path):
     download(source(), tmp_path / "raw")
     assert contents(tmp_path / "raw") == contents(dataset)
     assert sorted(path.rpartition("/")[2] for path in server.downloads()) == ["000_00000.parquet", "002_00000.parquet"]
+
+
+def test_file_that_was_cut_while_the_download_rested(server, dataset, tmp_path, quick):
+    """The library takes it for complete: it notes that it has fetched it, and looks no more."""
+    server.faults = [Fault(status=503, where=NAMES[2], times=99)]
+    with pytest.raises(ConnectionError):
+        download(source(), tmp_path / "raw", max_failures=1)
+    server.faults.clear()
+    cut = tmp_path / "raw.partial" / NAMES[0]
+    cut.write_bytes(cut.read_bytes()[:-1])
+    download(source(), tmp_path / "raw")
+    assert contents(tmp_path / "raw") == contents(dataset)
 
 
 def test_commit_is_pinned_until_told_otherwise(server, dataset, tmp_path):
@@ -354,11 +381,15 @@ def test_killed_and_called_again(server, dataset, tmp_path, monkeypatch, point):
     complete = [name for name in NAMES if (tmp_path / "raw.partial" / name).exists()]
     assert len(complete) == {"listing": 0, "first file": 0, "second file": 1, "last file": 2, "checking": 3}[point]
     server.requests.clear()
+    leftovers, check_free_disk = [], hub.check_free_disk
+    seen = lambda: list((tmp_path / "raw.partial").rglob("*.incomplete"))  # noqa: E731
+    monkeypatch.setattr(hub, "check_free_disk", lambda *given: (leftovers.append(seen()), check_free_disk(*given)))
     hashed, hash_file = [], hub._hash_file
     monkeypatch.setattr(hub, "_hash_file", lambda path, file, count: (hashed.append(file.name), hash_file(path, file, count))[1])
     assert download(source(), folder) == [folder / name for name in NAMES]
     assert contents(folder) == contents(dataset)
     assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "sample"]
     assert [name for name in NAMES if server.downloads(name)] == [name for name in NAMES if name not in complete]
-    assert bool([path for _, path in server.requests if "/revision/" in path]) == (point == "listing")
+    assert bool([path for _, path in server.requests if "/revision/main" in path]) == (point == "listing")
+    assert not any(leftovers), "the disk is checked while parts of a dead process lie there"
     assert sorted(hashed) == (NAMES[1:] if point == "checking" else NAMES)
