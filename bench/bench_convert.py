@@ -70,7 +70,12 @@ def write_source(folder: Path, num_bytes: int) -> tuple[int, int]:
     while size < num_bytes:
         for path, text in pieces:
             number = len(rows)
-            row = {"text": text, "id": f"<urn:uuid:{number:032x}>", "dump": "CC-MAIN-2019-30", "url": f"https://example.org/{number}/{path}"}
+            row = {
+                "text": text,
+                "id": f"<urn:uuid:{number:032x}>",
+                "dump": "CC-MAIN-2019-30",
+                "url": f"https://example.org/{number}/{path}",
+            }
             row |= {"file_path": f"s3://crawl/{path}", "language": "en", "language_score": 0.5 + number % 499 / 1000}
             rows.append(row | {"token_count": len(text) // 4, "score": 2.5 + number % 17 / 16, "int_score": 3})
             size += len(text.encode())

@@ -80,7 +80,7 @@ def _add_prepare(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
         "prepare",
         help="from a dataset's name to shuffled shards: download, convert, shuffle",
         description="Downloads a dataset, converts it to JSONL chunks in DATA_DIR/NAME and shuffles them into DATA_DIR/NAME_shuffled. "
-        f"Called again it goes on where it stopped. Exit code {UNDER_WAY}: SLURM jobs are under way; the last of them goes on to the shuffle.",
+        f"Called again it goes on where it stopped. Exit code {UNDER_WAY}: SLURM jobs are under way; the last goes on to the shuffle.",
     )
     add_source_arguments(parser)
     parser.add_argument("--list", action=_List, nargs=0, help="print the datasets that have a name, and end")
@@ -139,6 +139,7 @@ class _List(argparse.Action):
 def _prepare(arguments: argparse.Namespace) -> int:
     from moe_exp.data.convert import ConvertSettings
     from moe_exp.data.datatrove_jobs import Execution
+    from moe_exp.data.documents import BadDocument
     from moe_exp.data.prepare import Preparation, plan, prepare
     from moe_exp.data.progress import print_summary
     from moe_exp.data.shuffle import shuffle_summary
@@ -176,7 +177,12 @@ def _prepare(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         plan(wanted)
         return 0
-    manifest = prepare(wanted)
+    try:
+        manifest = prepare(wanted)
+    except BadDocument as error:
+        raise ValueError(
+            f"{error}. Fix: mend or fetch the file; or give --skip-bad --start-over, which skips bad lines and rows."
+        ) from error
     if manifest is None:
         print(f"{arguments.source}: SLURM jobs are under way; `squeue --me` shows them. The same command tells how far they are.")
         return UNDER_WAY

@@ -7,6 +7,7 @@ build datatrove's own blocks (LambdaFilter, ExactDedup..., NGramsDecontFilter, J
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
 import uuid
@@ -262,7 +263,13 @@ class FieldFilter(Filter):
         value = document.metadata.get(self.field)
         if value is None:
             raise ValueError(f"{self.name}: document {document.id} has no field {self.field!r}. Fix: leave this filter away.")
-        return value in self.allowed if self.allowed is not None else value >= self.minimum
+        if self.allowed is not None:
+            return value in self.allowed
+        if not isinstance(value, int | float):
+            raise ValueError(
+                f"{self.name}: field {self.field!r} of document {document.id} is {value!r}, no number. Fix: leave this filter away."
+            )
+        return value >= (self.minimum or 0)
 
 
 @dataclass
@@ -304,7 +311,7 @@ class WriteChunk:
 
     def __call__(self, data: Any, rank: int = 0, world_size: int = 1) -> None:
         path = self.folder / f"{self.stem}.{rank:05d}.jsonl"
-        for old in self.folder.glob(f".{path.name}.*.tmp"):  # of a task that was killed
+        for old in self.folder.glob(f".{glob.escape(path.name)}.*.tmp"):  # of a task that was killed
             old.unlink(missing_ok=True)
         # A name of its own: should a killed task's process still run somewhere, the two do not write one file.
         temporary = self.folder / f".{path.name}.{uuid.uuid4().hex[:8]}.tmp"

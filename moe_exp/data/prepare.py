@@ -90,7 +90,8 @@ def prepare(wanted: Preparation) -> dict[str, Any] | None:
     start_over = wanted.start_over or wanted.download_again
     inputs = _inputs(source, wanted)
     if not chunks.exists():
-        check_free_disk(wanted.data_dir, round(_DISK_RATIO * expected_bytes(inputs)), "converting and shuffling")
+        there = _size(list(chunks.with_name(f"{chunks.name}.partial").glob("*.jsonl")))
+        check_free_disk(wanted.data_dir, round(_DISK_RATIO * expected_bytes(inputs)) - there, "converting and shuffling")
     converted = convert(inputs, chunks, settings, wanted.execution, start_over=start_over)
     if converted is None:
         return None
@@ -161,21 +162,22 @@ def plan(wanted: Preparation) -> None:
     num_tasks = wanted.settings.tasks or min(num_files, MAX_DEFAULT_TASKS)
     execution = wanted.execution
     width = min(num_tasks, num_workers(execution) if execution.executor == "local" else execution.workers or num_tasks)
-    convert_time = _duration(text_bytes / _CONVERT_RATE / width)
     disk_bytes = (0 if source.path else raw_bytes) + _DISK_RATIO * text_bytes
     folder, num_shards = wanted.data_dir / source.name, wanted.shuffle.get("num_shards", 32)
+    shuffled = wanted.data_dir / f"{source.name}_shuffled"
     rows: dict[str, object] = {
-        "input": f"{num_files:,} files, {filesize.decimal(raw_bytes)}, in {source.path or _raw(source, wanted)}",
-        "JSONL, about": filesize.decimal(text_bytes),
-        "disk, about": f"{filesize.decimal(round(disk_bytes))} for download, chunks and shards; {_free(wanted.data_dir)} free",
-        f"convert to {folder}": f"{num_tasks} tasks, {execution.executor}, {width} at a time: about {convert_time}",
-        f"shuffle to {folder}_shuffled": f"{num_shards} shards and a validation file: about {_duration(text_bytes / _SHUFFLE_RATE)}",
+        "input": f"{num_files:,} files, {_about(raw_bytes)}, in {source.path or _raw(source, wanted)}",
+        "JSONL": _about(text_bytes),
+        "disk": f"{_about(disk_bytes)} for download, chunks and shards; {_free(wanted.data_dir)} free",
+        f"convert to {folder}": f"{num_tasks} tasks, {execution.executor}, {width} at a time: "
+        + _duration(folder, text_bytes / _CONVERT_RATE / width),
+        f"shuffle to {shuffled}": f"{num_shards} shards and a validation file: " + _duration(shuffled, text_bytes / _SHUFFLE_RATE),
     }
     print_summary(f"To prepare: {source.name}", rows)
 
 
 def _expected(source: Source, wanted: Preparation) -> tuple[int, int, int]:
-    """Number of input files, their bytes, and about those of the JSONL."""
+    """Number of input files, their bytes, and about those of the JSONL; 0 where nobody knows before the download."""
     if _is_embedded(source):
         num_bytes = sum(len(text.encode()) for _, text in python_stdlib_documents())
         return 1, num_bytes, num_bytes
@@ -184,6 +186,10 @@ def _expected(source: Source, wanted: Preparation) -> tuple[int, int, int]:
     raw_bytes = _size(paths) if len(there) == len(paths) else source.num_bytes or 0
     ratio = expected_bytes(there) / max(1, _size(there)) if there else _TYPICAL_RATIO
     return len(paths), raw_bytes, round(ratio * raw_bytes)
+
+
+def _about(num_bytes: float) -> str:
+    return f"about {filesize.decimal(round(num_bytes))}" if num_bytes else "a size that the download will tell"
 
 
 def _free(folder: Path) -> str:
@@ -195,8 +201,18 @@ def _size(paths: Sequence[Path]) -> int:
     return sum(path.stat().st_size for path in paths)
 
 
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+def _duration(folder: Path, seconds: float) -> str:
+    if (folder / "manifest.json").exists():
+        return "done already, if its settings are these"
+    if not seconds:
+        return "a time that the download will tell"
+    return (
+        f"about {seconds:.0f} s"
+        if seconds < 120
+        else f"about {seconds / 60:.0f} min"
+        if seconds < 7200
+        else f"about {seconds / 3600:.1f} h"
+    )
 
 
 def expected_bytes(inputs: Sequence[Path]) -> int:

@@ -282,6 +282,9 @@ def test_a_filter_without_its_field_is_an_error(tmp_path):
     path = write_lines(tmp_path / "in/a.jsonl", [line("a", score=4), line("b")])
     with pytest.raises(ValueError, match=r"^score: document a\.jsonl/1 has no field 'score'\. Fix: leave this filter away\.$"):
         convert([path], tmp_path / "x", ConvertSettings(min_score=3), ONE)
+    path = write_lines(tmp_path / "in/b.jsonl", [line("a", id="it", score="4")])
+    with pytest.raises(ValueError, match=r"^score: field 'score' of document it is '4', no number\. Fix: "):
+        convert([path], tmp_path / "y", ConvertSettings(min_score=3), ONE)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 10, 149, 1000])
