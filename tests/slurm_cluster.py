@@ -41,9 +41,16 @@ class Cluster:
         self.programs = folder / "bin"
         self.programs.mkdir(parents=True)
         for name, text in {"sbatch": SBATCH, "squeue": SQUEUE, "srun": SRUN, "scontrol": SCONTROL}.items():
-            program = self.programs / name
-            program.write_text(text.replace("{python}", sys.executable).replace("{queue}", str(folder)))
-            program.chmod(0o755)
+            self._write(name, text.replace("{python}", sys.executable).replace("{queue}", str(folder)))
+
+    def replace(self, name: str, script: str) -> None:
+        """Another program in the place of one of them, in bash."""
+        self._write(name, f"#!/bin/bash\n{script}\n")
+
+    def _write(self, name: str, text: str) -> None:
+        program = self.programs / name
+        program.write_text(text)
+        program.chmod(0o755)
 
     def jobs(self) -> list[str]:
         return sorted(path.stem for path in self.folder.glob("*.sh"))

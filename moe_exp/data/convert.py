@@ -46,7 +46,7 @@ class ConvertSettings:
         min_chars, max_chars: length of kept texts, characters.
         limit: documents to read of all tasks together, dealt evenly; None for all.
         skip_bad: skip and count what is no document instead of stopping.
-        dedup: keep one of each text.
+        dedup: keep one of each text; the metadata field `duplicate_count` says how many others there were.
         decontaminate: JSONL file of benchmark texts: documents that share 12 words in a row with one are dropped.
     """
 

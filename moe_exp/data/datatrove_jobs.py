@@ -12,6 +12,7 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -275,7 +276,10 @@ class _JobIds:
         self.ids: list[str] = []
 
     def __call__(self, printed: str) -> str:
-        self.ids.append(printed.split()[-1])
+        found = re.search(r"\d+", printed)
+        if not found:
+            raise ValueError(f"sbatch: printed {printed!r}, which has no job id. Fix: take a wrapper away that hides it.")
+        self.ids.append(found[0])
         return self.ids[-1]
 
 
@@ -303,12 +307,17 @@ def _submit(passes: Sequence[Pass], execution: Execution, name: str) -> None:
             "Fix: call the same command on a login node, it submits what is left."
         )
     job_ids, executor = _JobIds(), None
-    for one in passes:
-        executor = slurm_executor(one, execution, name, job_ids, executor)
-        executor.launch_job()
-    write_json(jobs_file, job_ids.ids)
-    if execution.finish_command:
-        _submit_finish(executor, execution, job_ids)
+    try:
+        for one in passes:
+            executor = slurm_executor(one, execution, name, job_ids, executor)
+            executor.launch_job()
+        if execution.finish_command:
+            _submit_finish(executor, execution, job_ids)
+    except subprocess.CalledProcessError as error:
+        submitted = f", submitted are {' '.join(job_ids.ids)}" if job_ids.ids else ""
+        raise ValueError(f"sbatch: exit code {error.returncode}, its message is above{submitted}. Fix: change what it names.") from error
+    finally:
+        jobs_file.parent.mkdir(parents=True, exist_ok=True)
         write_json(jobs_file, job_ids.ids)
     logger.info("%s: submitted SLURM jobs %s; `squeue --me` shows them", name, ", ".join(job_ids.ids))
 
@@ -359,7 +368,10 @@ def _submit_finish(executor: Any, execution: Execution, job_ids: _JobIds) -> Non
 
 def _still_there(job_ids: list[str]) -> list[str]:
     """Those of the jobs that SLURM has not ended, this one left out."""
+    if not job_ids:
+        return []
     found = subprocess.run(["squeue", "--noheader", "--format=%F", "--jobs", ",".join(job_ids)], capture_output=True, text=True)
-    # squeue fails when it has forgotten all of them.
-    known = set(found.stdout.split()) if found.returncode == 0 else set()
+    if found.returncode != 0 and "invalid job id" not in found.stderr.lower():  # what it says when it has forgotten them
+        raise ValueError(f"squeue: exit code {found.returncode}: {found.stderr.strip()}. Fix: call it again when SLURM answers.")
+    known = set(found.stdout.split())
     return [job for job in job_ids if job in known and job != os.environ.get("SLURM_JOB_ID")]

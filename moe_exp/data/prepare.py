@@ -31,7 +31,7 @@ from moe_exp.data.stage import check_free_disk, run_stage
 logger = logging.getLogger(__name__)
 
 # Bytes of text a second and core, measured with bench/bench_convert.py and bench/bench_shuffle.py, rounded down: for estimates alone.
-_CONVERT_RATE = 30e6
+_CONVERT_RATE = 50e6
 _SHUFFLE_RATE = 80e6
 _DISK_RATIO = 2.1  # chunks, and once more what the shuffle makes, whose buckets go as its shards come
 _TYPICAL_RATIO = 2.5  # of JSONL to Parquet or .zst

@@ -100,6 +100,29 @@ def test_inside_a_job_nothing_is_submitted(tmp_path, cluster, monkeypatch):
     assert not cluster.jobs()
 
 
+def test_a_queue_that_does_not_answer_is_no_empty_queue(tmp_path, cluster):
+    inputs, output = make_inputs(tmp_path / "in"), tmp_path / "x"
+    execution = slurm(output, inputs)
+    assert convert(inputs, output, ConvertSettings(), execution) is None
+    cluster.replace("squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
+    with pytest.raises(ValueError, match=r"^squeue: exit code 1: slurm_load_jobs error: Unable .* Fix: call it again"):
+        convert(inputs, output, ConvertSettings(), execution)
+    assert len(cluster.jobs()) == 3
+    cluster.replace("squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    assert convert(inputs, output, ConvertSettings(), execution) is None
+    assert len(cluster.jobs()) == 6
+
+
+def test_jobs_that_are_refused(tmp_path, cluster):
+    inputs, output = make_inputs(tmp_path / "in"), tmp_path / "x"
+    cluster.replace("sbatch", "exit 3")
+    with pytest.raises(ValueError, match=r"^sbatch: exit code 3, its message is above\. Fix: "):
+        convert(inputs, output, ConvertSettings(), slurm(output, inputs))
+    cluster.replace("sbatch", "echo done")
+    with pytest.raises(ValueError, match=r"^sbatch: printed 'done\\n', which has no job id\. Fix: "):
+        convert(inputs, output, ConvertSettings(), slurm(output, inputs))
+
+
 @pytest.mark.slow
 def test_passes_of_deduplication_depend_on_each_other(tmp_path, cluster):
     inputs, output = make_inputs(tmp_path / "in", 3), tmp_path / "x"
