@@ -127,7 +127,7 @@ def run_stage(
     except Timeout as error:
         raise ValueError(f"{output}: another process is working on it. Fix: wait for it, or choose another output.") from error
     try:
-        done = _read_json(_manifest_path(output, is_folder=is_folder))
+        done = _read_json(_manifest_path(output, is_folder=is_folder), start_over)
         _check_same(output, done, name, key, start_over, "was made")
         if done is not None and not start_over:
             place = output if is_folder else output.parent
@@ -138,7 +138,7 @@ def run_stage(
             return
         if is_folder and output.exists() and done is None and any(output.iterdir()):
             raise ValueError(f"{output}: is there, without a manifest.json of this program. Fix: choose another folder, or remove it.")
-        begun = _read_json(folder / _RUNNING)
+        begun = _read_json(folder / _RUNNING, start_over)
         _check_same(output, begun, name, key, start_over, "was begun")
         if start_over or begun is None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -211,12 +211,14 @@ def write_json(path: Path, content: Any) -> None:
     temporary.replace(path)
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
+def _read_json(path: Path, start_over: bool) -> dict[str, Any] | None:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except ValueError as error:
+        if start_over:  # it was there, whatever it said
+            return {}
         raise ValueError(f"{path}: is damaged ({error}). Fix: remove it, or give --start-over.") from error
 
 
