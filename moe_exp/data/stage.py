@@ -24,7 +24,7 @@ from filelock import FileLock, Timeout
 _RUNNING = "running.json"
 _BLOCK_BYTES = 2**14
 _SAMPLED_BLOCKS = 4
-_CHUNK_BYTES = 2**22
+_CHUNK_BYTES = 2**20
 
 
 @dataclass
@@ -71,10 +71,10 @@ class Stage:
         sync_folder(self.output.parent)
         return self.manifest
 
-    def finish_files(self, outputs: Sequence[Path], **facts: Any) -> dict[str, Any]:
-        """Moves the files of the working folder beside OUTPUT, then writes `OUTPUT.manifest.json`, and returns it."""
+    def finish_files(self, outputs: Sequence[Path], *, hashes: Mapping[Path, str] | None = None, **facts: Any) -> dict[str, Any]:
+        """Moves the files of the working folder beside OUTPUT, then writes `OUTPUT.manifest.json`, and returns it; Args as above."""
         manifest_path = _manifest_path(self.output, is_folder=False)
-        self.manifest = self._manifest(outputs, facts, {})
+        self.manifest = self._manifest(outputs, facts, hashes or {})
         manifest_path.unlink(missing_ok=True)  # files without it are not taken for finished
         for path in outputs:
             path.replace(self.output.parent / path.name)
@@ -194,10 +194,10 @@ def fingerprint(path: Path) -> dict[str, Any]:
 
 def file_hash(path: Path) -> str:
     """XXH3-128 of a file, 32 hex digits."""
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
+    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while num_bytes := file.readinto(buffer):  # one buffer: fresh memory would take longer than the hash
+            digest.update(buffer[:num_bytes])
     return digest.hexdigest()
 
 

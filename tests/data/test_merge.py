@@ -17,6 +17,7 @@ from moe_exp.data import merge as merge_module
 from moe_exp.data.documents import BadDocument, Tally, read_documents
 from moe_exp.data.merge import merge
 from moe_exp.data.shuffle import shuffle
+from moe_exp.data.stage import file_hash
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,6 +53,7 @@ def test_shards_of_a_shuffle(shards, tmp_path):
     list(read_documents(tmp_path / "merged.jsonl", tally))
     assert tally.to_json() == made["train"]
     assert json.loads((tmp_path / "merged.manifest.json").read_text()) == manifest
+    assert manifest["outputs"][0]["hash"] == file_hash(tmp_path / "merged.jsonl")
     assert merge(shards, tmp_path / "merged.jsonl", valid_file_name="x.val.jsonl") == manifest  # there is nothing to do
 
 
@@ -145,7 +147,7 @@ def test_nothing_to_merge(tmp_path):
 def test_what_was_written_is_read_back(shards, tmp_path, monkeypatch):
     def damage(merging):
         change(merging.path)
-        check(merging)
+        return check(merging)
 
     check = merge_module.Merging._check_written
     monkeypatch.setattr(merge_module.Merging, "_check_written", damage)
