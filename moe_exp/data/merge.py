@@ -161,13 +161,14 @@ class Merging:
         num_documents = sum(part["num_documents"] for part in self.parts)
         if not num_documents:
             raise ValueError(f"input_dir={self.shards[0].parent}: there is no document in the shards. Fix: another folder.")
-        self._check_written()
+        whole_hash = self._check_written()
         train = self.manifest["train"] if self.manifest else self.read.to_json()
         if num_documents != train["num_documents"]:
             rule = f"{num_documents} lines were merged, its manifest.json says {train['num_documents']} documents"
             raise ValueError(f"{self.shards[0].parent}: {rule}. Fix: shuffle again.")
         counts = {shard.name: part["num_documents"] for shard, part in zip(self.shards, self.parts, strict=True)}
-        return self.stage.finish_files([self.path], read=train, num_documents=counts, checked_by="manifest" if self.manifest else "lines")
+        facts = {"read": train, "num_documents": counts, "checked_by": "manifest" if self.manifest else "lines"}
+        return self.stage.finish_files([self.path], hashes={self.path: whole_hash}, **facts)
 
     def _copied(self, shard: Path) -> Iterator[tuple[list[memoryview], int]]:
         """Blocks of a shard as they are, each with its number of lines."""
@@ -197,19 +198,21 @@ class Merging:
             fix = "shuffle again, or remove manifest.json to merge what is there, document by document"
             raise ValueError(f"{shard}: is not what manifest.json says, it was changed since. Fix: {fix}.")
 
-    def _check_written(self) -> None:
-        """Reads the file back: each part has to be what was written."""
-        buffer = memoryview(bytearray(_BLOCK_BYTES))
+    def _check_written(self) -> str:
+        """Reads the file back: each part has to be what was written. Returns its hash."""
+        buffer, whole = memoryview(bytearray(_BLOCK_BYTES)), xxhash.xxh3_128()
         with progress("merge, check", self.path.stat().st_size) as advance, self.path.open("rb", buffering=0) as file:
             for shard, part in zip(self.shards, self.parts, strict=True):
                 digest, left = xxhash.xxh3_128(), part["bytes"]
                 while left and (num_bytes := file.readinto(buffer[:left])):
                     digest.update(buffer[:num_bytes])
+                    whole.update(buffer[:num_bytes])
                     left -= num_bytes
                     advance(num_bytes)
                 if digest.hexdigest() != part["hash"]:
                     rule = f"what was written of {shard.name} is not what was read back"
                     raise ValueError(f"{self.path}: {rule}: the disk, or another program, has changed it. Fix: give --start-over.")
+        return whole.hexdigest()
 
 
 def _write(descriptor: int, path: Path, blocks: Iterator[tuple[list[memoryview], int]]) -> dict[str, Any]:
