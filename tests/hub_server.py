@@ -197,7 +197,7 @@ class _Handler(BaseHTTPRequestHandler):
     def send_file(self, commit: str, name: str, *, is_cdn: bool) -> None:
         hub = self.server.hub
         path = hub.commits[commit] / name
-        if name not in _names(hub.commits[commit]):
+        if not path.is_file():
             return self.refuse(404, "EntryNotFound")
         content = path.read_bytes()
         sha256, blob, size = _hashes(path, path.stat().st_mtime_ns)

@@ -7,6 +7,7 @@ Files are checked as they are on disk: their size, and the SHA-256 (or git's SHA
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import logging
@@ -14,9 +15,8 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,17 +24,17 @@ from typing import Any
 import xxhash
 
 from moe_exp.data.hub_errors import check_online, endpoint, explained, patiently
+from moe_exp.data.hub_progress import silent_bar, watch
 from moe_exp.data.progress import print_summary, progress
 from moe_exp.data.sources import DATA_SUFFIXES, Source, chosen_files, local_files
 from moe_exp.data.stage import Stage, check_free_disk, run_stage, write_json
 
 logger = logging.getLogger(__name__)
 
-_POLL_SECONDS = 1.0
+_MANY_FILES = 500
 _CHUNK_BYTES = 2**22
 _LISTING, _CHECKED = ".listing.json", ".checked"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-
 
 _Entry = dict[str, Any]  # of a file that was checked: name, bytes, mtime_ns, hash (XXH3-128), sha256
 
@@ -208,11 +208,12 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 def _print_plan(source: Source, folder: Path, listing: Listing, complete: set[str], bytes_per_second: float) -> None:
     left_bytes = sum(file.bytes for file in listing.files if file.name not in complete)
     existing = next(parent for parent in [folder, *folder.absolute().parents] if parent.exists())
+    free_bytes = shutil.disk_usage(existing).free
     rows = {
         "dataset": f"{source.repository} at {listing.commit}",
         "files": f"{len(listing.files):,}, of which {len(complete):,} are there",
         "bytes to fetch": f"{left_bytes:,} ({left_bytes / 1e9:.1f} GB)",
-        "free disk": f"{shutil.disk_usage(existing).free / 1e9:.1f} GB at {folder}",
+        "free disk": f"{free_bytes / 1e9:.1f} GB at {folder}{', too little' if free_bytes < left_bytes else ''}",
         "time": f"{left_bytes / bytes_per_second / 3600:.1f} hours at {bytes_per_second / 1e6:g} MB/s",
         "licence": source.licence,
     }
@@ -255,13 +256,15 @@ class _Fetcher:
             (self.folder / file.name).unlink(missing_ok=True)
         left_bytes = sum(file.bytes for file in missing)
         check_free_disk(self.folder, left_bytes, f"the download of {self.source.name}")
-        with explained(self.source.repository or "", self.source.revision), _watch(self.folder, missing):
+        with explained(self.source.repository or "", self.source.revision), watch(self.folder, {file.name: file.bytes for file in missing}):
             patiently(self._get_once, self.max_failures, lambda: len(self.missing()))
 
     def _get_once(self) -> None:
         from huggingface_hub import snapshot_download
 
-        patterns = list(self.source.patterns) or [f"*{suffix}" for suffix in DATA_SUFFIXES]
+        patterns = [glob.escape(file.name) for file in self.missing()]
+        if len(patterns) > _MANY_FILES:  # it compares each with each file of the repository
+            patterns = list(self.source.patterns) or [f"*{suffix}" for suffix in DATA_SUFFIXES]
         snapshot_download(
             self.source.repository or "",
             repo_type="dataset",
@@ -270,7 +273,7 @@ class _Fetcher:
             allow_patterns=patterns,
             max_workers=self.max_workers,
             endpoint=endpoint(),
-            tqdm_class=_silent_bar(),
+            tqdm_class=silent_bar(),
         )
         missing = self.missing()
         there = [file for file in missing if (self.folder / file.name).is_file()]
@@ -350,57 +353,3 @@ def _read_journal(journal: Path, folder: Path) -> dict[str, _Entry]:
         if (stat.st_mtime_ns, stat.st_size) == (entry["mtime_ns"], entry["bytes"]):
             found[entry["name"]] = entry
     return found
-
-
-# ---- progress
-
-
-def _silent_bar() -> type:
-    from huggingface_hub.utils.tqdm import tqdm
-
-    class Silent(tqdm):  # type: ignore[misc, unused-ignore]
-        def __init__(self, *args: Any, **settings: Any):
-            super().__init__(*args, **{**settings, "disable": True})
-
-    return Silent
-
-
-@contextmanager
-def _watch(folder: Path, missing: list[HubFile]) -> Iterator[None]:
-    """Our progress bar, from what grows on disk: how the library tells its own differs from version to version."""
-    sizes = {file.name: file.bytes for file in missing}
-    stop = threading.Event()
-    with progress("download", sum(sizes.values())) as advance:
-
-        def poll() -> None:
-            seen, is_last = 0, False
-            while not is_last:
-                is_last = stop.wait(_POLL_SECONDS)
-                now = _bytes_so_far(folder, sizes)
-                advance(now - seen)
-                seen = now
-
-        thread = threading.Thread(target=poll, name="download progress", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            stop.set()
-            thread.join()
-
-
-def _bytes_so_far(folder: Path, sizes: dict[str, int]) -> int:
-    """Of finished files, which have a .metadata there, and of those that grow."""
-    root = folder / ".cache" / "huggingface" / "download"
-    total = 0
-    for place, _, names in os.walk(root):
-        for name in names:
-            path = Path(place) / name
-            if name.endswith(".metadata"):
-                total += sizes.get(path.relative_to(root).as_posix().removesuffix(".metadata"), 0)
-            elif name.endswith(".incomplete"):
-                try:
-                    total += path.stat().st_size
-                except FileNotFoundError:
-                    continue
-    return total

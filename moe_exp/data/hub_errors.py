@@ -104,7 +104,7 @@ def _explanation(error: Exception, repository: str, revision: str) -> Exception 
     kinds = {kind.__name__ for cause in _causes(error) for kind in type(cause).__mro__}
     status, page = _status(error), f"{endpoint()}/datasets/{repository}"
     if "RevisionNotFoundError" in kinds:
-        return ValueError(f"revision={revision}: {repository} has none of that name. Fix: choose one of {page}.")
+        return ValueError(f"revision={revision}: {repository} has none of that name. Fix: --revision main, or one of {page}.")
     if "GatedRepoError" in kinds or status == 403:
         fix = f"accept its licence on {page}, and set HF_TOKEN to a token of that account"
         return ValueError(f"source={repository}: its owner gives access on request. Fix: {fix}.")

@@ -20,7 +20,7 @@ pytest.importorskip("pyarrow")
 
 from hub_server import Fault, HubServer, write_fineweb_parquet
 from moe_exp.commands.data_commands import main
-from moe_exp.data import hub, hub_errors
+from moe_exp.data import hub, hub_errors, hub_progress
 from moe_exp.data.hub import download
 from moe_exp.data.sources import resolve_source
 
@@ -259,6 +259,24 @@ def test_file_that_is_gone_or_cut_is_fetched_again(server, dataset, tmp_path):
     download(source(), tmp_path / "raw")
     assert contents(tmp_path / "raw") == contents(dataset)
     assert sorted(path.rpartition("/")[2] for path in server.downloads()) == ["000_00000.parquet", "002_00000.parquet"]
+    assert not [path for _, path in server.requests if NAMES[1] in path], "of complete files nothing is asked"
+
+
+def test_many_files_go_by_pattern(server, dataset, tmp_path, monkeypatch):
+    monkeypatch.setattr(hub, "_MANY_FILES", 2)
+    download(source(), tmp_path / "raw")
+    assert contents(tmp_path / "raw") == contents(dataset)
+    assert len(download(resolve_source(REPOSITORY), tmp_path / "all")) == 5
+    assert not (tmp_path / "all" / "README.md").exists()
+
+
+def test_progress_counts_bytes_on_disk(tmp_path):
+    root = tmp_path / ".cache/huggingface/download/sample"
+    root.mkdir(parents=True)
+    (root / "a.parquet.metadata").write_text("commit")
+    (root / "xyz.incomplete").write_bytes(bytes(30))
+    (root / "not-ours.metadata").write_text("commit")
+    assert hub_progress._bytes_so_far(tmp_path, {"sample/a.parquet": 100, "sample/b.parquet": 200}) == 130
 
 
 def test_file_that_was_cut_while_the_download_rested(server, dataset, tmp_path, quick):
@@ -322,9 +340,11 @@ def test_private_or_missing_dataset_and_missing_revision(server, tmp_path):
     assert len(download(source(), tmp_path / "raw")) == 3  # what never began is not in the way
 
 
-def test_disk_too_small(server, tmp_path, monkeypatch):
+def test_disk_too_small(server, tmp_path, monkeypatch, capsys):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**12, 10**12 - 1000, 1000))
+    download(source(), tmp_path / "raw", dry_run=True)
+    assert "too little" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"has 0\.0 GB free, the download of fineweb-edu needs .* Fix: free some space"):
         download(source(), tmp_path / "raw")
     assert server.downloads() == []

@@ -1,0 +1,70 @@
+"""How far a download is: one bar in bytes over all files, instead of huggingface_hub's own."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from moe_exp.data.progress import progress
+
+_POLL_SECONDS = 1.0
+
+
+def silent_bar() -> type:
+    """For `snapshot_download(tqdm_class=...)`."""
+    from huggingface_hub.utils.tqdm import tqdm
+
+    class Silent(tqdm):  # type: ignore[misc, unused-ignore]
+        def __init__(self, *args: Any, **settings: Any):
+            super().__init__(*args, **{**settings, "disable": True})
+
+    return Silent
+
+
+@contextmanager
+def watch(folder: Path, sizes: dict[str, int]) -> Iterator[None]:
+    """Our progress bar, from what grows on disk: how the library tells its own differs from version to version.
+
+    Args:
+        folder: `local_dir` of the download.
+        sizes: bytes of the files that come, by name.
+    """
+    stop = threading.Event()
+    with progress("download", sum(sizes.values())) as advance:
+
+        def poll() -> None:
+            seen, is_last = 0, False
+            while not is_last:
+                is_last = stop.wait(_POLL_SECONDS)
+                now = _bytes_so_far(folder, sizes)
+                advance(now - seen)
+                seen = now
+
+        thread = threading.Thread(target=poll, name="download progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+
+def _bytes_so_far(folder: Path, sizes: dict[str, int]) -> int:
+    """Of finished files, which have a .metadata there, and of those that grow."""
+    root = folder / ".cache" / "huggingface" / "download"
+    total = 0
+    for place, _, names in os.walk(root):
+        for name in names:
+            path = Path(place) / name
+            if name.endswith(".metadata"):
+                total += sizes.get(path.relative_to(root).as_posix().removesuffix(".metadata"), 0)
+            elif name.endswith(".incomplete"):
+                try:
+                    total += path.stat().st_size
+                except FileNotFoundError:
+                    continue
+    return total
