@@ -1,6 +1,6 @@
 """Runs the tasks of a datatrove pipeline by datatrove's executors: on this machine, as SLURM jobs, or on a Ray cluster.
 
-On this machine every task has a process of its own, so that one that is killed is noticed at once and named: the pool of
+On this machine each worker process is told its tasks one by one, so that the task of one that is killed is known at once: the pool of
 LocalPipelineExecutor.run waits for it forever. What has a file in `completions/` is done, wherever it ran.
 """
 
@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -34,7 +34,6 @@ logger = logging.getLogger(__name__)
 EXECUTORS = ("local", "slurm", "ray")
 
 _JOBS = "slurm_jobs.json"
-_PRELOAD = ["orjson", "pyarrow.parquet", "datatrove.executor", "datatrove.pipeline.readers", "moe_exp.data.datatrove_dedup"]
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,7 @@ def _run_local(one: Pass, workers: int) -> None:
         for task in left:
             _run_task(deepcopy(executor), task)
     else:
-        _run_processes(executor, left, workers, one.folder)
+        _run_processes(executor, left, workers)
     merge_stats(one)
 
 
@@ -159,17 +158,19 @@ def _run_task(executor: Any, task: int) -> None:
             datatrove_logger.remove()
 
 
-def _task_process(executor: Any, task: int, answer: Connection) -> None:
+def _work(executor: Any, orders: Connection) -> None:
+    """A worker process: runs the tasks that it is sent, and answers each with None or what it raised."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends us
-    try:
-        _run_task(executor, task)
-        answer.send(None)
-    except BaseException as error:
+    while (task := orders.recv()) is not None:
         try:
-            answer.send(error)
-        except Exception:  # what cannot be pickled
-            answer.send(RuntimeError(repr(error)))
+            _run_task(deepcopy(executor), task)
+            orders.send(None)
+        except BaseException as error:
+            try:
+                orders.send(error)
+            except Exception:  # what cannot be pickled
+                orders.send(RuntimeError(repr(error)))
 
 
 def _end_with_parent() -> None:
@@ -179,52 +180,70 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _run_processes(executor: Any, tasks: list[int], workers: int, folder: Path) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+@dataclass
+class _Worker:
+    process: BaseProcess
+    orders: Connection
+    task: int | None = None
+
+    def take(self, task: int | None) -> None:
+        self.task = task
+        with contextlib.suppress(BrokenPipeError):  # it has died since it answered: the next look at it tells
+            self.orders.send(task)
+
+
+def _run_processes(executor: Any, tasks: list[int], num_workers: int) -> None:
     waiting = list(reversed(tasks))
-    running: dict[Any, tuple[int, BaseProcess, Connection]] = {}
+    workers: dict[Any, _Worker] = {}
     try:
-        while waiting or running:
-            while waiting and len(running) < workers:
-                task = waiting.pop()
-                receiver, sender = context.Pipe(duplex=False)
-                process = context.Process(target=_task_process, args=(executor, task, sender), name=f"task {task}")
-                process.start()
-                sender.close()
-                running[process.sentinel] = (task, process, receiver)
-            for sentinel in wait(list(running)):
-                _check_end(*running.pop(sentinel), executor, folder)
+        for _ in range(min(num_workers, len(tasks))):
+            worker = _start_worker(executor)
+            workers[worker.orders] = worker
+            worker.take(waiting.pop())
+        while busy := [orders for orders, worker in workers.items() if worker.task is not None]:
+            for orders in wait(busy):
+                _check_answer(workers[orders], executor)
+                workers[orders].take(waiting.pop() if waiting else None)
+    except BaseException:
+        for worker in workers.values():
+            worker.process.terminate()
+        raise
     finally:
-        _end(process for _, process, _ in running.values())
+        for worker in workers.values():
+            _end(worker)
 
 
-def _check_end(task: int, process: BaseProcess, receiver: Connection, executor: Any, folder: Path) -> None:
-    process.join()
+def _start_worker(executor: Any) -> _Worker:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_work, args=(executor, theirs), daemon=True)
+    process.start()
+    theirs.close()  # else its end would not be seen
+    return _Worker(process, ours)
+
+
+def _check_answer(worker: _Worker, executor: Any) -> None:
     try:
-        error = receiver.recv() if receiver.poll() else EOFError()
-    except EOFError as no_answer:
-        error = no_answer
-    receiver.close()
-    if isinstance(error, EOFError):
-        code = process.exitcode or 0
+        error = worker.orders.recv()
+    except (EOFError, ConnectionResetError):
+        worker.process.join()
+        code, log = worker.process.exitcode or 0, executor.logging_dir.resolve_paths(f"logs/task_{worker.task:05d}.log")
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         raise ChildProcessError(
-            f"task {task} of {executor.world_size} {how}; SIGKILL may be the kernel's, when memory is short. "
-            f"Fix: call the same command again, it goes on with the tasks that are left; fewer --workers need less memory. "
-            f"Log: {folder}/logs/task_{task:05d}.log."
-        )
+            f"task {worker.task} of {executor.world_size} {how}; SIGKILL may be the kernel's, when memory is short. "
+            "Fix: call the same command again, it goes on with the tasks that are left; fewer --workers need less memory. "
+            f"Log: {log}."
+        ) from None
     if error is not None:
         raise error
 
 
-def _end(processes: Iterator[BaseProcess]) -> None:
-    for process in list(processes):
-        process.terminate()
-        process.join(5)
-        if process.is_alive():
-            process.kill()
-            process.join()
+def _end(worker: _Worker) -> None:
+    worker.process.join(5)
+    if worker.process.is_alive():
+        worker.process.kill()
+        worker.process.join()
+    worker.orders.close()
 
 
 def merge_stats(one: Pass) -> None:

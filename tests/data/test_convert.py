@@ -96,6 +96,14 @@ def three_files(folder: Path) -> list[Path]:
     return [write_parquet(folder / f"{name}.parquet", stdlib()[index::3], row_group_size=20) for index, name in enumerate("abc")]
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """What `three_files` become."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    convert(three_files(folder / "in"), folder / "x", ConvertSettings(), ONE)
+    return contents(folder / "x")
+
+
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "jsonl.gz", "jsonl.zst"])
 def test_lines_are_those_of_plain_datatrove(tmp_path, kind):
     from datatrove.executor import LocalPipelineExecutor
@@ -125,7 +133,7 @@ def test_lines_are_those_of_plain_datatrove(tmp_path, kind):
     assert stats[-1]["stats"]["total"]["total"] == stats[-1]["stats"]["x.chunk.XXXXX.jsonl"]["total"] == 60
 
 
-def test_multiset_of_documents_is_kept_by_several_processes(tmp_path):
+def test_multiset_of_documents_is_kept_by_several_processes(tmp_path, undisturbed):
     manifest = convert(three_files(tmp_path / "in"), tmp_path / "x", ConvertSettings(), Execution(workers=2))
     tally = Tally()
     for row in stdlib():
@@ -136,9 +144,7 @@ def test_multiset_of_documents_is_kept_by_several_processes(tmp_path):
             pass
     assert len(chunks(tmp_path / "x")) == 3
     assert found.to_json() == tally.to_json() == manifest["written"] == manifest["read"]
-    alone = tmp_path / "alone" / "x"
-    convert(three_files(tmp_path / "in"), alone, ConvertSettings(), ONE)
-    assert contents(alone) == contents(tmp_path / "x")
+    assert contents(tmp_path / "x") == undisturbed
 
 
 # What a line of JSONL can be.
@@ -298,14 +304,12 @@ def test_duplicates_within_and_across_files(tmp_path):
     inputs = [write_lines(tmp_path / "in" / f"{index}.jsonl", [line(word) for word in words[index::3]]) for index in range(3)]
     inputs.append(write_lines(tmp_path / "in/3.jsonl", [b"\n"]))  # a task with no document
     settings = ConvertSettings(dedup=True, tasks=4)
-    manifest = convert(inputs, tmp_path / "x", settings, Execution(workers=2))
+    manifest = convert(inputs, tmp_path / "x", settings, ONE)
     assert sorted(texts(tmp_path / "x")) == ["a", "b", "c", "d", "e"]
     assert manifest["filtered"]["duplicate"]["num_documents"] == 4
     lines = [json.loads(one) for path in chunks(tmp_path / "x") for one in path.read_bytes().splitlines()]
     counts = {one["text"]: one["metadata"]["duplicate_count"] for one in lines}
     assert counts == {"a": 2, "b": 1, "c": 1, "d": 0, "e": 0}
-    convert(inputs, tmp_path / "alone/x", settings, ONE)
-    assert contents(tmp_path / "alone/x") == contents(tmp_path / "x")
 
 
 def test_no_duplicates_in_one_task(tmp_path):
@@ -445,7 +449,7 @@ class Meet(Filter):
         return True
 
 
-def test_a_killed_worker_ends_the_run_and_names_its_task(tmp_path, monkeypatch):
+def test_a_killed_worker_ends_the_run_and_names_its_task(tmp_path, monkeypatch, undisturbed):
     inputs = three_files(tmp_path / "in")
     flag = tmp_path / "flag"
     flag.touch()
@@ -455,8 +459,7 @@ def test_a_killed_worker_ends_the_run_and_names_its_task(tmp_path, monkeypatch):
         convert(inputs, tmp_path / "x", ConvertSettings(), Execution(workers=2))
     flag.unlink()
     convert(inputs, tmp_path / "x", ConvertSettings(), Execution(workers=2))
-    convert(inputs, tmp_path / "alone/x", ConvertSettings(), ONE)
-    assert contents(tmp_path / "x") == contents(tmp_path / "alone/x")
+    assert contents(tmp_path / "x") == undisturbed
     assert not list((tmp_path / "x").glob(".*"))
 
 
@@ -520,7 +523,7 @@ def _convert_and_die(inputs: list[Path], output: Path, point: str) -> None:
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_killed_and_called_again(tmp_path, point):
+def test_killed_and_called_again(tmp_path, point, undisturbed):
     inputs = three_files(tmp_path / "in")
     process = multiprocessing.get_context("forkserver").Process(target=_convert_and_die, args=(inputs, tmp_path / "x", point))
     process.start()
@@ -528,6 +531,5 @@ def test_killed_and_called_again(tmp_path, point):
     assert process.exitcode == -signal.SIGKILL
     assert not (tmp_path / "x").exists()
     convert(inputs, tmp_path / "x", ConvertSettings(), ONE)
-    convert(inputs, tmp_path / "alone/x", ConvertSettings(), ONE)
-    assert contents(tmp_path / "x") == contents(tmp_path / "alone/x")
+    assert contents(tmp_path / "x") == undisturbed
     assert not (tmp_path / "x.partial").exists()
