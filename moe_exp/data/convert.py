@@ -100,7 +100,7 @@ def convert(
     execution = execution or Execution()
     inputs = sort_inputs(inputs)
     num_tasks = _num_tasks(settings, inputs)
-    if start_over:
+    if start_over or execution.executor != "slurm":
         check_no_jobs(output.with_name(f"{output.name}.partial") / "datatrove")
     with run_stage("convert", output, settings=_key(settings, num_tasks), inputs=inputs, start_over=start_over) as stage:
         if stage.manifest is not None:

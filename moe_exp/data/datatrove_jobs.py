@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 EXECUTORS = ("local", "slurm", "ray")
 
 _JOBS = "slurm_jobs.json"
+_LAUNCHER = "launch_pickled_pipeline"
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Execution:
             raise ValueError(f"workers={self.workers}: must be at least 1. Fix: leave it away, or give a number of processes.")
         if self.executor == "slurm" and not self.partition:
             raise ValueError("partition=: executor=slurm needs the partition of the jobs. Fix: give --partition; `sinfo` lists them.")
-        if self.executor == "slurm" and not shutil.which("sbatch"):
+        if self.executor == "slurm" and not shutil.which("sbatch") and "SLURM_JOB_ID" not in os.environ:  # compute nodes may lack it
             raise ValueError("executor=slurm: there is no command sbatch here. Fix: call it on a login node of the cluster.")
         if self.executor == "ray" and importlib.util.find_spec("ray") is None:
             raise ValueError("executor=ray: the package ray is not installed. Fix: pip install ray.")
@@ -303,7 +304,7 @@ class _JobIds:
 
 
 def check_no_jobs(folder: Path) -> None:
-    """Whether SLURM jobs still work in a folder that is to be thrown away.
+    """Whether SLURM jobs still work in a folder that is to be thrown away, or worked in from here.
 
     Raises:
         ValueError: they do.
@@ -325,6 +326,8 @@ def _submit(passes: Sequence[Pass], execution: Execution, name: str) -> None:
             f"executor=slurm: inside a job, and {len(left)} tasks are not complete (the first is {left[0]}, see {passes[-1].folder}/logs). "
             "Fix: call the same command on a login node, it submits what is left."
         )
+    if not shutil.which(_LAUNCHER, path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"):
+        raise ValueError(f"executor=slurm: datatrove's program {_LAUNCHER} is not in PATH. Fix: add the folder where pip puts programs.")
     job_ids, executor = _JobIds(), None
     try:
         for one in passes:
@@ -389,6 +392,8 @@ def _still_there(job_ids: list[str]) -> list[str]:
     """Those of the jobs that SLURM has not ended, this one left out."""
     if not job_ids:
         return []
+    if not shutil.which("squeue"):
+        raise ValueError(f"squeue: is not here to tell of the SLURM jobs {' '.join(job_ids)}. Fix: call it on a login node of the cluster.")
     found = subprocess.run(["squeue", "--noheader", "--format=%F", "--jobs", ",".join(job_ids)], capture_output=True, text=True)
     if found.returncode != 0 and "invalid job id" not in found.stderr.lower():  # what it says when it has forgotten them
         raise ValueError(f"squeue: exit code {found.returncode}: {found.stderr.strip()}. Fix: call it again when SLURM answers.")

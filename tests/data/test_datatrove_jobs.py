@@ -70,6 +70,8 @@ def test_jobs_are_submitted_once_resumed_and_published_by_the_last(tmp_path, clu
     assert convert(inputs, output, ConvertSettings(), execution) is None
     with pytest.raises(ValueError, match=r"SLURM jobs still work in it\. Fix: scancel 100 101 102, or wait"):
         convert(inputs, output, ConvertSettings(), execution, start_over=True)
+    with pytest.raises(ValueError, match=r"SLURM jobs still work in it\. Fix: scancel 100 101 102, or wait"):
+        convert(inputs, output, ConvertSettings(), Execution(workers=1))
     assert len(cluster.jobs()) == 3
 
     cluster.run(lost={("100", 1)})
@@ -146,6 +148,7 @@ def test_passes_of_deduplication_depend_on_each_other(tmp_path, cluster):
 
 
 def test_slurm_without_its_commands(tmp_path, monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ValueError, match=r"^executor=slurm: there is no command sbatch here\. Fix: call it on a login node"):
         Execution("slurm", partition="cpu")
