@@ -50,7 +50,7 @@ OURS = """
 import sys
 from pathlib import Path
 from moe_exp.data.convert import ConvertSettings, convert
-from moe_exp.data.datatrove_jobs import Execution
+from moe_exp.data.execution import Execution
 if __name__ == "__main__":
     convert(sorted(Path(sys.argv[1]).iterdir()), Path(sys.argv[2]) / "x", ConvertSettings(tasks=1), Execution(workers=1))
 """

@@ -138,8 +138,8 @@ class _List(argparse.Action):
 
 def _prepare(arguments: argparse.Namespace) -> int:
     from moe_exp.data.convert import ConvertSettings
-    from moe_exp.data.datatrove_jobs import Execution
     from moe_exp.data.documents import BadDocument
+    from moe_exp.data.execution import Execution
     from moe_exp.data.prepare import Preparation, plan, prepare
     from moe_exp.data.progress import print_summary
     from moe_exp.data.shuffle import shuffle_summary

@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from moe_exp.data.datatrove_dedup import ContaminationFilter, DuplicateFilter, FindDuplicates, SignDocuments, write_contamination_index
-from moe_exp.data.datatrove_jobs import Execution, Pass, check_no_jobs, merge_stats, run_passes
+from moe_exp.data.datatrove_jobs import merge_stats, run_passes
 from moe_exp.data.datatrove_steps import PARQUET_SUFFIX, FieldFilter, Filter, LengthFilter, ReadFiles, WriteChunk, check_counts
 from moe_exp.data.documents import JSONL_SUFFIXES, Tally
+from moe_exp.data.execution import Execution, Pass
 from moe_exp.data.progress import progress
+from moe_exp.data.slurm_jobs import check_no_jobs
 from moe_exp.data.stage import Stage, fingerprint, run_stage
 
 logger = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ import orjson
 from rich import filesize
 
 from moe_exp.data.convert import MAX_DEFAULT_TASKS, ConvertSettings, convert, sort_inputs
-from moe_exp.data.datatrove_jobs import Execution, num_workers
 from moe_exp.data.datatrove_steps import PARQUET_SUFFIX
+from moe_exp.data.execution import Execution, num_workers
 from moe_exp.data.hub import download
 from moe_exp.data.progress import print_summary
 from moe_exp.data.shuffle import shuffle

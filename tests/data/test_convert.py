@@ -23,9 +23,9 @@ from moe_exp.data import convert as convert_module
 from moe_exp.data import datatrove_jobs, datatrove_steps, stage
 from moe_exp.data.convert import ConvertSettings, convert, sort_inputs
 from moe_exp.data.datatrove_dedup import write_contamination_index
-from moe_exp.data.datatrove_jobs import Execution
 from moe_exp.data.datatrove_steps import Filter, check_counts
 from moe_exp.data.documents import BadDocument, Tally, read_documents
+from moe_exp.data.execution import Execution
 from moe_exp.data.sources import python_stdlib_documents
 
 pa = pytest.importorskip("pyarrow")

@@ -13,8 +13,9 @@ import orjson
 import pytest
 
 from moe_exp.data.convert import ConvertSettings, convert
-from moe_exp.data.datatrove_jobs import Execution, Pass, ray_executor
+from moe_exp.data.datatrove_jobs import ray_executor
 from moe_exp.data.datatrove_steps import ReadFiles
+from moe_exp.data.execution import Execution, Pass
 from slurm_cluster import Cluster
 
 pytest.importorskip("datatrove")
@@ -32,7 +33,7 @@ FINISH = """
 import sys
 from pathlib import Path
 from moe_exp.data.convert import ConvertSettings, convert
-from moe_exp.data.datatrove_jobs import Execution
+from moe_exp.data.execution import Execution
 inputs, output, dedup = [Path(one) for one in sys.argv[3:]], Path(sys.argv[1]), sys.argv[2] == "dedup"
 assert convert(inputs, output, ConvertSettings(dedup=dedup), Execution("slurm", partition="cpu")) is not None
 """
