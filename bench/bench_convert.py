@@ -11,6 +11,7 @@ the texts, reads the chunk back, and hashes it.
 from __future__ import annotations
 
 import argparse
+import shutil
 import statistics
 import subprocess
 import sys
@@ -54,6 +55,13 @@ from moe_exp.data.execution import Execution
 if __name__ == "__main__":
     convert(sorted(Path(sys.argv[1]).iterdir()), Path(sys.argv[2]) / "x", ConvertSettings(tasks=1), Execution(workers=1))
 """
+# A process between, so that the peak of its children is that of one program.
+RUNNER = """
+import resource, subprocess, sys
+subprocess.run(sys.argv[1:2] + ["-c"] + sys.argv[2:], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+print(used.ru_utime + used.ru_stime, used.ru_maxrss)
+"""
 PROGRAMS = {"plain datatrove": PLAIN, "pyarrow + orjson loop": BARE, "ours": OURS}
 DOCUMENT_CHARS = 4000
 
@@ -85,19 +93,10 @@ def write_source(folder: Path, num_bytes: int) -> tuple[int, int]:
 
 def measure(program: str, source: Path, output: Path) -> tuple[float, float]:
     """CPU seconds, and peak resident MB."""
-    # A process between: its children's peak is that of this program alone.
     command = [sys.executable, "-c", RUNNER, sys.executable, program, str(source), str(output)]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
     seconds, kilobytes = done.stdout.split()[-2:]
     return float(seconds), float(kilobytes) / 1000
-
-
-RUNNER = """
-import resource, subprocess, sys
-subprocess.run(sys.argv[1:2] + ["-c"] + sys.argv[2:], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-used = resource.getrusage(resource.RUSAGE_CHILDREN)
-print(used.ru_utime + used.ru_stime, used.ru_maxrss)
-"""
 
 
 def main() -> None:
@@ -115,7 +114,7 @@ def main() -> None:
                 output = folder / f"{turn} {program}"
                 found[program].append(measure(code, folder / "source", output))
                 lines.add(next(output.rglob("*.jsonl")).read_bytes())
-                subprocess.run(["rm", "-r", str(output)], check=True)
+                shutil.rmtree(output)
         assert len(lines) == 1, "the programs do not write the same"
         print(f"{num_documents:,} documents, {num_bytes / 1e6:.0f} MB of text, {arguments.rounds} rounds\n")
         print("| program | CPU s | to plain datatrove | to the loop | peak MB |\n|---|---|---|---|---|")
