@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from pathlib import Path
 
@@ -62,6 +63,7 @@ def memory_bytes(text: str) -> int:
 
 
 def _shuffle(arguments: argparse.Namespace) -> None:
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy: no matrices here, and its idle threads spin
     from moe_exp.data.progress import print_summary
     from moe_exp.data.shuffle import check_shuffle, estimate_shuffle, shuffle, shuffle_summary
 

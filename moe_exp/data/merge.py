@@ -15,7 +15,7 @@ from typing import Any
 import xxhash
 
 from moe_exp.data.blocks import DocumentBlocks, LineBlocks, write_all
-from moe_exp.data.documents import JSONL_SUFFIXES, Tally
+from moe_exp.data.documents import JSONL_SUFFIXES, Tally, estimate_line_bytes
 from moe_exp.data.progress import progress
 from moe_exp.data.stage import Stage, check_free_disk, run_stage, write_json
 
@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 
 _BLOCK_BYTES = 2**21
 _LONGEST_BYTES = 2**30
-_COMPRESSION = 4  # see shuffle.py
 _BYTES_PER_SECOND = {True: 500e6, False: 250e6}  # whether a manifest vouches for the shards
 
 
@@ -58,15 +57,15 @@ def merge(
         if not (start_over or merging.parts) and merging.target.exists():
             raise ValueError(f"{merging.target}: is there, without a manifest. Fix: choose another name, or give --start-over.")
         merging.restore()
-        check_free_disk(stage.folder, _line_bytes(shards) - merging.path.stat().st_size, "the merged file")
+        check_free_disk(stage.folder, estimate_line_bytes(shards) - merging.path.stat().st_size, "the merged file")
         return merging.run()
 
 
 def estimate_merge(input_dir: Path, output: Path, *, valid_file_name: str) -> dict[str, int]:
-    """What a merge will take: num_shards, disk_bytes and seconds; compressed files count four times their size."""
+    """What a merge will take: num_shards, disk_bytes and seconds."""
     _check_output(input_dir, output)
     shards, manifest = find_shards(input_dir, valid_file_name)
-    num_bytes = _line_bytes(shards)
+    num_bytes = estimate_line_bytes(shards)
     return {"num_shards": len(shards), "disk_bytes": num_bytes, "seconds": 1 + int(num_bytes / _BYTES_PER_SECOND[manifest is not None])}
 
 
@@ -114,10 +113,6 @@ def _check_output(input_dir: Path, output: Path) -> None:
 def _without_suffix(path: Path) -> Path:
     suffix = next((suffix for suffix in sorted(JSONL_SUFFIXES, key=len, reverse=True) if path.name.endswith(suffix)), "")
     return path.with_name(path.name.removesuffix(suffix))
-
-
-def _line_bytes(paths: list[Path]) -> int:
-    return sum(path.stat().st_size * (1 if path.suffix == ".jsonl" else _COMPRESSION) for path in paths)
 
 
 class Merging:

@@ -23,7 +23,7 @@ import xxhash
 
 from moe_exp.data.blocks import DocumentBlocks, LineBlocks, sum_digests
 from moe_exp.data.buckets import NUM_KEYS, Dealer, State, ValidTally, spread
-from moe_exp.data.documents import JSONL_SUFFIXES, Tally
+from moe_exp.data.documents import JSONL_SUFFIXES, Tally, estimate_line_bytes
 from moe_exp.data.memory import available_memory_bytes
 from moe_exp.data.progress import progress
 from moe_exp.data.stage import Stage, check_free_disk, run_stage, write_json
@@ -34,7 +34,6 @@ SMALLEST_MEMORY_BYTES = 16 * 2**20
 DEFAULT_VALID_FRACTION = 0.005
 _MOST_BUCKETS = 256  # two open files each
 _BUCKET_FILL = 0.85  # random keys: buckets differ
-_COMPRESSION = 4  # of text in JSONL by gzip or zstandard, rather too much than too little
 _BLOCK_BYTES = 2**21
 _SAVE_BYTES = 2**29
 _BYTES_PER_SECOND = 120e6  # one core of 2023, a disk that keeps up
@@ -134,13 +133,10 @@ def shuffle(
 
 
 def estimate_shuffle(inputs: Sequence[Path], memory_bytes: int | None = None) -> dict[str, int]:
-    """What a shuffle will take: input_bytes, line_bytes (decompressed), memory_bytes, num_buckets, disk_bytes and seconds.
-
-    Compressed files count four times their size.
-    """
+    """What a shuffle will take: input_bytes, line_bytes (decompressed, roughly), memory_bytes, num_buckets, disk_bytes and seconds."""
     memory = Memory.of(_checked_memory(memory_bytes))
     sizes = {path: path.stat().st_size for path in find_jsonl(inputs)}
-    line_bytes = sum(size if path.suffix == ".jsonl" else _COMPRESSION * size for path, size in sizes.items())
+    line_bytes = estimate_line_bytes(sizes)
     num_buckets = _num_buckets(line_bytes, memory)
     return {
         "input_bytes": sum(sizes.values()),

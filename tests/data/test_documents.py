@@ -11,7 +11,7 @@ import pytest
 import xxhash
 import zstandard
 
-from moe_exp.data.documents import BadDocument, Tally, read_documents, read_lines, text_of
+from moe_exp.data.documents import BadDocument, Tally, estimate_line_bytes, read_documents, read_lines, text_of
 from moe_exp.data.sources import python_stdlib_documents
 
 BAD_LINES = {
@@ -168,6 +168,19 @@ def test_plain_text_under_the_name_of_a_compressed_file_stops(tmp_path):
         path.write_bytes(b'{"text": "a"}\n')
         with pytest.raises(BadDocument, match="the compressed file is damaged"):
             read(path, skip_bad=True)
+
+
+def test_the_size_of_compressed_files_is_known_roughly(tmp_path):
+    content = "".join(json.dumps({"text": text}) + "\n" for _, text in list(python_stdlib_documents())[:300]).encode()
+    paths = [tmp_path / f"a.{suffix}" for suffix in COMPRESS] + [tmp_path / "b.jsonl.gz"]
+    for path, compress in zip(paths, [*COMPRESS.values(), gzip.compress], strict=True):
+        path.write_bytes(compress(content))
+    assert estimate_line_bytes(paths) == pytest.approx(4 * len(content), rel=0.1)
+    for path in paths[1:]:
+        path.write_bytes(b"damaged")
+    assert estimate_line_bytes(paths) == len(content) + 3 * 7
+    paths[1].write_bytes(b"")
+    assert estimate_line_bytes(paths[:2]) == len(content)
 
 
 def test_tallies_of_parts_add_up_whatever_the_order(tmp_path):
