@@ -1,10 +1,14 @@
-"""`moe-exp data list`, `download`."""
+"""`moe-exp data list`, `download`, `prepare`."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from pathlib import Path
+from typing import Any
 
+from moe_exp.commands.shards import memory_bytes
 from moe_exp.data.hub import download
 from moe_exp.data.sources import print_sources, resolve_source
 
@@ -13,6 +17,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     """Adds this file's commands."""
     _add_list(subparsers)
     _add_download(subparsers)
+    _add_prepare(subparsers)
 
 
 def add_source_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,3 +68,129 @@ def _download(arguments: argparse.Namespace) -> None:
         print(f"{source.name}: nothing to download, {f'{len(paths)} files are here' if paths else 'it comes with Python'}.")
     elif not arguments.dry_run:
         print(f"{source.name}: {len(paths)} files are complete in {folder}")
+
+
+# prepare
+
+UNDER_WAY = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong, and the shards are not there yet
+
+
+def _add_prepare(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "prepare",
+        help="from a dataset's name to shuffled shards: download, convert, shuffle",
+        description="Downloads a dataset, converts it to JSONL chunks in DATA_DIR/NAME and shuffles them into DATA_DIR/NAME_shuffled. "
+        f"Called again it goes on where it stopped. Exit code {UNDER_WAY}: SLURM jobs are under way; the last goes on to the shuffle.",
+    )
+    add_source_arguments(parser)
+    parser.add_argument("--list", action=_List, nargs=0, help="print the datasets that have a name, and end")
+    parser.add_argument("--dry-run", action="store_true", help="print files, disk and time, and write nothing")
+    _add(parser, "--data-dir", type=Path, default=Path("data"), metavar="FOLDER", help="(default: data)")
+    _add(parser, "--start-over", action="store_true", help="convert and shuffle again, with other settings too")
+    _add(parser, "--download-again", action="store_true", help="fetch the files again too")
+    _add_selection(parser.add_argument_group("what is kept"))
+    _add_shards(parser.add_argument_group("shards"))
+    _add_execution(parser.add_argument_group("where the conversion runs"))
+    parser.set_defaults(run=_prepare)
+
+
+def _add(parser: Any, flag: str, **options: Any) -> None:
+    parser.add_argument(flag, *{flag.replace("-", "_").replace("__", "--", 1)} - {flag}, **options)
+
+
+def _add_selection(group: Any) -> None:
+    _add(group, "--language", metavar="CODES", help="values of the field language, as in en or en,de")
+    _add(group, "--min-language-score", type=float, metavar="X", help="of the field language_score, 0 to 1")
+    _add(group, "--min-score", type=float, metavar="X", help="of the field score")
+    _add(group, "--min-chars", type=int, metavar="N", help="shortest text, characters")
+    _add(group, "--max-chars", type=int, metavar="N", help="longest text, characters")
+    _add(group, "--limit", type=int, metavar="N", help="read so many documents at most")
+    _add(group, "--dedup", action="store_true", help="keep one of each text")
+    _add(group, "--decontaminate", type=Path, metavar="FILE", help="JSONL of benchmark texts; drops what shares 12 words in a row with one")
+    _add(group, "--skip-bad", action="store_true", help="skip and count what is no document instead of stopping")
+
+
+def _add_shards(group: Any) -> None:
+    _add(group, "--seed", type=int, default=0, help="of the order and of the validation documents (default: 0)")
+    _add(group, "--nchunks", type=int, default=32, metavar="N", help="shards for training (default: 32)")
+    _add(group, "--valid-fraction", type=float, default=0.005, metavar="X", help="of the texts, for validation (default: 0.005)")
+    _add(group, "--memory", type=memory_bytes, metavar="SIZE", help="of the shuffle, as in 8GB (default: a quarter of what is left)")
+
+
+def _add_execution(group: Any) -> None:
+    _add(group, "--executor", default="local", metavar="NAME", help="local, slurm or ray (default: local)")
+    _add(group, "--tasks", type=int, metavar="N", help="number of chunks (default: one per input file, at most 64)")
+    _add(group, "--workers", type=int, metavar="N", help="tasks at a time (default: the cores here; no limit elsewhere)")
+    _add(group, "--partition", help="of the SLURM jobs")
+    _add(group, "--time", default="24:00:00", help="limit of a SLURM job (default: 24:00:00)")
+    _add(group, "--qos", help="of the SLURM jobs")
+    _add(group, "--cpus-per-task", type=int, default=1, metavar="N", help="of a SLURM job or Ray task (default: 1)")
+    _add(group, "--mem-per-cpu", type=int, default=4, metavar="GB", help="of a SLURM job or Ray task (default: 4)")
+    _add(group, "--max-array-size", type=int, default=1001, metavar="N", help="the cluster's MaxArraySize (default: 1001)")
+    _add(group, "--sbatch", action="append", default=[], metavar="NAME=VALUE", help="another option of sbatch; may be repeated")
+
+
+class _List(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print_sources()
+        parser.exit()
+
+
+def _prepare(arguments: argparse.Namespace) -> int:
+    from moe_exp.data.convert import ConvertSettings
+    from moe_exp.data.documents import BadDocument
+    from moe_exp.data.execution import Execution
+    from moe_exp.data.prepare import Preparation, plan, prepare
+    from moe_exp.data.progress import print_summary
+    from moe_exp.data.shuffle import shuffle_summary
+
+    same = ("tasks", "min_language_score", "min_score", "min_chars", "max_chars", "limit", "skip_bad", "dedup", "decontaminate")
+    languages = tuple(arguments.language.split(",")) if arguments.language else ()
+    wanted = Preparation(
+        arguments.source,
+        arguments.data_dir,
+        tuple(arguments.pattern),
+        arguments.revision,
+        arguments.text_field,
+        ConvertSettings(languages=languages, **{name: getattr(arguments, name) for name in same}),
+        Execution(
+            executor=arguments.executor,
+            workers=arguments.workers,
+            partition=arguments.partition,
+            time_limit=arguments.time,
+            qos=arguments.qos,
+            cpus_per_task=arguments.cpus_per_task,
+            mem_per_cpu_gb=arguments.mem_per_cpu,
+            max_array_size=arguments.max_array_size,
+            sbatch=tuple(arguments.sbatch),
+            finish_command=_finish_command(),
+        ),
+        {
+            "seed": arguments.seed,
+            "num_shards": arguments.nchunks,
+            "valid_fraction": arguments.valid_fraction,
+            "memory_bytes": arguments.memory,
+        },
+        start_over=arguments.start_over,
+        download_again=arguments.download_again,
+    )
+    if arguments.dry_run:
+        plan(wanted)
+        return 0
+    try:
+        manifest = prepare(wanted)
+    except BadDocument as error:
+        raise ValueError(
+            f"{error}. Fix: mend or fetch the file; or give --skip-bad --start-over, which skips bad lines and rows."
+        ) from error
+    if manifest is None:
+        print(f"{arguments.source}: SLURM jobs are under way; `squeue --me` shows them. The same command tells how far they are.")
+        return UNDER_WAY
+    print_summary(f"shuffled: {arguments.data_dir / wanted.source().name}_shuffled", shuffle_summary(manifest))
+    return 0
+
+
+def _finish_command() -> tuple[str, ...]:
+    """This command once more, for the last SLURM job: then it goes on from the chunks."""
+    again = {"--start-over", "--start_over", "--download-again", "--download_again"}
+    return (sys.executable, os.path.abspath(sys.argv[0]), *(word for word in sys.argv[1:] if word not in again))  # noqa: PTH100

@@ -1,8 +1,8 @@
 """Documents in JSONL files: read line by line, checked, counted and hashed, so that none is lost without a word.
 
-A line ends at LF alone, as JSONL says: U+2028 and other separators are text. A BOM at the start of a file and a CR before LF are not
-text. Blank lines and empty texts are no documents: they are skipped and counted. Whatever else is no document stops, or is skipped
-and counted by its reason, as the caller wants.
+A line ends at LF alone, as JSONL says: U+2028 and other separators are text. A BOM at the start of a file and a CR at the end of a
+line are not text. Blank lines and empty texts are no documents: they are skipped and counted. Whatever else is no document stops, or
+is skipped and counted by its reason, as the caller wants.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import gzip
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 BLANK_LINE, EMPTY_TEXT = "blank line", "empty text"
 
 _CHUNK_BYTES = 2**20
-_BOM = b"\xef\xbb\xbf"
+BOM = b"\xef\xbb\xbf"
 _MASK128 = 2**128 - 1
 
 
@@ -87,6 +88,15 @@ class Tally:
 def read_documents(path: Path, tally: Tally, *, text_field: str = "text", skip_bad: bool = False) -> Iterator[tuple[bytes, str]]:
     """Yields (line without its end, text) of every document of a .jsonl, .jsonl.gz or .jsonl.zst file, and counts into `tally`.
 
+    Args and Raises: as `read_objects`.
+    """
+    for line, document in read_objects(path, tally, text_field=text_field, skip_bad=skip_bad):
+        yield line, document[text_field]
+
+
+def read_objects(path: Path, tally: Tally, *, text_field: str = "text", skip_bad: bool = False) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yields (line without its end, JSON object) of every document of a .jsonl, .jsonl.gz or .jsonl.zst file, and counts into `tally`.
+
     Args:
         path: the file.
         tally: what is read is added here, when it is yielded.
@@ -98,15 +108,20 @@ def read_documents(path: Path, tally: Tally, *, text_field: str = "text", skip_b
     """
     for number, line in read_lines(path):
         try:
-            text = text_of(line, text_field)
+            document = _object_of(line)
+            text = text_in(document, text_field)
         except ValueError as error:
-            reason = str(error)
-            if not skip_bad and reason not in (BLANK_LINE, EMPTY_TEXT):
-                raise BadDocument(path, number, reason) from error
-            tally.skipped[reason] += 1
+            skip_or_raise(path, number, str(error), tally, skip_bad=skip_bad)
             continue
         tally.add(text.encode())
-        yield line, text
+        yield line, document
+
+
+def skip_or_raise(path: Path, number: int, reason: str, tally: Tally, *, skip_bad: bool) -> None:
+    """Counts line or row `number` of `path` as skipped, or raises BadDocument: blank lines and empty texts are always skipped."""
+    if not skip_bad and reason not in (BLANK_LINE, EMPTY_TEXT):
+        raise BadDocument(path, number, reason)
+    tally.skipped[reason] += 1
 
 
 def text_of(line: bytes, text_field: str = "text") -> str:
@@ -115,6 +130,26 @@ def text_of(line: bytes, text_field: str = "text") -> str:
     Raises:
         ValueError: the line is no document; its text is the reason.
     """
+    return text_in(_object_of(line), text_field)
+
+
+def text_in(document: dict[str, Any], text_field: str = "text") -> str:
+    """The text of a document.
+
+    Raises:
+        ValueError: it has none; the message is the reason.
+    """
+    text = document.get(text_field)
+    if not isinstance(text, str):
+        kinds = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
+        kind = kinds.get(type(text), f"a {type(text).__name__}")
+        raise ValueError(f"no field {text_field!r}" if text_field not in document else f"field {text_field!r} is {kind}, not a text")
+    if not text:
+        raise ValueError(EMPTY_TEXT)
+    return text
+
+
+def _object_of(line: bytes) -> dict[str, Any]:
     if not line or line.isspace():
         raise ValueError(BLANK_LINE)
     try:
@@ -123,13 +158,7 @@ def text_of(line: bytes, text_field: str = "text") -> str:
         raise ValueError(_json_problem(line)) from error
     if not isinstance(document, dict):
         raise ValueError("not a JSON object")
-    text = document.get(text_field)
-    if not isinstance(text, str):
-        kind = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}[type(text)]
-        raise ValueError(f"no field {text_field!r}" if text_field not in document else f"field {text_field!r} is {kind}, not a text")
-    if not text:
-        raise ValueError(EMPTY_TEXT)
-    return text
+    return document
 
 
 def _json_problem(line: bytes) -> str:
@@ -141,7 +170,7 @@ def _json_problem(line: bytes) -> str:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yields (number from 1, line without LF or CRLF) of a plain, .gz or .zst file; memory: the longest line.
+    """Yields (number from 1, line without its LF or CRLF) of a plain, .gz or .zst file; memory: the longest line.
 
     Raises:
         BadDocument: a compressed file is damaged or ends early.
@@ -149,23 +178,71 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     number = 0
     try:
         for number, line in enumerate(_raw_lines(path), 1):
-            if number == 1 and line.startswith(_BOM):
-                line = line[len(_BOM) :]
-            yield number, line[: -2 if line.endswith(b"\r\n") else -1 if line.endswith(b"\n") else None]
-    except (EOFError, gzip.BadGzipFile, zlib.error, _ZstdError) as error:
-        raise BadDocument(path, number + 1, f"the compressed file is damaged or ends early ({error})") from error
+            if number == 1 and line.startswith(BOM):
+                line = line[len(BOM) :]
+            yield number, line.removesuffix(b"\n").removesuffix(b"\r")
+    except DAMAGE as error:
+        raise damaged(path, number + 1, error) from error
 
 
-class _ZstdError(Exception):
+class ZstdDamage(Exception):
     """A .zst file that cannot be read to its end."""
 
 
-def _raw_lines(path: Path) -> Iterator[bytes]:
+# What reading a compressed file raises where it is damaged or ends early.
+DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, ZstdDamage)
+
+
+def damaged(path: Path, line_number: int, error: Exception) -> BadDocument:
+    """One of `DAMAGE` as the error that names the line."""
+    return BadDocument(path, line_number, f"the compressed file is damaged or ends early ({error})")
+
+
+def read_chunks(path: Path) -> Iterator[bytes]:
+    """Yields the decompressed bytes of a .gz or .zst file; raises one of `DAMAGE` where it is damaged."""
+    if not path.stat().st_size:
+        raise EOFError("it is empty")  # both formats have a header even for no bytes at all
     if path.suffix == ".zst":
-        yield from _split(_zstd_chunks(path))
-    elif path.suffix == ".gz":
+        yield from _zstd_chunks(path)
+    else:
         with gzip.open(path, "rb") as file:
-            yield from file
+            while chunk := file.read(_CHUNK_BYTES):
+                yield chunk
+
+
+def estimate_line_bytes(paths: Iterable[Path]) -> int:
+    """Decompressed bytes of files, roughly: of the compressed ones by the ratio at the beginning of the largest of each kind."""
+    total_bytes = 0
+    by_suffix: dict[str, list[Path]] = {}
+    for path in paths:
+        by_suffix.setdefault(path.suffix, []).append(path)
+    for suffix, files in by_suffix.items():
+        sizes = [path.stat().st_size for path in files]
+        ratio = _compression(files[sizes.index(max(sizes))]) if suffix in (".gz", ".zst") else 1.0
+        total_bytes += int(sum(sizes) * ratio)
+    return total_bytes
+
+
+def _compression(path: Path) -> float:
+    """Decompressed by compressed bytes of a file's beginning, up to 4 MB; of a damaged one, which reading it names, 1."""
+    decompressor: Any
+    if path.suffix == ".gz":
+        decompressor, damage = zlib.decompressobj(31), zlib.error  # 31: with gzip's header
+    else:
+        import zstandard
+
+        decompressor, damage = zstandard.ZstdDecompressor().decompressobj(), zstandard.ZstdError
+    num_compressed = num_bytes = 0
+    with path.open("rb") as file, suppress(damage):
+        while num_bytes < 2**22 and not decompressor.eof and (piece := file.read(2**12)):
+            num_bytes += len(decompressor.decompress(piece))
+            num_compressed += len(piece) - len(decompressor.unused_data)
+    return num_bytes / num_compressed if num_compressed and num_bytes else 1.0
+
+
+def _raw_lines(path: Path) -> Iterator[bytes]:
+    if path.suffix in (".gz", ".zst"):
+        yield from _split(read_chunks(path))
     else:
         with path.open("rb", buffering=_CHUNK_BYTES) as file:
             yield from file
@@ -196,9 +273,9 @@ def _zstd_chunks(path: Path) -> Iterator[bytes]:
                 try:
                     yield frame.decompress(chunk)
                 except zstandard.ZstdError as error:
-                    raise _ZstdError(str(error)) from error
+                    raise ZstdDamage(str(error)) from error
                 chunk = frame.unused_data if frame.eof else b""
                 if frame.eof:
                     frame = None
     if frame is not None:
-        raise _ZstdError("its last frame is not complete")
+        raise ZstdDamage("its last frame is not complete")

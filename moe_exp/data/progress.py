@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ def progress(what: str, total: int, *, unit: str = "bytes", done: int = 0) -> It
         unit: `bytes`, or what is counted, in the plural.
         done: units that an earlier call has done.
     """
-    console = Console(stderr=True)
+    console = Console(file=sys.stderr)  # this stream, wherever a step redirects sys.stderr for a package that talks much
     if console.is_terminal:
         columns = (
             TextColumn("{task.description}"),

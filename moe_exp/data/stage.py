@@ -24,7 +24,7 @@ from filelock import FileLock, Timeout
 _RUNNING = "running.json"
 _BLOCK_BYTES = 2**14
 _SAMPLED_BLOCKS = 4
-_CHUNK_BYTES = 2**22
+_CHUNK_BYTES = 2**20
 
 
 @dataclass
@@ -71,10 +71,10 @@ class Stage:
         sync_folder(self.output.parent)
         return self.manifest
 
-    def finish_files(self, outputs: Sequence[Path], **facts: Any) -> dict[str, Any]:
-        """Moves the files of the working folder beside OUTPUT, then writes `OUTPUT.manifest.json`, and returns it."""
+    def finish_files(self, outputs: Sequence[Path], *, hashes: Mapping[Path, str] | None = None, **facts: Any) -> dict[str, Any]:
+        """Moves the files of the working folder beside OUTPUT, then writes `OUTPUT.manifest.json`, and returns it; Args as above."""
         manifest_path = _manifest_path(self.output, is_folder=False)
-        self.manifest = self._manifest(outputs, facts, {})
+        self.manifest = self._manifest(outputs, facts, hashes or {})
         manifest_path.unlink(missing_ok=True)  # files without it are not taken for finished
         for path in outputs:
             path.replace(self.output.parent / path.name)
@@ -127,18 +127,24 @@ def run_stage(
     except Timeout as error:
         raise ValueError(f"{output}: another process is working on it. Fix: wait for it, or choose another output.") from error
     try:
-        done = _read_json(_manifest_path(output, is_folder=is_folder))
+        done = _read_json(_manifest_path(output, is_folder=is_folder), start_over)
         _check_same(output, done, name, key, start_over, "was made")
         if done is not None and not start_over:
-            yield Stage(name, output, output if is_folder else output.parent, key, done, was_done=True)
+            place = output if is_folder else output.parent
+            _check_outputs(place, done)
+            if is_folder:
+                (output / _RUNNING).unlink(missing_ok=True)  # of a call that was killed right at its end
+            yield Stage(name, output, place, key, done, was_done=True)
             return
         if is_folder and output.exists() and done is None and any(output.iterdir()):
             raise ValueError(f"{output}: is there, without a manifest.json of this program. Fix: choose another folder, or remove it.")
-        begun = _read_json(folder / _RUNNING)
+        begun = _read_json(folder / _RUNNING, start_over)
         _check_same(output, begun, name, key, start_over, "was begun")
         if start_over or begun is None:
             shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(exist_ok=True)
+        for leftover in folder.glob("*.json.*.tmp"):  # of write_json in a call that was killed: it must not be published
+            leftover.unlink()
         write_json(folder / _RUNNING, {"stage": name, **key})
         yield Stage(name, output, folder, key)
     finally:
@@ -147,6 +153,15 @@ def run_stage(
 
 def _manifest_path(output: Path, *, is_folder: bool) -> Path:
     return output / "manifest.json" if is_folder else output.with_name(output.name + ".manifest.json")
+
+
+def _check_outputs(folder: Path, manifest: Mapping[str, Any]) -> None:
+    for file in manifest["outputs"]:
+        path = folder / file["name"]
+        size = path.stat().st_size if path.exists() else None
+        if size != file["bytes"]:
+            found = "is missing" if size is None else f"has {size} bytes"
+            raise ValueError(f"{path}: {found}, its manifest.json says {file['bytes']} bytes. Fix: give --start-over to make it again.")
 
 
 def _check_same(output: Path, found: dict[str, Any] | None, name: str, key: dict[str, Any], start_over: bool, verb: str) -> None:
@@ -179,10 +194,10 @@ def fingerprint(path: Path) -> dict[str, Any]:
 
 def file_hash(path: Path) -> str:
     """XXH3-128 of a file, 32 hex digits."""
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
+    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while num_bytes := file.readinto(buffer):  # one buffer: fresh memory would take longer than the hash
+            digest.update(buffer[:num_bytes])
     return digest.hexdigest()
 
 
@@ -196,12 +211,14 @@ def write_json(path: Path, content: Any) -> None:
     temporary.replace(path)
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
+def _read_json(path: Path, start_over: bool) -> dict[str, Any] | None:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except ValueError as error:
+        if start_over:  # it was there, whatever it said
+            return {}
         raise ValueError(f"{path}: is damaged ({error}). Fix: remove it, or give --start-over.") from error
 
 

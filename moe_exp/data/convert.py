@@ -1,0 +1,277 @@
+"""Parquet or JSONL files to JSONL chunks: filtered, without duplicates if wished, every document accounted for.
+
+`OUTPUT/NAME.chunk.00003.jsonl` is what task 3 of a datatrove pipeline made of every num_tasks-th input file; `OUTPUT/datatrove/` has what
+datatrove tells: completions, logs, stats, executor.json, and counts/ of each task. Number of tasks and list of files belong to the output:
+it cannot be gone on with under others.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_exp.data.datatrove_dedup import ContaminationFilter, DuplicateFilter, FindDuplicates, SignDocuments, write_contamination_index
+from moe_exp.data.datatrove_jobs import merge_stats, run_passes
+from moe_exp.data.datatrove_steps import PARQUET_SUFFIX, FieldFilter, Filter, LengthFilter, ReadFiles, WriteChunk, check_counts
+from moe_exp.data.documents import JSONL_SUFFIXES, Tally
+from moe_exp.data.execution import Execution, Pass
+from moe_exp.data.progress import progress
+from moe_exp.data.slurm_jobs import check_no_jobs
+from moe_exp.data.stage import Stage, fingerprint, run_stage
+
+logger = logging.getLogger(__name__)
+
+INPUT_SUFFIXES = (PARQUET_SUFFIX, *JSONL_SUFFIXES)
+MAX_DEFAULT_TASKS = 64  # as many as the runs before this package had
+
+_POLL_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class ConvertSettings:
+    """What a conversion keeps. The filters on fields are for metadata as FineWeb's; a document without the field is an error.
+
+    Args:
+        tasks: number of chunks, at most that of input files; default: one per file, at most 64.
+        text_field: column or field with the text.
+        languages: kept values of the field `language`; empty for all.
+        min_language_score: of the field `language_score`, 0 to 1.
+        min_score: of the field `score`.
+        min_chars, max_chars: length of kept texts, characters.
+        limit: documents to read of all tasks together, dealt evenly; None for all.
+        skip_bad: skip and count what is no document instead of stopping.
+        dedup: keep one of each text; the metadata field `duplicate_count` says how many others there were.
+        decontaminate: JSONL file of benchmark texts: documents that share 12 words in a row with one are dropped.
+    """
+
+    tasks: int | None = None
+    text_field: str = "text"
+    languages: tuple[str, ...] = ()
+    min_language_score: float | None = None
+    min_score: float | None = None
+    min_chars: int | None = None
+    max_chars: int | None = None
+    limit: int | None = None
+    skip_bad: bool = False
+    dedup: bool = False
+    decontaminate: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("tasks", "limit", "max_chars"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: must be at least 1. Fix: leave it away, or give a larger one.")
+        if self.max_chars is not None and (self.min_chars or 0) > self.max_chars:
+            rule = f"no text has at least min_chars={self.min_chars} and at most {self.max_chars} characters"
+            raise ValueError(f"max_chars={self.max_chars}: {rule}. Fix: swap them.")
+        if self.min_language_score is not None and not 0 <= self.min_language_score <= 1:
+            raise ValueError(f"min_language_score={self.min_language_score}: must be from 0 to 1. Fix: 0.65 is what FineWeb used.")
+        if self.decontaminate is not None and not self.decontaminate.is_file():
+            raise ValueError(f"decontaminate={self.decontaminate}: there is no such file. Fix: give a JSONL file of benchmark texts.")
+
+
+def convert(
+    inputs: Sequence[Path], output: Path, settings: ConvertSettings, execution: Execution | None = None, *, start_over: bool = False
+) -> dict[str, Any] | None:
+    """Converts files, or goes on where a call with the same settings was stopped.
+
+    Args:
+        inputs: .parquet, .jsonl, .jsonl.gz, .jsonl.zst; their order does not matter.
+        output: folder to make; its name is that of the chunks.
+        settings: what is kept.
+        execution: where it runs; default: this machine.
+        start_over: throw away what another call has made or begun.
+
+    Returns:
+        The manifest; None while SLURM jobs are on their way. Call again to see how far they are, and to publish what they have made,
+        unless their last job did.
+
+    Raises:
+        ValueError: settings that cannot be, or other ones than those the output was made or begun with; counts that do not agree.
+        BadDocument: an input that is no document, without `skip_bad`.
+        ChildProcessError: a task's process died.
+    """
+    execution = execution or Execution()
+    inputs = sort_inputs(inputs)
+    num_tasks = _num_tasks(settings, inputs)
+    if start_over or execution.executor != "slurm":
+        check_no_jobs(output.with_name(f"{output.name}.partial") / "datatrove")
+    with run_stage("convert", output, settings=_key(settings, num_tasks), inputs=inputs, start_over=start_over) as stage:
+        if stage.manifest is not None:
+            return stage.manifest
+        passes = _passes(stage, inputs, settings, num_tasks)
+        facts = _index_benchmarks(stage, settings)
+        with _progress(stage, passes, inputs, execution):
+            done = run_passes(passes, execution, name=stage.output.name)
+        return _publish(stage, passes[-1], inputs, facts) if done else None
+
+
+def sort_inputs(inputs: Sequence[Path]) -> list[Path]:
+    """In the order in which they are dealt to tasks.
+
+    Raises:
+        ValueError: there is none, one is there twice, or one is of another kind.
+    """
+    if not inputs:
+        raise ValueError("inputs=: there is no file to convert. Fix: give at least one.")
+    ordered = sorted((Path(os.path.abspath(path)) for path in inputs), key=lambda path: path.as_posix())  # noqa: PTH100
+    for path, following in zip(ordered, [*ordered[1:], None], strict=True):
+        if not path.name.endswith(INPUT_SUFFIXES):
+            raise ValueError(f"{path}: is not one of {', '.join(INPUT_SUFFIXES)}. Fix: leave it away, or rename it.")
+        if path == following:
+            raise ValueError(f"{path}: is there twice. Fix: give it once.")
+    return ordered
+
+
+def _num_tasks(settings: ConvertSettings, inputs: Sequence[Path]) -> int:
+    if settings.tasks is not None and settings.tasks > len(inputs):
+        rule = f"there are {len(inputs)} input files, and a task reads whole files"
+        raise ValueError(f"tasks={settings.tasks}: {rule}. Fix: give at most {len(inputs)}.")
+    return settings.tasks or min(len(inputs), MAX_DEFAULT_TASKS)
+
+
+def _key(settings: ConvertSettings, num_tasks: int) -> dict[str, Any]:
+    benchmarks = fingerprint(settings.decontaminate) if settings.decontaminate else None
+    return {**asdict(settings), "tasks": num_tasks, "decontaminate": benchmarks}
+
+
+def _passes(stage: Stage, inputs: Sequence[Path], settings: ConvertSettings, num_tasks: int) -> list[Pass]:
+    logs, temporary = stage.folder / "datatrove", _temporary(stage)
+    signatures, duplicates = str(temporary / "signatures"), str(temporary / "duplicates")
+    passes = []
+    filters = _filters(settings)
+    if settings.dedup:
+        sign = [_reader(inputs, settings, num_tasks, temporary / "through_sign"), *_filters(settings), SignDocuments(signatures, num_tasks)]
+        passes.append(Pass(sign, num_tasks, logs / "dedup_signatures"))
+        passes.append(Pass([FindDuplicates(signatures, duplicates)], num_tasks, logs / "dedup_find"))
+        filters.append(DuplicateFilter("duplicate", duplicates))
+    if settings.decontaminate:
+        filters.append(ContaminationFilter("contaminated", str(temporary / "benchmarks")))
+    reader = _reader(inputs, settings, num_tasks, temporary / "through")
+    writer = WriteChunk(stage.folder, f"{stage.output.name}.chunk", reader, filters, logs / "counts")
+    return [*passes, Pass([reader, *filters, writer], num_tasks, logs)]
+
+
+def _temporary(stage: Stage) -> Path:
+    return stage.folder / "temporary"
+
+
+def _reader(inputs: Sequence[Path], settings: ConvertSettings, num_tasks: int, progress_folder: Path) -> ReadFiles:
+    root = _root(inputs)
+    return ReadFiles(
+        str(root),
+        [path.relative_to(root).as_posix() for path in inputs],
+        num_tasks,
+        text_field=settings.text_field,
+        skip_bad=settings.skip_bad,
+        limit=settings.limit,
+        progress_folder=str(progress_folder),
+    )
+
+
+def _root(inputs: Sequence[Path]) -> Path:
+    return Path(os.path.commonpath([path.parent for path in inputs]))
+
+
+def _filters(settings: ConvertSettings) -> list[Filter]:
+    filters: list[Filter] = []
+    if settings.languages:
+        filters.append(FieldFilter("language", "language", allowed=list(settings.languages)))
+    if settings.min_language_score is not None:
+        filters.append(FieldFilter("language_score", "language_score", minimum=settings.min_language_score))
+    if settings.min_score is not None:
+        filters.append(FieldFilter("score", "score", minimum=settings.min_score))
+    if settings.min_chars is not None or settings.max_chars is not None:
+        filters.append(LengthFilter("length", settings.min_chars or 0, settings.max_chars))
+    return filters
+
+
+def _index_benchmarks(stage: Stage, settings: ConvertSettings) -> dict[str, Any]:
+    if settings.decontaminate is None:
+        return {}
+    found = write_contamination_index(settings.decontaminate, _temporary(stage) / "benchmarks")
+    if found["num_short"]:
+        logger.warning("%s: %d of %d texts are too short to be found", settings.decontaminate, found["num_short"], found["num_texts"])
+    return {"benchmarks": found}
+
+
+@contextmanager
+def _progress(stage: Stage, passes: Sequence[Pass], inputs: Sequence[Path], execution: Execution) -> Iterator[None]:
+    """A bar over the input bytes of all passes that read, fed by what the tasks write into their files of 8 bytes."""
+    if execution.executor == "slurm":
+        yield
+        return
+    reading = [Path(one.pipeline[0].progress_folder) for one in passes if isinstance(one.pipeline[0], ReadFiles)]
+    total = len(reading) * sum(path.stat().st_size for path in inputs)
+    done, stop = _through(reading), threading.Event()
+    with progress(f"convert {stage.output.name}", total, done=done) as advance:
+
+        def follow(known: int) -> None:
+            while True:
+                ended = stop.wait(_POLL_SECONDS)
+                now = _through(reading)
+                advance(now - known)
+                known = now
+                if ended:
+                    return
+
+        thread = threading.Thread(target=follow, args=(done,), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+
+def _through(folders: Sequence[Path]) -> int:
+    return sum(int.from_bytes(path.read_bytes(), "little") for folder in folders for path in folder.glob("*"))
+
+
+def _publish(stage: Stage, main: Pass, inputs: Sequence[Path], facts: dict[str, Any]) -> dict[str, Any]:
+    """Checks the sums of all tasks against each other, the inputs and the disk, and gives the folder its name."""
+    counts = [json.loads((main.folder / "counts" / f"{task:05d}.json").read_text()) for task in range(main.num_tasks)]
+    outputs = [stage.folder / f"{stage.output.name}.chunk.{task:05d}.jsonl" for task in range(main.num_tasks)]
+    totals = _check_totals(stage, inputs, counts, outputs)
+    merge_stats(main)
+    shutil.rmtree(_temporary(stage), ignore_errors=True)
+    for left in stage.folder.glob(".*.tmp"):
+        left.unlink()
+    tasks = [{name: one[name] for name in ("task", "files", "read", "filtered", "written")} for one in counts]
+    hashes = {path: one["hash"] for path, one in zip(outputs, counts, strict=True)}
+    return stage.finish_folder(outputs, hashes=hashes, **totals, **facts, tasks=tasks)
+
+
+def _check_totals(stage: Stage, inputs: Sequence[Path], counts: Sequence[dict[str, Any]], outputs: Sequence[Path]) -> dict[str, Any]:
+    fix = "Fix: call it again with --start-over, and check the disk."
+    root = _root(inputs)
+    if sorted(name for one in counts for name in one["files"]) != [path.relative_to(root).as_posix() for path in inputs]:
+        raise ValueError(f"{stage.folder}: the tasks did not read each input file once. {fix}")
+    if sorted(stage.folder.glob("*.jsonl")) != sorted(outputs):
+        raise ValueError(f"{stage.folder}: its chunks are not those of tasks 0 to {len(outputs) - 1}. {fix}")
+    for path, one in zip(outputs, counts, strict=True):
+        if path.stat().st_size != one["bytes"]:
+            raise ValueError(f"{path}: has {path.stat().st_size} bytes, its task wrote {one['bytes']}. {fix}")
+    read, written = (_sum(one[name] for one in counts) for name in ("read", "written"))
+    filtered = {name: _sum(one["filtered"][name] for one in counts) for name in counts[0]["filtered"]}
+    check_counts(str(stage.output), read, filtered, written)
+    return {
+        "read": read.to_json(),
+        "filtered": {name: tally.to_json() for name, tally in filtered.items()},
+        "written": written.to_json(),
+    }
+
+
+def _sum(counts: Iterator[dict[str, Any]]) -> Tally:
+    total = Tally()
+    for one in counts:
+        total += Tally.from_json(one)
+    return total

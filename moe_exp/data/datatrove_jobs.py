@@ -1,0 +1,214 @@
+"""Runs the tasks of a datatrove pipeline by datatrove's executors: on this machine, as SLURM jobs, or on a Ray cluster.
+
+On this machine each worker process is told its tasks one by one, so that the task of one that is killed is known at once: the pool of
+LocalPipelineExecutor.run waits for it forever. What has a file in `completions/` is done, wherever it ran.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from moe_exp.data.execution import Execution, Pass, num_workers
+from moe_exp.data.slurm_jobs import submit
+
+
+def run_passes(passes: Sequence[Pass], execution: Execution, *, name: str) -> bool:
+    """Runs what is left of the passes, one after the other.
+
+    Args:
+        passes: the last is the one that makes the output.
+        execution: where.
+        name: of the jobs.
+
+    Returns:
+        Whether all is done; False where SLURM jobs have been submitted, or are still there.
+
+    Raises:
+        ValueError: a task failed, with what it raised; its log says more.
+        ChildProcessError: a task's process died.
+    """
+    if not any(one.left() for one in passes):
+        return True
+    if execution.executor == "slurm":
+        submit(passes, execution, name)
+        return False
+    for one in passes:
+        if execution.executor == "local":
+            _run_local(one, num_workers(execution))
+        else:
+            _run_ray(one, execution)
+    return True
+
+
+# On this machine
+
+
+def _run_local(one: Pass, workers: int) -> None:
+    left = one.left()
+    if not left:
+        return
+    from datatrove.executor import LocalPipelineExecutor
+
+    executor = LocalPipelineExecutor(list(one.pipeline), tasks=one.num_tasks, workers=workers, logging_dir=str(one.folder))
+    executor.save_executor_as_json()
+    if workers == 1 or len(left) == 1:
+        for task in left:
+            _run_task(deepcopy(executor), task)
+    else:
+        _run_processes(executor, left, workers)
+    merge_stats(one)
+
+
+def _run_task(executor: Any, task: int) -> None:
+    """A task in this process. Its log, with the traceback if it fails, is in logs/; datatrove's copy on stderr is left out."""
+    from datatrove.utils.logging import logger as datatrove_logger
+
+    with Path(os.devnull).open("w") as devnull, contextlib.redirect_stderr(devnull):
+        try:
+            executor._run_for_rank(task, local_rank=1)
+        except (ValueError, OSError):  # they say themselves what is wrong
+            raise
+        except Exception as error:
+            log = executor.logging_dir.resolve_paths(f"logs/task_{task:05d}.log")
+            raise RuntimeError(f"task {task} of {executor.world_size}: {error!r}. Log: {log}.") from error
+        finally:
+            datatrove_logger.remove()
+
+
+def _work(executor: Any, orders: Connection) -> None:
+    """A worker process: runs the tasks that it is sent, and answers each with None or what it raised."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends us
+    while (task := orders.recv()) is not None:
+        try:
+            _run_task(deepcopy(executor), task)
+            orders.send(None)
+        except BaseException as error:
+            try:
+                orders.send(error)
+            except Exception:  # what cannot be pickled
+                orders.send(RuntimeError(repr(error)))
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+@dataclass
+class _Worker:
+    process: BaseProcess
+    orders: Connection
+    task: int | None = None
+
+    def take(self, task: int | None) -> None:
+        self.task = task
+        with contextlib.suppress(BrokenPipeError):  # it has died since it answered: the next look at it tells
+            self.orders.send(task)
+
+
+def _run_processes(executor: Any, tasks: list[int], num_workers: int) -> None:
+    waiting = list(reversed(tasks))
+    workers: dict[Any, _Worker] = {}
+    try:
+        for _ in range(min(num_workers, len(tasks))):
+            worker = _start_worker(executor)
+            workers[worker.orders] = worker
+            worker.take(waiting.pop())
+        while busy := [orders for orders, worker in workers.items() if worker.task is not None]:
+            for orders in wait(busy):
+                _check_answer(workers[orders], executor)
+                workers[orders].take(waiting.pop() if waiting else None)
+    except BaseException:
+        for worker in workers.values():
+            worker.process.terminate()
+        raise
+    finally:
+        for worker in workers.values():
+            _end(worker)
+
+
+def _start_worker(executor: Any) -> _Worker:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_work, args=(executor, theirs), daemon=True)
+    process.start()
+    theirs.close()  # else its end would not be seen
+    return _Worker(process, ours)
+
+
+def _check_answer(worker: _Worker, executor: Any) -> None:
+    try:
+        error = worker.orders.recv()
+    except (EOFError, ConnectionResetError):
+        worker.process.join()
+        code, log = worker.process.exitcode or 0, executor.logging_dir.resolve_paths(f"logs/task_{worker.task:05d}.log")
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        raise ChildProcessError(
+            f"task {worker.task} of {executor.world_size} {how}; SIGKILL may be the kernel's, when memory is short. "
+            "Fix: call the same command again, it goes on with the tasks that are left; fewer --workers need less memory. "
+            f"Log: {log}."
+        ) from None
+    if error is not None:
+        raise error
+
+
+def _end(worker: _Worker) -> None:
+    worker.process.join(5)
+    if worker.process.is_alive():
+        worker.process.kill()
+        worker.process.join()
+    worker.orders.close()
+
+
+def merge_stats(one: Pass) -> None:
+    """Writes stats.json from those of the tasks."""
+    from datatrove.utils.stats import PipelineStats
+
+    parts = [json.loads((one.folder / "stats" / f"{task:05d}.json").read_text()) for task in range(one.num_tasks)]
+    merged = sum((PipelineStats.from_json(part) for part in parts), start=PipelineStats())
+    with (one.folder / "stats.json").open("w") as file:
+        merged.save_to_disk(file)
+
+
+# Ray
+
+
+def _run_ray(one: Pass, execution: Execution) -> None:
+    if not one.left():
+        return
+    ray_executor(one, execution).run()
+    if left := one.left():
+        # RayPipelineExecutor.run returns without an error then
+        raise ChildProcessError(
+            f"task {left[0]} of {one.num_tasks} failed or was lost, {len(left)} in all. Fix: see {one.folder}/logs/task_{left[0]:05d}.log, "
+            "and call the same command again: it goes on with the tasks that are left."
+        )
+
+
+def ray_executor(one: Pass, execution: Execution) -> Any:
+    """datatrove's RayPipelineExecutor for a pass. The cluster is RAY_ADDRESS's, or one that Ray starts here."""
+    from datatrove.executor.ray import RayPipelineExecutor
+
+    return RayPipelineExecutor(
+        list(one.pipeline),
+        tasks=one.num_tasks,
+        workers=execution.workers or -1,
+        logging_dir=str(one.folder),
+        cpus_per_task=execution.cpus_per_task,
+        mem_per_cpu_gb=execution.mem_per_cpu_gb,
+    )

@@ -1,0 +1,382 @@
+"""Steps of a datatrove pipeline that lose nothing: readers that stop or count, filters that say what they drop, chunks that are read back.
+
+datatrove takes any callable of (documents, rank, world size) for a step. These are plain classes: they travel to workers by pickle and
+build datatrove's own blocks (LambdaFilter, ExactDedup..., NGramsDecontFilter, JsonlWriter) where they run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import json
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_exp.data.documents import BadDocument, Tally, read_documents, read_objects, skip_or_raise, text_in
+from moe_exp.data.stage import file_hash, write_json
+
+PARQUET_SUFFIX = ".parquet"
+
+_MAX_BATCH_ROWS = 1000
+_BATCH_BYTES = 2**24  # of a row group's uncompressed bytes: what a batch of long documents may take
+_TELL_BYTES = 2**20
+
+
+@dataclass
+class ReadFiles:
+    """First step: the documents of every `num_tasks`-th file, checked by the rules of `moe_exp.data.documents`.
+
+    Columns or fields beside text and id become metadata, as datatrove's readers do it. A document without an id gets `FILE/NUMBER`.
+
+    Args:
+        root: folder of the files.
+        files: their paths in it.
+        num_tasks: the world size that the files were dealt to.
+        text_field: column or field with the text.
+        skip_bad: skip and count what is no document instead of raising.
+        limit: documents of all tasks together, dealt evenly; None for all.
+        progress_folder: where each task keeps the number of input bytes that it is through with; "" for nowhere.
+    """
+
+    root: str
+    files: list[str]
+    num_tasks: int
+    text_field: str = "text"
+    skip_bad: bool = False
+    limit: int | None = None
+    progress_folder: str = ""
+
+    def __post_init__(self) -> None:
+        self.stats: Any = None
+        self.tally = Tally()
+
+    def __call__(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
+        from datatrove.utils.stats import Stats
+
+        if world_size != self.num_tasks:
+            raise ValueError(f"tasks={world_size}: the files were dealt to {self.num_tasks} tasks. Fix: keep that number.")
+        self.stats, self.tally = Stats("📖 - READER: checked"), Tally()
+        return self._documents(rank)
+
+    def task_files(self, rank: int) -> list[str]:
+        """What task `rank` reads."""
+        return self.files[rank :: self.num_tasks]
+
+    def _documents(self, rank: int) -> Iterator[Any]:
+        from datatrove.data import Document
+
+        limit = None if self.limit is None else self.limit // self.num_tasks + (rank < self.limit % self.num_tasks)
+        through = _Through(self.progress_folder, rank)
+        for name in self.task_files(rank):
+            path = Path(self.root, name)
+            first = self.tally.num_documents
+            if limit == self.tally.num_documents:
+                return
+            for number, row in enumerate(self._rows(path, through)):
+                text, found_id = row.pop(self.text_field), row.pop("id", None)
+                yield Document(text, f"{name}/{number}" if found_id is None else found_id, metadata=_metadata(row))
+                if limit == self.tally.num_documents:
+                    break
+            through.end_file(path.stat().st_size)
+            self.stats["input_files"].update(1)
+            self.stats["documents"].update(self.tally.num_documents - first, "input_file")
+
+    def _rows(self, path: Path, through: _Through) -> Iterator[dict[str, Any]]:
+        if path.suffix == PARQUET_SUFFIX:
+            return read_parquet(path, self.tally, text_field=self.text_field, skip_bad=self.skip_bad, advance=through.advance)
+        return self._lines(path, through.advance if path.suffix == ".jsonl" else None)
+
+    def _lines(self, path: Path, advance: Callable[[float], None] | None) -> Iterator[dict[str, Any]]:
+        for line, document in read_objects(path, self.tally, text_field=self.text_field, skip_bad=self.skip_bad):
+            yield document
+            if advance:
+                advance(len(line) + 1)
+
+
+def _metadata(row: dict[str, Any]) -> dict[str, Any]:
+    """Everything but the text, the fields of a column `metadata` among it, as in datatrove's BaseReader."""
+    if "metadata" not in row:
+        return row
+    metadata = row.pop("metadata")
+    if isinstance(metadata, str):
+        with contextlib.suppress(json.JSONDecodeError):
+            metadata = json.loads(metadata)
+    return (metadata if isinstance(metadata, dict) else {"metadata": metadata}) | row
+
+
+class _Through:
+    """Input bytes that a task is through with, in a file of 8 bytes that others look at."""
+
+    def __init__(self, folder: str, rank: int):
+        self._file = None
+        self._ended = self._bytes = self._told = 0.0
+        if folder:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            self._file = os.open(Path(folder, f"{rank:05d}"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+
+    def advance(self, num_bytes: float) -> None:
+        self._bytes += num_bytes
+        if self._bytes - self._told > _TELL_BYTES:
+            self._write()
+
+    def end_file(self, num_bytes: int) -> None:
+        self._ended += num_bytes
+        self._bytes = self._ended
+        self._write()
+
+    def _write(self) -> None:
+        self._told = self._bytes
+        if self._file is not None:
+            os.pwrite(self._file, int(self._bytes).to_bytes(8, "little"), 0)
+
+    def __del__(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+
+
+def read_parquet(
+    path: Path, tally: Tally, *, text_field: str = "text", skip_bad: bool = False, advance: Callable[[float], None] | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yields the rows of a Parquet file that are documents, and counts into `tally`: the rules of JSONL, rows in place of lines.
+
+    Args:
+        path, tally, text_field, skip_bad: as for `read_objects`.
+        advance: told the share of the file's bytes after every batch.
+
+    Raises:
+        BadDocument: at the first row that is no document, and where the file is damaged.
+        ValueError: there is no such column.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    number, before = 0, tally.num_documents + tally.skipped.total()
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+        with file:
+            num_rows, columns = file.metadata.num_rows, file.schema_arrow.names
+            if text_field not in columns:
+                raise ValueError(f"{path}: there is no column {text_field!r}, but {', '.join(columns)}. Fix: give --text-field.")
+            for batch in file.iter_batches(_batch_rows(file.metadata), use_threads=False):
+                yield from _batch_documents(batch, path, number, tally, text_field, skip_bad)
+                number += batch.num_rows
+                if advance:
+                    advance(path.stat().st_size * batch.num_rows / num_rows)
+    except (pyarrow.ArrowException, OSError, EOFError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise BadDocument(path, number + 1, f"the Parquet file is damaged or ends early ({_one_line(error)})") from error
+    found = tally.num_documents + tally.skipped.total() - before
+    if found != num_rows:
+        raise BadDocument(path, number, f"{found} rows were read, the file says that it has {num_rows}")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _batch_rows(metadata: Any) -> int:
+    num_bytes = sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
+    return max(1, min(_MAX_BATCH_ROWS, _BATCH_BYTES * metadata.num_rows // max(1, num_bytes)))
+
+
+def _batch_documents(batch: Any, path: Path, before: int, tally: Tally, text_field: str, skip_bad: bool) -> Iterator[dict[str, Any]]:
+    for number, row in enumerate(_batch_rows_as_dicts(batch), before + 1):
+        try:
+            if row is None:
+                raise ValueError("invalid UTF-8")
+            text = text_in(row, text_field)
+        except ValueError as error:
+            skip_or_raise(path, number, str(error), tally, skip_bad=skip_bad)
+            continue
+        tally.add(text.encode())
+        yield row
+
+
+def _batch_rows_as_dicts(batch: Any) -> Iterator[dict[str, Any] | None]:
+    try:
+        yield from batch.to_pylist()
+    except UnicodeDecodeError:  # raised before the first row: pyarrow does not check strings when it reads them
+        for index in range(batch.num_rows):
+            try:
+                yield batch.slice(index, 1).to_pylist()[0]
+            except UnicodeDecodeError:
+                yield None
+
+
+class Filter:
+    """A step that drops documents by a block of datatrove's, and counts and hashes what it drops.
+
+    Subclasses are dataclasses with `name`, the reason in the manifest, and `block()`, which builds datatrove's.
+    """
+
+    name: str
+
+    def __post_init__(self) -> None:
+        self.stats: Any = None
+        self.dropped = Tally()
+        self._inside: Any = None
+
+    def block(self) -> Any:
+        """A datatrove step with `run`, which forwards or drops one document at a time."""
+        raise NotImplementedError
+
+    def __call__(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
+        block = self.block()
+        self.stats, self.dropped = block.stats, Tally()
+        for document in block.run(self._watched(data), rank, world_size):
+            self._inside = None
+            yield document
+
+    def _watched(self, data: Any) -> Iterator[Any]:
+        for document in data:
+            self._inside = document
+            yield document
+            if self._inside is not None:  # the block asks for the next one and has not forwarded this one
+                self.dropped.add(document.text.encode())
+
+
+@dataclass
+class FieldFilter(Filter):
+    """Keeps documents whose metadata field is one of `allowed`, or at least `minimum`.
+
+    Raises:
+        ValueError: while it runs, at a document without the field.
+    """
+
+    name: str
+    field: str
+    allowed: list[str] | None = None
+    minimum: float | None = None
+
+    def block(self) -> Any:
+        """LambdaFilter."""
+        from datatrove.pipeline.filters import LambdaFilter
+
+        return LambdaFilter(self.keeps)
+
+    def keeps(self, document: Any) -> bool:
+        """Whether it stays."""
+        value = document.metadata.get(self.field)
+        if value is None:
+            raise ValueError(f"{self.name}: document {document.id} has no field {self.field!r}. Fix: leave this filter away.")
+        if self.allowed is not None:
+            return value in self.allowed
+        if not isinstance(value, int | float):
+            raise ValueError(
+                f"{self.name}: field {self.field!r} of document {document.id} is {value!r}, no number. Fix: leave this filter away."
+            )
+        return value >= (self.minimum or 0)
+
+
+@dataclass
+class LengthFilter(Filter):
+    """Keeps texts of so many characters."""
+
+    name: str
+    min_chars: int = 0
+    max_chars: int | None = None
+
+    def block(self) -> Any:
+        """LambdaFilter."""
+        from datatrove.pipeline.filters import LambdaFilter
+
+        return LambdaFilter(self.keeps)
+
+    def keeps(self, document: Any) -> bool:
+        """Whether it stays."""
+        return self.min_chars <= len(document.text) <= (self.max_chars if self.max_chars is not None else len(document.text))
+
+
+class WriteChunk:
+    """Last step: JsonlWriter into a temporary file, which is read back, has its place when every count agrees, and is told in counts/.
+
+    Args:
+        folder: of the chunks.
+        stem: `STEM.00003.jsonl` is what task 3 makes.
+        reader: first step of the same pipeline.
+        filters: those between.
+        counts_folder: gets `00003.json`.
+    """
+
+    def __init__(self, folder: Path, stem: str, reader: ReadFiles, filters: list[Filter], counts_folder: Path):
+        self.folder, self.stem, self.reader, self.filters, self.counts_folder = folder, stem, reader, filters, counts_folder
+        self.stats: Any = None
+
+    def __repr__(self) -> str:
+        return f"💽 - WRITER: {self.folder}/{self.stem}.*.jsonl"
+
+    def __call__(self, data: Any, rank: int = 0, world_size: int = 1) -> None:
+        path = self.folder / f"{self.stem}.{rank:05d}.jsonl"
+        for old in self.folder.glob(f".{glob.escape(path.name)}.*.tmp"):  # of a task that was killed
+            old.unlink(missing_ok=True)
+        # A name of its own: should a killed task's process still run somewhere, the two do not write one file.
+        temporary = self.folder / f".{path.name}.{uuid.uuid4().hex[:8]}.tmp"
+        temporary.touch()  # a task with no document has an empty chunk
+        writer = chunk_writer(temporary, f"{self.stem}.XXXXX.jsonl")
+        self.stats = writer.stats
+        for _ in writer.run(data, rank, world_size):
+            pass
+        counts = self._counts(temporary, rank)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        self.counts_folder.mkdir(parents=True, exist_ok=True)
+        write_json(self.counts_folder / f"{rank:05d}.json", counts)
+
+    def _counts(self, path: Path, rank: int) -> dict[str, Any]:
+        written = Tally()
+        for _ in read_documents(path, written):
+            pass
+        filtered = {step.name: step.dropped for step in self.filters}
+        check_counts(f"task {rank}", self.reader.tally, filtered, written)
+        return {
+            "task": rank,
+            "files": self.reader.task_files(rank),
+            "read": self.reader.tally.to_json(),
+            "filtered": {name: tally.to_json() for name, tally in filtered.items()},
+            "written": written.to_json(),
+            "bytes": path.stat().st_size,
+            "hash": file_hash(path),
+        }
+
+
+def check_counts(who: str, read: Tally, filtered: dict[str, Tally], written: Tally) -> None:
+    """Whether what was read is what was filtered and what is in the files, as a multiset of texts.
+
+    Raises:
+        ValueError: it is not.
+    """
+    kept = Tally()
+    for tally in [*filtered.values(), written]:
+        kept += tally
+    for what in ("num_documents", "num_text_bytes", "text_hash"):
+        if getattr(read, what) != getattr(kept, what):
+            raise ValueError(
+                f"{who}: {what} is {getattr(read, what)} of what was read, {getattr(kept, what)} of what was filtered and written. "
+                "Fix: call it again with --start-over, and check disk and memory."
+            )
+
+
+def chunk_writer(path: Path, label: str) -> Any:
+    """datatrove's JsonlWriter for one file, called `label` in its stats, whatever fields the documents have: its template
+    takes metadata before the rank, so that a dataset with a field `rank` would scatter over files.
+    """
+    from datatrove.pipeline.writers import JsonlWriter
+
+    def filename(_document: Any, rank: int | str = 0) -> str:
+        return label if rank == "XXXXX" else path.name
+
+    writer = JsonlWriter(str(path.parent), "${rank}.jsonl", compression=None, adapter=_line)
+    writer._get_output_filename = filename
+    return writer
+
+
+def _line(_writer: Any, document: Any) -> dict[str, Any]:
+    """What DiskWriter's own adapter makes, without its deep copy of the metadata."""
+    line = {"text": document.text, "id": document.id}
+    return {**line, "metadata": document.metadata} if document.metadata else line

@@ -1,0 +1,72 @@
+"""Where a pipeline of datatrove runs, and what is left of it. What has a file in `completions/` is done, wherever it ran."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+EXECUTORS = ("local", "slurm", "ray")
+
+
+@dataclass(frozen=True)
+class Execution:
+    """Where and how wide a conversion runs. Nothing of it changes what is made.
+
+    Args:
+        executor: local, slurm or ray.
+        workers: tasks at a time; default: the cores that this process may use, for SLURM and Ray no limit.
+        partition, time_limit, qos: of the SLURM jobs, as sbatch takes them.
+        cpus_per_task: of a SLURM job or Ray task.
+        mem_per_cpu_gb: of a SLURM job or Ray task, GB.
+        max_array_size: the SLURM cluster's MaxArraySize: more tasks become more job arrays.
+        sbatch: other options of sbatch, `account=x`.
+        finish_command: what the last SLURM job runs: the same command with --finish.
+    """
+
+    executor: str = "local"
+    workers: int | None = None
+    partition: str | None = None
+    time_limit: str = "24:00:00"
+    qos: str | None = None
+    cpus_per_task: int = 1
+    mem_per_cpu_gb: int = 4
+    max_array_size: int = 1001
+    sbatch: tuple[str, ...] = ()
+    finish_command: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.executor not in EXECUTORS:
+            raise ValueError(f"executor={self.executor}: must be one of {', '.join(EXECUTORS)}. Fix: choose one.")
+        if self.workers is not None and self.workers < 1:
+            raise ValueError(f"workers={self.workers}: must be at least 1. Fix: leave it away, or give a number of processes.")
+        if self.executor == "slurm" and not self.partition:
+            raise ValueError("partition=: executor=slurm needs the partition of the jobs. Fix: give --partition; `sinfo` lists them.")
+        if self.executor == "slurm" and not shutil.which("sbatch") and "SLURM_JOB_ID" not in os.environ:  # compute nodes may lack it
+            raise ValueError("executor=slurm: there is no command sbatch here. Fix: call it on a login node of the cluster.")
+        if self.executor == "ray" and importlib.util.find_spec("ray") is None:
+            raise ValueError("executor=ray: the package ray is not installed. Fix: pip install ray.")
+        if wrong := next((option for option in self.sbatch if "=" not in option), None):
+            raise ValueError(f"sbatch={wrong}: must be NAME=VALUE, as in account=x. Fix: write it so.")
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pipeline over all tasks; its steps are those of `moe_exp.data.datatrove_steps`."""
+
+    pipeline: Sequence[Any]
+    num_tasks: int
+    folder: Path
+
+    def left(self) -> list[int]:
+        """Tasks that are not complete."""
+        return [task for task in range(self.num_tasks) if not (self.folder / "completions" / f"{task:05d}").is_file()]
+
+
+def num_workers(execution: Execution) -> int:
+    """Tasks at a time on this machine."""
+    return execution.workers or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)

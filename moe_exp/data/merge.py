@@ -1,0 +1,228 @@
+"""Merge: the shards of a folder, without its validation file, one after the other into one JSONL file.
+
+Shards that `shuffle` has made are copied and have to be what their manifest says. Documents of other folders are checked one by one, and
+written without BOM and CR, each with an LF.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from moe_exp.data.blocks import DocumentBlocks, LineBlocks, write_all
+from moe_exp.data.documents import JSONL_SUFFIXES, Tally, estimate_line_bytes
+from moe_exp.data.progress import progress
+from moe_exp.data.stage import Stage, check_free_disk, run_stage, write_json
+
+logger = logging.getLogger(__name__)
+
+_BLOCK_BYTES = 2**21
+_LONGEST_BYTES = 2**30
+_BYTES_PER_SECOND = {True: 500e6, False: 250e6}  # whether a manifest vouches for the shards
+
+
+def merge(
+    input_dir: Path, output: Path, *, valid_file_name: str, text_field: str = "text", skip_bad: bool = False, start_over: bool = False
+) -> dict[str, Any]:
+    """Writes `OUTPUT.jsonl` and `OUTPUT.manifest.json`, and returns the manifest.
+
+    An interrupted call goes on with the shard it was at when it is made again.
+
+    Args:
+        input_dir: folder of .jsonl, .jsonl.gz and .jsonl.zst files; they are merged in the order of their names.
+        output: path of the file, with or without .jsonl; not in `input_dir`.
+        valid_file_name: the file in `input_dir` to leave out, with or without its suffix.
+        text_field: name of the field with the text, and
+        skip_bad: whether to skip and count lines that are no documents instead of stopping at the first; where there is no manifest.
+        start_over: see `run_stage`.
+
+    Raises:
+        ValueError: a file is missing, is not in the manifest or not what it says; there is too little disk; see `run_stage`.
+        BadDocument: a line is no document, or a compressed file is damaged.
+    """
+    output = _without_suffix(output)
+    shards, manifest = find_shards(input_dir, valid_file_name)
+    _check_output(input_dir, output)
+    settings = {"valid_file_name": _without_suffix(Path(valid_file_name)).name, "text_field": text_field, "skip_bad": skip_bad}
+    with run_stage("merge", output, settings=settings, inputs=shards, is_folder=False, start_over=start_over) as stage:
+        if stage.was_done:
+            logger.info("%s.jsonl: was merged before, nothing to do", stage.output)
+            return stage.manifest or {}
+        merging = Merging(stage, shards, manifest)
+        if not (start_over or merging.parts) and merging.target.exists():
+            raise ValueError(f"{merging.target}: is there, without a manifest. Fix: choose another name, or give --start-over.")
+        merging.restore()
+        check_free_disk(stage.folder, estimate_line_bytes(shards) - merging.path.stat().st_size, "the merged file")
+        return merging.run()
+
+
+def estimate_merge(input_dir: Path, output: Path, *, valid_file_name: str) -> dict[str, int]:
+    """What a merge will take: num_shards, disk_bytes and seconds."""
+    _check_output(input_dir, output)
+    shards, manifest = find_shards(input_dir, valid_file_name)
+    num_bytes = estimate_line_bytes(shards)
+    return {"num_shards": len(shards), "disk_bytes": num_bytes, "seconds": 1 + int(num_bytes / _BYTES_PER_SECOND[manifest is not None])}
+
+
+def find_shards(input_dir: Path, valid_file_name: str) -> tuple[list[Path], dict[str, Any] | None]:
+    """The files to merge, in order, and the manifest of the shuffle that made them, or None.
+
+    Raises:
+        ValueError: the validation file is not there, or another one is the manifest's; a shard is missing, or not in the manifest.
+    """
+    if not input_dir.is_dir():
+        raise ValueError(f"input_dir={input_dir}: there is no such folder. Fix: the folder with the shards.")
+    files = sorted(path for path in input_dir.iterdir() if path.name.endswith(JSONL_SUFFIXES))
+    valid_name = _without_suffix(Path(valid_file_name)).name
+    shards = [path for path in files if _without_suffix(path).name != valid_name]
+    if len(shards) == len(files):
+        similar = next((path.name for path in files if ".val" in path.name), "the name of the validation file")
+        raise ValueError(f"valid_file_name={valid_file_name}: there is no such file in {input_dir}. Fix: give {similar}.")
+    if not shards:
+        raise ValueError(f"input_dir={input_dir}: there is only the validation file. Fix: a folder with shards.")
+    return shards, _checked_manifest(input_dir, files, valid_name)
+
+
+def _checked_manifest(input_dir: Path, files: list[Path], valid_name: str) -> dict[str, Any] | None:
+    path = input_dir / "manifest.json"
+    manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if manifest.get("stage") != "shuffle":
+        return None
+    if manifest["valid_file"] != f"{valid_name}.jsonl":
+        rule = "its documents would be in the merged file"
+        raise ValueError(f"valid_file_name={valid_name}: the validation file is {manifest['valid_file']}, {rule}. Fix: give that.")
+    listed = {one["name"] for one in manifest["outputs"]}
+    found = {file.name for file in files}
+    for name in sorted(listed ^ found):
+        rule = "is missing, and is" if name in listed else "is there, and is not"
+        fix = "shuffle again, or move the file" if name in found else "shuffle again"
+        raise ValueError(f"{input_dir / name}: {rule} in manifest.json. Fix: {fix}.")
+    return manifest
+
+
+def _check_output(input_dir: Path, output: Path) -> None:
+    if input_dir.resolve() == output.parent.resolve():
+        raise ValueError(f"output={output}: is in the folder that is merged. Fix: a path outside {input_dir}.")
+
+
+def _without_suffix(path: Path) -> Path:
+    suffix = next((suffix for suffix in sorted(JSONL_SUFFIXES, key=len, reverse=True) if path.name.endswith(suffix)), "")
+    return path.with_name(path.name.removesuffix(suffix))
+
+
+class Merging:
+    """A merge that is running in the folder of its stage.
+
+    Args:
+        stage: with the settings.
+        shards: files to merge.
+        manifest: of the shuffle that made them, or None.
+    """
+
+    def __init__(self, stage: Stage, shards: list[Path], manifest: dict[str, Any] | None):
+        self.stage, self.shards, self.manifest = stage, shards, manifest
+        self.path = stage.folder / f"{stage.output.name}.jsonl"
+        self.target = stage.output.parent / self.path.name
+        self.state_path = stage.folder / "state.json"
+        nothing: dict[str, Any] = {"parts": [], "read": Tally().to_json()}
+        state = json.loads(self.state_path.read_text()) if self.state_path.exists() else nothing
+        # One for each shard that is written: its bytes, hash and documents.
+        self.parts: list[dict[str, Any]] = state["parts"]
+        self.read = Tally.from_json(state["read"])
+
+    def restore(self) -> None:
+        """Cuts off what was written of a shard when the step was interrupted."""
+        num_bytes = sum(part["bytes"] for part in self.parts)
+        with self.path.open("ab") as file:
+            if file.tell() < num_bytes:  # after a power cut, or when the file had its place already and the manifest was not written
+                self.parts, self.read, num_bytes = [], Tally(), 0
+            file.truncate(num_bytes)
+
+    def run(self) -> dict[str, Any]:
+        """Everything that is left to do; returns the manifest."""
+        done = sum(path.stat().st_size for path in self.shards[: len(self.parts)])
+        with progress("merge", sum(path.stat().st_size for path in self.shards), done=done) as advance, self.path.open("ab", 0) as file:
+            for shard in self.shards[len(self.parts) :]:
+                blocks = self._copied(shard) if self.manifest else self._checked(shard)
+                self.parts.append(_write(file.fileno(), self.path, blocks))
+                self._check_part(shard)
+                write_json(self.state_path, {"parts": self.parts, "read": self.read.to_json()})
+                advance(shard.stat().st_size)
+        num_documents = sum(part["num_documents"] for part in self.parts)
+        if not num_documents:
+            raise ValueError(f"input_dir={self.shards[0].parent}: there is no document in the shards. Fix: another folder.")
+        whole_hash = self._check_written()
+        train = self.manifest["train"] if self.manifest else self.read.to_json()
+        if num_documents != train["num_documents"]:
+            rule = f"{num_documents} lines were merged, its manifest.json says {train['num_documents']} documents"
+            raise ValueError(f"{self.shards[0].parent}: {rule}. Fix: shuffle again.")
+        counts = {shard.name: part["num_documents"] for shard, part in zip(self.shards, self.parts, strict=True)}
+        facts = {"read": train, "num_documents": counts, "checked_by": "manifest" if self.manifest else "lines"}
+        return self.stage.finish_files([self.path], hashes={self.path: whole_hash}, **facts)
+
+    def _copied(self, shard: Path) -> Iterator[tuple[list[memoryview], int]]:
+        """Blocks of a shard as they are, each with its number of lines."""
+        buffer = bytearray(_BLOCK_BYTES)
+        view = memoryview(buffer)
+        with shard.open("rb", buffering=0) as file:
+            while num_bytes := file.readinto(view):
+                yield [view[:num_bytes]], buffer.count(b"\n", 0, num_bytes)
+
+    def _checked(self, shard: Path) -> Iterator[tuple[list[memoryview], int]]:
+        """Lines of the documents of each block of a shard, and their number."""
+        settings = self.stage.key["settings"]
+        lines = LineBlocks(_BLOCK_BYTES, _LONGEST_BYTES)
+        reader = DocumentBlocks(lines, self.read, text_field=settings["text_field"], skip_bad=settings["skip_bad"])
+        for documents in reader.read(shard):
+            self.read += documents.tally()
+            places = zip(documents.begins.tolist(), documents.ends.tolist(), strict=True)
+            yield [lines.view[begin:end] for begin, end in places], len(documents.ends)
+
+    def _check_part(self, shard: Path) -> None:
+        """Whether a shard is what its manifest says."""
+        if self.manifest is None:
+            return
+        listed = next(one for one in self.manifest["outputs"] if one["name"] == shard.name)
+        part = self.parts[-1]
+        if part["hash"] != listed["hash"] or part["num_documents"] != self.manifest["num_documents"][shard.name]:
+            fix = "shuffle again, or remove manifest.json to merge what is there, document by document"
+            raise ValueError(f"{shard}: is not what manifest.json says, it was changed since. Fix: {fix}.")
+
+    def _check_written(self) -> str:
+        """Reads the file back: each part has to be what was written. Returns its hash."""
+        buffer, whole = memoryview(bytearray(_BLOCK_BYTES)), xxhash.xxh3_128()
+        with progress("merge, check", self.path.stat().st_size) as advance, self.path.open("rb", buffering=0) as file:
+            for shard, part in zip(self.shards, self.parts, strict=True):
+                digest, left = xxhash.xxh3_128(), part["bytes"]
+                while left and (num_bytes := file.readinto(buffer[:left])):
+                    digest.update(buffer[:num_bytes])
+                    whole.update(buffer[:num_bytes])
+                    left -= num_bytes
+                    advance(num_bytes)
+                if digest.hexdigest() != part["hash"]:
+                    rule = f"what was written of {shard.name} is not what was read back"
+                    raise ValueError(f"{self.path}: {rule}: the disk, or another program, has changed it. Fix: give --start-over.")
+        return whole.hexdigest()
+
+
+def _write(descriptor: int, path: Path, blocks: Iterator[tuple[list[memoryview], int]]) -> dict[str, Any]:
+    digest, num_bytes, num_documents = xxhash.xxh3_128(), 0, 0
+    for slices, count in blocks:
+        for one in slices:
+            digest.update(one)
+        num_bytes += write_all(descriptor, slices, path)
+        num_documents += count
+    return {"bytes": num_bytes, "hash": digest.hexdigest(), "num_documents": num_documents}
+
+
+def merge_summary(manifest: Mapping[str, Any]) -> dict[str, object]:
+    """Rows of the table at the end."""
+    file = manifest["outputs"][0]
+    counts = {"documents": manifest["read"]["num_documents"], "shards": len(manifest["num_documents"])}
+    skipped = {f"skipped: {reason}": count for reason, count in manifest["read"]["skipped"].items()}
+    return {"file": file["name"], **counts, "MB": round(file["bytes"] / 1e6, 1), **skipped, "seconds": manifest["seconds"]}

@@ -1,0 +1,250 @@
+"""From a dataset's name to shuffled shards: download, convert, shuffle, each a stage of its own that goes on where it was stopped.
+
+DATA_DIR/NAME_raw/                files of the hub
+DATA_DIR/NAME/                    NAME.chunk.00000.jsonl ..., datatrove/
+DATA_DIR/NAME_shuffled/           NAME.chunk.00.jsonl ..., NAME.val.jsonl
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import shutil
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+from rich import filesize
+
+from moe_exp.data.convert import MAX_DEFAULT_TASKS, ConvertSettings, convert, sort_inputs
+from moe_exp.data.datatrove_steps import PARQUET_SUFFIX
+from moe_exp.data.execution import Execution, num_workers
+from moe_exp.data.hub import download
+from moe_exp.data.progress import print_summary
+from moe_exp.data.shuffle import shuffle
+from moe_exp.data.sources import Source, python_stdlib_documents, resolve_source
+from moe_exp.data.stage import check_free_disk, run_stage
+
+logger = logging.getLogger(__name__)
+
+# Bytes of text a second and core, measured with bench/bench_convert.py and bench/bench_shuffle.py, rounded down: for estimates alone.
+_CONVERT_RATE = 50e6
+_SHUFFLE_RATE = 80e6
+_DISK_RATIO = 2.1  # chunks, and once more what the shuffle makes, whose buckets go as its shards come
+_TYPICAL_RATIO = 2.5  # of JSONL to Parquet or .zst
+_NUM_SAMPLED = 8
+_SAMPLE_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What to prepare, and where.
+
+    Args:
+        name: registered name, dataset of the hub, file or folder; see `moe_exp.data.sources.resolve_source`.
+        data_dir: gets the folders.
+        patterns, revision, text_field: in place of the source's own.
+        settings: what is kept; its text field is the source's.
+        execution: where the conversion runs.
+        shuffle: keyword arguments of `moe_exp.data.shuffle.shuffle`: seed, num_shards, valid_fraction, memory_bytes.
+        start_over: convert and shuffle again.
+        download_again: fetch the files again too.
+    """
+
+    name: str
+    data_dir: Path = Path("data")
+    patterns: tuple[str, ...] = ()
+    revision: str | None = None
+    text_field: str | None = None
+    settings: ConvertSettings = field(default_factory=ConvertSettings)
+    execution: Execution = field(default_factory=Execution)
+    shuffle: Mapping[str, Any] = field(default_factory=dict)
+    start_over: bool = False
+    download_again: bool = False
+
+    def source(self) -> Source:
+        """What `name` is.
+
+        Raises:
+            ValueError: nothing of that name.
+        """
+        return resolve_source(self.name, patterns=self.patterns, text_field=self.text_field, revision=self.revision)
+
+
+def prepare(wanted: Preparation) -> dict[str, Any] | None:
+    """Runs the steps; one that is done already does nothing.
+
+    Returns:
+        The manifest of the shuffled shards; None while SLURM jobs of the conversion are on their way.
+
+    Raises:
+        ValueError, OSError: as `download`, `convert` and `shuffle`.
+    """
+    source = wanted.source()
+    check_shuffle_options(wanted.shuffle)
+    settings = replace(wanted.settings, text_field=source.text_field)
+    chunks, shuffled = wanted.data_dir / source.name, wanted.data_dir / f"{source.name}_shuffled"
+    start_over = wanted.start_over or wanted.download_again
+    inputs = _inputs(source, wanted)
+    if not chunks.exists():
+        there = _size(list(chunks.with_name(f"{chunks.name}.partial").glob("*.jsonl")))
+        check_free_disk(wanted.data_dir, round(_DISK_RATIO * expected_bytes(inputs)) - there, "converting and shuffling")
+    converted = convert(inputs, chunks, settings, wanted.execution, start_over=start_over)
+    if converted is None:
+        return None
+    print_summary(f"converted: {chunks}", summary_rows(converted))
+    outputs = [chunks / one["name"] for one in converted["outputs"]]
+    return shuffle(outputs, shuffled, name=source.name, start_over=start_over, **wanted.shuffle)
+
+
+def check_shuffle_options(options: Mapping[str, Any]) -> None:
+    """What is known to be wrong before hours of work.
+
+    Raises:
+        ValueError: a number that cannot be.
+    """
+    num_shards, valid_fraction = options.get("num_shards", 1), options.get("valid_fraction", 0.5)
+    if num_shards < 1:
+        raise ValueError(f"num_shards={num_shards}: must be at least 1. Fix: 32 is usual.")
+    if not 0 <= valid_fraction < 1:
+        raise ValueError(f"valid_fraction={valid_fraction}: must be at least 0 and below 1. Fix: 0.005 is usual.")
+
+
+def _inputs(source: Source, wanted: Preparation) -> list[Path]:
+    folder = _raw(source, wanted)
+    if _is_embedded(source):
+        return [write_stdlib(folder, start_over=wanted.start_over or wanted.download_again)]
+    try:
+        return sort_inputs(download(source, folder, start_over=wanted.download_again))
+    except ValueError as error:
+        raise ValueError(str(error).replace("--start-over", "--download-again")) from error
+
+
+def _raw(source: Source, wanted: Preparation) -> Path:
+    return wanted.data_dir / f"{source.name}_raw"
+
+
+def _is_embedded(source: Source) -> bool:
+    return source.repository is None and source.path is None
+
+
+def write_stdlib(folder: Path, *, start_over: bool = False) -> Path:
+    """Writes the standard library's sources as a JSONL file, ids are paths, and returns it."""
+    with run_stage("embed", folder, settings={"python": platform.python_version()}, inputs=[], start_over=start_over) as stage:
+        path = stage.folder / "python_stdlib.jsonl"
+        if not stage.was_done:
+            with path.open("wb") as file:
+                for name, text in python_stdlib_documents():
+                    file.write(orjson.dumps({"text": text, "id": name}, option=orjson.OPT_APPEND_NEWLINE))
+            stage.finish_folder([path])
+    return stage.output / path.name
+
+
+def summary_rows(manifest: Mapping[str, Any]) -> dict[str, object]:
+    """Of a conversion, for a table."""
+    read, written = manifest["read"], manifest["written"]
+    rows: dict[str, object] = {"input files": len(manifest["inputs"]), "documents read": read["num_documents"]}
+    rows |= {f"skipped: {reason}": number for reason, number in read["skipped"].items()}
+    rows |= {f"filtered: {name}": tally["num_documents"] for name, tally in manifest["filtered"].items()}
+    size = sum(one["bytes"] for one in manifest["outputs"])
+    rows |= {"documents written": written["num_documents"], "text": filesize.decimal(written["num_text_bytes"])}
+    return rows | {"chunks": len(manifest["outputs"]), "on disk": filesize.decimal(size), "seconds": manifest["seconds"]}
+
+
+def plan(wanted: Preparation) -> None:
+    """Prints what `prepare` would do, with disk and time, and writes nothing. Without the files it goes by the size that is listed."""
+    source = wanted.source()
+    check_shuffle_options(wanted.shuffle)
+    num_files, raw_bytes, text_bytes = _expected(source, wanted)
+    num_tasks = wanted.settings.tasks or min(num_files, MAX_DEFAULT_TASKS)
+    execution = wanted.execution
+    width = min(num_tasks, num_workers(execution) if execution.executor == "local" else execution.workers or num_tasks)
+    disk_bytes = (0 if source.path else raw_bytes) + _DISK_RATIO * text_bytes
+    folder, num_shards = wanted.data_dir / source.name, wanted.shuffle.get("num_shards", 32)
+    shuffled = wanted.data_dir / f"{source.name}_shuffled"
+    rows: dict[str, object] = {
+        "input": f"{num_files:,} files, {_about(raw_bytes)}, in {source.path or _raw(source, wanted)}",
+        "JSONL": _about(text_bytes),
+        "disk": f"{_about(disk_bytes)} for download, chunks and shards; {_free(wanted.data_dir)} free",
+        f"convert to {folder}": f"{num_tasks} tasks, {execution.executor}, {width} at a time: "
+        + _duration(folder, text_bytes / _CONVERT_RATE / width),
+        f"shuffle to {shuffled}": f"{num_shards} shards and a validation file: " + _duration(shuffled, text_bytes / _SHUFFLE_RATE),
+    }
+    print_summary(f"To prepare: {source.name}", rows)
+
+
+def _expected(source: Source, wanted: Preparation) -> tuple[int, int, int]:
+    """Number of input files, their bytes, and about those of the JSONL; 0 where nobody knows before the download."""
+    if _is_embedded(source):
+        num_bytes = sum(len(text.encode()) for _, text in python_stdlib_documents())
+        return 1, num_bytes, num_bytes
+    paths = download(source, _raw(source, wanted), dry_run=True, start_over=wanted.download_again)
+    there = [path for path in paths if path.exists()]
+    raw_bytes = _size(paths) if len(there) == len(paths) else source.num_bytes or 0
+    ratio = expected_bytes(there) / max(1, _size(there)) if there else _TYPICAL_RATIO
+    return len(paths), raw_bytes, round(ratio * raw_bytes)
+
+
+def _about(num_bytes: float) -> str:
+    return f"about {filesize.decimal(round(num_bytes))}" if num_bytes else "a size that the download will tell"
+
+
+def _free(folder: Path) -> str:
+    existing = next(parent for parent in [folder, *folder.absolute().parents] if parent.exists())
+    return filesize.decimal(shutil.disk_usage(existing).free)
+
+
+def _size(paths: Sequence[Path]) -> int:
+    return sum(path.stat().st_size for path in paths)
+
+
+def _duration(folder: Path, seconds: float) -> str:
+    if (folder / "manifest.json").exists():
+        return "done already, if its settings are these"
+    if not seconds:
+        return "a time that the download will tell"
+    return (
+        f"about {seconds:.0f} s"
+        if seconds < 120
+        else f"about {seconds / 60:.0f} min"
+        if seconds < 7200
+        else f"about {seconds / 3600:.1f} h"
+    )
+
+
+def expected_bytes(inputs: Sequence[Path]) -> int:
+    """About how many bytes of JSONL the files become; a few of them are looked into."""
+    step = max(1, len(inputs) // _NUM_SAMPLED)
+    sampled = inputs[::step][:_NUM_SAMPLED]
+    ratio = sum(_expanded_bytes(path) for path in sampled) / max(1, _size(sampled))
+    return round(ratio * _size(inputs))
+
+
+def _expanded_bytes(path: Path) -> float:
+    if path.suffix == PARQUET_SUFFIX:
+        return _parquet_text_bytes(path)
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(_SAMPLE_BYTES)
+    if path.suffix == ".gz" and head:
+        return size * len(zlib.decompressobj(wbits=31).decompress(head)) / len(head)
+    if path.suffix == ".zst" and head:
+        import zstandard
+
+        return size * len(zstandard.ZstdDecompressor().decompressobj().decompress(head)) / len(head)
+    return size
+
+
+def _parquet_text_bytes(path: Path) -> float:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        metadata = pyarrow.parquet.read_metadata(path)
+    except (pyarrow.ArrowException, OSError):  # the conversion will name it
+        return path.stat().st_size
+    names = sum(len(name) + len('"":,') for name in metadata.schema.names)
+    return metadata.num_rows * names + sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))

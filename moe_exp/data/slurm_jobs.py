@@ -1,0 +1,140 @@
+"""Tasks as SLURM job arrays by datatrove's SlurmPipelineExecutor, with a last job that goes on from what they have made."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from moe_exp.data.execution import Execution, Pass
+from moe_exp.data.stage import write_json
+
+logger = logging.getLogger(__name__)
+
+_JOBS = "slurm_jobs.json"
+_LAUNCHER = "launch_pickled_pipeline"
+
+
+class _JobIds:
+    """Takes the id from what sbatch prints, and keeps it: datatrove forgets that of the job that merges the stats, which is the last."""
+
+    def __init__(self) -> None:
+        self.ids: list[str] = []
+
+    def __call__(self, printed: str) -> str:
+        found = re.search(r"\d+", printed)
+        if not found:
+            raise ValueError(f"sbatch: printed {printed!r}, which has no job id. Fix: take a wrapper away that hides it.")
+        self.ids.append(found[0])
+        return self.ids[-1]
+
+
+def check_no_jobs(folder: Path) -> None:
+    """Whether SLURM jobs still work in a folder that is to be thrown away, or worked in from here.
+
+    Raises:
+        ValueError: they do.
+    """
+    jobs_file = folder / _JOBS
+    if jobs_file.exists() and (there := _still_there(json.loads(jobs_file.read_text()))):
+        raise ValueError(f"{folder}: SLURM jobs still work in it. Fix: scancel {' '.join(there)}, or wait for them.")
+
+
+def submit(passes: Sequence[Pass], execution: Execution, name: str) -> None:
+    """Submits what is left of the passes, each after the one before it, unless jobs of an earlier call are still there.
+
+    Raises:
+        ValueError: sbatch refuses, squeue does not answer, or this is a job itself.
+    """
+    jobs_file = passes[-1].folder / _JOBS
+    if jobs_file.exists() and (there := _still_there(json.loads(jobs_file.read_text()))):
+        num_left = sum(len(one.left()) for one in passes)
+        logger.info("%s: %d tasks are left; SLURM jobs %s are queued or running", name, num_left, ", ".join(there))
+        return
+    if "SLURM_JOB_ID" in os.environ:
+        left = passes[-1].left()
+        raise ValueError(
+            f"executor=slurm: inside a job, and {len(left)} tasks are not complete (the first is {left[0]}, see {passes[-1].folder}/logs). "
+            "Fix: call the same command on a login node, it submits what is left."
+        )
+    if not shutil.which(_LAUNCHER, path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"):
+        raise ValueError(f"executor=slurm: datatrove's program {_LAUNCHER} is not in PATH. Fix: add the folder where pip puts programs.")
+    job_ids, executor = _JobIds(), None
+    try:
+        for one in passes:
+            executor = slurm_executor(one, execution, name, job_ids, executor)
+            executor.launch_job()
+        if execution.finish_command:
+            _submit_finish(executor, execution, job_ids)
+    except subprocess.CalledProcessError as error:
+        submitted = f", submitted are {' '.join(job_ids.ids)}" if job_ids.ids else ""
+        raise ValueError(f"sbatch: exit code {error.returncode}, its message is above{submitted}. Fix: change what it names.") from error
+    finally:
+        jobs_file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(jobs_file, job_ids.ids)
+    logger.info("%s: submitted SLURM jobs %s; `squeue --me` shows them", name, ", ".join(job_ids.ids))
+
+
+def slurm_executor(one: Pass, execution: Execution, name: str, job_ids: Any = None, depends: Any = None) -> Any:
+    """datatrove's SlurmPipelineExecutor for a pass; jobs find the Python and the packages of this process."""
+    from datatrove.executor import SlurmPipelineExecutor
+
+    return SlurmPipelineExecutor(
+        list(one.pipeline),
+        tasks=one.num_tasks,
+        time=execution.time_limit,
+        partition=execution.partition,
+        cpus_per_task=execution.cpus_per_task,
+        mem_per_cpu_gb=execution.mem_per_cpu_gb,
+        workers=execution.workers or -1,
+        job_name=name,
+        qos=execution.qos,
+        env_command=_environment(),
+        sbatch_args=_sbatch_options(execution),
+        max_array_size=execution.max_array_size,
+        depends=depends,
+        job_id_retriever=job_ids,
+        logging_dir=str(one.folder),
+    )
+
+
+def _sbatch_options(execution: Execution) -> dict[str, str]:
+    options = dict(option.partition("=")[::2] for option in execution.sbatch)
+    return {"kill-on-invalid-dep": "yes", **options}  # else what depends on a failed job waits in the queue forever
+
+
+def _environment() -> str:
+    package_root = Path(__file__).resolve().parents[2]
+    paths = {"PATH": Path(sys.executable).parent, "PYTHONPATH": package_root}
+    return "; ".join(f'export {name}={shlex.quote(str(path))}"${{{name}:+:${name}}}"' for name, path in paths.items())
+
+
+def _submit_finish(executor: Any, execution: Execution, job_ids: _JobIds) -> None:
+    """One more job behind the last, which counts, publishes and shuffles. datatrove submits its merging of stats in this way."""
+    from datatrove.executor.slurm import launch_slurm_job
+
+    options = {name: value for name, value in executor.get_sbatch_args().items() if name != "array"}
+    options |= {"job-name": f"{executor.job_name}_finish", "dependency": "afterok:" + ":".join(job_ids.ids)}
+    script = executor.get_launch_file_contents(options, shlex.join(execution.finish_command))
+    launch_slurm_job(script, job_ids)
+
+
+def _still_there(job_ids: list[str]) -> list[str]:
+    """Those of the jobs that SLURM has not ended, this one left out."""
+    if not job_ids:
+        return []
+    if not shutil.which("squeue"):
+        raise ValueError(f"squeue: is not here to tell of the SLURM jobs {' '.join(job_ids)}. Fix: call it on a login node of the cluster.")
+    found = subprocess.run(["squeue", "--noheader", "--format=%F", "--jobs", ",".join(job_ids)], capture_output=True, text=True)
+    if found.returncode != 0 and "invalid job id" not in found.stderr.lower():  # what it says when it has forgotten them
+        raise ValueError(f"squeue: exit code {found.returncode}: {found.stderr.strip()}. Fix: call it again when SLURM answers.")
+    known = set(found.stdout.split())
+    return [job for job in job_ids if job in known and job != os.environ.get("SLURM_JOB_ID")]

@@ -1,0 +1,23 @@
+#!/usr/bin/env python3
+"""From a dataset's name to shuffled shards: download from the hub, convert to JSONL, shuffle. The same as `moe-exp data prepare`.
+
+    python moe_exp/scripts/download_prepare_hf_data.py --list
+    python moe_exp/scripts/download_prepare_hf_data.py fineweb_edu_10bt --dry-run
+    python moe_exp/scripts/download_prepare_hf_data.py fineweb_edu_10bt                    # 29 GB to fetch, 100 GB of disk; about an hour
+    python moe_exp/scripts/download_prepare_hf_data.py dclm_baseline_1.0 --executor slurm --partition cpu --tasks 1000
+    python moe_exp/scripts/download_prepare_hf_data.py python_stdlib                       # needs no network; seconds
+
+Makes data/NAME_raw, data/NAME and data/NAME_shuffled; called again it goes on where it stopped. Next: merge_jsonl_files.py.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+if importlib.util.find_spec("moe_exp") is None:  # a checkout that is not installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from moe_exp.commands.data_commands import main
+
+if __name__ == "__main__":
+    sys.exit(main("prepare", prog=Path(__file__).name))

@@ -1,0 +1,22 @@
+"""Merges the shards of a folder, without its validation file, into one JSONL file beside the folder, for preprocess_data.py.
+
+    python moe_exp/scripts/merge_jsonl_files.py --input_dir data/fineweb_edu_10bt_shuffled \
+        --valid_file_name fineweb_edu_10bt.val --output_file_name fineweb_edu_10bt_shuffled_merged
+    # makes data/fineweb_edu_10bt_shuffled_merged.jsonl and .manifest.json; 48 GB: 2 to 4 minutes, the disk decides
+
+`--dry-run` prints what it would take, `--help` the rest. The same as `moe-exp data merge`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+if importlib.util.find_spec("moe_exp") is None:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from moe_exp.commands.data_commands import main
+
+if __name__ == "__main__":
+    sys.exit(main("merge", prog="merge_jsonl_files.py"))

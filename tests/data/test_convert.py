@@ -1,0 +1,536 @@
+"""Conversion to JSONL chunks: the same lines as plain datatrove on clean input, every document accounted for on any other."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import orjson
+import psutil
+import pytest
+
+from moe_exp.data import convert as convert_module
+from moe_exp.data import datatrove_jobs, datatrove_steps, stage
+from moe_exp.data.convert import ConvertSettings, convert, sort_inputs
+from moe_exp.data.datatrove_dedup import write_contamination_index
+from moe_exp.data.datatrove_steps import Filter, check_counts
+from moe_exp.data.documents import BadDocument, Tally, read_documents
+from moe_exp.data.execution import Execution
+from moe_exp.data.sources import python_stdlib_documents
+
+pa = pytest.importorskip("pyarrow")
+pytest.importorskip("datatrove")
+import pyarrow.parquet  # noqa: E402
+
+ONE = Execution(workers=1)
+
+
+@cache
+def stdlib(num_documents: int = 150) -> list[dict[str, Any]]:
+    """Documents with the columns of fineweb-edu."""
+    documents = [(path, text) for path, text in python_stdlib_documents() if text][:num_documents]
+    return [
+        {
+            "text": text,
+            "id": f"<urn:uuid:{number:032x}>",
+            "dump": "CC-MAIN-2019-30",
+            "url": f"https://example.org/{path}",
+            "file_path": f"s3://crawl/{path}",
+            "language": "en" if number % 5 else "fr",
+            "language_score": 0.5 + number % 50 / 100,
+            "token_count": len(text) // 4,
+            "score": 2.5 + number % 4 / 2,
+            "int_score": 3,
+        }
+        for number, (path, text) in enumerate(documents)
+    ]
+
+
+def write_parquet(path: Path, rows: Sequence[dict[str, Any]], **options: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pa.Table.from_pylist(list(rows)), path, **options)
+    return path
+
+
+def write_lines(path: Path, lines: Sequence[bytes]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = b"".join(lines)
+    if path.suffix == ".zst":
+        import zstandard
+
+        content = zstandard.compress(content)
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return path
+
+
+def line(text: Any, **fields: Any) -> bytes:
+    return orjson.dumps({"text": text, **fields}) + b"\n"
+
+
+def chunks(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.jsonl"))
+
+
+def texts(folder: Path) -> list[str]:
+    return [json.loads(one)["text"] for path in chunks(folder) for one in path.read_bytes().split(b"\n")[:-1]]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Chunks, and the manifest without its times."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest = {name: value for name, value in manifest.items() if name not in ("made_at", "seconds")}
+    return {path.name: path.read_bytes() for path in chunks(folder)} | {"manifest": orjson.dumps(manifest)}
+
+
+def three_files(folder: Path) -> list[Path]:
+    return [write_parquet(folder / f"{name}.parquet", stdlib()[index::3], row_group_size=20) for index, name in enumerate("abc")]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """What `three_files` become."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    convert(three_files(folder / "in"), folder / "x", ConvertSettings(), ONE)
+    return contents(folder / "x")
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "jsonl.gz", "jsonl.zst"])
+def test_lines_are_those_of_plain_datatrove(tmp_path, kind):
+    from datatrove.executor import LocalPipelineExecutor
+    from datatrove.pipeline.readers import JsonlReader, ParquetReader
+    from datatrove.pipeline.writers import JsonlWriter
+
+    rows = stdlib(60)
+    for index, name in enumerate("abc"):
+        part = rows[index::3]
+        if kind == "parquet":
+            write_parquet(tmp_path / "in/sub" / f"{name}.parquet", part, row_group_size=7)
+        else:
+            write_lines(tmp_path / "in/sub" / f"{name}.{kind}", [orjson.dumps(row) + b"\n" for row in part])
+    reader = ParquetReader if kind == "parquet" else JsonlReader
+    writer = JsonlWriter(str(tmp_path / "plain"), output_filename="x.chunk.${rank}.jsonl", compression=None)
+    plain = LocalPipelineExecutor([reader(str(tmp_path / "in")), writer], tasks=2, workers=1, logging_dir=str(tmp_path / "logs"))
+    plain.run()
+    inputs = list((tmp_path / "in").rglob("*.*"))
+    manifest = convert(inputs, tmp_path / "x", ConvertSettings(tasks=2), ONE)
+    assert [path.name for path in chunks(tmp_path / "x")] == ["x.chunk.00000.jsonl", "x.chunk.00001.jsonl"]
+    for path in chunks(tmp_path / "x"):
+        assert path.read_bytes() == (tmp_path / "plain" / path.name).read_bytes()
+    assert manifest["read"]["num_documents"] == manifest["written"]["num_documents"] == 60
+    made = {path.name for path in (tmp_path / "x" / "datatrove").iterdir()}
+    assert made == {"completions", "counts", "executor.json", "logs", "stats", "stats.json"}
+    stats = json.loads((tmp_path / "x/datatrove/stats.json").read_text())
+    assert stats[-1]["stats"]["total"]["total"] == stats[-1]["stats"]["x.chunk.XXXXX.jsonl"]["total"] == 60
+
+
+def test_multiset_of_documents_is_kept_by_several_processes(tmp_path, undisturbed):
+    manifest = convert(three_files(tmp_path / "in"), tmp_path / "x", ConvertSettings(), Execution(workers=2))
+    tally = Tally()
+    for row in stdlib():
+        tally.add(row["text"].encode())
+    found = Tally()
+    for path in chunks(tmp_path / "x"):
+        for _ in read_documents(path, found):
+            pass
+    assert len(chunks(tmp_path / "x")) == 3
+    assert found.to_json() == tally.to_json() == manifest["written"] == manifest["read"]
+    assert contents(tmp_path / "x") == undisturbed
+
+
+# What a line of JSONL can be.
+
+BAD_LINES = {
+    "not valid JSON": [b'{"text": "cut o\n', b'{"text": "\\ud800"}\n', b"NaN\n"],
+    "invalid UTF-8": [b'{"text": "\xff\xfe"}\n'],
+    "not a JSON object": [b"[1]\n", b'"text"\n'],
+    "no field 'text'": [b'{"txt": "a"}\n'],
+    "field 'text' is null, not a text": [b'{"text": null}\n'],
+    "field 'text' is a number, not a text": [b'{"text": 3}\n', b'{"text": 3.5}\n'],
+    "field 'text' is a list, not a text": [b'{"text": ["a"]}\n'],
+    "field 'text' is an object, not a text": [b'{"text": {}}\n'],
+    "field 'text' is a boolean, not a text": [b'{"text": true}\n'],
+}
+GOOD_TEXTS = ["crlf", "u\u2028v\u2029w\x85x", "nul \x00", "<|endoftext|> </s>", "long " * 150_000, "\ufeffbom in text", "last"]
+
+
+@pytest.mark.parametrize("reason", BAD_LINES)
+def test_bad_line_stops_or_is_counted(tmp_path, reason):
+    bad = BAD_LINES[reason]
+    lines = [line("first"), *[one for each in bad for one in (each, line("between"))], line("last")]
+    path = write_lines(tmp_path / "in/a.jsonl", lines)
+    with pytest.raises(BadDocument, match=rf"^{path}:2: {reason}"):
+        convert([path], tmp_path / "x", ConvertSettings(), ONE)
+    assert not (tmp_path / "x").exists()
+    manifest = convert([path], tmp_path / "y", ConvertSettings(skip_bad=True), ONE)
+    assert manifest["read"]["skipped"] == {reason: len(bad)}
+    assert texts(tmp_path / "y") == ["first", *["between"] * len(bad), "last"]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
+def test_good_lines_of_every_kind(tmp_path, suffix):
+    lines = [b"\xef\xbb\xbf", line(GOOD_TEXTS[0])[:-1] + b"\r\n", b"\n", b"  \t \r\n", line("")]
+    lines += [line(text) for text in GOOD_TEXTS[1:-1]] + [line(GOOD_TEXTS[-1])[:-1]]
+    inputs = [write_lines(tmp_path / "in" / f"a{suffix}", lines), write_lines(tmp_path / "in" / f"empty{suffix}", [])]
+    manifest = convert(inputs, tmp_path / "x", ConvertSettings(), ONE)
+    assert texts(tmp_path / "x") == GOOD_TEXTS
+    assert manifest["read"]["skipped"] == {"blank line": 2, "empty text": 1}
+    assert [path.stat().st_size > 0 for path in chunks(tmp_path / "x")] == [True, False]
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl.gz", "a.jsonl.zst"])
+@pytest.mark.parametrize("share", [0.0, 0.6, 0.999])
+def test_truncated_file_is_an_error_even_when_bad_lines_are_skipped(tmp_path, name, share):
+    rows = stdlib(60)
+    path = tmp_path / "in" / name
+    write_parquet(path, rows) if name == "a.parquet" else write_lines(path, [orjson.dumps(row) + b"\n" for row in rows])
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * share)])
+    if share == 0.0 and name != "a.parquet":
+        return  # an empty file has no documents: see above
+    with pytest.raises(BadDocument, match=rf"^{path}:\d+: .*(damaged|ends early)"):
+        convert([path], tmp_path / "x", ConvertSettings(skip_bad=True), ONE)
+    assert not (tmp_path / "x").exists()
+
+
+def test_damage_inside_a_parquet_file(tmp_path):
+    path = write_parquet(tmp_path / "in/a.parquet", stdlib(60), row_group_size=10, compression="zstd")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 : len(content) // 2 + 200] = bytes(200)
+    path.write_bytes(content)
+    with pytest.raises(BadDocument, match=rf"^{path}:\d+: the Parquet file is damaged"):
+        convert([path], tmp_path / "x", ConvertSettings(skip_bad=True), ONE)
+
+
+def test_rows_of_parquet_follow_the_rules_of_lines(tmp_path):
+    bad_utf8 = pa.array([b"one", b"\xff\xfe", None, b"", b"two\x00"]).cast(pa.binary()).view(pa.string())
+    path = tmp_path / "in/a.parquet"
+    path.parent.mkdir()
+    pyarrow.parquet.write_table(pa.table({"text": bad_utf8, "id": ["a", "b", "c", "d", None]}), path)
+    with pytest.raises(BadDocument, match=rf"^{path}:2: invalid UTF-8$"):
+        convert([path], tmp_path / "x", ConvertSettings(), ONE)
+    manifest = convert([path], tmp_path / "y", ConvertSettings(skip_bad=True), ONE)
+    assert manifest["read"]["skipped"] == {"empty text": 1, "field 'text' is null, not a text": 1, "invalid UTF-8": 1}
+    lines = [json.loads(one) for one in chunks(tmp_path / "y")[0].read_bytes().splitlines()]
+    assert lines == [{"text": "one", "id": "a"}, {"text": "two\x00", "id": "a.parquet/1"}]
+
+
+def test_parquet_without_the_text_column(tmp_path):
+    path = write_parquet(tmp_path / "in/a.parquet", [{"content": "a", "n": 1}])
+    with pytest.raises(ValueError, match=rf"^{path}: there is no column 'text', but content, n\. Fix: give --text-field\.$"):
+        convert([path], tmp_path / "x", ConvertSettings(), ONE)
+    convert([path], tmp_path / "y", ConvertSettings(text_field="content"), ONE)
+    assert chunks(tmp_path / "y")[0].read_bytes() == b'{"text":"a","id":"a.parquet/0","metadata":{"n":1}}\n'
+
+
+def test_numbers_in_a_text_column(tmp_path):
+    path = write_parquet(tmp_path / "in/a.parquet", [{"text": 3}, {"text": 4}])
+    with pytest.raises(BadDocument, match=rf"^{path}:1: field 'text' is a number, not a text$"):
+        convert([path], tmp_path / "x", ConvertSettings(), ONE)
+
+
+def test_long_documents_come_in_small_batches(tmp_path):
+    path = write_parquet(tmp_path / "in/a.parquet", [{"text": f"{number} " + "x" * 2**20} for number in range(40)], compression="none")
+    assert datatrove_steps._batch_rows(pyarrow.parquet.read_metadata(path)) <= 16
+    assert convert([path], tmp_path / "x", ConvertSettings(), ONE)["written"]["num_documents"] == 40
+
+
+def test_any_metadata(tmp_path):
+    rows = [
+        {"text": "a", "rank": 7, "self": 1, "media": "m"},
+        {"text": "b", "metadata": {"deep": [1, {"x": None}]}, "id": 5},
+        {"text": "c", "metadata": '{"from": "string"}', "more": 1},
+        {"text": "d", "metadata": None, "id": None},
+        {"text": "e", "metadata": "plain"},
+    ]
+    path = write_lines(tmp_path / "in/a.jsonl", [orjson.dumps(row) + b"\n" for row in rows])
+    convert([path], tmp_path / "x", ConvertSettings(), ONE)
+    assert [json.loads(one) for one in chunks(tmp_path / "x")[0].read_bytes().splitlines()] == [
+        {"text": "a", "id": "a.jsonl/0", "metadata": {"rank": 7, "self": 1, "media": "m"}},
+        {"text": "b", "id": 5, "metadata": {"deep": [1, {"x": None}]}},
+        {"text": "c", "id": "a.jsonl/2", "metadata": {"from": "string", "more": 1}},
+        {"text": "d", "id": "a.jsonl/3", "metadata": {"metadata": None}},
+        {"text": "e", "id": "a.jsonl/4", "metadata": {"metadata": "plain"}},
+    ]
+
+
+# Filters.
+
+
+def test_filters_count_what_they_drop(tmp_path):
+    settings = ConvertSettings(languages=("en", "de"), min_language_score=0.6, min_score=3.0, min_chars=2000, max_chars=50_000)
+    manifest = convert(three_files(tmp_path / "in"), tmp_path / "x", settings, ONE)
+    rest, dropped = stdlib(), {}
+    rules: dict[str, Callable[[dict[str, Any]], bool]] = {
+        "language": lambda row: row["language"] == "en",
+        "language_score": lambda row: row["language_score"] >= 0.6,
+        "score": lambda row: row["score"] >= 3.0,
+        "length": lambda row: 2000 <= len(row["text"]) <= 50_000,
+    }
+    for name, rule in rules.items():
+        dropped[name], rest = len(rest) - sum(map(rule, rest)), [row for row in rest if rule(row)]
+    assert all(dropped.values())
+    assert {name: tally["num_documents"] for name, tally in manifest["filtered"].items()} == dropped
+    assert Counter(texts(tmp_path / "x")) == Counter(row["text"] for row in rest)
+    assert manifest["read"]["num_documents"] == len(stdlib())
+
+
+def test_a_filter_without_its_field_is_an_error(tmp_path):
+    path = write_lines(tmp_path / "in/a.jsonl", [line("a", score=4), line("b")])
+    with pytest.raises(ValueError, match=r"^score: document a\.jsonl/1 has no field 'score'\. Fix: leave this filter away\.$"):
+        convert([path], tmp_path / "x", ConvertSettings(min_score=3), ONE)
+    path = write_lines(tmp_path / "in/b.jsonl", [line("a", id="it", score="4")])
+    with pytest.raises(ValueError, match=r"^score: field 'score' of document it is '4', no number\. Fix: "):
+        convert([path], tmp_path / "y", ConvertSettings(min_score=3), ONE)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 10, 149, 1000])
+def test_limit_is_of_all_tasks_together(tmp_path, limit):
+    manifest = convert(three_files(tmp_path / "in"), tmp_path / "x", ConvertSettings(limit=limit), ONE)
+    assert manifest["written"]["num_documents"] == min(limit, len(stdlib()))
+
+
+def test_duplicates_within_and_across_files(tmp_path):
+    words = ["a", "b", "a", "c", "b", "d", "a", "e", "", "c"]
+    inputs = [write_lines(tmp_path / "in" / f"{index}.jsonl", [line(word) for word in words[index::3]]) for index in range(3)]
+    inputs.append(write_lines(tmp_path / "in/3.jsonl", [b"\n"]))  # a task with no document
+    settings = ConvertSettings(dedup=True, tasks=4)
+    manifest = convert(inputs, tmp_path / "x", settings, ONE)
+    assert sorted(texts(tmp_path / "x")) == ["a", "b", "c", "d", "e"]
+    assert manifest["filtered"]["duplicate"]["num_documents"] == 4
+    lines = [json.loads(one) for path in chunks(tmp_path / "x") for one in path.read_bytes().splitlines()]
+    counts = {one["text"]: one["metadata"]["duplicate_count"] for one in lines}
+    assert counts == {"a": 2, "b": 1, "c": 1, "d": 0, "e": 0}
+
+
+def test_no_duplicates_in_one_task(tmp_path):
+    path = write_lines(tmp_path / "in/a.jsonl", [line("a"), line("b")])
+    manifest = convert([path], tmp_path / "x", ConvertSettings(dedup=True), ONE)
+    assert (manifest["filtered"]["duplicate"]["num_documents"], texts(tmp_path / "x")) == (0, ["a", "b"])
+
+
+QUESTION = "Which of these twelve words in a row is the one that a benchmark would want to keep secret?"
+
+
+def test_decontamination(tmp_path):
+    benchmarks = write_lines(tmp_path / "bench.jsonl", [line(QUESTION), line("too short")])
+    clean = ["Which of these twelve words is another question.", "nothing", QUESTION[:40]]
+    contaminated = [f"Page: {QUESTION.upper()} Yes.", QUESTION.replace(" ", " \n, ")]
+    path = write_lines(tmp_path / "in/a.jsonl", [line(text) for pair in zip(clean, [*contaminated, "end"], strict=True) for text in pair])
+    manifest = convert([path], tmp_path / "x", ConvertSettings(decontaminate=benchmarks), ONE)
+    assert sorted(texts(tmp_path / "x")) == sorted([*clean, "end"])
+    assert manifest["filtered"]["contaminated"]["num_documents"] == 2
+    assert manifest["benchmarks"]["num_texts"] == 2
+    assert manifest["benchmarks"]["num_short"] == 1
+
+
+def test_benchmarks_that_are_all_too_short(tmp_path):
+    benchmarks = write_lines(tmp_path / "bench.jsonl", [line("too short")])
+    with pytest.raises(ValueError, match=r"^decontaminate=.*: of its 1 texts none has 12 words or more\. Fix: "):
+        write_contamination_index(benchmarks, tmp_path / "index")
+
+
+# What cannot be.
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tasks": 0}, r"^tasks=0: must be at least 1\. Fix: "),
+        ({"limit": 0}, r"^limit=0: must be at least 1\. Fix: "),
+        ({"min_chars": 9, "max_chars": 8}, r"^max_chars=8: no text has at least min_chars=9 .* Fix: "),
+        ({"min_language_score": 65}, r"^min_language_score=65: must be from 0 to 1\. Fix: "),
+        ({"decontaminate": Path("/nowhere")}, r"^decontaminate=/nowhere: there is no such file\. Fix: "),
+    ],
+)
+def test_settings_that_cannot_be(settings, message):
+    with pytest.raises(ValueError, match=message):
+        ConvertSettings(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"executor": "dask"}, r"^executor=dask: must be one of local, slurm, ray\. Fix: "),
+        ({"workers": 0}, r"^workers=0: must be at least 1\. Fix: "),
+        ({"executor": "slurm"}, r"^partition=: executor=slurm needs the partition .* Fix: "),
+        ({"sbatch": ("account",)}, r"^sbatch=account: must be NAME=VALUE, .* Fix: "),
+    ],
+)
+def test_executions_that_cannot_be(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Execution(**settings)
+
+
+def test_inputs_that_cannot_be(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [line("a")])
+    with pytest.raises(ValueError, match=r"^inputs=: there is no file to convert\. Fix: "):
+        sort_inputs([])
+    with pytest.raises(ValueError, match=rf"^{path}: is there twice\. Fix: "):
+        sort_inputs([path, tmp_path / "." / "a.jsonl"])
+    with pytest.raises(ValueError, match=r"a\.csv: is not one of \.parquet, .* Fix: "):
+        sort_inputs([tmp_path / "a.csv"])
+    with pytest.raises(ValueError, match=r"^tasks=2: there are 1 input files, .* Fix: give at most 1\.$"):
+        convert([path], tmp_path / "x", ConvertSettings(tasks=2), ONE)
+
+
+@pytest.mark.parametrize("what", ["num_documents", "num_text_bytes", "text_hash"])
+def test_counts_that_do_not_agree(what):
+    read, kept, dropped = Tally(), Tally(), Tally()
+    for tally, text in [(read, b"one"), (kept, b"one"), (read, b"two"), (dropped, b"two")]:
+        tally.add(text)
+    check_counts("task 0", read, {"f": dropped}, kept)
+    setattr(kept, what, getattr(kept, what) + 1)
+    with pytest.raises(ValueError, match=rf"^task 0: {what} is .* Fix: "):
+        check_counts("task 0", read, {"f": dropped}, kept)
+
+
+def test_a_chunk_that_is_changed_before_it_is_published_is_noticed(tmp_path, monkeypatch):
+    def spoil(*arguments: Any) -> Any:
+        with (tmp_path / "x.partial/x.chunk.00000.jsonl").open("ab") as file:
+            file.write(line("more"))
+        return check(*arguments)
+
+    check = convert_module._check_totals
+    monkeypatch.setattr(convert_module, "_check_totals", spoil)
+    with pytest.raises(ValueError, match=r"x\.chunk\.00000\.jsonl: has \d+ bytes, its task wrote \d+\. Fix: "):
+        convert(three_files(tmp_path / "in"), tmp_path / "x", ConvertSettings(), ONE)
+    assert not (tmp_path / "x").exists()
+
+
+def test_another_task_count_is_refused(tmp_path):
+    inputs = three_files(tmp_path / "in")
+    bad = write_lines(tmp_path / "in/d.jsonl", [line("a"), b"{\n"])
+    with pytest.raises(BadDocument):
+        convert([*inputs, bad], tmp_path / "x", ConvertSettings(tasks=2), ONE)
+    with pytest.raises(ValueError, match=r"x: was begun with tasks=2, now it is 4\. Fix: give --start-over .*"):
+        convert([*inputs, bad], tmp_path / "x", ConvertSettings(tasks=4), ONE)
+    with pytest.raises(ValueError, match=r"x: was begun from other inputs \(d\.jsonl is not what it was\)\. Fix: "):
+        convert(inputs, tmp_path / "x", ConvertSettings(tasks=2), ONE)
+    convert(inputs, tmp_path / "x", ConvertSettings(tasks=3), ONE, start_over=True)
+    with pytest.raises(ValueError, match=r"x: was made with tasks=3, now it is 2\. Fix: "):
+        convert(inputs, tmp_path / "x", ConvertSettings(tasks=2), ONE)
+    again = convert(list(reversed(inputs)), tmp_path / "x", ConvertSettings(tasks=3), ONE)
+    assert again["written"]["num_documents"] == len(texts(tmp_path / "x")) == len(stdlib())
+
+
+# Ends.
+
+
+@dataclass
+class Meet(Filter):
+    """Keeps all; a task that reads document `id` while `flag` is there is killed, or sleeps for ever."""
+
+    name: str
+    flag: str
+    document_id: str
+    sleeps: bool = False
+
+    def block(self) -> Any:
+        from datatrove.pipeline.filters import LambdaFilter
+
+        return LambdaFilter(self.keeps)
+
+    def keeps(self, document: Any) -> bool:
+        if document.id == self.document_id and Path(self.flag).exists():
+            if self.sleeps:
+                Path(self.flag).write_text(str(os.getpid()))
+                time.sleep(3600)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return True
+
+
+def test_a_killed_worker_ends_the_run_and_names_its_task(tmp_path, monkeypatch, undisturbed):
+    inputs = three_files(tmp_path / "in")
+    flag = tmp_path / "flag"
+    flag.touch()
+    monkeypatch.setattr(convert_module, "_filters", lambda _: [Meet("meet", str(flag), stdlib()[1 + 3 * 20]["id"])])
+    message = r"^task 1 of 3 was killed by SIGKILL; .* Fix: call the same command again, .* Log: .*/logs/task_00001\.log\.$"
+    with pytest.raises(ChildProcessError, match=message):
+        convert(inputs, tmp_path / "x", ConvertSettings(), Execution(workers=2))
+    flag.unlink()
+    convert(inputs, tmp_path / "x", ConvertSettings(), Execution(workers=2))
+    made = contents(tmp_path / "x")
+    assert {name: made[name] for name in made if name != "manifest"} == {name: undisturbed[name] for name in made if name != "manifest"}
+    assert not list((tmp_path / "x").glob(".*"))
+
+
+def _convert_sleeping(inputs: list[Path], output: Path, flag: Path) -> None:
+    convert_module._filters = lambda _: [Meet("meet", str(flag), stdlib()[1]["id"], sleeps=True)]  # type: ignore[assignment]
+    convert(inputs, output, ConvertSettings(), Execution(workers=2))
+
+
+def test_workers_end_with_their_parent(tmp_path):
+    inputs = three_files(tmp_path / "in")
+    flag = tmp_path / "flag"
+    flag.touch()
+    parent = multiprocessing.get_context("spawn").Process(target=_convert_sleeping, args=(inputs, tmp_path / "x", flag))
+    parent.start()
+    worker = psutil.Process(int(wait_for(flag.read_text)))
+    assert worker.pid != parent.pid
+    parent.kill()
+    parent.join()
+    worker.wait(timeout=60)
+
+
+def wait_for(get: Callable[[], str]) -> str:
+    for _ in range(1200):
+        if found := get():
+            return found
+        time.sleep(0.05)
+    raise TimeoutError(get)
+
+
+def _die_at(module: Any, name: str, number: int) -> None:
+    """Kills this process at the call `number`, from 1, of a function."""
+    function, calls = getattr(module, name), iter(range(1, number))
+
+    def dying(*arguments: Any, **keywords: Any) -> Any:
+        if next(calls, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments, **keywords)
+
+    setattr(module, name, dying)
+
+
+POINTS = {
+    "while it reads": (Tally, "add", 70),
+    "before a chunk has its name": (datatrove_steps, "check_counts", 2),
+    "before a chunk's counts are there": (datatrove_steps, "write_json", 2),
+    "before a task is marked complete": ("datatrove.executor.base.PipelineExecutor", "mark_rank_as_completed", 2),
+    "when all tasks are complete": (datatrove_jobs, "merge_stats", 1),
+    "before the manifest": (convert_module, "merge_stats", 1),
+    "before the folder has its name": (stage, "sync_folder", 1),
+}
+
+
+def _convert_and_die(inputs: list[Path], output: Path, point: str) -> None:
+    module, name, number = POINTS[point]
+    if isinstance(module, str):
+        from datatrove.executor.base import PipelineExecutor
+
+        module = PipelineExecutor
+    _die_at(module, name, number)
+    convert(inputs, output, ConvertSettings(), ONE)
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_killed_and_called_again(tmp_path, point, undisturbed):
+    inputs = three_files(tmp_path / "in")
+    process = multiprocessing.get_context("forkserver").Process(target=_convert_and_die, args=(inputs, tmp_path / "x", point))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert not (tmp_path / "x").exists()
+    convert(inputs, tmp_path / "x", ConvertSettings(), ONE)
+    assert contents(tmp_path / "x") == undisturbed
+    assert not (tmp_path / "x.partial").exists()

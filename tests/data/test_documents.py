@@ -1,0 +1,206 @@
+"""Lines and documents: what is text, what is skipped and counted, what stops; the counts add up."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import pickle
+from collections import Counter
+
+import pytest
+import xxhash
+import zstandard
+
+from moe_exp.data.documents import BadDocument, Tally, estimate_line_bytes, read_documents, read_lines, text_of
+from moe_exp.data.sources import python_stdlib_documents
+
+BAD_LINES = {
+    b'{"text": "a"': "not valid JSON",
+    b'{"text": "a"} {"text": "b"}': "not valid JSON",
+    b"{'text': 'a'}": "not valid JSON",
+    b'{"text": NaN}': "not valid JSON",
+    b'{"text": "a\tb"}': "not valid JSON",
+    b'{"text": "a"}\x00': "not valid JSON",
+    b'\x0c{"text": "a"}': "not valid JSON",
+    rb'{"text": "\ud800"}': "not valid JSON",
+    b'{"text": "\xed\xa0\x80"}': "invalid UTF-8",
+    b'{"text": "\xff"}': "invalid UTF-8",
+    b'\xef\xbb\xbf{"text": "a"}': "not valid JSON",  # a BOM that is not the file's
+    b'["text"]': "not a JSON object",
+    b'"text"': "not a JSON object",
+    b"null": "not a JSON object",
+    b"{}": "no field 'text'",
+    b'{"Text": "a"}': "no field 'text'",
+    b'{"text": null}': "field 'text' is null, not a text",
+    b'{"text": false}': "field 'text' is a boolean, not a text",
+    b'{"text": 7}': "field 'text' is a number, not a text",
+    b'{"text": 7.5}': "field 'text' is a number, not a text",
+    b'{"text": ["a"]}': "field 'text' is a list, not a text",
+    b'{"text": {"text": "a"}}': "field 'text' is an object, not a text",
+}
+TEXTS = {
+    b'{"text": "a"}': "a",
+    b' {"text" : "a" } ': "a",
+    b'{"text": "a", "text": "b"}': "b",
+    b'{"id": 1, "text": "a", "metadata": {"text": 7}}': "a",
+    b'{"text": " "}': " ",
+    rb'{"text": "\u0000"}': "\0",
+    rb'{"text": "\ud83d\ude00"}': "\U0001f600",
+    b'{"text": "\xe2\x80\xa8\xc2\x85\xe2\x80\xa9"}': "\u2028\x85\u2029",
+    b'{"text": "<|endoftext|></s>"}': "<|endoftext|></s>",
+    b'{"text": "' + b"x" * 750_000 + b'"}': "x" * 750_000,
+}
+COMPRESS = {"jsonl": bytes, "jsonl.gz": gzip.compress, "jsonl.zst": zstandard.compress}
+
+
+def read(path, **options):
+    tally = Tally()
+    return list(read_documents(path, tally, **options)), tally
+
+
+@pytest.fixture(params=COMPRESS)
+def write(request, tmp_path):
+    """A function that writes a file of each kind."""
+
+    def write_file(content):
+        path = tmp_path / f"a.{request.param}"
+        path.write_bytes(COMPRESS[request.param](content))
+        return path
+
+    return write_file
+
+
+@pytest.mark.parametrize(("line", "text"), TEXTS.items(), ids=lambda value: str(value[:30]))
+def test_texts(write, line, text):
+    documents, tally = read(write(line))
+    assert documents == [(line, text)] and not tally.skipped
+
+
+@pytest.mark.parametrize(("line", "reason"), BAD_LINES.items(), ids=lambda value: str(value)[:40])
+def test_a_bad_line_stops_with_file_and_line_or_is_counted(write, line, reason):
+    path = write(b'{"text": "first"}\n\n' + line + b'\n{"text": "last"}\n')
+    with pytest.raises(BadDocument) as error:
+        read(path)
+    assert (error.value.path, error.value.line_number, error.value.reason) == (str(path), 3, reason)
+    assert str(error.value) == f"{path}:3: {reason}"
+    documents, tally = read(path, skip_bad=True)
+    assert [text for _, text in documents] == ["first", "last"]
+    assert tally.skipped == {"blank line": 1, reason: 1} and tally.num_documents == 2
+
+
+def test_many_bad_lines_are_counted_by_reason(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\n".join(list(BAD_LINES) * 3))
+    documents, tally = read(path, skip_bad=True)
+    assert documents == [] and tally.skipped == Counter(list(BAD_LINES.values()) * 3)
+
+
+def test_another_text_field(tmp_path):
+    assert text_of(b'{"content": "a", "text": 7}', "content") == "a"
+    with pytest.raises(ValueError, match="no field 'content'"):
+        text_of(b'{"text": "a"}', "content")
+
+
+@pytest.mark.parametrize("line", [b"", b" ", b"\t", b"\r", b'{"text": ""}'])
+def test_blank_lines_and_empty_texts_are_skipped_and_counted(write, line):
+    documents, tally = read(write(b'{"text": "a"}\n' + line + b'\n{"text": "b"}'))
+    assert len(documents) == 2
+    assert tally.skipped == {"empty text" if b"text" in line else "blank line": 1}
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"\r\n\r\n", b"\xef\xbb\xbf", b"\xef\xbb\xbf\r\n"])
+def test_files_without_documents(write, content):
+    documents, tally = read(write(content))
+    assert documents == [] and tally.num_documents == 0 and set(tally.skipped) <= {"blank line"}
+
+
+def test_ends_of_lines(write):
+    """LF alone ends a line; a BOM at the start and a CR at the end of a line are not text."""
+    path = write(b'\xef\xbb\xbf{"text": "a"}\r\n{"text": "b"}\n{"text": "\xe2\x80\xa8"}\r\r\n{"text": "c"}\r')
+    lines = [b'{"text": "a"}', b'{"text": "b"}', b'{"text": "\xe2\x80\xa8"}\r', b'{"text": "c"}']
+    assert list(read_lines(path)) == list(enumerate(lines, 1))
+    assert [text for _, text in read(path)[0]] == ["a", "b", "\u2028", "c"]
+
+
+@pytest.mark.parametrize("size", [2**20 - 1, 2**20, 2**20 + 1])
+def test_lines_that_end_on_the_boundary_of_a_buffer(write, size):
+    documents = [b'{"text": "%s"}' % (b"x" * (size - len(b'{"text": ""}\n'))), b'{"text": "last"}']
+    for content in (b"\n".join(documents), b"\n".join(documents) + b"\n", documents[0] + b"\n"):
+        assert [line for _, line in read_lines(write(content))] == content.removesuffix(b"\n").split(b"\n")
+
+
+def test_several_members_and_frames(tmp_path):
+    parts = [b'{"text": "a"}\n{"te', b"", b'xt": "b"}\n{"text": "c"}']
+    for suffix, compress in (("gz", gzip.compress), ("zst", zstandard.compress)):
+        path = tmp_path / f"a.jsonl.{suffix}"
+        path.write_bytes(b"".join(map(compress, parts)))
+        assert [text for _, text in read(path)[0]] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+@pytest.mark.parametrize("kept", [0, 3, 0.5, -1])
+def test_a_compressed_file_that_ends_early_stops(tmp_path, suffix, kept):
+    content = b"".join(b'{"text": "%d"}\n' % (number * 7919) for number in range(5000))
+    packed = COMPRESS[f"jsonl.{suffix}"](content)
+    path = tmp_path / f"a.jsonl.{suffix}"
+    path.write_bytes(packed[: int(len(packed) * kept) if kept == 0.5 else kept])
+    with pytest.raises(BadDocument, match=r"a.jsonl.\w+:\d+: the compressed file is damaged or ends early"):
+        read(path, skip_bad=True)
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+def test_a_compressed_file_with_a_changed_byte_stops(tmp_path, suffix):
+    content = b"".join(b'{"text": "%d"}\n' % (number * 7919) for number in range(5000))
+    options = {} if suffix == "gz" else {"write_checksum": True}
+    packed = bytearray(gzip.compress(content) if suffix == "gz" else zstandard.ZstdCompressor(**options).compress(content))
+    path = tmp_path / f"a.jsonl.{suffix}"
+    for place in (0, len(packed) // 2, len(packed) - 2):
+        changed = packed.copy()
+        changed[place] ^= 0x55
+        path.write_bytes(changed)
+        with pytest.raises(BadDocument, match="the compressed file is damaged or ends early"):
+            read(path, skip_bad=True)
+
+
+def test_plain_text_under_the_name_of_a_compressed_file_stops(tmp_path):
+    for suffix in ("gz", "zst"):
+        path = tmp_path / f"a.jsonl.{suffix}"
+        path.write_bytes(b'{"text": "a"}\n')
+        with pytest.raises(BadDocument, match="the compressed file is damaged"):
+            read(path, skip_bad=True)
+
+
+def test_the_size_of_compressed_files_is_known_roughly(tmp_path):
+    content = "".join(json.dumps({"text": text}) + "\n" for _, text in list(python_stdlib_documents())[:300]).encode()
+    paths = [tmp_path / f"a.{suffix}" for suffix in COMPRESS] + [tmp_path / "b.jsonl.gz"]
+    for path, compress in zip(paths, [*COMPRESS.values(), gzip.compress], strict=True):
+        path.write_bytes(compress(content))
+    assert estimate_line_bytes(paths) == pytest.approx(4 * len(content), rel=0.1)
+    for path in paths[1:]:
+        path.write_bytes(b"damaged")
+    assert estimate_line_bytes(paths) == len(content) + 3 * 7
+    paths[1].write_bytes(b"")
+    assert estimate_line_bytes(paths[:2]) == len(content)
+
+
+def test_tallies_of_parts_add_up_whatever_the_order(tmp_path):
+    texts = [text for _, text in python_stdlib_documents()][:200]
+    whole = Tally()
+    for text in texts:
+        whole.add(text.encode())
+    whole.skipped["blank line"] += 3
+    first, second = Tally(skipped=Counter({"blank line": 1})), Tally(skipped=Counter({"blank line": 2}))
+    for number, text in enumerate(reversed(texts)):
+        (first if number % 3 else second).add(text.encode())
+    first += second
+    assert first == whole
+    assert whole.text_hash == sum(xxhash.xxh3_128_intdigest(text.encode()) for text in texts) % 2**128
+    assert Tally.from_json(json.loads(json.dumps(whole.to_json()))) == whole
+    second.add(b"one more")
+    first += second
+    assert first.text_hash != whole.text_hash
+
+
+def test_a_bad_document_reaches_the_parent_of_a_worker():
+    error = pickle.loads(pickle.dumps(BadDocument("a.jsonl", 7, "no field 'text'")))
+    assert str(error) == "a.jsonl:7: no field 'text'" and (error.path, error.line_number, error.reason) == ("a.jsonl", 7, "no field 'text'")

@@ -1,0 +1,218 @@
+"""From a name to shuffled shards, by the command: the whole chain on small data, from a hub on 127.0.0.1 and from this machine."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+pytest.importorskip("datatrove")
+pytest.importorskip("pyarrow")
+pytest.importorskip("huggingface_hub")
+
+from hub_server import Fault, HubServer, write_fineweb_parquet
+from moe_exp.commands.corpus import UNDER_WAY
+from moe_exp.commands.data_commands import main
+from moe_exp.data.prepare import expected_bytes, write_stdlib
+from moe_exp.data.sources import python_stdlib_documents
+from slurm_cluster import Cluster
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "moe_exp/scripts/download_prepare_hf_data.py"
+SMALL = ("--memory", "32MB", "--workers", "1")
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(tmp_path, monkeypatch):
+    for name in [name for name in os.environ if name.startswith(("HF_", "HUGGING", "SLURM_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf_home"))
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+def texts(*paths: Path) -> Counter[str]:
+    return Counter(json.loads(line)["text"] for path in paths for line in path.read_bytes().split(b"\n")[:-1])
+
+
+def write_jsonl(path: Path, documents: list[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"".join(orjson.dumps(one) + b"\n" for one in documents))
+    return path
+
+
+def local_folder(tmp_path: Path, num_files: int = 2) -> Path:
+    """Two files of 50 documents, whose source is called `pages`."""
+    for index in range(num_files):
+        documents = [
+            {"text": f"document {index} {number} " + "x" * number, "id": str(number), "score": number / 10} for number in range(50)
+        ]
+        write_jsonl(tmp_path / "pages" / f"{index}.jsonl", documents)
+    return tmp_path / "pages"
+
+
+def test_chain_from_the_hub(tmp_path, monkeypatch, capsys):
+    names = [f"sample/10BT/{number:03d}_00000.parquet" for number in range(3)]
+    for number, name in enumerate(names):
+        write_fineweb_parquet(tmp_path / "hub" / name, num_documents=40 * (number + 1))
+    expected = Counter([text for number in range(3) for _, text in list(python_stdlib_documents())[: 40 * (number + 1)] if text])
+    data = tmp_path / "data"
+    command = ["fineweb_edu_10bt", "--revision", "main", "--data_dir", str(data), "--nchunks", "4", *SMALL]
+    with HubServer(tmp_path / "hub", repository="HuggingFaceFW/fineweb-edu") as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        assert main("prepare", [*command, "--dry-run"]) == 0
+        assert not data.exists()
+        assert "3 files" in capsys.readouterr().out
+        server.faults.append(Fault(cut_after=1000))
+        assert main("prepare", command) == 0
+        server.requests.clear()
+        assert main("prepare", command) == 0
+        assert len(server.requests) <= 2
+        server.requests.clear()
+        assert main("prepare", [*command, "--dry-run"]) == 0
+        assert len(server.requests) <= 2
+    chunks = data / "fineweb_edu_10bt"
+    assert sorted(path.name for path in chunks.glob("*.jsonl")) == [f"fineweb_edu_10bt.chunk.{task:05d}.jsonl" for task in range(3)]
+    assert {"completions", "executor.json", "logs", "stats", "stats.json"} <= {path.name for path in (chunks / "datatrove").iterdir()}
+    shards = data / "fineweb_edu_10bt_shuffled"
+    made = sorted(path.name for path in shards.glob("*.jsonl"))
+    assert made == [*(f"fineweb_edu_10bt.chunk.{shard:02d}.jsonl" for shard in range(4)), "fineweb_edu_10bt.val.jsonl"]
+    assert texts(*chunks.glob("*.jsonl")) == texts(*shards.glob("*.jsonl")) == expected
+    first = json.loads((chunks / "fineweb_edu_10bt.chunk.00000.jsonl").read_bytes().split(b"\n")[0])
+    assert list(first) == ["text", "id", "metadata"]
+    assert list(first["metadata"]) == ["dump", "url", "file_path", "language", "language_score", "token_count", "score", "int_score"]
+
+
+def test_changed_settings_are_refused_unless_told_to_start_over(tmp_path, capsys):
+    command = [str(local_folder(tmp_path)), "--data-dir", str(tmp_path / "data"), "--nchunks", "2", *SMALL]
+    assert main("prepare", command) == 0
+    before = {path: path.read_bytes() for path in (tmp_path / "data").rglob("*.jsonl")}
+    capsys.readouterr()
+    for changed, what in ((["--min_score", "2"], "min_score=None, now it is 2.0"), (["--seed", "1"], "seed=0, now it is 1")):
+        assert main("prepare", [*command, *changed]) == 1
+        assert f"was made with {what}. Fix: give --start-over" in capsys.readouterr().err
+    assert before == {path: path.read_bytes() for path in (tmp_path / "data").rglob("*.jsonl")}
+    assert main("prepare", [*command, "--min_score", "2", "--start-over"]) == 0
+    assert sum(texts(*(tmp_path / "data/pages_shuffled").glob("*.jsonl")).values()) == 2 * 30
+    assert "filtered: score" in capsys.readouterr().out
+
+
+def test_flags_reach_the_conversion(tmp_path):
+    folder = local_folder(tmp_path)
+    write_jsonl(folder / "2.jsonl", [{"text": "document 0 3 xxx", "id": "again", "score": 0.3}, {"text": None}])
+    flags = ["--min-chars", "15", "--max-chars", "30", "--min-score", "0.1", "--dedup", "--skip-bad", "--tasks", "2"]
+    assert main("prepare", [str(folder), "--data-dir", str(tmp_path / "data"), *SMALL, *flags]) == 0
+    manifest = json.loads((tmp_path / "data/pages/manifest.json").read_text())
+    assert manifest["read"]["skipped"] == {"field 'text' is null, not a text": 1}
+    assert manifest["filtered"]["duplicate"]["num_documents"] == 1
+    assert (manifest["settings"]["tasks"], len(manifest["outputs"])) == (2, 2)
+    assert all(15 <= len(text) <= 30 for text in texts(*(tmp_path / "data/pages").glob("*.jsonl")))
+
+
+def test_bad_line_is_one_line_of_error(tmp_path, capsys):
+    folder = local_folder(tmp_path)
+    path = write_jsonl(folder / "2.jsonl", [{"text": "a"}, {"no": "text"}])
+    command = [str(folder), "--data-dir", str(tmp_path / "data"), *SMALL]
+    assert main("prepare", command) == 1
+    fix = "Fix: mend or fetch the file; or give --skip-bad --start-over, which skips bad lines and rows."
+    assert capsys.readouterr().err == f"moe-exp data: {path}:2: no field 'text'. {fix}\n"
+    assert main("prepare", [*command, "--skip-bad", "--start-over"]) == 0
+
+
+def test_python_stdlib(tmp_path):
+    path = write_stdlib(tmp_path / "raw")
+    written = [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
+    assert [(one["id"], one["text"]) for one in written] == list(python_stdlib_documents())
+    before = path.stat()
+    assert write_stdlib(tmp_path / "raw").stat() == before
+    assert main("prepare", ["python_stdlib", "--data-dir", str(tmp_path / "data"), "--limit", "30", *SMALL]) == 0
+    lines = (tmp_path / "data/python_stdlib/python_stdlib.chunk.00000.jsonl").read_bytes().split(b"\n")[:-1]
+    assert [json.loads(line) for line in lines] == [one for one in written if one["text"]][:30]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--nchunks", "0"], "num_shards=0: must be at least 1. Fix: "),
+        (["--valid-fraction", "1.5"], "valid_fraction=1.5: must be"),
+        (["--tasks", "3"], "tasks=3: there are 2 input files"),
+        (["--executor", "slurm"], "partition=: executor=slurm needs"),
+        (["--decontaminate", "missing.jsonl"], "decontaminate=missing.jsonl: there is no such file"),
+        (["--pattern", "*.parquet"], "pattern=*.parquet: matches no file"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_is_made(tmp_path, capsys, flags, message):
+    assert main("prepare", [str(local_folder(tmp_path)), "--data-dir", str(tmp_path / "data"), *SMALL, *flags]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not list(tmp_path.glob("data/*/*"))
+
+
+def test_disk_too_small_is_known_before(tmp_path, capsys, monkeypatch):
+    from moe_exp.data import prepare
+
+    monkeypatch.setattr(prepare, "expected_bytes", lambda _: 10**18)
+    assert main("prepare", [str(local_folder(tmp_path)), "--data-dir", str(tmp_path / "data"), *SMALL]) == 1
+    assert "converting and shuffling needs 2100000000.0 GB. Fix: free some space" in capsys.readouterr().err
+    assert not (tmp_path / "data").exists()
+
+
+def test_full_disk_is_an_error_and_the_next_call_goes_on(tmp_path):
+    folder, data = local_folder(tmp_path), tmp_path / "data"
+    write_jsonl(folder / "big.jsonl", [{"text": "x" * 100_000}] * 20)
+    command = [sys.executable, str(SCRIPT), str(folder), "--data-dir", str(data), *SMALL]
+    limited = ["bash", "-c", 'ulimit -f 1000; exec "$@"', "bash", *command]  # files of 1 MB at most: as a disk that is full
+    done = subprocess.run(limited, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "File too large" in done.stderr
+    assert not (data / "pages").exists()
+    assert main("prepare", command[2:]) == 0
+    assert texts(*(data / "pages_shuffled").glob("*.jsonl")) == texts(*folder.glob("*.jsonl"))
+
+
+def test_script_of_a_checkout_lists_the_sources(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, str(SCRIPT), "--list"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "HuggingFaceFW/fineweb-edu" in done.stdout
+    assert len(SCRIPT.read_text().splitlines()) < 60
+
+
+def test_slurm_from_the_command_to_the_shards(tmp_path, monkeypatch):
+    cluster = Cluster(tmp_path / "queue")
+    monkeypatch.setenv("PATH", f"{cluster.programs}:{os.environ['PATH']}")
+    folder = local_folder(tmp_path, num_files=1)
+    command = [str(folder), "--data-dir", str(tmp_path / "data"), "--memory", "32MB", "--executor", "slurm", "--partition", "cpu"]
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *command, "--start-over"])
+    assert main("prepare") == UNDER_WAY
+    assert main("prepare", command) == UNDER_WAY
+    assert len(cluster.jobs()) == 3
+    cluster.run()
+    assert (tmp_path / "data/pages_shuffled/manifest.json").is_file(), [path.read_text() for path in cluster.folder.glob("*.out")]
+    assert texts(*(tmp_path / "data/pages_shuffled").glob("*.jsonl")) == texts(*folder.glob("*.jsonl"))
+    assert main("prepare", command) == 0
+    assert len(cluster.jobs()) == 3
+
+
+def test_expected_bytes_is_near(tmp_path):
+    documents = [{"text": text, "id": path} for path, text in list(python_stdlib_documents())[:60]]
+    plain = write_jsonl(tmp_path / "a.jsonl", documents)
+    packed = tmp_path / "a.jsonl.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    size = plain.stat().st_size
+    assert expected_bytes([plain]) == size
+    assert expected_bytes([packed]) == pytest.approx(size, rel=0.3)
+    parquet = write_fineweb_parquet(tmp_path / "a.parquet", [one["text"] for one in documents])
+    assert expected_bytes([parquet]) == pytest.approx(size, rel=0.1)
+    assert expected_bytes([parquet] * 100) == 100 * expected_bytes([parquet])
+    parquet.write_bytes(b"")
+    assert expected_bytes([parquet]) == 0

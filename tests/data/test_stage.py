@@ -1,0 +1,276 @@
+"""A step of the corpus: published whole or not at all, resumed, refused, one process at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from moe_exp.data import stage as stage_module
+from moe_exp.data.stage import check_free_disk, file_hash, fingerprint, run_stage, write_json
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def source(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text("input\n")
+    return path
+
+
+def make(output, source, content="made", *, settings=None, stop=False, is_folder=True, **options):
+    """A step that appends to a file what it is given; returns (manifest, whether it was done before)."""
+    settings = settings or {"a": 1}
+    with run_stage("test", output, settings=settings, inputs=[source], is_folder=is_folder, **options) as stage:
+        if stage.was_done:
+            return stage.manifest, True
+        path = stage.folder / f"{output.name}.out"
+        with path.open("a") as file:
+            file.write(content)
+        if stop:
+            raise KeyboardInterrupt
+        finish = stage.finish_folder if is_folder else stage.finish_files
+        return finish([path], num_documents=7), False
+
+
+def made_file(output, is_folder):
+    return output / f"{output.name}.out" if is_folder else output.with_name(f"{output.name}.out")
+
+
+def partial(output):
+    return output.with_name(output.name + ".partial")
+
+
+@pytest.mark.parametrize("is_folder", [True, False])
+class TestBothKinds:
+    def test_made_once(self, tmp_path, source, is_folder):
+        output = tmp_path / "deep/er/out"
+        manifest, was_done = make(output, source, is_folder=is_folder)
+        assert not was_done and made_file(output, is_folder).read_text() == "made"
+        assert {"stage": "test", "settings": {"a": 1}, "num_documents": 7}.items() <= manifest.items()
+        assert manifest["inputs"] == [fingerprint(source)]
+        assert manifest["outputs"] == [{"name": "out.out", "bytes": 4, "hash": xxhash.xxh3_128_hexdigest(b"made")}]
+        names = {path.name for path in output.parent.rglob("*") if not path.name.endswith(".lock")}
+        assert names == ({"out", "manifest.json", "out.out"} if is_folder else {"out.manifest.json", "out.out"})
+        assert make(output, source, "more", is_folder=is_folder) == (manifest, True)
+        assert made_file(output, is_folder).read_text() == "made"
+
+    def test_goes_on_after_an_interruption(self, tmp_path, source, is_folder):
+        output = tmp_path / "out"
+        with pytest.raises(KeyboardInterrupt):
+            make(output, source, "first ", stop=True, is_folder=is_folder)
+        assert not made_file(output, is_folder).exists() and partial(output).exists()
+        (partial(output) / "state.json.77.tmp").write_text("of a write_json that was killed")
+        make(output, source, "second", is_folder=is_folder)
+        assert made_file(output, is_folder).read_text() == "first second"
+        assert not partial(output).exists() and not list(tmp_path.rglob("*.tmp"))
+
+    @pytest.mark.parametrize("stop", [True, False])
+    def test_refuses_other_settings_and_inputs(self, tmp_path, source, is_folder, stop):
+        output, verb = tmp_path / "out", "was begun" if stop else "was made"
+        if stop:
+            with pytest.raises(KeyboardInterrupt):
+                make(output, source, stop=True, is_folder=is_folder)
+        else:
+            make(output, source, is_folder=is_folder)
+        fix = r"Fix: give --start-over to make it again, or choose another output\."
+        with pytest.raises(ValueError, match=rf"out: {verb} with a=1, now it is 2\. {fix}"):
+            make(output, source, settings={"a": 2}, is_folder=is_folder)
+        with pytest.raises(ValueError, match=rf"out: {verb} with b=None, now it is 3\. {fix}"):
+            make(output, source, settings={"a": 1, "b": 3}, is_folder=is_folder)
+        source.write_text("Input\n")
+        with pytest.raises(ValueError, match=rf"out: {verb} from other inputs \(in.jsonl is not what it was\)\. {fix}"):
+            make(output, source, is_folder=is_folder)
+        source.write_text("input\n")
+        with (
+            pytest.raises(ValueError, match=rf"out: {verb} by the step test, not other\. {fix}"),
+            run_stage("other", output, settings={"a": 1}, inputs=[source], is_folder=is_folder),
+        ):
+            pass
+
+    def test_start_over_keeps_the_old_until_the_new_is_complete(self, tmp_path, source, is_folder):
+        output = tmp_path / "out"
+        make(output, source, "old", is_folder=is_folder)
+        with pytest.raises(KeyboardInterrupt):
+            make(output, source, "new", settings={"a": 2}, start_over=True, stop=True, is_folder=is_folder)
+        assert made_file(output, is_folder).read_text() == "old"
+        manifest, _ = make(output, source, "new", settings={"a": 2}, start_over=True, is_folder=is_folder)
+        assert made_file(output, is_folder).read_text() == "new"
+        assert make(output, source, settings={"a": 2}, is_folder=is_folder) == (manifest, True)
+
+    def test_a_finished_step_whose_files_are_gone_is_not_finished(self, tmp_path, source, is_folder):
+        output = tmp_path / "out"
+        make(output, source, is_folder=is_folder)
+        made_file(output, is_folder).write_text("mad")
+        with pytest.raises(ValueError, match=r"out.out: has 3 bytes, its manifest.json says 4 bytes. Fix: give --start-over"):
+            make(output, source, is_folder=is_folder)
+        made_file(output, is_folder).unlink()
+        with pytest.raises(ValueError, match=r"out.out: is missing, its manifest.json says 4 bytes. Fix: give --start-over"):
+            make(output, source, is_folder=is_folder)
+        make(output, source, start_over=True, is_folder=is_folder)
+        assert made_file(output, is_folder).read_text() == "made"
+
+    def test_killed_while_it_publishes_nothing_is_lost(self, tmp_path, source, is_folder):
+        """SIGKILL at every rename and removal of the publishing; what had a name before has content afterwards."""
+        code = f"""
+import os, shutil, signal, sys
+from pathlib import Path
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import test_stage
+calls = 0
+def counted(function):
+    def call(*arguments, **options):
+        global calls
+        calls += 1
+        if calls == int(sys.argv[2]):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments, **options)
+    return call
+def counting():
+    for name in ("replace", "rename", "unlink"):
+        setattr(Path, name, counted(getattr(Path, name)))
+    shutil.rmtree = counted(shutil.rmtree)
+test_stage.make(Path(sys.argv[1]), Path({str(source)!r}), "old", is_folder={is_folder})
+counting()
+test_stage.make(Path(sys.argv[1]), Path({str(source)!r}), "new", settings={{"a": 2}}, start_over=True, is_folder={is_folder})
+print(calls)
+"""
+
+        def run(output, kill_at):
+            command = [sys.executable, "-c", code, output, str(kill_at)]
+            return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+        done = run(tmp_path / "reference", 0)
+        assert done.returncode == 0, done.stderr
+        calls = int(done.stdout)
+        assert calls >= 5
+        for kill_at in range(1, calls + 1):
+            output = tmp_path / f"out{kill_at}"
+            assert run(output, kill_at).returncode == -9
+            contents = [path.read_text() for path in tmp_path.glob(f"out{kill_at}*/*.out")] + [
+                path.read_text() for path in tmp_path.glob(f"out{kill_at}*.out")
+            ]
+            assert {"old", "new"} & set(contents)  # one of them is there, whole
+            make(output, source, "new", settings={"a": 2}, start_over=True, is_folder=is_folder)
+            assert made_file(output, is_folder).read_text() == "new"
+            assert not partial(output).exists()
+
+
+def test_a_second_process_is_refused(tmp_path, source):
+    code = f"""
+import sys
+from pathlib import Path
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import test_stage
+try:
+    test_stage.make(Path({str(tmp_path / "out")!r}), Path({str(source)!r}))
+except ValueError as error:
+    print(error)
+"""
+    with run_stage("test", tmp_path / "out", settings={"a": 1}, inputs=[source]):
+        second = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert "out: another process is working on it. Fix: wait for it, or choose another output." in second.stdout
+    assert make(tmp_path / "out", source)[1] is False  # the lock is free again
+
+
+def test_a_folder_that_is_not_ours_is_left_alone(tmp_path, source):
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "precious").write_text("data")
+    for start_over in (False, True):
+        with pytest.raises(ValueError, match=r"out: is there, without a manifest.json of this program. Fix: choose another folder"):
+            make(output, source, start_over=start_over)
+    assert (output / "precious").read_text() == "data"
+    (output / "precious").unlink()
+    make(output, source)  # an empty folder is one to fill
+
+
+def test_a_damaged_manifest_is_an_error_not_a_fresh_start(tmp_path, source):
+    make(tmp_path / "out", source)
+    (tmp_path / "out/manifest.json").write_text('{"stage": "te')
+    with pytest.raises(ValueError, match=r"manifest.json: is damaged \(.*\). Fix: remove it, or give --start-over."):
+        make(tmp_path / "out", source)
+    make(tmp_path / "out", source, "new", start_over=True)
+    assert made_file(tmp_path / "out", True).read_text() == "new"
+
+
+def test_the_order_of_inputs_counts(tmp_path, source):
+    other = tmp_path / "other.jsonl"
+    other.write_text("other")
+
+    def run(inputs):
+        with run_stage("test", tmp_path / "out", settings={}, inputs=inputs) as stage:
+            return stage.was_done or stage.finish_folder([])
+
+    run([source, other])
+    assert run([source, other]) is True
+    with pytest.raises(ValueError, match=r"was made from other inputs \(their order is another\)"):
+        run([other, source])
+    with pytest.raises(ValueError, match=r"was made from other inputs \(other.jsonl is not what it was\)"):
+        run([source])
+
+
+def test_settings_are_compared_as_json(tmp_path, source):
+    make(tmp_path / "out", source, settings={"a": (1, 2)})
+    assert make(tmp_path / "out", source, settings={"a": [1, 2]})[1]
+
+
+@pytest.mark.parametrize("size", [0, 1, 1000, 2**16, 2**18 + 7, 2**21])
+def test_fingerprints(tmp_path, size):
+    path, other = tmp_path / "a.jsonl", tmp_path / "folder/a.jsonl"
+    other.parent.mkdir()
+    content = bytes(number % 251 for number in range(size))
+    path.write_bytes(content)
+    other.write_bytes(content)
+    os.utime(other, (1, 1))
+    assert fingerprint(path) == fingerprint(other)
+    assert fingerprint(path)["bytes"] == size
+    if size:
+        for place in (0, size - 1):
+            changed = bytearray(content)
+            changed[place] ^= 1
+            other.write_bytes(changed)
+            assert fingerprint(path) != fingerprint(other)
+    other.write_bytes(content + b"x")
+    assert fingerprint(path) != fingerprint(other)
+
+
+def test_file_hash_is_that_of_the_whole_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(stage_module, "_CHUNK_BYTES", 7)
+    content = os.urandom(1000)
+    (tmp_path / "a").write_bytes(content)
+    assert file_hash(tmp_path / "a") == xxhash.xxh3_128_hexdigest(content)
+
+
+def test_hashes_that_are_known_are_not_made_again(tmp_path, source):
+    with run_stage("test", tmp_path / "out", settings={}, inputs=[source]) as stage:
+        paths = [stage.folder / name for name in ("a", "b")]
+        for path in paths:
+            path.write_text("x")
+        manifest = stage.finish_folder(paths, hashes={paths[0]: "known"})
+    assert [file["hash"] for file in manifest["outputs"]] == ["known", xxhash.xxh3_128_hexdigest(b"x")]
+
+
+def test_json_is_written_whole(tmp_path):
+    path = tmp_path / "a.json"
+    write_json(path, {"é": 1})
+    assert json.loads(path.read_text(encoding="utf-8")) == {"é": 1}
+    with pytest.raises(TypeError):
+        write_json(path, {"a": object()})
+    assert json.loads(path.read_text(encoding="utf-8")) == {"é": 1}
+    assert list(tmp_path.glob("*.json")) == [path]
+
+
+def test_free_disk(tmp_path):
+    folder = tmp_path / "not/there/yet"
+    check_free_disk(folder, 1000, "the test")
+    with pytest.raises(ValueError, match=r"yet: has [\d.]+ GB free, the test needs 1000000000.0 GB. Fix: free some space, or choose"):
+        check_free_disk(folder, 10**18, "the test")
+    assert not (tmp_path / "not").exists() and shutil.disk_usage(tmp_path).free > 1000
