@@ -26,7 +26,7 @@ EXTRAS = {
     "te": ["transformer-engine[pytorch]>=2.0"],
     "megablocks": ["megablocks>=0.7", "grouped_gemm>=0.1.6"],
     "wandb": ["wandb>=0.17"],
-    "data": ["datatrove>=0.6", "pyarrow>=15", "zstandard>=0.22", "huggingface-hub>=1.6", "sentencepiece>=0.2"],
+    "data": ["datatrove>=0.10", "pyarrow>=15", "zstandard>=0.22", "huggingface-hub>=1.6", "sentencepiece>=0.2"],
     "fast": ["gigatoken>=0.10"],
     "dev": [
         "pytest>=8",
@@ -38,7 +38,7 @@ EXTRAS = {
         "types-PyYAML>=6",
         "transformers>=5.0",
         "wandb>=0.17",
-        "datatrove>=0.6",
+        "datatrove>=0.10",
         "pyarrow>=15",
         "zstandard>=0.22",
         "huggingface-hub>=1.6",
