@@ -6,6 +6,9 @@
 The text is the Python standard library's sources again and again, one document per file, or with --characters N cut into pages of N.
 Each program is a process of its own, interpreter and imports included; CPU is user + system of all its threads and children
 (RUSAGE_CHILDREN, median of the rounds, which go through the programs turn by turn). Peak memory is that of the largest process.
+
+Before each program as much memory as the largest takes, files included, is touched and freed. A virtual machine gives freed memory back to
+its host, and its first use after that costs up to ten times a copy: without this, it would be paid by whoever comes at the wrong time.
 terashuf (https://github.com/alexandres/terashuf) is measured where it is on PATH; it needs `MEMORY` in GB, and `split` for the shards.
 
 What they do is not the same. shuf holds all of the file, and writes one; so does terashuf, within its memory. Ours parses and checks every
@@ -50,8 +53,9 @@ def write_text(path: Path, num_bytes: int, characters: int) -> int:
     return count
 
 
-def measure(command: str | list[object], **environment: str) -> tuple[float, float]:
+def measure(command: str | list[object], warm_bytes: int, **environment: str) -> tuple[float, float]:
     """CPU seconds and peak MB of a process and its children, in a child of ours, whose children are these alone."""
+    subprocess.run([sys.executable, "-S", "-E", "-c", f"bytearray(b'x') * {warm_bytes}"], check=True)
     code = """
 import json, resource, subprocess, sys
 done = subprocess.run(json.loads(sys.argv[1]), shell=sys.argv[2] == "shell", capture_output=True)
@@ -72,21 +76,24 @@ print(used.ru_utime + used.ru_stime, used.ru_maxrss)
 def one_round(folder: Path, memory: str) -> dict[str, tuple[float, float]]:
     """Every program once."""
     source, shards, one = folder / "text.jsonl", folder / "text_shuffled", folder / "one.jsonl"
-    figures = {"GNU shuf, no shards": measure(["shuf", source, "-o", one])}
-    shutil.rmtree(shards, ignore_errors=True)
-    figures[SHUFFLE] = measure([*MOE_EXP, "shuffle", source, "--output", shards, "--name", "text", "--memory", memory])
+    warm_bytes = 3 * source.stat().st_size
+    figures = {"GNU shuf, no shards": measure(["shuf", source, "-o", one], warm_bytes)}
     one.unlink()
+    ours = [*MOE_EXP, "shuffle", source, "--output", shards, "--name", "text", "--memory", memory]
+    figures[SHUFFLE] = measure(ours, warm_bytes)
     if shutil.which("terashuf"):
         (folder / "split").mkdir(exist_ok=True)
         tera = f"terashuf < '{source}' > '{one}' && split -n l/32 '{one}' '{folder}/split/shard.'"
-        figures["terashuf and split"] = measure(tera, MEMORY="0.25", TMPDIR=str(folder))
+        figures["terashuf and split"] = measure(tera, warm_bytes, MEMORY="0.25", TMPDIR=str(folder))
         one.unlink()
         shutil.rmtree(folder / "split")
     flags = ["--input_dir", shards, "--valid_file_name", "text.val", "--output_file_name", "merged"]
-    figures["cat"] = measure(f"cat '{shards}'/text.chunk.*.jsonl > '{one}'")
-    figures[MERGE] = measure([*MOE_EXP, "merge", *flags])
-    for path in (one, folder / "merged.jsonl", folder / "merged.manifest.json"):
+    figures["cat"] = measure(f"cat '{shards}'/text.chunk.*.jsonl > '{one}'", warm_bytes)
+    one.unlink()
+    figures[MERGE] = measure([*MOE_EXP, "merge", *flags], warm_bytes)
+    for path in (folder / "merged.jsonl", folder / "merged.manifest.json"):
         path.unlink()
+    shutil.rmtree(shards)
     return figures
 
 

@@ -226,6 +226,7 @@ def estimate_line_bytes(paths: Iterable[Path]) -> int:
 def _compression(path: Path) -> float:
     """Decompressed by compressed bytes of a file's beginning, up to 4 MB; of a damaged one, which reading it names, 1."""
     decompressor: Any
+    damage: type[Exception]
     if path.suffix == ".gz":
         decompressor, damage = zlib.decompressobj(31), zlib.error  # 31: with gzip's header
     else:

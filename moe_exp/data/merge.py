@@ -21,7 +21,7 @@ from moe_exp.data.stage import Stage, check_free_disk, run_stage, write_json
 
 logger = logging.getLogger(__name__)
 
-_BLOCK_BYTES = 2**21
+_BLOCK_BYTES = 2**20
 _LONGEST_BYTES = 2**30
 _BYTES_PER_SECOND = {True: 500e6, False: 250e6}  # whether a manifest vouches for the shards
 
