@@ -104,7 +104,7 @@ def download(
         listing, complete = (None if start_over else _plan(folder, settings)) or (_list_files(source, max_failures), set())
         _print_plan(source, folder, listing, complete, bytes_per_second)
         return [folder / file.name for file in listing.files]
-    with run_stage("download", folder, settings=settings, inputs=(), start_over=start_over) as stage:
+    with run_stage("download", folder, settings=settings, inputs=(), start_over=start_over, mends_outputs=True) as stage:
         listing = _known_listing(stage) or _first_listing(stage, source, max_failures)
         hub = _Fetcher(source, listing, stage.folder, max_workers, max_failures)
         if stage.manifest is None:

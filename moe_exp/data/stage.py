@@ -101,6 +101,7 @@ def run_stage(
     inputs: Iterable[Path],
     is_folder: bool = True,
     start_over: bool = False,
+    mends_outputs: bool = False,
 ) -> Iterator[Stage]:
     """Opens the step: `stage.was_done` tells whether there is anything to do, `stage.folder` where to work.
 
@@ -113,9 +114,10 @@ def run_stage(
         inputs: files it reads.
         is_folder: whether OUTPUT is a folder.
         start_over: do not resume, and replace what another call has made, when the new one is complete.
+        mends_outputs: the block itself brings back what has gone from a finished output.
 
     Raises:
-        ValueError: another process works on it; or it was made, or begun, with other settings or inputs.
+        ValueError: another process works on it; it was made, or begun, with other settings or inputs; it is finished and a file is gone.
     """
     output = Path(os.path.abspath(output))  # noqa: PTH100  # resolve() would follow links out of the user's tree
     key = {"settings": json.loads(json.dumps(settings)), "inputs": [fingerprint(path) for path in inputs]}
@@ -131,7 +133,8 @@ def run_stage(
         _check_same(output, done, name, key, start_over, "was made")
         if done is not None and not start_over:
             place = output if is_folder else output.parent
-            _check_outputs(place, done)
+            if not mends_outputs:
+                _check_outputs(place, done)
             if is_folder:
                 (output / _RUNNING).unlink(missing_ok=True)  # of a call that was killed right at its end
             yield Stage(name, output, place, key, done, was_done=True)

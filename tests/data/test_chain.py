@@ -1,0 +1,92 @@
+"""The commands as people type them, from a dataset's name to a training run, with a hub on 127.0.0.1 that fails now and then."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("datatrove")
+pytest.importorskip("pyarrow")
+
+from hub_server import Fault, HubServer, write_fineweb_parquet
+from moe_exp.data.tokenizer import load_tokenizer
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "moe_exp/scripts"
+
+
+def run(tmp_path: Path, *command: object, **variables: str) -> str:
+    """Output of a command that must end well, called from a folder that is not the checkout."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+    environment["PYTHONPATH"] = str(ROOT)
+    environment |= {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1", **variables}
+    words = [sys.executable, *map(str, command)]
+    ended = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def texts(*paths: Path) -> Counter[str]:
+    return Counter(json.loads(line)["text"] for path in paths for line in path.read_bytes().split(b"\n")[:-1])
+
+
+def test_from_a_name_to_a_run(tmp_path, runs):
+    for number in range(2):
+        write_fineweb_parquet(tmp_path / f"hub/sample/10BT/{number:03d}_00000.parquet", num_documents=80 * (number + 1))
+    import pyarrow.parquet
+
+    given = [row for path in sorted(tmp_path.rglob("*.parquet")) for row in pyarrow.parquet.read_table(path).column("text").to_pylist()]
+    prepare = [SCRIPTS / "download_prepare_hf_data.py", "fineweb_edu_10bt", "--revision", "main", "--nchunks", 3, "--workers", 1]
+    with HubServer(tmp_path / "hub", repository="HuggingFaceFW/fineweb-edu") as server:
+        server.faults += [
+            Fault(status=429, headers={"Retry-After": "0"}),
+            Fault(status=503, where="/api/"),
+            Fault(cut_after=20_000),
+            Fault(reset_after=5_000),
+        ]
+        run(tmp_path, *prepare, HF_ENDPOINT=server.url)
+        assert not [fault for fault in server.faults if fault.times]
+        asked = len(server.requests)
+        run(tmp_path, *prepare, HF_ENDPOINT=server.url)
+        assert len(server.requests) - asked <= 2
+    shuffled = tmp_path / "data/fineweb_edu_10bt_shuffled"
+    valid = shuffled / "fineweb_edu_10bt.val.jsonl"
+    merged = ["--input_dir", shuffled, "--valid_file_name", "fineweb_edu_10bt.val", "--output_file_name", "merged"]
+    run(tmp_path, SCRIPTS / "merge_jsonl_files.py", *merged)
+    train = tmp_path / "data/merged.jsonl"
+    assert texts(train, valid) == Counter(text for text in given if text)
+    assert not set(texts(train)) & set(texts(valid))
+
+    run(tmp_path, "-m", "moe_exp", "data", "train-tokenizer", train, "--vocab-size", 600, "--out", "tokenizer")
+    words = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "tokenizer", "--append-eod", "--workers", 2]
+    for name, path in (("train", train), ("valid", valid)):
+        out = run(tmp_path, SCRIPTS / "preprocess_data.py", "--input", path, "--output-prefix", f"data/{name}", *words)
+        assert f"TRAIN_DATA={tmp_path / f'data/{name}_text_document'}" in out.replace("\n", "")
+    tokenizer = load_tokenizer("HuggingFaceTokenizer", model=str(tmp_path / "tokenizer"))
+    tokens = np.fromfile(tmp_path / "data/train_text_document.bin", dtype=np.uint16)
+    assert np.count_nonzero(tokens == tokenizer.eod_id) == sum(texts(train).values())
+    inspected = json.loads(run(tmp_path, "-m", "moe_exp", "data", "inspect", "data/train_text_document", "--json"))
+    assert inspected["num_documents"] == sum(texts(train).values())
+    for path in (shuffled, tmp_path / "data/fineweb_edu_10bt", train, tmp_path / "data/valid_text_document"):
+        run(tmp_path, "-m", "moe_exp", "data", "verify", path)
+
+    # A model for which a run is little more than its imports.
+    ended = runs.succeed(
+        "chain",
+        TRAIN_DATA=tmp_path / "data/train_text_document",
+        VALID_DATA=tmp_path / "data/valid_text_document",
+        TOKENIZER=tmp_path / "tokenizer",
+        VOCAB_SIZE=600,
+        TRAIN_ITERS=3,
+        EVAL_INTERVAL=3,
+        EVAL_ITERS=1,
+    )
+    assert len(ended.curve("lm_loss")) == 3
+    assert all(5 < loss < 8 for loss in [*ended.curve("lm_loss"), ended.records("valid")[0]["lm_loss"]])
