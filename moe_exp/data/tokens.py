@@ -130,17 +130,17 @@ def write_index(
     chunks = range(0, len(sizes), _LENGTHS_PER_WRITE)
     with path.open("wb") as file:
         file.write(_HEADER.pack(_MAGIC, 1, _CODES[dtype.name], len(sizes), num_indices))
-        file.write(memoryview(np.ascontiguousarray(sizes)))
+        file.write(np.ascontiguousarray(sizes).data)
         first_token = 0
         for start in chunks:
             ends = first_token + np.cumsum(sizes[start : start + _LENGTHS_PER_WRITE], dtype=np.int64)
-            file.write(memoryview(np.append(first_token, ends[:-1]) * np.int64(dtype.itemsize)))
+            file.write((np.append(first_token, ends[:-1]) * np.int64(dtype.itemsize)).data)
             first_token = int(ends[-1])
         if document_indices is not None:
-            file.write(memoryview(np.ascontiguousarray(document_indices)))
+            file.write(np.ascontiguousarray(document_indices).data)
         else:
             for start in range(0, num_indices, _LENGTHS_PER_WRITE):
-                file.write(memoryview(np.arange(start, min(start + _LENGTHS_PER_WRITE, num_indices), dtype=np.int64)))
+                file.write(np.arange(start, min(start + _LENGTHS_PER_WRITE, num_indices), dtype=np.int64).data)
         file.flush()
         os.fsync(file.fileno())
 

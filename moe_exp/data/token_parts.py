@@ -1,0 +1,418 @@
+"""A range of a JSONL file becomes a part: its tokens, the lengths of its documents, its counts. Parts in order become one .bin and .idx.
+
+A part is complete when its .json is there. Joining goes on while later parts are made, and a part's tokens are removed when they are in
+the joined file, so that the disk holds them once; what a crash leaves is verified by the parts' hashes before it is used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from moe_exp.config import problem
+from moe_exp.data.documents import BLANK_LINE, EMPTY_TEXT, BadDocument, Tally, read_lines, text_of
+from moe_exp.data.encoders import Encoder, find_difference, make_encoder
+from moe_exp.data.stage import write_json
+from moe_exp.data.tokenizer import TextTokenizer
+from moe_exp.data.tokens import TokenDtype, token_dtype, write_index
+
+PART_BYTES = 2**26
+BATCH_BYTES = 2**20  # of text: what the tokenizers package makes of it takes about 40 MB
+
+_BUFFER_BYTES = 2**20
+_COPY_BYTES = 2**22
+_BOM = b"\xef\xbb\xbf"
+# The sample of a part that is compared with the tokenizer's own package, which takes about 0.1 s per 200 KB.
+_NUM_SAMPLED, _NUM_ODD, _CLIP_CHARACTERS = 32, 16, 4096
+_ODD_CHARACTERS = re.compile(
+    "[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u0300-\u036f\u1680\u180e\u2000-\u200f\u2028-\u202f\u3000\ufeff\U00010000-\U0010ffff]"
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Lines of a file that start at `start` or later and before `end` (None: of the whole file, which is compressed)."""
+
+    index: int
+    path: Path
+    start: int
+    end: int | None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.path.stat().st_size if self.end is None else self.end - self.start
+
+    @property
+    def stem(self) -> str:
+        return f"part.{self.index:06d}"
+
+
+@dataclass
+class PartCounts:
+    """What is in a part.
+
+    Args:
+        tally: of its documents.
+        num_tokens: end-of-document tokens included.
+        num_eods: end-of-document tokens, those in texts included.
+        num_checked: documents compared with the tokenizer's own package.
+        token_hash: XXH3-128 of its tokens.
+    """
+
+    tally: Tally = field(default_factory=Tally)
+    num_tokens: int = 0
+    num_eods: int = 0
+    num_checked: int = 0
+    token_hash: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "tally": self.tally.to_json()}
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> PartCounts:
+        return cls(**{**content, "tally": Tally.from_json(content["tally"])})
+
+    def __iadd__(self, other: PartCounts) -> PartCounts:
+        self.tally += other.tally
+        self.num_tokens += other.num_tokens
+        self.num_eods += other.num_eods
+        self.num_checked += other.num_checked
+        return self
+
+
+def plan_parts(paths: Sequence[Path], part_bytes: int) -> list[Part]:
+    """Plain files are cut every `part_bytes`, compressed ones are a part each, empty ones none."""
+    parts: list[Part] = []
+    for path in paths:
+        size = path.stat().st_size
+        whole = path.suffix in (".gz", ".zst")
+        for start in range(0, size, max(1, size) if whole else part_bytes):
+            parts.append(Part(len(parts), path, start, None if whole else min(start + part_bytes, size)))
+    return parts
+
+
+def part_lines(part: Part) -> Iterator[tuple[int, bytes]]:
+    """Yields (number from 1 within the part, line without its end).
+
+    Raises:
+        BadDocument: a compressed file is damaged or ends early.
+    """
+    if part.end is None:
+        yield from read_lines(part.path)
+        return
+    with part.path.open("rb", buffering=_BUFFER_BYTES) as file:
+        if part.start:
+            file.seek(part.start - 1)
+            file.readline()  # the line that began earlier belongs to the part before
+        position = file.tell()
+        number = 0
+        while position < part.end and (line := file.readline()):
+            number += 1
+            position += len(line)
+            if position == len(line) and line.startswith(_BOM):
+                line = line[len(_BOM) :]
+            yield number, line[: -2 if line.endswith(b"\r\n") else -1 if line.endswith(b"\n") else None]
+
+
+def line_number(part: Part, number: int) -> int:
+    """Number in the file of a line of a part; reads the file up to the part."""
+    if not part.start or part.end is None:
+        return number
+    with part.path.open("rb") as file:
+        # The line that a part starts in is not its own, unless the part starts where a line does.
+        num_before, left = 0, part.start - 1
+        while left and (chunk := file.read(min(_COPY_BYTES, left))):
+            num_before += chunk.count(b"\n")
+            left -= len(chunk)
+    return num_before + 1 + number
+
+
+@dataclass(frozen=True)
+class PartSettings:
+    """How a text becomes tokens.
+
+    Args:
+        tokenizer: the tokenizer.
+        json_key: name of the field with the text.
+        append_eod: whether every document ends with the end-of-document token.
+        skip_bad: skip and count bad lines instead of stopping.
+
+    Raises:
+        ValueError: `append_eod`, and the tokenizer has no end-of-document token.
+    """
+
+    tokenizer: TextTokenizer
+    json_key: str = "text"
+    append_eod: bool = False
+    skip_bad: bool = False
+
+    def __post_init__(self) -> None:
+        if self.append_eod and self.tokenizer.eod_id is None:
+            rule = f"the tokenizer {self.tokenizer.name} names no end-of-sequence token"
+            raise ValueError(problem("append_eod", True, rule, "name it with --eod-token"))
+
+    @property
+    def dtype(self) -> TokenDtype:
+        return token_dtype(self.tokenizer.vocab_size)
+
+
+class PartEncoder:
+    """Makes parts; for one process.
+
+    Args:
+        settings: how a text becomes tokens.
+        backend: gigatoken or tokenizers.
+    """
+
+    def __init__(self, settings: PartSettings, backend: str):
+        self.settings = settings
+        self._encoder = make_encoder(settings.tokenizer, backend)
+        self._reference: Encoder | None = make_encoder(settings.tokenizer, "tokenizers") if backend == "gigatoken" else None
+
+    def encode(self, part: Part, folder: Path, advance: Callable[[int], None]) -> None:
+        """Writes `part.NNNNNN.bin`, `.lengths` (int32) and, last, `.json` into `folder`.
+
+        Args:
+            part: the part.
+            folder: for its files.
+            advance: is told the bytes read, as they are.
+
+        Raises:
+            BadDocument: a line is no document.
+            ValueError: ids are not what they must be.
+        """
+        counts, lengths, digest = PartCounts(), [np.empty(0, np.int32)], xxhash.xxh3_128()
+        sample = _Sample(part.index)
+        temporary = folder / f"{part.stem}.{os.getpid()}.tmp"
+        try:
+            with temporary.open("wb", buffering=0) as file:
+                for batch in self._batches(part, counts.tally, sample, advance):
+                    tokens, batch_lengths = self._tokens(part, batch, counts)
+                    lengths.append(batch_lengths)
+                    digest.update(tokens.data)
+                    write_all(file, tokens)
+                os.fsync(file.fileno())
+            self._check(part, sample, counts)
+            temporary.replace(folder / f"{part.stem}.bin")
+            with temporary.open("wb", buffering=0) as file:
+                write_all(file, np.concatenate(lengths))
+                os.fsync(file.fileno())
+            temporary.replace(folder / f"{part.stem}.lengths")
+        finally:
+            temporary.unlink(missing_ok=True)
+        counts.token_hash = digest.hexdigest()
+        write_json(folder / f"{part.stem}.json", counts.to_json())
+
+    def _batches(self, part: Part, tally: Tally, sample: _Sample, advance: Callable[[int], None]) -> Iterator[list[tuple[int, str]]]:
+        """Documents with their line numbers, BATCH_BYTES of text at a time or one longer document."""
+        batch: list[tuple[int, str]] = []
+        batch_bytes = line_bytes = 0
+        for number, line in part_lines(part):
+            line_bytes += len(line) + 1
+            text = self._text(part, number, line, tally)
+            if text is None:
+                continue
+            encoded = text.encode()
+            if batch and batch_bytes + len(encoded) > BATCH_BYTES:
+                yield batch
+                batch, batch_bytes = [], 0
+                if part.end is not None:
+                    advance(line_bytes)
+                    line_bytes = 0
+            tally.add(encoded)
+            sample.add(number, text)
+            batch.append((number, text))
+            batch_bytes += len(encoded)
+        if batch:
+            yield batch
+        advance(line_bytes if part.end is not None else part.num_bytes)
+
+    def _text(self, part: Part, number: int, line: bytes, tally: Tally) -> str | None:
+        try:
+            return text_of(line, self.settings.json_key)
+        except ValueError as error:
+            reason = str(error)
+            if not self.settings.skip_bad and reason not in (BLANK_LINE, EMPTY_TEXT):
+                raise BadDocument(part.path, line_number(part, number), reason) from error
+            tally.skipped[reason] += 1
+            return None
+
+    def _tokens(
+        self, part: Part, batch: Sequence[tuple[int, str]], counts: PartCounts
+    ) -> tuple[npt.NDArray[np.integer[Any]], npt.NDArray[np.int32]]:
+        """Tokens of a batch, one document after the other, and the lengths."""
+        tokenizer = self.settings.tokenizer
+        ids, lengths = self._encoder([text for _, text in batch])
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < tokenizer.vocab_size:
+            raise ValueError(f"{tokenizer.name}: gives ids outside its vocabulary, 0..{tokenizer.vocab_size - 1}. Fix: mend its files.")
+        if tokenizer.eod_id is not None:
+            in_texts = np.flatnonzero(ids == tokenizer.eod_id)
+            if len(in_texts) and not tokenizer.allow_special:
+                number = batch[int(np.searchsorted(np.cumsum(lengths), in_texts[0], side="right"))][0]
+                rule = f"the tokenizer reads {tokenizer.eod_token} in the text, which is the end of a document"
+                raise ValueError(f"{part.path}:{line_number(part, number)}: {rule}. Fix: --allow-special, or another tokenizer.")
+            counts.num_eods += len(in_texts)
+        if self.settings.append_eod and tokenizer.eod_id is not None:
+            ids, lengths = np.insert(ids.astype(self.settings.dtype), np.cumsum(lengths), tokenizer.eod_id), lengths + 1
+            counts.num_eods += len(batch)
+        counts.num_tokens += len(ids)
+        return ids.astype(self.settings.dtype, copy=False), lengths.astype(np.int32)
+
+    def _check(self, part: Part, sample: _Sample, counts: PartCounts) -> None:
+        if self._reference is None:
+            return
+        clips = sample.clips()
+        counts.num_checked = len(clips)
+        if clips and (wrong := find_difference(self._encoder, self._reference, [text for _, text in clips])) is not None:
+            where = f"{part.path}:{line_number(part, clips[wrong][0])}"
+            rule = "gigatoken gives other tokens for this document than the tokenizer's own package"
+            raise ValueError(f"{where}: {rule}. Fix: --backend tokenizers --start-over.")
+
+
+class _Sample:
+    """Starts of documents to compare: the first, random ones, and the first with odd characters."""
+
+    def __init__(self, seed: int):
+        self._random = random.Random(seed)
+        self._num_documents = 0
+        self._chosen: list[tuple[int, str]] = []
+        self._odd: list[tuple[int, str]] = []
+
+    def add(self, number: int, text: str) -> None:
+        place = 0 if not self._num_documents else self._random.randrange(self._num_documents + 1)
+        self._num_documents += 1
+        if len(self._chosen) < _NUM_SAMPLED:
+            self._chosen.append((number, text[:_CLIP_CHARACTERS]))
+        elif 0 < place < _NUM_SAMPLED:  # the first document stays
+            self._chosen[place] = (number, text[:_CLIP_CHARACTERS])
+        if len(self._odd) < _NUM_ODD:
+            self._add_odd(number, text)
+
+    def _add_odd(self, number: int, text: str) -> None:
+        found = _ODD_CHARACTERS.search(text) if not text.isascii() or "\0" in text else None
+        start = found.start() if found else text.find("<|")  # as most special tokens begin
+        if start >= 0:
+            start = max(0, start - _CLIP_CHARACTERS // 2)
+            self._odd.append((number, text[start : start + _CLIP_CHARACTERS]))
+
+    def clips(self) -> list[tuple[int, str]]:
+        return [*self._chosen, *self._odd]
+
+
+def is_complete(part: Part, folder: Path) -> bool:
+    """Whether a part was made before; its .bin may be in the joined file already."""
+    return (folder / f"{part.stem}.json").is_file()
+
+
+class JoinedParts:
+    """The file that parts are appended to, in order, with what a call before this one has appended.
+
+    Args:
+        folder: the working folder with the parts.
+        name: of the .bin and .idx files, without suffix.
+        settings: how the parts were made.
+    """
+
+    def __init__(self, folder: Path, name: str, settings: PartSettings):
+        self.folder, self.settings = folder, settings
+        self.bin_path, self.idx_path = folder / f"{name}.bin", folder / f"{name}.idx"
+        self.num_parts = 0
+        self.counts = PartCounts()
+        self._num_bytes = 0
+
+    def resume(self, parts: Sequence[Part], published: Path) -> None:
+        """Takes over what is there and sound. Parts that are not are made again.
+
+        Args:
+            parts: of the whole run.
+            published: where the .bin gets its place at the end: a call that was killed in between has moved it already.
+        """
+        if not self.bin_path.exists() and published.exists() and (self.folder / "joined.json").exists():
+            published.replace(self.bin_path)
+        self.bin_path.touch()
+        num_joined = json.loads((self.folder / "joined.json").read_text())["num_parts"] if (self.folder / "joined.json").exists() else 0
+        with self.bin_path.open("rb+") as file:
+            for part in parts[:num_joined]:
+                counts = self._read_counts(part)
+                if _hash_of(file, counts.num_tokens * self.settings.dtype.itemsize) != counts.token_hash:
+                    break
+                self._add(counts)
+            file.truncate(self._num_bytes)
+        for part in parts[self.num_parts :]:
+            if not (self.folder / f"{part.stem}.bin").exists():
+                (self.folder / f"{part.stem}.json").unlink(missing_ok=True)
+
+    def append(self, part: Part) -> None:
+        """Appends the next part and removes its own .bin.
+
+        Raises:
+            ValueError: the part is not what was written.
+        """
+        path, counts = self.folder / f"{part.stem}.bin", self._read_counts(part)
+        digest = xxhash.xxh3_128()
+        with path.open("rb") as source, self.bin_path.open("rb+", buffering=0) as file:
+            file.seek(self._num_bytes)
+            while chunk := source.read(_COPY_BYTES):
+                digest.update(chunk)
+                write_all(file, chunk)
+            os.fsync(file.fileno())
+        if digest.hexdigest() != counts.token_hash:
+            (self.folder / f"{part.stem}.json").unlink()
+            raise ValueError(f"{path}: is not what was written. Fix: check the disk, and call it again: the part is made again.")
+        self._add(counts)
+        write_json(self.folder / "joined.json", {"num_parts": self.num_parts})
+        path.unlink()
+
+    def write_index(self, parts: Sequence[Part]) -> None:
+        """Writes the .idx after all parts are in.
+
+        Raises:
+            ValueError: counts do not agree.
+        """
+        lengths = np.concatenate([np.fromfile(self.folder / f"{part.stem}.lengths", np.int32) for part in parts])
+        counts, tally = self.counts, self.counts.tally
+        facts = {
+            "parts": (self.num_parts, len(parts)),
+            "documents": (len(lengths), tally.num_documents),
+            "tokens": (int(lengths.sum(dtype=np.int64)), counts.num_tokens),
+            "bytes": (self.bin_path.stat().st_size, counts.num_tokens * self.settings.dtype.itemsize),
+        }
+        if self.settings.append_eod and not self.settings.tokenizer.allow_special:
+            facts["end-of-document tokens"] = (counts.num_eods, tally.num_documents)
+        for what, (found, expected) in facts.items():
+            if found != expected:
+                raise ValueError(f"{self.bin_path}: {found} {what} instead of {expected}. Fix: check the disk, and give --start-over.")
+        write_index(self.idx_path, lengths, self.settings.dtype)
+
+    def _read_counts(self, part: Part) -> PartCounts:
+        return PartCounts.from_json(json.loads((self.folder / f"{part.stem}.json").read_text()))
+
+    def _add(self, counts: PartCounts) -> None:
+        self.counts += counts
+        self.num_parts += 1
+        self._num_bytes += counts.num_tokens * self.settings.dtype.itemsize
+
+
+def _hash_of(file: Any, num_bytes: int) -> str:
+    digest = xxhash.xxh3_128()
+    while num_bytes and (chunk := file.read(min(_COPY_BYTES, num_bytes))):
+        digest.update(chunk)
+        num_bytes -= len(chunk)
+    return digest.hexdigest()
+
+
+def write_all(file: Any, content: Any) -> None:
+    """Writes all bytes of an array or of bytes to an unbuffered file; a full disk is an OSError here and nowhere later."""
+    rest = memoryview(content).cast("B") if len(content) else memoryview(b"")
+    while len(rest):
+        rest = rest[file.write(rest) :]
