@@ -25,15 +25,15 @@ import numpy as np
 
 from moe_exp.config import problem
 from moe_exp.data.documents import JSONL_SUFFIXES, Tally, text_of
-from moe_exp.data.encoders import BACKENDS, Probe, one_thread, probe_backend
+from moe_exp.data.encoders import BACKENDS, Encoders, Probe, one_thread, probe_backend
 from moe_exp.data.progress import print_summary, progress
 from moe_exp.data.stage import Stage, check_free_disk, run_stage, write_json
 from moe_exp.data.token_parts import (
-    PART_BYTES,
     JoinedParts,
     Part,
     PartEncoder,
     PartSettings,
+    default_part_bytes,
     is_complete,
     part_lines,
     plan_parts,
@@ -101,7 +101,7 @@ def tokenize_files(
     workers: int = 1,
     backend: str = "auto",
     start_over: bool = False,
-    part_bytes: int = PART_BYTES,
+    part_bytes: int | None = None,
 ) -> dict[str, Any]:
     """Writes `output`.bin, .idx and .manifest.json and returns the manifest. One sequence per document, in the order of the inputs.
 
@@ -112,13 +112,14 @@ def tokenize_files(
         workers: processes; with 1 it is this one. The output does not depend on it.
         backend: auto, gigatoken or tokenizers (the package that defines the tokenizer).
         start_over: replace what is there.
-        part_bytes: of input per part.
+        part_bytes: of input per part; by default see `default_part_bytes`.
 
     Raises:
         ValueError: a setting is wrong; a line is no document (it names file and line); a worker died; the disk is too small.
     """
     _check_how(workers, backend)
     key = {"tokenizer": settings.tokenizer.facts(), "json_key": settings.json_key, "append_eod": settings.append_eod}
+    part_bytes = part_bytes or default_part_bytes(inputs)
     key |= {"skip_bad": settings.skip_bad, "part_bytes": part_bytes}
     with run_stage("tokenize", output, settings=key, inputs=inputs, is_folder=False, start_over=start_over) as stage:
         if stage.was_done:
@@ -135,7 +136,8 @@ def tokenize_files(
             raise ValueError(problem("input", inputs[0], "the inputs have no documents", "give files with text"))
         joined.write_index(parts)
         facts = {"num_tokens": joined.counts.num_tokens, "num_eods": joined.counts.num_eods, "dtype": settings.dtype.name}
-        facts |= {"num_checked": joined.counts.num_checked, "backend": chosen, **joined.counts.tally.to_json()}
+        facts |= {"backend": chosen, "num_checked": joined.counts.num_checked, "num_rerouted": joined.counts.num_rerouted}
+        facts |= joined.counts.tally.to_json()
         return stage.finish_files([joined.bin_path, joined.idx_path], **facts)
 
 
@@ -204,6 +206,7 @@ class _Workers:
 
     def __init__(self, settings: PartSettings, number: int):
         self._settings, self._number = settings, number
+        self._encoders = Encoders(settings.tokenizer)
         self._stack = ExitStack()
 
     def __enter__(self) -> _Workers:
@@ -223,7 +226,7 @@ class _Workers:
 
     def probe(self, backend: str, sample: Sequence[str]) -> Probe:
         if self._number == 1:
-            return probe_backend(self._settings.tokenizer, backend, sample)
+            return probe_backend(self._encoders, backend, sample)
         with _told_of_death():
             return self._pool.submit(_probe_in_worker, backend, list(sample)).result()
 
@@ -232,7 +235,7 @@ class _Workers:
         if not parts:
             return
         if self._number == 1:
-            encoder = PartEncoder(self._settings, backend)
+            encoder = PartEncoder(self._settings, backend, self._encoders)
             for part in parts:
                 encoder.encode(part, folder, advance)
                 yield part
@@ -266,7 +269,7 @@ _worker: dict[str, Any] = {}
 def _start_worker(settings: PartSettings, num_bytes: Any, stop: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent tells
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker.update(settings=settings, bytes=num_bytes, stop=stop)
+    _worker.update(settings=settings, encoders=Encoders(settings.tokenizer), bytes=num_bytes, stop=stop)
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
@@ -279,12 +282,12 @@ def _end_with(sentinel: int) -> None:
 
 
 def _probe_in_worker(backend: str, sample: list[str]) -> Probe:
-    return probe_backend(_worker["settings"].tokenizer, backend, sample)
+    return probe_backend(_worker["encoders"], backend, sample)
 
 
 def _encode_in_worker(backend: str, part: Part, folder: Path) -> None:
     if "encoder" not in _worker:
-        _worker["encoder"] = PartEncoder(_worker["settings"], backend)
+        _worker["encoder"] = PartEncoder(_worker["settings"], backend, _worker["encoders"])
 
     def advance(num_bytes: int) -> None:
         with _worker["bytes"].get_lock():
@@ -310,7 +313,7 @@ class _Estimate:
         self.num_documents = int(len(sample) * self.text_bytes / max(1, len(text)))
         self.num_tokens = int(self.text_bytes * probe.tokens_per_byte) + self.num_documents * settings.append_eod
         self.disk_bytes = self.num_tokens * settings.dtype.itemsize + self.num_documents * _INDEX_BYTES_PER_DOCUMENT
-        self.seconds_of_one = self.text_bytes / probe.bytes_per_second
+        self.seconds_of_one = self.text_bytes / max(1.0, probe.bytes_per_second)
 
 
 def dry_run(inputs: Sequence[Path], output: Path, settings: PartSettings, *, workers: int, backend: str) -> None:
@@ -322,7 +325,7 @@ def dry_run(inputs: Sequence[Path], output: Path, settings: PartSettings, *, wor
     _check_how(workers, backend)
     sample = sample_texts(inputs, settings.json_key, _DRY_RUN_SAMPLE_BYTES)
     with one_thread():
-        probe = probe_backend(settings.tokenizer, backend, sample)
+        probe = probe_backend(Encoders(settings.tokenizer), backend, sample)
     estimate, workers = _Estimate(inputs, sample, probe, settings), _usable(workers)
     rows = {
         "inputs": f"{len(inputs)} files, {estimate.input_bytes / 1e6:,.1f} MB",
@@ -420,5 +423,6 @@ def summary_rows(manifest: dict[str, Any], seconds: float) -> dict[str, object]:
     rows: dict[str, object] = {"documents": tally.num_documents, "tokens": manifest["num_tokens"]}
     rows |= {"end-of-document tokens": manifest["num_eods"], "tokens per byte": f"{manifest['num_tokens'] / tally.num_text_bytes:.3f}"}
     rows |= {"tokens/s": f"{manifest['num_tokens'] / max(seconds, 1e-3):,.0f}", "backend": manifest["backend"]}
-    rows["compared with the tokenizer's own package"] = f"{manifest['num_checked']:,} documents"
+    if manifest["backend"] == "gigatoken":
+        rows |= {"documents compared": manifest["num_checked"], "documents left to the slower package": manifest["num_rerouted"]}
     return rows | {f"skipped: {reason}": number for reason, number in sorted(tally.skipped.items())}

@@ -21,18 +21,18 @@ import xxhash
 
 from moe_exp.config import problem
 from moe_exp.data.documents import BLANK_LINE, EMPTY_TEXT, BadDocument, Tally, read_lines, text_of
-from moe_exp.data.encoders import Encoder, find_difference, make_encoder
+from moe_exp.data.encoders import CheckedGigatoken, Encoders, find_differences
 from moe_exp.data.stage import write_json
 from moe_exp.data.tokenizer import TextTokenizer
 from moe_exp.data.tokens import TokenDtype, token_dtype, write_index
 
-PART_BYTES = 2**26
+LARGEST_PART_BYTES, SMALLEST_PART_BYTES, NUM_PARTS = 2**26, 2**22, 256
 BATCH_BYTES = 2**20  # of text: what the tokenizers package makes of it takes about 40 MB
 
 _BUFFER_BYTES = 2**20
 _COPY_BYTES = 2**22
 _BOM = b"\xef\xbb\xbf"
-# The sample of a part that is compared with the tokenizer's own package, which takes about 0.1 s per 200 KB.
+# The sample of the largest part that is compared with the tokenizer's own package, which takes about 0.1 s per 200 KB.
 _NUM_SAMPLED, _NUM_ODD, _CLIP_CHARACTERS = 32, 16, 4096
 _ODD_CHARACTERS = re.compile(
     "[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u0300-\u036f\u1680\u180e\u2000-\u200f\u2028-\u202f\u3000\ufeff\U00010000-\U0010ffff]"
@@ -66,6 +66,7 @@ class PartCounts:
         num_tokens: end-of-document tokens included.
         num_eods: end-of-document tokens, those in texts included.
         num_checked: documents compared with the tokenizer's own package.
+        num_rerouted: documents that gigatoken was not given, see CheckedGigatoken.
         token_hash: XXH3-128 of its tokens.
     """
 
@@ -73,6 +74,7 @@ class PartCounts:
     num_tokens: int = 0
     num_eods: int = 0
     num_checked: int = 0
+    num_rerouted: int = 0
     token_hash: str = ""
 
     def to_json(self) -> dict[str, Any]:
@@ -87,7 +89,13 @@ class PartCounts:
         self.num_tokens += other.num_tokens
         self.num_eods += other.num_eods
         self.num_checked += other.num_checked
+        self.num_rerouted += other.num_rerouted
         return self
+
+
+def default_part_bytes(paths: Sequence[Path]) -> int:
+    """So that there is work for many workers; a function of the inputs alone, as a run that goes on needs the same parts."""
+    return min(LARGEST_PART_BYTES, max(SMALLEST_PART_BYTES, sum(path.stat().st_size for path in paths) // NUM_PARTS))
 
 
 def plan_parts(paths: Sequence[Path], part_bytes: int) -> list[Part]:
@@ -172,12 +180,14 @@ class PartEncoder:
     Args:
         settings: how a text becomes tokens.
         backend: gigatoken or tokenizers.
+        encoders: of the tokenizer, if some are loaded already.
     """
 
-    def __init__(self, settings: PartSettings, backend: str):
+    def __init__(self, settings: PartSettings, backend: str, encoders: Encoders | None = None):
+        encoders = encoders or Encoders(settings.tokenizer)
         self.settings = settings
-        self._encoder = make_encoder(settings.tokenizer, backend)
-        self._reference: Encoder | None = make_encoder(settings.tokenizer, "tokenizers") if backend == "gigatoken" else None
+        self._encoder = encoders.get(backend)
+        self._reference = encoders.get("tokenizers") if backend == "gigatoken" else None
 
     def encode(self, part: Part, folder: Path, advance: Callable[[int], None]) -> None:
         """Writes `part.NNNNNN.bin`, `.lengths` (int32) and, last, `.json` into `folder`.
@@ -192,7 +202,7 @@ class PartEncoder:
             ValueError: ids are not what they must be.
         """
         counts, lengths, digest = PartCounts(), [np.empty(0, np.int32)], xxhash.xxh3_128()
-        sample = _Sample(part.index)
+        sample = _Sample(part.index, min(1.0, part.num_bytes / LARGEST_PART_BYTES))
         temporary = folder / f"{part.stem}.{os.getpid()}.tmp"
         try:
             with temporary.open("wb", buffering=0) as file:
@@ -253,6 +263,9 @@ class PartEncoder:
         """Tokens of a batch, one document after the other, and the lengths."""
         tokenizer = self.settings.tokenizer
         ids, lengths = self._encoder([text for _, text in batch])
+        if isinstance(self._encoder, CheckedGigatoken):
+            counts.num_rerouted += self._encoder.num_rerouted
+            self._encoder.num_rerouted = 0
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < tokenizer.vocab_size:
             raise ValueError(f"{tokenizer.name}: gives ids outside its vocabulary, 0..{tokenizer.vocab_size - 1}. Fix: mend its files.")
         if tokenizer.eod_id is not None:
@@ -273,8 +286,8 @@ class PartEncoder:
             return
         clips = sample.clips()
         counts.num_checked = len(clips)
-        if clips and (wrong := find_difference(self._encoder, self._reference, [text for _, text in clips])) is not None:
-            where = f"{part.path}:{line_number(part, clips[wrong][0])}"
+        if clips and (wrong := find_differences(self._encoder, self._reference, [text for _, text in clips])):
+            where = f"{part.path}:{line_number(part, clips[wrong[0]][0])}"
             rule = "gigatoken gives other tokens for this document than the tokenizer's own package"
             raise ValueError(f"{where}: {rule}. Fix: --backend tokenizers --start-over.")
 
@@ -282,8 +295,9 @@ class PartEncoder:
 class _Sample:
     """Starts of documents to compare: the first, random ones, and the first with odd characters."""
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: int, scale: float):
         self._random = random.Random(seed)
+        self._num_sampled, self._num_odd = max(2, int(scale * _NUM_SAMPLED)), max(2, int(scale * _NUM_ODD))
         self._num_documents = 0
         self._chosen: list[tuple[int, str]] = []
         self._odd: list[tuple[int, str]] = []
@@ -291,11 +305,11 @@ class _Sample:
     def add(self, number: int, text: str) -> None:
         place = 0 if not self._num_documents else self._random.randrange(self._num_documents + 1)
         self._num_documents += 1
-        if len(self._chosen) < _NUM_SAMPLED:
+        if len(self._chosen) < self._num_sampled:
             self._chosen.append((number, text[:_CLIP_CHARACTERS]))
-        elif 0 < place < _NUM_SAMPLED:  # the first document stays
+        elif 0 < place < self._num_sampled:  # the first document stays
             self._chosen[place] = (number, text[:_CLIP_CHARACTERS])
-        if len(self._odd) < _NUM_ODD:
+        if len(self._odd) < self._num_odd:
             self._add_odd(number, text)
 
     def _add_odd(self, number: int, text: str) -> None:

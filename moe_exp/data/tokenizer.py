@@ -6,7 +6,6 @@ as Megatron encodes with `add_special_tokens=False`. Special tokens that occur i
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import orjson
 import xxhash
 
 from moe_exp.config import problem
@@ -27,6 +27,7 @@ _USUAL_EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos
 _HUB_FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json"]
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _NUM_BYTES = 256
+_NO_TOKENIZER = (OSError, ValueError, KeyError, TypeError, AttributeError)
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def load_tokenizer(
         raise ValueError(problem("tokenizer_model", "", f"{tokenizer_type} needs it", "give --tokenizer-model"))
     if tokenizer_type == "HuggingFaceTokenizer":
         path = _tokenizer_json(str(model))
-        return _from_json(_read_json_object(path), str(model), path.parent, eod_token, allow_special)
+        return _from_json(_read_tokenizer_json(path), str(model), path.parent, eod_token, allow_special)
     return _sentencepiece(_existing("tokenizer_model", model), eod_token, allow_special)
 
 
@@ -111,11 +112,14 @@ def tokenizer_vocab_size(path: str | Path) -> int:
     file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     try:
         # Reading the JSON is faster than building the tokenizer, which has to sort out all merges.
-        return _vocab_size(json.loads(file.read_bytes()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        rule = "is not a Hugging Face tokenizer.json or a folder that has one"
-        fix = "give the path of a tokenizer.json, as tokenizer.save_pretrained writes it"
-        raise ValueError(problem("tokenizer", path, f"{rule} ({type(error).__name__})", fix)) from error
+        return _vocab_size(orjson.loads(file.read_bytes()))
+    except _NO_TOKENIZER as error:
+        raise ValueError(_no_tokenizer("tokenizer", path, error)) from error
+
+
+def _no_tokenizer(field: str, path: str | Path, error: Exception) -> str:
+    rule = f"is not a Hugging Face tokenizer.json or a folder that has one ({type(error).__name__})"
+    return problem(field, path, rule, "give the path of a tokenizer.json, as tokenizer.save_pretrained writes it")
 
 
 def _vocab_size(content: dict[str, Any]) -> int:
@@ -157,9 +161,12 @@ def _download(name: str) -> Path:
         raise ValueError(problem("tokenizer_model", name, rule, "check the name, HF_TOKEN and HF_ENDPOINT")) from error
 
 
-def _read_json_object(path: Path) -> dict[str, Any]:
-    tokenizer_vocab_size(path)  # its complaint where this is no tokenizer
-    content: dict[str, Any] = json.loads(path.read_bytes())
+def _read_tokenizer_json(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = orjson.loads(path.read_bytes())
+        _vocab_size(content)
+    except _NO_TOKENIZER as error:
+        raise ValueError(_no_tokenizer("tokenizer_model", path, error)) from error
     return content
 
 
@@ -173,7 +180,7 @@ def _gpt2_json(vocab_file: Path, merge_file: Path) -> dict[str, Any]:
         raise ValueError(problem("vocab_file", vocab_file, rule, "give GPT-2's vocab.json and merges.txt")) from error
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    content: dict[str, Any] = json.loads(tokenizer.to_str())
+    content: dict[str, Any] = orjson.loads(tokenizer.to_str())
     return content
 
 
@@ -196,8 +203,7 @@ def _from_json(content: dict[str, Any], name: str, folder: Path | None, eod_toke
         # Some files have it as an added token that is not special, and then a text could contain it.
         for token in content.get("added_tokens") or []:
             token["special"] |= token["content"] == eod_token
-    data = json.dumps(content, ensure_ascii=False).encode("utf-8", "surrogatepass")
-    return TextTokenizer("huggingface", name, data, _vocab_size(content), eod_id, eod_token, allow_special)
+    return TextTokenizer("huggingface", name, orjson.dumps(content), _vocab_size(content), eod_id, eod_token, allow_special)
 
 
 def _eod_candidates(content: dict[str, Any], folder: Path | None) -> Iterator[str]:
@@ -216,7 +222,7 @@ def _eod_candidates(content: dict[str, Any], folder: Path | None) -> Iterator[st
 
 def _optional_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_bytes())
+        content = orjson.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
     except ValueError as error:
