@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from moe_exp.config import problem
+from moe_exp.data.datatrove_tokens import EXECUTORS, tokenize_by_datatrove
 from moe_exp.data.encoders import BACKENDS
 from moe_exp.data.preprocess import dry_run, find_inputs, merge_token_files, summary_rows, tokenize_files, tokenized_prefix
 from moe_exp.data.progress import print_summary
@@ -47,6 +48,11 @@ def _add_tokenize(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--skip-bad", action="store_true", help="skip and count bad lines instead of stopping at the first")
     parser.add_argument("--start-over", action="store_true", help="make it again, and replace what is there")
     parser.add_argument("--dry-run", action="store_true", help="tokens, disk and time by a sample; nothing is written")
+    cluster = parser.add_argument_group("datatrove", "its tokenizer under one of its executors: slower, but it spreads over a cluster")
+    cluster.add_argument("--executor", choices=EXECUTORS)
+    cluster.add_argument("--tasks", type=int, default=1, help="each reads whole input files (default: %(default)s)")
+    cluster.add_argument("--slurm-partition")
+    cluster.add_argument("--slurm-time", help="time limit of a task, as 8:00:00")
     ignored = parser.add_argument_group("Megatron's, without effect", "parts, order and progress are as they should be without them")
     ignored.add_argument("--partitions", type=int, help=argparse.SUPPRESS)
     ignored.add_argument("--log-interval", type=int, help=argparse.SUPPRESS)
@@ -100,11 +106,30 @@ def _tokenize(arguments: argparse.Namespace) -> int:
         settings = PartSettings(tokenizer, json_key, append_eod=arguments.append_eod, skip_bad=arguments.skip_bad)
         if arguments.dry_run:
             dry_run(inputs, output, settings, **how)
-            continue
-        manifest = tokenize_files(inputs, output, settings, start_over=arguments.start_over, **how)
-        print_summary(f"tokenize: {output}", summary_rows(manifest, time.monotonic() - started))
-        print(f"TRAIN_DATA={output}")
+        elif arguments.executor:
+            _by_datatrove(inputs, output, settings, arguments)
+        else:
+            manifest = tokenize_files(inputs, output, settings, start_over=arguments.start_over, **how)
+            print_summary(f"tokenize: {output}", summary_rows(manifest, time.monotonic() - started))
+            print(f"TRAIN_DATA={output}")
     return 0
+
+
+def _by_datatrove(inputs: list[Path], output: Path, settings: PartSettings, arguments: argparse.Namespace) -> None:
+    given = {"partition": arguments.slurm_partition, "time": arguments.slurm_time}
+    manifest = tokenize_by_datatrove(
+        inputs,
+        output,
+        settings,
+        executor=arguments.executor,
+        tasks=arguments.tasks,
+        workers=arguments.workers,
+        slurm={name: value for name, value in given.items() if value},
+        start_over=arguments.start_over,
+    )
+    if manifest:
+        print_summary(f"tokenize: {output}", {"documents": manifest["num_documents"], "tokens": manifest["num_tokens"]})
+        print(f"TRAIN_DATA={output}")
 
 
 def _train(arguments: argparse.Namespace) -> int:
