@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import time
 from pathlib import Path
@@ -15,6 +16,8 @@ from moe_exp.data.progress import print_summary
 from moe_exp.data.token_parts import PartSettings
 from moe_exp.data.tokenizer import TOKENIZER_TYPES, load_tokenizer
 from moe_exp.data.tokenizer_training import EOD_TOKEN, train_tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -90,7 +93,7 @@ def _tokenize(arguments: argparse.Namespace) -> int:
     if arguments.tokenizer_type is None:
         raise ValueError(problem("tokenizer_type", "", "must be given", f"give one of {', '.join(TOKENIZER_TYPES)}"))
     if not arguments.append_eod:
-        print("without --append-eod nothing marks where a document ends")
+        logger.warning("without --append-eod nothing marks where a document ends")
     inputs = find_inputs(arguments.input)
     tokenizer = load_tokenizer(
         arguments.tokenizer_type,

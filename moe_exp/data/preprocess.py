@@ -178,7 +178,7 @@ def _pinned_backend(stage: Stage, pool: _Workers, requested: str, inputs: Sequen
     sample = sample_texts(inputs, settings.json_key, _SAMPLE_BYTES)
     probe = pool.probe(requested, sample)
     logger.info("backend: %s, %s", probe.backend, probe.reason)
-    estimate = _Estimate(inputs, sample, probe, settings)
+    estimate = _Estimate(inputs, sample, probe, settings, pool.number)
     check_free_disk(stage.output.parent, estimate.disk_bytes, f"{stage.output.name}.bin, by a sample,")
     write_json(path, {"backend": probe.backend, "reason": probe.reason})
     return probe.backend
@@ -205,18 +205,18 @@ class _Workers:
     """One worker in this process, or several processes; for use in a `with` statement."""
 
     def __init__(self, settings: PartSettings, number: int):
-        self._settings, self._number = settings, number
+        self._settings, self.number = settings, number
         self._encoders = Encoders(settings.tokenizer)
         self._stack = ExitStack()
 
     def __enter__(self) -> _Workers:
-        if self._number == 1:
+        if self.number == 1:
             self._stack.enter_context(one_thread())
             return self
         context = multiprocessing.get_context("spawn")
         self._bytes, self._stop = context.Value("q", 0), context.Event()
         arguments = (self._settings, self._bytes, self._stop)
-        self._pool = ProcessPoolExecutor(self._number, mp_context=context, initializer=_start_worker, initargs=arguments)
+        self._pool = ProcessPoolExecutor(self.number, mp_context=context, initializer=_start_worker, initargs=arguments)
         self._stack.callback(self._pool.shutdown, cancel_futures=True)
         self._stack.callback(self._stop.set)
         return self
@@ -225,7 +225,7 @@ class _Workers:
         self._stack.close()
 
     def probe(self, backend: str, sample: Sequence[str]) -> Probe:
-        if self._number == 1:
+        if self.number == 1:
             return probe_backend(self._encoders, backend, sample)
         with _told_of_death():
             return self._pool.submit(_probe_in_worker, backend, list(sample)).result()
@@ -234,7 +234,7 @@ class _Workers:
         """Yields the parts as they are complete."""
         if not parts:
             return
-        if self._number == 1:
+        if self.number == 1:
             encoder = PartEncoder(self._settings, backend, self._encoders)
             for part in parts:
                 encoder.encode(part, folder, advance)
@@ -304,7 +304,7 @@ def _encode_in_worker(backend: str, part: Part, folder: Path) -> None:
 class _Estimate:
     """Tokens, disk and time of a run, by a sample."""
 
-    def __init__(self, inputs: Sequence[Path], sample: Sequence[str], probe: Probe, settings: PartSettings):
+    def __init__(self, inputs: Sequence[Path], sample: Sequence[str], probe: Probe, settings: PartSettings, workers: int):
         text = b"\n".join(one.encode() for one in sample)
         packed = len(text) / max(1, len(zlib.compress(text, 6)))
         self.input_bytes = sum(path.stat().st_size for path in inputs)
@@ -312,7 +312,10 @@ class _Estimate:
         self.text_bytes = int(sum(path.stat().st_size * (packed if path.suffix in (".gz", ".zst") else 1) for path in inputs))
         self.num_documents = int(len(sample) * self.text_bytes / max(1, len(text)))
         self.num_tokens = int(self.text_bytes * probe.tokens_per_byte) + self.num_documents * settings.append_eod
-        self.disk_bytes = self.num_tokens * settings.dtype.itemsize + self.num_documents * _INDEX_BYTES_PER_DOCUMENT
+        bin_bytes = self.num_tokens * settings.dtype.itemsize
+        # While it works, the parts of the workers and the one that is joined are on the disk as well.
+        share = min(1.0, (workers + 1) * default_part_bytes(inputs) / max(1, self.input_bytes))
+        self.disk_bytes = int(bin_bytes * (1 + share)) + self.num_documents * _INDEX_BYTES_PER_DOCUMENT
         self.seconds_of_one = self.text_bytes / max(1.0, probe.bytes_per_second)
 
 
@@ -326,7 +329,8 @@ def dry_run(inputs: Sequence[Path], output: Path, settings: PartSettings, *, wor
     sample = sample_texts(inputs, settings.json_key, _DRY_RUN_SAMPLE_BYTES)
     with one_thread():
         probe = probe_backend(Encoders(settings.tokenizer), backend, sample)
-    estimate, workers = _Estimate(inputs, sample, probe, settings), _usable(workers)
+    workers = _usable(workers)
+    estimate = _Estimate(inputs, sample, probe, settings, workers)
     rows = {
         "inputs": f"{len(inputs)} files, {estimate.input_bytes / 1e6:,.1f} MB",
         "tokenizer": f"{settings.tokenizer.name}, {settings.tokenizer.vocab_size:,} tokens, EOD {settings.tokenizer.eod_token}",
