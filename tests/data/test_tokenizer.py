@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import http.server
 import io
 import json
+import os
+import subprocess
+import sys
+import threading
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import sentencepiece
@@ -16,6 +23,7 @@ from moe_exp.data.encoders import Encoders, find_differences, probe_backend, pro
 from moe_exp.data.tokenizer import load_tokenizer, tokenizer_vocab_size
 from moe_exp.data.tokenizer_training import EOD_TOKEN, train_bpe, train_tokenizer
 
+ROOT = Path(__file__).parents[2]
 TEXTS = ["def add(a, b):\n    return a + b\n", "for i in range(10):\n    print(i)\n", "Grüße, 世界! 🙂"] * 20
 
 
@@ -207,6 +215,61 @@ def test_what_is_no_tokenizer(arguments, message):
 def test_an_end_token_that_is_not_there(with_names, tmp_path):
     with pytest.raises(ValueError, match=r"^EOD_TOKEN=<none>: the tokenizer \S+ has no such token\. Fix: "):
         load_tokenizer("HuggingFaceTokenizer", model=save(with_names, tmp_path), eod_token="<none>")
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """The requests of a hub that matter here: what a repository has, and a file of it."""
+
+    files: ClassVar[dict[str, bytes]] = {}
+    commit = "0123456789" * 4
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        names = [*self.files, "model.safetensors"]
+        if self.path.startswith(f"/api/models/org/name/tree/{self.commit}"):
+            content = json.dumps(
+                [{"type": "file", "path": name, "size": len(self.files.get(name, b"")), "oid": "0"} for name in names]
+            ).encode()
+        elif self.path.startswith("/api/models/org/name/revision/main"):
+            content = json.dumps({"id": "org/name", "sha": self.commit, "siblings": [{"rfilename": name} for name in names]}).encode()
+        else:
+            content = self.files.get(self.path.removeprefix(f"/org/name/resolve/{self.commit}/"), b"")
+        self.send_response(200 if content else 404)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+        self.send_header("X-Repo-Commit", self.commit)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    def log_message(self, *arguments: object) -> None: ...
+
+
+def test_a_name_on_the_hub(with_names, tmp_path):
+    Hub.files = {"tokenizer.json": with_names.to_str().encode(), "tokenizer_config.json": b'{"eos_token": "</s>"}'}
+    code = """
+import sys
+from moe_exp.data.tokenizer import load_tokenizer
+for name in sys.argv[1:]:
+    try:
+        print(load_tokenizer("HuggingFaceTokenizer", model=name).eod_id)
+    except ValueError as error:
+        print(error)
+"""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path)}
+        command = [sys.executable, "-c", code, "org/name", "org/none"]
+        environment = {**os.environ, **address}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+        server.shutdown()
+    loaded, *missing = done.stdout.splitlines()
+    assert loaded == "2", done.stderr
+    assert len(missing) == 1
+    assert missing[0].startswith("TOKENIZER_MODEL=org/none: is no local path, and the hub does not give it (")
+    assert missing[0].endswith("Fix: check the name, HF_TOKEN and HF_ENDPOINT.")
 
 
 # The command that trains
