@@ -14,8 +14,8 @@ from typing import Any
 
 from moe_exp.config import problem
 from moe_exp.data.documents import Tally, read_documents
-from moe_exp.data.preprocess import merge_token_files
 from moe_exp.data.stage import run_stage
+from moe_exp.data.token_merge import merge_token_files
 from moe_exp.data.token_parts import PartSettings
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,8 @@ def tokenize_by_datatrove(
         settings: how a text becomes tokens; the tokenizer must be a tokenizer.json.
         executor: local, slurm or ray.
         tasks: at most as many as inputs.
-        workers: tasks at a time.
+        workers: tasks at a time, of SLURM and Ray. Local tasks run one after the other: datatrove's local pool waits forever for a
+            worker that died. On one machine `tokenize_files` is the way.
         slurm: arguments of datatrove's SlurmPipelineExecutor besides these: `partition` and `time` at least.
         start_over: remove what is there.
 
@@ -103,7 +104,7 @@ def _executor(name: str, pipeline: list[Any], *, slurm: Mapping[str, Any] | None
         return RayPipelineExecutor(pipeline, **how)
     from datatrove.executor import LocalPipelineExecutor
 
-    return LocalPipelineExecutor(pipeline, **how)
+    return LocalPipelineExecutor(pipeline, **how | {"workers": 1})
 
 
 def _reader(inputs: Sequence[Path], settings: PartSettings) -> Any:

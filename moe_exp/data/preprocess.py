@@ -16,20 +16,19 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import wait as wait_for
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from moe_exp.config import problem
 from moe_exp.data.documents import JSONL_SUFFIXES, Tally, text_of
 from moe_exp.data.encoders import BACKENDS, Encoders, Probe, one_thread, probe_backend
+from moe_exp.data.joined_parts import JoinedParts
 from moe_exp.data.progress import print_summary, progress
 from moe_exp.data.stage import Stage, check_free_disk, run_stage, write_json
+from moe_exp.data.token_merge import finished_manifest
 from moe_exp.data.token_parts import (
-    JoinedParts,
     Part,
     PartEncoder,
     PartSettings,
@@ -37,15 +36,12 @@ from moe_exp.data.token_parts import (
     is_complete,
     part_lines,
     plan_parts,
-    write_all,
 )
-from moe_exp.data.tokens import bin_idx_problem, read_index, write_index
 
 logger = logging.getLogger(__name__)
 
 _SAMPLED_PLACES, _SAMPLE_BYTES, _DRY_RUN_SAMPLE_BYTES = 8, 2**16, 2**20
 _POLL_SECONDS = 0.5
-_COPY_BYTES = 2**22
 _INDEX_BYTES_PER_DOCUMENT = 20
 
 
@@ -123,7 +119,7 @@ def tokenize_files(
     key |= {"skip_bad": settings.skip_bad, "part_bytes": part_bytes}
     with run_stage("tokenize", output, settings=key, inputs=inputs, is_folder=False, start_over=start_over) as stage:
         if stage.was_done:
-            return _finished(stage)
+            return finished_manifest(stage)
         for leftover in stage.folder.glob("*.tmp"):
             leftover.unlink()
         parts = plan_parts(inputs, part_bytes)
@@ -153,16 +149,6 @@ def _usable(workers: int) -> int:
     if workers > available:
         logger.info("%d workers asked for, %d are started: as many as this process has cores", workers, available)
     return min(workers, available)
-
-
-def _finished(stage: Stage) -> dict[str, Any]:
-    manifest = stage.manifest or {}
-    for file in manifest["outputs"]:
-        path = stage.folder / file["name"]
-        if not path.is_file() or path.stat().st_size != file["bytes"]:
-            raise ValueError(f"{path}: is missing or has another size than its manifest says. Fix: --start-over makes it again.")
-    logger.info("%s: is there, made with the same settings from the same inputs", stage.output)
-    return manifest
 
 
 def _pinned_backend(stage: Stage, pool: _Workers, requested: str, inputs: Sequence[Path], settings: PartSettings) -> str:
@@ -252,15 +238,14 @@ class _Workers:
                     yield futures[future]
 
 
-class _told_of_death:
+@contextmanager
+def _told_of_death() -> Iterator[None]:
     """A worker that died is a ValueError."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, BrokenProcessPool):
-            fix = "give fewer --workers if the memory was not enough, and call it again: it goes on where it stopped"
-            raise ValueError(f"tokenize: a worker process died. Fix: {fix}.") from error
+    try:
+        yield
+    except BrokenProcessPool as error:
+        fix = "give fewer --workers if the memory was not enough, and call it again: it goes on where it stopped"
+        raise ValueError(f"tokenize: a worker process died. Fix: {fix}.") from error
 
 
 _worker: dict[str, Any] = {}
@@ -368,57 +353,6 @@ def sample_texts(inputs: Sequence[Path], json_key: str, num_bytes: int) -> list[
 
 def _evenly(inputs: Sequence[Path], number: int) -> list[Path]:
     return [inputs[index * len(inputs) // number] for index in range(number)] if len(inputs) > number else list(inputs)
-
-
-# Merging
-
-
-def merge_token_files(prefixes: Sequence[Path], output: Path, *, start_over: bool = False) -> dict[str, Any]:
-    """Joins token files of shards into the files that one run over all of them would have made, and returns the manifest.
-
-    Args:
-        prefixes: of the shards, in order; those of other programs too.
-        output: path without suffix.
-        start_over: replace what is there.
-
-    Raises:
-        ValueError: a file is missing or damaged, types differ, or `output` is one of the shards.
-    """
-    for prefix in prefixes:
-        if wrong := bin_idx_problem(prefix):
-            raise ValueError(problem("merge", prefix, wrong, "tokenize that shard again"))
-        if prefix.absolute() == output.absolute():
-            raise ValueError(problem("output_prefix", output, "is one of the shards", "give another prefix"))
-    dtypes = {read_index(prefix)[0].name: str(prefix) for prefix in prefixes}
-    if len(dtypes) > 1:
-        rule = f"tokens are stored as {' and '.join(f'{dtype} in {prefix}' for dtype, prefix in dtypes.items())}"
-        raise ValueError(problem("merge", prefixes[0], rule, "merge shards of one tokenizer"))
-    inputs = [Path(f"{prefix}{suffix}") for prefix in prefixes for suffix in (".bin", ".idx")]
-    needed_bytes = sum(path.stat().st_size for path in inputs)
-    with run_stage("merge-tokens", output, settings={}, inputs=inputs, is_folder=False, start_over=start_over) as stage:
-        if stage.was_done:
-            return _finished(stage)
-        check_free_disk(output.parent, needed_bytes, f"{output.name}.bin")
-        paths = [stage.folder / f"{output.name}{suffix}" for suffix in (".bin", ".idx")]
-        with paths[0].open("wb", buffering=0) as file, progress("merging", needed_bytes) as advance:
-            for path in inputs[::2]:
-                with path.open("rb") as source:
-                    while chunk := source.read(_COPY_BYTES):
-                        write_all(file, chunk)
-                        advance(len(chunk))
-            os.fsync(file.fileno())
-        num_documents, num_tokens = _merge_indices(prefixes, paths[1])
-        return stage.finish_files(paths, num_documents=num_documents, num_tokens=num_tokens, dtype=next(iter(dtypes)))
-
-
-def _merge_indices(prefixes: Sequence[Path], path: Path) -> tuple[int, int]:
-    """Writes the .idx; returns documents and tokens."""
-    indices = [read_index(prefix) for prefix in prefixes]
-    sizes = np.concatenate([sizes for _, sizes, _ in indices])
-    firsts = np.cumsum([0, *(len(sizes) for _, sizes, _ in indices)])
-    documents = [np.zeros(1, np.int64), *(first + ends[1:] for first, (_, _, ends) in zip(firsts, indices, strict=False))]
-    write_index(path, sizes, indices[0][0], np.concatenate(documents))
-    return sum(len(ends) - 1 for _, _, ends in indices), int(sizes.sum(dtype=np.int64))
 
 
 def summary_rows(manifest: dict[str, Any], seconds: float) -> dict[str, object]:

@@ -29,8 +29,9 @@ from tokenizers import Tokenizer
 from moe_exp.commands.data_commands import main
 from moe_exp.data.documents import BadDocument, Tally, read_documents, read_lines
 from moe_exp.data.encoders import Encoders, probe_backend, probe_texts
-from moe_exp.data.preprocess import dry_run, find_inputs, merge_token_files, tokenize_files, tokenized_prefix
+from moe_exp.data.preprocess import dry_run, find_inputs, tokenize_files, tokenized_prefix
 from moe_exp.data.sources import python_stdlib_documents
+from moe_exp.data.token_merge import merge_token_files
 from moe_exp.data.token_parts import Part, PartEncoder, PartSettings, line_number, part_lines, plan_parts
 from moe_exp.data.tokenizer import load_tokenizer
 from moe_exp.data.tokenizer_training import EOD_TOKEN, train_bpe
@@ -386,12 +387,12 @@ def test_a_tokenizer_that_gigatoken_cannot_load(folder, tmp_path):
 
 KILLER = """
 import os, pathlib, signal, sys
-from moe_exp.data import preprocess, stage, token_parts
+from moe_exp.data import joined_parts, preprocess, stage, token_parts
 from moe_exp.data.token_parts import PartSettings
 from moe_exp.data.tokenizer import load_tokenizer
 
 corpus, tokenizer, output, owner, name, needle, countdown = sys.argv[1:]
-owner = {"Path": pathlib.Path, "stage": stage, "token_parts": token_parts}[owner]
+owner = {"Path": pathlib.Path, "stage": stage, "token_parts": token_parts, "joined_parts": joined_parts}[owner]
 original, left = getattr(owner, name), int(countdown)
 
 def kill_in_front(*arguments, **keywords):
@@ -412,8 +413,8 @@ preprocess.tokenize_files([pathlib.Path(corpus)], pathlib.Path(output), how, par
     [
         ("token_parts", "write_all", "", 1),  # while the first part is written
         ("token_parts", "write_json", "part.000002", 1),  # its tokens have their name, its counts not
-        ("token_parts", "write_json", "joined.json", 3),  # it is in the joined file, which nobody knows yet
-        ("token_parts", "write_index", "", 1),  # all parts are joined
+        ("joined_parts", "write_json", "joined.json", 3),  # it is in the joined file, which nobody knows yet
+        ("joined_parts", "write_index", "", 1),  # all parts are joined
         ("Path", "replace", "out.partial/out.idx", 1),  # the .bin has its place, the .idx not
         ("stage", "write_json", "out.manifest.json", 1),  # both have, the manifest is missing
         ("stage", "sync_folder", "", 1),  # the manifest is there, the working folder too
@@ -442,7 +443,7 @@ def test_complete_parts_are_not_made_again(folder, how, undisturbed, tmp_path):
 
 
 def test_damaged_work_is_made_again(folder, how, undisturbed, tmp_path):
-    arguments = [folder / "corpus.jsonl", folder, tmp_path / "out", "token_parts", "write_index", "", 1]
+    arguments = [folder / "corpus.jsonl", folder, tmp_path / "out", "joined_parts", "write_index", "", 1]
     subprocess.run([sys.executable, "-c", KILLER, *map(str, arguments)], cwd=ROOT, timeout=300)
     joined = tmp_path / "out.partial" / "out.bin"
     content = bytearray(joined.read_bytes())
