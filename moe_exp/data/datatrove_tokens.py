@@ -66,10 +66,13 @@ def tokenize_by_datatrove(
             tokenizer_path.write_bytes(settings.tokenizer.content)
             pipeline = [_reader(inputs, settings), _tokenizer(stage.folder, tokenizer_path, settings)]
             run = _executor(executor, pipeline, tasks=tasks, workers=workers, logging_dir=str(stage.folder / "datatrove"), slurm=slurm)
-            if executor != "slurm" or not _is_complete(run):
+            submitted = stage.folder / "submitted"
+            if not submitted.exists():
                 run.run()
-            if not _is_complete(run):
-                logger.info("%d tasks are submitted; call it again when they are done, to merge", tasks)
+            if num_left := sum(not run.is_rank_completed(rank) for rank in range(tasks)):
+                submitted.touch()
+                logger.info("%d of %d tasks are not done. Call it again when they are, to merge.", num_left, tasks)
+                logger.info("Should they have failed (see %s): remove %s and call it again.", stage.folder / "datatrove", submitted)
                 return None
             stage.finish_folder([stage.folder / f"{prefix.name}{suffix}" for prefix in prefixes for suffix in (".bin", ".idx")])
     return merge_token_files(prefixes, output, start_over=start_over)
@@ -87,10 +90,6 @@ def _check(inputs: Sequence[Path], settings: PartSettings, executor: str, tasks:
         raise ValueError(
             problem("executor", executor, "SLURM needs a partition and a time limit", "give --slurm-partition and --slurm-time")
         )
-
-
-def _is_complete(run: Any) -> bool:
-    return all(run.is_rank_completed(rank) for rank in range(run.tasks))
 
 
 def _executor(name: str, pipeline: list[Any], *, slurm: Mapping[str, Any] | None, **how: Any) -> Any:

@@ -150,18 +150,23 @@ class CheckedGigatoken:
         return not unknown <= self._same
 
 
+# Of the tokenizers package; and of the pool that gigatoken makes for its first long text, and keeps.
+ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
+
+
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """The `tokenizers` package keeps to the calling thread: workers are processes."""
-    before = os.environ.get("TOKENIZERS_PARALLELISM")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    """The packages keep to one thread: workers are processes."""
+    before = {name: os.environ.get(name) for name in ONE_THREAD}
+    os.environ.update(ONE_THREAD)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["TOKENIZERS_PARALLELISM"]
-        else:
-            os.environ["TOKENIZERS_PARALLELISM"] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def probe_backend(encoders: Encoders, requested: str, sample: Sequence[str]) -> Probe:

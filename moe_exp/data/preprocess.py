@@ -23,7 +23,7 @@ from typing import Any
 
 from moe_exp.config import problem
 from moe_exp.data.documents import JSONL_SUFFIXES, Tally, text_of
-from moe_exp.data.encoders import BACKENDS, Encoders, Probe, one_thread, probe_backend
+from moe_exp.data.encoders import BACKENDS, ONE_THREAD, Encoders, Probe, one_thread, probe_backend
 from moe_exp.data.joined_parts import JoinedParts
 from moe_exp.data.progress import print_summary, progress
 from moe_exp.data.stage import Stage, check_free_disk, run_stage, write_json
@@ -253,7 +253,7 @@ _worker: dict[str, Any] = {}
 
 def _start_worker(settings: PartSettings, num_bytes: Any, stop: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent tells
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ.update(ONE_THREAD)
     _worker.update(settings=settings, encoders=Encoders(settings.tokenizer), bytes=num_bytes, stop=stop)
     parent = multiprocessing.parent_process()
     if parent is not None:

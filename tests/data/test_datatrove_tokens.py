@@ -67,6 +67,8 @@ def test_the_slurm_script(how, inputs, tmp_path, monkeypatch):
     script = (tmp_path / "submitted").read_text()
     assert "#SBATCH --partition=cpu" in script
     assert "launch_pickled_pipeline" in script
+    assert tokenize_by_datatrove(inputs, tmp_path / "theirs", how, executor="slurm", tasks=3, workers=2, slurm=slurm) is None
+    assert (tmp_path / "submitted").read_text() == script, "it waits, and submits nothing twice"
 
 
 @pytest.mark.parametrize(
