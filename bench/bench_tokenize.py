@@ -159,8 +159,9 @@ def report(results: dict[str, Result], num_bytes: int) -> None:
         if over in results and under in results:
             sign = "<=" if bar < 2 else ">="
             print(f"| {ratio} | {results[over].cpu_seconds / results[under].cpu_seconds:.2f} | {sign} {bar} |")
-    same = "are the same, byte by byte" if len({result.sha256 for result in results.values()}) == 1 else "DIFFER"
-    print(f"\nThe tokens of all {same}.")
+    if len(results) > 1:
+        same = "are the same, byte by byte" if len({result.sha256 for result in results.values()}) == 1 else "DIFFER"
+        print(f"\nThe tokens of all {same}.")
 
 
 def main() -> int:
