@@ -15,7 +15,8 @@ from typing import Any
 import yaml
 
 from moe_exp.config import Config, problem
-from moe_exp.data.tokens import bin_idx_problem, parse_blend, tokenizer_vocab_size
+from moe_exp.data.tokenizer import tokenizer_vocab_size
+from moe_exp.data.tokens import bin_idx_problem, parse_blend
 from moe_exp.hosts import count_gpus
 from moe_exp.planner.params import checkpoint_bytes
 from moe_exp.run_folder import LATEST, run_folder_problems

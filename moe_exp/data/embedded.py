@@ -24,7 +24,8 @@ from tokenizers import Tokenizer
 
 from moe_exp.config import problem
 from moe_exp.data.sources import PYTHON_STDLIB_LICENSE, python_stdlib_documents
-from moe_exp.data.tokens import BinIdxWriter, bin_idx_problem, train_bpe
+from moe_exp.data.tokenizer_training import train_bpe
+from moe_exp.data.tokens import BinIdxWriter, bin_idx_problem
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Tokenizers, Megatron's .bin/.idx token files, and the text that names a blend of them. No torch in here.
+"""Megatron's .bin/.idx token files, and the text that names a blend of them. No torch in here.
 
 Layout of the .idx file (little-endian), as `megatron.core.datasets.indexed_dataset` reads it: magic, version, dtype code,
 number of sequences, number of document indices, then int32 sizes in tokens, int64 pointers in bytes and int64 document
@@ -7,22 +7,32 @@ indices. We write one sequence per document. The .bin file is the tokens, one do
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import struct
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from moe_exp.config import problem
+from moe_exp.data.tokenizer import tokenizer_vocab_size
 
-EOD_TOKEN = "<|endoftext|>"
+__all__ = [
+    "EOD_ID",
+    "BinIdxWriter",
+    "bin_idx_problem",
+    "bin_idx_tokens",
+    "parse_blend",
+    "read_index",
+    "token_dtype",
+    "tokenizer_vocab_size",
+    "write_index",
+]
+
 EOD_ID = 0
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -30,55 +40,9 @@ _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, number of sequ
 _DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
 _BLEND_RULE = "must be 'PREFIX', 'PREFIX PREFIX ...' or 'WEIGHT PREFIX WEIGHT PREFIX ...'"
 _CODES = {name: code for code, name in _DTYPES.items()}
+_LENGTHS_PER_WRITE = 2**20
 
-
-# Tokenizer
-
-
-def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Trains a byte-level BPE tokenizer; `<|endoftext|>` is id 0. The same texts give the same tokenizer.
-
-    Args:
-        texts: the training documents.
-        vocab_size: tokens, special token and the 256 bytes included; a small corpus may give fewer.
-
-    Raises:
-        ValueError: `vocab_size` has no room for the 256 bytes and the special token.
-    """
-    smallest = len(pre_tokenizers.ByteLevel.alphabet()) + 1
-    if vocab_size < smallest:
-        raise ValueError(problem("vocab_size", vocab_size, f"a byte-level BPE has at least {smallest} tokens", f"set {smallest} or more"))
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[EOD_TOKEN],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
-
-
-def tokenizer_vocab_size(path: str | Path) -> int:
-    """Highest token id + 1, added tokens included, of a tokenizer.json or of a folder that has one.
-
-    Raises:
-        ValueError: there is no such file, or it is not a tokenizer.
-    """
-    file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
-    try:
-        # Reading the JSON is faster than building the tokenizer, which has to sort out all merges.
-        content = json.loads(file.read_bytes())
-        vocab = content["model"]["vocab"]
-        # Unigram models keep a list, whose positions are the ids.
-        highest = len(vocab) - 1 if isinstance(vocab, list) else max(vocab.values(), default=-1)
-        return 1 + max([highest] + [token["id"] for token in content.get("added_tokens") or []])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        rule = "is not a Hugging Face tokenizer.json or a folder that has one"
-        fix = "give the path of a tokenizer.json, as tokenizer.save_pretrained writes it"
-        raise ValueError(problem("tokenizer", path, f"{rule} ({type(error).__name__})", fix)) from error
+TokenDtype = np.dtype[np.uint16] | np.dtype[np.int32]
 
 
 # Token files
@@ -99,7 +63,7 @@ class BinIdxWriter:
         self.prefix = str(prefix)
         self.vocab_size = vocab_size
         self.eod_id = eod_id
-        self.dtype: np.dtype[np.uint16] | np.dtype[np.int32] = np.dtype(np.uint16) if vocab_size < 65500 else np.dtype(np.int32)
+        self.dtype = token_dtype(vocab_size)
         self.num_tokens = 0
         # array, not list: 4 bytes a document instead of about 36.
         self._sizes = array("i")
@@ -135,13 +99,7 @@ class BinIdxWriter:
 
     def _write_index(self) -> None:
         sizes = np.frombuffer(self._sizes, dtype=np.int32) if self._sizes else np.empty(0, np.int32)
-        ends = np.cumsum(sizes, dtype=np.int64) * self.dtype.itemsize
-        with self._temporary[1].open("wb") as file:
-            file.write(_HEADER.pack(_MAGIC, 1, _CODES[self.dtype.name], len(sizes), len(sizes) + 1))
-            for values in (sizes, ends - sizes * np.int64(self.dtype.itemsize), np.arange(len(sizes) + 1, dtype=np.int64)):
-                file.write(values.tobytes())
-            file.flush()
-            os.fsync(file.fileno())
+        write_index(self._temporary[1], sizes, self.dtype)
 
     def _rename(self) -> None:
         self._bin.flush()
@@ -150,6 +108,50 @@ class BinIdxWriter:
         Path(f"{self.prefix}.idx").unlink(missing_ok=True)
         self._temporary[0].replace(f"{self.prefix}.bin")
         self._temporary[1].replace(f"{self.prefix}.idx")
+
+
+def token_dtype(vocab_size: int) -> TokenDtype:
+    """What tokens are stored as, by Megatron's rule (DType.optimal_dtype)."""
+    return np.dtype(np.uint16) if vocab_size < 65500 else np.dtype(np.int32)
+
+
+def write_index(
+    path: Path, sizes: npt.NDArray[np.int32], dtype: np.dtype[Any], document_indices: npt.NDArray[np.int64] | None = None
+) -> None:
+    """Writes an .idx file to the disk.
+
+    Args:
+        path: of the file.
+        sizes: of the sequences in tokens.
+        dtype: of the tokens.
+        document_indices: first sequence of every document and the number of sequences; by default a sequence is a document.
+    """
+    num_indices = len(sizes) + 1 if document_indices is None else len(document_indices)
+    chunks = range(0, len(sizes), _LENGTHS_PER_WRITE)
+    with path.open("wb") as file:
+        file.write(_HEADER.pack(_MAGIC, 1, _CODES[dtype.name], len(sizes), num_indices))
+        file.write(np.ascontiguousarray(sizes).data)
+        first_token = 0
+        for start in chunks:
+            ends = first_token + np.cumsum(sizes[start : start + _LENGTHS_PER_WRITE], dtype=np.int64)
+            file.write((np.append(first_token, ends[:-1]) * np.int64(dtype.itemsize)).data)
+            first_token = int(ends[-1])
+        if document_indices is not None:
+            file.write(np.ascontiguousarray(document_indices).data)
+        else:
+            for start in range(0, num_indices, _LENGTHS_PER_WRITE):
+                file.write(np.arange(start, min(start + _LENGTHS_PER_WRITE, num_indices), dtype=np.int64).data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_index(prefix: str | Path) -> tuple[np.dtype[Any], npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    """Type of the tokens, sizes in tokens of the sequences, document indices of `prefix`.idx, which must be a sound index."""
+    path = Path(f"{prefix}.idx")
+    _, _, code, num_sequences, num_indices = _read_header(path)
+    sizes = np.memmap(path, dtype="<i4", mode="r", offset=_HEADER.size, shape=(num_sequences,))
+    indices = np.memmap(path, dtype="<i8", mode="r", offset=_HEADER.size + 12 * num_sequences, shape=(num_indices,))
+    return np.dtype(_DTYPES[code]), sizes, indices
 
 
 def bin_idx_problem(prefix: str | Path) -> str | None:

@@ -1,0 +1,119 @@
+"""Parts (token_parts.py), joined in order into one .bin and .idx.
+
+Joining goes on while later parts are made, and a part's tokens are removed when they are in the joined file, so that the disk holds them
+once. What a crash leaves is verified by the parts' hashes before it is used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from moe_exp.data.stage import write_json
+from moe_exp.data.token_parts import Part, PartCounts, PartSettings, write_all
+from moe_exp.data.tokens import write_index
+
+_COPY_BYTES = 2**22
+
+
+class JoinedParts:
+    """The file that parts are appended to, in order, with what a call before this one has appended.
+
+    Args:
+        folder: the working folder with the parts.
+        name: of the .bin and .idx files, without suffix.
+        settings: how the parts were made.
+    """
+
+    def __init__(self, folder: Path, name: str, settings: PartSettings):
+        self.folder, self.settings = folder, settings
+        self.bin_path, self.idx_path = folder / f"{name}.bin", folder / f"{name}.idx"
+        self.num_parts = 0
+        self.counts = PartCounts()
+        self._num_bytes = 0
+
+    def resume(self, parts: Sequence[Part], published: Path) -> None:
+        """Takes over what is there and sound. Parts that are not are made again.
+
+        Args:
+            parts: of the whole run.
+            published: where the .bin gets its place at the end: a call that was killed in between has moved it already.
+        """
+        if not self.bin_path.exists() and published.exists() and (self.folder / "joined.json").exists():
+            published.replace(self.bin_path)
+        self.bin_path.touch()
+        num_joined = json.loads((self.folder / "joined.json").read_text())["num_parts"] if (self.folder / "joined.json").exists() else 0
+        with self.bin_path.open("rb+") as file:
+            for part in parts[:num_joined]:
+                counts = self._read_counts(part)
+                if _hash_of(file, counts.num_tokens * self.settings.dtype.itemsize) != counts.token_hash:
+                    break
+                self._add(counts)
+            file.truncate(self._num_bytes)
+        for part in parts[self.num_parts :]:
+            if not (self.folder / f"{part.stem}.bin").exists():
+                (self.folder / f"{part.stem}.json").unlink(missing_ok=True)
+
+    def append(self, part: Part) -> None:
+        """Appends the next part and removes its own .bin.
+
+        Raises:
+            ValueError: the part is not what was written.
+        """
+        path, counts = self.folder / f"{part.stem}.bin", self._read_counts(part)
+        digest = xxhash.xxh3_128()
+        with path.open("rb") as source, self.bin_path.open("rb+", buffering=0) as file:
+            file.seek(self._num_bytes)
+            while chunk := source.read(_COPY_BYTES):
+                digest.update(chunk)
+                write_all(file, chunk)
+            os.fsync(file.fileno())
+        if digest.hexdigest() != counts.token_hash:
+            (self.folder / f"{part.stem}.json").unlink()
+            raise ValueError(f"{path}: is not what was written. Fix: check the disk, and call it again: the part is made again.")
+        self._add(counts)
+        write_json(self.folder / "joined.json", {"num_parts": self.num_parts})
+        path.unlink()
+
+    def write_index(self, parts: Sequence[Part]) -> None:
+        """Writes the .idx after all parts are in.
+
+        Raises:
+            ValueError: counts do not agree.
+        """
+        lengths = np.concatenate([np.fromfile(self.folder / f"{part.stem}.lengths", np.int32) for part in parts])
+        counts, tally = self.counts, self.counts.tally
+        facts = {
+            "parts": (self.num_parts, len(parts)),
+            "documents": (len(lengths), tally.num_documents),
+            "tokens": (int(lengths.sum(dtype=np.int64)), counts.num_tokens),
+            "bytes": (self.bin_path.stat().st_size, counts.num_tokens * self.settings.dtype.itemsize),
+        }
+        if self.settings.append_eod and not self.settings.tokenizer.allow_special:
+            facts["end-of-document tokens"] = (counts.num_eods, tally.num_documents)
+        for what, (found, expected) in facts.items():
+            if found != expected:
+                raise ValueError(f"{self.bin_path}: {found} {what} instead of {expected}. Fix: check the disk, and give --start-over.")
+        write_index(self.idx_path, lengths, self.settings.dtype)
+
+    def _read_counts(self, part: Part) -> PartCounts:
+        return PartCounts.from_json(json.loads((self.folder / f"{part.stem}.json").read_text()))
+
+    def _add(self, counts: PartCounts) -> None:
+        self.counts += counts
+        self.num_parts += 1
+        self._num_bytes += counts.num_tokens * self.settings.dtype.itemsize
+
+
+def _hash_of(file: Any, num_bytes: int) -> str:
+    digest = xxhash.xxh3_128()
+    while num_bytes and (chunk := file.read(min(_COPY_BYTES, num_bytes))):
+        digest.update(chunk)
+        num_bytes -= len(chunk)
+    return digest.hexdigest()

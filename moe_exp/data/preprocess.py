@@ -1,0 +1,366 @@
+"""JSONL files to Megatron's .bin/.idx by worker processes: the same bytes for any number of them, and after any crash.
+
+The inputs are cut into parts (token_parts.py), workers make them in any order, and this process joins them in the order of the inputs.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import wait as wait_for
+from pathlib import Path
+from typing import Any
+
+from moe_exp.config import problem
+from moe_exp.data.documents import JSONL_SUFFIXES, Tally, text_of
+from moe_exp.data.encoders import BACKENDS, ONE_THREAD, Encoders, Probe, one_thread, probe_backend
+from moe_exp.data.joined_parts import JoinedParts
+from moe_exp.data.progress import print_summary, progress
+from moe_exp.data.stage import Stage, check_free_disk, run_stage, write_json
+from moe_exp.data.token_merge import finished_manifest
+from moe_exp.data.token_parts import (
+    Part,
+    PartEncoder,
+    PartSettings,
+    default_part_bytes,
+    is_complete,
+    part_lines,
+    plan_parts,
+)
+
+logger = logging.getLogger(__name__)
+
+_SAMPLED_PLACES, _SAMPLE_BYTES, _DRY_RUN_SAMPLE_BYTES = 8, 2**16, 2**20
+_POLL_SECONDS = 0.5
+_INDEX_BYTES_PER_DOCUMENT = 20
+
+
+def tokenized_prefix(output_prefix: str | Path, json_key: str = "text") -> Path:
+    """The prefix of the token files by Megatron's rule: PREFIX_text_document."""
+    return Path(f"{output_prefix}_{json_key}_document")
+
+
+def find_inputs(names: Sequence[str | Path]) -> list[Path]:
+    """The files that names stand for: files, folders (their JSONL files by name, but for *.val.jsonl, which is for validation) and globs.
+
+    Raises:
+        ValueError: a name stands for nothing, a file is no JSONL file, or comes twice.
+    """
+    found: list[Path] = []
+    for name in names:
+        path = Path(name)
+        if path.is_dir():
+            inside = sorted(file for file in path.iterdir() if file.name.endswith(JSONL_SUFFIXES) and file.is_file())
+            validation = [file for file in inside if _is_validation(file)]
+            if validation:
+                logger.info("%s: left out, as it is for validation: %s", path, ", ".join(file.name for file in validation))
+            matches = [file for file in inside if file not in validation]
+        else:
+            # Not Path.glob, which takes no absolute pattern.
+            matches = [path] if path.is_file() else sorted(Path(one) for one in glob.glob(str(name)) if Path(one).is_file())  # noqa: PTH207
+        if not matches:
+            raise ValueError(problem("input", name, "there are no JSONL files", "give files, folders or patterns in quotes"))
+        found += matches
+    for path in found:
+        if not path.name.endswith(JSONL_SUFFIXES):
+            fix = "convert it first (moe-exp data prepare)"
+            raise ValueError(problem("input", path, f"its name does not end in {', '.join(JSONL_SUFFIXES)}", fix))
+    seen: set[Path] = set()
+    for path in found:
+        if path.resolve() in seen:
+            raise ValueError(problem("input", path, "is given twice, its documents would be too", "name it once"))
+        seen.add(path.resolve())
+    if len(found) > 1 and any(map(_is_validation, found)):
+        logger.warning("%s is for validation, by its name, and is tokenized with the others", next(filter(_is_validation, found)))
+    return found
+
+
+def _is_validation(path: Path) -> bool:
+    return path.name.endswith(tuple(f".val{suffix}" for suffix in JSONL_SUFFIXES))
+
+
+def tokenize_files(
+    inputs: Sequence[Path],
+    output: Path,
+    settings: PartSettings,
+    *,
+    workers: int = 1,
+    backend: str = "auto",
+    start_over: bool = False,
+    part_bytes: int | None = None,
+) -> dict[str, Any]:
+    """Writes `output`.bin, .idx and .manifest.json and returns the manifest. One sequence per document, in the order of the inputs.
+
+    Args:
+        inputs: .jsonl, .jsonl.gz and .jsonl.zst files.
+        output: path without suffix, see `tokenized_prefix`.
+        settings: how a text becomes tokens.
+        workers: processes; with 1 it is this one. The output does not depend on it.
+        backend: auto, gigatoken or tokenizers (the package that defines the tokenizer).
+        start_over: replace what is there.
+        part_bytes: of input per part; by default see `default_part_bytes`.
+
+    Raises:
+        ValueError: a setting is wrong; a line is no document (it names file and line); a worker died; the disk is too small.
+    """
+    _check_how(workers, backend)
+    key = {"tokenizer": settings.tokenizer.facts(), "json_key": settings.json_key, "append_eod": settings.append_eod}
+    part_bytes = part_bytes or default_part_bytes(inputs)
+    key |= {"skip_bad": settings.skip_bad, "part_bytes": part_bytes}
+    with run_stage("tokenize", output, settings=key, inputs=inputs, is_folder=False, start_over=start_over) as stage:
+        if stage.was_done:
+            return finished_manifest(stage)
+        for leftover in stage.folder.glob("*.tmp"):
+            leftover.unlink()
+        parts = plan_parts(inputs, part_bytes)
+        joined = JoinedParts(stage.folder, output.name, settings)
+        joined.resume(parts, output.with_name(output.name + ".bin"))
+        with _Workers(settings, min(_usable(workers), max(1, len(parts)))) as pool:
+            chosen = _pinned_backend(stage, pool, backend, inputs, settings)
+            _make_parts(pool, chosen, parts, joined, stage.folder)
+        if not joined.counts.tally.num_documents:
+            raise ValueError(problem("input", inputs[0], "the inputs have no documents", "give files with text"))
+        joined.write_index(parts)
+        facts = {"num_tokens": joined.counts.num_tokens, "num_eods": joined.counts.num_eods, "dtype": settings.dtype.name}
+        facts |= {"backend": chosen, "num_checked": joined.counts.num_checked, "num_rerouted": joined.counts.num_rerouted}
+        facts |= joined.counts.tally.to_json()
+        return stage.finish_files([joined.bin_path, joined.idx_path], **facts)
+
+
+def _check_how(workers: int, backend: str) -> None:
+    if workers < 1:
+        raise ValueError(problem("workers", workers, "must be at least 1", "give 1 or more"))
+    if backend not in BACKENDS:
+        raise ValueError(problem("backend", backend, f"must be one of {', '.join(BACKENDS)}", "choose one of them"))
+
+
+def _usable(workers: int) -> int:
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if workers > available:
+        logger.info("%d workers asked for, %d are started: as many as this process has cores", workers, available)
+    return min(workers, available)
+
+
+def _pinned_backend(stage: Stage, pool: _Workers, requested: str, inputs: Sequence[Path], settings: PartSettings) -> str:
+    """The backend of the call that began; chosen, and the disk checked, where this is the first."""
+    path = stage.folder / "backend.json"
+    if path.exists():
+        begun: str = json.loads(path.read_text())["backend"]
+        if requested not in ("auto", begun):
+            rule = f"{stage.output} was begun with {begun}"
+            raise ValueError(problem("backend", requested, rule, f"give --backend {begun}, or --start-over"))
+        logger.info("backend: %s, as %s was begun with it", begun, stage.output)
+        return begun
+    sample = sample_texts(inputs, settings.json_key, _SAMPLE_BYTES)
+    probe = pool.probe(requested, sample)
+    logger.info("backend: %s, %s", probe.backend, probe.reason)
+    estimate = _Estimate(inputs, sample, probe, settings, pool.number)
+    check_free_disk(stage.output.parent, estimate.disk_bytes, f"{stage.output.name}.bin, by a sample,")
+    write_json(path, {"backend": probe.backend, "reason": probe.reason})
+    return probe.backend
+
+
+def _make_parts(pool: _Workers, backend: str, parts: Sequence[Part], joined: JoinedParts, folder: Path) -> None:
+    """Makes the parts that are not there, and joins all in order, as soon as it is one's turn."""
+    missing = [part for part in parts[joined.num_parts :] if not is_complete(part, folder)]
+    done = sum(part.num_bytes for part in parts) - sum(part.num_bytes for part in missing)
+    waiting = {part.index for part in missing}
+
+    def join() -> None:
+        while joined.num_parts < len(parts) and joined.num_parts not in waiting:
+            joined.append(parts[joined.num_parts])
+
+    with progress("tokenizing", sum(part.num_bytes for part in parts), done=done) as advance:
+        join()
+        for part in pool.encode(backend, missing, folder, advance):
+            waiting.remove(part.index)
+            join()
+
+
+class _Workers:
+    """One worker in this process, or several processes; for use in a `with` statement."""
+
+    def __init__(self, settings: PartSettings, number: int):
+        self._settings, self.number = settings, number
+        self._encoders = Encoders(settings.tokenizer)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> _Workers:
+        if self.number == 1:
+            self._stack.enter_context(one_thread())
+            return self
+        context = multiprocessing.get_context("spawn")
+        self._bytes, self._stop = context.Value("q", 0), context.Event()
+        arguments = (self._settings, self._bytes, self._stop)
+        self._pool = ProcessPoolExecutor(self.number, mp_context=context, initializer=_start_worker, initargs=arguments)
+        self._stack.callback(self._pool.shutdown, cancel_futures=True)
+        self._stack.callback(self._stop.set)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def probe(self, backend: str, sample: Sequence[str]) -> Probe:
+        if self.number == 1:
+            return probe_backend(self._encoders, backend, sample)
+        with _told_of_death():
+            return self._pool.submit(_probe_in_worker, backend, list(sample)).result()
+
+    def encode(self, backend: str, parts: Sequence[Part], folder: Path, advance: Callable[[int], None]) -> Iterator[Part]:
+        """Yields the parts as they are complete."""
+        if not parts:
+            return
+        if self.number == 1:
+            encoder = PartEncoder(self._settings, backend, self._encoders)
+            for part in parts:
+                encoder.encode(part, folder, advance)
+                yield part
+            return
+        with _told_of_death():
+            futures = {self._pool.submit(_encode_in_worker, backend, part, folder): part for part in parts}
+            seen, pending = 0, set(futures)
+            while pending:
+                finished, pending = wait(pending, _POLL_SECONDS, FIRST_COMPLETED)
+                advance(self._bytes.value - seen)
+                seen = self._bytes.value
+                for future in sorted(finished, key=lambda future: futures[future].index):
+                    future.result()
+                    yield futures[future]
+
+
+@contextmanager
+def _told_of_death() -> Iterator[None]:
+    """A worker that died is a ValueError."""
+    try:
+        yield
+    except BrokenProcessPool as error:
+        fix = "give fewer --workers if the memory was not enough, and call it again: it goes on where it stopped"
+        raise ValueError(f"tokenize: a worker process died. Fix: {fix}.") from error
+
+
+_worker: dict[str, Any] = {}
+
+
+def _start_worker(settings: PartSettings, num_bytes: Any, stop: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent tells
+    os.environ.update(ONE_THREAD)
+    _worker.update(settings=settings, encoders=Encoders(settings.tokenizer), bytes=num_bytes, stop=stop)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+
+
+def _end_with(sentinel: int) -> None:
+    """A parent that was killed takes its workers along: they would wait forever for work."""
+    wait_for([sentinel])
+    os._exit(1)
+
+
+def _probe_in_worker(backend: str, sample: list[str]) -> Probe:
+    return probe_backend(_worker["encoders"], backend, sample)
+
+
+def _encode_in_worker(backend: str, part: Part, folder: Path) -> None:
+    if "encoder" not in _worker:
+        _worker["encoder"] = PartEncoder(_worker["settings"], backend, _worker["encoders"])
+
+    def advance(num_bytes: int) -> None:
+        with _worker["bytes"].get_lock():
+            _worker["bytes"].value += num_bytes
+        if _worker["stop"].is_set():
+            raise InterruptedError("another worker failed")
+
+    _worker["encoder"].encode(part, folder, advance)
+
+
+# What it will take
+
+
+class _Estimate:
+    """Tokens, disk and time of a run, by a sample."""
+
+    def __init__(self, inputs: Sequence[Path], sample: Sequence[str], probe: Probe, settings: PartSettings, workers: int):
+        text = b"\n".join(one.encode() for one in sample)
+        packed = len(text) / max(1, len(zlib.compress(text, 6)))
+        self.input_bytes = sum(path.stat().st_size for path in inputs)
+        # As many bytes of text as of JSONL: an upper bound, as escapes and other fields take the rest.
+        self.text_bytes = int(sum(path.stat().st_size * (packed if path.suffix in (".gz", ".zst") else 1) for path in inputs))
+        self.num_documents = int(len(sample) * self.text_bytes / max(1, len(text)))
+        self.num_tokens = int(self.text_bytes * probe.tokens_per_byte) + self.num_documents * settings.append_eod
+        bin_bytes = self.num_tokens * settings.dtype.itemsize
+        # While it works, the parts of the workers and the one that is joined are on the disk as well.
+        share = min(1.0, (workers + 1) * default_part_bytes(inputs) / max(1, self.input_bytes))
+        self.disk_bytes = int(bin_bytes * (1 + share)) + self.num_documents * _INDEX_BYTES_PER_DOCUMENT
+        self.seconds_of_one = self.text_bytes / max(1.0, probe.bytes_per_second)
+
+
+def dry_run(inputs: Sequence[Path], output: Path, settings: PartSettings, *, workers: int, backend: str) -> None:
+    """Prints inputs, tokens, disk and time, by a sample, and writes nothing.
+
+    Raises:
+        ValueError: a setting is wrong, or the disk is too small.
+    """
+    _check_how(workers, backend)
+    sample = sample_texts(inputs, settings.json_key, _DRY_RUN_SAMPLE_BYTES)
+    with one_thread():
+        probe = probe_backend(Encoders(settings.tokenizer), backend, sample)
+    workers = _usable(workers)
+    estimate = _Estimate(inputs, sample, probe, settings, workers)
+    rows = {
+        "inputs": f"{len(inputs)} files, {estimate.input_bytes / 1e6:,.1f} MB",
+        "tokenizer": f"{settings.tokenizer.name}, {settings.tokenizer.vocab_size:,} tokens, EOD {settings.tokenizer.eod_token}",
+        "backend": f"{probe.backend}: {probe.reason}",
+        "tokens": f"about {estimate.num_tokens:,} at most ({probe.tokens_per_byte:.3f} per byte of text)",
+        "disk": f"about {estimate.disk_bytes / 1e6:,.1f} MB",
+        "time": f"about {estimate.seconds_of_one / workers:,.0f} s with {workers} workers at most",
+        "output": f"{output}.bin, {output}.idx",
+    }
+    print_summary("tokenize: what it would do, by a sample", rows)
+    check_free_disk(output.parent, estimate.disk_bytes, f"{output.name}.bin")
+
+
+def sample_texts(inputs: Sequence[Path], json_key: str, num_bytes: int) -> list[str]:
+    """Documents from a few places of the inputs; what is no document is left for the run to complain about."""
+    plain = [
+        Part(0, path, start, path.stat().st_size) for path in _evenly(inputs, _SAMPLED_PLACES) for start in (0, path.stat().st_size // 2)
+    ]
+    parts = [part if part.path.suffix == ".jsonl" else Part(0, part.path, 0, None) for part in plain]
+    texts: list[str] = []
+    for part in dict.fromkeys(parts):
+        left = num_bytes // len(parts)
+        for _, line in part_lines(part):
+            try:
+                text = text_of(line, json_key)
+            except ValueError:
+                left -= len(line)
+            else:
+                left -= len(line)
+                texts.append(text[: num_bytes // len(parts)])
+            if left <= 0:
+                break
+    return texts
+
+
+def _evenly(inputs: Sequence[Path], number: int) -> list[Path]:
+    return [inputs[index * len(inputs) // number] for index in range(number)] if len(inputs) > number else list(inputs)
+
+
+def summary_rows(manifest: dict[str, Any], seconds: float) -> dict[str, object]:
+    """The table at the end of a run."""
+    tally = Tally.from_json(manifest)
+    rows: dict[str, object] = {"documents": tally.num_documents, "tokens": manifest["num_tokens"]}
+    rows |= {"end-of-document tokens": manifest["num_eods"], "tokens per byte": f"{manifest['num_tokens'] / tally.num_text_bytes:.3f}"}
+    rows |= {"tokens/s": f"{manifest['num_tokens'] / max(seconds, 1e-3):,.0f}", "backend": manifest["backend"]}
+    if manifest["backend"] == "gigatoken":
+        rows |= {"documents compared": manifest["num_checked"], "documents left to the slower package": manifest["num_rerouted"]}
+    return rows | {f"skipped: {reason}": number for reason, number in sorted(tally.skipped.items())}

@@ -1,0 +1,84 @@
+"""Token files of shards, joined into the files that one run over all of them would have made."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moe_exp.config import problem
+from moe_exp.data.progress import progress
+from moe_exp.data.stage import Stage, check_free_disk, run_stage
+from moe_exp.data.token_parts import write_all
+from moe_exp.data.tokens import bin_idx_problem, read_index, write_index
+
+logger = logging.getLogger(__name__)
+
+_COPY_BYTES = 2**22
+
+
+def merge_token_files(prefixes: Sequence[Path], output: Path, *, start_over: bool = False) -> dict[str, Any]:
+    """Joins token files of shards into the files that one run over all of them would have made, and returns the manifest.
+
+    Args:
+        prefixes: of the shards, in order; those of other programs too.
+        output: path without suffix.
+        start_over: replace what is there.
+
+    Raises:
+        ValueError: a file is missing or damaged, types differ, or `output` is one of the shards.
+    """
+    for prefix in prefixes:
+        if wrong := bin_idx_problem(prefix):
+            raise ValueError(problem("merge", prefix, wrong, "tokenize that shard again"))
+        if prefix.absolute() == output.absolute():
+            raise ValueError(problem("output_prefix", output, "is one of the shards", "give another prefix"))
+    dtypes = {read_index(prefix)[0].name: str(prefix) for prefix in prefixes}
+    if len(dtypes) > 1:
+        rule = f"tokens are stored as {' and '.join(f'{dtype} in {prefix}' for dtype, prefix in dtypes.items())}"
+        raise ValueError(problem("merge", prefixes[0], rule, "merge shards of one tokenizer"))
+    inputs = [Path(f"{prefix}{suffix}") for prefix in prefixes for suffix in (".bin", ".idx")]
+    needed_bytes = sum(path.stat().st_size for path in inputs)
+    with run_stage("merge-tokens", output, settings={}, inputs=inputs, is_folder=False, start_over=start_over) as stage:
+        if stage.was_done:
+            return finished_manifest(stage)
+        check_free_disk(output.parent, needed_bytes, f"{output.name}.bin")
+        paths = [stage.folder / f"{output.name}{suffix}" for suffix in (".bin", ".idx")]
+        with paths[0].open("wb", buffering=0) as file, progress("merging", needed_bytes) as advance:
+            for path in inputs[::2]:
+                with path.open("rb") as source:
+                    while chunk := source.read(_COPY_BYTES):
+                        write_all(file, chunk)
+                        advance(len(chunk))
+            os.fsync(file.fileno())
+        num_documents, num_tokens = _merge_indices(prefixes, paths[1])
+        return stage.finish_files(paths, num_documents=num_documents, num_tokens=num_tokens, dtype=next(iter(dtypes)))
+
+
+def _merge_indices(prefixes: Sequence[Path], path: Path) -> tuple[int, int]:
+    """Writes the .idx; returns documents and tokens."""
+    indices = [read_index(prefix) for prefix in prefixes]
+    sizes = np.concatenate([sizes for _, sizes, _ in indices])
+    firsts = np.cumsum([0, *(len(sizes) for _, sizes, _ in indices)])
+    documents = [np.zeros(1, np.int64), *(first + ends[1:] for first, (_, _, ends) in zip(firsts, indices, strict=False))]
+    write_index(path, sizes, indices[0][0], np.concatenate(documents))
+    return sum(len(ends) - 1 for _, _, ends in indices), int(sizes.sum(dtype=np.int64))
+
+
+def finished_manifest(stage: Stage) -> dict[str, Any]:
+    """The manifest of a stage that was done before, if what it lists is there.
+
+    Raises:
+        ValueError: a file is not.
+    """
+    manifest = stage.manifest or {}
+    for file in manifest["outputs"]:
+        path = stage.folder / file["name"]
+        if not path.is_file() or path.stat().st_size != file["bytes"]:
+            raise ValueError(f"{path}: is missing or has another size than its manifest says. Fix: --start-over makes it again.")
+    logger.info("%s: is there, made with the same settings from the same inputs", stage.output)
+    return manifest

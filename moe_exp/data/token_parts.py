@@ -1,0 +1,330 @@
+"""A range of a JSONL file becomes a part: its tokens, the lengths of its documents, its counts. It is complete when its .json is there."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from moe_exp.config import problem
+from moe_exp.data.documents import BLANK_LINE, EMPTY_TEXT, BadDocument, Tally, read_lines, text_of
+from moe_exp.data.encoders import CheckedGigatoken, Encoders, find_differences
+from moe_exp.data.stage import write_json
+from moe_exp.data.tokenizer import TextTokenizer
+from moe_exp.data.tokens import TokenDtype, token_dtype
+
+LARGEST_PART_BYTES, SMALLEST_PART_BYTES, NUM_PARTS = 2**26, 2**22, 256
+BATCH_BYTES = 2**20  # of text: what the tokenizers package makes of it takes about 40 MB
+
+_BUFFER_BYTES = 2**20
+_COPY_BYTES = 2**22
+_BOM = b"\xef\xbb\xbf"
+# The sample of the largest part that is compared with the tokenizer's own package, which takes about 0.1 s per 200 KB.
+_NUM_SAMPLED, _NUM_ODD, _CLIP_CHARACTERS = 32, 16, 4096
+_ODD_CHARACTERS = re.compile(
+    "[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u0300-\u036f\u1680\u180e\u2000-\u200f\u2028-\u202f\u3000\ufeff\U00010000-\U0010ffff]"
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Lines of a file that start at `start` or later and before `end` (None: of the whole file, which is compressed)."""
+
+    index: int
+    path: Path
+    start: int
+    end: int | None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.path.stat().st_size if self.end is None else self.end - self.start
+
+    @property
+    def stem(self) -> str:
+        return f"part.{self.index:06d}"
+
+
+@dataclass
+class PartCounts:
+    """What is in a part.
+
+    Args:
+        tally: of its documents.
+        num_tokens: end-of-document tokens included.
+        num_eods: end-of-document tokens, those in texts included.
+        num_checked: documents compared with the tokenizer's own package.
+        num_rerouted: documents that gigatoken was not given, see CheckedGigatoken.
+        token_hash: XXH3-128 of its tokens.
+    """
+
+    tally: Tally = field(default_factory=Tally)
+    num_tokens: int = 0
+    num_eods: int = 0
+    num_checked: int = 0
+    num_rerouted: int = 0
+    token_hash: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "tally": self.tally.to_json()}
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> PartCounts:
+        return cls(**{**content, "tally": Tally.from_json(content["tally"])})
+
+    def __iadd__(self, other: PartCounts) -> PartCounts:
+        self.tally += other.tally
+        self.num_tokens += other.num_tokens
+        self.num_eods += other.num_eods
+        self.num_checked += other.num_checked
+        self.num_rerouted += other.num_rerouted
+        return self
+
+
+def default_part_bytes(paths: Sequence[Path]) -> int:
+    """So that there is work for many workers; a function of the inputs alone, as a run that goes on needs the same parts."""
+    return min(LARGEST_PART_BYTES, max(SMALLEST_PART_BYTES, sum(path.stat().st_size for path in paths) // NUM_PARTS))
+
+
+def plan_parts(paths: Sequence[Path], part_bytes: int) -> list[Part]:
+    """Plain files are cut every `part_bytes`, compressed ones are a part each, empty ones none."""
+    parts: list[Part] = []
+    for path in paths:
+        size = path.stat().st_size
+        whole = path.suffix in (".gz", ".zst")
+        for start in range(0, size, max(1, size) if whole else part_bytes):
+            parts.append(Part(len(parts), path, start, None if whole else min(start + part_bytes, size)))
+    return parts
+
+
+def part_lines(part: Part) -> Iterator[tuple[int, bytes]]:
+    """Yields (number from 1 within the part, line without its end).
+
+    Raises:
+        BadDocument: a compressed file is damaged or ends early.
+    """
+    if part.end is None:
+        yield from read_lines(part.path)
+        return
+    with part.path.open("rb", buffering=_BUFFER_BYTES) as file:
+        if part.start:
+            file.seek(part.start - 1)
+            file.readline()  # the line that began earlier belongs to the part before
+        position = file.tell()
+        number = 0
+        while position < part.end and (line := file.readline()):
+            number += 1
+            position += len(line)
+            if position == len(line) and line.startswith(_BOM):
+                line = line[len(_BOM) :]
+            yield number, line[: -2 if line.endswith(b"\r\n") else -1 if line.endswith(b"\n") else None]
+
+
+def line_number(part: Part, number: int) -> int:
+    """Number in the file of a line of a part; reads the file up to the part."""
+    if not part.start or part.end is None:
+        return number
+    with part.path.open("rb") as file:
+        # The line that a part starts in is not its own, unless the part starts where a line does.
+        num_before, left = 0, part.start - 1
+        while left and (chunk := file.read(min(_COPY_BYTES, left))):
+            num_before += chunk.count(b"\n")
+            left -= len(chunk)
+    return num_before + 1 + number
+
+
+@dataclass(frozen=True)
+class PartSettings:
+    """How a text becomes tokens.
+
+    Args:
+        tokenizer: the tokenizer.
+        json_key: name of the field with the text.
+        append_eod: whether every document ends with the end-of-document token.
+        skip_bad: skip and count bad lines instead of stopping.
+
+    Raises:
+        ValueError: `append_eod`, and the tokenizer has no end-of-document token.
+    """
+
+    tokenizer: TextTokenizer
+    json_key: str = "text"
+    append_eod: bool = False
+    skip_bad: bool = False
+
+    def __post_init__(self) -> None:
+        if self.append_eod and self.tokenizer.eod_id is None:
+            rule = f"the tokenizer {self.tokenizer.name} names no end-of-sequence token"
+            raise ValueError(problem("append_eod", True, rule, "name it with --eod-token"))
+
+    @property
+    def dtype(self) -> TokenDtype:
+        return token_dtype(self.tokenizer.vocab_size)
+
+
+class PartEncoder:
+    """Makes parts; for one process.
+
+    Args:
+        settings: how a text becomes tokens.
+        backend: gigatoken or tokenizers.
+        encoders: of the tokenizer, if some are loaded already.
+    """
+
+    def __init__(self, settings: PartSettings, backend: str, encoders: Encoders | None = None):
+        encoders = encoders or Encoders(settings.tokenizer)
+        self.settings = settings
+        self._encoder = encoders.get(backend)
+        self._reference = encoders.get("tokenizers") if backend == "gigatoken" else None
+
+    def encode(self, part: Part, folder: Path, advance: Callable[[int], None]) -> None:
+        """Writes `part.NNNNNN.bin`, `.lengths` (int32) and, last, `.json` into `folder`.
+
+        Args:
+            part: the part.
+            folder: for its files.
+            advance: is told the bytes read, as they are.
+
+        Raises:
+            BadDocument: a line is no document.
+            ValueError: ids are not what they must be.
+        """
+        counts, lengths, digest = PartCounts(), [np.empty(0, np.int32)], xxhash.xxh3_128()
+        sample = _Sample(part.index, min(1.0, part.num_bytes / LARGEST_PART_BYTES))
+        temporary = folder / f"{part.stem}.{os.getpid()}.tmp"
+        try:
+            with temporary.open("wb", buffering=0) as file:
+                for batch in self._batches(part, counts.tally, sample, advance):
+                    tokens, batch_lengths = self._tokens(part, batch, counts)
+                    lengths.append(batch_lengths)
+                    digest.update(tokens.data)
+                    write_all(file, tokens)
+                os.fsync(file.fileno())
+            self._check(part, sample, counts)
+            temporary.replace(folder / f"{part.stem}.bin")
+            with temporary.open("wb", buffering=0) as file:
+                write_all(file, np.concatenate(lengths))
+                os.fsync(file.fileno())
+            temporary.replace(folder / f"{part.stem}.lengths")
+        finally:
+            temporary.unlink(missing_ok=True)
+        counts.token_hash = digest.hexdigest()
+        write_json(folder / f"{part.stem}.json", counts.to_json())
+
+    def _batches(self, part: Part, tally: Tally, sample: _Sample, advance: Callable[[int], None]) -> Iterator[list[tuple[int, str]]]:
+        """Documents with their line numbers, BATCH_BYTES of text at a time or one longer document."""
+        batch: list[tuple[int, str]] = []
+        batch_bytes = line_bytes = 0
+        for number, line in part_lines(part):
+            line_bytes += len(line) + 1
+            text = self._text(part, number, line, tally)
+            if text is None:
+                continue
+            encoded = text.encode()
+            if batch and batch_bytes + len(encoded) > BATCH_BYTES:
+                yield batch
+                batch, batch_bytes = [], 0
+                if part.end is not None:
+                    advance(line_bytes)
+                    line_bytes = 0
+            tally.add(encoded)
+            sample.add(number, text)
+            batch.append((number, text))
+            batch_bytes += len(encoded)
+        if batch:
+            yield batch
+        advance(line_bytes if part.end is not None else part.num_bytes)
+
+    def _text(self, part: Part, number: int, line: bytes, tally: Tally) -> str | None:
+        try:
+            return text_of(line, self.settings.json_key)
+        except ValueError as error:
+            reason = str(error)
+            if not self.settings.skip_bad and reason not in (BLANK_LINE, EMPTY_TEXT):
+                raise BadDocument(part.path, line_number(part, number), reason) from error
+            tally.skipped[reason] += 1
+            return None
+
+    def _tokens(
+        self, part: Part, batch: Sequence[tuple[int, str]], counts: PartCounts
+    ) -> tuple[npt.NDArray[np.integer[Any]], npt.NDArray[np.int32]]:
+        """Tokens of a batch, one document after the other, and the lengths."""
+        tokenizer = self.settings.tokenizer
+        ids, lengths = self._encoder([text for _, text in batch])
+        if isinstance(self._encoder, CheckedGigatoken):
+            counts.num_rerouted += self._encoder.num_rerouted
+            self._encoder.num_rerouted = 0
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < tokenizer.vocab_size:
+            raise ValueError(f"{tokenizer.name}: gives ids outside its vocabulary, 0..{tokenizer.vocab_size - 1}. Fix: mend its files.")
+        if tokenizer.eod_id is not None:
+            in_texts = np.flatnonzero(ids == tokenizer.eod_id)
+            if len(in_texts) and not tokenizer.allow_special:
+                number = batch[int(np.searchsorted(np.cumsum(lengths), in_texts[0], side="right"))][0]
+                rule = f"the tokenizer reads {tokenizer.eod_token} in the text, which is the end of a document"
+                raise ValueError(f"{part.path}:{line_number(part, number)}: {rule}. Fix: --allow-special, or another tokenizer.")
+            counts.num_eods += len(in_texts)
+        if self.settings.append_eod and tokenizer.eod_id is not None:
+            ids, lengths = np.insert(ids.astype(self.settings.dtype), np.cumsum(lengths), tokenizer.eod_id), lengths + 1
+            counts.num_eods += len(batch)
+        counts.num_tokens += len(ids)
+        return ids.astype(self.settings.dtype, copy=False), lengths.astype(np.int32)
+
+    def _check(self, part: Part, sample: _Sample, counts: PartCounts) -> None:
+        if self._reference is None:
+            return
+        clips = sample.clips()
+        counts.num_checked = len(clips)
+        if clips and (wrong := find_differences(self._encoder, self._reference, [text for _, text in clips])):
+            where = f"{part.path}:{line_number(part, clips[wrong[0]][0])}"
+            rule = "gigatoken gives other tokens for this document than the tokenizer's own package"
+            raise ValueError(f"{where}: {rule}. Fix: --backend tokenizers --start-over.")
+
+
+class _Sample:
+    """Starts of documents to compare: the first, random ones, and the first with odd characters."""
+
+    def __init__(self, seed: int, scale: float):
+        self._random = random.Random(seed)
+        self._num_sampled, self._num_odd = max(2, int(scale * _NUM_SAMPLED)), max(2, int(scale * _NUM_ODD))
+        self._num_documents = 0
+        self._chosen: list[tuple[int, str]] = []
+        self._odd: list[tuple[int, str]] = []
+
+    def add(self, number: int, text: str) -> None:
+        place = 0 if not self._num_documents else self._random.randrange(self._num_documents + 1)
+        self._num_documents += 1
+        if len(self._chosen) < self._num_sampled:
+            self._chosen.append((number, text[:_CLIP_CHARACTERS]))
+        elif 0 < place < self._num_sampled:  # the first document stays
+            self._chosen[place] = (number, text[:_CLIP_CHARACTERS])
+        if len(self._odd) < self._num_odd:
+            self._add_odd(number, text)
+
+    def _add_odd(self, number: int, text: str) -> None:
+        found = _ODD_CHARACTERS.search(text) if not text.isascii() or "\0" in text else None
+        start = found.start() if found else text.find("<|")  # as most special tokens begin
+        if start >= 0:
+            start = max(0, start - _CLIP_CHARACTERS // 2)
+            self._odd.append((number, text[start : start + _CLIP_CHARACTERS]))
+
+    def clips(self) -> list[tuple[int, str]]:
+        return [*self._chosen, *self._odd]
+
+
+def is_complete(part: Part, folder: Path) -> bool:
+    """Whether a part was made before; its .bin may be in the joined file already."""
+    return (folder / f"{part.stem}.json").is_file()
+
+
+def write_all(file: Any, content: Any) -> None:
+    """Writes all bytes of an array or of bytes to an unbuffered file; a full disk is an OSError here and nowhere later."""
+    rest = memoryview(content).cast("B") if len(content) else memoryview(b"")
+    while len(rest):
+        rest = rest[file.write(rest) :]

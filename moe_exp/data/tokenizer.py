@@ -1,0 +1,269 @@
+"""Tokenizers as the corpus tools use them: which files make one, how large its vocabulary is, and which token ends a document.
+
+What is loaded here encodes the text and nothing else: truncation, padding, dropout and post-processors (which add BOS) are taken out,
+as Megatron encodes with `add_special_tokens=False`. Special tokens that occur in a text are text, unless `allow_special` says otherwise.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import orjson
+import xxhash
+
+from moe_exp.config import problem
+
+logger = logging.getLogger(__name__)
+
+TOKENIZER_TYPES = ("HuggingFaceTokenizer", "GPT2BPETokenizer", "SentencePieceTokenizer", "Llama2Tokenizer", "ByteLevelTokenizer")
+
+# Names of end-of-document tokens that are taken where the files of a tokenizer do not say which token it is.
+_USUAL_EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<EOD>", "<eod>")
+_HUB_FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json"]
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_NUM_BYTES = 256
+_NO_TOKENIZER = (OSError, ValueError, KeyError, TypeError, AttributeError)
+
+
+@dataclass(frozen=True)
+class TextTokenizer:
+    """A tokenizer, ready to be sent to workers.
+
+    Args:
+        kind: which package reads `content`.
+        name: what the user called it.
+        content: a tokenizer.json, or a SentencePiece model; nothing for bytes.
+        vocab_size: highest id + 1.
+        eod_id: of the token that ends a document; None where there is none.
+        eod_token: its text.
+        allow_special: whether special tokens that occur in a text are read as such.
+    """
+
+    kind: Literal["huggingface", "sentencepiece", "bytes"]
+    name: str
+    content: bytes
+    vocab_size: int
+    eod_id: int | None
+    eod_token: str | None
+    allow_special: bool = False
+
+    def facts(self) -> dict[str, Any]:
+        """For a manifest: everything that the tokens depend on."""
+        return {
+            "kind": self.kind,
+            "hash": xxhash.xxh3_128_hexdigest(self.content),
+            "vocab_size": self.vocab_size,
+            "eod_id": self.eod_id,
+            "eod_token": self.eod_token,
+            "allow_special": self.allow_special,
+        }
+
+
+def load_tokenizer(
+    tokenizer_type: str,
+    *,
+    model: str | Path | None = None,
+    vocab_file: str | Path | None = None,
+    merge_file: str | Path | None = None,
+    eod_token: str | None = None,
+    allow_special: bool = False,
+) -> TextTokenizer:
+    """Loads a tokenizer by Megatron's name of its type.
+
+    Args:
+        tokenizer_type: one of TOKENIZER_TYPES.
+        model: for HuggingFaceTokenizer a folder, a tokenizer.json or a name on the hub (HF_ENDPOINT and HF_TOKEN are honoured); for
+            SentencePieceTokenizer and Llama2Tokenizer a .model file. Unlike Megatron's, Llama2Tokenizer puts no BOS before a document.
+        vocab_file: vocab.json of GPT2BPETokenizer.
+        merge_file: merges.txt of GPT2BPETokenizer.
+        eod_token: the token that ends a document; by default what the tokenizer's files say.
+        allow_special: whether special tokens that occur in a text are read as such.
+
+    Raises:
+        ValueError: a file is missing or is no tokenizer, or `eod_token` is not in the vocabulary.
+    """
+    if tokenizer_type not in TOKENIZER_TYPES:
+        rule = f"must be one of {', '.join(TOKENIZER_TYPES)}"
+        raise ValueError(problem("tokenizer_type", tokenizer_type, rule, "choose one of them"))
+    if tokenizer_type == "ByteLevelTokenizer":
+        return _byte_level(eod_token, allow_special)
+    if tokenizer_type == "GPT2BPETokenizer":
+        content = _gpt2_json(_existing("vocab_file", vocab_file), _existing("merge_file", merge_file))
+        return _from_json(content, str(vocab_file), None, eod_token, allow_special)
+    if model is None:
+        raise ValueError(problem("tokenizer_model", "", f"{tokenizer_type} needs it", "give --tokenizer-model"))
+    if tokenizer_type == "HuggingFaceTokenizer":
+        path = _tokenizer_json(str(model))
+        return _from_json(_read_tokenizer_json(path), str(model), path.parent, eod_token, allow_special)
+    return _sentencepiece(_existing("tokenizer_model", model), eod_token, allow_special)
+
+
+def tokenizer_vocab_size(path: str | Path) -> int:
+    """Highest token id + 1, added tokens included, of a tokenizer.json or of a folder that has one.
+
+    Raises:
+        ValueError: there is no such file, or it is not a tokenizer.
+    """
+    file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+    try:
+        # Reading the JSON is faster than building the tokenizer, which has to sort out all merges.
+        return _vocab_size(orjson.loads(file.read_bytes()))
+    except _NO_TOKENIZER as error:
+        raise ValueError(_no_tokenizer("tokenizer", path, error)) from error
+
+
+def _no_tokenizer(field: str, path: str | Path, error: Exception) -> str:
+    rule = f"is not a Hugging Face tokenizer.json or a folder that has one ({type(error).__name__})"
+    return problem(field, path, rule, "give the path of a tokenizer.json, as tokenizer.save_pretrained writes it")
+
+
+def _vocab_size(content: dict[str, Any]) -> int:
+    vocab = content["model"]["vocab"]
+    # Unigram models keep a list, whose positions are the ids.
+    highest = len(vocab) - 1 if isinstance(vocab, list) else max(vocab.values(), default=-1)
+    return 1 + max([highest] + [token["id"] for token in content.get("added_tokens") or []])
+
+
+def _existing(field: str, path: str | Path | None) -> Path:
+    if path is None or not Path(path).is_file():
+        raise ValueError(problem(field, path or "", "is no file", f"give --{field.replace('_', '-')}, a file that exists"))
+    return Path(path)
+
+
+def _tokenizer_json(model: str) -> Path:
+    """The tokenizer.json of a file, folder or hub name."""
+    path = Path(model)
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        if not _HUB_NAME.fullmatch(model):
+            raise ValueError(problem("tokenizer_model", model, "is no file and no folder", "give one, or a name on the hub"))
+        path = _download(model)
+    if not (path / "tokenizer.json").is_file():
+        fix = "give a folder with one (save_pretrained writes it), or use GPT2BPETokenizer or SentencePieceTokenizer"
+        raise ValueError(problem("tokenizer_model", model, "has no tokenizer.json", fix))
+    return path / "tokenizer.json"
+
+
+def _download(name: str) -> Path:
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=_HUB_FILES))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        rule = f"is no local path, and the hub does not give it ({' '.join(str(error).split())[:200]})"
+        raise ValueError(problem("tokenizer_model", name, rule, "check the name, HF_TOKEN and HF_ENDPOINT")) from error
+
+
+def _read_tokenizer_json(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = orjson.loads(path.read_bytes())
+        _vocab_size(content)
+    except _NO_TOKENIZER as error:
+        raise ValueError(_no_tokenizer("tokenizer_model", path, error)) from error
+    return content
+
+
+def _gpt2_json(vocab_file: Path, merge_file: Path) -> dict[str, Any]:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    try:
+        tokenizer = Tokenizer(models.BPE.from_file(str(vocab_file), str(merge_file)))
+    except Exception as error:  # tokenizers raises plain Exception
+        rule = f"with {merge_file} is not a GPT-2 vocabulary ({error})"
+        raise ValueError(problem("vocab_file", vocab_file, rule, "give GPT-2's vocab.json and merges.txt")) from error
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    content: dict[str, Any] = orjson.loads(tokenizer.to_str())
+    return content
+
+
+def _from_json(content: dict[str, Any], name: str, folder: Path | None, eod_token: str | None, allow_special: bool) -> TextTokenizer:
+    for setting in ("truncation", "padding"):
+        if content.get(setting) is not None:
+            logger.warning("tokenizer %s: %s is set in its tokenizer.json, switched off here: documents are tokenized whole", name, setting)
+            content[setting] = None
+    if content["model"].get("dropout"):
+        logger.warning("tokenizer %s: BPE dropout %s is set, switched off here", name, content["model"]["dropout"])
+        content["model"]["dropout"] = None
+    content["post_processor"] = None
+    eod_id = None
+    if eod_token is None:
+        eod_token = next((token for token in _eod_candidates(content, folder) if _token_id(content, token) is not None), None)
+    elif _token_id(content, eod_token) is None:
+        raise ValueError(problem("eod_token", eod_token, f"the tokenizer {name} has no such token", "give one of its tokens"))
+    if eod_token is not None:
+        eod_id = _token_id(content, eod_token)
+        # Some files have it as an added token that is not special, and then a text could contain it.
+        for token in content.get("added_tokens") or []:
+            token["special"] |= token["content"] == eod_token
+    return TextTokenizer("huggingface", name, orjson.dumps(content), _vocab_size(content), eod_id, eod_token, allow_special)
+
+
+def _eod_candidates(content: dict[str, Any], folder: Path | None) -> Iterator[str]:
+    """What may be the end-of-document token, the surest first: what the files beside tokenizer.json say, then the usual names."""
+    files = {name: _optional_json(folder / name) if folder else {} for name in _HUB_FILES[1:]}
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        token = files[name].get("eos_token")
+        if token := token.get("content") if isinstance(token, dict) else token:
+            yield token
+    for name in ("generation_config.json", "config.json"):
+        ids = files[name].get("eos_token_id")
+        ids = ids if isinstance(ids, list) else [ids]
+        yield from (token["content"] for token in content.get("added_tokens") or [] if token["id"] in ids[:1])
+    yield from _USUAL_EOD_TOKENS
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    try:
+        content = orjson.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ValueError(problem("tokenizer_model", path, f"is not valid JSON ({error})", "fetch it again")) from error
+    return content if isinstance(content, dict) else {}
+
+
+def _token_id(content: dict[str, Any], token: str) -> int | None:
+    for added in content.get("added_tokens") or []:
+        if added["content"] == token:
+            return int(added["id"])
+    vocab = content["model"]["vocab"]
+    if isinstance(vocab, list):
+        return next((index for index, (piece, _) in enumerate(vocab) if piece == token), None)
+    return vocab.get(token)
+
+
+def _sentencepiece(path: Path, eod_token: str | None, allow_special: bool) -> TextTokenizer:
+    import sentencepiece
+
+    if allow_special:
+        rule = "SentencePiece reads no control symbols in a text"
+        raise ValueError(problem("allow_special", allow_special, rule, "leave it out, or use a tokenizer.json"))
+    content = path.read_bytes()
+    try:
+        processor = sentencepiece.SentencePieceProcessor(model_proto=content)
+    except RuntimeError as error:
+        raise ValueError(problem("tokenizer_model", path, "is not a SentencePiece model", "give a .model file")) from error
+    candidates = [processor.id_to_piece(processor.eos_id())] if processor.eos_id() >= 0 else []
+    names = [eod_token] if eod_token is not None else [*candidates, *_USUAL_EOD_TOKENS]
+    ids = [processor.piece_to_id(name) for name in names]
+    # The id of a piece that is not there is that of the unknown piece.
+    found = next(((name, index) for name, index in zip(names, ids, strict=True) if index != processor.unk_id()), (None, None))
+    if eod_token is not None and found[1] is None:
+        raise ValueError(problem("eod_token", eod_token, f"the tokenizer {path} has no such piece", "give one of its pieces"))
+    return TextTokenizer("sentencepiece", str(path), content, processor.get_piece_size(), found[1], found[0])
+
+
+def _byte_level(eod_token: str | None, allow_special: bool) -> TextTokenizer:
+    if eod_token is not None or allow_special:
+        rule = "the byte-level tokenizer has the 256 bytes, and one token with id 256 that ends a document"
+        field, value = ("eod_token", eod_token) if eod_token is not None else ("allow_special", allow_special)
+        raise ValueError(problem(field, value, rule, "leave it out"))
+    return TextTokenizer("bytes", "bytes", b"", _NUM_BYTES + 1, _NUM_BYTES, "<eod>")

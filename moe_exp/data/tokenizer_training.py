@@ -1,0 +1,116 @@
+"""Training of a byte-level BPE, and the folder that Hugging Face's AutoTokenizer loads it from."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from moe_exp.config import problem
+from moe_exp.data.documents import Tally, read_documents
+from moe_exp.data.progress import progress
+from moe_exp.data.stage import run_stage
+
+logger = logging.getLogger(__name__)
+
+EOD_TOKEN = "<|endoftext|>"
+
+# A long line without a space would be one word of the training, and all words are kept in memory.
+_PIECE_CHARACTERS = 2**16
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, *, special_tokens: Sequence[str] = (EOD_TOKEN,)) -> Tokenizer:
+    """Trains a byte-level BPE tokenizer; the special tokens have the first ids. The same texts give the same tokenizer.
+
+    Args:
+        texts: the training documents.
+        vocab_size: tokens, special tokens and the 256 bytes included; a small corpus may give fewer.
+        special_tokens: the first is the one that ends a document.
+
+    Raises:
+        ValueError: `vocab_size` has no room for the 256 bytes and the special tokens.
+    """
+    smallest = len(pre_tokenizers.ByteLevel.alphabet()) + len(special_tokens)
+    if vocab_size < smallest:
+        raise ValueError(problem("vocab_size", vocab_size, f"a byte-level BPE has at least {smallest} tokens", f"set {smallest} or more"))
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(special_tokens),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def train_tokenizer(
+    inputs: Sequence[Path],
+    output: Path,
+    *,
+    vocab_size: int,
+    json_key: str = "text",
+    eos_token: str = EOD_TOKEN,
+    bos_token: str | None = None,
+    pad_token: str | None = None,
+    max_bytes: int = 10**9,
+    skip_bad: bool = False,
+    start_over: bool = False,
+) -> dict[str, Any]:
+    """Trains a byte-level BPE on JSONL files and writes a folder that AutoTokenizer loads; returns its manifest.
+
+    Documents are streamed; what grows with the text is the table of its different words. Of every file the same share is read, from
+    its start, so that the texts are `max_bytes` at most.
+
+    Args:
+        inputs: .jsonl, .jsonl.gz or .jsonl.zst files.
+        output: the folder.
+        vocab_size: tokens, special tokens and the 256 bytes included; fewer where the texts give no more.
+        json_key: name of the field with the text.
+        eos_token: the token that ends a document, id 0.
+        bos_token: the next one, if given.
+        pad_token: the next one, if given.
+        max_bytes: of text in UTF-8.
+        skip_bad: skip and count bad lines.
+        start_over: replace what is there.
+
+    Raises:
+        ValueError: `vocab_size` is too small, special tokens are equal, there is no text, or a line is no document.
+    """
+    special_tokens = [token for token in (eos_token, bos_token, pad_token) if token]
+    if len(set(special_tokens)) < len(special_tokens):
+        raise ValueError(problem("pad_token", pad_token, "EOS, BOS and padding must be different tokens", "give another name"))
+    settings = {"vocab_size": vocab_size, "json_key": json_key, "special_tokens": special_tokens, "max_bytes": max_bytes}
+    with run_stage("train-tokenizer", output, settings=settings | {"skip_bad": skip_bad}, inputs=inputs, start_over=start_over) as stage:
+        if stage.was_done and stage.manifest is not None:
+            return stage.manifest
+        tally = Tally()
+        with progress("reading", min(max_bytes, sum(path.stat().st_size for path in inputs))) as advance:
+            texts = _limited_texts(inputs, tally, max_bytes, json_key=json_key, skip_bad=skip_bad, advance=advance)
+            tokenizer = train_bpe(texts, vocab_size, special_tokens=special_tokens)
+        if not tally.num_documents:
+            raise ValueError(problem("input", inputs[0], "the inputs have no documents", "give files with text"))
+        tokenizer.save(str(stage.folder / "tokenizer.json"))
+        names = {"eos_token": eos_token, "bos_token": bos_token, "pad_token": pad_token}
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, "model_max_length": 10**30}
+        config |= {name: token for name, token in names.items() if token}
+        (stage.folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        outputs = [stage.folder / "tokenizer.json", stage.folder / "tokenizer_config.json"]
+        return stage.finish_folder(outputs, **tally.to_json(), vocab_size=tokenizer.get_vocab_size())
+
+
+def _limited_texts(inputs: Sequence[Path], tally: Tally, max_bytes: int, *, json_key: str, skip_bad: bool, advance: Any) -> Iterator[str]:
+    for index, path in enumerate(inputs):
+        # What earlier files have left over of their shares is for the later ones.
+        limit = tally.num_text_bytes + (max_bytes - tally.num_text_bytes) // (len(inputs) - index)
+        for line, text in read_documents(path, tally, text_field=json_key, skip_bad=skip_bad):
+            advance(len(line) + 1)
+            yield from (text[start : start + _PIECE_CHARACTERS] for start in range(0, len(text), _PIECE_CHARACTERS))
+            if tally.num_text_bytes >= limit:
+                break
