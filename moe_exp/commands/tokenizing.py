@@ -115,7 +115,7 @@ def _tokenize(arguments: argparse.Namespace) -> int:
         else:
             manifest = tokenize_files(inputs, output, settings, start_over=arguments.start_over, **how)
             print_summary(f"tokenize: {output}", summary_rows(manifest, time.monotonic() - started))
-            print(f"TRAIN_DATA={output}")
+            print(f"TRAIN_DATA={output} VOCAB_SIZE={tokenizer.vocab_size}")
     return 0
 
 
@@ -133,7 +133,7 @@ def _by_datatrove(inputs: list[Path], output: Path, settings: PartSettings, argu
     )
     if manifest:
         print_summary(f"tokenize: {output}", {"documents": manifest["num_documents"], "tokens": manifest["num_tokens"]})
-        print(f"TRAIN_DATA={output}")
+        print(f"TRAIN_DATA={output} VOCAB_SIZE={settings.tokenizer.vocab_size}")
 
 
 def _train(arguments: argparse.Namespace) -> int:

@@ -7,7 +7,6 @@ written without BOM and CR, each with an LF.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,6 @@ from moe_exp.data.blocks import DocumentBlocks, LineBlocks, write_all
 from moe_exp.data.documents import JSONL_SUFFIXES, Tally, estimate_line_bytes
 from moe_exp.data.progress import progress
 from moe_exp.data.stage import Stage, check_free_disk, run_stage, write_json
-
-logger = logging.getLogger(__name__)
 
 _BLOCK_BYTES = 2**20
 _LONGEST_BYTES = 2**30
@@ -51,7 +48,6 @@ def merge(
     settings = {"valid_file_name": _without_suffix(Path(valid_file_name)).name, "text_field": text_field, "skip_bad": skip_bad}
     with run_stage("merge", output, settings=settings, inputs=shards, is_folder=False, start_over=start_over) as stage:
         if stage.was_done:
-            logger.info("%s.jsonl: was merged before, nothing to do", stage.output)
             return stage.manifest or {}
         merging = Merging(stage, shards, manifest)
         if not (start_over or merging.parts) and merging.target.exists():

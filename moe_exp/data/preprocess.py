@@ -27,7 +27,6 @@ from moe_exp.data.encoders import BACKENDS, ONE_THREAD, Encoders, Probe, one_thr
 from moe_exp.data.joined_parts import JoinedParts
 from moe_exp.data.progress import print_summary, progress
 from moe_exp.data.stage import Stage, check_free_disk, run_stage, write_json
-from moe_exp.data.token_merge import finished_manifest
 from moe_exp.data.token_parts import (
     Part,
     PartEncoder,
@@ -119,7 +118,7 @@ def tokenize_files(
     key |= {"skip_bad": settings.skip_bad, "part_bytes": part_bytes}
     with run_stage("tokenize", output, settings=key, inputs=inputs, is_folder=False, start_over=start_over) as stage:
         if stage.was_done:
-            return finished_manifest(stage)
+            return stage.manifest or {}
         for leftover in stage.folder.glob("*.tmp"):
             leftover.unlink()
         parts = plan_parts(inputs, part_bytes)

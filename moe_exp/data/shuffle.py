@@ -124,7 +124,6 @@ def shuffle(
     settings |= {"text_field": text_field, "skip_bad": skip_bad}
     with run_stage("shuffle", output, settings=settings, inputs=inputs, start_over=start_over) as stage:
         if stage.was_done:
-            logger.info("%s: was shuffled before, nothing to do", stage.output)
             return stage.manifest or {}
         shuffling = Shuffling(stage, inputs, memory)
         estimate = estimate_shuffle(inputs, memory.budget_bytes)

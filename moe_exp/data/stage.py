@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import shutil
 import time
@@ -20,6 +21,8 @@ from typing import Any
 
 import xxhash
 from filelock import FileLock, Timeout
+
+logger = logging.getLogger(__name__)
 
 _RUNNING = "running.json"
 _BLOCK_BYTES = 2**14
@@ -137,6 +140,7 @@ def run_stage(
                 _check_outputs(place, done)
             if is_folder:
                 (output / _RUNNING).unlink(missing_ok=True)  # of a call that was killed right at its end
+            logger.info("%s: is there, made by %s with these settings and inputs: nothing to do", output, name)
             yield Stage(name, output, place, key, done, was_done=True)
             return
         if is_folder and output.exists() and done is None and any(output.iterdir()):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,11 +11,9 @@ import numpy as np
 
 from moe_exp.config import problem
 from moe_exp.data.progress import progress
-from moe_exp.data.stage import Stage, check_free_disk, run_stage
+from moe_exp.data.stage import check_free_disk, run_stage
 from moe_exp.data.token_parts import write_all
 from moe_exp.data.tokens import bin_idx_problem, read_index, write_index
-
-logger = logging.getLogger(__name__)
 
 _COPY_BYTES = 2**22
 
@@ -45,7 +42,7 @@ def merge_token_files(prefixes: Sequence[Path], output: Path, *, start_over: boo
     needed_bytes = sum(path.stat().st_size for path in inputs)
     with run_stage("merge-tokens", output, settings={}, inputs=inputs, is_folder=False, start_over=start_over) as stage:
         if stage.was_done:
-            return finished_manifest(stage)
+            return stage.manifest or {}
         check_free_disk(output.parent, needed_bytes, f"{output.name}.bin")
         paths = [stage.folder / f"{output.name}{suffix}" for suffix in (".bin", ".idx")]
         with paths[0].open("wb", buffering=0) as file, progress("merging", needed_bytes) as advance:
@@ -67,18 +64,3 @@ def _merge_indices(prefixes: Sequence[Path], path: Path) -> tuple[int, int]:
     documents = [np.zeros(1, np.int64), *(first + ends[1:] for first, (_, _, ends) in zip(firsts, indices, strict=False))]
     write_index(path, sizes, indices[0][0], np.concatenate(documents))
     return sum(len(ends) - 1 for _, _, ends in indices), int(sizes.sum(dtype=np.int64))
-
-
-def finished_manifest(stage: Stage) -> dict[str, Any]:
-    """The manifest of a stage that was done before, if what it lists is there.
-
-    Raises:
-        ValueError: a file is not.
-    """
-    manifest = stage.manifest or {}
-    for file in manifest["outputs"]:
-        path = stage.folder / file["name"]
-        if not path.is_file() or path.stat().st_size != file["bytes"]:
-            raise ValueError(f"{path}: is missing or has another size than its manifest says. Fix: --start-over makes it again.")
-    logger.info("%s: is there, made with the same settings from the same inputs", stage.output)
-    return manifest

@@ -124,7 +124,7 @@ def part_lines(part: Part) -> Iterator[tuple[int, bytes]]:
             position += len(line)
             if position == len(line) and line.startswith(_BOM):
                 line = line[len(_BOM) :]
-            yield number, line[: -2 if line.endswith(b"\r\n") else -1 if line.endswith(b"\n") else None]
+            yield number, line.removesuffix(b"\n").removesuffix(b"\r")
 
 
 def line_number(part: Part, number: int) -> int:

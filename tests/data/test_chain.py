@@ -68,7 +68,7 @@ def test_from_a_name_to_a_run(tmp_path, runs):
     words = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "tokenizer", "--append-eod", "--workers", 2]
     for name, path in (("train", train), ("valid", valid)):
         out = run(tmp_path, SCRIPTS / "preprocess_data.py", "--input", path, "--output-prefix", f"data/{name}", *words)
-        assert f"TRAIN_DATA={tmp_path / f'data/{name}_text_document'}" in out.replace("\n", "")
+        assert out.splitlines()[-1] == f"TRAIN_DATA=data/{name}_text_document VOCAB_SIZE=600"
     tokenizer = load_tokenizer("HuggingFaceTokenizer", model=str(tmp_path / "tokenizer"))
     tokens = np.fromfile(tmp_path / "data/train_text_document.bin", dtype=np.uint16)
     assert np.count_nonzero(tokens == tokenizer.eod_id) == sum(texts(train).values())
