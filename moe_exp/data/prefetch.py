@@ -1,0 +1,141 @@
+"""Processes that read the next micro-batches of a rank while it computes. The numbers are those of reading in the rank itself.
+
+`ReadAhead` answers `batch(first, count)` as the samples that it wraps, and guesses which call comes next; a wrong guess costs a
+restart of the processes, not a wrong sample.
+
+The processes are torch's DataLoader workers, forked: they share the order of the samples with the rank, start in milliseconds and
+import nothing, where `spawn` and `forkserver` would import `moe_exp.train` with all of Megatron once per process. A forked process
+may not use CUDA, gloo or NCCL, of which it has the memory but not the threads; the workers read files and copy integers, no more.
+"""
+
+from __future__ import annotations
+
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from moe_exp.config import PREFETCHED_MICROBATCHES
+from moe_exp.data.dataset import Int64Array, Samples
+
+
+def microbatch_start(consumed_samples: int, index: int, *, mbsz: int, dp_rank: int, dp_size: int) -> int:
+    """First sample of micro-batch `index` of a data parallel rank, in the iteration that begins after `consumed_samples`.
+
+    A micro-batch is MBSZ samples in a row, so an iteration has the same set of micro-batches at any number of ranks.
+    """
+    return consumed_samples + (index * dp_size + dp_rank) * mbsz
+
+
+def microbatch_starts(
+    consumed_samples: int, schedule: Callable[[int], tuple[int, int]], *, mbsz: int, dp_rank: int, dp_size: int
+) -> Iterator[int]:
+    """First samples of all micro-batches of a data parallel rank from `consumed_samples` on, without end.
+
+    Args:
+        consumed_samples: where an iteration begins.
+        schedule: (micro-batches per rank, global batch size) of the iteration that begins after so many samples.
+        mbsz: micro-batch size, samples.
+        dp_rank: of `dp_size` data parallel ranks.
+        dp_size: number of data parallel ranks.
+    """
+    while True:
+        num_microbatches, batch_size = schedule(consumed_samples)
+        for index in range(num_microbatches):
+            yield microbatch_start(consumed_samples, index, mbsz=mbsz, dp_rank=dp_rank, dp_size=dp_size)
+        consumed_samples += batch_size
+
+
+class ReadAhead:
+    """Samples of which the next batches are read in advance. The interface is `dataset.Samples`.
+
+    Args:
+        samples: what is read.
+        count: samples of a batch.
+        starts: given the first sample of a batch, the first samples of this batch and of those that follow it.
+        num_workers: processes, at least 1; started at the first batch.
+        pin_memory: copy batches to page-locked memory, for copies to a GPU that wait for nothing.
+    """
+
+    def __init__(self, samples: Samples, *, count: int, starts: Callable[[int], Iterator[int]], num_workers: int, pin_memory: bool = False):
+        self._samples = samples
+        self._count = count
+        self._starts = starts
+        self._num_workers = num_workers
+        self._pin_memory = pin_memory
+        self._batches: Iterator[torch.Tensor] | None = None
+        self._expected: Iterator[int] = iter(())
+        self._next_first: int | None = None
+
+    def sample(self, index: int) -> Int64Array:
+        """Of the samples, read here."""
+        return self._samples.sample(index)
+
+    def fingerprint(self) -> str:
+        """Of the samples."""
+        return self._samples.fingerprint()
+
+    def batch(self, first: int, count: int) -> torch.Tensor:
+        """Samples `first` to `first + count - 1`: int64 token ids of shape [count, S1].
+
+        Raises:
+            RuntimeError: a worker has died.
+        """
+        if count != self._count:
+            return self._samples.batch(first, count)
+        if self._batches is None or first != self._next_first:
+            self._start(first)
+        assert self._batches is not None
+        try:
+            tokens = next(self._batches)
+        except RuntimeError as error:
+            if not str(error).startswith("DataLoader worker"):  # it comes from the samples
+                raise
+            fix = "NUM_WORKERS=0 reads in the rank itself; a bus error means that /dev/shm is full, Killed that memory was"
+            raise RuntimeError(f"NUM_WORKERS={self._num_workers}: a process that reads ahead has died ({error}). Fix: {fix}.") from error
+        self._next_first = next(self._expected)
+        return tokens
+
+    def _start(self, first: int) -> None:
+        self.close()
+        self._expected = self._starts(first)
+        next(self._expected)
+        loader: DataLoader[torch.Tensor] = DataLoader(
+            _Batches(self._samples, self._count),  # type: ignore[arg-type]  # needs no more than __getitem__ with a sampler
+            sampler=self._starts(first),
+            batch_size=None,
+            num_workers=self._num_workers,
+            prefetch_factor=PREFETCHED_MICROBATCHES,
+            pin_memory=self._pin_memory,
+            multiprocessing_context="fork",
+            worker_init_fn=_leave_signals_to_the_rank,
+        )
+        with warnings.catch_warnings():
+            # Python 3.12 on; see the top of the file for why a fork is safe here.
+            warnings.filterwarnings("ignore", message=".*use of fork.*", category=DeprecationWarning)
+            self._batches = iter(loader)
+
+    def close(self) -> None:
+        """Ends the processes; a later batch starts new ones."""
+        # DataLoader ends them when the iterator goes, which nothing else refers to.
+        self._batches = None
+        self._next_first = None
+
+
+class _Batches:
+    """What a worker reads, by first sample."""
+
+    def __init__(self, samples: Samples, count: int):
+        self._samples = samples
+        self._count = count
+
+    def __getitem__(self, first: int) -> torch.Tensor:
+        return self._samples.batch(first, self._count)
+
+
+def _leave_signals_to_the_rank(worker: int) -> Any:
+    """Ctrl-C reaches every process of the terminal; a rank that still saves a checkpoint needs its workers until it is done."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
