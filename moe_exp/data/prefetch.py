@@ -11,9 +11,10 @@ may not use CUDA, gloo or NCCL, of which it has the memory but not the threads; 
 from __future__ import annotations
 
 import signal
+import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import contextmanager
 
 import torch
 from torch.utils.data import DataLoader
@@ -94,8 +95,9 @@ class ReadAhead:
         except RuntimeError as error:
             if not str(error).startswith("DataLoader worker"):  # it comes from the samples
                 raise
-            fix = "NUM_WORKERS=0 reads in the rank itself; a bus error means that /dev/shm is full, Killed that memory was"
-            raise RuntimeError(f"NUM_WORKERS={self._num_workers}: a process that reads ahead has died ({error}). Fix: {fix}.") from error
+            rule = f"a process that reads ahead has died ({error}), killed or out of memory, or of space in /dev/shm"
+            fix = "see the kernel's log, or set NUM_WORKERS=0 to read in the rank itself"
+            raise RuntimeError(f"NUM_WORKERS={self._num_workers}: {rule}. Fix: {fix}.") from error
         self._next_first = next(self._expected)
         return tokens
 
@@ -111,9 +113,8 @@ class ReadAhead:
             prefetch_factor=PREFETCHED_MICROBATCHES,
             pin_memory=self._pin_memory,
             multiprocessing_context="fork",
-            worker_init_fn=_leave_signals_to_the_rank,
         )
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _handler_kept(signal.SIGCHLD), _blocked(signal.SIGINT):
             # Python 3.12 on; see the top of the file for why a fork is safe here.
             warnings.filterwarnings("ignore", message=".*use of fork.*", category=DeprecationWarning)
             self._batches = iter(loader)
@@ -125,6 +126,30 @@ class ReadAhead:
         self._next_first = None
 
 
+@contextmanager
+def _handler_kept(number: signal.Signals) -> Iterator[None]:
+    """Takes back a signal handler that the block sets.
+
+    torch's handler of SIGCHLD raises wherever the rank is when a worker dies, in the middle of a checkpoint for instance. Without it
+    the next batch does, after at most the five seconds in which DataLoader looks after its workers.
+    """
+    before = signal.getsignal(number)
+    yield
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(number, before)
+
+
+@contextmanager
+def _blocked(number: signal.Signals) -> Iterator[None]:
+    """Holds a signal back, from processes that the block starts for good.
+
+    Ctrl-C reaches every process of the terminal; a rank that finishes its step and saves a checkpoint still needs its workers.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class _Batches:
     """What a worker reads, by first sample."""
 
@@ -134,8 +159,3 @@ class _Batches:
 
     def __getitem__(self, first: int) -> torch.Tensor:
         return self._samples.batch(first, self._count)
-
-
-def _leave_signals_to_the_rank(worker: int) -> Any:
-    """Ctrl-C reaches every process of the terminal; a rank that still saves a checkpoint needs its workers until it is done."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
