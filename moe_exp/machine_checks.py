@@ -149,7 +149,7 @@ def _prefix(c: Config, name: str, prefix: str, shares: Sequence[Share | None]) -
             of = f" by SPLIT={c.split}" if c.split else ""
             rule = f"has {num_tokens} tokens for {part}{of}, one sample needs SEQ_LEN + 1 = {c.seq_len + 1}"
             yield problem(name, prefix, rule, "use more data or a smaller SEQ_LEN" + (", or give another SPLIT" if c.split else ""))
-    vocab_size = files.vocab_size()
+    vocab_size = files.tokenizer_fact("vocab_size")
     if vocab_size and vocab_size > c.vocab_size:
         rule = f"was tokenized with {vocab_size} tokens, more than VOCAB_SIZE={c.vocab_size}"
         yield problem(name, prefix, rule, f"set VOCAB_SIZE to at least {vocab_size}")

@@ -118,7 +118,7 @@ def test_part_smaller_than_a_sample(here, tmp_path, data_order):
 def test_ids_beyond_the_vocabulary(here, tmp_path):
     prefix = write_tokens(tmp_path / "data")
     manifest = tmp_path / "data.manifest.json"
-    for content in ('{"vocab_size": 5000}', '{"settings": {"vocab_size": 5000}}'):
+    for content in ('{"vocab_size": 5000}', '{"settings": {"tokenizer": {"vocab_size": 5000}}}'):
         manifest.write_text(content)
         rule = r"was tokenized with 5000 tokens, more than VOCAB_SIZE=4096\. Fix: set VOCAB_SIZE to at least 5000\."
         only_problem(check_files(here(train_data=prefix, eval_interval=0)), rf"TRAIN_DATA={prefix}: {rule}")

@@ -10,6 +10,7 @@ import struct
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -64,14 +65,20 @@ class TokenFiles:
         count = int(self.sequence_bounds[-1])
         return np.memmap(f"{self.prefix}.bin", dtype=self.dtype, mode="r", shape=(count,)) if count else np.empty(0, self.dtype)
 
-    def vocab_size(self) -> int | None:
-        """Of the tokenizer that made the files, by the manifest beside them or of their folder; None where there is none to say it."""
+    @cached_property
+    def manifest(self) -> dict[str, Any]:
+        """What the program that made the files says of them, beside them or in their folder; empty where it says nothing."""
         for path in (Path(f"{self.prefix}.manifest.json"), Path(self.prefix).parent / "manifest.json"):
             if path.is_file():
-                manifest = json.loads(path.read_text(encoding="utf-8"))
-                size = manifest.get("vocab_size", manifest.get("settings", {}).get("vocab_size"))
-                if isinstance(size, int):
-                    return size
+                content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+                return content
+        return {}
+
+    def tokenizer_fact(self, name: str) -> int | None:
+        """`vocab_size` or `eod_id` of the tokenizer that made the files; None where the manifest does not have it."""
+        for place in (self.manifest.get("settings", {}).get("tokenizer"), self.manifest):
+            if isinstance(place, dict) and isinstance(value := place.get(name), int):
+                return value
         return None
 
 
