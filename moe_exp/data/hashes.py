@@ -23,6 +23,10 @@ class Hashes:
         """Adds a document."""
         self._bytes += xxhash.xxh3_128_digest(document)
 
+    def extend(self, other: Hashes) -> None:
+        """Adds those of another instance."""
+        self._bytes += other._bytes
+
     def sorted_words(self) -> tuple[_Words, _Words]:
         """Both halves of every hash, sorted by the first half, then by the second."""
         first, second = np.frombuffer(self._bytes, dtype=np.uint64).reshape(-1, 2).T
@@ -49,7 +53,8 @@ class Hashes:
 def difference(one: Hashes, other: Hashes) -> tuple[int, int]:
     """Documents of `one` that `other` lacks, and the other way round; two equal documents count as two (multisets)."""
     joined = Hashes()
-    joined._bytes = one._bytes + other._bytes
+    joined.extend(one)
+    joined.extend(other)
     first, second = np.frombuffer(joined._bytes, dtype=np.uint64).reshape(-1, 2).T
     order = np.lexsort((second, first))
     first, second = first[order], second[order]
