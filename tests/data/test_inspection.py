@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from itertools import pairwise
 
 import numpy as np
@@ -201,7 +200,6 @@ def test_command(texts, tokenizer, tmp_path, capsys, monkeypatch):
     assert json.loads(capsys.readouterr().out)["documents"] == 10
     assert main(["data", "inspect", str(prefix), "--tokenizer", str(tmp_path / "gone")]) == 1
     assert capsys.readouterr().err.startswith(f"moe-exp data: TOKENIZER={tmp_path}/gone: is not a Hugging Face tokenizer.json")
-    shutil.rmtree(tmp_path / "x", ignore_errors=True)
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "a.jsonl").write_text('{"text": "one", "id": 1}\n' * 3)
     assert main(["data", "inspect", str(tmp_path / "x")]) == 0
