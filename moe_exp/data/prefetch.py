@@ -10,11 +10,15 @@ may not use CUDA, gloo or NCCL, of which it has the memory but not the threads; 
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch.utils.data import DataLoader
@@ -113,6 +117,7 @@ class ReadAhead:
             prefetch_factor=PREFETCHED_MICROBATCHES,
             pin_memory=self._pin_memory,
             multiprocessing_context="fork",
+            worker_init_fn=partial(_end_with_rank, os.getpid()),
         )
         with warnings.catch_warnings(), _handler_kept(signal.SIGCHLD), _blocked(signal.SIGINT):
             # Python 3.12 on; see the top of the file for why a fork is safe here.
@@ -148,6 +153,23 @@ def _blocked(number: signal.Signals) -> Iterator[None]:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
     yield
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+# Loaded before the fork.
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+_PR_SET_PDEATHSIG = 1
+
+
+def _end_with_rank(rank_pid: int, worker: int) -> None:
+    """Has the system end this worker with its rank, however that ends.
+
+    By itself a DataLoader worker looks every five seconds whether its parent is another one than at its start; one whose rank ended
+    before that start would stay for ever.
+    """
+    if _LIBC:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != rank_pid:
+        os._exit(1)
 
 
 class _Batches:

@@ -174,8 +174,13 @@ from moe_exp.data.prefetch import ReadAhead
 
 samples = SampleStream([(1.0, sys.argv[1])], seq_len=16, seed=1)
 reader = ReadAhead(samples, count=4, starts=lambda first: iter(range(first, 10**9, 4)), num_workers=2)
-reader.batch(0, 4)
+if sys.argv[2] == "at once":
+    reader._start(0)
+else:
+    reader.batch(0, 4)
 print(*(worker.pid for worker in reader._batches._workers), flush=True)
+if sys.argv[2] == "at once":
+    os._exit(3)
 if sys.argv[2] == "raise":
     raise KeyError("the end")
 if sys.argv[2] == "os._exit":
@@ -187,11 +192,12 @@ if sys.argv[2] == "kill":
 slow = pytest.mark.slow
 
 
-@pytest.mark.parametrize(
-    ("how", "code"), [("end", 0), ("kill", -9), pytest.param("raise", 1, marks=slow), pytest.param("os._exit", 2, marks=slow)]
-)
+SLOW_ENDS = [pytest.param(*case, marks=slow) for case in (("kill", -9), ("raise", 1), ("os._exit", 2))]
+
+
+@pytest.mark.parametrize(("how", "code"), [("end", 0), ("at once", 3), *SLOW_ENDS])
 def test_no_process_outlives_its_rank(how, code, prefix):
-    """A rank that ends, is killed, fails, or ends as `faults` ends it: workers look for their rank every five seconds."""
+    """A rank that ends, is killed, fails, or ends as `faults` ends it, also before its workers have begun."""
     command, environ = [sys.executable, "-c", PROGRAM, prefix, how], {**os.environ, "PYTHONPATH": str(ROOT)}
     rank = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
     assert rank.returncode == code, rank.stderr
