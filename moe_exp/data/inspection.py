@@ -27,7 +27,7 @@ from moe_exp.data.token_files import Int64Array, TokenFiles
 from moe_exp.data.tokens import tokenizer_vocab_size
 
 BLOCK_TOKENS = 2**22
-_ENDS_LOOKED_AT = 10_000
+_ENDS_LOOKED_AT = 2000
 _SHOWN_TOKENS, _SHOWN_LAST_TOKENS, _SHOWN_CHARACTERS = 80, 8, 300
 _BAR_CHARACTERS = 40
 _FIELDS_OF = 1000
@@ -110,7 +110,7 @@ def inspect_tokens(files: TokenFiles, *, tokenizer: Path | None = None, num_samp
     counts = _Tokens(eod_id, vocab_size)
     with progress(f"reading {files.prefix}.bin", int(bounds[-1]) * files.dtype.itemsize) as advance:
         for first, end in token_blocks(bounds, BLOCK_TOKENS):
-            tokens = files.tokens[bounds[first] : bounds[end]]
+            tokens = files.read(int(bounds[first]), int(bounds[end]))
             counts.add(tokens, bounds[first : end + 1] - bounds[first])
             advance(tokens.nbytes)
     lengths = np.diff(bounds)
@@ -157,7 +157,7 @@ def _end_of_document(files: TokenFiles) -> tuple[int | None, str]:
     ends = ends[:: max(1, len(ends) // _ENDS_LOOKED_AT)]
     if not len(ends):
         return None, "no document has tokens"
-    ids, counts = np.unique(files.tokens[ends], return_counts=True)
+    ids, counts = np.unique([files.read(end, end + 1) for end in ends.tolist()], return_counts=True)
     best = int(counts.argmax())
     if 2 * counts[best] <= len(ends):
         return None, "no token ends most documents"
@@ -169,8 +169,8 @@ def _token_samples(files: TokenFiles, path: Path | None, count: int) -> list[dic
     found = []
     for number in _spread(files.num_documents, count):
         begin, end = (int(bound) for bound in files.document_bounds[number : number + 2])
-        ids = files.tokens[begin : min(end, begin + _SHOWN_TOKENS)].tolist()
-        last = files.tokens[max(begin + len(ids), end - _SHOWN_LAST_TOKENS) : end].tolist()
+        ids = files.read(begin, min(end, begin + _SHOWN_TOKENS)).tolist()
+        last = files.read(max(begin + len(ids), end - _SHOWN_LAST_TOKENS), end).tolist()
         sample = {"document": number, "tokens": end - begin, "first_ids": ids, "last_ids": last}
         if tokenizer is not None:
             text = tokenizer.decode(ids, skip_special_tokens=False)

@@ -1,4 +1,4 @@
-"""Megatron's .bin/.idx files as numpy arrays that stay on disk, without torch; and the parts that SPLIT makes of them.
+"""Megatron's .bin/.idx files as numpy arrays, without torch; and the parts that SPLIT makes of them.
 
 The layout is in tokens.py. A document may consist of several sequences, as other programs write them; ours have one.
 """
@@ -59,11 +59,9 @@ class TokenFiles:
         indices = np.memmap(f"{self.prefix}.idx", dtype="<i8", mode="r", offset=offset, shape=(self.num_documents + 1,))
         return self.sequence_bounds[indices]
 
-    @cached_property
-    def tokens(self) -> npt.NDArray[np.integer]:
-        """All token ids in the order of the file; not read before they are used."""
-        count = int(self.sequence_bounds[-1])
-        return np.memmap(f"{self.prefix}.bin", dtype=self.dtype, mode="r", shape=(count,)) if count else np.empty(0, self.dtype)
+    def read(self, begin: int, end: int) -> npt.NDArray[np.integer]:
+        """Tokens `begin` to `end - 1`. Not mapped: what is read once would stay in memory as long as there is room."""
+        return np.fromfile(f"{self.prefix}.bin", dtype=self.dtype, count=end - begin, offset=begin * self.dtype.itemsize)
 
     @cached_property
     def manifest(self) -> dict[str, Any]:

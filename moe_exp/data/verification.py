@@ -295,7 +295,7 @@ def token_hashes(files: TokenFiles) -> Hashes:
     hashes = Hashes()
     bounds = files.document_bounds
     for first, end in token_blocks(bounds, BLOCK_TOKENS):
-        tokens = files.tokens[bounds[first] : bounds[end]].astype(np.int64)
+        tokens = files.read(int(bounds[first]), int(bounds[end])).astype(np.int64)
         begins = (bounds[first : end + 1] - bounds[first]).tolist()
         for begin, stop in pairwise(begins):
             hashes.add(tokens[begin:stop].data)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import moe_exp.megatron_cpu  # noqa: F401
+
+# isort: split
 import json
 from collections import Counter
 from pathlib import Path
