@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ _ENDS_LOOKED_AT = 2000
 _SHOWN_TOKENS, _SHOWN_LAST_TOKENS, _SHOWN_CHARACTERS = 80, 8, 300
 _BAR_CHARACTERS = 40
 _FIELDS_OF = 1000
+_ADVANCE_BYTES = 2**20
 
 
 def inspect_path(path: Path, *, tokenizer: Path | None = None, num_samples: int = 3, text_field: str = "text") -> dict[str, Any]:
@@ -196,7 +197,7 @@ def inspect_documents(paths: Sequence[Path], *, num_samples: int = 3, text_field
     with progress("reading", sum(path.stat().st_size for path in paths)) as advance:
         for path in paths:
             before = tally.num_documents
-            for line, text in read_documents(path, tally, text_field=text_field, skip_bad=True):
+            for line, text in documents_with_progress(path, tally, advance, text_field=text_field, skip_bad=True):
                 data = text.encode()
                 hashes.add(data)
                 lengths.append(len(data))
@@ -205,7 +206,6 @@ def inspect_documents(paths: Sequence[Path], *, num_samples: int = 3, text_field
                 if len(samples) < num_samples:
                     samples.append({"file": path.name, "bytes": len(data), "text": text[:_SHOWN_CHARACTERS]})
             per_file[path.name] = tally.num_documents - before
-            advance(path.stat().st_size)
     return {
         "kind": "documents",
         "files": per_file,
@@ -220,6 +220,20 @@ def inspect_documents(paths: Sequence[Path], *, num_samples: int = 3, text_field
         "lengths": length_summary(np.frombuffer(lengths, dtype=np.int64)),
         "samples": samples,
     }
+
+
+def documents_with_progress(
+    path: Path, tally: Tally, advance: Callable[[int], None], *, text_field: str, skip_bad: bool = False
+) -> Iterator[tuple[bytes, str]]:
+    """`documents.read_documents`, telling `advance` of all bytes of the file: as they are read, or at its end if it is compressed."""
+    told = pending = 0
+    for line, text in read_documents(path, tally, text_field=text_field, skip_bad=skip_bad):
+        yield line, text
+        pending += len(line) + 1
+        if pending >= _ADVANCE_BYTES and path.suffix == ".jsonl":
+            advance(pending)
+            told, pending = told + pending, 0
+    advance(path.stat().st_size - told)
 
 
 # Lengths
@@ -263,7 +277,7 @@ def print_inspection(report: dict[str, Any]) -> None:
     console = Console()
     console.print(table)
     for sample in report["samples"]:
-        console.print(_sample_text(sample))
+        console.print(_sample_text(sample), highlight=False, emoji=False, soft_wrap=True)
 
 
 def _token_rows(report: dict[str, Any]) -> dict[str, object]:

@@ -7,7 +7,7 @@ Everything is read again: sizes and hashes of the files, then the documents them
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from moe_exp.data.documents import JSONL_SUFFIXES, Tally, read_documents
+from moe_exp.data.documents import JSONL_SUFFIXES, Tally
 from moe_exp.data.hashes import Hashes, difference
-from moe_exp.data.inspection import BLOCK_TOKENS, jsonl_files, token_blocks
+from moe_exp.data.inspection import BLOCK_TOKENS, documents_with_progress, jsonl_files, token_blocks
 from moe_exp.data.progress import progress
 from moe_exp.data.stage import file_hash
 from moe_exp.data.token_files import TokenFiles
@@ -170,8 +170,7 @@ def _document_findings(manifest: Manifest) -> list[Finding]:
     with progress("reading the documents", sum((manifest.folder / name).stat().st_size for name in names)) as advance:
         # Those for validation first, as the others are compared with them.
         for name in sorted(names, key=lambda name: not _is_validation(name)):
-            count = reader.read(manifest.folder / name)
-            advance((manifest.folder / name).stat().st_size)
+            count = reader.read(manifest.folder / name, advance)
             told = expected.get(name, count) if isinstance(expected, dict) else count
             wrong = f"has {count:,} documents, the manifest says {told:,}" if count != told else ""
             found.append(Finding(name, wrong, f"{count:,} documents"))
@@ -191,10 +190,10 @@ class _Documents:
         self.total, self.valid, self.num_shared = Tally(), Hashes(), 0
         self._valid_words = self.valid.sorted_words()
 
-    def read(self, path: Path) -> int:
+    def read(self, path: Path, advance: Callable[[int], None]) -> int:
         """Reads a file and returns its number of documents."""
         tally, is_validation = Tally(), _is_validation(path.name)
-        for hashes in hash_blocks(path, tally, self.text_field):
+        for hashes in hash_blocks(path, tally, advance, self.text_field):
             if is_validation:
                 self.valid.extend(hashes)
             else:
@@ -232,14 +231,14 @@ def _written(content: dict[str, Any]) -> Tally | None:
     return None
 
 
-def hash_blocks(path: Path, tally: Tally, text_field: str) -> Iterator[Hashes]:
+def hash_blocks(path: Path, tally: Tally, advance: Callable[[int], None], text_field: str) -> Iterator[Hashes]:
     """Hashes of the documents of a JSONL file, a block at a time; blank lines are no documents.
 
     Raises:
         BadDocument: another line is no document.
     """
     hashes = Hashes()
-    for _, text in read_documents(path, tally, text_field=text_field):
+    for _, text in documents_with_progress(path, tally, advance, text_field=text_field):
         hashes.add(text.encode())
         if len(hashes) == _HASHES_AT_ONCE:
             yield hashes
@@ -284,9 +283,8 @@ def _document_hashes(paths: Sequence[Path], text_field: str) -> Hashes:
     hashes = Hashes()
     with progress("reading", sum(path.stat().st_size for path in paths)) as advance:
         for path in paths:
-            for part in hash_blocks(path, Tally(), text_field):
+            for part in hash_blocks(path, Tally(), advance, text_field):
                 hashes.extend(part)
-            advance(path.stat().st_size)
     return hashes
 
 
