@@ -164,6 +164,8 @@ def _token_findings(manifest: Manifest) -> Iterator[Finding]:
 def _document_findings(manifest: Manifest) -> list[Finding]:
     """Reads the documents of JSONL outputs: their number per file, all of them together, and none on both sides."""
     names = [one["name"] for one in manifest.outputs if one["name"].endswith(JSONL_SUFFIXES)]
+    if not names:
+        return []
     expected = manifest.content.get("num_documents")
     reader = _Documents(manifest.text_field)
     found = []
@@ -174,7 +176,7 @@ def _document_findings(manifest: Manifest) -> list[Finding]:
             told = expected.get(name, count) if isinstance(expected, dict) else count
             wrong = f"has {count:,} documents, the manifest says {told:,}" if count != told else ""
             found.append(Finding(name, wrong, f"{count:,} documents"))
-    if names and not manifest.only:
+    if not manifest.only:
         found.append(_total_finding(manifest, reader.total))
     if len(reader.valid) and len(names) > 1:
         wrong = f"{reader.num_shared:,} training documents are equal to one for validation" if reader.num_shared else ""
