@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from moe_exp.data.inspection import inspect_path, print_inspection
-from moe_exp.data.verification import Finding, compare, verify
+if TYPE_CHECKING:
+    from moe_exp.data.verification import Finding
+
+# The library is imported by the commands that use it: `moe-exp --help` answers at once.
 
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -27,6 +30,8 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
+    from moe_exp.data.inspection import inspect_path, print_inspection
+
     report = inspect_path(arguments.path, tokenizer=arguments.tokenizer, num_samples=arguments.samples, text_field=arguments.text_field)
     if arguments.json:
         print(json.dumps(report, ensure_ascii=False))
@@ -36,6 +41,8 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
+    from moe_exp.data.verification import compare, verify
+
     if arguments.against:
         return _print_finding(compare(arguments.path, arguments.against, text_field=arguments.text_field))
     return max([_print_finding(finding) for finding in verify(arguments.path)], default=0)
