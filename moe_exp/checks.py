@@ -337,11 +337,28 @@ def _schedule(c: Config) -> Iterator[str]:
 def _data(c: Config) -> Iterator[str]:
     if c.eval_interval and not c.eval_iters:
         yield problem("eval_iters", 0, f"evaluates nothing every EVAL_INTERVAL={c.eval_interval}", "set EVAL_ITERS=10 or EVAL_INTERVAL=0")
-    if c.train_data and not c.valid_data and c.eval_interval:
+    if c.train_data and not c.valid_data and not c.split and c.eval_interval:
         rule = f"TRAIN_DATA is given, but nothing to evaluate on every EVAL_INTERVAL={c.eval_interval}"
-        yield problem("valid_data", "", rule, "set VALID_DATA or EVAL_INTERVAL=0")
+        yield problem("valid_data", "", rule, "set VALID_DATA, SPLIT=99,1 or EVAL_INTERVAL=0")
+    yield from _split(c)
     if c.valid_data and not c.train_data:
         yield problem("valid_data", c.valid_data, "the embedded corpus brings its own validation set", "set TRAIN_DATA or drop VALID_DATA")
     if not c.train_data and c.vocab_size < EMBEDDED_VOCAB_SIZE:
         rule = f"the embedded corpus (TRAIN_DATA is empty) has {EMBEDDED_VOCAB_SIZE} tokens"
         yield problem("vocab_size", c.vocab_size, rule, f"set VOCAB_SIZE to at least {EMBEDDED_VOCAB_SIZE}, or TRAIN_DATA")
+
+
+def _split(c: Config) -> Iterator[str]:
+    if not c.split:
+        return
+    if c.valid_data:
+        yield problem("split", c.split, f"VALID_DATA={c.valid_data} names the validation files", "set one of the two")
+    if not c.train_data:
+        yield problem("split", c.split, "the embedded corpus brings its own validation set", "set TRAIN_DATA or drop SPLIT")
+    shares = [float(share) for share in c.split.split(",")]
+    if len(shares) > 3 or not shares[0]:
+        rule = "must be up to three numbers, for training, validation and test, and the first more than 0"
+        yield problem("split", c.split, rule, "set for instance SPLIT=99,1")
+    elif c.eval_interval and not sum(shares[1:2]):
+        rule = f"leaves nothing to evaluate on every EVAL_INTERVAL={c.eval_interval}"
+        yield problem("split", c.split, rule, "set for instance SPLIT=99,1, or EVAL_INTERVAL=0")

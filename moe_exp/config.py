@@ -75,6 +75,7 @@ def _numbers(value: Any) -> str:
     return text
 
 
+PREFETCHED_MICROBATCHES = 2  # that each of the NUM_WORKERS has ready
 LOSS_KINDS = ("aux_loss", "seq_aux_loss", "global_aux_loss", "importance")
 _NO_LOSS = ("none", "sinkhorn")
 _TERM = r"(\[?[01](,[01])*\]?(\*\d+)?)"
@@ -82,6 +83,7 @@ _PATTERN = rf"{_TERM}(\+{_TERM})*"
 LayerPattern = Annotated[str, BeforeValidator(_pattern)]
 LossKinds = Annotated[str, BeforeValidator(_losses)]
 Numbers = Annotated[str, BeforeValidator(_numbers)]
+OptionalNumbers = Annotated[str, BeforeValidator(lambda value: _numbers(value) if value else "")]
 OptionalPositive = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_none_or_int)]
 
 
@@ -213,8 +215,18 @@ class Config(BaseModel):
         "", description="Megatron .bin/.idx prefixes, 'PREFIX' or 'WEIGHT PREFIX WEIGHT PREFIX ...'; empty: the embedded corpus"
     )
     valid_data: str = Field("", description="the same for validation")
+    split: OptionalNumbers = Field(
+        "", description="instead of VALID_DATA: shares of TRAIN_DATA's documents for training, validation and test: '99,1', '969,30,1'"
+    )
+    data_order: Literal["stream", "megatron"] = Field(
+        "stream", description="of samples; stream: any number of TRAIN_ITERS has the same; megatron: that of Megatron-LM's GPTDataset"
+    )
+    num_workers: NonNegative = Field(
+        default_factory=lambda: 2 if count_gpus() else 0,
+        description="processes per rank that read training data ahead; 0: the rank itself (default: 2 with GPUs, else 0)",
+    )
     tokenizer: str = Field("", description="Hugging Face tokenizer folder or tokenizer.json; checked against VOCAB_SIZE")
-    data_dir: str = Field("data", description="where prepared corpora are kept")
+    data_dir: str = Field("data", description="where prepared corpora are kept, and the indices of DATA_ORDER=megatron")
 
     # Input and output
     run_dir: str = Field("runs", description="folder of all runs")

@@ -8,13 +8,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from moe_exp.config import Config, problem
+from moe_exp.config import PREFETCHED_MICROBATCHES, Config, problem
+from moe_exp.data.token_files import Share, TokenFiles, parse_split, part_tokens
 from moe_exp.data.tokenizer import tokenizer_vocab_size
 from moe_exp.data.tokens import bin_idx_problem, parse_blend
 from moe_exp.hosts import count_gpus
@@ -29,14 +30,13 @@ def check_environment(config: Config) -> list[str]:
 
 def check_machine(config: Config) -> list[str]:
     """Devices, packages and port that another machine may have; a dry run only warns about these."""
-    return [*_devices(config), *_packages(config), *_port(config)]
+    return [*_devices(config), *_packages(config), *_port(config), *_shared_memory(config)]
 
 
 def check_files(config: Config) -> list[str]:
     """Data, tokenizer and folders, on node 0 and on every other node."""
     return [
-        *_prefixes("train_data", config.train_data),
-        *_prefixes("valid_data", config.valid_data),
+        *_data(config),
         *_tokenizer(config),
         *_load_dir(config),
         *_upcycle_from(config),
@@ -101,18 +101,59 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _prefixes(name: str, blend: str) -> Iterator[str]:
-    if not blend:
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+def _shared_memory(c: Config) -> Iterator[str]:
+    """Workers hand their batches over in shared memory, of which a container has 64 MB unless it is told otherwise."""
+    if not c.num_workers or not _SHARED_MEMORY.is_dir():
         return
-    try:
-        prefixes = [prefix for _, prefix in parse_blend(blend)]
-    except ValueError as error:
-        # Its text begins with the value and ends with the fix.
-        yield f"{name.upper()}={error}"
+    microbatches = c.num_workers * PREFETCHED_MICROBATCHES + 1  # and the one that is being used
+    needed_bytes = c.gpus_per_node * microbatches * c.mbsz * (c.seq_len + 1) * 8
+    place = os.statvfs(_SHARED_MEMORY)
+    free_bytes = place.f_bavail * place.f_frsize
+    if needed_bytes > free_bytes:
+        rule = f"its batches need {needed_bytes / 1e6:.1f} MB of shared memory on this node, {_SHARED_MEMORY} has {free_bytes / 1e6:.1f} MB"
+        size = f"{-(-2 * needed_bytes // 2**20)}m"
+        yield problem("num_workers", c.num_workers, rule, f"set NUM_WORKERS=0, or start the container with --shm-size={size}")
+
+
+def _data(c: Config) -> Iterator[str]:
+    """TRAIN_DATA and VALID_DATA, or the parts of TRAIN_DATA by SPLIT: whole, long enough for a sample, within the vocabulary."""
+    shares: list[Share | None] = [(0.0, 1.0), None]
+    if c.split:
+        try:
+            shares = parse_split(c.split)[:2]
+        except ValueError:
+            return  # check_config says so
+    for name, blend in (("train_data", c.train_data), ("valid_data", c.valid_data)):
+        try:
+            prefixes = [prefix for _, prefix in parse_blend(blend)] if blend else []
+        except ValueError as error:
+            # Its text begins with the value and ends with the fix.
+            yield f"{name.upper()}={error}"
+            continue
+        for prefix in dict.fromkeys(prefixes):
+            yield from _prefix(c, name, prefix, shares if name == "train_data" else [None, (0.0, 1.0)])
+
+
+def _prefix(c: Config, name: str, prefix: str, shares: Sequence[Share | None]) -> Iterator[str]:
+    if reason := bin_idx_problem(prefix):
+        yield problem(name, prefix, reason, f"give in {name.upper()} the path of an existing .bin and .idx pair, without suffix")
         return
-    for prefix in prefixes:
-        if reason := bin_idx_problem(prefix):
-            yield problem(name, prefix, reason, f"give in {name.upper()} the path of an existing .bin and .idx pair, without suffix")
+    files = TokenFiles(prefix)
+    for part, share in zip(("training", "validation"), shares, strict=True):
+        if share is None or (part == "validation" and not c.eval_interval):
+            continue
+        num_tokens = part_tokens(files, share, by_sequence=c.data_order == "megatron")
+        if num_tokens <= c.seq_len:
+            of = f" by SPLIT={c.split}" if c.split else ""
+            rule = f"has {num_tokens} tokens for {part}{of}, one sample needs SEQ_LEN + 1 = {c.seq_len + 1}"
+            yield problem(name, prefix, rule, "use more data or a smaller SEQ_LEN" + (", or give another SPLIT" if c.split else ""))
+    vocab_size = files.tokenizer_fact("vocab_size")
+    if vocab_size and vocab_size > c.vocab_size:
+        rule = f"was tokenized with {vocab_size} tokens, more than VOCAB_SIZE={c.vocab_size}"
+        yield problem(name, prefix, rule, f"set VOCAB_SIZE to at least {vocab_size}")
 
 
 def _tokenizer(c: Config) -> Iterator[str]:
@@ -180,12 +221,14 @@ def _upcycle_from(c: Config) -> Iterator[str]:
 
 
 def _data_dir(c: Config) -> Iterator[str]:
-    """Where the embedded corpus is to be made; one that is there is only read."""
-    folder = Path(c.data_dir)
-    if c.train_data or any(folder.glob("python_stdlib_*/manifest.json")):
+    """Where the embedded corpus is to be made, or Megatron's indices; what is there is only read."""
+    folder, what = Path(c.data_dir), "the embedded corpus (TRAIN_DATA is empty) goes"
+    if c.train_data and c.data_order == "megatron":
+        what = "the indices of DATA_ORDER=megatron go"
+    elif c.train_data or any(folder.glob("python_stdlib_*/manifest.json")):
         return
     place = next(path for path in (folder, *folder.absolute().parents) if os.access(path, os.F_OK))
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        what = "not writable" if place.is_dir() else "a file"
-        rule = f"the embedded corpus (TRAIN_DATA is empty) goes there, but {place} is {what}"
+        state = "not writable" if place.is_dir() else "a file"
+        rule = f"{what} there, but {place} is {state}"
         yield problem("data_dir", c.data_dir, rule, "set DATA_DIR to a folder that you can write to, or set TRAIN_DATA")

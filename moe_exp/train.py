@@ -11,7 +11,7 @@ import argparse
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,8 +28,11 @@ from moe_exp.backends import chosen_backends
 from moe_exp.checkpoint import Progress, Trained
 from moe_exp.checks import check_config
 from moe_exp.config import Config, ConfigError, add_arguments, load_config
-from moe_exp.data.dataset import SampleStream, split_batch
+from moe_exp.data.dataset import Samples, SampleStream, split_batch
 from moe_exp.data.embedded import ensure_embedded_corpus
+from moe_exp.data.megatron_dataset import MegatronOrder, megatron_samples
+from moe_exp.data.prefetch import ReadAhead, microbatch_start, microbatch_starts
+from moe_exp.data.token_files import parse_split
 from moe_exp.data.tokens import parse_blend
 from moe_exp.interval import Interval
 from moe_exp.metrics import Metrics, setup_logging
@@ -51,8 +54,8 @@ class Job:
     runtime: Runtime
     folder: RunFolder
     trained: Trained
-    train_stream: SampleStream
-    valid_stream: SampleStream | None
+    train_stream: Samples
+    valid_stream: Samples | None
     batches: BatchSchedule
 
 
@@ -90,6 +93,8 @@ def run(config: Config, stop: faults.StopSignal) -> None:
                 logger.info("%s: %s (%s)", part, name, reason)
             status = train(job, progress, metrics, stop)
             metrics.event("end", progress.iteration, status=status, wall_seconds=round(time.monotonic() - start, 3))
+    if isinstance(job.train_stream, ReadAhead):
+        job.train_stream.close()
     runtime.stop()
 
 
@@ -106,21 +111,55 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     optimizer = build_optimizer(config, model)
     trained = Trained(model, optimizer, build_scheduler(config, optimizer))
     connect(model, trained)
-    job = Job(config, rank, folder, trained, train_stream, valid_stream, BatchSchedule(config))
+    batches = BatchSchedule(config)
+    if config.num_workers:
+        train_stream = read_ahead(config, rank, train_stream, batches)
+    job = Job(config, rank, folder, trained, train_stream, valid_stream, batches)
     return job, resume(job)
 
 
-def build_data(config: Config) -> tuple[SampleStream, SampleStream | None]:
-    """Training and validation samples: TRAIN_DATA and VALID_DATA, or the embedded corpus."""
+def build_data(config: Config) -> tuple[Samples, Samples | None]:
+    """Training and validation samples: TRAIN_DATA and VALID_DATA or a part of TRAIN_DATA, or the embedded corpus."""
     train_data, valid_data = config.train_data, config.valid_data
     if not train_data:
         corpus = ensure_embedded_corpus(Path(config.data_dir))
         train_data, valid_data = str(corpus.train_prefix), str(corpus.valid_prefix)
-    train_stream = SampleStream(parse_blend(train_data), seq_len=config.seq_len, seed=config.seed)
+    if config.data_order == "megatron":
+        return megatron_data(config, train_data, valid_data)
+    train_share, valid_share, _ = parse_split(config.split or "1")
+    train_stream = SampleStream(parse_blend(train_data), seq_len=config.seq_len, seed=config.seed, share=train_share or (0.0, 1.0))
     valid_stream = None
-    if valid_data and config.eval_interval:
-        valid_stream = SampleStream(parse_blend(valid_data), seq_len=config.seq_len, seed=config.seed, shuffle=False)
+    if config.eval_interval and (valid_data or valid_share):
+        blend, share = parse_blend(valid_data or train_data), valid_share or (0.0, 1.0)
+        valid_stream = SampleStream(blend, seq_len=config.seq_len, seed=config.seed, shuffle=False, share=share)
     return train_stream, valid_stream
+
+
+def megatron_data(config: Config, train_data: str, valid_data: str) -> tuple[Samples, Samples | None]:
+    """The same in the order of Megatron-LM, for as many samples as it would count."""
+    num_evaluations = config.train_iters // config.eval_interval + 1 if config.eval_interval else 0
+    order = MegatronOrder(
+        train=train_data,
+        valid=valid_data,
+        split=config.split,
+        seq_len=config.seq_len,
+        seed=config.seed,
+        num_train_samples=config.train_iters * config.gbsz,
+        num_valid_samples=num_evaluations * config.eval_iters * config.gbsz,
+    )
+    return megatron_samples(order, Path(config.data_dir))
+
+
+def read_ahead(config: Config, rank: Runtime, samples: Samples, batches: BatchSchedule) -> ReadAhead:
+    """`samples`, with the next micro-batches of this rank read by NUM_WORKERS processes."""
+    place = {"mbsz": config.mbsz, "dp_rank": rank.groups.dp.rank(), "dp_size": rank.groups.dp.size()}
+    offset = microbatch_start(0, 0, **place)
+
+    def starts(first: int) -> Iterator[int]:
+        return microbatch_starts(first - offset, batches.at, **place)
+
+    on_gpu = rank.device.type == "cuda"
+    return ReadAhead(samples, count=config.mbsz, starts=starts, num_workers=config.num_workers, pin_memory=on_gpu)
 
 
 def connect(model: list[DistributedDataParallel], trained: Trained) -> None:
@@ -188,9 +227,7 @@ def train_step(job: Job, progress: Progress, interval: Interval, *, count_zeros:
     return _number(grad_norm), _number(num_zeros)
 
 
-def forward_backward(
-    job: Job, stream: SampleStream, first_sample: int, num_microbatches: int, *, forward_only: bool = False
-) -> list[Tensor]:
+def forward_backward(job: Job, stream: Samples, first_sample: int, num_microbatches: int, *, forward_only: bool = False) -> list[Tensor]:
     """Runs Megatron's schedule over `num_microbatches`; the losses of the micro-batches on the last pipeline stage, else []."""
     config, model = job.config, job.trained.model
     microbatches = [_microbatch(job, stream, first_sample, index) for index in range(num_microbatches)]
@@ -206,10 +243,10 @@ def forward_backward(
     return [output["lm_loss"] for output in outputs]
 
 
-def _microbatch(job: Job, stream: SampleStream, first_sample: int, index: int) -> dict[str, Tensor]:
+def _microbatch(job: Job, stream: Samples, first_sample: int, index: int) -> dict[str, Tensor]:
     """Micro-batch `index` of this data parallel rank: MBSZ samples in a row, so the set of micro-batches is the same at any DP."""
     config, groups = job.config, job.runtime.groups
-    first = first_sample + (index * groups.dp.size() + groups.dp.rank()) * config.mbsz
+    first = microbatch_start(first_sample, index, mbsz=config.mbsz, dp_rank=groups.dp.rank(), dp_size=groups.dp.size())
     batch = split_batch(stream.batch(first, config.mbsz).to(job.runtime.device, non_blocking=True))
     return get_batch_on_this_cp_rank(batch, groups.cp)
 

@@ -228,7 +228,12 @@ BATCH = [
 ]
 
 DATA = [
-    ({"train_data": "a"}, r"VALID_DATA=: TRAIN_DATA is given, .* EVAL_INTERVAL=100\. Fix: set VALID_DATA or EVAL_INTERVAL=0\."),
+    ({"train_data": "a"}, r"VALID_DATA=: TRAIN_DATA is given, .* EVAL_INTERVAL=100\. Fix: set VALID_DATA, SPLIT=99,1 or EVAL_INTERVAL=0\."),
+    ({"split": "99,1"}, r"SPLIT=99,1: the embedded corpus brings its own validation set\. Fix: set TRAIN_DATA or drop SPLIT\."),
+    ({"train_data": "a", "valid_data": "b", "split": "99,1"}, r"SPLIT=99,1: VALID_DATA=b names .* Fix: set one of the two\."),
+    ({"train_data": "a", "split": "0,1"}, r"SPLIT=0,1: must be up to three numbers, .* Fix: set for instance SPLIT=99,1\."),
+    ({"train_data": "a", "split": "1,1,1,1"}, r"SPLIT=1,1,1,1: must be up to three numbers, .*"),
+    ({"train_data": "a", "split": "100,0,0"}, r"SPLIT=100,0,0: leaves nothing to evaluate on every EVAL_INTERVAL=100\. Fix: .*"),
     ({"valid_data": "a"}, r"VALID_DATA=a: .* Fix: set TRAIN_DATA or drop VALID_DATA\."),
     (
         {"vocab_size": 4095},

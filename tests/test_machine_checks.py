@@ -39,9 +39,11 @@ def here(tmp_path, monkeypatch):
     return config
 
 
-def write_tokens(prefix: Path) -> str:
+def write_tokens(prefix: Path, num_documents: int = 100) -> str:
+    """Documents of 4 tokens; a sample of the cpu preset has 257."""
     with BinIdxWriter(prefix, vocab_size=4096) as writer:
-        writer.add_document([1, 2, 3])
+        for _ in range(num_documents):
+            writer.add_document([1, 2, 3])
     return str(prefix)
 
 
@@ -94,6 +96,46 @@ def test_missing_and_damaged_data(here, tmp_path):
     )
 
 
+def test_data_smaller_than_a_sample(here, tmp_path):
+    large, small = write_tokens(tmp_path / "large", 1000), write_tokens(tmp_path / "small", 64)
+    rule = r"has 256 tokens for {}, one sample needs SEQ_LEN \+ 1 = 257\. Fix: use more data or a smaller SEQ_LEN\."
+    only_problem(check_files(here(train_data=small, valid_data=large)), rf"TRAIN_DATA={small}: {rule.format('training')}")
+    only_problem(check_files(here(train_data=large, valid_data=small)), rf"VALID_DATA={small}: {rule.format('validation')}")
+    assert check_files(here(train_data=large, valid_data=small, seq_len=255)) == []
+    assert check_files(here(train_data=large, valid_data=small, eval_interval=0)) == []
+
+
+@pytest.mark.parametrize("data_order", ["stream", "megatron"])
+def test_part_smaller_than_a_sample(here, tmp_path, data_order):
+    data = {"train_data": write_tokens(tmp_path / "data", 1000), "data_order": data_order}
+    assert check_files(here(split="93,7", **data)) == []
+    expected = r"TRAIN_DATA=.*/data: has 240 tokens for validation by SPLIT=94,6, one sample needs .* = 257\. Fix: .* another SPLIT\."
+    only_problem(check_files(here(split="94,6", **data)), expected)
+    assert check_files(here(split="94,6", eval_interval=0, **data)) == []
+    only_problem(check_files(here(split="1,15", **data)), r"TRAIN_DATA=.*/data: has 248 tokens for training by SPLIT=1,15, .*")
+
+
+def test_ids_beyond_the_vocabulary(here, tmp_path):
+    prefix = write_tokens(tmp_path / "data")
+    manifest = tmp_path / "data.manifest.json"
+    for content in ('{"vocab_size": 5000}', '{"settings": {"tokenizer": {"vocab_size": 5000}}}'):
+        manifest.write_text(content)
+        rule = r"was tokenized with 5000 tokens, more than VOCAB_SIZE=4096\. Fix: set VOCAB_SIZE to at least 5000\."
+        only_problem(check_files(here(train_data=prefix, eval_interval=0)), rf"TRAIN_DATA={prefix}: {rule}")
+        assert check_files(here(train_data=prefix, eval_interval=0, vocab_size=5000)) == []
+    manifest.write_text('{"stage": "another"}')
+    assert check_files(here(train_data=prefix, eval_interval=0)) == []
+
+
+def test_shared_memory(here):
+    assert check_machine(here(num_workers=2)) == []
+    # 5 micro-batches of 257 tokens of 8 bytes: 10 TB.
+    expected = r"NUM_WORKERS=2: its batches need 10280000\.0 MB of shared memory on this node, /dev/shm has [\d.]+ MB\. Fix: "
+    expected += r"set NUM_WORKERS=0, or start the container with --shm-size=19607544m\."
+    only_problem(check_machine(here(num_workers=2, mbsz=10**9)), expected)
+    assert check_machine(here(num_workers=0, mbsz=10**9)) == []
+
+
 def test_blend_that_cannot_be_read(here):
     only_problem(check_files(here(train_data="0.5 a 0.5")), r"TRAIN_DATA='0\.5 a 0\.5': must be 'PREFIX'.* Fix: .*")
 
@@ -121,10 +163,12 @@ def test_run_folder_of_another_model(here):
 
 def test_read_only_folders(here, monkeypatch, tmp_path):
     # Permission bits do not stop root, who may be running this.
+    prefix = write_tokens(tmp_path / "tokens")
     monkeypatch.setattr("os.access", lambda path, mode: mode == 0 and Path(path).exists())
-    problems = check_files(here())
-    assert [line.partition(":")[0] for line in problems] == [f"DATA_DIR={tmp_path}/data", f"RUN_DIR={tmp_path}/runs"]
-    assert [f"{tmp_path} is not writable. Fix: " in line for line in problems] == [True, True], problems
+    for data in ({}, {"train_data": prefix, "valid_data": prefix, "data_order": "megatron"}):
+        problems = check_files(here(**data))
+        assert [line.partition(":")[0] for line in problems] == [f"DATA_DIR={tmp_path}/data", f"RUN_DIR={tmp_path}/runs"]
+        assert [f"{tmp_path} is not writable. Fix: " in line for line in problems] == [True, True], problems
 
 
 def test_corpus_that_is_there_may_be_read_only(here, monkeypatch, tmp_path):

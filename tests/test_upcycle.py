@@ -194,6 +194,7 @@ def losses(settings: dict[str, Any]) -> Losses:
 
 SETTINGS = {
     "preset": "cpu", "num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 96, "seq_len": 64, "mbsz": 1, "gbsz": 8, "dtype": "fp32",
+    "num_workers": 0,  # on a host with GPUs too: ranks of run_on_ranks may not have processes of their own
     "eval_interval": 1000, "eval_iters": 1, "topk": 4, "num_experts": 8, "router_pre_softmax": "false",
 }  # fmt: skip
 

@@ -1,8 +1,9 @@
 """Token files -> the endless sequence of training samples. Shapes: B samples, S = seq_len, S1 = seq_len + 1.
 
 Megatron's GPTDataset shuffles over all samples of the run, so the data order depends on the number of training
-iterations, and a run that is prolonged sees other data. Here sample i is a function of the files, the sequence length,
-the seed and i, and of nothing else.
+iterations, and a run that is prolonged sees other data; whoever needs that order finds it in megatron_dataset.py. Here
+sample i is a function of the files, the sequence length, the seed and i, and of nothing else. There is no index to be
+built, stored or to go stale.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from fractions import Fraction
 from itertools import accumulate
 from math import lcm
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+from moe_exp.data.token_files import Share, share_range
 from moe_exp.data.tokens import bin_idx_problem
 
 Int64Array = npt.NDArray[np.int64]
@@ -32,6 +34,19 @@ _Word = TypeVar("_Word", int, npt.NDArray[Any])
 
 _MASK64 = 0xFFFFFFFFFFFFFFFF
 _FEISTEL_ROUNDS = 6
+
+
+class Samples(Protocol):
+    """What a run reads: samples by number, in an order that is fixed once the run is."""
+
+    def sample(self, index: int) -> Int64Array:
+        """Sample number `index` (0 and up): int64 token ids of shape [S1]."""
+
+    def batch(self, first: int, count: int) -> torch.Tensor:
+        """Samples `first` to `first + count - 1`: int64 token ids of shape [count, S1]."""
+
+    def fingerprint(self) -> str:
+        """Of the files, see `fingerprint_of`."""
 
 
 class SampleStream:
@@ -47,18 +62,20 @@ class SampleStream:
         seq_len: tokens per sample.
         seed: key of both shuffles.
         shuffle: False keeps the order of the file, as validation wants it.
+        share: the part of each file's documents that is read, from 0 to 1 (`token_files.parse_split`).
 
     Raises:
         ValueError: a file is missing, damaged or smaller than one window, a weight is not positive, or there is no file.
     """
 
-    def __init__(self, blend: Sequence[tuple[float, str]], *, seq_len: int, seed: int, shuffle: bool = True):
+    def __init__(self, blend: Sequence[tuple[float, str]], *, seq_len: int, seed: int, shuffle: bool = True, share: Share = (0.0, 1.0)):
         if not blend:
             raise ValueError("TRAIN_DATA=: a blend needs at least one prefix. Fix: name a .bin/.idx prefix.")
         self.seq_len = seq_len
         self._cumulative_weights = [0, *accumulate(_integer_weights([weight for weight, _ in blend]))]
         self._corpora = [
-            _Corpus(prefix, seq_len=seq_len, key=f"{seed}/{position}", shuffle=shuffle) for position, (_, prefix) in enumerate(blend)
+            _Corpus(prefix, seq_len=seq_len, key=f"{seed}/{position}", shuffle=shuffle, share=share)
+            for position, (_, prefix) in enumerate(blend)
         ]
 
     def sample(self, index: int) -> Int64Array:
@@ -73,14 +90,27 @@ class SampleStream:
         return torch.from_numpy(np.stack([self.sample(index) for index in range(first, first + count)]))
 
     def fingerprint(self) -> str:
-        """16 hex digits that tell the files apart by their sizes, document lengths and ends, not by their paths.
+        """Of the files, see `fingerprint_of`."""
+        return fingerprint_of([corpus.prefix for corpus in self._corpora])
 
-        Order matters, as it keys the shuffle. Weights, sequence length and seed are settings and not part of it.
-        """
-        digest = hashlib.blake2b(digest_size=8)
-        for corpus in self._corpora:
-            corpus.add_to(digest)
-        return digest.hexdigest()
+
+def fingerprint_of(prefixes: Sequence[str]) -> str:
+    """16 hex digits that tell token files apart by their sizes, document lengths and ends, not by their paths.
+
+    Order matters, as it keys the shuffle. Weights, sequence length and seed are settings and not part of it.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for prefix in prefixes:
+        files = IndexedDataset(prefix)
+        bounds = _document_bounds(files)
+        digest.update(f"{files.index.dtype.__name__} {len(bounds)} {bounds[-1]}".encode())
+        digest.update(np.ascontiguousarray(bounds, dtype="<i8").data)
+        path = Path(f"{prefix}.bin")
+        with path.open("rb") as file:
+            digest.update(file.read(4096))
+            file.seek(max(0, path.stat().st_size - 4096))
+            digest.update(file.read(4096))
+    return digest.hexdigest()
 
 
 def split_batch(tokens_BS1: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -140,6 +170,14 @@ def _integer_weights(weights: Sequence[float]) -> list[int]:
 # One data set
 
 
+def _document_bounds(files: IndexedDataset) -> Int64Array:
+    """Where each document begins, in tokens, and where the last one ends."""
+    # Sequences of a document follow one another in the file, and so do the documents.
+    sequence_bounds = np.concatenate([[0], np.cumsum(files.sequence_lengths, dtype=np.int64)])
+    bounds: Int64Array = sequence_bounds[files.document_indices]
+    return bounds
+
+
 @dataclass(frozen=True)
 class _Epoch:
     """The order of documents in one epoch, and the position in the epoch's text at which each of them ends, in tokens."""
@@ -152,7 +190,7 @@ class _Epoch:
 class _Corpus:
     """The windows of one prefix, epoch after epoch. Memory: 8 bytes per document, and 16 more per cached epoch."""
 
-    def __init__(self, prefix: str, *, seq_len: int, key: str, shuffle: bool):
+    def __init__(self, prefix: str, *, seq_len: int, key: str, shuffle: bool, share: Share):
         if wrong := bin_idx_problem(prefix):
             raise ValueError(f"{wrong}. Fix: correct the path, or prepare the data again.")
         self.prefix = prefix
@@ -160,13 +198,13 @@ class _Corpus:
         self.key = key
         self.shuffle = shuffle
         self._files = IndexedDataset(prefix)
-        # Sequences of a document follow one another in the file, and so do the documents.
-        sequence_bounds = np.concatenate([[0], np.cumsum(self._files.sequence_lengths, dtype=np.int64)])
-        self._bounds: Int64Array = sequence_bounds[self._files.document_indices]
-        num_tokens = int(self._bounds[-1])
+        self._bounds = _document_bounds(self._files)
+        self._first, self._end = share_range(len(self._bounds) - 1, share)
+        num_tokens = int(self._bounds[self._end] - self._bounds[self._first])
         self.num_windows = (num_tokens - 1) // seq_len
         if self.num_windows < 1:
-            rule = f"has {num_tokens} tokens, one sample needs SEQ_LEN + 1 = {seq_len + 1}"
+            part = "" if share == (0.0, 1.0) else f" in the documents from {share[0]:.4g} to {share[1]:.4g} of it"
+            rule = f"has {num_tokens} tokens{part}, one sample needs SEQ_LEN + 1 = {seq_len + 1}"
             raise ValueError(f"{prefix}: {rule}. Fix: use more data or a smaller SEQ_LEN.")
         self._epochs: dict[int, _Epoch] = {}
 
@@ -207,21 +245,11 @@ class _Corpus:
         return self._epochs[number]
 
     def _order(self, number: int) -> _Epoch:
-        lengths = np.diff(self._bounds)
+        lengths = np.diff(self._bounds[self._first : self._end + 1])
         documents = np.arange(len(lengths), dtype=np.int64)
         if self.shuffle:
             documents = _shuffled(len(lengths), _key(f"{self.key}/{number}/documents"))
-        return _Epoch(documents, np.cumsum(lengths[documents]), _key(f"{self.key}/{number}/windows"))
-
-    def add_to(self, digest: hashlib.blake2b) -> None:
-        """Adds document lengths, token type, and the first and last bytes of the tokens to `digest`."""
-        digest.update(f"{self._files.index.dtype.__name__} {len(self._bounds)} {self._bounds[-1]}".encode())
-        digest.update(np.ascontiguousarray(self._bounds, dtype="<i8").data)
-        path = Path(f"{self.prefix}.bin")
-        with path.open("rb") as file:
-            digest.update(file.read(4096))
-            file.seek(max(0, path.stat().st_size - 4096))
-            digest.update(file.read(4096))
+        return _Epoch(self._first + documents, np.cumsum(lengths[documents]), _key(f"{self.key}/{number}/windows"))
 
 
 # Keyed shuffles. Not numpy's Generator, whose streams may change between numpy versions: a resumed run would see other data.

@@ -89,4 +89,4 @@ def test_command(how, inputs, tmp_path, capsys):
     flags = ["--output-prefix", str(tmp_path / "x"), "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path)]
     flags += ["--append-eod", "--executor", "local", "--tasks", "2", "--workers", "1"]
     assert main("tokenize", ["--input", *map(str, inputs), *flags]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == f"TRAIN_DATA={tmp_path}/x_text_document"
+    assert capsys.readouterr().out.splitlines()[-1] == f"TRAIN_DATA={tmp_path}/x_text_document VOCAB_SIZE={how.tokenizer.vocab_size}"

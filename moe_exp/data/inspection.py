@@ -1,0 +1,308 @@
+"""What is in token files, or in JSONL files: counts, lengths, duplicates, ends of documents, and some documents to look at.
+
+Memory: a block of tokens or the longest document, and about 50 bytes per document for lengths and hashes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from tokenizers import Tokenizer
+
+from moe_exp.data.documents import JSONL_SUFFIXES, Tally, read_documents
+from moe_exp.data.hashes import Hashes
+from moe_exp.data.progress import print_summary, progress
+from moe_exp.data.token_files import Int64Array, TokenFiles
+from moe_exp.data.tokens import tokenizer_vocab_size
+
+BLOCK_TOKENS = 2**22
+_ENDS_LOOKED_AT = 2000
+_SHOWN_TOKENS, _SHOWN_LAST_TOKENS, _SHOWN_CHARACTERS = 80, 8, 300
+_BAR_CHARACTERS = 40
+_FIELDS_OF = 1000
+_ADVANCE_BYTES = 2**20
+
+
+def inspect_path(path: Path, *, tokenizer: Path | None = None, num_samples: int = 3, text_field: str = "text") -> dict[str, Any]:
+    """Reads all of `path` and says what is in it.
+
+    Args:
+        path: a prefix of .bin/.idx (with suffix or without), a JSONL file or a folder of such.
+        tokenizer: tokenizer.json or a folder with it, to decode samples and to count ids that it does not have.
+        num_samples: documents to show.
+        text_field: of JSONL.
+
+    Returns:
+        Plain values as --json prints them; `kind` is `tokens` or `documents`.
+
+    Raises:
+        ValueError: there is no such file, or it is damaged.
+    """
+    if path.is_dir() or path.name.endswith(JSONL_SUFFIXES):
+        return inspect_documents(jsonl_files(path), num_samples=num_samples, text_field=text_field)
+    prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+    return inspect_tokens(TokenFiles(prefix), tokenizer=tokenizer, num_samples=num_samples)
+
+
+def jsonl_files(path: Path) -> list[Path]:
+    """The JSONL files that `path` names: itself, or those of the folder by name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = sorted(file for file in path.iterdir() if file.name.endswith(JSONL_SUFFIXES)) if path.is_dir() else [path]
+    if not found:
+        raise ValueError(
+            f"{path}: has no {', '.join(JSONL_SUFFIXES)} file. Fix: give such a file, a folder of them, or a .bin/.idx prefix."
+        )
+    return found
+
+
+# Token files
+
+
+@dataclass
+class _Tokens:
+    """What is counted block by block."""
+
+    eod_id: int | None
+    vocab_size: int | None
+    highest_id: int = -1
+    num_ending_with_eod: int = 0
+    num_eods: int = 0
+    num_only_eod: int = 0
+    num_out_of_vocabulary: int = 0
+    hashes: Hashes = field(default_factory=Hashes)
+
+    def add(self, tokens: npt.NDArray[np.integer], bounds: Int64Array) -> None:
+        """Documents that follow one another; `bounds` are relative to `tokens`."""
+        for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+            self.hashes.add(tokens[begin:end].data)
+        if not len(tokens):
+            return
+        self.highest_id = max(self.highest_id, int(tokens.max()))
+        if self.vocab_size is not None:
+            self.num_out_of_vocabulary += int(((tokens < 0) | (tokens >= self.vocab_size)).sum())
+        if self.eod_id is not None:
+            lengths = np.diff(bounds)
+            is_eod = tokens == self.eod_id
+            ends_with_eod = is_eod[bounds[1:][lengths > 0] - 1]
+            self.num_eods += int(is_eod.sum())
+            self.num_ending_with_eod += int(ends_with_eod.sum())
+            self.num_only_eod += int((ends_with_eod & (lengths[lengths > 0] == 1)).sum())
+
+
+def inspect_tokens(files: TokenFiles, *, tokenizer: Path | None = None, num_samples: int = 3) -> dict[str, Any]:
+    """See `inspect_path`."""
+    vocab_size = tokenizer_vocab_size(tokenizer) if tokenizer else files.tokenizer_fact("vocab_size")
+    bounds = files.document_bounds
+    eod_id, eod_from = _end_of_document(files)
+    counts = _Tokens(eod_id, vocab_size)
+    with progress(f"reading {files.prefix}.bin", int(bounds[-1]) * files.dtype.itemsize) as advance:
+        for first, end in token_blocks(bounds, BLOCK_TOKENS):
+            tokens = files.read(int(bounds[first]), int(bounds[end]))
+            counts.add(tokens, bounds[first : end + 1] - bounds[first])
+            advance(tokens.nbytes)
+    lengths = np.diff(bounds)
+    num_empty = int((lengths == 0).sum())
+    return {
+        "kind": "tokens",
+        "prefix": files.prefix,
+        "documents": files.num_documents,
+        "sequences": files.num_sequences,
+        "tokens": int(bounds[-1]),
+        "bytes": Path(f"{files.prefix}.bin").stat().st_size,
+        "index_bytes": Path(f"{files.prefix}.idx").stat().st_size,
+        "dtype": files.dtype.name,
+        "highest_id": counts.highest_id,
+        "vocab_size": vocab_size,
+        "out_of_vocabulary": counts.num_out_of_vocabulary if vocab_size is not None else None,
+        "eod_id": eod_id,
+        "eod_from": eod_from,
+        "end_with_eod": counts.num_ending_with_eod,
+        "eods_inside": counts.num_eods - counts.num_ending_with_eod,
+        "empty_documents": num_empty + counts.num_only_eod,
+        "duplicate_documents": counts.hashes.num_duplicates(),
+        "lengths": length_summary(lengths),
+        "samples": _token_samples(files, tokenizer, num_samples),
+    }
+
+
+def token_blocks(bounds: Int64Array, block_tokens: int) -> Iterator[tuple[int, int]]:
+    """Documents `first` to `end - 1` at a time, of `block_tokens` together or a single one that is longer."""
+    first, num_documents = 0, len(bounds) - 1
+    while first < num_documents:
+        end = int(np.searchsorted(bounds, bounds[first] + block_tokens, side="right")) - 1
+        end = min(max(end, first + 1), num_documents)
+        yield first, end
+        first = end
+
+
+def _end_of_document(files: TokenFiles) -> tuple[int | None, str]:
+    """The id of the end-of-document token, and how it is known."""
+    if (from_manifest := files.tokenizer_fact("eod_id")) is not None:
+        return from_manifest, "the manifest"
+    bounds = files.document_bounds
+    ends = bounds[1:][np.diff(bounds) > 0] - 1
+    ends = ends[:: max(1, len(ends) // _ENDS_LOOKED_AT)]
+    if not len(ends):
+        return None, "no document has tokens"
+    ids, counts = np.unique([files.read(end, end + 1) for end in ends.tolist()], return_counts=True)
+    best = int(counts.argmax())
+    if 2 * counts[best] <= len(ends):
+        return None, "no token ends most documents"
+    return int(ids[best]), "the last token of most documents"
+
+
+def _token_samples(files: TokenFiles, path: Path | None, count: int) -> list[dict[str, Any]]:
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json" if path.is_dir() else path)) if path else None
+    found = []
+    for number in _spread(files.num_documents, count):
+        begin, end = (int(bound) for bound in files.document_bounds[number : number + 2])
+        ids = files.read(begin, min(end, begin + _SHOWN_TOKENS)).tolist()
+        last = files.read(max(begin + len(ids), end - _SHOWN_LAST_TOKENS), end).tolist()
+        sample = {"document": number, "tokens": end - begin, "first_ids": ids, "last_ids": last}
+        if tokenizer is not None:
+            text = tokenizer.decode(ids, skip_special_tokens=False)
+            sample["text"] = text + (" [...] " + tokenizer.decode(last, skip_special_tokens=False) if last else "")
+        found.append(sample)
+    return found
+
+
+def _spread(num_documents: int, count: int) -> list[int]:
+    """Numbers of documents from the first to the last."""
+    return np.unique(np.linspace(0, num_documents - 1, min(count, num_documents)).astype(int)).tolist() if count > 0 else []
+
+
+# JSONL files
+
+
+def inspect_documents(paths: Sequence[Path], *, num_samples: int = 3, text_field: str = "text") -> dict[str, Any]:
+    """See `inspect_path`. A line that is no document is counted by its reason."""
+    tally, hashes, lengths = Tally(), Hashes(), array("q")
+    fields: Counter[str] = Counter()
+    per_file: dict[str, int] = {}
+    samples: list[dict[str, Any]] = []
+    with progress("reading", sum(path.stat().st_size for path in paths)) as advance:
+        for path in paths:
+            before = tally.num_documents
+            for line, text in documents_with_progress(path, tally, advance, text_field=text_field, skip_bad=True):
+                data = text.encode()
+                hashes.add(data)
+                lengths.append(len(data))
+                if tally.num_documents <= _FIELDS_OF:
+                    fields.update(list(orjson.loads(line)))  # the names; a dict would add up its values
+                if len(samples) < num_samples:
+                    samples.append({"file": path.name, "bytes": len(data), "text": text[:_SHOWN_CHARACTERS]})
+            per_file[path.name] = tally.num_documents - before
+    return {
+        "kind": "documents",
+        "files": per_file,
+        "documents": tally.num_documents,
+        "bytes": sum(path.stat().st_size for path in paths),
+        "text_bytes": tally.num_text_bytes,
+        "text_hash": f"{tally.text_hash:032x}",
+        "skipped": dict(sorted(tally.skipped.items())),
+        "duplicate_documents": hashes.num_duplicates(),
+        "fields": dict(sorted(fields.items())),
+        "fields_of": min(tally.num_documents, _FIELDS_OF),
+        "lengths": length_summary(np.frombuffer(lengths, dtype=np.int64)),
+        "samples": samples,
+    }
+
+
+def documents_with_progress(
+    path: Path, tally: Tally, advance: Callable[[int], None], *, text_field: str, skip_bad: bool = False
+) -> Iterator[tuple[bytes, str]]:
+    """`documents.read_documents`, telling `advance` of all bytes of the file: as they are read, or at its end if it is compressed."""
+    told = pending = 0
+    for line, text in read_documents(path, tally, text_field=text_field, skip_bad=skip_bad):
+        yield line, text
+        pending += len(line) + 1
+        if pending >= _ADVANCE_BYTES and path.suffix == ".jsonl":
+            advance(pending)
+            told, pending = told + pending, 0
+    advance(path.stat().st_size - told)
+
+
+# Lengths
+
+
+def length_summary(lengths: Int64Array) -> dict[str, Any]:
+    """Smallest, median, mean and largest, and how many are 0, 1, 2 to 3, 4 to 7 and so on, as (from, to, documents)."""
+    if not len(lengths):
+        return {"min": 0, "median": 0, "mean": 0, "max": 0, "histogram": []}
+    num_bits = np.frexp(lengths.astype(np.float64))[1]  # 0 of 0, 1 of 1, 2 of 2 and 3
+    histogram = [
+        (1 << bits >> 1, max(0, (1 << bits) - 1), count)
+        for bits, count in enumerate(np.bincount(num_bits).tolist())
+        if bits >= int(num_bits.min())
+    ]
+    return {
+        "min": int(lengths.min()),
+        "median": float(np.median(lengths)),
+        "mean": round(float(lengths.mean()), 1),
+        "max": int(lengths.max()),
+        "histogram": histogram,
+    }
+
+
+# For people
+
+
+def print_inspection(report: dict[str, Any]) -> None:
+    """Tables of what `inspect_path` returns, on standard output."""
+    is_tokens = report["kind"] == "tokens"
+    title = f"{report['prefix']}.bin and .idx" if is_tokens else f"{len(report['files'])} files"
+    print_summary(title, _token_rows(report) if is_tokens else _document_rows(report))
+    lengths = report["lengths"]
+    unit = "tokens" if is_tokens else "bytes of text"
+    rule = f"min {lengths['min']:,}, median {lengths['median']:,.0f}, mean {lengths['mean']:,.0f}, max {lengths['max']:,}"
+    table = Table("from", "to", "documents", "", title=f"Lengths in {unit}: {rule}", title_justify="left")
+    most = max((count for *_, count in lengths["histogram"]), default=1)
+    for begin, end, count in lengths["histogram"]:
+        bar = "█" * -(-count * _BAR_CHARACTERS // most)
+        table.add_row(f"{begin:,}", f"{end:,}", f"{count:,}", bar)
+    console = Console()
+    console.print(table)
+    for sample in report["samples"]:
+        console.print(_sample_text(sample), highlight=False, emoji=False, soft_wrap=True)
+
+
+def _token_rows(report: dict[str, Any]) -> dict[str, object]:
+    eod = report["eod_id"]
+    rows: dict[str, object] = {name: report[name] for name in ("documents", "tokens", "bytes", "dtype")}
+    rows["highest id"] = report["highest_id"]
+    if report["vocab_size"] is not None:
+        rows |= {"vocabulary": report["vocab_size"], "ids out of the vocabulary": report["out_of_vocabulary"]}
+    rows["EOD"] = f"none: {report['eod_from']}" if eod is None else f"{eod} ({report['eod_from']})"
+    if eod is not None:
+        rows |= {"documents that end with EOD": report["end_with_eod"], "EODs elsewhere": report["eods_inside"]}
+    return rows | {"empty documents": report["empty_documents"], "duplicates of another document": report["duplicate_documents"]}
+
+
+def _document_rows(report: dict[str, Any]) -> dict[str, object]:
+    rows: dict[str, object] = {"documents": report["documents"], "bytes": report["bytes"], "bytes of text": report["text_bytes"]}
+    rows |= {f"skipped: {reason}": count for reason, count in report["skipped"].items()}
+    rows["duplicates of another document"] = report["duplicate_documents"]
+    fields = (f"{name}" if count == report["fields_of"] else f"{name} ({count:,})" for name, count in report["fields"].items())
+    return rows | {f"fields of the first {report['fields_of']:,}": ", ".join(fields), "text hash": report["text_hash"]}
+
+
+def _sample_text(sample: dict[str, Any]) -> str:
+    where = f"document {sample['document']:,}, {sample['tokens']:,} tokens" if "document" in sample else f"{sample['file']}"
+    text = sample.get("text")
+    if text is None:
+        text = " ".join(map(str, sample["first_ids"])) + (" ... " + " ".join(map(str, sample["last_ids"])) if sample["last_ids"] else "")
+    return f"[bold]{escape(where)}[/bold]\n{escape(text)}"

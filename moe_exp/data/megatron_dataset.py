@@ -1,0 +1,251 @@
+"""Training and validation samples in the order of Megatron-LM, by megatron-core's own GPTDataset and BlendedDataset.
+
+For those who compare with a run of Megatron-LM, or go on from one: same files, SEED, SEQ_LEN, TRAIN_ITERS and GBSZ, same samples.
+
+Megatron keeps the order in index files, and finds them again by the path of the tokens and the settings: when other text has been
+tokenized to the same path, it reads the new tokens by the old documents' lengths. Here every folder of index files belongs to one
+content of the token files (`dataset.fingerprint_of`), and gets its name when it is complete.
+"""
+
+from __future__ import annotations
+
+# Prepares megatron-core for hosts without CUDA, so it comes before the first import of megatron.
+import moe_exp.megatron_cpu  # noqa: F401
+
+# isort: split
+import hashlib
+import json
+import logging
+import os
+import shutil
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from filelock import FileLock
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.utils import get_blend_from_list
+
+from moe_exp.data.dataset import Int64Array, fingerprint_of
+from moe_exp.data.token_files import TokenFiles, parse_split, part_tokens
+from moe_exp.data.tokens import parse_blend
+
+logger = logging.getLogger(__name__)
+
+INDEX_FOLDER = "megatron_index"
+
+
+class MegatronSamples:
+    """Samples of a GPTDataset or of a BlendedDataset of such, by number. The interface is `dataset.Samples`.
+
+    Args:
+        dataset: as BlendedMegatronDatasetBuilder builds it.
+        prefixes: of the files that it reads.
+    """
+
+    def __init__(self, dataset: Any, prefixes: list[str]):
+        self._dataset = dataset
+        self._prefixes = prefixes
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def sample(self, index: int) -> Int64Array:
+        """Sample number `index`: int64 token ids of shape [S1].
+
+        Raises:
+            ValueError: there are not that many; a run that is to be longer has another order from its first sample on.
+        """
+        if not 0 <= index < len(self._dataset):
+            rule = f"Megatron's order was built for {len(self._dataset)} samples"
+            raise ValueError(f"sample index {index}: {rule}. Fix: start with the TRAIN_ITERS that the run is to have.")
+        item = self._dataset[index]
+        return np.append(item["tokens"].numpy(), item["labels"][-1].numpy())
+
+    def batch(self, first: int, count: int) -> torch.Tensor:
+        """Samples `first` to `first + count - 1`: int64 token ids of shape [count, S1]."""
+        return torch.from_numpy(np.stack([self.sample(index) for index in range(first, first + count)]))
+
+    def fingerprint(self) -> str:
+        """Of the files, see `dataset.fingerprint_of`."""
+        return fingerprint_of(self._prefixes)
+
+
+@dataclass(frozen=True)
+class MegatronOrder:
+    """What Megatron's order depends on.
+
+    Args:
+        train: TRAIN_DATA.
+        valid: VALID_DATA; empty with `split`, or where nothing is evaluated.
+        split: SPLIT; empty: `train` and `valid` are read whole.
+        seq_len: tokens per sample.
+        seed: of the shuffles.
+        num_train_samples: of the whole run, TRAIN_ITERS * GBSZ.
+        num_valid_samples: of all evaluations of the run, as Megatron-LM counts them; 0: no validation.
+    """
+
+    train: str
+    valid: str
+    split: str
+    seq_len: int
+    seed: int
+    num_train_samples: int
+    num_valid_samples: int
+
+    @property
+    def prefixes(self) -> list[list[str]]:
+        """Of training, and of validation if there is any."""
+        return [[prefix for _, prefix in parse_blend(text)] for text in (self.train, self.valid) if text]
+
+
+def megatron_samples(order: MegatronOrder, cache_dir: Path) -> tuple[MegatronSamples, MegatronSamples | None]:
+    """Training and validation samples. Called by every rank of the job, which has to be initialised if there are several prefixes.
+
+    The first call for an order writes about 12 bytes a sample and 4 a document and epoch under `cache_dir`; rank 0 does, so the
+    nodes of a job have to share that folder.
+
+    Raises:
+        ValueError: a file is missing or damaged, a part is smaller than a sample, or prefixes without weights hold too few samples.
+    """
+    _check_parts(order)
+    train, valid = _in_cache(order, cache_dir)
+    prefixes = order.prefixes
+    for name, text, dataset, num_samples in (
+        ("TRAIN_DATA", order.train, train, order.num_train_samples),
+        ("VALID_DATA", order.valid or order.train, valid, order.num_valid_samples),
+    ):
+        if dataset is not None and len(dataset) < num_samples:
+            rule = f"without weights Megatron reads prefixes once, {len(dataset)} samples, and the run takes {num_samples}"
+            raise ValueError(f"{name}={text}: {rule}. Fix: give each prefix a weight, or set DATA_ORDER=stream.")
+    return MegatronSamples(train, prefixes[0]), None if valid is None else MegatronSamples(valid, prefixes[-1])
+
+
+def _check_parts(order: MegatronOrder) -> None:
+    """Megatron itself would look for samples of an empty part without end."""
+    shares = parse_split(order.split)[:2] if order.split else [(0.0, 1.0)] * len(order.prefixes)
+    if order.split and order.num_valid_samples and shares[1] is None:
+        raise ValueError(f"SPLIT={order.split}: leaves nothing for validation. Fix: set EVAL_INTERVAL=0, or for instance SPLIT=99,1.")
+    for position, share in enumerate(shares):
+        for prefix in order.prefixes[min(position, len(order.prefixes) - 1)]:
+            if share is not None and (position == 0 or order.num_valid_samples):
+                num_tokens = part_tokens(TokenFiles(prefix), share, by_sequence=True)
+                if num_tokens <= order.seq_len:
+                    what = "validation" if position else "training"
+                    rule = f"has {num_tokens} tokens for {what}, one sample needs SEQ_LEN + 1 = {order.seq_len + 1}"
+                    raise ValueError(f"{prefix}: {rule}. Fix: use more data or a smaller SEQ_LEN.")
+
+
+# The index files
+
+
+def _in_cache(order: MegatronOrder, cache_dir: Path) -> tuple[Any, Any]:
+    """Training and validation dataset, by index files that rank 0 has built if they were not there."""
+    with _lock(cache_dir, order) if _is_first() else nullcontext():
+        folder, building = _from_first(lambda: _folders(order, cache_dir))
+        if building is not None:
+            started = time.monotonic()
+            _build(order, building)
+            _barrier()
+            if _is_first():
+                _publish(building, folder)
+                logger.info("Megatron's sample order: built in %.1f s, kept in %s", time.monotonic() - started, folder)
+    _barrier()
+    return _build(order, folder)  # found there; the arrays stay on disk
+
+
+def _lock(cache_dir: Path, order: MegatronOrder) -> FileLock:
+    folder = _folder(order, cache_dir)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    return FileLock(folder.with_name(folder.name + ".lock"))
+
+
+def _folder(order: MegatronOrder, cache_dir: Path) -> Path:
+    # The paths too, as they are part of the names that Megatron gives the files.
+    key = json.dumps([asdict(order), [fingerprint_of(prefixes) for prefixes in order.prefixes]])
+    return cache_dir.absolute() / INDEX_FOLDER / hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
+
+
+def _folders(order: MegatronOrder, cache_dir: Path) -> tuple[Path, Path | None]:
+    """The folder of the order, and where to build it if it is not there."""
+    folder = _folder(order, cache_dir)
+    if folder.is_dir():
+        return folder, None
+    building = folder.with_name(folder.name + ".building")
+    shutil.rmtree(building, ignore_errors=True)
+    building.mkdir()
+    return folder, building
+
+
+def _publish(building: Path, folder: Path) -> None:
+    for path in building.iterdir():
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    building.rename(folder)
+
+
+def _is_first() -> bool:
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+
+
+def _barrier() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+
+
+def _from_first(make: Any) -> Any:
+    """What `make` returns on rank 0, on every rank."""
+    box = [make() if _is_first() else None]
+    if torch.distributed.is_initialized():
+        torch.distributed.broadcast_object_list(box)
+    return box[0]
+
+
+# Megatron's builder
+
+
+class _NoTokenizer:
+    """Stands where Megatron asks for a tokenizer: the token files have their own type, and neither padding nor EOD is masked."""
+
+    vocab_size = None
+    eod = None
+
+    def __init__(self) -> None:
+        self.unique_identifiers = {"class": type(self).__name__}  # part of the names of the index files
+
+
+def _build(order: MegatronOrder, folder: Path) -> tuple[Any, Any]:
+    """Has Megatron build both datasets, or read them from `folder`."""
+    has_validation = order.num_valid_samples > 0
+    files: dict[str, Any] = {"split": order.split, "blend": _blend(order.train)}
+    if not order.split:
+        files = {"blend_per_split": [_blend(order.train), _blend(order.valid) if has_validation else None, None]}
+    config = GPTDatasetConfig(
+        random_seed=order.seed,
+        sequence_length=order.seq_len,
+        path_to_cache=str(folder),
+        tokenizer=_NoTokenizer(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        **files,
+    )
+    if config.split_matrix is not None:
+        # No test part, and none for validation if there is no evaluation: Megatron would search one that is empty without end.
+        config.split_matrix[2 if has_validation else 1 :] = [None] * (1 if has_validation else 2)
+    sizes = [order.num_train_samples, order.num_valid_samples, 0]
+    train, valid, _ = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
+    return train, valid
+
+
+def _blend(text: str) -> tuple[list[str], list[float] | None]:
+    """Prefixes and weights as Megatron reads them: None where there are none, for its own order by size."""
+    _, weights = get_blend_from_list(text.split())
+    return [prefix for _, prefix in parse_blend(text)], weights

@@ -1,0 +1,183 @@
+"""Processes that read the next micro-batches of a rank while it computes. The numbers are those of reading in the rank itself.
+
+`ReadAhead` answers `batch(first, count)` as the samples that it wraps, and guesses which call comes next; a wrong guess costs a
+restart of the processes, not a wrong sample.
+
+The processes are torch's DataLoader workers, forked: they share the order of the samples with the rank, start in milliseconds and
+import nothing, where `spawn` and `forkserver` would import `moe_exp.train` with all of Megatron once per process. A forked process
+may not use CUDA, gloo or NCCL, of which it has the memory but not the threads; the workers read files and copy integers, no more.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch.utils.data import DataLoader
+
+from moe_exp.config import PREFETCHED_MICROBATCHES
+from moe_exp.data.dataset import Int64Array, Samples
+
+
+def microbatch_start(consumed_samples: int, index: int, *, mbsz: int, dp_rank: int, dp_size: int) -> int:
+    """First sample of micro-batch `index` of a data parallel rank, in the iteration that begins after `consumed_samples`.
+
+    A micro-batch is MBSZ samples in a row, so an iteration has the same set of micro-batches at any number of ranks.
+    """
+    return consumed_samples + (index * dp_size + dp_rank) * mbsz
+
+
+def microbatch_starts(
+    consumed_samples: int, schedule: Callable[[int], tuple[int, int]], *, mbsz: int, dp_rank: int, dp_size: int
+) -> Iterator[int]:
+    """First samples of all micro-batches of a data parallel rank from `consumed_samples` on, without end.
+
+    Args:
+        consumed_samples: where an iteration begins.
+        schedule: (micro-batches per rank, global batch size) of the iteration that begins after so many samples.
+        mbsz: micro-batch size, samples.
+        dp_rank: of `dp_size` data parallel ranks.
+        dp_size: number of data parallel ranks.
+    """
+    while True:
+        num_microbatches, batch_size = schedule(consumed_samples)
+        for index in range(num_microbatches):
+            yield microbatch_start(consumed_samples, index, mbsz=mbsz, dp_rank=dp_rank, dp_size=dp_size)
+        consumed_samples += batch_size
+
+
+class ReadAhead:
+    """Samples of which the next batches are read in advance. The interface is `dataset.Samples`.
+
+    Args:
+        samples: what is read.
+        count: samples of a batch.
+        starts: given the first sample of a batch, the first samples of this batch and of those that follow it.
+        num_workers: processes, at least 1; started at the first batch.
+        pin_memory: copy batches to page-locked memory, for copies to a GPU that wait for nothing.
+    """
+
+    def __init__(self, samples: Samples, *, count: int, starts: Callable[[int], Iterator[int]], num_workers: int, pin_memory: bool = False):
+        self._samples = samples
+        self._count = count
+        self._starts = starts
+        self._num_workers = num_workers
+        self._pin_memory = pin_memory
+        self._batches: Iterator[torch.Tensor] | None = None
+        self._expected: Iterator[int] = iter(())
+        self._next_first: int | None = None
+
+    def sample(self, index: int) -> Int64Array:
+        """Of the samples, read here."""
+        return self._samples.sample(index)
+
+    def fingerprint(self) -> str:
+        """Of the samples."""
+        return self._samples.fingerprint()
+
+    def batch(self, first: int, count: int) -> torch.Tensor:
+        """Samples `first` to `first + count - 1`: int64 token ids of shape [count, S1].
+
+        Raises:
+            RuntimeError: a worker has died.
+        """
+        if count != self._count:
+            return self._samples.batch(first, count)
+        if self._batches is None or first != self._next_first:
+            self._start(first)
+        assert self._batches is not None
+        try:
+            tokens = next(self._batches)
+        except RuntimeError as error:
+            if not str(error).startswith("DataLoader worker"):  # it comes from the samples
+                raise
+            rule = f"a process that reads ahead has died ({error}), killed or out of memory, or of space in /dev/shm"
+            fix = "see the kernel's log, or set NUM_WORKERS=0 to read in the rank itself"
+            raise RuntimeError(f"NUM_WORKERS={self._num_workers}: {rule}. Fix: {fix}.") from error
+        self._next_first = next(self._expected)
+        return tokens
+
+    def _start(self, first: int) -> None:
+        self.close()
+        self._expected = self._starts(first)
+        next(self._expected)
+        loader: DataLoader[torch.Tensor] = DataLoader(
+            _Batches(self._samples, self._count),  # type: ignore[arg-type]  # needs no more than __getitem__ with a sampler
+            sampler=self._starts(first),
+            batch_size=None,
+            num_workers=self._num_workers,
+            prefetch_factor=PREFETCHED_MICROBATCHES,
+            pin_memory=self._pin_memory,
+            multiprocessing_context="fork",
+            worker_init_fn=partial(_end_with_rank, os.getpid()),
+        )
+        with warnings.catch_warnings(), _handler_kept(signal.SIGCHLD), _blocked(signal.SIGINT):
+            # Python 3.12 on; see the top of the file for why a fork is safe here.
+            warnings.filterwarnings("ignore", message=".*use of fork.*", category=DeprecationWarning)
+            self._batches = iter(loader)
+
+    def close(self) -> None:
+        """Ends the processes; a later batch starts new ones."""
+        # DataLoader ends them when the iterator goes, which nothing else refers to.
+        self._batches = None
+        self._next_first = None
+
+
+@contextmanager
+def _handler_kept(number: signal.Signals) -> Iterator[None]:
+    """Takes back a signal handler that the block sets.
+
+    torch's handler of SIGCHLD raises wherever the rank is when a worker dies, in the middle of a checkpoint for instance. Without it
+    the next batch does, after at most the five seconds in which DataLoader looks after its workers.
+    """
+    before = signal.getsignal(number)
+    yield
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(number, before)
+
+
+@contextmanager
+def _blocked(number: signal.Signals) -> Iterator[None]:
+    """Holds a signal back, from processes that the block starts for good.
+
+    Ctrl-C reaches every process of the terminal; a rank that finishes its step and saves a checkpoint still needs its workers.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+# Loaded before the fork.
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+_PR_SET_PDEATHSIG = 1
+
+
+def _end_with_rank(rank_pid: int, worker: int) -> None:
+    """Has the system end this worker with its rank, however that ends.
+
+    By itself a DataLoader worker looks every five seconds whether its parent is another one than at its start; one whose rank ended
+    before that start would stay for ever.
+    """
+    if _LIBC:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != rank_pid:
+        os._exit(1)
+
+
+class _Batches:
+    """What a worker reads, by first sample."""
+
+    def __init__(self, samples: Samples, count: int):
+        self._samples = samples
+        self._count = count
+
+    def __getitem__(self, first: int) -> torch.Tensor:
+        return self._samples.batch(first, self._count)

@@ -1,0 +1,116 @@
+"""Megatron's .bin/.idx files as numpy arrays, without torch; and the parts that SPLIT makes of them.
+
+The layout is in tokens.py. A document may consist of several sequences, as other programs write them; ours have one.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moe_exp.data.tokens import bin_idx_problem
+
+Int64Array = npt.NDArray[np.int64]
+Share = tuple[float, float]
+
+_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, number of sequences, number of document indices
+_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+_MOST_PARTS = 3  # training, validation, test
+
+
+class TokenFiles:
+    """`prefix`.bin and `prefix`.idx.
+
+    Args:
+        prefix: path without suffix.
+
+    Raises:
+        ValueError: a file is missing or damaged, or the two do not fit together.
+    """
+
+    def __init__(self, prefix: str | Path):
+        if wrong := bin_idx_problem(prefix):
+            raise ValueError(f"{wrong}. Fix: correct the path, or prepare the data again.")
+        self.prefix = str(prefix)
+        with Path(f"{prefix}.idx").open("rb") as file:
+            _, _, code, self.num_sequences, num_indices = _HEADER.unpack(file.read(_HEADER.size))
+        self.dtype = np.dtype(_DTYPES[code])
+        self.num_documents = num_indices - 1
+
+    @cached_property
+    def sequence_bounds(self) -> Int64Array:
+        """Where each sequence begins, in tokens, and at the end where the last one ends: [sequences + 1]."""
+        lengths = np.memmap(f"{self.prefix}.idx", dtype="<i4", mode="r", offset=_HEADER.size, shape=(self.num_sequences,))
+        bounds = np.zeros(self.num_sequences + 1, dtype=np.int64)
+        np.cumsum(lengths, dtype=np.int64, out=bounds[1:])
+        return bounds
+
+    @cached_property
+    def document_bounds(self) -> Int64Array:
+        """Where each document begins, in tokens, and at the end where the last one ends: [documents + 1]."""
+        offset = _HEADER.size + 12 * self.num_sequences
+        indices = np.memmap(f"{self.prefix}.idx", dtype="<i8", mode="r", offset=offset, shape=(self.num_documents + 1,))
+        return self.sequence_bounds[indices]
+
+    def read(self, begin: int, end: int) -> npt.NDArray[np.integer]:
+        """Tokens `begin` to `end - 1`. Not mapped: what is read once would stay in memory as long as there is room."""
+        return np.fromfile(f"{self.prefix}.bin", dtype=self.dtype, count=end - begin, offset=begin * self.dtype.itemsize)
+
+    @cached_property
+    def manifest(self) -> dict[str, Any]:
+        """What the program that made the files says of them, beside them or in their folder; empty where it says nothing."""
+        for path in (Path(f"{self.prefix}.manifest.json"), Path(self.prefix).parent / "manifest.json"):
+            if path.is_file():
+                content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+                return content
+        return {}
+
+    def tokenizer_fact(self, name: str) -> int | None:
+        """`vocab_size` or `eod_id` of the tokenizer that made the files; None where the manifest does not have it."""
+        for place in (self.manifest.get("settings", {}).get("tokenizer"), self.manifest):
+            if isinstance(place, dict) and isinstance(value := place.get(name), int):
+                return value
+        return None
+
+
+def parse_split(text: str) -> list[Share | None]:
+    """SPLIT as the part of the documents (begin and end, of 0 to 1) for training, for validation and for test, None where it is empty.
+
+    Sums in the order in which Megatron has them, so that a document at a bound falls to the same side.
+
+    Raises:
+        ValueError: `text` is not one to three numbers, or the first is 0.
+    """
+    try:
+        weights = [float(word) for word in text.split(",")]
+    except ValueError:
+        weights = []
+    if not 0 < len(weights) <= _MOST_PARTS or weights[0] == 0 or not all(0 <= weight < float("inf") for weight in weights):
+        rule = "must be up to three numbers for training, validation and test, the first over 0"
+        raise ValueError(f"SPLIT={text}: {rule}. Fix: set for instance SPLIT=99,1.")
+    total = sum(weights)
+    bounds = [0.0]
+    for weight in weights:
+        bounds.append(bounds[-1] + weight / total)
+    parts = [(begin, end) if end > begin else None for begin, end in pairwise(bounds)]
+    return parts + [None] * (_MOST_PARTS - len(parts))
+
+
+def share_range(count: int, share: Share) -> tuple[int, int]:
+    """The first of `count` documents that belong to a share, and the first that no longer do: contiguous, rounded as Megatron does."""
+    begin, end = share
+    return round(begin * count), round(end * count)
+
+
+def part_tokens(files: TokenFiles, share: Share, *, by_sequence: bool = False) -> int:
+    """Tokens of the documents that belong to a share; `by_sequence` counts sequences as documents, as Megatron's GPTDataset does."""
+    bounds = files.sequence_bounds if by_sequence else files.document_bounds
+    begin, end = share_range(len(bounds) - 1, share)
+    return int(bounds[end] - bounds[begin])

@@ -1,0 +1,302 @@
+"""Whether files are still what their manifest says, and whether two corpora hold the same documents.
+
+Everything is read again: sizes and hashes of the files, then the documents themselves, counted and hashed as when they were written
+(`documents.Tally`). Memory for that: 16 bytes a validation document; for a comparison about 50 a document of both sides.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moe_exp.data.documents import JSONL_SUFFIXES, Tally
+from moe_exp.data.hashes import Hashes, difference
+from moe_exp.data.inspection import BLOCK_TOKENS, documents_with_progress, jsonl_files, token_blocks
+from moe_exp.data.progress import progress
+from moe_exp.data.stage import file_hash
+from moe_exp.data.token_files import TokenFiles
+from moe_exp.data.tokens import bin_idx_problem
+
+_DATA_SUFFIXES = (*JSONL_SUFFIXES, ".bin", ".idx")
+_HASHES_AT_ONCE = 2**16
+_COUNTS = ("num_documents", "num_text_bytes", "text_hash")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was checked.
+
+    Args:
+        name: of a file, or what was compared.
+        problem: what is wrong, empty if nothing is.
+        facts: what was seen, for a reader.
+    """
+
+    name: str
+    problem: str = ""
+    facts: str = ""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A manifest and where its files are.
+
+    Args:
+        path: of the manifest.
+        folder: that the names of the outputs are relative to.
+        content: as it was read.
+        only: the output that is asked for; empty for all.
+    """
+
+    path: Path
+    folder: Path
+    content: dict[str, Any]
+    only: str = ""
+
+    @property
+    def outputs(self) -> list[dict[str, Any]]:
+        """Name, bytes and hash of each file that is asked for."""
+        return [one for one in self.content["outputs"] if not self.only or one["name"] == self.only]
+
+    @property
+    def text_field(self) -> str:
+        """Of JSONL outputs."""
+        return str(self.content.get("settings", {}).get("text_field") or "text")
+
+
+def find_manifest(path: Path) -> Manifest:
+    """The manifest of a folder, of a prefix of token files, or of one of the files that a manifest lists.
+
+    Raises:
+        ValueError: there is none, or it is damaged.
+    """
+    for candidate in (path / "manifest.json", path.with_name(path.name + ".manifest.json"), path):
+        if candidate.name.endswith("manifest.json") and candidate.is_file():
+            return _read_manifest(candidate)
+    stem = next((path.name.removesuffix(suffix) for suffix in _DATA_SUFFIXES if path.name.endswith(suffix)), path.name)
+    for candidate in (path.with_name(stem + ".manifest.json"), path.parent / "manifest.json"):
+        if candidate.is_file():
+            found = _read_manifest(candidate, only=path.name)
+            if found.outputs:
+                return found
+    raise ValueError(f"{path}: has no manifest.json, and no manifest.json lists it. Fix: give a folder or file that moe-exp data has made.")
+
+
+def _read_manifest(path: Path, only: str = "") -> Manifest:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content["outputs"], list):
+            raise TypeError("outputs is no list")
+    except (ValueError, KeyError, TypeError) as error:
+        fix = "make the files again, or look at them with moe-exp data inspect"
+        raise ValueError(f"{path}: is no manifest with a list of outputs ({type(error).__name__}: {error}). Fix: {fix}.") from error
+    return Manifest(path, path.parent, content, only)
+
+
+# Against the manifest
+
+
+def verify(path: Path) -> Iterator[Finding]:
+    """Checks what `path` names against its manifest: sizes and hashes, token files, documents, validation against training.
+
+    Raises:
+        ValueError: there is no manifest, or it is damaged; or a line of JSONL is no document.
+    """
+    manifest = find_manifest(path)
+    files = _file_findings(manifest)
+    yield from files
+    if not manifest.only:
+        yield from _files_without_entry(manifest)
+    if not any(finding.problem for finding in files):
+        yield from _token_findings(manifest)
+        yield from _document_findings(manifest)
+
+
+def _file_findings(manifest: Manifest) -> list[Finding]:
+    found = []
+    with progress(f"hashing what {manifest.path} lists", sum(int(one["bytes"]) for one in manifest.outputs)) as advance:
+        for one in manifest.outputs:
+            found.append(Finding(one["name"], _file_problem(manifest.folder / one["name"], one), f"{one['bytes']:,} bytes"))
+            advance(int(one["bytes"]))
+    return found
+
+
+def _file_problem(path: Path, entry: dict[str, Any]) -> str:
+    if not path.is_file():
+        return "is missing"
+    if (size := path.stat().st_size) != entry["bytes"]:
+        return f"has {size:,} bytes, the manifest says {entry['bytes']:,}"
+    return "" if file_hash(path) == entry["hash"] else "has other content than when it was made: its hash differs"
+
+
+def _files_without_entry(manifest: Manifest) -> Iterator[Finding]:
+    """Data that nobody accounts for, but that a training run or the next step would read."""
+    if manifest.path.name != "manifest.json":
+        return  # beside files of others
+    listed = {one["name"] for one in manifest.outputs}
+    for path in sorted(manifest.folder.iterdir()):
+        if path.is_file() and path.name.endswith(_DATA_SUFFIXES) and path.name not in listed:
+            yield Finding(path.name, "is not in the manifest")
+
+
+def _token_findings(manifest: Manifest) -> Iterator[Finding]:
+    for name in (one["name"] for one in manifest.outputs if one["name"].endswith(".idx")):
+        prefix = manifest.folder / name.removesuffix(".idx")
+        if wrong := bin_idx_problem(prefix):
+            yield Finding(prefix.name, wrong)
+            continue
+        files = TokenFiles(prefix)
+        seen = {"num_documents": files.num_documents, "num_tokens": int(files.sequence_bounds[-1])}
+        wrong = "; ".join(
+            f"has {count:,} {count_name.removeprefix('num_')}, the manifest says {manifest.content[count_name]:,}"
+            for count_name, count in seen.items()
+            if manifest.content.get(count_name, count) != count
+        )
+        yield Finding(prefix.name, wrong, f"{seen['num_documents']:,} documents, {seen['num_tokens']:,} tokens")
+
+
+def _document_findings(manifest: Manifest) -> list[Finding]:
+    """Reads the documents of JSONL outputs: their number per file, all of them together, and none on both sides."""
+    names = [one["name"] for one in manifest.outputs if one["name"].endswith(JSONL_SUFFIXES)]
+    if not names:
+        return []
+    expected = manifest.content.get("num_documents")
+    reader = _Documents(manifest.text_field)
+    found = []
+    with progress("reading the documents", sum((manifest.folder / name).stat().st_size for name in names)) as advance:
+        # Those for validation first, as the others are compared with them.
+        for name in sorted(names, key=lambda name: not _is_validation(name)):
+            count = reader.read(manifest.folder / name, advance)
+            told = expected.get(name, count) if isinstance(expected, dict) else count
+            wrong = f"has {count:,} documents, the manifest says {told:,}" if count != told else ""
+            found.append(Finding(name, wrong, f"{count:,} documents"))
+    if not manifest.only:
+        found.append(_total_finding(manifest, reader.total))
+    if len(reader.valid) and len(names) > 1:
+        wrong = f"{reader.num_shared:,} training documents are equal to one for validation" if reader.num_shared else ""
+        found.append(Finding("validation against training", wrong, f"none of {len(reader.valid):,} is in training"))
+    return found
+
+
+class _Documents:
+    """Counts documents, and those of training that are also for validation, whose files have to be read first."""
+
+    def __init__(self, text_field: str):
+        self.text_field = text_field
+        self.total, self.valid, self.num_shared = Tally(), Hashes(), 0
+        self._valid_words = self.valid.sorted_words()
+
+    def read(self, path: Path, advance: Callable[[int], None]) -> int:
+        """Reads a file and returns its number of documents."""
+        tally, is_validation = Tally(), _is_validation(path.name)
+        for hashes in hash_blocks(path, tally, advance, self.text_field):
+            if is_validation:
+                self.valid.extend(hashes)
+            else:
+                self.num_shared += int(hashes.is_in(*self._valid_words).sum())
+        if is_validation:
+            self._valid_words = self.valid.sorted_words()
+        self.total += tally
+        return tally.num_documents
+
+
+def _is_validation(name: str) -> bool:
+    return name.endswith(tuple(f".val{suffix}" for suffix in JSONL_SUFFIXES))
+
+
+def _total_finding(manifest: Manifest, total: Tally) -> Finding:
+    expected = _written(manifest.content)
+    if expected is None:
+        return Finding("all documents", "", f"{total.num_documents:,}; the manifest has no counts to compare with")
+    counts, expected_counts = total.to_json(), expected.to_json()
+    wrong = "; ".join(
+        f"{name} is {counts[name]}, the manifest says {expected_counts[name]}" for name in _COUNTS if counts[name] != expected_counts[name]
+    )
+    return Finding("all documents", wrong, f"{total.num_documents:,}, text hash {counts['text_hash']}")
+
+
+def _written(content: dict[str, Any]) -> Tally | None:
+    """What a step says that it wrote: `train` and `valid`, `written`, the manifest itself, or else all that it read."""
+    for parts in ([content.get("train"), content.get("valid")], [content.get("written")], [content], [content.get("read")]):
+        if all(isinstance(part, dict) and "text_hash" in part for part in parts):
+            total = Tally()
+            for part in parts:
+                assert part is not None
+                total += Tally.from_json({"skipped": {}, **part})
+            return total
+    return None
+
+
+def hash_blocks(path: Path, tally: Tally, advance: Callable[[int], None], text_field: str) -> Iterator[Hashes]:
+    """Hashes of the documents of a JSONL file, a block at a time; blank lines are no documents.
+
+    Raises:
+        BadDocument: another line is no document.
+    """
+    hashes = Hashes()
+    for _, text in documents_with_progress(path, tally, advance, text_field=text_field):
+        hashes.add(text.encode())
+        if len(hashes) == _HASHES_AT_ONCE:
+            yield hashes
+            hashes = Hashes()
+    yield hashes
+
+
+# Against another corpus
+
+
+def compare(path: Path, other: Path, *, text_field: str = "text") -> Finding:
+    """Whether two corpora hold the same documents, each as often, in whatever files and order.
+
+    Args:
+        path: a JSONL file or a folder of such, or a prefix of .bin/.idx.
+        other: the same kind.
+        text_field: of JSONL.
+
+    Raises:
+        ValueError: a file is missing or damaged, or the two are not of one kind.
+    """
+    is_tokens = [_is_prefix(one) for one in (path, other)]
+    if is_tokens[0] != is_tokens[1]:
+        raise ValueError(f"{path}: can only be compared with the same kind. Fix: give two prefixes of .bin/.idx, or JSONL on both sides.")
+    hashes = [_all_hashes(one, text_field) for one in (path, other)]
+    only_here, only_there = difference(*hashes)
+    wrong = f"{only_here:,} documents are not in {other}, {only_there:,} of it are not here" if only_here or only_there else ""
+    return Finding(f"{path} against {other}", wrong, f"the same {len(hashes[0]):,} documents")
+
+
+def _is_prefix(path: Path) -> bool:
+    return not path.is_dir() and not path.name.endswith(JSONL_SUFFIXES)
+
+
+def _all_hashes(path: Path, text_field: str) -> Hashes:
+    if _is_prefix(path):
+        return token_hashes(TokenFiles(path.with_suffix("") if path.suffix in (".bin", ".idx") else path))
+    return _document_hashes(jsonl_files(path), text_field)
+
+
+def _document_hashes(paths: Sequence[Path], text_field: str) -> Hashes:
+    hashes = Hashes()
+    with progress("reading", sum(path.stat().st_size for path in paths)) as advance:
+        for path in paths:
+            for part in hash_blocks(path, Tally(), advance, text_field):
+                hashes.extend(part)
+    return hashes
+
+
+def token_hashes(files: TokenFiles) -> Hashes:
+    """Of the documents of token files, as int64, so that files of another token type can be compared."""
+    hashes = Hashes()
+    bounds = files.document_bounds
+    for first, end in token_blocks(bounds, BLOCK_TOKENS):
+        tokens = files.read(int(bounds[first]), int(bounds[end])).astype(np.int64)
+        begins = (bounds[first : end + 1] - bounds[first]).tolist()
+        for begin, stop in pairwise(begins):
+            hashes.add(tokens[begin:stop].data)
+    return hashes

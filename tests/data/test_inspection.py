@@ -1,0 +1,208 @@
+"""What inspect says, against files whose contents are known; and against a plain count of real text."""
+
+from __future__ import annotations
+
+import json
+import os
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from moe_exp.cli import main
+from moe_exp.data.documents import BadDocument
+from moe_exp.data.inspection import inspect_documents, inspect_path, inspect_tokens, length_summary, token_blocks
+from moe_exp.data.sources import python_stdlib_documents
+from moe_exp.data.token_files import TokenFiles
+from moe_exp.data.tokens import EOD_ID, BinIdxWriter, train_bpe
+
+VOCAB_SIZE = 1000
+DOCUMENTS = [[5, 6, 7], [], [5, 6, 7], [999], [5, 0, 6], [5, 6, 7], [1] * 100]
+
+
+def write(prefix, documents, vocab_size=VOCAB_SIZE):
+    with BinIdxWriter(prefix, vocab_size=vocab_size) as writer:
+        for ids in documents:
+            writer.add_document(ids)
+    return prefix
+
+
+@pytest.fixture(scope="session")
+def texts():
+    return [text for _, text in python_stdlib_documents()][:150]
+
+
+@pytest.fixture(scope="session")
+def tokenizer(texts, tmp_path_factory):
+    """A folder with tokenizer.json."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_bpe(texts[:40], 600).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_token_files_by_hand(tmp_path):
+    report = inspect_path(write(tmp_path / "part", DOCUMENTS), num_samples=2)
+    samples = report.pop("samples")
+    assert report == {
+        "kind": "tokens",
+        "prefix": str(tmp_path / "part"),
+        "documents": 7,
+        "sequences": 7,
+        "tokens": 120,
+        "bytes": 240,
+        "index_bytes": (tmp_path / "part.idx").stat().st_size,
+        "dtype": "uint16",
+        "highest_id": 999,
+        "vocab_size": None,
+        "out_of_vocabulary": None,
+        "eod_id": 0,
+        "eod_from": "the last token of most documents",
+        "end_with_eod": 7,
+        "eods_inside": 1,
+        "empty_documents": 1,
+        "duplicate_documents": 2,
+        "lengths": {
+            "min": 1,
+            "median": 4.0,
+            "mean": 17.1,
+            "max": 101,
+            "histogram": [(1, 1, 1), (2, 3, 1), (4, 7, 4), (8, 15, 0), (16, 31, 0), (32, 63, 0), (64, 127, 1)],
+        },
+    }
+    assert samples == [
+        {"document": 0, "tokens": 4, "first_ids": [5, 6, 7, 0], "last_ids": []},
+        {"document": 6, "tokens": 101, "first_ids": [1] * 80, "last_ids": [1] * 7 + [0]},
+    ]
+    for suffix in (".bin", ".idx"):
+        assert inspect_path(tmp_path / f"part{suffix}", num_samples=2) == report | {"samples": samples}
+
+
+def test_real_text_against_a_plain_count(texts, tokenizer, tmp_path, monkeypatch):
+    """In blocks that are smaller than the longest document."""
+    monkeypatch.setattr("moe_exp.data.inspection.BLOCK_TOKENS", 5000)
+    bpe = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    ids = [encoding.ids for encoding in bpe.encode_batch([*texts, *texts[:7], "the \0 end"])]
+    prefix = write(tmp_path / "part", ids)
+    report = inspect_path(prefix, tokenizer=tokenizer)
+    assert report["documents"] == len(ids)
+    assert report["tokens"] == sum(map(len, ids)) + len(ids)
+    assert report["highest_id"] == max(map(max, filter(None, ids)))
+    assert report["duplicate_documents"] == len(ids) - len({tuple(document) for document in ids})
+    assert report["empty_documents"] == sum(not document for document in ids)
+    assert (report["vocab_size"], report["out_of_vocabulary"]) == (600, 0)
+    assert (report["end_with_eod"], report["eods_inside"]) == (len(ids), 0)
+    assert report["lengths"]["max"] == max(map(len, ids)) + 1
+    assert sum(count for *_, count in report["lengths"]["histogram"]) == len(ids)
+    first, last = report["samples"][0], report["samples"][-1]
+    assert texts[0].startswith(first["text"].partition(" [...] ")[0][:50])
+    assert first["text"].endswith("<|endoftext|>")
+    assert last["document"] == len(ids) - 1
+    assert last["text"] == "the \0 end<|endoftext|>"
+
+
+def test_ids_that_the_tokenizer_lacks(tokenizer, tmp_path):
+    report = inspect_path(write(tmp_path / "part", [[1, 2, 600, 999], [599]]), tokenizer=tokenizer)
+    assert (report["vocab_size"], report["highest_id"], report["out_of_vocabulary"]) == (600, 999, 2)
+
+
+def test_manifest_says_vocabulary_and_end_of_document(tmp_path):
+    prefix = write(tmp_path / "part", [[5, 7], [5, 999, 7]])
+    (tmp_path / "part.manifest.json").write_text(json.dumps({"settings": {"tokenizer": {"vocab_size": 999, "eod_id": 7}}}))
+    report = inspect_path(prefix)
+    assert (report["vocab_size"], report["out_of_vocabulary"]) == (999, 1)
+    assert (report["eod_id"], report["eod_from"], report["end_with_eod"], report["eods_inside"]) == (7, "the manifest", 0, 2)
+
+
+def test_documents_that_end_in_no_token_of_their_own(tmp_path):
+    lengths = np.array([3, 3, 3, 3])
+    write(tmp_path / "part", [[5, 6], [5, 7], [5, 8], [5, 9]])
+    tokens = np.fromfile(tmp_path / "part.bin", dtype="<u2").reshape(4, 3)[:, [2, 0, 1]]
+    tokens.tofile(tmp_path / "part.bin")
+    report = inspect_tokens(TokenFiles(tmp_path / "part"))
+    assert (report["eod_id"], report["eod_from"], report["end_with_eod"]) == (None, "no token ends most documents", 0)
+    assert report["tokens"] == lengths.sum()
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=60), st.integers(1, 40))
+def test_blocks_are_all_documents_in_order(lengths, block_tokens):
+    bounds = np.concatenate([[0], np.cumsum(lengths)])
+    blocks = list(token_blocks(bounds, block_tokens))
+    assert blocks[0][0] == 0
+    assert blocks[-1][1] == len(lengths)
+    assert all(end == first for (_, end), (first, _) in pairwise(blocks))
+    assert all(end == first + 1 or bounds[end] - bounds[first] <= block_tokens for first, end in blocks)
+
+
+@given(st.lists(st.integers(0, 5000), min_size=1, max_size=50))
+def test_histogram_holds_every_length(lengths):
+    summary = length_summary(np.array(lengths, dtype=np.int64))
+    for begin, end, count in summary["histogram"]:
+        assert count == sum(begin <= length <= end for length in lengths)
+    assert sum(count for *_, count in summary["histogram"]) == len(lengths)
+
+
+def test_damaged_files(tmp_path):
+    write(tmp_path / "part", DOCUMENTS)
+    os.truncate(tmp_path / "part.bin", 100)
+    with pytest.raises(ValueError, match=r"part\.bin is truncated: 100 bytes, by the sizes in its \.idx 240\. Fix: "):
+        inspect_path(tmp_path / "part")
+    with pytest.raises(ValueError, match=r"gone\.bin is missing\. Fix: "):
+        inspect_path(tmp_path / "gone")
+    with pytest.raises(ValueError, match=r"tmp.* has no \.jsonl, \.jsonl\.gz, \.jsonl\.zst file\. Fix: give "):
+        inspect_path(tmp_path)
+
+
+# JSONL
+
+
+def test_jsonl_folder(tmp_path):
+    lines = ['{"text": "one", "id": 1}', "", '{"text": "three"}', '{"text": "one", "id": 2}', "{broken", '{"text": 5}', '{"text": ""}']
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "b.jsonl").write_text('{"text": "\\u00e4\\u2028"}')
+    (tmp_path / "notes.txt").write_text("not read")
+    report = inspect_path(tmp_path, num_samples=2)
+    assert report["files"] == {"a.jsonl": 3, "b.jsonl": 1}
+    assert (report["documents"], report["text_bytes"], report["duplicate_documents"]) == (4, 3 + 5 + 3 + 5, 1)
+    assert report["skipped"] == {"blank line": 1, "empty text": 1, "field 'text' is a number, not a text": 1, "not valid JSON": 1}
+    assert report["fields"] == {"id": 2, "text": 4}
+    assert report["lengths"]["histogram"] == [(2, 3, 2), (4, 7, 2)]
+    assert [sample["text"] for sample in report["samples"]] == ["one", "three"]
+    assert inspect_path(tmp_path / "b.jsonl")["documents"] == 1
+
+
+def test_compressed_file_that_ends_early(tmp_path):
+    (tmp_path / "a.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00")
+    with pytest.raises(BadDocument, match=r"a\.jsonl\.gz:1: the compressed file is damaged or ends early"):
+        inspect_documents([tmp_path / "a.jsonl.gz"])
+
+
+# The command
+
+
+def test_command(texts, tokenizer, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
+    bpe = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    prefix = write(tmp_path / "part", [encoding.ids for encoding in bpe.encode_batch(["[bold]a[/bold] text", *texts[:9]])])
+    assert main(["data", "inspect", str(prefix), "--tokenizer", str(tokenizer), "--samples", "1"]) == 0
+    printed = capsys.readouterr().out
+    for text in (
+        "documents that end with EOD",
+        "10",
+        f"{EOD_ID} (the last token of most documents)",
+        "█",
+        "[bold]a[/bold] text<|endoftext|>",
+    ):
+        assert text in printed
+    assert main(["data", "inspect", str(prefix), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["documents"] == 10
+    assert main(["data", "inspect", str(prefix), "--tokenizer", str(tmp_path / "gone")]) == 1
+    assert capsys.readouterr().err.startswith(f"moe-exp data: TOKENIZER={tmp_path}/gone: is not a Hugging Face tokenizer.json")
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "a.jsonl").write_text('{"text": "one", "id": 1}\n' * 3)
+    assert main(["data", "inspect", str(tmp_path / "x")]) == 0
+    printed = capsys.readouterr().out
+    for text in ("duplicates of another document", "id, text", "Lengths in bytes of text: min 3, median 3, mean 3, max 3"):
+        assert text in printed

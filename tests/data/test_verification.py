@@ -1,0 +1,230 @@
+"""verify finds what has changed since a step made its files, and compare what two corpora do not have in common."""
+
+from __future__ import annotations
+
+import moe_exp.megatron_cpu  # noqa: F401
+
+# isort: split
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+from moe_exp.cli import main
+from moe_exp.data.documents import Tally
+from moe_exp.data.hashes import Hashes, difference
+from moe_exp.data.sources import python_stdlib_documents
+from moe_exp.data.stage import file_hash, run_stage
+from moe_exp.data.tokens import BinIdxWriter
+from moe_exp.data.verification import compare, find_manifest, verify
+
+
+@pytest.fixture(scope="module")
+def texts():
+    return sorted({text for _, text in python_stdlib_documents() if text})[:60]
+
+
+def lines(texts):
+    return "".join(json.dumps({"text": text, "id": number}) + "\n" for number, text in enumerate(texts))
+
+
+def tally_of(texts):
+    tally = Tally()
+    for text in texts:
+        tally.add(text.encode())
+    return tally
+
+
+def shuffled_folder(folder, train, valid, changes=None):
+    """Two shards and a validation file, with a manifest as the shuffle writes it."""
+    shards = {"c.chunk.00.jsonl": train[::2], "c.chunk.01.jsonl": train[1::2], "c.val.jsonl": valid}
+    with run_stage("shuffle", folder, settings={"text_field": "text", "seed": 1}, inputs=[]) as stage:
+        for name, part in shards.items():
+            (stage.folder / name).write_text(lines(part))
+        facts = {"read": tally_of([*train, *valid]).to_json(), "train": tally_of(train).to_json(), "valid": tally_of(valid).to_json()}
+        facts |= {"num_documents": {name: len(part) for name, part in shards.items()}}
+        stage.finish_folder([stage.folder / name for name in shards], **(facts | (changes or {})))
+    return folder
+
+
+def token_files(prefix, documents, **facts):
+    prefix.parent.mkdir(exist_ok=True)
+    with run_stage("tokenize", prefix, settings={}, inputs=[], is_folder=False) as stage:
+        with BinIdxWriter(stage.folder / prefix.name, vocab_size=1000) as writer:
+            for ids in documents:
+                writer.add_document(ids)
+        stage.finish_files([stage.folder / f"{prefix.name}{suffix}" for suffix in (".bin", ".idx")], **facts)
+    return prefix
+
+
+def problems(path):
+    return {finding.name: finding.problem for finding in verify(path) if finding.problem}
+
+
+# Against the manifest
+
+
+def test_nothing_is_wrong(texts, tmp_path):
+    folder = shuffled_folder(tmp_path / "x", texts[:50], texts[50:])
+    findings = list(verify(folder))
+    assert [finding.problem for finding in findings] == [""] * 8
+    assert [finding.name for finding in findings[:3]] == ["c.chunk.00.jsonl", "c.chunk.01.jsonl", "c.val.jsonl"]
+    assert findings[-2].facts == f"60, text hash {tally_of(texts).text_hash:032x}"
+    assert findings[-1].facts == "none of 10 is in training"
+    assert problems(folder / "manifest.json") == problems(folder / "c.val.jsonl") == {}
+
+
+def test_every_kind_of_damage(texts, tmp_path):
+    folder = shuffled_folder(tmp_path / "x", texts[:50], texts[50:])
+    shard = folder / "c.chunk.00.jsonl"
+    whole = shard.read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 1
+    shard.write_bytes(flipped)
+    assert problems(folder) == {shard.name: "has other content than when it was made: its hash differs"}
+    assert problems(shard) == problems(folder)
+    assert problems(folder / "c.val.jsonl") == {}
+    shard.write_bytes(whole[:-5])
+    assert problems(folder) == {shard.name: f"has {len(whole) - 5:,} bytes, the manifest says {len(whole):,}"}
+    shard.unlink()
+    assert problems(folder) == {shard.name: "is missing"}
+    shard.write_bytes(whole)
+    (folder / "c.chunk.02.jsonl").write_text(lines(texts[:1]))
+    (folder / "notes.txt").write_text("of nobody's concern")
+    assert problems(folder) == {"c.chunk.02.jsonl": "is not in the manifest"}
+
+
+def test_step_that_lost_or_doubled_a_document(texts, tmp_path):
+    """The files are as the step left them; its counts say what they should hold."""
+    lost = shuffled_folder(tmp_path / "lost", texts[:49], texts[50:], {"train": tally_of(texts[:50]).to_json()})
+    ((name, problem),) = problems(lost).items()
+    assert name == "all documents"
+    assert problem.startswith("num_documents is 59, the manifest says 60; num_text_bytes is ")
+    doubled = shuffled_folder(tmp_path / "doubled", [*texts[:49], texts[0]], texts[50:], {"train": tally_of(texts[:50]).to_json()})
+    assert "text_hash is " in problems(doubled)["all documents"]
+    assert "num_documents" not in problems(doubled)["all documents"]
+    counts = {"c.chunk.00.jsonl": 26, "c.chunk.01.jsonl": 24, "c.val.jsonl": 10}
+    moved = shuffled_folder(tmp_path / "moved", texts[:50], texts[50:], {"num_documents": counts})
+    assert problems(moved) == {
+        "c.chunk.00.jsonl": "has 25 documents, the manifest says 26",
+        "c.chunk.01.jsonl": "has 25 documents, the manifest says 24",
+    }
+
+
+@pytest.mark.parametrize("at_once", [3, 2**16])
+def test_validation_and_training_share_documents(at_once, texts, tmp_path, monkeypatch):
+    monkeypatch.setattr("moe_exp.data.verification._HASHES_AT_ONCE", at_once)
+    folder = shuffled_folder(tmp_path / "x", texts[:50], [*texts[48:60], texts[7]])
+    assert problems(folder) == {"validation against training": "3 training documents are equal to one for validation"}
+
+
+def test_manifests_of_other_steps(texts, tmp_path):
+    """`written` of a conversion, the counts of a merge, none at all."""
+    for name, facts in {
+        "written": {"read": tally_of(texts).to_json(), "written": tally_of(texts[:50]).to_json()},
+        "read": {"read": tally_of(texts[:50]).to_json(), "num_documents": {"shard of another folder": 50}},
+        "top": tally_of(texts[:50]).to_json(),
+        "none": {},
+    }.items():
+        output = tmp_path / name / "merged"
+        output.parent.mkdir()
+        with run_stage(name, output, settings={}, inputs=[], is_folder=False) as stage:
+            (stage.folder / "merged.jsonl").write_text("\n" + lines(texts[:50]))
+            stage.finish_files([stage.folder / "merged.jsonl"], **facts)
+        for path in (output, output.with_suffix(".jsonl"), output.with_name("merged.manifest.json")):
+            assert problems(path) == {}
+    with (tmp_path / "written" / "merged.jsonl").open("a") as file:
+        file.write(lines(["more"]))
+    manifest = tmp_path / "written" / "merged.manifest.json"
+    content = json.loads(manifest.read_text())
+    path = tmp_path / "written" / "merged.jsonl"
+    content["outputs"][0] |= {"bytes": path.stat().st_size, "hash": file_hash(path)}
+    manifest.write_text(json.dumps(content))
+    assert "num_documents is 51, the manifest says 50" in problems(manifest)["all documents"]
+
+
+def test_token_files(tmp_path):
+    documents = [[1, 2, 3], [4], []]
+    counts = tally_of(["texts", "are not", "in these files"]).to_json()
+    prefix = token_files(tmp_path / "a" / "x_text_document", documents, num_tokens=7, **counts)
+    index_bytes = Path(f"{prefix}.idx").stat().st_size
+    assert [finding.facts for finding in verify(prefix)] == ["14 bytes", f"{index_bytes} bytes", "3 documents, 7 tokens"]
+    assert problems(Path(f"{prefix}.bin")) == {}
+    wrong = token_files(tmp_path / "b" / "x_text_document", documents, num_documents=4, num_tokens=8)
+    assert problems(wrong) == {"x_text_document": "has 3 documents, the manifest says 4; has 7 tokens, the manifest says 8"}
+    Path(f"{prefix}.bin").write_bytes(Path(f"{prefix}.bin").read_bytes()[:-2])
+    assert problems(prefix) == {"x_text_document.bin": "has 12 bytes, the manifest says 14"}
+
+
+def test_no_manifest(texts, tmp_path):
+    (tmp_path / "x.jsonl").write_text(lines(texts[:3]))
+    for path in (tmp_path, tmp_path / "x.jsonl", tmp_path / "gone"):
+        with pytest.raises(ValueError, match=rf"^{path}: has no manifest\.json, and no manifest\.json lists it\. Fix: "):
+            find_manifest(path)
+    for text in ("{", '{"stage": "x"}', '{"outputs": {}}', "[]"):
+        (tmp_path / "manifest.json").write_text(text)
+        with pytest.raises(ValueError, match=r"manifest\.json: is no manifest with a list of outputs \(.*\)\. Fix: "):
+            find_manifest(tmp_path)
+
+
+# Against another corpus
+
+
+def test_compare_files_in_other_order(texts, tmp_path):
+    folder = shuffled_folder(tmp_path / "x", texts[:50], texts[50:])
+    (tmp_path / "all.jsonl").write_text(lines(reversed(texts)))
+    assert compare(folder, tmp_path / "all.jsonl").problem == ""
+    (tmp_path / "all.jsonl").write_text(lines([*texts[:57], texts[0], "new"]))
+    assert compare(folder, tmp_path / "all.jsonl").problem == f"3 documents are not in {tmp_path}/all.jsonl, 2 of it are not here"
+
+
+def test_compare_token_files(tmp_path):
+    documents = [[1, 2, 3], [4], [1, 2, 3]]
+    prefix = token_files(tmp_path / "a", documents)
+    builder = IndexedDatasetBuilder(str(tmp_path / "b.bin"), dtype=np.int32)
+    for ids in documents[::-1]:
+        builder.add_document(np.array([*ids, 0]), [len(ids) + 1])
+    builder.finalize(str(tmp_path / "b.idx"))
+    assert compare(prefix, tmp_path / "b.bin").problem == ""
+    other = token_files(tmp_path / "c", documents[:2])
+    assert compare(prefix, other).problem == f"1 documents are not in {other}, 0 of it are not here"
+    with pytest.raises(ValueError, match=r"can only be compared with the same kind"):
+        compare(prefix, tmp_path)
+
+
+@given(st.lists(st.integers(0, 8)), st.lists(st.integers(0, 8)))
+def test_difference_of_multisets(one, other):
+    sides = []
+    for numbers in (one, other):
+        hashes = Hashes()
+        for number in numbers:
+            hashes.add(b"%d" % number)
+        sides.append(hashes)
+    counts = Counter(one), Counter(other)
+    assert difference(*sides) == ((counts[0] - counts[1]).total(), (counts[1] - counts[0]).total())
+    assert sides[0].num_duplicates() == len(one) - len(set(one))
+    assert sides[0].is_in(*sides[1].sorted_words()).tolist() == [number in other for number in one]
+
+
+# The command
+
+
+def test_command(texts, tmp_path, capsys):
+    folder = shuffled_folder(tmp_path / "x", texts[:50], texts[50:])
+    assert main(["data", "verify", str(folder)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-1] == "validation against training: ok, none of 10 is in training"
+    assert len(printed) == 8
+    valid = folder / "c.val.jsonl"
+    assert main(["data", "verify", str(folder), "--against", str(valid)]) == 1
+    assert capsys.readouterr().out == f"{folder} against {valid}: 50 documents are not in {valid}, 0 of it are not here\n"
+    (folder / "c.val.jsonl").unlink()
+    assert main(["data", "verify", str(folder)]) == 1
+    assert capsys.readouterr().out.splitlines()[2] == "c.val.jsonl: is missing"
+    assert main(["data", "verify", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.startswith(f"moe-exp data: {tmp_path}: has no manifest.json")
