@@ -6,7 +6,6 @@ The layout is in tokens.py. A document may consist of several sequences, as othe
 from __future__ import annotations
 
 import json
-import struct
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -15,13 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moe_exp.data.tokens import bin_idx_problem
+from moe_exp.data.tokens import bin_idx_problem, read_index
 
 Int64Array = npt.NDArray[np.int64]
 Share = tuple[float, float]
 
-_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, number of sequences, number of document indices
-_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 _MOST_PARTS = 3  # training, validation, test
 
 
@@ -39,25 +36,20 @@ class TokenFiles:
         if wrong := bin_idx_problem(prefix):
             raise ValueError(f"{wrong}. Fix: correct the path, or prepare the data again.")
         self.prefix = str(prefix)
-        with Path(f"{prefix}.idx").open("rb") as file:
-            _, _, code, self.num_sequences, num_indices = _HEADER.unpack(file.read(_HEADER.size))
-        self.dtype = np.dtype(_DTYPES[code])
-        self.num_documents = num_indices - 1
+        self.dtype, self._lengths, self._documents = read_index(prefix)
+        self.num_sequences, self.num_documents = len(self._lengths), len(self._documents) - 1
 
     @cached_property
     def sequence_bounds(self) -> Int64Array:
         """Where each sequence begins, in tokens, and at the end where the last one ends: [sequences + 1]."""
-        lengths = np.memmap(f"{self.prefix}.idx", dtype="<i4", mode="r", offset=_HEADER.size, shape=(self.num_sequences,))
         bounds = np.zeros(self.num_sequences + 1, dtype=np.int64)
-        np.cumsum(lengths, dtype=np.int64, out=bounds[1:])
+        np.cumsum(self._lengths, dtype=np.int64, out=bounds[1:])
         return bounds
 
     @cached_property
     def document_bounds(self) -> Int64Array:
         """Where each document begins, in tokens, and at the end where the last one ends: [documents + 1]."""
-        offset = _HEADER.size + 12 * self.num_sequences
-        indices = np.memmap(f"{self.prefix}.idx", dtype="<i8", mode="r", offset=offset, shape=(self.num_documents + 1,))
-        return self.sequence_bounds[indices]
+        return self.sequence_bounds[self._documents]
 
     def read(self, begin: int, end: int) -> npt.NDArray[np.integer]:
         """Tokens `begin` to `end - 1`. Not mapped: what is read once would stay in memory as long as there is room."""
