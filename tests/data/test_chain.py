@@ -73,7 +73,7 @@ def test_from_a_name_to_a_run(tmp_path, runs):
     tokens = np.fromfile(tmp_path / "data/train_text_document.bin", dtype=np.uint16)
     assert np.count_nonzero(tokens == tokenizer.eod_id) == sum(texts(train).values())
     inspected = json.loads(run(tmp_path, "-m", "moe_exp", "data", "inspect", "data/train_text_document", "--json"))
-    assert inspected["num_documents"] == sum(texts(train).values())
+    assert inspected["documents"] == sum(texts(train).values())
     for path in (shuffled, tmp_path / "data/fineweb_edu_10bt", train, tmp_path / "data/valid_text_document"):
         run(tmp_path, "-m", "moe_exp", "data", "verify", path)
 

@@ -17,7 +17,8 @@ from moe_exp.data.documents import BadDocument
 from moe_exp.data.inspection import inspect_documents, inspect_path, inspect_tokens, length_summary, token_blocks
 from moe_exp.data.sources import python_stdlib_documents
 from moe_exp.data.token_files import TokenFiles
-from moe_exp.data.tokens import EOD_ID, BinIdxWriter, train_bpe
+from moe_exp.data.tokenizer_training import train_bpe
+from moe_exp.data.tokens import EOD_ID, BinIdxWriter
 
 VOCAB_SIZE = 1000
 DOCUMENTS = [[5, 6, 7], [], [5, 6, 7], [999], [5, 0, 6], [5, 6, 7], [1] * 100]
