@@ -7,7 +7,7 @@ import errno
 import importlib
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 # Modules of this package that add commands by `add_commands(subparsers)`; each sets `run`, a function of the arguments.
 COMMANDS = ("corpus", "shards", "tokenizing", "inspecting")
@@ -22,12 +22,17 @@ def add_data_commands(parser: argparse.ArgumentParser) -> None:
 
 def run_data_command(arguments: argparse.Namespace) -> int:
     """Runs what `add_data_commands` has parsed; what a user can mend is one line and exit code 1."""
+    return _guarded(lambda: arguments.run(arguments))
+
+
+def _guarded(work: Callable[[], int | None]) -> int:
     try:
-        return int(arguments.run(arguments) or 0)
+        return work() or 0
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("moe_exp"):
             raise
-        return _fail(f"the package {error.name} is not installed. Fix: pip install 'moe-exp[data]'.")
+        fix = 'pip install -c constraints.txt -e ".[data,fast]" in the checkout of moe_exp, or activate the environment that has it'
+        return _fail(f"the package {error.name} is not installed. Fix: {fix}.")
     except ValueError as error:
         return _fail(str(error))
     except OSError as error:
@@ -47,10 +52,15 @@ def main(command: str, argv: Sequence[str] | None = None, *, prog: str | None = 
     """One of the commands as a program of its own."""
     logging.basicConfig(format="%(message)s")
     logging.getLogger("moe_exp").setLevel(logging.INFO)
-    parser = argparse.ArgumentParser()
-    subparsers = parser.add_subparsers(dest="data_command")
-    for name in COMMANDS:
-        importlib.import_module(f"moe_exp.commands.{name}").add_commands(subparsers)
-    chosen = subparsers.choices[command]
-    chosen.prog = prog or chosen.prog
-    return run_data_command(chosen.parse_args(argv))
+
+    def work() -> int | None:
+        subparsers = argparse.ArgumentParser().add_subparsers()
+        for name in COMMANDS:
+            importlib.import_module(f"moe_exp.commands.{name}").add_commands(subparsers)
+        chosen = subparsers.choices[command]
+        chosen.prog = prog or chosen.prog
+        arguments = chosen.parse_args(argv)
+        result: int | None = arguments.run(arguments)
+        return result
+
+    return _guarded(work)

@@ -199,7 +199,7 @@ def _choose(encoders: Encoders, requested: str, texts: Sequence[str]) -> tuple[s
     except ModuleNotFoundError as error:
         if error.name != "gigatoken":
             raise
-        why = "it is not installed (pip install 'moe-exp[fast]')"
+        why = "it is not installed (pip install gigatoken)"
     except ValueError as error:
         why = str(error)
     if why is None:

@@ -4,7 +4,7 @@
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model PATH --append-eod --workers 128
 
 makes data/processed/llama3_fineweb_train_text_document.bin and .idx, and prints the TRAIN_DATA=... line to train on them. A second of one
-core takes about 40 MB of text with gigatoken (pip install 'moe-exp[fast]'), 2 MB without; --dry-run estimates tokens, disk and time from
+core takes about 50 MB of text with gigatoken (pip install gigatoken), 2 MB without; --dry-run estimates tokens, disk and time from
 a sample. A run that was killed goes on when it is called again.
 """
 

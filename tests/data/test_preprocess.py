@@ -373,7 +373,7 @@ def test_characters_that_gigatoken_splits_otherwise_are_left_to_the_other_packag
 def test_without_gigatoken(how, monkeypatch):
     monkeypatch.setitem(sys.modules, "gigatoken", None)
     probe = probe_backend(Encoders(how.tokenizer), "auto", ["some text"])
-    assert (probe.backend, probe.reason) == ("tokenizers", "not gigatoken: it is not installed (pip install 'moe-exp[fast]')")
+    assert (probe.backend, probe.reason) == ("tokenizers", "not gigatoken: it is not installed (pip install gigatoken)")
 
 
 def test_a_tokenizer_that_gigatoken_cannot_load(folder, tmp_path):
