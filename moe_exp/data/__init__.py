@@ -1,1 +1,1 @@
-"""Corpus -> tokens -> batches. The stages hand over files (.bin/.idx, tokenizer.json); only `dataset` imports torch."""
+"""Corpus -> tokens -> batches. Stages hand over files; only `dataset`, `megatron_dataset` and `prefetch` import torch."""

@@ -72,7 +72,7 @@ def find_inputs(names: Sequence[str | Path]) -> list[Path]:
         found += matches
     for path in found:
         if not path.name.endswith(JSONL_SUFFIXES):
-            fix = "convert it first (moe-exp data prepare)"
+            fix = "call it .jsonl if each of its lines is a JSON object, else convert it (moe-exp data prepare)"
             raise ValueError(problem("input", path, f"its name does not end in {', '.join(JSONL_SUFFIXES)}", fix))
     seen: set[Path] = set()
     for path in found:

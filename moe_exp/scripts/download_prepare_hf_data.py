@@ -3,7 +3,7 @@
 
     python moe_exp/scripts/download_prepare_hf_data.py --list
     python moe_exp/scripts/download_prepare_hf_data.py fineweb_edu_10bt --dry-run
-    python moe_exp/scripts/download_prepare_hf_data.py fineweb_edu_10bt                    # 29 GB to fetch, 100 GB of disk; about an hour
+    python moe_exp/scripts/download_prepare_hf_data.py fineweb_edu_10bt                    # 29 GB to fetch, 130 GB of disk, 15 core-minutes
     python moe_exp/scripts/download_prepare_hf_data.py dclm_baseline_1.0 --executor slurm --partition cpu --tasks 1000
     python moe_exp/scripts/download_prepare_hf_data.py python_stdlib                       # needs no network; seconds
 
