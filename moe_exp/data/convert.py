@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import shutil
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -23,7 +22,7 @@ from moe_exp.data.datatrove_jobs import merge_stats, run_passes
 from moe_exp.data.datatrove_steps import PARQUET_SUFFIX, FieldFilter, Filter, LengthFilter, ReadFiles, WriteChunk, check_counts
 from moe_exp.data.documents import JSONL_SUFFIXES, Tally
 from moe_exp.data.execution import Execution, Pass
-from moe_exp.data.progress import progress
+from moe_exp.data.progress import progress_of
 from moe_exp.data.slurm_jobs import check_no_jobs
 from moe_exp.data.stage import Stage, fingerprint, run_stage
 
@@ -31,8 +30,6 @@ logger = logging.getLogger(__name__)
 
 INPUT_SUFFIXES = (PARQUET_SUFFIX, *JSONL_SUFFIXES)
 MAX_DEFAULT_TASKS = 64  # as many as the runs before this package had
-
-_POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -211,25 +208,8 @@ def _progress(stage: Stage, passes: Sequence[Pass], inputs: Sequence[Path], exec
         return
     reading = [Path(one.pipeline[0].progress_folder) for one in passes if isinstance(one.pipeline[0], ReadFiles)]
     total = len(reading) * sum(path.stat().st_size for path in inputs)
-    done, stop = _through(reading), threading.Event()
-    with progress(f"convert {stage.output.name}", total, done=done) as advance:
-
-        def follow(known: int) -> None:
-            while True:
-                ended = stop.wait(_POLL_SECONDS)
-                now = _through(reading)
-                advance(now - known)
-                known = now
-                if ended:
-                    return
-
-        thread = threading.Thread(target=follow, args=(done,), daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            stop.set()
-            thread.join()
+    with progress_of(lambda: _through(reading), f"convert {stage.output.name}", total):
+        yield
 
 
 def _through(folders: Sequence[Path]) -> int:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from moe_exp.data.progress import progress
-
-_POLL_SECONDS = 1.0
+from moe_exp.data.progress import progress_of
 
 
 def silent_bar() -> type:
@@ -33,24 +30,8 @@ def watch(folder: Path, sizes: dict[str, int]) -> Iterator[None]:
         folder: `local_dir` of the download.
         sizes: bytes of the files that come, by name.
     """
-    stop = threading.Event()
-    with progress("download", sum(sizes.values())) as advance:
-
-        def poll() -> None:
-            seen, is_last = 0, False
-            while not is_last:
-                is_last = stop.wait(_POLL_SECONDS)
-                now = _bytes_so_far(folder, sizes)
-                advance(now - seen)
-                seen = now
-
-        thread = threading.Thread(target=poll, name="download progress", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            stop.set()
-            thread.join()
+    with progress_of(lambda: _bytes_so_far(folder, sizes), "download", sum(sizes.values())):
+        yield
 
 
 def _bytes_so_far(folder: Path, sizes: dict[str, int]) -> int:

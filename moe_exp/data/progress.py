@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from rich.table import Table
 
 logger = logging.getLogger(__name__)
 
-_LOG_SECONDS = 30.0
+_LOG_SECONDS, _POLL_SECONDS = 30.0, 1.0
 
 
 @contextmanager
@@ -50,6 +51,29 @@ def progress(what: str, total: int, *, unit: str = "bytes", done: int = 0) -> It
     counter = _Counter(what, total, unit, done)
     yield counter.log
     logger.info("%s: %s in %.1f s", what, counter.amount(), time.monotonic() - counter.started)
+
+
+@contextmanager
+def progress_of(how_far: Callable[[], int], what: str, total: int) -> Iterator[None]:
+    """The same for work that others do: asks once a second how many bytes of `total` they are through."""
+    done, stop = how_far(), threading.Event()
+    with progress(what, total, done=done) as advance:
+
+        def follow() -> None:
+            known, is_last = done, False
+            while not is_last:
+                is_last = stop.wait(_POLL_SECONDS)
+                now = how_far()
+                advance(now - known)
+                known = now
+
+        thread = threading.Thread(target=follow, name=f"progress of {what}", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
 
 
 class _Counter:
