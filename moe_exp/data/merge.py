@@ -46,12 +46,12 @@ def merge(
     shards, manifest = find_shards(input_dir, valid_file_name)
     _check_output(input_dir, output)
     settings = {"valid_file_name": _without_suffix(Path(valid_file_name)).name, "text_field": text_field, "skip_bad": skip_bad}
-    with run_stage("merge", output, settings=settings, inputs=shards, is_folder=False, start_over=start_over) as stage:
+    with run_stage(
+        "merge", output, settings=settings, inputs=shards, is_folder=False, start_over=start_over, suffixes=(".jsonl",)
+    ) as stage:
         if stage.was_done:
             return stage.manifest or {}
         merging = Merging(stage, shards, manifest)
-        if not (start_over or merging.parts) and merging.target.exists():
-            raise ValueError(f"{merging.target}: is there, without a manifest. Fix: choose another name, or give --start-over.")
         merging.restore()
         check_free_disk(stage.folder, estimate_line_bytes(shards) - merging.path.stat().st_size, "the merged file")
         return merging.run()
@@ -123,7 +123,6 @@ class Merging:
     def __init__(self, stage: Stage, shards: list[Path], manifest: dict[str, Any] | None):
         self.stage, self.shards, self.manifest = stage, shards, manifest
         self.path = stage.folder / f"{stage.output.name}.jsonl"
-        self.target = stage.output.parent / self.path.name
         self.state_path = stage.folder / "state.json"
         nothing: dict[str, Any] = {"parts": [], "read": Tally().to_json()}
         state = json.loads(self.state_path.read_text()) if self.state_path.exists() else nothing

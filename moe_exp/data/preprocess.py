@@ -116,7 +116,9 @@ def tokenize_files(
     key = {"tokenizer": settings.tokenizer.facts(), "json_key": settings.json_key, "append_eod": settings.append_eod}
     part_bytes = part_bytes or default_part_bytes(inputs)
     key |= {"skip_bad": settings.skip_bad, "part_bytes": part_bytes}
-    with run_stage("tokenize", output, settings=key, inputs=inputs, is_folder=False, start_over=start_over) as stage:
+    with run_stage(
+        "tokenize", output, settings=key, inputs=inputs, is_folder=False, start_over=start_over, suffixes=(".bin", ".idx")
+    ) as stage:
         if stage.was_done:
             return stage.manifest or {}
         for leftover in stage.folder.glob("*.tmp"):

@@ -2,7 +2,8 @@
 
 While a stage runs everything it writes is in `OUTPUT.partial/`. When it is done, that becomes OUTPUT (a folder with manifest.json in it),
 or its files get their places beside `OUTPUT.manifest.json`. So what has its name is complete. A stage that was killed goes on from what
-its folder holds; one that is called again with the same settings and inputs does nothing; with others it refuses.
+its folder holds; one that is called again with the same settings and inputs does nothing; with others it refuses. `start_over` begins anew;
+what was there stays until the new is complete, and a start-over that was killed goes on when the step is called without it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import logging
 import os
 import shutil
 import time
+import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +27,7 @@ from filelock import FileLock, Timeout
 logger = logging.getLogger(__name__)
 
 _RUNNING = "running.json"
+_FORMAT = 1  # of what stages leave in their working folders: one that another version has begun is not resumed
 _BLOCK_BYTES = 2**14
 _SAMPLED_BLOCKS = 4
 _CHUNK_BYTES = 2**20
@@ -38,7 +41,8 @@ class Stage:
         name: of the step.
         output: the folder or the path, without suffix, of the files that it makes.
         folder: where it works until it is done.
-        key: settings and inputs, as the manifest has them.
+        inputs: files it reads.
+        key: what its running.json says: settings and inputs, as the manifest has them, and whether it starts over.
         manifest: of the finished step, or None while there is work to do.
         was_done: whether there was nothing to do.
     """
@@ -46,6 +50,7 @@ class Stage:
     name: str
     output: Path
     folder: Path
+    inputs: list[Path]
     key: dict[str, Any]
     manifest: dict[str, Any] | None = None
     was_done: bool = False
@@ -62,14 +67,12 @@ class Stage:
         self.manifest = self._manifest(outputs, facts, hashes or {})
         write_json(self.folder / "manifest.json", self.manifest)
         sync_folder(self.folder)
-        if self.output.exists():  # start_over: what was there stays until here
-            old = self.output.with_name(self.output.name + ".old")
-            shutil.rmtree(old, ignore_errors=True)
-            self.output.rename(old)
-            self.folder.rename(self.output)
-            shutil.rmtree(old)
-        else:
-            self.folder.rename(self.output)
+        replaced = _replaced(self.output)
+        if self.output.exists():  # what was there stays until here
+            shutil.rmtree(replaced, ignore_errors=True)
+            self.output.rename(replaced)
+        self.folder.rename(self.output)
+        shutil.rmtree(replaced, ignore_errors=True)
         (self.output / _RUNNING).unlink()  # last: a crash before this line loses nothing
         sync_folder(self.output.parent)
         return self.manifest
@@ -87,12 +90,18 @@ class Stage:
         return self.manifest
 
     def _manifest(self, outputs: Sequence[Path], facts: Mapping[str, Any], hashes: Mapping[Path, str]) -> dict[str, Any]:
+        self._check_inputs()
         files = [
             {"name": str(path.relative_to(self.folder)), "bytes": path.stat().st_size, "hash": hashes.get(path) or file_hash(path)}
             for path in outputs
         ]
         made = {"made_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "seconds": round(time.time() - self.started, 1)}
-        return {"stage": self.name, **self.key, **facts, "outputs": files, **made}
+        return {**self.key, **facts, "outputs": files, **made}
+
+    def _check_inputs(self) -> None:
+        for path, before in zip(self.inputs, self.key["inputs"], strict=True):
+            if fingerprint(path) != before:
+                raise ValueError(f"{path}: changed while {self.name} read it. Fix: leave it alone, and give --start-over.")
 
 
 @contextmanager
@@ -105,6 +114,7 @@ def run_stage(
     is_folder: bool = True,
     start_over: bool = False,
     mends_outputs: bool = False,
+    suffixes: Sequence[str] = (),
 ) -> Iterator[Stage]:
     """Opens the step: `stage.was_done` tells whether there is anything to do, `stage.folder` where to work.
 
@@ -116,15 +126,55 @@ def run_stage(
         settings: everything the outputs depend on besides the inputs; plain JSON values.
         inputs: files it reads.
         is_folder: whether OUTPUT is a folder.
-        start_over: do not resume, and replace what another call has made, when the new one is complete.
+        start_over: begin anew, and replace what another call has made, when the new one is complete.
         mends_outputs: the block itself brings back what has gone from a finished output.
+        suffixes: of files beside OUTPUT that it must not replace, unless it has made them or `start_over` is given.
 
     Raises:
         ValueError: another process works on it; it was made, or begun, with other settings or inputs; it is finished and a file is gone.
     """
-    output = Path(os.path.abspath(output))  # noqa: PTH100  # resolve() would follow links out of the user's tree
-    key = {"settings": json.loads(json.dumps(settings)), "inputs": [fingerprint(path) for path in inputs]}
+    output = _place(output)
+    inputs = [Path(os.path.abspath(path)) for path in inputs]  # noqa: PTH100
+    key = {"stage": name, "settings": json.loads(json.dumps(settings)), "inputs": [fingerprint(path) for path in inputs]}
     folder = output.with_name(output.name + ".partial")
+    with _locked(output):
+        done = _read_json(_manifest_path(output, is_folder=is_folder), start_over)
+        begun = _read_json(folder / _RUNNING, start_over)
+        if begun is not None and done is not None and begun["id"] == done.get("id"):  # killed right at its end
+            shutil.rmtree(folder)
+            begun = None
+        resumes = begun is not None and not start_over and _difference(begun, key) is None
+        if done is not None and not start_over and not resumes:
+            _check_same(output, done, key, "was made")
+            place = output if is_folder else output.parent
+            if not mends_outputs:
+                _check_outputs(place, done)
+            if is_folder:
+                (output / _RUNNING).unlink(missing_ok=True)  # of a call that was killed right at its end, as the next
+                shutil.rmtree(_replaced(output), ignore_errors=True)
+            logger.info("%s: is there, made by %s with these settings and inputs: nothing to do", output, name)
+            yield Stage(name, output, place, inputs, done, done, was_done=True)
+            return
+        _check_foreign(output, done, is_folder, () if begun or start_over else suffixes)
+        if begun is not None and not start_over:
+            _check_same(output, begun, key, "was begun")
+        if begun is None or not resumes:
+            shutil.rmtree(folder, ignore_errors=True)
+            begun = {**key, "id": uuid.uuid4().hex, "format": _FORMAT, "starts_over": start_over}
+        folder.mkdir(exist_ok=True)
+        for leftover in folder.glob("*.json.*.tmp"):  # of write_json in a call that was killed: it must not be published
+            leftover.unlink()
+        write_json(folder / _RUNNING, begun)
+        yield Stage(name, output, folder, inputs, begun)
+
+
+def _place(output: Path) -> Path:
+    """Absolute, and a link's target where OUTPUT itself is one: it is replaced by a rename. Other links stay."""
+    return output.resolve() if output.is_symlink() else Path(os.path.abspath(output))  # noqa: PTH100
+
+
+@contextmanager
+def _locked(output: Path) -> Iterator[None]:
     output.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(output.with_name(f".{output.name}.lock"))
     try:
@@ -132,30 +182,13 @@ def run_stage(
     except Timeout as error:
         raise ValueError(f"{output}: another process is working on it. Fix: wait for it, or choose another output.") from error
     try:
-        done = _read_json(_manifest_path(output, is_folder=is_folder), start_over)
-        _check_same(output, done, name, key, start_over, "was made")
-        if done is not None and not start_over:
-            place = output if is_folder else output.parent
-            if not mends_outputs:
-                _check_outputs(place, done)
-            if is_folder:
-                (output / _RUNNING).unlink(missing_ok=True)  # of a call that was killed right at its end
-            logger.info("%s: is there, made by %s with these settings and inputs: nothing to do", output, name)
-            yield Stage(name, output, place, key, done, was_done=True)
-            return
-        if is_folder and output.exists() and done is None and any(output.iterdir()):
-            raise ValueError(f"{output}: is there, without a manifest.json of this program. Fix: choose another folder, or remove it.")
-        begun = _read_json(folder / _RUNNING, start_over)
-        _check_same(output, begun, name, key, start_over, "was begun")
-        if start_over or begun is None:
-            shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(exist_ok=True)
-        for leftover in folder.glob("*.json.*.tmp"):  # of write_json in a call that was killed: it must not be published
-            leftover.unlink()
-        write_json(folder / _RUNNING, {"stage": name, **key})
-        yield Stage(name, output, folder, key)
+        yield
     finally:
         lock.release()
+
+
+def _replaced(output: Path) -> Path:
+    return output.with_name(f".{output.name}.replaced")
 
 
 def _manifest_path(output: Path, *, is_folder: bool) -> Path:
@@ -171,21 +204,45 @@ def _check_outputs(folder: Path, manifest: Mapping[str, Any]) -> None:
             raise ValueError(f"{path}: {found}, its manifest.json says {file['bytes']} bytes. Fix: give --start-over to make it again.")
 
 
-def _check_same(output: Path, found: dict[str, Any] | None, name: str, key: dict[str, Any], start_over: bool, verb: str) -> None:
-    if found is None or start_over:
+def _check_foreign(output: Path, done: dict[str, Any] | None, is_folder: bool, suffixes: Sequence[str]) -> None:
+    """Whether what has OUTPUT's name is not ours to replace."""
+    if done is not None:
         return
-    fix = "Fix: give --start-over to make it again, or choose another output."
-    if found["stage"] != name:
-        raise ValueError(f"{output}: {verb} by the step {found['stage']}, not {name}. {fix}")
+    if is_folder and output.exists() and any(output.iterdir()):
+        raise ValueError(f"{output}: is there, without a manifest.json of this program. Fix: choose another folder, or remove it.")
+    for path in (Path(f"{output}{suffix}") for suffix in suffixes):
+        if path.exists():
+            raise ValueError(f"{path}: is there, without a manifest of this program. Fix: choose another name, or give --start-over.")
+
+
+def _check_same(output: Path, found: dict[str, Any], key: dict[str, Any], verb: str) -> None:
+    if difference := _difference(found, key):
+        raise ValueError(f"{output}: {verb} {difference}. Fix: give --start-over to make it again, or choose another output.")
+
+
+def _difference(found: Mapping[str, Any], key: Mapping[str, Any]) -> str | None:
+    """How what was made or begun differs from what is wanted now."""
+    if found["stage"] != key["stage"]:
+        return f"by the step {found['stage']}, not {key['stage']}"
     for field_name in {**found["settings"], **key["settings"]}:
         old, new = (settings.get(field_name) for settings in (found["settings"], key["settings"]))
         if old != new:
-            raise ValueError(f"{output}: {verb} with {field_name}={old}, now it is {new}. {fix}")
+            return f"with {field_name}={old}, now it is {new}"
     if found["inputs"] != key["inputs"]:
         old_files, new_files = ({one["name"]: one for one in inputs} for inputs in (found["inputs"], key["inputs"]))
         changed = [one for one in {**old_files, **new_files} if old_files.get(one) != new_files.get(one)]
-        what = f"{changed[0]} is not what it was" if changed else "their order is another"
-        raise ValueError(f"{output}: {verb} from other inputs ({what}). {fix}")
+        return f"from other inputs ({f'{changed[0]} is not what it was' if changed else 'their order is another'})"
+    if "outputs" not in found and found["format"] != _FORMAT:
+        return "by another version of moe_exp"
+    return None
+
+
+def is_stale(output: Path, inputs: Iterable[Path]) -> bool:
+    """Whether the folder OUTPUT was made from other files than `inputs` are now, and no call has begun to make it from these."""
+    output = _place(output)
+    done, begun = (_read_json(path, True) for path in (output / "manifest.json", output.with_name(output.name + ".partial") / _RUNNING))
+    now = [fingerprint(path) for path in inputs]
+    return done is not None and done["inputs"] != now and (begun is None or begun["inputs"] != now)
 
 
 def fingerprint(path: Path) -> dict[str, Any]:

@@ -40,7 +40,9 @@ def merge_token_files(prefixes: Sequence[Path], output: Path, *, start_over: boo
         raise ValueError(problem("merge", prefixes[0], rule, "merge shards of one tokenizer"))
     inputs = [Path(f"{prefix}{suffix}") for prefix in prefixes for suffix in (".bin", ".idx")]
     needed_bytes = sum(path.stat().st_size for path in inputs)
-    with run_stage("merge-tokens", output, settings={}, inputs=inputs, is_folder=False, start_over=start_over) as stage:
+    with run_stage(
+        "merge-tokens", output, settings={}, inputs=inputs, is_folder=False, start_over=start_over, suffixes=(".bin", ".idx")
+    ) as stage:
         if stage.was_done:
             return stage.manifest or {}
         check_free_disk(output.parent, needed_bytes, f"{output.name}.bin")

@@ -88,7 +88,7 @@ def texts(folder: Path) -> list[str]:
 def contents(folder: Path) -> dict[str, bytes]:
     """Chunks, and the manifest without its times."""
     manifest = json.loads((folder / "manifest.json").read_text())
-    manifest = {name: value for name, value in manifest.items() if name not in ("made_at", "seconds")}
+    manifest = {name: value for name, value in manifest.items() if name not in ("made_at", "seconds", "id", "starts_over")}
     return {path.name: path.read_bytes() for path in chunks(folder)} | {"manifest": orjson.dumps(manifest)}
 
 

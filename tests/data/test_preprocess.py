@@ -427,7 +427,7 @@ def test_killed_and_called_again(owner, name, needle, countdown, folder, how, un
     manifest = tokenize_files([folder / "corpus.jsonl"], tmp_path / "out", how, part_bytes=PART_BYTES)
     assert contents(tmp_path / "out") == contents(undisturbed[0])
     differing = {name for name in manifest if manifest[name] != undisturbed[1][name]}
-    assert differing <= {"made_at", "seconds", "outputs"}
+    assert differing <= {"made_at", "seconds", "id", "outputs"}
 
 
 def test_complete_parts_are_not_made_again(folder, how, undisturbed, tmp_path):

@@ -274,3 +274,86 @@ def test_free_disk(tmp_path):
     with pytest.raises(ValueError, match=r"yet: has [\d.]+ GB free, the test needs 1000000000.0 GB. Fix: free some space, or choose"):
         check_free_disk(folder, 10**18, "the test")
     assert not (tmp_path / "not").exists() and shutil.disk_usage(tmp_path).free > 1000
+
+
+@pytest.mark.parametrize("is_folder", [True, False])
+class TestStartOver:
+    def test_goes_on_without_the_flag(self, tmp_path, source, is_folder):
+        output = tmp_path / "out"
+        make(output, source, "old", is_folder=is_folder)
+        for settings in ({"a": 1}, {"a": 2}):  # the same as before, and others
+            with pytest.raises(KeyboardInterrupt):
+                make(output, source, "half ", settings=settings, start_over=True, stop=True, is_folder=is_folder)
+            assert made_file(output, is_folder).exists()  # what was there stays until the new is complete
+            manifest, was_done = make(output, source, "whole", settings=settings, is_folder=is_folder)
+            assert not was_done and manifest["settings"] == settings
+            assert made_file(output, is_folder).read_text() == "half whole"
+            assert make(output, source, settings=settings, is_folder=is_folder)[1] is True
+
+    def test_with_the_flag_begins_anew(self, tmp_path, source, is_folder):
+        with pytest.raises(KeyboardInterrupt):
+            make(tmp_path / "out", source, "half ", start_over=True, stop=True, is_folder=is_folder)
+        make(tmp_path / "out", source, "whole", start_over=True, is_folder=is_folder)
+        assert made_file(tmp_path / "out", is_folder).read_text() == "whole"
+
+    def test_old_settings_find_the_old_output(self, tmp_path, source, is_folder):
+        output = tmp_path / "out"
+        make(output, source, "old", is_folder=is_folder)
+        with pytest.raises(KeyboardInterrupt):
+            make(output, source, settings={"a": 2}, start_over=True, stop=True, is_folder=is_folder)
+        assert make(output, source, is_folder=is_folder)[1] is True
+        with pytest.raises(ValueError, match="was made with a=1, now it is 3"):
+            make(output, source, settings={"a": 3}, is_folder=is_folder)
+
+
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_an_input_that_changes_meanwhile(tmp_path, source, is_folder):
+    with (
+        pytest.raises(ValueError, match=r"in.jsonl: changed while test read it. Fix: leave it alone, and give --start-over."),
+        run_stage("test", tmp_path / "out", settings={}, inputs=[source], is_folder=is_folder) as stage,
+    ):
+        source.write_text("inp\n")
+        (stage.finish_folder if is_folder else stage.finish_files)([])
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.manifest.json").exists()
+
+
+def test_files_of_others_are_left_alone(tmp_path, source):
+    theirs = tmp_path / "out.bin"
+    theirs.write_text("precious")
+    with pytest.raises(
+        ValueError, match=r"out.bin: is there, without a manifest of this program. Fix: choose another name, or give --start"
+    ):
+        make(tmp_path / "out", source, is_folder=False, suffixes=(".bin",))
+    assert theirs.read_text() == "precious" and not partial(tmp_path / "out").exists()
+    make(tmp_path / "out", source, is_folder=False, suffixes=(".bin",), start_over=True)
+
+
+def test_an_output_that_is_a_link(tmp_path, source):
+    (tmp_path / "disk/real").mkdir(parents=True)
+    (tmp_path / "out").symlink_to(tmp_path / "disk/real")
+    make(tmp_path / "out", source, "old")
+    make(tmp_path / "out", source, "new", start_over=True)
+    assert (tmp_path / "out").is_symlink()
+    assert (tmp_path / "disk/real/out.out").read_text() == "new"
+
+
+def test_what_another_version_has_begun_is_not_resumed(tmp_path, source, monkeypatch):
+    with pytest.raises(KeyboardInterrupt):
+        make(tmp_path / "out", source, stop=True)
+    monkeypatch.setattr(stage_module, "_FORMAT", stage_module._FORMAT + 1)
+    with pytest.raises(ValueError, match=r"out: was begun by another version of moe_exp. Fix: give --start-over"):
+        make(tmp_path / "out", source)
+    make(tmp_path / "out", source, "new", start_over=True)
+    assert make(tmp_path / "out", source)[1] is True  # what is finished is finished
+
+
+def test_stale(tmp_path, source):
+    output = tmp_path / "out"
+    assert not stage_module.is_stale(output, [source])
+    make(output, source)
+    assert not stage_module.is_stale(output, [source])
+    source.write_text("other\n")
+    assert stage_module.is_stale(output, [source])
+    with pytest.raises(KeyboardInterrupt):
+        make(output, source, start_over=True, stop=True)
+    assert not stage_module.is_stale(output, [source])  # it has only to go on
