@@ -26,7 +26,7 @@ EXTRAS = {
     "te": ["transformer-engine[pytorch]>=2.0"],
     "megablocks": ["megablocks>=0.7", "grouped_gemm>=0.1.6"],
     "wandb": ["wandb>=0.17"],
-    "data": ["datatrove>=0.10", "pyarrow>=15", "zstandard>=0.22", "huggingface-hub>=1.6", "sentencepiece>=0.2"],
+    "data": ["datatrove>=0.10", "pyarrow>=15", "zstandard>=0.22", "huggingface-hub>=1.6", "sentencepiece>=0.2", "regex>=2024.4"],
     "fast": ["gigatoken>=0.10"],
     "dev": [
         "pytest>=8",
@@ -43,6 +43,7 @@ EXTRAS = {
         "zstandard>=0.22",
         "huggingface-hub>=1.6",
         "sentencepiece>=0.2",
+        "regex>=2024.4",
         "gigatoken>=0.10",
     ],
 }

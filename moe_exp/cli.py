@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.add_argument("--dry-run", action="store_true", help="print settings, torchrun command and parameter report, start nothing")
     add_arguments(train)
-    data = commands.add_parser("data", help="from a dataset's name to token files: list, prepare, shuffle, merge, tokenize, inspect")
+    data = commands.add_parser("data", help="from a dataset's name to token files, step by step; `moe-exp data --help` lists the steps")
     add_data_commands(data)
     commands.add_parser("doctor", help="versions, devices, what is missing and what that costs")
     return parser

@@ -138,7 +138,6 @@ class _List(argparse.Action):
 
 def _prepare(arguments: argparse.Namespace) -> int:
     from moe_exp.data.convert import ConvertSettings
-    from moe_exp.data.documents import BadDocument
     from moe_exp.data.execution import Execution
     from moe_exp.data.prepare import Preparation, plan, prepare
     from moe_exp.data.progress import print_summary
@@ -177,12 +176,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         plan(wanted)
         return 0
-    try:
-        manifest = prepare(wanted)
-    except BadDocument as error:
-        raise ValueError(
-            f"{error}. Fix: mend or fetch the file; or give --skip-bad --start-over, which skips bad lines and rows."
-        ) from error
+    manifest = prepare(wanted)
     if manifest is None:
         print(f"{arguments.source}: SLURM jobs are under way; `squeue --me` shows them. The same command tells how far they are.")
         return UNDER_WAY

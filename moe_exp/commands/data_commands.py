@@ -34,13 +34,23 @@ def _guarded(work: Callable[[], int | None]) -> int:
         fix = 'pip install -c constraints.txt -e ".[data,fast]" in the checkout of moe_exp, or activate the environment that has it'
         return _fail(f"the package {error.name} is not installed. Fix: {fix}.")
     except ValueError as error:
-        return _fail(str(error))
+        return _fail(str(error) if "Fix:" in str(error) else f"{error}. {_fix_of(error)}".strip())
     except OSError as error:
         if error.errno == errno.ENOSPC:
             return _fail(f"{error.filename or 'the disk'}: no space left. Fix: free some, and call it again: it goes on where it stopped.")
         return _fail(f"{error.filename or ''}: {error.strerror or error}".lstrip(": "))
     except KeyboardInterrupt:
         return 130
+
+
+def _fix_of(error: ValueError) -> str:
+    from moe_exp.data.documents import BadDocument
+
+    if not isinstance(error, BadDocument):
+        return ""
+    if "file is damaged" in error.reason:
+        return "Fix: fetch or make the file again; --skip-bad skips lines, not files."
+    return "Fix: mend the line; or give --skip-bad (and --start-over where it was begun without), which skips and counts such lines."
 
 
 def _fail(message: str) -> int:

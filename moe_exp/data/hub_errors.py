@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_UNREACHABLE_FAILURES = 2
 _LONGEST_WAIT_SECONDS = 60.0
 _LONGEST_RETRY_AFTER_SECONDS = 900.0
 # The library's HTTP package differs from version to version, and so do the types of its errors.
@@ -49,7 +50,7 @@ def patiently(action: Callable[[], T], max_failures: int, num_left: Callable[[],
             left = num_left()
             failures = 1 if left < best else failures + 1
             best = min(best, left)
-            if failures >= max_failures:
+            if failures >= (_UNREACHABLE_FAILURES if _is_unreachable(error) else max_failures):
                 raise
             # Jitter: workers of one cluster that were refused together do not come back together.
             seconds = max(min(_LONGEST_WAIT_SECONDS, 2.0 ** (failures - 1)), retry_after(error)) * random.uniform(1.0, 1.5)
@@ -67,6 +68,12 @@ def passes(error: BaseException) -> bool:
             return False  # of this machine: disk full, no permission
     # hf_xet raises RuntimeError.
     return isinstance(error, (OSError, RuntimeError)) or type(error).__module__.partition(".")[0] in _HTTP_PACKAGES
+
+
+def _is_unreachable(error: BaseException) -> bool:
+    """Whether there is no way to the server at all; the library has tried for half a minute when it says so."""
+    kinds = {kind.__name__ for cause in _causes(error) for kind in type(cause).__mro__}
+    return _status(error) is None and bool(kinds & {"ConnectError", "NewConnectionError", "ConnectionRefusedError", "gaierror"})
 
 
 def retry_after(error: BaseException) -> float:
@@ -113,7 +120,7 @@ def _explanation(error: Exception, repository: str, revision: str) -> Exception 
         fix = "check the name (a local folder has to exist); for a private one set HF_TOKEN to a token that may read it"
         return ValueError(f"source={repository}: {rule}. Fix: {fix}.")
     if passes(error):
-        fix = "call it again: complete files are kept"
+        fix = "check the network and HF_ENDPOINT, and call it again: complete files are kept"
         return ConnectionError(f"{repository}: {endpoint()} keeps failing ({_first_line(error)}). Fix: {fix}.")
     if status is not None:
         return ValueError(f"source={repository}: {endpoint()} answers {status} ({_first_line(error)}). Fix: check HF_ENDPOINT.")

@@ -26,7 +26,7 @@ from moe_exp.data.hub import download
 from moe_exp.data.progress import print_summary
 from moe_exp.data.shuffle import shuffle
 from moe_exp.data.sources import Source, python_stdlib_documents, resolve_source
-from moe_exp.data.stage import check_free_disk, run_stage
+from moe_exp.data.stage import check_free_disk, is_stale, run_stage
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +97,8 @@ def prepare(wanted: Preparation) -> dict[str, Any] | None:
         return None
     print_summary(f"converted: {chunks}", summary_rows(converted))
     outputs = [chunks / one["name"] for one in converted["outputs"]]
+    # The chunks may have been made again by an earlier call with --start-over, or by the last of its SLURM jobs.
+    start_over = start_over or (converted["starts_over"] and is_stale(shuffled, outputs))
     return shuffle(outputs, shuffled, name=source.name, start_over=start_over, **wanted.shuffle)
 
 

@@ -184,6 +184,8 @@ def resolve_source(
     """
     source = SOURCES.get(name_or_path) or _local_source(name_or_path) or _hub_source(name_or_path)
     if source is None:
+        if name_or_path != os.path.basename(name_or_path) or name_or_path.endswith(DATA_SUFFIXES):  # noqa: PTH119
+            raise ValueError(f"source={name_or_path}: there is no such file or folder, and no dataset of that form. Fix: correct the path.")
         nearest = difflib.get_close_matches(name_or_path.lower(), SOURCES, n=1, cutoff=0)[0]
         rule = "is no source that has a name, no file or folder, and no dataset owner/name"
         raise ValueError(f"source={name_or_path}: {rule}. Fix: did you mean {nearest}? `moe-exp data list` shows all.")

@@ -40,7 +40,7 @@ def summarize(
         "name": config.name,
         "run_folder": str(folder.path),
         "model": config.moe_type if config.use_moe else "dense",
-        "iteration": last.get("iteration", 0),
+        "iteration": max((record["iteration"] for record in records), default=0),  # a short run may end before its first log line
         "train_iters": config.train_iters,
         "first_lm_loss": train[0]["lm_loss"] if train else None,
         "last_lm_loss": last.get("lm_loss"),

@@ -138,7 +138,7 @@ def test_what_does_not_pass_is_an_error_and_complete_files_are_kept(server, tmp_
     assert main("download", command) == 1
     *_, line = capsys.readouterr().err.strip().splitlines()
     assert line.startswith(f"moe-exp data: {REPOSITORY}: {server.url} keeps failing (")
-    assert line.endswith("Fix: call it again: complete files are kept.")
+    assert line.endswith("Fix: check the network and HF_ENDPOINT, and call it again: complete files are kept.")
     assert not (tmp_path / "raw").exists()
     fault.times = 0
     server.requests.clear()

@@ -122,7 +122,7 @@ def test_bad_line_is_one_line_of_error(tmp_path, capsys):
     path = write_jsonl(folder / "2.jsonl", [{"text": "a"}, {"no": "text"}])
     command = [str(folder), "--data-dir", str(tmp_path / "data"), *SMALL]
     assert main("prepare", command) == 1
-    fix = "Fix: mend or fetch the file; or give --skip-bad --start-over, which skips bad lines and rows."
+    fix = "Fix: mend the line; or give --skip-bad (and --start-over where it was begun without), which skips and counts such lines."
     assert capsys.readouterr().err == f"moe-exp data: {path}:2: no field 'text'. {fix}\n"
     assert main("prepare", [*command, "--skip-bad", "--start-over"]) == 0
 
@@ -201,6 +201,27 @@ def test_slurm_from_the_command_to_the_shards(tmp_path, monkeypatch):
     assert texts(*(tmp_path / "data/pages_shuffled").glob("*.jsonl")) == texts(*folder.glob("*.jsonl"))
     assert main("prepare", command) == 0
     assert len(cluster.jobs()) == 3
+
+
+@pytest.mark.parametrize("flags", [[], ["--min-chars", "30"]])
+def test_slurm_starts_over_what_is_there(tmp_path, monkeypatch, capsys, flags):
+    folder = local_folder(tmp_path, num_files=1)
+    command = [str(folder), "--data-dir", str(tmp_path / "data"), *SMALL]
+    assert main("prepare", command) == 0
+    before = (tmp_path / "data/pages_shuffled/manifest.json").read_text()
+    cluster = Cluster(tmp_path / "queue")
+    monkeypatch.setenv("PATH", f"{cluster.programs}:{os.environ['PATH']}")
+    command += ["--executor", "slurm", "--partition", "cpu", *flags]
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *command, "--start-over"])
+    assert main("prepare") == UNDER_WAY
+    assert (tmp_path / "data/pages_shuffled/manifest.json").read_text() == before
+    cluster.run()
+    told = [path.read_text() for path in cluster.folder.glob("*.out")]
+    assert json.loads((tmp_path / "data/pages/manifest.json").read_text())["starts_over"], told
+    kept = Counter(text for text in texts(*folder.glob("*.jsonl")).elements() if not flags or len(text) >= 30)
+    assert texts(*(tmp_path / "data/pages_shuffled").glob("*.jsonl")) == kept, told
+    assert not list((tmp_path / "data").glob("*.partial"))
+    assert main("prepare", command) == 0
 
 
 def test_expected_bytes_is_near(tmp_path):
