@@ -59,9 +59,11 @@ def jsonl_files(path: Path) -> list[Path]:
     """The JSONL files that `path` names: itself, or those of the folder by name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or there are Parquet files too, whose documents would be left out.
     """
     found = sorted(file for file in path.iterdir() if file.name.endswith(JSONL_SUFFIXES)) if path.is_dir() else [path]
+    if path.is_dir() and (left_out := sorted(path.glob("*.parquet"))):
+        raise ValueError(f"{left_out[0]}: Parquet files are not read here. Fix: give the folder of JSONL chunks that was made from them.")
     if not found:
         raise ValueError(
             f"{path}: has no {', '.join(JSONL_SUFFIXES)} file. Fix: give such a file, a folder of them, or a .bin/.idx prefix."

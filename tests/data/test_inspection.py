@@ -207,3 +207,10 @@ def test_command(texts, tokenizer, tmp_path, capsys, monkeypatch):
     printed = capsys.readouterr().out
     for text in ("duplicates of another document", "id, text", "Lengths in bytes of text: min 3, median 3, mean 3, max 3"):
         assert text in printed
+
+
+def test_parquet_files_are_not_left_out_without_a_word(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "b.parquet").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"b.parquet: Parquet files are not read here. Fix: give the folder of JSONL chunks"):
+        inspect_path(tmp_path)
