@@ -182,6 +182,8 @@ def resolve_source(
     Raises:
         ValueError: nothing of that name; a revision for what is not on the hub.
     """
+    if not name_or_path.strip():
+        raise ValueError("source=: is empty. Fix: give a name of `moe-exp data list`, a dataset owner/name, a folder or a file.")
     source = SOURCES.get(name_or_path) or _local_source(name_or_path) or _hub_source(name_or_path)
     if source is None:
         if name_or_path != os.path.basename(name_or_path) or name_or_path.endswith(DATA_SUFFIXES):  # noqa: PTH119
@@ -191,6 +193,8 @@ def resolve_source(
         raise ValueError(f"source={name_or_path}: {rule}. Fix: did you mean {nearest}? `moe-exp data list` shows all.")
     if source.repository is None and revision is not None:
         raise ValueError(f"revision={revision}: {source.name} is not on the hub. Fix: leave it out.")
+    if patterns and source.repository is None and source.path is None:
+        raise ValueError(f"pattern={patterns[0]}: {source.name} is no set of files. Fix: leave it out.")
     changes: dict[str, object] = {"patterns": tuple(patterns)} if patterns else {}
     changes |= {"text_field": text_field} if text_field else {}
     changes |= {"revision": revision} if revision else {}

@@ -191,3 +191,20 @@ def test_standard_library_needs_no_files(tmp_path, capsys):
     assert main("download", ["python_stdlib"]) == 0
     assert "it comes with Python" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
+
+
+def test_no_name_is_not_this_folder():
+    for name in ("", " "):
+        with pytest.raises(ValueError, match="^source=: is empty. Fix: give a name"):
+            resolve_source(name)
+
+
+@pytest.mark.parametrize("name", ["/no/such.jsonl", "./nothere", "missing.parquet"])
+def test_a_path_that_is_not_there(name):
+    with pytest.raises(ValueError, match=rf"^source={name}: there is no such file or folder"):
+        resolve_source(name)
+
+
+def test_patterns_of_the_standard_library():
+    with pytest.raises(ValueError, match=r"^pattern=\*.py: python_stdlib is no set of files. Fix: leave it out.$"):
+        resolve_source("python_stdlib", patterns=["*.py"])
