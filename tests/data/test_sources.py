@@ -195,7 +195,7 @@ def test_standard_library_needs_no_files(tmp_path, capsys):
 
 def test_no_name_is_not_this_folder():
     for name in ("", " "):
-        with pytest.raises(ValueError, match="^source=: is empty. Fix: give a name"):
+        with pytest.raises(ValueError, match=r"^source=: is empty. Fix: give a name"):
             resolve_source(name)
 
 
