@@ -29,7 +29,7 @@ from tokenizers import Tokenizer
 from moe_exp.commands.data_commands import main
 from moe_exp.data.documents import BadDocument, Tally, read_documents, read_lines
 from moe_exp.data.encoders import Encoders, probe_backend, probe_texts
-from moe_exp.data.preprocess import dry_run, find_inputs, tokenize_files, tokenized_prefix
+from moe_exp.data.preprocess import _Workers, dry_run, find_inputs, tokenize_files, tokenized_prefix
 from moe_exp.data.sources import python_stdlib_documents
 from moe_exp.data.token_merge import merge_token_files
 from moe_exp.data.token_parts import Part, PartEncoder, PartSettings, line_number, part_lines, plan_parts
@@ -297,6 +297,22 @@ def test_bad_lines_are_skipped_and_counted(how, tmp_path):
     assert manifest["skipped"] == {**expected, "blank line": 1, "empty text": 1}
 
 
+def test_only_a_few_parts_are_submitted_at_a_time(how, tmp_path):
+    """Each look at those that are pending takes time for every one of them."""
+    path = write(tmp_path / "x.jsonl", jsonl(["a" * 100] * 200))
+    parts = plan_parts([path], 200)
+    assert len(parts) > 100
+    submitted, made, most = [], [], 0
+    with _Workers(how, 2) as workers:
+        submit = workers._pool.submit
+        workers._pool.submit = lambda *work: submitted.append(work) or submit(*work)
+        for part in workers.encode("tokenizers", parts, tmp_path, lambda num_bytes: None):
+            most = max(most, len(submitted) - len(made))
+            made.append(part.index)
+    assert sorted(made) == [part.index for part in parts]
+    assert 2 <= most <= 8
+
+
 def test_a_bad_line_stops_all_workers(how, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(2)), raising=False)
     path = write(tmp_path / "x.jsonl", jsonl(["a" * 100] * 400) + b"\nnot JSON\n" + jsonl(["b" * 100] * 400))
@@ -332,6 +348,19 @@ def test_inputs(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             find_inputs(inputs)
+
+
+def test_json_lines_in_a_file_called_json(texts, how, undisturbed, tmp_path):
+    named = [write(tmp_path / "a.json", jsonl(texts[:30]) + b"\n"), write(tmp_path / "b.json.gz", gzip.compress(jsonl(texts[30:])))]
+    jsonl_file = write(tmp_path / "c.jsonl", b"")
+    assert find_inputs([tmp_path]) == [jsonl_file], "a folder may hold other JSON"
+    assert find_inputs([f"{tmp_path}/*.json*"]) == [*named, jsonl_file]
+    dry_run(find_inputs(named), tmp_path / "out", how, workers=1, backend="auto")
+    tokenize_files(find_inputs(named), tmp_path / "out", how, part_bytes=PART_BYTES)
+    assert contents(tmp_path / "out") == contents(undisturbed[0])
+    whole = write(tmp_path / "whole.json", json.dumps([{"text": "a"}], indent=1).encode())
+    with pytest.raises(BadDocument, match=r"whole\.json:1: not valid JSON"):
+        tokenize_files(find_inputs([whole]), tmp_path / "whole", how)
 
 
 # Backends
