@@ -13,7 +13,7 @@ from moe_exp.data.datatrove_tokens import EXECUTORS, tokenize_by_datatrove
 from moe_exp.data.encoders import BACKENDS
 from moe_exp.data.preprocess import dry_run, find_inputs, summary_rows, tokenize_files, tokenized_prefix
 from moe_exp.data.progress import print_summary
-from moe_exp.data.token_merge import merge_token_files
+from moe_exp.data.token_merge import merge_dry_run, merge_token_files
 from moe_exp.data.token_parts import PartSettings
 from moe_exp.data.tokenizer import TOKENIZER_TYPES, load_tokenizer
 from moe_exp.data.tokenizer_training import EOD_TOKEN, train_tokenizer
@@ -86,11 +86,7 @@ def _tokenize(arguments: argparse.Namespace) -> int:
         rule = "sentences are for BERT's pairs; a GPT model reads documents"
         raise ValueError(problem("split_sentences", True, rule, "leave it out"))
     if arguments.merge:
-        output = Path(arguments.output_prefix)
-        manifest = merge_token_files([Path(prefix) for prefix in arguments.merge], output, start_over=arguments.start_over)
-        print_summary("merge", {"documents": manifest["num_documents"], "tokens": manifest["num_tokens"]})
-        print(f"TRAIN_DATA={output}")
-        return 0
+        return _merge(arguments)
     if arguments.tokenizer_type is None:
         raise ValueError(problem("tokenizer_type", "", "must be given", f"give one of {', '.join(TOKENIZER_TYPES)}"))
     if not arguments.append_eod:
@@ -116,6 +112,17 @@ def _tokenize(arguments: argparse.Namespace) -> int:
             manifest = tokenize_files(inputs, output, settings, start_over=arguments.start_over, **how)
             print_summary(f"tokenize: {output}", summary_rows(manifest, time.monotonic() - started))
             print(f"TRAIN_DATA={output} VOCAB_SIZE={tokenizer.vocab_size}")
+    return 0
+
+
+def _merge(arguments: argparse.Namespace) -> int:
+    prefixes, output = [Path(prefix) for prefix in arguments.merge], Path(arguments.output_prefix)
+    if arguments.dry_run:
+        merge_dry_run(prefixes, output)
+        return 0
+    manifest = merge_token_files(prefixes, output, start_over=arguments.start_over)
+    print_summary("merge", {"documents": manifest["num_documents"], "tokens": manifest["num_tokens"]})
+    print(f"TRAIN_DATA={output}")
     return 0
 
 
