@@ -54,7 +54,7 @@ def merge_token_files(
 
 
 def merge_dry_run(prefixes: Sequence[Path], output: Path) -> None:
-    """Prints documents, tokens, bytes and free disk; writes nothing. Args and Raises as `merge_token_files`, and if the disk is too small."""
+    """Prints documents, tokens, bytes and free disk; writes nothing. Args and Raises as `merge_token_files`; the disk is too small."""
     dtype = _check(prefixes, output)
     needed_bytes = sum(Path(f"{prefix}{suffix}").stat().st_size for prefix in prefixes for suffix in (".bin", ".idx"))
     existing = next(parent for parent in output.absolute().parents if parent.exists())

@@ -290,7 +290,8 @@ class PartEncoder:
             reason = special_token_reason(self._special_tokens[int(token)])
             if not self.settings.skip_bad:
                 raise BadDocument(part.path, line_number(part, number), reason)
-            tally.take_back(text.encode(), reason)
+            tally.take_back(text.encode())
+            tally.skipped[reason] += 1
         is_kept = np.ones(len(lengths), bool)
         is_kept[documents] = False
         return ids[np.repeat(is_kept, lengths)], lengths[is_kept]
