@@ -82,10 +82,10 @@ def tokenize_by_datatrove(
                 return None
             counts, hashes = _checked_counts(stage.folder, settings, tasks)
             outputs = [path for bin_path in hashes for path in (bin_path, bin_path.with_suffix(".idx"))]
-            facts = {"num_tokens": counts.num_tokens, "num_eods": counts.num_eods, **counts.tally.to_json()}
-            stage.finish_folder(outputs, hashes=hashes, **facts)
-    manifest = stage.manifest or {}
-    facts = {name: manifest[name] for name in ("num_eods", "num_text_bytes", "text_hash", "skipped")}
+            stage.finish_folder(outputs, hashes=hashes, all_tasks=counts.to_json())
+    counts = PartCounts.from_json((stage.manifest or {})["all_tasks"])
+    tally = counts.tally.to_json()
+    facts = {"num_eods": counts.num_eods} | {name: tally[name] for name in ("num_text_bytes", "text_hash", "skipped")}
     facts |= {"vocab_size": settings.tokenizer.vocab_size, "eod_id": settings.tokenizer.eod_id}
     # A task of blank lines alone has empty files, which are no token files.
     filled = [prefix for prefix in (_prefix(folder, rank) for rank in range(tasks)) if Path(f"{prefix}.bin").stat().st_size]

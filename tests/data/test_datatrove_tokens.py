@@ -90,6 +90,7 @@ def test_what_is_skipped_is_counted(reads_end_token, tmp_path, capsys):
     ours, theirs = (json.loads((tmp_path / f"{name}_text_document.manifest.json").read_text()) for name in ("ours", "theirs"))
     assert theirs["skipped"] == {"blank line": 3, "not valid JSON": 1, "the tokenizer reads </s> in the text as a special token": 1}
     assert (theirs["num_documents"], theirs["num_eods"]) == (3, 3)
+    assert main("verify", [str(tmp_path / "theirs_text_document")]) == 0
     same = ("num_documents", "num_tokens", "num_eods", "num_text_bytes", "text_hash", "skipped", "dtype")
     assert {name: theirs[name] for name in same} == {name: ours[name] for name in same}
 
@@ -152,6 +153,7 @@ def test_slurm_from_the_command_to_the_files(how, inputs, tmp_path, monkeypatch,
     assert main("tokenize", flags) == 0, [path.read_text() for path in cluster.folder.glob("*.out")]
     tokenize_files(inputs, tmp_path / "ours", how)
     assert contents(tmp_path / "x_text_document") == contents(tmp_path / "ours")
+    assert [main("verify", [str(tmp_path / f"x_text_document{suffix}")]) for suffix in ("", ".datatrove")] == [0, 0]
 
 
 def test_the_slurm_script(how, inputs, tmp_path, monkeypatch):
