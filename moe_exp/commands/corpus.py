@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from moe_exp.commands.data_commands import UNDER_WAY
 from moe_exp.commands.shards import memory_bytes
 from moe_exp.data.hub import download
 from moe_exp.data.sources import print_sources, resolve_source
@@ -71,8 +72,6 @@ def _download(arguments: argparse.Namespace) -> None:
 
 
 # prepare
-
-UNDER_WAY = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong, and the shards are not there yet
 
 
 def _add_prepare(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 # Modules of this package that add commands by `add_commands(subparsers)`; each sets `run`, a function of the arguments.
 COMMANDS = ("corpus", "shards", "tokenizing", "inspecting")
 
+UNDER_WAY = 75  # exit code, EX_TEMPFAIL of sysexits.h: nothing is wrong, and the output is not there yet, as SLURM jobs make it
+
 
 def add_data_commands(parser: argparse.ArgumentParser) -> None:
     """Adds the commands of `moe-exp data`."""

@@ -8,12 +8,13 @@ import os
 import time
 from pathlib import Path
 
+from moe_exp.commands.data_commands import UNDER_WAY
 from moe_exp.config import problem
 from moe_exp.data.datatrove_tokens import EXECUTORS, tokenize_by_datatrove
 from moe_exp.data.encoders import BACKENDS
 from moe_exp.data.preprocess import dry_run, find_inputs, summary_rows, tokenize_files, tokenized_prefix
 from moe_exp.data.progress import print_summary
-from moe_exp.data.token_merge import merge_token_files
+from moe_exp.data.token_merge import merge_dry_run, merge_token_files
 from moe_exp.data.token_parts import PartSettings
 from moe_exp.data.tokenizer import TOKENIZER_TYPES, load_tokenizer
 from moe_exp.data.tokenizer_training import EOD_TOKEN, train_tokenizer
@@ -28,7 +29,10 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _add_tokenize(parser: argparse.ArgumentParser) -> None:
-    parser.description = "JSONL files to PREFIX_text_document.bin/.idx. The same bytes for any --workers; a run that was killed goes on."
+    parser.description = (
+        "JSONL files to PREFIX_text_document.bin/.idx. The same bytes for any --workers; a run that was killed goes on. "
+        f"Exit code {UNDER_WAY}: SLURM jobs are under way."
+    )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--input", nargs="+", metavar="PATH", help="files, folders or quoted patterns of .jsonl, .jsonl.gz, .jsonl.zst")
     what.add_argument("--merge", nargs="+", metavar="PREFIX", help="token files of shards, in order, to join into --output-prefix")
@@ -86,11 +90,7 @@ def _tokenize(arguments: argparse.Namespace) -> int:
         rule = "sentences are for BERT's pairs; a GPT model reads documents"
         raise ValueError(problem("split_sentences", True, rule, "leave it out"))
     if arguments.merge:
-        output = Path(arguments.output_prefix)
-        manifest = merge_token_files([Path(prefix) for prefix in arguments.merge], output, start_over=arguments.start_over)
-        print_summary("merge", {"documents": manifest["num_documents"], "tokens": manifest["num_tokens"]})
-        print(f"TRAIN_DATA={output}")
-        return 0
+        return _merge(arguments)
     if arguments.tokenizer_type is None:
         raise ValueError(problem("tokenizer_type", "", "must be given", f"give one of {', '.join(TOKENIZER_TYPES)}"))
     if not arguments.append_eod:
@@ -104,22 +104,33 @@ def _tokenize(arguments: argparse.Namespace) -> int:
         eod_token=arguments.eod_token,
         allow_special=arguments.allow_special,
     )
-    how = {"workers": arguments.workers, "backend": arguments.backend}
+    how, code = {"workers": arguments.workers, "backend": arguments.backend}, 0
     for json_key in arguments.json_keys:
         output = tokenized_prefix(arguments.output_prefix, json_key)
         settings = PartSettings(tokenizer, json_key, append_eod=arguments.append_eod, skip_bad=arguments.skip_bad)
         if arguments.dry_run:
             dry_run(inputs, output, settings, **how)
         elif arguments.executor:
-            _by_datatrove(inputs, output, settings, arguments)
+            code = _by_datatrove(inputs, output, settings, arguments) or code
         else:
             manifest = tokenize_files(inputs, output, settings, start_over=arguments.start_over, **how)
             print_summary(f"tokenize: {output}", summary_rows(manifest, time.monotonic() - started))
             print(f"TRAIN_DATA={output} VOCAB_SIZE={tokenizer.vocab_size}")
+    return code
+
+
+def _merge(arguments: argparse.Namespace) -> int:
+    prefixes, output = [Path(prefix) for prefix in arguments.merge], Path(arguments.output_prefix)
+    if arguments.dry_run:
+        merge_dry_run(prefixes, output)
+        return 0
+    manifest = merge_token_files(prefixes, output, start_over=arguments.start_over)
+    print_summary("merge", {"documents": manifest["num_documents"], "tokens": manifest["num_tokens"]})
+    print(f"TRAIN_DATA={output}")
     return 0
 
 
-def _by_datatrove(inputs: list[Path], output: Path, settings: PartSettings, arguments: argparse.Namespace) -> None:
+def _by_datatrove(inputs: list[Path], output: Path, settings: PartSettings, arguments: argparse.Namespace) -> int:
     given = {"partition": arguments.slurm_partition, "time": arguments.slurm_time}
     manifest = tokenize_by_datatrove(
         inputs,
@@ -131,9 +142,14 @@ def _by_datatrove(inputs: list[Path], output: Path, settings: PartSettings, argu
         slurm={name: value for name, value in given.items() if value},
         start_over=arguments.start_over,
     )
-    if manifest:
-        print_summary(f"tokenize: {output}", {"documents": manifest["num_documents"], "tokens": manifest["num_tokens"]})
-        print(f"TRAIN_DATA={output} VOCAB_SIZE={settings.tokenizer.vocab_size}")
+    if manifest is None:
+        print(f"{output}: SLURM jobs are under way; `squeue --me` shows them. The same command tells how far they are, and merges at last.")
+        return UNDER_WAY
+    rows = {"documents": manifest["num_documents"], "tokens": manifest["num_tokens"], "end-of-document tokens": manifest["num_eods"]}
+    skipped = {f"skipped: {reason}": number for reason, number in manifest["skipped"].items()}
+    print_summary(f"tokenize: {output}", rows | skipped)
+    print(f"TRAIN_DATA={output} VOCAB_SIZE={settings.tokenizer.vocab_size}")
+    return 0
 
 
 def _train(arguments: argparse.Namespace) -> int:

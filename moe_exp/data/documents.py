@@ -66,6 +66,12 @@ class Tally:
         self.num_text_bytes += len(text)
         self.text_hash = (self.text_hash + xxhash.xxh3_128_intdigest(text)) & _MASK128
 
+    def take_back(self, text: bytes) -> None:
+        """Takes out a document that was added."""
+        self.num_documents -= 1
+        self.num_text_bytes -= len(text)
+        self.text_hash = (self.text_hash - xxhash.xxh3_128_intdigest(text)) & _MASK128
+
     def __iadd__(self, other: Tally) -> Tally:
         self.num_documents += other.num_documents
         self.num_text_bytes += other.num_text_bytes

@@ -14,9 +14,10 @@ import signal
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from multiprocessing.connection import wait as wait_for
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,9 @@ logger = logging.getLogger(__name__)
 
 _SAMPLED_PLACES, _SAMPLE_BYTES, _DRY_RUN_SAMPLE_BYTES = 8, 2**16, 2**20
 _POLL_SECONDS = 0.5
+_PENDING_PER_WORKER = 4  # parts that have been submitted: each wait() goes through all of them
 _INDEX_BYTES_PER_DOCUMENT = 20
+_JSON_SUFFIXES = (".json", ".json.gz", ".json.zst")
 
 
 def tokenized_prefix(output_prefix: str | Path, json_key: str = "text") -> Path:
@@ -51,6 +54,8 @@ def tokenized_prefix(output_prefix: str | Path, json_key: str = "text") -> Path:
 
 def find_inputs(names: Sequence[str | Path]) -> list[Path]:
     """The files that names stand for: files, folders (their JSONL files by name, but for *.val.jsonl, which is for validation) and globs.
+
+    JSONL files are often called .json; such ones are taken where they are named, but not from a folder, where other JSON may lie.
 
     Raises:
         ValueError: a name stands for nothing, a file is no JSONL file, or comes twice.
@@ -71,7 +76,7 @@ def find_inputs(names: Sequence[str | Path]) -> list[Path]:
             raise ValueError(problem("input", name, "there are no JSONL files", "give files, folders or patterns in quotes"))
         found += matches
     for path in found:
-        if not path.name.endswith(JSONL_SUFFIXES):
+        if not path.name.endswith(JSONL_SUFFIXES + _JSON_SUFFIXES):
             fix = "call it .jsonl if each of its lines is a JSON object, else convert it (moe-exp data prepare)"
             raise ValueError(problem("input", path, f"its name does not end in {', '.join(JSONL_SUFFIXES)}", fix))
     seen: set[Path] = set()
@@ -85,7 +90,7 @@ def find_inputs(names: Sequence[str | Path]) -> list[Path]:
 
 
 def _is_validation(path: Path) -> bool:
-    return path.name.endswith(tuple(f".val{suffix}" for suffix in JSONL_SUFFIXES))
+    return path.name.endswith(tuple(f".val{suffix}" for suffix in JSONL_SUFFIXES + _JSON_SUFFIXES))
 
 
 def tokenize_files(
@@ -228,15 +233,18 @@ class _Workers:
                 yield part
             return
         with _told_of_death():
-            futures = {self._pool.submit(_encode_in_worker, backend, part, folder): part for part in parts}
-            seen, pending = 0, set(futures)
-            while pending:
-                finished, pending = wait(pending, _POLL_SECONDS, FIRST_COMPLETED)
+            seen, left, pending = 0, iter(parts), dict[Future[None], Part]()
+            while True:
+                for part in islice(left, self.number * _PENDING_PER_WORKER - len(pending)):
+                    pending[self._pool.submit(_encode_in_worker, backend, part, folder)] = part
+                if not pending:
+                    return
+                finished, _ = wait(pending, _POLL_SECONDS, FIRST_COMPLETED)
                 advance(self._bytes.value - seen)
                 seen = self._bytes.value
-                for future in sorted(finished, key=lambda future: futures[future].index):
+                for future in sorted(finished, key=lambda future: pending[future].index):
                     future.result()
-                    yield futures[future]
+                    yield pending.pop(future)
 
 
 @contextmanager
@@ -332,10 +340,10 @@ def dry_run(inputs: Sequence[Path], output: Path, settings: PartSettings, *, wor
 
 def sample_texts(inputs: Sequence[Path], json_key: str, num_bytes: int) -> list[str]:
     """Documents from a few places of the inputs; what is no document is left for the run to complain about."""
-    plain = [
+    halves = [
         Part(0, path, start, path.stat().st_size) for path in _evenly(inputs, _SAMPLED_PLACES) for start in (0, path.stat().st_size // 2)
     ]
-    parts = [part if part.path.suffix == ".jsonl" else Part(0, part.path, 0, None) for part in plain]
+    parts = [Part(0, part.path, 0, None) if part.path.suffix in (".gz", ".zst") else part for part in halves]
     texts: list[str] = []
     for part in dict.fromkeys(parts):
         left = num_bytes // len(parts)

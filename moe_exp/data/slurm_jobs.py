@@ -97,7 +97,7 @@ def slurm_executor(one: Pass, execution: Execution, name: str, job_ids: Any = No
         workers=execution.workers or -1,
         job_name=name,
         qos=execution.qos,
-        env_command=_environment(),
+        env_command=job_environment(),
         sbatch_args=_sbatch_options(execution),
         max_array_size=execution.max_array_size,
         depends=depends,
@@ -111,7 +111,8 @@ def _sbatch_options(execution: Execution) -> dict[str, str]:
     return {"kill-on-invalid-dep": "yes", **options}  # else what depends on a failed job waits in the queue forever
 
 
-def _environment() -> str:
+def job_environment() -> str:
+    """A command of the shell with which jobs find the Python and the packages of this process."""
     package_root = Path(__file__).resolve().parents[2]
     paths = {"PATH": Path(sys.executable).parent, "PYTHONPATH": package_root}
     return "; ".join(f'export {name}={shlex.quote(str(path))}"${{{name}:+:${name}}}"' for name, path in paths.items())

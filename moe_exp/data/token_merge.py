@@ -3,41 +3,37 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from moe_exp.config import problem
-from moe_exp.data.progress import progress
+from moe_exp.data.progress import print_summary, progress
 from moe_exp.data.stage import check_free_disk, run_stage
 from moe_exp.data.token_parts import write_all
-from moe_exp.data.tokens import bin_idx_problem, read_index, write_index
+from moe_exp.data.tokens import bin_idx_problem, bin_idx_tokens, read_index, write_index
 
 _COPY_BYTES = 2**22
 
 
-def merge_token_files(prefixes: Sequence[Path], output: Path, *, start_over: bool = False) -> dict[str, Any]:
+def merge_token_files(
+    prefixes: Sequence[Path], output: Path, *, start_over: bool = False, facts: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Joins token files of shards into the files that one run over all of them would have made, and returns the manifest.
 
     Args:
         prefixes: of the shards, in order; those of other programs too.
         output: path without suffix.
         start_over: replace what is there.
+        facts: what else the manifest says.
 
     Raises:
         ValueError: a file is missing or damaged, types differ, or `output` is one of the shards.
     """
-    for prefix in prefixes:
-        if wrong := bin_idx_problem(prefix):
-            raise ValueError(problem("merge", prefix, wrong, "tokenize that shard again"))
-        if prefix.absolute() == output.absolute():
-            raise ValueError(problem("output_prefix", output, "is one of the shards", "give another prefix"))
-    dtypes = {read_index(prefix)[0].name: str(prefix) for prefix in prefixes}
-    if len(dtypes) > 1:
-        rule = f"tokens are stored as {' and '.join(f'{dtype} in {prefix}' for dtype, prefix in dtypes.items())}"
-        raise ValueError(problem("merge", prefixes[0], rule, "merge shards of one tokenizer"))
+    dtype = _check(prefixes, output)
     inputs = [Path(f"{prefix}{suffix}") for prefix in prefixes for suffix in (".bin", ".idx")]
     needed_bytes = sum(path.stat().st_size for path in inputs)
     with run_stage(
@@ -55,7 +51,38 @@ def merge_token_files(prefixes: Sequence[Path], output: Path, *, start_over: boo
                         advance(len(chunk))
             os.fsync(file.fileno())
         num_documents, num_tokens = _merge_indices(prefixes, paths[1])
-        return stage.finish_files(paths, num_documents=num_documents, num_tokens=num_tokens, dtype=next(iter(dtypes)))
+        counts: dict[str, Any] = {"num_documents": num_documents, "num_tokens": num_tokens, "dtype": dtype}
+        return stage.finish_files(paths, **counts, **(facts or {}))
+
+
+def merge_dry_run(prefixes: Sequence[Path], output: Path) -> None:
+    """Prints documents, tokens, bytes and free disk; writes nothing. Args and Raises as `merge_token_files`; the disk is too small."""
+    dtype = _check(prefixes, output)
+    needed_bytes = sum(Path(f"{prefix}{suffix}").stat().st_size for prefix in prefixes for suffix in (".bin", ".idx"))
+    existing = next(parent for parent in output.absolute().parents if parent.exists())
+    rows = {
+        "inputs": f"{len(prefixes)} pairs of .bin and .idx, tokens as {dtype}",
+        "documents": sum(len(read_index(prefix)[2]) - 1 for prefix in prefixes),
+        "tokens": sum(bin_idx_tokens(prefix) for prefix in prefixes),
+        "disk": f"{needed_bytes / 1e6:,.1f} MB, of {shutil.disk_usage(existing).free / 1e9:,.1f} GB free",
+        "output": f"{output}.bin, {output}.idx",
+    }
+    print_summary("merge: what it would do", rows)
+    check_free_disk(output.parent, needed_bytes, f"{output.name}.bin")
+
+
+def _check(prefixes: Sequence[Path], output: Path) -> str:
+    """The type of the tokens."""
+    for prefix in prefixes:
+        if wrong := bin_idx_problem(prefix):
+            raise ValueError(problem("merge", prefix, wrong, "tokenize that shard again"))
+        if prefix.absolute() == output.absolute():
+            raise ValueError(problem("output_prefix", output, "is one of the shards", "give another prefix"))
+    dtypes = {read_index(prefix)[0].name: str(prefix) for prefix in prefixes}
+    if len(dtypes) > 1:
+        rule = f"tokens are stored as {' and '.join(f'{dtype} in {prefix}' for dtype, prefix in dtypes.items())}"
+        raise ValueError(problem("merge", prefixes[0], rule, "merge shards of one tokenizer"))
+    return next(iter(dtypes))
 
 
 def _merge_indices(prefixes: Sequence[Path], path: Path) -> tuple[int, int]:

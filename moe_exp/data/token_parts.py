@@ -16,9 +16,9 @@ import xxhash
 
 from moe_exp.config import problem
 from moe_exp.data.documents import BLANK_LINE, EMPTY_TEXT, BadDocument, Tally, read_lines, text_of
-from moe_exp.data.encoders import CheckedGigatoken, Encoders, find_differences
+from moe_exp.data.encoders import CheckedGigatoken, Encoded, Encoders, find_differences
 from moe_exp.data.stage import write_json
-from moe_exp.data.tokenizer import TextTokenizer
+from moe_exp.data.tokenizer import TextTokenizer, special_token_reason
 from moe_exp.data.tokens import TokenDtype, token_dtype
 
 LARGEST_PART_BYTES, SMALLEST_PART_BYTES, NUM_PARTS = 2**26, 2**22, 256
@@ -182,6 +182,9 @@ class PartEncoder:
         encoders = encoders or Encoders(settings.tokenizer)
         self.settings = settings
         self._encoder = encoders.get(backend)
+        self._special_tokens = settings.tokenizer.special_tokens()
+        self._is_special = np.zeros(settings.tokenizer.vocab_size, bool)
+        self._is_special[list(self._special_tokens)] = True
         self._reference = encoders.get("tokenizers") if backend == "gigatoken" else None
 
     def encode(self, part: Part, folder: Path, advance: Callable[[int], None]) -> None:
@@ -263,18 +266,35 @@ class PartEncoder:
             self._encoder.num_rerouted = 0
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < tokenizer.vocab_size:
             raise ValueError(f"{tokenizer.name}: gives ids outside its vocabulary, 0..{tokenizer.vocab_size - 1}. Fix: mend its files.")
-        if tokenizer.eod_id is not None:
-            in_texts = np.flatnonzero(ids == tokenizer.eod_id)
-            if len(in_texts) and not tokenizer.allow_special:
-                number = batch[int(np.searchsorted(np.cumsum(lengths), in_texts[0], side="right"))][0]
-                rule = f"the tokenizer reads {tokenizer.eod_token} in the text, which is the end of a document"
-                raise ValueError(f"{part.path}:{line_number(part, number)}: {rule}. Fix: --allow-special, or another tokenizer.")
-            counts.num_eods += len(in_texts)
+        ids, lengths = self._without_special(part, batch, ids, lengths, counts.tally)
+        if tokenizer.eod_id is not None and tokenizer.allow_special:
+            counts.num_eods += int(np.count_nonzero(ids == tokenizer.eod_id))
         if self.settings.append_eod and tokenizer.eod_id is not None:
             ids, lengths = np.insert(ids.astype(self.settings.dtype), np.cumsum(lengths), tokenizer.eod_id), lengths + 1
-            counts.num_eods += len(batch)
+            counts.num_eods += len(lengths)
         counts.num_tokens += len(ids)
         return ids.astype(self.settings.dtype, copy=False), lengths.astype(np.int32)
+
+    def _without_special(
+        self, part: Part, batch: Sequence[tuple[int, str]], ids: npt.NDArray[np.integer[Any]], lengths: npt.NDArray[np.int64], tally: Tally
+    ) -> Encoded:
+        """The batch without the documents whose text gave special tokens: models read as such what their own vocabulary has."""
+        found = np.flatnonzero(self._is_special[ids])
+        if not len(found):
+            return ids, lengths
+        ends = np.cumsum(lengths)
+        # The first such token of each such document.
+        documents, firsts = np.unique(np.searchsorted(ends, found, side="right"), return_index=True)
+        for document, token in zip(documents, ids[found[firsts]], strict=True):
+            number, text = batch[document]
+            reason = special_token_reason(self._special_tokens[int(token)])
+            if not self.settings.skip_bad:
+                raise BadDocument(part.path, line_number(part, number), reason)
+            tally.take_back(text.encode())
+            tally.skipped[reason] += 1
+        is_kept = np.ones(len(lengths), bool)
+        is_kept[documents] = False
+        return ids[np.repeat(is_kept, lengths)], lengths[is_kept]
 
     def _check(self, part: Part, sample: _Sample, counts: PartCounts) -> None:
         if self._reference is None:

@@ -2,6 +2,8 @@
 
 What is loaded here encodes the text and nothing else: truncation, padding, dropout and post-processors (which add BOS) are taken out,
 as Megatron encodes with `add_special_tokens=False`. Special tokens that occur in a text are text, unless `allow_special` says otherwise.
+A model whose own vocabulary has the piece, as Unigram and WordLevel models do, cannot read `</s>` as text: ids that a text must not give
+(`special_tokens`) are looked for in what every document becomes, and such a document is no document, as a line that is no JSON.
 """
 
 from __future__ import annotations
@@ -52,6 +54,18 @@ class TextTokenizer:
     eod_token: str | None
     allow_special: bool = False
 
+    def special_tokens(self) -> dict[int, str]:
+        """Id to token of what no text may give: nothing with `allow_special`. Unknown words, which texts do have, are not among it."""
+        if self.allow_special:
+            return {}
+        tokens = {}
+        if self.kind == "huggingface":
+            content = orjson.loads(self.content)
+            unknown = content["model"].get("unk_token"), content["model"].get("unk_id")
+            special = (token for token in content.get("added_tokens") or [] if token["special"])
+            tokens = {token["id"]: token["content"] for token in special if token["content"] != unknown[0] and token["id"] != unknown[1]}
+        return tokens if self.eod_id is None else tokens | {self.eod_id: str(self.eod_token)}
+
     def facts(self) -> dict[str, Any]:
         """For a manifest: everything that the tokens depend on."""
         return {
@@ -62,6 +76,11 @@ class TextTokenizer:
             "eod_token": self.eod_token,
             "allow_special": self.allow_special,
         }
+
+
+def special_token_reason(token: str) -> str:
+    """Why a text that gives this special token is no document."""
+    return f"the tokenizer reads {token} in the text as a special token"
 
 
 def load_tokenizer(

@@ -19,8 +19,7 @@ pytest.importorskip("pyarrow")
 pytest.importorskip("huggingface_hub")
 
 from hub_server import Fault, HubServer, write_fineweb_parquet
-from moe_exp.commands.corpus import UNDER_WAY
-from moe_exp.commands.data_commands import main
+from moe_exp.commands.data_commands import UNDER_WAY, main
 from moe_exp.data.prepare import expected_bytes, write_stdlib
 from moe_exp.data.sources import python_stdlib_documents
 from slurm_cluster import Cluster

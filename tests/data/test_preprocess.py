@@ -8,6 +8,7 @@ import moe_exp.megatron_cpu  # noqa: F401
 import gzip
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -29,7 +30,7 @@ from tokenizers import Tokenizer
 from moe_exp.commands.data_commands import main
 from moe_exp.data.documents import BadDocument, Tally, read_documents, read_lines
 from moe_exp.data.encoders import Encoders, probe_backend, probe_texts
-from moe_exp.data.preprocess import dry_run, find_inputs, tokenize_files, tokenized_prefix
+from moe_exp.data.preprocess import _Workers, dry_run, find_inputs, tokenize_files, tokenized_prefix
 from moe_exp.data.sources import python_stdlib_documents
 from moe_exp.data.token_merge import merge_token_files
 from moe_exp.data.token_parts import Part, PartEncoder, PartSettings, line_number, part_lines, plan_parts
@@ -208,14 +209,56 @@ def test_special_tokens_in_a_text_are_text(folder, undisturbed, tmp_path):
         assert list(np.fromfile(f"{out}.bin", np.uint16) == 1).count(True) == 1
 
 
-def test_a_tokenizer_that_reads_its_end_token_in_a_text_is_found(tmp_path):
-    vocab = [["<unk>", 0.0], ["</s>", -1.0], *([chr(c), -3.0] for c in range(32, 127))]
-    content = {"version": "1.0", "added_tokens": [], "model": {"type": "Unigram", "unk_id": 0, "vocab": vocab, "byte_fallback": False}}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    how = PartSettings(load_tokenizer("HuggingFaceTokenizer", model=tmp_path), append_eod=True)
+LETTERS = [chr(code) for code in range(32, 127)]
+SPECIAL = ["<unk>", "<pad>", "</s>"]
+OWN_VOCABULARY = {
+    "Unigram": {"model": {"type": "Unigram", "unk_id": 0, "vocab": [[piece, -3.0] for piece in SPECIAL + LETTERS], "byte_fallback": False}},
+    "WordLevel": {
+        "model": {
+            "type": "WordLevel",
+            "unk_token": "<unk>",
+            "vocab": {word: index for index, word in enumerate([*SPECIAL, "fine", "not"])},
+        },
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+    },
+}
+
+
+def own_vocabulary(kind, folder, added=SPECIAL):
+    """A tokenizer whose model has the special tokens in its own vocabulary, where no switch makes them text."""
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    tokens = [{"id": SPECIAL.index(token), "content": token, "special": True, **flags} for token in added]
+    (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": tokens, **OWN_VOCABULARY[kind]}))
+    return load_tokenizer("HuggingFaceTokenizer", model=folder)
+
+
+@pytest.mark.parametrize("kind", OWN_VOCABULARY)
+@pytest.mark.parametrize("token", SPECIAL[1:])
+def test_special_tokens_of_the_models_own_vocabulary(kind, token, tmp_path):
+    tokenizer = own_vocabulary(kind, tmp_path)
+    fine = write(tmp_path / "fine.jsonl", jsonl(["fine", "not \u4e16 fine"] * 20))
+    path = write(tmp_path / "x.jsonl", jsonl(["fine"] * 20 + [f"not {token} fine", f"{token} {token}"] + ["not \u4e16 fine"] * 20))
+    with pytest.raises(BadDocument, match=rf"x\.jsonl:21: the tokenizer reads {token} in the text as a special token$"):
+        tokenize_files([path], tmp_path / "out", PartSettings(tokenizer, append_eod=True), part_bytes=150)
+    manifest = tokenize_files([path], tmp_path / "skip", PartSettings(tokenizer, append_eod=True, skip_bad=True), part_bytes=150)
+    assert manifest["skipped"] == {f"the tokenizer reads {token} in the text as a special token": 2}
+    assert (manifest["num_documents"], manifest["num_eods"]) == (40, 40)
+    ids = np.fromfile(tmp_path / "skip.bin", np.uint16)
+    assert (np.count_nonzero(ids == 1), np.count_nonzero(ids == 2)) == (0, 40)
+    assert np.count_nonzero(ids == 0) == 20, "unknown words are text"
+    without = tokenize_files([fine], tmp_path / "fine", PartSettings(tokenizer, append_eod=True))
+    assert {name: manifest[name] for name in ("text_hash", "num_text_bytes")} == {
+        name: without[name] for name in ("text_hash", "num_text_bytes")
+    }
+
+
+def test_an_end_token_that_is_a_piece_alone(tmp_path):
+    tokenizer = own_vocabulary("Unigram", tmp_path, added=[])
     path = write(tmp_path / "x.jsonl", jsonl(["fine", "two", "not </s> fine"]))
-    with pytest.raises(ValueError, match=r"x\.jsonl:3: the tokenizer reads </s> in the text, .* Fix: --allow-special"):
-        tokenize_files([path], tmp_path / "out", how)
+    with pytest.raises(BadDocument, match=r"x\.jsonl:3: the tokenizer reads </s> in the text as a special token$"):
+        tokenize_files([path], tmp_path / "out", PartSettings(tokenizer, append_eod=True))
+    allowed = PartSettings(load_tokenizer("HuggingFaceTokenizer", model=tmp_path, allow_special=True), append_eod=True)
+    assert tokenize_files([path], tmp_path / "allowed", allowed)["num_eods"] == 4
 
 
 def test_one_document_larger_than_parts_and_batches(folder, how, tmp_path):
@@ -297,6 +340,22 @@ def test_bad_lines_are_skipped_and_counted(how, tmp_path):
     assert manifest["skipped"] == {**expected, "blank line": 1, "empty text": 1}
 
 
+def test_only_a_few_parts_are_submitted_at_a_time(how, tmp_path):
+    """Each look at those that are pending takes time for every one of them."""
+    path = write(tmp_path / "x.jsonl", jsonl(["a" * 100] * 200))
+    parts = plan_parts([path], 200)
+    assert len(parts) > 100
+    submitted, made, most = [], [], 0
+    with _Workers(how, 2) as workers:
+        submit = workers._pool.submit
+        workers._pool.submit = lambda *work: submitted.append(work) or submit(*work)
+        for part in workers.encode("tokenizers", parts, tmp_path, lambda num_bytes: None):
+            most = max(most, len(submitted) - len(made))
+            made.append(part.index)
+    assert sorted(made) == [part.index for part in parts]
+    assert 2 <= most <= 8
+
+
 def test_a_bad_line_stops_all_workers(how, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(2)), raising=False)
     path = write(tmp_path / "x.jsonl", jsonl(["a" * 100] * 400) + b"\nnot JSON\n" + jsonl(["b" * 100] * 400))
@@ -332,6 +391,19 @@ def test_inputs(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             find_inputs(inputs)
+
+
+def test_json_lines_in_a_file_called_json(texts, how, undisturbed, tmp_path):
+    named = [write(tmp_path / "a.json", jsonl(texts[:30]) + b"\n"), write(tmp_path / "b.json.gz", gzip.compress(jsonl(texts[30:])))]
+    jsonl_file = write(tmp_path / "c.jsonl", b"")
+    assert find_inputs([tmp_path]) == [jsonl_file], "a folder may hold other JSON"
+    assert find_inputs([f"{tmp_path}/*.json*"]) == [*named, jsonl_file]
+    dry_run(find_inputs(named), tmp_path / "out", how, workers=1, backend="auto")
+    tokenize_files(find_inputs(named), tmp_path / "out", how, part_bytes=PART_BYTES)
+    assert contents(tmp_path / "out") == contents(undisturbed[0])
+    whole = write(tmp_path / "whole.json", json.dumps([{"text": "a"}], indent=1).encode())
+    with pytest.raises(BadDocument, match=r"whole\.json:1: not valid JSON"):
+        tokenize_files(find_inputs([whole]), tmp_path / "whole", how)
 
 
 # Backends
@@ -595,5 +667,12 @@ def test_several_keys_and_refused_flags(folder, tmp_path, capsys):
     assert main("tokenize", [*flags, "--split-sentences"]) == 1
     assert "SPLIT_SENTENCES=True: sentences are for BERT's pairs" in capsys.readouterr().err
     shards = [str(tmp_path / "out_text_document"), str(tmp_path / "out_title_document")]
+    before = sorted(tmp_path.iterdir())
+    assert main("tokenize", ["--merge", *shards, "--output-prefix", str(tmp_path / "new" / "both"), "--dry-run"]) == 0
+    assert sorted(tmp_path.iterdir()) == before
+    rows = dict(re.findall(r"^│ (\w+) +│ (.*?) +│$", capsys.readouterr().out, re.MULTILINE))
+    num_bytes = sum(Path(f"{shard}{suffix}").stat().st_size for shard in shards for suffix in (".bin", ".idx"))
+    assert (rows["documents"], rows["tokens"]) == ("2", "6")
+    assert rows["disk"].startswith(f"{num_bytes / 1e6:,.1f} MB, of ")
     assert main("tokenize", ["--merge", *shards, "--output-prefix", str(tmp_path / "both")]) == 0
     assert list(np.fromfile(tmp_path / "both.bin", np.uint16)) == [*b"a b", 256, *b"c", 256]
