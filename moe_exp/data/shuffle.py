@@ -21,7 +21,7 @@ from typing import Any
 
 import xxhash
 
-from moe_exp.data.blocks import DocumentBlocks, LineBlocks, sum_digests
+from moe_exp.data.blocks import LINE_BYTES, DocumentBlocks, LineBlocks, sum_digests
 from moe_exp.data.buckets import NUM_KEYS, Dealer, State, ValidTally, spread
 from moe_exp.data.documents import JSONL_SUFFIXES, Tally, estimate_line_bytes
 from moe_exp.data.memory import available_memory_bytes
@@ -35,6 +35,9 @@ DEFAULT_VALID_FRACTION = 0.005
 _MOST_BUCKETS = 256  # two open files each
 _BUCKET_FILL = 0.85  # random keys: buckets differ
 _BLOCK_BYTES = 2**21
+_READ_BACK_BYTES = 2**18
+_FIXED_BYTES = 2**22  # of small objects, and of what the allocator keeps: the same for every budget
+_MOST_LINES = 2**16
 _SAVE_BYTES = 2**29
 _BYTES_PER_SECOND = 120e6  # one core of 2023, a disk that keeps up
 
@@ -58,7 +61,7 @@ class Memory:
     @classmethod
     def of(cls, budget_bytes: int) -> Memory:
         """The usual division."""
-        return cls(budget_bytes, budget_bytes // 16, budget_bytes // 8, budget_bytes * 3 // 4)
+        return cls(budget_bytes, budget_bytes // 16, budget_bytes // 8, (budget_bytes - _FIXED_BYTES) * 3 // 4)
 
 
 def find_jsonl(paths: Iterable[Path]) -> list[Path]:
@@ -241,7 +244,8 @@ class Shuffling:
         block_bytes = min(self.memory.block_bytes, max(_BLOCK_BYTES, 2**16 * state.num_buckets))
         lines = LineBlocks(block_bytes, self.memory.longest_bytes)
         options = {name: self.settings[name] for name in ("text_field", "skip_bad")}
-        reader = DocumentBlocks(lines, state.read, **options)
+        most_lines = min(_MOST_LINES, max(1, 2 * self.memory.block_bytes // LINE_BYTES))  # as much for short lines as two buffers
+        reader = DocumentBlocks(lines, state.read, **options, most_lines=most_lines)
         seed, done = self.settings["seed"], sum(size for size, _ in state.bucket_sizes)
         with progress("shuffle, pass 1 of 2", line_bytes, done=done) as advance:
             passes = spread(state, self.inputs, self.stage.folder, reader, seed=seed, save=self._save, save_bytes=self.save_bytes)
@@ -292,24 +296,26 @@ def check_outputs(counts: dict[Path, int], line_hash: int) -> dict[Path, str]:
     hashes, found_hash = {}, 0
     with progress("shuffle, check", sum(path.stat().st_size for path in counts)) as advance:
         for path, count in counts.items():
-            hashes[path], digests = _read_back(path)
-            if len(digests) != count:
-                raise ValueError(f"{path}: {len(digests)} documents were read back, {count} were written. {fix}")
-            found_hash = (found_hash + sum_digests(b"".join(digests))) % 2**128
+            hashes[path], num_lines, line_hash_of_file = _read_back(path)
+            if num_lines != count:
+                raise ValueError(f"{path}: {num_lines} documents were read back, {count} were written. {fix}")
+            found_hash = (found_hash + line_hash_of_file) % 2**128
             advance(path.stat().st_size)
     if found_hash != line_hash:
         raise ValueError(f"{next(iter(counts)).parent}: the lines that were read back are not those of the input. {fix}")
     return hashes
 
 
-def _read_back(path: Path) -> tuple[str, list[bytes]]:
-    lines = LineBlocks(_BLOCK_BYTES, path.stat().st_size + 1)
-    whole, digest, digests = xxhash.xxh3_128(), xxhash.xxh3_128_digest, []
+def _read_back(path: Path) -> tuple[str, int, int]:
+    """Hash, number of lines, and sum of their hashes; what is kept of a line is gone with its block."""
+    lines = LineBlocks(_READ_BACK_BYTES, path.stat().st_size + 1)
+    whole, digest, num_lines, line_hash = xxhash.xxh3_128(), xxhash.xxh3_128_digest, 0, 0
     for begin, end in lines.read(path):
         whole.update(lines.view[:end])
-        find, view = lines.buffer.find, lines.view
+        find, view, digests = lines.buffer.find, lines.view, []
         while begin < end:
             line_end = find(b"\n", begin)
             digests.append(digest(view[begin:line_end]))
             begin = line_end + 1
-    return whole.hexdigest(), digests
+        num_lines, line_hash = num_lines + len(digests), line_hash + sum_digests(b"".join(digests))
+    return whole.hexdigest(), num_lines, line_hash % 2**128
