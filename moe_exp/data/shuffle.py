@@ -23,7 +23,7 @@ import xxhash
 
 from moe_exp.data.blocks import LINE_BYTES, DocumentBlocks, LineBlocks, sum_digests
 from moe_exp.data.buckets import NUM_KEYS, Dealer, State, ValidTally, spread
-from moe_exp.data.documents import JSONL_SUFFIXES, Tally, estimate_line_bytes
+from moe_exp.data.documents import JSONL_SUFFIXES, Tally, check_apart, estimate_line_bytes, jsonl_files_in
 from moe_exp.data.memory import available_memory_bytes
 from moe_exp.data.progress import progress
 from moe_exp.data.stage import Stage, check_free_disk, run_stage, write_json
@@ -65,14 +65,14 @@ class Memory:
 
 
 def find_jsonl(paths: Iterable[Path]) -> list[Path]:
-    """Files as they are, folders as their .jsonl, .jsonl.gz and .jsonl.zst files, sorted by name.
+    """Files as they are, folders as their .jsonl, .jsonl.gz and .jsonl.zst files, sorted by name, without *.val.jsonl.
 
     Raises:
         ValueError: there is none, one is of another kind or there twice.
     """
     files: list[Path] = []
     for path in paths:
-        found = sorted(file for file in path.iterdir() if file.name.endswith(JSONL_SUFFIXES)) if path.is_dir() else [path]
+        found = jsonl_files_in(path) if path.is_dir() else [path]
         if not found:
             raise ValueError(f"input={path}: the folder has no file that ends with {' or '.join(JSONL_SUFFIXES)}. Fix: another folder.")
         files += found
@@ -121,7 +121,8 @@ def shuffle(
         ValueError: a setting or an input cannot be used, too little disk, no document is left for training; see `run_stage`, `LineBlocks`.
         BadDocument: a line is no document, or a compressed file is damaged.
     """
-    inputs = check_shuffle(inputs, output, name=name, num_shards=num_shards, valid_fraction=valid_fraction)
+    sizes = {"num_shards": num_shards, "valid_fraction": valid_fraction, "memory_bytes": memory_bytes}
+    inputs = check_shuffle(inputs, output, name=name, **sizes)
     memory = Memory.of(_checked_memory(memory_bytes))
     settings = {"name": name, "seed": seed, "num_shards": num_shards, "valid_fraction": valid_fraction}
     settings |= {"text_field": text_field, "skip_bad": skip_bad}
@@ -163,23 +164,37 @@ def _checked_memory(memory_bytes: int | None) -> int:
     return memory_bytes
 
 
-def check_shuffle(inputs: Iterable[Path], output: Path, *, name: str, num_shards: int, valid_fraction: float) -> list[Path]:
+def check_shuffle(inputs: Iterable[Path], output: Path, **settings: Any) -> list[Path]:
     """Checks the arguments of a shuffle before anything is touched, and returns its input files.
+
+    Args:
+        inputs, output: as `shuffle`.
+        settings: of `check_settings`.
 
     Raises:
         ValueError: one of them cannot be used.
     """
     files = find_jsonl(inputs)
+    check_settings(**settings)
+    check_apart(files, output)
+    return files
+
+
+def check_settings(
+    *, name: str, num_shards: int = 32, valid_fraction: float = DEFAULT_VALID_FRACTION, memory_bytes: int | None = None
+) -> None:
+    """Checks what can be checked of a shuffle whose inputs are not there yet; arguments as of `shuffle`.
+
+    Raises:
+        ValueError: one of them cannot be used.
+    """
+    _checked_memory(memory_bytes)
     if not name or Path(name).name != name:
         raise ValueError(f"name={name}: must be a file name without folders. Fix: another name.")
     if num_shards < 1:
         raise ValueError(f"num_shards={num_shards}: must be at least 1. Fix: give 32.")
     if not 0 < valid_fraction < 1:
         raise ValueError(f"valid_fraction={valid_fraction}: must be between 0 and 1. Fix: give {DEFAULT_VALID_FRACTION}.")
-    for path in files:
-        if Path(output).resolve() in path.resolve().parents:
-            raise ValueError(f"output={output}: the input {path} is in it. Fix: another output folder.")
-    return files
 
 
 def shuffle_summary(manifest: Mapping[str, Any]) -> dict[str, object]:

@@ -131,6 +131,15 @@ def test_compressed_inputs_and_folders_are_as_good(tmp_path):
     assert manifests[0]["train"] == manifests[1]["train"]
 
 
+def test_the_validation_file_of_a_folder_is_left_out(tmp_path, caplog):
+    for name in ("a.jsonl", "x.val.jsonl", "y.val.jsonl.gz"):
+        write_jsonl(tmp_path / name, ["a", "b"])
+    with caplog.at_level("INFO"):
+        assert find_jsonl([tmp_path]) == [tmp_path / "a.jsonl"]
+    assert caplog.messages == [f"{tmp_path}: left out, as it is for validation: x.val.jsonl, y.val.jsonl.gz"]
+    assert find_jsonl([tmp_path / "x.val.jsonl"]) == [tmp_path / "x.val.jsonl"]
+
+
 def test_counts_and_hashes_are_those_of_the_files(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ["", *some_texts(200)], id="<urn:uuid:1>")
     manifest = shuffled([path], tmp_path / "out", num_shards=7)
