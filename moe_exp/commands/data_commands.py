@@ -8,6 +8,7 @@ import importlib
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 # Modules of this package that add commands by `add_commands(subparsers)`; each sets `run`, a function of the arguments.
 COMMANDS = ("corpus", "shards", "tokenizing", "inspecting")
@@ -15,9 +16,16 @@ COMMANDS = ("corpus", "shards", "tokenizing", "inspecting")
 UNDER_WAY = 75  # exit code, EX_TEMPFAIL of sysexits.h: nothing is wrong, and the output is not there yet, as SLURM jobs make it
 
 
+class _ExactParser(argparse.ArgumentParser):
+    """Takes no flag by its first letters alone: what looks for a flag in a command finds it by its name."""
+
+    def __init__(self, **options: Any):
+        super().__init__(**options, allow_abbrev=False)
+
+
 def add_data_commands(parser: argparse.ArgumentParser) -> None:
     """Adds the commands of `moe-exp data`."""
-    subparsers = parser.add_subparsers(dest="data_command", metavar="command", required=True)
+    subparsers = parser.add_subparsers(dest="data_command", metavar="command", required=True, parser_class=_ExactParser)
     for name in COMMANDS:
         importlib.import_module(f"moe_exp.commands.{name}").add_commands(subparsers)
 
@@ -66,7 +74,7 @@ def main(command: str, argv: Sequence[str] | None = None, *, prog: str | None = 
     logging.getLogger("moe_exp").setLevel(logging.INFO)
 
     def work() -> int | None:
-        subparsers = argparse.ArgumentParser().add_subparsers()
+        subparsers = argparse.ArgumentParser().add_subparsers(parser_class=_ExactParser)
         for name in COMMANDS:
             importlib.import_module(f"moe_exp.commands.{name}").add_commands(subparsers)
         chosen = subparsers.choices[command]

@@ -73,8 +73,8 @@ def _shuffle(arguments: argparse.Namespace) -> None:
     name = arguments.name or output.absolute().name.removesuffix("_shuffled")
     options = {"name": name, "num_shards": arguments.num_shards, "valid_fraction": arguments.valid_fraction}
     if arguments.dry_run:
-        check_shuffle(arguments.inputs, output, **options)
-        return print_summary(f"shuffle to {output}, dry run", estimate_shuffle(arguments.inputs, arguments.memory))
+        files = check_shuffle(arguments.inputs, output, **options, memory_bytes=arguments.memory)
+        return print_summary(f"shuffle to {output}, dry run", estimate_shuffle(files, arguments.memory))
     manifest = shuffle(
         arguments.inputs,
         output,

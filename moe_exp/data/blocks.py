@@ -20,6 +20,9 @@ from numpy.typing import NDArray
 from moe_exp.data.documents import BLANK_LINE, BOM, DAMAGE, EMPTY_TEXT, BadDocument, Tally, damaged, read_chunks, text_of
 
 DIGEST_BYTES = 16
+# Of memory per line of a block while it is worked on, besides the line: two digests, places as Python's and numpy's numbers, a slice.
+LINE_BYTES = 512
+_MOST_LINES = 2**14
 # Of XXH3-128, as big-endian words.
 _DIGEST_WORDS = np.dtype(">u4")
 _BUFFERS_PER_CALL = 1024  # IOV_MAX of Linux and macOS
@@ -150,16 +153,17 @@ class DocumentBlocks:
 
     Args:
         lines: reads the blocks.
+        tally: what is skipped is counted here.
         text_field: name of the field with the text.
         skip_bad: skip and count what is no document instead of raising.
-        tally: what is skipped is counted here.
+        most_lines: at a time; each takes `LINE_BYTES`, however short it is.
     """
 
-    def __init__(self, lines: LineBlocks, tally: Tally, *, text_field: str = "text", skip_bad: bool = False):
-        self.lines, self.tally, self.text_field, self.skip_bad = lines, tally, text_field, skip_bad
+    def __init__(self, lines: LineBlocks, tally: Tally, *, text_field: str = "text", skip_bad: bool = False, most_lines: int = _MOST_LINES):
+        self.lines, self.tally, self.text_field, self.skip_bad, self.most_lines = lines, tally, text_field, skip_bad, most_lines
 
     def read(self, path: Path, *, start: int = 0, num_lines: int = 0) -> Iterator[Documents]:
-        """Yields the documents of each block.
+        """Yields the documents of each block, in parts where it has more than `most_lines`.
 
         Args:
             path: a .jsonl, .jsonl.gz or .jsonl.zst file.
@@ -172,9 +176,12 @@ class DocumentBlocks:
         """
         try:
             for begin, end in self.lines.read(path, start=start):
-                documents = self._parse(path, begin, end, num_lines)
-                num_lines += documents.num_lines
-                yield documents
+                position = 0  # what is before `begin` counts as read
+                while position < end:
+                    documents = self._parse(path, max(begin, position), end, num_lines)
+                    documents.num_bytes -= position
+                    num_lines, position = num_lines + documents.num_lines, position + documents.num_bytes
+                    yield documents
         except DAMAGE as error:
             raise damaged(path, num_lines + 1, error) from error
 
@@ -188,8 +195,8 @@ class DocumentBlocks:
         text_digests: list[bytes] = []
         line_digests: list[bytes] = []
         has_cr = find(b"\r", begin, end) >= 0  # in JSON only between tokens: there are none in most blocks
-        position, number = begin, num_lines
-        while position < end:
+        position, number, last_number = begin, num_lines, num_lines + self.most_lines
+        while position < end and number < last_number:
             line_end = find(b"\n", position)
             following = line_end + 1
             number += 1
@@ -214,7 +221,7 @@ class DocumentBlocks:
             position = following
         sizes = [np.array(values, dtype=np.int64) for values in (begins, ends, text_bytes)]
         digests = b"".join(text_digests), b"".join(line_digests)
-        return Documents(sizes[0], sizes[1], *digests, sizes[2], end, number - num_lines)
+        return Documents(sizes[0], sizes[1], *digests, sizes[2], position, number - num_lines)
 
     def _text_of(self, path: Path, number: int, line: memoryview) -> bytes:
         """The text of a line that the fast way has none for, or nothing where it is skipped: `documents` says why."""

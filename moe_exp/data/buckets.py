@@ -31,7 +31,7 @@ DOCUMENT_BYTES = 96
 NUM_KEYS = 2**64
 
 _GAMMA = 0x9E3779B97F4A7C15
-_RECORDS_AT_ONCE = 2**16
+_RECORDS_AT_ONCE = 2**13
 _FINE_RANGES = 4096
 _LINES_AT_ONCE = 4096
 _READ_BYTES = 2**30
@@ -322,7 +322,12 @@ class Dealer:
             records_path.unlink(missing_ok=True)
 
     def _deal_piece(self, lines_path: Path, records_path: Path, low: int, end: int) -> int:
-        parts = list(_read_records(records_path, low, end))
+        parts, num_documents = [], 0
+        for part in _read_records(records_path, low, end):
+            parts.append(part)
+            num_documents += len(part[0])
+            if len(self.view) + num_documents * DOCUMENT_BYTES > self.memory_bytes:
+                self.view = memoryview(b"")  # of a piece with fewer and longer documents
         records, places = (np.concatenate([part[index] for part in parts]) for index in (0, 1))
         del parts
         ends = np.cumsum(records["num_bytes"].astype(np.int64))
@@ -354,12 +359,17 @@ class Dealer:
         firsts = np.flatnonzero(np.diff(places - begins, prepend=-1))
         run_ends = np.append(begins[firsts[1:]], ends[-1])
         with path.open("rb", buffering=0) as file:
-            for place, begin, end in zip(places[firsts].tolist(), begins[firsts].tolist(), run_ends.tolist(), strict=True):
-                while begin < end:
-                    num_bytes = os.preadv(file.fileno(), [self.view[begin : min(end, begin + _READ_BYTES)]], place)
-                    if not num_bytes:
-                        raise ValueError(f"{path}: ends before its last line. Fix: give --start-over.")
-                    begin, place = begin + num_bytes, place + num_bytes
+            for first in range(0, len(firsts), _LINES_AT_ONCE):
+                some, some_ends = firsts[first : first + _LINES_AT_ONCE], run_ends[first : first + _LINES_AT_ONCE]
+                for place, begin, end in zip(places[some].tolist(), begins[some].tolist(), some_ends.tolist(), strict=True):
+                    self._read_run(file.fileno(), path, place, begin, end)
+
+    def _read_run(self, descriptor: int, path: Path, place: int, begin: int, end: int) -> None:
+        while begin < end:
+            num_bytes = os.preadv(descriptor, [self.view[begin : min(end, begin + _READ_BYTES)]], place)
+            if not num_bytes:
+                raise ValueError(f"{path}: ends before its last line. Fix: give --start-over.")
+            begin, place = begin + num_bytes, place + num_bytes
 
     def _write(self, output: int, begins: NDArray[np.int64], ends: NDArray[np.int64], order: NDArray[np.int64]) -> None:
         path, view = self.outputs[output], self.view

@@ -20,7 +20,7 @@ from typing import Any
 from moe_exp.data.datatrove_dedup import ContaminationFilter, DuplicateFilter, FindDuplicates, SignDocuments, write_contamination_index
 from moe_exp.data.datatrove_jobs import merge_stats, run_passes
 from moe_exp.data.datatrove_steps import PARQUET_SUFFIX, FieldFilter, Filter, LengthFilter, ReadFiles, WriteChunk, check_counts
-from moe_exp.data.documents import JSONL_SUFFIXES, Tally
+from moe_exp.data.documents import JSONL_SUFFIXES, Tally, check_apart
 from moe_exp.data.execution import Execution, Pass
 from moe_exp.data.progress import progress_of
 from moe_exp.data.slurm_jobs import check_no_jobs
@@ -92,12 +92,14 @@ def convert(
         unless their last job did.
 
     Raises:
-        ValueError: settings that cannot be, or other ones than those the output was made or begun with; counts that do not agree.
+        ValueError: settings that cannot be, or other ones than those the output was made or begun with; an input or the benchmarks
+            in the output folder; counts that do not agree.
         BadDocument: an input that is no document, without `skip_bad`.
         ChildProcessError: a task's process died.
     """
     execution = execution or Execution()
     inputs = sort_inputs(inputs)
+    check_apart([*inputs, *filter(None, [settings.decontaminate])], output)
     num_tasks = _num_tasks(settings, inputs)
     if start_over or execution.executor != "slurm":
         check_no_jobs(output.with_name(f"{output.name}.partial") / "datatrove")

@@ -8,6 +8,8 @@ is skipped and counted by its reason, as the caller wants.
 from __future__ import annotations
 
 import gzip
+import logging
+import os
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -18,6 +20,8 @@ from typing import Any
 
 import orjson
 import xxhash
+
+logger = logging.getLogger(__name__)
 
 JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 BLANK_LINE, EMPTY_TEXT = "blank line", "empty text"
@@ -89,6 +93,40 @@ class Tally:
     def from_json(cls, counts: dict[str, Any]) -> Tally:
         """The other way round."""
         return cls(counts["num_documents"], counts["num_text_bytes"], int(counts["text_hash"], 16), Counter(counts["skipped"]))
+
+
+def is_validation_file(path: Path) -> bool:
+    """Whether a file is for validation by its name, *.val.jsonl."""
+    return path.name.endswith(tuple(f".val{suffix}" for suffix in JSONL_SUFFIXES))
+
+
+def jsonl_files_in(folder: Path) -> list[Path]:
+    """The .jsonl, .jsonl.gz and .jsonl.zst files of a folder, sorted by name, but for those for validation, which a message names."""
+    inside = sorted(path for path in folder.iterdir() if path.name.endswith(JSONL_SUFFIXES) and not path.is_dir())
+    validation = [path.name for path in inside if is_validation_file(path)]
+    if validation:
+        logger.info("%s: left out, as it is for validation: %s", folder, ", ".join(validation))
+    return [path for path in inside if not is_validation_file(path)]
+
+
+def check_apart(inputs: Iterable[Path], output: Path) -> None:
+    """Whether a step can make, replace and remove the folder `output` without touching what it reads, or reading what it makes.
+
+    Args:
+        inputs: files, and folders that are read whole.
+        output: folder to make; beside it are those that a step works in, OUTPUT.partial and OUTPUT.old.
+
+    Raises:
+        ValueError: an input is in one of them, is one of them, or has one in it.
+    """
+    for path in inputs:
+        places = {Path(os.path.abspath(path)), path.resolve()}  # noqa: PTH100  # a link is lost as a file is
+        for suffix in ("", ".partial", ".old"):
+            folder = output.resolve().with_name(output.resolve().name + suffix)
+            if any(folder in (place, *place.parents) for place in places):
+                raise ValueError(f"output={output}: the input {path} is in it. Fix: another output folder.")
+            if path.resolve() in folder.parents:
+                raise ValueError(f"output={output}: is in the input {path}, of which it would become a part. Fix: another output folder.")
 
 
 def read_documents(path: Path, tally: Tally, *, text_field: str = "text", skip_bad: bool = False) -> Iterator[tuple[bytes, str]]:
@@ -223,14 +261,20 @@ def estimate_line_bytes(paths: Iterable[Path]) -> int:
     for path in paths:
         by_suffix.setdefault(path.suffix, []).append(path)
     for suffix, files in by_suffix.items():
-        sizes = [path.stat().st_size for path in files]
-        ratio = _compression(files[sizes.index(max(sizes))]) if suffix in (".gz", ".zst") else 1.0
+        sizes, ratio = [path.stat().st_size for path in files], 1.0
+        if suffix in (".gz", ".zst"):
+            with suppress(BadDocument):  # reading it will say so
+                ratio = compression_ratio(files[sizes.index(max(sizes))])
         total_bytes += int(sum(sizes) * ratio)
     return total_bytes
 
 
-def _compression(path: Path) -> float:
-    """Decompressed by compressed bytes of a file's beginning, up to 4 MB; of a damaged one, which reading it names, 1."""
+def compression_ratio(path: Path) -> float:
+    """Decompressed by compressed bytes of a .gz or .zst file's beginning, up to 4 MB.
+
+    Raises:
+        BadDocument: it is damaged there.
+    """
     decompressor: Any
     damage: type[Exception]
     if path.suffix == ".gz":
@@ -240,10 +284,15 @@ def _compression(path: Path) -> float:
 
         decompressor, damage = zstandard.ZstdDecompressor().decompressobj(), zstandard.ZstdError
     num_compressed = num_bytes = 0
-    with path.open("rb") as file, suppress(damage):
-        while num_bytes < 2**22 and not decompressor.eof and (piece := file.read(2**12)):
-            num_bytes += len(decompressor.decompress(piece))
-            num_compressed += len(piece) - len(decompressor.unused_data)
+    try:
+        with path.open("rb") as file:
+            while num_bytes < 2**22 and not decompressor.eof and (piece := file.read(2**12)):
+                num_bytes += len(decompressor.decompress(piece))
+                num_compressed += len(piece) - len(decompressor.unused_data)
+    except damage as error:
+        for _ in read_lines(path):  # which stops at the line
+            pass
+        raise damaged(path, 1, error) from error
     return num_bytes / num_compressed if num_compressed and num_bytes else 1.0
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import platform
 import shutil
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,10 +20,11 @@ from rich import filesize
 
 from moe_exp.data.convert import MAX_DEFAULT_TASKS, ConvertSettings, convert, sort_inputs
 from moe_exp.data.datatrove_steps import PARQUET_SUFFIX
+from moe_exp.data.documents import check_apart, compression_ratio
 from moe_exp.data.execution import Execution, num_workers
 from moe_exp.data.hub import download
 from moe_exp.data.progress import print_summary
-from moe_exp.data.shuffle import shuffle
+from moe_exp.data.shuffle import check_settings, shuffle
 from moe_exp.data.sources import Source, python_stdlib_documents, resolve_source
 from moe_exp.data.stage import check_free_disk, is_stale, run_stage
 
@@ -36,7 +36,6 @@ _SHUFFLE_RATE = 80e6
 _DISK_RATIO = 2.1  # chunks, and once more what the shuffle makes, whose buckets go as its shards come
 _TYPICAL_RATIO = 2.5  # of JSONL to Parquet or .zst
 _NUM_SAMPLED = 8
-_SAMPLE_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -84,9 +83,9 @@ def prepare(wanted: Preparation) -> dict[str, Any] | None:
         ValueError, OSError: as `download`, `convert` and `shuffle`.
     """
     source = wanted.source()
-    check_shuffle_options(wanted.shuffle)
+    _check(source, wanted)
     settings = replace(wanted.settings, text_field=source.text_field)
-    chunks, shuffled = wanted.data_dir / source.name, wanted.data_dir / f"{source.name}_shuffled"
+    chunks, shuffled = _made(source, wanted)
     start_over = wanted.start_over or wanted.download_again
     inputs = _inputs(source, wanted)
     if not chunks.exists():
@@ -102,17 +101,17 @@ def prepare(wanted: Preparation) -> dict[str, Any] | None:
     return shuffle(outputs, shuffled, name=source.name, start_over=start_over, **wanted.shuffle)
 
 
-def check_shuffle_options(options: Mapping[str, Any]) -> None:
-    """What is known to be wrong before hours of work.
+def _made(source: Source, wanted: Preparation) -> tuple[Path, Path]:
+    return wanted.data_dir / source.name, wanted.data_dir / f"{source.name}_shuffled"
 
-    Raises:
-        ValueError: a number that cannot be.
-    """
-    num_shards, valid_fraction = options.get("num_shards", 1), options.get("valid_fraction", 0.5)
-    if num_shards < 1:
-        raise ValueError(f"num_shards={num_shards}: must be at least 1. Fix: 32 is usual.")
-    if not 0 <= valid_fraction < 1:
-        raise ValueError(f"valid_fraction={valid_fraction}: must be at least 0 and below 1. Fix: 0.005 is usual.")
+
+def _check(source: Source, wanted: Preparation) -> None:
+    """What is known to be wrong before hours of work, and before --start-over removes anything."""
+    check_settings(name=source.name, **{name: value for name, value in wanted.shuffle.items() if name != "seed"})
+    given = [path for path in (source.path, wanted.settings.decontaminate) if path is not None]
+    made = _made(source, wanted) if source.path else (*_made(source, wanted), _raw(source, wanted))
+    for folder in made:
+        check_apart(given, folder)
 
 
 def _inputs(source: Source, wanted: Preparation) -> list[Path]:
@@ -159,14 +158,13 @@ def summary_rows(manifest: Mapping[str, Any]) -> dict[str, object]:
 def plan(wanted: Preparation) -> None:
     """Prints what `prepare` would do, with disk and time, and writes nothing. Without the files it goes by the size that is listed."""
     source = wanted.source()
-    check_shuffle_options(wanted.shuffle)
+    _check(source, wanted)
     num_files, raw_bytes, text_bytes = _expected(source, wanted)
     num_tasks = wanted.settings.tasks or min(num_files, MAX_DEFAULT_TASKS)
     execution = wanted.execution
     width = min(num_tasks, num_workers(execution) if execution.executor == "local" else execution.workers or num_tasks)
     disk_bytes = (0 if source.path else raw_bytes) + _DISK_RATIO * text_bytes
-    folder, num_shards = wanted.data_dir / source.name, wanted.shuffle.get("num_shards", 32)
-    shuffled = wanted.data_dir / f"{source.name}_shuffled"
+    (folder, shuffled), num_shards = _made(source, wanted), wanted.shuffle.get("num_shards", 32)
     rows: dict[str, object] = {
         "input": f"{num_files:,} files, {_about(raw_bytes)}, in {source.path or _raw(source, wanted)}",
         "JSONL": _about(text_bytes),
@@ -218,7 +216,11 @@ def _duration(folder: Path, seconds: float) -> str:
 
 
 def expected_bytes(inputs: Sequence[Path]) -> int:
-    """About how many bytes of JSONL the files become; a few of them are looked into."""
+    """About how many bytes of JSONL the files become; a few of them are looked into.
+
+    Raises:
+        BadDocument: one of these is damaged.
+    """
     step = max(1, len(inputs) // _NUM_SAMPLED)
     sampled = inputs[::step][:_NUM_SAMPLED]
     ratio = sum(_expanded_bytes(path) for path in sampled) / max(1, _size(sampled))
@@ -228,16 +230,8 @@ def expected_bytes(inputs: Sequence[Path]) -> int:
 def _expanded_bytes(path: Path) -> float:
     if path.suffix == PARQUET_SUFFIX:
         return _parquet_text_bytes(path)
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        head = file.read(_SAMPLE_BYTES)
-    if path.suffix == ".gz" and head:
-        return size * len(zlib.decompressobj(wbits=31).decompress(head)) / len(head)
-    if path.suffix == ".zst" and head:
-        import zstandard
-
-        return size * len(zstandard.ZstdDecompressor().decompressobj().decompress(head)) / len(head)
-    return size
+    ratio = compression_ratio(path) if path.suffix in (".gz", ".zst") else 1.0
+    return path.stat().st_size * ratio
 
 
 def _parquet_text_bytes(path: Path) -> float:

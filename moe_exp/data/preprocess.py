@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_exp.config import problem
-from moe_exp.data.documents import JSONL_SUFFIXES, Tally, text_of
+from moe_exp.data.documents import JSONL_SUFFIXES, Tally, is_validation_file, jsonl_files_in, text_of
 from moe_exp.data.encoders import BACKENDS, ONE_THREAD, Encoders, Probe, one_thread, probe_backend
 from moe_exp.data.joined_parts import JoinedParts
 from moe_exp.data.progress import print_summary, progress
@@ -64,11 +64,7 @@ def find_inputs(names: Sequence[str | Path]) -> list[Path]:
     for name in names:
         path = Path(name)
         if path.is_dir():
-            inside = sorted(file for file in path.iterdir() if file.name.endswith(JSONL_SUFFIXES) and file.is_file())
-            validation = [file for file in inside if _is_validation(file)]
-            if validation:
-                logger.info("%s: left out, as it is for validation: %s", path, ", ".join(file.name for file in validation))
-            matches = [file for file in inside if file not in validation]
+            matches = jsonl_files_in(path)
         else:
             # Not Path.glob, which takes no absolute pattern.
             matches = [path] if path.is_file() else sorted(Path(one) for one in glob.glob(str(name)) if Path(one).is_file())  # noqa: PTH207
@@ -84,13 +80,9 @@ def find_inputs(names: Sequence[str | Path]) -> list[Path]:
         if path.resolve() in seen:
             raise ValueError(problem("input", path, "is given twice, its documents would be too", "name it once"))
         seen.add(path.resolve())
-    if len(found) > 1 and any(map(_is_validation, found)):
-        logger.warning("%s is for validation, by its name, and is tokenized with the others", next(filter(_is_validation, found)))
+    if len(found) > 1 and any(map(is_validation_file, found)):
+        logger.warning("%s is for validation, by its name, and is tokenized with the others", next(filter(is_validation_file, found)))
     return found
-
-
-def _is_validation(path: Path) -> bool:
-    return path.name.endswith(tuple(f".val{suffix}" for suffix in JSONL_SUFFIXES + _JSON_SUFFIXES))
 
 
 def tokenize_files(

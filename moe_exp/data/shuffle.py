@@ -21,9 +21,9 @@ from typing import Any
 
 import xxhash
 
-from moe_exp.data.blocks import DocumentBlocks, LineBlocks, sum_digests
+from moe_exp.data.blocks import LINE_BYTES, DocumentBlocks, LineBlocks, sum_digests
 from moe_exp.data.buckets import NUM_KEYS, Dealer, State, ValidTally, spread
-from moe_exp.data.documents import JSONL_SUFFIXES, Tally, estimate_line_bytes
+from moe_exp.data.documents import JSONL_SUFFIXES, Tally, check_apart, estimate_line_bytes, jsonl_files_in
 from moe_exp.data.memory import available_memory_bytes
 from moe_exp.data.progress import progress
 from moe_exp.data.stage import Stage, check_free_disk, run_stage, write_json
@@ -35,6 +35,9 @@ DEFAULT_VALID_FRACTION = 0.005
 _MOST_BUCKETS = 256  # two open files each
 _BUCKET_FILL = 0.85  # random keys: buckets differ
 _BLOCK_BYTES = 2**21
+_READ_BACK_BYTES = 2**18
+_FIXED_BYTES = 2**22  # of small objects, and of what the allocator keeps: the same for every budget
+_MOST_LINES = 2**16
 _SAVE_BYTES = 2**29
 _BYTES_PER_SECOND = 120e6  # one core of 2023, a disk that keeps up
 
@@ -58,18 +61,18 @@ class Memory:
     @classmethod
     def of(cls, budget_bytes: int) -> Memory:
         """The usual division."""
-        return cls(budget_bytes, budget_bytes // 16, budget_bytes // 8, budget_bytes * 3 // 4)
+        return cls(budget_bytes, budget_bytes // 16, budget_bytes // 8, (budget_bytes - _FIXED_BYTES) * 3 // 4)
 
 
 def find_jsonl(paths: Iterable[Path]) -> list[Path]:
-    """Files as they are, folders as their .jsonl, .jsonl.gz and .jsonl.zst files, sorted by name.
+    """Files as they are, folders as their .jsonl, .jsonl.gz and .jsonl.zst files, sorted by name, without *.val.jsonl.
 
     Raises:
         ValueError: there is none, one is of another kind or there twice.
     """
     files: list[Path] = []
     for path in paths:
-        found = sorted(file for file in path.iterdir() if file.name.endswith(JSONL_SUFFIXES)) if path.is_dir() else [path]
+        found = jsonl_files_in(path) if path.is_dir() else [path]
         if not found:
             raise ValueError(f"input={path}: the folder has no file that ends with {' or '.join(JSONL_SUFFIXES)}. Fix: another folder.")
         files += found
@@ -118,7 +121,8 @@ def shuffle(
         ValueError: a setting or an input cannot be used, too little disk, no document is left for training; see `run_stage`, `LineBlocks`.
         BadDocument: a line is no document, or a compressed file is damaged.
     """
-    inputs = check_shuffle(inputs, output, name=name, num_shards=num_shards, valid_fraction=valid_fraction)
+    sizes = {"num_shards": num_shards, "valid_fraction": valid_fraction, "memory_bytes": memory_bytes}
+    inputs = check_shuffle(inputs, output, name=name, **sizes)
     memory = Memory.of(_checked_memory(memory_bytes))
     settings = {"name": name, "seed": seed, "num_shards": num_shards, "valid_fraction": valid_fraction}
     settings |= {"text_field": text_field, "skip_bad": skip_bad}
@@ -160,23 +164,37 @@ def _checked_memory(memory_bytes: int | None) -> int:
     return memory_bytes
 
 
-def check_shuffle(inputs: Iterable[Path], output: Path, *, name: str, num_shards: int, valid_fraction: float) -> list[Path]:
+def check_shuffle(inputs: Iterable[Path], output: Path, **settings: Any) -> list[Path]:
     """Checks the arguments of a shuffle before anything is touched, and returns its input files.
+
+    Args:
+        inputs, output: as `shuffle`.
+        settings: of `check_settings`.
 
     Raises:
         ValueError: one of them cannot be used.
     """
     files = find_jsonl(inputs)
+    check_settings(**settings)
+    check_apart(files, output)
+    return files
+
+
+def check_settings(
+    *, name: str, num_shards: int = 32, valid_fraction: float = DEFAULT_VALID_FRACTION, memory_bytes: int | None = None
+) -> None:
+    """Checks what can be checked of a shuffle whose inputs are not there yet; arguments as of `shuffle`.
+
+    Raises:
+        ValueError: one of them cannot be used.
+    """
+    _checked_memory(memory_bytes)
     if not name or Path(name).name != name:
         raise ValueError(f"name={name}: must be a file name without folders. Fix: another name.")
     if num_shards < 1:
         raise ValueError(f"num_shards={num_shards}: must be at least 1. Fix: give 32.")
     if not 0 < valid_fraction < 1:
         raise ValueError(f"valid_fraction={valid_fraction}: must be between 0 and 1. Fix: give {DEFAULT_VALID_FRACTION}.")
-    for path in files:
-        if Path(output).resolve() in path.resolve().parents:
-            raise ValueError(f"output={output}: the input {path} is in it. Fix: another output folder.")
-    return files
 
 
 def shuffle_summary(manifest: Mapping[str, Any]) -> dict[str, object]:
@@ -241,7 +259,8 @@ class Shuffling:
         block_bytes = min(self.memory.block_bytes, max(_BLOCK_BYTES, 2**16 * state.num_buckets))
         lines = LineBlocks(block_bytes, self.memory.longest_bytes)
         options = {name: self.settings[name] for name in ("text_field", "skip_bad")}
-        reader = DocumentBlocks(lines, state.read, **options)
+        most_lines = min(_MOST_LINES, max(1, 2 * self.memory.block_bytes // LINE_BYTES))  # as much for short lines as two buffers
+        reader = DocumentBlocks(lines, state.read, **options, most_lines=most_lines)
         seed, done = self.settings["seed"], sum(size for size, _ in state.bucket_sizes)
         with progress("shuffle, pass 1 of 2", line_bytes, done=done) as advance:
             passes = spread(state, self.inputs, self.stage.folder, reader, seed=seed, save=self._save, save_bytes=self.save_bytes)
@@ -292,24 +311,26 @@ def check_outputs(counts: dict[Path, int], line_hash: int) -> dict[Path, str]:
     hashes, found_hash = {}, 0
     with progress("shuffle, check", sum(path.stat().st_size for path in counts)) as advance:
         for path, count in counts.items():
-            hashes[path], digests = _read_back(path)
-            if len(digests) != count:
-                raise ValueError(f"{path}: {len(digests)} documents were read back, {count} were written. {fix}")
-            found_hash = (found_hash + sum_digests(b"".join(digests))) % 2**128
+            hashes[path], num_lines, line_hash_of_file = _read_back(path)
+            if num_lines != count:
+                raise ValueError(f"{path}: {num_lines} documents were read back, {count} were written. {fix}")
+            found_hash = (found_hash + line_hash_of_file) % 2**128
             advance(path.stat().st_size)
     if found_hash != line_hash:
         raise ValueError(f"{next(iter(counts)).parent}: the lines that were read back are not those of the input. {fix}")
     return hashes
 
 
-def _read_back(path: Path) -> tuple[str, list[bytes]]:
-    lines = LineBlocks(_BLOCK_BYTES, path.stat().st_size + 1)
-    whole, digest, digests = xxhash.xxh3_128(), xxhash.xxh3_128_digest, []
+def _read_back(path: Path) -> tuple[str, int, int]:
+    """Hash, number of lines, and sum of their hashes; what is kept of a line is gone with its block."""
+    lines = LineBlocks(_READ_BACK_BYTES, path.stat().st_size + 1)
+    whole, digest, num_lines, line_hash = xxhash.xxh3_128(), xxhash.xxh3_128_digest, 0, 0
     for begin, end in lines.read(path):
         whole.update(lines.view[:end])
-        find, view = lines.buffer.find, lines.view
+        find, view, digests = lines.buffer.find, lines.view, []
         while begin < end:
             line_end = find(b"\n", begin)
             digests.append(digest(view[begin:line_end]))
             begin = line_end + 1
-    return whole.hexdigest(), digests
+        num_lines, line_hash = num_lines + len(digests), line_hash + sum_digests(b"".join(digests))
+    return whole.hexdigest(), num_lines, line_hash % 2**128

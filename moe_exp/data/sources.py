@@ -221,7 +221,7 @@ def _hub_source(name: str) -> Source | None:
 
 
 def local_files(source: Source) -> list[Path]:
-    """The data files of a source with a path, sorted; hidden ones are left out.
+    """The data files of a source with a path, sorted; hidden ones are left out, links to folders are followed.
 
     Raises:
         ValueError: there is none, or a pattern matches none.
@@ -231,11 +231,29 @@ def local_files(source: Source) -> list[Path]:
         if not source.path.name.endswith(DATA_SUFFIXES):
             raise ValueError(f"{source.path}: is none of {', '.join(DATA_SUFFIXES)}. Fix: give a file that is.")
         return [source.path]
-    names = []
-    for folder, subfolders, files in os.walk(source.path):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        names += [(Path(folder) / name).relative_to(source.path).as_posix() for name in files if not name.startswith(".")]
+    names = [path.relative_to(source.path).as_posix() for path in _files_below(source.path)]
     return [source.path / name for name in chosen_files(names, source.patterns, str(source.path))]
+
+
+def _files_below(root: Path) -> Iterator[Path]:
+    """Files of a folder and its subfolders, those that links lead to as well; each folder once, by its own name where it has one here."""
+    seen: set[Path] = set()
+    folders: list[Path] = [root]
+    links: list[Path] = []
+    while folders or links:
+        folder = folders.pop() if folders else links.pop(0)
+        real = folder.resolve()
+        if real in seen or real in root.resolve().parents:  # the latter would take in everything around the root
+            logger.info("%s: left out, %s", folder, "what it links to is there already" if real in seen else "it links to a folder above")
+            continue
+        seen.add(real)
+        for path in sorted(folder.iterdir()):
+            if path.name.startswith("."):
+                continue
+            if not path.is_dir():
+                yield path
+            else:
+                (links if path.is_symlink() else folders).append(path)
 
 
 def chosen_files(names: Sequence[str], patterns: Sequence[str], where: str) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -13,13 +14,16 @@ from typing import Any
 
 import orjson
 import pytest
+import zstandard
 
 pytest.importorskip("datatrove")
 pytest.importorskip("pyarrow")
 pytest.importorskip("huggingface_hub")
 
 from hub_server import Fault, HubServer, write_fineweb_parquet
+from moe_exp import cli
 from moe_exp.commands.data_commands import UNDER_WAY, main
+from moe_exp.data.convert import ConvertSettings, convert
 from moe_exp.data.prepare import expected_bytes, write_stdlib
 from moe_exp.data.sources import python_stdlib_documents
 from slurm_cluster import Cluster
@@ -126,6 +130,70 @@ def test_bad_line_is_one_line_of_error(tmp_path, capsys):
     assert main("prepare", [*command, "--skip-bad", "--start-over"]) == 0
 
 
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+@pytest.mark.parametrize("flags", [(), ("--dry-run",), ("--skip-bad",)])
+def test_a_damaged_compressed_file_is_named_before_anything_is_made(tmp_path, capsys, suffix, flags):
+    content = b"".join(orjson.dumps({"text": f"document {number}"}) + b"\n" for number in range(2000))
+    packed = bytearray({"gz": gzip.compress, "zst": zstandard.compress}[suffix](content))
+    packed[40:60] = bytes(20)
+    path = tmp_path / f"pages/a.jsonl.{suffix}"
+    path.parent.mkdir()
+    path.write_bytes(packed)
+    assert main("prepare", [str(path.parent), "--data-dir", str(tmp_path / "data"), *SMALL, *flags]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"moe-exp data: {path}:") and ": the compressed file is damaged or ends early (" in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize("flags", [(), ("--start-over",), ("--dry-run",)])
+@pytest.mark.parametrize(
+    ("source", "data_dir"),
+    [
+        ("dd/a", "dd"),  # its chunks would be in the source itself
+        ("dd/x_raw", "dd"),
+        ("dd/a/part.jsonl.d/a", "dd"),
+        ("dd/a.partial/a", "dd"),
+        ("dd/a_shuffled/a", "dd"),
+        ("dd", "dd"),  # they would be among its files the next time
+        ("dd", "dd/deep"),
+        ("link", "dd"),
+    ],
+)
+def test_the_source_is_not_where_the_outputs_come(tmp_path, capsys, monkeypatch, source, data_dir, flags):
+    monkeypatch.chdir(tmp_path)
+    Path("dd/a").mkdir(parents=True)
+    Path("link").symlink_to("dd/link")
+    folder = Path(source if source != "link" else "dd/link")
+    write_jsonl(folder / "0.jsonl", [{"text": f"document {number}"} for number in range(50)])
+    before = {path: path.read_bytes() for path in Path("dd").rglob("*.jsonl")}
+    assert main("prepare", [source, "--data-dir", data_dir, *SMALL, *flags]) == 1
+    error = capsys.readouterr().err
+    assert re.match(r"moe-exp data: output=\S+: .*the input \S+", error) and error.endswith("Fix: another output folder.\n")
+    assert before == {path: path.read_bytes() for path in Path("dd").rglob("*.jsonl")}
+
+
+def test_convert_refuses_an_input_or_benchmarks_in_its_output(tmp_path):
+    made, other = (write_jsonl(tmp_path / name / "a.jsonl", [{"text": "a"}]) for name in ("out", "in"))
+    with pytest.raises(ValueError, match=r"output=.*out: the input .*out/a.jsonl is in it"):
+        convert([made], tmp_path / "out", ConvertSettings(), start_over=True)
+    with pytest.raises(ValueError, match=r"output=.*out: the input .*out/a.jsonl is in it"):
+        convert([other], tmp_path / "out", ConvertSettings(decontaminate=made), start_over=True)
+    assert made.is_file()
+
+
+def test_flags_are_not_abbreviated(tmp_path, capsys):
+    folder, data = local_folder(tmp_path), tmp_path / "data"
+    for abbreviated in ("--start-ov", "--download-ag", "--dry"):
+        with pytest.raises(SystemExit):
+            main("prepare", [str(folder), "--data-dir", str(data), *SMALL, abbreviated])
+        assert f"unrecognized arguments: {abbreviated}" in capsys.readouterr().err
+        with pytest.raises(SystemExit):
+            cli.main(["data", "prepare", str(folder), "--data-dir", str(data), *SMALL, abbreviated])
+        assert f"unrecognized arguments: {abbreviated}" in capsys.readouterr().err
+    assert not data.exists()
+
+
 def test_python_stdlib(tmp_path):
     path = write_stdlib(tmp_path / "raw")
     written = [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
@@ -142,6 +210,10 @@ def test_python_stdlib(tmp_path):
     [
         (["--nchunks", "0"], "num_shards=0: must be at least 1. Fix: "),
         (["--valid-fraction", "1.5"], "valid_fraction=1.5: must be"),
+        (["--valid-fraction", "0"], "valid_fraction=0.0: must be between 0 and 1"),
+        (["--valid-fraction", "1"], "valid_fraction=1.0: must be between 0 and 1"),
+        (["--valid-fraction", "-0.1"], "valid_fraction=-0.1: must be between 0 and 1"),
+        (["--memory", "15MB"], "must be at least 16 MB. Fix: "),
         (["--tasks", "3"], "tasks=3: there are 2 input files"),
         (["--executor", "slurm"], "partition=: executor=slurm needs"),
         (["--decontaminate", "missing.jsonl"], "decontaminate=missing.jsonl: there is no such file"),

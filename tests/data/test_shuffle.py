@@ -131,6 +131,15 @@ def test_compressed_inputs_and_folders_are_as_good(tmp_path):
     assert manifests[0]["train"] == manifests[1]["train"]
 
 
+def test_the_validation_file_of_a_folder_is_left_out(tmp_path, caplog):
+    for name in ("a.jsonl", "x.val.jsonl", "y.val.jsonl.gz"):
+        write_jsonl(tmp_path / name, ["a", "b"])
+    with caplog.at_level("INFO"):
+        assert find_jsonl([tmp_path]) == [tmp_path / "a.jsonl"]
+    assert caplog.messages == [f"{tmp_path}: left out, as it is for validation: x.val.jsonl, y.val.jsonl.gz"]
+    assert find_jsonl([tmp_path / "x.val.jsonl"]) == [tmp_path / "x.val.jsonl"]
+
+
 def test_counts_and_hashes_are_those_of_the_files(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ["", *some_texts(200)], id="<urn:uuid:1>")
     manifest = shuffled([path], tmp_path / "out", num_shards=7)
@@ -474,6 +483,21 @@ def test_the_memory_stays_in_the_budget(tmp_path):
         for round_number in range(5):
             for name, text in python_stdlib_documents():
                 file.write(json.dumps({"text": text, "id": f"{round_number} {name}"}, ensure_ascii=False) + "\n")
+    assert (tmp_path / "a.jsonl").stat().st_size > 50e6
+    grown_kb, before_kb = grown_by_a_shuffle(tmp_path, budget_mb=24)
+    assert 0 < grown_kb < 24 * 1024 and before_kb < 50 * 1024
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_memory_does_not_grow_with_the_number_of_documents(tmp_path):
+    with (tmp_path / "a.jsonl").open("w") as file:
+        file.writelines(f'{{"text":"{number}"}}\n' for number in range(700_000))
+    grown_kb, _ = grown_by_a_shuffle(tmp_path, budget_mb=16)
+    assert 0 < grown_kb < 16 * 1024
+
+
+def grown_by_a_shuffle(folder, budget_mb):
+    """KB that the peak of a process grows by when it shuffles a.jsonl into one shard, and what it was before."""
     code = """
 import sys
 from pathlib import Path
@@ -481,15 +505,45 @@ from moe_exp.data.shuffle import shuffle
 def peak_kb():  # not ru_maxrss, in which a child starts with its parent's
     return next(int(line.split()[1]) for line in Path("/proc/self/status").open() if line.startswith("VmHWM"))
 before = peak_kb()
-shuffle([Path(sys.argv[1])], Path(sys.argv[2]), name="x", memory_bytes=24 * 2**20)
+shuffle([Path(sys.argv[1])], Path(sys.argv[2]), name="x", num_shards=1, memory_bytes=int(sys.argv[3]) * 2**20)
 print(peak_kb() - before, before)
 """
-    command = [sys.executable, "-c", code, tmp_path / "a.jsonl", tmp_path / "out"]
+    command = [sys.executable, "-c", code, folder / "a.jsonl", folder / "out", str(budget_mb)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    grown_kb, before_kb = map(int, done.stdout.split())
-    assert (tmp_path / "a.jsonl").stat().st_size > 50e6
-    assert 0 < grown_kb < 24 * 1024 and before_kb < 50 * 1024
+    return map(int, done.stdout.split())
+
+
+def test_a_piece_of_short_documents_does_not_keep_the_buffer_of_one_of_long_documents(tmp_path, monkeypatch):
+    used = []
+
+    def read_lines(dealer, path, places, begins, ends):
+        read(dealer, path, places, begins, ends)
+        used.append((len(dealer.view) + len(ends) * DOCUMENT_BYTES, len(ends)))
+
+    read = Dealer._read_lines
+    monkeypatch.setattr(Dealer, "_read_lines", read_lines)
+    path = write_jsonl(tmp_path / "a.jsonl", ["x" * 15_000 if number % 500 == 0 else f"{number}" for number in range(3000)])
+    shuffled([path], tmp_path / "out")
+    assert max(num_bytes for num_bytes, _ in used) <= MEMORY.piece_bytes
+    assert sum(count for _, count in used) == 3000
+
+
+def test_a_block_of_short_lines_is_parsed_in_parts(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + b"".join(b'\n{"text":"%d"}\n' % number for number in range(100)))
+    for most_lines in (1, 3, 7):
+        whole, read, start, num_lines = DocumentBlocks(LineBlocks(500, 500), Tally()), Tally(), 0, 0
+        expected = sum(len(documents.ends) for documents in whole.read(path))
+        for documents in DocumentBlocks(LineBlocks(500, 500), read, most_lines=most_lines).read(path):
+            assert documents.num_lines <= most_lines
+            read += documents.tally()
+            start, num_lines = start + documents.num_bytes, num_lines + documents.num_lines
+            if num_lines == 21:  # what was read up to here is left out by a call that goes on
+                rest = DocumentBlocks(LineBlocks(500, 500), Tally()).read(path, start=start, num_lines=num_lines)
+                assert sum(len(following.ends) for following in rest) == expected - read.num_documents
+        assert (start, num_lines) == (path.stat().st_size, 200)
+        assert read.num_documents == expected == 100 and read.skipped == {"blank line": 100}
 
 
 def test_memory_that_is_left_honours_control_groups(tmp_path):

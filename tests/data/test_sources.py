@@ -174,6 +174,22 @@ def test_local_folder_and_file(tmp_path):
     assert (file.name, local_files(file)) == ("z", [source.path / "a/z.jsonl.zst"])
 
 
+def test_links_to_folders_are_followed_but_not_in_circles(tmp_path, caplog):
+    for name in ("corpus/a/b.jsonl", "elsewhere/c.jsonl", "elsewhere/deep/d.jsonl", "around.jsonl"):
+        _write(tmp_path, name, b"")
+    root = tmp_path / "corpus"
+    targets = {"0_twice": root / "a", "a/self": root, "a/up": tmp_path, "link": tmp_path / "elsewhere", "m": tmp_path / "elsewhere/deep"}
+    for name, target in targets.items():
+        (root / name).symlink_to(target)
+    (tmp_path / "elsewhere/back").symlink_to(root / "a")
+    with caplog.at_level("INFO"):
+        files = local_files(resolve_source(str(root)))
+    assert [path.relative_to(root).as_posix() for path in files] == ["a/b.jsonl", "link/c.jsonl", "link/deep/d.jsonl"]
+    for left_out in ("0_twice", "a/self", "m", "link/back"):
+        assert f"{root / left_out}: left out, what it links to is there already" in caplog.messages
+    assert f"{root / 'a/up'}: left out, it links to a folder above" in caplog.messages
+
+
 def test_local_path_without_data(tmp_path):
     _write(tmp_path, "notes.txt", b"")
     with pytest.raises(ValueError, match=r": has no file of \.parquet, .*, only notes\.txt\. Fix: "):

@@ -357,3 +357,13 @@ def test_stale(tmp_path, source):
     with pytest.raises(KeyboardInterrupt):
         make(output, source, start_over=True, stop=True)
     assert not stage_module.is_stale(output, [source])  # it has only to go on
+
+
+def test_another_step_is_never_replaced(tmp_path, source):
+    make(tmp_path / "out", source, "precious")
+    with (
+        pytest.raises(ValueError, match=r"out: is the work of the step test, which other does not replace. Fix: choose another output"),
+        run_stage("other", tmp_path / "out", settings={"a": 1}, inputs=[source], start_over=True),
+    ):
+        pass
+    assert made_file(tmp_path / "out", True).read_text() == "precious"
