@@ -155,7 +155,7 @@ def run_stage(
             logger.info("%s: is there, made by %s with these settings and inputs: nothing to do", output, name)
             yield Stage(name, output, place, inputs, done, done, was_done=True)
             return
-        if found := next((one for one in (done, begun) if one is not None and one.get("stage", name) != name), None):
+        if start_over and (found := next((one for one in (done, begun) if one is not None and one.get("stage", name) != name), None)):
             rule = f"is the work of the step {found['stage']}, which {name} does not replace"
             raise ValueError(f"{output}: {rule}. Fix: choose another output, or remove it.")
         _check_foreign(output, done, is_folder, () if begun or start_over else suffixes)

@@ -581,7 +581,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert "--start-over" in capsys.readouterr().err
     Path("books/b.jsonl").write_text("{")
     assert main("shuffle", ["books", "--output", "other"]) == 1
-    assert capsys.readouterr().err.strip().endswith("books/b.jsonl:1: not valid JSON")
+    assert "books/b.jsonl:1: not valid JSON. Fix: mend the line" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main("shuffle", ["books", "--memory", "lots"])
     assert "memory=lots: must be a number" in capsys.readouterr().err
