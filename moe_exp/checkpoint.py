@@ -38,11 +38,19 @@ _FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_av
 
 @dataclass
 class Progress:
-    """How far training has come. The order of the data depends on `consumed_samples` and SEED alone."""
+    """How far training has come.
+
+    Args:
+        iteration: the last that was done.
+        consumed_samples: the next sample's number, in the order that `sample_order` describes.
+        skipped_iterations: iterations without an optimizer step.
+        sample_order: `SampleOrder.facts`; None in checkpoints of versions that did not keep them.
+    """
 
     iteration: int = 0
     consumed_samples: int = 0
     skipped_iterations: int = 0
+    sample_order: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,15 @@ def latest_iteration(checkpoints: Path) -> int | None:
         return int((checkpoints / LATEST).read_text())
     except FileNotFoundError:
         return None
+
+
+def saved_progress(checkpoints: Path) -> Progress | None:
+    """Of the newest checkpoint of a folder, without its tensors; None where there is none, or Megatron-LM wrote it."""
+    iteration = latest_iteration(checkpoints)
+    if iteration is None:
+        return None
+    common = dist_checkpointing.load_common_state_dict(str(iteration_folder(checkpoints, iteration)))
+    return Progress(**common["progress"]) if "progress" in common else None
 
 
 @contextlib.contextmanager

@@ -221,6 +221,7 @@ class Config(BaseModel):
     data_order: Literal["stream", "megatron"] = Field(
         "stream", description="of samples; stream: any number of TRAIN_ITERS has the same; megatron: that of Megatron-LM's GPTDataset"
     )
+    allow_other_data: bool = Field(False, description="go on from a checkpoint of other data or another order, at the same sample number")
     num_workers: NonNegative = Field(
         default_factory=lambda: 2 if count_gpus() else 0,
         description="processes per rank that read training data ahead; 0: the rank itself (default: 2 with GPUs, else 0)",

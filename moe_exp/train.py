@@ -9,6 +9,7 @@ import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a 
 # isort: split
 import argparse
 import logging
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -32,6 +33,7 @@ from moe_exp.data.dataset import Samples, SampleStream, split_batch
 from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.data.megatron_dataset import MegatronOrder, megatron_samples
 from moe_exp.data.prefetch import ReadAhead, microbatch_start, microbatch_starts
+from moe_exp.data.sample_order import Change, SampleOrder, order_changes
 from moe_exp.data.token_files import parse_split
 from moe_exp.data.tokens import parse_blend
 from moe_exp.interval import Interval
@@ -57,6 +59,7 @@ class Job:
     train_stream: Samples
     valid_stream: Samples | None
     batches: BatchSchedule
+    changes: Sequence[Change] = ()  # of the samples' order since the checkpoint that training goes on from
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -71,7 +74,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(*(f"moe-exp: {line}" for line in error.problems), sep="\n", file=sys.stderr)
         sys.exit(2)
     with faults.stop_signal() as stop, faults.named_by_rank(stop):
-        run(config, stop)
+        try:
+            run(config, stop)
+        except ConfigError as error:
+            _refuse(error)
+
+
+def _refuse(error: ConfigError) -> None:
+    """Ends this rank for settings that cannot run, as was seen once ranks were up; all ranks come here, or rank 0 alone."""
+    if os.environ.get("RANK", "0") == "0":
+        print(*(f"moe-exp: {line}" for line in error.problems), sep="\n", file=sys.stderr, flush=True)
+    # Without the clean-up of process groups, which would wait for the other ranks.
+    os._exit(2)
 
 
 def run(config: Config, stop: faults.StopSignal) -> None:
@@ -91,6 +105,8 @@ def run(config: Config, stop: faults.StopSignal) -> None:
             )
             for part, (name, reason) in chosen.items():
                 logger.info("%s: %s (%s)", part, name, reason)
+            if job.changes:
+                metrics.event("other_data", progress.iteration, changes=[str(change) for change in job.changes])
             status = train(job, progress, metrics, stop)
             metrics.event("end", progress.iteration, status=status, wall_seconds=round(time.monotonic() - start, 3))
     if isinstance(job.train_stream, ReadAhead):
@@ -107,6 +123,7 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     torch.distributed.barrier()
     setup_logging(folder, rank.rank)
     train_stream, valid_stream = build_data(config)
+    sample_order, changes = compare_data(config, rank, train_stream, _source(config, folder))
     model = build_model(config, rank)
     optimizer = build_optimizer(config, model)
     trained = Trained(model, optimizer, build_scheduler(config, optimizer))
@@ -114,8 +131,10 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     batches = BatchSchedule(config)
     if config.num_workers:
         train_stream = read_ahead(config, rank, train_stream, batches)
-    job = Job(config, rank, folder, trained, train_stream, valid_stream, batches)
-    return job, resume(job)
+    job = Job(config, rank, folder, trained, train_stream, valid_stream, batches, changes)
+    progress = resume(job)
+    progress.sample_order = sample_order
+    return job, progress
 
 
 def build_data(config: Config) -> tuple[Samples, Samples | None]:
@@ -150,6 +169,38 @@ def megatron_data(config: Config, train_data: str, valid_data: str) -> tuple[Sam
     return megatron_samples(order, Path(config.data_dir))
 
 
+def compare_data(config: Config, rank: Runtime, samples: Samples, source: Path | None) -> tuple[dict[str, Any], list[Change]]:
+    """What the order of the samples depends on, and how that differs from what the newest checkpoint of `source` was trained on.
+
+    Called by every rank; rank 0 reads.
+
+    Raises:
+        ConfigError: on every rank, where it differs and ALLOW_OTHER_DATA is not set.
+    """
+    box: list[Any] = [_compared(config, samples, source) if rank.is_first else None]
+    torch.distributed.broadcast_object_list(box)
+    sample_order, changes = box[0]
+    if changes and not config.allow_other_data:
+        raise ConfigError([change.problem for change in changes])
+    return sample_order, changes
+
+
+def _compared(config: Config, samples: Samples, source: Path | None) -> tuple[dict[str, Any], list[Change]]:
+    order = SampleOrder.of(config, samples.fingerprint())
+    saved = checkpoint.saved_progress(source) if source else None
+    if saved is None or not saved.consumed_samples:
+        return order.facts(), []
+    name = f"the checkpoint at iteration {saved.iteration} of {source}"
+    if saved.sample_order is None:
+        logger.warning("%s does not say what data it was trained on: that TRAIN_DATA is the same is not checked", name)
+        return order.facts(), []
+    changes = order_changes(config, order, saved.sample_order, name)
+    if config.allow_other_data:
+        for change in changes:
+            logger.warning("%s; ALLOW_OTHER_DATA=true: going on at sample %d", change, saved.consumed_samples)
+    return order.facts(), changes
+
+
 def read_ahead(config: Config, rank: Runtime, samples: Samples, batches: BatchSchedule) -> ReadAhead:
     """`samples`, with the next micro-batches of this rank read by NUM_WORKERS processes."""
     place = {"mbsz": config.mbsz, "dp_rank": rank.groups.dp.rank(), "dp_size": rank.groups.dp.size()}
@@ -174,15 +225,21 @@ def connect(model: list[DistributedDataParallel], trained: Trained) -> None:
 
 def resume(job: Job) -> Progress:
     """Loads the run's newest checkpoint, else that of LOAD_DIR, else starts at iteration 0, from UPCYCLE_FROM if that is set."""
-    own = job.folder.checkpoints
-    source = own if checkpoint.latest_iteration(own) is not None else job.config.load_dir
-    if not source:
+    source = _source(job.config, job.folder)
+    if source is None:
         if job.config.upcycle_from:
             logger.info("%s", upcycle(job.config, job.runtime, job.trained))
         return Progress()
-    progress = checkpoint.load(job.config, job.runtime, Path(source), job.trained)
+    progress = checkpoint.load(job.config, job.runtime, source, job.trained)
     logger.info("resumed from iteration %d of %s", progress.iteration, source)
     return progress
+
+
+def _source(config: Config, folder: RunFolder) -> Path | None:
+    """The checkpoints folder that training goes on from; None: it starts at iteration 0."""
+    if checkpoint.latest_iteration(folder.checkpoints) is not None:
+        return folder.checkpoints
+    return Path(config.load_dir) if config.load_dir else None
 
 
 def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.StopSignal) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -11,7 +12,10 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
+from moe_exp.config import Config
+from moe_exp.data.tokens import BinIdxWriter
 from whole_runs import EndedRun, Runs, ranks_of, wait_until_gone
 
 CURVES = ("lm_loss", "grad_norm", "params_norm")
@@ -180,6 +184,57 @@ def test_load_dir_starts_from_another_run(interrupted, runs):
         assert run.curve(name) == source.whole.curve(name)[6:]
     assert (run.folder.checkpoints / "iter_0000012").is_dir()
     assert {path: path.stat().st_mtime_ns for path in runs.folder("source").path.rglob("*")} == before
+
+
+def test_goes_on_with_the_same_data_only(interrupted, runs, tmp_path):
+    """LOAD_DIR goes on with the samples as the run's own checkpoints do; more iterations are no other data."""
+    saved_at_6(interrupted(1, 1, 0.0), runs, "one")
+    source = runs.folder("one").checkpoints
+    with BinIdxWriter(tmp_path / "tokens", vocab_size=4096) as writer:
+        for number in range(100):
+            writer.add_document(range(number + 1, number + 21))
+    other = {"TRAIN_DATA": tmp_path / "tokens", "TRAIN_ITERS": 7}
+
+    refused = runs.run("one", **other)
+    assert refused.code != 0
+    assert refused.curve("iteration") == [1, 2, 3, 4, 5, 6]
+    (line,) = [line for line in refused.stderr.splitlines() if line.startswith("moe-exp: TRAIN_DATA=")]
+    files = (
+        rf"TRAIN_DATA=\S+tokens: its files are not those of the checkpoint at iteration 6 of {source} \(fingerprint \w+ instead of \w+\)"
+    )
+    assert re.search(rf"{files}, so samples would be repeated or left out\. Fix: .* or ALLOW_OTHER_DATA=true to go on ", line)
+
+    allowed = runs.succeed("two", LOAD_DIR=source, ALLOW_OTHER_DATA=True, **other)
+    assert allowed.curve("consumed_samples") == [56]
+    assert re.search(rf"{files}; ALLOW_OTHER_DATA=true: going on at sample 48", allowed.text)
+    (event,) = [event for event in allowed.records("event") if event["event"] == "other_data"]
+    assert event["iteration"] == 6
+    assert [re.fullmatch(files, change) is not None for change in event["changes"]] == [True]
+
+    longer = runs.succeed("one", TRAIN_ITERS=14, EXIT_INTERVAL=7)
+    assert longer.curve("iteration") == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_checkpoint_that_does_not_say_what_it_was_trained_on(interrupted, runs, caplog):
+    """As versions before 2026-11 wrote them."""
+    from moe_exp import checkpoint, train
+
+    saved_at_6(interrupted(1, 1, 0.0), runs, "old")
+    source = runs.folder("old").checkpoints
+    config = Config(gpus_per_node=1, data_dir=str(runs.data_dir), seq_len=32, eval_interval=0)
+    samples, _ = train.build_data(config)
+    assert [change.name for change in train._compared(config, samples, source)[1]] == ["SEQ_LEN"]
+    common = source / "iter_0000006" / "common.pt"
+    state = torch.load(common, weights_only=False)
+    del state["progress"]["sample_order"]
+    torch.save(state, common)
+    assert checkpoint.saved_progress(source) == checkpoint.Progress(6, 48, 0, None)
+    caplog.clear()
+    facts, changes = train._compared(config, samples, source)
+    assert (facts["seq_len"], changes) == (32, [])
+    assert caplog.messages == [
+        f"the checkpoint at iteration 6 of {source} does not say what data it was trained on: that TRAIN_DATA is the same is not checked"
+    ]
 
 
 def test_killed_ranks_cost_the_iterations_since_the_last_checkpoint(interrupted, runs):

@@ -91,7 +91,10 @@ class SampleStream:
 
     def fingerprint(self) -> str:
         """Of the files, see `fingerprint_of`."""
-        return fingerprint_of([corpus.prefix for corpus in self._corpora])
+        digest = hashlib.blake2b(digest_size=8)
+        for corpus in self._corpora:
+            corpus.add_to(digest)
+        return digest.hexdigest()
 
 
 def fingerprint_of(prefixes: Sequence[str]) -> str:
@@ -102,15 +105,18 @@ def fingerprint_of(prefixes: Sequence[str]) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for prefix in prefixes:
         files = IndexedDataset(prefix)
-        bounds = _document_bounds(files)
-        digest.update(f"{files.index.dtype.__name__} {len(bounds)} {bounds[-1]}".encode())
-        digest.update(np.ascontiguousarray(bounds, dtype="<i8").data)
-        path = Path(f"{prefix}.bin")
-        with path.open("rb") as file:
-            digest.update(file.read(4096))
-            file.seek(max(0, path.stat().st_size - 4096))
-            digest.update(file.read(4096))
+        _add_files(digest, prefix, files, _document_bounds(files))
     return digest.hexdigest()
+
+
+def _add_files(digest: hashlib.blake2b, prefix: str, files: IndexedDataset, bounds: Int64Array) -> None:
+    digest.update(f"{files.index.dtype.__name__} {len(bounds)} {bounds[-1]}".encode())
+    digest.update(np.ascontiguousarray(bounds, dtype="<i8").data)
+    path = Path(f"{prefix}.bin")
+    with path.open("rb") as file:
+        digest.update(file.read(4096))
+        file.seek(max(0, path.stat().st_size - 4096))
+        digest.update(file.read(4096))
 
 
 def split_batch(tokens_BS1: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -207,6 +213,10 @@ class _Corpus:
             rule = f"has {num_tokens} tokens{part}, one sample needs SEQ_LEN + 1 = {seq_len + 1}"
             raise ValueError(f"{prefix}: {rule}. Fix: use more data or a smaller SEQ_LEN.")
         self._epochs: dict[int, _Epoch] = {}
+
+    def add_to(self, digest: hashlib.blake2b) -> None:
+        """Adds what tells the files apart; the index is in memory already. About half a second for 50 million documents."""
+        _add_files(digest, self.prefix, self._files, self._bounds)
 
     def window(self, index: int) -> Int64Array:
         """Token ids [S1] of window `index`, counted over all epochs."""

@@ -1,0 +1,139 @@
+"""What sample number i of a run is a function of: kept with every checkpoint, and compared where training goes on from one.
+
+A checkpoint knows how many samples were consumed. That number means something only in the order in which they were counted: in
+another one, training would see some samples twice and others not at all, and nothing in its loss would tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from typing import Any
+
+from moe_exp.config import Config, problem
+from moe_exp.data.token_files import parse_split
+from moe_exp.data.tokens import parse_blend
+
+
+@dataclass(frozen=True)
+class SampleOrder:
+    """What the order of the training samples depends on.
+
+    Args:
+        fingerprint: of the token files (`dataset.fingerprint_of`); not their paths, so files may be moved.
+        weights: share of each file in the blend, such as 7/10; empty where Megatron reads files without weights.
+        share: the part of each file's documents that is read, begin and end from 0 to 1.
+        seed: of the shuffles.
+        seq_len: tokens per sample.
+        data_order: DATA_ORDER.
+        num_samples: of the whole run, which Megatron's order depends on; None: ours does not.
+    """
+
+    fingerprint: str
+    weights: list[str]
+    share: list[float]
+    seed: int
+    seq_len: int
+    data_order: str
+    num_samples: int | None
+
+    @classmethod
+    def of(cls, config: Config, fingerprint: str) -> SampleOrder:
+        """The order that `config` asks for, over files of this fingerprint."""
+        is_megatrons = config.data_order == "megatron"
+        return cls(
+            fingerprint=fingerprint,
+            weights=_weights(config.train_data, is_megatrons=is_megatrons),
+            share=list(parse_split(config.split or "1")[0] or (0.0, 1.0)),
+            seed=config.seed,
+            seq_len=config.seq_len,
+            data_order=config.data_order,
+            num_samples=config.train_iters * config.gbsz if is_megatrons else None,
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """As a checkpoint keeps them: numbers, texts and lists."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A setting by which the order of the samples is not that of the checkpoint."""
+
+    name: str
+    value: object
+    rule: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.value}: {self.rule}"
+
+    @property
+    def problem(self) -> str:
+        """Why training does not go on with it, in one line."""
+        rule = f"{self.rule}, so samples would be repeated or left out"
+        return problem(self.name, self.value, rule, f"{self.fix}, or ALLOW_OTHER_DATA=true to go on with other data")
+
+
+def order_changes(config: Config, order: SampleOrder, saved: Mapping[str, Any], checkpoint: str) -> list[Change]:
+    """How `order`, that of `config`, differs from the one of a checkpoint; empty: training goes on with the next sample.
+
+    Args:
+        config: settings of this start.
+        order: what they and the files make of it.
+        saved: `SampleOrder.facts` of the checkpoint. A fact that it does not have is not compared.
+        checkpoint: what to call it.
+    """
+    differing = {name for name, value in order.facts().items() if name in saved and saved[name] != value}
+    changes = []
+    if "fingerprint" in differing:
+        changes.append(_other_files(config, order, saved, checkpoint))
+    elif "weights" in differing:  # weights by size follow the files
+        rule = f"blends its files as {_blend(order.weights)}, {checkpoint} as {_blend(saved['weights'])}"
+        changes.append(Change("TRAIN_DATA", config.train_data, rule, "give back the old weights"))
+    if "share" in differing:
+        rule = f"trains on the documents from {_part(order.share)} of each file, {checkpoint} on those from {_part(saved['share'])}"
+        changes.append(Change("SPLIT", config.split, rule, "give back the old SPLIT"))
+    for name in ("seed", "seq_len", "data_order"):
+        if name in differing:
+            setting, before = name.upper(), saved[name]
+            changes.append(Change(setting, getattr(config, name), f"{checkpoint} has {setting}={before}", f"set {setting}={before}"))
+    if "num_samples" in differing and "data_order" not in differing:
+        changes.append(_other_length(config, order, saved, checkpoint))
+    return changes
+
+
+def _other_files(config: Config, order: SampleOrder, saved: Mapping[str, Any], checkpoint: str) -> Change:
+    rule = f"its files are not those of {checkpoint} (fingerprint {order.fingerprint} instead of {saved['fingerprint']})"
+    fix = "give back the old files, in their old order"
+    if not config.train_data:
+        fix = "start with the Python version that made the embedded corpus"
+    return Change("TRAIN_DATA", config.train_data, rule, fix)
+
+
+def _other_length(config: Config, order: SampleOrder, saved: Mapping[str, Any], checkpoint: str) -> Change:
+    rule = (
+        f"DATA_ORDER=megatron orders the {order.num_samples} samples of TRAIN_ITERS * GBSZ otherwise than the {saved['num_samples']} of "
+        f"{checkpoint}, a limit that a run with DATA_ORDER=stream does not have"
+    )
+    return Change("TRAIN_ITERS", config.train_iters, rule, f"set TRAIN_ITERS and GBSZ to {saved['num_samples']} samples again")
+
+
+def _weights(train_data: str, *, is_megatrons: bool) -> list[str]:
+    """Of one sum, so that 7 and 3 are the same as 0.7 and 0.3."""
+    if not train_data:
+        return ["1"]
+    blend = parse_blend(train_data)
+    if is_megatrons and len(train_data.split()) == len(blend):
+        return []
+    fractions = [Fraction(str(weight)) for weight, _ in blend]
+    return [str(fraction / sum(fractions)) for fraction in fractions]
+
+
+def _blend(weights: list[str]) -> str:
+    return " : ".join(weights) or "one after the other"
+
+
+def _part(share: list[float]) -> str:
+    return f"{share[0]:.4g} to {share[1]:.4g}"

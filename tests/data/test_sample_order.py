@@ -1,0 +1,127 @@
+"""What the order of samples depends on: it differs where the samples would, and nowhere else."""
+
+from __future__ import annotations
+
+import moe_exp.megatron_cpu  # noqa: F401
+
+# isort: split
+import numpy as np
+import pytest
+
+from moe_exp.config import Config
+from moe_exp.data.dataset import SampleStream, fingerprint_of
+from moe_exp.data.megatron_dataset import MegatronOrder, megatron_samples
+from moe_exp.data.sample_order import SampleOrder, order_changes
+from moe_exp.data.tokens import BinIdxWriter, parse_blend
+
+OLD = {"train_data": "0.7 a 0.3 b", "seq_len": 64, "seed": 1, "train_iters": 10, "gbsz": 8}
+CHECKPOINT = "the checkpoint at iteration 6 of runs/x/checkpoints"
+FIX = "or ALLOW_OTHER_DATA=true to go on with other data."
+LOST = "so samples would be repeated or left out"
+
+
+def order(fingerprint="00ff", **settings):
+    config = Config(gpus_per_node=1, **(OLD | settings))
+    return config, SampleOrder.of(config, fingerprint)
+
+
+def problems(before, now):
+    _, saved = before
+    config, current = now
+    return [change.problem for change in order_changes(config, current, saved.facts(), CHECKPOINT)]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"train_iters": 99, "gbsz": 16, "mbsz": 2, "rampup_batch_size": "8 8 80", "num_workers": 3},
+        {"train_data": "70 /moved/a.bin 30 b"},
+        {"split": "1"},
+    ],
+)
+def test_same_order(settings):
+    assert problems(order(), order(**settings)) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"fingerprint": "11ee"}, f"TRAIN_DATA=0.7 a 0.3 b: its files are not those of {CHECKPOINT} (fingerprint 11ee instead of 00ff), "
+            f"{LOST}. Fix: give back the old files, in their old order, {FIX}"),
+        ({"train_data": "0.5 a 0.5 b"}, "TRAIN_DATA=0.5 a 0.5 b: blends its files as 1/2 : 1/2, "
+            f"{CHECKPOINT} as 7/10 : 3/10, {LOST}. Fix: give back the old weights, {FIX}"),
+        ({"split": "90,10"}, f"SPLIT=90,10: trains on the documents from 0 to 0.9 of each file, {CHECKPOINT} on those from 0 to 1, "
+            f"{LOST}. Fix: give back the old SPLIT, {FIX}"),
+        ({"seed": 2}, f"SEED=2: {CHECKPOINT} has SEED=1, {LOST}. Fix: set SEED=1, {FIX}"),
+        ({"seq_len": 32}, f"SEQ_LEN=32: {CHECKPOINT} has SEQ_LEN=64, {LOST}. Fix: set SEQ_LEN=64, {FIX}"),
+        ({"data_order": "megatron"}, f"DATA_ORDER=megatron: {CHECKPOINT} has DATA_ORDER=stream, {LOST}. "
+            f"Fix: set DATA_ORDER=stream, {FIX}"),
+    ],
+)  # fmt: skip
+def test_other_order(settings, line):
+    assert problems(order(), order(**settings)) == [line]
+
+
+def test_every_difference_is_named():
+    lines = problems(order(), order("11ee", seed=2, split="90,10"))
+    assert [line.partition("=")[0] for line in lines] == ["TRAIN_DATA", "SPLIT", "SEED"]
+
+
+def test_embedded_corpus_of_another_python():
+    (line,) = problems(order(train_data=""), order("11ee", train_data=""))
+    assert line.startswith(f"TRAIN_DATA=: its files are not those of {CHECKPOINT} (")
+    assert line.endswith(f"Fix: start with the Python version that made the embedded corpus, {FIX}")
+
+
+def test_megatrons_order_and_the_number_of_samples():
+    old = order(data_order="megatron")
+    assert problems(old, order(data_order="megatron", train_iters=5, gbsz=16)) == []
+    (line,) = problems(old, order(data_order="megatron", train_iters=20))
+    rule = (
+        f"DATA_ORDER=megatron orders the 160 samples of TRAIN_ITERS * GBSZ otherwise than the 80 of {CHECKPOINT}, "
+        f"a limit that a run with DATA_ORDER=stream does not have, {LOST}"
+    )
+    assert line == f"TRAIN_ITERS=20: {rule}. Fix: set TRAIN_ITERS and GBSZ to 80 samples again, {FIX}"
+
+
+def test_fact_that_an_older_checkpoint_does_not_have():
+    config, current = order(seed=2)
+    saved = {name: value for name, value in order()[1].facts().items() if name != "seed"}
+    assert order_changes(config, current, saved, CHECKPOINT) == []
+
+
+# Against the samples themselves
+
+
+def write(prefix, first_id=1):
+    with BinIdxWriter(prefix, vocab_size=60000) as writer:
+        for number in range(100):
+            writer.add_document(range(first_id + 20 * number, first_id + 20 * number + 19))
+    return str(prefix)
+
+
+def stream_of(config):
+    return SampleStream(parse_blend(config.train_data), seq_len=config.seq_len, seed=config.seed)
+
+
+def test_same_order_has_the_same_samples(tmp_path):
+    a, b = write(tmp_path / "a"), write(tmp_path / "b", first_id=5000)
+    old, moved, other = f"0.7 {a} 0.3 {b}", f"70 {a}.bin 30 {b}", f"0.5 {a} 0.5 {b}"
+    configs = [Config(gpus_per_node=1, **(OLD | {"train_data": text, "seq_len": 8})) for text in (old, moved, other)]
+    streams = [stream_of(config) for config in configs]
+    orders = [SampleOrder.of(config, stream.fingerprint()) for config, stream in zip(configs, streams, strict=True)]
+    samples = [stream.batch(0, 200).numpy() for stream in streams]
+    assert orders[0] == orders[1] != orders[2]
+    assert np.array_equal(samples[0], samples[1])
+    assert not np.array_equal(samples[0], samples[2])
+    assert streams[0].fingerprint() == fingerprint_of([a, b]) != fingerprint_of([b, a])
+
+
+def test_megatrons_order_is_another_one_for_more_samples(tmp_path):
+    """Why the number of samples is part of it."""
+    prefix = write(tmp_path / "a")
+    few, many = (
+        megatron_samples(MegatronOrder(prefix, "", "", 8, 1, num_train_samples, 0), tmp_path)[0] for num_train_samples in (200, 900)
+    )
+    assert not np.array_equal(few.batch(0, 200).numpy(), many.batch(0, 200).numpy())
