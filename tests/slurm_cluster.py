@@ -9,7 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-SBATCH = """#!{python}
+SBATCH = """#!/bin/sh
+"exec" "{python}" "$0" "$@"  # a path with a space cannot follow #!
 import json, pathlib, sys
 queue = pathlib.Path("{queue}")
 job = str(100 + len(list(queue.glob("*.sh"))))
@@ -17,7 +18,8 @@ job = str(100 + len(list(queue.glob("*.sh"))))
 (queue / (job + ".sh")).write_text(pathlib.Path(sys.argv[-1]).read_text())
 print("Submitted batch job", job)
 """
-SQUEUE = """#!{python}
+SQUEUE = """#!/bin/sh
+"exec" "{python}" "$0" "$@"  # a path with a space cannot follow #!
 import pathlib, sys
 queue = pathlib.Path("{queue}")
 for job in sys.argv[-1].split(","):
