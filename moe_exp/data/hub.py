@@ -27,7 +27,7 @@ from moe_exp.data.hub_errors import check_online, endpoint, explained, patiently
 from moe_exp.data.hub_progress import silent_bar, watch
 from moe_exp.data.progress import print_summary, progress
 from moe_exp.data.sources import DATA_SUFFIXES, Source, chosen_files, local_files
-from moe_exp.data.stage import Stage, check_free_disk, run_stage, write_json
+from moe_exp.data.stage import RUNNING, Stage, check_free_disk, read_json, run_stage, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ def _known_listing(stage: Stage) -> Listing | None:
     """Of the finished or the interrupted download: the revision may stand for another commit by now."""
     if stage.manifest is not None:
         return _listing_of_manifest(stage.manifest)
-    listed = _read_json(stage.folder / _LISTING)
+    listed = read_json(stage.folder / _LISTING)
     return Listing.from_json(listed) if listed else None
 
 
@@ -189,9 +189,9 @@ def _hub_file(file: Any) -> HubFile:
 
 def _plan(folder: Path, settings: dict[str, Any]) -> tuple[Listing, set[str]] | None:
     """What a finished or interrupted download lists, and the names of its files that are there. Writes nothing, asks nobody."""
-    manifest = _read_json(folder / "manifest.json")
+    manifest = read_json(folder / "manifest.json")
     partial = folder.with_name(folder.name + ".partial")
-    begun, listed = _read_json(partial / "running.json"), _read_json(partial / _LISTING)
+    begun, listed = read_json(partial / RUNNING), read_json(partial / _LISTING)
     if manifest and manifest["settings"] == settings:
         listing, place = _listing_of_manifest(manifest), folder
     elif begun and listed and begun["settings"] == settings:
@@ -199,10 +199,6 @@ def _plan(folder: Path, settings: dict[str, Any]) -> tuple[Listing, set[str]] | 
     else:
         return None
     return listing, {file.name for file in listing.files if _has_size(place, file)}
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
 def _print_plan(source: Source, folder: Path, listing: Listing, complete: set[str], bytes_per_second: float) -> None:

@@ -97,7 +97,7 @@ def prepare(wanted: Preparation) -> dict[str, Any] | None:
     print_summary(f"converted: {chunks}", summary_rows(converted))
     outputs = [chunks / one["name"] for one in converted["outputs"]]
     # The chunks may have been made again by an earlier call with --start-over, or by the last of its SLURM jobs.
-    start_over = start_over or (converted["starts_over"] and is_stale(shuffled, outputs))
+    start_over = start_over or bool(converted.get("starts_over") and is_stale(shuffled, outputs))
     return shuffle(outputs, shuffled, name=source.name, start_over=start_over, **wanted.shuffle)
 
 

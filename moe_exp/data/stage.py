@@ -26,7 +26,7 @@ from filelock import FileLock, Timeout
 
 logger = logging.getLogger(__name__)
 
-_RUNNING = "running.json"
+RUNNING = "running.json"
 _FORMAT = 1  # of what stages leave in their working folders: one that another version has begun is not resumed
 _BLOCK_BYTES = 2**14
 _SAMPLED_BLOCKS = 4
@@ -73,7 +73,7 @@ class Stage:
             self.output.rename(replaced)
         self.folder.rename(self.output)
         shutil.rmtree(replaced, ignore_errors=True)
-        (self.output / _RUNNING).unlink()  # last: a crash before this line loses nothing
+        (self.output / RUNNING).unlink()  # last: a crash before this line loses nothing
         sync_folder(self.output.parent)
         return self.manifest
 
@@ -138,9 +138,9 @@ def run_stage(
     key = {"stage": name, "settings": json.loads(json.dumps(settings)), "inputs": [fingerprint(path) for path in inputs]}
     folder = output.with_name(output.name + ".partial")
     with _locked(output):
-        done = _read_json(_manifest_path(output, is_folder=is_folder), start_over)
-        begun = _read_json(folder / _RUNNING, start_over)
-        if begun is not None and done is not None and begun["id"] == done.get("id"):  # killed right at its end
+        done = read_json(_manifest_path(output, is_folder=is_folder), start_over=start_over)
+        begun = read_json(folder / RUNNING, start_over=start_over)
+        if begun is not None and done is not None and begun.get("id", 0) == done.get("id"):  # killed right at its end
             shutil.rmtree(folder)
             begun = None
         resumes = begun is not None and not start_over and _difference(begun, key) is None
@@ -150,7 +150,7 @@ def run_stage(
             if not mends_outputs:
                 _check_outputs(place, done)
             if is_folder:
-                (output / _RUNNING).unlink(missing_ok=True)  # of a call that was killed right at its end, as the next
+                (output / RUNNING).unlink(missing_ok=True)  # of a call that was killed right at its end, as the next
                 shutil.rmtree(_replaced(output), ignore_errors=True)
             logger.info("%s: is there, made by %s with these settings and inputs: nothing to do", output, name)
             yield Stage(name, output, place, inputs, done, done, was_done=True)
@@ -167,7 +167,7 @@ def run_stage(
         folder.mkdir(exist_ok=True)
         for leftover in folder.glob("*.json.*.tmp"):  # of write_json in a call that was killed: it must not be published
             leftover.unlink()
-        write_json(folder / _RUNNING, begun)
+        write_json(folder / RUNNING, begun)
         yield Stage(name, output, folder, inputs, begun)
 
 
@@ -235,7 +235,7 @@ def _difference(found: Mapping[str, Any], key: Mapping[str, Any]) -> str | None:
         old_files, new_files = ({one["name"]: one for one in inputs} for inputs in (found["inputs"], key["inputs"]))
         changed = [one for one in {**old_files, **new_files} if old_files.get(one) != new_files.get(one)]
         return f"from other inputs ({f'{changed[0]} is not what it was' if changed else 'their order is another'})"
-    if "outputs" not in found and found["format"] != _FORMAT:
+    if "outputs" not in found and found.get("format") != _FORMAT:
         return "by another version of moe_exp"
     return None
 
@@ -243,9 +243,11 @@ def _difference(found: Mapping[str, Any], key: Mapping[str, Any]) -> str | None:
 def is_stale(output: Path, inputs: Iterable[Path]) -> bool:
     """Whether the folder OUTPUT was made from other files than `inputs` are now, and no call has begun to make it from these."""
     output = _place(output)
-    done, begun = (_read_json(path, True) for path in (output / "manifest.json", output.with_name(output.name + ".partial") / _RUNNING))
+    done, begun = (
+        read_json(path, start_over=True) for path in (output / "manifest.json", output.with_name(output.name + ".partial") / RUNNING)
+    )
     now = [fingerprint(path) for path in inputs]
-    return done is not None and done["inputs"] != now and (begun is None or begun["inputs"] != now)
+    return done is not None and done.get("inputs") != now and (begun is None or begun.get("inputs") != now)
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
@@ -278,7 +280,8 @@ def write_json(path: Path, content: Any) -> None:
     temporary.replace(path)
 
 
-def _read_json(path: Path, start_over: bool) -> dict[str, Any] | None:
+def read_json(path: Path, *, start_over: bool = False) -> dict[str, Any] | None:
+    """What is in a JSON file; None where there is none. A damaged one is an error, or with `start_over` says nothing."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

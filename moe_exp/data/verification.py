@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_exp.data.documents import JSONL_SUFFIXES, Tally
+from moe_exp.data.documents import JSONL_SUFFIXES, Tally, is_validation_file
 from moe_exp.data.hashes import Hashes, difference
 from moe_exp.data.inspection import BLOCK_TOKENS, documents_with_progress, jsonl_files, token_blocks
 from moe_exp.data.progress import progress
@@ -171,7 +171,7 @@ def _document_findings(manifest: Manifest) -> list[Finding]:
     found = []
     with progress("reading the documents", sum((manifest.folder / name).stat().st_size for name in names)) as advance:
         # Those for validation first, as the others are compared with them.
-        for name in sorted(names, key=lambda name: not _is_validation(name)):
+        for name in sorted(names, key=lambda name: not is_validation_file(Path(name))):
             count = reader.read(manifest.folder / name, advance)
             told = expected.get(name, count) if isinstance(expected, dict) else count
             wrong = f"has {count:,} documents, the manifest says {told:,}" if count != told else ""
@@ -194,7 +194,7 @@ class _Documents:
 
     def read(self, path: Path, advance: Callable[[int], None]) -> int:
         """Reads a file and returns its number of documents."""
-        tally, is_validation = Tally(), _is_validation(path.name)
+        tally, is_validation = Tally(), is_validation_file(path)
         for hashes in hash_blocks(path, tally, advance, self.text_field):
             if is_validation:
                 self.valid.extend(hashes)
@@ -204,10 +204,6 @@ class _Documents:
             self._valid_words = self.valid.sorted_words()
         self.total += tally
         return tally.num_documents
-
-
-def _is_validation(name: str) -> bool:
-    return name.endswith(tuple(f".val{suffix}" for suffix in JSONL_SUFFIXES))
 
 
 def _total_finding(manifest: Manifest, total: Tally) -> Finding:

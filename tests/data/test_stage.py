@@ -367,3 +367,14 @@ def test_another_step_is_never_replaced(tmp_path, source):
     ):
         pass
     assert made_file(tmp_path / "out", True).read_text() == "precious"
+
+
+def test_damage_of_what_was_begun_is_started_over(tmp_path, source):
+    make(tmp_path / "out", source, "old")
+    with pytest.raises(KeyboardInterrupt):
+        make(tmp_path / "out", source, "half", settings={"a": 2}, start_over=True, stop=True)
+    (partial(tmp_path / "out") / "running.json").write_text("{")
+    with pytest.raises(ValueError, match=r"running.json: is damaged \(.*\). Fix: remove it, or give --start-over."):
+        make(tmp_path / "out", source)
+    make(tmp_path / "out", source, "new", settings={"a": 2}, start_over=True)
+    assert made_file(tmp_path / "out", True).read_text() == "new"
