@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import socket
 import struct
@@ -25,12 +26,23 @@ from itertools import islice
 from pathlib import Path
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
+import pytest
+
 from moe_exp.data.sources import python_stdlib_documents
 
 OUTSIDE_OF_GIT = (".parquet", ".zst", ".gz", ".bin")
 _ADDRESS = re.compile(
     r"(?P<api>/api)?/datasets/(?P<repository>[^/]+/[^/]+)(/(?P<what>revision|tree|resolve)/(?P<revision>[^/]+)(/(?P<path>.+))?)?"
 )
+
+
+def leave_host_settings(monkeypatch: pytest.MonkeyPatch, home: Path, *others: str) -> None:
+    """Nothing of the host's hub settings, nor variables that begin with one of `others`; a cache in `home`."""
+    for name in [name for name in os.environ if name.startswith(("HF_", "HUGGING", *others))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HF_HOME", str(home))
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
 @dataclass

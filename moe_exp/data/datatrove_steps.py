@@ -11,6 +11,7 @@ import glob
 import json
 import os
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -208,7 +209,7 @@ def _batch_rows_as_dicts(batch: Any) -> Iterator[dict[str, Any] | None]:
                 yield None
 
 
-class Filter:
+class Filter(ABC):
     """A step that drops documents by a block of datatrove's, and counts and hashes what it drops.
 
     Subclasses are dataclasses with `name`, the reason in the manifest, and `block()`, which builds datatrove's.
@@ -221,9 +222,9 @@ class Filter:
         self.dropped = Tally()
         self._inside: Any = None
 
+    @abstractmethod
     def block(self) -> Any:
         """A datatrove step with `run`, which forwards or drops one document at a time."""
-        raise NotImplementedError
 
     def __call__(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
         block = self.block()

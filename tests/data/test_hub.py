@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -18,7 +17,7 @@ import pytest
 pytest.importorskip("huggingface_hub")
 pytest.importorskip("pyarrow")
 
-from hub_server import Fault, HubServer, write_fineweb_parquet
+from hub_server import Fault, HubServer, leave_host_settings, write_fineweb_parquet
 from moe_exp.commands.data_commands import main
 from moe_exp.data import hub, hub_errors, hub_progress
 from moe_exp.data.hub import download
@@ -43,11 +42,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def clean_environment(tmp_path, monkeypatch):
     """Nothing of the host's hub settings; every call reads HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE anew."""
-    for name in [name for name in os.environ if name.startswith(("HF_", "HUGGING", "TRANSFORMERS_"))]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf_home"))
-    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    leave_host_settings(monkeypatch, tmp_path / "hf_home", "TRANSFORMERS_")
 
 
 @pytest.fixture

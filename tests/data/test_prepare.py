@@ -20,7 +20,7 @@ pytest.importorskip("datatrove")
 pytest.importorskip("pyarrow")
 pytest.importorskip("huggingface_hub")
 
-from hub_server import Fault, HubServer, write_fineweb_parquet
+from hub_server import Fault, HubServer, leave_host_settings, write_fineweb_parquet
 from moe_exp import cli
 from moe_exp.commands.data_commands import UNDER_WAY, main
 from moe_exp.data.convert import ConvertSettings, convert
@@ -35,11 +35,7 @@ SMALL = ("--memory", "32MB", "--workers", "1")
 
 @pytest.fixture(autouse=True)
 def clean_environment(tmp_path, monkeypatch):
-    for name in [name for name in os.environ if name.startswith(("HF_", "HUGGING", "SLURM_"))]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf_home"))
-    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    leave_host_settings(monkeypatch, tmp_path / "hf_home", "SLURM_")
 
 
 def texts(*paths: Path) -> Counter[str]:
