@@ -38,8 +38,8 @@ from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from moe_exp import train
-from moe_exp.checkpoint import Progress, Trained
+from moe_exp import train, training_data
+from moe_exp.checkpoint.state import Progress, Trained
 from moe_exp.config import Config, load_config
 from moe_exp.interval import Interval
 from moe_exp.layers.attention import CausalAttention
@@ -60,7 +60,7 @@ class Ours:
     """moe_exp's model and training state, built as `moe_exp.train.build` does, without a run folder."""
 
     def __init__(self, config: Config, rank: Runtime):
-        train_stream, _ = train.build_data(config)
+        train_stream, _ = training_data.build_data(config)
         model = build_model(config, rank)
         optimizer = build_optimizer(config, model)
         trained = Trained(model, optimizer, build_scheduler(config, optimizer))

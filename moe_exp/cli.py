@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.metadata
 import logging
 from collections.abc import Sequence
 
 from moe_exp.commands.data_commands import add_data_commands, run_data_command
+from moe_exp.commands.guard import guarded
 from moe_exp.config import add_arguments
+
+# Modules of moe_exp.commands that add commands by `add_commands(subparsers)`; each sets `run`, a function of the arguments.
+OTHER_COMMANDS: tuple[str, ...] = ()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,6 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("moe_exp").setLevel(logging.INFO)
     if args.command == "data":
         return run_data_command(args)
+    if args.command not in ("train", "doctor"):
+        return guarded(lambda: args.run(args), f"moe-exp {args.command}")
     settings = {name: value for name, value in vars(args).items() if name not in ("command", "dry_run")}
     try:
         return _train(settings, args.dry_run) if args.command == "train" else _doctor()
@@ -43,6 +50,8 @@ def _parser() -> argparse.ArgumentParser:
     add_arguments(train)
     data = commands.add_parser("data", help="from a dataset's name to token files, step by step; `moe-exp data --help` lists the steps")
     add_data_commands(data)
+    for name in OTHER_COMMANDS:
+        importlib.import_module(f"moe_exp.commands.{name}").add_commands(commands)
     commands.add_parser("doctor", help="versions, devices, what is missing and what that costs")
     return parser
 

@@ -11,7 +11,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
-from moe_exp.checkpoint import Progress, parameters_in_sync
+from moe_exp.checkpoint.state import Progress, parameters_in_sync
 from moe_exp.config import Config
 from moe_exp.model import moe_layers
 from moe_exp.planner.flops import flops_per_iteration

@@ -24,7 +24,8 @@ from types import TracebackType
 from typing import Any
 
 from moe_exp.config import Config, ConfigError, problem
-from moe_exp.run_folder import RunFolder, write_atomically
+from moe_exp.files import write_atomically
+from moe_exp.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 

@@ -32,6 +32,7 @@ import yaml
 from filelock import BaseFileLock, FileLock, Timeout
 
 from moe_exp.config import Config, ConfigError, problem, to_yaml
+from moe_exp.files import write_atomically, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -157,24 +158,6 @@ def _lock_problems(config: Config, folder: RunFolder) -> list[str]:
             return []
     except Timeout:
         return _held_problem(config)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Writes `text` so that a reader, or the next start after a crash, sees the old file or the new one and never half of one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Writes `value` as indented JSON, atomically."""
-    write_atomically(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def provenance(argv: Sequence[str]) -> dict[str, Any]:

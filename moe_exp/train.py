@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,18 +24,17 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_batch_on_this_cp_rank, get_model_config
 from torch import Tensor
 
-from moe_exp import checkpoint, faults, runtime
+from moe_exp import faults, runtime
 from moe_exp.backends import chosen_backends
-from moe_exp.checkpoint import Progress, Trained
+from moe_exp.checkpoint import load as loading
+from moe_exp.checkpoint import save as saving
+from moe_exp.checkpoint.folders import latest_iteration
+from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync
 from moe_exp.checks import check_config
 from moe_exp.config import Config, ConfigError, add_arguments, load_config
-from moe_exp.data.dataset import Samples, SampleStream, split_batch
-from moe_exp.data.embedded import ensure_embedded_corpus
-from moe_exp.data.megatron_dataset import MegatronOrder, megatron_samples
-from moe_exp.data.prefetch import ReadAhead, microbatch_start, microbatch_starts
-from moe_exp.data.sample_order import Change, SampleOrder, order_changes
-from moe_exp.data.token_files import parse_split
-from moe_exp.data.tokens import parse_blend
+from moe_exp.data.dataset import Samples, split_batch
+from moe_exp.data.prefetch import ReadAhead, microbatch_start
+from moe_exp.data.sample_order import Change
 from moe_exp.interval import Interval
 from moe_exp.metrics import Metrics, setup_logging
 from moe_exp.model import DTYPES, build_model, use_te
@@ -43,6 +42,7 @@ from moe_exp.optim import BatchSchedule, build_optimizer, build_scheduler
 from moe_exp.planner.params import startup_report
 from moe_exp.run_folder import RunFolder, hold_run_folder, open_run_folder
 from moe_exp.runtime import Runtime
+from moe_exp.training_data import build_data, compare_data, read_ahead
 from moe_exp.upcycle import upcycle
 
 logger = logging.getLogger("moe_exp.train")  # by name: torchrun runs this module as __main__
@@ -137,82 +137,6 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     return job, progress
 
 
-def build_data(config: Config) -> tuple[Samples, Samples | None]:
-    """Training and validation samples: TRAIN_DATA and VALID_DATA or a part of TRAIN_DATA, or the embedded corpus."""
-    train_data, valid_data = config.train_data, config.valid_data
-    if not train_data:
-        corpus = ensure_embedded_corpus(Path(config.data_dir))
-        train_data, valid_data = str(corpus.train_prefix), str(corpus.valid_prefix)
-    if config.data_order == "megatron":
-        return megatron_data(config, train_data, valid_data)
-    train_share, valid_share, _ = parse_split(config.split or "1")
-    train_stream = SampleStream(parse_blend(train_data), seq_len=config.seq_len, seed=config.seed, share=train_share or (0.0, 1.0))
-    valid_stream = None
-    if config.eval_interval and (valid_data or valid_share):
-        blend, share = parse_blend(valid_data or train_data), valid_share or (0.0, 1.0)
-        valid_stream = SampleStream(blend, seq_len=config.seq_len, seed=config.seed, shuffle=False, share=share)
-    return train_stream, valid_stream
-
-
-def megatron_data(config: Config, train_data: str, valid_data: str) -> tuple[Samples, Samples | None]:
-    """The same in the order of Megatron-LM, for as many samples as it would count."""
-    num_evaluations = config.train_iters // config.eval_interval + 1 if config.eval_interval else 0
-    order = MegatronOrder(
-        train=train_data,
-        valid=valid_data,
-        split=config.split,
-        seq_len=config.seq_len,
-        seed=config.seed,
-        num_train_samples=config.train_iters * config.gbsz,
-        num_valid_samples=num_evaluations * config.eval_iters * config.gbsz,
-    )
-    return megatron_samples(order, Path(config.data_dir))
-
-
-def compare_data(config: Config, rank: Runtime, samples: Samples, source: Path | None) -> tuple[dict[str, Any], list[Change]]:
-    """What the order of the samples depends on, and how that differs from what the newest checkpoint of `source` was trained on.
-
-    Called by every rank; rank 0 reads.
-
-    Raises:
-        ConfigError: on every rank, where it differs and ALLOW_OTHER_DATA is not set.
-    """
-    box: list[Any] = [_compared(config, samples, source) if rank.is_first else None]
-    torch.distributed.broadcast_object_list(box)
-    sample_order, changes = box[0]
-    if changes and not config.allow_other_data:
-        raise ConfigError([change.problem for change in changes])
-    return sample_order, changes
-
-
-def _compared(config: Config, samples: Samples, source: Path | None) -> tuple[dict[str, Any], list[Change]]:
-    order = SampleOrder.of(config, samples.fingerprint())
-    saved = checkpoint.saved_progress(source) if source else None
-    if saved is None or not saved.consumed_samples:
-        return order.facts(), []
-    name = f"the checkpoint at iteration {saved.iteration} of {source}"
-    if saved.sample_order is None:
-        logger.warning("%s does not say what data it was trained on: that TRAIN_DATA is the same is not checked", name)
-        return order.facts(), []
-    changes = order_changes(config, order, saved.sample_order, name)
-    if config.allow_other_data:
-        for change in changes:
-            logger.warning("%s; ALLOW_OTHER_DATA=true: going on at sample %d", change, saved.consumed_samples)
-    return order.facts(), changes
-
-
-def read_ahead(config: Config, rank: Runtime, samples: Samples, batches: BatchSchedule) -> ReadAhead:
-    """`samples`, with the next micro-batches of this rank read by NUM_WORKERS processes."""
-    place = {"mbsz": config.mbsz, "dp_rank": rank.groups.dp.rank(), "dp_size": rank.groups.dp.size()}
-    offset = microbatch_start(0, 0, **place)
-
-    def starts(first: int) -> Iterator[int]:
-        return microbatch_starts(first - offset, batches.at, **place)
-
-    on_gpu = rank.device.type == "cuda"
-    return ReadAhead(samples, count=config.mbsz, starts=starts, num_workers=config.num_workers, pin_memory=on_gpu)
-
-
 def connect(model: list[DistributedDataParallel], trained: Trained) -> None:
     """Tells Megatron's schedules how to finish gradients, scale the loss and hold back communication."""
     settings = get_model_config(model[0])
@@ -230,14 +154,14 @@ def resume(job: Job) -> Progress:
         if job.config.upcycle_from:
             logger.info("%s", upcycle(job.config, job.runtime, job.trained))
         return Progress()
-    progress = checkpoint.load(job.config, job.runtime, source, job.trained)
+    progress = loading.load(job.config, job.runtime, source, job.trained)
     logger.info("resumed from iteration %d of %s", progress.iteration, source)
     return progress
 
 
 def _source(config: Config, folder: RunFolder) -> Path | None:
     """The checkpoints folder that training goes on from; None: it starts at iteration 0."""
-    if checkpoint.latest_iteration(folder.checkpoints) is not None:
+    if latest_iteration(folder.checkpoints) is not None:
         return folder.checkpoints
     return Path(config.load_dir) if config.load_dir else None
 
@@ -335,7 +259,7 @@ def validate(job: Job, progress: Progress, metrics: Metrics | None) -> float:
     total = torch.zeros((), dtype=torch.float64, device=job.runtime.device)
     for chunk in job.trained.model:
         chunk.eval()
-    with checkpoint.parameters_in_sync(job.trained.model):
+    with parameters_in_sync(job.trained.model):
         for index in range(config.eval_iters):
             losses = forward_backward(job, job.valid_stream, index * config.gbsz, config.num_microbatches, forward_only=True)
             if losses and job.runtime.groups.tp.rank() == 0:
@@ -367,7 +291,7 @@ def log(
 
 def save(job: Job, progress: Progress, metrics: Metrics | None) -> float:
     """Saves a checkpoint; returns seconds. Called by every rank."""
-    seconds = checkpoint.save(job.config, job.runtime, job.folder.checkpoints, job.trained, progress)
+    seconds = saving.save(job.config, job.runtime, job.folder.checkpoints, job.trained, progress)
     if metrics is not None:
         metrics.event("checkpoint", progress.iteration, seconds=round(seconds, 3))
         logger.info("saved checkpoint at iteration %d in %.1f s", progress.iteration, seconds)

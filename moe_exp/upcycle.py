@@ -31,8 +31,9 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
-from moe_exp.checkpoint import Trained, parameters_in_sync, sharding_metadata, unwrapped
-from moe_exp.checkpoint_keys import CheckpointKeys, model_state
+from moe_exp.checkpoint.keys import CheckpointKeys, model_state
+from moe_exp.checkpoint.state import Trained, parameters_in_sync, sharding_metadata, unwrapped
+from moe_exp.checkpoint.torch_dist import read_common
 from moe_exp.config import Config
 from moe_exp.layers.megatron_parts import MegatronExperts
 from moe_exp.machine_checks import dense_checkpoint, dense_problems
@@ -109,7 +110,7 @@ def upcycle(config: Config, runtime: Runtime, trained: Trained) -> str:
     folder = dense_checkpoint(config)
     if folder is None:
         raise ValueError(f"UPCYCLE_FROM={config.upcycle_from}: has no checkpoint. Fix: name the checkpoints folder of a dense run.")
-    dense = dist_checkpointing.load_common_state_dict(str(folder)).get("config")
+    dense = read_common(folder).get("config")
     if dense is None:
         raise ValueError(f"UPCYCLE_FROM={config.upcycle_from}: was not written by this package. Fix: name a run of it.")
     if problems := dense_problems(config, dense):

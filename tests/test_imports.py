@@ -17,10 +17,10 @@ PACKAGE = ROOT / "moe_exp"
 CPU = {"megatron_cpu", "gloo"}
 ENGINE = {"config", "runtime", "model", *CPU}
 ALLOWED: dict[str, set[str]] = {
-    "config": {"hosts", "presets"},
+    "config": {"hosts", "presets", "setting_types"},
     "planner": {"config"},
-    "run_folder": {"config"},
-    "data": {"config", "megatron_cpu"},
+    "run_folder": {"config", "files"},
+    "data": {"config", "megatron_cpu", "files"},
     "checks": {"config", "machine_checks"},
     "machine_checks": {"config", "hosts", "run_folder", "data", "planner"},
     "megatron_cpu": {"gloo"},
@@ -28,13 +28,14 @@ ALLOWED: dict[str, set[str]] = {
     "layers": {"config", *CPU},
     "model": {"config", "runtime", "layers", *CPU},
     "optim": {"config", "runtime", "layers", "model", *CPU},
-    "checkpoint_keys": {*CPU},
-    "checkpoint": {*ENGINE, "checkpoint_keys", "run_folder"},
-    "upcycle": {*ENGINE, "checkpoint", "checkpoint_keys", "layers", "machine_checks"},
-    "hf": {*ENGINE},
-    "metrics": {"config", "run_folder"},
+    "checkpoint": {*ENGINE, "run_folder", "files"},
+    "training_data": {*CPU, "config", "runtime", "optim", "data", "checkpoint"},
+    "inference": {*ENGINE, "checkpoint", "run_folder", "files", "layers", "optim", "data"},
+    "upcycle": {*ENGINE, "checkpoint", "layers", "machine_checks"},
+    "hf": {*ENGINE, "checkpoint", "run_folder", "files"},
+    "metrics": {"config", "run_folder", "files"},
     "watch": {"config", "run_folder", "metrics", "faults"},
-    "report": {"config", "run_folder", "metrics"},
+    "report": {"config", "run_folder", "metrics", "files"},
     "backends": {*ENGINE, "layers", "optim"},
     "interval": {*ENGINE, "checkpoint", "metrics", "planner", "optim", "layers", "faults"},
     "doctor": {"hosts", "backends", "config", *CPU, "runtime", "layers", "optim"},
@@ -42,14 +43,16 @@ ALLOWED: dict[str, set[str]] = {
     # cli, commands, scripts, __main__ and train: see below.
 }
 NEVER_IMPORTED = {"cli", "scripts", "__main__", "commands"}
-NOT_BY_TRAIN = {"hf", "report", "launch", "doctor", *NEVER_IMPORTED}
+NOT_BY_TRAIN = {"hf", "inference", "report", "launch", "doctor", *NEVER_IMPORTED}
 # Not even inside a function.
 NO_TORCH = {
     "config",
+    "setting_types",
     "planner",
     "hosts",
     "presets",
     "run_folder",
+    "files",
     "checks",
     "machine_checks",
     "launch",

@@ -107,7 +107,7 @@ def _assert_equal(ours: tuple[Tensor, dict[str, Tensor]], theirs: tuple[Tensor, 
 
 def _our_job(settings: dict[str, Any], port: int) -> tuple[Any, Any, Any]:
     from moe_exp import runtime
-    from moe_exp.checkpoint import Trained
+    from moe_exp.checkpoint.state import Trained
     from moe_exp.model import build_model
     from moe_exp.optim import build_optimizer, build_scheduler
 
@@ -124,7 +124,10 @@ def both_ways(settings: dict[str, Any], port: int, folder: str, singleton: bool)
     config, rank, trained = _our_job(settings, port)
     from megatron.core import dist_checkpointing
 
-    from moe_exp.checkpoint import Progress, iteration_folder, load_weights, save
+    from moe_exp.checkpoint.folders import iteration_folder
+    from moe_exp.checkpoint.load import load_weights
+    from moe_exp.checkpoint.save import save
+    from moe_exp.checkpoint.state import Progress
 
     stock = _stock_model(config, rank.groups)
     _fill(stock, rank.groups.ep.rank())
@@ -162,7 +165,7 @@ def refused(settings: dict[str, Any], port: int, folder: str, without_router: bo
     _, rank, trained = _our_job(settings, port)
     from megatron.core import dist_checkpointing
 
-    from moe_exp.checkpoint import load_weights
+    from moe_exp.checkpoint.load import load_weights
 
     other = load_config(settings | {"shared_expert_size": 24}, {})
     stock = _stock_model(other, rank.groups)
@@ -193,7 +196,8 @@ def start_from_megatrons(settings: dict[str, Any], port: int, folder: str) -> No
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedTensor
 
-    from moe_exp.checkpoint import Progress, load
+    from moe_exp.checkpoint.load import load
+    from moe_exp.checkpoint.state import Progress
 
     stock = _stock_model(config, rank.groups)
     _fill(stock, 0)
@@ -227,7 +231,9 @@ def read_by_stock_spec(settings: dict[str, Any], port: int, folder: str) -> None
     config, rank, trained = _our_job(settings, port)
     from megatron.core import dist_checkpointing
 
-    from moe_exp.checkpoint import Progress, iteration_folder, save
+    from moe_exp.checkpoint.folders import iteration_folder
+    from moe_exp.checkpoint.save import save
+    from moe_exp.checkpoint.state import Progress
 
     save(config, rank, Path(folder), trained, Progress())
     state = _stock_model(config, rank.groups).sharded_state_dict(metadata={"dp_cp_group": rank.groups.dp_cp})

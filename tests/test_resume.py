@@ -217,20 +217,22 @@ def test_goes_on_with_the_same_data_only(interrupted, runs, tmp_path):
 
 def test_checkpoint_that_does_not_say_what_it_was_trained_on(interrupted, runs, caplog):
     """As versions before 2026-11 wrote them."""
-    from moe_exp import checkpoint, train
+    from moe_exp import training_data
+    from moe_exp.checkpoint.load import saved_progress
+    from moe_exp.checkpoint.state import Progress
 
     saved_at_6(interrupted(1, 1, 0.0), runs, "old")
     source = runs.folder("old").checkpoints
     config = Config(gpus_per_node=1, data_dir=str(runs.data_dir), seq_len=32, eval_interval=0)
-    samples, _ = train.build_data(config)
-    assert [change.name for change in train._compared(config, samples, source)[1]] == ["SEQ_LEN"]
+    samples, _ = training_data.build_data(config)
+    assert [change.name for change in training_data._compared(config, samples, source)[1]] == ["SEQ_LEN"]
     common = source / "iter_0000006" / "common.pt"
     state = torch.load(common, weights_only=False)
     del state["progress"]["sample_order"]
     torch.save(state, common)
-    assert checkpoint.saved_progress(source) == checkpoint.Progress(6, 48, 0, None)
+    assert saved_progress(source) == Progress(6, 48, 0, None)
     caplog.clear()
-    facts, changes = train._compared(config, samples, source)
+    facts, changes = training_data._compared(config, samples, source)
     assert (facts["seq_len"], changes) == (32, [])
     assert caplog.messages == [
         f"the checkpoint at iteration 6 of {source} does not say what data it was trained on: that TRAIN_DATA is the same is not checked"

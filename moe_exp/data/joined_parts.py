@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from moe_exp.data.stage import write_json
 from moe_exp.data.token_parts import Part, PartCounts, PartSettings, write_all
 from moe_exp.data.tokens import write_index
+from moe_exp.files import write_json
 
 _COPY_BYTES = 2**22
 

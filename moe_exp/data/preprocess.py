@@ -27,7 +27,7 @@ from moe_exp.data.documents import JSONL_SUFFIXES, Tally, is_validation_file, js
 from moe_exp.data.encoders import BACKENDS, ONE_THREAD, Encoders, Probe, one_thread, probe_backend
 from moe_exp.data.joined_parts import JoinedParts
 from moe_exp.data.progress import print_summary, progress
-from moe_exp.data.stage import Stage, check_free_disk, run_stage, write_json
+from moe_exp.data.stage import Stage, check_free_disk, run_stage
 from moe_exp.data.token_parts import (
     Part,
     PartEncoder,
@@ -37,6 +37,7 @@ from moe_exp.data.token_parts import (
     part_lines,
     plan_parts,
 )
+from moe_exp.files import write_json
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_exp.data.execution import Execution, Pass
-from moe_exp.data.stage import write_json
+from moe_exp.files import write_json
 
 logger = logging.getLogger(__name__)
 

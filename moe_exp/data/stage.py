@@ -24,13 +24,14 @@ from typing import Any
 import xxhash
 from filelock import FileLock, Timeout
 
+from moe_exp.files import file_hash, write_json
+
 logger = logging.getLogger(__name__)
 
 RUNNING = "running.json"
 _FORMAT = 1  # of what stages leave in their working folders: one that another version has begun is not resumed
 _BLOCK_BYTES = 2**14
 _SAMPLED_BLOCKS = 4
-_CHUNK_BYTES = 2**20
 
 
 @dataclass
@@ -259,25 +260,6 @@ def fingerprint(path: Path) -> dict[str, Any]:
             file.seek(max(0, size - _BLOCK_BYTES) * block // (_SAMPLED_BLOCKS - 1))
             digest.update(file.read(_BLOCK_BYTES))
     return {"name": path.name, "bytes": size, "sampled_hash": digest.hexdigest()}
-
-
-def file_hash(path: Path) -> str:
-    """XXH3-128 of a file, 32 hex digits."""
-    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK_BYTES))
-    with path.open("rb", buffering=0) as file:
-        while num_bytes := file.readinto(buffer):  # one buffer: fresh memory would take longer than the hash
-            digest.update(buffer[:num_bytes])
-    return digest.hexdigest()
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Writes a JSON file whole or not at all."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def read_json(path: Path, *, start_over: bool = False) -> dict[str, Any] | None:

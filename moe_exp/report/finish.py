@@ -7,10 +7,11 @@ from datetime import datetime
 from typing import Any
 
 from moe_exp.config import Config
+from moe_exp.files import write_json
 from moe_exp.metrics import read_metrics
 from moe_exp.report.curves import draw_loss_curve
 from moe_exp.report.summary import Status, summarize, summary_text
-from moe_exp.run_folder import RunFolder, write_json
+from moe_exp.run_folder import RunFolder
 
 LOSS_CURVE = "loss_curve.png"
 

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 import xxhash
 
+from moe_exp import files
 from moe_exp.data import stage as stage_module
-from moe_exp.data.stage import check_free_disk, file_hash, fingerprint, run_stage, write_json
+from moe_exp.data.stage import check_free_disk, fingerprint, run_stage
+from moe_exp.files import file_hash, write_json
 
 ROOT = Path(__file__).parents[2]
 
@@ -243,7 +245,7 @@ def test_fingerprints(tmp_path, size):
 
 
 def test_file_hash_is_that_of_the_whole_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(stage_module, "_CHUNK_BYTES", 7)
+    monkeypatch.setattr(files, "_CHUNK_BYTES", 7)
     content = os.urandom(1000)
     (tmp_path / "a").write_bytes(content)
     assert file_hash(tmp_path / "a") == xxhash.xxh3_128_hexdigest(content)

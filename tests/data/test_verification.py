@@ -19,9 +19,10 @@ from moe_exp.cli import main
 from moe_exp.data.documents import Tally
 from moe_exp.data.hashes import Hashes, difference
 from moe_exp.data.sources import python_stdlib_documents
-from moe_exp.data.stage import file_hash, run_stage
+from moe_exp.data.stage import run_stage
 from moe_exp.data.tokens import BinIdxWriter
 from moe_exp.data.verification import compare, find_manifest, verify
+from moe_exp.files import file_hash
 
 
 @pytest.fixture(scope="module")

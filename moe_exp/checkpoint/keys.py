@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
-from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.models.gpt import GPTModel
+
+from moe_exp.checkpoint.torch_dist import CheckpointReader
 
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 _LAYER = re.compile(r"decoder\.layers\.\d+\.")
@@ -39,9 +40,8 @@ class CheckpointKeys:
     @classmethod
     def read(cls, folder: Path) -> "CheckpointKeys":
         """The keys of the checkpoint in `folder`, which is one iteration's."""
-        found = load_sharded_metadata(str(folder))
-        objects = {key for key, value in found.items() if isinstance(value, ShardedObject)}
-        return cls(frozenset(key for key in set(found) - objects if not _OPTIMIZER.match(key)), frozenset(objects))
+        found = CheckpointReader(folder)
+        return cls(frozenset(key for key in found.tensors if not _OPTIMIZER.match(key)), frozenset(found.objects))
 
     @property
     def layers_are_stacked(self) -> bool:

@@ -1,0 +1,9 @@
+"""Checkpoints: Megatron's distributed format (`torch_dist`) with Megatron's sharded keys.
+
+folders.py     where they lie, their manifest, which of them are complete; no torch
+torch_dist.py  reads and writes the format's files piece by piece, without ranks
+keys.py        Megatron's names of the tensors of a model, and the model's state under them
+state.py       everything that is saved: weights, optimizer, schedule, random streams, progress
+save.py        saves; called by every rank
+load.py        loads under whatever layout; called by every rank
+"""

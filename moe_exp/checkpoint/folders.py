@@ -1,0 +1,150 @@
+"""Where checkpoints lie, what says that one is whole, and which of them can be used. No torch.
+
+checkpoints/
+  latest_checkpointed_iteration.txt   iteration of the newest complete checkpoint; the name is Megatron's
+  iter_0000300/                       one checkpoint
+    .metadata, __0_0.distcp, ...      tensors, see torch_dist.py
+    common.pt, metadata.json          the rest, and the format's name, as Megatron writes them
+    manifest.json                     size and checksum of every other file; written last
+  iter_0000600.partial/               one that is being written; renamed once every rank is done
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_exp.files import file_hash, write_json
+from moe_exp.run_folder import LATEST
+
+MANIFEST = "manifest.json"
+PARTIAL = ".partial"
+FORMAT_VERSION = 1
+_NAME = re.compile(r"iter_(\d{7,})")
+
+
+def iteration_folder(checkpoints: Path, iteration: int) -> Path:
+    """Folder of one checkpoint, named as Megatron names it."""
+    return checkpoints / f"iter_{iteration:07d}"
+
+
+def latest_iteration(checkpoints: Path) -> int | None:
+    """Iteration of the newest complete checkpoint, or None.
+
+    Raises:
+        ValueError: where the file that says so holds something else.
+    """
+    path = checkpoints / LATEST
+    try:
+        text = path.read_text().strip()
+    except FileNotFoundError:
+        return None
+    if not text.isdigit():
+        raise ValueError(f"{path}={text[:20]!r}: must hold the number of an iteration. Fix: write that of the newest iter_ folder into it.")
+    return int(text)
+
+
+def iterations(checkpoints: Path) -> list[int]:
+    """Iterations of all folders that are not partial, whole or damaged, in order."""
+    if not checkpoints.is_dir():
+        return []
+    found = (_NAME.fullmatch(path.name) for path in checkpoints.iterdir() if path.is_dir())
+    return sorted(int(match[1]) for match in found if match)
+
+
+def one_checkpoint(path: Path) -> Path:
+    """The folder of one iteration that `path` means: itself, or the newest of a checkpoints folder or of a run folder.
+
+    Raises:
+        ValueError: where there is none.
+    """
+    for checkpoints in (path, path / "checkpoints"):
+        if (checkpoints / LATEST).exists():
+            iteration = latest_iteration(checkpoints)
+            assert iteration is not None
+            return _existing(iteration_folder(checkpoints, iteration))
+    return _existing(path)
+
+
+def _existing(folder: Path) -> Path:
+    if not (folder / "metadata.json").is_file():
+        fix = "name an iter_ folder, a checkpoints folder or a run folder"
+        raise ValueError(f"checkpoint={folder}: holds no distributed checkpoint (no metadata.json). Fix: {fix}.")
+    return folder
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Sizes and checksums of the files of a checkpoint.
+
+    Args:
+        iteration: the last that was done.
+        files: name to {"bytes": size, "xxh3_128": 32 hex digits}; all but manifest.json itself.
+        facts: what else the writer noted: loss at the time of saving, versions.
+    """
+
+    iteration: int
+    files: Mapping[str, Mapping[str, Any]]
+    facts: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest | None:
+        """The manifest of `folder`; None where there is none, as in checkpoints of Megatron-LM.
+
+        Raises:
+            ValueError: where it cannot be read, or a newer version of this package wrote it.
+        """
+        path = folder / MANIFEST
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if (version := content["format_version"]) > FORMAT_VERSION:
+                raise ValueError(f"{path}: has format version {version}, this moe_exp reads up to {FORMAT_VERSION}. Fix: update moe_exp.")
+            return cls(int(content["iteration"]), dict(content["files"]), dict(content["facts"]))
+        except FileNotFoundError:
+            return None
+        except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path}: cannot be read ({' '.join(str(error).split())}). Fix: use an older checkpoint.") from None
+
+    def write(self, folder: Path) -> None:
+        """Writes it into `folder`, whole or not at all."""
+        write_json(
+            folder / MANIFEST,
+            {"format_version": FORMAT_VERSION, "iteration": self.iteration, "facts": dict(self.facts), "files": dict(self.files)},
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(int(entry["bytes"]) for entry in self.files.values())
+
+
+def entry_of(path: Path) -> dict[str, Any]:
+    """What a manifest holds of one file. Reads the whole file."""
+    return {"bytes": path.stat().st_size, "xxh3_128": file_hash(path)}
+
+
+def entries_of(folder: Path) -> dict[str, dict[str, Any]]:
+    """What a manifest holds of a folder's files, in order of their names."""
+    return {path.name: entry_of(path) for path in sorted(folder.iterdir()) if path.is_file() and path.name != MANIFEST}
+
+
+def damages(folder: Path, names: Mapping[str, Mapping[str, Any]], *, checksums: bool = True) -> Iterator[str]:
+    """A line for each of some files of a manifest that is missing, or not what it was when it was written.
+
+    Args:
+        folder: of the checkpoint.
+        names: entries of the manifest to look at.
+        checksums: read the files; False: look at the sizes alone.
+    """
+    for name, entry in names.items():
+        path = folder / name
+        if not path.is_file():
+            yield f"{path}: is missing"
+        elif (size := path.stat().st_size) != entry["bytes"]:
+            yield f"{path}: has {size} bytes instead of {entry['bytes']}"
+        elif checksums and (found := file_hash(path)) != entry["xxh3_128"]:
+            yield f"{path}: has changed since it was written (xxh3 {found[:8]} instead of {entry['xxh3_128'][:8]})"

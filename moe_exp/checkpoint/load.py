@@ -1,0 +1,98 @@
+"""Loading: of this package's checkpoints, and of the weights in those of Megatron-LM. Called by every rank."""
+
+import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
+
+# isort: split
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.distributed import DistributedDataParallel
+
+from moe_exp.checkpoint.folders import iteration_folder, latest_iteration
+from moe_exp.checkpoint.keys import CheckpointKeys, check_tensors
+from moe_exp.checkpoint.state import (
+    Progress,
+    Trained,
+    layout,
+    parameters_in_sync,
+    set_rng_state,
+    unwrapped,
+    weights_of,
+    weights_state,
+    whole_state,
+)
+from moe_exp.checkpoint.torch_dist import read_common
+from moe_exp.config import Config
+from moe_exp.run_folder import LATEST
+from moe_exp.runtime import Runtime
+
+
+def saved_progress(checkpoints: Path) -> Progress | None:
+    """Of the newest checkpoint of a folder, without its tensors; None where there is none, or Megatron-LM wrote it."""
+    iteration = latest_iteration(checkpoints)
+    if iteration is None:
+        return None
+    common = read_common(iteration_folder(checkpoints, iteration))
+    return Progress(**common["progress"]) if "progress" in common else None
+
+
+def load(config: Config, runtime: Runtime, checkpoints: Path, trained: Trained) -> Progress:
+    """Loads the newest checkpoint of a folder into `trained`. Called by every rank.
+
+    Of a checkpoint that Megatron-LM wrote, it takes the weights alone and starts at iteration 0.
+
+    Raises:
+        ValueError: when the folder has none, or its parameters are not those of the model.
+    """
+    iteration = latest_iteration(checkpoints)
+    if iteration is None:
+        raise ValueError(f"LOAD_DIR={checkpoints}: has no {LATEST}. Fix: name the checkpoints folder of a run.")
+    folder = iteration_folder(checkpoints, iteration)
+    common = read_common(folder)
+    if "progress" not in common:
+        load_weights(runtime, folder, trained)
+        return Progress()
+    keys = CheckpointKeys.read(folder)
+    state = whole_state(config, runtime, trained, Progress(), keys)
+    check_tensors(weights_of(state), keys, folder)
+    if layout(config, runtime) != common["layout"]:
+        # Random streams belong to tensor and pipeline ranks of one kind of device; with others they start from the seed.
+        del state["rng_state"]
+    with parameters_in_sync(trained.model):
+        loaded = dist_checkpointing.load(state, str(folder))
+        for index, chunk in enumerate(trained.model):
+            _load_chunk(chunk, loaded[f"model{index}"])
+        trained.optimizer.load_state_dict(loaded["optimizer"])
+    trained.scheduler.load_state_dict(loaded["scheduler"])
+    if "rng_state" in loaded:
+        set_rng_state(loaded["rng_state"][0])
+    torch.distributed.barrier()
+    return Progress(**loaded["progress"])
+
+
+def load_weights(runtime: Runtime, folder: Path, trained: Trained) -> None:
+    """Loads the weights of one iteration's folder, of this package or of Megatron-LM, and nothing else. Called by every rank.
+
+    Raises:
+        ValueError: when its parameters are not those of the model.
+    """
+    keys = CheckpointKeys.read(folder)
+    state = weights_state(runtime, trained.model, keys)
+    check_tensors(state, keys, folder)
+    with parameters_in_sync(trained.model):
+        loaded = dist_checkpointing.load(state, str(folder))
+        for index, chunk in enumerate(trained.model):
+            _load_chunk(chunk, loaded[f"model{index}"])
+        # The optimizer has copies of its own of the weights that were there before.
+        trained.optimizer.reload_model_params()
+
+
+def _load_chunk(chunk: DistributedDataParallel, state: dict[str, Any]) -> None:
+    """Loads the parameters of one model chunk; strict, but for what Transformer Engine keeps in `_extra_state`."""
+    differing = sorted(name for name in set(unwrapped(chunk).state_dict()) ^ set(state) if not name.endswith("_extra_state"))
+    if differing:
+        names = ", ".join(differing[:5]) + (f" and {len(differing) - 5} more" if len(differing) > 5 else "")
+        raise ValueError(f"checkpoint: it and the model disagree on the parameters {names}. Fix: resume with the same model.")
+    unwrapped(chunk).load_state_dict(state, strict=False)

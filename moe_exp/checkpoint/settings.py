@@ -1,0 +1,43 @@
+"""The settings of the run that wrote a checkpoint, for a program that builds its model again."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from moe_exp.checkpoint.torch_dist import read_common
+from moe_exp.config import Config
+
+logger = logging.getLogger(__name__)
+
+# How the run was spread over machines, which says nothing about the model.
+_LAYOUT: dict[str, Any] = {
+    "nnodes": 1, "node_rank": 0, "gpus_per_node": 1, "master_addr": "localhost", "threads_per_rank": 0,
+    "tp": 1, "pp": 1, "vpp": None, "ep": 1, "etp": 1, "cp": 1, "dispatcher": "auto", "num_workers": 0,
+}  # fmt: skip
+
+
+def saved_config(folder: Path, **changes: Any) -> Config:
+    """The settings in a checkpoint, for one rank; `changes` replace some.
+
+    Args:
+        folder: of one iteration.
+        changes: field of Config to value.
+
+    Raises:
+        ValueError: where the checkpoint is damaged or was not written by this package, or `changes` cannot be.
+    """
+    saved = read_common(folder).get("config")
+    if saved is None:
+        raise ValueError(f"checkpoint={folder}: was not written by moe_exp, it has no settings. Fix: name a checkpoint of moe_exp.")
+    if unknown := sorted(set(saved) - set(Config.model_fields)):
+        logger.warning("%s: settings of another version are left out: %s", folder, ", ".join(unknown))
+    known = {name: value for name, value in saved.items() if name in Config.model_fields}
+    try:
+        return Config(**(known | _LAYOUT | changes))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"checkpoint={folder}: {first['loc'][0]}={first['input']}: {first['msg']}. Fix: use another checkpoint.") from None

@@ -1,0 +1,126 @@
+"""What a checkpoint holds: the sharded state of a model, its optimizer, schedule and random streams, and how far training has come."""
+
+import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
+
+# isort: split
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.utils import get_attr_wrapped_model
+
+from moe_exp.checkpoint.keys import CheckpointKeys, model_state
+from moe_exp.config import Config
+from moe_exp.runtime import Runtime
+
+# fully_reshardable: one layout-independent tensor per parameter and optimizer moment.
+CONTENT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True, "singleton_local_shards": False}
+
+
+@dataclass
+class Progress:
+    """How far training has come.
+
+    Args:
+        iteration: the last that was done.
+        consumed_samples: the next sample's number, in the order that `sample_order` describes.
+        skipped_iterations: iterations without an optimizer step.
+        sample_order: `SampleOrder.facts`; None in checkpoints of versions that did not keep them.
+    """
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    skipped_iterations: int = 0
+    sample_order: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a checkpoint holds beside `Progress`."""
+
+    model: list[DistributedDataParallel]
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+
+
+@contextlib.contextmanager
+def parameters_in_sync(model: list[DistributedDataParallel]) -> Iterator[None]:
+    """Inside, every parameter is whole: with overlapped gather, parts are otherwise fetched only as the next forward needs them."""
+    overlapped = model[0].ddp_config.overlap_param_gather
+    if overlapped:
+        for chunk in model:
+            chunk.disable_forward_pre_hook()
+    yield
+    if overlapped:
+        for chunk in model:
+            chunk.enable_forward_pre_hook()
+
+
+def whole_state(
+    config: Config, runtime: Runtime, trained: Trained, progress: Progress, keys: CheckpointKeys | None = None
+) -> dict[str, Any]:
+    """What is saved; with `keys`, what is asked of the checkpoint that has them."""
+    metadata = sharding_metadata(runtime)
+    chunks = weights_state(runtime, trained.model, keys)
+    optimizer_weights = chunks if len(chunks) > 1 else chunks["model0"]
+    return {
+        **chunks,
+        "optimizer": trained.optimizer.sharded_state_dict(optimizer_weights, is_loading=keys is not None, metadata=metadata),
+        "scheduler": trained.scheduler.state_dict(),
+        "rng_state": rng_state(runtime),
+        "progress": vars(progress).copy(),
+        "config": config.model_dump(),
+        "layout": layout(config, runtime),
+    }
+
+
+def sharding_metadata(runtime: Runtime) -> dict[str, Any]:
+    """What Megatron's `sharded_state_dict` takes as metadata."""
+    return {**CONTENT, "dp_cp_group": runtime.groups.dp_cp}
+
+
+def weights_state(runtime: Runtime, model: list[DistributedDataParallel], keys: CheckpointKeys | None) -> dict[str, Any]:
+    """The weights of all chunks of this rank: `model0`, `model1`, ...; with `keys`, under those of a checkpoint."""
+    metadata = sharding_metadata(runtime)
+    # Of the model inside: the data parallel wrapper would put `module.` before Megatron's keys.
+    return {f"model{index}": model_state(unwrapped(chunk), metadata, keys) for index, chunk in enumerate(model)}
+
+
+def weights_of(state: dict[str, Any]) -> dict[str, Any]:
+    """The part of `whole_state` that `weights_state` gives."""
+    return {name: value for name, value in state.items() if name.startswith("model")}
+
+
+def unwrapped(chunk: DistributedDataParallel) -> Any:
+    """The GPTModel inside the wrappers for data parallelism and half precision."""
+    return get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
+
+
+def layout(config: Config, runtime: Runtime) -> dict[str, Any]:
+    """What the random streams belong to."""
+    return {"tp": config.tp, "pp": config.pp, "device": runtime.device.type}
+
+
+def rng_state(runtime: Runtime) -> ShardedObject:
+    """The random streams of this rank's place in tensor and pipeline parallelism."""
+    state = {"cpu": torch.get_rng_state(), "tracker": tensor_parallel.get_cuda_rng_tracker().get_states()}
+    if runtime.device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state()
+    groups = runtime.groups
+    shape, place = (groups.pp.size(), groups.tp.size()), (groups.pp.rank(), groups.tp.rank())
+    return ShardedObject("rng_state", [state], shape, place, replica_id=groups.dp_cp.rank())
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Goes on with streams of `rng_state`."""
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])

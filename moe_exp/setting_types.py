@@ -1,0 +1,60 @@
+"""Types of settings: which values one may have, and how its text is read."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+
+def _none_or_int(value: Any) -> Any:
+    return None if isinstance(value, str) and value.lower() in ("none", "") else value
+
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Rate = Annotated[float, Field(ge=0.0)]
+Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+def _pattern(value: Any) -> str:
+    """Checks MOE_LAYER_FREQ, a positive number or a list of 0 and 1 with repetitions; returns it without spaces."""
+    text = "".join(str(value).split())
+    if not (int(text) if text.isdigit() else re.fullmatch(_PATTERN, text)):
+        raise ValueError("must be a positive number, or a pattern such as [0]*3+[1]*21 or 0,1,1,1")
+    return text
+
+
+def _losses(value: Any) -> str:
+    """Checks AUX_LOSS_TYPE; returns it without spaces."""
+    text = "".join(str(value).split())
+    kinds = text.split(",")
+    if unknown := [kind for kind in kinds if kind not in (*LOSS_KINDS, *NO_LOSS)]:
+        raise ValueError(f"{unknown[0] or 'nothing'} is not a loss")
+    if len(kinds) > 1 and (set(kinds) & set(NO_LOSS) or len(set(kinds)) < len(kinds)):
+        raise ValueError("none and sinkhorn stand alone, and no loss is named twice")
+    return text
+
+
+def _numbers(value: Any) -> str:
+    """Checks a list of numbers that are not negative; returns it without spaces."""
+    text = "".join(str(value).split())
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        numbers = [-1.0]
+    if not all(0 <= number < float("inf") for number in numbers):
+        raise ValueError("must be a number of at least 0, or several with commas")
+    return text
+
+
+LOSS_KINDS = ("aux_loss", "seq_aux_loss", "global_aux_loss", "importance")
+NO_LOSS = ("none", "sinkhorn")
+_TERM = r"(\[?[01](,[01])*\]?(\*\d+)?)"
+_PATTERN = rf"{_TERM}(\+{_TERM})*"
+LayerPattern = Annotated[str, BeforeValidator(_pattern)]
+LossKinds = Annotated[str, BeforeValidator(_losses)]
+Numbers = Annotated[str, BeforeValidator(_numbers)]
+OptionalNumbers = Annotated[str, BeforeValidator(lambda value: _numbers(value) if value else "")]
+OptionalPositive = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_none_or_int)]

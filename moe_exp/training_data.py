@@ -1,0 +1,101 @@
+"""The samples of a run: which files, in which order, and whether they are those that a checkpoint was trained on."""
+
+import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
+
+# isort: split
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_exp.checkpoint.load import saved_progress
+from moe_exp.config import Config, ConfigError
+from moe_exp.data.dataset import Samples, SampleStream
+from moe_exp.data.embedded import ensure_embedded_corpus
+from moe_exp.data.megatron_dataset import MegatronOrder, megatron_samples
+from moe_exp.data.prefetch import ReadAhead, microbatch_start, microbatch_starts
+from moe_exp.data.sample_order import Change, SampleOrder, order_changes
+from moe_exp.data.token_files import parse_split
+from moe_exp.data.tokens import parse_blend
+from moe_exp.optim import BatchSchedule
+from moe_exp.runtime import Runtime
+
+logger = logging.getLogger(__name__)
+
+
+def build_data(config: Config) -> tuple[Samples, Samples | None]:
+    """Training and validation samples: TRAIN_DATA and VALID_DATA or a part of TRAIN_DATA, or the embedded corpus."""
+    train_data, valid_data = config.train_data, config.valid_data
+    if not train_data:
+        corpus = ensure_embedded_corpus(Path(config.data_dir))
+        train_data, valid_data = str(corpus.train_prefix), str(corpus.valid_prefix)
+    if config.data_order == "megatron":
+        return megatron_data(config, train_data, valid_data)
+    train_share, valid_share, _ = parse_split(config.split or "1")
+    train_stream = SampleStream(parse_blend(train_data), seq_len=config.seq_len, seed=config.seed, share=train_share or (0.0, 1.0))
+    valid_stream = None
+    if config.eval_interval and (valid_data or valid_share):
+        blend, share = parse_blend(valid_data or train_data), valid_share or (0.0, 1.0)
+        valid_stream = SampleStream(blend, seq_len=config.seq_len, seed=config.seed, shuffle=False, share=share)
+    return train_stream, valid_stream
+
+
+def megatron_data(config: Config, train_data: str, valid_data: str) -> tuple[Samples, Samples | None]:
+    """The same in the order of Megatron-LM, for as many samples as it would count."""
+    num_evaluations = config.train_iters // config.eval_interval + 1 if config.eval_interval else 0
+    order = MegatronOrder(
+        train=train_data,
+        valid=valid_data,
+        split=config.split,
+        seq_len=config.seq_len,
+        seed=config.seed,
+        num_train_samples=config.train_iters * config.gbsz,
+        num_valid_samples=num_evaluations * config.eval_iters * config.gbsz,
+    )
+    return megatron_samples(order, Path(config.data_dir))
+
+
+def compare_data(config: Config, rank: Runtime, samples: Samples, source: Path | None) -> tuple[dict[str, Any], list[Change]]:
+    """What the order of the samples depends on, and how that differs from what the newest checkpoint of `source` was trained on.
+
+    Called by every rank; rank 0 reads.
+
+    Raises:
+        ConfigError: on every rank, where it differs and ALLOW_OTHER_DATA is not set.
+    """
+    box: list[Any] = [_compared(config, samples, source) if rank.is_first else None]
+    torch.distributed.broadcast_object_list(box)
+    sample_order, changes = box[0]
+    if changes and not config.allow_other_data:
+        raise ConfigError([change.problem for change in changes])
+    return sample_order, changes
+
+
+def _compared(config: Config, samples: Samples, source: Path | None) -> tuple[dict[str, Any], list[Change]]:
+    order = SampleOrder.of(config, samples.fingerprint())
+    saved = saved_progress(source) if source else None
+    if saved is None or not saved.consumed_samples:
+        return order.facts(), []
+    name = f"the checkpoint at iteration {saved.iteration} of {source}"
+    if saved.sample_order is None:
+        logger.warning("%s does not say what data it was trained on: that TRAIN_DATA is the same is not checked", name)
+        return order.facts(), []
+    changes = order_changes(config, order, saved.sample_order, name)
+    if config.allow_other_data:
+        for change in changes:
+            logger.warning("%s; ALLOW_OTHER_DATA=true: going on at sample %d", change, saved.consumed_samples)
+    return order.facts(), changes
+
+
+def read_ahead(config: Config, rank: Runtime, samples: Samples, batches: BatchSchedule) -> ReadAhead:
+    """`samples`, with the next micro-batches of this rank read by NUM_WORKERS processes."""
+    place = {"mbsz": config.mbsz, "dp_rank": rank.groups.dp.rank(), "dp_size": rank.groups.dp.size()}
+    offset = microbatch_start(0, 0, **place)
+
+    def starts(first: int) -> Iterator[int]:
+        return microbatch_starts(first - offset, batches.at, **place)
+
+    on_gpu = rank.device.type == "cuda"
+    return ReadAhead(samples, count=config.mbsz, starts=starts, num_workers=config.num_workers, pin_memory=on_gpu)
