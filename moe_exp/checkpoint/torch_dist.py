@@ -15,6 +15,7 @@ import json
 import math
 import os
 import pickle
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,8 +74,7 @@ def read_metadata(folder: Path) -> Metadata:
         if not isinstance(metadata, Metadata):
             raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
     except Exception as error:  # a damaged pickle can raise whatever its opcodes happen to do
-        reason = "it is missing" if isinstance(error, FileNotFoundError) else " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"{path}: cannot be used ({reason}). Fix: use another checkpoint.") from None
+        raise _unusable(path, error) from None
     return metadata
 
 
@@ -87,12 +87,24 @@ def read_common(folder: Path) -> dict[str, Any]:
     return dict(_load(folder / COMMON))
 
 
-def _load(path: Path) -> Any:
+def _load(path: Path, start: int = 0, num_bytes: int = -1) -> Any:
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with path.open("rb") as file:
+            file.seek(start)
+            return torch.load(io.BytesIO(file.read(num_bytes)), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises RuntimeError, UnpicklingError, EOFError, ... as the damage will have it
-        reason = "it is missing" if isinstance(error, FileNotFoundError) else " ".join(str(error).split())[:200]
-        raise ValueError(f"{path}: cannot be used ({reason}). Fix: use another checkpoint.") from None
+        raise _unusable(path, error) from None
+
+
+def _unusable(path: Path, error: Exception) -> ValueError:
+    text = " ".join(str(error).split())
+    if isinstance(error, FileNotFoundError):
+        reason = "it is missing"
+    elif found := re.search(r"[Uu]nsupported (?:global: )?GLOBAL (\S+)", text):
+        reason = f"it names {found[1]}, which is no part of the format"
+    else:
+        reason = text[:200] or type(error).__name__
+    return ValueError(f"{path}: cannot be used ({reason}). Fix: use another checkpoint.")
 
 
 @dataclass(frozen=True)
@@ -194,14 +206,7 @@ class CheckpointReader:
         return value
 
     def _load(self, chunk: Chunk) -> Any:
-        path = self.folder / chunk.file
-        try:
-            with path.open("rb") as file:
-                file.seek(chunk.start)
-                return torch.load(io.BytesIO(file.read(chunk.num_bytes)), map_location="cpu", weights_only=True)
-        except Exception as error:  # see _load above
-            reason = "it is missing" if isinstance(error, FileNotFoundError) else " ".join(str(error).split())[:200]
-            raise ValueError(f"{path}: cannot be used ({reason}). Fix: use another checkpoint.") from None
+        return _load(self.folder / chunk.file, chunk.start, chunk.num_bytes)
 
 
 class CheckpointWriter:

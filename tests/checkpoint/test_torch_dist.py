@@ -1,0 +1,169 @@
+"""The files of a checkpoint, read and written piece by piece; what is damaged or hostile is named and not run."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as torch_load
+from torch.distributed.checkpoint.state_dict_saver import save as torch_save
+
+from moe_exp.checkpoint.torch_dist import CheckpointReader, CheckpointWriter, read_common, read_metadata
+
+SHAPE = (4, 6, 5)
+
+
+def values(seed: int = 0) -> torch.Tensor:
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed))
+
+
+def write(folder: Path) -> dict[str, torch.Tensor]:
+    """A checkpoint of a tensor in four boxes, one of bf16, one of no dimension, and an object."""
+    tensors = {"boxes": values(), "half": values(1).bfloat16(), "number": torch.tensor(3.5)}
+    writer = CheckpointWriter(folder, file_bytes=300)
+    for row in (0, 3):
+        for column in (0, 2):
+            box = tensors["boxes"][row : row + 3 if row == 0 else None, column : 2 if column == 0 else None]
+            writer.add_chunk("boxes", box, shape=SHAPE, offsets=(row, column, 0))
+    writer.add_tensor("half", tensors["half"])
+    writer.add_tensor("number", tensors["number"])
+    writer.add_object("state/shard_0_1", {"step": 7})
+    writer.finish({"progress": {"iteration": 7}})
+    return tensors
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write(tmp_path / "iter_0000007")
+    return tmp_path / "iter_0000007"
+
+
+def test_what_was_written_is_read(tmp_path):
+    tensors = write(tmp_path / "a")
+    reader = CheckpointReader(tmp_path / "a")
+    assert {key: (stored.shape, stored.dtype) for key, stored in reader.tensors.items()} == {
+        key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()
+    }
+    for key, tensor in tensors.items():
+        assert torch.equal(reader.read(key), tensor)
+        assert reader.tensors[key].num_bytes == tensor.numel() * tensor.element_size()
+    assert reader.read_object("state/shard_0_1") == [{"step": 7}]
+    assert reader.common() == {"progress": {"iteration": 7}}
+    assert len(list((tmp_path / "a").glob("*.distcp"))) > 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_box_is_read(data, tmp_path_factory):
+    folder = tmp_path_factory.getbasetemp() / "boxes"
+    if not folder.exists():
+        write(folder)
+    offsets = [data.draw(st.integers(0, size - 1)) for size in SHAPE]
+    sizes = [data.draw(st.integers(1, size - offset)) for size, offset in zip(SHAPE, offsets, strict=True)]
+    box = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+    assert torch.equal(CheckpointReader(folder).read("boxes", offsets, sizes), values()[box])
+
+
+def test_chunks_come_one_by_one_and_fill_the_tensor(folder):
+    whole = torch.full(SHAPE, torch.nan)
+    chunks = list(CheckpointReader(folder).chunks("boxes"))
+    for offsets, chunk in chunks:
+        whole[tuple(slice(offset, offset + size) for offset, size in zip(offsets, chunk.shape, strict=True))] = chunk
+    assert len(chunks) == 4
+    assert torch.equal(whole, values())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_reads_what_is_written_here_and_the_other_way_round(folder, tmp_path):
+    state = {"boxes": torch.zeros(SHAPE), "half": torch.zeros(SHAPE, dtype=torch.bfloat16)}
+    torch_load(state, storage_reader=FileSystemReader(folder), no_dist=True)
+    assert torch.equal(state["boxes"], values())
+    assert torch.equal(state["half"], values(1).bfloat16())
+    torch_save({"x": values(2)}, storage_writer=FileSystemWriter(tmp_path / "torch"), no_dist=True)
+    assert torch.equal(CheckpointReader(tmp_path / "torch").read("x"), values(2))
+
+
+def test_views_are_written_without_the_rest_of_their_storage(tmp_path):
+    writer = CheckpointWriter(tmp_path / "a")
+    writer.add_tensor("x", torch.randn(1000, 1000)[:2])
+    writer.finish({})
+    assert sum(path.stat().st_size for path in (tmp_path / "a").glob("*.distcp")) < 2 * 1000 * 4 + 2000
+
+
+def test_a_tensor_that_is_not_filled_is_no_checkpoint(tmp_path):
+    writer = CheckpointWriter(tmp_path / "a")
+    writer.add_chunk("x", torch.zeros(2, 3), shape=(4, 3), offsets=(0, 0))
+    with pytest.raises(ValueError, match="x: 6 of 12 values were written"):
+        writer.finish({})
+    assert not (tmp_path / "a" / "metadata.json").exists()
+    with pytest.raises(ValueError, match="chunks disagree"):
+        writer.add_chunk("x", torch.zeros(2, 3), shape=(5, 3), offsets=(2, 0))
+
+
+class Payload:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("name", [".metadata", "common.pt"])
+def test_no_code_of_a_file_is_run(name, folder, tmp_path):
+    harmed = tmp_path / "harmed"
+    payload = {"progress": Payload(harmed)}
+    if name == ".metadata":
+        (folder / name).write_bytes(pickle.dumps(payload))
+    else:
+        torch.save(payload, folder / name)
+    with pytest.raises(ValueError, match=rf"{name}: cannot be used .*mkdir.* Fix: use another checkpoint\."):
+        read_metadata(folder) if name == ".metadata" else read_common(folder)
+    assert not harmed.exists()
+    pickle.loads(pickle.dumps(payload))  # the payload would have worked
+    assert harmed.exists()
+
+
+def test_no_code_of_an_object_is_run(tmp_path):
+    writer = CheckpointWriter(tmp_path / "a")
+    writer.add_object("state/shard_0_1", Payload(tmp_path / "harmed"))
+    writer.finish({})
+    with pytest.raises(ValueError, match="cannot be used"):
+        CheckpointReader(tmp_path / "a").read_object("state/shard_0_1")
+    assert not (tmp_path / "harmed").exists()
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "missing"])
+@pytest.mark.parametrize("name", [".metadata", "common.pt", "__0_0.distcp"])
+def test_damage_is_named(name, damage, folder):
+    path = folder / name
+    content = bytearray(path.read_bytes())
+    if damage == "missing":
+        path.unlink()
+    elif damage == "cut":
+        path.write_bytes(content[: len(content) // 2])
+    else:
+        content[2] ^= 0xFF  # in the head: what a checksum alone finds is another matter
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{name}: cannot be used .* Fix: use another checkpoint\."):
+        reader = CheckpointReader(folder)
+        reader.common()
+        reader.read("boxes")
+
+
+def test_tensor_in_the_place_of_another(folder, tmp_path):
+    other = tmp_path / "other"
+    writer = CheckpointWriter(other, file_bytes=300)
+    writer.add_tensor("boxes", torch.zeros(3))
+    writer.finish({})
+    shutil.copy(other / "__0_0.distcp", folder / "__0_0.distcp")
+    with pytest.raises(ValueError, match=r"__0_0.distcp: (holds something else than boxes|cannot be used)"):
+        CheckpointReader(folder).read("boxes")
