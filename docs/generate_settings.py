@@ -32,7 +32,7 @@ MEGATRON_FLAGS = {
     "seq_len": "--seq-length",
     "activation": "--swiglu, --squared-relu",
     "add_bias_linear": "--disable-bias-linear (inverse)",
-    "qk_norm": "--qk-layernorm",
+    "qk_norm": "--qk-layernorm (one head at a time)",
     "tie_embeddings": "--untie-embeddings-and-output-weights (inverse)",
     "dropout": "--hidden-dropout",
     "init_std": "--init-method-std",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from moe_exp.attention_checks import check_attention
 from moe_exp.config import Config, problem
 from moe_exp.machine_checks import check_environment, check_files, check_machine
 
@@ -22,6 +23,7 @@ def check_config(config: Config) -> list[str]:
     """Problems among the settings themselves, the same on every machine."""
     return [
         *_model(config),
+        *check_attention(config),
         *_moe(config),
         *_upcycle(config),
         *_parallel(config),

@@ -80,6 +80,9 @@ class Config(BaseModel):
     norm_epsilon: float = Field(1e-5, gt=0, description="added to the variance inside a norm")
     add_bias_linear: bool = Field(False, description="biases in the linear layers, experts too")
     qk_norm: bool = Field(False, description="norm on queries and keys (Megatron: --qk-layernorm)")
+    qk_norm_scope: Literal["head", "all"] = Field(
+        "head", description="what QK_NORM is a mean over: each head by itself, or all heads together (OLMo 2, OLMoE)"
+    )
     rotary_base: float = Field(100000.0, gt=0, description="base of the rotary position embedding")
     tie_embeddings: bool = Field(False, description="output layer shares the weights of the embedding")
     dropout: Probability = Field(0.0, description="dropout after attention, after the MLP and on the embedding")

@@ -13,6 +13,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -47,7 +48,7 @@ def transformer_config(config: Config) -> TransformerConfig:
         gated_linear_unit=gated,
         normalization=config.normalization,
         layernorm_epsilon=config.norm_epsilon,
-        qk_layernorm=config.qk_norm,
+        qk_layernorm=config.qk_norm and config.qk_norm_scope == "head",
         add_bias_linear=config.add_bias_linear,
         hidden_dropout=config.dropout,
         attention_dropout=config.attention_dropout,
@@ -171,7 +172,7 @@ def build_chunk(config: Config, settings: TransformerConfig, runtime: Runtime, v
     stage = vp_stage if config.vpp else None
     chunk = GPTModel(
         settings,
-        decoder_spec(settings, use_te=use_te(config), vp_stage=stage, **_moe_options(config)),
+        _decoder_spec(config, settings, stage),
         vocab_size=config.padded_vocab_size,
         max_sequence_length=config.seq_len,
         pre_process=pp_rank == 0 and vp_stage == 0,
@@ -184,6 +185,11 @@ def build_chunk(config: Config, settings: TransformerConfig, runtime: Runtime, v
     )
     initialize_weights(chunk, config)
     return chunk
+
+
+def _decoder_spec(config: Config, settings: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    over_all_heads = config.qk_norm and config.qk_norm_scope == "all"
+    return decoder_spec(settings, use_te=use_te(config), vp_stage=vp_stage, projection_norm=over_all_heads, **_moe_options(config))
 
 
 def _ddp_config(config: Config) -> DistributedDataParallelConfig:

@@ -83,6 +83,11 @@ MODEL = [
         r"NUM_HEADS=4: does not divide HIDDEN_SIZE=130\. Fix: set NUM_HEADS to one of 1, 2, 5, 10, 13, 26, 65, 130\.",
     ),
     ({"head_dim": 33}, r"HEAD_DIM=33: rotary .* must be even\. Fix: set HEAD_DIM to 32 or 34\."),
+    ({"qk_norm_scope": "all"}, r"QK_NORM_SCOPE=all: has no effect while QK_NORM=false\. Fix: set QK_NORM=true, or QK_NORM_SCOPE=head\."),
+    (
+        {"qk_norm": True, "qk_norm_scope": "all", "normalization": "LayerNorm"},
+        r"QK_NORM_SCOPE=all: there is no NORMALIZATION=LayerNorm over all heads\. Fix: set NORMALIZATION=RMSNorm, or QK_NORM_SCOPE=head\.",
+    ),
     ({"hidden_size": 132}, r"HEAD_DIM=33: rotary .* must be even\. Fix: .*"),
     (
         {"add_bias_linear": True, "shared_expert_size": 64},

@@ -31,6 +31,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "normalization": "LayerNorm",
     },
     "moe_biased": {"add_bias_linear": True, "activation": "squared_relu"},
+    "moe_norm_over_heads": {"qk_norm": True, "qk_norm_scope": "all", "head_dim": 12},
     "dense": {"use_moe": False, "num_query_groups": 4},
     "dense_biased": {"use_moe": False, "add_bias_linear": True, "normalization": "LayerNorm", "activation": "gelu", "qk_norm": True},
     "dense_tied": {"use_moe": False, "tie_embeddings": True},

@@ -131,8 +131,16 @@ def _expert(config: Config, etp: int = 1) -> int:
 def _attention(config: Config, tp: int) -> int:
     hidden, heads = config.hidden_size, config.num_heads * config.kv_channels // tp
     qkv = heads + 2 * config.num_query_groups * config.kv_channels // tp
-    norms = 2 * _norm(config, config.kv_channels) if config.qk_norm else 0
-    return hidden * (qkv + heads) + norms + (qkv + hidden if config.add_bias_linear else 0)
+    return hidden * (qkv + heads) + _qk_norms(config, tp) + (qkv + hidden if config.add_bias_linear else 0)
+
+
+def _qk_norms(config: Config, tp: int) -> int:
+    """Norm weights of one head are on every tensor-parallel rank, those over all heads are split with the heads."""
+    if not config.qk_norm:
+        return 0
+    if config.qk_norm_scope == "all":
+        return (config.num_heads + config.num_query_groups) * config.kv_channels // tp
+    return 2 * _norm(config, config.kv_channels)
 
 
 def _layer(config: Config, layer: int, tp: int) -> int:
