@@ -10,6 +10,8 @@ from moe_exp.config import Config, problem
 def check_attention(c: Config) -> Iterator[str]:
     """Lines of all problems (name, value, rule, fix)."""
     yield from _qk_norm(c)
+    yield from _rotary_fraction(c)
+    yield from _rope_scaling(c)
 
 
 def _qk_norm(c: Config) -> Iterator[str]:
@@ -20,3 +22,39 @@ def _qk_norm(c: Config) -> Iterator[str]:
     if c.normalization != "RMSNorm":
         rule = f"there is no NORMALIZATION={c.normalization} over all heads"
         yield problem("qk_norm_scope", "all", rule, "set NORMALIZATION=RMSNorm, or QK_NORM_SCOPE=head")
+
+
+def _rotary_fraction(c: Config) -> Iterator[str]:
+    turned = int(c.kv_channels * c.rotary_fraction)
+    if c.rotary_fraction < 1 and (turned == 0 or turned % 2):
+        below = turned // 2 * 2
+        sizes = [size for size in (below, below + 2) if 0 < size <= c.kv_channels]
+        fix = "set ROTARY_FRACTION to " + " or ".join(f"{size / c.kv_channels:g}" for size in sizes)
+        rule = f"turns {turned} of the {c.kv_channels} channels of a head, rotary position embedding turns pairs of them"
+        yield problem("rotary_fraction", c.rotary_fraction, rule, fix)
+    if c.rotary_fraction < 1 and c.rope_scaling == "yarn":
+        rule = "Megatron's YaRN turns all channels of a head"
+        yield problem("rotary_fraction", c.rotary_fraction, rule, "set ROTARY_FRACTION=1, or ROPE_SCALING=none")
+
+
+def _rope_scaling(c: Config) -> Iterator[str]:
+    if c.rope_scaling == "none":
+        for name in ("rope_scaling_factor", "rope_original_seq_len"):
+            if getattr(c, name) != (default := Config.model_fields[name].default):
+                fix = f"set ROPE_SCALING, or {name.upper()}={default:g}"
+                yield problem(name, getattr(c, name), "has no effect while ROPE_SCALING=none", fix)
+    elif c.rope_scaling_factor == 1:
+        yield problem(
+            "rope_scaling", c.rope_scaling, "scales nothing with ROPE_SCALING_FACTOR=1", "set ROPE_SCALING_FACTOR, or ROPE_SCALING=none"
+        )
+    if c.rope_scaling == "llama3" and c.rope_seq_len != 8192:
+        rule = "Megatron has the original length of Llama 3 alone"
+        yield problem("rope_original_seq_len", c.rope_original_seq_len, rule, "set ROPE_ORIGINAL_SEQ_LEN=8192, or ROPE_SCALING=yarn")
+    if c.rope_scaling != "yarn":
+        names = ("yarn_beta_fast", "yarn_beta_slow", "yarn_mscale", "yarn_mscale_all_dim")
+        for name in (name for name in names if getattr(c, name) != Config.model_fields[name].default):
+            fix = f"set ROPE_SCALING=yarn, or {name.upper()}={Config.model_fields[name].default:g}"
+            yield problem(name, getattr(c, name), f"has no effect while ROPE_SCALING={c.rope_scaling}", fix)
+    elif c.yarn_beta_fast <= c.yarn_beta_slow:
+        rule = f"is not over YARN_BETA_SLOW={c.yarn_beta_slow:g}"
+        yield problem("yarn_beta_fast", c.yarn_beta_fast, rule, "set YARN_BETA_FAST=32 and YARN_BETA_SLOW=1")

@@ -83,7 +83,18 @@ class Config(BaseModel):
     qk_norm_scope: Literal["head", "all"] = Field(
         "head", description="what QK_NORM is a mean over: each head by itself, or all heads together (OLMo 2, OLMoE)"
     )
+    qkv_bias: bool = Field(False, description="biases on queries, keys and values alone (Megatron: --add-qkv-bias)")
     rotary_base: float = Field(100000.0, gt=0, description="base of the rotary position embedding")
+    rotary_fraction: float = Field(1.0, gt=0, le=1, description="share of each head's channels that are turned")
+    rope_scaling: Literal["none", "llama3", "yarn"] = Field(
+        "none", description="rotary frequencies for sequences longer than ROPE_ORIGINAL_SEQ_LEN: as Llama 3 has them, or YaRN"
+    )
+    rope_scaling_factor: float = Field(1.0, ge=1, description="how many times longer (with ROPE_SCALING)")
+    rope_original_seq_len: NonNegative = Field(0, description="tokens before scaling; 0: 8192 (the only one) with llama3, 4096 with yarn")
+    yarn_beta_fast: float = Field(32.0, gt=0, description="turns over the original length from which a frequency is kept")
+    yarn_beta_slow: float = Field(1.0, gt=0, description="turns up to which a frequency is divided by ROPE_SCALING_FACTOR")
+    yarn_mscale: Rate = Field(1.0, description="with f = 1 + 0.1*m*ln(factor): queries and keys times f(this) / f(YARN_MSCALE_ALL_DIM)")
+    yarn_mscale_all_dim: Rate = Field(0.0, description="see YARN_MSCALE; with MULTI_LATENT_ATTENTION scores are multiplied by f(this)^2")
     tie_embeddings: bool = Field(False, description="output layer shares the weights of the embedding")
     dropout: Probability = Field(0.0, description="dropout after attention, after the MLP and on the embedding")
     attention_dropout: Probability = Field(0.0, description="dropout on attention weights")
@@ -227,6 +238,11 @@ class Config(BaseModel):
     def kv_channels(self) -> int:
         """Size of one attention head."""
         return self.head_dim or self.hidden_size // self.num_heads
+
+    @property
+    def rope_seq_len(self) -> int:
+        """ROPE_ORIGINAL_SEQ_LEN with the default of ROPE_SCALING filled in."""
+        return self.rope_original_seq_len or (8192 if self.rope_scaling == "llama3" else 4096)
 
     @property
     def expert_ffn_size(self) -> int:

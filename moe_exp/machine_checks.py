@@ -181,7 +181,8 @@ def _load_dir(c: Config) -> Iterator[str]:
 # Settings that a model has in common with the dense one whose weights it starts from.
 _DENSE_FIELDS = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_query_groups", "vocab_size", "activation", "normalization",
-    "norm_epsilon", "qk_norm", "qk_norm_scope", "add_bias_linear", "rotary_base", "tie_embeddings",
+    "norm_epsilon", "qk_norm", "qk_norm_scope", "add_bias_linear", "qkv_bias", "rotary_base",
+    "rotary_fraction", "rope_scaling", "rope_scaling_factor", "rope_original_seq_len", "tie_embeddings",
 )  # fmt: skip
 
 

@@ -50,6 +50,7 @@ def transformer_config(config: Config) -> TransformerConfig:
         layernorm_epsilon=config.norm_epsilon,
         qk_layernorm=config.qk_norm and config.qk_norm_scope == "head",
         add_bias_linear=config.add_bias_linear,
+        add_qkv_bias=config.qkv_bias,
         hidden_dropout=config.dropout,
         attention_dropout=config.attention_dropout,
         # Weights are drawn by `initialize_weights`; Megatron still has to run its own step, which marks the parameters.
@@ -62,7 +63,8 @@ def transformer_config(config: Config) -> TransformerConfig:
         pipeline_dtype=dtype,
         bias_dropout_fusion=on_gpu,
         bias_activation_fusion=on_gpu and config.activation == "swiglu",
-        apply_rope_fusion=on_gpu and use_te(config),
+        # The fused kernel knows no YaRN factor on queries and keys.
+        apply_rope_fusion=on_gpu and use_te(config) and config.rope_scaling != "yarn",
         gradient_accumulation_fusion=on_gpu and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
         **_parallel_settings(config),
         **(_moe_settings(config) if config.use_moe else {}),
@@ -70,6 +72,8 @@ def transformer_config(config: Config) -> TransformerConfig:
     )
     if config.use_moe:
         _set_beyond_megatron(settings, config)
+    if config.rope_scaling == "yarn":
+        _set_yarn(settings, config)
     return settings
 
 
@@ -129,6 +133,26 @@ def _set_beyond_megatron(settings: TransformerConfig, config: Config) -> None:
     settings.moe_aux_loss_coeff = list(losses.values()) or 0.0
 
 
+def _set_yarn(settings: TransformerConfig, config: Config) -> None:
+    """TransformerConfig has no fields for YaRN without multi-latent attention; GPTModel and Attention look for these attributes."""
+    settings.yarn_rotary_scaling_factor = config.rope_scaling_factor
+    settings.yarn_original_max_position_embeddings = config.rope_seq_len
+    settings.yarn_beta_fast, settings.yarn_beta_slow = config.yarn_beta_fast, config.yarn_beta_slow
+    settings.yarn_mscale, settings.yarn_mscale_all_dim = config.yarn_mscale, config.yarn_mscale_all_dim
+    settings.yarn_correction_range_round_to_int = True
+
+
+def _rotary_settings(config: Config) -> dict[str, Any]:
+    """GPTModel's arguments for the position embedding."""
+    return {
+        "position_embedding_type": "yarn" if config.rope_scaling == "yarn" else "rope",
+        "rotary_base": config.rotary_base,
+        "rotary_percent": config.rotary_fraction,
+        "rope_scaling": config.rope_scaling == "llama3",
+        "rope_scaling_factor": config.rope_scaling_factor,
+    }
+
+
 def _moe_options(config: Config) -> dict[str, Any]:
     """What TransformerConfig has no field for."""
     normalize = {"auto": None, "true": True, "false": False}[config.router_normalize]
@@ -178,8 +202,7 @@ def build_chunk(config: Config, settings: TransformerConfig, runtime: Runtime, v
         pre_process=pp_rank == 0 and vp_stage == 0,
         post_process=pp_rank == last and vp_stage == (config.vpp or 1) - 1,
         share_embeddings_and_output_weights=config.tie_embeddings,
-        position_embedding_type="rope",
-        rotary_base=config.rotary_base,
+        **_rotary_settings(config),
         pg_collection=runtime.groups,
         vp_stage=stage,
     )

@@ -45,7 +45,7 @@ _PACKAGES = (
 # A checkpoint of one value of these does not fit a model of another.
 _MODEL_FIELDS = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_query_groups", "head_dim", "vocab_size", "activation",
-    "normalization", "tie_embeddings", "qk_norm", "qk_norm_scope", "add_bias_linear", "use_moe",
+    "normalization", "tie_embeddings", "qk_norm", "qk_norm_scope", "add_bias_linear", "qkv_bias", "use_moe",
 )  # fmt: skip
 _MOE_FIELDS = ("num_experts", "moe_ffn_hidden_size", "moe_layer_freq", "first_k_dense", "shared_expert_size", "shared_expert_gate")
 

@@ -15,6 +15,8 @@ from relative_error import assert_equal_to
 LIMIT = 1e-5
 KINDS: dict[str, dict[str, Any]] = {
     "norm over all heads": {"qk_norm": True, "qk_norm_scope": "all"},
+    "bias, half turned": {"qkv_bias": True, "rotary_fraction": 0.5, "rope_scaling": "llama3", "rope_scaling_factor": 8, "rotary_base": 1e6},
+    "yarn": {"rope_scaling": "yarn", "rope_scaling_factor": 4, "rope_original_seq_len": 64, "normalization": "LayerNorm", "qk_norm": True},
 }
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "tp2": (2, {"tp": 2}),

@@ -34,6 +34,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "moe_norm_over_heads": {"qk_norm": True, "qk_norm_scope": "all", "head_dim": 12},
     "dense": {"use_moe": False, "num_query_groups": 4},
     "dense_biased": {"use_moe": False, "add_bias_linear": True, "normalization": "LayerNorm", "activation": "gelu", "qk_norm": True},
+    "dense_qkv_biased": {"use_moe": False, "qkv_bias": True, "rope_scaling": "yarn", "rope_scaling_factor": 4},
     "dense_tied": {"use_moe": False, "tie_embeddings": True},
 }
 LAYOUTS: dict[int, dict[str, dict[str, int]]] = {

@@ -131,7 +131,8 @@ def _expert(config: Config, etp: int = 1) -> int:
 def _attention(config: Config, tp: int) -> int:
     hidden, heads = config.hidden_size, config.num_heads * config.kv_channels // tp
     qkv = heads + 2 * config.num_query_groups * config.kv_channels // tp
-    return hidden * (qkv + heads) + _qk_norms(config, tp) + (qkv + hidden if config.add_bias_linear else 0)
+    biases = (qkv if config.add_bias_linear or config.qkv_bias else 0) + (hidden if config.add_bias_linear else 0)
+    return hidden * (qkv + heads) + _qk_norms(config, tp) + biases
 
 
 def _qk_norms(config: Config, tp: int) -> int:
