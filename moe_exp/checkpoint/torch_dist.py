@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 COMMON = "common.pt"
-_METADATA = ".metadata"
+METADATA = ".metadata"
 _BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
 # What a .metadata may be made of.
 _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner")
@@ -66,7 +66,7 @@ def read_metadata(folder: Path) -> Metadata:
     Raises:
         ValueError: where it is missing or damaged, or would run other code.
     """
-    path = folder / _METADATA
+    path = folder / METADATA
     try:
         with path.open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
@@ -76,6 +76,16 @@ def read_metadata(folder: Path) -> Metadata:
         reason = "it is missing" if isinstance(error, FileNotFoundError) else " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"{path}: cannot be used ({reason}). Fix: use another checkpoint.") from None
     return metadata
+
+
+def write_metadata(folder: Path, metadata: Metadata) -> None:
+    """Writes `.metadata`, and metadata.json, by which Megatron knows the format."""
+    with (folder / METADATA).open("wb") as file:
+        pickle.dump(metadata, file)
+        _sync(file)
+    with (folder / "metadata.json").open("w") as text:
+        json.dump(_BACKEND, text)
+        _sync(text)
 
 
 def read_common(folder: Path) -> dict[str, Any]:
@@ -262,13 +272,10 @@ class CheckpointWriter:
             if filled != math.prod(info.size):
                 raise ValueError(f"{key}: {filled} of {math.prod(info.size)} values were written.")
         metadata = Metadata({**self._tensors, **self._objects}, storage_data=self._places, storage_meta=StorageMeta(), version="1.0.0")
-        for name, write in ((COMMON, lambda file: torch.save(common, file)), (_METADATA, lambda file: pickle.dump(metadata, file))):
-            with (self.folder / name).open("wb") as file:
-                write(file)
-                _sync(file)
-        with (self.folder / "metadata.json").open("w") as text:
-            json.dump(_BACKEND, text)
-            _sync(text)
+        with (self.folder / COMMON).open("wb") as file:
+            torch.save(common, file)
+            _sync(file)
+        write_metadata(self.folder, metadata)
 
     def _write(self, index: MetadataIndex, value: Any) -> None:
         if self._file is None:
