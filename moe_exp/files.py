@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -50,11 +51,17 @@ class HashedFile:
         self._file = path.open("wb")
         self._digest = xxhash.xxh3_128()
         self._num_bytes = 0
+        self._error: OSError | None = None
 
     def write(self, data: Any) -> int:
         """Appends bytes, or whatever has their buffer."""
         self._digest.update(data)
-        num_bytes = self._file.write(data)
+        try:
+            num_bytes = self._file.write(data)
+        except OSError as error:
+            error.filename = self._file.name
+            self._error = self._error or error
+            raise
         self._num_bytes += num_bytes
         return num_bytes
 
@@ -75,11 +82,17 @@ class HashedFile:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
+            if self._error is not None:
+                raise self._error  # torch.save makes something else of it, which does not say what the system said
             if error is None:
                 self._file.flush()
                 os.fsync(self._file.fileno())
+        except OSError as failed:
+            failed.filename = self._file.name
+            raise
         finally:
-            self._file.close()
+            with contextlib.suppress(OSError):
+                self._file.close()
 
 
 def file_hash(path: Path) -> str:
