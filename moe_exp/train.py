@@ -349,9 +349,8 @@ def finish_save(saver: Saver, metrics: Metrics | None, *, is_last: bool = False)
     if saved is not None and metrics is not None:
         _report(saved, metrics)
     if saved is not None and saved.error and is_last:
-        raise SaveError(
-            f"the last checkpoint, of iteration {saved.iteration}, was not written: {saved.error}. Older ones are as they were."
-        )
+        what = f"the last checkpoint, of iteration {saved.iteration}, was not written ({saved.error})"
+        raise SaveError(f"{what}. Fix: make room; the same command then goes on from the checkpoint before.")
     return time.monotonic() - start
 
 

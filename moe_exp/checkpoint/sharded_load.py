@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing
+from torch.distributed.checkpoint.api import CheckpointException
 
 from moe_exp.checkpoint.torch_dist import read_metadata
 
@@ -26,17 +27,19 @@ def load_sharded(state: dict[str, Any], folder: Path, **options: Any) -> dict[st
         options: of `dist_checkpointing.load`.
 
     Raises:
-        ValueError: where `.metadata` or an object holds more than the format's classes, tensors and plain values.
+        ValueError: where `.metadata` or an object holds more than the format's classes, tensors and plain values, or a file or a
+            tensor is not what was asked for.
     """
     read_metadata(folder)
     try:
         with _tensors_and_plain_values():
             return dict(dist_checkpointing.load(state, str(folder), **options))
-    except Exception as error:
-        # torch.distributed.checkpoint wraps what happened on a rank into an error of all ranks.
-        if not isinstance(error, pickle.UnpicklingError) and "Weights only load failed" not in str(error):
-            raise
-        reason = "an object in it is no plain value, loading it would run code"
+    except (CheckpointException, pickle.UnpicklingError) as error:
+        # The first is no Exception but a BaseException, with what went wrong by rank.
+        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        reason = " ".join(str(cause).split())[:200]
+        if isinstance(cause, pickle.UnpicklingError):
+            reason = "an object in it is no plain value, loading it would run code"
         raise ValueError(f"checkpoint={folder}: cannot be used ({reason}). Fix: use another checkpoint.") from None
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from small_job import build_small, end_run, files_of, no_file_over, records, small_settings, start_run, write_tokens
 
 from moe_exp.checkpoint import rank_files
 from moe_exp.checkpoint.folders import Manifest, damages, iterations, latest_iteration
 from moe_exp.config import load_config
 from moe_exp.planner.params import checkpoint_bytes
 from ranks import free_port, run_on_ranks
-from small_job import build_small, end_run, files_of, no_file_over, records, small_settings, start_run, write_tokens
 
 
 def assert_whole(checkpoints: Path, expected: list[int]) -> None:
