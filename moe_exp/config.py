@@ -194,7 +194,9 @@ class Config(BaseModel):
     # Input and output
     run_dir: str = Field("runs", description="folder of all runs")
     run_name: str = Field("", description="folder of this run inside RUN_DIR; empty: built from the settings")
-    load_dir: str = Field("", description="checkpoints folder to start from; empty: the run's own")
+    load_dir: str = Field(
+        "", description="checkpoint to start from: a checkpoints folder, a run folder or the folder of one iteration; empty: the run's own"
+    )
     save_interval: NonNegative = Field(1000, description="iterations between checkpoints; 0: only at the end")
     async_save: bool = Field(False, description="training goes on while a checkpoint's files are written; the next save waits for that")
     keep_last: NonNegative = Field(0, description="the newest so many checkpoints are kept, others are removed; 0: all are kept")

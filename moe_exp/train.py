@@ -8,6 +8,7 @@ import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a 
 
 # isort: split
 import argparse
+import gc
 import logging
 import os
 import sys
@@ -144,6 +145,9 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     job = Job(config, rank, folder, trained, train_stream, valid_stream, batches, source, changes)
     progress = resume(job)
     progress.sample_order = sample_order
+    # Megatron has Python look for garbage at every save. What is there now stays, and need not be gone through.
+    gc.collect()
+    gc.freeze()
     return job, progress
 
 

@@ -36,7 +36,8 @@ def kill_and_go_on(folder: Path, num_kills: int, seed: int, **changes: Any) -> t
     write_tokens(folder)
     random_moments, out = random.Random(seed), folder / "out"
     settings = small_settings(folder, "whole", save_interval=1, **changes)
-    assert end_run(start_run(settings, out), out) == [0] * settings["gpus_per_node"]
+    whole = settings | {"keep_last": 0}
+    assert end_run(start_run(whole, out), out, timeout=900) == [0] * settings["gpus_per_node"]
     saves = [event for event in records(folder / "whole", "event") if event["event"] == "checkpoint"]
     assert len(saves) == settings["train_iters"]
     settings["run_name"], checkpoints = "killed", folder / "killed" / "checkpoints"
@@ -48,15 +49,15 @@ def kill_and_go_on(folder: Path, num_kills: int, seed: int, **changes: Any) -> t
         # From the first save of this start on.
         while len(records(folder / "killed", "event")) <= started and any(p.exitcode is None for p in processes):
             assert time.monotonic() < deadline, out.read_text()
-            time.sleep(0.002)
-        time.sleep(random_moments.uniform(0, 4 * max(save["seconds"] for save in saves)))
+            time.sleep(0.01)
+        time.sleep(random_moments.uniform(0, 3 * max(save["seconds"] for save in saves)))
         kill_run(processes)
         num_partial += any(path.suffix for path in checkpoints.glob("iter_*"))
         recover(checkpoints)
         now = check_all(checkpoints, folder / "whole" / "checkpoints")
         assert now >= reached
         reached = now
-    assert end_run(start_run(settings, out), out) == [0] * settings["gpus_per_node"]
+    assert end_run(start_run(settings, out), out, timeout=900) == [0] * settings["gpus_per_node"]
     for name in ("lm_loss", "grad_norm"):
         curves = [[record[name] for record in records(folder / run, "train")] for run in ("whole", "killed")]
         assert curves[0] == curves[1]
@@ -70,9 +71,9 @@ def test_killed_while_saving(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"async_save": True}, {"keep_last": 2}], ids=["at once", "background", "retention"])
 def test_killed_twenty_times_while_saving(changes, tmp_path, record_property):
-    ranks = {"gpus_per_node": 2, "ep": 2, "train_iters": 150}
+    ranks = {"gpus_per_node": 2, "ep": 2, "train_iters": 80}
     num_partial, last = kill_and_go_on(tmp_path, 20, seed=2, **(ranks | changes))
     record_property("kills_with_a_partial_checkpoint", num_partial)
     print(json.dumps({"kills_with_a_partial_checkpoint": num_partial}))
     assert num_partial >= 3
-    assert last == 150
+    assert last == 80
