@@ -13,7 +13,7 @@ from typing import Any
 from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.api import CheckpointException
 
-from moe_exp.checkpoint.torch_dist import read_metadata
+from moe_exp.checkpoint.torch_dist import plain_settings, read_metadata
 
 _FORCE, _FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
@@ -32,7 +32,7 @@ def load_sharded(state: dict[str, Any], folder: Path, **options: Any) -> dict[st
     """
     read_metadata(folder)
     try:
-        with _tensors_and_plain_values():
+        with _tensors_and_plain_values(), plain_settings(folder):
             return dict(dist_checkpointing.load(state, str(folder), **options))
     except (CheckpointException, pickle.UnpicklingError) as error:
         # The first is no Exception but a BaseException, with what went wrong by rank.

@@ -10,15 +10,19 @@ Nothing here runs code from a file: the pickle may name the classes of the forma
 
 from __future__ import annotations
 
+import contextlib
+import enum
+import importlib
 import io
 import json
 import math
 import os
 import pickle
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
@@ -94,7 +98,28 @@ def read_common(folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: where the file is missing or damaged, or holds more than tensors and plain values.
     """
-    return dict(_load(folder / COMMON))
+    with plain_settings(folder):
+        return dict(_load(folder / COMMON))
+
+
+def plain_settings(folder: Path) -> AbstractContextManager[None]:
+    """Inside, `weights_only` takes what common.pt of Megatron-LM has beside plain values: its arguments, and enumerations in them."""
+    found: list[Any] = []
+    try:
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(folder / COMMON)
+    except Exception:  # it is missing or damaged, as is said where it is read
+        names = []
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        if name in ("argparse.Namespace", "types.SimpleNamespace", "signal.Signals"):
+            found.append(getattr(importlib.import_module(module), attribute))
+        elif module.startswith("megatron.core."):
+            import moe_exp.megatron_cpu  # noqa: F401  # before megatron
+
+            with contextlib.suppress(ImportError):
+                value = getattr(importlib.import_module(module), attribute, None)
+                found += [value] if isinstance(value, type) and issubclass(value, enum.Enum) else []
+    return cast("AbstractContextManager[None]", torch.serialization.safe_globals(found))
 
 
 def _load(path: Path) -> Any:

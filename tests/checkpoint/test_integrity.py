@@ -7,6 +7,8 @@ import os
 import pickle
 import re
 import shutil
+import signal
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -165,6 +167,26 @@ def test_killed_before_the_first_latest_and_while_one_takes_another_place(checkp
     recover(checkpoints)
     assert sorted(path.name for path in checkpoints.iterdir()) == ["iter_0000020", "iter_0000030"]
     assert found(checkpoints) == Source(checkpoints / "iter_0000030")
+
+
+def megatrons_arguments(folder: Path) -> list[Any]:
+    from moe_exp.checkpoint.sharded_load import load_sharded
+
+    # isort: split
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.transformer.enums import AttnBackend
+
+    arguments = Namespace(lr=0.1, params_dtype=torch.bfloat16, attention_backend=AttnBackend.fused, exit_signal=signal.SIGTERM)
+    torch.save({"args": arguments, "iteration": 30}, folder / "common.pt")
+    (folder / "manifest.json").unlink()
+    assert find_source(folder, checksums=True) == Source(folder)
+    read = [CheckpointReader(folder).common(), load_sharded({"w": ShardedTensor.from_rank_offsets("weight", torch.zeros(50, 20))}, folder)]
+    assert [common["args"] == arguments for common in read] == [True, True]
+    return read[0]["iteration"]
+
+
+def test_arguments_of_megatron_lm_are_plain_values(checkpoints):
+    assert run_on_ranks(1, megatrons_arguments, checkpoints / "iter_0000030") == [30]
 
 
 class Payload:
