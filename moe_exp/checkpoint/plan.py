@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from moe_exp.checkpoint.state import CONTENT
 
+_OPTIMIZER = "optimizer.state."
 Item = tuple[MetadataIndex, Tensor | io.BytesIO]
 
 
@@ -41,9 +42,17 @@ class Plan:
     common: dict[str, Any]
     metadata: Metadata | None
 
-    def staged(self) -> "Plan":
-        """The same with copies in host memory, which no later step of training changes."""
-        return replace(self, items=[(i, data.to("cpu", copy=True) if isinstance(data, Tensor) else data) for i, data in self.items])
+    def staged(self, *, gathered: bool) -> "Plan":
+        """The same in host memory, where no later step of training changes it.
+
+        Args:
+            gathered: the optimizer is distributed. Its state is then what Megatron has gathered for this save, and not copied again.
+        """
+        return replace(self, items=[(i, data if gathered and i.fqn.startswith(_OPTIMIZER) else _copied(data)) for i, data in self.items])
+
+
+def _copied(data: Tensor | io.BytesIO) -> Tensor | io.BytesIO:
+    return data.to("cpu", copy=True) if isinstance(data, Tensor) else data
 
 
 class _PlannedItems(FileSystemWriterAsync):  # type: ignore[misc]  # Megatron has no types

@@ -114,7 +114,7 @@ class Saver:
             plan = plan_save(whole_state(self._config, self._runtime, trained, progress), self._runtime.groups.dp_cp)
         plan.common["versions"] = package_versions()
         if self._config.async_save:
-            plan = plan.staged()
+            plan = plan.staged(gathered=self._config.distributed_optimizer)
         if self._runtime.device.type == "cuda":
             torch.cuda.synchronize()  # the thread has a stream of its own
         written = self._thread.submit(write_rank_files, partial, self._runtime.rank, plan.items, plan.common)

@@ -61,6 +61,7 @@ def kill_and_go_on(folder: Path, num_kills: int, seed: int, **changes: Any) -> t
     for name in ("lm_loss", "grad_norm"):
         curves = [[record[name] for record in records(folder / run, "train")] for run in ("whole", "killed")]
         assert curves[0] == curves[1]
+    assert not [path for path in checkpoints.glob("iter_*") if path.suffix]
     return num_partial, check_all(checkpoints, folder / "whole" / "checkpoints")
 
 

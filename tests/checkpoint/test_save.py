@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import threading
 from pathlib import Path
@@ -93,6 +94,11 @@ def background(settings: dict[str, Any], port: int) -> list[float]:
     assert "File too large" in saved.error
     dist.barrier()
     assert sorted(path.name for path in checkpoints.glob("iter_*")) == ["iter_0000001"]
+    # Nor where there can be no folder.
+    nowhere = Saver(job.config, job.runtime, Path("/proc/checkpoints"))
+    nowhere.begin(job.trained, progress)
+    error = nowhere.finish().error
+    assert re.fullmatch(r"rank 0 on .*: No such file or directory: /proc/checkpoints.*", error), error
     saver.begin(job.trained, progress)
     assert saver.finish().error == ""
     return step().tolist()[:100]
@@ -110,9 +116,10 @@ def at_once(settings: dict[str, Any], port: int) -> list[float]:
     return torch.cat([parameter.detach().flatten() for parameter in job.trained.model[0].parameters()]).tolist()[:100]
 
 
-def test_in_the_background_as_at_once(tmp_path):
+@pytest.mark.parametrize("distributed", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_in_the_background_as_at_once(distributed, tmp_path):
     write_tokens(tmp_path)
-    settings = small_settings(tmp_path, "async", gpus_per_node=2, ep=2, async_save=True)
+    settings = small_settings(tmp_path, "async", gpus_per_node=2, ep=2, async_save=True, distributed_optimizer=distributed)
     weights = run_on_ranks(2, background, settings, free_port(), join=False)
     assert weights == run_on_ranks(2, at_once, settings | {"run_name": "plain"}, free_port(), join=False)
     assert latest_iteration(tmp_path / "async" / "checkpoints") == 4
@@ -136,7 +143,7 @@ def test_whole_run_in_the_background(tmp_path):
         assert one == other
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_full_disk_costs_the_checkpoint_and_not_the_run(asynchronous, tmp_path):
     write_tokens(tmp_path)
     settings = small_settings(tmp_path, "full", async_save=asynchronous, save_interval=2, train_iters=3, exit_interval=2)
@@ -228,7 +235,7 @@ def save_once(settings: dict[str, Any], port: int) -> int:
 
 @pytest.mark.parametrize(
     ("dtype", "layout"),
-    [("fp32", {"gpus_per_node": 2}), ("bf16", {"gpus_per_node": 2, "ep": 2})],
+    [pytest.param("fp32", {"gpus_per_node": 2}, marks=pytest.mark.slow), ("bf16", {"gpus_per_node": 2, "ep": 2})],
 )
 def test_bytes_on_disk_are_those_of_the_parameters_and_the_optimizer(dtype, layout, tmp_path):
     write_tokens(tmp_path)
