@@ -12,16 +12,16 @@ from megatron.core.distributed import DistributedDataParallel
 
 from moe_exp.checkpoint.folders import iteration_folder, latest_iteration
 from moe_exp.checkpoint.keys import CheckpointKeys, check_tensors
+from moe_exp.checkpoint.optimizer_state import OptimizerRequest
 from moe_exp.checkpoint.state import (
     Progress,
     Trained,
     layout,
     parameters_in_sync,
+    rng_state,
     set_rng_state,
     unwrapped,
-    weights_of,
     weights_state,
-    whole_state,
 )
 from moe_exp.checkpoint.torch_dist import read_common
 from moe_exp.config import Config
@@ -55,21 +55,23 @@ def load(config: Config, runtime: Runtime, checkpoints: Path, trained: Trained) 
         load_weights(runtime, folder, trained)
         return Progress()
     keys = CheckpointKeys.read(folder)
-    state = whole_state(config, runtime, trained, Progress(), keys)
-    check_tensors(weights_of(state), keys, folder)
-    if layout(config, runtime) != common["layout"]:
+    state = weights_state(runtime, trained.model, keys)
+    request = OptimizerRequest(trained.optimizer, state, keys)
+    state["optimizer_shards"] = request.shards
+    check_tensors(state, keys, folder)
+    if layout(config, runtime) == common["layout"]:
         # Random streams belong to tensor and pipeline ranks of one kind of device; with others they start from the seed.
-        del state["rng_state"]
+        state["rng_state"] = rng_state(runtime)
     with parameters_in_sync(trained.model):
         loaded = dist_checkpointing.load(state, str(folder))
         for index, chunk in enumerate(trained.model):
             _load_chunk(chunk, loaded[f"model{index}"])
-        trained.optimizer.load_state_dict(loaded["optimizer"])
-    trained.scheduler.load_state_dict(loaded["scheduler"])
-    if "rng_state" in loaded:
+        request.finish(common["optimizer"], trained.model)
+    trained.scheduler.load_state_dict(common["scheduler"])
+    if "rng_state" in state:
         set_rng_state(loaded["rng_state"][0])
     torch.distributed.barrier()
-    return Progress(**loaded["progress"])
+    return Progress(**common["progress"])
 
 
 def load_weights(runtime: Runtime, folder: Path, trained: Trained) -> None:
