@@ -38,9 +38,7 @@ LAYOUTS = {
     "TP2_PP2_ETP2": Layout(2, 2, 1, 2, 1),
     "PP2_VPP2": Layout(1, 2, 1, 1, 2, 2),
 }
-# In bf16 two layouts round differently from the first step on: for what that alone does, see `test_bf16_bounds_are_tight`.
-LIMITS = {"fp32": (1e-6, 1e-5), "bf16": (2e-3, 5e-2)}
-OF_LOSS = ("lm_loss", "balancing_loss", "z_loss", "params_norm", "learning_rate")
+LIMITS = dict.fromkeys(("lm_loss", "balancing_loss", "z_loss", "params_norm", "learning_rate"), 1e-6) | {"grad_norm": 1e-5}
 
 
 @pytest.fixture(scope="session")
@@ -75,6 +73,12 @@ class Matrix:
     def second_half(self, name: str) -> list[Step]:
         return self.whole[name][self.steps // 2 :]
 
+    @property
+    def between_layouts(self) -> dict[str, float]:
+        """By how much uninterrupted runs differ from that on one process, at most."""
+        found = [deviations(steps, self.whole["one"]) for steps in self.whole.values()]
+        return {name: max(of_layout[name] for of_layout in found) for name in found[0]}
+
 
 @pytest.fixture(scope="session")
 def matrix(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Callable[[str], Matrix]:
@@ -82,16 +86,12 @@ def matrix(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Callable[[st
     return cache(lambda dtype: Matrix(tmp_path_factory.mktemp(dtype), data, dtype, 20, list(LAYOUTS)))
 
 
-def check(steps: list[Step], expected: list[Step], dtype: str, record: Callable[[str, object], None] | None = None) -> None:
+def check(steps: list[Step], expected: list[Step]) -> dict[str, float]:
+    """Equal in fp32; the deviations."""
     found = deviations(steps, expected)
-    if record:
-        for name, value in found.items():
-            record(name, value)
-    of_loss, of_norm = LIMITS[dtype]
-    assert {name: found[name] for name in OF_LOSS if not found[name] <= of_loss} == {}
-    assert found["grad_norm"] <= of_norm
-    if dtype == "fp32":
-        assert [step.tokens_per_expert for step in steps] == [step.tokens_per_expert for step in expected]
+    assert {name: value for name, value in found.items() if not value <= LIMITS[name]} == {}
+    assert [step.tokens_per_expert for step in steps] == [step.tokens_per_expert for step in expected]
+    return found
 
 
 def test_short_matrix(tmp_path, data):
@@ -100,19 +100,35 @@ def test_short_matrix(tmp_path, data):
     short = Matrix(tmp_path, data, "fp32", 8, names)
     pairs = [("one", "TP2_EP2_ETP2"), ("TP2_EP2_ETP2", "PP2_VPP2"), ("PP2_VPP2", "one"), ("TP2_EP2_ETP2", "TP2_EP2_ETP2")]
     for (source, target), steps in short.resumed(pairs).items():
-        check(steps, short.second_half(target), "fp32")
+        check(steps, short.second_half(target))
         if source == target:
             assert steps == short.second_half(target)
     assert short.whole["one"][-1].lm_loss < short.whole["one"][0].lm_loss - 0.03
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", LIMITS)
 @pytest.mark.parametrize("target", LAYOUTS)
-def test_whole_matrix(target, dtype, matrix, record_property):
-    runs = matrix(dtype)
+def test_whole_matrix(target, matrix, record_property):
+    runs = matrix("fp32")
     for (source, _), steps in runs.resumed([(source, target) for source in LAYOUTS]).items():
+        for name, value in check(steps, runs.second_half(target)).items():
+            record_property(f"{name} from {source}", value)
         if source == target:
             assert steps == runs.second_half(target)
-        else:
-            check(steps, runs.second_half(target), dtype, lambda name, value, source=source: record_property(f"{source}: {name}", value))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", LAYOUTS)
+def test_whole_matrix_in_bf16(target, matrix, record_property):
+    """Layouts round differently from the first step on, so a moved run differs as uninterrupted runs of two layouts do, not more."""
+    runs = matrix("bf16")
+    limits = {name: 3 * value for name, value in runs.between_layouts.items()}
+    assert 1e-6 < limits["lm_loss"] < 3e-4
+    assert limits["grad_norm"] < 3e-3
+    for (source, _), steps in runs.resumed([(source, target) for source in LAYOUTS]).items():
+        found = deviations(steps, runs.second_half(target))
+        for name, value in found.items():
+            record_property(f"{name} from {source}", value)
+        assert {name: value for name, value in found.items() if not value <= limits[name]} == {}, source
+        if source == target:
+            assert steps == runs.second_half(target)
