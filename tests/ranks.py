@@ -9,7 +9,7 @@
 
 The function has to be one that pickle finds by its name: of a module, not inside another function. Every call starts new
 processes, so that no group or state of one test reaches another; they are forked from one process that has imported torch
-and nothing else of weight, so that a call takes a fraction of a second.
+and Megatron and done nothing else, so that a call takes a fraction of a second.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 
 _PROCESSES = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload(
-    ["torch", "torch.distributed", "pytest", "hypothesis", "moe_exp.layers.moe_layer", "moe_exp.layers.attention"]
+    ["torch", "torch.distributed", "pytest", "hypothesis", "moe_exp.layers.moe_layer", "moe_exp.layers.attention", "moe_exp.train"]
 )
 
 

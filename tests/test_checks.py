@@ -195,7 +195,7 @@ PIPELINE = [
     ),
     (
         {"pp": 4, "last_stage_layers": 2, "gpus_per_node": 4},
-        r"LAST_STAGE_LAYERS=2: leaves 2 of NUM_LAYERS=4 layers for the other 3 of PP=4 stages, .*\. Fix: give LAST_STAGE_LAYERS so that .* 3 .*",
+        r"LAST_STAGE_LAYERS=2: leaves 2 of NUM_LAYERS=4 layers for the other 3 of PP=4 stages, .*\. Fix: give LAST_STAGE_LAYERS so that .*",
     ),
     (
         {"pp": 2, "vpp": 2, "first_stage_layers": 1, "gpus_per_node": 2},

@@ -46,7 +46,7 @@ class Leg:
     settings: on top of MODEL and the data; `gpus_per_node` is the number of ranks.
     start: checkpoints folder to go on from; None: iteration 0.
     steps: iterations to make.
-    saves: iteration to the checkpoints folder that is written after it.
+    saves: iteration to the checkpoints folder that is written after it, that of the start included.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -95,9 +95,10 @@ def _run(leg: Leg, port: int) -> list[Step]:
     job = build_job(config, rank)
     progress = load(config, rank, leg.start, job.trained) if leg.start else Progress()
     interval, steps = Interval(config, rank, job.trained.model), []
-    for _ in range(leg.steps):
-        grad_norm, _ = train.train_step(job, progress, interval, count_zeros=False)
-        steps.append(_step(job, progress, interval, grad_norm))
+    for step in range(leg.steps + 1):
+        if step:
+            grad_norm, _ = train.train_step(job, progress, interval, count_zeros=False)
+            steps.append(_step(job, progress, interval, grad_norm))
         if progress.iteration in leg.saves:
             save(config, rank, leg.saves[progress.iteration], job.trained, progress)
     runtime.stop()

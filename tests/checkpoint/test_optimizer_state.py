@@ -143,3 +143,97 @@ def test_nothing_is_gathered_or_copied(tmp_path):
     # Ranges are even but for the alignment of buckets.
     assert all(0.45 < num_bytes / whole < 0.55 for num_bytes, _ in found)
     assert all(foreign == 0 for _, foreign in found)
+
+
+def loaded_as(settings: dict[str, Any], port: int, source: str, again: str) -> None:
+    """On one rank: loads, and saves what it has then."""
+    from moe_exp.checkpoint.load import load
+    from moe_exp.checkpoint.save import save
+
+    job, _, _ = _trained(settings | {"seed": 1}, port, steps=0)
+    progress = load(job.config, job.runtime, Path(source), job.trained)
+    save(job.config, job.runtime, Path(again), job.trained, progress)
+
+
+def saved_after_two_steps(settings: dict[str, Any], port: int, folder: str) -> None:
+    from moe_exp.checkpoint.save import save
+
+    job, progress, _ = _trained(settings, port)
+    save(job.config, job.runtime, Path(folder), job.trained, progress)
+
+
+SLOW = pytest.mark.slow
+DTYPES = [("fp32", "bf16", True), ("fp32", "bf16", False), ("bf16", "fp32", False), ("bf16", "fp16", True), ("bf16", "fp16", False)]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "distributed"), [("bf16", "fp32", True), *(pytest.param(*case, marks=SLOW) for case in DTYPES)]
+)
+def test_main_weights_and_moments_go_over_to_another_dtype(before, after, distributed, tmp_path):
+    """To the bit, and the model's weights are those of the optimizer in the new dtype, on every data parallel rank."""
+    settings = {"gpus_per_node": 2, "train_data": str(write_data(tmp_path)), "distributed_optimizer": distributed}
+    source, again = str(tmp_path / "source"), str(tmp_path / "again")
+    run_on_ranks(2, saved_after_two_steps, settings | {"dtype": before}, free_port(), source, join=False)
+    run_on_ranks(2, loaded_as, settings | {"dtype": after}, free_port(), source, again, join=False)
+    first, second = (CheckpointReader(Path(name) / "iter_0000002") for name in (source, again))
+    weights = [key for key in second.tensors if not key.startswith(PREFIX)]
+    assert len(weights) == 10
+    for key in weights:
+        for name in ("param", "exp_avg", "exp_avg_sq"):
+            assert torch.equal(second.read(f"{PREFIX}{name}.{key}"), first.read(f"{PREFIX}{name}.{key}")), key
+        value = second.read(key)
+        assert value.dtype == {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[after]
+        assert torch.equal(value, first.read(f"{PREFIX}param.{key}").to(value.dtype)), key
+
+
+def one_key_for_every_expert(settings: dict[str, Any], port: int, folder: str) -> bool:
+    """On one rank: writes the state under the keys of `singleton_local_shards`, and reads it back."""
+    from megatron.core import dist_checkpointing
+
+    from moe_exp.checkpoint.keys import CheckpointKeys, model_state
+    from moe_exp.checkpoint.optimizer_state import OptimizerRequest, optimizer_groups, optimizer_shards, owned_state
+    from moe_exp.checkpoint.state import sharding_metadata, unwrapped
+
+    job, _, _ = _trained(settings, port)
+    trained, expected = job.trained, _state(job)
+    metadata = sharding_metadata(job.runtime) | {"singleton_local_shards": True}
+    weights = {"model0": model_state(unwrapped(trained.model[0]), metadata)}
+    groups = optimizer_groups(trained.optimizer)
+    dist_checkpointing.save(weights | {"shards": optimizer_shards(trained.optimizer, weights)}, folder)
+    for owned in owned_state(trained.optimizer):
+        for value in (owned.parameter.detach(), *owned.values.values()):
+            value.zero_()
+    keys = CheckpointKeys.read(Path(folder))
+    weights = {"model0": model_state(unwrapped(trained.model[0]), metadata, keys)}
+    request = OptimizerRequest(trained.optimizer, weights, keys)
+    dist_checkpointing.load(weights | {"shards": request.shards}, folder)
+    request.finish(groups, trained.model)
+    return _equal(_state(job), expected)
+
+
+def test_one_key_for_every_expert(tmp_path):
+    folder = tmp_path / "singleton"
+    folder.mkdir()
+    settings = {"gpus_per_node": 2, "tp": 2, "etp": 2, "train_data": str(write_data(tmp_path))}
+    assert run_on_ranks(2, one_key_for_every_expert, settings, free_port(), str(folder), join=False) == [True, True]
+    reader = CheckpointReader(folder)
+    assert reader.tensors[f"{PREFIX}exp_avg.decoder.layers.1.mlp.experts.experts.5.linear_fc1.weight_w"].shape == (24, 32)
+
+
+def overlapping_save(settings: dict[str, Any], port: int, folder: str) -> None:
+    from megatron.core import dist_checkpointing
+
+    from moe_exp.checkpoint.state import Progress, whole_state
+
+    job, _, _ = _trained(settings, port, steps=0)
+    state = whole_state(job.config, job.runtime, job.trained, Progress())
+    if torch.distributed.get_rank():
+        state["optimizer_shards"].pop("0")
+    dist_checkpointing.save(state, folder)
+
+
+def test_values_that_nobody_writes_are_noticed(tmp_path):
+    settings = {"gpus_per_node": 2, "train_data": str(write_data(tmp_path))}
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(RankError, match="Failed to validate global plan"):
+        run_on_ranks(2, overlapping_save, settings, free_port(), str(tmp_path / "folder"), join=False)

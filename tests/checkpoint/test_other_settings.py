@@ -5,6 +5,7 @@ Each case trains 8 steps in one go with some settings, and goes on with others f
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,11 @@ def whole(folder: Path, *settings: tuple[str, Any]) -> tuple[Path, list[Step]]:
     return checkpoints, steps
 
 
-def resumed(folder: Path, before: dict[str, Any], after: dict[str, Any], **expected: Any) -> dict[str, float]:
-    """Goes on with the settings `after` on top of `before`; deviations from an uninterrupted run with `expected` on top of `before`."""
-    checkpoints, _ = whole(folder, *({"gpus_per_node": 1} | before).items())
+def resumed(folder: Path, before: dict[str, Any], after: dict[str, Any], *, same_routing: bool = True) -> dict[str, float]:
+    """Goes on with the settings `after` on top of `before`; deviations from the run that was not interrupted."""
+    checkpoints, uninterrupted = whole(folder, *({"gpus_per_node": 1} | before).items())
     (steps,) = run_legs([Leg({"train_data": str(folder / "tokens"), "gpus_per_node": 1} | before | after, checkpoints, STEPS - SAVED)])
-    _, uninterrupted = whole(folder, *({"gpus_per_node": 1} | before | expected).items())
-    assert [step.tokens_per_expert for step in steps] == [step.tokens_per_expert for step in uninterrupted[SAVED:]]
+    assert ([s.tokens_per_expert for s in steps] == [s.tokens_per_expert for s in uninterrupted[SAVED:]]) is same_routing
     return deviations(steps, uninterrupted[SAVED:])
 
 
@@ -49,8 +49,6 @@ BIAS = {"router_score": "sigmoid", "router_bias_update_rate": 0.01, "aux_loss_ty
 FIRST_DENSE = {"first_k_dense": 2, "shared_expert_size": 16, "shared_expert_gate": True, "tie_embeddings": True, "qk_norm": True}
 MIXED = {"moe_layer_freq": "0,1,0,1"}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    # A balancing loss per sequence: over a micro-batch it is another function for micro-batches of another size.
-    "micro-batch size": ({"aux_loss_type": "seq_aux_loss"}, {"mbsz": 4}),
     "moe to dmoe": ({"moe_type": "moe", "capacity_factor": 8}, {"moe_type": "dmoe", "capacity_factor": 0}),
     "dmoe to moe": ({}, {"moe_type": "moe", "capacity_factor": 8}),
     "grouped experts": ({"expert_backend": "loop"}, {"expert_backend": "torch"}),
@@ -77,3 +75,46 @@ FAST = ["moe to dmoe", "distributed optimizer off", "first dense to a stage with
 def test_goes_on(case, folder):
     before, after = CASES[case]
     check(resumed(folder, before, after))
+
+
+def test_micro_batch_size(folder):
+    """With a balancing loss per sequence: over a micro-batch it is another function for micro-batches of another size, and so is the
+    value that is shown of it."""
+    found = resumed(folder, {"aux_loss_type": "seq_aux_loss"}, {"mbsz": 4})
+    assert found.pop("balancing_loss") > 1e-4
+    check(found)
+
+
+def test_learning_rate_is_that_of_the_run_that_goes_on(folder):
+    """Of the optimizer's settings in a checkpoint nothing but the number of steps is taken."""
+    found = resumed(folder, {}, {"lr": 2e-3, "min_lr": 2e-4}, same_routing=False)
+    assert found["learning_rate"] == pytest.approx(1.0)
+    assert found["lm_loss"] > 1e-4
+
+
+# (TP, PP, micro-batch size): every one is raised in turn.
+RAISED = [(1, 1, 1), (1, 2, 1), (2, 2, 1), (2, 2, 2), (2, 4, 2), (2, 4, 4)]
+# The same with four ranks at most.
+RAISED_ON_FOUR = [(1, 1, 1), (1, 2, 1), (1, 2, 2), (2, 2, 2), (2, 2, 4), (2, 2, 8)]
+
+
+@pytest.mark.parametrize(
+    "layouts", [pytest.param(RAISED_ON_FOUR, id="four ranks"), pytest.param(RAISED, id="eight", marks=pytest.mark.slow)]
+)
+def test_first_step_after_raising_pp_tp_and_micro_batch(layouts, folder):
+    """Of a 176B run that went on at PP=72 with a loss of 2.04 where 1.94 was expected. Each layout goes on from what the one before
+    has written again, without a step in between."""
+    settings = {"train_data": str(folder / "tokens"), "aux_loss_type": "seq_aux_loss"}
+    checkpoints, expected = whole(folder, ("gpus_per_node", 1), ("aux_loss_type", "seq_aux_loss"))
+    legs = []
+    for tp, pp, mbsz in layouts:
+        again = folder / f"raised_{len(layouts)}_{tp}_{pp}_{mbsz}_of_{layouts[-1]}"
+        legs.append(Leg(settings | {"gpus_per_node": tp * pp, "tp": tp, "pp": pp, "mbsz": mbsz}, checkpoints, 1, {SAVED: again}))
+        checkpoints = again
+    by_ranks = itertools.groupby(legs, lambda leg: leg.config.world_size)
+    steps = [steps for _, same in by_ranks for steps in run_legs(list(same))]
+    assert len(steps) == 6
+    for (step,) in steps:
+        assert step.lm_loss == pytest.approx(expected[SAVED].lm_loss, rel=1e-6)
+        assert step.grad_norm == pytest.approx(expected[SAVED].grad_norm, rel=1e-5)
+        assert step.params_norm == pytest.approx(expected[SAVED].params_norm, rel=1e-6)
