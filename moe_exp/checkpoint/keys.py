@@ -27,6 +27,8 @@ from moe_exp.checkpoint.torch_dist import CheckpointReader
 
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 _LAYER = re.compile(r"decoder\.layers\.\d+\.")
+# Of global_aux_loss. Where another loss takes its place, or it that of another, they are left out, or begin at zero.
+BATCH_STATISTICS = ".global_tokens_per_expert"
 _SINGLE = re.compile(r"\.experts\.\d+\.|\.linear_fc1\.(weight|bias)_w$")
 
 
@@ -73,7 +75,13 @@ def model_state(model: GPTModel, metadata: Mapping[str, Any], keys: CheckpointKe
     state |= _layer_state(model, metadata, stacked=keys.layers_are_stacked)
     for value in state.values():
         value.key = _present(value.key, keys)
-    return {name: value for name, value in state.items() if not isinstance(value, ShardedObject) or value.unique_key in keys.objects}
+    return {name: value for name, value in state.items() if not _is_left_out(value, keys)}
+
+
+def _is_left_out(value: Any, keys: CheckpointKeys) -> bool:
+    if isinstance(value, ShardedObject):
+        return value.unique_key not in keys.objects
+    return value.key.endswith(BATCH_STATISTICS) and value.key not in keys.tensors
 
 
 def _layer_state(model: GPTModel, metadata: Mapping[str, Any], *, stacked: bool) -> dict[str, Any]:
@@ -103,7 +111,8 @@ def check_tensors(state: Mapping[str, Any], keys: CheckpointKeys, folder: Path) 
     torch.distributed.all_gather_object(gathered, set(_needed(state)))
     needed = {key: (shape, is_padded) for key, shape, is_padded in set().union(*gathered)}
     found = {**keys.tensors, **keys.optimizer}
-    for what, names in (("has no", set(needed) - set(found)), ("has, unlike the model,", set(keys.tensors) - set(needed))):
+    unused = {key for key in set(keys.tensors) - set(needed) if not key.endswith(BATCH_STATISTICS)}
+    for what, names in (("has no", set(needed) - set(found)), ("has, unlike the model,", unused)):
         if names:
             first = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             raise ValueError(f"checkpoint={folder}: {what} {first}. Fix: give the model the settings of the one in the checkpoint.")

@@ -11,7 +11,8 @@ from megatron.core import dist_checkpointing
 from megatron.core.distributed import DistributedDataParallel
 
 from moe_exp.checkpoint.folders import iteration_folder, latest_iteration
-from moe_exp.checkpoint.keys import CheckpointKeys, check_tensors
+from moe_exp.checkpoint.keys import BATCH_STATISTICS, CheckpointKeys, check_tensors
+from moe_exp.checkpoint.model_changes import refuse_other_model
 from moe_exp.checkpoint.optimizer_state import OptimizerRequest
 from moe_exp.checkpoint.state import (
     Progress,
@@ -44,6 +45,7 @@ def load(config: Config, runtime: Runtime, checkpoints: Path, trained: Trained) 
     Of a checkpoint that Megatron-LM wrote, it takes the weights alone and starts at iteration 0.
 
     Raises:
+        ConfigError: when it is of another model, see `model_changes`; nothing is loaded then.
         ValueError: when the folder has none, or its parameters are not those of the model.
     """
     iteration = latest_iteration(checkpoints)
@@ -54,6 +56,7 @@ def load(config: Config, runtime: Runtime, checkpoints: Path, trained: Trained) 
     if "progress" not in common:
         load_weights(runtime, folder, trained)
         return Progress()
+    refuse_other_model(config, common["config"], f"the checkpoint at iteration {common['progress']['iteration']} of {folder.parent}")
     keys = CheckpointKeys.read(folder)
     state = weights_state(runtime, trained.model, keys)
     request = OptimizerRequest(trained.optimizer, state, keys)
@@ -93,7 +96,8 @@ def load_weights(runtime: Runtime, folder: Path, trained: Trained) -> None:
 
 def _load_chunk(chunk: DistributedDataParallel, state: dict[str, Any]) -> None:
     """Loads the parameters of one model chunk; strict, but for what Transformer Engine keeps in `_extra_state`."""
-    differing = sorted(name for name in set(unwrapped(chunk).state_dict()) ^ set(state) if not name.endswith("_extra_state"))
+    optional = ("_extra_state", BATCH_STATISTICS)
+    differing = sorted(name for name in set(unwrapped(chunk).state_dict()) ^ set(state) if not name.endswith(optional))
     if differing:
         names = ", ".join(differing[:5]) + (f" and {len(differing) - 5} more" if len(differing) > 5 else "")
         raise ValueError(f"checkpoint: it and the model disagree on the parameters {names}. Fix: resume with the same model.")

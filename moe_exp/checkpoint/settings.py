@@ -16,7 +16,8 @@ logger = logging.getLogger(__name__)
 # How the run was spread over machines, which says nothing about the model.
 _LAYOUT: dict[str, Any] = {
     "nnodes": 1, "node_rank": 0, "gpus_per_node": 1, "master_addr": "localhost", "threads_per_rank": 0,
-    "tp": 1, "pp": 1, "first_stage_layers": 0, "last_stage_layers": 0, "vpp": None, "ep": 1, "etp": 1, "cp": 1, "dispatcher": "auto", "num_workers": 0,
+    "tp": 1, "pp": 1, "vpp": None, "ep": 1, "etp": 1, "cp": 1, "dispatcher": "auto", "num_workers": 0,
+    "first_stage_layers": 0, "last_stage_layers": 0,
 }  # fmt: skip
 
 
