@@ -9,7 +9,7 @@
 
 The function has to be one that pickle finds by its name: of a module, not inside another function. Every call starts new
 processes, so that no group or state of one test reaches another; they are forked from one process that has imported torch
-and Megatron and done nothing else, so that a call takes a fraction of a second.
+and this package, so that a call takes a fraction of a second.
 """
 
 from __future__ import annotations
