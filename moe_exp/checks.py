@@ -10,6 +10,10 @@ import math
 from collections.abc import Iterator
 
 from moe_exp.config import Config, problem
+from moe_exp.divisors import choices as _choices
+from moe_exp.divisors import divisors as _divisors
+from moe_exp.divisors import multiples as _multiples
+from moe_exp.divisors import must_divide as _must_divide
 from moe_exp.machine_checks import check_environment, check_files, check_machine
 
 __all__ = ["check_config", "check_environment", "check_files", "check_machine"]
@@ -30,30 +34,6 @@ def check_config(config: Config) -> list[str]:
         *_schedule(config),
         *_data(config),
     ]
-
-
-def _choices(values: list[int]) -> str:
-    return str(values[0]) if len(values) == 1 else "one of " + ", ".join(map(str, values))
-
-
-def _divisors(number: int, near: int) -> list[int]:
-    """The divisors of a number, at most the eight around `near`."""
-    divisors = [d for d in range(1, number + 1) if number % d == 0]
-    return sorted(sorted(divisors, key=lambda d: abs(d - near))[:8])
-
-
-def _multiples(step: int, near: int) -> str:
-    """'24 or 32': the multiples of `step` around `near`."""
-    below = near // step * step
-    return " or ".join(str(x) for x in (below, below + step) if x > 0)
-
-
-def _must_divide(config: Config, name: str, whole_name: str, whole: int) -> Iterator[str]:
-    """One problem when setting `name` does not divide `whole`."""
-    value = getattr(config, name)
-    if whole % value:
-        fix = f"set {name.upper()} to {_choices(_divisors(whole, value))}"
-        yield problem(name, value, f"does not divide {whole_name}={whole}", fix)
 
 
 def _model(c: Config) -> Iterator[str]:
