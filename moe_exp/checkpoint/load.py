@@ -56,7 +56,7 @@ def load(config: Config, runtime: Runtime, checkpoints: Path, trained: Trained) 
     if "progress" not in common:
         load_weights(runtime, folder, trained)
         return Progress()
-    refuse_other_model(config, common["config"], f"the checkpoint at iteration {common['progress']['iteration']} of {folder.parent}")
+    _refuse_other_model(config, folder, common)
     keys = CheckpointKeys.read(folder)
     state = weights_state(runtime, trained.model, keys)
     request = OptimizerRequest(trained.optimizer, state, keys)
@@ -75,6 +75,26 @@ def load(config: Config, runtime: Runtime, checkpoints: Path, trained: Trained) 
         set_rng_state(loaded["rng_state"][0])
     torch.distributed.barrier()
     return Progress(**common["progress"])
+
+
+def compare_model(config: Config, folder: Path) -> None:
+    """That a checkpoint is of the model that `config` describes, before that is built; `load` looks as well.
+
+    Args:
+        config: of this run.
+        folder: of one iteration. Of one that Megatron-LM wrote nothing is known but its tensors.
+
+    Raises:
+        ConfigError: when it is of another model.
+    """
+    common = read_common(folder)
+    if "progress" in common:
+        _refuse_other_model(config, folder, common)
+
+
+def _refuse_other_model(config: Config, folder: Path, common: dict[str, Any]) -> None:
+    name = f"the checkpoint at iteration {common['progress']['iteration']} of {folder.parent}"
+    refuse_other_model(config, common["config"], name)
 
 
 def load_weights(runtime: Runtime, folder: Path, trained: Trained) -> None:

@@ -41,6 +41,7 @@ from moe_exp.checkpoint.boxes import Box, box_at, boxes_of_range, first_value, i
 from moe_exp.checkpoint.keys import CheckpointKeys
 
 STATE = ("param", "exp_avg", "exp_avg_sq")
+_MAIN_WEIGHTS = ("optimizer.state.param.", "optimizer.state.fp32_param.")
 
 
 @dataclass(frozen=True)
@@ -193,14 +194,19 @@ class OptimizerRequest:
     def __init__(self, optimizer: MegatronOptimizer, weights: Mapping[str, Any], keys: CheckpointKeys):
         self.optimizer = optimizer
         self._main_weights: list[tuple[Tensor, Tensor]] = []
-        owned_parts = ((self._with_own_weights(owned), pieces) for owned, pieces in _described(optimizer, weights))
-        self.shards = _numbered(shard for owned, pieces in owned_parts for shard in _shards(owned, pieces, partial(_present, keys)))
+        self._has_main_weights = any(key.startswith(_MAIN_WEIGHTS) for key in keys.optimizer)
+        asked = ((self._asked(owned), pieces) for owned, pieces in _described(optimizer, weights))
+        self.shards = _numbered(shard for owned, pieces in asked for shard in _shards(owned, pieces, partial(_present, keys)))
 
-    def _with_own_weights(self, owned: Owned) -> Owned:
+    def _asked(self, owned: Owned) -> Owned:
+        main = owned.values["param"]
+        others = {name: value for name, value in owned.values.items() if name != "param"}
+        if not self._has_main_weights:
+            self._main_weights.append((main, owned.parameter.detach().view(-1)[owned.start : owned.stop]))
+            return replace(owned, values=others)
         # In fp32 the main weights are the model's own. Those of a bf16 checkpoint are read for both, and which would be read last?
-        loaded = torch.empty_like(owned.values["param"])
-        self._main_weights.append((owned.values["param"], loaded))
-        return replace(owned, values={**owned.values, "param": loaded})
+        self._main_weights.append((main, torch.empty_like(main)))
+        return replace(owned, values={"param": self._main_weights[-1][1], **others})
 
     @torch.no_grad()
     def finish(self, saved: Any, model: list[DistributedDataParallel]) -> None:
@@ -254,9 +260,9 @@ def _written(name: str, key: str) -> str:
 
 
 def _present(keys: CheckpointKeys, name: str, key: str) -> str:
-    """Main weights have another name without the distributed optimizer in versions before 2026-12, and in fp32 they were the weights."""
-    names = [_written(name, key)] + ([_written("fp32_param", key), key] if name == "param" else [])
-    return next((name for name in names if name in keys.optimizer or name in keys.tensors), names[0])
+    """Without the distributed optimizer main weights have another name in versions before 2026-12, and in fp32 there were none."""
+    before = _written("fp32_param", key)
+    return before if name == "param" and before in keys.optimizer else _written(name, key)
 
 
 def _shards(owned: Owned, pieces: list[_Piece], key_of: Callable[[str, str], str]) -> Iterator[ShardedTensor]:

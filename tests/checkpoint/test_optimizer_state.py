@@ -237,3 +237,31 @@ def test_values_that_nobody_writes_are_noticed(tmp_path):
     (tmp_path / "folder").mkdir()
     with pytest.raises(RankError, match="Failed to validate global plan"):
         run_on_ranks(2, overlapping_save, settings, free_port(), str(tmp_path / "folder"), join=False)
+
+
+def of_an_older_version(settings: dict[str, Any], ports: list[int], folder: str) -> bool:
+    """On one rank: what Megatron writes without its distributed optimizer, as this package did before 2026-12, is read into it."""
+    from moe_exp import runtime
+    from moe_exp.checkpoint.load import load
+
+    job, progress, _ = _trained(settings | {"distributed_optimizer": False}, ports[0])
+    expected = _state(job)
+    _save_as_megatron_does(job, progress, Path(folder) / "iter_0000002")
+    steps = [group["step"] for group in job.trained.optimizer.param_groups]
+    runtime.stop()
+    fresh, _, _ = _trained(settings | {"seed": 1}, ports[1], steps=0)
+    load(fresh.config, fresh.runtime, Path(folder), fresh.trained)
+    return _equal(_sorted(_state(fresh)), _sorted(expected)) and [group["step"] for group in fresh.trained.optimizer.param_groups] == steps
+
+
+def _sorted(state: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Flat, in an order that does not depend on that of the optimizer."""
+    return sorted((value.flatten() for value in state), key=lambda value: (str(value.dtype), value.numel(), value.tolist()))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=SLOW)])
+def test_checkpoint_of_an_older_version_without_the_distributed_optimizer(dtype, tmp_path):
+    settings = {"gpus_per_node": 1, "dtype": dtype, "train_data": str(write_data(tmp_path))}
+    ports = [free_port(), free_port()]
+    assert run_on_ranks(1, of_an_older_version, settings, ports, str(tmp_path / "old"), join=False) == [True]
+    assert not any(key.startswith(f"{PREFIX}param.") for key in CheckpointReader(tmp_path / "old" / "iter_0000002").tensors)
