@@ -49,9 +49,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Matrix:
     """Runs of every layout, saved half way, and from each of those on under the others. Layouts of equally many ranks share processes."""
 
-    def __init__(self, folder: Path, data: Path, dtype: str, steps: int, layouts: list[str]):
-        self.folder, self.steps, self.layouts = folder, steps, layouts
-        self.settings = {name: {"train_data": str(data), "dtype": dtype, **LAYOUTS[name].settings} for name in layouts}
+    def __init__(self, folder: Path, data: Path, dtype: str, steps: int, layouts: dict[str, Layout]):
+        self.folder, self.steps = folder, steps
+        self.settings = {name: {"train_data": str(data), "dtype": dtype, **layout.settings} for name, layout in layouts.items()}
         self.whole = self._all({name: Leg(self.settings[name], None, steps, {steps // 2: folder / name}) for name in layouts})
 
     def _all(self, legs: dict[str, Leg]) -> dict[str, list[Step]]:
@@ -83,7 +83,7 @@ class Matrix:
 @pytest.fixture(scope="session")
 def matrix(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Callable[[str], Matrix]:
     """Of a dtype: all layouts, 20 steps."""
-    return cache(lambda dtype: Matrix(tmp_path_factory.mktemp(dtype), data, dtype, 20, list(LAYOUTS)))
+    return cache(lambda dtype: Matrix(tmp_path_factory.mktemp(dtype), data, dtype, 20, LAYOUTS))
 
 
 def check(steps: list[Step], expected: list[Step]) -> dict[str, float]:
@@ -95,14 +95,12 @@ def check(steps: list[Step], expected: list[Step]) -> dict[str, float]:
 
 
 def test_short_matrix(tmp_path, data):
-    """Into expert parallelism and out of it, tensor parallel ranks with parts of gated experts, virtual stages; and the same layout."""
-    names = ["one", "TP2_EP2_ETP2", "PP2_VPP2"]
-    short = Matrix(tmp_path, data, "fp32", 8, names)
-    pairs = [("one", "TP2_EP2_ETP2"), ("TP2_EP2_ETP2", "PP2_VPP2"), ("PP2_VPP2", "one"), ("TP2_EP2_ETP2", "TP2_EP2_ETP2")]
-    for (source, target), steps in short.resumed(pairs).items():
+    """Into expert parallelism and out of it, tensor parallel ranks with parts of gated experts, virtual stages."""
+    layouts = {name: LAYOUTS[name] for name in ("one", "TP2_EP2_ETP2")} | {"PP2_VPP2": LAYOUTS["PP2_VPP2"]._replace(dp=1)}
+    short = Matrix(tmp_path, data, "fp32", 8, layouts)
+    pairs = [("one", "TP2_EP2_ETP2"), ("TP2_EP2_ETP2", "PP2_VPP2"), ("PP2_VPP2", "one")]
+    for (_, target), steps in short.resumed(pairs).items():
         check(steps, short.second_half(target))
-        if source == target:
-            assert steps == short.second_half(target)
     assert short.whole["one"][-1].lm_loss < short.whole["one"][0].lm_loss - 0.03
 
 
