@@ -66,10 +66,8 @@ class Owned:
 def owned_state(optimizer: MegatronOptimizer) -> Iterator[Owned]:
     """What this rank keeps, of every part of a chain of optimizers (dense parameters, experts)."""
     for part in optimizer.chained_optimizers:
-        if isinstance(part, DistributedOptimizer):
-            yield from _distributed(part)
-        elif not part.is_stub_optimizer:
-            yield from _whole(part)
+        if not part.is_stub_optimizer:
+            yield from _distributed(part) if isinstance(part, DistributedOptimizer) else _whole(part)
 
 
 def _distributed(part: DistributedOptimizer) -> Iterator[Owned]:
@@ -129,8 +127,11 @@ def _pieces(parameter: Tensor, described: ShardedTensor | ShardedTensorFactory) 
     pieces = []
     for shard in nested_values(built):
         view = shard.data
-        assert view.untyped_storage()._cdata == probe.untyped_storage()._cdata, f"{shard.key}: is no view of its parameter"
-        sizes = (1,) * (len(shape) - view.dim()) + tuple(view.shape)
+        num_dropped = len(shape) - view.dim()
+        is_box = all(size == 1 or a == b for size, a, b in zip(view.shape, view.stride(), probe.stride()[num_dropped:], strict=True))
+        is_view = view.untyped_storage()._cdata == probe.untyped_storage()._cdata
+        assert is_box and is_view, f"{shard.key}: is no box of its parameter"
+        sizes = (1,) * num_dropped + tuple(view.shape)
         pieces.append(_Piece(box_at(view.storage_offset(), sizes, shape), shard))
     assert sum(piece.box.num_values for piece in pieces) == math.prod(shape), f"{described.key}: its pieces do not fill it"
     return pieces
@@ -204,9 +205,12 @@ class OptimizerRequest:
         if not self._has_main_weights:
             self._main_weights.append((main, owned.parameter.detach().view(-1)[owned.start : owned.stop]))
             return replace(owned, values=others)
-        # In fp32 the main weights are the model's own. Those of a bf16 checkpoint are read for both, and which would be read last?
-        self._main_weights.append((main, torch.empty_like(main)))
-        return replace(owned, values={"param": self._main_weights[-1][1], **others})
+        if main.untyped_storage().data_ptr() != owned.parameter.untyped_storage().data_ptr():
+            return owned
+        # In fp32 they are the model's weights. Of a bf16 checkpoint both would be read into them, in an order that nobody knows.
+        loaded = torch.empty_like(main)
+        self._main_weights.append((main, loaded))
+        return replace(owned, values={"param": loaded, **others})
 
     @torch.no_grad()
     def finish(self, saved: Any, model: list[DistributedDataParallel]) -> None:
