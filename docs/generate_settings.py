@@ -27,6 +27,8 @@ MEGATRON_FLAGS = {
     "master_addr": "torchrun --master-addr",
     "master_port": "torchrun --master-port",
     "num_heads": "--num-attention-heads",
+    "first_stage_layers": "--decoder-first-pipeline-num-layers",
+    "last_stage_layers": "--decoder-last-pipeline-num-layers",
     "num_query_groups": "--group-query-attention --num-query-groups",
     "head_dim": "--kv-channels",
     "multi_latent_attention": "--multi-latent-attention",

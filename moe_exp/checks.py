@@ -11,6 +11,10 @@ from collections.abc import Iterator
 
 from moe_exp.attention_checks import check_attention
 from moe_exp.config import Config, problem
+from moe_exp.divisors import choices as _choices
+from moe_exp.divisors import divisors as _divisors
+from moe_exp.divisors import multiples as _multiples
+from moe_exp.divisors import must_divide as _must_divide
 from moe_exp.machine_checks import check_environment, check_files, check_machine
 
 __all__ = ["check_config", "check_environment", "check_files", "check_machine"]
@@ -33,30 +37,6 @@ def check_config(config: Config) -> list[str]:
         *_data(config),
         *_retention(config),
     ]
-
-
-def _choices(values: list[int]) -> str:
-    return str(values[0]) if len(values) == 1 else "one of " + ", ".join(map(str, values))
-
-
-def _divisors(number: int, near: int) -> list[int]:
-    """The divisors of a number, at most the eight around `near`."""
-    divisors = [d for d in range(1, number + 1) if number % d == 0]
-    return sorted(sorted(divisors, key=lambda d: abs(d - near))[:8])
-
-
-def _multiples(step: int, near: int) -> str:
-    """'24 or 32': the multiples of `step` around `near`."""
-    below = near // step * step
-    return " or ".join(str(x) for x in (below, below + step) if x > 0)
-
-
-def _must_divide(config: Config, name: str, whole_name: str, whole: int) -> Iterator[str]:
-    """One problem when setting `name` does not divide `whole`."""
-    value = getattr(config, name)
-    if whole % value:
-        fix = f"set {name.upper()} to {_choices(_divisors(whole, value))}"
-        yield problem(name, value, f"does not divide {whole_name}={whole}", fix)
 
 
 def _model(c: Config) -> Iterator[str]:
@@ -272,7 +252,10 @@ def _tensor_parallel(c: Config) -> Iterator[str]:
 
 
 def _pipeline(c: Config) -> Iterator[str]:
-    yield from _must_divide(c, "pp", "NUM_LAYERS", c.num_layers)
+    if c.first_stage_layers or c.last_stage_layers:
+        yield from _uneven_stages(c)
+    else:
+        yield from _must_divide(c, "pp", "NUM_LAYERS", c.num_layers)
     if c.vpp is None:
         return
     if c.pp == 1:
@@ -280,12 +263,37 @@ def _pipeline(c: Config) -> Iterator[str]:
         return
     if c.vpp == 1:
         yield problem("vpp", 1, "one model chunk per rank leaves nothing to interleave", "set VPP=none or VPP to at least 2")
-    if c.num_layers % c.pp == 0 and c.num_layers // c.pp % c.vpp:
+    if c.first_stage_layers or c.last_stage_layers:
+        odd = next((layers for layers in c.stage_layers if layers % c.vpp), None)
+        if odd is not None:
+            rule = f"does not divide the {odd} layers of a stage (NUM_LAYERS={c.num_layers} over the stages as {_plus(c.stage_layers)})"
+            yield problem("vpp", c.vpp, rule, "set VPP=none, or give every stage a multiple of VPP layers")
+    elif c.num_layers % c.pp == 0 and c.num_layers // c.pp % c.vpp:
         yield from _must_divide(c, "vpp", "NUM_LAYERS/PP", c.num_layers // c.pp)
     # Megatron asks for the remainder of micro-batches by its group size, which is PP, to be 0 or at least PP: so 0.
     if _replicas(c) and (step := c.mbsz * _replicas(c)) and c.gbsz % step == 0 and c.num_microbatches % c.pp:
         rule = f"the interleaved schedule needs micro-batches in multiples of PP={c.pp}, but GBSZ / (MBSZ*DP) is {c.num_microbatches}"
         yield problem("vpp", c.vpp, rule, f"set GBSZ to {_multiples(step * c.pp, c.gbsz)}, or VPP=none")
+
+
+def _uneven_stages(c: Config) -> Iterator[str]:
+    """FIRST_STAGE_LAYERS and LAST_STAGE_LAYERS leave whole layers, and at least one, for every other stage."""
+    given = {name: getattr(c, name) for name in ("first_stage_layers", "last_stage_layers") if getattr(c, name)}
+    (name, value), left = next(iter(given.items())), c.num_layers - sum(given.values())
+    others = c.pp - len(given)
+    if c.pp == 1:
+        yield problem(name, value, "there is one stage, PP=1", f"set PP to at least 2, or {name.upper()}=0")
+    elif others == 0 and left:
+        rule = f"FIRST_STAGE_LAYERS + LAST_STAGE_LAYERS = {_plus(list(given.values()))} is not NUM_LAYERS={c.num_layers}"
+        yield problem(name, value, rule, "set one of the two to 0: it gets what the other leaves")
+    elif others and (left < others or left % others):
+        rule = f"leaves {left} of NUM_LAYERS={c.num_layers} layers for the other {others} of PP={c.pp} stages, which get equally many"
+        fix = f"give {' and '.join(map(str.upper, given))} so that a multiple of {others} is left"
+        yield problem(name, value, rule, fix)
+
+
+def _plus(numbers: list[int]) -> str:
+    return "+".join(map(str, numbers))
 
 
 def _replicas(c: Config) -> int:

@@ -165,6 +165,12 @@ class Config(BaseModel):
     # Parallelism
     tp: Positive = Field(1, description="tensor parallel size")
     pp: Positive = Field(1, description="pipeline parallel size")
+    first_stage_layers: NonNegative = Field(
+        0, description="layers of the first pipeline stage, which has the embedding as well; 0: as many as the others"
+    )
+    last_stage_layers: NonNegative = Field(
+        0, description="layers of the last pipeline stage, which has the output layer and the loss as well; 0: as many as the others"
+    )
     vpp: OptionalPositive = Field(None, description="model chunks per pipeline rank (interleaved schedule), or none")
     ep: Positive = Field(1, description="expert parallel size")
     etp: Positive = Field(1, description="expert tensor parallel size")
@@ -219,6 +225,9 @@ class Config(BaseModel):
     load_dir: str = Field(
         "", description="checkpoint to start from: a checkpoints folder, a run folder or the folder of one iteration; empty: the run's own"
     )
+    allow_other_model: bool = Field(
+        False, description="go on from a checkpoint of a model that computes otherwise (router, norms, rotary base), with the same shapes"
+    )
     save_interval: NonNegative = Field(1000, description="iterations between checkpoints; 0: only at the end")
     async_save: bool = Field(False, description="training goes on while a checkpoint's files are written; the next save waits for that")
     keep_last: NonNegative = Field(0, description="the newest so many checkpoints are kept, others are removed; 0: all are kept")
@@ -243,6 +252,14 @@ class Config(BaseModel):
     def data_parallel_size(self) -> int:
         """Replicas of the dense part of the model."""
         return self.world_size // (self.tp * self.pp * self.cp)
+
+    @property
+    def stage_layers(self) -> list[int]:
+        """Layers of every pipeline stage, those of all its model chunks together."""
+        first, last = self.first_stage_layers, self.last_stage_layers
+        others = self.pp - bool(first) - bool(last)
+        each = (self.num_layers - first - last) // others if others > 0 else 0
+        return [first or each, *[each] * (self.pp - 2), last or each][: self.pp]
 
     @property
     def num_microbatches(self) -> int:

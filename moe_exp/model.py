@@ -84,6 +84,7 @@ def _parallel_settings(config: Config) -> dict[str, Any]:
         "tensor_model_parallel_size": config.tp,
         "pipeline_model_parallel_size": config.pp,
         "virtual_pipeline_model_parallel_size": config.vpp,
+        **_uneven_stages(config),
         "context_parallel_size": config.cp,
         # A dense model is trained with the settings of the MoE that it is compared with: EP and ETP do not concern it.
         "expert_model_parallel_size": config.ep if config.use_moe else 1,
@@ -95,6 +96,14 @@ def _parallel_settings(config: Config) -> dict[str, Any]:
         # gloo still sends from a tensor when Megatron frees its storage: with overlapped p2p the next stage would get garbage.
         "deallocate_pipeline_outputs": torch.cuda.is_available(),
     }
+
+
+def _uneven_stages(config: Config) -> dict[str, int]:
+    if not (config.first_stage_layers or config.last_stage_layers):
+        return {}
+    stages = {"num_layers_in_first_pipeline_stage": config.stage_layers[0]}
+    # With two stages the second is what is left: given both, Megatron divides by the number of stages between them.
+    return stages | ({"num_layers_in_last_pipeline_stage": config.stage_layers[-1]} if config.pp > 2 else {})
 
 
 def _moe_settings(config: Config) -> dict[str, Any]:

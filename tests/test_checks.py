@@ -236,6 +236,19 @@ PARALLEL = [
 
 PIPELINE = [
     ({"pp": 3, "gpus_per_node": 3}, r"PP=3: does not divide NUM_LAYERS=4\. Fix: set PP to one of 1, 2, 4\."),
+    ({"first_stage_layers": 2}, r"FIRST_STAGE_LAYERS=2: there is one stage, PP=1\. Fix: set PP to at least 2, or FIRST_STAGE_LAYERS=0\."),
+    (
+        {"pp": 2, "first_stage_layers": 1, "last_stage_layers": 2, "gpus_per_node": 2},
+        r"FIRST_STAGE_LAYERS=1: FIRST_STAGE_LAYERS \+ LAST_STAGE_LAYERS = 1\+2 is not NUM_LAYERS=4\. Fix: set one of the two to 0: .*",
+    ),
+    (
+        {"pp": 4, "last_stage_layers": 2, "gpus_per_node": 4},
+        r"LAST_STAGE_LAYERS=2: leaves 2 of NUM_LAYERS=4 layers for the other 3 of PP=4 stages, .*\. Fix: give LAST_STAGE_LAYERS so that .*",
+    ),
+    (
+        {"pp": 2, "vpp": 2, "first_stage_layers": 1, "gpus_per_node": 2},
+        r"VPP=2: does not divide the 1 layers of a stage \(NUM_LAYERS=4 over the stages as 1\+3\)\. Fix: set VPP=none, or .*",
+    ),
     ({"vpp": 2}, r"VPP=2: interleaved stages need a pipeline, but PP=1\. Fix: set VPP=none or PP to at least 2\."),
     ({"pp": 2, "vpp": 3, "gpus_per_node": 2}, r"VPP=3: does not divide NUM_LAYERS/PP=2\. Fix: set VPP to one of 1, 2\."),
     (

@@ -63,7 +63,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 LAYOUTS: dict[int, dict[str, dict[str, int]]] = {
     1: {"one": {}},
-    2: {"tp2": {"tp": 2}, "pp2_vpp2": {"pp": 2, "vpp": 2}, "ep2": {"ep": 2}},
+    2: {"tp2": {"tp": 2}, "pp2_vpp2": {"pp": 2, "vpp": 2}, "ep2": {"ep": 2}, "pp2_first1": {"pp": 2, "first_stage_layers": 1}},
+    3: {"pp3_last2": {"pp": 3, "last_stage_layers": 2}},
     4: {
         "ep4": {"ep": 4},
         "tp2_pp2": {"tp": 2, "pp": 2},

@@ -3,6 +3,9 @@
 folders.py     where they lie, their manifest, which of them are complete; no torch
 torch_dist.py  reads and writes the format's files piece by piece, without ranks
 keys.py        Megatron's names of the tensors of a model, and the model's state under them
+boxes.py       ranges of a tensor's values as boxes; no torch
+optimizer_state.py  the optimizer's state as shards of whole tensors, one form under every optimizer
+model_changes.py  settings that a checkpoint does not go on with; no torch
 state.py       everything that is saved: weights, optimizer, schedule, random streams, progress
 save.py        saves; called by every rank
 load.py        loads under whatever layout; called by every rank

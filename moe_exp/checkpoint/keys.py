@@ -27,21 +27,26 @@ from moe_exp.checkpoint.torch_dist import CheckpointReader
 
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 _LAYER = re.compile(r"decoder\.layers\.\d+\.")
+# Of global_aux_loss. Where another loss takes its place, or it that of another, they are left out, or begin at zero.
+BATCH_STATISTICS = ".global_tokens_per_expert"
 _SINGLE = re.compile(r"\.experts\.\d+\.|\.linear_fc1\.(weight|bias)_w$")
 
 
 @dataclass(frozen=True)
 class CheckpointKeys:
-    """What a checkpoint holds: keys of `tensors`, those of the optimizer left out, and unique keys of `objects`."""
+    """What a checkpoint holds: `tensors` of the model and of the `optimizer` by key, with their shapes; unique keys of `objects`."""
 
-    tensors: frozenset[str]
+    tensors: Mapping[str, tuple[int, ...]]
+    optimizer: Mapping[str, tuple[int, ...]]
     objects: frozenset[str]
 
     @classmethod
     def read(cls, folder: Path) -> "CheckpointKeys":
         """The keys of the checkpoint in `folder`, which is one iteration's."""
         found = CheckpointReader(folder)
-        return cls(frozenset(key for key in found.tensors if not _OPTIMIZER.match(key)), frozenset(found.objects))
+        shapes = {key: tensor.shape for key, tensor in found.tensors.items()}
+        optimizer = {key: shape for key, shape in shapes.items() if _OPTIMIZER.match(key)}
+        return cls({key: shape for key, shape in shapes.items() if key not in optimizer}, optimizer, frozenset(found.objects))
 
     @property
     def layers_are_stacked(self) -> bool:
@@ -70,7 +75,13 @@ def model_state(model: GPTModel, metadata: Mapping[str, Any], keys: CheckpointKe
     state |= _layer_state(model, metadata, stacked=keys.layers_are_stacked)
     for value in state.values():
         value.key = _present(value.key, keys)
-    return {name: value for name, value in state.items() if not isinstance(value, ShardedObject) or value.unique_key in keys.objects}
+    return {name: value for name, value in state.items() if not _is_left_out(value, keys)}
+
+
+def _is_left_out(value: Any, keys: CheckpointKeys) -> bool:
+    if isinstance(value, ShardedObject):
+        return value.unique_key not in keys.objects
+    return value.key.endswith(BATCH_STATISTICS) and value.key not in keys.tensors
 
 
 def _layer_state(model: GPTModel, metadata: Mapping[str, Any], *, stacked: bool) -> dict[str, Any]:
@@ -91,26 +102,38 @@ def _present(key: str, keys: CheckpointKeys) -> str:
 
 
 def check_tensors(state: Mapping[str, Any], keys: CheckpointKeys, folder: Path) -> None:
-    """Nothing that the model needs is missing in a checkpoint, and all that it has is used. Called by every rank.
+    """Nothing that is needed is missing in a checkpoint or of another shape, and all weights in it are used. Called by every rank.
 
     Raises:
-        ValueError: with the first keys that are on one side only.
+        ValueError: on every rank, with the first keys that are on one side only, or differ.
     """
-    needed: list[set[str]] = [set()] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(needed, set(_tensor_keys(state)))
-    in_model = set().union(*needed)
-    for what, names in (("has no", in_model - keys.tensors), ("has, unlike the model,", keys.tensors - in_model)):
+    gathered: list[set[tuple[str, tuple[int, ...], bool]]] = [set()] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, set(_needed(state)))
+    needed = {key: (shape, is_padded) for key, shape, is_padded in set().union(*gathered)}
+    found = {**keys.tensors, **keys.optimizer}
+    unused = {key for key in set(keys.tensors) - set(needed) if not key.endswith(BATCH_STATISTICS)}
+    for what, names in (("has no", set(needed) - set(found)), ("has, unlike the model,", unused)):
         if names:
             first = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             raise ValueError(f"checkpoint={folder}: {what} {first}. Fix: give the model the settings of the one in the checkpoint.")
+    for key, (shape, is_padded) in sorted(needed.items()):
+        if found[key] != shape and not (is_padded and _differ_by_padding(found[key], shape)):
+            rule = f"has {key} of shape {list(found[key])}, the model of shape {list(shape)}"
+            raise ValueError(f"checkpoint={folder}: {rule}. Fix: give the model the settings of the one in the checkpoint.")
 
 
-def _tensor_keys(state: Any) -> Iterator[str]:
+def _needed(state: Any) -> Iterator[tuple[str, tuple[int, ...], bool]]:
+    """Key, shape and whether the number of rows may be another, of all tensors in a state."""
     if isinstance(state, ShardedTensorFactory):
-        yield from _tensor_keys(state.build())
+        yield from _needed(state.build())
     elif isinstance(state, ShardedTensor):
-        yield state.key
+        yield state.key, tuple(state.global_shape), state.allow_shape_mismatch
     elif isinstance(state, Mapping):
-        yield from (key for value in state.values() for key in _tensor_keys(value))
+        yield from (entry for value in state.values() for entry in _needed(value))
     elif isinstance(state, list):
-        yield from (key for value in state for key in _tensor_keys(value))
+        yield from (entry for value in state for entry in _needed(value))
+
+
+def _differ_by_padding(shape: tuple[int, ...], in_model: tuple[int, ...]) -> bool:
+    """Embeddings [V, D]: Megatron-LM pads V to a multiple of 128 * TP, we to one of 128. Rows of tokens must not be lacking."""
+    return shape[1:] == in_model[1:] and shape[0] > in_model[0] - 128

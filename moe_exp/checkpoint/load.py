@@ -10,18 +10,19 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from moe_exp.checkpoint.folders import one_checkpoint
-from moe_exp.checkpoint.keys import CheckpointKeys, check_tensors
+from moe_exp.checkpoint.keys import BATCH_STATISTICS, CheckpointKeys, check_tensors
+from moe_exp.checkpoint.model_changes import refuse_other_model
+from moe_exp.checkpoint.optimizer_state import OptimizerRequest
 from moe_exp.checkpoint.sharded_load import load_sharded
 from moe_exp.checkpoint.state import (
     Progress,
     Trained,
     layout,
     parameters_in_sync,
+    rng_state,
     set_rng_state,
     unwrapped,
-    weights_of,
     weights_state,
-    whole_state,
 )
 from moe_exp.checkpoint.torch_dist import read_common
 from moe_exp.config import Config
@@ -40,6 +41,7 @@ def load(config: Config, runtime: Runtime, path: Path, trained: Trained) -> Prog
     Of a checkpoint that Megatron-LM wrote, it takes the weights alone and starts at iteration 0.
 
     Raises:
+        ConfigError: when it is of another model, see `model_changes`; nothing is loaded then.
         ValueError: when the folder has none, or its parameters are not those of the model.
     """
     folder = one_checkpoint(path)
@@ -47,22 +49,45 @@ def load(config: Config, runtime: Runtime, path: Path, trained: Trained) -> Prog
     if "progress" not in common:
         load_weights(runtime, folder, trained)
         return Progress()
+    _refuse_other_model(config, folder, common)
     keys = CheckpointKeys.read(folder)
-    state = whole_state(config, runtime, trained, Progress(), keys)
-    check_tensors(weights_of(state), keys, folder)
-    if layout(config, runtime) != common["layout"]:
+    state = weights_state(runtime, trained.model, keys)
+    request = OptimizerRequest(trained.optimizer, state, keys)
+    state["optimizer_shards"] = request.shards
+    check_tensors(state, keys, folder)
+    if layout(config, runtime) == common["layout"]:
         # Random streams belong to tensor and pipeline ranks of one kind of device; with others they start from the seed.
-        del state["rng_state"]
+        state["rng_state"] = rng_state(runtime)
     with parameters_in_sync(trained.model):
         loaded = load_sharded(state, folder)
         for index, chunk in enumerate(trained.model):
             _load_chunk(chunk, loaded[f"model{index}"])
-        trained.optimizer.load_state_dict(loaded["optimizer"])
-    trained.scheduler.load_state_dict(loaded["scheduler"])
-    if "rng_state" in loaded:
+        request.finish(common["optimizer"], trained.model)
+    trained.scheduler.load_state_dict(common["scheduler"])
+    if "rng_state" in state:
         set_rng_state(loaded["rng_state"][0])
     torch.distributed.barrier()
-    return Progress(**loaded["progress"])
+    return Progress(**common["progress"])
+
+
+def compare_model(config: Config, folder: Path) -> None:
+    """That a checkpoint is of the model that `config` describes, before that is built; `load` looks as well.
+
+    Args:
+        config: of this run.
+        folder: of one iteration. Of one that Megatron-LM wrote nothing is known but its tensors.
+
+    Raises:
+        ConfigError: when it is of another model.
+    """
+    common = read_common(folder)
+    if "progress" in common:
+        _refuse_other_model(config, folder, common)
+
+
+def _refuse_other_model(config: Config, folder: Path, common: dict[str, Any]) -> None:
+    name = f"the checkpoint at iteration {common['progress']['iteration']} of {folder.parent}"
+    refuse_other_model(config, common["config"], name)
 
 
 def load_weights(runtime: Runtime, folder: Path, trained: Trained) -> None:
@@ -84,7 +109,8 @@ def load_weights(runtime: Runtime, folder: Path, trained: Trained) -> None:
 
 def _load_chunk(chunk: DistributedDataParallel, state: dict[str, Any]) -> None:
     """Loads the parameters of one model chunk; strict, but for what Transformer Engine keeps in `_extra_state`."""
-    differing = sorted(name for name in set(unwrapped(chunk).state_dict()) ^ set(state) if not name.endswith("_extra_state"))
+    optional = ("_extra_state", BATCH_STATISTICS)
+    differing = sorted(name for name in set(unwrapped(chunk).state_dict()) ^ set(state) if not name.endswith(optional))
     if differing:
         names = ", ".join(differing[:5]) + (f" and {len(differing) - 5} more" if len(differing) > 5 else "")
         raise ValueError(f"checkpoint: it and the model disagree on the parameters {names}. Fix: resume with the same model.")

@@ -17,6 +17,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_attr_wrapped_model
 
 from moe_exp.checkpoint.keys import CheckpointKeys, model_state
+from moe_exp.checkpoint.optimizer_state import optimizer_groups, optimizer_shards
 from moe_exp.config import Config
 from moe_exp.runtime import Runtime
 
@@ -63,16 +64,13 @@ def parameters_in_sync(model: list[DistributedDataParallel]) -> Iterator[None]:
             chunk.enable_forward_pre_hook()
 
 
-def whole_state(
-    config: Config, runtime: Runtime, trained: Trained, progress: Progress, keys: CheckpointKeys | None = None
-) -> dict[str, Any]:
-    """What is saved; with `keys`, what is asked of the checkpoint that has them."""
-    metadata = sharding_metadata(runtime)
-    chunks = weights_state(runtime, trained.model, keys)
-    optimizer_weights = chunks if len(chunks) > 1 else chunks["model0"]
+def whole_state(config: Config, runtime: Runtime, trained: Trained, progress: Progress) -> dict[str, Any]:
+    """What is saved. Called by every rank."""
+    weights = weights_state(runtime, trained.model, None)
     return {
-        **chunks,
-        "optimizer": trained.optimizer.sharded_state_dict(optimizer_weights, is_loading=keys is not None, metadata=metadata),
+        **weights,
+        "optimizer": optimizer_groups(trained.optimizer),
+        "optimizer_shards": optimizer_shards(trained.optimizer, weights),
         "scheduler": trained.scheduler.state_dict(),
         "rng_state": rng_state(runtime),
         "progress": vars(progress).copy(),
@@ -91,11 +89,6 @@ def weights_state(runtime: Runtime, model: list[DistributedDataParallel], keys: 
     metadata = sharding_metadata(runtime)
     # Of the model inside: the data parallel wrapper would put `module.` before Megatron's keys.
     return {f"model{index}": model_state(unwrapped(chunk), metadata, keys) for index, chunk in enumerate(model)}
-
-
-def weights_of(state: dict[str, Any]) -> dict[str, Any]:
-    """The part of `whole_state` that `weights_state` gives."""
-    return {name: value for name, value in state.items() if name.startswith("model")}
 
 
 def unwrapped(chunk: DistributedDataParallel) -> Any:

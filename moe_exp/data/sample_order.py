@@ -13,6 +13,7 @@ from typing import Any
 
 from moe_exp.config import Config, problem
 from moe_exp.data.token_files import parse_split
+from moe_exp.data.tokenizer import tokenizer_fingerprint
 from moe_exp.data.tokens import parse_blend
 
 
@@ -28,6 +29,7 @@ class SampleOrder:
         seq_len: tokens per sample.
         data_order: DATA_ORDER.
         num_samples: of the whole run, which Megatron's order depends on; None: ours does not.
+        tokenizer: `tokenizer_fingerprint` of TOKENIZER; None where that is not set.
     """
 
     fingerprint: str
@@ -37,6 +39,7 @@ class SampleOrder:
     seq_len: int
     data_order: str
     num_samples: int | None
+    tokenizer: str | None = None
 
     @classmethod
     def of(cls, config: Config, fingerprint: str) -> SampleOrder:
@@ -50,6 +53,7 @@ class SampleOrder:
             seq_len=config.seq_len,
             data_order=config.data_order,
             num_samples=config.train_iters * config.gbsz if is_megatrons else None,
+            tokenizer=tokenizer_fingerprint(config.tokenizer) if config.tokenizer else None,
         )
 
     def facts(self) -> dict[str, Any]:
@@ -59,12 +63,13 @@ class SampleOrder:
 
 @dataclass(frozen=True)
 class Change:
-    """A setting by which the order of the samples is not that of the checkpoint."""
+    """A setting by which the samples, or their order, are not those of the checkpoint."""
 
     name: str
     value: object
     rule: str
     fix: str
+    consequence: str = "samples would be repeated or left out"
 
     def __str__(self) -> str:
         return f"{self.name}={self.value}: {self.rule}"
@@ -72,7 +77,7 @@ class Change:
     @property
     def problem(self) -> str:
         """Why training does not go on with it, in one line."""
-        rule = f"{self.rule}, so samples would be repeated or left out"
+        rule = f"{self.rule}, so {self.consequence}"
         return problem(self.name, self.value, rule, f"{self.fix}, or ALLOW_OTHER_DATA=true to go on with other data")
 
 
@@ -99,6 +104,9 @@ def order_changes(config: Config, order: SampleOrder, saved: Mapping[str, Any], 
         if name in differing:
             setting, before = name.upper(), saved[name]
             changes.append(Change(setting, getattr(config, name), f"{checkpoint} has {setting}={before}", f"set {setting}={before}"))
+    if order.tokenizer and saved.get("tokenizer") and "tokenizer" in differing:
+        rule = f"is not the tokenizer of {checkpoint} (fingerprint {order.tokenizer} instead of {saved['tokenizer']})"
+        changes.append(Change("TOKENIZER", config.tokenizer, rule, "give back the old tokenizer", "ids would stand for other text"))
     if "num_samples" in differing and "data_order" not in differing:
         changes.append(_other_length(config, order, saved, checkpoint))
     return changes

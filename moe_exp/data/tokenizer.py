@@ -136,6 +136,21 @@ def tokenizer_vocab_size(path: str | Path) -> int:
         raise ValueError(_no_tokenizer("tokenizer", path, error)) from error
 
 
+def tokenizer_fingerprint(path: str | Path) -> str:
+    """16 hex digits that tell tokenizers apart by what makes ids of a text, not by paths, or by settings of padding and truncation.
+
+    Raises:
+        ValueError: as `tokenizer_vocab_size`.
+    """
+    file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+    try:
+        content = orjson.loads(file.read_bytes())
+        parts = [content.get(name) for name in ("normalizer", "pre_tokenizer", "model", "added_tokens", "post_processor")]
+    except _NO_TOKENIZER as error:
+        raise ValueError(_no_tokenizer("tokenizer", path, error)) from error
+    return xxhash.xxh3_64_hexdigest(orjson.dumps(parts, option=orjson.OPT_SORT_KEYS))
+
+
 def _no_tokenizer(field: str, path: str | Path, error: Exception) -> str:
     rule = f"is not a Hugging Face tokenizer.json or a folder that has one ({type(error).__name__})"
     return problem(field, path, rule, "give the path of a tokenizer.json, as tokenizer.save_pretrained writes it")

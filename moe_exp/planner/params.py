@@ -7,6 +7,7 @@ config that passed `moe_exp.checks`: sizes that do not divide are rounded down h
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 from moe_exp.config import Config
 from moe_exp.planner.flops import flops_per_iteration
@@ -72,8 +73,9 @@ def rank_parameters(config: Config, pp_rank: int = 0) -> RankParameters:
 
 def stage_of_layer(config: Config, layer: int) -> int:
     """Pipeline rank of a layer (from 0). With VPP the stages go around the ranks once per model chunk."""
-    layers_per_chunk = max(1, config.num_layers // (config.pp * (config.vpp or 1)))
-    return layer // layers_per_chunk % config.pp
+    num_chunks = config.vpp or 1
+    ends = accumulate(max(1, layers // num_chunks) for _ in range(num_chunks) for layers in config.stage_layers)
+    return next((chunk for chunk, end in enumerate(ends) if layer < end), config.pp - 1) % config.pp
 
 
 def most_loaded_rank(config: Config) -> int:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import moe_exp.megatron_cpu  # noqa: F401
 
 # isort: split
+import json
+import re
+
 import numpy as np
 import pytest
 
@@ -125,3 +128,26 @@ def test_megatrons_order_is_another_one_for_more_samples(tmp_path):
         megatron_samples(MegatronOrder(prefix, "", "", 8, 1, num_train_samples, 0), tmp_path)[0] for num_train_samples in (200, 900)
     )
     assert not np.array_equal(few.batch(0, 200).numpy(), many.batch(0, 200).numpy())
+
+
+def test_tokenizer_is_compared_where_both_are_known(tmp_path):
+    def tokenizer(name, vocab, **other):
+        path = tmp_path / name / "tokenizer.json"
+        path.parent.mkdir()
+        path.write_text(json.dumps({"model": {"type": "BPE", "vocab": vocab, "merges": []}, "added_tokens": [], **other}))
+        return {"tokenizer": str(path.parent)}
+
+    first = tokenizer("first", {"a": 0, "b": 1})
+    same, other = tokenizer("same", {"b": 1, "a": 0}, padding={"length": 8}), tokenizer("other", {"a": 1, "b": 0})
+    assert problems(order(**first), order(**same)) == problems(order(**first), order()) == problems(order(), order(**first)) == []
+    (line,) = problems(order(**first), order(**other))
+    assert re.fullmatch(
+        rf"TOKENIZER=\S+other: is not the tokenizer of {CHECKPOINT} \(fingerprint \w{{16}} instead of \w{{16}}\), "
+        rf"so ids would stand for other text\. Fix: give back the old tokenizer, {FIX}",
+        line,
+    )
+    # Versions before 2026-12 did not keep it.
+    config, current = order(**first)
+    saved = order()[1].facts()
+    del saved["tokenizer"]
+    assert order_changes(config, current, saved, CHECKPOINT) == []

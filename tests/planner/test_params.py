@@ -162,6 +162,11 @@ def test_experts_are_split_by_ep_and_etp():
 def test_interleaved_chunks_go_around_the_stages():
     assert [stage_of_layer(tiny(num_layers=8, pp=2), i) for i in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert [stage_of_layer(tiny(num_layers=8, pp=2, vpp=2), i) for i in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+    uneven = tiny(num_layers=8, pp=4, first_stage_layers=1, last_stage_layers=3)
+    assert uneven.stage_layers == [1, 2, 2, 3]
+    assert [stage_of_layer(uneven, i) for i in range(8)] == [0, 1, 1, 2, 2, 3, 3, 3]
+    assert [stage_of_layer(tiny(num_layers=8, pp=2, last_stage_layers=2, vpp=2), i) for i in range(8)] == [0, 0, 0, 1, 0, 0, 0, 1]
+    assert tiny(num_layers=8).stage_layers == [8]
 
 
 def test_most_loaded_rank():

@@ -1,0 +1,111 @@
+"""Whether a checkpoint is of the model that a run trains: settings that a run cannot change where it goes on. No torch.
+
+Everything that is not named here may change: the layout (TP, PP, VPP, EP, ETP, CP, ranks, stages), the micro-batch size, `moe` and
+`dmoe` with their capacity, kernels, dispatcher, dtype, distributed optimizer, learning rate, losses, dropout. What the order of
+the samples depends on is compared by `moe_exp.training_data`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from moe_exp.config import Config, ConfigError, problem
+
+logger = logging.getLogger(__name__)
+
+Facts = dict[str, object]
+_HINTS = {
+    "router_bias_update_rate": "set it over 0; with a rate such as 1e-12 the bias stays as it is",
+    "moe_layer_freq": "set MOE_LAYER_FREQ and FIRST_K_DENSE as they were",
+}
+
+
+def refuse_other_model(config: Config, saved: Mapping[str, Any], checkpoint: str) -> None:
+    """Nothing where `config` is of the model that `saved` was; what ALLOW_OTHER_MODEL lets pass is a warning.
+
+    Args:
+        config: of this run.
+        saved: all settings of the run that wrote the checkpoint.
+        checkpoint: what to call it.
+
+    Raises:
+        ConfigError: with a line for every setting that differs.
+    """
+    before = _as_config(saved, checkpoint)
+    always, by_flag = (list(_changes(facts(config), facts(before))) for facts in (shape_facts, function_facts))
+    if config.allow_other_model:
+        for change in by_flag:
+            logger.warning("%s; ALLOW_OTHER_MODEL=true: going on", change.text(checkpoint))
+        by_flag = []
+    if always or by_flag:
+        flag = ", or ALLOW_OTHER_MODEL=true to go on with another function"
+        raise ConfigError([c.problem(checkpoint) for c in always] + [c.problem(checkpoint, flag) for c in by_flag])
+
+
+@dataclass(frozen=True)
+class _Change:
+    name: str
+    value: object
+    before: object
+
+    def _rule(self, checkpoint: str) -> str:
+        return f"{checkpoint} has {self.name.upper()}={self.before}"
+
+    def text(self, checkpoint: str) -> str:
+        return f"{self.name.upper()}={self.value}: {self._rule(checkpoint)}"
+
+    def problem(self, checkpoint: str, flag: str = "") -> str:
+        fix = _HINTS.get(self.name, f"set {self.name.upper()}={self.before}")
+        return problem(self.name, self.value, self._rule(checkpoint), fix + flag)
+
+
+def shape_facts(config: Config) -> Facts:
+    """What the tensors of the model are: setting to its value, or to what follows from it and others."""
+    facts: Facts = {name: getattr(config, name) for name in ("hidden_size", "num_layers", "num_heads", "num_query_groups")}
+    facts |= {"head_dim": config.kv_channels, "use_moe": config.use_moe, "normalization": config.normalization}
+    facts |= {name: getattr(config, name) for name in ("add_bias_linear", "qk_norm", "tie_embeddings")}
+    # Of the activation the shapes show the gate; the rest is in the function.
+    facts |= {"activation": "swiglu or geglu" if config.gated else "gelu or squared_relu"}
+    facts |= {"vocab_size": config.vocab_size}
+    if not all(config.moe_layers):
+        facts["ffn_hidden_size"] = config.ffn_hidden_size
+    if config.use_moe:
+        facts |= {"num_experts": config.num_experts, "moe_ffn_hidden_size": config.expert_ffn_size}
+        facts |= {"moe_layer_freq": "".join(str(int(is_moe)) for is_moe in config.moe_layers)}
+        facts |= {name: getattr(config, name) for name in ("shared_expert_size", "shared_expert_gate")}
+        facts |= {"router_bias_update_rate": "over 0" if config.router_bias_update_rate else 0.0}
+    return facts
+
+
+def function_facts(config: Config) -> Facts:
+    """What the model computes with the same tensors."""
+    facts: Facts = {"norm_epsilon": config.norm_epsilon, "rotary_base": config.rotary_base, "activation": config.activation}
+    if config.use_moe:
+        names = ("topk", "router_score", "router_pre_softmax", "router_normalize", "router_scaling_factor")
+        facts |= {name: getattr(config, name) for name in (*names, "num_router_groups", "router_group_topk", "force_routing")}
+        # Sinkhorn chooses experts, the others are losses.
+        facts |= {"aux_loss_type": config.aux_loss_type if config.aux_loss_type == "sinkhorn" else "one of the losses, or none"}
+    return facts
+
+
+def _changes(facts: Facts, before: Facts) -> Iterator[_Change]:
+    """Of settings that both have: a dense model has no number of experts, USE_MOE says enough, as NUM_LAYERS does for a pattern."""
+    implied = {"moe_layer_freq"} if facts.get("num_layers") != before.get("num_layers") else set()
+    for name, value in facts.items():
+        if name in before and before[name] != value and name not in implied:
+            yield _Change(name, value, before[name])
+
+
+def _as_config(saved: Mapping[str, Any], checkpoint: str) -> Config:
+    """Settings of another version: those that it did not have are the defaults, those that are no more are left out."""
+    try:
+        return Config(**{name: value for name, value in saved.items() if name in Config.model_fields})
+    except ValidationError as error:
+        first = error.errors()[0]
+        rule = f"{checkpoint} has a value that this version does not know"
+        raise ConfigError([problem(str(first["loc"][0]), first["input"], rule, "go on with the version that wrote it")]) from None

@@ -1,0 +1,282 @@
+"""The optimizer's state as shards of whole tensors: each rank writes and reads the values that it owns, and no others.
+
+Under every optimizer a checkpoint has the same: `optimizer.state.param.K` (main weights), `optimizer.state.exp_avg.K` and
+`optimizer.state.exp_avg_sq.K`, fp32, of the shape of the parameter with the key K; and the number of steps in common.pt.
+
+Megatron's distributed optimizer gives each data parallel rank a range of the values of a parameter, counted in memory order.
+Megatron writes these keys too (`fully_reshardable`), but gathers all state of the model on every data parallel rank to write
+it, and reads all of it on every rank. Here a range is a few boxes (`boxes.py`), and each is a shard with its offsets:
+
+    parameter of this rank    [W, D], rows 8.. of a whole [4W, D] on tensor parallel rank 2, say
+    range of this rank        values 100 to 250 of W * D
+    shards                    up to 3 boxes of [W, D], at their offsets plus (2W, 0), of shape [4W, D]
+
+Where the parameter is several pieces of the checkpoint's tensors (the halves of a gated projection that tensor parallel ranks
+split, or one key for every expert), Megatron describes it by a factory. It is asked for its pieces once, with a tensor without
+memory, whose views say which boxes of the parameter they are; each range's boxes are then cut at the pieces' borders.
+
+The shards are views of the optimizer's own tensors: saving takes no memory, and loading fills them in place.
+"""
+
+import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
+
+# isort: split
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+from torch import Tensor
+
+from moe_exp.checkpoint.boxes import Box, box_at, boxes_of_range, first_value, intersection, slices
+from moe_exp.checkpoint.keys import CheckpointKeys
+
+STATE = ("param", "exp_avg", "exp_avg_sq")
+_MAIN_WEIGHTS = ("optimizer.state.param.", "optimizer.state.fp32_param.")
+
+
+@dataclass(frozen=True)
+class Owned:
+    """The state of the values `start` to `stop` of a parameter, which this rank keeps.
+
+    Args:
+        parameter: of the model.
+        start, stop: range of its values in memory order.
+        values: name in STATE to that many values, fp32 [stop - start].
+        instance: where several data parallel ranks share a parameter's values among them, which set of such ranks this one is
+            in; None: every rank keeps all values.
+    """
+
+    parameter: Tensor
+    start: int
+    stop: int
+    values: Mapping[str, Tensor]
+    instance: int | None
+
+
+def owned_state(optimizer: MegatronOptimizer) -> Iterator[Owned]:
+    """What this rank keeps, of every part of a chain of optimizers (dense parameters, experts)."""
+    for part in optimizer.chained_optimizers:
+        if not part.is_stub_optimizer:
+            yield from _distributed(part) if isinstance(part, DistributedOptimizer) else _whole(part)
+
+
+def _distributed(part: DistributedOptimizer) -> Iterator[Owned]:
+    buckets = (bucket for buffer in part.gbuf_ranges for of_dtype in buffer.values() for bucket in of_dtype)
+    for bucket in buckets:
+        for parameter, ranges in bucket["param_map"].items():
+            found = part._get_main_param_and_optimizer_states(parameter)
+            values = {name: found[name].detach() for name in STATE}
+            yield Owned(parameter, ranges["param"].start, ranges["param"].end, values, part.distributed_optimizer_instance_id)
+
+
+def _whole(part: Any) -> Iterator[Owned]:
+    """Of an optimizer that is the same on every data parallel rank."""
+    pairs = [(parameter, parameter) for group in part.optimizer.param_groups for parameter in group["params"]]
+    if isinstance(part, Float16OptimizerWithFloat16Params):
+        pairs = [(parameter, parameter) for group in part.fp32_from_fp32_groups for parameter in group]
+        for group in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
+            pairs += zip(*group, strict=True)
+    for parameter, main in pairs:
+        found = {"param": main, **part.optimizer.state[main]}
+        yield Owned(parameter, 0, parameter.numel(), {name: found[name].detach().view(-1) for name in STATE}, None)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Which box of a parameter is which box of a tensor of the checkpoint. Axes that only one of the two has are of size 1."""
+
+    box: Box
+    shard: ShardedTensor
+
+    def shard_of(self, box: Box, values: Tensor, key: str, instance: int | None) -> ShardedTensor:
+        """The values of `box`, which is inside this piece's, as a shard of the checkpoint's tensor `key`."""
+        num_before, num_dropped = self.shard.prepend_axis_num, len(box.sizes) - len(self.shard.local_shape)
+        inside = [a - o for a, o in zip(box.offsets, self.box.offsets, strict=True)]
+        offsets = [0] * num_before + inside[num_dropped:]
+        values = values.view((1,) * num_before + box.sizes[num_dropped:])
+        replica_id = self.shard.replica_id
+        return ShardedTensor(
+            key=key,
+            data=values,
+            dtype=values.dtype,
+            local_shape=tuple(values.shape),
+            global_shape=self.shard.global_shape,
+            global_offset=tuple(a + b for a, b in zip(self.shard.global_offset, offsets, strict=True)),
+            axis_fragmentations=None,  # no regular grid
+            # The last of the three counts data parallel ranks, of which each writes its own values.
+            replica_id=replica_id if instance is None else (*replica_id[:2], instance),
+        )
+
+
+def _pieces(parameter: Tensor, described: ShardedTensor | ShardedTensorFactory) -> list[_Piece]:
+    shape = tuple(parameter.shape)
+    if isinstance(described, ShardedTensor):
+        return [_Piece(Box((0,) * len(shape), shape), described)]
+    probe = torch.empty(shape, dtype=parameter.dtype, device="meta")
+    built = described.build_fn(described.key, probe, described.replica_id, None)
+    pieces = []
+    for shard in nested_values(built):
+        view = shard.data
+        num_dropped = len(shape) - view.dim()
+        is_box = all(size == 1 or a == b for size, a, b in zip(view.shape, view.stride(), probe.stride()[num_dropped:], strict=True))
+        is_view = view.untyped_storage()._cdata == probe.untyped_storage()._cdata
+        assert is_box and is_view, f"{shard.key}: is no box of its parameter"
+        sizes = (1,) * num_dropped + tuple(view.shape)
+        pieces.append(_Piece(box_at(view.storage_offset(), sizes, shape), shard))
+    assert sum(piece.box.num_values for piece in pieces) == math.prod(shape), f"{described.key}: its pieces do not fill it"
+    return pieces
+
+
+def optimizer_shards(optimizer: MegatronOptimizer, weights: Mapping[str, Any]) -> dict[str, ShardedTensor]:
+    """This rank's part of the optimizer's state, to be saved: views of it, under names without a meaning.
+
+    Args:
+        optimizer: the run's.
+        weights: the model's state, `state.weights_state`: it says where each parameter is in the tensors of the checkpoint.
+    """
+    return _numbered(shard for owned, pieces in _described(optimizer, weights) for shard in _shards(owned, pieces, _written))
+
+
+def optimizer_groups(optimizer: MegatronOptimizer) -> dict[Any, Any]:
+    """What is not sharded, the same on every rank and as Megatron writes it: settings of the parameter groups, steps, loss scale.
+
+    Called by every rank: one whose pipeline stage has no experts has a shorter chain of optimizers than others.
+    """
+    chains: list[list[dict[str, Any]]] = [[]] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(chains, [_part_groups(part) for part in optimizer.chained_optimizers])
+    step = max(_steps(chains), default=None)
+    chain = max(chains, key=len)
+    if step is not None:
+        for part in chain:
+            for group in part["optimizer"]["param_groups"]:
+                group["step"] = step
+    return chain[0] if len(chain) == 1 else dict(enumerate(chain))
+
+
+def _part_groups(part: Any) -> dict[str, Any]:
+    groups = [] if part.is_stub_optimizer else part.optimizer.param_groups
+    described = {
+        "optimizer": {"param_groups": [{name: value for name, value in group.items() if name != "params"} for group in groups]},
+        "param_state_sharding_type": "fully_reshardable",
+    }
+    scaler = getattr(part, "grad_scaler", None)
+    return described | ({"grad_scaler": scaler.state_dict()} if scaler else {})
+
+
+def _steps(saved: Any) -> Iterator[int]:
+    """Every `step` of a parameter group inside what a checkpoint holds of the optimizer."""
+    if isinstance(saved, Mapping):
+        if isinstance(saved.get("step"), int):
+            yield saved["step"]
+        yield from (step for value in saved.values() for step in _steps(value))
+    elif isinstance(saved, list):
+        yield from (step for value in saved for step in _steps(value))
+
+
+class OptimizerRequest:
+    """The optimizer's state as it is asked of a checkpoint, and what is to be done when it is there.
+
+    Args:
+        optimizer: of the run; its state is overwritten by the load.
+        weights: the state of the model under the keys of the checkpoint.
+        keys: of the checkpoint.
+    """
+
+    def __init__(self, optimizer: MegatronOptimizer, weights: Mapping[str, Any], keys: CheckpointKeys):
+        self.optimizer = optimizer
+        self._main_weights: list[tuple[Tensor, Tensor]] = []
+        self._has_main_weights = any(key.startswith(_MAIN_WEIGHTS) for key in keys.optimizer)
+        asked = ((self._asked(owned), pieces) for owned, pieces in _described(optimizer, weights))
+        self.shards = _numbered(shard for owned, pieces in asked for shard in _shards(owned, pieces, partial(_present, keys)))
+
+    def _asked(self, owned: Owned) -> Owned:
+        main = owned.values["param"]
+        others = {name: value for name, value in owned.values.items() if name != "param"}
+        if not self._has_main_weights:
+            self._main_weights.append((main, owned.parameter.detach().view(-1)[owned.start : owned.stop]))
+            return replace(owned, values=others)
+        if main.untyped_storage().data_ptr() != owned.parameter.untyped_storage().data_ptr():
+            return owned
+        # In fp32 they are the model's weights. Of a bf16 checkpoint both would be read into them, in an order that nobody knows.
+        loaded = torch.empty_like(main)
+        self._main_weights.append((main, loaded))
+        return replace(owned, values={"param": loaded, **others})
+
+    @torch.no_grad()
+    def finish(self, saved: Any, model: list[DistributedDataParallel]) -> None:
+        """After the load: main weights, the model's weights from them, steps and loss scale.
+
+        Of the settings of the parameter groups nothing is taken: learning rate, betas and weight decay are this run's.
+
+        Args:
+            saved: what `optimizer_groups` was, or Megatron's own of an older checkpoint.
+            model: chunks of this rank.
+        """
+        for weights, loaded in self._main_weights:
+            weights.copy_(loaded)
+        for part in self.optimizer.chained_optimizers:
+            if not isinstance(part, FP32Optimizer) and not part.is_stub_optimizer:
+                part._copy_main_params_to_model_params()
+        if model[0].ddp_config.use_distributed_optimizer:
+            for chunk in model:
+                chunk.start_param_sync(force_sync=True)
+        self._set_step(max(_steps(saved), default=0), next(_scalers(saved), None))
+
+    def _set_step(self, step: int, scaler: Any) -> None:
+        for part in self.optimizer.chained_optimizers:
+            if not part.is_stub_optimizer and step:
+                for group in part.optimizer.param_groups:
+                    group["step"] = step
+            if scaler is not None and getattr(part, "grad_scaler", None):
+                part.grad_scaler.load_state_dict(scaler)
+
+
+def _scalers(saved: Any) -> Iterator[Any]:
+    if isinstance(saved, Mapping):
+        if "grad_scaler" in saved:
+            yield saved["grad_scaler"]
+        yield from (scaler for value in saved.values() for scaler in _scalers(value))
+
+
+def _numbered(shards: Iterable[ShardedTensor]) -> dict[str, ShardedTensor]:
+    return {str(number): shard for number, shard in enumerate(shards)}
+
+
+def _described(optimizer: MegatronOptimizer, weights: Mapping[str, Any]) -> Iterator[tuple[Owned, list[_Piece]]]:
+    tensors, _ = extract_sharded_tensors_and_factories(dict(weights))
+    by_parameter = {value.data: value for value in nested_values(tensors)}
+    for owned in owned_state(optimizer):
+        yield owned, _pieces(owned.parameter, by_parameter[owned.parameter])
+
+
+def _written(name: str, key: str) -> str:
+    return f"optimizer.state.{name}.{key}"
+
+
+def _present(keys: CheckpointKeys, name: str, key: str) -> str:
+    """Without the distributed optimizer main weights have another name in versions before 2026-12, and in fp32 there were none."""
+    before = _written("fp32_param", key)
+    return before if name == "param" and before in keys.optimizer else _written(name, key)
+
+
+def _shards(owned: Owned, pieces: list[_Piece], key_of: Callable[[str, str], str]) -> Iterator[ShardedTensor]:
+    shape = owned.parameter.shape
+    for box in boxes_of_range(shape, owned.start, owned.stop):
+        begin = first_value(box, shape) - owned.start
+        for piece in pieces:
+            common = intersection(box, piece.box)
+            if common is None:
+                continue
+            for name, values in owned.values.items():
+                in_box = values[begin : begin + box.num_values].view(box.sizes)
+                yield piece.shard_of(common, in_box[slices(common, box.offsets)], key_of(name, piece.shard.key), owned.instance)

@@ -1,0 +1,32 @@
+"""What is said of settings that have to divide each other: the divisors and multiples that would do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moe_exp.config import Config, problem
+
+
+def choices(values: list[int]) -> str:
+    """'4', or 'one of 2, 4, 8'."""
+    return str(values[0]) if len(values) == 1 else "one of " + ", ".join(map(str, values))
+
+
+def divisors(number: int, near: int) -> list[int]:
+    """The divisors of a number, at most the eight around `near`."""
+    found = [d for d in range(1, number + 1) if number % d == 0]
+    return sorted(sorted(found, key=lambda d: abs(d - near))[:8])
+
+
+def multiples(step: int, near: int) -> str:
+    """'24 or 32': the multiples of `step` around `near`."""
+    below = near // step * step
+    return " or ".join(str(x) for x in (below, below + step) if x > 0)
+
+
+def must_divide(config: Config, name: str, whole_name: str, whole: int) -> Iterator[str]:
+    """One problem when setting `name` does not divide `whole`."""
+    value = getattr(config, name)
+    if whole % value:
+        fix = f"set {name.upper()} to {choices(divisors(whole, value))}"
+        yield problem(name, value, f"does not divide {whole_name}={whole}", fix)

@@ -1,0 +1,121 @@
+"""What else may change where a run goes on: all that says how a step is computed, and nothing of what it computes.
+
+Each case trains 8 steps in one go with some settings, and goes on with others from the checkpoint of the 4th.
+"""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from legs import Leg, Step, deviations, run_legs, write_data
+
+STEPS, SAVED = 8, 4
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the data of all cases and their checkpoints."""
+    folder = tmp_path_factory.mktemp("other_settings")
+    write_data(folder)
+    return folder
+
+
+@cache
+def whole(folder: Path, *settings: tuple[str, Any]) -> tuple[Path, list[Step]]:
+    """Checkpoints and all steps of an uninterrupted run; runs of the same settings are one."""
+    checkpoints = folder / "_".join(f"{name}-{value}" for name, value in settings).replace("/", "")
+    (steps,) = run_legs([Leg({"train_data": str(folder / "tokens"), **dict(settings)}, None, STEPS, {SAVED: checkpoints})])
+    return checkpoints, steps
+
+
+def resumed(folder: Path, before: dict[str, Any], after: dict[str, Any], *, same_routing: bool = True) -> dict[str, float]:
+    """Goes on with the settings `after` on top of `before`; deviations from the run that was not interrupted."""
+    checkpoints, uninterrupted = whole(folder, *({"gpus_per_node": 1} | before).items())
+    (steps,) = run_legs([Leg({"train_data": str(folder / "tokens"), "gpus_per_node": 1} | before | after, checkpoints, STEPS - SAVED)])
+    assert ([s.tokens_per_expert for s in steps] == [s.tokens_per_expert for s in uninterrupted[SAVED:]]) is same_routing
+    return deviations(steps, uninterrupted[SAVED:])
+
+
+def check(found: dict[str, float]) -> None:
+    assert {name: value for name, value in found.items() if not value <= (1e-5 if name == "grad_norm" else 1e-6)} == {}
+
+
+# A balancing loss per sequence: over a micro-batch it is another function for micro-batches of another size.
+PER_SEQUENCE = {"aux_loss_type": "seq_aux_loss"}
+TP2, PP2, EP2, DP2 = ({"gpus_per_node": 2} | layout for layout in ({"tp": 2}, {"pp": 2}, {"ep": 2}, {}))
+BIAS = {"router_score": "sigmoid", "router_bias_update_rate": 0.01, "aux_loss_type": "seq_aux_loss,global_aux_loss"}
+FIRST_DENSE = {"first_k_dense": 2, "shared_expert_size": 16, "shared_expert_gate": True, "tie_embeddings": True, "qk_norm": True}
+MIXED = {"moe_layer_freq": "0,1,0,1"}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "moe to dmoe": ({"moe_type": "moe", "capacity_factor": 8}, {"moe_type": "dmoe", "capacity_factor": 0}),
+    "dmoe to moe": (PER_SEQUENCE, {"moe_type": "moe", "capacity_factor": 8}),
+    "grouped experts": ({"expert_backend": "loop"}, {"expert_backend": "torch"}),
+    "experts one by one": ({"expert_backend": "torch"}, {"expert_backend": "loop"}),
+    "distributed optimizer off": (EP2, {"distributed_optimizer": False}),
+    "distributed optimizer on": ({"distributed_optimizer": False}, EP2),
+    "CP2": ({}, {"gpus_per_node": 2, "cp": 2}),
+    "uneven stages": (PP2 | {"first_stage_layers": 1}, {"first_stage_layers": 0, "last_stage_layers": 1}),
+    "stages to one": (PP2 | {"last_stage_layers": 1}, {"gpus_per_node": 1, "pp": 1, "last_stage_layers": 0}),
+    "virtual stages to none": (PP2 | {"vpp": 2}, {"vpp": None}),
+    "bias and fractions to DP2": (BIAS, DP2),
+    "bias and fractions to PP2": (BIAS, PP2),
+    # The first stage has no expert, and so another chain of optimizers than the second.
+    "first dense to a stage without experts": (FIRST_DENSE, PP2),
+    "a stage without experts to TP2": (FIRST_DENSE | PP2, TP2 | {"pp": 1}),
+    "dense and MoE in turn to TP2": (MIXED, TP2),
+    "dispatcher": (EP2, {"dispatcher": "allgather"}),
+    "recompute and overlap": (DP2, {"recompute": "full", "overlap": "true"}),
+}
+FAST = ["dmoe to moe", "first dense to a stage without experts"]
+
+
+@pytest.mark.parametrize("case", [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in CASES])
+def test_goes_on(case, folder):
+    before, after = CASES[case]
+    check(resumed(folder, before, after))
+
+
+def test_micro_batch_size(folder):
+    """What is shown as balancing loss is that of a micro-batch, whatever loss is trained on."""
+    found = resumed(folder, PER_SEQUENCE, {"mbsz": 4})
+    assert found.pop("balancing_loss") > 1e-4
+    check(found)
+
+
+def test_learning_rate_is_that_of_the_run_that_goes_on(folder):
+    """Of the optimizer's settings in a checkpoint nothing but the number of steps is taken."""
+    found = resumed(folder, PER_SEQUENCE, {"lr": 2e-3, "min_lr": 2e-4}, same_routing=False)
+    assert found["learning_rate"] == pytest.approx(1.0)
+    assert found["lm_loss"] > 1e-4
+
+
+# (TP, PP, micro-batch size): every one is raised in turn.
+RAISED = [(1, 1, 1), (1, 2, 1), (2, 2, 1), (2, 2, 2), (2, 4, 2), (2, 4, 4)]
+# The same with four ranks at most.
+RAISED_ON_FOUR = [(1, 1, 1), (1, 2, 1), (1, 2, 2), (2, 2, 2), (2, 2, 4), (2, 2, 8)]
+
+
+@pytest.mark.parametrize(
+    "layouts", [pytest.param(RAISED_ON_FOUR, id="four ranks"), pytest.param(RAISED, id="eight", marks=pytest.mark.slow)]
+)
+def test_first_step_after_raising_pp_tp_and_micro_batch(layouts, folder):
+    """Of a 176B run that went on at PP=72 with a loss of 2.04 where 1.94 was expected. Each layout goes on from what the one before
+    has written again, without a step in between."""
+    settings = {"train_data": str(folder / "tokens")} | PER_SEQUENCE
+    checkpoints, expected = whole(folder, ("gpus_per_node", 1), *PER_SEQUENCE.items())
+    legs = []
+    for tp, pp, mbsz in layouts:
+        again = folder / f"raised_{len(layouts)}_{tp}_{pp}_{mbsz}_of_{layouts[-1]}"
+        legs.append(Leg(settings | {"gpus_per_node": tp * pp, "tp": tp, "pp": pp, "mbsz": mbsz}, checkpoints, 1, {SAVED: again}))
+        checkpoints = again
+    by_ranks = itertools.groupby(legs, lambda leg: leg.config.world_size)
+    steps = [steps for _, same in by_ranks for steps in run_legs(list(same))]
+    assert len(steps) == 6
+    for (step,) in steps:
+        assert step.lm_loss == pytest.approx(expected[SAVED].lm_loss, rel=1e-6)
+        assert step.grad_norm == pytest.approx(expected[SAVED].grad_norm, rel=1e-5)
+        assert step.params_norm == pytest.approx(expected[SAVED].params_norm, rel=1e-6)
