@@ -6,6 +6,7 @@ and the places. Beside tensors there are objects: `torch.save` of a list with on
 Megatron adds common.pt (everything that is not sharded) and metadata.json (the name of the format).
 
 Nothing here runs code from a file: the pickle may name the classes of the format and no others, all else is `weights_only`.
+What is read is compared with the checksum that `torch.save` puts beside it (CRC-32): `torch.load` itself does not look at it.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import json
 import math
 import os
 import pickle
+import zipfile
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
@@ -126,13 +129,16 @@ class CheckpointReader:
 
     Args:
         folder: of one iteration.
+        keep_bytes: chunks that were read last stay in memory up to so many bytes, for a caller that reads a chunk slice by slice
+            (expert by expert, say); the last one stays whatever its size. 0: none.
 
     Raises:
         ValueError: where it is none, or its metadata is damaged.
     """
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, *, keep_bytes: int = 0):
+        self.folder, self.keep_bytes = folder, keep_bytes
+        self._kept: OrderedDict[Chunk, Tensor] = OrderedDict()
         metadata = read_metadata(folder)
         self.tensors: dict[str, StoredTensor] = {}
         self.objects: dict[str, Chunk] = {}
@@ -148,6 +154,8 @@ class CheckpointReader:
             place = metadata.storage_data[MetadataIndex(key, offsets)]
         except KeyError:
             raise ValueError(f"{self.folder}: says nothing of where {key} {offsets or ''} lies. Fix: use another checkpoint.") from None
+        if Path(place.relative_path).name != place.relative_path:
+            raise ValueError(f"{self.folder}: says that {key} lies outside, in {place.relative_path}. Fix: use another checkpoint.")
         return Chunk(offsets or (), sizes, place.relative_path, place.offset, place.length)
 
     def read(self, key: str, offsets: Sequence[int] = (), sizes: Sequence[int] = ()) -> Tensor:
@@ -165,7 +173,7 @@ class CheckpointReader:
             lows = [max(a, b) for a, b in zip(offsets, chunk.offsets, strict=True)]
             highs = [min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)]
             if all(low < high for low, high in zip(lows, highs, strict=True)):
-                source = self._read_chunk(chunk, stored)
+                source = self.read_chunk(stored, chunk)
                 source = source[tuple(slice(low - b, high - b) for low, high, b in zip(lows, highs, chunk.offsets, strict=True))]
                 result[tuple(slice(low - a, high - a) for low, high, a in zip(lows, highs, offsets, strict=True))] = source
                 filled += source.numel()
@@ -177,7 +185,7 @@ class CheckpointReader:
         """The chunks of a tensor, one after the other: offsets and values."""
         stored = self.tensors[key]
         for chunk in stored.chunks:
-            yield chunk.offsets, self._read_chunk(chunk, stored)
+            yield chunk.offsets, self.read_chunk(stored, chunk)
 
     def read_object(self, key: str) -> Any:
         """An object of the checkpoint, or None."""
@@ -187,27 +195,91 @@ class CheckpointReader:
         """See `read_common`."""
         return read_common(self.folder)
 
-    def _read_chunk(self, chunk: Chunk, stored: StoredTensor) -> Tensor:
+    def read_chunk(self, stored: StoredTensor, chunk: Chunk) -> Tensor:
+        """The values of a chunk of `stored`, of one that is kept not a copy: do not change them.
+
+        Raises:
+            ValueError: where the file is damaged.
+        """
+        if chunk in self._kept:
+            self._kept.move_to_end(chunk)
+            return self._kept[chunk]
+        if self.keep_bytes:  # before it is read: the room is needed for it
+            self._drop_kept(self.keep_bytes - math.prod(chunk.sizes) * stored.dtype.itemsize)
         value = self._load(chunk)
         if not isinstance(value, Tensor) or tuple(value.shape) != chunk.sizes or value.dtype != stored.dtype:
             raise ValueError(f"{self.folder / chunk.file}: holds something else than {stored.key}. Fix: use another checkpoint.")
+        if self.keep_bytes:
+            self._kept[chunk] = value
         return value
+
+    def _drop_kept(self, limit_bytes: int) -> None:
+        kept_bytes = sum(value.nbytes for value in self._kept.values())
+        while self._kept and kept_bytes > limit_bytes:
+            kept_bytes -= self._kept.popitem(last=False)[1].nbytes
 
     def _load(self, chunk: Chunk) -> Any:
         path = self.folder / chunk.file
         try:
             with path.open("rb") as file:
-                file.seek(chunk.start)
-                return torch.load(io.BytesIO(file.read(chunk.num_bytes)), map_location="cpu", weights_only=True)
+                window = _Window(file, chunk.start, chunk.num_bytes)
+                _check_zip(window)
+                return torch.load(cast(IO[bytes], window), map_location="cpu", weights_only=True)
         except Exception as error:  # see _load above
             reason = "it is missing" if isinstance(error, FileNotFoundError) else " ".join(str(error).split())[:200]
             raise ValueError(f"{path}: cannot be used ({reason}). Fix: use another checkpoint.") from None
+
+
+class _Window(io.RawIOBase):
+    """A part of a file as a file of its own, so that torch reads a chunk without a copy of its bytes."""
+
+    def __init__(self, file: IO[bytes], start: int, num_bytes: int):
+        super().__init__()
+        size = os.fstat(file.fileno()).st_size
+        if start < 0 or num_bytes < 0 or start + num_bytes > size:
+            raise ValueError(f"it ends at {size} bytes, a chunk lies at {start} to {start + num_bytes}")
+        self._file, self._start, self._num_bytes, self._position = file, start, num_bytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._num_bytes}[whence]
+        self._position = max(0, origin + offset)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        view = view[: max(0, self._num_bytes - self._position)]
+        self._file.seek(self._start + self._position)
+        count = self._file.readinto(view)  # type: ignore[attr-defined]
+        self._position += count
+        return int(count)
+
+
+def _check_zip(window: _Window) -> None:
+    """The checksums of the zip that torch.save has written.
+
+    Raises:
+        ValueError: where one is wrong.
+    """
+    with zipfile.ZipFile(window) as archive:
+        if (name := archive.testzip()) is not None:
+            raise ValueError(f"the checksum of {name} is wrong")
+    window.seek(0)
 
 
 class CheckpointWriter:
     """Writes a checkpoint chunk by chunk; nothing but the chunk at hand is in memory.
 
     `add_tensor`, `add_chunk`, `add_object` in any order, then `finish`. Without `finish` the folder is no checkpoint.
+    What is added goes to the file of `rank`, which may be set in between: a rank of a layout then finds its own chunks in one file.
 
     Args:
         folder: that of the new checkpoint, empty or not there yet.
@@ -216,16 +288,18 @@ class CheckpointWriter:
 
     def __init__(self, folder: Path, *, file_bytes: int = 4 << 30):
         self.folder, self.file_bytes = folder, file_bytes
+        self.rank = 0
         folder.mkdir(parents=True, exist_ok=True)
         self._tensors: dict[str, TensorStorageMetadata] = {}
         self._objects: dict[str, BytesStorageMetadata] = {}
         self._places: dict[MetadataIndex, _StorageInfo] = {}
-        self._file: IO[bytes] | None = None
-        self._num_files = 0
+        self._files: dict[int, IO[bytes]] = {}
+        self._num_parts: dict[int, int] = {}
 
     def next_file(self) -> None:
-        """The chunks that follow go to a file of their own: those of one rank of a layout, say."""
-        self._close_file()
+        """Closes the files of all ranks; what comes for one of them later goes to a new file."""
+        for rank in list(self._files):
+            self._close(rank)
 
     def add_tensor(self, key: str, values: Tensor) -> None:
         """A whole tensor as one chunk."""
@@ -256,7 +330,7 @@ class CheckpointWriter:
         Raises:
             ValueError: where chunks of a tensor are missing.
         """
-        self._close_file()
+        self.next_file()
         for key, info in self._tensors.items():
             filled = sum(math.prod(chunk.sizes) for chunk in info.chunks)
             if filled != math.prod(info.size):
@@ -271,21 +345,21 @@ class CheckpointWriter:
             _sync(text)
 
     def _write(self, index: MetadataIndex, value: Any) -> None:
-        if self._file is None:
-            self._file = (self.folder / f"__0_{self._num_files}.distcp").open("wb")
-        start = self._file.tell()
-        torch.save(value, self._file)
-        end = self._file.tell()
-        self._places[index] = _StorageInfo(Path(self._file.name).name, start, end - start)
+        if (file := self._files.get(self.rank)) is None:
+            part = self._num_parts.get(self.rank, 0)
+            file = self._files[self.rank] = (self.folder / f"__{self.rank}_{part}.distcp").open("wb")
+            self._num_parts[self.rank] = part + 1
+        start = file.tell()
+        torch.save(value, file)
+        end = file.tell()
+        self._places[index] = _StorageInfo(Path(file.name).name, start, end - start)
         if end >= self.file_bytes:
-            self._close_file()
+            self._close(self.rank)
 
-    def _close_file(self) -> None:
-        if self._file is not None:
-            _sync(self._file)
-            self._file.close()
-            self._file = None
-            self._num_files += 1
+    def _close(self, rank: int) -> None:
+        file = self._files.pop(rank)
+        _sync(file)
+        file.close()
 
 
 def _sync(file: IO[Any]) -> None:
