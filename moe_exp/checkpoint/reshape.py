@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from moe_exp.checkpoint.folders import Manifest, entries_of, iteration_folder
+from moe_exp.checkpoint.info import BUFFERS, iteration_of
 from moe_exp.checkpoint.layouts import Layout, Model, Style, TargetChunk, TargetPlan, styled_key, unstyled
 from moe_exp.checkpoint.naming import (
     KEEP_BYTES,
@@ -38,8 +39,7 @@ from moe_exp.run_folder import LATEST
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _OBJECT = re.compile(r"(.+)/shard_([\d.]+)_([\d.]+)")
 _EXTRA_STATE = "._extra_state"
-# Not weights: Megatron keeps them in fp32 whatever the type of the weights.
-_BUFFERS = (".router.expert_bias", ".router.global_tokens_per_expert", ".router.local_tokens_per_expert")
+
 # What torch.save adds to a chunk, and the metadata about it.
 _CHUNK_OVERHEAD_BYTES = 2500
 
@@ -190,7 +190,7 @@ class _Work:
 
     def _dtype_of(self, name: str) -> torch.dtype:
         dtype = self.weights[name].dtype
-        if self.changes.dtype is None or not dtype.is_floating_point or name.endswith(_BUFFERS):
+        if self.changes.dtype is None or not dtype.is_floating_point or name.endswith(BUFFERS):
             return dtype
         return DTYPES[self.changes.dtype]
 
@@ -233,13 +233,6 @@ def _style(reader: CheckpointReader, weights: Mapping[str, LogicalTensor], chang
     return Style(not single_layers and experts_stacked, experts_stacked)
 
 
-def iteration_of(folder: Path, common: Mapping[str, Any]) -> int:
-    """The iteration of a checkpoint, by what it says itself (Megatron-LM's do, too) or else by its folder's name; 0 where neither does."""
-    own = common.get("progress", {}).get("iteration", common.get("iteration"))
-    number = folder.name.removeprefix("iter_")
-    return int(own) if own is not None else int(number) if number.isdigit() else 0
-
-
 def _check_space(target: Path, needed_bytes: int) -> None:
     place = target.absolute().parent
     if not place.is_dir():
@@ -251,4 +244,5 @@ def _check_space(target: Path, needed_bytes: int) -> None:
 
 def _facts(source: Path, changes: Reshaping) -> dict[str, Any]:
     own = Manifest.read(source)
-    return {**(own.facts if own else {}), "reshaped_from": source.name, "weights_only": changes.weights_only}
+    facts = {name: value for name, value in (own.facts if own else {}).items() if name != "world_size"}
+    return {**facts, "layout": vars(changes.layout), "reshaped_from": source.name, "weights_only": changes.weights_only}

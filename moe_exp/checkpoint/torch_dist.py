@@ -36,6 +36,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from moe_exp.checkpoint.foreign import read_inert
+
 COMMON = "common.pt"
 _METADATA = ".metadata"
 _BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
@@ -82,17 +84,19 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def read_common(folder: Path) -> dict[str, Any]:
-    """What is not sharded: optimizer settings, schedule, progress, config.
+    """What is not sharded: optimizer settings, schedule, progress, config. Of Megatron-LM's arguments inert copies, see foreign.py.
 
     Raises:
-        ValueError: where the file is missing or damaged, or holds more than tensors and plain values.
+        ValueError: where the file is missing or damaged, or names code.
     """
-    return dict(_load(folder / COMMON))
-
-
-def _load(path: Path) -> Any:
+    path = folder / COMMON
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        try:
+            return dict(torch.load(path, map_location="cpu", weights_only=True))
+        except pickle.UnpicklingError:
+            if not zipfile.is_zipfile(path):
+                raise
+            return dict(read_inert(path))
     except Exception as error:  # torch raises RuntimeError, UnpicklingError, EOFError, ... as the damage will have it
         reason = "it is missing" if isinstance(error, FileNotFoundError) else " ".join(str(error).split())[:200]
         raise ValueError(f"{path}: cannot be used ({reason}). Fix: use another checkpoint.") from None
@@ -225,7 +229,7 @@ class CheckpointReader:
                 window = _Window(file, chunk.start, chunk.num_bytes)
                 _check_zip(window)
                 return torch.load(cast(IO[bytes], window), map_location="cpu", weights_only=True)
-        except Exception as error:  # see _load above
+        except Exception as error:  # see read_common
             reason = "it is missing" if isinstance(error, FileNotFoundError) else " ".join(str(error).split())[:200]
             raise ValueError(f"{path}: cannot be used ({reason}). Fix: use another checkpoint.") from None
 
