@@ -37,7 +37,7 @@ _IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True)
-class Box:
+class StoredBox:
     """A part of a stored tensor; its first `num_leading` axes (layer, expert) have size 1 and are no axes of the logical tensor."""
 
     stored: StoredTensor
@@ -60,7 +60,7 @@ class LogicalTensor:
     """
 
     name: str
-    boxes: tuple[Box, ...]
+    boxes: tuple[StoredBox, ...]
     reader: CheckpointReader = field(repr=False, compare=False)
 
     @property
@@ -94,7 +94,7 @@ class LogicalTensor:
             start += box.shape[0]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _read_part(self, box: Box, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+    def _read_part(self, box: StoredBox, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
         stored, n = box.stored, box.num_leading
         at = (*box.offsets[:n], *(a + b for a, b in zip(box.offsets[n:], offsets, strict=True)))
         return self.reader.read(stored.key, at, (1,) * n + sizes).reshape(sizes)
@@ -124,7 +124,7 @@ def logical_tensors(reader: CheckpointReader, state: str | None = None) -> dict[
 
     A reader with `keep_bytes=KEEP_BYTES` makes reading one after the other fast.
     """
-    parts: dict[str, dict[str, Box]] = {}
+    parts: dict[str, dict[str, StoredBox]] = {}
     for key, stored in sorted(reader.tensors.items()):
         of_optimizer = optimizer_state(key)
         if (of_optimizer[1] if of_optimizer else None) != state or (of_optimizer is None and is_optimizer(key)):
@@ -185,14 +185,14 @@ _GROUPS = (
 )  # fmt: skip
 
 
-def _boxes(key: str, stored: StoredTensor) -> Iterator[tuple[str, str, Box]]:
+def _boxes(key: str, stored: StoredTensor) -> Iterator[tuple[str, str, StoredBox]]:
     n = num_leading(key)
     if len(stored.shape) < n:
         raise ValueError(f"{stored.key}: has {len(stored.shape)} axes, and no room for layers and experts. Fix: use another checkpoint.")
     for place in itertools.product(*map(range, stored.shape[:n])):
         name, half = logical_name(key, place)
         sizes = (1,) * n + stored.shape[n:]
-        yield name, half, Box(stored, place + (0,) * (len(sizes) - n), sizes, n)
+        yield name, half, StoredBox(stored, place + (0,) * (len(sizes) - n), sizes, n)
 
 
 def _order(name: str) -> tuple[object, ...]:

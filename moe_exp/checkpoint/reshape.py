@@ -164,7 +164,9 @@ class _Work:
         if "content_metadata" in common:
             common["content_metadata"] = {**common["content_metadata"], "singleton_local_shards": not self.plan.style.experts_stacked}
         if "config" in common:
-            sizes = {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp, "ep": layout.ep, "etp": layout.etp}
+            sizes: dict[str, Any] = {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp, "ep": layout.ep, "etp": layout.etp}
+            if common["config"].get("pp") != layout.pp:
+                sizes |= {name: 0 for name in ("first_stage_layers", "last_stage_layers") if name in common["config"]}
             common["config"] = {**common["config"], **sizes, **({"dtype": self.changes.dtype} if self.changes.dtype else {})}
         if "layout" in common:
             common["layout"] = {**common["layout"], "tp": layout.tp, "pp": layout.pp}

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-
-import numpy as np
 
 from moe_exp.checkpoint import folders
 from moe_exp.checkpoint.folders import Manifest
 from moe_exp.checkpoint.naming import KEEP_BYTES, LogicalTensor, logical_tensors, states
-from moe_exp.checkpoint.torch_dist import CheckpointReader, StoredTensor
+from moe_exp.checkpoint.torch_dist import CheckpointReader, Chunk, StoredTensor
 from moe_exp.progress import progress
-
-# More cells than this in the grid of one tensor's chunks: no writer makes such.
-_MAX_CELLS = 50_000_000
 
 
 @dataclass
@@ -33,14 +30,17 @@ class Verification:
     num_files: int = 0
     num_tensors: int = 0
     num_chunks: int = 0
-    has_checksums: bool = False
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether there are any of its files; Megatron-LM writes none."""
+        return (self.folder / folders.MANIFEST).exists()
 
     def findings(self) -> Iterator[str]:
         """A line for everything that is wrong, as it is found. The counts of what was looked at are complete at the end."""
         try:
             manifest = Manifest.read(self.folder)
             if manifest is not None:
-                self.has_checksums = True
                 yield from self._damages(manifest)
             reader = CheckpointReader(self.folder, keep_bytes=KEEP_BYTES)
             reader.common()
@@ -110,25 +110,22 @@ class Verification:
 
 def layout_problem(stored: StoredTensor) -> str:
     """What is wrong with the places of a tensor's chunks, or nothing: together they have to fill it, without overlap."""
-    axes = range(len(stored.shape))
     for chunk in stored.chunks:
-        bounds = [(chunk.offsets[axis], chunk.offsets[axis] + chunk.sizes[axis], stored.shape[axis]) for axis in axes]
-        if len(chunk.offsets) != len(stored.shape) or any(not 0 <= low <= high <= size for low, high, size in bounds):
-            return f"has a chunk at {list(chunk.offsets)} with {list(chunk.sizes)}, outside of its shape {list(stored.shape)}"
-    edges = [
-        sorted(
-            {0, stored.shape[axis], *(c.offsets[axis] for c in stored.chunks), *(c.offsets[axis] + c.sizes[axis] for c in stored.chunks)}
-        )
-        for axis in axes
-    ]
-    index = [{edge: number for number, edge in enumerate(edge_list)} for edge_list in edges]
-    cells = [len(edge_list) - 1 for edge_list in edges]
-    if math.prod(cells) > _MAX_CELLS:
-        return f"has {len(stored.chunks)} chunks in no order"
-    covered = np.zeros(cells, np.uint8)
-    for chunk in stored.chunks:
-        box = tuple(slice(index[a][chunk.offsets[a]], index[a][chunk.offsets[a] + chunk.sizes[a]]) for a in axes)
-        if covered[box].any():
-            return f"has chunks that overlap, at {list(chunk.offsets)}"
-        covered[box] = 1
-    return "" if covered.all() else f"is not filled by its {len(stored.chunks)} chunks"
+        ends = [offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+        if len(ends) != len(stored.shape) or min(chunk.offsets, default=0) < 0 or any(map(operator.gt, ends, stored.shape)):
+            return f"has a chunk at {list(chunk.offsets)} of {list(chunk.sizes)}, outside of its shape {list(stored.shape)}"
+    return _uneven(list(stored.chunks), stored.shape, 0)
+
+
+def _uneven(chunks: list[Chunk], shape: tuple[int, ...], axis: int) -> str:
+    """Whether each place of `shape`, from `axis` on, is in one of the chunks; in words where it is not."""
+    if len(chunks) == 1 and chunks[0].sizes[axis:] == shape[axis:]:
+        return ""
+    if axis == len(shape):
+        return f"has chunks that overlap, at {list(chunks[0].offsets)}" if chunks else "is not filled by its chunks"
+    edges = sorted({0, shape[axis], *(c.offsets[axis] for c in chunks), *(c.offsets[axis] + c.sizes[axis] for c in chunks)})
+    for low, high in pairwise(edges):
+        inside = [chunk for chunk in chunks if chunk.offsets[axis] <= low and chunk.offsets[axis] + chunk.sizes[axis] >= high]
+        if problem := _uneven(inside, shape, axis + 1):
+            return problem
+    return ""

@@ -80,6 +80,8 @@ def _verify(arguments: argparse.Namespace) -> int:
     from moe_exp.checkpoint.soundness import Verification
 
     work, found = Verification(chosen(arguments.path, arguments.iteration), finite=arguments.finite), []
+    if not work.has_checksums and not arguments.json:
+        print(f"{work.folder}: has no manifest.json, so there are no checksums of its files to compare", flush=True)
     for finding in work.findings():
         found.append(finding)
         if not arguments.json:
@@ -87,9 +89,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     counts = {"files": work.num_files, "tensors": work.num_tensors, "chunks": work.num_chunks}
     if arguments.json:
         _print_json({"path": str(work.folder), "ok": not found, "checksums": work.has_checksums, **counts, "findings": found})
-    elif not work.has_checksums:
-        print(f"{work.folder}: has no manifest.json, so no checksums of its files were compared")
-    if not found and not arguments.json:
+    elif not found:
         checked = f"{work.num_files} files, " if work.has_checksums else ""
         print(f"{work.folder}: ok, {checked}{work.num_tensors} tensors in {work.num_chunks} chunks")
     return int(bool(found))
