@@ -108,20 +108,19 @@ def reshape(source: Path, target: Path, changes: Reshaping, *, keep_bytes: int =
 
 
 def _write(folder: Path, work: _Work, chunks: list[TargetChunk], advance: Callable[[int], None]) -> None:
-    writer = CheckpointWriter(folder)
-    per_stage = work.plan.layout.ranks_per_stage
-    stage = 0
-    for chunk in chunks:
-        if chunk.rank // per_stage != stage:
-            stage = chunk.rank // per_stage
-            writer.next_file()  # so that the files of one stage alone are open
-        writer.rank = chunk.rank
-        writer.add_chunk(chunk.key, chunk.read(), shape=chunk.shape, offsets=chunk.offsets)
-        advance(chunk.num_bytes)
-    writer.rank = 0
-    for key, value in work.objects():
-        writer.add_object(key, value)
-    writer.finish(work.new_common())
+    per_stage, stage = work.plan.layout.ranks_per_stage, 0
+    with CheckpointWriter(folder) as writer:
+        for chunk in chunks:
+            if chunk.rank // per_stage != stage:
+                stage = chunk.rank // per_stage
+                writer.next_file()  # so that the files of one stage alone are open
+            writer.rank = chunk.rank
+            writer.add_chunk(chunk.key, chunk.read(), shape=chunk.shape, offsets=chunk.offsets)
+            advance(chunk.num_bytes)
+        writer.rank = 0
+        for key, value in work.objects():
+            writer.add_object(key, value)
+        writer.finish(work.new_common())
 
 
 class _Work:

@@ -284,6 +284,7 @@ class CheckpointWriter:
 
     `add_tensor`, `add_chunk`, `add_object` in any order, then `finish`. Without `finish` the folder is no checkpoint.
     What is added goes to the file of `rank`, which may be set in between: a rank of a layout then finds its own chunks in one file.
+    As a context it closes its files where something goes wrong before the end.
 
     Args:
         folder: that of the new checkpoint, empty or not there yet.
@@ -299,6 +300,13 @@ class CheckpointWriter:
         self._places: dict[MetadataIndex, _StorageInfo] = {}
         self._files: dict[int, IO[bytes]] = {}
         self._num_parts: dict[int, int] = {}
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for file in self._files.values():
+            file.close()
 
     def next_file(self) -> None:
         """Closes the files of all ranks; what comes for one of them later goes to a new file."""

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import enum
 import json
 import os
-import subprocess
 import sys
-from pathlib import Path
+import types
 
 import pytest
 import torch
-from ckpt_files import EXPERT_HIDDEN, EXPERTS, HIDDEN, LAYERS, VOCAB, common_state, drawn_state, write_checkpoint
+from ckpt_files import EXPERT_HIDDEN, EXPERTS, HIDDEN, LAYERS, VOCAB, drawn_state, write_checkpoint
 
 from moe_exp.checkpoint.info import describe
+from moe_exp.checkpoint.torch_dist import read_common
 from moe_exp.cli import main
 from moe_exp.run_folder import LATEST
 
-ROOT = Path(__file__).parents[2]
 PARAMETERS = {
     "experts": LAYERS * EXPERTS * 3 * EXPERT_HIDDEN * HIDDEN,
     "attention": LAYERS * 4 * HIDDEN * HIDDEN,
@@ -90,26 +90,23 @@ def test_all_checkpoints_of_a_run(tmp_path, capsys):
     assert f"iteration=3: {checkpoints} has no such checkpoint. Fix: choose one of 2, 4, 6." in capsys.readouterr().err
 
 
-def _megatrons(folder: Path) -> None:
-    """A common.pt as Megatron-LM's script writes it, with its arguments and enumerations."""
-    from moe_exp import megatron_cpu  # noqa: F401
-
-    # isort: split
-    from megatron.core.transformer.enums import AttnBackend
-
-    arguments = argparse.Namespace(num_layers=2, params_dtype=torch.bfloat16, attention_backend=AttnBackend.auto)
-    torch.save({"args": arguments, "iteration": 7, "checkpoint_version": 3.0}, folder / "common.pt")
-
-
-def test_megatron_lms_checkpoints(tmp_path):
+def test_megatron_lms_checkpoints(tmp_path, capsys, monkeypatch):
+    """common.pt as its script writes it: with its arguments, and enumerations of modules that are not installed."""
     tensors = {key: value for key, value in drawn_state().items() if not key.startswith("optimizer.")}
     folder = write_checkpoint(tmp_path, 7, tensors=tensors, manifest=False)
-    _megatrons(folder)
-    # In a process of its own: here Megatron's classes are loaded, and torch may know them.
-    command = [sys.executable, "-m", "moe_exp", "ckpt", "info", str(folder), "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    module = types.ModuleType("megatron.training.kinds")
+    module.Kind = enum.Enum("Kind", ["one", "two"], module=module.__name__)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "megatron", types.ModuleType("megatron"))
+        patch.setitem(sys.modules, "megatron.training", types.ModuleType("megatron.training"))
+        patch.setitem(sys.modules, module.__name__, module)
+        arguments = argparse.Namespace(num_layers=2, params_dtype=torch.bfloat16, kind=module.Kind.two)
+        torch.save({"args": arguments, "iteration": 7, "checkpoint_version": 3.0}, folder / "common.pt")
+    read = read_common(folder)["args"]
+    assert (read.num_layers, read.params_dtype, read.kind.arguments) == (2, torch.bfloat16, (2,))
+
+    code, report = run_json(capsys, "info", folder)
+    assert code == 0
     assert (report["iteration"], report["samples"], report["optimizer"], report["layout"]) == (7, None, [], None)
     assert report["written_by"] == "Megatron-LM or another program"
     assert report["parameters"]["total"] == sum(PARAMETERS.values())
@@ -142,10 +139,3 @@ def test_what_is_no_checkpoint(make, text, tmp_path, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("moe-exp ckpt: ")
     assert text in line
-
-
-def test_common_state_is_what_runs_write():
-    """The fixture against the names that the loader uses."""
-    from moe_exp.checkpoint.state import Progress
-
-    assert Progress(**common_state(5)["progress"]).consumed_samples == 40
