@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_exp.checkpoint.naming import LogicalTensor, layer_of, optimizer_state
+from moe_exp.config import problem
 
 _EXPERT = re.compile(r".*\.experts\.(\d+)\..+")
 _STYLED_LAYER = re.compile(r"^decoder\.layers\.(\d+\.)?")
@@ -221,9 +222,9 @@ class TargetPlan:
             yield _Cut(0, (0,) * len(shape), shape, "", (0,) * len(shape), shape)
             return
         if shape[axis] % (num_halves * size):
-            what = f"{family.members[0].name} has {shape[axis]} {'columns' if axis else 'rows'}"
-            parts = f"{num_halves * size} parts" + (" (a gate has two halves)" if num_halves > 1 else "")
-            raise ValueError(f"{name}={size}: {what}, which are not {parts} of one size. Fix: give another --{name}.")
+            gate = ", its gate by itself" if num_halves > 1 else ""
+            rule = f"the {shape[axis]} {'columns' if axis else 'rows'} of {family.members[0].name} cannot be split evenly{gate}"
+            raise ValueError(problem(name, size, rule, f"give another --{name}"))
         width = shape[axis] // (num_halves * size)
         for rank in range(size):
             for half in range(num_halves):

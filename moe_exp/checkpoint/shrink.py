@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 PATTERNS = ("*.pt", "*.pth", "*.bin")
-_ALIGNMENT = 16  # bytes of the largest element, complex128
 
 
 @dataclass
@@ -160,7 +159,10 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 @dataclass
 class _Island:
-    """Views of one storage that overlap, each with one before it: they go on sharing what they cover."""
+    """Views of one storage that overlap, each with one before it: they go on sharing what they cover.
+
+    All are of one type: torch.save refuses views of a storage as several.
+    """
 
     low: int
     high: int
@@ -173,12 +175,31 @@ class _Island:
     @property
     def num_bytes(self) -> int:
         """What the island takes when it is written again."""
-        return min(self.high - self.start, self.members[0].nbytes) if self.is_one_view else self.high - self.start
+        covered = self.high - self.low
+        return min(covered, self.members[0].nbytes) if self.is_one_view else covered
 
-    @property
-    def start(self) -> int:
-        """Where a copy of the island begins, so that elements of every type lie on their bounds."""
-        return self.low - self.low % _ALIGNMENT
+    def parted(self) -> list[_Island]:
+        """One island for each view where no two of them share an element, as columns of a matrix do not; itself otherwise."""
+        views: dict[View, list[Tensor]] = {}
+        for tensor in self.members:
+            views.setdefault(_view(tensor), []).append(tensor)
+        if len(views) == 1 or self._share_elements([members[0] for members in views.values()]):
+            return [self]
+        return [_Island(*_extent(members[0]), members) for members in views.values()]
+
+    def _share_elements(self, tensors: list[Tensor]) -> bool:
+        itemsize = tensors[0].itemsize
+        marks = torch.zeros((self.high - self.low) // itemsize, dtype=torch.bool)
+        for tensor in tensors:
+            sizes = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+            seen = marks.as_strided(sizes, tensor.stride(), int(tensor.storage_offset()) - self.low // itemsize)
+            if bool(seen.any()):
+                return True
+            try:
+                seen.fill_(True)
+            except RuntimeError:  # it shares elements with itself, as torch.as_strided can make it
+                return True
+        return False
 
 
 class _Compact:
@@ -225,10 +246,10 @@ def _islands(members: list[Tensor]) -> Iterator[_Island]:
             current.members.append(tensor)
             continue
         if current is not None:
-            yield current
+            yield from current.parted()
         current = _Island(low, high, [tensor])
     if current is not None:
-        yield current
+        yield from current.parted()
 
 
 def _copied(island: _Island) -> dict[int, Tensor]:
@@ -238,11 +259,11 @@ def _copied(island: _Island) -> dict[int, Tensor]:
         copy = first.detach().clone()
         copies = [copy.as_strided(copy.shape, copy.stride()) for _ in island.members]
     else:
-        storage = torch.UntypedStorage(island.high - island.start)
-        storage.copy_(first.untyped_storage()[island.start : island.high])
+        storage = torch.UntypedStorage(island.high - island.low)
+        storage.copy_(first.untyped_storage()[island.low : island.high])
         copies = []
         for tensor in island.members:
-            offset = tensor.storage_offset() - island.start // tensor.itemsize
+            offset = tensor.storage_offset() - island.low // tensor.itemsize
             copies.append(torch.empty(0, dtype=tensor.dtype).set_(storage, offset, tensor.shape, tensor.stride()))
     return {id(tensor): _like(tensor, copy) for tensor, copy in zip(island.members, copies, strict=True)}
 
