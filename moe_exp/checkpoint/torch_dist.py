@@ -17,6 +17,7 @@ import math
 import os
 import pickle
 import zipfile
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -143,6 +144,7 @@ class CheckpointReader:
     def __init__(self, folder: Path, *, keep_bytes: int = 0):
         self.folder, self.keep_bytes = folder, keep_bytes
         self._kept: OrderedDict[Chunk, Tensor] = OrderedDict()
+        self._ordered: dict[str, tuple[list[int], list[Chunk], int]] = {}
         metadata = read_metadata(folder)
         self.tensors: dict[str, StoredTensor] = {}
         self.objects: dict[str, Chunk] = {}
@@ -173,7 +175,7 @@ class CheckpointReader:
         offsets, sizes = tuple(offsets) or (0,) * len(stored.shape), tuple(sizes) or stored.shape
         result = torch.empty(sizes, dtype=stored.dtype)
         filled = 0
-        for chunk in stored.chunks:
+        for chunk in self._near(stored, offsets, sizes):
             lows = [max(a, b) for a, b in zip(offsets, chunk.offsets, strict=True)]
             highs = [min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)]
             if all(low < high for low, high in zip(lows, highs, strict=True)):
@@ -184,6 +186,16 @@ class CheckpointReader:
         if filled != result.numel():
             raise ValueError(f"{self.folder}: lacks values of {key} ({filled} of {result.numel()}). Fix: use another checkpoint.")
         return result
+
+    def _near(self, stored: StoredTensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Sequence[Chunk]:
+        """The chunks that a box may meet, by the first axis alone: a stacked tensor has thousands, and is read slice by slice."""
+        if not stored.shape or len(stored.chunks) == 1:
+            return stored.chunks
+        if stored.key not in self._ordered:
+            ordered = sorted(stored.chunks, key=lambda chunk: chunk.offsets)
+            self._ordered[stored.key] = ([chunk.offsets[0] for chunk in ordered], ordered, max(chunk.sizes[0] for chunk in ordered))
+        starts, ordered, longest = self._ordered[stored.key]
+        return ordered[bisect_right(starts, offsets[0] - longest) : bisect_left(starts, offsets[0] + sizes[0])]
 
     def chunks(self, key: str) -> Iterator[tuple[tuple[int, ...], Tensor]]:
         """The chunks of a tensor, one after the other: offsets and values."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from ckpt_files import EXPERT_HIDDEN, EXPERTS, HIDDEN, LAYERS, drawn_state, write_checkpoint
 
 from moe_exp.checkpoint.naming import KEEP_BYTES, group_of, logical_name, logical_tensors, states
-from moe_exp.checkpoint.torch_dist import CheckpointReader
+from moe_exp.checkpoint.torch_dist import CheckpointReader, CheckpointWriter
 
 
 @pytest.mark.parametrize(
@@ -87,3 +89,18 @@ def test_a_reader_keeps_chunks_up_to_its_limit(tmp_path):
     reader.read_chunk(stored, stored.chunks[1])
     assert sum(value.nbytes for value in reader._kept.values()) == chunk_bytes
     assert reader.read_chunk(stored, stored.chunks[0]) is not first
+
+
+def test_a_box_is_read_from_chunks_of_every_kind(tmp_path):
+    """Ranges of values in memory order, as data parallel ranks own them, for every box of a tensor."""
+    whole = torch.arange(24.0).reshape(4, 6)
+    boxes = [((0, 0), (1, 4)), ((3, 5), (1, 1)), ((0, 4), (1, 2)), ((1, 0), (2, 6)), ((3, 0), (1, 5))]
+    with CheckpointWriter(tmp_path / "a") as writer:
+        for (row, column), (rows, columns) in boxes:
+            writer.add_chunk("x", whole[row : row + rows, column : column + columns], shape=(4, 6), offsets=(row, column))
+        writer.finish({})
+    reader = CheckpointReader(tmp_path / "a")
+    for row, column, rows, columns in itertools.product(range(4), range(6), range(1, 5), range(1, 7)):
+        if row + rows <= 4 and column + columns <= 6:
+            expected = whole[row : row + rows, column : column + columns]
+            assert torch.equal(reader.read("x", (row, column), (rows, columns)), expected)

@@ -64,7 +64,8 @@ def _shards(value: Any) -> list[Any]:
 slow = pytest.mark.slow
 DENSE_TOO = {"first_k_dense": 1, "shared_expert_size": 24, "qk_norm": True}
 LAYOUTS = [
-    pytest.param(Layout(tp=2, ep=2, etp=2), DENSE_TOO, id="TP2_EP2_ETP2"),
+    pytest.param(Layout(tp=2, ep=2), DENSE_TOO, id="TP2_EP2"),
+    pytest.param(Layout(tp=2, ep=2, etp=2), DENSE_TOO, id="TP2_EP2_ETP2", marks=slow),
     pytest.param(Layout(tp=2, ep=2, etp=2), {}, id="stacked_TP2_EP2_ETP2", marks=slow),
     pytest.param(Layout(pp=2, vpp=2), {}, id="PP2_VPP2", marks=slow),
     pytest.param(Layout(pp=2, ep=2), {"router_score": "sigmoid", "router_bias_update_rate": 0.01}, id="PP2_EP2", marks=slow),
@@ -244,14 +245,14 @@ def _memory(name: str) -> int:
 
 
 def test_memory_is_that_of_the_largest_chunk(tmp_path):
-    """128 MiB in chunks of 16 MiB, rewritten in pieces of 4: a few chunks are in memory at a time (Linux)."""
+    """64 MiB in chunks of 8, rewritten in pieces of 1 and 2: 10 are in use at a time, beside freed ones that malloc keeps (Linux)."""
     experts, layers, mebibyte = 8, 4, 1 << 20
     key = {fc: f"decoder.layers.mlp.experts.experts.{fc}.weight" for fc in ("linear_fc1", "linear_fc2")}
     writer = CheckpointWriter(tmp_path / "a")
     for layer in range(layers):
-        for fc, rows, columns in (("linear_fc1", 2048, 256), ("linear_fc2", 512, 1024)):
+        for fc, rows, columns in (("linear_fc1", 1024, 256), ("linear_fc2", 512, 512)):
             values = torch.full((1, experts, rows, columns), float(layer))
-            assert values.nbytes == 16 * mebibyte
+            assert values.nbytes == 8 * mebibyte
             writer.add_chunk(key[fc], values, shape=(layers, *values.shape[1:]), offsets=(layer, 0, 0, 0))
     del values
     writer.finish({})
@@ -260,13 +261,13 @@ def test_memory_is_that_of_the_largest_chunk(tmp_path):
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
     before = _memory("VmRSS")
     written = reshape(tmp_path / "a", tmp_path / "b", Reshaping(Layout(ep=2, etp=2)), keep_bytes=mebibyte)
-    assert written.num_bytes > 128 * mebibyte
-    print(_memory("VmHWM") - before)
-    assert _memory("VmHWM") - before < 48 * mebibyte
+    assert written.num_bytes > 64 * mebibyte
+    assert _memory("VmHWM") - before < 40 * mebibyte
     found = CheckpointReader(written.folder)
-    assert [float(found.read(key["linear_fc2"], (layer, 5, 0, 0), (1, 1, 512, 1024)).mean()) for layer in range(layers)] == [0, 1, 2, 3]
+    assert [float(found.read(key["linear_fc2"], (layer, 5, 0, 0), (1, 1, 512, 512)).mean()) for layer in range(layers)] == [0, 1, 2, 3]
 
 
+@slow
 def test_training_goes_on_from_it_on_other_ranks(runs):
     """Saved by one rank, rewritten for two, the experts half on each."""
     one = runs.succeed("one", TRAIN_ITERS=6, SAVE_INTERVAL=3)
