@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_exp.checkpoint.folders import MANIFEST
+
 PATTERNS = ("*.pt", "*.pth", "*.bin")
 
 
@@ -61,6 +63,8 @@ def shrink(path: Path, *, target: Path | None = None, dry_run: bool = False) -> 
         dry_run: only work out what would be gained.
     """
     before = path.stat().st_size
+    if target is None and (path.parent / MANIFEST).exists():
+        return ShrunkFile(path, before, before, f"belongs to a checkpoint, whose {MANIFEST} has its checksum")
     try:
         loaded = _load(path)
         tensors = _tensors_of(loaded)

@@ -118,7 +118,7 @@ def _reshape(arguments: argparse.Namespace) -> None:
     layout = _layout(arguments, source)
     changes = Reshaping(layout, arguments.weights_only, arguments.dtype, arguments.layers, arguments.experts)
     written = reshape(source, arguments.target, changes)
-    print(f"{written.folder}: {written.num_bytes:,} bytes, files of {written.num_rank_files} ranks")
+    print(f"{written.folder}: {written.num_bytes:,} bytes, rank files: {written.num_rank_files}")
 
 
 def _layout(arguments: argparse.Namespace, source: Path) -> Layout:

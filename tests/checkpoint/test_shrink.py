@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from ckpt_files import write_checkpoint
 from torch import nn
 
 from moe_exp.checkpoint.shrink import difference, shrink
@@ -205,3 +206,12 @@ def test_a_link_stays_a_link(tmp_path):
     assert shrink(tmp_path / "link.pt").gain_bytes > 70_000
     assert (tmp_path / "link.pt").is_symlink()
     assert path.stat().st_size < 5000
+
+
+def test_files_of_a_checkpoint_stay_as_its_manifest_says(tmp_path):
+    path = write_checkpoint(tmp_path, tensors={}, common={"x": torch.arange(10_000)[:7]}) / "common.pt"
+    before = path.read_bytes()
+    assert len(before) > 80_000
+    assert shrink(path).problem == "belongs to a checkpoint, whose manifest.json has its checksum"
+    assert shrink(path, target=tmp_path / "elsewhere.pt").gain_bytes > 70_000
+    assert path.read_bytes() == before
