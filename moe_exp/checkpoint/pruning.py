@@ -82,9 +82,7 @@ def _held(checkpoints: Path) -> Iterator[None]:
         with FileLock(lock, timeout=0):
             yield
     except Timeout:
-        raise ValueError(
-            f"PATH={checkpoints}: a run is writing there. Fix: wait for its end; SAVE_KEEP_LAST has it prune by itself."
-        ) from None
+        raise ValueError(f"PATH={checkpoints}: a run is writing there. Fix: wait for its end; KEEP_LAST has it prune by itself.") from None
 
 
 def _loss(folder: Path) -> float | None:

@@ -7,6 +7,7 @@ piece that is copied into it, and the chunks of the source that were read last.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -92,8 +93,7 @@ def reshape(source: Path, target: Path, changes: Reshaping, *, keep_bytes: int =
     num_bytes = sum(chunk.num_bytes for chunk in chunks)
     _check_space(target, num_bytes + _CHUNK_OVERHEAD_BYTES * (len(chunks) + len(reader.objects)))
     iteration = iteration_of(source, work.common)
-    partial = target.with_name(target.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     folder = iteration_folder(partial, iteration)
     try:
         with progress("writing", num_bytes) as advance:
