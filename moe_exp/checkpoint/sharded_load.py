@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 
-from moe_exp.checkpoint.torch_dist import plain_settings, read_metadata
+from moe_exp.checkpoint.torch_dist import read_common, read_metadata
 
 _FORCE, _FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
@@ -32,8 +33,8 @@ def load_sharded(state: dict[str, Any], folder: Path, **options: Any) -> dict[st
     """
     read_metadata(folder)
     try:
-        with _tensors_and_plain_values(), plain_settings(folder):
-            return dict(dist_checkpointing.load(state, str(folder), **options))
+        with _tensors_and_plain_values():
+            return dict(dist_checkpointing.load(state, str(folder), common_strategy=_PlainCommon(), **options))
     except (CheckpointException, pickle.UnpicklingError) as error:
         # The first is no Exception but a BaseException, with what went wrong by rank.
         cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
@@ -41,6 +42,13 @@ def load_sharded(state: dict[str, Any], folder: Path, **options: Any) -> dict[st
         if isinstance(cause, pickle.UnpicklingError):
             reason = "an object in it is no plain value, loading it would run code"
         raise ValueError(f"checkpoint={folder}: cannot be used ({reason}). Fix: use another checkpoint.") from None
+
+
+class _PlainCommon(TorchCommonLoadStrategy):
+    """common.pt as `read_common` gives it; that of Megatron-LM holds objects of its own."""
+
+    def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
+        return read_common(Path(checkpoint_dir))
 
 
 @contextlib.contextmanager

@@ -6,21 +6,21 @@ and the places. Beside tensors there are objects: `torch.save` of a list with on
 Megatron adds common.pt (everything that is not sharded) and metadata.json (the name of the format).
 
 Nothing here runs code from a file: the pickle may name the classes of the format and no others, all else is `weights_only`.
+What is read is compared with the checksum that `torch.save` puts beside it (CRC-32): `torch.load` itself does not look at it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import enum
-import importlib
 import io
 import json
 import math
 import os
 import pickle
 import re
+import zipfile
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -37,6 +37,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+
+from moe_exp.checkpoint.foreign import read_inert
 
 COMMON = "common.pt"
 METADATA = ".metadata"
@@ -93,40 +95,19 @@ def write_metadata(folder: Path, metadata: Metadata) -> None:
 
 
 def read_common(folder: Path) -> dict[str, Any]:
-    """What is not sharded: optimizer settings, schedule, progress, config.
+    """What is not sharded: optimizer settings, schedule, progress, config. Of Megatron-LM's arguments inert copies, see foreign.py.
 
     Raises:
-        ValueError: where the file is missing or damaged, or holds more than tensors and plain values.
+        ValueError: where the file is missing or damaged, or names code.
     """
-    with plain_settings(folder):
-        return dict(_load(folder / COMMON))
-
-
-def plain_settings(folder: Path) -> AbstractContextManager[None]:
-    """Inside, `weights_only` takes what common.pt of Megatron-LM has beside plain values: its arguments, and enumerations in them."""
-    found: list[Any] = []
+    path = folder / COMMON
     try:
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(folder / COMMON)
-    except Exception:  # it is missing or damaged, as is said where it is read
-        names = []
-    for name in names:
-        module, _, attribute = name.rpartition(".")
-        if name in ("argparse.Namespace", "types.SimpleNamespace", "signal.Signals"):
-            found.append(getattr(importlib.import_module(module), attribute))
-        elif module.startswith("megatron.core."):
-            import moe_exp.megatron_cpu  # noqa: F401  # before megatron
-
-            with contextlib.suppress(ImportError):
-                value = getattr(importlib.import_module(module), attribute, None)
-                found += [value] if isinstance(value, type) and issubclass(value, enum.Enum) else []
-    return cast("AbstractContextManager[None]", torch.serialization.safe_globals(found))
-
-
-def _load(path: Path, start: int = 0, num_bytes: int = -1) -> Any:
-    try:
-        with path.open("rb") as file:
-            file.seek(start)
-            return torch.load(io.BytesIO(file.read(num_bytes)), map_location="cpu", weights_only=True)
+        try:
+            return dict(torch.load(path, map_location="cpu", weights_only=True))
+        except pickle.UnpicklingError:
+            if not zipfile.is_zipfile(path):
+                raise
+            return dict(read_inert(path))
     except Exception as error:  # torch raises RuntimeError, UnpicklingError, EOFError, ... as the damage will have it
         raise _unusable(path, error) from None
 
@@ -173,13 +154,17 @@ class CheckpointReader:
 
     Args:
         folder: of one iteration.
+        keep_bytes: chunks that were read last stay in memory up to so many bytes, for a caller that reads a chunk slice by slice
+            (expert by expert, say); the last one stays whatever its size. 0: none.
 
     Raises:
         ValueError: where it is none, or its metadata is damaged.
     """
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, *, keep_bytes: int = 0):
+        self.folder, self.keep_bytes = folder, keep_bytes
+        self._kept: OrderedDict[Chunk, Tensor] = OrderedDict()
+        self._ordered: dict[str, tuple[list[int], list[Chunk], int]] = {}
         metadata = read_metadata(folder)
         self.tensors: dict[str, StoredTensor] = {}
         self.objects: dict[str, Chunk] = {}
@@ -195,6 +180,8 @@ class CheckpointReader:
             place = metadata.storage_data[MetadataIndex(key, offsets)]
         except KeyError:
             raise ValueError(f"{self.folder}: says nothing of where {key} {offsets or ''} lies. Fix: use another checkpoint.") from None
+        if Path(place.relative_path).name != place.relative_path:
+            raise ValueError(f"{self.folder}: says that {key} lies outside, in {place.relative_path}. Fix: use another checkpoint.")
         return Chunk(offsets or (), sizes, place.relative_path, place.offset, place.length)
 
     def read(self, key: str, offsets: Sequence[int] = (), sizes: Sequence[int] = ()) -> Tensor:
@@ -208,11 +195,11 @@ class CheckpointReader:
         offsets, sizes = tuple(offsets) or (0,) * len(stored.shape), tuple(sizes) or stored.shape
         result = torch.empty(sizes, dtype=stored.dtype)
         filled = 0
-        for chunk in stored.chunks:
+        for chunk in self._near(stored, offsets, sizes):
             lows = [max(a, b) for a, b in zip(offsets, chunk.offsets, strict=True)]
             highs = [min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)]
             if all(low < high for low, high in zip(lows, highs, strict=True)):
-                source = self._read_chunk(chunk, stored)
+                source = self.read_chunk(stored, chunk)
                 source = source[tuple(slice(low - b, high - b) for low, high, b in zip(lows, highs, chunk.offsets, strict=True))]
                 result[tuple(slice(low - a, high - a) for low, high, a in zip(lows, highs, offsets, strict=True))] = source
                 filled += source.numel()
@@ -220,11 +207,21 @@ class CheckpointReader:
             raise ValueError(f"{self.folder}: lacks values of {key} ({filled} of {result.numel()}). Fix: use another checkpoint.")
         return result
 
+    def _near(self, stored: StoredTensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Sequence[Chunk]:
+        """The chunks that a box may meet, by the first axis alone: a stacked tensor has thousands, and is read slice by slice."""
+        if not stored.shape or len(stored.chunks) == 1:
+            return stored.chunks
+        if stored.key not in self._ordered:
+            ordered = sorted(stored.chunks, key=lambda chunk: chunk.offsets)
+            self._ordered[stored.key] = ([chunk.offsets[0] for chunk in ordered], ordered, max(chunk.sizes[0] for chunk in ordered))
+        starts, ordered, longest = self._ordered[stored.key]
+        return ordered[bisect_right(starts, offsets[0] - longest) : bisect_left(starts, offsets[0] + sizes[0])]
+
     def chunks(self, key: str) -> Iterator[tuple[tuple[int, ...], Tensor]]:
         """The chunks of a tensor, one after the other: offsets and values."""
         stored = self.tensors[key]
         for chunk in stored.chunks:
-            yield chunk.offsets, self._read_chunk(chunk, stored)
+            yield chunk.offsets, self.read_chunk(stored, chunk)
 
     def read_object(self, key: str) -> Any:
         """An object of the checkpoint, or None."""
@@ -234,20 +231,91 @@ class CheckpointReader:
         """See `read_common`."""
         return read_common(self.folder)
 
-    def _read_chunk(self, chunk: Chunk, stored: StoredTensor) -> Tensor:
+    def read_chunk(self, stored: StoredTensor, chunk: Chunk) -> Tensor:
+        """The values of a chunk of `stored`, of one that is kept not a copy: do not change them.
+
+        Raises:
+            ValueError: where the file is damaged.
+        """
+        if chunk in self._kept:
+            self._kept.move_to_end(chunk)
+            return self._kept[chunk]
+        if self.keep_bytes:  # before it is read: the room is needed for it
+            self._drop_kept(self.keep_bytes - math.prod(chunk.sizes) * stored.dtype.itemsize)
         value = self._load(chunk)
         if not isinstance(value, Tensor) or tuple(value.shape) != chunk.sizes or value.dtype != stored.dtype:
             raise ValueError(f"{self.folder / chunk.file}: holds something else than {stored.key}. Fix: use another checkpoint.")
+        if self.keep_bytes:
+            self._kept[chunk] = value
         return value
 
+    def _drop_kept(self, limit_bytes: int) -> None:
+        kept_bytes = sum(value.nbytes for value in self._kept.values())
+        while self._kept and kept_bytes > limit_bytes:
+            kept_bytes -= self._kept.popitem(last=False)[1].nbytes
+
     def _load(self, chunk: Chunk) -> Any:
-        return _load(self.folder / chunk.file, chunk.start, chunk.num_bytes)
+        path = self.folder / chunk.file
+        try:
+            with path.open("rb") as file:
+                window = _Window(file, chunk.start, chunk.num_bytes)
+                _check_zip(window)
+                return torch.load(cast(IO[bytes], window), map_location="cpu", weights_only=True)
+        except Exception as error:  # torch raises RuntimeError, UnpicklingError, EOFError, ... as the damage will have it
+            raise _unusable(path, error) from None
+
+
+class _Window(io.RawIOBase):
+    """A part of a file as a file of its own, so that torch reads a chunk without a copy of its bytes."""
+
+    def __init__(self, file: IO[bytes], start: int, num_bytes: int):
+        super().__init__()
+        size = os.fstat(file.fileno()).st_size
+        if start < 0 or num_bytes < 0 or start + num_bytes > size:
+            raise ValueError(f"it ends at {size} bytes, a chunk lies at {start} to {start + num_bytes}")
+        self._file, self._start, self._num_bytes, self._position = file, start, num_bytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._num_bytes}[whence]
+        self._position = max(0, origin + offset)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        view = view[: max(0, self._num_bytes - self._position)]
+        self._file.seek(self._start + self._position)
+        count = self._file.readinto(view)  # type: ignore[attr-defined]
+        self._position += count
+        return int(count)
+
+
+def _check_zip(window: _Window) -> None:
+    """The checksums of the zip that torch.save has written.
+
+    Raises:
+        ValueError: where one is wrong.
+    """
+    with zipfile.ZipFile(window) as archive:
+        if (name := archive.testzip()) is not None:
+            raise ValueError(f"the checksum of {name} is wrong")
+    window.seek(0)
 
 
 class CheckpointWriter:
     """Writes a checkpoint chunk by chunk; nothing but the chunk at hand is in memory.
 
     `add_tensor`, `add_chunk`, `add_object` in any order, then `finish`. Without `finish` the folder is no checkpoint.
+    What is added goes to the file of `rank`, which may be set in between: a rank of a layout then finds its own chunks in one file.
+    As a context it closes its files where something goes wrong before the end.
 
     Args:
         folder: that of the new checkpoint, empty or not there yet.
@@ -256,16 +324,25 @@ class CheckpointWriter:
 
     def __init__(self, folder: Path, *, file_bytes: int = 4 << 30):
         self.folder, self.file_bytes = folder, file_bytes
+        self.rank = 0
         folder.mkdir(parents=True, exist_ok=True)
         self._tensors: dict[str, TensorStorageMetadata] = {}
         self._objects: dict[str, BytesStorageMetadata] = {}
         self._places: dict[MetadataIndex, _StorageInfo] = {}
-        self._file: IO[bytes] | None = None
-        self._num_files = 0
+        self._files: dict[int, IO[bytes]] = {}
+        self._num_parts: dict[int, int] = {}
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for file in self._files.values():
+            file.close()
 
     def next_file(self) -> None:
-        """The chunks that follow go to a file of their own: those of one rank of a layout, say."""
-        self._close_file()
+        """Closes the files of all ranks; what comes for one of them later goes to a new file."""
+        for rank in list(self._files):
+            self._close(rank)
 
     def add_tensor(self, key: str, values: Tensor) -> None:
         """A whole tensor as one chunk."""
@@ -296,7 +373,7 @@ class CheckpointWriter:
         Raises:
             ValueError: where chunks of a tensor are missing.
         """
-        self._close_file()
+        self.next_file()
         for key, info in self._tensors.items():
             filled = sum(math.prod(chunk.sizes) for chunk in info.chunks)
             if filled != math.prod(info.size):
@@ -308,21 +385,21 @@ class CheckpointWriter:
         write_metadata(self.folder, metadata)
 
     def _write(self, index: MetadataIndex, value: Any) -> None:
-        if self._file is None:
-            self._file = (self.folder / f"__0_{self._num_files}.distcp").open("wb")
-        start = self._file.tell()
-        torch.save(value, self._file)
-        end = self._file.tell()
-        self._places[index] = _StorageInfo(Path(self._file.name).name, start, end - start)
+        if (file := self._files.get(self.rank)) is None:
+            part = self._num_parts.get(self.rank, 0)
+            file = self._files[self.rank] = (self.folder / f"__{self.rank}_{part}.distcp").open("wb")
+            self._num_parts[self.rank] = part + 1
+        start = file.tell()
+        torch.save(value, file)
+        end = file.tell()
+        self._places[index] = _StorageInfo(Path(file.name).name, start, end - start)
         if end >= self.file_bytes:
-            self._close_file()
+            self._close(self.rank)
 
-    def _close_file(self) -> None:
-        if self._file is not None:
-            _sync(self._file)
-            self._file.close()
-            self._file = None
-            self._num_files += 1
+    def _close(self, rank: int) -> None:
+        file = self._files.pop(rank)
+        _sync(file)
+        file.close()
 
 
 def _sync(file: IO[Any]) -> None:

@@ -13,11 +13,11 @@ from moe_exp.config import problem
 from moe_exp.data.datatrove_tokens import EXECUTORS, tokenize_by_datatrove
 from moe_exp.data.encoders import BACKENDS
 from moe_exp.data.preprocess import dry_run, find_inputs, summary_rows, tokenize_files, tokenized_prefix
-from moe_exp.data.progress import print_summary
 from moe_exp.data.token_merge import merge_dry_run, merge_token_files
 from moe_exp.data.token_parts import PartSettings
 from moe_exp.data.tokenizer import TOKENIZER_TYPES, load_tokenizer
 from moe_exp.data.tokenizer_training import EOD_TOKEN, train_tokenizer
+from moe_exp.progress import print_summary
 
 logger = logging.getLogger(__name__)
 

@@ -22,9 +22,9 @@ from moe_exp.data.datatrove_jobs import merge_stats, run_passes
 from moe_exp.data.datatrove_steps import PARQUET_SUFFIX, FieldFilter, Filter, LengthFilter, ReadFiles, WriteChunk, check_counts
 from moe_exp.data.documents import JSONL_SUFFIXES, Tally, check_apart
 from moe_exp.data.execution import Execution, Pass
-from moe_exp.data.progress import progress_of
 from moe_exp.data.slurm_jobs import check_no_jobs
 from moe_exp.data.stage import Stage, fingerprint, run_stage
+from moe_exp.progress import progress_of
 
 logger = logging.getLogger(__name__)
 

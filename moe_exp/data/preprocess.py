@@ -26,7 +26,6 @@ from moe_exp.config import problem
 from moe_exp.data.documents import JSONL_SUFFIXES, Tally, is_validation_file, jsonl_files_in, text_of
 from moe_exp.data.encoders import BACKENDS, ONE_THREAD, Encoders, Probe, one_thread, probe_backend
 from moe_exp.data.joined_parts import JoinedParts
-from moe_exp.data.progress import print_summary, progress
 from moe_exp.data.stage import Stage, check_free_disk, run_stage
 from moe_exp.data.token_parts import (
     Part,
@@ -38,6 +37,7 @@ from moe_exp.data.token_parts import (
     plan_parts,
 )
 from moe_exp.files import write_json
+from moe_exp.progress import print_summary, progress
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,136 @@
+"""Two checkpoints compared name by name, whatever layouts and styles they were written in; block by block, never two whole models."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from moe_exp.checkpoint.info import iteration_of
+from moe_exp.checkpoint.naming import KEEP_BYTES, LogicalTensor, logical_tensors, states
+from moe_exp.checkpoint.torch_dist import CheckpointReader
+from moe_exp.progress import progress
+
+_BLOCK_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """How the tensor `name` of A differs from that of B; `relative` is ||a - b|| / ||b||."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtypes: tuple[str, str]
+    num_equal: int
+    max_abs: float
+    relative: float
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether all values are."""
+        return self.num_equal == math.prod(self.shape)
+
+
+@dataclass
+class Comparison:
+    """What `compare` found. `settings` and `progress`: name to (value in A, value in B), of those that differ."""
+
+    tensors: list[TensorDifference] = field(default_factory=list)
+    only_in_a: list[str] = field(default_factory=list)
+    only_in_b: list[str] = field(default_factory=list)
+    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    settings: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    progress: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+
+    @property
+    def num_equal(self) -> int:
+        """Tensors that are equal in every value."""
+        return sum(tensor.is_equal for tensor in self.tensors)
+
+    def worst(self, count: int) -> list[TensorDifference]:
+        """The tensors that differ most, by their relative difference, without those that are equal."""
+        differing = [tensor for tensor in self.tensors if not tensor.is_equal]
+        return sorted(differing, key=lambda tensor: -tensor.relative if tensor.relative == tensor.relative else -math.inf)[:count]
+
+    def is_within(self, rtol: float) -> bool:
+        """Whether both have the same tensors, none with a larger relative difference than `rtol`."""
+        same = not (self.only_in_a or self.only_in_b or self.shapes)
+        return same and all(tensor.is_equal or tensor.relative <= rtol for tensor in self.tensors)
+
+
+def compare(a: Path, b: Path, *, optimizer: bool = False) -> Comparison:
+    """Compares the checkpoints in two folders, each of one iteration.
+
+    Args:
+        a: the one.
+        b: the other, which differences are relative to.
+        optimizer: its state, too: names are `exp_avg of NAME` then.
+
+    Raises:
+        ValueError: where one is damaged.
+    """
+    readers = [CheckpointReader(folder, keep_bytes=KEEP_BYTES) for folder in (a, b)]
+    found, (in_a, in_b) = Comparison(), (_named(reader, optimizer=optimizer) for reader in readers)
+    found.only_in_a, found.only_in_b = [name for name in in_a if name not in in_b], [name for name in in_b if name not in in_a]
+    both = [name for name in in_a if name in in_b]
+    found.shapes = {name: (in_a[name].shape, in_b[name].shape) for name in both if in_a[name].shape != in_b[name].shape}
+    same = [name for name in both if name not in found.shapes]
+    with progress("comparing", sum(in_a[name].num_bytes for name in same)) as advance:
+        found.tensors = [_difference(name, in_a[name], in_b[name], advance) for name in same]
+    commons = [reader.common() for reader in readers]
+    found.settings = _differing(*(common.get("config") or {} for common in commons))
+    progresses = [
+        common.get("progress") or {"iteration": iteration_of(reader.folder, common)}
+        for reader, common in zip(readers, commons, strict=True)
+    ]
+    found.progress = _differing(*progresses)
+    return found
+
+
+def _named(reader: CheckpointReader, *, optimizer: bool) -> dict[str, LogicalTensor]:
+    found = logical_tensors(reader)
+    for state in states(reader) if optimizer else []:
+        found |= {f"{state} of {name}": tensor for name, tensor in logical_tensors(reader, state).items()}
+    return found
+
+
+def _difference(name: str, a: LogicalTensor, b: LogicalTensor, advance: Callable[[int], None]) -> TensorDifference:
+    num_equal, max_abs, squares, reference = 0, 0.0, 0.0, 0.0
+    for x, y in _blocks(a, b):
+        x, y = x.double(), y.double()
+        equal = (x == y) | (x.isnan() & y.isnan())
+        difference = (x - y).masked_fill_(equal, 0.0)
+        num_equal += int(equal.sum())
+        if difference.numel():
+            max_abs = max(max_abs, float(difference.abs().nan_to_num(nan=math.inf).max()))
+        squares += float(difference.square().sum())
+        reference += float(y.square().sum())
+        advance(x.numel() * a.dtype.itemsize)
+    if squares == 0:
+        relative = 0.0
+    else:
+        relative = math.sqrt(squares / reference) if math.isfinite(squares) and math.isfinite(reference) and reference > 0 else math.inf
+    dtypes = tuple(str(tensor.dtype).removeprefix("torch.") for tensor in (a, b))
+    return TensorDifference(name, a.shape, (dtypes[0], dtypes[1]), num_equal, max_abs, relative)
+
+
+def _blocks(a: LogicalTensor, b: LogicalTensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The two tensors in blocks of rows."""
+    if not a.shape:
+        yield a.read(), b.read()
+        return
+    row_bytes = max(1, math.prod(a.shape[1:]) * 8)
+    rows = max(1, _BLOCK_BYTES // row_bytes)
+    for low in range(0, a.shape[0], rows):
+        offsets, sizes = (low, *(0 for _ in a.shape[1:])), (min(rows, a.shape[0] - low), *a.shape[1:])
+        yield a.read(offsets, sizes), b.read(offsets, sizes)
+
+
+def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    if not a or not b:  # one of them has no settings: nothing to compare
+        return {}
+    return {name: (a.get(name), b.get(name)) for name in sorted(a.keys() | b.keys()) if a.get(name) != b.get(name)}

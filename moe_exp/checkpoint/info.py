@@ -1,0 +1,183 @@
+"""What is in a checkpoint, from its metadata: no tensor is read."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moe_exp.checkpoint import folders
+from moe_exp.checkpoint.folders import Manifest, iteration_folder, iterations, latest_iteration
+from moe_exp.checkpoint.naming import LogicalTensor, group_of, is_optimizer, layer_of, logical_tensors, states
+from moe_exp.checkpoint.torch_dist import CheckpointReader
+from moe_exp.run_folder import LATEST
+
+# Beside the parameters the router has numbers of its own, which no optimizer trains and Megatron keeps in fp32.
+BUFFERS = (".router.expert_bias", ".router.global_tokens_per_expert", ".router.local_tokens_per_expert")
+_LAYOUT = ("tp", "pp", "vpp", "ep", "etp", "cp", "device")
+
+
+def checkpoints_folder(path: Path) -> Path | None:
+    """The checkpoints folder that `path` means, itself or that of a run folder; None where it is neither."""
+    for folder in (path, path / "checkpoints"):
+        if (folder / LATEST).exists() or iterations(folder):
+            return folder
+    return None
+
+
+def chosen(path: Path, iteration: int | None = None) -> Path:
+    """The folder of the checkpoint that a user means by a path and perhaps an iteration: see `folders.one_checkpoint`.
+
+    Raises:
+        ValueError: where there is none.
+    """
+    if iteration is None:
+        return folders.one_checkpoint(path)
+    folder = checkpoints_folder(path)
+    if folder is None:
+        raise ValueError(
+            f"iteration={iteration}: {path} is no checkpoints folder. Fix: leave --iteration out, or name the folder of a run."
+        )
+    if iteration not in iterations(folder):
+        there = ", ".join(map(str, iterations(folder))) or "none"
+        raise ValueError(f"iteration={iteration}: {folder} has no such checkpoint. Fix: choose one of {there}.")
+    return folders.one_checkpoint(iteration_folder(folder, iteration))
+
+
+def iteration_of(folder: Path, common: Mapping[str, Any]) -> int:
+    """The iteration of a checkpoint, by what it says itself (Megatron-LM's do, too) or else by its folder's name; 0 where neither does."""
+    own = common.get("progress", {}).get("iteration", common.get("iteration"))
+    number = folder.name.removeprefix("iter_")
+    return int(own) if own is not None else int(number) if number.isdigit() else 0
+
+
+def describe(folder: Path) -> dict[str, Any]:
+    """Everything about the checkpoint in `folder`, of one iteration, that can be known without reading tensors.
+
+    Returns:
+        Plain values, in the order in which they are shown; None where the checkpoint does not say.
+
+    Raises:
+        ValueError: where it is damaged.
+    """
+    reader, manifest = CheckpointReader(folder), Manifest.read(folder)
+    common, weights = reader.common(), logical_tensors(reader)
+    config, progress = common.get("config") or {}, common.get("progress") or {}
+    samples = progress.get("consumed_samples")
+    facts = dict(manifest.facts) if manifest else {}
+    return {
+        "path": str(folder),
+        "iteration": iteration_of(folder, common),
+        "written_by": "moe_exp" if "config" in common else "Megatron-LM or another program",
+        "format": "torch_dist",
+        "samples": samples,
+        "tokens": samples * config["seq_len"] if samples is not None and "seq_len" in config else None,
+        "model": model_line(weights, config),
+        "parameters": count_parameters(weights),
+        "dtypes": dict(Counter(str(tensor.dtype).removeprefix("torch.") for tensor in weights.values())),
+        "optimizer": states(reader) or (["in a form of its layout"] if any(map(is_optimizer, reader.tensors)) else []),
+        "layout": _layout(config, common),
+        "styles": _styles(reader),
+        "num_bytes": sum(path.stat().st_size for path in folder.iterdir() if path.is_file()),
+        "num_files": sum(path.is_file() for path in folder.iterdir()),
+        "tensor_bytes": sum(stored.num_bytes for stored in reader.tensors.values()),
+        "checksums": manifest is not None,
+        "valid_loss": facts.get("valid_loss"),
+        "versions": common.get("versions") or facts.get("versions"),
+        "schedule": _schedule(common),
+        "data": progress.get("sample_order"),
+    }
+
+
+def count_parameters(weights: Mapping[str, LogicalTensor]) -> dict[str, int]:
+    """Trained parameters by group, and `total`."""
+    counts: Counter[str] = Counter()
+    for name, tensor in weights.items():
+        if not name.endswith(BUFFERS):
+            counts[group_of(name)] += math.prod(tensor.shape)
+    return {**dict(counts.most_common()), "total": counts.total()}
+
+
+def model_line(weights: Mapping[str, LogicalTensor], config: Mapping[str, Any]) -> str:
+    """The model in a line, from the shapes of its weights and, where the checkpoint has them, its settings."""
+    layers = {layer for name in weights if (layer := layer_of(name)[0]) is not None}
+    routers = [tensor.shape for name, tensor in weights.items() if name.endswith(".router.weight")]
+    words = [f"{len(layers)} layers"]
+    if embedding := weights.get("embedding.word_embeddings.weight"):
+        words += [f"hidden size {embedding.shape[1]}", f"vocabulary {embedding.shape[0]}"]
+    if "num_heads" in config:
+        words.append(f"{config['num_heads']} heads")
+    if routers:
+        top = f" top-{config['topk']}" if "topk" in config else ""
+        words.append(f"{routers[0][0]} experts{top} in {len(routers)} layers")
+        width = next((t.shape[1] for name, t in weights.items() if ".experts.0." in name and name.endswith("linear_fc2.weight")), None)
+        words += [f"expert size {width}"] if width else []
+    return ", ".join(words + [str(config[name]) for name in ("activation", "normalization") if name in config])
+
+
+def describe_tensors(folder: Path, pattern: str = "*") -> list[dict[str, Any]]:
+    """Name, shape, type, number of chunks and bytes of the stored tensors whose names fit a shell pattern.
+
+    Raises:
+        ValueError: where none does, or the checkpoint is damaged.
+    """
+    reader = CheckpointReader(folder)
+    found = [stored for key, stored in sorted(reader.tensors.items()) if fnmatch.fnmatchcase(key, pattern)]
+    if not found:
+        example = next(iter(sorted(reader.tensors)), "none at all")
+        raise ValueError(f"tensors={pattern}: fits none of {len(reader.tensors)} tensors. Fix: give a pattern such as '*' ({example}).")
+    return [
+        {
+            "name": stored.key,
+            "shape": list(stored.shape),
+            "dtype": str(stored.dtype).removeprefix("torch."),
+            "num_chunks": len(stored.chunks),
+            "num_bytes": stored.num_bytes,
+        }
+        for stored in found
+    ]
+
+
+def describe_all(checkpoints: Path) -> list[dict[str, Any]]:
+    """Every checkpoint of a checkpoints folder: iteration, bytes, state by the sizes of its files, whether `latest` names it."""
+    latest, found = latest_iteration(checkpoints), []
+    for iteration in iterations(checkpoints):
+        folder = iteration_folder(checkpoints, iteration)
+        num_bytes = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+        found.append({"iteration": iteration, "num_bytes": num_bytes, "state": _state(folder), "latest": iteration == latest})
+    if latest is not None and latest not in iterations(checkpoints):
+        found.append({"iteration": latest, "num_bytes": 0, "state": "missing", "latest": True})
+    return found
+
+
+def _state(folder: Path) -> str:
+    try:
+        manifest = Manifest.read(folder)
+    except ValueError as error:
+        return f"damaged: {error}"
+    if manifest is None:
+        return "without checksums" if (folder / "metadata.json").is_file() else "damaged: no metadata.json"
+    first = next(folders.damages(folder, manifest.files, checksums=False), None)
+    return f"damaged: {first}" if first else "whole"
+
+
+def _layout(config: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any] | None:
+    found = {**config, **(common.get("layout") or {})}
+    return {name: found[name] for name in _LAYOUT if found.get(name) is not None} or None
+
+
+def _styles(reader: CheckpointReader) -> dict[str, str]:
+    keys = [key for key in reader.tensors if not is_optimizer(key)]
+    single_layers = any(layer_of(key)[0] is not None for key in keys)
+    single_experts = any(".experts.experts." in key and key.split(".experts.experts.")[1][0].isdigit() for key in keys)
+    return {"layers": "single" if single_layers else "stacked", "experts": "single" if single_experts else "stacked"}
+
+
+def _schedule(common: Mapping[str, Any]) -> dict[str, Any] | None:
+    scheduler = common.get("scheduler") or common.get("opt_param_scheduler")
+    if not isinstance(scheduler, Mapping):
+        return None
+    return {name: value for name, value in scheduler.items() if isinstance(value, int | float | str)}

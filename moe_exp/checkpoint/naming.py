@@ -1,0 +1,202 @@
+"""The tensors of a checkpoint as those of single layers and experts, in whichever of Megatron's styles it was written (see keys.py).
+
+A logical tensor has one name whatever the style: `decoder.layers.3.self_attention.linear_qkv.weight`,
+`decoder.layers.3.mlp.experts.5.linear_fc1.weight` [W, D] with the gate as the first half of W, `decoder.layers.3.pre_mlp_layernorm.weight`
+for the norm before the MLP of every layer, dense or MoE, and what is in no layer under its own key. It is a box of one stored tensor, or
+two of them that are joined (the gate's half and the other), and is read alone.
+
+Of the optimizer the same names are given to `param` (the fp32 main weights), `exp_avg` and `exp_avg_sq`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from moe_exp.checkpoint.torch_dist import CheckpointReader, StoredTensor
+
+# Chunks that stay in memory for a reader of logical tensors, of which many may lie in one chunk.
+KEEP_BYTES = 256 << 20
+
+_STATE = re.compile(r"((?:chained_\d+\.)?optimizer\.state\.)(\w+)\.(.+)")
+_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
+# Megatron's optimizers name the fp32 main weights in two ways.
+_MAIN = {"fp32_param": "param"}
+_STACKED = re.compile(r"decoder\.layers\.(?!\d)(.+)")
+_EXPERTS = re.compile(r"(.*\.)?experts\.experts\.(?!\d)(.+)")
+_SINGLE_EXPERT = re.compile(r"(.*\.)?experts\.experts\.(\d+\..+)")
+_HALF = re.compile(r"(.+\.linear_fc1\.(?:weight|bias))_([wv])")
+_NORMS = ((".mlp.linear_fc1.layer_norm_", ".pre_mlp_layernorm."), (".input_layernorm.", ".self_attention.linear_qkv.layer_norm_"))
+_IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+
+
+@dataclass(frozen=True)
+class StoredBox:
+    """A part of a stored tensor; its first `num_leading` axes (layer, expert) have size 1 and are no axes of the logical tensor."""
+
+    stored: StoredTensor
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    num_leading: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.sizes[self.num_leading :]
+
+
+@dataclass(frozen=True)
+class LogicalTensor:
+    """A tensor of one layer or expert, or of the whole model.
+
+    Args:
+        name: as at the top of this file.
+        boxes: where its values are; several are joined along the first axis.
+    """
+
+    name: str
+    boxes: tuple[StoredBox, ...]
+    reader: CheckpointReader = field(repr=False, compare=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        first = self.boxes[0].shape
+        return (sum(box.shape[0] for box in self.boxes), *first[1:]) if len(self.boxes) > 1 else first
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.boxes[0].stored.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its values."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def read(self, offsets: tuple[int, ...] = (), sizes: tuple[int, ...] = ()) -> Tensor:
+        """Its values, or the box of them at `offsets` with `sizes`.
+
+        Raises:
+            ValueError: where a file is damaged.
+        """
+        if not self.shape:
+            return self._read_part(self.boxes[0], (), ())
+        offsets, sizes = offsets or (0,) * len(self.shape), sizes or self.shape
+        parts, start = [], 0
+        for box in self.boxes:
+            low, high = max(offsets[0], start), min(offsets[0] + sizes[0], start + box.shape[0])
+            if low < high or len(self.boxes) == 1:
+                parts.append(self._read_part(box, (low - start, *offsets[1:]), (high - low, *sizes[1:])))
+            start += box.shape[0]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _read_part(self, box: StoredBox, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+        stored, n = box.stored, box.num_leading
+        at = (*box.offsets[:n], *(a + b for a, b in zip(box.offsets[n:], offsets, strict=True)))
+        return self.reader.read(stored.key, at, (1,) * n + sizes).reshape(sizes)
+
+
+def optimizer_state(key: str) -> tuple[str, str, str] | None:
+    """What of a parameter a stored tensor of the optimizer is: (what Megatron puts before it, state, key of the parameter), or None.
+
+    The fp32 main weights are always the state `param`.
+    """
+    match = _STATE.fullmatch(key)
+    return (match[1] + match[2] + ".", _MAIN.get(match[2], match[2]), match[3]) if match else None
+
+
+def is_optimizer(key: str) -> bool:
+    """Whether a stored tensor is the optimizer's, in whatever form."""
+    return _OPTIMIZER.match(key) is not None
+
+
+def states(reader: CheckpointReader) -> list[str]:
+    """The states of the optimizer that a checkpoint has: `exp_avg`, `exp_avg_sq`, `param`."""
+    return sorted({found[1] for key in reader.tensors if (found := optimizer_state(key))})
+
+
+def logical_tensors(reader: CheckpointReader, state: str | None = None) -> dict[str, LogicalTensor]:
+    """The logical tensors of the weights, or of a state of the optimizer, by name, in an order that reads few chunks twice.
+
+    A reader with `keep_bytes=KEEP_BYTES` makes reading one after the other fast.
+    """
+    parts: dict[str, dict[str, StoredBox]] = {}
+    for key, stored in sorted(reader.tensors.items()):
+        of_optimizer = optimizer_state(key)
+        if (of_optimizer[1] if of_optimizer else None) != state or (of_optimizer is None and is_optimizer(key)):
+            continue
+        for name, half, box in _boxes(of_optimizer[2] if of_optimizer else key, stored):
+            parts.setdefault(name, {})[half] = box
+    # `_w`, the gate, before `_v`.
+    return {
+        name: LogicalTensor(name, tuple(box for _, box in sorted(halves.items(), reverse=True)), reader)
+        for name, halves in sorted(parts.items(), key=lambda item: _order(item[0]))
+    }
+
+
+def logical_name(key: str, place: tuple[int, ...]) -> tuple[str, str]:
+    """The name of what lies at `place` on the leading axes of a key, and which half of it: `w`, `v`, or nothing for the whole."""
+    numbers = list(place)
+    if match := _STACKED.fullmatch(key):
+        key = f"decoder.layers.{numbers.pop(0)}.{match[1]}"
+    if match := _EXPERTS.fullmatch(key):
+        key = f"{match[1] or ''}experts.{numbers.pop(0)}.{match[2]}"
+    elif match := _SINGLE_EXPERT.fullmatch(key):
+        key = f"{match[1] or ''}experts.{match[2]}"
+    assert not numbers
+    half = ""
+    if match := _HALF.fullmatch(key):
+        key, half = match[1], match[2]
+    if key.startswith("decoder.layers."):
+        for other, name in _NORMS:
+            key = key.replace(other, name)
+    return key, half
+
+
+def num_leading(key: str) -> int:
+    """How many axes of a stored tensor count layers and experts."""
+    return int(_STACKED.fullmatch(key) is not None) + int(_EXPERTS.fullmatch(key) is not None)
+
+
+def layer_of(name: str) -> tuple[int | None, str]:
+    """The layer of a logical tensor, or None, and its name inside it."""
+    match = _IN_LAYER.fullmatch(name)
+    return (int(match[1]), match[2]) if match else (None, name)
+
+
+def group_of(name: str) -> str:
+    """What a logical tensor belongs to: embedding, output, attention, norms, router, experts, shared experts, mlp, or other."""
+    parts = name.split(".")
+    if any("norm" in part for part in parts[-2:]):
+        return "norms"
+    for group, words in _GROUPS:
+        if words & set(parts):
+            return group
+    return "other"
+
+
+_GROUPS = (
+    ("embedding", {"embedding"}), ("output", {"output_layer"}), ("router", {"router"}), ("shared experts", {"shared_experts"}),
+    ("experts", {"experts"}), ("attention", {"self_attention"}), ("mlp", {"mlp"}),
+)  # fmt: skip
+
+
+def _boxes(key: str, stored: StoredTensor) -> Iterator[tuple[str, str, StoredBox]]:
+    n = num_leading(key)
+    if len(stored.shape) < n:
+        raise ValueError(f"{stored.key}: has {len(stored.shape)} axes, and no room for layers and experts. Fix: use another checkpoint.")
+    for place in itertools.product(*map(range, stored.shape[:n])):
+        name, half = logical_name(key, place)
+        sizes = (1,) * n + stored.shape[n:]
+        yield name, half, StoredBox(stored, place + (0,) * (len(sizes) - n), sizes, n)
+
+
+def _order(name: str) -> tuple[object, ...]:
+    # By layer, then kind of tensor, then expert: those of one chunk follow one another.
+    layer, inner = layer_of(name)
+    numbers = [int(part) for part in inner.split(".") if part.isdigit()]
+    return (layer is not None, layer or 0, re.sub(r"\.\d+\.", ".", inner), numbers)

@@ -1,0 +1,98 @@
+"""Removing checkpoints of a run by the rules of retention.py, by hand: `moe-exp ckpt prune`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from moe_exp.checkpoint.folders import Manifest, iteration_folder, iterations, latest_iteration
+from moe_exp.checkpoint.info import checkpoints_folder
+from moe_exp.checkpoint.retention import which_to_remove
+from moe_exp.run_folder import RunFolder
+
+_REMOVED = ".removed"
+
+
+@dataclass(frozen=True)
+class Prunable:
+    """A checkpoint that goes: its folder, iteration and bytes."""
+
+    folder: Path
+    iteration: int
+    num_bytes: int
+
+
+def prunable(path: Path, *, last: int, every: int, best: int) -> list[Prunable]:
+    """The checkpoints of a checkpoints folder or run folder that no rule keeps; never the one that `latest` names.
+
+    Args:
+        path: of the folder.
+        last: keep so many of the newest.
+        every: keep those whose iteration is a multiple of it; 0: this rule keeps none.
+        best: keep so many of those with the lowest validation loss; 0: this rule keeps none.
+
+    Raises:
+        ValueError: where the folder has no checkpoints, or a rule would keep none.
+    """
+    checkpoints = checkpoints_folder(path)
+    if checkpoints is None:
+        raise ValueError(f"PATH={path}: has no checkpoints. Fix: name a checkpoints folder or a run folder.")
+    if last < 1:
+        raise ValueError(f"keep-last={last}: must be 1 or more. Fix: keep at least the newest.")
+    found, latest = iterations(checkpoints), latest_iteration(checkpoints)
+    losses = {iteration: loss for iteration in found if (loss := _loss(iteration_folder(checkpoints, iteration))) is not None}
+    if best and not losses:
+        raise ValueError(f"keep-best={best}: no checkpoint in {checkpoints} says what its validation loss was. Fix: leave --keep-best out.")
+    gone = [iteration for iteration in which_to_remove(found, losses, last=last, every=every, best=best) if iteration != latest]
+    folders = [iteration_folder(checkpoints, iteration) for iteration in gone]
+    return [Prunable(folder, iteration, _bytes(folder)) for folder, iteration in zip(folders, gone, strict=True)]
+
+
+def remove(path: Path, found: list[Prunable]) -> Iterator[Prunable]:
+    """Removes checkpoints and yields each when it is gone. One that is half removed is no checkpoint any more: it is renamed first.
+
+    Raises:
+        ValueError: while a run writes there; nothing is removed then.
+    """
+    checkpoints = checkpoints_folder(path)
+    if checkpoints is None:
+        return
+    with _held(checkpoints):
+        for one in found:
+            removed = one.folder.with_name(one.folder.name + _REMOVED)
+            shutil.rmtree(removed, ignore_errors=True)
+            one.folder.rename(removed)
+            shutil.rmtree(removed)
+            yield one
+
+
+@contextmanager
+def _held(checkpoints: Path) -> Iterator[None]:
+    lock = RunFolder(checkpoints.parent).lock
+    if not lock.exists() or not os.access(lock, os.W_OK):  # no run ever wrote here
+        yield
+        return
+    try:
+        with FileLock(lock, timeout=0):
+            yield
+    except Timeout:
+        raise ValueError(f"PATH={checkpoints}: a run is writing there. Fix: wait for its end; KEEP_LAST has it prune by itself.") from None
+
+
+def _loss(folder: Path) -> float | None:
+    try:
+        manifest = Manifest.read(folder)
+    except ValueError:
+        return None
+    loss = manifest.facts.get("valid_loss") if manifest else None
+    return float(loss) if isinstance(loss, int | float) else None
+
+
+def _bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

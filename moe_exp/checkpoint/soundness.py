@@ -1,0 +1,131 @@
+"""Whether a checkpoint is what it was when it was written, and could be loaded: `moe-exp ckpt verify`."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from moe_exp.checkpoint import folders
+from moe_exp.checkpoint.folders import Manifest
+from moe_exp.checkpoint.naming import KEEP_BYTES, LogicalTensor, logical_tensors, states
+from moe_exp.checkpoint.torch_dist import CheckpointReader, Chunk, StoredTensor
+from moe_exp.progress import progress
+
+
+@dataclass
+class Verification:
+    """What `verify` looks at.
+
+    Args:
+        folder: of the checkpoint, of one iteration.
+        finite: also look for values that are not finite.
+    """
+
+    folder: Path
+    finite: bool = False
+    num_files: int = 0
+    num_tensors: int = 0
+    num_chunks: int = 0
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether there are any of its files; Megatron-LM writes none."""
+        return (self.folder / folders.MANIFEST).exists()
+
+    def findings(self) -> Iterator[str]:
+        """A line for everything that is wrong, as it is found. The counts of what was looked at are complete at the end."""
+        try:
+            manifest = Manifest.read(self.folder)
+            if manifest is not None:
+                yield from self._damages(manifest)
+            reader = CheckpointReader(self.folder, keep_bytes=KEEP_BYTES)
+            reader.common()
+            yield from self._misplaced(reader)
+            yield from self._unreadable(reader)
+            yield from self._disagreements(reader)
+        except ValueError as error:
+            yield str(error)
+
+    def _damages(self, manifest: Manifest) -> Iterator[str]:
+        with progress("checksums", manifest.num_bytes) as advance:
+            for name, entry in manifest.files.items():
+                yield from folders.damages(self.folder, {name: entry})
+                advance(int(entry["bytes"]))
+                self.num_files += 1
+
+    def _misplaced(self, reader: CheckpointReader) -> Iterator[str]:
+        for stored in reader.tensors.values():
+            problem = layout_problem(stored)
+            if problem:
+                yield f"{self.folder}: {stored.key} {problem}"
+
+    def _unreadable(self, reader: CheckpointReader) -> Iterator[str]:
+        with progress("chunks", sum(stored.num_bytes for stored in reader.tensors.values())) as advance:
+            for stored in reader.tensors.values():
+                yield from self._bad_chunks(reader, stored, advance)
+                self.num_tensors += 1
+        for key in reader.objects:
+            try:
+                reader.read_object(key)
+            except ValueError as error:
+                yield f"{key}: {error}"
+
+    def _bad_chunks(self, reader: CheckpointReader, stored: StoredTensor, advance: Callable[[int], None]) -> Iterator[str]:
+        for chunk in stored.chunks:
+            try:
+                values = reader.read_chunk(stored, chunk)
+                if self.finite and values.is_floating_point() and not bool(values.isfinite().all()):
+                    yield f"{self.folder / chunk.file}: {stored.key} at {list(chunk.offsets)} has values that are not finite"
+            except ValueError as error:
+                yield f"{stored.key} at {list(chunk.offsets)}: {error}"
+            advance(math.prod(chunk.sizes) * stored.dtype.itemsize)
+            self.num_chunks += 1
+
+    def _disagreements(self, reader: CheckpointReader) -> Iterator[str]:
+        weights = logical_tensors(reader)
+        for state in states(reader):
+            of_state = logical_tensors(reader, state)
+            for name in of_state.keys() - weights.keys():
+                yield f"{self.folder}: the optimizer's {state} of {name} belongs to no weight"
+            for name, tensor in of_state.items():
+                weight = weights.get(name)
+                if weight is not None and tensor.shape != weight.shape:
+                    yield f"{self.folder}: {name} has the shape {list(weight.shape)}, the optimizer's {state} {list(tensor.shape)}"
+                elif weight is not None and state == "param":
+                    yield from self._unequal_main_weights(weight, tensor)
+
+    def _unequal_main_weights(self, weight: LogicalTensor, main: LogicalTensor) -> Iterator[str]:
+        try:
+            ours, theirs = weight.read(), main.read().to(weight.dtype)
+        except ValueError:
+            return  # told already
+        differing = int((ours != theirs).logical_and_(ours.eq(ours)).sum())
+        if differing:
+            yield f"{self.folder}: {differing} of {ours.numel()} values of {weight.name} are not the optimizer's main weights, rounded"
+
+
+def layout_problem(stored: StoredTensor) -> str:
+    """What is wrong with the places of a tensor's chunks, or nothing: together they have to fill it, without overlap."""
+    for chunk in stored.chunks:
+        ends = [offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+        if len(ends) != len(stored.shape) or min(chunk.offsets, default=0) < 0 or any(map(operator.gt, ends, stored.shape)):
+            return f"has a chunk at {list(chunk.offsets)} of {list(chunk.sizes)}, outside of its shape {list(stored.shape)}"
+    return _uneven(list(stored.chunks), stored.shape, 0)
+
+
+def _uneven(chunks: list[Chunk], shape: tuple[int, ...], axis: int) -> str:
+    """Whether each place of `shape`, from `axis` on, is in one of the chunks; in words where it is not."""
+    if len(chunks) == 1 and chunks[0].sizes[axis:] == shape[axis:]:
+        return ""
+    if axis == len(shape):
+        return f"has chunks that overlap, at {list(chunks[0].offsets)}" if chunks else "is not filled by its chunks"
+    edges = sorted({0, shape[axis], *(c.offsets[axis] for c in chunks), *(c.offsets[axis] + c.sizes[axis] for c in chunks)})
+    for low, high in pairwise(edges):
+        inside = [chunk for chunk in chunks if chunk.offsets[axis] <= low and chunk.offsets[axis] + chunk.sizes[axis] >= high]
+        if problem := _uneven(inside, shape, axis + 1):
+            return problem
+    return ""

@@ -1,0 +1,76 @@
+"""What the commands about checkpoints print for people."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import filesize
+
+from moe_exp.checkpoint.diff import Comparison
+from moe_exp.progress import print_summary
+
+
+def print_info(report: Mapping[str, Any]) -> None:
+    """The table of `info.describe`, without what the checkpoint does not say."""
+    parameters = dict(report["parameters"])
+    total = parameters.pop("total")
+    rows = {
+        "iteration": report["iteration"],
+        "written by": report["written_by"],
+        "samples": report["samples"],
+        "tokens": report["tokens"],
+        "model": report["model"],
+        "parameters": f"{total:,} ({', '.join(f'{name} {count:,}' for name, count in parameters.items())})",
+        "type of the weights": ", ".join(report["dtypes"]),
+        "optimizer": ", ".join(report["optimizer"]) or "no",
+        "saved at": _pairs(report["layout"]),
+        "keys": _pairs(report["styles"]),
+        "size": f"{report['num_bytes']:,} bytes ({filesize.decimal(report['num_bytes'])}) in {report['num_files']} files",
+        "format": report["format"] + (", with checksums" if report["checksums"] else ", without checksums"),
+        "validation loss": report["valid_loss"],
+        "versions": _pairs(report["versions"]),
+        "schedule": _pairs(report["schedule"]),
+        "data": _pairs(report["data"]),
+    }
+    print_summary(report["path"], {name: value for name, value in rows.items() if value is not None})
+
+
+def print_checkpoints(checkpoints: Path, found: Sequence[Mapping[str, Any]]) -> None:
+    """The checkpoints of a folder, one a line."""
+    print(f"{len(found)} checkpoints in {checkpoints}")
+    for one in found:
+        print(f"  iteration {one['iteration']}  {one['num_bytes']:,} bytes  {one['state']}{'  latest' if one['latest'] else ''}")
+
+
+def print_tensors(tensors: Sequence[Mapping[str, Any]]) -> None:
+    """Tensors, one a line that can be cut into columns."""
+    for one in tensors:
+        print(f"{one['name']}  {one['shape']}  {one['dtype']}  {one['num_chunks']} chunks  {one['num_bytes']:,} bytes")
+
+
+def print_comparison(found: Comparison, *, top: int) -> None:
+    """What two checkpoints differ in."""
+    for title, names in (("only in A", found.only_in_a), ("only in B", found.only_in_b)):
+        for name in names[:top]:
+            print(f"{title}: {name}")
+        if len(names) > top:
+            print(f"{title}: and {len(names) - top} more")
+    for name, (a, b) in list(found.shapes.items())[:top]:
+        print(f"shape: {name} {list(a)} and {list(b)}")
+    for what, pairs in (("setting", found.settings), ("progress", found.progress)):
+        for name, values in pairs.items():
+            print(f"{what}: {name} {values[0]} and {values[1]}")
+    for one in found.worst(top):
+        types = one.dtypes[0] if one.dtypes[0] == one.dtypes[1] else " and ".join(one.dtypes)
+        equal = f"{one.num_equal:,} of {math.prod(one.shape):,} values equal"
+        print(f"differs: {one.name}  relative {one.relative:.3g}  max abs {one.max_abs:.3g}  {equal}  {types}")
+    differing = len(found.tensors) - found.num_equal
+    print(f"{found.num_equal} of {len(found.tensors)} tensors are equal, {differing} differ", end="")
+    print(f", {len(found.shapes)} have other shapes, {len(found.only_in_a)} are only in A, {len(found.only_in_b)} only in B")
+
+
+def _pairs(values: Mapping[str, Any] | None) -> str | None:
+    return ", ".join(f"{name} {value}" for name, value in values.items()) if values else None
