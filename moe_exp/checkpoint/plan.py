@@ -3,6 +3,7 @@
 import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
 
 # isort: split
+import copy
 import io
 from dataclasses import dataclass, replace
 from typing import Any
@@ -48,7 +49,8 @@ class Plan:
         Args:
             gathered: the optimizer is distributed. Its state is then what Megatron has gathered for this save, and not copied again.
         """
-        return replace(self, items=[(i, data if gathered and i.fqn.startswith(_OPTIMIZER) else _copied(data)) for i, data in self.items])
+        items = [(i, data if gathered and i.fqn.startswith(_OPTIMIZER) else _copied(data)) for i, data in self.items]
+        return replace(self, items=items, common=copy.deepcopy(self.common))
 
 
 def _copied(data: Tensor | io.BytesIO) -> Tensor | io.BytesIO:
