@@ -3,6 +3,7 @@
 import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
 
 # isort: split
+import copy
 import io
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,7 +25,6 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from moe_exp.checkpoint.state import CONTENT
 
-_OPTIMIZER = "optimizer.state."
 Item = tuple[MetadataIndex, Tensor | io.BytesIO]
 
 
@@ -42,13 +42,9 @@ class Plan:
     common: dict[str, Any]
     metadata: Metadata | None
 
-    def staged(self, *, gathered: bool) -> "Plan":
-        """The same in host memory, where no later step of training changes it.
-
-        Args:
-            gathered: the optimizer is distributed. Its state is then what Megatron has gathered for this save, and not copied again.
-        """
-        return replace(self, items=[(i, data if gathered and i.fqn.startswith(_OPTIMIZER) else _copied(data)) for i, data in self.items])
+    def staged(self) -> "Plan":
+        """The same in host memory, where no later step of training changes it."""
+        return replace(self, items=[(index, _copied(data)) for index, data in self.items], common=copy.deepcopy(self.common))
 
 
 def _copied(data: Tensor | io.BytesIO) -> Tensor | io.BytesIO:

@@ -11,6 +11,7 @@ import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a 
 
 # isort: split
 import logging
+import math
 import shutil
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -114,11 +115,12 @@ class Saver:
             plan = plan_save(whole_state(self._config, self._runtime, trained, progress), self._runtime.groups.dp_cp)
         plan.common["versions"] = package_versions()
         if self._config.async_save:
-            plan = plan.staged(gathered=self._config.distributed_optimizer)
+            plan = plan.staged()
         if self._runtime.device.type == "cuda":
             torch.cuda.synchronize()  # the thread has a stream of its own
         written = self._thread.submit(write_rank_files, partial, self._runtime.rank, plan.items, plan.common)
-        facts = {"versions": plan.common["versions"], "valid_loss": valid_loss, "world_size": self._runtime.world_size}
+        loss = valid_loss if valid_loss is not None and math.isfinite(valid_loss) else None  # JSON has no NaN
+        facts = {"versions": plan.common["versions"], "valid_loss": loss, "world_size": self._runtime.world_size}
         facts["layout"] = {name: getattr(self._config, name) for name in ("tp", "pp", "vpp", "ep", "etp", "cp")}
         self._pending = _Pending(iteration, start, partial, plan.metadata, facts, written)
 

@@ -44,7 +44,7 @@ def load_sharded(state: dict[str, Any], folder: Path, **options: Any) -> dict[st
         raise ValueError(f"checkpoint={folder}: cannot be used ({reason}). Fix: use another checkpoint.") from None
 
 
-class _PlainCommon(TorchCommonLoadStrategy):
+class _PlainCommon(TorchCommonLoadStrategy):  # type: ignore[misc]  # megatron has no types
     """common.pt as `read_common` gives it; that of Megatron-LM holds objects of its own."""
 
     def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:

@@ -29,18 +29,51 @@ def lines(before: dict[str, Any], **settings: Any) -> list[str]:
     return []
 
 
+LATENT = {
+    "multi_latent_attention": True, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 8,
+}  # fmt: skip
+YARN = {"rope_scaling": "yarn", "rope_scaling_factor": 2.0, "rope_original_seq_len": 32}
 SHAPES = [
-    ({}, "hidden_size", 64, 32), ({}, "num_layers", 2, 4), ({}, "num_heads", 8, 4), ({}, "num_query_groups", 4, 2),
-    ({}, "head_dim", 16, 8), ({}, "vocab_size", 100, 128), ({}, "num_experts", 4, 8), ({}, "moe_ffn_hidden_size", 48, 24),
-    ({}, "shared_expert_size", 16, 0), ({"shared_expert_size": 16}, "shared_expert_gate", True, False), ({}, "qk_norm", True, False),
-    ({}, "tie_embeddings", True, False), ({}, "add_bias_linear", True, False), ({}, "normalization", "LayerNorm", "RMSNorm"),
-    ({}, "use_moe", False, True), ({"first_k_dense": 1}, "ffn_hidden_size", 64, 48),
-]  # fmt: skip
+    ({}, "hidden_size", 64, 32),
+    ({}, "num_layers", 2, 4),
+    ({}, "num_heads", 8, 4),
+    ({}, "num_query_groups", 4, 2),
+    ({}, "head_dim", 16, 8),
+    ({}, "vocab_size", 100, 128),
+    ({}, "num_experts", 4, 8),
+    ({}, "moe_ffn_hidden_size", 48, 24),
+    ({}, "shared_expert_size", 16, 0),
+    ({"shared_expert_size": 16}, "shared_expert_gate", True, False),
+    ({}, "qk_norm", True, False),
+    ({}, "tie_embeddings", True, False),
+    ({}, "add_bias_linear", True, False),
+    ({}, "normalization", "LayerNorm", "RMSNorm"),
+    ({}, "use_moe", False, True),
+    ({"first_k_dense": 1}, "ffn_hidden_size", 64, 48),
+    ({}, "qkv_bias", True, False),
+    ({"qk_norm": True}, "qk_norm_scope", "all", "head"),
+    ({}, "multi_latent_attention", True, False),
+    *((LATENT, name, 24, LATENT[name]) for name in LATENT if name != "multi_latent_attention"),
+]
 FUNCTIONS = [
-    ("topk", 4, 2), ("router_score", "sigmoid", "softmax"), ("router_pre_softmax", False, True), ("router_normalize", "true", "auto"),
-    ("router_scaling_factor", 2.0, 1.0), ("rotary_base", 5000.0, 10000.0), ("norm_epsilon", 1e-6, 1e-5), ("activation", "geglu", "swiglu"),
-    ("force_routing", "balanced", "none"),
-]  # fmt: skip
+    ({}, "topk", 4, 2),
+    ({}, "router_score", "sigmoid", "softmax"),
+    ({}, "router_pre_softmax", False, True),
+    ({}, "router_normalize", "true", "auto"),
+    ({}, "router_scaling_factor", 2.0, 1.0),
+    ({}, "rotary_base", 5000.0, 10000.0),
+    ({}, "norm_epsilon", 1e-6, 1e-5),
+    ({}, "activation", "geglu", "swiglu"),
+    ({}, "force_routing", "balanced", "none"),
+    ({}, "rotary_fraction", 0.5, 1.0),
+    ({}, "rope_scaling", "llama3", "none"),
+    (YARN, "rope_scaling_factor", 4.0, 2.0),
+    (YARN, "rope_original_seq_len", 64, 32),
+    (YARN, "yarn_beta_fast", 16.0, 32.0),
+    (YARN, "yarn_beta_slow", 2.0, 1.0),
+    (YARN, "yarn_mscale", 0.5, 1.0),
+    (YARN, "yarn_mscale_all_dim", 0.5, 0.0),
+]
 
 
 @pytest.mark.parametrize(("before", "name", "value", "old"), SHAPES)
@@ -52,11 +85,13 @@ def test_other_shapes_are_refused_whatever_the_flag(before, name, value, old):
         assert {line.partition("=")[0] for line in found} <= {name.upper(), "HEAD_DIM"}
 
 
-@pytest.mark.parametrize(("name", "value", "old"), FUNCTIONS)
-def test_another_function_needs_the_flag(name, value, old, caplog):
-    assert lines({}, **{name: value}) == [f"{name.upper()}={value}: {NAME} has {name.upper()}={old}. Fix: set {name.upper()}={old}{FLAG}."]
+@pytest.mark.parametrize(("before", "name", "value", "old"), FUNCTIONS)
+def test_another_function_needs_the_flag(before, name, value, old, caplog):
+    assert lines(before, **{name: value}) == [
+        f"{name.upper()}={value}: {NAME} has {name.upper()}={old}. Fix: set {name.upper()}={old}{FLAG}."
+    ]
     with caplog.at_level(logging.WARNING):
-        assert lines({}, **{name: value}, allow_other_model=True) == []
+        assert lines(before, **{name: value}, allow_other_model=True) == []
     assert caplog.messages == [f"{name.upper()}={value}: {NAME} has {name.upper()}={old}; ALLOW_OTHER_MODEL=true: going on"]
 
 
@@ -73,7 +108,7 @@ def test_all_lines_at_once_with_what_helps():
 
 
 def test_everything_else_may_change():
-    same = ("gpus_per_node", "preset", *(name for _, name, _, _ in SHAPES), *(name for name, _, _ in FUNCTIONS))
+    same = ("gpus_per_node", "preset", *(name for _, name, _, _ in SHAPES), *(name for _, name, _, _ in FUNCTIONS))
     same += ("first_k_dense", "moe_layer_freq", "num_router_groups", "router_group_topk", "allow_other_model")
     other: dict[str, Any] = {}
     for name in Config.model_fields:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -16,6 +17,7 @@ from small_job import build_small, end_run, files_of, no_file_over, records, sma
 
 from moe_exp.checkpoint import rank_files
 from moe_exp.checkpoint.folders import Manifest, damages, iterations, latest_iteration
+from moe_exp.checkpoint.torch_dist import read_common
 from moe_exp.config import load_config
 from moe_exp.planner.params import checkpoint_bytes
 from ranks import free_port, run_on_ranks
@@ -83,6 +85,8 @@ def background(settings: dict[str, Any], port: int) -> list[float]:
     assert files_of(one) == files_of(other)
     assert len(files_of(one)) == 2
     assert (one / ".metadata").read_bytes() == (other / ".metadata").read_bytes()
+    assert read_common(one) == read_common(other)
+    assert read_common(one)["progress"]["iteration"] == 1
 
     # One rank cannot write: all hear of it, also where the error comes in the thread.
     with no_file_over(20_000 if dist.get_rank() == 1 else 1 << 30):
@@ -200,7 +204,8 @@ def retained(settings: dict[str, Any], port: int) -> dict[int, list[str]]:
     job, progress = build_small(settings, port)
     saver, names = Saver(job.config, job.runtime, job.folder.checkpoints, loaded=20), {}
     for progress.iteration in (10, 20, 30, 40, 50, 60, 60):
-        saver.begin(job.trained, progress, valid_loss=2.0 + abs(progress.iteration - 30) / 10)
+        loss = 2.0 + abs(progress.iteration - 30) / 10
+        saver.begin(job.trained, progress, valid_loss=math.nan if progress.iteration == 20 else loss)
         assert saver.finish().error == ""
         names[progress.iteration] = sorted(path.name for path in job.folder.checkpoints.iterdir() if path.is_dir())
     # What a killed run leaves behind is gone after the next save, and what it had put aside is back.
