@@ -75,6 +75,8 @@ class _ExpertLoop(torch.autograd.Function):
         hiddens, outputs, weight1, weight2 = hidden_RF.split(splits), output_RD.split(splits), weight1_LFD.unbind(0), weight2_LDF.unbind(0)
 
         def one_expert(e: int) -> None:
+            if not splits[e]:
+                return
             hidden, output = hiddens[e], outputs[e]
             torch.mm(rows_of(e), weight1[e].t(), out=hidden)
             if bias1_LF is not None:
