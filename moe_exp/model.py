@@ -165,9 +165,7 @@ def build_model(config: Config, runtime: Runtime) -> list[DistributedDataParalle
     ]
 
 
-def build_chunk(
-    config: Config, settings: TransformerConfig, runtime: Runtime, vp_stage: int, *, initial_weights: bool = True
-) -> GPTModel:
+def build_chunk(config: Config, settings: TransformerConfig, runtime: Runtime, vp_stage: int, *, initial_weights: bool = True) -> GPTModel:
     """One model chunk with its initial weights, or without any for one whose weights are read from a checkpoint."""
     pp_rank, last = runtime.groups.pp.rank(), config.pp - 1
     stage = vp_stage if config.vpp else None

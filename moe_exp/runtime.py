@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch._C._distributed_c10d import HashStore
 
 from moe_exp.config import Config
 
@@ -73,7 +74,7 @@ def start(config: Config) -> Runtime:
 def start_alone(config: Config) -> Runtime:
     """The same for a program that is its only rank: nobody has to start it, and it opens no port."""
     device = _device(config, 0)
-    torch.distributed.init_process_group(choose_communication()[0], store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(choose_communication()[0], store=HashStore(), rank=0, world_size=1)
     return _joined(config, 0, 0, device)
 
 

@@ -48,10 +48,10 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 def _add_generation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", action="append", default=[], help="text to go on from; may be given several times")
     parser.add_argument("--prompt-file", action="append", default=[], metavar="FILE", help="a file with a prompt, or - for standard input")
-    parser.add_argument("--tokenizer", default="", help="tokenizer.json, a folder with it, a .model file, or bytes (default: the training's)")
+    parser.add_argument("--tokenizer", default="", help="tokenizer.json, its folder, a .model file, or bytes (default: the training's)")
     parser.add_argument("--allow-special", action="store_true", help="read special tokens in a prompt, such as <s>, as such")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="per prompt (default: 128)")
-    parser.add_argument("--max-positions", type=int, default=0, help="tokens of prompt and text together (default: SEQ_LEN of the training)")
+    parser.add_argument("--max-positions", type=int, default=0, help="of prompt and text together (default: SEQ_LEN of the training)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the most probable token each time (default)")
     parser.add_argument("--top-k", type=int, default=0, help="draw from the k most probable tokens; 0: all (default)")
     parser.add_argument("--top-p", type=float, default=1.0, help="draw from the most probable tokens that add up to this; 1: all (default)")

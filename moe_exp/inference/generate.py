@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -65,8 +66,10 @@ class GenerateRequest:
     def from_json(cls, text: str) -> "GenerateRequest":
         """From what `to_json` wrote."""
         values = json.loads(text)
-        parts = {"sampling": Sampling(**values.pop("sampling")), "layout": Layout(**values.pop("layout"))}
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}, **parts)
+        kinds: dict[str, Callable[[Any], Any]] = {
+            "sampling": lambda fields: Sampling(**fields), "layout": lambda fields: Layout(**fields), "prompts": tuple, "stops": tuple,
+        }  # fmt: skip
+        return cls(**{name: kinds[name](value) if name in kinds else value for name, value in values.items()})
 
     def to_json(self) -> str:
         """For the ranks of a job."""
@@ -122,7 +125,9 @@ def plan_generation(request: GenerateRequest) -> Plan:
     max_positions = request.max_positions or saved.seq_len
     prompts = [_prompt_tokens(tokenizer, text, max_positions, saved.seq_len) for text in request.prompts]
     if max_positions > saved.seq_len:
-        logger.warning("max_positions=%d: the model was trained on SEQ_LEN=%d, what it says further on may be bad", max_positions, saved.seq_len)
+        logger.warning(
+            "max_positions=%d: the model was trained on SEQ_LEN=%d, beyond it may talk nonsense", max_positions, saved.seq_len
+        )
     if saved.use_moe and saved.moe_type == "moe":
         logger.info("MOE_TYPE=moe: no token is dropped here, every token's experts are computed")
     return Plan(request, folder, config, tokenizer, prompts, max_positions)
@@ -207,7 +212,7 @@ class _Clock:
     def __str__(self) -> str:
         prompt, rest = self.first - self.start, self.last - self.first
         rate = f", {(self.num_tokens - 1) / rest:,.0f} tokens/s" if rest else ""
-        return f"prompt of {self.num_prompt} tokens in {prompt:.2f} s, {self.num_tokens} new tokens in {prompt + rest:.2f} s{rate} after the first"
+        return f"first token after {prompt:.2f} s (prompt of {self.num_prompt} tokens), then {self.num_tokens - 1} in {rest:.2f} s{rate}"
 
 
 def print_generated(plan: Plan, rank: Runtime) -> None:

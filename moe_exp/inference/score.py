@@ -204,7 +204,7 @@ def _score_batches(plan: Plan, stage: Stage, file: io.BufferedRandom) -> None:
             logits = stage.logits(torch.from_numpy(rows.astype(np.int64)))
             if logits is not None and stage.writes and first < len(plan.ids):
                 file.seek(start + first * row_bytes)
-                file.write(memoryview(logits.contiguous().cpu().numpy()).cast("B"))
+                logits.contiguous().cpu().numpy().tofile(file)
             advance(min(batch * replicas.size(), len(plan.ids) - first_of_step))
 
 

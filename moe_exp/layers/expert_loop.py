@@ -32,6 +32,10 @@ class ExpertWeights:
     bias2_start: int = 0
 
 
+# Up to so many, as where text is generated token by token, handing rows to threads takes longer than the rows.
+_FEW_ROWS = 8
+
+
 def expert_loop(
     x: Tensor, weights_R: Tensor, parameters: ExpertWeights, *, splits: Sequence[int], activation: str, order: RowOrder | None = None
 ) -> Tensor:
@@ -85,7 +89,11 @@ class _ExpertLoop(torch.autograd.Function):
             if bias2_LD is not None:
                 output.narrow(1, bias2_start, bias2_LD.size(1)).addcmul_(weights[e], bias2_LD[e])
 
-        for_each_expert(one_expert, splits)
+        if num_rows <= _FEW_ROWS:
+            for expert in range(len(splits)):
+                one_expert(expert)
+        else:
+            for_each_expert(one_expert, splits)
         ctx.save_for_backward(x, weights_R, weight1_LFD, weight2_LDF, bias1_LF, bias2_LD, hidden_RF)
         ctx.bias2_start, ctx.splits, ctx.activation, ctx.order = bias2_start, splits, activation, order
         return output_RD if order is None else sum_slots(output_RD, order)

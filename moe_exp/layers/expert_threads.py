@@ -13,8 +13,6 @@ import torch
 
 # Experts over threads pay while the fullest thread has at most this much more than its share.
 _MAX_IMBALANCE = 1.15
-# With fewer rows, as where text is generated token by token, handing them to threads takes longer than the rows.
-_MIN_ROWS = 32
 
 
 def for_each_expert(task: Callable[[int], None], rows_L: Sequence[int]) -> None:
@@ -32,7 +30,7 @@ def for_each_expert(task: Callable[[int], None], rows_L: Sequence[int]) -> None:
         rows_L: rows of each expert.
     """
     num_threads = min(torch.get_num_threads(), len(rows_L))
-    if num_threads <= 1 or sum(rows_L) < _MIN_ROWS or not _is_balanced(rows_L, num_threads):
+    if num_threads <= 1 or not _is_balanced(rows_L, num_threads):
         _drain(task, deque(range(len(rows_L))))
         return
     experts = deque(sorted(range(len(rows_L)), key=lambda expert: -rows_L[expert]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from hf_checkpoint import KINDS, SEQ_LEN, VOCAB, tiny_model, write_checkpoint
 
 from moe_exp import runtime
-from moe_exp.inference.generate import GenerateRequest, generate, new_tokens, plan_generation
+from moe_exp.inference.generate import new_tokens
 from moe_exp.inference.layout import Layout, config_for_use
 from moe_exp.inference.loading import load_model
 from moe_exp.inference.sampling import Sampler, Sampling
@@ -77,7 +78,7 @@ def test_the_cache_changes_no_logit(pair):
                 parts = [stage.logits(tokens[:, :first])]
                 # Two at once as well: what is new need not be a single token.
                 bounds = [first, *range(first + 1, SEQ_LEN, 2), SEQ_LEN]
-                parts += [stage.logits(tokens[:, a:b]) for a, b in zip(bounds, bounds[1:], strict=False) if b > a]
+                parts += [stage.logits(tokens[:, a:b]) for a, b in itertools.pairwise(bounds) if b > a]
             cached = torch.cat(parts, dim=1)
             for position in range(SEQ_LEN):
                 assert relative_error(cached[:, position], whole[:, position]) < 1e-6, f"position {position} after a prompt of {first}"
