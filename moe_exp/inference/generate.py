@@ -125,9 +125,7 @@ def plan_generation(request: GenerateRequest) -> Plan:
     max_positions = request.max_positions or saved.seq_len
     prompts = [_prompt_tokens(tokenizer, text, max_positions, saved.seq_len) for text in request.prompts]
     if max_positions > saved.seq_len:
-        logger.warning(
-            "max_positions=%d: the model was trained on SEQ_LEN=%d, beyond it may talk nonsense", max_positions, saved.seq_len
-        )
+        logger.warning("max_positions=%d: the model was trained on SEQ_LEN=%d, beyond it may talk nonsense", max_positions, saved.seq_len)
     if saved.use_moe and saved.moe_type == "moe":
         logger.info("MOE_TYPE=moe: no token is dropped here, every token's experts are computed")
     return Plan(request, folder, config, tokenizer, prompts, max_positions)

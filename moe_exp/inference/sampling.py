@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import torch
@@ -53,7 +54,8 @@ class Sampler:
 
     def __init__(self, sampling: Sampling, text_index: int = 0):
         self.sampling = sampling
-        self._stream = torch.Generator().manual_seed(sampling.seed + (text_index << 32))
+        digest = hashlib.sha256(f"{sampling.seed}:{text_index}".encode()).digest()
+        self._stream = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))  # which takes no more than 32 bits
 
     def draw(self, logits_V: Tensor) -> tuple[int, float]:
         """A token, and its log-probability (nats) by the model itself: at temperature 1, among all tokens."""
