@@ -21,7 +21,8 @@ ALLOWED: dict[str, set[str]] = {
     "planner": {"config"},
     "run_folder": {"config", "files"},
     "data": {"config", "megatron_cpu", "files"},
-    "checks": {"config", "machine_checks"},
+    "checks": {"config", "machine_checks", "attention_checks"},
+    "attention_checks": {"config"},
     "machine_checks": {"config", "hosts", "run_folder", "data", "planner"},
     "megatron_cpu": {"gloo"},
     "runtime": {"config", *CPU},
@@ -54,6 +55,7 @@ NO_TORCH = {
     "run_folder",
     "files",
     "checks",
+    "attention_checks",
     "machine_checks",
     "launch",
     "cli",
@@ -72,10 +74,10 @@ LAYERS = [
     {"dispatcher", "expert_loop"},
     {"experts", "allgather_dispatcher", "deepep_dispatcher", "mesh"},
     {"shared", "moe_layer"},
-    {"megatron_parts"},
+    {"megatron_parts", "attention_parts"},
     {"spec"},
 ]
-MEGATRON_SIDE = {"spec", "megatron_parts", "sharding"}
+MEGATRON_SIDE = {"spec", "megatron_parts", "attention_parts", "sharding"}
 TORCH_IN_DATA = {"dataset", "megatron_dataset", "prefetch"}
 OPTIONAL = ["transformer_engine", "apex", "triton", "wandb", "megablocks", "grouped_gemm", "flash_attn", "deep_ep"]
 # Of the extras [data] and [fast], imported by the commands that need them.

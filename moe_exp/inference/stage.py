@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
@@ -32,6 +33,7 @@ class Stage:
     def __init__(self, config: Config, rank: Runtime, model: GPTModel):
         self.config, self.rank, self.model = config, rank, model
         self._caches: list[KeyValueCache] = []
+        self._context: StaticInferenceContext | None = None
         self._positions = torch.empty(0)
         # The sequence is gathered before the last layer, of which generation needs a single row.
         if model.post_process:
@@ -49,22 +51,30 @@ class Stage:
 
     @contextlib.contextmanager
     def cache(self, num_positions: int) -> Iterator[None]:
-        """Inside, `logits` takes what follows the tokens that it was given before.
+        """Inside, `logits` takes what follows the tokens of the one sequence that it was given before.
 
         Args:
-            num_positions: tokens of the whole text at most.
+            num_positions: tokens of the whole sequence at most.
         """
-        # The last tokens may be padded to a number that the ranks of TP can share.
-        caches = [KeyValueCache(num_positions + self.config.tp) for _ in self.model.decoder.layers]
-        for layer, cache in zip(self.model.decoder.layers, caches, strict=True):
-            layer.self_attention.core_attention.cache = cache
-        self._caches = caches
+        room = num_positions + self.config.tp  # the last tokens may be padded to a number that the ranks of TP can share
+        cores = [layer.self_attention.core_attention for layer in self.model.decoder.layers]
+        if self._is_latent:
+            # Multi-latent attention turns its keys before Megatron's context takes them: nothing is turned again.
+            self._context = StaticInferenceContext(max_batch_size=1, max_sequence_length=room)
+        else:
+            self._caches = [KeyValueCache(room) for _ in cores]
+            for core, cache in zip(cores, self._caches, strict=True):
+                core.cache = cache
         try:
             yield
         finally:
-            self._caches = []
-            for layer in self.model.decoder.layers:
-                layer.self_attention.core_attention.cache = None
+            self._caches, self._context = [], None
+            for core in cores:
+                core.cache = None
+
+    @property
+    def _is_latent(self) -> bool:
+        return bool(self.model.config.multi_latent_attention)
 
     @torch.no_grad()  # not inference_mode: experts are computed by threads, which it does not reach
     def logits(self, tokens: Tensor, *, last_only: bool = False) -> Tensor | None:
@@ -84,6 +94,8 @@ class Stage:
         hidden = self._decode(self._input(tokens), tokens.size(1))
         for cache in self._caches:
             cache.advance(num_tokens)
+        if self._context is not None:
+            self._context.increment_sequence_len_offset(num_tokens)
         if not self.is_last:
             self._send(hidden)
             return None
@@ -111,13 +123,15 @@ class Stage:
         start = self._caches[0].length if self._caches else 0
         if not self.model.pre_process:
             self.model.set_input_tensor(hidden)
-        out: Any = self.model.decoder(hidden, attention_mask=None, rotary_pos_emb=self._rotary(start, start + num_tokens))
+        rotary = None if self._is_latent else self._rotary(start, start + num_tokens)
+        out: Any = self.model.decoder(hidden, attention_mask=None, rotary_pos_emb=rotary, inference_context=self._context)
         return out
 
     def _rotary(self, start: int, end: int) -> Tensor:
         """Angles of the positions `start` to `end - 1`: [end - start, 1, 1, d]."""
         if len(self._positions) < end:
-            self._positions = self.model.rotary_pos_emb(max(end, self.config.seq_len + self.config.tp))
+            angles = self.model.rotary_pos_emb(max(end, self.config.seq_len + self.config.tp))
+            self._positions = angles[0] if isinstance(angles, tuple) else angles  # with YaRN's factor, which attention knows
         return self._positions[start:end]
 
     def _vocabulary(self, hidden: Tensor) -> Tensor:
