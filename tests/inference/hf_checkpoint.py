@@ -69,7 +69,8 @@ def _deepseek() -> tuple[PreTrainedModel, dict[str, Any]]:
     settings = {
         "multi_latent_attention": True, "qk_norm": True, "q_lora_rank": 20, "kv_lora_rank": 16, "qk_head_dim": 12,
         "qk_pos_emb_head_dim": 8, "v_head_dim": 10, "moe_ffn_hidden_size": 24, "shared_expert_size": 24, "router_score": "sigmoid",
-        "router_bias_update_rate": 0.001, "num_router_groups": 2, "router_group_topk": 1, "router_scaling_factor": 2.5, "norm_epsilon": 1e-6,
+        "router_bias_update_rate": 0.001, "num_router_groups": 2, "router_group_topk": 1, "router_scaling_factor": 2.5,
+        "norm_epsilon": 1e-6,
     }  # fmt: skip
     return model, settings
 

@@ -104,22 +104,23 @@ def use_on_rank(folder: Path, layout: Layout, tokens: Path, out: Path):
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "layout"),
+    ("kind", "layout"),
     [
-        (2, Layout(ep=2, gpus_per_node=2)),
-        (2, Layout(tp=2, gpus_per_node=2)),
-        pytest.param(4, Layout(tp=2, pp=2, etp=2, gpus_per_node=4), marks=pytest.mark.slow),
-        pytest.param(4, Layout(pp=2, ep=2, gpus_per_node=4), marks=pytest.mark.slow),
-        pytest.param(4, Layout(tp=2, ep=4, gpus_per_node=4), marks=pytest.mark.slow),
+        ("qwen3_moe", Layout(ep=2, gpus_per_node=2)),
+        ("qwen3_moe", Layout(tp=2, gpus_per_node=2)),
+        pytest.param("deepseek_v3", Layout(tp=2, ep=2, gpus_per_node=2), marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", Layout(tp=2, pp=2, etp=2, gpus_per_node=4), marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", Layout(pp=2, ep=2, gpus_per_node=4), marks=pytest.mark.slow),
+        pytest.param("mixtral", Layout(tp=2, ep=4, gpus_per_node=4), marks=pytest.mark.slow),
     ],
-    ids=lambda value: "-".join(f"{name}{getattr(value, name)}" for name in ("tp", "pp", "ep", "etp")) if isinstance(value, Layout) else "",
+    ids=lambda value: value if isinstance(value, str) else "-".join(f"{name}{getattr(value, name)}" for name in ("tp", "pp", "ep", "etp")),
 )
-def test_several_ranks_are_one_model(tmp_path, num_ranks, layout):
-    model, settings = tiny_model("qwen3_moe")
+def test_several_ranks_are_one_model(tmp_path, kind, layout):
+    model, settings = tiny_model(kind)
     folder = write_checkpoint(model, tmp_path / "iter_0000000", **settings)
     tokens, out = tmp_path / "ids.npy", tmp_path / "logits.npy"
     np.save(tokens, ids(5).astype(np.uint16))
-    results = run_on_ranks(num_ranks, use_on_rank, folder, layout, tokens, out, join=False)
+    results = run_on_ranks(layout.gpus_per_node, use_on_rank, folder, layout, tokens, out, join=False)
     with torch.no_grad():
         expected = model(torch.from_numpy(ids(5))).logits
     assert relative_error(torch.from_numpy(np.load(out)), expected) < 1e-5
