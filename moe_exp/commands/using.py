@@ -100,7 +100,8 @@ def _score(arguments: argparse.Namespace) -> int:
         try:
             return _run_job(plan.config, request.to_json(), "moe_exp.inference.score")
         finally:
-            plan.partial.unlink(missing_ok=True)
+            if not plan.config.node_rank:  # another node may be done before rank 0 has published the file
+                plan.partial.unlink(missing_ok=True)
     run_alone(plan.config, lambda rank: score(plan, rank))
     return 0
 
@@ -149,11 +150,15 @@ def _prompts(arguments: argparse.Namespace) -> list[str]:
 
 def _run_job(config: Config, request: str, module: str) -> int:
     """Runs the ranks of this node."""
+    from moe_exp.checks import check_machine
+    from moe_exp.config import ConfigError
     from moe_exp.hosts import free_port
     from moe_exp.launch import child_environment, run_job, torchrun_command
 
     if config.nnodes == 1:
         config = config.model_copy(update={"master_port": free_port()})
+    if problems := check_machine(config):
+        raise ConfigError(problems)
     with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file:
         file.write(request)
         file.flush()

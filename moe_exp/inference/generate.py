@@ -6,11 +6,12 @@ Every rank runs the same loop: the first replica's last stage draws a token and 
 import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
 
 # isort: split
+import contextlib
 import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -142,7 +143,7 @@ def _prompt_tokens(tokenizer: TextTokenizer, text: str, max_positions: int, seq_
     return tokens
 
 
-def new_tokens(stage: Stage, prompt: Sequence[int], sampler: Sampler, *, max_positions: int) -> Iterator[tuple[int, float]]:
+def new_tokens(stage: Stage, prompt: Sequence[int], sampler: Sampler, *, max_positions: int) -> Generator[tuple[int, float], None, None]:
     """The tokens that follow a prompt, each with its log-probability; without an end before `max_positions`. Called by every rank."""
     next_tokens, num_tokens = list(prompt), len(prompt)
     with stage.cache(max_positions):
@@ -173,17 +174,19 @@ def generate(plan: Plan, rank: Runtime, *, show: Callable[[str], None] = lambda 
         result, stream = Generated(prompt, tokens), TextStream(decode, tokens, plan.request.stops)
         last = min(plan.max_positions, len(tokens) + plan.request.max_new_tokens)
         clock = _Clock(len(tokens))
-        for token, log_prob in new_tokens(stage, tokens, Sampler(plan.request.sampling, index), max_positions=last):
-            clock.tick()
-            result.tokens.append(token)
-            result.logprobs.append(log_prob)
-            if token == eod_id:
-                result.finish_reason = "end_of_document"
-                break
-            _grow(result, stream.push(token), show)
-            if stream.stopped:
-                result.finish_reason = "stop"
-                break
+        drawn = new_tokens(stage, tokens, Sampler(plan.request.sampling, index), max_positions=last)
+        with contextlib.closing(drawn):  # which gives the cache up
+            for token, log_prob in drawn:
+                clock.tick()
+                result.tokens.append(token)
+                result.logprobs.append(log_prob)
+                if token == eod_id:
+                    result.finish_reason = "end_of_document"
+                    break
+                _grow(result, stream.push(token), show)
+                if stream.stopped:
+                    result.finish_reason = "stop"
+                    break
         _grow(result, stream.finish(), show)
         logger.info("%s", clock) if rank.is_first else None
         yield result
