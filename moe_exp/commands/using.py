@@ -40,6 +40,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert"), ("etp", "expert tensor")):
         parser.add_argument(f"--{name}", type=_positive, default=1, help=f"{what} parallel size (default: 1, whatever the training had)")
     parser.add_argument("--gpus-per-node", type=_positive, default=0, metavar="N", help="ranks per node (default: what the sizes need)")
+    parser.add_argument("--threads-per-rank", type=_positive, default=0, metavar="N", help="torch threads (default: the cores, shared)")
     for name in ("nnodes", "node-rank", "master-addr", "master-port"):
         variable = name.upper().replace("-", "_")
         parser.add_argument(f"--{name}", default=None, help=f"as in moe-exp train (default: {variable} of the environment)")
@@ -70,7 +71,7 @@ def _layout(arguments: argparse.Namespace) -> Layout:
     from moe_exp.config import problem
     from moe_exp.inference.layout import Layout
 
-    values: dict[str, Any] = {name: getattr(arguments, name) for name in ("tp", "pp", "ep", "etp", "gpus_per_node")}
+    values: dict[str, Any] = {name: getattr(arguments, name) for name in ("tp", "pp", "ep", "etp", "gpus_per_node", "threads_per_rank")}
     for name, default in (("nnodes", 1), ("node_rank", 0), ("master_addr", "localhost"), ("master_port", 23456)):
         text = getattr(arguments, name) or os.environ.get(name.upper()) or str(default)
         if isinstance(default, int) and not text.isdigit():

@@ -30,6 +30,7 @@ class Layout:
     Args:
         tp, pp, ep, etp: sizes, as the settings of the same names.
         gpus_per_node: ranks per node; 0: as many as the sizes need.
+        threads_per_rank: torch threads; 0: on a CPU its cores shared among the ranks.
         nnodes, node_rank, master_addr, master_port: as the settings of the same names.
     """
 
@@ -38,6 +39,7 @@ class Layout:
     ep: int = 1
     etp: int = 1
     gpus_per_node: int = 0
+    threads_per_rank: int = 0
     nnodes: int = 1
     node_rank: int = 0
     master_addr: str = "localhost"
@@ -48,8 +50,7 @@ class Layout:
         expert = self.pp * (self.ep * self.etp if use_moe else 1)
         num_ranks = math.lcm(self.tp * self.pp, expert)
         per_node = self.gpus_per_node or -(-num_ranks // self.nnodes)
-        # One process on a CPU has all cores; several share them.
-        threads = 0 if count_gpus() else max(1, num_cores() // per_node)
+        threads = self.threads_per_rank or (0 if count_gpus() else max(1, num_cores() // per_node))
         return {**vars(self), "gpus_per_node": per_node, "vpp": None, "cp": 1, "threads_per_rank": threads}
 
 

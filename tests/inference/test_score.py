@@ -36,7 +36,8 @@ def checkpoint(tmp_path_factory) -> Path:
 
 
 def run_score(checkpoint: Path, tokens: Path, out: Path, *flags: str) -> int:
-    return cli.main(["score", "--checkpoint", str(checkpoint), "--tokens", str(tokens), "--out", str(out), *flags])
+    places = ["--checkpoint", str(checkpoint), "--tokens", str(tokens), "--out", str(out)]
+    return cli.main(["score", *places, "--threads-per-rank", "1", *flags])
 
 
 def saved_ids(path: Path, *, dtype=np.int64) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,9 @@ import pytest
 from hf_checkpoint import SEQ_LEN, VOCAB, tiny_model, write_checkpoint
 
 from moe_exp import cli
+from moe_exp.inference.generate import Generated, GenerateRequest, plan_generation
+from moe_exp.inference.generate import generate as generate_texts
+from moe_exp.inference.jobs import run_alone
 from whole_runs import ROOT, clean_environ
 
 
@@ -22,7 +26,7 @@ def checkpoint(tmp_path_factory) -> Path:
 
 
 def generate(checkpoint: Path, *flags: str) -> int:
-    return cli.main(["generate", "--checkpoint", str(checkpoint), *flags])
+    return cli.main(["generate", "--checkpoint", str(checkpoint), "--threads-per-rank", "1", *flags])
 
 
 def objects(printed: str) -> list[dict]:
@@ -63,12 +67,13 @@ def test_ends(checkpoint, capsys):
     assert generate(checkpoint, "--prompt", "abc", "--json", "--stop", stop) == 0
     (stopped,) = objects(capsys.readouterr().out)
     assert (stopped["text"], stopped["finish_reason"]) == (whole["text"][: whole["text"].index(stop)], "stop")
-    # Among texts of nearly uniform tokens, of which one in 257 is the end, some have it.
-    prompts = [flag for letter in "abcdefghijklmnop" for flag in ("--prompt", letter)]
-    assert generate(checkpoint, *prompts, "--json", "--temperature", "9") == 0
-    ended = [result for result in objects(capsys.readouterr().out) if result["finish_reason"] == "end_of_document"]
-    assert ended
-    assert all(result["tokens"].index(256) == len(result["tokens"]) - 1 for result in ended)
+    plan, end = plan_generation(GenerateRequest(str(checkpoint), ("abc",))), whole["tokens"][9]
+    results: list[Generated] = []
+    ending = replace(plan, tokenizer=replace(plan.tokenizer, eod_id=end))
+    run_alone(plan.config, lambda rank: results.extend(generate_texts(ending, rank)))
+    assert results[0].tokens == whole["tokens"][: whole["tokens"].index(end) + 1]
+    assert (results[0].finish_reason, len(results[0].logprobs)) == ("end_of_document", len(results[0].tokens))
+    assert results[0].text == bytes(results[0].tokens[:-1]).decode(errors="replace")
 
 
 @pytest.mark.parametrize(
