@@ -121,10 +121,18 @@ def child_environment(config: Config) -> dict[str, str]:
     return environ
 
 
-def run_job(command: Sequence[str], environ: Mapping[str, str]) -> int:
+_STOPPING = "stopping: the run saves a checkpoint and ends; a second signal kills it"
+
+
+def run_job(command: Sequence[str], environ: Mapping[str, str], *, stopping: str = _STOPPING) -> int:
     """Runs torchrun, hands signals to its ranks as described at the top of this file, and returns the exit code.
 
     A job that a signal ended before it could save gives 128 + the number of the signal, as a shell does.
+
+    Args:
+        command: torchrun's.
+        environ: its environment.
+        stopping: what is said at the first signal.
     """
     received: list[int] = []
     told: set[int] = set()
@@ -132,7 +140,7 @@ def run_job(command: Sequence[str], environ: Mapping[str, str]) -> int:
         torchrun = subprocess.Popen(command, env=environ, start_new_session=True, preexec_fn=_end_with_parent)
         while (code := _wait(torchrun)) is None:
             if len(received) == 1:
-                told |= _stop_ranks(torchrun, told)
+                told |= _stop_ranks(torchrun, told, stopping)
             elif received:
                 _kill_job(torchrun)
     if code and received:
@@ -162,10 +170,10 @@ def _wait(torchrun: subprocess.Popen[bytes]) -> int | None:
         return None
 
 
-def _stop_ranks(torchrun: subprocess.Popen[bytes], told: set[int]) -> set[int]:
+def _stop_ranks(torchrun: subprocess.Popen[bytes], told: set[int], stopping: str) -> set[int]:
     """SIGTERM to the ranks that are not in `told`, or to torchrun when it has not started any; returns whom it told."""
     if not told:
-        _complain("stopping: the run saves a checkpoint and ends; a second signal kills it")
+        _complain(stopping)
     pids = set(_children(torchrun.pid)) - told
     if not pids and not told:
         pids = {torchrun.pid}

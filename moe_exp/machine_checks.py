@@ -18,7 +18,7 @@ from moe_exp.config import PREFETCHED_MICROBATCHES, Config, problem
 from moe_exp.data.token_files import Share, TokenFiles, parse_split, part_tokens
 from moe_exp.data.tokenizer import tokenizer_vocab_size
 from moe_exp.data.tokens import bin_idx_problem, parse_blend
-from moe_exp.hosts import count_gpus
+from moe_exp.hosts import count_gpus, free_port
 from moe_exp.planner.params import checkpoint_bytes
 from moe_exp.run_folder import LATEST, run_folder_problems
 
@@ -78,7 +78,7 @@ def _expert_backend(c: Config) -> Iterator[str]:
 
 def _port(c: Config) -> Iterator[str]:
     if c.node_rank == 0 and (reason := _port_problem(c.master_port)):
-        yield problem("master_port", c.master_port, reason, f"set MASTER_PORT to a free port, for instance {_free_port()}")
+        yield problem("master_port", c.master_port, reason, f"set MASTER_PORT to a free port, for instance {free_port()}")
 
 
 def _port_problem(port: int) -> str:
@@ -93,12 +93,6 @@ def _port_problem(port: int) -> str:
         except OSError:
             return "is in use by another program on this host"
     return ""
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 _SHARED_MEMORY = Path("/dev/shm")

@@ -221,8 +221,8 @@ def build_model(config: Config, runtime: Runtime) -> list[DistributedDataParalle
     ]
 
 
-def build_chunk(config: Config, settings: TransformerConfig, runtime: Runtime, vp_stage: int) -> GPTModel:
-    """One model chunk with its initial weights."""
+def build_chunk(config: Config, settings: TransformerConfig, runtime: Runtime, vp_stage: int, *, initial_weights: bool = True) -> GPTModel:
+    """One model chunk with its initial weights, or without any for one whose weights are read from a checkpoint."""
     pp_rank, last = runtime.groups.pp.rank(), config.pp - 1
     stage = vp_stage if config.vpp else None
     chunk = GPTModel(
@@ -237,7 +237,8 @@ def build_chunk(config: Config, settings: TransformerConfig, runtime: Runtime, v
         pg_collection=runtime.groups,
         vp_stage=stage,
     )
-    initialize_weights(chunk, config)
+    if initial_weights:
+        initialize_weights(chunk, config)
     return chunk
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch._C._distributed_c10d import HashStore
 
 from moe_exp.config import Config
 
@@ -67,10 +68,21 @@ def start(config: Config) -> Runtime:
     timeout = datetime.timedelta(minutes=30)
     # With GPUs only NCCL knows the device; given here, it connects at once and a missing GPU is seen at the start.
     torch.distributed.init_process_group(choose_communication()[0], timeout=timeout, device_id=device if device.type == "cuda" else None)
+    return _joined(config, rank, local_rank, device)
+
+
+def start_alone(config: Config) -> Runtime:
+    """The same for a program that is its only rank: nobody has to start it, and it opens no port."""
+    device = _device(config, 0)
+    torch.distributed.init_process_group(choose_communication()[0], store=HashStore(), rank=0, world_size=1)
+    return _joined(config, 0, 0, device)
+
+
+def _joined(config: Config, rank: int, local_rank: int, device: torch.device) -> Runtime:
     _start_parallel_state(config)
     seed_everything(config)
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    return Runtime(rank, local_rank, world_size, device, socket.gethostname(), groups)
+    return Runtime(rank, local_rank, config.world_size, device, socket.gethostname(), groups)
 
 
 def _device(config: Config, local_rank: int) -> torch.device:

@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "optim": {"config", "runtime", "layers", "model", *CPU},
     "checkpoint": {*ENGINE, "run_folder", "files", "progress"},
     "training_data": {*CPU, "config", "runtime", "optim", "data", "checkpoint"},
-    "inference": {*ENGINE, "checkpoint", "run_folder", "files", "layers", "optim", "data"},
+    "inference": {*ENGINE, "checkpoint", "run_folder", "files", "layers", "optim", "data", "checks", "hosts", "faults"},
     "upcycle": {*ENGINE, "checkpoint", "layers", "machine_checks"},
     "hf": {*ENGINE, "checkpoint", "run_folder", "files", "progress"},
     "metrics": {"config", "run_folder", "files"},
@@ -70,7 +70,7 @@ HEAVY = {"torch", "megatron"}
 # Inside layers/: a file imports only files that stand above it in this list.
 LAYERS = [
     {"kernels", "gemm_packages"},
-    {"groups", "recompute"},
+    {"groups", "recompute", "kv_cache"},
     {"replay"},
     {"assignment", "losses", "capacity", "grouped_gemm", "collectives", "sharding", "activations", "expert_threads"},
     {"router", "attention", "norm", "row_order"},

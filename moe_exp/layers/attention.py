@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.attention.bias import causal_lower_right
 
 from moe_exp.layers.collectives import gather_rows
+from moe_exp.layers.kv_cache import KeyValueCache
 
 
 def choose_attention(device_type: str, dtype: torch.dtype, *, other_value_size: bool = False) -> tuple[str, str]:
@@ -47,6 +48,7 @@ class CausalAttention(nn.Module):
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
         other_value_size = kwargs.get("k_channels") != kwargs.get("v_channels")
         self.use_flash = choose_attention(device_type, config.params_dtype, other_value_size=other_value_size)[0] == "flash-attn"
+        self.cache: KeyValueCache | None = None  # of the tokens before those of `forward`; set where text is generated
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
         """Attends.
@@ -62,6 +64,8 @@ class CausalAttention(nn.Module):
         """
         if attention_mask is not None or kwargs.get("packed_seq_params") is not None:
             raise ValueError("attention_mask: is not None. CausalAttention is causal only. Fix: pass attention_mask=None.")
+        if self.cache is not None:
+            key, value = self.cache.extend(key, value)
         attend = self._attend if self.cp_group.size() == 1 else self._attend_context_parallel
         return attend(query, key, value).flatten(2)
 
@@ -89,6 +93,10 @@ class CausalAttention(nn.Module):
             q, k, v = (x.transpose(0, 1) for x in (query, key, value))
             return flash_attn_func(q, k, v, dropout_p=dropout, softmax_scale=self.scale, causal=True).transpose(0, 1)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        if q.size(2) == 1 and dropout == 0.0:
+            # One query sees every key: the heads of a group are its rows, and no key has to be repeated for them.
+            rows = nn.functional.scaled_dot_product_attention(q.reshape(q.size(0), k.size(1), -1, q.size(3)), k, v, scale=self.scale)
+            return rows.reshape(q.size(0), 1, q.size(1), v.size(3)).transpose(0, 1)
         square = q.size(2) == k.size(2)
         mask = None if square else causal_lower_right(q.size(2), k.size(2))
         out = nn.functional.scaled_dot_product_attention(

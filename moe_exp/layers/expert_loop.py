@@ -32,6 +32,10 @@ class ExpertWeights:
     bias2_start: int = 0
 
 
+# Up to so many, as where text is generated token by token, handing rows to threads takes longer than the rows.
+_FEW_ROWS = 8
+
+
 def expert_loop(
     x: Tensor, weights_R: Tensor, parameters: ExpertWeights, *, splits: Sequence[int], activation: str, order: RowOrder | None = None
 ) -> Tensor:
@@ -75,6 +79,8 @@ class _ExpertLoop(torch.autograd.Function):
         hiddens, outputs, weight1, weight2 = hidden_RF.split(splits), output_RD.split(splits), weight1_LFD.unbind(0), weight2_LDF.unbind(0)
 
         def one_expert(e: int) -> None:
+            if not splits[e]:
+                return
             hidden, output = hiddens[e], outputs[e]
             torch.mm(rows_of(e), weight1[e].t(), out=hidden)
             if bias1_LF is not None:
@@ -83,7 +89,11 @@ class _ExpertLoop(torch.autograd.Function):
             if bias2_LD is not None:
                 output.narrow(1, bias2_start, bias2_LD.size(1)).addcmul_(weights[e], bias2_LD[e])
 
-        for_each_expert(one_expert, splits)
+        if num_rows <= _FEW_ROWS:
+            for expert in range(len(splits)):
+                one_expert(expert)
+        else:
+            for_each_expert(one_expert, splits)
         ctx.save_for_backward(x, weights_R, weight1_LFD, weight2_LDF, bias1_LF, bias2_LD, hidden_RF)
         ctx.bias2_start, ctx.splits, ctx.activation, ctx.order = bias2_start, splits, activation, order
         return output_RD if order is None else sum_slots(output_RD, order)

@@ -144,7 +144,10 @@ class MoELayer(nn.Module):
         """
         x_TD = x.flatten(0, -2)
         decision = self.route(x_TD, None if padding_mask is None else padding_mask.flatten(), shape=x.shape[:-1])
-        loss = self.auxiliary_loss(decision, x.shape[:-1])
+        # In evaluation without gradients nobody asks for the losses, and for a single token they would be a good part of the work.
+        # By the router's mode: Megatron's wrapper of this layer does not hand on its own.
+        is_wanted = self.router.training or torch.is_grad_enabled()
+        loss = self.auxiliary_loss(decision, x.shape[:-1]) if is_wanted else None
         rows_per_expert = self._rows_per_expert(x_TD.size(0))
         if type(self.dispatcher) is LocalDispatcher and self.experts.runs_one_by_one(x_TD):
             output = self._in_cache(self.dispatcher, x_TD, decision, rows_per_expert).view_as(x)

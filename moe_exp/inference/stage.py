@@ -1,0 +1,140 @@
+"""One pipeline stage of a model: token ids in, logits out, with a cache of keys and values or without. Called by every rank.
+
+Shapes: B batch, S tokens, V vocabulary, D hidden.
+"""
+
+import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
+
+# isort: split
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.inference.contexts import StaticInferenceContext
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor, nn
+
+from moe_exp.config import Config
+from moe_exp.layers.kv_cache import KeyValueCache
+from moe_exp.runtime import Runtime
+
+
+class Stage:
+    """The part of a model that is on this rank, and how it is run together with the others.
+
+    Args:
+        config: settings for use, see `layout.config_for_use`.
+        rank: of the job.
+        model: of this rank, with weights.
+    """
+
+    def __init__(self, config: Config, rank: Runtime, model: GPTModel):
+        self.config, self.rank, self.model = config, rank, model
+        self._caches: list[KeyValueCache] = []
+        self._context: StaticInferenceContext | None = None
+        self._positions = torch.empty(0)
+        # The sequence is gathered before the last layer, of which generation needs a single row.
+        if model.post_process:
+            model.output_layer.sequence_parallel = False
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this stage has the logits."""
+        return bool(self.model.post_process)
+
+    @property
+    def writes(self) -> bool:
+        """Whether this is the rank of its replica that hands on the logits."""
+        return self.is_last and self.rank.groups.tp.rank() == 0
+
+    @contextlib.contextmanager
+    def cache(self, num_positions: int) -> Iterator[None]:
+        """Inside, `logits` takes what follows the tokens of the one sequence that it was given before.
+
+        Args:
+            num_positions: tokens of the whole sequence at most.
+        """
+        room = num_positions + self.config.tp  # the last tokens may be padded to a number that the ranks of TP can share
+        cores = [layer.self_attention.core_attention for layer in self.model.decoder.layers]
+        if self._is_latent:
+            # Multi-latent attention turns its keys before Megatron's context takes them: nothing is turned again.
+            self._context = StaticInferenceContext(max_batch_size=1, max_sequence_length=room)
+        else:
+            self._caches = [KeyValueCache(room) for _ in cores]
+            for core, cache in zip(cores, self._caches, strict=True):
+                core.cache = cache
+        try:
+            yield
+        finally:
+            self._caches, self._context = [], None
+            for core in cores:
+                core.cache = None
+
+    @property
+    def _is_latent(self) -> bool:
+        return bool(self.model.config.multi_latent_attention)
+
+    @torch.no_grad()  # not inference_mode: experts are computed by threads, which it does not reach
+    def logits(self, tokens: Tensor, *, last_only: bool = False) -> Tensor | None:
+        """Logits for the token after each of `tokens`; None on a rank that is not of the last stage.
+
+        Args:
+            tokens: int64 [B, S], the same on every rank of a replica.
+            last_only: for the last token alone.
+
+        Returns:
+            float32 [B, S or 1, V], without the rows that pad the vocabulary.
+        """
+        num_tokens = tokens.size(1)
+        padding = -num_tokens % self.config.tp
+        # What is behind a token does not change its logits: attention is causal, and no expert drops a token.
+        tokens = nn.functional.pad(tokens, (0, padding)).to(self.rank.device)
+        hidden = self._decode(self._input(tokens), tokens.size(1))
+        for cache in self._caches:
+            cache.advance(num_tokens)
+        if self._context is not None:
+            self._context.increment_sequence_len_offset(num_tokens)
+        if not self.is_last:
+            self._send(hidden)
+            return None
+        if self.config.tp > 1:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=self.rank.groups.tp)
+        hidden = hidden[num_tokens - 1 : num_tokens] if last_only else hidden[:num_tokens]
+        return self._vocabulary(hidden)
+
+    def _input(self, tokens: Tensor) -> Tensor:
+        """[S / TP, B, D]: the embedding, or what the stage before has sent."""
+        if self.model.pre_process:
+            hidden: Tensor = self.model.embedding(input_ids=tokens, position_ids=None)
+            return hidden
+        pp = self.rank.groups.pp
+        shape = (tokens.size(1) // self.config.tp, tokens.size(0), self.config.hidden_size)
+        hidden = torch.empty(shape, dtype=self.model.config.pipeline_dtype, device=self.rank.device)
+        torch.distributed.recv(hidden, group=pp, group_src=pp.rank() - 1)
+        return hidden
+
+    def _send(self, hidden: Tensor) -> None:
+        pp = self.rank.groups.pp
+        torch.distributed.send(hidden.contiguous(), group=pp, group_dst=pp.rank() + 1)
+
+    def _decode(self, hidden: Tensor, num_tokens: int) -> Tensor:
+        start = self._caches[0].length if self._caches else 0
+        if not self.model.pre_process:
+            self.model.set_input_tensor(hidden)
+        rotary = None if self._is_latent else self._rotary(start, start + num_tokens)
+        out: Any = self.model.decoder(hidden, attention_mask=None, rotary_pos_emb=rotary, inference_context=self._context)
+        return out
+
+    def _rotary(self, start: int, end: int) -> Tensor:
+        """Angles of the positions `start` to `end - 1`: [end - start, 1, 1, d]."""
+        if len(self._positions) < end:
+            angles = self.model.rotary_pos_emb(max(end, self.config.seq_len + self.config.tp))
+            self._positions = angles[0] if isinstance(angles, tuple) else angles  # with YaRN's factor, which attention knows
+        return self._positions[start:end]
+
+    def _vocabulary(self, hidden: Tensor) -> Tensor:
+        weight = self.model.shared_embedding_or_output_weight() if self.config.tie_embeddings else None
+        logits, _ = self.model.output_layer(hidden, weight=weight, runtime_gather_output=True)
+        return logits[..., : self.config.vocab_size].transpose(0, 1).float()

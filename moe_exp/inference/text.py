@@ -1,0 +1,128 @@
+"""Prompts to tokens, and tokens to text as they come, in whole characters."""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from moe_exp.checks import EMBEDDED_VOCAB_SIZE
+from moe_exp.config import Config, problem
+from moe_exp.data.encoders import Encoders
+from moe_exp.data.tokenizer import TextTokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+Decoder = Callable[[Sequence[int]], str]
+
+_UNFINISHED = "\ufffd"  # what a decoder makes of bytes that are no character, or not yet
+_CONTEXT_TOKENS = 8  # decoders treat the first piece of a text differently (a space before it), so none is decoded alone
+
+
+def tokenizer_for(saved: Config, name: str, *, allow_special: bool = False) -> TextTokenizer:
+    """The tokenizer that a model was trained with, or the one that is named.
+
+    Args:
+        saved: settings of the training.
+        name: a tokenizer.json or a folder with it, a SentencePiece .model file, `bytes`; empty: that of the training.
+        allow_special: special tokens in a prompt, such as <s>, are read as such.
+
+    Raises:
+        ValueError: where there is none, or it has ids that the model has not.
+    """
+    path = name or saved.tokenizer or _embedded(saved)
+    if path == "bytes":
+        tokenizer = load_tokenizer("ByteLevelTokenizer")
+    elif not Path(path).exists():
+        raise ValueError(problem("tokenizer", path, "does not exist", "give --tokenizer, a folder with tokenizer.json or that file"))
+    else:
+        kind = "SentencePieceTokenizer" if path.endswith(".model") else "HuggingFaceTokenizer"
+        tokenizer = load_tokenizer(kind, model=path, allow_special=allow_special)
+    if tokenizer.vocab_size > saved.vocab_size:
+        rule = f"has {tokenizer.vocab_size} tokens, the model VOCAB_SIZE={saved.vocab_size}"
+        raise ValueError(problem("tokenizer", path, rule, "give --tokenizer, the one of the training"))
+    if tokenizer.vocab_size < saved.vocab_size:
+        logger.info("tokenizer %s has %d of the model's %d tokens; the others have no text", path, tokenizer.vocab_size, saved.vocab_size)
+    return tokenizer
+
+
+def _embedded(saved: Config) -> str:
+    """The tokenizer of the embedded corpus, on which a run is trained that names no data."""
+    if saved.train_data:
+        fix = "give --tokenizer, a folder with tokenizer.json or that file"
+        raise ValueError(problem("tokenizer", "", "the training did not name one", fix))
+    path = Path(saved.data_dir) / f"python_stdlib_{platform.python_version()}_bpe{EMBEDDED_VOCAB_SIZE}" / "tokenizer.json"
+    if not path.is_file():
+        rule = f"the model was trained on the embedded corpus, whose tokenizer is not at {path}"
+        raise ValueError(problem("tokenizer", "", rule, "give --tokenizer, the tokenizer.json of the training's DATA_DIR"))
+    return str(path)
+
+
+def encode(tokenizer: TextTokenizer, text: str) -> list[int]:
+    """Token ids as documents have them: without a token for the beginning or the end."""
+    ids, _ = Encoders(tokenizer).get("tokenizers")([text])
+    return [int(token) for token in ids]
+
+
+def decoder_of(tokenizer: TextTokenizer) -> Decoder:
+    """The function from token ids to text. Ids that the tokenizer does not have give nothing."""
+    if tokenizer.kind == "bytes":
+        return lambda ids: bytes(token for token in ids if token < 256).decode(errors="replace")
+    if tokenizer.kind == "sentencepiece":
+        import sentencepiece
+
+        processor, size = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content), tokenizer.vocab_size
+        return lambda ids: str(processor.decode([int(token) for token in ids if token < size]))
+    from tokenizers import Tokenizer
+
+    backend = Tokenizer.from_str(tokenizer.content.decode())
+    return lambda ids: str(backend.decode(list(ids), skip_special_tokens=False))
+
+
+class TextStream:
+    """The text of tokens that come one by one. What may still change is held back: part of a character, the beginning of a stop text.
+
+    Args:
+        decode: from `decoder_of`.
+        prompt: ids of the tokens before.
+        stops: texts at which the stream ends; they are not part of it.
+    """
+
+    def __init__(self, decode: Decoder, prompt: Sequence[int], stops: Sequence[str] = ()):
+        self._decode, self._stops = decode, stops
+        self._ids = list(prompt[-_CONTEXT_TOKENS:])
+        self._first, self._read = 0, len(self._ids)
+        self._held = ""
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """What the text grows by; sets `stopped` where a stop text is complete."""
+        self._ids.append(token)
+        return self._stop(self._characters(final=False), final=False)
+
+    def finish(self) -> str:
+        """What was held back."""
+        return "" if self.stopped else self._stop(self._characters(final=True), final=True)
+
+    def _characters(self, *, final: bool) -> str:
+        known = self._decode(self._ids[self._first : self._read])
+        text = self._decode(self._ids[self._first :])
+        if text.endswith(_UNFINISHED) and not final:
+            return ""
+        self._first, self._read = self._read, len(self._ids)
+        return text[len(known) :]
+
+    def _stop(self, new: str, *, final: bool) -> str:
+        text = self._held + new
+        if found := [index for stop in self._stops if (index := text.find(stop)) >= 0]:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        held = 0 if final else max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` with which `stop` begins."""
+    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)

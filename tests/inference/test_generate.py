@@ -1,0 +1,132 @@
+"""Scoring and generation against transformers, on one rank and on several; and the cache against the whole sequence."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hf_checkpoint import KINDS, SEQ_LEN, VOCAB, tiny_model, write_checkpoint
+
+from moe_exp import runtime
+from moe_exp.inference.generate import new_tokens
+from moe_exp.inference.layout import Layout, config_for_use
+from moe_exp.inference.loading import load_model
+from moe_exp.inference.sampling import Sampler, Sampling
+from moe_exp.inference.score import ScoreRequest, plan_scoring, score
+from moe_exp.inference.stage import Stage
+from ranks import run_on_ranks
+from relative_error import relative_error
+
+PROMPT = [17, 200, 3, 41, 99, 0, 56]
+NEW_TOKENS = 24
+
+
+def ids(rows: int = 3, length: int = 21) -> np.ndarray:
+    return np.random.default_rng(5).integers(0, VOCAB, (rows, length))
+
+
+@contextlib.contextmanager
+def one_stage(folder: Path, **changes):
+    """The model of a checkpoint in this process."""
+    config = config_for_use(folder, Layout(), **changes)
+    rank = runtime.start_alone(config.model_copy(update={"threads_per_rank": 1}))
+    try:
+        yield Stage(config, rank, load_model(config, rank, folder))
+    finally:
+        runtime.stop()
+
+
+def greedy(stage: Stage, prompt: list[int]) -> list[int]:
+    return [token for token, _ in new_tokens(stage, prompt, Sampler(Sampling()), max_positions=len(prompt) + NEW_TOKENS)]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def pair(request, tmp_path_factory):
+    """A model of transformers, and the checkpoint with its weights."""
+    model, settings = tiny_model(request.param)
+    return model, write_checkpoint(model, tmp_path_factory.mktemp(request.param) / "iter_0000000", **settings)
+
+
+def theirs_greedy(model, prompt: list[int]) -> list[int]:
+    model.generation_config.eos_token_id = None  # no token ends these texts
+    tokens = torch.tensor([prompt])
+    out = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=NEW_TOKENS, do_sample=False)
+    return out[0, len(prompt) :].tolist()
+
+
+def test_logits_and_greedy_tokens_are_those_of_transformers(pair):
+    model, folder = pair
+    tokens = torch.from_numpy(ids())
+    with torch.no_grad():
+        expected = model(tokens).logits
+    with one_stage(folder) as stage:
+        assert relative_error(stage.logits(tokens), expected) < 1e-5
+        assert greedy(stage, PROMPT) == theirs_greedy(model, PROMPT)
+
+
+def test_the_cache_changes_no_logit(pair):
+    _, folder = pair
+    tokens = torch.from_numpy(ids(1, SEQ_LEN))
+    with one_stage(folder) as stage:
+        whole = stage.logits(tokens)
+        for first in (1, 7, SEQ_LEN - 1):
+            with stage.cache(SEQ_LEN):
+                parts = [stage.logits(tokens[:, :first])]
+                # Two at once as well: what is new need not be a single token.
+                bounds = [first, *range(first + 1, SEQ_LEN, 2), SEQ_LEN]
+                parts += [stage.logits(tokens[:, a:b]) for a, b in itertools.pairwise(bounds) if b > a]
+            cached = torch.cat(parts, dim=1)
+            for position in range(SEQ_LEN):
+                assert relative_error(cached[:, position], whole[:, position]) < 1e-6, f"position {position} after a prompt of {first}"
+
+
+def test_rows_do_not_depend_on_each_other(pair):
+    _, folder = pair
+    tokens = torch.from_numpy(ids(4, 30))
+    with one_stage(folder) as stage:
+        together = stage.logits(tokens)
+        alone = torch.cat([stage.logits(row[None]) for row in tokens])
+    assert relative_error(alone, together) < 1e-6
+
+
+def use_on_rank(folder: Path, layout: Layout, tokens: Path, out: Path):
+    """Scores and generates, greedily and by drawing, on this rank of a job."""
+    scoring = plan_scoring(ScoreRequest(str(folder), str(tokens), str(out), batch_size=2, layout=layout))
+    rank = runtime.start(scoring.config)
+    score(scoring, rank)
+    stage = Stage(scoring.config, rank, load_model(scoring.config, rank, folder))
+    drawn = Sampler(Sampling(temperature=0.9, top_k=50, top_p=0.95, seed=3))
+    return greedy(stage, PROMPT), [token for token, _ in new_tokens(stage, PROMPT, drawn, max_positions=30)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("qwen3_moe", Layout(ep=2, gpus_per_node=2)),
+        ("qwen3_moe", Layout(tp=2, gpus_per_node=2)),
+        pytest.param("deepseek_v3", Layout(tp=2, ep=2, gpus_per_node=2), marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", Layout(tp=2, pp=2, etp=2, gpus_per_node=4), marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", Layout(pp=2, ep=2, gpus_per_node=4), marks=pytest.mark.slow),
+        pytest.param("mixtral", Layout(tp=2, ep=4, gpus_per_node=4), marks=pytest.mark.slow),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(f"{name}{getattr(value, name)}" for name in ("tp", "pp", "ep", "etp")),
+)
+def test_several_ranks_are_one_model(tmp_path, kind, layout):
+    model, settings = tiny_model(kind)
+    folder = write_checkpoint(model, tmp_path / "iter_0000000", **settings)
+    tokens, out = tmp_path / "ids.npy", tmp_path / "logits.npy"
+    np.save(tokens, ids(5).astype(np.uint16))
+    results = run_on_ranks(layout.gpus_per_node, use_on_rank, folder, layout, tokens, out, join=False)
+    with torch.no_grad():
+        expected = model(torch.from_numpy(ids(5))).logits
+    assert relative_error(torch.from_numpy(np.load(out)), expected) < 1e-5
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ids.npy", "iter_0000000", "logits.npy"]
+    assert all(result == results[0] for result in results)
+    assert results[0][0] == theirs_greedy(model, PROMPT)
+    with one_stage(folder) as stage:
+        drawn = Sampler(Sampling(temperature=0.9, top_k=50, top_p=0.95, seed=3))
+        assert results[0][1] == [token for token, _ in new_tokens(stage, PROMPT, drawn, max_positions=30)]

@@ -1,0 +1,182 @@
+"""`moe-exp score`: the file it writes, the training's validation loss from it, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hf_checkpoint import SEQ_LEN, VOCAB, tiny_model, write_checkpoint
+
+from moe_exp import cli, train
+from moe_exp.checkpoint.folders import Manifest, entries_of
+from moe_exp.data.dataset import SampleStream, split_batch
+from moe_exp.data.tokens import BinIdxWriter, parse_blend
+from moe_exp.inference.layout import Layout, config_for_use
+from moe_exp.inference.loading import check_files
+from moe_exp.metrics import read_metrics
+from moe_exp.run_folder import RunFolder
+from ranks import run_on_ranks
+from relative_error import relative_error
+
+TRAINING: dict[str, Any] = {
+    "PRESET": "cpu", "GPUS_PER_NODE": 1, "NUM_LAYERS": 2, "HIDDEN_SIZE": 32, "FFN_HIDDEN_SIZE": 48, "SEQ_LEN": 32, "VOCAB_SIZE": 256,
+    "TOPK": 2, "MBSZ": 2, "GBSZ": 4, "TRAIN_ITERS": 4, "WARMUP_ITERS": 1, "DECAY_ITERS": 4, "EVAL_INTERVAL": 4, "EVAL_ITERS": 2,
+    "SAVE_INTERVAL": 0, "Z_LOSS_COEFF": 0.001, "LR": 0.01, "INIT_STD": 0.1, "FIRST_K_DENSE": 1,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    model, settings = tiny_model("mixtral")
+    return write_checkpoint(model, tmp_path_factory.mktemp("mixtral") / "iter_0000000", **settings)
+
+
+def run_score(checkpoint: Path, tokens: Path, out: Path, *flags: str) -> int:
+    places = ["--checkpoint", str(checkpoint), "--tokens", str(tokens), "--out", str(out)]
+    return cli.main(["score", *places, "--threads-per-rank", "1", *flags])
+
+
+def saved_ids(path: Path, *, dtype=np.int64) -> Path:
+    np.save(path, np.random.default_rng(5).integers(0, VOCAB, (5, 12)).astype(dtype))
+    return path
+
+
+def train_on_rank(runs: list[list[str]]) -> None:
+    for arguments in runs:
+        train.main(arguments)
+
+
+def cross_entropy(logits: np.ndarray, samples: torch.Tensor) -> float:
+    batch = split_batch(samples)
+    losses = torch.nn.functional.cross_entropy(torch.from_numpy(logits).flatten(0, 1), batch["labels"].flatten(), reduction="none")
+    return (losses * batch["loss_mask"].flatten()).double().sum().item() / batch["loss_mask"].sum().item()
+
+
+def test_the_logits_give_the_validation_loss_of_the_training(tmp_path):
+    """Dropless, and with a capacity over which tokens are dropped in training.
+
+    VOCAB_SIZE is a multiple of 128: rows that pad the vocabulary are in the softmax of the training, and not among the logits.
+    """
+    prefix = tmp_path / "tokens"
+    with BinIdxWriter(prefix, vocab_size=256) as writer:
+        for document in np.random.default_rng(1).integers(0, 256, (40, 50)):
+            writer.add_document(document)
+    settings = TRAINING | {"TRAIN_DATA": prefix, "VALID_DATA": prefix, "RUN_DIR": tmp_path, "DATA_DIR": tmp_path}
+    kinds: dict[str, dict[str, Any]] = {"dmoe": {}, "moe": {"MOE_TYPE": "moe", "CAPACITY_FACTOR": 0.5, "DTYPE": "fp32"}}
+    runs = [settings | kind | {"RUN_NAME": name} for name, kind in kinds.items()]
+    flags = [[f"--{name.lower().replace('_', '-')}={value}" for name, value in run.items()] for run in runs]
+    run_on_ranks(1, train_on_rank, flags, join=False)
+    samples = SampleStream(parse_blend(str(prefix)), seq_len=32, seed=1234, shuffle=False).batch(0, 8)
+    np.save(tmp_path / "ids.npy", samples[:, :-1].numpy())
+    losses = {}
+    for name, extra in (("dmoe", []), ("moe", ["--capacity"]), ("moe", [])):
+        folder = RunFolder(tmp_path / name)
+        assert run_score(folder.path, tmp_path / "ids.npy", tmp_path / "logits.npy", "--overwrite", *extra) == 0
+        (record,) = (record for record in read_metrics(folder.metrics) if record["kind"] == "valid")
+        losses[(name, *extra)] = abs(cross_entropy(np.load(tmp_path / "logits.npy"), samples) / record["lm_loss"] - 1)
+    assert losses[("dmoe",)] < 1e-6
+    assert losses["moe", "--capacity"] < 1e-6
+    assert losses[("moe",)] > 1e-5  # the tokens that training drops count here
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int32])
+def test_the_file(checkpoint, tmp_path, dtype, capsys):
+    ids = np.random.default_rng(5).integers(0, 200, (5, 12)).astype(dtype)
+    np.save(tmp_path / "ids.npy", ids)
+    assert run_score(checkpoint, tmp_path / "ids.npy", tmp_path / "logits.npy", "--batch-size", "2") == 0
+    logits = np.load(tmp_path / "logits.npy", mmap_mode="r")
+    assert (logits.shape, logits.dtype) == ((5, 12, VOCAB), np.float32)
+    model, _ = tiny_model("mixtral")
+    with torch.no_grad():
+        assert relative_error(torch.from_numpy(logits.copy()), model(torch.from_numpy(ids.astype(np.int64))).logits) < 1e-5
+    before = (tmp_path / "logits.npy").read_bytes()
+    assert run_score(checkpoint, tmp_path / "ids.npy", tmp_path / "logits.npy") == 1
+    assert "exists. Fix: give another name, or --overwrite." in capsys.readouterr().err
+    assert (tmp_path / "logits.npy").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ids.npy", "logits.npy"]
+
+
+def test_another_type(checkpoint, tmp_path):
+    """bf16 weights of an fp32 checkpoint: near the logits in fp32, and not equal to them."""
+    tokens = saved_ids(tmp_path / "ids.npy")
+    for dtype in ("fp32", "bf16"):
+        assert run_score(checkpoint, tokens, tmp_path / f"{dtype}.npy", "--dtype", dtype) == 0
+    exact, rounded = (torch.from_numpy(np.load(tmp_path / f"{dtype}.npy")) for dtype in ("fp32", "bf16"))
+    assert 1e-4 < relative_error(rounded, exact) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("array", "line"),
+    [
+        (np.zeros(3, np.int64), r"has the shape \[3\]\. Fix: give a \.npy file with integers \[B, S\]"),
+        (np.zeros((2, 0), np.int64), r"has the shape \[2, 0\]\. Fix: "),
+        (np.zeros((2, 3)), r"holds float64, not integers\. Fix: "),
+        (np.array([[0, 1], [2, VOCAB]]), rf"has the id {VOCAB} in row 1, column 1, the model has 0 to {VOCAB - 1}\. Fix: "),
+        (np.array([[0, -1]]), r"has the id -1 in row 0, column 1, "),
+        (np.array([[{}]], dtype=object), r"cannot be read \(.*Python objects.*\)\. Fix: "),
+        (None, r"does not exist\. Fix: "),
+        (b"no array", r"cannot be read \(.*\)\. Fix: "),
+    ],
+    ids=lambda value: "",
+)
+def test_ids_that_cannot_be(checkpoint, tmp_path, capsys, array, line):
+    path = tmp_path / "ids.npy"
+    if isinstance(array, bytes):
+        path.write_bytes(array)
+    elif array is not None:
+        np.save(path, array, allow_pickle=True)
+    assert run_score(checkpoint, path, tmp_path / "logits.npy") == 1
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1
+    assert f"moe-exp score: TOKENS={path}: " in printed
+    assert re.search(line, printed), printed
+    assert not (tmp_path / "logits.npy").exists()
+
+
+def test_other_bad_input(checkpoint, tmp_path, capsys):
+    tokens = saved_ids(tmp_path / "ids.npy")
+    out = tmp_path / "logits.npy"
+    cases = [
+        ((tmp_path, tokens, out), "holds no distributed checkpoint"),
+        ((checkpoint, tokens, tokens), "is the file with the tokens"),
+        ((checkpoint, tokens, tmp_path), "is a folder"),
+        ((checkpoint, tokens, tmp_path / "none" / "x.npy"), "its folder does not exist"),
+        ((checkpoint, tokens, out, "--batch-size", "-1"), "BATCH_SIZE=-1: must be positive"),
+        ((checkpoint, tokens, out, "--tp", "3"), "TP=3: does not divide NUM_HEADS=4. Fix: set TP to one of 1, 2, 4."),
+        ((checkpoint, tokens, out, "--ep", "8"), "EP=8: does not divide NUM_EXPERTS=4."),
+        ((checkpoint, tokens, out, "--pp", "2", "--gpus-per-node", "3"), "GPUS_PER_NODE=3: 3 ranks"),
+    ]
+    for arguments, text in cases:
+        assert run_score(*arguments) == 1, text
+        assert text in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ids.npy"]
+
+
+def test_rows_longer_than_those_of_the_training(checkpoint, tmp_path, caplog):
+    np.save(tmp_path / "ids.npy", np.ones((1, SEQ_LEN + 3), np.int64))
+    with caplog.at_level("WARNING", "moe_exp"):
+        assert run_score(checkpoint, tmp_path / "ids.npy", tmp_path / "logits.npy") == 0
+    assert f"rows of {SEQ_LEN + 3} tokens, the model was trained on SEQ_LEN={SEQ_LEN}" in caplog.text
+
+
+def test_damaged_and_foreign_checkpoints(checkpoint, tmp_path, capsys):
+    """A tensor that is missing, and a file that has changed since its checksum was taken."""
+    model, settings = tiny_model("mixtral")
+    folder = write_checkpoint(model, tmp_path / "qk" / "iter_0000000", **settings | {"qk_norm": True})
+    tokens = saved_ids(tmp_path / "ids.npy")
+    assert run_score(folder, tokens, tmp_path / "logits.npy") == 1
+    assert "has no decoder.layers.self_attention.k_layernorm.weight" in capsys.readouterr().err
+    assert config_for_use(folder, Layout()).qk_norm
+    (file,) = folder.glob("*.distcp")
+    Manifest(0, entries_of(folder), {}).write(folder)
+    check_files(folder)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert run_score(folder, tokens, tmp_path / "logits.npy") == 1
+    assert f"{file}: has changed since it was written" in capsys.readouterr().err
+    assert not (tmp_path / "logits.npy").exists()
