@@ -1,0 +1,90 @@
+"""What lies beside the weights in a Hugging Face folder: tokenizer, tokens of its config, generation settings, model card."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moe_exp.files import write_atomically, write_json
+from moe_exp.hf.model_folder import read_json
+
+logger = logging.getLogger(__name__)
+
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+GENERATION = "generation_config.json"
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# Fields that a model keeps on its way through a checkpoint.
+_KEPT = (*_TOKENS, "max_position_embeddings")
+
+
+def copy_tokenizer(source: Path, target: Path) -> bool:
+    """Copies the tokenizer's files that are in the folder `source`, or that `source` is; whether there were any."""
+    if source.is_file():
+        target.mkdir(exist_ok=True)
+        shutil.copyfile(source, target / "tokenizer.json")
+        return True
+    found = [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
+    for path in found:
+        target.mkdir(exist_ok=True)
+        shutil.copyfile(path, target / path.name)
+    return bool(found)
+
+
+def token_ids(tokenizer: Path) -> dict[str, int | None]:
+    """`bos_token_id`, `eos_token_id` and `pad_token_id` as the tokenizer's files say it, None where they do not."""
+    folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
+    if not (folder / "tokenizer.json").is_file():
+        return dict.fromkeys(_TOKENS)
+    added = {token["content"]: token["id"] for token in read_json(folder / "tokenizer.json").get("added_tokens") or []}
+    named: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if (folder / name).is_file():
+            named |= read_json(folder / name)
+    ids = {}
+    for field in _TOKENS:
+        token = named.get(field.removesuffix("_id"))
+        ids[field] = added.get(token["content"] if isinstance(token, dict) else token)
+    return ids
+
+
+def kept_fields(folder: Path | None) -> dict[str, Any]:
+    """Of the config.json in a folder what is no setting of ours: token ids, and the length that the model may be used at."""
+    if folder is None or not (folder / "config.json").is_file():
+        return {}
+    fields = read_json(folder / "config.json")
+    return {name: fields[name] for name in _KEPT if fields.get(name) is not None}
+
+
+def write_generation_config(folder: Path, like: Path | None, fields: Mapping[str, Any]) -> None:
+    """generation_config.json: that of the folder `like`, else greedy decoding with the token ids of config.json."""
+    if like is not None and (like / GENERATION).is_file():
+        shutil.copyfile(like / GENERATION, folder / GENERATION)
+        return
+    write_json(folder / GENERATION, {name: fields[name] for name in _TOKENS if fields.get(name) is not None})
+
+
+def write_model_card(folder: Path, *, architecture: str, source: Path, iteration: int, dtype: str, facts: str) -> None:
+    """README.md: what this is and where it comes from, and nothing that is not known."""
+    write_atomically(
+        folder / "README.md",
+        f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- moe_exp
+---
+
+# {source.name}
+
+A causal language model as `{architecture}`, {facts}, weights in {dtype}.
+
+Converted by `moe-exp convert to-hf` from iteration {iteration} of the checkpoint `{source.name}`.
+License, training data and evaluation are for its authors to write here.
+""",
+    )
