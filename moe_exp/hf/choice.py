@@ -32,7 +32,9 @@ def _named(*names: str) -> Callable[[Config], str]:
 
 
 def _attention(c: Config) -> str:
-    return "latent" if c.multi_latent_attention else "grouped"
+    if c.multi_latent_attention:
+        return "latent" if c.qk_norm else "latent, without norms"
+    return "grouped"
 
 
 def _qk_norm(c: Config) -> str:
@@ -90,7 +92,7 @@ TRAITS: Mapping[str, Trait] = {
     "biases": Trait(lambda c: c.add_bias_linear, False, _named("add_bias_linear")),
     "drops": Trait(_drops, False, lambda c: f"MOE_TYPE=moe CAPACITY_FACTOR={c.expert_capacity_factor}, which may drop tokens,"),
     "groups_differ": Trait(_groups_differ, False, _named("topk", "num_router_groups", "router_group_topk")),
-    "attention": Trait(_attention, "grouped", _named("multi_latent_attention")),
+    "attention": Trait(_attention, "grouped", _named("multi_latent_attention", "qk_norm")),
     "qk_norm": Trait(_qk_norm, "none", _named("qk_norm", "qk_norm_scope")),
     "qkv_bias": Trait(lambda c: c.qkv_bias, False, _named("qkv_bias")),
     "head_dim": Trait(_head_dim, "hidden / heads", _named("head_dim", "hidden_size", "num_heads")),

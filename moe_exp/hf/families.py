@@ -71,9 +71,8 @@ _MODEL = (
     TensorRule("decoder.final_layernorm.weight", {"model.norm.weight": "D"}, layers="model"),
     TensorRule("output_layer.weight", {"lm_head.weight": "V D"}, "padded", "model", "untied"),
 )
-_INPUT_NORM = TensorRule("self_attention.linear_qkv.layer_norm_weight", {"input_layernorm.weight": "D"})
 _ATTENTION = (
-    _INPUT_NORM,
+    TensorRule("self_attention.linear_qkv.layer_norm_weight", {"input_layernorm.weight": "D"}),
     TensorRule(
         "self_attention.linear_qkv.weight",
         {"self_attn.q_proj.weight": "Q D", "self_attn.k_proj.weight": "K D", "self_attn.v_proj.weight": "K D"},
@@ -95,7 +94,7 @@ _PROJECTION_NORMS = (
     TensorRule("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": "K"}),
 )
 _LATENT_ATTENTION = (
-    _INPUT_NORM,
+    TensorRule("input_layernorm.weight", {"input_layernorm.weight": "D"}),
     TensorRule("self_attention.linear_q_proj.weight", {"self_attn.q_proj.weight": "N D"}, when="no_q_lora"),
     TensorRule("self_attention.linear_q_down_proj.weight", {"self_attn.q_a_proj.weight": "A D"}, when="q_lora"),
     TensorRule("self_attention.linear_q_up_proj.layer_norm_weight", {"self_attn.q_a_layernorm.weight": "A"}, when="q_lora"),
@@ -253,7 +252,7 @@ DEEPSEEK_V3 = Architecture(
         must_be("ep_size", 1, because="it must be 1 in a config.json"),
     ),
     tensors=(*_MODEL, *_LATENT_ATTENTION, *_DENSE, *_EXPERTS, *_EXPERT_BIAS, *_shared("shared_experts")),
-    settings={"multi_latent_attention": True},
+    settings={"multi_latent_attention": True, "qk_norm": True},
     traits={
         "attention": ("latent",),
         "moe_layers": ("all", "after the first"),
