@@ -74,6 +74,9 @@ def _routing(c: Config) -> str:
     return c.router_score + (", normalized" if c.router_weights_sum is not None else "")
 
 
+_routing_settings = _named("router_score", "router_pre_softmax", "router_normalize", "aux_loss_type", "force_routing")
+
+
 def _groups_differ(c: Config) -> bool:
     return c.use_moe and not groups_score_alike(c.topk, c.num_router_groups, c.router_group_topk)
 
@@ -100,7 +103,9 @@ TRAITS: Mapping[str, Trait] = {
     "rope": Trait(yarn_is_expressible, True, _named("rope_scaling", "yarn_mscale", "yarn_mscale_all_dim")),
     "epsilon": Trait(_epsilon_differs, False, _named("norm_epsilon")),
     "moe_layers": Trait(_moe_layers, "all", _named("use_moe", "moe_layer_freq", "first_k_dense")),
-    "routing": Trait(_routing, "softmax", _named("router_score", "router_pre_softmax", "router_normalize", "aux_loss_type", "force_routing")),
+    "routing": Trait(
+        _routing, "softmax", _named("router_score", "router_pre_softmax", "router_normalize", "aux_loss_type", "force_routing")
+    ),
     "weights": Trait(
         lambda c: "scaled" if c.use_moe and c.router_scaling_factor != 1 else "as they are", "as they are", _named("router_scaling_factor")
     ),
@@ -113,9 +118,7 @@ TRAITS: Mapping[str, Trait] = {
 
 def reasons_against(architecture: Architecture, config: Config) -> list[str]:
     """The settings of a model that an architecture cannot express, in words; none where it can."""
-    return [
-        trait.words(config) for name, trait in TRAITS.items() if trait.of(config) not in architecture.traits.get(name, (trait.usual,))
-    ]
+    return [trait.words(config) for name, trait in TRAITS.items() if trait.of(config) not in architecture.traits.get(name, (trait.usual,))]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,8 +9,6 @@ from typing import Any
 
 from moe_exp.files import write_atomically, write_json
 from moe_exp.hf.model_folder import read_json
-
-logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
@@ -36,8 +33,13 @@ def copy_tokenizer(source: Path, target: Path) -> bool:
     return bool(found)
 
 
-def token_ids(tokenizer: Path) -> dict[str, int | None]:
-    """`bos_token_id`, `eos_token_id` and `pad_token_id` as the tokenizer's files say it, None where they do not."""
+def token_ids(tokenizer: Path | None) -> dict[str, int | None]:
+    """`bos_token_id`, `eos_token_id` and `pad_token_id` as the tokenizer's files say it, None where they do not.
+
+    None is written, too: a class of transformers has ids of its own for what config.json leaves out.
+    """
+    if tokenizer is None:
+        return dict.fromkeys(_TOKENS)
     folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
     if not (folder / "tokenizer.json").is_file():
         return dict.fromkeys(_TOKENS)
@@ -58,7 +60,7 @@ def kept_fields(folder: Path | None) -> dict[str, Any]:
     if folder is None or not (folder / "config.json").is_file():
         return {}
     fields = read_json(folder / "config.json")
-    return {name: fields[name] for name in _KEPT if fields.get(name) is not None}
+    return {name: fields[name] for name in _KEPT if name in fields}
 
 
 def write_generation_config(folder: Path, like: Path | None, fields: Mapping[str, Any]) -> None:
@@ -69,22 +71,20 @@ def write_generation_config(folder: Path, like: Path | None, fields: Mapping[str
     write_json(folder / GENERATION, {name: fields[name] for name in _TOKENS if fields.get(name) is not None})
 
 
-def write_model_card(folder: Path, *, architecture: str, source: Path, iteration: int, dtype: str, facts: str) -> None:
+def write_model_card(folder: Path, *, run: str, architecture: str, source: Path, iteration: int, dtype: str, facts: str) -> None:
     """README.md: what this is and where it comes from, and nothing that is not known."""
     write_atomically(
         folder / "README.md",
         f"""---
 library_name: transformers
 pipeline_tag: text-generation
-tags:
-- moe_exp
 ---
 
-# {source.name}
+# {run}
 
-A causal language model as `{architecture}`, {facts}, weights in {dtype}.
+A causal language model, `{architecture}`, {facts}, weights in {dtype}.
 
-Converted by `moe-exp convert to-hf` from iteration {iteration} of the checkpoint `{source.name}`.
-License, training data and evaluation are for its authors to write here.
+Trained with moe_exp; converted by `moe-exp convert to-hf` from iteration {iteration} (`{source.name}`).
+License, training data and evaluation are for its authors to add.
 """,
     )

@@ -1,10 +1,9 @@
-"""Checkpoint -> Hugging Face, on one process without ranks; one layer's largest tensor and one file of the result are in memory."""
+"""Checkpoint -> Hugging Face, on one process without ranks; a layer's largest tensor and one file of the result are in memory."""
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,32 +12,24 @@ import torch
 from torch import Tensor
 
 from moe_exp.checkpoint.folders import Manifest, one_checkpoint
-from moe_exp.checkpoint.torch_dist import CheckpointReader
+from moe_exp.checkpoint.torch_dist import CheckpointReader, StoredTensor
 from moe_exp.config import Config
 from moe_exp.files import write_json
 from moe_exp.hf.choice import choose_architecture
-from moe_exp.hf.companions import (
-    copy_tokenizer,
-    kept_fields,
-    token_ids,
-    write_generation_config,
-    write_model_card,
-)
+from moe_exp.hf.companions import copy_tokenizer, kept_fields, token_ids, write_generation_config, write_model_card
 from moe_exp.hf.config_json import fields_of
 from moe_exp.hf.families import Architecture
 from moe_exp.hf.importing import DTYPE_NAMES, ORIGINAL, Progress, no_progress
-from moe_exp.hf.plan import TRAINING_ONLY, Piece, pieces
+from moe_exp.hf.plan import TRAINING_ONLY, Piece, Theirs, misfits, pieces
 from moe_exp.hf.shard_writer import ShardWriter
 from moe_exp.hf.target import check_target, new_folder
 from moe_exp.hf.tensor_rules import taken_apart
 
-logger = logging.getLogger(__name__)
-
-_OPTIMIZER = "optimizer."
+_OPTIMIZER = ("optimizer.", "chained_")
 _MAIN = "optimizer.state.param."
 _BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-# transformers keeps these in fp32 whatever the type of the model.
-_ALWAYS_FP32 = "e_score_correction_bias"
+# Rounded, it would choose other experts; transformers keeps it in fp32 whatever the type of the model.
+_NEVER_ROUNDED = "e_score_correction_bias"
 
 
 @dataclass(frozen=True)
@@ -53,7 +44,7 @@ class Exported:
     """
 
     architecture: str
-    against: dict[str, list[str]]
+    against: Mapping[str, list[str]]
     num_bytes: int
     notes: tuple[str, ...]
 
@@ -87,35 +78,24 @@ def to_hf(
             and a target that cannot be written; nothing is on disk then.
     """
     check_target(target)
+    for name, path in (("tokenizer", tokenizer), ("like", like)):
+        if path is not None and not path.exists():
+            raise ValueError(f"{name.upper()}={path}: is not there. Fix: give a path that exists, or leave it out.")
     folder = one_checkpoint(source)
     reader = CheckpointReader(folder)
     config = _config_of(reader)
     choice = choose_architecture(config)
     planned = list(pieces(choice.architecture, config))
-    prefix = _MAIN if main_weights else ""
-    _check(reader, planned, prefix)
-    out_dtype = None if dtype is None else _BY_NAME[dtype]
-    like = like or _original(folder)
-    tokenizer = tokenizer or _tokenizer_of(config, folder)
-    num_bytes = sum(_num_bytes(reader, piece, prefix, out_dtype) for piece in planned)
-    with new_folder(target, num_bytes=num_bytes) as partial, progress("converting", num_bytes) as advance:
-        with ShardWriter(partial, max_bytes=max_shard_bytes) as shards:
-            _write_weights(reader, planned, shards, config, prefix, out_dtype, advance)
+    weights = _Weights(reader, planned, main=main_weights, dtype=None if dtype is None else _BY_NAME[dtype])
+    with new_folder(target, num_bytes=weights.num_bytes) as partial:
+        with progress("converting", weights.num_bytes) as advance:
+            shards = ShardWriter(partial, max_bytes=max_shard_bytes)
+            _write_weights(weights, config, shards, advance)
             shards.finish()
-        fallback = reader.tensors[prefix + planned[0].key].dtype if out_dtype is None else out_dtype
-        fields = _fields(config, choice.architecture, like, tokenizer, fallback)
-        write_json(partial / "config.json", fields)
-        write_generation_config(partial, like, fields)
+        tokenizer = tokenizer or _tokenizer_of(config, folder)
         has_tokenizer = tokenizer is not None and copy_tokenizer(tokenizer, partial)
-        write_model_card(
-            partial,
-            architecture=choice.architecture.name,
-            source=folder,
-            iteration=_iteration(folder),
-            dtype=DTYPE_NAMES[fallback],
-            facts=_facts(planned),
-        )
-    return Exported(choice.architecture.name, dict(choice.against), num_bytes, tuple(_notes(config, has_tokenizer)))
+        _write_companions(partial, folder, config, choice.architecture, weights, like=like or _original(folder), tokenizer=tokenizer)
+    return Exported(choice.architecture.name, choice.against, weights.num_bytes, tuple(_notes(config, has_tokenizer)))
 
 
 def _config_of(reader: CheckpointReader) -> Config:
@@ -123,95 +103,112 @@ def _config_of(reader: CheckpointReader) -> Config:
     if not isinstance(settings, dict):
         fix = "load it by LOAD_DIR in a run, whose checkpoint can be converted"
         raise ValueError(f"checkpoint={reader.folder}: does not say what model it is, moe_exp did not write it. Fix: {fix}.")
-    known = {name: value for name, value in settings.items() if name in Config.model_fields}
-    return Config(**known)
+    # Settings that a later version has given up have no say in what is computed.
+    return Config(**{name: value for name, value in settings.items() if name in Config.model_fields})
 
 
-def _check(reader: CheckpointReader, planned: list[Piece], prefix: str) -> None:
-    """Every tensor of the model is there with its shape, and every one that is there is used."""
-    needed = {piece.key: piece.shape for piece in planned if piece.key}
-    # Buffers are no parameters: the optimizer has no copy of them.
-    stored = {key: reader.tensors.get(_source_key(reader, key, prefix)) for key in needed}
-    if prefix and not any(key.startswith(prefix) for key in reader.tensors):
-        raise ValueError(f"checkpoint={reader.folder}: has no fp32 weights of the optimizer. Fix: leave --weights main out.")
-    missing = [key for key, found in stored.items() if found is None]
-    shapes = [f"{key} {list(found.shape)} instead of {list(needed[key])}" for key, found in stored.items() if found and found.shape != needed[key]]
-    of_model = {key for key in reader.tensors if not key.startswith(_OPTIMIZER) and not key.startswith("chained_")}
-    unused = [key for key in sorted(of_model - set(needed)) if not key.endswith(TRAINING_ONLY)]
-    found = [("missing", missing), ("without a use", unused), ("of another shape", shapes)]
-    if any(names for _, names in found):
-        lists = "; ".join(f"{what}: {', '.join(names[:5])}" + (f" and {len(names) - 5} more" * (len(names) > 5)) for what, names in found if names)
-        raise ValueError(f"checkpoint={reader.folder}: tensors {lists}. Fix: use another checkpoint of the run.")
+class _Weights:
+    """The tensors of a checkpoint that a model is made of.
 
+    Args:
+        reader: of the checkpoint.
+        planned: pieces of the model.
+        main: take the optimizer's fp32 copies of parameters; what is no parameter has none.
+        dtype: of what is written; None: as it is stored.
 
-def _source_key(reader: CheckpointReader, key: str, prefix: str) -> str:
-    return key if prefix and key in reader.tensors and prefix + key not in reader.tensors else prefix + key
+    Raises:
+        ValueError: where one is missing, has another shape, or is left over.
+    """
 
-
-def _num_bytes(reader: CheckpointReader, piece: Piece, prefix: str, dtype: torch.dtype | None) -> int:
-    stored = reader.tensors[_source_key(reader, piece.key, prefix)].dtype if piece.key else torch.float32
-    return sum(math.prod(part.shape) for part in piece.theirs) * (dtype or stored).itemsize
-
-
-class _LayerTensors:
-    """Boxes of tensors, read by layer: a chunk of the checkpoint may hold many experts, and is read once."""
-
-    def __init__(self, reader: CheckpointReader):
-        self.reader = reader
+    def __init__(self, reader: CheckpointReader, planned: list[Piece], *, main: bool, dtype: torch.dtype | None):
+        self.reader, self.planned, self.main, self.dtype = reader, planned, main, dtype
+        if main and not any(key.startswith(_MAIN) for key in reader.tensors):
+            raise ValueError(f"checkpoint={reader.folder}: has no fp32 weights of an optimizer. Fix: leave --weights main out.")
         self._kept: tuple[str, tuple[int, ...], Tensor] | None = None
+        needed = {piece.key: piece.shape for piece in planned if piece.key}
+        stored = {key: self._stored(key) for key in needed}
+        missing = [key for key, found in stored.items() if found is None]
+        shapes = [f"{key} {list(it.shape)} instead of {list(needed[key])}" for key, it in stored.items() if it and it.shape != needed[key]]
+        of_model = {key for key in reader.tensors if not key.startswith(_OPTIMIZER) and not key.endswith(TRAINING_ONLY)}
+        if lists := misfits({"missing": missing, "without a use": sorted(of_model - set(needed)), "of another shape": shapes}):
+            raise ValueError(f"checkpoint={reader.folder}: tensors {lists}. Fix: use another checkpoint of the run.")
 
-    def box(self, key: str, piece: Piece) -> Tensor:
-        """The values of a piece, without the axes of layer and expert."""
-        num_axes = len(piece.shape) - len(piece.inner_shape)
-        has_experts = piece.expert is not None
-        layer = piece.offsets[: num_axes - has_experts]
-        if self._kept is None or self._kept[:2] != (key, layer):
+    def _stored(self, key: str) -> StoredTensor | None:
+        copy = self.reader.tensors.get(_MAIN + key) if self.main else None
+        return copy or self.reader.tensors.get(key)
+
+    @property
+    def usual_dtype(self) -> torch.dtype:
+        """Of the weights that are written, but for single ones."""
+        stored = self._stored(self.planned[0].key)
+        assert stored is not None
+        return self.dtype or stored.dtype
+
+    def dtype_of(self, piece: Piece, part: Theirs) -> torch.dtype:
+        """In which a tensor is written."""
+        stored = self._stored(piece.key) if piece.key else None
+        if part.name.endswith(_NEVER_ROUNDED):
+            return torch.float32 if stored is None else stored.dtype
+        return self.usual_dtype if stored is None else self.dtype or stored.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all that is written."""
+        return sum(math.prod(part.shape) * self.dtype_of(piece, part).itemsize for piece in self.planned for part in piece.theirs)
+
+    @property
+    def num_parameters(self) -> int:
+        """Of all that is written, tensors without effect included."""
+        return sum(math.prod(part.shape) for piece in self.planned for part in piece.theirs)
+
+    def values(self, piece: Piece) -> Tensor:
+        """Of a piece, without the axes of layer and expert. A layer's experts are read at once: they may be one chunk of the checkpoint."""
+        stored = self._stored(piece.key)
+        assert stored is not None
+        num_layer_axes = len(piece.shape) - len(piece.inner_shape) - (piece.expert is not None)
+        layer, rest = piece.offsets[:num_layer_axes], piece.shape[num_layer_axes:]
+        if self._kept is None or self._kept[:2] != (stored.key, layer):
             self._kept = None  # before the next is read
-            rest = len(piece.shape) - len(layer)
-            sizes = (1,) * len(layer) + piece.shape[len(layer) :]
-            values = self.reader.read(key, (*layer, *(0,) * rest), sizes)
-            self._kept = key, layer, values.view(piece.shape[len(layer) :])
-        values = self._kept[2]
-        return values[piece.offsets[num_axes - 1]] if has_experts else values
+            values = self.reader.read(stored.key, (*layer, *(0,) * len(rest)), ((1,) * num_layer_axes + rest))
+            self._kept = stored.key, layer, values.view(rest)
+        return self._kept[2] if piece.expert is None else self._kept[2][piece.expert]
 
 
-def _write_weights(
-    reader: CheckpointReader,
-    planned: list[Piece],
-    shards: ShardWriter,
+def _write_weights(weights: _Weights, config: Config, shards: ShardWriter, advance: Callable[[int], None]) -> None:
+    for piece in weights.planned:
+        for part, values in zip(piece.theirs, _parts(weights, piece, config), strict=True):
+            written = values.to(weights.dtype_of(piece, part))
+            shards.add(part.name, written)
+            advance(written.numel() * written.element_size())
+
+
+def _parts(weights: _Weights, piece: Piece, config: Config) -> list[Tensor]:
+    shapes = [part.shape for part in piece.theirs]
+    if not piece.key:  # without effect, see tensor_rules
+        return [torch.zeros(shape) for shape in shapes]
+    return taken_apart(piece.join, weights.values(piece), shapes, config)
+
+
+def _write_companions(
+    partial: Path,
+    folder: Path,
     config: Config,
-    prefix: str,
-    dtype: torch.dtype | None,
-    advance: Callable[[int], None],
+    architecture: Architecture,
+    weights: _Weights,
+    *,
+    like: Path | None,
+    tokenizer: Path | None,
 ) -> None:
-    layers = _LayerTensors(reader)
-    usual = dtype or reader.tensors[prefix + planned[0].key].dtype
-    for piece in planned:
-        shapes = [part.shape for part in piece.theirs]
-        if piece.key:
-            parts = taken_apart(piece.join, layers.box(_source_key(reader, piece.key, prefix), piece), shapes, config)
-        else:
-            parts = [torch.zeros(shape, dtype=usual) for shape in shapes]
-        for part, values in zip(piece.theirs, parts, strict=True):
-            values = values.to(_target_dtype(part.name, values.dtype if piece.key else torch.float32, usual if not piece.key else dtype))
-            shards.add(part.name, values)
-            advance(values.numel() * values.element_size())
-
-
-
-
-def _target_dtype(name: str, stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    if name.endswith(_ALWAYS_FP32):
-        return stored
-    return dtype or stored
-
-
-def _fields(config: Config, architecture: Architecture, like: Path | None, tokenizer: Path | None, dtype: torch.dtype) -> dict[str, Any]:
-    ids = token_ids(tokenizer) if tokenizer is not None else {}
-    kept = kept_fields(like)
-    of_torch = str(dtype).removeprefix("torch.")
+    ids: dict[str, Any] = dict(token_ids(tokenizer))
+    of_torch = str(weights.usual_dtype).removeprefix("torch.")
     # Since version 5 transformers calls `dtype` what others still read as `torch_dtype`.
-    return fields_of(config, architecture) | dict(ids) | kept | {"dtype": of_torch, "torch_dtype": of_torch}
+    fields = fields_of(config, architecture) | ids | kept_fields(like) | {"dtype": of_torch, "torch_dtype": of_torch}
+    write_json(partial / "config.json", fields)
+    write_generation_config(partial, like, fields)
+    size = f"{weights.num_parameters:,} parameters"
+    write_model_card(
+        partial, architecture=architecture.name, source=folder, iteration=_iteration(folder), dtype=of_torch, facts=size, run=config.name
+    )
 
 
 def _original(folder: Path) -> Path | None:
@@ -234,16 +231,11 @@ def _iteration(folder: Path) -> int:
     return int(digits) if digits.isdigit() else 0
 
 
-def _facts(planned: list[Piece]) -> str:
-    total = sum(math.prod(part.shape) for piece in planned for part in piece.theirs)
-    return f"{total:,} parameters"
-
-
 def _notes(config: Config, has_tokenizer: bool) -> list[str]:
     notes = []
     if not has_tokenizer:
         where = f"TOKENIZER={config.tokenizer} is not there" if config.tokenizer else "the checkpoint names none"
-        notes.append(f"No tokenizer was written: {where}. Give --tokenizer, or copy its files into the folder.")
+        notes.append(f"no tokenizer was written: {where}; give --tokenizer, or copy its files into the folder")
     if added := config.padded_vocab_size - config.vocab_size:
-        notes.append(f"{added} rows that pad the vocabulary were left out; they have a share in the softmax of training.")
+        notes.append(f"{added} rows that pad the vocabulary were left out; they have a share in the softmax of training")
     return notes

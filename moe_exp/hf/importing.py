@@ -28,7 +28,7 @@ from moe_exp.hf.config_json import architecture_of, settings_of
 from moe_exp.hf.families import Architecture
 from moe_exp.hf.fields import Settings
 from moe_exp.hf.model_folder import DTYPES, ModelFolder
-from moe_exp.hf.plan import Piece, pieces
+from moe_exp.hf.plan import Piece, misfits, pieces
 from moe_exp.hf.target import check_target, new_folder
 from moe_exp.hf.tensor_rules import CONDITIONS, joined, joined_shape
 from moe_exp.run_folder import LATEST
@@ -183,14 +183,10 @@ def _complain(folder: ModelFolder, needed: dict[str, tuple[int, ...]], unused: l
         if name in there and there[name].shape != shape
     ]
     types = [f"{name} {there[name].dtype}" for name in sorted(needed) if name in there and there[name].dtype not in DTYPES]
-    found = [("missing", missing), ("without a use", unused), ("of another shape", shapes), ("of a type that is not supported", types)]
-    if any(names for _, names in found):
-        lists = "; ".join(f"{what}: {_first(names)}" for what, names in found if names)
+    if lists := misfits(
+        {"missing": missing, "without a use": unused, "of another shape": shapes, "of a type that is not supported": types}
+    ):
         raise ValueError(f"{folder.path}: tensors {lists}. Fix: take the config.json that belongs to the weights, or fetch them again.")
-
-
-def _first(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _bytes_of(folder: ModelFolder, name: str) -> int:
@@ -269,7 +265,6 @@ def _notes(config: Config) -> list[str]:
     if added := config.padded_vocab_size - config.vocab_size:
         notes.append(
             f"VOCAB_SIZE={config.vocab_size} is no multiple of 128: {added} rows of zeros were added, whose logits are 0 and count in "
-            "the softmax until training has pushed them down."
+            "the softmax until training has pushed them down"
         )
     return notes
-

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from moe_exp.config import Config
@@ -100,3 +100,12 @@ def _theirs(rule: TensorRule, config: Config, before: str = "", expert: int | No
         Theirs(before + name.format(expert=expert), tuple(sizes[letter] for letter in letters.split()))
         for name, letters in rule.theirs.items()
     )
+
+
+def misfits(lists: Mapping[str, Sequence[str]]) -> str:
+    """'missing: a, b; without a use: c', the first five of each list; empty where all are."""
+    return "; ".join(f"{what}: {_first(names)}" for what, names in lists.items() if names)
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import TracebackType
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -46,7 +45,7 @@ class ShardWriter:
         if len(self._files) == 1:
             self._temporary(0).rename(self.folder / SINGLE)
             return
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         for index, names in enumerate(self._files):
             file = f"model-{index + 1:05d}-of-{len(self._files):05d}.safetensors"
             self._temporary(index).rename(self.folder / file)
@@ -60,9 +59,3 @@ class ShardWriter:
 
     def _temporary(self, index: int) -> Path:
         return self.folder / f"shard_{index:05d}.safetensors"
-
-    def __enter__(self) -> ShardWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._pending = {}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tiny_models import MODELS, tiny_folder
 
 from moe_exp.hf.importing import from_hf
-from tiny_models import MODELS, tiny_folder
 
 
 @pytest.fixture(scope="session")

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from logits_on_ranks import our_logits
+from tiny_models import MODELS, VOCAB
 from torch import Tensor
 
-from logits_on_ranks import our_logits
 from relative_error import assert_equal_to
-from tiny_models import MODELS, VOCAB
 
 LIMIT = 1e-5
 TOKENS = torch.randint(VOCAB, (2, 48), generator=torch.Generator().manual_seed(0))
@@ -27,7 +27,11 @@ def their_logits(folder: Path, tokens: Tensor = TOKENS) -> Tensor:
 
 @pytest.mark.parametrize(
     ("names", "num_ranks", "layout"),
-    [([n for n in MODELS if n != "deepseek_v3"], 1, {}), (MOE, 2, {"ep": 2}), (["qwen3_moe", "qwen2_moe", "deepseek_v3", "qwen3"], 2, {"tp": 2})],
+    [
+        ([n for n in MODELS if n != "deepseek_v3"], 1, {}),
+        (MOE, 2, {"ep": 2}),
+        (["qwen3_moe", "qwen2_moe", "deepseek_v3", "qwen3"], 2, {"tp": 2}),
+    ],
     ids=["one rank", "ep2", "tp2"],
 )
 def test_logits(names, num_ranks, layout, hf_folders, checkpoints, record_property):

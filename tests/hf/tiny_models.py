@@ -63,7 +63,9 @@ def _values(key: str, value: Tensor, seed: int) -> Tensor:
     return drawn if "embed" in key else drawn * value.size(-1) ** -0.5
 
 
-def tiny_folder(folder: Path, name: str, *, dtype: torch.dtype = torch.float32, changes: dict[str, Any] | None = None, **options: Any) -> Path:
+def tiny_folder(
+    folder: Path, name: str, *, dtype: torch.dtype = torch.float32, changes: dict[str, Any] | None = None, **options: Any
+) -> Path:
     """The folder that `save_pretrained` writes for `tiny_model`; `options` are save_pretrained's."""
     tiny_model(name, dtype=dtype, **(changes or {})).save_pretrained(folder, **options)
     return folder
