@@ -12,6 +12,7 @@ def check_attention(c: Config) -> Iterator[str]:
     yield from _qk_norm(c)
     yield from _rotary_fraction(c)
     yield from _rope_scaling(c)
+    yield from _latent_attention(c)
 
 
 def _qk_norm(c: Config) -> Iterator[str]:
@@ -25,6 +26,8 @@ def _qk_norm(c: Config) -> Iterator[str]:
 
 
 def _rotary_fraction(c: Config) -> Iterator[str]:
+    if c.multi_latent_attention:
+        return  # see _latent_attention
     turned = int(c.kv_channels * c.rotary_fraction)
     if c.rotary_fraction < 1 and (turned == 0 or turned % 2):
         below = turned // 2 * 2
@@ -58,3 +61,29 @@ def _rope_scaling(c: Config) -> Iterator[str]:
     elif c.yarn_beta_fast <= c.yarn_beta_slow:
         rule = f"is not over YARN_BETA_SLOW={c.yarn_beta_slow:g}"
         yield problem("yarn_beta_fast", c.yarn_beta_fast, rule, "set YARN_BETA_FAST=32 and YARN_BETA_SLOW=1")
+
+
+def _latent_attention(c: Config) -> Iterator[str]:
+    defaults = {name: field.default for name, field in Config.model_fields.items()}
+    if not c.multi_latent_attention:
+        for name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"):
+            if getattr(c, name) != defaults[name]:
+                fix = f"set MULTI_LATENT_ATTENTION=true, or {name.upper()}={defaults[name]}"
+                yield problem(name, getattr(c, name), "has no effect while MULTI_LATENT_ATTENTION=false", fix)
+        return
+    not_with_it = {
+        "head_dim": "QK_HEAD_DIM, QK_POS_EMB_HEAD_DIM and V_HEAD_DIM are the sizes of heads with MULTI_LATENT_ATTENTION",
+        "qk_norm_scope": "QK_NORM with MULTI_LATENT_ATTENTION is of what queries and keys are projected up from, not of heads",
+        "qkv_bias": "Megatron's projections of MULTI_LATENT_ATTENTION have no biases",
+        "rotary_fraction": "QK_POS_EMB_HEAD_DIM says how many channels are turned with MULTI_LATENT_ATTENTION",
+    }
+    for name, rule in not_with_it.items():
+        if getattr(c, name) != defaults[name]:
+            value, default = (str(x).lower() if isinstance(x, bool) else x for x in (getattr(c, name), defaults[name]))
+            yield problem(name, value, rule, f"set {name.upper()}={default}, or MULTI_LATENT_ATTENTION=false")
+    if c.rope_scaling == "llama3":
+        rule = "Megatron has YaRN alone with MULTI_LATENT_ATTENTION"
+        yield problem("rope_scaling", c.rope_scaling, rule, "set ROPE_SCALING=yarn or none")
+    if c.qk_pos_emb_head_dim % 2:
+        rule = "rotary position embedding turns pairs of channels"
+        yield problem("qk_pos_emb_head_dim", c.qk_pos_emb_head_dim, rule, f"set QK_POS_EMB_HEAD_DIM={c.qk_pos_emb_head_dim + 1}")

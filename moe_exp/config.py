@@ -73,13 +73,21 @@ class Config(BaseModel):
     num_heads: Positive = Field(4, description="attention heads")
     num_query_groups: Positive = Field(1, description="key/value heads (GQA); equal to NUM_HEADS: plain multi-head attention")
     head_dim: NonNegative = Field(0, description="size of one head (Megatron: kv_channels); 0: HIDDEN_SIZE / NUM_HEADS")
+    multi_latent_attention: bool = Field(
+        False, description="DeepSeek's attention (MLA), with the five sizes that follow; NUM_QUERY_GROUPS says nothing then"
+    )
+    q_lora_rank: NonNegative = Field(0, description="width that queries are projected down to (MLA); 0: they are not")
+    kv_lora_rank: Positive = Field(512, description="width that keys and values are projected down to (MLA)")
+    qk_head_dim: Positive = Field(128, description="channels of a query or key head without position embedding (MLA)")
+    qk_pos_emb_head_dim: Positive = Field(64, description="channels of a query or key head with position embedding (MLA)")
+    v_head_dim: Positive = Field(128, description="channels of a value head (MLA)")
     seq_len: Positive = Field(2048, description="tokens per sample")
     vocab_size: Positive = Field(128256, description="tokens of the model's vocabulary, before padding to a multiple of 128")
     activation: Literal["swiglu", "geglu", "gelu", "squared_relu"] = Field("swiglu", description="activation of MLP and experts")
     normalization: Literal["RMSNorm", "LayerNorm"] = Field("RMSNorm", description="norm layers")
     norm_epsilon: float = Field(1e-5, gt=0, description="added to the variance inside a norm")
     add_bias_linear: bool = Field(False, description="biases in the linear layers, experts too")
-    qk_norm: bool = Field(False, description="norm on queries and keys (Megatron: --qk-layernorm)")
+    qk_norm: bool = Field(False, description="norm on queries and keys; with MLA on what they are projected up from")
     qk_norm_scope: Literal["head", "all"] = Field(
         "head", description="what QK_NORM is a mean over: each head by itself, or all heads together (OLMo 2, OLMoE)"
     )
@@ -236,7 +244,9 @@ class Config(BaseModel):
 
     @property
     def kv_channels(self) -> int:
-        """Size of one attention head."""
+        """Size of one attention head, with multi-latent attention of its query and key."""
+        if self.multi_latent_attention:
+            return self.qk_head_dim + self.qk_pos_emb_head_dim
         return self.head_dim or self.hidden_size // self.num_heads
 
     @property

@@ -13,10 +13,16 @@ from model_on_ranks import Trained, run_models
 from relative_error import assert_equal_to
 
 LIMIT = 1e-5
+LATENT = {
+    "multi_latent_attention": True, "kv_lora_rank": 16, "qk_head_dim": 10, "qk_pos_emb_head_dim": 6, "v_head_dim": 8, "qk_norm": True,
+    "num_query_groups": 1,
+}  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
     "norm over all heads": {"qk_norm": True, "qk_norm_scope": "all"},
     "bias, half turned": {"qkv_bias": True, "rotary_fraction": 0.5, "rope_scaling": "llama3", "rope_scaling_factor": 8, "rotary_base": 1e6},
     "yarn": {"rope_scaling": "yarn", "rope_scaling_factor": 4, "rope_original_seq_len": 64, "normalization": "LayerNorm", "qk_norm": True},
+    "latent": LATENT | {"q_lora_rank": 12},
+    "latent, yarn": LATENT | {"rope_scaling": "yarn", "rope_scaling_factor": 4, "rope_original_seq_len": 64, "yarn_mscale_all_dim": 1},
 }
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "tp2": (2, {"tp": 2}),

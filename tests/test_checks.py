@@ -73,6 +73,7 @@ def test_accepted_layouts_divide_evenly(data):
     assert (check_config(config) == []) == even
 
 
+LATENT = {"multi_latent_attention": True}
 MODEL = [
     (
         {"num_heads": 6, "hidden_size": 132, "num_query_groups": 4},
@@ -114,6 +115,22 @@ MODEL = [
         {"rope_scaling": "yarn", "rope_scaling_factor": 8, "yarn_beta_fast": 0.5},
         r"YARN_BETA_FAST=0\.5: is not over YARN_BETA_SLOW=1\. Fix: set YARN_BETA_FAST=32 and YARN_BETA_SLOW=1\.",
     ),
+    ({"kv_lora_rank": 64}, r"KV_LORA_RANK=64: has no effect while MULTI_LATENT_ATTENTION=false\. Fix: .*, or KV_LORA_RANK=512\."),
+    (
+        {**LATENT, "head_dim": 32},
+        r"HEAD_DIM=32: QK_HEAD_DIM, .* sizes of heads .*\. Fix: set HEAD_DIM=0, or MULTI_LATENT_ATTENTION=false\.",
+    ),
+    (
+        {**LATENT, "qk_norm": True, "qk_norm_scope": "all"},
+        r"QK_NORM_SCOPE=all: QK_NORM with MULTI_LATENT_ATTENTION is .*, not of heads\. Fix: set QK_NORM_SCOPE=head, or .*",
+    ),
+    ({**LATENT, "qkv_bias": True}, r"QKV_BIAS=true: .* have no biases\. Fix: set QKV_BIAS=false, or MULTI_LATENT_ATTENTION=false\."),
+    ({**LATENT, "rotary_fraction": 0.5}, r"ROTARY_FRACTION=0\.5: QK_POS_EMB_HEAD_DIM says .*\. Fix: set ROTARY_FRACTION=1\.0, or .*"),
+    (
+        {**LATENT, "rope_scaling": "llama3", "rope_scaling_factor": 8},
+        r"ROPE_SCALING=llama3: Megatron has YaRN alone with MULTI_LATENT_ATTENTION\. Fix: set ROPE_SCALING=yarn or none\.",
+    ),
+    ({**LATENT, "qk_pos_emb_head_dim": 7}, r"QK_POS_EMB_HEAD_DIM=7: .* turns pairs of channels\. Fix: set QK_POS_EMB_HEAD_DIM=8\."),
     ({"hidden_size": 132}, r"HEAD_DIM=33: rotary .* must be even\. Fix: .*"),
     (
         {"add_bias_linear": True, "shared_expert_size": 64},

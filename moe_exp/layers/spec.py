@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
 
 from moe_exp.layers.attention import CausalAttention
-from moe_exp.layers.attention_parts import ProjectionNormAttention
+from moe_exp.layers.attention_parts import ProjectionNormAttention, latent_attention_spec
 from moe_exp.layers.grouped_gemm import choose_backend
 from moe_exp.layers.megatron_parts import MegatronExperts, MegatronMoELayer, MegatronRouter, device_of_model
 from moe_exp.layers.norm import Norm
@@ -84,7 +84,7 @@ def moe_submodule_spec(
 def local_layer_spec(config: TransformerConfig, *, mlp: ModuleSpec | None, projection_norm: bool = False) -> ModuleSpec:
     """A transformer layer of Megatron's local parts, our attention core and our norm; `mlp` None is the dense MLP."""
     dense = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
-    keys = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    keys = _attention_keys(config)
     if mlp is None:
         # In Megatron's checkpoints the norm of a dense MLP is a part of its first linear layer, that of an MoE is not.
         keys["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
@@ -102,8 +102,23 @@ def local_layer_spec(config: TransformerConfig, *, mlp: ModuleSpec | None, proje
     )
 
 
+def _attention_keys(config: TransformerConfig) -> dict[str, str]:
+    """Names of norms in Megatron's checkpoints: with Transformer Engine they are a part of the linear layer that follows.
+
+    Those of multi-latent attention are its names with Transformer Engine: its local attention core cannot be built for MLA.
+    """
+    if not config.multi_latent_attention:
+        return {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    return {
+        "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+        "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+    }
+
+
 def _self_attention(config: TransformerConfig, *, projection_norm: bool) -> ModuleSpec:
     qk_norm = Norm if config.qk_layernorm else IdentityOp
+    if config.multi_latent_attention:
+        return latent_attention_spec(config, norm=qk_norm)
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
         core_attention=CausalAttention,
@@ -118,7 +133,9 @@ def _self_attention(config: TransformerConfig, *, projection_norm: bool) -> Modu
 def te_layer_spec(config: TransformerConfig, *, mlp: ModuleSpec | None, projection_norm: bool = False) -> ModuleSpec:
     """Megatron's Transformer Engine layer; with `mlp`, that in the place of its MoE."""
     num_experts = None if mlp is None else config.num_moe_experts
-    spec = get_gpt_layer_with_transformer_engine_spec(num_experts=num_experts, qk_layernorm=config.qk_layernorm)
+    spec = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=num_experts, qk_layernorm=config.qk_layernorm, multi_latent_attention=config.multi_latent_attention
+    )
     if mlp is not None:
         spec.submodules.mlp = mlp
     if projection_norm:

@@ -89,6 +89,30 @@ def test_one_moe_layer_by_hand():
     assert count.active_per_token == count.total - 6 * expert
 
 
+LATENT = {"multi_latent_attention": True, "qk_norm": True, "q_lora_rank": 10, "kv_lora_rank": 14, "qk_head_dim": 6}
+LATENT |= {"qk_pos_emb_head_dim": 4, "v_head_dim": 8, "head_dim": 0}
+
+
+def test_latent_attention_by_hand():
+    config = tiny(num_layers=1, use_moe=False, **LATENT)
+    query, latent = 16 * 10 + 10 + 10 * 4 * (6 + 4), 16 * (14 + 4) + 14 + 14 * 4 * (6 + 8)
+    mlp_and_norms = 3 * 16 * 24 + 3 * 16
+    assert count_parameters(config).transformer_layers == query + latent + 4 * 8 * 16 + mlp_and_norms
+    of_tp2 = 16 * 10 + 10 + 10 * 2 * (6 + 4) + 16 * (14 + 4) + 14 + 14 * 2 * (6 + 8) + 2 * 8 * 16
+    assert rank_parameters(tiny(num_layers=1, use_moe=False, tp=2, gpus_per_node=2, **LATENT)).dense == (
+        of_tp2 + 3 * 16 * 12 + 3 * 16 + 2 * 128 * 16
+    )
+    whole = tiny(num_layers=1, use_moe=False, **(LATENT | {"q_lora_rank": 0}))
+    assert count_parameters(whole).transformer_layers == 16 * 4 * (6 + 4) + latent + 4 * 8 * 16 + mlp_and_norms
+
+
+def test_flops_of_latent_attention_by_hand():
+    config = tiny(num_layers=1, use_moe=False, seq_len=12, gbsz=8, **LATENT)
+    projections = 16 * 10 + 10 * 4 * (6 + 4) + 16 * (14 + 4) + 14 * 4 * (6 + 8) + 4 * 8 * 16
+    scores_and_values = 12 * 4 * (6 + 4) + 12 * 4 * 8
+    assert flops_per_iteration(config) == 6 * 8 * 12 * (projections + scores_and_values + 3 * 16 * 24 + 16 * 256)
+
+
 def test_flops_by_hand():
     config = tiny(num_layers=3, first_k_dense=1, topk=2, shared_expert_size=20, seq_len=10, gbsz=8)
     attention = 16 * (24 + 12 + 12) + 24 * 16 + 2 * 10 * 24

@@ -23,6 +23,12 @@ THEIRS = {
     "hidden_size": HIDDEN, "num_attention_heads": HEADS, "num_key_value_heads": GROUPS, "rms_norm_eps": 1e-6,
     "max_position_embeddings": 131072, "attention_dropout": 0.0,
 }  # fmt: skip
+# Of multi-latent attention, whose tensors are laid out alike.
+LATENT_NAMES = {
+    "linear_proj.weight": "o_proj", "linear_q_proj.weight": "q_proj", "linear_q_down_proj.weight": "q_a_proj",
+    "q_layernorm.weight": "q_a_layernorm", "linear_q_up_proj.weight": "q_b_proj", "linear_kv_down_proj.weight": "kv_a_proj_with_mqa",
+    "kv_layernorm.weight": "kv_a_layernorm", "linear_kv_up_proj.weight": "kv_b_proj",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -145,6 +151,8 @@ def draw(module: nn.Module) -> None:
 
 def pack(theirs: nn.Module, of: Callable[[nn.Parameter], Tensor]) -> dict[str, Tensor]:
     """Their weights, or their gradients, under our names and in our order: queries, key and value of one group after the other."""
+    if hasattr(theirs, "kv_b_proj"):
+        return {name: of(getattr(theirs, module).weight) for name, module in LATENT_NAMES.items() if getattr(theirs, module) is not None}
     packed = {"linear_proj.weight": of(theirs.o_proj.weight)}
     for name in ("weight", "bias"):
         if getattr(theirs.q_proj, name) is not None:
