@@ -140,14 +140,12 @@ def choose_architecture(config: Config) -> Choice:
     for name, reasons in against.items():
         if not reasons:
             return Choice(ARCHITECTURES[name], {other: why for other, why in against.items() if other != name})
-    nearest = min(against, key=lambda name: len(against[name]))
-    by_none = [reason for reason in against[nearest] if all(reason in reasons for reasons in against.values())]
+    fewest = min(len(reasons) for reasons in against.values())
+    nearest = {name: reasons for name, reasons in against.items() if len(reasons) == fewest}
+    by_none = [reason for reason in next(iter(nearest.values())) if all(reason in reasons for reasons in against.values())]
     if by_none:
-        raise UnsupportedModel(
-            f"{' '.join(by_none)}: no architecture of transformers that is converted here has this. "
-            "Fix: train with settings that docs/huggingface.md lists."
-        )
-    raise UnsupportedModel(
-        f"{' '.join(against[nearest])}: {nearest} cannot express this, and it is the nearest architecture of transformers. "
-        "Fix: train with settings that docs/huggingface.md lists."
-    )
+        what = f"{', '.join(by_none)}: no architecture of transformers that is converted here has this"
+    else:
+        each = "; ".join(f"{name} has no {', '.join(reasons)}" for name, reasons in nearest.items())
+        what = f"model: no architecture of transformers that is converted here computes this ({each})"
+    raise UnsupportedModel(f"{what}. Fix: train with settings that docs/huggingface.md lists.")

@@ -73,9 +73,11 @@ def settings_of(fields: Mapping[str, Any], architecture: Architecture, *, ignore
     for rule in architecture.fields:
         try:
             settings |= rule.read({name: value for name, value in fields.items() if name not in ignore})
-        except (TypeError, AttributeError, ZeroDivisionError):
-            values = {name: fields.get(name) for name in rule.names}
-            raise UnsupportedModel(f"config.json: {values}: cannot be read. Fix: mend the config.json.") from None
+        except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+            if isinstance(error, UnsupportedModel):
+                raise
+            names = ", ".join(rule.names)
+            raise UnsupportedModel(f"config.json: {names}: cannot be read ({error}). Fix: mend the config.json.") from None
     if not settings["use_moe"]:
         settings |= {"moe_layer_freq": "1"}
     return settings
