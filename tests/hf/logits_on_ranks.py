@@ -29,7 +29,8 @@ def _all_logits(folders: list[str], tokens: Tensor, layout: dict[str, int], port
     for index, folder in enumerate(folders):
         saved = read_common(one_checkpoint(Path(folder)))["config"]
         alone = {"gpus_per_node": int(os.environ["WORLD_SIZE"]), "tp": 1, "ep": 1, "pp": 1, "vpp": None, "mbsz": 1, "gbsz": 4}
-        config = Config(**{**saved, **alone, **layout, "seq_len": tokens.size(1)})
+        layout_of_it = layout if saved["use_moe"] else {**layout, "ep": 1}
+        config = Config(**{**saved, **alone, **layout_of_it, "seq_len": tokens.size(1)})
         if index == 0:
             rank = runtime.start(config)
         found.append(_logits(config, rank, folder, tokens))
@@ -37,14 +38,15 @@ def _all_logits(folders: list[str], tokens: Tensor, layout: dict[str, int], port
 
 
 def _logits(config: Any, rank: Any, folder: str, tokens: Tensor) -> Tensor:
-    from moe_exp.checkpoint.load import load
+    from moe_exp.checkpoint.folders import one_checkpoint
+    from moe_exp.checkpoint.load import load_weights
     from moe_exp.checkpoint.state import Trained
     from moe_exp.model import build_model
     from moe_exp.optim import build_optimizer, build_scheduler
 
     model = build_model(config, rank)
     optimizer = build_optimizer(config, model)
-    load(config, rank, Path(folder), Trained(model, optimizer, build_scheduler(config, optimizer)))
+    load_weights(rank, one_checkpoint(Path(folder)), Trained(model, optimizer, build_scheduler(config, optimizer)))
     (chunk,) = model
     chunk.eval()
     with torch.no_grad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"intermediate_size": 48, "rope_theta": 5e5, "rms_norm_eps": 1e-5}),
     "qwen3": ("Qwen3", {"intermediate_size": 48, "head_dim": 12, "tie_word_embeddings": True}),
 }  # fmt: skip
+# What runs with PRESET=reference are: top-1 without normalization, no biases, no shared expert.
+REFERENCE = _QWEN | {"shared_expert_intermediate_size": 0, "qkv_bias": False, "num_experts_per_tok": 1, "mlp_only_layers": [0]}
 
 
 def tiny_model(name: str, *, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
@@ -46,7 +49,9 @@ def tiny_model(name: str, *, dtype: torch.dtype = torch.float32, **changes: Any)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     cls, differing = MODELS[name]
     config = getattr(transformers, f"{cls}Config")(**(_SIZES | differing | changes), attn_implementation="eager")
-    model = getattr(transformers, f"{cls}ForCausalLM")(config).eval()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Initializing zero-element tensors")  # a shared expert of size 0
+        model = getattr(transformers, f"{cls}ForCausalLM")(config).eval()
     with torch.no_grad():
         for seed, (key, value) in enumerate(sorted([*model.named_parameters(), *model.named_buffers()])):
             if "inv_freq" not in key:
@@ -60,7 +65,7 @@ def _values(key: str, value: Tensor, seed: int) -> Tensor:
         return 1 + 0.2 * drawn
     if key.endswith("bias"):
         return 0.2 * drawn
-    return drawn if "embed" in key else drawn * value.size(-1) ** -0.5
+    return drawn if "embed" in key else drawn * max(value.size(-1), 1) ** -0.5
 
 
 def tiny_folder(
@@ -69,6 +74,22 @@ def tiny_folder(
     """The folder that `save_pretrained` writes for `tiny_model`; `options` are save_pretrained's."""
     tiny_model(name, dtype=dtype, **(changes or {})).save_pretrained(folder, **options)
     return folder
+
+
+@torch.no_grad()
+def their_logits(folder: Path, tokens: Tensor) -> Tensor:
+    """Logits [B, S, V] in fp32 of the model that transformers loads from a folder; the folder has to have every weight but empty ones."""
+    from transformers import AutoModelForCausalLM
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Initializing zero-element tensors")
+        options = {"dtype": torch.float32, "attn_implementation": "eager", "output_loading_info": True}
+        model, info = AutoModelForCausalLM.from_pretrained(folder, **options)
+    empty = {name for name, value in model.state_dict().items() if not value.numel()}
+    assert set(info["missing_keys"]) <= empty
+    assert not info["unexpected_keys"]
+    assert not info["mismatched_keys"]
+    return model.eval()(tokens).logits
 
 
 def weights_of(folder: Path) -> dict[str, Tensor]:
