@@ -1,4 +1,4 @@
-"""Checkpoint -> Hugging Face, on one process without ranks; a layer's largest tensor and one file of the result are in memory."""
+"""Checkpoint -> Hugging Face, on one process without ranks; a layer's largest tensor is in memory at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moe_exp.hf.config_json import fields_of
 from moe_exp.hf.families import Architecture
 from moe_exp.hf.importing import DTYPE_NAMES, ORIGINAL, Progress, no_progress
 from moe_exp.hf.plan import TRAINING_ONLY, Piece, Theirs, misfits, pieces
-from moe_exp.hf.shard_writer import ShardWriter
+from moe_exp.hf.shard_writer import Entry, ShardWriter
 from moe_exp.hf.target import check_target, new_folder
 from moe_exp.hf.tensor_rules import taken_apart
 
@@ -89,9 +89,7 @@ def to_hf(
     weights = _Weights(reader, planned, main=main_weights, dtype=None if dtype is None else _BY_NAME[dtype])
     with new_folder(target, num_bytes=weights.num_bytes) as partial:
         with progress("converting", weights.num_bytes) as advance:
-            shards = ShardWriter(partial, max_bytes=max_shard_bytes)
-            _write_weights(weights, config, shards, advance)
-            shards.finish()
+            _write_weights(weights, config, ShardWriter(partial, weights.entries, max_bytes=max_shard_bytes), advance)
         tokenizer = tokenizer or _tokenizer_of(config, folder)
         has_tokenizer = tokenizer is not None and copy_tokenizer(tokenizer, partial)
         _write_companions(partial, folder, config, choice.architecture, weights, like=like or _original(folder), tokenizer=tokenizer)
@@ -152,14 +150,19 @@ class _Weights:
         return self.usual_dtype if stored is None else self.dtype or stored.dtype
 
     @property
+    def entries(self) -> list[Entry]:
+        """All that is written, in order."""
+        return [Entry(part.name, part.shape, self.dtype_of(piece, part)) for piece in self.planned for part in piece.theirs]
+
+    @property
     def num_bytes(self) -> int:
         """Of all that is written."""
-        return sum(math.prod(part.shape) * self.dtype_of(piece, part).itemsize for piece in self.planned for part in piece.theirs)
+        return sum(entry.num_bytes for entry in self.entries)
 
     @property
     def num_parameters(self) -> int:
         """Of all that is written, tensors without effect included."""
-        return sum(math.prod(part.shape) for piece in self.planned for part in piece.theirs)
+        return sum(math.prod(entry.shape) for entry in self.entries)
 
     def values(self, piece: Piece) -> Tensor:
         """Of a piece, without the axes of layer and expert. A layer's experts are read at once: they may be one chunk of the checkpoint."""
@@ -175,18 +178,25 @@ class _Weights:
 
 
 def _write_weights(weights: _Weights, config: Config, shards: ShardWriter, advance: Callable[[int], None]) -> None:
-    for piece in weights.planned:
-        for part, values in zip(piece.theirs, _parts(weights, piece, config), strict=True):
-            written = values.to(weights.dtype_of(piece, part))
-            shards.add(part.name, written)
-            advance(written.numel() * written.element_size())
+    try:
+        for piece in weights.planned:
+            advance(_add(weights, piece, config, shards))
+        shards.finish()
+    finally:
+        shards.close()
 
 
-def _parts(weights: _Weights, piece: Piece, config: Config) -> list[Tensor]:
+def _add(weights: _Weights, piece: Piece, config: Config, shards: ShardWriter) -> int:
+    """Writes what a piece becomes; returns its bytes. Nothing of it is held afterwards, when the next tensor is read."""
     shapes = [part.shape for part in piece.theirs]
-    if not piece.key:  # without effect, see tensor_rules
-        return [torch.zeros(shape) for shape in shapes]
-    return taken_apart(piece.join, weights.values(piece), shapes, config)
+    has_effect = bool(piece.key)
+    parts = taken_apart(piece.join, weights.values(piece), shapes, config) if has_effect else map(torch.zeros, shapes)
+    num_bytes = 0
+    for part, values in zip(piece.theirs, parts, strict=True):
+        dtype = weights.dtype_of(piece, part)
+        shards.add(part.name, values.to(dtype))
+        num_bytes += values.numel() * dtype.itemsize
+    return num_bytes
 
 
 def _write_companions(

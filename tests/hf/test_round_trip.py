@@ -12,6 +12,8 @@ from tiny_models import MODELS, tiny_folder, weights_of
 
 from moe_exp.checkpoint.folders import Manifest, damages, one_checkpoint
 from moe_exp.checkpoint.torch_dist import CheckpointReader
+from moe_exp.checks import check_config
+from moe_exp.config import Config
 from moe_exp.hf.exporting import to_hf
 from moe_exp.hf.importing import from_hf
 
@@ -143,3 +145,10 @@ def test_tokenizer_comes_along(tmp_path, hf_folders):
     ids = tokenizer.token_to_id("<s>"), tokenizer.token_to_id("</s>")
     assert (fields["bos_token_id"], fields["eos_token_id"], fields["pad_token_id"]) == (*ids, None)
     assert json.loads((tmp_path / "back" / "generation_config.json").read_text()) == {"bos_token_id": ids[0], "eos_token_id": ids[1]}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_settings_can_be_trained(name, checkpoints):
+    """They pass the checks of `moe-exp train`, which has a corpus then."""
+    saved = CheckpointReader(one_checkpoint(checkpoints[name])).common()["config"]
+    assert check_config(Config(**saved | {"gpus_per_node": 1, "train_data": "tokens", "eval_interval": 0})) == []
