@@ -99,7 +99,7 @@ TRAITS: Mapping[str, Trait] = {
     "qk_norm": Trait(_qk_norm, "none", _named("qk_norm", "qk_norm_scope")),
     "qkv_bias": Trait(lambda c: c.qkv_bias, False, _named("qkv_bias")),
     "head_dim": Trait(_head_dim, "hidden / heads", _named("head_dim", "hidden_size", "num_heads")),
-    "rotary": Trait(lambda c: c.rotary_fraction, 1.0, _named("rotary_fraction")),
+    "rotary": Trait(lambda c: "whole heads" if c.rotary_fraction == 1 else "a part", "whole heads", _named("rotary_fraction")),
     "rope": Trait(yarn_is_expressible, True, _named("rope_scaling", "yarn_mscale", "yarn_mscale_all_dim")),
     "epsilon": Trait(_epsilon_differs, False, _named("norm_epsilon")),
     "moe_layers": Trait(_moe_layers, "all", _named("use_moe", "moe_layer_freq", "first_k_dense")),

@@ -30,6 +30,7 @@ class Architecture:
             choice.TRAITS alone.
         rope_theta: base of the rotary embedding where config.json names none.
         without_effect: patterns of tensors that this class has and that change nothing, with the condition under which that is so.
+        predicts_more: whether published folders have layers for multi-token prediction behind those of the model.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Architecture:
     settings: Mapping[str, Any]
     traits: Mapping[str, tuple[Any, ...]]
     without_effect: Mapping[str, str] = field(default_factory=dict)
+    predicts_more: bool = False
 
 
 _BIAS = "biases in the attention projections are not supported"
@@ -55,8 +57,13 @@ _SIZES = (
 )
 
 
-def _common(*, theta: float = 10000.0, epsilon: float = 1e-6, tied: bool = False) -> tuple[FieldRule, ...]:
-    return (*_SIZES, rope(theta), same("rms_norm_eps", "norm_epsilon", epsilon), same("tie_word_embeddings", "tie_embeddings", tied))
+def _common(*, theta: float = 10000.0, epsilon: float = 1e-6, fraction: float | None = None) -> tuple[FieldRule, ...]:
+    return (
+        *_SIZES,
+        rope(theta, fraction=fraction),
+        same("rms_norm_eps", "norm_epsilon", epsilon),
+        same("tie_word_embeddings", "tie_embeddings", False),
+    )
 
 
 _HEADS = (rules.key_value_heads(), rules.head_dim())
@@ -230,21 +237,34 @@ QWEN2_MOE = Architecture(
     traits=_QWEN_TRAITS | {"shared": ("none", "gated"), "qkv_bias": (False, True)},
     without_effect={r"model\.layers\.\d+\.mlp\.shared_expert(_gate)?\..*": "no_shared"},
 )
+_DEEPSEEK_FIELDS = (
+    same("intermediate_size", "ffn_hidden_size"),
+    same("moe_intermediate_size", "moe_ffn_hidden_size.expert_ffn_size"),
+    same("n_routed_experts|num_local_experts", "num_experts"),
+    same("num_experts_per_tok", "topk"),
+    rules.shared_experts_by_number(),
+    rules.first_dense_layers(),
+    rules.sigmoid_routing(),
+    rules.limited_groups(),
+)
+_DEEPSEEK_TRAITS = {
+    "moe_layers": ("all", "after the first"),
+    "routing": ("sigmoid", "sigmoid, normalized"),
+    "weights": ("as they are", "scaled"),
+    "expert_bias": (False, True),
+    "groups": (False, True),
+    "shared": ("of whole experts",),
+    "tied": (False, True),
+}
 DEEPSEEK_V3 = Architecture(
     "DeepseekV3ForCausalLM",
     "deepseek_v3",
     fields=(
         *_common(),
+        *_DEEPSEEK_FIELDS,
         _NO_BIAS,
-        same("intermediate_size", "ffn_hidden_size"),
-        same("moe_intermediate_size", "moe_ffn_hidden_size.expert_ffn_size"),
-        same("n_routed_experts|num_local_experts", "num_experts"),
-        same("num_experts_per_tok", "topk"),
-        rules.shared_experts_by_number(),
-        rules.first_dense_layers(),
-        rules.sigmoid_routing(),
-        rules.limited_groups(),
         rules.latent_attention(),
+        # Of the first config.json; vLLM looks at the second, too.
         must_be("scoring_func", "sigmoid", because="DeepSeek-V3 scores by sigmoid"),
         must_be("topk_method", "noaux_tc", because="experts are chosen by score and bias"),
         must_be("moe_layer_freq", 1, because="all layers behind the first dense ones must be MoE"),
@@ -253,16 +273,30 @@ DEEPSEEK_V3 = Architecture(
     ),
     tensors=(*_MODEL, *_LATENT_ATTENTION, *_DENSE, *_EXPERTS, *_EXPERT_BIAS, *_shared("shared_experts")),
     settings={"multi_latent_attention": True, "qk_norm": True},
-    traits={
-        "attention": ("latent",),
-        "moe_layers": ("all", "after the first"),
-        "routing": ("sigmoid", "sigmoid, normalized"),
-        "weights": ("as they are", "scaled"),
-        "expert_bias": (False, True),
-        "groups": (False, True),
-        "shared": ("of whole experts",),
-        "tied": (False, True),
+    traits=_DEEPSEEK_TRAITS | {"attention": ("latent",)},
+    predicts_more=True,
+)
+# DeepSeek-V3's MoE without latent attention.
+GLM4_MOE = Architecture(
+    "Glm4MoeForCausalLM",
+    "glm4_moe",
+    fields=(
+        *_common(epsilon=1e-5, fraction=0.5),
+        *_HEADS,
+        *_DEEPSEEK_FIELDS,
+        same("attention_bias", "qkv_bias", False),
+        same("use_qk_norm", "qk_norm", False),
+    ),
+    tensors=(*_MODEL, *_ATTENTION, _QKV_BIAS[0], *_HEAD_NORMS, *_DENSE, *_EXPERTS, *_EXPERT_BIAS, *_shared("shared_experts")),
+    settings={},
+    traits=_DEEPSEEK_TRAITS
+    | {
+        "qk_norm": ("none", "head"),
+        "qkv_bias": (False, True),
+        "rotary": ("whole heads", "a part"),
+        "head_dim": ("hidden / heads", "free"),
     },
+    predicts_more=True,
 )
 LLAMA = Architecture(
     "LlamaForCausalLM",
@@ -288,4 +322,4 @@ QWEN3 = Architecture(
 )
 
 # In the order in which they are tried for a model of ours.
-ARCHITECTURES = {a.name: a for a in (MIXTRAL, OLMOE, QWEN3_MOE, QWEN2_MOE, DEEPSEEK_V3, LLAMA, QWEN3)}
+ARCHITECTURES = {a.name: a for a in (MIXTRAL, OLMOE, QWEN3_MOE, QWEN2_MOE, DEEPSEEK_V3, GLM4_MOE, LLAMA, QWEN3)}

@@ -155,7 +155,7 @@ def _unused(folder: ModelFolder, architecture: Architecture, config: Config, nee
         layer = _LAYER.match(name)
         if config.tie_embeddings and name == "lm_head.weight":
             _check_tied(folder)
-        elif layer and int(layer[1]) >= config.num_layers and architecture.model_type == "deepseek_v3":
+        elif layer and int(layer[1]) >= config.num_layers and architecture.predicts_more:
             if not drop_mtp:
                 rule = f"is a layer for multi-token prediction, beyond num_hidden_layers={config.num_layers}"
                 raise ValueError(f"{folder.path}: {name} {rule}. Fix: give --drop-mtp to leave such layers out.")

@@ -24,31 +24,32 @@ _KNOWN = {
 _NAMES = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 
 
-def rope(theta: float, *, partial: bool = False) -> FieldRule:
+def rope(theta: float, *, fraction: float | None = None) -> FieldRule:
     """The rule for all of it.
 
     Args:
         theta: base where config.json names none.
-        partial: whether the architecture can turn a part of each head.
+        fraction: of each head that is turned where config.json says nothing; None for an architecture that turns whole heads.
     """
+    whole = fraction is None
 
     def read(fields: Fields) -> Settings:
         merged = _merged(fields)
         settings = {"rotary_base": float(merged.pop("rope_theta", theta))}
-        fraction = merged.pop("partial_rotary_factor", 1.0)
-        if fraction != 1 and not partial:
-            raise refuse("partial_rotary_factor", fraction, "transformers turns whole heads in this architecture", "set it to 1.0")
-        return settings | {"rotary_fraction": fraction} | _read_scaling(merged, fields)
+        found = merged.pop("partial_rotary_factor", fraction or 1.0)
+        if found != 1 and whole:
+            raise refuse("partial_rotary_factor", found, "transformers turns whole heads in this architecture", "set it to 1.0")
+        return settings | {"rotary_fraction": found} | _read_scaling(merged, fields)
 
     def write(config: Config) -> dict[str, Any]:
         scaling = _written_scaling(config)
         kind = {"rope_type": config.rope_scaling if scaling else "default"}
-        fraction = {"partial_rotary_factor": config.rotary_fraction} if partial else {}
+        turned = {} if whole else {"partial_rotary_factor": config.rotary_fraction}
         return {
             "rope_theta": config.rotary_base,
             "rope_scaling": (kind | {"type": config.rope_scaling} | scaling) if scaling else None,
-            "rope_parameters": kind | {"rope_theta": config.rotary_base} | scaling | fraction,
-            **fraction,
+            "rope_parameters": kind | {"rope_theta": config.rotary_base} | scaling | turned,
+            **turned,
         }
 
     return FieldRule(_NAMES, read, write)

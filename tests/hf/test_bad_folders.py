@@ -104,6 +104,7 @@ FIELDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "unknown field": ("llama", {"logit_scale": 0.5}, r"logit_scale=0\.5: is unknown for LlamaForCausalLM.*--ignore-field logit_scale"),
     "epsilon of MLA": ("deepseek_v3", {"rms_norm_eps": 1e-5}, r"rms_norm_eps=1e-05: transformers has 1e-06 inside latent attention"),
     "groups": ("deepseek_v3", {"num_experts_per_tok": 2}, r"topk_group=2: groups of experts are compared by"),
+    "part of heads": ("qwen3", {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 1e4}}, r"partial_rotary_factor=0\.5: "),
     "scoring": ("deepseek_v3", {"scoring_func": "softmax"}, r"scoring_func=softmax: DeepSeek-V3 scores by sigmoid"),
     "not interleaved": ("deepseek_v3", {"rope_interleave": False}, r"rope_interleave=False: "),
     "no experts": ("qwen3_moe", {"mlp_only_layers": [0, 1, 2]}, r"mlp_only_layers=all layers: leaves no MoE layer"),

@@ -16,6 +16,7 @@ LATENT = {"multi_latent_attention": True, "qk_norm": True, "norm_epsilon": 1e-6}
 DEEPSEEK = LATENT | {
     "router_score": "sigmoid", "router_bias_update_rate": 1e-3, "shared_expert_size": 512, "moe_ffn_hidden_size": 256, "topk": 4,
 }  # fmt: skip
+GLM = {name: value for name, value in DEEPSEEK.items() if name not in LATENT}
 DENSE = {"use_moe": False}
 
 CHOSEN: list[tuple[dict[str, Any], str]] = [
@@ -24,6 +25,7 @@ CHOSEN: list[tuple[dict[str, Any], str]] = [
     ({"preset": "cpu"}, "Qwen2Moe"),
     ({"preset": "mixtral-8x7b"}, "Mixtral"),
     ({"preset": "qwen3-30b-a3b"}, "Qwen3Moe"),
+    ({"preset": "deepseek-v3-like"}, "Glm4Moe"),
     ({"topk": 2, "router_pre_softmax": False}, "Mixtral"),
     ({"topk": 2, "router_normalize": "true"}, "Mixtral"),
     ({"topk": 2, "router_normalize": "true", "first_k_dense": 1}, "Qwen2Moe"),
@@ -42,6 +44,8 @@ CHOSEN: list[tuple[dict[str, Any], str]] = [
     (DEEPSEEK, "DeepseekV3"),
     (DEEPSEEK | {"first_k_dense": 3, "router_scaling_factor": 2.5, "num_router_groups": 4, "router_group_topk": 2}, "DeepseekV3"),
     (DEEPSEEK | {"router_bias_update_rate": 0.0, "q_lora_rank": 128}, "DeepseekV3"),
+    (GLM, "Glm4Moe"),
+    (GLM | {"qk_norm": True, "qkv_bias": True, "rotary_fraction": 0.5, "norm_epsilon": 1e-5, "first_k_dense": 1}, "Glm4Moe"),
     (DENSE, "Llama"),
     (DENSE | {"qk_norm": True, "tie_embeddings": True}, "Qwen3"),
     # Settings of the MoE do not concern a dense model.
@@ -58,7 +62,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"router_score": "sqrtsoftplus"}, "ROUTER_SCORE=sqrtsoftplus"),
     ({"aux_loss_type": "sinkhorn"}, "AUX_LOSS_TYPE=sinkhorn"),
     ({"force_routing": "balanced"}, "FORCE_ROUTING=balanced"),
-    ({"rotary_fraction": 0.5}, "ROTARY_FRACTION=0.5: no architecture"),
+    ({"rotary_fraction": 0.5}, r"Qwen2MoeForCausalLM has no ROTARY_FRACTION=0\.5"),
     ({"router_scaling_factor": 2.0}, r"computes this \(Qwen2MoeForCausalLM has no ROUTER_SCALING_FACTOR=2\.0\)"),
     ({"shared_expert_size": 300}, "SHARED_EXPERT_SIZE=300 SHARED_EXPERT_GATE=False: no architecture"),
     # vLLM's Qwen2Moe divides, whatever config.json says.
@@ -71,7 +75,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (DEEPSEEK | {"qk_norm": False}, "MULTI_LATENT_ATTENTION=True QK_NORM=False"),
     ({"rope_scaling": "yarn", "rope_scaling_factor": 4, "yarn_mscale": 0.7}, "YARN_MSCALE=0.7"),
     (DENSE | {"shared_expert_size": 0, "qkv_bias": True}, "LlamaForCausalLM has no QKV_BIAS=True"),
-    ({"preset": "deepseek-v3-like"}, "DeepseekV3ForCausalLM has no MULTI_LATENT_ATTENTION=False"),
+    ({"preset": "olmoe-1b-7b", "rotary_fraction": 0.5}, "ROTARY_FRACTION=0.5"),
 ]  # fmt: skip
 
 

@@ -35,6 +35,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "topk_group": 2, "n_shared_experts": 2, "first_k_dense_replace": 1, "rope_parameters": _YARN | {"rope_theta": 1e4},
         },
     ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            "intermediate_size": 48, "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "head_dim": 12,
+            "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "use_qk_norm": True, "attention_bias": True,
+        },
+    ),
     "llama": ("Llama", {"intermediate_size": 48, "rope_theta": 5e5, "rms_norm_eps": 1e-5}),
     "qwen3": ("Qwen3", {"intermediate_size": 48, "head_dim": 12, "tie_word_embeddings": True}),
 }  # fmt: skip
