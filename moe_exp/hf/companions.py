@@ -21,15 +21,17 @@ _KEPT = (*_TOKENS, "max_position_embeddings")
 
 
 def copy_tokenizer(source: Path, target: Path) -> bool:
-    """Copies the tokenizer's files that are in the folder `source`, or that `source` is; whether there were any."""
-    if source.is_file():
+    """Copies the tokenizer's files that are in the folder `source`, or the tokenizer.json that `source` is; whether there were any.
+
+    Without a tokenizer_config.json transformers would guess a class by the model's: one is written that says to take tokenizer.json.
+    """
+    files = {"tokenizer.json": source} if source.is_file() else {name: source / name for name in TOKENIZER_FILES}
+    found = {name: path for name, path in files.items() if path.is_file()}
+    for name, path in found.items():
         target.mkdir(exist_ok=True)
-        shutil.copyfile(source, target / "tokenizer.json")
-        return True
-    found = [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
-    for path in found:
-        target.mkdir(exist_ok=True)
-        shutil.copyfile(path, target / path.name)
+        shutil.copyfile(path, target / name)
+    if "tokenizer.json" in found and "tokenizer_config.json" not in found:
+        write_json(target / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
     return bool(found)
 
 

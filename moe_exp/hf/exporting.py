@@ -26,7 +26,8 @@ from moe_exp.hf.target import check_target, new_folder
 from moe_exp.hf.tensor_rules import taken_apart
 
 _OPTIMIZER = ("optimizer.", "chained_")
-_MAIN = "optimizer.state.param."
+# Of the distributed optimizer, and of the other one.
+_MAIN = ("optimizer.state.param.", "optimizer.state.fp32_param.")
 _BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 # Rounded, it would choose other experts; transformers keeps it in fp32 whatever the type of the model.
 _NEVER_ROUNDED = "e_score_correction_bias"
@@ -132,8 +133,8 @@ class _Weights:
             raise ValueError(f"checkpoint={reader.folder}: tensors {lists}. Fix: use another checkpoint of the run.")
 
     def _stored(self, key: str) -> StoredTensor | None:
-        copy = self.reader.tensors.get(_MAIN + key) if self.main else None
-        return copy or self.reader.tensors.get(key)
+        copies = [self.reader.tensors.get(prefix + key) for prefix in _MAIN] if self.main else []
+        return next((copy for copy in copies if copy), self.reader.tensors.get(key))
 
     @property
     def usual_dtype(self) -> torch.dtype:

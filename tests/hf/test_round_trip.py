@@ -122,6 +122,7 @@ def test_checkpoint_is_whole(checkpoints):
 
 def test_tokenizer_comes_along(tmp_path, hf_folders):
     from tokenizers import Tokenizer, models
+    from transformers import AutoTokenizer
 
     source = tmp_path / "hf"
     source.mkdir()
@@ -144,6 +145,10 @@ def test_tokenizer_comes_along(tmp_path, hf_folders):
     fields = json.loads((tmp_path / "back" / "config.json").read_text())
     ids = tokenizer.token_to_id("<s>"), tokenizer.token_to_id("</s>")
     assert (fields["bos_token_id"], fields["eos_token_id"], fields["pad_token_id"]) == (*ids, None)
+
+    # From a tokenizer.json alone transformers makes the same tokenizer.
+    to_hf(tmp_path / "ours", tmp_path / "alone", tokenizer=source / "tokenizer.json")
+    assert AutoTokenizer.from_pretrained(tmp_path / "alone").convert_tokens_to_ids(["b", "</s>"]) == [3, ids[1]]
     assert json.loads((tmp_path / "back" / "generation_config.json").read_text()) == {"bos_token_id": ids[0], "eos_token_id": ids[1]}
 
 

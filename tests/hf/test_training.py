@@ -14,6 +14,7 @@ from logits_on_ranks import our_logits
 from tiny_models import REFERENCE, VOCAB, their_logits, tiny_folder, weights_of
 from torch.nn.functional import cross_entropy
 
+from model_on_ranks import run_models
 from moe_exp.checkpoint.torch_dist import CheckpointReader
 from moe_exp.data.dataset import SampleStream
 from moe_exp.data.tokens import BinIdxWriter
@@ -97,6 +98,23 @@ def test_fp32_weights_of_the_optimizer(trained, tmp_path):
     main, model = weights_of(tmp_path / "main"), weights_of(trained.exported)
     assert set(main) == set(model)
     assert all(torch.equal(main[name], model[name]) for name in main)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("distributed", [True, False])
+def test_fp32_weights_of_a_bf16_run(distributed, tmp_path):
+    """They are what the weights are rounded from, and are rounded once on the way out."""
+    settings = {"dtype": "bf16", "num_experts": 4, "topk": 2, "vocab_size": 256, "distributed_optimizer": distributed}
+    run_models(1, [settings | {"save": str(tmp_path / "run")}])
+    to_hf(tmp_path / "run", tmp_path / "model")
+    to_hf(tmp_path / "run", tmp_path / "main", main_weights=True)
+    to_hf(tmp_path / "run", tmp_path / "rounded", main_weights=True, dtype="bf16")
+    model, main, rounded = (weights_of(tmp_path / name) for name in ("model", "main", "rounded"))
+    assert all(value.dtype == torch.float32 for value in main.values())
+    for name, value in model.items():
+        assert value.dtype == torch.bfloat16
+        assert torch.equal(rounded[name], main[name].bfloat16()), name
+        assert torch.equal(value, rounded[name]), name
 
 
 def test_model_card_says_what_it_is(trained):
