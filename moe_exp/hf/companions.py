@@ -15,6 +15,8 @@ TOKENIZER_FILES = (
     "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 GENERATION = "generation_config.json"
+# Folder beside a checkpoint: what of its source says nothing about weights and is wanted again on the way back.
+ORIGINAL = "huggingface"
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Fields that a model keeps on its way through a checkpoint.
 _KEPT = (*_TOKENS, "max_position_embeddings")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from moe_exp.checkpoint.folders import Manifest, one_checkpoint
@@ -16,19 +17,18 @@ from moe_exp.checkpoint.torch_dist import CheckpointReader, StoredTensor
 from moe_exp.config import Config
 from moe_exp.files import write_json
 from moe_exp.hf.choice import choose_architecture
-from moe_exp.hf.companions import copy_tokenizer, kept_fields, token_ids, write_generation_config, write_model_card
+from moe_exp.hf.companions import ORIGINAL, copy_tokenizer, kept_fields, token_ids, write_generation_config, write_model_card
 from moe_exp.hf.config_json import fields_of
 from moe_exp.hf.families import Architecture
-from moe_exp.hf.importing import DTYPE_NAMES, ORIGINAL, Progress, no_progress
+from moe_exp.hf.model_folder import TORCH_DTYPES
 from moe_exp.hf.plan import TRAINING_ONLY, Piece, Theirs, misfits, pieces
 from moe_exp.hf.shard_writer import Entry, ShardWriter
-from moe_exp.hf.target import check_target, new_folder
+from moe_exp.hf.target import Progress, check_target, new_folder, no_progress
 from moe_exp.hf.tensor_rules import taken_apart
 
 _OPTIMIZER = ("optimizer.", "chained_")
 # Of the distributed optimizer, and of the other one.
 _MAIN = ("optimizer.state.param.", "optimizer.state.fp32_param.")
-_BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 # Rounded, it would choose other experts; transformers keeps it in fp32 whatever the type of the model.
 _NEVER_ROUNDED = "e_score_correction_bias"
 
@@ -87,7 +87,7 @@ def to_hf(
     config = _config_of(reader)
     choice = choose_architecture(config)
     planned = list(pieces(choice.architecture, config))
-    weights = _Weights(reader, planned, main=main_weights, dtype=None if dtype is None else _BY_NAME[dtype])
+    weights = _Weights(reader, planned, main=main_weights, dtype=None if dtype is None else TORCH_DTYPES[dtype])
     with new_folder(target, num_bytes=weights.num_bytes) as partial:
         with progress("converting", weights.num_bytes) as advance:
             _write_weights(weights, config, ShardWriter(partial, weights.entries, max_bytes=max_shard_bytes), advance)
@@ -103,7 +103,12 @@ def _config_of(reader: CheckpointReader) -> Config:
         fix = "load it by LOAD_DIR in a run, whose checkpoint can be converted"
         raise ValueError(f"checkpoint={reader.folder}: does not say what model it is, moe_exp did not write it. Fix: {fix}.")
     # Settings that a later version has given up have no say in what is computed.
-    return Config(**{name: value for name, value in settings.items() if name in Config.model_fields})
+    try:
+        return Config(**{name: value for name, value in settings.items() if name in Config.model_fields})
+    except ValidationError as error:
+        first = error.errors()[0]
+        what = f"{str(first['loc'][0]).upper()}={first['input']}: {first['msg']}"
+        raise ValueError(f"checkpoint={reader.folder}: {what}. Fix: use the version of moe_exp that wrote it.") from None
 
 
 class _Weights:

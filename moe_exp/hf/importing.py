@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,32 +21,22 @@ from moe_exp.checkpoint.state import CONTENT
 from moe_exp.checkpoint.torch_dist import CheckpointWriter
 from moe_exp.config import Config
 from moe_exp.files import write_atomically
-from moe_exp.hf.companions import GENERATION, copy_tokenizer
+from moe_exp.hf.companions import GENERATION, ORIGINAL, copy_tokenizer
 from moe_exp.hf.config_json import architecture_of, settings_of
 from moe_exp.hf.families import Architecture
 from moe_exp.hf.fields import Settings
-from moe_exp.hf.model_folder import DTYPES, ModelFolder
+from moe_exp.hf.model_folder import DTYPE_NAMES, DTYPES, TORCH_DTYPES, ModelFolder
 from moe_exp.hf.plan import Piece, misfits, pieces
-from moe_exp.hf.target import check_target, new_folder
+from moe_exp.hf.target import Progress, check_target, new_folder, no_progress
 from moe_exp.hf.tensor_rules import CONDITIONS, joined, joined_shape
 from moe_exp.run_folder import LATEST
 
 logger = logging.getLogger(__name__)
 
-DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-# Beside the checkpoint: what of the folder says nothing about weights and is wanted again on the way back.
-ORIGINAL = "huggingface"
 SETTINGS = "settings.env"
+_USUAL_SEQ_LEN = 8192
 _COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-
-Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
-
-
-@contextlib.contextmanager
-def no_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """For callers without a terminal."""
-    yield lambda num_bytes: None
 
 
 @dataclass(frozen=True)
@@ -151,11 +139,12 @@ def _match(folder: ModelFolder, architecture: Architecture, config: Config, *, d
 
 def _unused(folder: ModelFolder, architecture: Architecture, config: Config, needed: set[str], *, drop_mtp: bool) -> list[str]:
     left = []
+    num_predicting = folder.config.get("num_nextn_predict_layers") or 0 if architecture.predicts_more else 0
     for name in sorted(set(folder.weights) - needed):
         layer = _LAYER.match(name)
         if config.tie_embeddings and name == "lm_head.weight":
             _check_tied(folder)
-        elif layer and int(layer[1]) >= config.num_layers and architecture.predicts_more:
+        elif layer and config.num_layers <= int(layer[1]) < config.num_layers + num_predicting:
             if not drop_mtp:
                 rule = f"is a layer for multi-token prediction, beyond num_hidden_layers={config.num_layers}"
                 raise ValueError(f"{folder.path}: {name} {rule}. Fix: give --drop-mtp to leave such layers out.")
@@ -201,7 +190,7 @@ def _num_bytes(planned: list[Piece], dtype: torch.dtype) -> int:
 def _dtype(folder: ModelFolder, sources: _Sources, dtype: str | None) -> torch.dtype:
     """The type that the model is trained in: that of the embedding. One key has one type, so layers of several are refused."""
     if dtype is not None:
-        return {name: found for found, name in DTYPE_NAMES.items()}[dtype]
+        return TORCH_DTYPES[dtype]
     by_key: dict[str, set[str]] = {}
     for number, piece in enumerate(sources.pieces):
         by_key.setdefault(piece.key, set()).update(folder.weights[name].dtype for name, _ in sources.reads[number])
@@ -231,7 +220,7 @@ def _write_weights(
 def _converted(values: Tensor, piece: Piece, dtype: str | None) -> Tensor:
     if dtype is None or piece.key.endswith("router.expert_bias"):  # whose rounding would change which experts are chosen
         return values
-    return values.to({name: found for found, name in DTYPE_NAMES.items()}[dtype])
+    return values.to(TORCH_DTYPES[dtype])
 
 
 def _write_companions(source: Path, partial: Path, target: Path, config: Config) -> Config:
@@ -262,6 +251,8 @@ def _command(target: Path) -> str:
 
 def _notes(config: Config) -> list[str]:
     notes = []
+    if config.seq_len > _USUAL_SEQ_LEN:
+        notes.append(f"SEQ_LEN={config.seq_len} is the length that the model is published for; give --seq-len to train at another")
     if added := config.padded_vocab_size - config.vocab_size:
         notes.append(
             f"VOCAB_SIZE={config.vocab_size} is no multiple of 128: {added} rows of zeros were added, whose logits are 0 and count in "

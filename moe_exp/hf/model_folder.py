@@ -18,6 +18,8 @@ from torch import Tensor
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}  # of the setting DTYPE
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _FETCH = "fetch the folder again"
 

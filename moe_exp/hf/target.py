@@ -1,16 +1,26 @@
-"""A folder that appears whole or not at all."""
+"""A folder that appears whole or not at all, and how a conversion says how far it is."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from moe_exp.checkpoint.folders import PARTIAL
 
 _MARGIN = 1.01  # headers, index, tokenizer
+
+# Takes a few words and the bytes of all, and gives a function that takes bytes as they are done.
+Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+
+
+@contextlib.contextmanager
+def no_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """For callers without a terminal."""
+    yield lambda num_bytes: None
 
 
 @contextlib.contextmanager
@@ -28,9 +38,11 @@ def new_folder(target: Path, *, num_bytes: int) -> Iterator[Path]:
     partial = target.with_name(target.name + PARTIAL)
     if partial.exists():
         raise ValueError(f"DST={partial}: an earlier call left it behind, or another one is writing it. Fix: remove it.")
+    missing = [folder for folder in partial.parents if not folder.exists()]
     try:
         partial.mkdir(parents=True)
     except OSError as error:
+        _remove_empty(missing)
         raise ValueError(f"DST={target}: cannot be made ({error.strerror}). Fix: give a folder where you can write.") from None
     try:
         free = shutil.disk_usage(partial).free
@@ -43,7 +55,14 @@ def new_folder(target: Path, *, num_bytes: int) -> Iterator[Path]:
         _sync_folder(target.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
+        _remove_empty(missing)
         raise
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    for folder in folders:
+        with contextlib.suppress(OSError):  # it was never made, or somebody uses it meanwhile
+            folder.rmdir()
 
 
 def check_target(target: Path) -> None:

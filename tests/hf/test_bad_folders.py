@@ -136,6 +136,10 @@ def test_prediction_layers_are_dropped_on_request_alone(folder, tmp_path, hf_fol
     from_hf(source, tmp_path / "ours", drop_mtp=True)
     to_hf(tmp_path / "ours", tmp_path / "back")
     assert set(weights_of(tmp_path / "back")) == set(weights_of(hf_folders["deepseek_v3"]))
+    # No more of them than config.json says that there are.
+    (tmp_path / "again").mkdir()
+    (tmp_path / "hf").rename(tmp_path / "again" / "hf")
+    refused(with_config(tmp_path / "again" / "hf", num_nextn_predict_layers=0), r"without a use: model\.layers\.3", drop_mtp=True)
 
 
 def test_tensors_without_effect_are_left_out(folder, tmp_path):
@@ -234,7 +238,7 @@ def test_disk_without_room(folder, checkpoints, tmp_path, monkeypatch):
     monkeypatch.setattr(target_module.shutil, "disk_usage", lambda path: usage)
     refused(folder("llama"), r"DST=.*ours: needs 0\.00 GB, 0\.00 GB are free\. Fix: free some")
     with pytest.raises(ValueError, match=r"are free\. Fix: free some"):
-        to_hf(checkpoints["llama"], tmp_path / "back")
+        to_hf(checkpoints["llama"], tmp_path / "back" / "in" / "a" / "folder")
     assert not list(tmp_path.glob("back*"))
 
 
