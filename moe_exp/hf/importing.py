@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 SETTINGS = "settings.env"
 _USUAL_SEQ_LEN = 8192
+_LAYOUT = ("tp", "pp", "vpp", "ep", "etp", "cp")
 _COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
@@ -101,7 +102,7 @@ def from_hf(
             config = _write_companions(folder.path, partial, target, config)
             written = folders.iteration_folder(partial, 0)
             _write_weights(folder, sources, written, config, dtype, advance)
-            facts = {"converted_from": architecture.name, "layout": dict.fromkeys(("tp", "pp", "ep", "etp", "cp"), 1)}
+            facts = {"converted_from": architecture.name, "world_size": 1, "layout": {name: getattr(config, name) for name in _LAYOUT}}
             folders.Manifest(0, folders.entries_of(written), facts).write(written)
             write_atomically(partial / LATEST, "0")
             _write_settings(partial / SETTINGS, settings, config, target)
