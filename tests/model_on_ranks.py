@@ -1,4 +1,4 @@
-"""Trains whole models for two global batches on the ranks of a job: losses, every gradient, the gradient norm; checkpoints on the way.
+"""Trains whole models for a few global batches on the ranks of a job: losses, every gradient, gradient norms; with checkpoints.
 
 What a model computes must not depend on its layout, so the numbers of two jobs can be compared name by name:
 
@@ -41,13 +41,15 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Trained:
-    """What a job found: losses of micro-batches of two iterations in order, gradient norms, and the gradients of the first, whole."""
+class Found:
+    """What a job found: losses of all micro-batches in order, gradient norms, and the gradients of the first iteration, whole.
+
+    The gradients are left out with the distributed optimizer, where a rank has a part of their sum.
+    """
 
     losses: Tensor
     grad_norms: list[float]
     gradients: dict[str, Tensor]
-    parameters: int
 
 
 class RandomTokens:
@@ -62,8 +64,15 @@ class RandomTokens:
         return torch.stack([torch.randint(self.vocab_size, (self.seq_len + 1,), generator=generator) for generator in drawn])
 
 
-def run_models(num_ranks: int, jobs: list[dict[str, Any]], *, timeout: float = 240.0) -> list[Trained]:
-    """Every job (settings above those of TINY; `save` and `load` name a checkpoints folder) on `num_ranks` processes, in turn."""
+def run_models(num_ranks: int, jobs: list[dict[str, Any]], *, timeout: float = 240.0) -> list[Found]:
+    """Every job on `num_ranks` processes, in turn.
+
+    Args:
+        num_ranks: of all jobs.
+        jobs: settings above those of TINY; beside them `load` and `save`, checkpoints folders, `save_after` and `iterations`, which
+            are 0 and 2.
+        timeout: seconds.
+    """
     ports = [free_port() for _ in jobs]
     by_rank = run_on_ranks(num_ranks, run_all, jobs, ports, join=False, timeout=timeout)
     return [_whole([found[index] for found in by_rank]) for index in range(len(jobs))]
@@ -82,7 +91,8 @@ def _run(settings: dict[str, Any], port: int) -> dict[str, Any]:
     from moe_exp.model import build_model
     from moe_exp.optim import build_optimizer, build_scheduler
 
-    load_from, save_to = settings.pop("load", None), settings.pop("save", None)
+    load_from, iterations = settings.pop("load", None), settings.pop("iterations", 2)
+    save_to, save_after = settings.pop("save", None), settings.pop("save_after", 0)
     world_size = int(os.environ["WORLD_SIZE"])
     config = load_config(TINY | {"gpus_per_node": world_size} | settings, {})
     os.environ["MASTER_PORT"] = str(port)
@@ -94,35 +104,35 @@ def _run(settings: dict[str, Any], port: int) -> dict[str, Any]:
     trained = Trained(model, optimizer, build_scheduler(config, optimizer))
     train.connect(model, trained)
     progress = Progress() if load_from is None else load(config, rank, Path(load_from), trained)
-    if save_to is not None:
-        save(config, rank, Path(save_to), trained, progress)
     job: Any = SimpleNamespace(config=config, runtime=rank, trained=trained)
-    found = _iterations(job)
+    found: dict[str, Any] = {"losses": {}, "norms": [], "pieces": []}
+    for index in range(iterations):
+        if save_to is not None and index == save_after:
+            save(config, rank, Path(save_to), trained, progress)
+        _iterate(job, progress, found)
     runtime.stop()
     return found
 
 
-def _iterations(job: Any) -> dict[str, Any]:
+def _iterate(job: Any, progress: Any, found: dict[str, Any]) -> None:
     from moe_exp import train
     from moe_exp.data.prefetch import microbatch_start
 
     config, model, groups = job.config, job.trained.model, job.runtime.groups
-    found: dict[str, Any] = {"losses": {}, "norms": [], "pieces": []}
     num_microbatches = config.gbsz // (config.mbsz * config.data_parallel_size)
-    for iteration in range(2):
-        for chunk in model:
-            chunk.zero_grad_buffer()
-        job.trained.optimizer.zero_grad()
-        losses = train.forward_backward(job, RandomTokens(config.seq_len, 200), iteration * config.gbsz, num_microbatches)
-        for index, loss in enumerate(losses if groups.tp.rank() == 0 else []):  # on the last pipeline stage
-            place = {"mbsz": config.mbsz, "dp_rank": groups.dp.rank(), "dp_size": groups.dp.size()}
-            found["losses"][microbatch_start(iteration * config.gbsz, index, **place)] = loss.double()
-        if iteration == 0:
-            found["pieces"] = [piece for chunk in model for piece in _pieces(chunk.module, groups)]
-            found["parameters"] = sum(p.numel() for chunk in model for p in chunk.parameters())
-        found["norms"].append(float(job.trained.optimizer.step()[1]))
-        job.trained.scheduler.step(increment=config.gbsz)
-    return found
+    for chunk in model:
+        chunk.zero_grad_buffer()
+    job.trained.optimizer.zero_grad()
+    losses = train.forward_backward(job, RandomTokens(config.seq_len, 200), progress.consumed_samples, num_microbatches)
+    for index, loss in enumerate(losses if groups.tp.rank() == 0 else []):  # on the last pipeline stage
+        place = {"mbsz": config.mbsz, "dp_rank": groups.dp.rank(), "dp_size": groups.dp.size()}
+        found["losses"][microbatch_start(progress.consumed_samples, index, **place)] = loss.double()
+    if not found["norms"] and not config.distributed_optimizer:
+        found["pieces"] = [piece for chunk in model for piece in _pieces(chunk.module, groups)]
+    found["norms"].append(float(job.trained.optimizer.step()[1]))
+    job.trained.scheduler.step(increment=config.gbsz)
+    progress.iteration += 1
+    progress.consumed_samples += config.gbsz
 
 
 @torch.no_grad()
@@ -163,7 +173,7 @@ def _pieces(chunk: Any, groups: Any) -> list[Piece]:
     return pieces
 
 
-def _whole(ranks: list[dict[str, Any]]) -> Trained:
+def _whole(ranks: list[dict[str, Any]]) -> Found:
     losses: dict[int, Tensor] = {}
     for rank in ranks:
         for first, share_of_rank in rank["losses"].items():  # context parallel ranks hold shares of a loss
@@ -175,7 +185,7 @@ def _whole(ranks: list[dict[str, Any]]) -> Trained:
             assert torch.equal(held.value, piece.value), f"{piece.name}: copies of the gradient differ"
     gradients = {name: _assembled([parts[rank] for rank in sorted(parts)]) for name, parts in by_name.items()}
     ordered = torch.stack([losses[first] for first in sorted(losses)])
-    return Trained(ordered, ranks[0]["norms"], gradients, sum(rank["parameters"] for rank in ranks))
+    return Found(ordered, ranks[0]["norms"], gradients)
 
 
 def _assembled(parts: list[Piece]) -> Tensor:

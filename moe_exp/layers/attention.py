@@ -18,15 +18,15 @@ from torch.nn.attention.bias import causal_lower_right
 from moe_exp.layers.collectives import gather_rows
 
 
-def choose_attention(device_type: str, dtype: torch.dtype, *, latent: bool = False) -> tuple[str, str]:
-    """The attention kernel that runs, and the reason in words; `latent`: with heads of multi-latent attention."""
+def choose_attention(device_type: str, dtype: torch.dtype, *, other_value_size: bool = False) -> tuple[str, str]:
+    """The attention kernel that runs, and the reason in words; `other_value_size`: value heads are not of the size of query heads."""
     if device_type == "cpu":
         return "sdpa", "flash-attn needs a GPU"
     if dtype not in (torch.bfloat16, torch.float16):
         return "sdpa", f"flash-attn has no {str(dtype).removeprefix('torch.')}"
     if importlib.util.find_spec("flash_attn") is None:
         return "sdpa", "flash-attn is not installed"
-    if latent:
+    if other_value_size:
         return "sdpa", "flash-attn has no value heads of another size than those of queries and keys"
     return "flash-attn", "installed"
 
@@ -45,8 +45,8 @@ class CausalAttention(nn.Module):
         self.dropout: float = config.attention_dropout
         self.cp_group: ProcessGroup = pg_collection.cp
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
-        latent = kwargs.get("k_channels") != kwargs.get("v_channels")
-        self.use_flash = choose_attention(device_type, config.params_dtype, latent=latent)[0] == "flash-attn"
+        other_value_size = kwargs.get("k_channels") != kwargs.get("v_channels")
+        self.use_flash = choose_attention(device_type, config.params_dtype, other_value_size=other_value_size)[0] == "flash-attn"
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
         """Attends.

@@ -63,7 +63,11 @@ def test_startup_report_of_the_reference():
 # Published models, from the shapes in their checkpoints
 
 
-@pytest.mark.parametrize(("preset", "total"), [("mixtral-8x7b", 46_702_792_704), ("qwen3-30b-a3b", 30_532_122_624)])
+PUBLISHED = {"olmoe-1b-7b": 6_919_161_856, "mixtral-8x7b": 46_702_792_704, "qwen3-30b-a3b": 30_532_122_624}
+PUBLISHED |= {"deepseek-v3-like": 671_026_404_352}
+
+
+@pytest.mark.parametrize(("preset", "total"), PUBLISHED.items())
 def test_presets_have_the_published_size(preset, total):
     assert count_parameters(load_config({"preset": preset, "gpus_per_node": 8}, {})).total == total
 
