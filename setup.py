@@ -12,6 +12,7 @@ REQUIRES = [
     "pyyaml>=6",
     "rich>=13",
     "tokenizers>=0.19",
+    "safetensors>=0.8",
     "matplotlib>=3.8",
     "tensorboard>=2.14",
     "filelock>=3.12",

@@ -1,0 +1,151 @@
+"""Which architecture of transformers a model of ours is, and why it is none of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moe_exp.config import Config
+from moe_exp.hf.families import ARCHITECTURES, Architecture
+from moe_exp.hf.fields import LATENT_EPSILON, UnsupportedModel, groups_score_alike
+from moe_exp.hf.rope import yarn_is_expressible
+
+
+@dataclass(frozen=True)
+class Trait:
+    """A property of a model that an architecture has or has not.
+
+    Args:
+        of: its value.
+        usual: the value that every architecture can express that says nothing about it.
+        words: the settings that decide, for the complaint.
+    """
+
+    of: Callable[[Config], Any]
+    usual: Any
+    words: Callable[[Config], str]
+
+
+def _named(*names: str) -> Callable[[Config], str]:
+    return lambda c: " ".join(f"{name.upper()}={getattr(c, name)}" for name in names)
+
+
+def _attention(c: Config) -> str:
+    if c.multi_latent_attention:
+        return "latent" if c.qk_norm else "latent, without norms"
+    return "grouped"
+
+
+def _qk_norm(c: Config) -> str:
+    return (c.qk_norm_scope if c.qk_norm else "none") if not c.multi_latent_attention else "none"
+
+
+def _epsilon_differs(c: Config) -> bool:
+    return c.multi_latent_attention and c.norm_epsilon != LATENT_EPSILON
+
+
+def _head_dim(c: Config) -> str:
+    if c.multi_latent_attention:
+        return "hidden / heads"
+    return "hidden / heads" if c.kv_channels * c.num_heads == c.hidden_size else "free"
+
+
+def _moe_layers(c: Config) -> str:
+    layers = c.moe_layers
+    if not any(layers):
+        return "none"
+    if all(layers):
+        return "all"
+    return "after the first" if all(layers[layers.index(True) :]) else "mixed"
+
+
+def _drops(c: Config) -> bool:
+    """Whether a token may be dropped. An expert never gets more than all tokens of a micro-batch."""
+    factor = c.expert_capacity_factor if c.use_moe else None
+    return factor is not None and factor * c.topk < c.num_experts
+
+
+def _routing(c: Config) -> str:
+    if not c.use_moe:
+        return "none"
+    if c.aux_loss_type == "sinkhorn" or c.force_routing != "none":
+        return "sinkhorn" if c.aux_loss_type == "sinkhorn" else c.force_routing
+    return c.router_score + (", normalized" if c.router_weights_sum is not None else "")
+
+
+_routing_settings = _named("router_score", "router_pre_softmax", "router_normalize", "aux_loss_type", "force_routing")
+
+
+def _groups_differ(c: Config) -> bool:
+    return c.use_moe and not groups_score_alike(c.topk, c.num_router_groups, c.router_group_topk)
+
+
+def _shared(c: Config) -> str:
+    if not c.use_moe or not c.shared_expert_size:
+        return "none"
+    if c.shared_expert_gate:
+        return "gated"
+    return "of another width" if c.shared_expert_size % c.expert_ffn_size else "of whole experts"
+
+
+TRAITS: Mapping[str, Trait] = {
+    "normalization": Trait(lambda c: c.normalization, "RMSNorm", _named("normalization")),
+    "activation": Trait(lambda c: c.activation, "swiglu", _named("activation")),
+    "biases": Trait(lambda c: c.add_bias_linear, False, _named("add_bias_linear")),
+    "drops": Trait(_drops, False, lambda c: f"MOE_TYPE=moe CAPACITY_FACTOR={c.expert_capacity_factor}, which may drop tokens,"),
+    "groups_differ": Trait(_groups_differ, False, _named("topk", "num_router_groups", "router_group_topk")),
+    "attention": Trait(_attention, "grouped", _named("multi_latent_attention", "qk_norm")),
+    "qk_norm": Trait(_qk_norm, "none", _named("qk_norm", "qk_norm_scope")),
+    "qkv_bias": Trait(lambda c: c.qkv_bias, False, _named("qkv_bias")),
+    "head_dim": Trait(_head_dim, "hidden / heads", _named("head_dim", "hidden_size", "num_heads")),
+    "rotary": Trait(lambda c: "whole heads" if c.rotary_fraction == 1 else "a part", "whole heads", _named("rotary_fraction")),
+    "rope": Trait(yarn_is_expressible, True, _named("rope_scaling", "yarn_mscale", "yarn_mscale_all_dim")),
+    "epsilon": Trait(_epsilon_differs, False, _named("norm_epsilon")),
+    "moe_layers": Trait(_moe_layers, "all", _named("use_moe", "moe_layer_freq", "first_k_dense")),
+    "routing": Trait(
+        _routing, "softmax", _named("router_score", "router_pre_softmax", "router_normalize", "aux_loss_type", "force_routing")
+    ),
+    "weights": Trait(
+        lambda c: "scaled" if c.use_moe and c.router_scaling_factor != 1 else "as they are", "as they are", _named("router_scaling_factor")
+    ),
+    "expert_bias": Trait(lambda c: c.use_moe and c.router_bias_update_rate > 0, False, _named("router_bias_update_rate")),
+    "groups": Trait(lambda c: c.use_moe and c.num_router_groups > 0, False, _named("num_router_groups")),
+    "shared": Trait(_shared, "none", _named("shared_expert_size", "shared_expert_gate")),
+    "tied": Trait(lambda c: c.tie_embeddings, False, _named("tie_embeddings")),
+}
+
+
+def reasons_against(architecture: Architecture, config: Config) -> list[str]:
+    """The settings of a model that an architecture cannot express, in words; none where it can."""
+    return [trait.words(config) for name, trait in TRAITS.items() if trait.of(config) not in architecture.traits.get(name, (trait.usual,))]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The architecture of a model, and for every other one why it is not that."""
+
+    architecture: Architecture
+    against: Mapping[str, list[str]]
+
+
+def choose_architecture(config: Config) -> Choice:
+    """The architecture of transformers that computes what this model computes.
+
+    Raises:
+        UnsupportedModel: where there is none, with the settings that none of them can express, or those that are in the way of the
+            one that is nearest.
+    """
+    against = {name: reasons_against(architecture, config) for name, architecture in ARCHITECTURES.items()}
+    for name, reasons in against.items():
+        if not reasons:
+            return Choice(ARCHITECTURES[name], {other: why for other, why in against.items() if other != name})
+    fewest = min(len(reasons) for reasons in against.values())
+    nearest = {name: reasons for name, reasons in against.items() if len(reasons) == fewest}
+    by_none = [reason for reason in next(iter(nearest.values())) if all(reason in reasons for reasons in against.values())]
+    if by_none:
+        what = f"{', '.join(by_none)}: no architecture of transformers that is converted here has this"
+    else:
+        each = "; ".join(f"{name} has no {', '.join(reasons)}" for name, reasons in nearest.items())
+        what = f"model: no architecture of transformers that is converted here computes this ({each})"
+    raise UnsupportedModel(f"{what}. Fix: train with settings that docs/huggingface.md lists.")

@@ -1,0 +1,325 @@
+"""The architectures of transformers that are converted, as tables.
+
+Checked against transformers 5.23 (modeling_*.py and configuration_*.py of each), and for what serves the models vLLM's
+vllm/model_executor/models/*.py, read on GitHub.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from moe_exp.hf import fields as rules
+from moe_exp.hf.fields import FieldRule, must_be, same
+from moe_exp.hf.rope import rope
+from moe_exp.hf.tensor_rules import TensorRule
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One class of transformers.
+
+    Args:
+        name: of the class, as in `architectures` of config.json.
+        model_type: as in config.json.
+        fields: rules for config.json.
+        tensors: rules for the weights.
+        settings: settings that every model of this class has.
+        traits: what it can express: trait (see choice.py) to the values it allows; of a trait that is not named, the first of
+            choice.TRAITS alone.
+        rope_theta: base of the rotary embedding where config.json names none.
+        without_effect: patterns of tensors that this class has and that change nothing, with the condition under which that is so.
+        predicts_more: whether published folders have layers for multi-token prediction behind those of the model.
+    """
+
+    name: str
+    model_type: str
+    fields: tuple[FieldRule, ...]
+    tensors: tuple[TensorRule, ...]
+    settings: Mapping[str, Any]
+    traits: Mapping[str, tuple[Any, ...]]
+    without_effect: Mapping[str, str] = field(default_factory=dict)
+    predicts_more: bool = False
+
+
+_BIAS = "biases in the attention projections are not supported"
+_ACTIVATION = "other activations than SwiGLU are not supported"
+
+_SIZES = (
+    same("num_hidden_layers", "num_layers"),
+    same("hidden_size", "hidden_size"),
+    same("num_attention_heads", "num_heads"),
+    same("vocab_size", "vocab_size"),
+    same("max_position_embeddings", "seq_len", 4096),
+    same("initializer_range", "init_std", 0.02),
+    must_be("hidden_act", "silu", because=_ACTIVATION),
+)
+
+
+def _common(*, theta: float = 10000.0, epsilon: float = 1e-6, fraction: float | None = None) -> tuple[FieldRule, ...]:
+    return (
+        *_SIZES,
+        rope(theta, fraction=fraction),
+        same("rms_norm_eps", "norm_epsilon", epsilon),
+        same("tie_word_embeddings", "tie_embeddings", False),
+    )
+
+
+_HEADS = (rules.key_value_heads(), rules.head_dim())
+_HEADS_BY_WIDTH = (
+    rules.key_value_heads(),
+    FieldRule(("head_dim",), rules.head_dim().read, lambda c: {}),  # vLLM divides, whatever config.json says
+)
+_NO_BIAS = must_be("attention_bias", False, because=_BIAS)
+
+_MODEL = (
+    TensorRule("embedding.word_embeddings.weight", {"model.embed_tokens.weight": "V D"}, "padded", "model"),
+    TensorRule("decoder.final_layernorm.weight", {"model.norm.weight": "D"}, layers="model"),
+    TensorRule("output_layer.weight", {"lm_head.weight": "V D"}, "padded", "model", "untied"),
+)
+_ATTENTION = (
+    TensorRule("self_attention.linear_qkv.layer_norm_weight", {"input_layernorm.weight": "D"}),
+    TensorRule(
+        "self_attention.linear_qkv.weight",
+        {"self_attn.q_proj.weight": "Q D", "self_attn.k_proj.weight": "K D", "self_attn.v_proj.weight": "K D"},
+        "heads",
+    ),
+    TensorRule("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": "D Q"}),
+)
+_QKV_BIAS_NAMES = {"self_attn.q_proj.bias": "Q", "self_attn.k_proj.bias": "K", "self_attn.v_proj.bias": "K"}
+_QKV_BIAS = (
+    TensorRule("self_attention.linear_qkv.bias", _QKV_BIAS_NAMES, "heads", when="qkv_bias"),
+    TensorRule("", _QKV_BIAS_NAMES, "zeros", when="no_qkv_bias"),
+)
+_HEAD_NORMS = (
+    TensorRule("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": "H"}, when="qk_norm"),
+    TensorRule("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": "H"}, when="qk_norm"),
+)
+_PROJECTION_NORMS = (
+    TensorRule("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": "Q"}),
+    TensorRule("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": "K"}),
+)
+_LATENT_ATTENTION = (
+    TensorRule("input_layernorm.weight", {"input_layernorm.weight": "D"}),
+    TensorRule("self_attention.linear_q_proj.weight", {"self_attn.q_proj.weight": "N D"}, when="no_q_lora"),
+    TensorRule("self_attention.linear_q_down_proj.weight", {"self_attn.q_a_proj.weight": "A D"}, when="q_lora"),
+    TensorRule("self_attention.linear_q_up_proj.layer_norm_weight", {"self_attn.q_a_layernorm.weight": "A"}, when="q_lora"),
+    TensorRule("self_attention.linear_q_up_proj.weight", {"self_attn.q_b_proj.weight": "N A"}, when="q_lora"),
+    TensorRule("self_attention.linear_kv_down_proj.weight", {"self_attn.kv_a_proj_with_mqa.weight": "R D"}),
+    TensorRule("self_attention.linear_kv_up_proj.layer_norm_weight", {"self_attn.kv_a_layernorm.weight": "B"}),
+    TensorRule("self_attention.linear_kv_up_proj.weight", {"self_attn.kv_b_proj.weight": "M B"}),
+    TensorRule("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": "D O"}),
+)
+_DENSE = (
+    TensorRule("mlp.linear_fc1.layer_norm_weight", {"post_attention_layernorm.weight": "D"}, layers="dense"),
+    TensorRule("mlp.linear_fc1.weight", {"mlp.gate_proj.weight": "F D", "mlp.up_proj.weight": "F D"}, "rows", "dense"),
+    TensorRule("mlp.linear_fc2.weight", {"mlp.down_proj.weight": "D F"}, layers="dense"),
+)
+
+
+def _experts(block: str, gate: str, up: str, down: str) -> tuple[TensorRule, ...]:
+    each = f"{block}.experts.{{expert}}"
+    return (
+        TensorRule("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": "D"}, layers="moe"),
+        TensorRule("mlp.router.weight", {f"{block}.gate.weight": "E D"}, layers="moe", alias="mlp.gate.weight"),
+        TensorRule(
+            "mlp.experts.experts.linear_fc1.weight",
+            {f"{each}.{gate}.weight": "f D", f"{each}.{up}.weight": "f D"},
+            "rows",
+            "moe",
+            alias="mlp.experts.gate_up_proj",
+        ),
+        TensorRule("mlp.experts.experts.linear_fc2.weight", {f"{each}.{down}.weight": "D f"}, layers="moe", alias="mlp.experts.down_proj"),
+    )
+
+
+_EXPERTS = _experts("mlp", "gate_proj", "up_proj", "down_proj")
+_EXPERT_BIAS = (
+    TensorRule("mlp.router.expert_bias", {"mlp.gate.e_score_correction_bias": "E"}, layers="moe", when="expert_bias"),
+    TensorRule("", {"mlp.gate.e_score_correction_bias": "E"}, "zeros", "moe", "no_expert_bias"),
+)
+
+
+def _shared(name: str) -> tuple[TensorRule, ...]:
+    halves = {f"mlp.{name}.gate_proj.weight": "S D", f"mlp.{name}.up_proj.weight": "S D"}
+    return (
+        TensorRule("mlp.shared_experts.linear_fc1.weight", halves, "rows", "moe", "shared"),
+        TensorRule("mlp.shared_experts.linear_fc2.weight", {f"mlp.{name}.down_proj.weight": "D S"}, layers="moe", when="shared"),
+    )
+
+
+_SOFTMAX = {"router_score": "softmax"}
+_DENSE_MODEL = {"use_moe": False}
+_DENSE_TRAITS = {"moe_layers": ("none",), "routing": ("none",), "tied": (False, True)}
+_QWEN_TRAITS = {"moe_layers": ("all", "after the first", "mixed"), "routing": ("softmax", "softmax, normalized"), "tied": (False, True)}
+
+MIXTRAL = Architecture(
+    "MixtralForCausalLM",
+    "mixtral",
+    fields=(
+        *_common(theta=1e6, epsilon=1e-5),
+        *_HEADS,
+        same("intermediate_size", "ffn_hidden_size.expert_ffn_size"),
+        same("num_local_experts|num_experts", "num_experts"),
+        same("num_experts_per_tok", "topk"),
+        rules.no_sliding_window(),
+    ),
+    tensors=(*_MODEL, *_ATTENTION, *_experts("block_sparse_moe", "w1", "w3", "w2")),
+    settings=_SOFTMAX | {"router_pre_softmax": False},
+    traits={"routing": ("softmax, normalized",), "head_dim": ("hidden / heads", "free"), "tied": (False, True)},
+)
+OLMOE = Architecture(
+    "OlmoeForCausalLM",
+    "olmoe",
+    fields=(
+        *_common(epsilon=1e-5),
+        *_HEADS_BY_WIDTH,
+        _NO_BIAS,
+        same("intermediate_size", "ffn_hidden_size.expert_ffn_size"),
+        same("num_experts|num_local_experts", "num_experts"),
+        same("num_experts_per_tok", "topk"),
+        must_be("clip_qkv", None, because="queries, keys and values are not clipped here"),
+        rules.normalized_weights(),
+    ),
+    tensors=(*_MODEL, *_ATTENTION, *_PROJECTION_NORMS, *_EXPERTS),
+    settings=_SOFTMAX | {"qk_norm": True, "qk_norm_scope": "all"},
+    traits={"qk_norm": ("all",), "routing": ("softmax", "softmax, normalized"), "tied": (False, True)},
+)
+QWEN3_MOE = Architecture(
+    "Qwen3MoeForCausalLM",
+    "qwen3_moe",
+    fields=(
+        *_common(),
+        *_HEADS,
+        _NO_BIAS,
+        same("intermediate_size", "ffn_hidden_size"),
+        same("moe_intermediate_size", "moe_ffn_hidden_size.expert_ffn_size"),
+        same("num_experts|num_local_experts", "num_experts"),
+        same("num_experts_per_tok", "topk"),
+        rules.normalized_weights(),
+        rules.dense_layers_by_list(),
+        rules.no_sliding_window(),
+    ),
+    tensors=(*_MODEL, *_ATTENTION, *_HEAD_NORMS, *_DENSE, *_EXPERTS),
+    settings=_SOFTMAX | {"qk_norm": True},
+    traits=_QWEN_TRAITS | {"qk_norm": ("head",), "head_dim": ("hidden / heads", "free")},
+)
+QWEN2_MOE = Architecture(
+    "Qwen2MoeForCausalLM",
+    "qwen2_moe",
+    fields=(
+        *_common(),
+        *_HEADS_BY_WIDTH,
+        same("intermediate_size", "ffn_hidden_size"),
+        same("moe_intermediate_size", "moe_ffn_hidden_size.expert_ffn_size"),
+        same("shared_expert_intermediate_size", "shared_expert_size"),
+        FieldRule((), lambda f: {"shared_expert_gate": bool(rules.given(f, "shared_expert_intermediate_size"))}, lambda c: {}),
+        same("num_experts|num_local_experts", "num_experts"),
+        same("num_experts_per_tok", "topk"),
+        # vLLM's class has the biases whatever `qkv_bias` says, and does not start without them: zeros where ours has none.
+        FieldRule(("qkv_bias",), lambda f: {"qkv_bias": rules.given(f, "qkv_bias", True)}, lambda c: {"qkv_bias": True}),
+        rules.normalized_weights(),
+        rules.dense_layers_by_list(),
+        rules.no_sliding_window(),
+    ),
+    tensors=(
+        *_MODEL,
+        *_ATTENTION,
+        *_QKV_BIAS,
+        *_DENSE,
+        *_EXPERTS,
+        *_shared("shared_expert"),
+        TensorRule("mlp.shared_experts.gate_weight", {"mlp.shared_expert_gate.weight": "1 D"}, layers="moe", when="shared_gate"),
+        TensorRule("", {"mlp.shared_expert_gate.weight": "1 D"}, "zeros", "moe", "no_shared"),
+    ),
+    settings=_SOFTMAX,
+    traits=_QWEN_TRAITS | {"shared": ("none", "gated"), "qkv_bias": (False, True)},
+    without_effect={r"model\.layers\.\d+\.mlp\.shared_expert(_gate)?\..*": "no_shared"},
+)
+_DEEPSEEK_FIELDS = (
+    same("intermediate_size", "ffn_hidden_size"),
+    same("moe_intermediate_size", "moe_ffn_hidden_size.expert_ffn_size"),
+    same("n_routed_experts|num_local_experts", "num_experts"),
+    same("num_experts_per_tok", "topk"),
+    rules.shared_experts_by_number(),
+    rules.first_dense_layers(),
+    rules.sigmoid_routing(),
+    rules.limited_groups(),
+)
+_DEEPSEEK_TRAITS = {
+    "moe_layers": ("all", "after the first"),
+    "routing": ("sigmoid", "sigmoid, normalized"),
+    "weights": ("as they are", "scaled"),
+    "expert_bias": (False, True),
+    "groups": (False, True),
+    "shared": ("of whole experts",),
+    "tied": (False, True),
+}
+DEEPSEEK_V3 = Architecture(
+    "DeepseekV3ForCausalLM",
+    "deepseek_v3",
+    fields=(
+        *_common(),
+        *_DEEPSEEK_FIELDS,
+        _NO_BIAS,
+        rules.latent_attention(),
+        # Of the first config.json; vLLM looks at the second, too.
+        must_be("scoring_func", "sigmoid", because="DeepSeek-V3 scores by sigmoid"),
+        must_be("topk_method", "noaux_tc", because="experts are chosen by score and bias"),
+        must_be("moe_layer_freq", 1, because="all layers behind the first dense ones must be MoE"),
+        must_be("rope_interleave", True, because="Megatron's latent attention turns neighbouring channels"),
+        must_be("ep_size", 1, because="it must be 1 in a config.json"),
+    ),
+    tensors=(*_MODEL, *_LATENT_ATTENTION, *_DENSE, *_EXPERTS, *_EXPERT_BIAS, *_shared("shared_experts")),
+    settings={"multi_latent_attention": True, "qk_norm": True},
+    traits=_DEEPSEEK_TRAITS | {"attention": ("latent",)},
+    predicts_more=True,
+)
+# DeepSeek-V3's MoE without latent attention.
+GLM4_MOE = Architecture(
+    "Glm4MoeForCausalLM",
+    "glm4_moe",
+    fields=(
+        *_common(epsilon=1e-5, fraction=0.5),
+        *_HEADS,
+        *_DEEPSEEK_FIELDS,
+        same("attention_bias", "qkv_bias", False),
+        same("use_qk_norm", "qk_norm", False),
+    ),
+    tensors=(*_MODEL, *_ATTENTION, _QKV_BIAS[0], *_HEAD_NORMS, *_DENSE, *_EXPERTS, *_EXPERT_BIAS, *_shared("shared_experts")),
+    settings={},
+    traits=_DEEPSEEK_TRAITS
+    | {
+        "qk_norm": ("none", "head"),
+        "qkv_bias": (False, True),
+        "rotary": ("whole heads", "a part"),
+        "head_dim": ("hidden / heads", "free"),
+    },
+    predicts_more=True,
+)
+LLAMA = Architecture(
+    "LlamaForCausalLM",
+    "llama",
+    fields=(
+        *_common(),
+        *_HEADS,
+        _NO_BIAS,
+        must_be("mlp_bias", False, because="biases in the MLP are not supported"),
+        same("intermediate_size", "ffn_hidden_size"),
+    ),
+    tensors=(*_MODEL, *_ATTENTION, *_DENSE),
+    settings=_DENSE_MODEL,
+    traits=_DENSE_TRAITS | {"head_dim": ("hidden / heads", "free")},
+)
+QWEN3 = Architecture(
+    "Qwen3ForCausalLM",
+    "qwen3",
+    fields=(*_common(), *_HEADS, _NO_BIAS, same("intermediate_size", "ffn_hidden_size"), rules.no_sliding_window()),
+    tensors=(*_MODEL, *_ATTENTION, *_HEAD_NORMS, *_DENSE),
+    settings=_DENSE_MODEL | {"qk_norm": True},
+    traits=_DENSE_TRAITS | {"qk_norm": ("head",), "head_dim": ("hidden / heads", "free")},
+)
+
+# In the order in which they are tried for a model of ours.
+ARCHITECTURES = {a.name: a for a in (MIXTRAL, OLMOE, QWEN3_MOE, QWEN2_MOE, DEEPSEEK_V3, GLM4_MOE, LLAMA, QWEN3)}

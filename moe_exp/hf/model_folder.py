@@ -1,0 +1,145 @@
+"""A folder of Hugging Face: its config.json, and its weights as safetensors, read tensor by tensor.
+
+The files are read with `pread`, not mapped: pages of a mapped file count as memory of the process until the file is closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}  # of the setting DTYPE
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_FETCH = "fetch the folder again"
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """A tensor of a folder, without its values."""
+
+    file: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class ModelFolder:
+    """Config and weights of a folder; values are read where they are asked for.
+
+    Args:
+        path: of the folder.
+
+    Raises:
+        ValueError: where it is no such folder, a file is missing or damaged, or the index disagrees with the files.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        if not path.is_dir():
+            raise ValueError(f"SRC={path}: is no folder. Fix: give a local folder with config.json and safetensors files.")
+        self.config = read_json(path / "config.json")
+        self.weights: dict[str, StoredWeight] = {}
+        self._open: tuple[str, Any] | None = None
+        index = self._index()
+        for file in self._files(index):
+            self._read_header(file)
+        if index is not None:
+            self._compare(index)
+
+    def _index(self) -> dict[str, str] | None:
+        if not (self.path / INDEX).is_file():
+            return None
+        index = read_json(self.path / INDEX).get("weight_map")
+        if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
+            raise ValueError(f"{self.path / INDEX}: has no weight_map. Fix: {_FETCH}.")
+        return index
+
+    def _files(self, index: Mapping[str, str] | None) -> list[str]:
+        if index is not None:
+            return sorted(set(index.values()))
+        if (self.path / SINGLE).is_file():
+            return [SINGLE]
+        if any(found for pattern in _PICKLES for found in self.path.glob(pattern)):
+            fix = "load it with transformers and save it again: from_pretrained(...).save_pretrained(...)"
+            raise ValueError(f"SRC={self.path}: has pickled weights alone, which can run code when they are read. Fix: {fix}.")
+        raise ValueError(f"SRC={self.path}: has neither {SINGLE} nor {INDEX}. Fix: {_FETCH}.")
+
+    def _read_header(self, file: str) -> None:
+        if Path(file).name != file:
+            raise ValueError(f"{self.path / INDEX}: names a file outside the folder, {file}. Fix: {_FETCH}.")
+        with self._explained(file):
+            opened = self._opened(file)
+            for name in opened.keys():  # noqa: SIM118  # not a dict
+                if name in self.weights:
+                    raise ValueError(f"{self.path}: {name} is in {self.weights[name].file} and in {file}. Fix: {_FETCH}.")
+                entry = opened.get_slice(name)
+                self.weights[name] = StoredWeight(file, tuple(entry.get_shape()), entry.get_dtype())
+
+    def _compare(self, index: Mapping[str, str]) -> None:
+        there = {name: weight.file for name, weight in self.weights.items()}
+        if differing := sorted(name for name in {*index, *there} if index.get(name) != there.get(name)):
+            said, is_in = (where.get(differing[0], "no file") for where in (index, there))
+            more = f", and {len(differing) - 1} more" if len(differing) > 1 else ""
+            raise ValueError(f"{self.path / INDEX}: says {differing[0]} is in {said}, it is in {is_in}{more}. Fix: {_FETCH}.")
+
+    def read(self, name: str, index: int | None = None) -> Tensor:
+        """The values of a tensor, or of one index of its first axis.
+
+        Raises:
+            ValueError: where the file is damaged.
+        """
+        with self._explained(self.weights[name].file):
+            opened = self._opened(self.weights[name].file)
+            return opened.get_tensor(name) if index is None else opened.get_slice(name)[index]
+
+    def close(self) -> None:
+        """Closes the file that is open."""
+        if self._open is not None:
+            self._open[1].__exit__(None, None, None)
+            self._open = None
+
+    def _opened(self, file: str) -> Any:
+        if self._open is None or self._open[0] != file:
+            self.close()
+            path = self.path / file
+            if not path.is_file():
+                raise FileNotFoundError(f"{path}: is missing. Fix: {_FETCH}.")
+            self._open = file, safe_open(str(path), framework="pt", backend="pread").__enter__()
+        return self._open[1]
+
+    @contextlib.contextmanager
+    def _explained(self, file: str) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise ValueError(str(error)) from None
+        except SafetensorError as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(f"{self.path / file}: is damaged ({reason}). Fix: {_FETCH}.") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file that holds an object.
+
+    Raises:
+        ValueError: where it is missing or holds something else.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path}: is missing. Fix: {_FETCH}.") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: is no JSON ({' '.join(str(error).split())}). Fix: {_FETCH}.") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: holds no object. Fix: {_FETCH}.")
+    return content

@@ -1,0 +1,111 @@
+"""Which tensor of a checkpoint is made of which tensors of a Hugging Face folder, for one model: the rules written out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from moe_exp.config import Config
+from moe_exp.hf.families import Architecture
+from moe_exp.hf.tensor_rules import CONDITIONS, TensorRule, joined_shape, sizes_of
+
+# Tensors of a checkpoint that belong to training: counts that the loss `global_aux_loss` keeps.
+TRAINING_ONLY = (".mlp.router.global_tokens_per_expert",)
+
+
+@dataclass(frozen=True)
+class Theirs:
+    """A tensor of a Hugging Face folder, or one expert of it."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of one tensor of ours, and the tensors of theirs that it is made of.
+
+    Args:
+        key: of ours; empty for a tensor that is theirs alone.
+        shape: of the whole tensor under that key.
+        offsets: of the box.
+        box: its sizes; ones for the layer and the expert.
+        theirs: in the order in which they are joined.
+        join: how, see tensor_rules.
+        expert: index of the expert, None for what is no expert's.
+        alias: another name for theirs, empty for none; see TensorRule.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    box: tuple[int, ...]
+    theirs: tuple[Theirs, ...]
+    join: str
+    expert: int | None = None
+    alias: str = ""
+
+    @property
+    def inner_shape(self) -> tuple[int, ...]:
+        """Of the box, without the axes of layer and expert."""
+        return self.box[len(self.box) - len(self.theirs[0].shape) :]
+
+
+def layers_are_stacked(config: Config) -> bool:
+    """Whether the layers of a checkpoint are one tensor; as in model.py, where Megatron decides by this."""
+    return len(set(config.moe_layers)) == 1
+
+
+def pieces(architecture: Architecture, config: Config) -> Iterator[Piece]:
+    """Everything that the model has, the embedding first, then layer by layer, so that one layer is in memory at a time."""
+    once = [rule for rule in architecture.tensors if rule.layers == "model" and CONDITIONS[rule.when](config)]
+    yield from _of_model(once[:1], config)
+    for layer, is_moe in enumerate(config.moe_layers):
+        for rule in architecture.tensors:
+            if rule.layers in ("all", "moe" if is_moe else "dense") and CONDITIONS[rule.when](config):
+                yield from _of_layer(rule, layer, config)
+    yield from _of_model(once[1:], config)
+
+
+def _of_model(rules: list[TensorRule], config: Config) -> Iterator[Piece]:
+    for rule in rules:
+        theirs = _theirs(rule, config)
+        shape = joined_shape(rule.join, [part.shape for part in theirs], config)
+        yield Piece(rule.ours, shape, (0,) * len(shape), shape, theirs, rule.join)
+
+
+def _of_layer(rule: TensorRule, layer: int, config: Config) -> Iterator[Piece]:
+    stacked = layers_are_stacked(config)
+    key = f"decoder.layers.{rule.ours}" if stacked else f"decoder.layers.{layer}.{rule.ours}"
+    before = f"model.layers.{layer}."
+    for expert in range(config.num_experts) if rule.per_expert else (None,):
+        theirs = _theirs(rule, config, before, expert)
+        shape = joined_shape(rule.join, [part.shape for part in theirs], config)
+        axes = ([(layer, config.num_layers)] if stacked else []) + ([(expert, config.num_experts)] if expert is not None else [])
+        yield Piece(
+            key if rule.ours else "",
+            tuple(size for _, size in axes) + shape,
+            tuple(index for index, _ in axes) + (0,) * len(shape),
+            (1,) * len(axes) + shape,
+            theirs,
+            rule.join,
+            expert,
+            before + rule.alias if rule.alias else "",
+        )
+
+
+def _theirs(rule: TensorRule, config: Config, before: str = "", expert: int | None = None) -> tuple[Theirs, ...]:
+    sizes = sizes_of(config)
+    return tuple(
+        Theirs(before + name.format(expert=expert), tuple(sizes[letter] for letter in letters.split()))
+        for name, letters in rule.theirs.items()
+    )
+
+
+def misfits(lists: Mapping[str, Sequence[str]]) -> str:
+    """'missing: a, b; without a use: c', the first five of each list; empty where all are."""
+    return "; ".join(f"{what}: {_first(names)}" for what, names in lists.items() if names)
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,0 +1,88 @@
+"""A folder that appears whole or not at all, and how a conversion says how far it is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from moe_exp.checkpoint.folders import PARTIAL
+
+_MARGIN = 1.01  # headers, index, tokenizer
+
+# Takes a few words and the bytes of all, and gives a function that takes bytes as they are done.
+Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+
+
+@contextlib.contextmanager
+def no_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """For callers without a terminal."""
+    yield lambda num_bytes: None
+
+
+@contextlib.contextmanager
+def new_folder(target: Path, *, num_bytes: int) -> Iterator[Path]:
+    """Yields an empty folder beside `target`, which becomes `target` by one rename, or goes away where the work fails.
+
+    Args:
+        target: must not be there, or be an empty folder.
+        num_bytes: that will be written.
+
+    Raises:
+        ValueError: where it is there, cannot be made, or the disk has not enough room; nothing is changed then.
+    """
+    check_target(target)
+    partial = target.with_name(target.name + PARTIAL)
+    if partial.exists():
+        raise ValueError(f"DST={partial}: an earlier call left it behind, or another one is writing it. Fix: remove it.")
+    missing = [folder for folder in partial.parents if not folder.exists()]
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        _remove_empty(missing)
+        raise ValueError(f"DST={target}: cannot be made ({error.strerror}). Fix: give a folder where you can write.") from None
+    try:
+        free = shutil.disk_usage(partial).free
+        if free < num_bytes * _MARGIN:
+            rule = f"needs {num_bytes / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
+            raise ValueError(f"DST={target}: {rule}. Fix: free some, or give a folder on another disk.")
+        yield partial
+        _sync_files(partial)
+        partial.rename(target)
+        _sync_folder(target.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        _remove_empty(missing)
+        raise
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    for folder in folders:
+        with contextlib.suppress(OSError):  # it was never made, or somebody uses it meanwhile
+            folder.rmdir()
+
+
+def check_target(target: Path) -> None:
+    """Raises a ValueError where there is something at `target` already."""
+    if target.is_dir() and not any(target.iterdir()):
+        return
+    if target.exists() or target.is_symlink():
+        raise ValueError(f"DST={target}: is there already. Fix: give a new folder, or remove it.")
+
+
+def _sync_files(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

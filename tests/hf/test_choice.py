@@ -1,0 +1,111 @@
+"""Which architecture a model of ours becomes, and what is in the way where there is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moe_exp.config import load_config
+from moe_exp.hf.choice import choose_architecture, reasons_against
+from moe_exp.hf.families import ARCHITECTURES
+from moe_exp.hf.fields import UnsupportedModel
+from moe_exp.presets import PRESETS
+
+LATENT = {"multi_latent_attention": True, "qk_norm": True, "norm_epsilon": 1e-6}
+DEEPSEEK = LATENT | {
+    "router_score": "sigmoid", "router_bias_update_rate": 1e-3, "shared_expert_size": 512, "moe_ffn_hidden_size": 256, "topk": 4,
+}  # fmt: skip
+GLM = {name: value for name, value in DEEPSEEK.items() if name not in LATENT}
+DENSE = {"use_moe": False}
+
+CHOSEN: list[tuple[dict[str, Any], str]] = [
+    ({}, "Qwen2Moe"),
+    ({"preset": "reference"}, "Qwen2Moe"),
+    ({"preset": "cpu"}, "Qwen2Moe"),
+    ({"preset": "mixtral-8x7b"}, "Mixtral"),
+    ({"preset": "qwen3-30b-a3b"}, "Qwen3Moe"),
+    ({"preset": "deepseek-v3-like"}, "Glm4Moe"),
+    ({"topk": 2, "router_pre_softmax": False}, "Mixtral"),
+    ({"topk": 2, "router_normalize": "true"}, "Mixtral"),
+    ({"topk": 2, "router_normalize": "true", "first_k_dense": 1}, "Qwen2Moe"),
+    ({"topk": 2, "router_pre_softmax": False, "head_dim": 64, "hidden_size": 512, "num_heads": 4}, "Mixtral"),
+    ({"moe_layer_freq": "2"}, "Qwen2Moe"),
+    ({"moe_layer_freq": "2", "qk_norm": True}, "Qwen3Moe"),
+    ({"qk_norm": True, "qk_norm_scope": "all"}, "Olmoe"),
+    ({"qkv_bias": True}, "Qwen2Moe"),
+    ({"shared_expert_size": 300, "shared_expert_gate": True}, "Qwen2Moe"),
+    ({"tie_embeddings": True}, "Qwen2Moe"),
+    ({"rope_scaling": "llama3", "rope_scaling_factor": 8}, "Qwen2Moe"),
+    # A capacity that no expert can exceed drops nothing.
+    ({"moe_type": "moe", "capacity_factor": 4, "num_experts": 8, "topk": 2}, "Qwen2Moe"),
+    # What only training sees.
+    ({"router_jitter": 0.1, "z_loss_coeff": 0.1, "aux_loss_type": "seq_aux_loss", "dropout": 0.1}, "Qwen2Moe"),
+    (DEEPSEEK, "DeepseekV3"),
+    (DEEPSEEK | {"first_k_dense": 3, "router_scaling_factor": 2.5, "num_router_groups": 4, "router_group_topk": 2}, "DeepseekV3"),
+    (DEEPSEEK | {"router_bias_update_rate": 0.0, "q_lora_rank": 128}, "DeepseekV3"),
+    (GLM, "Glm4Moe"),
+    (GLM | {"qk_norm": True, "qkv_bias": True, "rotary_fraction": 0.5, "norm_epsilon": 1e-5, "first_k_dense": 1}, "Glm4Moe"),
+    (DENSE, "Llama"),
+    (DENSE | {"qk_norm": True, "tie_embeddings": True}, "Qwen3"),
+    # Settings of the MoE do not concern a dense model.
+    (DENSE | {"router_score": "sigmoid", "moe_type": "moe"}, "Llama"),
+]  # fmt: skip
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"normalization": "LayerNorm"}, "NORMALIZATION=LayerNorm: no architecture"),
+    ({"activation": "geglu"}, "ACTIVATION=geglu: no architecture"),
+    ({"activation": "squared_relu"}, "ACTIVATION=squared_relu: no architecture"),
+    ({"add_bias_linear": True}, "ADD_BIAS_LINEAR=True: no architecture"),
+    ({"moe_type": "moe"}, "MOE_TYPE=moe CAPACITY_FACTOR=1.0, which may drop tokens,: no architecture"),
+    ({"moe_type": "moe", "capacity_factor": 3.9, "num_experts": 8, "topk": 2}, "CAPACITY_FACTOR=3.9"),
+    ({"router_score": "sqrtsoftplus"}, "ROUTER_SCORE=sqrtsoftplus"),
+    ({"aux_loss_type": "sinkhorn"}, "AUX_LOSS_TYPE=sinkhorn"),
+    ({"force_routing": "balanced"}, "FORCE_ROUTING=balanced"),
+    ({"rotary_fraction": 0.5}, r"Qwen2MoeForCausalLM has no ROTARY_FRACTION=0\.5"),
+    ({"router_scaling_factor": 2.0}, r"computes this \(Qwen2MoeForCausalLM has no ROUTER_SCALING_FACTOR=2\.0\)"),
+    ({"shared_expert_size": 300}, "SHARED_EXPERT_SIZE=300 SHARED_EXPERT_GATE=False: no architecture"),
+    # vLLM's Qwen2Moe divides, whatever config.json says.
+    ({"head_dim": 96, "first_k_dense": 1}, r"Qwen3MoeForCausalLM has no QK_NORM=False .*; Qwen2MoeForCausalLM has no HEAD_DIM=96"),
+    ({"router_score": "sigmoid"}, "ROUTER_SCORE=sigmoid"),
+    ({"qk_norm": True, "qk_norm_scope": "all", "first_k_dense": 1}, "OlmoeForCausalLM has no USE_MOE=True .* FIRST_K_DENSE=1"),
+    (DEEPSEEK | {"topk": 6, "num_router_groups": 4, "router_group_topk": 2}, "TOPK=6 NUM_ROUTER_GROUPS=4 ROUTER_GROUP_TOPK=2"),
+    (DEEPSEEK | {"shared_expert_size": 300}, "SHARED_EXPERT_SIZE=300"),
+    (DEEPSEEK | {"norm_epsilon": 1e-5}, "NORM_EPSILON=1e-05"),
+    (DEEPSEEK | {"qk_norm": False}, "MULTI_LATENT_ATTENTION=True QK_NORM=False"),
+    ({"rope_scaling": "yarn", "rope_scaling_factor": 4, "yarn_mscale": 0.7}, "YARN_MSCALE=0.7"),
+    (DENSE | {"shared_expert_size": 0, "qkv_bias": True}, "LlamaForCausalLM has no QKV_BIAS=True"),
+    ({"preset": "olmoe-1b-7b", "rotary_fraction": 0.5}, "ROTARY_FRACTION=0.5"),
+]  # fmt: skip
+
+
+def config_of(settings: dict[str, Any]):
+    return load_config({"preset": "cpu", "num_experts": 64} | settings, {})
+
+
+@pytest.mark.parametrize(("settings", "name"), CHOSEN, ids=lambda value: str(value)[:60])
+def test_chosen(settings, name):
+    choice = choose_architecture(config_of(settings))
+    assert choice.architecture.name == f"{name}ForCausalLM"
+    assert {choice.architecture.name, *choice.against} == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize(("settings", "text"), REFUSED, ids=lambda value: str(value)[:60])
+def test_refused_by_name(settings, text):
+    with pytest.raises(UnsupportedModel, match=text) as caught:
+        choose_architecture(config_of(settings))
+    assert str(caught.value).count("Fix: ") == 1
+    assert "\n" not in str(caught.value)
+
+
+def test_the_others_are_named_with_what_is_in_the_way():
+    against = choose_architecture(config_of({"preset": "reference"})).against
+    assert any("ROUTER_PRE_SOFTMAX=True" in reason for reason in against["MixtralForCausalLM"])
+    assert against["Qwen3MoeForCausalLM"] == ["QK_NORM=False QK_NORM_SCOPE=head"]
+    assert any("USE_MOE=True" in reason for reason in against["LlamaForCausalLM"])
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_trait_of_a_preset_has_words(preset):
+    for architecture in ARCHITECTURES.values():
+        assert all(reasons_against(architecture, config_of({"preset": preset})) or [True])
