@@ -7,7 +7,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_exp.config import Config, ConfigError, add_arguments, load_config, to_yaml, unknown_variables
+from moe_exp.config import Config, ConfigError, add_arguments, load_config, to_yaml
+from moe_exp.misspelt import unknown_variables
 from moe_exp.presets import PRESETS
 
 

@@ -41,7 +41,8 @@ ALLOWED: dict[str, set[str]] = {
     "backends": {*ENGINE, "layers", "optim"},
     "interval": {*ENGINE, "checkpoint", "metrics", "planner", "optim", "layers", "faults"},
     "doctor": {"hosts", "backends", "config", *CPU, "runtime", "layers", "optim"},
-    "launch": {"config", "hosts", "presets", "checks", "machine_checks", "planner", "run_folder", "data", "report", "metrics"},
+    "misspelt": {"config"},
+    "launch": {"config", "misspelt", "hosts", "presets", "checks", "machine_checks", "planner", "run_folder", "data", "report", "metrics"},
     # cli, commands, scripts, __main__ and train: see below.
 }
 NEVER_IMPORTED = {"cli", "scripts", "__main__", "commands"}
@@ -56,6 +57,7 @@ NO_TORCH = {
     "run_folder",
     "files",
     "progress",
+    "misspelt",
     "checks",
     "attention_checks",
     "divisors",

@@ -22,7 +22,8 @@ A run, called by every rank:
 
 The files themselves, on one process:
 
-    torch_dist.py      reads and writes them piece by piece
+    torch_dist.py      reads them piece by piece
+    torch_dist_writer.py writes them so
     foreign.py         the settings that Megatron-LM writes
     settings.py        the settings of the run that wrote one
     naming.py          tensors by layer and expert, whatever the style

@@ -31,7 +31,8 @@ from moe_exp.checkpoint.naming import (
     optimizer_state,
     states,
 )
-from moe_exp.checkpoint.torch_dist import CheckpointReader, CheckpointWriter
+from moe_exp.checkpoint.torch_dist import CheckpointReader
+from moe_exp.checkpoint.torch_dist_writer import CheckpointWriter
 from moe_exp.config import problem
 from moe_exp.files import write_atomically
 from moe_exp.progress import progress

@@ -28,7 +28,8 @@ from moe_exp.checkpoint.plan import plan_save
 from moe_exp.checkpoint.rank_files import Written, error_line, write_rank_files
 from moe_exp.checkpoint.retention import which_to_remove
 from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync, whole_state
-from moe_exp.checkpoint.torch_dist import METADATA, write_metadata
+from moe_exp.checkpoint.torch_dist import METADATA
+from moe_exp.checkpoint.torch_dist_writer import write_metadata
 from moe_exp.config import Config
 from moe_exp.run_folder import package_versions
 from moe_exp.runtime import Runtime

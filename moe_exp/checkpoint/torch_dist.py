@@ -1,4 +1,4 @@
-"""Reads and writes the files of a `torch_dist` checkpoint piece by piece, on one process and without process groups.
+"""Reads the files of a `torch_dist` checkpoint piece by piece, on one process and without process groups.
 
 The format is that of torch.distributed.checkpoint. A tensor has a key, a shape and a type, and lies in chunks: boxes that do not
 overlap and fill it. A chunk is what `torch.save` writes, at an offset of a `.distcp` file. `.metadata`, a pickle, holds the shapes
@@ -12,7 +12,6 @@ What is read is compared with the checksum that `torch.save` puts beside it (CRC
 from __future__ import annotations
 
 import io
-import json
 import math
 import os
 import pickle
@@ -27,14 +26,9 @@ from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
-    TensorProperties,
     TensorStorageMetadata,
 )
 
@@ -42,7 +36,6 @@ from moe_exp.checkpoint.foreign import read_inert
 
 COMMON = "common.pt"
 METADATA = ".metadata"
-_BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
 # What a .metadata may be made of.
 _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner")
 _CLASSES = {
@@ -82,16 +75,6 @@ def read_metadata(folder: Path) -> Metadata:
     except Exception as error:  # a damaged pickle can raise whatever its opcodes happen to do
         raise _unusable(path, error) from None
     return metadata
-
-
-def write_metadata(folder: Path, metadata: Metadata) -> None:
-    """Writes `.metadata`, and metadata.json, by which Megatron knows the format."""
-    with (folder / METADATA).open("wb") as file:
-        pickle.dump(metadata, file)
-        _sync(file)
-    with (folder / "metadata.json").open("w") as text:
-        json.dump(_BACKEND, text)
-        _sync(text)
 
 
 def read_common(folder: Path) -> dict[str, Any]:
@@ -308,100 +291,3 @@ def _check_zip(window: _Window) -> None:
         if (name := archive.testzip()) is not None:
             raise ValueError(f"the checksum of {name} is wrong")
     window.seek(0)
-
-
-class CheckpointWriter:
-    """Writes a checkpoint chunk by chunk; nothing but the chunk at hand is in memory.
-
-    `add_tensor`, `add_chunk`, `add_object` in any order, then `finish`. Without `finish` the folder is no checkpoint.
-    What is added goes to the file of `rank`, which may be set in between: a rank of a layout then finds its own chunks in one file.
-    As a context it closes its files where something goes wrong before the end.
-
-    Args:
-        folder: that of the new checkpoint, empty or not there yet.
-        file_bytes: a new file is begun where the current one has reached this size.
-    """
-
-    def __init__(self, folder: Path, *, file_bytes: int = 4 << 30):
-        self.folder, self.file_bytes = folder, file_bytes
-        self.rank = 0
-        folder.mkdir(parents=True, exist_ok=True)
-        self._tensors: dict[str, TensorStorageMetadata] = {}
-        self._objects: dict[str, BytesStorageMetadata] = {}
-        self._places: dict[MetadataIndex, _StorageInfo] = {}
-        self._files: dict[int, IO[bytes]] = {}
-        self._num_parts: dict[int, int] = {}
-
-    def __enter__(self) -> CheckpointWriter:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for file in self._files.values():
-            file.close()
-
-    def next_file(self) -> None:
-        """Closes the files of all ranks; what comes for one of them later goes to a new file."""
-        for rank in list(self._files):
-            self._close(rank)
-
-    def add_tensor(self, key: str, values: Tensor) -> None:
-        """A whole tensor as one chunk."""
-        self.add_chunk(key, values, shape=tuple(values.shape), offsets=(0,) * values.dim())
-
-    def add_chunk(self, key: str, values: Tensor, *, shape: Sequence[int], offsets: Sequence[int]) -> None:
-        """The box at `offsets` of the tensor `key`, which has `shape`. The boxes of a tensor must fill it without overlap."""
-        info = self._tensors.get(key)
-        if info is None:
-            properties = TensorProperties(dtype=values.dtype)
-            info = self._tensors[key] = TensorStorageMetadata(properties, torch.Size(shape), [])
-        if tuple(info.size) != tuple(shape) or info.properties.dtype != values.dtype:
-            raise ValueError(f"{key}: chunks disagree, {tuple(shape)} {values.dtype} and {tuple(info.size)} {info.properties.dtype}.")
-        info.chunks.append(ChunkStorageMetadata(torch.Size(offsets), values.size()))
-        values = values.detach().contiguous()
-        if values.untyped_storage().nbytes() != values.numel() * values.element_size():
-            values = values.clone()  # torch.save writes the whole storage of a view
-        self._write(MetadataIndex(key, offsets), values)
-
-    def add_object(self, key: str, value: Any) -> None:
-        """An object under a full key such as `rng_state/shard_0.0_1.1`."""
-        self._objects[key] = BytesStorageMetadata()
-        self._write(MetadataIndex(key), [value])
-
-    def finish(self, common: dict[str, Any]) -> None:
-        """Checks that every tensor is filled, and writes `common` and what makes the folder a checkpoint.
-
-        Raises:
-            ValueError: where chunks of a tensor are missing.
-        """
-        self.next_file()
-        for key, info in self._tensors.items():
-            filled = sum(math.prod(chunk.sizes) for chunk in info.chunks)
-            if filled != math.prod(info.size):
-                raise ValueError(f"{key}: {filled} of {math.prod(info.size)} values were written.")
-        metadata = Metadata({**self._tensors, **self._objects}, storage_data=self._places, storage_meta=StorageMeta(), version="1.0.0")
-        with (self.folder / COMMON).open("wb") as file:
-            torch.save(common, file)
-            _sync(file)
-        write_metadata(self.folder, metadata)
-
-    def _write(self, index: MetadataIndex, value: Any) -> None:
-        if (file := self._files.get(self.rank)) is None:
-            part = self._num_parts.get(self.rank, 0)
-            file = self._files[self.rank] = (self.folder / f"__{self.rank}_{part}.distcp").open("wb")
-            self._num_parts[self.rank] = part + 1
-        start = file.tell()
-        torch.save(value, file)
-        end = file.tell()
-        self._places[index] = _StorageInfo(Path(file.name).name, start, end - start)
-        if end >= self.file_bytes:
-            self._close(self.rank)
-
-    def _close(self, rank: int) -> None:
-        file = self._files.pop(rank)
-        _sync(file)
-        file.close()
-
-
-def _sync(file: IO[Any]) -> None:
-    file.flush()
-    os.fsync(file.fileno())

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe_exp.checkpoint import folders
 from moe_exp.checkpoint.state import CONTENT
-from moe_exp.checkpoint.torch_dist import CheckpointWriter
+from moe_exp.checkpoint.torch_dist_writer import CheckpointWriter
 from moe_exp.config import Config
 from moe_exp.files import write_atomically
 from moe_exp.hf.companions import GENERATION, ORIGINAL, copy_tokenizer

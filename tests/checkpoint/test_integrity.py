@@ -19,7 +19,8 @@ from small_job import build_small, end_run, files_of, records, small_settings, s
 
 from moe_exp.checkpoint.folders import Manifest, NewerFormatError, entries_of, one_checkpoint, recover, usable
 from moe_exp.checkpoint.integrity import Source, find_source
-from moe_exp.checkpoint.torch_dist import CheckpointReader, CheckpointWriter
+from moe_exp.checkpoint.torch_dist import CheckpointReader
+from moe_exp.checkpoint.torch_dist_writer import CheckpointWriter
 from ranks import RankError, free_port, run_on_ranks
 
 

@@ -18,7 +18,8 @@ from moe_exp.checkpoint.layouts import Layout
 from moe_exp.checkpoint.naming import logical_tensors, states
 from moe_exp.checkpoint.reshape import Reshaping, reshape
 from moe_exp.checkpoint.soundness import Verification
-from moe_exp.checkpoint.torch_dist import CheckpointReader, CheckpointWriter
+from moe_exp.checkpoint.torch_dist import CheckpointReader
+from moe_exp.checkpoint.torch_dist_writer import CheckpointWriter
 from moe_exp.cli import main
 from ranks import free_port, run_on_ranks
 

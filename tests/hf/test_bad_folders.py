@@ -258,7 +258,8 @@ def test_disk_that_fills_up_meanwhile(error, folder, tmp_path, monkeypatch):
 
 def test_checkpoint_that_does_not_fit_its_settings(checkpoints, tmp_path):
     """A damaged or foreign checkpoint is no model; nothing is written."""
-    from moe_exp.checkpoint.torch_dist import CheckpointReader, CheckpointWriter
+    from moe_exp.checkpoint.torch_dist import CheckpointReader
+    from moe_exp.checkpoint.torch_dist_writer import CheckpointWriter
 
     reader = CheckpointReader(checkpoints["mixtral"] / "iter_0000000")
     common = reader.common()
