@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "optim": {"config", "runtime", "layers", "model", *CPU},
     "checkpoint": {*ENGINE, "run_folder", "files", "progress"},
     "training_data": {*CPU, "config", "runtime", "optim", "data", "checkpoint"},
-    "inference": {*ENGINE, "checkpoint", "run_folder", "files", "layers", "optim", "data", "checks", "hosts", "faults"},
+    "inference": {*ENGINE, "checkpoint", "progress", "run_folder", "files", "layers", "optim", "data", "checks", "hosts", "faults"},
     "upcycle": {*ENGINE, "checkpoint", "layers", "machine_checks"},
     "hf": {*ENGINE, "checkpoint", "run_folder", "files", "progress"},
     "metrics": {"config", "run_folder", "files"},
