@@ -13,7 +13,7 @@ from moe_exp.runtime import choose_communication
 
 
 def chosen_backends(
-    *, device_type: str, dtype: torch.dtype, expert_backend: str = "auto", use_te: bool = False
+    *, device_type: str, dtype: torch.dtype, expert_backend: str = "auto", use_te: bool = False, other_value_size: bool = False
 ) -> dict[str, tuple[str, str]]:
     """Part to (what runs, why).
 
@@ -22,11 +22,12 @@ def chosen_backends(
         dtype: dtype of weights and activations.
         expert_backend: EXPERT_BACKEND.
         use_te: whether the parts around the MoE layer are Transformer Engine's.
+        other_value_size: value heads are not of the size of query heads (MULTI_LATENT_ATTENTION).
     """
     te = ("Transformer Engine", "IMPL=te, or auto with it installed")
     return {
         "communication": choose_communication(),
-        "attention": te if use_te else choose_attention(device_type, dtype),
+        "attention": te if use_te else choose_attention(device_type, dtype, other_value_size=other_value_size),
         "norm": te if use_te else choose_norm(device_type),
         "grouped GEMM": choose_backend(expert_backend, device_type=device_type, dtype=dtype),
         "optimizer": choose_adam(),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from moe_exp.attention_checks import check_attention
 from moe_exp.config import Config, problem
 from moe_exp.divisors import choices as _choices
 from moe_exp.divisors import divisors as _divisors
@@ -26,6 +27,7 @@ def check_config(config: Config) -> list[str]:
     """Problems among the settings themselves, the same on every machine."""
     return [
         *_model(config),
+        *check_attention(config),
         *_moe(config),
         *_upcycle(config),
         *_parallel(config),
@@ -37,10 +39,11 @@ def check_config(config: Config) -> list[str]:
 
 
 def _model(c: Config) -> Iterator[str]:
-    yield from _must_divide(c, "num_query_groups", "NUM_HEADS", c.num_heads)
-    if not c.head_dim:
+    if not c.multi_latent_attention:
+        yield from _must_divide(c, "num_query_groups", "NUM_HEADS", c.num_heads)
+    if not c.multi_latent_attention and not c.head_dim:
         yield from _must_divide(c, "num_heads", "HIDDEN_SIZE", c.hidden_size)
-    if c.kv_channels % 2:
+    if not c.multi_latent_attention and c.kv_channels % 2:
         rule = "rotary position embedding turns pairs of channels, the head size must be even"
         yield problem("head_dim", c.kv_channels, rule, f"set HEAD_DIM to {_multiples(2, c.kv_channels)}")
     if c.use_moe and c.add_bias_linear and c.shared_expert_size:
@@ -235,7 +238,8 @@ def _ranks(c: Config, product: str, size: int) -> Iterator[str]:
 
 def _tensor_parallel(c: Config) -> Iterator[str]:
     yield from _must_divide(c, "tp", "NUM_HEADS", c.num_heads)
-    yield from _must_divide(c, "tp", "NUM_QUERY_GROUPS", c.num_query_groups)
+    if not c.multi_latent_attention:
+        yield from _must_divide(c, "tp", "NUM_QUERY_GROUPS", c.num_query_groups)
     yield from _must_divide(c, "tp", "the padded VOCAB_SIZE", c.padded_vocab_size)
     if not all(c.moe_layers):
         yield from _must_divide(c, "tp", "FFN_HIDDEN_SIZE", c.ffn_hidden_size)

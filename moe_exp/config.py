@@ -73,14 +73,36 @@ class Config(BaseModel):
     num_heads: Positive = Field(4, description="attention heads")
     num_query_groups: Positive = Field(1, description="key/value heads (GQA); equal to NUM_HEADS: plain multi-head attention")
     head_dim: NonNegative = Field(0, description="size of one head (Megatron: kv_channels); 0: HIDDEN_SIZE / NUM_HEADS")
+    multi_latent_attention: bool = Field(
+        False, description="DeepSeek's attention (MLA), with the five sizes that follow; NUM_QUERY_GROUPS says nothing then"
+    )
+    q_lora_rank: NonNegative = Field(0, description="width that queries are projected down to (MLA); 0: they are not")
+    kv_lora_rank: Positive = Field(512, description="width that keys and values are projected down to (MLA)")
+    qk_head_dim: Positive = Field(128, description="channels of a query or key head without position embedding (MLA)")
+    qk_pos_emb_head_dim: Positive = Field(64, description="channels of a query or key head with position embedding (MLA)")
+    v_head_dim: Positive = Field(128, description="channels of a value head (MLA)")
     seq_len: Positive = Field(2048, description="tokens per sample")
     vocab_size: Positive = Field(128256, description="tokens of the model's vocabulary, before padding to a multiple of 128")
     activation: Literal["swiglu", "geglu", "gelu", "squared_relu"] = Field("swiglu", description="activation of MLP and experts")
     normalization: Literal["RMSNorm", "LayerNorm"] = Field("RMSNorm", description="norm layers")
     norm_epsilon: float = Field(1e-5, gt=0, description="added to the variance inside a norm")
     add_bias_linear: bool = Field(False, description="biases in the linear layers, experts too")
-    qk_norm: bool = Field(False, description="norm on queries and keys (Megatron: --qk-layernorm)")
+    qk_norm: bool = Field(False, description="norm on queries and keys; with MLA on what they are projected up from")
+    qk_norm_scope: Literal["head", "all"] = Field(
+        "head", description="what QK_NORM is a mean over: each head by itself, or all heads together (OLMo 2, OLMoE)"
+    )
+    qkv_bias: bool = Field(False, description="biases on queries, keys and values alone (Megatron: --add-qkv-bias)")
     rotary_base: float = Field(100000.0, gt=0, description="base of the rotary position embedding")
+    rotary_fraction: float = Field(1.0, gt=0, le=1, description="share of each head's channels that are turned")
+    rope_scaling: Literal["none", "llama3", "yarn"] = Field(
+        "none", description="rotary frequencies for sequences longer than ROPE_ORIGINAL_SEQ_LEN: as Llama 3 has them, or YaRN"
+    )
+    rope_scaling_factor: float = Field(1.0, ge=1, description="how many times longer (with ROPE_SCALING)")
+    rope_original_seq_len: NonNegative = Field(0, description="tokens before scaling; 0: 8192 (the only one) with llama3, 4096 with yarn")
+    yarn_beta_fast: float = Field(32.0, gt=0, description="turns over the original length from which a frequency is kept")
+    yarn_beta_slow: float = Field(1.0, gt=0, description="turns up to which a frequency is divided by ROPE_SCALING_FACTOR")
+    yarn_mscale: Rate = Field(1.0, description="with f = 1 + 0.1*m*ln(factor): queries and keys times f(this) / f(YARN_MSCALE_ALL_DIM)")
+    yarn_mscale_all_dim: Rate = Field(0.0, description="see YARN_MSCALE; with MULTI_LATENT_ATTENTION scores are multiplied by f(this)^2")
     tie_embeddings: bool = Field(False, description="output layer shares the weights of the embedding")
     dropout: Probability = Field(0.0, description="dropout after attention, after the MLP and on the embedding")
     attention_dropout: Probability = Field(0.0, description="dropout on attention weights")
@@ -239,8 +261,15 @@ class Config(BaseModel):
 
     @property
     def kv_channels(self) -> int:
-        """Size of one attention head."""
+        """Size of one attention head, with multi-latent attention of its query and key."""
+        if self.multi_latent_attention:
+            return self.qk_head_dim + self.qk_pos_emb_head_dim
         return self.head_dim or self.hidden_size // self.num_heads
+
+    @property
+    def rope_seq_len(self) -> int:
+        """ROPE_ORIGINAL_SEQ_LEN with the default of ROPE_SCALING filled in."""
+        return self.rope_original_seq_len or (8192 if self.rope_scaling == "llama3" else 4096)
 
     @property
     def expert_ffn_size(self) -> int:

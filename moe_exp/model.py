@@ -13,7 +13,8 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor, nn
 
 from moe_exp.config import Config
@@ -36,19 +37,21 @@ def transformer_config(config: Config) -> TransformerConfig:
     dtype = DTYPES[config.dtype]
     activation, gated = ACTIVATIONS[config.activation]
     on_gpu = torch.cuda.is_available()
-    settings = TransformerConfig(
+    kind = MLATransformerConfig if config.multi_latent_attention else TransformerConfig
+    settings = kind(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
         ffn_hidden_size=config.ffn_hidden_size,
         num_attention_heads=config.num_heads,
-        num_query_groups=config.num_query_groups,
+        num_query_groups=config.num_heads if config.multi_latent_attention else config.num_query_groups,
         kv_channels=config.kv_channels,
         activation_func=activation,
         gated_linear_unit=gated,
         normalization=config.normalization,
         layernorm_epsilon=config.norm_epsilon,
-        qk_layernorm=config.qk_norm,
+        qk_layernorm=config.qk_norm and config.qk_norm_scope == "head",
         add_bias_linear=config.add_bias_linear,
+        add_qkv_bias=config.qkv_bias,
         hidden_dropout=config.dropout,
         attention_dropout=config.attention_dropout,
         # Weights are drawn by `initialize_weights`; Megatron still has to run its own step, which marks the parameters.
@@ -61,14 +64,18 @@ def transformer_config(config: Config) -> TransformerConfig:
         pipeline_dtype=dtype,
         bias_dropout_fusion=on_gpu,
         bias_activation_fusion=on_gpu and config.activation == "swiglu",
-        apply_rope_fusion=on_gpu and use_te(config),
+        # The fused kernel knows no YaRN factor on queries and keys, and with MLA it is an experiment of Megatron's.
+        apply_rope_fusion=on_gpu and use_te(config) and config.rope_scaling != "yarn" and not config.multi_latent_attention,
         gradient_accumulation_fusion=on_gpu and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
+        **(_latent_settings(config) if config.multi_latent_attention else {}),
         **_parallel_settings(config),
         **(_moe_settings(config) if config.use_moe else {}),
         **_recompute_settings(config),
     )
     if config.use_moe:
         _set_beyond_megatron(settings, config)
+    if config.rope_scaling == "yarn" and not config.multi_latent_attention:
+        _set_yarn(settings, config)
     return settings
 
 
@@ -137,6 +144,46 @@ def _set_beyond_megatron(settings: TransformerConfig, config: Config) -> None:
     settings.moe_aux_loss_coeff = list(losses.values()) or 0.0
 
 
+def _latent_settings(config: Config) -> dict[str, Any]:
+    return {
+        "q_lora_rank": config.q_lora_rank or None,
+        "kv_lora_rank": config.kv_lora_rank,
+        "qk_head_dim": config.qk_head_dim,
+        "qk_pos_emb_head_dim": config.qk_pos_emb_head_dim,
+        "v_head_dim": config.v_head_dim,
+        "rope_type": "yarn" if config.rope_scaling == "yarn" else "rope",
+        "rotary_base": config.rotary_base,
+        # Megatron scales the scores by this factor and by mscale_all_dim, whatever rope_type is.
+        "rotary_scaling_factor": config.rope_scaling_factor,
+        "original_max_position_embeddings": config.rope_seq_len,
+        "beta_fast": config.yarn_beta_fast,
+        "beta_slow": config.yarn_beta_slow,
+        "mscale": config.yarn_mscale,
+        "mscale_all_dim": config.yarn_mscale_all_dim,
+    }
+
+
+def _set_yarn(settings: TransformerConfig, config: Config) -> None:
+    """TransformerConfig has no fields for YaRN without multi-latent attention; GPTModel and Attention look for these attributes."""
+    settings.yarn_rotary_scaling_factor = config.rope_scaling_factor
+    settings.yarn_original_max_position_embeddings = config.rope_seq_len
+    settings.yarn_beta_fast, settings.yarn_beta_slow = config.yarn_beta_fast, config.yarn_beta_slow
+    settings.yarn_mscale, settings.yarn_mscale_all_dim = config.yarn_mscale, config.yarn_mscale_all_dim
+    settings.yarn_correction_range_round_to_int = True
+
+
+def _rotary_settings(config: Config) -> dict[str, Any]:
+    """GPTModel's arguments for the position embedding, which multi-latent attention makes by itself."""
+    of_model = config.rope_scaling == "yarn" and not config.multi_latent_attention
+    return {
+        "position_embedding_type": "yarn" if of_model else "rope",
+        "rotary_base": config.rotary_base,
+        "rotary_percent": config.rotary_fraction,
+        "rope_scaling": config.rope_scaling == "llama3",
+        "rope_scaling_factor": config.rope_scaling_factor,
+    }
+
+
 def _moe_options(config: Config) -> dict[str, Any]:
     """What TransformerConfig has no field for."""
     normalize = {"auto": None, "true": True, "false": False}[config.router_normalize]
@@ -180,19 +227,23 @@ def build_chunk(config: Config, settings: TransformerConfig, runtime: Runtime, v
     stage = vp_stage if config.vpp else None
     chunk = GPTModel(
         settings,
-        decoder_spec(settings, use_te=use_te(config), vp_stage=stage, **_moe_options(config)),
+        _decoder_spec(config, settings, stage),
         vocab_size=config.padded_vocab_size,
         max_sequence_length=config.seq_len,
         pre_process=pp_rank == 0 and vp_stage == 0,
         post_process=pp_rank == last and vp_stage == (config.vpp or 1) - 1,
         share_embeddings_and_output_weights=config.tie_embeddings,
-        position_embedding_type="rope",
-        rotary_base=config.rotary_base,
+        **_rotary_settings(config),
         pg_collection=runtime.groups,
         vp_stage=stage,
     )
     initialize_weights(chunk, config)
     return chunk
+
+
+def _decoder_spec(config: Config, settings: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    over_all_heads = config.qk_norm and config.qk_norm_scope == "all"
+    return decoder_spec(settings, use_te=use_te(config), vp_stage=vp_stage, projection_norm=over_all_heads, **_moe_options(config))
 
 
 def _ddp_config(config: Config) -> DistributedDataParallelConfig:

@@ -18,7 +18,8 @@ _CPU: dict[str, Any] = {
 # Muennighoff et al. 2024, arXiv:2409.02060: no normalization of the top-k weights, dropless, z-loss.
 _OLMOE: dict[str, Any] = {
     "num_layers": 16, "hidden_size": 2048, "ffn_hidden_size": 1024, "num_heads": 16, "num_query_groups": 16, "seq_len": 4096,
-    "vocab_size": 50304, "num_experts": 64, "topk": 8, "qk_norm": True, "rotary_base": 10000.0, "z_loss_coeff": 1e-3,
+    "vocab_size": 50304, "num_experts": 64, "topk": 8, "qk_norm": True, "qk_norm_scope": "all", "rotary_base": 10000.0,
+    "z_loss_coeff": 1e-3,
     "lr": 4e-4, "min_lr": 4e-5, "mbsz": 1, "gbsz": 1024, "warmup_iters": 2500, "train_iters": 1_200_000, "decay_iters": 0,
 }  # fmt: skip
 
@@ -37,11 +38,11 @@ _QWEN3: dict[str, Any] = {
     "lr": 3e-4, "min_lr": 3e-5, "mbsz": 1, "gbsz": 1024,
 }  # fmt: skip
 
-# DeepSeek-V3 technical report, arXiv:2412.19437. "Like": grouped-query attention stands in for multi-head latent
-# attention, and there is no multi-token prediction.
+# DeepSeek-V3 technical report, arXiv:2412.19437, pretraining at 4096 tokens. "Like": there is no multi-token prediction.
 _DEEPSEEK_V3: dict[str, Any] = {
     "num_layers": 61, "hidden_size": 7168, "ffn_hidden_size": 18432, "moe_ffn_hidden_size": 2048, "first_k_dense": 3,
-    "num_heads": 128, "num_query_groups": 8, "head_dim": 128, "seq_len": 4096, "vocab_size": 129280, "num_experts": 256,
+    "num_heads": 128, "multi_latent_attention": True, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64, "v_head_dim": 128, "qk_norm": True, "seq_len": 4096, "vocab_size": 129280, "num_experts": 256,
     "topk": 8, "shared_expert_size": 2048, "router_score": "sigmoid", "router_scaling_factor": 2.5,
     "router_bias_update_rate": 1e-3, "num_router_groups": 8, "router_group_topk": 4, "aux_loss_coeff": 1e-4,
     "norm_epsilon": 1e-6, "rotary_base": 10000.0, "lr": 2.2e-4, "min_lr": 2.2e-5, "mbsz": 1, "gbsz": 15360,

@@ -45,8 +45,9 @@ _PACKAGES = (
 # A checkpoint of one value of these does not fit a model of another.
 _MODEL_FIELDS = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_query_groups", "head_dim", "vocab_size", "activation",
-    "normalization", "tie_embeddings", "qk_norm", "add_bias_linear", "use_moe",
+    "normalization", "tie_embeddings", "qk_norm", "qk_norm_scope", "add_bias_linear", "qkv_bias", "use_moe", "multi_latent_attention",
 )  # fmt: skip
+_LATENT_FIELDS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 _MOE_FIELDS = ("num_experts", "moe_ffn_hidden_size", "moe_layer_freq", "first_k_dense", "shared_expert_size", "shared_expert_gate")
 
 
@@ -313,6 +314,7 @@ def _model_fix(name: str, before: object) -> str:
 def _model_of(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that shape the weights, with those that stand for another (0: the default) filled in."""
     fields = _MODEL_FIELDS + (_MOE_FIELDS if settings.get("use_moe") else ())
+    fields += _LATENT_FIELDS if settings.get("multi_latent_attention") else ()
     model = {name: settings[name] for name in fields if name in settings}
     if not model.get("head_dim", 1) and model.get("num_heads"):
         model["head_dim"] = model.get("hidden_size", 0) // model["num_heads"]

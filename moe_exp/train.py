@@ -101,7 +101,11 @@ def run(config: Config, stop: faults.StopSignal) -> None:
             logger.info("training data: %s", config.train_data or "the embedded corpus, text of Python's standard library (PSF-2.0)")
             logger.info("%s", startup_report(config))
             chosen = chosen_backends(
-                device_type=rank.device.type, dtype=DTYPES[config.dtype], expert_backend=config.expert_backend, use_te=use_te(config)
+                device_type=rank.device.type,
+                dtype=DTYPES[config.dtype],
+                expert_backend=config.expert_backend,
+                use_te=use_te(config),
+                other_value_size=config.multi_latent_attention and config.v_head_dim != config.kv_channels,
             )
             for part, (name, reason) in chosen.items():
                 logger.info("%s: %s (%s)", part, name, reason)

@@ -73,6 +73,7 @@ def test_accepted_layouts_divide_evenly(data):
     assert (check_config(config) == []) == even
 
 
+LATENT = {"multi_latent_attention": True}
 MODEL = [
     (
         {"num_heads": 6, "hidden_size": 132, "num_query_groups": 4},
@@ -83,6 +84,53 @@ MODEL = [
         r"NUM_HEADS=4: does not divide HIDDEN_SIZE=130\. Fix: set NUM_HEADS to one of 1, 2, 5, 10, 13, 26, 65, 130\.",
     ),
     ({"head_dim": 33}, r"HEAD_DIM=33: rotary .* must be even\. Fix: set HEAD_DIM to 32 or 34\."),
+    ({"qk_norm_scope": "all"}, r"QK_NORM_SCOPE=all: has no effect while QK_NORM=false\. Fix: set QK_NORM=true, or QK_NORM_SCOPE=head\."),
+    (
+        {"qk_norm": True, "qk_norm_scope": "all", "normalization": "LayerNorm"},
+        r"QK_NORM_SCOPE=all: there is no NORMALIZATION=LayerNorm over all heads\. Fix: set NORMALIZATION=RMSNorm, or QK_NORM_SCOPE=head\.",
+    ),
+    (
+        {"rotary_fraction": 0.1},
+        r"ROTARY_FRACTION=0\.1: turns 3 of the 32 channels of a head, .* pairs of them\. Fix: set ROTARY_FRACTION to 0\.0625 or 0\.125\.",
+    ),
+    ({"rotary_fraction": 0.01}, r"ROTARY_FRACTION=0\.01: turns 0 of .*\. Fix: set ROTARY_FRACTION to 0\.0625\."),
+    (
+        {"rotary_fraction": 0.5, "rope_scaling": "yarn", "rope_scaling_factor": 4},
+        r"ROTARY_FRACTION=0\.5: Megatron's YaRN turns all channels of a head\. Fix: set ROTARY_FRACTION=1, or ROPE_SCALING=none\.",
+    ),
+    ({"rope_scaling": "yarn"}, r"ROPE_SCALING=yarn: scales nothing with ROPE_SCALING_FACTOR=1\. Fix: set ROPE_SCALING_FACTOR, or .*"),
+    (
+        {"rope_scaling": "llama3", "rope_scaling_factor": 8, "rope_original_seq_len": 4096},
+        r"ROPE_ORIGINAL_SEQ_LEN=4096: Megatron has the original length of Llama 3 alone\. Fix: set ROPE_ORIGINAL_SEQ_LEN=8192, or .*",
+    ),
+    (
+        {"rope_scaling_factor": 8},
+        r"ROPE_SCALING_FACTOR=8\.0: has no effect while ROPE_SCALING=none\. Fix: set ROPE_SCALING, or ROPE_SCALING_FACTOR=1\.",
+    ),
+    (
+        {"rope_scaling": "llama3", "rope_scaling_factor": 8, "yarn_beta_fast": 16},
+        r"YARN_BETA_FAST=16\.0: has no effect while ROPE_SCALING=llama3\. Fix: set ROPE_SCALING=yarn, or YARN_BETA_FAST=32\.",
+    ),
+    (
+        {"rope_scaling": "yarn", "rope_scaling_factor": 8, "yarn_beta_fast": 0.5},
+        r"YARN_BETA_FAST=0\.5: is not over YARN_BETA_SLOW=1\. Fix: set YARN_BETA_FAST=32 and YARN_BETA_SLOW=1\.",
+    ),
+    ({"kv_lora_rank": 64}, r"KV_LORA_RANK=64: has no effect while MULTI_LATENT_ATTENTION=false\. Fix: .*, or KV_LORA_RANK=512\."),
+    (
+        {**LATENT, "head_dim": 32},
+        r"HEAD_DIM=32: QK_HEAD_DIM, .* sizes of heads .*\. Fix: set HEAD_DIM=0, or MULTI_LATENT_ATTENTION=false\.",
+    ),
+    (
+        {**LATENT, "qk_norm": True, "qk_norm_scope": "all"},
+        r"QK_NORM_SCOPE=all: QK_NORM with MULTI_LATENT_ATTENTION is .*, not of heads\. Fix: set QK_NORM_SCOPE=head, or .*",
+    ),
+    ({**LATENT, "qkv_bias": True}, r"QKV_BIAS=true: .* have no biases\. Fix: set QKV_BIAS=false, or MULTI_LATENT_ATTENTION=false\."),
+    ({**LATENT, "rotary_fraction": 0.5}, r"ROTARY_FRACTION=0\.5: QK_POS_EMB_HEAD_DIM says .*\. Fix: set ROTARY_FRACTION=1\.0, or .*"),
+    (
+        {**LATENT, "rope_scaling": "llama3", "rope_scaling_factor": 8},
+        r"ROPE_SCALING=llama3: Megatron has YaRN alone with MULTI_LATENT_ATTENTION\. Fix: set ROPE_SCALING=yarn or none\.",
+    ),
+    ({**LATENT, "qk_pos_emb_head_dim": 7}, r"QK_POS_EMB_HEAD_DIM=7: .* turns pairs of channels\. Fix: set QK_POS_EMB_HEAD_DIM=8\."),
     ({"hidden_size": 132}, r"HEAD_DIM=33: rotary .* must be even\. Fix: .*"),
     (
         {"add_bias_linear": True, "shared_expert_size": 64},

@@ -22,7 +22,8 @@ ALLOWED: dict[str, set[str]] = {
     "run_folder": {"config", "files"},
     "data": {"config", "megatron_cpu", "files"},
     "divisors": {"config"},
-    "checks": {"config", "machine_checks", "divisors"},
+    "checks": {"config", "machine_checks", "attention_checks", "divisors"},
+    "attention_checks": {"config"},
     "machine_checks": {"config", "hosts", "run_folder", "data", "planner"},
     "megatron_cpu": {"gloo"},
     "runtime": {"config", *CPU},
@@ -56,6 +57,7 @@ NO_TORCH = {
     "files",
     "checks",
     "divisors",
+    "attention_checks",
     "machine_checks",
     "launch",
     "cli",
@@ -74,10 +76,10 @@ LAYERS = [
     {"dispatcher", "expert_loop"},
     {"experts", "allgather_dispatcher", "deepep_dispatcher", "mesh"},
     {"shared", "moe_layer"},
-    {"megatron_parts"},
+    {"megatron_parts", "attention_parts"},
     {"spec"},
 ]
-MEGATRON_SIDE = {"spec", "megatron_parts", "sharding"}
+MEGATRON_SIDE = {"spec", "megatron_parts", "attention_parts", "sharding"}
 TORCH_IN_DATA = {"dataset", "megatron_dataset", "prefetch"}
 OPTIONAL = ["transformer_engine", "apex", "triton", "wandb", "megablocks", "grouped_gemm", "flash_attn", "deep_ep"]
 # Of the extras [data] and [fast], imported by the commands that need them.

@@ -31,8 +31,34 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "normalization": "LayerNorm",
     },
     "moe_biased": {"add_bias_linear": True, "activation": "squared_relu"},
+    "moe_norm_over_heads": {"qk_norm": True, "qk_norm_scope": "all", "head_dim": 12},
     "dense": {"use_moe": False, "num_query_groups": 4},
     "dense_biased": {"use_moe": False, "add_bias_linear": True, "normalization": "LayerNorm", "activation": "gelu", "qk_norm": True},
+    "latent": {
+        "multi_latent_attention": True,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 18,
+        "qk_head_dim": 10,
+        "qk_pos_emb_head_dim": 6,
+        "v_head_dim": 14,
+        "qk_norm": True,
+        "num_query_groups": 1,
+        "first_k_dense": 1,
+    },
+    "latent_queries_whole": {
+        "multi_latent_attention": True,
+        "kv_lora_rank": 18,
+        "qk_head_dim": 10,
+        "qk_pos_emb_head_dim": 6,
+        "v_head_dim": 14,
+        "qk_norm": True,
+        "normalization": "LayerNorm",
+        "use_moe": False,
+        "rope_scaling": "yarn",
+        "rope_scaling_factor": 4,
+        "add_bias_linear": True,
+    },
+    "dense_qkv_biased": {"use_moe": False, "qkv_bias": True, "rope_scaling": "yarn", "rope_scaling_factor": 4},
     "dense_tied": {"use_moe": False, "tie_embeddings": True},
 }
 LAYOUTS: dict[int, dict[str, dict[str, int]]] = {
@@ -48,6 +74,8 @@ LAYOUTS: dict[int, dict[str, dict[str, int]]] = {
         "tp2_cp2": {"tp": 2, "cp": 2},
     },
 }
+# Of attention; every layout is one of the others.
+ATTENTION = {"moe_norm_over_heads", "latent", "latent_queries_whole", "dense_qkv_biased"}
 # Megatron has biases in experts with ETP=1 only.
 CASES = [
     (variant, ranks, layout)
@@ -55,6 +83,7 @@ CASES = [
     for ranks in LAYOUTS
     for layout in LAYOUTS[ranks]
     if not (variant == "moe_biased" and "etp" in LAYOUTS[ranks][layout])
+    and (variant not in ATTENTION or layout in ("one", "tp2", "tp2_pp2_vpp2_ep2"))
 ]
 
 # On one rank: (global name, rank inside its tensor parallel group, values) of every parameter and of every expert of it.

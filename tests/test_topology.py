@@ -57,6 +57,12 @@ KINDS = {
         "MBSZ": 2,
     },
 }
+# All that DeepSeek-V3 has, attention too; slow. A fast run of it is in test_attention_layouts.py.
+DEEPSEEK = {
+    "MULTI_LATENT_ATTENTION": True, "QK_NORM": True, "Q_LORA_RANK": 24, "KV_LORA_RANK": 32, "QK_HEAD_DIM": 12, "QK_POS_EMB_HEAD_DIM": 8,
+    "V_HEAD_DIM": 16, "FIRST_K_DENSE": 1, "SHARED_EXPERT_SIZE": 32, "ROUTER_SCORE": "sigmoid", "ROUTER_BIAS_UPDATE_RATE": 0.001,
+    "NUM_ROUTER_GROUPS": 4, "ROUTER_GROUP_TOPK": 2, "ROUTER_SCALING_FACTOR": 2.5, "AUX_LOSS_TYPE": "seq_aux_loss", "MBSZ": 2,
+}  # fmt: skip
 TOLERANCES = {"lm_loss": 1e-5, "load_balancing_loss": 1e-5, "z_loss": 1e-5, "grad_norm": 1e-4}
 
 # Every dimension once, and every kind; the rest is slow.
@@ -69,7 +75,7 @@ SHORT_LIST = [
     ("moe", 2, EP2),
     ("dense", 2, PP2),
 ]
-ALL = [(kind, ranks, layout) for kind in KINDS for ranks in (2, 4) for layout in LAYOUTS if layout.fits(ranks)]
+ALL = [(kind, ranks, layout) for kind in (*KINDS, "deepseek") for ranks in (2, 4) for layout in LAYOUTS if layout.fits(ranks)]
 
 
 def _case(kind: str, num_ranks: int, layout: Layout) -> object:
@@ -78,13 +84,17 @@ def _case(kind: str, num_ranks: int, layout: Layout) -> object:
     return pytest.param(kind, num_ranks, layout, id=f"{kind}-{num_ranks}-{name}", marks=marks)
 
 
+def settings_of(kind: str) -> dict[str, object]:
+    return DEEPSEEK if kind == "deepseek" else KINDS[kind]
+
+
 @pytest.fixture(scope="session")
 def reference(session_runs: Runs) -> Callable[[str], EndedRun]:
     """The one-process run of a kind of model."""
 
     @cache
     def run(kind: str) -> EndedRun:
-        return session_runs.succeed(f"one_process_{kind}", **KINDS[kind])
+        return session_runs.succeed(f"one_process_{kind}", **settings_of(kind))
 
     return run
 
@@ -106,7 +116,7 @@ def dropped(run: EndedRun) -> list[list[float]]:
 @pytest.mark.parametrize(("kind", "num_ranks", "layout"), [_case(*case) for case in ALL])
 def test_same_numbers_as_one_process(kind, num_ranks, layout, runs, reference, record_property):
     expected = reference(kind)
-    run = runs.succeed("run", GPUS_PER_NODE=num_ranks, **KINDS[kind], **layout.settings)
+    run = runs.succeed("run", GPUS_PER_NODE=num_ranks, **settings_of(kind), **layout.settings)
     assert run.curve("iteration") == expected.curve("iteration") == list(range(1, 21))
     names = [name for name in TOLERANCES if expected.curve(name)[0] is not None]
     deviations = {name: deviation(run, expected, name) for name in names}

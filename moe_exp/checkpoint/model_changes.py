@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 Facts = dict[str, object]
 _HINTS = {
     "router_bias_update_rate": "set it over 0; with a rate such as 1e-12 the bias stays as it is",
+    "rope_seq_len": "set ROPE_ORIGINAL_SEQ_LEN as it was",
     "moe_layer_freq": "set MOE_LAYER_FREQ and FIRST_K_DENSE as they were",
 }
 
@@ -68,7 +69,11 @@ def shape_facts(config: Config) -> Facts:
     """What the tensors of the model are: setting to its value, or to what follows from it and others."""
     facts: Facts = {name: getattr(config, name) for name in ("hidden_size", "num_layers", "num_heads", "num_query_groups")}
     facts |= {"head_dim": config.kv_channels, "use_moe": config.use_moe, "normalization": config.normalization}
-    facts |= {name: getattr(config, name) for name in ("add_bias_linear", "qk_norm", "tie_embeddings")}
+    facts |= {name: getattr(config, name) for name in ("add_bias_linear", "qkv_bias", "qk_norm", "qk_norm_scope", "tie_embeddings")}
+    facts["multi_latent_attention"] = config.multi_latent_attention
+    if config.multi_latent_attention:
+        names = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+        facts |= {name: getattr(config, name) for name in names}
     # Of the activation the shapes show the gate; the rest is in the function.
     facts |= {"activation": "swiglu or geglu" if config.gated else "gelu or squared_relu"}
     facts |= {"vocab_size": config.vocab_size}
@@ -84,7 +89,12 @@ def shape_facts(config: Config) -> Facts:
 
 def function_facts(config: Config) -> Facts:
     """What the model computes with the same tensors."""
-    facts: Facts = {"norm_epsilon": config.norm_epsilon, "rotary_base": config.rotary_base, "activation": config.activation}
+    names: tuple[str, ...] = ("norm_epsilon", "rotary_base", "activation", "rotary_fraction", "rope_scaling")
+    if config.rope_scaling != "none":
+        names += ("rope_scaling_factor", "rope_seq_len")
+    if config.rope_scaling == "yarn":
+        names += ("yarn_beta_fast", "yarn_beta_slow", "yarn_mscale", "yarn_mscale_all_dim")
+    facts: Facts = {name: getattr(config, name) for name in names}
     if config.use_moe:
         names = ("topk", "router_score", "router_pre_softmax", "router_normalize", "router_scaling_factor")
         facts |= {name: getattr(config, name) for name in (*names, "num_router_groups", "router_group_topk", "force_routing")}

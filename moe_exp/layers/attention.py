@@ -1,6 +1,7 @@
 """The attention core for the local spec: causal, grouped queries, context parallel. No megatron import here.
 
-Shapes: S sequence on this rank, C context parallel size, B batch, H query heads and G key/value heads on this rank, d head size.
+Shapes: S sequence on this rank, C context parallel size, B batch, H query heads and G key/value heads on this rank, d head size of
+queries and keys, v of values, which is d but with multi-latent attention.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ from torch.nn.attention.bias import causal_lower_right
 from moe_exp.layers.collectives import gather_rows
 
 
-def choose_attention(device_type: str, dtype: torch.dtype) -> tuple[str, str]:
-    """The attention kernel that runs, and the reason in words."""
+def choose_attention(device_type: str, dtype: torch.dtype, *, other_value_size: bool = False) -> tuple[str, str]:
+    """The attention kernel that runs, and the reason in words; `other_value_size`: value heads are not of the size of query heads."""
     if device_type == "cpu":
         return "sdpa", "flash-attn needs a GPU"
     if dtype not in (torch.bfloat16, torch.float16):
         return "sdpa", f"flash-attn has no {str(dtype).removeprefix('torch.')}"
     if importlib.util.find_spec("flash_attn") is None:
         return "sdpa", "flash-attn is not installed"
+    if other_value_size:
+        return "sdpa", "flash-attn has no value heads of another size than those of queries and keys"
     return "flash-attn", "installed"
 
 
@@ -42,18 +45,20 @@ class CausalAttention(nn.Module):
         self.dropout: float = config.attention_dropout
         self.cp_group: ProcessGroup = pg_collection.cp
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
-        self.use_flash = choose_attention(device_type, config.params_dtype)[0] == "flash-attn"
+        other_value_size = kwargs.get("k_channels") != kwargs.get("v_channels")
+        self.use_flash = choose_attention(device_type, config.params_dtype, other_value_size=other_value_size)[0] == "flash-attn"
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
         """Attends.
 
         Args:
             query: [S, B, H, d].
-            key, value: [S, B, G, d].
+            key: [S, B, G, d].
+            value: [S, B, G, v].
             attention_mask: has to be None; attention is causal.
 
         Returns:
-            [S, B, H*d].
+            [S, B, H*v].
         """
         if attention_mask is not None or kwargs.get("packed_seq_params") is not None:
             raise ValueError("attention_mask: is not None. CausalAttention is causal only. Fix: pass attention_mask=None.")
@@ -76,7 +81,7 @@ class CausalAttention(nn.Module):
         return torch.cat(blocks[0::2] + blocks[1::2][::-1])
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[Sq, B, H, d] against [Sk, B, G, d]; the last query sees the last key."""
+        """[Sq, B, H, d] against [Sk, B, G, d], to [Sq, B, H, v]; the last query sees the last key."""
         dropout = self.dropout if self.training else 0.0
         if self.use_flash:
             from flash_attn import flash_attn_func

@@ -1,11 +1,17 @@
-"""Norms for the local spec: Megatron's own torch wrapper refuses sequence parallelism. No megatron import here."""
+"""Norms for the local spec: Megatron's own torch wrapper refuses sequence parallelism. No megatron import here.
+
+Shapes of ProjectionNorm: S sequence, B batch, h heads on this rank of H in the model, d head size.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from moe_exp.layers.collectives import gather_rows
 
 
 def choose_norm(device_type: str) -> tuple[str, str]:
@@ -32,3 +38,38 @@ class Norm:
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return norm
+
+
+class ProjectionNorm(nn.Module):
+    """RMSNorm of a whole query or key projection, all heads together, as in OLMo 2 (arXiv:2501.00656, section 3.1) and OLMoE.
+
+    y = weight * x / sqrt(mean(x^2) + eps), where the mean is over all H*d channels. The heads, and with them the weights, are
+    split over tensor parallel ranks: the sums of squares are exchanged, S*B numbers of each rank, and their gradients come back.
+    Computed in fp32 at least.
+
+    Args:
+        config: has `params_dtype`.
+        num_channels: H*d, of all ranks.
+        eps: added to the mean.
+        group: ranks that hold the other heads of the same tokens.
+    """
+
+    def __init__(self, config: Any, num_channels: int, *, eps: float, group: ProcessGroup):
+        super().__init__()
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+        self.weight = nn.Parameter(torch.ones(num_channels // group.size(), dtype=config.params_dtype, device=device))
+        self.num_channels = num_channels
+        self.eps = eps
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalizes x [S, B, h, d]; the result has its shape and dtype."""
+        flat = x.flatten(-2)
+        if self.group.size() == 1:
+            return nn.functional.rms_norm(flat, self.weight.shape, self.weight, self.eps).view_as(x)
+        wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
+        squares = wide.square().sum(-1)
+        # Gathered and then added up in order of rank, so that every rank has the same bits.
+        total = gather_rows(squares.unsqueeze(0), sizes=[1] * self.group.size(), group=self.group).sum(0)
+        normalized = wide * torch.rsqrt(total / self.num_channels + self.eps).unsqueeze(-1)
+        return (normalized * self.weight).to(x.dtype).view_as(x)

@@ -1,4 +1,5 @@
-"""Megatron layer specs with our MoE layer, attention and norm. Only this file and `megatron_parts` in `layers/` import megatron.
+"""Megatron layer specs with our MoE layer, attention and norm. Only this file, `megatron_parts`, `attention_parts` and
+`sharding` in `layers/` import megatron.
 
 For a Megatron user: put `moe_submodule_spec()` in the place of Megatron's own MoE spec; the layer takes everything else from
 TransformerConfig. Works without Transformer Engine and Apex.
@@ -8,6 +9,7 @@ import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a 
 
 # isort: split
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
 
 from moe_exp.layers.attention import CausalAttention
+from moe_exp.layers.attention_parts import ProjectionNormAttention, latent_attention_spec
 from moe_exp.layers.grouped_gemm import choose_backend
 from moe_exp.layers.megatron_parts import MegatronExperts, MegatronMoELayer, MegatronRouter, device_of_model
 from moe_exp.layers.norm import Norm
@@ -78,18 +81,10 @@ def moe_submodule_spec(
     )
 
 
-def local_layer_spec(config: TransformerConfig, *, mlp: ModuleSpec | None) -> ModuleSpec:
+def local_layer_spec(config: TransformerConfig, *, mlp: ModuleSpec | None, projection_norm: bool = False) -> ModuleSpec:
     """A transformer layer of Megatron's local parts, our attention core and our norm; `mlp` None is the dense MLP."""
     dense = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
-    qk_norm = Norm if config.qk_layernorm else IdentityOp
-    attention = SelfAttentionSubmodules(
-        linear_qkv=ColumnParallelLinear,
-        core_attention=CausalAttention,
-        linear_proj=RowParallelLinear,
-        q_layernorm=qk_norm,
-        k_layernorm=qk_norm,
-    )
-    keys = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    keys = _attention_keys(config)
     if mlp is None:
         # In Megatron's checkpoints the norm of a dense MLP is a part of its first linear layer, that of an MoE is not.
         keys["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
@@ -97,7 +92,7 @@ def local_layer_spec(config: TransformerConfig, *, mlp: ModuleSpec | None) -> Mo
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=Norm,
-            self_attention=ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
+            self_attention=_self_attention(config, projection_norm=projection_norm),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=Norm,
             mlp=dense if mlp is None else mlp,
@@ -107,17 +102,49 @@ def local_layer_spec(config: TransformerConfig, *, mlp: ModuleSpec | None) -> Mo
     )
 
 
-def te_layer_spec(config: TransformerConfig, *, mlp: ModuleSpec | None) -> ModuleSpec:
+def _attention_keys(config: TransformerConfig) -> dict[str, str]:
+    """Names of norms in Megatron's checkpoints: with Transformer Engine they are a part of the linear layer that follows.
+
+    Those of multi-latent attention are its names with Transformer Engine: its local attention core cannot be built for MLA.
+    """
+    if not config.multi_latent_attention:
+        return {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    return {
+        "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+        "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+    }
+
+
+def _self_attention(config: TransformerConfig, *, projection_norm: bool) -> ModuleSpec:
+    qk_norm = Norm if config.qk_layernorm else IdentityOp
+    if config.multi_latent_attention:
+        return latent_attention_spec(config, norm=qk_norm)
+    attention = SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear,
+        core_attention=CausalAttention,
+        linear_proj=RowParallelLinear,
+        q_layernorm=qk_norm,
+        k_layernorm=qk_norm,
+    )
+    module = ProjectionNormAttention if projection_norm else SelfAttention
+    return ModuleSpec(module=module, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention)
+
+
+def te_layer_spec(config: TransformerConfig, *, mlp: ModuleSpec | None, projection_norm: bool = False) -> ModuleSpec:
     """Megatron's Transformer Engine layer; with `mlp`, that in the place of its MoE."""
-    if mlp is None:
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    spec = get_gpt_layer_with_transformer_engine_spec(num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm)
-    spec.submodules.mlp = mlp
+    num_experts = None if mlp is None else config.num_moe_experts
+    spec = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=num_experts, qk_layernorm=config.qk_layernorm, multi_latent_attention=config.multi_latent_attention
+    )
+    if mlp is not None:
+        spec.submodules.mlp = mlp
+    if projection_norm:
+        spec.submodules.self_attention.module = ProjectionNormAttention
     return spec
 
 
 def decoder_spec(
-    config: TransformerConfig, *, use_te: bool = False, vp_stage: int | None = None, **moe_options: Any
+    config: TransformerConfig, *, use_te: bool = False, vp_stage: int | None = None, projection_norm: bool = False, **moe_options: Any
 ) -> TransformerBlockSubmodules:
     """The layers of this pipeline stage, dense or MoE as `config.moe_layer_freq` says: every n-th, or a list of 0 and 1 per layer.
 
@@ -125,9 +152,10 @@ def decoder_spec(
         config: Megatron's; everything about the MoE layer that is not an argument here.
         use_te: Transformer Engine's layers around the MoE layer.
         vp_stage: model chunk of an interleaved pipeline.
+        projection_norm: normalize queries, and keys, over all heads together.
         moe_options: of `moe_submodule_spec`.
     """
-    layer_spec = te_layer_spec if use_te else local_layer_spec
+    layer_spec = partial(te_layer_spec if use_te else local_layer_spec, projection_norm=projection_norm)
     dense = layer_spec(config, mlp=None)
     layers = [dense] * config.num_layers
     if config.num_moe_experts is not None:

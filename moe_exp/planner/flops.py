@@ -34,8 +34,19 @@ def flops_per_iteration(config: Config, batch_size: int | None = None) -> int:
 
 def _attention(config: Config) -> int:
     """Multiply-adds per token: the projections, then scores and weighted values over the whole sequence."""
+    if config.multi_latent_attention:
+        return _latent_attention(config)
     query, key = config.num_heads * config.kv_channels, config.num_query_groups * config.kv_channels
     return 2 * config.hidden_size * (query + key) + 2 * config.seq_len * query
+
+
+def _latent_attention(config: Config) -> int:
+    """The same for multi-latent attention, by Megatron-LM's terms of 2025, but for the norms and half of the scores that it leaves out."""
+    hidden, latent, value = config.hidden_size, config.kv_lora_rank, config.num_heads * config.v_head_dim
+    query = config.num_heads * config.kv_channels
+    projected = config.q_lora_rank * (hidden + query) if config.q_lora_rank else hidden * query
+    projected += hidden * (latent + config.qk_pos_emb_head_dim) + latent * (config.num_heads * config.qk_head_dim + value)
+    return projected + value * hidden + config.seq_len * (query + value)
 
 
 def _mlp(config: Config, ffn: int) -> int:

@@ -131,10 +131,35 @@ def _expert(config: Config, etp: int = 1) -> int:
 
 
 def _attention(config: Config, tp: int) -> int:
+    if config.multi_latent_attention:
+        return _latent_attention(config, tp)
     hidden, heads = config.hidden_size, config.num_heads * config.kv_channels // tp
     qkv = heads + 2 * config.num_query_groups * config.kv_channels // tp
-    norms = 2 * _norm(config, config.kv_channels) if config.qk_norm else 0
-    return hidden * (qkv + heads) + norms + (qkv + hidden if config.add_bias_linear else 0)
+    biases = (qkv if config.add_bias_linear or config.qkv_bias else 0) + (hidden if config.add_bias_linear else 0)
+    return hidden * (qkv + heads) + _qk_norms(config, tp) + biases
+
+
+def _latent_attention(config: Config, tp: int) -> int:
+    """DeepSeek-V2, arXiv:2405.04434, section 2.1. The projections down, and their norms, are on every tensor-parallel rank."""
+    hidden, heads = config.hidden_size, config.num_heads // tp
+    query, latent = heads * config.kv_channels, config.kv_lora_rank
+    count = hidden * (latent + config.qk_pos_emb_head_dim) + latent * heads * (config.qk_head_dim + config.v_head_dim)
+    if config.q_lora_rank:
+        count += config.q_lora_rank * (hidden + query)
+    else:
+        count += hidden * query
+    norms = _norm(config, latent) + (_norm(config, config.q_lora_rank) if config.q_lora_rank else 0)
+    count += heads * config.v_head_dim * hidden + (hidden if config.add_bias_linear else 0)
+    return count + (norms if config.qk_norm else 0)
+
+
+def _qk_norms(config: Config, tp: int) -> int:
+    """Norm weights of one head are on every tensor-parallel rank, those over all heads are split with the heads."""
+    if not config.qk_norm:
+        return 0
+    if config.qk_norm_scope == "all":
+        return (config.num_heads + config.num_query_groups) * config.kv_channels // tp
+    return 2 * _norm(config, config.kv_channels)
 
 
 def _layer(config: Config, layer: int, tp: int) -> int:

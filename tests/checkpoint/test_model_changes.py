@@ -34,12 +34,14 @@ SHAPES = [
     ({}, "head_dim", 16, 8), ({}, "vocab_size", 100, 128), ({}, "num_experts", 4, 8), ({}, "moe_ffn_hidden_size", 48, 24),
     ({}, "shared_expert_size", 16, 0), ({"shared_expert_size": 16}, "shared_expert_gate", True, False), ({}, "qk_norm", True, False),
     ({}, "tie_embeddings", True, False), ({}, "add_bias_linear", True, False), ({}, "normalization", "LayerNorm", "RMSNorm"),
+    ({}, "qkv_bias", True, False), ({"qk_norm": True}, "qk_norm_scope", "all", "head"),
+    ({"multi_latent_attention": True}, "kv_lora_rank", 64, 512), ({"multi_latent_attention": True}, "v_head_dim", 64, 128),
     ({}, "use_moe", False, True), ({"first_k_dense": 1}, "ffn_hidden_size", 64, 48),
 ]  # fmt: skip
 FUNCTIONS = [
     ("topk", 4, 2), ("router_score", "sigmoid", "softmax"), ("router_pre_softmax", False, True), ("router_normalize", "true", "auto"),
     ("router_scaling_factor", 2.0, 1.0), ("rotary_base", 5000.0, 10000.0), ("norm_epsilon", 1e-6, 1e-5), ("activation", "geglu", "swiglu"),
-    ("force_routing", "balanced", "none"),
+    ("force_routing", "balanced", "none"), ("rotary_fraction", 0.5, 1.0), ("rope_scaling", "llama3", "none"),
 ]  # fmt: skip
 
 
@@ -79,7 +81,7 @@ def test_everything_else_may_change():
     for name in Config.model_fields:
         value = getattr(load_config(OLD, {}), name)
         if name not in same and isinstance(value, int | float) and not isinstance(value, bool):
-            other[name] = value + 1 if value > 1 or isinstance(value, int) else value / 2
+            other[name] = value + 1 if value >= 1 or isinstance(value, int) else value / 2
         elif name not in same and isinstance(value, bool):
             other[name] = not value
     other |= {"moe_type": "moe", "dtype": "bf16", "expert_backend": "loop", "aux_loss_type": "seq_aux_loss", "vpp": 2, "recompute": "full"}

@@ -115,3 +115,4 @@ def test_choose_attention(monkeypatch):
     assert choose_attention("cuda", torch.bfloat16) == ("sdpa", "flash-attn is not installed")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "flash_attn")
     assert choose_attention("cuda", torch.float16) == ("flash-attn", "installed")
+    assert choose_attention("cuda", torch.float16, other_value_size=True)[0] == "sdpa"

@@ -5,9 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from tiny_moe import random
 
-from moe_exp.layers.norm import Norm, choose_norm
+from moe_exp.layers.norm import Norm, ProjectionNorm, choose_norm
+from ranks import run_on_ranks
 
 
 def make(normalization: str, *, dtype=torch.float64, sequence_parallel=False, **kwargs) -> torch.nn.Module:
@@ -59,3 +61,57 @@ def test_every_parameter_is_marked_for_sequence_parallelism(normalization, names
 
 def test_choose_norm():
     assert choose_norm("cpu") == ("torch", "torch.nn.RMSNorm and LayerNorm, with sequence parallelism, on cpu")
+
+
+# Over all heads: x [S, B, H, d] with two heads of three channels on each rank of two.
+HEADS, SIZE = 4, 3
+ONE_RANK = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+
+
+def projection_norm(group, *, dtype=torch.float64, eps=0.01) -> ProjectionNorm:
+    norm = ProjectionNorm(SimpleNamespace(params_dtype=dtype), HEADS * SIZE, eps=eps, group=group)
+    with torch.no_grad():
+        norm.weight.copy_(random(HEADS * SIZE, seed=1).chunk(group.size())[group.rank()])
+    return norm
+
+
+def normalized(group, dtype=torch.float64):
+    """y, and the gradients of x and of the weight, of this rank's heads."""
+    norm = projection_norm(group, dtype=dtype)
+    x, grad = (random(5, 2, HEADS, SIZE, seed=seed).to(dtype).chunk(group.size(), dim=2)[group.rank()] for seed in (2, 3))
+    x = x.clone().requires_grad_()
+    y = norm(x)
+    y.backward(grad)
+    return y.detach(), x.grad, norm.weight.grad
+
+
+def normalized_on_rank(dtype):
+    return normalized(dist.group.WORLD, dtype)
+
+
+def explicit_projection_norm():
+    x, grad = (random(5, 2, HEADS, SIZE, seed=seed) for seed in (2, 3))
+    x.requires_grad_()
+    weight = random(HEADS * SIZE, seed=1).requires_grad_()
+    mean = (x * x).sum(dim=(2, 3), keepdim=True) / (HEADS * SIZE)
+    y = x / torch.sqrt(mean + 0.01) * weight.view(HEADS, SIZE)
+    y.backward(grad)
+    return y.detach(), x.grad, weight.grad
+
+
+def test_projection_norm_against_its_formula():
+    for one, other in zip(normalized(ONE_RANK), explicit_projection_norm(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_projection_norm_of_heads_on_two_ranks():
+    parts = run_on_ranks(2, normalized_on_rank, torch.float64)
+    for part, other, dim in zip(zip(*parts, strict=True), explicit_projection_norm(), (2, 2, 0), strict=True):
+        torch.testing.assert_close(torch.cat(part, dim=dim), other, rtol=1e-12, atol=1e-12)
+
+
+def test_projection_norm_in_bf16():
+    for ranks in ([normalized(ONE_RANK, torch.bfloat16)], run_on_ranks(2, normalized_on_rank, torch.bfloat16)):
+        y = torch.cat([rank[0] for rank in ranks], dim=2)
+        assert y.dtype == torch.bfloat16
+        torch.testing.assert_close(y.double(), explicit_projection_norm()[0], rtol=0.02, atol=0.02)

@@ -63,7 +63,11 @@ def test_startup_report_of_the_reference():
 # Published models, from the shapes in their checkpoints
 
 
-@pytest.mark.parametrize(("preset", "total"), [("mixtral-8x7b", 46_702_792_704), ("qwen3-30b-a3b", 30_532_122_624)])
+PUBLISHED = {"olmoe-1b-7b": 6_919_161_856, "mixtral-8x7b": 46_702_792_704, "qwen3-30b-a3b": 30_532_122_624}
+PUBLISHED |= {"deepseek-v3-like": 671_026_404_352}
+
+
+@pytest.mark.parametrize(("preset", "total"), PUBLISHED.items())
 def test_presets_have_the_published_size(preset, total):
     assert count_parameters(load_config({"preset": preset, "gpus_per_node": 8}, {})).total == total
 
@@ -87,6 +91,30 @@ def test_one_moe_layer_by_hand():
     count = count_parameters(config)
     assert (count.transformer_layers, count.embedding) == (dense_layer + moe_layer + 16, 256 * 16)
     assert count.active_per_token == count.total - 6 * expert
+
+
+LATENT = {"multi_latent_attention": True, "qk_norm": True, "q_lora_rank": 10, "kv_lora_rank": 14, "qk_head_dim": 6}
+LATENT |= {"qk_pos_emb_head_dim": 4, "v_head_dim": 8, "head_dim": 0}
+
+
+def test_latent_attention_by_hand():
+    config = tiny(num_layers=1, use_moe=False, **LATENT)
+    query, latent = 16 * 10 + 10 + 10 * 4 * (6 + 4), 16 * (14 + 4) + 14 + 14 * 4 * (6 + 8)
+    mlp_and_norms = 3 * 16 * 24 + 3 * 16
+    assert count_parameters(config).transformer_layers == query + latent + 4 * 8 * 16 + mlp_and_norms
+    of_tp2 = 16 * 10 + 10 + 10 * 2 * (6 + 4) + 16 * (14 + 4) + 14 + 14 * 2 * (6 + 8) + 2 * 8 * 16
+    assert rank_parameters(tiny(num_layers=1, use_moe=False, tp=2, gpus_per_node=2, **LATENT)).dense == (
+        of_tp2 + 3 * 16 * 12 + 3 * 16 + 2 * 128 * 16
+    )
+    whole = tiny(num_layers=1, use_moe=False, **(LATENT | {"q_lora_rank": 0}))
+    assert count_parameters(whole).transformer_layers == 16 * 4 * (6 + 4) + latent + 4 * 8 * 16 + mlp_and_norms
+
+
+def test_flops_of_latent_attention_by_hand():
+    config = tiny(num_layers=1, use_moe=False, seq_len=12, gbsz=8, **LATENT)
+    projections = 16 * 10 + 10 * 4 * (6 + 4) + 16 * (14 + 4) + 14 * 4 * (6 + 8) + 4 * 8 * 16
+    scores_and_values = 12 * 4 * (6 + 4) + 12 * 4 * 8
+    assert flops_per_iteration(config) == 6 * 8 * 12 * (projections + scores_and_values + 3 * 16 * 24 + 16 * 256)
 
 
 def test_flops_by_hand():
