@@ -76,7 +76,7 @@ def test_all_lines_at_once_with_what_helps():
 
 def test_everything_else_may_change():
     same = ("gpus_per_node", "preset", *(name for _, name, _, _ in SHAPES), *(name for name, _, _ in FUNCTIONS))
-    same += ("first_k_dense", "moe_layer_freq", "num_router_groups", "router_group_topk", "allow_other_model")
+    same += ("first_k_dense", "moe_layer_freq", "num_router_groups", "router_group_topk", "allow_other_model", "multi_latent_attention")
     other: dict[str, Any] = {}
     for name in Config.model_fields:
         value = getattr(load_config(OLD, {}), name)
