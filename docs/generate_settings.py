@@ -16,7 +16,7 @@ SAME_FLAG = [
     "num_layers", "hidden_size", "ffn_hidden_size", "vocab_size", "normalization", "norm_epsilon", "rotary_base",
     "attention_dropout", "num_experts", "lr", "min_lr", "lr_decay_style", "train_iters", "rampup_batch_size",
     "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "seed", "save_interval", "exit_interval",
-    "log_interval", "eval_interval", "eval_iters", "split", "num_workers",
+    "log_interval", "eval_interval", "eval_iters", "split", "num_workers", "async_save",
 ]  # fmt: skip
 
 # Megatron-LM's flag, where its name is not the setting's own name in kebab case.
@@ -95,6 +95,7 @@ MEGATRON_FLAGS = {
     "valid_data": "--valid-data-path",
     "tokenizer": "--tokenizer-model",
     "run_dir": "--save",
+    "keep_every": "--save-retain-interval",
     "load_dir": "--load",
     "wandb_project": "--wandb-project",
 }

@@ -35,6 +35,7 @@ def check_config(config: Config) -> list[str]:
         *_batch(config),
         *_schedule(config),
         *_data(config),
+        *_retention(config),
     ]
 
 
@@ -374,3 +375,14 @@ def _split(c: Config) -> Iterator[str]:
     elif c.eval_interval and not sum(shares[1:2]):
         rule = f"leaves nothing to evaluate on every EVAL_INTERVAL={c.eval_interval}"
         yield problem("split", c.split, rule, "set for instance SPLIT=99,1, or EVAL_INTERVAL=0")
+
+
+def _retention(c: Config) -> Iterator[str]:
+    for name in ("keep_every", "keep_best"):
+        if getattr(c, name) and not c.keep_last:
+            yield problem(name, getattr(c, name), "has no effect with KEEP_LAST=0, which keeps all checkpoints", "set KEEP_LAST")
+    if c.keep_every and c.save_interval and c.keep_every % c.save_interval:
+        yield problem("keep_every", c.keep_every, f"is no multiple of SAVE_INTERVAL={c.save_interval}", f"set it to {c.save_interval}")
+    if c.keep_best and (not c.eval_interval or not c.save_interval or c.save_interval % c.eval_interval):
+        rule = f"needs a validation at every save, SAVE_INTERVAL={c.save_interval} is no multiple of EVAL_INTERVAL={c.eval_interval}"
+        yield problem("keep_best", c.keep_best, rule, "set both to the same number")

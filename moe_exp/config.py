@@ -222,11 +222,18 @@ class Config(BaseModel):
     # Input and output
     run_dir: str = Field("runs", description="folder of all runs")
     run_name: str = Field("", description="folder of this run inside RUN_DIR; empty: built from the settings")
-    load_dir: str = Field("", description="checkpoints folder to start from; empty: the run's own")
     allow_other_model: bool = Field(
         False, description="go on from a checkpoint of a model that computes otherwise (router, norms, rotary base), with the same shapes"
     )
+    load_dir: str = Field(
+        "", description="checkpoint to start from: a checkpoints folder, a run folder or the folder of one iteration; empty: the run's own"
+    )
     save_interval: NonNegative = Field(1000, description="iterations between checkpoints; 0: only at the end")
+    async_save: bool = Field(False, description="training goes on while a checkpoint's files are written; the next save waits for that")
+    keep_last: NonNegative = Field(0, description="the newest so many checkpoints are kept, others are removed; 0: all are kept")
+    keep_every: NonNegative = Field(0, description="with KEEP_LAST, also keep those at multiples of it; 0: none for that reason")
+    keep_best: NonNegative = Field(0, description="with KEEP_LAST, also keep so many with the lowest validation loss")
+    verify_checkpoint: bool = Field(True, description="before loading compare its files' checksums; false: only their sizes")
     exit_interval: NonNegative = Field(0, description="save and end at the next multiple of it; 0: never")
     log_interval: Positive = Field(20, description="iterations between log lines")
     eval_interval: NonNegative = Field(1000, description="iterations between evaluations; 0: none")

@@ -29,11 +29,15 @@ class StopSignal:
         """Signal handler."""
         self.is_set = True
 
-    def anywhere(self, device: torch.device) -> bool:
-        """Whether any rank was asked to stop, so that all stop after the same iteration. Called by every rank."""
-        flag = torch.tensor(int(self.is_set), device=device)
-        torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
-        return bool(flag.item())
+    def anywhere(self, device: torch.device, also: bool = False) -> tuple[bool, bool]:
+        """Whether any rank was asked to stop, so that all stop after the same iteration, and whether `also` holds on any rank.
+
+        Called by every rank; one collective for both.
+        """
+        flags = torch.tensor([self.is_set, also], dtype=torch.int32, device=device)
+        torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX)
+        is_set, also_set = flags.tolist()
+        return bool(is_set), bool(also_set)
 
 
 @contextlib.contextmanager

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import xxhash
@@ -28,6 +30,69 @@ def write_atomically(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Writes `value` as indented JSON, atomically."""
     write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def sync_folder(path: Path) -> None:
+    """Makes what was created, renamed or removed in a folder outlast a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class HashedFile:
+    """A new binary file that knows the checksum of what was written into it, so that nobody has to read it again.
+
+    Use it in a `with` block: at its end the file is on the disk, or an error is raised.
+    """
+
+    def __init__(self, path: Path):
+        self._file = path.open("wb")
+        self._digest = xxhash.xxh3_128()
+        self._num_bytes = 0
+        self._error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Appends bytes, or whatever has their buffer."""
+        self._digest.update(data)
+        try:
+            num_bytes = self._file.write(data)
+        except OSError as error:
+            error.filename = self._file.name
+            self._error = self._error or error
+            raise
+        self._num_bytes += num_bytes
+        return num_bytes
+
+    def flush(self) -> None:
+        """Hands what was written to the system."""
+        self._file.flush()
+
+    def tell(self) -> int:
+        """Bytes so far."""
+        return self._num_bytes
+
+    def entry(self) -> dict[str, Any]:
+        """Size, and XXH3-128 as of `file_hash`."""
+        return {"bytes": self.tell(), "xxh3_128": self._digest.hexdigest()}
+
+    def __enter__(self) -> HashedFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            if self._error is not None:
+                raise self._error  # torch.save makes something else of it, which does not say what the system said
+            if error is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+        except OSError as failed:
+            failed.filename = self._file.name
+            raise
+        finally:
+            with contextlib.suppress(OSError):
+                self._file.close()
 
 
 def file_hash(path: Path) -> str:

@@ -173,8 +173,9 @@ def _tokenizer(c: Config) -> Iterator[str]:
 
 
 def _load_dir(c: Config) -> Iterator[str]:
-    if c.load_dir and not (Path(c.load_dir) / LATEST).is_file():
-        fix = "set LOAD_DIR to the checkpoints folder of a run, or leave it empty"
+    folder = Path(c.load_dir).expanduser()
+    if c.load_dir and not any((folder / name).is_file() for name in (LATEST, f"checkpoints/{LATEST}", "metadata.json")):
+        fix = "set LOAD_DIR to a checkpoints folder, a run folder or the folder of one iteration, or leave it empty"
         yield problem("load_dir", c.load_dir, f"is not a folder with checkpoints, it has no {LATEST}", fix)
 
 

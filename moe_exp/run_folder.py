@@ -168,12 +168,13 @@ def provenance(argv: Sequence[str]) -> dict[str, Any]:
         "command": list(argv),
         "host": socket.gethostname(),
         "platform": platform.platform(),
-        "versions": {"python": platform.python_version()} | _versions(),
+        "versions": {"python": platform.python_version()} | package_versions(),
         "commit": _commit(),
     }
 
 
-def _versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
+    """Package to version, of those installed that can change the numbers or the speed of a run."""
     versions = {}
     for package in _PACKAGES:
         try:

@@ -8,6 +8,7 @@ import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a 
 
 # isort: split
 import argparse
+import gc
 import logging
 import os
 import sys
@@ -27,11 +28,12 @@ from torch import Tensor
 from moe_exp import faults, runtime
 from moe_exp.backends import chosen_backends
 from moe_exp.checkpoint import load as loading
-from moe_exp.checkpoint import save as saving
-from moe_exp.checkpoint.folders import latest_iteration
+from moe_exp.checkpoint.folders import recover, set_latest
+from moe_exp.checkpoint.integrity import Source, find_source
+from moe_exp.checkpoint.save import Saved, SaveError, Saver
 from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync
 from moe_exp.checks import check_config
-from moe_exp.config import Config, ConfigError, add_arguments, load_config
+from moe_exp.config import Config, ConfigError, add_arguments, load_config, problem
 from moe_exp.data.dataset import Samples, split_batch
 from moe_exp.data.prefetch import ReadAhead, microbatch_start
 from moe_exp.data.sample_order import Change
@@ -59,7 +61,8 @@ class Job:
     train_stream: Samples
     valid_stream: Samples | None
     batches: BatchSchedule
-    changes: Sequence[Change] = ()  # of the samples' order since the checkpoint that training goes on from
+    source: Source | None = None  # that training goes on from
+    changes: Sequence[Change] = ()  # of the samples' order since then
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -77,15 +80,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         try:
             run(config, stop)
         except ConfigError as error:
-            _refuse(error)
+            _end(error.problems, code=2)
+        except SaveError as error:
+            _end([str(error)], code=1)
 
 
-def _refuse(error: ConfigError) -> None:
-    """Ends this rank for settings that cannot run, as was seen once ranks were up; all ranks come here, or rank 0 alone."""
+def _end(lines: Sequence[str], *, code: int) -> None:
+    """Ends this rank for a reason that is no error of ours; all ranks come here, or rank 0 alone."""
     if os.environ.get("RANK", "0") == "0":
-        print(*(f"moe-exp: {line}" for line in error.problems), sep="\n", file=sys.stderr, flush=True)
+        print(*(f"moe-exp: {line}" for line in lines), sep="\n", file=sys.stderr, flush=True)
     # Without the clean-up of process groups, which would wait for the other ranks.
-    os._exit(2)
+    os._exit(code)
 
 
 def run(config: Config, stop: faults.StopSignal) -> None:
@@ -109,6 +114,8 @@ def run(config: Config, stop: faults.StopSignal) -> None:
             )
             for part, (name, reason) in chosen.items():
                 logger.info("%s: %s (%s)", part, name, reason)
+            for damage in job.source.damages if job.source else ():
+                metrics.event("damaged_checkpoint", progress.iteration, reason=damage)
             if job.changes:
                 metrics.event("other_data", progress.iteration, changes=[str(change) for change in job.changes])
             status = train(job, progress, metrics, stop)
@@ -123,11 +130,17 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     folder = RunFolder.of(config)
     if rank.is_first:
         hold_run_folder(config)
-        folder = open_run_folder(config, sys.argv)
+        recover(folder.checkpoints)
     torch.distributed.barrier()
     setup_logging(folder, rank.rank)
+    source = choose_source(config, folder)
+    if source is not None:
+        loading.compare_model(config, source.folder)
+    if rank.is_first:
+        open_run_folder(config, sys.argv)
+    torch.distributed.barrier()
     train_stream, valid_stream = build_data(config)
-    sample_order, changes = compare_data(config, rank, train_stream, _source(config, folder))
+    sample_order, changes = compare_data(config, rank, train_stream, source.folder if source else None)
     model = build_model(config, rank)
     optimizer = build_optimizer(config, model)
     trained = Trained(model, optimizer, build_scheduler(config, optimizer))
@@ -135,9 +148,12 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     batches = BatchSchedule(config)
     if config.num_workers:
         train_stream = read_ahead(config, rank, train_stream, batches)
-    job = Job(config, rank, folder, trained, train_stream, valid_stream, batches, changes)
+    job = Job(config, rank, folder, trained, train_stream, valid_stream, batches, source, changes)
     progress = resume(job)
     progress.sample_order = sample_order
+    # Megatron has Python look for garbage at every save. What is there now stays, and need not be gone through.
+    gc.collect()
+    gc.freeze()
     return job, progress
 
 
@@ -151,45 +167,68 @@ def connect(model: list[DistributedDataParallel], trained: Trained) -> None:
         settings.no_sync_func = no_sync if len(model) > 1 else no_sync[0]
 
 
+def choose_source(config: Config, folder: RunFolder) -> Source | None:
+    """The run's newest whole checkpoint, else that of LOAD_DIR; None: training starts at iteration 0. Called by every rank.
+
+    Raises:
+        ConfigError: on every rank, where there are checkpoints and none can be used, or LOAD_DIR has none.
+    """
+    try:
+        source = find_source(folder.checkpoints, checksums=config.verify_checkpoint)
+        if source is None and config.load_dir:
+            source = find_source(Path(config.load_dir).expanduser(), checksums=config.verify_checkpoint)
+            if source is None:
+                fix = "name a checkpoints folder, a run folder or the folder of one iteration"
+                raise ConfigError([problem("load_dir", config.load_dir, "has no checkpoint", fix)])
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError([str(error)]) from None
+    return source
+
+
 def resume(job: Job) -> Progress:
-    """Loads the run's newest checkpoint, else that of LOAD_DIR, else starts at iteration 0, from UPCYCLE_FROM if that is set."""
-    source = _source(job.config, job.folder)
+    """Loads the checkpoint of `choose_source`, else starts at iteration 0, from UPCYCLE_FROM if that is set."""
+    source = job.source
     if source is None:
         if job.config.upcycle_from:
             logger.info("%s", upcycle(job.config, job.runtime, job.trained))
         return Progress()
-    progress = loading.load(job.config, job.runtime, source, job.trained)
-    logger.info("resumed from iteration %d of %s", progress.iteration, source)
+    progress = loading.load(job.config, job.runtime, source.folder, job.trained)
+    logger.info("resumed from iteration %d of %s", progress.iteration, source.folder.parent)
+    if source.damages and job.runtime.is_first and _is_own(job):
+        # The damaged ones stay for whoever wants to look at them; training will come to their iterations again.
+        set_latest(job.folder.checkpoints, progress.iteration)
     return progress
 
 
-def _source(config: Config, folder: RunFolder) -> Path | None:
-    """The checkpoints folder that training goes on from; None: it starts at iteration 0."""
-    if latest_iteration(folder.checkpoints) is not None:
-        return folder.checkpoints
-    return Path(config.load_dir) if config.load_dir else None
+def _is_own(job: Job) -> bool:
+    return job.source is not None and job.source.folder.parent == job.folder.checkpoints
 
 
 def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.StopSignal) -> str:
     """Trains until TRAIN_ITERS, EXIT_INTERVAL or a signal; returns `finished` or `stopped`. `metrics` on rank 0 only."""
     config = job.config
     interval = Interval(config, job.runtime, job.trained.model)
-    saved = progress.iteration
+    saver = Saver(config, job.runtime, job.folder.checkpoints, loaded=progress.iteration if _is_own(job) else None)
     while progress.iteration < config.train_iters:
         is_logged = (progress.iteration + 1) % config.log_interval == 0
         grad_norm, num_zeros = train_step(job, progress, interval, count_zeros=is_logged)
         if is_logged:
             log(job, progress, interval, metrics, grad_norm, num_zeros)
+        valid_loss = None
         if job.valid_stream is not None and progress.iteration % config.eval_interval == 0:
-            interval.pause(validate(job, progress, metrics))
-        must_stop = stop.anywhere(job.runtime.device) or _is_multiple(progress.iteration, config.exit_interval)
-        if must_stop or _is_multiple(progress.iteration, config.save_interval):
-            interval.pause(save(job, progress, metrics))
-            saved = progress.iteration
+            valid_loss, seconds = validate(job, progress, metrics)
+            interval.pause(seconds)
+        is_asked, is_writing = stop.anywhere(job.runtime.device, saver.is_writing)
+        must_stop = is_asked or _is_multiple(progress.iteration, config.exit_interval)
+        is_last = must_stop or progress.iteration == config.train_iters
+        if saver.is_pending and not is_writing:
+            interval.pause(finish_save(saver, metrics))
+        if is_last or _is_multiple(progress.iteration, config.save_interval):
+            interval.pause(save(job, saver, progress, metrics, valid_loss, is_last=is_last))
         if must_stop and progress.iteration < config.train_iters:
             return "stopped"
-    if saved != progress.iteration:
-        save(job, progress, metrics)
     return "finished"
 
 
@@ -256,8 +295,12 @@ def lm_loss(loss_mask: Tensor, cp_size: int, losses: Tensor) -> tuple[Tensor, di
 
 
 @torch.no_grad()
-def validate(job: Job, progress: Progress, metrics: Metrics | None) -> float:
-    """Mean loss over the first EVAL_ITERS global batches of the validation data, the same ones every time; returns seconds."""
+def validate(job: Job, progress: Progress, metrics: Metrics | None) -> tuple[float, float]:
+    """Mean loss over the first EVAL_ITERS global batches of the validation data, the same ones every time.
+
+    Returns:
+        The loss in nats per token, the same on every rank, and the seconds that this took.
+    """
     assert job.valid_stream is not None
     start, config = time.monotonic(), job.config
     total = torch.zeros((), dtype=torch.float64, device=job.runtime.device)
@@ -271,11 +314,11 @@ def validate(job: Job, progress: Progress, metrics: Metrics | None) -> float:
     for chunk in job.trained.model:
         chunk.train()
     torch.distributed.all_reduce(total)
+    loss = total.item() / (config.eval_iters * config.num_microbatches * config.data_parallel_size)
     if metrics is not None:
-        loss = total.item() / (config.eval_iters * config.num_microbatches * config.data_parallel_size)
         tokens = progress.consumed_samples * config.seq_len
         metrics.valid(iteration=progress.iteration, consumed_samples=progress.consumed_samples, consumed_tokens=tokens, lm_loss=loss)
-    return time.monotonic() - start
+    return loss, time.monotonic() - start
 
 
 def log(
@@ -293,13 +336,41 @@ def log(
         metrics.train(record)
 
 
-def save(job: Job, progress: Progress, metrics: Metrics | None) -> float:
-    """Saves a checkpoint; returns seconds. Called by every rank."""
-    seconds = saving.save(job.config, job.runtime, job.folder.checkpoints, job.trained, progress)
-    if metrics is not None:
-        metrics.event("checkpoint", progress.iteration, seconds=round(seconds, 3))
-        logger.info("saved checkpoint at iteration %d in %.1f s", progress.iteration, seconds)
-    return seconds
+def save(
+    job: Job, saver: Saver, progress: Progress, metrics: Metrics | None, valid_loss: float | None = None, *, is_last: bool = False
+) -> float:
+    """Saves a checkpoint, or with ASYNC_SAVE begins to; returns the seconds that training waits. Called by every rank.
+
+    Raises:
+        SaveError: on every rank, where it `is_last`, after which the run ends, and it was not written.
+    """
+    start = time.monotonic()
+    finish_save(saver, metrics)
+    saver.begin(job.trained, progress, valid_loss)
+    if is_last or not job.config.async_save:
+        finish_save(saver, metrics, is_last=is_last)
+    return time.monotonic() - start
+
+
+def finish_save(saver: Saver, metrics: Metrics | None, *, is_last: bool = False) -> float:
+    """Waits for the save that was begun, if one was, and reports it; returns seconds. Called by every rank. Raises as `save`."""
+    start = time.monotonic()
+    saved = saver.finish()
+    if saved is not None and metrics is not None:
+        _report(saved, metrics)
+    if saved is not None and saved.error and is_last:
+        what = f"the last checkpoint, of iteration {saved.iteration}, was not written ({saved.error})"
+        raise SaveError(f"{what}. Fix: make room; the same command then goes on from the checkpoint before.")
+    return time.monotonic() - start
+
+
+def _report(saved: Saved, metrics: Metrics) -> None:
+    if saved.error:
+        logger.warning("no checkpoint at iteration %d: %s", saved.iteration, saved.error)
+        metrics.event("checkpoint_failed", saved.iteration, reason=saved.error)
+    else:
+        logger.info("saved checkpoint at iteration %d in %.1f s", saved.iteration, saved.seconds)
+        metrics.event("checkpoint", saved.iteration, seconds=round(saved.seconds, 3), bytes=saved.num_bytes)
 
 
 def _is_multiple(iteration: int, interval: int) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from moe_exp.checkpoint.folders import one_checkpoint
 from moe_exp.checkpoint.load import saved_progress
 from moe_exp.config import Config, ConfigError
 from moe_exp.data.dataset import Samples, SampleStream
@@ -58,7 +59,7 @@ def megatron_data(config: Config, train_data: str, valid_data: str) -> tuple[Sam
 
 
 def compare_data(config: Config, rank: Runtime, samples: Samples, source: Path | None) -> tuple[dict[str, Any], list[Change]]:
-    """What the order of the samples depends on, and how that differs from what the newest checkpoint of `source` was trained on.
+    """What the order of the samples depends on, and how that differs from what the checkpoint `source` was trained on.
 
     Called by every rank; rank 0 reads.
 
@@ -76,9 +77,9 @@ def compare_data(config: Config, rank: Runtime, samples: Samples, source: Path |
 def _compared(config: Config, samples: Samples, source: Path | None) -> tuple[dict[str, Any], list[Change]]:
     order = SampleOrder.of(config, samples.fingerprint())
     saved = saved_progress(source) if source else None
-    if saved is None or not saved.consumed_samples:
+    if source is None or saved is None or not saved.consumed_samples:
         return order.facts(), []
-    name = f"the checkpoint at iteration {saved.iteration} of {source}"
+    name = f"the checkpoint at iteration {saved.iteration} of {one_checkpoint(source).parent}"
     if saved.sample_order is None:
         logger.warning("%s does not say what data it was trained on: that TRAIN_DATA is the same is not checked", name)
         return order.facts(), []

@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
 from moe_exp.checkpoint.keys import CheckpointKeys, model_state
+from moe_exp.checkpoint.sharded_load import load_sharded
 from moe_exp.checkpoint.state import Trained, parameters_in_sync, sharding_metadata, unwrapped
 from moe_exp.checkpoint.torch_dist import read_common
 from moe_exp.config import Config
@@ -121,7 +121,7 @@ def upcycle(config: Config, runtime: Runtime, trained: Trained) -> str:
         requests = {str(layer): _requests(layer, module, config, keys) for layer, module in experts.items()}
         state = {**_shared_parts(runtime, trained, keys, set(experts)), "experts": requests}
         # Several experts ask for the same piece, and all ranks for what they hold: no piece has one owner that could be checked.
-        loaded = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
+        loaded = load_sharded(state, folder, validate_access_integrity=False)
         for index, chunk in enumerate(trained.model):
             shapes = {name: tensor.shape for name, tensor in unwrapped(chunk).state_dict().items() if isinstance(tensor, Tensor)}
             weights = {name: value.view(shapes[name]) for name, value in loaded[f"model{index}"].items() if name in shapes}

@@ -27,6 +27,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+# Importing this package asks whether there is a CUDA device; asked of the driver's library, CUDA would not work in forks any more.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 _PROCESSES = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload(
     ["torch", "torch.distributed", "pytest", "hypothesis", "moe_exp.layers.moe_layer", "moe_exp.layers.attention", "moe_exp.train"]

@@ -345,3 +345,22 @@ def test_all_problems_are_reported_at_once():
 )
 def test_settings_that_can_run(values):
     assert check_config(cpu(**values)) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ({"keep_every": 2000}, r"KEEP_EVERY=2000: has no effect with KEEP_LAST=0, which keeps all checkpoints\. Fix: set KEEP_LAST\."),
+        ({"keep_best": 1}, r"KEEP_BEST=1: has no effect with KEEP_LAST=0, .*"),
+        ({"keep_last": 1, "keep_every": 1500}, r"KEEP_EVERY=1500: is no multiple of SAVE_INTERVAL=1000\. Fix: set it to 1000\."),
+        (
+            {"keep_last": 1, "keep_best": 1, "eval_interval": 300},
+            r"KEEP_BEST=1: needs a validation at every save, .*EVAL_INTERVAL=300\. Fix: .*",
+        ),
+        ({"keep_last": 1, "keep_best": 1, "eval_interval": 0}, r"KEEP_BEST=1: needs a validation at every save, .*"),
+    ],
+)
+def test_retention(values, line):
+    schedule = {"save_interval": 1000, "eval_interval": 500}
+    only_problem(check_config(cpu(**(schedule | values))), line)
+    assert check_config(cpu(**schedule, keep_last=1, keep_every=3000, keep_best=2)) == []

@@ -194,8 +194,13 @@ def test_load_dir_is_missing(here, tmp_path):
     for folder in (tmp_path / "x", tmp_path):
         rule = r"is not a folder with checkpoints, it has no latest_checkpointed_iteration\.txt"
         only_problem(check_files(here(load_dir=str(folder))), rf"LOAD_DIR={folder}: {rule}\. Fix: .*")
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
-    assert check_files(here(load_dir=str(tmp_path))) == []
+    for place in (tmp_path / "a", tmp_path / "b" / "checkpoints"):
+        place.mkdir(parents=True)
+        (place / "latest_checkpointed_iteration.txt").write_text("10")
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "metadata.json").write_text("{}")
+    for name in ("a", "b", "c"):
+        assert check_files(here(load_dir=str(tmp_path / name))) == []
 
 
 def test_an_expert_backend_whose_package_is_missing(here):

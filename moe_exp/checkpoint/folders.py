@@ -7,22 +7,28 @@ checkpoints/
     common.pt, metadata.json          the rest, and the format's name, as Megatron writes them
     manifest.json                     size and checksum of every other file; written last
   iter_0000600.partial/               one that is being written; renamed once every rank is done
+  iter_0000100.removed/               one that is being removed
+  iter_0000300.replaced/              one whose place the next one of the same iteration takes, while that happens
+
+A run that is killed leaves some of the last three behind; `recover` ends what it had begun.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_exp.files import file_hash, write_json
+from moe_exp.files import file_hash, sync_folder, write_atomically, write_json
 from moe_exp.run_folder import LATEST
 
 MANIFEST = "manifest.json"
-PARTIAL = ".partial"
+PARTIAL, REMOVED, REPLACED = ".partial", ".removed", ".replaced"
 FORMAT_VERSION = 1
 _NAME = re.compile(r"iter_(\d{7,})")
 
@@ -56,6 +62,26 @@ def iterations(checkpoints: Path) -> list[int]:
     return sorted(int(match[1]) for match in found if match)
 
 
+def usable(path: Path) -> list[Path]:
+    """The folders of the checkpoints that a run may go on from, the best first; whether they are whole is not looked at.
+
+    Args:
+        path: a checkpoints folder, a run folder, or the folder of one iteration. Of several checkpoints those newer than
+            `latest` are left out: whoever goes back writes an older iteration there.
+
+    Raises:
+        ValueError: where `latest` holds no number.
+    """
+    for checkpoints in (path, path / "checkpoints"):
+        newest, found = latest_iteration(checkpoints), iterations(checkpoints)
+        if newest is not None:
+            # Its own folder even where that is gone: somebody has to say so.
+            return [iteration_folder(checkpoints, i) for i in sorted({newest, *(i for i in found if i < newest)}, reverse=True)]
+        if found:  # killed between the first checkpoint and `latest`
+            return [iteration_folder(checkpoints, i) for i in reversed(found)]
+    return [path] if (path / "metadata.json").is_file() or _NAME.match(path.name) else []
+
+
 def one_checkpoint(path: Path) -> Path:
     """The folder of one iteration that `path` means: itself, or the newest of a checkpoints folder or of a run folder.
 
@@ -66,15 +92,27 @@ def one_checkpoint(path: Path) -> Path:
         if (checkpoints / LATEST).exists():
             iteration = latest_iteration(checkpoints)
             assert iteration is not None
-            return _existing(iteration_folder(checkpoints, iteration))
-    return _existing(path)
+            return existing(iteration_folder(checkpoints, iteration))
+    return existing(path)
 
 
-def _existing(folder: Path) -> Path:
+def existing(folder: Path) -> Path:
+    """`folder`, which has to be that of a distributed checkpoint, by its name and by what lies in it.
+
+    Raises:
+        ValueError: where it is not.
+    """
+    if folder.suffix in (PARTIAL, REMOVED, REPLACED):
+        rule = f"is no whole checkpoint, {folder.suffix} says that a run was killed while it wrote or removed it"
+        raise ValueError(f"checkpoint={folder}: {rule}. Fix: name another one.")
     if not (folder / "metadata.json").is_file():
         fix = "name an iter_ folder, a checkpoints folder or a run folder"
         raise ValueError(f"checkpoint={folder}: holds no distributed checkpoint (no metadata.json). Fix: {fix}.")
     return folder
+
+
+class NewerFormatError(ValueError):
+    """A newer version of this package wrote the checkpoint: nothing is wrong with it, so no older one may take its place."""
 
 
 @dataclass(frozen=True)
@@ -96,17 +134,21 @@ class Manifest:
         """The manifest of `folder`; None where there is none, as in checkpoints of Megatron-LM.
 
         Raises:
-            ValueError: where it cannot be read, or a newer version of this package wrote it.
+            NewerFormatError: where a newer version of this package wrote it.
+            ValueError: where it cannot be read.
         """
         path = folder / MANIFEST
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             if (version := content["format_version"]) > FORMAT_VERSION:
-                raise ValueError(f"{path}: has format version {version}, this moe_exp reads up to {FORMAT_VERSION}. Fix: update moe_exp.")
+                rule = f"has format version {version}, this moe_exp reads up to {FORMAT_VERSION}"
+                raise NewerFormatError(f"{path}: {rule}. Fix: update moe_exp.")
             return cls(int(content["iteration"]), dict(content["files"]), dict(content["facts"]))
         except FileNotFoundError:
             return None
-        except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except NewerFormatError:
+            raise
+        except (KeyError, TypeError, ValueError, OSError) as error:
             raise ValueError(f"{path}: cannot be read ({' '.join(str(error).split())}). Fix: use an older checkpoint.") from None
 
     def write(self, folder: Path) -> None:
@@ -142,9 +184,62 @@ def damages(folder: Path, names: Mapping[str, Mapping[str, Any]], *, checksums: 
     """
     for name, entry in names.items():
         path = folder / name
-        if not path.is_file():
-            yield f"{path}: is missing"
-        elif (size := path.stat().st_size) != entry["bytes"]:
-            yield f"{path}: has {size} bytes instead of {entry['bytes']}"
-        elif checksums and (found := file_hash(path)) != entry["xxh3_128"]:
-            yield f"{path}: has changed since it was written (xxh3 {found[:8]} instead of {entry['xxh3_128'][:8]})"
+        try:
+            if not path.is_file():
+                yield f"{path}: is missing"
+            elif (size := path.stat().st_size) != entry["bytes"]:
+                yield f"{path}: has {size} bytes instead of {entry['bytes']}"
+            elif checksums and (found := file_hash(path)) != entry["xxh3_128"]:
+                yield f"{path}: has changed since it was written (xxh3 {found[:8]} instead of {entry['xxh3_128'][:8]})"
+        except OSError as error:
+            yield f"{path}: cannot be read ({error.strerror or error})"
+
+
+def set_latest(checkpoints: Path, iteration: int) -> None:
+    """Makes `iteration` the one that `latest` names."""
+    write_atomically(checkpoints / LATEST, str(iteration))
+    sync_folder(checkpoints)
+
+
+def publish(partial: Path, iteration: int) -> None:
+    """Makes the whole checkpoint in `partial` that of `iteration`, and the newest. Whenever it is killed, `recover` finds a whole one."""
+    checkpoints = partial.parent
+    final = iteration_folder(checkpoints, iteration)
+    replaced, latest = final.with_name(final.name + REPLACED), checkpoints / LATEST
+    sync_folder(partial)
+    # Whatever needs space comes before the first rename.
+    next_latest = latest.with_suffix(".next")
+    write_atomically(next_latest, str(iteration))
+    if final.exists():
+        final.rename(replaced)
+    partial.rename(final)
+    next_latest.replace(latest)
+    sync_folder(checkpoints)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def remove(folder: Path) -> None:
+    """Removes a checkpoint: first the name by which it is found, then the files."""
+    removed = folder.rename(folder.with_name(folder.name + REMOVED))
+    shutil.rmtree(removed, ignore_errors=True)
+
+
+def recover(checkpoints: Path) -> None:
+    """Removes what killed runs left behind; a checkpoint whose successor never came gets its name back. While nobody writes here."""
+    for path in sorted(checkpoints.glob("iter_*.*")):
+        with contextlib.suppress(OSError):  # a folder that cannot be written is found out, and said, elsewhere
+            if path.suffix == REPLACED and not path.with_suffix("").exists():
+                path.rename(path.with_suffix(""))
+            elif path.suffix in (PARTIAL, REMOVED, REPLACED):
+                shutil.rmtree(path)
+
+
+def valid_losses(checkpoints: Path) -> dict[int, float]:
+    """Iteration to validation loss, nats per token, of the checkpoints whose manifest has one."""
+    losses = {}
+    for iteration in iterations(checkpoints):
+        with contextlib.suppress(ValueError):
+            manifest = Manifest.read(iteration_folder(checkpoints, iteration))
+            if manifest is not None and isinstance(loss := manifest.facts.get("valid_loss"), float):
+                losses[iteration] = loss
+    return losses

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
 from megatron.core.distributed import DistributedDataParallel
 
-from moe_exp.checkpoint.folders import iteration_folder, latest_iteration
+from moe_exp.checkpoint.folders import one_checkpoint
 from moe_exp.checkpoint.keys import BATCH_STATISTICS, CheckpointKeys, check_tensors
 from moe_exp.checkpoint.model_changes import refuse_other_model
 from moe_exp.checkpoint.optimizer_state import OptimizerRequest
+from moe_exp.checkpoint.sharded_load import load_sharded
 from moe_exp.checkpoint.state import (
     Progress,
     Trained,
@@ -26,21 +26,17 @@ from moe_exp.checkpoint.state import (
 )
 from moe_exp.checkpoint.torch_dist import read_common
 from moe_exp.config import Config
-from moe_exp.run_folder import LATEST
 from moe_exp.runtime import Runtime
 
 
-def saved_progress(checkpoints: Path) -> Progress | None:
-    """Of the newest checkpoint of a folder, without its tensors; None where there is none, or Megatron-LM wrote it."""
-    iteration = latest_iteration(checkpoints)
-    if iteration is None:
-        return None
-    common = read_common(iteration_folder(checkpoints, iteration))
+def saved_progress(path: Path) -> Progress | None:
+    """Of a checkpoint, without its tensors; None where Megatron-LM wrote it. `path` as of `load`."""
+    common = read_common(one_checkpoint(path))
     return Progress(**common["progress"]) if "progress" in common else None
 
 
-def load(config: Config, runtime: Runtime, checkpoints: Path, trained: Trained) -> Progress:
-    """Loads the newest checkpoint of a folder into `trained`. Called by every rank.
+def load(config: Config, runtime: Runtime, path: Path, trained: Trained) -> Progress:
+    """Loads the checkpoint that `path` means into `trained`: one iteration's folder, or the newest of a folder. Called by every rank.
 
     Of a checkpoint that Megatron-LM wrote, it takes the weights alone and starts at iteration 0.
 
@@ -48,10 +44,7 @@ def load(config: Config, runtime: Runtime, checkpoints: Path, trained: Trained) 
         ConfigError: when it is of another model, see `model_changes`; nothing is loaded then.
         ValueError: when the folder has none, or its parameters are not those of the model.
     """
-    iteration = latest_iteration(checkpoints)
-    if iteration is None:
-        raise ValueError(f"LOAD_DIR={checkpoints}: has no {LATEST}. Fix: name the checkpoints folder of a run.")
-    folder = iteration_folder(checkpoints, iteration)
+    folder = one_checkpoint(path)
     common = read_common(folder)
     if "progress" not in common:
         load_weights(runtime, folder, trained)
@@ -66,7 +59,7 @@ def load(config: Config, runtime: Runtime, checkpoints: Path, trained: Trained) 
         # Random streams belong to tensor and pipeline ranks of one kind of device; with others they start from the seed.
         state["rng_state"] = rng_state(runtime)
     with parameters_in_sync(trained.model):
-        loaded = dist_checkpointing.load(state, str(folder))
+        loaded = load_sharded(state, folder)
         for index, chunk in enumerate(trained.model):
             _load_chunk(chunk, loaded[f"model{index}"])
         request.finish(common["optimizer"], trained.model)
@@ -107,7 +100,7 @@ def load_weights(runtime: Runtime, folder: Path, trained: Trained) -> None:
     state = weights_state(runtime, trained.model, keys)
     check_tensors(state, keys, folder)
     with parameters_in_sync(trained.model):
-        loaded = dist_checkpointing.load(state, str(folder))
+        loaded = load_sharded(state, folder)
         for index, chunk in enumerate(trained.model):
             _load_chunk(chunk, loaded[f"model{index}"])
         # The optimizer has copies of its own of the weights that were there before.

@@ -1,41 +1,202 @@
-"""Saving. Called by every rank."""
+"""Saving: a checkpoint is written beside the others and becomes one of them by a rename, or leaves no trace. Called by every rank.
+
+1. `Saver.begin`: a folder of another name, and the plan of who writes what.
+2. A thread writes this rank's files. With ASYNC_SAVE training goes on meanwhile, from a copy of the state in host memory.
+3. `Saver.finish`: all ranks tell rank 0 what they have written. It writes what makes the folder a checkpoint, syncs and renames.
+
+Between 1 and 3 no rank waits for another: where one has no space left, the others get to 3 and hear of it there.
+"""
 
 import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
 
 # isort: split
+import logging
+import math
 import shutil
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from moe_exp.checkpoint.folders import iteration_folder
-from moe_exp.checkpoint.state import CONTENT, Progress, Trained, parameters_in_sync, whole_state
+from moe_exp.checkpoint import folders
+from moe_exp.checkpoint.agreement import from_first_rank
+from moe_exp.checkpoint.plan import plan_save
+from moe_exp.checkpoint.rank_files import Written, error_line, write_rank_files
+from moe_exp.checkpoint.retention import which_to_remove
+from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync, whole_state
+from moe_exp.checkpoint.torch_dist import METADATA, write_metadata
 from moe_exp.config import Config
-from moe_exp.files import write_atomically
-from moe_exp.run_folder import LATEST
+from moe_exp.run_folder import package_versions
 from moe_exp.runtime import Runtime
+
+logger = logging.getLogger(__name__)
+
+
+class SaveError(RuntimeError):
+    """A checkpoint that had to be written was not."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """How a save ended, the same on every rank.
+
+    Args:
+        iteration: of the checkpoint.
+        seconds: from the call of `begin` until it was published.
+        num_bytes: of all its files; 0 where it failed.
+        error: why there is no new checkpoint; empty: there is.
+    """
+
+    iteration: int
+    seconds: float
+    num_bytes: int
+    error: str
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A save between `begin` and `finish`."""
+
+    iteration: int
+    start: float
+    partial: Path
+    metadata: Metadata | None
+    facts: dict[str, Any]
+    written: Future[Written]
+
+
+class Saver:
+    """The saves of a run, one at a time.
+
+    Args:
+        config: KEEP_LAST, KEEP_EVERY, KEEP_BEST, ASYNC_SAVE and what belongs into a checkpoint.
+        runtime: this rank.
+        checkpoints: the folder.
+        loaded: iteration of this folder that training went on from; retention leaves it alone.
+    """
+
+    def __init__(self, config: Config, runtime: Runtime, checkpoints: Path, loaded: int | None = None):
+        self._config, self._runtime, self._checkpoints, self._loaded = config, runtime, checkpoints, loaded
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: _Pending | None = None
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a save was begun and not finished; the same on every rank."""
+        return self._pending is not None
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank still writes files of it."""
+        return self._pending is not None and not self._pending.written.done()
+
+    def begin(self, trained: Trained, progress: Progress, valid_loss: float | None = None) -> None:
+        """Begins to write a checkpoint; the one before has to be finished.
+
+        Args:
+            trained: with ASYNC_SAVE free to change when this returns, otherwise after `finish`.
+            progress: what is done.
+            valid_loss: nats per token, if it was measured at this iteration.
+        """
+        assert self._pending is None, "finish the save before"
+        start, iteration = time.monotonic(), progress.iteration
+        partial = folders.iteration_folder(self._checkpoints, iteration)
+        partial = partial.with_name(partial.name + folders.PARTIAL)
+        if error := from_first_rank(lambda: _make(partial)):
+            written = Future[Written]()
+            written.set_result(Written(error=error))
+            self._pending = _Pending(iteration, start, partial, None, {}, written)
+            return
+        with parameters_in_sync(trained.model):
+            plan = plan_save(whole_state(self._config, self._runtime, trained, progress), self._runtime.groups.dp_cp)
+        plan.common["versions"] = package_versions()
+        if self._config.async_save:
+            plan = plan.staged()
+        if self._runtime.device.type == "cuda":
+            torch.cuda.synchronize()  # the thread has a stream of its own
+        written = self._thread.submit(write_rank_files, partial, self._runtime.rank, plan.items, plan.common)
+        loss = valid_loss if valid_loss is not None and math.isfinite(valid_loss) else None  # JSON has no NaN
+        facts = {"versions": plan.common["versions"], "valid_loss": loss, "world_size": self._runtime.world_size}
+        facts["layout"] = {name: getattr(self._config, name) for name in ("tp", "pp", "vpp", "ep", "etp", "cp")}
+        self._pending = _Pending(iteration, start, partial, plan.metadata, facts, written)
+
+    def finish(self) -> Saved | None:
+        """Waits for the files of all ranks and publishes the checkpoint; None where no save was begun.
+
+        Whatever the disk does, nothing is raised: a save that fails leaves all older checkpoints, and nothing of itself.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return None
+        all_written: list[Any] = [None] * self._runtime.world_size
+        torch.distributed.gather_object(pending.written.result(), all_written if self._runtime.is_first else None)
+        return from_first_rank(lambda: self._conclude(pending, all_written))
+
+    def _conclude(self, pending: _Pending, all_written: list[Written]) -> Saved:
+        """On rank 0: publishes the checkpoint and removes those that are no longer wanted, or removes what there is of the new one."""
+        num_bytes = 0
+        try:
+            if not (error := "; ".join(written.error for written in all_written if written.error)):
+                num_bytes = _complete(pending, all_written)
+                folders.publish(pending.partial, pending.iteration)
+        except Exception as caught:
+            error = error_line(caught, 0)
+        if error:
+            shutil.rmtree(pending.partial, ignore_errors=True)
+        else:
+            self._remove_others(pending.iteration)
+        return Saved(pending.iteration, time.monotonic() - pending.start, 0 if error else num_bytes, error)
+
+    def _remove_others(self, newest: int) -> None:
+        # Those newer than the newest are of an attempt that was given up; training will come to them again.
+        found = [iteration for iteration in folders.iterations(self._checkpoints) if iteration <= newest]
+        config, losses = self._config, folders.valid_losses(self._checkpoints)
+        for iteration in which_to_remove(found, losses, last=config.keep_last, every=config.keep_every, best=config.keep_best):
+            if iteration != self._loaded:
+                try:
+                    folders.remove(folders.iteration_folder(self._checkpoints, iteration))
+                except OSError as error:
+                    logger.warning("the checkpoint at iteration %d cannot be removed: %s", iteration, error)
 
 
 def save(config: Config, runtime: Runtime, checkpoints: Path, trained: Trained, progress: Progress) -> float:
-    """Writes a checkpoint and publishes it; returns the seconds it took. Called by every rank."""
-    start = time.monotonic()
-    final = iteration_folder(checkpoints, progress.iteration)
-    partial = final.with_name(final.name + ".partial")
-    if runtime.is_first:
-        shutil.rmtree(partial, ignore_errors=True)
+    """Writes one checkpoint and waits for it; returns the seconds it took. Called by every rank.
+
+    Raises:
+        SaveError: on every rank, where it was not written.
+    """
+    saver = Saver(config, runtime, checkpoints)
+    saver.begin(trained, progress)
+    saved = saver.finish()
+    assert saved is not None
+    if saved.error:
+        raise SaveError(saved.error)
+    return saved.seconds
+
+
+def _make(partial: Path) -> str:
+    """On rank 0: an empty folder to write into; returns why that failed, or nothing."""
+    try:
+        folders.recover(partial.parent)
         partial.mkdir(parents=True)
-    torch.distributed.barrier()
-    with parameters_in_sync(trained.model):
-        state = whole_state(config, runtime, trained, progress)
-        strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1 if runtime.device.type == "cpu" else 2)
-        # By this description Megatron-LM asks a checkpoint for the keys that it has.
-        dist_checkpointing.save(state, str(partial), sharded_strategy=strategy, content_metadata=CONTENT)
-    if runtime.is_first:
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-        write_atomically(checkpoints / LATEST, str(progress.iteration))
-    torch.distributed.barrier()
-    return time.monotonic() - start
+    except OSError as error:
+        return error_line(error, 0)
+    return ""
+
+
+def _complete(pending: _Pending, all_written: list[Written]) -> int:
+    """On rank 0: adds what makes a checkpoint of the files of all ranks; returns the bytes of all."""
+    metadata, partial = pending.metadata, pending.partial
+    assert metadata is not None
+    metadata.storage_data = {index: place for written in all_written for index, place in written.places.items()}
+    metadata.storage_meta, metadata.version = StorageMeta(), "1.0.0"
+    write_metadata(partial, metadata)
+    entries = {name: entry for written in all_written for name, entry in written.entries.items()}
+    entries |= {name: folders.entry_of(partial / name) for name in (METADATA, "metadata.json")}
+    manifest = folders.Manifest(pending.iteration, dict(sorted(entries.items())), pending.facts)
+    manifest.write(partial)
+    return manifest.num_bytes

@@ -10,15 +10,19 @@ Nothing here runs code from a file: the pickle may name the classes of the forma
 
 from __future__ import annotations
 
+import contextlib
+import enum
+import importlib
 import io
 import json
 import math
 import os
 import pickle
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
@@ -34,7 +38,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 COMMON = "common.pt"
-_METADATA = ".metadata"
+METADATA = ".metadata"
 _BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
 # What a .metadata may be made of.
 _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner")
@@ -66,7 +70,7 @@ def read_metadata(folder: Path) -> Metadata:
     Raises:
         ValueError: where it is missing or damaged, or would run other code.
     """
-    path = folder / _METADATA
+    path = folder / METADATA
     try:
         with path.open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
@@ -78,13 +82,44 @@ def read_metadata(folder: Path) -> Metadata:
     return metadata
 
 
+def write_metadata(folder: Path, metadata: Metadata) -> None:
+    """Writes `.metadata`, and metadata.json, by which Megatron knows the format."""
+    with (folder / METADATA).open("wb") as file:
+        pickle.dump(metadata, file)
+        _sync(file)
+    with (folder / "metadata.json").open("w") as text:
+        json.dump(_BACKEND, text)
+        _sync(text)
+
+
 def read_common(folder: Path) -> dict[str, Any]:
     """What is not sharded: optimizer settings, schedule, progress, config.
 
     Raises:
         ValueError: where the file is missing or damaged, or holds more than tensors and plain values.
     """
-    return dict(_load(folder / COMMON))
+    with plain_settings(folder):
+        return dict(_load(folder / COMMON))
+
+
+def plain_settings(folder: Path) -> AbstractContextManager[None]:
+    """Inside, `weights_only` takes what common.pt of Megatron-LM has beside plain values: its arguments, and enumerations in them."""
+    found: list[Any] = []
+    try:
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(folder / COMMON)
+    except Exception:  # it is missing or damaged, as is said where it is read
+        names = []
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        if name in ("argparse.Namespace", "types.SimpleNamespace", "signal.Signals"):
+            found.append(getattr(importlib.import_module(module), attribute))
+        elif module.startswith("megatron.core."):
+            import moe_exp.megatron_cpu  # noqa: F401  # before megatron
+
+            with contextlib.suppress(ImportError):
+                value = getattr(importlib.import_module(module), attribute, None)
+                found += [value] if isinstance(value, type) and issubclass(value, enum.Enum) else []
+    return cast("AbstractContextManager[None]", torch.serialization.safe_globals(found))
 
 
 def _load(path: Path) -> Any:
@@ -262,13 +297,10 @@ class CheckpointWriter:
             if filled != math.prod(info.size):
                 raise ValueError(f"{key}: {filled} of {math.prod(info.size)} values were written.")
         metadata = Metadata({**self._tensors, **self._objects}, storage_data=self._places, storage_meta=StorageMeta(), version="1.0.0")
-        for name, write in ((COMMON, lambda file: torch.save(common, file)), (_METADATA, lambda file: pickle.dump(metadata, file))):
-            with (self.folder / name).open("wb") as file:
-                write(file)
-                _sync(file)
-        with (self.folder / "metadata.json").open("w") as text:
-            json.dump(_BACKEND, text)
-            _sync(text)
+        with (self.folder / COMMON).open("wb") as file:
+            torch.save(common, file)
+            _sync(file)
+        write_metadata(self.folder, metadata)
 
     def _write(self, index: MetadataIndex, value: Any) -> None:
         if self._file is None:

@@ -1,0 +1,29 @@
+"""What rank 0 finds out, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+
+T = TypeVar("T")
+
+
+def from_first_rank(make: Callable[[], T]) -> T:
+    """What `make` returns on rank 0, where alone it is called. Called by every rank.
+
+    Raises:
+        ValueError: on every rank, where `make` does; so no rank waits for one that has given up.
+    """
+    box: list[Any] = [None]
+    if torch.distributed.get_rank() == 0:
+        try:
+            box = [(make(), None)]
+        except ValueError as caught:
+            box = [(None, caught)]
+    torch.distributed.broadcast_object_list(box)
+    value, error = box[0]
+    if error is not None:
+        raise error
+    return cast(T, value)

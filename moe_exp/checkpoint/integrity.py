@@ -1,0 +1,106 @@
+"""Is a checkpoint what was written? And which one does training go on from? Nothing of a file is run to find out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_exp.checkpoint.agreement import from_first_rank
+from moe_exp.checkpoint.folders import MANIFEST, Manifest, NewerFormatError, damages, existing, usable
+from moe_exp.checkpoint.torch_dist import CheckpointReader, read_common
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Source:
+    """The checkpoint that training goes on from.
+
+    Args:
+        folder: of its iteration.
+        damages: a line for each newer one that cannot be used.
+    """
+
+    folder: Path
+    damages: tuple[str, ...] = ()
+
+
+def find_source(path: Path, *, checksums: bool) -> Source | None:
+    """The newest whole checkpoint of a folder, or None where it has none at all. Called by every rank; writes nothing.
+
+    Args:
+        path: a checkpoints folder, a run folder, or the folder of one iteration.
+        checksums: read all files, which the ranks divide; False: look at their sizes.
+
+    Raises:
+        ValueError: on every rank, where there are checkpoints and none of them is whole, or the newest is of a newer format.
+    """
+    candidates = from_first_rank(lambda: usable(path))
+    lines: list[str] = []
+    for folder in candidates:
+        damage = _damage(folder, checksums=checksums)
+        if not damage:
+            return Source(folder, tuple(lines))
+        lines.append(damage)
+        if torch.distributed.get_rank() == 0:
+            logger.warning("damaged checkpoint: %s", damage)
+    if lines:
+        others = f" (and {len(lines) - 1} older ones)" if len(lines) > 1 else ""
+        raise ValueError(f"checkpoint={path}: none can be used, {lines[0]}{others}. Fix: restore the files, or begin anew elsewhere.")
+    return None
+
+
+def _damage(folder: Path, *, checksums: bool) -> str:
+    """What is wrong with a checkpoint, in a line; empty: nothing. Called by every rank."""
+    damage, files = from_first_rank(lambda: contents(folder))
+    if damage:
+        return damage
+    # The largest first, so that all ranks get about as many bytes.
+    names = sorted(files, key=lambda name: (-files[name]["bytes"], name))
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    mine = list(damages(folder, {name: files[name] for name in names[rank::world_size]}, checksums=checksums))
+    found: list[list[str]] = [[]] * world_size
+    torch.distributed.all_gather_object(found, mine)
+    lines = sorted(line for some in found for line in some)
+    return lines[0] + (f" (and {len(lines) - 1} more files)" if len(lines) > 1 else "") if lines else ""
+
+
+def contents(folder: Path) -> tuple[str, Mapping[str, Mapping[str, Any]]]:
+    """What is wrong with a checkpoint as far as its small files say, in a line; and its files as the manifest has them.
+
+    Without a manifest, as Megatron-LM's are, there are no files to compare, and those that `.metadata` names have to be long enough.
+
+    Raises:
+        NewerFormatError: where a newer version of this package wrote it.
+    """
+    try:
+        manifest = Manifest.read(existing(folder))
+        common, reader = read_common(folder), CheckpointReader(folder)
+    except NewerFormatError:
+        raise
+    except ValueError as error:
+        return str(error).partition(". Fix:")[0], {}
+    if manifest is not None:
+        return "", manifest.files
+    if "versions" in common:
+        return f"{folder / MANIFEST}: is missing", {}
+    logger.info("%s has no %s, as those of Megatron-LM: its checksums are not checked", folder, MANIFEST)
+    return _short_file(reader), {}
+
+
+def _short_file(reader: CheckpointReader) -> str:
+    ends: dict[str, int] = {}
+    for chunk in [*(chunk for tensor in reader.tensors.values() for chunk in tensor.chunks), *reader.objects.values()]:
+        ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.start + chunk.num_bytes)
+    for name, end in sorted(ends.items()):
+        path = reader.folder / name
+        if not path.is_file():
+            return f"{path}: is missing"
+        if (size := path.stat().st_size) < end:
+            return f"{path}: has {size} bytes, at least {end} were written"
+    return ""

@@ -1,0 +1,69 @@
+"""Writing what one rank writes of a checkpoint. No collectives: an error here stays on its rank until all are asked."""
+
+from __future__ import annotations
+
+import io
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from moe_exp.checkpoint.torch_dist import COMMON
+from moe_exp.files import HashedFile
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a rank tells rank 0 about its files.
+
+    Args:
+        places: where each of its pieces lies.
+        entries: of its files, for the manifest.
+        error: why it failed, in a line; empty: it did not.
+    """
+
+    places: dict[MetadataIndex, _StorageInfo] = field(default_factory=dict)
+    entries: dict[str, dict[str, Any]] = field(default_factory=dict)
+    error: str = ""
+
+
+def write_rank_files(folder: Path, rank: int, items: list[tuple[MetadataIndex, Tensor | io.BytesIO]], common: dict[str, Any]) -> Written:
+    """Writes `items` into one file and, on rank 0, `common` into another; both are on the disk when it returns. Raises nothing."""
+    try:
+        places, entries = {}, {}
+        if items:
+            name = f"__{rank}_0.distcp"
+            with HashedFile(folder / name) as file:
+                for index, data in items:
+                    start = file.tell()
+                    _write(file, data)
+                    places[index] = _StorageInfo(name, start, file.tell() - start)
+            entries[name] = file.entry()
+        if rank == 0:
+            with HashedFile(folder / COMMON) as file:
+                torch.save(common, cast("IO[bytes]", file))
+            entries[COMMON] = file.entry()
+    except Exception as error:
+        return Written(error=error_line(error, rank))
+    return Written(places, entries)
+
+
+def _write(file: HashedFile, data: Tensor | io.BytesIO) -> None:
+    if isinstance(data, io.BytesIO):
+        file.write(data.getbuffer())
+        return
+    data = data.detach().cpu()
+    if data.untyped_storage().nbytes() != data.numel() * data.element_size():
+        data = data.clone()  # torch.save writes the whole storage of a view
+    torch.save(data, cast("IO[bytes]", file))
+
+
+def error_line(error: Exception, rank: int) -> str:
+    """An error in a line, with the rank that had it."""
+    reason = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
+    return f"rank {rank} on {socket.gethostname()}: {' '.join(reason.split())}"

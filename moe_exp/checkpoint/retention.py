@@ -1,0 +1,35 @@
+"""Which checkpoints of a run are kept. No torch, no disk."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+
+def which_to_remove(iterations: Sequence[int], losses: Mapping[int, float], *, last: int, every: int, best: int) -> list[int]:
+    """The checkpoints that no rule keeps. A checkpoint stays when one of the rules wants it; the newest always stays.
+
+    Args:
+        iterations: of the checkpoints that are there.
+        losses: iteration to validation loss, nats per token; those without one, or with one that is not finite, are never the best.
+        last: keep the newest so many; 0: all.
+        every: keep those whose iteration is a multiple of it; 0: none for that reason.
+        best: keep the so many with the lowest loss, of two that are equal the newer; 0: none for that reason.
+
+    Returns:
+        Iterations in order.
+
+    Raises:
+        ValueError: when a number is negative.
+    """
+    for name, value in (("last", last), ("every", every), ("best", best)):
+        if value < 0:
+            raise ValueError(f"{name}={value}: must be 0 or more. Fix: give 0 to leave this rule out.")
+    ordered = sorted(set(iterations))
+    if not last:
+        return []
+    known = [iteration for iteration in ordered if math.isfinite(losses.get(iteration, math.nan))]
+    kept = set(ordered[-last:])
+    kept |= {iteration for iteration in ordered if every and iteration % every == 0}
+    kept |= set(sorted(known, key=lambda iteration: (losses[iteration], -iteration))[:best])
+    return [iteration for iteration in ordered if iteration not in kept]

@@ -1,0 +1,316 @@
+"""Which checkpoint is used when files are damaged, foreign or hostile, and what is said about the others."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import shutil
+import signal
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_job import build_small, end_run, files_of, records, small_settings, start_run, write_tokens
+
+from moe_exp.checkpoint.folders import Manifest, NewerFormatError, entries_of, one_checkpoint, recover, usable
+from moe_exp.checkpoint.integrity import Source, find_source
+from moe_exp.checkpoint.torch_dist import CheckpointReader, CheckpointWriter
+from ranks import RankError, free_port, run_on_ranks
+
+
+def write_checkpoint(checkpoints: Path, iteration: int, *, manifest: bool = True) -> Path:
+    """A checkpoint of two files, one of them with an object."""
+    folder = checkpoints / f"iter_{iteration:07d}"
+    writer = CheckpointWriter(folder)
+    writer.add_tensor("weight", torch.full((50, 20), float(iteration)))
+    writer.next_file()
+    writer.add_object("rng_state/shard_0.0_1.1", {"cpu": torch.arange(5)})
+    writer.finish({"progress": {"iteration": iteration}} | ({"versions": {}} if manifest else {}))
+    if manifest:
+        Manifest(iteration, entries_of(folder), {}).write(folder)
+    return folder
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Path:
+    folder = tmp_path / "checkpoints"
+    for iteration in (10, 20, 30):
+        write_checkpoint(folder, iteration)
+    (folder / "latest_checkpointed_iteration.txt").write_text("30")
+    return folder
+
+
+def all_files(folder: Path) -> dict[str, tuple[bytes, int]]:
+    return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
+
+
+def found(path: Path, checksums: bool = True) -> Source | None:
+    """Of two ranks, which agree; writes nothing."""
+    before = all_files(path)
+    first, second = run_on_ranks(2, find, path, checksums)
+    assert first == second
+    assert all_files(path) == before
+    return first
+
+
+def find(path: Path, checksums: bool) -> Source | None:
+    return find_source(path, checksums=checksums)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 7)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], str, str]] = {
+    "missing": (Path.unlink, "__0_1.distcp", "is missing"),
+    "truncated": (cut, "__0_0.distcp", "has .* bytes instead of "),
+    "bit flip": (flip, "__0_0.distcp", r"has changed since it was written \(xxh3 "),
+    "no manifest": (Path.unlink, "manifest.json", "is missing"),
+    "cut manifest": (cut, "manifest.json", "cannot be read"),
+    "cut metadata": (cut, ".metadata", r"cannot be used"),
+    "flip in metadata": (flip, ".metadata", ""),
+    "no metadata": (Path.unlink, ".metadata", r"cannot be used \(it is missing\)"),
+    "cut common": (cut, "common.pt", "cannot be used"),
+    "no backend": (Path.unlink, "metadata.json", r"holds no distributed checkpoint \(no metadata\.json\)"),
+    "no folder": (shutil.rmtree, ".", r"holds no distributed checkpoint"),
+}
+
+
+def test_a_whole_one_is_taken(checkpoints):
+    write_checkpoint(checkpoints, 40)  # left by an attempt that was given up: `latest` says 30
+    for path in (checkpoints, checkpoints.parent, checkpoints / "iter_0000030"):
+        assert found(path) == Source(checkpoints / "iter_0000030")
+
+
+@pytest.mark.parametrize("damage", list(DAMAGES))
+def test_damaged_newest_is_named_and_the_one_before_is_taken(damage, checkpoints):
+    act, name, text = DAMAGES[damage]
+    act((checkpoints / "iter_0000030" / name).resolve())
+    source = found(checkpoints)
+    assert source is not None
+    assert source.folder == checkpoints / "iter_0000020"
+    (line,) = source.damages
+    assert "iter_0000030" in line
+    assert line.isprintable()
+    if text:
+        assert re.search(text, line), line
+
+
+def test_sizes_alone_where_checksums_are_off(checkpoints):
+    flip(checkpoints / "iter_0000030" / "__0_0.distcp")
+    assert found(checkpoints, checksums=False) == Source(checkpoints / "iter_0000030")
+    cut(checkpoints / "iter_0000030" / "__0_0.distcp")
+    assert found(checkpoints, checksums=False).folder == checkpoints / "iter_0000020"
+
+
+def test_none_is_whole(checkpoints):
+    for iteration in (10, 20, 30):
+        cut(checkpoints / f"iter_{iteration:07d}" / "__0_0.distcp")
+    before = all_files(checkpoints)
+    with pytest.raises(RankError) as caught:
+        run_on_ranks(2, find, checkpoints, True)
+    line = str(caught.value.error)
+    assert line.startswith(f"checkpoint={checkpoints}: none can be used, {checkpoints / 'iter_0000030' / '__0_0.distcp'}: has ")
+    assert line.endswith(" (and 2 older ones). Fix: restore the files, or begin anew elsewhere.")
+    assert all_files(checkpoints) == before
+
+
+def test_newer_format_is_not_passed_over(checkpoints):
+    path = checkpoints / "iter_0000030" / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format_version": 99}))
+    with pytest.raises(RankError) as caught:
+        run_on_ranks(2, find, checkpoints, True)
+    assert isinstance(caught.value.error, NewerFormatError)
+    assert str(caught.value.error) == f"{path}: has format version 99, this moe_exp reads up to 1. Fix: update moe_exp."
+
+
+def test_foreign_and_partial_folders_by_name(checkpoints):
+    (checkpoints / "iter_0000030").rename(checkpoints / "iter_0000030.partial")
+    with pytest.raises(ValueError, match=r"^checkpoint=\S+30\.partial: is no whole checkpoint, \.partial says .*\. Fix: name another"):
+        one_checkpoint(checkpoints / "iter_0000030.partial")
+    with pytest.raises(RankError, match=r"none can be used, checkpoint=\S+30\.partial: is no whole checkpoint"):
+        run_on_ranks(1, find, checkpoints / "iter_0000030.partial", True)
+    legacy = checkpoints / "iter_0000005"
+    (legacy / "mp_rank_00").mkdir(parents=True)
+    with pytest.raises(RankError, match=r"none can be used, checkpoint=\S+05: holds no distributed checkpoint \(no metadata\.json\)"):
+        run_on_ranks(1, find, legacy, True)
+    assert usable(checkpoints / "nowhere") == []
+
+
+def test_without_manifest_the_files_have_to_be_long_enough(tmp_path):
+    """As Megatron-LM writes them."""
+    folder = write_checkpoint(tmp_path, 7, manifest=False)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    assert found(tmp_path) == Source(folder)
+    cut(folder / "__0_0.distcp")
+    with pytest.raises(RankError, match=r"__0_0\.distcp: has \d+ bytes, at least \d+ were written"):
+        run_on_ranks(2, find, tmp_path, True)
+
+
+def test_killed_before_the_first_latest_and_while_one_takes_another_place(checkpoints):
+    (checkpoints / "latest_checkpointed_iteration.txt").unlink()
+    (checkpoints / "iter_0000030").rename(checkpoints / "iter_0000030.replaced")
+    shutil.copytree(checkpoints / "iter_0000020", checkpoints / "iter_0000030.partial")
+    (checkpoints / "iter_0000010").rename(checkpoints / "iter_0000010.removed")
+    assert usable(checkpoints) == [checkpoints / "iter_0000020"]
+    recover(checkpoints)
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["iter_0000020", "iter_0000030"]
+    assert found(checkpoints) == Source(checkpoints / "iter_0000030")
+
+
+def megatrons_arguments(folder: Path) -> list[Any]:
+    from moe_exp.checkpoint.sharded_load import load_sharded
+
+    # isort: split
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.transformer.enums import AttnBackend
+
+    arguments = Namespace(lr=0.1, params_dtype=torch.bfloat16, attention_backend=AttnBackend.fused, exit_signal=signal.SIGTERM)
+    torch.save({"args": arguments, "iteration": 30}, folder / "common.pt")
+    (folder / "manifest.json").unlink()
+    assert find_source(folder, checksums=True) == Source(folder)
+    read = [CheckpointReader(folder).common(), load_sharded({"w": ShardedTensor.from_rank_offsets("weight", torch.zeros(50, 20))}, folder)]
+    assert [common["args"] == arguments for common in read] == [True, True]
+    return read[0]["iteration"]
+
+
+def test_arguments_of_megatron_lm_are_plain_values(checkpoints):
+    assert run_on_ranks(1, megatrons_arguments, checkpoints / "iter_0000030") == [30]
+
+
+class Payload:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path):
+        self.path = str(path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (self.path, "w")
+
+
+def hostile(kind: str, folder: Path, mark: Path) -> None:
+    if kind == "metadata":
+        (folder / ".metadata").write_bytes(pickle.dumps(Payload(mark)))
+    elif kind == "common":
+        torch.save({"progress": Payload(mark)}, folder / "common.pt")
+    else:
+        writer = CheckpointWriter(folder)
+        writer.add_tensor("weight", torch.ones(50, 20))
+        writer.add_object("rng_state/shard_0.0_1.1", Payload(mark))
+        writer.finish({})
+    (folder / "manifest.json").unlink()
+
+
+def load_hostile(folder: Path) -> list[str]:
+    """Every way in which this package reads a checkpoint; the refusals."""
+    from moe_exp.checkpoint.sharded_load import load_sharded
+
+    # isort: split
+    from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+
+    def load() -> None:
+        state = {"weight": ShardedTensor.from_rank_offsets("weight", torch.zeros(50, 20))}
+        state["rng"] = ShardedObject("rng_state", None, (1, 1), (0, 0))
+        assert load_sharded(state, folder)["weight"].sum() == 1000
+
+    def read() -> None:
+        reader = CheckpointReader(folder)
+        reader.common()
+        reader.read_object("rng_state/shard_0.0_1.1")
+
+    refusals = []
+    for way in (load, read):
+        with pytest.raises(ValueError, match=r"cannot be used \(.*\)\. Fix: use another checkpoint\.$") as caught:
+            way()
+        refusals.append(str(caught.value))
+    assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
+    return refusals
+
+
+@pytest.mark.parametrize("kind", ["metadata", "common", "object"])
+def test_no_code_of_a_file_is_run(kind, checkpoints, tmp_path):
+    folder = checkpoints / "iter_0000030"
+    hostile(kind, folder, tmp_path / "mark")
+    (refusals,) = run_on_ranks(1, load_hostile, folder)
+    assert not (tmp_path / "mark").exists()
+    assert all(str(folder) in refusal for refusal in refusals)
+    # The payload is a real one.
+    pickle.loads(pickle.dumps(Payload(tmp_path / "mark"))).close()
+    assert (tmp_path / "mark").exists()
+
+
+def test_whole_run_goes_on_from_the_one_before(tmp_path):
+    """Reported, `latest` set back, records after it removed, and in the end the same numbers as without the damage."""
+    write_tokens(tmp_path)
+    settings = small_settings(tmp_path, "run", save_interval=2, exit_interval=4)
+    out, checkpoints = tmp_path / "out", tmp_path / "run" / "checkpoints"
+    assert end_run(start_run(settings, out), out) == [0]
+    shutil.copytree(tmp_path / "run", tmp_path / "whole")
+    assert end_run(start_run(settings | {"run_name": "whole"}, out), out) == [0]
+    damaged = checkpoints / "iter_0000004" / "__0_0.distcp"
+    flip(damaged)
+
+    # A run that starts from it elsewhere writes nothing here.
+    before = all_files(tmp_path / "run")
+    elsewhere = settings | {"run_name": "elsewhere", "load_dir": str(checkpoints), "exit_interval": 3}
+    assert end_run(start_run(elsewhere, out), out) == [0]
+    assert all_files(tmp_path / "run") == before
+    assert [record["iteration"] for record in records(tmp_path / "elsewhere", "train")] == [3]
+
+    assert end_run(start_run(settings | {"exit_interval": 3}, out), out) == [0]
+    assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == "3"
+    assert f"damaged checkpoint: {damaged}: has changed since it was written" in out.read_text()
+    events = [event for event in records(tmp_path / "run", "event") if event["event"] == "damaged_checkpoint"]
+    assert [event["iteration"] for event in events] == [2]
+    assert events[0]["reason"].startswith(f"{damaged}: has changed since it was written")
+    assert damaged.exists()
+    assert end_run(start_run(settings, out), out) == [0]  # to 4, which takes the place of the damaged one
+    assert end_run(start_run(settings, out), out) == [0]  # to 8
+    assert [record["iteration"] for record in records(tmp_path / "run", "train")] == list(range(1, 9))
+    for iteration in (4, 6, 8):
+        one, other = (files_of(tmp_path / name / "checkpoints" / f"iter_{iteration:07d}") for name in ("run", "whole"))
+        assert one == other
+
+    for path in checkpoints.glob("iter_*/__0_0.distcp"):
+        cut(path)
+    before = all_files(tmp_path / "run")
+    out.unlink()
+    assert end_run(start_run(settings | {"train_iters": 9}, out), out) == [2]
+    (line,) = [line for line in out.read_text().splitlines() if line.startswith("moe-exp: ")]
+    assert line.startswith(f"moe-exp: checkpoint={checkpoints}: none can be used, {checkpoints / 'iter_0000008'}")
+    after = all_files(tmp_path / "run")
+    assert {name for name in after if after[name] != before.get(name)} <= {str(tmp_path / "run" / "train.log")}
+
+
+def hold_twice(settings: dict[str, Any], port: int, link: str) -> list[str]:
+    from moe_exp.config import ConfigError, load_config
+    from moe_exp.run_folder import hold_run_folder
+
+    build_small(settings, port)
+    refusals = []
+    for run_dir, name in ((settings["run_dir"], settings["run_name"]), (link, settings["run_name"]), (settings["run_dir"], "other_name")):
+        with pytest.raises(ConfigError) as caught:
+            hold_run_folder(load_config(settings | {"run_dir": run_dir, "run_name": name}, {}))
+        refusals.append(str(caught.value))
+    return refusals
+
+
+def test_two_runs_cannot_write_one_folder_under_two_names(tmp_path):
+    write_tokens(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path)
+    (tmp_path / "other_name").symlink_to(tmp_path / "run")
+    settings = small_settings(tmp_path, "run")
+    (refusals,) = run_on_ranks(1, hold_twice, settings, free_port(), str(tmp_path / "link"), join=False)
+    assert all("another run is writing" in refusal for refusal in refusals)
+    assert len(refusals) == 3

@@ -1,0 +1,80 @@
+"""kill -9 while checkpoints are written: there is always one to go on from, and every one is what it has to be."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_job import end_run, files_of, kill_run, records, small_settings, start_run, write_tokens
+
+from moe_exp.checkpoint.folders import Manifest, damages, iterations, recover, usable
+from moe_exp.checkpoint.integrity import contents
+from moe_exp.checkpoint.torch_dist import CheckpointReader
+
+
+def check_all(checkpoints: Path, reference: Path) -> int:
+    """Every checkpoint is whole and that of the undisturbed run; the iteration that a run would go on from, or 0."""
+    for iteration in iterations(checkpoints):
+        folder = checkpoints / f"iter_{iteration:07d}"
+        damage, files = contents(folder)
+        assert damage == ""
+        assert list(damages(folder, files)) == []
+        expected = reference / folder.name
+        assert files_of(folder) == files_of(expected)
+        progress, other = (CheckpointReader(path).common()["progress"] for path in (folder, expected))
+        assert progress == other
+    newest = usable(checkpoints)[:1]
+    return Manifest.read(newest[0]).iteration if newest else 0
+
+
+def kill_and_go_on(folder: Path, num_kills: int, seed: int, **changes: Any) -> tuple[int, int]:
+    """Kills a run at random moments and starts it again, until it ends; kills that left a partial checkpoint, and the last iteration."""
+    write_tokens(folder)
+    random_moments, out = random.Random(seed), folder / "out"
+    settings = small_settings(folder, "whole", save_interval=1, **changes)
+    whole = settings | {"keep_last": 0}
+    assert end_run(start_run(whole, out), out, timeout=900) == [0] * settings["gpus_per_node"]
+    saves = [event for event in records(folder / "whole", "event") if event["event"] == "checkpoint"]
+    assert len(saves) == settings["train_iters"]
+    settings["run_name"], checkpoints = "killed", folder / "killed" / "checkpoints"
+    num_partial, reached = 0, 0
+    for _ in range(num_kills):
+        started = len(records(folder / "killed", "event"))
+        processes = start_run(settings, out)
+        deadline = time.monotonic() + 120
+        # From the first save of this start on.
+        while len(records(folder / "killed", "event")) <= started and any(p.exitcode is None for p in processes):
+            assert time.monotonic() < deadline, out.read_text()
+            time.sleep(0.01)
+        time.sleep(random_moments.uniform(0, 3 * max(save["seconds"] for save in saves)))
+        kill_run(processes)
+        num_partial += any(path.suffix for path in checkpoints.glob("iter_*"))
+        recover(checkpoints)
+        now = check_all(checkpoints, folder / "whole" / "checkpoints")
+        assert now >= reached
+        reached = now
+    assert end_run(start_run(settings, out), out, timeout=900) == [0] * settings["gpus_per_node"]
+    for name in ("lm_loss", "grad_norm"):
+        curves = [[record[name] for record in records(folder / run, "train")] for run in ("whole", "killed")]
+        assert curves[0] == curves[1]
+    assert not [path for path in checkpoints.glob("iter_*") if path.suffix]
+    return num_partial, check_all(checkpoints, folder / "whole" / "checkpoints")
+
+
+def test_killed_while_saving(tmp_path):
+    assert kill_and_go_on(tmp_path, 3, seed=1, train_iters=12)[1] == 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"async_save": True}, {"keep_last": 2}], ids=["at once", "background", "retention"])
+def test_killed_twenty_times_while_saving(changes, tmp_path, record_property):
+    ranks = {"gpus_per_node": 2, "ep": 2, "train_iters": 80}
+    num_partial, last = kill_and_go_on(tmp_path, 20, seed=2, **(ranks | changes))
+    record_property("kills_with_a_partial_checkpoint", num_partial)
+    print(json.dumps({"kills_with_a_partial_checkpoint": num_partial}))
+    assert num_partial >= 3
+    assert last == 80
