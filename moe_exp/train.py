@@ -134,6 +134,8 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     torch.distributed.barrier()
     setup_logging(folder, rank.rank)
     source = choose_source(config, folder)
+    if source is not None:
+        loading.compare_model(config, source.folder)
     if rank.is_first:
         open_run_folder(config, sys.argv)
     torch.distributed.barrier()

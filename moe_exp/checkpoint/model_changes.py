@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 Facts = dict[str, object]
 _HINTS = {
     "router_bias_update_rate": "set it over 0; with a rate such as 1e-12 the bias stays as it is",
+    "rope_seq_len": "set ROPE_ORIGINAL_SEQ_LEN as it was",
     "moe_layer_freq": "set MOE_LAYER_FREQ and FIRST_K_DENSE as they were",
 }
 
@@ -91,7 +92,7 @@ def function_facts(config: Config) -> Facts:
     facts: Facts = {"norm_epsilon": config.norm_epsilon, "rotary_base": config.rotary_base, "activation": config.activation}
     facts |= {name: getattr(config, name) for name in ("rotary_fraction", "rope_scaling")}
     if config.rope_scaling != "none":
-        facts |= {name: getattr(config, name) for name in ("rope_scaling_factor", "rope_original_seq_len")}
+        facts |= {"rope_scaling_factor": config.rope_scaling_factor, "rope_original_seq_len": config.rope_seq_len}
     if config.rope_scaling == "yarn":
         facts |= {name: getattr(config, name) for name in ("yarn_beta_fast", "yarn_beta_slow", "yarn_mscale", "yarn_mscale_all_dim")}
     if config.use_moe:

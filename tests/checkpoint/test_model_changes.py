@@ -114,7 +114,7 @@ def test_everything_else_may_change():
     for name in Config.model_fields:
         value = getattr(load_config(OLD, {}), name)
         if name not in same and isinstance(value, int | float) and not isinstance(value, bool):
-            other[name] = value + 1 if value > 1 or isinstance(value, int) else value / 2
+            other[name] = value + 1 if value >= 1 or isinstance(value, int) else value / 2
         elif name not in same and isinstance(value, bool):
             other[name] = not value
     other |= {"moe_type": "moe", "dtype": "bf16", "expert_backend": "loop", "aux_loss_type": "seq_aux_loss", "vpp": 2, "recompute": "full"}
@@ -205,3 +205,18 @@ def test_another_rotary_base_with_the_flag(source):
         run_legs([Leg(changed, source / "checkpoints", 1)])
     (steps,) = run_legs([Leg(changed | {"allow_other_model": True}, source / "checkpoints", 1)])
     assert len(steps) == 1
+
+
+@pytest.mark.slow
+def test_a_run_ends_with_the_lines(runs, tmp_path):
+    """From the checkpoint of another run; for its own a run's folder is looked at before any rank starts."""
+    data = {"TRAIN_DATA": write_data(tmp_path), "WARMUP_ITERS": 1}
+    saved = runs.succeed("source", TRAIN_ITERS=2, **data).folder.checkpoints
+    refused = runs.run("other", TRAIN_ITERS=3, LOAD_DIR=saved, NUM_EXPERTS=4, GPUS_PER_NODE=2, EP=2, **data)
+    assert refused.code != 0
+    (line,) = [line for line in refused.stderr.splitlines() if line.startswith("moe-exp: ")]
+    name = f"the checkpoint at iteration 2 of {saved}"
+    assert line == f"moe-exp: NUM_EXPERTS=4: {name} has NUM_EXPERTS=8. Fix: set NUM_EXPERTS=8."
+    own = runs.run("source", TRAIN_ITERS=3, NUM_EXPERTS=4, **data)
+    assert own.code != 0
+    assert "NUM_EXPERTS=4" in own.stderr
