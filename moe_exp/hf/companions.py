@@ -75,7 +75,7 @@ def write_generation_config(folder: Path, like: Path | None, fields: Mapping[str
     write_json(folder / GENERATION, {name: fields[name] for name in _TOKENS if fields.get(name) is not None})
 
 
-def write_model_card(folder: Path, *, run: str, architecture: str, source: Path, iteration: int, dtype: str, facts: str) -> None:
+def write_model_card(folder: Path, *, title: str, architecture: str, source: Path, iteration: int, dtype: str, facts: str) -> None:
     """README.md: what this is and where it comes from, and nothing that is not known."""
     write_atomically(
         folder / "README.md",
@@ -84,11 +84,17 @@ library_name: transformers
 pipeline_tag: text-generation
 ---
 
-# {run}
+# {title}
 
 A causal language model, `{architecture}`, {facts}, weights in {dtype}.
 
-Trained with moe_exp; converted by `moe-exp convert to-hf` from iteration {iteration} (`{source.name}`).
+Converted by `moe-exp convert to-hf` from iteration {iteration} of the run or folder `{_name(source)}`.
 License, training data and evaluation are for its authors to add.
 """,
     )
+
+
+def _name(checkpoint: Path) -> str:
+    """Of the run or folder that an iteration's folder lies in."""
+    parent = checkpoint.resolve().parent
+    return parent.parent.name if parent.name == "checkpoints" else parent.name

@@ -93,7 +93,8 @@ def to_hf(
             _write_weights(weights, config, ShardWriter(partial, weights.entries, max_bytes=max_shard_bytes), advance)
         tokenizer = tokenizer or _tokenizer_of(config, folder)
         has_tokenizer = tokenizer is not None and copy_tokenizer(tokenizer, partial)
-        _write_companions(partial, folder, config, choice.architecture, weights, like=like or _original(folder), tokenizer=tokenizer)
+        like = like or _original(folder)
+        _write_companions(partial, folder, config, choice.architecture, weights, like=like, tokenizer=tokenizer, title=target.name)
     return Exported(choice.architecture.name, choice.against, weights.num_bytes, tuple(_notes(config, has_tokenizer)))
 
 
@@ -214,6 +215,7 @@ def _write_companions(
     *,
     like: Path | None,
     tokenizer: Path | None,
+    title: str,
 ) -> None:
     ids: dict[str, Any] = dict(token_ids(tokenizer))
     of_torch = str(weights.usual_dtype).removeprefix("torch.")
@@ -223,7 +225,7 @@ def _write_companions(
     write_generation_config(partial, like, fields)
     size = f"{weights.num_parameters:,} parameters"
     write_model_card(
-        partial, architecture=architecture.name, source=folder, iteration=_iteration(folder), dtype=of_torch, facts=size, run=config.name
+        partial, architecture=architecture.name, source=folder, iteration=_iteration(folder), dtype=of_torch, facts=size, title=title
     )
 
 

@@ -120,4 +120,5 @@ def test_fp32_weights_of_a_bf16_run(distributed, tmp_path):
 def test_model_card_says_what_it_is(trained):
     card = (trained.exported / "README.md").read_text()
     assert "`Qwen2MoeForCausalLM`" in card
-    assert "iteration 2" in card
+    assert "# back\n" in card
+    assert "from iteration 2 of the run or folder `on`" in card
