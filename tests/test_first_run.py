@@ -171,6 +171,7 @@ FEATURES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_features_train_together_and_alike_on_two_stages(runs):
     one = runs.succeed("one", **FEATURES)
     two = runs.succeed("two", GPUS_PER_NODE=2, PP=2, **FEATURES)

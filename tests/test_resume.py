@@ -56,7 +56,12 @@ def saved_at_6(source: Interrupted, runs: Runs, name: str) -> None:
 
 
 slow = pytest.mark.slow
-CASES = [pytest.param(1, 1, 0.0), pytest.param(2, 2, 0.1), pytest.param(2, 2, 0.0, marks=slow), pytest.param(1, 1, 0.1, marks=slow)]
+CASES = [
+    pytest.param(1, 1, 0.0),
+    pytest.param(2, 2, 0.1, marks=slow),
+    pytest.param(2, 2, 0.0, marks=slow),
+    pytest.param(1, 1, 0.1, marks=slow),
+]
 
 
 @pytest.mark.parametrize(("num_ranks", "ep", "dropout"), CASES)
@@ -70,6 +75,7 @@ def test_goes_on_bit_for_bit(num_ranks, ep, dropout, interrupted):
     assert runs.second.curve("learning_rate") == runs.whole.curve("learning_rate")
 
 
+@slow
 def test_parameters_come_from_the_model_and_not_only_from_the_optimizer(runs):
     """Without the distributed optimizer nothing else holds the weights; expert bias and global fractions are in no optimizer at all."""
     settings = {"DISTRIBUTED_OPTIMIZER": False, "ROUTER_SCORE": "sigmoid", "ROUTER_BIAS_UPDATE_RATE": 0.01, "TRAIN_ITERS": 12}
@@ -154,7 +160,8 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", [pytest.param(name, marks=[] if name == "EP2" else [slow]) for name in LAYOUTS])
+@slow  # the short matrix is in tests/checkpoint/test_any_to_any.py
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_goes_on_under_another_layout(layout, interrupted, runs):
     source = interrupted(1, 1, 0.0)
     saved_at_6(source, runs, "moved")
