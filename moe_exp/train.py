@@ -28,7 +28,7 @@ from torch import Tensor
 from moe_exp import faults, runtime
 from moe_exp.backends import chosen_backends
 from moe_exp.checkpoint import load as loading
-from moe_exp.checkpoint.folders import recover, set_latest
+from moe_exp.checkpoint.folders import iteration_of, recover, set_latest
 from moe_exp.checkpoint.integrity import Source, find_source
 from moe_exp.checkpoint.save import Saved, SaveError, Saver
 from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync
@@ -196,21 +196,23 @@ def resume(job: Job) -> Progress:
         return Progress()
     progress = loading.load(job.config, job.runtime, source.folder, job.trained)
     logger.info("resumed from iteration %d of %s", progress.iteration, source.folder.parent)
-    if source.damages and job.runtime.is_first and _is_own(job):
+    if source.damages and job.runtime.is_first and _own_source(job) is not None:
         # The damaged ones stay for whoever wants to look at them; training will come to their iterations again.
-        set_latest(job.folder.checkpoints, progress.iteration)
+        set_latest(job.folder.checkpoints, iteration_of(source.folder))
     return progress
 
 
-def _is_own(job: Job) -> bool:
-    return job.source is not None and job.source.folder.parent == job.folder.checkpoints
+def _own_source(job: Job) -> int | None:
+    """Iteration of this run's checkpoint that training goes on from; not that of the progress in one of Megatron-LM."""
+    own = job.source is not None and job.source.folder.parent == job.folder.checkpoints
+    return iteration_of(job.source.folder) if own and job.source is not None else None
 
 
 def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.StopSignal) -> str:
     """Trains until TRAIN_ITERS, EXIT_INTERVAL or a signal; returns `finished` or `stopped`. `metrics` on rank 0 only."""
     config = job.config
     interval = Interval(config, job.runtime, job.trained.model)
-    saver = Saver(config, job.runtime, job.folder.checkpoints, loaded=progress.iteration if _is_own(job) else None)
+    saver = Saver(config, job.runtime, job.folder.checkpoints, loaded=_own_source(job))
     while progress.iteration < config.train_iters:
         is_logged = (progress.iteration + 1) % config.log_interval == 0
         grad_norm, num_zeros = train_step(job, progress, interval, count_zeros=is_logged)

@@ -38,18 +38,25 @@ def iteration_folder(checkpoints: Path, iteration: int) -> Path:
     return checkpoints / f"iter_{iteration:07d}"
 
 
+def iteration_of(folder: Path) -> int:
+    """The iteration in the name of a checkpoint's folder."""
+    return int(folder.name.removeprefix("iter_"))
+
+
 def latest_iteration(checkpoints: Path) -> int | None:
     """Iteration of the newest complete checkpoint, or None.
 
     Raises:
-        ValueError: where the file that says so holds something else.
+        ValueError: where the file that says so holds something else, or cannot be read.
     """
     path = checkpoints / LATEST
     try:
         text = path.read_text().strip()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    if not text.isdigit():
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read ({getattr(error, 'strerror', error)}). Fix: make it readable, or name another.") from None
+    if not text.isdecimal():
         raise ValueError(f"{path}={text[:20]!r}: must hold the number of an iteration. Fix: write that of the newest iter_ folder into it.")
     return int(text)
 
@@ -143,12 +150,13 @@ class Manifest:
             if (version := content["format_version"]) > FORMAT_VERSION:
                 rule = f"has format version {version}, this moe_exp reads up to {FORMAT_VERSION}"
                 raise NewerFormatError(f"{path}: {rule}. Fix: update moe_exp.")
-            return cls(int(content["iteration"]), dict(content["files"]), dict(content["facts"]))
+            files = {name: {"bytes": int(entry["bytes"]), "xxh3_128": str(entry["xxh3_128"])} for name, entry in content["files"].items()}
+            return cls(int(content["iteration"]), files, dict(content["facts"]))
         except FileNotFoundError:
             return None
         except NewerFormatError:
             raise
-        except (KeyError, TypeError, ValueError, OSError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, OSError) as error:  # as a flipped bit will have it
             raise ValueError(f"{path}: cannot be read ({' '.join(str(error).split())}). Fix: use an older checkpoint.") from None
 
     def write(self, folder: Path) -> None:

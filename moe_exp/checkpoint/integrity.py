@@ -85,6 +85,8 @@ def contents(folder: Path) -> tuple[str, Mapping[str, Mapping[str, Any]]]:
         raise
     except ValueError as error:
         return str(error).partition(". Fix:")[0], {}
+    except OSError as error:
+        return f"{folder}: cannot be read ({error.strerror or error})", {}
     if manifest is not None:
         return "", manifest.files
     if "versions" in common:

@@ -45,7 +45,9 @@ def prunable(path: Path, *, last: int, every: int, best: int) -> list[Prunable]:
         raise ValueError(f"PATH={path}: has no checkpoints. Fix: name a checkpoints folder or a run folder.")
     if last < 1:
         raise ValueError(f"keep-last={last}: must be 1 or more. Fix: keep at least the newest.")
-    found, latest = iterations(checkpoints), latest_iteration(checkpoints)
+    latest = latest_iteration(checkpoints)
+    # Newer ones than `latest` are damaged, or of an attempt that was given up: they must not take the place of those that can be used.
+    found = [iteration for iteration in iterations(checkpoints) if latest is None or iteration <= latest]
     losses = {iteration: loss for iteration in found if (loss := _loss(iteration_folder(checkpoints, iteration))) is not None}
     if best and not losses:
         raise ValueError(f"keep-best={best}: no checkpoint in {checkpoints} says what its validation loss was. Fix: leave --keep-best out.")

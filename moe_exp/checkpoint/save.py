@@ -77,13 +77,15 @@ class Saver:
         config: KEEP_LAST, KEEP_EVERY, KEEP_BEST, ASYNC_SAVE and what belongs into a checkpoint.
         runtime: this rank.
         checkpoints: the folder.
-        loaded: iteration of this folder that training went on from; retention leaves it alone.
+        loaded: iteration of this folder that training went on from; retention leaves it alone, and counts none of the later ones
+            that it finds there: they are damaged, or of an attempt that was given up.
     """
 
     def __init__(self, config: Config, runtime: Runtime, checkpoints: Path, loaded: int | None = None):
         self._config, self._runtime, self._checkpoints, self._loaded = config, runtime, checkpoints, loaded
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: _Pending | None = None
+        self._published: set[int] = set()  # by this start; on rank 0
 
     @property
     def is_pending(self) -> bool:
@@ -144,6 +146,7 @@ class Saver:
             if not (error := "; ".join(written.error for written in all_written if written.error)):
                 num_bytes = _complete(pending, all_written)
                 folders.publish(pending.partial, pending.iteration)
+                self._published.add(pending.iteration)
         except Exception as caught:
             error = error_line(caught, 0)
         if error:
@@ -153,15 +156,20 @@ class Saver:
         return Saved(pending.iteration, time.monotonic() - pending.start, 0 if error else num_bytes, error)
 
     def _remove_others(self, newest: int) -> None:
+        for iteration in self._not_kept(newest) if self._config.keep_last else ():
+            try:
+                folders.remove(folders.iteration_folder(self._checkpoints, iteration))
+            except OSError as error:
+                logger.warning("the checkpoint at iteration %d cannot be removed: %s", iteration, error)
+
+    def _not_kept(self, newest: int) -> list[int]:
         # Those newer than the newest are of an attempt that was given up; training will come to them again.
         found = [iteration for iteration in folders.iterations(self._checkpoints) if iteration <= newest]
+        passed = [i for i in found if self._loaded is not None and i > self._loaded and i not in self._published]
         config, losses = self._config, folders.valid_losses(self._checkpoints)
-        for iteration in which_to_remove(found, losses, last=config.keep_last, every=config.keep_every, best=config.keep_best):
-            if iteration != self._loaded:
-                try:
-                    folders.remove(folders.iteration_folder(self._checkpoints, iteration))
-                except OSError as error:
-                    logger.warning("the checkpoint at iteration %d cannot be removed: %s", iteration, error)
+        sound = [iteration for iteration in found if iteration not in passed]
+        gone = which_to_remove(sound, losses, last=config.keep_last, every=config.keep_every, best=config.keep_best)
+        return [*passed, *(iteration for iteration in gone if iteration != self._loaded)]
 
 
 def save(config: Config, runtime: Runtime, checkpoints: Path, trained: Trained, progress: Progress) -> float:

@@ -73,12 +73,17 @@ def cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 7)
 
 
+def flip_in_a_name(path: Path) -> None:
+    path.write_text(path.read_text().replace('"bytes"', '"bytds"', 1))
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "missing": (Path.unlink, "__0_1.distcp", "is missing"),
     "truncated": (cut, "__0_0.distcp", "has .* bytes instead of "),
     "bit flip": (flip, "__0_0.distcp", r"has changed since it was written \(xxh3 "),
     "no manifest": (Path.unlink, "manifest.json", "is missing"),
     "cut manifest": (cut, "manifest.json", "cannot be read"),
+    "flip in manifest": (flip_in_a_name, "manifest.json", "cannot be read"),
     "cut metadata": (cut, ".metadata", r"cannot be used"),
     "flip in metadata": (flip, ".metadata", ""),
     "no metadata": (Path.unlink, ".metadata", r"cannot be used \(it is missing\)"),
@@ -157,6 +162,10 @@ def test_without_manifest_the_files_have_to_be_long_enough(tmp_path):
     cut(folder / "__0_0.distcp")
     with pytest.raises(RankError, match=r"__0_0\.distcp: has \d+ bytes, at least \d+ were written"):
         run_on_ranks(2, find, tmp_path, True)
+
+
+def test_a_file_in_the_place_of_a_folder_has_no_checkpoints(checkpoints):
+    assert found(checkpoints / "iter_0000030" / "common.pt") is None
 
 
 def test_killed_before_the_first_latest_and_while_one_takes_another_place(checkpoints):

@@ -217,6 +217,12 @@ def retained(settings: dict[str, Any], port: int) -> dict[int, list[str]]:
     saver.begin(job.trained, progress)
     assert saver.finish().error == ""
     names[70] = sorted(path.name for path in checkpoints.iterdir() if path.is_dir())
+    # A start that goes on from 60 and not from 70, which is damaged, or was given up, does not count it, and removes it once it is passed.
+    saver = Saver(job.config, job.runtime, checkpoints, loaded=60)
+    for progress.iteration in (65, 75):
+        saver.begin(job.trained, progress)
+        assert saver.finish().error == ""
+        names[progress.iteration] = sorted(path.name for path in checkpoints.iterdir() if path.is_dir())
     return names
 
 
@@ -225,8 +231,9 @@ def test_what_is_kept(tmp_path):
     settings = small_settings(tmp_path, "kept", keep_last=2, keep_best=1, keep_every=40)
     (names,) = run_on_ranks(1, retained, settings, free_port(), join=False)
     kept = {10: [10], 20: [10, 20], 30: [20, 30], 40: [20, 30, 40], 50: [20, 30, 40, 50], 60: [20, 30, 40, 50, 60]}
-    assert names == {i: [f"iter_{j:07d}" for j in js] for i, js in (kept | {70: [20, 30, 40, 60, 70]}).items()}
-    assert_whole(tmp_path / "kept" / "checkpoints", [20, 30, 40, 60, 70])
+    kept |= {70: [20, 30, 40, 60, 70], 65: [30, 40, 60, 65, 70], 75: [30, 40, 60, 65, 75]}
+    assert names == {i: [f"iter_{j:07d}" for j in js] for i, js in kept.items()}
+    assert_whole(tmp_path / "kept" / "checkpoints", [30, 40, 60, 65, 75])
 
 
 def save_once(settings: dict[str, Any], port: int) -> int:
