@@ -33,7 +33,7 @@ def prunable(path: Path, *, last: int, every: int, best: int) -> list[Prunable]:
 
     Args:
         path: of the folder.
-        last: keep so many of the newest.
+        last: keep so many of the newest, and of the newest up to `latest`.
         every: keep those whose iteration is a multiple of it; 0: this rule keeps none.
         best: keep so many of those with the lowest validation loss; 0: this rule keeps none.
 
@@ -45,13 +45,14 @@ def prunable(path: Path, *, last: int, every: int, best: int) -> list[Prunable]:
         raise ValueError(f"PATH={path}: has no checkpoints. Fix: name a checkpoints folder or a run folder.")
     if last < 1:
         raise ValueError(f"keep-last={last}: must be 1 or more. Fix: keep at least the newest.")
-    latest = latest_iteration(checkpoints)
-    # Newer ones than `latest` are damaged, or of an attempt that was given up: they must not take the place of those that can be used.
-    found = [iteration for iteration in iterations(checkpoints) if latest is None or iteration <= latest]
+    found, latest = iterations(checkpoints), latest_iteration(checkpoints)
     losses = {iteration: loss for iteration in found if (loss := _loss(iteration_folder(checkpoints, iteration))) is not None}
     if best and not losses:
         raise ValueError(f"keep-best={best}: no checkpoint in {checkpoints} says what its validation loss was. Fix: leave --keep-best out.")
-    gone = [iteration for iteration in which_to_remove(found, losses, last=last, every=every, best=best) if iteration != latest]
+    # Newer ones than `latest` are damaged, or of an attempt that was given up: they do not take the place of those before.
+    usable = [iteration for iteration in found if latest is None or iteration <= latest]
+    gone = which_to_remove(usable, losses, last=last, every=every, best=best)
+    gone += [i for i in which_to_remove(found, losses, last=last, every=every, best=best) if i not in usable]
     folders = [iteration_folder(checkpoints, iteration) for iteration in gone]
     return [Prunable(folder, iteration, _bytes(folder)) for folder, iteration in zip(folders, gone, strict=True)]
 

@@ -58,6 +58,13 @@ def test_latest_stays_whatever_the_rules_say(run):
     assert iterations(run / "checkpoints") == [20, 50]
 
 
+def test_newer_ones_than_latest_take_no_place(run):
+    """A damaged 50 was passed over, and `latest` set back: what can be used are 30 and 40."""
+    (run / "checkpoints" / LATEST).write_text("40")
+    assert main(["ckpt", "prune", str(run), "--keep-last", "2"]) == 0
+    assert iterations(run / "checkpoints") == [30, 40, 50]
+
+
 def test_not_while_a_run_writes(run, capsys):
     with FileLock(run / ".lock"):
         assert main(["ckpt", "prune", str(run), "--keep-last", "1"]) == 1
