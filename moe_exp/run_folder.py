@@ -301,6 +301,8 @@ def _model_problems(config: Config, folder: RunFolder) -> list[str]:
         fix = "give another RUN_NAME, or repair the file"
         return [problem("run_name", config.name, f"{folder.config} cannot be read ({error})", fix)]
     now = _model_of(config.model_dump())
+    if config.allow_other_model:
+        del now["activation"]  # whether its gate is there, which the weights show, is seen where they are loaded
     return [
         problem(name, now[name], f"{folder.path} holds a model with {name.upper()}={before[name]}", _model_fix(name, before[name]))
         for name in now

@@ -119,6 +119,13 @@ def test_the_same_model_may_go_on_with_other_settings(tmp_path: Path) -> None:
     assert run_folder_problems(config_in(tmp_path, num_experts=8, **other)) == []
 
 
+def test_another_activation_only_where_another_model_is_allowed(tmp_path: Path) -> None:
+    open_run_folder(config_in(tmp_path, activation="swiglu"))
+    (line,) = run_folder_problems(config_in(tmp_path, activation="geglu"))
+    assert line.startswith("ACTIVATION=geglu: ")
+    assert run_folder_problems(config_in(tmp_path, activation="geglu", allow_other_model=True)) == []
+
+
 def test_every_differing_model_setting_is_named_with_both_values(tmp_path: Path) -> None:
     folder = open_run_folder(config_in(tmp_path, num_experts=8))
     problems = run_folder_problems(config_in(tmp_path, num_experts=16, hidden_size=256, qk_norm=True))
