@@ -156,7 +156,12 @@ class Saver:
         return Saved(pending.iteration, time.monotonic() - pending.start, 0 if error else num_bytes, error)
 
     def _remove_others(self, newest: int) -> None:
-        for iteration in self._not_kept(newest) if self._config.keep_last else ():
+        try:
+            gone = self._not_kept(newest) if self._config.keep_last else []
+        except OSError as error:  # the new one is published: no reason to end the run
+            logger.warning("the checkpoints in %s cannot be listed, none is removed: %s", self._checkpoints, error)
+            return
+        for iteration in gone:
             try:
                 folders.remove(folders.iteration_folder(self._checkpoints, iteration))
             except OSError as error:
