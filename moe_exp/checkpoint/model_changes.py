@@ -39,6 +39,9 @@ def refuse_other_model(config: Config, saved: Mapping[str, Any], checkpoint: str
     """
     before = _as_config(saved, checkpoint)
     always, by_flag = (list(_changes(facts(config), facts(before))) for facts in (shape_facts, function_facts))
+    if any(change.name == "gated" for change in always):
+        always = [change for change in always if change.name != "gated"] + [c for c in by_flag if c.name == "activation"]
+        by_flag = [change for change in by_flag if change.name != "activation"]
     if config.allow_other_model:
         for change in by_flag:
             logger.warning("%s; ALLOW_OTHER_MODEL=true: going on", change.text(checkpoint))
@@ -75,7 +78,7 @@ def shape_facts(config: Config) -> Facts:
         names = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
         facts |= {name: getattr(config, name) for name in names}
     # Of the activation the shapes show the gate; the rest is in the function.
-    facts |= {"activation": "swiglu or geglu" if config.gated else "gelu or squared_relu"}
+    facts |= {"gated": config.gated}
     facts |= {"vocab_size": config.vocab_size}
     if not all(config.moe_layers):
         facts["ffn_hidden_size"] = config.ffn_hidden_size
