@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from moe_exp.checkpoint import folders
 from moe_exp.checkpoint.agreement import from_first_rank
-from moe_exp.checkpoint.plan import plan_save
+from moe_exp.checkpoint.plan import Plan, plan_save
 from moe_exp.checkpoint.rank_files import Written, error_line, write_rank_files
 from moe_exp.checkpoint.retention import which_to_remove
 from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync, whole_state
@@ -110,22 +110,27 @@ class Saver:
         partial = folders.iteration_folder(self._checkpoints, iteration)
         partial = partial.with_name(partial.name + folders.PARTIAL)
         if error := from_first_rank(lambda: _make(partial)):
-            written = Future[Written]()
-            written.set_result(Written(error=error))
-            self._pending = _Pending(iteration, start, partial, None, {}, written)
+            self._pending = _Pending(iteration, start, partial, None, {}, _failed(error))
             return
         with parameters_in_sync(trained.model):
             plan = plan_save(whole_state(self._config, self._runtime, trained, progress), self._runtime.groups.dp_cp)
         plan.common["versions"] = package_versions()
-        if self._config.async_save:
-            plan = plan.staged()
-        if self._runtime.device.type == "cuda":
-            torch.cuda.synchronize()  # the thread has a stream of its own
-        written = self._thread.submit(write_rank_files, partial, self._runtime.rank, plan.items, plan.common)
+        written = self._write(partial, plan)
         loss = valid_loss if valid_loss is not None and math.isfinite(valid_loss) else None  # JSON has no NaN
         facts = {"versions": plan.common["versions"], "valid_loss": loss, "world_size": self._runtime.world_size}
         facts["layout"] = {name: getattr(self._config, name) for name in ("tp", "pp", "vpp", "ep", "etp", "cp")}
         self._pending = _Pending(iteration, start, partial, plan.metadata, facts, written)
+
+    def _write(self, partial: Path, plan: Plan) -> Future[Written]:
+        """Has the thread write this rank's files. No collectives, so an error stays on its rank until all are asked."""
+        try:
+            if self._config.async_save:
+                plan = plan.staged()
+        except (MemoryError, RuntimeError) as error:  # torch says "not enough memory" with the second
+            return _failed(error_line(error, self._runtime.rank))
+        if self._runtime.device.type == "cuda":
+            torch.cuda.synchronize()  # the thread has a stream of its own
+        return self._thread.submit(write_rank_files, partial, self._runtime.rank, plan.items, plan.common)
 
     def finish(self) -> Saved | None:
         """Waits for the files of all ranks and publishes the checkpoint; None where no save was begun.
@@ -190,6 +195,12 @@ def save(config: Config, runtime: Runtime, checkpoints: Path, trained: Trained, 
     if saved.error:
         raise SaveError(saved.error)
     return saved.seconds
+
+
+def _failed(error: str) -> Future[Written]:
+    written = Future[Written]()
+    written.set_result(Written(error=error))
+    return written
 
 
 def _make(partial: Path) -> str:

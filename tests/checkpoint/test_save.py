@@ -53,9 +53,14 @@ class Gate:
         self._open.set()
 
 
+def no_memory(data: Any) -> Any:
+    raise RuntimeError("you tried to allocate 8 bytes")
+
+
 def background(settings: dict[str, Any], port: int) -> list[float]:
     """On each of two ranks: the same state saved at once, and in the background while training goes on."""
     from moe_exp import train
+    from moe_exp.checkpoint import plan
     from moe_exp.checkpoint.save import Saver, save
     from moe_exp.faults import StopSignal
     from moe_exp.interval import Interval
@@ -98,6 +103,14 @@ def background(settings: dict[str, Any], port: int) -> list[float]:
     assert "File too large" in saved.error
     dist.barrier()
     assert sorted(path.name for path in checkpoints.glob("iter_*")) == ["iter_0000001"]
+    dist.barrier()
+    # Nor has one memory for a copy.
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(plan, "_copied", no_memory if dist.get_rank() == 1 else plan._copied)
+        saver.begin(job.trained, progress)
+        saved = saver.finish()
+    assert saved is not None
+    assert re.fullmatch(r"rank 1 on .*: you tried to allocate 8 bytes", saved.error), saved.error
     # Nor where there can be no folder.
     nowhere = Saver(job.config, job.runtime, Path("/proc/checkpoints"))
     nowhere.begin(job.trained, progress)
