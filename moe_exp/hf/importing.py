@@ -115,7 +115,7 @@ def from_hf(
 
 def _check_counts(folder: ModelFolder) -> None:
     """Refuses numbers that no list of tensor names should be made for: a layer has tensors, an expert one or a row of one."""
-    most = max([len(folder.weights), *(weight.shape[0] for weight in folder.weights.values() if weight.shape)])
+    most = max([1024, len(folder.weights), *(weight.shape[0] for weight in folder.weights.values() if weight.shape)])
     for name in _COUNTS:
         value = folder.config.get(name)
         if isinstance(value, int) and value > most:

@@ -249,7 +249,7 @@ def test_disk_that_fills_up_meanwhile(error, folder, tmp_path, monkeypatch):
     def fails(*args: object, **options: object) -> None:
         raise error
 
-    monkeypatch.setattr("moe_exp.checkpoint.torch_dist.CheckpointWriter.finish", fails)
+    monkeypatch.setattr("moe_exp.checkpoint.torch_dist_writer.CheckpointWriter.finish", fails)
     source = folder("llama")
     with pytest.raises(type(error)):
         from_hf(source, tmp_path / "ours")
