@@ -151,6 +151,8 @@ def _diff(arguments: argparse.Namespace) -> int:
     from moe_exp.checkpoint.info import chosen
     from moe_exp.checkpoint.tables import print_comparison
 
+    if arguments.top < 0:
+        raise ValueError(f"TOP={arguments.top}: must not be negative. Fix: give the number of tensors to show, or 0.")
     found = compare(chosen(arguments.a), chosen(arguments.b), optimizer=arguments.optimizer)
     is_within = found.is_within(arguments.rtol)
     if arguments.json:

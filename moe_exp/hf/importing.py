@@ -37,6 +37,7 @@ SETTINGS = "settings.env"
 _USUAL_SEQ_LEN = 8192
 _LAYOUT = ("tp", "pp", "vpp", "ep", "etp", "cp")
 _COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+_COUNTS = ("num_hidden_layers", "num_local_experts", "num_experts", "n_routed_experts")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
@@ -92,6 +93,7 @@ def from_hf(
     folder = ModelFolder(source)
     try:
         architecture = architecture_of(folder.config)
+        _check_counts(folder)
         settings = settings_of(folder.config, architecture, ignore=ignore_fields)
         config = _config(settings)
         sources = _match(folder, architecture, config, drop_mtp=drop_mtp)
@@ -109,6 +111,15 @@ def from_hf(
     finally:
         folder.close()
     return Imported(config, architecture.name, _command(target), tuple(_notes(config)))
+
+
+def _check_counts(folder: ModelFolder) -> None:
+    """Refuses numbers that no list of tensor names should be made for: a layer has tensors, an expert one or a row of one."""
+    most = max([1024, len(folder.weights), *(weight.shape[0] for weight in folder.weights.values() if weight.shape)])
+    for name in _COUNTS:
+        value = folder.config.get(name)
+        if isinstance(value, int) and value > most:
+            raise ValueError(f"{folder.path}: {name}={value}: is more than its tensors can hold. Fix: take the config.json of the weights.")
 
 
 def _config(settings: Settings) -> Config:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ckpt_files import drawn_state, flip_bit, write_checkpoint
+from ckpt_files import common_state, drawn_state, flip_bit, write_checkpoint
 
 from moe_exp.checkpoint.soundness import Verification, layout_problem
 from moe_exp.checkpoint.torch_dist import CheckpointReader, Chunk, StoredTensor
@@ -40,6 +40,12 @@ def test_without_checksums_it_says_so_and_looks_at_the_rest(tmp_path, capsys):
     no_manifest, ok = capsys.readouterr().out.splitlines()
     assert no_manifest == f"{folder}: has no manifest.json, so there are no checksums of its files to compare"
     assert ok == f"{folder}: ok, 41 tensors in 70 chunks"
+
+
+def test_a_checkpoint_of_ours_without_its_manifest_is_damaged_as_a_run_says(tmp_path, capsys):
+    folder = write_checkpoint(tmp_path, manifest=False, common=common_state(5) | {"versions": {"moe_exp": "0"}})
+    assert main(["ckpt", "verify", str(folder)]) == 1
+    assert capsys.readouterr().out.splitlines()[1] == f"{folder / 'manifest.json'}: is missing"
 
 
 def _truncated(folder: Path) -> str:

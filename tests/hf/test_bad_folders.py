@@ -249,7 +249,7 @@ def test_disk_that_fills_up_meanwhile(error, folder, tmp_path, monkeypatch):
     def fails(*args: object, **options: object) -> None:
         raise error
 
-    monkeypatch.setattr("moe_exp.checkpoint.torch_dist.CheckpointWriter.finish", fails)
+    monkeypatch.setattr("moe_exp.checkpoint.torch_dist_writer.CheckpointWriter.finish", fails)
     source = folder("llama")
     with pytest.raises(type(error)):
         from_hf(source, tmp_path / "ours")
@@ -286,3 +286,8 @@ def test_checkpoint_that_does_not_fit_its_settings(checkpoints, tmp_path):
         assert not list(tmp_path.glob("back*"))
     with pytest.raises(ValueError, match=r"has no fp32 weights of an optimizer\. Fix: leave --weights main out"):
         to_hf(checkpoints["mixtral"], tmp_path / "back", main_weights=True)
+
+
+@pytest.mark.parametrize("field", ["num_hidden_layers", "num_local_experts"])
+def test_counts_that_no_tensor_can_hold_are_refused_before_names_are_made_for_them(folder, field):
+    refused(with_config(folder("mixtral"), **{field: 10**12}), f"{field}=1000000000000: is more than its tensors can hold")
