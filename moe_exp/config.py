@@ -39,6 +39,9 @@ class ConfigError(ValueError):
         self.problems = list(problems)
         super().__init__("\n".join(self.problems))
 
+    def __reduce__(self) -> tuple[Any, ...]:  # so that it is the same on other ranks
+        return type(self), (self.problems,)
+
 
 def problem(name: str, value: object, rule: str, fix: str) -> str:
     """The one format of a complaint about a setting: name, value, rule, fix."""

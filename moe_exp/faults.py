@@ -9,10 +9,14 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 import torch
+
+from moe_exp.hosts import EXIT_CODE_FILE
 
 # What torch.distributed says on the ranks that did nothing wrong, when another rank has died.
 _CAUSED_BY_ANOTHER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "Timed out waiting", "ProcessGroup")
@@ -48,6 +52,21 @@ def stop_signal() -> Iterator[StopSignal]:
     yield stop
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+def end_job(lines: Sequence[str], code: int) -> NoReturn:
+    """Ends this rank for a reason that is no error of ours; every rank comes here. Rank 0 prints `lines`.
+
+    torchrun answers an exit code with a page about it, which would bury the lines. Under our launcher the ranks tell the code to the
+    launcher, and end with 0.
+    """
+    if os.environ.get("RANK", "0") == "0":
+        print(*(f"moe-exp: {line}" for line in lines), sep="\n", file=sys.stderr, flush=True)
+    told = os.environ.get(EXIT_CODE_FILE)
+    if told and os.environ.get("LOCAL_RANK", "0") == "0":
+        Path(told).write_text(str(code))
+    # Without the clean-up of process groups, which would wait for the other ranks.
+    os._exit(0 if told else code)
 
 
 @contextlib.contextmanager

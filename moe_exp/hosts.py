@@ -7,6 +7,9 @@ import functools
 import os
 import socket
 
+# Variable that the launcher sets: where ranks write the exit code of the job.
+EXIT_CODE_FILE = "MOE_EXP_EXIT_CODE_FILE"
+
 # For glibc's malloc on a CPU host: keep freed memory instead of giving it back to the system and fetching it again, page by page,
 # for every large tensor of every micro-batch (a third of a layer's time, docs/performance.md). A GPU has torch's caching allocator.
 KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}

@@ -14,6 +14,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -25,7 +26,7 @@ from typing import Any
 from moe_exp.checks import check_config, check_environment, check_files, check_machine
 from moe_exp.config import Config, ConfigError, load_config
 from moe_exp.data.embedded import ensure_embedded_corpus
-from moe_exp.hosts import KEEP_FREED_MEMORY, count_gpus
+from moe_exp.hosts import EXIT_CODE_FILE, KEEP_FREED_MEMORY, count_gpus
 from moe_exp.misspelt import unknown_variables
 from moe_exp.planner.params import startup_report
 from moe_exp.presets import preset_values
@@ -137,13 +138,17 @@ def run_job(command: Sequence[str], environ: Mapping[str, str], *, stopping: str
     """
     received: list[int] = []
     told: set[int] = set()
-    with _signals_into(received):
+    with _signals_into(received), tempfile.TemporaryDirectory() as folder:
+        code_file = Path(folder) / "exit_code"
+        environ = {**environ, EXIT_CODE_FILE: str(code_file)}
         torchrun = subprocess.Popen(command, env=environ, start_new_session=True, preexec_fn=_end_with_parent)
         while (code := _wait(torchrun)) is None:
             if len(received) == 1:
                 told |= _stop_ranks(torchrun, told, stopping)
             elif received:
                 _kill_job(torchrun)
+        if not code and code_file.exists():
+            return int(code_file.read_text())
     if code and received:
         return 128 + received[0]
     return code if code >= 0 else 128 - code

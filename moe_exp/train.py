@@ -10,7 +10,6 @@ import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a 
 import argparse
 import gc
 import logging
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -28,6 +27,7 @@ from torch import Tensor
 from moe_exp import faults, runtime
 from moe_exp.backends import chosen_backends
 from moe_exp.checkpoint import load as loading
+from moe_exp.checkpoint.agreement import from_first_rank
 from moe_exp.checkpoint.folders import iteration_of, recover, set_latest
 from moe_exp.checkpoint.integrity import Source, find_source
 from moe_exp.checkpoint.save import Saved, SaveError, Saver
@@ -80,17 +80,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         try:
             run(config, stop)
         except ConfigError as error:
-            _end(error.problems, code=2)
+            faults.end_job(error.problems, 2)
         except SaveError as error:
-            _end([str(error)], code=1)
-
-
-def _end(lines: Sequence[str], *, code: int) -> None:
-    """Ends this rank for a reason that is no error of ours; all ranks come here, or rank 0 alone."""
-    if os.environ.get("RANK", "0") == "0":
-        print(*(f"moe-exp: {line}" for line in lines), sep="\n", file=sys.stderr, flush=True)
-    # Without the clean-up of process groups, which would wait for the other ranks.
-    os._exit(code)
+            faults.end_job([str(error)], 1)
 
 
 def run(config: Config, stop: faults.StopSignal) -> None:
@@ -128,17 +120,13 @@ def run(config: Config, stop: faults.StopSignal) -> None:
 def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     """Data, model, optimizer and schedule, as the newest checkpoint has them if there is one."""
     folder = RunFolder.of(config)
-    if rank.is_first:
-        hold_run_folder(config)
-        recover(folder.checkpoints)
-    torch.distributed.barrier()
+    from_first_rank(lambda: hold_run_folder(config))
+    from_first_rank(lambda: recover(folder.checkpoints))
     setup_logging(folder, rank.rank)
     source = choose_source(config, folder)
     if source is not None:
         loading.compare_model(config, source.folder)
-    if rank.is_first:
-        open_run_folder(config, sys.argv)
-    torch.distributed.barrier()
+    from_first_rank(lambda: open_run_folder(config, sys.argv))
     train_stream, valid_stream = build_data(config)
     sample_order, changes = compare_data(config, rank, train_stream, source.folder if source else None)
     model = build_model(config, rank)

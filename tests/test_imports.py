@@ -36,6 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "upcycle": {*ENGINE, "checkpoint", "layers", "machine_checks"},
     "hf": {*ENGINE, "checkpoint", "run_folder", "files", "progress"},
     "metrics": {"config", "run_folder", "files"},
+    "faults": {"hosts"},
     "watch": {"config", "run_folder", "metrics", "faults"},
     "report": {"config", "run_folder", "metrics", "files"},
     "backends": {*ENGINE, "layers", "optim"},

@@ -203,7 +203,8 @@ def test_goes_on_with_the_same_data_only(interrupted, runs, tmp_path):
     other = {"TRAIN_DATA": tmp_path / "tokens", "TRAIN_ITERS": 7}
 
     refused = runs.run("one", **other)
-    assert refused.code != 0
+    assert refused.code == 2
+    assert "Traceback" not in refused.text
     assert refused.curve("iteration") == [1, 2, 3, 4, 5, 6]
     (line,) = [line for line in refused.stderr.splitlines() if line.startswith("moe-exp: TRAIN_DATA=")]
     files = (

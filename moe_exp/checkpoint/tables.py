@@ -40,7 +40,7 @@ def print_info(report: Mapping[str, Any]) -> None:
 
 def print_checkpoints(checkpoints: Path, found: Sequence[Mapping[str, Any]]) -> None:
     """The checkpoints of a folder, one a line."""
-    print(f"{len(found)} checkpoints in {checkpoints}")
+    print(f"{len(found)} checkpoint{'' if len(found) == 1 else 's'} in {checkpoints}")
     for one in found:
         print(f"  iteration {one['iteration']}  {one['num_bytes']:,} bytes  {one['state']}{'  latest' if one['latest'] else ''}")
 

@@ -52,9 +52,14 @@ def _info(arguments: argparse.Namespace) -> None:
     from moe_exp.checkpoint.info import checkpoints_folder, chosen, describe, describe_all, describe_tensors
     from moe_exp.checkpoint.tables import print_checkpoints, print_info, print_tensors
 
-    folder = chosen(arguments.path, arguments.iteration)
-    report = describe(folder)
     checkpoints = checkpoints_folder(arguments.path) if arguments.iteration is None else None
+    try:
+        folder = chosen(arguments.path, arguments.iteration)
+        report = describe(folder)
+    except ValueError:
+        if checkpoints and not arguments.json:
+            print_checkpoints(checkpoints, describe_all(checkpoints))  # what there is beside the one that cannot be read
+        raise
     tensors = describe_tensors(folder, arguments.tensors) if arguments.tensors else []
     if arguments.json:
         report |= {"tensors": tensors} if arguments.tensors else {}

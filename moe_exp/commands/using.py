@@ -142,6 +142,9 @@ def _prompts(arguments: argparse.Namespace) -> list[str]:
         try:
             data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
             prompts.append(data.decode())
+        except OSError as error:
+            fix = "name a file that you can read, or - for standard input"
+            raise ValueError(problem("prompt_file", name, f"cannot be read ({error.strerror})", fix)) from None
         except UnicodeDecodeError as error:
             raise ValueError(problem("prompt_file", name, f"is not UTF-8 ({error.reason} at byte {error.start})", "convert it")) from None
     if not prompts:

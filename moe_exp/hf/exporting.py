@@ -82,6 +82,8 @@ def to_hf(
     for name, path in (("tokenizer", tokenizer), ("like", like)):
         if path is not None and not path.exists():
             raise ValueError(f"{name.upper()}={path}: is not there. Fix: give a path that exists, or leave it out.")
+    if max_shard_bytes < 1:
+        raise ValueError(f"MAX_SHARD_SIZE={max_shard_bytes}: must be at least 1 byte. Fix: give a size such as 5GB.")
     folder = one_checkpoint(source)
     reader = CheckpointReader(folder)
     config = _config_of(reader)

@@ -6,6 +6,7 @@ import argparse
 import enum
 import json
 import os
+import re
 import sys
 import types
 
@@ -88,6 +89,13 @@ def test_all_checkpoints_of_a_run(tmp_path, capsys):
     assert (older["iteration"], "checkpoints" in older) == (2, False)
     assert main(["ckpt", "info", str(tmp_path), "--iteration", "3"]) == 1
     assert f"iteration=3: {checkpoints} has no such checkpoint. Fix: choose one of 2, 4, 6." in capsys.readouterr().err
+    # Where the newest cannot be read, those beside it are what matters.
+    (checkpoints / "iter_0000006" / ".metadata").unlink()
+    assert main(["ckpt", "info", str(tmp_path)]) == 1
+    printed = capsys.readouterr()
+    assert re.search(r"iteration 2 .* without checksums\n", printed.out)
+    assert re.search(r"iteration 6 .* damaged: \S+metadata: is missing +latest\n", printed.out)
+    assert "iter_0000006/.metadata: cannot be used (it is missing)" in printed.err
 
 
 def test_megatron_lms_checkpoints(tmp_path, capsys, monkeypatch):

@@ -286,6 +286,8 @@ def test_checkpoint_that_does_not_fit_its_settings(checkpoints, tmp_path):
         assert not list(tmp_path.glob("back*"))
     with pytest.raises(ValueError, match=r"has no fp32 weights of an optimizer\. Fix: leave --weights main out"):
         to_hf(checkpoints["mixtral"], tmp_path / "back", main_weights=True)
+    with pytest.raises(ValueError, match=r"MAX_SHARD_SIZE=0: must be at least 1 byte\. Fix: "):
+        to_hf(checkpoints["mixtral"], tmp_path / "back", max_shard_bytes=0)
 
 
 @pytest.mark.parametrize("field", ["num_hidden_layers", "num_local_experts"])

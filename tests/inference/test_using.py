@@ -103,7 +103,7 @@ def test_a_prompt_that_is_no_text(checkpoint, capsys, tmp_path):
     assert generate(checkpoint, "--prompt-file", str(tmp_path / "prompt")) == 1
     assert "is not UTF-8 (invalid start byte at byte 2). Fix: " in capsys.readouterr().err
     assert generate(checkpoint, "--prompt-file", str(tmp_path / "none")) == 1
-    assert "No such file" in capsys.readouterr().err
+    assert "cannot be read (No such file or directory). Fix: " in capsys.readouterr().err
 
 
 @pytest.mark.slow
