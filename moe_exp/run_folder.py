@@ -22,7 +22,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -33,6 +33,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 
 from moe_exp.config import Config, ConfigError, problem, to_yaml
 from moe_exp.files import write_atomically, write_json
+from moe_exp.model_changes import model_changes
 
 logger = logging.getLogger(__name__)
 
@@ -41,15 +42,6 @@ _PACKAGES = (
     "moe_exp", "torch", "megatron-core", "numpy", "triton", "transformer-engine", "flash-attn", "apex", "megablocks",
     "datatrove", "tokenizers", "safetensors", "tensorboard", "wandb",
 )  # fmt: skip
-
-# A checkpoint of one value of these does not fit a model of another.
-_MODEL_FIELDS = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_query_groups", "head_dim", "vocab_size", "activation",
-    "normalization", "tie_embeddings", "qk_norm", "qk_norm_scope", "add_bias_linear", "qkv_bias", "use_moe", "multi_latent_attention",
-)  # fmt: skip
-_LATENT_FIELDS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-_MOE_FIELDS = ("num_experts", "moe_ffn_hidden_size", "moe_layer_freq", "first_k_dense", "shared_expert_size", "shared_expert_gate")
-
 
 # In a checkpoints folder, the iteration of the newest complete checkpoint; the name is Megatron's.
 LATEST = "latest_checkpointed_iteration.txt"
@@ -293,34 +285,22 @@ def _space_problems(config: Config, place: Path, needed_bytes: int) -> list[str]
 
 
 def _model_problems(config: Config, folder: RunFolder) -> list[str]:
+    """Of the latest start's settings. What a checkpoint in the folder says is compared where it is loaded."""
     if not _exists(folder.config):
         return []
     try:
-        before = _model_of(_read_settings(folder.config))
-    except (ValueError, TypeError) as error:
+        shapes, functions = model_changes(config, _read_settings(folder.config), str(folder.config))
+    except ValueError as error:
         fix = "give another RUN_NAME, or repair the file"
         return [problem("run_name", config.name, f"{folder.config} cannot be read ({error})", fix)]
-    now = _model_of(config.model_dump())
-    if config.allow_other_model:
-        del now["activation"]  # whether its gate is there, which the weights show, is seen where they are loaded
+    is_trained = (folder.checkpoints / LATEST).exists()
+    changes = shapes + (functions if is_trained and not config.allow_other_model else [])
     return [
-        problem(name, now[name], f"{folder.path} holds a model with {name.upper()}={before[name]}", _model_fix(name, before[name]))
-        for name in now
-        if name in before and before[name] != now[name]
+        problem(
+            change.name,
+            change.value,
+            f"{folder.path} holds a model with {change.name.upper()}={change.before}",
+            f"give another RUN_NAME to start a new run, or {change.way_back} to go on with this one",
+        )
+        for change in changes
     ]
-
-
-def _model_fix(name: str, before: object) -> str:
-    return f"give another RUN_NAME to start a new run, or {name.upper()}={before} to go on with this one"
-
-
-def _model_of(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that shape the weights, with those that stand for another (0: the default) filled in."""
-    fields = _MODEL_FIELDS + (_MOE_FIELDS if settings.get("use_moe") else ())
-    fields += _LATENT_FIELDS if settings.get("multi_latent_attention") else ()
-    model = {name: settings[name] for name in fields if name in settings}
-    if not model.get("head_dim", 1) and model.get("num_heads"):
-        model["head_dim"] = model.get("hidden_size", 0) // model["num_heads"]
-    if not model.get("moe_ffn_hidden_size", 1):
-        model["moe_ffn_hidden_size"] = model.get("ffn_hidden_size")
-    return model

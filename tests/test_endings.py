@@ -95,7 +95,7 @@ def test_run_folder_of_another_model(runs: Runs):
     run = runs.run("taken")
     assert run.code == 2
     assert run.stdout == ""
-    fix = "give another RUN_NAME to start a new run, or NUM_LAYERS=8 to go on with this one"
+    fix = "give another RUN_NAME to start a new run, or set NUM_LAYERS=8 to go on with this one"
     assert run.stderr == f"moe-exp: NUM_LAYERS=4: {folder.path} holds a model with NUM_LAYERS=8. Fix: {fix}.\n"
     assert {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()} == before
     assert list(folder.checkpoints.iterdir()) == []

@@ -18,7 +18,7 @@ import yaml
 from moe_exp import run_folder
 from moe_exp.config import Config, ConfigError
 from moe_exp.files import write_atomically, write_json
-from moe_exp.run_folder import RunFolder, hold_run_folder, open_run_folder, run_folder_problems
+from moe_exp.run_folder import LATEST, RunFolder, hold_run_folder, open_run_folder, run_folder_problems
 
 
 def config_in(tmp_path: Path, **settings: Any) -> Config:
@@ -120,7 +120,9 @@ def test_the_same_model_may_go_on_with_other_settings(tmp_path: Path) -> None:
 
 
 def test_another_activation_only_where_another_model_is_allowed(tmp_path: Path) -> None:
-    open_run_folder(config_in(tmp_path, activation="swiglu"))
+    folder = open_run_folder(config_in(tmp_path, activation="swiglu"))
+    assert run_folder_problems(config_in(tmp_path, activation="geglu")) == []  # nothing was trained
+    (folder.checkpoints / LATEST).write_text("10")
     (line,) = run_folder_problems(config_in(tmp_path, activation="geglu"))
     assert line.startswith("ACTIVATION=geglu: ")
     assert run_folder_problems(config_in(tmp_path, activation="geglu", allow_other_model=True)) == []
@@ -131,13 +133,13 @@ def test_every_differing_model_setting_is_named_with_both_values(tmp_path: Path)
     problems = run_folder_problems(config_in(tmp_path, num_experts=16, hidden_size=256, qk_norm=True))
     assert problems == [
         f"HIDDEN_SIZE=256: {folder.path} holds a model with HIDDEN_SIZE=512. "
-        "Fix: give another RUN_NAME to start a new run, or HIDDEN_SIZE=512 to go on with this one.",
+        "Fix: give another RUN_NAME to start a new run, or set HIDDEN_SIZE=512 to go on with this one.",
         f"HEAD_DIM=64: {folder.path} holds a model with HEAD_DIM=128. "
-        "Fix: give another RUN_NAME to start a new run, or HEAD_DIM=128 to go on with this one.",
+        "Fix: give another RUN_NAME to start a new run, or set HEAD_DIM=128 to go on with this one.",
         f"QK_NORM=True: {folder.path} holds a model with QK_NORM=False. "
-        "Fix: give another RUN_NAME to start a new run, or QK_NORM=False to go on with this one.",
+        "Fix: give another RUN_NAME to start a new run, or set QK_NORM=False to go on with this one.",
         f"NUM_EXPERTS=16: {folder.path} holds a model with NUM_EXPERTS=8. "
-        "Fix: give another RUN_NAME to start a new run, or NUM_EXPERTS=8 to go on with this one.",
+        "Fix: give another RUN_NAME to start a new run, or set NUM_EXPERTS=8 to go on with this one.",
     ]
 
 

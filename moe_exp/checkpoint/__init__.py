@@ -4,7 +4,6 @@ Where they lie, without torch:
 
     folders.py         names, manifest, how one is published and removed
     retention.py       which of them are kept
-    model_changes.py   settings of the model that cannot change where a run goes on
     boxes.py           ranges of a tensor's values as boxes
 
 A run, called by every rank:

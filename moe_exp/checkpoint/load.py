@@ -11,7 +11,6 @@ from megatron.core.distributed import DistributedDataParallel
 
 from moe_exp.checkpoint.folders import one_checkpoint
 from moe_exp.checkpoint.keys import BATCH_STATISTICS, CheckpointKeys, check_tensors
-from moe_exp.checkpoint.model_changes import refuse_other_model
 from moe_exp.checkpoint.optimizer_state import OptimizerRequest
 from moe_exp.checkpoint.sharded_load import load_sharded
 from moe_exp.checkpoint.state import (
@@ -26,6 +25,7 @@ from moe_exp.checkpoint.state import (
 )
 from moe_exp.checkpoint.torch_dist import read_common
 from moe_exp.config import Config
+from moe_exp.model_changes import refuse_other_model
 from moe_exp.runtime import Runtime
 
 

@@ -37,11 +37,7 @@ def refuse_other_model(config: Config, saved: Mapping[str, Any], checkpoint: str
     Raises:
         ConfigError: with a line for every setting that differs.
     """
-    before = _as_config(saved, checkpoint)
-    always, by_flag = (list(_changes(facts(config), facts(before))) for facts in (shape_facts, function_facts))
-    if any(change.name == "gated" for change in always):
-        always = [change for change in always if change.name != "gated"] + [c for c in by_flag if c.name == "activation"]
-        by_flag = [change for change in by_flag if change.name != "activation"]
+    always, by_flag = model_changes(config, saved, checkpoint)
     if config.allow_other_model:
         for change in by_flag:
             logger.warning("%s; ALLOW_OTHER_MODEL=true: going on", change.text(checkpoint))
@@ -51,11 +47,32 @@ def refuse_other_model(config: Config, saved: Mapping[str, Any], checkpoint: str
         raise ConfigError([c.problem(checkpoint) for c in always] + [c.problem(checkpoint, flag) for c in by_flag])
 
 
+def model_changes(config: Config, saved: Mapping[str, Any], checkpoint: str) -> tuple[list[Change], list[Change]]:
+    """Settings by which the tensors differ, and those by which what the model computes with them does.
+
+    Raises:
+        ConfigError: where `saved` are no settings of this version.
+    """
+    before = _as_config(saved, checkpoint)
+    shapes, functions = (list(_changes(facts(config), facts(before))) for facts in (shape_facts, function_facts))
+    if any(change.name == "gated" for change in shapes):
+        shapes = [change for change in shapes if change.name != "gated"] + [c for c in functions if c.name == "activation"]
+        functions = [change for change in functions if change.name != "activation"]
+    return shapes, functions
+
+
 @dataclass(frozen=True)
-class _Change:
+class Change:
+    """A setting whose value is not that of before."""
+
     name: str
     value: object
     before: object
+
+    @property
+    def way_back(self) -> str:
+        """What makes it the same again."""
+        return _HINTS.get(self.name, f"set {self.name.upper()}={self.before}")
 
     def _rule(self, checkpoint: str) -> str:
         return f"{checkpoint} has {self.name.upper()}={self.before}"
@@ -64,8 +81,7 @@ class _Change:
         return f"{self.name.upper()}={self.value}: {self._rule(checkpoint)}"
 
     def problem(self, checkpoint: str, flag: str = "") -> str:
-        fix = _HINTS.get(self.name, f"set {self.name.upper()}={self.before}")
-        return problem(self.name, self.value, self._rule(checkpoint), fix + flag)
+        return problem(self.name, self.value, self._rule(checkpoint), self.way_back + flag)
 
 
 def shape_facts(config: Config) -> Facts:
@@ -106,12 +122,12 @@ def function_facts(config: Config) -> Facts:
     return facts
 
 
-def _changes(facts: Facts, before: Facts) -> Iterator[_Change]:
+def _changes(facts: Facts, before: Facts) -> Iterator[Change]:
     """Of settings that both have: a dense model has no number of experts, USE_MOE says enough, as NUM_LAYERS does for a pattern."""
     implied = {"moe_layer_freq"} if facts.get("num_layers") != before.get("num_layers") else set()
     for name, value in facts.items():
         if name in before and before[name] != value and name not in implied:
-            yield _Change(name, value, before[name])
+            yield Change(name, value, before[name])
 
 
 def _as_config(saved: Mapping[str, Any], checkpoint: str) -> Config:
