@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import OrderedDict
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,7 @@ def tree(tmp_path: Path) -> Path:
     save(folder / "deep" / "b.bin", [torch.randn(50_000)[:10]])
     save(folder / "tight.pth", torch.randn(100))
     save(folder / "name.txt", torch.randn(100_000)[:10])
-    save(folder / "class.pt", {"path": Path("x"), "y": torch.randn(100_000)[:10]})
+    save(folder / "class.pt", {"share": Fraction(1, 2), "y": torch.randn(100_000)[:10]})
     (folder / "tokens.bin").write_bytes(bytes(range(256)) * 10)
     return folder
 
@@ -155,7 +156,7 @@ def test_a_folder(tmp_path, capsys):
     assert main(["ckpt", "shrink", str(folder), "--dry-run", "--json"]) == 0
     dry = capsys.readouterr()
     assert {path: path.read_bytes() for path in before} == before
-    assert f"{folder}/class.pt: left alone, it holds more than tensors and plain containers (pathlib" in dry.err
+    assert f"{folder}/class.pt: left alone, it holds more than tensors and plain containers (fractions.Fraction" in dry.err
     assert f"{folder}/tokens.bin: left alone, it is no file of torch.save, or damaged" in dry.err
     report = json.loads(dry.out)
     assert [Path(one["path"]).name for one in report["files"]] == ["a.pt", "class.pt", "b.bin", "tight.pth", "tokens.bin"]
@@ -183,7 +184,7 @@ def test_into_another_folder_and_by_pattern(tmp_path, capsys):
 
 
 def test_when_nothing_can_be_done(tmp_path, capsys):
-    path = save(tmp_path / "class.pt", {"path": Path("x")})
+    path = save(tmp_path / "class.pt", {"share": Fraction(1, 2)})
     assert main(["ckpt", "shrink", str(path)]) == 1
     assert "class.pt: left alone, it holds more than" in capsys.readouterr().err
     (tmp_path / "cut.pt").write_bytes(save(tmp_path / "whole.pt", torch.randn(1000)[:3]).read_bytes()[:2000])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -46,7 +47,7 @@ def test_settings_of_the_printed_command_are_read(tmp_path):
         writer.add_document(range(1, 200))
     env = tmp_path / "ours" / "settings.env"
     flags = f"--dry-run --gpus-per-node 1 --eval-interval 0 --train-data {tmp_path / 'tokens'}"
-    code = f"set -a; . {env}; set +a; exec {sys.executable} -m moe_exp train {flags}"
+    code = f"set -a; . {env}; set +a; exec {shlex.quote(sys.executable)} -m moe_exp train {flags}"
     options = {"capture_output": True, "text": True, "timeout": 120, "cwd": Path(__file__).parents[2]}
     done = subprocess.run(["bash", "-c", code], **options)
     assert done.returncode == 0, done.stderr

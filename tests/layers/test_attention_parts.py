@@ -1,4 +1,4 @@
-"""What is refused; what is computed is in tests/test_attention_layouts.py and tests/proof/test_attention.py."""
+"""What is refused; what is computed is in tests/test_attention_layouts.py and tests/proof/test_published_attention.py."""
 
 from __future__ import annotations
 
