@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -29,6 +28,7 @@ from moe_exp.setting_types import (
     Positive,
     Probability,
     Rate,
+    expanded_pattern,
 )
 
 
@@ -303,7 +303,7 @@ class Config(BaseModel):
         if self.moe_layer_freq.isdigit():
             pattern = [layer % int(self.moe_layer_freq) == 0 for layer in range(self.num_layers)]
         else:
-            pattern = [bit == "1" for bit in _expanded(self.moe_layer_freq)]
+            pattern = [bit == "1" for bit in expanded_pattern(self.moe_layer_freq)]
         return [is_moe and layer >= self.first_k_dense for layer, is_moe in enumerate(pattern)]
 
     @property
@@ -342,12 +342,6 @@ class Config(BaseModel):
     def name(self) -> str:
         """RUN_NAME, or the name built from the settings."""
         return self.run_name or _built_name(self)
-
-
-def _expanded(pattern: str) -> str:
-    """The zeros and ones that a pattern such as [0]*3+[1,0]*2 stands for."""
-    terms = [term.partition("*") for term in pattern.split("+")]
-    return "".join(re.sub(r"[^01]", "", bits) * int(times or 1) for bits, _, times in terms)
 
 
 def _built_name(config: Config) -> str:

@@ -58,3 +58,9 @@ LossKinds = Annotated[str, BeforeValidator(_losses)]
 Numbers = Annotated[str, BeforeValidator(_numbers)]
 OptionalNumbers = Annotated[str, BeforeValidator(lambda value: _numbers(value) if value else "")]
 OptionalPositive = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_none_or_int)]
+
+
+def expanded_pattern(pattern: str) -> str:
+    """The zeros and ones that a pattern such as [0]*3+[1,0]*2 stands for."""
+    terms = [term.partition("*") for term in pattern.split("+")]
+    return "".join(re.sub(r"[^01]", "", bits) * int(times or 1) for bits, _, times in terms)
