@@ -24,7 +24,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     _add_model(score)
     score.add_argument("--tokens", required=True, metavar="IDS.npy", help="integers [B, S]")
     score.add_argument("--out", required=True, metavar="LOGITS.npy", help="float32 [B, S, VOCAB_SIZE], for the token after each")
-    score.add_argument("--batch-size", type=_positive, default=0, help="rows at a time (default: as many as have 256 MB of logits)")
+    score.add_argument("--batch-size", type=int, help="rows at a time (default: as many as have 256 MB of logits)")
     score.add_argument("--capacity", action="store_true", help="drop tokens over capacity as in training, per batch (MOE_TYPE=moe)")
     score.add_argument("--overwrite", action="store_true", help="replace LOGITS.npy where it exists")
     score.set_defaults(run=_score)

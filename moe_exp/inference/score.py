@@ -46,7 +46,7 @@ class ScoreRequest:
         checkpoint: an iter_ folder, a checkpoints folder or a run folder.
         tokens: .npy file with the ids, [B, S] of an integer type.
         out: .npy file for the logits.
-        batch_size: rows at a time; 0: as many as have 256 MB of logits, or with `capacity` MBSZ of the training.
+        batch_size: rows at a time; None: as many as have 256 MB of logits, or with `capacity` MBSZ of the training.
         dtype: compute type; empty: that of the training.
         capacity: drop tokens over capacity as in training, see `layout.config_for_use`.
         overwrite: replace `out` where it exists.
@@ -56,7 +56,7 @@ class ScoreRequest:
     checkpoint: str
     tokens: str
     out: str
-    batch_size: int = 0
+    batch_size: int | None = None
     dtype: str = ""
     capacity: bool = False
     overwrite: bool = False
@@ -104,7 +104,7 @@ def plan_scoring(request: ScoreRequest) -> Plan:
     saved = saved_config(folder)
     config = config_for_use(folder, request.layout, dtype=request.dtype or None, capacity=request.capacity)
     ids = _read_ids(Path(request.tokens), saved.vocab_size)
-    if request.batch_size < 0:
+    if request.batch_size is not None and request.batch_size < 1:
         raise ValueError(problem("batch_size", request.batch_size, "must be positive", "give the number of rows at a time"))
     if request.capacity and ids.shape[1] % config.tp:
         rule = f"with --capacity the {ids.shape[1]} tokens of a row cannot be padded to a multiple of it"

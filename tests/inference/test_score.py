@@ -146,6 +146,7 @@ def test_other_bad_input(checkpoint, tmp_path, capsys):
         ((checkpoint, tokens, tmp_path), "is a folder"),
         ((checkpoint, tokens, tmp_path / "none" / "x.npy"), "its folder does not exist"),
         ((checkpoint, tokens, out, "--batch-size", "-1"), "BATCH_SIZE=-1: must be positive"),
+        ((checkpoint, tokens, out, "--batch-size", "0"), "BATCH_SIZE=0: must be positive"),
         ((checkpoint, tokens, out, "--tp", "3"), "TP=3: does not divide NUM_HEADS=4. Fix: set TP to one of 1, 2, 4."),
         ((checkpoint, tokens, out, "--ep", "8"), "EP=8: does not divide NUM_EXPERTS=4."),
         ((checkpoint, tokens, out, "--pp", "2", "--gpus-per-node", "3"), "GPUS_PER_NODE=3: 3 ranks"),
