@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 from pathlib import Path
@@ -32,11 +33,14 @@ def write_json(path: Path, value: Any) -> None:
     write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def sync_folder(path: Path) -> None:
-    """Makes what was created, renamed or removed in a folder outlast a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
+def sync_folder(folder: Path) -> None:
+    """Makes renames in `folder` last through a power cut, where the file system can."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)
 

@@ -248,6 +248,6 @@ def valid_losses(checkpoints: Path) -> dict[int, float]:
     for iteration in iterations(checkpoints):
         with contextlib.suppress(ValueError):
             manifest = Manifest.read(iteration_folder(checkpoints, iteration))
-            if manifest is not None and isinstance(loss := manifest.facts.get("valid_loss"), float):
-                losses[iteration] = loss
+            if manifest is not None and isinstance(loss := manifest.facts.get("valid_loss"), int | float):
+                losses[iteration] = float(loss)
     return losses

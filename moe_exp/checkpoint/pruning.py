@@ -11,12 +11,10 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from moe_exp.checkpoint.folders import Manifest, iteration_folder, iterations, latest_iteration
+from moe_exp.checkpoint.folders import REMOVED, iteration_folder, iterations, latest_iteration, valid_losses
 from moe_exp.checkpoint.info import checkpoints_folder
 from moe_exp.checkpoint.retention import which_to_remove
 from moe_exp.run_folder import RunFolder
-
-_REMOVED = ".removed"
 
 
 @dataclass(frozen=True)
@@ -45,8 +43,7 @@ def prunable(path: Path, *, last: int, every: int, best: int) -> list[Prunable]:
         raise ValueError(f"PATH={path}: has no checkpoints. Fix: name a checkpoints folder or a run folder.")
     if last < 1:
         raise ValueError(f"keep-last={last}: must be 1 or more. Fix: keep at least the newest.")
-    found, latest = iterations(checkpoints), latest_iteration(checkpoints)
-    losses = {iteration: loss for iteration in found if (loss := _loss(iteration_folder(checkpoints, iteration))) is not None}
+    found, latest, losses = iterations(checkpoints), latest_iteration(checkpoints), valid_losses(checkpoints)
     if best and not losses:
         raise ValueError(f"keep-best={best}: no checkpoint in {checkpoints} says what its validation loss was. Fix: leave --keep-best out.")
     # Newer ones than `latest` are damaged, or of an attempt that was given up: they do not take the place of those before.
@@ -68,7 +65,7 @@ def remove(path: Path, found: list[Prunable]) -> Iterator[Prunable]:
         return
     with _held(checkpoints):
         for one in found:
-            removed = one.folder.with_name(one.folder.name + _REMOVED)
+            removed = one.folder.with_name(one.folder.name + REMOVED)
             shutil.rmtree(removed, ignore_errors=True)
             one.folder.rename(removed)
             shutil.rmtree(removed)
@@ -86,15 +83,6 @@ def _held(checkpoints: Path) -> Iterator[None]:
             yield
     except Timeout:
         raise ValueError(f"PATH={checkpoints}: a run is writing there. Fix: wait for its end; KEEP_LAST has it prune by itself.") from None
-
-
-def _loss(folder: Path) -> float | None:
-    try:
-        manifest = Manifest.read(folder)
-    except ValueError:
-        return None
-    loss = manifest.facts.get("valid_loss") if manifest else None
-    return float(loss) if isinstance(loss, int | float) else None
 
 
 def _bytes(folder: Path) -> int:

@@ -8,7 +8,6 @@ what was there stays until the new is complete, and a start-over that was killed
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -24,7 +23,7 @@ from typing import Any
 import xxhash
 from filelock import FileLock, Timeout
 
-from moe_exp.files import file_hash, write_json
+from moe_exp.files import file_hash, sync_folder, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -272,18 +271,6 @@ def read_json(path: Path, *, start_over: bool = False) -> dict[str, Any] | None:
         if start_over:  # it was there, whatever it said
             return {}
         raise ValueError(f"{path}: is damaged ({error}). Fix: remove it, or give --start-over.") from error
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes renames in `folder` last through a power cut, where the file system can."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)
 
 
 def check_free_disk(folder: Path, needed_bytes: int, what: str) -> None:

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from moe_exp.checkpoint.folders import PARTIAL
+from moe_exp.files import sync_folder
 
 _MARGIN = 1.01  # headers, index, tokenizer
 
@@ -52,7 +53,7 @@ def new_folder(target: Path, *, num_bytes: int) -> Iterator[Path]:
         yield partial
         _sync_files(partial)
         partial.rename(target)
-        _sync_folder(target.parent)
+        sync_folder(target.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         _remove_empty(missing)
@@ -78,11 +79,3 @@ def _sync_files(folder: Path) -> None:
         if path.is_file():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
