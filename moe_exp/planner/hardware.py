@@ -1,0 +1,72 @@
+"""What a GPU (or a node of processors) can do: data files of `profiles/`, each number with its source. No torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+PROFILES = Path(__file__).parent / "profiles"
+_ALIASES = {"A100": "A100-80GB", "V100": "V100-32GB", "cpu": "CPU"}
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One device and what connects it with others.
+
+    Attributes:
+        name: as a CSV or `--gpu` gives it.
+        memory_bytes: memory of the device.
+        dense_flops: peak of the matrix units by compute type (fp32, bf16, fp16), multiply and add counted as two, in FLOP/s.
+        memory_bytes_per_second: bandwidth of the device's memory.
+        num_units: streaming multiprocessors (SMs), over which a product's tiles are spread; 1 on processors.
+        node_bytes_per_second: what one device sends to others of its node, in one direction (NVLink).
+        network_bytes_per_second: what one device sends to other nodes, in one direction.
+        node_latency_seconds: of a message inside a node.
+        network_latency_seconds: of a message between nodes.
+        gpus_per_node: devices of the usual node.
+    """
+
+    name: str
+    memory_bytes: float
+    dense_flops: dict[str, float]
+    memory_bytes_per_second: float
+    num_units: int
+    node_bytes_per_second: float
+    network_bytes_per_second: float
+    node_latency_seconds: float
+    network_latency_seconds: float
+    gpus_per_node: int
+
+
+def hardware_names() -> list[str]:
+    """Names of the profiles that come with the package."""
+    return sorted(path.stem for path in PROFILES.glob("*.json") if "dense_flops" in path.read_text())
+
+
+@cache
+def load_hardware(name: str) -> Hardware:
+    """A profile of the package by name, or a JSON file of the same form by path.
+
+    Raises:
+        ValueError: there is no such profile, or a number is missing in it.
+    """
+    path = PROFILES / f"{_ALIASES.get(name, name)}.json"
+    if not path.exists():
+        path = Path(name)
+    if path.suffix != ".json" or not path.exists():
+        known = ", ".join(hardware_names())
+        raise ValueError(f"GPU={name}: is not a known device. Fix: use one of {known}, or the path of a JSON file of that form.")
+    return _read(path)
+
+
+def _read(path: Path) -> Hardware:
+    content: dict[str, Any] = json.loads(path.read_text())
+    missing = [field.name for field in fields(Hardware) if field.name not in content]
+    if missing:
+        raise ValueError(f"{path}: {missing[0]} is missing. Fix: write it as the profiles of the package have it.")
+    # Every number stands with its source: {"value": ..., "source": "..."}.
+    values = {field.name: content[field.name] for field in fields(Hardware)}
+    return Hardware(**{name: value["value"] if isinstance(value, dict) and "value" in value else value for name, value in values.items()})

@@ -1,0 +1,64 @@
+"""What is planned: the settings of a run, and what costs depend on beside them. No torch.
+
+A job is made from settings of this package (`Job.of`), or from a row of measured runs (`measured.py`), which other programs made:
+there weights were tied, layers had biases, and Megatron-DeepSpeed's ZeRO-1 kept the optimizer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from moe_exp.config import Config
+
+Sharding = Literal["none", "zero1", "distributed"]
+Precision = Literal["fp32", "fp16", "bf16", "bf16_fp32grad"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run whose costs are asked for.
+
+    Attributes:
+        config: the settings.
+        stage_layers: layers of every pipeline stage; a stage may have none.
+        precision: compute type; bf16_fp32grad is bf16 with gradients kept and reduced in fp32, as this package does.
+        sharding: where the optimizer's state is: on every rank, by DeepSpeed's ZeRO-1, or by Megatron's distributed optimizer.
+        sequence_parallel: whether tensor parallel ranks share what lies between the products of a layer.
+        fused_attention: whether scores are never written to memory (flash attention).
+        learned_positions: whether the embedding has a row for every position.
+        software: what a measured run ran on, where its rows tell: constants may depend on it. Empty: this package.
+        launch_blocking: whether every kernel was waited for (CUDA_LAUNCH_BLOCKING=1).
+        measured_by: what a memory figure means: `nvidia-smi` has context, NCCL buffers and fragmentation in it, `allocated` is the
+            largest that torch's allocator gave out.
+    """
+
+    config: Config
+    stage_layers: tuple[int, ...]
+    precision: Precision
+    sharding: Sharding
+    sequence_parallel: bool
+    fused_attention: bool
+    learned_positions: bool = False
+    software: str = ""
+    launch_blocking: bool = False
+    measured_by: Literal["nvidia-smi", "allocated"] = "nvidia-smi"
+
+    @classmethod
+    def of(cls, config: Config) -> Job:
+        """The job that `moe-exp train` would run with these settings."""
+        precision: Precision = "bf16_fp32grad" if config.dtype == "bf16" else config.dtype
+        return cls(
+            config=config,
+            stage_layers=tuple(config.stage_layers),
+            precision=precision,
+            sharding="distributed" if config.distributed_optimizer else "none",
+            sequence_parallel=config.tp > 1,
+            fused_attention=True,
+        )
+
+    @cached_property
+    def num_microbatches(self) -> int:
+        """Micro-batches of an iteration per data parallel rank, at least 1."""
+        return max(1, self.config.num_microbatches)
