@@ -15,9 +15,6 @@ from moe_exp.divisors import choices as _choices
 from moe_exp.divisors import divisors as _divisors
 from moe_exp.divisors import multiples as _multiples
 from moe_exp.divisors import must_divide as _must_divide
-from moe_exp.machine_checks import check_environment, check_files, check_machine
-
-__all__ = ["check_config", "check_environment", "check_files", "check_machine"]
 
 # Size of the tokenizer that is trained on the embedded corpus.
 EMBEDDED_VOCAB_SIZE = 4096

@@ -23,10 +23,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from moe_exp.checks import check_config, check_environment, check_files, check_machine
+from moe_exp.checks import check_config
 from moe_exp.config import Config, ConfigError, load_config
 from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.hosts import EXIT_CODE_FILE, KEEP_FREED_MEMORY, count_gpus
+from moe_exp.machine_checks import check_environment, check_files, check_machine
 from moe_exp.misspelt import unknown_variables
 from moe_exp.planner.params import startup_report
 from moe_exp.presets import preset_values

@@ -18,11 +18,11 @@ CPU = {"megatron_cpu", "gloo"}
 ENGINE = {"config", "runtime", "model", *CPU}
 ALLOWED: dict[str, set[str]] = {
     "config": {"hosts", "presets", "setting_types"},
-    "planner": {"config"},
+    "planner": {"config", "checks"},
     "model_changes": {"config"},
     "run_folder": {"config", "files", "model_changes"},
     "data": {"config", "megatron_cpu", "files", "progress"},
-    "checks": {"config", "machine_checks", "attention_checks", "divisors"},
+    "checks": {"config", "attention_checks", "divisors"},
     "attention_checks": {"config"},
     "divisors": {"config"},
     "machine_checks": {"config", "hosts", "run_folder", "data", "planner"},

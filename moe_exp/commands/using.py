@@ -154,10 +154,10 @@ def _prompts(arguments: argparse.Namespace) -> list[str]:
 
 def _run_job(config: Config, request: str, module: str) -> int:
     """Runs the ranks of this node."""
-    from moe_exp.checks import check_machine
     from moe_exp.config import ConfigError
     from moe_exp.hosts import free_port
     from moe_exp.launch import child_environment, run_job, torchrun_command
+    from moe_exp.machine_checks import check_machine
 
     if config.nnodes == 1:
         config = config.model_copy(update={"master_port": free_port()})
