@@ -6,8 +6,9 @@ config that passed `moe_exp.checks`: sizes that do not divide are rounded down h
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from moe_exp.config import Config
 from moe_exp.planner.flops import flops_per_iteration
@@ -55,9 +56,10 @@ class RankParameters:
 
 def count_parameters(config: Config) -> ParameterCount:
     """Counts the parameters of the whole model."""
-    num_moe = _num_moe_layers(config, range(config.num_layers))
+    num_moe = sum(config.moe_layers)
     experts = num_moe * config.num_experts * _expert(config)
-    layers = sum(_layer(config, i, tp=1) for i in range(config.num_layers)) + experts + _norm(config, config.hidden_size)
+    layers = (config.num_layers - num_moe) * _layer(config, 1, is_moe=False) + num_moe * _layer(config, 1, is_moe=True)
+    layers += experts + _norm(config, config.hidden_size)
     embedding = _embedding(config, tp=1) * (1 if config.tie_embeddings else 2)
     idle = num_moe * (config.num_experts - config.topk) * _expert(config)
     return ParameterCount(transformer_layers=layers, embedding=embedding, active_per_token=layers + embedding - idle)
@@ -65,22 +67,41 @@ def count_parameters(config: Config) -> ParameterCount:
 
 def rank_parameters(config: Config, pp_rank: int = 0) -> RankParameters:
     """Counts the parameters of a rank in pipeline stage `pp_rank`; all ranks of a stage hold equally many."""
-    layers = [i for i in range(config.num_layers) if stage_of_layer(config, i) == pp_rank]
-    dense = sum(_layer(config, i, config.tp) for i in layers) + _stage_ends(config, pp_rank)
+    return parameters_of_stages(config, config.stage_layers)[pp_rank]
+
+
+def parameters_of_stages(config: Config, stage_layers: Sequence[int], *, learned_positions: bool = False) -> list[RankParameters]:
+    """Counts the parameters of a rank of every pipeline stage, from the first to the last.
+
+    Args:
+        config: the settings; their TP, EP, ETP and VPP count, PP is the number of stages.
+        stage_layers: layers of every stage, all its model chunks together. A stage may have none.
+        learned_positions: whether the embedding has a row for each of SEQ_LEN positions (whole on every tensor-parallel rank).
+    """
+    num_moe_before = list(accumulate(config.moe_layers, initial=0))
+    dense_layer, moe_layer = _layer(config, config.tp, is_moe=False), _layer(config, config.tp, is_moe=True)
     experts = config.num_experts // config.ep * _expert(config, config.etp)
-    return RankParameters(dense=dense, expert=_num_moe_layers(config, layers) * experts)
+    ends = _stage_ends(config, len(stage_layers), learned_positions=learned_positions)
+    num_layers, num_moe = [0] * len(stage_layers), [0] * len(stage_layers)
+    for chunk, (first, end) in enumerate(_chunk_bounds(config, stage_layers)):
+        num_layers[chunk % len(stage_layers)] += end - first
+        num_moe[chunk % len(stage_layers)] += num_moe_before[end] - num_moe_before[first]
+    return [
+        RankParameters(dense=at_ends + (layers - moe) * dense_layer + moe * moe_layer, expert=moe * experts)
+        for at_ends, layers, moe in zip(ends, num_layers, num_moe, strict=True)
+    ]
 
 
 def stage_of_layer(config: Config, layer: int) -> int:
     """Pipeline rank of a layer (from 0). With VPP the stages go around the ranks once per model chunk."""
-    num_chunks = config.vpp or 1
-    ends = accumulate(max(1, layers // num_chunks) for _ in range(num_chunks) for layers in config.stage_layers)
-    return next((chunk for chunk, end in enumerate(ends) if layer < end), config.pp - 1) % config.pp
+    bounds = _chunk_bounds(config, config.stage_layers)
+    return next(chunk for chunk, (_, end) in enumerate(bounds) if layer < end) % config.pp
 
 
 def most_loaded_rank(config: Config) -> int:
     """Pipeline rank that holds the most parameters; the first one of equals."""
-    return max(range(config.pp), key=lambda pp_rank: rank_parameters(config, pp_rank).total)
+    stages = parameters_of_stages(config, config.stage_layers)
+    return max(range(config.pp), key=lambda pp_rank: stages[pp_rank].total)
 
 
 def weight_and_optimizer_bytes(config: Config, rank: RankParameters) -> float:
@@ -108,12 +129,11 @@ def _bytes_per_parameter(config: Config, num_replicas: int) -> float:
     return kept + state / (max(1, num_replicas) if config.distributed_optimizer else 1)
 
 
-def _num_moe_layers(config: Config, layers: range | list[int]) -> int:
-    return sum(_is_moe(config, i) for i in layers)
-
-
-def _is_moe(config: Config, layer: int) -> bool:
-    return config.moe_layers[layer]
+def _chunk_bounds(config: Config, stage_layers: Sequence[int]) -> list[tuple[int, int]]:
+    """First layer, and the one after the last, of every model chunk in the order of the layers; what is left over is the last one's."""
+    num_chunks = config.vpp or 1
+    ends = list(accumulate(layers // num_chunks for _ in range(num_chunks) for layers in stage_layers))[:-1]
+    return list(pairwise([0, *(min(end, config.num_layers) for end in ends), config.num_layers]))
 
 
 def _norm(config: Config, size: int) -> int:
@@ -162,10 +182,10 @@ def _qk_norms(config: Config, tp: int) -> int:
     return 2 * _norm(config, config.kv_channels)
 
 
-def _layer(config: Config, layer: int, tp: int) -> int:
+def _layer(config: Config, tp: int, *, is_moe: bool) -> int:
     """One layer without its routed experts. Norms and router are on every tensor-parallel rank."""
     common = _attention(config, tp) + 2 * _norm(config, config.hidden_size)
-    if not _is_moe(config, layer):
+    if not is_moe:
         return common + _mlp(config, config.ffn_hidden_size, tp, bias=config.add_bias_linear)
     router, gate = config.num_experts * config.hidden_size, config.hidden_size if config.shared_expert_gate else 0
     return common + router + gate + _mlp(config, config.shared_expert_size, tp)
@@ -175,11 +195,17 @@ def _embedding(config: Config, tp: int) -> int:
     return config.padded_vocab_size // tp * config.hidden_size
 
 
-def _stage_ends(config: Config, pp_rank: int) -> int:
-    """Embedding on the first stage, final norm and output layer on the last. Tied weights are copied only between stages."""
-    first, last = pp_rank == 0, pp_rank == config.pp - 1
-    tables = int(first) + int(last) - int(first and last and config.tie_embeddings)
-    return tables * _embedding(config, config.tp) + (_norm(config, config.hidden_size) if last else 0)
+def _stage_ends(config: Config, num_stages: int, *, learned_positions: bool) -> list[int]:
+    """What every stage has besides layers: embedding on the first, final norm and output layer on the last.
+
+    Tied weights are copied only between stages.
+    """
+    ends = [0] * num_stages
+    ends[0] += _embedding(config, config.tp) + (config.seq_len * config.hidden_size if learned_positions else 0)
+    ends[-1] += _norm(config, config.hidden_size)
+    if num_stages > 1 or not config.tie_embeddings:
+        ends[-1] += _embedding(config, config.tp)
+    return ends
 
 
 def startup_report(config: Config) -> str:
