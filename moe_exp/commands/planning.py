@@ -1,0 +1,280 @@
+"""`moe-exp plan ...`: what a run costs, the best layout for it, and predictions for runs in a CSV."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moe_exp.commands.guard import ExactParser
+from moe_exp.config import Config, add_arguments
+
+if TYPE_CHECKING:
+    from moe_exp.planner.explanation import Explanation
+    from moe_exp.planner.hardware import Hardware
+    from moe_exp.planner.prediction import Constants
+    from moe_exp.planner.topology import Candidate, Search
+
+# The library is imported by the commands that use it: `moe-exp --help` answers at once.
+_DEFAULT_GPU = "A100-80GB"
+
+
+def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds `moe-exp plan` and its commands."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="what a run costs before it is paid for, and the best layout; `moe-exp plan --help` lists how",
+        description="Without a command: what the run costs that moe-exp train would start with the same variables and flags.",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=_run)
+    commands = parser.add_subparsers(dest="plan_command", metavar="command", parser_class=ExactParser)
+    _add_settings(parser)
+    # What is not given leaves alone what was given before the command: `moe-exp plan --tp 4 run`.
+    run = commands.add_parser("run", help="what a run costs (the same as without a command)", argument_default=argparse.SUPPRESS)
+    _add_settings(run)
+    run.set_defaults(run=_run)
+    _add_search(commands)  # type: ignore[arg-type]  # an action of parsers of a subclass is one of parsers
+    _add_calibrate(commands)  # type: ignore[arg-type]
+    _add_predict(commands)  # type: ignore[arg-type]
+    hardware = commands.add_parser(
+        "hardware", help="the known devices, their numbers and where those come from", argument_default=argparse.SUPPRESS
+    )
+    hardware.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    hardware.set_defaults(run=_hardware)
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--gpus", type=int, metavar="N", help="devices in all, instead of NNODES")
+    parser.add_argument(
+        "--gpu", metavar="NAME", help=f"kind of device, or its JSON file (default: {_DEFAULT_GPU}); see moe-exp plan hardware"
+    )
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="constants that moe-exp plan calibrate wrote")
+    parser.add_argument("--tokens", metavar="N", help="token budget such as 300B, instead of TRAIN_ITERS")
+    parser.add_argument("--price", metavar="X", help="of a GPU-hour, in any currency")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    add_arguments(parser)
+
+
+def _add_search(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "search",
+        help="rank the layouts of a model on so many GPUs",
+        description="TP, PP, VPP, EP, ETP, CP, MBSZ and RECOMPUTE are searched unless a flag fixes them: --tp 4, --mbsz 1,2.",
+        argument_default=argparse.SUPPRESS,
+    )
+    _add_settings(parser)
+    parser.add_argument("--top", type=int, metavar="N", default=10, help="layouts to show (default: 10)")
+    parser.add_argument("--explain", metavar="TP=4,PP=12", default="", help="why this layout is rejected, or what it loses")
+    parser.add_argument(
+        "--export", choices=("env",), default="", help="print the best layout as environment variables, tables on standard error"
+    )
+    parser.add_argument(
+        "--rank", type=int, metavar="N", default=1, help="place of the layout to export (default: 1); with --explain that one"
+    )
+    parser.set_defaults(run=_search)
+
+
+def _add_calibrate(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "calibrate", help="fit the constants of predictions to measured runs", argument_default=argparse.SUPPRESS
+    )
+    parser.add_argument("--runs", type=Path, required=True, metavar="CSV", help="measured runs")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="profile to write, for --profile")
+    parser.set_defaults(run=_calibrate)
+
+
+def _add_predict(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser("predict", help="memory and time of runs in a CSV", argument_default=argparse.SUPPRESS)
+    parser.add_argument("--runs", type=Path, required=True, metavar="CSV", help="runs; columns of results may be absent or empty")
+    parser.add_argument("--out", type=Path, required=True, metavar="CSV", help="predictions to write: row_id,mem_gb,sec_per_it,oom")
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="constants that moe-exp plan calibrate wrote")
+    parser.set_defaults(run=_predict)
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    from moe_exp.checks import check_config
+    from moe_exp.config import ConfigError, load_config
+    from moe_exp.planner.estimate import cost_of
+    from moe_exp.planner.job import Job
+    from moe_exp.planner.prediction import predict
+    from moe_exp.planner.reports import describe_run
+    from moe_exp.planner.tables import PlanPrinter
+
+    hardware, constants = _hardware_and_constants(arguments)
+    config = load_config(_settings(arguments, hardware))
+    if problems := check_config(config):
+        raise ConfigError(problems)
+    cost = cost_of(config, hardware, constants=constants, **_budget(arguments))
+    prediction = predict(Job.of(config), hardware, constants)
+    report = describe_run(config, hardware, prediction, cost)
+    if arguments.json:
+        _print_json(report)
+    else:
+        PlanPrinter(sys.stdout).run(report, prediction, cost)
+
+
+def _search(arguments: argparse.Namespace) -> int:
+    from moe_exp.config import problem
+    from moe_exp.planner.estimate import cost_of
+    from moe_exp.planner.explanation import explain
+    from moe_exp.planner.layout_text import parse_fixed, parse_wanted
+    from moe_exp.planner.reports import describe_cost, describe_explanation, describe_search
+    from moe_exp.planner.tables import PlanPrinter
+    from moe_exp.planner.topology import search
+
+    if arguments.top < 1 or arguments.rank < 1:
+        name = "top" if arguments.top < 1 else "rank"
+        raise ValueError(problem(name, getattr(arguments, name), "must be at least 1", "give a number of layouts"))
+    if arguments.export and arguments.json:
+        raise ValueError(
+            problem("export", arguments.export, "does not go with --json, standard output is one of the two", "give one of them")
+        )
+    hardware, constants = _hardware_and_constants(arguments)
+    budget = _budget(arguments)
+    config, fixed = _searched(arguments, hardware)
+    fixed_values = parse_fixed(fixed)
+    wanted = parse_wanted(arguments.explain, config) if arguments.explain else {}
+    found = search(config, hardware, fixed=fixed_values, constants=constants)
+    told = explain(found, config, hardware, wanted, fixed=fixed_values, constants=constants) if wanted else None
+    best = found.ranked[0] if found.ranked else None
+    cost = cost_of(best.config, hardware, constants=constants, **budget) if best else None
+    printer = PlanPrinter(sys.stderr if arguments.export else sys.stdout)
+    if arguments.json:
+        report = describe_search(found, hardware, arguments.top) | {"cost": describe_cost(cost) if cost else None}
+        _print_json(report | ({"explained": describe_explanation(told, found, hardware)} if told else {}))
+    elif told:
+        printer.explanation(told, found)
+    else:
+        printer.search(found, hardware, arguments.top)
+        if best and cost:
+            printer.best(best, cost)
+    if arguments.export:
+        _export(_chosen(found, told, arguments.rank), config)
+    return int(best is None)
+
+
+def _chosen(found: Search, told: Explanation | None, rank: int) -> Candidate:
+    from moe_exp.config import problem
+
+    if told and not (told.fits and told.candidate):
+        words = ",".join(f"{name.upper()}={value}" for name, value in told.wanted.items())
+        raise ValueError(problem("explain", words, "cannot run, so nothing is exported", "choose another layout"))
+    if told and told.candidate:
+        return told.candidate
+    if rank > len(found.ranked):
+        raise ValueError(problem("rank", rank, f"{len(found.ranked)} layouts fit", "choose one of them"))
+    return found.ranked[rank - 1]
+
+
+def _export(candidate: Candidate, config: Config) -> None:
+    from moe_exp.config import load_config
+    from moe_exp.planner.exported import exported_settings
+
+    defaults = load_config({"preset": config.preset}, {})
+    for name, value in exported_settings(candidate.config, defaults):
+        print(f"{name}={shlex.quote(value)}")
+
+
+def _calibrate(arguments: argparse.Namespace) -> None:
+    _refuse_settings(arguments)
+    from moe_exp.planner.calibration import calibrate, write_profile
+    from moe_exp.planner.measured import read_runs
+
+    write_profile(arguments.out, calibrate(read_runs(arguments.runs)))
+
+
+def _predict(arguments: argparse.Namespace) -> None:
+    _refuse_settings(arguments)
+    from moe_exp.config import problem
+    from moe_exp.files import write_atomically
+    from moe_exp.planner.predicted_rows import predicted_csv
+    from moe_exp.planner.prediction import CONSTANTS, load_constants
+
+    if arguments.out.exists() and arguments.out.samefile(arguments.runs):
+        raise ValueError(problem("out", arguments.out, "is the file of the runs", "name another file"))
+    text = predicted_csv(arguments.runs, load_constants(arguments.profile or CONSTANTS))
+    write_atomically(arguments.out, text)
+    print(f"{arguments.out}: {text.count(chr(10)) - 1} rows")
+
+
+def _hardware(arguments: argparse.Namespace) -> None:
+    _refuse_settings(arguments)
+    from moe_exp.planner.reports import hardware_profiles
+    from moe_exp.planner.tables import PlanPrinter
+
+    if arguments.json:
+        _print_json(hardware_profiles())
+    else:
+        PlanPrinter(sys.stdout).hardware(hardware_profiles())
+
+
+def _refuse_settings(arguments: argparse.Namespace) -> None:
+    """Settings given before a command that has none would have no effect."""
+    from moe_exp.config import problem
+
+    if given := [name for name in (*Config.model_fields, "gpus", "gpu", "tokens", "price") if getattr(arguments, name) is not None]:
+        fix = f"leave it out of moe-exp plan {arguments.plan_command}"
+        raise ValueError("\n".join(problem(name, getattr(arguments, name), "has no effect here", fix) for name in given))
+
+
+def _hardware_and_constants(arguments: argparse.Namespace) -> tuple[Hardware, Constants]:
+    from moe_exp.planner.hardware import load_hardware
+    from moe_exp.planner.prediction import CONSTANTS, load_constants
+
+    return load_hardware(arguments.gpu or _DEFAULT_GPU), load_constants(arguments.profile or CONSTANTS)
+
+
+def _settings(arguments: argparse.Namespace, hardware: Hardware) -> dict[str, Any]:
+    """Flags of settings by field name; --gpus as NNODES and GPUS_PER_NODE."""
+    from moe_exp.misspelt import unknown_variables
+    from moe_exp.planner.layout_text import world_of
+
+    for name, near in unknown_variables(os.environ):
+        print(f"moe-exp plan: warning: {name} is not a setting; did you mean {near}?", file=sys.stderr)
+    flags = {name: getattr(arguments, name) for name in Config.model_fields if getattr(arguments, name) is not None}
+    if arguments.gpus is not None:
+        per_node = flags.get("gpus_per_node") or os.environ.get("GPUS_PER_NODE")
+        flags |= world_of(arguments.gpus, _whole("gpus_per_node", per_node) if per_node else hardware.gpus_per_node)
+    return flags
+
+
+def _whole(name: str, text: str) -> int:
+    from moe_exp.config import problem
+
+    if not text.isdecimal():
+        raise ValueError(problem(name, text, "must be a whole number of at least 1", f"give {name.upper()} as a number"))
+    return int(text)
+
+
+def _searched(arguments: argparse.Namespace, hardware: Hardware) -> tuple[Config, dict[str, str]]:
+    """The settings without a layout, and the flags that fix one."""
+    from moe_exp.config import load_config
+    from moe_exp.planner.layout_rules import LAYOUT_SETTINGS
+
+    flags = _settings(arguments, hardware)
+    fixed = {name: str(flags.pop(name)) for name in LAYOUT_SETTINGS if name in flags}
+    ignored = [
+        f"{name.upper()}={os.environ[name.upper()]}" for name in LAYOUT_SETTINGS if os.environ.get(name.upper()) and name not in fixed
+    ]
+    if ignored:
+        print(f"moe-exp plan: {', '.join(ignored)} of the environment: searched all the same, a flag would fix it", file=sys.stderr)
+    environ = {name: value for name, value in os.environ.items() if name.lower() not in LAYOUT_SETTINGS}
+    if "gpus_per_node" not in flags and not environ.get("GPUS_PER_NODE"):
+        flags["gpus_per_node"] = hardware.gpus_per_node
+    return load_config(flags, environ), fixed
+
+
+def _budget(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Token budget and price, as `estimate.cost_of` takes them."""
+    from moe_exp.planner.layout_text import parse_budget
+
+    return parse_budget(arguments.tokens, arguments.price)
+
+
+def _print_json(value: object) -> None:
+    print(json.dumps(value, ensure_ascii=False))

@@ -1,0 +1,146 @@
+"""What people type about layouts and budgets, as values: `1,2,4`, `TP=4,PP=12`, `300B`. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, TypeVar, get_args
+
+from moe_exp.config import Config, ConfigError, problem
+from moe_exp.planner.layout_rules import LAYOUT_SETTINGS
+
+T = TypeVar("T")
+_RECOMPUTE = get_args(Config.model_fields["recompute"].annotation)
+_SYNONYMS = {"mbs": "mbsz", "micro_batch_size": "mbsz"}
+_SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def parse_fixed(texts: Mapping[str, str]) -> dict[str, tuple[Any, ...]]:
+    """Layout setting to the values that it may have, from text such as `2,4`.
+
+    Raises:
+        ConfigError: with a line for every value that is none.
+    """
+    return _all({name: partial(_values, name, text) for name, text in texts.items()})
+
+
+def parse_wanted(text: str, config: Config) -> dict[str, Any]:
+    """Layout settings with a value each, from text such as `TP=4,PP=12,DP=8`; DP is only compared.
+
+    Raises:
+        ConfigError: with a line for every part that is no such setting or value.
+    """
+    pairs = dict(_pairs(text))
+    replicas = pairs.pop("dp", None)
+    wanted = _all({name: partial(_value, name, value) for name, value in pairs.items()})
+    if replicas is not None:
+        size = wanted.get("tp", 1) * wanted.get("pp", 1) * wanted.get("cp", 1)
+        if not {"tp", "pp"} <= wanted.keys() or config.world_size != _value("dp", replicas) * size:
+            rule = f"is not GPUs / (TP*PP*CP) = {config.world_size} / {size}"
+            raise ConfigError([problem("dp", replicas, rule, "leave it out: it follows from TP, PP and CP")])
+    return wanted
+
+
+def _pairs(text: str) -> Iterator[tuple[str, str]]:
+    problems = []
+    for part in text.split(","):
+        name, equals, value = part.partition("=")
+        name = name.strip().lower().replace("-", "_")
+        name = _SYNONYMS.get(name, name)
+        if not equals or name not in (*LAYOUT_SETTINGS, "dp"):
+            known = ", ".join(setting.upper() for setting in LAYOUT_SETTINGS)
+            problems.append(
+                problem("explain", part, "is not one of the settings of a layout with its value", f"write TP=4,PP=12; there are {known}")
+            )
+        yield name, value.strip()
+    if problems:
+        raise ConfigError(problems)
+
+
+def _all(parsers: Mapping[str, Callable[[], T]]) -> dict[str, T]:
+    """The results of all, or one error with the lines of all that failed."""
+    values, problems = {}, []
+    for name, parse in parsers.items():
+        try:
+            values[name] = parse()
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError(problems)
+    return values
+
+
+def _values(name: str, text: str) -> tuple[Any, ...]:
+    return tuple(_value(name, part) for part in text.split(","))
+
+
+def _value(name: str, text: str) -> Any:
+    text = text.strip()
+    if name == "recompute":
+        if text not in _RECOMPUTE:
+            raise ValueError(problem(name, text, "is not known", "use " + ", ".join(_RECOMPUTE)))
+        return text
+    if name == "vpp" and text.lower() == "none":
+        return None
+    smallest = 0 if name.endswith("_stage_layers") else 1
+    if not text.isdecimal() or int(text) < smallest:
+        words = "a whole number of at least" if name != "vpp" else "none, or a whole number of at least"
+        raise ValueError(problem(name, text, f"must be {words} {smallest}", f"give for instance {name.upper()}={max(2, smallest)}"))
+    return int(text)
+
+
+def parse_budget(tokens: str | None, price: str | None) -> dict[str, Any]:
+    """The arguments `num_tokens` and `price_per_gpu_hour` of `estimate.cost_of`; None where there is none.
+
+    Raises:
+        ConfigError: with a line for each that is no such number.
+    """
+    parsers: dict[str, Callable[[], Any]] = {
+        "num_tokens": lambda: parse_count("tokens", tokens) if tokens is not None else None,
+        "price_per_gpu_hour": lambda: _price(price) if price is not None else None,
+    }
+    return _all(parsers)
+
+
+def parse_count(name: str, text: str) -> int:
+    """A number of tokens: 300000000000, 3e11, 300B or 0.3T.
+
+    Raises:
+        ValueError: it is none, or not more than 0.
+    """
+    number, suffix = (text[:-1], text[-1].upper()) if text[-1:].upper() in _SUFFIXES else (text, "")
+    try:
+        count = int(float(number) * _SUFFIXES.get(suffix, 1))
+    except (ValueError, OverflowError):
+        count = 0
+    if count <= 0:
+        raise ValueError(problem(name, text, "must be a number of tokens, more than 0", "give for instance 300B or 3e11"))
+    return count
+
+
+def _price(text: str) -> float:
+    try:
+        price = float(text)
+    except ValueError:
+        price = -1.0
+    if not 0 <= price < float("inf"):
+        raise ValueError(problem("price", text, "must be a number of at least 0", "give the price of a GPU-hour"))
+    return price
+
+
+def world_of(num_gpus: int, gpus_per_node: int) -> dict[str, int]:
+    """NNODES and GPUS_PER_NODE of so many GPUs; fewer than a node has are one node.
+
+    Raises:
+        ValueError: they are not whole nodes.
+    """
+    if num_gpus < 1 or gpus_per_node < 1:
+        name, value = ("gpus", num_gpus) if num_gpus < 1 else ("gpus_per_node", gpus_per_node)
+        raise ValueError(problem(name, value, "must be a whole number of at least 1", "give the number of GPUs"))
+    if num_gpus < gpus_per_node:
+        return {"nnodes": 1, "gpus_per_node": num_gpus}
+    if num_gpus % gpus_per_node:
+        below = num_gpus // gpus_per_node * gpus_per_node
+        rule = f"are not whole nodes of GPUS_PER_NODE={gpus_per_node}"
+        raise ValueError(problem("gpus", num_gpus, rule, f"give {below} or {below + gpus_per_node}, or another GPUS_PER_NODE"))
+    return {"nnodes": num_gpus // gpus_per_node, "gpus_per_node": gpus_per_node}

@@ -1,0 +1,57 @@
+"""Predictions for the rows of a CSV of runs, as a CSV of `row_id,mem_gb,sec_per_it,oom`. No torch."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping
+from pathlib import Path
+
+from moe_exp.planner.hardware import load_hardware
+from moe_exp.planner.measured import GIBIBYTE, job_of_row, read_runs
+from moe_exp.planner.prediction import Constants, predict
+
+COLUMNS = ("row_id", "mem_gb", "sec_per_it", "oom")
+
+
+def predicted_csv(runs: Path, constants: Constants) -> str:
+    """A line for every row of `runs`, in its order; what a row says too little for is empty.
+
+    Args:
+        runs: a CSV as `measured.read_runs` reads it; columns of results may be absent or empty.
+        constants: of the predictions.
+
+    Raises:
+        ValueError: with a line for every cell of `runs` that cannot be read.
+    """
+    read_runs(runs)  # its checks
+    with runs.open(newline="", encoding="utf-8-sig") as file:
+        lines = [_predicted(row, constants) for row in csv.DictReader(file)]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return text.getvalue()
+
+
+def _predicted(row: Mapping[str, str], constants: Constants) -> dict[str, str]:
+    line = dict.fromkeys(COLUMNS, "") | {"row_id": row["row_id"]}
+    dp = _data_parallel_size(row)
+    is_sharded = row.get("zero_stage") != "0"
+    if dp is None and is_sharded:
+        return line
+    job = job_of_row({**row, "dp": str(dp or 1)})
+    prediction = predict(job, load_hardware(row["gpu"]), constants)
+    line |= {"mem_gb": f"{prediction.peak_bytes / GIBIBYTE:.6g}", "oom": str(int(prediction.oom))}
+    if row.get("gbs") and dp is not None:
+        line["sec_per_it"] = f"{prediction.time.total:.6g}"
+    return line
+
+
+def _data_parallel_size(row: Mapping[str, str]) -> int | None:
+    """As the row says it, or as it follows from the number of GPUs; None where neither is told."""
+    if row.get("dp"):
+        return int(row["dp"])
+    gpus = int(row.get("n_gpus") or 0) or int(row.get("nodes") or 0) * int(row.get("gpus_per_node") or 0)
+    whole, rest = divmod(gpus, int(row["tp"]) * int(row["pp"]))
+    return whole if whole and not rest else None

@@ -1,0 +1,114 @@
+"""What the planner says of a run and of layouts, as plain values: the JSON of `moe-exp plan`, and what its tables show. No torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from moe_exp.config import Config
+from moe_exp.planner.estimate import Cost, speed_of
+from moe_exp.planner.explanation import Explanation, bound_by, layout_words, time_parts
+from moe_exp.planner.hardware import PROFILES, Hardware, hardware_names
+from moe_exp.planner.job import Job
+from moe_exp.planner.layout_rules import LAYOUT_SETTINGS
+from moe_exp.planner.params import checkpoint_bytes, count_parameters, most_loaded_rank, rank_parameters
+from moe_exp.planner.prediction import Prediction
+from moe_exp.planner.topology import RUNNER_UP, Candidate, Search
+
+
+def describe_run(config: Config, hardware: Hardware, prediction: Prediction, cost: Cost) -> dict[str, Any]:
+    """What a run costs: parameters, memory by stage and part, time by part, speed, and the whole of it."""
+    count, stage = count_parameters(config), most_loaded_rank(config)
+    rank = rank_parameters(config, stage)
+    return {
+        "gpu": hardware.name,
+        "num_gpus": config.world_size,
+        "layout": layout_words(config),
+        "stage_layers": list(Job.of(config).stage_layers),
+        "parameters": {
+            "total": count.total,
+            "active_per_token": count.active_per_token,
+            "most_loaded_rank": rank.total,
+            "most_loaded_stage": stage,
+        },
+        "memory": describe_memory(prediction),
+        "time": describe_time(config, hardware, prediction),
+        "cost": describe_cost(cost),
+        "checkpoint_bytes": checkpoint_bytes(config),
+        "filling_batch": Candidate(config, prediction).filling_batch,
+        "notes": Candidate(config, prediction).notes,
+    }
+
+
+def describe_memory(prediction: Prediction) -> dict[str, Any]:
+    """Bytes of every stage by part, the stage that needs most, and what is left."""
+    return {
+        "stages": [asdict(stage) | {"total": stage.total} for stage in prediction.stages],
+        "peak_stage": prediction.peak_stage,
+        "peak_bytes": prediction.peak_bytes,
+        "device_bytes": prediction.memory_bytes,
+        "margin_bytes": prediction.margin_bytes,
+        "oom": prediction.oom,
+    }
+
+
+def describe_time(config: Config, hardware: Hardware, prediction: Prediction) -> dict[str, Any]:
+    """Seconds of an iteration by part, and the speed that follows."""
+    return asdict(speed_of(config, hardware, prediction.time.total)) | {
+        "parts": time_parts(prediction.time),
+        "bound_by": bound_by(prediction.time),
+    }
+
+
+def describe_cost(cost: Cost) -> dict[str, Any]:
+    """Of the whole run."""
+    return asdict(cost) | {"days": cost.days}
+
+
+def describe_candidate(candidate: Candidate, found: Search, hardware: Hardware) -> dict[str, Any]:
+    """One layout of a search."""
+    config, prediction = candidate.config, candidate.prediction
+    best = found.ranked[0].seconds if found.ranked else candidate.seconds
+    return {
+        "place": found.place_of(candidate.seconds),
+        **{name: getattr(config, name) for name in LAYOUT_SETTINGS},
+        "dp": config.data_parallel_size,
+        "edp": config.world_size // (config.etp * config.ep * config.pp),
+        "stage_layers": config.stage_layers,
+        "peak_bytes": prediction.peak_bytes,
+        "margin_bytes": prediction.margin_bytes,
+        **describe_time(config, hardware, prediction),
+        "slower_than_best": candidate.seconds / best - 1,
+        "runner_up": best < candidate.seconds <= (1 + RUNNER_UP) * best,
+        "filling_batch": candidate.filling_batch,
+        "notes": candidate.notes,
+    }
+
+
+def describe_search(found: Search, hardware: Hardware, top: int) -> dict[str, Any]:
+    """The first layouts of a search, and how many there were of which kind."""
+    return {
+        "gpu": hardware.name,
+        "num_tried": found.num_tried,
+        "num_fitting": len(found.ranked),
+        "num_runner_ups": len(found.runner_ups()),
+        "rejected": dict(found.rejected.most_common()),
+        "layouts": [describe_candidate(one, found, hardware) for one in found.ranked[:top]],
+    }
+
+
+def describe_explanation(told: Explanation, found: Search, hardware: Hardware) -> dict[str, Any]:
+    """Why a layout is refused, or where it stands."""
+    report: dict[str, Any] = {"asked": dict(told.wanted), "valid": told.candidate is not None, "fits": told.fits, "problems": told.problems}
+    if told.candidate is not None:
+        report |= {"place": told.place if told.fits else None, "losses_seconds": told.losses}
+        described = describe_candidate(told.candidate, found, hardware)
+        report["layout"] = {name: value for name, value in described.items() if name != "place"}
+        report["memory"] = describe_memory(told.candidate.prediction)
+    return report
+
+
+def hardware_profiles() -> dict[str, dict[str, Any]]:
+    """Every profile of the package by name: its numbers with their sources, as they stand in the files."""
+    return {name: json.loads((PROFILES / f"{name}.json").read_text()) for name in hardware_names()}

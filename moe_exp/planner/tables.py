@@ -1,0 +1,215 @@
+"""What the planner prints for people. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any, TextIO
+
+from rich import filesize
+from rich.console import Console
+from rich.table import Table
+
+from moe_exp.planner.estimate import Cost
+from moe_exp.planner.explanation import Explanation, bound_by, layout_words, memory_line, time_parts
+from moe_exp.planner.hardware import Hardware
+from moe_exp.planner.memory import StageMemory
+from moe_exp.planner.params import checkpoint_bytes
+from moe_exp.planner.prediction import Prediction
+from moe_exp.planner.reports import describe_candidate, describe_cost
+from moe_exp.planner.timing import IterationTime
+from moe_exp.planner.topology import Candidate, Search
+
+_GIBIBYTE = 2**30
+_MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "buffers", "overhead")
+_NO_TERMINAL_WIDTH = 200  # a file or a pipe: columns are not to be squeezed into 80
+
+
+class PlanPrinter:
+    """Tables on one stream."""
+
+    def __init__(self, stream: TextIO):
+        console = Console(file=stream, highlight=False, soft_wrap=False)
+        self._console = console if console.is_terminal else Console(file=stream, highlight=False, width=_NO_TERMINAL_WIDTH)
+
+    def run(self, report: Mapping[str, Any], prediction: Prediction, cost: Cost) -> None:
+        """What a run costs: the values of `reports.describe_run`."""
+        count, time = report["parameters"], report["time"]
+        self._rows(
+            f"{report['num_gpus']} x {report['gpu']}, {report['layout']}",
+            {
+                "parameters": f"{count['total']:,}, {count['active_per_token']:,} active per token",
+                "parameters of a rank": f"{count['most_loaded_rank']:,} at most (stage {count['most_loaded_stage']})",
+                "layers of the stages": short_stages(report["stage_layers"]),
+                "memory": _verdict(prediction),
+                "seconds per iteration": _seconds(time["seconds"]),
+                "TFLOP/s per GPU": f"{time['tflops_per_gpu']:.1f}, MFU {time['mfu']:.1%}",
+                "tokens per second": f"{time['tokens_per_second']:,.0f}",
+                "whole run": _whole(cost),
+                "checkpoint": filesize.decimal(report["checkpoint_bytes"]),
+                "batch that fills the pipe": f"{report['filling_batch']:,} samples",
+                "notes": ", ".join(report["notes"]),
+            },
+        )
+        self._memory(prediction)
+        self._time(prediction.time)
+
+    def search(self, found: Search, hardware: Hardware, top: int) -> None:
+        """The fastest layouts, how far runner-ups are, and what was refused."""
+        title = "layouts by time per iteration; = is within 2% of the best, closer than predictions can tell apart"
+        table = Table(title=title, title_justify="left")
+        columns = (
+            "",
+            "layout",
+            "MBSZ",
+            "recompute",
+            "layers per stage",
+            "GiB",
+            "left",
+            "s/iteration",
+            "vs best",
+            "TFLOP/s",
+            "bubble",
+            "bound by",
+            "notes",
+        )
+        for name in columns:
+            table.add_column(
+                name,
+                justify="left" if name in ("layout", "recompute", "layers per stage", "bound by", "notes") else "right",
+                overflow="fold",
+            )
+        for one in found.ranked[:top]:
+            table.add_row(*_cells(one, found, hardware))
+        if found.ranked:
+            self._console.print(table)
+        elif found.smallest:
+            self._console.print(f"nothing fits; the one that needs least: {memory_line(found.smallest)}", soft_wrap=True)
+        else:
+            self._console.print("nothing is left; --explain TP=...,PP=... says why for one layout")
+        self._console.print(
+            f"{found.num_tried:,} layouts tried, {len(found.ranked):,} fit, {len(found.runner_ups())} within 2% of the best"
+        )
+        for reason, number in found.rejected.most_common():
+            self._console.print(f"  {number:,} rejected: {reason}")
+
+    def best(self, candidate: Candidate, cost: Cost) -> None:
+        """What a run of the best layout costs."""
+        self._console.print(f"{layout_words(candidate.config)}: {_whole(cost)}")
+        self._console.print(f"  a global batch of {candidate.filling_batch:,} fills the pipe, {candidate.config.gbsz:,} is given")
+        self._console.print(f"  a checkpoint has {filesize.decimal(checkpoint_bytes(candidate.config))}")
+
+    def explanation(self, told: Explanation, found: Search) -> None:
+        """Why a layout is refused, or where it stands."""
+        asked = ", ".join(f"{name.upper()}={value}" for name, value in told.wanted.items())
+        if told.candidate is None:
+            self._console.print(f"{asked}: rejected")
+        elif not told.fits:
+            self._console.print(f"{asked}: keeps every rule, but is out of memory")
+        for line in told.problems:
+            self._console.print(f"  {line}", soft_wrap=True)
+        if told.candidate is None:
+            return
+        if told.fits:
+            self._standing(asked, told, told.candidate, found)
+        self._memory(told.candidate.prediction)
+
+    def hardware(self, profiles: Mapping[str, Mapping[str, Any]]) -> None:
+        """All profiles with the source of every number."""
+        for name, content in profiles.items():
+            table = Table(title=name, title_justify="left")
+            for column in ("", "value", "source"):
+                table.add_column(column, overflow="fold")
+            for key, entry in content.items():
+                if isinstance(entry, dict):
+                    table.add_row(key, _number(entry.get("value", "")), str(entry.get("source", "")))
+            self._console.print(table)
+
+    def _standing(self, asked: str, told: Explanation, candidate: Candidate, found: Search) -> None:
+        best = found.ranked[0] if found.ranked else candidate
+        words = f"{layout_words(candidate.config)}, MBSZ={candidate.config.mbsz}, RECOMPUTE={candidate.config.recompute}"
+        self._console.print(f"{asked}: at best {words}", soft_wrap=True)
+        slower = candidate.seconds / best.seconds - 1
+        place = f"place {told.place} of {len(found.ranked):,}" if slower > 0 or told.place > 1 else "the best"
+        self._console.print(
+            f"  {_seconds(candidate.seconds)} s per iteration, {slower:+.1%} against the best ({layout_words(best.config)}): {place}"
+        )
+        for name, seconds in told.losses.items():
+            if abs(seconds) >= 0.0005 * best.seconds:
+                self._console.print(f"  {seconds:+.4g} s {name.replace('_', ' ')}")
+
+    def _memory(self, prediction: Prediction) -> None:
+        table = Table(title=f"memory of a rank, GiB: {_verdict(prediction)}", title_justify="left")
+        for column in ("stage", *_MEMORY_PARTS, "total", ""):
+            table.add_column(column, justify="right")
+        for first, last, stage in _alike(prediction.stages):
+            name = str(first) if first == last else f"{first}-{last}"
+            peak = "peak" if first <= prediction.peak_stage <= last else ""
+            table.add_row(name, *(f"{getattr(stage, part) / _GIBIBYTE:.2f}" for part in (*_MEMORY_PARTS, "total")), peak)
+        self._console.print(table)
+
+    def _time(self, time: IterationTime) -> None:
+        parts = {name.replace("_", " "): f"{_seconds(part)} s, {part / time.total:.1%}" for name, part in time_parts(time).items()}
+        self._rows("time of an iteration", parts | {"total": f"{_seconds(time.total)} s"})
+
+    def _rows(self, title: str, rows: Mapping[str, str]) -> None:
+        table = Table(title=title, show_header=False, title_justify="left")
+        for name, value in rows.items():
+            if value:
+                table.add_row(name, value)
+        self._console.print(table)
+
+
+def short_stages(stage_layers: Sequence[int]) -> str:
+    """`8 10x9 8` for eight layers, ten stages of nine, and eight."""
+    runs = [(layers, len(list(run))) for layers, run in groupby(stage_layers)]
+    return " ".join(f"{count}x{layers}" if count > 1 else str(layers) for layers, count in runs)
+
+
+def _cells(one: Candidate, found: Search, hardware: Hardware) -> Iterator[str]:
+    row, prediction = describe_candidate(one, found, hardware), one.prediction
+    yield f"{'=' if row['runner_up'] else ''}{row['place']}"
+    yield layout_words(one.config)
+    yield str(one.config.mbsz)
+    yield one.config.recompute
+    yield short_stages(row["stage_layers"])
+    yield f"{prediction.peak_bytes / _GIBIBYTE:.1f}"
+    yield f"{prediction.margin_bytes / prediction.memory_bytes:.0%}"
+    yield _seconds(one.seconds)
+    yield f"{row['slower_than_best']:+.1%}"
+    yield f"{row['tflops_per_gpu']:.1f}"
+    yield f"{prediction.time.bubble / one.seconds:.1%}"
+    yield bound_by(prediction.time)
+    yield ", ".join(row["notes"])
+
+
+def _alike(stages: Sequence[StageMemory]) -> Iterator[tuple[int, int, StageMemory]]:
+    """First and last index of stages in a row that show the same numbers, and one of them."""
+    first = 0
+    for _, run in groupby(stages, key=lambda stage: [round(getattr(stage, part) / _GIBIBYTE, 2) for part in _MEMORY_PARTS]):
+        members = list(run)
+        yield first, first + len(members) - 1, members[0]
+        first += len(members)
+
+
+def _verdict(prediction: Prediction) -> str:
+    need, margin = prediction.peak_bytes / _GIBIBYTE, prediction.margin_bytes / _GIBIBYTE
+    of = f"{need:.1f} of {prediction.memory_bytes / _GIBIBYTE:.1f} GiB on stage {prediction.peak_stage}"
+    return f"OUT OF MEMORY, {of}, {-margin:.1f} too many" if prediction.oom else f"fits, {of}, {margin:.1f} left"
+
+
+def _whole(cost: Cost) -> str:
+    row = describe_cost(cost)
+    words = f"{row['num_iterations']:,} iterations, {row['num_tokens'] / 1e9:,.4g}B tokens: {row['days']:,.3g} days"
+    words += f", {row['gpu_hours']:,.0f} GPU-hours"
+    return words if row["price"] is None else f"{words}, price {row['price']:,.2f}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.4g}" if seconds < 1000 else f"{seconds:,.0f}"
+
+
+def _number(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_number(one)}" for name, one in value.items())
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
