@@ -145,8 +145,8 @@ def calibrate(runs: Sequence[MeasuredRun], prior: Constants | None = None) -> Ca
     if not with_memory and not with_time:
         raise ValueError("RUNS: no row has a measured mem_gb or sec_per_it that can be trusted. Fix: fill one of these columns in.")
     return Calibration(
-        memory=fit(MemoryConstants, with_memory, log_memory_ratio, prior and prior.memory),
-        time=fit(TimeConstants, with_time, log_time_ratio, prior and prior.time),
+        memory=fit(MemoryConstants, with_memory, log_memory_ratio, prior.memory if prior else None),
+        time=fit(TimeConstants, with_time, log_time_ratio, prior.time if prior else None),
         hardware=tuple(sorted({run.hardware.name for run in with_time})),
     )
 

@@ -10,7 +10,7 @@ from moe_exp.planner.products import Device, Pass
 from moe_exp.planner.time_constants import TimeConstants
 
 # Bytes that a training step moves beside the products, per element of 2 bytes: (forward, backward).
-_SCORE_BYTES = (11, 16)  # unfused attention: scores written, scaled and masked, softmax, dropout and its mask, read again
+_SCORE_BYTES = (9, 11)  # unfused attention: scale, mask and softmax in one kernel, dropout and its mask
 _RESIDUAL_BYTES = (24, 36)  # per token and hidden channel: two norms, two residuals, biases, dropout
 _ACTIVATION_BYTES = (6, 10)  # per token and channel of an MLP
 _SLOT_BYTES = (12, 16)  # per slot and hidden channel of an MoE layer: rows gathered for the experts, and back
@@ -80,7 +80,7 @@ def _slots(job: Job, tokens: float) -> float:
 
 def _linear(job: Job, device: Device, rows: float, columns: float, depth: float, count: float = 1) -> Pass:
     """A layer's product [rows, depth] x [depth, columns], its gradients, and the weight's gradient added to the sum."""
-    fused = job.sharding == "distributed" and device.num_units > 1
+    fused = job.sharding == "distributed" and not device.is_cpu
     num_bytes = _FUSED_ACCUMULATION_BYTES if fused else _ACCUMULATION_BYTES[job.precision]
     return device.linear(rows, columns, depth, count) + Pass(0, columns * depth * count * num_bytes / device.bandwidth)
 

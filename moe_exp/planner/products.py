@@ -28,12 +28,14 @@ class Device:
     """What products and memory traffic take on a device under given constants."""
 
     def __init__(self, hardware: Hardware, dtype: str, constants: TimeConstants):
-        share = constants.v100_share if hardware.name.startswith("V100") else 1.0
+        volta = hardware.architecture == "volta"
+        share = hardware.matrix_share * (constants.v100_share if volta else 1.0)
         self.flops = hardware.dense_flops[dtype] * constants.matrix_efficiency * share
         self.bandwidth = hardware.memory_bytes_per_second * constants.memory_efficiency
+        self.is_cpu = hardware.is_cpu
         self.num_units = hardware.num_units
-        self.half_depth = constants.half_depth if hardware.num_units > 1 else 0.0
-        self.unaligned = constants.unaligned_v100 if hardware.name.startswith("V100") else constants.unaligned
+        self.half_depth = 0.0 if self.is_cpu else constants.half_depth
+        self.unaligned = 1.0 if self.is_cpu else constants.unaligned_v100 if volta else constants.unaligned
         self.num_bytes = 4 if dtype == "fp32" else 2
 
     def product(self, m: float, n: float, k: float, count: float = 1) -> float:
@@ -42,15 +44,14 @@ class Device:
         On a GPU with U multiprocessors the output is cut into tiles, which run in waves of U: a wave that is not full takes as long
         as one that is. Short inner dimensions do not fill the pipelines: k / (k + half_depth).
         """
-        if self.num_units == 1:
-            work = m * n * count
-        else:
-            work = min(self._waves(m, n, count, tile) * tile[0] * tile[1] for tile in _TILES) * self.num_units
+        work = m * n * count if self.is_cpu else min(self._in_waves(m, n, count, tile) for tile in _TILES)
         seconds = 2 * work * k / self.flops * (k + self.half_depth) / k
-        return seconds * self.unaligned if self.num_units > 1 and (k % _ALIGNMENT or n % _ALIGNMENT) else seconds
+        return seconds * self.unaligned if k % _ALIGNMENT or n % _ALIGNMENT else seconds
 
-    def _waves(self, m: float, n: float, count: float, tile: tuple[int, int]) -> int:
-        return math.ceil(math.ceil(m / tile[0]) * math.ceil(n / tile[1]) * count / self.num_units)
+    def _in_waves(self, m: float, n: float, count: float, tile: tuple[int, int]) -> float:
+        """Elements of the output, those of the idle multiprocessors of the last wave with them."""
+        tiles = math.ceil(m / tile[0]) * math.ceil(n / tile[1]) * count
+        return math.ceil(tiles / self.num_units) * self.num_units * tile[0] * tile[1]
 
     def linear(self, m: float, n: float, k: float, count: float = 1) -> Pass:
         """A product with gradients by both of its inputs: [m, n] x [n, k] and [n, m] x [m, k]."""

@@ -199,7 +199,7 @@ def _message(job: Job, hardware: Hardware, constants: TimeConstants) -> float:
 def _overlaps(job: Job, hardware: Hardware) -> bool:
     """Whether gradients are reduced, and weights gathered, while the device computes."""
     overlap = job.config.overlap
-    return job.sharding == "distributed" and (overlap == "true" or (overlap == "auto" and hardware.num_units > 1))
+    return job.sharding == "distributed" and (overlap == "true" or (overlap == "auto" and not hardware.is_cpu))
 
 
 def _data_parallel(job: Job, hardware: Hardware, constants: TimeConstants, rank: RankParameters, hidden: float) -> float:
