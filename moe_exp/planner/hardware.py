@@ -72,10 +72,18 @@ def load_hardware(name: str) -> Hardware:
 
 
 def _read(path: Path) -> Hardware:
-    content: dict[str, Any] = json.loads(path.read_text())
-    missing = [field.name for field in fields(Hardware) if field.name not in content]
-    if missing:
-        raise ValueError(f"{path}: {missing[0]} is missing. Fix: write it as the profiles of the package have it.")
-    # Every number stands with its source: {"value": ..., "source": "..."}.
-    values = {field.name: content[field.name] for field in fields(Hardware)}
-    return Hardware(**{name: value["value"] if isinstance(value, dict) and "value" in value else value for name, value in values.items()})
+    try:
+        content = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise ValueError(f"{path}: is not JSON. Fix: write it as the profiles of the package are.") from None
+    values: dict[str, Any] = {}
+    for field in fields(Hardware):
+        if field.name not in content:
+            raise ValueError(f"{path}: {field.name} is missing. Fix: write it as the profiles of the package have it.")
+        # Every number stands with its source: {"value": ..., "source": "..."}.
+        entry = content[field.name]
+        values[field.name] = value = entry["value"] if isinstance(entry, dict) and "value" in entry else entry
+        for number in value.values() if isinstance(value, dict) else [value]:
+            if field.name not in ("name", "architecture") and not (isinstance(number, (int, float)) and number > 0):
+                raise ValueError(f"{path}: {field.name}={number}: must be a number more than 0. Fix: mend it.")
+    return Hardware(**values)

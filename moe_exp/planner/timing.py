@@ -107,8 +107,7 @@ def time_of(job: Job, hardware: Hardware, constants: TimeConstants, *, batch_siz
     }
     parts["pipeline"] = [message] * config.pp
     totals = [sum(values) for values in zip(*parts.values(), strict=True)]
-    slowest, mean = max(totals), sum(totals) / config.pp
-    bubble = num_microbatches * (slowest - mean) + (sum(totals) - slowest) / (config.vpp or 1)
+    bubble = bubble_seconds(totals, num_microbatches, config.vpp or 1)
     factor = {"a": constants.software_a, "c": constants.software_c}.get(job.software, 1.0)
     seconds = {name: num_microbatches * sum(values) / config.pp * factor for name, values in parts.items()}
     rank = max(parameters_of_stages(config, job.stage_layers), key=lambda stage: stage.total)
@@ -119,6 +118,18 @@ def time_of(job: Job, hardware: Hardware, constants: TimeConstants, *, batch_siz
         data_parallel=_data_parallel(job, hardware, constants, rank, hidden) * factor,
         optimizer=_optimizer(job, device, rank) * factor,
     )
+
+
+def bubble_seconds(stages: list[float], num_microbatches: int, num_chunks: int = 1) -> float:
+    """What an iteration of a pipeline takes longer than its stages are busy on average.
+
+    Args:
+        stages: seconds of a micro-batch on every stage, forward and backward.
+        num_microbatches: of an iteration.
+        num_chunks: model chunks per rank (VPP), over which filling and emptying are spread.
+    """
+    slowest = max(stages)
+    return num_microbatches * (slowest - sum(stages) / len(stages)) + (sum(stages) - slowest) / num_chunks
 
 
 def _counts(job: Job) -> list[tuple[int, int]]:
