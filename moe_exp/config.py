@@ -196,7 +196,7 @@ class Config(BaseModel):
     wsd_decay_iters: NonNegative = Field(0, description="iterations of the final decay (LR_DECAY_STYLE=WSD)")
     rampup_batch_size: str = Field("", description="'START INCREMENT SAMPLES': batch ramp-up from START to GBSZ")
     optimizer: Literal["adam", "adam8bit", "sgd", "muon"] = Field(
-        "adam", description="adam: AdamW; adam8bit: its moments in 8 bits (bitsandbytes, GPUs); sgd: with momentum; muon is refused"
+        "adam", description="adam: AdamW; adam8bit: with moments in 8 bits (bitsandbytes); sgd: with momentum; muon: refused"
     )
     optimizer_state_dtype: Literal["fp32", "bf16"] = Field("fp32", description="of the two moments of OPTIMIZER=adam")
     sgd_momentum: Probability = Field(0.9, description="momentum (OPTIMIZER=sgd); 0: none, and no optimizer state")
@@ -235,6 +235,9 @@ class Config(BaseModel):
     )
     allow_other_model: bool = Field(
         False, description="go on from a checkpoint of a model that computes otherwise (router, norms, rotary base), with the same shapes"
+    )
+    allow_other_optimizer: bool = Field(
+        False, description="go on from a checkpoint of another optimizer; moments begin at zero"
     )
     save_interval: NonNegative = Field(1000, description="iterations between checkpoints; 0: only at the end")
     async_save: bool = Field(False, description="training goes on while a checkpoint's files are written; the next save waits for that")

@@ -22,7 +22,8 @@ ALLOWED: dict[str, set[str]] = {
     "model_changes": {"config"},
     "run_folder": {"config", "files", "model_changes"},
     "data": {"config", "megatron_cpu", "files", "progress"},
-    "checks": {"config", "machine_checks", "attention_checks", "divisors"},
+    "checks": {"config", "machine_checks", "attention_checks", "training_checks", "divisors"},
+    "training_checks": {"config", "planner"},
     "attention_checks": {"config"},
     "divisors": {"config"},
     "machine_checks": {"config", "hosts", "run_folder", "data", "planner"},
@@ -30,8 +31,9 @@ ALLOWED: dict[str, set[str]] = {
     "runtime": {"config", *CPU},
     "layers": {"config", *CPU},
     "model": {"config", "runtime", "layers", *CPU},
-    "optim": {"config", "runtime", "layers", "model", *CPU},
-    "checkpoint": {*ENGINE, "model_changes", "run_folder", "files", "progress"},
+    "optimizers": set(),
+    "optim": {"config", "runtime", "layers", "model", "optimizers", "planner", *CPU},
+    "checkpoint": {*ENGINE, "optimizers", "model_changes", "run_folder", "files", "progress"},
     "training_data": {*CPU, "config", "runtime", "optim", "data", "checkpoint"},
     "inference": {*ENGINE, "checkpoint", "progress", "run_folder", "files", "layers", "optim", "data", "checks", "hosts", "faults"},
     "upcycle": {*ENGINE, "checkpoint", "layers", "machine_checks"},
@@ -64,6 +66,7 @@ NO_TORCH = {
     "misspelt",
     "checks",
     "attention_checks",
+    "training_checks",
     "divisors",
     "machine_checks",
     "launch",
@@ -88,7 +91,7 @@ LAYERS = [
 ]
 MEGATRON_SIDE = {"spec", "megatron_parts", "attention_parts", "sharding"}
 TORCH_IN_DATA = {"dataset", "megatron_dataset", "prefetch"}
-OPTIONAL = ["transformer_engine", "apex", "triton", "wandb", "megablocks", "grouped_gemm", "flash_attn", "deep_ep"]
+OPTIONAL = ["transformer_engine", "apex", "triton", "wandb", "megablocks", "grouped_gemm", "flash_attn", "deep_ep", "bitsandbytes"]
 # Of the extras [data] and [fast], imported by the commands that need them.
 DATA_PACKAGES = ["datatrove", "pyarrow", "zstandard", "huggingface_hub", "sentencepiece", "gigatoken", "ray"]
 
