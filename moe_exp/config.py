@@ -236,9 +236,7 @@ class Config(BaseModel):
     allow_other_model: bool = Field(
         False, description="go on from a checkpoint of a model that computes otherwise (router, norms, rotary base), with the same shapes"
     )
-    allow_other_optimizer: bool = Field(
-        False, description="go on from a checkpoint of another optimizer; moments begin at zero"
-    )
+    allow_other_optimizer: bool = Field(False, description="go on from a checkpoint of another optimizer; moments begin at zero")
     save_interval: NonNegative = Field(1000, description="iterations between checkpoints; 0: only at the end")
     async_save: bool = Field(False, description="training goes on while a checkpoint's files are written; the next save waits for that")
     keep_last: NonNegative = Field(0, description="the newest so many checkpoints are kept, others are removed; 0: all are kept")

@@ -83,16 +83,19 @@ def _expert_backend(c: Config) -> Iterator[str]:
 BITSANDBYTES = {"GPU": "0.45", "CPU": "0.50"}
 
 
-def _optimizer(c: Config) -> Iterator[str]:
-    if c.optimizer != "adam8bit":
-        return
-    device = "GPU" if count_gpus() else "CPU"
-    needed, install = BITSANDBYTES[device], f"pip install 'bitsandbytes>={BITSANDBYTES[device]}', or set OPTIMIZER=adam"
+def bitsandbytes_problem(device: str) -> str:
+    """Why OPTIMIZER=adam8bit cannot run on this kind of device, one of BITSANDBYTES, or ''."""
     if importlib.util.find_spec("bitsandbytes") is None:
-        yield problem("optimizer", "adam8bit", "bitsandbytes is not installed", install)
-    elif Version(found := importlib.metadata.version("bitsandbytes")) < Version(needed):
-        rule = f"bitsandbytes {found} has no 8-bit kernels that can be used on a {device}"
-        yield problem("optimizer", "adam8bit", rule, install)
+        return "bitsandbytes is not installed"
+    if Version(found := importlib.metadata.version("bitsandbytes")) < Version(BITSANDBYTES[device]):
+        return f"bitsandbytes {found} has no 8-bit kernels for a {device}"
+    return ""
+
+
+def _optimizer(c: Config) -> Iterator[str]:
+    device = "GPU" if count_gpus() else "CPU"
+    if c.optimizer == "adam8bit" and (reason := bitsandbytes_problem(device)):
+        yield problem("optimizer", "adam8bit", reason, f"pip install 'bitsandbytes>={BITSANDBYTES[device]}', or set OPTIMIZER=adam")
 
 
 def _port(c: Config) -> Iterator[str]:
