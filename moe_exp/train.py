@@ -103,6 +103,7 @@ def run(config: Config, stop: faults.StopSignal) -> None:
                 expert_backend=config.expert_backend,
                 use_te=use_te(config),
                 other_value_size=config.multi_latent_attention and config.v_head_dim != config.kv_channels,
+                optimizer=(config.optimizer, config.optimizer_state_dtype, config.sgd_momentum),
             )
             for part, (name, reason) in chosen.items():
                 logger.info("%s: %s (%s)", part, name, reason)

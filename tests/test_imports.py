@@ -17,12 +17,13 @@ PACKAGE = ROOT / "moe_exp"
 CPU = {"megatron_cpu", "gloo"}
 ENGINE = {"config", "runtime", "model", *CPU}
 ALLOWED: dict[str, set[str]] = {
-    "config": {"hosts", "presets", "setting_types"},
+    "config": {"hosts", "presets", "setting_types", "run_names"},
     "planner": {"config", "checks"},
     "model_changes": {"config"},
     "run_folder": {"config", "files", "model_changes"},
     "data": {"config", "megatron_cpu", "files", "progress"},
-    "checks": {"config", "attention_checks", "divisors"},
+    "checks": {"config", "attention_checks", "training_checks", "divisors"},
+    "training_checks": {"config", "planner"},
     "attention_checks": {"config"},
     "divisors": {"config"},
     "machine_checks": {"config", "hosts", "run_folder", "data", "planner"},
@@ -30,8 +31,9 @@ ALLOWED: dict[str, set[str]] = {
     "runtime": {"config", *CPU},
     "layers": {"config", *CPU},
     "model": {"config", "runtime", "layers", *CPU},
-    "optim": {"config", "runtime", "layers", "model", *CPU},
-    "checkpoint": {*ENGINE, "model_changes", "run_folder", "files", "progress"},
+    "optimizers": set(),
+    "optim": {"config", "runtime", "layers", "model", "optimizers", "planner", *CPU},
+    "checkpoint": {*ENGINE, "optimizers", "model_changes", "run_folder", "files", "progress"},
     "training_data": {*CPU, "config", "runtime", "optim", "data", "checkpoint"},
     "inference": {*ENGINE, "checkpoint", "progress", "run_folder", "files", "layers", "optim", "data", "checks", "hosts", "faults"},
     "upcycle": {*ENGINE, "checkpoint", "layers", "machine_checks"},
@@ -53,6 +55,7 @@ NOT_BY_TRAIN = {"hf", "inference", "report", "launch", "doctor", *NEVER_IMPORTED
 NO_TORCH = {
     "config",
     "setting_types",
+    "run_names",
     "planner",
     "hosts",
     "presets",
@@ -63,6 +66,7 @@ NO_TORCH = {
     "misspelt",
     "checks",
     "attention_checks",
+    "training_checks",
     "divisors",
     "machine_checks",
     "launch",
@@ -87,7 +91,7 @@ LAYERS = [
 ]
 MEGATRON_SIDE = {"spec", "megatron_parts", "attention_parts", "sharding"}
 TORCH_IN_DATA = {"dataset", "megatron_dataset", "prefetch"}
-OPTIONAL = ["transformer_engine", "apex", "triton", "wandb", "megablocks", "grouped_gemm", "flash_attn", "deep_ep"]
+OPTIONAL = ["transformer_engine", "apex", "triton", "wandb", "megablocks", "grouped_gemm", "flash_attn", "deep_ep", "bitsandbytes"]
 # Of the extras [data] and [fast], imported by the commands that need them.
 DATA_PACKAGES = ["datatrove", "pyarrow", "zstandard", "huggingface_hub", "sentencepiece", "gigatoken", "ray"]
 
