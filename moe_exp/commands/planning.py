@@ -182,10 +182,11 @@ def _export(candidate: Candidate, config: Config) -> None:
 
 def _calibrate(arguments: argparse.Namespace) -> None:
     _refuse_settings(arguments)
-    from moe_exp.planner.calibration import calibrate, write_profile
+    from moe_exp.files import write_atomically
+    from moe_exp.planner.calibration import calibrate, profile_text
     from moe_exp.planner.measured import read_runs
 
-    write_profile(arguments.out, calibrate(read_runs(arguments.runs)))
+    write_atomically(arguments.out, profile_text(calibrate(read_runs(arguments.runs)), arguments.runs))
 
 
 def _predict(arguments: argparse.Namespace) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from moe_exp.config import Config
@@ -10,6 +9,7 @@ from moe_exp.planner.flops import flops_per_iteration
 from moe_exp.planner.hardware import Hardware
 from moe_exp.planner.job import Job
 from moe_exp.planner.prediction import Constants, load_constants
+from moe_exp.planner.ramp import ramp_steps
 from moe_exp.planner.timing import time_of
 
 _SECONDS_PER_DAY = 86400
@@ -30,14 +30,6 @@ class Speed:
     tflops_per_gpu: float
     mfu: float
     tokens_per_second: float
-
-
-@dataclass(frozen=True)
-class Phase:
-    """Iterations in a row at one batch size."""
-
-    batch_size: int
-    num_iterations: int
 
 
 @dataclass(frozen=True)
@@ -92,39 +84,11 @@ def cost_of(
         price_per_gpu_hour: in any currency.
         constants: of the predictions; those of the package by default.
     """
-    constants, iterations, samples, seconds = constants or load_constants(), 0, 0, 0.0
-    for phase in batch_phases(config, num_tokens=num_tokens):
-        job = Job.of(config.model_copy(update={"gbsz": phase.batch_size}))
-        iterations, samples = iterations + phase.num_iterations, samples + phase.num_iterations * phase.batch_size
-        seconds += phase.num_iterations * time_of(job, hardware, constants.time).total
+    constants, job = constants or load_constants(), Job.of(config)
+    num_samples = None if num_tokens is None else -(-num_tokens // config.seq_len)
+    steps = ramp_steps(config, num_samples)
+    seconds = sum(step.num_iterations * time_of(job, hardware, constants.time, batch_size=step.batch_size).total for step in steps)
+    iterations, samples = (sum(counts) for counts in zip(*((step.num_iterations, step.samples) for step in steps), strict=True))
     gpu_hours = seconds / 3600 * config.world_size
     price = None if price_per_gpu_hour is None else gpu_hours * price_per_gpu_hour
     return Cost(iterations, samples * config.seq_len, seconds, gpu_hours, price)
-
-
-def batch_phases(config: Config, *, num_tokens: int | None = None) -> Iterator[Phase]:
-    """The batch sizes of a run in their order, by the rule of `optim.BatchSchedule`.
-
-    Args:
-        config: GBSZ, RAMPUP_BATCH_SIZE and, without a budget, TRAIN_ITERS.
-        num_tokens: train until so many tokens are used.
-    """
-    consumed, done = 0, 0
-
-    def affordable(batch_size: int, wanted: int) -> int:
-        if num_tokens is None:
-            return min(wanted, config.train_iters - done)
-        left = -(-num_tokens // config.seq_len) - consumed
-        return max(0, min(wanted, -(-left // batch_size)))
-
-    start, increment, samples = config.rampup or (config.gbsz, 1, 0)
-    num_steps = (config.gbsz - start) // increment
-    for step in range(num_steps):
-        batch_size = start + step * increment
-        # The next step begins at the first iteration with (step + 1) / num_steps of the samples behind it.
-        wanted = -(-((step + 1) * samples - consumed * num_steps) // (num_steps * batch_size))
-        if (count := affordable(batch_size, max(0, wanted))) > 0:
-            yield Phase(batch_size, count)
-        consumed, done = consumed + count * batch_size, done + count
-    if (count := affordable(config.gbsz, config.train_iters if num_tokens is None else num_tokens)) > 0:
-        yield Phase(config.gbsz, count)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from moe_exp.config import Config, problem
@@ -67,20 +67,13 @@ def explain(
 
 def time_losses(candidate: Candidate, best: Candidate) -> dict[str, float]:
     """Part of the iteration to the seconds that a layout spends on it more than another; the largest first."""
-    mine, other = time_parts(candidate.prediction.time), time_parts(best.prediction.time)
+    mine, other = candidate.prediction.time.parts(), best.prediction.time.parts()
     return dict(sorted(((name, mine[name] - other[name]) for name in mine), key=lambda item: -item[1]))
 
 
-def time_parts(time: IterationTime) -> dict[str, float]:
-    """Seconds by part, as they stand in IterationTime."""
-    return {field.name: getattr(time, field.name) for field in fields(time)}
-
-
 def bound_by(time: IterationTime) -> str:
-    """The part that takes longest, and where that is computing the next one, too."""
-    first, second = sorted(time_parts(time).items(), key=lambda item: -item[1])[:2]
-    words = [f"{name.replace('_', ' ')} {seconds / time.total:.0%}" for name, seconds in (first, second)]
-    return ", ".join(words if first[0] == "compute" else words[:1])
+    """What to look at first: see `IterationTime.bound`, with its share."""
+    return f"{time.bound.replace('_', ' ')} {time.parts()[time.bound] / time.total:.0%}"
 
 
 def memory_line(candidate: Candidate) -> str:

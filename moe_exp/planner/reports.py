@@ -8,7 +8,7 @@ from typing import Any
 
 from moe_exp.config import Config
 from moe_exp.planner.estimate import Cost, speed_of
-from moe_exp.planner.explanation import Explanation, bound_by, layout_words, time_parts
+from moe_exp.planner.explanation import Explanation, bound_by, layout_words
 from moe_exp.planner.hardware import PROFILES, Hardware, hardware_names
 from moe_exp.planner.job import Job
 from moe_exp.planner.layout_rules import LAYOUT_SETTINGS
@@ -35,6 +35,7 @@ def describe_run(config: Config, hardware: Hardware, prediction: Prediction, cos
         "memory": describe_memory(prediction),
         "time": describe_time(config, hardware, prediction),
         "cost": describe_cost(cost),
+        "error": describe_error(prediction),
         "checkpoint_bytes": checkpoint_bytes(config),
         "filling_batch": Candidate(config, prediction).filling_batch,
         "notes": Candidate(config, prediction).notes,
@@ -56,9 +57,14 @@ def describe_memory(prediction: Prediction) -> dict[str, Any]:
 def describe_time(config: Config, hardware: Hardware, prediction: Prediction) -> dict[str, Any]:
     """Seconds of an iteration by part, and the speed that follows."""
     return asdict(speed_of(config, hardware, prediction.time.total)) | {
-        "parts": time_parts(prediction.time),
+        "parts": prediction.time.parts(),
         "bound_by": bound_by(prediction.time),
     }
+
+
+def describe_error(prediction: Prediction) -> dict[str, Any]:
+    """Relative errors to expect, see `Prediction`."""
+    return {"memory": prediction.memory_error, "time": prediction.time_error, "is_calibrated": prediction.is_calibrated}
 
 
 def describe_cost(cost: Cost) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_exp.planner.estimate import Cost
-from moe_exp.planner.explanation import Explanation, bound_by, layout_words, memory_line, time_parts
+from moe_exp.planner.explanation import Explanation, bound_by, layout_words, memory_line
 from moe_exp.planner.hardware import Hardware
 from moe_exp.planner.memory import StageMemory
 from moe_exp.planner.params import checkpoint_bytes
@@ -42,7 +42,7 @@ class PlanPrinter:
                 "parameters of a rank": f"{count['most_loaded_rank']:,} at most (stage {count['most_loaded_stage']})",
                 "layers of the stages": short_stages(report["stage_layers"]),
                 "memory": _verdict(prediction),
-                "seconds per iteration": _seconds(time["seconds"]),
+                "seconds per iteration": f"{_seconds(time['seconds'])} {error_words(prediction)}",
                 "TFLOP/s per GPU": f"{time['tflops_per_gpu']:.1f}, MFU {time['mfu']:.1%}",
                 "tokens per second": f"{time['tokens_per_second']:,.0f}",
                 "whole run": _whole(cost),
@@ -149,7 +149,7 @@ class PlanPrinter:
         self._console.print(table)
 
     def _time(self, time: IterationTime) -> None:
-        parts = {name.replace("_", " "): f"{_seconds(part)} s, {part / time.total:.1%}" for name, part in time_parts(time).items()}
+        parts = {name.replace("_", " "): f"{_seconds(part)} s, {part / time.total:.1%}" for name, part in time.parts().items()}
         self._rows("time of an iteration", parts | {"total": f"{_seconds(time.total)} s"})
 
     def _rows(self, title: str, rows: Mapping[str, str]) -> None:
@@ -164,6 +164,13 @@ def short_stages(stage_layers: Sequence[int]) -> str:
     """`8 10x9 8` for eight layers, ten stages of nine, and eight."""
     runs = [(layers, len(list(run))) for layers, run in groupby(stage_layers)]
     return " ".join(f"{count}x{layers}" if count > 1 else str(layers) for layers, count in runs)
+
+
+def error_words(prediction: Prediction) -> str:
+    """How sure the time is."""
+    if not prediction.is_calibrated:
+        return "(no measured runs of this device in the fit)"
+    return f"(nine of ten runs left out of the fit were within {prediction.time_error:.0%})"
 
 
 def _cells(one: Candidate, found: Search, hardware: Hardware) -> Iterator[str]:

@@ -16,11 +16,10 @@ from moe_exp.planner.hardware import Hardware
 from moe_exp.planner.job import Job
 from moe_exp.planner.layout_rules import NOT_NEEDED, OUT_OF_MEMORY, Family, Space, families, model_problems, notes
 from moe_exp.planner.memory import memory_of
-from moe_exp.planner.prediction import Constants, Prediction, load_constants
+from moe_exp.planner.prediction import Constants, Prediction, load_constants, prediction_of
 from moe_exp.planner.timing import time_of
 
 RUNNER_UP = 0.02  # relative to the best: closer than predictions can tell apart
-_TIGHT = 0.05  # of the device's memory
 
 
 @dataclass(frozen=True)
@@ -48,9 +47,8 @@ class Candidate:
     @property
     def notes(self) -> list[str]:
         """What is allowed but to be known."""
-        tight = self.prediction.margin_bytes < _TIGHT * self.prediction.memory_bytes
         unfilled = self.config.gbsz < self.filling_batch
-        return [*notes(self.config), *["tight memory"] * tight, *["pipeline never full"] * unfilled]
+        return [*notes(self.config), *["memory within the error"] * self.prediction.is_close, *["pipeline never full"] * unfilled]
 
 
 @dataclass(frozen=True)
@@ -142,10 +140,12 @@ class _Evaluation:
         job = Job.of(config)
         stages = memory_of(job, self._hardware, self._constants.memory)
         peak = max(stage.total for stage in stages)
-        if fits := peak <= self._hardware.memory_bytes:
+        fits = peak <= self._hardware.memory_bytes
+        if fits or peak < self._least_bytes:
             time = time_of(job, self._hardware, self._constants.time)
-            self.fitting.append(Candidate(config, Prediction(stages, time, self._hardware.memory_bytes)))
-        elif peak < self._least_bytes:
-            time = time_of(job, self._hardware, self._constants.time)
-            self._least_bytes, self.smallest = peak, Candidate(config, Prediction(stages, time, self._hardware.memory_bytes))
+            candidate = Candidate(config, prediction_of(stages, time, self._hardware, self._constants))
+            if fits:
+                self.fitting.append(candidate)
+            else:
+                self._least_bytes, self.smallest = peak, candidate
         return fits
