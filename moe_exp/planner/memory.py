@@ -2,23 +2,54 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from moe_exp.config import Config
+from moe_exp.planner.activations import Activations, activations_of, width_of
 from moe_exp.planner.constants import constant
 from moe_exp.planner.hardware import Hardware
 from moe_exp.planner.job import Job
+from moe_exp.planner.params import RankParameters, parameters_of_stages
+
+# Of torch's allocator before the first micro-batch, beside weights, gradients and optimizer: cuBLAS workspaces of the forward and of
+# the backward thread (8.1 MiB each), that of Transformer Engine (4 MiB), a batch and its mask. Measured: 26 to 29 MiB.
+_WORKSPACE_BYTES = 27 * 2**20
+# Python, torch and megatron-core as Linux counts them for one process, before there is a model.
+_PROCESS_BYTES = 1.0e9
+# What an allocator can have of a GPU: the driver and the context's own pages keep about one percent.
+_USABLE_SHARE = 0.99
+# DeepSpeed's defaults for ZeRO: gradients are reduced, and parameters gathered, through buckets of so many elements.
+_BUCKET_ELEMENTS = 5e8
+# Bytes of Adam's two moments, or what is in their place, per parameter. bitsandbytes adds an fp32 scale for every block of 256.
+_STATE_BYTES = {"adam": 8.0, "adam8bit": 2.0 + 2 * 4 / 256, "sgd": 4.0, "muon": 4.0}
 
 
 @dataclass(frozen=True)
 class MemoryConstants:
     """What no formula gives; fitted to measured runs by `calibration.py`."""
 
-    context_bytes: float = constant(3e9, 0.5, "CUDA context, libraries and NCCL buffers, where nvidia-smi measures")
+    context_bytes: float = constant(3e9, 0.4, "CUDA context, libraries and NCCL buffers, where nvidia-smi measures")
+    cached_share: float = constant(0.3, 0.4, "of the activations' bytes: what the allocator keeps beside, in pieces that nothing fits into")
+    flat_bytes: float = constant(0.4, 0.4, "DeepSpeed's flat copies and their padding, bytes per parameter of a rank")
+    bf16_copy_bytes: float = constant(2.0, 0.2, "the same of its bf16 optimizer, beside flat_bytes")
+    load_spread: float = constant(0.5, 0.2, "dropless layers: standard deviation of experts' loads over their mean that a rank has to have room for")
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of a rank of one pipeline stage at the peak of an iteration."""
+    """Bytes of a rank of one pipeline stage at the peak of an iteration.
+
+    Attributes:
+        weights: parameters in the compute type.
+        gradients: of all parameters.
+        optimizer: its state, with the fp32 copy of the weights.
+        activations: kept for backward by all micro-batches in flight, and what the widest moment needs beside.
+        buffers: of communication.
+        overhead: of libraries: workspaces, and what nvidia-smi counts beside the allocator.
+        cached: what the allocator holds and nothing uses; it gives it back before the device is full.
+        workspace: the part of `overhead` that is there between iterations and counted by the allocator.
+    """
 
     weights: float
     gradients: float
@@ -26,18 +57,159 @@ class StageMemory:
     activations: float
     buffers: float
     overhead: float
+    cached: float = 0.0
+    workspace: float = 0.0
 
     @property
     def static(self) -> float:
         """What is there between iterations, as torch's allocator counts it."""
-        return self.weights + self.gradients + self.optimizer
+        return self.weights + self.gradients + self.optimizer + self.workspace
+
+    @property
+    def needed(self) -> float:
+        """What has to fit: all but what the allocator can give back."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.buffers + self.overhead
 
     @property
     def total(self) -> float:
-        """All of it."""
-        return self.static + self.activations + self.buffers + self.overhead
+        """What a measurement shows."""
+        return self.needed + self.cached
 
 
-def memory_of(job: Job, hardware: Hardware, constants: MemoryConstants) -> list[StageMemory]:
-    """Memory of a rank of every pipeline stage, from the first to the last."""
-    raise NotImplementedError
+def memory_of(job: Job, hardware: Hardware, constants: MemoryConstants, *, imbalance: float | None = None) -> list[StageMemory]:
+    """Memory of a rank of every pipeline stage, from the first to the last.
+
+    Args:
+        job: what runs.
+        hardware: on what.
+        constants: see there.
+        imbalance: rows that the experts of a rank get, relative to their fair share, where none is dropped; by default
+            `expected_imbalance`. At worst all tokens choose experts of one rank: EP.
+    """
+    config, on_cpu = job.config, hardware.name == "CPU"
+    if imbalance is None:
+        imbalance = expected_imbalance(config, constants.load_spread)
+    kept = activations_of(job, on_cpu=on_cpu, imbalance=imbalance)
+    parameters = parameters_of_stages(config, job.stage_layers, learned_positions=job.learned_positions)
+    num_moe = _moe_layers_of_stages(config, parameters)
+    workspace, overhead = _overhead(job, on_cpu, constants)
+    # In a loop over up to a hundred stages, so with what all of them have in common outside.
+    stages = []
+    last = len(parameters) - 1
+    for stage, part in enumerate(parameters):
+        weights, gradients, optimizer = _static_bytes(job, part, constants)
+        in_flight = micro_batches_in_flight(config, stage, job.num_microbatches)
+        layers = (job.stage_layers[stage] - num_moe[stage]) * kept.dense_layer + num_moe[stage] * kept.moe_layer
+        activations = in_flight * (layers + (kept.embedding if stage == 0 else 0.0)) + _work(kept, is_last=stage == last)
+        if last and (on_cpu or job.of_deepspeed):
+            activations += in_flight * kept.hidden  # what was handed on is kept, too
+        buffers = _buffers(job, kept, part)
+        needed = weights + gradients + optimizer + activations + buffers + overhead
+        stages.append(
+            StageMemory(
+                weights=weights,
+                gradients=gradients,
+                optimizer=optimizer,
+                activations=activations,
+                buffers=buffers,
+                overhead=overhead,
+                cached=_cached(job, hardware, activations * constants.cached_share, needed),
+                workspace=workspace,
+            )
+        )
+    return stages
+
+
+def expected_imbalance(config: Config, spread: float) -> float:
+    """Rows of a rank over its fair share that a dropless layer has to have room for: 1 + spread * sqrt((EP - 1) / E).
+
+    A rank has n = E/EP of E experts. With loads that differ by `spread` times their mean and add up to all slots, the sum over n
+    of them differs by spread * sqrt((1 - n/E) / n) times its own mean. In the first iterations of the reference runs, where the
+    balancing loss is 1.44, 0.5 is what rank 0 needed at the peak; later it is near 0.
+    """
+    return 1 + spread * math.sqrt((config.ep - 1) / config.num_experts) if config.use_moe else 1.0
+
+
+def micro_batches_in_flight(config: Config, stage: int, num_microbatches: int) -> float:
+    """Micro-batches whose activations a stage keeps at once, those of one model chunk counted as its part of a micro-batch.
+
+    1F1B (Narayanan et al. 2021, arXiv:2104.04473): one for every stage from this to the last. Interleaved, with v chunks on each of p
+    ranks, Megatron runs 2 * (p - stage - 1) + (v - 1) * p chunks ahead: on the first stage 1 + (p - 1) / (p * v) as much as 1F1B.
+    """
+    chunks = config.vpp or 1
+    if chunks == 1:
+        return min(config.pp - stage, num_microbatches)
+    ahead = 2 * (config.pp - stage - 1) + (chunks - 1) * config.pp
+    return min(ahead + 1, num_microbatches * chunks) / chunks
+
+
+def _moe_layers_of_stages(config: Config, parameters: list[RankParameters]) -> list[int]:
+    if not config.use_moe:
+        return [0] * len(parameters)
+    num_moe, held = sum(config.moe_layers), sum(part.expert for part in parameters)
+    return [part.expert * num_moe // held for part in parameters]
+
+
+def _static_bytes(job: Job, part: RankParameters, constants: MemoryConstants) -> tuple[float, float, float]:
+    """Weights, gradients, optimizer state."""
+    if job.of_deepspeed:
+        return _deepspeed_bytes(job, part.total, constants)
+    config, width = job.config, width_of(job)
+    dense_shards, expert_shards = 1, 1
+    if job.sharding == "distributed":
+        dense_shards = max(1, config.world_size // (config.tp * config.pp))
+        expert_shards = max(1, config.world_size // (config.etp * config.ep * config.pp))
+    # fp32 weights need no main copy.
+    state = _state_bytes(job) + (4 if width < 4 else 0)
+    return width * part.total, 4 * part.total, state * (part.dense / dense_shards + part.expert / expert_shards)
+
+
+def _state_bytes(job: Job) -> float:
+    state = _STATE_BYTES[getattr(job.config, "optimizer", "adam")]
+    return state / 2 if job.bf16_states and state >= 4 else state
+
+
+def _deepspeed_bytes(job: Job, count: int, constants: MemoryConstants) -> tuple[float, float, float]:
+    """DeepSpeed of 2022: an fp16 (or bf16) optimizer, sharded by ZeRO-1 (Rajbhandari et al. 2020, arXiv:1910.02054) or not, and BF16_Optimizer.
+
+    A shard has fp32 weights, moments and gradients, and the averaged 16-bit gradients they were made from: 4 + 8 + 4 + 2. Without
+    ZeRO the step has all of that and flat copies of weights and gradients. BF16_Optimizer keeps fp32 gradients of all
+    parameters beside bf16 ones, and reduces them through a flat copy.
+    """
+    shards = max(1, job.config.data_parallel_size) if job.sharding == "zero1" else 1
+    flat = constants.flat_bytes * count
+    if job.precision == "bf16_fp32grad":
+        return 2 * count + flat, (6 + constants.bf16_copy_bytes) * count, 12 * count / shards
+    if job.sharding == "none":
+        return 2 * count + flat, 2 * count, 20 * count
+    return 2 * count + flat, 2 * count, 18 * count / shards
+
+
+def _work(kept: Activations, *, is_last: bool) -> float:
+    """The widest moment beside what layers keep: one layer's backward, or on the last stage the loss."""
+    return max(kept.layer_work, kept.output + kept.output_work) if is_last else kept.layer_work
+
+
+def _buffers(job: Job, kept: Activations, part: RankParameters) -> float:
+    config = job.config
+    buffers = 2.0 * kept.hidden if config.pp > 1 else 0.0  # an input and a gradient under way between stages
+    if job.sequence_parallel:
+        buffers += kept.hidden * config.tp  # where the whole sequence is gathered before a product
+    if job.sharding == "zero1":
+        buffers += 2 * 2 * min(_BUCKET_ELEMENTS, part.total)
+    return buffers
+
+
+def _overhead(job: Job, on_cpu: bool, constants: MemoryConstants) -> tuple[float, float]:
+    """Workspaces alone, and all that is not the model's."""
+    if on_cpu:
+        return 0.0, _PROCESS_BYTES
+    return _WORKSPACE_BYTES, _WORKSPACE_BYTES + (constants.context_bytes if job.measured_by == "nvidia-smi" else 0.0)
+
+
+def _cached(job: Job, hardware: Hardware, wanted: float, needed: float) -> float:
+    """What the allocator holds beside, less and less the fuller the device is: half of what is free where it would have as much."""
+    free = _USABLE_SHARE * hardware.memory_bytes - needed
+    if job.measured_by == "allocated" or hardware.name == "CPU" or free <= 0:
+        return 0.0
+    return wanted * free / (wanted + free) if wanted else 0.0
