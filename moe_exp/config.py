@@ -29,7 +29,7 @@ from moe_exp.setting_types import (
     Positive,
     Probability,
     Rate,
-    expanded_pattern,
+    layers_of_pattern,
 )
 
 
@@ -307,11 +307,7 @@ class Config(BaseModel):
         """For every layer whether it is an MoE layer. A pattern of another length than NUM_LAYERS is returned as it is."""
         if not self.use_moe:
             return [False] * self.num_layers
-        if self.moe_layer_freq.isdigit():
-            pattern = [layer % int(self.moe_layer_freq) == 0 for layer in range(self.num_layers)]
-        else:
-            pattern = [bit == "1" for bit in expanded_pattern(self.moe_layer_freq)]
-        return [is_moe and layer >= self.first_k_dense for layer, is_moe in enumerate(pattern)]
+        return list(layers_of_pattern(self.moe_layer_freq, self.num_layers, self.first_k_dense))
 
     @property
     def router_weights_sum(self) -> float | None:

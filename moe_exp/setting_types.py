@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
@@ -64,3 +65,13 @@ def expanded_pattern(pattern: str) -> str:
     """The zeros and ones that a pattern such as [0]*3+[1,0]*2 stands for."""
     terms = [term.partition("*") for term in pattern.split("+")]
     return "".join(re.sub(r"[^01]", "", bits) * int(times or 1) for bits, _, times in terms)
+
+
+@cache  # a layout search asks thousands of times
+def layers_of_pattern(pattern: str, num_layers: int, num_first_dense: int) -> tuple[bool, ...]:
+    """For every layer whether a MOE_LAYER_FREQ makes it an MoE layer. A list keeps its own length."""
+    if pattern.isdigit():
+        chosen = [layer % int(pattern) == 0 for layer in range(num_layers)]
+    else:
+        chosen = [bit == "1" for bit in expanded_pattern(pattern)]
+    return tuple(is_moe and layer >= num_first_dense for layer, is_moe in enumerate(chosen))

@@ -31,6 +31,7 @@ _LARGEST_MICROBATCH, _LARGEST_VPP = 64, 8
 _LARGE_VOCABULARY = 0.5
 OUT_OF_MEMORY = "out of memory"
 NOT_NEEDED = "recomputes more than the memory asks for"
+TOO_SLOW = "layers alone take 1.5 times the best iteration"
 # Setting that a rule of training names to what is counted under it.
 _REASONS = {
     "gpus_per_node": "GPUs are not a multiple of TP*PP*CP, or of ETP*EP*PP",

@@ -14,12 +14,14 @@ from typing import Any
 from moe_exp.config import Config, ConfigError
 from moe_exp.planner.hardware import Hardware
 from moe_exp.planner.job import Job
-from moe_exp.planner.layout_rules import NOT_NEEDED, OUT_OF_MEMORY, Family, Space, families, model_problems, notes
+from moe_exp.planner.layout_rules import NOT_NEEDED, OUT_OF_MEMORY, TOO_SLOW, Family, Space, families, model_problems, notes
 from moe_exp.planner.memory import memory_of
 from moe_exp.planner.prediction import Constants, Prediction, load_constants, prediction_of
 from moe_exp.planner.timing import time_of
 
 RUNNER_UP = 0.02  # relative to the best: closer than predictions can tell apart
+# Layouts whose layers alone, without bubble, gradients and optimizer, take so many times another layout's iteration are left out.
+_HOPELESS = 1.5
 
 
 @dataclass(frozen=True)
@@ -108,44 +110,67 @@ class _Evaluation:
 
     def __init__(self, hardware: Hardware, constants: Constants, recompute: Sequence[str], rejected: Counter[str]):
         self._hardware, self._constants, self._recompute, self._rejected = hardware, constants, recompute, rejected
-        self._least_bytes = float("inf")
+        self._least_bytes = self._least_seconds = float("inf")
+        self._floors: dict[tuple[int, ...], float] = {}
         self.fitting: list[Candidate] = []
         self.smallest: Candidate | None = None
 
     def add(self, family: Family) -> None:
+        """Goes through experts and model chunks, from the least memory to the most."""
         for ep, etp in family.experts:
-            # With the first entry (no model chunks) out of memory at the smallest micro-batch, all others are, too.
             fits = True
             for vpp, sizes in family.batches.items():
                 config = family.config.model_copy(update={"ep": ep, "etp": etp, "vpp": vpp})
                 if fits:
-                    fits = self._add_batches(config, sizes)
-                else:
+                    hopeful = [mbsz for mbsz in sizes if self._is_hopeful(config, mbsz)]
+                    self._rejected[TOO_SLOW] += (len(sizes) - len(hopeful)) * len(self._recompute)
+                    fits = self._add_batches(config, hopeful)
+                else:  # without chunks not even the smallest micro-batch does
                     self._rejected[OUT_OF_MEMORY] += len(sizes) * len(self._recompute)
 
     def _add_batches(self, config: Config, sizes: Sequence[int]) -> bool:
-        """Goes through micro-batch sizes; whether any fits, or there is none."""
+        """Goes through micro-batch sizes, from the smallest; whether any fits, or there is none."""
         level, num_levels = 0, len(self._recompute)
         for index, mbsz in enumerate(sizes):
-            while level < num_levels and not self._fits(config.model_copy(update={"mbsz": mbsz, "recompute": self._recompute[level]})):
-                level += 1
-            if level == num_levels:
+            candidate = None
+            while level < num_levels and not candidate:
+                candidate = self._fitting(config.model_copy(update={"mbsz": mbsz, "recompute": self._recompute[level]}))
+                level += candidate is None
+            if not candidate:
                 self._rejected[OUT_OF_MEMORY] += num_levels * (len(sizes) - index)
                 return index > 0
             self._rejected[OUT_OF_MEMORY] += level
             self._rejected[NOT_NEEDED] += num_levels - level - 1
+            self._keep(candidate)
         return True
 
-    def _fits(self, config: Config) -> bool:
+    def _keep(self, candidate: Candidate) -> None:
+        self.fitting.append(candidate)
+        self._least_seconds = min(self._least_seconds, candidate.seconds)
+        if candidate.config.recompute == self._recompute[0]:
+            time = candidate.prediction.time
+            layers = time.compute + time.tensor_parallel + time.context_parallel + time.expert_parallel
+            self._floors[_layers_key(candidate.config, candidate.config.mbsz)] = layers
+
+    def _is_hopeful(self, config: Config, mbsz: int) -> bool:
+        """Whether an iteration can be as short as is worth a look. All layers together take the same time however stages share them."""
+        return self._floors.get(_layers_key(config, mbsz), 0.0) <= _HOPELESS * self._least_seconds
+
+    def _fitting(self, config: Config) -> Candidate | None:
         job = Job.of(config)
         stages = memory_of(job, self._hardware, self._constants.memory)
         peak = max(stage.total for stage in stages)
         fits = peak <= self._hardware.memory_bytes
-        if fits or peak < self._least_bytes:
-            time = time_of(job, self._hardware, self._constants.time)
-            candidate = Candidate(config, prediction_of(stages, time, self._hardware, self._constants))
-            if fits:
-                self.fitting.append(candidate)
-            else:
-                self._least_bytes, self.smallest = peak, candidate
-        return fits
+        if not fits and peak >= self._least_bytes:
+            return None
+        time = time_of(job, self._hardware, self._constants.time)
+        candidate = Candidate(config, prediction_of(stages, time, self._hardware, self._constants))
+        if fits:
+            return candidate
+        self._least_bytes, self.smallest = peak, candidate
+        return None
+
+
+def _layers_key(config: Config, mbsz: int) -> tuple[int, ...]:
+    """What the time of the layers depends on, beside recompute: not on PP, VPP and how layers are split."""
+    return config.tp, config.cp, config.ep, config.etp, mbsz
