@@ -8,7 +8,7 @@ from typing import Any
 
 from moe_exp.config import Config, problem
 from moe_exp.planner.hardware import Hardware
-from moe_exp.planner.layout_rules import layout_problems, stage_splits, with_layout
+from moe_exp.planner.layout_rules import SPLIT_SETTINGS, layout_problems, stage_splits, with_layout
 from moe_exp.planner.prediction import Constants
 from moe_exp.planner.timing import IterationTime
 from moe_exp.planner.topology import Candidate, Search, search
@@ -89,8 +89,8 @@ def memory_line(candidate: Candidate) -> str:
 def _problems_of(config: Config, given: Mapping[str, Any], inner: Search) -> list[str]:
     """Lines on a layout that no rule allows, whatever is chosen for the settings that are not given."""
     layout = dict(given)
-    if layout.get("pp", 1) > 1 and not {"first_stage_layers", "last_stage_layers"} & layout.keys():
-        layout["first_stage_layers"], layout["last_stage_layers"] = stage_splits(config, layout["pp"])[0]
+    if "pp" in layout and not layout.keys() & set(SPLIT_SETTINGS):
+        layout |= stage_splits(config, layout["pp"])[0]
     lines = layout_problems(with_layout(config, **layout))
     if not {"tp", "pp"} <= given.keys():  # the rest, at 1 here, may be what is wrong with the number of ranks or the batch
         lines = [line for line in lines if line.partition("=")[0].lower() in given]

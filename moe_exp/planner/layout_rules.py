@@ -18,7 +18,8 @@ from moe_exp.config import Config, problem
 from moe_exp.planner.params import count_parameters
 
 # What a search decides, in the order in which people say it. World size, batch and sequence are given.
-LAYOUT_SETTINGS = ("tp", "pp", "first_stage_layers", "last_stage_layers", "vpp", "ep", "etp", "cp", "mbsz", "recompute")
+SPLIT_SETTINGS = ("first_stage_layers", "last_stage_layers")
+LAYOUT_SETTINGS = ("tp", "pp", *SPLIT_SETTINGS, "vpp", "ep", "etp", "cp", "mbsz", "recompute")
 RECOMPUTE = ("none", "moe_act", "selective", "full")  # from the fastest to the smallest
 _ONE: dict[str, Any] = {
     **dict.fromkeys(("tp", "pp", "ep", "etp", "cp", "mbsz"), 1), **dict.fromkeys(("first_stage_layers", "last_stage_layers"), 0),
@@ -31,7 +32,7 @@ _LARGEST_MICROBATCH, _LARGEST_VPP = 64, 8
 _LARGE_VOCABULARY = 0.5
 OUT_OF_MEMORY = "out of memory"
 NOT_NEEDED = "recomputes more than the memory asks for"
-TOO_SLOW = "layers alone take 1.5 times the best iteration"
+TOO_SLOW = "layers and bubble alone take 1.5 times the best iteration"
 # Setting that a rule of training names to what is counted under it.
 _REASONS = {
     "gpus_per_node": "GPUs are not a multiple of TP*PP*CP, or of ETP*EP*PP",
@@ -55,7 +56,7 @@ class Space:
 
     Attributes:
         etp: None: 1 and TP.
-        stages: pairs of FIRST_STAGE_LAYERS and LAST_STAGE_LAYERS; None: those of `stage_splits`.
+        stages: settings of the split over stages; None: those of `stage_splits`.
     """
 
     tp: tuple[int, ...]
@@ -66,7 +67,7 @@ class Space:
     cp: tuple[int, ...]
     mbsz: tuple[int, ...]
     recompute: tuple[str, ...]
-    stages: tuple[tuple[int, int], ...] | None
+    stages: tuple[dict[str, Any], ...] | None
 
     @classmethod
     def of(cls, config: Config, fixed: Mapping[str, Sequence[Any]] | None = None) -> Space:
@@ -83,11 +84,11 @@ class Space:
             "cp": [size for size in _powers_of_two(world) if size == 1 or config.seq_len // size >= _MIN_TOKENS_PER_CP_RANK],
             "mbsz": _powers_of_two(min(config.gbsz, _LARGEST_MICROBATCH)),
             "recompute": ("none", "selective", "full"),
-        } | {name: values for name, values in fixed.items() if name not in ("etp", "first_stage_layers", "last_stage_layers")}
+        } | {name: values for name, values in fixed.items() if name not in ("etp", *SPLIT_SETTINGS)}
         ascending: dict[str, tuple[Any, ...]] = {name: tuple(sorted(set(v), key=_order)) for name, v in chosen.items()}
         etp = tuple(sorted(set(fixed["etp"]))) if "etp" in fixed else None if config.use_moe else (1,)
-        ends = [fixed.get(name) for name in ("first_stage_layers", "last_stage_layers")]
-        stages = tuple(product(*(values or (0,) for values in ends))) if any(ends) else None
+        splits = {name: fixed[name] for name in SPLIT_SETTINGS if name in fixed}
+        stages = tuple(dict(zip(splits, values, strict=True)) for values in product(*splits.values())) if splits else None
         return cls(**ascending, etp=etp, stages=stages)
 
     def etps(self, tp: int) -> tuple[int, ...]:
@@ -164,8 +165,8 @@ def families(config: Config, space: Space, rejected: Counter[str]) -> Iterator[F
             if config.world_size % (tp * cp * pp):  # said by check_config as well, but slower
                 rejected[_REASONS["gpus_per_node"]] += leaves * len(stages)
                 continue
-            for first, last in stages:
-                inner = outer.model_copy(update={"pp": pp, "first_stage_layers": first, "last_stage_layers": last})
+            for split in stages:
+                inner = outer.model_copy(update={"pp": pp, **split})
                 if reason := _reason(inner):
                     rejected[reason] += leaves
                 else:
@@ -218,22 +219,22 @@ def _chunks_do_not_fit(config: Config, vpp: int | None, mbsz: int) -> bool:
     )
 
 
-def stage_splits(config: Config, num_stages: int) -> tuple[tuple[int, int], ...]:
-    """Pairs of FIRST_STAGE_LAYERS and LAST_STAGE_LAYERS worth a try; 0 and 0 are even stages.
+def stage_splits(config: Config, num_stages: int) -> tuple[dict[str, Any], ...]:
+    """Ways to deal out the layers that are worth a try, as settings; no settings are even stages.
 
     Where the layers do not divide, or the vocabulary is large, the embedding and the output layer count as a layer each. Where the output
     layer costs as much as several layers, the last stage has as many fewer.
     """
     if num_stages == 1:
-        return ((0, 0),)
+        return ({},)
     weight, each = vocabulary_weight(config), config.num_layers / num_stages
-    splits = [(0, 0)] if each.is_integer() else []
+    splits: list[dict[str, Any]] = [{}] if each.is_integer() else []
     if not splits or weight >= _LARGE_VOCABULARY:
         for output_layers in sorted({1, max(1, round(weight))}):
-            ends = uneven_ends(config.num_layers, num_stages, output_layers)
-            if min(ends) > 0 and ends != (each, each):
-                splits.append(ends)
-    return tuple(splits) or ((0, 0),)
+            first, last = uneven_ends(config.num_layers, num_stages, output_layers)
+            if first > 0 and (first, last) != (each, each):
+                splits.append({"first_stage_layers": first, "last_stage_layers": last})
+    return tuple(splits) or ({},)
 
 
 def vocabulary_weight(config: Config) -> float:

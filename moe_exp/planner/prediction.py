@@ -108,15 +108,9 @@ def _filled(kind: type[Any], values: dict[str, float]) -> Any:
 def predict(job: Job, hardware: Hardware, constants: Constants | None = None) -> Prediction:
     """Memory and time of a job; with the constants that came with the package where none are given."""
     constants = constants or load_constants()
-    stages = memory_of(job, hardware, constants.memory)
-    return prediction_of(stages, time_of(job, hardware, constants.time), hardware, constants)
-
-
-def prediction_of(stages: list[StageMemory], time: IterationTime, hardware: Hardware, constants: Constants) -> Prediction:
-    """Memory and time that were computed apart, as one."""
     return Prediction(
-        stages=stages,
-        time=time,
+        stages=memory_of(job, hardware, constants.memory),
+        time=time_of(job, hardware, constants.time),
         memory_bytes=hardware.memory_bytes,
         memory_error=constants.memory_error,
         time_error=constants.time_error,

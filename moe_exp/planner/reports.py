@@ -72,12 +72,12 @@ def describe_cost(cost: Cost) -> dict[str, Any]:
     return asdict(cost) | {"days": cost.days}
 
 
-def describe_candidate(candidate: Candidate, found: Search, hardware: Hardware) -> dict[str, Any]:
+def describe_candidate(candidate: Candidate, found: Search, hardware: Hardware, place: int) -> dict[str, Any]:
     """One layout of a search."""
     config, prediction = candidate.config, candidate.prediction
     best = found.ranked[0].seconds if found.ranked else candidate.seconds
     return {
-        "place": found.place_of(candidate.seconds),
+        "place": place,
         **{name: getattr(config, name) for name in LAYOUT_SETTINGS},
         "dp": config.data_parallel_size,
         "edp": config.world_size // (config.etp * config.ep * config.pp),
@@ -86,7 +86,7 @@ def describe_candidate(candidate: Candidate, found: Search, hardware: Hardware) 
         "margin_bytes": prediction.margin_bytes,
         **describe_time(config, hardware, prediction),
         "slower_than_best": candidate.seconds / best - 1,
-        "runner_up": best < candidate.seconds <= (1 + RUNNER_UP) * best,
+        "runner_up": place > 1 and candidate.seconds <= (1 + RUNNER_UP) * best,
         "filling_batch": candidate.filling_batch,
         "notes": candidate.notes,
     }
@@ -100,7 +100,7 @@ def describe_search(found: Search, hardware: Hardware, top: int) -> dict[str, An
         "num_fitting": len(found.ranked),
         "num_runner_ups": len(found.runner_ups()),
         "rejected": dict(found.rejected.most_common()),
-        "layouts": [describe_candidate(one, found, hardware) for one in found.ranked[:top]],
+        "layouts": [describe_candidate(one, found, hardware, place) for place, one in enumerate(found.ranked[:top], start=1)],
     }
 
 
@@ -108,9 +108,8 @@ def describe_explanation(told: Explanation, found: Search, hardware: Hardware) -
     """Why a layout is refused, or where it stands."""
     report: dict[str, Any] = {"asked": dict(told.wanted), "valid": told.candidate is not None, "fits": told.fits, "problems": told.problems}
     if told.candidate is not None:
-        report |= {"place": told.place if told.fits else None, "losses_seconds": told.losses}
-        described = describe_candidate(told.candidate, found, hardware)
-        report["layout"] = {name: value for name, value in described.items() if name != "place"}
+        report["losses_seconds"] = told.losses
+        report["layout"] = describe_candidate(told.candidate, found, hardware, told.place)
         report["memory"] = describe_memory(told.candidate.prediction)
     return report
 

@@ -79,8 +79,8 @@ class PlanPrinter:
                 justify="left" if name in ("layout", "recompute", "layers per stage", "bound by", "notes") else "right",
                 overflow="fold",
             )
-        for one in found.ranked[:top]:
-            table.add_row(*_cells(one, found, hardware))
+        for place, one in enumerate(found.ranked[:top], start=1):
+            table.add_row(*_cells(describe_candidate(one, found, hardware, place), one))
         if found.ranked:
             self._console.print(table)
         elif found.smallest:
@@ -173,8 +173,8 @@ def error_words(prediction: Prediction) -> str:
     return f"(nine of ten runs left out of the fit were within {prediction.time_error:.0%})"
 
 
-def _cells(one: Candidate, found: Search, hardware: Hardware) -> Iterator[str]:
-    row, prediction = describe_candidate(one, found, hardware), one.prediction
+def _cells(row: Mapping[str, Any], one: Candidate) -> Iterator[str]:
+    prediction = one.prediction
     yield f"{'=' if row['runner_up'] else ''}{row['place']}"
     yield layout_words(one.config)
     yield str(one.config.mbsz)
@@ -207,7 +207,7 @@ def _verdict(prediction: Prediction) -> str:
 
 def _whole(cost: Cost) -> str:
     row = describe_cost(cost)
-    words = f"{row['num_iterations']:,} iterations, {row['num_tokens'] / 1e9:,.4g}B tokens: {row['days']:,.3g} days"
+    words = f"{row['num_iterations']:,} iterations, {_billions(row['num_tokens'])} tokens: {row['days']:,.3g} days"
     words += f", {row['gpu_hours']:,.0f} GPU-hours"
     return words if row["price"] is None else f"{words}, price {row['price']:,.2f}"
 
@@ -220,3 +220,8 @@ def _number(value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {_number(one)}" for name, one in value.items())
     return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _billions(count: int) -> str:
+    billions = count / 1e9
+    return f"{billions:,.4g}B" if billions < 1000 else f"{billions:,.0f}B"

@@ -15,12 +15,10 @@ from moe_exp.config import Config, ConfigError
 from moe_exp.planner.hardware import Hardware
 from moe_exp.planner.job import Job
 from moe_exp.planner.layout_rules import NOT_NEEDED, OUT_OF_MEMORY, TOO_SLOW, Family, Space, families, model_problems, notes
-from moe_exp.planner.memory import memory_of
-from moe_exp.planner.prediction import Constants, Prediction, load_constants, prediction_of
-from moe_exp.planner.timing import time_of
+from moe_exp.planner.prediction import Constants, Prediction, load_constants, predict
 
 RUNNER_UP = 0.02  # relative to the best: closer than predictions can tell apart
-# Layouts whose layers alone, without bubble, gradients and optimizer, take so many times another layout's iteration are left out.
+# Layouts are left out whose layers and bubble, without gradients and optimizer, take so many times another layout's iteration.
 _HOPELESS = 1.5
 
 
@@ -110,27 +108,32 @@ class _Evaluation:
 
     def __init__(self, hardware: Hardware, constants: Constants, recompute: Sequence[str], rejected: Counter[str]):
         self._hardware, self._constants, self._recompute, self._rejected = hardware, constants, recompute, rejected
-        self._least_bytes = self._least_seconds = float("inf")
-        self._floors: dict[tuple[int, ...], float] = {}
+        self._least_seconds = float("inf")
+        self._last_fitted = True
+        self._layer_seconds: dict[tuple[int, ...], float] = {}
         self.fitting: list[Candidate] = []
         self.smallest: Candidate | None = None
 
     def add(self, family: Family) -> None:
-        """Goes through experts and model chunks, from the least memory to the most."""
+        """Goes through experts and model chunks; no chunks, which take least memory, come first."""
         for ep, etp in family.experts:
             fits = True
             for vpp, sizes in family.batches.items():
                 config = family.config.model_copy(update={"ep": ep, "etp": etp, "vpp": vpp})
-                if fits:
-                    hopeful = [mbsz for mbsz in sizes if self._is_hopeful(config, mbsz)]
-                    self._rejected[TOO_SLOW] += (len(sizes) - len(hopeful)) * len(self._recompute)
-                    fits = self._add_batches(config, hopeful)
-                else:  # without chunks not even the smallest micro-batch does
+                if not fits:
                     self._rejected[OUT_OF_MEMORY] += len(sizes) * len(self._recompute)
+                    continue
+                hopeful = [mbsz for mbsz in sizes if self._is_hopeful(config, mbsz)]
+                self._rejected[TOO_SLOW] += (len(sizes) - len(hopeful)) * len(self._recompute)
+                # What does not fit without chunks, at the smallest micro-batch, does not fit with any number of them.
+                fits = self._add_batches(config, hopeful) or vpp is not None
 
     def _add_batches(self, config: Config, sizes: Sequence[int]) -> bool:
         """Goes through micro-batch sizes, from the smallest; whether any fits, or there is none."""
         level, num_levels = 0, len(self._recompute)
+        if sizes and not self._last_fitted:  # then neither will this one, most likely: the level that needs least says so at once
+            smallest = config.model_copy(update={"mbsz": sizes[0], "recompute": self._recompute[-1]})
+            level = 0 if self._fitting(smallest) else num_levels
         for index, mbsz in enumerate(sizes):
             candidate = None
             while level < num_levels and not candidate:
@@ -138,39 +141,34 @@ class _Evaluation:
                 level += candidate is None
             if not candidate:
                 self._rejected[OUT_OF_MEMORY] += num_levels * (len(sizes) - index)
-                return index > 0
+                self._last_fitted = index > 0
+                return self._last_fitted
             self._rejected[OUT_OF_MEMORY] += level
             self._rejected[NOT_NEEDED] += num_levels - level - 1
-            self._keep(candidate)
+            self.fitting.append(candidate)
+        self._last_fitted = True
         return True
 
-    def _keep(self, candidate: Candidate) -> None:
-        self.fitting.append(candidate)
-        self._least_seconds = min(self._least_seconds, candidate.seconds)
-        if candidate.config.recompute == self._recompute[0]:
+    def _fitting(self, config: Config) -> Candidate | None:
+        candidate = Candidate(config, predict(Job.of(config), self._hardware, self._constants))
+        if config.recompute == self._recompute[0]:
             time = candidate.prediction.time
             layers = time.compute + time.tensor_parallel + time.context_parallel + time.expert_parallel
-            self._floors[_layers_key(candidate.config, candidate.config.mbsz)] = layers
+            self._layer_seconds[_layers_key(config, config.mbsz)] = layers
+        if not candidate.prediction.oom:
+            self._least_seconds = min(self._least_seconds, candidate.seconds)
+            return candidate
+        if self.smallest is None or candidate.prediction.peak_bytes < self.smallest.prediction.peak_bytes:
+            self.smallest = candidate
+        return None
 
     def _is_hopeful(self, config: Config, mbsz: int) -> bool:
-        """Whether an iteration can be as short as is worth a look. All layers together take the same time however stages share them."""
-        return self._floors.get(_layers_key(config, mbsz), 0.0) <= _HOPELESS * self._least_seconds
-
-    def _fitting(self, config: Config) -> Candidate | None:
-        job = Job.of(config)
-        stages = memory_of(job, self._hardware, self._constants.memory)
-        peak = max(stage.total for stage in stages)
-        fits = peak <= self._hardware.memory_bytes
-        if not fits and peak >= self._least_bytes:
-            return None
-        time = time_of(job, self._hardware, self._constants.time)
-        candidate = Candidate(config, prediction_of(stages, time, self._hardware, self._constants))
-        if fits:
-            return candidate
-        self._least_bytes, self.smallest = peak, candidate
-        return None
+        """Whether an iteration may be short enough, by what its layers take under any other split and the bubble of even stages."""
+        layers = self._layer_seconds.get(_layers_key(config, mbsz), 0.0)
+        num_chunks = config.gbsz // (mbsz * config.data_parallel_size) * (config.vpp or 1)
+        return layers * (1 + (config.pp - 1) / num_chunks) <= _HOPELESS * self._least_seconds
 
 
 def _layers_key(config: Config, mbsz: int) -> tuple[int, ...]:
-    """What the time of the layers depends on, beside recompute: not on PP, VPP and how layers are split."""
+    """What the time of all layers depends on beside recompute, which only adds to it: not on PP and VPP."""
     return config.tp, config.cp, config.ep, config.etp, mbsz
