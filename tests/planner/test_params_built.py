@@ -58,8 +58,9 @@ def built() -> Callable[[str], list[BuiltRank]]:
         worlds = {}
         for name, given_here in (WORLDS | WHOLE).items():
             config = load_config(of(given_here), {})
-            num_ranks = config.world_size
-            worlds[name] = (of(given_here), [0, num_ranks // 2, num_ranks - 1, *(of_every_stage(config) if num_ranks == 64 else [])])
+            last = config.world_size - 1
+            ranks = [0, (last + 1) // 2, last] if last else [0]
+            worlds[name] = (of(given_here), ranks + (of_every_stage(config) if last == 63 else []))
         return dict(zip(worlds, built_ranks(list(worlds.values())), strict=True))
 
     return lambda name: everything()[name]
@@ -182,7 +183,8 @@ def compare_drawn(use_moe: bool, max_examples: int) -> list[dict[str, Any]]:
     return compared
 
 
-@pytest.mark.parametrize(("use_moe", "num"), [(False, 80), (True, 120)])
+@pytest.mark.parametrize("use_moe", [False, True])
+@pytest.mark.parametrize("num", [50, pytest.param(500, marks=pytest.mark.slow)])
 def test_drawn_models_and_layouts(use_moe, num):
     [compared] = run_on_ranks(1, compare_drawn, use_moe, num, join=False, timeout=300)
     assert len(compared) >= num
