@@ -50,14 +50,25 @@ def _numbers(value: Any) -> str:
     return text
 
 
+def _stage_layers(value: Any) -> str:
+    """Checks PIPELINE_LAYERS, whole numbers with repetitions; returns it without spaces."""
+    text = "".join(str(value).split())
+    if text and not re.fullmatch(_STAGES, text):
+        raise ValueError("must be whole numbers with commas, and repetitions such as 9*10 for ten stages of 9")
+    return text
+
+
 LOSS_KINDS = ("aux_loss", "seq_aux_loss", "global_aux_loss", "importance")
 NO_LOSS = ("none", "sinkhorn")
 _TERM = r"(\[?[01](,[01])*\]?(\*\d+)?)"
 _PATTERN = rf"{_TERM}(\+{_TERM})*"
+_STAGE = r"\d{1,4}(\*[1-9]\d{0,3})?"
+_STAGES = rf"{_STAGE}(,{_STAGE})*"
 LayerPattern = Annotated[str, BeforeValidator(_pattern)]
 LossKinds = Annotated[str, BeforeValidator(_losses)]
 Numbers = Annotated[str, BeforeValidator(_numbers)]
 OptionalNumbers = Annotated[str, BeforeValidator(lambda value: _numbers(value) if value else "")]
+StageLayers = Annotated[str, BeforeValidator(_stage_layers)]
 OptionalPositive = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_none_or_int)]
 
 
@@ -75,3 +86,9 @@ def layers_of_pattern(pattern: str, num_layers: int, num_first_dense: int) -> tu
     else:
         chosen = [bit == "1" for bit in expanded_pattern(pattern)]
     return tuple(is_moe and layer >= num_first_dense for layer, is_moe in enumerate(chosen))
+
+
+def expanded_layers(stages: str) -> list[int]:
+    """The layers of every stage that a text such as 8,9*10,8 stands for."""
+    terms = [term.partition("*") for term in stages.split(",")]
+    return [int(layers) for layers, _, times in terms for _ in range(int(times or 1))]
