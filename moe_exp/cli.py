@@ -6,6 +6,7 @@ import argparse
 import importlib
 import importlib.metadata
 import logging
+import sys
 from collections.abc import Sequence
 
 from moe_exp.commands.data_commands import add_data_commands, run_data_command
@@ -18,8 +19,9 @@ OTHER_COMMANDS: tuple[str, ...] = ("checkpoints", "converting", "planning", "usi
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `moe-exp` with the arguments `argv` (default: the command line) and returns its exit code."""
-    parser = _parser()
-    args = parser.parse_args(argv)
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    parser = _parser(arguments[0] if arguments else "")
+    args = parser.parse_args(arguments)
     if args.command is None:
         parser.print_help()
         return 0
@@ -36,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(command: str) -> argparse.ArgumentParser:
+    """Of all commands; the steps of `data`, which load numpy, are filled in for that command alone."""
     parser = argparse.ArgumentParser(prog="moe-exp", description="Mixture-of-Experts training on Megatron-Core")
     parser.add_argument("--version", action="version", version=f"moe-exp {_version()}")
     commands = parser.add_subparsers(dest="command", metavar="command")
@@ -49,7 +52,8 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--dry-run", action="store_true", help="print settings, torchrun command and parameter report, start nothing")
     add_arguments(train)
     data = commands.add_parser("data", help="from a dataset's name to token files, step by step; `moe-exp data --help` lists the steps")
-    add_data_commands(data)
+    if command == "data":
+        add_data_commands(data)
     for name in OTHER_COMMANDS:
         importlib.import_module(f"moe_exp.commands.{name}").add_commands(commands)
     commands.add_parser("doctor", help="versions, devices, what is missing and what that costs")

@@ -14,7 +14,8 @@ _ALWAYS = (*LAYOUT_SETTINGS, "nnodes", "gpus_per_node", "gbsz")
 def exported_settings(config: Config, defaults: Config) -> Iterator[tuple[str, str]]:
     """Environment variables with which `moe-exp train` runs a layout: all of the layout, and whatever else differs from the preset.
 
-    The one place that knows how a layout is told to training. What belongs to one node or host is left out.
+    The one place that knows how a layout is told to training. What belongs to one node or host is left out. A layout setting that is
+    empty is among them: it takes the place of what an earlier layout left in the environment.
 
     Args:
         config: the settings with the layout.
@@ -28,7 +29,7 @@ def exported_settings(config: Config, defaults: Config) -> Iterator[tuple[str, s
         value = getattr(config, name)
         if name in _OF_THE_HOST or name == "preset" or (name not in _ALWAYS and value == getattr(defaults, name)):
             continue
-        if value == "":
+        if value == "" and getattr(defaults, name):
             rule = f"an empty variable would leave what PRESET={config.preset} has"
             raise ValueError(problem(name, "", rule, f"leave the preset's, and train with --{name.replace('_', '-')}="))
         yield name.upper(), setting_text(value)

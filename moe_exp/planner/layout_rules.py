@@ -16,17 +16,18 @@ from typing import Any
 from moe_exp.checks import check_config
 from moe_exp.config import Config, problem
 from moe_exp.planner.params import count_parameters
+from moe_exp.planner.stages import split_layers, stages_text
 
 # What a search decides, in the order in which people say it. World size, batch and sequence are given.
-SPLIT_SETTINGS = ("first_stage_layers", "last_stage_layers")
+SPLIT_SETTINGS = ("first_stage_layers", "last_stage_layers", "pipeline_layers")
 LAYOUT_SETTINGS = ("tp", "pp", *SPLIT_SETTINGS, "vpp", "ep", "etp", "cp", "mbsz", "recompute")
 RECOMPUTE = ("none", "moe_act", "selective", "full")  # from the fastest to the smallest
 _ONE: dict[str, Any] = {
     **dict.fromkeys(("tp", "pp", "ep", "etp", "cp", "mbsz"), 1), **dict.fromkeys(("first_stage_layers", "last_stage_layers"), 0),
-    "vpp": None, "recompute": "none",
+    "pipeline_layers": "", "vpp": None, "recompute": "none",
 }  # fmt: skip
 # A rank with fewer tokens of a sequence has little to compute and much to send.
-_MIN_TOKENS_PER_CP_RANK = 4096
+_MIN_TOKENS_PER_CP_RANK = 8192
 _LARGEST_MICROBATCH, _LARGEST_VPP = 64, 8
 # In layers that its output layer is worth: with fewer, counting it as one would be further from the truth than not counting it.
 _LARGE_VOCABULARY = 0.5
@@ -41,6 +42,7 @@ _REASONS = {
     "pp": "layers do not split over PP stages",
     "first_stage_layers": "layers do not split over PP stages",
     "last_stage_layers": "layers do not split over PP stages",
+    "pipeline_layers": "layers do not split over PP stages",
     "ep": "EP does not divide the experts",
     "etp": "ETP does not divide the expert's width",
     "gbsz": "the global batch is not a multiple of MBSZ*DP",
@@ -222,19 +224,19 @@ def _chunks_do_not_fit(config: Config, vpp: int | None, mbsz: int) -> bool:
 def stage_splits(config: Config, num_stages: int) -> tuple[dict[str, Any], ...]:
     """Ways to deal out the layers that are worth a try, as settings; no settings are even stages.
 
-    Where the layers do not divide, or the vocabulary is large, the embedding and the output layer count as a layer each. Where the output
-    layer costs as much as several layers, the last stage has as many fewer.
+    Where the vocabulary is large the embedding and the output layer count as a layer each: 106 layers over 12 stages are 8, ten times 9,
+    and 8. Where the output layer costs as much as several layers, the last stage has as many fewer.
     """
     if num_stages == 1:
         return ({},)
-    weight, each = vocabulary_weight(config), config.num_layers / num_stages
-    splits: list[dict[str, Any]] = [{}] if each.is_integer() else []
-    if not splits or weight >= _LARGE_VOCABULARY:
-        for output_layers in sorted({1, max(1, round(weight))}):
-            first, last = uneven_ends(config.num_layers, num_stages, output_layers)
-            if first > 0 and (first, last) != (each, each):
-                splits.append({"first_stage_layers": first, "last_stage_layers": last})
-    return tuple(splits) or ({},)
+    weight, is_even = vocabulary_weight(config), config.num_layers % num_stages == 0
+    splits = [split_layers(config.num_layers, num_stages)]
+    if weight >= _LARGE_VOCABULARY:
+        splits.append(split_layers(config.num_layers, num_stages, count_ends=True))
+    if round(weight) > 1:
+        splits.append(_light_last_stage(config.num_layers, num_stages, round(weight)))
+    texts = dict.fromkeys(stages_text(split) for split in splits if min(split) >= 0 and all(split[1:-1]))
+    return tuple({} if is_even and "," not in text else {"pipeline_layers": text} for text in texts) or ({},)
 
 
 def vocabulary_weight(config: Config) -> float:
@@ -245,21 +247,11 @@ def vocabulary_weight(config: Config) -> float:
     return count.embedding / tables / layer
 
 
-def uneven_ends(num_layers: int, num_stages: int, output_layers: int = 1) -> tuple[int, int]:
-    """Layers of the first and the last of at least two stages, with as many in each of the others; 0 or less where there are too few.
-
-    106 layers over 12 stages are 8, ten times 9, and 8.
-
-    Args:
-        num_layers: of the model.
-        num_stages: pipeline parallel size.
-        output_layers: what the output layer counts for; the embedding counts for one layer.
-    """
-    last = max(1, -(-(num_layers + 1 + output_layers) // num_stages) - output_layers)
-    if num_stages == 2:
-        return num_layers - last, last
-    each = -(-(num_layers - last + 1) // (num_stages - 1))
-    return num_layers - last - each * (num_stages - 2), last
+def _light_last_stage(num_layers: int, num_stages: int, output_layers: int) -> list[int]:
+    """A split in which the output layer counts as so many layers, and the embedding as one."""
+    last = max(0, round((num_layers + 1 + output_layers) / num_stages) - output_layers)
+    first, *others = split_layers(num_layers - last + 1, num_stages - 1)
+    return [first - 1, *others, last]
 
 
 def notes(config: Config) -> list[str]:

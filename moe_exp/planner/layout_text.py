@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeVar, get_args
@@ -11,6 +12,7 @@ from moe_exp.planner.layout_rules import LAYOUT_SETTINGS
 
 T = TypeVar("T")
 _RECOMPUTE = get_args(Config.model_fields["recompute"].annotation)
+_STAGES = r"\d+(\*\d+)?(,\d+(\*\d+)?)*"
 _SYNONYMS = {"mbs": "mbsz", "micro_batch_size": "mbsz"}
 _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
@@ -43,7 +45,8 @@ def parse_wanted(text: str, config: Config) -> dict[str, Any]:
 
 def _pairs(text: str) -> Iterator[tuple[str, str]]:
     problems = []
-    for part in text.split(","):
+    # The stages of PIPELINE_LAYERS have commas, too.
+    for part in re.split(r",(?=\s*[a-zA-Z])", text):
         name, equals, value = part.partition("=")
         name = name.strip().lower().replace("-", "_")
         name = _SYNONYMS.get(name, name)
@@ -71,6 +74,8 @@ def _all(parsers: Mapping[str, Callable[[], T]]) -> dict[str, T]:
 
 
 def _values(name: str, text: str) -> tuple[Any, ...]:
+    if name == "pipeline_layers":
+        return (_value(name, text),)
     return tuple(_value(name, part) for part in text.split(","))
 
 
@@ -79,6 +84,10 @@ def _value(name: str, text: str) -> Any:
     if name == "recompute":
         if text not in _RECOMPUTE:
             raise ValueError(problem(name, text, "is not known", "use " + ", ".join(_RECOMPUTE)))
+        return text
+    if name == "pipeline_layers":
+        if not re.fullmatch(_STAGES, text):
+            raise ValueError(problem(name, text, "must be the layers of every stage", "give for instance 8,9*10,8"))
         return text
     if name == "vpp" and text.lower() == "none":
         return None

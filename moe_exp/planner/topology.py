@@ -117,37 +117,42 @@ class _Evaluation:
     def add(self, family: Family) -> None:
         """Goes through experts and model chunks; no chunks, which take least memory, come first."""
         for ep, etp in family.experts:
-            fits = True
+            levels: dict[int, int] = {}
             for vpp, sizes in family.batches.items():
                 config = family.config.model_copy(update={"ep": ep, "etp": etp, "vpp": vpp})
-                if not fits:
-                    self._rejected[OUT_OF_MEMORY] += len(sizes) * len(self._recompute)
-                    continue
                 hopeful = [mbsz for mbsz in sizes if self._is_hopeful(config, mbsz)]
                 self._rejected[TOO_SLOW] += (len(sizes) - len(hopeful)) * len(self._recompute)
-                # What does not fit without chunks, at the smallest micro-batch, does not fit with any number of them.
-                fits = self._add_batches(config, hopeful) or vpp is not None
+                needed = self._add_batches(config, hopeful, levels)
+                levels = levels or ({} if vpp else needed)
 
-    def _add_batches(self, config: Config, sizes: Sequence[int]) -> bool:
-        """Goes through micro-batch sizes, from the smallest; whether any fits, or there is none."""
-        level, num_levels = 0, len(self._recompute)
-        if sizes and not self._last_fitted:  # then neither will this one, most likely: the level that needs least says so at once
+    def _add_batches(self, config: Config, sizes: Sequence[int], least: Mapping[int, int]) -> dict[int, int]:
+        """Goes through micro-batch sizes, from the smallest.
+
+        Args:
+            config: the settings but for micro-batch and recompute.
+            sizes: of micro-batches.
+            least: of sizes without model chunks what is returned here: with chunks it takes no less.
+
+        Returns:
+            Size to the index of the first kind of recompute that fits; their number where none does.
+        """
+        level, num_levels, needed = 0, len(self._recompute), dict[int, int]()
+        if sizes and not self._last_fitted and not least:  # then neither will this one, most likely: what needs least says so at once
             smallest = config.model_copy(update={"mbsz": sizes[0], "recompute": self._recompute[-1]})
             level = 0 if self._fitting(smallest) else num_levels
-        for index, mbsz in enumerate(sizes):
+        for mbsz in sizes:
             candidate = None
+            level = max(level, least.get(mbsz, 0))
             while level < num_levels and not candidate:
                 candidate = self._fitting(config.model_copy(update={"mbsz": mbsz, "recompute": self._recompute[level]}))
                 level += candidate is None
-            if not candidate:
-                self._rejected[OUT_OF_MEMORY] += num_levels * (len(sizes) - index)
-                self._last_fitted = index > 0
-                return self._last_fitted
+            needed[mbsz] = level
+            self._last_fitted = candidate is not None
             self._rejected[OUT_OF_MEMORY] += level
-            self._rejected[NOT_NEEDED] += num_levels - level - 1
-            self.fitting.append(candidate)
-        self._last_fitted = True
-        return True
+            if candidate:
+                self._rejected[NOT_NEEDED] += num_levels - level - 1
+                self.fitting.append(candidate)
+        return needed
 
     def _fitting(self, config: Config) -> Candidate | None:
         candidate = Candidate(config, predict(Job.of(config), self._hardware, self._constants))

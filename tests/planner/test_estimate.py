@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import pytest
+from planned import A100, LARGE, PRIORS, SMALL, model
+
+from moe_exp.planner.estimate import cost_of, speed_of
+from moe_exp.planner.flops import flops_per_iteration
+from moe_exp.planner.job import Job
+from moe_exp.planner.timing import time_of
+
+
+def seconds_at(config, batch_size=None):
+    return time_of(Job.of(config), A100, PRIORS.time, batch_size=batch_size).total
+
+
+def test_speed_of_an_iteration():
+    config = model(LARGE, nnodes=36, tp=4, pp=1)
+    speed = speed_of(config, A100, 100.0)
+    assert speed.tokens_per_second == 2048 * 2048 / 100
+    assert speed.tflops_per_gpu * 1e12 * 288 * 100 == pytest.approx(flops_per_iteration(config))
+    assert speed.mfu == pytest.approx(speed.tflops_per_gpu / 312)
+
+
+def test_cost_by_iterations():
+    config = model(SMALL, train_iters=500, decay_iters=500, warmup_iters=5, mbsz=2)
+    cost = cost_of(config, A100, price_per_gpu_hour=2.5, constants=PRIORS)
+    assert (cost.num_iterations, cost.num_tokens) == (500, 500 * 32 * 2048)
+    assert cost.seconds == pytest.approx(500 * seconds_at(config))
+    assert cost.gpu_hours == pytest.approx(cost.seconds * 4 / 3600)
+    assert cost.price == pytest.approx(2.5 * cost.gpu_hours)
+    assert cost.days == pytest.approx(cost.seconds / 86400)
+    assert cost_of(config, A100, constants=PRIORS).price is None
+
+
+def test_cost_of_a_token_budget():
+    config = model(SMALL, mbsz=2)
+    for num_tokens, iterations in ((1, 1), (32 * 2048, 1), (32 * 2048 + 1, 2), (10 * 32 * 2048, 10)):
+        assert cost_of(config, A100, num_tokens=num_tokens, constants=PRIORS).num_iterations == iterations
+
+
+def test_small_batches_of_a_ramp_have_their_own_time():
+    ramped = model(SMALL, mbsz=2, rampup_batch_size="8 8 96", train_iters=20, decay_iters=20, warmup_iters=1)
+    cost = cost_of(ramped, A100, constants=PRIORS)
+    # 32 samples at 8, 16 and 24 each: 4 iterations of 8, 2 of 16, 2 of 24 (the last starts below the end of its step), then 32.
+    sizes = [8] * 4 + [16] * 2 + [24] * 2
+    sizes += [32] * (20 - len(sizes))
+    assert cost.num_iterations == 20
+    assert cost.num_tokens == sum(sizes) * 2048
+    assert cost.seconds == pytest.approx(sum(seconds_at(ramped, size) for size in sizes))
+    constant = cost_of(ramped.model_copy(update={"rampup_batch_size": ""}), A100, constants=PRIORS)
+    # The price of a ramp: what an iteration costs whatever its batch is shared by fewer tokens.
+    assert constant.seconds / constant.num_tokens < cost.seconds / cost.num_tokens
