@@ -29,6 +29,7 @@ MEGATRON_FLAGS = {
     "num_heads": "--num-attention-heads",
     "first_stage_layers": "--decoder-first-pipeline-num-layers",
     "last_stage_layers": "--decoder-last-pipeline-num-layers",
+    "pipeline_layers": "--pipeline-model-parallel-layout (with E, t, L)",
     "num_query_groups": "--group-query-attention --num-query-groups",
     "head_dim": "--kv-channels",
     "multi_latent_attention": "--multi-latent-attention",

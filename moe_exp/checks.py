@@ -16,6 +16,8 @@ from moe_exp.divisors import divisors as _divisors
 from moe_exp.divisors import multiples as _multiples
 from moe_exp.divisors import must_divide as _must_divide
 from moe_exp.machine_checks import check_environment, check_files, check_machine
+from moe_exp.pipeline_checks import check_pipeline
+from moe_exp.pipeline_checks import num_replicas as _replicas
 
 __all__ = ["check_config", "check_environment", "check_files", "check_machine"]
 
@@ -31,7 +33,7 @@ def check_config(config: Config) -> list[str]:
         *_moe(config),
         *_upcycle(config),
         *_parallel(config),
-        *_pipeline(config),
+        *check_pipeline(config),
         *_batch(config),
         *_schedule(config),
         *_data(config),
@@ -249,56 +251,6 @@ def _tensor_parallel(c: Config) -> Iterator[str]:
     if c.tp > 1 and c.seq_len // c.cp % c.tp:
         rule = f"SEQ_LEN/CP={c.seq_len // c.cp} is not a multiple of TP, whose ranks share each sequence (sequence parallel)"
         yield problem("tp", c.tp, rule, f"set SEQ_LEN to {_multiples(2 * c.cp * c.tp, c.seq_len)}")
-
-
-def _pipeline(c: Config) -> Iterator[str]:
-    if c.first_stage_layers or c.last_stage_layers:
-        yield from _uneven_stages(c)
-    else:
-        yield from _must_divide(c, "pp", "NUM_LAYERS", c.num_layers)
-    if c.vpp is None:
-        return
-    if c.pp == 1:
-        yield problem("vpp", c.vpp, "interleaved stages need a pipeline, but PP=1", "set VPP=none or PP to at least 2")
-        return
-    if c.vpp == 1:
-        yield problem("vpp", 1, "one model chunk per rank leaves nothing to interleave", "set VPP=none or VPP to at least 2")
-    if c.first_stage_layers or c.last_stage_layers:
-        odd = next((layers for layers in c.stage_layers if layers % c.vpp), None)
-        if odd is not None:
-            rule = f"does not divide the {odd} layers of a stage (NUM_LAYERS={c.num_layers} over the stages as {_plus(c.stage_layers)})"
-            yield problem("vpp", c.vpp, rule, "set VPP=none, or give every stage a multiple of VPP layers")
-    elif c.num_layers % c.pp == 0 and c.num_layers // c.pp % c.vpp:
-        yield from _must_divide(c, "vpp", "NUM_LAYERS/PP", c.num_layers // c.pp)
-    # Megatron asks for the remainder of micro-batches by its group size, which is PP, to be 0 or at least PP: so 0.
-    if _replicas(c) and (step := c.mbsz * _replicas(c)) and c.gbsz % step == 0 and c.num_microbatches % c.pp:
-        rule = f"the interleaved schedule needs micro-batches in multiples of PP={c.pp}, but GBSZ / (MBSZ*DP) is {c.num_microbatches}"
-        yield problem("vpp", c.vpp, rule, f"set GBSZ to {_multiples(step * c.pp, c.gbsz)}, or VPP=none")
-
-
-def _uneven_stages(c: Config) -> Iterator[str]:
-    """FIRST_STAGE_LAYERS and LAST_STAGE_LAYERS leave whole layers, and at least one, for every other stage."""
-    given = {name: getattr(c, name) for name in ("first_stage_layers", "last_stage_layers") if getattr(c, name)}
-    (name, value), left = next(iter(given.items())), c.num_layers - sum(given.values())
-    others = c.pp - len(given)
-    if c.pp == 1:
-        yield problem(name, value, "there is one stage, PP=1", f"set PP to at least 2, or {name.upper()}=0")
-    elif others == 0 and left:
-        rule = f"FIRST_STAGE_LAYERS + LAST_STAGE_LAYERS = {_plus(list(given.values()))} is not NUM_LAYERS={c.num_layers}"
-        yield problem(name, value, rule, "set one of the two to 0: it gets what the other leaves")
-    elif others and (left < others or left % others):
-        rule = f"leaves {left} of NUM_LAYERS={c.num_layers} layers for the other {others} of PP={c.pp} stages, which get equally many"
-        fix = f"give {' and '.join(map(str.upper, given))} so that a multiple of {others} is left"
-        yield problem(name, value, rule, fix)
-
-
-def _plus(numbers: list[int]) -> str:
-    return "+".join(map(str, numbers))
-
-
-def _replicas(c: Config) -> int:
-    """Data-parallel size, or 0 when the ranks do not make a whole number of replicas."""
-    return 0 if c.world_size % (c.tp * c.pp * c.cp) else c.data_parallel_size
 
 
 def _batch(c: Config) -> Iterator[str]:

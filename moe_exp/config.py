@@ -28,6 +28,8 @@ from moe_exp.setting_types import (
     Positive,
     Probability,
     Rate,
+    StageLayers,
+    expanded_layers,
     expanded_pattern,
 )
 
@@ -167,11 +169,10 @@ class Config(BaseModel):
     # Parallelism
     tp: Positive = Field(1, description="tensor parallel size")
     pp: Positive = Field(1, description="pipeline parallel size")
-    first_stage_layers: NonNegative = Field(
-        0, description="layers of the first pipeline stage, which has the embedding as well; 0: as many as the others"
-    )
-    last_stage_layers: NonNegative = Field(
-        0, description="layers of the last pipeline stage, which has the output layer and the loss as well; 0: as many as the others"
+    first_stage_layers: NonNegative = Field(0, description="layers of the first pipeline stage, with the embedding; 0: as the others have")
+    last_stage_layers: NonNegative = Field(0, description="layers of the last pipeline stage, with the output layer; 0: as the others have")
+    pipeline_layers: StageLayers = Field(
+        "", description="instead of the two: layers of every pipeline stage, such as '8,9*10,8'; the first and the last may have 0"
     )
     vpp: OptionalPositive = Field(None, description="model chunks per pipeline rank (interleaved schedule), or none")
     ep: Positive = Field(1, description="expert parallel size")
@@ -258,6 +259,8 @@ class Config(BaseModel):
     @property
     def stage_layers(self) -> list[int]:
         """Layers of every pipeline stage, those of all its model chunks together."""
+        if self.pipeline_layers:
+            return expanded_layers(self.pipeline_layers)
         first, last = self.first_stage_layers, self.last_stage_layers
         others = self.pp - bool(first) - bool(last)
         each = (self.num_layers - first - last) // others if others > 0 else 0

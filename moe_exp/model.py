@@ -98,12 +98,16 @@ def _parallel_settings(config: Config) -> dict[str, Any]:
     }
 
 
-def _uneven_stages(config: Config) -> dict[str, int]:
-    if not (config.first_stage_layers or config.last_stage_layers):
+def _uneven_stages(config: Config) -> dict[str, Any]:
+    """Megatron's layout, what stands on every model chunk in the order of the layers: unlike its number of layers of the first and of
+    the last stage, it can say any split, and may leave an end without layers."""
+    if len(set(config.stage_layers)) == 1:
         return {}
-    stages = {"num_layers_in_first_pipeline_stage": config.stage_layers[0]}
-    # With two stages the second is what is left: given both, Megatron divides by the number of stages between them.
-    return stages | ({"num_layers_in_last_pipeline_stage": config.stage_layers[-1]} if config.pp > 2 else {})
+    num_chunks = config.vpp or 1
+    layout = [["decoder"] * (layers // num_chunks) for _ in range(num_chunks) for layers in config.stage_layers]
+    layout[0].insert(0, "embedding")
+    layout[-1].append("loss")
+    return {"pipeline_model_parallel_layout": layout}
 
 
 def _moe_settings(config: Config) -> dict[str, Any]:

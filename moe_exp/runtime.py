@@ -68,17 +68,18 @@ def start(config: Config) -> Runtime:
     timeout = datetime.timedelta(minutes=30)
     # With GPUs only NCCL knows the device; given here, it connects at once and a missing GPU is seen at the start.
     torch.distributed.init_process_group(choose_communication()[0], timeout=timeout, device_id=device if device.type == "cuda" else None)
-    return _joined(config, rank, local_rank, device)
+    return joined(config, rank, local_rank, device)
 
 
 def start_alone(config: Config) -> Runtime:
     """The same for a program that is its only rank: nobody has to start it, and it opens no port."""
     device = _device(config, 0)
     torch.distributed.init_process_group(choose_communication()[0], store=HashStore(), rank=0, world_size=1)
-    return _joined(config, 0, 0, device)
+    return joined(config, 0, 0, device)
 
 
-def _joined(config: Config, rank: int, local_rank: int, device: torch.device) -> Runtime:
+def joined(config: Config, rank: int, local_rank: int, device: torch.device) -> Runtime:
+    """Megatron's parallel state and the seeds of a rank whose default process group is there, of whatever backend."""
     _start_parallel_state(config)
     seed_everything(config)
     groups = ProcessGroupCollection.use_mpu_process_groups()

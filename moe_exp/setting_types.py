@@ -49,14 +49,25 @@ def _numbers(value: Any) -> str:
     return text
 
 
+def _stage_layers(value: Any) -> str:
+    """Checks PIPELINE_LAYERS, whole numbers with repetitions; returns it without spaces."""
+    text = "".join(str(value).split())
+    if text and not re.fullmatch(_STAGES, text):
+        raise ValueError("must be whole numbers with commas, and repetitions such as 9*10 for ten stages of 9")
+    return text
+
+
 LOSS_KINDS = ("aux_loss", "seq_aux_loss", "global_aux_loss", "importance")
 NO_LOSS = ("none", "sinkhorn")
 _TERM = r"(\[?[01](,[01])*\]?(\*\d+)?)"
 _PATTERN = rf"{_TERM}(\+{_TERM})*"
+_STAGE = r"\d{1,4}(\*[1-9]\d{0,3})?"
+_STAGES = rf"{_STAGE}(,{_STAGE})*"
 LayerPattern = Annotated[str, BeforeValidator(_pattern)]
 LossKinds = Annotated[str, BeforeValidator(_losses)]
 Numbers = Annotated[str, BeforeValidator(_numbers)]
 OptionalNumbers = Annotated[str, BeforeValidator(lambda value: _numbers(value) if value else "")]
+StageLayers = Annotated[str, BeforeValidator(_stage_layers)]
 OptionalPositive = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_none_or_int)]
 
 
@@ -64,3 +75,9 @@ def expanded_pattern(pattern: str) -> str:
     """The zeros and ones that a pattern such as [0]*3+[1,0]*2 stands for."""
     terms = [term.partition("*") for term in pattern.split("+")]
     return "".join(re.sub(r"[^01]", "", bits) * int(times or 1) for bits, _, times in terms)
+
+
+def expanded_layers(stages: str) -> list[int]:
+    """The layers of every stage that a text such as 8,9*10,8 stands for."""
+    terms = [term.partition("*") for term in stages.split(",")]
+    return [int(layers) for layers, _, times in terms for _ in range(int(times or 1))]

@@ -235,7 +235,7 @@ PARALLEL = [
 ]
 
 PIPELINE = [
-    ({"pp": 3, "gpus_per_node": 3}, r"PP=3: does not divide NUM_LAYERS=4\. Fix: set PP to one of 1, 2, 4\."),
+    ({"pp": 3, "gpus_per_node": 3}, r"PP=3: does not divide NUM_LAYERS=4\. Fix: set PP to one of 1, 2, 4, or give .* as PIPELINE_LAYERS\."),
     ({"first_stage_layers": 2}, r"FIRST_STAGE_LAYERS=2: there is one stage, PP=1\. Fix: set PP to at least 2, or FIRST_STAGE_LAYERS=0\."),
     (
         {"pp": 2, "first_stage_layers": 1, "last_stage_layers": 2, "gpus_per_node": 2},
@@ -249,6 +249,27 @@ PIPELINE = [
         {"pp": 2, "vpp": 2, "first_stage_layers": 1, "gpus_per_node": 2},
         r"VPP=2: does not divide the 1 layers of a stage \(NUM_LAYERS=4 over the stages as 1\+3\)\. Fix: set VPP=none, or .*",
     ),
+    (
+        {"pp": 2, "pipeline_layers": "1,3", "last_stage_layers": 3, "gpus_per_node": 2},
+        r"LAST_STAGE_LAYERS=3: PIPELINE_LAYERS=1,3 says what every stage has\. Fix: set LAST_STAGE_LAYERS=0, or .*",
+    ),
+    (
+        {"pp": 2, "pipeline_layers": "1*2,2", "gpus_per_node": 2},
+        r"PIPELINE_LAYERS=1\*2,2: has 3 stages, but PP=2\. Fix: give the layers of 2 stages, or set PP=3\.",
+    ),
+    (
+        {"pp": 2, "pipeline_layers": "2,3", "gpus_per_node": 2},
+        r"PIPELINE_LAYERS=2,3: adds up to 5 layers, but NUM_LAYERS=4\. Fix: deal out 4 layers\.",
+    ),
+    (
+        {"pp": 4, "pipeline_layers": "2,0,2,0", "gpus_per_node": 4},
+        r"PIPELINE_LAYERS=2,0,2,0: only the first stage, .* may be without layers\. Fix: give stage 2 of 4 a layer, or leave it out\.",
+    ),
+    (
+        {"pp": 2, "vpp": 2, "pipeline_layers": "0,4", "gpus_per_node": 2},
+        r"VPP=2: a stage without layers would have model chunks with nothing at all\. Fix: set VPP=none, or .*",
+    ),
+    ({"pp": 2, "vpp": 2, "pipeline_layers": "3,1", "gpus_per_node": 2}, r"VPP=2: does not divide the 3 layers of a stage .*"),
     ({"vpp": 2}, r"VPP=2: interleaved stages need a pipeline, but PP=1\. Fix: set VPP=none or PP to at least 2\."),
     ({"pp": 2, "vpp": 3, "gpus_per_node": 2}, r"VPP=3: does not divide NUM_LAYERS/PP=2\. Fix: set VPP to one of 1, 2\."),
     (

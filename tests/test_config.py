@@ -44,6 +44,20 @@ def test_vpp_is_none_or_a_number(text, value):
 
 
 @pytest.mark.parametrize(
+    ("text", "stages"), [("8,9*10,8", [8, *[9] * 10, 8]), (" 0, 3*2 ,1", [0, 3, 3, 1]), ("4", [4]), ("1*4", [1, 1, 1, 1])]
+)
+def test_layers_of_every_stage(text, stages):
+    config = load_config({"pipeline_layers": text}, {"PRESET": "cpu"})
+    assert (config.stage_layers, config.pipeline_layers) == (stages, text.replace(" ", ""))
+
+
+@pytest.mark.parametrize("text", ["8,,8", "8,-1", "8*", "8*0", "*8", "8;8", "eight", "1.5,2", "10000"])
+def test_layers_of_stages_that_cannot_be_read(text):
+    with pytest.raises(ConfigError, match=r"^PIPELINE_LAYERS=.*: must be whole numbers with commas, .* Fix: give PIPELINE_LAYERS, "):
+        load_config({"pipeline_layers": text}, {"PRESET": "cpu"})
+
+
+@pytest.mark.parametrize(
     ("name", "value", "text"),
     [
         ("NUM_LAYERS", "-4", r"^NUM_LAYERS=-4: must be greater than or equal to 1\. Fix: give NUM_LAYERS, transformer layers\.$"),

@@ -166,7 +166,8 @@ class _Work:
         if "config" in common:
             sizes: dict[str, Any] = {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp, "ep": layout.ep, "etp": layout.etp}
             if common["config"].get("pp") != layout.pp:
-                sizes |= {name: 0 for name in ("first_stage_layers", "last_stage_layers") if name in common["config"]}
+                even = {"first_stage_layers": 0, "last_stage_layers": 0, "pipeline_layers": ""}
+                sizes |= {name: value for name, value in even.items() if name in common["config"]}
             common["config"] = {**common["config"], **sizes, **({"dtype": self.changes.dtype} if self.changes.dtype else {})}
         if "layout" in common:
             common["layout"] = {**common["layout"], "tp": layout.tp, "pp": layout.pp}

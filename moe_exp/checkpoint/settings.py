@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 _LAYOUT: dict[str, Any] = {
     "nnodes": 1, "node_rank": 0, "gpus_per_node": 1, "master_addr": "localhost", "threads_per_rank": 0,
     "tp": 1, "pp": 1, "vpp": None, "ep": 1, "etp": 1, "cp": 1, "dispatcher": "auto", "num_workers": 0,
-    "first_stage_layers": 0, "last_stage_layers": 0,
+    "first_stage_layers": 0, "last_stage_layers": 0, "pipeline_layers": "",
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Floating-point operations of an iteration, as Megatron-LM counts them, so that TFLOP/s compare with its logs."""
+"""Floating-point operations of an iteration: of the model, of the hardware that computes parts twice, and by published formulas."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from moe_exp.config import Config
 
 
 def flops_per_iteration(config: Config, batch_size: int | None = None) -> int:
-    """Floating-point operations of one iteration, forward and backward, over all ranks.
+    """Floating-point operations of the model in one iteration, forward and backward, over all ranks: what TFLOP/s and MFU count.
 
     Megatron-LM's `num_floating_point_operations` of late 2024, term by term, with B samples of S tokens, L layers, width h,
     n heads of size d in g groups, and V rows of vocabulary:
@@ -21,32 +21,89 @@ def flops_per_iteration(config: Config, batch_size: int | None = None) -> int:
         config: the settings.
         batch_size: samples in the iteration (batch ramp-up); GBSZ by default.
     """
-    tokens = (config.gbsz if batch_size is None else batch_size) * config.seq_len
-    num_dense = config.num_layers - sum(config.moe_layers)
-    multiply_adds = (
-        config.num_layers * _attention(config)
-        + num_dense * _mlp(config, config.ffn_hidden_size)
-        + (config.num_layers - num_dense) * _mlp(config, config.topk * config.expert_ffn_size + config.shared_expert_size)
-        + config.hidden_size * config.padded_vocab_size
-    )
-    return 6 * tokens * multiply_adds
+    return 6 * _tokens(config, batch_size) * (_layers(config) + config.hidden_size * config.padded_vocab_size)
+
+
+def hardware_flops_per_iteration(config: Config, batch_size: int | None = None) -> int:
+    """What the ranks compute in one iteration: the model's operations, and those of the forward pass that RECOMPUTE repeats.
+
+    `full` repeats all layers, so that they count 8 for every weight that a token meets, and the output layer 6 (Narayanan et al.
+    2021, see `narayanan_flops`). `selective` repeats the MoE layers, `moe_act` no product; both repeat scores and weighted values in
+    a dense model (Korthikanti et al. 2022, arXiv:2205.05198, section 5). What a fused attention kernel computes again in its backward
+    pass is not counted.
+
+    Args:
+        config: the settings.
+        batch_size: samples in the iteration; GBSZ by default.
+    """
+    return flops_per_iteration(config, batch_size) + 2 * _tokens(config, batch_size) * _repeated(config)
+
+
+def _repeated(config: Config) -> int:
+    """Multiply-adds per token that the backward pass computes again."""
+    if config.recompute == "none":
+        return 0
+    if config.recompute == "full":
+        return _layers(config)
+    if not config.use_moe:
+        return config.num_layers * _scores_and_values(config)
+    return sum(config.moe_layers) * _moe(config) if config.recompute == "selective" else 0
+
+
+def narayanan_flops(*, batch_size: int, seq_len: int, num_layers: int, hidden_size: int, vocab_size: int, recompute: bool = True) -> int:
+    """Operations of an iteration of a GPT of 2020: as many key heads as query heads, MLP of four times the width, no gate, no MoE.
+
+    Narayanan et al. 2021, arXiv:2104.04473, equation 3, with B samples of s tokens, l layers, width h and V rows of vocabulary:
+
+        96*B*s*l*h^2 * (1 + s/(6*h) + V/(16*l*h))
+
+    with full activation recomputation, which is part of the count: 4 passes of 2 operations a multiply-add, of which the output layer
+    has 3. Without it 72*B*s*l*h^2 * (1 + s/(6*h) + V/(12*l*h)). The first one, divided by 10^12, the seconds of an iteration and the
+    number of GPUs, is what the logs of Megatron-DeepSpeed mean by TFLOPs: 70 layers of width 14336, 250880 rows, 2048 samples of 2048
+    tokens in 141.94 s on 288 GPUs are 147.29.
+    """
+    passes = 4 if recompute else 3
+    tokens = batch_size * seq_len
+    layers = num_layers * (24 * hidden_size**2 + 4 * seq_len * hidden_size)
+    return tokens * (passes * layers + 6 * hidden_size * vocab_size)
+
+
+def _tokens(config: Config, batch_size: int | None) -> int:
+    return (config.gbsz if batch_size is None else batch_size) * config.seq_len
+
+
+def _layers(config: Config) -> int:
+    """Multiply-adds per token in all layers, forward."""
+    num_moe = sum(config.moe_layers)
+    dense = (config.num_layers - num_moe) * _mlp(config, config.ffn_hidden_size)
+    return config.num_layers * _attention(config) + dense + num_moe * _moe(config)
 
 
 def _attention(config: Config) -> int:
     """Multiply-adds per token: the projections, then scores and weighted values over the whole sequence."""
     if config.multi_latent_attention:
-        return _latent_attention(config)
+        return _latent_projections(config) + _scores_and_values(config)
     query, key = config.num_heads * config.kv_channels, config.num_query_groups * config.kv_channels
-    return 2 * config.hidden_size * (query + key) + 2 * config.seq_len * query
+    return 2 * config.hidden_size * (query + key) + _scores_and_values(config)
 
 
-def _latent_attention(config: Config) -> int:
-    """The same for multi-latent attention, by Megatron-LM's terms of 2025, but for the norms and half of the scores that it leaves out."""
+def _scores_and_values(config: Config) -> int:
+    value_channels = config.v_head_dim if config.multi_latent_attention else config.kv_channels
+    return config.seq_len * config.num_heads * (config.kv_channels + value_channels)
+
+
+def _latent_projections(config: Config) -> int:
+    """Those of multi-latent attention, by Megatron-LM's terms of 2025, but for the norms that it counts."""
     hidden, latent, value = config.hidden_size, config.kv_lora_rank, config.num_heads * config.v_head_dim
     query = config.num_heads * config.kv_channels
     projected = config.q_lora_rank * (hidden + query) if config.q_lora_rank else hidden * query
     projected += hidden * (latent + config.qk_pos_emb_head_dim) + latent * (config.num_heads * config.qk_head_dim + value)
-    return projected + value * hidden + config.seq_len * (query + value)
+    return projected + value * hidden
+
+
+def _moe(config: Config) -> int:
+    """The chosen experts of a token and the shared one."""
+    return _mlp(config, config.topk * config.expert_ffn_size + config.shared_expert_size)
 
 
 def _mlp(config: Config, ffn: int) -> int:

@@ -104,6 +104,16 @@ def most_loaded_rank(config: Config) -> int:
     return max(range(config.pp), key=lambda pp_rank: stages[pp_rank].total)
 
 
+def gpt_parameters(*, num_layers: int, hidden_size: int, vocab_size: int, seq_len: int) -> int:
+    """Parameters of a GPT of 2020, as sizes of models in Megatron-DeepSpeed's tables are meant: l*(12*h^2 + 13*h) + v*h + s*h + 2*h.
+
+    As many key heads as query heads, MLP of four times the width without a gate, biases, LayerNorm, learned positions, output layer
+    tied to the embedding, vocabulary as it is given (not padded).
+    """
+    per_layer = 12 * hidden_size**2 + 13 * hidden_size
+    return num_layers * per_layer + (vocab_size + seq_len + 2) * hidden_size
+
+
 def weight_and_optimizer_bytes(config: Config, rank: RankParameters) -> float:
     """Bytes of weights, gradients and optimizer state on a rank that holds the parameters `rank`.
 

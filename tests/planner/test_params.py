@@ -9,6 +9,7 @@ from moe_exp.planner.params import (
     checkpoint_bytes,
     count_parameters,
     most_loaded_rank,
+    parameters_of_stages,
     rank_parameters,
     stage_of_layer,
     startup_report,
@@ -174,6 +175,26 @@ def test_most_loaded_rank():
     assert most_loaded_rank(tiny(pp=2, use_moe=False, num_layers=2, normalization="LayerNorm")) == 1
     assert most_loaded_rank(tiny(pp=4, first_k_dense=1, vocab_size=1)) == 3
     assert most_loaded_rank(tiny(pp=1)) == 0
+
+
+def test_stages_without_layers_and_learned_positions():
+    config = tiny(num_layers=3, first_k_dense=1, seq_len=40)
+    parts = parameters_of_stages(config, [0, 2, 1, 0])
+    table, attention, norms, router = 256 * 16, (24 + 12 + 12) * 16 + 24 * 16, 2 * 16, 8 * 16
+    expert = 8 * 3 * 16 * 12
+    assert [part.dense for part in parts] == [
+        table,
+        2 * (attention + norms) + 3 * 16 * 24 + router,
+        attention + norms + router,
+        16 + table,
+    ]
+    assert [part.expert for part in parts] == [0, expert, expert, 0]
+    learned = parameters_of_stages(config, [0, 2, 1, 0], learned_positions=True)
+    assert [new.total - old.total for new, old in zip(learned, parts, strict=True)] == [40 * 16, 0, 0, 0]
+    # Positions are not split with the vocabulary.
+    config = tiny(num_layers=3, seq_len=40, tp=2)
+    alone, learned = (parameters_of_stages(config, [3], learned_positions=given)[0].dense for given in (False, True))
+    assert learned - alone == 40 * 16
 
 
 # Bytes
