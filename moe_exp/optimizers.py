@@ -125,8 +125,11 @@ class Bf16Adam(Adam):
 class Adam8bit(Adam):
     """Adam whose moments are 8-bit codes with an fp32 scale for every 256 values, updated by the kernels of bitsandbytes.
 
-    Dettmers et al. 2022 (arXiv:2110.02861): a moment is `code_values[code] * scale`, with a table of 256 values between -1 and 1
+    Dettmers et al. 2022 (arXiv:2110.02861): a moment is `table[code] * scale`, with a table of 256 values between -1 and 1
     (0 and 1 for the second moment). Tensors of fewer than 4096 values have fp32 moments.
+
+    Raises:
+        ValueError: where the kernels of the installed bitsandbytes do not run on the device of the parameters.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -135,6 +138,22 @@ class Adam8bit(Adam):
         super().__init__(*args, **kwargs)
         self._kernels = bitsandbytes.functional
         self._tables: dict[torch.device, dict[str, Tensor]] = {}
+        self._try_kernels()
+
+    def _try_kernels(self) -> None:
+        """Before training, and in one line: a package that is there may have been built for another device."""
+        device = self.param_groups[0]["params"][0].device if self.param_groups[0]["params"] else torch.device("cpu")
+        p = torch.zeros(SMALL, device=device)
+        p.grad = torch.ones_like(p)
+        try:
+            self.allocate(p)
+            self._update({**self.param_groups[0], "step": 1, "lr": 0.0}, [p])
+        except (RuntimeError, NameError, AttributeError, TypeError, NotImplementedError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            rule = f"the kernels of the installed bitsandbytes do not run on {device.type} ({type(error).__name__}: {reason})"
+            raise ValueError(f"OPTIMIZER=adam8bit: {rule}. Fix: install another version, or set OPTIMIZER=adam.") from error
+        finally:
+            del self.state[p]
 
     def allocate(self, p: Tensor) -> None:
         if self.state[p] or p.numel() < SMALL:

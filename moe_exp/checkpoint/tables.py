@@ -25,7 +25,9 @@ def print_info(report: Mapping[str, Any]) -> None:
         "model": report["model"],
         "parameters": f"{total:,} ({', '.join(f'{name} {count:,}' for name, count in parameters.items())})",
         "type of the weights": ", ".join(report["dtypes"]),
-        "optimizer": ", ".join(report["optimizer"]) or "no",
+        "optimizer": ": ".join(filter(None, [report["optimizer_setting"], ", ".join(report["optimizer"])]))
+        if report["optimizer"]
+        else "no",
         "saved at": _pairs(report["layout"]),
         "keys": _pairs(report["styles"]),
         "size": f"{report['num_bytes']:,} bytes ({filesize.decimal(report['num_bytes'])}) in {report['num_files']} files",
