@@ -40,6 +40,13 @@ def print_info(report: Mapping[str, Any]) -> None:
     print_summary(report["path"], {name: value for name, value in rows.items() if value is not None})
 
 
+def _optimizer(report: Mapping[str, Any]) -> str:
+    """`sgd: momentum_buffer, param`; a checkpoint of an older version or another program does not say which optimizer it was."""
+    states = ", ".join(report["optimizer"])
+    name = report["optimizer_setting"]
+    return f"{name}: {states}" if name and states else states or "no"
+
+
 def print_checkpoints(checkpoints: Path, found: Sequence[Mapping[str, Any]]) -> None:
     """The checkpoints of a folder, one a line."""
     print(f"{len(found)} checkpoint{'' if len(found) == 1 else 's'} in {checkpoints}")
