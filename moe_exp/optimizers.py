@@ -56,11 +56,11 @@ class Adam(torch.optim.Optimizer):
                 group["step"] = group.get("step", 0) + 1
                 params = [p for p in group["params"] if p.grad is not None]
                 for p in params:
-                    self.allocate(p)
+                    self.allocate(p, group)
                 self._update(group, params)
 
-    def allocate(self, p: Tensor) -> None:
-        """Moments of a parameter that has none yet: zeros."""
+    def allocate(self, p: Tensor, group: Mapping[str, Any]) -> None:
+        """Moments of a parameter of a group, if it has none yet: zeros."""
         if not self.state[p]:
             self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
@@ -104,7 +104,7 @@ class Bf16Adam(Adam):
     Rounded to the nearest: a moment whose relative change in a step is under 2^-8 may stay where it is.
     """
 
-    def allocate(self, p: Tensor) -> None:
+    def allocate(self, p: Tensor, group: Mapping[str, Any]) -> None:
         if not self.state[p]:
             self.state[p] = {name: torch.zeros_like(p, dtype=torch.bfloat16) for name in ("exp_avg", "exp_avg_sq")}
 
@@ -146,7 +146,7 @@ class Adam8bit(Adam):
         p = torch.zeros(SMALL, device=device)
         p.grad = torch.ones_like(p)
         try:
-            self.allocate(p)
+            self.allocate(p, self.param_groups[0])
             self._update({**self.param_groups[0], "step": 1, "lr": 0.0}, [p])
         except (RuntimeError, NameError, AttributeError, TypeError, NotImplementedError) as error:
             reason = str(error).strip().partition("\n")[0]
@@ -155,9 +155,9 @@ class Adam8bit(Adam):
         finally:
             del self.state[p]
 
-    def allocate(self, p: Tensor) -> None:
+    def allocate(self, p: Tensor, group: Mapping[str, Any]) -> None:
         if self.state[p] or p.numel() < SMALL:
-            super().allocate(p)
+            super().allocate(p, group)
             return
         num_blocks = -(-p.numel() // BLOCK)
         for name in ("exp_avg", "exp_avg_sq"):
@@ -249,7 +249,7 @@ class Sgd(torch.optim.SGD):
     `m = momentum * m + (g + weight_decay * w)`, `w -= lr * m`. torch begins with m = g, which is the same as m = 0 before.
     """
 
-    def allocate(self, p: Tensor) -> None:
+    def allocate(self, p: Tensor, group: Mapping[str, Any]) -> None:
         """Momentum of a parameter that has none yet: zeros; none without momentum."""
         if self.defaults["momentum"] and not self.state[p]:
             self.state[p] = {"momentum_buffer": torch.zeros_like(p)}
@@ -260,7 +260,7 @@ def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
     assert isinstance(optimizer, Adam | Sgd)
     for group in optimizer.param_groups:
         for p in group["params"]:
-            optimizer.allocate(p)
+            optimizer.allocate(p, group)
 
 
 def moments(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Tensor]:

@@ -47,12 +47,9 @@ def _step_that_does_not_divide(c: Config, replicas: int) -> str:
 
 def check_optimizer(c: Config) -> Iterator[str]:
     """OPTIMIZER and its settings; the packages that it needs are seen to by machine_checks.py."""
-    if c.optimizer == "muon":
-        rule = (
-            "Megatron's Muon takes tensors of two axes, and would leave the experts, which are one tensor of three here, to Adam; "
-            "nor does it go with the distributed optimizer"
-        )
-        yield problem("optimizer", "muon", rule, "set OPTIMIZER=adam")
+    if c.optimizer == "muon" and c.distributed_optimizer:
+        rule = "OPTIMIZER=muon needs whole matrices, of which the distributed optimizer gives a rank ranges of values"
+        yield problem("distributed_optimizer", "true", rule, "set DISTRIBUTED_OPTIMIZER=false, or OPTIMIZER=adam")
     if c.optimizer_state_dtype == "fp32":
         return
     if c.optimizer != "adam":

@@ -262,7 +262,10 @@ PIPELINE = [
 ]
 
 OPTIMIZER = [
-    ({"optimizer": "muon"}, r"OPTIMIZER=muon: Megatron's Muon takes tensors of two axes, .*\. Fix: set OPTIMIZER=adam\."),
+    (
+        {"optimizer": "muon"},
+        r"DISTRIBUTED_OPTIMIZER=true: OPTIMIZER=muon needs whole matrices, .*\. Fix: set DISTRIBUTED_OPTIMIZER=false, or OPTIMIZER=adam\.",
+    ),
     (
         {"optimizer": "sgd", "optimizer_state_dtype": "bf16"},
         r"OPTIMIZER_STATE_DTYPE=bf16: is of the moments of Adam, but OPTIMIZER=sgd\. Fix: set OPTIMIZER_STATE_DTYPE=fp32, or .*=adam\.",

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from moe_exp.config import Config, load_config
-from moe_exp.planner.optimizer_bytes import main_weight_bytes, moment_bytes, optimizer_state_bytes
+from moe_exp.planner.optimizer_bytes import embedding_moment_bytes, main_weight_bytes, moment_bytes, optimizer_state_bytes
 from moe_exp.planner.params import checkpoint_bytes, count_parameters, rank_parameters, weight_and_optimizer_bytes
 
 
@@ -21,7 +21,6 @@ CASES: list[tuple[dict[str, Any], float, int]] = [
     ({"optimizer": "adam8bit"}, 2.03125, 8),
     ({"optimizer": "sgd"}, 4, 4),
     ({"optimizer": "sgd", "sgd_momentum": 0.0}, 0, 0),
-    ({"optimizer": "muon"}, 4, 4),
 ]
 
 
@@ -38,3 +37,10 @@ def test_bytes_per_parameter(values, moments, saved):
     assert weight_and_optimizer_bytes(half, rank) == (2 + 4 + (4 + moments) / 2) * rank.total
     alone = settings(**values, distributed_optimizer=False)
     assert weight_and_optimizer_bytes(alone, rank) == (2 + 4 + 4 + moments) * rank.total
+
+
+def test_muon_leaves_the_embedding_to_adam():
+    config = settings(optimizer="muon", distributed_optimizer=False)
+    count = count_parameters(config)
+    assert (optimizer_state_bytes(config), embedding_moment_bytes(config), embedding_moment_bytes(settings())) == (8, 4, 0)
+    assert checkpoint_bytes(config) == 10 * count.total + 4 * count.embedding
