@@ -28,6 +28,7 @@ EXTRAS = {
     "te": ["transformer-engine[pytorch]>=2.0"],
     "megablocks": ["megablocks>=0.7", "grouped_gemm>=0.1.6"],
     "wandb": ["wandb>=0.17"],
+    "adam8bit": ["bitsandbytes>=0.50"],
     "data": ["datatrove>=0.10", "pyarrow>=15", "zstandard>=0.22", "huggingface-hub>=1.6", "sentencepiece>=0.2", "regex>=2024.4"],
     "fast": ["gigatoken>=0.10"],
     "dev": [

@@ -8,12 +8,18 @@ import torch
 from moe_exp.layers.attention import choose_attention
 from moe_exp.layers.grouped_gemm import choose_backend
 from moe_exp.layers.norm import choose_norm
-from moe_exp.optim import choose_adam
+from moe_exp.optim import choose_optimizer
 from moe_exp.runtime import choose_communication
 
 
 def chosen_backends(
-    *, device_type: str, dtype: torch.dtype, expert_backend: str = "auto", use_te: bool = False, other_value_size: bool = False
+    *,
+    device_type: str,
+    dtype: torch.dtype,
+    expert_backend: str = "auto",
+    use_te: bool = False,
+    other_value_size: bool = False,
+    optimizer: tuple[str, str, float] = ("adam", "fp32", 0.9),
 ) -> dict[str, tuple[str, str]]:
     """Part to (what runs, why).
 
@@ -23,6 +29,7 @@ def chosen_backends(
         expert_backend: EXPERT_BACKEND.
         use_te: whether the parts around the MoE layer are Transformer Engine's.
         other_value_size: value heads are not of the size of query heads (MULTI_LATENT_ATTENTION).
+        optimizer: OPTIMIZER, OPTIMIZER_STATE_DTYPE and its momentum.
     """
     te = ("Transformer Engine", "IMPL=te, or auto with it installed")
     return {
@@ -30,5 +37,5 @@ def chosen_backends(
         "attention": te if use_te else choose_attention(device_type, dtype, other_value_size=other_value_size),
         "norm": te if use_te else choose_norm(device_type),
         "grouped GEMM": choose_backend(expert_backend, device_type=device_type, dtype=dtype),
-        "optimizer": choose_adam(),
+        "optimizer": choose_optimizer(*optimizer),
     }

@@ -18,6 +18,7 @@ from moe_exp.divisors import must_divide as _must_divide
 from moe_exp.machine_checks import check_environment, check_files, check_machine
 from moe_exp.pipeline_checks import check_pipeline
 from moe_exp.pipeline_checks import num_replicas as _replicas
+from moe_exp.training_checks import check_optimizer, check_rampup
 
 __all__ = ["check_config", "check_environment", "check_files", "check_machine"]
 
@@ -36,6 +37,7 @@ def check_config(config: Config) -> list[str]:
         *check_pipeline(config),
         *_batch(config),
         *_schedule(config),
+        *check_optimizer(config),
         *_data(config),
         *_retention(config),
     ]
@@ -261,30 +263,7 @@ def _batch(c: Config) -> Iterator[str]:
     of = f"MBSZ*DP={c.mbsz}*{replicas}={step}"
     if c.gbsz % step:
         yield problem("gbsz", c.gbsz, f"is not a multiple of {of}", f"set GBSZ to {_multiples(step, c.gbsz)}")
-    yield from _rampup(c, step, of)
-
-
-def _rampup(c: Config, step: int, of: str) -> Iterator[str]:
-    try:
-        rampup = c.rampup
-    except ValueError:
-        rampup = (0, 0, 0)
-    if rampup is None:
-        return
-    start, increment, samples = rampup
-    rule = ""
-    if min(start, increment, samples) < 1:
-        rule = "must be three positive whole numbers"
-    elif start > c.gbsz or (c.gbsz - start) % increment:
-        rule = f"START must reach GBSZ={c.gbsz} in whole steps of INCREMENT"
-    elif start % step or increment % step:
-        rule = f"START and INCREMENT must be multiples of {of}"
-    elif c.vpp and (start // step % c.pp or increment // step % c.pp):
-        rule = f"START and INCREMENT must be multiples of PP*{of} with VPP={c.vpp}"
-    if rule:
-        size = step * c.pp if c.vpp else step
-        fix = f"give START INCREMENT SAMPLES, for instance '{size} {size} 1000'" if c.gbsz % size == 0 else "first mend GBSZ"
-        yield problem("rampup_batch_size", c.rampup_batch_size, rule, fix)
+    yield from check_rampup(c, replicas)
 
 
 def _schedule(c: Config) -> Iterator[str]:

@@ -50,6 +50,7 @@ OPTIONAL = [
     OptionalPackage("megablocks", "no EXPERT_BACKEND=megablocks", "pip install --no-build-isolation megablocks[gg] (GPU)"),
     OptionalPackage("grouped_gemm", "a loop over experts on GPUs before Hopper", "pip install --no-build-isolation nv-grouped-gemm (GPU)"),
     OptionalPackage("deep_ep", "nothing: tokens are exchanged by all-to-all", "from source: deepseek-ai/DeepEP (GPU)"),
+    OptionalPackage("bitsandbytes", "no OPTIMIZER=adam8bit", "pip install bitsandbytes (GPU from 0.45, CPU from 0.50)"),
     OptionalPackage("wandb", "no mirror of the metrics in wandb; metrics.jsonl and TensorBoard stay", "pip install wandb"),
 ]
 

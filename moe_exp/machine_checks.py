@@ -5,6 +5,7 @@ Every function returns the lines of all problems it finds (name, value, rule, fi
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import socket
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from packaging.version import Version
 
 from moe_exp.config import PREFETCHED_MICROBATCHES, Config, problem
 from moe_exp.data.token_files import Share, TokenFiles, parse_split, part_tokens
@@ -55,6 +57,7 @@ def _packages(c: Config) -> Iterator[str]:
     if c.impl == "te" and importlib.util.find_spec("transformer_engine") is None:
         yield problem("impl", "te", "transformer_engine is not installed", "pip install transformer-engine[pytorch], or set IMPL=local")
     yield from _expert_backend(c)
+    yield from _optimizer(c)
     if c.wandb_project and c.wandb_mode != "disabled" and importlib.util.find_spec("wandb") is None:
         yield problem("wandb_project", c.wandb_project, "wandb is not installed", "pip install wandb, or set WANDB_MODE=disabled")
 
@@ -74,6 +77,25 @@ def _expert_backend(c: Config) -> Iterator[str]:
         yield problem("expert_backend", c.expert_backend, rule, f"{install}, or set EXPERT_BACKEND=auto")
     elif modules and count_gpus() == 0:
         yield problem("expert_backend", c.expert_backend, "needs a CUDA device, this host has none", "set EXPERT_BACKEND=auto")
+
+
+# The oldest bitsandbytes whose 8-bit kernels take what optimizers.Adam8bit gives them, on a GPU and on a CPU.
+BITSANDBYTES = {"GPU": "0.45", "CPU": "0.50"}
+
+
+def bitsandbytes_problem(device: str) -> str:
+    """Why OPTIMIZER=adam8bit cannot run on this kind of device, one of BITSANDBYTES, or ''."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        return "bitsandbytes is not installed"
+    if Version(found := importlib.metadata.version("bitsandbytes")) < Version(BITSANDBYTES[device]):
+        return f"bitsandbytes {found} has no 8-bit kernels for a {device}"
+    return ""
+
+
+def _optimizer(c: Config) -> Iterator[str]:
+    device = "GPU" if count_gpus() else "CPU"
+    if c.optimizer == "adam8bit" and (reason := bitsandbytes_problem(device)):
+        yield problem("optimizer", "adam8bit", reason, f"pip install 'bitsandbytes>={BITSANDBYTES[device]}', or set OPTIMIZER=adam")
 
 
 def _port(c: Config) -> Iterator[str]:

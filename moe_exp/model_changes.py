@@ -2,7 +2,8 @@
 
 Everything that is not named here may change: the layout (TP, PP, VPP, EP, ETP, CP, ranks, stages), the micro-batch size, `moe` and
 `dmoe` with their capacity, kernels, dispatcher, dtype, distributed optimizer, learning rate, losses, dropout. What the order of
-the samples depends on is compared by `moe_exp.training_data`.
+the samples depends on is compared by `moe_exp.training_data`. The optimizer may change where it keeps the same moments (Adam in
+whatever precision).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from moe_exp.config import Config, ConfigError, problem
 logger = logging.getLogger(__name__)
 
 Facts = dict[str, object]
+OTHER_OPTIMIZER_FLAG = ", or ALLOW_OTHER_OPTIMIZER=true to go on with moments of zero"
 _HINTS = {
     "router_bias_update_rate": "set it over 0; with a rate such as 1e-12 the bias stays as it is",
     "rope_seq_len": "set ROPE_ORIGINAL_SEQ_LEN as it was",
@@ -27,7 +29,9 @@ _HINTS = {
 
 
 def refuse_other_model(config: Config, saved: Mapping[str, Any], checkpoint: str) -> None:
-    """Nothing where `config` is of the model that `saved` was; what ALLOW_OTHER_MODEL lets pass is a warning.
+    """Nothing where `config` is of the model and optimizer that `saved` was.
+
+    What ALLOW_OTHER_MODEL and ALLOW_OTHER_OPTIMIZER let pass is a warning.
 
     Args:
         config: of this run.
@@ -42,9 +46,15 @@ def refuse_other_model(config: Config, saved: Mapping[str, Any], checkpoint: str
         for change in by_flag:
             logger.warning("%s; ALLOW_OTHER_MODEL=true: going on", change.text(checkpoint))
         by_flag = []
-    if always or by_flag:
-        flag = ", or ALLOW_OTHER_MODEL=true to go on with another function"
-        raise ConfigError([c.problem(checkpoint) for c in always] + [c.problem(checkpoint, flag) for c in by_flag])
+    flag = ", or ALLOW_OTHER_MODEL=true to go on with another function"
+    lines = [c.problem(checkpoint) for c in always] + [c.problem(checkpoint, flag) for c in by_flag]
+    if other := optimizer_change(config, saved, checkpoint):
+        if config.allow_other_optimizer:
+            logger.warning("%s; ALLOW_OTHER_OPTIMIZER=true: going on with moments of zero", other.text(checkpoint))
+        else:
+            lines.append(other.problem(checkpoint, OTHER_OPTIMIZER_FLAG))
+    if lines:
+        raise ConfigError(lines)
 
 
 def model_changes(config: Config, saved: Mapping[str, Any], checkpoint: str) -> tuple[list[Change], list[Change]]:
@@ -59,6 +69,22 @@ def model_changes(config: Config, saved: Mapping[str, Any], checkpoint: str) -> 
         shapes = [change for change in shapes if change.name != "gated"] + [c for c in functions if c.name == "activation"]
         functions = [change for change in functions if change.name != "activation"]
     return shapes, functions
+
+
+def optimizer_change(config: Config, saved: Mapping[str, Any], checkpoint: str) -> Change | None:
+    """The setting by which the moments of a checkpoint are not those that this run's optimizer goes on with, if there is one.
+
+    adam and adam8bit keep the same two, whatever their precision. With SGD_MOMENTUM=0 there are none.
+
+    Raises:
+        ConfigError: where `saved` are no settings of this version.
+    """
+    before = _as_config(saved, checkpoint)
+    if config.optimizer.removesuffix("8bit") != before.optimizer.removesuffix("8bit"):
+        return Change("optimizer", config.optimizer, before.optimizer)
+    if config.optimizer == "sgd" and bool(config.sgd_momentum) != bool(before.sgd_momentum):
+        return Change("sgd_momentum", config.sgd_momentum, before.sgd_momentum)
+    return None
 
 
 @dataclass(frozen=True)

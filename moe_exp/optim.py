@@ -3,107 +3,99 @@
 import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
 
 # isort: split
-from collections.abc import Callable
+from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 import megatron.core.optimizer
 import megatron.core.optimizer.distrib_optimizer
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate, ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from torch.optim.adamw import adamw
 
 from moe_exp.config import Config
 from moe_exp.model import DTYPES
+from moe_exp.muon import AXIS, Muon
+from moe_exp.optimizers import Adam, Adam8bit, Bf16Adam, Sgd, allocate_moments
+from moe_exp.planner.ramp import batch_size_at
+
+# Transformer Engine's or Apex's, where one of them is installed.
+_FUSED_ADAM = None if megatron.core.optimizer.USING_PYTORCH_OPTIMIZER else megatron.core.optimizer.Adam
 
 
-class Adam(torch.optim.Optimizer):
-    """AdamW with the contract of Apex's FusedAdam, computed by torch's fused kernel.
-
-    Megatron's optimizer expects `step` once per parameter group and `exp_avg` and `exp_avg_sq` as the only state. torch's own
-    AdamW keeps a `step` tensor per parameter: checkpoints then hold none, and after a load all parameters share one, which
-    advances once per parameter and gives wrong losses. Loshchilov and Hutter 2019 (arXiv:1711.05101).
+def choose_optimizer(name: str = "adam", state_dtype: str = "fp32", momentum: float = 0.9) -> tuple[str, str]:
+    """The optimizer that runs, and the reason in words.
 
     Args:
-        params: parameters or groups.
-        lr: learning rate.
-        betas: decay of the two moments.
-        eps: added to the denominator.
-        weight_decay: decoupled weight decay.
-        adam_w_mode: has to be true.
+        name: OPTIMIZER.
+        state_dtype: OPTIMIZER_STATE_DTYPE.
+        momentum: SGD_MOMENTUM or MUON_MOMENTUM.
     """
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        adam_w_mode: bool = True,
-    ):
-        if not adam_w_mode:
-            raise ValueError("adam_w_mode=False: only decoupled weight decay is supported. Fix: use decoupled_weight_decay=True.")
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            if group["params"]:
-                group["step"] = group.get("step", 0) + 1
-                self._update(group)
-
-    def _update(self, group: dict[str, Any]) -> None:
-        params = [p for p in group["params"] if p.grad is not None]
-        for p in params:
-            if not self.state[p]:
-                self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-        # The kernel adds one to each step tensor before it uses it.
-        steps = list(torch.full((len(params),), float(group["step"] - 1), device=params[0].device).unbind()) if params else []
-        adamw(
-            params,
-            [p.grad for p in params],
-            [self.state[p]["exp_avg"] for p in params],
-            [self.state[p]["exp_avg_sq"] for p in params],
-            [],
-            steps,
-            fused=True,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
-
-
-def choose_adam() -> tuple[str, str]:
-    """The Adam that runs, and the reason in words."""
-    if not megatron.core.optimizer.USING_PYTORCH_OPTIMIZER and megatron.core.optimizer.Adam is not Adam:
-        return "fused", f"from {megatron.core.optimizer.Adam.__module__.partition('.')[0]}"
+    if name == "sgd":
+        return "torch SGD", f"OPTIMIZER=sgd, momentum {momentum:g}"
+    if name == "muon":
+        return "Muon, AdamW for embeddings, norms and biases", f"OPTIMIZER=muon, momentum {momentum:g}; orthogonalized in fp32"
+    if name == "adam8bit":
+        return f"bitsandbytes {version('bitsandbytes')} 8-bit Adam", "OPTIMIZER=adam8bit"
+    if state_dtype == "bf16":
+        return "torch fused Adam, moments in bf16", "OPTIMIZER_STATE_DTYPE=bf16"
+    if _FUSED_ADAM is not None:
+        return "fused", f"from {_FUSED_ADAM.__module__.partition('.')[0]}"
     return "torch fused", "neither Transformer Engine nor Apex is installed; torch's kernel behind Apex's contract"
 
 
-def _use_our_adam() -> None:
-    """Has Megatron use our Adam where neither Transformer Engine's nor Apex's is installed."""
+def _optimizer_class(config: Config) -> type[torch.optim.Optimizer]:
+    """The class behind `choose_optimizer`."""
+    classes: dict[str, type[torch.optim.Optimizer]] = {"sgd": Sgd, "adam8bit": Adam8bit, "muon": Muon}
+    of_adam = Bf16Adam if config.optimizer_state_dtype == "bf16" else (_FUSED_ADAM or Adam)
+    return classes.get(config.optimizer, of_adam)
+
+
+def _give_megatron(config: Config) -> None:
+    """Has Megatron build the chosen class, whatever it found when it was imported, and its distributed optimizer accept it."""
+    chosen = _optimizer_class(config)
     module, distributed = megatron.core.optimizer, megatron.core.optimizer.distrib_optimizer
-    if module.USING_PYTORCH_OPTIMIZER:
-        module.Adam, module.USING_PYTORCH_OPTIMIZER = Adam, False
-        distributed.Adam, distributed.HAVE_APEX_OR_TE, distributed.USING_APEX_OPTIMIZER = Adam, True, True
+    module.Adam = module.SGD = chosen
+    if chosen is Muon:
+        tp_group, etp_group = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_expert_tensor_parallel_group()
+        module.Adam = partial(Muon, momentum=config.muon_momentum, tp_group=tp_group, etp_group=etp_group)
+    module.USING_PYTORCH_OPTIMIZER = False
+    # Asked for by isinstance alone: SGD is refused for the form of Megatron's own checkpoints, which are not written here.
+    distributed.Adam = (chosen,)
+    if _FUSED_ADAM is None:
+        distributed.HAVE_APEX_OR_TE, distributed.USING_APEX_OPTIMIZER = True, True
 
 
 def _is_norm_or_bias(parameter: torch.Tensor) -> bool:
     return parameter.dim() == 1 or getattr(parameter, "is_bias", False)
 
 
+def _matrices() -> dict[ParamKey, Any]:
+    """Parameter groups of Muon: the matrices but embedding and output layer, by the axis that tensor parallel ranks split."""
+    return {
+        ParamKey(with_name_predicate=ParamWithNamePredicate(name=f"matrices_{axis}", fn=partial(_is_matrix, axis=axis))): {AXIS: axis}
+        for axis in (0, -1, -2)
+    }
+
+
+def _is_matrix(parameter: torch.Tensor, name: str, *, axis: int) -> bool:
+    if _is_norm_or_bias(parameter) or getattr(parameter, "is_embedding_or_output_parameter", False):
+        return False
+    if parameter.dim() == 3:  # experts: rows of the first projection, columns of the second
+        return axis == (-2 if name.endswith("weight1") else -1)
+    split = getattr(parameter, "partition_dim", -1)
+    return axis == (split - 2 if split >= 0 else 0)
+
+
 def build_optimizer(config: Config, model: list[DistributedDataParallel]) -> MegatronOptimizer:
     """Megatron's optimizer over all chunks of this rank; no weight decay on norms and biases."""
-    _use_our_adam()
+    _give_megatron(config)
     settings = OptimizerConfig(
-        optimizer="adam",
+        optimizer="sgd" if config.optimizer == "sgd" else "adam",
+        sgd_momentum=config.sgd_momentum,
         lr=config.lr,
         min_lr=config.min_lr,
         weight_decay=config.weight_decay,
@@ -120,16 +112,20 @@ def build_optimizer(config: Config, model: list[DistributedDataParallel]) -> Meg
     )
     # By dimension, not by name: a norm that falls into the decayed group makes the loss jump at a restart.
     norms_and_biases = ParamKey(predicate=ParamPredicate(name="norms_and_biases", fn=_is_norm_or_bias))
+    overrides: dict[ParamKey, Any] = {norms_and_biases: {"wd_mult": 0.0}}
     optimizer = get_megatron_optimizer(
         settings,
         model,
-        config_overrides={norms_and_biases: {"wd_mult": 0.0}},
+        config_overrides=overrides | (_matrices() if config.optimizer == "muon" else {}),
         use_gloo_process_groups=False,
     )
     for part in optimizer.chained_optimizers:
         # Now, not at the first step: fp16 may save before it has made one, and memory that is lacking is missed at once.
         if not part.is_stub_optimizer:
-            part.init_state_fn(part.optimizer, part.config)
+            if isinstance(part.optimizer, Adam | Sgd):
+                allocate_moments(part.optimizer)
+            else:
+                part.init_state_fn(part.optimizer, part.config)
     return optimizer
 
 
@@ -156,22 +152,12 @@ def build_scheduler(config: Config, optimizer: MegatronOptimizer) -> OptimizerPa
 
 
 class BatchSchedule:
-    """Number of micro-batches by samples consumed: constant, or ramped up as RAMPUP_BATCH_SIZE says.
-
-    The rule of Megatron-LM's --rampup-batch-size: the steps from START to GBSZ by INCREMENT are spread evenly over SAMPLES. It is
-    written out here because Megatron-Core has no such calculator from 0.18 on.
-    """
+    """Number of micro-batches by samples consumed: constant, or ramped up as RAMPUP_BATCH_SIZE says (`planner.ramp`)."""
 
     def __init__(self, config: Config):
         self._config = config
 
     def at(self, consumed_samples: int) -> tuple[int, int]:
         """(micro-batches per data parallel rank, global batch size) of the next iteration."""
-        config = self._config
-        batch_size = config.gbsz
-        if config.rampup is not None:
-            start, increment, samples = config.rampup
-            num_steps = (config.gbsz - start) // increment
-            if num_steps and consumed_samples <= samples:
-                batch_size = start + int(consumed_samples / (samples / num_steps)) * increment
-        return batch_size // (config.mbsz * config.data_parallel_size), batch_size
+        batch_size = batch_size_at(self._config, consumed_samples)
+        return batch_size // (self._config.mbsz * self._config.data_parallel_size), batch_size

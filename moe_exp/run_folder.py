@@ -33,7 +33,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 
 from moe_exp.config import Config, ConfigError, problem, to_yaml
 from moe_exp.files import write_atomically, write_json
-from moe_exp.model_changes import model_changes
+from moe_exp.model_changes import OTHER_OPTIMIZER_FLAG, model_changes, optimizer_change
 
 logger = logging.getLogger(__name__)
 
@@ -289,13 +289,18 @@ def _model_problems(config: Config, folder: RunFolder) -> list[str]:
     if not _exists(folder.config):
         return []
     try:
-        shapes, functions = model_changes(config, _read_settings(folder.config), str(folder.config))
+        saved = _read_settings(folder.config)
+        shapes, functions = model_changes(config, saved, str(folder.config))
+        other_optimizer = optimizer_change(config, saved, str(folder.config))
     except ValueError as error:
         fix = "give another RUN_NAME, or repair the file"
         return [problem("run_name", config.name, f"{folder.config} cannot be read ({error})", fix)]
     is_trained = (folder.checkpoints / LATEST).exists()
     changes = shapes + (functions if is_trained and not config.allow_other_model else [])
-    return [
+    found = []
+    if other_optimizer and is_trained and not config.allow_other_optimizer:
+        found.append(other_optimizer.problem(str(folder.path), OTHER_OPTIMIZER_FLAG))
+    return found + [
         problem(
             change.name,
             change.value,

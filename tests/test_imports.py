@@ -17,13 +17,14 @@ PACKAGE = ROOT / "moe_exp"
 CPU = {"megatron_cpu", "gloo"}
 ENGINE = {"config", "runtime", "model", *CPU}
 ALLOWED: dict[str, set[str]] = {
-    "config": {"hosts", "presets", "setting_types"},
+    "config": {"hosts", "presets", "setting_types", "run_names"},
     "planner": {"config"},
     "model_changes": {"config"},
     "run_folder": {"config", "files", "model_changes"},
     "data": {"config", "megatron_cpu", "files", "progress"},
-    "checks": {"config", "machine_checks", "attention_checks", "pipeline_checks", "divisors"},
+    "checks": {"config", "machine_checks", "attention_checks", "pipeline_checks", "training_checks", "divisors"},
     "pipeline_checks": {"config", "divisors"},
+    "training_checks": {"config", "planner"},
     "attention_checks": {"config"},
     "divisors": {"config"},
     "machine_checks": {"config", "hosts", "run_folder", "data", "planner"},
@@ -31,8 +32,10 @@ ALLOWED: dict[str, set[str]] = {
     "runtime": {"config", *CPU},
     "layers": {"config", *CPU},
     "model": {"config", "runtime", "layers", *CPU},
-    "optim": {"config", "runtime", "layers", "model", *CPU},
-    "checkpoint": {*ENGINE, "model_changes", "run_folder", "files", "progress"},
+    "optimizers": set(),
+    "muon": {"optimizers"},
+    "optim": {"config", "runtime", "layers", "model", "muon", "optimizers", "planner", *CPU},
+    "checkpoint": {*ENGINE, "optimizers", "model_changes", "run_folder", "files", "progress"},
     "training_data": {*CPU, "config", "runtime", "optim", "data", "checkpoint"},
     "inference": {*ENGINE, "checkpoint", "progress", "run_folder", "files", "layers", "optim", "data", "checks", "hosts", "faults"},
     "upcycle": {*ENGINE, "checkpoint", "layers", "machine_checks"},
@@ -54,6 +57,7 @@ NOT_BY_TRAIN = {"hf", "inference", "report", "launch", "doctor", *NEVER_IMPORTED
 NO_TORCH = {
     "config",
     "setting_types",
+    "run_names",
     "planner",
     "hosts",
     "presets",
@@ -64,6 +68,7 @@ NO_TORCH = {
     "misspelt",
     "checks",
     "attention_checks",
+    "training_checks",
     "divisors",
     "machine_checks",
     "launch",
@@ -88,7 +93,7 @@ LAYERS = [
 ]
 MEGATRON_SIDE = {"spec", "megatron_parts", "attention_parts", "sharding"}
 TORCH_IN_DATA = {"dataset", "megatron_dataset", "prefetch"}
-OPTIONAL = ["transformer_engine", "apex", "triton", "wandb", "megablocks", "grouped_gemm", "flash_attn", "deep_ep"]
+OPTIONAL = ["transformer_engine", "apex", "triton", "wandb", "megablocks", "grouped_gemm", "flash_attn", "deep_ep", "bitsandbytes"]
 # Of the extras [data] and [fast], imported by the commands that need them.
 DATA_PACKAGES = ["datatrove", "pyarrow", "zstandard", "huggingface_hub", "sentencepiece", "gigatoken", "ray"]
 

@@ -27,10 +27,11 @@ with warnings.catch_warnings():
     from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
     from megatron.core.transformer.spec_utils import build_module
 
-    from moe_exp import runtime
+    from moe_exp import optim, runtime
     from moe_exp.layers.spec import moe_submodule_spec
     from moe_exp.model import transformer_config
-    from moe_exp.optim import Adam, choose_adam
+    from moe_exp.optim import choose_optimizer
+    from moe_exp.optimizers import Adam
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in is for hosts without CUDA")
 
@@ -252,10 +253,12 @@ def test_adam_without_decoupled_weight_decay():
         Adam(parameters(), adam_w_mode=False)
 
 
-def test_choose_adam():
-    if not megatron.core.optimizer.USING_PYTORCH_OPTIMIZER and megatron.core.optimizer.Adam is not Adam:
+def test_choose_optimizer():
+    assert choose_optimizer("sgd", momentum=0.5) == ("torch SGD", "OPTIMIZER=sgd, momentum 0.5")
+    assert choose_optimizer(state_dtype="bf16") == ("torch fused Adam, moments in bf16", "OPTIMIZER_STATE_DTYPE=bf16")
+    if optim._FUSED_ADAM is not None:
         pytest.skip("Transformer Engine or Apex is installed")
-    assert choose_adam() == ("torch fused", "neither Transformer Engine nor Apex is installed; torch's kernel behind Apex's contract")
+    assert choose_optimizer() == ("torch fused", "neither Transformer Engine nor Apex is installed; torch's kernel behind Apex's contract")
 
 
 # (c) Interleaved pipelines

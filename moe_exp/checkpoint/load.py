@@ -25,7 +25,7 @@ from moe_exp.checkpoint.state import (
 )
 from moe_exp.checkpoint.torch_dist import read_common
 from moe_exp.config import Config
-from moe_exp.model_changes import refuse_other_model
+from moe_exp.model_changes import optimizer_change, refuse_other_model
 from moe_exp.runtime import Runtime
 
 
@@ -41,7 +41,7 @@ def load(config: Config, runtime: Runtime, path: Path, trained: Trained) -> Prog
     Of a checkpoint that Megatron-LM wrote, it takes the weights alone and starts at iteration 0.
 
     Raises:
-        ConfigError: when it is of another model, see `model_changes`; nothing is loaded then.
+        ConfigError: when it is of another model or optimizer, see `model_changes`; nothing is loaded then.
         ValueError: when the folder has none, or its parameters are not those of the model.
     """
     folder = one_checkpoint(path)
@@ -52,7 +52,8 @@ def load(config: Config, runtime: Runtime, path: Path, trained: Trained) -> Prog
     _refuse_other_model(config, folder, common)
     keys = CheckpointKeys.read(folder)
     state = weights_state(runtime, trained.model, keys)
-    request = OptimizerRequest(trained.optimizer, state, keys)
+    has_moments = optimizer_change(config, common["config"], str(folder)) is None
+    request = OptimizerRequest(trained.optimizer, state, keys, with_moments=has_moments)
     state["optimizer_shards"] = request.shards
     check_tensors(state, keys, folder)
     if layout(config, runtime) == common["layout"]:
@@ -78,7 +79,7 @@ def compare_model(config: Config, folder: Path) -> None:
         folder: of one iteration. Of one that Megatron-LM wrote nothing is known but its tensors.
 
     Raises:
-        ConfigError: when it is of another model.
+        ConfigError: when it is of another model or optimizer.
     """
     common = read_common(folder)
     if "progress" in common:

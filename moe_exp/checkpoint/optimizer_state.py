@@ -1,7 +1,8 @@
 """The optimizer's state as shards of whole tensors: each rank writes and reads the values that it owns, and no others.
 
-Under every optimizer a checkpoint has the same: `optimizer.state.param.K` (main weights), `optimizer.state.exp_avg.K` and
-`optimizer.state.exp_avg_sq.K`, fp32, of the shape of the parameter with the key K; and the number of steps in common.pt.
+A checkpoint has the same whatever keeps it: `optimizer.state.param.K` (main weights) and the moments, of Adam
+`optimizer.state.exp_avg.K` and `optimizer.state.exp_avg_sq.K`, of SGD `optimizer.state.momentum_buffer.K`, fp32, of the shape of the
+parameter with the key K; and Adam's number of steps in common.pt.
 
 Megatron's distributed optimizer gives each data parallel rank a range of the values of a parameter, counted in memory order.
 Megatron writes these keys too (`fully_reshardable`), but gathers all state of the model on every data parallel rank to write
@@ -15,7 +16,8 @@ Where the parameter is several pieces of the checkpoint's tensors (the halves of
 split, or one key for every expert), Megatron describes it by a factory. It is asked for its pieces once, with a tensor without
 memory, whose views say which boxes of the parameter they are; each range's boxes are then cut at the pieces' borders.
 
-The shards are views of the optimizer's own tensors: saving takes no memory, and loading fills them in place.
+The shards are views of the optimizer's own tensors: saving takes no memory, and loading fills them in place. Moments that are in
+bf16 or 8 bits are converted to fp32 for a save, and back after a load (`optimizers.py`).
 """
 
 import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
@@ -39,8 +41,8 @@ from torch import Tensor
 
 from moe_exp.checkpoint.boxes import Box, box_at, boxes_of_range, first_value, intersection, slices
 from moe_exp.checkpoint.keys import CheckpointKeys
+from moe_exp.optimizers import moments, set_moments
 
-STATE = ("param", "exp_avg", "exp_avg_sq")
 _MAIN_WEIGHTS = ("optimizer.state.param.", "optimizer.state.fp32_param.")
 
 
@@ -51,9 +53,10 @@ class Owned:
     Args:
         parameter: of the model.
         start, stop: range of its values in memory order.
-        values: name in STATE to that many values, fp32 [stop - start].
+        values: `param` and the moments by name, each that many values, fp32 [stop - start].
         instance: where several data parallel ranks share a parameter's values among them, which set of such ranks this one is
             in; None: every rank keeps all values.
+        keep: to be called after the values were filled in place: has the optimizer take moments that it does not keep in fp32.
     """
 
     parameter: Tensor
@@ -61,6 +64,7 @@ class Owned:
     stop: int
     values: Mapping[str, Tensor]
     instance: int | None
+    keep: Callable[[], None]
 
 
 def owned_state(optimizer: MegatronOptimizer) -> Iterator[Owned]:
@@ -74,9 +78,10 @@ def _distributed(part: DistributedOptimizer) -> Iterator[Owned]:
     buckets = (bucket for buffer in part.gbuf_ranges for of_dtype in buffer.values() for bucket in of_dtype)
     for bucket in buckets:
         for parameter, ranges in bucket["param_map"].items():
-            found = part._get_main_param_and_optimizer_states(parameter)
-            values = {name: found[name].detach() for name in STATE}
-            yield Owned(parameter, ranges["param"].start, ranges["param"].end, values, part.distributed_optimizer_instance_id)
+            group, place = part.model_param_group_index_map[parameter]
+            main = part.optimizer.param_groups[group]["params"][place]
+            own = ranges["param"]
+            yield _owned(part.optimizer, parameter, main, own.start, own.end, part.distributed_optimizer_instance_id)
 
 
 def _whole(part: Any) -> Iterator[Owned]:
@@ -87,8 +92,13 @@ def _whole(part: Any) -> Iterator[Owned]:
         for group in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
             pairs += zip(*group, strict=True)
     for parameter, main in pairs:
-        found = {"param": main, **part.optimizer.state[main]}
-        yield Owned(parameter, 0, parameter.numel(), {name: found[name].detach().view(-1) for name in STATE}, None)
+        yield _owned(part.optimizer, parameter, main, 0, parameter.numel(), None)
+
+
+def _owned(optimizer: torch.optim.Optimizer, parameter: Tensor, main: Tensor, start: int, stop: int, instance: int | None) -> Owned:
+    found = moments(optimizer, main)
+    values = {name: value.detach().view(-1) for name, value in {"param": main, **found}.items()}
+    return Owned(parameter, start, stop, values, instance, lambda: set_moments(optimizer, main, found))
 
 
 @dataclass(frozen=True)
@@ -190,10 +200,13 @@ class OptimizerRequest:
         optimizer: of the run; its state is overwritten by the load.
         weights: the state of the model under the keys of the checkpoint.
         keys: of the checkpoint.
+        with_moments: false for those of another optimizer: the main weights are taken, and moments and steps begin at zero.
     """
 
-    def __init__(self, optimizer: MegatronOptimizer, weights: Mapping[str, Any], keys: CheckpointKeys):
+    def __init__(self, optimizer: MegatronOptimizer, weights: Mapping[str, Any], keys: CheckpointKeys, *, with_moments: bool = True):
         self.optimizer = optimizer
+        self._with_moments = with_moments
+        self._keep: list[Callable[[], None]] = []
         self._main_weights: list[tuple[Tensor, Tensor]] = []
         self._has_main_weights = any(key.startswith(_MAIN_WEIGHTS) for key in keys.optimizer)
         asked = ((self._asked(owned), pieces) for owned, pieces in _described(optimizer, weights))
@@ -201,12 +214,13 @@ class OptimizerRequest:
 
     def _asked(self, owned: Owned) -> Owned:
         main = owned.values["param"]
-        others = {name: value for name, value in owned.values.items() if name != "param"}
+        others = {name: value for name, value in owned.values.items() if name != "param" and self._with_moments}
+        self._keep += [owned.keep] if others else []
         if not self._has_main_weights:
             self._main_weights.append((main, owned.parameter.detach().view(-1)[owned.start : owned.stop]))
             return replace(owned, values=others)
         if main.untyped_storage().data_ptr() != owned.parameter.untyped_storage().data_ptr():
-            return owned
+            return replace(owned, values={"param": main, **others})
         # In fp32 they are the model's weights. Of a bf16 checkpoint both would be read into them, in an order that nobody knows.
         loaded = torch.empty_like(main)
         self._main_weights.append((main, loaded))
@@ -224,13 +238,16 @@ class OptimizerRequest:
         """
         for weights, loaded in self._main_weights:
             weights.copy_(loaded)
+        for keep in self._keep:
+            keep()
         for part in self.optimizer.chained_optimizers:
             if not isinstance(part, FP32Optimizer) and not part.is_stub_optimizer:
                 part._copy_main_params_to_model_params()
         if model[0].ddp_config.use_distributed_optimizer:
             for chunk in model:
                 chunk.start_param_sync(force_sync=True)
-        self._set_step(max(_steps(saved), default=0), next(_scalers(saved), None))
+        step = max(_steps(saved), default=0) if self._with_moments else 0
+        self._set_step(step, next(_scalers(saved), None))
 
     def _set_step(self, step: int, scaler: Any) -> None:
         for part in self.optimizer.chained_optimizers:

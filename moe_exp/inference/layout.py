@@ -16,7 +16,7 @@ from moe_exp.hosts import count_gpus, num_cores
 _NO_TRAINING: dict[str, Any] = {
     "mbsz": 1, "rampup_batch_size": "", "upcycle_from": "", "upcycle_granularity": 1, "load_dir": "", "train_data": "unused",
     "valid_data": "", "split": "", "eval_interval": 0, "recompute": "none", "distributed_optimizer": False, "overlap": "false",
-    "wandb_project": "",
+    "wandb_project": "", "optimizer": "adam", "optimizer_state_dtype": "fp32",
 }  # fmt: skip
 # The cache of keys and values is in our attention; which kernels run depends on this machine, not on that of the training.
 _OUR_PARTS: dict[str, Any] = {"impl": "local", "expert_backend": "auto", "dispatcher": "auto"}

@@ -1,0 +1,282 @@
+"""The optimizers that Megatron's wrappers drive: AdamW with moments in fp32, bf16 or 8 bits, and SGD with momentum.
+
+Megatron's optimizer expects a `step` once per parameter group, and the moments alone as the state of a parameter. What a moment is
+in memory is the optimizer's own business: `moments` gives it in fp32, of the parameter's shape, for a checkpoint, which therefore
+fits every layout and every optimizer that keeps the same moments, and `set_moments` takes it back. With Megatron's distributed
+optimizer a parameter here is a flat fp32 range of a parameter of the model, and everything below holds for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+BLOCK = 256  # values that share a scale in 8 bits, as the kernels of bitsandbytes have it
+SMALL = 4096  # tensors of fewer values keep fp32 moments, as in bitsandbytes: norms are sensitive, and cost nothing
+_CHUNK = 1 << 22  # values that are quantized at once, to bound the memory that takes
+
+
+class Adam(torch.optim.Optimizer):
+    """AdamW with the contract of Apex's FusedAdam, computed by torch's fused kernel.
+
+    torch's own AdamW keeps a `step` tensor per parameter: checkpoints then hold none, and after a load all parameters share one, which
+    advances once per parameter and gives wrong losses. Loshchilov and Hutter 2019 (arXiv:1711.05101).
+
+    Args:
+        params: parameters or groups.
+        lr: learning rate.
+        betas: decay of the two moments.
+        eps: added to the denominator.
+        weight_decay: decoupled weight decay.
+        adam_w_mode: has to be true.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adam_w_mode: bool = True,
+    ):
+        if not adam_w_mode:
+            raise ValueError("adam_w_mode=False: only decoupled weight decay is supported. Fix: use decoupled_weight_decay=True.")
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            if group["params"]:
+                group["step"] = group.get("step", 0) + 1
+                params = [p for p in group["params"] if p.grad is not None]
+                for p in params:
+                    self.allocate(p, group)
+                self._update(group, params)
+
+    def allocate(self, p: Tensor, group: Mapping[str, Any]) -> None:
+        """Moments of a parameter of a group, if it has none yet: zeros."""
+        if not self.state[p]:
+            self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+
+    def moments(self, p: Tensor) -> dict[str, Tensor]:
+        """The two moments in fp32, of the shape of `p`."""
+        return {name: self.state[p][name] for name in ("exp_avg", "exp_avg_sq")}
+
+    def set_moments(self, p: Tensor, values: Mapping[str, Tensor]) -> None:
+        """Keeps `values`, which are like those of `moments`."""
+        for name, value in self.moments(p).items():
+            value.copy_(values[name])
+
+    def _update(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
+        _fused_adamw(group, params, [self.state[p] for p in params])
+
+
+def _fused_adamw(group: Mapping[str, Any], params: Sequence[Tensor], moments: Sequence[Mapping[str, Tensor]]) -> None:
+    # The kernel adds one to each step tensor before it uses it.
+    steps = list(torch.full((len(params),), float(group["step"] - 1), device=params[0].device).unbind()) if params else []
+    adamw(
+        list(params),
+        [p.grad for p in params if p.grad is not None],
+        [moment["exp_avg"] for moment in moments],
+        [moment["exp_avg_sq"] for moment in moments],
+        [],
+        steps,
+        fused=True,
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+
+
+class Bf16Adam(Adam):
+    """Adam whose moments are bf16 between steps, and fp32 while one parameter is updated (DeepSeek-V3, arXiv:2412.19437, section 3.3.2).
+
+    Rounded to the nearest: a moment whose relative change in a step is under 2^-8 may stay where it is.
+    """
+
+    def allocate(self, p: Tensor, group: Mapping[str, Any]) -> None:
+        if not self.state[p]:
+            self.state[p] = {name: torch.zeros_like(p, dtype=torch.bfloat16) for name in ("exp_avg", "exp_avg_sq")}
+
+    def moments(self, p: Tensor) -> dict[str, Tensor]:
+        return {name: value.float() for name, value in super().moments(p).items()}
+
+    def set_moments(self, p: Tensor, values: Mapping[str, Tensor]) -> None:
+        for name in ("exp_avg", "exp_avg_sq"):
+            self.state[p][name].copy_(values[name])
+
+    def _update(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
+        for p in params:
+            moments = self.moments(p)
+            _fused_adamw(group, [p], [moments])
+            self.set_moments(p, moments)
+
+
+class Adam8bit(Adam):
+    """Adam whose moments are 8-bit codes with an fp32 scale for every 256 values, updated by the kernels of bitsandbytes.
+
+    Dettmers et al. 2022 (arXiv:2110.02861): a moment is `table[code] * scale`, with a table of 256 values between -1 and 1
+    (0 and 1 for the second moment). Tensors of fewer than 4096 values have fp32 moments.
+
+    Raises:
+        ValueError: where the kernels of the installed bitsandbytes do not run on the device of the parameters.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        import bitsandbytes.functional
+
+        super().__init__(*args, **kwargs)
+        self._kernels = bitsandbytes.functional
+        self._tables: dict[torch.device, dict[str, Tensor]] = {}
+        self._try_kernels()
+
+    def _try_kernels(self) -> None:
+        """Before training, and in one line: a package that is there may have been built for another device."""
+        device = self.param_groups[0]["params"][0].device if self.param_groups[0]["params"] else torch.device("cpu")
+        p = torch.zeros(SMALL, device=device)
+        p.grad = torch.ones_like(p)
+        try:
+            self.allocate(p, self.param_groups[0])
+            self._update({**self.param_groups[0], "step": 1, "lr": 0.0}, [p])
+        except (RuntimeError, NameError, AttributeError, TypeError, NotImplementedError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            rule = f"the kernels of the installed bitsandbytes do not run on {device.type} ({type(error).__name__}: {reason})"
+            raise ValueError(f"OPTIMIZER=adam8bit: {rule}. Fix: install another version, or set OPTIMIZER=adam.") from error
+        finally:
+            del self.state[p]
+
+    def allocate(self, p: Tensor, group: Mapping[str, Any]) -> None:
+        if self.state[p] or p.numel() < SMALL:
+            super().allocate(p, group)
+            return
+        num_blocks = -(-p.numel() // BLOCK)
+        for name in ("exp_avg", "exp_avg_sq"):
+            # Code 0 is the lowest value, not 0; with a scale of 0 every code is.
+            self.state[p][name] = torch.zeros_like(p, dtype=torch.uint8)
+            self.state[p][f"{name}_scale"] = torch.zeros(num_blocks, device=p.device)
+
+    def moments(self, p: Tensor) -> dict[str, Tensor]:
+        state = self.state[p]
+        if state["exp_avg"].dtype != torch.uint8:
+            return super().moments(p)
+        return {
+            name: dequantized(state[name], state[f"{name}_scale"], self._table(p.device)[name]).view(p.shape)
+            for name in ("exp_avg", "exp_avg_sq")
+        }
+
+    def set_moments(self, p: Tensor, values: Mapping[str, Tensor]) -> None:
+        state = self.state[p]
+        if state["exp_avg"].dtype != torch.uint8:
+            super().set_moments(p, values)
+            return
+        for name in ("exp_avg", "exp_avg_sq"):
+            codes, scale = quantized(values[name], self._table(p.device)[name])
+            state[name].copy_(codes.view(p.shape))
+            state[f"{name}_scale"].copy_(scale)
+
+    def _table(self, device: torch.device) -> dict[str, Tensor]:
+        if device not in self._tables:
+            tables = {"exp_avg": True, "exp_avg_sq": False}
+            self._tables[device] = {name: self._kernels.create_dynamic_map(signed=signed).to(device) for name, signed in tables.items()}
+        return self._tables[device]
+
+    def _update(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
+        large = [p for p in params if self.state[p]["exp_avg"].dtype == torch.uint8]
+        super()._update(group, [p for p in params if self.state[p]["exp_avg"].dtype != torch.uint8])
+        for p in large:
+            state, table = self.state[p], self._table(p.device)
+            self._kernels.optimizer_update_8bit_blockwise(
+                "adam", p.grad, p, state["exp_avg"], state["exp_avg_sq"], *group["betas"], 0.0, 0.0, group["eps"], group["step"],
+                float(group["lr"]), table["exp_avg"], table["exp_avg_sq"], state["exp_avg_scale"], state["exp_avg_sq_scale"],
+                weight_decay=group["weight_decay"],
+            )  # fmt: skip
+
+
+def dequantized(codes: Tensor, scale: Tensor, table: Tensor) -> Tensor:
+    """`table[codes] * scale` with a scale for every 256 values: fp32, flat.
+
+    Args:
+        codes: uint8, n values of any shape.
+        scale: fp32 [ceil(n / 256)].
+        table: fp32 [256], rising.
+    """
+    flat, found = codes.reshape(-1), torch.empty(codes.numel(), device=codes.device)
+    for start in range(0, flat.numel(), _CHUNK):
+        part = flat[start : start + _CHUNK]
+        blocks = scale[start // BLOCK : -(-(start + part.numel()) // BLOCK)]
+        found[start : start + _CHUNK] = table[part.int()] * blocks.repeat_interleave(BLOCK)[: part.numel()]
+    return found
+
+
+def quantized(values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest codes and their scales: codes uint8 [n] and fp32 [ceil(n / 256)].
+
+    A block's scale is the least at which no value is out of the table's range. bitsandbytes takes the largest absolute value, but the
+    lowest of the signed table is -0.993: of values that were quantized before, ours finds the scale again, and so the same codes.
+
+    Args:
+        values: fp32, n values of any shape.
+        table: fp32 [256], rising, from 0 or below up to 1.
+    """
+    flat, bounds = values.reshape(-1), (table[1:] + table[:-1]) / 2
+    codes = torch.empty(flat.numel(), dtype=torch.uint8, device=flat.device)
+    scales = []
+    for start in range(0, flat.numel(), _CHUNK):
+        part = flat[start : start + _CHUNK]
+        blocks = torch.nn.functional.pad(part, (0, -part.numel() % BLOCK)).view(-1, BLOCK)
+        scale = blocks.amax(1).clamp(min=0) / table[-1]
+        if table[0] < 0:
+            scale = torch.maximum(scale, blocks.amin(1) / table[0])
+        shares = blocks / torch.where(scale > 0, scale, 1.0)[:, None]
+        codes[start : start + _CHUNK] = torch.bucketize(shares, bounds).view(-1)[: part.numel()].to(torch.uint8)
+        scales.append(scale)
+    return codes, torch.cat(scales) if scales else flat.new_empty(0)
+
+
+class Sgd(torch.optim.SGD):
+    """torch's SGD, whose momentum is there from the start: a checkpoint has it before the first step as well.
+
+    `m = momentum * m + (g + weight_decay * w)`, `w -= lr * m`. torch begins with m = g, which is the same as m = 0 before.
+    """
+
+    def allocate(self, p: Tensor, group: Mapping[str, Any]) -> None:
+        """Momentum of a parameter that has none yet: zeros; none without momentum."""
+        if self.defaults["momentum"] and not self.state[p]:
+            self.state[p] = {"momentum_buffer": torch.zeros_like(p)}
+
+
+def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Moments of all parameters of one of the optimizers here."""
+    assert isinstance(optimizer, Adam | Sgd)
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            optimizer.allocate(p, group)
+
+
+def moments(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Tensor]:
+    """Name in MOMENTS to the running mean of a parameter, fp32 of its shape: the optimizer's own tensors where it keeps fp32, or copies."""
+    if isinstance(optimizer, Adam):
+        return optimizer.moments(p)
+    return {name: optimizer.state[p][name] for name in MOMENTS if name in optimizer.state[p]}
+
+
+def set_moments(optimizer: torch.optim.Optimizer, p: Tensor, values: Mapping[str, Tensor]) -> None:
+    """Gives a parameter the moments `values`, by the names of `moments`; nothing is copied onto itself."""
+    kept = optimizer.state[p]
+    if all(kept.get(name) is value for name, value in values.items()):
+        return
+    if isinstance(optimizer, Adam):
+        optimizer.set_moments(p, values)
+    else:
+        for name, value in values.items():
+            kept[name].copy_(value)

@@ -1,0 +1,72 @@
+"""The batch ramp-up (RAMPUP_BATCH_SIZE): the batch size by samples consumed, and how long a run stays at each. No torch.
+
+The rule of Megatron-LM's --rampup-batch-size: the n = (GBSZ - START) / INCREMENT steps are spread evenly over SAMPLES, so that after c
+samples the batch has START + floor(c / (SAMPLES / n)) * INCREMENT. It is written out here because Megatron-Core has no such calculator
+from 0.18 on. Training (`optim.BatchSchedule`) and the planner take it from here.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from moe_exp.config import Config
+
+
+class RampStep(NamedTuple):
+    """A stretch of a run with one batch size.
+
+    Attributes:
+        batch_size: samples per iteration.
+        num_iterations: of them, in a row.
+        samples: consumed by them.
+    """
+
+    batch_size: int
+    num_iterations: int
+    samples: int
+
+
+def batch_size_at(config: Config, consumed_samples: int) -> int:
+    """Samples of the next iteration, after `consumed_samples` of them."""
+    if config.rampup is None:
+        return config.gbsz
+    start, increment, samples = config.rampup
+    num_steps = (config.gbsz - start) // increment
+    if not num_steps or consumed_samples > samples:
+        return config.gbsz
+    return start + int(consumed_samples / (samples / num_steps)) * increment
+
+
+def ramp_sizes(config: Config) -> list[int]:
+    """The batch sizes of a ramp in their order, GBSZ last. A step may be passed over: one batch can be larger than a step's samples."""
+    if config.rampup is None:
+        return [config.gbsz]
+    start, increment, _ = config.rampup
+    return [*range(start, config.gbsz, increment), config.gbsz]
+
+
+def ramp_steps(config: Config, num_samples: int | None = None) -> list[RampStep]:
+    """How many iterations run at each batch size.
+
+    Args:
+        config: of the run.
+        num_samples: the run ends with the iteration that reaches so many; None: after TRAIN_ITERS iterations.
+
+    Returns:
+        In the order in which they run; sizes at which no iteration runs are left out.
+    """
+    return list(_steps(config, num_samples))
+
+
+def _steps(config: Config, num_samples: int | None) -> Iterator[RampStep]:
+    consumed, iterations_left = 0, config.train_iters
+    while (num_samples is None and iterations_left) or (num_samples is not None and consumed < num_samples):
+        size = batch_size_at(config, consumed)
+        left = iterations_left if num_samples is None else -(-(num_samples - consumed) // size)
+        # The size never falls: the first iteration with another one is found by halves, with the rule itself.
+        begin = consumed
+        count = bisect.bisect_left(range(left), True, key=lambda i, b=begin, s=size: batch_size_at(config, b + i * s) != s)  # type: ignore[misc]
+        yield RampStep(size, count, count * size)
+        consumed, iterations_left = consumed + count * size, iterations_left - count

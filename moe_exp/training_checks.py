@@ -1,0 +1,63 @@
+"""What has to hold between the settings of the batch ramp-up and of the optimizer. Lines of problems, as in checks.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moe_exp.config import Config, problem
+from moe_exp.planner.ramp import ramp_sizes
+
+# bf16 has 8 bits of precision: a relative change of less than half of 2^-7 may be rounded away.
+_LARGEST_BF16_BETA = 1 - 2**-8
+
+
+def check_rampup(c: Config, replicas: int) -> Iterator[str]:
+    """RAMPUP_BATCH_SIZE: that every batch size of the ramp can be run by so many data parallel replicas."""
+    try:
+        rampup = c.rampup
+    except ValueError:
+        rampup = (0, 0, 0)
+    if rampup is None:
+        return
+    start, increment, samples = rampup
+    step = c.mbsz * replicas
+    if min(start, increment, samples) < 1:
+        rule = "must be three positive whole numbers"
+    elif start > c.gbsz or (c.gbsz - start) % increment:
+        rule = f"START must reach GBSZ={c.gbsz} in whole steps of INCREMENT"
+    else:
+        rule = _step_that_does_not_divide(c, replicas)
+    if rule:
+        size = step * c.pp if c.vpp else step
+        fix = f"give START INCREMENT SAMPLES, for instance '{size} {size} 1000'" if c.gbsz % size == 0 else "first mend GBSZ"
+        yield problem("rampup_batch_size", c.rampup_batch_size, rule, fix)
+
+
+def _step_that_does_not_divide(c: Config, replicas: int) -> str:
+    """Which batch size of the ramp is the first that is no multiple of what runs at once, or ''. GBSZ is checked by itself."""
+    step, sizes = c.mbsz * replicas, ramp_sizes(c)
+    for number, size in enumerate(sizes[:-1], start=1):
+        has = f"step {number} of {len(sizes)} has a batch of {size}"
+        if size % step:
+            return f"{has}, no multiple of MBSZ*DP={c.mbsz}*{replicas}={step}"
+        if c.vpp and size % (step * c.pp):
+            return f"{has}, with VPP={c.vpp} no multiple of PP*MBSZ*DP={c.pp}*{c.mbsz}*{replicas}={step * c.pp}"
+    return ""
+
+
+def check_optimizer(c: Config) -> Iterator[str]:
+    """OPTIMIZER and its settings; the packages that it needs are seen to by machine_checks.py."""
+    if c.optimizer == "muon" and c.distributed_optimizer:
+        rule = "OPTIMIZER=muon needs whole matrices, of which the distributed optimizer gives a rank ranges of values"
+        yield problem("distributed_optimizer", "true", rule, "set DISTRIBUTED_OPTIMIZER=false, or OPTIMIZER=adam")
+    if c.optimizer_state_dtype == "fp32":
+        return
+    if c.optimizer != "adam":
+        fix = "set OPTIMIZER_STATE_DTYPE=fp32, or OPTIMIZER=adam"
+        yield problem("optimizer_state_dtype", c.optimizer_state_dtype, f"is of the moments of Adam, but OPTIMIZER={c.optimizer}", fix)
+        return
+    for name in ("adam_beta1", "adam_beta2"):
+        if getattr(c, name) > _LARGEST_BF16_BETA:
+            rule = "a moment of OPTIMIZER_STATE_DTYPE=bf16 would not decay any more, its change in a step is lost by rounding"
+            fix = f"set {name.upper()} to at most {_LARGEST_BF16_BETA:.3f}, or OPTIMIZER_STATE_DTYPE=fp32"
+            yield problem(name, getattr(c, name), rule, fix)
