@@ -20,6 +20,7 @@ REQUIRES = [
     "packaging>=24.2",
     "orjson>=3.10",
     "xxhash>=3.4",
+    "scipy>=1.11",
 ]
 
 EXTRAS = {
@@ -60,7 +61,7 @@ if __name__ == "__main__":
         license_files=["LICENSE"],
         python_requires=">=3.10",
         packages=find_packages(include=["moe_exp", "moe_exp.*"]),
-        package_data={"moe_exp": ["**/*.json", "**/*.yaml", "scripts/*.sh", "scripts/*.py"]},
+        package_data={"moe_exp": ["**/*.json", "**/*.yaml", "**/*.csv", "scripts/*.sh", "scripts/*.py"]},
         install_requires=REQUIRES,
         extras_require=EXTRAS,
         entry_points={"console_scripts": ["moe-exp = moe_exp.cli:main"]},

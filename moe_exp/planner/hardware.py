@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 PROFILES = Path(__file__).parent / "profiles"
-_ALIASES = {"A100": "A100-80GB", "V100": "V100-32GB", "cpu": "CPU"}
+_ALIASES = {"A100": "A100-80GB", "V100": "V100-32GB", "H100": "H100-80GB", "H200": "H200-141GB", "B200": "B200-180GB", "cpu": "CPU"}
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,7 @@ class Hardware:
 
     Attributes:
         name: as a CSV or `--gpu` gives it.
+        architecture: volta, ampere, hopper, blackwell, or cpu.
         memory_bytes: memory of the device.
         dense_flops: peak of the matrix units by compute type (fp32, bf16, fp16), multiply and add counted as two, in FLOP/s.
         memory_bytes_per_second: bandwidth of the device's memory.
@@ -27,9 +28,11 @@ class Hardware:
         node_latency_seconds: of a message inside a node.
         network_latency_seconds: of a message between nodes.
         gpus_per_node: devices of the usual node.
+        matrix_share: share of dense_flops that large products reach, in that of an A100.
     """
 
     name: str
+    architecture: str
     memory_bytes: float
     dense_flops: dict[str, float]
     memory_bytes_per_second: float
@@ -39,6 +42,12 @@ class Hardware:
     node_latency_seconds: float
     network_latency_seconds: float
     gpus_per_node: int
+    matrix_share: float
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether ranks are processes on processors."""
+        return self.architecture == "cpu"
 
 
 def hardware_names() -> list[str]:
@@ -63,10 +72,18 @@ def load_hardware(name: str) -> Hardware:
 
 
 def _read(path: Path) -> Hardware:
-    content: dict[str, Any] = json.loads(path.read_text())
-    missing = [field.name for field in fields(Hardware) if field.name not in content]
-    if missing:
-        raise ValueError(f"{path}: {missing[0]} is missing. Fix: write it as the profiles of the package have it.")
-    # Every number stands with its source: {"value": ..., "source": "..."}.
-    values = {field.name: content[field.name] for field in fields(Hardware)}
-    return Hardware(**{name: value["value"] if isinstance(value, dict) and "value" in value else value for name, value in values.items()})
+    try:
+        content = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise ValueError(f"{path}: is not JSON. Fix: write it as the profiles of the package are.") from None
+    values: dict[str, Any] = {}
+    for field in fields(Hardware):
+        if field.name not in content:
+            raise ValueError(f"{path}: {field.name} is missing. Fix: write it as the profiles of the package have it.")
+        # Every number stands with its source: {"value": ..., "source": "..."}.
+        entry = content[field.name]
+        values[field.name] = value = entry["value"] if isinstance(entry, dict) and "value" in entry else entry
+        for number in value.values() if isinstance(value, dict) else [value]:
+            if field.name not in ("name", "architecture") and not (isinstance(number, (int, float)) and number > 0):
+                raise ValueError(f"{path}: {field.name}={number}: must be a number more than 0. Fix: mend it.")
+    return Hardware(**values)

@@ -148,7 +148,7 @@ def job_of_row(row: Mapping[str, str]) -> Job:
         sequence_parallel=not of_deepspeed and config.tp > 1,
         fused_attention=not of_deepspeed,
         learned_positions=of_deepspeed,
-        software=(row.get("era") or "").partition(":")[0] if of_deepspeed else "",
+        software=(row.get("era") or "").partition(":")[0],
         launch_blocking=(row.get("section") or "").startswith("launch_blocking"),
         measured_by="nvidia-smi" if of_deepspeed else "allocated",
     )

@@ -18,10 +18,21 @@ CONSTANTS = PROFILES / "constants.json"
 
 @dataclass(frozen=True)
 class Constants:
-    """All fitted constants."""
+    """All fitted constants, and how far they are to be trusted.
+
+    Attributes:
+        memory: of the memory formulas.
+        time: of the time formulas.
+        memory_error: relative error that nine of ten runs stay within which were left out of the fit.
+        time_error: the same of the time.
+        hardware: devices that the fit had runs of.
+    """
 
     memory: MemoryConstants
     time: TimeConstants
+    memory_error: float
+    time_error: float
+    hardware: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -32,11 +43,17 @@ class Prediction:
         stages: memory of a rank of every pipeline stage.
         time: seconds of an iteration.
         memory_bytes: of the device.
+        memory_error: relative error to expect of the memory, see `Constants`.
+        time_error: the same of the time.
+        is_calibrated: whether the constants were fitted to runs on this device: the errors say nothing about another one.
     """
 
     stages: list[StageMemory]
     time: IterationTime
     memory_bytes: float
+    memory_error: float
+    time_error: float
+    is_calibrated: bool
 
     @property
     def peak_stage(self) -> int:
@@ -58,6 +75,11 @@ class Prediction:
         """Whether the job runs out of memory."""
         return self.margin_bytes < 0
 
+    @property
+    def is_close(self) -> bool:
+        """Whether the margin, or what is lacking, is smaller than the error to expect."""
+        return abs(self.margin_bytes) < self.memory_error * self.peak_bytes
+
 
 @cache
 def load_constants(path: Path = CONSTANTS) -> Constants:
@@ -68,14 +90,19 @@ def load_constants(path: Path = CONSTANTS) -> Constants:
     """
     try:
         content = json.loads(path.read_text())
-        parts = {name: content["constants"][name] for name in ("memory", "time")}
-    except (json.JSONDecodeError, KeyError, TypeError):
+        return Constants(
+            memory=_filled(MemoryConstants, content["constants"]["memory"]),
+            time=_filled(TimeConstants, content["constants"]["time"]),
+            memory_error=content["fit"]["memory"]["left_out_90_percent_within"],
+            time_error=content["fit"]["time"]["left_out_90_percent_within"],
+            hardware=tuple(content["hardware"]),
+        )
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
         raise ValueError(f"PROFILE={path}: is no profile that `moe-exp plan calibrate` wrote. Fix: write it anew.") from None
-    return Constants(_filled(MemoryConstants, parts["memory"]), _filled(TimeConstants, parts["time"]))
 
 
 def _filled(kind: type[Any], values: dict[str, float]) -> Any:
-    return kind(**{field.name: values[field.name] for field in fields(kind) if field.name in values})
+    return kind(**{field.name: float(values[field.name]) for field in fields(kind)})
 
 
 def predict(job: Job, hardware: Hardware, constants: Constants | None = None) -> Prediction:
@@ -85,4 +112,7 @@ def predict(job: Job, hardware: Hardware, constants: Constants | None = None) ->
         stages=memory_of(job, hardware, constants.memory),
         time=time_of(job, hardware, constants.time),
         memory_bytes=hardware.memory_bytes,
+        memory_error=constants.memory_error,
+        time_error=constants.time_error,
+        is_calibrated=hardware.name in constants.hardware,
     )

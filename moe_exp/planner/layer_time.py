@@ -1,0 +1,132 @@
+"""Seconds of one layer, and of the output layer, on one rank for one micro-batch. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_exp.config import Config
+from moe_exp.planner.job import Job
+from moe_exp.planner.products import Device, Pass
+from moe_exp.planner.time_constants import TimeConstants
+
+# Bytes that a training step moves beside the products, per element of 2 bytes: (forward, backward).
+_SCORE_BYTES = (9, 11)  # unfused attention: scale, mask and softmax in one kernel, dropout and its mask
+_RESIDUAL_BYTES = (24, 36)  # per token and hidden channel: two norms, two residuals, biases, dropout
+_ACTIVATION_BYTES = (6, 10)  # per token and channel of an MLP
+_SLOT_BYTES = (12, 16)  # per slot and hidden channel of an MoE layer: rows gathered for the experts, and back
+_LOGIT_BYTES = (12, 18)  # per token and row of the vocabulary: fp32 logits, maximum, exponentials, gradient
+# Bytes per weight and micro-batch for adding a gradient to those before it.
+_ACCUMULATION_BYTES = {"fp16": 8, "bf16": 8, "fp32": 12, "bf16_fp32grad": 16}
+_FUSED_ACCUMULATION_BYTES = 8  # fp32 sums, added to by the product itself
+# Flash attention leaves out the masked half, computes the scores anew for gradients, and reaches less than a plain product does.
+_FLASH_FORWARD, _FLASH_BACKWARD = 0.5 * 1.3, 0.5 * 1.3 * 2.5
+_LOOPED_EXPERT = 0.125  # share of layer_seconds for each expert of a loop: 0.1 ms, from the reference runs with and without grouped GEMM
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Seconds of a micro-batch, without collectives.
+
+    Attributes:
+        dense: a layer without experts.
+        moe: a layer with experts.
+        moe_part: the MoE part of it alone, for recomputation.
+        activation: the experts' activation alone.
+        output: output layer and loss.
+    """
+
+    dense: Pass
+    moe: Pass
+    moe_part: Pass
+    activation: Pass
+    output: Pass
+
+
+def layer_times(job: Job, device: Device, constants: TimeConstants) -> LayerTimes:
+    """Times of all kinds of layers of a job."""
+    config, tokens = job.config, num_tokens(job.config)
+    start = Pass(constants.layer_seconds, 2 * constants.layer_seconds)
+    common = start + _attention(job, device, tokens)
+    common += device.moved(_shared_rows(job, tokens) * config.hidden_size, _RESIDUAL_BYTES)
+    moe_part = activation = Pass(0, 0)
+    if config.use_moe:
+        activation = device.moved(_slots(job, tokens) * config.expert_ffn_size / config.etp, _ACTIVATION_BYTES)
+        moe_part = activation + _moe(job, device, tokens, constants)
+    return LayerTimes(
+        dense=common + _mlp(job, device, tokens, config.ffn_hidden_size / config.tp),
+        moe=common + moe_part,
+        moe_part=moe_part,
+        activation=activation,
+        output=_linear(job, device, tokens, config.padded_vocab_size / config.tp, config.hidden_size)
+        + device.moved(tokens * config.padded_vocab_size / config.tp, _LOGIT_BYTES),
+    )
+
+
+def num_tokens(config: Config) -> float:
+    """Tokens of a micro-batch on a context parallel rank."""
+    return config.mbsz * config.seq_len / config.cp
+
+
+def _shared_rows(job: Job, tokens: float) -> float:
+    return tokens / job.config.tp if job.sequence_parallel else tokens
+
+
+def _slots(job: Job, tokens: float) -> float:
+    """Slots (a token's use of an expert) that a rank's experts get when all are used alike, or what their capacity is padded to."""
+    config = job.config
+    factor = config.expert_capacity_factor if config.pad_to_capacity else None
+    return _shared_rows(job, tokens) * config.topk * config.etp * (factor or 1.0)
+
+
+def _linear(job: Job, device: Device, rows: float, columns: float, depth: float, count: float = 1) -> Pass:
+    """A layer's product [rows, depth] x [depth, columns], its gradients, and the weight's gradient added to the sum."""
+    fused = job.sharding == "distributed" and not device.is_cpu
+    num_bytes = _FUSED_ACCUMULATION_BYTES if fused else _ACCUMULATION_BYTES[job.precision]
+    return device.linear(rows, columns, depth, count) + Pass(0, columns * depth * count * num_bytes / device.bandwidth)
+
+
+def _attention(job: Job, device: Device, tokens: float) -> Pass:
+    config = job.config
+    heads, width = config.num_heads / config.tp, config.num_heads * config.kv_channels / config.tp
+    values = heads * config.v_head_dim if config.multi_latent_attention else width
+    total = _linear(job, device, tokens, config.hidden_size, values)
+    for columns, depth in _projections(config, width, heads):
+        total += _linear(job, device, tokens, columns, depth)
+    # Every query of the rank with every key of its sequence.
+    batch, queries, keys = config.mbsz * heads, config.seq_len / config.cp, config.seq_len
+    channels = config.kv_channels
+    if not job.fused_attention:
+        scores = device.linear(queries, keys, channels, batch) + device.linear(queries, channels, keys, batch)
+        return total + scores + device.moved(batch * queries * keys, _SCORE_BYTES)
+    once = 4 * batch * queries * keys * channels / device.flops
+    return total + Pass(once * _FLASH_FORWARD, once * _FLASH_BACKWARD)
+
+
+def _projections(config: Config, width: float, heads: float) -> list[tuple[float, float]]:
+    """(columns, depth) of the products before the scores."""
+    if not config.multi_latent_attention:
+        return [(width + 2 * config.num_query_groups * config.kv_channels / config.tp, config.hidden_size)]
+    latent = config.kv_lora_rank
+    down_up = [(latent + config.qk_pos_emb_head_dim, config.hidden_size), (heads * (config.qk_head_dim + config.v_head_dim), latent)]
+    if config.q_lora_rank:
+        return [*down_up, (config.q_lora_rank, config.hidden_size), (width, config.q_lora_rank)]
+    return [*down_up, (width, config.hidden_size)]
+
+
+def _mlp(job: Job, device: Device, tokens: float, ffn: float) -> Pass:
+    hidden, ways = job.config.hidden_size, 2 if job.config.gated else 1
+    products = _linear(job, device, tokens, ways * ffn, hidden) + _linear(job, device, tokens, hidden, ffn)
+    return products + device.moved(tokens * ffn * ways, _ACTIVATION_BYTES)
+
+
+def _moe(job: Job, device: Device, tokens: float, constants: TimeConstants) -> Pass:
+    """Router, rows to and from the experts, their products, shared expert."""
+    config, ways = job.config, 2 if job.config.gated else 1
+    rows, slots, local = _shared_rows(job, tokens), _slots(job, tokens), config.num_experts / config.ep
+    ffn, hidden = config.expert_ffn_size / config.etp, config.hidden_size
+    total = device.linear(rows, config.num_experts, hidden) + device.moved(slots * hidden, _SLOT_BYTES)
+    total += _linear(job, device, slots / local, ways * ffn, hidden, local) + _linear(job, device, slots / local, hidden, ffn, local)
+    if config.shared_expert_size:
+        total += _mlp(job, device, tokens, config.shared_expert_size / config.tp)
+    starts = constants.layer_seconds * (1 + (_LOOPED_EXPERT * local if config.expert_backend == "loop" else 0))
+    return total + Pass(starts, 2 * starts)

@@ -1,0 +1,63 @@
+"""Seconds of matrix products and of memory traffic on a device. No torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from moe_exp.planner.hardware import Hardware
+from moe_exp.planner.time_constants import TimeConstants
+
+# Output tiles of the products of large matrices on NVIDIA GPUs (NVIDIA, Matrix Multiplication Background User's Guide).
+_TILES = ((128, 256), (256, 128))
+_ALIGNMENT = 8  # elements of 2 bytes: rows of a multiple of 16 bytes are what the matrix units read at full speed
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Seconds of a layer's forward and backward pass."""
+
+    forward: float
+    backward: float
+
+    def __add__(self, other: Pass) -> Pass:
+        return Pass(self.forward + other.forward, self.backward + other.backward)
+
+
+class Device:
+    """What products and memory traffic take on a device under given constants."""
+
+    def __init__(self, hardware: Hardware, dtype: str, constants: TimeConstants):
+        volta = hardware.architecture == "volta"
+        share = hardware.matrix_share * (constants.v100_share if volta else 1.0)
+        self.flops = hardware.dense_flops[dtype] * constants.matrix_efficiency * share
+        self.bandwidth = hardware.memory_bytes_per_second * constants.memory_efficiency
+        self.is_cpu = hardware.is_cpu
+        self.num_units = hardware.num_units
+        self.half_depth = 0.0 if self.is_cpu else constants.half_depth
+        self.unaligned = 1.0 if self.is_cpu else constants.unaligned_v100 if volta else constants.unaligned
+        self.num_bytes = 4 if dtype == "fp32" else 2
+
+    def product(self, m: float, n: float, k: float, count: float = 1) -> float:
+        """Seconds of `count` products [m, k] x [k, n].
+
+        On a GPU with U multiprocessors the output is cut into tiles, which run in waves of U: a wave that is not full takes as long
+        as one that is. Short inner dimensions do not fill the pipelines: k / (k + half_depth).
+        """
+        work = m * n * count if self.is_cpu else min(self._in_waves(m, n, count, tile) for tile in _TILES)
+        seconds = 2 * work * k / self.flops * (k + self.half_depth) / k
+        return seconds * self.unaligned if k % _ALIGNMENT or n % _ALIGNMENT else seconds
+
+    def _in_waves(self, m: float, n: float, count: float, tile: tuple[int, int]) -> float:
+        """Elements of the output, those of the idle multiprocessors of the last wave with them."""
+        tiles = math.ceil(m / tile[0]) * math.ceil(n / tile[1]) * count
+        return math.ceil(tiles / self.num_units) * self.num_units * tile[0] * tile[1]
+
+    def linear(self, m: float, n: float, k: float, count: float = 1) -> Pass:
+        """A product with gradients by both of its inputs: [m, n] x [n, k] and [n, m] x [m, k]."""
+        return Pass(self.product(m, n, k, count), self.product(m, k, n, count) + self.product(k, n, m, count))
+
+    def moved(self, elements: float, num_bytes: tuple[float, float]) -> Pass:
+        """Reading and writing so many bytes per element; figures are of 2-byte types."""
+        scale = elements * self.num_bytes / 2 / self.bandwidth
+        return Pass(num_bytes[0] * scale, num_bytes[1] * scale)

@@ -1,0 +1,67 @@
+"""Seconds of collectives and messages between ranks. No torch.
+
+Ranks of a job are numbered as Megatron numbers them: tensor parallel ranks next to each other, then context, (expert,) data and pipeline
+parallel ones. A group whose ranks span no more than a node uses the node's links, else the network.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_exp.planner.hardware import Hardware
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that exchange something.
+
+    Attributes:
+        size: ranks.
+        stride: distance of one from the next in the numbering of all ranks.
+        hardware: what they are.
+        gpus_per_node: ranks of a node.
+    """
+
+    size: int
+    stride: int
+    hardware: Hardware
+    gpus_per_node: int
+
+    @property
+    def in_node(self) -> bool:
+        """Whether no message leaves a node."""
+        return self.size * self.stride <= self.gpus_per_node
+
+    @property
+    def _in_one_node(self) -> int:
+        return min(self.size, max(1, self.gpus_per_node // self.stride))
+
+    @property
+    def bytes_per_second(self) -> float:
+        """What a rank sends in a ring. All groups of a node share its network, a ring that has several ranks there passes it once."""
+        if self.in_node:
+            return self.hardware.node_bytes_per_second
+        return min(self.hardware.node_bytes_per_second, self.hardware.network_bytes_per_second * self._in_one_node)
+
+    @property
+    def latency_seconds(self) -> float:
+        """Of one collective, whatever its size."""
+        return self.hardware.node_latency_seconds if self.in_node else self.hardware.network_latency_seconds
+
+    def reduce_scatter(self, num_bytes: float, share: float) -> float:
+        """Seconds of a reduce-scatter or an all-gather of `num_bytes` in all, where `share` of the bandwidth is reached."""
+        if self.size == 1:
+            return 0.0
+        return (self.size - 1) / self.size * num_bytes / (self.bytes_per_second * share) + self.latency_seconds
+
+    def all_reduce(self, num_bytes: float, share: float) -> float:
+        """Seconds of an all-reduce: a reduce-scatter and an all-gather."""
+        return 2 * self.reduce_scatter(num_bytes, share)
+
+    def all_to_all(self, num_bytes: float, share: float) -> float:
+        """Seconds of an all-to-all in which every rank sends `num_bytes`, an equal part to each rank."""
+        if self.size == 1:
+            return 0.0
+        inside = (self._in_one_node - 1) / self.size * num_bytes / self.hardware.node_bytes_per_second
+        outside = (self.size - self._in_one_node) / self.size * num_bytes / self.hardware.network_bytes_per_second
+        return max(inside, outside) / share + self.latency_seconds

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from moe_exp.planner.hardware import PROFILES, hardware_names, load_hardware
+
+
+def test_profiles_of_the_package():
+    assert hardware_names() == ["A100-80GB", "B200-180GB", "CPU", "H100-80GB", "H200-141GB", "V100-32GB"]
+
+
+@pytest.mark.parametrize("name", hardware_names())
+def test_every_number_has_a_source(name):
+    content = json.loads((PROFILES / f"{name}.json").read_text())
+    assert content.pop("name") == name and content.pop("architecture")
+    assert all(set(entry) == {"value", "source"} and entry["source"] for entry in content.values())
+    hardware = load_hardware(name)
+    assert hardware.name == name and set(hardware.dense_flops) == {"fp32", "bf16", "fp16"}
+
+
+def test_short_names():
+    assert load_hardware("H100") is load_hardware("H100-80GB") or load_hardware("H100") == load_hardware("H100-80GB")
+    assert load_hardware("V100").gpus_per_node == 4 and load_hardware("A100").num_units == 108
+
+
+def test_a_profile_by_path(tmp_path):
+    content = json.loads((PROFILES / "A100-80GB.json").read_text())
+    content["name"], content["num_units"]["value"] = "A100-40GB", 107
+    (tmp_path / "mine.json").write_text(json.dumps(content))
+    assert load_hardware(str(tmp_path / "mine.json")).num_units == 107
+
+
+def test_refusals(tmp_path):
+    with pytest.raises(ValueError, match=r"GPU=A1000: is not a known device. Fix: use one of A100-80GB, "):
+        load_hardware("A1000")
+    cut = tmp_path / "cut.json"
+    cut.write_text('{"name": "X", "architecture": "ampere"}')
+    with pytest.raises(ValueError, match=r"cut.json: memory_bytes is missing"):
+        load_hardware(str(cut))
+    cut.write_text("{")
+    with pytest.raises(ValueError, match=r"cut.json: is not JSON"):
+        load_hardware(str(cut))
+    wrong = json.loads((PROFILES / "A100-80GB.json").read_text()) | {"num_units": {"value": -1, "source": "x"}}
+    cut.write_text(json.dumps(wrong))
+    with pytest.raises(ValueError, match=r"cut.json: num_units=-1: must be a number more than 0"):
+        load_hardware(str(cut))

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from moe_exp.config import Config, load_config
+from moe_exp.planner.hardware import load_hardware
+from moe_exp.planner.job import Job
+from moe_exp.planner.measured import MEASURED_RUNS, read_runs
+from moe_exp.planner.prediction import load_constants
+from moe_exp.planner.timing import IterationTime, bubble_seconds, time_of
+
+A100 = load_hardware("A100-80GB")
+CONSTANTS = load_constants().time
+RUNS = {run.row_id: run for run in read_runs(MEASURED_RUNS)}
+
+
+def config(**settings) -> Config:
+    sizes = {"num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 11008, "num_heads": 32, "num_query_groups": 8, "seq_len": 4096}
+    sizes |= {"vocab_size": 32000, "use_moe": False, "gpus_per_node": 8, "nnodes": 8, "mbsz": 1, "gbsz": 256, "dtype": "bf16"}
+    return Config(**(sizes | settings))
+
+
+def seconds(**settings) -> IterationTime:
+    return time_of(Job.of(config(**settings)), A100, CONSTANTS)
+
+
+MOE = {"use_moe": True, "num_experts": 8, "topk": 2}
+
+
+def simulated(stages: list[float], num_microbatches: int) -> float:
+    """1F1B by its rules: a stage does warm-up forwards, then one forward and one backward in turn; a third of its time is forward."""
+    done: dict[tuple[str, int, int], float] = {}
+    work = []
+    for stage in range(len(stages)):
+        warm_up = min(len(stages) - stage - 1, num_microbatches)
+        order = [("f", i) for i in range(warm_up)]
+        for i in range(num_microbatches - warm_up):
+            order += [("f", warm_up + i), ("b", i)]
+        work.append(order + [("b", i) for i in range(num_microbatches - warm_up, num_microbatches)])
+    clocks = [0.0] * len(stages)
+    while any(work):
+        for stage, order in enumerate(work):
+            while order:
+                kind, i = order[0]
+                other = stage - 1 if kind == "f" else stage + 1
+                is_first = other < 0 or other == len(stages)
+                if not is_first and (kind, i, other) not in done:
+                    break
+                start = max(clocks[stage], 0.0 if is_first else done[kind, i, other])
+                clocks[stage] = done[kind, i, stage] = start + stages[stage] * (1 / 3 if kind == "f" else 2 / 3)
+                order.pop(0)
+    return max(clocks)
+
+
+@pytest.mark.parametrize("num_microbatches", [4, 9, 32])
+def test_bubble_of_even_stages_is_that_of_the_schedule(num_microbatches):
+    stages = [3.0] * 4
+    assert num_microbatches * 3.0 + bubble_seconds(stages, num_microbatches) == pytest.approx(simulated(stages, num_microbatches))
+
+
+@pytest.mark.parametrize("stages", [[3.0, 3.0, 3.0, 4.0], [4.0, 3.0, 3.0, 3.0], [2.0, 3.0, 2.5, 2.0, 2.2, 3.0]])
+def test_bubble_of_uneven_stages_is_near_that_of_the_schedule(stages):
+    formula = 24 * sum(stages) / len(stages) + bubble_seconds(stages, 24)
+    assert formula == pytest.approx(simulated(stages, 24), rel=0.04)
+
+
+def test_bubble_by_hand():
+    assert bubble_seconds([1.0, 1.0, 2.0, 1.0], 10) == pytest.approx(5 + 9 * 2 - 12.5)
+    assert bubble_seconds([2.0] * 4, 10, num_chunks=3) == pytest.approx(2.0)
+
+
+def test_parts_add_up():
+    found = seconds(tp=2, pp=4, ep=2, nnodes=8, **MOE)
+    assert all(value > 0 for name, value in found.parts().items() if name != "context_parallel")
+    assert sum(found.parts().values()) == found.total
+
+
+@pytest.mark.parametrize(
+    ("settings", "part"),
+    [({"tp": 2}, "tensor_parallel"), ({"cp": 2}, "context_parallel"), ({"pp": 2}, "pipeline"), ({"ep": 2, **MOE}, "expert_parallel")],
+)
+def test_a_part_is_there_with_its_parallelism_alone(settings, part):
+    alone = seconds(**(MOE if "ep" in settings else {}))
+    assert getattr(alone, part) == 0
+    assert getattr(seconds(**settings), part) > 0
+
+
+def test_recompute_costs_a_forward_pass():
+    plain, full = seconds(), seconds(recompute="full")
+    assert 1.25 < full.compute / plain.compute < 1.36  # the output layer is not computed again
+    moe, selective = seconds(**MOE), seconds(recompute="selective", **MOE)
+    assert moe.compute < selective.compute < seconds(recompute="full", **MOE).compute
+
+
+def test_interleaved_stages_have_a_smaller_bubble():
+    assert seconds(pp=4, vpp=4).bubble < seconds(pp=4).bubble
+    assert seconds(pp=4, vpp=4).pipeline == pytest.approx(4 * seconds(pp=4).pipeline)
+
+
+def test_overlap_hides_the_reduce():
+    assert seconds(overlap="true", gbsz=64).data_parallel < seconds(overlap="false", gbsz=64).data_parallel
+    assert seconds(nnodes=1, gpus_per_node=1).data_parallel == 0
+
+
+def test_a_smaller_batch_takes_less():
+    job = Job.of(config(pp=4))
+    half = time_of(job, A100, CONSTANTS, batch_size=128)
+    assert half.compute == pytest.approx(time_of(job, A100, CONSTANTS).compute / 2)
+    assert half.bubble == pytest.approx(time_of(job, A100, CONSTANTS).bubble, rel=0.2)
+
+
+def test_what_bounds_a_job():
+    assert seconds(gbsz=4096).bound == "compute"
+    assert seconds(pp=8, gbsz=32, nnodes=8).bound == "bubble"
+
+
+@pytest.mark.parametrize(("slow", "fast"), [("r088", "r087"), ("r091", "r089"), ("r017", "r023"), ("r064", "r073"), ("r071", "r074")])
+def test_cliffs_of_the_measured_runs(slow, fast):
+    """Head sizes 108 and 150, hidden 14400 against 13824, TP=8 against TP=4, reduce over the network at PP=2."""
+    measured = RUNS[slow].seconds / RUNS[fast].seconds
+    predicted = [time_of(RUNS[name].job, A100, CONSTANTS).total for name in (slow, fast)]
+    assert measured > 1.04
+    assert predicted[0] / predicted[1] == pytest.approx(measured, rel=0.08)
+
+
+def test_reference_runs():
+    """Measured: dense 226 to 230 ms, capacity 600 to 638, dropless 494 to 525 with EP=4 and 1532 to 1688 with EP=8 on software of 2024."""
+    cases = [({"use_moe": False}, 226, 230), ({"ep": 4, "moe_type": "moe", "expert_backend": "loop"}, 600, 638)]
+    cases += [({"ep": 4}, 416, 525), ({"ep": 8, "mbsz": 4}, 1532, 1688)]
+    for settings, low, high in cases:
+        job = Job.of(load_config({"preset": "reference", "gpus_per_node": 8} | settings, {}))
+        milliseconds = 1000 * time_of(replace(job, software="2024-10"), A100, CONSTANTS).total
+        assert 0.9 * low < milliseconds < 1.1 * high, settings
