@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moe_exp.hosts import count_gpus, num_cores
 from moe_exp.presets import PRESETS, preset_values
+from moe_exp.run_names import built_name
 from moe_exp.setting_types import (
     NO_LOSS,
     LayerPattern,
@@ -194,7 +195,12 @@ class Config(BaseModel):
     decay_iters: NonNegative = Field(38000, description="iteration at which MIN_LR is reached; 0: TRAIN_ITERS")
     wsd_decay_iters: NonNegative = Field(0, description="iterations of the final decay (LR_DECAY_STYLE=WSD)")
     rampup_batch_size: str = Field("", description="'START INCREMENT SAMPLES': batch ramp-up from START to GBSZ")
-    weight_decay: Rate = Field(0.1, description="AdamW weight decay; never on norms and biases")
+    optimizer: Literal["adam", "adam8bit", "sgd", "muon"] = Field(
+        "adam", description="adam: AdamW; adam8bit: its moments in 8 bits (bitsandbytes, GPUs); sgd: with momentum; muon is refused"
+    )
+    optimizer_state_dtype: Literal["fp32", "bf16"] = Field("fp32", description="of the two moments of OPTIMIZER=adam")
+    sgd_momentum: Probability = Field(0.9, description="momentum (OPTIMIZER=sgd); 0: none, and no optimizer state")
+    weight_decay: Rate = Field(0.1, description="decoupled with Adam, part of the gradient with SGD; never on norms and biases")
     adam_beta1: Probability = Field(0.9, description="AdamW beta 1")
     adam_beta2: Probability = Field(0.95, description="AdamW beta 2")
     adam_eps: float = Field(1e-8, gt=0, description="AdamW epsilon")
@@ -341,17 +347,7 @@ class Config(BaseModel):
     @property
     def name(self) -> str:
         """RUN_NAME, or the name built from the settings."""
-        return self.run_name or _built_name(self)
-
-
-def _built_name(config: Config) -> str:
-    vpp = "none" if config.vpp is None else config.vpp
-    name = f"moe_{str(config.use_moe).lower()}"
-    if config.use_moe:
-        name += f"_num_experts_{config.num_experts}_topk_{config.topk}_type_{config.moe_type}"
-    name += f"_num_nodes_{config.nnodes}_gpus_per_node_{config.gpus_per_node}_TP_{config.tp}_PP_{config.pp}_VPP_{vpp}_EP_{config.ep}"
-    extra = "".join(f"_{key.upper()}_{getattr(config, key)}" for key in ("etp", "cp") if getattr(config, key) > 1)
-    return name + extra
+        return self.run_name or built_name(self)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

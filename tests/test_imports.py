@@ -17,7 +17,7 @@ PACKAGE = ROOT / "moe_exp"
 CPU = {"megatron_cpu", "gloo"}
 ENGINE = {"config", "runtime", "model", *CPU}
 ALLOWED: dict[str, set[str]] = {
-    "config": {"hosts", "presets", "setting_types"},
+    "config": {"hosts", "presets", "setting_types", "run_names"},
     "planner": {"config"},
     "model_changes": {"config"},
     "run_folder": {"config", "files", "model_changes"},
@@ -53,6 +53,7 @@ NOT_BY_TRAIN = {"hf", "inference", "report", "launch", "doctor", *NEVER_IMPORTED
 NO_TORCH = {
     "config",
     "setting_types",
+    "run_names",
     "planner",
     "hosts",
     "presets",

@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 
 from moe_exp.config import Config
 from moe_exp.planner.flops import flops_per_iteration
+from moe_exp.planner.optimizer_bytes import num_moments, optimizer_state_bytes
 
 MEBIBYTE = 2**20
 
@@ -116,17 +117,18 @@ def weight_and_optimizer_bytes(config: Config, rank: RankParameters) -> float:
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """Bytes of one checkpoint of the whole model: weights, fp32 main weights and the two Adam moments."""
-    return count_parameters(config).total * (16 if config.dtype == "fp32" else 14)
+    """Bytes of one checkpoint of the whole model: weights, fp32 main weights and the optimizer's moments.
+
+    Main weights are written in fp32 as well, and moments as fp32 whatever they are in memory: a checkpoint fits every layout.
+    """
+    weight = 4 if config.dtype == "fp32" else 2
+    return count_parameters(config).total * (weight + 4 + 4 * num_moments(config))
 
 
 def _bytes_per_parameter(config: Config, num_replicas: int) -> float:
-    """Bytes: weight, fp32 gradient and, sharded over replicas by the distributed optimizer, fp32 weight and Adam moments.
-
-    fp32 weights need no main copy: the distributed optimizer's shards are views of them.
-    """
-    kept, state = (8, 8) if config.dtype == "fp32" else (6, 12)
-    return kept + state / (max(1, num_replicas) if config.distributed_optimizer else 1)
+    """Bytes: weight, fp32 gradient and, sharded over replicas by the distributed optimizer, the optimizer's state."""
+    kept = 8 if config.dtype == "fp32" else 6
+    return kept + optimizer_state_bytes(config) / (max(1, num_replicas) if config.distributed_optimizer else 1)
 
 
 def _chunk_bounds(config: Config, stage_layers: Sequence[int]) -> list[tuple[int, int]]:
