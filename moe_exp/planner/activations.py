@@ -25,7 +25,6 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from moe_exp.config import Config
 from moe_exp.planner.job import Job
 
 
@@ -263,10 +262,14 @@ class _Account:
         return config.num_experts * config.etp * min(capacity, self._tokens)
 
     def _work(self) -> float:
-        """Held while a layer is computed backward: gradients of its widest part, with rows under way, and those of unfused scores."""
+        """Held while a layer is computed backward: gradients of its widest part and of its weights, rows under way, unfused scores."""
         config, width = self._config, self._width
         gated = 2 if config.gated else 1
         mlp = self._tokens * self._hidden + self._all_tokens * (1 + gated) * config.ffn_hidden_size / self._tp if self._has_dense else 0.0
-        experts = self._rows * (2 * self._hidden + (1 + gated) * config.expert_ffn_size / config.etp) if self._has_moe else 0.0
+        experts = 0.0
+        if self._has_moe:
+            ffn = config.expert_ffn_size / config.etp
+            experts = self._rows * (2 * self._hidden + (1 + gated) * ffn)
+            experts += config.num_experts // config.ep * self._hidden * gated * ffn
         scores = config.num_heads * config.seq_len * self._all_tokens / self._tp if self._writes_scores else 0.0
         return width * max(mlp, experts, 2 * scores)

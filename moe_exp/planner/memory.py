@@ -10,19 +10,18 @@ from moe_exp.planner.activations import Activations, activations_of, width_of
 from moe_exp.planner.constants import constant
 from moe_exp.planner.hardware import Hardware
 from moe_exp.planner.job import Job
+from moe_exp.planner.optimizer_bytes import optimizer_state_bytes
 from moe_exp.planner.params import RankParameters, parameters_of_stages
 
 # Of torch's allocator before the first micro-batch, beside weights, gradients and optimizer: cuBLAS workspaces of the forward and of
 # the backward thread (8.1 MiB each), that of Transformer Engine (4 MiB), a batch and its mask. Measured: 26 to 29 MiB.
 _WORKSPACE_BYTES = 27 * 2**20
-# Python, torch and megatron-core as Linux counts them for one process, before there is a model.
-_PROCESS_BYTES = 1.0e9
+# Python, torch, megatron-core and the embedded corpus as Linux counts them for one process: 0.35e9 at its start, and what a step loads.
+_PROCESS_BYTES = 0.65e9
 # What an allocator can have of a GPU: the driver and the context's own pages keep about one percent.
 _USABLE_SHARE = 0.99
 # DeepSpeed's defaults for ZeRO: gradients are reduced, and parameters gathered, through buckets of so many elements.
 _BUCKET_ELEMENTS = 5e8
-# Bytes of Adam's two moments, or what is in their place, per parameter. bitsandbytes adds an fp32 scale for every block of 256.
-_STATE_BYTES = {"adam": 8.0, "adam8bit": 2.0 + 2 * 4 / 256, "sgd": 4.0, "muon": 4.0}
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,9 @@ class MemoryConstants:
     cached_share: float = constant(0.3, 0.4, "of the activations' bytes: what the allocator keeps beside, in pieces that nothing fits into")
     flat_bytes: float = constant(0.4, 0.4, "DeepSpeed's flat copies and their padding, bytes per parameter of a rank")
     bf16_copy_bytes: float = constant(2.0, 0.2, "the same of its bf16 optimizer, beside flat_bytes")
-    load_spread: float = constant(0.5, 0.2, "dropless layers: standard deviation of experts' loads over their mean that a rank has to have room for")
+    load_spread: float = constant(
+        0.5, 0.2, "dropless layers: how much experts' loads differ, over their mean, that there has to be room for"
+    )
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def memory_of(job: Job, hardware: Hardware, constants: MemoryConstants, *, imbal
         imbalance: rows that the experts of a rank get, relative to their fair share, where none is dropped; by default
             `expected_imbalance`. At worst all tokens choose experts of one rank: EP.
     """
-    config, on_cpu = job.config, hardware.name == "CPU"
+    config, on_cpu = job.config, hardware.is_cpu
     keeps_outputs = on_cpu or job.of_deepspeed  # Megatron frees on GPUs what a stage has sent
     if imbalance is None:
         imbalance = expected_imbalance(config, constants.load_spread)
@@ -159,14 +160,8 @@ def _bytes_per_parameter(job: Job, constants: MemoryConstants) -> _BytesPerParam
     if job.sharding == "distributed":
         dense_shards = max(1, config.world_size // (config.tp * config.pp))
         expert_shards = max(1, config.world_size // (config.etp * config.ep * config.pp))
-    # fp32 weights need no main copy: the optimizer's shards are views of them.
-    state = _state_bytes(job) + (4 if width < 4 else 0)
+    state = optimizer_state_bytes(config)
     return _BytesPerParameter(width, 4, state / dense_shards, state / expert_shards)
-
-
-def _state_bytes(job: Job) -> float:
-    state = _STATE_BYTES[getattr(job.config, "optimizer", "adam")]
-    return state / 2 if job.bf16_states and state >= 4 else state
 
 
 def _deepspeed_bytes(job: Job, constants: MemoryConstants) -> _BytesPerParameter:
@@ -203,8 +198,11 @@ def _overhead(job: Job, on_cpu: bool, constants: MemoryConstants) -> tuple[float
 
 
 def _cached(job: Job, hardware: Hardware, wanted: float, needed: float) -> float:
-    """What the allocator holds beside, less and less the fuller the device is: half of what is free where it would have as much."""
+    """What the allocator (of torch, or on processors malloc) holds beside: the fuller the device is, the less it can.
+
+    It is half of what is free where it would have as much, and nearly all of `wanted` where much more is free.
+    """
     free = _USABLE_SHARE * hardware.memory_bytes - needed
-    if job.measured_by == "allocated" or hardware.name == "CPU" or free <= 0:
+    if job.measured_by == "allocated" or free <= 0 or wanted <= 0:
         return 0.0
-    return wanted * free / (wanted + free) if wanted else 0.0
+    return wanted * free / (wanted + free)
