@@ -181,7 +181,8 @@ def _deepspeed_bytes(job: Job, constants: MemoryConstants) -> _BytesPerParameter
 
 def _work(kept: Activations, *, is_last: bool) -> float:
     """The widest moment beside what layers keep: one layer's backward, or on the last stage the loss."""
-    return max(kept.layer_work, kept.output + kept.output_work) if is_last else kept.layer_work
+    layer = kept.layer_work + kept.recomputed
+    return max(layer, kept.output + kept.output_work) if is_last else layer
 
 
 def _communication_bytes(job: Job, kept: Activations) -> float:
