@@ -58,6 +58,11 @@ class Job:
             fused_attention=True,
         )
 
+    @property
+    def of_deepspeed(self) -> bool:
+        """Whether Megatron-DeepSpeed ran it, which alone of the engines here learns positions."""
+        return self.learned_positions
+
     @cached_property
     def num_microbatches(self) -> int:
         """Micro-batches of an iteration per data parallel rank, at least 1."""

@@ -142,7 +142,7 @@ def job_of_row(row: Mapping[str, str]) -> Job:
     precision: Any = row.get("precision") or "bf16_fp32grad"
     return Job(
         config=config,
-        stage_layers=tuple(split_layers(config.num_layers, config.pp, count_ends=balanced)),
+        stage_layers=tuple(_stage_layers(config.num_layers, config.pp, balanced=balanced, of_deepspeed=of_deepspeed)),
         precision=precision,
         sharding="distributed" if not of_deepspeed else "none" if row.get("zero_stage") == "0" else "zero1",
         sequence_parallel=not of_deepspeed and config.tp > 1,
@@ -152,6 +152,19 @@ def job_of_row(row: Mapping[str, str]) -> Job:
         launch_blocking=(row.get("section") or "").startswith("launch_blocking"),
         measured_by="nvidia-smi" if of_deepspeed else "allocated",
     )
+
+
+def _stage_layers(num_layers: int, num_stages: int, *, balanced: bool, of_deepspeed: bool) -> list[int]:
+    """DeepSpeed without balanced ends fills its stages from the first: 78 layers over 12 are eleven times 7, and 1.
+
+    With more stages than layers every stage has one thing, the first one the embedding.
+    """
+    if balanced or not of_deepspeed:
+        return split_layers(num_layers, num_stages, count_ends=balanced)
+    if num_layers < num_stages:
+        return [0] + [1] * num_layers + [0] * (num_stages - num_layers - 1)
+    most = -(-num_layers // num_stages)
+    return [min(most, max(0, num_layers - most * stage)) for stage in range(num_stages)]
 
 
 def _settings(row: Mapping[str, str], of_deepspeed: bool) -> dict[str, Any]:

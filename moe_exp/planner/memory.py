@@ -2,23 +2,55 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from moe_exp.config import Config
+from moe_exp.planner.activations import Activations, activations_of, width_of
 from moe_exp.planner.constants import constant
 from moe_exp.planner.hardware import Hardware
 from moe_exp.planner.job import Job
+from moe_exp.planner.optimizer_bytes import optimizer_state_bytes
+from moe_exp.planner.params import RankParameters, parameters_of_stages
+
+# Of torch's allocator before the first micro-batch, beside weights, gradients and optimizer: cuBLAS workspaces of the forward and of
+# the backward thread (8.1 MiB each), that of Transformer Engine (4 MiB), a batch and its mask. Measured: 26 to 29 MiB.
+_WORKSPACE_BYTES = 27 * 2**20
+# Python, torch, megatron-core and the embedded corpus as Linux counts them for one process: 0.35e9 at its start, and what a step loads.
+_PROCESS_BYTES = 0.65e9
+# What an allocator can have of a GPU: the driver and the context's own pages keep about one percent.
+_USABLE_SHARE = 0.99
+# DeepSpeed's defaults for ZeRO: gradients are reduced, and parameters gathered, through buckets of so many elements.
+_BUCKET_ELEMENTS = 5e8
 
 
 @dataclass(frozen=True)
 class MemoryConstants:
     """What no formula gives; fitted to measured runs by `calibration.py`."""
 
-    context_bytes: float = constant(3e9, 0.5, "CUDA context, libraries and NCCL buffers, where nvidia-smi measures")
+    context_bytes: float = constant(3e9, 0.4, "CUDA context, libraries and NCCL buffers, where nvidia-smi measures")
+    cached_share: float = constant(0.3, 0.4, "of the activations' bytes: what the allocator keeps beside, in pieces that nothing fits into")
+    flat_bytes: float = constant(0.4, 0.4, "DeepSpeed's flat copies and their padding, bytes per parameter of a rank")
+    bf16_copy_bytes: float = constant(2.0, 0.2, "the same of its bf16 optimizer, beside flat_bytes")
+    load_spread: float = constant(
+        0.5, 0.2, "dropless layers: how much experts' loads differ, over their mean, that there has to be room for"
+    )
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of a rank of one pipeline stage at the peak of an iteration."""
+    """Bytes of a rank of one pipeline stage at the peak of an iteration.
+
+    Attributes:
+        weights: parameters in the compute type.
+        gradients: of all parameters.
+        optimizer: its state, with the fp32 copy of the weights.
+        activations: kept for backward by all micro-batches in flight, and what the widest moment needs beside.
+        buffers: of communication.
+        overhead: of libraries: workspaces, and what nvidia-smi counts beside the allocator.
+        cached: what the allocator holds and nothing uses; it gives it back before the device is full.
+        workspace: the part of `overhead` that is there between iterations and counted by the allocator.
+    """
 
     weights: float
     gradients: float
@@ -26,18 +58,152 @@ class StageMemory:
     activations: float
     buffers: float
     overhead: float
+    cached: float = 0.0
+    workspace: float = 0.0
 
     @property
     def static(self) -> float:
         """What is there between iterations, as torch's allocator counts it."""
-        return self.weights + self.gradients + self.optimizer
+        return self.weights + self.gradients + self.optimizer + self.workspace
+
+    @property
+    def needed(self) -> float:
+        """What has to fit: all but what the allocator can give back."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.buffers + self.overhead
 
     @property
     def total(self) -> float:
-        """All of it."""
-        return self.static + self.activations + self.buffers + self.overhead
+        """What a measurement shows."""
+        return self.needed + self.cached
 
 
-def memory_of(job: Job, hardware: Hardware, constants: MemoryConstants) -> list[StageMemory]:
-    """Memory of a rank of every pipeline stage, from the first to the last."""
-    raise NotImplementedError
+def memory_of(job: Job, hardware: Hardware, constants: MemoryConstants, *, imbalance: float | None = None) -> list[StageMemory]:
+    """Memory of a rank of every pipeline stage, from the first to the last.
+
+    Args:
+        job: what runs.
+        hardware: on what.
+        constants: see there.
+        imbalance: rows that the experts of a rank get, relative to their fair share, where none is dropped; by default
+            `expected_imbalance`. At worst all tokens choose experts of one rank: EP.
+    """
+    config, on_cpu = job.config, hardware.is_cpu
+    keeps_outputs = on_cpu or job.of_deepspeed  # Megatron frees on GPUs what a stage has sent
+    if imbalance is None:
+        imbalance = expected_imbalance(config, constants.load_spread)
+    kept = activations_of(job, on_cpu=on_cpu, imbalance=imbalance)
+    per_parameter = _bytes_per_parameter(job, constants)
+    parameters = parameters_of_stages(config, job.stage_layers, learned_positions=job.learned_positions)
+    num_moe, in_flight = _moe_layers_of_stages(config, parameters), micro_batches_in_flight(config, job.num_microbatches)
+    handed_on = _communication_bytes(job, kept)
+    workspace, overhead = _overhead(job, on_cpu, constants)
+    stages, last = [], len(parameters) - 1
+    for stage, part in enumerate(parameters):
+        count = part.dense + part.expert
+        layers = (job.stage_layers[stage] - num_moe[stage]) * kept.dense_layer + num_moe[stage] * kept.moe_layer
+        layers += (kept.embedding if stage == 0 else 0.0) + (kept.hidden if stage < last and keeps_outputs else 0.0)
+        activations = in_flight[stage] * layers + _work(kept, is_last=stage == last)
+        weights, gradients = per_parameter.weights * count, per_parameter.gradients * count
+        optimizer = per_parameter.dense_state * part.dense + per_parameter.expert_state * part.expert
+        buffers = handed_on + (4 * min(_BUCKET_ELEMENTS, count) if job.sharding == "zero1" else 0.0)
+        needed = weights + gradients + optimizer + activations + buffers + overhead
+        cached = _cached(job, hardware, activations * constants.cached_share, needed)
+        stages.append(StageMemory(weights, gradients, optimizer, activations, buffers, overhead, cached, workspace))
+    return stages
+
+
+def expected_imbalance(config: Config, spread: float) -> float:
+    """Rows of a rank over its fair share that a dropless layer has to have room for: 1 + spread * sqrt((EP - 1) / E).
+
+    A rank has n = E/EP of E experts. With loads that differ by `spread` times their mean and add up to all slots, the sum over n
+    of them differs by spread * sqrt((1 - n/E) / n) times its own mean. In the first iterations of the reference runs, where the
+    balancing loss is 1.44, 0.5 is what rank 0 needed at the peak; later it is near 0.
+    """
+    return 1 + spread * math.sqrt((config.ep - 1) / config.num_experts) if config.use_moe else 1.0
+
+
+def micro_batches_in_flight(config: Config, num_microbatches: int) -> list[float]:
+    """Micro-batches whose activations each stage keeps at once; those of one model chunk count as its part of a micro-batch.
+
+    1F1B (Narayanan et al. 2021, arXiv:2104.04473): one for every stage from this to the last. Interleaved, with v chunks on each of p
+    ranks, Megatron runs 2 * (p - stage - 1) + (v - 1) * p chunks ahead: on the first stage 1 + (p - 1) / (p * v) as much as 1F1B.
+    """
+    stages, chunks = config.pp, config.vpp or 1
+    if chunks == 1:
+        return [min(stages - stage, num_microbatches) for stage in range(stages)]
+    ahead = [2 * (stages - stage - 1) + (chunks - 1) * stages for stage in range(stages)]
+    return [min(chunk + 1, num_microbatches * chunks) / chunks for chunk in ahead]
+
+
+def _moe_layers_of_stages(config: Config, parameters: list[RankParameters]) -> list[int]:
+    held = sum(part.expert for part in parameters)
+    num_moe = sum(config.moe_layers) if held else 0
+    return [part.expert * num_moe // held if held else 0 for part in parameters]
+
+
+@dataclass(frozen=True)
+class _BytesPerParameter:
+    """Of a rank; optimizer state of what all data parallel ranks hold, and of experts, of which there are fewer copies."""
+
+    weights: float
+    gradients: float
+    dense_state: float
+    expert_state: float
+
+
+def _bytes_per_parameter(job: Job, constants: MemoryConstants) -> _BytesPerParameter:
+    """Megatron's: weights, fp32 gradients, and the optimizer's fp32 weights and state, sharded by the distributed optimizer."""
+    if job.of_deepspeed:
+        return _deepspeed_bytes(job, constants)
+    config, width = job.config, width_of(job)
+    dense_shards, expert_shards = 1, 1
+    if job.sharding == "distributed":
+        dense_shards = max(1, config.world_size // (config.tp * config.pp))
+        expert_shards = max(1, config.world_size // (config.etp * config.ep * config.pp))
+    state = optimizer_state_bytes(config)
+    return _BytesPerParameter(width, 4, state / dense_shards, state / expert_shards)
+
+
+def _deepspeed_bytes(job: Job, constants: MemoryConstants) -> _BytesPerParameter:
+    """DeepSpeed of 2022: its 16-bit optimizers, sharded by ZeRO-1 (Rajbhandari et al. 2020, arXiv:1910.02054) or not, and BF16_Optimizer.
+
+    A shard has fp32 weights, moments and gradients, and the averaged 16-bit gradients that those were made from: 4 + 8 + 4 + 2. Without
+    ZeRO the step has all of that at once, and a second flat copy of 16 bits. BF16_Optimizer keeps fp32 gradients of all parameters
+    beside bf16 ones, and reduces them through a flat copy.
+    """
+    shards = max(1, job.config.data_parallel_size) if job.sharding == "zero1" else 1
+    weights = 2 + constants.flat_bytes
+    if job.precision == "bf16_fp32grad":
+        return _BytesPerParameter(weights, 6 + constants.bf16_copy_bytes, 12 / shards, 12 / shards)
+    state = 20.0 if job.sharding == "none" else 18 / shards
+    return _BytesPerParameter(weights, 2, state, state)
+
+
+def _work(kept: Activations, *, is_last: bool) -> float:
+    """The widest moment beside what layers keep: one layer's backward, or on the last stage the loss."""
+    layer = kept.layer_work + kept.recomputed
+    return max(layer, kept.output + kept.output_work) if is_last else layer
+
+
+def _communication_bytes(job: Job, kept: Activations) -> float:
+    """Between stages an input and a gradient under way; with sequence parallelism the whole sequence, gathered before a product."""
+    between = 2 * kept.hidden if job.config.pp > 1 else 0.0
+    return between + (kept.hidden * job.config.tp if job.sequence_parallel else 0.0)
+
+
+def _overhead(job: Job, on_cpu: bool, constants: MemoryConstants) -> tuple[float, float]:
+    """Workspaces alone, and all that is not the model's."""
+    if on_cpu:
+        return 0.0, _PROCESS_BYTES
+    return _WORKSPACE_BYTES, _WORKSPACE_BYTES + (constants.context_bytes if job.measured_by == "nvidia-smi" else 0.0)
+
+
+def _cached(job: Job, hardware: Hardware, wanted: float, needed: float) -> float:
+    """What the allocator (of torch, or on processors malloc) holds beside: the fuller the device is, the less it can.
+
+    It is half of what is free where it would have as much, and nearly all of `wanted` where much more is free.
+    """
+    free = _USABLE_SHARE * hardware.memory_bytes - needed
+    if job.measured_by == "allocated" or free <= 0 or wanted <= 0:
+        return 0.0
+    return wanted * free / (wanted + free)

@@ -1,0 +1,288 @@
+"""What a micro-batch leaves in memory for its backward pass, tensor by tensor. No torch.
+
+Bytes per token, with h hidden size, q and k channels of all query and of all key heads, v of all value heads, f width of an MLP, a heads,
+s sequence, w bytes of the compute type (2 or 4), t tensor parallel size. Every tensor is counted once, where it is read last:
+
+    norm             w*h input, 4 of statistics      on processors 8*h: torch computes RMSNorm in fp32 and keeps input and result
+    QKV projection   w*h input
+    attention        w*(q+k+v)/t, result w*q/t, 4*a/t log-sums; unfused instead of these w*a*s/t scores after softmax
+    projection       w*q/t input, a copy of the result in another order (not on processors, nor unfused)
+    norm, MLP        as above, w*h input, 2*w*f/t, and w*f/t after the fused activation; 3*w*f/t where it is not fused
+    MoE, per token   4*h the router's input in fp32, 4*E scores, K*(8+4) choice and weights
+    MoE, per row     w*h row, 2*w*f, w*f after the activation, which has the router's weight in it: results of experts are not kept
+    loss             4*V/t probabilities in fp32, and while they are made w*V/t logits
+
+The unfused case without dropout, sequence parallelism and gates is that of Korthikanti et al. 2022, arXiv:2205.05198, section 4.1, where
+it is 34*s*b*h + 5*a*s^2*b with dropout. With sequence parallelism (section 4.2.2) what is not divided by t here has tokens/t. Ours differs
+in what the tables of that paper do not know: gates, grouped queries, experts, other kernels.
+
+How it is checked: on a processor against the tensors that autograd saves in the real model, on GPUs against the peaks of four runs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from moe_exp.planner.job import Job
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of one micro-batch on a rank.
+
+    Attributes:
+        dense_layer: kept for backward by a layer with a dense MLP, after whatever recompute there is.
+        moe_layer: the same for an MoE layer.
+        embedding: kept by the embedding.
+        output: kept by the last norm, the output layer and the loss.
+        hidden: one hidden state, as stages hand it on.
+        recomputed: made again by the layer that is computed backward, with a recompute.
+        layer_work: held beside all that while a layer is computed backward: gradients, rows under way.
+        output_work: the same for output layer and loss.
+    """
+
+    dense_layer: float
+    moe_layer: float
+    embedding: float
+    output: float
+    hidden: float
+    recomputed: float
+    layer_work: float
+    output_work: float
+
+
+def activations_of(job: Job, *, on_cpu: bool = False, imbalance: float = 1.0) -> Activations:
+    """Activations of a micro-batch of a job.
+
+    Args:
+        job: what runs.
+        on_cpu: on processors, where kernels keep other things than on GPUs.
+        imbalance: rows that the experts of a rank get, relative to their fair share, in a layer that drops none.
+    """
+    return _Account(job, on_cpu, imbalance).activations()
+
+
+def width_of(job: Job) -> int:
+    """Bytes of a number in the job's compute type."""
+    return 4 if job.precision == "fp32" else 2
+
+
+class _Account:
+    """The sums. `_tokens` are those that a rank has between the products of a layer, `_all_tokens` those that its heads work on."""
+
+    def __init__(self, job: Job, on_cpu: bool, imbalance: float):
+        config = job.config
+        self._job, self._config, self._on_cpu, self._imbalance = job, config, on_cpu, imbalance
+        self._width, self._hidden, self._tp = width_of(job), config.hidden_size, config.tp
+        self._all_tokens = config.mbsz * config.seq_len / config.cp
+        self._tokens = self._all_tokens / (config.tp if job.sequence_parallel else 1)
+        # Processors have only torch's parts; on GPUs Transformer Engine's are the rule.
+        self._is_fused = not on_cpu and config.impl != "local"
+        self._has_moe, self._has_dense = config.use_moe, not (config.use_moe and all(config.moe_layers))
+
+    def activations(self) -> Activations:
+        config, width = self._config, self._width
+        hidden, logits = width * self._hidden * self._tokens, self._all_tokens * config.padded_vocab_size / self._tp
+        norm, mask = self._tokens * self._norm(self._hidden), self._tokens * self._mask(self._hidden)
+        attention = norm + self._attention() + norm + 2 * mask
+        dense = attention + self._dense() if self._has_dense else 0.0
+        experts = self._experts() if self._has_moe else 0.0
+        moe = attention + experts if self._has_moe else 0.0
+        recomputed = 0.0
+        if config.recompute == "full":
+            shared = 0.0 if self._norms_in_fp32 and width < 4 else hidden  # the norm's input is what was kept
+            recomputed = max(dense, moe) - shared
+            dense, moe = (hidden if kept else 0.0 for kept in (dense, moe))
+        elif config.recompute == "selective" and self._has_moe:
+            recomputed = experts - (hidden if self._reads_input else 0.0)
+            moe = attention + hidden
+        return Activations(
+            dense_layer=dense,
+            moe_layer=moe,
+            embedding=8 * self._all_tokens + mask,
+            output=norm + hidden + 4 * logits + 9 * self._all_tokens,
+            hidden=hidden,
+            recomputed=recomputed,
+            layer_work=self._work(),
+            # The loss makes probabilities of a copy in fp32, while the logits are still there; logits in fp32 it overwrites.
+            output_work=width * logits if width < 4 else 0.0,
+        )
+
+    def _norm(self, size: float, heads: int = 1) -> float:
+        """Kept by a norm over `size` channels, per token: its input, and what it divided by for each of `heads` parts."""
+        if self._config.normalization != "RMSNorm":
+            return self._width * size + 2 * heads * (self._width if self._on_cpu else 4)
+        return (8 if self._norms_in_fp32 else self._width) * size + 4 * heads
+
+    @property
+    def _norms_in_fp32(self) -> bool:
+        """torch's RMSNorm on a processor is made of steps, which keep an fp32 input and the input divided."""
+        return self._on_cpu and self._config.normalization == "RMSNorm"
+
+    def _mask(self, size: float) -> float:
+        """Kept by a dropout, per token: on processors a mask with the scale in it, of the compute type."""
+        return size * (self._width if self._on_cpu else 1) if self._config.dropout else 0.0
+
+    # Attention
+
+    def _attention(self) -> float:
+        """Projections and core, without the norm before."""
+        config, width = self._config, self._width
+        latent = self._latent() if config.multi_latent_attention else 0.0
+        per_token = width * self._hidden + latent
+        per_head_token = self._core() + (self._qk_norm() if config.qk_norm and not config.multi_latent_attention else 0.0)
+        return self._tokens * per_token + self._all_tokens * per_head_token / self._tp + self._positions()
+
+    @cached_property
+    def _channels(self) -> tuple[int, int, int, int]:
+        """Of all queries, keys and values, and of the result."""
+        config = self._config
+        query = config.num_heads * config.kv_channels
+        if config.multi_latent_attention:
+            value = config.num_heads * config.v_head_dim
+            return query, query, value, value
+        key = config.num_query_groups * config.kv_channels
+        return query, key, key, query
+
+    def _core(self) -> float:
+        """Kept by the attention core and the projection after it, per token, of all heads."""
+        config, width = self._config, self._width
+        query, key, value, result = self._channels
+        if self._writes_scores:
+            return self._unfused_core()
+        log_sums = 4 * config.num_heads
+        if config.cp > 1:  # ours gathers keys and values of the whole sequence, and joins the results of two blocks
+            return width * (query + config.cp * (key + value) + 2 * result) + log_sums
+        if self._is_fused or config.multi_latent_attention:
+            return width * (query + key + value + 2 * result) + log_sums
+        # The values are a view of what the projection gave, which so is kept as a whole.
+        results = result if self._on_cpu else 2 * result
+        return width * (query + key + (query + key + value) + results) + log_sums
+
+    @cached_property
+    def _writes_scores(self) -> bool:
+        """torch's fused kernel for processors knows neither dropout nor value heads of another size."""
+        config = self._config
+        return not self._job.fused_attention or (self._on_cpu and bool(config.multi_latent_attention or config.attention_dropout))
+
+    def _unfused_core(self) -> float:
+        """Scores after softmax; with dropout a mask and what is left of them, too. Recomputed where RECOMPUTE says so."""
+        config, width = self._config, self._width
+        query, key, value, result = self._channels
+        scores = config.num_heads * config.seq_len
+        if self._on_cpu:  # in steps, in fp32, with keys and values repeated for every query head
+            return 4 * (2 * query + result) + 4 * scores * (3 if config.attention_dropout else 1) + width * result
+        kept = (2 * width + 1 if config.attention_dropout else width) * scores
+        core_is_recomputed = config.recompute in ("selective", "moe_act") and not self._has_moe
+        return width * (query + key + value + result) + (0 if core_is_recomputed else kept)
+
+    def _qk_norm(self) -> float:
+        config = self._config
+        query, key, *_ = self._channels
+        if config.qk_norm_scope == "all":  # an RMSNorm, whatever the other norms are
+            return (8 if self._on_cpu else self._width) * (query + key) + 8
+        return self._norm(query, config.num_heads) + self._norm(key, config.num_query_groups)
+
+    def _latent(self) -> float:
+        """What multi-latent attention projects down to, per token: input of a norm and of the projection up (arXiv:2405.04434)."""
+        config, width = self._config, self._width
+        ranks = [rank for rank in (config.q_lora_rank, config.kv_lora_rank) if rank]
+        return sum((self._norm(rank) if config.qk_norm else 0.0) + width * rank for rank in ranks)
+
+    def _positions(self) -> float:
+        """Cosines and sines for queries and for keys, of every position once; the fused kernel makes them anew."""
+        config = self._config
+        if self._is_fused or self._job.learned_positions:
+            return 0.0
+        turned = config.qk_pos_emb_head_dim if config.multi_latent_attention else config.kv_channels * config.rotary_fraction
+        return 4 * self._width * turned * config.seq_len / config.cp
+
+    # MLP and experts
+
+    def _mlp(self, ffn: float) -> float:
+        """Kept by the activation and the second projection of an MLP, per token."""
+        config, width = self._config, self._width
+        if not config.gated:
+            return 2 * width * ffn
+        if config.activation == "swiglu" and not self._on_cpu:
+            return 3 * width * ffn
+        return 5 * width * ffn  # both halves, the activated one, the other one after Megatron's offset is added, their product
+
+    def _dense(self) -> float:
+        ffn = self._config.ffn_hidden_size
+        return self._tokens * self._width * self._hidden + self._all_tokens * self._mlp(ffn / self._tp)
+
+    def _experts(self) -> float:
+        """Router, shared expert and routed experts, without the norm before."""
+        config, width = self._config, self._width
+        kept = self._tokens * self._router() + self._rows * self._row()
+        kept += self._tokens * width * self._hidden if self._reads_input else 0.0
+        if config.shared_expert_size:
+            kept += self._all_tokens * self._mlp(config.shared_expert_size / self._tp)
+            kept += self._tokens * width * (self._hidden + 1) if config.shared_expert_gate else 0.0
+        return kept
+
+    @property
+    def _reads_input(self) -> bool:
+        """Whether something in an MoE layer keeps its input as it is: not routed rows, which are copies, nor a router of another type."""
+        return self._is_in_cache or bool(self._config.shared_expert_size) or self._width == self._router_width
+
+    @property
+    def _router_width(self) -> int:
+        return 8 if self._config.router_dtype == "fp64" else 4
+
+    def _router(self) -> float:
+        """Per token."""
+        config, width = self._config, self._router_width
+        kept = width * config.num_experts + (8 + width) * config.topk  # scores, choice, chosen scores
+        kept += width * self._hidden if self._width != width else 0
+        kept += width * (config.num_experts + 1) if config.z_loss_coeff or config.router_score == "sqrtsoftplus" else 0
+        return kept
+
+    @property
+    def _is_in_cache(self) -> bool:
+        """Whether one function computes all of an MoE layer's experts, on a processor that has all of them."""
+        config = self._config
+        loops = config.expert_backend in ("auto", "loop") and config.dispatcher in ("auto", "local")
+        return self._on_cpu and loops and config.ep == config.etp == 1
+
+    def _row(self) -> float:
+        """Kept per row of the routed experts, with 16 for each of the indices that lead there and back."""
+        config, width = self._config, self._width
+        ffn = config.expert_ffn_size / config.etp
+        first = width * ffn * (2 if config.gated else 1)
+        if self._is_in_cache:  # rows are gathered again in backward
+            return first + 4 + 16
+        indices = 16 + (24 if config.ep * config.etp > 1 else 0)
+        is_computed_again = config.recompute == "moe_act" or (self._on_cpu and config.expert_backend in ("auto", "loop"))
+        return width * self._hidden + first + (0 if is_computed_again else width * ffn) + 4 + indices
+
+    @cached_property
+    def _rows(self) -> float:
+        """Rows that the experts of a rank compute: its share of the slots of the ranks that send to it."""
+        config = self._config
+        slots = self._tokens * config.topk * config.etp
+        factor = config.expert_capacity_factor
+        if factor is None:
+            return slots * self._imbalance
+        if not config.pad_to_capacity:
+            return slots * min(self._imbalance, factor)
+        # Every rank gives every expert room for all that the micro-batch may send there, see layers/moe_layer.py.
+        of_microbatch = config.mbsz * config.seq_len * config.topk
+        capacity = max(config.min_capacity, math.ceil(of_microbatch / config.num_experts * factor))
+        return config.num_experts * config.etp * min(capacity, self._tokens)
+
+    def _work(self) -> float:
+        """Held while a layer is computed backward: gradients of its widest part and of its weights, rows under way, unfused scores."""
+        config, width = self._config, self._width
+        gated = 2 if config.gated else 1
+        mlp = self._tokens * self._hidden + self._all_tokens * (1 + gated) * config.ffn_hidden_size / self._tp if self._has_dense else 0.0
+        experts = 0.0
+        if self._has_moe:
+            ffn = config.expert_ffn_size / config.etp
+            experts = self._rows * (2 * self._hidden + (1 + gated) * ffn)
+            experts += config.num_experts // config.ep * self._hidden * gated * ffn
+        scores = config.num_heads * config.seq_len * self._all_tokens / self._tp if self._writes_scores else 0.0
+        return width * max(mlp, experts, 2 * scores)
