@@ -14,7 +14,8 @@ SETTINGS_MD = Path(__file__).with_name("settings.md")
 # Settings that Megatron-LM spells like us.
 SAME_FLAG = [
     "num_layers", "hidden_size", "ffn_hidden_size", "vocab_size", "normalization", "norm_epsilon", "rotary_base",
-    "attention_dropout", "num_experts", "lr", "min_lr", "lr_decay_style", "train_iters", "rampup_batch_size", "optimizer", "sgd_momentum",
+    "attention_dropout", "num_experts", "lr", "min_lr", "lr_decay_style", "train_iters", "rampup_batch_size",
+    "optimizer", "sgd_momentum", "muon_momentum",
     "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "seed", "save_interval", "exit_interval",
     "log_interval", "eval_interval", "eval_iters", "split", "num_workers", "async_save",
 ]  # fmt: skip

@@ -29,7 +29,7 @@ def chosen_backends(
         expert_backend: EXPERT_BACKEND.
         use_te: whether the parts around the MoE layer are Transformer Engine's.
         other_value_size: value heads are not of the size of query heads (MULTI_LATENT_ATTENTION).
-        optimizer: OPTIMIZER, OPTIMIZER_STATE_DTYPE and SGD_MOMENTUM.
+        optimizer: OPTIMIZER, OPTIMIZER_STATE_DTYPE and its momentum.
     """
     te = ("Transformer Engine", "IMPL=te, or auto with it installed")
     return {

@@ -197,11 +197,12 @@ class Config(BaseModel):
     wsd_decay_iters: NonNegative = Field(0, description="iterations of the final decay (LR_DECAY_STYLE=WSD)")
     rampup_batch_size: str = Field("", description="'START INCREMENT SAMPLES': batch ramp-up from START to GBSZ")
     optimizer: Literal["adam", "adam8bit", "sgd", "muon"] = Field(
-        "adam", description="adam: AdamW; adam8bit: with moments in 8 bits (bitsandbytes); sgd: with momentum; muon: refused"
+        "adam", description="adam: AdamW; adam8bit: with moments in 8 bits (bitsandbytes); sgd; muon: matrices by Muon, the rest by AdamW"
     )
     optimizer_state_dtype: Literal["fp32", "bf16"] = Field("fp32", description="of the two moments of OPTIMIZER=adam")
     sgd_momentum: Probability = Field(0.9, description="momentum (OPTIMIZER=sgd); 0: none, and no optimizer state")
-    weight_decay: Rate = Field(0.1, description="decoupled with Adam, part of the gradient with SGD; never on norms and biases")
+    muon_momentum: Probability = Field(0.95, description="momentum (OPTIMIZER=muon)")
+    weight_decay: Rate = Field(0.1, description="decoupled with Adam and Muon, part of the gradient with SGD; never on norms and biases")
     adam_beta1: Probability = Field(0.9, description="AdamW beta 1")
     adam_beta2: Probability = Field(0.95, description="AdamW beta 2")
     adam_eps: float = Field(1e-8, gt=0, description="AdamW epsilon")

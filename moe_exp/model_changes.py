@@ -20,6 +20,7 @@ from moe_exp.config import Config, ConfigError, problem
 logger = logging.getLogger(__name__)
 
 Facts = dict[str, object]
+OTHER_OPTIMIZER_FLAG = ", or ALLOW_OTHER_OPTIMIZER=true to go on with moments of zero"
 _HINTS = {
     "router_bias_update_rate": "set it over 0; with a rate such as 1e-12 the bias stays as it is",
     "rope_seq_len": "set ROPE_ORIGINAL_SEQ_LEN as it was",
@@ -51,7 +52,7 @@ def refuse_other_model(config: Config, saved: Mapping[str, Any], checkpoint: str
         if config.allow_other_optimizer:
             logger.warning("%s; ALLOW_OTHER_OPTIMIZER=true: going on with moments of zero", other.text(checkpoint))
         else:
-            lines.append(other.problem(checkpoint, ", or ALLOW_OTHER_OPTIMIZER=true to go on with moments of zero"))
+            lines.append(other.problem(checkpoint, OTHER_OPTIMIZER_FLAG))
     if lines:
         raise ConfigError(lines)
 

@@ -3,18 +3,22 @@
 import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
 
 # isort: split
+from functools import partial
 from importlib.metadata import version
+from typing import Any
 
 import megatron.core.optimizer
 import megatron.core.optimizer.distrib_optimizer
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate, ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from moe_exp.config import Config
 from moe_exp.model import DTYPES
+from moe_exp.muon import AXIS, Muon
 from moe_exp.optimizers import Adam, Adam8bit, Bf16Adam, Sgd, allocate_moments
 from moe_exp.planner.ramp import batch_size_at
 
@@ -28,10 +32,12 @@ def choose_optimizer(name: str = "adam", state_dtype: str = "fp32", momentum: fl
     Args:
         name: OPTIMIZER.
         state_dtype: OPTIMIZER_STATE_DTYPE.
-        momentum: SGD_MOMENTUM.
+        momentum: SGD_MOMENTUM or MUON_MOMENTUM.
     """
     if name == "sgd":
         return "torch SGD", f"OPTIMIZER=sgd, momentum {momentum:g}"
+    if name == "muon":
+        return "Muon, AdamW for embeddings, norms and biases", f"OPTIMIZER=muon, momentum {momentum:g}; orthogonalized in fp32"
     if name == "adam8bit":
         return f"bitsandbytes {version('bitsandbytes')} 8-bit Adam", "OPTIMIZER=adam8bit"
     if state_dtype == "bf16":
@@ -43,15 +49,19 @@ def choose_optimizer(name: str = "adam", state_dtype: str = "fp32", momentum: fl
 
 def _optimizer_class(config: Config) -> type[torch.optim.Optimizer]:
     """The class behind `choose_optimizer`."""
-    classes: dict[str, type[torch.optim.Optimizer]] = {"sgd": Sgd, "adam8bit": Adam8bit}
+    classes: dict[str, type[torch.optim.Optimizer]] = {"sgd": Sgd, "adam8bit": Adam8bit, "muon": Muon}
     of_adam = Bf16Adam if config.optimizer_state_dtype == "bf16" else (_FUSED_ADAM or Adam)
     return classes.get(config.optimizer, of_adam)
 
 
-def _give_megatron(chosen: type[torch.optim.Optimizer]) -> None:
-    """Has Megatron build this class, whatever it found when it was imported, and its distributed optimizer accept it."""
+def _give_megatron(config: Config) -> None:
+    """Has Megatron build the chosen class, whatever it found when it was imported, and its distributed optimizer accept it."""
+    chosen = _optimizer_class(config)
     module, distributed = megatron.core.optimizer, megatron.core.optimizer.distrib_optimizer
     module.Adam = module.SGD = chosen
+    if chosen is Muon:
+        tp_group, etp_group = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_expert_tensor_parallel_group()
+        module.Adam = partial(Muon, momentum=config.muon_momentum, tp_group=tp_group, etp_group=etp_group)
     module.USING_PYTORCH_OPTIMIZER = False
     # Asked for by isinstance alone: SGD is refused for the form of Megatron's own checkpoints, which are not written here.
     distributed.Adam = (chosen,)
@@ -63,9 +73,26 @@ def _is_norm_or_bias(parameter: torch.Tensor) -> bool:
     return parameter.dim() == 1 or getattr(parameter, "is_bias", False)
 
 
+def _matrices() -> dict[ParamKey, Any]:
+    """Parameter groups of Muon: the matrices but embedding and output layer, by the axis that tensor parallel ranks split."""
+    return {
+        ParamKey(with_name_predicate=ParamWithNamePredicate(name=f"matrices_{axis}", fn=partial(_is_matrix, axis=axis))): {AXIS: axis}
+        for axis in (0, -1, -2)
+    }
+
+
+def _is_matrix(parameter: torch.Tensor, name: str, *, axis: int) -> bool:
+    if _is_norm_or_bias(parameter) or getattr(parameter, "is_embedding_or_output_parameter", False):
+        return False
+    if parameter.dim() == 3:  # experts: rows of the first projection, columns of the second
+        return axis == (-2 if name.endswith("weight1") else -1)
+    split = getattr(parameter, "partition_dim", -1)
+    return axis == (split - 2 if split >= 0 else 0)
+
+
 def build_optimizer(config: Config, model: list[DistributedDataParallel]) -> MegatronOptimizer:
     """Megatron's optimizer over all chunks of this rank; no weight decay on norms and biases."""
-    _give_megatron(_optimizer_class(config))
+    _give_megatron(config)
     settings = OptimizerConfig(
         optimizer="sgd" if config.optimizer == "sgd" else "adam",
         sgd_momentum=config.sgd_momentum,
@@ -85,10 +112,11 @@ def build_optimizer(config: Config, model: list[DistributedDataParallel]) -> Meg
     )
     # By dimension, not by name: a norm that falls into the decayed group makes the loss jump at a restart.
     norms_and_biases = ParamKey(predicate=ParamPredicate(name="norms_and_biases", fn=_is_norm_or_bias))
+    overrides: dict[ParamKey, Any] = {norms_and_biases: {"wd_mult": 0.0}}
     optimizer = get_megatron_optimizer(
         settings,
         model,
-        config_overrides={norms_and_biases: {"wd_mult": 0.0}},
+        config_overrides=overrides | (_matrices() if config.optimizer == "muon" else {}),
         use_gloo_process_groups=False,
     )
     for part in optimizer.chained_optimizers:

@@ -56,11 +56,11 @@ class Adam(torch.optim.Optimizer):
                 group["step"] = group.get("step", 0) + 1
                 params = [p for p in group["params"] if p.grad is not None]
                 for p in params:
-                    self.allocate(p)
+                    self.allocate(p, group)
                 self._update(group, params)
 
-    def allocate(self, p: Tensor) -> None:
-        """Moments of a parameter that has none yet: zeros."""
+    def allocate(self, p: Tensor, group: Mapping[str, Any]) -> None:
+        """Moments of a parameter of a group, if it has none yet: zeros."""
         if not self.state[p]:
             self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
@@ -104,7 +104,7 @@ class Bf16Adam(Adam):
     Rounded to the nearest: a moment whose relative change in a step is under 2^-8 may stay where it is.
     """
 
-    def allocate(self, p: Tensor) -> None:
+    def allocate(self, p: Tensor, group: Mapping[str, Any]) -> None:
         if not self.state[p]:
             self.state[p] = {name: torch.zeros_like(p, dtype=torch.bfloat16) for name in ("exp_avg", "exp_avg_sq")}
 
@@ -125,8 +125,11 @@ class Bf16Adam(Adam):
 class Adam8bit(Adam):
     """Adam whose moments are 8-bit codes with an fp32 scale for every 256 values, updated by the kernels of bitsandbytes.
 
-    Dettmers et al. 2022 (arXiv:2110.02861): a moment is `code_values[code] * scale`, with a table of 256 values between -1 and 1
+    Dettmers et al. 2022 (arXiv:2110.02861): a moment is `table[code] * scale`, with a table of 256 values between -1 and 1
     (0 and 1 for the second moment). Tensors of fewer than 4096 values have fp32 moments.
+
+    Raises:
+        ValueError: where the kernels of the installed bitsandbytes do not run on the device of the parameters.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -135,10 +138,26 @@ class Adam8bit(Adam):
         super().__init__(*args, **kwargs)
         self._kernels = bitsandbytes.functional
         self._tables: dict[torch.device, dict[str, Tensor]] = {}
+        self._try_kernels()
 
-    def allocate(self, p: Tensor) -> None:
+    def _try_kernels(self) -> None:
+        """Before training, and in one line: a package that is there may have been built for another device."""
+        device = self.param_groups[0]["params"][0].device if self.param_groups[0]["params"] else torch.device("cpu")
+        p = torch.zeros(SMALL, device=device)
+        p.grad = torch.ones_like(p)
+        try:
+            self.allocate(p, self.param_groups[0])
+            self._update({**self.param_groups[0], "step": 1, "lr": 0.0}, [p])
+        except (RuntimeError, NameError, AttributeError, TypeError, NotImplementedError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            rule = f"the kernels of the installed bitsandbytes do not run on {device.type} ({type(error).__name__}: {reason})"
+            raise ValueError(f"OPTIMIZER=adam8bit: {rule}. Fix: install another version, or set OPTIMIZER=adam.") from error
+        finally:
+            del self.state[p]
+
+    def allocate(self, p: Tensor, group: Mapping[str, Any]) -> None:
         if self.state[p] or p.numel() < SMALL:
-            super().allocate(p)
+            super().allocate(p, group)
             return
         num_blocks = -(-p.numel() // BLOCK)
         for name in ("exp_avg", "exp_avg_sq"):
@@ -230,7 +249,7 @@ class Sgd(torch.optim.SGD):
     `m = momentum * m + (g + weight_decay * w)`, `w -= lr * m`. torch begins with m = g, which is the same as m = 0 before.
     """
 
-    def allocate(self, p: Tensor) -> None:
+    def allocate(self, p: Tensor, group: Mapping[str, Any]) -> None:
         """Momentum of a parameter that has none yet: zeros; none without momentum."""
         if self.defaults["momentum"] and not self.state[p]:
             self.state[p] = {"momentum_buffer": torch.zeros_like(p)}
@@ -241,7 +260,7 @@ def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
     assert isinstance(optimizer, Adam | Sgd)
     for group in optimizer.param_groups:
         for p in group["params"]:
-            optimizer.allocate(p)
+            optimizer.allocate(p, group)
 
 
 def moments(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Tensor]:

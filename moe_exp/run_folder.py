@@ -33,7 +33,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 
 from moe_exp.config import Config, ConfigError, problem, to_yaml
 from moe_exp.files import write_atomically, write_json
-from moe_exp.model_changes import model_changes, optimizer_change
+from moe_exp.model_changes import OTHER_OPTIMIZER_FLAG, model_changes, optimizer_change
 
 logger = logging.getLogger(__name__)
 
@@ -297,8 +297,10 @@ def _model_problems(config: Config, folder: RunFolder) -> list[str]:
         return [problem("run_name", config.name, f"{folder.config} cannot be read ({error})", fix)]
     is_trained = (folder.checkpoints / LATEST).exists()
     changes = shapes + (functions if is_trained and not config.allow_other_model else [])
-    changes += [other_optimizer] if other_optimizer and is_trained and not config.allow_other_optimizer else []
-    return [
+    found = []
+    if other_optimizer and is_trained and not config.allow_other_optimizer:
+        found.append(other_optimizer.problem(str(folder.path), OTHER_OPTIMIZER_FLAG))
+    return found + [
         problem(
             change.name,
             change.value,

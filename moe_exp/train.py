@@ -97,13 +97,14 @@ def run(config: Config, stop: faults.StopSignal) -> None:
             logger.info("run folder: %s", job.folder.path)
             logger.info("training data: %s", config.train_data or "the embedded corpus, text of Python's standard library (PSF-2.0)")
             logger.info("%s", startup_report(config))
+            momentum = config.muon_momentum if config.optimizer == "muon" else config.sgd_momentum
             chosen = chosen_backends(
                 device_type=rank.device.type,
                 dtype=DTYPES[config.dtype],
                 expert_backend=config.expert_backend,
                 use_te=use_te(config),
                 other_value_size=config.multi_latent_attention and config.v_head_dim != config.kv_channels,
-                optimizer=(config.optimizer, config.optimizer_state_dtype, config.sgd_momentum),
+                optimizer=(config.optimizer, config.optimizer_state_dtype, momentum),
             )
             for part, (name, reason) in chosen.items():
                 logger.info("%s: %s (%s)", part, name, reason)

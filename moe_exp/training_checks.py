@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from moe_exp.config import Config, problem
 from moe_exp.planner.ramp import ramp_sizes
 
-# bf16 has 8 bits of precision: a value is rounded back to itself by a relative change of less than half of 2^-7.
+# bf16 has 8 bits of precision: a relative change of less than half of 2^-7 may be rounded away.
 _LARGEST_BF16_BETA = 1 - 2**-8
 
 
@@ -26,32 +26,30 @@ def check_rampup(c: Config, replicas: int) -> Iterator[str]:
     elif start > c.gbsz or (c.gbsz - start) % increment:
         rule = f"START must reach GBSZ={c.gbsz} in whole steps of INCREMENT"
     else:
-        rule = _step_that_does_not_divide(c, step, f"MBSZ*DP={c.mbsz}*{replicas}={step}")
+        rule = _step_that_does_not_divide(c, replicas)
     if rule:
         size = step * c.pp if c.vpp else step
         fix = f"give START INCREMENT SAMPLES, for instance '{size} {size} 1000'" if c.gbsz % size == 0 else "first mend GBSZ"
         yield problem("rampup_batch_size", c.rampup_batch_size, rule, fix)
 
 
-def _step_that_does_not_divide(c: Config, step: int, of: str) -> str:
+def _step_that_does_not_divide(c: Config, replicas: int) -> str:
     """Which batch size of the ramp is the first that is no multiple of what runs at once, or ''. GBSZ is checked by itself."""
-    sizes = ramp_sizes(c)
+    step, sizes = c.mbsz * replicas, ramp_sizes(c)
     for number, size in enumerate(sizes[:-1], start=1):
+        has = f"step {number} of {len(sizes)} has a batch of {size}"
         if size % step:
-            return f"step {number} of {len(sizes)} has a batch of {size}, no multiple of {of}"
-        if c.vpp and size // step % c.pp:
-            return f"step {number} of {len(sizes)} has a batch of {size}, with VPP={c.vpp} no multiple of PP*{of}"
+            return f"{has}, no multiple of MBSZ*DP={c.mbsz}*{replicas}={step}"
+        if c.vpp and size % (step * c.pp):
+            return f"{has}, with VPP={c.vpp} no multiple of PP*MBSZ*DP={c.pp}*{c.mbsz}*{replicas}={step * c.pp}"
     return ""
 
 
 def check_optimizer(c: Config) -> Iterator[str]:
     """OPTIMIZER and its settings; the packages that it needs are seen to by machine_checks.py."""
-    if c.optimizer == "muon":
-        rule = (
-            "Megatron's Muon takes tensors of two axes only, and would leave the experts ([E, F, D] here) to Adam; "
-            "it has no distributed optimizer, and no form for MULTI_LATENT_ATTENTION"
-        )
-        yield problem("optimizer", "muon", rule, "set OPTIMIZER=adam")
+    if c.optimizer == "muon" and c.distributed_optimizer:
+        rule = "OPTIMIZER=muon needs whole matrices, of which the distributed optimizer gives a rank ranges of values"
+        yield problem("distributed_optimizer", "true", rule, "set DISTRIBUTED_OPTIMIZER=false, or OPTIMIZER=adam")
     if c.optimizer_state_dtype == "fp32":
         return
     if c.optimizer != "adam":

@@ -5,12 +5,15 @@ from __future__ import annotations
 import moe_exp.megatron_cpu  # noqa: F401
 
 # isort: split
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_exp.config import load_config
 from moe_exp.optim import BatchSchedule
+from moe_exp.planner.ramp import ramp_steps
 
 
 def schedule(rampup: str, *, gbsz: int = 64, mbsz: int = 2, ranks: int = 2) -> BatchSchedule:
@@ -28,11 +31,34 @@ def test_by_hand():
     assert schedule("64 16 300").at(7) == (16, 64)
 
 
-@given(st.integers(0, 2000), st.integers(1, 1000))
-def test_against_megatron(consumed, samples):
+@pytest.fixture(scope="module")
+def megatrons() -> Any:
     calculators = pytest.importorskip("megatron.core.num_microbatches_calculator")
     if not hasattr(calculators, "RampupBatchsizeNumMicroBatchesCalculator"):
         pytest.skip("this Megatron-Core has no ramp-up calculator")
-    theirs = calculators.RampupBatchsizeNumMicroBatchesCalculator(64, 2, 2, False, 1, 8, 8, samples)
+    return calculators.RampupBatchsizeNumMicroBatchesCalculator
+
+
+@given(st.integers(0, 2000), st.integers(1, 1000))
+def test_against_megatron(megatrons, consumed, samples):
+    theirs = megatrons(64, 2, 2, False, 1, 8, 8, samples)
     theirs.update(consumed, consistency_check=True)
     assert schedule(f"8 8 {samples}").at(consumed) == (theirs.get(), theirs.get_current_global_batch_size())
+
+
+@pytest.mark.parametrize(("rampup", "gbsz"), [("4 4 1000", 64), ("8 56 333", 64), ("16 16 7", 512), ("4 12 2001", 100)])
+def test_sample_for_sample_through_a_whole_ramp(megatrons, rampup, gbsz):
+    """At every number of samples, and at those that a run comes by; the planner counts the same iterations."""
+    start, increment, samples = map(int, rampup.split())
+    ours, theirs = schedule(rampup, gbsz=gbsz), megatrons(gbsz, 2, 2, False, 1, start, increment, samples)
+    for consumed in range(samples + 2 * gbsz):
+        theirs.update(consumed, consistency_check=True)
+        assert ours.at(consumed) == (theirs.get(), theirs.get_current_global_batch_size())
+    settings = {"preset": "cpu", "gbsz": gbsz, "mbsz": 2, "gpus_per_node": 2, "rampup_batch_size": rampup}
+    consumed = 0
+    for step in ramp_steps(load_config(settings, {}), samples + 2 * gbsz):
+        for _ in range(step.num_iterations):
+            theirs.update(consumed, consistency_check=True)
+            assert step.batch_size == theirs.get_current_global_batch_size()
+            consumed += step.batch_size
+    assert consumed >= samples + 2 * gbsz

@@ -282,6 +282,21 @@ PIPELINE = [
     ),
 ]
 
+OPTIMIZER = [
+    (
+        {"optimizer": "muon"},
+        r"DISTRIBUTED_OPTIMIZER=true: OPTIMIZER=muon needs whole matrices, .*\. Fix: set DISTRIBUTED_OPTIMIZER=false, or OPTIMIZER=adam\.",
+    ),
+    (
+        {"optimizer": "sgd", "optimizer_state_dtype": "bf16"},
+        r"OPTIMIZER_STATE_DTYPE=bf16: is of the moments of Adam, but OPTIMIZER=sgd\. Fix: set OPTIMIZER_STATE_DTYPE=fp32, or .*=adam\.",
+    ),
+    (
+        {"optimizer_state_dtype": "bf16", "adam_beta2": 0.999},
+        r"ADAM_BETA2=0\.999: a moment of OPTIMIZER_STATE_DTYPE=bf16 would not decay .* Fix: set ADAM_BETA2 to at most 0\.996, or .*=fp32\.",
+    ),
+]
+
 BATCH = [
     ({"gbsz": 30}, r"GBSZ=30: is not a multiple of MBSZ\*DP=8\*1=8\. Fix: set GBSZ to 24 or 32\."),
     ({"gbsz": 40, "gpus_per_node": 2}, r"GBSZ=40: is not a multiple of MBSZ\*DP=8\*2=16\. Fix: set GBSZ to 32 or 48\."),
@@ -292,12 +307,20 @@ BATCH = [
     ),
     ({"rampup_batch_size": "8 8 many"}, r"RAMPUP_BATCH_SIZE=8 8 many: must be three positive whole numbers\. Fix: .*"),
     ({"rampup_batch_size": "8 0 100"}, r"RAMPUP_BATCH_SIZE=8 0 100: must be three positive whole numbers\. Fix: .*"),
-    ({"rampup_batch_size": "4 4 100"}, r"RAMPUP_BATCH_SIZE=4 4 100: START and INCREMENT must be multiples of MBSZ\*DP=8\*1=8\. Fix: .*"),
+    (
+        {"rampup_batch_size": "4 4 100"},
+        r"RAMPUP_BATCH_SIZE=4 4 100: step 1 of 8 has a batch of 4, no multiple of MBSZ\*DP=8\*1=8\. .*",
+    ),
+    ({"rampup_batch_size": "16 4 100"}, r"RAMPUP_BATCH_SIZE=16 4 100: step 2 of 5 has a batch of 20, no multiple of .*=8\. Fix: .*"),
     ({"rampup_batch_size": "40 8 100"}, r"RAMPUP_BATCH_SIZE=40 8 100: START must reach GBSZ=32 in whole steps of INCREMENT\. Fix: .*"),
     ({"rampup_batch_size": "8 16 100"}, r"RAMPUP_BATCH_SIZE=8 16 100: START must reach GBSZ=32 in whole steps of INCREMENT\. Fix: .*"),
     (
         {"rampup_batch_size": "8 8 100", "pp": 2, "vpp": 2, "gpus_per_node": 2},
-        r"RAMPUP_BATCH_SIZE=8 8 100: .* multiples of PP\*MBSZ\*DP=.* '16 16 1000'\.",
+        r"RAMPUP_BATCH_SIZE=8 8 100: step 1 of 4 has a batch of 8, with VPP=2 no multiple of PP\*MBSZ\*DP=2\*8\*1=16\. .* '16 16 1000'\.",
+    ),
+    (
+        {"rampup_batch_size": "16 8 100", "pp": 2, "vpp": 2, "gpus_per_node": 2},
+        r"RAMPUP_BATCH_SIZE=16 8 100: step 2 of 3 has a batch of 24, with VPP=2 no multiple of .*=16\. Fix: .*",
     ),
     ({"warmup_iters": 300}, r"WARMUP_ITERS=300: is not below DECAY_ITERS=300, .* Fix: set WARMUP_ITERS below 300, or raise DECAY_ITERS\."),
     ({"decay_iters": 0, "train_iters": 10}, r"WARMUP_ITERS=20: is not below TRAIN_ITERS=10, .* Fix: .* raise TRAIN_ITERS\."),
@@ -325,7 +348,7 @@ DATA = [
 ]
 
 
-@pytest.mark.parametrize(("values", "expected"), MODEL + MOE + PARALLEL + PIPELINE + BATCH + DATA)
+@pytest.mark.parametrize(("values", "expected"), MODEL + MOE + PARALLEL + PIPELINE + BATCH + OPTIMIZER + DATA)
 def test_settings_that_cannot_run_together(values, expected):
     only_problem(check_config(cpu(**values)), expected)
 

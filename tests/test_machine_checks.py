@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import re
 import shutil
 import socket
@@ -11,7 +13,7 @@ from tokenizers import Tokenizer, models
 from moe_exp.config import Config, load_config, to_yaml
 from moe_exp.data.tokens import BinIdxWriter
 from moe_exp.layers.gemm_packages import PACKAGES
-from moe_exp.machine_checks import EXPERT_PACKAGES, check_environment, check_files, check_machine
+from moe_exp.machine_checks import EXPERT_PACKAGES, bitsandbytes_problem, check_environment, check_files, check_machine
 from moe_exp.run_folder import RunFolder
 
 
@@ -216,3 +218,17 @@ def test_an_expert_backend_that_needs_a_gpu(here, monkeypatch):
 
 def test_packages_are_those_of_the_adapters():
     assert {name: (package.modules, package.install) for name, package in PACKAGES.items()} == EXPERT_PACKAGES
+
+
+def test_an_8_bit_optimizer_whose_package_is_missing_or_too_old(here, monkeypatch):
+    config, find_spec, version = here(optimizer="adam8bit"), importlib.util.find_spec, importlib.metadata.version
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "bitsandbytes" else find_spec(name))
+    expected = r"OPTIMIZER=adam8bit: bitsandbytes is not installed\. Fix: pip install 'bitsandbytes>=0\.50', or set OPTIMIZER=adam\."
+    only_problem(check_machine(config), expected)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name == "bitsandbytes" else find_spec(name))
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.48.2" if name == "bitsandbytes" else version(name))
+    expected = r"OPTIMIZER=adam8bit: bitsandbytes 0\.48\.2 has no 8-bit kernels for a CPU\. Fix: pip .*>=0\.50', or set OPTIMIZER=adam\."
+    only_problem(check_machine(config), expected)
+    assert bitsandbytes_problem("GPU") == ""
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.50.0")
+    assert check_machine(config) == []

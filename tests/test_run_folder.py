@@ -119,6 +119,20 @@ def test_the_same_model_may_go_on_with_other_settings(tmp_path: Path) -> None:
     assert run_folder_problems(config_in(tmp_path, num_experts=8, **other)) == []
 
 
+def test_another_optimizer_only_where_it_is_allowed(tmp_path: Path) -> None:
+    folder = open_run_folder(config_in(tmp_path))
+    other: dict[str, Any] = {"optimizer": "sgd", "run_name": folder.path.name}
+    assert run_folder_problems(config_in(tmp_path, **other)) == []  # nothing was trained
+    (folder.checkpoints / LATEST).write_text("10")
+    (line,) = run_folder_problems(config_in(tmp_path, **other))
+    assert line == (
+        f"OPTIMIZER=sgd: {folder.path} has OPTIMIZER=adam. "
+        "Fix: set OPTIMIZER=adam, or ALLOW_OTHER_OPTIMIZER=true to go on with moments of zero."
+    )
+    assert run_folder_problems(config_in(tmp_path, **other, allow_other_optimizer=True)) == []
+    assert config_in(tmp_path, optimizer="sgd", run_name="").name.endswith("_OPTIMIZER_sgd")
+
+
 def test_another_activation_only_where_another_model_is_allowed(tmp_path: Path) -> None:
     folder = open_run_folder(config_in(tmp_path, activation="swiglu"))
     assert run_folder_problems(config_in(tmp_path, activation="geglu")) == []  # nothing was trained

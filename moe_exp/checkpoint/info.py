@@ -78,6 +78,7 @@ def describe(folder: Path) -> dict[str, Any]:
         "model": model_line(weights, config),
         "parameters": count_parameters(weights),
         "dtypes": dict(Counter(str(tensor.dtype).removeprefix("torch.") for tensor in weights.values())),
+        "optimizer_setting": config.get("optimizer"),
         "optimizer": states(reader) or (["in a form of its layout"] if any(map(is_optimizer, reader.tensors)) else []),
         "layout": _layout(config, common),
         "styles": _styles(reader),

@@ -25,7 +25,9 @@ def print_info(report: Mapping[str, Any]) -> None:
         "model": report["model"],
         "parameters": f"{total:,} ({', '.join(f'{name} {count:,}' for name, count in parameters.items())})",
         "type of the weights": ", ".join(report["dtypes"]),
-        "optimizer": ", ".join(report["optimizer"]) or "no",
+        "optimizer": ": ".join(filter(None, [report["optimizer_setting"], ", ".join(report["optimizer"])]))
+        if report["optimizer"]
+        else "no",
         "saved at": _pairs(report["layout"]),
         "keys": _pairs(report["styles"]),
         "size": f"{report['num_bytes']:,} bytes ({filesize.decimal(report['num_bytes'])}) in {report['num_files']} files",
@@ -36,6 +38,13 @@ def print_info(report: Mapping[str, Any]) -> None:
         "data": _pairs(report["data"]),
     }
     print_summary(report["path"], {name: value for name, value in rows.items() if value is not None})
+
+
+def _optimizer(report: Mapping[str, Any]) -> str:
+    """`sgd: momentum_buffer, param`; a checkpoint of an older version or another program does not say which optimizer it was."""
+    states = ", ".join(report["optimizer"])
+    name = report["optimizer_setting"]
+    return f"{name}: {states}" if name and states else states or "no"
 
 
 def print_checkpoints(checkpoints: Path, found: Sequence[Mapping[str, Any]]) -> None:

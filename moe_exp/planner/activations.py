@@ -25,7 +25,6 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from moe_exp.config import Config
 from moe_exp.planner.job import Job
 
 
@@ -39,7 +38,8 @@ class Activations:
         embedding: kept by the embedding.
         output: kept by the last norm, the output layer and the loss.
         hidden: one hidden state, as stages hand it on.
-        layer_work: held beside it while a layer is computed backward: gradients, and what is recomputed.
+        recomputed: made again by the layer that is computed backward, with a recompute.
+        layer_work: held beside all that while a layer is computed backward: gradients, rows under way.
         output_work: the same for output layer and loss.
     """
 
@@ -48,6 +48,7 @@ class Activations:
     embedding: float
     output: float
     hidden: float
+    recomputed: float
     layer_work: float
     output_work: float
 
@@ -89,12 +90,13 @@ class _Account:
         dense = attention + self._dense() if self._has_dense else 0.0
         experts = self._experts() if self._has_moe else 0.0
         moe = attention + experts if self._has_moe else 0.0
-        work = self._work()
+        recomputed = 0.0
         if config.recompute == "full":
-            work += max(dense, moe)
+            shared = 0.0 if self._norms_in_fp32 and width < 4 else hidden  # the norm's input is what was kept
+            recomputed = max(dense, moe) - shared
             dense, moe = (hidden if kept else 0.0 for kept in (dense, moe))
         elif config.recompute == "selective" and self._has_moe:
-            work += experts
+            recomputed = experts - (hidden if self._reads_input else 0.0)
             moe = attention + hidden
         return Activations(
             dense_layer=dense,
@@ -102,7 +104,8 @@ class _Account:
             embedding=8 * self._all_tokens + mask,
             output=norm + hidden + 4 * logits + 9 * self._all_tokens,
             hidden=hidden,
-            layer_work=work,
+            recomputed=recomputed,
+            layer_work=self._work(),
             # The loss makes probabilities of a copy in fp32, while the logits are still there; logits in fp32 it overwrites.
             output_work=width * logits if width < 4 else 0.0,
         )
@@ -111,7 +114,12 @@ class _Account:
         """Kept by a norm over `size` channels, per token: its input, and what it divided by for each of `heads` parts."""
         if self._config.normalization != "RMSNorm":
             return self._width * size + 2 * heads * (self._width if self._on_cpu else 4)
-        return (8 if self._on_cpu else self._width) * size + 4 * heads
+        return (8 if self._norms_in_fp32 else self._width) * size + 4 * heads
+
+    @property
+    def _norms_in_fp32(self) -> bool:
+        """torch's RMSNorm on a processor is made of steps, which keep an fp32 input and the input divided."""
+        return self._on_cpu and self._config.normalization == "RMSNorm"
 
     def _mask(self, size: float) -> float:
         """Kept by a dropout, per token: on processors a mask with the scale in it, of the compute type."""
@@ -210,12 +218,16 @@ class _Account:
         """Router, shared expert and routed experts, without the norm before."""
         config, width = self._config, self._width
         kept = self._tokens * self._router() + self._rows * self._row()
-        reads_input = self._is_in_cache or config.shared_expert_size or width == self._router_width
-        kept += self._tokens * width * self._hidden if reads_input else 0.0
+        kept += self._tokens * width * self._hidden if self._reads_input else 0.0
         if config.shared_expert_size:
             kept += self._all_tokens * self._mlp(config.shared_expert_size / self._tp)
             kept += self._tokens * width * (self._hidden + 1) if config.shared_expert_gate else 0.0
         return kept
+
+    @property
+    def _reads_input(self) -> bool:
+        """Whether something in an MoE layer keeps its input as it is: not routed rows, which are copies, nor a router of another type."""
+        return self._is_in_cache or bool(self._config.shared_expert_size) or self._width == self._router_width
 
     @property
     def _router_width(self) -> int:
@@ -263,10 +275,14 @@ class _Account:
         return config.num_experts * config.etp * min(capacity, self._tokens)
 
     def _work(self) -> float:
-        """Held while a layer is computed backward: gradients of its widest part, with rows under way, and those of unfused scores."""
+        """Held while a layer is computed backward: gradients of its widest part and of its weights, rows under way, unfused scores."""
         config, width = self._config, self._width
         gated = 2 if config.gated else 1
         mlp = self._tokens * self._hidden + self._all_tokens * (1 + gated) * config.ffn_hidden_size / self._tp if self._has_dense else 0.0
-        experts = self._rows * (2 * self._hidden + (1 + gated) * config.expert_ffn_size / config.etp) if self._has_moe else 0.0
+        experts = 0.0
+        if self._has_moe:
+            ffn = config.expert_ffn_size / config.etp
+            experts = self._rows * (2 * self._hidden + (1 + gated) * ffn)
+            experts += config.num_experts // config.ep * self._hidden * gated * ffn
         scores = config.num_heads * config.seq_len * self._all_tokens / self._tp if self._writes_scores else 0.0
         return width * max(mlp, experts, 2 * scores)

@@ -30,7 +30,6 @@ class Job:
         learned_positions: whether the embedding has a row for every position.
         software: what a measured run ran on, where its rows tell: constants may depend on it. Empty: this package.
         launch_blocking: whether every kernel was waited for (CUDA_LAUNCH_BLOCKING=1).
-        bf16_states: whether the optimizer's moments are bf16 instead of fp32.
         measured_by: what a memory figure means: `nvidia-smi` has context, NCCL buffers and fragmentation in it, `allocated` is the
             largest that torch's allocator gave out.
     """
@@ -44,7 +43,6 @@ class Job:
     learned_positions: bool = False
     software: str = ""
     launch_blocking: bool = False
-    bf16_states: bool = False
     measured_by: Literal["nvidia-smi", "allocated"] = "nvidia-smi"
 
     @classmethod

@@ -10,19 +10,18 @@ from moe_exp.planner.activations import Activations, activations_of, width_of
 from moe_exp.planner.constants import constant
 from moe_exp.planner.hardware import Hardware
 from moe_exp.planner.job import Job
+from moe_exp.planner.optimizer_bytes import optimizer_state_bytes
 from moe_exp.planner.params import RankParameters, parameters_of_stages
 
 # Of torch's allocator before the first micro-batch, beside weights, gradients and optimizer: cuBLAS workspaces of the forward and of
 # the backward thread (8.1 MiB each), that of Transformer Engine (4 MiB), a batch and its mask. Measured: 26 to 29 MiB.
 _WORKSPACE_BYTES = 27 * 2**20
-# Python, torch and megatron-core as Linux counts them for one process, before there is a model.
-_PROCESS_BYTES = 1.0e9
+# Python, torch, megatron-core and the embedded corpus as Linux counts them for one process: 0.35e9 at its start, and what a step loads.
+_PROCESS_BYTES = 0.65e9
 # What an allocator can have of a GPU: the driver and the context's own pages keep about one percent.
 _USABLE_SHARE = 0.99
 # DeepSpeed's defaults for ZeRO: gradients are reduced, and parameters gathered, through buckets of so many elements.
 _BUCKET_ELEMENTS = 5e8
-# Bytes of Adam's two moments, or what is in their place, per parameter. bitsandbytes adds an fp32 scale for every block of 256.
-_STATE_BYTES = {"adam": 8.0, "adam8bit": 2.0 + 2 * 4 / 256, "sgd": 4.0, "muon": 4.0}
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,9 @@ class MemoryConstants:
     cached_share: float = constant(0.3, 0.4, "of the activations' bytes: what the allocator keeps beside, in pieces that nothing fits into")
     flat_bytes: float = constant(0.4, 0.4, "DeepSpeed's flat copies and their padding, bytes per parameter of a rank")
     bf16_copy_bytes: float = constant(2.0, 0.2, "the same of its bf16 optimizer, beside flat_bytes")
-    load_spread: float = constant(0.5, 0.2, "dropless layers: standard deviation of experts' loads over their mean that a rank has to have room for")
+    load_spread: float = constant(
+        0.5, 0.2, "dropless layers: how much experts' loads differ, over their mean, that there has to be room for"
+    )
 
 
 @dataclass(frozen=True)
@@ -86,37 +87,28 @@ def memory_of(job: Job, hardware: Hardware, constants: MemoryConstants, *, imbal
         imbalance: rows that the experts of a rank get, relative to their fair share, where none is dropped; by default
             `expected_imbalance`. At worst all tokens choose experts of one rank: EP.
     """
-    config, on_cpu = job.config, hardware.name == "CPU"
+    config, on_cpu = job.config, hardware.is_cpu
+    keeps_outputs = on_cpu or job.of_deepspeed  # Megatron frees on GPUs what a stage has sent
     if imbalance is None:
         imbalance = expected_imbalance(config, constants.load_spread)
     kept = activations_of(job, on_cpu=on_cpu, imbalance=imbalance)
+    per_parameter = _bytes_per_parameter(job, constants)
     parameters = parameters_of_stages(config, job.stage_layers, learned_positions=job.learned_positions)
-    num_moe = _moe_layers_of_stages(config, parameters)
+    num_moe, in_flight = _moe_layers_of_stages(config, parameters), micro_batches_in_flight(config, job.num_microbatches)
+    handed_on = _communication_bytes(job, kept)
     workspace, overhead = _overhead(job, on_cpu, constants)
-    # In a loop over up to a hundred stages, so with what all of them have in common outside.
-    stages = []
-    last = len(parameters) - 1
+    stages, last = [], len(parameters) - 1
     for stage, part in enumerate(parameters):
-        weights, gradients, optimizer = _static_bytes(job, part, constants)
-        in_flight = micro_batches_in_flight(config, stage, job.num_microbatches)
+        count = part.dense + part.expert
         layers = (job.stage_layers[stage] - num_moe[stage]) * kept.dense_layer + num_moe[stage] * kept.moe_layer
-        activations = in_flight * (layers + (kept.embedding if stage == 0 else 0.0)) + _work(kept, is_last=stage == last)
-        if last and (on_cpu or job.of_deepspeed):
-            activations += in_flight * kept.hidden  # what was handed on is kept, too
-        buffers = _buffers(job, kept, part)
+        layers += (kept.embedding if stage == 0 else 0.0) + (kept.hidden if stage < last and keeps_outputs else 0.0)
+        activations = in_flight[stage] * layers + _work(kept, is_last=stage == last)
+        weights, gradients = per_parameter.weights * count, per_parameter.gradients * count
+        optimizer = per_parameter.dense_state * part.dense + per_parameter.expert_state * part.expert
+        buffers = handed_on + (4 * min(_BUCKET_ELEMENTS, count) if job.sharding == "zero1" else 0.0)
         needed = weights + gradients + optimizer + activations + buffers + overhead
-        stages.append(
-            StageMemory(
-                weights=weights,
-                gradients=gradients,
-                optimizer=optimizer,
-                activations=activations,
-                buffers=buffers,
-                overhead=overhead,
-                cached=_cached(job, hardware, activations * constants.cached_share, needed),
-                workspace=workspace,
-            )
-        )
+        cached = _cached(job, hardware, activations * constants.cached_share, needed)
+        stages.append(StageMemory(weights, gradients, optimizer, activations, buffers, overhead, cached, workspace))
     return stages
 
 
@@ -130,74 +122,73 @@ def expected_imbalance(config: Config, spread: float) -> float:
     return 1 + spread * math.sqrt((config.ep - 1) / config.num_experts) if config.use_moe else 1.0
 
 
-def micro_batches_in_flight(config: Config, stage: int, num_microbatches: int) -> float:
-    """Micro-batches whose activations a stage keeps at once, those of one model chunk counted as its part of a micro-batch.
+def micro_batches_in_flight(config: Config, num_microbatches: int) -> list[float]:
+    """Micro-batches whose activations each stage keeps at once; those of one model chunk count as its part of a micro-batch.
 
     1F1B (Narayanan et al. 2021, arXiv:2104.04473): one for every stage from this to the last. Interleaved, with v chunks on each of p
     ranks, Megatron runs 2 * (p - stage - 1) + (v - 1) * p chunks ahead: on the first stage 1 + (p - 1) / (p * v) as much as 1F1B.
     """
-    chunks = config.vpp or 1
+    stages, chunks = config.pp, config.vpp or 1
     if chunks == 1:
-        return min(config.pp - stage, num_microbatches)
-    ahead = 2 * (config.pp - stage - 1) + (chunks - 1) * config.pp
-    return min(ahead + 1, num_microbatches * chunks) / chunks
+        return [min(stages - stage, num_microbatches) for stage in range(stages)]
+    ahead = [2 * (stages - stage - 1) + (chunks - 1) * stages for stage in range(stages)]
+    return [min(chunk + 1, num_microbatches * chunks) / chunks for chunk in ahead]
 
 
 def _moe_layers_of_stages(config: Config, parameters: list[RankParameters]) -> list[int]:
-    if not config.use_moe:
-        return [0] * len(parameters)
-    num_moe, held = sum(config.moe_layers), sum(part.expert for part in parameters)
-    return [part.expert * num_moe // held for part in parameters]
+    held = sum(part.expert for part in parameters)
+    num_moe = sum(config.moe_layers) if held else 0
+    return [part.expert * num_moe // held if held else 0 for part in parameters]
 
 
-def _static_bytes(job: Job, part: RankParameters, constants: MemoryConstants) -> tuple[float, float, float]:
-    """Weights, gradients, optimizer state."""
+@dataclass(frozen=True)
+class _BytesPerParameter:
+    """Of a rank; optimizer state of what all data parallel ranks hold, and of experts, of which there are fewer copies."""
+
+    weights: float
+    gradients: float
+    dense_state: float
+    expert_state: float
+
+
+def _bytes_per_parameter(job: Job, constants: MemoryConstants) -> _BytesPerParameter:
+    """Megatron's: weights, fp32 gradients, and the optimizer's fp32 weights and state, sharded by the distributed optimizer."""
     if job.of_deepspeed:
-        return _deepspeed_bytes(job, part.total, constants)
+        return _deepspeed_bytes(job, constants)
     config, width = job.config, width_of(job)
     dense_shards, expert_shards = 1, 1
     if job.sharding == "distributed":
         dense_shards = max(1, config.world_size // (config.tp * config.pp))
         expert_shards = max(1, config.world_size // (config.etp * config.ep * config.pp))
-    # fp32 weights need no main copy.
-    state = _state_bytes(job) + (4 if width < 4 else 0)
-    return width * part.total, 4 * part.total, state * (part.dense / dense_shards + part.expert / expert_shards)
+    state = optimizer_state_bytes(config)
+    return _BytesPerParameter(width, 4, state / dense_shards, state / expert_shards)
 
 
-def _state_bytes(job: Job) -> float:
-    state = _STATE_BYTES[getattr(job.config, "optimizer", "adam")]
-    return state / 2 if job.bf16_states and state >= 4 else state
+def _deepspeed_bytes(job: Job, constants: MemoryConstants) -> _BytesPerParameter:
+    """DeepSpeed of 2022: its 16-bit optimizers, sharded by ZeRO-1 (Rajbhandari et al. 2020, arXiv:1910.02054) or not, and BF16_Optimizer.
 
-
-def _deepspeed_bytes(job: Job, count: int, constants: MemoryConstants) -> tuple[float, float, float]:
-    """DeepSpeed of 2022: an fp16 (or bf16) optimizer, sharded by ZeRO-1 (Rajbhandari et al. 2020, arXiv:1910.02054) or not, and BF16_Optimizer.
-
-    A shard has fp32 weights, moments and gradients, and the averaged 16-bit gradients they were made from: 4 + 8 + 4 + 2. Without
-    ZeRO the step has all of that and flat copies of weights and gradients. BF16_Optimizer keeps fp32 gradients of all
-    parameters beside bf16 ones, and reduces them through a flat copy.
+    A shard has fp32 weights, moments and gradients, and the averaged 16-bit gradients that those were made from: 4 + 8 + 4 + 2. Without
+    ZeRO the step has all of that at once, and a second flat copy of 16 bits. BF16_Optimizer keeps fp32 gradients of all parameters
+    beside bf16 ones, and reduces them through a flat copy.
     """
     shards = max(1, job.config.data_parallel_size) if job.sharding == "zero1" else 1
-    flat = constants.flat_bytes * count
+    weights = 2 + constants.flat_bytes
     if job.precision == "bf16_fp32grad":
-        return 2 * count + flat, (6 + constants.bf16_copy_bytes) * count, 12 * count / shards
-    if job.sharding == "none":
-        return 2 * count + flat, 2 * count, 20 * count
-    return 2 * count + flat, 2 * count, 18 * count / shards
+        return _BytesPerParameter(weights, 6 + constants.bf16_copy_bytes, 12 / shards, 12 / shards)
+    state = 20.0 if job.sharding == "none" else 18 / shards
+    return _BytesPerParameter(weights, 2, state, state)
 
 
 def _work(kept: Activations, *, is_last: bool) -> float:
     """The widest moment beside what layers keep: one layer's backward, or on the last stage the loss."""
-    return max(kept.layer_work, kept.output + kept.output_work) if is_last else kept.layer_work
+    layer = kept.layer_work + kept.recomputed
+    return max(layer, kept.output + kept.output_work) if is_last else layer
 
 
-def _buffers(job: Job, kept: Activations, part: RankParameters) -> float:
-    config = job.config
-    buffers = 2.0 * kept.hidden if config.pp > 1 else 0.0  # an input and a gradient under way between stages
-    if job.sequence_parallel:
-        buffers += kept.hidden * config.tp  # where the whole sequence is gathered before a product
-    if job.sharding == "zero1":
-        buffers += 2 * 2 * min(_BUCKET_ELEMENTS, part.total)
-    return buffers
+def _communication_bytes(job: Job, kept: Activations) -> float:
+    """Between stages an input and a gradient under way; with sequence parallelism the whole sequence, gathered before a product."""
+    between = 2 * kept.hidden if job.config.pp > 1 else 0.0
+    return between + (kept.hidden * job.config.tp if job.sequence_parallel else 0.0)
 
 
 def _overhead(job: Job, on_cpu: bool, constants: MemoryConstants) -> tuple[float, float]:
@@ -208,8 +199,11 @@ def _overhead(job: Job, on_cpu: bool, constants: MemoryConstants) -> tuple[float
 
 
 def _cached(job: Job, hardware: Hardware, wanted: float, needed: float) -> float:
-    """What the allocator holds beside, less and less the fuller the device is: half of what is free where it would have as much."""
+    """What the allocator (of torch, or on processors malloc) holds beside: the fuller the device is, the less it can.
+
+    It is half of what is free where it would have as much, and nearly all of `wanted` where much more is free.
+    """
     free = _USABLE_SHARE * hardware.memory_bytes - needed
-    if job.measured_by == "allocated" or hardware.name == "CPU" or free <= 0:
+    if job.measured_by == "allocated" or free <= 0 or wanted <= 0:
         return 0.0
-    return wanted * free / (wanted + free) if wanted else 0.0
+    return wanted * free / (wanted + free)

@@ -6,12 +6,11 @@
     adam8bit                             4             1 + 1 + 2 * 4 / 256   6.03125 / 2.03125
     sgd, SGD_MOMENTUM over 0             4             4                     8       / 4
     sgd, SGD_MOMENTUM=0                  4             0                     4       / 0
-    muon                                 4             4                     8       / 4
+    muon, DISTRIBUTED_OPTIMIZER=false    4             4                     8       / 4
 
 fp32 weights need no main copy: they are the weights that are trained. 8-bit moments have an fp32 scale for every block of 256
-values (Dettmers et al. 2022, arXiv:2110.02861, section 2; the block of bitsandbytes). Muon keeps one moment of the matrices between
-embedding and output layer, which are nearly all parameters of a large model; what it leaves to Adam (embeddings, norms) is counted as
-a matrix here.
+values (Dettmers et al. 2022, arXiv:2110.02861, section 2; the block of bitsandbytes). Muon keeps one moment of matrices; embedding and
+output layer, which it leaves to Adam, have `embedding_moment_bytes` more a parameter, and norms are taken for matrices.
 """
 
 from __future__ import annotations
@@ -49,3 +48,8 @@ def moment_bytes(config: Config) -> float:
     elif config.optimizer == "adam" and config.optimizer_state_dtype == "bf16":
         each = 2
     return num_moments(config) * each
+
+
+def embedding_moment_bytes(config: Config) -> int:
+    """Bytes per parameter of embedding and output layer on top of `moment_bytes`: their second moment, where Muon leaves them to Adam."""
+    return 4 if config.optimizer == "muon" else 0

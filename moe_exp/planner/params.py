@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 
 from moe_exp.config import Config
 from moe_exp.planner.flops import flops_per_iteration
-from moe_exp.planner.optimizer_bytes import num_moments, optimizer_state_bytes
+from moe_exp.planner.optimizer_bytes import embedding_moment_bytes, num_moments, optimizer_state_bytes
 
 MEBIBYTE = 2**20
 
@@ -131,8 +131,8 @@ def checkpoint_bytes(config: Config) -> int:
 
     Main weights are written in fp32 as well, and moments as fp32 whatever they are in memory: a checkpoint fits every layout.
     """
-    weight = 4 if config.dtype == "fp32" else 2
-    return count_parameters(config).total * (weight + 4 + 4 * num_moments(config))
+    count, weight = count_parameters(config), 4 if config.dtype == "fp32" else 2
+    return count.total * (weight + 4 + 4 * num_moments(config)) + count.embedding * embedding_moment_bytes(config)
 
 
 def _bytes_per_parameter(config: Config, num_replicas: int) -> float:

@@ -1,0 +1,23 @@
+"""A run that is interrupted in the middle of its batch ramp-up."""
+
+from __future__ import annotations
+
+from legs import Leg, deviations, run_legs, write_data
+
+from moe_exp.planner.ramp import ramp_steps
+
+
+def test_goes_on_in_the_middle_of_a_ramp_under_another_layout(tmp_path):
+    """The same batches, learning rates (which count samples) and losses."""
+    settings = {"train_data": str(write_data(tmp_path)), "gpus_per_node": 2, "rampup_batch_size": "2 2 24"}
+    saved = tmp_path / "checkpoints"
+    whole = Leg(settings, steps=10, saves={6: saved})
+    # 4 batches of 2 reach 8 samples, 2 of 4 reach 16, and there it is saved.
+    assert ramp_steps(whole.config)[:3] == [(2, 4, 8), (4, 2, 8), (6, 2, 12)]
+    (expected,) = run_legs([whole])
+    legs = [Leg(settings, saved, 4), Leg(settings | {"tp": 2, "mbsz": 1}, saved, 4)]
+    for steps in run_legs(legs):
+        assert max(deviations(steps, expected[6:]).values()) < 1e-4
+        assert deviations(steps, expected[6:])["lm_loss"] < 1e-6
+        assert deviations(steps, expected[6:])["learning_rate"] == 0
+        assert [sum(step.tokens_per_expert[0]) for step in steps] == [6 * 16 * 2, 6 * 16 * 2, 8 * 16 * 2, 8 * 16 * 2]

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from functools import cache
+from statistics import fmean
+
+import pytest
+
+from moe_exp.planner.calibration import Calibration, calibrate, fit, log_memory_ratio, log_time_ratio, profile_text
+from moe_exp.planner.hardware import load_hardware
+from moe_exp.planner.measured import MEASURED_RUNS, MeasuredRun, read_runs
+from moe_exp.planner.prediction import CONSTANTS, load_constants, predict
+from moe_exp.planner.timing import TimeConstants, time_of
+
+RUNS = read_runs(MEASURED_RUNS)
+TIMED = [run for run in RUNS if run.seconds]
+
+
+@cache
+def fitted() -> Calibration:
+    return calibrate(RUNS)
+
+
+def test_the_constants_of_the_package_are_the_fit_to_its_runs():
+    shipped, again = load_constants(), fitted().constants
+    for kind in ("memory", "time"):
+        for name, value in vars(getattr(again, kind)).items():
+            assert getattr(getattr(shipped, kind), name) == pytest.approx(value, rel=0.02), name
+    assert shipped.hardware == ("A100-80GB", "V100-32GB")
+    assert shipped.time_error == pytest.approx(again.time_error, rel=0.02)
+
+
+def test_few_constants():
+    constants = load_constants()
+    assert len(vars(constants.memory)) + len(vars(constants.time)) <= 20
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_the_other_half(seed):
+    """The bars of this package; `bench/bench_planner.py` has the table of many halves."""
+    shuffled = random.Random(seed).sample(RUNS, len(RUNS))
+    half, others = shuffled[: len(RUNS) // 2], shuffled[len(RUNS) // 2 :]
+    constants = calibrate(half).constants
+    memory = [abs(math.expm1(log_memory_ratio(run, constants.memory))) for run in others if run.memory_gib]
+    time = [abs(math.expm1(log_time_ratio(run, constants.time))) for run in others if run.seconds]
+    assert len(memory) > 20 and len(time) > 30
+    assert fmean(memory) < 0.05 and max(memory) < 0.13
+    assert fmean(time) < 0.05
+
+
+def test_left_out_errors_are_those_of_a_fit_without_the_row():
+    found = fitted().time
+    for run in (TIMED[4], TIMED[40]):
+        without = fit(TimeConstants, [other for other in TIMED if other is not run], log_time_ratio).constants
+        assert found.left_out[run.row_id] == pytest.approx(math.expm1(log_time_ratio(run, without)), abs=0.006)
+        assert abs(found.left_out[run.row_id]) >= abs(found.errors[run.row_id])
+
+
+TRUE = TimeConstants(matrix_efficiency=0.7, tensor_bandwidth=0.5, layer_seconds=3e-4)
+
+
+def made(run: MeasuredRun, factor: float = 1.0) -> MeasuredRun:
+    return replace(run, seconds=factor * time_of(run.job, run.hardware, TRUE).total)
+
+
+def test_constants_are_found_again():
+    found = fit(TimeConstants, [made(run) for run in TIMED[::2]], log_time_ratio)
+    assert max(map(abs, found.errors.values())) < 0.01
+    assert found.constants.matrix_efficiency == pytest.approx(0.7, rel=0.05)
+    assert found.constants.tensor_bandwidth == pytest.approx(0.5, rel=0.1)
+
+
+def test_odd_rows_do_not_bend_the_rest():
+    runs = [made(run, 2.0 if index % 20 == 7 else 1.0) for index, run in enumerate(TIMED[::2])]
+    found = fit(TimeConstants, runs, log_time_ratio)
+    others = [abs(error) for index, error in enumerate(found.errors.values()) if index % 20 != 7]
+    assert fmean(others) < 0.02
+
+
+def test_without_rows_constants_are_their_priors():
+    assert vars(fit(TimeConstants, [], log_time_ratio).constants) == pytest.approx(vars(TimeConstants()))
+    prior = replace(TimeConstants(), matrix_efficiency=0.5)
+    assert fit(TimeConstants, [], log_time_ratio, prior).constants.matrix_efficiency == pytest.approx(0.5)
+    near = fit(TimeConstants, [made(TIMED[0])], log_time_ratio, prior).constants
+    assert near.v100_share == pytest.approx(TimeConstants().v100_share)
+
+
+def test_nothing_to_fit_to():
+    with pytest.raises(ValueError, match=r"RUNS: no row has a measured mem_gb or sec_per_it"):
+        calibrate([replace(run, seconds=None, memory_gib=None) for run in RUNS])
+
+
+def test_a_profile_is_read_again(tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_text(profile_text(fitted(), MEASURED_RUNS))
+    again = load_constants(path)
+    assert again.time.matrix_efficiency == pytest.approx(fitted().constants.time.matrix_efficiency, rel=1e-4)
+    assert again.hardware == fitted().hardware
+    path.write_text("{}")
+    load_constants.cache_clear()
+    with pytest.raises(ValueError, match=r"PROFILE=.*profile.json: is no profile that `moe-exp plan calibrate` wrote"):
+        load_constants(path)
+
+
+def test_no_run_that_ran_is_called_too_large():
+    for run in RUNS:
+        found = predict(run.job, run.hardware)
+        if run.oom is False and run.memory_gib:
+            assert not found.oom or found.is_close, run.row_id
+
+
+def test_how_sure():
+    run = TIMED[0]
+    found = predict(run.job, run.hardware)
+    assert found.is_calibrated and 0.01 < found.time_error < 0.13 and 0.01 < found.memory_error < 0.13
+    assert not predict(run.job, load_hardware("H100")).is_calibrated
+    assert CONSTANTS.name == "constants.json"

@@ -1,0 +1,46 @@
+"""Bytes of optimizer state by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moe_exp.config import Config, load_config
+from moe_exp.planner.optimizer_bytes import embedding_moment_bytes, main_weight_bytes, moment_bytes, optimizer_state_bytes
+from moe_exp.planner.params import checkpoint_bytes, count_parameters, rank_parameters, weight_and_optimizer_bytes
+
+
+def settings(**values: Any) -> Config:
+    return load_config({"preset": "cpu", "gpus_per_node": 2, "dtype": "bf16"} | values, {})
+
+
+CASES: list[tuple[dict[str, Any], float, int]] = [
+    ({}, 8, 8),
+    ({"optimizer_state_dtype": "bf16"}, 4, 8),
+    ({"optimizer": "adam8bit"}, 2.03125, 8),
+    ({"optimizer": "sgd"}, 4, 4),
+    ({"optimizer": "sgd", "sgd_momentum": 0.0}, 0, 0),
+]
+
+
+@pytest.mark.parametrize(("values", "moments", "saved"), CASES)
+def test_bytes_per_parameter(values, moments, saved):
+    half, full = settings(**values), settings(**values, dtype="fp32")
+    assert (main_weight_bytes(half), main_weight_bytes(full)) == (4, 0)
+    assert (moment_bytes(half), moment_bytes(full)) == (moments, moments)
+    assert (optimizer_state_bytes(half), optimizer_state_bytes(full)) == (4 + moments, moments)
+    num_parameters = count_parameters(half).total
+    assert checkpoint_bytes(half) == (2 + 4 + saved) * num_parameters
+    assert checkpoint_bytes(full) == (4 + 4 + saved) * num_parameters
+    rank = rank_parameters(half)
+    assert weight_and_optimizer_bytes(half, rank) == (2 + 4 + (4 + moments) / 2) * rank.total
+    alone = settings(**values, distributed_optimizer=False)
+    assert weight_and_optimizer_bytes(alone, rank) == (2 + 4 + 4 + moments) * rank.total
+
+
+def test_muon_leaves_the_embedding_to_adam():
+    config = settings(optimizer="muon", distributed_optimizer=False)
+    count = count_parameters(config)
+    assert (optimizer_state_bytes(config), embedding_moment_bytes(config), embedding_moment_bytes(settings())) == (8, 4, 0)
+    assert checkpoint_bytes(config) == 10 * count.total + 4 * count.embedding
