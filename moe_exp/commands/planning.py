@@ -29,10 +29,11 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
         "plan",
         help="what a run costs before it is paid for, and the best layout; `moe-exp plan --help` lists how",
         description="Without a command: what the run costs that moe-exp train would start with the same variables and flags.",
+        usage="moe-exp plan [command] [flags] [settings as moe-exp train has them]",
         allow_abbrev=False,
     )
     parser.set_defaults(run=_run)
-    commands = parser.add_subparsers(dest="plan_command", metavar="command", parser_class=ExactParser)
+    commands = parser.add_subparsers(dest="plan_command", metavar="command", parser_class=ExactParser, prog="moe-exp plan")
     _add_settings(parser)
     # What is not given leaves alone what was given before the command: `moe-exp plan --tp 4 run`.
     run = commands.add_parser("run", help="what a run costs (the same as without a command)", argument_default=argparse.SUPPRESS)
@@ -65,9 +66,9 @@ def _add_search(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         "search",
         help="rank the layouts of a model on so many GPUs",
         description="TP, PP, VPP, EP, ETP, CP, MBSZ and RECOMPUTE are searched unless a flag fixes them: --tp 4, --mbsz 1,2.",
+        usage="moe-exp plan search [flags] [settings as moe-exp train has them]",
         argument_default=argparse.SUPPRESS,
     )
-    _add_settings(parser)
     parser.add_argument("--top", type=int, metavar="N", default=10, help="layouts to show (default: 10)")
     parser.add_argument("--explain", metavar="TP=4,PP=12", default="", help="why this layout is rejected, or what it loses")
     parser.add_argument(
@@ -76,6 +77,7 @@ def _add_search(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument(
         "--rank", type=int, metavar="N", default=1, help="place of the layout to export (default: 1); with --explain that one"
     )
+    _add_settings(parser)
     parser.set_defaults(run=_search)
 
 

@@ -172,13 +172,12 @@ def families(config: Config, space: Space, rejected: Counter[str]) -> Iterator[F
                 if reason := _reason(inner):
                     rejected[reason] += leaves
                 else:
-                    yield _family(
-                        inner.model_copy(update={"gbsz": config.gbsz, "rampup_batch_size": config.rampup_batch_size}), space, rejected
-                    )
+                    given = {"gbsz": config.gbsz, "rampup_batch_size": config.rampup_batch_size}
+                    yield _family(inner.model_copy(update=given), space, rejected)
 
 
 def _any_batch(config: Config) -> dict[str, Any]:
-    """A batch that every layout divides, and experts that need no other rank: for levels that do not decide on them."""
+    """A batch that every layout divides: for levels that do not decide on the micro-batch."""
     return {"gbsz": config.world_size, "rampup_batch_size": ""}
 
 

@@ -25,6 +25,23 @@ _MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "buffers", 
 _NO_TERMINAL_WIDTH = 200  # a file or a pipe: columns are not to be squeezed into 80
 
 
+_WORDS = ("layout", "recompute", "layers per stage", "bound by", "notes")
+_COLUMNS = (
+    "",
+    "layout",
+    "MBSZ",
+    "recompute",
+    "layers per stage",
+    "GiB",
+    "left",
+    "s/iteration",
+    "vs best",
+    "TFLOP/s",
+    "bubble",
+    *_WORDS[-2:],
+)
+
+
 class PlanPrinter:
     """Tables on one stream."""
 
@@ -43,7 +60,7 @@ class PlanPrinter:
                 "layers of the stages": short_stages(report["stage_layers"]),
                 "memory": _verdict(prediction),
                 "seconds per iteration": f"{_seconds(time['seconds'])} {error_words(prediction)}",
-                "TFLOP/s per GPU": f"{time['tflops_per_gpu']:.1f}, MFU {time['mfu']:.1%}",
+                "TFLOP/s per GPU": f"{_short(time['tflops_per_gpu'])}, MFU {time['mfu']:.1%}",
                 "tokens per second": f"{time['tokens_per_second']:,.0f}",
                 "whole run": _whole(cost),
                 "checkpoint": filesize.decimal(report["checkpoint_bytes"]),
@@ -58,27 +75,8 @@ class PlanPrinter:
         """The fastest layouts, how far runner-ups are, and what was refused."""
         title = "layouts by time per iteration; = is within 2% of the best, closer than predictions can tell apart"
         table = Table(title=title, title_justify="left")
-        columns = (
-            "",
-            "layout",
-            "MBSZ",
-            "recompute",
-            "layers per stage",
-            "GiB",
-            "left",
-            "s/iteration",
-            "vs best",
-            "TFLOP/s",
-            "bubble",
-            "bound by",
-            "notes",
-        )
-        for name in columns:
-            table.add_column(
-                name,
-                justify="left" if name in ("layout", "recompute", "layers per stage", "bound by", "notes") else "right",
-                overflow="fold",
-            )
+        for name in _COLUMNS:
+            table.add_column(name, justify="left" if name in _WORDS else "right", overflow="fold")
         for place, one in enumerate(found.ranked[:top], start=1):
             table.add_row(*_cells(describe_candidate(one, found, hardware, place), one))
         if found.ranked:
@@ -96,6 +94,7 @@ class PlanPrinter:
     def best(self, candidate: Candidate, cost: Cost) -> None:
         """What a run of the best layout costs."""
         self._console.print(f"{layout_words(candidate.config)}: {_whole(cost)}")
+        self._console.print(f"  {_seconds(candidate.seconds)} s per iteration {error_words(candidate.prediction)}")
         self._console.print(f"  a global batch of {candidate.filling_batch:,} fills the pipe, {candidate.config.gbsz:,} is given")
         self._console.print(f"  a checkpoint has {filesize.decimal(checkpoint_bytes(candidate.config))}")
 
@@ -130,7 +129,7 @@ class PlanPrinter:
         words = f"{layout_words(candidate.config)}, MBSZ={candidate.config.mbsz}, RECOMPUTE={candidate.config.recompute}"
         self._console.print(f"{asked}: at best {words}", soft_wrap=True)
         slower = candidate.seconds / best.seconds - 1
-        place = f"place {told.place} of {len(found.ranked):,}" if slower > 0 or told.place > 1 else "the best"
+        place = f"place {told.place:,} of {len(found.ranked):,}" if told.place <= len(found.ranked) else "slower than all that were ranked"
         self._console.print(
             f"  {_seconds(candidate.seconds)} s per iteration, {slower:+.1%} against the best ({layout_words(best.config)}): {place}"
         )
@@ -207,8 +206,8 @@ def _verdict(prediction: Prediction) -> str:
 
 def _whole(cost: Cost) -> str:
     row = describe_cost(cost)
-    words = f"{row['num_iterations']:,} iterations, {_billions(row['num_tokens'])} tokens: {row['days']:,.3g} days"
-    words += f", {row['gpu_hours']:,.0f} GPU-hours"
+    words = f"{row['num_iterations']:,} iterations, {_tokens(row['num_tokens'])} tokens: {_short(row['days'])} days"
+    words += f", {_short(row['gpu_hours'])} GPU-hours"
     return words if row["price"] is None else f"{words}, price {row['price']:,.2f}"
 
 
@@ -222,6 +221,10 @@ def _number(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _billions(count: int) -> str:
-    billions = count / 1e9
-    return f"{billions:,.4g}B" if billions < 1000 else f"{billions:,.0f}B"
+def _tokens(count: int) -> str:
+    return f"{_short(count / 1e9)}B" if count >= 1e9 else f"{_short(count / 1e6)}M"
+
+
+def _short(number: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
