@@ -48,6 +48,7 @@ EXTRAS = {
         "sentencepiece>=0.2",
         "regex>=2024.4",
         "gigatoken>=0.10",
+        "bitsandbytes>=0.50",
     ],
 }
 

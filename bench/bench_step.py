@@ -47,7 +47,8 @@ from moe_exp.layers.dispatcher import LocalDispatcher
 from moe_exp.layers.experts import Experts
 from moe_exp.layers.moe_layer import MoELayer
 from moe_exp.model import build_model
-from moe_exp.optim import Adam, BatchSchedule, build_optimizer, build_scheduler
+from moe_exp.optim import BatchSchedule, build_optimizer, build_scheduler
+from moe_exp.optimizers import Adam
 from moe_exp.run_folder import RunFolder
 from moe_exp.runtime import Runtime, start, stop
 

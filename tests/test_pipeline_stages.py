@@ -13,6 +13,11 @@ from typing import Any
 import pytest
 
 from model_on_ranks import Found, run_models
+from moe_exp.checkpoint.folders import one_checkpoint
+from moe_exp.checkpoint.layouts import Layout
+from moe_exp.checkpoint.reshape import Reshaping, reshape
+from moe_exp.checkpoint.settings import saved_config
+from moe_exp.checkpoint.torch_dist import read_common
 from moe_exp.checks import check_config
 from moe_exp.config import load_config
 from relative_error import assert_equal_to
@@ -109,3 +114,8 @@ def test_stages_without_layers_in_a_checkpoint(folder, one_rank):
     assert_equal_to(LIMIT, {"losses": saved.losses}, {"losses": alone.losses})
     for resumed in found:
         assert_equal_to(LIMIT, {"losses": resumed.losses}, {"losses": second})
+    one = one_checkpoint(Path(middle))
+    assert saved_config(one).stage_layers == [6]
+    # In the settings of a checkpoint of other stages.
+    evenly = reshape(one, folder / "evenly", Reshaping(Layout(pp=2))).folder
+    assert load_config(read_common(evenly)["config"], {}).stage_layers == [3, 3]

@@ -284,5 +284,7 @@ class _Account:
             ffn = config.expert_ffn_size / config.etp
             experts = self._rows * (2 * self._hidden + (1 + gated) * ffn)
             experts += config.num_experts // config.ep * self._hidden * gated * ffn
+            if config.dispatcher == "allgather":  # takes the tokens of all ranks in
+                experts += self._tokens * config.ep * config.etp * self._hidden
         scores = config.num_heads * config.seq_len * self._all_tokens / self._tp if self._writes_scores else 0.0
         return width * max(mlp, experts, 2 * scores)

@@ -14,13 +14,13 @@ from moe_exp.planner.optimizer_bytes import optimizer_state_bytes
 from moe_exp.planner.params import RankParameters, parameters_of_stages
 
 # Of torch's allocator before the first micro-batch, beside weights, gradients and optimizer: cuBLAS workspaces of the forward and of
-# the backward thread (8.1 MiB each), that of Transformer Engine (4 MiB), a batch and its mask. Measured: 26 to 29 MiB.
+# the backward thread (8.1 MiB each), that of Transformer Engine (4 MiB), a batch and its mask. 26 to 29 MiB in three of four runs.
 _WORKSPACE_BYTES = 27 * 2**20
 # Python, torch, megatron-core and the embedded corpus as Linux counts them for one process: 0.35e9 at its start, and what a step loads.
 _PROCESS_BYTES = 0.65e9
 # What an allocator can have of a GPU: the driver and the context's own pages keep about one percent.
 _USABLE_SHARE = 0.99
-# DeepSpeed's defaults for ZeRO: gradients are reduced, and parameters gathered, through buckets of so many elements.
+# DeepSpeed reduces 16-bit gradients, and with ZeRO gathers 16-bit parameters, through a bucket of so many elements each.
 _BUCKET_ELEMENTS = 5e8
 
 
@@ -92,22 +92,26 @@ def memory_of(job: Job, hardware: Hardware, constants: MemoryConstants, *, imbal
     if imbalance is None:
         imbalance = expected_imbalance(config, constants.load_spread)
     kept = activations_of(job, on_cpu=on_cpu, imbalance=imbalance)
+    layer_work, output_work = kept.layer_work + kept.recomputed, kept.output + kept.output_work
     per_parameter = _bytes_per_parameter(job, constants)
     parameters = parameters_of_stages(config, job.stage_layers, learned_positions=job.learned_positions)
     num_moe, in_flight = _moe_layers_of_stages(config, parameters), micro_batches_in_flight(config, job.num_microbatches)
-    handed_on = _communication_bytes(job, kept)
+    handed_on, bucket_bytes = _communication_bytes(job, kept)
     workspace, overhead = _overhead(job, on_cpu, constants)
+    usable = 0.0 if job.measured_by == "allocated" else _USABLE_SHARE * hardware.memory_bytes
     stages, last = [], len(parameters) - 1
     for stage, part in enumerate(parameters):
         count = part.dense + part.expert
         layers = (job.stage_layers[stage] - num_moe[stage]) * kept.dense_layer + num_moe[stage] * kept.moe_layer
-        layers += (kept.embedding if stage == 0 else 0.0) + (kept.hidden if stage < last and keeps_outputs else 0.0)
-        activations = in_flight[stage] * layers + _work(kept, is_last=stage == last)
+        layers += kept.embedding if stage == 0 else 0.0
+        layers += kept.hidden if keeps_outputs and stage < last else 0.0
+        # The widest moment beside what layers keep: one layer's backward, or on the last stage the loss.
+        activations = in_flight[stage] * layers + (layer_work if stage < last else max(layer_work, output_work))
         weights, gradients = per_parameter.weights * count, per_parameter.gradients * count
         optimizer = per_parameter.dense_state * part.dense + per_parameter.expert_state * part.expert
-        buffers = handed_on + (4 * min(_BUCKET_ELEMENTS, count) if job.sharding == "zero1" else 0.0)
+        buffers = handed_on + min(bucket_bytes, 2.0 * count)
         needed = weights + gradients + optimizer + activations + buffers + overhead
-        cached = _cached(job, hardware, activations * constants.cached_share, needed)
+        cached = _cached(constants.cached_share * activations, usable - needed)
         stages.append(StageMemory(weights, gradients, optimizer, activations, buffers, overhead, cached, workspace))
     return stages
 
@@ -168,8 +172,8 @@ def _deepspeed_bytes(job: Job, constants: MemoryConstants) -> _BytesPerParameter
     """DeepSpeed of 2022: its 16-bit optimizers, sharded by ZeRO-1 (Rajbhandari et al. 2020, arXiv:1910.02054) or not, and BF16_Optimizer.
 
     A shard has fp32 weights, moments and gradients, and the averaged 16-bit gradients that those were made from: 4 + 8 + 4 + 2. Without
-    ZeRO the step has all of that at once, and a second flat copy of 16 bits. BF16_Optimizer keeps fp32 gradients of all parameters
-    beside bf16 ones, and reduces them through a flat copy.
+    ZeRO the step has fp32 gradients twice, one by one and then in one tensor: 4 + 8 + 4 + 4. BF16_Optimizer keeps fp32 gradients of all
+    parameters beside bf16 ones, and reduces them through a flat copy.
     """
     shards = max(1, job.config.data_parallel_size) if job.sharding == "zero1" else 1
     weights = 2 + constants.flat_bytes
@@ -179,16 +183,12 @@ def _deepspeed_bytes(job: Job, constants: MemoryConstants) -> _BytesPerParameter
     return _BytesPerParameter(weights, 2, state, state)
 
 
-def _work(kept: Activations, *, is_last: bool) -> float:
-    """The widest moment beside what layers keep: one layer's backward, or on the last stage the loss."""
-    layer = kept.layer_work + kept.recomputed
-    return max(layer, kept.output + kept.output_work) if is_last else layer
-
-
-def _communication_bytes(job: Job, kept: Activations) -> float:
-    """Between stages an input and a gradient under way; with sequence parallelism the whole sequence, gathered before a product."""
+def _communication_bytes(job: Job, kept: Activations) -> tuple[float, float]:
+    """Of hidden states: between stages an input and a gradient under way, and with sequence parallelism the whole sequence, which is
+    gathered before a product. And of DeepSpeed's buckets, at most."""
     between = 2 * kept.hidden if job.config.pp > 1 else 0.0
-    return between + (kept.hidden * job.config.tp if job.sequence_parallel else 0.0)
+    num_buckets = job.of_deepspeed * (2 if job.sharding == "zero1" else 1)
+    return between + (kept.hidden * job.config.tp if job.sequence_parallel else 0.0), 2 * num_buckets * _BUCKET_ELEMENTS
 
 
 def _overhead(job: Job, on_cpu: bool, constants: MemoryConstants) -> tuple[float, float]:
@@ -198,12 +198,9 @@ def _overhead(job: Job, on_cpu: bool, constants: MemoryConstants) -> tuple[float
     return _WORKSPACE_BYTES, _WORKSPACE_BYTES + (constants.context_bytes if job.measured_by == "nvidia-smi" else 0.0)
 
 
-def _cached(job: Job, hardware: Hardware, wanted: float, needed: float) -> float:
+def _cached(wanted: float, free: float) -> float:
     """What the allocator (of torch, or on processors malloc) holds beside: the fuller the device is, the less it can.
 
     It is half of what is free where it would have as much, and nearly all of `wanted` where much more is free.
     """
-    free = _USABLE_SHARE * hardware.memory_bytes - needed
-    if job.measured_by == "allocated" or free <= 0 or wanted <= 0:
-        return 0.0
-    return wanted * free / (wanted + free)
+    return wanted * free / (wanted + free) if wanted > 0 and free > 0 else 0.0

@@ -142,9 +142,13 @@ def _bytes_per_parameter(config: Config, num_replicas: int) -> float:
 
 
 def _chunk_bounds(config: Config, stage_layers: Sequence[int]) -> list[tuple[int, int]]:
-    """First layer, and the one after the last, of every model chunk in the order of the layers; what is left over is the last one's."""
+    """First layer, and the one after the last, of every model chunk in the order of the layers.
+
+    Where VPP does not divide a stage, its first chunks have one layer more; where stages do not add up, the last chunk has the rest.
+    """
     num_chunks = config.vpp or 1
-    ends = list(accumulate(layers // num_chunks for _ in range(num_chunks) for layers in stage_layers))[:-1]
+    layers_of_chunks = ((layers + num_chunks - 1 - chunk) // num_chunks for chunk in range(num_chunks) for layers in stage_layers)
+    ends = list(accumulate(layers_of_chunks))[:-1]
     return list(pairwise([0, *(min(end, config.num_layers) for end in ends), config.num_layers]))
 
 

@@ -14,9 +14,8 @@ def test_goes_on_in_the_middle_of_a_ramp_under_another_layout(tmp_path):
     whole = Leg(settings, steps=10, saves={6: saved})
     # 4 batches of 2 reach 8 samples, 2 of 4 reach 16, and there it is saved.
     assert ramp_steps(whole.config)[:3] == [(2, 4, 8), (4, 2, 8), (6, 2, 12)]
-    (expected,) = run_legs([whole])
-    legs = [Leg(settings, saved, 4), Leg(settings | {"tp": 2, "mbsz": 1}, saved, 4)]
-    for steps in run_legs(legs):
+    expected, *resumed = run_legs([whole, Leg(settings, saved, 4), Leg(settings | {"tp": 2}, saved, 4)])
+    for steps in resumed:
         assert max(deviations(steps, expected[6:]).values()) < 1e-4
         assert deviations(steps, expected[6:])["lm_loss"] < 1e-6
         assert deviations(steps, expected[6:])["learning_rate"] == 0

@@ -191,6 +191,9 @@ def test_stages_without_layers_and_learned_positions():
     assert [part.expert for part in parts] == [0, expert, expert, 0]
     learned = parameters_of_stages(config, [0, 2, 1, 0], learned_positions=True)
     assert [new.total - old.total for new, old in zip(learned, parts, strict=True)] == [40 * 16, 0, 0, 0]
+    # A stage that VPP does not divide has its layers all the same.
+    alone, in_chunks = (parameters_of_stages(tiny(num_layers=7, vpp=vpp), [4, 3]) for vpp in (None, 2))
+    assert in_chunks == alone
     # Positions are not split with the vocabulary.
     config = tiny(num_layers=3, seq_len=40, tp=2)
     alone, learned = (parameters_of_stages(config, [3], learned_positions=given)[0].dense for given in (False, True))

@@ -14,6 +14,7 @@ from built_ranks import BuiltRank, build_rank, built_ranks
 from moe_exp.checks import check_config
 from moe_exp.config import Config, load_config
 from moe_exp.planner.params import RankParameters, count_parameters, most_loaded_rank, parameters_of_stages, rank_parameters, stage_of_layer
+from moe_exp.planner.stages import stages_text
 from moe_exp.presets import PRESETS
 from ranks import run_on_ranks
 
@@ -27,12 +28,11 @@ WORLDS: dict[str, dict[str, Any]] = {
     "mixtral 64": {"preset": "mixtral-8x7b", "nnodes": 8, "tp": 4, "pp": 4, "vpp": 2, "ep": 2, "etp": 2},
     "qwen3 64": {"preset": "qwen3-30b-a3b", "nnodes": 8, "tp": 4, "pp": 2, "vpp": 3, "ep": 8},
     "deepseek 64": {"preset": "deepseek-v3-like", "nnodes": 8, "pp": 8, "ep": 8, "first_stage_layers": 7, "last_stage_layers": 6},
-    "dense 64": DENSE_GPT | {"nnodes": 8, "tp": 8, "pp": 8},
+    "dense 64": DENSE_GPT | {"nnodes": 8, "tp": 8, "pp": 8, "pipeline_layers": "0,16*6,0"},
     "olmoe 1024": {"preset": "olmoe-1b-7b", "nnodes": 128, "ep": 64},
     "mixtral 1024": {"preset": "mixtral-8x7b", "nnodes": 128, "tp": 8, "pp": 8, "vpp": 4, "ep": 8, "tie_embeddings": True},
     "qwen3 1024": {"preset": "qwen3-30b-a3b", "nnodes": 128, "tp": 2, "pp": 16, "ep": 16, "etp": 2},
-    "deepseek 1024": {"preset": "deepseek-v3-like", "nnodes": 128, "tp": 2, "pp": 16, "ep": 64, "first_stage_layers": 3,
-                      "last_stage_layers": 2},
+    "deepseek 1024": {"preset": "deepseek-v3-like", "nnodes": 128, "tp": 2, "pp": 16, "ep": 64, "pipeline_layers": "2,4*14,3"},
     "dense 1024": DENSE_GPT | {"nnodes": 128, "tp": 8, "pp": 16, "vpp": 2, "first_stage_layers": 4, "last_stage_layers": 8},
 }  # fmt: skip
 WHOLE: dict[str, dict[str, Any]] = {name: {"preset": name, "nnodes": 1} for name in PRESETS} | {"dense": DENSE_GPT}
@@ -107,7 +107,7 @@ def layers_of(config: Config, pp_rank: int) -> tuple[int, ...]:
 
 
 ON_ONE_RANK = dict.fromkeys(("nnodes", "gpus_per_node", "tp", "pp", "ep", "etp", "cp"), 1)
-ON_ONE_RANK |= {"vpp": None, "first_stage_layers": 0, "last_stage_layers": 0}
+ON_ONE_RANK |= {"vpp": None, "first_stage_layers": 0, "last_stage_layers": 0, "pipeline_layers": ""}
 
 
 @st.composite
@@ -116,23 +116,34 @@ def drawn(draw: st.DrawFn, *, use_moe: bool) -> dict[str, Any]:
     sizes = st.sampled_from([1, 2, 4])
     tp, pp, cp = draw(sizes), draw(sizes), draw(st.sampled_from([1, 2]))
     vpp = draw(st.sampled_from([None, 2])) if pp > 1 else None
-    first, last = (draw(st.integers(0, 2)) * (vpp or 1) if pp > 1 else 0 for _ in range(2))
-    middle = draw(st.integers(1, 2)) * (vpp or 1)
-    num_layers = (first or middle) + (last or middle) + (pp - 2) * middle if pp > 1 else draw(st.integers(1, 4))
-    values = {
-        "preset": "reference", "num_layers": num_layers, "first_stage_layers": first, "last_stage_layers": last, "seq_len": 64, "tp": tp,
-        "pp": pp, "vpp": vpp, "cp": cp, "mbsz": 1, "gbsz": 1024, "train_data": "not read", "eval_interval": 0,
+    values = draw(drawn_stages(pp, vpp or 1)) | {
+        "preset": "reference", "seq_len": 64, "tp": tp, "pp": pp, "vpp": vpp, "cp": cp, "mbsz": 1, "gbsz": 1024,
+        "train_data": "not read", "eval_interval": 0,
     }  # fmt: skip
     values |= {"hidden_size": 8 * draw(st.integers(2, 5)), "ffn_hidden_size": 4 * draw(st.integers(1, 9)), "num_heads": 4 * draw(sizes)}
     values |= {name: draw(st.booleans()) for name in ("tie_embeddings", "add_bias_linear")}
     values["activation"] = draw(st.sampled_from(["swiglu", "geglu", "gelu", "squared_relu"]))
     values |= {"normalization": draw(st.sampled_from(["RMSNorm", "LayerNorm"])), "vocab_size": draw(st.integers(1, 600))}
     values |= draw(st.sampled_from([drawn_heads, drawn_latent]).flatmap(lambda kind: kind(values["num_heads"])))
-    values |= draw(drawn_experts(num_layers)) if use_moe else {"use_moe": False}
+    values |= draw(drawn_experts(values["num_layers"])) if use_moe else {"use_moe": False}
     # Neither shared experts nor split ones have biases.
     values["add_bias_linear"] &= not values.get("shared_expert_size") and values.get("etp", 1) == 1
     replicas = draw(st.sampled_from([1, 2, 4])) * values.get("ep", 1) * values.get("etp", 1)
     return values | {"nnodes": tp * pp * cp, "gpus_per_node": replicas}
+
+
+@st.composite
+def drawn_stages(draw: st.DrawFn, pp: int, vpp: int) -> dict[str, Any]:
+    """Even stages, another first or last one, or any; the ends may be without layers."""
+    middle = vpp * draw(st.integers(1, 2))
+    if pp == 1 or draw(st.booleans()):
+        first, last = (vpp * draw(st.integers(0, 2)) if pp > 1 else 0 for _ in range(2))
+        num_layers = (first or middle) + (last or middle) + (pp - 2) * middle if pp > 1 else draw(st.integers(1, 4))
+        return {"num_layers": num_layers, "first_stage_layers": first, "last_stage_layers": last}
+    least = [0 if vpp == 1 and stage in (0, pp - 1) else 1 for stage in range(pp)]
+    stages = [vpp * draw(st.integers(fewest, 3)) for fewest in least]
+    assume(any(stages))
+    return {"num_layers": sum(stages), "pipeline_layers": stages_text(stages)}
 
 
 @st.composite
