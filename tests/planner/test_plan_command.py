@@ -39,6 +39,7 @@ def plan(tmp_path, capsys):
 def test_what_a_run_costs(plan):
     settings = ["--gpus", "384", "--tp", "4", "--pp", "12", "--pipeline-layers", "5,6*10,5", "--mbsz", "2", "--recompute", "full", *MODEL]
     report = json.loads(plan(*settings, "--tokens", "366B", "--price", "2", "--json").out)
+    # l*(12h^2+13h)+v*h+s*h+2h without what that GPT of 2020 had: learned positions, biases, and biases of the norms.
     assert report["parameters"]["total"] == 176_276_602_880 - 2048 * 14336 - 70 * 13 * 14336 - 2 * 14336 + 14336 * (2 * 70 + 1)
     assert report["parameters"]["most_loaded_rank"] > report["parameters"]["total"] / 48
     assert len(report["memory"]["stages"]) == 12
