@@ -28,8 +28,8 @@ LATENT = {
     "multi_latent_attention": True, "kv_lora_rank": 40, "qk_head_dim": 24, "qk_pos_emb_head_dim": 8, "v_head_dim": 24, "qk_norm": True,
     "use_moe": False,
 }  # fmt: skip
-# Of the planner's 5%: indices and statistics of a few bytes per token are left out of the account, or not seen by the hooks.
-LIMIT = 0.02
+# Indices and statistics of a few bytes per token are left out of the account, or not seen by the hooks.
+LIMIT = 0.01
 DENSE = {"use_moe": False}
 BF16 = {"dtype": "bf16"}
 
