@@ -133,7 +133,7 @@ class _Account:
         latent = self._latent() if config.multi_latent_attention else 0.0
         per_token = width * self._hidden + latent
         per_head_token = self._core() + (self._qk_norm() if config.qk_norm and not config.multi_latent_attention else 0.0)
-        return self._tokens * per_token + self._all_tokens * per_head_token / self._tp + self._positions()
+        return self._tokens * per_token + self._all_tokens * per_head_token / self._tp + self._positions() + self._block_masks()
 
     @cached_property
     def _channels(self) -> tuple[int, int, int, int]:
@@ -198,6 +198,14 @@ class _Account:
             return 0.0
         turned = config.qk_pos_emb_head_dim if config.multi_latent_attention else config.kv_channels * config.rotary_fraction
         return 4 * self._width * turned * config.seq_len / config.cp
+
+    def _block_masks(self) -> float:
+        """On processors, of the two blocks of queries of a context parallel rank against all keys up to their end."""
+        config = self._config
+        if not self._on_cpu or config.cp == 1 or self._writes_scores:
+            return 0.0
+        block, ends = config.seq_len / (2 * config.cp), config.seq_len * (1 + 1 / (2 * config.cp))
+        return self._width * block * ends
 
     # MLP and experts
 

@@ -132,7 +132,7 @@ def test_experts_are_sharded_over_fewer_ranks():
 
 
 def allocated_on_rank(jobs: list[dict[str, Any]], ports: list[int]) -> list[dict[str, int]]:
-    """On one rank: bytes of the storages that hold weights, gradients and optimizer state."""
+    """On a rank: bytes of the storages that hold weights, gradients and optimizer state."""
     return [_allocated(settings, port) for settings, port in zip(jobs, ports, strict=True)]
 
 
@@ -176,7 +176,7 @@ BUILT = {
 @pytest.fixture(scope="module")
 def allocated() -> dict[str, dict[str, int]]:
     jobs = [SMALL | settings for settings in BUILT.values()]
-    return dict(zip(BUILT, run_on_ranks(2, allocated_on_rank, jobs, [free_port() for _ in jobs], join=False)[0], strict=True))
+    return dict(zip(BUILT, run_on_ranks(2, allocated_on_rank, jobs, [free_port() for _ in jobs], join=False, timeout=400)[0], strict=True))
 
 
 @pytest.mark.parametrize("name", BUILT)
@@ -308,15 +308,14 @@ def test_a_full_device_is_too_small():
     assert found.cached == 0
 
 
-def trained_on_rank(settings: dict[str, Any], port: int) -> int:
-    """On one rank: the largest resident size of the process over two iterations."""
+def train_alone(settings: dict[str, Any]) -> int:
+    """In a process of its own: the largest resident size of the process over two iterations."""
     from moe_exp import runtime, train
     from moe_exp.model import build_model
     from moe_exp.optim import build_optimizer, build_scheduler
 
     config = load_config(settings, {})
-    os.environ["MASTER_PORT"] = str(port)
-    rank = runtime.start(config)
+    rank = runtime.start_alone(config)
     model = build_model(config, rank)
     optimizer = build_optimizer(config, model)
     job: Any = SimpleNamespace(config=config, runtime=rank, trained=Trained(model, optimizer, build_scheduler(config, optimizer)))
@@ -353,7 +352,7 @@ PROCESSES = {
 def test_the_size_of_a_process_that_trains(settings):
     config = load_config(WIDE | settings, {})
     (found,) = memory_of(Job.of(config), load_hardware("CPU"), load_constants().memory)
-    (measured,) = run_on_ranks(1, trained_on_rank, WIDE | settings, free_port(), join=False, timeout=400)
+    (measured,) = run_on_ranks(1, train_alone, WIDE | settings, join=False, timeout=400)
     assert found.total == pytest.approx(measured, rel=0.1)
 
 

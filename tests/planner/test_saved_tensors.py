@@ -28,8 +28,8 @@ LATENT = {
     "multi_latent_attention": True, "kv_lora_rank": 40, "qk_head_dim": 24, "qk_pos_emb_head_dim": 8, "v_head_dim": 24, "qk_norm": True,
     "use_moe": False,
 }  # fmt: skip
-# Of the planner's 5%: indices and statistics of a few bytes per token are left out of the account, or not seen by the hooks.
-LIMIT = 0.02
+# Indices and statistics of a few bytes per token are left out of the account, or not seen by the hooks.
+LIMIT = 0.01
 DENSE = {"use_moe": False}
 BF16 = {"dtype": "bf16"}
 
@@ -108,7 +108,7 @@ class Entry:
 
 
 def saved_on_rank(jobs: list[dict[str, Any]], ports: list[int]) -> list[tuple[int, int]]:
-    """On one rank: the most bytes that each job has saved in an iteration, and those that are left after it.
+    """On a rank: the most bytes that each job has saved in an iteration, and those that are left after it.
 
     Left is what the z-loss saves where no loss needs it: a function's own result, held by an entry, holds the function.
     """
@@ -121,7 +121,7 @@ def _saved(settings: dict[str, Any], port: int) -> tuple[int, int]:
 
     config = of_settings(settings, num_ranks=int(os.environ["WORLD_SIZE"]))
     os.environ["MASTER_PORT"] = str(port)
-    rank = runtime.start(config)
+    rank = runtime.start(config) if config.world_size > 1 else runtime.start_alone(config)
     model = build_model(config, rank)
     train.connect(model, SimpleNamespace(model=model, optimizer=SimpleNamespace(scale_loss=None)))
     ledger = Ledger(model)
@@ -148,8 +148,9 @@ def expected(config: Config, stage: int = 0) -> float:
 
 @pytest.fixture(scope="module")
 def on_one_rank() -> dict[str, tuple[int, int]]:
-    ports = [free_port() for _ in MODELS]
-    return dict(zip(MODELS, run_on_ranks(1, saved_on_rank, list(MODELS.values()), ports, join=False)[0], strict=True))
+    return dict(
+        zip(MODELS, run_on_ranks(1, saved_on_rank, list(MODELS.values()), [0] * len(MODELS), join=False, timeout=400)[0], strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -162,7 +163,7 @@ def test_saved_bytes_of_a_model(name, on_one_rank):
 @pytest.fixture(scope="module")
 def on_two_ranks() -> dict[str, tuple[int, int]]:
     ports = [free_port() for _ in LAYOUTS]
-    return dict(zip(LAYOUTS, run_on_ranks(2, saved_on_rank, list(LAYOUTS.values()), ports, join=False)[0], strict=True))
+    return dict(zip(LAYOUTS, run_on_ranks(2, saved_on_rank, list(LAYOUTS.values()), ports, join=False, timeout=400)[0], strict=True))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -183,7 +184,7 @@ PIPELINES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def in_pipelines() -> dict[str, list[tuple[int, int]]]:
     ports = [free_port() for _ in PIPELINES]
-    ranks = run_on_ranks(2, saved_on_rank, list(PIPELINES.values()), ports, join=False)
+    ranks = run_on_ranks(2, saved_on_rank, list(PIPELINES.values()), ports, join=False, timeout=400)
     return {name: [rank[index] for rank in ranks] for index, name in enumerate(PIPELINES)}
 
 
