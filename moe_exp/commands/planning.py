@@ -87,6 +87,9 @@ def _add_calibrate(subparsers: argparse._SubParsersAction[argparse.ArgumentParse
     )
     parser.add_argument("--runs", type=Path, required=True, metavar="CSV", help="measured runs")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="profile to write, for --profile")
+    parser.add_argument(
+        "--prior", type=Path, metavar="FILE", default=None, help="profile that the fit starts from: with a few runs of a new device"
+    )
     parser.set_defaults(run=_calibrate)
 
 
@@ -184,11 +187,20 @@ def _export(candidate: Candidate, config: Config) -> None:
 
 def _calibrate(arguments: argparse.Namespace) -> None:
     _refuse_settings(arguments)
+    from moe_exp.config import problem
     from moe_exp.files import write_atomically
     from moe_exp.planner.calibration import calibrate, profile_text
     from moe_exp.planner.measured import read_runs
+    from moe_exp.planner.prediction import load_constants
+    from moe_exp.planner.tables import PlanPrinter
 
-    write_atomically(arguments.out, profile_text(calibrate(read_runs(arguments.runs)), arguments.runs))
+    if arguments.out.exists() and arguments.out.samefile(arguments.runs):
+        raise ValueError(problem("out", arguments.out, "is the file of the runs", "name another file"))
+    prior = load_constants(arguments.prior) if arguments.prior else None
+    calibration = calibrate(read_runs(arguments.runs), prior)
+    write_atomically(arguments.out, profile_text(calibration, arguments.runs))
+    PlanPrinter(sys.stdout).calibration(calibration)
+    print(f"{arguments.out}: written, for moe-exp plan ... --profile {arguments.out}")
 
 
 def _predict(arguments: argparse.Namespace) -> None:

@@ -29,7 +29,6 @@ class Job:
         fused_attention: whether scores are never written to memory (flash attention).
         learned_positions: whether the embedding has a row for every position.
         software: what a measured run ran on, where its rows tell: constants may depend on it. Empty: this package.
-        launch_blocking: whether every kernel was waited for (CUDA_LAUNCH_BLOCKING=1).
         measured_by: what a memory figure means: `nvidia-smi` has context, NCCL buffers and fragmentation in it, `allocated` is the
             largest that torch's allocator gave out.
     """
@@ -42,7 +41,6 @@ class Job:
     fused_attention: bool
     learned_positions: bool = False
     software: str = ""
-    launch_blocking: bool = False
     measured_by: Literal["nvidia-smi", "allocated"] = "nvidia-smi"
 
     @classmethod

@@ -149,7 +149,6 @@ def job_of_row(row: Mapping[str, str]) -> Job:
         fused_attention=not of_deepspeed,
         learned_positions=of_deepspeed,
         software=(row.get("era") or "").partition(":")[0],
-        launch_blocking=(row.get("section") or "").startswith("launch_blocking"),
         measured_by="nvidia-smi" if of_deepspeed else "allocated",
     )
 

@@ -15,7 +15,7 @@ COLUMNS = ("row_id", "mem_gb", "sec_per_it", "oom")
 
 
 def predicted_csv(runs: Path, constants: Constants) -> str:
-    """A line for every row of `runs`, in its order; what a row says too little for is empty.
+    """A line for every row of `runs`, in its order. Without a batch size there is no time; without a number of GPUs they are TP*PP.
 
     Args:
         runs: a CSV as `measured.read_runs` reads it; columns of results may be absent or empty.
@@ -35,17 +35,14 @@ def predicted_csv(runs: Path, constants: Constants) -> str:
 
 
 def _predicted(row: Mapping[str, str], constants: Constants) -> dict[str, str]:
-    line = dict.fromkeys(COLUMNS, "") | {"row_id": row["row_id"]}
     dp = _data_parallel_size(row)
-    is_sharded = row.get("zero_stage") != "0"
-    if dp is None and is_sharded:
-        return line
-    job = job_of_row({**row, "dp": str(dp or 1)})
-    prediction = predict(job, load_hardware(row["gpu"]), constants)
-    line |= {"mem_gb": f"{prediction.peak_bytes / GIBIBYTE:.6g}", "oom": str(int(prediction.oom))}
-    if row.get("gbs") and dp is not None:
-        line["sec_per_it"] = f"{prediction.time.total:.6g}"
-    return line
+    prediction = predict(job_of_row({**row, "dp": str(dp or 1)}), load_hardware(row["gpu"]), constants)
+    return {
+        "row_id": row["row_id"],
+        "mem_gb": f"{prediction.peak_bytes / GIBIBYTE:.6g}",
+        "sec_per_it": f"{prediction.time.total:.6g}" if row.get("gbs") and dp else "",
+        "oom": str(int(prediction.oom)),
+    }
 
 
 def _data_parallel_size(row: Mapping[str, str]) -> int | None:

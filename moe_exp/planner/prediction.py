@@ -67,8 +67,8 @@ class Prediction:
 
     @property
     def margin_bytes(self) -> float:
-        """What is left of the device's memory; less than 0: out of memory."""
-        return self.memory_bytes - self.peak_bytes
+        """What is left of the device's memory when the allocator has given back what it only caches; less than 0: out of memory."""
+        return self.memory_bytes - max(stage.needed for stage in self.stages)
 
     @property
     def oom(self) -> bool:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from itertools import groupby
+from statistics import fmean
 from typing import Any, TextIO
 
 from rich import filesize
 from rich.console import Console
 from rich.table import Table
 
+from moe_exp.planner.calibration import Calibration
 from moe_exp.planner.estimate import Cost
 from moe_exp.planner.explanation import Explanation, bound_by, layout_words, memory_line
 from moe_exp.planner.hardware import Hardware
@@ -112,6 +115,31 @@ class PlanPrinter:
         if told.fits:
             self._standing(asked, told, told.candidate, found)
         self._memory(told.candidate.prediction)
+
+    def calibration(self, calibration: Calibration) -> None:
+        """Fitted constants, and how near predictions come with them."""
+        table = Table(
+            "", "rows", "mean error", "largest", "mean left out", "90% within", title="errors of predictions", title_justify="left"
+        )
+        for name, fit in (("memory", calibration.memory), ("time", calibration.time)):
+            errors, left_out = [abs(error) for error in fit.errors.values()], [abs(error) for error in fit.left_out.values()]
+            shares = [fmean(errors), max(errors), fmean(left_out), fit.bound] if errors else []
+            table.add_row(name, str(len(errors)), *(f"{share:.1%}" for share in shares))
+        self._console.print(table)
+        table = Table("constant", "value", "expected", "meaning", title="constants", title_justify="left")
+        for fit in (calibration.memory, calibration.time):
+            for field in fields(fit.constants):
+                value, prior = getattr(fit.constants, field.name), field.metadata["prior"]
+                table.add_row(field.name, f"{value:.4g}", f"{prior:.4g}", field.metadata["meaning"])
+        self._console.print(table)
+        self._worst(calibration)
+
+    def _worst(self, calibration: Calibration) -> None:
+        """The rows that are furthest off: where a measurement is to be looked at first."""
+        for name, fit in (("memory", calibration.memory), ("time", calibration.time)):
+            worst = sorted(fit.left_out.items(), key=lambda row: -abs(row[1]))[:5]
+            if worst:
+                self._console.print(f"furthest off in {name}, left out: " + ", ".join(f"{row} {error:+.1%}" for row, error in worst))
 
     def hardware(self, profiles: Mapping[str, Mapping[str, Any]]) -> None:
         """All profiles with the source of every number."""

@@ -13,9 +13,7 @@ class TimeConstants:
 
     matrix_efficiency: float = constant(0.85, 0.2, "share of the peak that a long product with full waves reaches")
     half_depth: float = constant(400.0, 0.7, "inner dimension at which a product reaches half of that")
-    memory_efficiency: float = constant(
-        0.8, 0.3, "bandwidth of elementwise operations, bytes as in layer_time.py, by the memory's"
-    )
+    memory_efficiency: float = constant(0.8, 0.3, "bandwidth of elementwise operations, bytes as in layer_time.py, by the memory's")
     unaligned: float = constant(6.0, 0.5, "times that a product with rows of no multiple of 16 bytes takes")
     unaligned_v100: float = constant(2.0, 0.4, "the same on V100")
     v100_share: float = constant(0.75, 0.2, "matrix_efficiency of a V100, as a share of that of others")
