@@ -231,6 +231,7 @@ class Config(BaseModel):
         False, description="go on from a checkpoint of a model that computes otherwise (router, norms, rotary base), with the same shapes"
     )
     save_interval: NonNegative = Field(1000, description="iterations between checkpoints; 0: only at the end")
+    save_at_end: bool = Field(True, description="save a checkpoint when the run ends; false: only every SAVE_INTERVAL iterations")
     async_save: bool = Field(False, description="training goes on while a checkpoint's files are written; the next save waits for that")
     keep_last: NonNegative = Field(0, description="the newest so many checkpoints are kept, others are removed; 0: all are kept")
     keep_every: NonNegative = Field(0, description="with KEEP_LAST, also keep those at multiples of it; 0: none for that reason")
