@@ -355,7 +355,7 @@ def _built_name(config: Config) -> str:
     return name + extra
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse._ActionsContainer) -> None:
     """Adds one flag per setting to `parser`; values stay text, `load_config` checks them."""
     for name, field in Config.model_fields.items():
         parser.add_argument(f"--{name.replace('_', '-')}", dest=name, metavar=name.upper(), help=field.description)

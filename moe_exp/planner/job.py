@@ -13,6 +13,7 @@ from typing import Literal
 from moe_exp.config import Config
 
 Sharding = Literal["none", "zero1", "distributed"]
+MeasuredBy = Literal["nvidia-smi", "allocated", "rss"]
 Precision = Literal["fp32", "fp16", "bf16", "bf16_fp32grad"]
 
 
@@ -31,7 +32,7 @@ class Job:
         software: what a measured run ran on, where its rows tell: constants may depend on it. Empty: this package.
         launch_blocking: whether every kernel was waited for (CUDA_LAUNCH_BLOCKING=1).
         measured_by: what a memory figure means: `nvidia-smi` has context, NCCL buffers and fragmentation in it, `allocated` is the
-            largest that torch's allocator gave out.
+            largest that torch's allocator gave out, `rss` the largest resident size of a process on a CPU.
     """
 
     config: Config
@@ -43,7 +44,7 @@ class Job:
     learned_positions: bool = False
     software: str = ""
     launch_blocking: bool = False
-    measured_by: Literal["nvidia-smi", "allocated"] = "nvidia-smi"
+    measured_by: MeasuredBy = "nvidia-smi"
 
     @classmethod
     def of(cls, config: Config) -> Job:
