@@ -12,6 +12,9 @@ import sys
 # Variable that the launcher sets: where ranks write the exit code of the job.
 EXIT_CODE_FILE = "MOE_EXP_EXIT_CODE_FILE"
 
+# What torch.distributed says on the ranks that did nothing wrong, when another rank has died.
+CAUSED_BY_ANOTHER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "Timed out waiting", "ProcessGroup")
+
 # For glibc's malloc on a CPU host: keep freed memory instead of giving it back to the system and fetching it again, page by page,
 # for every large tensor of every micro-batch (a third of a layer's time, docs/performance.md). A GPU has torch's caching allocator.
 KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}

@@ -10,7 +10,7 @@ from typing import Any
 
 from moe_exp.checks import check_config, check_machine
 from moe_exp.config import Config, load_config, problem
-from moe_exp.hosts import count_gpus, free_port, num_cores
+from moe_exp.hosts import free_port
 from moe_exp.sweep.sweep_settings import AXES, SweepSettings
 
 # A case trains at the full global batch from the start, and writes nothing but its metrics.
@@ -77,11 +77,11 @@ def make_cases(given: Mapping[str, Any], settings: SweepSettings, runs: Path) ->
 
 
 def default_lists(base: Config) -> dict[str, str]:
-    """Lists for a sweep that was given none: a few layouts, on a CPU with the small preset done in three minutes."""
-    if count_gpus():
-        experts = [str(2**i) for i in range(base.gpus_per_node.bit_length()) if base.gpus_per_node % 2**i == 0]
-        return {"tps": "1 2", "eps": " ".join(experts), "mbszs": f"{max(1, base.mbsz // 2)} {base.mbsz}"}
-    return {"gpus": "1 2" if num_cores() > 1 else "1", "tps": "1 2", "pps": "1 2", "eps": "1 2"}
+    """Lists for a sweep that was given none: powers of two that divide the ranks of a node, and half the micro-batch."""
+    ranks = base.gpus_per_node
+    sizes = [str(2**power) for power in range(ranks.bit_length()) if ranks % 2**power == 0]
+    few = " ".join(sizes[:2])
+    return {"tps": few, "pps": few, "eps": " ".join(sizes), "mbszs": f"{max(1, base.mbsz // 2)} {base.mbsz}"}
 
 
 def case_name(config: Config) -> str:

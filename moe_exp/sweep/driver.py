@@ -83,7 +83,8 @@ class Sweep:
         settings, given = parts
         base = load_config(given, {})
         if not any(getattr(settings, name) for name in AXES):
-            settings = load_sweep_settings(default_lists(base) | mine, environ)
+            lists = {name: text for name, text in default_lists(base).items() if AXES[name] not in given}
+            settings = load_sweep_settings(lists | mine, environ)
         if settings.gpu:
             load_hardware(settings.gpu)
         name = settings.sweep_name or f"{base.preset}_layers_{base.num_layers}_hidden_{base.hidden_size}_{_kind(base)}_GBS_{base.gbsz}"
@@ -184,7 +185,7 @@ def run_sweep(sweep: Sweep, *, retry_failed: bool = False) -> int:
         print(plan_text(sweep, rows), flush=True)
         write_tables(sweep, cases)
         try:
-            with progress("cases", len(left), unit="cases") as advance:
+            with progress("sweep", len(left), unit="cases") as advance:
                 for number, (case, result) in enumerate(_results(sweep, left), start=1):
                     result.write(sweep.result(case.name))
                     write_tables(sweep, cases)

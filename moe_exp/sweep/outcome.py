@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moe_exp.files import write_json
+from moe_exp.hosts import CAUSED_BY_ANOTHER
 from moe_exp.metrics import read_metrics
 from moe_exp.run_folder import RunFolder
 
@@ -24,6 +25,7 @@ _OOM = re.compile(
 )
 # What torchrun says of a rank that the kernel has killed: signal 9 to the first rank that ended.
 _KILLED = re.compile(r"exitcode\s*:\s*-9\b|Signal 9 \(SIGKILL\)")
+_SIGNAL = re.compile(r"Signal \d+ \(SIG\w+\) received by PID")
 _TIME_LIMIT = re.compile(r"DUE TO TIME LIMIT", re.IGNORECASE)
 _ERROR = re.compile(r"^\s*(\[rank\d+\]:\s*)?([\w.]+(Error|Exception|Interrupt)\b.*|(srun|slurmstepd): error:.*|Fatal Python error.*)")
 _LONGEST = 300  # characters of a reason
@@ -115,14 +117,17 @@ def why_it_failed(text: str, code: int | None) -> tuple[Status, str]:
 
 
 def _by_rank(lines: Sequence[str]) -> list[str]:
-    return [line for line in lines if re.match(r"moe-exp: rank \d+ on .* failed: ", line)]
+    """What ranks say of errors of their own."""
+    named = [line for line in lines if re.match(r"moe-exp: rank \d+ on .* failed: ", line)]
+    return [line for line in named if not any(text in line for text in CAUSED_BY_ANOTHER)]
 
 
 def _most_useful(lines: Sequence[str]) -> str:
-    """The error as the rank that failed first names it, else a complaint of ours, else the last error, else the last line."""
+    """The first of: the error as a rank names it, the signal that ended one, a complaint of ours, the last error, the last line."""
+    signals = [line for line in lines if _SIGNAL.search(line)]
     ours = [line for line in lines if re.match(r"moe-exp: (?!warning|stopping)", line)]
-    errors = [line for line in lines if _ERROR.match(line)]
-    for found in (_by_rank(lines)[:1], ours[-1:], errors[-1:], lines[-1:]):
+    errors = [line for line in lines if _ERROR.match(line) and "ChildFailedError" not in line]
+    for found in (_by_rank(lines)[:1], signals[:1], ours[-1:], errors[-1:], lines[-1:]):
         if found:
             return found[0]
     return ""
@@ -133,7 +138,7 @@ def _last_line(text: str) -> str:
 
 
 def _short(line: str) -> str:
-    return line.removeprefix("moe-exp: ")[:_LONGEST]
+    return re.sub(r"^(moe-exp: |traceback\s*: )", "", line)[:_LONGEST]
 
 
 def _records(folder: RunFolder) -> list[dict[str, Any]]:
