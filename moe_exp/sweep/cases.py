@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_exp.checks import check_config, check_machine
-from moe_exp.config import Config, load_config, problem
+from moe_exp.config import Config, ConfigError, load_config, problem
 from moe_exp.hosts import free_port
 from moe_exp.sweep.sweep_settings import AXES, SweepSettings
 
@@ -62,6 +62,9 @@ def make_cases(given: Mapping[str, Any], settings: SweepSettings, runs: Path) ->
         given: see `given_settings`.
         settings: with the lists.
         runs: folder of the run folders.
+
+    Raises:
+        ConfigError: with what is wrong in every case: that is no matter of the layout.
     """
     base = load_config(given, {})
     lists = [getattr(settings, name) or (getattr(base, setting),) for name, setting in AXES.items()]
@@ -73,7 +76,10 @@ def make_cases(given: Mapping[str, Any], settings: SweepSettings, runs: Path) ->
         flags = {**given, **_ONLY_MEASURED, "train_iters": settings.sweep_iters, **layout, "run_dir": str(runs)}
         case = Case.of(flags | {"run_name": case_name(load_config(flags, {}))}, local=settings.executor == "local")
         cases.setdefault(case.name, case)
-    return list(cases.values())
+    first, *others = cases.values()
+    if everywhere := [line for line in first.problems if all(line in case.problems for case in others)]:
+        raise ConfigError(everywhere)
+    return [first, *others]
 
 
 def default_lists(base: Config) -> dict[str, str]:

@@ -36,7 +36,7 @@ from moe_exp.sweep.local_cases import clear, run_case
 from moe_exp.sweep.outcome import Result, result_of
 from moe_exp.sweep.sweep_picture import draw_sweep
 from moe_exp.sweep.sweep_settings import AXES, SweepSettings, load_sweep_settings
-from moe_exp.sweep.sweep_table import Row, is_oom, prediction_of, profile_of, to_csv, to_markdown
+from moe_exp.sweep.sweep_table import CPU, Row, is_oom, prediction_of, profile_of, to_csv, to_markdown
 
 # Settings that may differ between two calls of one sweep: the layout, and what no measurement depends on.
 _OWN_OF_CASE = {*AXES.values(), "node_rank", "master_addr", "master_port", "run_dir", "run_name", "num_workers"}
@@ -90,7 +90,7 @@ class Sweep:
         name = settings.sweep_name or f"{base.preset}_layers_{base.num_layers}_hidden_{base.hidden_size}_{_kind(base)}_GBS_{base.gbsz}"
         # A login node of a cluster is not what the jobs run on.
         device = "" if settings.executor == "slurm" else device_name()
-        return cls(settings, given, Path(settings.sweep_dir).expanduser() / name, settings.gpu if settings.gpu == "CPU" else device)
+        return cls(settings, given, Path(settings.sweep_dir).expanduser() / name, CPU if settings.gpu.upper() == CPU else device)
 
     @property
     def name(self) -> str:
@@ -176,7 +176,8 @@ def run_sweep(sweep: Sweep, *, retry_failed: bool = False) -> int:
     cases = sweep.cases()
     rows = [sweep.row(case, retry_failed=retry_failed) for case in cases]
     left = [row.case for row in rows if row.status == "left"]
-    if left and (problems := check_files(left[0].config)):
+    # By a run folder that is not there: that of the case may be held by the processes of a sweep that was killed, for a while.
+    if left and (problems := check_files(left[0].config.model_copy(update={"run_name": "none"}))):
         raise ConfigError(problems)
     with _held(sweep.folder):
         _compare(sweep)
@@ -214,7 +215,8 @@ def _local_results(sweep: Sweep, left: Sequence[Case]) -> Iterator[tuple[Case, R
 
 def _slurm_results(sweep: Sweep, left: Sequence[Case]) -> Iterator[tuple[Case, Result]]:
     """Submits what has no job from an earlier call, all at once, and yields cases as their jobs end."""
-    options, timeout = shlex.split(sweep.settings.sbatch), sweep.settings.case_timeout
+    settings = sweep.settings
+    options = slurm_cases.JobOptions(shlex.split(settings.sbatch), settings.case_timeout, on_gpus=sweep.device != CPU)
     files = {case.name: slurm_cases.JobFiles.of(sweep.folder / "jobs", case.name) for case in left}
     waiting = {}
     for case in left:
@@ -222,7 +224,7 @@ def _slurm_results(sweep: Sweep, left: Sequence[Case]) -> Iterator[tuple[Case, R
             waiting[case.name] = files[case.name].job_id.read_text()
         else:
             clear(sweep.run_folder(case.name), sweep.log(case.name))
-            waiting[case.name] = slurm_cases.submit(case, files[case.name], sweep.log(case.name), options, timeout)
+            waiting[case.name] = slurm_cases.submit(case, files[case.name], sweep.log(case.name), options)
     by_name = {case.name: case for case in left}
     for name in slurm_cases.ended_jobs(waiting):
         yield by_name[name], _result(sweep, by_name[name], files[name].exit_code(), 0)

@@ -110,7 +110,7 @@ def why_it_failed(text: str, code: int | None) -> tuple[Status, str]:
     if out_of_memory := [line for line in lines if _OOM.search(line)]:
         return "oom", _short(_most_useful(out_of_memory))
     useful = _most_useful(lines)
-    killed = next((line for line in lines if _KILLED.search(line)), "")
+    killed = next((line for line in _root_cause(lines) if _KILLED.search(line)), "")
     if (killed or code in (137, -9)) and not _by_rank(lines):
         return "oom", _short(f"a process was killed, as the kernel does when memory is short: {killed or useful}")
     return "failed", _short(useful or f"exit code {code}, and nothing was printed")
@@ -122,9 +122,15 @@ def _by_rank(lines: Sequence[str]) -> list[str]:
     return [line for line in named if not any(text in line for text in CAUSED_BY_ANOTHER)]
 
 
+def _root_cause(lines: Sequence[str]) -> Sequence[str]:
+    """What torchrun says of the rank that ended first: the others it ends itself, by SIGTERM and after a while by SIGKILL."""
+    start = next((number for number, line in enumerate(lines) if line.startswith("Root Cause (first observed failure)")), 0)
+    return lines[start:]
+
+
 def _most_useful(lines: Sequence[str]) -> str:
     """The first of: the error as a rank names it, the signal that ended one, a complaint of ours, the last error, the last line."""
-    signals = [line for line in lines if _SIGNAL.search(line)]
+    signals = [line for line in _root_cause(lines) if _SIGNAL.search(line)]
     ours = [line for line in lines if re.match(r"moe-exp: (?!warning|stopping)", line)]
     errors = [line for line in lines if _ERROR.match(line) and "ChildFailedError" not in line]
     for found in (_by_rank(lines)[:1], signals[:1], ours[-1:], errors[-1:], lines[-1:]):

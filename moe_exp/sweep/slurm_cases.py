@@ -41,7 +41,27 @@ class JobFiles:
             path.unlink(missing_ok=True)
 
 
-def submit(case: Case, files: JobFiles, log: Path, options: Sequence[str], timeout: int) -> str:
+@dataclass(frozen=True)
+class JobOptions:
+    """What all jobs of a sweep are submitted with.
+
+    Attributes:
+        sbatch: options of the user's.
+        time_limit_seconds: of a job.
+        on_gpus: whether to ask for as many GPUs as there are ranks on a node, unless `sbatch` asks in words of its own.
+    """
+
+    sbatch: Sequence[str]
+    time_limit_seconds: int
+    on_gpus: bool
+
+    def gpus(self, number: int) -> dict[str, int]:
+        """The option that asks for them."""
+        is_asked = any(option.startswith(("--gpus", "--gres", "-G")) for option in self.sbatch)
+        return {"gpus-per-node": number} if self.on_gpus and not is_asked else {}
+
+
+def submit(case: Case, files: JobFiles, log: Path, options: JobOptions) -> str:
     """Hands the job of a case to sbatch; returns its id.
 
     Raises:
@@ -50,7 +70,7 @@ def submit(case: Case, files: JobFiles, log: Path, options: Sequence[str], timeo
     files.script.parent.mkdir(parents=True, exist_ok=True)
     log.parent.mkdir(parents=True, exist_ok=True)
     files.forget()
-    write_atomically(files.script, batch_script(case, files, log, options, timeout))
+    write_atomically(files.script, batch_script(case, files, log, options))
     try:
         done = subprocess.run(["sbatch", str(files.script)], capture_output=True, text=True)
     except FileNotFoundError:
@@ -58,26 +78,26 @@ def submit(case: Case, files: JobFiles, log: Path, options: Sequence[str], timeo
     found = re.search(r"\d+", done.stdout)
     if done.returncode or not found:
         said = " ".join((done.stderr or done.stdout).split())
-        raise ValueError(f"sbatch: exit code {done.returncode}: {said}. Fix: change SBATCH={shlex.join(options)}, or what it names.")
+        raise ValueError(f"sbatch: exit code {done.returncode}: {said}. Fix: change SBATCH={shlex.join(options.sbatch)}, or what it names.")
     write_atomically(files.job_id, found[0])
     return found[0]
 
 
-def batch_script(case: Case, files: JobFiles, log: Path, options: Sequence[str], timeout: int) -> str:
+def batch_script(case: Case, files: JobFiles, log: Path, options: JobOptions) -> str:
     """The script for sbatch: environment, the first node as the master, a launcher on every node, and their exit code in a file."""
     first_port, num_ports = _PORTS
     launcher = shlex.join(train_command(_fixed(case.flags)))
     launcher += ' --node-rank="${SLURM_NODEID:-0}" --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT"'
     settings = {
-        "job-name": case.name, "nodes": case.config.nnodes, "ntasks-per-node": 1, "time": -(-timeout // 60), "output": log.resolve(),
-        "chdir": Path.cwd(), "gpus-per-node": case.config.gpus_per_node,
+        "job-name": case.name, "nodes": case.config.nnodes, "ntasks-per-node": 1, "time": -(-options.time_limit_seconds // 60),
+        "output": log.resolve(), "chdir": Path.cwd(), **options.gpus(case.config.gpus_per_node),
     }  # fmt: skip
-    own = [f"--{name}={value}" for name, value in settings.items() if not (name == "gpus-per-node" and _names_gpus(options))]
+    own = [f"--{name}={value}" for name, value in settings.items()]
     code = shlex.quote(str(files.code.resolve()))
     return "\n".join(
         [
             "#!/bin/bash",
-            *(f"#SBATCH {option}" for option in [*own, *options]),  # of two, sbatch takes the later
+            *(f"#SBATCH {option}" for option in [*own, *options.sbatch]),  # of two, sbatch takes the later
             job_environment(),
             'MASTER_ADDR="$(scontrol show hostnames "${SLURM_JOB_NODELIST:-$SLURM_NODELIST}" | head -n 1)"',
             f'MASTER_PORT="$(({first_port} + SLURM_JOB_ID % {num_ports}))"',
@@ -91,11 +111,6 @@ def batch_script(case: Case, files: JobFiles, log: Path, options: Sequence[str],
 
 def _fixed(flags: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in flags.items() if name not in ("node_rank", "master_addr", "master_port")}
-
-
-def _names_gpus(options: Sequence[str]) -> bool:
-    """Whether options ask for devices, or for none, in the words of the cluster."""
-    return any(option.startswith(("--gpus", "--gres", "-G")) for option in options)
 
 
 def ended_jobs(waiting: Mapping[str, str]) -> Iterator[str]:

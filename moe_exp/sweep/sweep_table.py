@@ -98,14 +98,18 @@ def prediction_of(config: Config, device: str, gpu: str) -> Prediction | None:
 
 
 def is_oom(config: Config, device: str, gpu: str) -> str:
-    """Why a layout is predicted to run out of memory, with all that a device has to hold; empty: it is not."""
+    """Why a layout is predicted to run out of memory, with all that a device has to hold; empty: it is not.
+
+    Processes on a CPU share the memory of their node.
+    """
     if not gpu:
         return ""
     job = job_of(config, device)
     found = predict(job if device == CPU else replace(job, measured_by="nvidia-smi"), load_hardware(gpu))
-    if not found.oom:
+    sharing = config.gpus_per_node if device == CPU else 1
+    needed, there = sharing * found.peak_bytes / GIBIBYTE, found.memory_bytes / GIBIBYTE
+    if needed <= there:
         return ""
-    needed, there = found.peak_bytes / GIBIBYTE, found.memory_bytes / GIBIBYTE
     return f"needs {needed:.1f} GiB by prediction, {gpu} has {there:.1f} GiB. Fix: set RUN_OOM=true to see for yourself"
 
 

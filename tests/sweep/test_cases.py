@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ from moe_exp.cli import main
 from moe_exp.config import Config, ConfigError, load_config
 from moe_exp.sweep.driver import Sweep
 from moe_exp.sweep.local_cases import case_environment
+from moe_exp.sweep.slurm_cases import JobFiles, JobOptions, batch_script
 from moe_exp.sweep.sweep_settings import SweepSettings
+from whole_runs import ROOT
 
 CPU = {"PRESET": "cpu", "GPUS_PER_NODE": "2", "SWEEP_DIR": "sweeps"}
 
@@ -73,7 +76,7 @@ def test_without_any_list_there_are_a_few(ranks, number):
     assert len(found) == number
     assert any(not case.problems for case in found)
     assert len(cases(GPUS_PER_NODE=ranks, MBSZS="1")) == 1
-    assert {case.config.tp for case in cases(GPUS_PER_NODE=ranks, EXECUTOR="slurm", TP="4")} == {4}
+    assert {case.config.pp for case in cases(GPUS_PER_NODE=ranks, EXECUTOR="slurm", PP="1")} == {1}
 
 
 def test_flags_stand_above_the_environment():
@@ -106,6 +109,12 @@ def test_iterations_that_are_all_warm_up():
         Sweep.of({}, CPU | {"SWEEP_ITERS": "3"})
 
 
+def test_what_is_wrong_everywhere_is_no_matter_of_the_layout():
+    with pytest.raises(ConfigError) as error:
+        cases(GPUS="1 2", TPS="1 3", MOE_LAYER_FREQ="0,1", HIDDEN_SIZE="130")
+    assert [line.partition("=")[0] for line in error.value.problems] == ["NUM_HEADS", "MOE_LAYER_FREQ"]
+
+
 def test_an_unknown_device_is_refused():
     with pytest.raises(ValueError, match=r"^GPU=A1000: is not a known device\. Fix: "):
         Sweep.of({}, CPU | {"GPU": "A1000"})
@@ -132,6 +141,31 @@ def test_problems_of_all_cases_together_are_one_error_each(monkeypatch, capsys):
     monkeypatch.setenv("PPS", "a")
     assert main(["sweep", "--preset=cpu", "--case-timeout=0"]) == 1
     assert [line.split("=")[0] for line in capsys.readouterr().err.splitlines()] == ["moe-exp sweep: PPS", "CASE_TIMEOUT"]
+
+
+def test_the_script_explains_itself():
+    script = ROOT / "moe_exp" / "scripts" / "sweep_parallelism.sh"
+    done = subprocess.run(["bash", str(script), "--help"], capture_output=True, text=True, check=True)
+    assert len(script.read_text().splitlines()) < 60
+    for name, setting in SweepSettings.model_fields.items():
+        assert name.upper() in done.stdout
+        if setting.default not in ("", (), False, "local"):
+            assert f"{name.upper()} ({str(setting.default).lower()}" in done.stdout
+
+
+def test_a_batch_script_for_two_nodes(tmp_path):
+    (case,) = cases(EXECUTOR="slurm", NODES="2", GPUS="8", MBSZS="1")
+    files, log = JobFiles.of(tmp_path / "jo bs", case.name), tmp_path / "log"
+    text = batch_script(case, files, log, JobOptions(["--account=mine"], 61, on_gpus=True))
+    directives = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
+    assert directives == [
+        f"--job-name={case.name}", "--nodes=2", "--ntasks-per-node=1", "--time=2", f"--output={log}", f"--chdir={Path.cwd()}",
+        "--gpus-per-node=8", "--account=mine",
+    ]  # fmt: skip
+    assert "--nnodes=2" in text and "--gpus-per-node=8" in text and "--node-rank=0" not in text
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+    for options in (JobOptions(["--gres=gpu:8"], 60, on_gpus=True), JobOptions([], 60, on_gpus=False)):
+        assert "#SBATCH --gpus-per-node" not in batch_script(case, files, log, options)
 
 
 def test_cases_do_not_see_the_lists(monkeypatch):

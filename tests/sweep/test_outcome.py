@@ -12,6 +12,11 @@ from moe_exp.sweep.outcome import Result, result_of, why_it_failed
 
 TORCHRUN_KILLED = """
 E1121 api.py:882] failed (exitcode: -9) local_rank: 1 (pid: 7) of binary: python
+Failures:
+[1]:
+  rank      : 0 (local_rank: 0)
+  exitcode  : -15 (pid: 6)
+  traceback : Signal 15 (SIGTERM) received by PID 6
 Root Cause (first observed failure):
 [0]:
   rank      : 1 (local_rank: 1)
@@ -64,6 +69,10 @@ def test_the_error_of_the_rank_that_failed_first_is_the_reason():
 def test_a_signal_is_the_reason_of_ranks_that_only_lost_a_peer():
     lost = "moe-exp: rank 0 on node0 failed: RuntimeError: [1] Connection closed by peer\n"
     assert why_it_failed(lost + TORCHRUN_KILLED, 1)[0] == "oom"
+    # One that torchrun has killed because it did not end by itself.
+    assert (
+        why_it_failed(TORCHRUN_KILLED.replace("-15", "-9").replace("-9 (pid: 7)", "1 (pid: 7)").replace("Signal 9", ""), 1)[0] == "failed"
+    )
     aborted = TORCHRUN_KILLED.replace("-9", "-6").replace("9 (SIGKILL)", "6 (SIGABRT)")
     assert why_it_failed(lost + aborted, 1) == ("failed", "Signal 6 (SIGABRT) received by PID 7")
 

@@ -126,6 +126,9 @@ def test_out_of_memory_by_prediction(monkeypatch):
     assert asked == ["nvidia-smi"]
     assert sweep_table.prediction_of(config, A100, "A100-80GB").peak_bytes == 70 * GIB
     assert is_oom(config, "unknown", "") == ""
+    # Eight processes on a CPU share what there is.
+    assert is_oom(config, "CPU", "A100-80GB").startswith("needs 560.0 GiB by prediction")
+    assert is_oom(config.model_copy(update={"gpus_per_node": 1}), "CPU", "A100-80GB") == ""
 
 
 def test_picture(tmp_path):
