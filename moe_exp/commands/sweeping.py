@@ -38,6 +38,6 @@ def _sweep(arguments: argparse.Namespace) -> int:
     flags = {name: value for name, value in vars(arguments).items() if name not in ("command", "run", "dry_run", "retry_failed")}
     sweep = Sweep.of(flags, os.environ)
     if arguments.dry_run:
-        print(plan_text(sweep, [sweep.row(case, retry_failed=arguments.retry_failed) for case in sweep.cases()]))
+        print(plan_text(sweep, sweep.rows(retry_failed=arguments.retry_failed)))
         return 0
     return run_sweep(sweep, retry_failed=arguments.retry_failed)

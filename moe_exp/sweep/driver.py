@@ -106,12 +106,20 @@ class Sweep:
         return self.folder / "results" / f"{case}.json"
 
     def cases(self) -> list[Case]:
-        """Those of the lists, then others that have a result from an earlier call."""
-        cases = {case.name: case for case in make_cases(self.given, self.settings, self.folder / "runs")}
-        for path in sorted((self.folder / "results").glob("*.json")):
-            if path.stem not in cases:
-                cases[path.stem] = Case.of(Result.read(path).flags, local=False)
-        return list(cases.values())
+        """Those of the lists."""
+        return make_cases(self.given, self.settings, self.folder / "runs")
+
+    def rows(self, *, retry_failed: bool = False) -> list[Row]:
+        """The table as it stands: the cases of the lists, then those that have a result from a call with other lists.
+
+        Args:
+            retry_failed: of the lists, those that have failed, run out of memory or out of time are left to run.
+        """
+        cases = self.cases()
+        names = {case.name for case in cases}
+        earlier = [path for path in sorted((self.folder / "results").glob("*.json")) if path.stem not in names]
+        others = [Case.of(Result.read(path).flags, local=False) for path in earlier]
+        return [*(self.row(case, retry_failed=retry_failed) for case in cases), *(self.row(case) for case in others)]
 
     def row(self, case: Case, *, retry_failed: bool = False) -> Row:
         """What is known of a case."""
@@ -173,8 +181,8 @@ def run_sweep(sweep: Sweep, *, retry_failed: bool = False) -> int:
         ConfigError: data or folders that no case can run with.
         ValueError: the folder is that of a sweep with other settings, or one that is still running.
     """
-    cases = sweep.cases()
-    rows = [sweep.row(case, retry_failed=retry_failed) for case in cases]
+    rows = sweep.rows(retry_failed=retry_failed)
+    cases = [row.case for row in rows]
     left = [row.case for row in rows if row.status == "left"]
     # By a run folder that is not there: that of the case may be held by the processes of a sweep that was killed, for a while.
     if left and (problems := check_files(left[0].config.model_copy(update={"run_name": "none"}))):

@@ -178,6 +178,9 @@ def test_time_out_and_interrupt_leave_no_process(sweeps):
         "--dry-run", **{**settings, "SWEEP_WARMUP": 1}
     )
     assert ": 2 to run" in sweeps.run("--dry-run", "--retry-failed", **settings)
+    # With other lists the table keeps what is known, and only what they name runs.
+    printed = sweeps.run("--dry-run", "--retry-failed", **{**settings, "MBSZS": 4})
+    assert ": 2 cases of 100000 iterations, 1 of them warm-up: 1 to run, 1 timeout" in printed
 
 
 def in_process(monkeypatch, folder: Path, **settings: object) -> None:
@@ -274,19 +277,19 @@ if os.environ.get("RANK") == "3" and any(word.startswith("--run-name=gpus_4_TP_1
 def test_layouts_of_one_two_and_four_processes_with_three_that_fail(sweeps):
     (sweeps.path / "site").mkdir()
     (sweeps.path / "site" / "sitecustomize.py").write_text(CRASH)
-    settings = {"GPUS": "1 2 4", "PPS": "1 2", "EPS": "1 2", "MBSZS": "8 64", "GBSZ": 64, "VOCAB_SIZE": 32768}
+    settings = {"GPUS": "1 2 4", "PPS": "1 2", "EPS": "1 2", "MBSZS": "4 64", "GBSZ": 64, "VOCAB_SIZE": 32768}
     sweeps.run(limit=MEMORY_LIMIT, **settings, PYTHONPATH=sweeps.path / "site")
     rows = sweeps.rows()
     by_status: dict[str, set[str]] = {}
     for name, row in rows.items():
         by_status.setdefault(row["status"], set()).add(name)
     assert by_status["ok"] == {
-        name_of(8), name_of(8, gpus=2), name_of(8, gpus=2, EP=2), name_of(8, gpus=2, PP=2), name_of(8, gpus=4), name_of(8, gpus=4, PP=2),
-        name_of(8, gpus=4, PP=2, EP=2),
+        name_of(4), name_of(4, gpus=2), name_of(4, gpus=2, EP=2), name_of(4, gpus=2, PP=2), name_of(4, gpus=4), name_of(4, gpus=4, PP=2),
+        name_of(4, gpus=4, PP=2, EP=2),
     }  # fmt: skip
     assert by_status["oom"] == {name_of(64), name_of(64, gpus=2, PP=2)}
-    assert by_status["failed"] == {name_of(8, gpus=4, EP=2)}
-    assert "Signal 6 (SIGABRT)" in rows[name_of(8, gpus=4, EP=2)]["reason"]
+    assert by_status["failed"] == {name_of(4, gpus=4, EP=2)}
+    assert "Signal 6 (SIGABRT)" in rows[name_of(4, gpus=4, EP=2)]["reason"]
     assert len(rows) == 24
     assert all(float(rows[name]["mem_gb"]) > 0 and float(rows[name]["tflops"]) > 0 for name in by_status["ok"])
     # Nothing is run again, and the table is the same.
