@@ -240,6 +240,7 @@ class Config(BaseModel):
     )
     allow_other_optimizer: bool = Field(False, description="go on from a checkpoint of another optimizer; moments begin at zero")
     save_interval: NonNegative = Field(1000, description="iterations between checkpoints; 0: only at the end")
+    save_at_end: bool = Field(True, description="save a checkpoint when the run ends; false: only every SAVE_INTERVAL iterations")
     async_save: bool = Field(False, description="training goes on while a checkpoint's files are written; the next save waits for that")
     keep_last: NonNegative = Field(0, description="the newest so many checkpoints are kept, others are removed; 0: all are kept")
     keep_every: NonNegative = Field(0, description="with KEEP_LAST, also keep those at multiples of it; 0: none for that reason")
@@ -351,7 +352,7 @@ class Config(BaseModel):
         return self.run_name or built_name(self)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse._ActionsContainer) -> None:
     """Adds one flag per setting to `parser`; values stay text, `load_config` checks them."""
     for name, field in Config.model_fields.items():
         parser.add_argument(f"--{name.replace('_', '-')}", dest=name, metavar=name.upper(), help=field.description)

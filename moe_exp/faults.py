@@ -16,10 +16,8 @@ from typing import NoReturn
 
 import torch
 
-from moe_exp.hosts import EXIT_CODE_FILE
+from moe_exp.hosts import CAUSED_BY_ANOTHER, EXIT_CODE_FILE
 
-# What torch.distributed says on the ranks that did nothing wrong, when another rank has died.
-_CAUSED_BY_ANOTHER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "Timed out waiting", "ProcessGroup")
 _WAIT_FOR_CAUSE_SECONDS = 5.0
 
 
@@ -79,7 +77,7 @@ def named_by_rank(stop: StopSignal) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if any(text in str(error) for text in _CAUSED_BY_ANOTHER):
+        if any(text in str(error) for text in CAUSED_BY_ANOTHER):
             _wait_for_cause(stop)
         where = f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}"
         print(f"moe-exp: {where} failed: {type(error).__name__}: {error}", file=sys.stderr)

@@ -5,10 +5,15 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import resource
 import socket
+import sys
 
 # Variable that the launcher sets: where ranks write the exit code of the job.
 EXIT_CODE_FILE = "MOE_EXP_EXIT_CODE_FILE"
+
+# What torch.distributed says on the ranks that did nothing wrong, when another rank has died.
+CAUSED_BY_ANOTHER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "Timed out waiting", "ProcessGroup")
 
 # For glibc's malloc on a CPU host: keep freed memory instead of giving it back to the system and fetching it again, page by page,
 # for every large tensor of every micro-batch (a third of a layer's time, docs/performance.md). A GPU has torch's caching allocator.
@@ -26,6 +31,22 @@ def count_gpus() -> int:
     if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
         return 0
     return count.value
+
+
+def device_name() -> str:
+    """What this host computes on: the name of its first CUDA device, as the driver has it, or CPU."""
+    if not count_gpus():
+        return "CPU"
+    driver, device, name = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0), ctypes.create_string_buffer(256)
+    if driver.cuDeviceGet(ctypes.byref(device), 0) != 0 or driver.cuDeviceGetName(name, len(name), device) != 0:
+        return "GPU"
+    return name.value.decode(errors="replace")
+
+
+def peak_resident_bytes() -> int:
+    """Largest resident size that this process has had."""
+    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return size if sys.platform == "darwin" else size * 1024
 
 
 def num_cores() -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moe_exp.checkpoint.state import Progress, parameters_in_sync
 from moe_exp.config import Config
+from moe_exp.hosts import peak_resident_bytes
 from moe_exp.model import moe_layers
 from moe_exp.planner.flops import flops_per_iteration
 from moe_exp.runtime import Runtime
@@ -61,7 +62,8 @@ class Interval:
     ) -> Any:
         """The train record of metrics.jsonl, the same on every rank; starts the next interval. Called by every rank."""
         config = self.config
-        lm_loss_sum, num_nan, norm_squared, *sums = self._reduced().tolist()
+        lm_loss_sum, num_nan, norm_squared, *rest = self._reduced().tolist()
+        peaks, sums = rest[: config.world_size], rest[config.world_size :]
         seconds = (time.monotonic() - self.start) / self.num_iterations
         num_shares = self.num_microbatches * config.data_parallel_size
         tokens_per_iteration = self.num_samples * config.seq_len / self.num_iterations
@@ -88,24 +90,32 @@ class Interval:
             "skipped_iterations": self.num_skipped,
             "nan_iterations": round(num_nan),
             "memory_allocated_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
+            "peak_memory_bytes": round(max(peaks)),
             "experts": experts,
         }
         self._restart()
         return record
 
     def _reduced(self) -> Tensor:
-        """Sums over all ranks: lm loss, bad iterations, squared parameter norm, then per layer E token counts and the other sums."""
+        """Sums over all ranks: lm loss, bad iterations, squared parameter norm; every rank's memory; per layer E counts and other sums."""
         width = self._row_width() if self.config.use_moe else 0
         table = torch.zeros(self.config.num_layers, width, dtype=torch.float64, device=self.runtime.device)
         for index, layer in self.layers.items():
             table[index] = torch.cat([layer.statistics.tokens_per_expert_E.double(), layer.statistics.sums])
         with parameters_in_sync(self.model):
             norm_squared = self._squared_norm()
-        vector = torch.cat([self.sums, norm_squared.view(1), table.flatten()])
+        # One place per rank, zero on all others: with the sum each rank has all of them, and no second collective is needed.
+        peaks = torch.zeros(self.config.world_size, dtype=torch.float64, device=self.runtime.device)
+        peaks[self.runtime.rank] = self._peak_bytes()
+        vector = torch.cat([self.sums, norm_squared.view(1), peaks, table.flatten()])
         torch.distributed.all_reduce(vector)
         # Counted per data parallel rank, whose losses differ; never more than there were iterations.
         vector[1] = vector[1].clamp(max=self.num_iterations)
         return vector
+
+    def _peak_bytes(self) -> int:
+        """Most memory that this rank has had."""
+        return torch.cuda.max_memory_allocated() if self.runtime.device.type == "cuda" else peak_resident_bytes()
 
     @torch.no_grad()
     def _squared_norm(self) -> Tensor:

@@ -79,7 +79,8 @@ def launch(config: Config, flags: Mapping[str, Any], module: str = TRAIN_MODULE)
         except ValueError as error:
             raise ConfigError(str(error).splitlines()) from None
     started, start = datetime.now().astimezone(), time.monotonic()
-    code = run_job(torchrun_command(config, module_arguments(flags), module), child_environment(config))
+    stopping = _STOPPING if config.save_at_end else _STOPPING_UNSAVED
+    code = run_job(torchrun_command(config, module_arguments(flags), module), child_environment(config), stopping=stopping)
     if config.node_rank:
         return code
     ended = finish_run(config, RunFolder.of(config), since=started, wall_seconds=time.monotonic() - start)
@@ -125,6 +126,7 @@ def child_environment(config: Config) -> dict[str, str]:
 
 
 _STOPPING = "stopping: the run saves a checkpoint and ends; a second signal kills it"
+_STOPPING_UNSAVED = "stopping: the run ends, and saves nothing with SAVE_AT_END=false; a second signal kills it"
 
 
 def run_job(command: Sequence[str], environ: Mapping[str, str], *, stopping: str = _STOPPING) -> int:
@@ -142,7 +144,7 @@ def run_job(command: Sequence[str], environ: Mapping[str, str], *, stopping: str
     with _signals_into(received), tempfile.TemporaryDirectory() as folder:
         code_file = Path(folder) / "exit_code"
         environ = {**environ, EXIT_CODE_FILE: str(code_file)}
-        torchrun = subprocess.Popen(command, env=environ, start_new_session=True, preexec_fn=_end_with_parent)
+        torchrun = subprocess.Popen(command, env=environ, start_new_session=True, preexec_fn=end_with_parent)
         while (code := _wait(torchrun)) is None:
             if len(received) == 1:
                 told |= _stop_ranks(torchrun, told, stopping)
@@ -181,7 +183,7 @@ def _stop_ranks(torchrun: subprocess.Popen[bytes], told: set[int], stopping: str
     """SIGTERM to the ranks that are not in `told`, or to torchrun when it has not started any; returns whom it told."""
     if not told:
         _complain(stopping)
-    pids = set(_children(torchrun.pid)) - told
+    pids = set(children_of(torchrun.pid)) - told
     if not pids and not told:
         pids = {torchrun.pid}
     for pid in pids:
@@ -191,7 +193,7 @@ def _stop_ranks(torchrun: subprocess.Popen[bytes], told: set[int], stopping: str
 
 def _kill_job(torchrun: subprocess.Popen[bytes]) -> None:
     # torchrun first, so that it does not report the ranks as failed.
-    for pid in [torchrun.pid, *_children(torchrun.pid)]:
+    for pid in [torchrun.pid, *children_of(torchrun.pid)]:
         _send(pid, signal.SIGKILL)
 
 
@@ -201,7 +203,7 @@ def _send(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def _children(pid: int) -> list[int]:
+def children_of(pid: int) -> list[int]:
     """Process ids of the children of `pid`. From /proc where there is one: slim containers have no ps."""
     if Path("/proc/self/stat").exists():
         pairs = [(int(stat.parent.name), _parent(stat)) for stat in Path("/proc").glob("[0-9]*/stat")]
@@ -224,10 +226,10 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _PR_SET_PDEATHSIG = 1
 
 
-def _end_with_parent() -> None:
-    """Runs in torchrun before its program starts: a launcher that is killed cannot forward anything (Linux only)."""
+def end_with_parent(number: int = signal.SIGTERM) -> None:
+    """Runs in a child before its program starts: gets it the signal when its parent dies, which cannot forward anything (Linux only)."""
     if _LIBC:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        _LIBC.prctl(_PR_SET_PDEATHSIG, number)
 
 
 def _complain(line: str) -> None:

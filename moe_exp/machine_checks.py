@@ -43,7 +43,7 @@ def check_files(config: Config) -> list[str]:
         *_load_dir(config),
         *_upcycle_from(config),
         *_data_dir(config),
-        *run_folder_problems(config, needed_bytes=checkpoint_bytes(config)),
+        *run_folder_problems(config, needed_bytes=checkpoint_bytes(config) if config.save_at_end or config.save_interval else 0),
     ]
 
 

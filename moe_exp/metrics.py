@@ -53,6 +53,7 @@ TRAIN_KEYS = {
     "skipped_iterations": "iterations without an optimizer step (overflow) since the previous record",
     "nan_iterations": "iterations with a loss that is not a number since the previous record",
     "memory_allocated_bytes": "largest allocation of rank 0's device, or null on a CPU",
+    "peak_memory_bytes": "of the rank that needed most since its start: allocated on its device, or on a CPU the process's resident size",
     "experts": "one object per MoE layer: layer (from 1), tokens_per_expert, max_over_mean, dropped_fraction, router_entropy (nats)",
 }
 VALID_KEYS = {
@@ -62,7 +63,7 @@ VALID_KEYS = {
     "lm_loss": "cross entropy on the validation data, nats per token",
     "lm_loss_ppl": "perplexity, exp(lm_loss), with lm_loss cut at 20 as in Megatron",
 }
-_PERFORMANCE = ("tokens_per_second", "tflops_per_gpu", "elapsed_time_per_iteration_ms", "memory_allocated_bytes")
+_PERFORMANCE = ("tokens_per_second", "tflops_per_gpu", "elapsed_time_per_iteration_ms", "memory_allocated_bytes", "peak_memory_bytes")
 _NOT_A_CURVE = ("kind", "iteration", "experts", "aux_losses", "eta_seconds")
 
 

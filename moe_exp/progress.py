@@ -44,7 +44,7 @@ def progress(what: str, total: int, *, unit: str = "bytes", done: int = 0) -> It
 
             def advance(units: int) -> None:
                 counter.done += units
-                bar.update(task, advance=units, rate=f"{counter.amount()}, {counter.rate()}/s")
+                bar.update(task, advance=units, rate=f"{counter.amount()}, {counter.rate()}")
 
             yield advance
         return
@@ -85,7 +85,8 @@ class _Counter:
         return f"{self._size(self.done)} of {self._size(self.total)}"
 
     def rate(self) -> str:
-        return self._size(int((self.done - self.first) / max(1e-3, time.monotonic() - self.started)))
+        rate = (self.done - self.first) / max(1e-3, time.monotonic() - self.started)
+        return f"{60 * rate:.1f} {self.unit}/min" if rate < 1 and self.unit != "bytes" else f"{self._size(int(rate))}/s"
 
     def log(self, units: int) -> None:
         self.done += units
@@ -93,7 +94,7 @@ class _Counter:
         if now - self.logged >= _LOG_SECONDS:
             self.logged = now
             left = (self.total - self.done) * (now - self.started) / max(1, self.done - self.first)
-            logger.info("%s: %s, %s/s, %.0f s left", self.what, self.amount(), self.rate(), left)
+            logger.info("%s: %s, %s, %.0f s left", self.what, self.amount(), self.rate(), left)
 
     def _size(self, units: int) -> str:
         return filesize.decimal(units) if self.unit == "bytes" else f"{units:,} {self.unit}"

@@ -33,6 +33,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 
 from moe_exp.config import Config, ConfigError, problem, to_yaml
 from moe_exp.files import write_atomically, write_json
+from moe_exp.hosts import device_name
 from moe_exp.model_changes import OTHER_OPTIMIZER_FLAG, model_changes, optimizer_change
 
 logger = logging.getLogger(__name__)
@@ -154,11 +155,12 @@ def _lock_problems(config: Config, folder: RunFolder) -> list[str]:
 
 
 def provenance(argv: Sequence[str]) -> dict[str, Any]:
-    """What one start ran on: time (ISO 8601 with offset), command line, host, versions of the installed packages, commit."""
+    """What one start ran on: time (ISO 8601 with offset), command line, host, device, versions of the installed packages, commit."""
     return {
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": list(argv),
         "host": socket.gethostname(),
+        "device": device_name(),
         "platform": platform.platform(),
         "versions": {"python": platform.python_version()} | package_versions(),
         "commit": _commit(),

@@ -217,8 +217,10 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
         is_last = must_stop or progress.iteration == config.train_iters
         if saver.is_pending and not is_writing:
             interval.pause(finish_save(saver, metrics))
-        if is_last or _is_multiple(progress.iteration, config.save_interval):
+        if (is_last and config.save_at_end) or _is_multiple(progress.iteration, config.save_interval):
             interval.pause(save(job, saver, progress, metrics, valid_loss, is_last=is_last))
+        elif is_last:
+            finish_save(saver, metrics)
         if must_stop and progress.iteration < config.train_iters:
             return "stopped"
     return "finished"

@@ -20,7 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "config": {"hosts", "presets", "setting_types", "run_names"},
     "planner": {"config", "checks"},
     "model_changes": {"config"},
-    "run_folder": {"config", "files", "model_changes"},
+    "run_folder": {"config", "files", "hosts", "model_changes"},
     "data": {"config", "megatron_cpu", "files", "progress"},
     "checks": {"config", "attention_checks", "pipeline_checks", "training_checks", "divisors"},
     "pipeline_checks": {"config", "divisors"},
@@ -45,14 +45,15 @@ ALLOWED: dict[str, set[str]] = {
     "watch": {"config", "run_folder", "metrics", "faults"},
     "report": {"config", "run_folder", "metrics", "files"},
     "backends": {*ENGINE, "layers", "optim"},
-    "interval": {*ENGINE, "checkpoint", "metrics", "planner", "optim", "layers", "faults"},
+    "interval": {*ENGINE, "hosts", "checkpoint", "metrics", "planner", "optim", "layers", "faults"},
     "doctor": {"hosts", "backends", "config", *CPU, "runtime", "layers", "optim"},
     "misspelt": {"config"},
+    "sweep": {"checks", "config", "data", "files", "hosts", "launch", "metrics", "planner", "progress", "run_folder", "setting_types"},
     "launch": {"config", "misspelt", "hosts", "presets", "checks", "machine_checks", "planner", "run_folder", "data", "report", "metrics"},
     # cli, commands, scripts, __main__ and train: see below.
 }
 NEVER_IMPORTED = {"cli", "scripts", "__main__", "commands"}
-NOT_BY_TRAIN = {"hf", "inference", "report", "launch", "doctor", *NEVER_IMPORTED}
+NOT_BY_TRAIN = {"hf", "inference", "report", "launch", "sweep", "doctor", *NEVER_IMPORTED}
 # Not even inside a function.
 NO_TORCH = {
     "config",
@@ -76,6 +77,7 @@ NO_TORCH = {
     "commands",
     "__main__",
     "report",
+    "sweep",
 }
 HEAVY = {"torch", "megatron"}
 # Inside layers/: a file imports only files that stand above it in this list.

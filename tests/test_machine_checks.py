@@ -190,6 +190,7 @@ def test_no_space_for_one_checkpoint(here, monkeypatch):
     usage = shutil.disk_usage("/")._replace(free=10**6)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
     only_problem(check_files(here()), r"RUN_DIR=.* has 0\.001 GB free and the run needs 0\.0\d+ GB\. Fix: choose a RUN_DIR .*")
+    assert check_files(here(save_at_end=False, save_interval=0)) == []
 
 
 def test_load_dir_is_missing(here, tmp_path):

@@ -42,6 +42,7 @@ def train_record(**changes: Any) -> dict[str, Any]:
         "grad_norm": 2.226, "num_zeros": 56775512, "params_norm": 315.029, "loss_scale": 1.0,
         "elapsed_time_per_iteration_ms": 235.9, "tokens_per_second": 555600.4,
         "tflops_per_gpu": 82.4, "eta_seconds": 83.2, "skipped_iterations": 0, "nan_iterations": 0, "memory_allocated_bytes": None,
+        "peak_memory_bytes": 401_000_000,
         "experts": experts,
     } | changes  # fmt: skip
 
@@ -123,7 +124,7 @@ def test_records_on_disk_at_once_with_exactly_the_documented_keys(config: Config
 def test_the_design_keys_are_all_there() -> None:
     design = """iteration consumed_samples consumed_tokens global_batch_size lm_loss load_balancing_loss z_loss learning_rate grad_norm
         num_zeros params_norm elapsed_time_per_iteration_ms tokens_per_second tflops_per_gpu eta_seconds skipped_iterations nan_iterations
-        memory_allocated_bytes experts loss_scale aux_losses"""
+        memory_allocated_bytes peak_memory_bytes experts loss_scale aux_losses"""
     assert set(metrics.TRAIN_KEYS) == set(design.split())
 
 

@@ -44,7 +44,7 @@ def check_no_jobs(folder: Path) -> None:
         ValueError: they do.
     """
     jobs_file = folder / _JOBS
-    if jobs_file.exists() and (there := _still_there(json.loads(jobs_file.read_text()))):
+    if jobs_file.exists() and (there := still_there(json.loads(jobs_file.read_text()))):
         raise ValueError(f"{folder}: SLURM jobs still work in it. Fix: scancel {' '.join(there)}, or wait for them.")
 
 
@@ -55,7 +55,7 @@ def submit(passes: Sequence[Pass], execution: Execution, name: str) -> None:
         ValueError: sbatch refuses, squeue does not answer, or this is a job itself.
     """
     jobs_file = passes[-1].folder / _JOBS
-    if jobs_file.exists() and (there := _still_there(json.loads(jobs_file.read_text()))):
+    if jobs_file.exists() and (there := still_there(json.loads(jobs_file.read_text()))):
         num_left = sum(len(one.left()) for one in passes)
         logger.info("%s: %d tasks are left; SLURM jobs %s are queued or running", name, num_left, ", ".join(there))
         return
@@ -128,7 +128,7 @@ def _submit_finish(executor: Any, execution: Execution, job_ids: _JobIds) -> Non
     launch_slurm_job(script, job_ids)
 
 
-def _still_there(job_ids: list[str]) -> list[str]:
+def still_there(job_ids: list[str]) -> list[str]:
     """Those of the jobs that SLURM has not ended, this one left out."""
     if not job_ids:
         return []

@@ -13,6 +13,7 @@ from typing import Literal
 from moe_exp.config import Config
 
 Sharding = Literal["none", "zero1", "distributed"]
+MeasuredBy = Literal["nvidia-smi", "allocated", "rss"]
 Precision = Literal["fp32", "fp16", "bf16", "bf16_fp32grad"]
 
 
@@ -30,7 +31,7 @@ class Job:
         learned_positions: whether the embedding has a row for every position.
         software: what a measured run ran on, where its rows tell: constants may depend on it. Empty: this package.
         measured_by: what a memory figure means: `nvidia-smi` has context, NCCL buffers and fragmentation in it, `allocated` is the
-            largest that torch's allocator gave out.
+            largest that torch's allocator gave out, `rss` the largest resident size of a process on a CPU.
     """
 
     config: Config
@@ -41,7 +42,7 @@ class Job:
     fused_attention: bool
     learned_positions: bool = False
     software: str = ""
-    measured_by: Literal["nvidia-smi", "allocated"] = "nvidia-smi"
+    measured_by: MeasuredBy = "nvidia-smi"
 
     @classmethod
     def of(cls, config: Config) -> Job:

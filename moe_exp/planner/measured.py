@@ -1,7 +1,8 @@
 """Measured runs from a CSV: what each ran as a `Job`, and what was measured. No torch.
 
 Columns as in `profiles/measured_runs.csv`; those of results (mem_gb, oom, sec_per_it) and of trust (use_mem, use_time, quirk) may be
-absent or empty. Memory is in GiB, time in seconds per iteration.
+absent or empty. Memory is in GiB, time in seconds per iteration. A column that is called as a setting of docs/settings.md, in lower case
+(`moe_ffn_hidden_size`, `etp`, `cp`, `vpp`), is that setting; empty: what the other columns say. `row_of_job` writes such rows.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import csv
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+
+from pydantic import ValidationError
 
 from moe_exp.config import Config
 from moe_exp.planner.hardware import Hardware, load_hardware
-from moe_exp.planner.job import Job
+from moe_exp.planner.job import Job, MeasuredBy, Sharding
 from moe_exp.planner.stages import split_layers
 
 GIBIBYTE = 2**30
@@ -26,12 +29,28 @@ _OTHER_NUMBERS = {
     "gpus_per_node": False, "nodes": False, "n_gpus": False, "ffn": False, "kv_groups": False, "dp": False, "mbs": False, "gbs": False,
     "swiglu": True, "experts": True, "topk": True, "ep": True, "pp_balanced_embedding": True, "mem_gb": True, "sec_per_it": True,
 }  # fmt: skip
+_MEASURED_BY: dict[str, Any] = {name: name for name in get_args(MeasuredBy)}
+# Optimizer of a run of Megatron-Core, whether its state is sharded, as `zero_stage` has it.
+_OF_MEGATRON = {False: "0(dist-opt)", True: "1(dist-opt)"}
 _FLAGS = ("oom", "use_mem", "use_time", "quirk")
 _WORDS = {
     "precision": ("fp32", "fp16", "bf16", "bf16_fp32grad"),
-    "zero_stage": ("0", "1", "1(dist-opt)"),
-    "recompute": ("none", "selective", "full"),
+    "zero_stage": ("0", "1", *_OF_MEGATRON.values()),
+    "recompute": ("none", "moe_act", "selective", "full"),
 }
+# Settings that stand in columns of other names, or in columns with rules of their own.
+_IN_COLUMNS = {"num_layers", "hidden_size", "num_heads", "num_experts", "seq_len", "vocab_size", "mbsz", "gbsz", "distributed_optimizer",
+               "gpus_per_node", "nnodes", "dtype", "tp", "pp", "ep", "topk", "recompute"}  # fmt: skip
+# Settings that no cost depends on: where and how a run is started, how it learns, its data, what it writes.
+FREE = {
+    "preset", "master_addr", "master_port", "node_rank", "threads_per_rank", "norm_epsilon", "rotary_base", "init_std", "init_distribution",
+    "upcycle_from", "upcycle_granularity", "aux_loss_coeff", "lr", "min_lr", "lr_decay_style", "train_iters", "warmup_iters", "decay_iters",
+    "wsd_decay_iters", "rampup_batch_size", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "seed", "train_data",
+    "valid_data", "split", "data_order", "allow_other_data", "num_workers", "tokenizer", "data_dir", "run_dir", "run_name", "load_dir",
+    "allow_other_model", "save_interval", "save_at_end", "async_save", "keep_last", "keep_every", "keep_best", "verify_checkpoint",
+    "exit_interval", "log_interval", "eval_interval", "eval_iters", "wandb_project", "wandb_mode",
+}  # fmt: skip
+_AS_SETTINGS = [name for name in Config.model_fields if name not in _IN_COLUMNS]
 
 
 @dataclass(frozen=True)
@@ -101,6 +120,9 @@ def _problems(row: Mapping[str, Any], where: str) -> Iterator[str]:
     for name, words in _WORDS.items():
         if row.get(name) and row[name] not in words:
             yield f"{where}, column {name}={row[name]}: is not known. Fix: use one of {', '.join(words)}."
+    for name in _AS_SETTINGS:
+        if row.get(name) and (error := _setting(name, row[name])[1]):
+            yield f"{where}, column {name}={row[name]}: {error}. Fix: mend the cell, or leave it empty."
     if row.get("gpu"):
         try:
             load_hardware(row["gpu"])
@@ -114,6 +136,15 @@ def _is_number(text: str, zero: bool, *, whole: bool) -> bool:
     except ValueError:
         return False
     return 0 < number < float("inf") or (zero and number == 0)
+
+
+def _setting(name: str, text: str) -> tuple[Any, str]:
+    """The value of a setting, and what is wrong with its text."""
+    settings: dict[str, Any] = {"gpus_per_node": 1, name: text}
+    try:
+        return getattr(Config(**settings), name), ""
+    except ValidationError as error:
+        return None, error.errors()[0]["msg"].removeprefix("Value error, ")
 
 
 def _run(row: Mapping[str, str]) -> MeasuredRun:
@@ -136,21 +167,56 @@ def _run(row: Mapping[str, str]) -> MeasuredRun:
 
 def job_of_row(row: Mapping[str, str]) -> Job:
     """What a row ran. Rows without the mark of Megatron's distributed optimizer ran Megatron-DeepSpeed of 2021 and 2022."""
-    of_deepspeed = row.get("zero_stage") != "1(dist-opt)"
+    of_deepspeed = row.get("zero_stage") not in _OF_MEGATRON.values()
     config = Config.model_construct(None, **_settings(row, of_deepspeed))
     balanced = row.get("pp_balanced_embedding") == "1"
+    stages = _stage_layers(config.num_layers, config.pp, balanced=balanced, of_deepspeed=of_deepspeed)
+    if not (of_deepspeed or balanced) and sum(config.stage_layers) == config.num_layers:
+        stages = config.stage_layers
     precision: Any = row.get("precision") or "bf16_fp32grad"
     return Job(
         config=config,
-        stage_layers=tuple(_stage_layers(config.num_layers, config.pp, balanced=balanced, of_deepspeed=of_deepspeed)),
+        stage_layers=tuple(stages),
         precision=precision,
-        sharding="distributed" if not of_deepspeed else "none" if row.get("zero_stage") == "0" else "zero1",
+        sharding=_sharding(row.get("zero_stage"), of_deepspeed),
         sequence_parallel=not of_deepspeed and config.tp > 1,
         fused_attention=not of_deepspeed,
         learned_positions=of_deepspeed,
         software=(row.get("era") or "").partition(":")[0],
-        measured_by="nvidia-smi" if of_deepspeed else "allocated",
+        measured_by=_MEASURED_BY.get(row.get("mem_kind") or "", "nvidia-smi" if of_deepspeed else "allocated"),
     )
+
+
+def _sharding(zero_stage: str | None, of_deepspeed: bool) -> Sharding:
+    if zero_stage in ("0", _OF_MEGATRON[False]):
+        return "none"
+    return "zero1" if of_deepspeed else "distributed"
+
+
+def row_of_job(job: Job, gpu: str) -> dict[str, str]:
+    """The columns of a run of this package, of which `job_of_row` makes the same job.
+
+    Settings stand in columns of their own where their value is not what the other columns say.
+
+    Args:
+        job: of `Job.of`, with what measures its memory.
+        gpu: profile of the device.
+    """
+    c = job.config
+    row: dict[str, object] = {
+        "gpu": gpu, "gpus_per_node": c.gpus_per_node, "nodes": c.nnodes, "n_gpus": c.world_size,
+        "layers": c.num_layers, "hidden": c.hidden_size, "heads": c.num_heads, "ffn": c.ffn_hidden_size,
+        "kv_groups": c.num_query_groups, "swiglu": int(c.activation == "swiglu"), "experts": c.num_experts if c.use_moe else 0,
+        "topk": c.topk, "ep": c.ep, "seq": c.seq_len, "vocab": c.vocab_size, "tp": c.tp, "pp": c.pp, "dp": c.data_parallel_size or "",
+        "mbs": c.mbsz, "gbs": c.gbsz, "zero_stage": _OF_MEGATRON[c.distributed_optimizer], "precision": job.precision,
+        "pp_balanced_embedding": 0, "recompute": c.recompute, "mem_kind": job.measured_by, "cp": c.cp,
+    }  # fmt: skip
+    texts = {name: str(value) for name, value in row.items()}
+    implied = job_of_row(texts).config
+    for name in _AS_SETTINGS:
+        if name not in FREE and (value := getattr(c, name)) != getattr(implied, name):
+            texts[name] = "none" if value is None else str(value)
+    return texts
 
 
 def _stage_layers(num_layers: int, num_stages: int, *, balanced: bool, of_deepspeed: bool) -> list[int]:
@@ -171,8 +237,9 @@ def _settings(row: Mapping[str, str], of_deepspeed: bool) -> dict[str, Any]:
         return int(row.get(name) or 0) or default
 
     tp, pp, mbs, dp = number("tp", 1), number("pp", 1), number("mbs", 1), number("dp", 1)
-    per_node = number("gpus_per_node", load_hardware(row["gpu"]).gpus_per_node)
-    num_gpus = tp * pp * dp
+    per_node = number("gpus_per_node", 0) or load_hardware(row["gpu"]).gpus_per_node
+    cp = number("cp", 1)
+    num_gpus = tp * pp * dp * cp
     experts = number("experts", 0)
     settings = {
         # Ranks are what the layout says: a node may be used in part.
@@ -195,9 +262,9 @@ def _settings(row: Mapping[str, str], of_deepspeed: bool) -> dict[str, Any]:
         "num_experts": max(1, experts),
         "topk": number("topk", 1),
         "recompute": row.get("recompute") or "none",
-        "distributed_optimizer": row.get("zero_stage") == "1(dist-opt)",
+        "distributed_optimizer": row.get("zero_stage") == _OF_MEGATRON[True],
         "dtype": (row.get("precision") or "bf16").partition("_")[0],
     }
     if of_deepspeed:
         settings |= {"normalization": "LayerNorm", "add_bias_linear": True, "tie_embeddings": True}
-    return settings
+    return settings | {name: _setting(name, row[name])[0] for name in _AS_SETTINGS if row.get(name)}

@@ -275,3 +275,16 @@ def test_bytes_on_disk_are_those_of_the_parameters_and_the_optimizer(dtype, layo
     assert sum(on_disk.values()) == pytest.approx(computed, rel=0.02)
     shares = [size for name, size in on_disk.items() if name.endswith(".distcp")]
     assert max(shares) < 0.55 * computed  # either rank wrote its part
+
+
+@pytest.mark.parametrize(("changes", "kept"), [({}, []), ({"save_interval": 2, "async_save": True}, [2]), ({"exit_interval": 2}, [])])
+def test_nothing_is_saved_at_the_end_where_that_is_asked(changes, kept, tmp_path):
+    write_tokens(tmp_path)
+    settings = small_settings(tmp_path, "run", train_iters=3, save_at_end=False, **changes)
+    assert end_run(start_run(settings, tmp_path / "out"), tmp_path / "out") == [0]
+    folders = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("iter_*"))
+    assert folders == [f"iter_{iteration:07d}" for iteration in kept]
+    memory = [record["peak_memory_bytes"] for record in records(tmp_path / "run", "train")]
+    # Resident, so all of the model is in it; and a peak never gets less.
+    assert memory == sorted(memory)
+    assert memory[0] > 100 * 2**20

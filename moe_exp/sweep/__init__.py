@@ -1,0 +1,1 @@
+"""Short runs of many layouts, measured: `moe-exp sweep`."""

@@ -1,0 +1,108 @@
+"""The cases of a sweep: the cross product of its lists, each with the settings that it runs with and what speaks against it. No torch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_exp.checks import check_config, check_machine
+from moe_exp.config import Config, ConfigError, load_config, problem
+from moe_exp.hosts import free_port
+from moe_exp.sweep.sweep_settings import AXES, SweepSettings
+
+# A case trains at the full global batch from the start, and writes nothing but its metrics.
+_ONLY_MEASURED = {
+    "log_interval": 1, "eval_interval": 0, "save_interval": 0, "save_at_end": "false", "async_save": "false", "exit_interval": 0,
+    "keep_last": 0, "keep_every": 0, "keep_best": 0, "load_dir": "", "upcycle_from": "", "upcycle_granularity": 1, "rampup_batch_size": "",
+    "warmup_iters": 0, "decay_iters": 0, "lr_decay_style": "constant", "wandb_project": "", "node_rank": 0,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout.
+
+    Attributes:
+        name: built from the layout, so that it means the same in every sweep.
+        flags: all settings that are not defaults, as `moe-exp train` takes them.
+        config: what they make.
+        problems: why it cannot run, a line each; empty: it can.
+    """
+
+    name: str
+    flags: dict[str, str]
+    config: Config
+    problems: tuple[str, ...]
+
+    @classmethod
+    def of(cls, flags: Mapping[str, Any], *, local: bool) -> Case:
+        """The case that settings make, checked here if it is to run here."""
+        config = load_config(flags, {})
+        return cls(case_name(config), {name: str(value) for name, value in flags.items()}, config, tuple(_problems(config, local)))
+
+
+def given_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
+    """Settings of the environment and of `flags`, with the preset that they mean here: on a node with other devices it stays that.
+
+    Raises:
+        ConfigError: a value cannot be read.
+    """
+    given = {name: environ[name.upper()] for name in Config.model_fields if environ.get(name.upper())}
+    given |= {name: value for name, value in flags.items() if value is not None}
+    return given | {"preset": load_config(given, {}).preset}
+
+
+def make_cases(given: Mapping[str, Any], settings: SweepSettings, runs: Path) -> list[Case]:
+    """All cases, in the order of the lists.
+
+    Args:
+        given: see `given_settings`.
+        settings: with the lists.
+        runs: folder of the run folders.
+
+    Raises:
+        ConfigError: with what is wrong in every case: that is no matter of the layout.
+    """
+    base = load_config(given, {})
+    lists = [getattr(settings, name) or (getattr(base, setting),) for name, setting in AXES.items()]
+    cases: dict[str, Case] = {}
+    for values in itertools.product(*lists):
+        layout = {setting: "none" if value is None else value for setting, value in zip(AXES.values(), values, strict=True)}
+        if not base.use_moe:
+            layout |= {"ep": 1, "etp": 1}  # they concern no dense model
+        flags = {**given, **_ONLY_MEASURED, "train_iters": settings.sweep_iters, **layout, "run_dir": str(runs)}
+        case = Case.of(flags | {"run_name": case_name(load_config(flags, {}))}, local=settings.executor == "local")
+        cases.setdefault(case.name, case)
+    first, *others = cases.values()
+    if everywhere := [line for line in first.problems if all(line in case.problems for case in others)]:
+        raise ConfigError(everywhere)
+    return [first, *others]
+
+
+def default_lists(base: Config) -> dict[str, str]:
+    """Lists for a sweep that was given none: powers of two that divide the ranks of a node, and half the micro-batch."""
+    ranks = base.gpus_per_node
+    sizes = [str(2**power) for power in range(ranks.bit_length()) if ranks % 2**power == 0]
+    few = " ".join(sizes[:2])
+    return {"tps": few, "pps": few, "eps": " ".join(sizes), "mbszs": f"{max(1, base.mbsz // 2)} {base.mbsz}"}
+
+
+def case_name(config: Config) -> str:
+    """The layout in words; sizes that are rarely other than 1 are named where they are."""
+    vpp = "" if config.vpp is None else f"_VPP_{config.vpp}"
+    extra = "".join(f"_{key.upper()}_{getattr(config, key)}" for key in ("etp", "cp") if getattr(config, key) > 1)
+    nodes = f"nodes_{config.nnodes}_" if config.nnodes > 1 else ""
+    return f"{nodes}gpus_{config.gpus_per_node}_TP_{config.tp}_PP_{config.pp}{vpp}_EP_{config.ep}{extra}_MBS_{config.mbsz}"
+
+
+def _problems(config: Config, local: bool) -> list[str]:
+    found = check_config(config)
+    if local:
+        # Every case gets a port that is free when it starts.
+        found += check_machine(config.model_copy(update={"master_port": free_port()}))
+        if config.nnodes > 1:
+            found.append(problem("nodes", config.nnodes, "EXECUTOR=local has this node alone", "set NODES=1, or EXECUTOR=slurm"))
+    return found

@@ -1,0 +1,289 @@
+"""A whole sweep: its plan, its cases one after another or as SLURM jobs, and the tables that every case adds to. No torch.
+
+$SWEEP_DIR/$SWEEP_NAME/
+  sweep.csv sweep.md sweep.png   written anew after every case
+  sweep.json                     the settings that all cases share
+  results/CASE.json              written when a case has ended: what a sweep that was stopped does not run again
+  logs/CASE.log                  what a case has printed
+  runs/CASE/                     its run folder
+  jobs/CASE.sh .id .code         with SLURM: script, number of the job, exit code
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from moe_exp.checks import check_files
+from moe_exp.config import ConfigError, load_config, problem
+from moe_exp.files import write_atomically, write_json
+from moe_exp.hosts import device_name
+from moe_exp.planner.hardware import load_hardware
+from moe_exp.progress import progress
+from moe_exp.run_folder import RunFolder
+from moe_exp.sweep import slurm_cases
+from moe_exp.sweep.cases import Case, default_lists, given_settings, make_cases
+from moe_exp.sweep.local_cases import clear, run_case
+from moe_exp.sweep.outcome import Result, result_of
+from moe_exp.sweep.sweep_picture import draw_sweep
+from moe_exp.sweep.sweep_settings import AXES, SweepSettings, load_sweep_settings
+from moe_exp.sweep.sweep_table import CPU, Row, is_oom, prediction_of, profile_of, to_csv, to_markdown
+
+# Settings that may differ between two calls of one sweep: the layout, and what no measurement depends on.
+_OWN_OF_CASE = {*AXES.values(), "node_rank", "master_addr", "master_port", "run_dir", "run_name", "num_workers"}
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What was asked for.
+
+    Attributes:
+        settings: of the sweep.
+        given: settings of the runs that are not defaults.
+        folder: see the top of this file.
+        device: that cases are expected to run on; empty: not known.
+    """
+
+    settings: SweepSettings
+    given: dict[str, Any]
+    folder: Path
+    device: str
+
+    @classmethod
+    def of(cls, flags: Mapping[str, Any], environ: Mapping[str, str]) -> Sweep:
+        """Reads all settings. Touches no disk.
+
+        Args:
+            flags: of the command line, those of the sweep and those of its runs, by field name; None counts as not given.
+            environ: the environment.
+
+        Raises:
+            ConfigError: with every value that cannot be read.
+        """
+        mine = {name: value for name, value in flags.items() if name in SweepSettings.model_fields and value is not None}
+        others = {name: value for name, value in flags.items() if name not in SweepSettings.model_fields}
+        parts: list[Any] = []
+        problems: list[str] = []
+        for read in (partial(load_sweep_settings, mine, environ), partial(given_settings, others, environ)):
+            try:
+                parts.append(read())
+            except ConfigError as error:
+                problems += error.problems
+        if problems:
+            raise ConfigError(problems)
+        settings, given = parts
+        base = load_config(given, {})
+        if not any(getattr(settings, name) for name in AXES):
+            lists = {name: text for name, text in default_lists(base).items() if AXES[name] not in given}
+            settings = load_sweep_settings(lists | mine, environ)
+        if settings.gpu:
+            load_hardware(settings.gpu)
+        name = settings.sweep_name or f"{base.preset}_layers_{base.num_layers}_hidden_{base.hidden_size}_{_kind(base)}_GBS_{base.gbsz}"
+        # A login node of a cluster is not what the jobs run on.
+        device = "" if settings.executor == "slurm" else device_name()
+        return cls(settings, given, Path(settings.sweep_dir).expanduser() / name, CPU if settings.gpu.upper() == CPU else device)
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    def run_folder(self, case: str) -> RunFolder:
+        return RunFolder(self.folder / "runs" / case)
+
+    def log(self, case: str) -> Path:
+        return self.folder / "logs" / f"{case}.log"
+
+    def result(self, case: str) -> Path:
+        return self.folder / "results" / f"{case}.json"
+
+    def cases(self) -> list[Case]:
+        """Those of the lists."""
+        return make_cases(self.given, self.settings, self.folder / "runs")
+
+    def rows(self, *, retry_failed: bool = False) -> list[Row]:
+        """The table as it stands: the cases of the lists, then those that have a result from a call with other lists.
+
+        Args:
+            retry_failed: of the lists, those that have failed, run out of memory or out of time are left to run.
+        """
+        cases = self.cases()
+        names = {case.name for case in cases}
+        earlier = [path for path in sorted((self.folder / "results").glob("*.json")) if path.stem not in names]
+        others = [Case.of(Result.read(path).flags, local=False) for path in earlier]
+        return [*(self.row(case, retry_failed=retry_failed) for case in cases), *(self.row(case) for case in others)]
+
+    def row(self, case: Case, *, retry_failed: bool = False) -> Row:
+        """What is known of a case."""
+        path = self.result(case.name)
+        result = Result.read(path) if path.exists() else None
+        if result and retry_failed and result.status != "ok":
+            result = None
+        device = (result.device if result else "") or self.device
+        gpu = self.settings.gpu or profile_of(device)
+        status, reason, prediction = "left", "", None
+        if case.problems:
+            status, reason = "rejected", " ".join(case.problems)
+        else:
+            prediction = prediction_of(case.config, device, gpu)
+            if not self.settings.run_oom and (reason := is_oom(case.config, device, gpu)):
+                status = "predicted-oom"
+        if result:
+            status, reason = result.status, result.reason
+        return Row(case, status, reason, result, prediction, device, gpu)
+
+
+def _kind(base: Any) -> str:
+    return f"experts_{base.num_experts}" if base.use_moe else "dense"
+
+
+def plan_text(sweep: Sweep, rows: Sequence[Row]) -> str:
+    """What a sweep would do, a line per case."""
+    settings, counts = sweep.settings, Counter(row.status for row in rows)
+    said = ", ".join(f"{number} {'to run' if status == 'left' else status}" for status, number in counts.items())
+    cases = f"{len(rows)} case{'s' if len(rows) > 1 else ''}"
+    head = f"{sweep.folder}: {cases} of {settings.sweep_iters} iterations, {settings.sweep_warmup} of them warm-up: {said}"
+    width = max(len(row.case.name) for row in rows)
+    return "\n".join([head, *(f"  {row.status:<14} {row.case.name:<{width}}  {_about(row)}".rstrip() for row in rows)])
+
+
+def _about(row: Row) -> str:
+    """Measured and predicted, or the reason."""
+    if row.status not in ("ok", "left"):
+        return row.short_reason
+    parts = []
+    for value, predicted, unit in ((row.seconds, row.predicted_seconds, "s per iteration"), (row.memory_gib, row.predicted_gib, "GiB")):
+        known = [f"{value:.3g} {unit}"] if value is not None else []
+        known += [f"predicted {predicted:.3g}{'' if known else ' ' + unit}"] if predicted is not None else []
+        parts += [" ".join([known[0], *(f"({one})" for one in known[1:])])] if known else []
+    return ", ".join(parts)
+
+
+def run_sweep(sweep: Sweep, *, retry_failed: bool = False) -> int:
+    """Runs the cases that are left, and writes the tables.
+
+    Args:
+        sweep: what was asked for.
+        retry_failed: run those, too, that have failed, run out of memory or out of time before.
+
+    Returns:
+        Exit code: 0 where any case of the table has been measured.
+
+    Raises:
+        ConfigError: data or folders that no case can run with.
+        ValueError: the folder is that of a sweep with other settings, or one that is still running.
+    """
+    rows = sweep.rows(retry_failed=retry_failed)
+    cases = [row.case for row in rows]
+    left = [row.case for row in rows if row.status == "left"]
+    # By a run folder that is not there: that of the case may be held by the processes of a sweep that was killed, for a while.
+    if left and (problems := check_files(left[0].config.model_copy(update={"run_name": "none"}))):
+        raise ConfigError(problems)
+    with _held(sweep.folder):
+        _compare(sweep)
+        for case in left:
+            sweep.result(case.name).unlink(missing_ok=True)
+        print(plan_text(sweep, rows), flush=True)
+        write_tables(sweep, cases)
+        try:
+            with progress("sweep", len(left), unit="cases") as advance:
+                for number, (case, result) in enumerate(_results(sweep, left), start=1):
+                    result.write(sweep.result(case.name))
+                    write_tables(sweep, cases)
+                    print(f"[{number}/{len(left)}] {case.name}: {result.status}, {_about(sweep.row(case))}", flush=True)
+                    advance(1)
+        except KeyboardInterrupt:
+            jobs = "; its SLURM jobs go on" if sweep.settings.executor == "slurm" else ""
+            print(f"stopped{jobs}: the same command goes on with what is left", flush=True)
+            raise
+    rows = [sweep.row(case) for case in cases]
+    print(f"\n{to_markdown(rows, _title(sweep))}\n{sweep.folder}/sweep.csv, sweep.md, sweep.png", flush=True)
+    return 0 if any(row.status == "ok" for row in rows) else 1
+
+
+def _results(sweep: Sweep, left: Sequence[Case]) -> Iterator[tuple[Case, Result]]:
+    return _slurm_results(sweep, left) if sweep.settings.executor == "slurm" else _local_results(sweep, left)
+
+
+def _local_results(sweep: Sweep, left: Sequence[Case]) -> Iterator[tuple[Case, Result]]:
+    timeout = sweep.settings.case_timeout
+    for case in left:
+        clear(sweep.run_folder(case.name), sweep.log(case.name))
+        code = run_case(case, sweep.log(case.name), timeout)
+        yield case, _result(sweep, case, code, timeout if code is None else 0)
+
+
+def _slurm_results(sweep: Sweep, left: Sequence[Case]) -> Iterator[tuple[Case, Result]]:
+    """Submits what has no job from an earlier call, all at once, and yields cases as their jobs end."""
+    settings = sweep.settings
+    options = slurm_cases.JobOptions(shlex.split(settings.sbatch), settings.case_timeout, on_gpus=sweep.device != CPU)
+    files = {case.name: slurm_cases.JobFiles.of(sweep.folder / "jobs", case.name) for case in left}
+    waiting = {}
+    for case in left:
+        if files[case.name].job_id.exists():
+            waiting[case.name] = files[case.name].job_id.read_text()
+        else:
+            clear(sweep.run_folder(case.name), sweep.log(case.name))
+            waiting[case.name] = slurm_cases.submit(case, files[case.name], sweep.log(case.name), options)
+    by_name = {case.name: case for case in left}
+    for name in slurm_cases.ended_jobs(waiting):
+        yield by_name[name], _result(sweep, by_name[name], files[name].exit_code(), 0)
+        files[name].forget()
+
+
+def _result(sweep: Sweep, case: Case, code: int | None, timeout: int) -> Result:
+    numbers = {"num_warmup": sweep.settings.sweep_warmup, "num_iterations": sweep.settings.sweep_iters}
+    return result_of(sweep.run_folder(case.name), sweep.log(case.name), case.flags, code=code, timeout=timeout, **numbers)
+
+
+def write_tables(sweep: Sweep, cases: Sequence[Case]) -> None:
+    """Writes sweep.csv, sweep.md and sweep.png; whoever reads them sees whole ones."""
+    rows = [sweep.row(case) for case in cases]
+    write_atomically(sweep.folder / "sweep.csv", to_csv(rows, sweep.name))
+    write_atomically(sweep.folder / "sweep.md", to_markdown(rows, _title(sweep)))
+    partial_picture = sweep.folder / ".sweep.png.partial"
+    if draw_sweep(rows, partial_picture, _title(sweep)):
+        partial_picture.replace(sweep.folder / "sweep.png")
+
+
+def _title(sweep: Sweep) -> str:
+    settings = sweep.settings
+    return f"{sweep.name}: median of iterations {settings.sweep_warmup + 1} to {settings.sweep_iters}"
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(folder / ".lock", timeout=0):
+            yield
+    except Timeout:
+        raise ValueError(f"SWEEP_NAME={folder.name}: another sweep is writing {folder}. Fix: wait for it, or give another name.") from None
+
+
+def _compare(sweep: Sweep) -> None:
+    """Whether the folder's results were measured with these settings; keeps them if it has none.
+
+    Raises:
+        ValueError: with a line for every setting that differs.
+    """
+    path = sweep.folder / "sweep.json"
+    settings = {name: value for name, value in load_config(sweep.given, {}).model_dump().items() if name not in _OWN_OF_CASE}
+    now = settings | {"sweep_iters": sweep.settings.sweep_iters, "sweep_warmup": sweep.settings.sweep_warmup}
+    if not path.exists():
+        write_json(path, now)
+        return
+    before = json.loads(path.read_text(encoding="utf-8"))
+    changed = [name for name in now if name in before and before[name] != now[name]]
+    if changed:
+        fix = "set {} as it was, or give another SWEEP_NAME"
+        lines = [problem(name, now[name], f"{sweep.folder} has {before[name]}", fix.format(name.upper())) for name in changed]
+        raise ConfigError(lines)

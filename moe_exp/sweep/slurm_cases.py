@@ -1,0 +1,132 @@
+"""Runs each case as a SLURM job, one launcher per node. Jobs outlive the sweep: the same command collects what they have left. No torch."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_exp.data.slurm_jobs import job_environment, still_there
+from moe_exp.files import write_atomically
+from moe_exp.sweep.cases import Case
+from moe_exp.sweep.local_cases import train_command
+
+POLL_SECONDS = 10.0
+_PORTS = 20000, 10000  # first, and how many: a port by the number of the job, as jobs may share a node
+
+
+@dataclass(frozen=True)
+class JobFiles:
+    """What belongs to the job of a case, in the folder of the sweep."""
+
+    script: Path
+    job_id: Path
+    code: Path
+
+    @classmethod
+    def of(cls, jobs: Path, case: str) -> JobFiles:
+        return cls(jobs / f"{case}.sh", jobs / f"{case}.id", jobs / f"{case}.code")
+
+    def exit_code(self) -> int | None:
+        """Of the launchers; None where the job has not got to their end."""
+        return int(self.code.read_text()) if self.code.exists() else None
+
+    def forget(self) -> None:
+        """What an earlier attempt has left."""
+        for path in (self.job_id, self.code):
+            path.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """What all jobs of a sweep are submitted with.
+
+    Attributes:
+        sbatch: options of the user's.
+        time_limit_seconds: of a job.
+        on_gpus: whether to ask for as many GPUs as there are ranks on a node, unless `sbatch` asks in words of its own.
+    """
+
+    sbatch: Sequence[str]
+    time_limit_seconds: int
+    on_gpus: bool
+
+    def gpus(self, number: int) -> dict[str, int]:
+        """The option that asks for them."""
+        is_asked = any(option.startswith(("--gpus", "--gres", "-G")) for option in self.sbatch)
+        return {"gpus-per-node": number} if self.on_gpus and not is_asked else {}
+
+
+def submit(case: Case, files: JobFiles, log: Path, options: JobOptions) -> str:
+    """Hands the job of a case to sbatch; returns its id.
+
+    Raises:
+        ValueError: sbatch is not there, or refuses.
+    """
+    files.script.parent.mkdir(parents=True, exist_ok=True)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    files.forget()
+    write_atomically(files.script, batch_script(case, files, log, options))
+    try:
+        done = subprocess.run(["sbatch", str(files.script)], capture_output=True, text=True)
+    except FileNotFoundError:
+        raise ValueError("EXECUTOR=slurm: there is no sbatch here. Fix: call it on a login node, or set EXECUTOR=local.") from None
+    found = re.search(r"\d+", done.stdout)
+    if done.returncode or not found:
+        said = " ".join((done.stderr or done.stdout).split())
+        raise ValueError(f"sbatch: exit code {done.returncode}: {said}. Fix: change SBATCH={shlex.join(options.sbatch)}, or what it names.")
+    write_atomically(files.job_id, found[0])
+    return found[0]
+
+
+def batch_script(case: Case, files: JobFiles, log: Path, options: JobOptions) -> str:
+    """The script for sbatch: environment, the first node as the master, a launcher on every node, and their exit code in a file."""
+    first_port, num_ports = _PORTS
+    launcher = shlex.join(train_command(_fixed(case.flags)))
+    launcher += ' --node-rank="${SLURM_NODEID:-0}" --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT"'
+    settings = {
+        "job-name": case.name, "nodes": case.config.nnodes, "ntasks-per-node": 1, "time": -(-options.time_limit_seconds // 60),
+        "output": log.resolve(), "chdir": Path.cwd(), **options.gpus(case.config.gpus_per_node),
+    }  # fmt: skip
+    own = [f"--{name}={value}" for name, value in settings.items()]
+    code = shlex.quote(str(files.code.resolve()))
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *(f"#SBATCH {option}" for option in [*own, *options.sbatch]),  # of two, sbatch takes the later
+            job_environment(),
+            'MASTER_ADDR="$(scontrol show hostnames "${SLURM_JOB_NODELIST:-$SLURM_NODELIST}" | head -n 1)"',
+            f'MASTER_PORT="$(({first_port} + SLURM_JOB_ID % {num_ports}))"',
+            "export MASTER_ADDR MASTER_PORT",
+            f"srun --nodes={case.config.nnodes} --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c {shlex.quote('exec ' + launcher)}",
+            f"echo $? >{code}.partial && mv {code}.partial {code}",
+            "",
+        ]
+    )
+
+
+def _fixed(flags: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in flags.items() if name not in ("node_rank", "master_addr", "master_port")}
+
+
+def ended_jobs(waiting: Mapping[str, str]) -> Iterator[str]:
+    """Yields the names of cases as their jobs end.
+
+    Args:
+        waiting: case to the id of its job.
+
+    Raises:
+        ValueError: squeue does not answer.
+    """
+    left = dict(waiting)
+    while left:
+        there = set(still_there(list(left.values())))
+        for name in [name for name, job in left.items() if job not in there]:
+            del left[name]
+            yield name
+        if left:
+            time.sleep(POLL_SECONDS)

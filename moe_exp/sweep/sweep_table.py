@@ -1,0 +1,184 @@
+"""The table of a sweep: a CSV that `moe-exp plan calibrate` reads, and Markdown for people. No torch."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moe_exp.config import Config
+from moe_exp.planner.flops import flops_per_iteration
+from moe_exp.planner.hardware import hardware_names, load_hardware
+from moe_exp.planner.job import Job
+from moe_exp.planner.measured import GIBIBYTE, row_of_job
+from moe_exp.planner.params import count_parameters
+from moe_exp.planner.prediction import Prediction, predict
+from moe_exp.sweep.cases import Case
+from moe_exp.sweep.outcome import Result
+
+CPU = "CPU"
+_FIRST = (
+    "row_id", "section", "status", "gpu", "device", "gpus_per_node", "nodes", "n_gpus", "parameters", "layers", "hidden", "heads", "ffn",
+    "kv_groups", "swiglu", "experts", "topk", "ep", "etp", "cp", "vpp", "seq", "vocab", "tp", "pp", "dp", "mbs", "gbs", "zero_stage",
+    "precision", "pp_balanced_embedding", "recompute", "mem_gb", "predicted_mem_gb", "mem_kind", "oom", "sec_per_it",
+    "predicted_sec_per_it", "tflops", "use_mem", "use_time", "quirk",
+)  # fmt: skip
+_FASTEST_FIRST = ("ok", "oom", "timeout", "failed", "predicted-oom", "rejected", "left")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table: a case, what became of it, and what was predicted.
+
+    Attributes:
+        case: the layout.
+        status: that of its result, or `rejected`, `predicted-oom`, or `left` where it has not run yet.
+        reason: why it is not ok.
+        result: what was measured, if it has run.
+        prediction: None where nothing is known about the device, or the layout is no layout.
+        device: as the run named it, else as this host does; empty: not known.
+        gpu: its profile; empty: there is none.
+    """
+
+    case: Case
+    status: str
+    reason: str
+    result: Result | None
+    prediction: Prediction | None
+    device: str
+    gpu: str
+
+    @property
+    def short_reason(self) -> str:
+        """Without what would mend it: a layout that is no layout is none."""
+        problems = self.case.problems if self.status == "rejected" else [self.reason]
+        return "; ".join(text.partition(". Fix: ")[0] for text in problems)
+
+    @property
+    def seconds(self) -> float | None:
+        """Measured, per iteration."""
+        return self.result.seconds if self.result else None
+
+    @property
+    def memory_gib(self) -> float | None:
+        """Measured, of the rank that needs most."""
+        return self.result.memory_bytes / GIBIBYTE if self.result and self.result.memory_bytes else None
+
+    @property
+    def tflops(self) -> float | None:
+        """TFLOP/s per GPU."""
+        seconds, config = self.seconds, self.case.config
+        return flops_per_iteration(config) / seconds / config.world_size / 1e12 if seconds else None
+
+    @property
+    def predicted_seconds(self) -> float | None:
+        return self.prediction.time.total if self.prediction else None
+
+    @property
+    def predicted_gib(self) -> float | None:
+        return self.prediction.peak_bytes / GIBIBYTE if self.prediction else None
+
+
+def profile_of(device: str) -> str:
+    """The profile of a device by its name, `NVIDIA A100-SXM4-80GB`: one all words of whose name are in it; empty: there is none."""
+    words = set(device.upper().replace("-", " ").split())
+    return next((name for name in hardware_names() if set(name.upper().split("-")) <= words), "")
+
+
+def job_of(config: Config, device: str) -> Job:
+    """The job as its memory is measured: resident on a CPU, else what torch's allocator gave out."""
+    return replace(Job.of(config), measured_by="rss" if device == CPU else "allocated")
+
+
+def prediction_of(config: Config, device: str, gpu: str) -> Prediction | None:
+    """What the planner says about a layout that can run, comparable with what is measured; None without a profile."""
+    return predict(job_of(config, device), load_hardware(gpu)) if gpu else None
+
+
+def is_oom(config: Config, device: str, gpu: str) -> str:
+    """Why a layout is predicted to run out of memory, with all that a device has to hold; empty: it is not.
+
+    Processes on a CPU share the memory of their node.
+    """
+    if not gpu:
+        return ""
+    job = job_of(config, device)
+    found = predict(job if device == CPU else replace(job, measured_by="nvidia-smi"), load_hardware(gpu))
+    sharing = config.gpus_per_node if device == CPU else 1
+    needed, there = sharing * found.peak_bytes / GIBIBYTE, found.memory_bytes / GIBIBYTE
+    if needed <= there:
+        return ""
+    return f"needs {needed:.1f} GiB by prediction, {gpu} has {there:.1f} GiB. Fix: set RUN_OOM=true to see for yourself"
+
+
+def to_csv(rows: Sequence[Row], sweep_name: str) -> str:
+    """A line per case in the columns of `planner/measured.py`; rows without a measurement have its cells empty, and are not used."""
+    lines = [_cells(row, sweep_name) for row in rows]
+    more = dict.fromkeys(name for line in lines for name in line if name not in (*_FIRST, "reason"))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [*_FIRST, *more, "reason"], restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return text.getvalue()
+
+
+def _cells(row: Row, sweep_name: str) -> dict[str, Any]:
+    config = row.case.config
+    # A device without a profile stands under its own name: the reader then says what is missing.
+    job = row_of_job(job_of(config, row.device), row.gpu or row.device or "unknown")
+    return {
+        "vpp": "none", "etp": config.etp, **job,
+        "row_id": row.case.name, "section": sweep_name, "status": row.status, "reason": row.reason, "device": row.device,
+        "parameters": count_parameters(config).total,
+        "mem_gb": _text(row.memory_gib), "predicted_mem_gb": _text(row.predicted_gib),
+        "sec_per_it": _text(row.seconds), "predicted_sec_per_it": _text(row.predicted_seconds), "tflops": _text(row.tflops),
+        "oom": {"ok": 0, "oom": 1}.get(row.status, ""),
+        "use_mem": int(row.memory_gib is not None), "use_time": int(row.seconds is not None), "quirk": 0,
+    }  # fmt: skip
+
+
+def _text(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"
+
+
+def to_markdown(rows: Sequence[Row], title: str) -> str:
+    """The table, for each number of GPUs the fastest first; then what has no time, with the reason."""
+    optional = [name for name in ("etp", "cp", "vpp") if any(getattr(row.case.config, name) not in (1, None) for row in rows)]
+    heads = ["nodes", "GPUs", "size", "DP", "TP", "PP", "EP", *map(str.upper, optional), "MBS", "GBS", "memory GiB", "predicted"]
+    heads += ["s per iteration", "predicted", "TFLOP/s per GPU", "status", "reason"]
+    lines = [[*_layout_cells(row, optional), *_result_cells(row)] for row in sorted(rows, key=_order)]
+    ruler = ["---" if head in ("status", "reason") else "---:" for head in heads]
+    return "\n".join([f"# {title}", "", *("| " + " | ".join(line) + " |" for line in [heads, ruler, *lines]), ""])
+
+
+def _order(row: Row) -> tuple[int, int, float]:
+    return (_FASTEST_FIRST.index(row.status), row.case.config.world_size, row.seconds or 0.0)
+
+
+def _layout_cells(row: Row, optional: Sequence[str]) -> list[str]:
+    c = row.case.config
+    more = [getattr(c, name) for name in optional]
+    sizes = [c.data_parallel_size or "", c.tp, c.pp, c.ep, *("none" if value is None else value for value in more), c.mbsz, c.gbsz]
+    return [str(c.nnodes), str(c.world_size), size_text(count_parameters(c).total), *map(str, sizes)]
+
+
+def _result_cells(row: Row) -> list[str]:
+    numbers = [
+        (row.memory_gib, ".2f"),
+        (row.predicted_gib, ".2f"),
+        (row.seconds, ".4g"),
+        (row.predicted_seconds, ".4g"),
+        (row.tflops, ".3g"),
+    ]
+    texts = ["" if value is None else format(value, form) for value, form in numbers]
+    return [*texts, row.status, row.short_reason.replace("|", "\\|")]
+
+
+def size_text(parameters: int) -> str:
+    """`4.38B`, `2.36M`."""
+    for unit, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if parameters >= unit:
+            return f"{parameters / unit:.3g}{letter}"
+    return str(parameters)

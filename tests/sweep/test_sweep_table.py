@@ -1,0 +1,145 @@
+"""The table: what calibrate reads back, what people read, and what is predicted to be out of memory."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+
+import pytest
+
+from moe_exp.planner.flops import flops_per_iteration
+from moe_exp.planner.measured import read_runs
+from moe_exp.planner.memory import StageMemory
+from moe_exp.planner.prediction import Prediction
+from moe_exp.planner.timing import IterationTime
+from moe_exp.sweep import sweep_table
+from moe_exp.sweep.cases import Case
+from moe_exp.sweep.outcome import Result
+from moe_exp.sweep.sweep_picture import draw_sweep
+from moe_exp.sweep.sweep_table import Row, is_oom, job_of, profile_of, size_text, to_csv, to_markdown
+
+A100 = "NVIDIA A100-SXM4-80GB"
+GIB = 2**30
+
+
+def prediction(gib: float, seconds: float) -> Prediction:
+    time = IterationTime(compute=seconds, tensor_parallel=0, expert_parallel=0, pipeline=0, bubble=0, data_parallel=0, optimizer=0)
+    return Prediction([StageMemory(gib * GIB, 0, 0, 0, 0, 0)], time, 80 * GIB)
+
+
+def row(status: str, result: Result | None = None, reason: str = "", *, predicted: Prediction | None = None, **layout: object) -> Row:
+    flags = {"preset": "reference", "gpus_per_node": "8"} | layout
+    case = Case.of(flags, local=False)
+    return Row(case, status, reason or " ".join(case.problems), result, predicted, A100, profile_of(A100))
+
+
+def rows() -> list[Row]:
+    return [
+        row("ok", Result("ok", "", 0.5123456789, 33.25 * GIB, A100), ep=4, predicted=prediction(32.0, 0.5)),
+        row("ok", Result("ok", "", 0.25, 20.5 * GIB, A100), ep=8, mbsz=4),
+        row("rejected", ep=3, pp=5),
+        row("oom", Result("oom", "CUDA out of memory", device=A100), "CUDA out of memory", ep=2),
+        row("failed", Result("failed", "a|b, \"c\"", device=A100), "a|b, \"c\"", ep=1),
+        row("timeout", Result("timeout", "late", device=A100), "late", tp=1, pp=2, vpp=2),
+        row("predicted-oom", reason="needs 99.0 GiB", cp=2),
+        row("left", etp=2),
+    ]  # fmt: skip
+
+
+def test_what_calibrate_reads_is_what_ran(tmp_path):
+    (tmp_path / "sweep.csv").write_text(to_csv(rows(), "mine"))
+    runs = read_runs(tmp_path / "sweep.csv")
+    assert len(runs) == 8
+    assert {run.section for run in runs} == {"mine"}
+    for written, read in zip(rows(), runs, strict=True):
+        assert read.row_id == written.case.name
+        assert read.hardware.name == "A100-80GB"
+        if written.status != "rejected":
+            job = job_of(written.case.config, A100)
+            assert replace(read.job, config=job.config) == job
+            assert flops_per_iteration(read.job.config) == flops_per_iteration(job.config)
+    assert [run.memory_gib for run in runs] == [33.25, 20.5, *[None] * 6]
+    assert [run.seconds for run in runs] == [pytest.approx(0.5123456789, rel=1e-5), 0.25, *[None] * 6]
+    assert [run.oom for run in runs] == [False, False, None, True, *[None] * 4]
+
+
+def test_cells_of_the_table_that_people_share():
+    lines = list(csv.DictReader(to_csv(rows(), "mine").splitlines()))
+    first = lines[0]
+    people = {"nodes": "1", "n_gpus": "8", "dp": "8", "tp": "1", "pp": "1", "ep": "4", "etp": "1", "cp": "1", "vpp": "none", "mbs": "8"}
+    assert {name: first[name] for name in people} == people
+    assert (first["gbs"], first["parameters"], first["mem_kind"]) == ("64", "4375732736", "allocated")
+    assert (first["predicted_mem_gb"], first["predicted_sec_per_it"]) == ("32", "0.5")
+    assert float(first["tflops"]) == pytest.approx(155_546_535_591_936 / 0.5123456789 / 8 / 1e12, rel=1e-5)
+    assert [(line["status"], line["use_mem"], line["use_time"]) for line in lines] == [
+        ("ok", "1", "1"), ("ok", "1", "1"), ("rejected", "0", "0"), ("oom", "0", "0"), ("failed", "0", "0"), ("timeout", "0", "0"),
+        ("predicted-oom", "0", "0"), ("left", "0", "0"),
+    ]  # fmt: skip
+    assert all(line["mem_gb"] == line["sec_per_it"] == line["tflops"] == "" for line in lines[2:])
+    assert "Fix: " in lines[2]["reason"]
+
+
+def test_markdown_has_the_fastest_first_and_one_line_per_case():
+    title, empty, head, ruler, *lines = to_markdown(rows(), "mine").splitlines()
+    assert (title, empty) == ("# mine", "")
+    assert {line.replace("\\|", "").count("|") for line in (head, ruler, *lines)} == {20}
+    assert "| EP | ETP | CP | VPP | MBS |" in head
+    cells = [[cell.strip() for cell in line.replace("\\|", "/").strip("|").split("|")] for line in lines]
+    assert [cell[-2] for cell in cells] == ["ok", "ok", "oom", "timeout", "failed", "predicted-oom", "rejected", "left"]
+    assert cells[0][:7] == ["1", "8", "4.38B", "8", "1", "1", "8"]
+    assert cells[1][-7:-2] == ["33.25", "32.00", "0.5123", "0.5", "37.9"]
+    assert cells[4][-1] == 'a/b, "c"'
+    assert "Fix" not in cells[6][-1]
+    assert cells[6][-1].count(";") == len(rows()[2].case.problems) - 1 > 0
+
+
+@pytest.mark.parametrize(
+    ("device", "profile"),
+    [
+        (A100, "A100-80GB"), ("NVIDIA A100 80GB PCIe", "A100-80GB"), ("NVIDIA A100-SXM4-40GB", ""), ("Tesla V100-SXM2-32GB", "V100-32GB"),
+        ("Tesla V100-SXM2-16GB", ""), ("NVIDIA GeForce RTX 4090", ""), ("", ""),
+    ],
+)  # fmt: skip
+def test_profiles_by_the_names_of_devices(device, profile):
+    assert profile_of(device) == profile
+
+
+def test_a_device_without_a_profile_is_named_by_the_reader(tmp_path):
+    one = replace(rows()[0], device="Odd GPU", gpu="")
+    (tmp_path / "sweep.csv").write_text(to_csv([one], "mine"))
+    with pytest.raises(ValueError, match=r"row gpus_8_TP_1_PP_1_EP_4_MBS_8, column gpu: GPU=Odd GPU: is not a known device"):
+        read_runs(tmp_path / "sweep.csv")
+
+
+def test_out_of_memory_by_prediction(monkeypatch):
+    config = rows()[0].case.config
+    asked = []
+
+    def predict(job, hardware):
+        asked.append(job.measured_by)
+        return prediction(100.0 if job.measured_by == "nvidia-smi" else 70.0, 1.0)
+
+    monkeypatch.setattr(sweep_table, "predict", predict)
+    reason = is_oom(config, A100, "A100-80GB")
+    assert reason == "needs 100.0 GiB by prediction, A100-80GB has 80.0 GiB. Fix: set RUN_OOM=true to see for yourself"
+    # What the device holds decides, also where what is measured is less.
+    assert asked == ["nvidia-smi"]
+    assert sweep_table.prediction_of(config, A100, "A100-80GB").peak_bytes == 70 * GIB
+    assert is_oom(config, "unknown", "") == ""
+    # Eight processes on a CPU share what there is.
+    assert is_oom(config, "CPU", "A100-80GB").startswith("needs 560.0 GiB by prediction")
+    assert is_oom(config.model_copy(update={"gpus_per_node": 1}), "CPU", "A100-80GB") == ""
+
+
+def test_picture(tmp_path):
+    for number, chosen in enumerate((rows(), rows()[1:2])):
+        path = tmp_path / f"{number}.png"
+        assert draw_sweep(chosen, path, "mine")
+        assert path.read_bytes().startswith(b"\x89PNG")
+    assert not draw_sweep(rows()[2:], tmp_path / "none.png", "mine")
+    assert not (tmp_path / "none.png").exists()
+
+
+@pytest.mark.parametrize(("number", "text"), [(4_375_732_736, "4.38B"), (1_165_888, "1.17M"), (12_345, "12.3K"), (12, "12")])
+def test_sizes(number, text):
+    assert size_text(number) == text
