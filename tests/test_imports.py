@@ -48,7 +48,20 @@ ALLOWED: dict[str, set[str]] = {
     "interval": {*ENGINE, "hosts", "checkpoint", "metrics", "planner", "optim", "layers", "faults"},
     "doctor": {"hosts", "backends", "config", *CPU, "runtime", "layers", "optim"},
     "misspelt": {"config"},
-    "sweep": {"checks", "config", "data", "files", "hosts", "launch", "metrics", "planner", "progress", "run_folder", "setting_types"},
+    "sweep": {
+        "checks",
+        "config",
+        "data",
+        "files",
+        "hosts",
+        "launch",
+        "machine_checks",
+        "metrics",
+        "planner",
+        "progress",
+        "run_folder",
+        "setting_types",
+    },
     "launch": {"config", "misspelt", "hosts", "presets", "checks", "machine_checks", "planner", "run_folder", "data", "report", "metrics"},
     # cli, commands, scripts, __main__ and train: see below.
 }

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Literal
 
 from moe_exp.config import Config
+from moe_exp.planner.params import RankParameters, parameters_of_stages
 
 Sharding = Literal["none", "zero1", "distributed"]
 MeasuredBy = Literal["nvidia-smi", "allocated", "rss"]
@@ -61,6 +62,11 @@ class Job:
     def of_deepspeed(self) -> bool:
         """Whether Megatron-DeepSpeed ran it, which alone of the engines here learns positions."""
         return self.learned_positions
+
+    @cached_property
+    def parameters(self) -> list[RankParameters]:
+        """What a rank of every pipeline stage holds."""
+        return parameters_of_stages(self.config, self.stage_layers, learned_positions=self.learned_positions)
 
     @cached_property
     def num_microbatches(self) -> int:

@@ -11,7 +11,7 @@ from moe_exp.planner.constants import constant
 from moe_exp.planner.hardware import Hardware
 from moe_exp.planner.job import Job
 from moe_exp.planner.optimizer_bytes import optimizer_state_bytes
-from moe_exp.planner.params import RankParameters, parameters_of_stages
+from moe_exp.planner.params import RankParameters
 
 # Of torch's allocator before the first micro-batch, beside weights, gradients and optimizer: cuBLAS workspaces of the forward and of
 # the backward thread (8.1 MiB each), that of Transformer Engine (4 MiB), a batch and its mask. 26 to 29 MiB in three of four runs.
@@ -94,7 +94,7 @@ def memory_of(job: Job, hardware: Hardware, constants: MemoryConstants, *, imbal
     kept = activations_of(job, on_cpu=on_cpu, imbalance=imbalance)
     layer_work, output_work = kept.layer_work + kept.recomputed, kept.output + kept.output_work
     per_parameter = _bytes_per_parameter(job, constants)
-    parameters = parameters_of_stages(config, job.stage_layers, learned_positions=job.learned_positions)
+    parameters = job.parameters
     num_moe, in_flight = _moe_layers_of_stages(config, parameters), micro_batches_in_flight(config, job.num_microbatches)
     handed_on, bucket_bytes = _communication_bytes(job, kept)
     workspace, overhead = _overhead(job, on_cpu, constants)

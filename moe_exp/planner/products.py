@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 from moe_exp.planner.hardware import Hardware
 from moe_exp.planner.time_constants import TimeConstants
@@ -11,6 +12,16 @@ from moe_exp.planner.time_constants import TimeConstants
 # Output tiles of the products of large matrices on NVIDIA GPUs (NVIDIA, Matrix Multiplication Background User's Guide).
 _TILES = ((128, 256), (256, 128))
 _ALIGNMENT = 8  # elements of 2 bytes: rows of a multiple of 16 bytes are what the matrix units read at full speed
+
+
+@cache
+def _in_waves(m: float, n: float, count: float, num_units: int) -> float:
+    """Elements of the output, those of the idle multiprocessors of the last wave with them."""
+    least = math.inf
+    for height, width in _TILES:
+        tiles = math.ceil(m / height) * math.ceil(n / width) * count
+        least = min(least, math.ceil(tiles / num_units) * num_units * height * width)
+    return least
 
 
 @dataclass(frozen=True)
@@ -44,14 +55,9 @@ class Device:
         On a GPU with U multiprocessors the output is cut into tiles, which run in waves of U: a wave that is not full takes as long
         as one that is. Short inner dimensions do not fill the pipelines: k / (k + half_depth).
         """
-        work = m * n * count if self.is_cpu else min(self._in_waves(m, n, count, tile) for tile in _TILES)
+        work = m * n * count if self.is_cpu else _in_waves(m, n, count, self.num_units)
         seconds = 2 * work * k / self.flops * (k + self.half_depth) / k
         return seconds * self.unaligned if k % _ALIGNMENT or n % _ALIGNMENT else seconds
-
-    def _in_waves(self, m: float, n: float, count: float, tile: tuple[int, int]) -> float:
-        """Elements of the output, those of the idle multiprocessors of the last wave with them."""
-        tiles = math.ceil(m / tile[0]) * math.ceil(n / tile[1]) * count
-        return math.ceil(tiles / self.num_units) * self.num_units * tile[0] * tile[1]
 
     def linear(self, m: float, n: float, k: float, count: float = 1) -> Pass:
         """A product with gradients by both of its inputs: [m, n] x [n, k] and [n, m] x [m, k]."""

@@ -13,7 +13,7 @@ from moe_exp.config import Config
 from moe_exp.planner.hardware import Hardware
 from moe_exp.planner.job import Job
 from moe_exp.planner.layer_time import LayerTimes, layer_times, num_tokens
-from moe_exp.planner.params import RankParameters, parameters_of_stages
+from moe_exp.planner.params import RankParameters
 from moe_exp.planner.products import Device
 from moe_exp.planner.time_constants import TimeConstants
 from moe_exp.planner.traffic import Group
@@ -110,7 +110,7 @@ def time_of(job: Job, hardware: Hardware, constants: TimeConstants, *, batch_siz
     bubble = bubble_seconds(totals, num_microbatches, config.vpp or 1)
     factor = {"a": constants.software_a, "c": constants.software_c}.get(job.software, 1.0)
     seconds = {name: num_microbatches * sum(values) / config.pp * factor for name, values in parts.items()}
-    rank = max(parameters_of_stages(config, job.stage_layers), key=lambda stage: stage.total)
+    rank = max(job.parameters, key=lambda stage: stage.total)
     hidden = max(totals) * 0.5 if _overlaps(job, hardware) else 0.0
     return IterationTime(
         **seconds,

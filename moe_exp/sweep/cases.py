@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_exp.checks import check_config, check_machine
+from moe_exp.checks import check_config
 from moe_exp.config import Config, ConfigError, load_config, problem
 from moe_exp.hosts import free_port
+from moe_exp.machine_checks import check_machine
 from moe_exp.sweep.sweep_settings import AXES, SweepSettings
 
 # A case trains at the full global batch from the start, and writes nothing but its metrics.

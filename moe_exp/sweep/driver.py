@@ -23,10 +23,10 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from moe_exp.checks import check_files
 from moe_exp.config import ConfigError, load_config, problem
 from moe_exp.files import write_atomically, write_json
 from moe_exp.hosts import device_name
+from moe_exp.machine_checks import check_files
 from moe_exp.planner.hardware import load_hardware
 from moe_exp.progress import progress
 from moe_exp.run_folder import RunFolder
