@@ -24,7 +24,7 @@ from moe_exp.planner.timing import IterationTime
 from moe_exp.planner.topology import Candidate, Search
 
 _GIBIBYTE = 2**30
-_MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "buffers", "overhead")
+_MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "buffers", "overhead", "cached")
 _NO_TERMINAL_WIDTH = 200  # a file or a pipe: columns are not to be squeezed into 80
 
 
