@@ -66,9 +66,14 @@ class Prediction:
         return self.stages[self.peak_stage].total
 
     @property
+    def needed_bytes(self) -> float:
+        """What the fullest rank needs when its allocator has given back what it only caches."""
+        return max(stage.needed for stage in self.stages)
+
+    @property
     def margin_bytes(self) -> float:
-        """What is left of the device's memory when the allocator has given back what it only caches; less than 0: out of memory."""
-        return self.memory_bytes - max(stage.needed for stage in self.stages)
+        """What is left of the device's memory then; less than 0: out of memory."""
+        return self.memory_bytes - self.needed_bytes
 
     @property
     def oom(self) -> bool:

@@ -227,9 +227,10 @@ def _alike(stages: Sequence[StageMemory]) -> Iterator[tuple[int, int, StageMemor
 
 
 def _verdict(prediction: Prediction) -> str:
-    need, margin = prediction.peak_bytes / _GIBIBYTE, prediction.margin_bytes / _GIBIBYTE
-    of = f"{need:.1f} of {prediction.memory_bytes / _GIBIBYTE:.1f} GiB on stage {prediction.peak_stage}"
-    return f"OUT OF MEMORY, {of}, {-margin:.1f} too many" if prediction.oom else f"fits, {of}, {margin:.1f} left"
+    needed, device, margin = (value / _GIBIBYTE for value in (prediction.needed_bytes, prediction.memory_bytes, prediction.margin_bytes))
+    of = f"{needed:.1f} of {device:.1f} GiB on stage {prediction.peak_stage}"
+    sure = f", closer than the error to expect ({prediction.memory_error:.0%})" if prediction.is_close else ""
+    return (f"OUT OF MEMORY, {of}, {-margin:.1f} too many" if prediction.oom else f"fits, {of} without cache, {margin:.1f} left") + sure
 
 
 def _whole(cost: Cost) -> str:
