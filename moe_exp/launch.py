@@ -237,11 +237,12 @@ def _complain(line: str) -> None:
 
 
 def _dry_run(config: Config, flags: Mapping[str, Any]) -> int:
-    """Prints the text also where files are missing, so that a run can be planned on another machine."""
+    """Prints the text also where files are missing, and only warns of a full disk: a run can be planned on another machine."""
     print(dry_run_text(config, flags), flush=True)
-    for line in check_machine(config):
+    problems = check_files(config, with_space=False)
+    for line in [*check_machine(config), *(line for line in check_files(config) if line not in problems)]:
         _complain(f"warning: {line}")
-    if problems := check_files(config):
+    if problems:
         raise ConfigError(problems)
     return 0
 

@@ -35,15 +35,16 @@ def check_machine(config: Config) -> list[str]:
     return [*_devices(config), *_packages(config), *_port(config), *_shared_memory(config)]
 
 
-def check_files(config: Config) -> list[str]:
-    """Data, tokenizer and folders, on node 0 and on every other node."""
+def check_files(config: Config, *, with_space: bool = True) -> list[str]:
+    """Data, tokenizer and folders, on node 0 and on every other node; `with_space`: and room for a checkpoint."""
+    saves = with_space and (config.save_at_end or config.save_interval)
     return [
         *_data(config),
         *_tokenizer(config),
         *_load_dir(config),
         *_upcycle_from(config),
         *_data_dir(config),
-        *run_folder_problems(config, needed_bytes=checkpoint_bytes(config) if config.save_at_end or config.save_interval else 0),
+        *run_folder_problems(config, needed_bytes=checkpoint_bytes(config) if saves else 0),
     ]
 
 

@@ -16,6 +16,7 @@ from moe_exp.config import Config, add_arguments
 if TYPE_CHECKING:
     from moe_exp.planner.explanation import Explanation
     from moe_exp.planner.hardware import Hardware
+    from moe_exp.planner.measured import MeasuredRun
     from moe_exp.planner.prediction import Constants
     from moe_exp.planner.topology import Candidate, Search
 
@@ -45,6 +46,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     hardware = commands.add_parser(
         "hardware", help="the known devices, their numbers and where those come from", argument_default=argparse.SUPPRESS
     )
+    hardware.add_argument("name", nargs="?", default="", help="of one device (default: all)")
     hardware.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     hardware.set_defaults(run=_hardware)
 
@@ -159,7 +161,7 @@ def _search(arguments: argparse.Namespace) -> int:
         if best and cost:
             printer.best(best, cost)
     if arguments.export:
-        _export(_chosen(found, told, arguments.rank), config)
+        _export(_chosen(found, told, arguments.rank), config, budget["num_tokens"])
     return int(best is None)
 
 
@@ -176,12 +178,13 @@ def _chosen(found: Search, told: Explanation | None, rank: int) -> Candidate:
     return found.ranked[rank - 1]
 
 
-def _export(candidate: Candidate, config: Config) -> None:
+def _export(candidate: Candidate, config: Config, num_tokens: int | None) -> None:
     from moe_exp.config import load_config
+    from moe_exp.planner.estimate import with_budget
     from moe_exp.planner.exported import exported_settings
 
     defaults = load_config({"preset": config.preset}, {})
-    for name, value in exported_settings(candidate.config, defaults):
+    for name, value in exported_settings(with_budget(candidate.config, num_tokens), defaults):
         print(f"{name}={shlex.quote(value)}")
 
 
@@ -189,18 +192,29 @@ def _calibrate(arguments: argparse.Namespace) -> None:
     _refuse_settings(arguments)
     from moe_exp.config import problem
     from moe_exp.files import write_atomically
-    from moe_exp.planner.calibration import calibrate, profile_text
-    from moe_exp.planner.measured import read_runs
+    from moe_exp.planner.calibration import calibrate, doubts, profile_text
     from moe_exp.planner.prediction import load_constants
     from moe_exp.planner.tables import PlanPrinter
 
     if arguments.out.exists() and arguments.out.samefile(arguments.runs):
         raise ValueError(problem("out", arguments.out, "is the file of the runs", "name another file"))
     prior = load_constants(arguments.prior) if arguments.prior else None
-    calibration = calibrate(read_runs(arguments.runs), prior)
+    calibration = calibrate(_read(arguments.runs), prior)
     write_atomically(arguments.out, profile_text(calibration, arguments.runs))
     PlanPrinter(sys.stdout).calibration(calibration)
+    for line in doubts(calibration):
+        print(f"moe-exp plan: warning: {line}", file=sys.stderr)
     print(f"{arguments.out}: written, for moe-exp plan ... --profile {arguments.out}")
+
+
+def _read(path: Path) -> list[MeasuredRun]:
+    """The runs of a CSV, with a warning about each that contradicts itself."""
+    from moe_exp.planner.measured import contradictions, read_runs
+
+    runs = read_runs(path)
+    for line in contradictions(path):
+        print(f"moe-exp plan: warning: {line}", file=sys.stderr)
+    return runs
 
 
 def _predict(arguments: argparse.Namespace) -> None:
@@ -212,6 +226,7 @@ def _predict(arguments: argparse.Namespace) -> None:
 
     if arguments.out.exists() and arguments.out.samefile(arguments.runs):
         raise ValueError(problem("out", arguments.out, "is the file of the runs", "name another file"))
+    _read(arguments.runs)
     text = predicted_csv(arguments.runs, load_constants(arguments.profile or CONSTANTS))
     write_atomically(arguments.out, text)
     print(f"{arguments.out}: {text.count(chr(10)) - 1} rows")
@@ -219,13 +234,18 @@ def _predict(arguments: argparse.Namespace) -> None:
 
 def _hardware(arguments: argparse.Namespace) -> None:
     _refuse_settings(arguments)
+    from moe_exp.planner.hardware import load_hardware
     from moe_exp.planner.reports import hardware_profiles
     from moe_exp.planner.tables import PlanPrinter
 
+    profiles = hardware_profiles()
+    if arguments.name:
+        name = load_hardware(arguments.name).name
+        profiles = {name: profiles[name]}
     if arguments.json:
-        _print_json(hardware_profiles())
+        _print_json(profiles)
     else:
-        PlanPrinter(sys.stdout).hardware(hardware_profiles())
+        PlanPrinter(sys.stdout).hardware(profiles)
 
 
 def _refuse_settings(arguments: argparse.Namespace) -> None:
@@ -252,6 +272,8 @@ def _settings(arguments: argparse.Namespace, hardware: Hardware) -> dict[str, An
     for name, near in unknown_variables(os.environ):
         print(f"moe-exp plan: warning: {name} is not a setting; did you mean {near}?", file=sys.stderr)
     flags = {name: getattr(arguments, name) for name in Config.model_fields if getattr(arguments, name) is not None}
+    if "preset" not in flags and not os.environ.get("PRESET"):
+        flags["preset"] = "cpu" if hardware.is_cpu else "reference"  # as on a host with such devices, whatever this one has
     if arguments.gpus is not None:
         per_node = flags.get("gpus_per_node") or os.environ.get("GPUS_PER_NODE")
         flags |= world_of(arguments.gpus, _whole("gpus_per_node", per_node) if per_node else hardware.gpus_per_node)

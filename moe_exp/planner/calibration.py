@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -149,6 +149,21 @@ def calibrate(runs: Sequence[MeasuredRun], prior: Constants | None = None) -> Ca
         time=fit(TimeConstants, with_time, log_time_ratio, prior.time if prior else None),
         hardware=tuple(sorted({run.hardware.name for run in with_time})),
     )
+
+
+_FAR, _POOR = 3.0, 0.15
+
+
+def doubts(calibration: Calibration) -> Iterator[str]:
+    """What speaks against a fit: errors that are large, and constants further from what was expected than three times their spread."""
+    for name, part in (("memory", calibration.memory), ("time", calibration.time)):
+        errors = [abs(error) for error in part.errors.values()]
+        if errors and (mean := sum(errors) / len(errors)) > _POOR:
+            yield f"{name}: predictions are {mean:.0%} off on average; look at the columns of the rows that are furthest off"
+        for field in fields(part.constants):
+            value, prior = getattr(part.constants, field.name), field.metadata["prior"]
+            if abs(math.log(value / prior)) > _FAR * field.metadata["spread"]:
+                yield f"{field.name}={value:.3g} is far from the {prior:.3g} expected: {field.metadata['meaning']}"
 
 
 def profile_text(calibration: Calibration, source: Path) -> str:

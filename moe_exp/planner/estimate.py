@@ -92,3 +92,12 @@ def cost_of(
     gpu_hours = seconds / 3600 * config.world_size
     price = None if price_per_gpu_hour is None else gpu_hours * price_per_gpu_hour
     return Cost(iterations, samples * config.seq_len, seconds, gpu_hours, price)
+
+
+def with_budget(config: Config, num_tokens: int | None) -> Config:
+    """The settings with as many iterations as a token budget takes, the learning rate decayed over all of them; None: as they are."""
+    if num_tokens is None:
+        return config
+    steps = ramp_steps(config, -(-num_tokens // config.seq_len))
+    iterations = sum(step.num_iterations for step in steps)
+    return config.model_copy(update={"train_iters": iterations, "decay_iters": 0, "warmup_iters": min(config.warmup_iters, iterations - 1)})

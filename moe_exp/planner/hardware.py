@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 PROFILES = Path(__file__).parent / "profiles"
-_ALIASES = {"A100": "A100-80GB", "V100": "V100-32GB", "H100": "H100-80GB", "H200": "H200-141GB", "B200": "B200-180GB", "cpu": "CPU"}
+_ALIASES = {"a100": "A100-80GB", "v100": "V100-32GB", "h100": "H100-80GB", "h200": "H200-141GB", "b200": "B200-180GB"}
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,12 @@ def load_hardware(name: str) -> Hardware:
     Raises:
         ValueError: there is no such profile, or a number is missing in it.
     """
-    path = PROFILES / f"{_ALIASES.get(name, name)}.json"
-    if not path.exists():
-        path = Path(name)
+    by_name = {known.lower(): known for known in hardware_names()}
+    known = _ALIASES.get(name.lower()) or by_name.get(name.lower())
+    path = PROFILES / f"{known}.json" if known else Path(name)
     if path.suffix != ".json" or not path.exists():
-        known = ", ".join(hardware_names())
-        raise ValueError(f"GPU={name}: is not a known device. Fix: use one of {known}, or the path of a JSON file of that form.")
+        names = ", ".join(by_name.values())
+        raise ValueError(f"GPU={name}: is not a known device. Fix: use one of {names}, or the path of a JSON file of that form.")
     return _read(path)
 
 

@@ -8,6 +8,7 @@ absent or empty. Memory is in GiB, time in seconds per iteration. A column that 
 from __future__ import annotations
 
 import csv
+import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ _OTHER_NUMBERS = {
 _MEASURED_BY: dict[str, Any] = {name: name for name in get_args(MeasuredBy)}
 # Optimizer of a run of Megatron-Core, whether its state is sharded, as `zero_stage` has it.
 _OF_MEGATRON = {False: "0(dist-opt)", True: "1(dist-opt)"}
-_FLAGS = ("oom", "use_mem", "use_time", "quirk")
+_FLAGS = ("oom", "use_mem", "use_time", "quirk", "pp_balanced_embedding")
 _WORDS = {
     "precision": ("fp32", "fp16", "bf16", "bf16_fp32grad"),
     "zero_stage": ("0", "1", *_OF_MEGATRON.values()),
@@ -166,8 +167,8 @@ def _run(row: Mapping[str, str]) -> MeasuredRun:
 
 
 def job_of_row(row: Mapping[str, str]) -> Job:
-    """What a row ran. Rows without the mark of Megatron's distributed optimizer ran Megatron-DeepSpeed of 2021 and 2022."""
-    of_deepspeed = row.get("zero_stage") not in _OF_MEGATRON.values()
+    """What a row ran: with a plain 0 or 1 as zero_stage Megatron-DeepSpeed of 2021 and 2022, else Megatron-Core."""
+    of_deepspeed = row.get("zero_stage") in ("0", "1")
     config = Config.model_construct(None, **_settings(row, of_deepspeed))
     balanced = row.get("pp_balanced_embedding") == "1"
     stages = _stage_layers(config.num_layers, config.pp, balanced=balanced, of_deepspeed=of_deepspeed)
@@ -219,6 +220,41 @@ def row_of_job(job: Job, gpu: str) -> dict[str, str]:
     return texts
 
 
+def data_parallel_size(row: Mapping[str, str]) -> int | None:
+    """As a row says it, or as it follows from its number of GPUs; None where neither is told."""
+    if row.get("dp"):
+        return int(row["dp"])
+    gpus = _num_gpus(row)
+    whole, rest = divmod(gpus, int(row["tp"]) * int(row["pp"]) * (int(row.get("cp") or 0) or 1))
+    return whole if whole and not rest else None
+
+
+def _num_gpus(row: Mapping[str, str]) -> int:
+    return int(row.get("n_gpus") or 0) or int(row.get("nodes") or 0) * int(row.get("gpus_per_node") or 0)
+
+
+def contradictions(path: Path) -> Iterator[str]:
+    """Lines on rows of a CSV that `read_runs` took, but that cannot be right as they stand."""
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        rows = list(csv.DictReader(file))
+    known = {*MEASURED_RUNS.read_text().partition("\n")[0].split(","), *_AS_SETTINGS}
+    for name in rows[0]:
+        if near := difflib.get_close_matches(name, known - {name}, n=1, cutoff=0.8) if name not in known else []:
+            yield f"{path}, column {name}: is not read; did you mean {near[0]}?"
+    for row in rows:
+        where = f"{path}, row {row['row_id']}"
+        tp, pp, cp = (int(row.get(name) or 0) or 1 for name in ("tp", "pp", "cp"))
+        ranks = tp * pp * cp * (data_parallel_size(row) or 1)
+        if (gpus := _num_gpus(row)) and gpus != ranks:
+            yield f"{where}: {gpus} GPUs, but tp*pp*cp*dp is {ranks}"
+        for name, of in (("tp", "heads"), ("ep", "experts")):
+            if (size := int(row.get(name) or 0)) > 1 and (whole := int(row.get(of) or 0)) and whole % size:
+                yield f"{where}: {name}={size} does not divide {of}={whole}"
+        batch = (int(row.get("mbs") or 0) or 1) * (data_parallel_size(row) or 1)
+        if (gbs := int(row.get("gbs") or 0)) and gbs < batch:
+            yield f"{where}: gbs={gbs} is less than mbs*dp={batch}"
+
+
 def _stage_layers(num_layers: int, num_stages: int, *, balanced: bool, of_deepspeed: bool) -> list[int]:
     """DeepSpeed without balanced ends fills its stages from the first: 78 layers over 12 are eleven times 7, and 1.
 
@@ -236,7 +272,7 @@ def _settings(row: Mapping[str, str], of_deepspeed: bool) -> dict[str, Any]:
     def number(name: str, default: int) -> int:
         return int(row.get(name) or 0) or default
 
-    tp, pp, mbs, dp = number("tp", 1), number("pp", 1), number("mbs", 1), number("dp", 1)
+    tp, pp, mbs, dp = number("tp", 1), number("pp", 1), number("mbs", 1), data_parallel_size(row) or 1
     per_node = number("gpus_per_node", 0) or load_hardware(row["gpu"]).gpus_per_node
     cp = number("cp", 1)
     num_gpus = tp * pp * dp * cp

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from moe_exp.planner.hardware import load_hardware
-from moe_exp.planner.measured import GIBIBYTE, job_of_row, read_runs
+from moe_exp.planner.measured import GIBIBYTE, data_parallel_size, job_of_row, read_runs
 from moe_exp.planner.prediction import Constants, predict
 
 COLUMNS = ("row_id", "mem_gb", "sec_per_it", "oom")
@@ -35,20 +35,10 @@ def predicted_csv(runs: Path, constants: Constants) -> str:
 
 
 def _predicted(row: Mapping[str, str], constants: Constants) -> dict[str, str]:
-    dp = _data_parallel_size(row)
-    prediction = predict(job_of_row({**row, "dp": str(dp or 1)}), load_hardware(row["gpu"]), constants)
+    prediction = predict(job_of_row(row), load_hardware(row["gpu"]), constants)
     return {
         "row_id": row["row_id"],
         "mem_gb": f"{prediction.peak_bytes / GIBIBYTE:.6g}",
-        "sec_per_it": f"{prediction.time.total:.6g}" if row.get("gbs") and dp else "",
+        "sec_per_it": f"{prediction.time.total:.6g}" if row.get("gbs") and data_parallel_size(row) else "",
         "oom": str(int(prediction.oom)),
     }
-
-
-def _data_parallel_size(row: Mapping[str, str]) -> int | None:
-    """As the row says it, or as it follows from the number of GPUs; None where neither is told."""
-    if row.get("dp"):
-        return int(row["dp"])
-    gpus = int(row.get("n_gpus") or 0) or int(row.get("nodes") or 0) * int(row.get("gpus_per_node") or 0)
-    whole, rest = divmod(gpus, int(row["tp"]) * int(row["pp"]))
-    return whole if whole and not rest else None

@@ -24,6 +24,8 @@ def describe_run(config: Config, hardware: Hardware, prediction: Prediction, cos
     return {
         "gpu": hardware.name,
         "num_gpus": config.world_size,
+        "preset": config.preset,
+        "dtype": config.dtype,
         "layout": layout_words(config),
         "stage_layers": list(Job.of(config).stage_layers),
         "parameters": {

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
-from itertools import groupby
+from itertools import compress, groupby
 from statistics import fmean
 from typing import Any, TextIO
 
 from rich import filesize
+from rich.box import HEAVY_HEAD, SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from moe_exp.config import Config
 from moe_exp.planner.calibration import Calibration
 from moe_exp.planner.estimate import Cost
 from moe_exp.planner.explanation import Explanation, bound_by, layout_words, memory_line
 from moe_exp.planner.hardware import Hardware
 from moe_exp.planner.memory import StageMemory
-from moe_exp.planner.params import checkpoint_bytes
+from moe_exp.planner.params import checkpoint_bytes, count_parameters
 from moe_exp.planner.prediction import Prediction
 from moe_exp.planner.reports import describe_candidate, describe_cost
 from moe_exp.planner.timing import IterationTime
@@ -28,6 +30,8 @@ _MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "buffers", 
 _NO_TERMINAL_WIDTH = 200  # a file or a pipe: columns are not to be squeezed into 80
 
 
+_WIDE = 140
+_LEFT_OUT = ("layers per stage", "left", "vs best", "TFLOP/s", "bubble", "notes")  # on a narrow terminal; --json has them
 _WORDS = ("layout", "recompute", "layers per stage", "bound by", "notes")
 _COLUMNS = (
     "",
@@ -56,7 +60,7 @@ class PlanPrinter:
         """What a run costs: the values of `reports.describe_run`."""
         count, time = report["parameters"], report["time"]
         self._rows(
-            f"{report['num_gpus']} x {report['gpu']}, {report['layout']}",
+            f"{report['num_gpus']} x {report['gpu']}, {report['layout']}, PRESET={report['preset']}, {report['dtype']}",
             {
                 "parameters": f"{count['total']:,}, {count['active_per_token']:,} active per token",
                 "parameters of a rank": f"{count['most_loaded_rank']:,} at most (stage {count['most_loaded_stage']})",
@@ -76,14 +80,9 @@ class PlanPrinter:
 
     def search(self, found: Search, hardware: Hardware, top: int) -> None:
         """The fastest layouts, how far runner-ups are, and what was refused."""
-        title = "layouts by time per iteration; = is within 2% of the best, closer than predictions can tell apart"
-        table = Table(title=title, title_justify="left")
-        for name in _COLUMNS:
-            table.add_column(name, justify="left" if name in _WORDS else "right", overflow="fold")
-        for place, one in enumerate(found.ranked[:top], start=1):
-            table.add_row(*_cells(describe_candidate(one, found, hardware, place), one))
         if found.ranked:
-            self._console.print(table)
+            self._console.print(model_words(found.ranked[0].config, hardware), soft_wrap=True)
+            self._console.print(self._layouts(found, hardware, top))
         elif found.smallest:
             self._console.print(f"nothing fits; the one that needs least: {memory_line(found.smallest)}", soft_wrap=True)
         else:
@@ -93,6 +92,19 @@ class PlanPrinter:
         )
         for reason, number in found.rejected.most_common():
             self._console.print(f"  {number:,} rejected: {reason}")
+
+    def _layouts(self, found: Search, hardware: Hardware, top: int) -> Table:
+        is_narrow = self._console.width < _WIDE
+        title = "layouts by time per iteration; = is within 2% of the best" + (
+            "" if is_narrow else ", closer than predictions can tell apart"
+        )
+        table = Table(title=title, title_justify="left", box=SIMPLE if is_narrow else HEAVY_HEAD)
+        shown = [name not in _LEFT_OUT if is_narrow else True for name in _COLUMNS]
+        for name in compress(_COLUMNS, shown):
+            table.add_column(name, justify="left" if name in _WORDS else "right", overflow="fold")
+        for place, one in enumerate(found.ranked[:top], start=1):
+            table.add_row(*compress(_cells(describe_candidate(one, found, hardware, place), one), shown))
+        return table
 
     def best(self, candidate: Candidate, cost: Cost) -> None:
         """What a run of the best layout costs."""
@@ -187,6 +199,14 @@ class PlanPrinter:
         self._console.print(table)
 
 
+def model_words(config: Config, hardware: Hardware) -> str:
+    """What is searched for, in one line."""
+    count = count_parameters(config)
+    size = f"{_short(count.total / 1e9)}B parameters, {_short(count.active_per_token / 1e9)}B active"
+    batch = f"GBSZ={config.gbsz}, SEQ_LEN={config.seq_len}"
+    return f"PRESET={config.preset}, {size}, {config.dtype}, {batch}; {config.world_size} x {hardware.name}"
+
+
 def short_stages(stage_layers: Sequence[int]) -> str:
     """`8 10x9 8` for eight layers, ten stages of nine, and eight."""
     runs = [(layers, len(list(run))) for layers, run in groupby(stage_layers)]
@@ -247,6 +267,9 @@ def _seconds(seconds: float) -> str:
 def _number(value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {_number(one)}" for name, one in value.items())
+    if isinstance(value, (int, float)) and value >= 1e6:
+        power, letter = next((power, letter) for power, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M")) if value >= power)
+        return f"{value / power:.4g} {letter}"
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
