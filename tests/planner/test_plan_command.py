@@ -13,7 +13,7 @@ from planned import LARGE, write_profile
 from moe_exp import cli
 from moe_exp.checks import check_config
 from moe_exp.config import Config, load_config
-from moe_exp.planner.measured import MEASURED_RUNS, read_runs
+from moe_exp.planner.measured import MEASURED_RUNS, job_of_row, read_runs
 from moe_exp.planner.prediction import CONSTANTS
 
 MODEL = [f"--{name.replace('_', '-')}={str(value).lower()}" for name, value in LARGE.items()]
@@ -250,3 +250,57 @@ def test_calibrate_writes_nothing_over_its_input_or_from_nothing(plan, tmp_path)
     assert "is the file of the runs" in plan("calibrate", "--runs", str(runs), "--out", str(runs), code=1).err
     assert "RUNS: no row has a measured" in plan("calibrate", "--runs", str(runs), "--out", str(tmp_path / "p.json"), code=1).err
     assert not (tmp_path / "p.json").exists()
+
+
+def test_a_plan_for_gpus_takes_their_preset_whatever_this_host_has(plan):
+    assert {key: json.loads(plan("--json").out)[key] for key in ("preset", "dtype")} == {"preset": "reference", "dtype": "bf16"}
+    assert json.loads(plan("--gpu", "cpu", "--json").out)["preset"] == "cpu"
+    assert "PRESET=reference, " in plan("search", "--gpus", "8", "--gpu", "h100").out
+
+
+def test_an_export_has_the_token_budget(plan):
+    printed = plan("search", "--gpus", "8", "--tokens", "1B", "--warmup-iters", "20", "--export", "env").out.splitlines()
+    values = dict(line.split("=", 1) for line in printed)
+    assert int(values["TRAIN_ITERS"]) == -(-(10**9) // 2048 // 64) and values["DECAY_ITERS"] == "0"
+
+
+def test_rows_that_contradict_themselves(plan, tmp_path):
+    runs, out = tmp_path / "runs.csv", tmp_path / "out.csv"
+    head = "row_id,gpu,layers,hidden,heads,seq,vocab,tp,pp,dp,n_gpus,mbs,gbs,experts,ep,laiers\n"
+    runs.write_text(head + "a,A100,24,1024,16,2048,32000,3,1,7,64,4,8,64,7,\nb,A100,24,1024,16,2048,32000,2,1,,64,1,64,,,\n")
+    lines = plan("predict", "--runs", str(runs), "--out", str(out)).err.splitlines()
+    where = f"moe-exp plan: warning: {runs}"
+    assert lines == [
+        f"{where}, column laiers: is not read; did you mean layers?",
+        f"{where}, row a: 64 GPUs, but tp*pp*cp*dp is 21",
+        f"{where}, row a: tp=3 does not divide heads=16",
+        f"{where}, row a: ep=7 does not divide experts=64",
+        f"{where}, row a: gbs=8 is less than mbs*dp=28",
+    ]
+
+
+def test_the_number_of_gpus_counts_in_calibrate_as_in_predict():
+    base = {"row_id": "a", "gpu": "A100", "layers": "24", "hidden": "1024", "heads": "16", "seq": "2048", "vocab": "32000"}
+    base |= {"tp": "2", "pp": "1", "mbs": "1", "gbs": "64"}
+    assert job_of_row(base | {"n_gpus": "64"}).config.data_parallel_size == 32
+    assert job_of_row(base | {"nodes": "2", "gpus_per_node": "8"}).config.data_parallel_size == 8
+    assert job_of_row(base | {"dp": "4"}).config.world_size == 8
+    assert job_of_row(base).sharding == "distributed" and job_of_row(base | {"zero_stage": "1"}).sharding == "zero1"
+
+
+def test_doubts_about_a_fit(plan, tmp_path):
+    runs, profile = tmp_path / "runs.csv", tmp_path / "p.json"
+    lines = MEASURED_RUNS.read_text().splitlines()
+    column = lines[0].split(",").index("sec_per_it")
+    rows = [line.split(",") for line in lines[1:40]]
+    for number, row in enumerate(rows):
+        row[column] = str((number % 7 + 1) * 1.5)
+    runs.write_text("\n".join([lines[0], *map(",".join, rows)]) + "\n")
+    printed = plan("calibrate", "--runs", str(runs), "--out", str(profile)).err
+    assert "time: predictions are" in printed and "look at the columns" in printed
+    assert "is far from the" in printed
+
+
+def test_one_device(plan):
+    assert "H200" in plan("hardware", "h200").out and "A100" not in plan("hardware", "h200").out
+    assert "150.8 G" in plan("hardware", "h200").out
