@@ -189,7 +189,7 @@ def test_predictions_are_whole_or_not_written(plan, tmp_path):
     bad.write_text("\n".join([*lines[:4], lines[4].replace("A100-80GB", "A999"), lines[5].replace(",2048,", ",many,", 1)]))
     out.write_text("mine")
     printed = plan("predict", "--runs", str(bad), "--out", str(out), code=1)
-    assert printed.err.count("\n") == 2 and "column gpu" in printed.err and "=many: must be a number" in printed.err
+    assert printed.err.count("\n") == 2 and "column gpu" in printed.err and "=many: must be a whole number" in printed.err
     assert out.read_text() == "mine"
     copy = tmp_path / "same.csv"
     copy.write_text(MEASURED_RUNS.read_text())
