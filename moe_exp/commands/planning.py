@@ -187,15 +187,13 @@ def _export(candidate: Candidate, config: Config) -> None:
 
 def _calibrate(arguments: argparse.Namespace) -> None:
     _refuse_settings(arguments)
-    from moe_exp.config import problem
     from moe_exp.files import write_atomically
     from moe_exp.planner.calibration import calibrate, profile_text
     from moe_exp.planner.measured import read_runs
     from moe_exp.planner.prediction import load_constants
     from moe_exp.planner.tables import PlanPrinter
 
-    if arguments.out.exists() and arguments.out.samefile(arguments.runs):
-        raise ValueError(problem("out", arguments.out, "is the file of the runs", "name another file"))
+    _check_out(arguments.out, arguments.runs)
     prior = load_constants(arguments.prior) if arguments.prior else None
     calibration = calibrate(read_runs(arguments.runs), prior)
     write_atomically(arguments.out, profile_text(calibration, arguments.runs))
@@ -205,16 +203,30 @@ def _calibrate(arguments: argparse.Namespace) -> None:
 
 def _predict(arguments: argparse.Namespace) -> None:
     _refuse_settings(arguments)
-    from moe_exp.config import problem
     from moe_exp.files import write_atomically
     from moe_exp.planner.predicted_rows import predicted_csv
     from moe_exp.planner.prediction import CONSTANTS, load_constants
 
-    if arguments.out.exists() and arguments.out.samefile(arguments.runs):
-        raise ValueError(problem("out", arguments.out, "is the file of the runs", "name another file"))
+    _check_out(arguments.out, arguments.runs)
     text = predicted_csv(arguments.runs, load_constants(arguments.profile or CONSTANTS))
     write_atomically(arguments.out, text)
     print(f"{arguments.out}: {text.count(chr(10)) - 1} rows")
+
+
+def _check_out(out: Path, runs: Path) -> None:
+    """Refuses, before any work, a file that cannot be written, or whose place a new file must not take.
+
+    Raises:
+        ValueError: with the line.
+    """
+    from moe_exp.config import problem
+
+    if out.exists() and out.samefile(runs):
+        raise ValueError(problem("out", out, "is the file of the runs", "name another file"))
+    if out.exists() and not out.is_file():  # a directory; or a device such as /dev/stdout, which a file would take the place of
+        raise ValueError(problem("out", out, "is there and is no regular file", "name a file"))
+    if not out.parent.is_dir():
+        raise ValueError(problem("out", out, f"{out.parent} is no directory", "make it, or name a file elsewhere"))
 
 
 def _hardware(arguments: argparse.Namespace) -> None:

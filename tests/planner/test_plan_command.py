@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -250,3 +251,15 @@ def test_calibrate_writes_nothing_over_its_input_or_from_nothing(plan, tmp_path)
     assert "is the file of the runs" in plan("calibrate", "--runs", str(runs), "--out", str(runs), code=1).err
     assert "RUNS: no row has a measured" in plan("calibrate", "--runs", str(runs), "--out", str(tmp_path / "p.json"), code=1).err
     assert not (tmp_path / "p.json").exists()
+
+
+@pytest.mark.parametrize("command", ["predict", "calibrate"])
+def test_what_is_no_file_is_not_replaced(plan, tmp_path, command):
+    folder, pipe = tmp_path / "folder", tmp_path / "pipe"
+    folder.mkdir()
+    os.mkfifo(pipe)
+    for out, rule in ((folder, "is no regular file"), (pipe, "is no regular file"), (tmp_path / "absent" / "out", "is no directory")):
+        printed = plan(command, "--runs", str(MEASURED_RUNS), "--out", str(out), code=1)
+        assert printed.err.count("\n") == 1 and f"OUT={out}: " in printed.err and rule in printed.err
+    assert stat.S_ISFIFO(pipe.stat().st_mode) and {folder, pipe} <= set(tmp_path.iterdir())
+    assert not list(tmp_path.glob(".*.tmp"))
