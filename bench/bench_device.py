@@ -82,6 +82,7 @@ def main() -> None:
         "node_latency_seconds": round(latency, 6),
         "network_latency_seconds": round(latency, 6),
         "gpus_per_node": cores,
+        "network_share": 1.0,
         "matrix_share": 1.0,
     }  # fmt: skip
     profile = {"name": "CPU", "architecture": "cpu"} | {name: {"value": value, "source": source} for name, value in values.items()}

@@ -190,14 +190,12 @@ def _export(candidate: Candidate, config: Config, num_tokens: int | None) -> Non
 
 def _calibrate(arguments: argparse.Namespace) -> None:
     _refuse_settings(arguments)
-    from moe_exp.config import problem
     from moe_exp.files import write_atomically
     from moe_exp.planner.calibration import calibrate, doubts, profile_text
     from moe_exp.planner.prediction import load_constants
     from moe_exp.planner.tables import PlanPrinter
 
-    if arguments.out.exists() and arguments.out.samefile(arguments.runs):
-        raise ValueError(problem("out", arguments.out, "is the file of the runs", "name another file"))
+    _check_out(arguments.out, arguments.runs)
     prior = load_constants(arguments.prior) if arguments.prior else None
     calibration = calibrate(_read(arguments.runs), prior)
     write_atomically(arguments.out, profile_text(calibration, arguments.runs))
@@ -219,17 +217,31 @@ def _read(path: Path) -> list[MeasuredRun]:
 
 def _predict(arguments: argparse.Namespace) -> None:
     _refuse_settings(arguments)
-    from moe_exp.config import problem
     from moe_exp.files import write_atomically
     from moe_exp.planner.predicted_rows import predicted_csv
     from moe_exp.planner.prediction import CONSTANTS, load_constants
 
-    if arguments.out.exists() and arguments.out.samefile(arguments.runs):
-        raise ValueError(problem("out", arguments.out, "is the file of the runs", "name another file"))
+    _check_out(arguments.out, arguments.runs)
     _read(arguments.runs)
     text = predicted_csv(arguments.runs, load_constants(arguments.profile or CONSTANTS))
     write_atomically(arguments.out, text)
     print(f"{arguments.out}: {text.count(chr(10)) - 1} rows")
+
+
+def _check_out(out: Path, runs: Path) -> None:
+    """Refuses, before any work, a file that cannot be written, or whose place a new file must not take.
+
+    Raises:
+        ValueError: with the line.
+    """
+    from moe_exp.config import problem
+
+    if out.exists() and out.samefile(runs):
+        raise ValueError(problem("out", out, "is the file of the runs", "name another file"))
+    if out.exists() and not out.is_file():  # a directory; or a device such as /dev/stdout, which a file would take the place of
+        raise ValueError(problem("out", out, "is there and is no regular file", "name a file"))
+    if not out.parent.is_dir():
+        raise ValueError(problem("out", out, f"{out.parent} is no directory", "make it, or name a file elsewhere"))
 
 
 def _hardware(arguments: argparse.Namespace) -> None:

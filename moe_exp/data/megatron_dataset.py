@@ -247,5 +247,7 @@ def _build(order: MegatronOrder, folder: Path) -> tuple[Any, Any]:
 
 def _blend(text: str) -> tuple[list[str], list[float] | None]:
     """Prefixes and weights as Megatron reads them: None where there are none, for its own order by size."""
-    _, weights = get_blend_from_list(text.split())
-    return [prefix for _, prefix in parse_blend(text)], weights
+    blend = parse_blend(text)
+    is_one_path = text.strip().startswith(blend[0][1])  # which may have spaces in it
+    _, weights = get_blend_from_list([blend[0][1]] if is_one_path and len(blend) == 1 else text.split())
+    return [prefix for _, prefix in blend], weights

@@ -214,12 +214,14 @@ def parse_blend(text: str) -> list[tuple[float, str]]:
 
     Prefixes may carry a .bin or .idx suffix. As in Megatron, several prefixes without weights are weighted by their size,
     as if they were one corpus; their weights here are token counts, so the files must exist. A word that reads as a number
-    is a weight.
+    is a weight. A text that names one corpus as it stands is that, spaces and all: DATA_DIR may have some.
 
     Raises:
         ValueError: the text has none of these forms, or files to be weighted by size cannot be read.
     """
     words = text.split()
+    if len(words) > 1 and Path(f"{_strip_suffix(text.strip())}.bin").is_file():
+        return [(1.0, _strip_suffix(text.strip()))]
     if words and all(_number(word) is None for word in words):
         return _by_size([_strip_suffix(word) for word in words])
     if not words or len(words) % 2:

@@ -25,6 +25,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
+from moe_exp.config import Config
 from moe_exp.planner.job import Job
 
 
@@ -67,6 +68,17 @@ def activations_of(job: Job, *, on_cpu: bool = False, imbalance: float = 1.0) ->
 def width_of(job: Job) -> int:
     """Bytes of a number in the job's compute type."""
     return 4 if job.precision == "fp32" else 2
+
+
+def padded_slots(config: Config, tokens: float) -> float:
+    """Rows that a rank's experts compute with PAD_TO_CAPACITY, when each rank has `tokens` of the micro-batch.
+
+    Every rank gives every expert room for all that the micro-batch may send there, see layers/moe_layer.py: with TP or CP that is
+    more than the rank's part of it.
+    """
+    of_microbatch = config.mbsz * config.seq_len * config.topk
+    capacity = max(config.min_capacity, math.ceil(of_microbatch / config.num_experts * (config.expert_capacity_factor or 1.0)))
+    return config.num_experts * config.etp * min(capacity, tokens)
 
 
 class _Account:
@@ -277,10 +289,7 @@ class _Account:
             return slots * self._imbalance
         if not config.pad_to_capacity:
             return slots * min(self._imbalance, factor)
-        # Every rank gives every expert room for all that the micro-batch may send there, see layers/moe_layer.py.
-        of_microbatch = config.mbsz * config.seq_len * config.topk
-        capacity = max(config.min_capacity, math.ceil(of_microbatch / config.num_experts * factor))
-        return config.num_experts * config.etp * min(capacity, self._tokens)
+        return padded_slots(config, self._tokens)
 
     def _work(self) -> float:
         """Held while a layer is computed backward: gradients of its widest part and of its weights, rows under way, unfused scores."""

@@ -11,6 +11,8 @@ from typing import Any
 PROFILES = Path(__file__).parent / "profiles"
 _ALIASES = {"a100": "A100-80GB", "v100": "V100-32GB", "h100": "H100-80GB", "h200": "H200-141GB", "b200": "B200-180GB"}
 
+_ARCHITECTURES = ("volta", "ampere", "hopper", "blackwell", "cpu")
+
 
 @dataclass(frozen=True)
 class Hardware:
@@ -28,6 +30,7 @@ class Hardware:
         node_latency_seconds: of a message inside a node.
         network_latency_seconds: of a message between nodes.
         gpus_per_node: devices of the usual node.
+        network_share: share of the network's bandwidth that rings of many nodes reach, in that of the measured clusters.
         matrix_share: share of dense_flops that large products reach, in that of an A100.
     """
 
@@ -42,6 +45,7 @@ class Hardware:
     node_latency_seconds: float
     network_latency_seconds: float
     gpus_per_node: int
+    network_share: float
     matrix_share: float
 
     @property
@@ -76,6 +80,8 @@ def _read(path: Path) -> Hardware:
         content = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError):
         raise ValueError(f"{path}: is not JSON. Fix: write it as the profiles of the package are.") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: is not a JSON object. Fix: write it as the profiles of the package are.")
     values: dict[str, Any] = {}
     for field in fields(Hardware):
         if field.name not in content:
@@ -83,7 +89,24 @@ def _read(path: Path) -> Hardware:
         # Every number stands with its source: {"value": ..., "source": "..."}.
         entry = content[field.name]
         values[field.name] = value = entry["value"] if isinstance(entry, dict) and "value" in entry else entry
-        for number in value.values() if isinstance(value, dict) else [value]:
-            if field.name not in ("name", "architecture") and not (isinstance(number, (int, float)) and number > 0):
-                raise ValueError(f"{path}: {field.name}={number}: must be a number more than 0. Fix: mend it.")
+        if problem := _value_problem(field.name, value):
+            raise ValueError(f"{path}: {field.name}={value}: {problem}. Fix: mend it.")
     return Hardware(**values)
+
+
+def _value_problem(name: str, value: Any) -> str:
+    """What is wrong with a number of a profile, or nothing."""
+    if name == "name":
+        return "" if isinstance(value, str) and value else "must be a word"
+    if name == "architecture":
+        return "" if value in _ARCHITECTURES else f"must be one of {', '.join(_ARCHITECTURES)}"
+    if name == "dense_flops":
+        is_right = isinstance(value, dict) and value.keys() >= {"fp32", "bf16", "fp16"} and all(map(_is_positive, value.values()))
+        return "" if is_right else "must have a number more than 0 for each of fp32, bf16 and fp16"
+    if name in ("num_units", "gpus_per_node"):
+        return "" if _is_positive(value) and isinstance(value, int) else "must be a number more than 0, and whole"
+    return "" if _is_positive(value) else "must be a number more than 0"
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")

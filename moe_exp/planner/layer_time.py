@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_exp.config import Config
+from moe_exp.planner.activations import padded_slots
 from moe_exp.planner.job import Job
 from moe_exp.planner.products import Device, Pass
 from moe_exp.planner.time_constants import TimeConstants
@@ -74,8 +75,10 @@ def _shared_rows(job: Job, tokens: float) -> float:
 def _slots(job: Job, tokens: float) -> float:
     """Slots (a token's use of an expert) that a rank's experts get when all are used alike, or what their capacity is padded to."""
     config = job.config
-    factor = config.expert_capacity_factor if config.pad_to_capacity else None
-    return _shared_rows(job, tokens) * config.topk * config.etp * (factor or 1.0)
+    factor, rows = config.expert_capacity_factor, _shared_rows(job, tokens)
+    if factor is not None and config.pad_to_capacity:
+        return padded_slots(config, rows)
+    return rows * config.topk * config.etp * min(factor or 1.0, 1.0)
 
 
 def _linear(job: Job, device: Device, rows: float, columns: float, depth: float, count: float = 1) -> Pass:

@@ -12,8 +12,10 @@ from moe_exp.planner.layout_rules import LAYOUT_SETTINGS
 
 T = TypeVar("T")
 _RECOMPUTE = get_args(Config.model_fields["recompute"].annotation)
-_STAGES = r"\d+(\*\d+)?(,\d+(\*\d+)?)*"
+_STAGE = r"\d{1,4}(\*[1-9]\d{0,3})?"  # numbers of four digits, as the setting has them: a slip must not become a list of millions
+_STAGES = rf"{_STAGE}(,{_STAGE})*"
 _SYNONYMS = {"mbs": "mbsz", "micro_batch_size": "mbsz"}
+_MOST_TOKENS = 10**18  # a million times the largest corpora
 _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -122,8 +124,9 @@ def parse_count(name: str, text: str) -> int:
         count = int(float(number) * _SUFFIXES.get(suffix, 1))
     except (ValueError, OverflowError):
         count = 0
-    if count <= 0:
-        raise ValueError(problem(name, text, "must be a number of tokens, more than 0", "give for instance 300B or 3e11"))
+    if not 0 < count <= _MOST_TOKENS:
+        rule = f"must be a number of tokens, more than 0 and at most {_MOST_TOKENS:.0e}"
+        raise ValueError(problem(name, text, rule, "give for instance 300B or 3e11"))
     return count
 
 

@@ -30,6 +30,8 @@ _OTHER_NUMBERS = {
     "gpus_per_node": False, "nodes": False, "n_gpus": False, "ffn": False, "kv_groups": False, "dp": False, "mbs": False, "gbs": False,
     "swiglu": True, "experts": True, "topk": True, "ep": True, "pp_balanced_embedding": True, "mem_gb": True, "sec_per_it": True,
 }  # fmt: skip
+_MEASURED = ("mem_gb", "sec_per_it")
+_LARGEST = 10**7  # of any number: more are a slip, and as many stages or layers would not fit in memory
 _MEASURED_BY: dict[str, Any] = {name: name for name in get_args(MeasuredBy)}
 # Optimizer of a run of Megatron-Core, whether its state is sharded, as `zero_stage` has it.
 _OF_MEGATRON = {False: "0(dist-opt)", True: "1(dist-opt)"}
@@ -83,10 +85,13 @@ def read_runs(path: Path) -> list[MeasuredRun]:
     Raises:
         ValueError: with a line for every cell that is missing or is no such number, by row and column.
     """
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file)
-        columns = reader.fieldnames or []
-        rows = list(reader)
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            columns = reader.fieldnames or []
+            rows = list(reader)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path}: is no CSV in UTF-8 ({error}). Fix: save it as one.") from None
     if absent := [name for name in _REQUIRED if name not in columns]:
         raise ValueError(f"{path}: has no column {', '.join(absent)}. Fix: name the columns as {MEASURED_RUNS.name} of the package does.")
     if not rows:
@@ -112,9 +117,13 @@ def _problems(row: Mapping[str, Any], where: str) -> Iterator[str]:
         if not row.get(name):
             yield f"{where}, column {name}: is empty. Fix: give its value."
     for name, zero in (_SIZES | _OTHER_NUMBERS).items():
-        if row.get(name) and not _is_number(row[name], zero, whole=name not in ("mem_gb", "sec_per_it")):
-            rule = "0 or more" if zero else "more than 0"
-            yield f"{where}, column {name}={row[name]}: must be a number, {rule}. Fix: mend the cell, or leave it empty if it may be."
+        if row.get(name) and not _is_number(row[name], zero, whole=name not in _MEASURED):
+            kind = "number" if name in _MEASURED else "whole number"
+            rule = f"{'0 or more' if zero else 'more than 0'}, at most {_LARGEST:.0e}"
+            yield f"{where}, column {name}={row[name]}: must be a {kind}, {rule}. Fix: mend the cell, or leave it empty if it may be."
+    sizes = {name: row.get(name) or "" for name in ("hidden", "heads")}
+    if all(_is_number(text, False, whole=True) for text in sizes.values()) and int(sizes["heads"]) > int(sizes["hidden"]):
+        yield f"{where}, column heads={row['heads']}: is more than hidden={row['hidden']}. Fix: mend the cell."
     for name in _FLAGS:
         if row.get(name) not in (None, "", "0", "1"):
             yield f"{where}, column {name}={row[name]}: must be 0 or 1. Fix: mend the cell."
@@ -136,7 +145,7 @@ def _is_number(text: str, zero: bool, *, whole: bool) -> bool:
         number = int(text) if whole else float(text)
     except ValueError:
         return False
-    return 0 < number < float("inf") or (zero and number == 0)
+    return 0 < number <= _LARGEST or (zero and number == 0)
 
 
 def _setting(name: str, text: str) -> tuple[Any, str]:

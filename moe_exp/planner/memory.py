@@ -10,8 +10,8 @@ from moe_exp.planner.activations import Activations, activations_of, width_of
 from moe_exp.planner.constants import constant
 from moe_exp.planner.hardware import Hardware
 from moe_exp.planner.job import Job
-from moe_exp.planner.optimizer_bytes import optimizer_state_bytes
-from moe_exp.planner.params import RankParameters
+from moe_exp.planner.optimizer_bytes import embedding_moment_bytes, optimizer_state_bytes
+from moe_exp.planner.params import RankParameters, tables_of_stages
 
 # Of torch's allocator before the first micro-batch, beside weights, gradients and optimizer: cuBLAS workspaces of the forward and of
 # the backward thread (8.1 MiB each), that of Transformer Engine (4 MiB), a batch and its mask. 26 to 29 MiB in three of four runs.
@@ -94,7 +94,7 @@ def memory_of(job: Job, hardware: Hardware, constants: MemoryConstants, *, imbal
     kept = activations_of(job, on_cpu=on_cpu, imbalance=imbalance)
     layer_work, output_work = kept.layer_work + kept.recomputed, kept.output + kept.output_work
     per_parameter = _bytes_per_parameter(job, constants)
-    parameters = job.parameters
+    parameters, tables = job.parameters, tables_of_stages(config, len(job.stage_layers))
     num_moe, in_flight = _moe_layers_of_stages(config, parameters), micro_batches_in_flight(config, job.num_microbatches)
     handed_on, bucket_bytes = _communication_bytes(job, kept)
     workspace, overhead = _overhead(job, on_cpu, constants)
@@ -109,6 +109,7 @@ def memory_of(job: Job, hardware: Hardware, constants: MemoryConstants, *, imbal
         activations = in_flight[stage] * layers + (layer_work if stage < last else max(layer_work, output_work))
         weights, gradients = per_parameter.weights * count, per_parameter.gradients * count
         optimizer = per_parameter.dense_state * part.dense + per_parameter.expert_state * part.expert
+        optimizer += per_parameter.table_state * tables[stage]
         buffers = handed_on + min(bucket_bytes, 2.0 * count)
         needed = weights + gradients + optimizer + activations + buffers + overhead
         cached = _cached(constants.cached_share * activations, usable - needed)
@@ -147,12 +148,14 @@ def _moe_layers_of_stages(config: Config, parameters: list[RankParameters]) -> l
 
 @dataclass(frozen=True)
 class _BytesPerParameter:
-    """Of a rank; optimizer state of what all data parallel ranks hold, and of experts, of which there are fewer copies."""
+    """Of a rank; optimizer state of what all data parallel ranks hold, of experts, of which there are fewer copies, and what embedding
+    and output layer have of it beside."""
 
     weights: float
     gradients: float
     dense_state: float
     expert_state: float
+    table_state: float = 0.0
 
 
 def _bytes_per_parameter(job: Job, constants: MemoryConstants) -> _BytesPerParameter:
@@ -165,7 +168,7 @@ def _bytes_per_parameter(job: Job, constants: MemoryConstants) -> _BytesPerParam
         dense_shards = max(1, config.world_size // (config.tp * config.pp))
         expert_shards = max(1, config.world_size // (config.etp * config.ep * config.pp))
     state = optimizer_state_bytes(config)
-    return _BytesPerParameter(width, 4, state / dense_shards, state / expert_shards)
+    return _BytesPerParameter(width, 4, state / dense_shards, state / expert_shards, embedding_moment_bytes(config) / dense_shards)
 
 
 def _deepspeed_bytes(job: Job, constants: MemoryConstants) -> _BytesPerParameter:

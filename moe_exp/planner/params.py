@@ -93,6 +93,15 @@ def parameters_of_stages(config: Config, stage_layers: Sequence[int], *, learned
     ]
 
 
+def tables_of_stages(config: Config, num_stages: int) -> list[int]:
+    """Parameters of embedding and output layer on a rank of every pipeline stage; tied ones are one where both are on the same rank."""
+    tables = [0] * num_stages
+    tables[0] += _embedding(config, config.tp)
+    if num_stages > 1 or not config.tie_embeddings:
+        tables[-1] += _embedding(config, config.tp)
+    return tables
+
+
 def stage_of_layer(config: Config, layer: int) -> int:
     """Pipeline rank of a layer (from 0). With VPP the stages go around the ranks once per model chunk."""
     bounds = _chunk_bounds(config, config.stage_layers)
@@ -216,11 +225,9 @@ def _stage_ends(config: Config, num_stages: int, *, learned_positions: bool) -> 
 
     Tied weights are copied only between stages.
     """
-    ends = [0] * num_stages
-    ends[0] += _embedding(config, config.tp) + (config.seq_len * config.hidden_size if learned_positions else 0)
+    ends = tables_of_stages(config, num_stages)
+    ends[0] += config.seq_len * config.hidden_size if learned_positions else 0
     ends[-1] += _norm(config, config.hidden_size)
-    if num_stages > 1 or not config.tie_embeddings:
-        ends[-1] += _embedding(config, config.tp)
     return ends
 
 
@@ -229,7 +236,8 @@ def startup_report(config: Config) -> str:
     count = count_parameters(config)
     pp_rank = most_loaded_rank(config)
     rank = rank_parameters(config, pp_rank)
-    megabytes = weight_and_optimizer_bytes(config, rank) / MEBIBYTE
+    num_bytes = weight_and_optimizer_bytes(config, rank) + embedding_moment_bytes(config) * tables_of_stages(config, config.pp)[pp_rank]
+    megabytes = num_bytes / MEBIBYTE
     flops = flops_per_iteration(config)
     return "\n".join(
         [

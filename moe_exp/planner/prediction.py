@@ -98,16 +98,24 @@ def load_constants(path: Path = CONSTANTS) -> Constants:
         return Constants(
             memory=_filled(MemoryConstants, content["constants"]["memory"]),
             time=_filled(TimeConstants, content["constants"]["time"]),
-            memory_error=content["fit"]["memory"]["left_out_90_percent_within"],
-            time_error=content["fit"]["time"]["left_out_90_percent_within"],
+            memory_error=_error(content["fit"]["memory"]),
+            time_error=_error(content["fit"]["time"]),
             hardware=tuple(content["hardware"]),
         )
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         raise ValueError(f"PROFILE={path}: is no profile that `moe-exp plan calibrate` wrote. Fix: write it anew.") from None
 
 
+def _error(fit: dict[str, float]) -> float:
+    """The error of one half of a fit; not a number where it had no rows."""
+    return float(fit["left_out_90_percent_within"])
+
+
 def _filled(kind: type[Any], values: dict[str, float]) -> Any:
-    return kind(**{field.name: float(values[field.name]) for field in fields(kind)})
+    numbers = {field.name: float(values[field.name]) for field in fields(kind)}
+    if not all(0 < number < float("inf") for number in numbers.values()):
+        raise ValueError("a constant is not more than 0")
+    return kind(**numbers)
 
 
 def predict(job: Job, hardware: Hardware, constants: Constants | None = None) -> Prediction:

@@ -13,6 +13,7 @@ from moe_exp.config import Config
 from moe_exp.planner.hardware import Hardware
 from moe_exp.planner.job import Job
 from moe_exp.planner.layer_time import LayerTimes, layer_times, num_tokens
+from moe_exp.planner.muon_time import muon_seconds
 from moe_exp.planner.params import RankParameters
 from moe_exp.planner.products import Device
 from moe_exp.planner.time_constants import TimeConstants
@@ -116,7 +117,7 @@ def time_of(job: Job, hardware: Hardware, constants: TimeConstants, *, batch_siz
         **seconds,
         bubble=bubble * factor,
         data_parallel=_data_parallel(job, hardware, constants, rank, hidden) * factor,
-        optimizer=_optimizer(job, device, rank) * factor,
+        optimizer=(_optimizer(job, device, rank) + muon_seconds(config, hardware, constants, counts)) * factor,
     )
 
 
@@ -149,15 +150,18 @@ def _counts(job: Job) -> list[tuple[int, int]]:
 def _layer(job: Job, times: LayerTimes, hardware: Hardware, constants: TimeConstants, is_moe: bool) -> _Layer:
     config = job.config
     one = times.moe if is_moe else times.dense
-    again = {"full": one.forward, "selective": times.moe_part.forward, "moe_act": times.activation.forward}
+    again = {"full": one.forward}
+    if is_moe:  # selective recompute leaves the dense layers of an MoE model alone
+        again |= {"selective": times.moe_part.forward, "moe_act": times.activation.forward}
     compute = one.forward + one.backward + again.get(config.recompute, 0.0)
     forwards = 2 if config.recompute == "full" else 1
-    # The MoE part of a layer shares its tokens out among tensor parallel ranks, so that only attention gathers them.
-    tensor = _gathered(job, hardware, constants) * (1 if is_moe else 2) * (1 + forwards)
-    exchanges = 2 * (1 + (2 if config.recompute in ("full", "selective") else 1)) if is_moe else 0
+    of_experts = 2 if config.recompute in ("full", "selective") else 1
+    # Routed experts take the tokens of a tensor parallel rank as they are; attention, an MLP and a shared expert gather them.
+    gathers = (1 + forwards) + ((1 + of_experts) * bool(config.shared_expert_size) if is_moe else 1 + forwards)
+    exchanges = 2 * (1 + of_experts) if is_moe else 0
     return _Layer(
         compute=compute,
-        tensor=tensor,
+        tensor=_gathered(job, hardware, constants) * gathers,
         context=_context(job, hardware, constants) * (1 + forwards),
         expert=exchanges * _exchange(job, hardware, constants),
     )
@@ -183,17 +187,35 @@ def _context(job: Job, hardware: Hardware, constants: TimeConstants) -> float:
 
 
 def _exchange(job: Job, hardware: Hardware, constants: TimeConstants) -> float:
-    """One all-to-all of the slots of a micro-batch, with the gather over expert tensor parallel ranks."""
+    """A micro-batch's tokens on their way to the experts, or back, with the gather over expert tensor parallel ranks.
+
+    An all-to-all sends a token once for each of its experts, DeepEP once to each node (and there over NVLink to each rank), the
+    all-gather to every rank.
+    """
     config = job.config
     if config.ep * config.etp == 1:
         return 0.0
-    slots = _rows_bytes(config) * config.topk / (config.tp if job.sequence_parallel else 1)
+    tokens = _rows_bytes(config) / (config.tp if job.sequence_parallel else 1)
+    slots = tokens * config.topk
     experts = Group(config.ep, config.etp, hardware, config.gpus_per_node)
     share = constants.tensor_bandwidth if experts.in_node else constants.data_bandwidth
-    seconds = experts.all_to_all(slots, share)
+    if config.dispatcher == "allgather":
+        among_slices = Group(config.etp, 1, hardware, config.gpus_per_node).reduce_scatter
+        gathered = tokens * config.ep
+        return experts.reduce_scatter(gathered, share) + among_slices(gathered * config.etp, constants.tensor_bandwidth)
+    to_nodes = tokens * _nodes_of_token(config, experts.num_nodes) if config.dispatcher == "deepep" else None
+    seconds = experts.all_to_all(slots, share, to_nodes=to_nodes)
     if job.software == "2024-10":
         seconds += constants.exchange_seconds_2024 * (config.ep - 1)
     return seconds + Group(config.etp, 1, hardware, config.gpus_per_node).reduce_scatter(slots * config.etp, constants.tensor_bandwidth)
+
+
+def _nodes_of_token(config: Config, num_nodes: float) -> float:
+    """Nodes that hold a token's experts: N * (1 - (1 - 1/N)^TOPK) when all are chosen alike, fewer where the router limits groups."""
+    nodes = num_nodes * (1 - (1 - 1 / num_nodes) ** config.topk)
+    if config.num_router_groups:
+        nodes = min(nodes, config.router_group_topk * max(1.0, num_nodes / config.num_router_groups))
+    return nodes
 
 
 def _message(job: Job, hardware: Hardware, constants: TimeConstants) -> float:

@@ -33,6 +33,10 @@ class Group:
         return self.size * self.stride <= self.gpus_per_node
 
     @property
+    def _network_bytes_per_second(self) -> float:
+        return self.hardware.network_bytes_per_second * self.hardware.network_share
+
+    @property
     def _in_one_node(self) -> int:
         return min(self.size, max(1, self.gpus_per_node // self.stride))
 
@@ -41,7 +45,7 @@ class Group:
         """What a rank sends in a ring. All groups of a node share its network, a ring that has several ranks there passes it once."""
         if self.in_node:
             return self.hardware.node_bytes_per_second
-        return min(self.hardware.node_bytes_per_second, self.hardware.network_bytes_per_second * self._in_one_node)
+        return min(self.hardware.node_bytes_per_second, self._network_bytes_per_second * self._in_one_node)
 
     @property
     def latency_seconds(self) -> float:
@@ -58,10 +62,24 @@ class Group:
         """Seconds of an all-reduce: a reduce-scatter and an all-gather."""
         return 2 * self.reduce_scatter(num_bytes, share)
 
-    def all_to_all(self, num_bytes: float, share: float) -> float:
-        """Seconds of an all-to-all in which every rank sends `num_bytes`, an equal part to each rank."""
+    @property
+    def num_nodes(self) -> float:
+        """Nodes that it has ranks on."""
+        return self.size / self._in_one_node
+
+    def all_to_all(self, num_bytes: float, share: float, *, to_nodes: float | None = None) -> float:
+        """Seconds of an all-to-all in which every rank sends `num_bytes`, an equal part to each rank.
+
+        Args:
+            num_bytes: with what a rank keeps for itself.
+            share: of the bandwidth that is reached.
+            to_nodes: bytes to all nodes, its own included, where what several ranks of one need goes there once; None: num_bytes.
+        """
         if self.size == 1:
             return 0.0
         inside = (self._in_one_node - 1) / self.size * num_bytes / self.hardware.node_bytes_per_second
-        outside = (self.size - self._in_one_node) / self.size * num_bytes / self.hardware.network_bytes_per_second
+        if to_nodes is not None:  # what comes in is handed on in the node
+            inside *= self.num_nodes
+        sent = num_bytes if to_nodes is None else to_nodes
+        outside = (self.size - self._in_one_node) / self.size * sent / self.hardware.network_bytes_per_second
         return max(inside, outside) / share + self.latency_seconds

@@ -177,3 +177,10 @@ def test_text_that_is_no_blend(text, message):
         parse_blend(text)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_corpus_in_a_folder_with_spaces(tmp_path):
+    folder = tmp_path / "my 2 data"
+    folder.mkdir()
+    (folder / "train.bin").touch()
+    assert parse_blend(f"{folder}/train") == parse_blend(f" {folder}/train.bin ") == [(1.0, f"{folder}/train")]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 import random
 from dataclasses import replace
@@ -117,3 +118,13 @@ def test_how_sure():
     assert found.is_calibrated and 0.01 < found.time_error < 0.13 and 0.01 < found.memory_error < 0.13
     assert not predict(run.job, load_hardware("H100")).is_calibrated
     assert CONSTANTS.name == "constants.json"
+
+
+@pytest.mark.parametrize("value", [0, -1, float("nan"), "x", None])
+def test_a_constant_that_is_none_is_refused(tmp_path, value):
+    content = json.loads(CONSTANTS.read_text())
+    content["constants"]["time"]["matrix_efficiency"] = value
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"PROFILE=.*profile.json: is no profile"):
+        load_constants(path)

@@ -153,10 +153,18 @@ def test_token_budgets(text, count):
     assert parse_budget(text, "1.5") == {"num_tokens": count, "price_per_gpu_hour": 1.5}
 
 
+def test_stages_without_end_are_refused():
+    with pytest.raises(ConfigError, match=r"PIPELINE_LAYERS=1\*99999999999: must be the layers of every stage"):
+        parse_fixed({"pipeline_layers": "1*99999999999"})
+
+
 def test_budgets_that_are_none():
     assert parse_budget(None, None) == {"num_tokens": None, "price_per_gpu_hour": None}
-    for text in ("0", "-3B", "many", "", "B", "inf", "nan"):
-        with pytest.raises(ConfigError, match=r"^TOKENS=.*: must be a number of tokens, more than 0\. Fix: .*\nPRICE=-1: must be a number"):
+    for text in ("0", "-3B", "many", "", "B", "inf", "nan", "1e300"):
+        with pytest.raises(
+            ConfigError,
+            match=r"^TOKENS=.*: must be a number of tokens, more than 0 and at most 1e\+18\. Fix: .*\nPRICE=-1: must be a number",
+        ):
             parse_budget(text, "-1")
 
 

@@ -46,3 +46,30 @@ def test_refusals(tmp_path):
     cut.write_text(json.dumps(wrong))
     with pytest.raises(ValueError, match=r"cut.json: num_units=-1: must be a number more than 0"):
         load_hardware(str(cut))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("dense_flops", 3e14),
+        ("dense_flops", {"bf16": 1e15}),
+        ("node_bytes_per_second", float("inf")),
+        ("memory_bytes", True),
+        ("num_units", 1.5),
+        ("gpus_per_node", 7.5),
+        ("name", 5),
+        ("architecture", "pascal"),
+    ],
+)
+def test_values_that_are_none(tmp_path, field, value):
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(json.loads((PROFILES / "A100-80GB.json").read_text()) | {field: value}))
+    with pytest.raises(ValueError, match=rf"mine.json: {field}=.*: must "):
+        load_hardware(str(path))
+
+
+def test_a_profile_that_is_no_object(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text('"name"')
+    with pytest.raises(ValueError, match=r"mine.json: is not a JSON object"):
+        load_hardware(str(path))

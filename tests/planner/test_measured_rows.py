@@ -100,3 +100,18 @@ def test_bad_cells_of_settings_are_named_together(tmp_path):
     }  # fmt: skip
     assert len(lines) == 4
     assert all(line.startswith(f"{tmp_path}/runs.csv, row mine, column ") and "Fix: mend the cell" in line for line in lines)
+
+
+@pytest.mark.parametrize(("column", "value"), [("pp", 10**20), ("layers", 10**12), ("heads", 10**6), ("mem_gb", 1e300), ("tp", "1e3")])
+def test_numbers_that_cannot_be(tmp_path, column, value):
+    path = tmp_path / "runs.csv"
+    write(path, **{column: str(value)})
+    with pytest.raises(ValueError, match=rf"column {column}=.*: (must be a (whole )?number|is more than hidden)"):
+        read_runs(path)
+
+
+def test_a_file_that_is_no_text(tmp_path):
+    path = tmp_path / "runs.csv"
+    path.write_bytes(bytes(range(256)))
+    with pytest.raises(ValueError, match=r"runs.csv: is no CSV in UTF-8 .*\. Fix: "):
+        read_runs(path)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -189,7 +190,7 @@ def test_predictions_are_whole_or_not_written(plan, tmp_path):
     bad.write_text("\n".join([*lines[:4], lines[4].replace("A100-80GB", "A999"), lines[5].replace(",2048,", ",many,", 1)]))
     out.write_text("mine")
     printed = plan("predict", "--runs", str(bad), "--out", str(out), code=1)
-    assert printed.err.count("\n") == 2 and "column gpu" in printed.err and "=many: must be a number" in printed.err
+    assert printed.err.count("\n") == 2 and "column gpu" in printed.err and "=many: must be a whole number" in printed.err
     assert out.read_text() == "mine"
     copy = tmp_path / "same.csv"
     copy.write_text(MEASURED_RUNS.read_text())
@@ -304,3 +305,15 @@ def test_doubts_about_a_fit(plan, tmp_path):
 def test_one_device(plan):
     assert "H200" in plan("hardware", "h200").out and "A100" not in plan("hardware", "h200").out
     assert "150.8 G" in plan("hardware", "h200").out
+
+
+@pytest.mark.parametrize("command", ["predict", "calibrate"])
+def test_what_is_no_file_is_not_replaced(plan, tmp_path, command):
+    folder, pipe = tmp_path / "folder", tmp_path / "pipe"
+    folder.mkdir()
+    os.mkfifo(pipe)
+    for out, rule in ((folder, "is no regular file"), (pipe, "is no regular file"), (tmp_path / "absent" / "out", "is no directory")):
+        printed = plan(command, "--runs", str(MEASURED_RUNS), "--out", str(out), code=1)
+        assert printed.err.count("\n") == 1 and f"OUT={out}: " in printed.err and rule in printed.err
+    assert stat.S_ISFIFO(pipe.stat().st_mode) and {folder, pipe} <= set(tmp_path.iterdir())
+    assert not list(tmp_path.glob(".*.tmp"))

@@ -125,6 +125,15 @@ def test_optimizers():
     assert state(dtype="fp32") == 8
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_muon_has_a_second_moment_of_embedding_and_output_layer(tied):
+    muon = {"optimizer": "muon", "distributed_optimizer": False, "use_moe": False, "tie_embeddings": tied, "pp": 2, "tp": 2}
+    config = reference(**muon)
+    table = config.padded_vocab_size // 2 * config.hidden_size
+    for stage, part in zip(stages(config), (rank_parameters(config, 0), rank_parameters(config, 1)), strict=True):
+        assert stage.optimizer == 8 * part.total + 4 * table
+
+
 def test_experts_are_sharded_over_fewer_ranks():
     config = reference(ep=4)
     rank = rank_parameters(config)

@@ -133,3 +133,48 @@ def test_reference_runs():
         job = Job.of(load_config({"preset": "reference", "gpus_per_node": 8} | settings, {}))
         milliseconds = 1000 * time_of(replace(job, software="2024-10"), A100, CONSTANTS).total
         assert 0.9 * low < milliseconds < 1.1 * high, settings
+
+
+def test_any_number_of_tokens_per_expert_is_as_fast():
+    """60 experts get 273.07 rows each, three tiles instead of two: but what a product sums over needs no alignment."""
+    even, odd = (seconds(**MOE | {"num_experts": n, "topk": 4}, ffn_hidden_size=1408) for n in (64, 60))
+    assert odd.compute == pytest.approx(even.compute, rel=0.2)
+
+
+def test_selective_recompute_leaves_dense_layers_alone():
+    def extra(**settings) -> float:
+        return seconds(**MOE, **settings, recompute="selective").compute - seconds(**MOE, **settings).compute
+
+    assert extra(first_k_dense=16) == pytest.approx(extra() / 2, rel=1e-6)
+
+
+def test_a_shared_expert_gathers_its_tokens():
+    with_tp, without = (seconds(**MOE, tp=2, shared_expert_size=size).tensor_parallel for size in (1024, 0))
+    assert with_tp == pytest.approx(2 * without, rel=1e-6)
+
+
+def test_dispatchers_send_different_amounts():
+    """All-to-all sends a token 4 times, DeepEP once to each of 4 * (1 - (3/4)^4) = 2.7 nodes, and an all-gather's rings to all 31 ranks."""
+    sent = {
+        name: seconds(use_moe=True, num_experts=64, topk=4, ep=32, dispatcher=name).expert_parallel
+        for name in ("alltoall", "allgather", "deepep")
+    }
+    assert sent["deepep"] == pytest.approx(2.73 / 4 * sent["alltoall"], rel=0.02)
+    assert sent["allgather"] > 1.2 * sent["alltoall"]
+
+
+def test_padding_to_capacity_is_of_the_whole_microbatch():
+    """Each of 4 ranks makes room for its tokens in every expert: four times the rows."""
+    capacity = {"moe_type": "moe", "capacity_factor": 1.0, "num_experts": 64, "gbsz": 256}
+    alone, split = (seconds(**MOE | capacity, tp=tp).compute for tp in (1, 4))
+    assert split > 2 * alone  # nearly all of it is the experts'; a rank has 4 times as many micro-batches of a fourth of the tokens
+
+
+def test_muon_orthogonalizes_whole_matrices():
+    """5 * (4*r^2*c + 2*r^3) operations each in fp32, at 0.7 of 19.5 TFLOP/s or more, whatever TP is."""
+    muon = {"optimizer": "muon", "distributed_optimizer": False}
+    extra = seconds(**muon).optimizer - seconds(distributed_optimizer=False).optimizer
+    shapes = [(4096, 6144), (4096, 4096), (4096, 2 * 11008), (4096, 11008)]
+    least = 32 * sum(5 * (4 * r**2 * c + 2 * r**3) for r, c in shapes) / A100.dense_flops["fp32"]
+    assert least < extra < 1.5 * least
+    assert seconds(**muon, tp=8).optimizer > 0.9 * extra
