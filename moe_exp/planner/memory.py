@@ -17,7 +17,7 @@ from moe_exp.planner.params import RankParameters, tables_of_stages
 # the backward thread (8.1 MiB each), that of Transformer Engine (4 MiB), a batch and its mask. 26 to 29 MiB in three of four runs.
 _WORKSPACE_BYTES = 27 * 2**20
 # Python, torch, megatron-core and the embedded corpus as Linux counts them for one process: 0.35e9 at its start, and what a step loads.
-_PROCESS_BYTES = 0.65e9
+_PROCESS_BYTES = 0.57e9
 # What an allocator can have of a GPU: the driver and the context's own pages keep about one percent.
 _USABLE_SHARE = 0.99
 # DeepSpeed reduces 16-bit gradients, and with ZeRO gathers 16-bit parameters, through a bucket of so many elements each.

@@ -25,7 +25,7 @@ def muon_seconds(config: Config, hardware: Hardware, constants: TimeConstants, l
     """
     if config.optimizer != "muon":
         return 0.0
-    device = Device(hardware, "fp32", constants)
+    device = Device(hardware, "fp32", constants, num_processes=config.gpus_per_node)
     dense, moe = (_seconds(device, _attention(config) + mlp) for mlp in (_mlp(config, config.ffn_hidden_size), _experts(config)))
     return max(num_dense * dense + num_moe * moe for num_dense, num_moe in layers)
 

@@ -38,11 +38,13 @@ class Pass:
 class Device:
     """What products and memory traffic take on a device under given constants."""
 
-    def __init__(self, hardware: Hardware, dtype: str, constants: TimeConstants):
+    def __init__(self, hardware: Hardware, dtype: str, constants: TimeConstants, *, num_processes: int = 1):
         volta = hardware.architecture == "volta"
         share = hardware.matrix_share * (constants.v100_share if volta else 1.0)
-        self.flops = hardware.dense_flops[dtype] * constants.matrix_efficiency * share
-        self.bandwidth = hardware.memory_bytes_per_second * constants.memory_efficiency
+        # More processes than cores take turns.
+        crowd = max(1.0, num_processes / hardware.gpus_per_node) if hardware.is_cpu else 1.0
+        self.flops = hardware.dense_flops[dtype] * constants.matrix_efficiency * share / crowd
+        self.bandwidth = hardware.memory_bytes_per_second * constants.memory_efficiency / crowd
         self.is_cpu = hardware.is_cpu
         self.num_units = hardware.num_units
         self.half_depth = 0.0 if self.is_cpu else constants.half_depth

@@ -18,6 +18,7 @@ class TimeConstants:
     unaligned_v100: float = constant(2.0, 0.4, "the same on V100")
     v100_share: float = constant(0.75, 0.2, "matrix_efficiency of a V100, as a share of that of others")
     layer_seconds: float = constant(5e-4, 0.7, "seconds that a layer's pass takes beside products and traffic: starts of kernels")
+    iteration_seconds: float = constant(5e-3, 1.0, "seconds that an iteration takes on the host: data, logs, the optimizer's loop")
     tensor_bandwidth: float = constant(0.4, 0.4, "share of the bandwidth between tensor parallel ranks that is reached")
     stage_bandwidth: float = constant(1.5, 0.7, "the same between pipeline stages, which also overlap in part")
     data_bandwidth: float = constant(0.5, 0.6, "the same between data parallel ranks")

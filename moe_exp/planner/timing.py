@@ -38,7 +38,7 @@ class IterationTime:
         pipeline: messages between stages.
         bubble: waiting for the first and last micro-batches, and for slower stages.
         data_parallel: gradient reduce and parameter gather that nothing hides.
-        optimizer: the step itself.
+        optimizer: the step itself, and what the host does once an iteration: data, logs.
     """
 
     compute: float
@@ -88,7 +88,7 @@ def time_of(job: Job, hardware: Hardware, constants: TimeConstants, *, batch_siz
     config = job.config
     samples = batch_size or config.gbsz
     num_microbatches = max(1, samples // (config.mbsz * config.data_parallel_size))
-    device = Device(hardware, config.dtype, constants)
+    device = Device(hardware, config.dtype, constants, num_processes=config.gpus_per_node)
     times = layer_times(job, device, constants)
     dense, moe = (_layer(job, times, hardware, constants, is_moe) for is_moe in (False, True))
     counts = _counts(job)
@@ -113,11 +113,12 @@ def time_of(job: Job, hardware: Hardware, constants: TimeConstants, *, batch_siz
     seconds = {name: num_microbatches * sum(values) / config.pp * factor for name, values in parts.items()}
     rank = max(job.parameters, key=lambda stage: stage.total)
     hidden = max(totals) * 0.5 if _overlaps(job, hardware) else 0.0
+    step = _optimizer(job, device, rank) + muon_seconds(config, hardware, constants, counts)
     return IterationTime(
         **seconds,
         bubble=bubble * factor,
         data_parallel=_data_parallel(job, hardware, constants, rank, hidden) * factor,
-        optimizer=(_optimizer(job, device, rank) + muon_seconds(config, hardware, constants, counts)) * factor,
+        optimizer=step * factor + constants.iteration_seconds,
     )
 
 

@@ -52,3 +52,11 @@ def test_processors_have_no_waves_and_no_alignment():
 def test_fp32_moves_twice_the_bytes():
     assert device(dtype="fp32").moved(1e6, (2, 4)).forward == pytest.approx(2 * device().moved(1e6, (2, 4)).forward)
     assert device(memory_efficiency=1.0).moved(1e6, (2, 4)).backward == pytest.approx(4e6 / 2.039e12)
+
+
+def test_more_processes_than_cores_take_turns():
+    cpu = load_hardware("CPU")
+    alone, crowded = (Device(cpu, "fp32", CONSTANTS, num_processes=n * cpu.gpus_per_node) for n in (1, 3))
+    assert crowded.product(64, 64, 64) == pytest.approx(3 * alone.product(64, 64, 64))
+    a100 = load_hardware("A100")
+    assert Device(a100, "bf16", CONSTANTS, num_processes=16).flops == Device(a100, "bf16", CONSTANTS).flops
