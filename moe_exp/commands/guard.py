@@ -64,7 +64,8 @@ def ended_quietly(work: Callable[[], int]) -> int:
         try:
             return work()
         finally:
-            sys.stdout.flush()  # here, as at the interpreter's end it could not be caught
+            if sys.stdout:  # `>&-` leaves none
+                sys.stdout.flush()  # here, as at the interpreter's end it could not be caught
     except BrokenPipeError:
         if not _is_unread():
             raise
