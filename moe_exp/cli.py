@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from moe_exp.commands.data_commands import add_data_commands, run_data_command
-from moe_exp.commands.guard import guarded
+from moe_exp.commands.guard import ended_quietly, guarded
 from moe_exp.config import add_arguments
 
 # Modules of moe_exp.commands that add commands by `add_commands(subparsers)`; each sets `run`, a function of the arguments.
@@ -19,7 +19,10 @@ OTHER_COMMANDS: tuple[str, ...] = ("checkpoints", "converting", "planning", "swe
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `moe-exp` with the arguments `argv` (default: the command line) and returns its exit code."""
-    arguments = sys.argv[1:] if argv is None else list(argv)
+    return ended_quietly(lambda: _main(sys.argv[1:] if argv is None else list(argv)))
+
+
+def _main(arguments: list[str]) -> int:
     parser = _parser(arguments[0] if arguments else "")
     args = parser.parse_args(arguments)
     if args.command is None:

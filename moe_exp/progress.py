@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Protocol
 
 from rich import filesize
 from rich.console import Console
@@ -19,8 +20,14 @@ logger = logging.getLogger(__name__)
 _LOG_SECONDS, _POLL_SECONDS = 30.0, 1.0
 
 
+class Advance(Protocol):
+    """Takes how many more units are done, and a few words for what is done now, if that is to be said."""
+
+    def __call__(self, units: int, now: str = "", /) -> None: ...
+
+
 @contextmanager
-def progress(what: str, total: int, *, unit: str = "bytes", done: int = 0) -> Iterator[Callable[[int], None]]:
+def progress(what: str, total: int, *, unit: str = "bytes", done: int = 0) -> Iterator[Advance]:
     """Yields a function that takes how many more units are done.
 
     Args:
@@ -38,13 +45,15 @@ def progress(what: str, total: int, *, unit: str = "bytes", done: int = 0) -> It
             TimeElapsedColumn(),
             TimeRemainingColumn(),
         )
-        with Progress(*columns, console=console) as bar:
+        # Where standard output goes elsewhere, lines that are printed meanwhile go there, too.
+        with Progress(*columns, console=console, redirect_stdout=sys.stdout.isatty()) as bar:
             task = bar.add_task(what, total=total, completed=done, rate="")
             counter = _Counter(what, total, unit, done)
 
-            def advance(units: int) -> None:
+            def advance(units: int, now: str = "", /) -> None:
                 counter.done += units
-                bar.update(task, advance=units, rate=f"{counter.amount()}, {counter.rate()}")
+                said = f"{counter.amount()}, {counter.rate()}" if counter.done > done else ""
+                bar.update(task, advance=units, rate=said, description=f"{what}: {now}" if now else None)
 
             yield advance
         return
@@ -88,12 +97,14 @@ class _Counter:
         rate = (self.done - self.first) / max(1e-3, time.monotonic() - self.started)
         return f"{60 * rate:.1f} {self.unit}/min" if rate < 1 and self.unit != "bytes" else f"{self._size(int(rate))}/s"
 
-    def log(self, units: int) -> None:
+    def log(self, units: int, now: str = "", /) -> None:
         self.done += units
-        now = time.monotonic()
-        if now - self.logged >= _LOG_SECONDS:
-            self.logged = now
-            left = (self.total - self.done) * (now - self.started) / max(1, self.done - self.first)
+        if now:
+            logger.info("%s: %s", self.what, now)
+        seconds = time.monotonic()
+        if seconds - self.logged >= _LOG_SECONDS and self.done > self.first:
+            self.logged = seconds
+            left = (self.total - self.done) * (seconds - self.started) / max(1, self.done - self.first)
             logger.info("%s: %s, %s, %.0f s left", self.what, self.amount(), self.rate(), left)
 
     def _size(self, units: int) -> str:

@@ -100,6 +100,20 @@ def test_other_names_are_left_alone(name):
     assert unknown_variables({name: "1"}) == []
 
 
+LISTS = ["GPUS", "TPS", "PPS", "EPS", "ETPS", "MBSZS"]
+
+
+@pytest.mark.parametrize(("name", "value", "near"), [("TPZ", "1 2", "TPS"), ("MBS", "1,2, 4", "MBSZS"), ("PPZ", "none 2", "PPS")])
+def test_lists_are_told_by_their_values(name, value, near):
+    assert unknown_variables({name: value}, LISTS) == [(name, near)]
+    assert unknown_variables({name: "2"}, LISTS) == unknown_variables({name: value}) == []
+
+
+@pytest.mark.parametrize(("name", "value"), [("TPS", "1 2"), ("EPOCHS", "5"), ("PS1", "$ "), ("LINES", "24"), ("VISIBLE_ONES", "0,1")])
+def test_other_variables_are_no_lists(name, value):
+    assert unknown_variables({name: value}, LISTS) == []
+
+
 def test_every_setting_is_a_flag():
     parser = argparse.ArgumentParser()
     add_arguments(parser)

@@ -7,7 +7,7 @@ import importlib
 import logging
 from collections.abc import Callable, Sequence
 
-from moe_exp.commands.guard import ExactParser, guarded
+from moe_exp.commands.guard import ExactParser, ended_quietly, guarded
 
 # Modules of this package that add commands by `add_commands(subparsers)`; each sets `run`, a function of the arguments.
 COMMANDS = ("corpus", "shards", "tokenizing", "inspecting")
@@ -60,4 +60,4 @@ def main(command: str, argv: Sequence[str] | None = None, *, prog: str | None = 
         result: int | None = arguments.run(arguments)
         return result
 
-    return _data_guard(work)
+    return ended_quietly(lambda: _data_guard(work))

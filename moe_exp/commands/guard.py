@@ -1,9 +1,11 @@
-"""What all commands share: flags by their whole names, and errors that a user can mend as one line."""
+"""What all commands share: flags by their whole names, errors that a user can mend as one line, and output that nobody reads."""
 
 from __future__ import annotations
 
 import argparse
 import errno
+import os
+import select
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +26,9 @@ def guarded(work: Callable[[], int | None], prog: str, *, extras: str = "", full
         prog: its name, put before the line.
         extras: of this package, which the command needs installed.
         full_disk: what to do where the disk is full.
+
+    Raises:
+        BrokenPipeError: nobody reads standard output any more, see `ended_quietly`.
     """
 
     def fail(message: str) -> int:
@@ -41,8 +46,39 @@ def guarded(work: Callable[[], int | None], prog: str, *, extras: str = "", full
     except ValueError as error:
         return fail(str(error))
     except OSError as error:
+        if error.errno == errno.EPIPE and _is_unread():
+            raise
         if error.errno == errno.ENOSPC:
             return fail(f"{error.filename or 'the disk'}: no space left. Fix: {full_disk}.")
         return fail(f"{error.filename or ''}: {error.strerror or error}".lstrip(": "))
     except KeyboardInterrupt:
         return 130
+
+
+_UNREAD = 141  # as a shell has it for a program that SIGPIPE ended
+
+
+def ended_quietly(work: Callable[[], int]) -> int:
+    """Runs a program to its exit code; 141, and not a word, where nobody reads its standard output any more, as in `moe-exp ... | head`."""
+    try:
+        try:
+            return work()
+        finally:
+            if sys.stdout:  # `>&-` leaves none
+                sys.stdout.flush()  # here, as at the interpreter's end it could not be caught
+    except BrokenPipeError:
+        if not _is_unread():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still kept is lost, at the interpreter's end too
+        return _UNREAD
+
+
+def _is_unread() -> bool:
+    """Whether standard output is a pipe whose reader has gone."""
+    try:
+        descriptor = sys.stdout.fileno()
+    except (OSError, ValueError):  # no file at all
+        return False
+    poll = select.poll()
+    poll.register(descriptor, select.POLLOUT)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

@@ -30,14 +30,13 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 def _sweep(arguments: argparse.Namespace) -> int:
     from moe_exp.misspelt import unknown_variables
-    from moe_exp.sweep.driver import Sweep, plan_text, run_sweep
+    from moe_exp.sweep.driver import Sweep, dry_run_text, run_sweep
 
-    others = {name: value for name, value in os.environ.items() if name.lower() not in SweepSettings.model_fields}
-    for name, near in unknown_variables(others):
+    for name, near in unknown_variables(os.environ, [name.upper() for name in SweepSettings.model_fields]):
         print(f"moe-exp sweep: warning: {name} is not a setting; did you mean {near}?", file=sys.stderr, flush=True)
     flags = {name: value for name, value in vars(arguments).items() if name not in ("command", "run", "dry_run", "retry_failed")}
     sweep = Sweep.of(flags, os.environ)
     if arguments.dry_run:
-        print(plan_text(sweep, sweep.rows(retry_failed=arguments.retry_failed)))
+        print(dry_run_text(sweep, retry_failed=arguments.retry_failed))
         return 0
     return run_sweep(sweep, retry_failed=arguments.retry_failed)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +24,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from moe_exp.config import ConfigError, load_config, problem
+from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.files import write_atomically, write_json
 from moe_exp.hosts import device_name
 from moe_exp.machine_checks import check_files
@@ -36,7 +37,7 @@ from moe_exp.sweep.local_cases import clear, run_case
 from moe_exp.sweep.outcome import Result, result_of
 from moe_exp.sweep.sweep_picture import draw_sweep
 from moe_exp.sweep.sweep_settings import AXES, SweepSettings, load_sweep_settings
-from moe_exp.sweep.sweep_table import CPU, Row, is_oom, prediction_of, profile_of, to_csv, to_markdown
+from moe_exp.sweep.sweep_table import CPU, Row, by_rule, is_oom, prediction_of, profile_of, to_csv, to_markdown
 
 # Settings that may differ between two calls of one sweep: the layout, and what no measurement depends on.
 _OWN_OF_CASE = {*AXES.values(), "node_rank", "master_addr", "master_port", "run_dir", "run_name", "num_workers"}
@@ -145,14 +146,34 @@ def _kind(base: Any) -> str:
     return f"experts_{base.num_experts}" if base.use_moe else "dense"
 
 
+def dry_run_text(sweep: Sweep, *, retry_failed: bool = False) -> str:
+    """What `run_sweep` would do, with a line for every case. Touches nothing.
+
+    Raises:
+        ValueError: the folder is that of a sweep with other settings.
+    """
+    _compare(sweep)
+    rows = sweep.rows(retry_failed=retry_failed)
+    return "\n".join([_head(sweep, rows), *_case_lines(rows)])
+
+
 def plan_text(sweep: Sweep, rows: Sequence[Row]) -> str:
-    """What a sweep would do, a line per case."""
+    """What a sweep is about to do, with a line for every case that is a layout, and one for every rule that others break."""
+    layouts = [row for row in rows if row.status != "rejected"]
+    rejected = [f"  rejected: {len(broken)} case{'s' if len(broken) > 1 else ''}, {rule}" for rule, broken in by_rule(rows).items()]
+    return "\n".join([_head(sweep, rows), *_case_lines(layouts), *rejected])
+
+
+def _head(sweep: Sweep, rows: Sequence[Row]) -> str:
     settings, counts = sweep.settings, Counter(row.status for row in rows)
     said = ", ".join(f"{number} {'to run' if status == 'left' else status}" for status, number in counts.items())
     cases = f"{len(rows)} case{'s' if len(rows) > 1 else ''}"
-    head = f"{sweep.folder}: {cases} of {settings.sweep_iters} iterations, {settings.sweep_warmup} of them warm-up: {said}"
-    width = max(len(row.case.name) for row in rows)
-    return "\n".join([head, *(f"  {row.status:<14} {row.case.name:<{width}}  {_about(row)}".rstrip() for row in rows)])
+    return f"{sweep.folder}: {cases} of {settings.sweep_iters} iterations, {settings.sweep_warmup} of them warm-up: {said}"
+
+
+def _case_lines(rows: Sequence[Row]) -> list[str]:
+    width = max((len(row.case.name) for row in rows), default=0)
+    return [f"  {row.status:<14} {row.case.name:<{width}}  {_about(row)}".rstrip() for row in rows]
 
 
 def _about(row: Row) -> str:
@@ -189,39 +210,54 @@ def run_sweep(sweep: Sweep, *, retry_failed: bool = False) -> int:
         raise ConfigError(problems)
     with _held(sweep.folder):
         _compare(sweep)
+        write_json(sweep.folder / "sweep.json", _shared_settings(sweep))
         for case in left:
             sweep.result(case.name).unlink(missing_ok=True)
         print(plan_text(sweep, rows), flush=True)
         write_tables(sweep, cases)
-        try:
-            with progress("sweep", len(left), unit="cases") as advance:
-                for number, (case, result) in enumerate(_results(sweep, left), start=1):
-                    result.write(sweep.result(case.name))
-                    write_tables(sweep, cases)
-                    print(f"[{number}/{len(left)}] {case.name}: {result.status}, {_about(sweep.row(case))}", flush=True)
-                    advance(1)
-        except KeyboardInterrupt:
-            jobs = "; its SLURM jobs go on" if sweep.settings.executor == "slurm" else ""
-            print(f"stopped{jobs}: the same command goes on with what is left", flush=True)
-            raise
-    rows = [sweep.row(case) for case in cases]
+        if left:
+            _run(sweep, left, cases)
+    rows = [row for row in map(sweep.row, cases) if row.status != "rejected"]
     print(f"\n{to_markdown(rows, _title(sweep))}\n{sweep.folder}/sweep.csv, sweep.md, sweep.png", flush=True)
     return 0 if any(row.status == "ok" for row in rows) else 1
 
 
-def _results(sweep: Sweep, left: Sequence[Case]) -> Iterator[tuple[Case, Result]]:
-    return _slurm_results(sweep, left) if sweep.settings.executor == "slurm" else _local_results(sweep, left)
+def _run(sweep: Sweep, left: Sequence[Case], cases: Sequence[Case]) -> None:
+    try:
+        _prepare_data(sweep, left[0])
+        with progress("sweep", len(left), unit="cases") as advance:
+            for number, (case, result) in enumerate(_results(sweep, left, partial(advance, 0)), start=1):
+                result.write(sweep.result(case.name))
+                write_tables(sweep, cases)
+                print(f"[{number}/{len(left)}] {case.name}: {result.status}, {_about(sweep.row(case))}", flush=True)
+                advance(1)
+    except KeyboardInterrupt:
+        jobs = "; its SLURM jobs go on" if sweep.settings.executor == "slurm" else ""
+        print(f"stopped{jobs}: the same command goes on with what is left", flush=True)
+        raise
 
 
-def _local_results(sweep: Sweep, left: Sequence[Case]) -> Iterator[tuple[Case, Result]]:
+def _prepare_data(sweep: Sweep, case: Case) -> None:
+    """Makes the embedded corpus where cases run here and need it: not in the time of the first of them, and not without a word."""
+    if sweep.settings.executor == "local" and not case.config.train_data:
+        ensure_embedded_corpus(Path(case.config.data_dir))
+
+
+def _results(sweep: Sweep, left: Sequence[Case], tell: Callable[[str], None]) -> Iterator[tuple[Case, Result]]:
+    """Yields cases as they end; `tell` hears what runs meanwhile."""
+    return _slurm_results(sweep, left, tell) if sweep.settings.executor == "slurm" else _local_results(sweep, left, tell)
+
+
+def _local_results(sweep: Sweep, left: Sequence[Case], tell: Callable[[str], None]) -> Iterator[tuple[Case, Result]]:
     timeout = sweep.settings.case_timeout
     for case in left:
+        tell(case.name)
         clear(sweep.run_folder(case.name), sweep.log(case.name))
         code = run_case(case, sweep.log(case.name), timeout)
         yield case, _result(sweep, case, code, timeout if code is None else 0)
 
 
-def _slurm_results(sweep: Sweep, left: Sequence[Case]) -> Iterator[tuple[Case, Result]]:
+def _slurm_results(sweep: Sweep, left: Sequence[Case], tell: Callable[[str], None]) -> Iterator[tuple[Case, Result]]:
     """Submits what has no job from an earlier call, all at once, and yields cases as their jobs end."""
     settings = sweep.settings
     options = slurm_cases.JobOptions(shlex.split(settings.sbatch), settings.case_timeout, on_gpus=sweep.device != CPU)
@@ -233,6 +269,7 @@ def _slurm_results(sweep: Sweep, left: Sequence[Case]) -> Iterator[tuple[Case, R
         else:
             clear(sweep.run_folder(case.name), sweep.log(case.name))
             waiting[case.name] = slurm_cases.submit(case, files[case.name], sweep.log(case.name), options)
+    tell("SLURM jobs")
     by_name = {case.name: case for case in left}
     for name in slurm_cases.ended_jobs(waiting):
         yield by_name[name], _result(sweep, by_name[name], files[name].exit_code(), 0)
@@ -269,19 +306,22 @@ def _held(folder: Path) -> Iterator[None]:
         raise ValueError(f"SWEEP_NAME={folder.name}: another sweep is writing {folder}. Fix: wait for it, or give another name.") from None
 
 
+def _shared_settings(sweep: Sweep) -> dict[str, Any]:
+    """Those that all results of the folder were measured with."""
+    settings = {name: value for name, value in load_config(sweep.given, {}).model_dump().items() if name not in _OWN_OF_CASE}
+    return settings | {"sweep_iters": sweep.settings.sweep_iters, "sweep_warmup": sweep.settings.sweep_warmup}
+
+
 def _compare(sweep: Sweep) -> None:
-    """Whether the folder's results were measured with these settings; keeps them if it has none.
+    """Whether the folder's results, if it has any, were measured with these settings.
 
     Raises:
         ValueError: with a line for every setting that differs.
     """
     path = sweep.folder / "sweep.json"
-    settings = {name: value for name, value in load_config(sweep.given, {}).model_dump().items() if name not in _OWN_OF_CASE}
-    now = settings | {"sweep_iters": sweep.settings.sweep_iters, "sweep_warmup": sweep.settings.sweep_warmup}
     if not path.exists():
-        write_json(path, now)
         return
-    before = json.loads(path.read_text(encoding="utf-8"))
+    before, now = json.loads(path.read_text(encoding="utf-8")), _shared_settings(sweep)
     changed = [name for name in now if name in before and before[name] != now[name]]
     if changed:
         fix = "set {} as it was, or give another SWEEP_NAME"

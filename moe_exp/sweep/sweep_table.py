@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +26,7 @@ _FIRST = (
     "precision", "pp_balanced_embedding", "recompute", "mem_gb", "predicted_mem_gb", "mem_kind", "oom", "sec_per_it",
     "predicted_sec_per_it", "tflops", "use_mem", "use_time", "quirk",
 )  # fmt: skip
-_FASTEST_FIRST = ("ok", "oom", "timeout", "failed", "predicted-oom", "rejected", "left")
+_FASTEST_FIRST = ("ok", "oom", "timeout", "failed", "predicted-oom", "left")
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def is_oom(config: Config, device: str, gpu: str) -> str:
     job = job_of(config, device)
     found = predict(job if device == CPU else replace(job, measured_by="nvidia-smi"), load_hardware(gpu))
     sharing = config.gpus_per_node if device == CPU else 1
-    needed, there = sharing * found.peak_bytes / GIBIBYTE, found.memory_bytes / GIBIBYTE
+    needed, there = sharing * found.needed_bytes / GIBIBYTE, found.memory_bytes / GIBIBYTE
     if needed <= there:
         return ""
     return f"needs {needed:.1f} GiB by prediction, {gpu} has {there:.1f} GiB. Fix: set RUN_OOM=true to see for yourself"
@@ -144,13 +145,38 @@ def _text(value: float | None) -> str:
 
 
 def to_markdown(rows: Sequence[Row], title: str) -> str:
-    """The table, for each number of GPUs the fastest first; then what has no time, with the reason."""
+    """The table, for each number of GPUs the fastest first, then what has no time, with the reason; below it what is no layout."""
+    layouts = sorted((row for row in rows if row.status != "rejected"), key=_order)
+    rejected = [f"- {rule}: {', '.join(row.case.name for row in broken)}" for rule, broken in by_rule(rows).items()]
+    parts = [
+        [f"# {title}"],
+        _table(layouts) if layouts else [],
+        ["Rejected, by the first rule that each breaks (sweep.csv has all):", "", *rejected] if rejected else [],
+    ]
+    return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
+
+
+def _table(rows: Sequence[Row]) -> list[str]:
     optional = [name for name in ("etp", "cp", "vpp") if any(getattr(row.case.config, name) not in (1, None) for row in rows)]
-    heads = ["nodes", "GPUs", "size", "DP", "TP", "PP", "EP", *map(str.upper, optional), "MBS", "GBS", "memory GiB", "predicted"]
-    heads += ["s per iteration", "predicted", "TFLOP/s per GPU", "status", "reason"]
-    lines = [[*_layout_cells(row, optional), *_result_cells(row)] for row in sorted(rows, key=_order)]
+    heads = ["nodes", "GPUs", "size", "DP", "TP", "PP", "EP", *map(str.upper, optional), "MBS", "GBS", "memory GiB", "predicted GiB"]
+    heads += ["s per iteration", "predicted s", "TFLOP/s per GPU", "status", "reason"]
+    lines = [[*_layout_cells(row, optional), *_result_cells(row)] for row in rows]
     ruler = ["---" if head in ("status", "reason") else "---:" for head in heads]
-    return "\n".join([f"# {title}", "", *("| " + " | ".join(line) + " |" for line in [heads, ruler, *lines]), ""])
+    return ["| " + " | ".join(line) + " |" for line in [heads, ruler, *lines]]
+
+
+def by_rule(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Cases that were rejected, each by the first rule that it breaks, in words without its numbers."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.status == "rejected":
+            found.setdefault(_rule(row.case.problems[0]), []).append(row)
+    return found
+
+
+def _rule(line: str) -> str:
+    """`PP=3: must divide NUM_LAYERS=4. Fix: ...` without its numbers: `PP: must divide NUM_LAYERS`."""
+    return re.sub(r"=\d[^\s:,;()]*|\b\d+ ", "", line.partition(". Fix: ")[0])
 
 
 def _order(row: Row) -> tuple[int, int, float]:
@@ -160,7 +186,7 @@ def _order(row: Row) -> tuple[int, int, float]:
 def _layout_cells(row: Row, optional: Sequence[str]) -> list[str]:
     c = row.case.config
     more = [getattr(c, name) for name in optional]
-    sizes = [c.data_parallel_size or "", c.tp, c.pp, c.ep, *("none" if value is None else value for value in more), c.mbsz, c.gbsz]
+    sizes = [c.data_parallel_size, c.tp, c.pp, c.ep, *("none" if value is None else value for value in more), c.mbsz, c.gbsz]
     return [str(c.nnodes), str(c.world_size), size_text(count_parameters(c).total), *map(str, sizes)]
 
 

@@ -12,13 +12,16 @@ from hypothesis import strategies as st
 
 from moe_exp.config import Config, load_config
 from moe_exp.planner.flops import flops_per_iteration
+from moe_exp.planner.hardware import load_hardware
 from moe_exp.planner.job import Job
 from moe_exp.planner.measured import FREE, job_of_row, read_runs, row_of_job
 from moe_exp.planner.params import checkpoint_bytes, rank_parameters
+from moe_exp.planner.prediction import predict
 from moe_exp.presets import PRESETS
 
 POWERS = st.sampled_from([1, 2, 4])
 FLAGS = st.booleans()
+HARDWARE = load_hardware("A100-80GB")
 # What a dense model does not have.
 OF_MOE = {name for name in Config.model_fields if name.startswith(("moe_", "router_", "shared_expert", "num_router"))} | {
     "num_experts",
@@ -61,6 +64,7 @@ def test_a_job_written_and_read_is_the_same(chosen, measured_by):
         assert getattr(again.config, name) == getattr(job.config, name), name
     if sum(job.stage_layers) == job.config.num_layers:
         assert replace(again, config=job.config) == job
+        assert predict(again, HARDWARE) == predict(job, HARDWARE)
     assert again.config.world_size == job.config.world_size
     assert again.num_microbatches == job.num_microbatches
     assert flops_per_iteration(again.config) == flops_per_iteration(job.config)

@@ -137,6 +137,15 @@ def test_a_dry_run_says_what_would_run_and_touches_nothing(tmp_path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_misspelt_list_is_pointed_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TPZ", "1 2")
+    monkeypatch.setenv("SWEEP_ITER", "20")
+    assert main(["sweep", "--dry-run", "--preset=cpu", "--mbszs=1"]) == 0
+    warning = "moe-exp sweep: warning: {} is not a setting; did you mean {}?"
+    assert capsys.readouterr().err.splitlines() == [warning.format("SWEEP_ITER", "SWEEP_ITERS"), warning.format("TPZ", "TPS")]
+
+
 def test_problems_of_all_cases_together_are_one_error_each(monkeypatch, capsys):
     monkeypatch.setenv("PPS", "a")
     assert main(["sweep", "--preset=cpu", "--case-timeout=0"]) == 1

@@ -21,7 +21,8 @@ from moe_exp.config import load_config
 from moe_exp.data.tokens import BinIdxWriter
 from moe_exp.planner.flops import flops_per_iteration
 from moe_exp.planner.measured import read_runs
-from moe_exp.sweep import slurm_cases
+from moe_exp.planner.prediction import predict
+from moe_exp.sweep import driver, slurm_cases
 from moe_exp.sweep.sweep_settings import SweepSettings
 from slurm_cluster import Cluster
 from whole_runs import ROOT, SETTINGS, clean_environ
@@ -132,7 +133,10 @@ def test_a_killed_sweep_goes_on_and_records_a_case_without_memory(sweeps):
 
     printed = sweeps.run(limit=MEMORY_LIMIT, **settings)
     sweeps.wait_until_gone()
+    assert f"sweep: {name_of(64)}\n" in printed
     assert f"[1/1] {name_of(64)}: oom, " in printed
+    assert "  rejected: 1 case, GBSZ: is not a multiple of MBSZ*DP\n" in printed
+    assert name_of(24) not in printed
     assert (sweeps.folder / "results" / f"{name_of(8)}.json").read_bytes() == first
     done, out_of_memory, rejected = sweeps.rows().values()
     assert (done["status"], done["oom"], done["mem_kind"], done["device"], done["reason"]) == ("ok", "0", "rss", "CPU", "")
@@ -151,11 +155,12 @@ def test_a_killed_sweep_goes_on_and_records_a_case_without_memory(sweeps):
     config = load_config(json.loads(first)["flags"], {})
     assert float(done["tflops"]) == pytest.approx(flops_per_iteration(config) / seconds / 1e12, rel=1e-5)
     assert list((run / "checkpoints").iterdir()) == []
-    # With a profile for this device, it is what calibrate reads.
-    (sweeps.path / "runs.csv").write_text((sweeps.folder / "sweep.csv").read_text().replace(",CPU,CPU,", ",A100-80GB,CPU,"))
-    assert [(run.seconds is None, run.job.measured_by) for run in read_runs(sweeps.path / "runs.csv")] == [
-        (False, "rss"), (True, "rss"), (True, "rss"),
-    ]  # fmt: skip
+    # It is what calibrate reads, and what stands beside the measurements is what the planner says about their rows.
+    measured, *others = read_runs(sweeps.folder / "sweep.csv")
+    assert (measured.job.measured_by, measured.hardware.name, [run.seconds for run in others]) == ("rss", "CPU", [None, None])
+    predicted = predict(measured.job, measured.hardware)
+    assert float(done["predicted_mem_gb"]) == pytest.approx(predicted.peak_bytes / 2**30, rel=1e-5)
+    assert float(done["predicted_sec_per_it"]) == pytest.approx(predicted.time.total, rel=1e-5)
     assert f"| 1 | 1 | 1 | 1 | 8 | 64 | {float(done['mem_gb']):.2f} |" in (sweeps.folder / "sweep.md").read_text()
     assert (sweeps.folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
@@ -191,18 +196,30 @@ def in_process(monkeypatch, folder: Path, **settings: object) -> None:
     monkeypatch.chdir(folder)
 
 
-def test_a_sweep_with_other_settings_is_refused(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("dry_run", [[], ["--dry-run"]])
+def test_a_sweep_with_other_settings_is_refused(tmp_path, monkeypatch, capsys, dry_run):
     # Nothing runs: no layout is one.
     in_process(monkeypatch, tmp_path, TPS="3 5", GBSZ=4)
     assert main(["sweep"]) == 1
     written = {path: path.read_bytes() for path in (tmp_path / "sweeps" / "mine").iterdir()}
     capsys.readouterr()
-    assert main(["sweep", "--hidden-size=128", "--mbszs=2", "--sweep-iters=5"]) == 1
+    assert main(["sweep", "--hidden-size=128", "--mbszs=2", "--sweep-iters=5", *dry_run]) == 1
     lines = capsys.readouterr().err.splitlines()
     folder = tmp_path / "sweeps" / "mine"
     assert lines[0] == (f"moe-exp sweep: HIDDEN_SIZE=128: {folder} has 64. Fix: set HIDDEN_SIZE as it was, or give another SWEEP_NAME.")
     assert [line.partition("=")[0] for line in lines[1:]] == ["SWEEP_ITERS"]
     assert {path: path.read_bytes() for path in folder.iterdir()} == written
+
+
+def test_a_corpus_that_cannot_be_made_is_refused_before_any_case_runs(tmp_path, monkeypatch, capsys):
+    def ensure(folder: Path) -> None:
+        raise ValueError(f"DATA_DIR={folder}: is full")
+
+    monkeypatch.setattr(driver, "ensure_embedded_corpus", ensure)
+    in_process(monkeypatch, tmp_path, MBSZS="1", GBSZ=4, DATA_DIR=tmp_path / "data")
+    assert main(["sweep"]) == 1
+    assert capsys.readouterr().err == f"moe-exp sweep: DATA_DIR={tmp_path}/data: is full\n"
+    assert not (tmp_path / "sweeps" / "mine" / "logs").exists()
 
 
 def test_bad_data_are_refused_before_anything_is_written(tmp_path, monkeypatch, capsys):

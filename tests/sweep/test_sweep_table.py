@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
 from moe_exp.planner.flops import flops_per_iteration
+from moe_exp.planner.hardware import load_hardware
 from moe_exp.planner.measured import read_runs
 from moe_exp.planner.memory import StageMemory
-from moe_exp.planner.prediction import Prediction
+from moe_exp.planner.prediction import Prediction, predict
 from moe_exp.planner.timing import IterationTime
-from moe_exp.sweep import sweep_table
 from moe_exp.sweep.cases import Case
 from moe_exp.sweep.outcome import Result
 from moe_exp.sweep.sweep_picture import draw_sweep
-from moe_exp.sweep.sweep_table import Row, is_oom, job_of, profile_of, size_text, to_csv, to_markdown
+from moe_exp.sweep.sweep_table import CPU, Row, by_rule, is_oom, job_of, prediction_of, profile_of, size_text, to_csv, to_markdown
 
 A100 = "NVIDIA A100-SXM4-80GB"
 GIB = 2**30
 
 
 def prediction(gib: float, seconds: float) -> Prediction:
-    time = IterationTime(compute=seconds, tensor_parallel=0, expert_parallel=0, pipeline=0, bubble=0, data_parallel=0, optimizer=0)
-    return Prediction([StageMemory(gib * GIB, 0, 0, 0, 0, 0)], time, 80 * GIB)
+    parts = dict.fromkeys((field.name for field in fields(IterationTime)), 0.0) | {"compute": seconds}
+    memory = StageMemory(gib * GIB, 0, 0, 0, 0, 0)
+    return Prediction([memory], IterationTime(**parts), 80 * GIB, memory_error=0.1, time_error=0.1, is_calibrated=True)
 
 
 def row(status: str, result: Result | None = None, reason: str = "", *, predicted: Prediction | None = None, **layout: object) -> Row:
@@ -79,18 +80,36 @@ def test_cells_of_the_table_that_people_share():
     assert "Fix: " in lines[2]["reason"]
 
 
-def test_markdown_has_the_fastest_first_and_one_line_per_case():
+def test_markdown_has_the_fastest_first_and_what_was_rejected_below():
     title, empty, head, ruler, *lines = to_markdown(rows(), "mine").splitlines()
     assert (title, empty) == ("# mine", "")
+    lines, (blank, above, gap, rejected) = lines[:-4], lines[-4:]
+    assert (blank, above[:9], gap) == ("", "Rejected,", "")
+    assert rejected == "- EP: does not divide NUM_EXPERTS: " + rows()[2].case.name
+    heads = [cell.strip() for cell in head.strip("|").split("|")]
+    assert len(set(heads)) == len(heads)
     assert {line.replace("\\|", "").count("|") for line in (head, ruler, *lines)} == {20}
     assert "| EP | ETP | CP | VPP | MBS |" in head
     cells = [[cell.strip() for cell in line.replace("\\|", "/").strip("|").split("|")] for line in lines]
-    assert [cell[-2] for cell in cells] == ["ok", "ok", "oom", "timeout", "failed", "predicted-oom", "rejected", "left"]
+    assert [cell[-2] for cell in cells] == ["ok", "ok", "oom", "timeout", "failed", "predicted-oom", "left"]
     assert cells[0][:7] == ["1", "8", "4.38B", "8", "1", "1", "8"]
     assert cells[1][-7:-2] == ["33.25", "32.00", "0.5123", "0.5", "37.9"]
     assert cells[4][-1] == 'a/b, "c"'
-    assert "Fix" not in cells[6][-1]
-    assert cells[6][-1].count(";") == len(rows()[2].case.problems) - 1 > 0
+
+
+def test_rejected_cases_are_counted_by_the_rule_without_its_numbers():
+    broken = [row("rejected", gpus_per_node=gpus, pp=pp, ep=1) for gpus, pp in ((1, 2), (2, 4), (2, 8))] + [row("rejected", mbsz=3)]
+    found = by_rule([*rows()[:2], *broken])
+    assert {rule: len(cases) for rule, cases in found.items()} == {
+        "GPUS_PER_NODE: ranks (NNODES * GPUS_PER_NODE) are not a multiple of TP*PP*CP": 3,
+        "GBSZ: is not a multiple of MBSZ*DP": 1,
+    }
+
+
+def test_a_table_of_nothing_but_rejected_cases():
+    text = to_markdown([rows()[2]], "mine")
+    assert "|" not in text
+    assert text.startswith("# mine\n\nRejected")
 
 
 @pytest.mark.parametrize(
@@ -111,24 +130,26 @@ def test_a_device_without_a_profile_is_named_by_the_reader(tmp_path):
         read_runs(tmp_path / "sweep.csv")
 
 
-def test_out_of_memory_by_prediction(monkeypatch):
+def test_out_of_memory_by_prediction():
     config = rows()[0].case.config
-    asked = []
+    # What the device has to hold decides, which is more than what is measured.
+    needed = predict(replace(job_of(config, A100), measured_by="nvidia-smi"), load_hardware("A100-80GB")).needed_bytes / GIB
+    assert needed > prediction_of(config, A100, "A100-80GB").needed_bytes / GIB
+    assert (is_oom(config, A100, "A100-80GB") == "") == (needed <= 80)
+    large = config.model_copy(update={"num_layers": 10 * config.num_layers})
+    assert is_oom(large, A100, "A100-80GB").endswith(
+        " GiB by prediction, A100-80GB has 80.0 GiB. Fix: set RUN_OOM=true to see for yourself"
+    )
+    assert is_oom(large, "unknown", "") == ""
 
-    def predict(job, hardware):
-        asked.append(job.measured_by)
-        return prediction(100.0 if job.measured_by == "nvidia-smi" else 70.0, 1.0)
 
-    monkeypatch.setattr(sweep_table, "predict", predict)
-    reason = is_oom(config, A100, "A100-80GB")
-    assert reason == "needs 100.0 GiB by prediction, A100-80GB has 80.0 GiB. Fix: set RUN_OOM=true to see for yourself"
-    # What the device holds decides, also where what is measured is less.
-    assert asked == ["nvidia-smi"]
-    assert sweep_table.prediction_of(config, A100, "A100-80GB").peak_bytes == 70 * GIB
-    assert is_oom(config, "unknown", "") == ""
-    # Eight processes on a CPU share what there is.
-    assert is_oom(config, "CPU", "A100-80GB").startswith("needs 560.0 GiB by prediction")
-    assert is_oom(config.model_copy(update={"gpus_per_node": 1}), "CPU", "A100-80GB") == ""
+def test_processes_on_a_cpu_share_its_memory():
+    config = Case.of({"preset": "cpu", "gpus_per_node": 1}, local=False).config
+    many = config.model_copy(update={"gpus_per_node": 64, "gbsz": 64 * config.gbsz})
+    assert is_oom(config, CPU, CPU) == ""
+    assert is_oom(many, CPU, CPU).startswith(
+        f"needs {64 * prediction_of(many, CPU, CPU).needed_bytes / GIB:.1f} GiB by prediction, CPU has "
+    )
 
 
 def test_picture(tmp_path):
