@@ -5,6 +5,7 @@ import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a 
 # isort: split
 import math
 import time
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -134,8 +135,8 @@ class Interval:
         return total
 
     def _row_width(self) -> int:
-        """Token counts, then dropped slots, entropy, load-balancing loss and z-loss, then the losses of AUX_LOSS_TYPE."""
-        return self.config.num_experts + 4 + len(self.config.balancing_losses)
+        """Token counts, then dropped slots, entropy, top-1 weight, load-balancing loss and z-loss, then the losses of AUX_LOSS_TYPE."""
+        return self.config.num_experts + 5 + len(self.config.balancing_losses)
 
     def _expert_records(
         self, sums: list[float], num_shares: int
@@ -146,20 +147,27 @@ class Interval:
             return None, None, {}, []
         width = self._row_width()
         rows = {layer: sums[layer * width : (layer + 1) * width] for layer, is_moe in enumerate(config.moe_layers) if is_moe}
-        columns = [sum(values) / (num_shares * len(rows)) for values in zip(*rows.values(), strict=True)]
-        balance, z, *losses = columns[config.num_experts + 2 :]
-        aux_losses = dict(zip(config.balancing_losses, losses, strict=True))
-        return balance, z, aux_losses, [_expert_record(layer, row, config) for layer, row in rows.items()]
+        experts = [_expert_record(layer, row, config, num_shares) for layer, row in rows.items()]
+        aux_losses = {kind: fmean(layer["aux_losses"][kind] for layer in experts) for kind in config.balancing_losses}
+        return fmean(layer["load_balancing_loss"] for layer in experts), fmean(layer["z_loss"] for layer in experts), aux_losses, experts
 
 
-def _expert_record(layer: int, row: list[float], config: Config) -> dict[str, Any]:
+def _expert_record(layer: int, row: list[float], config: Config, num_shares: int) -> dict[str, Any]:
+    """One layer's object in `experts`. `row`: its sums, see `_row_width`; `num_shares`: micro-batches of all data parallel ranks."""
     counts = row[: config.num_experts]
-    dropped, entropy = row[config.num_experts : config.num_experts + 2]
+    dropped, entropy, top1_weight, *losses = row[config.num_experts :]
+    balance, z, *aux_losses = (loss / num_shares for loss in losses)
     slots = sum(counts)
+    fair_share = slots / len(counts)
     return {
         "layer": layer + 1,
         "tokens_per_expert": [round(count) for count in counts],
-        "max_over_mean": max(counts) * len(counts) / slots,
+        "max_over_mean": max(counts) / fair_share,
+        "dead_fraction": sum(count < 0.01 * fair_share for count in counts) / len(counts),
         "dropped_fraction": dropped / slots,
         "router_entropy": entropy * config.topk / slots,
+        "top1_weight": top1_weight * config.topk / slots,
+        "load_balancing_loss": balance,
+        "z_loss": z,
+        "aux_losses": dict(zip(config.balancing_losses, aux_losses, strict=True)),
     }

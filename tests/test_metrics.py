@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moe_exp import metrics
+from moe_exp import metrics, mirrors
 from moe_exp.config import Config, ConfigError
 from moe_exp.metrics import Metrics, console_line, progress_line, read_metrics, setup_logging, validation_lines
+from moe_exp.planner.flops import flops_per_iteration
 from moe_exp.run_folder import RunFolder, open_run_folder
 
 EXAMPLE = (
@@ -32,10 +33,17 @@ NOW = datetime(2024, 10, 24, 21, 2, 27)
 
 
 def train_record(**changes: Any) -> dict[str, Any]:
+    """What the training loop hands to Metrics."""
     experts = [
-        {"layer": 1, "tokens_per_expert": [60, 68], "max_over_mean": 1.0625, "dropped_fraction": 0.0, "router_entropy": 0.69},
-        {"layer": 2, "tokens_per_expert": [128, 0], "max_over_mean": 2.0, "dropped_fraction": 0.0, "router_entropy": 0.5},
-    ]
+        {
+            "layer": 1, "tokens_per_expert": [60, 68], "max_over_mean": 1.0625, "dead_fraction": 0.0, "dropped_fraction": 0.0,
+            "router_entropy": 0.69, "top1_weight": 0.75, "load_balancing_loss": 1.1, "z_loss": 0.2, "aux_losses": {"seq_aux_loss": 1.25},
+        },
+        {
+            "layer": 2, "tokens_per_expert": [128, 0], "max_over_mean": 2.0, "dead_fraction": 0.5, "dropped_fraction": 0.0,
+            "router_entropy": 0.5, "top1_weight": 1.0, "load_balancing_loss": 2.0, "z_loss": 0.3, "aux_losses": {"seq_aux_loss": 1.15},
+        },
+    ]  # fmt: skip
     return {
         "iteration": 40, "consumed_samples": 2560, "consumed_tokens": 5242880, "global_batch_size": 64, "lm_loss": 10.81154,
         "load_balancing_loss": 1.315762, "z_loss": 0.25, "aux_losses": {"seq_aux_loss": 1.2}, "learning_rate": 2.4e-5,
@@ -112,9 +120,13 @@ def test_records_on_disk_at_once_with_exactly_the_documented_keys(config: Config
     writer.event("checkpoint_saved", 40, path="iter_0000040")
     start, train, valid, event = read_metrics(folder.metrics)
     assert (start["kind"], start["event"], start["iteration"]) == ("event", "start", 0)
-    assert train == {"kind": "train", **train_record(), "z_loss": None}
+    consumed = {"consumed_flops": 40 * flops_per_iteration(config), "training_seconds": pytest.approx(40 * 0.2359)}
+    assert train == {"kind": "train", **train_record(), **consumed, "z_loss": None}
+    assert set(train) == {"kind", *metrics.TRAIN_KEYS}
+    assert all(set(layer) == set(metrics.EXPERT_KEYS) for layer in train["experts"])
     assert valid == {
-        "kind": "valid", "iteration": 40, "consumed_samples": 2560, "consumed_tokens": 5242880, "lm_loss": 2.0, "lm_loss_ppl": math.exp(2),
+        "kind": "valid", "iteration": 40, "consumed_samples": 2560, "consumed_tokens": 5242880, **consumed,
+        "lm_loss": 2.0, "lm_loss_ppl": math.exp(2),
     }  # fmt: skip
     assert set(valid) == {"kind", *metrics.VALID_KEYS}
     assert event["event"] == "checkpoint_saved" and event["path"] == "iter_0000040" and datetime.fromisoformat(event["time"]).tzinfo
@@ -122,9 +134,10 @@ def test_records_on_disk_at_once_with_exactly_the_documented_keys(config: Config
 
 
 def test_the_design_keys_are_all_there() -> None:
-    design = """iteration consumed_samples consumed_tokens global_batch_size lm_loss load_balancing_loss z_loss learning_rate grad_norm
-        num_zeros params_norm elapsed_time_per_iteration_ms tokens_per_second tflops_per_gpu eta_seconds skipped_iterations nan_iterations
-        memory_allocated_bytes peak_memory_bytes experts loss_scale aux_losses"""
+    design = """iteration consumed_samples consumed_tokens consumed_flops training_seconds global_batch_size lm_loss
+        load_balancing_loss z_loss learning_rate grad_norm num_zeros params_norm elapsed_time_per_iteration_ms tokens_per_second
+        tflops_per_gpu eta_seconds skipped_iterations nan_iterations memory_allocated_bytes peak_memory_bytes experts loss_scale
+        aux_losses"""
     assert set(metrics.TRAIN_KEYS) == set(design.split())
 
 
@@ -166,6 +179,35 @@ def test_a_resume_removes_later_records_and_a_broken_last_line(config: Config, f
     ]  # fmt: skip
     assert records[3]["event"] == "resume" and records[3]["num_removed_records"] == 2
     assert records[4]["lm_loss"] == 7.0
+
+
+def test_training_time_goes_on_from_the_last_kept_record(config: Config, folder: RunFolder) -> None:
+    def seconds() -> list[float | None]:
+        return [record["training_seconds"] for record in read_metrics(folder.metrics) if record["kind"] != "event"]
+
+    with Metrics(config, folder) as writer:
+        writer.valid(iteration=10, consumed_samples=1, consumed_tokens=1, lm_loss=1.0)
+        for iteration, milliseconds in ((20, 100.0), (40, 300.0), (60, 900.0)):
+            writer.train(train_record(iteration=iteration, elapsed_time_per_iteration_ms=milliseconds))
+        writer.valid(iteration=65, consumed_samples=1, consumed_tokens=1, lm_loss=1.0)
+    assert seconds() == [None, 2.0, 8.0, 26.0, pytest.approx(30.5)]
+    # From the checkpoint of iteration 50: 41 to 60 are counted once, at the new speed.
+    with Metrics(config, folder, start_iteration=50) as writer:
+        writer.train(train_record(iteration=60, elapsed_time_per_iteration_ms=50.0))
+    assert seconds() == [None, 2.0, 8.0, 9.0]
+
+
+def test_training_time_of_records_that_have_none_and_of_another_runs_checkpoint(config: Config, folder: RunFolder) -> None:
+    old = [{"kind": "train", "iteration": iteration, "elapsed_time_per_iteration_ms": 500} for iteration in (10, 20)]
+    folder.metrics.write_text('{"kind": "event", "iteration": 0}\n' + "".join(json.dumps(record) + "\n" for record in old))
+    with Metrics(config, folder, start_iteration=20) as writer:
+        writer.train(train_record(iteration=30, elapsed_time_per_iteration_ms=100.0))
+    assert read_metrics(folder.metrics)[-1]["training_seconds"] == 11.0
+    folder.metrics.unlink()
+    for start_iteration in (1000, 1010):
+        with Metrics(config, folder, start_iteration) as writer:
+            writer.train(train_record(iteration=start_iteration + 10, elapsed_time_per_iteration_ms=100.0))
+    assert read_metrics(folder.metrics)[-1]["training_seconds"] == 2.0
 
 
 def test_read_metrics_is_tolerant(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -267,7 +309,7 @@ def test_wandb_missing_says_what_to_install(config: Config, folder: RunFolder, m
     with pytest.raises(ConfigError, match=r"^WANDB_PROJECT=p: .* Fix: run `pip install moe-exp\[wandb\]`, or unset WANDB_PROJECT\.$"):
         Metrics(wanted, folder)
     for off in (config, wanted.model_copy(update={"wandb_mode": "disabled"})):
-        assert metrics.wandb_problems(off) == []
+        assert mirrors.wandb_problems(off) == []
         Metrics(off, folder).close()
 
 
