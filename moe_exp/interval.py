@@ -16,6 +16,7 @@ from moe_exp.checkpoint.state import Progress, parameters_in_sync
 from moe_exp.config import Config
 from moe_exp.hosts import peak_resident_bytes
 from moe_exp.model import moe_layers
+from moe_exp.phases import PHASES, PhaseTimers
 from moe_exp.planner.flops import flops_per_iteration
 from moe_exp.runtime import Runtime
 
@@ -34,6 +35,10 @@ class Interval:
         self.layers = dict(moe_layers(list(model)))
         # lm loss summed over micro-batches; iterations with a loss that is not finite
         self.sums = torch.zeros(2, dtype=torch.float64, device=runtime.device)
+        self.timers = PhaseTimers(runtime.device) if config.log_timers else None
+        if self.timers is not None:
+            for layer in self.layers.values():
+                layer.set_timers(self.timers)
         self._restart()
 
     def _restart(self) -> None:
@@ -54,9 +59,11 @@ class Interval:
         self.num_skipped += skipped
         self.flops += flops_per_iteration(self.config, batch_size)
 
-    def pause(self, seconds: float) -> None:
-        """Leaves `seconds` out of the time per iteration (evaluation, checkpoints)."""
+    def pause(self, seconds: float, *, phase: str | None = None) -> None:
+        """Leaves `seconds` out of the time per iteration (evaluation, checkpoints); with timers counts them as `phase`."""
         self.start += seconds
+        if self.timers is not None and phase is not None:
+            self.timers.add(phase, seconds)
 
     def record(
         self, progress: Progress, *, learning_rate: float, grad_norm: float | None, num_zeros: float | None, loss_scale: float
@@ -64,7 +71,9 @@ class Interval:
         """The train record of metrics.jsonl, the same on every rank; starts the next interval. Called by every rank."""
         config = self.config
         lm_loss_sum, num_nan, norm_squared, *rest = self._reduced().tolist()
-        peaks, sums = rest[: config.world_size], rest[config.world_size :]
+        peaks, rest = rest[: config.world_size], rest[config.world_size :]
+        num_phases = 0 if self.timers is None else len(PHASES)
+        phases, sums = rest[:num_phases], rest[num_phases:]
         seconds = (time.monotonic() - self.start) / self.num_iterations
         num_shares = self.num_microbatches * config.data_parallel_size
         tokens_per_iteration = self.num_samples * config.seq_len / self.num_iterations
@@ -93,12 +102,13 @@ class Interval:
             "memory_allocated_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
             "peak_memory_bytes": round(max(peaks)),
             "experts": experts,
+            "timers": self._milliseconds(phases),
         }
         self._restart()
         return record
 
     def _reduced(self) -> Tensor:
-        """Sums over all ranks: lm loss, bad iterations, squared parameter norm; every rank's memory; per layer E counts and other sums."""
+        """Sums over all ranks: lm loss, bad iterations, squared parameter norm; memory by rank; phases; by layer E counts and others."""
         width = self._row_width() if self.config.use_moe else 0
         table = torch.zeros(self.config.num_layers, width, dtype=torch.float64, device=self.runtime.device)
         for index, layer in self.layers.items():
@@ -108,11 +118,17 @@ class Interval:
         # One place per rank, zero on all others: with the sum each rank has all of them, and no second collective is needed.
         peaks = torch.zeros(self.config.world_size, dtype=torch.float64, device=self.runtime.device)
         peaks[self.runtime.rank] = self._peak_bytes()
-        vector = torch.cat([self.sums, norm_squared.view(1), peaks, table.flatten()])
+        phases = self.sums.new_tensor([] if self.timers is None else list(self.timers.take().values()))
+        vector = torch.cat([self.sums, norm_squared.view(1), peaks, phases, table.flatten()])
         torch.distributed.all_reduce(vector)
         # Counted per data parallel rank, whose losses differ; never more than there were iterations.
         vector[1] = vector[1].clamp(max=self.num_iterations)
         return vector
+
+    def _milliseconds(self, phases: list[float]) -> dict[str, float] | None:
+        """Milliseconds per iteration of each phase, mean over the ranks; `phases`: seconds of the interval, summed over them."""
+        per_iteration = self.num_iterations * self.config.world_size / 1e3
+        return {phase: seconds / per_iteration for phase, seconds in zip(PHASES, phases, strict=True)} if phases else None
 
     def _peak_bytes(self) -> int:
         """Most memory that this rank has had."""

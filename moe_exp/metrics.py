@@ -58,6 +58,7 @@ TRAIN_KEYS = {
     "nan_iterations": "iterations with a loss that is not a number since the previous record",
     "memory_allocated_bytes": "largest allocation of rank 0's device, or null on a CPU",
     "peak_memory_bytes": "of the rank that needed most since its start: allocated on its device, or on a CPU the process's resident size",
+    "timers": "milliseconds per iteration by phase (phases.PHASES), mean over ranks; null without LOG_TIMERS",
     "experts": "one object per MoE layer, with the keys of EXPERT_KEYS",
 }
 EXPERT_KEYS = {
@@ -83,7 +84,7 @@ VALID_KEYS = {
 }
 _PERFORMANCE = ("tokens_per_second", "tflops_per_gpu", "elapsed_time_per_iteration_ms", "memory_allocated_bytes", "peak_memory_bytes")
 _ADDED = ("consumed_flops", "training_seconds")  # to a train record by Metrics itself
-_NOT_A_CURVE = ("kind", "iteration", "experts", "aux_losses", "eta_seconds")
+_NOT_A_CURVE = ("kind", "iteration", "experts", "aux_losses", "timers", "eta_seconds")
 _NOT_A_NUMBER = ("layer", "tokens_per_expert", "aux_losses")  # of a layer
 
 
@@ -122,6 +123,8 @@ class Metrics:
         self._write(full)
         logger.info("%s", console_line(full, self._config.train_iters, datetime.now()), extra=_BARE)
         logger.info("%s", progress_line(full), extra=_BARE)
+        if full["timers"]:
+            logger.info("%s", timers_line(full["timers"]), extra=_BARE)
         self._mirror(full)
 
     def valid(self, *, iteration: int, consumed_samples: int, consumed_tokens: int, lm_loss: float) -> None:
@@ -245,6 +248,15 @@ def progress_line(record: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
+def timers_line(timers: Mapping[str, float]) -> str:
+    """Milliseconds per iteration by phase; those in brackets are parts of the one before them."""
+    values = {phase: f"{phase.replace('_', '-')} {milliseconds:.1f}" for phase, milliseconds in timers.items()}
+    inside = ", ".join(values.pop(phase) for phase in ("all_to_all", "experts") if phase in values)
+    if inside:
+        values["forward_backward"] = f"{values['forward_backward']} ({inside})"
+    return f"ms per iteration: {', '.join(values.values())}"
+
+
 def validation_lines(record: Mapping[str, Any]) -> list[str]:
     """Megatron's validation line between its two rulers."""
     line = f" validation loss at iteration {record['iteration']} | lm loss value: {record['lm_loss']:.6E} | "
@@ -261,6 +273,7 @@ def curves(record: Mapping[str, Any]) -> dict[str, float]:
             values[f"{'perf' if key in _PERFORMANCE else record['kind']}/{key}"] = float(value)
     for name, value in (record.get("aux_losses") or {}).items():
         values[f"moe/{name}"] = float(value)
+    values |= {f"perf/{phase}_ms": float(value) for phase, value in (record.get("timers") or {}).items()}
     for layer in record.get("experts") or []:
         numbers = {key: layer.get(key) for key in EXPERT_KEYS if key not in _NOT_A_NUMBER} | (layer.get("aux_losses") or {})
         values |= {f"moe/layer_{layer['layer']:02d}/{key}": float(value) for key, value in numbers.items() if value is not None}

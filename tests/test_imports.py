@@ -46,7 +46,8 @@ ALLOWED: dict[str, set[str]] = {
     "watch": {"config", "run_folder", "metrics", "faults"},
     "report": {"config", "run_folder", "metrics", "files"},
     "backends": {*ENGINE, "layers", "optim"},
-    "interval": {*ENGINE, "hosts", "checkpoint", "metrics", "planner", "optim", "layers", "faults"},
+    "interval": {*ENGINE, "hosts", "checkpoint", "metrics", "planner", "optim", "layers", "phases", "faults"},
+    "phases": set(),
     "doctor": {"hosts", "backends", "config", *CPU, "runtime", "layers", "optim"},
     "misspelt": {"config"},
     "sweep": {
@@ -97,7 +98,7 @@ HEAVY = {"torch", "megatron"}
 # Inside layers/: a file imports only files that stand above it in this list.
 LAYERS = [
     {"kernels", "gemm_packages"},
-    {"groups", "recompute", "kv_cache"},
+    {"groups", "recompute", "kv_cache", "phase_marks"},
     {"replay"},
     {"assignment", "losses", "capacity", "grouped_gemm", "collectives", "sharding", "activations", "expert_threads"},
     {"router", "attention", "norm", "row_order"},

@@ -44,12 +44,12 @@ def records_on_rank(jobs: list[dict[str, Any]], ports: list[int]) -> list[tuple[
 
 
 def _record(settings: dict[str, Any], port: int) -> tuple[dict[str, Any], int]:
+    from model_on_ranks import RandomTokens
     from moe_exp import runtime, train
     from moe_exp.checkpoint.state import Progress, Trained
     from moe_exp.interval import Interval
     from moe_exp.model import build_model
     from moe_exp.optim import BatchSchedule, build_optimizer, build_scheduler
-    from model_on_ranks import RandomTokens
 
     os.environ["MASTER_PORT"] = str(port)
     config = load_config(settings | {"gpus_per_node": int(os.environ["WORLD_SIZE"])}, {})

@@ -51,7 +51,7 @@ def train_record(**changes: Any) -> dict[str, Any]:
         "elapsed_time_per_iteration_ms": 235.9, "tokens_per_second": 555600.4,
         "tflops_per_gpu": 82.4, "eta_seconds": 83.2, "skipped_iterations": 0, "nan_iterations": 0, "memory_allocated_bytes": None,
         "peak_memory_bytes": 401_000_000,
-        "experts": experts,
+        "experts": experts, "timers": None,
     } | changes  # fmt: skip
 
 
@@ -136,8 +136,8 @@ def test_records_on_disk_at_once_with_exactly_the_documented_keys(config: Config
 def test_the_design_keys_are_all_there() -> None:
     design = """iteration consumed_samples consumed_tokens consumed_flops training_seconds global_batch_size lm_loss
         load_balancing_loss z_loss learning_rate grad_norm num_zeros params_norm elapsed_time_per_iteration_ms tokens_per_second
-        tflops_per_gpu eta_seconds skipped_iterations nan_iterations memory_allocated_bytes peak_memory_bytes experts loss_scale
-        aux_losses"""
+        tflops_per_gpu eta_seconds skipped_iterations nan_iterations memory_allocated_bytes peak_memory_bytes experts timers
+        loss_scale aux_losses"""
     assert set(metrics.TRAIN_KEYS) == set(design.split())
 
 
