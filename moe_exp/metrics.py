@@ -16,7 +16,7 @@ import logging
 import math
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import Any
 
 from moe_exp.config import Config
 from moe_exp.files import write_atomically
-from moe_exp.mirrors import open_mirrors
+from moe_exp.mirrors import Mirror, axes_of, open_tensorboard, open_wandb
 from moe_exp.planner.flops import flops_per_iteration
 from moe_exp.run_folder import RunFolder
 
@@ -105,9 +105,14 @@ class Metrics:
         self._config = config
         self._path = folder.metrics
         # First: where wandb cannot start, nothing has been removed yet.
-        self._mirrors = open_mirrors(config, folder, start_iteration)
+        self._mirrors = open_wandb(config, folder)
         num_removed = drop_records_after(self._path, start_iteration)
-        self._time = TrainingTime.of(self._path, start_iteration)
+        records = read_metrics(self._path) if self._path.exists() else []
+        self._time = TrainingTime.of(records, start_iteration)
+        kept = [record for record in records if record.get("kind") in ("train", "valid")]
+        for record in kept:
+            self._mirror(record)
+        self._mirrors += open_tensorboard(config, folder, start_iteration, axes_of(kept[-1]) if kept else {})
         self.event("resume" if start_iteration else "start", start_iteration, num_removed_records=num_removed)
 
     def train(self, record: Mapping[str, Any]) -> None:
@@ -149,8 +154,7 @@ class Metrics:
 
     def close(self, *, failed: bool = False) -> None:
         """Ends TensorBoard and wandb; `failed` is how wandb shows the run."""
-        for mirror in self._mirrors:
-            mirror.close(failed)
+        self._tell(lambda mirror: mirror.close(failed))
         self._mirrors = []
 
     def __enter__(self) -> Metrics:
@@ -169,9 +173,16 @@ class Metrics:
             file.write(json.dumps(_json_value(record), allow_nan=False) + "\n")
 
     def _mirror(self, record: Record) -> None:
-        values = curves(record)
-        for mirror in self._mirrors:
-            mirror.write(values, record["iteration"])
+        values, axes = curves(record), axes_of(record)
+        self._tell(lambda mirror: mirror.write(values, axes))
+
+    def _tell(self, action: Callable[[Mirror], None]) -> None:
+        for mirror in list(self._mirrors):
+            try:
+                action(mirror)
+            except Exception as error:  # whatever it is: metrics.jsonl has the record, and training goes on
+                logger.warning("%s has failed and gets no more records: %s: %s", mirror.name, type(error).__name__, error)
+                self._mirrors.remove(mirror)
 
 
 @dataclass
@@ -191,9 +202,8 @@ class TrainingTime:
     per_iteration: float | None = None
 
     @classmethod
-    def of(cls, path: Path, start_iteration: int) -> TrainingTime:
-        """That of the train records in a metrics.jsonl, also of one from before records had `training_seconds`."""
-        records = read_metrics(path) if path.exists() else []
+    def of(cls, records: Sequence[Record], start_iteration: int) -> TrainingTime:
+        """That of the train records of a metrics.jsonl, also of one from before records had `training_seconds`."""
         # A run that went on from another run's checkpoint begins in the middle, and knows nothing of the time before.
         time = cls(records[0].get("iteration", 0) if records else start_iteration)
         for record in records:

@@ -7,8 +7,6 @@ import logging
 import math
 import re
 import socket
-import sys
-from collections import defaultdict
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -17,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moe_exp import metrics, mirrors
-from moe_exp.config import Config, ConfigError
+from moe_exp import metrics
+from moe_exp.config import Config
 from moe_exp.metrics import Metrics, console_line, progress_line, read_metrics, setup_logging, validation_lines
 from moe_exp.planner.flops import flops_per_iteration
 from moe_exp.run_folder import RunFolder, open_run_folder
@@ -222,107 +220,6 @@ def test_read_metrics_is_tolerant(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert read_metrics(path) == [{"iteration": 1}]
     with pytest.raises(FileNotFoundError):
         read_metrics(tmp_path / "none")
-
-
-def tensorboard_scalars(folder: RunFolder) -> dict[str, list[tuple[int, float]]]:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    events = accumulator.EventAccumulator(str(folder.tensorboard), size_guidance={"scalars": 0})
-    events.Reload()
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-
-
-def test_tensorboard_mirrors_and_a_resume_overwrites_the_lost_steps(config: Config, folder: RunFolder) -> None:
-    with Metrics(config, folder) as writer:
-        for iteration in (20, 40, 60):
-            writer.train(train_record(iteration=iteration, lm_loss=iteration / 10))
-        writer.valid(iteration=20, consumed_samples=1, consumed_tokens=1, lm_loss=0.5)
-    with Metrics(config, folder, start_iteration=40) as writer:
-        writer.train(train_record(iteration=60, lm_loss=9.0))
-    scalars = tensorboard_scalars(folder)
-    assert scalars["train/lm_loss"] == [(20, 2.0), (40, 4.0), (60, 9.0)]
-    assert scalars["valid/lm_loss"] == [(20, 0.5)]
-    assert [value for _, value in scalars["moe/seq_aux_loss"]] == pytest.approx([1.2] * 3)
-    assert scalars["moe/layer_02/max_over_mean"] == [(20, 2.0), (40, 2.0), (60, 2.0)]
-    assert {"train/load_balancing_loss", "train/grad_norm", "train/learning_rate", "perf/tokens_per_second", "perf/tflops_per_gpu"} <= set(
-        scalars
-    )
-    # Not measured, so no curve: z_loss (coefficient 0), memory (None). Not a curve at all: eta.
-    assert not {"train/z_loss", "perf/memory_allocated_bytes", "train/eta_seconds"} & set(scalars)
-
-
-def test_without_tensorboard_one_line_says_so(
-    config: Config, folder: RunFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with caplog.at_level(logging.INFO, logger="moe_exp"), Metrics(config, folder) as writer:
-        writer.train(train_record())
-    assert [record.message for record in caplog.records if "TensorBoard" in record.message] == [
-        "no TensorBoard files: the tensorboard package is not installed (pip install tensorboard)"
-    ]
-    assert len(read_metrics(folder.metrics)) == 2 and not folder.tensorboard.exists()
-
-
-def wandb_history(path: Path) -> Iterator[dict[str, Any]]:
-    """History rows of an offline run: after 7 bytes of header, blocks of 32 KiB with (crc, length, type) before each piece."""
-    from wandb.proto import wandb_internal_pb2
-
-    data, at, message = path.read_bytes(), 7, b""
-    while at + 7 <= len(data):
-        if 32768 - at % 32768 < 7:
-            at += 32768 - at % 32768
-        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
-        message += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # full, or the last piece
-            record, message = wandb_internal_pb2.Record.FromString(message), b""
-            if record.HasField("history"):
-                yield {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-
-
-def test_wandb_offline_mirrors_under_one_id(config: Config, folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb = pytest.importorskip("wandb")
-    secret = "0123456789abcdef" * 2 + "5ec4e700"
-    monkeypatch.setenv("WANDB_API_KEY", secret)
-    config = config.model_copy(update={"wandb_project": "p", "wandb_mode": "offline"})
-    rows: dict[str, dict[int, float]] = defaultdict(dict)
-    for start_iteration, lm_loss in ((0, 10.5), (20, 9.0)):
-        with Metrics(config, folder, start_iteration) as writer:
-            writer.train(train_record(iteration=start_iteration + 20, lm_loss=lm_loss))
-            writer.valid(iteration=start_iteration + 20, consumed_samples=1, consumed_tokens=1, lm_loss=lm_loss + 1)
-        # wandb's own process may still be writing when `finish` returns; and two starts within a second share a folder.
-        wandb.teardown()
-        files = list(folder.wandb.glob("offline-run-*/*.wandb"))
-        assert {file.name for file in files} == {f"run-{(folder.wandb / 'run_id').read_text()}.wandb"}
-        for row in (row for file in files for row in wandb_history(file)):
-            for key, value in row.items():
-                rows[key][row["iteration"]] = value
-    assert rows["train/lm_loss"] == {20: 10.5, 40: 9.0}
-    assert rows["valid/lm_loss"] == {20: 11.5, 40: 10.0}
-    assert rows["moe/layer_01/router_entropy"] == {20: 0.69, 40: 0.69}
-    assert all(secret.encode() not in path.read_bytes() for path in folder.path.rglob("*") if path.is_file())
-    assert b"num_experts" in files[0].read_bytes() and b"dmoe" in files[0].read_bytes()
-
-
-def test_wandb_missing_says_what_to_install(config: Config, folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    wanted = config.model_copy(update={"wandb_project": "p"})
-    with pytest.raises(ConfigError, match=r"^WANDB_PROJECT=p: .* Fix: run `pip install moe-exp\[wandb\]`, or unset WANDB_PROJECT\.$"):
-        Metrics(wanted, folder)
-    for off in (config, wanted.model_copy(update={"wandb_mode": "disabled"})):
-        assert mirrors.wandb_problems(off) == []
-        Metrics(off, folder).close()
-
-
-def test_wandb_that_cannot_start_is_one_line(config: Config, folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb = pytest.importorskip("wandb")
-
-    def refuse(**_: object) -> None:
-        raise wandb.errors.UsageError("no key\nfound")
-
-    monkeypatch.setattr(wandb, "init", refuse)
-    wanted = config.model_copy(update={"wandb_project": "p"})
-    with pytest.raises(ConfigError, match=r"^WANDB_MODE=online: wandb cannot start \(no key found\)\. Fix: .*WANDB_MODE=offline\.$"):
-        Metrics(wanted, folder)
 
 
 def test_log_of_rank_0(folder: RunFolder, config: Config, clean_logging: None, capsys: pytest.CaptureFixture[str]) -> None:
