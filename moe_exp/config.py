@@ -248,6 +248,7 @@ class Config(BaseModel):
     verify_checkpoint: bool = Field(True, description="before loading compare its files' checksums; false: only their sizes")
     exit_interval: NonNegative = Field(0, description="save and end at the next multiple of it; 0: never")
     log_interval: Positive = Field(20, description="iterations between log lines")
+    log_timers: bool = Field(False, description="measure milliseconds per iteration by phase: data, all-to-all, experts, optimizer, ...")
     eval_interval: NonNegative = Field(1000, description="iterations between evaluations; 0: none")
     eval_iters: NonNegative = Field(10, description="global batches per evaluation")
     wandb_project: str = Field("", description="wandb project; empty: no wandb")

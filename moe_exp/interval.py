@@ -5,6 +5,7 @@ import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a 
 # isort: split
 import math
 import time
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from moe_exp.checkpoint.state import Progress, parameters_in_sync
 from moe_exp.config import Config
 from moe_exp.hosts import peak_resident_bytes
 from moe_exp.model import moe_layers
+from moe_exp.phases import PHASES, PhaseTimers
 from moe_exp.planner.flops import flops_per_iteration
 from moe_exp.runtime import Runtime
 
@@ -33,6 +35,10 @@ class Interval:
         self.layers = dict(moe_layers(list(model)))
         # lm loss summed over micro-batches; iterations with a loss that is not finite
         self.sums = torch.zeros(2, dtype=torch.float64, device=runtime.device)
+        self.timers = PhaseTimers(runtime.device) if config.log_timers else None
+        if self.timers is not None:
+            for layer in self.layers.values():
+                layer.set_timers(self.timers)
         self._restart()
 
     def _restart(self) -> None:
@@ -53,9 +59,11 @@ class Interval:
         self.num_skipped += skipped
         self.flops += flops_per_iteration(self.config, batch_size)
 
-    def pause(self, seconds: float) -> None:
-        """Leaves `seconds` out of the time per iteration (evaluation, checkpoints)."""
+    def pause(self, seconds: float, *, phase: str | None = None) -> None:
+        """Leaves `seconds` out of the time per iteration (evaluation, checkpoints); with timers counts them as `phase`."""
         self.start += seconds
+        if self.timers is not None and phase is not None:
+            self.timers.add(phase, seconds)
 
     def record(
         self, progress: Progress, *, learning_rate: float, grad_norm: float | None, num_zeros: float | None, loss_scale: float
@@ -63,7 +71,9 @@ class Interval:
         """The train record of metrics.jsonl, the same on every rank; starts the next interval. Called by every rank."""
         config = self.config
         lm_loss_sum, num_nan, norm_squared, *rest = self._reduced().tolist()
-        peaks, sums = rest[: config.world_size], rest[config.world_size :]
+        peaks, rest = rest[: config.world_size], rest[config.world_size :]
+        num_phases = 0 if self.timers is None else len(PHASES)
+        phases, sums = rest[:num_phases], rest[num_phases:]
         seconds = (time.monotonic() - self.start) / self.num_iterations
         num_shares = self.num_microbatches * config.data_parallel_size
         tokens_per_iteration = self.num_samples * config.seq_len / self.num_iterations
@@ -92,12 +102,13 @@ class Interval:
             "memory_allocated_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
             "peak_memory_bytes": round(max(peaks)),
             "experts": experts,
+            "timers": self._milliseconds(phases),
         }
         self._restart()
         return record
 
     def _reduced(self) -> Tensor:
-        """Sums over all ranks: lm loss, bad iterations, squared parameter norm; every rank's memory; per layer E counts and other sums."""
+        """Sums over all ranks: lm loss, bad iterations, squared parameter norm; memory by rank; phases; by layer E counts and others."""
         width = self._row_width() if self.config.use_moe else 0
         table = torch.zeros(self.config.num_layers, width, dtype=torch.float64, device=self.runtime.device)
         for index, layer in self.layers.items():
@@ -107,11 +118,17 @@ class Interval:
         # One place per rank, zero on all others: with the sum each rank has all of them, and no second collective is needed.
         peaks = torch.zeros(self.config.world_size, dtype=torch.float64, device=self.runtime.device)
         peaks[self.runtime.rank] = self._peak_bytes()
-        vector = torch.cat([self.sums, norm_squared.view(1), peaks, table.flatten()])
+        phases = self.sums.new_tensor([] if self.timers is None else list(self.timers.take().values()))
+        vector = torch.cat([self.sums, norm_squared.view(1), peaks, phases, table.flatten()])
         torch.distributed.all_reduce(vector)
         # Counted per data parallel rank, whose losses differ; never more than there were iterations.
         vector[1] = vector[1].clamp(max=self.num_iterations)
         return vector
+
+    def _milliseconds(self, phases: list[float]) -> dict[str, float] | None:
+        """Milliseconds per iteration of each phase, mean over the ranks; `phases`: seconds of the interval, summed over them."""
+        per_iteration = self.num_iterations * self.config.world_size / 1e3
+        return {phase: seconds / per_iteration for phase, seconds in zip(PHASES, phases, strict=True)} if phases else None
 
     def _peak_bytes(self) -> int:
         """Most memory that this rank has had."""
@@ -134,8 +151,8 @@ class Interval:
         return total
 
     def _row_width(self) -> int:
-        """Token counts, then dropped slots, entropy, load-balancing loss and z-loss, then the losses of AUX_LOSS_TYPE."""
-        return self.config.num_experts + 4 + len(self.config.balancing_losses)
+        """Token counts, then dropped slots, entropy, top-1 weight, load-balancing loss and z-loss, then the losses of AUX_LOSS_TYPE."""
+        return self.config.num_experts + 5 + len(self.config.balancing_losses)
 
     def _expert_records(
         self, sums: list[float], num_shares: int
@@ -146,20 +163,27 @@ class Interval:
             return None, None, {}, []
         width = self._row_width()
         rows = {layer: sums[layer * width : (layer + 1) * width] for layer, is_moe in enumerate(config.moe_layers) if is_moe}
-        columns = [sum(values) / (num_shares * len(rows)) for values in zip(*rows.values(), strict=True)]
-        balance, z, *losses = columns[config.num_experts + 2 :]
-        aux_losses = dict(zip(config.balancing_losses, losses, strict=True))
-        return balance, z, aux_losses, [_expert_record(layer, row, config) for layer, row in rows.items()]
+        experts = [_expert_record(layer, row, config, num_shares) for layer, row in rows.items()]
+        aux_losses = {kind: fmean(layer["aux_losses"][kind] for layer in experts) for kind in config.balancing_losses}
+        return fmean(layer["load_balancing_loss"] for layer in experts), fmean(layer["z_loss"] for layer in experts), aux_losses, experts
 
 
-def _expert_record(layer: int, row: list[float], config: Config) -> dict[str, Any]:
+def _expert_record(layer: int, row: list[float], config: Config, num_shares: int) -> dict[str, Any]:
+    """One layer's object in `experts`. `row`: its sums, see `_row_width`; `num_shares`: micro-batches of all data parallel ranks."""
     counts = row[: config.num_experts]
-    dropped, entropy = row[config.num_experts : config.num_experts + 2]
+    dropped, entropy, top1_weight, *losses = row[config.num_experts :]
+    balance, z, *aux_losses = (loss / num_shares for loss in losses)
     slots = sum(counts)
+    fair_share = slots / len(counts)
     return {
         "layer": layer + 1,
         "tokens_per_expert": [round(count) for count in counts],
-        "max_over_mean": max(counts) * len(counts) / slots,
+        "max_over_mean": max(counts) / fair_share,
+        "dead_fraction": sum(count < 0.01 * fair_share for count in counts) / len(counts),
         "dropped_fraction": dropped / slots,
         "router_entropy": entropy * config.topk / slots,
+        "top1_weight": top1_weight * config.topk / slots,
+        "load_balancing_loss": balance,
+        "z_loss": z,
+        "aux_losses": dict(zip(config.balancing_losses, aux_losses, strict=True)),
     }

@@ -14,17 +14,19 @@ from __future__ import annotations
 import json
 import logging
 import math
-import secrets
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from moe_exp.config import Config, ConfigError, problem
+from moe_exp.config import Config
 from moe_exp.files import write_atomically
+from moe_exp.mirrors import Mirror, axes_of, open_tensorboard, open_wandb
+from moe_exp.planner.flops import flops_per_iteration
 from moe_exp.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,8 @@ TRAIN_KEYS = {
     "iteration": "number of the iteration, from 1",
     "consumed_samples": "samples since the start of training",
     "consumed_tokens": "tokens since the start of training",
+    "consumed_flops": "model FLOPs since the start of training, of all ranks (planner.flops)",
+    "training_seconds": "wall time of the iterations since the start of training, over all starts, without evaluation and saves",
     "global_batch_size": "samples in this iteration",
     "lm_loss": "cross entropy, nats per token",
     "load_balancing_loss": "mean over MoE layers before its coefficient; 1.0: perfect balance; null: dense",
@@ -54,17 +58,34 @@ TRAIN_KEYS = {
     "nan_iterations": "iterations with a loss that is not a number since the previous record",
     "memory_allocated_bytes": "largest allocation of rank 0's device, or null on a CPU",
     "peak_memory_bytes": "of the rank that needed most since its start: allocated on its device, or on a CPU the process's resident size",
-    "experts": "one object per MoE layer: layer (from 1), tokens_per_expert, max_over_mean, dropped_fraction, router_entropy (nats)",
+    "timers": "milliseconds per iteration by phase (phases.PHASES), mean over ranks; null without LOG_TIMERS",
+    "experts": "one object per MoE layer, with the keys of EXPERT_KEYS",
+}
+EXPERT_KEYS = {
+    "layer": "number of the layer in the model, from 1",
+    "tokens_per_expert": "slots (tokens times TOPK) per expert before any drop",
+    "max_over_mean": "the busiest expert's slots over the mean",
+    "dead_fraction": "share of experts with under 1% of their fair share of slots",
+    "dropped_fraction": "share of slots over capacity",
+    "router_entropy": "of the scores of a token, nats, mean over tokens; ln(NUM_EXPERTS): undecided",
+    "top1_weight": "largest router weight of a token, mean over tokens, after normalization and scaling",
+    "load_balancing_loss": "before its coefficient; 1.0: perfect balance",
+    "z_loss": "router z-loss before its coefficient, also with coefficient 0: how large the logits are",
+    "aux_losses": "each loss of AUX_LOSS_TYPE before its coefficient, by its name",
 }
 VALID_KEYS = {
     "iteration": "iteration after which it was measured",
     "consumed_samples": "training samples until then",
     "consumed_tokens": "training tokens until then",
+    "consumed_flops": "training FLOPs until then",
+    "training_seconds": "training time until then, or null before the first train record",
     "lm_loss": "cross entropy on the validation data, nats per token",
     "lm_loss_ppl": "perplexity, exp(lm_loss), with lm_loss cut at 20 as in Megatron",
 }
 _PERFORMANCE = ("tokens_per_second", "tflops_per_gpu", "elapsed_time_per_iteration_ms", "memory_allocated_bytes", "peak_memory_bytes")
-_NOT_A_CURVE = ("kind", "iteration", "experts", "aux_losses", "eta_seconds")
+_ADDED = ("consumed_flops", "training_seconds")  # to a train record by Metrics itself
+_NOT_A_CURVE = ("kind", "iteration", "experts", "aux_losses", "timers", "eta_seconds")
+_NOT_A_NUMBER = ("layer", "tokens_per_expert", "aux_losses")  # of a layer
 
 
 class Metrics:
@@ -83,16 +104,23 @@ class Metrics:
     def __init__(self, config: Config, folder: RunFolder, start_iteration: int = 0):
         self._config = config
         self._path = folder.metrics
-        # wandb first: where it cannot start, nothing has been opened or removed yet.
-        self._mirrors: list[Any] = [*_open_wandb(config, folder), *_open_tensorboard(folder, start_iteration)]
+        # First: where wandb cannot start, nothing has been removed yet.
+        self._mirrors = open_wandb(config, folder)
         num_removed = drop_records_after(self._path, start_iteration)
+        records = read_metrics(self._path) if self._path.exists() else []
+        self._time = TrainingTime.of(records, start_iteration)
+        kept = [record for record in records if record.get("kind") in ("train", "valid")]
+        for record in kept:
+            self._mirror(record)
+        self._mirrors += open_tensorboard(config, folder, start_iteration, axes_of(kept[-1]) if kept else {})
         self.event("resume" if start_iteration else "start", start_iteration, num_removed_records=num_removed)
 
     def train(self, record: Mapping[str, Any]) -> None:
-        """Writes a train record, which has exactly the keys of TRAIN_KEYS; ValueError otherwise."""
-        if missing_or_unknown := set(record) ^ set(TRAIN_KEYS):
+        """Writes a train record: `record` has the keys of TRAIN_KEYS but consumed_flops and training_seconds; ValueError otherwise."""
+        if missing_or_unknown := set(record) ^ (set(TRAIN_KEYS) - set(_ADDED)):
             raise ValueError(f"train record: these keys are missing or unknown: {', '.join(sorted(missing_or_unknown))}")
-        full: Record = {"kind": "train", **record}
+        self._time.add(record)
+        full: Record = {"kind": "train", **record, **self._consumed(record["iteration"], record["consumed_samples"])}
         if not self._config.use_moe:
             full["load_balancing_loss"] = None
         if not self._config.use_moe or self._config.z_loss_coeff == 0:
@@ -100,13 +128,20 @@ class Metrics:
         self._write(full)
         logger.info("%s", console_line(full, self._config.train_iters, datetime.now()), extra=_BARE)
         logger.info("%s", progress_line(full), extra=_BARE)
+        if full["timers"]:
+            logger.info("%s", timers_line(full["timers"]), extra=_BARE)
         self._mirror(full)
 
     def valid(self, *, iteration: int, consumed_samples: int, consumed_tokens: int, lm_loss: float) -> None:
         """Writes a valid record; `lm_loss` in nats per token."""
         ppl = math.exp(min(lm_loss, 20.0))  # in this order NaN stays NaN
         record: Record = {"kind": "valid", "iteration": iteration, "consumed_samples": consumed_samples}
-        record |= {"consumed_tokens": consumed_tokens, "lm_loss": lm_loss, "lm_loss_ppl": ppl}
+        record |= {
+            "consumed_tokens": consumed_tokens,
+            **self._consumed(iteration, consumed_samples),
+            "lm_loss": lm_loss,
+            "lm_loss_ppl": ppl,
+        }
         self._write(record)
         for line in validation_lines(record):
             logger.info("%s", line, extra=_BARE)
@@ -119,8 +154,7 @@ class Metrics:
 
     def close(self, *, failed: bool = False) -> None:
         """Ends TensorBoard and wandb; `failed` is how wandb shows the run."""
-        for mirror in self._mirrors:
-            mirror.close(failed)
+        self._tell(lambda mirror: mirror.close(failed))
         self._mirrors = []
 
     def __enter__(self) -> Metrics:
@@ -129,15 +163,63 @@ class Metrics:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close(failed=error is not None)
 
+    def _consumed(self, iteration: int, consumed_samples: int) -> Record:
+        # FLOPs are proportional to samples, so that a ramped-up batch needs no sum over iterations.
+        return {"consumed_flops": flops_per_iteration(self._config, consumed_samples), "training_seconds": self._time.until(iteration)}
+
     def _write(self, record: Record) -> None:
         # Opened anew each time: closing is what makes a record visible to readers on other nodes of a network file system.
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(_json_value(record), allow_nan=False) + "\n")
 
     def _mirror(self, record: Record) -> None:
-        values = curves(record)
-        for mirror in self._mirrors:
-            mirror.write(values, record["iteration"])
+        values, axes = curves(record), axes_of(record)
+        self._tell(lambda mirror: mirror.write(values, axes))
+
+    def _tell(self, action: Callable[[Mirror], None]) -> None:
+        for mirror in list(self._mirrors):
+            try:
+                action(mirror)
+            except Exception as error:  # whatever it is: metrics.jsonl has the record, and training goes on
+                logger.warning("%s has failed and gets no more records: %s: %s", mirror.name, type(error).__name__, error)
+                self._mirrors.remove(mirror)
+
+
+@dataclass
+class TrainingTime:
+    """Wall time of training, summed over train records: iterations since the record before times their mean time.
+
+    Iterations that were lost with a run that died beyond its checkpoint count once, at the speed of those that replaced them.
+
+    Args:
+        iteration: of the last record.
+        seconds: until then.
+        per_iteration: seconds per iteration in the last record, None before the first one.
+    """
+
+    iteration: int
+    seconds: float = 0.0
+    per_iteration: float | None = None
+
+    @classmethod
+    def of(cls, records: Sequence[Record], start_iteration: int) -> TrainingTime:
+        """That of the train records of a metrics.jsonl, also of one from before records had `training_seconds`."""
+        # A run that went on from another run's checkpoint begins in the middle, and knows nothing of the time before.
+        time = cls(records[0].get("iteration", 0) if records else start_iteration)
+        for record in records:
+            if record.get("kind") == "train":
+                time.add(record)
+        return time
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Counts the iterations up to a train record."""
+        self.per_iteration = (record.get("elapsed_time_per_iteration_ms") or 0.0) / 1e3
+        self.seconds += (record["iteration"] - self.iteration) * self.per_iteration
+        self.iteration = record["iteration"]
+
+    def until(self, iteration: int) -> float | None:
+        """Seconds until `iteration`, after the last record at the speed of that record."""
+        return None if self.per_iteration is None else self.seconds + (iteration - self.iteration) * self.per_iteration
 
 
 def console_line(record: Mapping[str, Any], train_iters: int, now: datetime) -> str:
@@ -176,6 +258,15 @@ def progress_line(record: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
+def timers_line(timers: Mapping[str, float]) -> str:
+    """Milliseconds per iteration by phase; those in brackets are parts of the one before them."""
+    values = {phase: f"{phase.replace('_', '-')} {milliseconds:.1f}" for phase, milliseconds in timers.items()}
+    inside = ", ".join(values.pop(phase) for phase in ("all_to_all", "experts") if phase in values)
+    if inside:
+        values["forward_backward"] = f"{values['forward_backward']} ({inside})"
+    return f"ms per iteration: {', '.join(values.values())}"
+
+
 def validation_lines(record: Mapping[str, Any]) -> list[str]:
     """Megatron's validation line between its two rulers."""
     line = f" validation loss at iteration {record['iteration']} | lm loss value: {record['lm_loss']:.6E} | "
@@ -192,10 +283,10 @@ def curves(record: Mapping[str, Any]) -> dict[str, float]:
             values[f"{'perf' if key in _PERFORMANCE else record['kind']}/{key}"] = float(value)
     for name, value in (record.get("aux_losses") or {}).items():
         values[f"moe/{name}"] = float(value)
+    values |= {f"perf/{phase}_ms": float(value) for phase, value in (record.get("timers") or {}).items()}
     for layer in record.get("experts") or []:
-        for key in ("max_over_mean", "dropped_fraction", "router_entropy"):
-            if layer.get(key) is not None:
-                values[f"moe/layer_{layer['layer']:02d}/{key}"] = float(layer[key])
+        numbers = {key: layer.get(key) for key in EXPERT_KEYS if key not in _NOT_A_NUMBER} | (layer.get("aux_losses") or {})
+        values |= {f"moe/layer_{layer['layer']:02d}/{key}": float(value) for key, value in numbers.items() if value is not None}
     return values
 
 
@@ -240,83 +331,6 @@ def _json_value(value: Any) -> Any:
     if hasattr(value, "tolist"):  # numpy and torch
         return _json_value(value.tolist())
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-class _TensorBoard:
-    def __init__(self, writer: Any):
-        self._writer = writer
-
-    def write(self, values: Mapping[str, float], iteration: int) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, iteration)
-        self._writer.flush()
-
-    def close(self, failed: bool) -> None:
-        self._writer.close()
-
-
-def _open_tensorboard(folder: RunFolder, start_iteration: int) -> list[_TensorBoard]:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        logger.info("no TensorBoard files: the tensorboard package is not installed (pip install tensorboard)")
-        return []
-    writer: Any = SummaryWriter
-    return [_TensorBoard(writer(str(folder.tensorboard), purge_step=start_iteration + 1))]
-
-
-class _Wandb:
-    def __init__(self, run: Any):
-        self._run = run
-        # Our own axis: wandb's step never goes back, and would drop what a resumed run writes again.
-        run.define_metric("iteration")
-        run.define_metric("*", step_metric="iteration")
-
-    def write(self, values: Mapping[str, float], iteration: int) -> None:
-        self._run.log({**values, "iteration": iteration})
-
-    def close(self, failed: bool) -> None:
-        self._run.finish(exit_code=int(failed))
-
-
-def wandb_problems(config: Config) -> list[str]:
-    """Why wandb cannot run as the settings ask; an empty list if it can, or is not asked for."""
-    if not config.wandb_project or config.wandb_mode == "disabled":
-        return []
-    try:
-        from wandb import init  # noqa: F401 - a folder named wandb imports too, and has no init
-    except ImportError:
-        fix = "run `pip install moe-exp[wandb]`, or unset WANDB_PROJECT"
-        return [problem("wandb_project", config.wandb_project, "the wandb package is not installed", fix)]
-    return []
-
-
-def _open_wandb(config: Config, folder: RunFolder) -> list[_Wandb]:
-    if not config.wandb_project or config.wandb_mode == "disabled":
-        return []
-    if problems := wandb_problems(config):
-        raise ConfigError(problems)
-    import wandb
-
-    try:
-        run = wandb.init(
-            project=config.wandb_project, mode=config.wandb_mode, id=_wandb_id(folder), name=config.name,
-            group=config.moe_type if config.use_moe else "dense", config=config.model_dump(),
-            dir=str(folder.path), resume="allow" if config.wandb_mode == "online" else None,
-        )  # fmt: skip
-    except wandb.errors.Error as error:
-        fix = "run `wandb login`, or set WANDB_MODE=offline"
-        raise ConfigError([problem("wandb_mode", config.wandb_mode, f"wandb cannot start ({' '.join(str(error).split())})", fix)]) from None
-    return [_Wandb(run)]
-
-
-def _wandb_id(folder: RunFolder) -> str:
-    """The id of this run folder's wandb run: the same at every start, so that a resumed run goes on in one page."""
-    path = folder.wandb / "run_id"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, secrets.token_hex(4))
-    return path.read_text(encoding="utf-8").strip()
 
 
 # Marks lines that carry their own time or form, such as Megatron's.

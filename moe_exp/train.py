@@ -41,6 +41,7 @@ from moe_exp.interval import Interval
 from moe_exp.metrics import Metrics, setup_logging
 from moe_exp.model import DTYPES, build_model, use_te
 from moe_exp.optim import BatchSchedule, build_optimizer, build_scheduler
+from moe_exp.phases import PhaseTimers, timed
 from moe_exp.planner.params import startup_report
 from moe_exp.run_folder import RunFolder, hold_run_folder, open_run_folder
 from moe_exp.runtime import Runtime
@@ -216,9 +217,9 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
         must_stop = is_asked or _is_multiple(progress.iteration, config.exit_interval)
         is_last = must_stop or progress.iteration == config.train_iters
         if saver.is_pending and not is_writing:
-            interval.pause(finish_save(saver, metrics))
+            interval.pause(finish_save(saver, metrics), phase="checkpoint")
         if (is_last and config.save_at_end) or _is_multiple(progress.iteration, config.save_interval):
-            interval.pause(save(job, saver, progress, metrics, valid_loss, is_last=is_last))
+            interval.pause(save(job, saver, progress, metrics, valid_loss, is_last=is_last), phase="checkpoint")
         elif is_last:
             finish_save(saver, metrics)
         if must_stop and progress.iteration < config.train_iters:
@@ -233,9 +234,10 @@ def train_step(job: Job, progress: Progress, interval: Interval, *, count_zeros:
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
-    losses = forward_backward(job, job.train_stream, progress.consumed_samples, num_microbatches)
+    losses = forward_backward(job, job.train_stream, progress.consumed_samples, num_microbatches, timers=interval.timers)
     optimizer.config.log_num_zeros_in_grad = count_zeros
-    updated, grad_norm, num_zeros = optimizer.step()
+    with timed(interval.timers, "optimizer"):
+        updated, grad_norm, num_zeros = optimizer.step()
     progress.iteration += 1
     progress.consumed_samples += batch_size
     progress.skipped_iterations += not updated
@@ -245,19 +247,29 @@ def train_step(job: Job, progress: Progress, interval: Interval, *, count_zeros:
     return _number(grad_norm), _number(num_zeros)
 
 
-def forward_backward(job: Job, stream: Samples, first_sample: int, num_microbatches: int, *, forward_only: bool = False) -> list[Tensor]:
+def forward_backward(
+    job: Job,
+    stream: Samples,
+    first_sample: int,
+    num_microbatches: int,
+    *,
+    forward_only: bool = False,
+    timers: PhaseTimers | None = None,
+) -> list[Tensor]:
     """Runs Megatron's schedule over `num_microbatches`; the losses of the micro-batches on the last pipeline stage, else []."""
     config, model = job.config, job.trained.model
-    microbatches = [_microbatch(job, stream, first_sample, index) for index in range(num_microbatches)]
-    outputs = get_forward_backward_func()(
-        forward_step_func=partial(forward_step, cp_size=config.cp),
-        data_iterator=[iter(microbatches) for _ in model] if len(model) > 1 else iter(microbatches),
-        model=model if len(model) > 1 else model[0],
-        num_microbatches=num_microbatches,
-        seq_length=config.seq_len,
-        micro_batch_size=config.mbsz,
-        forward_only=forward_only,
-    )
+    with timed(timers, "data"):
+        microbatches = [_microbatch(job, stream, first_sample, index) for index in range(num_microbatches)]
+    with timed(timers, "forward_backward"):
+        outputs = get_forward_backward_func()(
+            forward_step_func=partial(forward_step, cp_size=config.cp),
+            data_iterator=[iter(microbatches) for _ in model] if len(model) > 1 else iter(microbatches),
+            model=model if len(model) > 1 else model[0],
+            num_microbatches=num_microbatches,
+            seq_length=config.seq_len,
+            micro_batch_size=config.mbsz,
+            forward_only=forward_only,
+        )
     return [output["lm_loss"] for output in outputs]
 
 

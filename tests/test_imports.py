@@ -40,12 +40,14 @@ ALLOWED: dict[str, set[str]] = {
     "inference": {*ENGINE, "checkpoint", "progress", "run_folder", "files", "layers", "optim", "data", "checks", "hosts", "faults"},
     "upcycle": {*ENGINE, "checkpoint", "layers", "machine_checks"},
     "hf": {*ENGINE, "checkpoint", "run_folder", "files", "progress"},
-    "metrics": {"config", "run_folder", "files"},
+    "mirrors": {"config", "run_folder", "files"},
+    "metrics": {"config", "run_folder", "files", "planner", "mirrors"},
     "faults": {"hosts"},
     "watch": {"config", "run_folder", "metrics", "faults"},
     "report": {"config", "run_folder", "metrics", "files"},
     "backends": {*ENGINE, "layers", "optim"},
-    "interval": {*ENGINE, "hosts", "checkpoint", "metrics", "planner", "optim", "layers", "faults"},
+    "interval": {*ENGINE, "hosts", "checkpoint", "metrics", "planner", "optim", "layers", "phases", "faults"},
+    "phases": set(),
     "doctor": {"hosts", "backends", "config", *CPU, "runtime", "layers", "optim"},
     "misspelt": {"config"},
     "sweep": {
@@ -96,7 +98,7 @@ HEAVY = {"torch", "megatron"}
 # Inside layers/: a file imports only files that stand above it in this list.
 LAYERS = [
     {"kernels", "gemm_packages"},
-    {"groups", "recompute", "kv_cache"},
+    {"groups", "recompute", "kv_cache", "phase_marks"},
     {"replay"},
     {"assignment", "losses", "capacity", "grouped_gemm", "collectives", "sharding", "activations", "expert_threads"},
     {"router", "attention", "norm", "row_order"},

@@ -7,8 +7,6 @@ import logging
 import math
 import re
 import socket
-import sys
-from collections import defaultdict
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -18,8 +16,9 @@ import numpy as np
 import pytest
 
 from moe_exp import metrics
-from moe_exp.config import Config, ConfigError
+from moe_exp.config import Config
 from moe_exp.metrics import Metrics, console_line, progress_line, read_metrics, setup_logging, validation_lines
+from moe_exp.planner.flops import flops_per_iteration
 from moe_exp.run_folder import RunFolder, open_run_folder
 
 EXAMPLE = (
@@ -32,10 +31,17 @@ NOW = datetime(2024, 10, 24, 21, 2, 27)
 
 
 def train_record(**changes: Any) -> dict[str, Any]:
+    """What the training loop hands to Metrics."""
     experts = [
-        {"layer": 1, "tokens_per_expert": [60, 68], "max_over_mean": 1.0625, "dropped_fraction": 0.0, "router_entropy": 0.69},
-        {"layer": 2, "tokens_per_expert": [128, 0], "max_over_mean": 2.0, "dropped_fraction": 0.0, "router_entropy": 0.5},
-    ]
+        {
+            "layer": 1, "tokens_per_expert": [60, 68], "max_over_mean": 1.0625, "dead_fraction": 0.0, "dropped_fraction": 0.0,
+            "router_entropy": 0.69, "top1_weight": 0.75, "load_balancing_loss": 1.1, "z_loss": 0.2, "aux_losses": {"seq_aux_loss": 1.25},
+        },
+        {
+            "layer": 2, "tokens_per_expert": [128, 0], "max_over_mean": 2.0, "dead_fraction": 0.5, "dropped_fraction": 0.0,
+            "router_entropy": 0.5, "top1_weight": 1.0, "load_balancing_loss": 2.0, "z_loss": 0.3, "aux_losses": {"seq_aux_loss": 1.15},
+        },
+    ]  # fmt: skip
     return {
         "iteration": 40, "consumed_samples": 2560, "consumed_tokens": 5242880, "global_batch_size": 64, "lm_loss": 10.81154,
         "load_balancing_loss": 1.315762, "z_loss": 0.25, "aux_losses": {"seq_aux_loss": 1.2}, "learning_rate": 2.4e-5,
@@ -43,7 +49,7 @@ def train_record(**changes: Any) -> dict[str, Any]:
         "elapsed_time_per_iteration_ms": 235.9, "tokens_per_second": 555600.4,
         "tflops_per_gpu": 82.4, "eta_seconds": 83.2, "skipped_iterations": 0, "nan_iterations": 0, "memory_allocated_bytes": None,
         "peak_memory_bytes": 401_000_000,
-        "experts": experts,
+        "experts": experts, "timers": None,
     } | changes  # fmt: skip
 
 
@@ -112,9 +118,13 @@ def test_records_on_disk_at_once_with_exactly_the_documented_keys(config: Config
     writer.event("checkpoint_saved", 40, path="iter_0000040")
     start, train, valid, event = read_metrics(folder.metrics)
     assert (start["kind"], start["event"], start["iteration"]) == ("event", "start", 0)
-    assert train == {"kind": "train", **train_record(), "z_loss": None}
+    consumed = {"consumed_flops": 40 * flops_per_iteration(config), "training_seconds": pytest.approx(40 * 0.2359)}
+    assert train == {"kind": "train", **train_record(), **consumed, "z_loss": None}
+    assert set(train) == {"kind", *metrics.TRAIN_KEYS}
+    assert all(set(layer) == set(metrics.EXPERT_KEYS) for layer in train["experts"])
     assert valid == {
-        "kind": "valid", "iteration": 40, "consumed_samples": 2560, "consumed_tokens": 5242880, "lm_loss": 2.0, "lm_loss_ppl": math.exp(2),
+        "kind": "valid", "iteration": 40, "consumed_samples": 2560, "consumed_tokens": 5242880, **consumed,
+        "lm_loss": 2.0, "lm_loss_ppl": math.exp(2),
     }  # fmt: skip
     assert set(valid) == {"kind", *metrics.VALID_KEYS}
     assert event["event"] == "checkpoint_saved" and event["path"] == "iter_0000040" and datetime.fromisoformat(event["time"]).tzinfo
@@ -122,9 +132,10 @@ def test_records_on_disk_at_once_with_exactly_the_documented_keys(config: Config
 
 
 def test_the_design_keys_are_all_there() -> None:
-    design = """iteration consumed_samples consumed_tokens global_batch_size lm_loss load_balancing_loss z_loss learning_rate grad_norm
-        num_zeros params_norm elapsed_time_per_iteration_ms tokens_per_second tflops_per_gpu eta_seconds skipped_iterations nan_iterations
-        memory_allocated_bytes peak_memory_bytes experts loss_scale aux_losses"""
+    design = """iteration consumed_samples consumed_tokens consumed_flops training_seconds global_batch_size lm_loss
+        load_balancing_loss z_loss learning_rate grad_norm num_zeros params_norm elapsed_time_per_iteration_ms tokens_per_second
+        tflops_per_gpu eta_seconds skipped_iterations nan_iterations memory_allocated_bytes peak_memory_bytes experts timers
+        loss_scale aux_losses"""
     assert set(metrics.TRAIN_KEYS) == set(design.split())
 
 
@@ -168,6 +179,35 @@ def test_a_resume_removes_later_records_and_a_broken_last_line(config: Config, f
     assert records[4]["lm_loss"] == 7.0
 
 
+def test_training_time_goes_on_from_the_last_kept_record(config: Config, folder: RunFolder) -> None:
+    def seconds() -> list[float | None]:
+        return [record["training_seconds"] for record in read_metrics(folder.metrics) if record["kind"] != "event"]
+
+    with Metrics(config, folder) as writer:
+        writer.valid(iteration=10, consumed_samples=1, consumed_tokens=1, lm_loss=1.0)
+        for iteration, milliseconds in ((20, 100.0), (40, 300.0), (60, 900.0)):
+            writer.train(train_record(iteration=iteration, elapsed_time_per_iteration_ms=milliseconds))
+        writer.valid(iteration=65, consumed_samples=1, consumed_tokens=1, lm_loss=1.0)
+    assert seconds() == [None, 2.0, 8.0, 26.0, pytest.approx(30.5)]
+    # From the checkpoint of iteration 50: 41 to 60 are counted once, at the new speed.
+    with Metrics(config, folder, start_iteration=50) as writer:
+        writer.train(train_record(iteration=60, elapsed_time_per_iteration_ms=50.0))
+    assert seconds() == [None, 2.0, 8.0, 9.0]
+
+
+def test_training_time_of_records_that_have_none_and_of_another_runs_checkpoint(config: Config, folder: RunFolder) -> None:
+    old = [{"kind": "train", "iteration": iteration, "elapsed_time_per_iteration_ms": 500} for iteration in (10, 20)]
+    folder.metrics.write_text('{"kind": "event", "iteration": 0}\n' + "".join(json.dumps(record) + "\n" for record in old))
+    with Metrics(config, folder, start_iteration=20) as writer:
+        writer.train(train_record(iteration=30, elapsed_time_per_iteration_ms=100.0))
+    assert read_metrics(folder.metrics)[-1]["training_seconds"] == 11.0
+    folder.metrics.unlink()
+    for start_iteration in (1000, 1010):
+        with Metrics(config, folder, start_iteration) as writer:
+            writer.train(train_record(iteration=start_iteration + 10, elapsed_time_per_iteration_ms=100.0))
+    assert read_metrics(folder.metrics)[-1]["training_seconds"] == 2.0
+
+
 def test_read_metrics_is_tolerant(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("")
@@ -180,107 +220,6 @@ def test_read_metrics_is_tolerant(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert read_metrics(path) == [{"iteration": 1}]
     with pytest.raises(FileNotFoundError):
         read_metrics(tmp_path / "none")
-
-
-def tensorboard_scalars(folder: RunFolder) -> dict[str, list[tuple[int, float]]]:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    events = accumulator.EventAccumulator(str(folder.tensorboard), size_guidance={"scalars": 0})
-    events.Reload()
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-
-
-def test_tensorboard_mirrors_and_a_resume_overwrites_the_lost_steps(config: Config, folder: RunFolder) -> None:
-    with Metrics(config, folder) as writer:
-        for iteration in (20, 40, 60):
-            writer.train(train_record(iteration=iteration, lm_loss=iteration / 10))
-        writer.valid(iteration=20, consumed_samples=1, consumed_tokens=1, lm_loss=0.5)
-    with Metrics(config, folder, start_iteration=40) as writer:
-        writer.train(train_record(iteration=60, lm_loss=9.0))
-    scalars = tensorboard_scalars(folder)
-    assert scalars["train/lm_loss"] == [(20, 2.0), (40, 4.0), (60, 9.0)]
-    assert scalars["valid/lm_loss"] == [(20, 0.5)]
-    assert [value for _, value in scalars["moe/seq_aux_loss"]] == pytest.approx([1.2] * 3)
-    assert scalars["moe/layer_02/max_over_mean"] == [(20, 2.0), (40, 2.0), (60, 2.0)]
-    assert {"train/load_balancing_loss", "train/grad_norm", "train/learning_rate", "perf/tokens_per_second", "perf/tflops_per_gpu"} <= set(
-        scalars
-    )
-    # Not measured, so no curve: z_loss (coefficient 0), memory (None). Not a curve at all: eta.
-    assert not {"train/z_loss", "perf/memory_allocated_bytes", "train/eta_seconds"} & set(scalars)
-
-
-def test_without_tensorboard_one_line_says_so(
-    config: Config, folder: RunFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with caplog.at_level(logging.INFO, logger="moe_exp"), Metrics(config, folder) as writer:
-        writer.train(train_record())
-    assert [record.message for record in caplog.records if "TensorBoard" in record.message] == [
-        "no TensorBoard files: the tensorboard package is not installed (pip install tensorboard)"
-    ]
-    assert len(read_metrics(folder.metrics)) == 2 and not folder.tensorboard.exists()
-
-
-def wandb_history(path: Path) -> Iterator[dict[str, Any]]:
-    """History rows of an offline run: after 7 bytes of header, blocks of 32 KiB with (crc, length, type) before each piece."""
-    from wandb.proto import wandb_internal_pb2
-
-    data, at, message = path.read_bytes(), 7, b""
-    while at + 7 <= len(data):
-        if 32768 - at % 32768 < 7:
-            at += 32768 - at % 32768
-        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
-        message += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # full, or the last piece
-            record, message = wandb_internal_pb2.Record.FromString(message), b""
-            if record.HasField("history"):
-                yield {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-
-
-def test_wandb_offline_mirrors_under_one_id(config: Config, folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb = pytest.importorskip("wandb")
-    secret = "0123456789abcdef" * 2 + "5ec4e700"
-    monkeypatch.setenv("WANDB_API_KEY", secret)
-    config = config.model_copy(update={"wandb_project": "p", "wandb_mode": "offline"})
-    rows: dict[str, dict[int, float]] = defaultdict(dict)
-    for start_iteration, lm_loss in ((0, 10.5), (20, 9.0)):
-        with Metrics(config, folder, start_iteration) as writer:
-            writer.train(train_record(iteration=start_iteration + 20, lm_loss=lm_loss))
-            writer.valid(iteration=start_iteration + 20, consumed_samples=1, consumed_tokens=1, lm_loss=lm_loss + 1)
-        # wandb's own process may still be writing when `finish` returns; and two starts within a second share a folder.
-        wandb.teardown()
-        files = list(folder.wandb.glob("offline-run-*/*.wandb"))
-        assert {file.name for file in files} == {f"run-{(folder.wandb / 'run_id').read_text()}.wandb"}
-        for row in (row for file in files for row in wandb_history(file)):
-            for key, value in row.items():
-                rows[key][row["iteration"]] = value
-    assert rows["train/lm_loss"] == {20: 10.5, 40: 9.0}
-    assert rows["valid/lm_loss"] == {20: 11.5, 40: 10.0}
-    assert rows["moe/layer_01/router_entropy"] == {20: 0.69, 40: 0.69}
-    assert all(secret.encode() not in path.read_bytes() for path in folder.path.rglob("*") if path.is_file())
-    assert b"num_experts" in files[0].read_bytes() and b"dmoe" in files[0].read_bytes()
-
-
-def test_wandb_missing_says_what_to_install(config: Config, folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    wanted = config.model_copy(update={"wandb_project": "p"})
-    with pytest.raises(ConfigError, match=r"^WANDB_PROJECT=p: .* Fix: run `pip install moe-exp\[wandb\]`, or unset WANDB_PROJECT\.$"):
-        Metrics(wanted, folder)
-    for off in (config, wanted.model_copy(update={"wandb_mode": "disabled"})):
-        assert metrics.wandb_problems(off) == []
-        Metrics(off, folder).close()
-
-
-def test_wandb_that_cannot_start_is_one_line(config: Config, folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb = pytest.importorskip("wandb")
-
-    def refuse(**_: object) -> None:
-        raise wandb.errors.UsageError("no key\nfound")
-
-    monkeypatch.setattr(wandb, "init", refuse)
-    wanted = config.model_copy(update={"wandb_project": "p"})
-    with pytest.raises(ConfigError, match=r"^WANDB_MODE=online: wandb cannot start \(no key found\)\. Fix: .*WANDB_MODE=offline\.$"):
-        Metrics(wanted, folder)
 
 
 def test_log_of_rank_0(folder: RunFolder, config: Config, clean_logging: None, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,6 +24,7 @@ from moe_exp.layers.dispatcher import AllToAllDispatcher, Dispatcher, LocalDispa
 from moe_exp.layers.experts import ACTIVATIONS, Experts
 from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.moe_layer import MoELayer, MoESettings, MoEStatistics
+from moe_exp.layers.phase_marks import PhaseTimers
 from moe_exp.layers.router import Router, RouterConfig
 from moe_exp.layers.sharding import ExpertPlace, shard_experts
 
@@ -199,6 +200,10 @@ class MegatronMoELayer(MegatronMoE):
     def statistics(self) -> MoEStatistics:
         """Sums over micro-batches, for the log."""
         return self._token_layer[0].statistics
+
+    def set_timers(self, timers: PhaseTimers) -> None:
+        """Has the phases of this layer counted."""
+        self._token_layer[0].timers = timers
 
     def set_layer_number(self, layer_number: int) -> None:
         self.layer_number = layer_number

@@ -22,6 +22,7 @@ from moe_exp.layers.losses import (
     sequence_balancing_loss_share,
     z_loss_share,
 )
+from moe_exp.layers.phase_marks import PhaseTimers, mark
 from moe_exp.layers.recompute import is_counted_forward
 from moe_exp.layers.router import Router, RoutingDecision, count_kept, tokens_in_group
 
@@ -72,8 +73,9 @@ class MoEStatistics:
 
     def __init__(self, num_experts: int, num_losses: int, device: torch.device):
         self.tokens_per_expert_E = torch.zeros(num_experts, dtype=torch.int64, device=device)
-        # dropped slots, entropy summed over tokens, load-balancing loss of micro-batches, z-loss, then the losses of the settings
-        self.sums = torch.zeros(4 + num_losses, dtype=torch.float64, device=device)
+        # dropped slots, entropy and largest router weight summed over tokens, load-balancing loss of micro-batches, z-loss, then the
+        # losses of the settings
+        self.sums = torch.zeros(5 + num_losses, dtype=torch.float64, device=device)
         self.num_microbatches = 0
 
     def to(self, device: torch.device) -> None:
@@ -101,6 +103,10 @@ class MoELayer(nn.Module):
         microbatch_group: ranks that hold the other tokens of a micro-batch (tensor and context parallel), or None.
         context_parallel_size: of `microbatch_group`, whose ranks then hold the sequence as Megatron splits it (see `_in_sequence`).
 
+    Attributes:
+        statistics: sums for the log, in training.
+        timers: told of the phases `all_to_all` (dispatch and combine) and `experts` in training, or None.
+
     Raises:
         ValueError: when the settings need what the router does not keep.
     """
@@ -124,6 +130,7 @@ class MoELayer(nn.Module):
         self.router, self.dispatcher, self.experts, self.settings, self.shared = router, dispatcher, experts, settings, shared
         self.microbatch_group, self.context_parallel_size = microbatch_group, context_parallel_size
         self.statistics = MoEStatistics(router.config.num_experts, len(settings.losses), router.weight.device)
+        self.timers: PhaseTimers | None = None
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """The statistics follow the layer to another device, and stay in their dtype."""
@@ -150,15 +157,23 @@ class MoELayer(nn.Module):
         loss = self.auxiliary_loss(decision, x.shape[:-1]) if is_wanted else None
         rows_per_expert = self._rows_per_expert(x_TD.size(0))
         if type(self.dispatcher) is LocalDispatcher and self.experts.runs_one_by_one(x_TD):
-            output = self._in_cache(self.dispatcher, x_TD, decision, rows_per_expert).view_as(x)
+            x_TD = self._mark(x_TD, begins="experts")
+            output = self._mark(self._in_cache(self.dispatcher, x_TD, decision, rows_per_expert).view_as(x), ends="experts")
             return (output if self.shared is None else output + self.shared(x)), loss
-        pending = self.dispatcher.start(x_TD, decision, rows_per_expert=rows_per_expert)
+        pending = self.dispatcher.start(self._mark(x_TD, begins="all_to_all"), decision, rows_per_expert=rows_per_expert)
         # While the tokens travel, and in backward while their gradients do.
         shared = None if self.shared is None else self.shared(x)
         dispatched = self.dispatcher.finish(pending)
-        output_TD = self.dispatcher.combine(self.experts(dispatched), dispatched.record)
+        if self.timers is not None:
+            dispatched = replace(dispatched, rows_RD=self._mark(dispatched.rows_RD, ends="all_to_all", begins="experts"))
+        rows_RD = self._mark(self.experts(dispatched), ends="experts", begins="all_to_all")
+        output_TD = self._mark(self.dispatcher.combine(rows_RD, dispatched.record), ends="all_to_all")
         output = output_TD.view_as(x)
         return (output if shared is None else output + shared), loss
+
+    def _mark(self, x: Tensor, *, ends: str | None = None, begins: str | None = None) -> Tensor:
+        """Tells the timers, in training, and returns `x`."""
+        return x if self.timers is None or not self.router.training else mark(x, self.timers, ends=ends, begins=begins)
 
     def _in_cache(self, dispatcher: LocalDispatcher, x_TD: Tensor, decision: RoutingDecision, rows_per_expert: int | None) -> Tensor:
         """Dispatch, experts and combine as one function, on a CPU with all experts on this rank."""
@@ -269,7 +284,9 @@ class MoELayer(nn.Module):
         statistics.tokens_per_expert_E += decision.tokens_per_expert_E
         entropy = -torch.xlogy(scores_TE, scores_TE).sum()
         dropped = entropy.new_zeros(()) if decision.kept_TK is None else decision.tokens_per_expert_E.sum() - decision.kept_TK.sum()
-        statistics.sums += torch.stack([dropped.to(entropy.dtype), entropy, *losses])
+        top1_T = decision.weights_TK.amax(dim=1)
+        top1 = (top1_T if decision.valid_T is None else top1_T * decision.valid_T).sum()
+        statistics.sums += torch.stack([dropped.to(entropy.dtype), entropy, top1, *losses])
         statistics.num_microbatches += 1
 
 

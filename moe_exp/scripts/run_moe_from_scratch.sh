@@ -17,7 +17,7 @@
 #   Parallel  TP PP VPP (a number or none) EP ETP CP
 #   Training  LR MIN_LR MBSZ GBSZ TRAIN_ITERS WARMUP_ITERS DECAY_ITERS RAMPUP_BATCH_SIZE SEED DTYPE (fp32, bf16, fp16)
 #   Data      TRAIN_DATA VALID_DATA TOKENIZER DATA_DIR
-#   Output    RUN_DIR RUN_NAME LOAD_DIR SAVE_INTERVAL EXIT_INTERVAL LOG_INTERVAL EVAL_INTERVAL EVAL_ITERS
+#   Output    RUN_DIR RUN_NAME LOAD_DIR SAVE_INTERVAL EXIT_INTERVAL LOG_INTERVAL LOG_TIMERS EVAL_INTERVAL EVAL_ITERS
 #             WANDB_PROJECT WANDB_MODE
 # All of them with their defaults: docs/settings.md, or `moe-exp train --help`. Relative paths start at the folder you are in.
 set -euo pipefail
