@@ -65,12 +65,12 @@ class Watched:
         """Median time between train records, of the last ones; None before the first."""
         return statistics.median(self.interval_seconds) if self.interval_seconds else None
 
-    def take(self, record: Mapping[str, Any]) -> None:
-        """Takes in the next record of the file, in the order of the file."""
+    def take(self, record: Mapping[str, Any]) -> bool:
+        """Takes in the next record of the file, in the order of the file; False if it is none."""
         iteration = record.get("iteration")
         if not isinstance(iteration, int):
             self.num_unreadable_lines += 1
-            return
+            return False
         self.iteration = iteration
         if record.get("kind") == "train":
             self._take_train(dict(record), iteration - self.since_iteration)
@@ -82,6 +82,7 @@ class Watched:
                 self.end, self.since_iteration, self.start_time = None, iteration, str(record.get("time", ""))
             elif record.get("event") == "end":
                 self.end = str(record.get("status", "ended"))
+        return True
 
     def _take_train(self, record: Record, num_iterations: int) -> None:
         self.num_train += 1
@@ -99,9 +100,11 @@ class Follower:
 
     Args:
         path: a run folder, or its metrics.jsonl. It need not exist yet.
+        also: called with every record that is taken in, and with all of them again where the file was written anew.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, also: Callable[[Record], None] | None = None):
+        self._also = also
         self.folder = RunFolder(path.parent if path.name == "metrics.jsonl" else path)
         self.watched = Watched()
         self.trouble: str | None = None  # why the file cannot be read, if it is there
@@ -165,7 +168,8 @@ class Follower:
         except orjson.JSONDecodeError:
             record = _lenient(line)
         if isinstance(record, dict):
-            self.watched.take(record)
+            if self.watched.take(record) and self._also:
+                self._also(record)
         elif line.strip():
             self.watched.num_unreadable_lines += 1
 

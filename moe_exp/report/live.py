@@ -306,4 +306,4 @@ def _bytes(train: Mapping[str, Any]) -> str:
 
 def _printable(text: str) -> str:
     """Without characters that steer a terminal: names come from folders and files that others wrote."""
-    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
+    return "".join(character if character.isprintable() else "?" for character in text)
