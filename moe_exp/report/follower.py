@@ -244,9 +244,13 @@ def dead_experts(tokens_per_expert: Sequence[float]) -> int:
 def layers_by_load(record: Mapping[str, Any]) -> list[WorstLayer]:
     """The MoE layers of a train record, the one with the busiest expert first."""
     found = []
-    for layer in record.get("experts") or []:
+    for layer in _list(record.get("experts")):
         if isinstance(layer, dict):
-            tokens = [count for count in map(number, layer.get("tokens_per_expert") or []) if count is not None]
+            tokens = [count for count in map(number, _list(layer.get("tokens_per_expert"))) if count is not None]
             values = (number(layer.get(key)) for key in ("dropped_fraction", "router_entropy"))
             found.append(WorstLayer(layer.get("layer", 0), number(layer.get("max_over_mean")), dead_experts(tokens), len(tokens), *values))
     return sorted(found, key=lambda layer: -(layer.max_over_mean or 0.0))
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

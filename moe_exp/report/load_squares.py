@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moe_exp.report.follower import number
+from moe_exp.report.follower import layers_by_load
 
 _MOST_COLUMNS = 48
 # The square of a value is the first whose limit it is below; white was not measured.
@@ -29,8 +29,8 @@ class LoadSquares:
 
     def take(self, record: Mapping[str, Any]) -> None:
         """Takes in the next record of metrics.jsonl; what is no train record of a MoE model is passed by."""
-        layers = record.get("experts") if record.get("kind") == "train" else None
-        if not isinstance(layers, list) or not layers:
+        layers = layers_by_load(record) if record.get("kind") == "train" else []
+        if not layers:
             return
         if self._ends and record["iteration"] <= self._ends[-1]:
             self._clear()  # the file was written anew
@@ -41,9 +41,8 @@ class LoadSquares:
         self._ends[-1] = record["iteration"]
         self._records_in_last += 1
         for layer in layers:
-            value = number(layer.get("max_over_mean"))
-            if value is not None:
-                self._columns[-1][layer["layer"]] = max(value, self._columns[-1].get(layer["layer"], 0.0))
+            if layer.max_over_mean is not None:
+                self._columns[-1][layer.layer] = max(layer.max_over_mean, self._columns[-1].get(layer.layer, 0.0))
         if len(self._columns) == 2 * _MOST_COLUMNS and self._records_in_last == self._records_per_column:
             self._halve()
 

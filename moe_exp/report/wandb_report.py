@@ -254,7 +254,7 @@ def _grid(wr: Any, runs: Sequence[MirroredRun], panels: Sequence[Any], *, column
         ids = [run.wandb_id for run in runs if run.is_moe == is_moe]
         colors |= {one: _COLORS[is_moe][index % len(_COLORS[is_moe])] for index, one in enumerate(ids)}
         if ids:
-            sets.append(wr.Runset(name=name, filters=[expr.Metric("ID").isin(ids)]))
+            sets.append(wr.Runset(name=name, filters=expr.And(expr.Metric("ID").isin(ids))))
     return wr.PanelGrid(runsets=sets, panels=list(panels), custom_run_colors=colors)
 
 
