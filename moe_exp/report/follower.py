@@ -106,15 +106,12 @@ class Follower:
     def __init__(self, path: Path, also: Callable[[Record], None] | None = None):
         self._also = also
         self.folder = RunFolder(path.parent if path.name == "metrics.jsonl" else path)
+        self.name = self.folder.path.resolve().name
         self.watched = Watched()
         self.trouble: str | None = None  # why the file cannot be read, if it is there
         self._offset, self._tail = 0, b""
         self._modified: float | None = None
         self._read: dict[Path, tuple[int, dict[str, Any]]] = {}
-
-    @property
-    def name(self) -> str:
-        return self.folder.path.resolve().name
 
     @property
     def exists(self) -> bool:

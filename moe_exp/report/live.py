@@ -16,6 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from moe_exp.config import ConfigError, problem
 from moe_exp.report.follower import Follower, WorstLayer, layers_by_load, number
 from moe_exp.report.sparkline import plot, sparkline
 
@@ -40,12 +41,12 @@ def watch(paths: Sequence[Path], *, console: Console, once: bool = False, second
         seconds: between two looks at the files.
 
     Raises:
-        ValueError: `seconds` is not positive, or a path is no run: all of them in one message, a line each.
+        ConfigError: `seconds` is not positive, or a path is no run; a line for each.
     """
     once = once or not console.is_terminal or console.is_dumb_terminal
     if problems := [*_second_problems(seconds), *(line for path in paths for line in _path_problems(path, may_wait=not once))]:
-        raise ValueError("\n".join(problems))
-    followers = list({follower.folder.path.resolve(): follower for follower in map(Follower, paths)}.values())
+        raise ConfigError(problems)
+    followers = _followers(paths)
     if once:
         console.print(_look(followers, console))
         return
@@ -57,26 +58,33 @@ def watch(paths: Sequence[Path], *, console: Console, once: bool = False, second
             time.sleep(seconds)
 
 
+def _followers(paths: Sequence[Path]) -> list[Follower]:
+    followers = list({follower.folder.path.resolve(): follower for follower in map(Follower, paths)}.values())
+    names = [follower.name for follower in followers]
+    for follower in followers:
+        if names.count(follower.name) > 1:
+            follower.name = f"{follower.folder.path.resolve().parent.name}/{follower.name}"
+    return followers
+
+
 def _second_problems(seconds: float) -> list[str]:
     if math.isfinite(seconds) and seconds > 0:
         return []
-    return [f"SECONDS={seconds}: must be a positive number. Fix: give the time between two looks, such as 2."]
+    return [problem("seconds", seconds, "must be a positive number", "give the time between two looks, such as 2")]
 
 
 def _path_problems(path: Path, *, may_wait: bool) -> Iterator[str]:
-    def problem(rule: str, fix: str) -> str:
-        return f"RUN={path}: {rule}. Fix: {fix}."
-
     if path.is_dir():
         inside = sorted(path.iterdir())
         if not any(entry.name in _OF_A_RUN for entry in inside) and (inside or not may_wait):
             runs = [str(entry) for entry in inside if (entry / "metrics.jsonl").exists()]
-            yield problem("is no run folder: it has no metrics.jsonl", f"give a run folder, such as {runs[0] if runs else 'runs/NAME'}")
+            fix = f"give a run folder, such as {runs[0] if runs else 'runs/NAME'}"
+            yield problem("run", path, "is no run folder: it has no metrics.jsonl", fix)
     elif path.exists():
         if path.name != "metrics.jsonl":
-            yield problem("is a file, not a run folder", "give the run folder, or its metrics.jsonl")
+            yield problem("run", path, "is a file, not a run folder", "give the run folder, or its metrics.jsonl")
     elif not may_wait:
-        yield problem("does not exist", "give a run folder; on a terminal, --watch without --once waits for it")
+        yield problem("run", path, "does not exist", "give a run folder; on a terminal, --watch without --once waits for it")
 
 
 def _look(followers: Sequence[Follower], console: Console) -> RenderableType:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moe_exp.config import ConfigError, problem
 from moe_exp.report.follower import Follower, number
 from moe_exp.report.load_squares import LoadSquares
 from moe_exp.run_folder import RunFolder
@@ -81,7 +82,7 @@ def wandb_report(paths: Sequence[Path], *, project: str, entity: str | None = No
         title: at most 128 characters.
 
     Raises:
-        ValueError: a path is no run that wandb has, a package or the key is missing, or wandb refuses the report.
+        ConfigError: a path is no run that wandb has, a package or the key is missing, or wandb refuses the report.
     """
     runs = mirrored_runs(paths, project=project)
     _report_api()
@@ -91,7 +92,7 @@ def wandb_report(paths: Sequence[Path], *, project: str, entity: str | None = No
     with _told(project):
         owner = entity or wandb.Api().default_entity
     if not owner:
-        raise ValueError("ENTITY=: the key belongs to no user or team. Fix: give --entity.")
+        raise ConfigError([problem("entity", "", "the key belongs to no user or team", "give --entity")])
     report = build_report(runs, project=project, entity=owner, title=title)
     with _told(project):
         return str(report.save().url)
@@ -103,21 +104,21 @@ def _told(project: str) -> Iterator[None]:
         yield
     except Exception as error:  # what wandb raises for a server that refuses or does not answer has no class in common
         reason, fix = " ".join(str(error).split()), "see whether the key may write there and the server is the right one (WANDB_BASE_URL)"
-        raise ValueError(f"PROJECT={project}: wandb did not take the report ({reason}). Fix: {fix}.") from error
+        raise ConfigError([problem("project", project, f"wandb did not take the report ({reason})", fix)]) from error
 
 
 def mirrored_runs(paths: Sequence[Path], *, project: str) -> list[MirroredRun]:
     """The runs with what a report needs of them; reads each metrics.jsonl once.
 
     Raises:
-        ValueError: a path is no run folder, or wandb does not have the run in `project`; a line for each.
+        ConfigError: a path is no run folder, or wandb does not have the run in `project`; a line for each.
     """
     folders = [RunFolder(path.parent if path.name == "metrics.jsonl" else path) for path in paths]
     problems = [line for folder in folders for line in _problems(folder, project)]
     if not folders:
-        problems.append("RUN=: at least one is needed. Fix: give run folders.")
+        problems.append(problem("run", "", "at least one is needed", "give run folders"))
     if problems:
-        raise ValueError("\n".join(problems))
+        raise ConfigError(problems)
     found = {folder.path.resolve(): folder for folder in folders}.values()
     return [_read(folder) for folder in found]
 
@@ -126,19 +127,20 @@ def _problems(folder: RunFolder, project: str) -> list[str]:
     """Why a report cannot show a run, at most one line: the first reason is that of the others."""
     path = shlex.quote(str(folder.path))
     if not folder.metrics.exists():
-        return [f"RUN={folder.path}: is no run folder: it has no metrics.jsonl. Fix: give a run folder, such as runs/NAME."]
+        return [problem("run", folder.path, "is no run folder: it has no metrics.jsonl", "give a run folder, such as runs/NAME")]
     if not _wandb_id(folder):
         rule = "has no wandb run: WANDB_PROJECT was not set"
         fix = f"set WANDB_PROJECT={project} for the next run (WANDB_MODE=offline needs no network), or use `moe-exp report`"
-        return [f"RUN={folder.path}: {rule}. Fix: {fix}."]
+        return [problem("run", folder.path, rule, fix)]
     was_in = str(Follower(folder.path).settings().get("wandb_project") or project)
     unsent = [run for run in sorted(folder.wandb.glob("offline-run-*")) if not any(run.glob("*.wandb.synced"))]
     if unsent:
         rule = f"wandb has not got all of it: {len(unsent)} of its starts {'was' if len(unsent) == 1 else 'were'} offline"
-        return [f"RUN={folder.path}: {rule}. Fix: wandb sync -p {shlex.quote(project)} {path}/wandb/offline-run-*."]
+        return [problem("run", folder.path, rule, f"wandb sync -p {shlex.quote(project)} {path}/wandb/offline-run-*")]
     was_online = any(folder.wandb.glob("run-*"))
     if was_online and was_in != project:
-        return [f"RUN={folder.path}: is in the wandb project {was_in}, not in {project}. Fix: give --project {shlex.quote(was_in)}."]
+        rule = f"is in the wandb project {was_in}, not in {project}"
+        return [problem("run", folder.path, rule, f"give --project {shlex.quote(was_in)}")]
     return []
 
 
@@ -168,7 +170,8 @@ def _report_api() -> Any:
             import wandb_workspaces.reports.v2 as api
     except ImportError as error:
         package = "wandb" if (error.name or "").partition(".")[0] == "wandb" else "wandb-workspaces"
-        raise ValueError(f"PACKAGE={package}: is not installed. Fix: pip install 'moe-exp[wandb]', or pip install {package}.") from None
+        fix = f"pip install 'moe-exp[wandb]', or pip install {package}"
+        raise ConfigError([problem("package", package, "is not installed", fix)]) from None
     return api
 
 
@@ -176,7 +179,7 @@ def _need_key() -> None:
     import wandb
 
     if not wandb.login(prompt=False, verify=False):
-        raise ValueError("WANDB_API_KEY=: wandb has no key. Fix: run `wandb login`, or set WANDB_API_KEY.")
+        raise ConfigError([problem("wandb_api_key", "", "wandb has no key", "run `wandb login`, or set WANDB_API_KEY")])
 
 
 def build_report(runs: Sequence[MirroredRun], *, project: str, entity: str, title: str = "Dense against MoE") -> Any:
@@ -192,10 +195,10 @@ def build_report(runs: Sequence[MirroredRun], *, project: str, entity: str, titl
         wandb_workspaces.reports.v2.Report
 
     Raises:
-        ValueError: the package is missing, or the title is too long.
+        ConfigError: the package is missing, or the title is too long.
     """
     if len(title) > _LONGEST_TITLE:
-        raise ValueError(f"TITLE={title[:20]}...: has {len(title)} characters. Fix: give at most {_LONGEST_TITLE}.")
+        raise ConfigError([problem("title", f"{title[:20]}...", f"has {len(title)} characters", f"give at most {_LONGEST_TITLE}")])
     wr = _report_api()
     loss = [_loss_panel(wr, *which) for which in _loss_panels()]
     speed = [_line(wr, text, "train/consumed_tokens", name, "tokens") for name, text in _SPEED]

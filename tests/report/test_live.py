@@ -124,6 +124,11 @@ def test_several_runs_are_rows_of_as_many_columns_as_there_is_room_for(tmp_path:
     assert "".join(line.split()[0] for line in narrow.splitlines() if line.strip()).count("moe_true_num_ex") == 1
 
 
+def test_runs_of_one_name_get_the_folder_they_are_in(tmp_path: Path) -> None:
+    text = picture(*(make_run(tmp_path / place / "run", START) for place in ("monday", "tuesday")))
+    assert "monday/run" in text and "tuesday/run" in text
+
+
 def test_names_are_text(tmp_path: Path) -> None:
     name = "<script>[red]\x1b[31mx\n"
     text = picture(make_run(tmp_path / name, START | {"event": "[bold]\x1b[2J"}, train(1)))
