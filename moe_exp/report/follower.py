@@ -245,7 +245,9 @@ def layers_by_load(record: Mapping[str, Any]) -> list[WorstLayer]:
         if isinstance(layer, dict):
             tokens = [count for count in map(number, _list(layer.get("tokens_per_expert"))) if count is not None]
             values = (number(layer.get(key)) for key in ("dropped_fraction", "router_entropy"))
-            found.append(WorstLayer(layer.get("layer", 0), number(layer.get("max_over_mean")), dead_experts(tokens), len(tokens), *values))
+            index = layer.get("layer")
+            index = index if isinstance(index, int) else 0
+            found.append(WorstLayer(index, number(layer.get("max_over_mean")), dead_experts(tokens), len(tokens), *values))
     return sorted(found, key=lambda layer: -(layer.max_over_mean or 0.0))
 
 

@@ -23,6 +23,7 @@ from moe_exp.report.sparkline import plot, sparkline
 _PLOT_RECORDS = 500
 _PLOT_LINES, _EVENTS, _LAYERS = 8, 3, 3
 _OTHER_LINES = 19  # of the picture of one run without its plot
+_LONGEST_ETA_SECONDS = 1e10  # three centuries: not the time left, but a stall
 _BETWEEN = 3  # characters between two columns
 _NOTHING = "-"
 _OF_A_RUN = ("metrics.jsonl", "config.yaml", "provenance.json", ".lock", "train.log", "checkpoints")
@@ -176,7 +177,7 @@ def _progress(follower: Follower) -> RenderableType:
 
 def _eta(follower: Follower) -> str:
     eta_seconds = number(follower.watched.train.get("eta_seconds"))
-    if eta_seconds is None or follower.status():
+    if eta_seconds is None or eta_seconds > _LONGEST_ETA_SECONDS or follower.status():
         return _NOTHING
     # Counted down from when it was written; a run that is late does not come nearer to its end by that.
     passed = 0.0 if follower.is_late() else follower.age_seconds() or 0.0

@@ -155,6 +155,9 @@ def _read(folder: RunFolder) -> MirroredRun:
     squares = LoadSquares()
     follower = Follower(folder.path, also=squares.take)
     follower.look()
+    if follower.trouble:
+        rule = f"its metrics.jsonl cannot be read ({follower.trouble})"
+        raise ConfigError([problem("run", folder.path, rule, "change its permissions, or look at the disk")])
     settings = follower.settings()
     # Without settings, that the records have experts tells.
     is_moe = settings.get("use_moe", bool(follower.watched.train.get("experts")))

@@ -86,6 +86,13 @@ def test_picture_of_one_run(tmp_path: Path) -> None:
     assert len(plotted) == 8 and plotted[0].startswith("     7.9 ⠱") and plotted[-1].startswith("       6 ")
 
 
+def test_it_fits_a_terminal_of_24_lines(tmp_path: Path) -> None:
+    records = [START, *(train(iteration, 8.0 - iteration / 10) for iteration in range(1, 21)), valid(20, 3.5), START, START]
+    file = io.StringIO()
+    watch([make_run(tmp_path / "a", *records)], console=Console(file=file, width=80, height=24))
+    assert len(file.getvalue().splitlines()) <= 23
+
+
 def test_dense_run_with_gaps(tmp_path: Path) -> None:
     records = [train(iteration, None if iteration in (2, 3) else 5.0, experts=[]) for iteration in range(1, 5)]
     text = picture(make_run(tmp_path / "a", START, *records, use_moe=False))
@@ -104,6 +111,9 @@ def test_a_run_without_records_or_settings(tmp_path: Path) -> None:
         text_of({"kind": "train", "iteration": 1}, {"kind": "train", "iteration": 2, "experts": 7})
     )
     assert "not a number" in picture(tmp_path / "a")
+    odd = {"kind": "train", "iteration": 3, "eta_seconds": 1e99, "experts": [{"layer": "x", "tokens_per_expert": 1}, None]}
+    (tmp_path / "a" / "metrics.jsonl").write_text(text_of(odd))
+    assert "eta -" in picture(tmp_path / "a") and "0 of 0" in picture(tmp_path / "a")
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "config.yaml").write_text("train_iters: [")
     assert "waiting for" in picture(tmp_path / "b")
