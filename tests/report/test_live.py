@@ -194,6 +194,14 @@ def test_what_was_read_is_not_read_again(tmp_path: Path) -> None:
     assert follower.watched.num_train == 50 and follower.watched.num_unreadable_lines == 0
 
 
+def test_other_records_of_the_same_length_are_noticed(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", START, *(train(iteration, 4.0) for iteration in range(10, 20)))
+    follower = fresh(run)
+    (run / "metrics.jsonl").write_text(text_of(START, *(train(iteration, 5.0) for iteration in range(10, 30))))
+    follower.look()
+    assert {loss for _, loss in follower.watched.losses} == {5.0} and follower.watched.num_train == 20
+
+
 def test_a_file_that_comes_and_goes(tmp_path: Path) -> None:
     follower = fresh(tmp_path / "a")
     assert not follower.exists and follower.status() is None
