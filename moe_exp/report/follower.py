@@ -26,7 +26,7 @@ LAST_RECORDS = 2000  # train records whose losses are kept for the picture
 _LAST_EVENTS = 20
 _INTERVALS = 50  # of which the usual one is the median
 _CHUNK_BYTES = 1 << 22
-_TAIL_BYTES = 256
+_TAIL_BYTES = 8192  # a whole record of a small model: its end alone, the experts, may be that of another one
 _DEAD_SHARE = 0.01  # of the mean; see `dead_experts`
 # The floor is for small runs: an evaluation or a checkpoint takes longer than ten of their iterations.
 _LATE_FACTOR, _NEVER_LATE_SECONDS = 10.0, 10.0
