@@ -110,7 +110,18 @@ LAYERS = [
 ]
 MEGATRON_SIDE = {"spec", "megatron_parts", "attention_parts", "sharding"}
 TORCH_IN_DATA = {"dataset", "megatron_dataset", "prefetch"}
-OPTIONAL = ["transformer_engine", "apex", "triton", "wandb", "megablocks", "grouped_gemm", "flash_attn", "deep_ep", "bitsandbytes"]
+OPTIONAL = [
+    "transformer_engine",
+    "apex",
+    "triton",
+    "wandb",
+    "wandb_workspaces",
+    "megablocks",
+    "grouped_gemm",
+    "flash_attn",
+    "deep_ep",
+    "bitsandbytes",
+]
 # Of the extras [data] and [fast], imported by the commands that need them.
 DATA_PACKAGES = ["datatrove", "pyarrow", "zstandard", "huggingface_hub", "sentencepiece", "gigatoken", "ray"]
 

@@ -1,0 +1,255 @@
+"""Follows the metrics.jsonl of a run that may still be written, may not exist yet, or may be cut back by a resume.
+
+Only what is new is read: a look at a file of 100,000 lines costs what was appended since the look before.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+import yaml
+
+from moe_exp.metrics import Record
+from moe_exp.run_folder import RunFolder
+
+LAST_RECORDS = 2000  # train records whose losses are kept for the picture
+_LAST_EVENTS = 20
+_INTERVALS = 50  # of which the usual one is the median
+_CHUNK_BYTES = 1 << 22
+_TAIL_BYTES = 8192  # a whole record of a small model: its end alone, the experts, may be that of another one
+_DEAD_SHARE = 0.01  # of the mean; see `dead_experts`
+# The floor is for small runs: an evaluation or a checkpoint takes longer than ten of their iterations.
+_LATE_FACTOR, _NEVER_LATE_SECONDS = 10.0, 10.0
+
+
+class WorstLayer(NamedTuple):
+    """One MoE layer in a train record: `layer` from 1, `dropped` a fraction; None was not measured."""
+
+    layer: int
+    max_over_mean: float | None
+    num_dead: int
+    num_experts: int
+    dropped: float | None
+    entropy: float | None
+
+
+@dataclass
+class Watched:
+    """What a look at a run shows. Losses are in nats per token; None is a loss that is not a number."""
+
+    num_train: int = 0
+    losses: deque[tuple[int, float | None]] = field(default_factory=lambda: deque(maxlen=LAST_RECORDS))  # (iteration, loss)
+    interval_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_INTERVALS))
+    events: deque[Record] = field(default_factory=lambda: deque(maxlen=_LAST_EVENTS))
+    train: Record = field(default_factory=dict)  # the latest train record
+    valid: Record = field(default_factory=dict)  # the latest valid record
+    iteration: int = 0
+    since_iteration: int = 0  # of the latest train record, or of the start after it
+    num_unreadable_lines: int = 0
+    num_not_finite: int = 0
+    start_time: str = ""  # of the latest start or resume, ISO 8601
+    end: str | None = None  # status of the `end` event after it
+
+    @property
+    def usual_interval_seconds(self) -> float | None:
+        """Median time between train records, of the last ones; None before the first."""
+        return statistics.median(self.interval_seconds) if self.interval_seconds else None
+
+    def take(self, record: Mapping[str, Any]) -> bool:
+        """Takes in the next record of the file, in the order of the file; False if it is none."""
+        iteration = record.get("iteration")
+        if not isinstance(iteration, int):
+            self.num_unreadable_lines += 1
+            return False
+        self.iteration = iteration
+        if record.get("kind") == "train":
+            self._take_train(dict(record), iteration - self.since_iteration)
+        elif record.get("kind") == "valid":
+            self.valid = dict(record)
+        elif record.get("kind") == "event":
+            self.events.append(dict(record))
+            if record.get("event") in ("start", "resume"):
+                self.end, self.since_iteration, self.start_time = None, iteration, str(record.get("time", ""))
+            elif record.get("event") == "end":
+                self.end = str(record.get("status", "ended"))
+        return True
+
+    def _take_train(self, record: Record, num_iterations: int) -> None:
+        self.num_train += 1
+        self.train, self.since_iteration = record, record["iteration"]
+        loss = number(record.get("lm_loss"))
+        self.num_not_finite += loss is None
+        self.losses.append((record["iteration"], loss))
+        milliseconds = number(record.get("elapsed_time_per_iteration_ms"))
+        if milliseconds is not None:
+            self.interval_seconds.append(milliseconds / 1000 * max(1, num_iterations))
+
+
+class Follower:
+    """One run that is watched.
+
+    Args:
+        path: a run folder, or its metrics.jsonl. It need not exist yet.
+        also: called with every record that is taken in, and with all of them again where the file was written anew.
+    """
+
+    def __init__(self, path: Path, also: Callable[[Record], None] | None = None):
+        self._also = also
+        self.folder = RunFolder(path.parent if path.name == "metrics.jsonl" else path)
+        self.name = self.folder.path.resolve().name
+        self.watched = Watched()
+        self.trouble: str | None = None  # why the file cannot be read, if it is there
+        self._offset, self._tail = 0, b""
+        self._modified: float | None = None
+        self._read: dict[Path, tuple[int, dict[str, Any]]] = {}
+
+    @property
+    def exists(self) -> bool:
+        """Whether there was a metrics.jsonl at the last look."""
+        return self._modified is not None
+
+    def look(self) -> None:
+        """Reads what was written since the last look. An error of the disk ends up in `trouble`: the next look may do better."""
+        self.trouble = None
+        try:
+            with self.folder.metrics.open("rb") as file:
+                self._find_place(file)
+                self._read_on(file)
+                self._modified = self.folder.metrics.stat().st_mtime
+        except (FileNotFoundError, NotADirectoryError):
+            self._modified = None
+            self._start_over()
+        except OSError as error:
+            self.trouble = error.strerror or str(error)
+
+    def _find_place(self, file: Any) -> None:
+        """Goes to where the last look ended, or to the start if the file is another one by now: a resume writes it anew.
+
+        The bytes before that place tell, not the size or the inode: a file that was cut back may have grown beyond it since.
+        """
+        file.seek(self._offset - len(self._tail))
+        if file.read(len(self._tail)) != self._tail:
+            self._start_over()
+        file.seek(self._offset)
+
+    def _start_over(self) -> None:
+        self.watched, self._offset, self._tail = Watched(), 0, b""
+
+    def _read_on(self, file: Any) -> None:
+        while chunk := file.read(_CHUNK_BYTES):
+            whole = chunk[: chunk.rfind(b"\n") + 1]
+            if not whole:  # the rest is a line that is being written, or longer than a chunk
+                line = chunk + file.readline()
+                if not line.endswith(b"\n"):
+                    return
+                whole = line
+            for line in whole.splitlines():
+                self._take_line(line)
+            self._offset += len(whole)
+            self._tail = (self._tail + whole)[-_TAIL_BYTES:]
+            file.seek(self._offset)
+
+    def _take_line(self, line: bytes) -> None:
+        try:
+            record = orjson.loads(line)
+        except orjson.JSONDecodeError:
+            record = _lenient(line)
+        if isinstance(record, dict):
+            if self.watched.take(record) and self._also:
+                self._also(record)
+        elif line.strip():
+            self.watched.num_unreadable_lines += 1
+
+    def settings(self) -> dict[str, Any]:
+        """config.yaml of the run, read again where it changed; empty if there is none that can be read."""
+        return self._content(self.folder.config, yaml.safe_load)
+
+    def _content(self, path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
+        try:
+            changed = path.stat().st_mtime_ns
+            if path not in self._read or self._read[path][0] != changed:
+                found = parse(path.read_text(encoding="utf-8"))
+                self._read[path] = (changed, found if isinstance(found, dict) else {})
+        except (OSError, ValueError, yaml.YAMLError):
+            return {}
+        return self._read[path][1]
+
+    def age_seconds(self) -> float | None:
+        """Since the file was written last; None without a file. Never negative, though clocks of hosts differ."""
+        return None if self._modified is None else max(0.0, time.time() - self._modified)
+
+    def status(self) -> str | None:
+        """How the run ended: finished, stopped or failed; None while it may go on.
+
+        A process that was killed wrote no `end`: then the summary tells, which its launcher writes after the last record.
+        """
+        if self._modified is None or self._is_starting():
+            return None
+        if self.watched.end:
+            return self.watched.end
+        try:
+            is_of_this_start = self.folder.summary.stat().st_mtime >= self._modified
+        except OSError:
+            return None
+        status = self._content(self.folder.summary, json.loads).get("status")
+        return str(status) if status and is_of_this_start else None
+
+    def _is_starting(self) -> bool:
+        """Whether the latest start has not come as far as its first record, so that an end in the file is that of the start before."""
+        try:
+            starts = self._content(self.folder.provenance, json.loads)["starts"]
+            return datetime.fromisoformat(starts[-1]["time"]) > datetime.fromisoformat(self.watched.start_time)
+        except (KeyError, IndexError, TypeError, ValueError):
+            return False
+
+    def is_late(self) -> bool:
+        """Whether a run that has not ended is quiet for ten times the usual interval between its records, and for 10 s."""
+        age, usual = self.age_seconds(), self.watched.usual_interval_seconds
+        return age is not None and usual is not None and self.status() is None and age > max(_NEVER_LATE_SECONDS, _LATE_FACTOR * usual)
+
+
+def _lenient(line: bytes) -> Any:
+    try:
+        return json.loads(line)  # takes NaN, which others may have written
+    except ValueError:
+        return None
+
+
+def number(value: Any) -> float | None:
+    """`value` as a float if it is a finite number, else None."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def dead_experts(tokens_per_expert: Sequence[float]) -> int:
+    """Experts with less than 1% of their fair share, the mean over the experts of their layer; with no tokens at all, none."""
+    fair = sum(tokens_per_expert) / max(1, len(tokens_per_expert))
+    return sum(tokens < _DEAD_SHARE * fair for tokens in tokens_per_expert)
+
+
+def layers_by_load(record: Mapping[str, Any]) -> list[WorstLayer]:
+    """The MoE layers of a train record, the one with the busiest expert first."""
+    found = []
+    for layer in _list(record.get("experts")):
+        if isinstance(layer, dict):
+            tokens = [count for count in map(number, _list(layer.get("tokens_per_expert"))) if count is not None]
+            values = (number(layer.get(key)) for key in ("dropped_fraction", "router_entropy"))
+            index = layer.get("layer")
+            index = index if isinstance(index, int) else 0
+            found.append(WorstLayer(index, number(layer.get("max_over_mean")), dead_experts(tokens), len(tokens), *values))
+    return sorted(found, key=lambda layer: -(layer.max_over_mean or 0.0))
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

@@ -1,0 +1,318 @@
+"""Runs as they are written, in the terminal: one in detail, several as the rows of a table."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from rich import box, filesize
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from moe_exp.config import ConfigError, problem
+from moe_exp.report.follower import Follower, WorstLayer, layers_by_load, number
+from moe_exp.report.sparkline import plot, sparkline
+
+_PLOT_RECORDS = 500
+_PLOT_LINES, _EVENTS, _LAYERS = 8, 3, 3
+_OTHER_LINES = 19  # of the picture of one run without its plot
+_LONGEST_ETA_SECONDS = 1e10  # three centuries: not the time left, but a stall
+_BETWEEN = 3  # characters between two columns
+_NOTHING = "-"
+_OF_A_RUN = ("metrics.jsonl", "config.yaml", "provenance.json", ".lock", "train.log", "checkpoints")
+_STYLES = {"finished": "green", "failed": "bold red", "stopped": "yellow", "late": "bold yellow", "waiting": "dim", "running": "cyan"}
+
+
+def watch(paths: Sequence[Path], *, console: Console, once: bool = False, seconds: float = 2.0) -> None:
+    """Shows runs until all of them have ended, or the user presses Ctrl-C, which is left to the caller.
+
+    A run that does not exist yet is waited for. On a console that is no terminal, there is one picture only.
+
+    Args:
+        paths: run folders, or their metrics.jsonl; the same one twice is shown once.
+        console: where to.
+        once: one picture of what is there now.
+        seconds: between two looks at the files.
+
+    Raises:
+        ConfigError: `seconds` is not positive, or a path is no run; a line for each.
+    """
+    once = once or not console.is_terminal or console.is_dumb_terminal
+    if problems := [*_second_problems(seconds), *(line for path in paths for line in _path_problems(path, may_wait=not once))]:
+        raise ConfigError(problems)
+    followers = _followers(paths)
+    if once:
+        console.print(_look(followers, console))
+        return
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            live.update(_look(followers, console), refresh=True)
+            if all(follower.status() for follower in followers):
+                return
+            time.sleep(seconds)
+
+
+def _followers(paths: Sequence[Path]) -> list[Follower]:
+    followers = list({follower.folder.path.resolve(): follower for follower in map(Follower, paths)}.values())
+    names = [follower.name for follower in followers]
+    for follower in followers:
+        if names.count(follower.name) > 1:
+            follower.name = f"{follower.folder.path.resolve().parent.name}/{follower.name}"
+    return followers
+
+
+def _second_problems(seconds: float) -> list[str]:
+    if math.isfinite(seconds) and seconds > 0:
+        return []
+    return [problem("seconds", seconds, "must be a positive number", "give the time between two looks, such as 2")]
+
+
+def _path_problems(path: Path, *, may_wait: bool) -> Iterator[str]:
+    if path.is_dir():
+        inside = sorted(path.iterdir())
+        if not any(entry.name in _OF_A_RUN for entry in inside) and (inside or not may_wait):
+            runs = [str(entry) for entry in inside if (entry / "metrics.jsonl").exists()]
+            fix = f"give a run folder, such as {runs[0] if runs else 'runs/NAME'}"
+            yield problem("run", path, "is no run folder: it has no metrics.jsonl", fix)
+    elif path.exists():
+        if path.name != "metrics.jsonl":
+            yield problem("run", path, "is a file, not a run folder", "give the run folder, or its metrics.jsonl")
+    elif not may_wait:
+        yield problem("run", path, "does not exist", "give a run folder; on a terminal, --watch without --once waits for it")
+
+
+def _look(followers: Sequence[Follower], console: Console) -> RenderableType:
+    for follower in followers:
+        follower.look()
+    return one_run(followers[0], console) if len(followers) == 1 else many_runs(followers, console)
+
+
+def one_run(follower: Follower, console: Console) -> RenderableType:
+    """Everything about one run that its last look found; what matters most is at the top, for low terminals."""
+    watched = follower.watched
+    parts: list[RenderableType] = [_title(follower), _age_line(follower)]
+    if watched.num_train:
+        parts += [_progress(follower), *_loss_plot(follower, console), _values(follower)]
+        parts += _layer_lines(layers_by_load(watched.train))
+    if watched.events:
+        parts.append(_event_lines(follower))
+    return Group(*parts)
+
+
+def many_runs(followers: Sequence[Follower], console: Console) -> RenderableType:
+    """A row for each run, with as many columns as the console has room for."""
+    rows = [_cells(follower, console) for follower in followers]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    left = console.width
+    for name in rows[0]:
+        widest = max(len(name), *(row[name].cell_len for row in rows))
+        width = min(widest, max(16, console.width // 4)) if name == "run" else widest
+        if width + _BETWEEN <= left:
+            left -= width + _BETWEEN
+            is_text = name in ("run", "state", "worst layer", "curve")
+            table.add_column(name, justify="left" if is_text else "right", width=width, no_wrap=name != "run", overflow="fold")
+    for row in rows:
+        table.add_row(*(row[str(column.header)] for column in table.columns))
+    troubled = [follower for follower in followers if follower.trouble or follower.is_late()]
+    return Group(table, *(Text.assemble(f"{_printable(follower.name)}: ", _age_line(follower)) for follower in troubled))
+
+
+def _cells(follower: Follower, console: Console) -> dict[str, Text]:
+    """By the names of the columns, the one that is needed most first."""
+    watched, train = follower.watched, follower.watched.train
+    losses = [loss for _, loss in watched.losses][-_PLOT_RECORDS:]
+    layers = layers_by_load(train)
+    return {
+        "run": Text(_printable(follower.name)),
+        "state": _state(follower),
+        "iteration": Text(_iterations(follower)),
+        "loss": _loss_text(follower),
+        "eta": Text(_eta(follower)),
+        "tokens/s": Text(_number(train.get("tokens_per_second"), ",.0f")),
+        "worst layer": _layer_text(layers[0]) if layers else Text(_NOTHING),
+        "valid": Text(_number(watched.valid.get("lm_loss"), ".4f")),
+        "curve": Text(sparkline(losses, 16, ascii_only=console.options.ascii_only), style="blue"),
+        "grad norm": Text(_number(train.get("grad_norm"), ".3g")),
+        "learning rate": Text(_number(train.get("learning_rate"), ".2e")),
+        "memory": Text(_bytes(train)),
+        "last record": Text(_span(follower.age_seconds())),
+    }
+
+
+def _title(follower: Follower) -> Text:
+    settings = follower.settings()
+    kind = "" if "use_moe" not in settings else str(settings.get("moe_type")) if settings["use_moe"] else "dense"
+    title = Text.assemble((_printable(follower.name), "bold"), "  ", (_printable(kind), "dim"), "  ", _state(follower))
+    title.no_wrap, title.overflow = True, "ellipsis"
+    return title
+
+
+def _state(follower: Follower) -> Text:
+    state = "waiting" if not follower.exists else follower.status() or ("late" if follower.is_late() else "running")
+    return Text(_printable(state), style=_STYLES.get(state, ""))
+
+
+def _iterations(follower: Follower) -> str:
+    train_iters = number(follower.settings().get("train_iters"))
+    return f"{follower.watched.iteration:,}" + (f"/{train_iters:,.0f}" if train_iters else "")
+
+
+def _progress(follower: Follower) -> RenderableType:
+    line, train_iters = Table.grid(padding=(0, 2)), number(follower.settings().get("train_iters"))
+    parts: list[RenderableType] = [Text(f"iteration {_iterations(follower)}")]
+    if train_iters:
+        parts.append(ProgressBar(total=train_iters, completed=min(follower.watched.iteration, train_iters), width=30))
+    if not follower.status():
+        parts.append(Text(f"eta {_eta(follower)}"))
+    line.add_row(*parts)
+    return line
+
+
+def _eta(follower: Follower) -> str:
+    eta_seconds = number(follower.watched.train.get("eta_seconds"))
+    if eta_seconds is None or eta_seconds > _LONGEST_ETA_SECONDS or follower.status():
+        return _NOTHING
+    # Counted down from when it was written; a run that is late does not come nearer to its end by that.
+    passed = 0.0 if follower.is_late() else follower.age_seconds() or 0.0
+    return str(timedelta(seconds=round(max(0.0, eta_seconds - passed))))
+
+
+def _loss_plot(follower: Follower, console: Console) -> list[RenderableType]:
+    shown = list(follower.watched.losses)[-_PLOT_RECORDS:]
+    losses, width = [loss for _, loss in shown], max(10, min(console.width - 10, 100))
+    known = [loss for loss in losses if loss is not None]
+    if len(known) < 2:
+        return []
+    caption = f"loss of iterations {shown[0][0]:,} to {shown[-1][0]:,}"
+    missing = len(losses) - len(known)
+    caption += f", {missing:,} not a number" if missing else ""
+    if console.options.ascii_only:
+        return [Text(sparkline(losses, width, ascii_only=True)), Text(f"{caption}: {min(known):.4f} to {max(known):.4f}", style="dim")]
+    height = max(3, min(_PLOT_LINES, console.height - _OTHER_LINES))
+    lines, labels = plot(losses, min(width, (len(losses) + 1) // 2), height), [""] * height
+    # The plot shows means of neighbours, so its ends are near these.
+    labels[0], labels[-1] = f"{max(known):.4g}", f"{min(known):.4g}"
+    rows = [Text.assemble((f"{label:>8} ", "dim"), (line, "blue")) for label, line in zip(labels, lines, strict=True)]
+    return [*rows, Text(" " * 9 + caption, style="dim")]
+
+
+def _loss_text(follower: Follower) -> Text:
+    if not follower.watched.num_train:
+        return Text(_NOTHING)
+    loss = number(follower.watched.train.get("lm_loss"))
+    return Text("not a number", style="bold red") if loss is None else Text(f"{loss:.4f}", style="bold")
+
+
+def _values(follower: Follower) -> RenderableType:
+    train, valid = follower.watched.train, follower.watched.valid
+    rows: list[tuple[str, Text | str]] = [("loss", _loss_text(follower)), ("validation", _validation(valid))]
+    rows += [("learning rate", _number(train.get("learning_rate"), ".3e")), ("grad norm", _number(train.get("grad_norm"), ".3g"))]
+    rows += [("throughput", _throughput(train)), ("memory", _bytes(train))]
+    if trouble := _trouble(follower):
+        rows.append(("trouble", Text(trouble, style="red")))
+    table = Table.grid(padding=(0, 2))
+    for name, value in rows:
+        table.add_row(Text(name, style="dim"), value if isinstance(value, Text) else Text(value))
+    return table
+
+
+def _validation(valid: Mapping[str, Any]) -> str:
+    if not valid:
+        return _NOTHING
+    ppl = number(valid.get("lm_loss_ppl"))
+    perplexity = f" (perplexity {ppl:,.2f})" if ppl else ""
+    return f"{_number(valid.get('lm_loss'), '.4f')}{perplexity} at iteration {valid['iteration']:,}"
+
+
+def _throughput(train: Mapping[str, Any]) -> str:
+    texts = {"tokens_per_second": "{:,.0f} tokens/s", "elapsed_time_per_iteration_ms": "{:,.1f} ms per iteration"}
+    texts |= {"tflops_per_gpu": "{:.3g} TFLOP/s per rank"}
+    found = ((number(train.get(key)), text) for key, text in texts.items())
+    return ", ".join(text.format(value) for value, text in found if value is not None) or _NOTHING
+
+
+def _trouble(follower: Follower) -> str:
+    watched, train = follower.watched, follower.watched.train
+    parts = [f"{watched.num_not_finite:,} records with a loss that is not a number"] if watched.num_not_finite else []
+    if skipped := number(train.get("skipped_iterations")):
+        parts.append(f"{skipped:.0f} iterations skipped since the previous record")
+    if watched.num_unreadable_lines:
+        parts.append(f"{watched.num_unreadable_lines:,} lines of metrics.jsonl are no records")
+    return ", ".join(parts)
+
+
+def _layer_lines(layers: Sequence[WorstLayer]) -> list[RenderableType]:
+    if not layers:
+        return []
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("layer", "max/mean", "dead experts", "dropped", "router entropy"):
+        table.add_column(name, justify="right")
+    for layer in layers[:_LAYERS]:
+        dead = Text(f"{layer.num_dead} of {layer.num_experts}", style="red" if layer.num_dead else "")
+        values = (_number(layer.max_over_mean, ".2f"), dead, _number(layer.dropped, ".1%"), _number(layer.entropy, ".3f"))
+        table.add_row(str(layer.layer), *values)
+    return [Text(f"the {min(_LAYERS, len(layers))} most uneven of {len(layers)} MoE layers", style="dim"), table]
+
+
+def _layer_text(layer: WorstLayer) -> Text:
+    text = Text(f"{layer.layer}: {_number(layer.max_over_mean, '.2f')}x")
+    text.append(f", {layer.num_dead} dead", style="red" if layer.num_dead else "dim")
+    return text.append(f", {layer.dropped:.1%} dropped") if layer.dropped else text
+
+
+def _event_lines(follower: Follower) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, overflow="ellipsis")
+    for event in list(follower.watched.events)[-_EVENTS:]:
+        known = ("kind", "iteration", "event", "time")
+        details = ", ".join(f"{key} {value}" for key, value in event.items() if key not in known)
+        when = str(event.get("time", ""))[11:19]
+        name = Text(_printable(str(event.get("event"))), style="magenta")
+        table.add_row(Text(_printable(when), style="dim"), name, Text(_printable(f"iteration {event['iteration']:,}  {details}")))
+    return table
+
+
+def _age_line(follower: Follower) -> Text:
+    if follower.trouble:
+        return Text(f"cannot be read ({_printable(follower.trouble)})", style="bold red")
+    age, usual = follower.age_seconds(), follower.watched.usual_interval_seconds
+    if age is None:
+        return Text(f"waiting for {_printable(str(follower.folder.metrics))}", style="dim")
+    if follower.status():
+        return Text(f"the last record is {_span(age)} old; the run has ended", style="dim")
+    if usual is None:
+        return Text(f"no train record yet; the last record is {_span(age)} old", style="dim")
+    if follower.is_late():
+        text = f"nothing new for {_span(age)}; usually there is a record every {_span(usual)}. Does it still run? See {follower.folder.log}"
+        return Text(_printable(text), style="bold yellow")
+    return Text(f"the last record is {_span(age)} old, usually there is one every {_span(usual)}", style="dim")
+
+
+def _span(seconds: float | None) -> str:
+    if seconds is None:
+        return _NOTHING
+    return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s" if seconds < 120 else str(timedelta(seconds=round(seconds)))
+
+
+def _number(value: Any, form: str) -> str:
+    known = number(value)
+    return _NOTHING if known is None else format(known, form)
+
+
+def _bytes(train: Mapping[str, Any]) -> str:
+    known = number(train.get("peak_memory_bytes")) or number(train.get("memory_allocated_bytes"))
+    return filesize.decimal(int(known)) if known else _NOTHING
+
+
+def _printable(text: str) -> str:
+    """Without characters that steer a terminal: names come from folders and files that others wrote."""
+    return "".join(character if character.isprintable() else "?" for character in text)
