@@ -43,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "metrics": {"config", "run_folder", "files"},
     "faults": {"hosts"},
     "watch": {"config", "run_folder", "metrics", "faults"},
-    "report": {"config", "run_folder", "metrics", "files"},
+    "report": {"config", "run_folder", "metrics", "files", "planner", "progress"},
     "backends": {*ENGINE, "layers", "optim"},
     "interval": {*ENGINE, "hosts", "checkpoint", "metrics", "planner", "optim", "layers", "faults"},
     "doctor": {"hosts", "backends", "config", *CPU, "runtime", "layers", "optim"},
