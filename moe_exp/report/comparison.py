@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moe_exp.config import Config
 from moe_exp.planner.params import count_parameters
 from moe_exp.report.load_history import Floats
 from moe_exp.report.run_data import Run
@@ -16,6 +17,15 @@ SMOOTHED_SHARE = 0.05  # of the tokens of the shorter run
 _FEWEST_SHARE = 0.01  # of those of the longest run on the page
 # Where a run is written and started, not what it is.
 _NOT_COMPARED = ("run_name", "run_dir", "master_addr", "master_port", "node_rank")
+# What a dense run does not use.
+_OF_EXPERTS = {
+    "num_experts", "topk", "moe_type", "moe_ffn_hidden_size", "moe_layer_freq", "first_k_dense", "shared_expert_size", "shared_expert_gate",
+    "capacity_factor", "min_capacity", "pad_to_capacity", "drop_policy", "router_score", "router_pre_softmax", "router_normalize",
+    "router_scaling_factor", "router_dtype", "router_jitter", "router_bias_update_rate", "num_router_groups", "router_group_topk",
+    "force_routing", "aux_loss_type", "aux_loss_coeff", "z_loss_coeff", "expert_backend", "dispatcher", "upcycle_from",
+    "upcycle_granularity", "ep", "etp",
+}  # fmt: skip
+_UNKNOWN, _NO_EXPERTS = "(unknown)", "–"
 NATS, BITS = "nats per token", "bits per byte"
 
 
@@ -156,17 +166,29 @@ def parity_text(found: Parity) -> str:
     parts = [(found.flops, "the FLOPs"), (found.seconds, "the time"), (found.tokens, "the tokens")]
     known = [f"{share:.0%} of {what}" for share, what in parts if np.isfinite(share)]
     cost = f"{', '.join(known[:-1])}{' and ' if len(known) > 1 else ''}{known[-1]}" if known else "an unknown share of the FLOPs"
-    return f"{found.moe.name} reaches the loss of {found.dense.name} ({found.loss:.4f} {found.unit}) in {cost}."
+    return f"{found.moe.name} reaches the loss of {found.dense.name} ({found.loss:.4f} {found.unit}, the lowest that both reach) in {cost}."
 
 
 def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Settings whose values differ between runs: name, and the value of each run as text. A run without the setting has `(unknown)`."""
+    """Settings in which runs differ: name, and the value of each run as text.
+
+    A run that does not know the setting has `(unknown)`, a dense one `–` for what only experts have. Where dense runs stand beside
+    MoE ones, those settings are rows if the MoE runs differ from each other or from the default.
+    """
     rows = []
     for name in dict.fromkeys(name for run in runs for name in run.settings):
-        values = [_shown(run.settings[name]) if name in run.settings else "(unknown)" for run in runs]
-        if name not in _NOT_COMPARED and len({value for value in values if value != "(unknown)"}) > 1:
+        values = [_value(run, name) for run in runs]
+        known = set(values) - {_UNKNOWN, _NO_EXPERTS}
+        is_chosen = _NO_EXPERTS in values and known and known != {_shown(Config.model_fields[name].default)}
+        if name not in _NOT_COMPARED and (len(known) > 1 or is_chosen):
             rows.append((name.upper(), values))
     return rows
+
+
+def _value(run: Run, name: str) -> str:
+    if name not in run.settings:
+        return _UNKNOWN
+    return _NO_EXPERTS if name in _OF_EXPERTS and run.kind == "dense" else _shown(run.settings[name])
 
 
 def _shown(value: object) -> str:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 NUM_COLUMNS = 120
+_CHUNK = 512  # records
 DEAD_BELOW = 0.01  # of the fair share
 
 # Of one layer, as metrics.jsonl has them; readers of older files find some of them missing.
@@ -33,45 +34,71 @@ class LoadHistory:
         self._num_records = max(num_records, 1)
         self._num_columns = min(NUM_COLUMNS, self._num_records)
         self._num_seen = 0
+        self._waiting: list[tuple[int, float, list[Mapping[str, Any]]]] = []
         self._bounds = np.full((self._num_columns, 2), np.nan)
+        self._means: list[Floats] = []
         self.layers: list[int] = []
 
-    def add(self, iteration: float, experts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """Takes one record's `experts` and returns that record's means over the layers, with the largest `max_over_mean`."""
-        column = min(self._num_seen * self._num_columns // self._num_records, self._num_columns - 1)
+    def add(self, iteration: float, experts: list[Mapping[str, Any]]) -> None:
+        """Takes one record's `experts`; `finish` has to follow the last one."""
+        self._waiting.append((min(self._num_seen * self._num_columns // self._num_records, self._num_columns - 1), iteration, experts))
         self._num_seen += 1
-        counts_LE = self._counts(experts)
-        if counts_LE is None:
-            return {}
-        values_KL = np.array([[number(layer.get(key)) for layer in experts] for key in LAYER_KEYS])
-        share_LE = counts_LE * counts_LE.shape[1] / np.maximum(counts_LE.sum(axis=1, keepdims=True), 1)
-        _fill(values_KL[0], share_LE.max(axis=1))
-        _fill(values_KL[1], (share_LE < DEAD_BELOW).mean(axis=1))
-        self._loads_CLE[column] += counts_LE
-        known_KL = np.isfinite(values_KL)
-        self._sums_CKL[column] += np.where(known_KL, values_KL, 0)
-        self._counts_CKL[column] += known_KL
-        self._bounds[column] = np.fmin(self._bounds[column, 0], iteration), iteration
-        means = _mean(np.where(known_KL, values_KL, 0).sum(axis=1), known_KL.sum(axis=1))
-        return dict(zip(LAYER_KEYS, means.tolist(), strict=True)) | {"max_over_mean": float(np.fmax.reduce(values_KL[0]))}
+        if len(self._waiting) == _CHUNK:
+            self.finish()
 
-    def _counts(self, experts: Sequence[Mapping[str, Any]]) -> Floats | None:
-        """Tokens of each layer and expert; None for a record that does not look like the first one."""
+    def finish(self) -> None:
+        """Counts what was added. Records are counted in chunks: numpy's cost per call would be most of the time otherwise."""
+        waiting, self._waiting = self._waiting, []
+        if waiting and not self._count(waiting):
+            for one in waiting:  # one of them does not look like the others
+                if not self._count([one]):
+                    self._means.append(np.full((1, len(LAYER_KEYS)), np.nan))
+
+    def _count(self, records: Sequence[tuple[int, float, list[Mapping[str, Any]]]]) -> bool:
+        """Adds records that look like the first one; false, with nothing added, where one does not."""
         try:
-            layers = [int(layer["layer"]) for layer in experts]
-            counts_LE = np.array([layer["tokens_per_expert"] for layer in experts], dtype=np.float64)
-        except (KeyError, TypeError, ValueError):
-            return None
-        if counts_LE.ndim != 2 or not counts_LE.size:
-            return None
+            layers = [[layer["layer"] for layer in experts] for _, _, experts in records]
+            counts = [[layer["tokens_per_expert"] for layer in experts] for _, _, experts in records]
+            values = [[[layer.get(key) for layer in experts] for key in LAYER_KEYS] for _, _, experts in records]
+            counts_RLE, values_RKL = np.array(counts, dtype=np.float64), np.array(values, dtype=np.float64)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            return False
+        if counts_RLE.ndim != 3 or not counts_RLE.size or not np.isfinite(counts_RLE).all():
+            return False
         if not self.layers:
-            self.layers = layers
-            num_layers, num_experts = counts_LE.shape
-            self._loads_CLE = np.zeros((self._num_columns, num_layers, num_experts))
-            self._sums_CKL = np.zeros((self._num_columns, len(LAYER_KEYS), num_layers))
-            self._counts_CKL = np.zeros((self._num_columns, len(LAYER_KEYS), num_layers))
-        is_like_first = layers == self.layers and counts_LE.shape == self._loads_CLE.shape[1:]
-        return counts_LE if is_like_first else None
+            self._begin(layers[0], counts_RLE.shape[2])
+        if any(row != self.layers for row in layers) or counts_RLE.shape[1:] != self._loads_CLE.shape[1:]:
+            return False
+        self._sum(np.array([column for column, _, _ in records]), counts_RLE, values_RKL)
+        for column, iteration, _ in records:
+            self._bounds[column] = np.fmin(self._bounds[column, 0], iteration), iteration
+        return True
+
+    def _begin(self, layers: list[int], num_experts: int) -> None:
+        self.layers = layers
+        self._loads_CLE = np.zeros((self._num_columns, len(layers), num_experts))
+        self._sums_CKL = np.zeros((self._num_columns, len(LAYER_KEYS), len(layers)))
+        self._counts_CKL = np.zeros((self._num_columns, len(LAYER_KEYS), len(layers)))
+
+    def _sum(self, columns_R: NDArray[np.int64], counts_RLE: Floats, values_RKL: Floats) -> None:
+        shares_RLE = counts_RLE * counts_RLE.shape[2] / np.maximum(counts_RLE.sum(axis=2, keepdims=True), 1)
+        # What an older file lacks follows from its counts.
+        for index, from_counts_RL in ((0, shares_RLE.max(axis=2)), (1, (shares_RLE < DEAD_BELOW).mean(axis=2))):
+            missing = ~np.isfinite(values_RKL[:, index])
+            values_RKL[:, index][missing] = from_counts_RL[missing]
+        known_RKL = np.isfinite(values_RKL)
+        sums_RKL = np.where(known_RKL, values_RKL, 0)
+        np.add.at(self._loads_CLE, columns_R, counts_RLE)
+        np.add.at(self._sums_CKL, columns_R, sums_RKL)
+        np.add.at(self._counts_CKL, columns_R, known_RKL)
+        means_RK = _mean(sums_RKL.sum(axis=2), known_RKL.sum(axis=2))
+        means_RK[:, 0] = np.fmax.reduce(values_RKL[:, 0], axis=1)
+        self._means.append(means_RK)
+
+    def record_means(self) -> dict[str, Floats]:
+        """For each added record the mean of each of LAYER_KEYS over the layers, and for `max_over_mean` the largest [num_added]."""
+        table = np.concatenate(self._means) if self._means else np.empty((0, len(LAYER_KEYS)))
+        return {key: table[:, index] for index, key in enumerate(LAYER_KEYS)}
 
     def __bool__(self) -> bool:
         return bool(self.layers)
@@ -97,12 +124,6 @@ class LoadHistory:
         shares_CLE = loads_CLE * self.num_experts / np.maximum(loads_CLE.sum(axis=2, keepdims=True), 1)
         means_CKL = _mean(sums_CKL, counts_CKL)
         return bounds, shares_CLE, {key: means_CKL[:, index] for index, key in enumerate(LAYER_KEYS)}
-
-
-def _fill(values: Floats, from_counts: Floats) -> None:
-    """What an older file lacks follows from its counts."""
-    missing = ~np.isfinite(values)
-    values[missing] = from_counts[missing]
 
 
 def _mean(sums: Floats, counts: Floats) -> Floats:

@@ -77,7 +77,9 @@ def _views(runs: Sequence[Run], loss: float | None) -> tuple[list[Overview], flo
 def title_of(runs: Sequence[Run]) -> str:
     """A heading for these runs."""
     names = [run.name for run in runs]
-    return " against ".join(names) if len(names) < 4 else f"{len(names)} runs"
+    if len(names) > 3:
+        return f"{len(names)} runs"
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def report_markdown(runs: Sequence[Run], *, title: str = "", loss: float | None = None) -> str:

@@ -42,9 +42,7 @@ def run_name(run: Run, index: int) -> str:
 def parity_html(found: Sequence[Parity]) -> str:
     """A card for each comparison with a dense run, and how it is defined."""
     if not found:
-        return (
-            '<p class="note">With a dense run and one with experts, this says what share of the FLOPs and the time a loss costs.</p>'
-        )
+        return '<p class="note">With a dense run and one with experts, this says what share of the FLOPs and the time a loss costs.</p>'
     return (
         f'<div class="cards">{"".join(map(_card, found))}</div><p class="note">Both are taken at their first record whose smoothed loss is '
         "not above the lowest smoothed loss that both reach: the higher of their two lowest ones. The smoothed loss at a record is "

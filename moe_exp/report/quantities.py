@@ -38,7 +38,7 @@ def duration(seconds: float) -> str:
 
 
 def bytes_text(value: float) -> str:
-    """In MiB or GiB."""
+    """In MB or GB, of powers of ten."""
     if not math.isfinite(value):
         return "–"
-    return f"{value / 2**30:.3g} GiB" if value >= 2**30 else f"{value / 2**20:.3g} MiB"
+    return f"{value / 1e9:.3g} GB" if value >= 1e9 else f"{value / 1e6:.3g} MB"

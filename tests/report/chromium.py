@@ -59,7 +59,7 @@ class Chromium:
         start = time.monotonic()
         self._send("Page.navigate", url=path.absolute().as_uri())
         while True:
-            state = self("document.readyState + location.protocol + (document.documentElement.dataset.ready || '')")
+            state = self("document.readyState + location.protocol + (document.documentElement?.dataset.ready || '')")
             if state == ("completefile:true" if scripts else "completefile:"):
                 return time.monotonic() - start
             assert time.monotonic() - start < _SECONDS, (state, self.problems)

@@ -103,6 +103,7 @@ Report.Chart = class {
       },
       hooks: { draw: [u => this.drawMarks(u)], setCursor: [u => this.tell(u)] },
     }, data, this.place);
+    this.tell(this.plot);
   }
 
   // One table of uPlot per series: x, the curve, with smoothing the smoothed one, and its range if it has one.
@@ -165,16 +166,18 @@ Report.Chart = class {
     context.restore();
   }
 
+  // What is under the cursor; without one the latest value of each curve, which makes the line a legend.
   tell(u) {
-    this.readout.textContent = "";
-    if (u.cursor.left == null || u.cursor.left < 0 || u.cursor.idx == null) return;
-    const x = u.posToVal(u.cursor.left, "x") * this.divisor, axis = Report.AXES[Report.state.axis];
-    this.readout.append(Report.element("span", `${axis.name} ${axis.show(Report.state.axis === "iteration" ? Math.round(x) : +x.toPrecision(4))}`));
-    let found = this.shown.map((one, index) => ({ one, value: u.data[this.main[index]][u.cursor.idxs[this.main[index]] ?? -1] })).filter(({ value }) => value != null);
+    const away = u.cursor.left == null || u.cursor.left < 0 || u.cursor.idx == null, axis = Report.AXES[Report.state.axis];
+    const at = index => (away ? u.data[index].findLast(value => value != null) : u.data[index][u.cursor.idxs[index] ?? -1]);
+    let found = this.shown.map((one, index) => ({ one, value: at(this.main[index]) })).filter(({ value }) => value != null);
     if (found.length > 8) {
       found.sort((a, b) => b.value - a.value);
       found = [found[0], found[found.length - 1]];
     }
+    const x = away ? null : u.posToVal(u.cursor.left, "x") * this.divisor;
+    const where = away ? "latest" : `${axis.name} ${axis.show(Report.state.axis === "iteration" ? Math.round(x) : +x.toPrecision(4))}`;
+    this.readout.replaceChildren(Report.element("span", where));
     for (const { one, value } of found) {
       const item = Report.element("span"), swatch = Report.element("i", undefined, { class: "swatch" });
       swatch.style.setProperty("--c", one.color);

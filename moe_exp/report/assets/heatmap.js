@@ -42,7 +42,7 @@ Report.Heatmap = class {
 
   draw() {
     const { rows, columns, canvas } = this, ratio = devicePixelRatio || 1, width = canvas.clientWidth;
-    const cell = Math.min(Math.max(Math.floor(320 / rows), 5), 34), gap = cell > 12 && width / columns > 12 ? 1 : 0;
+    const cell = Math.min(Math.max(Math.floor(320 / rows), 5), 48), gap = cell > 12 && width / columns > 12 ? 1 : 0;
     canvas.style.height = `${rows * cell}px`;
     canvas.width = Math.round(width * ratio);
     canvas.height = Math.round(rows * cell * ratio);

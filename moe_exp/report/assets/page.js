@@ -37,7 +37,7 @@
   const isDark = matchMedia("(prefers-color-scheme: dark)");
   const hue = part => `hsl(${Math.round(215 + 190 * part) % 360} 70% ${isDark.matches ? 66 : 42}%)`;
   const percent = value => (value == null ? "–" : `${+(100 * value).toPrecision(3)}%`);
-  const bytes = value => (value == null ? "–" : value >= 2 ** 30 ? `${+(value / 2 ** 30).toPrecision(3)} GiB` : `${+(value / 2 ** 20).toPrecision(3)} MiB`);
+  const bytes = value => (value == null ? "–" : value >= 1e9 ? `${+(value / 1e9).toPrecision(3)} GB` : `${+(value / 1e6).toPrecision(3)} MB`);
 
   const charts = {
     loss: { title: `Training loss, ${data.unit}`, series: ofRuns("lm_loss", { loss: true }), smooth: true, height: 340 },
