@@ -25,6 +25,7 @@ _OF_EXPERTS = {
     "force_routing", "aux_loss_type", "aux_loss_coeff", "z_loss_coeff", "expert_backend", "dispatcher", "upcycle_from",
     "upcycle_granularity", "ep", "etp",
 }  # fmt: skip
+_ALWAYS = ("num_experts", "topk", "moe_type")
 _UNKNOWN, _NO_EXPERTS = "(unknown)", "–"
 NATS, BITS = "nats per token", "bits per byte"
 
@@ -173,13 +174,13 @@ def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """Settings in which runs differ: name, and the value of each run as text.
 
     A run that does not know the setting has `(unknown)`, a dense one `–` for what only experts have. Where dense runs stand beside
-    MoE ones, those settings are rows if the MoE runs differ from each other or from the default.
+    MoE ones, those settings are rows if the MoE runs differ from each other or from the default; the size of the MoE always is.
     """
     rows = []
     for name in dict.fromkeys(name for run in runs for name in run.settings):
         values = [_value(run, name) for run in runs]
         known = set(values) - {_UNKNOWN, _NO_EXPERTS}
-        is_chosen = _NO_EXPERTS in values and known and known != {_shown(Config.model_fields[name].default)}
+        is_chosen = _NO_EXPERTS in values and known and (name in _ALWAYS or known != {_shown(Config.model_fields[name].default)})
         if name not in _NOT_COMPARED and (len(known) > 1 or is_chosen):
             rows.append((name.upper(), values))
     return rows
