@@ -55,14 +55,14 @@ def embedded(value: Any) -> str:
 
 def _run(run: Run, points: int, unit: str, window: float) -> dict[str, Any]:
     starts = bucket_starts(run.num_records, points)
-    ends = np.append(starts[1:], run.num_records).astype(int) - 1
+    ends = np.append(starts, run.num_records)[1:].astype(int) - 1
     train = run.train
     curves = {key: _curve(train[key], starts, with_range=key in _WITH_RANGE) for key in (*_DRAWN, *_EXPERT_CURVES)}
     curves["memory_bytes"] = _curve(np.fmax(train["peak_memory_bytes"], train["memory_allocated_bytes"]), starts)
     best = smoothed(run, unit, window)
     reach = new_minima(best, max(20, points // 3))
     spiked = spikes(train["grad_norm"])[:_MOST_SPIKES]
-    every = range(0, len(run.valid["iteration"]), max(1, len(run.valid["iteration"]) // points))
+    every = slice(None, None, max(1, len(run.valid["iteration"]) // points))
     return {
         "name": run.name,
         "kind": run.kind,

@@ -4,12 +4,11 @@ import math
 
 import numpy as np
 import pytest
+from run_folders import dense_and_moe, train_record, write_run
 
 from moe_exp.report.comparison import BITS, common_loss, differing_settings, loss_unit, parities, parity_text, warnings_of
 from moe_exp.report.run_data import read_runs
 from moe_exp.report.series import bucket_starts, bucketed, first_at_or_below, new_minima, spikes, trailing_mean
-
-from run_folders import dense_and_moe, train_record, write_run
 
 NAN = float("nan")
 

@@ -5,13 +5,12 @@ import math
 
 import numpy as np
 import pytest
+from run_folders import dense_and_moe, event, experts, train_record, write_run
 
 from moe_exp.config import ConfigError
 from moe_exp.planner.flops import flops_per_iteration
 from moe_exp.report.load_history import LoadHistory
 from moe_exp.report.run_data import read_run, read_runs
-
-from run_folders import dense_and_moe, event, experts, train_record, write_run
 
 
 def test_a_run_as_the_trainer_leaves_it(tmp_path):
