@@ -246,14 +246,20 @@ def overview(run: Run, loss: float, unit: str | None, window_tokens: float) -> O
     memory = np.fmax(train["peak_memory_bytes"], train["memory_allocated_bytes"])
     return Overview(
         run,
-        count.total if count else nan,
-        count.active_per_token if count else nan,
-        float(own_end[-1]) if len(own_end) else nan,
-        *(_latest(run.valid[key]) for key in ("lm_loss", "lm_loss_ppl", "bits_per_byte")),
-        float(np.fmax.reduce(memory)) if len(memory) else nan,
-        *(_median(train[key]) for key in ("tokens_per_second", "tflops_per_gpu")),
-        *(run.last(key) for key in ("iteration", "consumed_tokens", "consumed_flops", "training_seconds")),
-        cost_of(run, smoothed(run, unit, window_tokens), loss) if unit else None,
+        total_parameters=count.total if count else nan,
+        active_parameters=count.active_per_token if count else nan,
+        final_loss=float(own_end[-1]) if len(own_end) else nan,
+        valid_loss=_latest(run.valid["lm_loss"]),
+        valid_ppl=_latest(run.valid["lm_loss_ppl"]),
+        bits_per_byte=_latest(run.valid["bits_per_byte"]),
+        peak_memory_bytes=float(np.fmax.reduce(memory)) if len(memory) else nan,
+        tokens_per_second=_median(train["tokens_per_second"]),
+        tflops_per_gpu=_median(train["tflops_per_gpu"]),
+        iteration=run.last("iteration"),
+        tokens=run.last("consumed_tokens"),
+        flops=run.last("consumed_flops"),
+        seconds=run.last("training_seconds"),
+        cost=cost_of(run, smoothed(run, unit, window_tokens), loss) if unit else None,
     )
 
 

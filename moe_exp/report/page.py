@@ -101,7 +101,7 @@ def report_html(runs: Sequence[Run], *, title: str = "", loss: float | None = No
         "warnings": parts.warnings_html(warnings_of(runs)),
         "parity": parts.parity_html(parities(runs)),
         "overview": parts.overview_html(views),
-        "cost": parts.cost_html(views, chosen, unit, window_of(runs)),
+        "cost": parts.cost_html(views, chosen, unit, window_of(runs), is_common=loss is None),
         "settings": parts.settings_html(runs, differing_settings(runs)),
         "experts": parts.experts_html(runs),
         "spikes": parts.spikes_html(runs),

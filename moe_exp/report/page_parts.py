@@ -77,7 +77,7 @@ def overview_rows(views: Sequence[Overview]) -> list[tuple[str, list[str]]]:
     rows: list[tuple[str, list[str]]] = [
         ("parameters", [short(view.total_parameters) for view in views]),
         ("active per token", [short(view.active_parameters) for view in views]),
-        ("iterations", [short(view.iteration) for view in views]),
+        ("iterations", [f"{view.iteration:.0f}" if math.isfinite(view.iteration) else "–" for view in views]),
         ("tokens", [short(view.tokens) for view in views]),
         ("FLOPs", [short(view.flops) for view in views]),
         ("training time", [duration(view.seconds) for view in views]),
@@ -92,8 +92,8 @@ def overview_rows(views: Sequence[Overview]) -> list[tuple[str, list[str]]]:
     return [(name, values) for name, values in rows if any(value != "–" for value in values)]
 
 
-def cost_html(views: Sequence[Overview], loss: float, unit: str | None, window_tokens: float) -> str:
-    """What each run had used when it reached `loss`; the page's script fills it anew for another one."""
+def cost_html(views: Sequence[Overview], loss: float, unit: str | None, window_tokens: float, *, is_common: bool) -> str:
+    """What each run had used when it reached `loss`, which `is_common` if no other was asked for; the script fills it for others."""
     if unit is None:
         return '<p class="note">The tokenizers differ and bits per byte are not known, so there is no loss to compare at.</p>'
     if not math.isfinite(loss):
@@ -106,8 +106,8 @@ def cost_html(views: Sequence[Overview], loss: float, unit: str | None, window_t
         "</label></p>"
     )
     note = (
-        f"Until the smoothed loss first was at or below {loss:.4f} {unit}, at first the lowest that all runs reach. Smoothed: the mean "
-        f"over the last {short(window_tokens)} tokens."
+        f"What each run had used when its smoothed loss first was at or below that loss; the table starts with {loss:.4f} {unit}"
+        f"{', the lowest that all runs reach' if is_common else ''}. Smoothed: the mean over the last {short(window_tokens)} tokens."
     )
     return f'{choose}{table(head, rows, "Cost of a loss")}<p class="note">{note}</p>'
 

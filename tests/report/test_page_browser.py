@@ -78,6 +78,13 @@ def test_hover_and_arrow_keys_tell_the_values(browser, page):
     assert charts(browser)["Training loss, nats per token"].startswith("iteration 2")
 
 
+def test_smoothing_by_hand(browser, page):
+    browser.open(page)
+    # Forwards 4 and (4*0.25 + 1*0.5)/0.75 = 2, backwards 1 and (1*0.25 + 4*0.5)/0.75 = 3; of each place the mean. A gap stays one.
+    assert browser("Report.smoothed([4, null, 1], 0.5)") == [3.5, None, 1.5]
+    assert browser("Report.smoothed([4, 4, 4], 0.9).map(value => value.toFixed(6))") == ["4.000000"] * 3
+
+
 def test_a_run_can_be_hidden(browser, page):
     browser.open(page)
     browser("document.querySelectorAll('#runs button')[1].click()")

@@ -31,15 +31,20 @@ Report.AXES = {
   iteration: { name: "iteration", show: value => (value == null ? "–" : String(value)) },
 };
 
-// Exponential moving average without the bias of its first values (Kingma and Ba 2015); gaps stay gaps.
+// Exponential moving average without the bias of its first values (Kingma and Ba 2015), taken forwards and backwards, and the mean of
+// the two: one alone lags behind a falling loss. Gaps stay gaps.
 Report.smoothed = (values, weight) => {
-  let sum = 0, total = 0;
-  return values.map(value => {
-    if (value == null) return value;
-    sum = weight * sum + (1 - weight) * value;
-    total = weight * total + (1 - weight);
-    return sum / total;
-  });
+  const pass = ordered => {
+    let sum = 0, total = 0;
+    return ordered.map(value => {
+      if (value == null) return value;
+      sum = weight * sum + (1 - weight) * value;
+      total = weight * total + (1 - weight);
+      return sum / total;
+    });
+  };
+  const back = pass([...values].reverse()).reverse();
+  return pass(values).map((value, index) => (value == null ? value : (value + back[index]) / 2));
 };
 
 // Drawn in round units: hours, not thousands of seconds.
