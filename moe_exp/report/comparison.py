@@ -49,6 +49,7 @@ class Parity:
         loss: that loss, in `unit`.
         unit: NATS or BITS.
         flops, seconds, tokens: what `moe` had used by then as a share of what `dense` had; NaN where one of them is not known.
+        dense_lowest: the lowest smoothed loss of `dense`, which is below `loss` where `moe` does not reach it.
         reason: why there is no comparison; empty where there is one.
     """
 
@@ -59,6 +60,7 @@ class Parity:
     flops: float = float("nan")
     seconds: float = float("nan")
     tokens: float = float("nan")
+    dense_lowest: float = float("nan")
     reason: str = ""
 
 
@@ -71,8 +73,8 @@ def tokenizer_of(run: Run) -> str | None:
 
 def bits_per_nat(run: Run) -> float:
     """Factor from nats per token to bits per byte, from the latest validation that recorded both; NaN without one."""
-    both = np.flatnonzero(np.isfinite(run.valid["bits_per_byte"]) & (run.valid["lm_loss"] > 0))
-    return float(run.valid["bits_per_byte"][both[-1]] / run.valid["lm_loss"][both[-1]]) if len(both) else float("nan")
+    both = np.flatnonzero(np.isfinite(run.valid["lm_loss_bits_per_byte"]) & (run.valid["lm_loss"] > 0))
+    return float(run.valid["lm_loss_bits_per_byte"][both[-1]] / run.valid["lm_loss"][both[-1]]) if len(both) else float("nan")
 
 
 def is_mixed(runs: Sequence[Run]) -> bool:
@@ -152,7 +154,14 @@ def parity(moe: Run, dense: Run) -> Parity:
         return Parity(moe, dense, unit=unit, reason="one of them has no loss yet")
     ours, theirs = costs[0], costs[1]
     return Parity(
-        moe, dense, loss, unit, _share(ours.flops, theirs.flops), _share(ours.seconds, theirs.seconds), _share(ours.tokens, theirs.tokens)
+        moe,
+        dense,
+        loss=loss,
+        unit=unit,
+        flops=_share(ours.flops, theirs.flops),
+        seconds=_share(ours.seconds, theirs.seconds),
+        tokens=_share(ours.tokens, theirs.tokens),
+        dense_lowest=lowest(curves[1]),
     )
 
 
@@ -167,7 +176,9 @@ def parity_text(found: Parity) -> str:
     parts = [(found.flops, "the FLOPs"), (found.seconds, "the time"), (found.tokens, "the tokens")]
     known = [f"{share:.0%} of {what}" for share, what in parts if np.isfinite(share)]
     cost = f"{', '.join(known[:-1])}{' and ' if len(known) > 1 else ''}{known[-1]}" if known else "an unknown share of the FLOPs"
-    return f"{found.moe.name} reaches the loss of {found.dense.name} ({found.loss:.4f} {found.unit}, the lowest that both reach) in {cost}."
+    lower = f"; {found.dense.name} itself comes to {found.dense_lowest:.4f}" if found.dense_lowest < found.loss else ""
+    at = f"{found.loss:.4f} {found.unit}, the lowest that both reach"
+    return f"{found.moe.name} reaches the loss of {found.dense.name} ({at}) in {cost}{lower}."
 
 
 def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
@@ -251,7 +262,7 @@ def overview(run: Run, loss: float, unit: str | None, window_tokens: float) -> O
         final_loss=float(own_end[-1]) if len(own_end) else nan,
         valid_loss=_latest(run.valid["lm_loss"]),
         valid_ppl=_latest(run.valid["lm_loss_ppl"]),
-        bits_per_byte=_latest(run.valid["bits_per_byte"]),
+        bits_per_byte=_latest(run.valid["lm_loss_bits_per_byte"]),
         peak_memory_bytes=float(np.fmax.reduce(memory)) if len(memory) else nan,
         tokens_per_second=_median(train["tokens_per_second"]),
         tflops_per_gpu=_median(train["tflops_per_gpu"]),

@@ -33,7 +33,7 @@ CURVES = (
     "elapsed_time_per_iteration_ms", "peak_memory_bytes", "memory_allocated_bytes",
 )  # fmt: skip
 _COUNTS = ("consumed_samples", "skipped_iterations", "nan_iterations")
-VALID_CURVES = ("lm_loss", "lm_loss_ppl", "bits_per_byte")
+VALID_CURVES = ("lm_loss", "lm_loss_ppl", "lm_loss_bits_per_byte")
 _TRAIN_COLUMNS, _VALID_COLUMNS = (*AXES, *CURVES, *_COUNTS), (*AXES, *VALID_CURVES)
 _LIVE_SECONDS = 600  # a run that wrote within the last ten minutes is taken for a running one
 _PROGRESS_BYTES, _STEP_BYTES = 1 << 26, 1 << 22

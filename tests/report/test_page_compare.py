@@ -74,6 +74,7 @@ def test_parity_by_hand(tmp_path):
 def test_parity_where_the_dense_run_is_better(tmp_path):
     (found,) = parities(runs_of(tmp_path, {"dense": ([5, 3, 2], 10, 1, DENSE), "moe": ([5, 4, 3.5], 10, 1, MOE)}))
     assert (found.loss, found.tokens) == (3.5, 1.5)
+    assert parity_text(found).endswith("150% of the time and 150% of the tokens; dense itself comes to 2.0000.")
 
 
 def test_parity_without_a_loss(tmp_path):
@@ -88,7 +89,7 @@ def test_mixed_tokenizers_use_bits_per_byte_where_they_are_known(tmp_path):
     assert "their tokenizers differ" in parity_text(parities(runs)[0])
     assert "losses per token do not compare, and bits per byte are not known" in warnings_of(runs)[0]
     for run, bits in zip(runs, (2.0, 1.5), strict=True):  # of a validation loss of 4 nats: 0.5 and 0.375 bits a nat
-        run.valid = {key: np.array([{"lm_loss": 4.0, "bits_per_byte": bits}.get(key, NAN)]) for key in run.valid}
+        run.valid = {key: np.array([{"lm_loss": 4.0, "lm_loss_bits_per_byte": bits}.get(key, NAN)]) for key in run.valid}
     (found,) = parities(runs)
     assert (found.unit, found.loss) == (BITS, 2.25)  # 4 * 0.5 = 2.0 and 6 * 0.375 = 2.25
     assert "losses are compared in bits per byte" in warnings_of(runs)[0]

@@ -43,7 +43,7 @@
     loss: { title: `Training loss, ${data.unit}`, series: ofRuns("lm_loss", { loss: true }), smooth: true, height: 340 },
     valid: { title: `Validation loss, ${data.unit}`, series: ofValidation("lm_loss", run => run.bits_per_nat) },
     ppl: { title: "Validation perplexity", series: ofValidation("lm_loss_ppl") },
-    bits: { title: "Validation, bits per byte", series: ofValidation("bits_per_byte") },
+    bits: { title: "Validation, bits per byte", series: ofValidation("lm_loss_bits_per_byte") },
     grad_norm: { title: "Gradient norm before clipping", series: ofRuns("grad_norm", { marks: true }), smooth: true },
     learning_rate: { title: "Learning rate", series: ofRuns("learning_rate") },
     tokens_per_second: { title: "Tokens per second, all ranks", series: ofRuns("tokens_per_second"), smooth: true, zero: true },
