@@ -44,7 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "metrics": {"config", "run_folder", "files", "planner", "mirrors"},
     "faults": {"hosts"},
     "watch": {"config", "run_folder", "metrics", "faults"},
-    "report": {"config", "run_folder", "metrics", "files"},
+    "report": {"config", "run_folder", "metrics", "files", "planner", "progress"},
     "backends": {*ENGINE, "layers", "optim"},
     "interval": {*ENGINE, "hosts", "checkpoint", "metrics", "planner", "optim", "layers", "phases", "faults"},
     "phases": set(),

@@ -1,0 +1,177 @@
+// Expert load as two heatmaps on canvases: layers by experts at one time, and the experts of one layer over time.
+"use strict";
+Report.load = experts => {
+  const bytes = Uint8Array.from(atob(experts.load), character => character.charCodeAt(0));
+  return new Uint16Array(bytes.buffer); // little-endian, as every machine with a browser is
+};
+
+// Share of the fair one to a colour: 0 cold, 1 even, 4 and more hot, by the logarithm above 1; under 1% it is dead.
+Report.loadColors = () => {
+  const parse = name => Report.color(name).match(/[0-9a-f]{2}/gi).map(part => parseInt(part, 16));
+  const [cold, even, hot, dead] = ["--cold", "--even", "--hot", "--dead"].map(parse);
+  const mix = (a, b, part) => a.map((value, index) => Math.round(value + (b[index] - value) * part));
+  return share => {
+    if (share < 0.01) return dead;
+    return share < 1 ? mix(cold, even, share) : mix(even, hot, Math.min(Math.log2(share) / 2, 1));
+  };
+};
+
+Report.Heatmap = class {
+  // `value(row, column)` is a share of the fair one; `tell(row, column)` the sentence about a cell; `pick` is called for a chosen one.
+  constructor(box, { title, ends, pick }) {
+    Object.assign(this, { box, pick, row: 0, column: 0 });
+    this.title = Report.element("h3", title);
+    this.readout = Report.element("div", undefined, { class: "readout", "aria-live": "polite" });
+    this.canvas = Report.element("canvas", undefined, { tabindex: "0", role: "img" });
+    this.ends = Report.element("div", undefined, { class: "ticks" });
+    this.endTexts = ends;
+    box.append(this.title, this.readout, this.canvas, this.ends);
+    this.canvas.addEventListener("mousemove", event => this.at(event));
+    this.canvas.addEventListener("click", event => { this.at(event); this.pick?.(this.row, this.column); });
+    this.canvas.addEventListener("keydown", event => this.key(event));
+    new ResizeObserver(() => this.rows && this.draw()).observe(box);
+  }
+
+  set(rows, columns, value, tell, label) {
+    Object.assign(this, { rows, columns, value, sentence: tell });
+    this.canvas.setAttribute("aria-label", label);
+    this.row = Math.min(this.row, rows - 1);
+    this.column = Math.min(this.column, columns - 1);
+    this.draw();
+  }
+
+  draw() {
+    const { rows, columns, canvas } = this, ratio = devicePixelRatio || 1, width = canvas.clientWidth;
+    const cell = Math.min(Math.max(Math.floor(320 / rows), 5), 48), gap = cell > 12 && width / columns > 12 ? 1 : 0;
+    canvas.style.height = `${rows * cell}px`;
+    canvas.width = Math.round(width * ratio);
+    canvas.height = Math.round(rows * cell * ratio);
+    const context = canvas.getContext("2d"), color = Report.loadColors(), w = canvas.width / columns, h = cell * ratio;
+    context.textAlign = "center";
+    context.textBaseline = "middle";
+    context.font = `${11 * ratio}px system-ui, sans-serif`;
+    for (let row = 0; row < rows; row++) {
+      for (let column = 0; column < columns; column++) {
+        const share = this.value(row, column), [r, g, b] = color(share);
+        const x = Math.floor(column * w), right = Math.floor((column + 1) * w);
+        context.fillStyle = `rgb(${r},${g},${b})`;
+        context.fillRect(x, Math.floor(row * h), right - x - gap * ratio, h - gap * ratio);
+        if (w > 34 * ratio && cell >= 18) {
+          context.fillStyle = r * 0.299 + g * 0.587 + b * 0.114 > 140 ? "#111" : "#fff";
+          context.fillText(share.toFixed(2), (x + right) / 2, (row + 0.5) * h);
+        }
+      }
+    }
+    if (document.activeElement === canvas) {
+      context.strokeStyle = Report.color("--text");
+      context.lineWidth = 2 * ratio;
+      context.strokeRect(this.column * w, this.row * h, w - gap * ratio, h - gap * ratio);
+    }
+    this.ends.textContent = "";
+    for (const text of this.endTexts()) this.ends.append(Report.element("span", text));
+    this.readout.textContent = this.sentence(this.row, this.column);
+  }
+
+  at(event) {
+    const place = this.canvas.getBoundingClientRect();
+    this.column = Math.min(Math.max(Math.floor(((event.clientX - place.left) / place.width) * this.columns), 0), this.columns - 1);
+    this.row = Math.min(Math.max(Math.floor(((event.clientY - place.top) / place.height) * this.rows), 0), this.rows - 1);
+    this.readout.textContent = this.sentence(this.row, this.column);
+  }
+
+  key(event) {
+    const move = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] }[event.key];
+    if (event.key === "Enter") this.pick?.(this.row, this.column);
+    if (!move) return;
+    event.preventDefault();
+    this.row = Math.min(Math.max(this.row + move[0], 0), this.rows - 1);
+    this.column = Math.min(Math.max(this.column + move[1], 0), this.columns - 1);
+    this.draw();
+  }
+};
+
+// The whole section: which run, which time, which layer.
+Report.Experts = class {
+  constructor(runs) {
+    this.runs = runs.filter(run => run.experts);
+    const view = document.getElementById("expert-view");
+    if (!this.runs.length || !view) return;
+    view.hidden = false;
+    const id = name => document.getElementById(name);
+    [this.runChoice, this.slider, this.when, this.layerChoice, this.table] = ["expert-run", "expert-time", "expert-when", "expert-layer", "expert-table"].map(id);
+    this.runs.forEach((run, index) => this.runChoice.append(Report.element("option", run.name, { value: index })));
+    const now = new Report.Heatmap(id("heat-now"), {
+      title: "Load of every expert at one time (rows: layers, columns: experts)",
+      ends: () => ["expert 0", `expert ${this.experts.num_experts - 1}`],
+      pick: row => { this.layerChoice.value = row; this.draw(); },
+    });
+    const over = new Report.Heatmap(id("heat-over"), {
+      title: "",
+      ends: () => [`iteration ${this.experts.bounds[0][0]}`, `iteration ${this.experts.bounds[this.experts.bounds.length - 1][1]}`],
+      pick: (row, column) => { this.slider.value = column; this.draw(); },
+    });
+    Object.assign(this, { now, over });
+    this.runChoice.addEventListener("change", () => { this.choose(); Report.draw(); });
+    this.slider.addEventListener("input", () => this.draw());
+    this.layerChoice.addEventListener("change", () => this.draw());
+    id("expert-table-box").addEventListener("toggle", () => this.draw());
+    for (const map of [now, over]) for (const name of ["focus", "blur"]) map.canvas.addEventListener(name, () => map.draw());
+    this.choose();
+  }
+
+  get run() { return this.runs[Number(this.runChoice.value)]; }
+  get experts() { return this.run.experts; }
+
+  choose() {
+    const { experts } = this;
+    this.values = Report.load(experts);
+    this.slider.max = experts.bounds.length - 1;
+    this.slider.value = experts.bounds.length - 1;
+    this.layerChoice.textContent = "";
+    experts.layers.forEach((layer, index) => this.layerChoice.append(Report.element("option", String(layer), { value: index })));
+    this.draw();
+  }
+
+  share(time, layer, expert) {
+    const { layers, num_experts: count, scale } = this.experts;
+    return this.values[(time * layers.length + layer) * count + expert] / scale;
+  }
+
+  period(time) {
+    const [first, last] = this.experts.bounds[time];
+    return first === last ? `iteration ${last}` : `iterations ${first} to ${last}`;
+  }
+
+  tell(time, layer, expert) {
+    const share = this.share(time, layer, expert), part = (100 * share) / this.experts.num_experts;
+    const dead = share < 0.01 ? ", dead" : "";
+    return `${this.period(time)}, layer ${this.experts.layers[layer]}, expert ${expert}: ${share.toFixed(2)} of its fair share (${part.toFixed(1)}% of the tokens${dead})`;
+  }
+
+  draw() {
+    if (!this.runs.length || !this.slider) return;
+    const { experts, over, now } = this, time = Number(this.slider.value), layer = Number(this.layerChoice.value);
+    const times = experts.bounds.length, { layers, num_experts: count } = experts;
+    this.when.textContent = this.period(time);
+    this.slider.setAttribute("aria-valuetext", this.period(time));
+    now.set(layers.length, count, (row, column) => this.share(time, row, column), (row, column) => this.tell(time, row, column),
+      `Load of the experts of all layers at ${this.period(time)}; arrow keys move, the table below has the numbers`);
+    over.title.textContent = `Layer ${layers[layer]} over time (rows: experts, columns: time)`;
+    over.set(count, times, (row, column) => this.share(column, layer, row), (row, column) => this.tell(column, layer, row),
+      `Load of the experts of layer ${layers[layer]} over time; arrow keys move`);
+    if (this.table.closest("details").open) this.fill(time);
+  }
+
+  fill(time) {
+    const { layers, num_experts: count } = this.experts, range = [...Array(count).keys()];
+    const head = Report.element("tr"), body = Report.element("tbody"), top = Report.element("thead");
+    head.append(Report.element("th", "layer"), ...range.map(expert => Report.element("th", `expert ${expert}`)));
+    top.append(head);
+    layers.forEach((name, layer) => {
+      const row = Report.element("tr");
+      row.append(Report.element("th", String(name)), ...range.map(expert => Report.element("td", this.share(time, layer, expert).toFixed(2))));
+      body.append(row);
+    });
+    this.table.replaceChildren(top, body);
+  }
+};

@@ -1,0 +1,129 @@
+// The page: which charts there are, the controls above them, and the cost of a chosen loss.
+"use strict";
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent), { state } = Report;
+  const runs = data.runs.map((run, index) => Object.assign(run, { index }));
+  const dashes = [undefined, [8, 4], [2, 3], [10, 3, 2, 3]];
+  const style = run => ({ color: Report.color(`--run-${run.index % 8}`), dash: dashes[Math.floor(run.index / 8) % 4] });
+  const shown = () => runs.filter(run => !state.hidden.has(run.index));
+  const scaled = (values, factor) => (factor == null || !values ? values : values.map(value => (value == null ? null : value * factor)));
+
+  function ofRuns(key, options = {}) {
+    return () => shown().filter(run => run.curves[key]).map(run => {
+      const curve = run.curves[key], factor = options.loss ? run.bits_per_nat : null;
+      return {
+        label: run.name, ...style(run), x: run.x, y: scaled(curve.mean, factor), low: scaled(curve.low, factor), high: scaled(curve.high, factor),
+        gaps: curve.gaps, marks: options.marks ? run.spikes : undefined,
+      };
+    });
+  }
+  function ofValidation(key, factor = () => null) {
+    return () => shown().filter(run => run.valid[key].some(value => value != null)).map(run => ({
+      label: run.name, ...style(run), x: run.valid, y: scaled(run.valid[key], factor(run)), points: true,
+      gaps: run.valid[key].flatMap((value, index) => (value == null ? [index] : [])),
+    }));
+  }
+  let experts = null;
+  function ofLayers(key) {
+    return () => {
+      if (!experts?.runs.length) return [];
+      const { experts: found, name } = experts.run;
+      return found.layers.map((layer, index) => ({
+        label: `layer ${layer}`, x: found.x, y: found[key][index],
+        color: hue(found.layers.length > 1 ? index / (found.layers.length - 1) : 0), name,
+      })).filter(one => one.y.some(value => value != null));
+    };
+  }
+  const isDark = matchMedia("(prefers-color-scheme: dark)");
+  const hue = part => `hsl(${Math.round(215 + 190 * part) % 360} 70% ${isDark.matches ? 66 : 42}%)`;
+  const percent = value => (value == null ? "–" : `${+(100 * value).toPrecision(3)}%`);
+  const bytes = value => (value == null ? "–" : value >= 1e9 ? `${+(value / 1e9).toPrecision(3)} GB` : `${+(value / 1e6).toPrecision(3)} MB`);
+
+  const charts = {
+    loss: { title: `Training loss, ${data.unit}`, series: ofRuns("lm_loss", { loss: true }), smooth: true, height: 340 },
+    valid: { title: `Validation loss, ${data.unit}`, series: ofValidation("lm_loss", run => run.bits_per_nat) },
+    ppl: { title: "Validation perplexity", series: ofValidation("lm_loss_ppl") },
+    bits: { title: "Validation, bits per byte", series: ofValidation("lm_loss_bits_per_byte") },
+    grad_norm: { title: "Gradient norm before clipping", series: ofRuns("grad_norm", { marks: true }), smooth: true },
+    learning_rate: { title: "Learning rate", series: ofRuns("learning_rate") },
+    tokens_per_second: { title: "Tokens per second, all ranks", series: ofRuns("tokens_per_second"), smooth: true, zero: true },
+    tflops_per_gpu: { title: "Model TFLOP/s per rank", series: ofRuns("tflops_per_gpu"), smooth: true, zero: true },
+    memory_bytes: { title: "Peak memory of a rank", series: ofRuns("memory_bytes"), show: bytes, zero: true },
+    balance: { title: "Load-balancing loss (1 is even)", series: ofRuns("load_balancing_loss"), smooth: true },
+    z_loss: { title: "Router z-loss", series: ofRuns("z_loss"), smooth: true },
+    worst: { title: "Busiest expert of all layers, times the mean", series: ofRuns("experts/max_over_mean"), smooth: true },
+    dropped: { title: "Dropped tokens, mean of the layers", series: ofRuns("experts/dropped_fraction"), smooth: true, show: percent, zero: true },
+    entropy: { title: "Router entropy, mean of the layers, nats", series: ofRuns("experts/router_entropy"), smooth: true },
+    dead: { title: "Dead experts (under 1% of the fair share), mean of the layers", series: ofRuns("experts/dead_fraction"), show: percent, zero: true },
+    "layer-entropy": { title: "Router entropy by layer, nats", series: ofLayers("router_entropy") },
+    "layer-dropped": { title: "Dropped tokens by layer", series: ofLayers("dropped_fraction"), show: percent, zero: true },
+    "layer-worst": { title: "Busiest expert by layer, times the mean", series: ofLayers("max_over_mean") },
+    "layer-top1": { title: "Router weight of the first choice by layer", series: ofLayers("top1_weight") },
+  };
+
+  Report.draw = () => Report.charts.forEach(chart => chart.draw());
+
+  function controls() {
+    const chips = document.getElementById("runs"), axis = document.getElementById("axis");
+    for (const run of runs) {
+      const chip = Report.element("button", undefined, { type: "button", "aria-pressed": "true" }), swatch = Report.element("i", undefined, { class: "swatch" });
+      swatch.style.setProperty("--c", `var(--run-${run.index % 8})`);
+      chip.append(swatch, run.name);
+      chip.title = "show or hide this run";
+      chip.addEventListener("click", () => {
+        const hide = !state.hidden.has(run.index);
+        state.hidden[hide ? "add" : "delete"](run.index);
+        chip.setAttribute("aria-pressed", String(!hide));
+        Report.draw();
+      });
+      chips.append(chip);
+    }
+    const known = Object.keys(Report.AXES).filter(name => runs.some(run => run.x[name].some(value => value != null)));
+    if (!known.includes(state.axis)) state.axis = known[known.length - 1] || "iteration";
+    for (const name of known) {
+      const label = Report.element("label"), input = Report.element("input", undefined, { type: "radio", name: "axis", value: name });
+      input.checked = name === state.axis;
+      input.addEventListener("change", () => { state.axis = name; Report.draw(); });
+      label.append(input, Report.AXES[name].name);
+      axis.append(label);
+    }
+    const smoothing = document.getElementById("smoothing");
+    const longest = Math.max(0, ...runs.map(run => run.x.iteration.length));
+    smoothing.value = longest > 200 ? 0.9 : longest > 20 ? 0.6 : 0;
+    const smooth = () => {
+      state.smoothing = Number(smoothing.value);
+      document.getElementById("smoothing-value").textContent = state.smoothing.toFixed(2);
+    };
+    smoothing.addEventListener("input", () => { smooth(); Report.draw(); });
+    smooth();
+    for (const [name, id] of [["logX", "log-x"], ["logY", "log-y"]]) {
+      document.getElementById(id).addEventListener("change", event => { state[name] = event.target.checked; Report.draw(); });
+    }
+    document.getElementById("controls").hidden = !known.length;
+  }
+
+  // What each run had used when its smoothed loss first was at or below the chosen one.
+  function costs() {
+    const input = document.getElementById("target-loss");
+    if (!input) return;
+    document.getElementById("target").hidden = false;
+    const fill = () => {
+      const target = Number(input.value);
+      for (const row of document.querySelectorAll("tr[data-run]")) {
+        const reach = runs[Number(row.dataset.run)].reach, index = reach.loss.findIndex(value => value != null && value <= target);
+        for (const cell of row.querySelectorAll("td[data-axis]")) {
+          cell.textContent = index < 0 ? "not reached" : Report.AXES[cell.dataset.axis].show(reach[cell.dataset.axis][index]);
+        }
+      }
+    };
+    input.addEventListener("input", () => input.value && fill());
+  }
+
+  controls();
+  costs();
+  experts = new Report.Experts(runs);
+  for (const box of document.querySelectorAll("[data-chart]")) new Report.Chart(box, charts[box.dataset.chart]);
+  Report.draw();
+  isDark.addEventListener("change", () => { Report.draw(); experts.draw(); });
+  document.documentElement.dataset.ready = "true";
+})();

@@ -1,0 +1,300 @@
+"""What runs have in common and where they differ: settings, sizes, and what a loss costs each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moe_exp.config import Config
+from moe_exp.planner.params import count_parameters
+from moe_exp.report.load_history import Floats
+from moe_exp.report.run_data import Run
+from moe_exp.report.series import first_at_or_below, trailing_mean
+
+SMOOTHED_SHARE = 0.05  # of the tokens of the shorter run
+_FEWEST_SHARE = 0.01  # of those of the longest run on the page
+# Where a run is written and started, not what it is.
+_NOT_COMPARED = ("run_name", "run_dir", "master_addr", "master_port", "node_rank")
+# What a dense run does not use.
+_OF_EXPERTS = {
+    "num_experts", "topk", "moe_type", "moe_ffn_hidden_size", "moe_layer_freq", "first_k_dense", "shared_expert_size", "shared_expert_gate",
+    "capacity_factor", "min_capacity", "pad_to_capacity", "drop_policy", "router_score", "router_pre_softmax", "router_normalize",
+    "router_scaling_factor", "router_dtype", "router_jitter", "router_bias_update_rate", "num_router_groups", "router_group_topk",
+    "force_routing", "aux_loss_type", "aux_loss_coeff", "z_loss_coeff", "expert_backend", "dispatcher", "upcycle_from",
+    "upcycle_granularity", "ep", "etp",
+}  # fmt: skip
+_ALWAYS = ("num_experts", "topk", "moe_type")
+_UNKNOWN, _NO_EXPERTS = "(unknown)", "–"
+NATS, BITS = "nats per token", "bits per byte"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a run had used when its smoothed loss first was at or below a loss; NaN for what is not known."""
+
+    iteration: float
+    tokens: float
+    flops: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Parity:
+    """A run with experts against a dense one at the lowest smoothed loss that both reach.
+
+    Attributes:
+        moe, dense: the runs.
+        loss: that loss, in `unit`.
+        unit: NATS or BITS.
+        flops, seconds, tokens: what `moe` had used by then as a share of what `dense` had; NaN where one of them is not known.
+        dense_lowest: the lowest smoothed loss of `dense`, which is below `loss` where `moe` does not reach it.
+        reason: why there is no comparison; empty where there is one.
+    """
+
+    moe: Run
+    dense: Run
+    loss: float = float("nan")
+    unit: str = NATS
+    flops: float = float("nan")
+    seconds: float = float("nan")
+    tokens: float = float("nan")
+    dense_lowest: float = float("nan")
+    reason: str = ""
+
+
+def tokenizer_of(run: Run) -> str | None:
+    """What tells tokenizers apart: TOKENIZER, or without one the size of the vocabulary; None where settings are unknown."""
+    if not run.settings:
+        return None
+    return str(run.settings.get("tokenizer") or f"vocabulary of {run.settings.get('vocab_size')}")
+
+
+def bits_per_nat(run: Run) -> float:
+    """Factor from nats per token to bits per byte, from the latest validation that recorded both; NaN without one."""
+    both = np.flatnonzero(np.isfinite(run.valid["lm_loss_bits_per_byte"]) & (run.valid["lm_loss"] > 0))
+    return float(run.valid["lm_loss_bits_per_byte"][both[-1]] / run.valid["lm_loss"][both[-1]]) if len(both) else float("nan")
+
+
+def is_mixed(runs: Sequence[Run]) -> bool:
+    """Whether the runs have more than one tokenizer, so that their losses per token do not compare."""
+    return len({tokenizer_of(run) for run in runs} - {None}) > 1
+
+
+def loss_unit(runs: Sequence[Run]) -> str | None:
+    """In what the losses of these runs compare: nats per token, with several tokenizers bits per byte, or None where that is not known."""
+    if not is_mixed(runs):
+        return NATS
+    return BITS if all(np.isfinite(bits_per_nat(run)) for run in runs) else None
+
+
+def losses(run: Run, unit: str) -> Floats:
+    """The training loss of each record in `unit`."""
+    return run.train["lm_loss"] * (bits_per_nat(run) if unit == BITS else 1.0)
+
+
+def smoothed(run: Run, unit: str, window_tokens: float) -> Floats:
+    """The training loss as a mean over the last `window_tokens` tokens."""
+    return trailing_mean(run.train["consumed_tokens"], losses(run, unit), window_tokens)
+
+
+def window_of(runs: Sequence[Run]) -> float:
+    """Tokens to smooth over: 5% of what the shortest run has consumed, and at least 1% of what the longest has."""
+    tokens = [float(run.train["consumed_tokens"][-1]) for run in runs if run.num_records]
+    tokens = [count for count in tokens if np.isfinite(count)]
+    return max(SMOOTHED_SHARE * min(tokens), _FEWEST_SHARE * max(tokens)) if tokens else 0.0
+
+
+def lowest(values: Floats) -> float:
+    """The lowest finite value, NaN without one."""
+    return float(np.fmin.reduce(values)) if len(values) else float("nan")
+
+
+def cost_of(run: Run, values: Floats, loss: float) -> Cost | None:
+    """What `run` had used at the first record whose smoothed loss, `values`, is not above `loss`; None if it never was."""
+    index = first_at_or_below(values, loss)
+    if index is None:
+        return None
+    train = run.train
+    return Cost(*(float(train[key][index]) for key in ("iteration", "consumed_tokens", "consumed_flops", "training_seconds")))
+
+
+def common_loss(runs: Sequence[Run]) -> tuple[float, str | None]:
+    """The lowest smoothed loss that every run with a loss reaches, and its unit; NaN without one."""
+    runs = [run for run in runs if np.isfinite(run.train["lm_loss"]).any()]
+    unit = loss_unit(runs)
+    if unit is None or not runs:
+        return float("nan"), unit
+    window = window_of(runs)
+    return float(np.max([lowest(smoothed(run, unit, window)) for run in runs])), unit
+
+
+def parities(runs: Sequence[Run]) -> list[Parity]:
+    """Every run with experts against every dense run."""
+    dense_runs = [run for run in runs if run.kind == "dense"]
+    return [parity(run, dense) for run in runs if run.is_moe for dense in dense_runs]
+
+
+def parity(moe: Run, dense: Run) -> Parity:
+    """Compares the two at the lowest smoothed loss that both reach.
+
+    The smoothed loss at a record is the mean training loss of the last w tokens, w being 5% of the tokens of the shorter run. The
+    loss that both reach is the larger of the two lowest ones; each run is taken at its first record that is not above it.
+    """
+    pair = (moe, dense)
+    unit = loss_unit(pair)
+    if unit is None:
+        return Parity(moe, dense, reason="their tokenizers differ, and bits per byte are not known for both")
+    window = window_of(pair)
+    curves = [smoothed(run, unit, window) for run in pair]
+    loss = max(lowest(curve) for curve in curves) if all(np.isfinite(lowest(curve)) for curve in curves) else float("nan")
+    costs = [cost_of(run, curve, loss) for run, curve in zip(pair, curves, strict=True)]
+    if costs[0] is None or costs[1] is None:
+        return Parity(moe, dense, unit=unit, reason="one of them has no loss yet")
+    ours, theirs = costs[0], costs[1]
+    return Parity(
+        moe,
+        dense,
+        loss=loss,
+        unit=unit,
+        flops=_share(ours.flops, theirs.flops),
+        seconds=_share(ours.seconds, theirs.seconds),
+        tokens=_share(ours.tokens, theirs.tokens),
+        dense_lowest=lowest(curves[1]),
+    )
+
+
+def _share(ours: float, theirs: float) -> float:
+    return ours / theirs if theirs > 0 else float("nan")
+
+
+def parity_text(found: Parity) -> str:
+    """The comparison in one sentence."""
+    if found.reason:
+        return f"{found.moe.name} and {found.dense.name} are not compared: {found.reason}."
+    parts = [(found.flops, "the FLOPs"), (found.seconds, "the time"), (found.tokens, "the tokens")]
+    known = [f"{share:.0%} of {what}" for share, what in parts if np.isfinite(share)]
+    cost = f"{', '.join(known[:-1])}{' and ' if len(known) > 1 else ''}{known[-1]}" if known else "an unknown share of the FLOPs"
+    lower = f"; {found.dense.name} itself comes to {found.dense_lowest:.4f}" if found.dense_lowest < found.loss else ""
+    at = f"{found.loss:.4f} {found.unit}, the lowest that both reach"
+    return f"{found.moe.name} reaches the loss of {found.dense.name} ({at}) in {cost}{lower}."
+
+
+def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """Settings in which runs differ: name, and the value of each run as text.
+
+    A run that does not know the setting has `(unknown)`, a dense one `–` for what only experts have. Where dense runs stand beside
+    MoE ones, those settings are rows if the MoE runs differ from each other or from the default; the size of the MoE always is.
+    """
+    rows = []
+    for name in dict.fromkeys(name for run in runs for name in run.settings):
+        values = [_value(run, name) for run in runs]
+        known = set(values) - {_UNKNOWN, _NO_EXPERTS}
+        is_chosen = _NO_EXPERTS in values and known and (name in _ALWAYS or known != {_shown(Config.model_fields[name].default)})
+        if name not in _NOT_COMPARED and (len(known) > 1 or is_chosen):
+            rows.append((name.upper(), values))
+    return rows
+
+
+def _value(run: Run, name: str) -> str:
+    if name not in run.settings:
+        return _UNKNOWN
+    return _NO_EXPERTS if name in _OF_EXPERTS and run.kind == "dense" else _shown(run.settings[name])
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "none"
+    if value == "":
+        return "(not set)"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@dataclass(frozen=True)
+class Overview:
+    """One run in numbers; NaN for what was not measured.
+
+    Attributes:
+        total_parameters, active_parameters: of the whole model, and those that one token meets.
+        final_loss: mean training loss of the last 5% of its tokens, nats per token.
+        valid_loss, valid_ppl, bits_per_byte: of the latest validation.
+        peak_memory_bytes: of the rank that needed most.
+        tokens_per_second, tflops_per_gpu: medians over the records.
+        iteration, tokens, flops, seconds: how far it came.
+        cost: at the loss that is compared; None if it was not reached.
+    """
+
+    run: Run
+    total_parameters: float
+    active_parameters: float
+    final_loss: float
+    valid_loss: float
+    valid_ppl: float
+    bits_per_byte: float
+    peak_memory_bytes: float
+    tokens_per_second: float
+    tflops_per_gpu: float
+    iteration: float
+    tokens: float
+    flops: float
+    seconds: float
+    cost: Cost | None
+
+
+def overview(run: Run, loss: float, unit: str | None, window_tokens: float) -> Overview:
+    """Numbers of one run.
+
+    Args:
+        run: the run.
+        loss: that the costs are asked for, in `unit`.
+        unit: NATS or BITS; None where losses do not compare.
+        window_tokens: that the loss is smoothed over.
+    """
+    count = count_parameters(run.config) if run.config else None
+    train, nan = run.train, float("nan")
+    own_end = smoothed(run, NATS, window_of([run]))
+    memory = np.fmax(train["peak_memory_bytes"], train["memory_allocated_bytes"])
+    return Overview(
+        run,
+        total_parameters=count.total if count else nan,
+        active_parameters=count.active_per_token if count else nan,
+        final_loss=float(own_end[-1]) if len(own_end) else nan,
+        valid_loss=_latest(run.valid["lm_loss"]),
+        valid_ppl=_latest(run.valid["lm_loss_ppl"]),
+        bits_per_byte=_latest(run.valid["lm_loss_bits_per_byte"]),
+        peak_memory_bytes=float(np.fmax.reduce(memory)) if len(memory) else nan,
+        tokens_per_second=_median(train["tokens_per_second"]),
+        tflops_per_gpu=_median(train["tflops_per_gpu"]),
+        iteration=run.last("iteration"),
+        tokens=run.last("consumed_tokens"),
+        flops=run.last("consumed_flops"),
+        seconds=run.last("training_seconds"),
+        cost=cost_of(run, smoothed(run, unit, window_tokens), loss) if unit else None,
+    )
+
+
+def _latest(values: Floats) -> float:
+    finite = values[np.isfinite(values)]
+    return float(finite[-1]) if len(finite) else float("nan")
+
+
+def _median(values: Floats) -> float:
+    return float(np.nanmedian(values)) if np.isfinite(values).any() else float("nan")
+
+
+def warnings_of(runs: Sequence[Run]) -> list[str]:
+    """What a reader has to know before comparing: mixed tokenizers, gaps, and what could not be read."""
+    found = []
+    if is_mixed(runs):
+        which = "; ".join(f"{run.name}: {tokenizer_of(run) or 'unknown'}" for run in runs)
+        unit = loss_unit(runs)
+        use = "losses are compared in bits per byte" if unit == BITS else "losses per token do not compare, and bits per byte are not known"
+        found.append(f"The runs have different tokenizers ({which}): {use}.")
+    for run in runs:
+        if num := int((~np.isfinite(run.train["lm_loss"])).sum()):
+            found.append(f"{run.name}: {num} of {run.num_records} records have a loss that is not a number; they are gaps in the curve.")
+        if not run.num_records:
+            found.append(f"{run.name}: no train records yet.")
+        found += [f"{run.name}: {note}." for note in run.notes]
+    return found

@@ -1,0 +1,137 @@
+"""`moe-exp report`: run folders -> one HTML file that needs no network, or Markdown for a pull request."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from datetime import datetime
+from functools import cache
+from html import escape
+from pathlib import Path
+
+from moe_exp.config import ConfigError, problem
+from moe_exp.files import write_atomically
+from moe_exp.report import page_parts as parts
+from moe_exp.report.comparison import Overview, common_loss, differing_settings, overview, parities, warnings_of, window_of
+from moe_exp.report.page_data import embedded, page_data
+from moe_exp.report.page_markdown import MARKER, markdown
+from moe_exp.report.run_data import Run, read_runs, run_problems
+
+_ASSETS = Path(__file__).parent / "assets"
+_GENERATOR = '<meta name="generator" content="moe-exp report">'
+MOST_BYTES = 5_000_000
+_DETAILS = (1.0, 0.5, 0.2, 0.05)
+
+
+def write_report(paths: Sequence[Path], out: Path | None, *, kind: str = "html", title: str = "", loss: float | None = None) -> list[str]:
+    """Writes the report of these run folders to `out`, or prints it where that is None.
+
+    Args:
+        paths: run folders, in the order of the report; their runs may still be going on, or have written nothing yet.
+        out: the file; an earlier report is replaced, any other file is not.
+        kind: `html` or `md`.
+        title: heading; by default the names of the runs.
+        loss: that the costs are given for; by default the lowest that all runs reach.
+
+    Returns:
+        What a reader has to know before comparing, a sentence each.
+
+    Raises:
+        ConfigError: folders that are no run, a place that cannot be written; all of them, before any work.
+    """
+    if problems := check_out(out) + run_problems(paths):
+        raise ConfigError(problems)
+    runs = read_runs(paths)
+    text = report_html(runs, title=title, loss=loss) if kind == "html" else report_markdown(runs, title=title, loss=loss)
+    if out is None:
+        print(text, end="")
+    else:
+        write_atomically(out, text)
+    return warnings_of(runs)
+
+
+def check_out(out: Path | None) -> list[str]:
+    """Why a report cannot be written there: no folder, no regular file, or a file that is not a report; a line each."""
+    if out is None:
+        return []
+    if not out.parent.is_dir():
+        return [problem("out", out, f"{out.parent} is no directory", "make it, or name a file elsewhere")]
+    if not out.exists():
+        return []
+    if not out.is_file():  # a directory; or a device such as /dev/stdout, whose place a file would take
+        return [problem("out", out, "is there and is no regular file", "name a file")]
+    with out.open("rb") as file:
+        head = file.read(2000)
+    if head.strip() and _GENERATOR.encode() not in head and MARKER.encode() not in head:
+        return [problem("out", out, "is there and is no report", "name another file, or remove this one")]
+    return []
+
+
+def _views(runs: Sequence[Run], loss: float | None) -> tuple[list[Overview], float, str | None]:
+    found, unit = common_loss(runs)
+    chosen = found if loss is None else loss
+    window = window_of(runs)
+    return [overview(run, chosen, unit, window) for run in runs], chosen, unit
+
+
+def title_of(runs: Sequence[Run]) -> str:
+    """A heading for these runs."""
+    names = [run.name for run in runs]
+    if len(names) > 3:
+        return f"{len(names)} runs"
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def report_markdown(runs: Sequence[Run], *, title: str = "", loss: float | None = None) -> str:
+    """The report as short Markdown."""
+    views, chosen, unit = _views(runs, loss)
+    return markdown(views, title or title_of(runs), parities(runs), warnings_of(runs), differing_settings(runs), chosen, unit)
+
+
+def report_html(runs: Sequence[Run], *, title: str = "", loss: float | None = None) -> str:
+    """The report as one HTML file of less than MOST_BYTES.
+
+    Raises:
+        ValueError: there are so many runs that their tables alone are larger.
+    """
+    views, chosen, unit = _views(runs, loss)
+    fields = {
+        "title": escape(title or title_of(runs)),
+        "subtitle": f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}, written {datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
+        "warnings": parts.warnings_html(warnings_of(runs)),
+        "parity": parts.parity_html(parities(runs)),
+        "overview": parts.overview_html(views),
+        "cost": parts.cost_html(views, chosen, unit, window_of(runs), is_common=loss is None),
+        "settings": parts.settings_html(runs, differing_settings(runs)),
+        "experts": parts.experts_html(runs),
+        "spikes": parts.spikes_html(runs),
+        "events": parts.events_html(runs),
+        **_assets(),
+    }
+    for detail in _DETAILS:
+        text = _filled(fields | {"data": embedded(page_data(runs, loss, detail))})
+        if len(text.encode()) < MOST_BYTES:
+            return text
+    rule = f"their page would be larger than {MOST_BYTES:,} bytes"
+    raise ValueError(problem("run", f"{len(runs)} folders", rule, "report fewer at a time"))
+
+
+@cache
+def _assets() -> dict[str, str]:
+    def read(name: str) -> str:
+        return (_ASSETS / name).read_text(encoding="utf-8")
+
+    return {
+        "uplot_css": read("uplot/uPlot.min.css"),
+        "uplot_js": read("uplot/uPlot.iife.min.js"),
+        "css": read("page.css"),
+        "chart_js": read("chart.js"),
+        "heatmap_js": read("heatmap.js"),
+        "page_js": read("page.js"),
+    }
+
+
+def _filled(fields: dict[str, str]) -> str:
+    """The page with its places filled, once: a run named like a place stays text."""
+    page = (_ASSETS / "page.html").read_text(encoding="utf-8")
+    return re.sub(r"\{\{(\w+)\}\}", lambda place: fields[place[1]], page)

@@ -1,0 +1,119 @@
+"""What the page's script draws, as JSON: curves in a bounded number of points, and the expert load in bytes."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from moe_exp.report.comparison import BITS, NATS, bits_per_nat, common_loss, loss_unit, smoothed, window_of
+from moe_exp.report.load_history import NUM_COLUMNS, Floats
+from moe_exp.report.run_data import AXES, VALID_CURVES, Run
+from moe_exp.report.series import bucket_starts, bucketed, new_minima, spikes
+
+# Of one page, so that it stays far under 5 MB whatever the runs are.
+_POINTS, _LOAD_VALUES = 8_000, 600_000
+_FEWEST_POINTS, _MOST_POINTS = 40, 1_000
+_DRAWN = ("lm_loss", "load_balancing_loss", "z_loss", "learning_rate", "grad_norm", "tokens_per_second", "tflops_per_gpu")
+_EXPERT_CURVES = ("experts/max_over_mean", "experts/dead_fraction", "experts/dropped_fraction", "experts/router_entropy")
+_WITH_RANGE = ("lm_loss", "grad_norm")
+LOAD_SCALE = 256  # steps of a fair share; 16 bits reach 255 times the fair share
+_MOST_SPIKES = 200
+
+
+def page_data(runs: Sequence[Run], loss: float | None, detail: float = 1.0) -> dict[str, Any]:
+    """The JSON value that the script reads.
+
+    Args:
+        runs: as `read_runs` gives them.
+        loss: that costs are asked for; None for the lowest that all runs reach.
+        detail: factor on the number of points.
+    """
+    points = round(detail * min(_MOST_POINTS, max(_FEWEST_POINTS, _POINTS // max(len(runs), 1))))
+    window, unit = window_of(runs), loss_unit(runs)
+    budget = detail * _LOAD_VALUES / max(sum(bool(run.load) for run in runs), 1)
+    found = common_loss(runs)[0] if loss is None else loss
+    return {
+        "unit": unit or NATS,
+        "window_tokens": _rounded(window),
+        "loss": _rounded(found),
+        "runs": [_run(run, points, unit or NATS, window) | {"experts": _experts(run, budget)} for run in runs],
+    }
+
+
+def embedded(value: Any) -> str:
+    """`value` as JSON that may stand inside a script element: nothing in it can end the element or be taken for markup."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _run(run: Run, points: int, unit: str, window: float) -> dict[str, Any]:
+    starts = bucket_starts(run.num_records, points)
+    ends = np.append(starts, run.num_records)[1:].astype(int) - 1
+    train = run.train
+    curves = {key: _curve(train[key], starts, with_range=key in _WITH_RANGE) for key in (*_DRAWN, *_EXPERT_CURVES)}
+    curves["memory_bytes"] = _curve(np.fmax(train["peak_memory_bytes"], train["memory_allocated_bytes"]), starts)
+    best = smoothed(run, unit, window)
+    reach = new_minima(best, max(20, points // 3))
+    spiked = spikes(train["grad_norm"])[:_MOST_SPIKES]
+    every = slice(None, None, max(1, len(run.valid["iteration"]) // points))
+    return {
+        "name": run.name,
+        "kind": run.kind,
+        "bits_per_nat": _rounded(bits_per_nat(run)) if unit == BITS else None,
+        "x": {key: _list(train[key][ends]) for key in AXES},
+        "curves": {key: curve for key, curve in curves.items() if curve},
+        "valid": {key: _list(run.valid[key][every]) for key in (*AXES, *VALID_CURVES)},
+        "reach": {"loss": _list(best[reach]), **{key: _list(train[key][reach]) for key in AXES}},
+        "spikes": {"value": _list(train["grad_norm"][spiked]), **{key: _list(train[key][spiked]) for key in AXES}},
+    }
+
+
+def _curve(values: Floats, starts: Floats, *, with_range: bool = False) -> dict[str, Any] | None:
+    """Mean of each bucket, where asked for and buckets hold several records its range, and which buckets have gaps."""
+    if not np.isfinite(values).any():
+        return None
+    found = bucketed(values, starts)
+    curve: dict[str, Any] = {"mean": _list(found.mean), "gaps": np.flatnonzero(found.num_missing).tolist()}
+    if with_range and len(starts) < len(values):
+        curve |= {"low": _list(found.low), "high": _list(found.high)}
+    return curve
+
+
+def _experts(run: Run, budget: float) -> dict[str, Any] | None:
+    """Load [C, L, E] in steps of 1/LOAD_SCALE of the fair share as 16-bit little-endian numbers, and the layers' own curves."""
+    if not run.load:
+        return None
+    num_columns = int(min(NUM_COLUMNS, budget // (len(run.load.layers) * run.load.num_experts)))
+    if not num_columns:
+        return None  # the tables have its latest state
+    bounds, shares_CLE, means = run.load.columns(num_columns)
+    steps = np.clip(np.round(shares_CLE * LOAD_SCALE), 0, 65535).astype("<u2")
+    at = np.clip(np.searchsorted(run.train["iteration"], bounds[:, 1]), 0, run.num_records - 1)
+    return {
+        "layers": run.load.layers,
+        "num_experts": run.load.num_experts,
+        "scale": LOAD_SCALE,
+        "bounds": bounds.astype(int).tolist(),
+        "x": {key: _list(run.train[key][at]) for key in AXES},
+        "load": base64.b64encode(steps.tobytes()).decode(),
+        **{key: [_list(layer) for layer in values.T] for key, values in means.items()},
+    }
+
+
+def _list(values: Iterable[float]) -> list[float | int | None]:
+    return [_rounded(value) for value in values]
+
+
+def _rounded(value: float) -> float | int | None:
+    """Six digits; whole numbers without a point, and null for what is not finite."""
+    if not math.isfinite(value):
+        return None
+    short = float(f"{value:.6g}") if abs(value) < 1e6 or value != int(value) else float(f"{value:.9g}")
+    return int(short) if short == int(short) and abs(short) < 1e15 else short

@@ -1,0 +1,272 @@
+"""Parts of the page that need no script: tables, sentences, timeline. Whatever comes from a run is escaped here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from datetime import datetime
+from html import escape
+from typing import Any
+
+from moe_exp.report.comparison import NATS, Cost, Overview, Parity, parity_text
+from moe_exp.report.load_history import LAYER_KEYS
+from moe_exp.report.quantities import bytes_text, duration, loss_text, percent, short
+from moe_exp.report.run_data import Run
+from moe_exp.report.series import SPIKE_FACTOR, SPIKE_WINDOW, spikes
+
+FAULTS = ("checkpoint_failed", "damaged_checkpoint", "other_data")
+_MOST_ROWS = 300
+_MOST_MARKS = 150
+
+
+def warnings_html(warnings: Sequence[str]) -> str:
+    """A box with a paragraph for each; empty without any."""
+    lines = "".join(f"<p>{escape(text)}</p>" for text in warnings)
+    return f'<div class="warning" role="note">{lines}</div>' if lines else ""
+
+
+def table(head: Sequence[str], rows: Sequence[str], label: str, *, css: str = "scroll") -> str:
+    """A table that scrolls by itself, so that the page never has to. `head` and `rows` are HTML."""
+    cells = "".join(f'<th scope="col">{cell}</th>' for cell in head)
+    return (
+        f'<div class="{css}" role="region" tabindex="0" aria-label="{escape(label)}">'
+        f"<table><thead><tr>{cells}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
+def run_name(run: Run, index: int) -> str:
+    """Its name with its colour."""
+    return f'<i class="swatch" style="--c:var(--run-{index % 8})"></i>{escape(run.name)}'
+
+
+def parity_html(found: Sequence[Parity]) -> str:
+    """A card for each comparison with a dense run, and how it is defined."""
+    if not found:
+        return '<p class="note">With a dense run and one with experts, this says what share of the FLOPs and the time a loss costs.</p>'
+    return (
+        f'<div class="cards">{"".join(map(_card, found))}</div><p class="note">Both are taken at their first record whose smoothed loss is '
+        "not above the lowest smoothed loss that both reach: the higher of their two lowest ones. The smoothed loss at a record is "
+        "the mean training loss of the last 5% of the tokens of the shorter run. FLOPs are the model's, forward and backward; time is that "
+        "of training, without evaluation and saving.</p>"
+    )
+
+
+def _card(found: Parity) -> str:
+    if found.reason:
+        return f'<div class="card"><p>{escape(parity_text(found))}</p></div>'
+    shares = [(found.flops, "of the FLOPs"), (found.seconds, "of the time"), (found.tokens, "of the tokens")]
+    figures = "".join(
+        f'<div><b class="{"less" if share < 1 else ""}">{percent(share, 0)}</b><span>{what}</span></div>' for share, what in shares
+    )
+    return f'<div class="card"><div class="figures">{figures}</div><p>{escape(parity_text(found))}</p></div>'
+
+
+def overview_html(views: Sequence[Overview]) -> str:
+    """The runs in numbers, a column each."""
+    rows = [
+        ("model", [escape(view.run.kind) for view in views]),
+        ("state", [escape(view.run.status) for view in views]),
+        *((name, list(values)) for name, values in overview_rows(views)),
+    ]
+    body = [f'<tr><th scope="row">{name}</th>{"".join(f"<td>{value}</td>" for value in values)}</tr>' for name, values in rows]
+    return table(["", *(run_name(view.run, index) for index, view in enumerate(views))], body, "The runs in numbers")
+
+
+def overview_rows(views: Sequence[Overview]) -> list[tuple[str, list[str]]]:
+    """Rows of the overview as plain text, those without a value in any run left out."""
+    rows: list[tuple[str, list[str]]] = [
+        ("parameters", [short(view.total_parameters) for view in views]),
+        ("active per token", [short(view.active_parameters) for view in views]),
+        ("iterations", [f"{view.iteration:.0f}" if math.isfinite(view.iteration) else "–" for view in views]),
+        ("tokens", [short(view.tokens) for view in views]),
+        ("FLOPs", [short(view.flops) for view in views]),
+        ("training time", [duration(view.seconds) for view in views]),
+        ("training loss at the end (mean of the last 5%)", [loss_text(view.final_loss) for view in views]),
+        ("validation loss", [loss_text(view.valid_loss) for view in views]),
+        ("validation perplexity", [short(view.valid_ppl) for view in views]),
+        ("bits per byte", [loss_text(view.bits_per_byte) for view in views]),
+        ("tokens per second", [short(view.tokens_per_second) for view in views]),
+        ("TFLOP/s per rank", [short(view.tflops_per_gpu) for view in views]),
+        ("peak memory of a rank", [bytes_text(view.peak_memory_bytes) for view in views]),
+    ]
+    return [(name, values) for name, values in rows if any(value != "–" for value in values)]
+
+
+def cost_html(views: Sequence[Overview], loss: float, unit: str | None, window_tokens: float, *, is_common: bool) -> str:
+    """What each run had used when it reached `loss`, which `is_common` if no other was asked for; the script fills it for others."""
+    if unit is None:
+        return '<p class="note">The tokenizers differ and bits per byte are not known, so there is no loss to compare at.</p>'
+    if not math.isfinite(loss):
+        return '<p class="note">No loss has been recorded yet.</p>'
+    rows = [_cost_row(view, index) for index, view in enumerate(views)]
+    head = ["run", "tokens", "FLOPs", "training time", "iteration"]
+    step = 0.01 if unit == NATS else 0.001
+    choose = (
+        f'<p id="target" hidden><label>loss to reach, {unit} <input id="target-loss" type="number" step="{step}" value="{loss:.4f}">'
+        "</label></p>"
+    )
+    note = (
+        f"What each run had used when its smoothed loss first was at or below that loss; the table starts with {loss:.4f} {unit}"
+        f"{', the lowest that all runs reach' if is_common else ''}. Smoothed: the mean over the last {short(window_tokens)} tokens."
+    )
+    return f'{choose}{table(head, rows, "Cost of a loss")}<p class="note">{note}</p>'
+
+
+def _cost_row(view: Overview, index: int) -> str:
+    axes = ("consumed_tokens", "consumed_flops", "training_seconds", "iteration")
+    cells = "".join(f'<td data-axis="{axis}">{text}</td>' for axis, text in zip(axes, cost_texts(view.cost), strict=True))
+    return f'<tr data-run="{index}"><th scope="row">{run_name(view.run, index)}</th>{cells}</tr>'
+
+
+def cost_texts(cost: Cost | None) -> list[str]:
+    """Tokens, FLOPs, time and iteration as text."""
+    if cost is None:
+        return ["not reached"] * 4
+    return [short(cost.tokens), short(cost.flops), duration(cost.seconds), f"{cost.iteration:.0f}"]
+
+
+def settings_html(runs: Sequence[Run], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """The settings that differ, a column for each run."""
+    if not rows:
+        return f'<p class="note">{"There is one run." if len(runs) == 1 else "No setting differs, as far as they are known."}</p>'
+    body = [
+        f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{escape(value)}</td>" for value in values)}</tr>' for name, values in rows
+    ]
+    return table(["setting", *(run_name(run, index) for index, run in enumerate(runs))], body, "Settings that differ")
+
+
+_EXPERT_VIEW = """<div id="expert-view" hidden>
+<div class="experts-controls">
+<label>run <select id="expert-run"></select></label>
+<label>time <input id="expert-time" type="range" min="0" max="0" step="1"><output id="expert-when"></output></label>
+<label>layer <select id="expert-layer"></select></label>
+</div>
+<div class="heats"><div class="heat" id="heat-now"></div><div class="heat" id="heat-over"></div></div>
+<div class="scale"><span>load of an expert: <i class="dead"></i> dead (under 1%)</span>
+<span>0 <i></i> 4 times its fair share; the middle is the fair share</span></div>
+<details id="expert-table-box"><summary>The heatmap as a table</summary>
+<div class="scroll tall" role="region" tabindex="0" aria-label="Load of the experts"><table id="expert-table"></table></div></details>
+</div>"""
+_EXPERT_CHARTS = ("layer-entropy", "layer-dropped", "layer-worst", "layer-top1", "balance", "z_loss", "worst", "dropped", "entropy", "dead")
+
+
+def experts_html(runs: Sequence[Run]) -> str:
+    """The frame of the heatmaps and of the experts' curves, and each run's layers as a table."""
+    with_experts = [run for run in runs if run.load]
+    if not with_experts:
+        return '<p class="note">None of the runs has recorded experts.</p>'
+    charts = "".join(f'<div class="chart" data-chart="{name}"></div>' for name in _EXPERT_CHARTS)
+    tables = "".join(_layer_table(run) for run in with_experts)
+    return f'{_EXPERT_VIEW}<div class="charts">{charts}</div>{tables}'
+
+
+def _layer_table(run: Run) -> str:
+    bounds, _, means = run.load.columns()
+    when = _period(bounds[-1])
+    head = ["layer", "busiest / mean", "dead experts", "dropped tokens", "router entropy", "of the largest", "weight of the first choice"]
+    rows = []
+    for index, layer in enumerate(run.load.layers):
+        worst, dead, dropped, entropy, top1 = (float(means[key][-1, index]) for key in LAYER_KEYS)
+        part = entropy / math.log(run.load.num_experts) if run.load.num_experts > 1 else float("nan")
+        cells = [short(worst), percent(dead), percent(dropped), short(entropy), percent(part), short(top1)]
+        rows.append(f'<tr><th scope="row">{layer}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>')
+    return f"<details><summary>{escape(run.name)}: layers at {when}</summary>{table(head, rows, f'Layers of {run.name}')}</details>"
+
+
+def _period(bounds: Sequence[float]) -> str:
+    first, last = int(bounds[0]), int(bounds[1])
+    return f"iteration {last}" if first == last else f"iterations {first} to {last}"
+
+
+def spikes_html(runs: Sequence[Run]) -> str:
+    """How many spikes of the gradient norm each run has, and where."""
+    items = []
+    for run in runs:
+        found = run.train["iteration"][spikes(run.train["grad_norm"])].astype(int).tolist()
+        shown = ", ".join(map(str, found[:20])) + (", ..." if len(found) > 20 else "")
+        items.append(f"{escape(run.name)}: {f'{len(found)} (iterations {shown})' if found else 'none'}")
+    rule = f"more than {SPIKE_FACTOR:g} times the median of the {SPIKE_WINDOW} records before it"
+    return f'<p class="note">Spikes of the gradient norm, {rule}: {"; ".join(items)}.</p>'
+
+
+def events_html(runs: Sequence[Run]) -> str:
+    """A timeline for each run since its own start, all on one scale, and the events as a table."""
+    timed = [[(when, event) for event in run.events if (when := _time(event)) is not None] for run in runs]
+    spans = [_span(run, events) for run, events in zip(runs, timed, strict=True)]
+    longest = max((end - start for start, end in spans), default=0.0)
+    if not any(timed):
+        return '<p class="note">No events are recorded.</p>'
+    tracks = "".join(
+        f'<div><div class="name">{run_name(run, index)}</div>{_track(index, events, spans[index], longest)}</div>'
+        for index, (run, events) in enumerate(zip(runs, timed, strict=True))
+    )
+    key = (
+        '<p class="note key"><span><i class="start"></i>start, resume</span><span><i></i>checkpoint</span>'
+        f'<span><i class="fault"></i>fault</span><span><i class="end"></i>end</span><span>whole width: {duration(longest)}</span></p>'
+    )
+    rows = [row for index, run in enumerate(runs) for row in _event_rows(run, index)]
+    head = ["run", "event", "iteration", "time", "details"]
+    shown = table(head, rows, "Events", css="scroll tall")
+    return f'<div class="timeline">{tracks}</div>{key}<details><summary>All events ({len(rows)})</summary>{shown}</details>'
+
+
+def _time(event: dict[str, Any]) -> float | None:
+    try:
+        return datetime.fromisoformat(str(event.get("time"))).timestamp()
+    except ValueError:
+        return None
+
+
+def _span(run: Run, events: Sequence[tuple[float, dict[str, Any]]]) -> tuple[float, float]:
+    if not events:
+        return 0.0, 0.0
+    times = [when for when, _ in events]
+    last = run.written.timestamp() if run.written and run.status == "running" else max(times)
+    return min(times), max(last, *times)
+
+
+def _track(index: int, events: Sequence[tuple[float, dict[str, Any]]], span: tuple[float, float], longest: float) -> str:
+    def place(when: float) -> str:
+        return f"{100 * (when - span[0]) / max(longest, 1e-9):.3f}%"
+
+    parts = [
+        f'<i class="active" style="--c:var(--run-{index % 8});left:{place(begin)};width:{place(span[0] + end - begin)}"></i>'
+        for begin, end in _active(events, span[1])
+    ]
+    checkpoints = [item for item in events if item[1].get("event") == "checkpoint"]
+    others = [item for item in events if item[1].get("event") != "checkpoint"]
+    for when, event in checkpoints[:: len(checkpoints) // _MOST_MARKS + 1] + others[:_MOST_MARKS]:
+        name = str(event.get("event"))
+        css = "fault" if is_fault(event) else name if name in ("start", "resume", "checkpoint", "end") else ""
+        text = f"{name} at iteration {event.get('iteration')}, {event.get('time')}"
+        parts.append(f'<i class="mark {css}" style="left:{place(when)}" title="{escape(text)}"></i>')
+    return f'<div class="track" role="img" aria-label="timeline; the table below has the events">{"".join(parts)}</div>'
+
+
+def _active(events: Sequence[tuple[float, dict[str, Any]]], last: float) -> list[tuple[float, float]]:
+    """From each start to its last event before the next start."""
+    starts = [position for position, (_, event) in enumerate(events) if event.get("event") in ("start", "resume")]
+    spans = []
+    for position, following in zip(starts, [*starts[1:], len(events)], strict=True):
+        end = last if following == len(events) else events[following - 1][0]
+        spans.append((events[position][0], max(end, events[position][0])))
+    return spans
+
+
+def is_fault(event: dict[str, Any]) -> bool:
+    """Whether an event is one that somebody should look at."""
+    name = str(event.get("event"))
+    return name in FAULTS or "fault" in name or "fail" in name or "spike" in name or event.get("status") == "failed"
+
+
+def _event_rows(run: Run, index: int) -> list[str]:
+    rows = []
+    left_out = max(0, len(run.events) - _MOST_ROWS)
+    events = [event for event in run.events if is_fault(event) or event.get("event") != "checkpoint"] if left_out else run.events
+    for event in events[:_MOST_ROWS]:
+        details = ", ".join(f"{key}: {value}" for key, value in event.items() if key not in ("kind", "iteration", "event", "time"))
+        css = ' class="fault"' if is_fault(event) else ""
+        texts = [event.get("event"), event.get("iteration"), str(event.get("time", "")).replace("T", " "), details[:500]]
+        cells = "".join(f'<td class="text">{escape(str(text))}</td>' for text in texts)
+        rows.append(f'<tr{css}><th scope="row">{run_name(run, index)}</th>{cells}</tr>')
+    return rows

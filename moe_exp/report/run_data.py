@@ -1,0 +1,310 @@
+"""One run folder as the report sees it: settings, curves as arrays, events and expert load. Reads files of any age and state.
+
+Every key of a record is optional, a last line that is being written is left out, and a file of 100,000 lines is read once without
+keeping its records.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import yaml
+from pydantic import ValidationError
+
+from moe_exp.config import Config, ConfigError, problem
+from moe_exp.planner.flops import flops_per_iteration
+from moe_exp.progress import progress
+from moe_exp.report.load_history import Floats, LoadHistory, number
+from moe_exp.run_folder import RunFolder
+
+_NAN = float("nan")
+# x axes: keys of the records.
+AXES = ("iteration", "consumed_tokens", "consumed_flops", "training_seconds")
+CURVES = (
+    "lm_loss", "load_balancing_loss", "z_loss", "learning_rate", "grad_norm", "tokens_per_second", "tflops_per_gpu",
+    "elapsed_time_per_iteration_ms", "peak_memory_bytes", "memory_allocated_bytes",
+)  # fmt: skip
+_COUNTS = ("consumed_samples", "skipped_iterations", "nan_iterations")
+VALID_CURVES = ("lm_loss", "lm_loss_ppl", "lm_loss_bits_per_byte")
+_TRAIN_COLUMNS, _VALID_COLUMNS = (*AXES, *CURVES, *_COUNTS), (*AXES, *VALID_CURVES)
+_LIVE_SECONDS = 600  # a run that wrote within the last ten minutes is taken for a running one
+_PROGRESS_BYTES, _STEP_BYTES = 1 << 26, 1 << 22
+
+
+@dataclass
+class Run:
+    """What one run folder holds.
+
+    Attributes:
+        name: shown to people; unique among the runs of a report.
+        path: the folder.
+        settings: of the latest start, by name; empty where config.yaml is missing or broken.
+        config: the same, checked; None where these settings are not ones of this version.
+        train: arrays [num_records] by key: AXES, CURVES, and means over the MoE layers named `experts/<key>`.
+        valid: arrays [num_records] by key: AXES and VALID_CURVES.
+        events: records of kind event, in the file's order.
+        load: expert load over time; false without experts.
+        notes: what could not be read, a sentence each.
+        written: when metrics.jsonl was last written, with time zone.
+    """
+
+    name: str
+    path: Path
+    settings: dict[str, Any] = field(default_factory=dict)
+    config: Config | None = None
+    train: dict[str, Floats] = field(default_factory=dict)
+    valid: dict[str, Floats] = field(default_factory=dict)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    load: LoadHistory = field(default_factory=lambda: LoadHistory(1))
+    notes: list[str] = field(default_factory=list)
+    written: datetime | None = None
+
+    @property
+    def kind(self) -> str:
+        """`dense`, or the MOE_TYPE."""
+        if not self.settings:
+            return "MoE" if self.load else "unknown"
+        return str(self.settings.get("moe_type", "MoE")) if self.settings.get("use_moe") else "dense"
+
+    @property
+    def is_moe(self) -> bool:
+        """Whether it has experts."""
+        return self.kind not in ("dense", "unknown")
+
+    @property
+    def num_records(self) -> int:
+        """Train records."""
+        return len(self.train["iteration"])
+
+    @property
+    def status(self) -> str:
+        """How it ended, or that it runs: `finished`, `stopped`, `failed`, `running` or `no end recorded`; `no records` without any."""
+        starts = [index for index, event in enumerate(self.events) if event.get("event") in ("start", "resume")]
+        ends = [event.get("status") for event in self.events[starts[-1] if starts else 0 :] if event.get("event") == "end"]
+        if ends:
+            return str(ends[-1])
+        if not self.num_records and not self.events:
+            return "no records"
+        age = (datetime.now(timezone.utc) - self.written).total_seconds() if self.written else math.inf
+        return "running" if age < _LIVE_SECONDS else "no end recorded"
+
+    def last(self, key: str) -> float:
+        """The latest finite value of a train curve, NaN without one."""
+        values = self.train[key][np.isfinite(self.train[key])]
+        return float(values[-1]) if len(values) else _NAN
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """Reads run folders; a folder that is given twice is read once.
+
+    Raises:
+        ConfigError: a path that is no run folder; a line for each, before anything is read.
+    """
+    folders = list({path.resolve(): path for path in paths}.values())
+    if problems := run_problems(paths):
+        raise ConfigError(problems)
+    runs = []
+    total = sum(RunFolder(path).metrics.stat().st_size for path in folders if RunFolder(path).metrics.exists())
+    if total < _PROGRESS_BYTES:
+        runs = [read_run(path) for path in folders]
+    else:
+        with progress("reading metrics", total) as advance:
+            runs = [read_run(path, advance) for path in folders]
+    _tell_apart(runs)
+    return runs
+
+
+def run_problems(paths: Sequence[Path]) -> list[str]:
+    """Which of these are no run folders, a line for each; reads none of them."""
+    return [line for path in dict.fromkeys(paths) for line in _folder_problems(path)]
+
+
+def _folder_problems(path: Path) -> list[str]:
+    fix = "give a run folder, RUN_DIR/RUN_NAME, that moe-exp train made"
+    if not path.is_dir():
+        rule = "is a file, not a run folder" if path.exists() else "there is no such folder"
+        return [problem("run", path, rule, fix)]
+    folder = RunFolder(path)
+    if folder.config.exists() or folder.metrics.exists():
+        return []
+    inside = sorted(child.parent.name for child in path.glob("*/metrics.jsonl"))
+    if inside:
+        fix = f"give the run folders in it: {', '.join(inside[:5])}{', ...' if len(inside) > 5 else ''}"
+    return [problem("run", path, "is no run folder: it has neither config.yaml nor metrics.jsonl", fix)]
+
+
+def _tell_apart(runs: Sequence[Run]) -> None:
+    """Runs of one name get their parent folder's in front, and a number where that is the same, too."""
+    for with_parent in (True, False):
+        names = [run.name for run in runs]
+        for index, run in enumerate(runs):
+            if names.count(names[index]) > 1:
+                run.name = f"{run.path.resolve().parent.name}/{run.name}" if with_parent else f"{run.name} ({index + 1})"
+
+
+def read_run(path: Path, advance: Callable[[int], None] = lambda num_bytes: None) -> Run:
+    """Reads one run folder, which may hold nothing yet.
+
+    Args:
+        path: the folder.
+        advance: told how many bytes were read.
+    """
+    folder = RunFolder(path)
+    run = Run(name=path.resolve().name, path=path)
+    _read_settings(run, folder.config)
+    reader = _Reader(run)
+    if folder.metrics.exists():
+        run.written = datetime.fromtimestamp(folder.metrics.stat().st_mtime, timezone.utc)
+        run.load = LoadHistory(_num_lines(folder.metrics))
+        for record in _records(folder.metrics, run.notes, advance):
+            reader.add(record)
+    reader.finish()
+    return run
+
+
+def _read_settings(run: Run, path: Path) -> None:
+    if not path.exists():
+        run.notes.append("config.yaml is missing: settings, parameters and FLOPs are unknown")
+        return
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        run.notes.append(f"config.yaml cannot be read ({' '.join(str(error).split())[:200]})")
+        return
+    if not isinstance(settings, dict):
+        run.notes.append("config.yaml holds no settings")
+        return
+    run.settings = {str(name): value for name, value in settings.items()}
+    try:
+        run.config = Config(**{name: value for name, value in run.settings.items() if name in Config.model_fields})
+    except ValidationError as error:
+        names = ", ".join(str(item["loc"][0]) for item in error.errors() if item["loc"])
+        run.notes.append(f"config.yaml is not of this version ({names or 'settings that do not go together'}): parameters are unknown")
+
+
+def _num_lines(path: Path) -> int:
+    with path.open("rb") as file:
+        return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b""))
+
+
+def _records(path: Path, notes: list[str], advance: Callable[[int], None]) -> Iterator[dict[str, Any]]:
+    """As `metrics.read_metrics`, but one by one and by orjson, which takes a fifth of the time."""
+    num_bad = num_bytes = 0
+    with path.open("rb") as file:
+        for line in file:
+            num_bytes += len(line)
+            if num_bytes > _STEP_BYTES:
+                advance(num_bytes)
+                num_bytes = 0
+            if not line.endswith(b"\n"):
+                break  # being written, or cut off by a crash
+            record = _parsed(line)
+            if isinstance(record, dict):
+                yield record
+            elif line.strip():
+                num_bad += 1
+    advance(num_bytes)
+    if num_bad:
+        notes.append(f"metrics.jsonl: {num_bad} lines are not records and are left out")
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return orjson.loads(line)
+    except ValueError:
+        pass
+    try:
+        return json.loads(line.decode(errors="replace"))  # takes NaN and Infinity, which JSON does not have
+    except (ValueError, RecursionError):
+        return None
+
+
+class _Reader:
+    """Collects the records of one run."""
+
+    def __init__(self, run: Run):
+        self.run = run
+        self.train: list[list[Any]] = []
+        self.with_experts: list[int] = []
+        self.valid: list[list[Any]] = []
+        self.last_iteration = -math.inf
+        self.num_out_of_order = 0
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        kind = record.get("kind")
+        if kind == "train":
+            self._add_train(record)
+        elif kind == "valid":
+            self.valid.append([record.get(key) for key in _VALID_COLUMNS])
+        elif kind == "event":
+            self.run.events.append(dict(record))
+
+    def _add_train(self, record: Mapping[str, Any]) -> None:
+        iteration = number(record.get("iteration"))
+        if not iteration > self.last_iteration:
+            self.num_out_of_order += 1
+            return
+        self.last_iteration = iteration
+        if (experts := record.get("experts")) and isinstance(experts, list):
+            self.with_experts.append(len(self.train))
+            self.run.load.add(iteration, experts)
+        self.train.append([record.get(key) for key in _TRAIN_COLUMNS])
+
+    def finish(self) -> None:
+        """Puts the arrays into the run."""
+        run = self.run
+        run.train = _arrays(self.train, _TRAIN_COLUMNS)
+        run.load.finish()
+        for key, means in run.load.record_means().items():
+            values = np.full(len(self.train), np.nan)
+            values[self.with_experts] = means
+            run.train[f"experts/{key}"] = values
+        run.valid = _arrays(self.valid, _VALID_COLUMNS)
+        _complete_axes(run)
+        if self.num_out_of_order:
+            run.notes.append(f"metrics.jsonl: {self.num_out_of_order} train records do not come after the one before and are left out")
+
+
+def _arrays(rows: list[list[Any]], keys: Sequence[str]) -> dict[str, Floats]:
+    try:
+        table = np.array(rows, dtype=np.float64)  # None becomes NaN
+    except (TypeError, ValueError, OverflowError):
+        table = np.array([[number(value) for value in row] for row in rows], dtype=np.float64)
+    table = table.reshape(len(rows), len(keys))
+    table[~np.isfinite(table)] = np.nan
+    return {key: table[:, index].copy() for index, key in enumerate(keys)}
+
+
+def _complete_axes(run: Run) -> None:
+    """FLOPs and wall time of older files: operations of a sample times the samples, and the sum of the iterations' times."""
+    train, valid = run.train, run.valid
+    if run.config:
+        per_sample = flops_per_iteration(run.config, 1)
+        _fill(train["consumed_flops"], train["consumed_samples"] * per_sample)
+    _fill(train["consumed_tokens"], train["consumed_samples"] * number(run.settings.get("seq_len")))
+    milliseconds = train["elapsed_time_per_iteration_ms"]
+    if np.isfinite(milliseconds).any():
+        steps = np.diff(train["iteration"], prepend=0)
+        summed = np.cumsum(np.where(np.isfinite(milliseconds), milliseconds, np.nanmedian(milliseconds)) * steps) / 1e3
+        seconds = train["training_seconds"]
+        _fill(seconds, summed)
+        if (np.diff(seconds) < 0).any():  # a run that an older version began
+            train["training_seconds"] = summed
+    for key in AXES[1:]:
+        known = np.isfinite(train[key])
+        if known.any():
+            _fill(valid[key], np.interp(valid["iteration"], train["iteration"][known], train[key][known], left=np.nan))
+    _fill(valid["lm_loss_ppl"], np.exp(np.minimum(valid["lm_loss"], 20)))
+
+
+def _fill(values: Floats, other: Floats) -> None:
+    missing = ~np.isfinite(values)
+    values[missing] = other[missing]

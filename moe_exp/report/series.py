@@ -1,0 +1,100 @@
+"""Curves as numbers: smoothing, when a loss is reached, spikes, and fewer points for a screen. Pure functions of arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from moe_exp.report.load_history import Floats
+
+SPIKE_FACTOR = 3.0
+SPIKE_WINDOW = 50
+_SPIKE_FEWEST = 10
+
+
+def trailing_mean(x: Floats, values: Floats, window: float) -> Floats:
+    """Mean of the finite values at (x - window, x], the record itself always among them.
+
+    Args:
+        x: increasing.
+        values: of the same length; NaN is left out.
+        window: in units of x.
+
+    Returns:
+        The means; NaN before x reaches `window`, where the mean would be over less than that, and where no value is finite.
+    """
+    finite = np.isfinite(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(finite)])
+    ends = np.arange(1, len(x) + 1)
+    starts = np.minimum(np.searchsorted(x, x - window, side="right"), ends - 1)
+    num = counts[ends] - counts[starts]
+    means = np.where(num > 0, (sums[ends] - sums[starts]) / np.maximum(num, 1), np.nan)
+    return np.where(x >= window * (1 - 1e-9), means, np.nan)
+
+
+def first_at_or_below(values: Floats, target: float) -> int | None:
+    """Index of the first value that is not above `target`; None if there is none."""
+    reached = np.flatnonzero(values <= target)  # NaN compares false
+    return int(reached[0]) if len(reached) else None
+
+
+def new_minima(values: Floats, most: int = 400) -> list[int]:
+    """Indices at which `values` is lower than ever before: when each loss was reached first. At most `most`, spread over them."""
+    lowest = np.fmin.accumulate(np.where(np.isfinite(values), values, np.inf)) if len(values) else values
+    before = np.concatenate([[np.inf], lowest[:-1]])
+    indices = np.flatnonzero(lowest < before)
+    if len(indices) > most:
+        indices = indices[np.linspace(0, len(indices) - 1, most).round().astype(int)]
+    return [int(index) for index in indices]
+
+
+def spikes(values: Floats) -> list[int]:
+    """Indices of values above SPIKE_FACTOR times the median of the SPIKE_WINDOW records before them (at least ten finite ones)."""
+    found: list[int] = []
+    if len(values) <= _SPIKE_FEWEST:
+        return found
+    padded = np.concatenate([np.full(SPIKE_WINDOW, np.nan), values[:-1]])
+    windows = np.lib.stride_tricks.sliding_window_view(padded, SPIKE_WINDOW)
+    for start in range(0, len(values), 8192):  # the median copies its input
+        part = windows[start : start + 8192]
+        enough = np.isfinite(part).sum(axis=1) >= _SPIKE_FEWEST
+        limits = np.full(len(part), np.nan)
+        limits[enough] = SPIKE_FACTOR * np.nanmedian(part[enough], axis=1)
+        found += (start + np.flatnonzero(values[start : start + 8192] > limits)).tolist()
+    return found
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """A curve in at most so many points.
+
+    Attributes:
+        mean, low, high: of the finite values of each bucket [B]; NaN where there are none.
+        num_missing: values of each bucket that are not finite [B].
+    """
+
+    mean: Floats
+    low: Floats
+    high: Floats
+    num_missing: Floats
+
+
+def bucket_starts(num_records: int, most: int) -> Floats:
+    """First index of each of at most `most` buckets of nearly equal size."""
+    num = min(num_records, most)
+    return np.floor(np.arange(num) * num_records / max(num, 1))
+
+
+def bucketed(values: Floats, starts: Floats) -> Buckets:
+    """Mean, lowest and highest finite value of each bucket: a spike of one record is still seen among 100,000."""
+    index = starts.astype(int)
+    if not len(index):
+        return Buckets(values, values, values, values)
+    finite = np.isfinite(values)
+    num = np.add.reduceat(finite.astype(float), index)
+    sizes = np.diff(np.append(index, len(values)))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean = np.where(num > 0, np.add.reduceat(np.where(finite, values, 0.0), index) / num, np.nan)
+    return Buckets(mean, np.fmin.reduceat(values, index), np.fmax.reduceat(values, index), sizes - num)

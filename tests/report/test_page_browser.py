@@ -1,0 +1,152 @@
+"""The page in a browser: no error, no request, hover, keyboard, phone width, dark, and without JavaScript."""
+
+import pytest
+from chromium import BINARY, Chromium
+from run_folders import dense_and_moe, experts, train_record, write_run
+
+from moe_exp.report.page import write_report
+
+pytestmark = pytest.mark.skipif(BINARY is None, reason="no Chromium is installed (apt-get install chromium)")
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    found = Chromium(tmp_path_factory.mktemp("chromium"))
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("report")
+    write_report(dense_and_moe(folder), folder / "report.html", title="<script>document.title = 'run'</script>")
+    return folder / "report.html"
+
+
+def charts(browser) -> dict:
+    """Title of each chart that is shown to the text of its line."""
+    return dict(browser("Report.charts.filter(c => !c.box.hidden).map(c => [c.title, c.readout.textContent])"))
+
+
+def colored(browser, selector: str) -> int:
+    """How many colours a canvas has."""
+    data = f"document.querySelector('{selector}')"
+    pixels = f"{data}.getContext('2d').getImageData(0, 0, {data}.width, {data}.height).data.buffer"
+    return browser(f"new Set(new Uint32Array({pixels})).size")
+
+
+def test_it_opens_from_the_disk_without_an_error_or_a_request(browser, page):
+    browser.open(page)
+    assert browser.problems == []
+    assert browser.requests == [page.as_uri()]
+    assert browser("document.title") == browser("document.querySelector('h1').textContent") == "<script>document.title = 'run'</script>"
+    shown = charts(browser)
+    assert shown["Training loss, nats per token"].startswith("latest")
+    assert {"Validation perplexity", "Gradient norm before clipping", "Router entropy by layer, nats", "Dropped tokens by layer"} <= set(
+        shown
+    )
+    assert "Router weight of the first choice by layer" not in shown  # not recorded
+    assert all(colored(browser, f'[data-chart="{name}"] canvas') > 5 for name in ("loss", "ppl", "grad_norm"))
+
+
+def test_every_axis_and_scale(browser, page):
+    browser.open(page)
+    for axis, unit in (("consumed_flops", "FLOPs"), ("training_seconds", "seconds"), ("iteration", "iteration")):
+        browser(f"document.querySelector('input[value={axis}]').click()")
+        assert browser("Report.charts[0].unit") == unit
+    for name in ("log-x", "log-y"):
+        browser(f"document.getElementById('{name}').click()")
+    assert colored(browser, '[data-chart="loss"] canvas') > 5
+    assert browser("Report.charts[0].plot.data.slice(1).some(values => values[10] === null)")  # a gap stays one
+    assert browser("Report.charts[0].note.textContent") == "× marks records that are not a number."
+    assert browser.problems == []
+
+
+def test_hover_and_arrow_keys_tell_the_values(browser, page):
+    browser.open(page)
+    browser("document.querySelector('input[value=iteration]').click()")
+    browser("document.getElementById('smoothing').value = 0; document.getElementById('smoothing').dispatchEvent(new Event('input'))")
+    browser("Report.charts[0].place.scrollIntoView({block: 'center'}); Report.charts[0].place.focus()")
+    browser.press("End")
+    assert charts(browser)["Training loss, nats per token"] == "iteration 40dense 4experts 3"
+    browser.press("Home")
+    browser.press("ArrowRight")
+    assert charts(browser)["Training loss, nats per token"] == "iteration 2dense 7.8experts 7.75"
+    browser.press("Escape")
+    x, y, width = browser("(r => [r.left, r.top + 50, r.width])(Report.charts[0].plot.over.getBoundingClientRect())")
+    browser.move(x + width / 2, y)
+    assert charts(browser)["Training loss, nats per token"].startswith("iteration 2")
+
+
+def test_smoothing_by_hand(browser, page):
+    browser.open(page)
+    # Forwards 4 and (4*0.25 + 1*0.5)/0.75 = 2, backwards 1 and (1*0.25 + 4*0.5)/0.75 = 3; of each place the mean. A gap stays one.
+    assert browser("Report.smoothed([4, null, 1], 0.5)") == [3.5, None, 1.5]
+    assert browser("Report.smoothed([4, 4, 4], 0.9).map(value => value.toFixed(6))") == ["4.000000"] * 3
+
+
+def test_a_run_can_be_hidden(browser, page):
+    browser.open(page)
+    browser("document.querySelectorAll('#runs button')[1].click()")
+    assert "experts" not in charts(browser)["Training loss, nats per token"] and "dense" in charts(browser)["Training loss, nats per token"]
+
+
+def test_the_heatmap_follows_its_slider_and_the_keyboard(browser, page):
+    browser.open(page)
+    text = "document.querySelector('#heat-now .readout').textContent"
+    assert browser(text) == "iteration 40, layer 1, expert 0: 1.88 of its fair share (46.9% of the tokens)"
+    browser("document.querySelector('#heat-now canvas').focus()")
+    for key in ("ArrowDown", "ArrowRight", "ArrowRight", "ArrowRight"):
+        browser.press(key)
+    assert browser(text) == "iteration 40, layer 2, expert 3: 0.00 of its fair share (0.0% of the tokens, dead)"
+    browser("slider = document.getElementById('expert-time'); slider.value = 0; slider.dispatchEvent(new Event('input'))")
+    assert browser(text) == "iteration 1, layer 2, expert 3: 1.00 of its fair share (25.0% of the tokens)"
+    browser("document.getElementById('expert-table-box').open = true")
+    assert browser("new Promise(done => setTimeout(() => done(document.querySelectorAll('#expert-table td').length), 200))") == 8
+    assert colored(browser, "#heat-over canvas") >= 4 and browser.problems == []
+
+
+def test_the_cost_of_another_loss(browser, page):
+    browser.open(page)
+    browser("box = document.getElementById('target-loss'); box.value = 7; box.dispatchEvent(new Event('input'))")
+    cells = "[...document.querySelectorAll('tr[data-run] td[data-axis=iteration]')].map(cell => cell.textContent)"
+    assert browser(cells) == ["11", "9"]
+    browser("box.value = 1; box.dispatchEvent(new Event('input'))")
+    assert browser(cells) == ["not reached", "not reached"]
+
+
+@pytest.mark.parametrize("scripts", [True, False], ids=["script", "no-script"])
+def test_a_phone(browser, page, scripts):
+    browser.open(page, width=390, height=844, scripts=scripts)
+    assert browser("document.documentElement.scrollWidth") == 390
+    tables = browser("[...document.querySelectorAll('.scroll')].map(box => box.getAttribute('aria-label'))")
+    assert {"The runs in numbers", "Cost of a loss", "Settings that differ", "Layers of experts", "Events"} <= set(tables)
+    assert "reaches the loss of dense" in browser("document.querySelector('.card').textContent")
+
+
+def test_dark_and_light_have_their_own_colours(browser, page):
+    backs = []
+    for dark in (False, True):
+        browser.open(page, dark=dark)
+        backs.append(browser("getComputedStyle(document.body).backgroundColor"))
+    assert backs == ["rgb(255, 255, 255)", "rgb(17, 20, 24)"]
+
+
+def test_runs_with_hardly_anything(browser, tmp_path):
+    one = write_run(tmp_path / "one", [train_record(1, 5.0, experts=experts([3, 1, 2, 2]))])
+    nothing = write_run(tmp_path / "nothing", [])
+    bad = write_run(tmp_path / "bad", [train_record(index, None) for index in (1, 2)], use_moe=False)
+    for runs in ([nothing], [one], [one, nothing, bad]):
+        write_report(runs, tmp_path / "report.html")
+        browser.open(tmp_path / "report.html")
+        assert browser.problems == []
+
+
+@pytest.mark.slow
+def test_100000_records(browser, tmp_path):
+    layer = experts([300, 100, 200, 200], [1, 2, 3, 4])
+    path = write_run(tmp_path / "long", [train_record(index, 5 + 1 / index, experts=layer) for index in range(1, 100_001)])
+    write_report([path], tmp_path / "report.html")
+    assert (tmp_path / "report.html").stat().st_size < 1_000_000
+    browser.open(tmp_path / "report.html")
+    assert browser.problems == [] and browser("Report.charts[0].plot.data[0].length") == 1000

@@ -1,0 +1,120 @@
+"""Smoothing, spikes and comparisons of the report, by hand."""
+
+import math
+
+import numpy as np
+import pytest
+from run_folders import dense_and_moe, train_record, write_run
+
+from moe_exp.report.comparison import BITS, common_loss, differing_settings, loss_unit, parities, parity_text, warnings_of
+from moe_exp.report.run_data import read_runs
+from moe_exp.report.series import bucket_starts, bucketed, first_at_or_below, new_minima, spikes, trailing_mean
+
+NAN = float("nan")
+
+
+def test_trailing_mean():
+    x, values = np.array([1.0, 2, 3, 4, 5]), np.array([1.0, 2, NAN, 4, 8])
+    assert np.array_equal(trailing_mean(x, values, 2), [NAN, 1.5, 2, 4, 6], equal_nan=True)
+    assert np.array_equal(trailing_mean(x, values, 0.5), [1, 2, NAN, 4, 8], equal_nan=True)
+    assert trailing_mean(np.array([]), np.array([]), 1).tolist() == []
+
+
+def test_when_a_loss_is_reached():
+    values = np.array([NAN, 5, 4, 4.5, 4, 3])
+    assert (first_at_or_below(values, 4.2), first_at_or_below(values, 2)) == (2, None)
+    assert new_minima(values) == [1, 2, 5]
+    assert len(new_minima(np.arange(5000.0, 0, -1), most=400)) == 400
+
+
+def test_spikes():
+    norms = np.ones(200)
+    norms[[5, 100, 150]] = 3.5, 3.5, 2.9  # before there are ten records, above and below three times the median
+    assert spikes(norms) == [100]
+    norms[90:99] = NAN
+    assert spikes(norms) == [100]
+
+
+def test_a_spike_of_one_record_is_seen_among_100000():
+    values = np.ones(100_000)
+    values[77_777], values[5] = 50, NAN
+    starts = bucket_starts(len(values), 1000)
+    found = bucketed(values, starts)
+    assert len(starts) == 1000 and found.high.max() == 50 and found.high.argmax() == 777
+    assert found.num_missing.sum() == 1 and found.mean[0] == 1
+    assert math.isnan(bucketed(np.array([NAN, NAN]), bucket_starts(2, 1)).mean[0])
+
+
+def runs_of(folder, losses, **settings):
+    paths = []
+    for name, (values, flops, seconds, more) in losses.items():
+        records = [
+            train_record(index, loss, consumed_flops=flops * index, training_seconds=seconds * index)
+            for index, loss in enumerate(values, start=1)
+        ]
+        paths.append(write_run(folder / name, records, **(settings | more)))
+    return read_runs(paths)
+
+
+DENSE, MOE = {"use_moe": False}, {"use_moe": True}
+
+
+def test_parity_by_hand(tmp_path):
+    # With four records 5% of the tokens is less than one: each record is its own mean. Both reach 3.0.
+    runs = runs_of(tmp_path, {"dense": ([5, 4, 3.5, 3], 10, 1, DENSE), "moe": ([4, 3, 2.5, None], 15, 3, MOE)})
+    (found,) = parities(runs)
+    assert (found.loss, found.tokens, found.flops, found.seconds) == (3, 2 / 4, 30 / 40, 6 / 4)
+    assert parity_text(found) == (
+        "moe reaches the loss of dense (3.0000 nats per token, the lowest that both reach) in 75% of the FLOPs, 150% of the time "
+        "and 50% of the tokens."
+    )
+    assert common_loss(runs) == (3, "nats per token")
+
+
+def test_parity_where_the_dense_run_is_better(tmp_path):
+    (found,) = parities(runs_of(tmp_path, {"dense": ([5, 3, 2], 10, 1, DENSE), "moe": ([5, 4, 3.5], 10, 1, MOE)}))
+    assert (found.loss, found.tokens) == (3.5, 1.5)
+    assert parity_text(found).endswith("150% of the time and 150% of the tokens; dense itself comes to 2.0000.")
+
+
+def test_parity_without_a_loss(tmp_path):
+    (found,) = parities(runs_of(tmp_path, {"dense": ([5, 3], 10, 1, DENSE), "moe": ([], 10, 1, MOE)}))
+    assert parity_text(found) == "moe and dense are not compared: one of them has no loss yet."
+
+
+def test_mixed_tokenizers_use_bits_per_byte_where_they_are_known(tmp_path):
+    losses = {"dense": ([5, 4], 10, 1, DENSE), "moe": ([9, 6], 10, 1, MOE | {"tokenizer": "other"})}
+    runs = runs_of(tmp_path, losses)
+    assert loss_unit(runs) is None
+    assert "their tokenizers differ" in parity_text(parities(runs)[0])
+    assert "losses per token do not compare, and bits per byte are not known" in warnings_of(runs)[0]
+    for run, bits in zip(runs, (2.0, 1.5), strict=True):  # of a validation loss of 4 nats: 0.5 and 0.375 bits a nat
+        run.valid = {key: np.array([{"lm_loss": 4.0, "lm_loss_bits_per_byte": bits}.get(key, NAN)]) for key in run.valid}
+    (found,) = parities(runs)
+    assert (found.unit, found.loss) == (BITS, 2.25)  # 4 * 0.5 = 2.0 and 6 * 0.375 = 2.25
+    assert "losses are compared in bits per byte" in warnings_of(runs)[0]
+
+
+def test_settings_that_differ(tmp_path):
+    losses = {"dense": ([5], 1, 1, DENSE), "moe": ([5], 1, 1, MOE | {"lr": 0.01, "capacity_factor": 1.5, "run_name": "x"})}
+    rows = dict(differing_settings(runs_of(tmp_path, losses, lr=0.003)))
+    assert rows == {
+        "USE_MOE": ["false", "true"],
+        "NUM_EXPERTS": ["–", "4"],
+        "TOPK": ["–", "1"],
+        "MOE_TYPE": ["–", "dmoe"],
+        "CAPACITY_FACTOR": ["–", "1.5"],
+        "LR": ["0.003", "0.01"],
+    }
+
+
+def test_gaps_are_told(tmp_path):
+    found = warnings_of(read_runs(dense_and_moe(tmp_path)))
+    assert found == ["experts: 2 of 40 records have a loss that is not a number; they are gaps in the curve."]
+
+
+@pytest.mark.parametrize("num_records", [0, 1])
+def test_a_run_of_hardly_any_records(tmp_path, num_records):
+    (run,) = runs_of(tmp_path, {"short": ([5.0] * num_records, 1, 1, MOE)})
+    loss, _ = common_loss([run])
+    assert loss == 5 if num_records else math.isnan(loss)
