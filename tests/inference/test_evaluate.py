@@ -13,11 +13,13 @@ import pytest
 import torch
 from hf_checkpoint import EXPERTS, LAYERS, SEQ_LEN, VOCAB, tiny_model, write_checkpoint
 
-from moe_exp import cli, runtime
+from moe_exp import cli, runtime, train
+from moe_exp.data.tokenizer_training import train_bpe
 from moe_exp.data.tokens import BinIdxWriter
 from moe_exp.inference.evaluate import EvalRequest, evaluate, plan_evaluation
 from moe_exp.inference.jobs import run_alone
 from moe_exp.inference.layout import Layout
+from moe_exp.metrics import read_metrics
 from ranks import free_port, run_on_ranks
 
 EOD = 256
@@ -215,3 +217,32 @@ def test_a_dense_model_has_no_experts(prefixes, tmp_path, capsys):
     assert run_eval(folder, "--data", prefixes["code"], "--experts") == 1
     assert "EXPERTS=8: the model is dense, it has none. Fix: leave --experts out." in capsys.readouterr().err
     assert evaluated(folder, capsys, "--data", prefixes["code"])["total"]["lm_loss"] > 0
+
+
+def test_the_validation_of_the_training(tmp_path, capsys):
+    """The loss and the bits per byte of the valid record, from the checkpoint: EVAL_ITERS global batches of whole sequences."""
+    folder = tmp_path / "bpe"
+    tokenizer = train_bpe([text for texts in TEXTS.values() for text in texts] * 3, 280)
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    text = "Grüße an alle 世界, return x of the end\n" * 10
+    with BinIdxWriter(tmp_path / "tokens", vocab_size=384) as writer:
+        for _ in range(12):
+            writer.add_document(tokenizer.encode(text).ids)
+    settings = {
+        "PRESET": "cpu", "GPUS_PER_NODE": 1, "NUM_LAYERS": 1, "HIDDEN_SIZE": 32, "FFN_HIDDEN_SIZE": 48, "SEQ_LEN": 32, "VOCAB_SIZE": 384,
+        "TOPK": 2, "MBSZ": 2, "GBSZ": 4, "TRAIN_ITERS": 2, "WARMUP_ITERS": 1, "DECAY_ITERS": 2, "EVAL_INTERVAL": 2, "EVAL_ITERS": 3,
+        "SAVE_INTERVAL": 0, "LR": 0.01, "INIT_STD": 0.1, "TRAIN_DATA": tmp_path / "tokens", "VALID_DATA": tmp_path / "tokens",
+        "TOKENIZER": folder, "RUN_DIR": tmp_path, "RUN_NAME": "run", "DATA_DIR": tmp_path,
+    }  # fmt: skip
+    run_on_ranks(1, train.main, [f"--{name.lower().replace('_', '-')}={value}" for name, value in settings.items()], join=False)
+    (record,) = (record for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if record["kind"] == "valid")
+    result = evaluated(tmp_path / "run", capsys, "--samples", "12")  # and its VALID_DATA by itself
+    assert result["iteration"] == 2
+    (row,) = result["data"]
+    assert row["tokens"] == 12 * 32
+    assert row["lm_loss"] == pytest.approx(record["lm_loss"], rel=1e-6)
+    assert row["bits_per_byte"] == pytest.approx(record["lm_loss_bits_per_byte"], rel=1e-6)
+    # The same bytes by decoding what was predicted; the byte of an end of document is none.
+    tokens = np.fromfile(tmp_path / "tokens.bin", dtype=np.uint16)[1 : 12 * 32 + 1].tolist()
+    assert row["bytes"] == pytest.approx(len(tokenizer.decode(tokens).encode()), abs=2)  # the last character may be cut
