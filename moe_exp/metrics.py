@@ -81,6 +81,7 @@ VALID_KEYS = {
     "training_seconds": "training time until then, or null before the first train record",
     "lm_loss": "cross entropy on the validation data, nats per token",
     "lm_loss_ppl": "perplexity, exp(lm_loss), with lm_loss cut at 20 as in Megatron",
+    "lm_loss_bits_per_byte": "lm_loss / ln 2 / UTF-8 bytes per token of the validation data, or null without a known tokenizer",
 }
 _PERFORMANCE = ("tokens_per_second", "tflops_per_gpu", "elapsed_time_per_iteration_ms", "memory_allocated_bytes", "peak_memory_bytes")
 _ADDED = ("consumed_flops", "training_seconds")  # to a train record by Metrics itself
@@ -132,8 +133,10 @@ class Metrics:
             logger.info("%s", timers_line(full["timers"]), extra=_BARE)
         self._mirror(full)
 
-    def valid(self, *, iteration: int, consumed_samples: int, consumed_tokens: int, lm_loss: float) -> None:
-        """Writes a valid record; `lm_loss` in nats per token."""
+    def valid(
+        self, *, iteration: int, consumed_samples: int, consumed_tokens: int, lm_loss: float, bytes_per_token: float | None = None
+    ) -> None:
+        """Writes a valid record; `lm_loss` in nats per token, and the UTF-8 bytes that these stand for where they are known."""
         ppl = math.exp(min(lm_loss, 20.0))  # in this order NaN stays NaN
         record: Record = {"kind": "valid", "iteration": iteration, "consumed_samples": consumed_samples}
         record |= {
@@ -142,6 +145,7 @@ class Metrics:
             "lm_loss": lm_loss,
             "lm_loss_ppl": ppl,
         }
+        record["lm_loss_bits_per_byte"] = lm_loss / math.log(2) / bytes_per_token if bytes_per_token else None
         self._write(record)
         for line in validation_lines(record):
             logger.info("%s", line, extra=_BARE)

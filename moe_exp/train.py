@@ -45,7 +45,7 @@ from moe_exp.phases import PhaseTimers, timed
 from moe_exp.planner.params import startup_report
 from moe_exp.run_folder import RunFolder, hold_run_folder, open_run_folder
 from moe_exp.runtime import Runtime
-from moe_exp.training_data import build_data, compare_data, read_ahead
+from moe_exp.training_data import build_data, bytes_per_token, compare_data, read_ahead
 from moe_exp.upcycle import upcycle
 
 logger = logging.getLogger("moe_exp.train")  # by name: torchrun runs this module as __main__
@@ -64,6 +64,7 @@ class Job:
     batches: BatchSchedule
     source: Source | None = None  # that training goes on from
     changes: Sequence[Change] = ()  # of the samples' order since then
+    bytes_per_token: float | None = None  # of the validation data, on rank 0 and where a tokenizer is known
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -139,7 +140,8 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     batches = BatchSchedule(config)
     if config.num_workers:
         train_stream = read_ahead(config, rank, train_stream, batches)
-    job = Job(config, rank, folder, trained, train_stream, valid_stream, batches, source, changes)
+    measured = bytes_per_token(config, valid_stream) if valid_stream is not None and rank.is_first else None
+    job = Job(config, rank, folder, trained, train_stream, valid_stream, batches, source, changes, measured)
     progress = resume(job)
     progress.sample_order = sample_order
     # Megatron has Python look for garbage at every save. What is there now stays, and need not be gone through.
@@ -323,7 +325,13 @@ def validate(job: Job, progress: Progress, metrics: Metrics | None) -> tuple[flo
     loss = total.item() / (config.eval_iters * config.num_microbatches * config.data_parallel_size)
     if metrics is not None:
         tokens = progress.consumed_samples * config.seq_len
-        metrics.valid(iteration=progress.iteration, consumed_samples=progress.consumed_samples, consumed_tokens=tokens, lm_loss=loss)
+        metrics.valid(
+            iteration=progress.iteration,
+            consumed_samples=progress.consumed_samples,
+            consumed_tokens=tokens,
+            lm_loss=loss,
+            bytes_per_token=job.bytes_per_token,
+        )
     return loss, time.monotonic() - start
 
 

@@ -18,7 +18,9 @@ from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.data.megatron_dataset import MegatronOrder, megatron_samples
 from moe_exp.data.prefetch import ReadAhead, microbatch_start, microbatch_starts
 from moe_exp.data.sample_order import Change, SampleOrder, order_changes
+from moe_exp.data.token_bytes import TokenBytes
 from moe_exp.data.token_files import parse_split
+from moe_exp.data.tokenizer import load_named_tokenizer
 from moe_exp.data.tokens import parse_blend
 from moe_exp.optim import BatchSchedule
 from moe_exp.runtime import Runtime
@@ -56,6 +58,23 @@ def megatron_data(config: Config, train_data: str, valid_data: str) -> tuple[Sam
         num_valid_samples=num_evaluations * config.eval_iters * config.gbsz,
     )
     return megatron_samples(order, Path(config.data_dir))
+
+
+def bytes_per_token(config: Config, samples: Samples) -> float | None:
+    """UTF-8 bytes of text per token of the validation data, of the part that every validation reads; for bits per byte.
+
+    None where the tokenizer is not known. Reads the samples once, and decodes none.
+    """
+    name = config.tokenizer or ("" if config.train_data else ensure_embedded_corpus(Path(config.data_dir)).tokenizer_path)
+    if not name:
+        return None
+    try:
+        table = TokenBytes(load_named_tokenizer(name))
+    except ValueError as error:
+        logger.warning("no bits per byte of the validation loss: %s", error)
+        return None
+    num_bytes = sum(table.count_samples(samples.batch(index * config.gbsz, config.gbsz).numpy()) for index in range(config.eval_iters))
+    return num_bytes / (config.eval_iters * config.gbsz * config.seq_len)
 
 
 def compare_data(config: Config, rank: Runtime, samples: Samples, source: Path | None) -> tuple[dict[str, Any], list[Change]]:

@@ -114,7 +114,7 @@ def test_validation_lines_are_megatrons() -> None:
 def test_records_on_disk_at_once_with_exactly_the_documented_keys(config: Config, folder: RunFolder) -> None:
     writer = Metrics(config, folder)
     writer.train(train_record())
-    writer.valid(iteration=40, consumed_samples=2560, consumed_tokens=5242880, lm_loss=2.0)
+    writer.valid(iteration=40, consumed_samples=2560, consumed_tokens=5242880, lm_loss=2.0, bytes_per_token=4.0)
     writer.event("checkpoint_saved", 40, path="iter_0000040")
     start, train, valid, event = read_metrics(folder.metrics)
     assert (start["kind"], start["event"], start["iteration"]) == ("event", "start", 0)
@@ -125,6 +125,7 @@ def test_records_on_disk_at_once_with_exactly_the_documented_keys(config: Config
     assert valid == {
         "kind": "valid", "iteration": 40, "consumed_samples": 2560, "consumed_tokens": 5242880, **consumed,
         "lm_loss": 2.0, "lm_loss_ppl": math.exp(2),
+        "lm_loss_bits_per_byte": 0.5 / math.log(2),
     }  # fmt: skip
     assert set(valid) == {"kind", *metrics.VALID_KEYS}
     assert event["event"] == "checkpoint_saved" and event["path"] == "iter_0000040" and datetime.fromisoformat(event["time"]).tzinfo

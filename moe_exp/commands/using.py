@@ -1,4 +1,4 @@
-"""`moe-exp score` and `moe-exp generate`: what was trained, used."""
+"""`moe-exp score`, `moe-exp eval` and `moe-exp generate`: what was trained, used."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 # The library is imported by the commands that use it: `moe-exp --help` answers at once.
 
 _DTYPES = ("fp32", "bf16", "fp16")
+_SHOWN_EXPERTS = 8
 
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -28,6 +29,10 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     score.add_argument("--capacity", action="store_true", help="drop tokens over capacity as in training, per batch (MOE_TYPE=moe)")
     score.add_argument("--overwrite", action="store_true", help="replace LOGITS.npy where it exists")
     score.set_defaults(run=_score)
+    evaluate = subparsers.add_parser("eval", help="loss, perplexity and bits per byte on held-out tokens", allow_abbrev=False)
+    _add_model(evaluate)
+    _add_evaluation(evaluate)
+    evaluate.set_defaults(run=_eval)
     generate = subparsers.add_parser("generate", help="text that goes on from a prompt, with the model of a checkpoint", allow_abbrev=False)
     _add_model(generate)
     _add_generation(generate)
@@ -44,6 +49,21 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     for name in ("nnodes", "node-rank", "master-addr", "master-port"):
         variable = name.upper().replace("-", "_")
         parser.add_argument(f"--{name}", default=None, help=f"as in moe-exp train (default: {variable} of the environment)")
+
+
+def _add_evaluation(parser: argparse.ArgumentParser) -> None:
+    data_help = "of .bin/.idx files, each a row of the table (default: the run's VALID_DATA, or the embedded corpus)"
+    parser.add_argument("--data", nargs="+", default=[], metavar="PREFIX", help=data_help)
+    parser.add_argument("--samples", type=int, metavar="N", help="the first N sequences of SEQ_LEN tokens of each prefix (default: all)")
+    parser.add_argument("--by-document", action="store_true", help="every document alone, instead of one text of all of them")
+    experts_help = "count which experts take each prefix's tokens, and show the N most specialised ones per layer (default: 8)"
+    parser.add_argument("--experts", type=int, nargs="?", const=_SHOWN_EXPERTS, metavar="N", help=experts_help)
+    parser.add_argument("--batch-size", type=int, help="sequences at a time (default: as many as have 256 MB of logits)")
+    capacity_help = "drop tokens over capacity, and leave out sequences shorter than SEQ_LEN, as in training (MOE_TYPE=moe)"
+    parser.add_argument("--capacity", action="store_true", help=capacity_help)
+    tokenizer_help = "tokenizer.json, its folder, a .model file, or bytes, for bits per byte (default: the training's)"
+    parser.add_argument("--tokenizer", default="", help=tokenizer_help)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _add_generation(parser: argparse.ArgumentParser) -> None:
@@ -104,6 +124,32 @@ def _score(arguments: argparse.Namespace) -> int:
             if not plan.config.node_rank:  # another node may be done before rank 0 has published the file
                 plan.partial.unlink(missing_ok=True)
     run_alone(plan.config, lambda rank: score(plan, rank))
+    return 0
+
+
+def _eval(arguments: argparse.Namespace) -> int:
+    from moe_exp.inference.evaluate import EvalRequest, plan_evaluation, print_evaluated
+    from moe_exp.inference.jobs import run_alone
+    from moe_exp.inference.loading import check_files
+
+    request = EvalRequest(
+        checkpoint=arguments.checkpoint,
+        data=tuple(arguments.data),
+        samples=arguments.samples,
+        by_document=arguments.by_document,
+        experts=arguments.experts,
+        batch_size=arguments.batch_size,
+        tokenizer=arguments.tokenizer,
+        dtype=arguments.dtype,
+        capacity=arguments.capacity,
+        as_json=arguments.json,
+        layout=_layout(arguments),
+    )
+    plan = plan_evaluation(request)
+    check_files(plan.folder)
+    if plan.config.world_size > 1:
+        return _run_job(plan.config, request.to_json(), "moe_exp.inference.evaluate")
+    run_alone(plan.config, lambda rank: print_evaluated(plan, rank))
     return 0
 
 

@@ -122,6 +122,18 @@ def load_tokenizer(
     return _sentencepiece(_existing("tokenizer_model", model), eod_token, allow_special)
 
 
+def load_named_tokenizer(name: str, *, allow_special: bool = False) -> TextTokenizer:
+    """Loads what TOKENIZER and --tokenizer name: a tokenizer.json or a folder with it, a SentencePiece .model file, or `bytes`.
+
+    Raises:
+        ValueError: it is no tokenizer.
+    """
+    if name == "bytes":
+        return load_tokenizer("ByteLevelTokenizer")
+    kind = "SentencePieceTokenizer" if name.endswith(".model") else "HuggingFaceTokenizer"
+    return load_tokenizer(kind, model=name, allow_special=allow_special)
+
+
 def tokenizer_vocab_size(path: str | Path) -> int:
     """Highest token id + 1, added tokens included, of a tokenizer.json or of a folder that has one.
 

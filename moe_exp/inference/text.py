@@ -10,7 +10,7 @@ from pathlib import Path
 from moe_exp.checks import EMBEDDED_VOCAB_SIZE
 from moe_exp.config import Config, problem
 from moe_exp.data.encoders import Encoders
-from moe_exp.data.tokenizer import TextTokenizer, load_tokenizer
+from moe_exp.data.tokenizer import TextTokenizer, load_named_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -32,13 +32,9 @@ def tokenizer_for(saved: Config, name: str, *, allow_special: bool = False) -> T
         ValueError: where there is none, or it has ids that the model has not.
     """
     path = name or saved.tokenizer or _embedded(saved)
-    if path == "bytes":
-        tokenizer = load_tokenizer("ByteLevelTokenizer")
-    elif not Path(path).exists():
+    if path != "bytes" and not Path(path).exists():
         raise ValueError(problem("tokenizer", path, "does not exist", "give --tokenizer, a folder with tokenizer.json or that file"))
-    else:
-        kind = "SentencePieceTokenizer" if path.endswith(".model") else "HuggingFaceTokenizer"
-        tokenizer = load_tokenizer(kind, model=path, allow_special=allow_special)
+    tokenizer = load_named_tokenizer(path, allow_special=allow_special)
     if tokenizer.vocab_size > saved.vocab_size:
         rule = f"has {tokenizer.vocab_size} tokens, the model VOCAB_SIZE={saved.vocab_size}"
         raise ValueError(problem("tokenizer", path, rule, "give --tokenizer, the one of the training"))

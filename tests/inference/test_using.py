@@ -1,4 +1,4 @@
-"""`moe-exp generate` as a user calls it, and both commands under torchrun."""
+"""`moe-exp generate` as a user calls it, and all commands under torchrun."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from hf_checkpoint import SEQ_LEN, VOCAB, tiny_model, write_checkpoint
 
 from moe_exp import cli
+from moe_exp.data.tokens import BinIdxWriter
 from moe_exp.inference.generate import Generated, GenerateRequest, plan_generation
 from moe_exp.inference.generate import generate as generate_texts
 from moe_exp.inference.jobs import run_alone
@@ -108,13 +109,16 @@ def test_a_prompt_that_is_no_text(checkpoint, capsys, tmp_path):
 
 @pytest.mark.slow
 def test_under_torchrun(checkpoint, tmp_path):
-    """The whole commands on two ranks: the same file and the same text as on one."""
+    """The whole commands on two ranks: the same file, the same loss and the same text as on one."""
+    with BinIdxWriter(tmp_path / "held_out", vocab_size=VOCAB, eod_id=256) as writer:
+        writer.add_document(list(b"a text" * 40))
     np.save(tmp_path / "ids.npy", np.random.default_rng(5).integers(0, VOCAB, (3, 9)))
-    printed, logits = [], []
+    printed, logits, evaluated = [], [], []
     for layout in (["--tp", "1"], ["--ep", "2"], ["--pp", "2"]):
         common = ["--checkpoint", str(checkpoint), *layout]
         flags = {
             "score": ["--tokens", "ids.npy", "--out", "logits.npy", "--overwrite"],
+            "eval": ["--data", "held_out", "--experts", "--json"],
             "generate": ["--prompt", "abc", "--prompt", "üx", "--temperature", "0.9"],
         }
         for command, options in flags.items():
@@ -124,8 +128,14 @@ def test_under_torchrun(checkpoint, tmp_path):
             assert ended.returncode == 0, ended.stderr
             if command == "generate":
                 printed.append(ended.stdout)
+            if command == "eval":
+                evaluated.append(json.loads(ended.stdout))
         logits.append(np.load(tmp_path / "logits.npy"))
     assert printed[0] == printed[1] == printed[2]
     assert len(printed[0]) > 50
     for other in logits[1:]:
         np.testing.assert_allclose(other, logits[0], rtol=0, atol=1e-5)
+    for result in evaluated[1:]:
+        assert result["total"]["bits_per_byte"] == pytest.approx(evaluated[0]["total"]["bits_per_byte"], rel=1e-6)
+        assert result["total"]["tokens"] == 6 * 40
+        assert [sum(layer["tokens_per_expert"]["held_out"]) for layer in result["experts"]] == [2 * 6 * 40] * 2

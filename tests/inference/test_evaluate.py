@@ -1,0 +1,248 @@
+"""`moe-exp eval`: against transformers, by every layout, with the training's validation loss, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hf_checkpoint import EXPERTS, LAYERS, SEQ_LEN, VOCAB, tiny_model, write_checkpoint
+
+from moe_exp import cli, runtime, train
+from moe_exp.data.tokenizer_training import train_bpe
+from moe_exp.data.tokens import BinIdxWriter
+from moe_exp.inference.evaluate import EvalRequest, evaluate, plan_evaluation
+from moe_exp.inference.jobs import run_alone
+from moe_exp.inference.layout import Layout
+from moe_exp.metrics import read_metrics
+from ranks import free_port, run_on_ranks
+
+EOD = 256
+TEXTS = {"prose": ["Grüße an alle", "the end", "x" * 130, "a"], "code": ["def f():\n    return 1\n" * 4, "", "né 🙂" * 9]}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    model, settings = tiny_model("mixtral")
+    return write_checkpoint(model, tmp_path_factory.mktemp("mixtral") / "iter_0000000", **settings)
+
+
+@pytest.fixture(scope="module")
+def prefixes(tmp_path_factory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("held_out")
+    for name, texts in TEXTS.items():
+        with BinIdxWriter(folder / name, vocab_size=VOCAB, eod_id=EOD) as writer:
+            for text in texts:
+                writer.add_document(list(text.encode()))
+    return {name: str(folder / name) for name in TEXTS}
+
+
+def run_eval(checkpoint: Path, *flags: str) -> int:
+    return cli.main(["eval", "--checkpoint", str(checkpoint), "--threads-per-rank", "1", *flags])
+
+
+def evaluated(checkpoint: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> dict:
+    assert run_eval(checkpoint, "--json", *flags) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    return json.loads(line)
+
+
+@torch.no_grad()
+def nats(tokens: list[int], samples: int | None = None) -> tuple[float, int, int]:
+    """Cross entropy by transformers, one sequence after the other; tokens and sequences."""
+    model, _ = tiny_model("mixtral")
+    total, num_tokens, num_sequences = 0.0, 0, 0
+    for begin in range(0, len(tokens) - 1, SEQ_LEN):
+        ids = torch.tensor([tokens[begin : begin + SEQ_LEN + 1]])
+        losses = torch.nn.functional.cross_entropy(model(ids[:, :-1]).logits[0], ids[0, 1:], reduction="none")
+        total, num_tokens, num_sequences = total + losses.double().sum().item(), num_tokens + len(losses), num_sequences + 1
+        if num_sequences == samples:
+            break
+    return total, num_tokens, num_sequences
+
+
+def documents(name: str) -> list[list[int]]:
+    return [[*text.encode(), EOD] for text in TEXTS[name]]
+
+
+def test_rows_and_total_are_those_of_transformers(checkpoint, prefixes, capsys):
+    """All documents as one text: every token but the very first counts, in windows of SEQ_LEN of which the last is shorter."""
+    result = evaluated(checkpoint, capsys, "--data", *prefixes.values(), "--batch-size", "3")
+    sums = [0.0, 0, 0]
+    for row, name in zip(result["data"], TEXTS, strict=True):
+        tokens = [token for document in documents(name) for token in document]
+        expected, num_tokens, num_sequences = nats(tokens)
+        assert (row["data"], row["sequences"], row["tokens"]) == (prefixes[name], num_sequences, len(tokens) - 1)
+        assert num_tokens == len(tokens) - 1 and num_tokens % SEQ_LEN
+        # All bytes of the texts but the first, which no token predicts.
+        num_bytes = sum(len(text.encode()) for text in TEXTS[name]) - 1
+        assert row["bytes"] == num_bytes
+        assert row["lm_loss"] == pytest.approx(expected / num_tokens, rel=1e-6)
+        assert row["lm_loss_ppl"] == pytest.approx(math.exp(row["lm_loss"]), rel=1e-12)
+        assert row["bits_per_byte"] == pytest.approx(expected / math.log(2) / num_bytes, rel=1e-6)
+        sums = [sums[0] + expected, sums[1] + num_tokens, sums[2] + num_bytes]
+    total = result["total"]
+    assert (total["data"], total["tokens"], total["bytes"]) == ("total", sums[1], sums[2])
+    assert total["lm_loss"] == pytest.approx(sums[0] / sums[1], rel=1e-6)
+    assert total["bits_per_byte"] == pytest.approx(sums[0] / math.log(2) / sums[2], rel=1e-6)
+
+
+def test_samples_and_documents(checkpoint, prefixes, capsys):
+    """The first sequences alone; and every document alone, whose first token nothing predicts."""
+    tokens = [token for document in documents("prose") for token in document]
+    (row,) = evaluated(checkpoint, capsys, "--data", prefixes["prose"] + ".bin", "--samples", "2")["data"]
+    expected, num_tokens, _ = nats(tokens, samples=2)
+    assert (row["sequences"], row["tokens"], num_tokens) == (2, 2 * SEQ_LEN, 2 * SEQ_LEN)
+    assert row["lm_loss"] == pytest.approx(expected / num_tokens, rel=1e-6)
+    (row,) = evaluated(checkpoint, capsys, "--data", prefixes["code"], "--by-document")["data"]
+    parts = [nats(document) for document in documents("code")]
+    assert (row["tokens"], row["sequences"]) == (sum(part[1] for part in parts), sum(part[2] for part in parts))
+    assert row["lm_loss"] == pytest.approx(sum(part[0] for part in parts) / row["tokens"], rel=1e-6)
+    assert row["bytes"] == sum(max(0, len(text.encode()) - 1) for text in TEXTS["code"])
+
+
+def on_ranks(requests: list[EvalRequest], ports: list[int]) -> list[dict]:
+    results = []
+    for request, port in zip(requests, ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)  # the store of the job before may still be there
+        plan = plan_evaluation(request)
+        results.append(evaluate(plan, runtime.start(plan.config)).to_json())
+        runtime.stop()
+    return results
+
+
+def test_the_same_numbers_on_two_ranks(checkpoint, prefixes):
+    """Losses, bytes and the counts of the experts, with padded rows, and batches that do not come out even over two replicas."""
+    one = EvalRequest(str(checkpoint), tuple(prefixes.values()), experts=4, batch_size=2, by_document=True)
+    results: list[dict] = []
+    plan = plan_evaluation(replace(one, layout=Layout(threads_per_rank=1)))
+    assert len(plan.batches) % 2
+    run_alone(plan.config, lambda rank: results.append(evaluate(plan, rank).to_json()))
+    layouts = [Layout(ep=2), Layout(tp=2, etp=2), Layout(tp=2), Layout(pp=2), Layout(gpus_per_node=2)]
+    requests = [replace(one, layout=replace(layout, threads_per_rank=1)) for layout in layouts]
+    first, second = run_on_ranks(2, on_ranks, requests, [free_port() for _ in requests], join=False)
+    assert first == second
+    for layout, result in zip(layouts, first, strict=True):
+        assert_same(result, results[0], str(layout))
+
+
+def assert_same(actual: dict, expected: dict, what: str) -> None:
+    counted = ("data", "sequences", "tokens", "bytes")
+    for mine, theirs in zip([*actual["data"], actual["total"]], [*expected["data"], expected["total"]], strict=True):
+        assert [mine[name] for name in counted] == [theirs[name] for name in counted], what
+        assert mine["lm_loss"] == pytest.approx(theirs["lm_loss"], rel=1e-6), what
+        assert mine["bits_per_byte"] == pytest.approx(theirs["bits_per_byte"], rel=1e-6), what
+    for mine, theirs in zip(actual["experts"], expected["experts"], strict=True):
+        for row in expected["data"]:
+            counts, others = (np.array(layer["tokens_per_expert"][row["data"]]) for layer in (mine, theirs))
+            assert counts.sum() == others.sum() == 2 * row["tokens"], what
+            # A tie of two experts may fall otherwise by the last bit.
+            assert np.abs(counts - others).sum() <= 2, what
+
+
+@torch.no_grad()
+def test_experts_are_those_that_transformers_chooses(checkpoint, prefixes, capsys):
+    model, _ = tiny_model("mixtral")
+    result = evaluated(checkpoint, capsys, "--data", *prefixes.values(), "--experts")
+    assert [layer["layer"] for layer in result["experts"]] == list(range(1, LAYERS + 1))
+    for name, prefix in prefixes.items():
+        tokens = [token for document in documents(name) for token in document]
+        expected = np.zeros((LAYERS, EXPERTS), dtype=int)
+        for begin in range(0, len(tokens) - 1, SEQ_LEN):
+            ids = torch.tensor([tokens[begin : begin + SEQ_LEN + 1]])[:, :-1]
+            for layer, logits in enumerate(model(ids, output_router_logits=True).router_logits):
+                expected[layer] += np.bincount(logits.topk(2, dim=-1).indices.flatten(), minlength=EXPERTS)
+        for layer, counts in zip(result["experts"], expected, strict=True):
+            assert layer["tokens_per_expert"][prefix] == counts.tolist()
+            assert layer["shares"][prefix] == pytest.approx(counts / counts.sum())
+            assert sorted(layer["order"]) == list(range(EXPERTS))
+
+
+def test_the_tables(checkpoint, prefixes, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "150")
+    assert run_eval(checkpoint, "--data", *prefixes.values(), "--experts", "3") == 0
+    out = capsys.readouterr().out
+    for text in ("prose", "code", "total", "perplexity", "bits per byte", "layer 1: ", "layer 2: ", "(fair: 25.00%)", "and 1 less"):
+        assert text in out, out
+
+
+def test_without_a_tokenizer_there_are_no_bits_per_byte(prefixes, tmp_path, capsys, caplog):
+    model, settings = tiny_model("mixtral")
+    folder = write_checkpoint(model, tmp_path / "iter_0000000", **settings | {"tokenizer": ""})
+    with caplog.at_level("WARNING", "moe_exp"):
+        (row,) = evaluated(folder, capsys, "--data", prefixes["prose"], "--samples", "1")["data"]
+    assert (row["bytes"], row["bits_per_byte"]) == (None, None)
+    assert row["lm_loss"] > 0
+    assert "no bits per byte: TOKENIZER=: the training did not name one. Fix: give --tokenizer" in caplog.text
+    (row,) = evaluated(folder, capsys, "--data", prefixes["prose"], "--samples", "1", "--tokenizer", "bytes")["data"]
+    assert row["bits_per_byte"] > 0
+
+
+def test_bad_input(checkpoint, prefixes, tmp_path, capsys):
+    prose = prefixes["prose"]
+    with BinIdxWriter(tmp_path / "other", vocab_size=5000) as writer:
+        writer.add_document([1, 2, VOCAB, 3])
+    with BinIdxWriter(tmp_path / "tiny", vocab_size=VOCAB) as writer:
+        writer.add_document([])
+    cases = [
+        (["--data", str(tmp_path / "none")], [f"{tmp_path / 'none'}.bin is missing. Fix: "]),
+        (["--data", prose, str(tmp_path / "none"), str(tmp_path / "other")],
+         ["none.bin is missing. Fix: ", f"other: has the id {VOCAB} at token 2, the model has 0 to {VOCAB - 1}. Fix: "]),
+        (["--data", str(tmp_path / "tiny")], ["tiny: it has fewer tokens than two. Fix: "]),
+        (["--data", prose, prose + ".idx"], ["names a prefix twice. Fix: "]),
+        (["--data", prose, "--samples", "0", "--batch-size", "-1", "--experts", "0"],
+         ["SAMPLES=0: must be at least 1", "BATCH_SIZE=-1: must be at least 1", "EXPERTS=0: must be at least 1"]),
+        (["--data", prose, "--tokenizer", "nowhere"], ["TOKENIZER=nowhere: does not exist. Fix: "]),
+        (["--data", prose, "--capacity", "--by-document"], ["BY_DOCUMENT=true: "]),
+        (["--data", prose, "--ep", "8"], ["EP=8: does not divide NUM_EXPERTS=4. Fix: "]),
+        ([], ["DATA=: there is none, and the training had no VALID_DATA. Fix: give --data"]),
+    ]  # fmt: skip
+    for flags, lines in cases:
+        assert run_eval(checkpoint, *flags) == 1, flags
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert printed.err.count("\n") == len(lines), printed.err
+        for line in lines:
+            assert line in printed.err
+
+
+def test_a_dense_model_has_no_experts(prefixes, tmp_path, capsys):
+    model, settings = tiny_model("llama")
+    folder = write_checkpoint(model, tmp_path / "iter_0000000", **settings)
+    assert run_eval(folder, "--data", prefixes["code"], "--experts") == 1
+    assert "EXPERTS=8: the model is dense, it has none. Fix: leave --experts out." in capsys.readouterr().err
+    assert evaluated(folder, capsys, "--data", prefixes["code"])["total"]["lm_loss"] > 0
+
+
+def test_the_validation_of_the_training(tmp_path, capsys):
+    """The loss and the bits per byte of the valid record, from the checkpoint: EVAL_ITERS global batches of whole sequences."""
+    folder = tmp_path / "bpe"
+    tokenizer = train_bpe([text for texts in TEXTS.values() for text in texts] * 3, 280)
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    text = "Grüße an alle 世界, return x of the end\n" * 10
+    with BinIdxWriter(tmp_path / "tokens", vocab_size=384) as writer:
+        for _ in range(12):
+            writer.add_document(tokenizer.encode(text).ids)
+    settings = {
+        "PRESET": "cpu", "GPUS_PER_NODE": 1, "NUM_LAYERS": 1, "HIDDEN_SIZE": 32, "FFN_HIDDEN_SIZE": 48, "SEQ_LEN": 32, "VOCAB_SIZE": 384,
+        "TOPK": 2, "MBSZ": 2, "GBSZ": 4, "TRAIN_ITERS": 2, "WARMUP_ITERS": 1, "DECAY_ITERS": 2, "EVAL_INTERVAL": 2, "EVAL_ITERS": 3,
+        "SAVE_INTERVAL": 0, "LR": 0.01, "INIT_STD": 0.1, "TRAIN_DATA": tmp_path / "tokens", "VALID_DATA": tmp_path / "tokens",
+        "TOKENIZER": folder, "RUN_DIR": tmp_path, "RUN_NAME": "run", "DATA_DIR": tmp_path,
+    }  # fmt: skip
+    run_on_ranks(1, train.main, [f"--{name.lower().replace('_', '-')}={value}" for name, value in settings.items()], join=False)
+    (record,) = (record for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if record["kind"] == "valid")
+    result = evaluated(tmp_path / "run", capsys, "--samples", "12")  # and its VALID_DATA by itself
+    assert result["iteration"] == 2
+    (row,) = result["data"]
+    assert row["tokens"] == 12 * 32
+    assert row["lm_loss"] == pytest.approx(record["lm_loss"], rel=1e-6)
+    assert row["bits_per_byte"] == pytest.approx(record["lm_loss_bits_per_byte"], rel=1e-6)
+    # The same bytes by decoding what was predicted; the byte of an end of document is none.
+    tokens = np.fromfile(tmp_path / "tokens.bin", dtype=np.uint16)[1 : 12 * 32 + 1].tolist()
+    assert row["bytes"] == pytest.approx(len(tokenizer.decode(tokens).encode()), abs=2)  # the last character may be cut

@@ -1,0 +1,75 @@
+"""How far experts tell sources apart, worked out by hand; and sequences that hold every token once."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_exp.data.tokens import BinIdxWriter
+from moe_exp.inference.expert_usage import LayerUsage
+from moe_exp.inference.held_out import Cut, HeldOut, short_names
+
+
+def usage(*counts: list[int]) -> LayerUsage:
+    return LayerUsage(1, np.array(counts))
+
+
+def test_experts_of_one_source_each():
+    """Four experts, two sources that share none: which expert it was says which source it was, one bit."""
+    layer = usage([30, 10, 0, 0], [0, 0, 2, 2])
+    assert layer.shares_PE.tolist() == [[0.75, 0.25, 0, 0], [0, 0, 0.5, 0.5]]
+    # s/2 * log2(s / (s/2)) = s/2: half the share in the only source that uses the expert.
+    assert layer.bits_E == pytest.approx([0.375, 0.125, 0.25, 0.25])
+    assert layer.order_E.tolist() == [0, 2, 3, 1]
+    assert layer.bits_E.sum() == pytest.approx(1.0)
+
+
+def test_sources_that_use_experts_alike():
+    """Whatever their sizes, and whatever the balance of the experts. The most used comes first."""
+    layer = usage([10, 30, 0, 60], [1, 3, 0, 6])
+    assert layer.bits_E == pytest.approx([0, 0, 0, 0], abs=1e-12)
+    assert layer.order_E.tolist() == [3, 1, 0, 2]
+    assert usage([3, 9, 1]).order_E.tolist() == [1, 0, 2]  # a single source
+
+
+def test_one_expert_by_hand():
+    """Shares 0.6 and 0.2 of expert 0: 1/2 (0.6 log2(0.6/0.4) + 0.2 log2(0.2/0.4)) bits. One that hardly anybody uses stays behind."""
+    layer = usage([600, 399, 1], [200, 800, 0])
+    assert layer.bits_E[0] == pytest.approx((0.6 * math.log2(1.5) - 0.2) / 2)
+    assert layer.order_E.tolist()[-1] == 2
+    record = layer.to_json(["a", "b"])
+    assert record["specialisation_bits"] == pytest.approx(sum(record["expert_bits"]))
+    assert record["tokens_per_expert"] == {"a": [600, 399, 1], "b": [200, 800, 0]}
+
+
+@settings(max_examples=50, deadline=None)
+@given(lengths=st.lists(st.integers(0, 12), min_size=1, max_size=6), seq_len=st.integers(1, 7), by_document=st.booleans())
+def test_every_token_but_the_first_of_a_text_is_predicted_once(tmp_path_factory, lengths, seq_len, by_document):
+    prefix = tmp_path_factory.mktemp("tokens") / "t"
+    numbers = iter(range(1, 1000))
+    with BinIdxWriter(prefix, vocab_size=1000, eod_id=0) as writer:
+        for length in lengths:
+            writer.add_document([next(numbers) for _ in range(length)])
+    tokens = np.fromfile(f"{prefix}.bin", dtype=np.uint16).tolist()
+    ends = np.cumsum([length + 1 for length in lengths]).tolist()
+    firsts = {0, *ends[:-1]} if by_document else {0}
+    expected = [token for place, token in enumerate(tokens) if place not in firsts]
+    if not expected:
+        with pytest.raises(ValueError, match="fewer tokens than two"):
+            HeldOut(str(prefix), Cut(seq_len, by_document))
+        return
+    held_out = HeldOut(str(prefix), Cut(seq_len, by_document))
+    sequences = held_out.read(0, len(held_out))
+    assert [token for ids in sequences for token in ids[1:].tolist()] == expected
+    assert held_out.num_predicted == len(expected)
+    assert all(2 <= len(ids) <= seq_len + 1 for ids in sequences)
+
+
+def test_names_in_a_table():
+    assert short_names(["/a/web", "/b/code"]) == ["web", "code"]
+    assert short_names(["/a/web/valid", "/a/code/valid"]) == ["web/valid", "code/valid"]
+    assert short_names(["/x/1/a/b/c", "/x/2/a/b/c"]) == ["/x/1/a/b/c", "/x/2/a/b/c"]

@@ -1,0 +1,100 @@
+"""lm-evaluation-harness on an export to Hugging Face, as docs/inference.md has it: a local task, no network."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_checkpoint import SEQ_LEN, VOCAB, tiny_model, write_checkpoint
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from moe_exp import cli
+
+HAS_HARNESS = all(importlib.util.find_spec(name) is not None for name in ("lm_eval", "accelerate"))
+QUESTIONS = [("abc", [" def", " xyz"], 0), ("12", ["3", " one"], 1), ("the e", ["nd", "gg"], 0)]
+TASK = """
+task: local_choice
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {data}
+test_split: test
+output_type: multiple_choice
+doc_to_text: question
+doc_to_choice: choices
+doc_to_target: answer
+target_delimiter: ""
+metric_list:
+  - metric: acc
+    aggregation: mean
+    higher_is_better: true
+"""
+
+
+def byte_tokenizer(path: Path) -> Path:
+    """Byte b of a text is token b, as the model's own tokenizer has it; 256 ends a document."""
+    characters = _byte_characters()
+    tokenizer = Tokenizer(models.BPE(vocab={character: byte for byte, character in enumerate(characters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    path.mkdir()
+    tokenizer.save(str(path / "tokenizer.json"))
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>"}
+    (path / "tokenizer_config.json").write_text(json.dumps(names))
+    return path
+
+
+def _byte_characters() -> list[str]:
+    """The characters that byte-level tokenizers write bytes as: printable ones themselves, the others from 256 on."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+
+
+@torch.no_grad()
+def log_likelihood(model: Any, question: str, choice: str) -> float:
+    ids = torch.tensor([list((question + choice).encode())])
+    log_probs = model(ids).logits[0].log_softmax(-1)
+    places = range(len(question.encode()) - 1, ids.size(1) - 1)
+    return sum(log_probs[place, ids[0, place + 1]].item() for place in places)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_HARNESS, reason="lm_eval or accelerate is not installed: pip install 'lm_eval[hf]'")
+def test_a_local_task(tmp_path):
+    model, settings = tiny_model("mixtral")
+    checkpoint = write_checkpoint(model, tmp_path / "iter_0000000", **settings)
+    exported = tmp_path / "hf"
+    tokenizer = byte_tokenizer(tmp_path / "tokenizer")
+    assert cli.main(["convert", "to-hf", str(checkpoint), str(exported), "--tokenizer", str(tokenizer)]) == 0
+    data, tasks = tmp_path / "questions.jsonl", tmp_path / "tasks"
+    rows = [{"question": question, "choices": choices, "answer": answer} for question, choices, answer in QUESTIONS]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tasks.mkdir()
+    (tasks / "local_choice.yaml").write_text(TASK.format(data=data))
+    command = [
+        sys.executable, "-m", "lm_eval", "--model", "hf", "--model_args", f"pretrained={exported},dtype=float32", "--tasks", "local_choice",
+        "--include_path", str(tasks), "--device", "cpu", "--batch_size", "2", "--output_path", str(tmp_path / "out"), "--log_samples",
+    ]  # fmt: skip
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache"), "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(command, env={**os.environ, **offline}, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    (results,) = (tmp_path / "out").rglob("results_*.json")
+    (samples,) = (tmp_path / "out").rglob("samples_local_choice_*.jsonl")
+    assert VOCAB == 257 and max(len(row["question"]) for row in rows) < SEQ_LEN
+    num_right = 0
+    by_number = {sample["doc_id"]: sample for sample in map(json.loads, samples.read_text().splitlines())}
+    for number, (question, choices, answer) in enumerate(QUESTIONS):
+        expected = [log_likelihood(model, question, choice) for choice in choices]
+        assert [float(response[0]) for response in by_number[number]["filtered_resps"]] == pytest.approx(expected, rel=1e-4)
+        num_right += max(range(2), key=expected.__getitem__) == answer
+    accuracy = json.loads(results.read_text())["results"]["local_choice"]["acc,none"]
+    assert accuracy == pytest.approx(num_right / len(QUESTIONS))
