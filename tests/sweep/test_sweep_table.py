@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from moe_exp.planner.flops import flops_per_iteration
+from moe_exp.planner.hardware import profile_of
 from moe_exp.planner.measured import read_runs
 from moe_exp.planner.memory import StageMemory
 from moe_exp.planner.prediction import Prediction
@@ -16,7 +17,7 @@ from moe_exp.sweep import sweep_table
 from moe_exp.sweep.cases import Case
 from moe_exp.sweep.outcome import Result
 from moe_exp.sweep.sweep_picture import draw_sweep
-from moe_exp.sweep.sweep_table import Row, is_oom, job_of, profile_of, size_text, to_csv, to_markdown
+from moe_exp.sweep.sweep_table import Row, is_oom, job_of, size_text, to_csv, to_markdown
 
 A100 = "NVIDIA A100-SXM4-80GB"
 GIB = 2**30
