@@ -87,7 +87,7 @@ def _run_held(comparison: Comparison) -> int:
     write_page([run.folder.path for run in runs if run.folder.metrics.exists()], comparison.folder / "report.html")
     names = [name for name in ("report.html", "report.md") if (comparison.folder / name).exists()]
     print(f"\n{text}\n{comparison.folder}/{', '.join(names)}", flush=True)
-    return int(any(one.status in ("failed", "timeout") for one in ended.values()))
+    return int(any(one.status in ("failed", "oom", "timeout") for one in ended.values()))
 
 
 def _run_one(comparison: Comparison, run: Run, title: str) -> Ended:
@@ -101,8 +101,8 @@ def _run_one(comparison: Comparison, run: Run, title: str) -> Ended:
     if code is None:
         return read_ended(run, status="timeout", reason=f"had not ended after --timeout {comparison.options.timeout:g} s")
     if code:
-        text = run.log.read_bytes()[before:].decode(errors="replace")
-        return read_ended(run, status="failed", reason=why_it_failed(text, code)[1])
+        status, reason = why_it_failed(run.log.read_bytes()[before:].decode(errors="replace"), code)
+        return read_ended(run, status=status, reason=reason)
     return read_ended(run)
 
 

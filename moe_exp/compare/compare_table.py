@@ -130,7 +130,7 @@ def _spread(values: Sequence[float | None], text: Callable[[float], str]) -> str
     known = [value for value in values if value is not None and math.isfinite(value)]
     if not known:
         return ""
-    return text(statistics.fmean(known)) + (f" ± {text(statistics.stdev(known))}" if len(known) > 1 else "")
+    return text(statistics.fmean(known)) + (f" ± {text(statistics.stdev(known))}" if len(set(known)) > 1 else "")
 
 
 def _table(names: Sequence[str], rows: Mapping[str, Sequence[str]]) -> list[str]:

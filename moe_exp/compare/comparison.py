@@ -10,7 +10,7 @@ $RUN_DIR/NAME/
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -201,8 +201,3 @@ def _read(path: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError):
         pass
     raise ValueError(f"{path}: cannot be read. Fix: remove it, and the comparison is made anew with what its folder holds.")
-
-
-def names_of(runs: Sequence[Run]) -> str:
-    """For people."""
-    return ", ".join(run.name for run in runs)

@@ -67,7 +67,7 @@ class Ended:
 
     Attributes:
         run: which.
-        status: finished, stopped, failed, timeout, or left where it has not started.
+        status: finished, stopped, failed, oom (out of memory), timeout, or left where it has not started.
         reason: why it failed.
         curve: None before the first record.
         valid_loss: the last one, nats per token; None: not measured.
@@ -100,7 +100,7 @@ def read_ended(run: Run, *, status: str = "", reason: str = "") -> Ended:
 
     Args:
         run: which.
-        status: how the launcher has ended; empty: as the summary says.
+        status: why the run did not come to its end; empty: as the summary says.
         reason: why it failed.
     """
     records = read_metrics(run.folder.metrics) if run.folder.metrics.exists() else []

@@ -97,10 +97,10 @@ def _parsed(text: str) -> tuple[str, dict[str, str]]:
     name, colon, settings = text.partition(":")
     if not colon:
         rule = f"is none of {', '.join(KINDS)}"
-        raise ConfigError([problem("runs", text, rule, "use these, or --variant NAME:SETTING=VALUE,...")])
+        raise ConfigError([problem("runs", text, rule, "use these, or --variant NAME:SETTING=VALUE")])
     if not _NAME.fullmatch(name):
         rule = "its name is that of a folder: letters, digits, dots, dashes and underscores"
-        raise ConfigError([problem("variant", text, rule, "write NAME:SETTING=VALUE,...")])
+        raise ConfigError([problem("variant", text, rule, "write NAME:SETTING=VALUE")])
     own, problems = {}, []
     for part in _NEXT_SETTING.split(settings):
         key, equals, value = part.partition("=")
@@ -116,7 +116,7 @@ def _parsed(text: str) -> tuple[str, dict[str, str]]:
 def _setting_problem(text: str, key: str, field: str, equals: str) -> str:
     if not equals or field not in Config.model_fields:
         near = difflib.get_close_matches(field, list(Config.model_fields), n=1)
-        fix = f"did you mean {near[0].upper()}?" if near else "moe-exp train --help has all settings"
+        fix = f"write {near[0].upper()}, if that is meant" if near else "moe-exp train --help has all settings"
         return problem("variant", text, f"{key or 'what follows the colon'} is not SETTING=VALUE of a setting", fix)
     if field in _SAME_FOR_ALL:
         return problem("variant", text, f"{field.upper()} is the same for all runs of a comparison", "set it for all of them")
