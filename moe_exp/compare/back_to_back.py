@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
+import re
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -16,13 +18,16 @@ from moe_exp.compare.compare_table import plan_text, result_text
 from moe_exp.compare.comparison import Comparison, Run, compare_with_before, keep, known_pace
 from moe_exp.compare.pace import measured_pace, predicted_seconds
 from moe_exp.compare.results import Ended, is_finished, read_ended
-from moe_exp.config import ConfigError
+from moe_exp.config import ConfigError, problem
 from moe_exp.failures import why_it_failed
 from moe_exp.files import write_atomically
 from moe_exp.hosts import free_port
 from moe_exp.machine_checks import check_environment
-from moe_exp.metrics import read_metrics
 from moe_exp.progress import progress_of
+
+# A record with its experts is shorter than this, where there are less than some thousand.
+_TAIL_BYTES = 1 << 17
+_ITERATION = re.compile(rb'"kind": "train", "iteration": (\d+)')
 
 
 def dry_run(comparison: Comparison) -> str:
@@ -84,9 +89,8 @@ def _run_held(comparison: Comparison) -> int:
         ended[run.name] = _run_one(comparison, run, f"[{number}/{len(runs)}] {run.name}")
         print(f"[{number}/{len(runs)}] {_line(ended[run.name])}", flush=True)
         text = write_tables(comparison, [ended.get(other.name) or read_ended(other) for other in runs])
-    write_page([run.folder.path for run in runs if run.folder.metrics.exists()], comparison.folder / "report.html")
-    names = [name for name in ("report.html", "report.md") if (comparison.folder / name).exists()]
-    print(f"\n{text}\n{comparison.folder}/{', '.join(names)}", flush=True)
+    print(f"\n{text}\n{comparison.folder}/report.md", flush=True)
+    write_page(comparison, [run.folder.path for run in runs if run.folder.metrics.exists()])
     return int(any(one.status in ("failed", "oom", "timeout") for one in ended.values()))
 
 
@@ -112,9 +116,11 @@ def _line(ended: Ended) -> str:
 
 
 def _iteration(run: Run) -> int:
-    """The latest that is logged."""
-    with suppress(FileNotFoundError):
-        return max((int(record.get("iteration", 0)) for record in read_metrics(run.folder.metrics)[-3:]), default=0)
+    """The latest that is logged: of the last lines alone, as this is asked every second and a file may be long."""
+    with suppress(OSError), run.folder.metrics.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        found = [int(number) for number in _ITERATION.findall(file.read())]
+        return found[-1] if found else 0
     return 0
 
 
@@ -125,12 +131,14 @@ def write_tables(comparison: Comparison, ended: Sequence[Ended]) -> str:
     return text
 
 
-def write_page(runs: Sequence[Path], out: Path) -> bool:
-    """Writes the page of the runs, where this version has one."""
+def write_page(comparison: Comparison, runs: Sequence[Path]) -> None:
+    """Writes report.html of these run folders, where this version has the page, and prints what to know before reading it."""
     if not runs or importlib.util.find_spec("moe_exp.report.page") is None:
-        return False
-    importlib.import_module("moe_exp.report.page").write_report(list(runs), out)
-    return True
+        return
+    out = comparison.folder / "report.html"
+    for line in importlib.import_module("moe_exp.report.page").write_report(list(runs), out, title=comparison.folder.name):
+        print(line)
+    print(out, flush=True)
 
 
 def _check(runs: Sequence[Run], *, settings_only: bool = False) -> None:
@@ -157,6 +165,11 @@ def _check_place(comparison: Comparison) -> None:
     Raises:
         ConfigError: with a line for each problem.
     """
+    folder = comparison.folder
+    if (folder / "config.yaml").exists() or (folder / "metrics.jsonl").exists():
+        raise ConfigError(
+            [problem("run_name", folder.name, f"{folder} is the folder of a run, not of a comparison", "give another RUN_NAME")]
+        )
     first = comparison.runs()[0]
     config = first.config.model_copy(update={"run_name": ".new", "master_port": free_port()})
     if problems := check_environment(config):

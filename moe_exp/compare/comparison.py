@@ -10,6 +10,7 @@ $RUN_DIR/NAME/
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -53,9 +54,9 @@ class Options:
             found.append(problem("match", self.match, "is nothing to match by", f"use one of {', '.join(MATCHES)}"))
         if self.repeats < 1:
             found.append(problem("repeats", self.repeats, "must be at least 1", "give the number of runs of each variant"))
-        if self.seconds < 0 or self.timeout < 0:
-            name = "seconds" if self.seconds < 0 else "timeout"
-            found.append(problem(name, getattr(self, name), "must not be negative", "leave it out for none"))
+        for name in ("seconds", "timeout"):
+            if not 0 <= getattr(self, name) < math.inf:
+                found.append(problem(name, getattr(self, name), "must be a number from 0 on", "leave it out for none"))
         if self.seconds > 0 and self.match != "time":
             found.append(problem("seconds", self.seconds, f"is a budget of time, but --match is {self.match}", "add --match time"))
         return found

@@ -26,9 +26,11 @@ _OF_EXPERTS = (
     "num_experts", "topk", "moe_type", "moe_ffn_hidden_size", "moe_layer_freq", "first_k_dense", "shared_expert_size", "shared_expert_gate",
     "capacity_factor", "min_capacity", "pad_to_capacity", "drop_policy", "router_score", "router_pre_softmax", "router_normalize",
     "router_scaling_factor", "router_dtype", "router_jitter", "router_bias_update_rate", "num_router_groups", "router_group_topk",
-    "force_routing", "aux_loss_type", "aux_loss_coeff", "z_loss_coeff", "expert_backend", "dispatcher", "ep", "etp",
+    "force_routing", "aux_loss_type", "aux_loss_coeff", "z_loss_coeff", "expert_backend", "dispatcher", "upcycle_from",
+    "upcycle_granularity", "ep", "etp",
 )  # fmt: skip
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,60}")
+_TAKEN = ("logs", "pace", "report.md", "report.html", "compare.json")  # in the folder of a comparison
 _NEXT_SETTING = re.compile(r",(?=[A-Za-z_-]+=)")  # a value may have commas of its own: MOE_LAYER_FREQ=0,1,1,1
 
 
@@ -98,8 +100,9 @@ def _parsed(text: str) -> tuple[str, dict[str, str]]:
     if not colon:
         rule = f"is none of {', '.join(KINDS)}"
         raise ConfigError([problem("runs", text, rule, "use these, or --variant NAME:SETTING=VALUE")])
-    if not _NAME.fullmatch(name):
+    if not _NAME.fullmatch(name) or name in _TAKEN:
         rule = "its name is that of a folder: letters, digits, dots, dashes and underscores"
+        rule = f"{name} is a file or folder of the comparison itself" if name in _TAKEN else rule
         raise ConfigError([problem("variant", text, rule, "write NAME:SETTING=VALUE")])
     own, problems = {}, []
     for part in _NEXT_SETTING.split(settings):

@@ -185,3 +185,12 @@ def test_problems_of_one_model_name_it(no_settings, tmp_path, monkeypatch, capsy
     assert main(["compare", "--match", "luck"]) == 1
     assert capsys.readouterr().err == ("moe-exp compare: MATCH=luck: is nothing to match by. Fix: use one of flops, active-params, time.\n")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_folder_of_a_run_is_no_place(no_settings, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "one").mkdir(parents=True)
+    (tmp_path / "runs" / "one" / "config.yaml").write_text("seed: 1\n")
+    assert main(["compare", "--preset", "cpu", "--run-name", "one"]) == 1
+    assert "RUN_NAME=one: runs/one is the folder of a run, not of a comparison. Fix: give another RUN_NAME." in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "runs" / "one").iterdir()] == ["config.yaml"]

@@ -144,7 +144,8 @@ def test_equal_time(comparison):
         (Options(match="luck"), {}, "MATCH=luck: is nothing to match by. Fix: use one of flops, active-params, time."),
         (Options(repeats=0), {}, "REPEATS=0: must be at least 1"),
         (Options(seconds=5.0), {}, "SECONDS=5.0: is a budget of time, but --match is flops. Fix: add --match time."),
-        (Options(match="time", seconds=-1.0), {}, "SECONDS=-1.0: must not be negative"),
+        (Options(match="time", seconds=-1.0), {}, "SECONDS=-1.0: must be a number from 0 on. Fix: leave it out for none."),
+        (Options(timeout=float("nan")), {}, "TIMEOUT=nan: must be a number from 0 on"),
         (Options(), {"nnodes": 2}, "NNODES=2: runs are started on this node alone. Fix: set NNODES=1."),
     ],
 )

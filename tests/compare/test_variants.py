@@ -47,6 +47,9 @@ def test_problems_are_told_together():
         "VARIANT=n:TRAIN_ITERS=3: TRAIN_ITERS is the same for all runs of a comparison. Fix: set it for all of them.",
         "LR=much: must be a valid number. Fix: give LR, peak learning rate.",
     ]
+    assert lines_of("dense,dmoe", ["logs:LR=1"]) == [
+        "VARIANT=logs:LR=1: logs is a file or folder of the comparison itself. Fix: write NAME:SETTING=VALUE."
+    ]
     assert lines_of("dense") == ["RUNS=dense: a comparison needs at least two. Fix: add another, as in --runs dmoe,dense."]
 
 
