@@ -85,6 +85,9 @@ def result_text(comparison: Comparison, ended: Sequence[Ended]) -> str:
             label = f"loss at {_AXIS_WORDS[axis](end)}"
             rows[label] = [_spread([_loss_at(one, axis, end) for one in runs], _loss) for runs in by_name.values()]
     lines = [f"# {comparison.folder.name}: matched by {comparison.options.match}", "", *_table(list(by_name), rows), ""]
+    times = [time for one in ended if one.status == "finished" and (time := _total(one, "seconds"))]
+    if comparison.options.match == "time" and len(times) > 1:
+        lines.append(f"- training times came out {_percent(max(times) / min(times) - 1)} apart")
     lines += [f"- {line}" for line in _reached_lines(by_name)]
     lines += [f"- {one.run.name} {one.status}: {one.reason}" for one in ended if one.reason]
     note = "Losses are of training, nats per token, means over the latest twentieth of a run; times are without evaluation and saves."

@@ -41,6 +41,8 @@ def measured_pace(comparison: Comparison, known: Mapping[str, float]) -> dict[st
     """
     left = [variant for variant in comparison.variants if variant.name not in known]
     pace = dict(known)
+    if not left:
+        return pace
     with progress("measuring the pace", len(left), unit="variants") as advance:
         for variant in left:
             pace[variant.name] = _measured_seconds(comparison, variant)

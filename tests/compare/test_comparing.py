@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,6 +39,7 @@ class Comparisons:
 
     def __init__(self, path: Path):
         self.path, self.folder = path, path / "runs" / "mine"
+        self.started: list[subprocess.Popen[bytes]] = []
         with BinIdxWriter(path / "tokens", vocab_size=4096) as writer:
             for number in range(200):
                 writer.add_document([(number * 7 + i * i) % 4096 for i in range(60)])
@@ -48,8 +49,10 @@ class Comparisons:
         environ = clean_environ(**{**TINY, **self.places, **settings}) | {"PYTHONPATH": str(ROOT)}
         with (self.path / "printed").open("w") as printed:
             command = [sys.executable, "-m", "moe_exp", "compare", *flags]
-            ready = partial(limit_memory) if limited else None
-            return subprocess.Popen(command, env=environ, stdout=printed, stderr=printed, start_new_session=True, preexec_fn=ready)
+            ready = limit_memory if limited else None
+            started = subprocess.Popen(command, env=environ, stdout=printed, stderr=printed, start_new_session=True, preexec_fn=ready)
+        self.started.append(started)
+        return started
 
     def run(self, *flags: str, code: int = 0, limited: bool = False, **settings: object) -> str:
         """Runs to the end; returns what was printed."""
@@ -87,8 +90,13 @@ class Comparisons:
 
 
 @pytest.fixture
-def comparisons(tmp_path: Path) -> Comparisons:
-    return Comparisons(tmp_path)
+def comparisons(tmp_path: Path) -> Iterator[Comparisons]:
+    mine = Comparisons(tmp_path)
+    yield mine
+    for comparison in mine.started:
+        if comparison.poll() is None:  # its test has failed; its runs end by themselves when it is gone
+            comparison.kill()
+            comparison.wait()
 
 
 @pytest.fixture

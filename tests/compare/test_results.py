@@ -124,13 +124,16 @@ def test_another_call_with_other_settings_is_refused(comparison):
         compare_with_before(comparison)
 
 
-def test_equal_time(comparison):
-    by_time = Comparison.of(Options(match="time"), {"preset": "cpu", "train_iters": 300}, {})
+def test_equal_time(tmp_path):
+    by_time = Comparison.of(Options(match="time"), {"preset": "cpu", "train_iters": 300, "run_dir": str(tmp_path)}, {})
     paced = by_time.paced({"dmoe": 0.5, "dense": 0.4})
     assert [one.config.train_iters for one in paced.variants] == [300, 375]
     assert [one.config.decay_iters for one in paced.variants] == [300, 375]
     text = plan_text(paced, {"dmoe": 0.5, "dense": 0.4}, measured=True)
     assert "0:02:30 | 0:02:30" in text and text.endswith("times are 0.0% apart")
+    for run, seconds in zip(paced.runs(), (1.0, 1.1), strict=True):
+        write_run(run, [5.0, 4.0], seconds=seconds)
+    assert "- training times came out 10.0% apart" in result_text(paced, [read_ended(run) for run in paced.runs()])
     limited = Comparison.of(Options(match="time", seconds=20.0), {"preset": "cpu", "train_iters": 300}, {}).paced(
         {"dmoe": 0.5, "dense": 0.3}
     )
