@@ -33,12 +33,12 @@ def plan_text(comparison: Comparison, seconds: Mapping[str, float | None], *, me
     times = [(pace := seconds.get(one.name)) and pace * one.config.train_iters for one in variants]
     rows[f"training time, {'measured pace' if measured else 'predicted roughly'}"] = [_duration(time) for time in times]
     lines = [head, "", *_table(comparison.names, rows), "", *_difference_lines(variants)]
-    if measured and all(times):
-        known = [time for time in times if time]
-        lines.append(f"times are {_percent(max(known) / min(known) - 1)} apart")
-    if options.repeats > 1:
-        known = [time for time in times if time]
-        lines.append(f"all {options.repeats * len(variants)} runs: {_duration(options.repeats * sum(known) if known else None)}")
+    known = [time for time in times if time]
+    if len(known) == len(times):
+        lines.append(
+            f"all {options.repeats * len(variants)} runs: {_duration(options.repeats * sum(known))}, and their starts and evaluations"
+        )
+        lines += [f"times are {_percent(max(known) / min(known) - 1)} apart"] if measured else []
     return "\n".join(lines)
 
 
@@ -187,6 +187,6 @@ _RESULTS: list[tuple[str, Callable[[Ended], float | None], Callable[[float], str
     ("tokens/s", lambda one: one.tokens_per_second, lambda rate: f"{rate:,.0f}"),
     ("memory of a rank", lambda one: one.memory_bytes, lambda size: f"{size / 2**30:.2f} GiB"),
     ("final loss", lambda one: one.final_loss, _loss),
-    ("final validation loss", lambda one: one.valid_loss, _loss),
-    ("final validation perplexity", lambda one: one.valid_loss and math.exp(min(one.valid_loss, 20.0)), lambda ppl: f"{ppl:.2f}"),
+    ("last validation loss", lambda one: one.valid_loss, _loss),
+    ("last validation perplexity", lambda one: one.valid_loss and math.exp(min(one.valid_loss, 20.0)), lambda ppl: f"{ppl:.2f}"),
 ]

@@ -112,7 +112,7 @@ def test_two_models_are_trained_and_not_again(comparisons):
     assert comparisons.iterations("dmoe") == comparisons.iterations("dense") == [1, 2, 3, 4]
     report = (comparisons.folder / "report.md").read_text()
     assert re.search(r"\| loss at 1.024K tokens +\| +\d\.\d{4} \| +\d\.\d{4} \|", report)
-    assert re.search(r"\| final validation loss +\| +\d\.\d{4} \| +\d\.\d{4} \|", report)
+    assert re.search(r"\| last validation loss +\| +\d\.\d{4} \| +\d\.\d{4} \|", report)
     before = {path: path.stat().st_mtime_ns for path in comparisons.folder.glob("*/metrics.jsonl")}
     again = comparisons.run(TRAIN_ITERS=4, DECAY_ITERS=4, EVAL_INTERVAL=4)
     assert report in again

@@ -77,7 +77,7 @@ def test_the_report_of_seeds_of_which_one_failed(comparison):
     rows = {cells[1].strip(): [cell.strip() for cell in cells[2:-1]] for line in text.splitlines() if len(cells := line.split("|")) > 3}
     assert rows["status"] == ["finished", "1 finished, 1 failed"]
     assert rows["final loss"] == ["1.5000 ± 0.7071", "3.0000"]
-    assert rows["final validation loss"] == ["2.0000 ± 0.7071", "3.5000"]
+    assert rows["last validation loss"] == ["2.0000 ± 0.7071", "3.5000"]
     assert rows["loss at 4.0 s of training"] == ["4.5000 ± 0.7071", "3.0000"]
     assert rows["memory of a rank"] == ["1.00 GiB", "1.00 GiB"]
     assert "- dmoe reaches the final loss of dense, 3.0000, with 75% of its tokens, 75% of its FLOPs, 150% of its time" in text
