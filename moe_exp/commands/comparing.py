@@ -32,14 +32,10 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     )
     match = "what is the same for all: flops, active-params (both per token, for the same tokens), or time (default: flops)"
     parser.add_argument("--match", default="flops", help=match)
-    parser.add_argument(
-        "--repeats", type=int, default=1, help="runs of each with seeds SEED, SEED+1, ..., for an idea of noise (default: 1)"
-    )
+    parser.add_argument("--repeats", default="1", help="runs of each with seeds SEED, SEED+1, ..., for an idea of noise (default: 1)")
     seconds = "with --match time: training time of each (default: what the MoE takes for TRAIN_ITERS)"
-    parser.add_argument("--seconds", type=float, default=0.0, help=seconds)
-    parser.add_argument(
-        "--timeout", type=float, default=0.0, help="seconds after which a run is ended, and the next begins (default: none)"
-    )
+    parser.add_argument("--seconds", default="0", help=seconds)
+    parser.add_argument("--timeout", default="0", help="seconds after which a run is ended, and the next begins (default: none)")
     parser.add_argument(
         "--dry-run", action="store_true", help="print the models, their sizes and the expected time, start and write nothing"
     )
@@ -57,7 +53,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     given = {name: getattr(arguments, name) for name in _OPTIONS}
     others = {"command", "run", "dry_run", "variant", *_OPTIONS}
     flags = {name: value for name, value in vars(arguments).items() if name not in others}
-    comparison = Comparison.of(Options(variants=tuple(arguments.variant), **given), flags, os.environ)
+    comparison = Comparison.of(Options.of(given, arguments.variant), flags, os.environ)
     if arguments.dry_run:
         print(dry_run(comparison))
         return 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,28 @@ class Options:
     repeats: int = 1
     seconds: float = 0.0
     timeout: float = 0.0
+
+    @classmethod
+    def of(cls, texts: Mapping[str, str], variants: Sequence[str]) -> Options:
+        """Reads options as they are written.
+
+        Args:
+            texts: by field name, but for the variants.
+            variants: of --variant.
+
+        Raises:
+            ConfigError: a number that is none.
+        """
+        values: dict[str, Any] = dict(texts)
+        problems = []
+        for name, kind, what in (("repeats", int, "a whole number"), ("seconds", float, "a number"), ("timeout", float, "a number")):
+            try:
+                values[name] = kind(texts[name])
+            except ValueError:
+                problems.append(problem(name, texts[name], f"must be {what}", f"give {what}, or leave --{name} out"))
+        if problems:
+            raise ConfigError(problems)
+        return cls(variants=tuple(variants), **values)
 
     def problems(self) -> list[str]:
         """What is wrong with them by themselves."""

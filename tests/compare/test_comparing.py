@@ -190,6 +190,11 @@ def test_problems_of_one_model_name_it(no_settings, tmp_path, monkeypatch, capsy
         "moe-exp compare: dmoe: TOPK=9: is over NUM_EXPERTS=8. Fix: set TOPK to at most 8.",
         "MIN_LR=1.0: is over LR=0.003. Fix: set MIN_LR to at most 0.003, for instance 0.0003.",
     ]
+    assert main(["compare", "--repeats", "few", "--seconds", "1h"]) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "moe-exp compare: REPEATS=few: must be a whole number. Fix: give a whole number, or leave --repeats out.",
+        "SECONDS=1h: must be a number. Fix: give a number, or leave --seconds out.",
+    ]
     assert main(["compare", "--match", "luck"]) == 1
     assert capsys.readouterr().err == ("moe-exp compare: MATCH=luck: is nothing to match by. Fix: use one of flops, active-params, time.\n")
     assert list(tmp_path.iterdir()) == []
