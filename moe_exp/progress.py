@@ -63,10 +63,10 @@ def progress(what: str, total: int, *, unit: str = "bytes", done: int = 0) -> It
 
 
 @contextmanager
-def progress_of(how_far: Callable[[], int], what: str, total: int) -> Iterator[None]:
-    """The same for work that others do: asks once a second how many bytes of `total` they are through."""
+def progress_of(how_far: Callable[[], int], what: str, total: int, *, unit: str = "bytes") -> Iterator[None]:
+    """The same for work that others do: asks once a second how many units of `total` they are through."""
     done, stop = how_far(), threading.Event()
-    with progress(what, total, done=done) as advance:
+    with progress(what, total, unit=unit, done=done) as advance:
 
         def follow() -> None:
             known, is_last = done, False

@@ -50,13 +50,30 @@ ALLOWED: dict[str, set[str]] = {
     "phases": set(),
     "doctor": {"hosts", "backends", "config", *CPU, "runtime", "layers", "optim"},
     "misspelt": {"config"},
-    "sweep": {
+    "child_runs": {"config", "hosts", "launch", "run_folder"},
+    "failures": {"hosts"},
+    "compare": {
         "checks",
+        "child_runs",
         "config",
-        "data",
+        "failures",
         "files",
         "hosts",
-        "launch",
+        "machine_checks",
+        "metrics",
+        "planner",
+        "progress",
+        "report",
+        "run_folder",
+    },
+    "sweep": {
+        "checks",
+        "child_runs",
+        "config",
+        "data",
+        "failures",
+        "files",
+        "hosts",
         "machine_checks",
         "metrics",
         "planner",
@@ -68,7 +85,7 @@ ALLOWED: dict[str, set[str]] = {
     # cli, commands, scripts, __main__ and train: see below.
 }
 NEVER_IMPORTED = {"cli", "scripts", "__main__", "commands"}
-NOT_BY_TRAIN = {"hf", "inference", "report", "launch", "sweep", "doctor", *NEVER_IMPORTED}
+NOT_BY_TRAIN = {"hf", "inference", "report", "launch", "child_runs", "sweep", "compare", "doctor", *NEVER_IMPORTED}
 # Not even inside a function.
 NO_TORCH = {
     "config",
@@ -93,6 +110,9 @@ NO_TORCH = {
     "__main__",
     "report",
     "sweep",
+    "compare",
+    "child_runs",
+    "failures",
 }
 HEAVY = {"torch", "megatron"}
 # Inside layers/: a file imports only files that stand above it in this list.

@@ -60,6 +60,12 @@ def hardware_names() -> list[str]:
 
 
 @cache
+def profile_of(device: str) -> str:
+    """The profile of a device by its name, `NVIDIA A100-SXM4-80GB`: one all words of whose name are in it; empty: there is none."""
+    words = set(device.upper().replace("-", " ").split())
+    return next((name for name in hardware_names() if set(name.upper().split("-")) <= words), "")
+
+
 def load_hardware(name: str) -> Hardware:
     """A profile of the package by name, or a JSON file of the same form by path.
 

@@ -9,17 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from moe_exp.checks import check_config
+from moe_exp.child_runs import MEASURED_ONLY
 from moe_exp.config import Config, ConfigError, load_config, problem
 from moe_exp.hosts import free_port
 from moe_exp.machine_checks import check_machine
 from moe_exp.sweep.sweep_settings import AXES, SweepSettings
-
-# A case trains at the full global batch from the start, and writes nothing but its metrics.
-_ONLY_MEASURED = {
-    "log_interval": 1, "eval_interval": 0, "save_interval": 0, "save_at_end": "false", "async_save": "false", "exit_interval": 0,
-    "keep_last": 0, "keep_every": 0, "keep_best": 0, "load_dir": "", "upcycle_from": "", "upcycle_granularity": 1, "rampup_batch_size": "",
-    "warmup_iters": 0, "decay_iters": 0, "lr_decay_style": "constant", "wandb_project": "", "node_rank": 0,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -45,17 +39,6 @@ class Case:
         return cls(case_name(config), {name: str(value) for name, value in flags.items()}, config, tuple(_problems(config, local)))
 
 
-def given_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
-    """Settings of the environment and of `flags`, with the preset that they mean here: on a node with other devices it stays that.
-
-    Raises:
-        ConfigError: a value cannot be read.
-    """
-    given = {name: environ[name.upper()] for name in Config.model_fields if environ.get(name.upper())}
-    given |= {name: value for name, value in flags.items() if value is not None}
-    return given | {"preset": load_config(given, {}).preset}
-
-
 def make_cases(given: Mapping[str, Any], settings: SweepSettings, runs: Path) -> list[Case]:
     """All cases, in the order of the lists.
 
@@ -74,7 +57,7 @@ def make_cases(given: Mapping[str, Any], settings: SweepSettings, runs: Path) ->
         layout = {setting: "none" if value is None else value for setting, value in zip(AXES.values(), values, strict=True)}
         if not base.use_moe:
             layout |= {"ep": 1, "etp": 1}  # they concern no dense model
-        flags = {**given, **_ONLY_MEASURED, "train_iters": settings.sweep_iters, **layout, "run_dir": str(runs)}
+        flags = {**given, **MEASURED_ONLY, "train_iters": settings.sweep_iters, **layout, "run_dir": str(runs)}
         case = Case.of(flags | {"run_name": case_name(load_config(flags, {}))}, local=settings.executor == "local")
         cases.setdefault(case.name, case)
     first, *others = cases.values()

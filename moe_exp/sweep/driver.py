@@ -15,29 +15,27 @@ import json
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
+from moe_exp.child_runs import given_settings, held
 from moe_exp.config import ConfigError, load_config, problem
 from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.files import write_atomically, write_json
 from moe_exp.hosts import device_name
 from moe_exp.machine_checks import check_files
-from moe_exp.planner.hardware import load_hardware
+from moe_exp.planner.hardware import load_hardware, profile_of
 from moe_exp.progress import progress
 from moe_exp.run_folder import RunFolder
 from moe_exp.sweep import slurm_cases
-from moe_exp.sweep.cases import Case, default_lists, given_settings, make_cases
+from moe_exp.sweep.cases import Case, default_lists, make_cases
 from moe_exp.sweep.local_cases import clear, run_case
 from moe_exp.sweep.outcome import Result, result_of
 from moe_exp.sweep.sweep_picture import draw_sweep
 from moe_exp.sweep.sweep_settings import AXES, SweepSettings, load_sweep_settings
-from moe_exp.sweep.sweep_table import CPU, Row, by_rule, is_oom, prediction_of, profile_of, to_csv, to_markdown
+from moe_exp.sweep.sweep_table import CPU, Row, by_rule, is_oom, prediction_of, to_csv, to_markdown
 
 # Settings that may differ between two calls of one sweep: the layout, and what no measurement depends on.
 _OWN_OF_CASE = {*AXES.values(), "node_rank", "master_addr", "master_port", "run_dir", "run_name", "num_workers"}
@@ -208,7 +206,7 @@ def run_sweep(sweep: Sweep, *, retry_failed: bool = False) -> int:
     # By a run folder that is not there: that of the case may be held by the processes of a sweep that was killed, for a while.
     if left and (problems := check_files(left[0].config.model_copy(update={"run_name": "none"}))):
         raise ConfigError(problems)
-    with _held(sweep.folder):
+    with held(sweep.folder, f"SWEEP_NAME={sweep.name}", "sweep"):
         _compare(sweep)
         write_json(sweep.folder / "sweep.json", _shared_settings(sweep))
         for case in left:
@@ -294,16 +292,6 @@ def write_tables(sweep: Sweep, cases: Sequence[Case]) -> None:
 def _title(sweep: Sweep) -> str:
     settings = sweep.settings
     return f"{sweep.name}: median of iterations {settings.sweep_warmup + 1} to {settings.sweep_iters}"
-
-
-@contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(folder / ".lock", timeout=0):
-            yield
-    except Timeout:
-        raise ValueError(f"SWEEP_NAME={folder.name}: another sweep is writing {folder}. Fix: wait for it, or give another name.") from None
 
 
 def _shared_settings(sweep: Sweep) -> dict[str, Any]:

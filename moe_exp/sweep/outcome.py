@@ -5,30 +5,18 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from moe_exp.failures import LONGEST, last_line, why_it_failed
 from moe_exp.files import write_json
-from moe_exp.hosts import CAUSED_BY_ANOTHER
 from moe_exp.metrics import read_metrics
 from moe_exp.run_folder import RunFolder
 
 Status = Literal["ok", "failed", "oom", "timeout"]
 
-# Messages of torch's allocators, of the C++ and Python ones, and of SLURM.
-_OOM = re.compile(
-    r"OutOfMemoryError|out of memory|DefaultCPUAllocator: (can't|not enough)|cannot allocate memory|\bMemoryError\b|std::bad_alloc"
-    r"|oom[-_]kill",
-    re.IGNORECASE,
-)
-# What torchrun says of a rank that the kernel has killed: signal 9 to the first rank that ended.
-_KILLED = re.compile(r"exitcode\s*:\s*-9\b|Signal 9 \(SIGKILL\)")
-_SIGNAL = re.compile(r"Signal \d+ \(SIG\w+\) received by PID")
 _TIME_LIMIT = re.compile(r"DUE TO TIME LIMIT", re.IGNORECASE)
-_ERROR = re.compile(r"^\s*(\[rank\d+\]:\s*)?([\w.]+(Error|Exception|Interrupt)\b.*|(srun|slurmstepd): error:.*|Fatal Python error.*)")
-_LONGEST = 300  # characters of a reason
 
 
 @dataclass(frozen=True)
@@ -87,7 +75,7 @@ def result_of(
     device = _device(folder)
     if timeout or (code is None and _TIME_LIMIT.search(text)):
         limit = f"CASE_TIMEOUT={timeout} s" if timeout else "the time limit of its job"
-        return Result("timeout", f"had not ended after {limit}; its last line: {_last_line(text)}"[:_LONGEST], device=device, flags=flags)
+        return Result("timeout", f"had not ended after {limit}; its last line: {last_line(text)}"[:LONGEST], device=device, flags=flags)
     if code == 0:
         records = [record for record in _records(folder) if record["iteration"] > num_warmup]
         if len(records) == num_iterations - num_warmup:
@@ -98,53 +86,6 @@ def result_of(
         return Result("failed", reason, device=device, flags=flags)
     status, reason = why_it_failed(text, code)
     return Result(status, reason, device=device, flags=flags)
-
-
-def why_it_failed(text: str, code: int | None) -> tuple[Status, str]:
-    """Whether a case that failed ran out of memory, and the line of its log that says most.
-
-    A rank that was killed counts as out of memory, as that is how the kernel ends a process when memory is short; where a rank has named
-    another error, that is the reason, and the kill is torchrun's.
-    """
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    if out_of_memory := [line for line in lines if _OOM.search(line)]:
-        return "oom", _short(_most_useful(out_of_memory))
-    useful = _most_useful(lines)
-    killed = next((line for line in _root_cause(lines) if _KILLED.search(line)), "")
-    if (killed or code in (137, -9)) and not _by_rank(lines):
-        return "oom", _short(f"a process was killed, as the kernel does when memory is short: {killed or useful}")
-    return "failed", _short(useful or f"exit code {code}, and nothing was printed")
-
-
-def _by_rank(lines: Sequence[str]) -> list[str]:
-    """What ranks say of errors of their own."""
-    named = [line for line in lines if re.match(r"moe-exp: rank \d+ on .* failed: ", line)]
-    return [line for line in named if not any(text in line for text in CAUSED_BY_ANOTHER)]
-
-
-def _root_cause(lines: Sequence[str]) -> Sequence[str]:
-    """What torchrun says of the rank that ended first: the others it ends itself, by SIGTERM and after a while by SIGKILL."""
-    start = next((number for number, line in enumerate(lines) if line.startswith("Root Cause (first observed failure)")), 0)
-    return lines[start:]
-
-
-def _most_useful(lines: Sequence[str]) -> str:
-    """The first of: the error as a rank names it, the signal that ended one, a complaint of ours, the last error, the last line."""
-    signals = [line for line in _root_cause(lines) if _SIGNAL.search(line)]
-    ours = [line for line in lines if re.match(r"moe-exp: (?!warning|stopping)", line)]
-    errors = [line for line in lines if _ERROR.match(line) and "ChildFailedError" not in line]
-    for found in (_by_rank(lines)[:1], signals[:1], ours[-1:], errors[-1:], lines[-1:]):
-        if found:
-            return found[0]
-    return ""
-
-
-def _last_line(text: str) -> str:
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "none")
-
-
-def _short(line: str) -> str:
-    return re.sub(r"^(moe-exp: |traceback\s*: )", "", line)[:_LONGEST]
 
 
 def _records(folder: RunFolder) -> list[dict[str, Any]]:

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from moe_exp.child_runs import train_command
 from moe_exp.data.slurm_jobs import job_environment, still_there
 from moe_exp.files import write_atomically
 from moe_exp.sweep.cases import Case
-from moe_exp.sweep.local_cases import train_command
 
 POLL_SECONDS = 10.0
 _PORTS = 20000, 10000  # first, and how many: a port by the number of the job, as jobs may share a node

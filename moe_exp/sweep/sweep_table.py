@@ -11,7 +11,7 @@ from typing import Any
 
 from moe_exp.config import Config
 from moe_exp.planner.flops import flops_per_iteration
-from moe_exp.planner.hardware import hardware_names, load_hardware
+from moe_exp.planner.hardware import load_hardware
 from moe_exp.planner.job import Job
 from moe_exp.planner.measured import GIBIBYTE, row_of_job
 from moe_exp.planner.params import count_parameters
@@ -80,12 +80,6 @@ class Row:
     @property
     def predicted_gib(self) -> float | None:
         return self.prediction.peak_bytes / GIBIBYTE if self.prediction else None
-
-
-def profile_of(device: str) -> str:
-    """The profile of a device by its name, `NVIDIA A100-SXM4-80GB`: one all words of whose name are in it; empty: there is none."""
-    words = set(device.upper().replace("-", " ").split())
-    return next((name for name in hardware_names() if set(name.upper().split("-")) <= words), "")
 
 
 def job_of(config: Config, device: str) -> Job:

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 import pytest
 
 from moe_exp.planner.flops import flops_per_iteration
-from moe_exp.planner.hardware import load_hardware
+from moe_exp.planner.hardware import load_hardware, profile_of
 from moe_exp.planner.measured import read_runs
 from moe_exp.planner.memory import StageMemory
 from moe_exp.planner.prediction import Prediction, predict
@@ -16,7 +16,7 @@ from moe_exp.planner.timing import IterationTime
 from moe_exp.sweep.cases import Case
 from moe_exp.sweep.outcome import Result
 from moe_exp.sweep.sweep_picture import draw_sweep
-from moe_exp.sweep.sweep_table import CPU, Row, by_rule, is_oom, job_of, prediction_of, profile_of, size_text, to_csv, to_markdown
+from moe_exp.sweep.sweep_table import CPU, Row, by_rule, is_oom, job_of, prediction_of, size_text, to_csv, to_markdown
 
 A100 = "NVIDIA A100-SXM4-80GB"
 GIB = 2**30

@@ -1,0 +1,191 @@
+"""Runs a comparison: checks, one run after another, and the report, written anew after each. No torch."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+from moe_exp.checks import check_config
+from moe_exp.child_runs import held, run_environment, run_to_end, wait_until_free
+from moe_exp.compare.compare_table import plan_text, result_text
+from moe_exp.compare.comparison import Comparison, Run, compare_with_before, keep, known_pace
+from moe_exp.compare.pace import measured_pace, predicted_seconds
+from moe_exp.compare.results import Ended, is_finished, read_ended
+from moe_exp.config import ConfigError, problem
+from moe_exp.failures import why_it_failed
+from moe_exp.files import write_atomically
+from moe_exp.hosts import free_port
+from moe_exp.machine_checks import check_environment
+from moe_exp.progress import progress_of
+
+# A record with its experts is shorter than this, where there are less than some thousand.
+_TAIL_BYTES = 1 << 17
+_ITERATION = re.compile(rb'"kind": "train", "iteration": (\d+)')
+
+
+def dry_run(comparison: Comparison) -> str:
+    """What a comparison would do. Nothing is started, and no file is touched.
+
+    Raises:
+        ConfigError: with settings that cannot run.
+    """
+    _check(comparison.runs(), settings_only=True)
+    compare_with_before(comparison)
+    known = known_pace(comparison)
+    pace = {one.name: known.get(one.name) or predicted_seconds(one) for one in comparison.variants}
+    if comparison.options.match == "time":
+        seconds = {name: value for name, value in pace.items() if value}
+        if len(seconds) < len(pace):
+            return plan_text(comparison, pace, measured=False) + "\niterations are chosen when the pace of each is measured"
+        comparison = comparison.paced(seconds)
+    return plan_text(comparison, pace, measured=len(known) == len(pace))
+
+
+def run_comparison(comparison: Comparison) -> int:
+    """Runs what is left of a comparison.
+
+    Returns:
+        Exit code: 1 where a run has failed or was ended by the time limit.
+
+    Raises:
+        ConfigError: settings that cannot run, here or in this folder.
+        ValueError: the folder is in use, or with `time` a variant does not run.
+        KeyboardInterrupt: Ctrl-C, SIGTERM or SIGHUP; the run at work has saved a checkpoint.
+    """
+    _check(comparison.runs(), settings_only=True)
+    compare_with_before(comparison)
+    _check_place(comparison)
+    with held(comparison.folder, f"RUN_NAME={comparison.folder.name}", "comparison"), _stopped_by_signals():
+        try:
+            return _run_held(comparison)
+        except KeyboardInterrupt:
+            print("stopped: the same command goes on with what is left", flush=True)
+            raise
+
+
+def _run_held(comparison: Comparison) -> int:
+    by_time = comparison.options.match == "time"
+    pace = known_pace(comparison)
+    if by_time:
+        pace = measured_pace(comparison, pace)
+    keep(comparison, pace)
+    if by_time:
+        comparison = comparison.paced(pace)
+    seconds = {one.name: pace.get(one.name) or predicted_seconds(one) for one in comparison.variants}
+    print(plan_text(comparison, seconds, measured=by_time), end="\n\n", flush=True)
+    runs = comparison.runs()
+    for run in runs:
+        wait_until_free(run.folder)
+    _check([run for run in runs if not is_finished(run)])
+    ended: dict[str, Ended] = {}
+    for number, run in enumerate(runs, start=1):
+        ended[run.name] = _run_one(comparison, run, f"[{number}/{len(runs)}] {run.name}")
+        print(f"[{number}/{len(runs)}] {_line(ended[run.name])}", flush=True)
+        text = write_tables(comparison, [ended.get(other.name) or read_ended(other) for other in runs])
+    print(f"\n{text}\n{comparison.folder}/report.md", flush=True)
+    write_page(comparison, [run.folder.path for run in runs if run.folder.metrics.exists()])
+    return int(any(one.status in ("failed", "oom", "timeout") for one in ended.values()))
+
+
+def _run_one(comparison: Comparison, run: Run, title: str) -> Ended:
+    """Trains a run to its end, if it has not got there yet."""
+    if is_finished(run):
+        return read_ended(run)
+    before = run.log.stat().st_size if run.log.exists() else 0
+    timeout = comparison.options.timeout or None
+    with progress_of(lambda: _iteration(run), title, run.config.train_iters, unit="iterations"):
+        code = run_to_end(run.variant.flags, run.log, timeout=timeout, environ=run_environment(), saving=True)
+    if code is None:
+        return read_ended(run, status="timeout", reason=f"had not ended after --timeout {comparison.options.timeout:g} s")
+    if code:
+        status, reason = why_it_failed(run.log.read_bytes()[before:].decode(errors="replace"), code)
+        return read_ended(run, status=status, reason=reason)
+    return read_ended(run)
+
+
+def _line(ended: Ended) -> str:
+    loss = f", loss {ended.final_loss:.4f}" if ended.final_loss is not None else ""
+    return f"{ended.run.name}: {ended.status}{loss}" + (f": {ended.reason}" if ended.reason else "")
+
+
+def _iteration(run: Run) -> int:
+    """The latest that is logged: of the last lines alone, as this is asked every second and a file may be long."""
+    with suppress(OSError), run.folder.metrics.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        found = [int(number) for number in _ITERATION.findall(file.read())]
+        return found[-1] if found else 0
+    return 0
+
+
+def write_tables(comparison: Comparison, ended: Sequence[Ended]) -> str:
+    """Writes report.md, and returns it."""
+    text = result_text(comparison, ended)
+    write_atomically(comparison.folder / "report.md", text)
+    return text
+
+
+def write_page(comparison: Comparison, runs: Sequence[Path]) -> None:
+    """Writes report.html of these run folders, where this version has the page, and prints what to know before reading it."""
+    if not runs or importlib.util.find_spec("moe_exp.report.page") is None:
+        return
+    out = comparison.folder / "report.html"
+    for line in importlib.import_module("moe_exp.report.page").write_report(list(runs), out, title=comparison.folder.name):
+        print(line)
+    print(out, flush=True)
+
+
+def _check(runs: Sequence[Run], *, settings_only: bool = False) -> None:
+    """Whether runs can start, all of them, before any does: problems of all as they are, others with the name of the run.
+
+    Raises:
+        ConfigError: with a line for each.
+    """
+    found = {}
+    for run in runs:
+        config = run.config.model_copy(update={"master_port": free_port()})  # every run gets a free one when it starts
+        found[run.name] = check_config(config) + ([] if settings_only else check_environment(config))
+    lines: dict[str, list[str]] = {}
+    for name, problems in found.items():
+        for line in problems:
+            lines.setdefault(line, []).append(name)
+    if lines:
+        raise ConfigError([line if len(names) == len(found) else f"{', '.join(names)}: {line}" for line, names in lines.items()])
+
+
+def _check_place(comparison: Comparison) -> None:
+    """Before the folder is made: that it can be, and that no setting but the runs' own speaks against them.
+
+    Raises:
+        ConfigError: with a line for each problem.
+    """
+    folder = comparison.folder
+    if (folder / "config.yaml").exists() or (folder / "metrics.jsonl").exists():
+        raise ConfigError(
+            [problem("run_name", folder.name, f"{folder} is the folder of a run, not of a comparison", "give another RUN_NAME")]
+        )
+    first = comparison.runs()[0]
+    config = first.config.model_copy(update={"run_name": ".new", "master_port": free_port()})
+    if problems := check_environment(config):
+        raise ConfigError(problems)
+
+
+@contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    """Inside the block SIGTERM and SIGHUP end the comparison as Ctrl-C does."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)

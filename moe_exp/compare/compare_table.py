@@ -1,0 +1,192 @@
+"""The tables of a comparison, before it starts and at its end, in Markdown. No torch."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+
+from moe_exp.compare.comparison import Comparison
+from moe_exp.compare.matching import active_parameters, apart, flops_per_token
+from moe_exp.compare.results import AXES, Axis, Ended, reached, shared_end
+from moe_exp.compare.variants import Variant, differences
+from moe_exp.planner.params import count_parameters
+
+_MATCHED_BY = {"flops": "FLOPs per token", "active-params": "active parameters", "time": "FLOPs per token"}
+
+
+def plan_text(comparison: Comparison, seconds: Mapping[str, float | None], *, measured: bool) -> str:
+    """The variants, their sizes and how well these match, and how long they will take.
+
+    Args:
+        comparison: with the iterations of every variant.
+        seconds: per iteration by name, None where nothing is known.
+        measured: whether they were; else they are the planner's.
+    """
+    variants, options = comparison.variants, comparison.options
+    config = comparison.reference.config
+    head = f"{comparison.folder}: {', '.join(comparison.names)}, matched by {options.match}"
+    head += f", {options.repeats} runs of each with seeds from {config.seed}" if options.repeats > 1 else ""
+    rows = {**_size_rows(comparison), "iterations": [f"{one.config.train_iters:,}" for one in variants]}
+    rows["tokens"] = [_count(one.config.train_iters * one.config.gbsz * one.config.seq_len) for one in variants]
+    times = [(pace := seconds.get(one.name)) and pace * one.config.train_iters for one in variants]
+    rows[f"training time, {'measured pace' if measured else 'predicted roughly'}"] = [_duration(time) for time in times]
+    lines = [head, "", *_table(comparison.names, rows), "", *_difference_lines(variants)]
+    known = [time for time in times if time]
+    if len(known) == len(times):
+        lines.append(
+            f"all {options.repeats * len(variants)} runs: {_duration(options.repeats * sum(known))}, and their starts and evaluations"
+        )
+        lines += [f"times are {_percent(max(known) / min(known) - 1)} apart"] if measured else []
+    return "\n".join(lines)
+
+
+def _size_rows(comparison: Comparison) -> dict[str, list[str]]:
+    variants, reference, match = comparison.variants, comparison.reference, comparison.options.match
+    aparts = [apart(one.config, reference.config, match) for one in variants]
+    return {
+        "parameters": [_count(count_parameters(one.config).total) for one in variants],
+        "active per token": [_count(active_parameters(one.config)) for one in variants],
+        "FLOPs per token": [_count(flops_per_token(one.config)) for one in variants],
+        "MLP width": [_width_words(one) for one in variants],
+        f"{_MATCHED_BY[match]} against {reference.name}": [
+            "-" if one is reference else f"{share:+.2%}" for one, share in zip(variants, aparts, strict=True)
+        ],
+    }
+
+
+def _width_words(variant: Variant) -> str:
+    config = variant.config
+    if not config.use_moe:
+        return str(config.ffn_hidden_size)
+    shared = f" + {config.shared_expert_size} shared" if config.shared_expert_size else ""
+    return f"{config.expert_ffn_size}, {config.topk} of {config.num_experts}{shared}"
+
+
+def _difference_lines(variants: Sequence[Variant]) -> Iterator[str]:
+    yield "the same for all: data and their order, seed, batch, and every setting but"
+    for name, values in differences(variants).items():
+        yield f"  {name.upper()}: " + ", ".join(f"{one.name} {_shown(value)}" for one, value in zip(variants, values, strict=True))
+
+
+def _shown(value: object) -> str:
+    return "-" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def result_text(comparison: Comparison, ended: Sequence[Ended]) -> str:
+    """The report in Markdown: sizes, losses at equal tokens, FLOPs and time, what failed, and who reaches whose loss how soon."""
+    by_name = {name: [one for one in ended if one.run.variant.name == name] for name in comparison.names}
+    rows = {"status": [_statuses(runs) for runs in by_name.values()], **_size_rows(comparison)}
+    for label, value, text in _RESULTS:
+        rows[label] = [_spread([value(one) for one in runs], text) for runs in by_name.values()]
+    for axis in AXES:
+        if end := shared_end(ended, axis):
+            label = f"loss at {_AXIS_WORDS[axis](end)}"
+            rows[label] = [_spread([_loss_at(one, axis, end) for one in runs], _loss) for runs in by_name.values()]
+    lines = [f"# {comparison.folder.name}: matched by {comparison.options.match}", "", *_table(list(by_name), rows), ""]
+    times = [time for one in ended if one.status == "finished" and (time := _total(one, "seconds"))]
+    if comparison.options.match == "time" and len(times) > 1:
+        lines.append(f"- training times came out {_percent(max(times) / min(times) - 1)} apart")
+    lines += [f"- {line}" for line in _reached_lines(by_name)]
+    lines += [f"- {one.run.name} {one.status}: {one.reason}" for one in ended if one.reason]
+    note = "Losses are of training, nats per token, means over the latest twentieth of a run; times are without evaluation and saves."
+    return "\n".join([*lines, "", note + (" ± is the standard deviation over seeds." if comparison.options.repeats > 1 else ""), ""])
+
+
+def _reached_lines(by_name: Mapping[str, Sequence[Ended]]) -> Iterator[str]:
+    """For every two variants the better one's way to the other's final loss, run by run with the same seed."""
+    for name, runs in by_name.items():
+        for other, others in by_name.items():
+            pairs = [(one, two) for one, two in zip(runs, others, strict=True) if one.final_loss is not None and two.final_loss is not None]
+            if name == other or not pairs:
+                continue
+            if statistics.fmean(one.final_loss or 0.0 for one, _ in pairs) >= statistics.fmean(two.final_loss or 0.0 for _, two in pairs):
+                continue
+            found = [way for one, two in pairs if (way := reached(one, two))]
+            shares = {axis: [share for way in found if (share := getattr(way, axis)) is not None] for axis in AXES}
+            ways = ", ".join(f"{_spread(values, _whole_percent)} of its {_AXIS_NAMES[axis]}" for axis, values in shares.items() if values)
+            missed = len(found) - len(shares["tokens"])
+            seeds = f" ({missed} of {len(found)} seeds do not reach it)" if missed else ""
+            loss = _spread([two.final_loss for _, two in pairs], _loss)
+            yield f"{name} reaches the final loss of {other}, {loss}, with {ways}{seeds}"
+
+
+_AXIS_NAMES: dict[Axis, str] = {"tokens": "tokens", "flops": "FLOPs", "seconds": "time"}
+
+
+def _loss_at(ended: Ended, axis: Axis, end: float) -> float | None:
+    return ended.curve.loss_at(axis, end) if ended.curve else None
+
+
+def _total(ended: Ended, axis: Axis) -> float | None:
+    return ended.curve.total(axis) if ended.curve else None
+
+
+def _statuses(runs: Sequence[Ended]) -> str:
+    words = dict.fromkeys(one.status for one in runs)
+    return ", ".join(word if len(words) == 1 else f"{sum(one.status == word for one in runs)} {word}" for word in words)
+
+
+def _spread(values: Sequence[float | None], text: Callable[[float], str]) -> str:
+    """Mean and standard deviation, or the one value."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    if not known:
+        return ""
+    return text(statistics.fmean(known)) + (f" ± {text(statistics.stdev(known))}" if len(set(known)) > 1 else "")
+
+
+def _table(names: Sequence[str], rows: Mapping[str, Sequence[str]]) -> list[str]:
+    """In columns, as people read it in a terminal, too."""
+    cells = [["", *names], *([label, *values] for label, values in rows.items() if any(values))]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    lines = ["| " + " | ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) + " |" for row in cells]
+    ruler = "|" + "|".join(["-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:])]) + "|"
+    return [lines[0], ruler, *lines[1:]]
+
+
+def _count(number: float) -> str:
+    """`1.64M`, `8.26M`."""
+    for unit, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K")):
+        if number >= unit:
+            return f"{number / unit:.4g}{letter}"
+    return f"{number:.4g}"
+
+
+def _duration(seconds: float | None) -> str:
+    return "unknown" if seconds is None else str(timedelta(seconds=round(seconds)))
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s"
+
+
+def _loss(loss: float) -> str:
+    return f"{loss:.4f}"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}"
+
+
+def _whole_percent(share: float) -> str:
+    return f"{share:.0%}"
+
+
+_AXIS_WORDS: dict[Axis, Callable[[float], str]] = {
+    "tokens": lambda end: f"{_count(end)} tokens",
+    "flops": lambda end: f"{_count(end)} FLOPs",
+    "seconds": lambda end: f"{_seconds(end)} of training",
+}
+
+# Label, value of a run, and its text.
+_RESULTS: list[tuple[str, Callable[[Ended], float | None], Callable[[float], str]]] = [
+    ("tokens", lambda one: _total(one, "tokens"), _count),
+    ("FLOPs", lambda one: _total(one, "flops"), _count),
+    ("training time", lambda one: _total(one, "seconds"), _seconds),
+    ("tokens/s", lambda one: one.tokens_per_second, lambda rate: f"{rate:,.0f}"),
+    ("memory of a rank", lambda one: one.memory_bytes, lambda size: f"{size / 2**30:.2f} GiB"),
+    ("final loss", lambda one: one.final_loss, _loss),
+    ("last validation loss", lambda one: one.valid_loss, _loss),
+    ("last validation perplexity", lambda one: one.valid_loss and math.exp(min(one.valid_loss, 20.0)), lambda ppl: f"{ppl:.2f}"),
+]

@@ -1,0 +1,117 @@
+"""Sizes and lengths that make models comparable: the same FLOPs or active parameters per token, or the same time. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from moe_exp.compare.variants import Variant, reference_of
+from moe_exp.config import Config, ConfigError, problem
+from moe_exp.planner.flops import flops_per_iteration
+from moe_exp.planner.params import count_parameters
+
+Match = Literal["flops", "active-params", "time"]
+MATCHES: tuple[Match, ...] = ("flops", "active-params", "time")
+
+# Matrix products like round widths; one that is off by less than this share is as good as the exact one.
+_ROUND_WIDTHS, _CLOSE = (64, 8), 2e-3
+
+
+def flops_per_token(config: Config) -> float:
+    """Model FLOPs of a token, forward and backward."""
+    return flops_per_iteration(config, 1) / config.seq_len
+
+
+def active_parameters(config: Config) -> float:
+    """Parameters that a token meets; in a dense model all."""
+    return count_parameters(config).active_per_token
+
+
+def measure_of(match: Match) -> Callable[[Config], float]:
+    """What the sizes are chosen by. Models that are trained for the same time cost the same per token, too, as far as FLOPs go."""
+    return active_parameters if match == "active-params" else flops_per_token
+
+
+def apart(config: Config, reference: Config, match: Match) -> float:
+    """By which share of the reference's a model's FLOPs, or active parameters, per token are larger than those of the reference."""
+    measure = measure_of(match)
+    return measure(config) / measure(reference) - 1
+
+
+def width_setting(config: Config) -> str:
+    """The setting that a model's size is changed by: width of the dense MLP, or of one routed expert."""
+    return "moe_ffn_hidden_size" if config.use_moe else "ffn_hidden_size"
+
+
+def matched_width(config: Config, target: float, measure: Callable[[Config], float]) -> int:
+    """The MLP width with which a model comes closest to `target`; round where that is within 0.2%.
+
+    FLOPs and parameters grow linearly with the width, so that two widths say all.
+
+    Args:
+        config: of the model.
+        target: FLOPs or parameters per token.
+        measure: what counts them.
+
+    Raises:
+        ValueError: the model is larger than that without any MLP.
+    """
+    name, unit = width_setting(config), config.etp if config.use_moe else config.tp
+
+    def measured(width: int) -> float:
+        return measure(config.model_copy(update={name: width}))
+
+    slope = (measured(2 * unit) - measured(unit)) / unit
+    exact = (target - measured(unit)) / slope + unit
+    if exact < unit / 2:
+        raise ValueError("is larger than that by its other settings alone")
+    for step in (*(width * unit for width in _ROUND_WIDTHS), unit):
+        width = max(1, round(exact / step)) * step
+        if abs(measured(width) / target - 1) <= _CLOSE:
+            break
+    return width
+
+
+def match_sizes(variants: Sequence[Variant], match: Match) -> list[Variant]:
+    """The variants with the MLP widths that match the reference. One that sets its width itself, or matches as it is, keeps it.
+
+    Raises:
+        ConfigError: a variant cannot be made that small.
+    """
+    reference, measure = reference_of(variants), measure_of(match)
+    target, matched, problems = measure(reference.config), [], []
+    for variant in variants:
+        name = width_setting(variant.config)
+        if name in variant.own or abs(apart(variant.config, reference.config, match)) <= _CLOSE:
+            matched.append(variant)
+            continue
+        try:
+            matched.append(variant.having(**{name: matched_width(variant.config, target, measure)}))
+        except ValueError as error:
+            unit = "active parameters" if match == "active-params" else "FLOPs per token"
+            rule = f"cannot have the {target:.4g} {unit} of {reference.name}: it {error}"
+            problems.append(problem("variant", variant.name, rule, f"set its {name.upper()} yourself, or make it smaller"))
+    if problems:
+        raise ConfigError(problems)
+    return matched
+
+
+def with_iterations(variant: Variant, iterations: int) -> Variant:
+    """The variant trained for so many iterations, its learning rate decayed over as large a part of them as before."""
+    before = variant.config
+    if iterations == before.train_iters:
+        return variant
+
+    def scaled(value: int) -> int:
+        return max(1, round(value * iterations / before.train_iters)) if value else 0
+
+    decay = scaled(before.decay_iters)
+    last = decay or iterations
+    warmup = min(before.warmup_iters, last - 1)
+    wsd = min(scaled(before.wsd_decay_iters), last)
+    return variant.having(train_iters=iterations, decay_iters=decay, warmup_iters=warmup, wsd_decay_iters=wsd)
+
+
+def iterations_of_time(seconds: float, seconds_per_iteration: float) -> int:
+    """Iterations that come closest to a time."""
+    return max(1, round(seconds / seconds_per_iteration))

@@ -1,0 +1,143 @@
+"""The models of a comparison: from `moe,dense` and `name:NUM_EXPERTS=16,TOPK=2` to settings. No torch."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moe_exp.config import Config, ConfigError, load_config, problem
+
+# What the names of --runs stand for. CAPACITY_FACTOR may be given for the run with capacity, and a dropless one refuses it.
+KINDS: dict[str, dict[str, str]] = {
+    "moe": {"use_moe": "true", "moe_type": "moe"},
+    "dmoe": {"use_moe": "true", "moe_type": "dmoe", "capacity_factor": "0", "min_capacity": "0"},
+    "dense": {"use_moe": "false"},
+}
+# Data, batch and length, without which losses say nothing about each other, and what the comparison itself sets.
+_SAME_FOR_ALL = {
+    "train_iters", "gbsz", "seq_len", "rampup_batch_size", "train_data", "valid_data", "split", "data_order", "tokenizer", "vocab_size",
+    "seed", "data_dir", "run_dir", "run_name", "load_dir", "eval_iters", "nnodes", "node_rank", "master_addr", "master_port", "preset",
+}  # fmt: skip
+# Settings that say nothing in a dense model.
+_OF_EXPERTS = (
+    "num_experts", "topk", "moe_type", "moe_ffn_hidden_size", "moe_layer_freq", "first_k_dense", "shared_expert_size", "shared_expert_gate",
+    "capacity_factor", "min_capacity", "pad_to_capacity", "drop_policy", "router_score", "router_pre_softmax", "router_normalize",
+    "router_scaling_factor", "router_dtype", "router_jitter", "router_bias_update_rate", "num_router_groups", "router_group_topk",
+    "force_routing", "aux_loss_type", "aux_loss_coeff", "z_loss_coeff", "expert_backend", "dispatcher", "upcycle_from",
+    "upcycle_granularity", "ep", "etp",
+)  # fmt: skip
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,60}")
+_TAKEN = ("logs", "pace", "report.md", "report.html", "compare.json")  # in the folder of a comparison
+_NEXT_SETTING = re.compile(r",(?=[A-Za-z_-]+=)")  # a value may have commas of its own: MOE_LAYER_FREQ=0,1,1,1
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One model.
+
+    Attributes:
+        name: its folder's, and its column's.
+        own: settings that it has above those of all, by field name.
+        flags: all settings that are not defaults, as `moe-exp train` takes them.
+        config: what they make.
+    """
+
+    name: str
+    own: dict[str, str]
+    flags: dict[str, Any]
+    config: Config
+
+    @classmethod
+    def of(cls, name: str, own: Mapping[str, str], given: Mapping[str, Any]) -> Variant:
+        """The variant that settings make, `own` above `given`."""
+        flags = {**given, **own}
+        return cls(name, dict(own), flags, load_config(flags, {}))
+
+    def having(self, **settings: Any) -> Variant:
+        """The same with other settings."""
+        flags = {**self.flags, **settings}
+        return Variant(self.name, self.own, flags, load_config(flags, {}))
+
+
+def make_variants(runs: str, written: Sequence[str], given: Mapping[str, Any]) -> list[Variant]:
+    """The variants of a comparison, in the order in which they are asked for.
+
+    Args:
+        runs: names of KINDS with commas; empty: the kind of MoE layer that the settings ask for, and dense, if nothing is `written`.
+        written: others, each `NAME:SETTING=VALUE,SETTING=VALUE`.
+        given: settings of all, see `child_runs.given_settings`.
+
+    Raises:
+        ConfigError: with every name, setting and value that cannot be read.
+    """
+    if not runs and not written:
+        runs = f"{load_config(given, {}).moe_type},dense"
+    problems: list[str] = []
+    variants: list[Variant] = []
+    for text in [*filter(None, (name.strip() for name in runs.split(","))), *written]:
+        try:
+            name, own = _parsed(text)
+            if name in (variant.name for variant in variants):
+                raise ConfigError([problem("variant", text, "there is another of this name", "give each its own")])
+            variants.append(Variant.of(name, own, given))
+        except ConfigError as error:
+            problems += error.problems
+    if len(variants) < 2 and not problems:
+        fix = "add another, as in --runs dmoe,dense"
+        problems.append(problem("runs", ",".join([runs, *written]), "a comparison needs at least two", fix))
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return variants
+
+
+def _parsed(text: str) -> tuple[str, dict[str, str]]:
+    if text in KINDS:
+        return text, KINDS[text]
+    name, colon, settings = text.partition(":")
+    if not colon:
+        rule = f"is none of {', '.join(KINDS)}"
+        raise ConfigError([problem("runs", text, rule, "use these, or --variant NAME:SETTING=VALUE")])
+    if not _NAME.fullmatch(name) or name in _TAKEN:
+        rule = "its name is that of a folder: letters, digits, dots, dashes and underscores"
+        rule = f"{name} is a file or folder of the comparison itself" if name in _TAKEN else rule
+        raise ConfigError([problem("variant", text, rule, "write NAME:SETTING=VALUE")])
+    own, problems = {}, []
+    for part in _NEXT_SETTING.split(settings):
+        key, equals, value = part.partition("=")
+        field = key.strip().lower().replace("-", "_")
+        if found := _setting_problem(text, key, field, equals):
+            problems.append(found)
+        own[field] = value.strip()
+    if problems:
+        raise ConfigError(problems)
+    return name, own
+
+
+def _setting_problem(text: str, key: str, field: str, equals: str) -> str:
+    if not equals or field not in Config.model_fields:
+        near = difflib.get_close_matches(field, list(Config.model_fields), n=1)
+        fix = f"write {near[0].upper()}, if that is meant" if near else "moe-exp train --help has all settings"
+        return problem("variant", text, f"{key or 'what follows the colon'} is not SETTING=VALUE of a setting", fix)
+    if field in _SAME_FOR_ALL:
+        return problem("variant", text, f"{field.upper()} is the same for all runs of a comparison", "set it for all of them")
+    return ""
+
+
+def reference_of(variants: Sequence[Variant]) -> Variant:
+    """The variant whose size the others are given: the first with experts, else the first."""
+    return next((variant for variant in variants if variant.config.use_moe), variants[0])
+
+
+def differences(variants: Sequence[Variant]) -> dict[str, list[Any]]:
+    """Settings that are not the same in all variants, each with the value of every one; None where it says nothing in a dense model."""
+    settings = [_said(variant.config) for variant in variants]
+    rows = {name: [values[name] for values in settings] for name in settings[0] if name != "run_name"}
+    return {name: values for name, values in rows.items() if len({str(value) for value in values if value is not None}) > 1}
+
+
+def _said(config: Config) -> dict[str, Any]:
+    values = config.model_dump()
+    return values if config.use_moe else values | dict.fromkeys(_OF_EXPERTS)

@@ -1,0 +1,107 @@
+"""Sizes that match: FLOPs and active parameters per token of many models, rules of the layout, and what cannot be matched."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_exp.checks import check_config
+from moe_exp.compare.matching import active_parameters, apart, flops_per_token, match_sizes, matched_width, with_iterations
+from moe_exp.compare.variants import Variant, make_variants, reference_of
+from moe_exp.config import ConfigError, load_config
+
+CPU = {"preset": "cpu"}
+
+
+@st.composite
+def moe_models(draw):
+    """Settings of an MoE model, from tiny to large, in layouts that are allowed."""
+    layers, tp = draw(st.integers(1, 12)), draw(st.sampled_from([1, 2, 4]))
+    heads = 4 * draw(st.integers(1, 8))
+    return CPU | {
+        "num_layers": layers, "hidden_size": heads * draw(st.sampled_from([32, 64, 128])), "num_heads": heads, "num_query_groups": 4,
+        "ffn_hidden_size": 8 * tp * draw(st.integers(12, 300)), "moe_ffn_hidden_size": draw(st.sampled_from([0, 64, 200, 1000])),
+        "num_experts": draw(st.sampled_from([8, 16])), "topk": draw(st.integers(1, 6)), "seq_len": 64 * draw(st.integers(1, 30)),
+        "shared_expert_size": draw(st.sampled_from([0, 256])), "first_k_dense": draw(st.integers(0, layers - 1)),
+        "activation": draw(st.sampled_from(["swiglu", "gelu"])), "tie_embeddings": draw(st.booleans()),
+        "tp": tp, "gpus_per_node": 4, "gbsz": 16, "mbsz": 1,
+    }  # fmt: skip
+
+
+@settings(max_examples=80, deadline=None)
+@given(moe_models(), st.sampled_from(["flops", "active-params"]))
+def test_a_dense_model_matches_within_one_percent(given_settings, match):
+    moe, dense = match_sizes(make_variants("dmoe,dense", [], given_settings), match)
+    assert check_config(moe.config) == [] and check_config(dense.config) == []
+    measure = flops_per_token if match == "flops" else active_parameters
+    assert measure(dense.config) == pytest.approx(measure(moe.config), rel=0.01)
+    changed = {name for name, value in moe.config.model_dump().items() if dense.config.model_dump()[name] != value}
+    assert changed <= {"use_moe", "ffn_hidden_size"}
+
+
+@settings(max_examples=40, deadline=None)
+@given(moe_models(), st.integers(1, 8), st.sampled_from([1, 2, 4]))
+def test_other_experts_match_too(given_settings, topk, etp):
+    finer = f"finer:NUM_EXPERTS=64,TOPK={topk},ETP={etp},SHARED_EXPERT_SIZE=0"
+    moe, other = match_sizes(make_variants("dmoe", [finer], given_settings), "flops")
+    assert other.config.expert_ffn_size % etp == 0
+    assert abs(apart(other.config, moe.config, "flops")) < 0.01
+
+
+def test_the_width_by_hand():
+    # One layer in four is dense: (3 * 2 * 128 + 256) / 4 = 256 per layer; with tp=1 that is a width of its own.
+    settings = CPU | {"topk": 2, "moe_ffn_hidden_size": 128, "ffn_hidden_size": 256, "first_k_dense": 1}
+    moe, dense = match_sizes(make_variants("dmoe,dense", [], settings), "flops")
+    assert dense.config.ffn_hidden_size == 256
+    # Two experts of 96 and a shared one of 64 meet a token.
+    settings = CPU | {"topk": 2, "moe_ffn_hidden_size": 96, "shared_expert_size": 64}
+    moe, dense = match_sizes(make_variants("dmoe,dense", [], settings), "flops")
+    assert (dense.config.ffn_hidden_size, apart(dense.config, moe.config, "flops")) == (256, 0.0)
+
+
+def test_the_router_counts_as_active_parameters():
+    settings = CPU | {"num_experts": 256, "topk": 4}
+    moe, dense = match_sizes(make_variants("dmoe,dense", [], settings), "active-params")
+    # Four experts of 256, and 256 rows of 128 weights in the router: as many as 256 / 3 channels of an MLP of three matrices have.
+    exact = matched_width(dense.config, active_parameters(moe.config), active_parameters)
+    assert exact == dense.config.ffn_hidden_size and abs(exact - (1024 + 256 / 3)) <= 32
+    assert abs(apart(dense.config, moe.config, "active-params")) <= 2e-3
+
+
+def test_the_reference_is_the_first_with_experts():
+    variants = make_variants("dense,moe,dmoe", [], CPU | {"topk": 2})
+    assert reference_of(variants).name == "moe"
+    dense, *_ = match_sizes(variants, "flops")
+    assert dense.config.ffn_hidden_size == 512
+    dense = make_variants("dense", ["deep:USE_MOE=false,NUM_LAYERS=8"], CPU)
+    assert reference_of(dense).name == "dense"
+
+
+def test_a_width_that_is_given_is_kept():
+    _, mine = match_sizes(make_variants("dmoe", ["mine:USE_MOE=false,FFN_HIDDEN_SIZE=1000"], CPU), "flops")
+    assert mine.config.ffn_hidden_size == 1000
+
+
+def test_a_model_that_is_too_large_is_refused():
+    with pytest.raises(ConfigError, match=r"VARIANT=deep: cannot have the .* FLOPs per token of dmoe: .* Fix: set its FFN_HIDDEN_SIZE"):
+        match_sizes(make_variants("dmoe", ["deep:USE_MOE=false,NUM_LAYERS=60"], CPU), "flops")
+
+
+def test_the_schedule_goes_with_the_iterations():
+    settings = CPU | {"train_iters": 100, "decay_iters": 80, "warmup_iters": 10, "lr_decay_style": "WSD", "wsd_decay_iters": 20}
+    variant = Variant.of("a", {}, settings)
+    longer = with_iterations(variant, 150).config
+    assert (longer.train_iters, longer.decay_iters, longer.warmup_iters, longer.wsd_decay_iters) == (150, 120, 10, 30)
+    shorter = with_iterations(variant, 5).config
+    assert (shorter.train_iters, shorter.decay_iters, shorter.warmup_iters, shorter.wsd_decay_iters) == (5, 4, 3, 1)
+    assert check_config(longer) == [] and check_config(shorter) == []
+    assert with_iterations(variant, 100) is variant
+    no_decay = Variant.of("b", {}, settings | {"decay_iters": 0, "lr_decay_style": "cosine", "wsd_decay_iters": 0})
+    assert with_iterations(no_decay, 50).config.decay_iters == 0
+
+
+def test_one_iteration_is_possible():
+    variant = Variant.of("a", {}, CPU)
+    assert check_config(with_iterations(variant, 2).config) == []
+    assert load_config(with_iterations(variant, 2).flags, {}).warmup_iters == 1
