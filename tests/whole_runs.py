@@ -156,3 +156,15 @@ def _ancestors(pid: int) -> list[int]:
         pid = int(re.search(r"^PPid:\s+(\d+)", Path(f"/proc/{pid}/status").read_text(), re.M)[1])
         parents.append(pid)
     return parents
+
+
+def processes_in(run_dir: Path) -> list[int]:
+    """Launchers, torchruns and ranks of runs below `run_dir`: they have it on their command lines."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if f"--run-dir={run_dir}".encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue  # it has ended meanwhile
+    return found

@@ -16,7 +16,6 @@ from moe_exp.config import Config, add_arguments
 if TYPE_CHECKING:
     from moe_exp.planner.explanation import Explanation
     from moe_exp.planner.hardware import Hardware
-    from moe_exp.planner.measured import MeasuredRun
     from moe_exp.planner.prediction import Constants
     from moe_exp.planner.topology import Candidate, Search
 
@@ -192,12 +191,13 @@ def _calibrate(arguments: argparse.Namespace) -> None:
     _refuse_settings(arguments)
     from moe_exp.files import write_atomically
     from moe_exp.planner.calibration import calibrate, doubts, profile_text
+    from moe_exp.planner.measured import run_of_row
     from moe_exp.planner.prediction import load_constants
     from moe_exp.planner.tables import PlanPrinter
 
     _check_out(arguments.out, arguments.runs)
     prior = load_constants(arguments.prior) if arguments.prior else None
-    calibration = calibrate(_read(arguments.runs), prior)
+    calibration = calibrate([run_of_row(row) for row in _read(arguments.runs)], prior)
     write_atomically(arguments.out, profile_text(calibration, arguments.runs))
     PlanPrinter(sys.stdout).calibration(calibration)
     for line in doubts(calibration):
@@ -205,14 +205,14 @@ def _calibrate(arguments: argparse.Namespace) -> None:
     print(f"{arguments.out}: written, for moe-exp plan ... --profile {arguments.out}")
 
 
-def _read(path: Path) -> list[MeasuredRun]:
-    """The runs of a CSV, with a warning about each that contradicts itself."""
-    from moe_exp.planner.measured import contradictions, read_runs
+def _read(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV of runs, with a warning about each that contradicts itself."""
+    from moe_exp.planner.measured import contradictions, read_rows
 
-    runs = read_runs(path)
-    for line in contradictions(path):
+    rows = read_rows(path)
+    for line in contradictions(rows, path):
         print(f"moe-exp plan: warning: {line}", file=sys.stderr)
-    return runs
+    return rows
 
 
 def _predict(arguments: argparse.Namespace) -> None:
@@ -222,8 +222,7 @@ def _predict(arguments: argparse.Namespace) -> None:
     from moe_exp.planner.prediction import CONSTANTS, load_constants
 
     _check_out(arguments.out, arguments.runs)
-    _read(arguments.runs)
-    text = predicted_csv(arguments.runs, load_constants(arguments.profile or CONSTANTS))
+    text = predicted_csv(_read(arguments.runs), load_constants(arguments.profile or CONSTANTS))
     write_atomically(arguments.out, text)
     print(f"{arguments.out}: {text.count(chr(10)) - 1} rows")
 

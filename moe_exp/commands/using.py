@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from moe_exp.config import Config
     from moe_exp.inference.layout import Layout
+    from moe_exp.runtime import Runtime
 
 # The library is imported by the commands that use it: `moe-exp --help` answers at once.
 
@@ -129,7 +132,6 @@ def _score(arguments: argparse.Namespace) -> int:
 
 def _eval(arguments: argparse.Namespace) -> int:
     from moe_exp.inference.evaluate import EvalRequest, plan_evaluation, print_evaluated
-    from moe_exp.inference.jobs import run_alone
     from moe_exp.inference.loading import check_files
 
     request = EvalRequest(
@@ -147,15 +149,11 @@ def _eval(arguments: argparse.Namespace) -> int:
     )
     plan = plan_evaluation(request)
     check_files(plan.folder)
-    if plan.config.world_size > 1:
-        return _run_job(plan.config, request.to_json(), "moe_exp.inference.evaluate")
-    run_alone(plan.config, lambda rank: print_evaluated(plan, rank))
-    return 0
+    return _run_ranks(plan.config, request.to_json(), "moe_exp.inference.evaluate", lambda rank: print_evaluated(plan, rank))
 
 
 def _generate(arguments: argparse.Namespace) -> int:
     from moe_exp.inference.generate import GenerateRequest, plan_generation, print_generated
-    from moe_exp.inference.jobs import run_alone
     from moe_exp.inference.loading import check_files
     from moe_exp.inference.sampling import Sampling
 
@@ -174,10 +172,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     )
     plan = plan_generation(request)
     check_files(plan.folder)
-    if plan.config.world_size > 1:
-        return _run_job(plan.config, request.to_json(), "moe_exp.inference.generate")
-    run_alone(plan.config, lambda rank: print_generated(plan, rank))
-    return 0
+    return _run_ranks(plan.config, request.to_json(), "moe_exp.inference.generate", lambda rank: print_generated(plan, rank))
 
 
 def _prompts(arguments: argparse.Namespace) -> list[str]:
@@ -196,6 +191,16 @@ def _prompts(arguments: argparse.Namespace) -> list[str]:
     if not prompts:
         raise ValueError(problem("prompt", "", "there is none", "give --prompt TEXT, or --prompt-file FILE"))
     return prompts
+
+
+def _run_ranks(config: Config, request: str, module: str, alone: Callable[[Runtime], None]) -> int:
+    """`alone` in this process where one rank is asked for, else a job of `module`, whose ranks read `request`."""
+    from moe_exp.inference.jobs import run_alone
+
+    if config.world_size > 1:
+        return _run_job(config, request, module)
+    run_alone(config, alone)
+    return 0
 
 
 def _run_job(config: Config, request: str, module: str) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import os
 import re
 import signal
@@ -24,6 +22,7 @@ from moe_exp.files import write_atomically
 from moe_exp.hosts import free_port
 from moe_exp.machine_checks import check_environment
 from moe_exp.progress import progress_of
+from moe_exp.report.page import write_report
 
 # A record with its experts is shorter than this, where there are less than some thousand.
 _TAIL_BYTES = 1 << 17
@@ -132,11 +131,11 @@ def write_tables(comparison: Comparison, ended: Sequence[Ended]) -> str:
 
 
 def write_page(comparison: Comparison, runs: Sequence[Path]) -> None:
-    """Writes report.html of these run folders, where this version has the page, and prints what to know before reading it."""
-    if not runs or importlib.util.find_spec("moe_exp.report.page") is None:
+    """Writes report.html of these run folders, and prints what to know before reading it."""
+    if not runs:
         return
     out = comparison.folder / "report.html"
-    for line in importlib.import_module("moe_exp.report.page").write_report(list(runs), out, title=comparison.folder.name):
+    for line in write_report(list(runs), out, title=comparison.folder.name):
         print(line)
     print(out, flush=True)
 

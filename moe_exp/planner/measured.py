@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import csv
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -80,7 +80,12 @@ class MeasuredRun:
 
 
 def read_runs(path: Path) -> list[MeasuredRun]:
-    """All rows of a CSV.
+    """All rows of a CSV; errors as of `read_rows`."""
+    return [run_of_row(row) for row in read_rows(path)]
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """All rows of a CSV as they stand there, column to text.
 
     Raises:
         ValueError: with a line for every cell that is missing or is no such number, by row and column.
@@ -100,7 +105,7 @@ def read_runs(path: Path) -> list[MeasuredRun]:
     problems += _repeated(rows, path)
     if problems:
         raise ValueError("\n".join(problems))
-    return [_run(row) for row in rows]
+    return rows
 
 
 def _repeated(rows: list[dict[str, str]], path: Path) -> Iterator[str]:
@@ -157,7 +162,8 @@ def _setting(name: str, text: str) -> tuple[Any, str]:
         return None, error.errors()[0]["msg"].removeprefix("Value error, ")
 
 
-def _run(row: Mapping[str, str]) -> MeasuredRun:
+def run_of_row(row: Mapping[str, str]) -> MeasuredRun:
+    """A row with what was measured, where that can be trusted."""
     trusted = row.get("quirk") in (None, "", "0")
 
     def measured(name: str, flag: str) -> float | None:
@@ -242,10 +248,8 @@ def _num_gpus(row: Mapping[str, str]) -> int:
     return int(row.get("n_gpus") or 0) or int(row.get("nodes") or 0) * int(row.get("gpus_per_node") or 0)
 
 
-def contradictions(path: Path) -> Iterator[str]:
-    """Lines on rows of a CSV that `read_runs` took, but that cannot be right as they stand."""
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        rows = list(csv.DictReader(file))
+def contradictions(rows: Sequence[Mapping[str, str]], path: Path) -> Iterator[str]:
+    """Lines on rows that `read_rows` took from `path`, but that cannot be right as they stand."""
     known = {*MEASURED_RUNS.read_text().partition("\n")[0].split(","), *_AS_SETTINGS}
     for name in rows[0]:
         if near := difflib.get_close_matches(name, known - {name}, n=1, cutoff=0.8) if name not in known else []:

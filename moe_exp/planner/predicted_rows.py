@@ -4,33 +4,26 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 from moe_exp.planner.hardware import load_hardware
-from moe_exp.planner.measured import GIBIBYTE, data_parallel_size, job_of_row, read_runs
+from moe_exp.planner.measured import GIBIBYTE, data_parallel_size, job_of_row
 from moe_exp.planner.prediction import Constants, predict
 
 COLUMNS = ("row_id", "mem_gb", "sec_per_it", "oom")
 
 
-def predicted_csv(runs: Path, constants: Constants) -> str:
-    """A line for every row of `runs`, in its order. Without a batch size there is no time; without a number of GPUs they are TP*PP.
+def predicted_csv(rows: Sequence[Mapping[str, str]], constants: Constants) -> str:
+    """A line for every row, in their order. Without a batch size there is no time; without a number of GPUs they are TP*PP.
 
     Args:
-        runs: a CSV as `measured.read_runs` reads it; columns of results may be absent or empty.
+        rows: of `measured.read_rows`; columns of results may be absent or empty.
         constants: of the predictions.
-
-    Raises:
-        ValueError: with a line for every cell of `runs` that cannot be read.
     """
-    read_runs(runs)  # its checks
-    with runs.open(newline="", encoding="utf-8-sig") as file:
-        lines = [_predicted(row, constants) for row in csv.DictReader(file)]
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(lines)
+    writer.writerows(_predicted(row, constants) for row in rows)
     return text.getvalue()
 
 

@@ -18,7 +18,7 @@ import pytest
 from moe_exp.cli import main
 from moe_exp.data.tokens import BinIdxWriter
 from moe_exp.metrics import read_metrics
-from whole_runs import ROOT, SETTINGS, clean_environ
+from whole_runs import ROOT, SETTINGS, clean_environ, processes_in
 
 # A run is little more than its imports.
 TINY = {
@@ -77,17 +77,6 @@ class Comparisons:
             assert comparison.poll() is None and time.monotonic() < deadline, self.printed()
             time.sleep(0.05)
 
-    def processes(self) -> list[int]:
-        """Launchers, torchruns and ranks of the runs: they have the folder on their command lines."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
-            try:
-                if f"--run-dir={self.folder}".encode() in path.read_bytes():
-                    found.append(int(path.parent.name))
-            except OSError:
-                continue  # it has ended meanwhile
-        return found
-
 
 @pytest.fixture
 def comparisons(tmp_path: Path) -> Iterator[Comparisons]:
@@ -136,7 +125,7 @@ def test_a_killed_and_an_interrupted_comparison_go_on(comparisons):
     comparison.send_signal(signal.SIGINT)
     assert comparison.wait(60) == 130
     assert "stopped: the same command goes on with what is left" in comparisons.printed()
-    assert comparisons.processes() == []
+    assert processes_in(comparisons.folder) == []
     stopped_at = comparisons.iterations("dense")[-1]
     assert stopped_at < 120 and (comparisons.folder / "dense" / "checkpoints" / f"iter_{stopped_at:07d}").is_dir()
     comparisons.run(**many)

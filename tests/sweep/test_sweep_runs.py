@@ -25,7 +25,7 @@ from moe_exp.planner.prediction import predict
 from moe_exp.sweep import driver, slurm_cases
 from moe_exp.sweep.sweep_settings import SweepSettings
 from slurm_cluster import Cluster
-from whole_runs import ROOT, SETTINGS, clean_environ
+from whole_runs import ROOT, SETTINGS, clean_environ, processes_in
 
 SCRIPT = ROOT / "moe_exp" / "scripts" / "sweep_parallelism.sh"
 # A case is little more than its imports. RUN_OOM: whatever is predicted, these run.
@@ -90,20 +90,9 @@ class Sweeps:
             assert sweep.poll() is None and time.monotonic() < deadline, self.printed()
             time.sleep(0.05)
 
-    def processes(self) -> list[int]:
-        """Launchers, torchruns and ranks of cases: they have the run folder on their command lines."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
-            try:
-                if f"--run-dir={self.folder}".encode() in path.read_bytes():
-                    found.append(int(path.parent.name))
-            except OSError:
-                continue  # it has ended meanwhile
-        return found
-
     def wait_until_gone(self) -> None:
         deadline = time.monotonic() + 60
-        while left := self.processes():
+        while left := processes_in(self.folder):
             assert time.monotonic() < deadline, left
             time.sleep(0.05)
 
@@ -169,12 +158,12 @@ def test_time_out_and_interrupt_leave_no_process(sweeps):
     settings = {"MBSZS": "1 2", "GBSZ": 4, "CASE_TIMEOUT": 3, "SWEEP_ITERS": 100000}
     sweep = sweeps.start(**settings)
     sweeps.wait_for(f"results/{name_of(1)}.json", sweep)
-    while not sweeps.processes():
+    while not processes_in(sweeps.folder):
         assert sweep.poll() is None, sweeps.printed()
     # Ctrl-C goes to the script and to Python.
     os.killpg(sweep.pid, signal.SIGINT)
     assert sweep.wait(60) == 130
-    assert sweeps.processes() == []
+    assert processes_in(sweeps.folder) == []
     assert "stopped: the same command goes on with what is left" in sweeps.printed()
     first, second = sweeps.rows().values()
     assert (first["status"], first["sec_per_it"], second["status"]) == ("timeout", "", "left")
