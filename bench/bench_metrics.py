@@ -1,12 +1,12 @@
 """Step time with all metrics on against off, in one process, turn by turn.
 
-    python bench/bench_metrics.py               # median ratio of 10 alternating pairs, MoE and dense; 2 min on 2 cores
+    python bench/bench_metrics.py               # median ratio of 10 pairs, MoE and dense; 6 min on 2 cores
 
-A turn is one log interval of `moe_exp.train.train_step` on one rank at PRESET=cpu. On: statistics of the layers, LOG_TIMERS, zeros
-in the gradient, the record of the interval, metrics.jsonl, the log lines, TensorBoard and wandb offline where it is installed. Off:
-none of it, nor the reduction; the layers' losses are computed in both, as they are trained on. Which side begins changes from
-pair to pair. Beside the wall time stands this process's processor time, which other work on the machine moves less; wandb's own
-process is not in it.
+A pair is two log intervals of `moe_exp.train.train_step` on one rank at PRESET=cpu that run at once, one iteration of the one, one of
+the other, so that what else the machine does meets both. On: statistics of the layers, LOG_TIMERS, zeros in the gradient, the record
+of the interval, metrics.jsonl, the log lines, TensorBoard and wandb offline where it is installed. Off: none of it, nor the reduction;
+the layers' losses are computed in both, as they are trained on. Which side begins changes from iteration to iteration. Beside the wall
+time stands this process's processor time, which other work on the machine moves less; wandb's own process is not in it.
 """
 
 import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
@@ -21,7 +21,6 @@ import socket
 import statistics
 import tempfile
 import time
-from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
@@ -30,55 +29,59 @@ from bench_step import Ours
 
 from moe_exp import runtime, train
 from moe_exp.config import Config, load_config
+from moe_exp.interval import Interval
 from moe_exp.layers.moe_layer import MoELayer
 from moe_exp.metrics import Metrics
+from moe_exp.phases import PhaseTimers
 from moe_exp.run_folder import open_run_folder
 
 
 class Sides(Ours):
-    """One model whose intervals run with or without metrics."""
+    """One model whose iterations run with or without metrics."""
 
     def __init__(self, config: Config, rank: runtime.Runtime, metrics: Metrics):
         super().__init__(config, rank)
         self.metrics, self.timers = metrics, self.interval.timers
+        self.uncounted = Interval(config.model_copy(update={"log_timers": False}), rank, self.job.trained.model)
 
-    def interval_ms(self, *, metrics: bool) -> tuple[float, float]:
-        """Milliseconds per iteration of one log interval: wall time and processor time."""
-        num_iterations, begin, cpu = self.job.config.log_interval, time.perf_counter(), time.process_time()
-        with ExitStack() as stack:
-            if not metrics:
-                stack.enter_context(patch.object(MoELayer, "_add_statistics", lambda *_: None))
-            self._set_timers(on=metrics)
-            for index in range(num_iterations):
-                count_zeros = metrics and index == num_iterations - 1
-                found = train.train_step(self.job, self.progress, self.interval, count_zeros=count_zeros)
-            if metrics:
-                train.log(self.job, self.progress, self.interval, self.metrics, *found)
-        seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu
-        self.interval._restart()  # of a turn without metrics nothing is logged
-        return seconds * 1e3 / num_iterations, cpu_seconds * 1e3 / num_iterations
+    def pair(self) -> dict[bool, list[float]]:
+        """Milliseconds per iteration of one log interval with metrics (True) and one without: wall time, processor time."""
+        num_iterations = self.job.config.log_interval
+        spent = {True: [0.0, 0.0], False: [0.0, 0.0]}
+        for index in range(num_iterations):
+            for on in (True, False) if index % 2 else (False, True):
+                begin, cpu = time.perf_counter(), time.process_time()
+                self._step(on=on, is_last=index == num_iterations - 1)
+                spent[on][0] += time.perf_counter() - begin
+                spent[on][1] += time.process_time() - cpu
+        return {on: [seconds * 1e3 / num_iterations for seconds in both] for on, both in spent.items()}
 
-    def _set_timers(self, *, on: bool) -> None:
-        self.interval.timers = self.timers if on else None
+    def _step(self, *, on: bool, is_last: bool) -> None:
+        """One iteration; with metrics, the record of the interval where it `is_last`."""
+        self._set_timers(self.timers if on else None)
+        if not on:
+            with patch.object(MoELayer, "_add_statistics", lambda *_: None):
+                train.train_step(self.job, self.progress, self.uncounted, count_zeros=False)
+            return
+        step = train.train_step(self.job, self.progress, self.interval, count_zeros=is_last)
+        if is_last:
+            train.log(self.job, self.progress, self.interval, self.metrics, step)
+
+    def _set_timers(self, timers: PhaseTimers | None) -> None:
         for layer in self.interval.layers.values():
-            layer._token_layer[0].timers = self.interval.timers
+            layer._token_layer[0].timers = timers
 
 
 def measure(config: Config, rank: runtime.Runtime, name: str, num_pairs: int) -> str:
     """Two rows of the table: medians, and median and quartiles of the ratio within each pair."""
     with Metrics(config, open_run_folder(config)) as metrics:
         sides = Sides(config, rank, metrics)
-        for on in (True, False):
-            sides.interval_ms(metrics=on)
+        sides.pair()
         gc.collect()
-        pairs = []
-        for index in range(num_pairs):
-            order = (True, False) if index % 2 else (False, True)
-            times = {on: sides.interval_ms(metrics=on) for on in order}
-            pairs.append((times[False], times[True]))
+        pairs = [sides.pair() for _ in range(num_pairs)]
     rows = []
     for column, kind in enumerate(("wall", "processor")):
-        off, on = ([pair[side][column] for pair in pairs] for side in (0, 1))
+        off, on = ([pair[side][column] for pair in pairs] for side in (False, True))
         low, middle, high = statistics.quantiles([with_metrics / without for without, with_metrics in zip(off, on, strict=True)], n=4)
         medians = f"{statistics.median(off):.1f} | {statistics.median(on):.1f}"
         rows.append(f"| {name}, {kind} time | {medians} | {middle:.3f} | {low:.3f} to {high:.3f} |")
@@ -87,7 +90,7 @@ def measure(config: Config, rank: runtime.Runtime, name: str, num_pairs: int) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=10, help="alternating pairs of log intervals")
+    parser.add_argument("--pairs", type=int, default=10, help="pairs of log intervals")
     options = parser.parse_args()
     with socket.socket() as probe:
         probe.bind(("", 0))

@@ -1,4 +1,4 @@
-"""Writes docs/settings.md from moe_exp/config.py: PYTHONPATH=. python docs/generate_settings.py"""
+"""Writes docs/settings.md from moe_exp/model_settings.py and moe_exp/config.py: PYTHONPATH=. python docs/generate_settings.py"""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from moe_exp.config import Config
+from moe_exp.model_settings import ModelSettings
 
 SETTINGS_MD = Path(__file__).with_name("settings.md")
 
@@ -114,9 +115,9 @@ This file is written by `PYTHONPATH=. python docs/generate_settings.py`.
 
 
 def groups() -> dict[str, list[str]]:
-    """Setting names by group, from the one-line comments between the fields of Config."""
+    """Setting names by group, from the one-line comments between the fields of ModelSettings and Config."""
     found: dict[str, list[str]] = {}
-    for line in inspect.getsource(Config).splitlines():
+    for line in (inspect.getsource(ModelSettings) + inspect.getsource(Config)).splitlines():
         if heading := re.fullmatch(r"    # (.+)", line):
             found[heading[1]] = []
         elif (field := re.match(r"    (\w+): ", line)) and field[1] in Config.model_fields:

@@ -14,15 +14,17 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-import torch
-
 from moe_exp.hosts import CAUSED_BY_ANOTHER, EXIT_CODE_FILE
 
 _WAIT_FOR_CAUSE_SECONDS = 5.0
 
 
+# Why a run ends before TRAIN_ITERS. Where the ranks have several reasons, the first of this list is given.
+STOP_REASONS = ("signal",)
+
+
 class StopSignal:
-    """Whether SIGINT or SIGTERM asked this job to save and end."""
+    """Whether SIGINT or SIGTERM asked this rank to save and end; `exchange.end_of_iteration` tells the others."""
 
     def __init__(self) -> None:
         self.is_set = False
@@ -31,15 +33,10 @@ class StopSignal:
         """Signal handler."""
         self.is_set = True
 
-    def anywhere(self, device: torch.device, also: bool = False) -> tuple[bool, bool]:
-        """Whether any rank was asked to stop, so that all stop after the same iteration, and whether `also` holds on any rank.
-
-        Called by every rank; one collective for both.
-        """
-        flags = torch.tensor([self.is_set, also], dtype=torch.int32, device=device)
-        torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX)
-        is_set, also_set = flags.tolist()
-        return bool(is_set), bool(also_set)
+    @property
+    def reason(self) -> str:
+        """Of STOP_REASONS, empty for none."""
+        return "signal" if self.is_set else ""
 
 
 @contextlib.contextmanager

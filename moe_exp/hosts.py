@@ -9,6 +9,11 @@ import resource
 import socket
 import sys
 
+# Exit codes of a job: it has come to TRAIN_ITERS; it failed; its settings cannot run; it has saved, and the same command goes on.
+FINISHED, FAILED, BAD_INPUT, TO_BE_CONTINUED = 0, 1, 2, 75
+# From ranks to their launcher: start the ranks again, which is no failure.
+START_AGAIN = 76
+
 # Variable that the launcher sets: where ranks write the exit code of the job.
 EXIT_CODE_FILE = "MOE_EXP_EXIT_CODE_FILE"
 

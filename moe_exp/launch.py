@@ -26,7 +26,7 @@ from typing import Any
 from moe_exp.checks import check_config
 from moe_exp.config import Config, ConfigError, load_config
 from moe_exp.data.embedded import ensure_embedded_corpus
-from moe_exp.hosts import EXIT_CODE_FILE, KEEP_FREED_MEMORY, count_gpus
+from moe_exp.hosts import BAD_INPUT, EXIT_CODE_FILE, KEEP_FREED_MEMORY, START_AGAIN, count_gpus
 from moe_exp.machine_checks import check_environment, check_files, check_machine
 from moe_exp.misspelt import unknown_variables
 from moe_exp.planner.params import startup_report
@@ -34,7 +34,6 @@ from moe_exp.presets import preset_values
 from moe_exp.report.finish import finish_run
 from moe_exp.run_folder import RunFolder
 
-BAD_INPUT = 2
 TRAIN_MODULE = "moe_exp.train"
 _CLEAN_ENDS = ("finished", "stopped")
 
@@ -80,7 +79,9 @@ def launch(config: Config, flags: Mapping[str, Any], module: str = TRAIN_MODULE)
             raise ConfigError(str(error).splitlines()) from None
     started, start = datetime.now().astimezone(), time.monotonic()
     stopping = _STOPPING if config.save_at_end else _STOPPING_UNSAVED
-    code = run_job(torchrun_command(config, module_arguments(flags), module), child_environment(config), stopping=stopping)
+    command, environ = torchrun_command(config, module_arguments(flags), module), child_environment(config)
+    while (code := run_job(command, environ, stopping=stopping)) == START_AGAIN:
+        _complain("the ranks start again")
     if config.node_rank:
         return code
     ended = finish_run(config, RunFolder.of(config), since=started, wall_seconds=time.monotonic() - start)

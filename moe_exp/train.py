@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,25 +27,27 @@ from moe_exp import faults, runtime
 from moe_exp.backends import chosen_backends
 from moe_exp.checkpoint import load as loading
 from moe_exp.checkpoint.agreement import from_first_rank
-from moe_exp.checkpoint.folders import iteration_of, recover, set_latest
-from moe_exp.checkpoint.integrity import Source, find_source
-from moe_exp.checkpoint.save import Saved, SaveError, Saver
+from moe_exp.checkpoint.folders import recover
+from moe_exp.checkpoint.integrity import Source
+from moe_exp.checkpoint.save import SaveError, Saver
 from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync
 from moe_exp.checks import check_config
-from moe_exp.config import Config, ConfigError, add_arguments, load_config, problem
+from moe_exp.config import Config, ConfigError, add_arguments, load_config
 from moe_exp.data.dataset import Samples, split_batch
 from moe_exp.data.prefetch import ReadAhead, microbatch_start
 from moe_exp.data.sample_order import Change
+from moe_exp.exchange import IterationEnd, end_of_iteration
 from moe_exp.interval import Interval
 from moe_exp.metrics import Metrics, setup_logging
 from moe_exp.model import DTYPES, build_model, use_te
 from moe_exp.optim import BatchSchedule, build_optimizer, build_scheduler
 from moe_exp.phases import PhaseTimers, timed
 from moe_exp.planner.params import startup_report
+from moe_exp.resuming import choose_source, own_source, resume
 from moe_exp.run_folder import RunFolder, hold_run_folder, open_run_folder
 from moe_exp.runtime import Runtime
+from moe_exp.saving import Saves
 from moe_exp.training_data import build_data, bytes_per_token, compare_data, read_ahead
-from moe_exp.upcycle import upcycle
 
 logger = logging.getLogger("moe_exp.train")  # by name: torchrun runs this module as __main__
 
@@ -142,7 +143,7 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
         train_stream = read_ahead(config, rank, train_stream, batches)
     measured = bytes_per_token(config, valid_stream) if valid_stream is not None and rank.is_first else None
     job = Job(config, rank, folder, trained, train_stream, valid_stream, batches, source, changes, measured)
-    progress = resume(job)
+    progress = resume(config, rank, folder, source, trained)
     progress.sample_order = sample_order
     # Megatron has Python look for garbage at every save. What is there now stays, and need not be gone through.
     gc.collect()
@@ -160,83 +161,66 @@ def connect(model: list[DistributedDataParallel], trained: Trained) -> None:
         settings.no_sync_func = no_sync if len(model) > 1 else no_sync[0]
 
 
-def choose_source(config: Config, folder: RunFolder) -> Source | None:
-    """The run's newest whole checkpoint, else that of LOAD_DIR; None: training starts at iteration 0. Called by every rank.
-
-    Raises:
-        ConfigError: on every rank, where there are checkpoints and none can be used, or LOAD_DIR has none.
-    """
-    try:
-        source = find_source(folder.checkpoints, checksums=config.verify_checkpoint)
-        if source is None and config.load_dir:
-            source = find_source(Path(config.load_dir).expanduser(), checksums=config.verify_checkpoint)
-            if source is None:
-                fix = "name a checkpoints folder, a run folder or the folder of one iteration"
-                raise ConfigError([problem("load_dir", config.load_dir, "has no checkpoint", fix)])
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError([str(error)]) from None
-    return source
-
-
-def resume(job: Job) -> Progress:
-    """Loads the checkpoint of `choose_source`, else starts at iteration 0, from UPCYCLE_FROM if that is set."""
-    source = job.source
-    if source is None:
-        if job.config.upcycle_from:
-            logger.info("%s", upcycle(job.config, job.runtime, job.trained))
-        return Progress()
-    progress = loading.load(job.config, job.runtime, source.folder, job.trained)
-    logger.info("resumed from iteration %d of %s", progress.iteration, source.folder.parent)
-    if source.damages and job.runtime.is_first and _own_source(job) is not None:
-        # The damaged ones stay for whoever wants to look at them; training will come to their iterations again.
-        set_latest(job.folder.checkpoints, iteration_of(source.folder))
-    return progress
-
-
-def _own_source(job: Job) -> int | None:
-    """Iteration of this run's checkpoint that training goes on from; not that of the progress in one of Megatron-LM."""
-    own = job.source is not None and job.source.folder.parent == job.folder.checkpoints
-    return iteration_of(job.source.folder) if own and job.source is not None else None
-
-
 def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.StopSignal) -> str:
     """Trains until TRAIN_ITERS, EXIT_INTERVAL or a signal; returns `finished` or `stopped`. `metrics` on rank 0 only."""
     config = job.config
     interval = Interval(config, job.runtime, job.trained.model)
-    saver = Saver(config, job.runtime, job.folder.checkpoints, loaded=_own_source(job))
+    saver = Saver(config, job.runtime, job.folder.checkpoints, loaded=own_source(job.source, job.folder))
+    saves = Saves(config, saver, job.trained, metrics)
     while progress.iteration < config.train_iters:
         is_logged = (progress.iteration + 1) % config.log_interval == 0
-        grad_norm, num_zeros = train_step(job, progress, interval, count_zeros=is_logged)
+        step = train_step(job, progress, interval, count_zeros=is_logged)
         if is_logged:
-            log(job, progress, interval, metrics, grad_norm, num_zeros)
+            log(job, progress, interval, metrics, step)
         valid_loss = None
         if job.valid_stream is not None and progress.iteration % config.eval_interval == 0:
             valid_loss, seconds = validate(job, progress, metrics)
             interval.pause(seconds)
-        is_asked, is_writing = stop.anywhere(job.runtime.device, saver.is_writing)
-        must_stop = is_asked or _is_multiple(progress.iteration, config.exit_interval)
+        end = tell_all_ranks(job, step, stop, is_writing=saves.is_writing)
+        must_stop = bool(end.stop) or _is_multiple(progress.iteration, config.exit_interval)
         is_last = must_stop or progress.iteration == config.train_iters
-        if saver.is_pending and not is_writing:
-            interval.pause(finish_save(saver, metrics), phase="checkpoint")
+        if saves.is_pending and not end.is_writing:
+            interval.pause(saves.finish(), phase="checkpoint")
         if (is_last and config.save_at_end) or _is_multiple(progress.iteration, config.save_interval):
-            interval.pause(save(job, saver, progress, metrics, valid_loss, is_last=is_last), phase="checkpoint")
+            interval.pause(saves.save(progress, valid_loss, is_last=is_last), phase="checkpoint")
         elif is_last:
-            finish_save(saver, metrics)
+            saves.finish()
         if must_stop and progress.iteration < config.train_iters:
             return "stopped"
     return "finished"
 
 
-def train_step(job: Job, progress: Progress, interval: Interval, *, count_zeros: bool) -> tuple[float | None, float | None]:
-    """One iteration: forward and backward over all micro-batches, optimizer, schedule; returns gradient norm and zeros."""
-    model, optimizer = job.trained.model, job.trained.optimizer
-    num_microbatches, batch_size = job.batches.at(progress.consumed_samples)
+@dataclass(frozen=True)
+class Step:
+    """One iteration of this rank.
+
+    Args:
+        first_sample: number of its first sample, in the order of the stream.
+        batch_size: samples of all ranks.
+        num_microbatches: of this rank.
+        losses: its share of each micro-batch's loss, []; empty but on the last pipeline stage.
+        updated: whether the optimizer made a step.
+        grad_norm: L2 norm before clipping, the same on every rank, or None.
+        num_zeros: zeros in the gradient, where they were counted.
+    """
+
+    first_sample: int
+    batch_size: int
+    num_microbatches: int
+    losses: Sequence[Tensor]
+    updated: bool
+    grad_norm: float | None
+    num_zeros: float | None
+
+
+def train_step(job: Job, progress: Progress, interval: Interval, *, count_zeros: bool) -> Step:
+    """One iteration: forward and backward over all micro-batches, optimizer, schedule."""
+    model, optimizer, first_sample = job.trained.model, job.trained.optimizer, progress.consumed_samples
+    num_microbatches, batch_size = job.batches.at(first_sample)
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
-    losses = forward_backward(job, job.train_stream, progress.consumed_samples, num_microbatches, timers=interval.timers)
+    losses = forward_backward(job, job.train_stream, first_sample, num_microbatches, timers=interval.timers)
     optimizer.config.log_num_zeros_in_grad = count_zeros
     with timed(interval.timers, "optimizer"):
         updated, grad_norm, num_zeros = optimizer.step()
@@ -246,7 +230,19 @@ def train_step(job: Job, progress: Progress, interval: Interval, *, count_zeros:
     interval.add(losses, num_microbatches=num_microbatches, batch_size=batch_size, skipped=not updated)
     if updated:
         job.trained.scheduler.step(increment=batch_size)
-    return _number(grad_norm), _number(num_zeros)
+    return Step(first_sample, batch_size, num_microbatches, losses, bool(updated), _number(grad_norm), _number(num_zeros))
+
+
+def tell_all_ranks(job: Job, step: Step, stop: faults.StopSignal, *, is_writing: bool) -> IterationEnd:
+    """What every rank decides on after an iteration. Called by every rank."""
+    return end_of_iteration(
+        stop=stop.reason,
+        reasons=faults.STOP_REASONS,
+        is_writing=is_writing,
+        losses=step.losses if job.runtime.groups.tp.rank() == 0 else [],
+        num_shares=step.num_microbatches * job.config.data_parallel_size,
+        device=job.runtime.device,
+    )
 
 
 def forward_backward(
@@ -335,56 +331,17 @@ def validate(job: Job, progress: Progress, metrics: Metrics | None) -> tuple[flo
     return loss, time.monotonic() - start
 
 
-def log(
-    job: Job, progress: Progress, interval: Interval, metrics: Metrics | None, grad_norm: float | None, num_zeros: float | None
-) -> None:
-    """Writes the record of the interval that ends here. Called by every rank."""
+def log(job: Job, progress: Progress, interval: Interval, metrics: Metrics | None, step: Step) -> None:
+    """Writes the record of the interval that ends with `step`. Called by every rank."""
     record = interval.record(
         progress,
         learning_rate=job.trained.optimizer.param_groups[0]["lr"],
-        grad_norm=grad_norm,
-        num_zeros=num_zeros,
+        grad_norm=step.grad_norm,
+        num_zeros=step.num_zeros,
         loss_scale=float(job.trained.optimizer.get_loss_scale()),
     )
     if metrics is not None:
         metrics.train(record)
-
-
-def save(
-    job: Job, saver: Saver, progress: Progress, metrics: Metrics | None, valid_loss: float | None = None, *, is_last: bool = False
-) -> float:
-    """Saves a checkpoint, or with ASYNC_SAVE begins to; returns the seconds that training waits. Called by every rank.
-
-    Raises:
-        SaveError: on every rank, where it `is_last`, after which the run ends, and it was not written.
-    """
-    start = time.monotonic()
-    finish_save(saver, metrics)
-    saver.begin(job.trained, progress, valid_loss)
-    if is_last or not job.config.async_save:
-        finish_save(saver, metrics, is_last=is_last)
-    return time.monotonic() - start
-
-
-def finish_save(saver: Saver, metrics: Metrics | None, *, is_last: bool = False) -> float:
-    """Waits for the save that was begun, if one was, and reports it; returns seconds. Called by every rank. Raises as `save`."""
-    start = time.monotonic()
-    saved = saver.finish()
-    if saved is not None and metrics is not None:
-        _report(saved, metrics)
-    if saved is not None and saved.error and is_last:
-        what = f"the last checkpoint, of iteration {saved.iteration}, was not written ({saved.error})"
-        raise SaveError(f"{what}. Fix: make room; the same command then goes on from the checkpoint before.")
-    return time.monotonic() - start
-
-
-def _report(saved: Saved, metrics: Metrics) -> None:
-    if saved.error:
-        logger.warning("no checkpoint at iteration %d: %s", saved.iteration, saved.error)
-        metrics.event("checkpoint_failed", saved.iteration, reason=saved.error)
-    else:
-        logger.info("saved checkpoint at iteration %d in %.1f s", saved.iteration, saved.seconds)
-        metrics.event("checkpoint", saved.iteration, seconds=round(saved.seconds, 3), bytes=saved.num_bytes)
 
 
 def _is_multiple(iteration: int, interval: int) -> bool:

@@ -17,7 +17,8 @@ PACKAGE = ROOT / "moe_exp"
 CPU = {"megatron_cpu", "gloo"}
 ENGINE = {"config", "runtime", "model", *CPU}
 ALLOWED: dict[str, set[str]] = {
-    "config": {"hosts", "presets", "setting_types", "run_names"},
+    "model_settings": {"hosts", "presets", "setting_types"},
+    "config": {"hosts", "presets", "setting_types", "model_settings", "run_names"},
     "planner": {"config", "checks"},
     "model_changes": {"config"},
     "run_folder": {"config", "files", "hosts", "model_changes"},
@@ -41,13 +42,17 @@ ALLOWED: dict[str, set[str]] = {
     "upcycle": {*ENGINE, "checkpoint", "layers", "machine_checks"},
     "hf": {*ENGINE, "checkpoint", "run_folder", "files", "progress"},
     "mirrors": {"config", "run_folder", "files"},
-    "metrics": {"config", "run_folder", "files", "planner", "mirrors"},
+    "records": {"files"},
+    "metrics": {"config", "run_folder", "files", "planner", "mirrors", "records"},
     "faults": {"hosts"},
-    "watch": {"config", "run_folder", "metrics", "faults"},
-    "report": {"config", "run_folder", "metrics", "files", "planner", "progress"},
+    "watch": {"config", "run_folder", "records", "files", "hosts", "progress"},
+    "report": {"config", "run_folder", "records", "metrics", "files", "planner", "progress"},
     "backends": {*ENGINE, "layers", "optim"},
     "interval": {*ENGINE, "hosts", "checkpoint", "metrics", "planner", "optim", "layers", "phases", "faults"},
     "phases": set(),
+    "exchange": set(),
+    "saving": {*ENGINE, "checkpoint", "metrics"},
+    "resuming": {*ENGINE, "checkpoint", "run_folder", "upcycle"},
     "doctor": {"hosts", "backends", "config", *CPU, "runtime", "layers", "optim"},
     "misspelt": {"config"},
     "child_runs": {"config", "hosts", "launch", "run_folder"},
@@ -63,6 +68,7 @@ ALLOWED: dict[str, set[str]] = {
         "metrics",
         "planner",
         "progress",
+        "records",
         "report",
         "run_folder",
     },
@@ -78,10 +84,11 @@ ALLOWED: dict[str, set[str]] = {
         "metrics",
         "planner",
         "progress",
+        "records",
         "run_folder",
         "setting_types",
     },
-    "launch": {"config", "misspelt", "hosts", "presets", "checks", "machine_checks", "planner", "run_folder", "data", "report", "metrics"},
+    "launch": {"config", "misspelt", "hosts", "presets", "checks", "machine_checks", "planner", "run_folder", "data", "report", "records"},
     # cli, commands, scripts, __main__ and train: see below.
 }
 NEVER_IMPORTED = {"cli", "scripts", "__main__", "commands"}
@@ -89,6 +96,7 @@ NOT_BY_TRAIN = {"hf", "inference", "report", "launch", "child_runs", "sweep", "c
 # Not even inside a function.
 NO_TORCH = {
     "config",
+    "model_settings",
     "setting_types",
     "run_names",
     "planner",
@@ -108,8 +116,10 @@ NO_TORCH = {
     "cli",
     "commands",
     "__main__",
+    "records",
     "report",
     "sweep",
+    "watch",
     "compare",
     "child_runs",
     "failures",

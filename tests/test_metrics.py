@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moe_exp import metrics
+from moe_exp import records
 from moe_exp.config import Config
-from moe_exp.metrics import Metrics, console_line, progress_line, read_metrics, setup_logging, validation_lines
+from moe_exp.metrics import Metrics, console_line, progress_line, setup_logging, validation_lines
 from moe_exp.planner.flops import flops_per_iteration
+from moe_exp.records import read_metrics
 from moe_exp.run_folder import RunFolder, open_run_folder
 
 EXAMPLE = (
@@ -115,20 +116,20 @@ def test_records_on_disk_at_once_with_exactly_the_documented_keys(config: Config
     writer = Metrics(config, folder)
     writer.train(train_record())
     writer.valid(iteration=40, consumed_samples=2560, consumed_tokens=5242880, lm_loss=2.0, bytes_per_token=4.0)
-    writer.event("checkpoint_saved", 40, path="iter_0000040")
+    writer.event("checkpoint", 40, path="iter_0000040")
     start, train, valid, event = read_metrics(folder.metrics)
     assert (start["kind"], start["event"], start["iteration"]) == ("event", "start", 0)
     consumed = {"consumed_flops": 40 * flops_per_iteration(config), "training_seconds": pytest.approx(40 * 0.2359)}
     assert train == {"kind": "train", **train_record(), **consumed, "z_loss": None}
-    assert set(train) == {"kind", *metrics.TRAIN_KEYS}
-    assert all(set(layer) == set(metrics.EXPERT_KEYS) for layer in train["experts"])
+    assert set(train) == {"kind", *records.TRAIN_KEYS}
+    assert all(set(layer) == set(records.EXPERT_KEYS) for layer in train["experts"])
     assert valid == {
         "kind": "valid", "iteration": 40, "consumed_samples": 2560, "consumed_tokens": 5242880, **consumed,
         "lm_loss": 2.0, "lm_loss_ppl": math.exp(2),
         "lm_loss_bits_per_byte": 0.5 / math.log(2),
     }  # fmt: skip
-    assert set(valid) == {"kind", *metrics.VALID_KEYS}
-    assert event["event"] == "checkpoint_saved" and event["path"] == "iter_0000040" and datetime.fromisoformat(event["time"]).tzinfo
+    assert set(valid) == {"kind", *records.VALID_KEYS}
+    assert event["event"] == "checkpoint" and event["path"] == "iter_0000040" and datetime.fromisoformat(event["time"]).tzinfo
     writer.close()
 
 
@@ -137,7 +138,7 @@ def test_the_design_keys_are_all_there() -> None:
         load_balancing_loss z_loss learning_rate grad_norm num_zeros params_norm elapsed_time_per_iteration_ms tokens_per_second
         tflops_per_gpu eta_seconds skipped_iterations nan_iterations memory_allocated_bytes peak_memory_bytes experts timers
         loss_scale aux_losses"""
-    assert set(metrics.TRAIN_KEYS) == set(design.split())
+    assert set(records.TRAIN_KEYS) == set(design.split())
 
 
 def test_a_record_with_a_missing_or_unknown_key_is_refused(config: Config, folder: RunFolder) -> None:
@@ -172,12 +173,12 @@ def test_a_resume_removes_later_records_and_a_broken_last_line(config: Config, f
         file.write('{"kind": "train", "itera')
     with Metrics(config, folder, start_iteration=40) as writer:
         writer.train(train_record(iteration=60, lm_loss=7.0))
-    records = read_metrics(folder.metrics)
-    assert [(record["kind"], record["iteration"]) for record in records] == [
+    found = read_metrics(folder.metrics)
+    assert [(record["kind"], record["iteration"]) for record in found] == [
         ("event", 0), ("train", 20), ("train", 40), ("event", 40), ("train", 60),
     ]  # fmt: skip
-    assert records[3]["event"] == "resume" and records[3]["num_removed_records"] == 2
-    assert records[4]["lm_loss"] == 7.0
+    assert found[3]["event"] == "resume" and found[3]["num_removed_records"] == 2
+    assert found[4]["lm_loss"] == 7.0
 
 
 def test_training_time_goes_on_from_the_last_kept_record(config: Config, folder: RunFolder) -> None:

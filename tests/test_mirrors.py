@@ -16,7 +16,8 @@ import pytest
 
 from moe_exp import mirrors
 from moe_exp.config import Config, ConfigError
-from moe_exp.metrics import Metrics, curves, read_metrics, setup_logging
+from moe_exp.metrics import Metrics, curves, setup_logging
+from moe_exp.records import read_metrics
 from moe_exp.run_folder import RunFolder, open_run_folder
 from test_metrics import clean_logging, train_record  # noqa: F401 - a fixture
 

@@ -11,10 +11,10 @@ from moe_exp.compare.comparison import Comparison
 from moe_exp.compare.variants import Variant
 from moe_exp.failures import why_it_failed
 from moe_exp.hosts import device_name
-from moe_exp.metrics import read_metrics
 from moe_exp.planner.estimate import cost_of
 from moe_exp.planner.hardware import load_hardware, profile_of
 from moe_exp.progress import progress
+from moe_exp.records import read_metrics
 from moe_exp.run_folder import RunFolder
 
 _ITERATIONS, _WARMUP = 12, 4

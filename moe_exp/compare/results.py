@@ -14,7 +14,7 @@ from typing import Any, Literal
 from moe_exp.compare.comparison import Run
 from moe_exp.compare.matching import flops_per_token
 from moe_exp.config import Config
-from moe_exp.metrics import read_metrics
+from moe_exp.records import read_metrics
 
 Axis = Literal["tokens", "flops", "seconds"]
 AXES: tuple[Axis, ...] = ("tokens", "flops", "seconds")

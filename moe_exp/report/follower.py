@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import orjson
 import yaml
 
-from moe_exp.metrics import Record
+from moe_exp.records import Record
 from moe_exp.run_folder import RunFolder
 
 LAST_RECORDS = 2000  # train records whose losses are kept for the picture

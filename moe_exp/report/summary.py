@@ -40,7 +40,8 @@ def summarize(
         "name": config.name,
         "run_folder": str(folder.path),
         "model": config.moe_type if config.use_moe else "dense",
-        "iteration": max((record["iteration"] for record in records), default=0),  # a short run may end before its first log line
+        # Of the last record, of whatever kind: a short run may end before its first log line, and events of an attempt that died stay.
+        "iteration": records[-1]["iteration"] if records else 0,
         "train_iters": config.train_iters,
         "first_lm_loss": train[0]["lm_loss"] if train else None,
         "last_lm_loss": last.get("lm_loss"),

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from moe_exp.failures import LONGEST, last_line, why_it_failed
 from moe_exp.files import write_json
-from moe_exp.metrics import read_metrics
+from moe_exp.records import read_metrics
 from moe_exp.run_folder import RunFolder
 
 Status = Literal["ok", "failed", "oom", "timeout"]

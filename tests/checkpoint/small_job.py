@@ -16,7 +16,7 @@ import torch
 
 from moe_exp.config import load_config
 from moe_exp.data.tokens import BinIdxWriter
-from moe_exp.metrics import read_metrics
+from moe_exp.records import read_metrics
 from ranks import _PROCESSES, free_port
 
 VOCAB = 256

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from moe_exp.metrics import drop_records_after
+from moe_exp.records import drop_records_after
 from moe_exp.report.follower import Follower, dead_experts, layers_by_load
 from moe_exp.report.live import watch
 from moe_exp.report.sparkline import buckets, plot, sparkline

@@ -1,0 +1,154 @@
+"""The records of metrics.jsonl: what is in them, and reading and adding them. No torch.
+
+Every record is a dict with `kind` and `iteration`:
+
+    train  the keys of TRAIN_KEYS, every LOG_INTERVAL iterations
+    valid  the keys of VALID_KEYS, every EVAL_INTERVAL iterations
+    event  event, time (ISO 8601) and what the event needs, EVENTS lists them; from rank 0, and from the launcher where ranks have died
+
+Values that were not measured are null. So are NaN and infinity, which JSON has not; nan_iterations tells them apart.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from moe_exp.files import write_atomically
+
+logger = logging.getLogger(__name__)
+
+Record = dict[str, Any]
+
+# Means and rates are over the iterations since the previous record; sums are over all ranks.
+TRAIN_KEYS = {
+    "iteration": "number of the iteration, from 1",
+    "consumed_samples": "samples since the start of training",
+    "consumed_tokens": "tokens since the start of training",
+    "consumed_flops": "model FLOPs since the start of training, of all ranks (planner.flops)",
+    "training_seconds": "wall time of the iterations since the start of training, over all starts, without evaluation and saves",
+    "global_batch_size": "samples in this iteration",
+    "lm_loss": "cross entropy, nats per token",
+    "load_balancing_loss": "mean over MoE layers before its coefficient; 1.0: perfect balance; null: dense",
+    "z_loss": "router z-loss, mean over MoE layers before its coefficient; null: coefficient 0 or dense",
+    "aux_losses": "mean over MoE layers of each loss of AUX_LOSS_TYPE before its coefficient, by its name",
+    "learning_rate": "after this iteration's step of the schedule, as Megatron logs it",
+    "grad_norm": "L2 norm before clipping, or null",
+    "num_zeros": "zeros in the gradient, or null",
+    "params_norm": "L2 norm of the parameters, or null",
+    "loss_scale": "factor on the loss (fp16), else 1.0",
+    "elapsed_time_per_iteration_ms": "wall time",
+    "tokens_per_second": "of all ranks together",
+    "tflops_per_gpu": "model TFLOP/s per rank, or null",
+    "eta_seconds": "until TRAIN_ITERS at this speed",
+    "skipped_iterations": "iterations without an optimizer step (overflow) since the previous record",
+    "nan_iterations": "iterations with a loss that is not a number since the previous record",
+    "memory_allocated_bytes": "largest allocation of rank 0's device, or null on a CPU",
+    "peak_memory_bytes": "of the rank that needed most since its start: allocated on its device, or on a CPU the process's resident size",
+    "timers": "milliseconds per iteration by phase (phases.PHASES), mean over ranks; null without LOG_TIMERS",
+    "experts": "one object per MoE layer, with the keys of EXPERT_KEYS",
+}
+EXPERT_KEYS = {
+    "layer": "number of the layer in the model, from 1",
+    "tokens_per_expert": "slots (tokens times TOPK) per expert before any drop",
+    "max_over_mean": "the busiest expert's slots over the mean",
+    "dead_fraction": "share of experts with under 1% of their fair share of slots",
+    "dropped_fraction": "share of slots over capacity",
+    "router_entropy": "of the scores of a token, nats, mean over tokens; ln(NUM_EXPERTS): undecided",
+    "top1_weight": "largest router weight of a token, mean over tokens, after normalization and scaling",
+    "load_balancing_loss": "before its coefficient; 1.0: perfect balance",
+    "z_loss": "router z-loss before its coefficient, also with coefficient 0: how large the logits are",
+    "aux_losses": "each loss of AUX_LOSS_TYPE before its coefficient, by its name",
+}
+VALID_KEYS = {
+    "iteration": "iteration after which it was measured",
+    "consumed_samples": "training samples until then",
+    "consumed_tokens": "training tokens until then",
+    "consumed_flops": "training FLOPs until then",
+    "training_seconds": "training time until then, or null before the first train record",
+    "lm_loss": "cross entropy on the validation data, nats per token",
+    "lm_loss_ppl": "perplexity, exp(lm_loss), with lm_loss cut at 20 as in Megatron",
+    "lm_loss_bits_per_byte": "lm_loss / ln 2 / UTF-8 bytes per token of the validation data, or null without a known tokenizer",
+}
+EVENTS = {
+    "start": "training begins at iteration 0",
+    "resume": "training goes on from a checkpoint",
+    "checkpoint": "one was saved: seconds, bytes",
+    "checkpoint_failed": "one was not saved: reason",
+    "damaged_checkpoint": "one could not be used for the resume: reason",
+    "other_data": "the data have changed since the checkpoint (ALLOW_OTHER_DATA): changes",
+    "end": "the ranks have ended by themselves: status, wall_seconds",
+}
+
+
+def append_event(path: Path, name: str, iteration: int, /, **details: Any) -> None:
+    """Adds an event to a metrics.jsonl.
+
+    Args:
+        path: of the file; where there is none it is made.
+        name: one of EVENTS.
+        iteration: the last that was done, as far as is known.
+        details: what the event needs.
+    """
+    if name not in EVENTS:
+        raise ValueError(f"event={name}: is not one of {', '.join(EVENTS)}. Fix: add it to EVENTS.")
+    now = datetime.now().astimezone().isoformat(timespec="seconds")
+    append(path, {"kind": "event", "iteration": iteration, "event": name, "time": now, **details})
+
+
+def append(path: Path, record: Record) -> None:
+    """Adds a record to a metrics.jsonl."""
+    # Opened anew each time: closing is what makes a record visible to readers on other nodes of a network file system.
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(_json_value(record), allow_nan=False) + "\n")
+
+
+def read_metrics(path: Path) -> list[Record]:
+    """All records of a metrics.jsonl. A last line that a crash cut off is left out; FileNotFoundError if there is no file."""
+    return list(_records(path))
+
+
+def _records(path: Path) -> Iterator[Record]:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                record = json.loads(line)
+            except ValueError:
+                record = None
+            if isinstance(record, dict) and line.endswith("\n"):
+                yield record
+            elif line.endswith("\n") and line.strip():
+                logger.warning("%s: line %d is not a record and is left out", path, number)
+
+
+def drop_records_after(path: Path, iteration: int) -> int:
+    """Removes curves after `iteration` and a broken last line from a metrics.jsonl, atomically; returns how many records.
+
+    Events stay: what has happened in the iterations that will be done again is the history of the run.
+    """
+    if not path.exists():
+        return 0
+    num_removed = 0
+    kept = []
+    for record in _records(path):
+        if record.get("kind") != "event" and record.get("iteration", 0) > iteration:
+            num_removed += 1
+        else:
+            kept.append(json.dumps(record) + "\n")
+    write_atomically(path, "".join(kept))
+    return num_removed
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _json_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_value(item) for item in value]
+    if hasattr(value, "tolist"):  # numpy and torch
+        return _json_value(value.tolist())
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,76 @@
+"""The checkpoints that a run writes as it goes on, and what it says of them. Called by every rank."""
+
+import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
+
+# isort: split
+import logging
+import time
+
+from moe_exp.checkpoint.save import Saved, SaveError, Saver
+from moe_exp.checkpoint.state import Progress, Trained
+from moe_exp.config import Config
+from moe_exp.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+
+class Saves:
+    """Begins, finishes and reports the saves of a run.
+
+    Args:
+        config: ASYNC_SAVE.
+        saver: writes them.
+        trained: what is saved.
+        metrics: on rank 0, else None.
+    """
+
+    def __init__(self, config: Config, saver: Saver, trained: Trained, metrics: Metrics | None):
+        self._config, self._saver, self._trained, self._metrics = config, saver, trained, metrics
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a save was begun and not finished; the same on every rank."""
+        return self._saver.is_pending
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank still writes files of it."""
+        return self._saver.is_writing
+
+    def save(self, progress: Progress, valid_loss: float | None = None, *, is_last: bool = False) -> float:
+        """Saves a checkpoint, or with ASYNC_SAVE begins to; returns the seconds that training waits.
+
+        Args:
+            progress: what is done.
+            valid_loss: nats per token, if it was measured at this iteration.
+            is_last: the run ends after it.
+
+        Raises:
+            SaveError: on every rank, where it `is_last` and was not written.
+        """
+        start = time.monotonic()
+        self.finish()
+        self._saver.begin(self._trained, progress, valid_loss)
+        if is_last or not self._config.async_save:
+            self.finish(is_last=is_last)
+        return time.monotonic() - start
+
+    def finish(self, *, is_last: bool = False) -> float:
+        """Waits for the save that was begun, if one was, and reports it; returns seconds. Raises as `save`."""
+        start = time.monotonic()
+        saved = self._saver.finish()
+        if saved is not None and self._metrics is not None:
+            _report(saved, self._metrics)
+        if saved is not None and saved.error and is_last:
+            what = f"the last checkpoint, of iteration {saved.iteration}, was not written ({saved.error})"
+            raise SaveError(f"{what}. Fix: make room; the same command then goes on from the checkpoint before.")
+        return time.monotonic() - start
+
+
+def _report(saved: Saved, metrics: Metrics) -> None:
+    if saved.error:
+        logger.warning("no checkpoint at iteration %d: %s", saved.iteration, saved.error)
+        metrics.event("checkpoint_failed", saved.iteration, reason=saved.error)
+    else:
+        logger.info("saved checkpoint at iteration %d in %.1f s", saved.iteration, saved.seconds)
+        metrics.event("checkpoint", saved.iteration, seconds=round(saved.seconds, 3), bytes=saved.num_bytes)
