@@ -15,7 +15,7 @@ from typing import Any
 from moe_exp.config import Config
 from moe_exp.mirrors import Mirror, axes_of, open_tensorboard, open_wandb
 from moe_exp.planner.flops import flops_per_iteration
-from moe_exp.records import EXPERT_KEYS, TRAIN_KEYS, Record, append, append_event, drop_records_after, read_metrics
+from moe_exp.records import EXPERT_KEYS, TRAIN_KEYS, Record, append, drop_records_after, event_record, read_metrics
 from moe_exp.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -42,6 +42,7 @@ class Metrics:
     def __init__(self, config: Config, folder: RunFolder, start_iteration: int = 0):
         self._config = config
         self._path = folder.metrics
+        self._unwritten: list[Record] = []
         # First: where wandb cannot start, nothing has been removed yet.
         self._mirrors = open_wandb(config, folder)
         num_removed = drop_records_after(self._path, start_iteration)
@@ -89,8 +90,8 @@ class Metrics:
         self._mirror(record)
 
     def event(self, name: str, iteration: int, /, **details: Any) -> None:
-        """Writes an event record, see `append_event`."""
-        append_event(self._path, name, iteration, **details)
+        """Writes an event record, see `records.append_event`."""
+        self._write(event_record(name, iteration, **details))
 
     def close(self, *, failed: bool = False) -> None:
         """Ends TensorBoard and wandb; `failed` is how wandb shows the run."""
@@ -108,7 +109,17 @@ class Metrics:
         return {"consumed_flops": flops_per_iteration(self._config, consumed_samples), "training_seconds": self._time.until(iteration)}
 
     def _write(self, record: Record) -> None:
-        append(self._path, record)
+        """On a full disk the record waits for the next one: training, which may go on for hours until somebody makes room, does not."""
+        self._unwritten.append(record)
+        try:
+            append(self._path, *self._unwritten)
+        except OSError as error:
+            if len(self._unwritten) == 1:
+                logger.warning("%s cannot be written (%s): its records are kept until it can", self._path, error.strerror or error)
+            return
+        if len(self._unwritten) > 1:
+            logger.info("%s is written again: %d records were kept", self._path, len(self._unwritten))
+        self._unwritten = []
 
     def _mirror(self, record: Record) -> None:
         values, axes = curves(record), axes_of(record)

@@ -95,17 +95,29 @@ def append_event(path: Path, name: str, iteration: int, /, **details: Any) -> No
         iteration: the last that was done, as far as is known.
         details: what the event needs.
     """
+    append(path, event_record(name, iteration, **details))
+
+
+def event_record(name: str, iteration: int, /, **details: Any) -> Record:
+    """The record of an event that happens now; arguments as of `append_event`."""
     if name not in EVENTS:
         raise ValueError(f"event={name}: is not one of {', '.join(EVENTS)}. Fix: add it to EVENTS.")
     now = datetime.now().astimezone().isoformat(timespec="seconds")
-    append(path, {"kind": "event", "iteration": iteration, "event": name, "time": now, **details})
+    return {"kind": "event", "iteration": iteration, "event": name, "time": now, **details}
 
 
-def append(path: Path, record: Record) -> None:
-    """Adds a record to a metrics.jsonl."""
+def append(path: Path, *records: Record) -> None:
+    """Adds records to a metrics.jsonl, all of them or, where the disk is full, none and OSError."""
+    left = "".join(json.dumps(_json_value(record), allow_nan=False) + "\n" for record in records).encode()
     # Opened anew each time: closing is what makes a record visible to readers on other nodes of a network file system.
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(_json_value(record), allow_nan=False) + "\n")
+    with path.open("ab", buffering=0) as file:
+        size = file.tell()
+        try:
+            while left:
+                left = left[file.write(left) :]
+        except OSError:
+            file.truncate(size)  # else the next record would go on in the middle of this one
+            raise
 
 
 def read_metrics(path: Path) -> list[Record]:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from file_limit import no_file_over
 from moe_exp import records
 from moe_exp.config import Config
 from moe_exp.metrics import Metrics, console_line, progress_line, setup_logging, validation_lines
@@ -162,6 +163,22 @@ def test_nan_infinity_and_array_values_stay_valid_json(config: Config, folder: R
     assert (train["lm_loss"], train["grad_norm"], train["params_norm"]) == (None, None, 0.5)
     assert train["experts"][0]["router_entropy"] is None and train["experts"][0]["tokens_per_expert"] == [3, 4]
     assert (valid["lm_loss"], valid["lm_loss_ppl"]) == (None, None)
+
+
+def test_records_wait_for_room_on_a_full_disk(config: Config, folder: RunFolder, caplog: pytest.LogCaptureFixture) -> None:
+    with Metrics(config, folder) as writer:
+        writer.event("start", 0, note="x" * 100_000)  # so that TensorBoard's files stay far below the limit
+        whole = folder.metrics.read_bytes()
+        with no_file_over(len(whole) + 50):
+            writer.event("checkpoint", 20)
+            writer.event("checkpoint", 40)
+            assert folder.metrics.read_bytes() == whole
+        writer.event("checkpoint", 60)
+    found = read_metrics(folder.metrics)
+    assert [(record["event"], record["iteration"]) for record in found[2:]] == [("checkpoint", 20), ("checkpoint", 40), ("checkpoint", 60)]
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        f"{folder.metrics} cannot be written (File too large): its records are kept until it can"
+    ]
 
 
 def test_a_resume_removes_later_records_and_a_broken_last_line(config: Config, folder: RunFolder) -> None:

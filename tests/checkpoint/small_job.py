@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from file_limit import no_file_over
 from moe_exp.config import load_config
 from moe_exp.data.tokens import BinIdxWriter
 from moe_exp.records import read_metrics
@@ -52,17 +50,6 @@ def build_small(settings: dict[str, Any], port: int) -> Any:
 def files_of(folder: Path) -> dict[str, bytes]:
     """The tensors of a checkpoint, file by file."""
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*.distcp"))}
-
-
-@contextmanager
-def no_file_over(num_bytes: int) -> Iterator[None]:
-    """Inside, a write that makes a file of this process larger than that fails (EFBIG), in the middle of it."""
-    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 
 
 def start_run(settings: dict[str, Any], printed: Path, file_limit: int | None = None) -> list[Any]:

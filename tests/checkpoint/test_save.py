@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from small_job import build_small, end_run, files_of, no_file_over, records, small_settings, start_run, write_tokens
+from small_job import build_small, end_run, files_of, records, small_settings, start_run, write_tokens
 
+from file_limit import no_file_over
 from moe_exp.checkpoint import rank_files
 from moe_exp.checkpoint.folders import Manifest, damages, iterations, latest_iteration
 from moe_exp.checkpoint.torch_dist import read_common
