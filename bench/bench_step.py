@@ -81,7 +81,7 @@ class Ours:
 
     def loss_sum(self) -> float:
         """Sum of the losses of all micro-batches so far."""
-        return self.interval.sums[0].item()
+        return self.interval.loss_sum.item()
 
 
 class Plain:

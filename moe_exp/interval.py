@@ -5,6 +5,7 @@ import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a 
 # isort: split
 import math
 import time
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
@@ -18,6 +19,7 @@ from moe_exp.hosts import peak_resident_bytes
 from moe_exp.model import moe_layers
 from moe_exp.phases import PHASES, PhaseTimers
 from moe_exp.planner.flops import flops_per_iteration
+from moe_exp.planner.ramp import samples_left
 from moe_exp.runtime import Runtime
 
 
@@ -33,8 +35,8 @@ class Interval:
     def __init__(self, config: Config, runtime: Runtime, model: list[DistributedDataParallel]):
         self.config, self.runtime, self.model = config, runtime, model
         self.layers = dict(moe_layers(list(model)))
-        # lm loss summed over micro-batches; iterations with a loss that is not finite
-        self.sums = torch.zeros(2, dtype=torch.float64, device=runtime.device)
+        self.loss_sum = torch.zeros(1, dtype=torch.float64, device=runtime.device)  # over micro-batches
+        self.not_finite: list[Tensor] = []  # for each iteration whether this rank's share of its loss is not, [] each
         self.timers = PhaseTimers(runtime.device) if config.log_timers else None
         if self.timers is not None:
             for layer in self.layers.values():
@@ -42,17 +44,20 @@ class Interval:
         self._restart()
 
     def _restart(self) -> None:
-        self.sums.zero_()
+        self.loss_sum.zero_()
+        self.not_finite = []
         for layer in self.layers.values():
             layer.statistics.reset()
         self.num_iterations = self.num_samples = self.num_microbatches = self.num_skipped = self.flops = 0
         self.start = time.monotonic()
 
-    def add(self, losses: list[Tensor], *, num_microbatches: int, batch_size: int, skipped: bool) -> None:
+    def add(self, losses: Sequence[Tensor], *, num_microbatches: int, batch_size: int, skipped: bool) -> None:
         """Counts one iteration. `losses`: this rank's share of each micro-batch's loss; empty but on the last pipeline stage."""
+        total = self.loss_sum.new_zeros(())
         if losses and self.runtime.groups.tp.rank() == 0:
-            total = torch.stack(losses).double().sum()
-            self.sums += torch.stack([total, (~total.isfinite()).double()])
+            total = torch.stack(list(losses)).double().sum()
+        self.loss_sum += total
+        self.not_finite.append(~total.isfinite())
         self.num_iterations += 1
         self.num_samples += batch_size
         self.num_microbatches += num_microbatches
@@ -70,7 +75,8 @@ class Interval:
     ) -> Any:
         """The train record of metrics.jsonl, the same on every rank; starts the next interval. Called by every rank."""
         config = self.config
-        lm_loss_sum, num_nan, norm_squared, *rest = self._reduced().tolist()
+        lm_loss_sum, norm_squared, *rest = self._reduced().tolist()
+        not_finite, rest = rest[: self.num_iterations], rest[self.num_iterations :]
         peaks, rest = rest[: config.world_size], rest[config.world_size :]
         num_phases = 0 if self.timers is None else len(PHASES)
         phases, sums = rest[:num_phases], rest[num_phases:]
@@ -82,7 +88,8 @@ class Interval:
         record = {
             "iteration": progress.iteration,
             "consumed_samples": progress.consumed_samples,
-            "consumed_tokens": progress.consumed_samples * config.seq_len,
+            "consumed_tokens": progress.consumed_tokens,
+            "consumed_flops": progress.consumed_flops,
             "global_batch_size": self.num_samples // self.num_iterations,
             "lm_loss": lm_loss_sum / num_shares,
             "load_balancing_loss": balance,
@@ -96,9 +103,9 @@ class Interval:
             "elapsed_time_per_iteration_ms": seconds * 1e3,
             "tokens_per_second": tokens_per_iteration / seconds,
             "tflops_per_gpu": self.flops / self.num_iterations / seconds / config.world_size / 1e12,
-            "eta_seconds": (config.train_iters - progress.iteration) * seconds,
+            "eta_seconds": seconds * self.num_iterations / self.num_samples * self._samples_left(progress),
             "skipped_iterations": self.num_skipped,
-            "nan_iterations": round(num_nan),
+            "nan_iterations": sum(count > 0 for count in not_finite),  # by any rank
             "memory_allocated_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
             "peak_memory_bytes": round(max(peaks)),
             "experts": experts,
@@ -108,7 +115,7 @@ class Interval:
         return record
 
     def _reduced(self) -> Tensor:
-        """Sums over all ranks: lm loss, bad iterations, squared parameter norm; memory by rank; phases; by layer E counts and others."""
+        """Sums over all ranks: loss, squared norm, bad losses by iteration, memory by rank, phases; by layer E counts and others."""
         width = self._row_width() if self.config.use_moe else 0
         table = torch.zeros(self.config.num_layers, width, dtype=torch.float64, device=self.runtime.device)
         for index, layer in self.layers.items():
@@ -118,12 +125,15 @@ class Interval:
         # One place per rank, zero on all others: with the sum each rank has all of them, and no second collective is needed.
         peaks = torch.zeros(self.config.world_size, dtype=torch.float64, device=self.runtime.device)
         peaks[self.runtime.rank] = self._peak_bytes()
-        phases = self.sums.new_tensor([] if self.timers is None else list(self.timers.take().values()))
-        vector = torch.cat([self.sums, norm_squared.view(1), peaks, phases, table.flatten()])
+        phases = self.loss_sum.new_tensor([] if self.timers is None else list(self.timers.take().values()))
+        not_finite = torch.stack(self.not_finite).double()
+        vector = torch.cat([self.loss_sum, norm_squared.view(1), not_finite, peaks, phases, table.flatten()])
         torch.distributed.all_reduce(vector)
-        # Counted per data parallel rank, whose losses differ; never more than there were iterations.
-        vector[1] = vector[1].clamp(max=self.num_iterations)
         return vector
+
+    def _samples_left(self, progress: Progress) -> int:
+        """Samples until TRAIN_ITERS: with a batch ramp-up the iterations to come are longer."""
+        return samples_left(self.config, progress.consumed_samples, self.config.train_iters - progress.iteration)
 
     def _milliseconds(self, phases: list[float]) -> dict[str, float] | None:
         """Milliseconds per iteration of each phase, mean over the ranks; `phases`: seconds of the interval, summed over them."""

@@ -14,14 +14,13 @@ from typing import Any
 
 from moe_exp.config import Config
 from moe_exp.mirrors import Mirror, axes_of, open_tensorboard, open_wandb
-from moe_exp.planner.flops import flops_per_iteration
 from moe_exp.records import EXPERT_KEYS, TRAIN_KEYS, Record, append, drop_records_after, event_record, read_metrics
 from moe_exp.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
 _PERFORMANCE = ("tokens_per_second", "tflops_per_gpu", "elapsed_time_per_iteration_ms", "memory_allocated_bytes", "peak_memory_bytes")
-_ADDED = ("consumed_flops", "training_seconds")  # to a train record by Metrics itself
+_ADDED = ("training_seconds",)  # to a train record by Metrics itself
 _NOT_A_CURVE = ("kind", "iteration", "experts", "aux_losses", "timers", "eta_seconds")
 _NOT_A_NUMBER = ("layer", "tokens_per_expert", "aux_losses")  # of a layer
 
@@ -55,11 +54,11 @@ class Metrics:
         self.event("resume" if start_iteration else "start", start_iteration, num_removed_records=num_removed)
 
     def train(self, record: Mapping[str, Any]) -> None:
-        """Writes a train record: `record` has the keys of TRAIN_KEYS but consumed_flops and training_seconds; ValueError otherwise."""
+        """Writes a train record: `record` has the keys of TRAIN_KEYS but training_seconds; ValueError otherwise."""
         if missing_or_unknown := set(record) ^ (set(TRAIN_KEYS) - set(_ADDED)):
             raise ValueError(f"train record: these keys are missing or unknown: {', '.join(sorted(missing_or_unknown))}")
         self._time.add(record)
-        full: Record = {"kind": "train", **record, **self._consumed(record["iteration"], record["consumed_samples"])}
+        full: Record = {"kind": "train", **record, "training_seconds": self._time.until(record["iteration"])}
         if not self._config.use_moe:
             full["load_balancing_loss"] = None
         if not self._config.use_moe or self._config.z_loss_coeff == 0:
@@ -72,14 +71,22 @@ class Metrics:
         self._mirror(full)
 
     def valid(
-        self, *, iteration: int, consumed_samples: int, consumed_tokens: int, lm_loss: float, bytes_per_token: float | None = None
+        self,
+        *,
+        iteration: int,
+        consumed_samples: int,
+        consumed_tokens: int,
+        consumed_flops: int,
+        lm_loss: float,
+        bytes_per_token: float | None = None,
     ) -> None:
         """Writes a valid record; `lm_loss` in nats per token, and the UTF-8 bytes that these stand for where they are known."""
         ppl = math.exp(min(lm_loss, 20.0))  # in this order NaN stays NaN
         record: Record = {"kind": "valid", "iteration": iteration, "consumed_samples": consumed_samples}
         record |= {
             "consumed_tokens": consumed_tokens,
-            **self._consumed(iteration, consumed_samples),
+            "consumed_flops": consumed_flops,
+            "training_seconds": self._time.until(iteration),
             "lm_loss": lm_loss,
             "lm_loss_ppl": ppl,
         }
@@ -103,10 +110,6 @@ class Metrics:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close(failed=error is not None)
-
-    def _consumed(self, iteration: int, consumed_samples: int) -> Record:
-        # FLOPs are proportional to samples, so that a ramped-up batch needs no sum over iterations.
-        return {"consumed_flops": flops_per_iteration(self._config, consumed_samples), "training_seconds": self._time.until(iteration)}
 
     def _write(self, record: Record) -> None:
         """On a full disk the record waits for the next one: training, which may go on for hours until somebody makes room, does not."""
@@ -153,11 +156,13 @@ class TrainingTime:
     @classmethod
     def of(cls, records: Sequence[Record], start_iteration: int) -> TrainingTime:
         """That of the train records of a metrics.jsonl, also of one from before records had `training_seconds`."""
-        # A run that went on from another run's checkpoint begins in the middle, and knows nothing of the time before.
-        time = cls(records[0].get("iteration", 0) if records else start_iteration)
+        time = cls((records[0].get("iteration") or 0) if records else start_iteration)
         for record in records:
             if record.get("kind") == "train":
                 time.add(record)
+            elif record.get("event") in ("start", "resume") and time.per_iteration is None:
+                # A run that goes on from another run's checkpoint begins in the middle, and knows nothing of the time before.
+                time.iteration = record.get("iteration") or 0
         return time
 
     def add(self, record: Mapping[str, Any]) -> None:

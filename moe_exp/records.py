@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -32,7 +33,7 @@ TRAIN_KEYS = {
     "consumed_tokens": "tokens since the start of training",
     "consumed_flops": "model FLOPs since the start of training, of all ranks (planner.flops)",
     "training_seconds": "wall time of the iterations since the start of training, over all starts, without evaluation and saves",
-    "global_batch_size": "samples in this iteration",
+    "global_batch_size": "samples per iteration, mean since the previous record",
     "lm_loss": "cross entropy, nats per token",
     "load_balancing_loss": "mean over MoE layers before its coefficient; 1.0: perfect balance; null: dense",
     "z_loss": "router z-loss, mean over MoE layers before its coefficient; null: coefficient 0 or dense",
@@ -45,7 +46,7 @@ TRAIN_KEYS = {
     "elapsed_time_per_iteration_ms": "wall time",
     "tokens_per_second": "of all ranks together",
     "tflops_per_gpu": "model TFLOP/s per rank, or null",
-    "eta_seconds": "until TRAIN_ITERS at this speed",
+    "eta_seconds": "until TRAIN_ITERS, at this speed per sample",
     "skipped_iterations": "iterations without an optimizer step (overflow) since the previous record",
     "nan_iterations": "iterations with a loss that is not a number since the previous record",
     "memory_allocated_bytes": "largest allocation of rank 0's device, or null on a CPU",
@@ -110,8 +111,10 @@ def append(path: Path, *records: Record) -> None:
     """Adds records to a metrics.jsonl, all of them or, where the disk is full, none and OSError."""
     left = "".join(json.dumps(_json_value(record), allow_nan=False) + "\n" for record in records).encode()
     # Opened anew each time: closing is what makes a record visible to readers on other nodes of a network file system.
-    with path.open("ab", buffering=0) as file:
-        size = file.tell()
+    with path.open("ab+", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        if size and os.pread(file.fileno(), 1, size - 1) != b"\n":  # a process was killed in the middle of its record
+            left = b"\n" + left
         try:
             while left:
                 left = left[file.write(left) :]
@@ -148,7 +151,7 @@ def drop_records_after(path: Path, iteration: int) -> int:
     num_removed = 0
     kept = []
     for record in _records(path):
-        if record.get("kind") != "event" and record.get("iteration", 0) > iteration:
+        if record.get("kind") != "event" and (record.get("iteration") or 0) > iteration:
             num_removed += 1
         else:
             kept.append(json.dumps(record) + "\n")

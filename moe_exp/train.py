@@ -224,9 +224,7 @@ def train_step(job: Job, progress: Progress, interval: Interval, *, count_zeros:
     optimizer.config.log_num_zeros_in_grad = count_zeros
     with timed(interval.timers, "optimizer"):
         updated, grad_norm, num_zeros = optimizer.step()
-    progress.iteration += 1
-    progress.consumed_samples += batch_size
-    progress.skipped_iterations += not updated
+    progress.add(job.config, batch_size, skipped=not updated)
     interval.add(losses, num_microbatches=num_microbatches, batch_size=batch_size, skipped=not updated)
     if updated:
         job.trained.scheduler.step(increment=batch_size)
@@ -320,11 +318,11 @@ def validate(job: Job, progress: Progress, metrics: Metrics | None) -> tuple[flo
     torch.distributed.all_reduce(total)
     loss = total.item() / (config.eval_iters * config.num_microbatches * config.data_parallel_size)
     if metrics is not None:
-        tokens = progress.consumed_samples * config.seq_len
         metrics.valid(
             iteration=progress.iteration,
             consumed_samples=progress.consumed_samples,
-            consumed_tokens=tokens,
+            consumed_tokens=progress.consumed_tokens,
+            consumed_flops=progress.consumed_flops,
             lm_loss=loss,
             bytes_per_token=job.bytes_per_token,
         )

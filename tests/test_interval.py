@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from moe_exp.config import load_config
 from moe_exp.planner.flops import flops_per_iteration
@@ -166,3 +168,32 @@ def test_dead_experts_and_top1_weight_by_hand() -> None:
 def test_flops_of_a_ramp_are_those_of_its_samples() -> None:
     config = load_config(SETTINGS | {"gbsz": 8, "gpus_per_node": 1}, {})
     assert sum(flops_per_iteration(config, size) for size in (2, 4, 4, 8)) == flops_per_iteration(config, 18)
+
+
+def bad_iterations_on_rank(port: int) -> dict[str, Any]:
+    """On each of two data parallel ranks: the record of the ten iterations of a ramp, of which two have losses that are not finite."""
+    from moe_exp import runtime
+    from moe_exp.checkpoint.state import Progress
+    from moe_exp.interval import Interval
+    from moe_exp.model import build_model
+
+    os.environ["MASTER_PORT"] = str(port)
+    dense = SETTINGS | {"use_moe": False, "first_k_dense": 0, "aux_loss_type": "none"}
+    config = load_config(dense | {"gpus_per_node": 2, "train_iters": 30, "gbsz": 8, "rampup_batch_size": "4 4 40"}, {})
+    rank = runtime.start(config)
+    interval, progress = Interval(config, rank, build_model(config, rank)), Progress()
+    for iteration in range(10):
+        is_bad = iteration == 3 or (iteration == 5 and rank.rank == 1)
+        interval.add([torch.tensor(math.nan if is_bad else 1.0)], num_microbatches=1, batch_size=4, skipped=False)
+        progress.add(config, 4, skipped=False)
+    record = interval.record(progress, learning_rate=0.0, grad_norm=None, num_zeros=None, loss_scale=1.0)
+    runtime.stop()
+    return dict(record)
+
+
+def test_an_iteration_is_bad_once_and_the_ramp_is_in_the_eta() -> None:
+    for record in run_on_ranks(2, bad_iterations_on_rank, free_port(), join=False):
+        assert record["nan_iterations"] == 2
+        # 40 samples are done; the 20 iterations to come have 8 each.
+        seconds_per_sample = record["elapsed_time_per_iteration_ms"] / 1e3 * 10 / 40
+        assert record["eta_seconds"] == pytest.approx(160 * seconds_per_sample, rel=1e-9)

@@ -19,7 +19,6 @@ from file_limit import no_file_over
 from moe_exp import records
 from moe_exp.config import Config
 from moe_exp.metrics import Metrics, console_line, progress_line, setup_logging, validation_lines
-from moe_exp.planner.flops import flops_per_iteration
 from moe_exp.records import read_metrics
 from moe_exp.run_folder import RunFolder, open_run_folder
 
@@ -45,7 +44,8 @@ def train_record(**changes: Any) -> dict[str, Any]:
         },
     ]  # fmt: skip
     return {
-        "iteration": 40, "consumed_samples": 2560, "consumed_tokens": 5242880, "global_batch_size": 64, "lm_loss": 10.81154,
+        "iteration": 40, "consumed_samples": 2560, "consumed_tokens": 5242880, "consumed_flops": 9 * 10**15,
+        "global_batch_size": 64, "lm_loss": 10.81154,
         "load_balancing_loss": 1.315762, "z_loss": 0.25, "aux_losses": {"seq_aux_loss": 1.2}, "learning_rate": 2.4e-5,
         "grad_norm": 2.226, "num_zeros": 56775512, "params_norm": 315.029, "loss_scale": 1.0,
         "elapsed_time_per_iteration_ms": 235.9, "tokens_per_second": 555600.4,
@@ -116,11 +116,11 @@ def test_validation_lines_are_megatrons() -> None:
 def test_records_on_disk_at_once_with_exactly_the_documented_keys(config: Config, folder: RunFolder) -> None:
     writer = Metrics(config, folder)
     writer.train(train_record())
-    writer.valid(iteration=40, consumed_samples=2560, consumed_tokens=5242880, lm_loss=2.0, bytes_per_token=4.0)
+    writer.valid(iteration=40, consumed_samples=2560, consumed_tokens=5242880, consumed_flops=9 * 10**15, lm_loss=2.0, bytes_per_token=4.0)
     writer.event("checkpoint", 40, path="iter_0000040")
     start, train, valid, event = read_metrics(folder.metrics)
     assert (start["kind"], start["event"], start["iteration"]) == ("event", "start", 0)
-    consumed = {"consumed_flops": 40 * flops_per_iteration(config), "training_seconds": pytest.approx(40 * 0.2359)}
+    consumed = {"consumed_flops": 9 * 10**15, "training_seconds": pytest.approx(40 * 0.2359)}
     assert train == {"kind": "train", **train_record(), **consumed, "z_loss": None}
     assert set(train) == {"kind", *records.TRAIN_KEYS}
     assert all(set(layer) == set(records.EXPERT_KEYS) for layer in train["experts"])
@@ -154,7 +154,7 @@ def test_nan_infinity_and_array_values_stay_valid_json(config: Config, folder: R
     experts = [train_record()["experts"][0] | {"router_entropy": math.nan, "tokens_per_expert": np.array([3, 4])}]
     with Metrics(config, folder) as writer:
         writer.train(train_record(lm_loss=math.nan, grad_norm=np.float32("inf"), params_norm=np.float32(0.5), experts=experts))
-        writer.valid(iteration=40, consumed_samples=1, consumed_tokens=1, lm_loss=math.nan)
+        writer.valid(iteration=40, consumed_samples=1, consumed_tokens=1, consumed_flops=1, lm_loss=math.nan)
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
@@ -163,6 +163,12 @@ def test_nan_infinity_and_array_values_stay_valid_json(config: Config, folder: R
     assert (train["lm_loss"], train["grad_norm"], train["params_norm"]) == (None, None, 0.5)
     assert train["experts"][0]["router_entropy"] is None and train["experts"][0]["tokens_per_expert"] == [3, 4]
     assert (valid["lm_loss"], valid["lm_loss_ppl"]) == (None, None)
+
+
+def test_a_record_after_half_a_line_is_a_line_of_its_own(folder: RunFolder) -> None:
+    folder.metrics.write_text('{"kind": "event", "iteration": 1, "ev')
+    records.append_event(folder.metrics, "end", 3, status="failed")
+    assert [record["event"] for record in read_metrics(folder.metrics)] == ["end"]
 
 
 def test_records_wait_for_room_on_a_full_disk(config: Config, folder: RunFolder, caplog: pytest.LogCaptureFixture) -> None:
@@ -185,17 +191,19 @@ def test_a_resume_removes_later_records_and_a_broken_last_line(config: Config, f
     with Metrics(config, folder) as writer:
         for iteration in (20, 40, 60):
             writer.train(train_record(iteration=iteration))
-        writer.valid(iteration=60, consumed_samples=1, consumed_tokens=1, lm_loss=1.0)
+        writer.valid(iteration=60, consumed_samples=1, consumed_tokens=1, consumed_flops=1, lm_loss=1.0)
+        writer.event("checkpoint_failed", 60)
     with folder.metrics.open("a") as file:
         file.write('{"kind": "train", "itera')
     with Metrics(config, folder, start_iteration=40) as writer:
         writer.train(train_record(iteration=60, lm_loss=7.0))
     found = read_metrics(folder.metrics)
     assert [(record["kind"], record["iteration"]) for record in found] == [
-        ("event", 0), ("train", 20), ("train", 40), ("event", 40), ("train", 60),
+        ("event", 0), ("train", 20), ("train", 40), ("event", 60), ("event", 40), ("train", 60),
     ]  # fmt: skip
-    assert found[3]["event"] == "resume" and found[3]["num_removed_records"] == 2
-    assert found[4]["lm_loss"] == 7.0
+    assert found[3]["event"] == "checkpoint_failed"  # it is the history of the run, its curve is not
+    assert found[4]["event"] == "resume" and found[4]["num_removed_records"] == 2
+    assert found[5]["lm_loss"] == 7.0
 
 
 def test_training_time_goes_on_from_the_last_kept_record(config: Config, folder: RunFolder) -> None:
@@ -203,10 +211,10 @@ def test_training_time_goes_on_from_the_last_kept_record(config: Config, folder:
         return [record["training_seconds"] for record in read_metrics(folder.metrics) if record["kind"] != "event"]
 
     with Metrics(config, folder) as writer:
-        writer.valid(iteration=10, consumed_samples=1, consumed_tokens=1, lm_loss=1.0)
+        writer.valid(iteration=10, consumed_samples=1, consumed_tokens=1, consumed_flops=1, lm_loss=1.0)
         for iteration, milliseconds in ((20, 100.0), (40, 300.0), (60, 900.0)):
             writer.train(train_record(iteration=iteration, elapsed_time_per_iteration_ms=milliseconds))
-        writer.valid(iteration=65, consumed_samples=1, consumed_tokens=1, lm_loss=1.0)
+        writer.valid(iteration=65, consumed_samples=1, consumed_tokens=1, consumed_flops=1, lm_loss=1.0)
     assert seconds() == [None, 2.0, 8.0, 26.0, pytest.approx(30.5)]
     # From the checkpoint of iteration 50: 41 to 60 are counted once, at the new speed.
     with Metrics(config, folder, start_iteration=50) as writer:

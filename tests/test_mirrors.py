@@ -65,7 +65,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 def _write(config: Config, folder: RunFolder, start_iteration: int, iterations: tuple[int, ...], *, loss: float) -> None:
     with Metrics(config, folder, start_iteration) as writer:
         for iteration in iterations:
-            tokens = {"consumed_samples": iteration * 64, "consumed_tokens": iteration * 64 * 2048}
+            tokens = {"consumed_samples": iteration * 64, "consumed_tokens": iteration * 64 * 2048, "consumed_flops": iteration * 10**12}
             timers = {"data": 1.5, "forward_backward": 60.0, "experts": 20.25}
             writer.train(train_record(iteration=iteration, lm_loss=loss + iteration / 100, timers=timers, **tokens))
             writer.valid(iteration=iteration, lm_loss=loss + 1, **tokens)

@@ -26,6 +26,7 @@ from moe_exp.checkpoint.state import (
 from moe_exp.checkpoint.torch_dist import read_common
 from moe_exp.config import Config
 from moe_exp.model_changes import optimizer_change, refuse_other_model
+from moe_exp.planner.flops import flops_per_iteration
 from moe_exp.runtime import Runtime
 
 
@@ -68,7 +69,15 @@ def load(config: Config, runtime: Runtime, path: Path, trained: Trained) -> Prog
     if "rng_state" in state:
         set_rng_state(loaded["rng_state"][0])
     torch.distributed.barrier()
-    return Progress(**common["progress"])
+    return _progress(config, common)
+
+
+def _progress(config: Config, common: dict[str, Any]) -> Progress:
+    progress = Progress(**common["progress"])
+    if progress.consumed_samples and not progress.consumed_tokens:  # of a version that did not count them
+        progress.consumed_tokens = progress.consumed_samples * common["config"]["seq_len"]
+        progress.consumed_flops = flops_per_iteration(config, progress.consumed_samples)
+    return progress
 
 
 def compare_model(config: Config, folder: Path) -> None:

@@ -19,6 +19,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from moe_exp.checkpoint.keys import CheckpointKeys, model_state
 from moe_exp.checkpoint.optimizer_state import optimizer_groups, optimizer_shards
 from moe_exp.config import Config
+from moe_exp.planner.flops import flops_per_iteration
 from moe_exp.runtime import Runtime
 
 # fully_reshardable: one layout-independent tensor per parameter and optimizer moment.
@@ -34,12 +35,23 @@ class Progress:
         consumed_samples: the next sample's number, in the order that `sample_order` describes.
         skipped_iterations: iterations without an optimizer step.
         sample_order: `SampleOrder.facts`; None in checkpoints of versions that did not keep them.
+        consumed_tokens, consumed_flops: tokens and model FLOPs of all iterations, each as the settings were then.
     """
 
     iteration: int = 0
     consumed_samples: int = 0
     skipped_iterations: int = 0
     sample_order: dict[str, Any] | None = None
+    consumed_tokens: int = 0
+    consumed_flops: int = 0
+
+    def add(self, config: Config, batch_size: int, *, skipped: bool) -> None:
+        """Counts one iteration of `batch_size` samples."""
+        self.iteration += 1
+        self.consumed_samples += batch_size
+        self.skipped_iterations += skipped
+        self.consumed_tokens += batch_size * config.seq_len
+        self.consumed_flops += flops_per_iteration(config, batch_size)
 
 
 @dataclass(frozen=True)

@@ -60,8 +60,13 @@ def ramp_steps(config: Config, num_samples: int | None = None) -> list[RampStep]
     return list(_steps(config, num_samples))
 
 
-def _steps(config: Config, num_samples: int | None) -> Iterator[RampStep]:
-    consumed, iterations_left = 0, config.train_iters
+def samples_left(config: Config, consumed_samples: int, iterations: int) -> int:
+    """Samples of the next `iterations`, after `consumed_samples` of them."""
+    return sum(step.samples for step in _steps(config, None, consumed_samples, max(iterations, 0)))
+
+
+def _steps(config: Config, num_samples: int | None, consumed: int = 0, iterations_left: int | None = None) -> Iterator[RampStep]:
+    iterations_left = config.train_iters if iterations_left is None else iterations_left
     while (num_samples is None and iterations_left) or (num_samples is not None and consumed < num_samples):
         size = batch_size_at(config, consumed)
         left = iterations_left if num_samples is None else -(-(num_samples - consumed) // size)

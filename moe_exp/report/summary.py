@@ -40,8 +40,7 @@ def summarize(
         "name": config.name,
         "run_folder": str(folder.path),
         "model": config.moe_type if config.use_moe else "dense",
-        # Of the last record, of whatever kind: a short run may end before its first log line, and events of an attempt that died stay.
-        "iteration": records[-1]["iteration"] if records else 0,
+        "iteration": _last_iteration(records),
         "train_iters": config.train_iters,
         "first_lm_loss": train[0]["lm_loss"] if train else None,
         "last_lm_loss": last.get("lm_loss"),
@@ -61,6 +60,12 @@ def summarize(
         "expert_balance": _expert_balance(last.get("experts") or []),
         "checkpoints": sorted(path.name for path in folder.checkpoints.glob("iter_*") if path.is_dir()),
     }
+
+
+def _last_iteration(records: Sequence[Mapping[str, Any]]) -> int:
+    """A short run may end before its first log line; events of an attempt that died, and of a save in the background, are of before."""
+    told = [record for record in records if record["kind"] != "event" or record["event"] in ("start", "resume", "end")]
+    return int(told[-1]["iteration"]) if told else 0
 
 
 def _median(records: Sequence[Mapping[str, Any]], key: str) -> float | None:
