@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "optimizers": set(),
     "muon": {"optimizers"},
     "optim": {"config", "runtime", "layers", "model", "muon", "optimizers", "planner", *CPU},
-    "checkpoint": {*ENGINE, "optimizers", "model_changes", "run_folder", "files", "progress"},
+    "checkpoint": {*ENGINE, "planner", "optimizers", "model_changes", "run_folder", "files", "progress"},
     "training_data": {*CPU, "config", "runtime", "optim", "data", "checkpoint"},
     "inference": {*ENGINE, "checkpoint", "progress", "run_folder", "files", "layers", "optim", "data", "checks", "hosts", "faults"},
     "upcycle": {*ENGINE, "checkpoint", "layers", "machine_checks"},
