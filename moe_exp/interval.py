@@ -161,8 +161,8 @@ class Interval:
         return total
 
     def _row_width(self) -> int:
-        """Token counts, then dropped slots, entropy, top-1 weight, load-balancing loss and z-loss, then the losses of AUX_LOSS_TYPE."""
-        return self.config.num_experts + 5 + len(self.config.balancing_losses)
+        """Token counts, then the sums of `MoEStatistics`."""
+        return self.config.num_experts + 6 + len(self.config.balancing_losses)
 
     def _expert_records(
         self, sums: list[float], num_shares: int
@@ -179,9 +179,9 @@ class Interval:
 
 
 def _expert_record(layer: int, row: list[float], config: Config, num_shares: int) -> dict[str, Any]:
-    """One layer's object in `experts`. `row`: its sums, see `_row_width`; `num_shares`: micro-batches of all data parallel ranks."""
+    """One layer's object in `experts`. `row`: counts and sums of `MoEStatistics`; `num_shares`: micro-batches of all replicas."""
     counts = row[: config.num_experts]
-    dropped, entropy, top1_weight, *losses = row[config.num_experts :]
+    dropped, entropy, top1_weight, busiest, *losses = row[config.num_experts :]
     balance, z, *aux_losses = (loss / num_shares for loss in losses)
     slots = sum(counts)
     fair_share = slots / len(counts)
@@ -189,6 +189,8 @@ def _expert_record(layer: int, row: list[float], config: Config, num_shares: int
         "layer": layer + 1,
         "tokens_per_expert": [round(count) for count in counts],
         "max_over_mean": max(counts) / fair_share,
+        # Ranks of a micro-batch have a part of its tokens each, and count them by themselves.
+        "microbatch_max_over_mean": busiest / (num_shares * config.tp * config.cp),
         "dead_fraction": sum(count < 0.01 * fair_share for count in counts) / len(counts),
         "dropped_fraction": dropped / slots,
         "router_entropy": entropy * config.topk / slots,

@@ -206,7 +206,8 @@ def progress_line(record: Mapping[str, Any]) -> str:
         parts.append(f"{record['tokens_per_second']:.0f} tokens/s")
     if experts := [layer for layer in record.get("experts") or [] if layer["max_over_mean"] is not None]:
         worst = max(experts, key=lambda layer: float(layer["max_over_mean"]))
-        parts.append(f"experts max/mean {worst['max_over_mean']:.2f} (layer {worst['layer']})")
+        within = f", {worst['microbatch_max_over_mean']:.2f} within a micro-batch" if worst.get("microbatch_max_over_mean") else ""
+        parts.append(f"experts max/mean {worst['max_over_mean']:.2f} (layer {worst['layer']}){within}")
         if (dropped := max(layer["dropped_fraction"] or 0.0 for layer in experts)) > 0:
             parts.append(f"dropped up to {dropped:.1%}")
     return ", ".join(parts)

@@ -57,8 +57,9 @@ TRAIN_KEYS = {
 EXPERT_KEYS = {
     "layer": "number of the layer in the model, from 1",
     "tokens_per_expert": "slots (tokens times TOPK) per expert before any drop",
-    "max_over_mean": "the busiest expert's slots over the mean",
-    "dead_fraction": "share of experts with under 1% of their fair share of slots",
+    "max_over_mean": "the busiest expert's slots over the mean, of the whole interval",
+    "microbatch_max_over_mean": "the same within a micro-batch of one rank, mean over these: what memory, drops and time depend on",
+    "dead_fraction": "share of experts with under 1% of their fair share of the interval's slots",
     "dropped_fraction": "share of slots over capacity",
     "router_entropy": "of the scores of a token, nats, mean over tokens; ln(NUM_EXPERTS): undecided",
     "top1_weight": "largest router weight of a token, mean over tokens, after normalization and scaling",

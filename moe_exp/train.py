@@ -26,7 +26,7 @@ from torch import Tensor
 from moe_exp import faults, runtime
 from moe_exp.backends import chosen_backends
 from moe_exp.checkpoint import load as loading
-from moe_exp.checkpoint.agreement import from_first_rank
+from moe_exp.checkpoint.agreement import from_first_rank, on_first_rank
 from moe_exp.checkpoint.folders import recover
 from moe_exp.checkpoint.integrity import Source
 from moe_exp.checkpoint.save import SaveError, Saver
@@ -92,11 +92,13 @@ def run(config: Config, stop: faults.StopSignal) -> None:
     """Builds the job, resumes where the run folder stands, trains, and leaves the results behind."""
     rank = runtime.start(config)
     job, progress = build(config, rank)
-    if not rank.is_first:
+    # Rank 0's alone; where it cannot be opened, all ranks end, and none of them waits for a rank that has gone.
+    opened = on_first_rank(lambda: Metrics(config, job.folder, progress.iteration))
+    if opened is None:
         train(job, progress, None, stop)
     else:
         start = time.monotonic()
-        with Metrics(config, job.folder, progress.iteration) as metrics:
+        with opened as metrics:
             logger.info("run folder: %s", job.folder.path)
             logger.info("training data: %s", config.train_data or "the embedded corpus, text of Python's standard library (PSF-2.0)")
             logger.info("%s", startup_report(config))
@@ -168,7 +170,7 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
     saver = Saver(config, job.runtime, job.folder.checkpoints, loaded=own_source(job.source, job.folder))
     saves = Saves(config, saver, job.trained, metrics)
     while progress.iteration < config.train_iters:
-        is_logged = (progress.iteration + 1) % config.log_interval == 0
+        is_logged = _is_multiple(progress.iteration + 1, config.log_interval) or progress.iteration + 1 == config.train_iters
         step = train_step(job, progress, interval, count_zeros=is_logged)
         if is_logged:
             log(job, progress, interval, metrics, step)

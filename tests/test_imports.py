@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "training_data": {*CPU, "config", "runtime", "optim", "data", "checkpoint"},
     "inference": {*ENGINE, "checkpoint", "progress", "run_folder", "files", "layers", "optim", "data", "checks", "hosts", "faults"},
     "upcycle": {*ENGINE, "checkpoint", "layers", "machine_checks"},
-    "hf": {*ENGINE, "checkpoint", "run_folder", "files", "progress"},
+    "hf": {*ENGINE, "checkpoint", "data", "run_folder", "files", "progress"},
     "mirrors": {"config", "run_folder", "files"},
     "records": {"files"},
     "metrics": {"config", "run_folder", "files", "planner", "mirrors", "records"},

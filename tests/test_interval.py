@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import statistics
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -63,10 +64,15 @@ def _record(settings: dict[str, Any], port: int) -> tuple[dict[str, Any], int]:
     stream = RandomTokens(config.seq_len, config.vocab_size)
     job: Any = SimpleNamespace(config=config, runtime=rank, trained=trained, train_stream=stream, batches=BatchSchedule(config))
     interval, progress = Interval(config, rank, model), Progress()
-    rows = _count_rows(interval)
+    rows, counts = _count_rows(interval), _counts_of_microbatches(interval)
     for _ in range(ITERATIONS):
         train.train_step(job, progress, interval, count_zeros=False)
     record = interval.record(progress, learning_rate=0.0, grad_norm=None, num_zeros=None, loss_scale=1.0)
+    for layer in record["experts"]:
+        expected = statistics.fmean(max(each) * len(each) / sum(each) for each in counts[layer["layer"]])
+        if rank.world_size == 1:
+            assert layer["microbatch_max_over_mean"] == pytest.approx(expected, rel=1e-12)
+            assert len(counts[layer["layer"]]) == ITERATIONS * config.num_microbatches
     again = interval.layers.values()
     assert not any(layer.statistics.tokens_per_expert_E.any() or layer.statistics.sums.any() for layer in again)  # the next starts at zero
     runtime.stop()
@@ -87,6 +93,22 @@ def _count_rows(interval: Any) -> list[int]:
 
         experts.forward_tokens = counted
     return rows
+
+
+def _counts_of_microbatches(interval: Any) -> dict[int, list[list[int]]]:
+    """Fills, by layer, with the slots per expert of every micro-batch."""
+    counts: dict[int, list[list[int]]] = {}
+    for index, module in interval.layers.items():
+        counts[index + 1] = []
+        layer = module._token_layer[0]
+        add = layer._add_statistics
+
+        def counted(decision: Any, *others: Any, add: Any = add, into: Any = counts[index + 1]) -> None:
+            into.append(decision.tokens_per_expert_E.tolist())
+            add(decision, *others)
+
+        layer._add_statistics = counted
+    return counts
 
 
 @cache
@@ -157,10 +179,11 @@ def test_dead_experts_and_top1_weight_by_hand() -> None:
 
     config = load_config(SETTINGS | {"num_experts": 4, "topk": 2, "aux_loss_type": "none", "gpus_per_node": 1}, {})
     # 1000 tokens, 2000 slots: a fair share is 500, and 4 is under 1% of it, 5 is not.
-    row = [1000.0, 991.0, 5.0, 4.0, 100.0, 693.0, 600.0, 24.0, 8.0]
+    row = [1000.0, 991.0, 5.0, 4.0, 100.0, 693.0, 600.0, 40.0, 24.0, 8.0]
     layer = _expert_record(2, row, config, num_shares=16)
     assert layer == {
-        "layer": 3, "tokens_per_expert": [1000, 991, 5, 4], "max_over_mean": 2.0, "dead_fraction": 0.25, "dropped_fraction": 0.05,
+        "layer": 3, "tokens_per_expert": [1000, 991, 5, 4], "max_over_mean": 2.0, "microbatch_max_over_mean": 2.5,
+        "dead_fraction": 0.25, "dropped_fraction": 0.05,
         "router_entropy": 0.693, "top1_weight": 0.6, "load_balancing_loss": 1.5, "z_loss": 0.5, "aux_losses": {},
     }  # fmt: skip
 

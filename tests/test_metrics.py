@@ -35,11 +35,13 @@ def train_record(**changes: Any) -> dict[str, Any]:
     """What the training loop hands to Metrics."""
     experts = [
         {
-            "layer": 1, "tokens_per_expert": [60, 68], "max_over_mean": 1.0625, "dead_fraction": 0.0, "dropped_fraction": 0.0,
+            "layer": 1, "tokens_per_expert": [60, 68], "max_over_mean": 1.0625, "microbatch_max_over_mean": 1.5,
+            "dead_fraction": 0.0, "dropped_fraction": 0.0,
             "router_entropy": 0.69, "top1_weight": 0.75, "load_balancing_loss": 1.1, "z_loss": 0.2, "aux_losses": {"seq_aux_loss": 1.25},
         },
         {
-            "layer": 2, "tokens_per_expert": [128, 0], "max_over_mean": 2.0, "dead_fraction": 0.5, "dropped_fraction": 0.0,
+            "layer": 2, "tokens_per_expert": [128, 0], "max_over_mean": 2.0, "microbatch_max_over_mean": 2.0,
+            "dead_fraction": 0.5, "dropped_fraction": 0.0,
             "router_entropy": 0.5, "top1_weight": 1.0, "load_balancing_loss": 2.0, "z_loss": 0.3, "aux_losses": {"seq_aux_loss": 1.15},
         },
     ]  # fmt: skip
@@ -100,10 +102,10 @@ def test_train_iterations_without_z_loss_or_experts_have_no_such_value(config: C
 
 
 def test_progress_line() -> None:
-    assert progress_line(train_record()) == "eta 0:01:23, 555600 tokens/s, experts max/mean 2.00 (layer 2)"
+    assert progress_line(train_record()) == "eta 0:01:23, 555600 tokens/s, experts max/mean 2.00 (layer 2), 2.00 within a micro-batch"
     assert progress_line(train_record(experts=[], eta_seconds=math.inf)) == "555600 tokens/s"
     assert progress_line(train_record(experts=[train_record()["experts"][0] | {"dropped_fraction": 0.125}])).endswith(
-        "experts max/mean 1.06 (layer 1), dropped up to 12.5%"
+        "experts max/mean 1.06 (layer 1), 1.50 within a micro-batch, dropped up to 12.5%"
     )
 
 

@@ -10,6 +10,13 @@ import torch
 T = TypeVar("T")
 
 
+def on_first_rank(make: Callable[[], T]) -> T | None:
+    """What `make` returns on rank 0, which keeps it for itself; None on the others. Called by every rank. Raises as `from_first_rank`."""
+    made: list[T] = []
+    from_first_rank(lambda: made.append(make()))
+    return made[0] if made else None
+
+
 def from_first_rank(make: Callable[[], T]) -> T:
     """What `make` returns on rank 0, where alone it is called. Called by every rank.
 

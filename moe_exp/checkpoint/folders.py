@@ -103,6 +103,14 @@ def one_checkpoint(path: Path) -> Path:
     return existing(path)
 
 
+def _no_checkpoint(folder: Path) -> str:
+    if not folder.is_dir():
+        return "is a file" if folder.exists() else "does not exist"
+    if runs := sorted(path.parent.parent.name for path in folder.glob(f"*/checkpoints/{LATEST}")):
+        return f"holds no checkpoint itself; the runs in it do: {', '.join(runs[:5])}{' ...' if len(runs) > 5 else ''}"
+    return "holds no distributed checkpoint (no metadata.json)"
+
+
 def existing(folder: Path) -> Path:
     """`folder`, which has to be that of a distributed checkpoint, by its name and by what lies in it.
 
@@ -114,7 +122,7 @@ def existing(folder: Path) -> Path:
         raise ValueError(f"checkpoint={folder}: {rule}. Fix: name another one.")
     if not (folder / "metadata.json").is_file():
         fix = "name an iter_ folder, a checkpoints folder or a run folder"
-        raise ValueError(f"checkpoint={folder}: holds no distributed checkpoint (no metadata.json). Fix: {fix}.")
+        raise ValueError(f"checkpoint={folder}: {_no_checkpoint(folder)}. Fix: {fix}.")
     return folder
 
 

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 TOKENIZER_TYPES = ("HuggingFaceTokenizer", "GPT2BPETokenizer", "SentencePieceTokenizer", "Llama2Tokenizer", "ByteLevelTokenizer")
 
 # Names of end-of-document tokens that are taken where the files of a tokenizer do not say which token it is.
-_USUAL_EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<EOD>", "<eod>")
+USUAL_EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<EOD>", "<eod>")
 _HUB_FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json"]
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _NUM_BYTES = 256
@@ -263,7 +263,7 @@ def _eod_candidates(content: dict[str, Any], folder: Path | None) -> Iterator[st
         ids = files[name].get("eos_token_id")
         ids = ids if isinstance(ids, list) else [ids]
         yield from (token["content"] for token in content.get("added_tokens") or [] if token["id"] in ids[:1])
-    yield from _USUAL_EOD_TOKENS
+    yield from USUAL_EOD_TOKENS
 
 
 def _optional_json(path: Path) -> dict[str, Any]:
@@ -298,7 +298,7 @@ def _sentencepiece(path: Path, eod_token: str | None, allow_special: bool) -> Te
     except RuntimeError as error:
         raise ValueError(problem("tokenizer_model", path, "is not a SentencePiece model", "give a .model file")) from error
     candidates = [processor.id_to_piece(processor.eos_id())] if processor.eos_id() >= 0 else []
-    names = [eod_token] if eod_token is not None else [*candidates, *_USUAL_EOD_TOKENS]
+    names = [eod_token] if eod_token is not None else [*candidates, *USUAL_EOD_TOKENS]
     ids = [processor.piece_to_id(name) for name in names]
     # The id of a piece that is not there is that of the unknown piece.
     found = next(((name, index) for name, index in zip(names, ids, strict=True) if index != processor.unk_id()), (None, None))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from moe_exp.data.tokenizer import USUAL_EOD_TOKENS
 from moe_exp.files import write_atomically, write_json
 from moe_exp.hf.model_folder import read_json
 
@@ -25,7 +26,8 @@ _KEPT = (*_TOKENS, "max_position_embeddings")
 def copy_tokenizer(source: Path, target: Path) -> bool:
     """Copies the tokenizer's files that are in the folder `source`, or the tokenizer.json that `source` is; whether there were any.
 
-    Without a tokenizer_config.json transformers would guess a class by the model's: one is written that says to take tokenizer.json.
+    Without a tokenizer_config.json transformers would guess a class by the model's, and know of no end of text, which lm_eval needs to
+    begin one: one is written that says to take tokenizer.json, and its usual end-of-text token.
     """
     files = {"tokenizer.json": source} if source.is_file() else {name: source / name for name in TOKENIZER_FILES}
     found = {name: path for name, path in files.items() if path.is_file()}
@@ -33,7 +35,8 @@ def copy_tokenizer(source: Path, target: Path) -> bool:
         target.mkdir(exist_ok=True)
         shutil.copyfile(path, target / name)
     if "tokenizer.json" in found and "tokenizer_config.json" not in found:
-        write_json(target / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+        eod = _usual_eod(_added_tokens(found["tokenizer.json"]))
+        write_json(target / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"} | ({"eos_token": eod} if eod else {}))
     return bool(found)
 
 
@@ -47,8 +50,8 @@ def token_ids(tokenizer: Path | None) -> dict[str, int | None]:
     folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
     if not (folder / "tokenizer.json").is_file():
         return dict.fromkeys(_TOKENS)
-    added = {token["content"]: token["id"] for token in read_json(folder / "tokenizer.json").get("added_tokens") or []}
-    named: dict[str, Any] = {}
+    added = _added_tokens(folder / "tokenizer.json")
+    named: dict[str, Any] = {} if (folder / "tokenizer_config.json").is_file() else {"eos_token": _usual_eod(added)}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (folder / name).is_file():
             named |= read_json(folder / name)
@@ -57,6 +60,14 @@ def token_ids(tokenizer: Path | None) -> dict[str, int | None]:
         token = named.get(field.removesuffix("_id"))
         ids[field] = added.get(token["content"] if isinstance(token, dict) else token)
     return ids
+
+
+def _added_tokens(tokenizer_json: Path) -> dict[str, int]:
+    return {token["content"]: token["id"] for token in read_json(tokenizer_json).get("added_tokens") or []}
+
+
+def _usual_eod(added: Mapping[str, int]) -> str | None:
+    return next((token for token in USUAL_EOD_TOKENS if token in added), None)
 
 
 def kept_fields(folder: Path | None) -> dict[str, Any]:

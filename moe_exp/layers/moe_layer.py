@@ -73,9 +73,9 @@ class MoEStatistics:
 
     def __init__(self, num_experts: int, num_losses: int, device: torch.device):
         self.tokens_per_expert_E = torch.zeros(num_experts, dtype=torch.int64, device=device)
-        # dropped slots, entropy and largest router weight summed over tokens, load-balancing loss of micro-batches, z-loss, then the
-        # losses of the settings
-        self.sums = torch.zeros(5 + num_losses, dtype=torch.float64, device=device)
+        # dropped slots, entropy and largest router weight summed over tokens, the busiest expert's slots over the mean of micro-batches,
+        # load-balancing loss of micro-batches, z-loss, then the losses of the settings
+        self.sums = torch.zeros(6 + num_losses, dtype=torch.float64, device=device)
         self.num_microbatches = 0
 
     def to(self, device: torch.device) -> None:
@@ -281,12 +281,14 @@ class MoELayer(nn.Module):
     @torch.no_grad()
     def _add_statistics(self, decision: RoutingDecision, scores_TE: Tensor, losses: list[Tensor]) -> None:
         statistics = self.statistics
-        statistics.tokens_per_expert_E += decision.tokens_per_expert_E
+        counts_E = decision.tokens_per_expert_E
+        statistics.tokens_per_expert_E += counts_E
         entropy = -torch.xlogy(scores_TE, scores_TE).sum()
-        dropped = entropy.new_zeros(()) if decision.kept_TK is None else decision.tokens_per_expert_E.sum() - decision.kept_TK.sum()
+        dropped = entropy.new_zeros(()) if decision.kept_TK is None else counts_E.sum() - decision.kept_TK.sum()
         top1_T = decision.weights_TK.amax(dim=1)
         top1 = (top1_T if decision.valid_T is None else top1_T * decision.valid_T).sum()
-        statistics.sums += torch.stack([dropped.to(entropy.dtype), entropy, top1, *losses])
+        max_over_mean = counts_E.max() * counts_E.numel() / counts_E.sum().clamp(min=1)
+        statistics.sums += torch.stack([dropped.to(entropy.dtype), entropy, top1, max_over_mean.to(entropy.dtype), *losses])
         statistics.num_microbatches += 1
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
-from moe_exp.config import Config
+from moe_exp.config import Config, load_config
 from moe_exp.run_folder import RunFolder
 
 Status = Literal["finished", "stopped", "failed"]
@@ -83,6 +84,7 @@ def _expert_balance(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any] | Non
     return {
         "worst_layer": worst["layer"],
         "max_over_mean": worst["max_over_mean"],
+        "microbatch_max_over_mean": worst.get("microbatch_max_over_mean"),
         "dropped_fraction": max(layer["dropped_fraction"] or 0.0 for layer in measured),
         "num_experts": sum(len(layer["tokens_per_expert"]) for layer in measured),
         "dead_experts": dead,
@@ -126,26 +128,46 @@ def _speed_text(summary: Mapping[str, Any]) -> str:
 
 
 def _balance_text(balance: Mapping[str, Any]) -> str:
-    text = f"the busiest takes {balance['max_over_mean']:.2f} times its share (layer {balance['worst_layer']})"
-    text += f", {len(balance['dead_experts'])} of {balance['num_experts']} got no token"
+    within = balance.get("microbatch_max_over_mean")
+    text = f"the busiest takes {balance['max_over_mean']:.2f} times its share (layer {balance['worst_layer']}"
+    text += (
+        f", {within:.2f} in a micro-batch" if within else ""
+    ) + f"), {len(balance['dead_experts'])} of {balance['num_experts']} got no token"
     return text + (f", up to {balance['dropped_fraction']:.1%} of tokens dropped" if balance["dropped_fraction"] else "")
 
 
 def _next_lines(summary: Mapping[str, Any], config: Config) -> list[str]:
-    lines = [f"tensorboard --logdir {summary['run_folder']}/tensorboard"]
+    folder = shlex.quote(summary["run_folder"])
+    lines = [f"moe-exp report {folder}   # a page of its curves and its experts' load; several runs beside each other"]
+    lines.append(f"tensorboard --logdir {folder}/tensorboard")
+    given = _given(config)
+    others = ", with your other settings as before" if len(given) > _MOST_GIVEN else ""
+    script = _SCRIPT if others else " ".join([*given, _SCRIPT])
     if summary["status"] != "finished":
         newest = f" from {summary['checkpoints'][-1]}" if summary["checkpoints"] else ""
         lines.insert(0, f"the same command again goes on{newest}")
     if summary["last_lm_loss"] is None and summary["nan_iterations"]:
         lines.append(f"LR={config.lr / 4:g} with another RUN_NAME: the loss is not a number any more")
     if not config.use_moe:
-        lines.append(f"USE_MOE=true{_other_name(config, 'moe')} {_SCRIPT}   # the same with experts")
+        lines.append(f"USE_MOE=true{_other_name(config, 'moe')} {script}   # the same with experts{others}")
         return lines
-    lines.append(f"USE_MOE=false{_other_name(config, 'dense')} {_SCRIPT}   # the dense baseline")
+    lines.append(f"USE_MOE=false{_other_name(config, 'dense')} {script}   # the dense baseline{others}")
     if config.ep == 1 and config.num_experts % 2 == 0:
         ranks = "" if config.world_size % (2 * config.etp * config.pp) == 0 else " GPUS_PER_NODE=2"
-        lines.append(f"EP=2{ranks}{_other_name(config, 'ep2')} {_SCRIPT}   # experts spread over two ranks")
+        lines.append(f"EP=2{ranks}{_other_name(config, 'ep2')} {script}   # experts spread over two ranks{others}")
     return lines
+
+
+_MOST_GIVEN = 6  # settings that a suggestion repeats; a run with more of them has a script or exports them
+# What a suggestion changes itself, or what belongs to the place rather than to the run.
+_NOT_REPEATED = ("use_moe", "ep", "gpus_per_node", "run_name", "master_addr", "master_port", "nnodes", "node_rank")
+
+
+def _given(config: Config) -> list[str]:
+    """The settings that differ from those of the preset, as variables; some may be exported already, and do no harm twice."""
+    preset = load_config({"preset": config.preset}, {}).model_dump()
+    given = {name: value for name, value in config.model_dump().items() if value != preset[name] and name not in _NOT_REPEATED}
+    return [f"{name.upper()}={shlex.quote(str(value).lower() if isinstance(value, bool) else str(value))}" for name, value in given.items()]
 
 
 def _other_name(config: Config, suffix: str) -> str:

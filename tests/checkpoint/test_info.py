@@ -138,7 +138,7 @@ def test_code_in_a_checkpoint_never_runs(tmp_path, capfd):
     [
         (lambda path: None, "holds no distributed checkpoint (no metadata.json). Fix: name an iter_ folder"),
         (lambda path: (path / LATEST).write_text("x"), "must hold the number of an iteration"),
-        (lambda path: (path / LATEST).write_text("9"), "iter_0000009: holds no distributed checkpoint"),
+        (lambda path: (path / LATEST).write_text("9"), "iter_0000009: does not exist"),
     ],
 )
 def test_what_is_no_checkpoint(make, text, tmp_path, capsys):

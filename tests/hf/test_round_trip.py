@@ -151,6 +151,12 @@ def test_tokenizer_comes_along(tmp_path, hf_folders):
     assert AutoTokenizer.from_pretrained(tmp_path / "alone").convert_tokens_to_ids(["b", "</s>"]) == [3, ids[1]]
     assert json.loads((tmp_path / "back" / "generation_config.json").read_text()) == {"bos_token_id": ids[0], "eos_token_id": ids[1]}
 
+    # One that says nothing of its tokens, as those of the corpus pipeline: the usual name of the end of a text is taken.
+    (source / "tokenizer_config.json").unlink()
+    to_hf(tmp_path / "ours", tmp_path / "unsaid", tokenizer=source / "tokenizer.json")
+    assert AutoTokenizer.from_pretrained(tmp_path / "unsaid").eos_token == "</s>"
+    assert json.loads((tmp_path / "unsaid" / "config.json").read_text())["eos_token_id"] == ids[1]
+
 
 @pytest.mark.parametrize("name", MODELS)
 def test_settings_can_be_trained(name, checkpoints):

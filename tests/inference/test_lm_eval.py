@@ -47,8 +47,6 @@ def byte_tokenizer(path: Path) -> Path:
     tokenizer.add_special_tokens(["<|endoftext|>"])
     path.mkdir()
     tokenizer.save(str(path / "tokenizer.json"))
-    names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>"}
-    (path / "tokenizer_config.json").write_text(json.dumps(names))
     return path
 
 

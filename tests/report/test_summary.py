@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moe_exp.config import Config
+from moe_exp.config import Config, load_config
 from moe_exp.report.summary import summarize, summary_text
 from moe_exp.run_folder import RunFolder
 
@@ -16,7 +16,14 @@ from moe_exp.run_folder import RunFolder
 def train(iteration: int, lm_loss: float | None, **changes: Any) -> dict[str, Any]:
     experts = [
         {"layer": 1, "tokens_per_expert": [5, 3], "max_over_mean": 1.25, "dropped_fraction": 0.0, "router_entropy": 0.6},
-        {"layer": 2, "tokens_per_expert": [8, 0], "max_over_mean": 2.0, "dropped_fraction": 0.05, "router_entropy": 0.1},
+        {
+            "layer": 2,
+            "tokens_per_expert": [8, 0],
+            "max_over_mean": 2.0,
+            "microbatch_max_over_mean": 2.5,
+            "dropped_fraction": 0.05,
+            "router_entropy": 0.1,
+        },
     ]
     return {
         "kind": "train", "iteration": iteration, "consumed_samples": 8 * iteration, "consumed_tokens": 1000 * iteration,
@@ -58,7 +65,8 @@ def test_summary(folder: RunFolder) -> None:
         "last_valid_ppl": 70.1, "consumed_samples": 32, "consumed_tokens": 4000, "wall_seconds": 12.346, "tokens_per_second": 10000.0,
         "ms_per_iteration": 100.0, "tflops_per_gpu": None, "skipped_iterations": 1, "nan_iterations": 0, "num_starts": 2,
         "expert_balance": {
-            "worst_layer": 2, "max_over_mean": 2.0, "dropped_fraction": 0.05, "num_experts": 4, "dead_experts": [[2, 1]],
+            "worst_layer": 2, "max_over_mean": 2.0, "microbatch_max_over_mean": 2.5,
+            "dropped_fraction": 0.05, "num_experts": 4, "dead_experts": [[2, 1]],
         },
         "checkpoints": ["iter_0000002", "iter_0000004"],
     }  # fmt: skip
@@ -72,15 +80,22 @@ def test_text(folder: RunFolder) -> None:
   lm loss      8.0000 -> 4.5000 (lowest 4.0000 at iteration 3)
   validation   4.2500 (perplexity 70.10)
   tokens       4,000 (10,000 tokens/s, 100.0 ms per iteration)
-  experts      the busiest takes 2.00 times its share (layer 2), 1 of 4 got no token, up to 5.0% of tokens dropped
+  experts      the busiest takes 2.00 times its share (layer 2, 2.50 in a micro-batch), 1 of 4 got no token, up to 5.0% of tokens dropped
   trouble      0 iterations without a finite loss, 1 skipped
   checkpoints  2, the newest is checkpoints/iter_0000004
   run folder   {folder.path}
 What to try next
+  moe-exp report {folder.path}   # a page of its curves and its experts' load; several runs beside each other
   tensorboard --logdir {folder.path}/tensorboard
-  USE_MOE=false bash moe_exp/scripts/run_moe_from_scratch.sh   # the dense baseline
-  EP=2 GPUS_PER_NODE=2 bash moe_exp/scripts/run_moe_from_scratch.sh   # experts spread over two ranks"""
+  USE_MOE=false bash moe_exp/scripts/run_moe_from_scratch.sh   # the dense baseline, with your other settings as before
+  EP=2 GPUS_PER_NODE=2 bash moe_exp/scripts/run_moe_from_scratch.sh   # experts spread over two ranks, with your other settings as before"""
     )
+
+
+def test_what_to_try_next_repeats_the_settings_that_were_given(folder: RunFolder) -> None:
+    given = load_config({"preset": "cpu", "gpus_per_node": 1, "train_iters": 60, "log_timers": True, "data_dir": "my data"}, {})
+    text = summary_text(summarize(given, RECORDS, folder, 12.3, "finished"), given)
+    assert "  USE_MOE=false TRAIN_ITERS=60 DATA_DIR='my data' LOG_TIMERS=true bash moe_exp" in text
 
 
 def test_a_run_without_records(tmp_path: Path) -> None:
