@@ -246,8 +246,9 @@ def _track(index: int, events: Sequence[tuple[float, dict[str, Any]]], span: tup
 def _active(events: Sequence[tuple[float, dict[str, Any]]], last: float) -> list[tuple[float, float]]:
     """From each start to its last event before the next start."""
     starts = [position for position, (_, event) in enumerate(events) if event.get("event") in ("start", "resume")]
+    ends = [*starts[1:], len(events)] if starts else []
     spans = []
-    for position, following in zip(starts, [*starts[1:], len(events)], strict=True):
+    for position, following in zip(starts, ends, strict=True):
         end = last if following == len(events) else events[following - 1][0]
         spans.append((events[position][0], max(end, events[position][0])))
     return spans

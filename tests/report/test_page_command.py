@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from run_folders import dense_and_moe, train_record, write_run
+from run_folders import dense_and_moe, event, train_record, write_run
 
 from moe_exp.cli import main
 from moe_exp.report.page import MOST_BYTES, report_html
@@ -110,3 +110,14 @@ def test_no_records_at_all(tmp_path, capsys):
     out = tmp_path / "report.html"
     assert report(write_run(tmp_path / "empty", []), "--out", out) == 0
     assert "No loss has been recorded yet." in out.read_text() and "empty: no train records yet." in out.read_text()
+
+
+@pytest.mark.parametrize("events", [[], [event("checkpoint", 3, "10:00:10")]], ids=["settings alone", "events without a start"])
+def test_a_run_that_has_not_come_to_its_start_stands_beside_others(tmp_path, events):
+    fresh = write_run(tmp_path / "fresh", events)
+    if not events:
+        (fresh / "metrics.jsonl").unlink()  # it is building its model, or died there
+    out = tmp_path / "report.html"
+    for runs in ([fresh], [*dense_and_moe(tmp_path), fresh]):
+        assert report(*runs, "--out", out) == 0
+    assert "fresh: no train records yet." in out.read_text() and out.read_text().count('class="track"') == 3
