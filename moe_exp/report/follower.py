@@ -198,9 +198,7 @@ class Follower:
     def status(self) -> str | None:
         """How the run ended: finished, stopped or failed; None while it may go on."""
         watched = self.watched
-        return ended_status(
-            self.folder, modified=self._modified, start_time=watched.start_time, end=watched.end, read_json=self._read_json
-        )
+        return ended_status(self.folder, modified=self._modified, start_time=watched.start_time, end=watched.end, read_json=self._read_json)
 
     def _read_json(self, path: Path) -> dict[str, Any]:
         return self._content(path, json.loads)

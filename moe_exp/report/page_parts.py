@@ -8,9 +8,9 @@ from datetime import datetime
 from html import escape
 from typing import Any
 
-from moe_exp.report.comparison import NATS, Cost, Overview, Parity, parity_text
+from moe_exp.report.comparison import NATS, Cost, Overview, Parity, has_loss, parity_text, why_not_compared
 from moe_exp.report.load_history import LAYER_KEYS
-from moe_exp.report.quantities import bytes_text, duration, loss_text, percent, short
+from moe_exp.report.quantities import bytes_text, duration, loss_text, percent, short, target_text
 from moe_exp.report.run_data import Run
 from moe_exp.report.series import SPIKE_FACTOR, SPIKE_WINDOW, spikes
 
@@ -45,9 +45,10 @@ def parity_html(found: Sequence[Parity]) -> str:
         return '<p class="note">With a dense run and one with experts, this says what share of the FLOPs and the time a loss costs.</p>'
     return (
         f'<div class="cards">{"".join(map(_card, found))}</div><p class="note">Both are taken at their first record whose smoothed loss is '
-        "not above the lowest smoothed loss that both reach: the higher of their two lowest ones. The smoothed loss at a record is "
-        "the mean training loss of the last 5% of the tokens of the shorter run. FLOPs are the model's, forward and backward; time is that "
-        "of training, without evaluation and saving.</p>"
+        "not above the lowest smoothed loss that both reach: the higher of their two lowest ones, rounded up to four places. The smoothed "
+        "loss at a record is the mean training loss of the last w tokens, in whole records: w is 5% of the tokens of the shorter run, and "
+        "at least 1% of those of the longer. FLOPs are the model's, forward and backward; time is that of training, without evaluation and "
+        "saving.</p>"
     )
 
 
@@ -96,18 +97,23 @@ def cost_html(views: Sequence[Overview], loss: float, unit: str | None, window_t
     """What each run had used when it reached `loss`, which `is_common` if no other was asked for; the script fills it for others."""
     if unit is None:
         return '<p class="note">The tokenizers differ and bits per byte are not known, so there is no loss to compare at.</p>'
+    reasons = [f"{view.run.name} {reason}" for view in views if (reason := why_not_compared(view.run, window_tokens))]
+    left_out = escape(f" Left out: {'; '.join(reasons)}.") if reasons else ""
     if not math.isfinite(loss):
-        return '<p class="note">No loss has been recorded yet.</p>'
+        has_any = any(has_loss(view.run) for view in views)
+        return f'<p class="note">{f"No loss can be compared.{left_out}" if has_any else "No loss has been recorded yet."}</p>'
     rows = [_cost_row(view, index) for index, view in enumerate(views)]
     head = ["run", "tokens", "FLOPs", "training time", "iteration"]
     step = 0.01 if unit == NATS else 0.001
+    shown = target_text(loss)
     choose = (
-        f'<p id="target" hidden><label>loss to reach, {unit} <input id="target-loss" type="number" step="{step}" value="{loss:.4f}">'
+        f'<p id="target" hidden><label>loss to reach, {unit} <input id="target-loss" type="number" step="{step}" value="{shown}">'
         "</label></p>"
     )
     note = (
-        f"What each run had used when its smoothed loss first was at or below that loss; the table starts with {loss:.4f} {unit}"
-        f"{', the lowest that all runs reach' if is_common else ''}. Smoothed: the mean over the last {short(window_tokens)} tokens."
+        f"What each run had used when its smoothed loss first was at or below that loss; the table starts with {shown} {unit}"
+        f"{', the lowest that all runs reach' if is_common else ''}. Smoothed: the mean over the last {short(window_tokens)} tokens, in "
+        f"whole records.{left_out}"
     )
     return f'{choose}{table(head, rows, "Cost of a loss")}<p class="note">{note}</p>'
 
