@@ -35,8 +35,9 @@ def table(head: Sequence[str], rows: Sequence[str], label: str, *, css: str = "s
 
 
 def run_name(run: Run, index: int) -> str:
-    """Its name with its colour."""
-    return f'<i class="swatch" style="--c:var(--run-{index % 8})"></i>{escape(run.name)}'
+    """Its name with its colour; six lines of a long one, the whole of it on hover."""
+    name = escape(run.name)
+    return f'<span class="run" title="{name}"><i class="swatch" style="--c:var(--run-{index % 8})"></i>{name}</span>'
 
 
 def parity_html(found: Sequence[Parity]) -> str:
