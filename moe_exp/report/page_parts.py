@@ -8,7 +8,7 @@ from datetime import datetime
 from html import escape
 from typing import Any
 
-from moe_exp.report.comparison import NATS, Cost, Overview, Parity, has_loss, parity_text, why_not_compared
+from moe_exp.report.comparison import NATS, Cost, Overview, Parity, has_loss, in_words, parity_text, why_not_compared
 from moe_exp.report.load_history import LAYER_KEYS
 from moe_exp.report.quantities import bytes_text, duration, loss_text, percent, short, target_text
 from moe_exp.report.run_data import Run
@@ -211,10 +211,31 @@ def events_html(runs: Sequence[Run]) -> str:
         '<p class="note key"><span><i class="start"></i>start, resume</span><span><i></i>checkpoint</span>'
         f'<span><i class="fault"></i>fault</span><span><i class="end"></i>end</span><span>whole width: {duration(longest)}</span></p>'
     )
-    rows = [row for index, run in enumerate(runs) for row in _event_rows(run, index)]
+    kept = [most_telling(run.events, _MOST_ROWS) for run in runs]
+    rows = [row for index, run in enumerate(runs) for row in _event_rows(run, index, kept[index])]
+    left_out = [f"{text} of {run.name}" for run, one in zip(runs, kept, strict=True) if (text := _left_out(run.events, one))]
     head = ["run", "event", "iteration", "time", "details"]
     shown = table(head, rows, "Events", css="scroll tall")
-    return f'<div class="timeline">{tracks}</div>{key}<details><summary>All events ({len(rows)})</summary>{shown}</details>'
+    title = f"Events: {len(rows)}; left out are {escape(in_words(left_out))}" if left_out else f"All events ({len(rows)})"
+    return f'<div class="timeline">{tracks}</div>{key}<details><summary>{title}</summary>{shown}</details>'
+
+
+def most_telling(events: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
+    """At most so many events in their order: faults before the others, checkpoints last, and of each the newest."""
+    order = sorted(range(len(events)), key=lambda index: (not is_fault(events[index]), is_checkpoint(events[index]), -index))
+    return [events[index] for index in sorted(order[:most])]
+
+
+def _left_out(events: Sequence[dict[str, Any]], kept: Sequence[dict[str, Any]]) -> str:
+    """`399 checkpoints and 2 others`; empty where all are kept."""
+    checkpoints = sum(map(is_checkpoint, events)) - sum(map(is_checkpoint, kept))
+    parts = [(checkpoints, "checkpoints"), (len(events) - len(kept) - checkpoints, "others")]
+    return in_words([f"{number:,} {what}" for number, what in parts if number])
+
+
+def is_checkpoint(event: dict[str, Any]) -> bool:
+    """Whether it tells that one was saved."""
+    return event.get("event") == "checkpoint"
 
 
 def _time(event: dict[str, Any]) -> float | None:
@@ -240,9 +261,11 @@ def _track(index: int, events: Sequence[tuple[float, dict[str, Any]]], span: tup
         f'<i class="active" style="--c:var(--run-{index % 8});left:{place(begin)};width:{place(span[0] + end - begin)}"></i>'
         for begin, end in _active(events, span[1])
     ]
-    checkpoints = [item for item in events if item[1].get("event") == "checkpoint"]
-    others = [item for item in events if item[1].get("event") != "checkpoint"]
-    for when, event in checkpoints[:: len(checkpoints) // _MOST_MARKS + 1] + others[:_MOST_MARKS]:
+    times = {id(event): when for when, event in events}
+    checkpoints = [event for _, event in events if is_checkpoint(event)]
+    others = most_telling([event for _, event in events if not is_checkpoint(event)], _MOST_MARKS)
+    for event in checkpoints[:: len(checkpoints) // _MOST_MARKS + 1] + others:
+        when = times[id(event)]
         name = str(event.get("event"))
         css = "fault" if is_fault(event) else name if name in ("start", "resume", "checkpoint", "end") else ""
         text = f"{name} at iteration {event.get('iteration')}, {event.get('time')}"
@@ -267,11 +290,9 @@ def is_fault(event: dict[str, Any]) -> bool:
     return name in FAULTS or "fault" in name or "fail" in name or "spike" in name or event.get("status") == "failed"
 
 
-def _event_rows(run: Run, index: int) -> list[str]:
+def _event_rows(run: Run, index: int, events: Sequence[dict[str, Any]]) -> list[str]:
     rows = []
-    left_out = max(0, len(run.events) - _MOST_ROWS)
-    events = [event for event in run.events if is_fault(event) or event.get("event") != "checkpoint"] if left_out else run.events
-    for event in events[:_MOST_ROWS]:
+    for event in events:
         details = ", ".join(f"{key}: {value}" for key, value in event.items() if key not in ("kind", "iteration", "event", "time"))
         css = ' class="fault"' if is_fault(event) else ""
         texts = [event.get("event"), event.get("iteration"), str(event.get("time", "")).replace("T", " "), details[:500]]
