@@ -19,7 +19,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
         allow_abbrev=False,
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, RUN_DIR/RUN_NAME")
-    parser.add_argument("--format", choices=("html", "md"), default="html", help="html: a page (default); md: a short table in Markdown")
+    parser.add_argument("--format", choices=("html", "md"), help="html: a page (default); md: a short table in Markdown")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: report.html, or with --format md the standard output")
     parser.add_argument("--title", default="", help="heading (default: the names of the runs)")
     parser.add_argument("--loss", type=float, metavar="X", help="loss that the costs are given for (default: the lowest that all reach)")
@@ -30,10 +30,26 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     parser.set_defaults(run=_report)
 
 
+# Options that a kind of report has no use for.
+_NOT_WITH = {
+    "wandb": ("out", "format", "loss", "watch", "once"),
+    "--watch": ("out", "format", "title", "loss", "project", "entity"),
+    "a page": ("once", "project", "entity"),
+}
+
+
 def _report(arguments: argparse.Namespace) -> int:
-    if arguments.runs[0] == "wandb":
-        return _wandb(arguments)
-    return _watch(arguments) if arguments.watch else _page(arguments)
+    kind = "wandb" if arguments.runs[0] == "wandb" else "--watch" if arguments.watch else "a page"
+    _refuse_unused(arguments, kind)
+    return {"wandb": _wandb, "--watch": _watch, "a page": _page}[kind](arguments)
+
+
+def _refuse_unused(arguments: argparse.Namespace, kind: str) -> None:
+    from moe_exp.config import ConfigError, problem
+
+    given = {name: value for name in _NOT_WITH[kind] if (value := getattr(arguments, name)) not in (None, "", False)}
+    if given:
+        raise ConfigError([problem(name, value, f"is not used for {kind}", f"leave --{name} out") for name, value in given.items()])
 
 
 def _wandb(arguments: argparse.Namespace) -> int:
@@ -43,7 +59,9 @@ def _wandb(arguments: argparse.Namespace) -> int:
     if not arguments.project or not arguments.runs[1:]:
         name = "project" if not arguments.project else "runs"
         raise ValueError(problem(name, "", "a wandb report needs it", "call moe-exp report wandb RUN ... --project P"))
-    print(wandb_report([Path(run) for run in arguments.runs[1:]], project=arguments.project, entity=arguments.entity or None))
+    title = {"title": arguments.title} if arguments.title else {}
+    runs = [Path(run) for run in arguments.runs[1:]]
+    print(wandb_report(runs, project=arguments.project, entity=arguments.entity or None, **title))
     return 0
 
 
@@ -64,10 +82,11 @@ def _page(arguments: argparse.Namespace) -> int:
 
     if arguments.loss is not None and not math.isfinite(arguments.loss):
         raise ValueError(problem("loss", arguments.loss, "must be a finite number", "give a loss such as 3.2"))
-    out = arguments.out or (Path("report.html") if arguments.format == "html" else None)
-    warnings = write_report([Path(run) for run in arguments.runs], out, kind=arguments.format, title=arguments.title, loss=arguments.loss)
+    kind = arguments.format or "html"
+    out = arguments.out or (Path("report.html") if kind == "html" else None)
+    warnings = write_report([Path(run) for run in arguments.runs], out, kind=kind, title=arguments.title, loss=arguments.loss)
     for text in warnings:
         print(f"moe-exp report: warning: {text}", file=sys.stderr, flush=True)
     if out:
-        print(f"{out}: {out.stat().st_size:,} bytes")
+        print(f"{str(out).encode(errors='replace').decode()}: {out.stat().st_size:,} bytes")
     return 0

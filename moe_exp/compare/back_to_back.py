@@ -26,6 +26,7 @@ from moe_exp.report.page import write_report
 
 # A record with its experts is shorter than this, where there are less than some thousand.
 _TAIL_BYTES = 1 << 17
+PAGE = "report.html"
 _ITERATION = re.compile(rb'"kind": "train", "iteration": (\d+)')
 
 
@@ -84,12 +85,15 @@ def _run_held(comparison: Comparison) -> int:
         wait_until_free(run.folder)
     _check([run for run in runs if not is_finished(run)])
     ended: dict[str, Ended] = {}
+    text, warnings = "", list[str]()
     for number, run in enumerate(runs, start=1):
         ended[run.name] = _run_one(comparison, run, f"[{number}/{len(runs)}] {run.name}")
         print(f"[{number}/{len(runs)}] {_line(ended[run.name])}", flush=True)
         text = write_tables(comparison, [ended.get(other.name) or read_ended(other) for other in runs])
-    print(f"\n{text}\n{comparison.folder}/report.md", flush=True)
-    write_page(comparison, [run.folder.path for run in runs if run.folder.metrics.exists()])
+        warnings = write_page(comparison, [run.folder.path for run in runs if run.folder.metrics.exists()])
+    print("\n".join(["", text, f"{comparison.folder}/report.md", *warnings]), flush=True)
+    if (comparison.folder / PAGE).exists():
+        print(comparison.folder / PAGE, flush=True)
     return int(any(one.status in ("failed", "oom", "timeout") for one in ended.values()))
 
 
@@ -130,14 +134,9 @@ def write_tables(comparison: Comparison, ended: Sequence[Ended]) -> str:
     return text
 
 
-def write_page(comparison: Comparison, runs: Sequence[Path]) -> None:
-    """Writes report.html of these run folders, and prints what to know before reading it."""
-    if not runs:
-        return
-    out = comparison.folder / "report.html"
-    for line in write_report(list(runs), out, title=comparison.folder.name):
-        print(line)
-    print(out, flush=True)
+def write_page(comparison: Comparison, runs: Sequence[Path]) -> list[str]:
+    """Writes report.html of these run folders, unless there is none; returns what to know before reading it."""
+    return write_report(runs, comparison.folder / PAGE, title=comparison.folder.name) if runs else []
 
 
 def _check(runs: Sequence[Run], *, settings_only: bool = False) -> None:

@@ -6,12 +6,14 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from itertools import combinations
 
 from moe_exp.compare.comparison import Comparison
 from moe_exp.compare.matching import active_parameters, apart, flops_per_token
-from moe_exp.compare.results import AXES, Axis, Ended, reached, shared_end
+from moe_exp.compare.results import AXES, Axis, Ended, compared, losses_at_shared_end
 from moe_exp.compare.variants import Variant, differences
 from moe_exp.planner.params import count_parameters
+from moe_exp.report.comparison import Parity, in_words, parity_text
 
 _MATCHED_BY = {"flops": "FLOPs per token", "active-params": "active parameters", "time": "FLOPs per token"}
 
@@ -81,46 +83,48 @@ def result_text(comparison: Comparison, ended: Sequence[Ended]) -> str:
     for label, value, text in _RESULTS:
         rows[label] = [_spread([value(one) for one in runs], text) for runs in by_name.values()]
     for axis in AXES:
-        if end := shared_end(ended, axis):
-            label = f"loss at {_AXIS_WORDS[axis](end)}"
-            rows[label] = [_spread([_loss_at(one, axis, end) for one in runs], _loss) for runs in by_name.values()]
+        if found := losses_at_shared_end(ended, axis):
+            losses = {one.run.name: loss for one, loss in zip(ended, found[1], strict=True)}
+            row = [_spread([losses[one.run.name] for one in runs], _loss) for runs in by_name.values()]
+            rows[f"loss at {_AXIS_WORDS[axis](found[0])}"] = row
     lines = [f"# {comparison.folder.name}: matched by {comparison.options.match}", "", *_table(list(by_name), rows), ""]
-    times = [time for one in ended if one.status == "finished" and (time := _total(one, "seconds"))]
+    times = [one.numbers.seconds for one in ended if one.status == "finished" and one.numbers.seconds > 0]
     if comparison.options.match == "time" and len(times) > 1:
         lines.append(f"- training times came out {_percent(max(times) / min(times) - 1)} apart")
-    lines += [f"- {line}" for line in _reached_lines(by_name)]
+    lines += [f"- {line}" for line in _parity_lines(by_name)]
     lines += [f"- {one.run.name} {one.status}: {one.reason}" for one in ended if one.reason]
-    note = "Losses are of training, nats per token, means over the latest twentieth of a run; times are without evaluation and saves."
+    note = (
+        "Losses are of training, nats per token: means over the last 5% of a run's tokens, where runs are compared of the shortest run's; "
+        "times are without evaluation and saves."
+    )
     return "\n".join([*lines, "", note + (" ± is the standard deviation over seeds." if comparison.options.repeats > 1 else ""), ""])
 
 
-def _reached_lines(by_name: Mapping[str, Sequence[Ended]]) -> Iterator[str]:
-    """For every two variants the better one's way to the other's final loss, run by run with the same seed."""
-    for name, runs in by_name.items():
-        for other, others in by_name.items():
-            pairs = [(one, two) for one, two in zip(runs, others, strict=True) if one.final_loss is not None and two.final_loss is not None]
-            if name == other or not pairs:
-                continue
-            if statistics.fmean(one.final_loss or 0.0 for one, _ in pairs) >= statistics.fmean(two.final_loss or 0.0 for _, two in pairs):
-                continue
-            found = [way for one, two in pairs if (way := reached(one, two))]
-            shares = {axis: [share for way in found if (share := getattr(way, axis)) is not None] for axis in AXES}
-            ways = ", ".join(f"{_spread(values, _whole_percent)} of its {_AXIS_NAMES[axis]}" for axis, values in shares.items() if values)
-            missed = len(found) - len(shares["tokens"])
-            seeds = f" ({missed} of {len(found)} seeds do not reach it)" if missed else ""
-            loss = _spread([two.final_loss for _, two in pairs], _loss)
-            yield f"{name} reaches the final loss of {other}, {loss}, with {ways}{seeds}"
+def _parity_lines(by_name: Mapping[str, Sequence[Ended]]) -> Iterator[str]:
+    """Every two variants as the page compares them, run by run with the same seed: an MoE against a dense one, else the later one."""
+    for (_, earlier), (_, later) in combinations(by_name.items(), 2):
+        swapped = earlier[0].run.config.use_moe and not later[0].run.config.use_moe
+        pairs = zip(earlier, later, strict=True) if swapped else zip(later, earlier, strict=True)
+        found = [compared(one, two) for one, two in pairs if one.recorded.num_records and two.recorded.num_records]
+        known = [one for one in found if not one.reason]
+        if len(known) > 1:
+            yield _parity_of_seeds(known)
+        else:
+            yield from map(parity_text, known or found)
 
 
-_AXIS_NAMES: dict[Axis, str] = {"tokens": "tokens", "flops": "FLOPs", "seconds": "time"}
+def _parity_of_seeds(found: Sequence[Parity]) -> str:
+    """Of runs with the same two names but for their seeds."""
+    shares = {what: [getattr(one, axis) for one in found] for axis, what in _SHARES.items()}
+    cost = in_words([f"{text} of {what}" for what, values in shares.items() if (text := _spread(values, _whole_percent))])
+    loss = _spread([one.loss for one in found], _loss)
+    return (
+        f"{found[0].run.name} against {found[0].other.name}, means of {len(found)} seeds: to the lowest loss that both reach, {loss}, "
+        f"it needed {cost}"
+    )
 
 
-def _loss_at(ended: Ended, axis: Axis, end: float) -> float | None:
-    return ended.curve.loss_at(axis, end) if ended.curve else None
-
-
-def _total(ended: Ended, axis: Axis) -> float | None:
-    return ended.curve.total(axis) if ended.curve else None
+_SHARES: dict[Axis, str] = {"flops": "the FLOPs", "seconds": "the time", "tokens": "the tokens"}
 
 
 def _statuses(runs: Sequence[Ended]) -> str:
@@ -181,12 +185,12 @@ _AXIS_WORDS: dict[Axis, Callable[[float], str]] = {
 
 # Label, value of a run, and its text.
 _RESULTS: list[tuple[str, Callable[[Ended], float | None], Callable[[float], str]]] = [
-    ("tokens", lambda one: _total(one, "tokens"), _count),
-    ("FLOPs", lambda one: _total(one, "flops"), _count),
-    ("training time", lambda one: _total(one, "seconds"), _seconds),
-    ("tokens/s", lambda one: one.tokens_per_second, lambda rate: f"{rate:,.0f}"),
-    ("memory of a rank", lambda one: one.memory_bytes, lambda size: f"{size / 2**30:.2f} GiB"),
+    ("tokens", lambda one: one.numbers.tokens, _count),
+    ("FLOPs", lambda one: one.numbers.flops, _count),
+    ("training time", lambda one: one.numbers.seconds, _seconds),
+    ("tokens/s", lambda one: one.numbers.tokens_per_second, lambda rate: f"{rate:,.0f}"),
+    ("memory of a rank", lambda one: one.numbers.peak_memory_bytes, lambda size: f"{size / 2**30:.2f} GiB"),
     ("final loss", lambda one: one.final_loss, _loss),
-    ("last validation loss", lambda one: one.valid_loss, _loss),
-    ("last validation perplexity", lambda one: one.valid_loss and math.exp(min(one.valid_loss, 20.0)), lambda ppl: f"{ppl:.2f}"),
+    ("last validation loss", lambda one: one.numbers.valid_loss, _loss),
+    ("last validation perplexity", lambda one: one.numbers.valid_ppl, lambda ppl: f"{ppl:.2f}"),
 ]

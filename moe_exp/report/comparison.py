@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import ROUND_CEILING, Decimal
 
 import numpy as np
 
@@ -11,10 +12,10 @@ from moe_exp.config import Config
 from moe_exp.planner.params import count_parameters
 from moe_exp.report.load_history import Floats
 from moe_exp.report.run_data import Run
-from moe_exp.report.series import first_at_or_below, trailing_mean
+from moe_exp.report.series import begin_of, first_at_or_below, trailing_mean
 
-SMOOTHED_SHARE = 0.05  # of the tokens of the shorter run
-_FEWEST_SHARE = 0.01  # of those of the longest run on the page
+SMOOTHED_SHARE = 0.05  # of the tokens of the shortest run
+_FEWEST_SHARE = 0.01  # of those of the longest; a run of less is not compared
 # Where a run is written and started, not what it is.
 _NOT_COMPARED = ("run_name", "run_dir", "master_addr", "master_port", "node_rank")
 # What a dense run does not use.
@@ -42,25 +43,27 @@ class Cost:
 
 @dataclass(frozen=True)
 class Parity:
-    """A run with experts against a dense one at the lowest smoothed loss that both reach.
+    """A run against another one, on the page one with experts against a dense one, at the lowest smoothed loss that both reach.
 
     Attributes:
-        moe, dense: the runs.
+        run, other: the two.
         loss: that loss, in `unit`.
         unit: NATS or BITS.
-        flops, seconds, tokens: what `moe` had used by then as a share of what `dense` had; NaN where one of them is not known.
-        dense_lowest: the lowest smoothed loss of `dense`, which is below `loss` where `moe` does not reach it.
+        flops, seconds, tokens: what `run` had used by then as a share of what `other` had; NaN where one of them is not known.
+        is_reached: whether `run` reaches the lowest loss of `other`; if not, `loss` is its own lowest.
+        other_lowest: the lowest smoothed loss of `other`.
         reason: why there is no comparison; empty where there is one.
     """
 
-    moe: Run
-    dense: Run
+    run: Run
+    other: Run
     loss: float = float("nan")
     unit: str = NATS
     flops: float = float("nan")
     seconds: float = float("nan")
     tokens: float = float("nan")
-    dense_lowest: float = float("nan")
+    is_reached: bool = True
+    other_lowest: float = float("nan")
     reason: str = ""
 
 
@@ -77,16 +80,24 @@ def bits_per_nat(run: Run) -> float:
     return float(run.valid["lm_loss_bits_per_byte"][both[-1]] / run.valid["lm_loss"][both[-1]]) if len(both) else float("nan")
 
 
+def has_loss(run: Run) -> bool:
+    """Whether any record has a loss that is a number."""
+    return bool(np.isfinite(run.train["lm_loss"]).any())
+
+
 def is_mixed(runs: Sequence[Run]) -> bool:
-    """Whether the runs have more than one tokenizer, so that their losses per token do not compare."""
-    return len({tokenizer_of(run) for run in runs} - {None}) > 1
+    """Whether those of the runs that have a loss have more than one tokenizer, so that their losses per token do not compare."""
+    return len({tokenizer_of(run) for run in runs if has_loss(run)} - {None}) > 1
 
 
 def loss_unit(runs: Sequence[Run]) -> str | None:
-    """In what the losses of these runs compare: nats per token, with several tokenizers bits per byte, or None where that is not known."""
+    """In what the losses of these runs, of those that have one, compare.
+
+    Nats per token; with several tokenizers bits per byte, or None where that is not known for all.
+    """
     if not is_mixed(runs):
         return NATS
-    return BITS if all(np.isfinite(bits_per_nat(run)) for run in runs) else None
+    return BITS if all(np.isfinite(bits_per_nat(run)) for run in runs if has_loss(run)) else None
 
 
 def losses(run: Run, unit: str) -> Floats:
@@ -95,15 +106,34 @@ def losses(run: Run, unit: str) -> Floats:
 
 
 def smoothed(run: Run, unit: str, window_tokens: float) -> Floats:
-    """The training loss as a mean over the last `window_tokens` tokens."""
-    return trailing_mean(run.train["consumed_tokens"], losses(run, unit), window_tokens)
+    """The training loss as a mean over the last `window_tokens` tokens, to nine places: the last bits of a sum do not decide."""
+    return np.round(trailing_mean(run.train["consumed_tokens"], losses(run, unit), window_tokens), 9)
 
 
 def window_of(runs: Sequence[Run]) -> float:
-    """Tokens to smooth over: 5% of what the shortest run has consumed, and at least 1% of what the longest has."""
-    tokens = [float(run.train["consumed_tokens"][-1]) for run in runs if run.num_records]
-    tokens = [count for count in tokens if np.isfinite(count)]
-    return max(SMOOTHED_SHARE * min(tokens), _FEWEST_SHARE * max(tokens)) if tokens else 0.0
+    """Tokens to smooth over: 5% of what the shortest run has trained on, and at least 1% of what the longest has.
+
+    Runs of less than that 1% are left out: one that has just begun does not change the curves of the others.
+    """
+    tokens = [count for run in runs if has_loss(run) and np.isfinite(count := _trained_tokens(run))]
+    fewest = _FEWEST_SHARE * max(tokens, default=0.0)
+    return max(SMOOTHED_SHARE * min((count for count in tokens if count >= fewest), default=0.0), fewest)
+
+
+def _trained_tokens(run: Run) -> float:
+    """Tokens that the records cover, without those before a checkpoint of LOAD_DIR."""
+    return run.last("consumed_tokens") - begin_of(run.train["consumed_tokens"])
+
+
+def why_not_compared(run: Run, window_tokens: float) -> str:
+    """Why a run has no smoothed loss, as the end of a sentence; empty where it has one."""
+    if not has_loss(run):
+        return "has no loss that is a number" if run.num_records else "has no loss yet"
+    if not np.isfinite(run.train["consumed_tokens"]).any():
+        return "has losses but no token counts (consumed_tokens), which they are smoothed and compared by"
+    if not np.isfinite(smoothed(run, NATS, window_tokens)).any():
+        return "is too short to smooth: it has less than 1% of the tokens of the longest run"
+    return ""
 
 
 def lowest(values: Floats) -> float:
@@ -121,13 +151,19 @@ def cost_of(run: Run, values: Floats, loss: float) -> Cost | None:
 
 
 def common_loss(runs: Sequence[Run]) -> tuple[float, str | None]:
-    """The lowest smoothed loss that every run with a loss reaches, and its unit; NaN without one."""
-    runs = [run for run in runs if np.isfinite(run.train["lm_loss"]).any()]
-    unit = loss_unit(runs)
-    if unit is None or not runs:
-        return float("nan"), unit
-    window = window_of(runs)
-    return float(np.max([lowest(smoothed(run, unit, window)) for run in runs])), unit
+    """The lowest smoothed loss that every run with one reaches, rounded up to four places, and its unit; NaN without one."""
+    unit, window = loss_unit(runs), window_of(runs)
+    if unit is None:
+        return float("nan"), None
+    lowest_ones = [lowest(smoothed(run, unit, window)) for run in runs if not why_not_compared(run, window)]
+    return rounded_up(max(lowest_ones, default=float("nan"))), unit
+
+
+def rounded_up(loss: float) -> float:
+    """To the next four places: a loss that is printed with four is one that the run has reached. NaN stays NaN."""
+    if not np.isfinite(loss):
+        return loss
+    return float(Decimal(f"{loss:.9f}").quantize(Decimal("0.0001"), rounding=ROUND_CEILING))
 
 
 def parities(runs: Sequence[Run]) -> list[Parity]:
@@ -136,32 +172,34 @@ def parities(runs: Sequence[Run]) -> list[Parity]:
     return [parity(run, dense) for run in runs if run.is_moe for dense in dense_runs]
 
 
-def parity(moe: Run, dense: Run) -> Parity:
+def parity(run: Run, other: Run) -> Parity:
     """Compares the two at the lowest smoothed loss that both reach.
 
-    The smoothed loss at a record is the mean training loss of the last w tokens, w being 5% of the tokens of the shorter run. The
-    loss that both reach is the larger of the two lowest ones; each run is taken at its first record that is not above it.
+    The smoothed loss at a record is the mean training loss of the last w tokens, in whole records, w being 5% of the tokens of the
+    shorter run, and at least 1% of those of the longer. The loss that both reach is the larger of the two lowest ones, rounded up
+    to four places; each run is taken at its first record that is not above it.
     """
-    pair = (moe, dense)
-    unit = loss_unit(pair)
+    pair = (run, other)
+    unit, window = loss_unit(pair), window_of(pair)
+    if reasons := [f"{one.name} {reason}" for one in pair if (reason := why_not_compared(one, window))]:
+        return Parity(run, other, reason="; ".join(reasons))
     if unit is None:
-        return Parity(moe, dense, reason="their tokenizers differ, and bits per byte are not known for both")
-    window = window_of(pair)
-    curves = [smoothed(run, unit, window) for run in pair]
-    loss = max(lowest(curve) for curve in curves) if all(np.isfinite(lowest(curve)) for curve in curves) else float("nan")
-    costs = [cost_of(run, curve, loss) for run, curve in zip(pair, curves, strict=True)]
-    if costs[0] is None or costs[1] is None:
-        return Parity(moe, dense, unit=unit, reason="one of them has no loss yet")
-    ours, theirs = costs[0], costs[1]
+        return Parity(run, other, reason="their tokenizers differ, and bits per byte are not known for both")
+    curves = [smoothed(one, unit, window) for one in pair]
+    own_lowest, other_lowest = map(lowest, curves)
+    loss = rounded_up(max(own_lowest, other_lowest))
+    ours, theirs = (cost_of(one, curve, loss) for one, curve in zip(pair, curves, strict=True))
+    assert ours and theirs
     return Parity(
-        moe,
-        dense,
+        run,
+        other,
         loss=loss,
         unit=unit,
         flops=_share(ours.flops, theirs.flops),
         seconds=_share(ours.seconds, theirs.seconds),
         tokens=_share(ours.tokens, theirs.tokens),
-        dense_lowest=lowest(curves[1]),
+        is_reached=own_lowest <= other_lowest,
+        other_lowest=other_lowest,
     )
 
 
@@ -171,14 +209,20 @@ def _share(ours: float, theirs: float) -> float:
 
 def parity_text(found: Parity) -> str:
     """The comparison in one sentence."""
+    name, other = found.run.name, found.other.name
     if found.reason:
-        return f"{found.moe.name} and {found.dense.name} are not compared: {found.reason}."
+        return f"{name} and {other} are not compared: {found.reason}."
     parts = [(found.flops, "the FLOPs"), (found.seconds, "the time"), (found.tokens, "the tokens")]
-    known = [f"{share:.0%} of {what}" for share, what in parts if np.isfinite(share)]
-    cost = f"{', '.join(known[:-1])}{' and ' if len(known) > 1 else ''}{known[-1]}" if known else "an unknown share of the FLOPs"
-    lower = f"; {found.dense.name} itself comes to {found.dense_lowest:.4f}" if found.dense_lowest < found.loss else ""
-    at = f"{found.loss:.4f} {found.unit}, the lowest that both reach"
-    return f"{found.moe.name} reaches the loss of {found.dense.name} ({at}) in {cost}{lower}."
+    cost = in_words([f"{share:.0%} of {what}" for share, what in parts if np.isfinite(share)]) or "an unknown share of the FLOPs"
+    if found.is_reached:
+        return f"{name} reaches the loss of {other} ({found.loss:.4f} {found.unit}, the lowest that both reach) in {cost}."
+    at = f"{found.other_lowest:.4f} {found.unit}"
+    return f"{name} does not reach the loss of {other} ({at}); to its own lowest, {found.loss:.4f}, it needed {cost} that {other} needed."
+
+
+def in_words(parts: Sequence[str]) -> str:
+    """`a, b and c`."""
+    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
 
 
 def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
@@ -287,14 +331,17 @@ def warnings_of(runs: Sequence[Run]) -> list[str]:
     """What a reader has to know before comparing: mixed tokenizers, gaps, and what could not be read."""
     found = []
     if is_mixed(runs):
-        which = "; ".join(f"{run.name}: {tokenizer_of(run) or 'unknown'}" for run in runs)
+        which = "; ".join(f"{run.name}: {tokenizer_of(run) or 'unknown'}" for run in runs if has_loss(run))
         unit = loss_unit(runs)
         use = "losses are compared in bits per byte" if unit == BITS else "losses per token do not compare, and bits per byte are not known"
         found.append(f"The runs have different tokenizers ({which}): {use}.")
+    window = window_of(runs)
     for run in runs:
         if num := int((~np.isfinite(run.train["lm_loss"])).sum()):
             found.append(f"{run.name}: {num} of {run.num_records} records have a loss that is not a number; they are gaps in the curve.")
         if not run.num_records:
             found.append(f"{run.name}: no train records yet.")
+        elif has_loss(run) and (reason := why_not_compared(run, window)):
+            found.append(f"{run.name} {reason}; it is left out of what a loss costs.")
         found += [f"{run.name}: {note}." for note in run.notes]
     return found

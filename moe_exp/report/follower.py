@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ import orjson
 import yaml
 
 from moe_exp.records import Record
+from moe_exp.report.run_status import ended_status
 from moe_exp.run_folder import RunFolder
 
 LAST_RECORDS = 2000  # train records whose losses are kept for the picture
@@ -71,18 +71,25 @@ class Watched:
         if not isinstance(iteration, int):
             self.num_unreadable_lines += 1
             return False
+        if record.get("kind") == "event":
+            self._take_event(dict(record), iteration)
+            return True
         self.iteration = iteration
         if record.get("kind") == "train":
             self._take_train(dict(record), iteration - self.since_iteration)
         elif record.get("kind") == "valid":
             self.valid = dict(record)
-        elif record.get("kind") == "event":
-            self.events.append(dict(record))
-            if record.get("event") in ("start", "resume"):
-                self.end, self.since_iteration, self.start_time = None, iteration, str(record.get("time", ""))
-            elif record.get("event") == "end":
-                self.end = str(record.get("status", "ended"))
         return True
+
+    def _take_event(self, event: Record, iteration: int) -> None:
+        self.events.append(event)
+        if event.get("event") in ("start", "resume"):
+            self.end, self.since_iteration, self.start_time = None, iteration, str(event.get("time", ""))
+        elif event.get("event") == "end":
+            self.end = str(event.get("status", "ended"))
+        else:  # a checkpoint that is saved in the background is told after later iterations
+            return
+        self.iteration = iteration
 
     def _take_train(self, record: Record, num_iterations: int) -> None:
         self.num_train += 1
@@ -189,28 +196,12 @@ class Follower:
         return None if self._modified is None else max(0.0, time.time() - self._modified)
 
     def status(self) -> str | None:
-        """How the run ended: finished, stopped or failed; None while it may go on.
+        """How the run ended: finished, stopped or failed; None while it may go on."""
+        watched = self.watched
+        return ended_status(self.folder, modified=self._modified, start_time=watched.start_time, end=watched.end, read_json=self._read_json)
 
-        A process that was killed wrote no `end`: then the summary tells, which its launcher writes after the last record.
-        """
-        if self._modified is None or self._is_starting():
-            return None
-        if self.watched.end:
-            return self.watched.end
-        try:
-            is_of_this_start = self.folder.summary.stat().st_mtime >= self._modified
-        except OSError:
-            return None
-        status = self._content(self.folder.summary, json.loads).get("status")
-        return str(status) if status and is_of_this_start else None
-
-    def _is_starting(self) -> bool:
-        """Whether the latest start has not come as far as its first record, so that an end in the file is that of the start before."""
-        try:
-            starts = self._content(self.folder.provenance, json.loads)["starts"]
-            return datetime.fromisoformat(starts[-1]["time"]) > datetime.fromisoformat(self.watched.start_time)
-        except (KeyError, IndexError, TypeError, ValueError):
-            return False
+    def _read_json(self, path: Path) -> dict[str, Any]:
+        return self._content(path, json.loads)
 
     def is_late(self) -> bool:
         """Whether a run that has not ended is quiet for ten times the usual interval between its records, and for 10 s."""

@@ -42,20 +42,25 @@ def write_report(paths: Sequence[Path], out: Path | None, *, kind: str = "html",
     if problems := check_out(out) + run_problems(paths):
         raise ConfigError(problems)
     runs = read_runs(paths)
-    text = report_html(runs, title=title, loss=loss) if kind == "html" else report_markdown(runs, title=title, loss=loss)
+    text = _valid(report_html(runs, title=title, loss=loss) if kind == "html" else report_markdown(runs, title=title, loss=loss))
     if out is None:
         print(text, end="")
     else:
-        write_atomically(out, text)
-    return warnings_of(runs)
+        write_atomically(out.resolve(), text)  # a link stays one
+    return [_valid(line) for line in warnings_of(runs)]
+
+
+def _valid(text: str) -> str:
+    """With a question mark for what is no text: bytes of a folder's name that are not UTF-8, halves of a pair in an event."""
+    return text.encode(errors="replace").decode()
 
 
 def check_out(out: Path | None) -> list[str]:
     """Why a report cannot be written there: no folder, no regular file, or a file that is not a report; a line each."""
     if out is None:
         return []
-    if not out.parent.is_dir():
-        return [problem("out", out, f"{out.parent} is no directory", "make it, or name a file elsewhere")]
+    if not (folder := out.resolve().parent).is_dir():
+        return [problem("out", out, f"{folder if out.is_symlink() else out.parent} is no directory", "make it, or name a file elsewhere")]
     if not out.exists():
         return []
     if not out.is_file():  # a directory; or a device such as /dev/stdout, whose place a file would take
@@ -110,7 +115,7 @@ def report_html(runs: Sequence[Run], *, title: str = "", loss: float | None = No
     }
     for detail in _DETAILS:
         text = _filled(fields | {"data": embedded(page_data(runs, loss, detail))})
-        if len(text.encode()) < MOST_BYTES:
+        if len(text.encode(errors="replace")) < MOST_BYTES:
             return text
     rule = f"their page would be larger than {MOST_BYTES:,} bytes"
     raise ValueError(problem("run", f"{len(runs)} folders", rule, "report fewer at a time"))

@@ -70,7 +70,7 @@ def _run(run: Run, points: int, unit: str, window: float) -> dict[str, Any]:
         "x": {key: _list(train[key][ends]) for key in AXES},
         "curves": {key: curve for key, curve in curves.items() if curve},
         "valid": {key: _list(run.valid[key][every]) for key in (*AXES, *VALID_CURVES)},
-        "reach": {"loss": _list(best[reach]), **{key: _list(train[key][reach]) for key in AXES}},
+        "reach": {"loss": [_rounded(value, digits=9) for value in best[reach]], **{key: _list(train[key][reach]) for key in AXES}},
         "spikes": {"value": _list(train["grad_norm"][spiked]), **{key: _list(train[key][spiked]) for key in AXES}},
     }
 
@@ -111,9 +111,9 @@ def _list(values: Iterable[float]) -> list[float | int | None]:
     return [_rounded(value) for value in values]
 
 
-def _rounded(value: float) -> float | int | None:
-    """Six digits; whole numbers without a point, and null for what is not finite."""
+def _rounded(value: float, digits: int = 6) -> float | int | None:
+    """So many digits; whole numbers without a point, and null for what is not finite."""
     if not math.isfinite(value):
         return None
-    short = float(f"{value:.6g}") if abs(value) < 1e6 or value != int(value) else float(f"{value:.9g}")
+    short = float(f"{value:.{digits}g}") if abs(value) < 1e6 or value != int(value) else float(f"{value:.9g}")
     return int(short) if short == int(short) and abs(short) < 1e15 else short

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from moe_exp.report.comparison import NATS, Overview, Parity, parity_text
 from moe_exp.report.page_parts import cost_texts, overview_rows
+from moe_exp.report.quantities import target_text
 
 MARKER = "<!-- moe-exp report -->"
 
@@ -26,7 +27,7 @@ def markdown(
     if unit and math.isfinite(loss):
         costs = [cost_texts(view.cost) for view in views]
         for place, name in ((1, "FLOPs"), (2, "time")):
-            rows.append((f"{name} to a loss of {loss:.4f}{'' if unit == NATS else f' {unit}'}", [texts[place] for texts in costs]))
+            rows.append((f"{name} to a loss of {target_text(loss)}{'' if unit == NATS else f' {unit}'}", [texts[place] for texts in costs]))
     lines = [MARKER, f"### {plain(title)}", ""]
     lines += [f"> **Note:** {plain(text)}" for text in warnings] + [""] * bool(warnings)
     lines += [f"**{plain(parity_text(one))}**\n" for one in found]

@@ -8,9 +8,9 @@ from datetime import datetime
 from html import escape
 from typing import Any
 
-from moe_exp.report.comparison import NATS, Cost, Overview, Parity, parity_text
+from moe_exp.report.comparison import NATS, Cost, Overview, Parity, has_loss, in_words, parity_text, why_not_compared
 from moe_exp.report.load_history import LAYER_KEYS
-from moe_exp.report.quantities import bytes_text, duration, loss_text, percent, short
+from moe_exp.report.quantities import bytes_text, duration, loss_text, percent, short, target_text
 from moe_exp.report.run_data import Run
 from moe_exp.report.series import SPIKE_FACTOR, SPIKE_WINDOW, spikes
 
@@ -35,8 +35,9 @@ def table(head: Sequence[str], rows: Sequence[str], label: str, *, css: str = "s
 
 
 def run_name(run: Run, index: int) -> str:
-    """Its name with its colour."""
-    return f'<i class="swatch" style="--c:var(--run-{index % 8})"></i>{escape(run.name)}'
+    """Its name with its colour; six lines of a long one, the whole of it on hover."""
+    name = escape(run.name)
+    return f'<span class="run" title="{name}"><i class="swatch" style="--c:var(--run-{index % 8})"></i>{name}</span>'
 
 
 def parity_html(found: Sequence[Parity]) -> str:
@@ -45,9 +46,10 @@ def parity_html(found: Sequence[Parity]) -> str:
         return '<p class="note">With a dense run and one with experts, this says what share of the FLOPs and the time a loss costs.</p>'
     return (
         f'<div class="cards">{"".join(map(_card, found))}</div><p class="note">Both are taken at their first record whose smoothed loss is '
-        "not above the lowest smoothed loss that both reach: the higher of their two lowest ones. The smoothed loss at a record is "
-        "the mean training loss of the last 5% of the tokens of the shorter run. FLOPs are the model's, forward and backward; time is that "
-        "of training, without evaluation and saving.</p>"
+        "not above the lowest smoothed loss that both reach: the higher of their two lowest ones, rounded up to four places. The smoothed "
+        "loss at a record is the mean training loss of the last w tokens, in whole records: w is 5% of the tokens of the shorter run, and "
+        "at least 1% of those of the longer. FLOPs are the model's, forward and backward; time is that of training, without evaluation and "
+        "saving.</p>"
     )
 
 
@@ -96,18 +98,23 @@ def cost_html(views: Sequence[Overview], loss: float, unit: str | None, window_t
     """What each run had used when it reached `loss`, which `is_common` if no other was asked for; the script fills it for others."""
     if unit is None:
         return '<p class="note">The tokenizers differ and bits per byte are not known, so there is no loss to compare at.</p>'
+    reasons = [f"{view.run.name} {reason}" for view in views if (reason := why_not_compared(view.run, window_tokens))]
+    left_out = escape(f" Left out: {'; '.join(reasons)}.") if reasons else ""
     if not math.isfinite(loss):
-        return '<p class="note">No loss has been recorded yet.</p>'
+        has_any = any(has_loss(view.run) for view in views)
+        return f'<p class="note">{f"No loss can be compared.{left_out}" if has_any else "No loss has been recorded yet."}</p>'
     rows = [_cost_row(view, index) for index, view in enumerate(views)]
     head = ["run", "tokens", "FLOPs", "training time", "iteration"]
     step = 0.01 if unit == NATS else 0.001
+    shown = target_text(loss)
     choose = (
-        f'<p id="target" hidden><label>loss to reach, {unit} <input id="target-loss" type="number" step="{step}" value="{loss:.4f}">'
+        f'<p id="target" hidden><label>loss to reach, {unit} <input id="target-loss" type="number" step="{step}" value="{shown}">'
         "</label></p>"
     )
     note = (
-        f"What each run had used when its smoothed loss first was at or below that loss; the table starts with {loss:.4f} {unit}"
-        f"{', the lowest that all runs reach' if is_common else ''}. Smoothed: the mean over the last {short(window_tokens)} tokens."
+        f"What each run had used when its smoothed loss first was at or below that loss; the table starts with {shown} {unit}"
+        f"{', the lowest that all runs reach' if is_common else ''}. Smoothed: the mean over the last {short(window_tokens)} tokens, in "
+        f"whole records.{left_out}"
     )
     return f'{choose}{table(head, rows, "Cost of a loss")}<p class="note">{note}</p>'
 
@@ -204,10 +211,31 @@ def events_html(runs: Sequence[Run]) -> str:
         '<p class="note key"><span><i class="start"></i>start, resume</span><span><i></i>checkpoint</span>'
         f'<span><i class="fault"></i>fault</span><span><i class="end"></i>end</span><span>whole width: {duration(longest)}</span></p>'
     )
-    rows = [row for index, run in enumerate(runs) for row in _event_rows(run, index)]
+    kept = [most_telling(run.events, _MOST_ROWS) for run in runs]
+    rows = [row for index, run in enumerate(runs) for row in _event_rows(run, index, kept[index])]
+    left_out = [f"{text} of {run.name}" for run, one in zip(runs, kept, strict=True) if (text := _left_out(run.events, one))]
     head = ["run", "event", "iteration", "time", "details"]
     shown = table(head, rows, "Events", css="scroll tall")
-    return f'<div class="timeline">{tracks}</div>{key}<details><summary>All events ({len(rows)})</summary>{shown}</details>'
+    title = f"Events: {len(rows)}; left out are {escape(in_words(left_out))}" if left_out else f"All events ({len(rows)})"
+    return f'<div class="timeline">{tracks}</div>{key}<details><summary>{title}</summary>{shown}</details>'
+
+
+def most_telling(events: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
+    """At most so many events in their order: faults before the others, checkpoints last, and of each the newest."""
+    order = sorted(range(len(events)), key=lambda index: (not is_fault(events[index]), is_checkpoint(events[index]), -index))
+    return [events[index] for index in sorted(order[:most])]
+
+
+def _left_out(events: Sequence[dict[str, Any]], kept: Sequence[dict[str, Any]]) -> str:
+    """`399 checkpoints and 2 others`; empty where all are kept."""
+    checkpoints = sum(map(is_checkpoint, events)) - sum(map(is_checkpoint, kept))
+    parts = [(checkpoints, "checkpoints"), (len(events) - len(kept) - checkpoints, "others")]
+    return in_words([f"{number:,} {what}" for number, what in parts if number])
+
+
+def is_checkpoint(event: dict[str, Any]) -> bool:
+    """Whether it tells that one was saved."""
+    return event.get("event") == "checkpoint"
 
 
 def _time(event: dict[str, Any]) -> float | None:
@@ -233,9 +261,11 @@ def _track(index: int, events: Sequence[tuple[float, dict[str, Any]]], span: tup
         f'<i class="active" style="--c:var(--run-{index % 8});left:{place(begin)};width:{place(span[0] + end - begin)}"></i>'
         for begin, end in _active(events, span[1])
     ]
-    checkpoints = [item for item in events if item[1].get("event") == "checkpoint"]
-    others = [item for item in events if item[1].get("event") != "checkpoint"]
-    for when, event in checkpoints[:: len(checkpoints) // _MOST_MARKS + 1] + others[:_MOST_MARKS]:
+    times = {id(event): when for when, event in events}
+    checkpoints = [event for _, event in events if is_checkpoint(event)]
+    others = most_telling([event for _, event in events if not is_checkpoint(event)], _MOST_MARKS)
+    for event in checkpoints[:: len(checkpoints) // _MOST_MARKS + 1] + others:
+        when = times[id(event)]
         name = str(event.get("event"))
         css = "fault" if is_fault(event) else name if name in ("start", "resume", "checkpoint", "end") else ""
         text = f"{name} at iteration {event.get('iteration')}, {event.get('time')}"
@@ -246,8 +276,9 @@ def _track(index: int, events: Sequence[tuple[float, dict[str, Any]]], span: tup
 def _active(events: Sequence[tuple[float, dict[str, Any]]], last: float) -> list[tuple[float, float]]:
     """From each start to its last event before the next start."""
     starts = [position for position, (_, event) in enumerate(events) if event.get("event") in ("start", "resume")]
+    ends = [*starts[1:], len(events)] if starts else []
     spans = []
-    for position, following in zip(starts, [*starts[1:], len(events)], strict=True):
+    for position, following in zip(starts, ends, strict=True):
         end = last if following == len(events) else events[following - 1][0]
         spans.append((events[position][0], max(end, events[position][0])))
     return spans
@@ -259,11 +290,9 @@ def is_fault(event: dict[str, Any]) -> bool:
     return name in FAULTS or "fault" in name or "fail" in name or "spike" in name or event.get("status") == "failed"
 
 
-def _event_rows(run: Run, index: int) -> list[str]:
+def _event_rows(run: Run, index: int, events: Sequence[dict[str, Any]]) -> list[str]:
     rows = []
-    left_out = max(0, len(run.events) - _MOST_ROWS)
-    events = [event for event in run.events if is_fault(event) or event.get("event") != "checkpoint"] if left_out else run.events
-    for event in events[:_MOST_ROWS]:
+    for event in events:
         details = ", ".join(f"{key}: {value}" for key, value in event.items() if key not in ("kind", "iteration", "event", "time"))
         css = ' class="fault"' if is_fault(event) else ""
         texts = [event.get("event"), event.get("iteration"), str(event.get("time", "")).replace("T", " "), details[:500]]

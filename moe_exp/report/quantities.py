@@ -22,6 +22,11 @@ def loss_text(value: float) -> str:
     return f"{value:.4f}" if math.isfinite(value) else "–"
 
 
+def target_text(loss: float) -> str:
+    """A loss that runs are compared at: four places, and more where it has them, so that what is printed is what is meant."""
+    return f"{loss:.4f}" if loss == round(loss, 4) else f"{loss:.10g}"
+
+
 def percent(value: float, places: int = 1) -> str:
     """A share as a percentage."""
     return f"{value:.{places}%}" if math.isfinite(value) else "–"

@@ -23,6 +23,7 @@ from moe_exp.config import Config, ConfigError, problem
 from moe_exp.planner.flops import flops_per_iteration
 from moe_exp.progress import progress
 from moe_exp.report.load_history import Floats, LoadHistory, number
+from moe_exp.report.run_status import ended_status
 from moe_exp.run_folder import RunFolder
 
 _NAN = float("nan")
@@ -54,6 +55,7 @@ class Run:
         load: expert load over time; false without experts.
         notes: what could not be read, a sentence each.
         written: when metrics.jsonl was last written, with time zone.
+        ended: how the latest start ended; None where nothing says that it did.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Run:
     load: LoadHistory = field(default_factory=lambda: LoadHistory(1))
     notes: list[str] = field(default_factory=list)
     written: datetime | None = None
+    ended: str | None = None
 
     @property
     def kind(self) -> str:
@@ -87,10 +90,8 @@ class Run:
     @property
     def status(self) -> str:
         """How it ended, or that it runs: `finished`, `stopped`, `failed`, `running` or `no end recorded`; `no records` without any."""
-        starts = [index for index, event in enumerate(self.events) if event.get("event") in ("start", "resume")]
-        ends = [event.get("status") for event in self.events[starts[-1] if starts else 0 :] if event.get("event") == "end"]
-        if ends:
-            return str(ends[-1])
+        if self.ended:
+            return self.ended
         if not self.num_records and not self.events:
             return "no records"
         age = (datetime.now(timezone.utc) - self.written).total_seconds() if self.written else math.inf
@@ -167,7 +168,24 @@ def read_run(path: Path, advance: Callable[[int], None] = lambda num_bytes: None
         for record in _records(folder.metrics, run.notes, advance):
             reader.add(record)
     reader.finish()
+    run.ended = _ended(run, folder)
     return run
+
+
+def _ended(run: Run, folder: RunFolder) -> str | None:
+    starts = [index for index, event in enumerate(run.events) if event.get("event") in ("start", "resume")]
+    ends = [str(event.get("status", "ended")) for event in run.events[starts[-1] if starts else 0 :] if event.get("event") == "end"]
+    modified = run.written.timestamp() if run.written else None
+    start_time = str(run.events[starts[-1]].get("time", "")) if starts else ""
+    return ended_status(folder, modified=modified, start_time=start_time, end=ends[-1] if ends else None, read_json=_read_json)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _read_settings(run: Run, path: Path) -> None:

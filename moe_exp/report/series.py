@@ -14,7 +14,7 @@ _SPIKE_FEWEST = 10
 
 
 def trailing_mean(x: Floats, values: Floats, window: float) -> Floats:
-    """Mean of the finite values at (x - window, x], the record itself always among them.
+    """Mean of the finite values at (x - window, x], the record itself always among them: whole records, rounded up.
 
     Args:
         x: increasing.
@@ -22,7 +22,7 @@ def trailing_mean(x: Floats, values: Floats, window: float) -> Floats:
         window: in units of x.
 
     Returns:
-        The means; NaN before x reaches `window`, where the mean would be over less than that, and where no value is finite.
+        The means; NaN as long as the records cover less than `window`, and where no value is finite.
     """
     finite = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
@@ -31,7 +31,18 @@ def trailing_mean(x: Floats, values: Floats, window: float) -> Floats:
     starts = np.minimum(np.searchsorted(x, x - window, side="right"), ends - 1)
     num = counts[ends] - counts[starts]
     means = np.where(num > 0, (sums[ends] - sums[starts]) / np.maximum(num, 1), np.nan)
-    return np.where(x >= window * (1 - 1e-9), means, np.nan)
+    return np.where(x - begin_of(x) >= window * (1 - 1e-9), means, np.nan)
+
+
+def begin_of(x: Floats) -> float:
+    """Where the first record begins: as long before its end as the second; 0 with one record, NaN where nothing is finite.
+
+    Not always 0: a run from LOAD_DIR counts on from what its checkpoint had consumed.
+    """
+    known = x[np.isfinite(x)]
+    if len(known) < 2:
+        return 0.0 if len(known) else float("nan")
+    return max(0.0, float(2 * known[0] - known[1]))
 
 
 def first_at_or_below(values: Floats, target: float) -> int | None:

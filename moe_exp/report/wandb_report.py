@@ -6,6 +6,7 @@ as they are when it is written. Keys are left to wandb: nothing here reads, prin
 
 from __future__ import annotations
 
+import os
 import shlex
 import warnings
 from collections.abc import Iterator, Sequence
@@ -181,7 +182,15 @@ def _report_api() -> Any:
 def _need_key() -> None:
     import wandb
 
-    if not wandb.login(prompt=False, verify=False):
+    try:
+        has_key = wandb.login(prompt=False, verify=False)
+    except wandb.errors.Error as error:  # a key that cannot be one, or a place for keys that cannot be read
+        reason = " ".join(str(error).split())
+        if key := os.environ.get("WANDB_API_KEY", "").strip():
+            reason = reason.replace(key, "the key")
+        fix = "run `wandb login`, or set WANDB_API_KEY to the whole key"
+        raise ConfigError([problem("wandb_api_key", "...", f"wandb does not take the key ({reason})", fix)]) from None
+    if not has_key:
         raise ConfigError([problem("wandb_api_key", "", "wandb has no key", "run `wandb login`, or set WANDB_API_KEY")])
 
 

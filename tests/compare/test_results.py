@@ -1,24 +1,24 @@
-"""From records to the table: curves worked out by hand, files of older versions, runs that failed or were never started."""
+"""From records to the table: numbers worked out by hand, the same as the page's, runs that failed or were never started."""
 
 from __future__ import annotations
 
 import json
-import math
+import re
 
 import pytest
 
 from moe_exp.compare.compare_table import plan_text, result_text
 from moe_exp.compare.comparison import Comparison, Options, compare_with_before, keep, known_pace
-from moe_exp.compare.matching import flops_per_token
-from moe_exp.compare.results import Curve, curve_of, is_finished, reached, read_ended, shared_end
-from moe_exp.config import ConfigError, load_config
-
-CONFIG = load_config({"preset": "cpu"}, {})
+from moe_exp.compare.results import compared, is_finished, losses_at_shared_end, read_ended
+from moe_exp.config import ConfigError, to_yaml
+from moe_exp.report.comparison import parities, parity_text
+from moe_exp.report.page_parts import overview_rows
+from moe_exp.report.run_data import read_runs
 
 
 def record(iteration: int, loss: float | None, **more) -> dict:
-    return {"kind": "train", "iteration": iteration, "consumed_tokens": 100 * iteration, "lm_loss": loss,
-            "elapsed_time_per_iteration_ms": 500.0, **more}  # fmt: skip
+    return {"kind": "train", "iteration": iteration, "consumed_tokens": 100 * iteration, "consumed_flops": 1000 * iteration,
+            "lm_loss": loss, "elapsed_time_per_iteration_ms": 500.0, **more}  # fmt: skip
 
 
 @pytest.fixture
@@ -35,29 +35,41 @@ def write_run(run, losses, *, seconds=1.0, status="finished", valid=None):
     ]
     if valid:
         records.append({"kind": "valid", "iteration": len(losses), "lm_loss": valid})
+    run.folder.config.write_text(to_yaml(run.config))
     run.folder.metrics.write_text("".join(json.dumps(one) + "\n" for one in records))
     run.folder.summary.write_text(json.dumps({"status": status, "iteration": len(losses)}))
 
 
-def test_curve_with_and_without_the_new_keys():
-    old = curve_of([record(2, 5.0), record(4, 4.0)], CONFIG)
-    assert old == Curve([5.0, 4.0], [200.0, 400.0], [200 * flops_per_token(CONFIG), 400 * flops_per_token(CONFIG)], [1.0, 2.0])
-    new = curve_of([record(2, 5.0, consumed_flops=7, training_seconds=3.5)], CONFIG)
-    assert (new.flops, new.seconds) == ([7.0], [3.5])
+def test_losses_where_the_first_run_ends(comparison):
+    dmoe, dense, dmoe2, dense2 = comparison.runs()
+    write_run(dmoe, [6.0, 4.0, 3.0, 2.0], seconds=2.0)
+    write_run(dense, [6.0, 5.0, 4.5], seconds=1.5)
+    write_run(dmoe2, [None, None])
+    ended = [read_ended(run) for run in (dmoe, dense, dmoe2, dense2)]
+    # dense ends with 300 tokens at 4.5 s, where dmoe is a quarter of the way from 4.0, at 4 s, to 3.0, at 6 s.
+    assert losses_at_shared_end(ended, "tokens") == (300.0, [3.0, 4.5, None, None])
+    assert losses_at_shared_end(ended, "seconds") == (4.5, [3.75, 4.5, None, None])
+    assert losses_at_shared_end(ended[1:], "tokens") is None
 
 
-def test_curve_is_a_mean_over_its_latest_twentieth():
-    curve = curve_of([record(n, float(n)) for n in range(1, 41)], CONFIG)
-    assert curve.loss[:3] == [1.0, 1.5, 2.5] and curve.loss[-1] == 39.5
-    with_gap = curve_of([record(n, None if n == 40 else float(n)) for n in range(1, 42)], CONFIG)
-    assert math.isnan(with_gap.loss[39]) and with_gap.loss[40] == 41.0
-
-
-def test_when_a_loss_is_reached():
-    curve = Curve([6.0, 5.0, 3.0], [10.0, 20.0, 30.0], [1.0, 2.0, 3.0], [4.0, 8.0, 12.0])
-    assert curve.when("tokens", 4.0) == 25.0 and curve.when("seconds", 5.5) == 6.0
-    assert curve.when("flops", 6.5) == 1.0 and curve.when("flops", 2.9) is None
-    assert curve.loss_at("tokens", 25.0) == 4.0 and curve.loss_at("tokens", 5.0) == 6.0 and curve.loss_at("tokens", 99.0) == 3.0
+def test_it_says_what_the_page_says(comparison):
+    # 30 records, of which 5% is one and a half: means of two. One lucky batch of dense decides nothing.
+    dmoe, dense, *_ = comparison.runs()
+    write_run(dmoe, [8 - n / 10 for n in range(30)], seconds=2.0)
+    write_run(dense, [5.0 if n == 5 else 8 - n / 8 for n in range(30)])
+    ended = [read_ended(dmoe), read_ended(dense)]
+    assert [one.final_loss for one in ended] == [pytest.approx(5.15), pytest.approx(4.4375)]
+    text = result_text(comparison, [*ended, *map(read_ended, comparison.runs()[2:])])
+    (said,) = [line for line in text.splitlines() if line.startswith("- dmoe ")]
+    runs = read_runs([dmoe.folder.path, dense.folder.path])
+    assert said == f"- {parity_text(parities(runs)[0])}"
+    # dense is at 5.1875 with its 24th record and at 5.0625 with its 25th: 30 / 25, and 60 s / 25 s.
+    assert said.endswith(
+        "to its own lowest, 5.1500, it needed 120% of the FLOPs, 240% of the time and 120% of the tokens that dense needed."
+    )
+    rows = dict(overview_rows([one.numbers for one in ended]))
+    assert rows["training loss at the end (mean of the last 5%)"] == ["5.1500", "4.4375"]
+    assert re.search(r"\| final loss +\| +5.1500 \| +4.4375 \|", text)
 
 
 def test_the_report_of_seeds_of_which_one_failed(comparison):
@@ -68,11 +80,10 @@ def test_the_report_of_seeds_of_which_one_failed(comparison):
     write_run(dmoe2, [6.0, 5.0, 4.0, 1.0], seconds=2.0, valid=1.5)
     ended = [read_ended(dmoe), read_ended(dense), read_ended(dmoe2), read_ended(dense2, status="failed", reason="it is gone")]
     assert [is_finished(run) for run in comparison.runs()] == [True, True, True, False]
-    assert shared_end(ended, "seconds") == 4.0 and shared_end(ended, "tokens") == 400.0
-    ways = reached(ended[0], ended[1])
+    way = compared(ended[0], ended[1])
     # dmoe is at 3.0 with its third record: three quarters of the tokens, and at 6 s, when dense has ended at 4 s.
-    assert ways is not None and (ways.tokens, ways.flops, ways.seconds) == (0.75, 0.75, 1.5)
-    assert reached(ended[0], ended[3]) is None
+    assert (way.loss, way.tokens, way.flops, way.seconds) == (3.0, 0.75, 0.75, 1.5)
+    assert compared(ended[2], ended[3]).reason == "dense_seed_1235 has no loss yet"
     text = result_text(comparison, ended)
     rows = {cells[1].strip(): [cell.strip() for cell in cells[2:-1]] for line in text.splitlines() if len(cells := line.split("|")) > 3}
     assert rows["status"] == ["finished", "1 finished, 1 failed"]
@@ -80,8 +91,18 @@ def test_the_report_of_seeds_of_which_one_failed(comparison):
     assert rows["last validation loss"] == ["2.0000 ± 0.7071", "3.5000"]
     assert rows["loss at 4.0 s of training"] == ["4.5000 ± 0.7071", "3.0000"]
     assert rows["memory of a rank"] == ["1.00 GiB", "1.00 GiB"]
-    assert "- dmoe reaches the final loss of dense, 3.0000, with 75% of its tokens, 75% of its FLOPs, 150% of its time" in text
+    assert (
+        "- dmoe reaches the loss of dense (3.0000 nats per token, the lowest that both reach) in 75% of the FLOPs, 150% of the time "
+        "and 75% of the tokens."
+    ) in text
     assert "- dense_seed_1235 failed: it is gone" in text
+    write_run(dense2, [6.0, 5.0, 4.0, 2.0])
+    text = result_text(comparison, [*ended[:3], read_ended(dense2)])
+    # The second pair meets at 2.0, with the fourth record of each: 75% and 100%, 150% and 200%.
+    assert (
+        "- dmoe against dense, means of 2 seeds: to the lowest loss that both reach, 2.5000 ± 0.7071, it needed 88% ± 18% of the FLOPs, "
+        "175% ± 35% of the time and 88% ± 18% of the tokens\n"
+    ) in text
 
 
 def test_nothing_has_run(comparison):
@@ -93,8 +114,9 @@ def test_a_run_that_came_to_nan_has_no_final_loss(comparison):
     dmoe, dense, *_ = comparison.runs()
     write_run(dmoe, [6.0, None, None, None])
     write_run(dense, [6.0, 5.0, 4.0, 3.0])
-    assert read_ended(dmoe).final_loss is None
-    assert "reaches" not in result_text(comparison, [read_ended(dmoe), read_ended(dense), *map(read_ended, comparison.runs()[2:])])
+    assert read_ended(dmoe).final_loss is None and read_ended(dense).final_loss == 3.0
+    text = result_text(comparison, [read_ended(dmoe), read_ended(dense), *map(read_ended, comparison.runs()[2:])])
+    assert "- dmoe does not reach the loss of dense (3.0000 nats per token); to its own lowest, 6.0000, it needed 100% of" in text
 
 
 def test_another_call_with_other_settings_is_refused(comparison):

@@ -93,6 +93,13 @@ def test_it_fits_a_terminal_of_24_lines(tmp_path: Path) -> None:
     assert len(file.getvalue().splitlines()) <= 23
 
 
+def test_a_checkpoint_saved_in_the_background_does_not_take_the_run_back(tmp_path: Path) -> None:
+    late = {"kind": "event", "event": "checkpoint", "iteration": 100, "time": "2026-01-01T10:05:00+00:00"}
+    resume = {"kind": "event", "event": "resume", "iteration": 100, "time": "2026-01-01T10:06:00+00:00"}
+    assert fresh(make_run(tmp_path / "a", START, train(100), train(110), late)).watched.iteration == 110
+    assert fresh(make_run(tmp_path / "b", START, train(100), train(110), late, resume)).watched.iteration == 100
+
+
 def test_dense_run_with_gaps(tmp_path: Path) -> None:
     records = [train(iteration, None if iteration in (2, 3) else 5.0, experts=[]) for iteration in range(1, 5)]
     text = picture(make_run(tmp_path / "a", START, *records, use_moe=False))

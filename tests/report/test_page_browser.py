@@ -124,6 +124,24 @@ def test_a_phone(browser, page, scripts):
     assert "reaches the loss of dense" in browser("document.querySelector('.card').textContent")
 
 
+@pytest.mark.parametrize("width", [375, 1280])
+def test_names_as_training_gives_them(browser, tmp_path, width):
+    # Without RUN_NAME a name lists the settings; one of 250 characters is as long as a folder's may be.
+    names = ["moe_true_num_experts_64_topk_8_moe_type_dmoe_gbsz_1024_seq_len_4096_lr_0.0003_PP_1_TP_1_EP_4", "long_name_" * 25]
+    for path, name in zip(dense_and_moe(tmp_path), names, strict=True):
+        path.rename(tmp_path / name)
+    write_report([tmp_path / name for name in names], tmp_path / "report.html")
+    browser.open(tmp_path / "report.html", width=width, height=800)
+    assert browser("document.documentElement.scrollWidth") == width
+    values = "[...document.querySelectorAll('.chart .readout b')].filter(value => value.getBoundingClientRect().width)"
+    boxes = f"{values}.map(value => [value.getBoundingClientRect().right, value.closest('.readout').getBoundingClientRect().right])"
+    assert len(browser(boxes)) > 10 and all(value <= box + 1 for value, box in browser(boxes))
+    inside = "getComputedStyle(value.parentElement).overflow"
+    assert set(browser(f"{values}.map(value => {inside})")) == {"visible"}  # nothing is cut off before that
+    assert browser("Math.max(...[...document.querySelectorAll('thead')].map(head => head.getBoundingClientRect().height))") < 220
+    assert browser.problems == []
+
+
 def test_dark_and_light_have_their_own_colours(browser, page):
     backs = []
     for dark in (False, True):

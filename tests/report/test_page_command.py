@@ -1,10 +1,11 @@
 """`moe-exp report`: what is written, where it may be written, and that nothing from a run becomes markup."""
 
 import json
+import os
 import re
 
 import pytest
-from run_folders import dense_and_moe, train_record, write_run
+from run_folders import dense_and_moe, event, train_record, write_run
 
 from moe_exp.cli import main
 from moe_exp.report.page import MOST_BYTES, report_html
@@ -110,3 +111,59 @@ def test_no_records_at_all(tmp_path, capsys):
     out = tmp_path / "report.html"
     assert report(write_run(tmp_path / "empty", []), "--out", out) == 0
     assert "No loss has been recorded yet." in out.read_text() and "empty: no train records yet." in out.read_text()
+
+
+@pytest.mark.parametrize("events", [[], [event("checkpoint", 3, "10:00:10")]], ids=["settings alone", "events without a start"])
+def test_a_run_that_has_not_come_to_its_start_stands_beside_others(tmp_path, events):
+    fresh = write_run(tmp_path / "fresh", events)
+    if not events:
+        (fresh / "metrics.jsonl").unlink()  # it is building its model, or died there
+    out = tmp_path / "report.html"
+    for runs in ([fresh], [*dense_and_moe(tmp_path), fresh]):
+        assert report(*runs, "--out", out) == 0
+    assert "fresh: no train records yet." in out.read_text() and out.read_text().count('class="track"') == 3
+
+
+def test_the_newest_of_many_events_and_all_faults_are_kept(tmp_path):
+    checkpoints = [event("checkpoint", number, "10:00:10") for number in range(1, 400)]
+    records = [event("start", 0, "10:00:00"), event("checkpoint_failed", 0, "10:00:05"), *checkpoints]
+    page = report_html(read_runs([write_run(tmp_path / "x", [*records, event("end", 400, "10:02:00")], use_moe=False)]))
+    assert "<summary>Events: 300; left out are 102 checkpoints of x</summary>" in page
+    iterations = re.findall(r'<td class="text">checkpoint</td><td class="text">(\d+)</td>', page)
+    assert iterations == [str(number) for number in range(103, 400)]
+    assert page.count('<tr class="fault">') == 1 and page.count('class="mark checkpoint"') == 133
+    spikes = [event("spike", number, "10:00:10") for number in range(1, 400)]
+    page = report_html(read_runs([write_run(tmp_path / "y", [*records[:1], *spikes, *checkpoints], use_moe=False)]))
+    assert "left out are 399 checkpoints and 100 others of y" in page
+    assert 'title="spike at iteration 399,' in page and 'title="spike at iteration 249,' not in page
+
+
+def test_bytes_that_are_no_text_are_question_marks(tmp_path, capsys):
+    path = tmp_path / os.fsdecode(b"bad\xff")
+    write_run(path, [train_record(1, 5.0), event("checkpoint_failed", 1, "10:00:00", reason="x\udcff")])
+    out = tmp_path / "report.html"
+    assert report(path, "--out", out) == report(path, "--format", "md") == 0
+    assert "bad?" in out.read_text() and "reason: x?" in out.read_text() and "### bad?" in capsys.readouterr().out
+
+
+def test_a_link_stays_a_link(tmp_path):
+    dense, _ = dense_and_moe(tmp_path)
+    (tmp_path / "there").mkdir()
+    link = tmp_path / "report.html"
+    link.symlink_to(tmp_path / "there" / "page.html")
+    assert report(dense, "--out", link) == report(dense, "--out", link) == 0
+    assert link.is_symlink() and (tmp_path / "there" / "page.html").read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lines"),
+    [
+        (("wandb", "RUN", "--project", "p", "--format", "md", "--loss", "3"), ("FORMAT=md: is not used for wandb", "LOSS=3.0: is not")),
+        (("RUN", "--watch", "--out", "x.html"), ("OUT=x.html: is not used for --watch. Fix: leave --out out.",)),
+        (("RUN", "--project", "p"), ("PROJECT=p: is not used for a page. Fix: leave --project out.",)),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(capsys, arguments, lines):
+    assert report(*arguments) == 1
+    error = capsys.readouterr().err
+    assert all(line in error for line in lines)

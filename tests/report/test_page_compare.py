@@ -6,7 +6,20 @@ import numpy as np
 import pytest
 from run_folders import dense_and_moe, train_record, write_run
 
-from moe_exp.report.comparison import BITS, common_loss, differing_settings, loss_unit, parities, parity_text, warnings_of
+from moe_exp.report.comparison import (
+    BITS,
+    NATS,
+    common_loss,
+    differing_settings,
+    loss_unit,
+    parities,
+    parity_text,
+    rounded_up,
+    warnings_of,
+    window_of,
+)
+from moe_exp.report.page import report_html
+from moe_exp.report.page_data import page_data
 from moe_exp.report.run_data import read_runs
 from moe_exp.report.series import bucket_starts, bucketed, first_at_or_below, new_minima, spikes, trailing_mean
 
@@ -18,6 +31,8 @@ def test_trailing_mean():
     assert np.array_equal(trailing_mean(x, values, 2), [NAN, 1.5, 2, 4, 6], equal_nan=True)
     assert np.array_equal(trailing_mean(x, values, 0.5), [1, 2, NAN, 4, 8], equal_nan=True)
     assert trailing_mean(np.array([]), np.array([]), 1).tolist() == []
+    # A run from LOAD_DIR counts on from what its checkpoint had consumed: its first records cover no window either.
+    assert np.array_equal(trailing_mean(x + 100, values, 2), [NAN, 1.5, 2, 4, 6], equal_nan=True)
 
 
 def test_when_a_loss_is_reached():
@@ -74,12 +89,60 @@ def test_parity_by_hand(tmp_path):
 def test_parity_where_the_dense_run_is_better(tmp_path):
     (found,) = parities(runs_of(tmp_path, {"dense": ([5, 3, 2], 10, 1, DENSE), "moe": ([5, 4, 3.5], 10, 1, MOE)}))
     assert (found.loss, found.tokens) == (3.5, 1.5)
-    assert parity_text(found).endswith("150% of the time and 150% of the tokens; dense itself comes to 2.0000.")
+    assert parity_text(found) == (
+        "moe does not reach the loss of dense (2.0000 nats per token); to its own lowest, 3.5000, it needed 150% of the FLOPs, "
+        "150% of the time and 150% of the tokens that dense needed."
+    )
 
 
 def test_parity_without_a_loss(tmp_path):
     (found,) = parities(runs_of(tmp_path, {"dense": ([5, 3], 10, 1, DENSE), "moe": ([], 10, 1, MOE)}))
-    assert parity_text(found) == "moe and dense are not compared: one of them has no loss yet."
+    assert parity_text(found) == "moe and dense are not compared: moe has no loss yet."
+
+
+def test_a_run_that_has_just_begun_leaves_the_others_comparable(tmp_path):
+    falling = [8 - index / 100 for index in range(400)]
+    losses = {"dense": (falling, 10, 1, DENSE), "moe": (falling, 10, 1, MOE), "new": ([9, 8], 10, 1, MOE)}
+    runs = runs_of(tmp_path, losses)
+    # 20 records are 5% of 400: the last mean is that of 4.01 to 4.2.
+    assert (window_of(runs), common_loss(runs)) == (window_of(runs[:2]), (4.105, "nats per token"))
+    short = "new is too short to smooth: it has less than 1% of the tokens of the longest run"
+    assert [found.reason for found in parities(runs)] == ["", short]
+    assert f"{short}; it is left out of what a loss costs." in warnings_of(runs)
+    assert f"Left out: {short}." in report_html(runs)
+
+
+def test_a_run_without_token_counts_is_named(tmp_path):
+    runs = runs_of(tmp_path, {"dense": ([5, 4], 10, 1, DENSE), "moe": ([5, 4], 10, 1, MOE)})
+    runs[1].train["consumed_tokens"][:] = NAN
+    assert common_loss(runs)[0] == 4
+    assert "moe has losses but no token counts (consumed_tokens)" in parities(runs)[0].reason
+    page = report_html(runs[1:])
+    assert "No loss can be compared. Left out: moe has losses but no token counts" in page and "No loss has been recorded" not in page
+
+
+def test_a_loss_that_never_was_a_number(tmp_path):
+    (found,) = parities(runs_of(tmp_path, {"dense": ([5.0], 10, 1, DENSE), "moe": ([None], 10, 1, MOE)}))
+    assert found.reason == "moe has no loss that is a number"
+
+
+def test_a_printed_loss_is_one_that_was_reached(tmp_path):
+    runs = runs_of(tmp_path, {"dense": ([5, 4.049514], 10, 1, DENSE), "moe": ([5, 4.0], 10, 1, MOE)})
+    assert common_loss(runs)[0] == 4.0496
+    assert 'value="4.0496"' in report_html(runs) and "(4.0496 nats per token, the lowest that both reach)" in report_html(runs)
+    assert (rounded_up(4.3), rounded_up(4.1 + 0.2), rounded_up(4.30001)) == (4.3, 4.3, 4.3001)
+    assert 'value="4.04952"' in report_html(runs, loss=4.04952)  # what was asked for stays what it is
+
+
+def test_a_run_without_a_loss_has_no_say_in_the_unit(tmp_path):
+    tokenizers = {name: {"tokenizer": name} | DENSE for name in ("a", "b", "c")}
+    runs = runs_of(tmp_path, {name: ([5, 4][: 2 * (name != "c")], 10, 1, more) for name, more in tokenizers.items()})
+    for run in runs[:2]:
+        run.valid = {key: np.array([{"lm_loss": 4.0, "lm_loss_bits_per_byte": 2.0}.get(key, NAN)]) for key in run.valid}
+    assert (common_loss(runs), page_data(runs, None)["unit"]) == ((2, BITS), BITS)
+    assert warnings_of(runs)[0] == "The runs have different tokenizers (a: a; b: b): losses are compared in bits per byte."
+    assert "2.0000 bits per byte" in report_html(runs)
+    assert loss_unit([runs[0], runs[2]]) == NATS
 
 
 def test_mixed_tokenizers_use_bits_per_byte_where_they_are_known(tmp_path):

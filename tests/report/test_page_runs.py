@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import numpy as np
 import pytest
@@ -9,8 +10,15 @@ from run_folders import dense_and_moe, event, experts, train_record, write_run
 
 from moe_exp.config import ConfigError
 from moe_exp.planner.flops import flops_per_iteration
+from moe_exp.report.follower import Follower
 from moe_exp.report.load_history import LoadHistory
 from moe_exp.report.run_data import read_run, read_runs
+
+
+def fresh(folder):
+    follower = Follower(folder)
+    follower.look()
+    return follower
 
 
 def test_a_run_as_the_trainer_leaves_it(tmp_path):
@@ -76,6 +84,24 @@ def test_a_file_that_is_being_written(tmp_path):
         file.write('{"kind": "train", "iteration": 2, "lm_l')
     run = read_run(folder)
     assert (run.num_records, run.status, run.notes) == (1, "running", [])
+
+
+def test_a_run_that_died_is_not_running(tmp_path):
+    # It wrote no `end`; its launcher wrote the summary after the last record.
+    folder = write_run(tmp_path / "dead", [event("start", 0, "10:00:00"), train_record(1, 5.0)])
+    (folder / "summary.json").write_text('{"status": "failed"}')
+    assert read_run(folder).status == fresh(folder).status() == "failed"
+    written = (folder / "metrics.jsonl").stat().st_mtime
+    os.utime(folder / "summary.json", (written - 10, written - 10))  # of an earlier start
+    assert (read_run(folder).status, fresh(folder).status()) == ("running", None)
+
+
+def test_a_run_that_starts_anew_has_not_ended(tmp_path):
+    records = [event("start", 0, "10:00:00"), train_record(1, 5.0), event("end", 1, "10:01:00", status="stopped")]
+    folder = write_run(tmp_path / "again", records)
+    assert read_run(folder).status == fresh(folder).status() == "stopped"
+    (folder / "provenance.json").write_text('{"starts": [{"time": "2026-01-02T10:05:00+00:00"}]}')
+    assert (read_run(folder).status, fresh(folder).status()) == ("running", None)
 
 
 def test_lines_that_are_no_records(tmp_path):

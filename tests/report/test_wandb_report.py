@@ -235,6 +235,12 @@ def test_without_a_key_one_line_says_so(needs_wandb: None, tmp_path: Path) -> No
     assert "Traceback" not in done.stderr
 
 
+def test_a_key_that_cannot_be_one_is_one_line_without_it(needs_wandb: None, tmp_path: Path) -> None:
+    done = report_in_a_process(tmp_path, make_run(tmp_path / "a"), WANDB_API_KEY="shortsecretkey")
+    assert done.returncode == 1 and "Traceback" not in done.stderr and "shortsecretkey" not in done.stdout + done.stderr
+    assert done.stderr.splitlines()[-1].startswith("moe-exp report: WANDB_API_KEY=...: wandb does not take the key (")
+
+
 @pytest.mark.parametrize("forbidden", [False, True])
 def test_saving_through_wandbs_own_client(needs_wandb: None, tmp_path: Path, server: ThreadingHTTPServer, forbidden: bool) -> None:
     handler: Any = server.RequestHandlerClass

@@ -186,7 +186,7 @@ Report.Chart = class {
     for (const { one, value } of found) {
       const item = Report.element("span"), swatch = Report.element("i", undefined, { class: "swatch" });
       swatch.style.setProperty("--c", one.color);
-      item.append(swatch, `${one.label} `, Report.element("b", this.show(value)));
+      item.append(swatch, Report.element("span", `${one.label} `, { class: "label", title: one.label }), Report.element("b", this.show(value)));
       this.readout.append(item);
     }
   }

@@ -1,0 +1,44 @@
+"""How the latest start of a run has ended: one rule for the page and for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from moe_exp.run_folder import RunFolder
+
+
+def ended_status(
+    folder: RunFolder, *, modified: float | None, start_time: str, end: str | None, read_json: Callable[[Path], Mapping[str, Any]]
+) -> str | None:
+    """How it ended: finished, stopped or failed; None while it may go on.
+
+    A process that was killed wrote no `end`: then the summary tells, which its launcher writes after the last record.
+
+    Args:
+        folder: of the run.
+        modified: when metrics.jsonl was last written, seconds since the epoch; None without one.
+        start_time: of the latest start or resume in it, ISO 8601; empty without one.
+        end: status of the `end` event after that.
+        read_json: a file's content; empty where it cannot be read.
+    """
+    if modified is None or _is_starting(read_json(folder.provenance), start_time):
+        return None
+    if end:
+        return end
+    try:
+        is_of_this_start = folder.summary.stat().st_mtime >= modified
+    except OSError:
+        return None
+    status = read_json(folder.summary).get("status")
+    return str(status) if status and is_of_this_start else None
+
+
+def _is_starting(provenance: Mapping[str, Any], start_time: str) -> bool:
+    """Whether the latest start has not come as far as its first record, so that an end in the file is that of the start before."""
+    try:
+        return datetime.fromisoformat(provenance["starts"][-1]["time"]) > datetime.fromisoformat(start_time)
+    except (KeyError, IndexError, TypeError, ValueError):
+        return False
