@@ -12,7 +12,7 @@ from moe_exp.config import Config
 from moe_exp.planner.params import count_parameters
 from moe_exp.report.load_history import Floats
 from moe_exp.report.run_data import Run
-from moe_exp.report.series import begin_of, first_at_or_below, trailing_mean
+from moe_exp.report.series import begin_of, first_at_or_below, on_the_way, trailing_mean
 
 SMOOTHED_SHARE = 0.05  # of the tokens of the shortest run
 _FEWEST_SHARE = 0.01  # of those of the longest; a run of less is not compared
@@ -142,12 +142,11 @@ def lowest(values: Floats) -> float:
 
 
 def cost_of(run: Run, values: Floats, loss: float) -> Cost | None:
-    """What `run` had used at the first record whose smoothed loss, `values`, is not above `loss`; None if it never was."""
-    index = first_at_or_below(values, loss)
-    if index is None:
+    """What `run` had used when its smoothed loss, `values` at the records and straight lines between, first was `loss`; None: never."""
+    place = first_at_or_below(values, loss)
+    if place is None:
         return None
-    train = run.train
-    return Cost(*(float(train[key][index]) for key in ("iteration", "consumed_tokens", "consumed_flops", "training_seconds")))
+    return Cost(*(on_the_way(run.train[key], *place) for key in ("iteration", "consumed_tokens", "consumed_flops", "training_seconds")))
 
 
 def common_loss(runs: Sequence[Run]) -> tuple[float, str | None]:
@@ -177,7 +176,7 @@ def parity(run: Run, other: Run) -> Parity:
 
     The smoothed loss at a record is the mean training loss of the last w tokens, in whole records, w being 5% of the tokens of the
     shorter run, and at least 1% of those of the longer. The loss that both reach is the larger of the two lowest ones, rounded up
-    to four places; each run is taken at its first record that is not above it.
+    to four places; each run is taken where its curve first comes to it, on the straight line between two records.
     """
     pair = (run, other)
     unit, window = loss_unit(pair), window_of(pair)

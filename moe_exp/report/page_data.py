@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -60,7 +60,6 @@ def _run(run: Run, points: int, unit: str, window: float) -> dict[str, Any]:
     curves = {key: _curve(train[key], starts, with_range=key in _WITH_RANGE) for key in (*_DRAWN, *_EXPERT_CURVES)}
     curves["memory_bytes"] = _curve(np.fmax(train["peak_memory_bytes"], train["memory_allocated_bytes"]), starts)
     best = smoothed(run, unit, window)
-    reach = new_minima(best, max(20, points // 3))
     spiked = spikes(train["grad_norm"])[:_MOST_SPIKES]
     every = slice(None, None, max(1, len(run.valid["iteration"]) // points))
     return {
@@ -70,8 +69,17 @@ def _run(run: Run, points: int, unit: str, window: float) -> dict[str, Any]:
         "x": {key: _list(train[key][ends]) for key in AXES},
         "curves": {key: curve for key, curve in curves.items() if curve},
         "valid": {key: _list(run.valid[key][every]) for key in (*AXES, *VALID_CURVES)},
-        "reach": {"loss": [_rounded(value, digits=9) for value in best[reach]], **{key: _list(train[key][reach]) for key in AXES}},
+        "reach": _reach(best, {key: train[key] for key in AXES}, new_minima(best, max(20, points // 3))),
         "spikes": {"value": _list(train["grad_norm"][spiked]), **{key: _list(train[key][spiked]) for key in AXES}},
+    }
+
+
+def _reach(loss: Floats, axes: Mapping[str, Floats], minima: Sequence[int]) -> dict[str, Any]:
+    """For each new minimum of the smoothed loss the record before it and its own: pairs, between which the page draws a straight line."""
+    pairs = [(max(0, index - 1), index) for index in minima]
+    return {
+        "loss": [[_rounded(loss[place], digits=9) for place in pair] for pair in pairs],
+        **{key: [_list(values[place] for place in pair) for pair in pairs] for key, values in axes.items()},
     }
 
 

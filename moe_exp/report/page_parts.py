@@ -45,11 +45,11 @@ def parity_html(found: Sequence[Parity]) -> str:
     if not found:
         return '<p class="note">With a dense run and one with experts, this says what share of the FLOPs and the time a loss costs.</p>'
     return (
-        f'<div class="cards">{"".join(map(_card, found))}</div><p class="note">Both are taken at their first record whose smoothed loss is '
-        "not above the lowest smoothed loss that both reach: the higher of their two lowest ones, rounded up to four places. The smoothed "
-        "loss at a record is the mean training loss of the last w tokens, in whole records: w is 5% of the tokens of the shorter run, and "
-        "at least 1% of those of the longer. FLOPs are the model's, forward and backward; time is that of training, without evaluation and "
-        "saving.</p>"
+        f'<div class="cards">{"".join(map(_card, found))}</div><p class="note">Both are taken where their smoothed loss first comes to the '
+        "lowest that both reach, on the straight line between two records: the higher of their two lowest ones, rounded up to four places. "
+        "The smoothed loss at a record is the mean training loss of the last w tokens, in whole records: w is 5% of the tokens of the "
+        "shorter run, and at least 1% of those of the longer. FLOPs are the model's, forward and backward; time is that of training, "
+        "without evaluation and saving.</p>"
     )
 
 

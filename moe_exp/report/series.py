@@ -45,10 +45,24 @@ def begin_of(x: Floats) -> float:
     return max(0.0, float(2 * known[0] - known[1]))
 
 
-def first_at_or_below(values: Floats, target: float) -> int | None:
-    """Index of the first value that is not above `target`; None if there is none."""
+def first_at_or_below(values: Floats, target: float) -> tuple[int, float] | None:
+    """Where a curve first comes to `target`: index of the first value not above it, and how far on the way to it from the one before.
+
+    Returns:
+        The index and the share of the way, in (0, 1], on the straight line between the two; 1 where none is before. None: never.
+    """
     reached = np.flatnonzero(values <= target)  # NaN compares false
-    return int(reached[0]) if len(reached) else None
+    if not len(reached):
+        return None
+    index = int(reached[0])
+    before, value = float(values[index - 1]) if index else float("nan"), float(values[index])
+    return index, (before - target) / (before - value) if before > target else 1.0
+
+
+def on_the_way(x: Floats, index: int, share: float) -> float:
+    """The value of `x` at a place of `first_at_or_below`."""
+    before = x[index - 1] if index and share < 1.0 and np.isfinite(x[index - 1]) else x[index]
+    return float(before + share * (x[index] - before))
 
 
 def new_minima(values: Floats, most: int = 400) -> list[int]:

@@ -28,7 +28,7 @@ Report.AXES = {
   consumed_tokens: { name: "tokens", show: Report.short },
   consumed_flops: { name: "FLOPs", show: Report.short },
   training_seconds: { name: "wall time", show: Report.duration },
-  iteration: { name: "iteration", show: value => (value == null ? "–" : String(value)) },
+  iteration: { name: "iteration", show: value => (value == null ? "–" : String(Math.round(value))) },
 };
 
 // Exponential moving average without the bias of its first values (Kingma and Ba 2015), taken forwards and backwards, and the mean of

@@ -102,7 +102,13 @@
     document.getElementById("controls").hidden = !known.length;
   }
 
-  // What each run had used when its smoothed loss first was at or below the chosen one.
+  // On the straight line between two records, [before, at], where the loss comes to the target; see series.first_at_or_below.
+  function onTheWay([lossBefore, loss], [before, at], target) {
+    if (lossBefore == null || lossBefore <= target || before == null || at == null) return at;
+    return before + (lossBefore - target) / (lossBefore - loss) * (at - before);
+  }
+
+  // What each run had used when its smoothed loss first came to the chosen one.
   function costs() {
     const input = document.getElementById("target-loss");
     if (!input) return;
@@ -110,9 +116,9 @@
     const fill = () => {
       const target = Number(input.value);
       for (const row of document.querySelectorAll("tr[data-run]")) {
-        const reach = runs[Number(row.dataset.run)].reach, index = reach.loss.findIndex(value => value != null && value <= target);
+        const reach = runs[Number(row.dataset.run)].reach, index = reach.loss.findIndex(([, value]) => value != null && value <= target);
         for (const cell of row.querySelectorAll("td[data-axis]")) {
-          cell.textContent = index < 0 ? "not reached" : Report.AXES[cell.dataset.axis].show(reach[cell.dataset.axis][index]);
+          cell.textContent = index < 0 ? "not reached" : Report.AXES[cell.dataset.axis].show(onTheWay(reach.loss[index], reach[cell.dataset.axis][index], target));
         }
       }
     };
