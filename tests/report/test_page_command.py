@@ -105,7 +105,7 @@ def test_the_chosen_loss(tmp_path, capsys):
     assert report(*dense_and_moe(tmp_path), "--format", "md", "--loss", "7.01") == 0
     # Means of two records, 5% of the tokens of 40: dense goes from 7.05 to 6.95 at records 10 and 11, the other from 7.0625 to 6.9375
     # at 8 and 9, of 0.1 and 0.3 s each: 1.04 s and 2.526 s.
-    assert "| time to a loss of 7.0100 | 1.0 s | 2.5 s |" in capsys.readouterr().out
+    assert "| time to a loss of 7.0100 | 1.04 s | 2.53 s |" in capsys.readouterr().out
 
 
 def test_no_records_at_all(tmp_path, capsys):
