@@ -81,6 +81,7 @@ tell_launcher() {
 
 # shellcheck disable=SC2329  # called by a trap
 stop_launchers() {
+    [ ! -e "$notes/stop" ] || return 0 # a second signal to a launcher kills its job
     say "SLURM's warning: the run saves and ends"
     touch "$notes/stop"
     srun --overlap --nodes="$SLURM_NNODES" --ntasks-per-node=1 --export=ALL \
@@ -169,8 +170,9 @@ case "$code" in
         cancel_rest
         ;;
     75)
-        say "to be continued by the next job"
+        say "to be continued"
         record "to be continued"
+        [ -n "$(pending_jobs)" ] || say "but no job follows: run_slurm.sh with the same settings submits more"
         rm -f "$slurm_folder/failures"
         exclude_for_rest
         code=0 # for SLURM: a job that did what it should

@@ -45,7 +45,7 @@ def with_sample(samples: Sequence[Sample], now: float, free: int) -> list[Sample
     """`samples` of the last day with one more; of looks in quick succession one is kept, so that the list stays short."""
     kept = [(at, amount) for at, amount in samples if now - _WINDOW_SECONDS <= at < now]
     closest = _WINDOW_SECONDS / _LARGEST_SAMPLES
-    if len(kept) > 1 and now - kept[-2][0] < closest:
+    if len(kept) > 1 and kept[-1][0] - kept[-2][0] < closest:
         kept.pop()
     return [*kept, (now, free)]
 

@@ -82,14 +82,18 @@ class RunView:
 
     @property
     def real_seconds_per_iteration(self) -> float | None:
-        """With validation, saves and the start: of the latest start, where it is long enough to tell."""
-        begun = [event for event in self.events if event["event"] in _STARTS]
-        if begun and self.moved:
-            done = self.iteration - int(begun[-1]["iteration"])
-            seconds = self.moved - event_time(begun[-1])
-            if done >= 20 and seconds > 0 and self.seconds_per_iteration:
-                return max(seconds / done, self.seconds_per_iteration)
-        return self.seconds_per_iteration
+        """With what evaluations and saves add: a forward pass is a third of an iteration, a save what saves have taken."""
+        pace = self.seconds_per_iteration
+        if pace is None:
+            return None
+        evaluate, save = int(self.settings["eval_interval"]), int(self.settings["save_interval"])
+        added = pace / 3 * int(self.settings["eval_iters"]) / evaluate if evaluate else 0.0
+        return pace + added + (statistics.fmean(self.save_seconds) / save if save and self.save_seconds else 0.0)
+
+    @property
+    def save_seconds(self) -> list[float]:
+        """Of every checkpoint so far."""
+        return [float(event["seconds"]) for event in self.events if event["event"] == "checkpoint" and event.get("seconds")]
 
     @property
     def left_seconds(self) -> float | None:
@@ -113,11 +117,10 @@ class RunView:
     def patience_seconds(self) -> float:
         """How long metrics.jsonl may be silent: thrice a log interval, an evaluation, two of the longest save, and ten minutes."""
         pace = self.seconds_per_iteration or 0.0
-        saves = [float(event["seconds"]) for event in self.events if event["event"] == "checkpoint" and event.get("seconds")]
         return (
             3 * pace * int(self.settings["log_interval"])
             + (pace * int(self.settings["eval_iters"]) if self.settings["eval_interval"] else 0.0)
-            + 2 * max(saves, default=0.0)
+            + 2 * max(self.save_seconds, default=0.0)
             + _PATIENCE_SECONDS
         )
 
