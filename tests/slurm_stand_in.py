@@ -113,6 +113,7 @@ class StandIn:
         self.folder = folder
         self.programs = folder / "bin"
         self.programs.mkdir(parents=True)
+        self._started: list[subprocess.Popen[bytes]] = []
         head = _HEAD.replace("{python}", sys.executable).replace("{folder!r}", repr(str(folder)))
         for name, text in {"sbatch": _SBATCH, "squeue": _SQUEUE, "scancel": _SCANCEL, "scontrol": _SCONTROL, "srun": _SRUN}.items():
             (self.programs / name).write_text(head + text)
@@ -154,21 +155,25 @@ class StandIn:
             process = subprocess.Popen(
                 ["bash", str(script)], env=passed, cwd=options["chdir"], stdout=log, stderr=log, start_new_session=True
             )
+        self._started.append(process)
         return job["id"], process
+
+    def close(self) -> None:
+        """Kills what a test that has failed has left of its jobs; launchers take their ranks with them."""
+        for process in self._started:
+            for one in _in_session(process.pid):
+                os.kill(one, signal.SIGKILL)
+            process.kill()
+            process.wait()
 
     def warn(self, number: int, process: subprocess.Popen[bytes]) -> None:
         """What SLURM does so long before the time limit as --signal says: B: the batch shell alone."""
         assert re.fullmatch(r"B:USR1@\d+", self.job(number)["options"]["signal"])
         os.kill(process.pid, signal.SIGUSR1)
 
-    def end(self, number: int, process: subprocess.Popen[bytes], timeout: float = 60.0) -> int:
+    def end(self, number: int, process: subprocess.Popen[bytes], timeout: float = 120.0) -> int:
         """Waits for the end of a job; its exit code."""
-        try:
-            code = process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            for one in [process.pid, *_in_session(process.pid)]:
-                os.kill(one, signal.SIGKILL)
-            raise
+        code = process.wait(timeout)
         if self.job(number)["state"] == "RUNNING":  # else it has queued itself again
             self._set(number, state="FAILED" if code else "COMPLETED")
         return code
@@ -195,7 +200,7 @@ def _in_session(number: int) -> list[int]:
     return found
 
 
-def wait_for(what: Any, *, timeout: float = 30.0) -> None:
+def wait_for(what: Any, *, timeout: float = 120.0) -> None:
     """Returns once the function is true."""
     deadline = time.monotonic() + timeout
     while not what():
