@@ -199,6 +199,8 @@ def state_line(sight: Sight) -> str:
         parts.append(f"{f'job {running} runs' if running else 'no job runs'}, {waiting} wait")
         if queue.next_start:
             parts.append(f"the next starts about {queue.next_start:%Y-%m-%d %H:%M}")
+    elif sight.silent:
+        parts.append("SLURM does not answer")
     left = wall_seconds_left(sight)
     if left is not None:
         parts.append(f"ends about {datetime.fromtimestamp(view.now + left).astimezone():%Y-%m-%d %H:%M} (in {span(left)}{_gaps(sight)})")

@@ -54,7 +54,7 @@ def watchdog_of(options: Mapping[str, Any], environ: Mapping[str, str]) -> Watch
     if problems:
         raise ConfigError(problems)
     limits = Limits(times["stuck"] or None, times["ahead"], times["wait"])
-    runs = [Watched(Path(path), name) for path, name in zip(run_dirs, names or [""] * len(run_dirs), strict=True)]
+    runs = [Watched(Path(path).absolute(), name) for path, name in zip(run_dirs, names or [""] * len(run_dirs), strict=True)]
     folder = Path(options.get("state") or default_folder()).expanduser()
     return Watchdog(runs, channels, limits, times["again"], options.get("slurm_user") or "", folder)
 

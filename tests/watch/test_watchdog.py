@@ -178,6 +178,7 @@ def test_a_finished_run_needs_no_job(dog, run, queue):
 def test_slurm_that_does_not_answer_is_told_when_it_lasts(dog, run, queue):
     queue.lines.unlink()
     assert found(dog, run, 4400.0)[0] == set()
+    assert "SLURM does not answer" in dog.look(now=run.begin + 4401)[0].report()
     assert found(dog, run, 4400.0 + 600)[0] == set()
     assert found(dog, run, 4400.0 + 960)[0] == {"slurm_silent"}
 
