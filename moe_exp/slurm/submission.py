@@ -110,13 +110,12 @@ def submit(job: RunJob) -> list[str]:
     try:
         for _ in range(num_calls):
             ids.append(_sbatch(path, ids[-1:] or job.slurm.jobs_before))
+            with submitted.open("a") as file:  # at once: the first job may have ended before the last is submitted
+                file.write(f"{ids[-1]}\n")
     except ValueError:
         if ids:
             subprocess.run(["scancel", *ids], capture_output=True)
         raise
-    finally:
-        with submitted.open("a") as file:
-            file.writelines(f"{one}\n" for one in ids)
     return ids
 
 

@@ -35,6 +35,8 @@ with attempts.open("a") as file:
     file.write(code + " ")
 if code == "wait":
     time.sleep(60)
+if code == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
 if code.startswith("ckpt"):
     (folder / "checkpoints" / "latest_checkpointed_iteration.txt").write_text(str(number + 1))
     code = code[4:]
@@ -45,7 +47,7 @@ sys.exit(int(code))
 
 
 class Submitted:
-    """A chain on a stand-in cluster, whose jobs end as a list of codes says: 0, 75, 1, ..., ckpt1 (with a new checkpoint), wait."""
+    """A chain on a stand-in cluster, whose jobs end as a list of codes says: 0, 75, 1, ..., ckpt1 (with a new checkpoint), kill, wait."""
 
     def __init__(self, folder: Path):
         self.cluster = StandIn(folder / "cluster")
@@ -125,9 +127,9 @@ def test_warning_reaches_the_launchers_and_the_chain_goes_on(chain):
 
 
 def test_failures_go_back_into_the_queue_until_there_are_too_many_in_a_row(chain):
-    assert chain.submit("1/ckpt1/1/1", NNODES=1, NUM_JOBS=2, MAX_FAILURES=3).returncode == 0
-    for _ in range(3):
-        assert chain.cluster.run() == (101, 1)
+    assert chain.submit("1/ckpt1/kill/1", NNODES=1, NUM_JOBS=2, MAX_FAILURES=3).returncode == 0
+    for code in (1, 1, 137):
+        assert chain.cluster.run() == (101, code)
         assert chain.cluster.states() == ["PENDING", "PENDING"]
     assert chain.cluster.run() == (101, 1)
     assert chain.cluster.states() == ["FAILED", "CANCELLED"]

@@ -6,6 +6,7 @@ import email
 import email.policy
 import http.server
 import json
+import shutil
 import threading
 
 import pytest
@@ -19,6 +20,8 @@ SECRET = "s3cret-token"
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl, for a certificate")
     return certificate(tmp_path_factory.mktemp("tls"))
 
 
