@@ -14,9 +14,7 @@ from moe_exp.watch.watchdog_memory import EVENT, Memory
 from moe_exp.watch.watchdog_run import START_SECONDS, RunView, event_time, num_switches
 
 # Events of a run that is well. All others are told, also those that somebody adds to records.EVENTS.
-QUIET_EVENTS = frozenset(
-    ("start", "resume", "checkpoint", "end", "stop", "restart", "other_data", "spike_end", "preflight", "advice", "fingerprint", "profile")
-)
+QUIET_EVENTS = frozenset(("start", "resume", "checkpoint", "end", "stop", "restart", "other_data", "spike_end", "preflight"))
 _MANY_STARTS = 3  # at the same iteration
 _SLURM_SILENT_SECONDS = 900.0  # the controller is restarted now and then
 _NO_END_SECONDS = 3 * 86400.0  # where the end of the run is not known: how far ahead the disk is looked after
