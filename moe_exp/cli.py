@@ -14,7 +14,9 @@ from moe_exp.commands.guard import ended_quietly, guarded
 from moe_exp.config import add_arguments
 
 # Modules of moe_exp.commands that add commands by `add_commands(subparsers)`; each sets `run`, a function of the arguments.
-OTHER_COMMANDS: tuple[str, ...] = ("checkpoints", "comparing", "converting", "planning", "reporting", "sweeping", "using", "watching")
+OTHER_COMMANDS: tuple[str, ...] = (
+    "checkpoints", "comparing", "converting", "planning", "reporting", "submitting", "sweeping", "using", "watching",
+)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:

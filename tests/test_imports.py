@@ -88,11 +88,12 @@ ALLOWED: dict[str, set[str]] = {
         "run_folder",
         "setting_types",
     },
+    "slurm": {"checks", "config", "data", "files", "machine_checks", "run_folder", "setting_types"},
     "launch": {"config", "misspelt", "hosts", "presets", "checks", "machine_checks", "planner", "run_folder", "data", "report", "records"},
     # cli, commands, scripts, __main__ and train: see below.
 }
 NEVER_IMPORTED = {"cli", "scripts", "__main__", "commands"}
-NOT_BY_TRAIN = {"hf", "inference", "report", "launch", "child_runs", "sweep", "compare", "doctor", *NEVER_IMPORTED}
+NOT_BY_TRAIN = {"hf", "inference", "report", "launch", "child_runs", "sweep", "slurm", "compare", "doctor", *NEVER_IMPORTED}
 # Not even inside a function.
 NO_TORCH = {
     "config",
@@ -119,6 +120,7 @@ NO_TORCH = {
     "records",
     "report",
     "sweep",
+    "slurm",
     "watch",
     "compare",
     "child_runs",

@@ -1,0 +1,52 @@
+"""Arguments of `moe-exp slurm`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from moe_exp.config import ConfigError, add_arguments
+from moe_exp.hosts import BAD_INPUT
+from moe_exp.slurm.slurm_settings import SlurmSettings
+
+
+def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command."""
+    parser = subparsers.add_parser(
+        "slurm",
+        help="submit a training run as a chain of SLURM jobs",
+        description="Submits a run, NNODES with GPUS_PER_NODE each, as one or more SLURM jobs that go on from each other's checkpoints. "
+        "Every flag is also an environment variable: --time-limit is TIME_LIMIT.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the sbatch file, write and submit nothing")
+    for name, field in SlurmSettings.model_fields.items():
+        default = "" if field.default == "" else f" (default: {str(field.default).lower()})"
+        text = f"{field.description}{default}".replace("%", "%%")
+        parser.add_argument(f"--{name.replace('_', '-')}", dest=name, metavar=name.upper(), help=text)
+    add_arguments(parser.add_argument_group("settings of the run, as in moe-exp train"))
+    parser.set_defaults(run=_submit)
+
+
+def _submit(arguments: argparse.Namespace) -> int:
+    from moe_exp.misspelt import unknown_variables
+    from moe_exp.slurm.submission import plan_job, script_of, submit
+
+    for name, near in unknown_variables(os.environ, [name.upper() for name in SlurmSettings.model_fields]):
+        print(f"moe-exp slurm: warning: {name} is not a setting; did you mean {near}?", file=sys.stderr, flush=True)
+    flags = {name: value for name, value in vars(arguments).items() if name not in ("command", "run", "dry_run")}
+    try:
+        job = plan_job(flags, os.environ)
+    except ConfigError as error:
+        print(*(f"moe-exp slurm: {line}" for line in error.problems), sep="\n", file=sys.stderr)
+        return BAD_INPUT
+    if arguments.dry_run:
+        print(script_of(job), end="")
+        return 0
+    ids = submit(job)
+    print(f"submitted {job.slurm.num_jobs} jobs of {job.config.nnodes} nodes as {', '.join(ids)}; run folder {job.run_folder}")
+    print(f"  squeue --name={job.name}   # the queue")
+    print(f"  tail -F {job.folder}/jobs.log {job.folder}/*.log   # what they say")
+    print(f"  moe-exp watch run {job.run_folder} --slurm-name {job.name}   # whether all is well")
+    return 0

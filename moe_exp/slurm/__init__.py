@@ -1,0 +1,1 @@
+"""A training run as SLURM jobs, one after another: from settings to sbatch. No torch."""

@@ -1,0 +1,162 @@
+"""The sbatch file of a run: options, settings and paths, quoted; then what is the same in every file, batch_body.sh. No torch."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from moe_exp.config import Config
+from moe_exp.data.slurm_jobs import job_environment
+from moe_exp.run_folder import RunFolder
+from moe_exp.slurm.slurm_settings import PASSED_ALWAYS, SlurmSettings
+
+_BODY = Path(__file__).with_name("batch_body.sh")
+_PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class RunJob:
+    """What is submitted.
+
+    Attributes:
+        config: settings of the run, as they were checked.
+        given: those that were given, and those that another host would have another default for: name to text.
+        slurm: settings of its jobs.
+    """
+
+    config: Config
+    given: Mapping[str, str]
+    slurm: SlurmSettings
+
+    @property
+    def run_folder(self) -> Path:
+        return RunFolder.of(self.config).path.absolute()
+
+    @property
+    def folder(self) -> Path:
+        """Of sbatch files, logs and notes."""
+        return self.run_folder / "slurm"
+
+    @property
+    def name(self) -> str:
+        """In the queue."""
+        return self.slurm.job_name or self.config.name.replace("/", "_")
+
+    @property
+    def exclude_file(self) -> Path:
+        return Path(self.slurm.exclude_file or Path(self.config.run_dir) / "exclude_nodes.txt").expanduser().absolute()
+
+
+def batch_script(job: RunJob, *, excluded: Sequence[str] = ()) -> str:
+    """The text of the sbatch file.
+
+    Args:
+        job: what is submitted.
+        excluded: host names that no job may get.
+    """
+    options = [*_options(job), *([f"exclude={','.join(excluded)}"] if excluded else [])]
+    directives = [f"#SBATCH {_quoted(f'--{option}')}" for option in options]
+    directives += [f"#SBATCH {_quoted(option)}" for option in job.slurm.extra_options]  # of two, sbatch takes the later
+    now = datetime.now().astimezone().isoformat(timespec="seconds")
+    head = ["#!/bin/bash", *directives, f"# Written by run_slurm.sh, {now}: sbatch takes it as it is.", "set -uo pipefail", ""]
+    return "\n".join([*head, *_settings(job), "", *_variables(job), "", _BODY.read_text(encoding="utf-8")])
+
+
+def _options(job: RunJob) -> list[str]:
+    slurm, config = job.slurm, job.config
+    is_array = slurm.chain == "array" and slurm.num_jobs > 1
+    named = {name: getattr(slurm, name) for name in ("partition", "account", "qos", "constraint")}
+    options = {
+        "job-name": job.name,
+        "nodes": config.nnodes,
+        "ntasks-per-node": 1,
+        "time": slurm.time_limit,
+        "signal": f"B:USR1@{slurm.signal_seconds}",  # B: to this script alone
+        "open-mode": "append",  # a job that is queued again goes on in its log
+        "output": job.folder / ("job%A_%a.log" if is_array else "job%j.log"),
+        "chdir": Path.cwd(),
+        # With ALL the jobs would have what happens to be set in the shell that submits, and with NONE what a login shell sets.
+        "export": ",".join([*PASSED_ALWAYS, *slurm.passed]),
+        **{name: value for name, value in named.items() if value},
+    }
+    if not slurm.cpu_nodes and not any(option.startswith(("--gpus", "--gres")) for option in slurm.extra_options):
+        options["gpus-per-node"] = config.gpus_per_node
+    if slurm.cpus_per_task:
+        options["cpus-per-task"] = slurm.cpus_per_task
+    if slurm.nice:
+        options["nice"] = slurm.nice
+    if slurm.exclusive:
+        options["mem"] = 0  # else a job that has a node for itself may still get the memory of one core
+    if is_array:
+        options["array"] = f"1-{slurm.num_jobs}%1"
+    flags = ["requeue" if slurm.requeue else "no-requeue", *(["exclusive"] if slurm.exclusive else [])]
+    return [f"{name}={value}" for name, value in options.items()] + flags
+
+
+def _quoted(option: str) -> str:
+    """As sbatch takes a directive apart: in double quotes where there is a space, a quote or a #."""
+    plain = all(character.isalnum() or character in "-_=./,:@%+&|[]*()" for character in option)
+    return option if plain else '"' + option.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _settings(job: RunJob) -> list[str]:
+    lines = [f"export {name.upper()}={shlex.quote(value)}" for name, value in sorted(job.given.items())]
+    return ["# Settings of the run; what is not here has its default.", *lines]
+
+
+def _variables(job: RunJob) -> list[str]:
+    slurm = job.slurm
+    values = {
+        "run_folder": job.run_folder,
+        "slurm_folder": job.folder,
+        "exclude_file": job.exclude_file,
+        "setup": Path(slurm.setup).absolute() if slurm.setup else "",
+        "requeue": str(slurm.requeue).lower(),
+        "max_failures": slurm.max_failures,
+    }
+    lists = {"modules": slurm.modules.split(), "srun_options": _srun_options(job), "launcher": _launcher(job)}
+    return [
+        job_environment(),
+        *(f"{name}={shlex.quote(str(value))}" for name, value in values.items()),
+        *(f"{name}=({shlex.join(words)})" for name, words in lists.items()),
+    ]
+
+
+def _srun_options(job: RunJob) -> list[str]:
+    # The one task of a node would be bound to one core, and all ranks with it. srun does not take --cpus-per-task over from sbatch.
+    options = ["--cpu-bind=none"]
+    if job.slurm.cpus_per_task:
+        options.append(f"--cpus-per-task={job.slurm.cpus_per_task}")
+    if job.slurm.runtime == "pyxis":
+        options += [
+            f"--container-image={job.slurm.container}",
+            f"--container-mounts={','.join(f'{folder}:{folder}' if ':' not in folder else folder for folder in mounts(job))}",
+            f"--container-workdir={Path.cwd()}",
+        ]
+    return options
+
+
+def _launcher(job: RunJob) -> list[str]:
+    command = [job.slurm.container_python if job.slurm.container else sys.executable, "-m", "moe_exp", "train"]
+    if job.slurm.runtime == "apptainer":
+        gpus = [] if job.slurm.cpu_nodes else ["--nv"]
+        command = ["apptainer", "exec", *gpus, "--bind", ",".join(mounts(job)), "--pwd", str(Path.cwd()), job.slurm.container, *command]
+    return command
+
+
+def mounts(job: RunJob) -> list[str]:
+    """Folders that a container sees under their own names: this package, this folder, runs and data; and those of CONTAINER_MOUNTS."""
+    folders = [_PACKAGE_ROOT, Path.cwd(), Path(job.config.run_dir), Path(job.config.data_dir), *_data_folders(job.config)]
+    own = [os.path.abspath(folder.expanduser()) for folder in folders]  # noqa: PTH100  # not resolved: links keep their names
+    return list(dict.fromkeys([*own, *(part for part in job.slurm.container_mounts.split(",") if part)]))
+
+
+def _data_folders(config: Config) -> list[Path]:
+    words = f"{config.train_data} {config.valid_data}".split()
+    places = [*(Path(word).parent for word in words if "/" in word), *([Path(config.tokenizer).parent] if config.tokenizer else [])]
+    return [*places, *([Path(config.load_dir)] if config.load_dir else [])]

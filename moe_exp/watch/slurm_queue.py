@@ -1,0 +1,164 @@
+"""What SLURM's queue holds of a run: jobs that run, that will start, and that never will. No torch."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import subprocess
+from dataclasses import dataclass, field
+from datetime import datetime
+
+# Fields of squeue(1): id, state, start (of a job that waits: expected, or N/A), time limit, time left, why it waits.
+_FORMAT = "%i|%T|%S|%l|%L|%r"
+_SQUEUE_SECONDS = 60.0
+
+# Of a job that has nodes. COMPLETING is none of them: it is over, and what is left of it is being cleared away.
+_RUNNING = ("RUNNING", "CONFIGURING", "SIGNALING", "STAGE_OUT", "RESIZING")
+_WAITING = ("PENDING", "REQUEUED", "REQUEUE_FED")
+_HALTED = ("SUSPENDED", "STOPPED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+# Why a job waits that will not start by itself, as job_reason_string of SLURM writes it; squeue's %r has no brackets around it.
+_NEVER = re.compile(
+    r"DependencyNeverSatisfied|JobHeld(User|Admin)|JobHoldMaxRequeue|BadConstraints|launch failed requeued held|"
+    r"(job )?requeued (in )?held( state)?|NonZeroExitCode|Invalid(Account|QOS)|(Account|QOS)NotAllowed|Partition(TimeLimit|NodeLimit)|"
+    r"DeadLine|(QOS|Assoc)\w*MaxWall\w*|(QOS|Assoc)\w*MaxSubmit\w*|(QOS|Assoc)(Max|Grp)\w*Minutes\w*|ReservationDeleted|FrontEndDown|AccountingPolicy|"
+    r"(QOS|Assoc)Max(Cpu|Node|GRES|TRES|Mem)\w*PerJob\w*"
+)
+
+
+@dataclass(frozen=True)
+class QueuedJob:
+    """One line of squeue.
+
+    Attributes:
+        name: as squeue writes it, 123, 123_4 or 123_[5-20%1].
+        state: SLURM's word for it.
+        num_tasks: jobs that the line stands for.
+        start: when it has started, or may start as far as the scheduler knows.
+        limit_seconds: of each job; None for none.
+        left_seconds: of a job that runs, until its limit.
+        reason: why it waits.
+    """
+
+    name: str
+    state: str
+    num_tasks: int
+    start: datetime | None
+    limit_seconds: int | None
+    left_seconds: int | None
+    reason: str
+
+    @property
+    def text(self) -> str:
+        """For people."""
+        return f"job {self.name} {self.state.lower()}" + (f" ({self.reason})" if self.reason not in ("None", "") else "")
+
+
+@dataclass(frozen=True)
+class Queue:
+    """The jobs of one name and user, in squeue's order.
+
+    Attributes:
+        running: have nodes.
+        coming: wait for them, or for the job before them.
+        stuck: wait, and will not start unless somebody does something.
+    """
+
+    running: list[QueuedJob] = field(default_factory=list)
+    coming: list[QueuedJob] = field(default_factory=list)
+    stuck: list[QueuedJob] = field(default_factory=list)
+
+    @property
+    def next_start(self) -> datetime | None:
+        """When the next job may start, as far as the scheduler knows."""
+        return min((job.start for job in self.coming if job.start), default=None)
+
+    @property
+    def limit_seconds(self) -> int | None:
+        """Time limit of a job."""
+        return next((job.limit_seconds for job in [*self.running, *self.coming] if job.limit_seconds), None)
+
+    @property
+    def scheduled_seconds(self) -> float | None:
+        """Time that the run has left in all of its jobs; None where one has no limit."""
+        times = [job.left_seconds for job in self.running]
+        times += [None if job.limit_seconds is None else job.limit_seconds * job.num_tasks for job in self.coming]
+        known = [one for one in times if one is not None]
+        return sum(known) if len(known) == len(times) else None
+
+
+class QueueError(ValueError):
+    """SLURM does not answer, which says nothing about the jobs."""
+
+
+def read_queue(name: str, user: str = "") -> Queue:
+    """Asks squeue for the jobs of a name.
+
+    Args:
+        name: --job-name of the jobs.
+        user: whose; empty: ours.
+
+    Raises:
+        QueueError: it is not here, refuses, or takes longer than a minute.
+    """
+    command = ["squeue", "--noheader", f"--user={user or getpass.getuser()}", f"--name={name}", f"--format={_FORMAT}"]
+    # Or the ids of a long array are cut off, and times are written in another way.
+    environ = {**os.environ, "SLURM_BITSTR_LEN": "0", "SLURM_TIME_FORMAT": "standard"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=_SQUEUE_SECONDS)
+    except FileNotFoundError:
+        raise QueueError("squeue is not here. Fix: call it on a login node of the cluster, or leave --slurm-name out.") from None
+    except subprocess.TimeoutExpired:
+        raise QueueError(f"squeue has not answered in {_SQUEUE_SECONDS:.0f} s") from None
+    if done.returncode:
+        raise QueueError(f"squeue: exit code {done.returncode}: {' '.join(done.stderr.split())}")
+    return parse_queue(done.stdout)
+
+
+def parse_queue(text: str) -> Queue:
+    """What squeue has printed in our format, sorted."""
+    queue = Queue()
+    for line in text.splitlines():
+        fields = line.strip().split("|", 5)
+        if len(fields) < 6:
+            continue
+        name, state, start, limit, left, reason = fields
+        job = QueuedJob(name, state, num_tasks(name), slurm_time(start), slurm_seconds(limit), slurm_seconds(left), reason.strip("() "))
+        if state in _RUNNING:
+            queue.running.append(job)
+        elif state in _HALTED or (state in _WAITING and _NEVER.fullmatch(job.reason)):
+            queue.stuck.append(job)
+        elif state in _WAITING:
+            queue.coming.append(job)
+    return queue
+
+
+def num_tasks(name: str) -> int:
+    """Jobs that a name of squeue's stands for: 1 for 123 and 123_4, 17 for 123_[4-20%1], 3 for 123_[1,4-8:4]."""
+    found = re.fullmatch(r"\d+_\[([\d,:-]+)(%\d+)?\]", name)
+    if not found:
+        return 1
+    total = 0
+    for part in found[1].split(","):
+        numbers = re.fullmatch(r"(\d+)(?:-(\d+))?(?::(\d+))?", part)
+        if numbers:
+            first, last, step = int(numbers[1]), int(numbers[2] or numbers[1]), int(numbers[3] or 1)
+            total += len(range(first, last + 1, step))
+    return total
+
+
+def slurm_seconds(text: str) -> int | None:
+    """Seconds of a time span as squeue writes it, 2-03:04:05, 3:04:05 or 4:05; None for UNLIMITED, INVALID and the like."""
+    found = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)", text.strip())
+    if not found:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def slurm_time(text: str) -> datetime | None:
+    """A time as squeue writes it, in this host's zone; None for N/A."""
+    try:
+        return datetime.fromisoformat(text.strip()).astimezone()
+    except ValueError:
+        return None

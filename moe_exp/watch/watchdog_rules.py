@@ -1,0 +1,241 @@
+"""What is wrong with a run, by its files, SLURM's queue and its disk. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from moe_exp.records import Record
+from moe_exp.watch.slurm_queue import Queue
+from moe_exp.watch.watchdog_disk import Disk
+from moe_exp.watch.watchdog_memory import EVENT, Memory
+from moe_exp.watch.watchdog_run import START_SECONDS, RunView, event_time, num_switches
+
+# Events of a run that is well. All others are told, also those that somebody adds to records.EVENTS.
+QUIET_EVENTS = frozenset(("start", "resume", "checkpoint", "end", "stop", "restart", "other_data", "spike_end", "preflight"))
+_MANY_STARTS = 3  # at the same iteration
+_SLURM_SILENT_SECONDS = 900.0  # the controller is restarted now and then
+_NO_END_SECONDS = 3 * 86400.0  # where the end of the run is not known: how far ahead the disk is looked after
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When something counts as a problem.
+
+    Attributes:
+        stuck_seconds: silence of metrics.jsonl while a job runs; None: from the run's own pace.
+        ahead_seconds: a chain that ends before the run does is told so long before its end.
+        wait_seconds: that no job has run, though some are queued.
+    """
+
+    stuck_seconds: float | None = None
+    ahead_seconds: float = 86400.0
+    wait_seconds: float = 86400.0
+
+
+@dataclass(frozen=True)
+class Sight:
+    """Everything that is known at one look.
+
+    Attributes:
+        view: the run.
+        disk: of its folder.
+        queue: its jobs; None where SLURM was not asked.
+        silent: why SLURM does not answer; empty where it does.
+    """
+
+    view: RunView
+    disk: Disk
+    queue: Queue | None = None
+    silent: str = ""
+
+
+def problems_of(sight: Sight, memory: Memory, limits: Limits, slurm_name: str) -> dict[str, str]:
+    """All problems that are there now, texts by key.
+
+    Args:
+        sight: what is known.
+        memory: of the looks before; what this one has seen of the run's progress is written into it.
+        limits: when something counts.
+        slurm_name: of the jobs; empty without SLURM.
+    """
+    view = sight.view
+    if view.iteration != memory.iteration:
+        memory.iteration, memory.moved = view.iteration, view.moved or view.now
+    memory.busy = view.now if not memory.busy or (sight.queue and sight.queue.running) else memory.busy
+    memory.slurm_silent = (memory.slurm_silent or view.now) if sight.silent else 0.0
+    if view.status == "finished":
+        return {}
+    found = dict(_disk_problems(sight))
+    if sight.silent:
+        if view.now - memory.slurm_silent >= _SLURM_SILENT_SECONDS:
+            found["slurm_silent"] = f"SLURM has not answered for {span(view.now - memory.slurm_silent)}: {sight.silent}"
+    elif sight.queue is not None:
+        found |= dict(_queue_problems(sight, sight.queue, memory, limits, slurm_name))
+    elif view.status == "stopped":
+        found["stopped"] = f"it has ended at iteration {view.iteration:,} of {view.train_iters:,}, and nothing goes on with it"
+    else:
+        found |= dict(_stuck(view, memory, limits, since=0.0))
+    if view.same_starts >= _MANY_STARTS:
+        found["circles"] = f"it has started {view.same_starts} times in a row at iteration {view.iteration:,}: nothing is saved in between"
+    return found
+
+
+def _queue_problems(sight: Sight, queue: Queue, memory: Memory, limits: Limits, slurm_name: str) -> Iterator[tuple[str, str]]:
+    view = sight.view
+    if queue.stuck:
+        yield "never_starts", "will not start by itself: " + ", ".join(job.text for job in queue.stuck)
+    if not (queue.running or queue.coming or queue.stuck):
+        yield "not_scheduled", f"no job named {slurm_name} runs or waits, at iteration {view.iteration:,} of {view.train_iters:,}"
+    if queue.running:
+        yield from _stuck(view, memory, limits, since=max((job.start.timestamp() for job in queue.running if job.start), default=0.0))
+    elif queue.coming and view.now - memory.busy >= limits.wait_seconds:
+        yield "waiting", f"no job has run for {span(view.now - memory.busy)}: {queue.coming[0].text}"
+    yield from _short_chain(view, queue, limits)
+
+
+def _short_chain(view: RunView, queue: Queue, limits: Limits) -> Iterator[tuple[str, str]]:
+    scheduled, left = queue.scheduled_seconds, view.left_seconds
+    if scheduled is None or left is None or not (queue.running or queue.coming) or scheduled >= min(left, limits.ahead_seconds):
+        return
+    more = num_switches(left, scheduled, queue.limit_seconds)
+    yield "chain_short", f"its jobs end in {span(scheduled)} and the run needs {span(left)}: submit {more} more"
+
+
+def _stuck(view: RunView, memory: Memory, limits: Limits, since: float) -> Iterator[tuple[str, str]]:
+    """`since`: start of the job that runs."""
+    begun = [event_time(event) for event in view.events if event["event"] in ("start", "resume")]
+    first = max(since, begun[-1] if begun else 0.0)
+    moved = max(memory.moved, first)
+    patience = view.patience_seconds if limits.stuck_seconds is None else limits.stuck_seconds
+    if limits.stuck_seconds is None and (first >= memory.moved or not view.train):
+        patience += START_SECONDS
+    if view.now - moved > patience:
+        pace = view.seconds_per_iteration
+        usual = f", where {span(pace * int(view.settings['log_interval']))} are usual" if pace else ""
+        yield "stuck", f"no new iteration after {view.iteration:,} for {span(view.now - moved)}{usual}"
+
+
+def _disk_problems(sight: Sight) -> Iterator[tuple[str, str]]:
+    view, disk = sight.view, sight.disk
+    size = view.checkpoint_bytes
+    if size and size > disk.free_bytes:
+        yield "checkpoint_does_not_fit", f"a checkpoint has {bytes_text(size)}, and the disk {bytes_text(disk.free_bytes)} free"
+    full, left = disk.full_in_seconds, wall_seconds_left(sight)
+    if full is not None and full < (_NO_END_SECONDS if left is None else left):
+        how = "at the rate of the last hours" if disk.measured else "as every checkpoint is kept"
+        end = "" if left is None else f", and the run needs {span(left)}"
+        yield "disk_filling", f"the disk is full in {span(full)} {how} ({bytes_text(disk.free_bytes)} free){end}"
+
+
+def wall_seconds_left(sight: Sight) -> float | None:
+    """Until the run ends: training, and the gaps between the jobs that it takes; None where its speed is not known.
+
+    A gap is the median of those that were; without any, the first is the wait for the next job as SLURM expects it.
+    """
+    view, queue = sight.view, sight.queue
+    left = view.left_seconds
+    if left is None or queue is None:
+        return left
+    in_this_job = float(sum(job.left_seconds or 0 for job in queue.running))
+    if queue.running and any(job.left_seconds is None for job in queue.running):
+        return left
+    switches = num_switches(left, in_this_job, queue.limit_seconds)
+    wait = 0.0
+    if not queue.running and queue.next_start:
+        wait = max(0.0, queue.next_start.timestamp() - view.now)
+        switches = max(0, switches - 1)
+    return left + wait + switches * (view.gap_seconds or 0.0)
+
+
+def count_events(view: RunView, memory: Memory) -> dict[str, str]:
+    """Texts of events that were not told yet, by key; of a name the latest. Notes in `memory` which were seen.
+
+    A first look tells those of the last day only.
+    """
+    seen = memory.num_events
+    if seen is None or seen > len(view.events):
+        new = [event for event in view.events if view.now - event_time(event) < 86400] if seen is None else view.events
+    else:
+        new = view.events[seen:]
+    memory.num_events = len(view.events)
+    for event in new:
+        if event["event"] not in QUIET_EVENTS or (event["event"] == "end" and event.get("status") == "failed"):
+            memory.untold_events[event["event"]] = memory.untold_events.get(event["event"], 0) + 1
+    latest = {event["event"]: event for event in view.events}
+    return {EVENT + name: _event_text(latest[name], count) for name, count in memory.untold_events.items() if name in latest}
+
+
+def _event_text(event: Record, count: int) -> str:
+    details = {name: value for name, value in event.items() if name not in ("kind", "event", "iteration", "time")}
+    said = ", ".join(f"{name}: {_short(value)}" for name, value in details.items())
+    times = f" ({count} times)" if count > 1 else ""
+    return f"{event['event']} at iteration {event['iteration']:,}, {event['time']}{times}{': ' if said else ''}{said}"
+
+
+def _short(value: Any) -> str:
+    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    text = " ".join(text.split())
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+def state_line(sight: Sight) -> str:
+    """How a run is, for people."""
+    view, queue = sight.view, sight.queue
+    if view.status == "finished":
+        return f"finished, {view.iteration:,} of {view.train_iters:,} iterations"
+    parts = [f"iteration {view.iteration:,} of {view.train_iters:,}"]
+    if view.seconds_per_iteration:
+        parts.append(f"{view.seconds_per_iteration:.3g} s each")
+    if view.moved:
+        parts.append(f"last record {span(view.now - view.moved)} ago")
+    if queue is not None:
+        running = ", ".join(job.name for job in queue.running)
+        waiting = sum(job.num_tasks for job in queue.coming)
+        parts.append(f"{f'job {running} runs' if running else 'no job runs'}, {waiting} wait")
+        if queue.next_start:
+            parts.append(f"the next starts about {queue.next_start:%Y-%m-%d %H:%M}")
+    elif sight.silent:
+        parts.append("SLURM does not answer")
+    left = wall_seconds_left(sight)
+    if left is not None:
+        parts.append(f"ends about {datetime.fromtimestamp(view.now + left).astimezone():%Y-%m-%d %H:%M} (in {span(left)}{_gaps(sight)})")
+    full = sight.disk.full_in_seconds
+    parts.append(f"{bytes_text(sight.disk.free_bytes)} free" + (f", full in {span(full)}" if full is not None else ""))
+    return "; ".join(parts)
+
+
+def _gaps(sight: Sight) -> str:
+    gap = sight.view.gap_seconds
+    return f", with {span(gap)} between jobs" if gap and sight.queue is not None else ""
+
+
+def span(seconds: float) -> str:
+    """A time span in its two largest units: 40 s, 5 min, 3 h 10 min, 2 d 3 h."""
+    minutes = round(seconds / 60)
+    if seconds < 90:
+        return f"{max(0, seconds):.0f} s"
+    if minutes < 60:
+        return f"{minutes} min"
+    hours = round(seconds / 3600)
+    if minutes < 48 * 60:
+        return f"{minutes // 60} h" + (f" {minutes % 60} min" if minutes % 60 else "")
+    return f"{hours // 24} d" + (f" {hours % 24} h" if hours % 24 else "")
+
+
+def bytes_text(number: float) -> str:
+    """With a unit: 3.2 TB."""
+    units = ("bytes", "kB", "MB", "GB", "TB", "PB")
+    index = 0
+    while abs(number) >= 1000 and index < len(units) - 1:
+        number, index = number / 1000, index + 1
+    return f"{number:.3g} {units[index]}"
+
+
+def all_texts(found: Mapping[str, str]) -> list[str]:
+    """Problems as lines, the worst first: what has stopped the run before what may."""
+    order = ("not_scheduled", "never_starts", "stopped", "stuck", "circles", "checkpoint_does_not_fit")
+    keys = sorted(found, key=lambda key: (order.index(key) if key in order else len(order), key))
+    return [found[key] for key in keys]

@@ -1,0 +1,70 @@
+"""From options of the command line to a watchdog. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moe_exp.config import ConfigError
+from moe_exp.watch.alerts import channels_of
+from moe_exp.watch.watchdog import Watchdog, Watched
+from moe_exp.watch.watchdog_memory import default_folder
+from moe_exp.watch.watchdog_rules import Limits
+from moe_exp.watch.watchdog_run import view_run
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def watchdog_of(options: Mapping[str, Any], environ: Mapping[str, str]) -> Watchdog:
+    """The watchdog that `moe-exp watch run` makes.
+
+    Args:
+        options: run_dirs, slurm_name, again and so on, as the command line has them.
+        environ: with SMTP_PASSWORD and WATCH_WEBHOOK.
+
+    Raises:
+        ConfigError: with everything that is wrong with them.
+    """
+    problems: list[str] = []
+    times = {name: _seconds(options[name], f"--{name}", problems) for name in ("again", "stuck", "ahead", "wait")}
+    names, run_dirs = list(options["slurm_name"]), list(options["run_dirs"])
+    if names and len(names) != len(run_dirs):
+        problems.append(
+            f"--slurm-name={' '.join(names)}: {len(names)} for {len(run_dirs)} runs. Fix: give one for each RUN_DIR, in their order."
+        )
+        names = []
+    problems += [
+        f"--slurm-name={name}: has a comma or a space. Fix: give the --job-name of the jobs." for name in names if re.search(r"[,\s]", name)
+    ]
+    if options.get("every") is not None and not options["every"] > 0:
+        problems.append(f"--every={options['every']:g}: is no time. Fix: give seconds, as in --every 300.")
+    for path in run_dirs:
+        try:
+            view_run(path)
+        except (OSError, ValueError) as error:
+            problems.append(str(error))
+    try:
+        channels = channels_of(options, environ)
+    except ConfigError as error:
+        problems += error.problems
+    if options.get("test_alert") and not problems and not channels:
+        problems.append("--test-alert: there is no channel. Fix: give --mail-to, --webhook-file or --alert-file.")
+    if problems:
+        raise ConfigError(problems)
+    limits = Limits(times["stuck"] or None, times["ahead"], times["wait"])
+    runs = [Watched(Path(path).absolute(), name) for path, name in zip(run_dirs, names or [""] * len(run_dirs), strict=True)]
+    folder = Path(options.get("state") or default_folder()).expanduser()
+    return Watchdog(runs, channels, limits, times["again"], options.get("slurm_user") or "", folder)
+
+
+def _seconds(text: str, name: str, problems: list[str]) -> float:
+    """Of 90s, 10m, 6h or 2d; 0 for nothing."""
+    if not text:
+        return 0.0
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
+    if not found:
+        problems.append(f"{name}={text}: is no time. Fix: write a number and a unit, as 90s, 10m, 6h or 2d.")
+        return 0.0
+    return float(found[1]) * _UNITS[found[2]]

@@ -1,0 +1,98 @@
+"""squeue's output, as it is printed for chains, arrays and jobs that never start."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+import pytest
+
+from moe_exp.watch.slurm_queue import QueueError, num_tasks, parse_queue, read_queue, slurm_seconds
+
+ARRAY = """\
+4711_[5-22%1]|PENDING|N/A|1-00:00:00|INVALID|JobArrayTaskLimit
+4711_4|RUNNING|2026-11-22T02:10:00|1-00:00:00|18:03:12|None
+"""
+CHAIN = """\
+4713|PENDING|2026-11-24T02:00:00|12:00:00|12:00:00|Dependency
+4712|PENDING|2026-11-23T01:30:00|12:00:00|12:00:00|Priority
+4711|COMPLETING|2026-11-22T02:10:00|12:00:00|0:00|None
+"""
+
+
+def test_array_of_which_one_runs():
+    queue = parse_queue(ARRAY)
+    assert [job.name for job in queue.running] == ["4711_4"]
+    assert queue.running[0].start == datetime(2026, 11, 22, 2, 10).astimezone()
+    assert [(job.num_tasks, job.start) for job in queue.coming] == [(18, None)]
+    assert queue.scheduled_seconds == 18 * 86400 + 18 * 3600 + 3 * 60 + 12
+    assert queue.next_start is None
+
+
+def test_chain_between_two_jobs():
+    queue = parse_queue(CHAIN)
+    assert queue.running == []
+    assert [job.name for job in queue.coming] == ["4713", "4712"]
+    assert queue.next_start == datetime(2026, 11, 23, 1, 30).astimezone()
+    assert queue.limit_seconds == 43200
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "1|PENDING|N/A|1:00:00|1:00:00|DependencyNeverSatisfied",
+        "1|PENDING|N/A|1:00:00|1:00:00|launch failed requeued held",
+        "1|PENDING|N/A|1:00:00|1:00:00|job requeued in held state",
+        "1_[2-4%1]|PENDING|N/A|1:00:00|1:00:00|JobHeldUser",
+        "1|PENDING|N/A|1:00:00|1:00:00|JobHeldAdmin",
+        "1|PENDING|N/A|1:00:00|1:00:00|PartitionTimeLimit",
+        "1|PENDING|N/A|1:00:00|1:00:00|QOSMaxWallDurationPerJobLimit",
+        "1|PENDING|N/A|1:00:00|1:00:00|AssocGrpCPUMinutesLimit",
+        "1|PENDING|N/A|1:00:00|1:00:00|BadConstraints",
+        "1|REQUEUE_HOLD|N/A|1:00:00|1:00:00|None",
+        "1|SUSPENDED|2026-11-22T02:10:00|1:00:00|0:30:00|None",
+    ],
+)
+def test_jobs_that_will_not_start_by_themselves(line):
+    queue = parse_queue(line)
+    assert (len(queue.stuck), queue.running, queue.coming) == (1, [], [])
+
+
+@pytest.mark.parametrize(
+    "reason",
+    ["Priority", "Resources", "Dependency", "BeginTime", "JobArrayTaskLimit", "QOSMaxJobsPerUserLimit", "AssocGrpGRES", "Reservation"],
+)
+def test_jobs_that_wait_for_their_turn(reason):
+    assert len(parse_queue(f"1|PENDING|N/A|UNLIMITED|INVALID|{reason}").coming) == 1
+
+
+def test_reason_with_nodes_that_are_away():
+    queue = parse_queue("1|PENDING|N/A|1:00|1:00|ReqNodeNotAvail, UnavailableNodes:node[1-2]|x")
+    assert queue.coming[0].text == "job 1 pending (ReqNodeNotAvail, UnavailableNodes:node[1-2]|x)"
+
+
+@pytest.mark.parametrize(
+    ("name", "number"), [("123", 1), ("123_4", 1), ("123_[4-20%1]", 17), ("123_[4]", 1), ("123_[1,4-8:4%1]", 3), ("123_[2,5,7-9]", 5)]
+)
+def test_tasks_of_a_name(name, number):
+    assert num_tasks(name) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("2-03:04:05", 183845), ("3:04:05", 11045), ("4:05", 245), ("UNLIMITED", None), ("INVALID", None), ("NOT_SET", None)],
+)
+def test_time_spans(text, seconds):
+    assert slurm_seconds(text) == seconds
+
+
+def test_slurm_that_does_not_answer(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    program = tmp_path / "squeue"
+    program.write_text("#!/bin/sh\necho 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2\nexit 1\n")
+    program.chmod(0o755)
+    with pytest.raises(QueueError, match=r"squeue: exit code 1: slurm_load_jobs error: Unable to contact slurm controller"):
+        read_queue("name")
+    program.unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(QueueError, match="squeue is not here"):
+        read_queue("name", "user")
