@@ -21,7 +21,9 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--runs", default="", help="what to compare: moe (capacity), dmoe (dropless), dense, with commas (default: dmoe,dense)"
+        "--runs",
+        default="",
+        help="what to compare: moe (capacity), dmoe (dropless), dense, with commas (default: dmoe,dense; none with two of --variant)",
     )
     parser.add_argument(
         "--variant",

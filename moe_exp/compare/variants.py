@@ -66,14 +66,14 @@ def make_variants(runs: str, written: Sequence[str], given: Mapping[str, Any]) -
     """The variants of a comparison, in the order in which they are asked for.
 
     Args:
-        runs: names of KINDS with commas; empty: the kind of MoE layer that the settings ask for, and dense, if nothing is `written`.
+        runs: names of KINDS with commas; empty: the kind of MoE layer that the settings ask for, and dense, unless two are `written`.
         written: others, each `NAME:SETTING=VALUE,SETTING=VALUE`.
         given: settings of all, see `child_runs.given_settings`.
 
     Raises:
         ConfigError: with every name, setting and value that cannot be read.
     """
-    if not runs and not written:
+    if not runs and len(written) < 2:
         runs = f"{load_config(given, {}).moe_type},dense"
     problems: list[str] = []
     variants: list[Variant] = []
@@ -84,7 +84,7 @@ def make_variants(runs: str, written: Sequence[str], given: Mapping[str, Any]) -
                 raise ConfigError([problem("variant", text, "there is another of this name", "give each its own")])
             variants.append(Variant.of(name, own, given))
         except ConfigError as error:
-            problems += error.problems
+            problems += [line if text in line or ":" not in text else f"VARIANT={text}: {line}" for line in error.problems]
     if len(variants) < 2 and not problems:
         fix = "add another, as in --runs dmoe,dense"
         problems.append(problem("runs", ",".join([runs, *written]), "a comparison needs at least two", fix))

@@ -118,7 +118,8 @@ def _usage_table(layer: LayerUsage, names: Sequence[str], num_experts: int) -> T
     most = f", of at most {math.log2(len(names)):.3f}" if len(names) > 1 else ""
     title = f"layer {layer.layer}: share of each source's tokens per expert (fair: {fair:.2%}); {bits.sum():.3f} bits{most}"
     left_out = shares.shape[1] - num_experts
-    caption = f"and {left_out} less specialised" if left_out > 0 else None
+    one_source = "One source alone shows no specialisation: the bits are 0." if len(names) == 1 else ""
+    caption = one_source or (f"and {left_out} less specialised" if left_out > 0 else None)
     table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
     for name in ("expert", "bits", *(escape(name) for name in names)):
         table.add_column(name, justify="right", overflow="fold")

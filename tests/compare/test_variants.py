@@ -45,11 +45,12 @@ def test_problems_are_told_together():
         "VARIANT=dense:LR=1: there is another of this name. Fix: give each its own.",
         "VARIANT=../x:LR=1: its name is that of a folder: letters, digits, dots, dashes and underscores. Fix: write NAME:SETTING=VALUE.",
         "VARIANT=n:TRAIN_ITERS=3: TRAIN_ITERS is the same for all runs of a comparison. Fix: set it for all of them.",
-        "LR=much: must be a valid number. Fix: give LR, peak learning rate.",
+        "VARIANT=z:LR=much: LR=much: must be a valid number. Fix: give LR, peak learning rate.",
     ]
     assert lines_of("dense,dmoe", ["logs:LR=1"]) == [
         "VARIANT=logs:LR=1: logs is a file or folder of the comparison itself. Fix: write NAME:SETTING=VALUE."
     ]
+    assert [one.name for one in make_variants("", ["fine:NUM_EXPERTS=16"], CPU)] == ["dmoe", "dense", "fine"]
     assert lines_of("dense") == ["RUNS=dense: a comparison needs at least two. Fix: add another, as in --runs dmoe,dense."]
 
 
