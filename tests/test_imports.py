@@ -52,7 +52,7 @@ ALLOWED: dict[str, set[str]] = {
     "phases": set(),
     "exchange": set(),
     "saving": {*ENGINE, "checkpoint", "metrics"},
-    "resuming": {*ENGINE, "checkpoint", "run_folder", "upcycle"},
+    "resuming": {*ENGINE, "checkpoint", "records", "run_folder", "upcycle"},
     "doctor": {"hosts", "backends", "config", *CPU, "runtime", "layers", "optim"},
     "misspelt": {"config"},
     "child_runs": {"config", "hosts", "launch", "run_folder"},
