@@ -50,6 +50,8 @@ ALLOWED: dict[str, set[str]] = {
     "backends": {*ENGINE, "layers", "optim"},
     "interval": {*ENGINE, "hosts", "checkpoint", "metrics", "planner", "optim", "layers", "phases", "faults"},
     "phases": set(),
+    "group_checks": {*ENGINE, "checkpoint"},
+    "replica_checks": {*ENGINE, "checkpoint", "group_checks", "metrics"},
     "exchange": set(),
     "saving": {*ENGINE, "checkpoint", "metrics"},
     "resuming": {*ENGINE, "checkpoint", "records", "run_folder", "upcycle"},

@@ -186,9 +186,7 @@ def kept(fingerprints: Mapping[str, Fingerprint], *, weights_only: bool, dtype: 
     found: Fingerprints = {}
     for name, one in fingerprints.items():
         of_state = _OF_STATE.fullmatch(name)
-        if of_state and not weights_only:
-            found[name] = one
-        elif not of_state and dtype in (None, one.dtype):
+        if not weights_only if of_state else dtype in (None, one.dtype):
             found[name] = one
         elif not of_state and (main := fingerprints.get(f"optimizer.state.param.{name}")) and main.dtype == dtype:
             found[name] = main  # the weights are the main weights now

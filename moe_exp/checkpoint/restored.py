@@ -38,9 +38,8 @@ class RestoreError(ConfigError):
         more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
         rule = f"{len(names)} of {num_compared} tensors are not what was saved, by their fingerprints: {first}{more}"
         fix = "start again, on other nodes if it comes again; an older checkpoint is used if latest_checkpointed_iteration.txt names it"
-        super().__init__(
-            [f"checkpoint={folder}: {rule}. Nothing was changed in it. Fix: {fix}; or set FINGERPRINTS=false to go on anyway."]
-        )
+        fix += "; FINGERPRINTS=false goes on anyway"
+        super().__init__([f"checkpoint={folder}: {rule}. Nothing was changed in it. Fix: {fix}."])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._arguments

@@ -237,8 +237,10 @@ def test_a_tool_that_rewrites_a_checkpoint_keeps_what_still_holds(tmp_path):
     [
         ({"dtype": "bf16"}, {"dtype": "fp32"}, lambda name: not name.startswith("optimizer.") and "expert_bias" not in name),
         ({}, {"optimizer": "sgd", "allow_other_optimizer": True}, lambda name: ".exp_avg" in name),
-        ({}, {"optimizer_state_dtype": "bf16", "gpus_per_node": 2, "tp": 2}, lambda name: False),
-        ({"optimizer": "muon", "distributed_optimizer": False}, {"gpus_per_node": 2, "ep": 2}, lambda name: False),
+        pytest.param({}, {"optimizer_state_dtype": "bf16", "gpus_per_node": 2, "tp": 2}, lambda name: False, marks=pytest.mark.slow),
+        pytest.param(
+            {"optimizer": "muon", "distributed_optimizer": False}, {"gpus_per_node": 2, "ep": 2}, lambda name: False, marks=pytest.mark.slow
+        ),
         ({"fingerprints": False}, {}, lambda name: True),
     ],
     ids=["other dtype", "other optimizer", "other moments", "muon", "none"],
