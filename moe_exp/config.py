@@ -29,6 +29,7 @@ from moe_exp.setting_types import (
     Probability,
     Rate,
     StageLayers,
+    WholeNumbers,
     expanded_layers,
     layers_of_pattern,
 )
@@ -150,10 +151,10 @@ class Config(ModelSettings):
     check_interval: NonNegative = Field(
         0, description="iterations between comparisons of the replicas of the parameters; 0: only before the first iteration of a start"
     )
-    dump_iters: OptionalNumbers = Field(
+    dump_iters: WholeNumbers = Field(
         "", description="after these iterations, such as 10,20, parameters, gradients and moments go to RUN_DIR/RUN_NAME/dumps"
     )
-    dump_ranks: OptionalNumbers = Field("", description="with DUMP_ITERS, the ranks that do so, such as 0,4; empty: all")
+    dump_ranks: WholeNumbers = Field("", description="with DUMP_ITERS, the ranks that do so, such as 0,4; empty: all")
     disk_check: Literal["run", "one", "none"] = Field(
         "run", description="free disk that a start asks for: for all checkpoints until its end, for one (others are removed by hand), none"
     )

@@ -69,6 +69,7 @@ def stepped_values(model: list[DistributedDataParallel], optimizer: MegatronOpti
 
 def _pairs(part: Any) -> Iterator[tuple[Tensor, Tensor]]:
     """A parameter of the model, and the tensor of its values that is stepped on and copied back to it: itself, main weights, or a range."""
+    of_groups: tuple[tuple[Any, Any], ...]
     if isinstance(part, DistributedOptimizer):
         of_groups = ((part.model_float16_groups, part.shard_fp32_from_float16_groups), (part.model_fp32_groups, part.shard_fp32_groups))
     elif isinstance(part, Float16OptimizerWithFloat16Params):

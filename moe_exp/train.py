@@ -36,6 +36,7 @@ from moe_exp.config import Config, ConfigError, add_arguments, load_config
 from moe_exp.data.dataset import Samples, split_batch
 from moe_exp.data.prefetch import ReadAhead, microbatch_start
 from moe_exp.data.sample_order import Change
+from moe_exp.dumps import dump, is_dumped
 from moe_exp.exchange import IterationEnd, end_of_iteration
 from moe_exp.interval import Interval
 from moe_exp.metrics import Metrics, setup_logging
@@ -179,6 +180,8 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
             valid_loss, seconds = validate(job, progress, metrics)
             interval.pause(seconds)
         end = tell_all_ranks(job, step, stop, is_writing=saves.is_writing)
+        if is_dumped(config, progress.iteration):
+            dump(config, job.runtime, job.folder.path, job.trained, progress)
         if _is_multiple(progress.iteration, config.check_interval):
             interval.pause(check_replicas(config, job.runtime, job.trained, progress, metrics))
         must_stop = bool(end.stop) or _is_multiple(progress.iteration, config.exit_interval)

@@ -116,7 +116,7 @@ def test_a_damaged_file_is_a_line_and_another_version_is_none(tmp_path):
     assert fingerprints.read(tmp_path) is None
 
 
-# On ranks: saved by two with EP=2, loaded by two with TP=ETP=2. Each of these is done to rank 1's memory between the load and the comparison.
+# On ranks: saved by two with EP=2, loaded by two with TP=ETP=2. Each of these is done to rank 1's memory after that.
 
 
 def _parameter(trained: Any, name: str) -> torch.Tensor:
