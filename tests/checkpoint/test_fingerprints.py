@@ -14,13 +14,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from legs import Leg, build_job, run_legs, write_data
+from small_job import end_run, records, small_settings, start_run, write_tokens
 
 from moe_exp.checkpoint import fingerprints
 from moe_exp.checkpoint.fingerprints import Fingerprint, added, fingerprints_of, multilinear_sum, name_and_place, shown
-from moe_exp.checkpoint.folders import Manifest
+from moe_exp.checkpoint.folders import Manifest, entry_of
 from moe_exp.checkpoint.layouts import Layout
 from moe_exp.checkpoint.reshape import Reshaping, reshape
 from moe_exp.checkpoint.torch_dist import CheckpointReader
+from moe_exp.cli import main
 from moe_exp.config import load_config
 from ranks import free_port, run_on_ranks
 
@@ -266,9 +268,7 @@ def test_an_older_moe_exp_sees_a_file_more(tmp_path):
     assert content["files"][fingerprints.FILE].keys() == {"bytes", "xxh3_128"}
 
 
-def test_resume_of_another_state_ends_with_a_line_and_an_event(tmp_path):
-    from small_job import end_run, records, small_settings, start_run, write_tokens
-
+def test_resume_of_another_state_ends_with_a_line_and_an_event(tmp_path, capsys):
     write_tokens(tmp_path)
     settings = small_settings(tmp_path, "run", train_iters=2)
     printed = tmp_path / "printed"
@@ -280,10 +280,7 @@ def test_resume_of_another_state_ends_with_a_line_and_an_event(tmp_path):
     saved[name] = Fingerprint("float32", saved[name].num_values, saved[name].total ^ 1)
     fingerprints.write(folder, saved)
     manifest = Manifest.read(folder)
-    files = {**manifest.files}
-    from moe_exp.checkpoint.folders import entry_of
-
-    files[fingerprints.FILE] = entry_of(folder / fingerprints.FILE)
+    files = {**manifest.files, fingerprints.FILE: entry_of(folder / fingerprints.FILE)}
     Manifest(manifest.iteration, files, manifest.facts).write(folder)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     printed.write_text("")
@@ -294,4 +291,6 @@ def test_resume_of_another_state_ends_with_a_line_and_an_event(tmp_path):
     assert event["tensors"] == [name]
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert load_config(settings, {}).fingerprints
+    assert main(["ckpt", "verify", str(folder)]) == 1
+    assert capsys.readouterr().out == f"{folder}: {name} is not what was in memory when it was saved, by its fingerprint\n"
     assert end_run(start_run(settings | {"train_iters": 4, "fingerprints": "false"}, printed), printed) == [0]
