@@ -128,7 +128,7 @@ def compare_dumps(a: Path, b: Path) -> Comparison:
     both = [name for name in in_a if name in in_b]
     if not both:
         raise ValueError(f"A={a}: and B={b} have no rank in common. Fix: name two files.")
-    sides = [{}, {}]  # type: list[dict[str, DumpedTensor]]
+    sides: list[dict[str, DumpedTensor]] = [{}, {}]
     for side, found in zip(sides, (in_a, in_b), strict=True):
         for name in found:
             side |= _tensors(found[name], f"rank {int(name.removeprefix('rank_').removesuffix('.safetensors'))}: ")

@@ -143,7 +143,12 @@ class _Row(NamedTuple):
 
 
 def _row(
-    runtime: Runtime, prints: Mapping[str, Mapping[str, int]], has_problems: bool, stepped: Mapping[str, int], sizes: Any, experts: Any
+    runtime: Runtime,
+    prints: Mapping[str, Mapping[str, int]],
+    has_problems: bool,
+    stepped: Mapping[str, int],
+    sizes: Mapping[str, int],
+    experts: set[str],
 ) -> _Row:
     groups = runtime.groups
     dense = [name for name in sizes if name not in experts]
