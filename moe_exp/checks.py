@@ -37,6 +37,7 @@ def check_config(config: Config) -> list[str]:
         *check_optimizer(config),
         *_data(config),
         *_retention(config),
+        *_dumps(config),
     ]
 
 
@@ -314,3 +315,13 @@ def _retention(c: Config) -> Iterator[str]:
     if c.keep_best and (not c.eval_interval or not c.save_interval or c.save_interval % c.eval_interval):
         rule = f"needs a validation at every save, SAVE_INTERVAL={c.save_interval} is no multiple of EVAL_INTERVAL={c.eval_interval}"
         yield problem("keep_best", c.keep_best, rule, "set both to the same number")
+
+
+def _dumps(c: Config) -> Iterator[str]:
+    ranks = [int(rank) for rank in c.dump_ranks.split(",") if rank]
+    if missing := [rank for rank in ranks if rank >= c.world_size]:
+        yield problem(
+            "dump_ranks", c.dump_ranks, f"there is no rank {missing[0]} of {c.world_size}", f"name ranks from 0 to {c.world_size - 1}"
+        )
+    if ranks and not c.dump_iters:
+        yield problem("dump_ranks", c.dump_ranks, "has no effect without DUMP_ITERS", "set DUMP_ITERS to the iterations")

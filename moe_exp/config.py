@@ -29,6 +29,7 @@ from moe_exp.setting_types import (
     Probability,
     Rate,
     StageLayers,
+    WholeNumbers,
     expanded_layers,
     layers_of_pattern,
 )
@@ -144,6 +145,19 @@ class Config(ModelSettings):
     wandb_mode: Literal["online", "offline", "disabled"] = Field("online", description="wandb mode")
 
     # Staying alive
+    fingerprints: bool = Field(
+        True, description="at every save a fingerprint of each tensor, which has to be the same again after a load; false: neither"
+    )
+    check_interval: NonNegative = Field(
+        0, description="iterations between comparisons of the replicas of the parameters; 0: only before the first iteration of a start"
+    )
+    dump_iters: WholeNumbers = Field(
+        "", description="after these iterations, such as 10,20, parameters, gradients and moments go to RUN_DIR/RUN_NAME/dumps"
+    )
+    dump_ranks: WholeNumbers = Field("", description="with DUMP_ITERS, the ranks that do so, such as 0,4; empty: all")
+    disk_check: Literal["run", "one", "none"] = Field(
+        "run", description="free disk that a start asks for: for all checkpoints until its end, for one (others are removed by hand), none"
+    )
 
     # Values that follow from the settings
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import shutil
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,8 +22,9 @@ from moe_exp.data.token_files import Share, TokenFiles, parse_split, part_tokens
 from moe_exp.data.tokenizer import tokenizer_vocab_size
 from moe_exp.data.tokens import bin_idx_problem, parse_blend
 from moe_exp.hosts import count_gpus, free_port
+from moe_exp.planner.disk import disk_use, keep_last_that_fits
 from moe_exp.planner.params import checkpoint_bytes
-from moe_exp.run_folder import LATEST, run_folder_problems
+from moe_exp.run_folder import LATEST, RunFolder, existing_place, run_folder_problems
 
 
 def check_environment(config: Config) -> list[str]:
@@ -36,16 +38,47 @@ def check_machine(config: Config) -> list[str]:
 
 
 def check_files(config: Config, *, with_space: bool = True) -> list[str]:
-    """Data, tokenizer and folders, on node 0 and on every other node; `with_space`: and room for a checkpoint."""
-    saves = with_space and (config.save_at_end or config.save_interval)
+    """Data, tokenizer and folders, on node 0 and on every other node; `with_space`: and room for what the run will write."""
     return [
         *_data(config),
         *_tokenizer(config),
         *_load_dir(config),
         *_upcycle_from(config),
         *_data_dir(config),
-        *run_folder_problems(config, needed_bytes=checkpoint_bytes(config) if saves else 0),
+        *(folder := run_folder_problems(config)),
+        *(_space(config) if with_space and not folder else ()),
     ]
+
+
+def _space(c: Config) -> Iterator[str]:
+    """Room for all checkpoints of the run at once, or for one, beside those that are there (DISK_CHECK)."""
+    if c.disk_check == "none" or not (c.save_at_end or c.save_interval):
+        return
+    folder = RunFolder.of(c)
+    try:
+        place, there = existing_place(folder.path), folder.checkpoint_iterations()
+        free_bytes = shutil.disk_usage(place).free
+    except OSError:
+        return
+    use = disk_use(c, iteration=max(there, default=0), there=there)
+    needed_bytes = use.needed_bytes if c.disk_check == "run" else min(use.needed_bytes, checkpoint_bytes(c))
+    if free_bytes >= needed_bytes:
+        return
+    rule = f"{place} has {_gigabytes(free_bytes)} free and the run needs {_gigabytes(needed_bytes)}"
+    fix = "choose a RUN_DIR on a larger disk, or make room"
+    if use.num_new > 1 and c.disk_check == "run":
+        those = f" beside the {len(there)} that are there" if there else ""
+        rule += f" until iteration {c.train_iters}: {use.num_new} checkpoints of {_gigabytes(use.one_bytes)}{those}, and its records"
+        fitting = keep_last_that_fits(c, free_bytes, iteration=max(there, default=0), there=there)
+        if fitting:
+            fix = f"set KEEP_LAST={min(fitting, 3)}, which fits, or {fix}; DISK_CHECK=one if you remove checkpoints by hand"
+        elif free_bytes >= checkpoint_bytes(c):
+            fix += "; DISK_CHECK=one if you remove checkpoints by hand"
+    yield problem("run_dir", c.run_dir, rule, fix)
+
+
+def _gigabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.3g} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.3g} MB"
 
 
 def _devices(c: Config) -> Iterator[str]:

@@ -271,13 +271,13 @@ def initialize_weights(chunk: GPTModel, config: Config) -> None:
     """
     for name, module in chunk.named_modules():
         if isinstance(module, MegatronExperts):
-            _initialize_experts(_global_name(chunk, name), module, config)
+            _initialize_experts(global_name(chunk, name), module, config)
     for name, parameter in chunk.named_parameters():
         if ".mlp.experts." in name or parameter.dim() < 2:
             continue
         # The output layer of the last stage is a copy of the embedding when the two are tied.
         tied = config.tie_embeddings and name == "output_layer.weight"
-        key = "embedding.word_embeddings.weight" if tied else _global_name(chunk, name)
+        key = "embedding.word_embeddings.weight" if tied else global_name(chunk, name)
         dim = getattr(parameter, "partition_dim", -1)
         # By name: Transformer Engine's layers do not say that a rank holds a part of the gate and a part of the up projection.
         stride = 2 if config.gated and key.endswith("linear_fc1.weight") else 1
@@ -322,7 +322,7 @@ def _part(full: Tensor, dim: int, stride: int, rank: int, world: int) -> Tensor:
     return torch.cat(full.chunk(stride * world, dim=dim)[rank::world], dim=dim)
 
 
-def _global_name(chunk: GPTModel, name: str) -> str:
+def global_name(chunk: GPTModel, name: str) -> str:
     """`name` with the layer's index in the whole model in the place of its index on this stage."""
     parts = name.split(".")
     if parts[:2] == ["decoder", "layers"]:

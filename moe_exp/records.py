@@ -83,6 +83,8 @@ EVENTS = {
     "checkpoint": "one was saved: seconds, bytes",
     "checkpoint_failed": "one was not saved: reason",
     "damaged_checkpoint": "one could not be used for the resume: reason",
+    "restore_failed": "what was loaded is not what was saved, by fingerprints; the start ends: checkpoint, tensors",
+    "replicas_differ": "ranks that have to hold the same do not, or an optimizer group is wrong; the job ends: problems",
     "other_data": "the data have changed since the checkpoint (ALLOW_OTHER_DATA): changes",
     "end": "the ranks have ended by themselves: status, wall_seconds",
 }

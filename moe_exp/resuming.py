@@ -9,8 +9,10 @@ from pathlib import Path
 from moe_exp.checkpoint import load as loading
 from moe_exp.checkpoint.folders import iteration_of, set_latest
 from moe_exp.checkpoint.integrity import Source, find_source
+from moe_exp.checkpoint.restored import RestoreError
 from moe_exp.checkpoint.state import Progress, Trained
 from moe_exp.config import Config, ConfigError, problem
+from moe_exp.records import append_event
 from moe_exp.run_folder import RunFolder
 from moe_exp.runtime import Runtime
 from moe_exp.upcycle import upcycle
@@ -39,12 +41,21 @@ def choose_source(config: Config, folder: RunFolder) -> Source | None:
 
 
 def resume(config: Config, runtime: Runtime, folder: RunFolder, source: Source | None, trained: Trained) -> Progress:
-    """Loads the checkpoint of `choose_source`, else starts at iteration 0, from UPCYCLE_FROM if that is set."""
+    """Loads the checkpoint of `choose_source`, else starts at iteration 0, from UPCYCLE_FROM if that is set.
+
+    Raises:
+        RestoreError: on every rank, where what is in memory is not what was saved. The checkpoint stays as it is, and the newest.
+    """
     if source is None:
         if config.upcycle_from:
             logger.info("%s", upcycle(config, runtime, trained))
         return Progress()
-    progress = loading.load(config, runtime, source.folder, trained)
+    try:
+        progress = loading.load(config, runtime, source.folder, trained)
+    except RestoreError as error:
+        if runtime.is_first:
+            append_event(folder.metrics, "restore_failed", iteration_of(source.folder), checkpoint=str(source.folder), tensors=error.names)
+        raise
     logger.info("resumed from iteration %d of %s", progress.iteration, source.folder.parent)
     if source.damages and runtime.is_first and own_source(source, folder) is not None:
         # The damaged ones stay for whoever wants to look at them; training will come to their iterations again.

@@ -5,6 +5,7 @@
     train.log          what rank 0 printed, and the warnings of every rank
     metrics.jsonl      one object a line, see metrics.py
     checkpoints/       iter_0001000, ...
+    dumps/             iter_0000010/rank_00000.safetensors, ... with DUMP_ITERS
     tensorboard/ wandb/
     summary.json       how the run ended
 
@@ -18,7 +19,7 @@ import json
 import logging
 import os
 import platform
-import shutil
+import re
 import socket
 import subprocess
 import sys
@@ -78,6 +79,11 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    def checkpoint_iterations(self) -> list[int]:
+        """Iterations of the checkpoints that are there, whole or damaged, in order."""
+        found = (re.fullmatch(r"iter_(\d{7,})", path.name) for path in self.checkpoints.glob("iter_*"))
+        return sorted(int(match[1]) for match in found if match)
 
     @property
     def tensorboard(self) -> Path:
@@ -232,23 +238,26 @@ def _read_settings(path: Path) -> dict[str, Any]:
     return settings
 
 
-def run_folder_problems(config: Config, *, needed_bytes: int = 0) -> list[str]:
+def run_folder_problems(config: Config) -> list[str]:
     """Why `config` cannot use its run folder, one line each; an empty list if it can. Creates nothing.
 
     Args:
         config: settings of the start.
-        needed_bytes: space that the run will need, as far as the caller knows.
     """
     if bad_name := _name_problems(config):
         return bad_name
     folder = RunFolder.of(config)
-    place = folder.path
-    while not _exists(place) and place != place.parent:
-        place = place.parent
+    place = existing_place(folder.path)
     if not place.is_dir():
         return [problem("run_dir", config.run_dir, f"{place} is a file, not a folder", "choose another RUN_DIR or RUN_NAME")]
-    problems = _write_problems(config, folder, place) + _space_problems(config, place, needed_bytes)
-    return problems + _model_problems(config, folder) + _lock_problems(config, folder)
+    return _write_problems(config, folder, place) + _model_problems(config, folder) + _lock_problems(config, folder)
+
+
+def existing_place(path: Path) -> Path:
+    """`path`, or the nearest folder above it that is there."""
+    while not _exists(path) and path != path.parent:
+        path = path.parent
+    return path
 
 
 def _exists(path: Path) -> bool:
@@ -276,14 +285,6 @@ def _write_problems(config: Config, folder: RunFolder, place: Path) -> list[str]
         for path in used
         if _exists(path) and not os.access(path, os.W_OK | os.X_OK if path.is_dir() else os.W_OK)
     ]
-
-
-def _space_problems(config: Config, place: Path, needed_bytes: int) -> list[str]:
-    free_bytes = shutil.disk_usage(place).free
-    if free_bytes >= needed_bytes:
-        return []
-    rule = f"{place} has {free_bytes / 1e9:.3g} GB free and the run needs {needed_bytes / 1e9:.3g} GB"
-    return [problem("run_dir", config.run_dir, rule, "choose a RUN_DIR on a larger disk, or make room")]
 
 
 def _model_problems(config: Config, folder: RunFolder) -> list[str]:

@@ -50,6 +50,14 @@ def _numbers(value: Any) -> str:
     return text
 
 
+def _whole_numbers(value: Any) -> str:
+    """Checks a list of whole numbers, which may be empty; returns it without spaces."""
+    text = "".join(str(value).split())
+    if text and not re.fullmatch(r"\d+(,\d+)*", text):
+        raise ValueError("must be a whole number, or several with commas")
+    return text
+
+
 def _stage_layers(value: Any) -> str:
     """Checks PIPELINE_LAYERS, whole numbers with repetitions; returns it without spaces."""
     text = "".join(str(value).split())
@@ -68,6 +76,7 @@ LayerPattern = Annotated[str, BeforeValidator(_pattern)]
 LossKinds = Annotated[str, BeforeValidator(_losses)]
 Numbers = Annotated[str, BeforeValidator(_numbers)]
 OptionalNumbers = Annotated[str, BeforeValidator(lambda value: _numbers(value) if value else "")]
+WholeNumbers = Annotated[str, BeforeValidator(_whole_numbers)]
 StageLayers = Annotated[str, BeforeValidator(_stage_layers)]
 OptionalPositive = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_none_or_int)]
 

@@ -36,6 +36,7 @@ from moe_exp.config import Config, ConfigError, add_arguments, load_config
 from moe_exp.data.dataset import Samples, split_batch
 from moe_exp.data.prefetch import ReadAhead, microbatch_start
 from moe_exp.data.sample_order import Change
+from moe_exp.dumps import dump, is_dumped
 from moe_exp.exchange import IterationEnd, end_of_iteration
 from moe_exp.interval import Interval
 from moe_exp.metrics import Metrics, setup_logging
@@ -43,6 +44,7 @@ from moe_exp.model import DTYPES, build_model, use_te
 from moe_exp.optim import BatchSchedule, build_optimizer, build_scheduler
 from moe_exp.phases import PhaseTimers, timed
 from moe_exp.planner.params import startup_report
+from moe_exp.replica_checks import ReplicaError, check_replicas
 from moe_exp.resuming import choose_source, own_source, resume
 from moe_exp.run_folder import RunFolder, hold_run_folder, open_run_folder
 from moe_exp.runtime import Runtime
@@ -84,8 +86,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             run(config, stop)
         except ConfigError as error:
             faults.end_job(error.problems, 2)
-        except SaveError as error:
-            faults.end_job([str(error)], 1)
+        except (SaveError, ReplicaError) as error:
+            faults.end_job(str(error).splitlines(), 1)
 
 
 def run(config: Config, stop: faults.StopSignal) -> None:
@@ -169,6 +171,7 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
     interval = Interval(config, job.runtime, job.trained.model)
     saver = Saver(config, job.runtime, job.folder.checkpoints, loaded=own_source(job.source, job.folder))
     saves = Saves(config, saver, job.trained, metrics)
+    check_replicas(config, job.runtime, job.trained, progress, metrics)
     while progress.iteration < config.train_iters:
         is_logged = _is_multiple(progress.iteration + 1, config.log_interval) or progress.iteration + 1 == config.train_iters
         step = train_step(job, progress, interval, count_zeros=is_logged)
@@ -179,6 +182,10 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
             valid_loss, seconds = validate(job, progress, metrics)
             interval.pause(seconds)
         end = tell_all_ranks(job, step, stop, is_writing=saves.is_writing)
+        if is_dumped(config, progress.iteration):
+            dump(config, job.runtime, job.folder.path, job.trained, progress)
+        if _is_multiple(progress.iteration, config.check_interval):
+            interval.pause(check_replicas(config, job.runtime, job.trained, progress, metrics))
         must_stop = bool(end.stop) or _is_multiple(progress.iteration, config.exit_interval)
         is_last = must_stop or progress.iteration == config.train_iters
         if saves.is_pending and not end.is_writing:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -170,13 +168,6 @@ def test_an_unreadable_config_is_refused(tmp_path: Path, text: str) -> None:
     folder.config.write_text(text)
     (line,) = run_folder_problems(config_in(tmp_path))
     assert line.startswith(f"RUN_NAME=a: {folder.config} cannot be read (") and "\n" not in line
-
-
-def test_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2_000_000_000))
-    assert run_folder_problems(config_in(tmp_path), needed_bytes=2_000_000_000) == []
-    (line,) = run_folder_problems(config_in(tmp_path), needed_bytes=53_000_000_000)
-    assert line.startswith("RUN_DIR=") and f"{tmp_path} has 2 GB free and the run needs 53 GB. Fix: " in line
 
 
 def test_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

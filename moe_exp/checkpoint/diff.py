@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from moe_exp.checkpoint.info import iteration_of
@@ -74,13 +75,7 @@ def compare(a: Path, b: Path, *, optimizer: bool = False) -> Comparison:
         ValueError: where one is damaged.
     """
     readers = [CheckpointReader(folder, keep_bytes=KEEP_BYTES) for folder in (a, b)]
-    found, (in_a, in_b) = Comparison(), (_named(reader, optimizer=optimizer) for reader in readers)
-    found.only_in_a, found.only_in_b = [name for name in in_a if name not in in_b], [name for name in in_b if name not in in_a]
-    both = [name for name in in_a if name in in_b]
-    found.shapes = {name: (in_a[name].shape, in_b[name].shape) for name in both if in_a[name].shape != in_b[name].shape}
-    same = [name for name in both if name not in found.shapes]
-    with progress("comparing", sum(in_a[name].num_bytes for name in same)) as advance:
-        found.tensors = [_difference(name, in_a[name], in_b[name], advance) for name in same]
+    found = compare_tensors(*(_named(reader, optimizer=optimizer) for reader in readers))
     commons = [reader.common() for reader in readers]
     found.settings = _differing(*(common.get("config") or {} for common in commons))
     progresses = [
@@ -91,6 +86,34 @@ def compare(a: Path, b: Path, *, optimizer: bool = False) -> Comparison:
     return found
 
 
+class Readable(Protocol):
+    """A tensor whose values are read where they are asked for."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def num_bytes(self) -> int: ...
+    def read(self, offsets: tuple[int, ...] = (), sizes: tuple[int, ...] = ()) -> Tensor: ...
+
+
+def compare_tensors(in_a: Mapping[str, Readable], in_b: Mapping[str, Readable]) -> Comparison:
+    """Compares tensors by their names, block by block.
+
+    Raises:
+        ValueError: where one cannot be read.
+    """
+    found = Comparison()
+    found.only_in_a, found.only_in_b = [name for name in in_a if name not in in_b], [name for name in in_b if name not in in_a]
+    both = [name for name in in_a if name in in_b]
+    found.shapes = {name: (in_a[name].shape, in_b[name].shape) for name in both if in_a[name].shape != in_b[name].shape}
+    same = [name for name in both if name not in found.shapes]
+    with progress("comparing", sum(in_a[name].num_bytes for name in same)) as advance:
+        found.tensors = [_difference(name, in_a[name], in_b[name], advance) for name in same]
+    return found
+
+
 def _named(reader: CheckpointReader, *, optimizer: bool) -> dict[str, LogicalTensor]:
     found = logical_tensors(reader)
     for state in states(reader) if optimizer else []:
@@ -98,7 +121,7 @@ def _named(reader: CheckpointReader, *, optimizer: bool) -> dict[str, LogicalTen
     return found
 
 
-def _difference(name: str, a: LogicalTensor, b: LogicalTensor, advance: Callable[[int], None]) -> TensorDifference:
+def _difference(name: str, a: Readable, b: Readable, advance: Callable[[int], None]) -> TensorDifference:
     num_equal, max_abs, squares, reference = 0, 0.0, 0.0, 0.0
     for x, y in _blocks(a, b):
         x, y = x.double(), y.double()
@@ -118,7 +141,7 @@ def _difference(name: str, a: LogicalTensor, b: LogicalTensor, advance: Callable
     return TensorDifference(name, a.shape, (dtypes[0], dtypes[1]), num_equal, max_abs, relative)
 
 
-def _blocks(a: LogicalTensor, b: LogicalTensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _blocks(a: Readable, b: Readable) -> Iterator[tuple[Tensor, Tensor]]:
     """The two tensors in blocks of rows."""
     if not a.shape:
         yield a.read(), b.read()

@@ -12,6 +12,7 @@ from megatron.core.distributed import DistributedDataParallel
 from moe_exp.checkpoint.folders import one_checkpoint
 from moe_exp.checkpoint.keys import BATCH_STATISTICS, CheckpointKeys, check_tensors
 from moe_exp.checkpoint.optimizer_state import OptimizerRequest
+from moe_exp.checkpoint.restored import compare_restored
 from moe_exp.checkpoint.sharded_load import load_sharded
 from moe_exp.checkpoint.state import (
     Progress,
@@ -43,12 +44,15 @@ def load(config: Config, runtime: Runtime, path: Path, trained: Trained) -> Prog
 
     Raises:
         ConfigError: when it is of another model or optimizer, see `model_changes`; nothing is loaded then.
+        RestoreError: where what is in memory afterwards is not what was saved (FINGERPRINTS).
         ValueError: when the folder has none, or its parameters are not those of the model.
     """
     folder = one_checkpoint(path)
     common = read_common(folder)
     if "progress" not in common:
         load_weights(runtime, folder, trained)
+        if config.fingerprints:
+            compare_restored(runtime, folder, trained, optimizer=False)
         return Progress()
     _refuse_other_model(config, folder, common)
     keys = CheckpointKeys.read(folder)
@@ -65,6 +69,8 @@ def load(config: Config, runtime: Runtime, path: Path, trained: Trained) -> Prog
         for index, chunk in enumerate(trained.model):
             _load_chunk(chunk, loaded[f"model{index}"])
         request.finish(common["optimizer"], trained.model)
+    if config.fingerprints:
+        compare_restored(runtime, folder, trained, request.converted)
     trained.scheduler.load_state_dict(common["scheduler"])
     if "rng_state" in state:
         set_rng_state(loaded["rng_state"][0])

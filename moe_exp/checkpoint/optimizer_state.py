@@ -56,6 +56,7 @@ class Owned:
         values: `param` and the moments by name, each that many values, fp32 [stop - start].
         instance: where several data parallel ranks share a parameter's values among them, which set of such ranks this one is
             in; None: every rank keeps all values.
+        is_converted: the moments are copies: the optimizer keeps them in bf16 or 8 bits.
         keep: to be called after the values were filled in place: has the optimizer take moments that it does not keep in fp32.
     """
 
@@ -64,6 +65,7 @@ class Owned:
     stop: int
     values: Mapping[str, Tensor]
     instance: int | None
+    is_converted: bool
     keep: Callable[[], None]
 
 
@@ -96,9 +98,10 @@ def _whole(part: Any) -> Iterator[Owned]:
 
 
 def _owned(optimizer: torch.optim.Optimizer, parameter: Tensor, main: Tensor, start: int, stop: int, instance: int | None) -> Owned:
-    found = moments(optimizer, main)
+    found, kept = moments(optimizer, main), optimizer.state[main]
+    is_converted = any(kept.get(name) is not value for name, value in found.items())
     values = {name: value.detach().view(-1) for name, value in {"param": main, **found}.items()}
-    return Owned(parameter, start, stop, values, instance, lambda: set_moments(optimizer, main, found))
+    return Owned(parameter, start, stop, values, instance, is_converted, lambda: set_moments(optimizer, main, found))
 
 
 @dataclass(frozen=True)
@@ -154,7 +157,12 @@ def optimizer_shards(optimizer: MegatronOptimizer, weights: Mapping[str, Any]) -
         optimizer: the run's.
         weights: the model's state, `state.weights_state`: it says where each parameter is in the tensors of the checkpoint.
     """
-    return _numbered(shard for owned, pieces in _described(optimizer, weights) for shard in _shards(owned, pieces, _written))
+    return _numbered(shards_of(owned_state(optimizer), weights))
+
+
+def shards_of(state: Iterable[Owned], weights: Mapping[str, Any]) -> Iterator[ShardedTensor]:
+    """The shards that some state is in a checkpoint; `weights` as of `optimizer_shards`."""
+    return (shard for owned, pieces in _described(state, weights) for shard in _shards(owned, pieces, _written))
 
 
 def optimizer_groups(optimizer: MegatronOptimizer) -> dict[Any, Any]:
@@ -209,13 +217,15 @@ class OptimizerRequest:
         self._keep: list[Callable[[], None]] = []
         self._main_weights: list[tuple[Tensor, Tensor]] = []
         self._has_main_weights = any(key.startswith(_MAIN_WEIGHTS) for key in keys.optimizer)
-        asked = ((self._asked(owned), pieces) for owned, pieces in _described(optimizer, weights))
+        self.converted: list[Owned] = []  # what the optimizer keeps in another type than it is read in: moments, as they are read
+        asked = ((self._asked(owned), pieces) for owned, pieces in _described(owned_state(optimizer), weights))
         self.shards = _numbered(shard for owned, pieces in asked for shard in _shards(owned, pieces, partial(_present, keys)))
 
     def _asked(self, owned: Owned) -> Owned:
         main = owned.values["param"]
         others = {name: value for name, value in owned.values.items() if name != "param" and self._with_moments}
         self._keep += [owned.keep] if others else []
+        self.converted += [replace(owned, values=others)] if others and owned.is_converted else []
         if not self._has_main_weights:
             self._main_weights.append((main, owned.parameter.detach().view(-1)[owned.start : owned.stop]))
             return replace(owned, values=others)
@@ -269,10 +279,10 @@ def _numbered(shards: Iterable[ShardedTensor]) -> dict[str, ShardedTensor]:
     return {str(number): shard for number, shard in enumerate(shards)}
 
 
-def _described(optimizer: MegatronOptimizer, weights: Mapping[str, Any]) -> Iterator[tuple[Owned, list[_Piece]]]:
+def _described(state: Iterable[Owned], weights: Mapping[str, Any]) -> Iterator[tuple[Owned, list[_Piece]]]:
     tensors, _ = extract_sharded_tensors_and_factories(dict(weights))
     by_parameter = {value.data: value for value in nested_values(tensors)}
-    for owned in owned_state(optimizer):
+    for owned in state:
         yield owned, _pieces(owned.parameter, by_parameter[owned.parameter])
 
 

@@ -5,6 +5,7 @@ import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a 
 # isort: split
 import copy
 import io
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,11 +37,18 @@ class Plan:
         items: pieces of tensors, and objects as bytes, with their names in `.metadata`.
         common: what is not sharded, the same on every rank; rank 0 writes it.
         metadata: of the whole checkpoint but for where the pieces lie; rank 0 alone has it.
+
+    Over all ranks every value of every tensor is in one item.
     """
 
     items: list[Item]
     common: dict[str, Any]
     metadata: Metadata | None
+
+    @property
+    def pieces(self) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
+        """Key, values and offsets of the tensors among the items."""
+        return ((index.fqn, data, tuple(index.offset or ())) for index, data in self.items if isinstance(data, Tensor))
 
     def staged(self) -> "Plan":
         """The same in host memory, where no later step of training changes it."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from moe_exp.checkpoint.fingerprints import Fingerprints
 from moe_exp.checkpoint.torch_dist import COMMON
 from moe_exp.files import HashedFile
 
@@ -24,11 +25,13 @@ class Written:
     Args:
         places: where each of its pieces lies.
         entries: of its files, for the manifest.
+        fingerprints: its shares of those of the tensors.
         error: why it failed, in a line; empty: it did not.
     """
 
     places: dict[MetadataIndex, _StorageInfo] = field(default_factory=dict)
     entries: dict[str, dict[str, Any]] = field(default_factory=dict)
+    fingerprints: Fingerprints = field(default_factory=dict)
     error: str = ""
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from moe_exp.checkpoint import fingerprints
 from moe_exp.checkpoint.folders import Manifest, entries_of, iteration_folder
 from moe_exp.checkpoint.info import BUFFERS, iteration_of
 from moe_exp.checkpoint.layouts import Layout, Model, Style, TargetChunk, TargetPlan, styled_key, unstyled
@@ -99,6 +100,7 @@ def reshape(source: Path, target: Path, changes: Reshaping, *, keep_bytes: int =
     try:
         with progress("writing", num_bytes) as advance:
             _write(folder, work, chunks, advance)
+        _keep_fingerprints(source, folder, changes)
         manifest = Manifest(iteration, entries_of(folder), _facts(source, changes))
         manifest.write(folder)
         write_atomically(partial / LATEST, str(iteration))
@@ -122,6 +124,14 @@ def _write(folder: Path, work: _Work, chunks: list[TargetChunk], advance: Callab
         for key, value in work.objects():
             writer.add_object(key, value)
         writer.finish(work.new_common())
+
+
+def _keep_fingerprints(source: Path, folder: Path, changes: Reshaping) -> None:
+    """They are of the values, which are the same, not of the files."""
+    dtype = str(DTYPES[changes.dtype]).removeprefix("torch.") if changes.dtype else None
+    saved = fingerprints.read(source) or {}
+    if found := fingerprints.kept(saved, weights_only=changes.weights_only, dtype=dtype):
+        fingerprints.write(folder, found)
 
 
 class _Work:

@@ -15,14 +15,14 @@ import math
 import shutil
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from moe_exp.checkpoint import folders
+from moe_exp.checkpoint import fingerprints, folders
 from moe_exp.checkpoint.agreement import from_first_rank
 from moe_exp.checkpoint.plan import Plan, plan_save
 from moe_exp.checkpoint.rank_files import Written, error_line, write_rank_files
@@ -68,6 +68,7 @@ class _Pending:
     metadata: Metadata | None
     facts: dict[str, Any]
     written: Future[Written]
+    shares: fingerprints.Fingerprints  # of this rank
 
 
 class Saver:
@@ -110,16 +111,18 @@ class Saver:
         partial = folders.iteration_folder(self._checkpoints, iteration)
         partial = partial.with_name(partial.name + folders.PARTIAL)
         if error := from_first_rank(lambda: _make(partial)):
-            self._pending = _Pending(iteration, start, partial, None, {}, _failed(error))
+            self._pending = _Pending(iteration, start, partial, None, {}, _failed(error), {})
             return
         with parameters_in_sync(trained.model):
             plan = plan_save(whole_state(self._config, self._runtime, trained, progress), self._runtime.groups.dp_cp)
         plan.common["versions"] = package_versions()
         written = self._write(partial, plan)
+        # Of the tensors themselves, not of a copy of them, and while the thread writes.
+        shares = fingerprints.fingerprints_of(plan.pieces) if self._config.fingerprints else {}
         loss = valid_loss if valid_loss is not None and math.isfinite(valid_loss) else None  # JSON has no NaN
         facts = {"versions": plan.common["versions"], "valid_loss": loss, "world_size": self._runtime.world_size}
         facts["layout"] = {name: getattr(self._config, name) for name in ("tp", "pp", "vpp", "ep", "etp", "cp")}
-        self._pending = _Pending(iteration, start, partial, plan.metadata, facts, written)
+        self._pending = _Pending(iteration, start, partial, plan.metadata, facts, written, shares)
 
     def _write(self, partial: Path, plan: Plan) -> Future[Written]:
         """Has the thread write this rank's files. No collectives, so an error stays on its rank until all are asked."""
@@ -141,7 +144,8 @@ class Saver:
         if pending is None:
             return None
         all_written: list[Any] = [None] * self._runtime.world_size
-        torch.distributed.gather_object(pending.written.result(), all_written if self._runtime.is_first else None)
+        written = replace(pending.written.result(), fingerprints=pending.shares)
+        torch.distributed.gather_object(written, all_written if self._runtime.is_first else None)
         return from_first_rank(lambda: self._conclude(pending, all_written))
 
     def _conclude(self, pending: _Pending, all_written: list[Written]) -> Saved:
@@ -221,7 +225,11 @@ def _complete(pending: _Pending, all_written: list[Written]) -> int:
     metadata.storage_meta, metadata.version = StorageMeta(), "1.0.0"
     write_metadata(partial, metadata)
     entries = {name: entry for written in all_written for name, entry in written.entries.items()}
-    entries |= {name: folders.entry_of(partial / name) for name in (METADATA, "metadata.json")}
+    names = [METADATA, "metadata.json"]
+    if found := fingerprints.added(written.fingerprints for written in all_written):
+        fingerprints.write(partial, found)
+        names.append(fingerprints.FILE)
+    entries |= {name: folders.entry_of(partial / name) for name in names}
     manifest = folders.Manifest(pending.iteration, dict(sorted(entries.items())), pending.facts)
     manifest.write(partial)
     return manifest.num_bytes

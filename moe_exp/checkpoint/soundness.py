@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from moe_exp.checkpoint import folders
+from moe_exp.checkpoint import fingerprints, folders
+from moe_exp.checkpoint.fingerprints import Fingerprints, fingerprints_of, shown
 from moe_exp.checkpoint.folders import Manifest
 from moe_exp.checkpoint.naming import KEEP_BYTES, LogicalTensor, logical_tensors, states
 from moe_exp.checkpoint.torch_dist import CheckpointReader, Chunk, StoredTensor
@@ -30,6 +31,7 @@ class Verification:
     num_files: int = 0
     num_tensors: int = 0
     num_chunks: int = 0
+    _shares: Fingerprints = field(default_factory=dict, repr=False)
 
     @property
     def has_checksums(self) -> bool:
@@ -69,6 +71,7 @@ class Verification:
             for stored in reader.tensors.values():
                 yield from self._bad_chunks(reader, stored, advance)
                 self.num_tensors += 1
+        yield from self._other_values()
         for key in reader.objects:
             try:
                 reader.read_object(key)
@@ -79,12 +82,21 @@ class Verification:
         for chunk in stored.chunks:
             try:
                 values = reader.read_chunk(stored, chunk)
+                for name, share in fingerprints_of([(stored.key, values, chunk.offsets)]).items():
+                    self._shares[name] = self._shares[name] + share if name in self._shares else share
                 if self.finite and values.is_floating_point() and not bool(values.isfinite().all()):
                     yield f"{self.folder / chunk.file}: {stored.key} at {list(chunk.offsets)} has values that are not finite"
             except ValueError as error:
                 yield f"{stored.key} at {list(chunk.offsets)}: {error}"
             advance(math.prod(chunk.sizes) * stored.dtype.itemsize)
             self.num_chunks += 1
+
+    def _other_values(self) -> Iterator[str]:
+        """Of tensors that are under the key that their fingerprint was taken under: `reshape` may give experts keys of their own."""
+        for name, saved in (fingerprints.read(self.folder) or {}).items():
+            found = self._shares.get(name)
+            if found is not None and found.num_values == saved.num_values and found != saved:
+                yield f"{self.folder}: {shown(name)} is not what was in memory when it was saved, by its fingerprint"
 
     def _disagreements(self, reader: CheckpointReader) -> Iterator[str]:
         weights = logical_tensors(reader)

@@ -1,0 +1,199 @@
+"""Fingerprints of the tensors of a checkpoint that do not depend on the layout: 64 bits for each, of every bit of its values.
+
+A tensor's fingerprint is a sum over all of its values, modulo 2^64,
+
+    sum over (i, j, ...) of bits(x[i, j, ...]) * w_last(j) * ... * w_first(i)
+
+in which bits() takes a value's bits for a whole number and every w is an odd number drawn by the place of the value on that axis
+(SplitMix64; Steele, Lea and Flood 2014, Fast Splittable Pseudorandom Number Generators). It is a multilinear hash (Lemire and Kaser
+2014, Strongly universal string hashing is fast), with weights that are products over the axes:
+
+- A sum can be taken in any order and any split: the shards of whatever layout, boxes with offsets, add up to the same number, and the
+  ranks' shares need nothing but additions.
+- One changed value always changes it: an odd weight has an inverse modulo 2^64. Two values that were swapped, rows in another order and
+  shards in each other's place change it but for a chance of about 2^-40 (the low bits of round values are zeros, which costs some).
+
+Tensors have the keys that this package writes; what all layers share under one key is a tensor of its own for each. So a fingerprint
+belongs to the model and not to the style of the files (`keys.py`), and a tool that rewrites those keeps it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moe_exp.files import write_atomically
+
+FILE = "fingerprints.json"
+_FORMAT_VERSION = 1
+_STACKED = re.compile(r"((?:optimizer\.state\.\w+\.)?decoder\.layers\.)(?!\d)(.+)")
+_OF_STATE = re.compile(r"optimizer\.state\.(\w+?)\.(.+)")
+_MASK = 2**64 - 1
+# Values at a time: 2 MB of 64-bit copies, near what is fastest on a core; a GPU wants more work in one call.
+_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Of a tensor, or one rank's share of it.
+
+    Args:
+        dtype: of its values, `float32`.
+        num_values: that are in the sum.
+        total: the sum, from 0 to 2^64 - 1.
+    """
+
+    dtype: str
+    num_values: int
+    total: int
+
+    def __add__(self, other: Fingerprint) -> Fingerprint:
+        return Fingerprint(self.dtype, self.num_values + other.num_values, (self.total + other.total) & _MASK)
+
+
+Fingerprints = dict[str, Fingerprint]
+# Key in a checkpoint, values, and where they begin in the whole tensor; axes of size 1 in front may be missing in the values.
+Piece = tuple[str, Tensor, Sequence[int]]
+
+
+@torch.no_grad()
+def multilinear_sum(values: Tensor, offsets: Sequence[int]) -> Tensor:
+    """The share of a box in the fingerprint of its tensor: int64 [], to be taken modulo 2^64. Takes a chunk of memory, no copy.
+
+    Args:
+        values: of the box, of any type and strides, on any device.
+        offsets: where it begins in the tensor, along every axis.
+    """
+    values = values.detach()
+    if values.dim() == 0:
+        values, offsets = values.view(1), (0,)
+    if values.dim() == 1:
+        values, offsets = values[None], (0, *offsets)
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    if values.numel() == 0:
+        return total
+    if values.dim() > 2:
+        outer = _weights(values.dim(), offsets[0], values.size(0), values.device)
+        sums = [multilinear_sum(part, offsets[1:]) for part in values]
+        return total + (torch.stack(sums) * outer).sum()
+    rows, columns = (_weights(2 - axis, offsets[axis], values.size(axis), values.device) for axis in (0, 1))
+    chunk = _CHUNK.get(values.device.type, 1 << 18)
+    width = min(values.size(1), chunk)
+    height = max(1, chunk // width)
+    for left in range(0, values.size(1), width):
+        for top in range(0, values.size(0), height):
+            bits = _bits(values[top : top + height, left : left + width])
+            total += (bits.mul_(columns[left : left + width]).sum(1) * rows[top : top + height]).sum()
+    return total
+
+
+def _bits(values: Tensor) -> Tensor:
+    """A copy of the bits as int64, whatever the type."""
+    size = values.element_size()
+    return values.view(_BITS.get(size, torch.uint8)).to(torch.int64, copy=True)
+
+
+def _weights(axis: int, start: int, size: int, device: torch.device) -> Tensor:
+    """Odd weights of `size` places from `start` on, of an axis counted from the last, which is 1."""
+    z = torch.arange(start + 1, start + size + 1, dtype=torch.int64, device=device)
+    z = (z + (axis << 40)) * _signed(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z = (z ^ _shifted(z, shift)) * _signed(factor)
+    return (z ^ _shifted(z, 31)) | 1
+
+
+def _shifted(z: Tensor, shift: int) -> Tensor:
+    return (z >> shift) & ((1 << (64 - shift)) - 1)  # without the sign that torch shifts in
+
+
+def _signed(number: int) -> int:
+    return number - 2**64 if number >= 2**63 else number
+
+
+def name_and_place(key: str, offsets: Sequence[int]) -> tuple[str, tuple[int, ...]]:
+    """The name of what lies at `offsets` of a checkpoint's tensor, with its layer, and the offsets without that."""
+    if match := _STACKED.fullmatch(key):
+        return f"{match[1]}{offsets[0]}.{match[2]}", tuple(offsets[1:])
+    return key, tuple(offsets)
+
+
+def fingerprints_of(pieces: Iterable[Piece]) -> Fingerprints:
+    """The fingerprints, or a rank's shares of them, by name; every value of a tensor has to be in one piece of one rank."""
+    found: dict[str, tuple[str, int, Tensor]] = {}
+    for key, values, offsets in pieces:
+        name, place = name_and_place(key, offsets)
+        values = values.view(values.shape[values.dim() - len(place) :])  # a layer's axis, of size 1
+        share = multilinear_sum(values, place)
+        dtype, num_values, total = found.get(name, (str(values.dtype).removeprefix("torch."), 0, torch.zeros_like(share)))
+        found[name] = (dtype, num_values + values.numel(), total + share)
+    totals = torch.stack([total for *_, total in found.values()]).tolist() if found else []  # one wait for the device
+    return {
+        name: Fingerprint(dtype, num_values, total & _MASK)
+        for (name, (dtype, num_values, _)), total in zip(found.items(), totals, strict=True)
+    }
+
+
+def added(shares: Iterable[Mapping[str, Fingerprint]]) -> Fingerprints:
+    """The fingerprints that shares of several ranks add up to."""
+    found: Fingerprints = {}
+    for of_rank in shares:
+        for name, share in of_rank.items():
+            found[name] = found[name] + share if name in found else share
+    return found
+
+
+def write(folder: Path, fingerprints: Mapping[str, Fingerprint]) -> None:
+    """Writes them into a checkpoint's folder."""
+    tensors = {name: [one.dtype, one.num_values, f"{one.total:016x}"] for name, one in sorted(fingerprints.items())}
+    lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(value)}" for name, value in tensors.items())
+    write_atomically(folder / FILE, f'{{\n  "format_version": {_FORMAT_VERSION},\n  "tensors": {{\n{lines}\n  }}\n}}\n')
+
+
+def read(folder: Path) -> Fingerprints | None:
+    """Those of a checkpoint; None where it has none that this version knows: older ones, and those of Megatron-LM.
+
+    Raises:
+        ValueError: where the file is damaged.
+    """
+    path = folder / FILE
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["format_version"] != _FORMAT_VERSION:
+            return None
+        tensors = content["tensors"].items()
+        return {name: Fingerprint(str(dtype), int(num_values), int(total, 16)) for name, (dtype, num_values, total) in tensors}
+    except FileNotFoundError:
+        return None
+    except (AttributeError, KeyError, TypeError, ValueError, OSError) as error:
+        raise ValueError(f"{path}: cannot be read ({' '.join(str(error).split())}). Fix: use another checkpoint.") from None
+
+
+def kept(fingerprints: Mapping[str, Fingerprint], *, weights_only: bool, dtype: str | None) -> Fingerprints:
+    """Those that still hold for a checkpoint that was rewritten with the same values.
+
+    Args:
+        fingerprints: of the checkpoint that it was made from.
+        weights_only: the optimizer's state was left out.
+        dtype: that the weights were converted to, `float32`; None: they have the type that they had.
+    """
+    found: Fingerprints = {}
+    for name, one in fingerprints.items():
+        of_state = _OF_STATE.fullmatch(name)
+        if not weights_only if of_state else dtype in (None, one.dtype):
+            found[name] = one
+        elif not of_state and (main := fingerprints.get(f"optimizer.state.param.{name}")) and main.dtype == dtype:
+            found[name] = main  # the weights are the main weights now
+    return found
+
+
+def shown(name: str) -> str:
+    """A name as people read it: `exp_avg of decoder.layers.3.mlp.router.weight`."""
+    match = _OF_STATE.fullmatch(name)
+    return f"{'main weights' if match[1] == 'param' else match[1]} of {match[2]}" if match else name

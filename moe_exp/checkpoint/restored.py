@@ -1,0 +1,126 @@
+"""Whether what is in the model and the optimizer after a load is what was there before the save, by fingerprints. Called by every rank.
+
+The checksums of the files say that they are what was written. This says that they were written from, and read into, the right places:
+under whatever layout, no value of any tensor has changed on its way through the files.
+"""
+
+import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
+
+# isort: split
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
+
+from moe_exp.checkpoint import fingerprints
+from moe_exp.checkpoint.agreement import from_first_rank
+from moe_exp.checkpoint.fingerprints import Fingerprints, Piece, fingerprints_of, shown
+from moe_exp.checkpoint.optimizer_state import Owned, owned_state, shards_of
+from moe_exp.checkpoint.state import Trained, parameters_in_sync, weights_state
+from moe_exp.config import ConfigError
+from moe_exp.runtime import Runtime
+
+logger = logging.getLogger(__name__)
+
+_NUM_SHOWN = 5
+
+
+class RestoreError(ConfigError):
+    """What was loaded is not what was saved. `names`: of the tensors."""
+
+    def __init__(self, folder: Path, names: Sequence[str], num_compared: int):
+        self.names, self._arguments = list(names), (folder, list(names), num_compared)
+        first = ", ".join(map(shown, self.names[:_NUM_SHOWN]))
+        more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
+        rule = f"{len(names)} of {num_compared} tensors are not what was saved, by their fingerprints: {first}{more}"
+        fix = "start again, on other nodes if it comes again; an older checkpoint is used if latest_checkpointed_iteration.txt names it"
+        fix += "; FINGERPRINTS=false goes on anyway"
+        super().__init__([f"checkpoint={folder}: {rule}. Nothing was changed in it. Fix: {fix}."])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._arguments
+
+
+def compare_restored(runtime: Runtime, folder: Path, trained: Trained, converted: Sequence[Owned] = (), *, optimizer: bool = True) -> int:
+    """Compares the model and the optimizer with the fingerprints of the checkpoint that they were loaded from; one reduction.
+
+    Moments that the optimizer keeps in 8 bits or bf16 are compared as they were read: kept, they are rounded anew, and blocks of values
+    that share a scale have other borders under another layout. Weights of another type than those of the checkpoint are left out: they
+    follow from the fp32 main weights, which are compared.
+
+    Args:
+        runtime: this rank.
+        folder: of one iteration.
+        trained: after the load.
+        converted: state that the optimizer has taken in another type, with its moments as they were read.
+        optimizer: its state was loaded, too.
+
+    Returns:
+        How many tensors were compared.
+
+    Raises:
+        RestoreError: on every rank, where one differs.
+    """
+    saved = from_first_rank(lambda: fingerprints.read(folder))
+    if saved is None:
+        logger.info("%s has no fingerprints, as those of Megatron-LM and of older versions: what was loaded is not compared", folder)
+        return 0
+    with parameters_in_sync(trained.model):
+        mine = fingerprints_of(_pieces(runtime, trained, converted, optimizer=optimizer))
+    found = _over_all_ranks(runtime, mine, saved)
+    names = [name for name, one in found.items() if one != saved[name]]
+    if names:
+        raise RestoreError(folder, names, len(found))
+    logger.info("what was loaded is what was saved: %d tensors have the same fingerprints", len(found))
+    return len(found)
+
+
+def _over_all_ranks(runtime: Runtime, mine: Fingerprints, saved: Mapping[str, fingerprints.Fingerprint]) -> Fingerprints:
+    """The whole tensors' fingerprints, of those of the saved ones' type that are on any rank."""
+    table = torch.zeros(2, len(saved), dtype=torch.int64)
+    for place, (name, one) in enumerate(saved.items()):
+        if name in mine and mine[name].dtype == one.dtype:
+            total = mine[name].total
+            table[0, place], table[1, place] = mine[name].num_values, total - 2**64 if total >= 2**63 else total
+    table = table.to(runtime.device)
+    torch.distributed.all_reduce(table)
+    sums = zip(saved.items(), table[0].tolist(), table[1].tolist(), strict=True)
+    return {name: replace(one, num_values=count, total=total % 2**64) for (name, one), count, total in sums if count}
+
+
+def _pieces(runtime: Runtime, trained: Trained, converted: Sequence[Owned], *, optimizer: bool) -> Iterator[Piece]:
+    """Of all values of the model and the optimizer each one once over all ranks, under the keys that a save would give them now."""
+    weights = weights_state(runtime, trained.model, None)
+    yield from (_piece(shard) for shard in _main_shards(weights))
+    if not optimizer:
+        return
+    exact = (replace(owned, values=_own(owned)) for owned in owned_state(trained.optimizer))
+    for shard in shards_of([*exact, *converted], weights):
+        if is_main_replica(shard.replica_id):
+            yield _piece(shard)
+
+
+def _own(owned: Owned) -> Mapping[str, torch.Tensor]:
+    return {"param": owned.values["param"]} if owned.is_converted else owned.values
+
+
+def _main_shards(state: Any) -> Iterator[ShardedTensor]:
+    if isinstance(state, ShardedTensorFactory):
+        yield from _main_shards(state.build())
+    elif isinstance(state, ShardedTensor):
+        if is_main_replica(state.replica_id):
+            yield state
+    elif isinstance(state, Mapping):
+        for value in state.values():
+            yield from _main_shards(value)
+    elif isinstance(state, list):
+        for value in state:
+            yield from _main_shards(value)
+
+
+def _piece(shard: ShardedTensor) -> Piece:
+    return shard.key, shard.data, shard.global_offset

@@ -1,0 +1,148 @@
+"""Dumps: what one rank holds after an iteration, by name, in a file that other programs read, to compare ranks or runs.
+
+RUN_DIR/RUN_NAME/dumps/iter_0000010/rank_00003.safetensors, after the optimizer's step of iteration 10 (DUMP_ITERS, DUMP_RANKS):
+
+    NAME                         a parameter of the model, its layer counted over all stages, this rank's part of it
+    gradient of NAME             as the optimizer took it: reduced over the replicas, clipped
+    main weights of NAME         fp32, with DTYPE=bf16 and fp16
+    exp_avg of NAME, ...         moments, fp32
+
+With the distributed optimizer a rank has all but the parameters for a range of a parameter's values alone, in memory order:
+`exp_avg of NAME[128:256]`. Data parallel ranks then share no such name; those of two runs of one layout do.
+"""
+
+import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
+
+# isort: split
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from moe_exp.checkpoint.diff import Comparison, compare_tensors
+from moe_exp.checkpoint.optimizer_state import Owned, owned_state
+from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync
+from moe_exp.config import Config
+from moe_exp.group_checks import named_parameters
+from moe_exp.runtime import Runtime
+
+logger = logging.getLogger(__name__)
+
+
+def dump_file(run: Path, iteration: int, rank: int) -> Path:
+    """Where a rank's dump goes."""
+    return run / "dumps" / f"iter_{iteration:07d}" / f"rank_{rank:05d}.safetensors"
+
+
+def is_dumped(config: Config, iteration: int) -> bool:
+    """Whether DUMP_ITERS names an iteration."""
+    return bool(config.dump_iters) and iteration in _numbers(config.dump_iters)
+
+
+def _numbers(text: str) -> set[int]:
+    return set(map(int, text.split(","))) if text else set()
+
+
+def dump(config: Config, runtime: Runtime, run: Path, trained: Trained, progress: Progress) -> None:
+    """Writes this rank's dump, where DUMP_RANKS has it. Called by every rank; what fails is a warning, training goes on.
+
+    The tensors are in host memory once more until they are written.
+    """
+    path = dump_file(run, progress.iteration, runtime.rank)
+    with parameters_in_sync(trained.model):
+        if config.dump_ranks and runtime.rank not in _numbers(config.dump_ranks):
+            return
+        try:
+            tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in dumped_tensors(trained)}
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_suffix(".partial")
+            save_file(tensors, partial, {"iteration": str(progress.iteration), "rank": str(runtime.rank), "host": runtime.host})
+            partial.replace(path)
+        except (OSError, MemoryError, safetensors.SafetensorError) as error:
+            logger.warning("no dump of rank %d at iteration %d: %s", runtime.rank, progress.iteration, error)
+        else:
+            logger.info("dumped %d tensors of rank %d to %s", len(tensors), runtime.rank, path)
+
+
+def dumped_tensors(trained: Trained) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of this rank, as at the top of this file."""
+    names = {id(parameter): name for name, parameter in named_parameters(trained.model)}
+    yield from ((name, parameter) for name, parameter in named_parameters(trained.model))
+    for owned in owned_state(trained.optimizer):
+        yield from _state(names[id(owned.parameter)], owned)
+
+
+def _state(name: str, owned: Owned) -> Iterator[tuple[str, Tensor]]:
+    parameter = owned.parameter
+    is_whole = owned.stop - owned.start == parameter.numel()
+    where = name if is_whole else f"{name}[{owned.start}:{owned.stop}]"
+    gradient: Any = getattr(parameter, "main_grad", None)
+    if gradient is not None:
+        flat = gradient.view(-1)[owned.start : owned.stop]
+        yield f"gradient of {where}", flat.view(parameter.shape) if is_whole else flat
+    for state, values in owned.values.items():
+        is_parameter = state == "param" and values.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
+        if not is_parameter:
+            title = "main weights" if state == "param" else state
+            yield f"{title} of {where}", values.view(parameter.shape) if is_whole else values
+
+
+@dataclass(frozen=True)
+class DumpedTensor:
+    """A tensor of a dump, whose values are read where they are asked for; for `diff.compare_tensors`."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    file: Any = field(repr=False)
+    name: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its values."""
+        return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
+
+    def read(self, offsets: tuple[int, ...] = (), sizes: tuple[int, ...] = ()) -> Tensor:
+        """Its values, or rows `offsets[0]` to `offsets[0] + sizes[0]` of them."""
+        if not offsets:
+            return torch.as_tensor(self.file.get_tensor(self.name))
+        return torch.as_tensor(self.file.get_slice(self.name)[offsets[0] : offsets[0] + sizes[0]])
+
+
+def compare_dumps(a: Path, b: Path) -> Comparison:
+    """Compares two files, or the files of equal names in two folders, name by name.
+
+    Raises:
+        ValueError: where there is nothing to compare, or a file is no dump.
+    """
+    if a.is_dir() != b.is_dir():
+        raise ValueError(f"A={a}: is a {'folder' if a.is_dir() else 'file'}, and B={b} is not. Fix: name two files, or two folders.")
+    if not a.is_dir():
+        return compare_tensors(_tensors(a, ""), _tensors(b, ""))
+    in_a, in_b = ({path.name: path for path in sorted(folder.glob("rank_*.safetensors"))} for folder in (a, b))
+    both = [name for name in in_a if name in in_b]
+    if not both:
+        raise ValueError(f"A={a}: and B={b} have no rank in common. Fix: name two files.")
+    sides: list[dict[str, DumpedTensor]] = [{}, {}]
+    for side, found in zip(sides, (in_a, in_b), strict=True):
+        for name in found:
+            side |= _tensors(found[name], f"rank {int(name.removeprefix('rank_').removesuffix('.safetensors'))}: ")
+    return compare_tensors(*sides)
+
+
+def _tensors(path: Path, prefix: str) -> dict[str, DumpedTensor]:
+    try:
+        file = safetensors.safe_open(path, framework="pt")
+        slices = {name: file.get_slice(name) for name in sorted(file.keys())}
+    except (OSError, safetensors.SafetensorError) as error:
+        raise ValueError(f"{path}: cannot be read ({' '.join(str(error).split())}). Fix: name another dump.") from None
+    dtypes = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64, "I64": torch.int64}
+    return {
+        prefix + name: DumpedTensor(tuple(one.get_shape()), dtypes.get(one.get_dtype(), torch.float32), file, name)
+        for name, one in slices.items()
+    }

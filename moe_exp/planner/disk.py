@@ -1,0 +1,93 @@
+"""Bytes that a run needs on disk until its end: its checkpoints, by what retention keeps, and its records. No torch, no disk."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moe_exp.config import Config
+from moe_exp.planner.params import checkpoint_bytes
+
+# A checkpoint's files have at most so much more than the tensors, and this much besides (tests/checkpoint/test_save.py).
+_FILES_OVER_TENSORS, _FILES_BYTES = 1.02, 200_000
+# Bytes of a train record, measured and rounded up: metrics.jsonl, the log's line and TensorBoard; each with those of an MoE layer.
+_RECORD_BYTES, _LAYER_BYTES, _EXPERT_BYTES = 2800, 800, 8
+
+
+@dataclass(frozen=True)
+class DiskUse:
+    """What a run still needs beside what lies there already.
+
+    Args:
+        one_bytes: of one checkpoint.
+        num_checkpoints: at once at most, with those that are there and the one that is being written.
+        num_new: of them, those for which there has to be room.
+        records_bytes: of metrics.jsonl, train.log and TensorBoard.
+    """
+
+    one_bytes: int
+    num_checkpoints: int
+    num_new: int
+    records_bytes: int
+
+    @property
+    def needed_bytes(self) -> int:
+        """Free disk that it takes."""
+        return self.num_new * self.one_bytes + self.records_bytes
+
+
+def disk_use(config: Config, *, iteration: int = 0, there: Sequence[int] = (), one_bytes: int | None = None) -> DiskUse:
+    """What the run needs from an iteration to TRAIN_ITERS; an upper bound where checkpoints are kept for two reasons.
+
+    A checkpoint is removed when the next one is complete (`checkpoint.retention`), so that while one is written all those that are
+    kept are there. The one that this start goes on from stays as well.
+
+    Args:
+        config: SAVE_INTERVAL, SAVE_AT_END, KEEP_LAST, KEEP_EVERY, KEEP_BEST, sizes.
+        iteration: that the run goes on from, 0 for none.
+        there: iterations of the checkpoints in its folder.
+        one_bytes: of one checkpoint, where that was measured.
+    """
+    one_bytes = one_bytes or math.ceil(checkpoint_bytes(config) * _FILES_OVER_TENSORS) + _FILES_BYTES
+    num_saves = _num_saves(config, iteration)
+    largest = len(there) + num_saves
+    if config.keep_last and num_saves:
+        kept = config.keep_last + config.keep_best + bool(iteration) + _num_kept_always(config, iteration, there)
+        largest = min(largest, kept + 1)
+    num_new = max(largest - len(there), min(1, num_saves))
+    return DiskUse(one_bytes, max(largest, len(there)), num_new, _records_bytes(config, iteration))
+
+
+def _num_saves(config: Config, iteration: int) -> int:
+    """Checkpoints that are written after `iteration`."""
+    interval, end = config.save_interval, config.train_iters
+    at_interval = max(0, end // interval - iteration // interval) if interval else 0
+    return at_interval + int(config.save_at_end and end > iteration and not (interval and end % interval == 0))
+
+
+def _num_kept_always(config: Config, iteration: int, there: Sequence[int]) -> int:
+    """By KEEP_EVERY: those that are there and those to come."""
+    every = config.keep_every
+    if not every:
+        return 0
+    step = math.lcm(every, config.save_interval) if config.save_interval else config.train_iters + 1
+    to_come = max(0, config.train_iters // step - iteration // step)
+    at_end = config.save_at_end and config.train_iters % every == 0 and config.train_iters % step != 0
+    return to_come + int(at_end) + sum(one % every == 0 for one in there)
+
+
+def _records_bytes(config: Config, iteration: int) -> int:
+    num_records = max(0, config.train_iters - iteration) // config.log_interval
+    per_layer = _LAYER_BYTES + _EXPERT_BYTES * config.num_experts
+    return num_records * (_RECORD_BYTES + sum(config.moe_layers) * per_layer)
+
+
+def keep_last_that_fits(config: Config, free_bytes: int, *, iteration: int = 0, there: Sequence[int] = ()) -> int:
+    """The largest KEEP_LAST with which the run has room, 0 where there is none."""
+    highest = min(_num_saves(config, iteration) + len(there), 1000)
+    for number in range(highest, 0, -1):
+        tried = config.model_copy(update={"keep_last": number, "keep_every": 0, "keep_best": 0})
+        if disk_use(tried, iteration=iteration, there=there).needed_bytes <= free_bytes:
+            return number
+    return 0

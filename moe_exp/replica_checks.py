@@ -1,0 +1,252 @@
+"""Whether ranks that hold the same weights hold the same bits, and whether the optimizer's groups are right. Called by every rank.
+
+What has to be equal, and over which ranks:
+
+    data      parameters but those of experts, and the routers' biases    data and context parallel ranks
+    experts   parameters of experts                                       expert data parallel ranks
+    tensor    of `data`, what no tensor parallel rank has a part of       and tensor parallel ranks: routers, norms, gates
+    tied      embedding and output layer where they are one               first and last pipeline stage
+
+Nothing in training compares them: gradients are reduced, weights never. A flipped bit, a rank that loaded something else or a tied
+embedding that got out of step goes on as a model that nobody trained, until it shows as a worse loss or a spike at a restart.
+
+A rank takes 64 bits of each tensor (`checkpoint.fingerprints`) and adds those of a kind up, with a factor by name. One all-gather of a
+few numbers per rank says whether all is well. Where it is not, a second one has names and hosts.
+"""
+
+import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
+
+# isort: split
+import hashlib
+import logging
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_exp.checkpoint.fingerprints import multilinear_sum
+from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync, unwrapped
+from moe_exp.config import Config
+from moe_exp.group_checks import group_problems, named_parameters, stepped_values
+from moe_exp.metrics import Metrics
+from moe_exp.model import global_name
+from moe_exp.runtime import Runtime
+
+logger = logging.getLogger(__name__)
+
+KINDS = {
+    "data": "data parallel replicas",
+    "experts": "expert data parallel replicas",
+    "tensor": "tensor parallel ranks",
+    "tied": "first and last pipeline stage, which tie the embedding and the output layer,",
+}
+_EMBEDDING = "embedding.word_embeddings.weight"
+_NUM_SHOWN = 5
+_MASK = 2**64 - 1
+
+
+class ReplicaError(RuntimeError):
+    """Ranks that have to hold the same do not, or the optimizer's groups are wrong. `problems`: a line for each."""
+
+    def __init__(self, problems: list[str]):
+        self.problems = problems
+        super().__init__("\n".join(problems))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.problems,)
+
+
+def check_replicas(config: Config, runtime: Runtime, trained: Trained, progress: Progress, metrics: Metrics | None) -> float:
+    """Compares all replicas; returns the seconds that this took. `metrics` on rank 0 only.
+
+    Raises:
+        ReplicaError: on every rank, where something is wrong on any.
+    """
+    start = time.monotonic()
+    problems = replica_problems(config, runtime, trained)
+    if problems:
+        if metrics is not None:
+            metrics.event("replicas_differ", progress.iteration, problems=problems)
+        fix = "leave out the hosts that are named, if any, and start again: the run goes on from its newest checkpoint"
+        raise ReplicaError([*problems, f"the run ends after iteration {progress.iteration}, and saves nothing of it. Fix: {fix}."])
+    logger.debug("replicas are equal after iteration %d", progress.iteration)
+    return time.monotonic() - start
+
+
+def replica_problems(config: Config, runtime: Runtime, trained: Trained) -> list[str]:
+    """What is wrong, in lines that are the same on every rank; nothing: []. One collective where all is well."""
+    with parameters_in_sync(trained.model):
+        prints = {kind: _prints(tensors) for kind, tensors in _tensors(config, runtime, trained).items()}
+    groups, stepped = group_problems(trained.model, trained.optimizer), stepped_values(trained.model, trained.optimizer)
+    sizes = {name: parameter.numel() for name, parameter in named_parameters(trained.model)}
+    experts = {name for name, parameter in named_parameters(trained.model) if _is_expert(parameter)}
+    rows = _gathered(runtime, _row(runtime, prints, bool(groups), stepped, sizes, experts))
+    wrong = set(_unequal(rows)) | set(_not_covered(rows, distributed=config.distributed_optimizer))
+    if not wrong and not any(row.has_problems for row in rows):
+        return []
+    mine = _Details(runtime.host, prints, groups, dict(stepped), sizes, experts)
+    details: list[Any] = [None] * runtime.world_size
+    torch.distributed.all_gather_object(details, mine)
+    return _told(rows, details, distributed=config.distributed_optimizer)
+
+
+def _is_expert(parameter: Tensor) -> bool:
+    return not getattr(parameter, "allreduce", True)
+
+
+def _tensors(config: Config, runtime: Runtime, trained: Trained) -> dict[str, dict[str, Tensor]]:
+    """Of this rank by kind and name."""
+    found: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
+    for chunk in trained.model:
+        inner = unwrapped(chunk)
+        for name, buffer in inner.named_buffers():
+            if name.endswith(".router.expert_bias"):
+                found["data"][global_name(inner, name)] = buffer
+    for name, parameter in named_parameters(trained.model):
+        found["experts" if _is_expert(parameter) else "data"][name] = parameter
+        if config.tie_embeddings and config.pp > 1 and name in (_EMBEDDING, "output_layer.weight"):
+            found["tied"][_EMBEDDING] = parameter
+    if config.tp > 1:
+        found["tensor"] = {name: tensor for name, tensor in found["data"].items() if not getattr(tensor, "tensor_model_parallel", False)}
+    return found
+
+
+def _prints(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    sums = [multilinear_sum(tensor, (0,) * tensor.dim()) for tensor in tensors.values()]
+    return dict(zip(tensors, torch.stack(sums).tolist(), strict=True)) if sums else {}
+
+
+class _Row(NamedTuple):
+    """What a rank tells all others. `prints` by kind and `stepped` (and how many there are) by experts or not are sums over names."""
+
+    has_problems: int
+    pp: int
+    tp: int
+    ep: int
+    etp: int
+    num_tied: int
+    data: int
+    experts: int
+    tensor: int
+    tied: int
+    stepped_data: int
+    size_data: int
+    stepped_experts: int
+    size_experts: int
+
+    def place(self, kind: str) -> tuple[int, ...]:
+        """Ranks of one place hold the same of a kind."""
+        return {"data": (self.pp, self.tp), "experts": (self.pp, self.ep, self.etp), "tensor": (self.pp,), "tied": (self.tp,)}[kind]
+
+
+def _row(
+    runtime: Runtime,
+    prints: Mapping[str, Mapping[str, int]],
+    has_problems: bool,
+    stepped: Mapping[str, int],
+    sizes: Mapping[str, int],
+    experts: set[str],
+) -> _Row:
+    groups = runtime.groups
+    dense = [name for name in sizes if name not in experts]
+    counts = [_digest({name: of[name] for name in names}) for names in (dense, sorted(experts)) for of in (stepped, sizes)]
+    sums = [_digest(prints[kind]) for kind in ("data", "experts", "tensor", "tied")]
+    place = (groups.pp.rank(), groups.tp.rank(), groups.ep.rank(), groups.expt_tp.rank())
+    return _Row(int(has_problems), *place, len(prints["tied"]), *sums, *counts)
+
+
+def _digest(values: Mapping[str, int]) -> int:
+    """A sum in which every value has an odd factor of its name, as a signed 64-bit number."""
+    total = sum(value * _factor(name) for name, value in values.items()) & _MASK
+    return total - 2**64 if total >= 2**63 else total
+
+
+def _factor(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") | 1
+
+
+def _gathered(runtime: Runtime, row: _Row) -> list[_Row]:
+    mine = torch.tensor(row, dtype=torch.int64, device=runtime.device)
+    table = [torch.empty_like(mine) for _ in range(runtime.world_size)]
+    torch.distributed.all_gather(table, mine)
+    return [_Row(*values) for values in torch.stack(table).tolist()]
+
+
+Class = tuple[str, tuple[int, ...]]  # kind, place
+
+
+def _classes(rows: list[_Row]) -> Iterator[tuple[Class, list[int]]]:
+    """The ranks that have to hold the same."""
+    for kind in KINDS:
+        ranks: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for rank, row in enumerate(rows):
+            if kind != "tied" or row.num_tied:
+                ranks[row.place(kind)].append(rank)
+        yield from (((kind, place), members) for place, members in ranks.items())
+
+
+def _unequal(rows: list[_Row]) -> Iterator[Class]:
+    for of_class, ranks in _classes(rows):
+        if len({getattr(rows[rank], of_class[0]) for rank in ranks}) > 1:
+            yield of_class
+
+
+def _not_covered(rows: list[_Row], *, distributed: bool) -> Iterator[Class]:
+    """Where the ranks that share the optimizer's state do not step on each value once: their sums do not add up to that of the sizes."""
+    for (kind, place), ranks in _classes(rows):
+        if kind in ("data", "experts"):
+            times = 1 if distributed else len(ranks)
+            stepped = sum(getattr(rows[rank], f"stepped_{kind}") for rank in ranks)
+            if (stepped - times * getattr(rows[ranks[0]], f"size_{kind}")) & _MASK:
+                yield kind, place
+
+
+class _Details(NamedTuple):
+    """What a rank tells where something is wrong."""
+
+    host: str
+    prints: dict[str, dict[str, int]]
+    groups: list[str]
+    stepped: dict[str, int]
+    sizes: dict[str, int]
+    experts: set[str]
+
+
+def _told(rows: list[_Row], details: list[_Details], *, distributed: bool) -> list[str]:
+    members = dict(_classes(rows))
+    lines = [f"replicas: {line}" for of_class in _unequal(rows) for line in _difference_lines(of_class, members[of_class], details)]
+    by_problem: dict[str, list[int]] = defaultdict(list)
+    for rank, one in enumerate(details):
+        for problem in one.groups:
+            by_problem[problem].append(rank)
+    for (kind, _), ranks in ((of_class, members[of_class]) for of_class in _not_covered(rows, distributed=distributed)):
+        names = (name for name in details[ranks[0]].sizes if (name in details[ranks[0]].experts) == (kind == "experts"))
+        for name in names:
+            stepped, size = sum(details[rank].stepped.get(name, 0) for rank in ranks), details[ranks[0]].sizes[name]
+            if stepped != size * (1 if distributed else len(ranks)):
+                by_problem[f"{name}: the optimizer steps on {stepped} values, it has {size}"] += ranks
+    lines += [f"optimizer: {problem}, on {_ranks(ranks, details)}" for problem, ranks in by_problem.items()]
+    return lines[:_NUM_SHOWN] + ([f"and {len(lines) - _NUM_SHOWN} more such lines"] if len(lines) > _NUM_SHOWN else [])
+
+
+def _difference_lines(of_class: Class, ranks: list[int], details: list[_Details]) -> Iterator[str]:
+    kind = of_class[0]
+    for name in sorted({name for rank in ranks for name in details[rank].prints[kind]}):
+        found = {rank: details[rank].prints[kind].get(name) for rank in ranks}
+        (most, count), *_ = Counter(found.values()).most_common()
+        others = [rank for rank, value in found.items() if value != most]
+        if others:
+            equal = [rank for rank in ranks if rank not in others]
+            doubt = "" if count > len(others) else "; which of them is right cannot be told"
+            yield f"{name} on {_ranks(others, details)} is not that on {_ranks(equal, details)}: {KINDS[kind]} have to be equal{doubt}"
+
+
+def _ranks(ranks: list[int], details: list[_Details]) -> str:
+    """`rank 3 (node-b)`, `ranks 0, 1, 2, ... 7 (node-a, node-b)`."""
+    ranks = sorted(set(ranks))
+    hosts = ", ".join(dict.fromkeys(details[rank].host for rank in ranks))
+    shown = list(map(str, ranks)) if len(ranks) <= 8 else [*map(str, ranks[:4]), "...", str(ranks[-1])]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(shown)} ({hosts})"

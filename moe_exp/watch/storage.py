@@ -1,0 +1,262 @@
+"""How often to save, and what a run needs on disk: `moe-exp watch storage`. No torch.
+
+How often. With failures at random, one every M seconds on average, and saves that take d seconds, work of t seconds between two saves
+loses (t + d) / 2 with a failure and d with each save. The interval that loses least:
+
+    Young 1974 (A first order approximation to the optimum checkpoint interval, CACM 17(9)):
+        t = sqrt(2 d M)
+    Daly 2006 (A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 22(3), equation 37):
+        t = sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + (d / 2M) / 9) - d    where d < 2M, else t = M
+
+What an interval costs follows from Daly's model of the whole time (equation 20), in which saves and restarts fail as well:
+
+    T = M exp(R / M) (exp((t + d) / M) - 1) / t    seconds per second of work, R: from a failure to the next iteration
+
+With ASYNC_SAVE training waits for less than d, and loses what was not yet published: d is then an upper bound for both.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from moe_exp.config import Config, ConfigError, load_config
+from moe_exp.planner.disk import DiskUse, disk_use
+from moe_exp.records import Record, read_metrics
+from moe_exp.run_folder import RunFolder
+
+# Events that end all ranks, by themselves or by a restart. What comes within this time is one failure: all ranks tell of it.
+FAILURES = ("rank_failed", "hang", "replicas_differ", "node_failed")
+_ONE_FAILURE_SECONDS = 120.0
+_NUM_RECORDS = 200
+
+
+def young_interval(save_seconds: float, mtbf_seconds: float) -> float:
+    """Seconds of work between saves that lose least, to first order (Young 1974)."""
+    return math.sqrt(2 * save_seconds * mtbf_seconds)
+
+
+def daly_interval(save_seconds: float, mtbf_seconds: float) -> float:
+    """Seconds of work between saves that lose least (Daly 2006, equation 37)."""
+    if save_seconds >= 2 * mtbf_seconds:
+        return mtbf_seconds
+    ratio = save_seconds / (2 * mtbf_seconds)
+    return young_interval(save_seconds, mtbf_seconds) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_seconds
+
+
+def lost_share(interval_seconds: float, save_seconds: float, mtbf_seconds: float, restart_seconds: float = 0.0) -> float:
+    """Time over that of the work alone, 0.1 for a tenth more: saves, restarts and work done again (Daly 2006, equation 20)."""
+    exponents = restart_seconds / mtbf_seconds, (interval_seconds + save_seconds) / mtbf_seconds
+    if max(exponents) > 700:  # never done
+        return math.inf
+    return mtbf_seconds * math.exp(exponents[0]) * math.expm1(exponents[1]) / interval_seconds - 1
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run shows of its pace; None where it does not.
+
+    Args:
+        iteration_seconds: median of the latest train records.
+        save_seconds: median over the saves.
+        checkpoint_bytes: of the latest.
+        hours: of training.
+        num_failures: in that time.
+        restart_seconds: median from a failure to the next start's resume.
+        iteration: the last that was done.
+    """
+
+    iteration_seconds: float | None = None
+    save_seconds: float | None = None
+    checkpoint_bytes: int | None = None
+    hours: float = 0.0
+    num_failures: int = 0
+    restart_seconds: float | None = None
+    iteration: int = 0
+
+
+def measured(records: Sequence[Record]) -> Measured:
+    """Of the records of a run's metrics.jsonl."""
+    train = [record for record in records if record["kind"] == "train"]
+    events = [record for record in records if record["kind"] == "event"]
+    saves = [event for event in events if event["event"] == "checkpoint"]
+    times = [record["elapsed_time_per_iteration_ms"] / 1e3 for record in train[-_NUM_RECORDS:] if record["elapsed_time_per_iteration_ms"]]
+    failures, restarts = _failures(events)
+    return Measured(
+        iteration_seconds=statistics.median(times) if times else None,
+        save_seconds=statistics.median(save["seconds"] for save in saves) if saves else None,
+        checkpoint_bytes=saves[-1]["bytes"] if saves else None,
+        hours=(train[-1].get("training_seconds") or 0.0) / 3600 if train else 0.0,
+        num_failures=failures,
+        restart_seconds=statistics.median(restarts) if restarts else None,
+        iteration=train[-1]["iteration"] if train else 0,
+    )
+
+
+def _failures(events: Sequence[Record]) -> tuple[int, list[float]]:
+    """How many there were, and the seconds from each to the next resume."""
+    count, restarts, last = 0, [], -math.inf
+    is_down = False
+    for event in events:
+        seconds = datetime.fromisoformat(event["time"]).timestamp()
+        if event["event"] in FAILURES:
+            count += seconds - last > _ONE_FAILURE_SECONDS
+            last, is_down = seconds, True
+        elif event["event"] in ("resume", "start") and is_down:
+            restarts.append(seconds - last)
+            is_down = False
+    return count, restarts
+
+
+@dataclass(frozen=True)
+class Advice:
+    """How often a run had better save.
+
+    Args:
+        iteration_seconds, save_seconds, restart_seconds: what it was worked out from.
+        mtbf_hours: of the whole job, mean time between failures.
+        source: where that is from.
+        best_iterations: SAVE_INTERVAL that loses least, by Daly.
+        young_iterations: by Young.
+        best_share, present_share: of the work's time that is lost at best, and with the present SAVE_INTERVAL; None where it is 0.
+    """
+
+    iteration_seconds: float
+    save_seconds: float
+    restart_seconds: float
+    mtbf_hours: float
+    source: str
+    best_iterations: int
+    young_iterations: int
+    best_share: float
+    present_share: float | None
+
+
+def save_advice(
+    save_interval: int, found: Measured, *, mtbf_hours: float | None = None, num_nodes: int = 1, restart_seconds: float | None = None
+) -> Advice | None:
+    """The interval of least loss; None where a run has not measured an iteration and a save yet.
+
+    Args:
+        save_interval: iterations, as they are set; 0: only at the end.
+        found: what was measured.
+        mtbf_hours: of one node; None: the run's own hours over its failures, or its hours where there was none, which is too little.
+        num_nodes: that fail independently, each with `mtbf_hours`.
+        restart_seconds: instead of the measured ones.
+    """
+    if not found.iteration_seconds or not found.save_seconds:
+        return None
+    if mtbf_hours is not None:
+        hours, source = mtbf_hours / num_nodes, f"--mtbf {mtbf_hours:g} hours of a node, {num_nodes} nodes"
+    else:
+        hours = found.hours / max(1, found.num_failures)
+        what = f"{found.num_failures} failures" if found.num_failures else "no failure, taken as one"
+        source = f"{what} in {found.hours:.1f} hours of this run"
+    if hours <= 0:
+        return None
+    mtbf, save, one = hours * 3600, found.save_seconds, found.iteration_seconds
+    restart = found.restart_seconds or 0.0 if restart_seconds is None else restart_seconds
+    best = max(1, round(daly_interval(save, mtbf) / one))
+    return Advice(
+        iteration_seconds=one,
+        save_seconds=save,
+        restart_seconds=restart,
+        mtbf_hours=hours,
+        source=source,
+        best_iterations=best,
+        young_iterations=max(1, round(young_interval(save, mtbf) / one)),
+        best_share=lost_share(best * one, save, mtbf, restart),
+        present_share=lost_share(save_interval * one, save, mtbf, restart) if save_interval else None,
+    )
+
+
+@dataclass(frozen=True)
+class Storage:
+    """What is told of a run, or of settings that none was started with. `free_bytes`: of the disk, without what a quota forbids."""
+
+    config: Config
+    measured: Measured
+    use: DiskUse
+    there: tuple[int, ...]
+    records_bytes: int
+
+
+def storage_of(path: Path) -> Storage:
+    """Of a run folder, or of a file of settings (YAML, as config.yaml) with none.
+
+    Raises:
+        ValueError: where it is neither.
+    """
+    folder = RunFolder(path) if path.is_dir() else None
+    settings = folder.config if folder else path
+    if not settings.is_file():
+        raise ValueError(f"RUN={path}: is no run folder and no file of settings. Fix: name a folder with config.yaml, or such a file.")
+    config = _config(settings)
+    records = read_metrics(folder.metrics) if folder and folder.metrics.exists() else []
+    found = measured(records)
+    there = folder.checkpoint_iterations() if folder else ()
+    use = disk_use(config, iteration=max(there, default=0), there=there, one_bytes=found.checkpoint_bytes)
+    return Storage(config, found, use, tuple(there), _bytes_of(folder))
+
+
+def _config(path: Path) -> Config:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if not isinstance(values, Mapping):
+            raise ValueError("it holds no settings")
+        known = {str(name).lower(): value for name, value in values.items()}
+        return load_config({name: value for name, value in known.items() if name in Config.model_fields}, {})
+    except ConfigError:
+        raise
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"{path}: cannot be read ({' '.join(str(error).split())}). Fix: name another file.") from None
+
+
+def _bytes_of(folder: RunFolder | None) -> int:
+    """Bytes of what is no checkpoint."""
+    if folder is None:
+        return 0
+    return sum(file.stat().st_size for file in folder.path.rglob("*") if file.is_file() and folder.checkpoints not in (file, *file.parents))
+
+
+def rows_of(storage: Storage, advice: Advice | None, free_bytes: int | None) -> dict[str, Any]:
+    """What is printed, in order: name to value."""
+    config, use, found = storage.config, storage.use, storage.measured
+    size = "measured" if found.checkpoint_bytes else "by the settings"
+    rows: dict[str, Any] = {
+        "one checkpoint": f"{gigabytes(use.one_bytes)} ({size})",
+        "checkpoints there": len(storage.there),
+        "at once at most, until the end": f"{use.num_checkpoints} ({_retention(config)})",
+        "records until the end": gigabytes(use.records_bytes),
+        "room that is needed": gigabytes(use.needed_bytes),
+    }
+    if free_bytes is not None:
+        enough = "enough" if free_bytes >= use.needed_bytes else "NOT ENOUGH"
+        rows["free on the disk"] = f"{gigabytes(free_bytes)}, {enough} (a quota is not seen here)"
+    if advice is None:
+        return rows | {"SAVE_INTERVAL": f"{config.save_interval}; no advice before the run has saved once"}
+    present = "saves only at the end" if advice.present_share is None else f"loses {advice.present_share:.2%}"
+    return rows | {
+        "an iteration, a save, a restart": f"{advice.iteration_seconds:.3g} s, {advice.save_seconds:.3g} s, {advice.restart_seconds:.3g} s",
+        "time between failures": f"{advice.mtbf_hours:.3g} hours ({advice.source})",
+        "best SAVE_INTERVAL": f"{advice.best_iterations} (Daly; {advice.young_iterations} by Young), loses {advice.best_share:.2%}",
+        "present SAVE_INTERVAL": f"{config.save_interval}, {present}",
+    }
+
+
+def _retention(config: Config) -> str:
+    if not config.keep_last:
+        return "KEEP_LAST=0: all are kept"
+    return f"KEEP_LAST={config.keep_last}, KEEP_EVERY={config.keep_every}, KEEP_BEST={config.keep_best}; and the one being written"
+
+
+def gigabytes(num_bytes: int) -> str:
+    """`12.3 GB`, or `45.6 MB`."""
+    return f"{num_bytes / 1e9:.3g} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.3g} MB"
