@@ -33,8 +33,8 @@ class Interval:
     def __init__(self, config: Config, runtime: Runtime, model: list[DistributedDataParallel]):
         self.config, self.runtime, self.model = config, runtime, model
         self.layers = dict(moe_layers(list(model)))
-        # lm loss summed over micro-batches; iterations with a loss that is not finite
-        self.sums = torch.zeros(2, dtype=torch.float64, device=runtime.device)
+        # finite lm losses summed over micro-batches, and how many these are; iterations with a loss that is not finite
+        self.sums = torch.zeros(3, dtype=torch.float64, device=runtime.device)
         self.timers = PhaseTimers(runtime.device) if config.log_timers else None
         if self.timers is not None:
             for layer in self.layers.values():
@@ -51,8 +51,10 @@ class Interval:
     def add(self, losses: list[Tensor], *, num_microbatches: int, batch_size: int, skipped: bool) -> None:
         """Counts one iteration. `losses`: this rank's share of each micro-batch's loss; empty but on the last pipeline stage."""
         if losses and self.runtime.groups.tp.rank() == 0:
-            total = torch.stack(losses).double().sum()
-            self.sums += torch.stack([total, (~total.isfinite()).double()])
+            shares = torch.stack(losses).double()
+            finite = shares.isfinite()
+            total = torch.where(finite, shares, 0.0).sum()
+            self.sums += torch.stack([total, finite.sum() / self.config.cp, (~finite).any().double()])
         self.num_iterations += 1
         self.num_samples += batch_size
         self.num_microbatches += num_microbatches
@@ -70,7 +72,7 @@ class Interval:
     ) -> Any:
         """The train record of metrics.jsonl, the same on every rank; starts the next interval. Called by every rank."""
         config = self.config
-        lm_loss_sum, num_nan, norm_squared, *rest = self._reduced().tolist()
+        lm_loss_sum, num_finite, num_nan, norm_squared, *rest = self._reduced().tolist()
         peaks, rest = rest[: config.world_size], rest[config.world_size :]
         num_phases = 0 if self.timers is None else len(PHASES)
         phases, sums = rest[:num_phases], rest[num_phases:]
@@ -84,7 +86,7 @@ class Interval:
             "consumed_samples": progress.consumed_samples,
             "consumed_tokens": progress.consumed_samples * config.seq_len,
             "global_batch_size": self.num_samples // self.num_iterations,
-            "lm_loss": lm_loss_sum / num_shares,
+            "lm_loss": lm_loss_sum / num_finite if num_finite else math.nan,
             "load_balancing_loss": balance,
             "z_loss": z,
             "aux_losses": aux_losses,
@@ -108,7 +110,7 @@ class Interval:
         return record
 
     def _reduced(self) -> Tensor:
-        """Sums over all ranks: lm loss, bad iterations, squared parameter norm; memory by rank; phases; by layer E counts and others."""
+        """Sums over all ranks: lm loss, how many, bad iterations, squared parameter norm; memory by rank; phases; by layer E counts and others."""
         width = self._row_width() if self.config.use_moe else 0
         table = torch.zeros(self.config.num_layers, width, dtype=torch.float64, device=self.runtime.device)
         for index, layer in self.layers.items():
@@ -121,8 +123,8 @@ class Interval:
         phases = self.sums.new_tensor([] if self.timers is None else list(self.timers.take().values()))
         vector = torch.cat([self.sums, norm_squared.view(1), peaks, phases, table.flatten()])
         torch.distributed.all_reduce(vector)
-        # Counted per data parallel rank, whose losses differ; never more than there were iterations.
-        vector[1] = vector[1].clamp(max=self.num_iterations)
+        # Counted per data parallel rank, whose losses differ; never more than iterations were skipped, as all of these were.
+        vector[2] = vector[2].clamp(max=self.num_skipped)
         return vector
 
     def _milliseconds(self, phases: list[float]) -> dict[str, float] | None:

@@ -37,6 +37,7 @@ from moe_exp.data.dataset import Samples, split_batch
 from moe_exp.data.prefetch import ReadAhead, microbatch_start
 from moe_exp.data.sample_order import Change
 from moe_exp.exchange import IterationEnd, end_of_iteration
+from moe_exp.finite_steps import skip_steps_not_finite
 from moe_exp.interval import Interval
 from moe_exp.metrics import Metrics, setup_logging
 from moe_exp.model import DTYPES, build_model, use_te
@@ -138,6 +139,7 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     optimizer = build_optimizer(config, model)
     trained = Trained(model, optimizer, build_scheduler(config, optimizer))
     connect(model, trained)
+    skip_steps_not_finite(optimizer, model)
     batches = BatchSchedule(config)
     if config.num_workers:
         train_stream = read_ahead(config, rank, train_stream, batches)
@@ -295,7 +297,8 @@ def lm_loss(loss_mask: Tensor, cp_size: int, losses: Tensor) -> tuple[Tensor, di
         losses: cross entropy per token, nats, [B, S].
     """
     loss = (losses.float() * loss_mask).sum() / (loss_mask.sum() * cp_size)
-    return loss, {"lm_loss": loss.detach().clone()}
+    # Times 1, or NaN where it is not finite: gradients of an infinite loss may be finite, and it is by them that all ranks hear of it.
+    return loss * (1 + 0 * loss.detach()), {"lm_loss": loss.detach().clone()}
 
 
 @torch.no_grad()
