@@ -37,6 +37,7 @@ def check_config(config: Config) -> list[str]:
         *check_optimizer(config),
         *_data(config),
         *_retention(config),
+        *_loss_guard(config),
     ]
 
 
@@ -314,3 +315,9 @@ def _retention(c: Config) -> Iterator[str]:
     if c.keep_best and (not c.eval_interval or not c.save_interval or c.save_interval % c.eval_interval):
         rule = f"needs a validation at every save, SAVE_INTERVAL={c.save_interval} is no multiple of EVAL_INTERVAL={c.eval_interval}"
         yield problem("keep_best", c.keep_best, rule, "set both to the same number")
+
+
+def _loss_guard(c: Config) -> Iterator[str]:
+    if c.spike_action == "rollback" and not c.save_interval:
+        rule = "goes back to a checkpoint, but SAVE_INTERVAL=0 saves none before the end"
+        yield problem("spike_action", "rollback", rule, "set SAVE_INTERVAL, or SPIKE_ACTION=log")

@@ -144,6 +144,13 @@ class Config(ModelSettings):
     wandb_mode: Literal["online", "offline", "disabled"] = Field("online", description="wandb mode")
 
     # Staying alive
+    max_bad_steps: NonNegative = Field(
+        10, description="iterations in a row with a loss or gradient that is not finite after which the run ends as failed; 0: it goes on"
+    )
+    spike_action: Literal["none", "log", "rollback"] = Field(
+        "log", description="at a spike of the loss; log: an event; rollback: also go back to a checkpoint before it and skip its batches"
+    )
+    max_rollbacks: NonNegative = Field(5, description="rollbacks of a run; at the next spike it ends as failed")
 
     # Values that follow from the settings
 

@@ -5,6 +5,8 @@
     train.log          what rank 0 printed, and the warnings of every rank
     metrics.jsonl      one object a line, see metrics.py
     checkpoints/       iter_0001000, ...
+    skipped_samples.json    what rollbacks have left out of the data, see rollback.py
+    bad_steps/ set_aside/   checkpoints that no resume takes by itself: after MAX_BAD_STEPS, and those that a rollback went back past
     tensorboard/ wandb/
     summary.json       how the run ended
 
@@ -78,6 +80,18 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def skipped_samples(self) -> Path:
+        return self.path / "skipped_samples.json"
+
+    @property
+    def bad_steps(self) -> Path:
+        return self.path / "bad_steps"
+
+    @property
+    def set_aside(self) -> Path:
+        return self.path / "set_aside"
 
     @property
     def tensorboard(self) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from typing import Any
@@ -49,7 +50,7 @@ def _train(settings: dict[str, Any], fault: str, port: int) -> dict[str, Any]:
             continue
         before = _state(job)
         has_fault = iteration == BAD_ITERATION and fault and torch.distributed.get_rank() == config.world_size - 1
-        with _faulty(job, fault) if has_fault else _sound():
+        with _faulty(job, fault) if has_fault else contextlib.nullcontext():
             step = train.train_step(job, progress, interval, count_zeros=True)
         found["steps"].append((step.updated, step.grad_norm, job.trained.optimizer.param_groups[0]["lr"]))
         found["states"].append(before == _state(job))
@@ -73,23 +74,15 @@ def _state(job: Any) -> list[bytes]:
     return [tensor.detach().float().numpy().tobytes() for tensor in tensors]
 
 
-def _sound() -> Any:
-    import contextlib
-
-    return contextlib.nullcontext()
-
-
 def _faulty(job: Any, fault: str) -> Any:
-    """What a rank sees of a broken device: one number of a gradient, or of the activations of its last layer, or of the loss."""
-    import contextlib
-
+    """What a rank sees of a broken device: one wrong number in a gradient, or in the activations of its last layer."""
     import torch
+
+    from moe_exp.checkpoint.state import unwrapped
 
     @contextlib.contextmanager
     def broken() -> Any:
-        layer = job.trained.model[-1].module.decoder.layers[-1] if hasattr(job.trained.model[-1].module, "decoder") else None
-        if layer is None:
-            layer = job.trained.model[-1].module.module.decoder.layers[-1]
+        layer = unwrapped(job.trained.model[-1]).decoder.layers[-1]
         value = float(fault.split()[0])
 
         def spoil(gradient: torch.Tensor) -> torch.Tensor:
@@ -112,8 +105,15 @@ def _faulty(job: Any, fault: str) -> Any:
     return broken()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("fault", ["nan activation", "inf gradient"])
+ALWAYS = [("EP=2", "nan activation"), ("PP=2", "inf gradient")]
+CASES = [
+    pytest.param(layout, fault, marks=() if (layout, fault) in ALWAYS else pytest.mark.slow, id=f"{layout}-{fault}")
+    for layout in LAYOUTS
+    for fault in ("nan activation", "inf gradient")
+]
+
+
+@pytest.mark.parametrize(("layout", "fault"), CASES)
 def test_no_rank_makes_the_step(layout, fault, tmp_path):
     write_tokens(tmp_path)
     settings = small_settings(tmp_path, "run") | LAYOUTS[layout]
@@ -129,3 +129,20 @@ def test_no_rank_makes_the_step(layout, fault, tmp_path):
         assert faulty["skipped"] == faulty["record"]["skipped_iterations"] == 1
         assert faulty["record"]["nan_iterations"] == (1 if fault == "nan activation" else 0)
         assert math.isfinite(faulty["record"]["lm_loss"])
+
+
+def test_an_infinite_loss_has_no_finite_gradient():
+    import torch
+
+    from moe_exp.train import lm_loss
+
+    losses, mask = torch.tensor([[1.0, torch.inf]], requires_grad=True), torch.ones(1, 2)
+    loss, shown = lm_loss(mask, 1, losses)
+    loss.backward()
+    assert losses.grad is not None
+    assert losses.grad.isnan().all()
+    assert shown["lm_loss"] == torch.inf
+    losses = torch.tensor([[1.0, 3.0]], requires_grad=True)
+    lm_loss(mask, 2, losses)[0].backward()
+    assert losses.grad is not None
+    assert losses.grad.tolist() == [[0.25, 0.25]]

@@ -51,6 +51,9 @@ ALLOWED: dict[str, set[str]] = {
     "interval": {*ENGINE, "hosts", "checkpoint", "metrics", "planner", "optim", "layers", "phases", "faults"},
     "phases": set(),
     "exchange": set(),
+    "finite_steps": {*CPU},
+    "rollback": {*CPU, "checkpoint", "config", "data", "files", "run_folder"},
+    "loss_guard": {*CPU, "checkpoint", "config", "data", "exchange", "hosts", "metrics", "rollback", "run_folder", "runtime", "saving", "watch"},
     "saving": {*ENGINE, "checkpoint", "metrics"},
     "resuming": {*ENGINE, "checkpoint", "run_folder", "upcycle"},
     "doctor": {"hosts", "backends", "config", *CPU, "runtime", "layers", "optim"},
@@ -139,7 +142,7 @@ LAYERS = [
     {"spec"},
 ]
 MEGATRON_SIDE = {"spec", "megatron_parts", "attention_parts", "sharding"}
-TORCH_IN_DATA = {"dataset", "megatron_dataset", "prefetch"}
+TORCH_IN_DATA = {"dataset", "megatron_dataset", "prefetch", "skipping"}
 OPTIONAL = [
     "transformer_engine",
     "apex",

@@ -5,7 +5,7 @@ import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a 
 # isort: split
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,15 +31,19 @@ class Progress:
 
     Args:
         iteration: the last that was done.
-        consumed_samples: the next sample's number, in the order that `sample_order` describes.
+        consumed_samples: the next sample's number, in the order that `sample_order` describes and without `skipped_samples`.
         skipped_iterations: iterations without an optimizer step.
         sample_order: `SampleOrder.facts`; None in checkpoints of versions that did not keep them.
+        skipped_samples: [first, end) of those that are left out of the order, see `data.skipping`.
+        spike_windows: `SpikeDetector.state`, so that a spike right after a resume is seen; None: nothing is known.
     """
 
     iteration: int = 0
     consumed_samples: int = 0
     skipped_iterations: int = 0
     sample_order: dict[str, Any] | None = None
+    skipped_samples: list[list[int]] = field(default_factory=list)
+    spike_windows: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)

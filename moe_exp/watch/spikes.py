@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 LEVEL_WINDOW = 16
-SPREAD_WINDOW = 128
+SPREAD_WINDOW = 64
 FEWEST = 32  # departures before anything is judged
 _FEWEST_FOR_LEVEL = 8
 
@@ -265,7 +265,7 @@ class SpikeDetector:
 
 
 def _median(values: Collection[float]) -> float:
-    # statistics.median of 128 numbers takes twice as long, and this is done after every iteration.
+    # statistics.median of 64 numbers takes twice as long, and this is done after every iteration.
     ordered, half = sorted(values), len(values) // 2
     return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
