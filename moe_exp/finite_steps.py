@@ -59,7 +59,7 @@ def skip_steps_not_finite(optimizer: MegatronOptimizer, model: list[DistributedD
         return updated, norm, num_zeros
 
     # Of the instance: Megatron's own step calls the first.
-    optimizer.get_grad_norm, optimizer.step = finite_norm, step  # type: ignore[method-assign]
+    optimizer.get_grad_norm, optimizer.step = finite_norm, step
 
 
 class RouterState:

@@ -110,7 +110,7 @@ class Interval:
         return record
 
     def _reduced(self) -> Tensor:
-        """Sums over all ranks: lm loss, how many, bad iterations, squared parameter norm; memory by rank; phases; by layer E counts and others."""
+        """Sums over all ranks: lm loss and how many, bad iterations, squared norm; memory by rank; phases; by layer E counts and others."""
         width = self._row_width() if self.config.use_moe else 0
         table = torch.zeros(self.config.num_layers, width, dtype=torch.float64, device=self.runtime.device)
         for index, layer in self.layers.items():

@@ -13,7 +13,12 @@ from checkpoint.small_job import small_settings, write_tokens
 from moe_exp.config import load_config
 from ranks import free_port, run_on_ranks
 
-MOVED_BY_A_BATCH = {"router_bias_update_rate": 0.01, "router_score": "sigmoid", "aux_loss_type": "global_aux_loss", "aux_loss_coeff": "0.01"}
+MOVED_BY_A_BATCH = {
+    "router_bias_update_rate": 0.01,
+    "router_score": "sigmoid",
+    "aux_loss_type": "global_aux_loss",
+    "aux_loss_coeff": "0.01",
+}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "1": {},
     "EP=2": {"gpus_per_node": 2, "ep": 2} | MOVED_BY_A_BATCH,
@@ -67,10 +72,9 @@ def _state(job: Any) -> list[bytes]:
 
     tensors = [tensor for chunk in job.trained.model for tensor in chunk.module.state_dict().values() if isinstance(tensor, torch.Tensor)]
     for part in job.trained.optimizer.chained_optimizers:
-        if not part.is_stub_optimizer:
-            states = [(*group["params"], *(part.optimizer.state[p][name] for p in group["params"] for name in sorted(part.optimizer.state[p])))
-                      for group in part.optimizer.param_groups]  # fmt: skip
-            tensors += [tensor for state in states for tensor in state if isinstance(tensor, torch.Tensor)]
+        for parameter in (parameter for group in part.param_groups for parameter in group["params"]):
+            state = part.optimizer.state[parameter]
+            tensors += [parameter, *(state[name] for name in sorted(state) if isinstance(state[name], torch.Tensor))]
     return [tensor.detach().float().numpy().tobytes() for tensor in tensors]
 
 

@@ -13,7 +13,7 @@ the loss early in training is not taken for noise, and the short window of the l
 learning rate moves. Only rises count. Iterations of a spike are not accepted, and neither is one that would be half of one.
 
 A spike is one of
-    the loss      z >= LOSS_ALONE in one iteration, or z >= LOSS_TWICE in two in a row
+    the loss      z >= LOSS_ALONE in one iteration, or z >= LOSS_LASTING in LOSS_TIMES in a row: hard batches come in twos by chance
     the gradient  z >= NORM_LASTING, and NORM_FACTOR times the level, in NORM_TIMES in a row: a single large one is what clipping is for
 
 and begins with the first iteration of those in a row before it that were out of the ordinary already (LOSS_EARLY, NORM_EARLY): the
@@ -35,7 +35,8 @@ FEWEST = 32  # departures before anything is judged
 _FEWEST_FOR_LEVEL = 8
 
 LOSS_ALONE = 12.0
-LOSS_TWICE = 7.0
+LOSS_LASTING = 7.0
+LOSS_TIMES = 4
 NORM_LASTING = 8.0
 NORM_FACTOR = 5.0
 NORM_TIMES = 3
@@ -44,8 +45,8 @@ NORM_EARLY = 6.0
 CALM_ITERATIONS = 5
 LONGEST = 500
 
-# Of the level of the loss, so that LOSS_ALONE is 6% of it at least; and of the logarithm of the norm.
-LOSS_FLOOR = 0.005
+# Of the level of the loss, so that LOSS_ALONE is a tenth of it at least; and of the logarithm of the norm.
+LOSS_FLOOR = 0.1 / LOSS_ALONE
 NORM_FLOOR = 0.05
 _MAD_TO_SIGMA = 1.4826
 
@@ -199,16 +200,19 @@ class SpikeDetector:
         if self._since is not None:
             return self._go_on(reading, grad_norm)
         if not self._alarms():
-            if reading.loss_z < LOSS_TWICE:
+            if reading.loss_z < LOSS_LASTING:
                 self._accept([reading])
             return None
         return self._begin(reading, grad_norm)
 
     def _alarms(self) -> bool:
-        last = list(self._recent)[-NORM_TIMES:]
-        if last[-1].loss_z >= LOSS_ALONE or (len(last) > 1 and min(last[-1].loss_z, last[-2].loss_z) >= LOSS_TWICE):
+        recent = list(self._recent)
+        if recent[-1].loss_z >= LOSS_ALONE:
             return True
-        return len(last) == NORM_TIMES and all(self._is_high_norm(reading) for reading in last)
+        losses, norms = recent[-LOSS_TIMES:], recent[-NORM_TIMES:]
+        if len(losses) == LOSS_TIMES and all(reading.loss_z >= LOSS_LASTING for reading in losses):
+            return True
+        return len(norms) == NORM_TIMES and all(self._is_high_norm(reading) for reading in norms)
 
     def _is_high_norm(self, reading: _Reading) -> bool:
         level = self._norm.level
@@ -240,7 +244,7 @@ class SpikeDetector:
     def _go_on(self, reading: _Reading, grad_norm: float | None) -> SpikeEnd | None:
         assert self._since is not None
         self._highest = (max(self._highest[0], reading.loss), max(self._highest[1] or 0.0, grad_norm or 0.0) or None)
-        is_calm = reading.loss_z < LOSS_TWICE and reading.norm_z < NORM_LASTING
+        is_calm = reading.loss_z < LOSS_LASTING and reading.norm_z < NORM_LASTING
         self._calm = [*self._calm, reading] if is_calm else []
         lasts = reading.iteration - self._since >= LONGEST
         if len(self._calm) < CALM_ITERATIONS and not lasts:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -26,7 +28,7 @@ def test_merged_are_the_same_numbers(ranges):
     found = merged(ranges)
     assert left(found, 100) == left(ranges, 100)
     assert all(first < end for first, end in found)
-    assert all(before[1] < after[0] for before, after in zip(found, found[1:], strict=False))
+    assert all(before[1] < after[0] for before, after in pairwise(found))
 
 
 @given(RANGES)
