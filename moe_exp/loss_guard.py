@@ -133,7 +133,7 @@ class LossGuard:
     def _bad_step(self, progress: Progress, done: Iteration, end: IterationEnd, finish_save: Callable[[], Any]) -> None:
         if self._num_bad == 1:
             values = {"loss": _shown(end.lm_loss), "grad_norm": _shown(done.grad_norm)}
-            logger.warning(
+            self._warn(
                 "iteration %d made no step: loss %s, gradient norm %s, samples %s",
                 done.iteration, values["loss"], values["grad_norm"], _ranges_text(self._stream([done])),
             )  # fmt: skip
@@ -162,7 +162,7 @@ class LossGuard:
     def _spike(self, spike: Spike, progress: Progress, end: IterationEnd, finish_save: Callable[[], Any]) -> None:
         offending = [done for done in self._recent if done.iteration >= spike.first_iteration]
         details = {name: value for name, value in asdict(spike).items() if value is not None}
-        logger.warning(
+        self._warn(
             "iteration %d: a spike, loss %.4f (%.1f spreads above %.4f), gradient norm %s (%.1f)",
             spike.iteration, spike.loss, spike.loss_z, spike.loss_level or 0.0, _shown(spike.grad_norm), spike.grad_norm_z,
         )  # fmt: skip
@@ -179,7 +179,7 @@ class LossGuard:
         is_over = num_before >= self._config.max_rollbacks
         done = go_back(self._config, self._folder, progress, iteration=first, samples=ranges, with_skip=not is_over)
         if isinstance(done, str):
-            logger.warning("no rollback: %s; training goes on", done)
+            self._warn("no rollback: %s; training goes on", done)
             self._event("no_rollback", iteration=progress.iteration, reason=done)
             return
         facts = {"back_to": done.back_to, "set_aside": list(done.set_aside)}
@@ -216,6 +216,10 @@ class LossGuard:
         shown = {prefix: sorted(numbers)[:_MOST_DOCUMENTS] for prefix, numbers in documents.items()}
         left_out = sum(map(len, documents.values())) - sum(map(len, shown.values()))
         return {"samples": [list(pair) for pair in self._stream(iterations)], "documents": shown, "documents_left_out": left_out}
+
+    def _warn(self, text: str, *values: object) -> None:
+        if self._metrics is not None:  # every rank would say the same
+            logger.warning(text, *values)
 
     def _event(self, name: str, *, iteration: int, **details: Any) -> None:
         if self._metrics is not None:

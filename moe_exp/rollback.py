@@ -24,7 +24,7 @@ from moe_exp.checkpoint.folders import iteration_folder, iteration_of, iteration
 from moe_exp.checkpoint.integrity import find_source
 from moe_exp.checkpoint.load import saved_progress
 from moe_exp.checkpoint.state import Progress
-from moe_exp.config import Config
+from moe_exp.config import Config, ConfigError
 from moe_exp.data.dataset import Samples
 from moe_exp.data.megatron_dataset import MegatronSamples
 from moe_exp.data.skipping import Range, SkippingSamples, skipped_from
@@ -49,7 +49,7 @@ def read_rollbacks(folder: RunFolder) -> list[dict[str, Any]]:
     """Those of a run, oldest first.
 
     Raises:
-        ValueError: where the file cannot be read; without it samples would come that have to be skipped.
+        ConfigError: where the file cannot be read; without it samples would come that have to be skipped.
     """
     path = folder.skipped_samples
     try:
@@ -58,7 +58,7 @@ def read_rollbacks(folder: RunFolder) -> list[dict[str, Any]]:
         return []
     except (OSError, ValueError, KeyError, TypeError) as error:
         fix = "restore it, or remove it to train on what rollbacks have skipped"
-        raise ValueError(f"{path}: cannot be read ({' '.join(str(error).split())}). Fix: {fix}.") from None
+        raise ConfigError([f"{path}: cannot be read ({' '.join(str(error).split())}). Fix: {fix}."]) from None
 
 
 def samples_without_skips(folder: RunFolder, samples: Samples, sample_order: dict[str, Any], source: Path | None) -> SkippingSamples:
@@ -69,6 +69,9 @@ def samples_without_skips(folder: RunFolder, samples: Samples, sample_order: dic
         samples: the stream.
         sample_order: `SampleOrder.facts` of this start.
         source: the checkpoint, of whatever run; None: training starts at iteration 0.
+
+    Raises:
+        ConfigError: on every rank, where the list of rollbacks cannot be read.
     """
 
     def skipped() -> tuple[Range, ...]:

@@ -151,6 +151,8 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     job = Job(config, rank, folder, trained, train_stream, valid_stream, batches, source, changes, measured)
     progress = resume(config, rank, folder, source, trained)
     progress.sample_order, progress.skipped_samples = sample_order, [list(pair) for pair in samples.skipped]
+    if changes or own_source(source, folder) is None:
+        progress.spike_windows = None  # other data have another loss
     # Megatron has Python look for garbage at every save. What is there now stays, and need not be gone through.
     gc.collect()
     gc.freeze()

@@ -80,8 +80,9 @@ class SkippingSamples:
     """
 
     def __init__(self, samples: Samples, skipped: Iterable[Sequence[int]], length: int | None = None):
-        self._samples, self._length = samples, length
         self.skipped = merged(skipped)
+        # Without skips a stream that has come to its end says so itself.
+        self._samples, self._length = samples, length if self.skipped else None
 
     def sample(self, index: int) -> Int64Array:
         """Sample number `index`: int64 token ids of shape [S1]."""

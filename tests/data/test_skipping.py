@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_exp.data.dataset import Origin, SampleStream
@@ -23,6 +23,7 @@ def left(skipped, count):
     return [number for number in range(count + 200) if not any(first <= number < end for first, end in skipped)][:count]
 
 
+@settings(deadline=None)
 @given(RANGES)
 def test_merged_are_the_same_numbers(ranges):
     found = merged(ranges)
@@ -31,12 +32,14 @@ def test_merged_are_the_same_numbers(ranges):
     assert all(before[1] < after[0] for before, after in pairwise(found))
 
 
+@settings(deadline=None)
 @given(RANGES)
 def test_every_other_sample_comes_once_and_in_order(ranges):
     skipped = merged(ranges)
     assert [stream_number(consumed, skipped) for consumed in range(100)] == left(ranges, 100)
 
 
+@settings(deadline=None)
 @given(RANGES, st.integers(0, 60), st.integers(0, 40))
 def test_ranges_of_a_batch(ranges, first, count):
     skipped = merged(ranges)
@@ -44,6 +47,7 @@ def test_ranges_of_a_batch(ranges, first, count):
     assert found == left(ranges, first + count)[first:]
 
 
+@settings(deadline=None)
 @given(RANGES, RANGES, st.integers(0, 60))
 def test_going_on_from_a_checkpoint(saved, wanted, consumed):
     """Whatever the run skips meanwhile: what the checkpoint has trained stays as it was, and then comes the rest."""
@@ -54,6 +58,7 @@ def test_going_on_from_a_checkpoint(saved, wanted, consumed):
     assert [stream_number(number, skipped) for number in range(consumed + 50)] == trained + rest
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 15), st.integers(1, 6)), min_size=1, max_size=4))
 def test_rollback_after_rollback(spikes):
     """A run saves every 5 iterations of 4 samples, and goes back twice and more: what it has trained in the end is the stream without."""
