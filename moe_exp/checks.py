@@ -38,6 +38,7 @@ def check_config(config: Config) -> list[str]:
         *_data(config),
         *_retention(config),
         *_dumps(config),
+        *_loss_guard(config),
     ]
 
 
@@ -325,3 +326,9 @@ def _dumps(c: Config) -> Iterator[str]:
         )
     if ranks and not c.dump_iters:
         yield problem("dump_ranks", c.dump_ranks, "has no effect without DUMP_ITERS", "set DUMP_ITERS to the iterations")
+
+
+def _loss_guard(c: Config) -> Iterator[str]:
+    if c.spike_action == "rollback" and not c.save_interval:
+        rule = "goes back to a checkpoint, but SAVE_INTERVAL=0 saves none before the end"
+        yield problem("spike_action", "rollback", rule, "set SAVE_INTERVAL, or SPIKE_ACTION=log")

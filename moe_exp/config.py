@@ -158,6 +158,13 @@ class Config(ModelSettings):
     disk_check: Literal["run", "one", "none"] = Field(
         "run", description="free disk that a start asks for: for all checkpoints until its end, for one (others are removed by hand), none"
     )
+    max_bad_steps: NonNegative = Field(
+        10, description="iterations in a row with a loss or gradient that is not finite after which the run ends as failed; 0: it goes on"
+    )
+    spike_action: Literal["none", "log", "rollback"] = Field(
+        "log", description="at a spike of the loss; log: an event; rollback: also go back to a checkpoint before it and skip its batches"
+    )
+    max_rollbacks: NonNegative = Field(5, description="rollbacks of a run; at the next spike it ends as failed")
 
     # Values that follow from the settings
 

@@ -35,8 +35,9 @@ class Interval:
     def __init__(self, config: Config, runtime: Runtime, model: list[DistributedDataParallel]):
         self.config, self.runtime, self.model = config, runtime, model
         self.layers = dict(moe_layers(list(model)))
-        self.loss_sum = torch.zeros(1, dtype=torch.float64, device=runtime.device)  # over micro-batches
-        self.not_finite: list[Tensor] = []  # for each iteration whether this rank's share of its loss is not, [] each
+        # finite lm losses summed over micro-batches, and how many these are
+        self.losses = torch.zeros(2, dtype=torch.float64, device=runtime.device)
+        self.not_finite: list[Tensor] = []  # for each iteration whether some loss of this rank is not, [] each
         self.timers = PhaseTimers(runtime.device) if config.log_timers else None
         if self.timers is not None:
             for layer in self.layers.values():
@@ -44,7 +45,7 @@ class Interval:
         self._restart()
 
     def _restart(self) -> None:
-        self.loss_sum.zero_()
+        self.losses.zero_()
         self.not_finite = []
         for layer in self.layers.values():
             layer.statistics.reset()
@@ -53,11 +54,13 @@ class Interval:
 
     def add(self, losses: Sequence[Tensor], *, num_microbatches: int, batch_size: int, skipped: bool) -> None:
         """Counts one iteration. `losses`: this rank's share of each micro-batch's loss; empty but on the last pipeline stage."""
-        total = self.loss_sum.new_zeros(())
+        bad = self.losses.new_zeros((), dtype=torch.bool)
         if losses and self.runtime.groups.tp.rank() == 0:
-            total = torch.stack(list(losses)).double().sum()
-        self.loss_sum += total
-        self.not_finite.append(~total.isfinite())
+            shares = torch.stack(list(losses)).double()
+            finite = shares.isfinite()
+            self.losses += torch.stack([torch.where(finite, shares, 0.0).sum(), finite.sum() / self.config.cp])
+            bad = (~finite).any()
+        self.not_finite.append(bad)
         self.num_iterations += 1
         self.num_samples += batch_size
         self.num_microbatches += num_microbatches
@@ -75,7 +78,7 @@ class Interval:
     ) -> Any:
         """The train record of metrics.jsonl, the same on every rank; starts the next interval. Called by every rank."""
         config = self.config
-        lm_loss_sum, norm_squared, *rest = self._reduced().tolist()
+        lm_loss_sum, num_finite, norm_squared, *rest = self._reduced().tolist()
         not_finite, rest = rest[: self.num_iterations], rest[self.num_iterations :]
         peaks, rest = rest[: config.world_size], rest[config.world_size :]
         num_phases = 0 if self.timers is None else len(PHASES)
@@ -91,7 +94,7 @@ class Interval:
             "consumed_tokens": progress.consumed_tokens,
             "consumed_flops": progress.consumed_flops,
             "global_batch_size": self.num_samples // self.num_iterations,
-            "lm_loss": lm_loss_sum / num_shares,
+            "lm_loss": lm_loss_sum / num_finite if num_finite else math.nan,
             "load_balancing_loss": balance,
             "z_loss": z,
             "aux_losses": aux_losses,
@@ -115,7 +118,7 @@ class Interval:
         return record
 
     def _reduced(self) -> Tensor:
-        """Sums over all ranks: loss, squared norm, bad losses by iteration, memory by rank, phases; by layer E counts and others."""
+        """Sums over all ranks: losses and how many, squared norm, bad losses by iteration, memory by rank, phases, statistics by layer."""
         width = self._row_width() if self.config.use_moe else 0
         table = torch.zeros(self.config.num_layers, width, dtype=torch.float64, device=self.runtime.device)
         for index, layer in self.layers.items():
@@ -125,9 +128,9 @@ class Interval:
         # One place per rank, zero on all others: with the sum each rank has all of them, and no second collective is needed.
         peaks = torch.zeros(self.config.world_size, dtype=torch.float64, device=self.runtime.device)
         peaks[self.runtime.rank] = self._peak_bytes()
-        phases = self.loss_sum.new_tensor([] if self.timers is None else list(self.timers.take().values()))
+        phases = self.losses.new_tensor([] if self.timers is None else list(self.timers.take().values()))
         not_finite = torch.stack(self.not_finite).double()
-        vector = torch.cat([self.loss_sum, norm_squared.view(1), not_finite, peaks, phases, table.flatten()])
+        vector = torch.cat([self.losses, norm_squared.view(1), not_finite, peaks, phases, table.flatten()])
         torch.distributed.all_reduce(vector)
         return vector
 

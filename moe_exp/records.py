@@ -47,7 +47,7 @@ TRAIN_KEYS = {
     "tokens_per_second": "of all ranks together",
     "tflops_per_gpu": "model TFLOP/s per rank, or null",
     "eta_seconds": "until TRAIN_ITERS, at this speed per sample",
-    "skipped_iterations": "iterations without an optimizer step (overflow) since the previous record",
+    "skipped_iterations": "iterations without an optimizer step (overflow, or not finite) since the previous record",
     "nan_iterations": "iterations with a loss that is not a number since the previous record",
     "memory_allocated_bytes": "largest allocation of rank 0's device, or null on a CPU",
     "peak_memory_bytes": "of the rank that needed most since its start: allocated on its device, or on a CPU the process's resident size",
@@ -86,6 +86,12 @@ EVENTS = {
     "restore_failed": "what was loaded is not what was saved, by fingerprints; the start ends: checkpoint, tensors",
     "replicas_differ": "ranks that have to hold the same do not, or an optimizer group is wrong; the job ends: problems",
     "other_data": "the data have changed since the checkpoint (ALLOW_OTHER_DATA): changes",
+    "bad_step": "an iteration made no step, as its loss or gradient is not finite; once per row of them: loss, grad_norm, samples",
+    "too_many_bad_steps": "MAX_BAD_STEPS of them in a row have ended the run: checkpoint",
+    "spike": "the loss or the gradient norm has jumped (watch.spikes): z-scores, levels, samples and the documents these are from",
+    "spike_end": "it is over: first_iteration, outcome, highest_loss, highest_grad_norm",
+    "rollback": "the run goes back before a spike and skips its batches: back_to, samples, set_aside",
+    "no_rollback": "it does not: reason",
     "end": "the ranks have ended by themselves: status, wall_seconds",
 }
 

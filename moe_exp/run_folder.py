@@ -6,6 +6,8 @@
     metrics.jsonl      one object a line, see metrics.py
     checkpoints/       iter_0001000, ...
     dumps/             iter_0000010/rank_00000.safetensors, ... with DUMP_ITERS
+    skipped_samples.json    what rollbacks have left out of the data, see rollback.py
+    bad_steps/ set_aside/   checkpoints that no resume takes by itself: after MAX_BAD_STEPS, and those that a rollback went back past
     tensorboard/ wandb/
     summary.json       how the run ended
 
@@ -84,6 +86,18 @@ class RunFolder:
         """Iterations of the checkpoints that are there, whole or damaged, in order."""
         found = (re.fullmatch(r"iter_(\d{7,})", path.name) for path in self.checkpoints.glob("iter_*"))
         return sorted(int(match[1]) for match in found if match)
+
+    @property
+    def skipped_samples(self) -> Path:
+        return self.path / "skipped_samples.json"
+
+    @property
+    def bad_steps(self) -> Path:
+        return self.path / "bad_steps"
+
+    @property
+    def set_aside(self) -> Path:
+        return self.path / "set_aside"
 
     @property
     def tensorboard(self) -> Path:

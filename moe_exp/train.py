@@ -38,7 +38,9 @@ from moe_exp.data.prefetch import ReadAhead, microbatch_start
 from moe_exp.data.sample_order import Change
 from moe_exp.dumps import dump, is_dumped
 from moe_exp.exchange import IterationEnd, end_of_iteration
+from moe_exp.finite_steps import skip_steps_not_finite
 from moe_exp.interval import Interval
+from moe_exp.loss_guard import GuardEnd, Iteration, LossGuard
 from moe_exp.metrics import Metrics, setup_logging
 from moe_exp.model import DTYPES, build_model, use_te
 from moe_exp.optim import BatchSchedule, build_optimizer, build_scheduler
@@ -46,6 +48,7 @@ from moe_exp.phases import PhaseTimers, timed
 from moe_exp.planner.params import startup_report
 from moe_exp.replica_checks import ReplicaError, check_replicas
 from moe_exp.resuming import choose_source, own_source, resume
+from moe_exp.rollback import samples_without_skips
 from moe_exp.run_folder import RunFolder, hold_run_folder, open_run_folder
 from moe_exp.runtime import Runtime
 from moe_exp.saving import Saves
@@ -88,6 +91,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             faults.end_job(error.problems, 2)
         except (SaveError, ReplicaError) as error:
             faults.end_job(str(error).splitlines(), 1)
+        except GuardEnd as end:
+            faults.end_job(end.lines, end.code)
 
 
 def run(config: Config, stop: faults.StopSignal) -> None:
@@ -138,17 +143,20 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     from_first_rank(lambda: open_run_folder(config, sys.argv))
     train_stream, valid_stream = build_data(config)
     sample_order, changes = compare_data(config, rank, train_stream, source.folder if source else None)
+    samples = samples_without_skips(folder, train_stream, sample_order, source.folder if source else None)
     model = build_model(config, rank)
     optimizer = build_optimizer(config, model)
     trained = Trained(model, optimizer, build_scheduler(config, optimizer))
     connect(model, trained)
+    skip_steps_not_finite(optimizer, model)
     batches = BatchSchedule(config)
-    if config.num_workers:
-        train_stream = read_ahead(config, rank, train_stream, batches)
+    train_stream = read_ahead(config, rank, samples, batches) if config.num_workers else samples
     measured = bytes_per_token(config, valid_stream) if valid_stream is not None and rank.is_first else None
     job = Job(config, rank, folder, trained, train_stream, valid_stream, batches, source, changes, measured)
     progress = resume(config, rank, folder, source, trained)
-    progress.sample_order = sample_order
+    progress.sample_order, progress.skipped_samples = sample_order, [list(pair) for pair in samples.skipped]
+    if changes or own_source(source, folder) is None:
+        progress.spike_windows = None  # other data have another loss
     # Megatron has Python look for garbage at every save. What is there now stays, and need not be gone through.
     gc.collect()
     gc.freeze()
@@ -172,6 +180,7 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
     saver = Saver(config, job.runtime, job.folder.checkpoints, loaded=own_source(job.source, job.folder))
     saves = Saves(config, saver, job.trained, metrics)
     check_replicas(config, job.runtime, job.trained, progress, metrics)
+    guard = LossGuard(config, job.runtime, job.folder, job.trained, job.train_stream, progress, metrics)
     while progress.iteration < config.train_iters:
         is_logged = _is_multiple(progress.iteration + 1, config.log_interval) or progress.iteration + 1 == config.train_iters
         step = train_step(job, progress, interval, count_zeros=is_logged)
@@ -190,7 +199,10 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
         is_last = must_stop or progress.iteration == config.train_iters
         if saves.is_pending and not end.is_writing:
             interval.pause(saves.finish(), phase="checkpoint")
+        done = Iteration(progress.iteration, step.first_sample, step.batch_size, step.updated, step.grad_norm)
+        guard.look(progress, done, end, saves.finish)
         if (is_last and config.save_at_end) or _is_multiple(progress.iteration, config.save_interval):
+            guard.remember(progress)
             interval.pause(saves.save(progress, valid_loss, is_last=is_last), phase="checkpoint")
         elif is_last:
             saves.finish()
@@ -302,7 +314,8 @@ def lm_loss(loss_mask: Tensor, cp_size: int, losses: Tensor) -> tuple[Tensor, di
         losses: cross entropy per token, nats, [B, S].
     """
     loss = (losses.float() * loss_mask).sum() / (loss_mask.sum() * cp_size)
-    return loss, {"lm_loss": loss.detach().clone()}
+    # Times 1, or NaN where it is not finite: gradients of an infinite loss may be finite, and it is by them that all ranks hear of it.
+    return loss * (1 + 0 * loss.detach()), {"lm_loss": loss.detach().clone()}
 
 
 @torch.no_grad()

@@ -54,6 +54,22 @@ ALLOWED: dict[str, set[str]] = {
     "replica_checks": {*ENGINE, "checkpoint", "group_checks", "metrics"},
     "dumps": {*ENGINE, "checkpoint", "group_checks"},
     "exchange": set(),
+    "finite_steps": {*CPU},
+    "rollback": {*CPU, "checkpoint", "config", "data", "files", "run_folder"},
+    "loss_guard": {
+        *CPU,
+        "checkpoint",
+        "config",
+        "data",
+        "exchange",
+        "hosts",
+        "metrics",
+        "rollback",
+        "run_folder",
+        "runtime",
+        "saving",
+        "watch",
+    },
     "saving": {*ENGINE, "checkpoint", "metrics"},
     "resuming": {*ENGINE, "checkpoint", "records", "run_folder", "upcycle"},
     "doctor": {"hosts", "backends", "config", *CPU, "runtime", "layers", "optim"},
@@ -144,7 +160,7 @@ LAYERS = [
     {"spec"},
 ]
 MEGATRON_SIDE = {"spec", "megatron_parts", "attention_parts", "sharding"}
-TORCH_IN_DATA = {"dataset", "megatron_dataset", "prefetch"}
+TORCH_IN_DATA = {"dataset", "megatron_dataset", "prefetch", "skipping"}
 OPTIONAL = [
     "transformer_engine",
     "apex",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from moe_exp.checkpoint.agreement import from_first_rank
-from moe_exp.checkpoint.folders import MANIFEST, Manifest, NewerFormatError, damages, existing, usable
+from moe_exp.checkpoint.folders import MANIFEST, Manifest, NewerFormatError, damages, existing, iteration_of, usable
 from moe_exp.checkpoint.torch_dist import CheckpointReader, read_common
 
 logger = logging.getLogger(__name__)
@@ -30,17 +30,18 @@ class Source:
     damages: tuple[str, ...] = ()
 
 
-def find_source(path: Path, *, checksums: bool) -> Source | None:
+def find_source(path: Path, *, checksums: bool, newest: int | None = None) -> Source | None:
     """The newest whole checkpoint of a folder, or None where it has none at all. Called by every rank; writes nothing.
 
     Args:
         path: a checkpoints folder, a run folder, or the folder of one iteration.
         checksums: read all files, which the ranks divide; False: look at their sizes.
+        newest: only those whose iteration is not above it.
 
     Raises:
         ValueError: on every rank, where there are checkpoints and none of them is whole, or the newest is of a newer format.
     """
-    candidates = from_first_rank(lambda: usable(path))
+    candidates = from_first_rank(lambda: [folder for folder in usable(path) if newest is None or iteration_of(folder) <= newest])
     lines: list[str] = []
     for folder in candidates:
         damage = _damage(folder, checksums=checksums)

@@ -5,7 +5,7 @@ import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a 
 # isort: split
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,10 +32,12 @@ class Progress:
 
     Args:
         iteration: the last that was done.
-        consumed_samples: the next sample's number, in the order that `sample_order` describes.
+        consumed_samples: the next sample's number, in the order that `sample_order` describes and without `skipped_samples`.
         skipped_iterations: iterations without an optimizer step.
         sample_order: `SampleOrder.facts`; None in checkpoints of versions that did not keep them.
         consumed_tokens, consumed_flops: tokens and model FLOPs of all iterations, each as the settings were then.
+        skipped_samples: [first, end) of those that are left out of the order, see `data.skipping`.
+        spike_windows: `SpikeDetector.state`, so that a spike right after a resume is seen; None: nothing is known.
     """
 
     iteration: int = 0
@@ -44,6 +46,8 @@ class Progress:
     sample_order: dict[str, Any] | None = None
     consumed_tokens: int = 0
     consumed_flops: int = 0
+    skipped_samples: list[list[int]] = field(default_factory=list)
+    spike_windows: dict[str, Any] | None = None
 
     def add(self, config: Config, batch_size: int, *, skipped: bool) -> None:
         """Counts one iteration of `batch_size` samples."""

@@ -48,6 +48,22 @@ class Samples(Protocol):
     def fingerprint(self) -> str:
         """Of the files, see `fingerprint_of`."""
 
+    def origin(self, index: int) -> Origin:
+        """Where sample number `index` is from."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a sample is from.
+
+    Args:
+        prefix: of the .bin/.idx files.
+        documents: that it has tokens of, numbers in that file from 0, in their order.
+    """
+
+    prefix: str
+    documents: tuple[int, ...]
+
 
 class SampleStream:
     """The endless, shuffled sequence of training samples over one token file or a weighted blend of several.
@@ -80,10 +96,19 @@ class SampleStream:
 
     def sample(self, index: int) -> Int64Array:
         """Sample number `index` (0 and up): int64 token ids of shape [S1]."""
+        corpus, local = self._place(index)
+        return corpus.window(local)
+
+    def origin(self, index: int) -> Origin:
+        """Where sample number `index` is from."""
+        corpus, local = self._place(index)
+        return Origin(corpus.prefix, corpus.documents(local))
+
+    def _place(self, index: int) -> tuple[_Corpus, int]:
         if index < 0:
             raise ValueError(f"sample index {index}: must be 0 or more. Fix: count samples from the start of the run.")
         position, local = blend_position(index, self._cumulative_weights)
-        return self._corpora[position].window(local)
+        return self._corpora[position], local
 
     def batch(self, first: int, count: int) -> torch.Tensor:
         """Samples `first` to `first + count - 1`: int64 token ids of shape [count, S1]."""
@@ -220,18 +245,27 @@ class _Corpus:
 
     def window(self, index: int) -> Int64Array:
         """Token ids [S1] of window `index`, counted over all epochs."""
+        epoch, start = self._place(index)
+        return self._read(epoch, start=start, stop=start + self.seq_len + 1)
+
+    def documents(self, index: int) -> tuple[int, ...]:
+        """Numbers in the file of the documents that window `index` has tokens of."""
+        epoch, start = self._place(index)
+        return tuple(int(epoch.documents[place]) for place in _places(epoch, start, start + self.seq_len + 1))
+
+    def _place(self, index: int) -> tuple[_Epoch, int]:
+        """The epoch of window `index`, and where in its text the window begins."""
         number, index = divmod(index, self.num_windows)
         epoch = self._epoch(number)
         if self.shuffle:
             index = _permuted(index, self.num_windows, epoch.window_key)
-        return self._read(epoch, start=index * self.seq_len, stop=(index + 1) * self.seq_len + 1)
+        return epoch, index * self.seq_len
 
     def _read(self, epoch: _Epoch, *, start: int, stop: int) -> Int64Array:
         """Tokens `start` to `stop` of the epoch's text, gathered from the documents that they lie in."""
         tokens = np.empty(stop - start, dtype=np.int64)
-        first, last = np.searchsorted(epoch.ends, [start, stop - 1], side="right")
         filled = 0
-        for place in range(int(first), int(last) + 1):
+        for place in _places(epoch, start, stop):
             document, end = int(epoch.documents[place]), int(epoch.ends[place])
             count = min(stop, end) - (start + filled)
             begin = int(self._bounds[document + 1]) - (end - start - filled)
@@ -260,6 +294,12 @@ class _Corpus:
         if self.shuffle:
             documents = _shuffled(len(lengths), _key(f"{self.key}/{number}/documents"))
         return _Epoch(self._first + documents, np.cumsum(lengths[documents]), _key(f"{self.key}/{number}/windows"))
+
+
+def _places(epoch: _Epoch, start: int, stop: int) -> range:
+    """Places in the epoch's order of the documents that tokens `start` to `stop` of its text lie in."""
+    first, last = np.searchsorted(epoch.ends, [start, stop - 1], side="right")
+    return range(int(first), int(last) + 1)
 
 
 # Keyed shuffles. Not numpy's Generator, whose streams may change between numpy versions: a resumed run would see other data.

@@ -27,11 +27,12 @@ from typing import Any
 import numpy as np
 import torch
 from filelock import FileLock
+from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import get_blend_from_list
 
-from moe_exp.data.dataset import Int64Array, fingerprint_of
+from moe_exp.data.dataset import Int64Array, Origin, fingerprint_of
 from moe_exp.data.token_files import TokenFiles, parse_split, part_tokens
 from moe_exp.data.tokens import parse_blend
 
@@ -74,6 +75,15 @@ class MegatronSamples:
     def fingerprint(self) -> str:
         """Of the files, see `dataset.fingerprint_of`."""
         return fingerprint_of(self._prefixes)
+
+    def origin(self, index: int) -> Origin:
+        """Where sample number `index` is from; Megatron's documents are what the file has as sequences."""
+        dataset = self._dataset
+        if isinstance(dataset, BlendedDataset):
+            dataset[index]  # which opens its index files
+            dataset, index = dataset.datasets[dataset.dataset_index[index]], int(dataset.dataset_sample_index[index])
+        _, documents = dataset._query_document_sample_shuffle_indices(index)
+        return Origin(str(dataset.dataset_path), tuple(int(document) for document in documents))
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from moe_exp.config import PREFETCHED_MICROBATCHES
-from moe_exp.data.dataset import Int64Array, Samples
+from moe_exp.data.dataset import Int64Array, Origin, Samples
 
 
 def microbatch_start(consumed_samples: int, index: int, *, mbsz: int, dp_rank: int, dp_size: int) -> int:
@@ -82,6 +82,10 @@ class ReadAhead:
     def fingerprint(self) -> str:
         """Of the samples."""
         return self._samples.fingerprint()
+
+    def origin(self, index: int) -> Origin:
+        """Of the samples, found out here."""
+        return self._samples.origin(index)
 
     def batch(self, first: int, count: int) -> torch.Tensor:
         """Samples `first` to `first + count - 1`: int64 token ids of shape [count, S1].

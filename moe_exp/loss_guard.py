@@ -1,0 +1,235 @@
+"""What is done when the loss goes wrong: a row of steps that could not be made ends the run, a spike is noted or gone back from.
+
+Called after every iteration by every rank, with numbers that all have: all of them decide the same, and nobody asks the others.
+"""
+
+import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
+
+# isort: split
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from moe_exp.checkpoint.agreement import from_first_rank
+from moe_exp.checkpoint.save import Saver
+from moe_exp.checkpoint.state import Progress, Trained
+from moe_exp.config import Config
+from moe_exp.data.dataset import Samples
+from moe_exp.data.skipping import Range, merged, stream_ranges
+from moe_exp.exchange import IterationEnd
+from moe_exp.hosts import FAILED, START_AGAIN, TO_BE_CONTINUED
+from moe_exp.metrics import Metrics
+from moe_exp.rollback import free_place, go_back, read_rollbacks
+from moe_exp.run_folder import RunFolder
+from moe_exp.runtime import Runtime
+from moe_exp.watch.spikes import LEVEL_WINDOW, Spike, SpikeDetector, SpikeEnd
+
+logger = logging.getLogger(__name__)
+
+# Also skipped: the loss that an iteration shows is of weights that the batch before it made.
+MARGIN_ITERATIONS = 1
+_MOST_DOCUMENTS = 1000  # in an event
+_LOWEST_LOSS_SCALE = 1.0  # Megatron's; above it an overflow is the loss scaler at work
+
+
+class GuardEnd(RuntimeError):
+    """The ranks end, all of them, with these lines and this exit code."""
+
+    def __init__(self, lines: Sequence[str], code: int):
+        super().__init__("\n".join(lines))
+        self.lines, self.code = list(lines), code
+
+
+class Iteration(NamedTuple):
+    """What an iteration has consumed.
+
+    Args:
+        iteration: its number.
+        first_sample: number of its first sample.
+        batch_size: samples of all ranks.
+        updated: whether the optimizer made a step.
+        grad_norm: before clipping, or None.
+    """
+
+    iteration: int
+    first_sample: int
+    batch_size: int
+    updated: bool
+    grad_norm: float | None
+
+
+class LossGuard:
+    """Looks at the end of every iteration of a run.
+
+    Args:
+        config: MAX_BAD_STEPS, SPIKE_ACTION, MAX_ROLLBACKS.
+        runtime: this rank.
+        folder: of the run.
+        trained: what a checkpoint would hold.
+        samples: of training, to say where they are from.
+        progress: where training begins, with what its checkpoint knew of the loss.
+        metrics: on rank 0, else None.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        runtime: Runtime,
+        folder: RunFolder,
+        trained: Trained,
+        samples: Samples,
+        progress: Progress,
+        metrics: Metrics | None,
+    ):
+        self._config, self._runtime, self._folder, self._trained = config, runtime, folder, trained
+        self._samples, self._metrics = samples, metrics
+        self._skipped: Sequence[Range] = merged(progress.skipped_samples)
+        self._detector = None if config.spike_action == "none" else SpikeDetector(progress.spike_windows)
+        self._num_bad = 0
+        self._recent: deque[Iteration] = deque(maxlen=LEVEL_WINDOW + MARGIN_ITERATIONS + 1)
+
+    def look(self, progress: Progress, done: Iteration, end: IterationEnd, finish_save: Callable[[], Any]) -> None:
+        """Judges the iteration that is `done`.
+
+        Args:
+            progress: after it.
+            done: what it consumed.
+            end: what all ranks know of it.
+            finish_save: waits for the save that is under way, if one is.
+
+        Raises:
+            GuardEnd: on every rank, where the run has to end, or to begin again before the spike.
+        """
+        self._recent.append(done)
+        if self._is_bad(done, end):
+            self._num_bad += 1
+            self._bad_step(progress, done, end, finish_save)
+            return
+        self._num_bad = 0
+        if self._detector is None or not math.isfinite(end.lm_loss):
+            return
+        found = self._detector.add(done.iteration, end.lm_loss, done.grad_norm if done.updated else None)
+        if isinstance(found, SpikeEnd):
+            logger.info("the spike from iteration %d on is over at iteration %d: %s", found.first_iteration, found.iteration, found.outcome)
+            self._event("spike_end", **asdict(found))
+        elif found is not None:
+            self._spike(found, progress, end, finish_save)
+
+    def remember(self, progress: Progress) -> None:
+        """Puts what the next start has to know of the loss into `progress`, which is about to be saved."""
+        if self._detector is not None:
+            progress.spike_windows = self._detector.state()
+
+    def _is_bad(self, done: Iteration, end: IterationEnd) -> bool:
+        if done.updated:
+            return False
+        if not math.isfinite(end.lm_loss) or done.grad_norm is not None:
+            return True
+        return float(self._trained.optimizer.get_loss_scale()) <= _LOWEST_LOSS_SCALE
+
+    def _bad_step(self, progress: Progress, done: Iteration, end: IterationEnd, finish_save: Callable[[], Any]) -> None:
+        if self._num_bad == 1:
+            values = {"loss": _shown(end.lm_loss), "grad_norm": _shown(done.grad_norm)}
+            self._warn(
+                "iteration %d made no step: loss %s, gradient norm %s, samples %s",
+                done.iteration, values["loss"], values["grad_norm"], _ranges_text(self._stream([done])),
+            )  # fmt: skip
+            self._event("bad_step", iteration=done.iteration, **values, **self._batches([done]))
+        if not self._config.max_bad_steps or self._num_bad < self._config.max_bad_steps:
+            return
+        finish_save()
+        where = self._save_apart(progress)
+        self._event("too_many_bad_steps", iteration=done.iteration, in_a_row=self._num_bad, checkpoint=where)
+        first = done.iteration - self._num_bad + 1
+        rule = f"no step could be made in iterations {first} to {done.iteration}, loss or gradient are not finite"
+        fix = "look at the bad_step event in metrics.jsonl for the samples, lower LR, or set MAX_BAD_STEPS=0 to go on"
+        raise GuardEnd([f"MAX_BAD_STEPS={self._config.max_bad_steps}: {rule}; {where}. Fix: {fix}."], FAILED)
+
+    def _save_apart(self, progress: Progress) -> str:
+        """Saves where no resume looks and nothing is removed; returns what there is to say of it."""
+        place = free_place(self._folder.bad_steps, progress.iteration)
+        # Of this checkpoint alone: it keeps none and removes none.
+        saver = Saver(self._config.model_copy(update={"keep_last": 0, "async_save": False}), self._runtime, place.parent)
+        self.remember(progress)
+        saver.begin(self._trained, progress)
+        saved = saver.finish()
+        assert saved is not None
+        return f"no checkpoint could be written ({saved.error})" if saved.error else f"the weights are in {place}"
+
+    def _spike(self, spike: Spike, progress: Progress, end: IterationEnd, finish_save: Callable[[], Any]) -> None:
+        offending = [done for done in self._recent if done.iteration >= spike.first_iteration]
+        details = {name: value for name, value in asdict(spike).items() if value is not None}
+        self._warn(
+            "iteration %d: a spike, loss %.4f (%.1f spreads above %.4f), gradient norm %s (%.1f)",
+            spike.iteration, spike.loss, spike.loss_z, spike.loss_level or 0.0, _shown(spike.grad_norm), spike.grad_norm_z,
+        )  # fmt: skip
+        self._event("spike", **details, **self._batches(offending))
+        if self._config.spike_action == "rollback":
+            finish_save()
+            self._roll_back(spike, progress, end)
+
+    def _roll_back(self, spike: Spike, progress: Progress, end: IterationEnd) -> None:
+        begin = spike.first_iteration - MARGIN_ITERATIONS
+        skipped = [done for done in self._recent if done.iteration >= begin]
+        ranges, first = self._stream(skipped), skipped[0].iteration
+        num_before = from_first_rank(lambda: len(read_rollbacks(self._folder)))
+        is_over = num_before >= self._config.max_rollbacks
+        done = go_back(self._config, self._folder, progress, iteration=first, samples=ranges, with_skip=not is_over)
+        if isinstance(done, str):
+            self._warn("no rollback: %s; training goes on", done)
+            self._event("no_rollback", iteration=progress.iteration, reason=done)
+            return
+        facts = {"back_to": done.back_to, "set_aside": list(done.set_aside)}
+        if is_over:
+            reason = f"MAX_ROLLBACKS={self._config.max_rollbacks} are done"
+            self._event("no_rollback", iteration=progress.iteration, reason=reason, **facts)
+            rule = f"there is another spike at iteration {spike.iteration} after {num_before} rollbacks"
+            fix = "lower LR, look at the spike events in metrics.jsonl, or set SPIKE_ACTION=log to train through it"
+            newest = f"the same command goes on from iteration {done.back_to}"
+            raise GuardEnd([f"MAX_ROLLBACKS={self._config.max_rollbacks}: {rule}; {newest}. Fix: {fix}."], FAILED)
+        self._event(
+            "rollback", iteration=progress.iteration, first_iteration=first, samples=[list(pair) for pair in ranges],
+            number=num_before + 1, **facts,
+        )  # fmt: skip
+        # Asked to end meanwhile, a run does not begin again by itself.
+        code = TO_BE_CONTINUED if end.stop else START_AGAIN
+        text = f"samples {_ranges_text(ranges)} of iterations {first} to {progress.iteration} are skipped"
+        raise GuardEnd([f"back to iteration {done.back_to}, before the spike: {text}; the same command goes on from there"], code)
+
+    def _stream(self, iterations: Sequence[Iteration]) -> tuple[Range, ...]:
+        """Samples of iterations, by their numbers in the stream."""
+        ranges = [stream_ranges(done.first_sample, done.first_sample + done.batch_size, self._skipped) for done in iterations]
+        return merged(pair for some in ranges for pair in some)
+
+    def _batches(self, iterations: Sequence[Iteration]) -> dict[str, Any]:
+        """For an event: the samples, and the documents of each file that they are from, as many as there is room for."""
+        if self._metrics is None:  # rank 0 alone writes it, and the order of an epoch may have to be made for it
+            return {}
+        documents: dict[str, set[int]] = {}
+        for done in iterations:
+            for number in range(done.first_sample, done.first_sample + done.batch_size):
+                origin = self._samples.origin(number)
+                documents.setdefault(origin.prefix, set()).update(origin.documents)
+        shown = {prefix: sorted(numbers)[:_MOST_DOCUMENTS] for prefix, numbers in documents.items()}
+        left_out = sum(map(len, documents.values())) - sum(map(len, shown.values()))
+        return {"samples": [list(pair) for pair in self._stream(iterations)], "documents": shown, "documents_left_out": left_out}
+
+    def _warn(self, text: str, *values: object) -> None:
+        if self._metrics is not None:  # every rank would say the same
+            logger.warning(text, *values)
+
+    def _event(self, name: str, *, iteration: int, **details: Any) -> None:
+        if self._metrics is not None:
+            self._metrics.event(name, iteration, **details)
+
+
+def _shown(value: float | None) -> float | str | None:
+    """JSON has neither NaN nor infinity."""
+    return value if value is None or math.isfinite(value) else str(value)
+
+
+def _ranges_text(ranges: Sequence[Range]) -> str:
+    return ", ".join(f"{first} to {end - 1}" for first, end in ranges)

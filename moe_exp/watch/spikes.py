@@ -1,0 +1,280 @@
+"""Spikes of the loss and of the gradient norm, told from noise iteration by iteration. Pure: no torch, no files.
+
+How far an iteration is out of the ordinary is a robust z-score, of the loss x and of the logarithm of the gradient norm:
+
+    level      median of the last LEVEL_WINDOW accepted values
+    departure  value - level, of every accepted iteration, with the level before it
+    spread     1.4826 * median |departure - median departure| over the last SPREAD_WINDOW of them: the MAD, which is the standard
+               deviation of a normal distribution (Iglewicz and Hoaglin 1993), and never below a floor
+    z          (x - level) / spread
+
+Medians, as half of a window may be wrong before they are. The spread is that of departures and not of the values, so that the fall of
+the loss early in training is not taken for noise, and the short window of the level lets both follow where the batch grows or the
+learning rate moves. Only rises count. Iterations of a spike are not accepted, and neither is one that would be half of one.
+
+A spike is one of
+    the loss      z >= LOSS_ALONE in one iteration, or z >= LOSS_LASTING in LOSS_TIMES in a row: hard batches come in twos by chance
+    the gradient  z >= NORM_LASTING, and NORM_FACTOR times the level, in NORM_TIMES in a row: a single large one is what clipping is for
+
+and begins with the first iteration of those in a row before it that were out of the ordinary already (LOSS_EARLY, NORM_EARLY): the
+gradient often is, one or two iterations before the loss. It ends after CALM_ITERATIONS in a row without alarm, or after LONGEST
+iterations, when what is there now counts as the new level.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+LEVEL_WINDOW = 16
+SPREAD_WINDOW = 64
+FEWEST = 32  # departures before anything is judged
+_FEWEST_FOR_LEVEL = 8
+
+LOSS_ALONE = 12.0
+LOSS_LASTING = 7.0
+LOSS_TIMES = 4
+NORM_LASTING = 8.0
+NORM_FACTOR = 5.0
+NORM_TIMES = 3
+LOSS_EARLY = 4.0
+NORM_EARLY = 6.0
+CALM_ITERATIONS = 5
+LONGEST = 500
+
+# Of the level of the loss, so that LOSS_ALONE is a tenth of it at least; and of the logarithm of the norm.
+LOSS_FLOOR = 0.1 / LOSS_ALONE
+NORM_FLOOR = 0.05
+_MAD_TO_SIGMA = 1.4826
+
+
+@dataclass
+class Baseline:
+    """What is ordinary for one quantity.
+
+    Args:
+        relative_floor: the spread is at least this share of the level,
+        floor: and at least this.
+        values: the last accepted, oldest first.
+        departures: of the last accepted, oldest first.
+    """
+
+    relative_floor: float = 0.0
+    floor: float = 0.0
+    values: deque[float] = field(default_factory=lambda: deque(maxlen=LEVEL_WINDOW))
+    departures: deque[float] = field(default_factory=lambda: deque(maxlen=SPREAD_WINDOW))
+    _spread: float | None = None
+
+    @property
+    def level(self) -> float | None:
+        """Median of the last accepted values; None while they are too few."""
+        return _median(self.values) if len(self.values) >= _FEWEST_FOR_LEVEL else None
+
+    @property
+    def spread(self) -> float:
+        """As at the top of this file."""
+        if self._spread is None:
+            middle = _median(self.departures) if self.departures else 0.0
+            mad = _median([abs(departure - middle) for departure in self.departures]) if self.departures else 0.0
+            self._spread = max(_MAD_TO_SIGMA * mad, self.floor, self.relative_floor * abs(self.level or 0.0))
+        return self._spread
+
+    def z(self, value: float) -> float:
+        """How many spreads `value` is above the level; 0 while too little is known."""
+        level = self.level
+        return 0.0 if level is None or len(self.departures) < FEWEST else (value - level) / self.spread
+
+    def accept(self, value: float) -> None:
+        """Takes `value` into the windows."""
+        level = self.level
+        if level is not None:
+            self.departures.append(value - level)
+        self.values.append(value)
+        self._spread = None
+
+
+@dataclass(frozen=True)
+class Spike:
+    """One that has just been found.
+
+    Args:
+        iteration: that was found to be one.
+        first_iteration: the first that was out of the ordinary.
+        loss: of `iteration`, nats per token.
+        grad_norm: of `iteration`, or None.
+        loss_z: its z-score.
+        grad_norm_z: that of the logarithm of the gradient norm.
+        loss_level: what the loss was before, nats per token.
+        loss_spread: of the loss, nats per token.
+        grad_norm_level: what the gradient norm was before, or None.
+        recent_losses: the accepted ones that the level is of, oldest first.
+    """
+
+    iteration: int
+    first_iteration: int
+    loss: float
+    grad_norm: float | None
+    loss_z: float
+    grad_norm_z: float
+    loss_level: float | None
+    loss_spread: float
+    grad_norm_level: float | None
+    recent_losses: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class SpikeEnd:
+    """The end of the spike that was found last.
+
+    Args:
+        iteration: the first ordinary one after it.
+        first_iteration: of the spike.
+        outcome: recovered, or the loss has a new level.
+        highest_loss: during it, nats per token.
+        highest_grad_norm: during it, or None.
+    """
+
+    iteration: int
+    first_iteration: int
+    outcome: Literal["recovered", "new level"]
+    highest_loss: float
+    highest_grad_norm: float | None
+
+
+@dataclass(frozen=True)
+class _Reading:
+    iteration: int
+    loss: float
+    log_norm: float | None
+    loss_z: float
+    norm_z: float
+
+    @property
+    def is_early(self) -> bool:
+        return self.loss_z >= LOSS_EARLY or self.norm_z >= NORM_EARLY
+
+
+class SpikeDetector:
+    """Takes iteration after iteration, and says when a spike begins and ends.
+
+    Args:
+        state: `state` of one that has seen the iterations before; None: nothing is known.
+    """
+
+    def __init__(self, state: Mapping[str, Any] | None = None):
+        self._recent: deque[_Reading] = deque(maxlen=LEVEL_WINDOW)
+        self._forget()
+        self._since: int | None = None  # first iteration of the spike that goes on
+        self._calm: list[_Reading] = []
+        self._highest: tuple[float, float | None] = (-math.inf, None)
+        if state is not None:
+            _fill(self._loss, state["loss"])
+            _fill(self._norm, state["log_grad_norm"])
+            self._since = state["spike_since"]
+
+    @property
+    def in_spike(self) -> bool:
+        """Whether a spike goes on."""
+        return self._since is not None
+
+    def state(self) -> dict[str, Any]:
+        """The windows and whether a spike goes on, as plain values, for a checkpoint."""
+        both = {"loss": self._loss, "log_grad_norm": self._norm}
+        windows = {name: [list(baseline.values), list(baseline.departures)] for name, baseline in both.items()}
+        return {**windows, "spike_since": self._since}
+
+    def add(self, iteration: int, loss: float, grad_norm: float | None) -> Spike | SpikeEnd | None:
+        """Judges an iteration.
+
+        Args:
+            iteration: its number; they come in order, one that made no step may be left out.
+            loss: nats per token, finite.
+            grad_norm: before clipping; None where it is not known.
+        """
+        log_norm = math.log(grad_norm) if grad_norm else None
+        reading = _Reading(iteration, loss, log_norm, self._loss.z(loss), 0.0 if log_norm is None else self._norm.z(log_norm))
+        self._recent.append(reading)
+        if self._since is not None:
+            return self._go_on(reading, grad_norm)
+        if not self._alarms():
+            if reading.loss_z < LOSS_LASTING:
+                self._accept([reading])
+            return None
+        return self._begin(reading, grad_norm)
+
+    def _alarms(self) -> bool:
+        recent = list(self._recent)
+        if recent[-1].loss_z >= LOSS_ALONE:
+            return True
+        losses, norms = recent[-LOSS_TIMES:], recent[-NORM_TIMES:]
+        if len(losses) == LOSS_TIMES and all(reading.loss_z >= LOSS_LASTING for reading in losses):
+            return True
+        return len(norms) == NORM_TIMES and all(self._is_high_norm(reading) for reading in norms)
+
+    def _is_high_norm(self, reading: _Reading) -> bool:
+        level = self._norm.level
+        if level is None or reading.log_norm is None:
+            return False
+        return reading.norm_z >= NORM_LASTING and reading.log_norm >= level + math.log(NORM_FACTOR)
+
+    def _begin(self, reading: _Reading, grad_norm: float | None) -> Spike:
+        first = reading.iteration
+        for earlier in reversed(list(self._recent)[:-1]):
+            if not earlier.is_early:
+                break
+            first = earlier.iteration
+        self._since, self._calm, self._highest = first, [], (reading.loss, grad_norm)
+        norm_level = self._norm.level
+        return Spike(
+            iteration=reading.iteration,
+            first_iteration=first,
+            loss=reading.loss,
+            grad_norm=grad_norm,
+            loss_z=reading.loss_z,
+            grad_norm_z=reading.norm_z,
+            loss_level=self._loss.level,
+            loss_spread=self._loss.spread,
+            grad_norm_level=None if norm_level is None else math.exp(norm_level),
+            recent_losses=tuple(self._loss.values),
+        )
+
+    def _go_on(self, reading: _Reading, grad_norm: float | None) -> SpikeEnd | None:
+        assert self._since is not None
+        self._highest = (max(self._highest[0], reading.loss), max(self._highest[1] or 0.0, grad_norm or 0.0) or None)
+        is_calm = reading.loss_z < LOSS_LASTING and reading.norm_z < NORM_LASTING
+        self._calm = [*self._calm, reading] if is_calm else []
+        lasts = reading.iteration - self._since >= LONGEST
+        if len(self._calm) < CALM_ITERATIONS and not lasts:
+            return None
+        since, self._since = self._since, None
+        if is_calm:
+            self._accept(self._calm)
+        else:
+            self._forget()
+        outcome: Literal["recovered", "new level"] = "recovered" if is_calm else "new level"
+        return SpikeEnd(self._calm[0].iteration if is_calm else reading.iteration, since, outcome, *self._highest)
+
+    def _accept(self, readings: Iterable[_Reading]) -> None:
+        for reading in readings:
+            self._loss.accept(reading.loss)
+            if reading.log_norm is not None:
+                self._norm.accept(reading.log_norm)
+
+    def _forget(self) -> None:
+        self._loss, self._norm = Baseline(relative_floor=LOSS_FLOOR), Baseline(floor=NORM_FLOOR)
+        self._recent.clear()
+
+
+def _median(values: Collection[float]) -> float:
+    # statistics.median of 64 numbers takes twice as long, and this is done after every iteration.
+    ordered, half = sorted(values), len(values) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+
+
+def _fill(baseline: Baseline, windows: tuple[Iterable[float], Iterable[float]]) -> None:
+    values, departures = windows
+    baseline.values.extend(values)
+    baseline.departures.extend(departures)

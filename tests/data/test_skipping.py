@@ -1,0 +1,139 @@
+"""Samples without those that are skipped: no other is lost or repeated, whenever the skip was decided."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_exp.data.dataset import Origin, SampleStream
+from moe_exp.data.megatron_dataset import MegatronOrder, megatron_samples
+from moe_exp.data.prefetch import ReadAhead
+from moe_exp.data.skipping import SkippingSamples, merged, skipped_from, stream_number, stream_ranges
+from moe_exp.data.tokens import BinIdxWriter
+
+RANGES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)).map(lambda pair: (pair[0], pair[0] + pair[1])), max_size=6)
+
+
+def left(skipped, count):
+    """The first numbers of the stream that are not skipped."""
+    return [number for number in range(count + 200) if not any(first <= number < end for first, end in skipped)][:count]
+
+
+@settings(deadline=None)
+@given(RANGES)
+def test_merged_are_the_same_numbers(ranges):
+    found = merged(ranges)
+    assert left(found, 100) == left(ranges, 100)
+    assert all(first < end for first, end in found)
+    assert all(before[1] < after[0] for before, after in pairwise(found))
+
+
+@settings(deadline=None)
+@given(RANGES)
+def test_every_other_sample_comes_once_and_in_order(ranges):
+    skipped = merged(ranges)
+    assert [stream_number(consumed, skipped) for consumed in range(100)] == left(ranges, 100)
+
+
+@settings(deadline=None)
+@given(RANGES, st.integers(0, 60), st.integers(0, 40))
+def test_ranges_of_a_batch(ranges, first, count):
+    skipped = merged(ranges)
+    found = [number for begin, end in stream_ranges(first, first + count, skipped) for number in range(begin, end)]
+    assert found == left(ranges, first + count)[first:]
+
+
+@settings(deadline=None)
+@given(RANGES, RANGES, st.integers(0, 60))
+def test_going_on_from_a_checkpoint(saved, wanted, consumed):
+    """Whatever the run skips meanwhile: what the checkpoint has trained stays as it was, and then comes the rest."""
+    skipped = skipped_from(saved, wanted, consumed)
+    trained = left(saved, consumed)
+    place = trained[-1] + 1 if trained else 0
+    rest = [number for number in left([*saved, *wanted], 200) if number >= place][:50]
+    assert [stream_number(number, skipped) for number in range(consumed + 50)] == trained + rest
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 15), st.integers(1, 6)), min_size=1, max_size=4))
+def test_rollback_after_rollback(spikes):
+    """A run saves every 5 iterations of 4 samples, and goes back twice and more: what it has trained in the end is the stream without."""
+    batch, skipped, trained, consumed, all_skips = 4, (), [], 0, []
+    for iteration, length in spikes:
+        end = (iteration + length) * batch
+        while consumed < end:
+            trained += [stream_number(consumed + place, skipped) for place in range(batch)]
+            consumed += batch
+        all_skips += stream_ranges(iteration * batch, end, skipped)
+        consumed = iteration // 5 * 5 * batch
+        trained = trained[:consumed]
+        skipped = skipped_from(skipped, all_skips, consumed)
+    trained += [stream_number(number, skipped) for number in range(consumed, consumed + 40)]
+    assert trained == left(all_skips, len(trained))
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    with BinIdxWriter(tmp_path / "part", vocab_size=60000) as writer:
+        for number in range(50):
+            writer.add_document(range(number * 20 + 1, number * 20 + 20))
+    return str(tmp_path / "part")
+
+
+def test_batches_over_a_skip(prefix):
+    stream = SampleStream([(1.0, prefix)], seq_len=10, seed=1)
+    samples = SkippingSamples(stream, [(3, 5), (9, 10)])
+    expected = torch.stack([torch.from_numpy(stream.sample(number)) for number in (0, 1, 2, 5, 6, 7, 8, 10, 11)])
+    assert torch.equal(samples.batch(0, 9), expected)
+    assert torch.equal(samples.batch(3, 2), expected[3:5])
+    assert samples.sample(7).tolist() == expected[7].tolist()
+    assert samples.origin(3) == stream.origin(5)
+    assert samples.fingerprint() == stream.fingerprint()
+
+
+def test_inside_read_ahead(prefix):
+    samples = SkippingSamples(SampleStream([(1.0, prefix)], seq_len=10, seed=1), [(3, 5)])
+    ahead = ReadAhead(samples, count=2, starts=lambda first: iter(range(first, 100, 2)), num_workers=1)
+    assert torch.equal(torch.cat([ahead.batch(first, 2) for first in (0, 2, 4)]), samples.batch(0, 6))
+    assert ahead.origin(4) == samples.origin(4)
+    ahead.close()
+
+
+def test_the_end_of_megatrons_order(prefix, tmp_path):
+    order = MegatronOrder(train=prefix, valid="", split="", seq_len=10, seed=1, num_train_samples=60, num_valid_samples=0)
+    stream, _ = megatron_samples(order, tmp_path)
+    length = len(stream)
+    samples = SkippingSamples(stream, [(0, 1), (3, 5)], length)
+    expected = [*left([(0, 1), (3, 5)], length - 3), 1, 2, 5]
+    assert [samples.sample(number).tolist() for number in range(length)] == [stream.sample(number).tolist() for number in expected]
+    assert samples.batch(length - 4, 4).tolist() == [stream.sample(number).tolist() for number in expected[-4:]]
+
+
+@pytest.mark.parametrize("kind", ["stream", "megatron"])
+def test_origin_has_the_tokens(kind, prefix, tmp_path):
+    order = MegatronOrder(train=prefix, valid="", split="", seq_len=25, seed=1, num_train_samples=60, num_valid_samples=0)
+    samples = SampleStream([(1.0, prefix)], seq_len=25, seed=1) if kind == "stream" else megatron_samples(order, tmp_path)[0]
+    for number in range(60):
+        origin = samples.origin(number)
+        assert origin == Origin(prefix, origin.documents)
+        tokens = samples.sample(number)
+        # Document n has the tokens above 20 n; 0 ends each.
+        assert list(dict.fromkeys((tokens[tokens > 0] // 20).tolist())) == [
+            document for document in origin.documents if document in tokens[tokens > 0] // 20
+        ]
+        assert set((tokens[tokens > 0] // 20).tolist()) <= set(origin.documents)
+        assert 2 <= len(origin.documents) <= 3
+
+
+def test_origin_in_a_blend(prefix, tmp_path):
+    other = tmp_path / "other"
+    with BinIdxWriter(other, vocab_size=60000) as writer:
+        for number in range(50):
+            writer.add_document(range(30000 + number * 20, 30000 + number * 20 + 19))
+    stream = SampleStream([(0.7, prefix), (0.3, str(other))], seq_len=10, seed=1)
+    for number in range(40):
+        assert (stream.origin(number).prefix == str(other)) == bool((stream.sample(number) >= 30000).any())

@@ -1,0 +1,204 @@
+"""Spikes are found at once, and noise is none: by hand, on the historical shape, and on series with many kinds of noise."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_exp.watch.spikes import CALM_ITERATIONS, FEWEST, LONGEST, SPREAD_WINDOW, Baseline, Spike, SpikeDetector, SpikeEnd
+
+
+def found(losses, norms=None, detector=None):
+    """What the detector says of a series, from iteration 1 on."""
+    detector = detector or SpikeDetector()
+    norms = np.ones(len(losses)) if norms is None else norms
+    said = [detector.add(number, float(loss), float(norm)) for number, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=1)]
+    return [what for what in said if what is not None]
+
+
+def noisy(level, count, sigma=0.03, seed=0):
+    return level + sigma * np.random.default_rng(seed).standard_normal(count)
+
+
+# By hand
+
+
+def test_level_and_spread():
+    baseline = Baseline(floor=0.01)
+    for value in (1, 2, 3, 4, 5, 6, 7, 8):
+        baseline.accept(float(value))
+    assert baseline.level == 4.5
+    baseline.accept(5.5)  # departs by 1.0
+    baseline.accept(4.0)  # from a level of 5.0, by -1.0: now 4.5 is the middle of ten
+    baseline.accept(4.5)  # from 4.5, by 0
+    # Median 0, absolute departures 1, 1, 0: their median is 1.
+    assert list(baseline.departures) == [1.0, -1.0, 0.0]
+    assert baseline.spread == 1.4826
+    assert Baseline(floor=0.01).spread == 0.01
+    assert baseline.z(100.0) == 0.0  # too few to judge
+
+
+def test_z_counts_spreads():
+    detector = SpikeDetector()
+    assert not found(noisy(3.0, 200), detector=detector)
+    what = detector.add(201, 4.0, 1.0)
+    assert isinstance(what, Spike)
+    assert what.loss_z == pytest.approx((4.0 - what.loss_level) / what.loss_spread)
+    assert what.loss_spread == pytest.approx(0.03, rel=0.35)
+    assert what.loss_level == pytest.approx(3.0, abs=0.02)
+    assert len(what.recent_losses) == 16
+
+
+def test_too_few_iterations_are_not_judged():
+    assert not found([3.0] * FEWEST + [9.0])
+    assert found([3.0] * (FEWEST + 10) + [9.0])
+
+
+# The historical shape: 2.77 -> 7.34 -> 8.72
+
+
+@pytest.mark.parametrize("per_line", [1, 10, 20])
+@pytest.mark.parametrize("seed", range(10))
+def test_historical_spike_at_the_first_bad_log_line(per_line, seed):
+    """Two log lines apart, whatever LOG_INTERVAL was, and the loss may jump or climb between them."""
+    quiet = noisy(2.77, 400, seed=seed)
+    climb = np.interp(np.arange(1, 2 * per_line + 1), [0, per_line, 2 * per_line], [2.77, 7.34, 8.72])
+    spikes = [what for what in found(np.concatenate([quiet, climb])) if isinstance(what, Spike)]
+    assert len(spikes) == 1
+    first_bad_line = 400 + per_line
+    assert 400 < spikes[0].iteration <= first_bad_line
+    assert 400 < spikes[0].first_iteration <= spikes[0].iteration
+    jump = np.concatenate([quiet, [7.34] * per_line, [8.72] * per_line])
+    assert [what.iteration for what in found(jump)] == [401]
+
+
+def test_a_series_of_log_lines():
+    """Means over 20 iterations, one of them bad."""
+    assert [what.iteration for what in found([*noisy(2.77, 100, 0.007), 7.34, 8.72])] == [101]
+
+
+def test_the_batch_before_is_the_first():
+    """The gradient explodes at 301, the loss with the weights that it made at 302."""
+    losses, norms = noisy(3.0, 302), np.exp(noisy(-1.0, 302, 0.1, seed=1))
+    losses[301], norms[300:302] = 6.0, 50.0
+    (spike,) = found(losses, norms)
+    assert (spike.iteration, spike.first_iteration) == (302, 301)
+
+
+def test_three_hard_batches_are_none_but_four_are():
+    losses = noisy(3.0, 400)
+    losses[300:303] = 3.3
+    assert not found(losses)
+    losses[303] = 3.3
+    assert [what.first_iteration for what in found(losses)] == [301, 301]
+
+
+def test_one_large_gradient_is_none_but_three_are():
+    losses, norms = noisy(3.0, 400), np.exp(noisy(-1.0, 400, 0.1, seed=1))
+    norms[300] = norms[320] = norms[321] = 100.0
+    assert not found(losses, norms)
+    norms[350:360] = 20.0
+    spike, end = found(losses, norms)
+    assert (spike.iteration, spike.first_iteration, spike.loss_z < 4) == (353, 351, True)
+    assert isinstance(end, SpikeEnd)
+
+
+# One event for a spike, and its end
+
+
+def test_one_spike_and_its_recovery():
+    healing = 3.0 + 5.0 * np.exp(-np.arange(300) / 40)
+    spike, end = found(np.concatenate([noisy(3.0, 300), healing, noisy(3.0, 200, seed=1)]))
+    assert spike.iteration == 301
+    assert (end.first_iteration, end.outcome, end.highest_loss) == (301, "recovered", 8.0)
+    assert 350 < end.iteration < 560
+
+
+def test_a_loss_that_stays_is_the_new_level():
+    spike, end = found(np.concatenate([noisy(3.0, 300), noisy(7.0, LONGEST + 300, seed=1)]))
+    assert (spike.iteration, end.iteration, end.outcome) == (301, 301 + LONGEST, "new level")
+
+
+def test_calm_has_to_last():
+    losses = noisy(3.0, 400)
+    losses[300 : 300 + 6 * (CALM_ITERATIONS - 1) : CALM_ITERATIONS - 1] = 6.0
+    spike, end = found(losses)
+    assert spike.iteration == 301
+    assert end.iteration == 301 + 5 * (CALM_ITERATIONS - 1) + 1
+
+
+@pytest.mark.parametrize("at", [250, 301, 310])
+def test_goes_on_from_its_state(at):
+    """Before, in and after a spike; the state is plain values."""
+    losses = np.concatenate([noisy(3.0, 300), 3.0 + 5.0 * np.exp(-np.arange(60) / 5), noisy(3.0, 100, seed=2)])
+    whole, first = SpikeDetector(), SpikeDetector()
+    expected = [whole.add(number, float(loss), 1.0) for number, loss in enumerate(losses)]
+    for number in range(at):
+        first.add(number, float(losses[number]), 1.0)
+    second = SpikeDetector(json.loads(json.dumps(first.state())))
+    assert second.in_spike == first.in_spike
+    said = [second.add(number, float(losses[number]), 1.0) for number in range(at, len(losses))]
+    places = [(place, type(what)) for place, what in enumerate(expected[at:]) if what is not None]
+    assert [(place, type(what)) for place, what in enumerate(said) if what is not None] == places
+
+
+def test_a_spike_right_after_a_resume():
+    """Weights that a resume has broken: the windows come from the checkpoint."""
+    detector = SpikeDetector()
+    found(noisy(3.0, 200), detector=detector)
+    assert isinstance(SpikeDetector(detector.state()).add(201, 5.0, 1.0), Spike)
+
+
+# No alarm in what is normal
+
+
+def normal_series(kind, seed, count=2000):
+    """Loss and gradient norm of a run without trouble; norms have heavy tails (Student's t with 2.5 degrees of freedom)."""
+    random, steps = np.random.default_rng(seed), np.arange(1, count + 1)
+    noise, sigma = random.standard_normal(count), np.full(count, 0.03)
+    curve = 2.6 + 8.2 * np.exp(-steps / 150) + 1.2 * (steps + 10.0) ** -0.2
+    if kind == "level":
+        curve = np.full(count, 2.77)
+    elif kind == "falls fast":  # flat while the learning rate warms up
+        curve = np.where(steps < 30, 10.8, 2.6 + 8.2 * np.exp(-(steps - 30) / 60.0))
+    elif kind == "small batches":
+        sigma[:] = 0.4
+    elif kind == "ramp-up":
+        sigma = 0.3 / np.sqrt(1 + steps // 100)
+    elif kind == "hard documents":
+        curve = curve + 0.15 * (random.random(count) < 0.03)
+    elif kind == "large batches":
+        sigma[:] = 0.001
+    norms = np.exp(-0.3 - 0.5 * np.log1p(steps / 200) + 0.15 * random.standard_t(2.5, count).clip(-50, 50))
+    return curve + sigma * noise, norms
+
+
+KINDS = ["level", "falls", "falls fast", "small batches", "ramp-up", "hard documents", "large batches"]
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.sampled_from(KINDS), st.integers(0, 2**32 - 1))
+def test_no_alarm_in_2000_normal_iterations(kind, seed):
+    assert not found(*normal_series(kind, seed))
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.sampled_from(KINDS), st.integers(0, 2**32 - 1), st.integers(SPREAD_WINDOW, 1900))
+def test_a_spike_in_noise_is_found_at_once(kind, seed, at):
+    losses, norms = normal_series(kind, seed)
+    # As the historical one, in units of the noise: 4.6 nats at batches whose noise is not over 0.03.
+    losses[at:] += max(4.6, 40 * float(np.std(np.diff(losses[max(0, at - 64) : at]))))
+    first = found(losses[: at + 1], norms[: at + 1])
+    assert [what.iteration for what in first] == [at + 1]
+
+
+def test_a_norm_of_zero_or_none_is_no_reading():
+    detector = SpikeDetector()
+    for number in range(100):
+        assert detector.add(number, 3.0, None if number % 2 else 0.0) is None
+    assert not math.isnan(detector.add(100, 9.0, None).grad_norm_z)
