@@ -17,6 +17,7 @@ import pytest
 
 from moe_exp import records
 from moe_exp.config import Config
+from moe_exp.hosts import device_label
 from moe_exp.metrics import Metrics, console_line, progress_line, setup_logging, validation_lines
 from moe_exp.planner.flops import flops_per_iteration
 from moe_exp.records import read_metrics
@@ -236,7 +237,7 @@ def test_log_of_rank_0(folder: RunFolder, config: Config, clean_logging: None, c
     hello, line, progress = out.splitlines()
     assert hello == "hello" and progress == progress_line(train_record())
     assert line[22:] == EXAMPLE[22:]
-    assert re.fullmatch(rf"\[[-\d]+ [:\d]+\] WARNING {re.escape(socket.gethostname())} rank 0 moe_exp\.train: careful\n", err)
+    assert re.fullmatch(rf"\[[-\d]+ [:\d]+\] WARNING {re.escape(socket.gethostname())} rank 0 {device_label()} moe_exp\.train: careful\n", err)
     logged = folder.log.read_text().splitlines()
     assert re.fullmatch(r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] hello", logged[0])
     assert logged[1:] == [err.strip(), line, progress]
@@ -250,6 +251,6 @@ def test_log_of_another_rank(folder: RunFolder, tmp_path: Path, clean_logging: N
     setup_logging(RunFolder(tmp_path / "unseen"), rank=3)
     logging.getLogger("moe_exp.train").error("here too")
     out, err = capsys.readouterr()
-    assert out == "" and f"ERROR {socket.gethostname()} rank 3 moe_exp.train: lost\n" in err and "here too" in err
+    assert out == "" and f"ERROR {socket.gethostname()} rank 3 {device_label()} moe_exp.train: lost\n" in err and "here too" in err
     assert folder.log.read_text() == err.splitlines()[0] + "\n"
     assert not (tmp_path / "unseen").exists()
