@@ -144,7 +144,9 @@ class TrainingTime:
     def of(cls, records: Sequence[Record], start_iteration: int) -> TrainingTime:
         """That of the train records of a metrics.jsonl, also of one from before records had `training_seconds`."""
         # A run that went on from another run's checkpoint begins in the middle, and knows nothing of the time before.
-        time = cls(records[0].get("iteration", 0) if records else start_iteration)
+        # What happened before its first start, such as a preflight, says nothing of that.
+        first = next((record for record in records if record.get("event") != "preflight"), {"iteration": start_iteration})
+        time = cls(first.get("iteration", 0))
         for record in records:
             if record.get("kind") == "train":
                 time.add(record)

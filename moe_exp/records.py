@@ -80,6 +80,7 @@ EVENTS = {
     "resume": "training goes on from a checkpoint",
     "checkpoint": "one was saved: seconds, bytes",
     "checkpoint_failed": "one was not saved: reason",
+    "preflight": "nodes were checked before training: grade, seconds, findings, exclude",
     "damaged_checkpoint": "one could not be used for the resume: reason",
     "other_data": "the data have changed since the checkpoint (ALLOW_OTHER_DATA): changes",
     "end": "the ranks have ended by themselves: status, wall_seconds",

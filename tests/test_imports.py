@@ -46,6 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     "metrics": {"config", "run_folder", "files", "hosts", "planner", "mirrors", "records"},
     "faults": {"hosts"},
     "watch": {"config", "run_folder", "records", "files", "hosts", "progress"},
+    "preflight": {"config", "files", "hosts", "launch", "planner", "progress", "records", "run_folder", "watch"},
     "report": {"config", "run_folder", "records", "metrics", "files", "planner", "progress"},
     "backends": {*ENGINE, "layers", "optim"},
     "interval": {*ENGINE, "hosts", "checkpoint", "metrics", "planner", "optim", "layers", "phases", "faults"},
@@ -88,7 +89,7 @@ ALLOWED: dict[str, set[str]] = {
         "run_folder",
         "setting_types",
     },
-    "launch": {"config", "misspelt", "hosts", "presets", "checks", "machine_checks", "planner", "run_folder", "data", "report", "records"},
+    "launch": {"config", "misspelt", "hosts", "presets", "checks", "machine_checks", "planner", "run_folder", "data", "report", "records", "preflight"},
     # cli, commands, scripts, __main__ and train: see below.
 }
 NEVER_IMPORTED = {"cli", "scripts", "__main__", "commands"}

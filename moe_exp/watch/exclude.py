@@ -105,7 +105,9 @@ def _entries(path: Path) -> list[tuple[str, str]]:
         try:
             found.append((slurm_name(host.strip()), comment.strip()))
         except ValueError:
-            raise ValueError(f"{path}: line {number} holds {host.strip()!r}, no host name. Fix: one host a line, reasons after #.") from None
+            raise ValueError(
+                f"{path}: line {number} holds {host.strip()!r}, no host name. Fix: one host a line, reasons after #."
+            ) from None
     return found
 
 
