@@ -141,6 +141,7 @@ LAYERS = [
 ]
 MEGATRON_SIDE = {"spec", "megatron_parts", "attention_parts", "sharding"}
 TORCH_IN_DATA = {"dataset", "megatron_dataset", "prefetch"}
+TORCH_IN_PREFLIGHT = {"device_checks", "link_checks", "preflight_rank"}
 OPTIONAL = [
     "transformer_engine",
     "apex",
@@ -224,6 +225,9 @@ def test_import_rule(path):
     if name == "data" and path.stem not in TORCH_IN_DATA:
         assert not external(path) & HEAVY
         assert "megatron_cpu" not in used
+    if name == "preflight" and path.stem not in TORCH_IN_PREFLIGHT:
+        assert not external(path) & HEAVY
+        assert not {f"moe_exp.preflight.{stem}" for stem in TORCH_IN_PREFLIGHT} & {used.rpartition(".")[0] for used in imports(path)}
     if name in ("layers", "metrics", "watch", "faults", "gloo", "megatron_cpu") and path.stem not in MEGATRON_SIDE:
         assert "megatron" not in external(path)
         assert name == "megatron_cpu" or "megatron_cpu" not in used

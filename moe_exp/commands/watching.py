@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from moe_exp.config import Config
@@ -13,8 +14,8 @@ from moe_exp.config import Config
 
 # Settings of the launch, and those that say what to check.
 LAUNCH_SETTINGS = (
-    "preset", "master_addr", "master_port", "nnodes", "node_rank", "gpus_per_node", "threads_per_rank", "dtype", "run_dir", "preflight_timeout",
-    "preflight_slow",
+    "preset", "master_addr", "master_port", "nnodes", "node_rank", "gpus_per_node", "threads_per_rank", "dtype", "run_dir",
+    "preflight_timeout", "preflight_slow",
 )  # fmt: skip
 
 
@@ -38,7 +39,7 @@ def _add_preflight(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     parser = commands.add_parser(
         "preflight",
         help="check the nodes of a job before it starts; call it on every node with the settings of the launch",
-        description="Checks every node: arithmetic, memory, links, disks, clocks, versions. Takes under a minute. Exit code 1: a node fails.",
+        description="Checks every node: arithmetic, memory, links, disks, clocks, versions. Exit code 1: a node fails.",
         allow_abbrev=False,
     )
     add_launch_arguments(parser)
@@ -54,7 +55,7 @@ def _add_preflight(commands: argparse._SubParsersAction[argparse.ArgumentParser]
 def _preflight(arguments: argparse.Namespace) -> int:
     from moe_exp.config import load_config
     from moe_exp.preflight.node import preflight
-    from moe_exp.preflight.preflight_report import add_to_list, print_report
+    from moe_exp.preflight.preflight_report import add_to_list, findings_lines, print_report
     from moe_exp.watch.exclude import EXCLUDE_NODES
 
     flags = {name: getattr(arguments, name) for name in LAUNCH_SETTINGS}
@@ -67,6 +68,8 @@ def _preflight(arguments: argparse.Namespace) -> int:
     elif config.node_rank == 0:
         print_report(verdict, num_ranks=config.world_size)
         print(*(f"{path}: added {host}" for host in added), sep="\n", end="\n" if added else "", flush=True)
+    elif verdict.grade == "failed":
+        print(*findings_lines(verdict), sep="\n", file=sys.stderr, flush=True)
     return int(verdict.grade == "failed")
 
 

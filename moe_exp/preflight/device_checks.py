@@ -18,7 +18,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _PATTERNS = 4
 _CPU_SIZE, _CUDA_SIZE = 512, 8192
-_TIMED = 8
+_TIMED_SECONDS = 0.5
 
 # Each bit of a word is written as 0 and as 1.
 _WORDS = (0x5555555555555555, -0x5555555555555556)
@@ -29,10 +29,10 @@ _CPU_CHUNK_BYTES, _CUDA_CHUNK_BYTES = 32 << 20, 256 << 20
 def check_matmul(device: torch.device, dtype: torch.dtype, *, seed: int, size: int = 0) -> dict[str, Any]:
     """Multiplies matrices whose product is known, and compares every element bit by bit.
 
-    The factors are Sylvester's Hadamard matrices H (H H' = n I, all elements 1 or -1, n a power of two; Sylvester 1867), with rows of the
-    left and columns of the right one in random order and with random signs. So the product is n times a signed permutation, and 0 elsewhere.
-    Each partial sum is an integer of at most n, and over a range of a power of two in length and place it is 0 or that length, whichever way
-    the sum is cut into tiles: exact with fp32 accumulation, and every result is exact in fp32, tf32, bf16 and fp16.
+    The factors are Sylvester's Hadamard matrices H (H H' = n I, all elements 1 or -1, n a power of two; Sylvester 1867), with rows of
+    the left and columns of the right one in random order and with random signs. So the product is n times a signed permutation, and 0
+    elsewhere. Each partial sum is an integer of at most n, and over a range of a power of two in length and place it is 0 or that length,
+    whichever way the sum is cut into tiles: exact with fp32 accumulation, and every result is exact in fp32, tf32, bf16 and fp16.
 
     Args:
         device: of the rank.
@@ -54,7 +54,7 @@ def check_matmul(device: torch.device, dtype: torch.dtype, *, seed: int, size: i
             left, right = hadamard[rows] * signs_left[:, None], hadamard[:, columns] * signs_right
             product = left @ right
             wrong += _num_wrong(product, rows, columns, signs_left, signs_right)
-        best = min(_seconds_of_product(left, right, device) for _ in range(_TIMED))
+        best = _fastest_product(left, right, device)
     return {"wrong": wrong, "teraflops": 2 * size**3 / best / 1e12, "size": size}
 
 
@@ -79,12 +79,14 @@ def _num_wrong(product: Tensor, rows: Tensor, columns: Tensor, signs_left: Tenso
     return int((found != expected).sum() + (product != 0).sum())
 
 
-def _seconds_of_product(left: Tensor, right: Tensor, device: torch.device) -> float:
-    synchronize(device)
-    start = time.perf_counter()
-    left @ right
-    synchronize(device)
-    return time.perf_counter() - start
+def _fastest_product(left: Tensor, right: Tensor, device: torch.device) -> float:
+    """Seconds of the fastest of many: what else runs on the machine for a moment does not count, a throttled device does."""
+    best, end = math.inf, time.perf_counter() + _TIMED_SECONDS
+    while (start := time.perf_counter()) < end or best == math.inf:
+        left @ right
+        synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return best
 
 
 @contextmanager
@@ -152,11 +154,11 @@ def _allocated(device: torch.device, num_bytes: int) -> list[Tensor]:
 
 
 _DEVICE_SHARE = 0.9  # of what is free on the GPU
-_HOST_SHARE, _HOST_CAP_BYTES = 0.2, 2 << 30  # of what is free on the host, over its ranks
+_HOST_SHARE, _HOST_CAP_BYTES = 0.2, 1 << 30  # of what is free on the host, over its ranks
 
 
 def bytes_to_fill(device: torch.device, num_ranks: int) -> int:
-    """How much memory a rank checks: 90% of the free memory of its GPU; of a host's 20%, at most 2 GiB, shared by its ranks."""
+    """How much memory a rank checks: 90% of the free memory of its GPU; of a host's 20%, at most 1 GiB, shared by its ranks."""
     if device.type == "cuda":
         return int(_DEVICE_SHARE * torch.cuda.mem_get_info(device)[0])
     return int(min(_HOST_CAP_BYTES, _HOST_SHARE * free_host_bytes()) / num_ranks)

@@ -1,4 +1,4 @@
-"""How fast ranks reach each other: point-to-point, all-reduce and all-to-all, in groups small enough that a slow node shows, with results checked.
+"""How fast ranks reach each other, point-to-point, by all-reduce and by all-to-all, and whether what arrives is what was sent.
 
 Rates are those of nccl-tests (doc/PERFORMANCE.md): for n ranks and S bytes per rank in t seconds, all-reduce 2 (n-1)/n S/t, all-to-all
 (n-1)/n S/t, point-to-point S/t in each direction; they do not depend on n where the links are the limit.
@@ -15,13 +15,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 from moe_exp.preflight.device_checks import synchronize
 
 _PROBE_BYTES = 128 << 10
 _LARGEST_BYTES = {"cuda": 128 << 20, "cpu": 8 << 20}
-_BUDGET_SECONDS = 0.1  # that one transfer may take
-_REPEATS, _LATENCY_REPEATS = 3, 10
+_TRANSFER_SECONDS = 0.02  # that one transfer should take
+_KIND_SECONDS = 0.6  # and all of a kind, of which the fastest counts
+_FEWEST, _MOST = 3, 30
+_LATENCY_REPEATS = 30
 
 
 class LinkError(RuntimeError):
@@ -29,7 +32,7 @@ class LinkError(RuntimeError):
 
 
 @contextmanager
-def process_group(store: dist.Store, ranks: Sequence[int], rank: int, device: torch.device, timeout: timedelta) -> Iterator[None]:
+def process_group(store: Store, ranks: Sequence[int], rank: int, device: torch.device, timeout: timedelta) -> Iterator[None]:
     """Some ranks as the default process group of the block.
 
     Not a subgroup of all: that would first need a group of all ranks, which one bad link keeps from coming about, and torch's names of
@@ -68,31 +71,33 @@ def measure_group(ranks: Sequence[int], device: torch.device, twin: int | None =
     size, rank = dist.get_world_size(), dist.get_rank()
     small = torch.zeros(1, dtype=torch.float64, device=device)
     latency = min(_seconds(lambda: dist.all_reduce(small), device) for _ in range(_LATENCY_REPEATS))
-    num_bytes = _affordable_bytes(device, size)
+    num_bytes, repeats = _affordable(device, size)
     sent, expected = _numbered(num_bytes, size, rank, device)
     swap = torch.empty_like(sent)
-    exchange_seconds = _best(lambda: dist.all_to_all_single(swap, sent), device)
+    exchange_seconds = _best(lambda: dist.all_to_all_single(swap, sent), device, repeats)
     _compare(swap, expected, "all-to-all", ranks)
-    reduce_seconds = _check_all_reduce(num_bytes, device)
+    reduce_seconds = _check_all_reduce(num_bytes, device, repeats)
     rates = {
         "latency_us": latency * 1e6,
         "all_reduce": 2 * (size - 1) / size * num_bytes / reduce_seconds / 1e9,
         "all_to_all": (size - 1) / size * num_bytes / exchange_seconds / 1e9,
     }
     if twin is not None:
-        rates["point_to_point"] = num_bytes / _swap(sent, swap, ranks, twin, device) / 1e9
+        rates["point_to_point"] = num_bytes / _swap(sent, swap, ranks, twin, device, repeats) / 1e9
     return rates
 
 
-def _affordable_bytes(device: torch.device, size: int) -> int:
-    """Bytes of a transfer that is short enough on this group's links, the same on all of its ranks."""
+def _affordable(device: torch.device, size: int) -> tuple[int, int]:
+    """Bytes and repeats of transfers that are short enough on this group's links, the same on all of its ranks."""
     probe = torch.zeros(_PROBE_BYTES // 4 // size * size, device=device)
-    taken = _best(lambda: dist.all_to_all_single(torch.empty_like(probe), probe), device, repeats=2)
+    taken = _best(lambda: dist.all_to_all_single(torch.empty_like(probe), probe), device, _FEWEST)
     slowest = torch.tensor([taken], dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    wanted = int(_PROBE_BYTES * _BUDGET_SECONDS / max(1e-6, slowest.item()))
+    seconds = max(1e-6, slowest.item())
     unit = 8 * size
-    return max(_PROBE_BYTES, min(_LARGEST_BYTES[device.type], wanted)) // unit * unit
+    wanted = int(_PROBE_BYTES * _TRANSFER_SECONDS / seconds)
+    num_bytes = max(_PROBE_BYTES, min(_LARGEST_BYTES[device.type], wanted)) // unit * unit
+    return num_bytes, max(_FEWEST, min(_MOST, int(_KIND_SECONDS / (seconds * num_bytes / _PROBE_BYTES))))
 
 
 def _numbered(num_bytes: int, size: int, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -111,12 +116,12 @@ def _compare(found: Tensor, expected: Tensor, what: str, ranks: Sequence[int]) -
         raise LinkError(f"{what}: {int(wrong.sum())} words of 8 bytes from rank {', '.join(map(str, senders))} are wrong")
 
 
-def _check_all_reduce(num_bytes: int, device: torch.device) -> float:
+def _check_all_reduce(num_bytes: int, device: torch.device, repeats: int) -> float:
     """Seconds of an all-reduce of integers, whose sum is exact in whatever order."""
     size, rank = dist.get_world_size(), dist.get_rank()
     pattern = torch.arange(num_bytes // 4, device=device).remainder_(1021).float()
     best = float("inf")
-    for _ in range(_REPEATS):
+    for _ in range(repeats):
         total = pattern * (rank + 1)
         best = min(best, _seconds(lambda: dist.all_reduce(total), device))  # noqa: B023  # called at once
         if wrong := int((total != pattern * (size * (size + 1) / 2)).sum()):
@@ -124,7 +129,7 @@ def _check_all_reduce(num_bytes: int, device: torch.device) -> float:
     return best
 
 
-def _swap(sent: Tensor, arrived: Tensor, ranks: Sequence[int], twin: int, device: torch.device) -> float:
+def _swap(sent: Tensor, arrived: Tensor, ranks: Sequence[int], twin: int, device: torch.device, repeats: int) -> float:
     """Seconds in which this rank and its twin send each other `sent`, as large on both."""
     peer, place = list(ranks).index(twin), torch.arange(len(sent), device=device)
     mine = place + dist.get_rank()
@@ -134,13 +139,13 @@ def _swap(sent: Tensor, arrived: Tensor, ranks: Sequence[int], twin: int, device
         for work in dist.batch_isend_irecv(operations):
             work.wait()
 
-    best = _best(swap, device)
+    best = _best(swap, device, repeats)
     if wrong := int((arrived != place + peer).sum()):
         raise LinkError(f"point-to-point: {wrong} words of 8 bytes from rank {twin} are wrong")
     return best
 
 
-def _best(action: Callable[[], object], device: torch.device, repeats: int = _REPEATS) -> float:
+def _best(action: Callable[[], object], device: torch.device, repeats: int) -> float:
     return min(_seconds(action, device) for _ in range(repeats))
 
 

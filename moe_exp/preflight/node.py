@@ -58,8 +58,8 @@ def preflight(config: Config, flags: Mapping[str, Any], *, hosts: str = "") -> V
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(contextlib.closing(_server(config))) if config.node_rank == 0 else None
         seconds = float(config.preflight_timeout)
-        place = {"node": config.node_rank, "num_nodes": config.nnodes, "seconds": seconds}
-        nodes = stack.enter_context(contextlib.closing(Nodes(config.master_addr, config.master_port, **place)))
+        nodes = Nodes(config.master_addr, config.master_port, node=config.node_rank, num_nodes=config.nnodes, seconds=seconds)
+        stack.enter_context(contextlib.closing(nodes))
         door = stack.enter_context(contextlib.closing(Door()))
         here = {"host": socket.gethostname(), "address": data_address() or nodes.address, "port": door.port}
         came = nodes.meet("hello", here, seconds)

@@ -1,8 +1,8 @@
 """Who is measured with whom, and who is to blame for pairs that fail or are slow. No torch.
 
-A collective over all nodes is as slow as its slowest node, and says nothing of which that is. So nodes are measured in pairs: neighbours on a
-ring, and nodes half a ring apart, in rounds of pairs that have no node in common. A slow node is slow with every partner; its partners are
-fast with their others, and that is what tells them apart.
+A collective over all nodes is as slow as its slowest node, and says nothing of which that is. So nodes are measured in pairs: neighbours
+on a ring, and nodes half a ring apart, in rounds of pairs that have no node in common. A slow node is slow with every partner; its partners
+are fast with their others, and that is what tells them apart.
 """
 
 from __future__ import annotations

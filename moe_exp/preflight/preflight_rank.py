@@ -11,12 +11,14 @@ import datetime
 import os
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from moe_exp.config import Config, add_arguments, load_config
@@ -36,6 +38,7 @@ class _Results:
     """This rank's results, on the disk from the start of each step."""
 
     def __init__(self, rank: int):
+        self._begun = time.monotonic()
         self._path = rank_file(Path(os.environ[RESULTS_FOLDER]), rank)
         self.values: dict[str, Any] = {
             "rank": rank,
@@ -43,11 +46,15 @@ class _Results:
             "device": device_label(),
             "step": "start",
             "steps_done": -1,
+            "seconds": {},
             "pairs": [],
         }
 
     def begin(self, step: str) -> None:
+        now = time.monotonic()
+        self.values["seconds"][self.values["step"]] = round(now - self._begun, 3)
         self.values |= {"step": step, "steps_done": self.values["steps_done"] + 1}
+        self._begun = now
         self.write()
 
     def write(self) -> None:
@@ -118,10 +125,10 @@ def check_links(config: Config, results: _Results, rank: int, local_rank: int) -
 
 
 class _Links:
-    """Measures groups of ranks one after another. Ranks wait for each other at the store, which answers even where a collective does not."""
+    """Measures groups of ranks one after another; between them ranks wait at the store, which answers even where a collective does not."""
 
-    def __init__(self, store: dist.Store, results: _Results, rank: int, device: torch.device, num_ranks: int):
-        self._store, self._results = dist.PrefixStore("preflight", store), results
+    def __init__(self, store: Store, results: _Results, rank: int, device: torch.device, num_ranks: int):
+        self._store, self._results = PrefixStore("preflight", store), results
         self._rank, self._device, self._num_ranks = rank, device, num_ranks
 
     def meet(self, step: str) -> None:
@@ -138,7 +145,7 @@ class _Links:
     def measure(self, step: str, name: str, ranks: Sequence[int], twin: int | None = None) -> dict[str, Any]:
         """What `measure_group` finds, or why it could not: one bad link is a result, and the other links are still to be measured."""
         self.meet(step)
-        store = dist.PrefixStore(name, self._store)
+        store = PrefixStore(name, self._store)
         try:
             with process_group(store, ranks, self._rank, self._device, _LINK_TIMEOUT):
                 found = measure_group(ranks, self._device, twin)

@@ -59,7 +59,7 @@ def findings_lines(verdict: Verdict) -> list[str]:
 
 def add_to_list(verdict: Verdict, path: Path) -> list[str]:
     """Adds the nodes that jobs should do without to a list of excluded nodes; returns those that were not in it."""
-    return [node.host for node in verdict.to_exclude() if node.host and exclude(path, node.host, f"preflight: {node.reasons}")]
+    return [node.host for node in verdict.to_exclude() if node.host and exclude(path, node.host, f"preflight: {node.reason}")]
 
 
 def write_event(config: Config, verdict: Verdict, seconds: float, iteration: int) -> None:

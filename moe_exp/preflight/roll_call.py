@@ -7,6 +7,7 @@ No torch: the launchers of the nodes call this.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -54,10 +55,8 @@ class Server:
 
     def stop_listening(self) -> None:
         """Frees the port for others; who is connected stays so."""
-        try:
+        with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
-        except OSError:
-            pass
         self._listener.close()
 
     def close(self, seconds: float = 10.0) -> None:
@@ -148,6 +147,7 @@ class Nodes:
         self._lines = self._socket.makefile("rw", encoding="utf-8")
         answer = self._ask({"ask": "join", "node": node, "num_nodes": num_nodes, "host": socket.gethostname()}, seconds)
         if "error" in answer:
+            self.close()
             raise ValueError(answer["error"])
         self.address = str(answer["address"]) if node else host  # that others find this node at
 
@@ -194,7 +194,8 @@ class Nodes:
 
     def close(self) -> None:
         """Hangs up."""
-        self._lines.close()
+        with contextlib.suppress(OSError):  # what could not be sent is lost
+            self._lines.close()
         self._socket.close()
 
     def _ask(self, question: dict[str, Any], seconds: float) -> dict[str, Any]:
@@ -207,4 +208,5 @@ class Nodes:
                 raise ConnectionError("it hung up")
             return dict(json.loads(line))
         except (OSError, ValueError) as error:
+            self.close()
             raise NotReached(f"{self._place} gets no answer from node 0 any more ({error}). Fix: see what node 0 says.") from None

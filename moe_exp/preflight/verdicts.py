@@ -1,9 +1,9 @@
 """From what the nodes have measured to which of them are slow or broken, and why. No torch, and the same result on every node.
 
-A number is compared with the median of the other nodes' (leave one out: one bad node does not move its own yardstick). A speed counts as slow
-below PREFLIGHT_SLOW times that median, if it is also further away than five times the spread of the others (their median absolute deviation
-times 1.4826, the standard deviation of a normal distribution): where all scatter, nobody is named. Latency, which scatters more, counts from
-three times as much. Rates between nodes are the best over a node's partners, since a slow partner is not its fault.
+A number is compared with the median of the other nodes' (leave one out: one bad node does not move its own yardstick). A speed counts as
+slow below PREFLIGHT_SLOW times that median, if it is also further away than five times the spread of the others (their median absolute
+deviation times 1.4826, the standard deviation of a normal distribution): where all scatter, nobody is named. Latency, which scatters more,
+counts from three times as much. Rates between nodes are the best over a node's partners, since a slow partner is not its fault.
 """
 
 from __future__ import annotations
@@ -56,14 +56,16 @@ class NodeVerdict:
         """The worst of its findings."""
         return max((finding.grade for finding in self.findings), key=GRADES.index, default="ok")
 
-    @property
-    def reasons(self) -> str:
-        """The findings that make its grade, in a line."""
-        return "; ".join(finding.text for finding in self.findings if finding.grade == self.grade)
-
     def is_excluded(self) -> bool:
         """Whether jobs should do without it."""
         return any(finding.is_its_fault and finding.grade in ("slow", "failed") for finding in self.findings)
+
+    @property
+    def reason(self) -> str:
+        """Why jobs should do without it: the worst of its own faults, in a line."""
+        own = [finding for finding in self.findings if finding.is_its_fault]
+        worst = max((finding.grade for finding in own), key=GRADES.index, default="ok")
+        return "; ".join(finding.text for finding in own if finding.grade == worst)
 
 
 @dataclass
@@ -80,9 +82,15 @@ class Verdict:
         return max([*(node.grade for node in self.nodes), *(link.grade for link in self.links)], key=GRADES.index, default="ok")
 
     def to_exclude(self) -> list[NodeVerdict]:
-        """Nodes that jobs should do without; none where that were more than half of several: what all have is no node's fault."""
+        """Nodes that jobs should do without.
+
+        None where that were more than half of several: what all have is no node's fault. A node alone has to fail: that one of its ranks is
+        slower than the others says little.
+        """
         found = [node for node in self.nodes if node.is_excluded()]
-        return found if len(self.nodes) == 1 or 2 * len(found) <= len(self.nodes) else []
+        if len(self.nodes) == 1:
+            return [node for node in found if any(own.grade == "failed" and own.is_its_fault for own in node.findings)]
+        return found if 2 * len(found) <= len(self.nodes) else []
 
     def as_json(self) -> dict[str, Any]:
         """With grades, for --json and the event."""
@@ -108,8 +116,8 @@ def judge(reports: Mapping[int, Mapping[str, Any]], *, slow: float, needed_bytes
     _versions(verdict, reports)
     _links(verdict, reports)
     _speeds(verdict, reports, slow)
-    first = next((rank for report in reports.values() for rank in report["ranks"] if "latency_us" in rank.get("all_ranks", {})), {})
-    verdict.all_ranks = dict(first.get("all_ranks", {}))
+    together = [rank["all_ranks"] for report in reports.values() for rank in report["ranks"] if "latency_us" in rank.get("all_ranks", {})]
+    verdict.all_ranks = dict(together[0]) if together else {}
     return verdict
 
 
@@ -175,7 +183,7 @@ def _links(verdict: Verdict, reports: Mapping[int, Mapping[str, Any]]) -> None:
     if len(reports) == 1:
         verdict.nodes[0].findings += [Finding("failed", f"ranks {a} and {b}: {reason}") for (a, b), reason in sorted(failed.items())]
     else:
-        blame_pairs(verdict, failed, "exchanges no data")
+        blame_pairs(verdict, failed, "does not exchange sound data")
 
 
 def blame_pairs(verdict: Verdict, failed: Mapping[tuple[int, int], str], what: str) -> None:
@@ -219,22 +227,20 @@ SPEEDS = (
 
 def _speeds(verdict: Verdict, reports: Mapping[int, Mapping[str, Any]], slow: float) -> None:
     """Each node's slowest rank against the ranks of the other nodes; with one node against its other ranks."""
-    several = len(reports) > 1
     for speed in SPEEDS:
         values = {
-            (node, rank["rank"]): (speed.of(rank), rank["device"])
+            (node, rank["rank"], rank["device"]): value
             for node, report in reports.items()
             for rank in report["ranks"]
-            if speed.of(rank) is not None
+            if (value := speed.of(rank)) is not None
         }
         for named in verdict.nodes:
-            mine = {rank: found for (node, rank), found in values.items() if node == named.node}
-            worst = (max if speed.is_time else min)(mine, key=lambda rank: mine[rank][0], default=None)  # noqa: B023  # called at once
-            named.numbers[speed.name] = None if worst is None else mine[worst][0]
-            for rank, (value, device) in sorted(mine.items()):
-                others = [found for (node, other), (found, _) in values.items() if (node != named.node if several else other != rank)]
+            mine = {place: value for place, value in values.items() if place[0] == named.node}
+            named.numbers[speed.name] = (max if speed.is_time else min)(mine.values(), default=None)
+            for place, value in sorted(mine.items()):
+                others = [found for other, found in values.items() if (other[0] != place[0] if len(reports) > 1 else other != place)]
                 if text := _slowness(speed, value, others, slow):
-                    named.findings.append(Finding("slow", f"rank {rank} ({device}): {text}"))
+                    named.findings.append(Finding("slow", f"rank {place[1]} ({place[2]}): {text}"))
     for named in verdict.nodes:
         named.findings = _gathered(named.findings)
 

@@ -56,46 +56,54 @@ def log_files(paths: Iterable[Path]) -> list[Path]:
     return list(dict.fromkeys(found))
 
 
+@dataclass(frozen=True)
+class Seen:
+    """A line that says something: of a fault, or with None which host and device a rank has."""
+
+    fault: Fault | None
+    where: Origin
+    line: str = ""
+
+
 def blame(files: Iterable[Path]) -> list[Blame]:
     """All faults in some logs, gathered by kind, host, rank and device; causes first, then by time."""
-    seen: list[tuple[Fault | None, Origin, str]] = []
+    seen: list[tuple[Seen, Origin]] = []
     for path in files:
         of_file = origin_of_file(path)
         with path.open(encoding="utf-8", errors="replace") as lines:
-            seen += recognised_lines(lines, of_file)
+            seen += [(one, of_file) for one in recognised_lines(lines)]
     return gathered(seen)
 
 
-def recognised_lines(lines: Iterable[str], of_file: Origin | None = None) -> Iterator[tuple[Fault | None, Origin, str]]:
-    """Faults with their origins and lines, and with None for a fault lines that say on which host a rank is."""
+def recognised_lines(lines: Iterable[str]) -> Iterator[Seen]:
+    """The lines of a log that say something. A line without a time has that of the line before: a traceback has none."""
     time = ""
     for line in lines:
-        fault = recognised(line)
-        here = origin(line, of_file)
-        time = here.time or time  # a traceback has no times; what was said before it has
-        if fault:
-            yield fault, replace(here, time=here.time or time), line.strip()
-        elif here.host and here.rank:
-            yield None, here, ""
+        fault, here = recognised(line), origin(line)
+        time = here.time or time
+        if fault or (here.host and here.rank):
+            yield Seen(fault, replace(here, time=time), line.strip()[:300])
 
 
-def gathered(seen: Sequence[tuple[Fault | None, Origin, str]]) -> list[Blame]:
-    """The same faults of the same place as one, with hosts and devices of ranks filled in where another line has them."""
+def gathered(seen: Sequence[tuple[Seen, Origin]]) -> list[Blame]:
+    """The same faults of the same place as one.
+
+    What a line does not say of its host, rank and device is filled in from lines that say it of the same rank, then from the file's name.
+    """
     places: dict[str, Origin] = {}
-    for _, where, _ in seen:
-        if where.host and where.rank and (where.device or where.rank not in places):
-            places[where.rank] = where
+    for one, _ in seen:
+        if one.where.host and one.where.rank and (one.where.device or one.where.rank not in places):
+            places[one.where.rank] = one.where
     found: dict[tuple[Fault, str, str, str], Blame] = {}
-    for fault, where, line in seen:
-        if fault is None:
+    for one, of_file in seen:
+        if one.fault is None:
             continue
-        if where.rank in places:
-            known = places[where.rank]
-            where = replace(where, host=where.host or known.host, device=where.device or known.device)
-        key = (fault, where.host, where.rank, where.device)
+        where = one.where.completed(of_file if one.where.host == "" and one.where.rank == "" else Origin())
+        where = where.completed(places.get(where.rank, Origin())).completed(of_file)
+        key = (one.fault, where.host, where.rank, where.device)
         before = found.get(key)
         if before is None:
-            found[key] = Blame(fault, where, 1, where.time, line[:300])
+            found[key] = Blame(one.fault, where, 1, where.time, one.line)
         else:
             found[key] = replace(before, count=before.count + 1, last=where.time or before.last)
     return sorted(found.values(), key=lambda one: (CAUSES.index(one.fault.cause), one.where.time or "~", one.where.host))
@@ -106,16 +114,17 @@ def hosts_to_exclude(found: Iterable[Blame]) -> dict[str, str]:
     hosts: dict[str, str] = {}
     for one in found:
         if one.fault.excludes and one.where.host:
-            where = f" on {one.where.device}" if one.where.device else ""
-            hosts.setdefault(one.where.host, f"{one.fault.name}{where}, {one.count} times, last {one.last or 'at an unknown time'}")
+            hosts.setdefault(one.where.host, _described(one))
     return hosts
 
 
 def hardware_faults(lines: Iterable[str]) -> list[str]:
     """Faults of the hardware in kernel messages of this host, a line each."""
-    found = gathered(list(recognised_lines(lines)))
-    return [
-        f"{one.fault.name}{f' on {one.where.device}' if one.where.device else ''}, {one.count} times, last {one.last or 'at an unknown time'}"
-        for one in found
-        if one.fault.excludes
-    ]
+    found = gathered([(one, Origin()) for one in recognised_lines(lines)])
+    return [_described(one) for one in found if one.fault.excludes]
+
+
+def _described(one: Blame) -> str:
+    where = f" on {one.where.device}" if one.where.device else ""
+    times = "once" if one.count == 1 else f"{one.count} times"
+    return f"{one.fault.name}{where}, {times}" + (f", last {one.last}" if one.last else "")

@@ -2,8 +2,8 @@
 
     node-a07    # 2026-11-03T02:14:09+01:00 preflight: matmul 41% of the other nodes' speed
 
-Lines of people are kept as they are; an empty line or one that begins with # says nothing. The preflight, `moe-exp watch blame` and people add
-to it; run_slurm.sh and `moe-exp watch exclude FILE --slurm` read it.
+Lines of people are kept as they are; an empty line or one that begins with # says nothing. The preflight, `moe-exp watch blame` and people
+add to it; run_slurm.sh and `moe-exp watch exclude FILE --slurm` read it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Messages of the driver, CUDA, NCCL, network cards, the kernel and SLURM that say that something broke; what each means and what to do.
 
-Xid numbers are those of NVIDIA's catalog (docs.nvidia.com/deploy/xid-errors, the table for Ampere and newer, read in 2026). A number alone is a
-hint, not a proof: a broken GPU can make any of them, and so can a program that writes where it should not.
+Xid numbers are those of the catalog of NVIDIA (docs.nvidia.com/deploy/xid-errors, for Ampere and newer, read in 2026). A number alone is
+a hint, not a proof: a broken GPU can make any of them, and so can a program that writes where it should not.
 """
 
 from __future__ import annotations
@@ -92,32 +92,124 @@ _SHM = "enlarge /dev/shm (docker --shm-size), or set NUM_WORKERS=0"
 
 # The first that matches a line counts.
 PATTERNS = (
-    _kind(r"uncorrectable ECC error|CUDA_ERROR_ECC_UNCORRECTABLE|cudaErrorECCUncorrectable", "uncorrectable memory error (ECC)", "hardware", DRAIN, excludes=True),
+    _kind(
+        r"uncorrectable ECC error|CUDA_ERROR_ECC_UNCORRECTABLE|cudaErrorECCUncorrectable",
+        "uncorrectable memory error (ECC)",
+        "hardware",
+        DRAIN,
+        excludes=True,
+    ),
     _kind(r"uncorrectable NVLink error|cudaErrorNvlinkUncorrectable", "uncorrectable NVLink error", "hardware", DRAIN, excludes=True),
     _kind(r"fallen off the bus|GPU is lost", "GPU has fallen off the bus", "hardware", DRAIN, excludes=True),
-    _kind(r"rm_init_adapter failed|RmInitAdapter failed|No CUDA GPUs are available|cudaErrorDevicesUnavailable|all CUDA-capable devices are busy", "GPU cannot be used", "driver", RESET, excludes=True),
+    _kind(
+        r"rm_init_adapter failed|RmInitAdapter failed|No CUDA GPUs are available|cudaErrorDevicesUnavailable"
+        r"|all CUDA-capable devices are busy",
+        "GPU cannot be used",
+        "driver",
+        RESET,
+        excludes=True,
+    ),
     _kind(r"hardware stack error|cudaErrorHardwareStackError", "hardware stack error", "hardware", DRAIN, excludes=True),
     _kind(r"SXid .*: (fatal|\d+)|nvidia-nvswitch.*SXid", "NVSwitch error (SXid)", "hardware", DRAIN, excludes=True),
-    _kind(r"mce: \[Hardware Error\]|EDAC .*\bUE\b|Uncorrected (hardware )?(memory )?error", "uncorrectable error of processor or memory", "hardware", DRAIN, excludes=True),
+    _kind(
+        r"mce: \[Hardware Error\]|EDAC .*\bUE\b|Uncorrected (hardware )?(memory )?error",
+        "uncorrectable error of processor or memory",
+        "hardware",
+        DRAIN,
+        excludes=True,
+    ),
     _kind(r"device-side assert", "assertion in a kernel", "program", PROGRAM),
-    _kind(r"illegal memory access|misaligned address|illegal instruction was encountered|invalid program counter", "kernel used an address that is not its own", "program", PROGRAM),
+    _kind(
+        r"illegal memory access|misaligned address|illegal instruction was encountered|invalid program counter",
+        "kernel used an address that is not its own",
+        "program",
+        PROGRAM,
+    ),
     _kind(r"unspecified launch failure|launch timed out and was terminated", "kernel failed", "program", PROGRAM),
-    _kind(r"(torch\.|^|\W)(cuda\.)?OutOfMemoryError|CUDA out of memory|CUDA error: out of memory", "GPU memory is full", "memory", "lower MBSZ, or raise RECOMPUTE, TP or EP; see `moe-exp plan`"),
-    _kind(r"oom[-_]kill|Out of memory: Killed process|out of memory: Killed|task \d+(-\d+)?: Out Of Memory|tasks [\d,-]+: Out Of Memory", "the kernel killed a process: memory is full", "memory", _MORE_MEMORY),
-    _kind(r"unable to (open|write|mmap|allocate|resize).*shared memory|insufficient shared memory|Error while creating shared memory segment", "shared memory is full", "memory", _SHM),
+    _kind(
+        r"(torch\.|^|\W)(cuda\.)?OutOfMemoryError|CUDA out of memory|CUDA error: out of memory",
+        "GPU memory is full",
+        "memory",
+        "lower MBSZ, or raise RECOMPUTE, TP or EP; see `moe-exp plan`",
+    ),
+    _kind(
+        r"oom[-_]kill|Out of memory: Killed process|out of memory: Killed|task \d+(-\d+)?: Out Of Memory"
+        r"|tasks [\d,-]+: Out Of Memory",
+        "the kernel killed a process: memory is full",
+        "memory",
+        _MORE_MEMORY,
+    ),
+    _kind(
+        r"unable to (open|write|mmap|allocate|resize).*shared memory|insufficient shared memory"
+        r"|Error while creating shared memory segment",
+        "shared memory is full",
+        "memory",
+        _SHM,
+    ),
     _kind(r"\bBus error\b|SIGBUS|Signal 7\b|exitcode\s*:\s*-7\b", "bus error, mostly /dev/shm being full", "memory", _SHM),
     _kind(r"No space left on device", "disk is full", "disk", "free some space"),
-    _kind(r"Input/output error|Stale file handle|blk_update_request: I/O error|EXT4-fs error|XFS .*I/O error", "disk or file server fails", "disk", "look at the file system"),
-    _kind(r"Got async event : (port error|local catastrophic error|device fatal)|port_inactive|Link DOWN\b|link is not ready|mlx5_core .*(health|fatal|assert)|infiniband.*(error|failed)", "network card lost its link", "network", NETWORK, excludes=True),
-    _kind(r"Got completion from peer .* status=\d+|async fatal event on QP|ibv_\w+ failed|Call to ibv_\w+ failed", "InfiniBand transfer failed: one of the two ends, or the way between", "network", NETWORK),
-    _kind(r"NET/OFI .*(error|failed)|libfabric:.*<warn>.*(err:|error)|efa_rdm\w*.*err|fi_addr_efa.*(Unreachable|Invalid)", "EFA transfer failed: one of the two ends, or the way between", "network", NETWORK),
-    _kind(r"NCCL WARN .*(Connect(ion)? (to|refused)|socketProgress|Net ?: Connection closed|connection (timed out|refused|closed))|No route to host|Network is unreachable", "no connection to another host", "network", NETWORK),
-    _kind(r"Watchdog caught collective operation timeout|ran for \d+ milliseconds before timing out|detected by watchdog|watchdog thread terminated|heartbeat monitor timed out", "NCCL waited too long for another rank", "consequence", "look for the rank that did not come: the first cause above, or `moe-exp watch stacks`"),
-    _kind(r"Connection (closed|reset) by peer|Broken pipe|Timed out waiting \d+ms|remote process exited or there was a network error", "another rank has gone", "consequence", "look for the rank that went first"),
-    _kind(r"unhandled system error|unhandled cuda error|ncclSystemError|ncclInternalError|ncclRemoteError", "NCCL failed", "consequence", "look for the NCCL WARN line before it (NCCL_DEBUG=WARN)"),
-    _kind(r"CUDA error: |CUDA driver error|cudaError\w+|CUBLAS_STATUS_(EXECUTION_FAILED|INTERNAL_ERROR)|CUDNN_STATUS_EXECUTION_FAILED", "CUDA error", "program", PROGRAM),
+    _kind(
+        r"Input/output error|Stale file handle|blk_update_request: I/O error|EXT4-fs error|XFS .*I/O error",
+        "disk or file server fails",
+        "disk",
+        "look at the file system",
+    ),
+    _kind(
+        r"Got async event : (port error|local catastrophic error|device fatal)|port_inactive|Link DOWN\b|link is not ready"
+        r"|mlx5_core .*(health|fatal|assert)|infiniband.*(error|failed)",
+        "network card lost its link",
+        "network",
+        NETWORK,
+        excludes=True,
+    ),
+    _kind(
+        r"Got completion from peer .* status=\d+|async fatal event on QP|ibv_\w+ failed|Call to ibv_\w+ failed",
+        "InfiniBand transfer failed: one of the two ends, or the way between",
+        "network",
+        NETWORK,
+    ),
+    _kind(
+        r"NET/OFI .*(error|failed)|libfabric:.*<warn>.*(err:|error)|efa_rdm\w*.*err|fi_addr_efa.*(Unreachable|Invalid)",
+        "EFA transfer failed: one of the two ends, or the way between",
+        "network",
+        NETWORK,
+    ),
+    _kind(
+        r"NCCL WARN .*(Connect(ion)? (to|refused)|socketProgress|Net ?: Connection closed|connection (timed out|refused|closed))"
+        r"|No route to host|Network is unreachable",
+        "no connection to another host",
+        "network",
+        NETWORK,
+    ),
+    _kind(
+        r"Watchdog caught collective operation timeout|ran for \d+ milliseconds before timing out|detected by watchdog"
+        r"|watchdog thread terminated|heartbeat monitor timed out",
+        "NCCL waited too long for another rank",
+        "consequence",
+        "look for the rank that did not come: the first cause above, or `moe-exp watch stacks`",
+    ),
+    _kind(
+        r"Connection (closed|reset) by peer|Broken pipe|Timed out waiting \d+ms"
+        r"|remote process exited or there was a network error",
+        "another rank has gone",
+        "consequence",
+        "look for the rank that went first",
+    ),
+    _kind(
+        r"unhandled system error|unhandled cuda error|ncclSystemError|ncclInternalError|ncclRemoteError",
+        "NCCL failed",
+        "consequence",
+        "look for the NCCL WARN line before it (NCCL_DEBUG=WARN)",
+    ),
+    _kind(
+        r"CUDA error: |CUDA driver error|cudaError\w+|CUBLAS_STATUS_(EXECUTION_FAILED|INTERNAL_ERROR)"
+        r"|CUDNN_STATUS_EXECUTION_FAILED",
+        "CUDA error",
+        "program",
+        PROGRAM,
+    ),
     _kind(r"moe-exp: rank \d+ on \S+( \(\S+\))? failed: ", "rank failed", "program", "read its traceback"),
-)  # fmt: skip
+)
 
 
 def recognised(message: str) -> Fault | None:

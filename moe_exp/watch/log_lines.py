@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -22,6 +22,10 @@ class Origin:
     rank: str = ""
     device: str = ""
     time: str = ""
+
+    def completed(self, other: Origin) -> Origin:
+        """This one, with what it lacks from `other`."""
+        return Origin(self.host or other.host, self.rank or other.rank, self.device or other.device, self.time or other.time)
 
 
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
@@ -43,15 +47,18 @@ _SOURCES = (
     re.compile(rf"slurmstepd(?:-(?P<host>{_NAME}))?: error: "),
     re.compile(rf"(?:{'|'.join(_MONTHS)}) +\d+ \d\d:\d\d:\d\d (?P<host>{_NAME}) [\w.()/-]+(?:\[\d+\])?: "),  # syslog
     re.compile(rf"^\d{{4}}-\d\d-\d\dT[\d:.,+-]+Z? (?P<host>{_NAME}) [\w.()/-]+(?:\[\d+\])?: "),  # syslog of systemd
-    re.compile(rf"^(?P<host>{_NAME}): (?=\[|moe-exp|Traceback|\w*Error|RuntimeError|NVRM|terminate|Fatal|CUDA|Bus)"),  # pdsh, clush
+    # pdsh, clush; not `RuntimeError: CUDA error: ...`
+    re.compile(
+        rf"^(?!\S*(Error|Exception|Interrupt): )(?!(moe-exp|srun|terminate|NVRM): )(?P<host>{_NAME}): (?=\[|moe-exp|NVRM|CUDA|\S*Error)"
+    ),
 )
 _RANK = (re.compile(r"\[rank(\d+)\]"), re.compile(r"\[Rank (\d+)\]"), re.compile(r"\bRank (\d+)\]"))
 _BUS = re.compile(r"\(PCI:([0-9a-fA-F:.]+)\)|NVIDIA GPU ([0-9a-fA-F]{4}:[0-9a-fA-F:.]+)|GPU ([0-9a-fA-F]{4}:[0-9a-fA-F]{2}:[0-9a-fA-F.]+)")
 _DEVICE = re.compile(r"\b(cuda:\d+)\b|\bGPU (\d+) has a total capacity")
 
 
-def origin(line: str, of_file: Origin | None = None) -> Origin:
-    """Origin of a line; what it does not say itself is that of its file."""
+def origin(line: str) -> Origin:
+    """What a line says of where it comes from."""
     found: dict[str, str] = {"time": _time(line)}
     for source in _SOURCES:
         if match := source.search(line):
@@ -68,9 +75,7 @@ def origin(line: str, of_file: Origin | None = None) -> Origin:
     known = {name: value for name, value in found.items() if value}
     if "host" in known:
         known["host"] = known["host"].partition(".")[0]
-    # Another rank's or host's device is not that of the file.
-    base = of_file or Origin()
-    return replace(base, **known)
+    return Origin(**known)
 
 
 def _time(line: str) -> str:
@@ -84,8 +89,8 @@ def _time(line: str) -> str:
 
 # Parts of file names that are no hosts.
 _WORDS = re.compile(
-    r"(slurm|job|train|log|logs|out|err|stdout|stderr|rank|node|dmesg|syslog|messages|kern|journal|run|attempt|hang|gz|txt|summary|launcher|nccl)?"
-    r"[-_]?\d*",
+    r"(slurm|job|train|log|logs|out|err|stdout|stderr|rank|dmesg|syslog|messages|kern|journal|run|attempt|hang|gz|txt|summary|launcher|nccl)?"
+    r"[-_]?\d*|node|all",
     re.IGNORECASE,
 )
 
