@@ -29,9 +29,9 @@ from moe_exp.preflight.link_checks import described, measure_group, process_grou
 from moe_exp.preflight.pairing import rounds_of_pairs
 from moe_exp.preflight.steps import RESULTS_FOLDER, rank_file
 
-_LINK_TIMEOUT = datetime.timedelta(seconds=10)
-_STEP_TIMEOUT = datetime.timedelta(seconds=25)  # that the other ranks may be behind
-_JOIN_TIMEOUT = datetime.timedelta(seconds=30)
+_LINK_TIMEOUT = datetime.timedelta(seconds=20)
+_STEP_TIMEOUT = datetime.timedelta(seconds=60)  # that the other ranks may be behind
+_JOIN_TIMEOUT = datetime.timedelta(seconds=60)
 
 
 class _Results:
