@@ -89,7 +89,20 @@ ALLOWED: dict[str, set[str]] = {
         "run_folder",
         "setting_types",
     },
-    "launch": {"config", "misspelt", "hosts", "presets", "checks", "machine_checks", "planner", "run_folder", "data", "report", "records", "preflight"},
+    "launch": {
+        "config",
+        "misspelt",
+        "hosts",
+        "presets",
+        "checks",
+        "machine_checks",
+        "planner",
+        "run_folder",
+        "data",
+        "report",
+        "records",
+        "preflight",
+    },
     # cli, commands, scripts, __main__ and train: see below.
 }
 NEVER_IMPORTED = {"cli", "scripts", "__main__", "commands"}

@@ -73,9 +73,9 @@ def gpu_findings(gpus: Sequence[dict[str, str]]) -> Iterator[tuple[str, str]]:
             yield "warning", f"{where}: PCIe has {width} of {most} lanes"
 
 
-def missing_gpus(gpus: Sequence[Any], expected: int, has_driver: bool) -> Iterator[tuple[str, str]]:
-    """Fewer GPUs than ranks, on a host that has any."""
-    if has_driver and len(gpus) < expected:
+def missing_gpus(gpus: Sequence[Any], expected: int) -> Iterator[tuple[str, str]]:
+    """Fewer GPUs than ranks, where nvidia-smi knows any."""
+    if 0 < len(gpus) < expected:
         yield "failed", f"{len(gpus)} GPUs answer nvidia-smi, GPUS_PER_NODE={expected}"
 
 

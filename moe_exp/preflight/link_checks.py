@@ -45,8 +45,10 @@ def process_group(store: Store, ranks: Sequence[int], rank: int, device: torch.d
         device: of this rank.
         timeout: of everything that is done in the group.
     """
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=list(ranks).index(rank), world_size=len(ranks), timeout=timeout)
+    of_gpu = device if device.type == "cuda" else None  # NCCL connects at once where it knows the device
+    backend = "nccl" if of_gpu else "gloo"
+    place = list(ranks).index(rank)
+    dist.init_process_group(backend, store=store, rank=place, world_size=len(ranks), timeout=timeout, device_id=of_gpu)
     try:
         yield
     finally:

@@ -78,7 +78,7 @@ def preflight(config: Config, flags: Mapping[str, Any], *, hosts: str = "") -> V
         report = {"host": here["host"], "clock": clock, **_facts(config), "ranks": run_ranks(config, flags)}
         reports = nodes.meet("report", report, _RANKS_SECONDS + _END_SECONDS)
     saves = config.save_at_end or config.save_interval
-    verdict = judge(reports, slow=config.preflight_slow, needed_bytes=checkpoint_bytes(config) if saves else 0, has_gpus=bool(count_gpus()))
+    verdict = judge(reports, slow=config.preflight_slow, needed_bytes=checkpoint_bytes(config) if saves else 0)
     for node in sorted(set(came) - set(reports)):
         verdict.nodes.append(NodeVerdict(node, came[node]["host"], [Finding("failed", "went away during the checks")]))
     return verdict
@@ -122,7 +122,7 @@ def run_ranks(config: Config, flags: Mapping[str, Any]) -> list[dict[str, Any]]:
     ranks = range(first, first + config.gpus_per_node)
     with tempfile.TemporaryDirectory(prefix="moe_exp_preflight_") as name:
         folder = Path(name)
-        environ = {**child_environment(config), **_NCCL, RESULTS_FOLDER: name, "TORCHELASTIC_ERROR_FILE": str(folder / "error.json")}
+        environ = {**child_environment(config), **_NCCL, RESULTS_FOLDER: name}
         with (folder / "log").open("wb") as log, _showing(config, folder, first):
             timed_out = _run(torchrun_command(config, module_arguments(flags), MODULE), environ, log)
         printed = (folder / "log").read_text(encoding="utf-8", errors="replace").splitlines()

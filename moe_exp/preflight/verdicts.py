@@ -100,16 +100,16 @@ class Verdict:
         return {"grade": self.grade, "nodes": nodes, "links": links, "all_ranks": self.all_ranks, "exclude": excluded}
 
 
-def judge(reports: Mapping[int, Mapping[str, Any]], *, slow: float, needed_bytes: int, has_gpus: bool) -> Verdict:
+def judge(reports: Mapping[int, Mapping[str, Any]], *, slow: float, needed_bytes: int) -> Verdict:
     """What the reports of the nodes say.
 
     Args:
         reports: by node, as `node.report` makes them; each with `host` and `ranks`.
         slow: PREFLIGHT_SLOW.
         needed_bytes: that a checkpoint takes in RUN_DIR.
-        has_gpus: ranks have GPUs.
     """
     verdict = Verdict([NodeVerdict(node, str(report["host"])) for node, report in sorted(reports.items())])
+    has_gpus = any(rank["device"].startswith("cuda") for report in reports.values() for rank in report["ranks"])
     for named in verdict.nodes:
         report = reports[named.node]
         named.findings += [*_host(report, needed_bytes, has_gpus), *_ranks(report)]
@@ -136,8 +136,10 @@ def _host(report: Mapping[str, Any], needed_bytes: int, has_gpus: bool) -> Itera
     offset, error = report["clock"]
     if abs(offset) - error > CLOCK_SECONDS:
         yield Finding("warning", f"clock is {abs(offset):.1f} s {'behind' if offset > 0 else 'ahead of'} node 0's", False)
-    for grade, text in [*gpu_findings(report["gpus"]), *missing_gpus(report["gpus"], ranks, has_gpus and not report["gpu_problem"])]:
+    for grade, text in [*gpu_findings(report["gpus"]), *missing_gpus(report["gpus"], ranks)]:
         yield Finding(grade, text)
+    if has_gpus and any(rank["device"] == "cpu" for rank in report["ranks"]):
+        yield Finding("failed", "has no GPU that can be used, other nodes have")
     if report["gpu_problem"]:
         yield Finding("failed" if has_gpus else "warning", report["gpu_problem"])
     for fault in report["kernel_faults"]:
@@ -178,8 +180,11 @@ def _links(verdict: Verdict, reports: Mapping[int, Mapping[str, Any]]) -> None:
         for rank in report["ranks"]:
             unit = node if len(reports) > 1 else rank["rank"]
             for pair in rank["pairs"]:
-                if reason := pair.get("wrong") or pair.get("error"):
-                    failed.setdefault((min(unit, pair["partner"]), max(unit, pair["partner"])), reason)
+                between = (min(unit, pair["partner"]), max(unit, pair["partner"]))
+                if "wrong" in pair:
+                    failed[between] = pair["wrong"]
+                elif "error" in pair:  # of the other end it may be no more than that this one has left
+                    failed.setdefault(between, pair["error"])
     if len(reports) == 1:
         verdict.nodes[0].findings += [Finding("failed", f"ranks {a} and {b}: {reason}") for (a, b), reason in sorted(failed.items())]
     else:

@@ -38,9 +38,9 @@ def test_healthy_gpus(smi):
     assert problem == ""
     assert [gpu["pci.bus_id"] for gpu in gpus] == ["00000000:0F:00.0", "00000000:2D:00.0"]
     assert list(gpu_findings(gpus)) == []
-    assert list(missing_gpus(gpus, 2, True)) == []
-    assert list(missing_gpus(gpus, 8, True)) == [("failed", "2 GPUs answer nvidia-smi, GPUS_PER_NODE=8")]
-    assert list(missing_gpus([], 8, False)) == []
+    assert list(missing_gpus(gpus, 2)) == []
+    assert list(missing_gpus(gpus, 8)) == [("failed", "2 GPUs answer nvidia-smi, GPUS_PER_NODE=8")]
+    assert list(missing_gpus([], 8)) == []
 
 
 def test_older_driver_is_asked_by_its_names(smi):

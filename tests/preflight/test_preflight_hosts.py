@@ -88,7 +88,9 @@ def test_a_slowed_host_and_a_clock_that_is_ahead_are_named(tmp_path):
         codes = [process.returncode for process in started]
     assert codes == [0, 0, 0], ended
     report = json.loads(ended[0][0])
-    assert [(node["host"], node["grade"]) for node in report["nodes"]] == [("node-a", "ok"), ("node-b", "slow"), ("node-c", "warning")], report
+    assert [(node["host"], node["grade"]) for node in report["nodes"]] == [("node-a", "ok"), ("node-b", "slow"), ("node-c", "warning")], (
+        report
+    )
     text = report["nodes"][1]["findings"][0]["text"]
     assert text.startswith("rank 1 (cpu): point-to-point 0.00") and "all-reduce 0.00" in text
     assert report["nodes"][2]["findings"][0]["text"] in ("clock is 90.0 s ahead of node 0's", "clock is 89.9 s ahead of node 0's")

@@ -44,7 +44,7 @@ def reports(num_nodes: int, num_ranks: int = 2, *, noise: float = 0.03) -> dict[
 
 
 def verdict_on(found: dict[int, dict], *, slow: float = 0.7, needed_bytes: int = 10**9) -> Verdict:
-    return judge(found, slow=slow, needed_bytes=needed_bytes, has_gpus=False)
+    return judge(found, slow=slow, needed_bytes=needed_bytes)
 
 
 def slow_link(found: dict[int, dict], node: int, factor: float = 0.3) -> None:
@@ -143,7 +143,9 @@ def test_slow_latency():
         (lambda n: n["versions"].update(driver="535.2"), "warning", "driver 535.2, most nodes have 570.1", False),
         (lambda n: n["versions"].pop("torch"), "warning", "torch missing, most nodes have 2.13.0", False),
         (lambda n: n.update(kernel_faults=["Xid 79: GPU has fallen off the bus, once"]), "warning", "kernel: Xid 79", False),
-        (lambda n: n.update(gpu_problem="nvidia-smi: no answer"), "warning", "nvidia-smi: no answer", False),
+        (lambda n: n.update(gpu_problem="nvidia-smi: no answer"), "failed", "nvidia-smi: no answer", True),
+        (lambda n: [rank.update(device="cpu") for rank in n["ranks"]], "failed", "has no GPU that can be used, other nodes have", True),
+        (lambda n: n["disks"]["/dev/shm"].update(free_bytes=60 << 20), "failed", "/dev/shm: 0.0629 GB free, 0.0671 GB are needed", True),
     ],
 )
 def test_findings_of_one_node_of_three(change, grade, text, excluded):

@@ -20,7 +20,7 @@ WATCHDOG = (
 # Line -> what, cause, host, rank, device, time.
 LINES = [
     (
-        "Nov  3 02:06:59 gpu-b07 kernel: [1843.308145] NVRM: Xid (PCI:0000:c1:00): 79, pid=77181, name=python3, GPU has fallen off the bus.",
+        "Nov  3 02:06:59 gpu-b07 kernel: [1843.308145] NVRM: Xid (PCI:0000:c1:00): 79, pid=77181, GPU has fallen off the bus.",
         ("Xid 79: GPU has fallen off the bus", "hardware", "gpu-b07", "", "0000:c1:00", "11-03 02:06:59"),
     ),
     (
@@ -40,7 +40,7 @@ LINES = [
         ("Xid 149: NVLink 5 error", "hardware", "", "", "0000:00:00", ""),
     ),
     (
-        "Nov 22 03:00:01 gpu-b07 kernel: NVRM: The NVIDIA GPU 0000:b3:00.0 (PCI ID: 10de:26b5) has fallen off the bus and is not responding",
+        "Nov 22 03:00:01 gpu-b07 kernel: NVRM: The NVIDIA GPU 0000:b3:00.0 (PCI ID: 10de:26b5) has fallen off the bus and does not",
         ("GPU has fallen off the bus", "hardware", "gpu-b07", "", "0000:b3:00.0", "11-22 03:00:01"),
     ),
     (
@@ -86,7 +86,7 @@ LINES = [
         ("InfiniBand transfer failed: one of the two ends, or the way between", "network", "kp-worker-0", "", "cuda:4", ""),
     ),
     (
-        "[2026-11-09 07:39:30] h100-28:238:1219 [0] transport/net_ib.cc:180 NCCL WARN NET/IB : mlx5_ib0:1 async fatal event on QP (0x7f69): x",
+        "[2026-11-09 07:39:30] h100-28:238:1219 [0] transport/net_ib.cc:180 NCCL WARN NET/IB : mlx5_ib0:1 async fatal event on QP (0x7): x",
         ("InfiniBand transfer failed: one of the two ends, or the way between", "network", "h100-28", "", "cuda:0", "11-09 07:39:30"),
     ),
     (
