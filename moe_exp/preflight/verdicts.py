@@ -2,8 +2,9 @@
 
 A number is compared with the median of the other nodes' (leave one out: one bad node does not move its own yardstick). A speed counts as
 slow below PREFLIGHT_SLOW times that median, if it is also further away than five times the spread of the others (their median absolute
-deviation times 1.4826, the standard deviation of a normal distribution): where all scatter, nobody is named. Latency, which scatters more,
-counts from three times as much. Rates between nodes are the best over a node's partners, since a slow partner is not its fault.
+deviation times 1.4826, the standard deviation of a normal distribution) or below PREFLIGHT_SLOW times the slowest of them: where all
+scatter, nobody is named. Latency, which scatters more, counts from three times as much. Rates between nodes are the best over a node's
+partners, since a slow partner is not its fault.
 """
 
 from __future__ import annotations
@@ -258,7 +259,7 @@ def _slowness(speed: _Speed, value: float, others: Sequence[float], slow: float)
     if speed.is_time:
         is_slow = value > usual * _LATENCY_FACTOR / slow and value - usual > max(_LATENCY_SLACK_US, _SPREADS * spread)
         return f"{speed.name} {value:.0f} {speed.unit}, the others have {usual:.0f}" if is_slow else ""
-    is_slow = value < slow * usual and usual - value > _SPREADS * spread
+    is_slow = value < slow * usual and (usual - value > _SPREADS * spread or value < slow * min(others))
     return f"{speed.name} {value:.3g} {speed.unit}, {value / usual:.0%} of the others' {usual:.3g}" if is_slow else ""
 
 

@@ -108,6 +108,14 @@ def test_where_all_scatter_nobody_is_named():
     assert verdict_on(reports(8, noise=0.45)).grade == "ok"
 
 
+def test_a_link_a_hundred_times_slower_shows_also_where_the_others_differ():
+    found = reports(3, 1)
+    for node, rate in enumerate((0.59, 0.0047, 0.27)):
+        for pair in found[node]["ranks"][0]["pairs"]:
+            pair["point_to_point"] = rate
+    assert [node.grade for node in verdict_on(found).nodes] == ["ok", "slow", "ok"]
+
+
 def test_slow_latency():
     found = reports(3)
     for rank in found[1]["ranks"]:
