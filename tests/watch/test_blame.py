@@ -161,6 +161,7 @@ def test_xids():
         ("123_4.node17.out", "node17", ""),
         ("slurm-1234_gpu-a07.log", "gpu-a07", ""),
         ("dmesg.gpu-c01.txt", "gpu-c01", ""),
+        ("job1234.node17.log", "node17", ""),
         ("slurm-1234.out", "", ""),
         ("train.log", "", ""),
         ("rank_3.log", "", "3"),
