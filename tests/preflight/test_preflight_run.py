@@ -13,10 +13,10 @@ from moe_exp.watch.exclude import read_excluded, read_reasons
 from ranks import free_port
 from whole_runs import ROOT, clean_environ
 
-# Rank 1 of the preflight multiplies wrongly, as a broken GPU does.
+# Rank 0 of the preflight multiplies wrongly, as a broken GPU does.
 WRONG_PRODUCTS = """
 import os, sys
-if os.environ.get("RANK") == "1" and "MOE_EXP_PREFLIGHT_RESULTS" in os.environ:
+if os.environ.get("RANK") == "0" and "MOE_EXP_PREFLIGHT_RESULTS" in os.environ:
     import torch
     multiply = torch.Tensor.__matmul__
     def broken(left, right):
@@ -64,17 +64,17 @@ def test_training_with_a_preflight(runs):
 
 
 def test_training_does_not_start_on_a_host_that_multiplies_wrongly(runs, sabotage):
-    ended = runs.run("wrong", PREFLIGHT=1, GPUS_PER_NODE=2, PYTHONPATH=sabotage(WRONG_PRODUCTS))
+    ended = runs.run("wrong", PREFLIGHT=1, PYTHONPATH=sabotage(WRONG_PRODUCTS))
     host = socket.gethostname()
     assert ended.code == 1, ended.text
-    assert f"moe-exp: preflight failed: {host} (node 0): rank 1 (cpu): 4 elements of matrix products are wrong" in ended.stderr
+    assert f"moe-exp: preflight failed: {host} (node 0): rank 0 (cpu): 4 elements of matrix products are wrong" in ended.stderr
     assert "moe-exp: no training: a node has failed the preflight." in ended.stderr
     (event,) = ended.records("event")
     assert (event["event"], event["grade"]) == ("preflight", "failed")
     assert not ended.folder.config.exists()
     listed = runs.run_dir / "exclude_nodes.txt"
     assert read_excluded(listed) == event["exclude"] == [host.partition(".")[0]]
-    assert "preflight: rank 1 (cpu): 4 elements of matrix products are wrong" in read_reasons(listed)[host.partition(".")[0]]
+    assert "preflight: rank 0 (cpu): 4 elements of matrix products are wrong" in read_reasons(listed)[host.partition(".")[0]]
 
 
 @pytest.mark.slow
