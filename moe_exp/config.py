@@ -165,6 +165,11 @@ class Config(ModelSettings):
         "log", description="at a spike of the loss; log: an event; rollback: also go back to a checkpoint before it and skip its batches"
     )
     max_rollbacks: NonNegative = Field(5, description="rollbacks of a run; at the next spike it ends as failed")
+    preflight: bool = Field(
+        False, description="before training check every node: arithmetic, memory, links, disks, clocks; a failing one ends the job"
+    )
+    preflight_timeout: Positive = Field(60, description="seconds that nodes wait for each other at the start of the preflight")
+    preflight_slow: float = Field(0.7, gt=0, le=1, description="a node is slow below this share of the other nodes' median speed")
 
     # Values that follow from the settings
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -14,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from moe_exp.hosts import CAUSED_BY_ANOTHER, EXIT_CODE_FILE
+from moe_exp.hosts import CAUSED_BY_ANOTHER, EXIT_CODE_FILE, rank_place
 
 _WAIT_FOR_CAUSE_SECONDS = 5.0
 
@@ -66,7 +65,7 @@ def end_job(lines: Sequence[str], code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def named_by_rank(stop: StopSignal) -> Iterator[None]:
-    """Prints an error with rank and host name, and the error that caused the others first.
+    """Prints an error with rank, host name and device, and the error that caused the others first.
 
     When a rank dies, the others fail too, in the collective that waits for it. They hold their own error back for a while, in
     which torchrun ends them (SIGTERM, seen in `stop`): so the message on the screen is that of the rank which failed.
@@ -76,8 +75,7 @@ def named_by_rank(stop: StopSignal) -> Iterator[None]:
     except Exception as error:
         if any(text in str(error) for text in CAUSED_BY_ANOTHER):
             _wait_for_cause(stop)
-        where = f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}"
-        print(f"moe-exp: {where} failed: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"moe-exp: {rank_place()} failed: {type(error).__name__}: {error}", file=sys.stderr)
         traceback.print_exc()
         sys.stderr.flush()
         # Without the clean-up of process groups, which would wait for the other ranks.

@@ -38,6 +38,20 @@ def count_gpus() -> int:
     return count.value
 
 
+def rank_place(rank: int | None = None) -> str:
+    """Where this rank is, for its error lines: `rank 11 on node-b (cuda:3)`, on a CPU host `rank 1 on laptop (cpu)`.
+
+    Args:
+        rank: its number; torchrun's by default.
+    """
+    return f"rank {os.environ.get('RANK', '0') if rank is None else rank} on {socket.gethostname()} ({device_label()})"
+
+
+def device_label() -> str:
+    """This rank's device as torch calls it: `cuda:3`, or `cpu`."""
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if count_gpus() else "cpu"
+
+
 def device_name() -> str:
     """What this host computes on: the name of its first CUDA device, as the driver has it, or CPU."""
     if not count_gpus():

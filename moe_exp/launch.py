@@ -26,7 +26,7 @@ from typing import Any
 from moe_exp.checks import check_config
 from moe_exp.config import Config, ConfigError, load_config
 from moe_exp.data.embedded import ensure_embedded_corpus
-from moe_exp.hosts import BAD_INPUT, EXIT_CODE_FILE, KEEP_FREED_MEMORY, START_AGAIN, count_gpus
+from moe_exp.hosts import BAD_INPUT, EXIT_CODE_FILE, FAILED, KEEP_FREED_MEMORY, START_AGAIN, count_gpus
 from moe_exp.machine_checks import check_environment, check_files, check_machine
 from moe_exp.misspelt import unknown_variables
 from moe_exp.planner.params import startup_report
@@ -77,6 +77,11 @@ def launch(config: Config, flags: Mapping[str, Any], module: str = TRAIN_MODULE)
             ensure_embedded_corpus(Path(config.data_dir))
         except ValueError as error:
             raise ConfigError(str(error).splitlines()) from None
+    if config.preflight and module == TRAIN_MODULE:
+        from moe_exp.preflight.before_training import passes  # here, as it starts ranks by the functions of this module
+
+        if not passes(config, flags):
+            return FAILED
     started, start = datetime.now().astimezone(), time.monotonic()
     stopping = _STOPPING if config.save_at_end else _STOPPING_UNSAVED
     command, environ = torchrun_command(config, module_arguments(flags), module), child_environment(config)

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from moe_exp.config import Config
+from moe_exp.hosts import device_label
 from moe_exp.mirrors import Mirror, axes_of, open_tensorboard, open_wandb
 from moe_exp.records import EXPERT_KEYS, TRAIN_KEYS, Record, append, drop_records_after, event_record, read_metrics
 from moe_exp.run_folder import RunFolder
@@ -250,11 +251,11 @@ _BARE = {"bare": True}
 
 
 class _Lines(logging.Formatter):
-    """INFO as it is, or with the time; WARNING and above with time, host name and rank."""
+    """INFO as it is, or with the time; WARNING and above with time, host name, rank and device."""
 
     def __init__(self, rank: int, *, with_time: bool):
         super().__init__(datefmt="%Y-%m-%d %H:%M:%S")
-        self._source = f"{socket.gethostname()} rank {rank}"
+        self._source = f"{socket.gethostname()} rank {rank} {device_label()}"
         self._with_time = with_time
 
     def formatMessage(self, record: logging.LogRecord) -> str:

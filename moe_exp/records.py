@@ -82,6 +82,7 @@ EVENTS = {
     "resume": "training goes on from a checkpoint",
     "checkpoint": "one was saved: seconds, bytes",
     "checkpoint_failed": "one was not saved: reason",
+    "preflight": "nodes were checked before training: grade, seconds, findings, exclude",
     "damaged_checkpoint": "one could not be used for the resume: reason",
     "restore_failed": "what was loaded is not what was saved, by fingerprints; the start ends: checkpoint, tensors",
     "replicas_differ": "ranks that have to hold the same do not, or an optimizer group is wrong; the job ends: problems",

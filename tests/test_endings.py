@@ -11,6 +11,7 @@ import socket
 import pytest
 
 from moe_exp.config import load_config
+from moe_exp.hosts import device_label
 from moe_exp.run_folder import open_run_folder
 from whole_runs import Runs, ranks_of
 
@@ -66,7 +67,7 @@ def test_error_of_the_rank_that_failed_comes_first(failing, settings, runs, tmp_
     assert run.code not in (0, 2)
     assert run.curve("iteration") == [1, 2]
     reports = [line for line in run.stderr.splitlines() if " failed: " in line and line.startswith("moe-exp: rank ")]
-    assert reports[0] == f"moe-exp: rank {failing} on {socket.gethostname()} failed: RuntimeError: the disk is on fire"
+    assert reports[0] == f"moe-exp: rank {failing} on {socket.gethostname()} ({device_label()}) failed: RuntimeError: the disk is on fire"
     before = run.stderr.partition(reports[0])[0]
     assert "Error" not in before
     assert "Traceback" not in before

@@ -36,16 +36,17 @@ ALLOWED: dict[str, set[str]] = {
     "optimizers": set(),
     "muon": {"optimizers"},
     "optim": {"config", "runtime", "layers", "model", "muon", "optimizers", "planner", *CPU},
-    "checkpoint": {*ENGINE, "planner", "optimizers", "model_changes", "run_folder", "files", "progress"},
+    "checkpoint": {*ENGINE, "planner", "optimizers", "model_changes", "run_folder", "files", "hosts", "progress"},
     "training_data": {*CPU, "config", "runtime", "optim", "data", "checkpoint"},
     "inference": {*ENGINE, "checkpoint", "progress", "run_folder", "files", "layers", "optim", "data", "checks", "hosts", "faults"},
     "upcycle": {*ENGINE, "checkpoint", "layers", "machine_checks"},
     "hf": {*ENGINE, "checkpoint", "data", "run_folder", "files", "progress"},
     "mirrors": {"config", "run_folder", "files"},
     "records": {"files"},
-    "metrics": {"config", "run_folder", "files", "planner", "mirrors", "records"},
+    "metrics": {"config", "run_folder", "files", "hosts", "planner", "mirrors", "records"},
     "faults": {"hosts"},
     "watch": {"config", "run_folder", "records", "files", "hosts", "progress", "planner"},
+    "preflight": {"config", "files", "hosts", "launch", "planner", "progress", "records", "run_folder", "watch"},
     "report": {"config", "run_folder", "records", "metrics", "files", "planner", "progress"},
     "backends": {*ENGINE, "layers", "optim"},
     "interval": {*ENGINE, "hosts", "checkpoint", "metrics", "planner", "optim", "layers", "phases", "faults"},
@@ -108,7 +109,20 @@ ALLOWED: dict[str, set[str]] = {
         "setting_types",
     },
     "slurm": {"checks", "config", "data", "files", "machine_checks", "run_folder", "setting_types"},
-    "launch": {"config", "misspelt", "hosts", "presets", "checks", "machine_checks", "planner", "run_folder", "data", "report", "records"},
+    "launch": {
+        "config",
+        "misspelt",
+        "hosts",
+        "presets",
+        "checks",
+        "machine_checks",
+        "planner",
+        "preflight",
+        "run_folder",
+        "data",
+        "report",
+        "records",
+    },
     # cli, commands, scripts, __main__ and train: see below.
 }
 NEVER_IMPORTED = {"cli", "scripts", "__main__", "commands"}
@@ -161,6 +175,7 @@ LAYERS = [
 ]
 MEGATRON_SIDE = {"spec", "megatron_parts", "attention_parts", "sharding"}
 TORCH_IN_DATA = {"dataset", "megatron_dataset", "prefetch", "skipping"}
+TORCH_IN_PREFLIGHT = {"device_checks", "link_checks", "preflight_rank"}
 OPTIONAL = [
     "transformer_engine",
     "apex",
@@ -244,6 +259,9 @@ def test_import_rule(path):
     if name == "data" and path.stem not in TORCH_IN_DATA:
         assert not external(path) & HEAVY
         assert "megatron_cpu" not in used
+    if name == "preflight" and path.stem not in TORCH_IN_PREFLIGHT:
+        assert not external(path) & HEAVY
+        assert not {f"moe_exp.preflight.{stem}" for stem in TORCH_IN_PREFLIGHT} & {used.rpartition(".")[0] for used in imports(path)}
     if name in ("layers", "metrics", "watch", "faults", "gloo", "megatron_cpu") and path.stem not in MEGATRON_SIDE:
         assert "megatron" not in external(path)
         assert name == "megatron_cpu" or "megatron_cpu" not in used

@@ -18,6 +18,7 @@ import pytest
 from file_limit import no_file_over
 from moe_exp import records
 from moe_exp.config import Config
+from moe_exp.hosts import device_label
 from moe_exp.metrics import Metrics, console_line, progress_line, setup_logging, validation_lines
 from moe_exp.records import read_metrics
 from moe_exp.run_folder import RunFolder, open_run_folder
@@ -231,6 +232,8 @@ def test_training_time_of_records_that_have_none_and_of_another_runs_checkpoint(
         writer.train(train_record(iteration=30, elapsed_time_per_iteration_ms=100.0))
     assert read_metrics(folder.metrics)[-1]["training_seconds"] == 11.0
     folder.metrics.unlink()
+    # The launcher's, which does not know that training goes on from elsewhere.
+    records.append_event(folder.metrics, "preflight", 0, grade="ok")
     for start_iteration in (1000, 1010):
         with Metrics(config, folder, start_iteration) as writer:
             writer.train(train_record(iteration=start_iteration + 10, elapsed_time_per_iteration_ms=100.0))
@@ -263,7 +266,8 @@ def test_log_of_rank_0(folder: RunFolder, config: Config, clean_logging: None, c
     hello, line, progress = out.splitlines()
     assert hello == "hello" and progress == progress_line(train_record())
     assert line[22:] == EXAMPLE[22:]
-    assert re.fullmatch(rf"\[[-\d]+ [:\d]+\] WARNING {re.escape(socket.gethostname())} rank 0 moe_exp\.train: careful\n", err)
+    place = f"{re.escape(socket.gethostname())} rank 0 {device_label()}"
+    assert re.fullmatch(rf"\[[-\d]+ [:\d]+\] WARNING {place} moe_exp\.train: careful\n", err)
     logged = folder.log.read_text().splitlines()
     assert re.fullmatch(r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] hello", logged[0])
     assert logged[1:] == [err.strip(), line, progress]
@@ -277,6 +281,6 @@ def test_log_of_another_rank(folder: RunFolder, tmp_path: Path, clean_logging: N
     setup_logging(RunFolder(tmp_path / "unseen"), rank=3)
     logging.getLogger("moe_exp.train").error("here too")
     out, err = capsys.readouterr()
-    assert out == "" and f"ERROR {socket.gethostname()} rank 3 moe_exp.train: lost\n" in err and "here too" in err
+    assert out == "" and f"ERROR {socket.gethostname()} rank 3 {device_label()} moe_exp.train: lost\n" in err and "here too" in err
     assert folder.log.read_text() == err.splitlines()[0] + "\n"
     assert not (tmp_path / "unseen").exists()

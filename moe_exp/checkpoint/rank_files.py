@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, cast
@@ -16,6 +15,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from moe_exp.checkpoint.fingerprints import Fingerprints
 from moe_exp.checkpoint.torch_dist import COMMON
 from moe_exp.files import HashedFile
+from moe_exp.hosts import rank_place
 
 
 @dataclass(frozen=True)
@@ -69,4 +69,4 @@ def _write(file: HashedFile, data: Tensor | io.BytesIO) -> None:
 def error_line(error: Exception, rank: int) -> str:
     """An error in a line, with the rank that had it."""
     reason = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
-    return f"rank {rank} on {socket.gethostname()}: {' '.join(reason.split())}"
+    return f"{rank_place(rank)}: {' '.join(reason.split())}"

@@ -1,0 +1,183 @@
+"""Matrix products with known results, and memory that is written and read back: whether a device computes and keeps what it is given."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+_PATTERNS = 4
+_CPU_SIZE, _CUDA_SIZE = 512, 8192
+_TIMED_SECONDS = 0.5
+
+# Each bit of a word is written as 0 and as 1.
+_WORDS = (0x5555555555555555, -0x5555555555555556)
+_ODD = 0x1E3779B97F4A7C15  # each chunk gets another word: an address line that is stuck shows as a chunk with its neighbour's
+_CPU_CHUNK_BYTES, _CUDA_CHUNK_BYTES = 32 << 20, 256 << 20
+
+
+def check_matmul(device: torch.device, dtype: torch.dtype, *, seed: int, size: int = 0) -> dict[str, Any]:
+    """Multiplies matrices whose product is known, and compares every element bit by bit.
+
+    The factors are Sylvester's Hadamard matrices H (H H' = n I, all elements 1 or -1, n a power of two; Sylvester 1867), with rows of
+    the left and columns of the right one in random order and with random signs. So the product is n times a signed permutation, and 0
+    elsewhere. Each partial sum is an integer of at most n, and over a range of a power of two in length and place it is 0 or that length,
+    whichever way the sum is cut into tiles: exact with fp32 accumulation, and every result is exact in fp32, tf32, bf16 and fp16.
+
+    Args:
+        device: of the rank.
+        dtype: of the factors and the product.
+        seed: of orders and signs.
+        size: n; 0: 512 on a CPU, 8192 on a GPU.
+
+    Returns:
+        `wrong`, elements that differ over all patterns; `teraflops`, of the fastest product; `size`.
+    """
+    size = size or (_CUDA_SIZE if device.type == "cuda" else _CPU_SIZE)
+    hadamard = _hadamard(size, device, dtype)
+    generator = torch.Generator().manual_seed(seed)
+    wrong = 0
+    with _full_precision(device):
+        for _ in range(_PATTERNS):
+            rows, columns = (torch.randperm(size, generator=generator).to(device) for _ in range(2))
+            signs_left, signs_right = ((2 * torch.randint(0, 2, (size,), generator=generator) - 1).to(device, dtype) for _ in range(2))
+            left, right = hadamard[rows] * signs_left[:, None], hadamard[:, columns] * signs_right
+            product = left @ right
+            wrong += _num_wrong(product, rows, columns, signs_left, signs_right)
+        best = _fastest_product(left, right, device)
+    return {"wrong": wrong, "teraflops": 2 * size**3 / best / 1e12, "size": size}
+
+
+def _hadamard(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """[n, n], from four copies of the half as large one."""
+    matrix = torch.ones(1, 1, device=device, dtype=dtype)
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix
+
+
+def _num_wrong(product: Tensor, rows: Tensor, columns: Tensor, signs_left: Tensor, signs_right: Tensor) -> int:
+    """Row i of the product has n at the column whose number in the right factor is that of the row in the left one."""
+    size = len(product)
+    place = torch.empty_like(columns)
+    place[columns] = torch.arange(size, device=columns.device)
+    at = place[rows]
+    expected = signs_left * signs_right[at] * size
+    found = product.gather(1, at[:, None])[:, 0]
+    product.scatter_(1, at[:, None], 0)
+    # A NaN is not 0 either.
+    return int((found != expected).sum() + (product != 0).sum())
+
+
+def _fastest_product(left: Tensor, right: Tensor, device: torch.device) -> float:
+    """Seconds of the fastest of many: what else runs on the machine for a moment does not count, a throttled device does."""
+    best, end = math.inf, time.perf_counter() + _TIMED_SECONDS
+    while (start := time.perf_counter()) < end or best == math.inf:
+        left @ right
+        synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+@contextmanager
+def _full_precision(device: torch.device) -> Iterator[None]:
+    """Sums inside a product in fp32, whatever this process allows otherwise."""
+    if device.type != "cuda":
+        yield
+        return
+    settings = torch.backends.cuda.matmul
+    names = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+    before = {name: getattr(settings, name) for name in names}
+    for name in names:
+        setattr(settings, name, False)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(settings, name, value)
+
+
+def check_memory(device: torch.device, num_bytes: int) -> dict[str, Any]:
+    """Fills memory with patterns, all of it before any of it is read back, and compares word by word.
+
+    Args:
+        device: whose memory.
+        num_bytes: how much; as much less as cannot be had.
+
+    Returns:
+        `wrong`, words of 8 bytes that differ; `bytes`, filled; `gigabytes_per_second`, of the fastest pass, written and read.
+    """
+    chunks = _allocated(device, num_bytes)
+    wrong, best = 0, math.inf
+    for word in _WORDS:
+        synchronize(device)
+        start = time.perf_counter()
+        for number, chunk in enumerate(chunks):
+            chunk.fill_(_word(word, number))
+        for number, chunk in enumerate(chunks):
+            wrong += _num_other(chunk, _word(word, number))
+        synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    filled = sum(chunk.nbytes for chunk in chunks)
+    return {"wrong": wrong, "bytes": filled, "gigabytes_per_second": 2 * filled / best / 1e9 if filled else 0.0}
+
+
+def _num_other(chunk: Tensor, word: int) -> int:
+    # One pass without a temporary as large as the chunk; words are counted only where there is something to count.
+    smallest, largest = torch.aminmax(chunk)
+    return 0 if smallest.item() == largest.item() == word else int((chunk != word).sum())
+
+
+def _word(word: int, number: int) -> int:
+    return word ^ (number * _ODD & 0x7FFFFFFFFFFFFFFF)
+
+
+def _allocated(device: torch.device, num_bytes: int) -> list[Tensor]:
+    chunk_bytes = _CUDA_CHUNK_BYTES if device.type == "cuda" else _CPU_CHUNK_BYTES
+    chunks = []
+    for _ in range(num_bytes // chunk_bytes):
+        try:
+            chunks.append(torch.empty(chunk_bytes // 8, dtype=torch.int64, device=device))
+        except (torch.OutOfMemoryError, MemoryError, RuntimeError):
+            break  # somebody else has taken it meanwhile
+    return chunks
+
+
+_DEVICE_SHARE = 0.9  # of what is free on the GPU
+_HOST_SHARE, _HOST_CAP_BYTES = 0.2, 1 << 30  # of what is free on the host, over its ranks
+
+
+def bytes_to_fill(device: torch.device, num_ranks: int) -> int:
+    """How much memory a rank checks: 90% of the free memory of its GPU; of a host's 20%, at most 1 GiB, shared by its ranks."""
+    if device.type == "cuda":
+        return int(_DEVICE_SHARE * torch.cuda.mem_get_info(device)[0])
+    return int(min(_HOST_CAP_BYTES, _HOST_SHARE * free_host_bytes()) / num_ranks)
+
+
+def free_host_bytes() -> int:
+    """Memory that this host, or the container around this process, can still give."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for line in Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []:
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
+    if limit.exists() and used.exists() and limit.read_text().strip() != "max":
+        free = min(free, int(limit.read_text()) - int(used.read_text()))
+    # /dev/shm is memory as well, and filling it would be felt by whoever uses it.
+    return max(0, free - (shutil.disk_usage("/dev/shm").used if Path("/dev/shm").is_dir() else 0))
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,170 @@
+"""How fast ranks reach each other, point-to-point, by all-reduce and by all-to-all, and whether what arrives is what was sent.
+
+Rates are those of nccl-tests (doc/PERFORMANCE.md): for n ranks and S bytes per rank in t seconds, all-reduce 2 (n-1)/n S/t, all-to-all
+(n-1)/n S/t, point-to-point S/t in each direction; they do not depend on n where the links are the limit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from moe_exp.preflight.device_checks import synchronize
+
+_PROBE_BYTES = 128 << 10
+_LARGEST_BYTES = {"cuda": 128 << 20, "cpu": 8 << 20}
+_TRANSFER_SECONDS = 0.02  # that one transfer should take
+_KIND_SECONDS = 0.6  # and all of a kind, of which the fastest counts
+_FEWEST, _MOST = 3, 30
+_LATENCY_REPEATS = 30
+
+
+class LinkError(RuntimeError):
+    """What arrived is not what was sent."""
+
+
+@contextmanager
+def process_group(store: Store, ranks: Sequence[int], rank: int, device: torch.device, timeout: timedelta) -> Iterator[None]:
+    """Some ranks as the default process group of the block.
+
+    Not a subgroup of all: that would first need a group of all ranks, which one bad link keeps from coming about, and torch's names of
+    subgroups differ between ranks that were in different numbers of them.
+
+    Args:
+        store: of this group alone.
+        ranks: the job's numbers of its ranks.
+        rank: of them this one.
+        device: of this rank.
+        timeout: of everything that is done in the group.
+    """
+    of_gpu = device if device.type == "cuda" else None  # NCCL connects at once where it knows the device
+    backend = "nccl" if of_gpu else "gloo"
+    place = list(ranks).index(rank)
+    dist.init_process_group(backend, store=store, rank=place, world_size=len(ranks), timeout=timeout, device_id=of_gpu)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def measure_group(ranks: Sequence[int], device: torch.device, twin: int | None = None) -> dict[str, float]:
+    """Latency and rates inside the default process group; called by all of its ranks at the same time.
+
+    Args:
+        ranks: the job's numbers of its ranks, two or more.
+        device: of this rank.
+        twin: of these numbers the one that this rank exchanges messages with; None: it does not.
+
+    Returns:
+        `latency_us`, of an all-reduce of 8 bytes; `all_reduce`, `all_to_all` and, with a twin, `point_to_point` in GB/s; the best of some.
+
+    Raises:
+        LinkError: a result is wrong.
+        RuntimeError: the other ranks do not answer.
+    """
+    size, rank = dist.get_world_size(), dist.get_rank()
+    small = torch.zeros(1, dtype=torch.float64, device=device)
+    latency = min(_seconds(lambda: dist.all_reduce(small), device) for _ in range(_LATENCY_REPEATS))
+    num_bytes, repeats = _affordable(device, size)
+    sent, expected = _numbered(num_bytes, size, rank, device)
+    swap = torch.empty_like(sent)
+    exchange_seconds = _best(lambda: dist.all_to_all_single(swap, sent), device, repeats)
+    _compare(swap, expected, "all-to-all", ranks)
+    reduce_seconds = _check_all_reduce(num_bytes, device, repeats)
+    rates = {
+        "latency_us": latency * 1e6,
+        "all_reduce": 2 * (size - 1) / size * num_bytes / reduce_seconds / 1e9,
+        "all_to_all": (size - 1) / size * num_bytes / exchange_seconds / 1e9,
+    }
+    if twin is not None:
+        rates["point_to_point"] = num_bytes / _swap(sent, swap, ranks, twin, device, repeats) / 1e9
+    return rates
+
+
+def _affordable(device: torch.device, size: int) -> tuple[int, int]:
+    """Bytes and repeats of transfers that are short enough on this group's links, the same on all of its ranks."""
+    probe = torch.zeros(_PROBE_BYTES // 4 // size * size, device=device)
+    taken = _best(lambda: dist.all_to_all_single(torch.empty_like(probe), probe), device, _FEWEST)
+    slowest = torch.tensor([taken], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    seconds = max(1e-6, slowest.item())
+    unit = 8 * size
+    wanted = int(_PROBE_BYTES * _TRANSFER_SECONDS / seconds)
+    num_bytes = max(_PROBE_BYTES, min(_LARGEST_BYTES[device.type], wanted)) // unit * unit
+    return num_bytes, max(_FEWEST, min(_MOST, int(_KIND_SECONDS / (seconds * num_bytes / _PROBE_BYTES))))
+
+
+def _numbered(num_bytes: int, size: int, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What a rank sends, in which each word tells sender, receiver and place, and what has to arrive."""
+    count = num_bytes // 8 // size
+    place = torch.arange(count, device=device)
+    others = torch.arange(size, device=device)[:, None]
+    sent = (place + (rank * size + others) * count).flatten()
+    return sent, (place + (others * size + rank) * count).flatten()
+
+
+def _compare(found: Tensor, expected: Tensor, what: str, ranks: Sequence[int]) -> None:
+    wrong = (found != expected).view(len(ranks), -1).sum(1)
+    senders = [ranks[index] for index in wrong.nonzero().flatten().tolist()]
+    if senders:
+        raise LinkError(f"{what}: {int(wrong.sum())} words of 8 bytes from rank {', '.join(map(str, senders))} are wrong")
+
+
+def _check_all_reduce(num_bytes: int, device: torch.device, repeats: int) -> float:
+    """Seconds of an all-reduce of integers, whose sum is exact in whatever order."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    pattern = torch.arange(num_bytes // 4, device=device).remainder_(1021).float()
+    best = float("inf")
+    for _ in range(repeats):
+        total = pattern * (rank + 1)
+        best = min(best, _seconds(lambda: dist.all_reduce(total), device))  # noqa: B023  # called at once
+        if wrong := int((total != pattern * (size * (size + 1) / 2)).sum()):
+            raise LinkError(f"all-reduce: {wrong} sums are wrong")
+    return best
+
+
+def _swap(sent: Tensor, arrived: Tensor, ranks: Sequence[int], twin: int, device: torch.device, repeats: int) -> float:
+    """Seconds in which this rank and its twin send each other `sent`, as large on both."""
+    peer, place = list(ranks).index(twin), torch.arange(len(sent), device=device)
+    mine = place + dist.get_rank()
+
+    def swap() -> None:
+        operations = [dist.P2POp(dist.isend, mine, peer), dist.P2POp(dist.irecv, arrived, peer)]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+    best = _best(swap, device, repeats)
+    if wrong := int((arrived != place + peer).sum()):
+        raise LinkError(f"point-to-point: {wrong} words of 8 bytes from rank {twin} are wrong")
+    return best
+
+
+def _best(action: Callable[[], object], device: torch.device, repeats: int) -> float:
+    return min(_seconds(action, device) for _ in range(repeats))
+
+
+def _seconds(action: Callable[[], object], device: torch.device) -> float:
+    synchronize(device)
+    start = time.perf_counter()
+    action()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def twin_of(rank: int, mine: Sequence[int], theirs: Sequence[int]) -> int:
+    """The rank at the same place among the partner's."""
+    return theirs[list(mine).index(rank)]
+
+
+def described(error: Exception) -> dict[str, Any]:
+    """An error as a measurement: `wrong` results say that data were damaged, anything else that nobody answered."""
+    kind = "wrong" if isinstance(error, LinkError) else "error"
+    return {kind: " ".join(str(error).split())[:300]}

@@ -1,0 +1,185 @@
+"""The preflight of one node, called by its launcher before training and by `moe-exp watch preflight`; every node calls it.
+
+1. The nodes meet (`roll_call.py`): who does not come within PREFLIGHT_TIMEOUT is named, and that is all that can be said.
+2. Each opens a connection to the others (`reach.py`): a node that cannot be reached is named, before process groups hang on it.
+3. Clocks, disks, shared memory, versions, nvidia-smi, the kernel's messages (`host_facts.py`, `gpu_health.py`).
+4. The ranks run under torchrun (`preflight_rank.py`): arithmetic, memory, links; each writes a file, whatever becomes of the others.
+5. The nodes exchange what they have, and each comes to the same verdict (`verdicts.py`).
+
+No torch: it is the launcher's process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from moe_exp.config import Config, problem
+from moe_exp.hosts import count_gpus
+from moe_exp.launch import child_environment, children_of, end_with_parent, module_arguments, torchrun_command
+from moe_exp.planner.params import checkpoint_bytes
+from moe_exp.preflight.gpu_health import query_gpus
+from moe_exp.preflight.host_facts import host_facts, planned_hosts
+from moe_exp.preflight.pairing import rounds_of_pairs
+from moe_exp.preflight.reach import Door, data_address, unreached
+from moe_exp.preflight.roll_call import Nodes, NotReached, Server
+from moe_exp.preflight.steps import RESULTS_FOLDER, read_rank
+from moe_exp.preflight.verdicts import Finding, NodeVerdict, Verdict, blame_pairs, judge
+from moe_exp.progress import progress_of
+
+MODULE = "moe_exp.preflight.preflight_rank"
+_RANKS_SECONDS = 150.0  # for all steps of the ranks, with time-outs in some of them; without any it is a fraction of that
+_REACH_SECONDS = 30.0
+_END_SECONDS = 10.0
+
+
+def preflight(config: Config, flags: Mapping[str, Any], *, hosts: str = "") -> Verdict:
+    """Checks the nodes of a job; called on each of them with the same settings but NODE_RANK.
+
+    Args:
+        config: settings of the launch, DTYPE and RUN_DIR.
+        flags: those of the command line, which ranks resolve again.
+        hosts: names of the nodes in SLURM's form by NODE_RANK, for those that do not come; SLURM_JOB_NODELIST by default.
+
+    Returns:
+        The verdict, on each node the same.
+
+    Raises:
+        ValueError: node 0 cannot be reached, MASTER_PORT is taken, or the settings of the nodes do not fit.
+    """
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(contextlib.closing(_server(config))) if config.node_rank == 0 else None
+        seconds = float(config.preflight_timeout)
+        nodes = Nodes(config.master_addr, config.master_port, node=config.node_rank, num_nodes=config.nnodes, seconds=seconds)
+        stack.enter_context(contextlib.closing(nodes))
+        door = stack.enter_context(contextlib.closing(Door()))
+        here = {"host": socket.gethostname(), "address": data_address() or nodes.address, "port": door.port}
+        came = nodes.meet("hello", here, seconds)
+        if server:
+            server.stop_listening()
+        if config.node_rank not in came:
+            raise NotReached(
+                f"NODE_RANK={config.node_rank}: {here['host']} came after the others had stopped waiting. Fix: start the job again."
+            )
+        if len(came) < config.nnodes:
+            return _not_there(config, came, planned_hosts(config.nnodes, hosts))
+        lost = nodes.meet("reach", unreached(config.node_rank, {n: (o["address"], o["port"]) for n, o in came.items()}), _REACH_SECONDS)
+        if any(lost.values()) or len(lost) < config.nnodes:
+            return _not_reached(came, lost)
+        clock = nodes.clock_offset() if config.node_rank else (0.0, 0.0)
+        report = {"host": here["host"], "clock": clock, **_facts(config), "ranks": run_ranks(config, flags)}
+        reports = nodes.meet("report", report, _RANKS_SECONDS + _END_SECONDS)
+    saves = config.save_at_end or config.save_interval
+    verdict = judge(reports, slow=config.preflight_slow, needed_bytes=checkpoint_bytes(config) if saves else 0)
+    for node in sorted(set(came) - set(reports)):
+        verdict.nodes.append(NodeVerdict(node, came[node]["host"], [Finding("failed", "went away during the checks")]))
+    return verdict
+
+
+def _server(config: Config) -> Server:
+    try:
+        return Server(config.master_port, config.nnodes)
+    except OSError as error:
+        rule = f"cannot be listened on ({error.strerror or error})"
+        raise ValueError(problem("master_port", config.master_port, rule, "set MASTER_PORT to a free port")) from None
+
+
+def _facts(config: Config) -> dict[str, Any]:
+    gpus, gpu_problem = query_gpus() if count_gpus() else ([], "")
+    return {**host_facts(Path(config.run_dir)), "gpus": gpus, "gpu_problem": gpu_problem}
+
+
+def _not_there(config: Config, came: Mapping[int, Mapping[str, Any]], names: list[str]) -> Verdict:
+    """Who has come is not to blame, and nothing else is known."""
+    verdict = Verdict([NodeVerdict(node, str(found["host"])) for node, found in sorted(came.items())])
+    for node in sorted(set(range(config.nnodes)) - set(came)):
+        text = f"did not come within PREFLIGHT_TIMEOUT={config.preflight_timeout} s"
+        verdict.nodes.append(NodeVerdict(node, names[node] if names else "", [Finding("failed", text)]))
+    return verdict
+
+
+def _not_reached(came: Mapping[int, Mapping[str, Any]], lost: Mapping[int, Mapping[str, str]]) -> Verdict:
+    verdict = Verdict([NodeVerdict(node, str(found["host"])) for node, found in sorted(came.items())])
+    for named in verdict.nodes:
+        if named.node not in lost:
+            named.findings.append(Finding("failed", "went away during the checks"))
+    failed = {(min(node, int(peer)), max(node, int(peer))): reason for node, peers in lost.items() for peer, reason in peers.items()}
+    blame_pairs(verdict, failed, "has no connection")
+    return verdict
+
+
+def run_ranks(config: Config, flags: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Runs the ranks of this node, for a limited time, and returns what they have found, in order of rank."""
+    first = config.node_rank * config.gpus_per_node
+    ranks = range(first, first + config.gpus_per_node)
+    with tempfile.TemporaryDirectory(prefix="moe_exp_preflight_") as name:
+        folder = Path(name)
+        environ = {**child_environment(config), **_NCCL, RESULTS_FOLDER: name}
+        with (folder / "log").open("wb") as log, _showing(config, folder, first):
+            timed_out = _run(torchrun_command(config, module_arguments(flags), MODULE), environ, log)
+        printed = (folder / "log").read_text(encoding="utf-8", errors="replace").splitlines()
+        return [_rank_report(folder, rank, timed_out=timed_out, printed=printed) for rank in ranks]
+
+
+# A collective that does not end has to raise in the rank that waits for it; torch would end the process instead.
+_NCCL = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+
+def _run(command: list[str], environ: Mapping[str, str], log: Any) -> bool:
+    """Whether it had to be ended because its time was over."""
+    torchrun = subprocess.Popen(
+        command, env=dict(environ), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, preexec_fn=end_with_parent
+    )
+    try:
+        torchrun.wait(_RANKS_SECONDS)
+        return False
+    except subprocess.TimeoutExpired:
+        return True
+    finally:
+        if torchrun.poll() is None:
+            for pid in [torchrun.pid, *children_of(torchrun.pid)]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            torchrun.wait()
+
+
+@contextlib.contextmanager
+def _showing(config: Config, folder: Path, rank: int) -> Iterator[None]:
+    """How far the first rank of node 0 is."""
+    if config.node_rank:
+        yield
+        return
+    units = config.nnodes if config.nnodes > 1 else config.world_size
+    links = 1 + (config.nnodes > 1 and config.gpus_per_node > 1) + len(rounds_of_pairs(units)) + 2 if config.world_size > 1 else 0
+    with progress_of(lambda: 1 + read_rank(folder, rank).get("steps_done", -1), "preflight", 3 + links, unit="steps"):
+        yield
+
+
+def _rank_report(folder: Path, rank: int, *, timed_out: bool, printed: list[str]) -> dict[str, Any]:
+    found = {"rank": rank, "device": "no device yet", "step": "start", "pairs": []} | read_rank(folder, rank)
+    if found["step"] != "done" and not found.get("error"):
+        errors = [line.strip() for line in printed if "Error" in line and "ChildFailedError" not in line] or printed[-1:]
+        why = (
+            f"did not end in {_RANKS_SECONDS:.0f} s"
+            if timed_out
+            else f"ended there ({errors[0][:200] if errors else 'nothing was printed'})"
+        )
+        found |= {"error": why, "died": True}
+    return found
+
+
+def wait_for_port(config: Config, seconds: float = 5.0) -> None:
+    """Returns when torchrun can have MASTER_PORT of node 0."""
+    deadline = time.monotonic() + seconds
+    while config.node_rank == 0 and time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_server(("", config.master_port)):
+            return
+        time.sleep(0.1)

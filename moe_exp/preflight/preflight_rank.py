@@ -1,0 +1,171 @@
+"""What each rank of the preflight does, started by torchrun: its device alone, then the links, step by step; the results are a file.
+
+No step of one rank may keep the others for long: process groups have short timeouts, ranks wait for each other at torch's store and not
+in a collective, and what is known so far is on the disk before each step. `node.py` reads the files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from moe_exp.config import Config, add_arguments, load_config
+from moe_exp.files import write_json
+from moe_exp.hosts import device_label
+from moe_exp.preflight.device_checks import DTYPES, bytes_to_fill, check_matmul, check_memory
+from moe_exp.preflight.link_checks import described, measure_group, process_group, twin_of
+from moe_exp.preflight.pairing import rounds_of_pairs
+from moe_exp.preflight.steps import RESULTS_FOLDER, rank_file
+
+_LINK_TIMEOUT = datetime.timedelta(seconds=20)
+_STEP_TIMEOUT = datetime.timedelta(seconds=60)  # that the other ranks may be behind
+_JOIN_TIMEOUT = datetime.timedelta(seconds=60)
+
+
+class _Results:
+    """This rank's results, on the disk from the start of each step."""
+
+    def __init__(self, rank: int):
+        self._begun = time.monotonic()
+        self._path = rank_file(Path(os.environ[RESULTS_FOLDER]), rank)
+        self.values: dict[str, Any] = {
+            "rank": rank,
+            "host": socket.gethostname(),
+            "device": device_label(),
+            "step": "start",
+            "steps_done": -1,
+            "seconds": {},
+            "pairs": [],
+        }
+
+    def begin(self, step: str) -> None:
+        now = time.monotonic()
+        self.values["seconds"][self.values["step"]] = round(now - self._begun, 3)
+        self.values |= {"step": step, "steps_done": self.values["steps_done"] + 1}
+        self._begun = now
+        self.write()
+
+    def write(self) -> None:
+        write_json(self._path, self.values)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs all steps with the settings of the environment and of `argv`."""
+    parser = argparse.ArgumentParser(prog="python -m moe_exp.preflight.preflight_rank")
+    add_arguments(parser)
+    config = load_config(vars(parser.parse_args(argv)))
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    results = _Results(rank)
+    try:
+        check_device(config, results, local_rank)
+        check_links(config, results, rank, local_rank)
+        results.begin("done")
+    except Exception as error:  # whatever it is: it is the finding
+        results.values["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+    results.write()
+    sys.stdout.flush()
+    # Without the clean-up of process groups, which waits for ranks that may be gone. Not 1, at which torchrun would end the other ranks.
+    os._exit(0)
+
+
+def _device(local_rank: int) -> torch.device:
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank)
+        return torch.device("cuda", local_rank)
+    return torch.device("cpu")
+
+
+def check_device(config: Config, results: _Results, local_rank: int) -> None:
+    """Arithmetic and memory of this rank's device, and on a GPU host of the host's memory as well."""
+    results.begin("matmul")
+    device = _device(local_rank)
+    torch.set_num_threads(config.threads_per_rank or 1)
+    results.values["matmul"] = check_matmul(device, DTYPES[config.dtype], seed=results.values["rank"])
+    results.begin("memory")
+    results.values["memory"] = check_memory(device, bytes_to_fill(device, config.gpus_per_node))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        host = torch.device("cpu")
+        results.values["host_memory"] = check_memory(host, bytes_to_fill(host, config.gpus_per_node))
+
+
+def check_links(config: Config, results: _Results, rank: int, local_rank: int) -> None:
+    """Inside the node, in pairs of nodes (of ranks, where there is one node), and over all ranks."""
+    if config.world_size == 1:
+        return
+    results.begin("join")
+    store, _, _ = next(rendezvous("env://", timeout=_JOIN_TIMEOUT))
+    links = _Links(store, results, rank, _device(local_rank), config.world_size)
+    units = _units(config)
+    mine = next(number for number, ranks in enumerate(units) if rank in ranks)
+    if len(units[mine]) > 1:
+        results.values["node"] = links.measure("node", f"node {mine}", units[mine])
+    for number, pairs in enumerate(rounds_of_pairs(len(units)), start=1):
+        partner = next((pair[1 - pair.index(mine)] for pair in pairs if mine in pair), None)
+        if partner is None:
+            links.meet(f"pairs {number}")
+            continue
+        ranks, twin = sorted([*units[mine], *units[partner]]), twin_of(rank, units[mine], units[partner])
+        found = links.measure(f"pairs {number}", f"pair {min(mine, partner)}-{max(mine, partner)}", ranks, twin)
+        results.values["pairs"].append({"partner": partner, **found})
+    if not links.have_failed():
+        results.values["all_ranks"] = links.measure("all ranks", "all ranks", range(config.world_size))
+
+
+class _Links:
+    """Measures groups of ranks one after another; between them ranks wait at the store, which answers even where a collective does not."""
+
+    def __init__(self, store: Store, results: _Results, rank: int, device: torch.device, num_ranks: int):
+        self._store, self._results = PrefixStore("preflight", store), results
+        self._rank, self._device, self._num_ranks = rank, device, num_ranks
+
+    def meet(self, step: str) -> None:
+        """Begins a step when all ranks are there.
+
+        Raises:
+            RuntimeError: they do not come.
+        """
+        self._results.begin(step)
+        if self._store.add(step, 1) == self._num_ranks:
+            self._store.set(f"{step}/all", "")
+        self._store.wait([f"{step}/all"], _STEP_TIMEOUT)
+
+    def measure(self, step: str, name: str, ranks: Sequence[int], twin: int | None = None) -> dict[str, Any]:
+        """What `measure_group` finds, or why it could not: one bad link is a result, and the other links are still to be measured."""
+        self.meet(step)
+        store = PrefixStore(name, self._store)
+        try:
+            with process_group(store, ranks, self._rank, self._device, _LINK_TIMEOUT):
+                found = measure_group(ranks, self._device, twin)
+                dist.barrier()  # whoever leaves earlier takes connections with it that others still use
+                return found
+        except Exception as error:
+            self._store.add("failures", 1)
+            return described(error)
+
+    def have_failed(self) -> bool:
+        """Whether a group of this or another rank has failed; called by every rank, after the last of them has been measured."""
+        self.meet("links")
+        return self._store.add("failures", 0) > 0
+
+
+def _units(config: Config) -> list[list[int]]:
+    """Ranks of each node; where there is one node, each rank by itself."""
+    size = config.gpus_per_node if config.nnodes > 1 else 1
+    return [list(range(first, first + size)) for first in range(0, config.world_size, size)]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""How the nodes of a job meet before torch is there: node 0 answers on MASTER_PORT, in lines of JSON.
+
+Everything is one question, `meet`: each node gives a value and gets those of all that came, the same on every node. Whoever does not come
+in time is known by that, where a collective would only hang. The port is free again once all have said hello, for torchrun.
+No torch: the launchers of the nodes call this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+_RETRY_SECONDS = 0.2
+_PATIENCE_SECONDS = 20.0  # of a client on top of what it asked the server to wait
+_CLOCK_ROUNDS = 9
+
+
+class NotReached(ValueError):
+    """Node 0 cannot be reached, or does not answer."""
+
+
+@dataclass
+class _Meeting:
+    values: dict[int, Any] = field(default_factory=dict)
+    deadline: float = 0.0
+    result: dict[int, Any] | None = None  # what all get, from the moment that the first gets it
+
+
+class Server:
+    """Node 0's side.
+
+    Args:
+        port: to listen on.
+        num_nodes: that are expected.
+
+    Raises:
+        OSError: the port cannot be had.
+    """
+
+    def __init__(self, port: int, num_nodes: int):
+        self._num_nodes = num_nodes
+        self._changed = threading.Condition()
+        self._meetings: dict[str, _Meeting] = {}
+        self._hosts: dict[int, str] = {}
+        self._gone: set[int] = set()
+        self._threads: list[threading.Thread] = []
+        self._listener = socket.create_server(("", port), backlog=max(128, num_nodes), reuse_port=False)
+        threading.Thread(target=self._accept, name="roll call", daemon=True).start()
+
+    def stop_listening(self) -> None:
+        """Frees the port for others; who is connected stays so."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
+        self._listener.close()
+
+    def close(self, seconds: float = 10.0) -> None:
+        """Waits until the nodes have hung up, so that all have their answers."""
+        self.stop_listening()
+        deadline = time.monotonic() + seconds
+        for thread in list(self._threads):
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, address = self._listener.accept()
+            except OSError:
+                return
+            thread = threading.Thread(target=self._serve, args=(connection, address[0]), daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _serve(self, connection: socket.socket, address: str) -> None:
+        node = None
+        with connection, connection.makefile("rw", encoding="utf-8") as lines:
+            try:
+                for line in lines:
+                    question = json.loads(line)
+                    if question["ask"] == "join":
+                        answer, node = self._join(question, address)
+                    else:
+                        answer = {"time": time.time()} if question["ask"] == "time" else self._meet(node, question)
+                    lines.write(json.dumps(answer) + "\n")
+                    lines.flush()
+            except (OSError, ValueError, KeyError, TypeError):
+                pass  # it hung up, or is no node of ours
+        with self._changed:
+            if node is not None:
+                self._gone.add(node)
+            self._changed.notify_all()
+
+    def _join(self, question: dict[str, Any], address: str) -> tuple[dict[str, Any], int | None]:
+        node, host = int(question["node"]), str(question["host"])
+        with self._changed:
+            if question["num_nodes"] != self._num_nodes:
+                rule = f"node 0 has NNODES={self._num_nodes}"
+                return {"error": f"NNODES={question['num_nodes']}: {rule}. Fix: give all nodes the same."}, None
+            if node in self._hosts:
+                rule = f"{self._hosts[node]} has the same"
+                return {"error": f"NODE_RANK={node}: {rule}. Fix: give every node a number of its own, from 0."}, None
+            self._hosts[node] = host
+        return {"address": address}, node
+
+    def _meet(self, node: int | None, question: dict[str, Any]) -> dict[str, Any]:
+        if node is None:
+            raise ValueError("a question before joining")
+        with self._changed:
+            meeting = self._meetings.setdefault(question["what"], _Meeting())
+            meeting.deadline = meeting.deadline or time.monotonic() + question["seconds"]
+            if meeting.result is None:
+                meeting.values[node] = question["value"]
+            self._changed.notify_all()
+            while meeting.result is None:
+                left = meeting.deadline - time.monotonic()
+                if left <= 0 or not set(range(self._num_nodes)) - set(meeting.values) - self._gone:
+                    meeting.result = dict(sorted(meeting.values.items()))
+                    self._changed.notify_all()
+                else:
+                    self._changed.wait(left)
+            return {"values": meeting.result}
+
+
+class Nodes:
+    """A node's side: the connection to node 0.
+
+    Args:
+        host: MASTER_ADDR.
+        port: MASTER_PORT.
+        node: number of this node.
+        num_nodes: of the job.
+        seconds: that node 0 has to come.
+
+    Raises:
+        NotReached: node 0 did not answer in that time.
+        ValueError: it answered that the settings of the nodes do not fit.
+    """
+
+    def __init__(self, host: str, port: int, *, node: int, num_nodes: int, seconds: float):
+        self._place = f"MASTER_ADDR={host}: {socket.gethostname()} (node {node})"
+        self._socket = self._connect(host, port, seconds)
+        self._lines = self._socket.makefile("rw", encoding="utf-8")
+        answer = self._ask({"ask": "join", "node": node, "num_nodes": num_nodes, "host": socket.gethostname()}, seconds)
+        if "error" in answer:
+            self.close()
+            raise ValueError(answer["error"])
+        self.address = str(answer["address"]) if node else host  # that others find this node at
+
+    def _connect(self, host: str, port: int, seconds: float) -> socket.socket:
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                return socket.create_connection((host, port), timeout=max(1.0, deadline - time.monotonic()))
+            except OSError as error:
+                if time.monotonic() + _RETRY_SECONDS >= deadline:
+                    reason = error.strerror or str(error)
+                    fix = "see that node 0 has started with the same PREFLIGHT, and that its port can be reached from here"
+                    raise NotReached(f"{self._place} cannot reach port {port} there in {seconds:.0f} s ({reason}). Fix: {fix}.") from None
+                time.sleep(_RETRY_SECONDS)
+
+    def meet(self, what: str, value: Any, seconds: float) -> dict[int, Any]:
+        """All values that came, by node; called by every node.
+
+        Args:
+            what: name of the meeting, another one each time.
+            value: this node's, as JSON has it.
+            seconds: from the first that comes; who comes later is left out, and sees by that that it came too late.
+
+        Raises:
+            NotReached: node 0 went away.
+        """
+        answer = self._ask({"ask": "meet", "what": what, "value": value, "seconds": seconds}, seconds + _PATIENCE_SECONDS)
+        return {int(node): found for node, found in answer["values"].items()}
+
+    def clock_offset(self, clock: Callable[[], float] = time.time) -> tuple[float, float]:
+        """Seconds that node 0's clock is ahead of this one, and how far off that may be.
+
+        As NTP does it (RFC 5905, section 8): with the question sent at t0 and the answer back at t3, node 0 looked at its clock at
+        (t0 + t3) / 2, give or take half the round trip; the shortest of some round trips says most.
+        """
+        rounds = []
+        for _ in range(_CLOCK_ROUNDS):
+            start, before = time.perf_counter(), clock()
+            there = self._ask({"ask": "time"}, _PATIENCE_SECONDS)["time"]
+            trip = time.perf_counter() - start
+            rounds.append((trip, there - before - trip / 2))
+        trip, offset = min(rounds)
+        return offset, trip / 2
+
+    def close(self) -> None:
+        """Hangs up."""
+        with contextlib.suppress(OSError):  # what could not be sent is lost
+            self._lines.close()
+        self._socket.close()
+
+    def _ask(self, question: dict[str, Any], seconds: float) -> dict[str, Any]:
+        self._socket.settimeout(seconds)
+        try:
+            self._lines.write(json.dumps(question) + "\n")
+            self._lines.flush()
+            line = self._lines.readline()
+            if not line:
+                raise ConnectionError("it hung up")
+            return dict(json.loads(line))
+        except (OSError, ValueError) as error:
+            self.close()
+            raise NotReached(f"{self._place} gets no answer from node 0 any more ({error}). Fix: see what node 0 says.") from None

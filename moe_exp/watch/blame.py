@@ -1,0 +1,130 @@
+"""Which node, rank and device the errors in logs come from, causes before consequences. No torch.
+
+Logs may be those of ranks, of srun (with `%N` in their names), of NCCL, or the kernel's (dmesg, syslog).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from moe_exp.watch.known_faults import CAUSES, Fault, recognised
+from moe_exp.watch.log_lines import Origin, origin, origin_of_file
+
+_LOGS = (".log", ".out", ".err", ".txt")
+_NO_LOGS = {"checkpoints", "tensorboard", "wandb"}
+
+
+@dataclass(frozen=True)
+class Blame:
+    """One kind of fault of one host, rank and device.
+
+    Args:
+        fault: what it is.
+        where: host, rank, device; the time is that of the first.
+        count: how often.
+        last: time of the last, or ''.
+        line: the first line.
+    """
+
+    fault: Fault
+    where: Origin
+    count: int
+    last: str
+    line: str
+
+
+def log_files(paths: Iterable[Path]) -> list[Path]:
+    """Files as they are, and of folders, such as those of runs, what looks like logs.
+
+    Raises:
+        ValueError: a path is not there, or a folder has no logs.
+    """
+    found: list[Path] = []
+    for path in paths:
+        if path.is_file():
+            found.append(path)
+            continue
+        if not path.is_dir():
+            raise ValueError(f"{path}: is not there. Fix: give log files, or the folder of a run.")
+        inside = [file for file in sorted(path.rglob("*")) if file.suffix in _LOGS and file.is_file()]
+        inside = [file for file in inside if not _NO_LOGS & set(file.relative_to(path).parts)]
+        if not inside:
+            raise ValueError(f"{path}: has no logs ({', '.join(_LOGS)}). Fix: give log files, or the folder of a run.")
+        found += inside
+    return list(dict.fromkeys(found))
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A line that says something: of a fault, or with None which host and device a rank has."""
+
+    fault: Fault | None
+    where: Origin
+    line: str = ""
+
+
+def blame(files: Iterable[Path]) -> list[Blame]:
+    """All faults in some logs, gathered by kind, host, rank and device; causes first, then by time."""
+    seen: list[tuple[Seen, Origin]] = []
+    for path in files:
+        of_file = origin_of_file(path)
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            seen += [(one, of_file) for one in recognised_lines(lines)]
+    return gathered(seen)
+
+
+def recognised_lines(lines: Iterable[str]) -> Iterator[Seen]:
+    """The lines of a log that say something. A line without a time has that of the line before: a traceback has none."""
+    time = ""
+    for line in lines:
+        fault, here = recognised(line), origin(line)
+        time = here.time or time
+        if fault or (here.host and here.rank):
+            yield Seen(fault, replace(here, time=time), line.strip()[:300])
+
+
+def gathered(seen: Sequence[tuple[Seen, Origin]]) -> list[Blame]:
+    """The same faults of the same place as one.
+
+    What a line does not say of its host, rank and device is filled in from lines that say it of the same rank, then from the file's name.
+    """
+    places: dict[str, Origin] = {}
+    for one, _ in seen:
+        if one.where.host and one.where.rank and (one.where.device or one.where.rank not in places):
+            places[one.where.rank] = one.where
+    found: dict[tuple[Fault, str, str, str], Blame] = {}
+    for one, of_file in seen:
+        if one.fault is None:
+            continue
+        where = one.where.completed(of_file if one.where.host == "" and one.where.rank == "" else Origin())
+        where = where.completed(places.get(where.rank, Origin())).completed(of_file)
+        key = (one.fault, where.host, where.rank, where.device)
+        before = found.get(key)
+        if before is None:
+            found[key] = Blame(one.fault, where, 1, where.time, one.line)
+        else:
+            found[key] = replace(before, count=before.count + 1, last=where.time or before.last)
+    return sorted(found.values(), key=lambda one: (CAUSES.index(one.fault.cause), one.where.time or "~", one.where.host))
+
+
+def hosts_to_exclude(found: Iterable[Blame]) -> dict[str, str]:
+    """Hosts with faults of hardware, driver or link, each with the first reason."""
+    hosts: dict[str, str] = {}
+    for one in found:
+        if one.fault.excludes and one.where.host:
+            hosts.setdefault(one.where.host, _described(one))
+    return hosts
+
+
+def hardware_faults(lines: Iterable[str]) -> list[str]:
+    """Faults of the hardware in kernel messages of this host, a line each."""
+    found = gathered([(one, Origin()) for one in recognised_lines(lines)])
+    return [_described(one) for one in found if one.fault.excludes]
+
+
+def _described(one: Blame) -> str:
+    where = f" on {one.where.device}" if one.where.device else ""
+    times = "once" if one.count == 1 else f"{one.count} times"
+    return f"{one.fault.name}{where}, {times}" + (f", last {one.last}" if one.last else "")

@@ -1,0 +1,106 @@
+"""Where a line of a log comes from: host, rank, device and time, as far as the line or the name of its file says it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Empty: not known.
+
+    Args:
+        host: name.
+        rank: number as text.
+        device: `cuda:3`, or its place on the bus, `0000:c1:00`.
+        time: `11-22 03:14:07`, or since boot `12345.7 s`.
+    """
+
+    host: str = ""
+    rank: str = ""
+    device: str = ""
+    time: str = ""
+
+    def completed(self, other: Origin) -> Origin:
+        """This one, with what it lacks from `other`."""
+        return Origin(self.host or other.host, self.rank or other.rank, self.device or other.device, self.time or other.time)
+
+
+_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
+_CLOCK = r"(?P<clock>\d\d:\d\d:\d\d)"
+_TIMES = (
+    re.compile(rf"\b\d{{4}}-(?P<month>\d\d)-(?P<day>\d\d)[ T]{_CLOCK}"),  # ours, ISO 8601
+    re.compile(rf"\b(?P<name>{'|'.join(_MONTHS)}) +(?P<day>\d{{1,2}}) {_CLOCK}"),  # syslog, dmesg -T
+    re.compile(rf"\[[EWIF](?P<month>\d\d?)(?P<day>\d\d) {_CLOCK}"),  # glog, as torch has it; it leaves out a leading 0
+)
+_SINCE_BOOT = re.compile(r"^\s*(?:<\d+>)?\[\s*(\d+\.\d)\d*\]")
+
+_NAME = r"[A-Za-z0-9][\w.-]*"
+# Each line of these has one of host, rank, device by name.
+_SOURCES = (
+    re.compile(rf"rank (?P<rank>\d+) on (?P<host>{_NAME})(?: \((?P<device>[\w:]+)\))?"),  # a rank's own errors
+    re.compile(rf"\] (?:WARNING|ERROR|CRITICAL) (?P<host>{_NAME}) rank (?P<rank>\d+)(?: (?P<device>cuda:\d+|cpu))?"),  # its log messages
+    re.compile(rf"(?:^|[\s>|])(?P<host>{_NAME}):\d+:\d+ \[(?P<gpu>\d+)\] "),  # NCCL
+    re.compile(rf"srun: error: (?P<host>{_NAME}): tasks? "),
+    re.compile(rf"slurmstepd(?:-(?P<host>{_NAME}))?: error: "),
+    re.compile(rf"(?:{'|'.join(_MONTHS)}) +\d+ \d\d:\d\d:\d\d (?P<host>{_NAME}) [\w.()/-]+(?:\[\d+\])?: "),  # syslog
+    re.compile(rf"^\d{{4}}-\d\d-\d\dT[\d:.,+-]+Z? (?P<host>{_NAME}) [\w.()/-]+(?:\[\d+\])?: "),  # syslog of systemd
+    # pdsh, clush; not `RuntimeError: CUDA error: ...`
+    re.compile(
+        rf"^(?!\S*(Error|Exception|Interrupt): )(?!(moe-exp|srun|terminate|NVRM): )(?P<host>{_NAME}): (?=\[|moe-exp|NVRM|CUDA|\S*Error)"
+    ),
+)
+_RANK = (re.compile(r"\[rank(\d+)\]"), re.compile(r"\[Rank (\d+)\]"), re.compile(r"\bRank (\d+)\]"))
+_BUS = re.compile(r"\(PCI:([0-9a-fA-F:.]+)\)|NVIDIA GPU ([0-9a-fA-F]{4}:[0-9a-fA-F:.]+)|GPU ([0-9a-fA-F]{4}:[0-9a-fA-F]{2}:[0-9a-fA-F.]+)")
+_DEVICE = re.compile(r"\b(cuda:\d+)\b|\bGPU (\d+) has a total capacity")
+
+
+def origin(line: str) -> Origin:
+    """What a line says of where it comes from."""
+    found: dict[str, str] = {"time": _time(line)}
+    for source in _SOURCES:
+        if match := source.search(line):
+            values = {name: value for name, value in match.groupdict().items() if value}
+            if "gpu" in values:
+                values["device"] = f"cuda:{values.pop('gpu')}"
+            found = values | {name: value for name, value in found.items() if value}
+    if rank := next((match[1] for pattern in _RANK if (match := pattern.search(line))), ""):
+        found.setdefault("rank", rank)
+    if bus := _BUS.search(line):
+        found["device"] = next(filter(None, bus.groups())).lower()
+    elif device := _DEVICE.search(line):
+        found.setdefault("device", device[1] or f"cuda:{device[2]}")
+    known = {name: value for name, value in found.items() if value}
+    if "host" in known:
+        known["host"] = known["host"].partition(".")[0]
+    return Origin(**known)
+
+
+def _time(line: str) -> str:
+    for pattern in _TIMES:
+        if match := pattern.search(line):
+            month = match.groupdict().get("month") or str(_MONTHS.index(match["name"]) + 1)
+            return f"{int(month):02d}-{int(match['day']):02d} {match['clock']}"
+    since = _SINCE_BOOT.search(line)
+    return f"{since[1]} s" if since else ""
+
+
+# Parts of file names that are no hosts.
+_WORDS = re.compile(
+    r"(slurm|job|train|log|logs|out|err|stdout|stderr|rank|dmesg|syslog|messages|kern|journal|run|attempt|hang|gz|txt|summary|launcher|nccl)?"
+    r"[-_]?\d*|node|all",
+    re.IGNORECASE,
+)
+
+
+def origin_of_file(path: Path) -> Origin:
+    """What a file's name says: SLURM's `%N` between dots or underscores (`123_4.node17.out`), `rank3`, torchrun's folders of ranks."""
+    rank = re.search(r"rank[-_]?(\d+)", path.name)
+    if not rank and path.stem in ("stdout", "stderr") and path.parent.name.isdigit():
+        return Origin(rank=path.parent.name)
+    parts = [part for part in re.split(r"[._]", re.sub(r"rank[-_]?\d+", "", path.name)) if part and not _WORDS.fullmatch(part)]
+    parts = [re.sub(r"^(slurm|dmesg|syslog|kern|job)-(\d+-)?", "", part) for part in parts]
+    named = [part for part in parts if re.fullmatch(r"[A-Za-z][A-Za-z0-9-]*", part) and not _WORDS.fullmatch(part)]
+    return Origin(host=named[-1] if named else "", rank=rank[1] if rank else "")

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_exp.preflight import device_checks
+from moe_exp.preflight.device_checks import DTYPES, bytes_to_fill, check_matmul, check_memory, free_host_bytes
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    monkeypatch.setattr(device_checks, "_TIMED_SECONDS", 0.01)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [64, 256])
+def test_products_are_exact_in_every_dtype(dtype, size):
+    found = check_matmul(CPU, DTYPES[dtype], seed=3, size=size)
+    assert found["wrong"] == 0
+    assert found["teraflops"] > 0
+
+
+def test_factors_are_dense_and_the_product_is_theirs():
+    hadamard = device_checks._hadamard(32, CPU, torch.float64)
+    assert set(hadamard.flatten().tolist()) == {1.0, -1.0}
+    assert torch.equal(hadamard @ hadamard.T, 32 * torch.eye(32, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("damage", [1.0, -1.0, float("nan"), float("inf")])
+def test_one_wrong_element_of_a_product_is_seen(monkeypatch, damage):
+    # What a broken multiplier does: one element of one of the products is another.
+    multiply, calls = torch.Tensor.__matmul__, []
+
+    def broken(left, right):
+        product = multiply(left, right)
+        calls.append(0)
+        if len(calls) == 2:
+            product[17, 5] += damage
+        return product
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", broken)
+    assert check_matmul(CPU, torch.float32, seed=0, size=64)["wrong"] == 1
+
+
+def test_memory_that_keeps_and_memory_that_does_not(monkeypatch):
+    chunk = device_checks._CPU_CHUNK_BYTES
+    assert check_memory(CPU, 2 * chunk)["wrong"] == 0
+    assert check_memory(CPU, 2 * chunk)["bytes"] == 2 * chunk
+    assert check_memory(CPU, chunk - 1) == {"wrong": 0, "bytes": 0, "gigabytes_per_second": 0.0}
+    allocated = device_checks._allocated(CPU, 2 * chunk)
+    # A stuck address line: the second chunk lies where the first does. And a bit that flips when it is read.
+    monkeypatch.setattr(device_checks, "_allocated", lambda device, num_bytes: [allocated[0], allocated[0]])
+    assert check_memory(CPU, 2 * chunk)["wrong"] == 2 * chunk // 8
+    monkeypatch.setattr(device_checks, "_allocated", lambda device, num_bytes: allocated)
+    other, calls = device_checks._num_other, []
+
+    def flipping(chunk, word):
+        calls.append(0)
+        if len(calls) == 3:
+            chunk[1000] ^= 1 << 40
+        return other(chunk, word)
+
+    monkeypatch.setattr(device_checks, "_num_other", flipping)
+    assert check_memory(CPU, 2 * chunk)["wrong"] == 1
+
+
+def test_memory_to_fill_is_a_share_with_a_cap():
+    assert 0 < bytes_to_fill(CPU, 2) <= 1 << 29
+    assert bytes_to_fill(CPU, 4) * 4 <= free_host_bytes()

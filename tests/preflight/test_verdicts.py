@@ -1,0 +1,231 @@
+"""From numbers to names, on reports as nodes make them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+
+import pytest
+
+from moe_exp.preflight.pairing import rounds_of_pairs
+from moe_exp.preflight.preflight_report import add_to_list, findings_lines, print_report
+from moe_exp.preflight.verdicts import Verdict, judge
+from moe_exp.watch.exclude import read_reasons
+
+FREE = {"free_bytes": 10**12, "problem": ""}
+
+
+def reports(num_nodes: int, num_ranks: int = 2, *, noise: float = 0.03) -> dict[int, dict]:
+    """Healthy nodes; numbers scatter by `noise`."""
+    draw = random.Random(num_nodes)
+
+    def about(value: float) -> float:
+        return value * (1 + noise * draw.uniform(-1, 1))
+
+    def rank(node: int, number: int) -> dict:
+        pairs = [pair for pairs in rounds_of_pairs(num_nodes) for pair in pairs if node in pair]
+        rates = ("point_to_point", "all_reduce", "all_to_all")
+        return {
+            "rank": node * num_ranks + number, "host": f"n{node}", "device": f"cuda:{number}", "step": "done",
+            "matmul": {"wrong": 0, "teraflops": about(700.0)}, "memory": {"wrong": 0, "gigabytes_per_second": about(2500.0)},
+            "node": {"latency_us": about(20.0), "all_reduce": about(400.0), "all_to_all": about(300.0)},
+            "pairs": [{"partner": sum(pair) - node, "latency_us": about(30.0)} | {name: about(45.0) for name in rates} for pair in pairs],
+        }  # fmt: skip
+
+    return {
+        node: {
+            "host": f"n{node}", "clock": [0.001, 0.0005], "versions": {"torch": "2.13.0", "driver": "570.1"}, "gpus": [], "gpu_problem": "",
+            "disks": {name: {"path": f"/{name}", **FREE} for name in ("RUN_DIR", "temporary folder", "/dev/shm")}, "kernel_faults": [],
+            "ranks": [rank(node, number) for number in range(num_ranks)],
+        }
+        for node in range(num_nodes)
+    }  # fmt: skip
+
+
+def verdict_on(found: dict[int, dict], *, slow: float = 0.7, needed_bytes: int = 10**9) -> Verdict:
+    return judge(found, slow=slow, needed_bytes=needed_bytes)
+
+
+def slow_link(found: dict[int, dict], node: int, factor: float = 0.3) -> None:
+    """Both ends of every pair of `node` see its slow link."""
+    for report in found.values():
+        for rank in report["ranks"]:
+            for pair in rank["pairs"]:
+                if node in (pair["partner"], rank["rank"] // len(report["ranks"])):
+                    for name in ("point_to_point", "all_reduce", "all_to_all"):
+                        pair[name] *= factor
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 3, 4, 17])
+def test_healthy_nodes(num_nodes):
+    verdict = verdict_on(reports(num_nodes))
+    assert verdict.grade == "ok", findings_lines(verdict)
+    assert verdict.to_exclude() == []
+
+
+@pytest.mark.parametrize("num_nodes", [3, 4, 9])
+def test_a_slow_link_is_its_nodes_and_not_the_partners(num_nodes):
+    for bad in range(num_nodes):
+        found = reports(num_nodes)
+        slow_link(found, bad)
+        verdict = verdict_on(found)
+        assert [node.host for node in verdict.nodes if node.grade != "ok"] == [f"n{bad}"]
+        assert [node.host for node in verdict.to_exclude()] == [f"n{bad}"]
+        first = verdict.nodes[bad].findings[0].text
+        assert first.startswith(f"rank {2 * bad} (cuda:0): point-to-point 13") and "30% of the others'" in first, first
+
+
+def test_two_slow_nodes_with_a_node_between_them():
+    found = reports(9)
+    slow_link(found, 3)
+    slow_link(found, 5)
+    assert [node.host for node in verdict_on(found).to_exclude()] == ["n3", "n5"]
+
+
+def test_one_slow_gpu_is_named_with_rank_and_device():
+    found = reports(4)
+    found[2]["ranks"][1]["matmul"]["teraflops"] = 350.0
+    verdict = verdict_on(found)
+    (line,) = findings_lines(verdict)
+    assert line.startswith("slow: n2 (node 2): rank 5 (cuda:1): matmul 350 TFLOP/s, 50% of the others' ")
+    assert verdict_on(found, slow=0.45).grade == "ok"
+
+
+def test_one_node_compares_its_ranks_and_is_not_excluded_for_that():
+    found = reports(1, 4)
+    found[0]["ranks"][3]["matmul"]["teraflops"] = 100.0
+    verdict = verdict_on(found)
+    assert verdict.grade == "slow" and "rank 3 (cuda:3): matmul 100 TFLOP/s" in verdict.nodes[0].findings[0].text
+    assert verdict.to_exclude() == []
+    found[0]["ranks"][3]["matmul"]["wrong"] = 3
+    verdict = verdict_on(found)
+    assert verdict.grade == "failed" and [node.host for node in verdict.to_exclude()] == ["n0"]
+    assert verdict.nodes[0].reason == "rank 3 (cuda:3): 3 elements of matrix products are wrong"
+
+
+def test_where_all_scatter_nobody_is_named():
+    assert verdict_on(reports(8, noise=0.45)).grade == "ok"
+
+
+def test_a_link_a_hundred_times_slower_shows_also_where_the_others_differ():
+    found = reports(3, 1)
+    for node, rate in enumerate((0.59, 0.0047, 0.27)):
+        for pair in found[node]["ranks"][0]["pairs"]:
+            pair["point_to_point"] = rate
+    assert [node.grade for node in verdict_on(found).nodes] == ["ok", "slow", "ok"]
+
+
+def test_slow_latency():
+    found = reports(3)
+    for rank in found[1]["ranks"]:
+        for pair in rank["pairs"]:
+            pair["latency_us"] = 900.0
+    assert ["latency 900 us, the others have" in node.findings[0].text if node.findings else None for node in verdict_on(found).nodes] == [
+        None, True, None,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "grade", "text", "excluded"),
+    [
+        (lambda n: n["ranks"][0]["memory"].update(wrong=7), "failed", "rank 2 (cuda:0): 7 words of memory are not what was written", True),
+        (
+            lambda n: n["ranks"][1].update(step="memory", error="ended there", died=True),
+            "failed",
+            "rank 3 (cuda:1): step memory: ended",
+            True,
+        ),
+        (lambda n: n["ranks"][0].update(node={"error": "timeout"}), "failed", "ranks of the node do not reach each other: timeout", True),
+        (lambda n: n["disks"]["RUN_DIR"].update(free_bytes=10), "failed", "RUN_DIR /RUN_DIR: 1e-08 GB free, 1 GB are needed", False),
+        (
+            lambda n: n["disks"]["RUN_DIR"].update(problem="read-only file system"),
+            "failed",
+            "RUN_DIR /RUN_DIR: read-only file system",
+            False,
+        ),
+        (lambda n: n["disks"]["temporary folder"].update(free_bytes=10), "warning", "temporary folder /temporary folder: 1e-08 GB", False),
+        (lambda n: n["disks"]["temporary folder"].update(problem="permission denied"), "failed", "permission denied", True),
+        (lambda n: n.update(clock=[-42.0, 0.01]), "warning", "clock is 42.0 s ahead of node 0's", False),
+        (lambda n: n.update(clock=[3.5, 0.01]), "warning", "clock is 3.5 s behind node 0's", False),
+        (lambda n: n["versions"].update(driver="535.2"), "warning", "driver 535.2, most nodes have 570.1", False),
+        (lambda n: n["versions"].pop("torch"), "warning", "torch missing, most nodes have 2.13.0", False),
+        (lambda n: n.update(kernel_faults=["Xid 79: GPU has fallen off the bus, once"]), "warning", "kernel: Xid 79", False),
+        (lambda n: n.update(gpu_problem="nvidia-smi: no answer"), "failed", "nvidia-smi: no answer", True),
+        (lambda n: [rank.update(device="cpu") for rank in n["ranks"]], "failed", "has no GPU that can be used, other nodes have", True),
+        (lambda n: n["disks"]["/dev/shm"].update(free_bytes=60 << 20), "failed", "/dev/shm: 0.0629 GB free, 0.0671 GB are needed", True),
+    ],
+)
+def test_findings_of_one_node_of_three(change, grade, text, excluded):
+    found = reports(3)
+    change(found[1])
+    verdict = verdict_on(found)
+    assert [node.grade for node in verdict.nodes] == ["ok", grade, "ok"], findings_lines(verdict)
+    assert any(text in line and line.startswith(f"{grade}: n1 (node 1): ") for line in findings_lines(verdict)), findings_lines(verdict)
+    assert [node.host for node in verdict.to_exclude()] == (["n1"] if excluded else [])
+
+
+def test_clock_of_a_bad_connection_may_be_anything():
+    found = reports(2)
+    found[1]["clock"] = [3.0, 2.5]
+    assert verdict_on(found).grade == "ok"
+
+
+def test_ranks_that_wait_in_vain_are_not_at_fault():
+    found = reports(3)
+    found[1]["ranks"][0].update(step="matmul", error="ended there (Killed)", died=True)
+    for node in (0, 2):
+        for rank in found[node]["ranks"]:
+            rank.update(step="pairs 1", error="RuntimeError: wait timeout")
+    verdict = verdict_on(found)
+    assert [node.host for node in verdict.to_exclude()] == ["n1"]
+
+
+def test_pairs_that_failed():
+    found = reports(4)
+    for report in found.values():
+        for rank in report["ranks"]:
+            for pair in rank["pairs"]:
+                if 2 in (pair["partner"], rank["rank"] // 2):
+                    partner = pair["partner"]
+                    pair.clear()
+                    pair.update(partner=partner, error="Timed out waiting 10000ms")
+    verdict = verdict_on(found)
+    assert [line for line in findings_lines(verdict) if line.startswith("failed")] == [
+        "failed: n2 (node 2): does not exchange sound data with n0, n1, n3 (Timed out waiting 10000ms)"
+    ]
+    found = reports(4)
+    found[0]["ranks"][0]["pairs"][0] = {"partner": 1, "wrong": "all-to-all: 3 words"}
+    verdict = verdict_on(found)
+    assert verdict.to_exclude() == [] and findings_lines(verdict) == [
+        "failed: link: n0 does not exchange sound data with n1 (all-to-all: 3 words)"
+    ]
+
+
+def test_what_most_nodes_have_is_no_nodes_fault():
+    found = reports(3)
+    for node in (0, 1):
+        found[node]["disks"]["/dev/shm"]["problem"] = "read-only file system"
+    verdict = verdict_on(found)
+    assert verdict.grade == "failed" and verdict.to_exclude() == []
+
+
+def test_report_for_people_programs_and_the_list(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "220")
+    found = reports(3)
+    slow_link(found, 2, 0.1)
+    found[0]["ranks"][0]["all_ranks"] = {"latency_us": 50.0, "all_reduce": 4.2, "all_to_all": 5.1}
+    verdict = verdict_on(copy.deepcopy(found))
+    print_report(verdict, num_ranks=6)
+    printed = capsys.readouterr().out
+    assert [line.split()[:3] for line in printed.splitlines() if line.strip().startswith(("0 ", "1 ", "2 "))] == [
+        ["0", "n0", "ok"], ["1", "n1", "ok"], ["2", "n2", "slow"],
+    ]  # fmt: skip
+    assert "All 6 ranks together: all-reduce 4.2 GB/s, all-to-all 5.1 GB/s, latency 50 us" in printed
+    assert "slow: n2 (node 2): rank 4 (cuda:0): point-to-point 4." in printed
+    shown = json.loads(json.dumps(verdict.as_json()))
+    assert (shown["grade"], shown["exclude"]) == ("slow", ["n2"])
+    assert [node["grade"] for node in shown["nodes"]] == ["ok", "ok", "slow"]
+    assert add_to_list(verdict, tmp_path / "list") == ["n2"]
+    assert add_to_list(verdict, tmp_path / "list") == []
+    assert "preflight: rank 4 (cuda:0): point-to-point" in read_reasons(tmp_path / "list")["n2"]

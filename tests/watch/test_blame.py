@@ -1,0 +1,235 @@
+"""Lines in the formats that torch, NCCL, CUDA, the driver, the kernel and SLURM print."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from moe_exp.cli import main
+from moe_exp.watch.blame import blame, hosts_to_exclude, log_files
+from moe_exp.watch.known_faults import CAUSES, XIDS, recognised, xid
+from moe_exp.watch.log_lines import Origin, origin, origin_of_file
+
+WATCHDOG = (
+    "[rank4]:[E321 02:07:08.414640780 ProcessGroupNCCL.cpp:607] [Rank 4] Watchdog caught collective operation timeout: "
+    "WorkNCCL(SeqNum=1580, OpType=ALLREDUCE, NumelIn=466119168, NumelOut=466119168, Timeout(ms)=600000) ran for 600067 milliseconds "
+    "before timing out."
+)
+
+# Line -> what, cause, host, rank, device, time.
+LINES = [
+    (
+        "Nov  3 02:06:59 gpu-b07 kernel: [1843.308145] NVRM: Xid (PCI:0000:c1:00): 79, pid=77181, GPU has fallen off the bus.",
+        ("Xid 79: GPU has fallen off the bus", "hardware", "gpu-b07", "", "0000:c1:00", "11-03 02:06:59"),
+    ),
+    (
+        "[Mon Nov  3 02:06:59 2026] NVRM: Xid (PCI:0000:9b:00): 94, pid=1234, name=python3, Contained ECC error",
+        ("Xid 94: memory error, held to one program (ECC)", "hardware", "", "", "0000:9b:00", "11-03 02:06:59"),
+    ),
+    (
+        "[24128.834365] NVRM: Xid (PCI:0000:01:00): 31, Ch 00000003, engmask 00000101, intr 10000000",
+        ("Xid 31: kernel used an address that is not mapped", "program", "", "", "0000:01:00", "24128.8 s"),
+    ),
+    (
+        "2026-11-03T02:06:59.123456+01:00 gpu-b07 kernel: NVRM: Xid (PCI:0000:dc:00): 45, pid=1818990, name=python3, Ch 00000001",
+        ("Xid 45: program's channels were cleaned up", "consequence", "gpu-b07", "", "0000:dc:00", "11-03 02:06:59"),
+    ),
+    (
+        "NVRM: Xid (PCI:0000:00:00): 149, NETIR_LINK_EVT Fatal XC0 i0 Link 00 (0x025001c6 0x00000000 0x00000000 0x00000000)",
+        ("Xid 149: NVLink 5 error", "hardware", "", "", "0000:00:00", ""),
+    ),
+    (
+        "Nov 22 03:00:01 gpu-b07 kernel: NVRM: The NVIDIA GPU 0000:b3:00.0 (PCI ID: 10de:26b5) has fallen off the bus and does not",
+        ("GPU has fallen off the bus", "hardware", "gpu-b07", "", "0000:b3:00.0", "11-22 03:00:01"),
+    ),
+    (
+        "[rank3]: RuntimeError: CUDA error: uncorrectable ECC error encountered",
+        ("uncorrectable memory error (ECC)", "hardware", "", "3", "", ""),
+    ),
+    (
+        "moe-exp: rank 11 on gpu-b07 (cuda:3) failed: AcceleratorError: CUDA error: uncorrectable ECC error encountered",
+        ("uncorrectable memory error (ECC)", "hardware", "gpu-b07", "11", "cuda:3", ""),
+    ),
+    (
+        "moe-exp: rank 1 on laptop (cpu) failed: RuntimeError: the disk is on fire",
+        ("rank failed", "program", "laptop", "1", "cpu", ""),
+    ),
+    (
+        "[2026-11-03 02:07:08] WARNING gpu-b07 rank 9 cuda:1 moe_exp.saving: RuntimeError: CUDA error: unspecified launch failure",
+        ("kernel failed", "program", "gpu-b07", "9", "cuda:1", "11-03 02:07:08"),
+    ),
+    (
+        "RuntimeError: CUDA error: device-side assert triggered",
+        ("assertion in a kernel", "program", "", "", "", ""),
+    ),
+    (
+        "[rank0]: torch.AcceleratorError: CUDA error: an illegal memory access was encountered",
+        ("kernel used an address that is not its own", "program", "", "0", "", ""),
+    ),
+    (
+        "RuntimeError: CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(...)`",
+        ("CUDA error", "program", "", "", "", ""),
+    ),
+    (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 5 has a total capacity of 79.11 GiB of which 1.06 GiB",
+        ("GPU memory is full", "memory", "", "", "cuda:5", ""),
+    ),
+    (WATCHDOG, ("NCCL waited too long for another rank", "consequence", "", "4", "", "03-21 02:07:08")),
+    (
+        "node201:127799:127863 [2] transport/net_ib.cc:101 NCCL WARN NET/IB : mlx5_0:1 Got async event : port error",
+        ("network card lost its link", "network", "node201", "", "cuda:2", ""),
+    ),
+    (
+        "kp-worker-0:3468:3905 [4] ib_plugin.c:1615 NCCL WARN NET/IB : Got completion from peer 10.216.210.236<54862> with status=12 "
+        "opcode=0 len=0 vendor err 129 (Recv) localGid fd00:1148::ff22 remoteGidsfd00:1148::ff1f",
+        ("InfiniBand transfer failed: one of the two ends, or the way between", "network", "kp-worker-0", "", "cuda:4", ""),
+    ),
+    (
+        "[2026-11-09 07:39:30] h100-28:238:1219 [0] transport/net_ib.cc:180 NCCL WARN NET/IB : mlx5_ib0:1 async fatal event on QP (0x7): x",
+        ("InfiniBand transfer failed: one of the two ends, or the way between", "network", "h100-28", "", "cuda:0", "11-09 07:39:30"),
+    ),
+    (
+        "algo-1:462:462 [0] ofi_process_cq:1100 NCCL WARN NET/OFI Request completed with error. RC: 21. Error: unknown error",
+        ("EFA transfer failed: one of the two ends, or the way between", "network", "algo-1", "", "cuda:0", ""),
+    ),
+    (
+        "Feb 14 05:03:41 gpu-1 kernel: mlx5_core 0000:ab:00.0 mlx5_5: Port: 1 Link DOWN",
+        ("network card lost its link", "network", "gpu-1", "", "", "02-14 05:03:41"),
+    ),
+    (
+        "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:2251, unhandled system error (run with NCCL_DEBUG=INFO)",
+        ("NCCL failed", "consequence", "", "", "", ""),
+    ),
+    (
+        "slurmstepd: error: Detected 1 oom_kill event in StepId=440575.0. Some of the step tasks have been OOM Killed.",
+        ("the kernel killed a process: memory is full", "memory", "", "", "", ""),
+    ),
+    (
+        "srun: error: nid001277: tasks 1-3: Out Of Memory",
+        ("the kernel killed a process: memory is full", "memory", "nid001277", "", "", ""),
+    ),
+    (
+        "May 15 23:09:27 worker-3 kernel: [  514.682838] Memory cgroup out of memory: Killed process 15617 (python3) total-vm:11892kB",
+        ("the kernel killed a process: memory is full", "memory", "worker-3", "", "", "05-15 23:09:27"),
+    ),
+    ("srun: error: Orion-18-69: task 289: Bus error", ("bus error, mostly /dev/shm being full", "memory", "Orion-18-69", "", "", "")),
+    (
+        "OSError: [Errno 28] No space left on device: '/scratch/runs/a/checkpoints/.tmp'",
+        ("disk is full", "disk", "", "", "", ""),
+    ),
+    (
+        "[rank2]: RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:4218",
+        ("another rank has gone", "consequence", "", "2", "", ""),
+    ),
+    ("gpu-a02: RuntimeError: CUDA error: uncorrectable NVLink error detected during the execution",
+     ("uncorrectable NVLink error", "hardware", "gpu-a02", "", "", "")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "expected"), LINES, ids=[f"{number}-{what[0][:30]}" for number, (_, what) in enumerate(LINES)])
+def test_known_lines(line, expected):
+    fault, where = recognised(line), origin(line)
+    assert fault is not None
+    assert (fault.name, fault.cause, where.host, where.rank, where.device, where.time) == expected
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[2024-10-24 21:02:27] iteration       40/   40000 | consumed samples:         2560 | lm loss: 1.081154E+01 |",
+        "node201:127799:127863 [0] NCCL INFO Bootstrap : Using eth0:10.200.5.135<0>",
+        "resuming from iteration 1000",
+        "[1843.439669] NVRM: loading NVIDIA UNIX Open Kernel Module for x86_64  570.158.01  Release Build",
+        "Feb 14 05:03:41 gpu-1 kernel: mlx5_core 0000:ab:00.0 mlx5_5: Port: 1 Link ACTIVE",
+        "",
+    ],
+)
+def test_lines_that_say_nothing_bad(line):
+    assert recognised(line) is None
+
+
+def test_xids():
+    assert xid(79).excludes and not xid(31).excludes and not xid(45).excludes
+    assert xid(999).name == "Xid 999" and not xid(999).excludes
+    assert all(fault.name.startswith(f"Xid {number}: ") and fault.cause in CAUSES and fault.advice for number, fault in XIDS.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "host", "rank"),
+    [
+        ("123_4.node17.out", "node17", ""),
+        ("slurm-1234_gpu-a07.log", "gpu-a07", ""),
+        ("dmesg.gpu-c01.txt", "gpu-c01", ""),
+        ("job1234.node17.log", "node17", ""),
+        ("slurm-1234.out", "", ""),
+        ("train.log", "", ""),
+        ("rank_3.log", "", "3"),
+        ("gpu-b02.rank11.err", "gpu-b02", "11"),
+        ("attempt_0/3/stderr.log", "", "3"),
+        ("logs/node-a.out", "node-a", ""),
+    ],
+)
+def test_what_file_names_say(tmp_path, name, host, rank):
+    assert origin_of_file(tmp_path / name) == Origin(host=host, rank=rank)
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Logs of a job whose rank 9, on gpu-b07, had a memory error; the others waited for it."""
+    logs = tmp_path / "job"
+    (logs / "checkpoints").mkdir(parents=True)
+    (logs / "checkpoints" / "notes.txt").write_text("CUDA error: uncorrectable ECC error encountered\n")
+    (logs / "77_0.gpu-a01.out").write_text(f"{WATCHDOG}\n{WATCHDOG.replace('02:07', '02:17')}\n[rank4]: RuntimeError: NCCL communicator\n")
+    (logs / "77_0.gpu-b07.out").write_text(
+        "[2026-03-21 01:57:02] WARNING gpu-b07 rank 9 cuda:1 moe_exp.train: careful\n"
+        "[rank9]: Traceback (most recent call last):\n"
+        "[rank9]: RuntimeError: CUDA error: uncorrectable ECC error encountered\n"
+        "moe-exp: rank 9 on gpu-b07 (cuda:1) failed: RuntimeError: CUDA error: uncorrectable ECC error encountered\n"
+    )
+    return logs
+
+
+def test_causes_come_before_consequences(job):
+    found = blame(log_files([job]))
+    assert [(one.fault.cause, one.where.host, one.where.rank, one.where.device, one.count) for one in found] == [
+        ("hardware", "gpu-b07", "9", "cuda:1", 2),
+        ("consequence", "gpu-a01", "4", "", 2),
+    ]
+    assert found[0].where.time == "03-21 01:57:02"  # of the last line before it that has one
+    assert (found[1].where.time, found[1].last) == ("03-21 02:07:08", "03-21 02:17:08")
+    assert hosts_to_exclude(found) == {"gpu-b07": "uncorrectable memory error (ECC) on cuda:1, 2 times, last 03-21 01:57:02"}
+
+
+def test_a_ranks_own_host_counts_more_than_the_name_of_a_common_log(tmp_path):
+    (tmp_path / "all.login1.log").write_text(
+        "[rank9]: RuntimeError: CUDA error: uncorrectable ECC error encountered\n"
+        "moe-exp: rank 9 on gpu-b07 (cuda:1) failed: RuntimeError: something\n"
+    )
+    assert set(hosts_to_exclude(blame([tmp_path / "all.login1.log"]))) == {"gpu-b07"}
+
+
+def test_command(job, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "220")
+    excluded = tmp_path / "list"
+    assert main(["watch", "blame", str(job), "--exclude", str(excluded)]) == 0
+    out = capsys.readouterr().out
+    assert out.index("uncorrectable memory error") < out.index("NCCL waited too long")
+    assert (
+        f"gpu-b07 should get no jobs: uncorrectable memory error (ECC) on cuda:1, 2 times, last 03-21 01:57:02; added to {excluded}" in out
+    )
+    assert excluded.read_text().startswith("gpu-b07 ")
+    assert main(["watch", "blame", str(job / "77_0.gpu-b07.out"), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["exclude"] == ["gpu-b07"] and shown["added"] == []
+    assert (shown["faults"][0]["rank"], shown["faults"][0]["device"], shown["faults"][0]["count"]) == (9, "cuda:1", 2)
+
+
+def test_logs_that_are_not_there(tmp_path, capsys):
+    assert main(["watch", "blame", str(tmp_path / "gone")]) == 1
+    assert "is not there. Fix: give log files" in capsys.readouterr().err
+    assert main(["watch", "blame", str(tmp_path)]) == 1
+    assert "has no logs" in capsys.readouterr().err
+    (tmp_path / "a.log").write_text("all is well\n")
+    assert main(["watch", "blame", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "No known error in these logs.\n"
