@@ -17,8 +17,9 @@ from filelock import FileLock, Timeout
 
 from moe_exp.config import Config, load_config
 from moe_exp.hosts import free_port
-from moe_exp.launch import children_of, end_with_parent, module_arguments
+from moe_exp.launch import module_arguments
 from moe_exp.run_folder import RunFolder
+from moe_exp.torchrun_job import children_of, end_with_parent
 
 _END_SECONDS = 60.0
 # A rank may be in the middle of an iteration, and has to write a checkpoint after it.

@@ -55,7 +55,8 @@ ALLOWED: dict[str, set[str]] = {
     "resuming": {*ENGINE, "checkpoint", "run_folder", "upcycle"},
     "doctor": {"hosts", "backends", "config", *CPU, "runtime", "layers", "optim"},
     "misspelt": {"config"},
-    "child_runs": {"config", "hosts", "launch", "run_folder"},
+    "child_runs": {"config", "hosts", "launch", "run_folder", "torchrun_job"},
+    "torchrun_job": {"config", "hosts"},
     "failures": {"hosts"},
     "compare": {
         "checks",
@@ -88,11 +89,24 @@ ALLOWED: dict[str, set[str]] = {
         "run_folder",
         "setting_types",
     },
-    "launch": {"config", "misspelt", "hosts", "presets", "checks", "machine_checks", "planner", "run_folder", "data", "report", "records"},
+    "launch": {
+        "config",
+        "misspelt",
+        "hosts",
+        "presets",
+        "checks",
+        "machine_checks",
+        "planner",
+        "run_folder",
+        "data",
+        "report",
+        "records",
+        "torchrun_job",
+    },
     # cli, commands, scripts, __main__ and train: see below.
 }
 NEVER_IMPORTED = {"cli", "scripts", "__main__", "commands"}
-NOT_BY_TRAIN = {"hf", "inference", "report", "launch", "child_runs", "sweep", "compare", "doctor", *NEVER_IMPORTED}
+NOT_BY_TRAIN = {"hf", "inference", "report", "launch", "torchrun_job", "child_runs", "sweep", "compare", "doctor", *NEVER_IMPORTED}
 # Not even inside a function.
 NO_TORCH = {
     "config",
@@ -113,6 +127,7 @@ NO_TORCH = {
     "divisors",
     "machine_checks",
     "launch",
+    "torchrun_job",
     "cli",
     "commands",
     "__main__",

@@ -15,9 +15,10 @@ import pytest
 from moe_exp.cli import main
 from moe_exp.config import Config, load_config
 from moe_exp.hosts import KEEP_FREED_MEMORY
-from moe_exp.launch import child_environment, dry_run_text, launch, module_arguments, torchrun_command
+from moe_exp.launch import dry_run_text, launch, module_arguments
 from moe_exp.metrics import Metrics
 from moe_exp.run_folder import open_run_folder
+from moe_exp.torchrun_job import child_environment, torchrun_command
 
 SETTINGS = {name.upper() for name in Config.model_fields}
 
@@ -85,14 +86,14 @@ def test_module_arguments():
 
 @pytest.mark.parametrize(("gpus", "threads", "expected"), [(0, 0, "1"), (0, 3, "3"), (8, 0, "7"), (8, 2, "2")])
 def test_threads_per_rank(monkeypatch, gpus, threads, expected):
-    monkeypatch.setattr("moe_exp.launch.count_gpus", lambda: gpus)
+    monkeypatch.setattr("moe_exp.torchrun_job.count_gpus", lambda: gpus)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert child_environment(cpu(threads_per_rank=threads))["OMP_NUM_THREADS"] == expected
 
 
 @pytest.mark.parametrize(("gpus", "expected"), [(0, "0"), (8, None)])
 def test_ranks_on_a_cpu_keep_freed_memory(monkeypatch, gpus, expected):
-    monkeypatch.setattr("moe_exp.launch.count_gpus", lambda: gpus)
+    monkeypatch.setattr("moe_exp.torchrun_job.count_gpus", lambda: gpus)
     for name in KEEP_FREED_MEMORY:
         monkeypatch.delenv(name, raising=False)
     environ = child_environment(cpu())
@@ -242,7 +243,7 @@ def test_embedded_corpus_that_cannot_be_made_ends_with_2(tmp_path, monkeypatch, 
 
 # Signals. The launcher is a process of its own, so that Ctrl-C does not reach pytest.
 
-RUN_JOB = "import os, sys; from moe_exp.launch import run_job; sys.exit(run_job(sys.argv[1:], os.environ))"
+RUN_JOB = "import os, sys; from moe_exp.torchrun_job import run_job; sys.exit(run_job(sys.argv[1:], os.environ))"
 LAUNCH = """
 import sys
 from moe_exp.config import load_config
