@@ -13,16 +13,14 @@ from typing import Any
 from moe_exp.checks import check_config
 from moe_exp.config import Config, ConfigError, load_config
 from moe_exp.data.embedded import ensure_embedded_corpus
-from moe_exp.hosts import BAD_INPUT, START_AGAIN
+from moe_exp.hosts import BAD_INPUT, FAILED, FINISHED, LAUNCH_TIME, METRICS_FILE
 from moe_exp.machine_checks import check_environment, check_files, check_machine
 from moe_exp.misspelt import unknown_variables
 from moe_exp.planner.params import startup_report
 from moe_exp.presets import preset_values
 from moe_exp.report.finish import finish_run
 from moe_exp.run_folder import RunFolder
-from moe_exp.torchrun_job import STOPPING, TRAIN_MODULE, child_environment, complain, run_job, torchrun_command
-
-_CLEAN_ENDS = ("finished", "stopped")
+from moe_exp.torchrun_job import STOPPING, TRAIN_MODULE, child_environment, complain, run_job, signals_ignored, torchrun_command
 
 
 def train(flags: Mapping[str, Any], *, dry_run: bool = False) -> int:
@@ -33,7 +31,8 @@ def train(flags: Mapping[str, Any], *, dry_run: bool = False) -> int:
         dry_run: nothing is started or created; devices and packages that this machine lacks are only warned about.
 
     Returns:
-        Exit code: 0 for a run that finished or was stopped and saved, 2 for settings that cannot run.
+        Exit code: 0 for a run that has come to TRAIN_ITERS, 75 for one that was stopped and goes on with the same command, 2 for settings
+        that cannot run, others for one that failed.
     """
     for name, near in unknown_variables(os.environ):
         complain(f"warning: {name} is not a setting; did you mean {near}?")
@@ -49,7 +48,7 @@ def train(flags: Mapping[str, Any], *, dry_run: bool = False) -> int:
 
 
 def launch(config: Config, flags: Mapping[str, Any], module: str = TRAIN_MODULE) -> int:
-    """Runs the ranks of this node under torchrun until they end.
+    """Runs the ranks of this node until they end; after failures again, MAX_RESTARTS times.
 
     Args:
         config: settings that passed the checks.
@@ -64,20 +63,20 @@ def launch(config: Config, flags: Mapping[str, Any], module: str = TRAIN_MODULE)
             ensure_embedded_corpus(Path(config.data_dir))
         except ValueError as error:
             raise ConfigError(str(error).splitlines()) from None
-    started, start = datetime.now().astimezone(), time.monotonic()
+    started, start, folder = datetime.now().astimezone(), time.monotonic(), RunFolder.of(config)
+    environ = child_environment(config) | {METRICS_FILE: str(folder.metrics.absolute()), LAUNCH_TIME: str(start)}
     stopping = STOPPING if config.save_at_end else _STOPPING_UNSAVED
-    command, environ = torchrun_command(config, module_arguments(flags), module), child_environment(config)
-    while (code := run_job(command, environ, stopping=stopping)) == START_AGAIN:
-        complain("the ranks start again")
+    code = run_job(torchrun_command(config, module_arguments(flags), module), environ, stopping=stopping)
     if config.node_rank:
         return code
-    ended = finish_run(config, RunFolder.of(config), since=started, wall_seconds=time.monotonic() - start)
+    with signals_ignored():  # a scheduler sends more than one
+        ended = finish_run(config, folder, since=started, wall_seconds=time.monotonic() - start)
     if ended is None:
         return code
     status, text = ended
     print(f"\n{text}", flush=True)
-    # Ranks that have saved may still be torn down with an error, for instance by a peer that left earlier.
-    return 0 if status in _CLEAN_ENDS else code or 1
+    # Ranks that have finished may still be torn down with an error, for instance by a peer that left earlier.
+    return FINISHED if status == "finished" else code or FAILED
 
 
 def module_arguments(flags: Mapping[str, Any]) -> list[str]:
@@ -85,7 +84,7 @@ def module_arguments(flags: Mapping[str, Any]) -> list[str]:
     return [f"--{name.replace('_', '-')}={value}" for name, value in flags.items() if value is not None]
 
 
-_STOPPING_UNSAVED = "stopping: the run ends, and saves nothing with SAVE_AT_END=false; a second signal kills it"
+_STOPPING_UNSAVED = "stopping: the run ends, and saves nothing with SAVE_AT_END=false; a second Ctrl-C kills it"
 
 
 def _dry_run(config: Config, flags: Mapping[str, Any]) -> int:

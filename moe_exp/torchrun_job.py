@@ -1,14 +1,12 @@
-"""One torchrun on this node: its command line, its environment, the signals on their way to its ranks, its exit code. No torch.
+"""The job of this node: its command line, its environment, the signals on their way to its ranks, its exit code. No torch.
 
-torchrun answers Ctrl-C and SIGTERM by ending its ranks within 30 seconds and printing a traceback, which is too short for a
-checkpoint and no clean end. So it never gets to see them: it runs in a session of its own, out of reach of the terminal, and
-the launcher sends the first signal straight to the ranks as SIGTERM. They finish the step, save and exit with 0, and
-torchrun ends by itself with 0. A second signal kills the job. Should the launcher be killed, torchrun ends its ranks.
+It is torchrun's agent with other manners (agent.py). It runs in a session of its own, out of reach of the terminal, and gets the signals
+from here: it passes them on to the ranks, which finish the step, save and end. A second Ctrl-C kills the job; a second signal of another
+kind does not, as schedulers send several. Should the launcher be killed, the agent has the ranks save and end.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -20,20 +18,21 @@ from pathlib import Path
 from types import FrameType
 
 from moe_exp.config import Config
-from moe_exp.hosts import EXIT_CODE_FILE, KEEP_FREED_MEMORY, count_gpus
+from moe_exp.hosts import EXIT_CODE_FILE, KEEP_FREED_MEMORY, STOP_SIGNALS, count_gpus, end_with_parent
 
 TRAIN_MODULE = "moe_exp.train"
 
 
 def torchrun_command(config: Config, module_args: Sequence[str], module: str = TRAIN_MODULE) -> list[str]:
-    """The torchrun command line of this node."""
+    """The command line of this node's agent, which is torchrun's."""
     return [
-        sys.executable, "-m", "torch.distributed.run",
+        sys.executable, "-m", "moe_exp.agent",
         "--nnodes", str(config.nnodes),
         "--node-rank", str(config.node_rank),
         "--nproc-per-node", str(config.gpus_per_node),
         "--master-addr", config.master_addr,
         "--master-port", str(config.master_port),
+        "--max-restarts", str(config.max_restarts if module == TRAIN_MODULE else 0),
         "-m", module, *module_args,
     ]  # fmt: skip
 
@@ -53,31 +52,34 @@ def child_environment(config: Config) -> dict[str, str]:
     return environ
 
 
-STOPPING = "stopping: the run saves a checkpoint and ends; a second signal kills it"
+STOPPING = "stopping: the run saves a checkpoint and ends; a second Ctrl-C kills it"
 
 
 def run_job(command: Sequence[str], environ: Mapping[str, str], *, stopping: str = STOPPING) -> int:
-    """Runs torchrun, hands signals to its ranks as described at the top of this file, and returns the exit code.
+    """Runs the agent, hands signals on as described at the top of this file, and returns the exit code that the ranks told.
 
-    A job that a signal ended before it could save gives 128 + the number of the signal, as a shell does.
+    A job that a signal ended before its ranks could tell one gives 128 + the number of the signal, as a shell does.
 
     Args:
-        command: torchrun's.
+        command: the agent's.
         environ: its environment.
         stopping: what is said at the first signal.
     """
     received: list[int] = []
-    told: set[int] = set()
+    num_sent = 0
     with _signals_into(received), tempfile.TemporaryDirectory() as folder:
         code_file = Path(folder) / "exit_code"
         environ = {**environ, EXIT_CODE_FILE: str(code_file)}
-        torchrun = subprocess.Popen(command, env=environ, start_new_session=True, preexec_fn=end_with_parent)
-        while (code := _wait(torchrun)) is None:
-            if len(received) == 1:
-                told |= _stop_ranks(torchrun, told, stopping)
-            elif received:
-                _kill_job(torchrun)
-        if not code and code_file.exists():
+        agent = subprocess.Popen(command, env=environ, start_new_session=True, preexec_fn=end_with_parent)
+        while (code := _wait(agent)) is None:
+            if received.count(signal.SIGINT) > 1:
+                _kill_job(agent)
+            for number in received[num_sent:]:
+                if num_sent == 0:
+                    complain(stopping)
+                num_sent += 1
+                _send(agent.pid, number)
+        if code_file.exists():
             return int(code_file.read_text())
     if code and received:
         return 128 + received[0]
@@ -91,7 +93,7 @@ def _signals_into(received: list[int]) -> Iterator[None]:
     def receive(number: int, frame: FrameType | None) -> None:
         received.append(number)
 
-    before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.signal(number, receive) for number in (*STOP_SIGNALS, signal.SIGHUP)}
     try:
         yield
     finally:
@@ -99,28 +101,27 @@ def _signals_into(received: list[int]) -> Iterator[None]:
             signal.signal(number, old)
 
 
-def _wait(torchrun: subprocess.Popen[bytes]) -> int | None:
+@contextmanager
+def signals_ignored() -> Iterator[None]:
+    """Inside the block the signals that ask for an end do nothing: it is the end."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (*STOP_SIGNALS, signal.SIGHUP)}
     try:
-        return torchrun.wait(timeout=0.2)
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def _wait(agent: subprocess.Popen[bytes]) -> int | None:
+    try:
+        return agent.wait(timeout=0.2)
     except subprocess.TimeoutExpired:
         return None
 
 
-def _stop_ranks(torchrun: subprocess.Popen[bytes], told: set[int], stopping: str) -> set[int]:
-    """SIGTERM to the ranks that are not in `told`, or to torchrun when it has not started any; returns whom it told."""
-    if not told:
-        complain(stopping)
-    pids = set(children_of(torchrun.pid)) - told
-    if not pids and not told:
-        pids = {torchrun.pid}
-    for pid in pids:
-        _send(pid, signal.SIGTERM)
-    return pids
-
-
-def _kill_job(torchrun: subprocess.Popen[bytes]) -> None:
-    # torchrun first, so that it does not report the ranks as failed.
-    for pid in [torchrun.pid, *children_of(torchrun.pid)]:
+def _kill_job(agent: subprocess.Popen[bytes]) -> None:
+    # The agent first, so that it does not report the ranks as failed.
+    for pid in [agent.pid, *children_of(agent.pid)]:
         _send(pid, signal.SIGKILL)
 
 
@@ -146,17 +147,6 @@ def _parent(stat: Path) -> int:
         return int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
     except OSError:
         return -1
-
-
-# Loaded here: between fork and exec only a plain call is safe.
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
-_PR_SET_PDEATHSIG = 1
-
-
-def end_with_parent(number: int = signal.SIGTERM) -> None:
-    """Runs in a child before its program starts: gets it the signal when its parent dies, which cannot forward anything (Linux only)."""
-    if _LIBC:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, number)
 
 
 def complain(line: str) -> None:
