@@ -284,7 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     result = Agent(spec, rounds, received, logs_specs=config.logs_specs, start_method=config.start_method).run()
     if not result.is_failed():
         return FINISHED
-    if result.failures:
+    if result.failures and told_exit_code() is None:
         print(ChildFailedError(args.training_script, result.failures), file=sys.stderr, flush=True)
     return FAILED
 

@@ -33,13 +33,13 @@ CAUSED_BY_ANOTHER = ("Connection closed by peer", "Connection reset by peer", "B
 KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
 
 
-def tell_launcher(code: int) -> bool:
+def tell_launcher(code: int, *, by_any_rank: bool = False) -> bool:
     """Leaves the exit code of the job for the launcher of this node, by its first rank; False where there is none to tell.
 
     torchrun knows 0 and failures alone: ranks that have told end with 0, whatever they have told.
     """
     told = os.environ.get(EXIT_CODE_FILE)
-    if told and os.environ.get("LOCAL_RANK", "0") == "0":
+    if told and (by_any_rank or os.environ.get("LOCAL_RANK", "0") == "0"):
         Path(told).write_text(str(code))
     return bool(told)
 

@@ -25,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "data": {"config", "megatron_cpu", "files", "progress"},
     "checks": {"config", "attention_checks", "pipeline_checks", "training_checks", "divisors"},
     "pipeline_checks": {"config", "divisors"},
-    "training_checks": {"config", "planner"},
+    "training_checks": {"config", "planner", "setting_types"},
     "attention_checks": {"config"},
     "divisors": {"config"},
     "machine_checks": {"config", "hosts", "run_folder", "data", "planner"},
@@ -89,6 +89,10 @@ ALLOWED: dict[str, set[str]] = {
         "run_folder",
         "setting_types",
     },
+    "agent": {"hosts", "records", "rounds"},
+    "rounds": set(),
+    "debug": {"hosts"},
+    "profiling": {"config", "run_folder", "runtime", "setting_types"},
     "launch": {
         "config",
         "misspelt",
@@ -105,7 +109,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     # cli, commands, scripts, __main__ and train: see below.
 }
-NEVER_IMPORTED = {"cli", "scripts", "__main__", "commands"}
+NEVER_IMPORTED = {"cli", "scripts", "__main__", "commands", "agent"}
 NOT_BY_TRAIN = {"hf", "inference", "report", "launch", "torchrun_job", "child_runs", "sweep", "compare", "doctor", *NEVER_IMPORTED}
 # Not even inside a function.
 NO_TORCH = {

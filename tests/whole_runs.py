@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_exp.config import Config
+from moe_exp.hosts import TO_BE_CONTINUED
 from moe_exp.records import read_metrics
 from moe_exp.run_folder import RunFolder
 from ranks import free_port
@@ -103,6 +104,12 @@ class Runs:
         """Runs to the end, which has to be exit code 0."""
         ended = self.run(name, *flags, **settings)
         assert ended.code == 0, ended.text
+        return ended
+
+    def stopped(self, name: str, *flags: str, **settings: Any) -> EndedRun:
+        """Runs until it has saved and ended before TRAIN_ITERS, by EXIT_INTERVAL for instance: exit code 75."""
+        ended = self.run(name, *flags, **settings)
+        assert ended.code == TO_BE_CONTINUED, ended.text
         return ended
 
     def printed(self, name: str) -> str:
