@@ -124,6 +124,14 @@ class Runs:
             assert time.monotonic() < deadline, f"no iteration {iteration} in {timeout} s:\n{self.printed(name)}"
             time.sleep(0.05)
 
+    def wait_for_start(self, name: str, process: subprocess.Popen[str], number: int, *, timeout: float = 120.0) -> None:
+        """Returns once the ranks of a run have started training `number` times."""
+        metrics, deadline = self.folder(name).metrics, time.monotonic() + timeout
+        while not metrics.exists() or sum(r.get("event") in ("start", "resume") for r in read_metrics(metrics)) < number:
+            assert process.poll() is None, f"the run ended before start {number}:\n{self.printed(name)}"
+            assert time.monotonic() < deadline, f"no start {number} in {timeout} s:\n{self.printed(name)}"
+            time.sleep(0.05)
+
     def _stream(self, name: str, kind: str) -> Path:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         return self.run_dir.parent / f"{self.run_dir.name}.{name}.{kind}"
@@ -146,6 +154,18 @@ def ranks_of(launcher: subprocess.Popen[str]) -> dict[int, int]:
             continue  # it ended meanwhile, or is not ours
         if "LOCAL_RANK" in environ and launcher.pid in parents:
             found[int(environ["RANK"])] = int(folder.name)
+    return found
+
+
+def descendants_of(pid: int) -> list[int]:
+    """Process ids of the children of `pid`, of theirs, and so on (Linux)."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if pid in _ancestors(int(folder.name)):
+                found.append(int(folder.name))
+        except OSError:
+            continue  # it ended meanwhile
     return found
 
 
