@@ -1,7 +1,8 @@
 """How the agents of several nodes agree on one start of the ranks after another.
 
-torchrun's static rendezvous does not tell the other nodes of a failure, and gives the ranks of the next start the store in which those
-that died have left their addresses. Its c10d rendezvous does both, but numbers the nodes itself, and NODE_RANK has to mean something.
+torchrun's static rendezvous does not tell the other nodes of a failure. Its c10d rendezvous does, but numbers the nodes itself, and
+NODE_RANK has to mean something. Both of torch 2.13 give the ranks of the next start the store in which those that died have left their
+addresses (c10d unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is set).
 So this is a rendezvous of our own, by torchrun's interface. A round is one start of all ranks. Agents meet in a store that the agent of
 node 0 keeps on MASTER_PORT for as long as it lives; the ranks of a round have a store of their own, on a free port, which ends with it.
 
