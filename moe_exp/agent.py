@@ -99,13 +99,14 @@ class Agent(LocalElasticAgent):
 
     def _look(self) -> RunResult | None:
         """How the ranks of this node have ended; None: they have not, or they want to start again."""
-        dead = self._dead_ranks()
+        assert self._pcontext is not None
+        codes = self._exit_codes()
+        dead = [rank for rank, code in codes.items() if code not in (None, 0)]
         if dead:
-            assert self._pcontext is not None
             self._pcontext.close(signal.SIGTERM, _END_SECONDS)
+        elif None in codes.values():
+            return None  # without a look by torch's agent, in whose result one that dies just now could not be told from those it ends
         result = self._monitor_workers(self._worker_group)
-        if result.state is WorkerState.HEALTHY:
-            return None
         if result.state is WorkerState.SUCCEEDED:
             if told_exit_code() == START_AGAIN:
                 self._rounds.move_on()
@@ -116,11 +117,10 @@ class Agent(LocalElasticAgent):
         # Without those that this agent has ended because of them.
         return RunResult(WorkerState.FAILED, failures={rank: result.failures[rank] for rank in dead if rank in result.failures})
 
-    def _dead_ranks(self) -> list[int]:
-        """Ranks of this node that have ended otherwise than with 0."""
+    def _exit_codes(self) -> dict[int, int | None]:
+        """Of the ranks of this node; None: it runs."""
         handlers = getattr(self._pcontext, "subprocess_handlers", {})
-        local = [number for number, handler in handlers.items() if handler.proc.poll() not in (None, 0)]
-        return [self._worker_group.workers[number].global_rank for number in local]
+        return {self._worker_group.workers[number].global_rank: handler.proc.poll() for number, handler in handlers.items()}
 
     def _may_start_again(self, result: RunResult) -> bool:
         """Tells the other nodes that ranks have failed. False: the job had come to its end, and its last steps are all that failed."""
@@ -162,12 +162,14 @@ class Agent(LocalElasticAgent):
             self._event("rank_failed", iteration, **failure)
             where = f"rank {failure['rank']} on {failure['host']} ({failure['device']})"
             _complain(f"{where} has failed after iteration {iteration}: {failure['cause']}")
+        num_failures, most = self._rounds.num_failures, self._spec.max_restarts
         if self._rounds.is_over:
+            if most and not self._received:
+                _complain(f"the ranks do not start again: that was failure {num_failures}, and MAX_RESTARTS={most}")
             return 0.0
         self._num_idle = 0 if _has_trained(records) else self._num_idle + 1
         delay = min(_FIRST_DELAY_SECONDS * 2 ** (self._num_idle - 1), _LONGEST_DELAY_SECONDS) if self._num_idle else 0.0
         reason = "failure" if self._rounds.has_failed(ended) else "asked"
-        num_failures, most = self._rounds.num_failures, self._spec.max_restarts
         self._event("restart", iteration, number=ended + 1, reason=reason, failures=num_failures, delay_seconds=delay)
         why = f"failure {num_failures} of at most {most}" if reason == "failure" else "as they have asked to"
         _complain(f"the ranks start again ({why})" + (f", in {delay:.0f} s as none has trained" if delay else ""))

@@ -63,7 +63,7 @@ def run_job(command: Sequence[str], environ: Mapping[str, str], *, stopping: str
     Args:
         command: the agent's.
         environ: its environment.
-        stopping: what is said at the first signal.
+        stopping: what is said at the first signal; empty: the ranks have nothing to save, and it kills them.
     """
     received: list[int] = []
     num_sent = 0
@@ -72,10 +72,10 @@ def run_job(command: Sequence[str], environ: Mapping[str, str], *, stopping: str
         environ = {**environ, EXIT_CODE_FILE: str(code_file)}
         agent = subprocess.Popen(command, env=environ, start_new_session=True, preexec_fn=end_with_parent)
         while (code := _wait(agent)) is None:
-            if received.count(signal.SIGINT) > 1:
+            if received.count(signal.SIGINT) > 1 or (received and not stopping):
                 _kill_job(agent)
             for number in received[num_sent:]:
-                if num_sent == 0:
+                if num_sent == 0 and stopping:
                     complain(stopping)
                 num_sent += 1
                 _send(agent.pid, number)
