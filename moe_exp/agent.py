@@ -31,7 +31,7 @@ from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.run import config_from_args, parse_args
 
 from moe_exp.hosts import (
@@ -89,7 +89,7 @@ class Agent(LocalElasticAgent):
                     return result
                 if self._rounds.has_moved and not self._start_again():
                     return result or failed
-        except (RendezvousClosedError, RendezvousTimeoutError) as error:
+        except RendezvousError as error:
             if not self._received:
                 _complain(f"the ranks do not start: {error or 'the job has ended on another node'}")
         except DistError as error:

@@ -26,7 +26,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
-from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousConnectionError, RendezvousTimeoutError
 
 _CONNECT_SECONDS = 5.0  # of one attempt: a signal that comes meanwhile is answered after it
 _POLL_SECONDS = 0.1
@@ -100,6 +100,7 @@ class Rounds(RendezvousHandler):
         Raises:
             RendezvousTimeoutError: not all nodes came in time.
             RendezvousClosedError: the job is over, or this node was told to end.
+            RendezvousConnectionError: on node 0, the port is taken.
         """
         deadline = time.monotonic() + self._join_seconds
         self._connect(deadline)
@@ -198,9 +199,9 @@ class Rounds(RendezvousHandler):
             try:
                 timeout = timedelta(seconds=_CONNECT_SECONDS)
                 store = TCPStore(self._host, port, is_master=serve, timeout=timeout, wait_for_workers=False)
-            except RuntimeError:
+            except RuntimeError as error:
                 if serve:
-                    raise
+                    raise RendezvousConnectionError(f"port {port} of {self._host}: {str(error).splitlines()[0]}") from error
                 self._wait(deadline)
             else:
                 store.set_timeout(timedelta(seconds=self._join_seconds))
