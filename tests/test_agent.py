@@ -119,6 +119,7 @@ def test_two_nodes_start_again_together(tmp_path):
     assert restarts == [(1, "failure", 1), (2, "asked", 1)]  # the second one is no failure, of which there may be one
 
 
+@pytest.mark.slow
 def test_failures_without_progress_are_slowed_down_and_counted(tmp_path):
     nodes = Nodes(tmp_path, {"0.1": "error in the data", "1": "die"}, max_restarts=1)
     assert nodes.end() == [1]
@@ -127,6 +128,7 @@ def test_failures_without_progress_are_slowed_down_and_counted(tmp_path):
     assert {cause for _, cause in failed[1:]} == {"SIGKILL"}
     assert [event["delay_seconds"] for event in nodes.events("restart")] == [5.0]
     assert "the ranks start again (failure 1 of at most 1), in 5 s as none has trained" in nodes.errors()
+    assert "the ranks do not start again: that was failure 2, and MAX_RESTARTS=1" in nodes.errors()
     assert "Root Cause" in nodes.errors()
     assert 'Traceback (most recent call last):\n  File "<frozen runpy>' not in nodes.errors()
 
