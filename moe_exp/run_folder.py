@@ -9,7 +9,9 @@
     skipped_samples.json    what rollbacks have left out of the data, see rollback.py
     bad_steps/ set_aside/   checkpoints that no resume takes by itself: after MAX_BAD_STEPS, and those that a rollback went back past
     tensorboard/ wandb/
+    profile/           traces of PROFILE_ITERS, snapshots of MEMORY_SNAPSHOT
     summary.json       how the run ended
+    EXIT               made by a person: the run saves and ends
 
 The environment is never written, so that no key ends up in a folder that people share.
 """
@@ -110,6 +112,14 @@ class RunFolder:
     @property
     def lock(self) -> Path:
         return self.path / ".lock"
+
+    @property
+    def profile(self) -> Path:
+        return self.path / "profile"
+
+    @property
+    def exit_file(self) -> Path:
+        return self.path / "EXIT"
 
     @property
     def summary(self) -> Path:

@@ -25,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "data": {"config", "megatron_cpu", "files", "progress"},
     "checks": {"config", "attention_checks", "pipeline_checks", "training_checks", "divisors"},
     "pipeline_checks": {"config", "divisors"},
-    "training_checks": {"config", "planner"},
+    "training_checks": {"config", "planner", "setting_types"},
     "attention_checks": {"config"},
     "divisors": {"config"},
     "machine_checks": {"config", "hosts", "run_folder", "data", "planner"},
@@ -75,7 +75,8 @@ ALLOWED: dict[str, set[str]] = {
     "resuming": {*ENGINE, "checkpoint", "records", "run_folder", "upcycle"},
     "doctor": {"hosts", "backends", "config", *CPU, "runtime", "layers", "optim"},
     "misspelt": {"config"},
-    "child_runs": {"config", "hosts", "launch", "run_folder"},
+    "child_runs": {"config", "hosts", "launch", "run_folder", "torchrun_job"},
+    "torchrun_job": {"config", "hosts"},
     "failures": {"hosts"},
     "compare": {
         "checks",
@@ -109,6 +110,10 @@ ALLOWED: dict[str, set[str]] = {
         "setting_types",
     },
     "slurm": {"checks", "config", "data", "files", "machine_checks", "run_folder", "setting_types"},
+    "agent": {"hosts", "records", "rounds"},
+    "rounds": set(),
+    "debug": {"hosts"},
+    "profiling": {"config", "run_folder", "runtime", "setting_types"},
     "launch": {
         "config",
         "misspelt",
@@ -122,11 +127,24 @@ ALLOWED: dict[str, set[str]] = {
         "data",
         "report",
         "records",
+        "torchrun_job",
     },
     # cli, commands, scripts, __main__ and train: see below.
 }
-NEVER_IMPORTED = {"cli", "scripts", "__main__", "commands"}
-NOT_BY_TRAIN = {"hf", "inference", "report", "launch", "child_runs", "sweep", "slurm", "compare", "doctor", *NEVER_IMPORTED}
+NEVER_IMPORTED = {"cli", "scripts", "__main__", "commands", "agent"}
+NOT_BY_TRAIN = {
+    "hf",
+    "inference",
+    "report",
+    "launch",
+    "torchrun_job",
+    "child_runs",
+    "sweep",
+    "slurm",
+    "compare",
+    "doctor",
+    *NEVER_IMPORTED,
+}
 # Not even inside a function.
 NO_TORCH = {
     "config",
@@ -147,6 +165,7 @@ NO_TORCH = {
     "divisors",
     "machine_checks",
     "launch",
+    "torchrun_job",
     "cli",
     "commands",
     "__main__",
