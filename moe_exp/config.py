@@ -29,6 +29,7 @@ from moe_exp.setting_types import (
     Probability,
     Rate,
     StageLayers,
+    Timeout,
     expanded_layers,
     layers_of_pattern,
 )
@@ -144,6 +145,19 @@ class Config(ModelSettings):
     wandb_mode: Literal["online", "offline", "disabled"] = Field("online", description="wandb mode")
 
     # Staying alive
+    hang_timeout: Timeout = Field(
+        "auto",
+        description="seconds after which an iteration counts as hanging: stacks to hang/, and the ranks end for a restart; "
+        "auto: ten times the median, at least 60; none: never",
+    )
+    hang_timeout_other: OptionalPositive = Field(
+        1500, description="the same for each part of the start, the first iterations, a batch of an evaluation and a save; none: never"
+    )
+    trace_calls_from: NonNegative = Field(
+        0, description="from this iteration on every rank keeps its latest function calls in hang/calls/, which costs time; 0: never"
+    )
+    trace_calls_mb: Positive = Field(16, description="size of that file per rank, MB; older calls make room for newer ones")
+    trace_calls_in: str = Field("moe_exp,megatron,torch.distributed", description="packages and modules whose calls are kept")
 
     # Values that follow from the settings
 

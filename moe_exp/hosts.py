@@ -16,6 +16,8 @@ START_AGAIN = 76
 
 # Variable that the launcher sets: where ranks write the exit code of the job.
 EXIT_CODE_FILE = "MOE_EXP_EXIT_CODE_FILE"
+# Variable that the launcher sets: the folder of this node where ranks keep their heartbeats.
+HEARTBEATS = "MOE_EXP_HEARTBEATS"
 
 # What torch.distributed says on the ranks that did nothing wrong, when another rank has died.
 CAUSED_BY_ANOTHER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "Timed out waiting", "ProcessGroup")

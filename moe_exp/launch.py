@@ -16,8 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
@@ -33,6 +33,7 @@ from moe_exp.planner.params import startup_report
 from moe_exp.presets import preset_values
 from moe_exp.report.finish import finish_run
 from moe_exp.run_folder import RunFolder
+from moe_exp.watch.hang import HangWatch
 
 TRAIN_MODULE = "moe_exp.train"
 _CLEAN_ENDS = ("finished", "stopped")
@@ -80,8 +81,11 @@ def launch(config: Config, flags: Mapping[str, Any], module: str = TRAIN_MODULE)
     started, start = datetime.now().astimezone(), time.monotonic()
     stopping = _STOPPING if config.save_at_end else _STOPPING_UNSAVED
     command, environ = torchrun_command(config, module_arguments(flags), module), child_environment(config)
-    while (code := run_job(command, environ, stopping=stopping)) == START_AGAIN:
-        _complain("the ranks start again")
+    with HangWatch(config, RunFolder.of(config)) if module == TRAIN_MODULE else nullcontext() as watch:
+        environ |= watch.environment if watch else {}
+        poll = watch.poll if watch else None
+        while (code := run_job(command, environ, stopping=stopping, poll=poll)) == START_AGAIN:
+            _complain("the ranks start again")
     if config.node_rank:
         return code
     ended = finish_run(config, RunFolder.of(config), since=started, wall_seconds=time.monotonic() - start)
@@ -130,7 +134,9 @@ _STOPPING = "stopping: the run saves a checkpoint and ends; a second signal kill
 _STOPPING_UNSAVED = "stopping: the run ends, and saves nothing with SAVE_AT_END=false; a second signal kills it"
 
 
-def run_job(command: Sequence[str], environ: Mapping[str, str], *, stopping: str = _STOPPING) -> int:
+def run_job(
+    command: Sequence[str], environ: Mapping[str, str], *, stopping: str = _STOPPING, poll: Callable[[], None] | None = None
+) -> int:
     """Runs torchrun, hands signals to its ranks as described at the top of this file, and returns the exit code.
 
     A job that a signal ended before it could save gives 128 + the number of the signal, as a shell does.
@@ -139,6 +145,7 @@ def run_job(command: Sequence[str], environ: Mapping[str, str], *, stopping: str
         command: torchrun's.
         environ: its environment.
         stopping: what is said at the first signal.
+        poll: called every 0.2 s; it may not take long.
     """
     received: list[int] = []
     told: set[int] = set()
@@ -151,6 +158,8 @@ def run_job(command: Sequence[str], environ: Mapping[str, str], *, stopping: str
                 told |= _stop_ranks(torchrun, told, stopping)
             elif received:
                 _kill_job(torchrun)
+            if poll is not None:
+                poll()
         if not code and code_file.exists():
             return int(code_file.read_text())
     if code and received:

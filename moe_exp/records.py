@@ -82,6 +82,7 @@ EVENTS = {
     "checkpoint_failed": "one was not saved: reason",
     "damaged_checkpoint": "one could not be used for the resume: reason",
     "other_data": "the data have changed since the checkpoint (ALLOW_OTHER_DATA): changes",
+    "hang": "no rank went on and all were ended: reason, ranks and hosts that are not where the others are, why, folder with the stacks",
     "end": "the ranks have ended by themselves: status, wall_seconds",
 }
 

@@ -58,6 +58,18 @@ def _stage_layers(value: Any) -> str:
     return text
 
 
+def _timeout(value: Any) -> str:
+    """Checks HANG_TIMEOUT: auto, none or seconds."""
+    text = str(value).strip().lower()
+    try:
+        is_valid = text in ("auto", "none") or 0 < float(text) < float("inf")
+    except ValueError:
+        is_valid = False
+    if not is_valid:
+        raise ValueError("must be auto, none or a number of seconds above 0")
+    return text
+
+
 LOSS_KINDS = ("aux_loss", "seq_aux_loss", "global_aux_loss", "importance")
 NO_LOSS = ("none", "sinkhorn")
 _TERM = r"(\[?[01](,[01])*\]?(\*\d+)?)"
@@ -69,6 +81,7 @@ LossKinds = Annotated[str, BeforeValidator(_losses)]
 Numbers = Annotated[str, BeforeValidator(_numbers)]
 OptionalNumbers = Annotated[str, BeforeValidator(lambda value: _numbers(value) if value else "")]
 StageLayers = Annotated[str, BeforeValidator(_stage_layers)]
+Timeout = Annotated[str, BeforeValidator(_timeout)]
 OptionalPositive = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_none_or_int)]
 
 

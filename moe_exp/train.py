@@ -23,7 +23,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_batch_on_this_cp_rank, get_model_config
 from torch import Tensor
 
-from moe_exp import faults, runtime
+from moe_exp import faults, heartbeat, runtime
 from moe_exp.backends import chosen_backends
 from moe_exp.checkpoint import load as loading
 from moe_exp.checkpoint.agreement import from_first_rank
@@ -48,6 +48,7 @@ from moe_exp.run_folder import RunFolder, hold_run_folder, open_run_folder
 from moe_exp.runtime import Runtime
 from moe_exp.saving import Saves
 from moe_exp.training_data import build_data, bytes_per_token, compare_data, read_ahead
+from moe_exp.watch.call_trace import trace_calls
 
 logger = logging.getLogger("moe_exp.train")  # by name: torchrun runs this module as __main__
 
@@ -90,6 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(config: Config, stop: faults.StopSignal) -> None:
     """Builds the job, resumes where the run folder stands, trains, and leaves the results behind."""
+    heartbeat.start()
     rank = runtime.start(config)
     job, progress = build(config, rank)
     if not rank.is_first:
@@ -143,6 +145,7 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
         train_stream = read_ahead(config, rank, train_stream, batches)
     measured = bytes_per_token(config, valid_stream) if valid_stream is not None and rank.is_first else None
     job = Job(config, rank, folder, trained, train_stream, valid_stream, batches, source, changes, measured)
+    heartbeat.enter("load")
     progress = resume(config, rank, folder, source, trained)
     progress.sample_order = sample_order
     # Megatron has Python look for garbage at every save. What is there now stays, and need not be gone through.
@@ -169,7 +172,10 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
     saves = Saves(config, saver, job.trained, metrics)
     while progress.iteration < config.train_iters:
         is_logged = (progress.iteration + 1) % config.log_interval == 0
+        if progress.iteration + 1 >= config.trace_calls_from > 0:
+            trace_calls(job.folder.path / "hang" / "calls", job.runtime.rank, size_mb=config.trace_calls_mb, modules=config.trace_calls_in)
         step = train_step(job, progress, interval, count_zeros=is_logged)
+        heartbeat.enter("end_of_iteration")
         if is_logged:
             log(job, progress, interval, metrics, step)
         valid_loss = None
@@ -179,6 +185,8 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
         end = tell_all_ranks(job, step, stop, is_writing=saves.is_writing)
         must_stop = bool(end.stop) or _is_multiple(progress.iteration, config.exit_interval)
         is_last = must_stop or progress.iteration == config.train_iters
+        if is_last:
+            heartbeat.enter("end")
         if saves.is_pending and not end.is_writing:
             interval.pause(saves.finish(), phase="checkpoint")
         if (is_last and config.save_at_end) or _is_multiple(progress.iteration, config.save_interval):
@@ -217,11 +225,13 @@ def train_step(job: Job, progress: Progress, interval: Interval, *, count_zeros:
     """One iteration: forward and backward over all micro-batches, optimizer, schedule."""
     model, optimizer, first_sample = job.trained.model, job.trained.optimizer, progress.consumed_samples
     num_microbatches, batch_size = job.batches.at(first_sample)
+    heartbeat.begin(progress.iteration + 1, num_microbatches)
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     losses = forward_backward(job, job.train_stream, first_sample, num_microbatches, timers=interval.timers)
     optimizer.config.log_num_zeros_in_grad = count_zeros
+    heartbeat.enter("optimizer")
     with timed(interval.timers, "optimizer"):
         updated, grad_norm, num_zeros = optimizer.step()
     progress.iteration += 1
@@ -256,8 +266,10 @@ def forward_backward(
 ) -> list[Tensor]:
     """Runs Megatron's schedule over `num_microbatches`; the losses of the micro-batches on the last pipeline stage, else []."""
     config, model = job.config, job.trained.model
+    heartbeat.enter("data")
     with timed(timers, "data"):
         microbatches = [_microbatch(job, stream, first_sample, index) for index in range(num_microbatches)]
+    heartbeat.enter("forward_backward")
     with timed(timers, "forward_backward"):
         outputs = get_forward_backward_func()(
             forward_step_func=partial(forward_step, cp_size=config.cp),
@@ -298,6 +310,7 @@ def lm_loss(loss_mask: Tensor, cp_size: int, losses: Tensor) -> tuple[Tensor, di
     return loss, {"lm_loss": loss.detach().clone()}
 
 
+@heartbeat.during("evaluation")
 @torch.no_grad()
 def validate(job: Job, progress: Progress, metrics: Metrics | None) -> tuple[float, float]:
     """Mean loss over the first EVAL_ITERS global batches of the validation data, the same ones every time.

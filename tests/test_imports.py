@@ -45,13 +45,14 @@ ALLOWED: dict[str, set[str]] = {
     "records": {"files"},
     "metrics": {"config", "run_folder", "files", "planner", "mirrors", "records"},
     "faults": {"hosts"},
-    "watch": {"config", "run_folder", "records", "files", "hosts", "progress"},
+    "heartbeat": {"hosts"},
+    "watch": {"config", "run_folder", "records", "files", "hosts", "progress", "heartbeat"},
     "report": {"config", "run_folder", "records", "metrics", "files", "planner", "progress"},
     "backends": {*ENGINE, "layers", "optim"},
     "interval": {*ENGINE, "hosts", "checkpoint", "metrics", "planner", "optim", "layers", "phases", "faults"},
     "phases": set(),
     "exchange": set(),
-    "saving": {*ENGINE, "checkpoint", "metrics"},
+    "saving": {*ENGINE, "checkpoint", "metrics", "heartbeat"},
     "resuming": {*ENGINE, "checkpoint", "run_folder", "upcycle"},
     "doctor": {"hosts", "backends", "config", *CPU, "runtime", "layers", "optim"},
     "misspelt": {"config"},
@@ -88,7 +89,7 @@ ALLOWED: dict[str, set[str]] = {
         "run_folder",
         "setting_types",
     },
-    "launch": {"config", "misspelt", "hosts", "presets", "checks", "machine_checks", "planner", "run_folder", "data", "report", "records"},
+    "launch": {"config", "misspelt", "hosts", "presets", "checks", "machine_checks", "planner", "run_folder", "data", "report", "records", "watch"},
     # cli, commands, scripts, __main__ and train: see below.
 }
 NEVER_IMPORTED = {"cli", "scripts", "__main__", "commands"}
@@ -120,6 +121,7 @@ NO_TORCH = {
     "report",
     "sweep",
     "watch",
+    "heartbeat",
     "compare",
     "child_runs",
     "failures",
