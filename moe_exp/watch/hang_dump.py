@@ -145,11 +145,15 @@ def _stacks(local: Path, rank: int, pid: int, *, has_handler: bool, state: str) 
     return "", "none", reasons
 
 
+def py_spy_program() -> str:
+    """Path of py-spy; empty where it is not installed."""
+    beside = Path(sys.executable).with_name("py-spy")  # in an environment that is not on the PATH
+    return shutil.which("py-spy") or (str(beside) if beside.exists() else "")
+
+
 def py_spy(pid: int, *options: str, seconds: float = _PY_SPY_SECONDS) -> tuple[str, str]:
     """What `py-spy dump` prints of a process, or why it prints nothing."""
-    beside = Path(sys.executable).with_name("py-spy")  # in an environment that is not on the PATH
-    program = shutil.which("py-spy") or (str(beside) if beside.exists() else "")
-    if not program:
+    if not (program := py_spy_program()):
         return "", "not installed"
     command = [program, "dump", "--full-filenames", "--pid", str(pid), *(options or ("--nonblocking",))]
     error = ""

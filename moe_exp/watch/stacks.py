@@ -28,10 +28,12 @@ _COLLECTIVE_CODE = (*_IN_TORCH, "moe_exp/layers/collectives.py", "moe_exp/gloo.p
 # What a host of a GPU waits in: the kernels and collectives that it has launched.
 _DEVICE_WAITS = (".item()", ".tolist()", ".cpu()", "synchronize(")
 _NATIVE_WAITS = ("c10d::", "gloo::", "nccl", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize")
+_ABSENT = "absent"
 _STATES = {
     STOPPED: "is stopped (by a signal such as SIGSTOP)",
     TRACED: "is held by a debugger",
     GONE: "has ended",
+    _ABSENT: "was not found: its launcher has not answered, or it has ended",
 }
 _SHOWN_FRAMES, _SHOWN_CALLS = 12, 10
 
@@ -64,7 +66,7 @@ def where(dump: RankDump) -> str:
     """In words: in which function a rank is, in or outside of a collective."""
     frames = main_stack(dump)
     if not frames:
-        return f"no stack ({dump.facts.get('without', 'no tool has given one')})"
+        return f"has no stack ({dump.facts.get('without', 'no tool has given one')})"
     inside = next((frame for frame in frames if frame.file.endswith(_COLLECTIVE_CODE)), None)
     if is_waiting(dump):
         return f"waits in {inside or frames[0]}"
@@ -152,9 +154,11 @@ def summarize(folder: Path) -> Summary:
     if not dumps and not answers:
         fix = "give a folder inside RUN/hang, or a run folder to ask its launchers for new stacks"
         raise ValueError(f"stacks={folder}: holds no stacks. Fix: {fix}.")
+    dumps += _absent(dumps, answers)
     named, by_rank = apart(dumps), {dump.rank: dump for dump in dumps}
     head = [request.reason] if request else []
-    head += _missing(dumps, answers)
+    if silent := sorted(set(range(answers[0].nnodes)) - {answer.node for answer in answers if answer.done}) if answers else []:
+        head += [f"no answer from the {'launcher of node' if len(silent) == 1 else 'launchers of nodes'} {_numbers(silent)}"]
     if request is not None and request.kind == "stacks":
         head += ["asked for by hand: the run goes on, in which ranks need not be in the same place"]
     head += ["not where the others are:" if named else "no rank stands out"]
@@ -187,13 +191,14 @@ def _moment(dump: RankDump) -> str:
     return f" (iteration {facts['iteration']}, {facts['phase']} for {facts['seconds in it']} s)"
 
 
-def _missing(dumps: Sequence[RankDump], answers: Sequence[Answer]) -> list[str]:
+def _absent(dumps: Sequence[RankDump], answers: Sequence[Answer]) -> list[RankDump]:
+    """The ranks of the job that nobody has found."""
     if not answers:
         return []
-    nodes = set(range(answers[0].nnodes)) - {answer.node for answer in answers if answer.done}
+    per_node = answers[0].world_size // answers[0].nnodes
+    hosts = {answer.node: answer.host for answer in answers}
     ranks = set(range(answers[0].world_size)) - {dump.rank for dump in dumps}
-    lines = [f"no answer from the launchers of nodes {_numbers(sorted(nodes))}"] if nodes else []
-    return lines + ([f"no process was found of ranks {_numbers(sorted(ranks))}"] if ranks else [])
+    return [RankDump(rank, {"state": _ABSENT, "host": hosts.get(rank // per_node, f"node {rank // per_node}")}) for rank in sorted(ranks)]
 
 
 def _group_lines(group: Sequence[RankDump]) -> list[str]:
