@@ -67,7 +67,8 @@ def where(dump: RankDump) -> str:
     frames = main_stack(dump)
     if not frames:
         return f"has no stack ({dump.facts.get('without', 'no tool has given one')})"
-    inside = next((frame for frame in frames if frame.file.endswith(_COLLECTIVE_CODE)), None)
+    named = (frame for frame in frames if not frame.key[0].startswith("<"))  # no <listcomp>
+    inside = next((frame for frame in named if frame.file.endswith(_COLLECTIVE_CODE)), None)
     if is_waiting(dump):
         return f"waits in {inside or frames[0]}"
     if inside is not None:
