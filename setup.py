@@ -50,6 +50,7 @@ EXTRAS = {
         "regex>=2024.4",
         "gigatoken>=0.10",
         "bitsandbytes>=0.50",
+        "py-spy>=0.4",
     ],
 }
 

@@ -52,6 +52,7 @@ FREE = {
     "valid_data", "split", "data_order", "allow_other_data", "num_workers", "tokenizer", "data_dir", "run_dir", "run_name", "load_dir",
     "allow_other_model", "save_interval", "save_at_end", "async_save", "keep_last", "keep_every", "keep_best", "verify_checkpoint",
     "exit_interval", "log_interval", "log_timers", "eval_interval", "eval_iters", "wandb_project", "wandb_mode",
+    "hang_timeout", "hang_timeout_other", "trace_calls_from", "trace_calls_mb", "trace_calls_in",
 }  # fmt: skip
 _AS_SETTINGS = [name for name in Config.model_fields if name not in _IN_COLUMNS]
 
