@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python bench/bench_hang.py [--pairs 10]
 
-Iterations of the CPU preset's MoE, by turns with and without: the ratio of the process's own time within each pair, its median and quartiles,
+Iterations of the CPU preset's MoE, by turns with and without: the ratio of the process's own time within each pair, median and quartiles,
 on an idle machine in about two minutes.
 """
 

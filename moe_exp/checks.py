@@ -17,7 +17,7 @@ from moe_exp.divisors import multiples as _multiples
 from moe_exp.divisors import must_divide as _must_divide
 from moe_exp.pipeline_checks import check_pipeline
 from moe_exp.pipeline_checks import num_replicas as _replicas
-from moe_exp.training_checks import check_optimizer, check_rampup
+from moe_exp.training_checks import check_optimizer, check_profiling, check_rampup
 
 # Size of the tokenizer that is trained on the embedded corpus.
 EMBEDDED_VOCAB_SIZE = 4096
@@ -35,6 +35,7 @@ def check_config(config: Config) -> list[str]:
         *_batch(config),
         *_schedule(config),
         *check_optimizer(config),
+        *check_profiling(config),
         *_data(config),
         *_retention(config),
     ]

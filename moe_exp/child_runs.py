@@ -16,9 +16,10 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from moe_exp.config import Config, load_config
-from moe_exp.hosts import free_port
-from moe_exp.launch import children_of, end_with_parent, module_arguments
+from moe_exp.hosts import end_with_parent, free_port
+from moe_exp.launch import module_arguments
 from moe_exp.run_folder import RunFolder
+from moe_exp.torchrun_job import children_of
 
 _END_SECONDS = 60.0
 # A rank may be in the middle of an iteration, and has to write a checkpoint after it.
@@ -28,6 +29,7 @@ _SAVE_SECONDS = 600.0
 MEASURED_ONLY = {
     "log_interval": 1, "eval_interval": 0, "save_interval": 0, "save_at_end": "false", "async_save": "false", "exit_interval": 0,
     "keep_last": 0, "keep_every": 0, "keep_best": 0, "load_dir": "", "upcycle_from": "", "upcycle_granularity": 1, "rampup_batch_size": "",
+    "max_restarts": 0, "exit_duration": 0, "profile_iters": "", "memory_snapshot": "",
     "warmup_iters": 0, "decay_iters": 0, "lr_decay_style": "constant", "wandb_project": "", "node_rank": 0,
 }  # fmt: skip
 
@@ -95,7 +97,7 @@ def run_to_end(
     """Runs a launcher until it ends, or for `timeout` seconds; returns its exit code, None after a time-out.
 
     Whatever ends this function, a Ctrl-C too, ends the processes of the run. They are in a session of their own, which the signals of a
-    terminal do not reach. If this process is killed, the kernel ends the launcher, and torchrun, which sees that, ends its ranks.
+    terminal do not reach. If this process is killed, the kernel ends the launcher, and the agent of the ranks has them end.
 
     Args:
         flags: settings of the run, but for its port.

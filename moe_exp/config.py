@@ -22,11 +22,13 @@ from moe_exp.presets import PRESETS, preset_values
 from moe_exp.run_names import built_name
 from moe_exp.setting_types import (
     NO_LOSS,
+    Iterations,
     NonNegative,
     OptionalNumbers,
     OptionalPositive,
     Positive,
     Probability,
+    RankList,
     Rate,
     StageLayers,
     Timeout,
@@ -158,6 +160,13 @@ class Config(ModelSettings):
     )
     trace_calls_mb: Positive = Field(16, description="size of that file per rank, MB; older calls make room for newer ones")
     trace_calls_in: str = Field("moe_exp,megatron,torch.distributed", description="packages and modules whose calls are kept")
+    max_restarts: NonNegative = Field(0, description="after failures of ranks they start again, so many times per launch; 0: never")
+    exit_duration: Rate = Field(0.0, description="minutes since the launch after which the run saves and ends; 0: never")
+    profile_iters: Iterations = Field("", description="iterations that torch's profiler traces: '10-12', or one; empty: none")
+    profile_ranks: RankList = Field("0", description="ranks of PROFILE_ITERS and MEMORY_SNAPSHOT: '0', '0,3', or all")
+    memory_snapshot: Iterations = Field(
+        "", description="iterations whose allocations on the GPU are recorded for pytorch.org/memory_viz, as PROFILE_ITERS"
+    )
 
     # Values that follow from the settings
 

@@ -54,7 +54,7 @@ def _root_cause(lines: Sequence[str]) -> Sequence[str]:
 def _most_useful(lines: Sequence[str]) -> str:
     """The first of: the error as a rank names it, the signal that ended one, a complaint of ours, the last error, the last line."""
     signals = [line for line in _root_cause(lines) if _SIGNAL.search(line)]
-    ours = [line for line in lines if re.match(r"moe-exp: (?!warning|stopping)", line)]
+    ours = [line for line in lines if re.match(r"moe-exp: (?!warning|stopping|rank \d+ on .* has failed|the ranks start again)", line)]
     errors = [line for line in lines if _ERROR.match(line) and "ChildFailedError" not in line]
     for found in (_by_rank(lines)[:1], signals[:1], ours[-1:], errors[-1:], lines[-1:]):
         if found:

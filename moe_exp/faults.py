@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
+import math
 import os
 import signal
 import socket
@@ -14,39 +17,93 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from moe_exp.hosts import CAUSED_BY_ANOTHER, EXIT_CODE_FILE
+from moe_exp.hosts import CAUSED_BY_ANOTHER, LAUNCH_TIME, STOP_SIGNALS, end_with_parent, tell_launcher
+
+logger = logging.getLogger(__name__)
 
 _WAIT_FOR_CAUSE_SECONDS = 5.0
-
+_LOOK_SECONDS = 1.0  # between two looks for the EXIT file
 
 # Why a run ends before TRAIN_ITERS. Where the ranks have several reasons, the first of this list is given.
-STOP_REASONS = ("signal",)
+STOP_REASONS = ("SIGTERM", "SIGINT", "SIGUSR1", "EXIT", "EXIT_DURATION", "EXIT_INTERVAL")
+_IN_WORDS = {
+    "EXIT": "the file EXIT is in the run folder",
+    "EXIT_DURATION": "EXIT_DURATION minutes have passed since the launch",
+    "EXIT_INTERVAL": "the iteration is a multiple of EXIT_INTERVAL",
+}
+
+
+def stop_in_words(reason: str) -> str:
+    """One of STOP_REASONS for a log line."""
+    return _IN_WORDS.get(reason, f"a rank got {reason}")
 
 
 class StopSignal:
-    """Whether SIGINT or SIGTERM asked this rank to save and end; `exchange.end_of_iteration` tells the others."""
+    """Whether a signal asked this rank to save and end; `exchange.end_of_iteration` tells the others."""
 
     def __init__(self) -> None:
-        self.is_set = False
+        self.reason = ""  # of STOP_REASONS
+
+    @property
+    def is_set(self) -> bool:
+        """Whether one has come."""
+        return bool(self.reason)
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         """Signal handler."""
-        self.is_set = True
-
-    @property
-    def reason(self) -> str:
-        """Of STOP_REASONS, empty for none."""
-        return "signal" if self.is_set else ""
+        self.reason = self.reason or signal.Signals(number).name
 
 
 @contextlib.contextmanager
 def stop_signal() -> Iterator[StopSignal]:
-    """Receives SIGINT and SIGTERM; a process that imports this package for other ends keeps its handlers."""
+    """Receives STOP_SIGNALS; a process that imports this package for other ends keeps its handlers."""
     stop = StopSignal()
-    before = {number: signal.signal(number, stop.receive) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, stop.receive) for number in STOP_SIGNALS}
+    # The agent starts ranks with these blocked: now comes what was sent while this one imported.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank: no one would end it after its agent
+        end_with_parent(signal.SIGTERM)
     yield stop
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+class StopRules:
+    """Why a run should end after an iteration, asked once per iteration on every rank. Costs a look at the clock.
+
+    Args:
+        stop: the signals that this rank got.
+        exit_file: that is looked for at most once a second; None on all ranks but the first.
+        exit_minutes: since the launch, over all restarts, or 0; looked at with `exit_file`.
+        exit_interval: iterations, or 0.
+    """
+
+    def __init__(self, stop: StopSignal, exit_file: Path | None, *, exit_minutes: float, exit_interval: int):
+        self._stop, self._file, self._interval = stop, exit_file, exit_interval
+        launched = float(os.environ.get(LAUNCH_TIME) or time.monotonic())
+        self._end = launched + 60 * exit_minutes if exit_minutes else math.inf
+        self._next_look = 0.0
+
+    def reason(self, iteration: int) -> str:
+        """Of STOP_REASONS, empty for none."""
+        if self._stop.reason:
+            return self._stop.reason
+        now = time.monotonic()
+        if self._file is not None and now >= self._next_look:
+            self._next_look = now + _LOOK_SECONDS
+            if self._file.exists():
+                return "EXIT"
+        if self._file is not None and now >= self._end:
+            return "EXIT_DURATION"
+        return "EXIT_INTERVAL" if self._interval and iteration % self._interval == 0 else ""
+
+    def obeyed(self, reason: str) -> None:
+        """The run has ended because of `reason`: removes the EXIT file, so that the next start runs."""
+        if reason == "EXIT" and self._file is not None:
+            try:
+                self._file.unlink(missing_ok=True)
+            except OSError as error:
+                logger.warning("%s cannot be removed (%s): the next start will end by it again", self._file, error.strerror)
 
 
 def end_job(lines: Sequence[str], code: int) -> NoReturn:
@@ -57,9 +114,7 @@ def end_job(lines: Sequence[str], code: int) -> NoReturn:
     """
     if os.environ.get("RANK", "0") == "0":
         print(*(f"moe-exp: {line}" for line in lines), sep="\n", file=sys.stderr, flush=True)
-    told = os.environ.get(EXIT_CODE_FILE)
-    if told and os.environ.get("LOCAL_RANK", "0") == "0":
-        Path(told).write_text(str(code))
+    told = tell_launcher(code)
     # Without the clean-up of process groups, which would wait for the other ranks.
     os._exit(0 if told else code)
 
@@ -80,8 +135,18 @@ def named_by_rank(stop: StopSignal) -> Iterator[None]:
         print(f"moe-exp: {where} failed: {type(error).__name__}: {error}", file=sys.stderr)
         traceback.print_exc()
         sys.stderr.flush()
+        _leave_error(error)
         # Without the clean-up of process groups, which would wait for the other ranks.
         os._exit(1)
+
+
+def _leave_error(error: Exception) -> None:
+    """The error in a line, where and as torchrun's agent reads it."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        line = f"{type(error).__name__}: {error}".splitlines()[0]
+        data = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(int(time.time()))}}
+        with contextlib.suppress(OSError):
+            Path(file).write_text(json.dumps({"message": data}))
 
 
 def _wait_for_cause(stop: StopSignal) -> None:

@@ -28,7 +28,7 @@ from moe_exp.hosts import HEARTBEATS
 # An iteration's time is that spent in these.
 ITERATION_PHASES = ("data", "forward_backward", "optimizer", "end_of_iteration")
 PAUSED = "paused"  # at a breakpoint, for instance: a phase that may last
-PHASES = ("start_up", "load", *ITERATION_PHASES, "evaluation", "checkpoint", "end", PAUSED)
+PHASES = ("start_up", "load", *ITERATION_PHASES, "evaluation", "checkpoint", "profile", "end", PAUSED)
 STACKS_SIGNAL = signal.SIGUSR2
 
 # Count of notes; phase, iteration, micro-batches of it, seconds at which the phase began, seconds of the iteration before that, process id,

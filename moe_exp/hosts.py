@@ -6,8 +6,10 @@ import ctypes
 import functools
 import os
 import resource
+import signal
 import socket
 import sys
+from pathlib import Path
 
 # Exit codes of a job: it has come to TRAIN_ITERS; it failed; its settings cannot run; it has saved, and the same command goes on.
 FINISHED, FAILED, BAD_INPUT, TO_BE_CONTINUED = 0, 1, 2, 75
@@ -18,6 +20,12 @@ START_AGAIN = 76
 EXIT_CODE_FILE = "MOE_EXP_EXIT_CODE_FILE"
 # Variable that the launcher sets: the folder of this node where ranks keep their heartbeats.
 HEARTBEATS = "MOE_EXP_HEARTBEATS"
+# Others that it sets: the metrics.jsonl of the run; the time of the launch, of the clock that `time.monotonic` reads.
+METRICS_FILE = "MOE_EXP_METRICS_FILE"
+LAUNCH_TIME = "MOE_EXP_LAUNCH_TIME"
+
+# What asks a run to save and end: a person, a scheduler, and SLURM's warning (--signal=B:USR1@300). SIGHUP counts as SIGTERM.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 # What torch.distributed says on the ranks that did nothing wrong, when another rank has died.
 CAUSED_BY_ANOTHER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "Timed out waiting", "ProcessGroup")
@@ -25,6 +33,24 @@ CAUSED_BY_ANOTHER = ("Connection closed by peer", "Connection reset by peer", "B
 # For glibc's malloc on a CPU host: keep freed memory instead of giving it back to the system and fetching it again, page by page,
 # for every large tensor of every micro-batch (a third of a layer's time, docs/performance.md). A GPU has torch's caching allocator.
 KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
+
+
+def tell_launcher(code: int, *, by_any_rank: bool = False) -> bool:
+    """Leaves the exit code of the job for the launcher of this node, by its first rank; False where there is none to tell.
+
+    torchrun knows 0 and failures alone: ranks that have told end with 0, whatever they have told.
+    """
+    told = os.environ.get(EXIT_CODE_FILE)
+    if told and (by_any_rank or os.environ.get("LOCAL_RANK", "0") == "0"):
+        Path(told).write_text(str(code))
+    return bool(told)
+
+
+def told_exit_code() -> int | None:
+    """What a rank of this node has told by `tell_launcher`."""
+    told = Path(os.environ.get(EXIT_CODE_FILE) or "none")
+    text = told.read_text() if told.exists() else ""
+    return int(text) if text else None
 
 
 @functools.cache
@@ -59,6 +85,17 @@ def peak_resident_bytes() -> int:
 def num_cores() -> int:
     """Processor cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# Loaded here: between fork and exec only a plain call is safe.
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(number: int = signal.SIGTERM) -> None:
+    """The system sends this process the signal when its parent dies, which cannot forward anything then (Linux only)."""
+    if _LIBC:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, number)
 
 
 def free_port() -> int:

@@ -32,7 +32,7 @@ def check_environment(config: Config) -> list[str]:
 
 def check_machine(config: Config) -> list[str]:
     """Devices, packages and port that another machine may have; a dry run only warns about these."""
-    return [*_devices(config), *_packages(config), *_port(config), *_shared_memory(config)]
+    return [*_devices(config), *_snapshot(config), *_packages(config), *_port(config), *_shared_memory(config)]
 
 
 def check_files(config: Config, *, with_space: bool = True) -> list[str]:
@@ -52,6 +52,12 @@ def _devices(c: Config) -> Iterator[str]:
     if 0 < (gpus := count_gpus()) < c.gpus_per_node:
         fix = f"set GPUS_PER_NODE to at most {gpus}, or CUDA_VISIBLE_DEVICES= to run on the CPU"
         yield problem("gpus_per_node", c.gpus_per_node, f"this host has {gpus} GPU{'s' if gpus > 1 else ''}", fix)
+
+
+def _snapshot(c: Config) -> Iterator[str]:
+    if c.memory_snapshot and not count_gpus():
+        rule = "records the allocations on a CUDA device, this host has none"
+        yield problem("memory_snapshot", c.memory_snapshot, rule, "leave it empty; the trace of PROFILE_ITERS has the memory of a CPU")
 
 
 def _packages(c: Config) -> Iterator[str]:

@@ -83,7 +83,10 @@ EVENTS = {
     "damaged_checkpoint": "one could not be used for the resume: reason",
     "other_data": "the data have changed since the checkpoint (ALLOW_OTHER_DATA): changes",
     "hang": "no rank went on and all were ended: reason, ranks and hosts that are not where the others are, why, folder with the stacks",
+    "stop": "the run was asked to end before TRAIN_ITERS: reason (faults.STOP_REASONS)",
     "end": "the ranks have ended by themselves: status, wall_seconds",
+    "rank_failed": "a rank has died; iteration of the last train record, rank, host, device, cause (its error, or the signal)",
+    "restart": "the ranks start again: number, reason (failure or asked), failures so far, delay_seconds",
 }
 
 
@@ -112,6 +115,21 @@ def append(path: Path, record: Record) -> None:
 def read_metrics(path: Path) -> list[Record]:
     """All records of a metrics.jsonl. A last line that a crash cut off is left out; FileNotFoundError if there is no file."""
     return list(_records(path))
+
+
+def last_records(path: Path, num_bytes: int = 1 << 20) -> list[Record]:
+    """The records in the last `num_bytes` of a metrics.jsonl, which may be large after weeks."""
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - num_bytes))
+        lines = file.read().split(b"\n")[(size > num_bytes) : -1]
+    found = []
+    for line in lines:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue  # read_metrics says so
+    return [record for record in found if isinstance(record, dict)]
 
 
 def _records(path: Path) -> Iterator[Record]:

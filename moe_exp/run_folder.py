@@ -6,7 +6,9 @@
     metrics.jsonl      one object a line, see metrics.py
     checkpoints/       iter_0001000, ...
     tensorboard/ wandb/
+    profile/           traces of PROFILE_ITERS, snapshots of MEMORY_SNAPSHOT
     summary.json       how the run ended
+    EXIT               made by a person: the run saves and ends
 
 The environment is never written, so that no key ends up in a folder that people share.
 """
@@ -90,6 +92,14 @@ class RunFolder:
     @property
     def lock(self) -> Path:
         return self.path / ".lock"
+
+    @property
+    def profile(self) -> Path:
+        return self.path / "profile"
+
+    @property
+    def exit_file(self) -> Path:
+        return self.path / "EXIT"
 
     @property
     def summary(self) -> Path:

@@ -27,6 +27,7 @@ class Saves:
 
     def __init__(self, config: Config, saver: Saver, trained: Trained, metrics: Metrics | None):
         self._config, self._saver, self._trained, self._metrics = config, saver, trained, metrics
+        self.last_iteration: int | None = None  # of the newest checkpoint that this start has written; the same on every rank
 
     @property
     def is_pending(self) -> bool:
@@ -62,6 +63,8 @@ class Saves:
         """Waits for the save that was begun, if one was, and reports it; returns seconds. Raises as `save`."""
         start = time.monotonic()
         saved = self._saver.finish()
+        if saved is not None and not saved.error:
+            self.last_iteration = saved.iteration
         if saved is not None and self._metrics is not None:
             _report(saved, self._metrics)
         if saved is not None and saved.error and is_last:

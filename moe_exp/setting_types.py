@@ -70,6 +70,23 @@ def _timeout(value: Any) -> str:
     return text
 
 
+def _iterations(value: Any) -> str:
+    """Checks PROFILE_ITERS; returns it without spaces."""
+    text = "".join(str(value).split())
+    first, last = iteration_range(text) if re.fullmatch(r"\d+(-\d+)?", text) else (1, 0)
+    if text and not 1 <= first <= last:
+        raise ValueError("must be an iteration from 1 on, or the first and the last such as 10-12")
+    return text
+
+
+def _ranks(value: Any) -> str:
+    """Checks PROFILE_RANKS; returns it without spaces."""
+    text = "".join(str(value).split())
+    if text != "all" and not re.fullmatch(r"\d+(,\d+)*", text):
+        raise ValueError("must be ranks with commas such as 0,3, or all")
+    return text
+
+
 LOSS_KINDS = ("aux_loss", "seq_aux_loss", "global_aux_loss", "importance")
 NO_LOSS = ("none", "sinkhorn")
 _TERM = r"(\[?[01](,[01])*\]?(\*\d+)?)"
@@ -82,6 +99,8 @@ Numbers = Annotated[str, BeforeValidator(_numbers)]
 OptionalNumbers = Annotated[str, BeforeValidator(lambda value: _numbers(value) if value else "")]
 StageLayers = Annotated[str, BeforeValidator(_stage_layers)]
 Timeout = Annotated[str, BeforeValidator(_timeout)]
+Iterations = Annotated[str, BeforeValidator(_iterations)]
+RankList = Annotated[str, BeforeValidator(_ranks)]
 OptionalPositive = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_none_or_int)]
 
 
@@ -105,3 +124,9 @@ def expanded_layers(stages: str) -> list[int]:
     """The layers of every stage that a text such as 8,9*10,8 stands for."""
     terms = [term.partition("*") for term in stages.split(",")]
     return [int(layers) for layers, _, times in terms for _ in range(int(times or 1))]
+
+
+def iteration_range(text: str) -> tuple[int, int]:
+    """First and last of the iterations that a text such as 10-12 names; (0, -1), which has none, of an empty one."""
+    first, _, last = text.partition("-")
+    return (int(first), int(last or first)) if text else (0, -1)

@@ -37,12 +37,14 @@ from moe_exp.data.dataset import Samples, split_batch
 from moe_exp.data.prefetch import ReadAhead, microbatch_start
 from moe_exp.data.sample_order import Change
 from moe_exp.exchange import IterationEnd, end_of_iteration
+from moe_exp.hosts import FAILED, FINISHED, TO_BE_CONTINUED, tell_launcher
 from moe_exp.interval import Interval
 from moe_exp.metrics import Metrics, setup_logging
 from moe_exp.model import DTYPES, build_model, use_te
 from moe_exp.optim import BatchSchedule, build_optimizer, build_scheduler
 from moe_exp.phases import PhaseTimers, timed
 from moe_exp.planner.params import startup_report
+from moe_exp.profiling import Recorder
 from moe_exp.resuming import choose_source, own_source, resume
 from moe_exp.run_folder import RunFolder, hold_run_folder, open_run_folder
 from moe_exp.runtime import Runtime
@@ -82,20 +84,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(2)
     with faults.stop_signal() as stop, faults.named_by_rank(stop):
         try:
-            run(config, stop)
+            code = run(config, stop)
         except ConfigError as error:
             faults.end_job(error.problems, 2)
         except SaveError as error:
             faults.end_job([str(error)], 1)
+    if code == FAILED and not tell_launcher(code):
+        sys.exit(code)  # torchrun takes every other code than 0 for a failure, so that without our launcher a stopped run ends with 0
 
 
-def run(config: Config, stop: faults.StopSignal) -> None:
-    """Builds the job, resumes where the run folder stands, trains, and leaves the results behind."""
+def run(config: Config, stop: faults.StopSignal) -> int:
+    """Builds the job, resumes where the run folder stands, trains, and leaves the results behind; returns the job's exit code."""
     heartbeat.start()
     rank = runtime.start(config)
     job, progress = build(config, rank)
     if not rank.is_first:
-        train(job, progress, None, stop)
+        status, code = train(job, progress, None, stop)
     else:
         start = time.monotonic()
         with Metrics(config, job.folder, progress.iteration) as metrics:
@@ -117,11 +121,13 @@ def run(config: Config, stop: faults.StopSignal) -> None:
                 metrics.event("damaged_checkpoint", progress.iteration, reason=damage)
             if job.changes:
                 metrics.event("other_data", progress.iteration, changes=[str(change) for change in job.changes])
-            status = train(job, progress, metrics, stop)
+            status, code = train(job, progress, metrics, stop)
             metrics.event("end", progress.iteration, status=status, wall_seconds=round(time.monotonic() - start, 3))
     if isinstance(job.train_stream, ReadAhead):
         job.train_stream.close()
+    tell_launcher(code)  # before the ranks part, which may fail
     runtime.stop()
+    return code
 
 
 def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
@@ -164,38 +170,55 @@ def connect(model: list[DistributedDataParallel], trained: Trained) -> None:
         settings.no_sync_func = no_sync if len(model) > 1 else no_sync[0]
 
 
-def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.StopSignal) -> str:
-    """Trains until TRAIN_ITERS, EXIT_INTERVAL or a signal; returns `finished` or `stopped`. `metrics` on rank 0 only."""
+def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.StopSignal) -> tuple[str, int]:
+    """Trains until TRAIN_ITERS or a reason to stop; returns `finished` or `stopped`, and the exit code. `metrics` on rank 0 only."""
     config = job.config
     interval = Interval(config, job.runtime, job.trained.model)
     saver = Saver(config, job.runtime, job.folder.checkpoints, loaded=own_source(job.source, job.folder))
     saves = Saves(config, saver, job.trained, metrics)
+    exit_file = job.folder.exit_file if job.runtime.is_first else None
+    rules = faults.StopRules(stop, exit_file, exit_minutes=config.exit_duration, exit_interval=config.exit_interval)
+    recorder = Recorder(config, job.runtime, job.folder)
     while progress.iteration < config.train_iters:
         is_logged = (progress.iteration + 1) % config.log_interval == 0
-        if progress.iteration + 1 >= config.trace_calls_from > 0:
-            trace_calls(job.folder.path / "hang" / "calls", job.runtime.rank, size_mb=config.trace_calls_mb, modules=config.trace_calls_in)
+        trace_calls(config, job.folder, job.runtime.rank, progress.iteration + 1)
+        recorder.begin(progress.iteration + 1)
         step = train_step(job, progress, interval, count_zeros=is_logged)
         heartbeat.enter("end_of_iteration")
+        with heartbeat.during("profile"):
+            recorder.end(progress.iteration)
         if is_logged:
             log(job, progress, interval, metrics, step)
         valid_loss = None
         if job.valid_stream is not None and progress.iteration % config.eval_interval == 0:
             valid_loss, seconds = validate(job, progress, metrics)
             interval.pause(seconds)
-        end = tell_all_ranks(job, step, stop, is_writing=saves.is_writing)
-        must_stop = bool(end.stop) or _is_multiple(progress.iteration, config.exit_interval)
-        is_last = must_stop or progress.iteration == config.train_iters
-        if is_last:
-            heartbeat.enter("end")
+        end = tell_all_ranks(job, step, rules.reason(progress.iteration), is_writing=saves.is_writing)
+        is_last = bool(end.stop) or progress.iteration == config.train_iters
+        heartbeat.enter("end" if is_last else "end_of_iteration")
+        if end.stop and metrics is not None and progress.iteration < config.train_iters:
+            logger.info("the run ends after iteration %d: %s", progress.iteration, faults.stop_in_words(end.stop))
+            metrics.event("stop", progress.iteration, reason=end.stop)
         if saves.is_pending and not end.is_writing:
             interval.pause(saves.finish(), phase="checkpoint")
         if (is_last and config.save_at_end) or _is_multiple(progress.iteration, config.save_interval):
             interval.pause(saves.save(progress, valid_loss, is_last=is_last), phase="checkpoint")
         elif is_last:
             saves.finish()
-        if must_stop and progress.iteration < config.train_iters:
-            return "stopped"
-    return "finished"
+        if is_last:
+            rules.obeyed(end.stop)
+        if end.stop and progress.iteration < config.train_iters:
+            return "stopped", stopped_code(progress, saves)
+    return "finished", FINISHED
+
+
+def stopped_code(progress: Progress, saves: Saves) -> int:
+    """That of a run which was stopped: to be continued if the same command goes on from later than this start did, else failed."""
+    if saves.last_iteration is not None:
+        return TO_BE_CONTINUED
+    # A chain of jobs would begin at the same iteration for ever.
+    logger.warning("this start has done its iterations up to %d in vain: SAVE_AT_END=false, and it saved no checkpoint", progress.iteration)
+    return FAILED
 
 
 @dataclass(frozen=True)
@@ -243,10 +266,10 @@ def train_step(job: Job, progress: Progress, interval: Interval, *, count_zeros:
     return Step(first_sample, batch_size, num_microbatches, losses, bool(updated), _number(grad_norm), _number(num_zeros))
 
 
-def tell_all_ranks(job: Job, step: Step, stop: faults.StopSignal, *, is_writing: bool) -> IterationEnd:
+def tell_all_ranks(job: Job, step: Step, stop: str, *, is_writing: bool) -> IterationEnd:
     """What every rank decides on after an iteration. Called by every rank."""
     return end_of_iteration(
-        stop=stop.reason,
+        stop=stop,
         reasons=faults.STOP_REASONS,
         is_writing=is_writing,
         losses=step.losses if job.runtime.groups.tp.rank() == 0 else [],

@@ -1,4 +1,4 @@
-"""What has to hold between the settings of the batch ramp-up and of the optimizer. Lines of problems, as in checks.py."""
+"""What has to hold between the settings of the batch ramp-up, the optimizer and the profiler. Lines of problems, as in checks.py."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from moe_exp.config import Config, problem
 from moe_exp.planner.ramp import ramp_sizes
+from moe_exp.setting_types import iteration_range
 
 # bf16 has 8 bits of precision: a relative change of less than half of 2^-7 may be rounded away.
 _LARGEST_BF16_BETA = 1 - 2**-8
@@ -61,3 +62,22 @@ def check_optimizer(c: Config) -> Iterator[str]:
             rule = "a moment of OPTIMIZER_STATE_DTYPE=bf16 would not decay any more, its change in a step is lost by rounding"
             fix = f"set {name.upper()} to at most {_LARGEST_BF16_BETA:.3f}, or OPTIMIZER_STATE_DTYPE=fp32"
             yield problem(name, getattr(c, name), rule, fix)
+
+
+# A trace of one iteration of a large model has hundreds of MB.
+_MOST_TRACED = 100
+
+
+def check_profiling(c: Config) -> Iterator[str]:
+    """PROFILE_ITERS, MEMORY_SNAPSHOT and the ranks of both; that the device can do it is seen to by machine_checks.py."""
+    for name in ("profile_iters", "memory_snapshot"):
+        first, last = iteration_range(getattr(c, name))
+        if first > c.train_iters:
+            yield problem(name, getattr(c, name), f"is after TRAIN_ITERS={c.train_iters}", f"name iterations up to {c.train_iters}")
+        if last - first >= _MOST_TRACED:
+            rule = f"are {last - first + 1} iterations, more than a viewer can load"
+            yield problem(name, getattr(c, name), rule, f"name at most {_MOST_TRACED}")
+    ranks = [] if c.profile_ranks == "all" else [int(rank) for rank in c.profile_ranks.split(",")]
+    if missing := [rank for rank in ranks if rank >= c.world_size]:
+        rule = f"there is no rank {missing[0]}, the run has {c.world_size}"
+        yield problem("profile_ranks", c.profile_ranks, rule, f"name ranks from 0 to {c.world_size - 1}, or all")

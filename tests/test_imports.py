@@ -25,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "data": {"config", "megatron_cpu", "files", "progress"},
     "checks": {"config", "attention_checks", "pipeline_checks", "training_checks", "divisors"},
     "pipeline_checks": {"config", "divisors"},
-    "training_checks": {"config", "planner"},
+    "training_checks": {"config", "planner", "setting_types"},
     "attention_checks": {"config"},
     "divisors": {"config"},
     "machine_checks": {"config", "hosts", "run_folder", "data", "planner"},
@@ -56,7 +56,8 @@ ALLOWED: dict[str, set[str]] = {
     "resuming": {*ENGINE, "checkpoint", "run_folder", "upcycle"},
     "doctor": {"hosts", "backends", "config", *CPU, "runtime", "layers", "optim"},
     "misspelt": {"config"},
-    "child_runs": {"config", "hosts", "launch", "run_folder"},
+    "child_runs": {"config", "hosts", "launch", "run_folder", "torchrun_job"},
+    "torchrun_job": {"config", "hosts"},
     "failures": {"hosts"},
     "compare": {
         "checks",
@@ -89,11 +90,29 @@ ALLOWED: dict[str, set[str]] = {
         "run_folder",
         "setting_types",
     },
-    "launch": {"config", "misspelt", "hosts", "presets", "checks", "machine_checks", "planner", "run_folder", "data", "report", "records", "watch"},
+    "agent": {"hosts", "records", "rounds"},
+    "rounds": set(),
+    "debug": {"hosts", "heartbeat"},
+    "profiling": {"config", "run_folder", "runtime", "setting_types"},
+    "launch": {
+        "config",
+        "misspelt",
+        "hosts",
+        "presets",
+        "checks",
+        "machine_checks",
+        "planner",
+        "run_folder",
+        "data",
+        "report",
+        "records",
+        "torchrun_job",
+        "watch",
+    },
     # cli, commands, scripts, __main__ and train: see below.
 }
-NEVER_IMPORTED = {"cli", "scripts", "__main__", "commands"}
-NOT_BY_TRAIN = {"hf", "inference", "report", "launch", "child_runs", "sweep", "compare", "doctor", *NEVER_IMPORTED}
+NEVER_IMPORTED = {"cli", "scripts", "__main__", "commands", "agent"}
+NOT_BY_TRAIN = {"hf", "inference", "report", "launch", "torchrun_job", "child_runs", "sweep", "compare", "doctor", *NEVER_IMPORTED}
 # Not even inside a function.
 NO_TORCH = {
     "config",
@@ -114,6 +133,7 @@ NO_TORCH = {
     "divisors",
     "machine_checks",
     "launch",
+    "torchrun_job",
     "cli",
     "commands",
     "__main__",

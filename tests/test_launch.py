@@ -15,9 +15,10 @@ import pytest
 from moe_exp.cli import main
 from moe_exp.config import Config, load_config
 from moe_exp.hosts import KEEP_FREED_MEMORY
-from moe_exp.launch import child_environment, dry_run_text, launch, module_arguments, torchrun_command
+from moe_exp.launch import dry_run_text, launch, module_arguments
 from moe_exp.metrics import Metrics
 from moe_exp.run_folder import open_run_folder
+from moe_exp.torchrun_job import child_environment, torchrun_command
 
 SETTINGS = {name.upper() for name in Config.model_fields}
 
@@ -28,18 +29,22 @@ here = pathlib.Path(__file__).parent
 rank = os.environ["RANK"]
 def stop(number, frame):
     time.sleep(0.5)
-    (here / f"saved{rank}").touch()
+    (here / f"saved{rank}").write_text(signal.Signals(number).name)
     sys.exit(0)
-signal.signal(signal.SIGTERM, stop)
-signal.signal(signal.SIGINT, signal.SIG_DFL)
+STOP = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+for number in STOP:
+    signal.signal(number, stop)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
 (here / f"args{rank}").write_text(" ".join(sys.argv[1:]) + " OMP=" + os.environ["OMP_NUM_THREADS"])
 time.sleep(60)
 """
 
-# Stands for torchrun: starts one rank in a session of its own, as torchrun does, and ends with its exit code.
+# Stands for the agent: starts one rank in a session of its own, passes signals on, and ends with its exit code.
 STARTER = """
-import subprocess, sys
+import signal, subprocess, sys
 rank = subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True)
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+    signal.signal(number, lambda number, frame: rank.send_signal(signal.SIGTERM if number == signal.SIGHUP else number))
 code = rank.wait()
 sys.exit(code if code >= 0 else 1)
 """
@@ -69,11 +74,12 @@ def cpu(**values) -> Config:
 
 
 def test_torchrun_command():
-    config = cpu(nnodes=2, node_rank=1, master_addr="node0", master_port=4000)
+    config = cpu(nnodes=2, node_rank=1, master_addr="node0", master_port=4000, max_restarts=3)
     assert torchrun_command(config, ["--topk=2"]) == [
-        sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", "1", "--nproc-per-node", "2",
-        "--master-addr", "node0", "--master-port", "4000", "-m", "moe_exp.train", "--topk=2",
+        sys.executable, "-m", "moe_exp.agent", "--nnodes", "2", "--node-rank", "1", "--nproc-per-node", "2",
+        "--master-addr", "node0", "--master-port", "4000", "--max-restarts", "3", "-m", "moe_exp.train", "--topk=2",
     ]  # fmt: skip
+    assert torchrun_command(config, [], "moe_exp.inference.score")[-4:] == ["--max-restarts", "0", "-m", "moe_exp.inference.score"]
 
 
 def test_module_arguments():
@@ -85,14 +91,14 @@ def test_module_arguments():
 
 @pytest.mark.parametrize(("gpus", "threads", "expected"), [(0, 0, "1"), (0, 3, "3"), (8, 0, "7"), (8, 2, "2")])
 def test_threads_per_rank(monkeypatch, gpus, threads, expected):
-    monkeypatch.setattr("moe_exp.launch.count_gpus", lambda: gpus)
+    monkeypatch.setattr("moe_exp.torchrun_job.count_gpus", lambda: gpus)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert child_environment(cpu(threads_per_rank=threads))["OMP_NUM_THREADS"] == expected
 
 
 @pytest.mark.parametrize(("gpus", "expected"), [(0, "0"), (8, None)])
 def test_ranks_on_a_cpu_keep_freed_memory(monkeypatch, gpus, expected):
-    monkeypatch.setattr("moe_exp.launch.count_gpus", lambda: gpus)
+    monkeypatch.setattr("moe_exp.torchrun_job.count_gpus", lambda: gpus)
     for name in KEEP_FREED_MEMORY:
         monkeypatch.delenv(name, raising=False)
     environ = child_environment(cpu())
@@ -110,7 +116,7 @@ def test_dry_run_text_says_where_a_setting_comes_from():
     assert re.search(r"^NUM_LAYERS=4 +# preset cpu$", text, re.M)
     assert re.search(r"^VPP=none$", text, re.M)
     assert re.search(r"^USE_MOE=true$", text, re.M)
-    assert "torch.distributed.run" in text
+    assert "moe_exp.agent" in text
     assert " --topk=2" in text
 
 
@@ -181,8 +187,17 @@ def test_version(capsys):
     assert capsys.readouterr().out.startswith("moe-exp ")
 
 
-@pytest.mark.parametrize(("end", "code", "written"), [("stopped", 0, "stopped"), ("finished", 0, "finished"), (None, 1, "failed")])
-def test_how_the_run_ended_wins_over_torchruns_exit_code(tmp_path, monkeypatch, capsys, end, code, written):
+@pytest.mark.parametrize(
+    ("end", "told", "code", "written"),
+    [
+        ("stopped", 75, 75, "stopped"),
+        ("stopped", 1, 1, "stopped"),  # without a checkpoint
+        ("finished", 1, 0, "finished"),  # torn down with an error
+        (None, 143, 143, "failed"),
+        (None, 0, 1, "failed"),
+    ],
+)
+def test_exit_code_of_a_run(tmp_path, monkeypatch, capsys, end, told, code, written):
     config = cpu(run_dir=str(tmp_path), run_name="one", train_data="given")
 
     def job(command, environ, stopping, poll):
@@ -190,7 +205,7 @@ def test_how_the_run_ended_wins_over_torchruns_exit_code(tmp_path, monkeypatch, 
         with Metrics(config, folder) as metrics:
             if end:
                 metrics.event("end", 7, status=end)
-        return 1
+        return told
 
     monkeypatch.setattr("moe_exp.launch.run_job", job)
     assert launch(config, {}) == code
@@ -203,26 +218,26 @@ def test_an_earlier_runs_end_is_not_this_runs(tmp_path, monkeypatch):
     folder = open_run_folder(config)
     old = {"kind": "event", "iteration": 0, "event": "start", "time": "2020-01-01T00:00:00+00:00"}
     folder.metrics.write_text("".join(json.dumps(old | {"event": name, "status": "finished"}) + "\n" for name in ("start", "end")))
-    monkeypatch.setattr("moe_exp.launch.run_job", lambda command, environ, stopping, poll: 3)
+    monkeypatch.setattr("moe_exp.launch.run_job", lambda command, environ, stopping, poll=None: 3)
     assert launch(config, {}) == 3
     assert not folder.summary.exists()
 
 
 def test_what_a_signal_is_answered_with_says_what_is_saved(tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr("moe_exp.launch.run_job", lambda command, environ, stopping, poll: said.append(stopping) or 0)
+    monkeypatch.setattr("moe_exp.launch.run_job", lambda command, environ, stopping, poll=None: said.append(stopping) or 0)
     for save_at_end in (True, False):
         launch(cpu(train_data="given", run_dir=str(tmp_path), save_at_end=save_at_end), {})
     assert said == [
-        "stopping: the run saves a checkpoint and ends; a second signal kills it",
-        "stopping: the run ends, and saves nothing with SAVE_AT_END=false; a second signal kills it",
+        "stopping: the run saves a checkpoint and ends; a second Ctrl-C kills it",
+        "stopping: the run ends, and saves nothing with SAVE_AT_END=false; a second Ctrl-C kills it",
     ]
 
 
 def test_embedded_corpus_is_made_only_without_train_data(tmp_path, monkeypatch):
     made = []
     monkeypatch.setattr("moe_exp.launch.ensure_embedded_corpus", made.append)
-    monkeypatch.setattr("moe_exp.launch.run_job", lambda command, environ, stopping, poll: 0)
+    monkeypatch.setattr("moe_exp.launch.run_job", lambda command, environ, stopping, poll=None: 0)
     launch(cpu(train_data="given", data_dir="mine", run_dir=str(tmp_path)), {})
     assert made == []
     launch(cpu(data_dir="mine", run_dir=str(tmp_path)), {})
@@ -242,7 +257,7 @@ def test_embedded_corpus_that_cannot_be_made_ends_with_2(tmp_path, monkeypatch, 
 
 # Signals. The launcher is a process of its own, so that Ctrl-C does not reach pytest.
 
-RUN_JOB = "import os, sys; from moe_exp.launch import run_job; sys.exit(run_job(sys.argv[1:], os.environ))"
+RUN_JOB = "import os, sys; from moe_exp.torchrun_job import run_job; sys.exit(run_job(sys.argv[1:], os.environ))"
 LAUNCH = """
 import sys
 from moe_exp.config import load_config
@@ -261,7 +276,7 @@ def rank_source(tmp_path: Path) -> str:
     return WORKER.replace("__file__", repr(str(tmp_path / "x"))).replace('["RANK"]', '.get("RANK", "0")')
 
 
-def test_ctrl_c_lets_the_ranks_of_torchrun_save(tmp_path):
+def test_ctrl_c_lets_the_ranks_save(tmp_path):
     (tmp_path / "stand_in.py").write_text(WORKER)
     with socket.socket() as free:
         free.bind(("", 0))
@@ -273,29 +288,33 @@ def test_ctrl_c_lets_the_ranks_of_torchrun_save(tmp_path):
     assert launcher.returncode == 0, errors
     assert (tmp_path / "saved0").exists()
     assert (tmp_path / "saved1").exists()
-    assert errors == "moe-exp: stopping: the run saves a checkpoint and ends; a second signal kills it\n"
+    assert errors == "moe-exp: stopping: the run saves a checkpoint and ends; a second Ctrl-C kills it\n"
     assert (tmp_path / "args0").read_text().endswith("--topk=2 OMP=1")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_first_signal_is_sent_to_the_rank_as_sigterm(tmp_path, number):
+@pytest.mark.parametrize(
+    ("number", "passed_on"), [("SIGTERM", "SIGTERM"), ("SIGINT", "SIGINT"), ("SIGUSR1", "SIGUSR1"), ("SIGHUP", "SIGTERM")]
+)
+def test_first_signal_is_passed_on(tmp_path, number, passed_on):
     launcher = start(RUN_JOB, sys.executable, "-c", STARTER, rank_source(tmp_path), OMP_NUM_THREADS="1")
     wait_for(tmp_path / "args0")
-    launcher.send_signal(number)
+    launcher.send_signal(getattr(signal, number))
     errors = launcher.communicate(timeout=30)[1]
     assert launcher.returncode == 0, errors
-    assert (tmp_path / "saved0").exists()
+    assert (tmp_path / "saved0").read_text() == passed_on
 
 
-def test_second_signal_kills_the_job(tmp_path):
-    source = rank_source(tmp_path).replace("time.sleep(0.5)", "(here / 'stopping').touch(); time.sleep(60)")
+def test_second_ctrl_c_kills_the_job_and_no_other_signal_does(tmp_path):
+    source = rank_source(tmp_path).replace("time.sleep(0.5)", "(here / f'stopping{number}').touch(); time.sleep(60)")
     launcher = start(RUN_JOB, sys.executable, "-c", STARTER, source, OMP_NUM_THREADS="1")
     wait_for(tmp_path / "args0")
-    launcher.send_signal(signal.SIGINT)
-    wait_for(tmp_path / "stopping")
+    for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM):
+        launcher.send_signal(number)
+        wait_for(tmp_path / f"stopping{int(number)}")
+    assert launcher.poll() is None
     launcher.send_signal(signal.SIGINT)
     launcher.communicate(timeout=30)
-    assert launcher.returncode == 128 + signal.SIGINT
+    assert launcher.returncode == 128 + signal.SIGUSR1
     assert not (tmp_path / "saved0").exists()
 
 
@@ -307,9 +326,7 @@ def test_exit_code_of_a_rank_that_fails(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
 def test_job_ends_when_the_launcher_is_killed(tmp_path):
-    # This starter passes SIGTERM on, as torchrun does.
-    starter = STARTER.replace("code =", "import signal; signal.signal(signal.SIGTERM, lambda *a: rank.terminate())\ncode =")
-    launcher = start(RUN_JOB, sys.executable, "-c", starter, rank_source(tmp_path), OMP_NUM_THREADS="1")
+    launcher = start(RUN_JOB, sys.executable, "-c", STARTER, rank_source(tmp_path), OMP_NUM_THREADS="1")
     wait_for(tmp_path / "args0")
     launcher.kill()
     launcher.communicate(timeout=30)

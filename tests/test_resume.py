@@ -40,7 +40,7 @@ def interrupted(session_runs: Runs, tmp_path_factory: pytest.TempPathFactory) ->
         settings = {"GPUS_PER_NODE": num_ranks, "EP": ep, "DROPOUT": dropout, "ATTENTION_DROPOUT": dropout, "TRAIN_ITERS": 12}
         name = f"resume_{num_ranks}_{ep}_{dropout}"
         whole = session_runs.succeed(f"{name}_whole", **settings)
-        first = session_runs.succeed(name, EXIT_INTERVAL=6, **settings)
+        first = session_runs.stopped(name, EXIT_INTERVAL=6, **settings)
         records = first.records()
         copy = Runs(tmp_path_factory.mktemp("saved"), session_runs.data_dir)
         shutil.copytree(first.folder.path, copy.folder(name).path)
@@ -81,8 +81,8 @@ def test_parameters_come_from_the_model_and_not_only_from_the_optimizer(runs):
     settings = {"DISTRIBUTED_OPTIMIZER": False, "ROUTER_SCORE": "sigmoid", "ROUTER_BIAS_UPDATE_RATE": 0.01, "TRAIN_ITERS": 12}
     settings |= {"AUX_LOSS_TYPE": "global_aux_loss", "AUX_LOSS_COEFF": "0.1"}
     whole = runs.succeed("whole", **settings)
-    for _ in range(2):
-        resumed = runs.succeed("resumed", EXIT_INTERVAL=6, **settings)
+    runs.stopped("resumed", EXIT_INTERVAL=6, **settings)
+    resumed = runs.succeed("resumed", EXIT_INTERVAL=6, **settings)
     for name in (*CURVES, "experts"):
         assert resumed.curve(name) == whole.curve(name), name
 
@@ -118,7 +118,7 @@ def test_what_a_resume_says_and_leaves(interrupted):
     assert "Run finished: 12 of 12 iterations" in runs.second.stdout
     events = [(event["event"], event["iteration"], event.get("status")) for event in runs.second.records("event")]
     assert events == [
-        ("start", 0, None), ("checkpoint", 6, None), ("end", 6, "stopped"),
+        ("start", 0, None), ("stop", 6, None), ("checkpoint", 6, None), ("end", 6, "stopped"),
         ("resume", 6, None), ("checkpoint", 12, None), ("end", 12, "finished"),
     ]  # fmt: skip
     assert len(json.loads(runs.second.folder.provenance.read_text())["starts"]) == 2
@@ -143,8 +143,8 @@ def test_half_precision_goes_on_bit_for_bit(dtype, runs):
     """fp16 is saved here while it still looks for its loss scale: the optimizer has not made a step."""
     settings = {"DTYPE": dtype, "TRAIN_ITERS": 24}
     whole = runs.succeed("whole", **settings)
-    for _ in range(2):
-        resumed = runs.succeed("resumed", EXIT_INTERVAL=12, **settings)
+    runs.stopped("resumed", EXIT_INTERVAL=12, **settings)
+    resumed = runs.succeed("resumed", EXIT_INTERVAL=12, **settings)
     assert resumed.curve("iteration") == list(range(1, 25))
     for name in (*CURVES, "loss_scale", "skipped_iterations"):
         assert resumed.curve(name) == whole.curve(name), name
@@ -219,7 +219,7 @@ def test_goes_on_with_the_same_data_only(interrupted, runs, tmp_path):
     assert event["iteration"] == 6
     assert [re.fullmatch(files, change) is not None for change in event["changes"]] == [True]
 
-    longer = runs.succeed("one", TRAIN_ITERS=14, EXIT_INTERVAL=7)
+    longer = runs.stopped("one", TRAIN_ITERS=14, EXIT_INTERVAL=7)
     assert longer.curve("iteration") == [1, 2, 3, 4, 5, 6, 7]
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_exp.config import Config
+from moe_exp.hosts import TO_BE_CONTINUED
 from moe_exp.records import read_metrics
 from moe_exp.run_folder import RunFolder
 from ranks import free_port
@@ -105,6 +106,12 @@ class Runs:
         assert ended.code == 0, ended.text
         return ended
 
+    def stopped(self, name: str, *flags: str, **settings: Any) -> EndedRun:
+        """Runs until it has saved and ended before TRAIN_ITERS, by EXIT_INTERVAL for instance: exit code 75."""
+        ended = self.run(name, *flags, **settings)
+        assert ended.code == TO_BE_CONTINUED, ended.text
+        return ended
+
     def printed(self, name: str) -> str:
         """What a run has printed so far."""
         return "".join(self._stream(name, kind).read_text() for kind in ("out", "err"))
@@ -115,6 +122,14 @@ class Runs:
         while not (metrics.exists() and any(r["kind"] == "train" and r["iteration"] >= iteration for r in read_metrics(metrics))):
             assert process.poll() is None, f"the run ended before iteration {iteration}:\n{self.printed(name)}"
             assert time.monotonic() < deadline, f"no iteration {iteration} in {timeout} s:\n{self.printed(name)}"
+            time.sleep(0.05)
+
+    def wait_for_start(self, name: str, process: subprocess.Popen[str], number: int, *, timeout: float = 120.0) -> None:
+        """Returns once the ranks of a run have started training `number` times."""
+        metrics, deadline = self.folder(name).metrics, time.monotonic() + timeout
+        while not metrics.exists() or sum(r.get("event") in ("start", "resume") for r in read_metrics(metrics)) < number:
+            assert process.poll() is None, f"the run ended before start {number}:\n{self.printed(name)}"
+            assert time.monotonic() < deadline, f"no start {number} in {timeout} s:\n{self.printed(name)}"
             time.sleep(0.05)
 
     def _stream(self, name: str, kind: str) -> Path:
@@ -139,6 +154,18 @@ def ranks_of(launcher: subprocess.Popen[str]) -> dict[int, int]:
             continue  # it ended meanwhile, or is not ours
         if "LOCAL_RANK" in environ and launcher.pid in parents:
             found[int(environ["RANK"])] = int(folder.name)
+    return found
+
+
+def descendants_of(pid: int) -> list[int]:
+    """Process ids of the children of `pid`, of theirs, and so on (Linux)."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if pid in _ancestors(int(folder.name)):
+                found.append(int(folder.name))
+        except OSError:
+            continue  # it ended meanwhile
     return found
 
 

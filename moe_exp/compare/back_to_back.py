@@ -19,7 +19,7 @@ from moe_exp.compare.results import Ended, is_finished, read_ended
 from moe_exp.config import ConfigError, problem
 from moe_exp.failures import why_it_failed
 from moe_exp.files import write_atomically
-from moe_exp.hosts import free_port
+from moe_exp.hosts import FINISHED, TO_BE_CONTINUED, free_port
 from moe_exp.machine_checks import check_environment
 from moe_exp.progress import progress_of
 from moe_exp.report.page import write_report
@@ -103,7 +103,7 @@ def _run_one(comparison: Comparison, run: Run, title: str) -> Ended:
         code = run_to_end(run.variant.flags, run.log, timeout=timeout, environ=run_environment(), saving=True)
     if code is None:
         return read_ended(run, status="timeout", reason=f"had not ended after --timeout {comparison.options.timeout:g} s")
-    if code:
+    if code not in (FINISHED, TO_BE_CONTINUED):
         status, reason = why_it_failed(run.log.read_bytes()[before:].decode(errors="replace"), code)
         return read_ended(run, status=status, reason=reason)
     return read_ended(run)

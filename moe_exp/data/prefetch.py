@@ -119,7 +119,7 @@ class ReadAhead:
             multiprocessing_context="fork",
             worker_init_fn=partial(_end_with_rank, os.getpid()),
         )
-        with warnings.catch_warnings(), _handler_kept(signal.SIGCHLD), _blocked(signal.SIGINT):
+        with warnings.catch_warnings(), _handler_kept(signal.SIGCHLD), _blocked(*_STOP_SIGNALS):
             # Python 3.12 on; see the top of the file for why a fork is safe here.
             warnings.filterwarnings("ignore", message=".*use of fork.*", category=DeprecationWarning)
             self._batches = iter(loader)
@@ -145,15 +145,18 @@ def _handler_kept(number: signal.Signals) -> Iterator[None]:
 
 
 @contextmanager
-def _blocked(number: signal.Signals) -> Iterator[None]:
-    """Holds a signal back, from processes that the block starts for good.
+def _blocked(*numbers: signal.Signals) -> Iterator[None]:
+    """Holds signals back, from processes that the block starts for good.
 
-    Ctrl-C reaches every process of the terminal; a rank that finishes its step and saves a checkpoint still needs its workers.
+    Ctrl-C reaches every process of the terminal, and a scheduler signals every process of a job; a rank that finishes its step and
+    saves a checkpoint still needs its workers.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     yield
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
+
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # those that a rank answers by saving
 
 # Loaded before the fork.
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None

@@ -17,6 +17,9 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+from moe_exp.config import Config
+from moe_exp.run_folder import RunFolder
+
 _LINE_BYTES = 128
 _NAME_BYTES = _LINE_BYTES - 12 - 1 - 14 - 1 - 1
 
@@ -94,16 +97,9 @@ def latest_calls(path: Path, number: int) -> list[str]:
 _trace: CallTrace | None = None
 
 
-def trace_calls(folder: Path, rank: int, *, size_mb: int, modules: str) -> None:
-    """Begins the trace of this rank, where it has none yet.
-
-    Args:
-        folder: RUN/hang/calls.
-        rank: of the job.
-        size_mb: TRACE_CALLS_MB.
-        modules: TRACE_CALLS_IN, with commas.
-    """
+def trace_calls(config: Config, run: RunFolder, rank: int, iteration: int) -> None:
+    """Begins the trace of this rank where `iteration`, which it begins, is TRACE_CALLS_FROM or a later one; once."""
     global _trace
-    if _trace is None:
-        names = [name.strip() for name in modules.split(",") if name.strip()]
-        _trace = CallTrace(calls_file(folder, rank), size_mb=size_mb, modules=names)
+    if _trace is None and 0 < config.trace_calls_from <= iteration:
+        modules = [name.strip() for name in config.trace_calls_in.split(",") if name.strip()]
+        _trace = CallTrace(calls_file(run.path / "hang" / "calls", rank), size_mb=config.trace_calls_mb, modules=modules)

@@ -3,7 +3,7 @@
 `HangWatch.poll` is called by the launcher's loop and costs a few small reads a second; what takes longer runs in a thread. A false alarm
 costs a restart and is worse than a late one, so a run hangs only when
 
-- every rank of the node is over its limit (`limit_seconds`), none is paused or under a debugger, on whatever node, and
+- every rank of the node is over its limit (`limit_seconds`), and none on whatever node is far from it, paused or under a debugger, and
 - no rank has gone on when all stacks are written.
 
 Limits are counted on the host's monotonic clock, which stands still while the host is suspended; and only while this process runs itself,
@@ -182,6 +182,16 @@ class HangWatch:
     def _paused(beats: Sequence[Beat]) -> list[int]:
         return [beat.rank for beat in beats if beat.phase == PAUSED or is_traced(beat.pid)]
 
+    def _busy(self) -> list[str]:
+        """What speaks against a hang: a rank that may be where it is, for instance one that writes a trace for all."""
+        now, beats = time.monotonic(), [beat for beat in read_beats(self._local) if _is_there(beat.pid)]
+        found = [f"rank {rank} is paused, or a debugger holds it" for rank in self._paused(beats)]
+        for beat in beats:
+            seconds, limit = elapsed_seconds(beat, now, self._running_since), self._limit(beat)
+            if seconds < limit / 2 and beat.phase != PAUSED:  # nodes do not begin an iteration at the same moment
+                found.append(f"rank {beat.rank} is in {beat.phase} for {seconds:.1f} s, its limit is {limit:.0f} s")
+        return found
+
     def _answer(self, request: Request) -> None:
         """Writes the stacks of this node for a request; for a hang, waits for the verdict and follows it."""
         folder = self._hang / request.folder
@@ -191,11 +201,11 @@ class HangWatch:
 
     def _dump(self, folder: Path, *, is_hang: bool) -> None:
         config, host = self._config, os.uname().nodename
-        ranks, paused = sorted(ranks_of_node(self._local)), self._paused(read_beats(self._local))
+        ranks, busy = sorted(ranks_of_node(self._local)), self._busy()
         for done in (False, True):
             if done:
                 dump_node(self._local, folder, calls=self._hang / "calls", is_hang=is_hang)
-            write_answer(folder, Answer(config.node_rank, config.nnodes, config.world_size, host, ranks, paused, done))
+            write_answer(folder, Answer(config.node_rank, config.nnodes, config.world_size, host, ranks, busy, done))
 
     def _end_hang(self, reason: str) -> None:
         """Has the stacks of all nodes written, and ends the ranks where it stays a hang."""
@@ -239,8 +249,8 @@ class HangWatch:
 
     def _doubt(self, before: dict[int, float], answers: Sequence[Answer]) -> str:
         """Why it is no hang after all; empty: it is one."""
-        if paused := [rank for answer in answers for rank in answer.paused]:
-            return f"rank {paused[0]} is paused, or a debugger holds it"
+        if busy := [reason for answer in answers for reason in answer.busy]:
+            return busy[0]
         moved = [beat.rank for beat in read_beats(self._local) if before.get(beat.rank) != beat.since]
         return f"rank {moved[0]} has gone on meanwhile" if moved else ""
 

@@ -52,7 +52,7 @@ class Answer:
         nnodes, world_size: of the job.
         host: its name.
         ranks: of this node.
-        paused: those at a breakpoint or under a debugger.
+        busy: what speaks against a hang, in words: ranks that are paused, under a debugger, or far from their limit.
         done: their files are there.
     """
 
@@ -61,7 +61,7 @@ class Answer:
     world_size: int
     host: str
     ranks: list[int]
-    paused: list[int]
+    busy: list[str]
     done: bool
 
 

@@ -276,11 +276,19 @@ def test_bytes_on_disk_are_those_of_the_parameters_and_the_optimizer(dtype, layo
     assert max(shares) < 0.55 * computed  # either rank wrote its part
 
 
-@pytest.mark.parametrize(("changes", "kept"), [({}, []), ({"save_interval": 2, "async_save": True}, [2]), ({"exit_interval": 2}, [])])
-def test_nothing_is_saved_at_the_end_where_that_is_asked(changes, kept, tmp_path):
+@pytest.mark.parametrize(
+    ("changes", "kept", "code"),
+    [
+        ({}, [], 0),
+        ({"save_interval": 2, "async_save": True}, [2], 0),
+        ({"exit_interval": 2, "save_interval": 1}, [1, 2], 0),
+        ({"exit_interval": 2}, [], 1),  # stopped, and the same command would begin anew
+    ],
+)
+def test_nothing_is_saved_at_the_end_where_that_is_asked(changes, kept, code, tmp_path):
     write_tokens(tmp_path)
     settings = small_settings(tmp_path, "run", train_iters=3, save_at_end=False, **changes)
-    assert end_run(start_run(settings, tmp_path / "out"), tmp_path / "out") == [0]
+    assert end_run(start_run(settings, tmp_path / "out"), tmp_path / "out") == [code]
     folders = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("iter_*"))
     assert folders == [f"iter_{iteration:07d}" for iteration in kept]
     memory = [record["peak_memory_bytes"] for record in records(tmp_path / "run", "train")]

@@ -243,7 +243,7 @@ def test_run_goes_on_bit_for_bit(data_order, runs, prefix):
     """8 iterations on two ranks with workers, or 3 and then 5 without; the losses also with one rank."""
     changes = {"DATA_ORDER": data_order, "GPUS_PER_NODE": 2}
     whole = runs.succeed("whole", **settings(prefix, **changes))
-    first = runs.succeed("resumed", EXIT_INTERVAL=3, **settings(prefix, **changes))
+    first = runs.stopped("resumed", EXIT_INTERVAL=3, **settings(prefix, **changes))
     assert first.curve("iteration") == [1, 2, 3]
     resumed = runs.succeed("resumed", **settings(prefix, **changes, NUM_WORKERS=0))
     assert resumed.curve("iteration") == list(range(1, 9))

@@ -14,10 +14,15 @@ from moe_exp.watch.call_trace import calls_file, latest_calls
 PROGRAM = """
 import os, signal, sys, threading
 from pathlib import Path
+from moe_exp.config import load_config
+from moe_exp.run_folder import RunFolder
 from moe_exp.watch.call_trace import trace_calls
 sys.path.insert(0, sys.argv[1])
 import traced.inner, untraced
-trace_calls(Path(sys.argv[1]), 3, size_mb=1, modules="traced, other")
+config = load_config({"trace_calls_from": 5, "trace_calls_mb": 1, "trace_calls_in": "traced, other"}, {})
+trace_calls(config, RunFolder(Path(sys.argv[1])), 3, 4)
+traced.inner.too_early()
+trace_calls(config, RunFolder(Path(sys.argv[1])), 3, 5)
 for number in range(int(sys.argv[2])):
     traced.inner.Layer().forward()
     untraced.helper()
@@ -34,6 +39,9 @@ INNER = """
 class Layer:
     def forward(self):
         return len("x")
+
+def too_early():
+    pass
 
 def only_in_the_child():
     pass
@@ -52,7 +60,7 @@ def test_end_of_the_trace_survives_a_kill(num_calls, tmp_path):
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path), str(num_calls)], env=environ, timeout=60)
     assert done.returncode == -signal.SIGKILL
-    path = calls_file(tmp_path, 3)
+    path = calls_file(tmp_path / "hang" / "calls", 3)
     assert path.stat().st_size <= 1_000_000
     calls = latest_calls(path, 3)
     names = [call.split()[1].rpartition(".")[2].partition(":")[0] for call in calls]
@@ -63,6 +71,7 @@ def test_end_of_the_trace_survives_a_kill(num_calls, tmp_path):
     assert all(len(line) == 127 for line in text.splitlines())
     assert "helper" not in text
     assert "only_in_the_child" not in text
+    assert "too_early" not in text
     assert f"{num_calls:012d} " in text  # the number of the thread's call
 
 

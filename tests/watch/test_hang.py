@@ -27,7 +27,7 @@ from moe_exp.records import read_metrics
 from moe_exp.run_folder import RunFolder
 from moe_exp.watch import hang_dump, stacks_command
 from moe_exp.watch.hang import HangWatch
-from moe_exp.watch.hang_requests import read_answers
+from moe_exp.watch.hang_requests import Answer, read_answers, write_answer
 from moe_exp.watch.stacks import summarize
 from moe_exp.watch.stacks_files import read_dumps
 from ranks import run_on_ranks
@@ -63,7 +63,9 @@ class Ranks:
         environ = os.environ | self.watch.environment | {"PYTHONPATH": os.pathsep.join(sys.path)}
         self.processes = [
             subprocess.Popen(
-                [sys.executable, "-c", RANK, str(self.still)], env=environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=subprocess.DEVNULL
+                [sys.executable, "-c", RANK, str(self.still)],
+                env=environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stderr=subprocess.DEVNULL,
             )
             for rank in range(2)
         ]
@@ -169,6 +171,21 @@ def test_ranks_that_go_on_while_their_stacks_are_written_are_left_alone(tmp_path
         assert all(process.poll() is None for process in ranks.processes)
     assert ranks.events() == []
     assert "no hang, though it looked like one: rank " in capfd.readouterr().err
+
+
+def test_another_nodes_rank_that_may_be_where_it_is_speaks_against_a_hang(tmp_path, capfd):
+    with two_ranks(tmp_path, nnodes=2, ep=1) as ranks:
+        ranks.still.touch()
+        ranks.poll_until(lambda: any(ranks.run.path.glob("hang/*/node_00000.json")))
+        (folder,) = ranks.run.path.glob("hang/*/")
+        busy = "rank 2 is in profile for 3.0 s, its limit is 1500 s"
+        write_answer(folder, Answer(1, 2, 4, "other", [2, 3], [busy], True))
+        ranks.watch.wait(60)
+        assert all(process.poll() is None for process in ranks.processes)
+        ranks.poll_for(2.5)
+        assert len(list(ranks.run.path.glob("hang/*/"))) == 1  # not asked for again while nothing moves
+    assert ranks.events() == []
+    assert f"no hang, though it looked like one: {busy}" in capfd.readouterr().err
 
 
 def test_stacks_on_demand(tmp_path):

@@ -81,6 +81,21 @@ def test_rank_that_is_stopped_is_named(runs: Runs):
     assert event["why"][0].startswith("is stopped (by a signal such as SIGSTOP)")
 
 
+def test_ranks_start_again_after_a_hang_and_finish(runs: Runs):
+    settings = {"GPUS_PER_NODE": 2, "EP": 2, "TRAIN_ITERS": 60, "SAVE_INTERVAL": 10, "HANG_TIMEOUT": 4}
+    process = runs.start("again", MAX_RESTARTS=1, **settings)
+    runs.wait_for_iteration("again", process, 12)
+    os.kill(ranks_of(process)[1], signal.SIGSTOP)
+    run = runs.end("again", process)
+    assert run.code == 0, run.text
+    events = [(record["event"], record.get("ranks")) for record in run.records("event")]
+    assert ("hang", [1]) in events
+    assert run.stderr.splitlines()[-1].startswith("moe-exp: the run hangs: rank 1 on ")  # what a person should look at
+    assert run.curve("iteration") == list(range(1, 61))
+    alone = runs.succeed("alone", **settings)
+    assert run.curve("lm_loss") == alone.curve("lm_loss")
+
+
 def test_rank_that_is_killed_is_named_by_torchrun(runs: Runs):
     process = runs.start("killed", **FOUR)
     runs.wait_for_iteration("killed", process, 4)

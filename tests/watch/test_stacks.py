@@ -182,7 +182,9 @@ def test_summary_names_ranks_hosts_and_nodes_that_are_silent(tmp_path):
     assert lines[0] == "iteration 9, data: no rank has gone on for 70.0 s"
     assert lines[1] == "no answer from the launchers of nodes 1-2"
     assert lines[2] == "not where the others are:"
-    assert lines[3].startswith("  rank 2 on node0 (iteration 9, data for 70.0 s): is stopped (by a signal such as SIGSTOP); it waits in all_r")
+    assert lines[3].startswith(
+        "  rank 2 on node0 (iteration 9, data for 70.0 s): is stopped (by a signal such as SIGSTOP); it waits in all_r"
+    )
     assert "stacks of rank 1 by faulthandler (py-spy: not installed)" in summary.whole
     assert "latest calls of rank 2" in summary.whole
     assert summary.whole.startswith(summary.short)

@@ -1,0 +1,293 @@
+"""torchrun for runs of weeks: the same command line and the same agent, which starts ranks again and leaves signals to them.
+
+    python -m moe_exp.agent --nproc-per-node 2 --master-port 29500 --max-restarts 3 -m moe_exp.train --num-experts 16
+
+What is other than in torchrun:
+
+- SIGTERM, SIGINT, SIGHUP and SIGUSR1 are passed on to the ranks, and nothing else: torchrun would end them within 30 seconds, which is
+  too short for a checkpoint. So a signal may reach every process of a job. Ranks are born with these signals blocked, so that
+  one that comes while they still import waits until they answer it (`faults.stop_signal`).
+- After a failure the ranks start again on every node, up to --max-restarts times in the whole job, by `rounds.Rounds`.
+- Ranks that ask for it (exit code START_AGAIN, see hosts.py) start again too, which is no failure.
+- What has failed is in the run's metrics.jsonl, as the events `rank_failed` and `restart`, written by node 0.
+
+It rests on the methods of torchrun's agent that are made to be overridden, and on `_pcontext`, which has its processes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch.distributed import DistError
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousTimeoutError
+from torch.distributed.run import config_from_args, parse_args
+
+from moe_exp.hosts import (
+    EXIT_CODE_FILE,
+    FAILED,
+    FINISHED,
+    METRICS_FILE,
+    START_AGAIN,
+    STOP_SIGNALS,
+    TO_BE_CONTINUED,
+    count_gpus,
+    tell_launcher,
+    told_exit_code,
+)
+from moe_exp.records import append_event, last_records
+from moe_exp.rounds import Rounds
+
+# What ranks of a job that has failed get to end by themselves: they have nothing to save, and their peers are gone.
+_END_SECONDS = 5
+# What they get where their launcher has died: they save, if they can.
+_SAVE_SECONDS = 600.0
+# Before ranks that have failed without a single record start again, doubled each time, at most.
+_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 5.0, 300.0
+
+
+class Agent(LocalElasticAgent):
+    """Runs the ranks of one node, round after round.
+
+    Args:
+        spec: what torchrun's agent runs.
+        rounds: the spec's rendezvous.
+        received: signals that this process got, in order; they are added while it runs.
+        options: of torchrun's agent.
+    """
+
+    def __init__(self, spec: WorkerSpec, rounds: Rounds, received: Sequence[int], **options: Any):
+        super().__init__(spec, shutdown_timeout=_END_SECONDS, **options)
+        self._spec, self._rounds, self._received = spec, rounds, received
+        self._told: set[tuple[int, int]] = set()  # process id and signal
+        self._num_idle = 0  # rounds in a row without a train record
+        self._parent = os.getppid()
+        self._orphaned_at: float | None = None
+        self._metrics = Path(os.environ[METRICS_FILE]) if os.environ.get(METRICS_FILE) else None
+
+    def _invoke_run(self, role: str = "default") -> RunResult:
+        """Starts the ranks, and looks after them until the job ends."""
+        failed = RunResult(WorkerState.FAILED)
+        try:
+            self._initialize_workers(self._worker_group)
+            while True:
+                time.sleep(self._spec.monitor_interval)
+                self._pass_signals_on()
+                result = self._look()
+                if result is not None and (result.state is WorkerState.SUCCEEDED or not self._may_start_again(result)):
+                    return result
+                if self._rounds.has_moved and not self._start_again():
+                    return result or failed
+        except (RendezvousClosedError, RendezvousTimeoutError) as error:
+            if not self._received:
+                _complain(f"the ranks do not start: {error or 'the job has ended on another node'}")
+        except DistError as error:
+            _complain(f"node 0 is gone: {str(error).splitlines()[0]}")
+        self._stop_workers(self._worker_group)
+        return failed
+
+    def _look(self) -> RunResult | None:
+        """How the ranks of this node have ended; None: they have not, or they want to start again."""
+        dead = self._dead_ranks()
+        if dead:
+            assert self._pcontext is not None
+            self._pcontext.close(signal.SIGTERM, _END_SECONDS)
+        result = self._monitor_workers(self._worker_group)
+        if result.state is WorkerState.HEALTHY:
+            return None
+        if result.state is WorkerState.SUCCEEDED:
+            if told_exit_code() == START_AGAIN:
+                self._rounds.move_on()
+                return None
+            self._rounds.mark_done()
+            self._exit_barrier()
+            return result
+        # Without those that this agent has ended because of them.
+        return RunResult(WorkerState.FAILED, failures={rank: result.failures[rank] for rank in dead if rank in result.failures})
+
+    def _dead_ranks(self) -> list[int]:
+        """Ranks of this node that have ended otherwise than with 0."""
+        handlers = getattr(self._pcontext, "subprocess_handlers", {})
+        local = [number for number, handler in handlers.items() if handler.proc.poll() not in (None, 0)]
+        return [self._worker_group.workers[number].global_rank for number in local]
+
+    def _may_start_again(self, result: RunResult) -> bool:
+        """Tells the other nodes that ranks have failed. False: the job had come to its end, and its last steps are all that failed."""
+        told = told_exit_code()
+        if told == START_AGAIN:
+            self._rounds.move_on()
+        elif told is not None or self._rounds.is_done:
+            self._rounds.mark_done()
+            self._exit_barrier()
+            return False
+        else:
+            self._rounds.fail([self._described(rank, failure) for rank, failure in result.failures.items()])
+        return True
+
+    def _described(self, rank: int, failure: ProcessFailure) -> dict[str, Any]:
+        device = f"cuda:{failure.local_rank}" if count_gpus() else "cpu"
+        return {"rank": rank, "host": socket.gethostname(), "device": device, "cause": cause(failure)}
+
+    def _start_again(self) -> bool:
+        """Ends the round, and begins the next one; False: the job is over."""
+        ended = self._rounds.round
+        if self._received:  # they would only start to be stopped
+            self._rounds.set_closed()
+            if not self._rounds.has_failed(ended):
+                tell_launcher(TO_BE_CONTINUED)
+        self._stop_workers(self._worker_group)
+        delay = self._tell(ended) if self._worker_group.group_rank == 0 else 0.0
+        if self._rounds.is_over:
+            return False
+        self._sleep(delay)
+        self._initialize_workers(self._worker_group)
+        return True
+
+    def _tell(self, ended: int) -> float:
+        """Writes the events of a round that has ended; returns the seconds to wait before the next one."""
+        records = last_records(self._metrics) if self._metrics and self._metrics.exists() else []
+        iteration = max((record.get("iteration", 0) for record in records if record.get("kind") == "train"), default=0)
+        for failure in self._rounds.said(ended):
+            self._event("rank_failed", iteration, **failure)
+            where = f"rank {failure['rank']} on {failure['host']} ({failure['device']})"
+            _complain(f"{where} has failed after iteration {iteration}: {failure['cause']}")
+        if self._rounds.is_over:
+            return 0.0
+        self._num_idle = 0 if _has_trained(records) else self._num_idle + 1
+        delay = min(_FIRST_DELAY_SECONDS * 2 ** (self._num_idle - 1), _LONGEST_DELAY_SECONDS) if self._num_idle else 0.0
+        reason = "failure" if self._rounds.has_failed(ended) else "asked"
+        num_failures, most = self._rounds.num_failures, self._spec.max_restarts
+        self._event("restart", iteration, number=ended + 1, reason=reason, failures=num_failures, delay_seconds=delay)
+        why = f"failure {num_failures} of at most {most}" if reason == "failure" else "as they have asked to"
+        _complain(f"the ranks start again ({why})" + (f", in {delay:.0f} s as none has trained" if delay else ""))
+        return delay
+
+    def _event(self, name: str, iteration: int, /, **details: Any) -> None:
+        if self._metrics is not None and self._metrics.parent.is_dir():
+            append_event(self._metrics, name, iteration, **details)
+
+    def _sleep(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not self._received:
+            time.sleep(0.1)
+
+    def _pass_signals_on(self) -> None:
+        """Every signal once to every rank, those that start after it too."""
+        if self._pcontext is None:
+            return
+        for number in dict.fromkeys(self._received):
+            for pid in self._pcontext.pids().values():
+                if (pid, number) not in self._told:
+                    self._told.add((pid, number))
+                    _send(pid, signal.SIGTERM if number == signal.SIGHUP else number)
+        if os.getppid() != self._parent:
+            self._end_orphaned()
+
+    def _end_orphaned(self) -> None:
+        """The launcher was killed, of which the system tells by SIGTERM: nobody else would end ranks that hang."""
+        self._orphaned_at = self._orphaned_at or time.monotonic()
+        if time.monotonic() - self._orphaned_at > _SAVE_SECONDS:
+            self._rounds.set_closed()
+
+    # Overridden: torchrun's own
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._remaining_restarts = self._spec.max_restarts - self._rounds.round  # so that TORCHELASTIC_RESTART_COUNT is the round
+        if os.environ.get(EXIT_CODE_FILE):
+            Path(os.environ[EXIT_CODE_FILE]).unlink(missing_ok=True)
+        with _blocked():
+            return super()._start_workers(worker_group)
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._shutdown(timeout=_END_SECONDS)
+
+
+def cause(failure: ProcessFailure) -> str:
+    """The error of a rank in a line as `faults` has left it, or the signal that ended it, or its exit code."""
+    if failure.exitcode < 0:
+        return str(failure.signal_name())
+    message = failure.error_file_data.get("message")
+    if isinstance(message, dict):
+        return str(message.get("message", "")).splitlines()[0]
+    return f"exit code {failure.exitcode}"
+
+
+def _has_trained(records: Sequence[dict[str, Any]]) -> bool:
+    """Whether there is a train record since the last start."""
+    for record in reversed(records):
+        if record.get("kind") == "train":
+            return True
+        if record.get("event") in ("start", "resume", "restart"):
+            return False
+    return False
+
+
+@contextmanager
+def _blocked() -> Iterator[None]:
+    """Processes that the block starts have the signals blocked, until they unblock them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, signal.SIGHUP})
+    yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _send(pid: int, number: int) -> None:
+    # It may have ended meanwhile.
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _complain(line: str) -> None:
+    print(f"moe-exp: {line}", file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the ranks of this node by a command line of torchrun's with a static rendezvous; returns an exit code."""
+    received: list[int] = []
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+
+    for number in (*STOP_SIGNALS, signal.SIGHUP):
+        signal.signal(number, receive)
+    args = parse_args(argv)
+    config, command, arguments = config_from_args(args)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others are ours
+    rounds = Rounds(
+        args.master_addr,
+        int(args.master_port),
+        node_rank=args.node_rank,
+        num_nodes=config.max_nodes,
+        max_restarts=config.max_restarts,
+        is_stopping=lambda: bool(received),
+    )
+    spec = WorkerSpec(
+        role=config.role,
+        local_world_size=config.nproc_per_node,
+        entrypoint=command,
+        args=tuple(arguments),
+        rdzv_handler=rounds,
+        max_restarts=config.max_restarts,
+        monitor_interval=config.monitor_interval,
+    )
+    assert config.logs_specs is not None
+    result = Agent(spec, rounds, received, logs_specs=config.logs_specs, start_method=config.start_method).run()
+    if not result.is_failed():
+        return FINISHED
+    if result.failures and told_exit_code() is None:
+        print(ChildFailedError(args.training_script, result.failures), file=sys.stderr, flush=True)
+    return FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""Traces of torch's profiler and snapshots of a GPU's memory, of the iterations and ranks that were asked for. Costs nothing when off.
+
+A trace is profile/trace_rank_R_iter_A-B.json.gz in the run folder, for https://ui.perfetto.dev or chrome://tracing. It has the operators
+with shapes and the memory of the CPU, and on a GPU its kernels and its memory. A snapshot is profile/memory_rank_R_iter_A-B.pickle, for
+https://pytorch.org/memory_viz: every allocation of the caching allocator with its Python stack.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from moe_exp.config import Config
+from moe_exp.run_folder import RunFolder
+from moe_exp.runtime import Runtime
+from moe_exp.setting_types import iteration_range
+
+logger = logging.getLogger(__name__)
+
+_MOST_ALLOCATIONS = 1_000_000  # that a snapshot keeps, some hundred bytes each
+
+
+class Recorder:
+    """Records PROFILE_ITERS and MEMORY_SNAPSHOT on the ranks of PROFILE_RANKS.
+
+    Args:
+        config: settings.
+        runtime: this rank.
+        folder: of the run.
+    """
+
+    def __init__(self, config: Config, runtime: Runtime, folder: RunFolder):
+        self._folder, self._rank, self._device = folder.profile, runtime.rank, runtime.device
+        is_mine = config.profile_ranks == "all" or str(runtime.rank) in config.profile_ranks.split(",")
+        self._traced = iteration_range(config.profile_iters if is_mine else "")
+        self._snapshot = iteration_range(config.memory_snapshot if is_mine and runtime.device.type == "cuda" else "")
+        self._last = config.train_iters
+        self._profiler: profile | None = None
+        self._is_recording = False
+
+    def begin(self, iteration: int) -> None:
+        """Before an iteration. A run that resumes in the middle of the range records what is left of it."""
+        if self._profiler is None and self._traced[0] <= iteration <= self._traced[1]:
+            self._traced = (iteration, min(self._traced[1], self._last))
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._device.type == "cuda" else [])]
+            self._profiler = profile(activities=activities, record_shapes=True, profile_memory=True)
+            self._profiler.start()
+        if not self._is_recording and self._snapshot[0] <= iteration <= self._snapshot[1]:
+            self._snapshot = (iteration, min(self._snapshot[1], self._last))
+            self._is_recording = True
+            torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
+
+    def end(self, iteration: int) -> None:
+        """After an iteration: writes what the last one of a range completes."""
+        if self._profiler is not None and iteration >= self._traced[1]:
+            self._write_trace(self._profiler)
+            self._profiler = None
+        if self._is_recording and iteration >= self._snapshot[1]:
+            self._write_snapshot()
+            self._is_recording = False
+
+    def _write_trace(self, profiler: profile) -> None:
+        start = time.monotonic()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()  # the kernels of the last iteration
+        profiler.stop()
+        path = self._path("trace", self._traced, "json.gz")
+        profiler.export_chrome_trace(str(path))
+        self._say(path, start)
+
+    def _write_snapshot(self) -> None:
+        start = time.monotonic()
+        path = self._path("memory", self._snapshot, "pickle")
+        torch.cuda.memory._dump_snapshot(str(path))
+        torch.cuda.memory._record_memory_history(enabled=None)
+        self._say(path, start)
+
+    def _path(self, what: str, iterations: tuple[int, int], ending: str) -> Path:
+        self._folder.mkdir(exist_ok=True)
+        return self._folder / f"{what}_rank_{self._rank}_iter_{iterations[0]}-{iterations[1]}.{ending}"
+
+    def _say(self, path: Path, start: float) -> None:
+        logger.info("wrote %s, %.1f MB, in %.1f s", path, path.stat().st_size / 1e6, time.monotonic() - start)
