@@ -7,6 +7,7 @@ each call, which costs a fraction of a microsecond, and a written one costs one 
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import sys
@@ -19,6 +20,8 @@ from typing import Any
 
 from moe_exp.config import Config
 from moe_exp.run_folder import RunFolder
+
+logger = logging.getLogger(__name__)
 
 _LINE_BYTES = 128
 _NAME_BYTES = _LINE_BYTES - 12 - 1 - 14 - 1 - 1
@@ -44,7 +47,8 @@ class CallTrace:
             path.replace(path.with_suffix(".before.txt"))
         self._num_lines = max(1, size_mb * 1_000_000 // _LINE_BYTES)
         with path.open("w+b") as file:
-            file.truncate(self._num_lines * _LINE_BYTES)
+            file.write(bytes(self._num_lines * _LINE_BYTES))  # not truncate: a page that the disk has no room for would kill the process
+            file.flush()
             self._map = mmap.mmap(file.fileno(), 0)
         self._modules = tuple(modules)
         self._names: dict[CodeType, bytes | None] = {}
@@ -95,11 +99,17 @@ def latest_calls(path: Path, number: int) -> list[str]:
 
 
 _trace: CallTrace | None = None
+_is_begun = False
 
 
 def trace_calls(config: Config, run: RunFolder, rank: int, iteration: int) -> None:
     """Begins the trace of this rank where `iteration`, which it begins, is TRACE_CALLS_FROM or a later one; once."""
-    global _trace
-    if _trace is None and 0 < config.trace_calls_from <= iteration:
+    global _trace, _is_begun
+    if not _is_begun and 0 < config.trace_calls_from <= iteration:
+        _is_begun = True
         modules = [name.strip() for name in config.trace_calls_in.split(",") if name.strip()]
-        _trace = CallTrace(calls_file(run.path / "hang" / "calls", rank), size_mb=config.trace_calls_mb, modules=modules)
+        path = calls_file(run.path / "hang" / "calls", rank)
+        try:
+            _trace = CallTrace(path, size_mb=config.trace_calls_mb, modules=modules)
+        except OSError as error:  # no reason to end a run
+            logger.warning("no trace of calls in %s: %s", path, error.strerror or error)

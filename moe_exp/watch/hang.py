@@ -133,7 +133,7 @@ class HangWatch:
         elif reason := self._hang_reason(now):
             self._begin(lambda: self._end_hang(reason))
 
-    def _begin(self, work: Callable[[], None]) -> None:
+    def _begin(self, work: Callable[[], object]) -> None:
         self._thread = threading.Thread(target=_reported, args=(work,), name="hang", daemon=True)
         self._thread.start()
 
@@ -192,12 +192,14 @@ class HangWatch:
                 found.append(f"rank {beat.rank} is in {beat.phase} for {seconds:.1f} s, its limit is {limit:.0f} s")
         return found
 
-    def _answer(self, request: Request) -> None:
-        """Writes the stacks of this node for a request; for a hang, waits for the verdict and follows it."""
+    def _answer(self, request: Request) -> bool | None:
+        """Writes the stacks of this node for a request; for a hang, waits for the verdict and follows it. Returns that, None for none."""
         folder = self._hang / request.folder
         self._dump(folder, is_hang=request.kind == "hang")
-        if request.kind == "hang" and wait_for_verdict(folder, _ANSWER_SECONDS):
+        verdict = wait_for_verdict(folder, _ANSWER_SECONDS) if request.kind == "hang" else None
+        if verdict:
             self._end_ranks()
+        return verdict
 
     def _dump(self, folder: Path, *, is_hang: bool) -> None:
         config, host = self._config, os.uname().nodename
@@ -210,10 +212,21 @@ class HangWatch:
     def _end_hang(self, reason: str) -> None:
         """Has the stacks of all nodes written, and ends the ranks where it stays a hang."""
         before = {beat.rank: beat.since for beat in read_beats(self._local)}
-        if (request := self._named_by_another()) is not None:
-            self._judged = max(before.values())
-            self._answer(request)
-            return
+        self._judged = max(before.values(), default=-math.inf)
+        try:
+            if (request := self._named_by_another()) is not None:
+                is_hang = self._answer(request) is None  # that node has died over it
+            else:
+                is_hang = self._look_into(reason, before)
+        except Exception:  # a full disk, for instance: the ranks hang all the same
+            print(f"moe-exp: the run hangs: {reason}; its stacks could not be written:", file=sys.stderr)
+            traceback.print_exc()
+            is_hang = not self._doubt(before, [])
+        if is_hang:
+            self._end_ranks()
+
+    def _look_into(self, reason: str, before: dict[int, float]) -> bool:
+        """Asks all nodes for stacks, and says what they show; returns whether it is a hang."""
         request = ask(self._hang, "hang", reason)
         self._answered, folder = request, self._hang / request.folder
         self._dump(folder, is_hang=True)
@@ -222,17 +235,16 @@ class HangWatch:
         write_atomically(folder / "summary.txt", summary.whole + "\n")
         doubt = self._doubt(before, answers)
         give_verdict(folder, is_hang=not doubt, reason=doubt)
-        self._judged = max(before.values())
         if doubt:
             self._say([f"no hang, though it looked like one: {doubt}; stacks in {folder}"])
-            return
+            return False
         self._hung = f"the run hangs: {summary.line}; see {folder}"
         self._say([self._hung, *summary.short.splitlines(), "the ranks of the job are ended, for a restart"])
         last = max(0, min((beat.iteration for beat in read_beats(self._local)), default=1) - 1)
         hosts = sorted({answer.host for answer in answers if set(answer.ranks) & set(summary.named)})
         details = {"ranks": sorted(summary.named), "hosts": hosts, "why": list(summary.named.values())}
         append_event(self._run.metrics, "hang", last, reason=reason, **details, folder=str(folder.relative_to(self._run.path)))
-        self._end_ranks()
+        return True
 
     def _named_by_another(self) -> Request | None:
         """Another node's request about the same hang; node 0 does not wait for one."""
@@ -282,7 +294,7 @@ def _age_seconds(pid: int) -> float:
         return 0.0
 
 
-def _reported(work: Callable[[], None]) -> None:
+def _reported(work: Callable[[], object]) -> None:
     """The job goes on, whatever the disk does to a look at it."""
     try:
         work()

@@ -60,13 +60,14 @@ def nccl_environment(local: Path) -> dict[str, str]:
     if not count_gpus():
         return {}
     size, file = "2000", str(local / _NCCL_PREFIX)
-    return {
+    wanted = {
         "TORCH_FR_BUFFER_SIZE": size,
         "TORCH_NCCL_TRACE_BUFFER_SIZE": size,
         "TORCH_FR_DUMP_TEMP_FILE": file,
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": file,
         "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": file,
     }
+    return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
 def dump_node(local: Path, folder: Path, *, calls: Path, is_hang: bool) -> None:

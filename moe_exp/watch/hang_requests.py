@@ -129,12 +129,12 @@ def give_verdict(folder: Path, *, is_hang: bool, reason: str) -> None:
     write_json(folder / "verdict.json", {"is_hang": is_hang, "reason": reason})
 
 
-def wait_for_verdict(folder: Path, seconds: float) -> bool:
-    """Whether the run was found to hang; False where nobody says so in time."""
+def wait_for_verdict(folder: Path, seconds: float) -> bool | None:
+    """Whether the run was found to hang; None where nobody says it in time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
             return bool(json.loads((folder / "verdict.json").read_text(encoding="utf-8"))["is_hang"])
         except (OSError, ValueError, KeyError):
             time.sleep(_POLL_SECONDS)
-    return False
+    return None

@@ -188,6 +188,16 @@ def test_another_nodes_rank_that_may_be_where_it_is_speaks_against_a_hang(tmp_pa
     assert f"no hang, though it looked like one: {busy}" in capfd.readouterr().err
 
 
+def test_ranks_are_ended_where_their_stacks_cannot_be_written(tmp_path, capfd):
+    with two_ranks(tmp_path) as ranks:
+        (ranks.run.path / "hang").touch()  # no folder: as on a disk that is full
+        ranks.still.touch()
+        ranks.poll_until(lambda: all(process.poll() is not None for process in ranks.processes))
+    printed = capfd.readouterr().err
+    assert "moe-exp: the run hangs: iteration " in printed
+    assert "its stacks could not be written" in printed
+
+
 def test_stacks_on_demand(tmp_path):
     with two_ranks(tmp_path, hang_timeout="auto") as ranks:
         ranks.still.touch()
@@ -253,10 +263,10 @@ def test_sleeping_rank_among_real_collectives(tool, where, phase, told, tmp_path
     local, folder = tmp_path / "local", tmp_path / "answer"
     local.mkdir()
     folder.mkdir()
-    running = threading.Thread(target=run_on_ranks, args=(4, hang_for_a_while, str(local), where))
+    running = threading.Thread(target=run_on_ranks, args=(4, hang_for_a_while, str(local), where), kwargs={"timeout": 300.0})
     running.start()
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while [beat.phase for beat in read_beats(local)] != ["forward_backward", "forward_backward", phase, "forward_backward"]:
             assert time.monotonic() < deadline
             time.sleep(0.05)
