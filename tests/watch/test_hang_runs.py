@@ -17,8 +17,9 @@ from whole_runs import ROOT, EndedRun, Runs, clean_environ, ranks_of
 
 pytestmark = pytest.mark.slow
 
+LONG = 600.0  # a machine that others use, too
 HOST = socket.gethostname()
-FOUR = {"GPUS_PER_NODE": 4, "EP": 4, "TRAIN_ITERS": 400, "HANG_TIMEOUT": 4}
+FOUR = {"GPUS_PER_NODE": 4, "EP": 4, "TRAIN_ITERS": 400, "HANG_TIMEOUT": 20}
 # Found by every Python of the job: one rank falls asleep in the fifth iteration or so.
 SLEEPS = """
 import os
@@ -59,7 +60,8 @@ def the_hang(run: EndedRun) -> dict[str, object]:
 )
 def test_rank_that_sleeps_is_named(where, told, runs: Runs, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(SLEEPS.format(**where))
-    run = runs.run("asleep", PYTHONPATH=tmp_path, TRACE_CALLS_FROM=2, TRACE_CALLS_MB=1, **FOUR)
+    started = runs.start("asleep", PYTHONPATH=tmp_path, TRACE_CALLS_FROM=2, TRACE_CALLS_MB=1, **FOUR)
+    run = runs.end("asleep", started, timeout=LONG)
     event = the_hang(run)
     assert "is in sleepy (sitecustomize.py:10)" in event["why"][0]
     assert told in event["why"][0]
@@ -75,18 +77,18 @@ def test_rank_that_sleeps_is_named(where, told, runs: Runs, tmp_path):
 
 def test_rank_that_is_stopped_is_named(runs: Runs):
     process = runs.start("stopped", **FOUR)
-    runs.wait_for_iteration("stopped", process, 4)
+    runs.wait_for_iteration("stopped", process, 4, timeout=LONG)
     os.kill(ranks_of(process)[2], signal.SIGSTOP)
-    event = the_hang(runs.end("stopped", process))
+    event = the_hang(runs.end("stopped", process, timeout=LONG))
     assert event["why"][0].startswith("is stopped (by a signal such as SIGSTOP)")
 
 
 def test_ranks_start_again_after_a_hang_and_finish(runs: Runs):
-    settings = {"GPUS_PER_NODE": 2, "EP": 2, "TRAIN_ITERS": 60, "SAVE_INTERVAL": 10, "HANG_TIMEOUT": 4}
+    settings = {"GPUS_PER_NODE": 2, "EP": 2, "TRAIN_ITERS": 60, "SAVE_INTERVAL": 10, "HANG_TIMEOUT": 20}
     process = runs.start("again", MAX_RESTARTS=1, **settings)
-    runs.wait_for_iteration("again", process, 12)
+    runs.wait_for_iteration("again", process, 12, timeout=LONG)
     os.kill(ranks_of(process)[1], signal.SIGSTOP)
-    run = runs.end("again", process)
+    run = runs.end("again", process, timeout=LONG)
     assert run.code == 0, run.text
     events = [(record["event"], record.get("ranks")) for record in run.records("event")]
     assert ("hang", [1]) in events
@@ -98,9 +100,9 @@ def test_ranks_start_again_after_a_hang_and_finish(runs: Runs):
 
 def test_rank_that_is_killed_is_named_by_torchrun(runs: Runs):
     process = runs.start("killed", **FOUR)
-    runs.wait_for_iteration("killed", process, 4)
+    runs.wait_for_iteration("killed", process, 4, timeout=LONG)
     os.kill(ranks_of(process)[2], signal.SIGKILL)
-    run = runs.end("killed", process)
+    run = runs.end("killed", process, timeout=LONG)
     assert run.code == 1
     assert "rank      : 2 (local_rank: 2)" in run.stderr.partition("Root Cause")[2]
     assert "failed: " not in run.stderr.replace("failed (exitcode: -9)", "")
@@ -112,13 +114,13 @@ def test_stacks_on_demand_leave_the_run_as_it_is(runs: Runs):
     settings = {"GPUS_PER_NODE": 2, "EP": 2, "TRAIN_ITERS": 60}
     process = runs.start("asked", **settings)
     for iteration in (3, 20):
-        runs.wait_for_iteration("asked", process, iteration)
+        runs.wait_for_iteration("asked", process, iteration, timeout=LONG)
         command = [sys.executable, "-m", "moe_exp", "watch", "stacks", str(runs.folder("asked").path)]
-        done = subprocess.run(command, capture_output=True, text=True, env=clean_environ(), timeout=100)
+        done = subprocess.run(command, capture_output=True, text=True, env=clean_environ(), timeout=LONG)
         assert done.returncode == 0, done.stderr
         assert "asked for by hand: the run goes on" in done.stdout
         assert "where they are:" in done.stdout
-    asked = runs.end("asked", process)
+    asked = runs.end("asked", process, timeout=LONG)
     assert asked.code == 0, asked.text
     assert len(list((asked.folder.path / "hang").glob("*/rank_*.txt"))) == 4
     alone = runs.succeed("alone", **settings)
@@ -135,8 +137,8 @@ def test_two_nodes_put_their_stacks_into_one_folder(runs: Runs, tmp_path):
     environ = runs.environ("nodes", NODE_RANK=1, **settings) | {"MASTER_PORT": str(port)}
     with (tmp_path / "second.txt").open("w") as out:
         second = subprocess.Popen([sys.executable, "-m", "moe_exp", "train"], env=environ, stdout=out, stderr=out)
-    run = runs.end("nodes", first)
-    assert second.wait(60) == 1
+    run = runs.end("nodes", first, timeout=LONG)
+    assert second.wait(LONG) == 1
     event = the_hang(run)
     folders = [path for path in (run.folder.path / "hang").iterdir() if path.is_dir()]
     assert [path.name for path in folders] == [event["folder"].removeprefix("hang/")]
