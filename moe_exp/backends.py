@@ -5,11 +5,29 @@ import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a 
 # isort: split
 import torch
 
+from moe_exp.config import Config
 from moe_exp.layers.attention import choose_attention
 from moe_exp.layers.grouped_gemm import choose_backend
 from moe_exp.layers.norm import choose_norm
+from moe_exp.model import DTYPES, use_te
 from moe_exp.optim import choose_optimizer
 from moe_exp.runtime import choose_communication
+
+
+def backends_of(config: Config, device_type: str) -> dict[str, tuple[str, str]]:
+    """Those of a run on `cpu` or `cuda`: part to (what runs, why)."""
+    return chosen_backends(
+        device_type=device_type,
+        dtype=DTYPES[config.dtype],
+        expert_backend=config.expert_backend,
+        use_te=use_te(config),
+        other_value_size=config.multi_latent_attention and config.v_head_dim != config.kv_channels,
+        optimizer=(
+            config.optimizer,
+            config.optimizer_state_dtype,
+            config.muon_momentum if config.optimizer == "muon" else config.sgd_momentum,
+        ),
+    )
 
 
 def chosen_backends(

@@ -31,6 +31,7 @@ from moe_exp.setting_types import (
     RankList,
     Rate,
     StageLayers,
+    Timeout,
     WholeNumbers,
     expanded_layers,
     layers_of_pattern,
@@ -172,6 +173,19 @@ class Config(ModelSettings):
     )
     preflight_timeout: Positive = Field(60, description="seconds that nodes wait for each other at the start of the preflight")
     preflight_slow: float = Field(0.7, gt=0, le=1, description="a node is slow below this share of the other nodes' median speed")
+    hang_timeout: Timeout = Field(
+        "auto",
+        description="seconds after which an iteration counts as hanging: stacks to hang/, and the ranks end for a restart; "
+        "auto: ten times the median, at least 60; none: never",
+    )
+    hang_timeout_other: OptionalPositive = Field(
+        1500, description="the same for each part of the start, the first iterations, a batch of an evaluation and a save; none: never"
+    )
+    trace_calls_from: NonNegative = Field(
+        0, description="from this iteration on every rank keeps its latest function calls in hang/calls/, which costs time; 0: never"
+    )
+    trace_calls_mb: Positive = Field(16, description="size of that file per rank, MB; older calls make room for newer ones")
+    trace_calls_in: str = Field("moe_exp,megatron,torch.distributed", description="packages and modules whose calls are kept")
     max_restarts: NonNegative = Field(0, description="after failures of ranks they start again, so many times per launch; 0: never")
     exit_duration: Rate = Field(0.0, description="minutes since the launch after which the run saves and ends; 0: never")
     profile_iters: Iterations = Field("", description="iterations that torch's profiler traces: '10-12', or one; empty: none")

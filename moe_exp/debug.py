@@ -25,6 +25,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from moe_exp import heartbeat
 from moe_exp.hosts import FAILED, tell_launcher
 
 _POLL_SECONDS = 0.2
@@ -53,8 +54,9 @@ def set_trace(rank: int = 0) -> None:
     if dist.get_rank() == rank:
         Debugger(rank, lambda: store.set(key, "")).set_trace(frame)
         return
-    while not store.check([key]):
-        time.sleep(_POLL_SECONDS)
+    with heartbeat.paused():
+        while not store.check([key]):
+            time.sleep(_POLL_SECONDS)
 
 
 class Debugger(pdb.Pdb):
@@ -73,7 +75,8 @@ class Debugger(pdb.Pdb):
 
     def interaction(self, frame: FrameType | None, traceback: TracebackType | None, *rest: Any) -> None:
         """A prompt, until a command goes on."""
-        super().interaction(frame, traceback, *rest)
+        with heartbeat.paused():
+            super().interaction(frame, traceback, *rest)
         self._release()
 
     def do_EOF(self, arg: str) -> bool | None:

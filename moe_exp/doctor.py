@@ -51,6 +51,7 @@ OPTIONAL = [
     OptionalPackage("grouped_gemm", "a loop over experts on GPUs before Hopper", "pip install --no-build-isolation nv-grouped-gemm (GPU)"),
     OptionalPackage("deep_ep", "nothing: tokens are exchanged by all-to-all", "from source: deepseek-ai/DeepEP (GPU)"),
     OptionalPackage("bitsandbytes", "no OPTIMIZER=adam8bit", "pip install bitsandbytes (GPU from 0.45, CPU from 0.50)"),
+    OptionalPackage("py-spy", "stacks of ranks that hang by faulthandler: none of a stopped rank, no frames in C", "pip install py-spy"),
     OptionalPackage("wandb", "no mirror of the metrics in wandb; metrics.jsonl and TensorBoard stay", "pip install wandb"),
 ]
 
@@ -61,6 +62,7 @@ _IMPORT_NAMES = {
     "pyyaml": "yaml",
     "types-pyyaml": "",
     "ruff": "",
+    "py-spy": "",
     "pytest-timeout": "pytest_timeout",
 }
 _OTHER_NAMES = {"grouped_gemm": "nv-grouped-gemm", "triton": "pytorch-triton"}

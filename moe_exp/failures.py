@@ -30,6 +30,8 @@ def why_it_failed(text: str, code: int | None) -> tuple[Literal["failed", "oom"]
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if out_of_memory := [line for line in lines if _OOM.search(line)]:
         return "oom", _short(_most_useful(out_of_memory))
+    if (hung := [line for line in lines if line.startswith("moe-exp: the run hangs: ")]) and not _by_rank(lines):
+        return "failed", _short(hung[-1])  # the launcher has killed its ranks
     useful = _most_useful(lines)
     killed = next((line for line in _root_cause(lines) if _KILLED.search(line)), "")
     if (killed or code in (137, -9)) and not _by_rank(lines):

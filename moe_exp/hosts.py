@@ -18,6 +18,8 @@ START_AGAIN = 76
 
 # Variable that the launcher sets: where ranks write the exit code of the job.
 EXIT_CODE_FILE = "MOE_EXP_EXIT_CODE_FILE"
+# Variable that the launcher sets: the folder of this node where ranks keep their heartbeats.
+HEARTBEATS = "MOE_EXP_HEARTBEATS"
 # Others that it sets: the metrics.jsonl of the run; the time of the launch, of the clock that `time.monotonic` reads.
 METRICS_FILE = "MOE_EXP_METRICS_FILE"
 LAUNCH_TIME = "MOE_EXP_LAUNCH_TIME"

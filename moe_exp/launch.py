@@ -6,6 +6,7 @@ import os
 import shlex
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from moe_exp.presets import preset_values
 from moe_exp.report.finish import finish_run
 from moe_exp.run_folder import RunFolder
 from moe_exp.torchrun_job import STOPPING, TRAIN_MODULE, child_environment, complain, run_job, signals_ignored, torchrun_command
+from moe_exp.watch.hang import HangWatch
 
 
 def train(flags: Mapping[str, Any], *, dry_run: bool = False) -> int:
@@ -71,7 +73,10 @@ def launch(config: Config, flags: Mapping[str, Any], module: str = TRAIN_MODULE)
     started, start, folder = datetime.now().astimezone(), time.monotonic(), RunFolder.of(config)
     environ = child_environment(config) | {METRICS_FILE: str(folder.metrics.absolute()), LAUNCH_TIME: str(start)}
     stopping = STOPPING if config.save_at_end else _STOPPING_UNSAVED
-    code = run_job(torchrun_command(config, module_arguments(flags), module), environ, stopping=stopping)
+    command = torchrun_command(config, module_arguments(flags), module)
+    with HangWatch(config, folder) if module == TRAIN_MODULE else nullcontext() as watch:
+        environ |= watch.environment if watch else {}
+        code = run_job(command, environ, stopping=stopping, poll=watch.poll if watch else None)
     if config.node_rank:
         return code
     with signals_ignored():  # a scheduler sends more than one

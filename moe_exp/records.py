@@ -93,6 +93,7 @@ EVENTS = {
     "spike_end": "it is over: first_iteration, outcome, highest_loss, highest_grad_norm",
     "rollback": "the run goes back before a spike and skips its batches: back_to, samples, set_aside",
     "no_rollback": "it does not: reason",
+    "hang": "no rank went on and all were ended: reason, ranks and hosts that are not where the others are, why, folder with the stacks",
     "stop": "the run was asked to end before TRAIN_ITERS: reason (faults.STOP_REASONS)",
     "end": "the ranks have ended by themselves: status, wall_seconds",
     "rank_failed": "a rank has died; iteration of the last train record, rank, host, device, cause (its error, or the signal)",

@@ -6,6 +6,7 @@ import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a 
 import logging
 import time
 
+from moe_exp import heartbeat
 from moe_exp.checkpoint.save import Saved, SaveError, Saver
 from moe_exp.checkpoint.state import Progress, Trained
 from moe_exp.config import Config
@@ -38,6 +39,7 @@ class Saves:
         """Whether this rank still writes files of it."""
         return self._saver.is_writing
 
+    @heartbeat.during("checkpoint")
     def save(self, progress: Progress, valid_loss: float | None = None, *, is_last: bool = False) -> float:
         """Saves a checkpoint, or with ASYNC_SAVE begins to; returns the seconds that training waits.
 
@@ -56,6 +58,7 @@ class Saves:
             self.finish(is_last=is_last)
         return time.monotonic() - start
 
+    @heartbeat.during("checkpoint")
     def finish(self, *, is_last: bool = False) -> float:
         """Waits for the save that was begun, if one was, and reports it; returns seconds. Raises as `save`."""
         start = time.monotonic()

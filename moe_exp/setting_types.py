@@ -66,6 +66,18 @@ def _stage_layers(value: Any) -> str:
     return text
 
 
+def _timeout(value: Any) -> str:
+    """Checks HANG_TIMEOUT: auto, none or seconds."""
+    text = str(value).strip().lower()
+    try:
+        is_valid = text in ("auto", "none") or 0 < float(text) < float("inf")
+    except ValueError:
+        is_valid = False
+    if not is_valid:
+        raise ValueError("must be auto, none or a number of seconds above 0")
+    return text
+
+
 def _iterations(value: Any) -> str:
     """Checks PROFILE_ITERS; returns it without spaces."""
     text = "".join(str(value).split())
@@ -95,6 +107,7 @@ Numbers = Annotated[str, BeforeValidator(_numbers)]
 OptionalNumbers = Annotated[str, BeforeValidator(lambda value: _numbers(value) if value else "")]
 WholeNumbers = Annotated[str, BeforeValidator(_whole_numbers)]
 StageLayers = Annotated[str, BeforeValidator(_stage_layers)]
+Timeout = Annotated[str, BeforeValidator(_timeout)]
 Iterations = Annotated[str, BeforeValidator(_iterations)]
 RankList = Annotated[str, BeforeValidator(_ranks)]
 OptionalPositive = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_none_or_int)]

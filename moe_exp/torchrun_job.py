@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -55,7 +55,7 @@ def child_environment(config: Config) -> dict[str, str]:
 STOPPING = "stopping: the run saves a checkpoint and ends; a second Ctrl-C kills it"
 
 
-def run_job(command: Sequence[str], environ: Mapping[str, str], *, stopping: str = STOPPING) -> int:
+def run_job(command: Sequence[str], environ: Mapping[str, str], *, stopping: str = STOPPING, poll: Callable[[], None] | None = None) -> int:
     """Runs the agent, hands signals on as described at the top of this file, and returns the exit code that the ranks told.
 
     A job that a signal ended before its ranks could tell one gives 128 + the number of the signal, as a shell does.
@@ -64,6 +64,7 @@ def run_job(command: Sequence[str], environ: Mapping[str, str], *, stopping: str
         command: the agent's.
         environ: its environment.
         stopping: what is said at the first signal; empty: the ranks have nothing to save, and it kills them.
+        poll: called every 0.2 s; it may not take long.
     """
     received: list[int] = []
     num_sent = 0
@@ -79,6 +80,8 @@ def run_job(command: Sequence[str], environ: Mapping[str, str], *, stopping: str
                     complain(stopping)
                 num_sent += 1
                 _send(agent.pid, number)
+            if poll is not None:
+                poll()
         if code_file.exists():
             return int(code_file.read_text())
     if code and received:

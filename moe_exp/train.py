@@ -23,8 +23,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_batch_on_this_cp_rank, get_model_config
 from torch import Tensor
 
-from moe_exp import faults, runtime
-from moe_exp.backends import chosen_backends
+from moe_exp import faults, heartbeat, runtime
+from moe_exp.backends import backends_of
 from moe_exp.checkpoint import load as loading
 from moe_exp.checkpoint.agreement import from_first_rank, on_first_rank
 from moe_exp.checkpoint.folders import recover
@@ -43,7 +43,7 @@ from moe_exp.hosts import FAILED, FINISHED, TO_BE_CONTINUED, tell_launcher
 from moe_exp.interval import Interval
 from moe_exp.loss_guard import GuardEnd, Iteration, LossGuard
 from moe_exp.metrics import Metrics, setup_logging
-from moe_exp.model import DTYPES, build_model, use_te
+from moe_exp.model import build_model
 from moe_exp.optim import BatchSchedule, build_optimizer, build_scheduler
 from moe_exp.phases import PhaseTimers, timed
 from moe_exp.planner.params import startup_report
@@ -55,6 +55,7 @@ from moe_exp.run_folder import RunFolder, hold_run_folder, open_run_folder
 from moe_exp.runtime import Runtime
 from moe_exp.saving import Saves
 from moe_exp.training_data import build_data, bytes_per_token, compare_data, read_ahead
+from moe_exp.watch.call_trace import trace_calls
 
 logger = logging.getLogger("moe_exp.train")  # by name: torchrun runs this module as __main__
 
@@ -101,6 +102,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(config: Config, stop: faults.StopSignal) -> int:
     """Builds the job, resumes where the run folder stands, trains, and leaves the results behind; returns the job's exit code."""
+    heartbeat.start()
     rank = runtime.start(config)
     job, progress = build(config, rank)
     # Rank 0's alone; where it cannot be opened, all ranks end, and none of them waits for a rank that has gone.
@@ -113,16 +115,7 @@ def run(config: Config, stop: faults.StopSignal) -> int:
             logger.info("run folder: %s", job.folder.path)
             logger.info("training data: %s", config.train_data or "the embedded corpus, text of Python's standard library (PSF-2.0)")
             logger.info("%s", startup_report(config))
-            momentum = config.muon_momentum if config.optimizer == "muon" else config.sgd_momentum
-            chosen = chosen_backends(
-                device_type=rank.device.type,
-                dtype=DTYPES[config.dtype],
-                expert_backend=config.expert_backend,
-                use_te=use_te(config),
-                other_value_size=config.multi_latent_attention and config.v_head_dim != config.kv_channels,
-                optimizer=(config.optimizer, config.optimizer_state_dtype, momentum),
-            )
-            for part, (name, reason) in chosen.items():
+            for part, (name, reason) in backends_of(config, rank.device.type).items():
                 logger.info("%s: %s (%s)", part, name, reason)
             for damage in job.source.damages if job.source else ():
                 metrics.event("damaged_checkpoint", progress.iteration, reason=damage)
@@ -159,6 +152,7 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     train_stream = read_ahead(config, rank, samples, batches) if config.num_workers else samples
     measured = bytes_per_token(config, valid_stream) if valid_stream is not None and rank.is_first else None
     job = Job(config, rank, folder, trained, train_stream, valid_stream, batches, source, changes, measured)
+    heartbeat.enter("load")
     progress = resume(config, rank, folder, source, trained)
     progress.sample_order, progress.skipped_samples = sample_order, [list(pair) for pair in samples.skipped]
     if changes or own_source(source, folder) is None:
@@ -192,9 +186,12 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
     recorder = Recorder(config, job.runtime, job.folder)
     while progress.iteration < config.train_iters:
         is_logged = _is_multiple(progress.iteration + 1, config.log_interval) or progress.iteration + 1 == config.train_iters
+        trace_calls(config, job.folder, job.runtime.rank, progress.iteration + 1)
         recorder.begin(progress.iteration + 1)
         step = train_step(job, progress, interval, count_zeros=is_logged)
-        recorder.end(progress.iteration)
+        heartbeat.enter("end_of_iteration")
+        with heartbeat.during("profile"):
+            recorder.end(progress.iteration)
         if is_logged:
             log(job, progress, interval, metrics, step)
         valid_loss = None
@@ -207,6 +204,7 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
         if _is_multiple(progress.iteration, config.check_interval):
             interval.pause(check_replicas(config, job.runtime, job.trained, progress, metrics))
         is_last = bool(end.stop) or progress.iteration == config.train_iters
+        heartbeat.enter("end" if is_last else "end_of_iteration")
         if end.stop and metrics is not None and progress.iteration < config.train_iters:
             logger.info("the run ends after iteration %d: %s", progress.iteration, faults.stop_in_words(end.stop))
             metrics.event("stop", progress.iteration, reason=end.stop)
@@ -262,11 +260,13 @@ def train_step(job: Job, progress: Progress, interval: Interval, *, count_zeros:
     """One iteration: forward and backward over all micro-batches, optimizer, schedule."""
     model, optimizer, first_sample = job.trained.model, job.trained.optimizer, progress.consumed_samples
     num_microbatches, batch_size = job.batches.at(first_sample)
+    heartbeat.begin(progress.iteration + 1, num_microbatches)
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     losses = forward_backward(job, job.train_stream, first_sample, num_microbatches, timers=interval.timers)
     optimizer.config.log_num_zeros_in_grad = count_zeros
+    heartbeat.enter("optimizer")
     with timed(interval.timers, "optimizer"):
         updated, grad_norm, num_zeros = optimizer.step()
     progress.add(job.config, batch_size, skipped=not updated)
@@ -299,8 +299,10 @@ def forward_backward(
 ) -> list[Tensor]:
     """Runs Megatron's schedule over `num_microbatches`; the losses of the micro-batches on the last pipeline stage, else []."""
     config, model = job.config, job.trained.model
+    heartbeat.enter("data")
     with timed(timers, "data"):
         microbatches = [_microbatch(job, stream, first_sample, index) for index in range(num_microbatches)]
+    heartbeat.enter("forward_backward")
     with timed(timers, "forward_backward"):
         outputs = get_forward_backward_func()(
             forward_step_func=partial(forward_step, cp_size=config.cp),
@@ -342,6 +344,7 @@ def lm_loss(loss_mask: Tensor, cp_size: int, losses: Tensor) -> tuple[Tensor, di
     return loss * (1 + 0 * loss.detach()), {"lm_loss": loss.detach().clone()}
 
 
+@heartbeat.during("evaluation")
 @torch.no_grad()
 def validate(job: Job, progress: Progress, metrics: Metrics | None) -> tuple[float, float]:
     """Mean loss over the first EVAL_ITERS global batches of the validation data, the same ones every time.

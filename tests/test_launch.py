@@ -200,7 +200,7 @@ def test_version(capsys):
 def test_exit_code_of_a_run(tmp_path, monkeypatch, capsys, end, told, code, written):
     config = cpu(run_dir=str(tmp_path), run_name="one", train_data="given")
 
-    def job(command, environ, stopping):
+    def job(command, environ, stopping, poll):
         folder = open_run_folder(config)
         with Metrics(config, folder) as metrics:
             if end:
@@ -218,14 +218,14 @@ def test_an_earlier_runs_end_is_not_this_runs(tmp_path, monkeypatch):
     folder = open_run_folder(config)
     old = {"kind": "event", "iteration": 0, "event": "start", "time": "2020-01-01T00:00:00+00:00"}
     folder.metrics.write_text("".join(json.dumps(old | {"event": name, "status": "finished"}) + "\n" for name in ("start", "end")))
-    monkeypatch.setattr("moe_exp.launch.run_job", lambda command, environ, stopping: 3)
+    monkeypatch.setattr("moe_exp.launch.run_job", lambda command, environ, stopping, poll=None: 3)
     assert launch(config, {}) == 3
     assert not folder.summary.exists()
 
 
 def test_what_a_signal_is_answered_with_says_what_is_saved(tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr("moe_exp.launch.run_job", lambda command, environ, stopping: said.append(stopping) or 0)
+    monkeypatch.setattr("moe_exp.launch.run_job", lambda command, environ, stopping, poll=None: said.append(stopping) or 0)
     for save_at_end in (True, False):
         launch(cpu(train_data="given", run_dir=str(tmp_path), save_at_end=save_at_end), {})
     assert said == [
@@ -237,7 +237,7 @@ def test_what_a_signal_is_answered_with_says_what_is_saved(tmp_path, monkeypatch
 def test_embedded_corpus_is_made_only_without_train_data(tmp_path, monkeypatch):
     made = []
     monkeypatch.setattr("moe_exp.launch.ensure_embedded_corpus", made.append)
-    monkeypatch.setattr("moe_exp.launch.run_job", lambda command, environ, stopping: 0)
+    monkeypatch.setattr("moe_exp.launch.run_job", lambda command, environ, stopping, poll=None: 0)
     launch(cpu(train_data="given", data_dir="mine", run_dir=str(tmp_path)), {})
     assert made == []
     launch(cpu(data_dir="mine", run_dir=str(tmp_path)), {})

@@ -6,7 +6,7 @@ import argparse
 import importlib
 
 # Modules of moe_exp.commands that add commands of `moe-exp watch` by `add_commands(subparsers)`; each sets `run`.
-_MODULES = ("watching_nodes", "watching_runs", "watching_state")
+_MODULES = ("watching_nodes", "watching_runs", "watching_stacks", "watching_state")
 
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

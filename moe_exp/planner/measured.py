@@ -53,6 +53,7 @@ FREE = {
     "allow_other_model", "save_interval", "save_at_end", "async_save", "keep_last", "keep_every", "keep_best", "verify_checkpoint",
     "exit_interval", "log_interval", "log_timers", "eval_interval", "eval_iters", "wandb_project", "wandb_mode",
     "preflight", "preflight_timeout", "preflight_slow",
+    "hang_timeout", "hang_timeout_other", "trace_calls_from", "trace_calls_mb", "trace_calls_in",
 }  # fmt: skip
 _AS_SETTINGS = [name for name in Config.model_fields if name not in _IN_COLUMNS]
 

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_exp.config import Config, problem
-from moe_exp.hosts import count_gpus
-from moe_exp.launch import child_environment, children_of, end_with_parent, module_arguments, torchrun_command
+from moe_exp.hosts import count_gpus, end_with_parent
+from moe_exp.launch import module_arguments
 from moe_exp.planner.params import checkpoint_bytes
 from moe_exp.preflight.gpu_health import query_gpus
 from moe_exp.preflight.host_facts import host_facts, planned_hosts
@@ -34,6 +34,7 @@ from moe_exp.preflight.roll_call import Nodes, NotReached, Server
 from moe_exp.preflight.steps import RESULTS_FOLDER, read_rank
 from moe_exp.preflight.verdicts import Finding, NodeVerdict, Verdict, blame_pairs, judge
 from moe_exp.progress import progress_of
+from moe_exp.torchrun_job import child_environment, children_of, torchrun_command
 
 MODULE = "moe_exp.preflight.preflight_rank"
 _RANKS_SECONDS = 150.0  # for all steps of the ranks, with time-outs in some of them; without any it is a fraction of that

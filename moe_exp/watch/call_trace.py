@@ -1,0 +1,115 @@
+"""The latest function calls of a rank, in a mapped file of fixed size: its end is there also after a kill -9 (TRACE_CALLS_FROM).
+
+A line per call, all of one length: number, seconds of the host's monotonic clock, function. The newest overwrites the oldest, so the file
+is in order after `sort -n`. Calls of chosen packages alone are written (TRACE_CALLS_IN), and none of C functions: Python still tells of
+each call, which costs a fraction of a microsecond, and a written one costs one or two.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+from moe_exp.config import Config
+from moe_exp.run_folder import RunFolder
+
+logger = logging.getLogger(__name__)
+
+_LINE_BYTES = 128
+_NAME_BYTES = _LINE_BYTES - 12 - 1 - 14 - 1 - 1
+
+
+def calls_file(folder: Path, rank: int) -> Path:
+    """Of a rank, in RUN/hang/calls."""
+    return folder / f"rank_{rank:05d}.txt"
+
+
+class CallTrace:
+    """Writes the calls of all threads of this process from now on, until `stop`.
+
+    Args:
+        path: of the file; one that is there is kept as `.before.txt`: that of the start before this one.
+        size_mb: of the file, MB (1e6 bytes).
+        modules: whose functions are written, with all below them.
+    """
+
+    def __init__(self, path: Path, *, size_mb: int, modules: Sequence[str]):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            path.replace(path.with_suffix(".before.txt"))
+        self._num_lines = max(1, size_mb * 1_000_000 // _LINE_BYTES)
+        with path.open("w+b") as file:
+            file.write(bytes(self._num_lines * _LINE_BYTES))  # not truncate: a page that the disk has no room for would kill the process
+            file.flush()
+            self._map = mmap.mmap(file.fileno(), 0)
+        self._modules = tuple(modules)
+        self._names: dict[CodeType, bytes | None] = {}
+        self._count = 0
+        os.register_at_fork(after_in_child=self.stop)  # a child has the same pages
+        threading.setprofile(self._called)
+        sys.setprofile(self._called)
+
+    def stop(self) -> None:
+        """Writes no more."""
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+    def _called(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event != "call":
+            return
+        code = frame.f_code
+        try:
+            name = self._names[code]
+        except KeyError:
+            name = self._names[code] = self._name(frame)
+        if name is None:
+            return
+        count = self._count
+        self._count = count + 1
+        place = count % self._num_lines * _LINE_BYTES
+        self._map[place : place + _LINE_BYTES] = b"%012d %14.6f %s" % (count, time.monotonic(), name)
+
+    def _name(self, frame: FrameType) -> bytes | None:
+        """Of a function in a fixed number of bytes, or None for one that is not written."""
+        module = str(frame.f_globals.get("__name__", ""))
+        if not any(module == wanted or module.startswith(f"{wanted}.") for wanted in self._modules):
+            return None
+        function = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)  # from Python 3.11 on with its class
+        text = f"{module}.{function}:{frame.f_code.co_firstlineno}"[-_NAME_BYTES:]
+        return text.encode("ascii", "replace").ljust(_NAME_BYTES) + b"\n"
+
+
+def latest_calls(path: Path, number: int) -> list[str]:
+    """The last `number` calls in a file, oldest first: seconds of the monotonic clock and function; none where there is no file."""
+    if not path.exists():
+        return []
+    data = path.read_bytes()
+    lines = (data[place : place + _LINE_BYTES] for place in range(0, len(data) - _LINE_BYTES + 1, _LINE_BYTES))
+    # A line that was not written yet is zeros; one that was cut off by the end of its process has no new line.
+    written = sorted(line for line in lines if line[:1] != b"\0" and line.endswith(b"\n"))
+    return [line[13:].decode("ascii", "replace").strip() for line in written[-number:]]
+
+
+_trace: CallTrace | None = None
+_is_begun = False
+
+
+def trace_calls(config: Config, run: RunFolder, rank: int, iteration: int) -> None:
+    """Begins the trace of this rank where `iteration`, which it begins, is TRACE_CALLS_FROM or a later one; once."""
+    global _trace, _is_begun
+    if not _is_begun and 0 < config.trace_calls_from <= iteration:
+        _is_begun = True
+        modules = [name.strip() for name in config.trace_calls_in.split(",") if name.strip()]
+        path = calls_file(run.path / "hang" / "calls", rank)
+        try:
+            _trace = CallTrace(path, size_mb=config.trace_calls_mb, modules=modules)
+        except OSError as error:  # no reason to end a run
+            logger.warning("no trace of calls in %s: %s", path, error.strerror or error)

@@ -1,0 +1,247 @@
+"""Taking the stacks of the ranks of this node, from outside: py-spy, else Python's faulthandler inside the rank, else what /proc says.
+
+py-spy reads a process's memory and does not stop it for that; it sees stopped ones too. For a hang it is asked again for the frames in C,
+for which it stops the process for a second or so. faulthandler writes at a signal, also while the GIL is held, and walks through the other
+threads' frames without a lock, which is safe in a process that stands still and mostly safe in one that runs.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import linecache
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from moe_exp import heartbeat
+from moe_exp.heartbeat import Beat
+from moe_exp.hosts import HEARTBEATS, count_gpus
+from moe_exp.watch.call_trace import calls_file, latest_calls
+from moe_exp.watch.stacks_files import parse_stacks, write_dump
+
+# Letters of /proc/PID/stat, by psutil's names.
+STOPPED, TRACED, DISK, GONE = psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_DISK_SLEEP, "gone"
+_PY_SPY_SECONDS, _NATIVE_SECONDS, _SIGNAL_SECONDS, _COLLECTIVES_SECONDS = 20.0, 60.0, 3.0, 3.0
+_SETTLED_SECONDS = 0.2
+_NUM_CALLS = 200
+_MOST_COLLECTIVES = 200  # of a rank, in its file
+_NCCL_PREFIX = "nccl_trace_rank_"
+
+
+def ranks_of_node(local: Path) -> dict[int, int]:
+    """Rank to process id of the ranks that this node's launcher has started, with a beat or without, by the environment of processes.
+
+    Args:
+        local: the launcher's folder for heartbeats; nobody else has it in the environment.
+    """
+    found, parents = {}, {}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            environ = process.environ()
+            if environ.get(HEARTBEATS) == str(local) and "LOCAL_RANK" in environ:
+                found[process.pid], parents[process.pid] = int(environ["RANK"]), process.ppid()
+    # A rank's readers of data have its environment.
+    return {rank: pid for pid, rank in found.items() if parents[pid] not in found}
+
+
+def nccl_environment(local: Path) -> dict[str, str]:
+    """Has NCCL's flight recorder write its collectives when a pipe asks for it; nothing without GPUs. torch has renamed some of these."""
+    if not count_gpus():
+        return {}
+    size, file = "2000", str(local / _NCCL_PREFIX)
+    wanted = {
+        "TORCH_FR_BUFFER_SIZE": size,
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": size,
+        "TORCH_FR_DUMP_TEMP_FILE": file,
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": file,
+        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": file,
+    }
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def dump_node(local: Path, folder: Path, *, calls: Path, is_hang: bool) -> None:
+    """Writes the files of all ranks of this node.
+
+    Args:
+        local: the launcher's folder for heartbeats.
+        folder: of the answer.
+        calls: RUN/hang/calls.
+        is_hang: nothing moves, so that frames in C and NCCL's record may be asked for, too.
+    """
+    beats = {beat.rank: beat for beat in heartbeat.read_beats(local)}
+    pids = ranks_of_node(local)
+    pids |= {rank: beat.pid for rank, beat in beats.items() if rank not in pids}
+    with ThreadPoolExecutor(max(1, len(pids))) as pool:
+        for done in [pool.submit(_dump_rank, local, folder, rank, pid, beats.get(rank), calls, is_hang) for rank, pid in pids.items()]:
+            done.result()
+
+
+def _dump_rank(local: Path, folder: Path, rank: int, pid: int, beat: Beat | None, calls: Path, is_hang: bool) -> None:
+    facts = rank_facts(pid, beat)
+    # Before anybody stops the process to look at it.
+    collectives = _collectives(local, rank) if beat and facts["state"] not in (STOPPED, TRACED, GONE) else b""
+    stacks, tool, reasons = _stacks(local, rank, pid, has_handler=beat is not None and beat.pid == pid, state=facts["state"])
+    facts |= {"tool": tool} | ({"without": "; ".join(reasons)} if reasons else {})
+    if threads := parse_stacks(stacks):
+        innermost = threads[0].frames[0]
+        facts["source"] = linecache.getline(innermost.file, innermost.line).strip()
+    native = _native(pid) if is_hang and tool == "py-spy" and facts["state"] not in (STOPPED, TRACED) else ""
+    write_dump(folder, rank, facts, stacks, native=native, calls=latest_calls(calls_file(calls, rank), _NUM_CALLS))
+    if collectives:
+        (folder / f"rank_{rank:05d}.collectives.json").write_text(json.dumps(last_collectives(json.loads(collectives))))
+    if is_hang and count_gpus():
+        _copy_nccl_record(local, folder, rank)
+
+
+def rank_facts(pid: int, beat: Beat | None) -> dict[str, Any]:
+    """Host, process id, state, what the kernel waits in for it, number of GPUs of the node, and the beat in words."""
+    facts: dict[str, Any] = {"host": socket.gethostname(), "pid": pid, "state": state_of(pid), "gpus": count_gpus()}
+    with suppress(OSError):
+        facts["kernel function"] = Path(f"/proc/{pid}/wchan").read_text() or "none"
+    if beat is None:
+        return facts | {"phase": "before its first heartbeat"}
+    seconds = round(time.monotonic() - beat.since, 1)
+    return facts | {"iteration": beat.iteration, "phase": beat.phase, "seconds in it": seconds}
+
+
+def state_of(pid: int) -> str:
+    """sleeping, running, stopped, disk-sleep, ..., as psutil has it; tracing-stop also for one that a debugger holds on to; or gone."""
+    try:
+        state = str(psutil.Process(pid).status())
+    except psutil.Error:
+        return GONE
+    return GONE if state == psutil.STATUS_ZOMBIE else TRACED if is_traced(pid) else state
+
+
+def is_traced(pid: int) -> bool:
+    """Whether a debugger is attached (Linux)."""
+    with suppress(OSError):
+        return "TracerPid:\t0\n" not in Path(f"/proc/{pid}/status").read_text()
+    return False
+
+
+def _stacks(local: Path, rank: int, pid: int, *, has_handler: bool, state: str) -> tuple[str, str, list[str]]:
+    """Stacks, the tool that gave them, and why the better ones did not."""
+    stacks, reason = py_spy(pid)
+    if stacks:
+        return stacks, "py-spy", []
+    reasons = [f"py-spy: {reason}"]
+    if has_handler and state not in (STOPPED, TRACED, GONE):
+        if stacks := _by_faulthandler(heartbeat.stacks_file(local, rank), pid):
+            return stacks, "faulthandler", reasons
+        reasons.append(f"faulthandler: no answer to {heartbeat.STACKS_SIGNAL.name} in {_SIGNAL_SECONDS:.0f} s")
+    else:
+        reasons.append(f"faulthandler: the process is {state}" if has_handler else "faulthandler: not there before the first heartbeat")
+    return "", "none", reasons
+
+
+def py_spy_program() -> str:
+    """Path of py-spy; empty where it is not installed."""
+    beside = Path(sys.executable).with_name("py-spy")  # in an environment that is not on the PATH
+    return shutil.which("py-spy") or (str(beside) if beside.exists() else "")
+
+
+def py_spy(pid: int, *options: str, seconds: float = _PY_SPY_SECONDS) -> tuple[str, str]:
+    """What `py-spy dump` prints of a process, or why it prints nothing."""
+    if not (program := py_spy_program()):
+        return "", "not installed"
+    command = [program, "dump", "--full-filenames", "--pid", str(pid), *(options or ("--nonblocking",))]
+    error = ""
+    for _ in range(3):  # of a process that runs, what it reads may not fit together
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+        except (OSError, subprocess.TimeoutExpired) as failure:
+            return "", f"{type(failure).__name__}"
+        if done.returncode == 0 and "Thread " in done.stdout:
+            return done.stdout, ""
+        error = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+    return "", error[:200]
+
+
+def _native(pid: int) -> str:
+    stacks, reason = py_spy(pid, "--native", seconds=_NATIVE_SECONDS)
+    return stacks or f"none: {reason}"
+
+
+def _by_faulthandler(path: Path, pid: int) -> str:
+    """Has the rank write its stacks; they are there when the file has not grown for a while."""
+    start = path.stat().st_size
+    try:
+        os.kill(pid, heartbeat.STACKS_SIGNAL)
+    except ProcessLookupError:
+        return ""
+    _wait_until(lambda: path.stat().st_size > start, _SIGNAL_SECONDS)
+    size = -1
+    while size != (size := path.stat().st_size):
+        time.sleep(_SETTLED_SECONDS)
+    return path.read_bytes()[start:].decode(errors="replace")
+
+
+def _collectives(local: Path, rank: int) -> bytes:
+    """torch's record of the rank's collectives, JSON, where its sleeping thread gets to run: not while the GIL is held."""
+    path = heartbeat.collectives_file(local, rank)
+    path.unlink(missing_ok=True)
+    if not _write_byte(heartbeat.collectives_pipe(local, rank)):
+        return b""
+    _wait_until(path.exists, _COLLECTIVES_SECONDS)
+    return path.read_bytes() if path.exists() else b""
+
+
+def _write_byte(pipe: Path) -> bool:
+    try:
+        descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in (errno.ENXIO, errno.ENOENT):  # nobody listens
+            return False
+        raise
+    try:
+        os.write(descriptor, b"\n")
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def last_collectives(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Of torch's flight recorder: the last collective of each process group, and the latest of all.
+
+    Returns:
+        `last`: of each group its ranks as text, its description, `number` (collectives that the rank has begun in it), `name` and `state`.
+        `entries`: the latest, as torch has them.
+    """
+    entries: Sequence[Mapping[str, Any]] = record.get("entries", [])
+    groups = record.get("pg_config", {})
+    last: dict[str, dict[str, Any]] = {}
+    for entry in entries:
+        name, description = entry["process_group"]
+        ranks = groups.get(name, groups.get("", {})).get("ranks", "")
+        what = {"number": entry["collective_seq_id"], "name": entry["profiling_name"], "state": entry["state"]}
+        last[name] = {"group": name, "description": description, "ranks": ranks, **what}
+    return {"last": list(last.values()), "entries": list(entries)[-_MOST_COLLECTIVES:]}
+
+
+def _copy_nccl_record(local: Path, folder: Path, rank: int) -> None:
+    """NCCL's own record, which its thread in C++ writes: also where the GIL is held. For torchfrtrace."""
+    path = local / f"{_NCCL_PREFIX}{rank}"
+    path.unlink(missing_ok=True)
+    if _write_byte(local / f"{_NCCL_PREFIX}{rank}.pipe"):
+        _wait_until(lambda: path.exists() and path.stat().st_size > 0, _COLLECTIVES_SECONDS)
+        time.sleep(_SETTLED_SECONDS)
+        if path.exists():
+            shutil.copyfile(path, folder / path.name)
+
+
+def _wait_until(is_so: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.05)

@@ -1,0 +1,248 @@
+"""The stacks of all ranks side by side: who is where, and who is not where the others are.
+
+In a hang nearly all ranks wait in a collective for a few that have not come to it. So a rank is named, in this order of evidence:
+
+1. its process is stopped, gone or under a debugger, or its launcher has not answered;
+2. it is not waiting, while others are;
+3. it is an iteration behind the others;
+4. it has begun fewer collectives of a process group than another of that group (torch's flight recorder);
+5. its stack is that of a minority.
+
+The first of 1 and 2 that finds somebody counts, both where both do; each of the others only where nobody is named by then.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_exp.watch.hang_dump import DISK, GONE, STOPPED, TRACED
+from moe_exp.watch.hang_requests import Answer, latest_request, read_answers
+from moe_exp.watch.stacks_files import MAIN, Frame, RankDump, read_dumps
+
+_IN_TORCH = ("torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py", "torch/distributed/_functional_collectives.py")
+_OURS = ("/moe_exp/", "/megatron/", "/torch/")
+_COLLECTIVE_CODE = (*_IN_TORCH, "moe_exp/layers/collectives.py", "moe_exp/gloo.py", "p2p_communication.py")
+# What a host of a GPU waits in: the kernels and collectives that it has launched.
+_DEVICE_WAITS = (".item()", ".tolist()", ".cpu()", "synchronize(")
+_NATIVE_WAITS = ("c10d::", "gloo::", "nccl", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize")
+_ABSENT = "absent"
+_STATES = {
+    STOPPED: "is stopped (by a signal such as SIGSTOP)",
+    TRACED: "is held by a debugger",
+    GONE: "has ended",
+    _ABSENT: "was not found: its launcher has not answered, or it has ended",
+}
+_SHOWN_FRAMES, _SHOWN_CALLS = 12, 10
+
+
+def main_stack(dump: RankDump) -> tuple[Frame, ...]:
+    """Python frames of the main thread, innermost first; below them, where it runs backward on a GPU, those of autograd's thread for it."""
+    frames = next((thread.frames for thread in dump.threads if thread.name == MAIN), ())
+    if any(frame.name.endswith("_engine_run_backward") for frame in frames[:2]):
+        for thread in dump.threads:
+            if thread.name != MAIN and any(frame.file.endswith("torch/autograd/function.py") for frame in thread.frames):
+                return thread.frames + frames
+    return frames
+
+
+def is_waiting(dump: RankDump) -> bool:
+    """Whether a rank waits for others: in a collective of torch, in the `wait` of one, or with a GPU for what it has launched."""
+    frames = main_stack(dump)
+    if not frames:
+        return False
+    source, file = dump.facts.get("source", ""), frames[0].file
+    if file.endswith(_IN_TORCH) or any(name in function for function in dump.native for name in _NATIVE_WAITS):
+        return True
+    if not any(package in file for package in _OURS):
+        return False
+    on_gpu = dump.facts.get("gpus", "0") != "0"
+    return ".wait(" in source or (on_gpu and any(text in source for text in _DEVICE_WAITS))
+
+
+def where(dump: RankDump) -> str:
+    """In words: in which function a rank is, in or outside of a collective."""
+    frames = main_stack(dump)
+    if not frames:
+        return f"has no stack ({dump.facts.get('without', 'no tool has given one')})"
+    named = (frame for frame in frames if not frame.key[0].startswith("<"))  # no <listcomp>
+    inside = next((frame for frame in named if frame.file.endswith(_COLLECTIVE_CODE)), None)
+    if is_waiting(dump):
+        return f"waits in {inside or frames[0]}"
+    if inside is not None:
+        return f"is in {frames[0]}, inside of {inside}, but does not wait for others"
+    # What a patch or a library is called by says more than its own name.
+    ours = next((frame for frame in frames if any(package in frame.file for package in _OURS)), frames[0])
+    called = "" if ours is frames[0] else f", called by {ours}"
+    return f"is in {frames[0]}{called}, outside of any collective"
+
+
+def groups_of(dumps: Iterable[RankDump]) -> list[list[RankDump]]:
+    """Ranks with the same stack together, the largest group first."""
+    groups = defaultdict(list)
+    for dump in dumps:
+        groups[tuple(frame.key for frame in main_stack(dump))].append(dump)
+    return sorted(groups.values(), key=lambda group: (-len(group), group[0].rank))
+
+
+def apart(dumps: Sequence[RankDump]) -> dict[int, str]:
+    """The ranks that are not where the others are, each with what was found of it; the order of evidence is at the top of this file."""
+    found = {}
+    waiting = [dump for dump in dumps if is_waiting(dump)]
+    for dump in dumps:
+        state = dump.facts.get("state", "")
+        if state in _STATES:
+            found[dump.rank] = f"{_STATES[state]}; it {where(dump)}" if main_stack(dump) else _STATES[state]
+        elif waiting and not is_waiting(dump):
+            asleep = f"; state {state}, in the kernel's {dump.facts.get('kernel function', 'code')}" if state == DISK else ""
+            found[dump.rank] = where(dump) + asleep
+    return found or _behind(dumps) or _behind_in_group(dumps) or _minority(dumps)
+
+
+def _behind(dumps: Sequence[RankDump]) -> dict[int, str]:
+    newest = max((dump.iteration for dump in dumps), default=0)
+    return {d.rank: f"is in iteration {d.iteration}, others in {newest}; it {where(d)}" for d in dumps if d.iteration < newest}
+
+
+def _behind_in_group(dumps: Sequence[RankDump]) -> dict[int, str]:
+    most: dict[tuple[str, str], Mapping[str, object]] = {}
+    for dump in dumps:
+        for last in dump.collectives:
+            key = last["group"], last["ranks"]
+            if key not in most or last["number"] > most[key]["number"]:
+                most[key] = last
+    found = {}
+    for dump in dumps:
+        for last in dump.collectives:
+            others = most[last["group"], last["ranks"]]
+            if last["number"] < others["number"]:
+                mine = f"has begun {last['number']} collectives of {last['description'] or 'group ' + last['group']}"
+                found[dump.rank] = f"{mine}, others {others['number']} ({others['name']}); it {where(dump)}"
+    return found
+
+
+def _minority(dumps: Sequence[RankDump]) -> dict[int, str]:
+    largest, *others = groups_of(dumps) or [[]]
+    return {dump.rank: where(dump) for group in others for dump in group} if len(largest) > len(dumps) / 2 else {}
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What an answer says.
+
+    Args:
+        named: the ranks that are not where the others are, each with what was found of it.
+        line: these in a few words, or that none stands out.
+        short: for screen and log.
+        whole: with the stacks.
+    """
+
+    named: Mapping[int, str]
+    line: str
+    short: str
+    whole: str
+
+
+def summarize(folder: Path) -> Summary:
+    """Reads an answer, RUN/hang/TIME.
+
+    Raises:
+        ValueError: nothing is there.
+    """
+    dumps, answers, request = read_dumps(folder), read_answers(folder), latest_request(folder)
+    if not dumps and not answers:
+        fix = "give a folder inside RUN/hang, or a run folder to ask its launchers for new stacks"
+        raise ValueError(f"stacks={folder}: holds no stacks. Fix: {fix}.")
+    dumps += _absent(dumps, answers)
+    named, by_rank = apart(dumps), {dump.rank: dump for dump in dumps}
+    head = [request.reason] if request else []
+    if silent := sorted(set(range(answers[0].nnodes)) - {answer.node for answer in answers if answer.done}) if answers else []:
+        head += [f"no answer from the {'launcher of node' if len(silent) == 1 else 'launchers of nodes'} {_numbers(silent)}"]
+    if request is not None and request.kind == "stacks":
+        head += ["asked for by hand: the run goes on, in which ranks need not be in the same place"]
+    head += ["not where the others are:" if named else "no rank stands out"]
+    head += [f"  rank {rank} on {by_rank[rank].host}{_moment(by_rank[rank])}: {reason}" for rank, reason in named.items()]
+    head += ["where they are:", *_places(dumps)]
+    body = [line for group in groups_of(dumps) for line in _group_lines(group)] + _calls(dumps, named) + _tools(dumps)
+    line = "; ".join(_few_words(by_rank[rank]) for rank in list(named)[:3]) or "no rank stands out"
+    line += f"; and {len(named) - 3} more" if len(named) > 3 else ""
+    return Summary(named, line, "\n".join(head), "\n".join([*head, "", *body]))
+
+
+def _few_words(dump: RankDump) -> str:
+    frames = main_stack(dump)
+    state = _STATES.get(dump.facts.get("state", ""), "").partition(" (")[0]
+    return f"rank {dump.rank} on {dump.host} ({state or (f'in {frames[0]}' if frames else 'no stack')})"
+
+
+def _places(dumps: Sequence[RankDump]) -> list[str]:
+    places = defaultdict(list)
+    for dump in dumps:
+        places[where(dump)].append(dump)
+    by_size = sorted(places.items(), key=lambda item: -len(item[1]))
+    return [f"  {_ranks(group)} on {', '.join(sorted({dump.host for dump in group}))}: {place}" for place, group in by_size]
+
+
+def _moment(dump: RankDump) -> str:
+    facts = dump.facts
+    if "iteration" not in facts:
+        return f" ({facts.get('phase', 'unknown')})"
+    return f" (iteration {facts['iteration']}, {facts['phase']} for {facts['seconds in it']} s)"
+
+
+def _absent(dumps: Sequence[RankDump], answers: Sequence[Answer]) -> list[RankDump]:
+    """The ranks of the job that nobody has found."""
+    if not answers:
+        return []
+    per_node = answers[0].world_size // answers[0].nnodes
+    hosts = {answer.node: answer.host for answer in answers}
+    ranks = set(range(answers[0].world_size)) - {dump.rank for dump in dumps}
+    return [RankDump(rank, {"state": _ABSENT, "host": hosts.get(rank // per_node, f"node {rank // per_node}")}) for rank in sorted(ranks)]
+
+
+def _group_lines(group: Sequence[RankDump]) -> list[str]:
+    frames = main_stack(group[0])
+    lines = [f"{_ranks(group)}: {where(group[0])}", *(f"    {frame}" for frame in frames[:_SHOWN_FRAMES])]
+    if len(frames) > _SHOWN_FRAMES:
+        lines.append(f"    ... {len(frames) - _SHOWN_FRAMES} more in rank_{group[0].rank:05d}.txt")
+    if group[0].native:
+        lines.append(f"    in C: {' < '.join(name.partition('<')[0] for name in group[0].native[:6])}")
+    return [*lines, ""]
+
+
+def _calls(dumps: Sequence[RankDump], named: Mapping[int, str]) -> list[str]:
+    """Latest function calls: of the ranks that are named, else of all."""
+    lines = []
+    for dump in dumps:
+        if dump.calls and (dump.rank in named or not named):
+            lines += [
+                f"latest calls of rank {dump.rank} (seconds of its host's clock):",
+                *(f"    {c}" for c in dump.calls[-_SHOWN_CALLS:]),
+                "",
+            ]
+    return lines
+
+
+def _tools(dumps: Sequence[RankDump]) -> list[str]:
+    reasons = defaultdict(list)
+    for dump in dumps:
+        if "without" in dump.facts:
+            reasons[f"by {dump.facts.get('tool')} ({dump.facts['without']})"].append(dump)
+    return [f"stacks of {_ranks(group)} {reason}" for reason, group in reasons.items()]
+
+
+def _ranks(group: Sequence[RankDump]) -> str:
+    return f"{'rank' if len(group) == 1 else 'ranks'} {_numbers([dump.rank for dump in group])}"
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    """0-3, 5 for 0, 1, 2, 3, 5."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -1,0 +1,146 @@
+"""The file of one rank in an answer: facts, one a line, then its stacks as py-spy or faulthandler prints them. Writing and reading."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_STACKS, _NATIVE, _CALLS = "--- stacks ---", "--- with C frames ---", "--- latest calls ---"
+_PY_SPY_THREAD = re.compile(r'^Thread (\S+) \((.*?)\)(?:: "(.*)")?$')
+_PY_SPY_FRAME = re.compile(r"^    (\S.*) \((.+?)(?::(\d+))?\)$")
+_FAULTHANDLER_THREAD = re.compile(r"^(Current thread|Thread) (\S+).*\(most recent call first\):$")
+_FAULTHANDLER_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+MAIN = "MainThread"
+_CURRENT = "current"  # the one that got the signal, mostly the main one
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A function on a stack; `name` as the tool has it, qualified or not, `line` 0 for one in C."""
+
+    name: str
+    file: str
+    line: int
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """The same for every tool."""
+        return self.name.rpartition(".")[2], self.file, self.line
+
+    @property
+    def place(self) -> str:
+        """File, from its package on, and line."""
+        for root in ("/site-packages/", "/dist-packages/"):
+            if root in self.file:
+                return f"{self.file.rpartition(root)[2]}:{self.line}"
+        package = re.search(r"/(moe_exp|megatron)/", self.file)
+        return f"{self.file[package.start() + 1 :] if package else Path(self.file).name}:{self.line}"
+
+    @property
+    def shown_name(self) -> str:
+        """Without the words that Python puts between a function and one inside of it."""
+        return self.name.replace(".<locals>", "").removesuffix(".<listcomp>").removesuffix(".<lambda>")
+
+    def __str__(self) -> str:
+        return f"{self.shown_name} ({self.place})"
+
+
+@dataclass(frozen=True)
+class Thread:
+    """A thread, with its Python frames from the innermost on."""
+
+    name: str
+    frames: tuple[Frame, ...]
+
+
+@dataclass(frozen=True)
+class RankDump:
+    """What is known of one rank at one moment.
+
+    Args:
+        rank: of the job.
+        facts: host, pid, state, phase, ... as text, see `hang_dump.rank_facts`.
+        threads: the stacks.
+        native: names of the functions in C that the main thread is in, innermost first; empty where they were not asked for.
+        calls: latest function calls, with TRACE_CALLS_FROM.
+        collectives: the last collective of each process group, see `hang_dump.last_collectives`.
+    """
+
+    rank: int
+    facts: Mapping[str, str]
+    threads: Sequence[Thread] = ()
+    native: Sequence[str] = ()
+    calls: Sequence[str] = ()
+    collectives: Sequence[Mapping[str, Any]] = field(default=())
+
+    @property
+    def host(self) -> str:
+        return self.facts.get("host", "an unknown host")
+
+    @property
+    def iteration(self) -> int:
+        return int(self.facts.get("iteration", 0))
+
+
+def write_dump(folder: Path, rank: int, facts: Mapping[str, object], stacks: str, *, native: str = "", calls: Sequence[str] = ()) -> None:
+    """Writes the file of a rank."""
+    lines = [f"rank: {rank}", *(f"{name}: {value}" for name, value in facts.items()), "", _STACKS, stacks.rstrip()]
+    if native:
+        lines += ["", _NATIVE, native.rstrip()]
+    if calls:
+        lines += ["", _CALLS, *calls]
+    (folder / f"rank_{rank:05d}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def read_dumps(folder: Path) -> list[RankDump]:
+    """The files of all ranks in a folder, in order of rank."""
+    return [_read(path) for path in sorted(folder.glob("rank_*.txt"))]
+
+
+def _read(path: Path) -> RankDump:
+    head, _, rest = path.read_text(encoding="utf-8", errors="replace").partition(_STACKS + "\n")
+    rest, _, calls = rest.partition(_CALLS + "\n")
+    stacks, _, native = rest.partition(_NATIVE + "\n")
+    facts = dict(line.split(": ", 1) for line in head.splitlines() if ": " in line)
+    rank = int(facts.pop("rank"))
+    collectives = path.with_suffix(".collectives.json")
+    last = json.loads(collectives.read_text(encoding="utf-8"))["last"] if collectives.exists() else []
+    return RankDump(rank, facts, parse_stacks(stacks), _native_names(native), calls.splitlines(), last)
+
+
+def parse_stacks(text: str) -> list[Thread]:
+    """Threads of what `py-spy dump --full-filenames` or faulthandler has printed; the main thread is called MainThread and comes first."""
+    threads: list[tuple[str, list[Frame]]] = []
+    for line in text.splitlines():
+        if match := _PY_SPY_THREAD.match(line):
+            threads.append((match[3] or match[1], []))
+        elif match := _FAULTHANDLER_THREAD.match(line):
+            threads.append((_CURRENT if match[1].startswith("Current") else match[2], []))
+        elif threads and (match := _PY_SPY_FRAME.match(line)):
+            threads[-1][1].append(Frame(match[1], match[2], int(match[3] or 0)))
+        elif threads and (match := _FAULTHANDLER_FRAME.match(line)):
+            threads[-1][1].append(Frame(match[3], match[1], int(match[2])))
+    # faulthandler gives no names. The main thread began with a module; its frames beyond the hundredth are cut off.
+    named = [(MAIN if (frames and frames[-1].name == "<module>") or "_run_module_as_main" in frames[-1].name else name, frames)
+             for name, frames in threads if frames]  # fmt: skip
+    if all(name != MAIN for name, _ in named):
+        named = [(MAIN if name == _CURRENT else name, frames) for name, frames in named]
+    return sorted((Thread(name, tuple(frames)) for name, frames in named), key=lambda thread: thread.name != MAIN)
+
+
+def _native_names(text: str) -> list[str]:
+    """Functions in C above the innermost Python frame of the main thread."""
+    names: list[str] = []
+    is_main = False
+    for line in text.splitlines():
+        if match := _PY_SPY_THREAD.match(line):
+            is_main = match[3] == MAIN
+        elif is_main and (match := _PY_SPY_FRAME.match(line)):
+            if match[3]:
+                return names
+            names.append(match[1])
+    return names

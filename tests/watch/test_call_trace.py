@@ -1,0 +1,79 @@
+"""The latest function calls of a process: chosen modules only, a file of fixed size, there after a kill -9."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from moe_exp.watch.call_trace import calls_file, latest_calls
+
+PROGRAM = """
+import os, signal, sys, threading
+from pathlib import Path
+from moe_exp.config import load_config
+from moe_exp.run_folder import RunFolder
+from moe_exp.watch.call_trace import trace_calls
+sys.path.insert(0, sys.argv[1])
+import traced.inner, untraced
+config = load_config({"trace_calls_from": 5, "trace_calls_mb": 1, "trace_calls_in": "traced, other"}, {})
+trace_calls(config, RunFolder(Path(sys.argv[1])), 3, 4)
+traced.inner.too_early()
+trace_calls(config, RunFolder(Path(sys.argv[1])), 3, 5)
+for number in range(int(sys.argv[2])):
+    traced.inner.Layer().forward()
+    untraced.helper()
+if (child := os.fork()) == 0:
+    traced.inner.only_in_the_child()
+    os._exit(0)
+os.waitpid(child, 0)
+thread = threading.Thread(target=traced.inner.in_a_thread)
+thread.start()
+thread.join()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+INNER = """
+class Layer:
+    def forward(self):
+        return len("x")
+
+def too_early():
+    pass
+
+def only_in_the_child():
+    pass
+
+def in_a_thread():
+    pass
+"""
+
+
+@pytest.mark.parametrize("num_calls", [3, 20000])  # the second more than the file has room for
+def test_end_of_the_trace_survives_a_kill(num_calls, tmp_path):
+    (tmp_path / "traced").mkdir()
+    (tmp_path / "traced" / "__init__.py").touch()
+    (tmp_path / "traced" / "inner.py").write_text(INNER)
+    (tmp_path / "untraced.py").write_text("def helper():\n    pass\n")
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path), str(num_calls)], env=environ, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    path = calls_file(tmp_path / "hang" / "calls", 3)
+    assert path.stat().st_size <= 1_000_000
+    calls = latest_calls(path, 3)
+    names = [call.split()[1].rpartition(".")[2].partition(":")[0] for call in calls]
+    assert names == ["forward", "forward", "in_a_thread"]
+    times = [float(call.split()[0]) for call in calls]
+    assert times == sorted(times)
+    text = path.read_text().rstrip("\0")
+    assert all(len(line) == 127 for line in text.splitlines())
+    assert "helper" not in text
+    assert "only_in_the_child" not in text
+    assert "too_early" not in text
+    assert f"{num_calls:012d} " in text  # the number of the thread's call
+
+
+def test_no_trace_is_no_calls(tmp_path):
+    assert latest_calls(tmp_path / "none.txt", 5) == []

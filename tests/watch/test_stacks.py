@@ -1,0 +1,195 @@
+"""Stacks as py-spy and faulthandler print them, ranks with the same stack, and which ranks are named."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from moe_exp.watch.hang_dump import GONE, STOPPED, last_collectives
+from moe_exp.watch.hang_requests import Answer, ask, write_answer
+from moe_exp.watch.stacks import apart, groups_of, is_waiting, main_stack, summarize, where
+from moe_exp.watch.stacks_files import MAIN, Frame, RankDump, Thread, parse_stacks, read_dumps, write_dump
+
+SITE = "/env/lib/python3.11/site-packages"
+PY_SPY = f"""Process 25356: /env/bin/python -u -m moe_exp.train
+Python v3.11.7 (/env/bin/python3.11)
+
+Thread 25360 (idle): "collectives"
+    _write_collectives (/home/me/moe_exp/heartbeat.py:249)
+    Thread.run (/usr/lib/python3.11/threading.py:982)
+Thread 25356 (idle): "MainThread"
+    all_reduce ({SITE}/torch/distributed/distributed_c10d.py:3252)
+    _exception_logger.<locals>.wrapper ({SITE}/torch/distributed/c10d_logger.py:83)
+    <module> (/home/me/moe_exp/train.py:12)
+"""
+FAULTHANDLER = f"""Thread 0x00007f9600 (most recent call first):
+  File "/home/me/moe_exp/heartbeat.py", line 249 in _write_collectives
+  File "/usr/lib/python3.11/threading.py", line 982 in run
+
+Current thread 0x00007f961001ab80 (most recent call first):
+  File "{SITE}/torch/distributed/distributed_c10d.py", line 3252 in all_reduce
+  File "{SITE}/torch/distributed/c10d_logger.py", line 83 in wrapper
+  File "/home/me/moe_exp/train.py", line 12 in <module>
+"""
+NATIVE = f"""Thread 25356 (idle): "MainThread"
+    pthread_cond_wait (libc.so.6)
+    c10d::Work::wait (libtorch_cpu.so)
+    all_reduce ({SITE}/torch/distributed/distributed_c10d.py:3252)
+    0x7f960f84524a (libc.so.6)
+"""
+
+REDUCE = Frame("all_reduce", f"{SITE}/torch/distributed/distributed_c10d.py", 3252)
+WAIT = Frame("AllToAll._launch.<locals>.wait", "/home/me/moe_exp/layers/collectives.py", 92)
+STEP = Frame("train_step", "/home/me/moe_exp/train.py", 250)
+READ = Frame("SampleStream.batch", "/home/me/moe_exp/data/dataset.py", 80)
+BACKWARD = Frame("_engine_run_backward", f"{SITE}/torch/autograd/graph.py", 800)
+APPLY = Frame("BackwardCFunction.apply", f"{SITE}/torch/autograd/function.py", 300)
+
+
+def rank(number: int, *frames: Frame, source: str = "", state: str = "sleeping", iteration: int = 9, **more: str) -> RankDump:
+    """A rank whose main thread has these frames, innermost first."""
+    facts = {"host": f"node{number // 2}", "state": state, "iteration": str(iteration), "phase": "data", "seconds in it": "70.0"}
+    return RankDump(number, facts | {"source": source} | more, [Thread(MAIN, frames)] if frames else [])
+
+
+def test_both_tools_give_the_same_stack():
+    spied, handled = parse_stacks(PY_SPY), parse_stacks(FAULTHANDLER)
+    assert [thread.name for thread in spied] == [MAIN, "collectives"]
+    assert [thread.name for thread in handled] == [MAIN, "0x00007f9600"]
+    assert [frame.key for frame in spied[0].frames] == [frame.key for frame in handled[0].frames]
+    assert [frame.place for frame in spied[0].frames] == [
+        "torch/distributed/distributed_c10d.py:3252", "torch/distributed/c10d_logger.py:83", "moe_exp/train.py:12",
+    ]  # fmt: skip
+
+
+def test_signal_that_another_thread_got():
+    text = FAULTHANDLER.replace("Current thread 0x00007f961001ab80", "Thread 0x1").replace("Thread 0x00007f9600", "Current thread 0x2")
+    assert parse_stacks(text)[0].frames[-1].name == "<module>"
+
+
+def test_deep_stack_whose_end_is_cut_off():
+    text = FAULTHANDLER.replace('  File "/home/me/moe_exp/train.py", line 12 in <module>', "  ...")
+    assert parse_stacks(text)[0] == Thread(MAIN, (REDUCE, Frame("wrapper", f"{SITE}/torch/distributed/c10d_logger.py", 83)))
+
+
+def test_file_of_a_rank_says_what_was_written(tmp_path):
+    facts = {"host": "node1", "state": "sleeping", "iteration": 7, "source": "work.wait()"}
+    write_dump(tmp_path, 3, facts, PY_SPY, native=NATIVE, calls=["1.0 moe_exp.train.main:1"])
+    (dump,) = read_dumps(tmp_path)
+    assert (dump.rank, dump.host, dump.iteration, dump.facts["source"]) == (3, "node1", 7, "work.wait()")
+    assert list(dump.native) == ["pthread_cond_wait", "c10d::Work::wait"]
+    assert list(dump.calls) == ["1.0 moe_exp.train.main:1"]
+    assert dump.threads == parse_stacks(PY_SPY)
+
+
+def test_who_waits():
+    assert is_waiting(rank(0, REDUCE, STEP))
+    assert is_waiting(rank(0, WAIT, STEP, source="work.wait()"))
+    assert not is_waiting(rank(0, READ, STEP, source="return self.tokens[first]"))
+    assert not is_waiting(rank(0, Frame("wait", "/usr/lib/python3.11/threading.py", 320), READ, source="waiter.acquire()"))
+    # A host waits for its GPU, in which the collectives are; on a CPU the same line computes.
+    assert is_waiting(rank(0, STEP, source="counts = table.tolist()", gpus="8"))
+    assert not is_waiting(rank(0, STEP, source="counts = table.tolist()", gpus="0"))
+    assert is_waiting(replace(rank(0, STEP), native=["futex_wait", "ncclGroupEnd"]))
+    assert not is_waiting(rank(0))
+
+
+def test_backward_on_a_gpu_is_where_autograds_thread_is():
+    dump = replace(rank(0), threads=[Thread(MAIN, (BACKWARD, STEP)), Thread("reader", (READ,)), Thread("0x5", (REDUCE, APPLY))])
+    assert main_stack(dump) == (REDUCE, APPLY, BACKWARD, STEP)
+
+
+def test_groups_are_by_stack_and_largest_first():
+    dumps = [rank(0, READ), rank(1, REDUCE, STEP), rank(2, WAIT, STEP), rank(3, REDUCE, STEP)]
+    assert [[dump.rank for dump in group] for group in groups_of(dumps)] == [[1, 3], [0], [2]]
+
+
+def test_rank_outside_of_a_collective_is_named():
+    dumps = [rank(0, REDUCE), rank(1, WAIT, source="work.wait()"), rank(2, READ, STEP), rank(3, REDUCE)]
+    assert apart(dumps) == {2: "is in SampleStream.batch (moe_exp/data/dataset.py:80), outside of any collective"}
+
+
+def test_rank_inside_of_a_collective_that_does_not_wait_is_named():
+    asleep = rank(1, Frame("sleepy", "/tmp/patch.py", 9), replace(WAIT, name="AllToAll._launch", line=85), STEP)
+    found = apart([rank(0, WAIT, source="work.wait()"), asleep])
+    inside = "inside of AllToAll._launch (moe_exp/layers/collectives.py:85)"
+    assert found == {1: f"is in sleepy (patch.py:9), {inside}, but does not wait for others"}
+
+
+@pytest.mark.parametrize(("state", "text"), [(STOPPED, "is stopped (by a signal such as SIGSTOP)"), (GONE, "has ended")])
+def test_state_of_a_process_is_the_first_evidence(state, text):
+    assert apart([rank(0, REDUCE), rank(1, state=state), rank(2, REDUCE)]) == {1: text}
+
+
+def test_stopped_inside_of_a_collective():
+    found = apart([rank(0, REDUCE), rank(1, REDUCE, state=STOPPED)])
+    assert found == {1: "is stopped (by a signal such as SIGSTOP); it waits in all_reduce (torch/distributed/distributed_c10d.py:3252)"}
+
+
+def test_rank_that_is_behind_is_named_where_all_wait():
+    found = apart([rank(0, REDUCE), rank(1, REDUCE, iteration=8), rank(2, REDUCE)])
+    assert list(found) == [1]
+    assert found[1].startswith("is in iteration 8, others in 9")
+
+
+def test_rank_with_fewer_collectives_is_named_where_all_wait():
+    def begun(number: int, group: str = "5") -> list[dict[str, object]]:
+        return [{"group": group, "ranks": "[0, 1]", "description": "EP", "number": number, "name": "gloo:all_to_all", "state": "scheduled"}]
+
+    dumps = [replace(rank(0, REDUCE), collectives=begun(41)), replace(rank(1, REDUCE), collectives=begun(40))]
+    dumps.append(replace(rank(2, REDUCE), collectives=begun(7, "6")))
+    assert list(apart(dumps)) == [1]
+    assert apart(dumps)[1].startswith("has begun 40 collectives of EP, others 41 (gloo:all_to_all)")
+
+
+def test_minority_is_the_last_evidence():
+    other = Frame("broadcast", REDUCE.file, 99)
+    assert list(apart([rank(0, REDUCE), rank(1, other), rank(2, REDUCE)])) == [1]
+    assert apart([rank(0, REDUCE), rank(1, other)]) == {}  # no majority
+    assert apart([rank(0, REDUCE), rank(1, REDUCE)]) == {}
+    assert apart([]) == {}
+
+
+def test_where_a_rank_without_a_stack_is():
+    assert where(rank(0, without="py-spy: not installed")) == "has no stack (py-spy: not installed)"
+
+
+def test_record_of_collectives():
+    entry = {"process_group": ["0", "default_pg"], "collective_seq_id": 4, "profiling_name": "gloo:all_reduce", "state": "scheduled"}
+    other = entry | {"process_group": ["3", "EP"], "collective_seq_id": 9}
+    record = {"entries": [entry, other, entry | {"collective_seq_id": 5}], "pg_config": {"0": {"ranks": "[0, 1]"}}}
+    found = last_collectives(record)
+    assert [(last["group"], last["number"], last["ranks"]) for last in found["last"]] == [("0", 5, "[0, 1]"), ("3", 9, "")]
+    assert len(found["entries"]) == 3
+    assert last_collectives({}) == {"last": [], "entries": []}
+
+
+def test_summary_names_ranks_hosts_and_nodes_that_are_silent(tmp_path):
+    folder = tmp_path / ask(tmp_path, "hang", "iteration 9, data: no rank has gone on for 70.0 s").folder
+    write_answer(folder, Answer(0, 3, 6, "node0", [0, 1], [], True))
+    facts = {"host": "node0", "state": "sleeping", "iteration": 9, "phase": "data", "seconds in it": 70.0}
+    write_dump(folder, 0, facts, PY_SPY)
+    write_dump(folder, 1, facts | {"tool": "faulthandler", "without": "py-spy: not installed"}, FAULTHANDLER.replace("all_reduce", "other"))
+    write_dump(folder, 2, facts | {"state": STOPPED}, PY_SPY, calls=["1.0 moe_exp.train.main:1"])
+    (folder / "rank_00000.collectives.json").write_text(json.dumps({"last": [], "entries": []}))
+    summary = summarize(folder)
+    assert list(summary.named) == [2, 3, 4, 5]
+    assert summary.line.startswith("rank 2 on node0 (is stopped); rank 3 on node 1 (was not found: ")
+    assert summary.line.endswith("; and 1 more")
+    lines = summary.short.splitlines()
+    assert lines[0] == "iteration 9, data: no rank has gone on for 70.0 s"
+    assert lines[1] == "no answer from the launchers of nodes 1-2"
+    assert lines[2] == "not where the others are:"
+    assert lines[3].startswith(
+        "  rank 2 on node0 (iteration 9, data for 70.0 s): is stopped (by a signal such as SIGSTOP); it waits in all_r"
+    )
+    assert "stacks of rank 1 by faulthandler (py-spy: not installed)" in summary.whole
+    assert "latest calls of rank 2" in summary.whole
+    assert summary.whole.startswith(summary.short)
+
+
+def test_folder_without_stacks_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"stacks=.*: holds no stacks\. Fix: give a folder inside RUN/hang"):
+        summarize(tmp_path)
