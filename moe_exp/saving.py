@@ -10,6 +10,7 @@ from moe_exp import heartbeat
 from moe_exp.checkpoint.save import Saved, SaveError, Saver
 from moe_exp.checkpoint.state import Progress, Trained
 from moe_exp.config import Config
+from moe_exp.hosts import FAILED, TO_BE_CONTINUED
 from moe_exp.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,14 @@ class Saves:
             what = f"the last checkpoint, of iteration {saved.iteration}, was not written ({saved.error})"
             raise SaveError(f"{what}. Fix: make room; the same command then goes on from the checkpoint before.")
         return time.monotonic() - start
+
+    def stopped_code(self, progress: Progress) -> int:
+        """The exit code of a run that was stopped: to be continued if the same command goes on from later than it did now, else failed."""
+        if self.last_iteration is not None:
+            return TO_BE_CONTINUED
+        # A chain of jobs would begin at the same iteration for ever.
+        logger.warning("all iterations of this start, up to %d, were in vain: SAVE_AT_END=false, and no checkpoint", progress.iteration)
+        return FAILED
 
 
 def _report(saved: Saved, metrics: Metrics) -> None:

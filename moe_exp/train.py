@@ -39,7 +39,7 @@ from moe_exp.data.sample_order import Change
 from moe_exp.dumps import dump, is_dumped
 from moe_exp.exchange import IterationEnd, end_of_iteration
 from moe_exp.finite_steps import skip_steps_not_finite
-from moe_exp.hosts import FAILED, FINISHED, TO_BE_CONTINUED, tell_launcher
+from moe_exp.hosts import FAILED, FINISHED, tell_launcher
 from moe_exp.interval import Interval
 from moe_exp.loss_guard import GuardEnd, Iteration, LossGuard
 from moe_exp.metrics import Metrics, setup_logging
@@ -220,17 +220,8 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
         if is_last:
             rules.obeyed(end.stop)
         if end.stop and progress.iteration < config.train_iters:
-            return "stopped", stopped_code(progress, saves)
+            return "stopped", saves.stopped_code(progress)
     return "finished", FINISHED
-
-
-def stopped_code(progress: Progress, saves: Saves) -> int:
-    """That of a run which was stopped: to be continued if the same command goes on from later than this start did, else failed."""
-    if saves.last_iteration is not None:
-        return TO_BE_CONTINUED
-    # A chain of jobs would begin at the same iteration for ever.
-    logger.warning("this start has done its iterations up to %d in vain: SAVE_AT_END=false, and it saved no checkpoint", progress.iteration)
-    return FAILED
 
 
 @dataclass(frozen=True)

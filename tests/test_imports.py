@@ -72,7 +72,7 @@ ALLOWED: dict[str, set[str]] = {
         "saving",
         "watch",
     },
-    "saving": {*ENGINE, "checkpoint", "metrics", "heartbeat"},
+    "saving": {*ENGINE, "checkpoint", "metrics", "heartbeat", "hosts"},
     "resuming": {*ENGINE, "checkpoint", "records", "run_folder", "upcycle"},
     "doctor": {"hosts", "backends", "config", *CPU, "runtime", "layers", "optim"},
     "misspelt": {"config"},

@@ -58,7 +58,7 @@ def token_ids(tokenizer: Path | None) -> dict[str, int | None]:
     ids = {}
     for field in _TOKENS:
         token = named.get(field.removesuffix("_id"))
-        ids[field] = added.get(token["content"] if isinstance(token, dict) else token)
+        ids[field] = added.get(str(token["content"] if isinstance(token, dict) else token))
     return ids
 
 
