@@ -227,7 +227,6 @@ def test_checkpoint_that_does_not_say_what_it_was_trained_on(interrupted, runs, 
     """As versions before 2026-11 wrote them."""
     from moe_exp import training_data
     from moe_exp.checkpoint.load import saved_progress
-    from moe_exp.checkpoint.state import Progress
 
     saved_at_6(interrupted(1, 1, 0.0), runs, "old")
     source = runs.folder("old").checkpoints
