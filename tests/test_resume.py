@@ -248,6 +248,7 @@ def test_checkpoint_that_does_not_say_what_it_was_trained_on(interrupted, runs, 
     ]
 
 
+@pytest.mark.slow  # test_endings has such kills with MAX_RESTARTS
 def test_killed_ranks_cost_the_iterations_since_the_last_checkpoint(interrupted, runs):
     settings = {"TRAIN_ITERS": 12, "SAVE_INTERVAL": 5}
     process = runs.start("killed", **settings)

@@ -89,7 +89,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "no metadata": (Path.unlink, ".metadata", r"cannot be used \(it is missing\)"),
     "cut common": (cut, "common.pt", "cannot be used"),
     "no backend": (Path.unlink, "metadata.json", r"holds no distributed checkpoint \(no metadata\.json\)"),
-    "no folder": (shutil.rmtree, ".", r"holds no distributed checkpoint"),
+    "no folder": (shutil.rmtree, ".", r"does not exist"),
 }
 
 

@@ -63,9 +63,9 @@ def test_it_says_what_the_page_says(comparison):
     (said,) = [line for line in text.splitlines() if line.startswith("- dmoe ")]
     runs = read_runs([dmoe.folder.path, dense.folder.path])
     assert said == f"- {parity_text(parities(runs)[0])}"
-    # dense is at 5.1875 with its 24th record and at 5.0625 with its 25th: 30 / 25, and 60 s / 25 s.
+    # dense is at 5.1875 with its 24th record and at 5.0625 with its 25th, so at 5.15 with 24.3: 30 / 24.3, and 60 s / 24.3 s.
     assert said.endswith(
-        "to its own lowest, 5.1500, it needed 120% of the FLOPs, 240% of the time and 120% of the tokens that dense needed."
+        "to its own lowest, 5.1500, it needed 123% of the FLOPs, 247% of the time and 123% of the tokens that dense needed."
     )
     rows = dict(overview_rows([one.numbers for one in ended]))
     assert rows["training loss at the end (mean of the last 5%)"] == ["5.1500", "4.4375"]
@@ -98,10 +98,10 @@ def test_the_report_of_seeds_of_which_one_failed(comparison):
     assert "- dense_seed_1235 failed: it is gone" in text
     write_run(dense2, [6.0, 5.0, 4.0, 2.0])
     text = result_text(comparison, [*ended[:3], read_ended(dense2)])
-    # The second pair meets at 2.0, with the fourth record of each: 75% and 100%, 150% and 200%.
+    # The second pair meets at 2.0, with the fourth record of dense and after 3 2/3 of dmoe: 75% and 91.7%, 150% and 183.3%.
     assert (
-        "- dmoe against dense, means of 2 seeds: to the lowest loss that both reach, 2.5000 ± 0.7071, it needed 88% ± 18% of the FLOPs, "
-        "175% ± 35% of the time and 88% ± 18% of the tokens\n"
+        "- dmoe against dense, means of 2 seeds: to the lowest loss that both reach, 2.5000 ± 0.7071, it needed 83% ± 12% of the FLOPs, "
+        "167% ± 24% of the time and 83% ± 12% of the tokens\n"
     ) in text
 
 

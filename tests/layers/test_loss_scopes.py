@@ -256,7 +256,7 @@ def test_losses_in_a_list_add_up():
     coeffs = {"aux_loss": 0.5, "seq_aux_loss": 0.25, "importance": 2.0}
     layer = tiny_layer(losses=tuple(AuxLoss(kind, coeff) for kind, coeff in coeffs.items()))
     _, loss = layer(TOKENS_BSD)
-    balance, z, *each = layer.statistics.sums[3:].tolist()
+    balance, z, *each = layer.statistics.sums[4:].tolist()
     assert loss.item() == pytest.approx(sum(coeff * value for coeff, value in zip(coeffs.values(), each, strict=True)), rel=1e-12)
     assert each[0] == balance and z > 0
 

@@ -70,7 +70,7 @@ def test_layer_against_a_loop_over_tokens(mode, topk, alltoall):
         torch.testing.assert_close(tensor.grad, leaf.grad, rtol=1e-11, atol=1e-12)
 
     statistics = layer.statistics
-    torch.testing.assert_close(statistics.sums[3:5], torch.stack([balance, z]).detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(statistics.sums[4:6], torch.stack([balance, z]).detach(), rtol=1e-12, atol=0)
     assert statistics.sums[0] == sum(not slot for row in kept for slot in row)
 
 
@@ -78,7 +78,7 @@ def test_layer_against_a_loop_over_tokens(mode, topk, alltoall):
 def test_each_loss_has_its_own_coefficient(aux, z):
     layer = tiny_layer(aux_loss_coeff=aux, z_loss_coeff=z)
     _, loss = layer(pushed_tokens(TOKENS))
-    balance_sum, z_sum = layer.statistics.sums[3:5].tolist()
+    balance_sum, z_sum = layer.statistics.sums[4:6].tolist()
     assert loss.item() == pytest.approx(aux * balance_sum + z * z_sum, rel=1e-12)
 
 
@@ -123,11 +123,12 @@ def test_statistics_by_hand():
     assert layer.statistics.num_microbatches == 2
     entropy = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
     # Mean scores: .65 and .35, fractions .8 and .2: 2 * (.52 + .07); both logsumexp are ln 4.
-    expected = [2 * 1, 2 * 5 * entropy, 2 * 5 * 0.75, 2 * 1.18, 2 * math.log(4) ** 2]
+    # The busiest expert has 4 of 5 slots, 1.6 times its share.
+    expected = [2 * 1, 2 * 5 * entropy, 2 * 5 * 0.75, 2 * 1.6, 2 * 1.18, 2 * math.log(4) ** 2]
     assert layer.statistics.sums.tolist() == pytest.approx(expected, rel=1e-6)
     layer.statistics.reset()
     assert layer.statistics.tokens_per_expert_E.tolist() == [0, 0]
-    assert layer.statistics.sums.tolist() == [0, 0, 0, 0, 0]
+    assert layer.statistics.sums.tolist() == [0, 0, 0, 0, 0, 0]
     assert layer.statistics.num_microbatches == 0
 
 

@@ -51,6 +51,7 @@ def test_a_host_whose_packets_are_refused_is_named(tmp_path):
     assert "failed: node-b (node 1): has no connection with node-c, node-d" in ended[2].stderr
 
 
+@pytest.mark.slow
 def test_training_does_not_start_where_a_host_does_not_come(tmp_path):
     with hosts(3) as (a, b, c):
         b.run("ip", "link", "set", "eth0", "down")

@@ -107,6 +107,7 @@ def name_of(mbs: int, **other: int) -> str:
     return "_".join(f"{key}_{value}" for key, value in layout.items()) + f"_MBS_{mbs}"
 
 
+@pytest.mark.slow
 def test_a_killed_sweep_goes_on_and_records_a_case_without_memory(sweeps):
     settings = {"VOCAB_SIZE": 32768, "MBSZS": "8 64 24", "GBSZ": 64, "SWEEP_ITERS": 2, "SAVE_INTERVAL": 1, "WANDB_PROJECT": "x"}
     sweep = sweeps.start(limit=MEMORY_LIMIT, **settings)

@@ -1,0 +1,216 @@
+"""The faults of bench/fault_drill.py: how each is caused from outside, which event has to name it, and what an operator does about it."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import shutil
+import time
+from abc import ABC, abstractmethod
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import psutil
+from drill_run import BAD_SAMPLES, GBSZ, Run
+
+from moe_exp.checkpoint.folders import PARTIAL
+
+Event = dict[str, Any]
+
+
+class Fault(ABC):
+    """One fault of a drill.
+
+    Args:
+        draw: the drill's random numbers.
+        iteration: after which it is caused.
+    """
+
+    name: ClassVar[str]
+    share: ClassVar[int]  # of twenty
+
+    def __init__(self, draw: random.Random, iteration: int):
+        self.draw, self.iteration = draw, iteration
+
+    @abstractmethod
+    def cause(self, run: Run) -> str:
+        """Does it; returns what was done, in words."""
+
+    @abstractmethod
+    def is_named(self, event: Event) -> bool:
+        """Whether an event of after the fault is about it."""
+
+    def mend(self, run: Run) -> None:
+        """What an operator does once it is named; nothing, for most."""
+        del run
+
+    def rank(self, run: Run) -> tuple[int, psutil.Process]:
+        """One of the ranks at work."""
+        ranks = run.ranks()
+        number = self.draw.choice(sorted(ranks))
+        return number, ranks[number]
+
+
+class Killed(Fault):
+    name, share = "a rank is killed", 4
+
+    def cause(self, run: Run) -> str:
+        self.number, process = self.rank(run)
+        process.kill()
+        return f"kill -9 of rank {self.number}"
+
+    def is_named(self, event: Event) -> bool:
+        return event["event"] == "rank_failed" and event["cause"] == "SIGKILL" and event["rank"] == self.number
+
+
+class KilledInSave(Killed):
+    name, share = "killed in a save", 2
+
+    def cause(self, run: Run) -> str:
+        self.number, process = self.rank(run)
+        while process.is_running():  # the next save comes by itself
+            if any(run.checkpoints.glob(f"*{PARTIAL}")):
+                process.kill()
+                return f"kill -9 of rank {self.number} while a checkpoint is written"
+            time.sleep(0.0005)
+        return super().cause(run)
+
+
+class Terminated(Fault):
+    name, share = "SIGTERM", 3
+
+    def cause(self, run: Run) -> str:
+        run.stop()
+        return "SIGTERM to the launcher; the chain goes on"
+
+    def is_named(self, event: Event) -> bool:
+        return event["event"] == "stop" and event["reason"] == "SIGTERM"
+
+
+class FullDisk(Fault):
+    name, share = "a full disk", 2
+
+    def cause(self, run: Run) -> str:
+        self.filler = run.folder / "filler"
+        free = shutil.disk_usage(run.folder).free
+        if free < 2**30:  # the drill's own small disk
+            with suppress(OSError), self.filler.open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(2**16))
+            return "the disk is filled to the last byte"
+        for process in run.ranks().values():
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+        return "no file may be over 50 kB"
+
+    def is_named(self, event: Event) -> bool:
+        return event["event"] == "checkpoint_failed"
+
+    def mend(self, run: Run) -> None:
+        self.filler.unlink(missing_ok=True)
+        for process in run.ranks().values():
+            with suppress(ProcessLookupError):
+                resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+class DamagedCheckpoint(Fault):
+    """The newest checkpoint is damaged, and a rank killed, so that somebody reads it."""
+
+    def cause(self, run: Run) -> str:
+        run.wait_until(lambda: len(list(run.checkpoints.glob("iter_" + "[0-9]" * 7))) > 1, "two checkpoints")
+        newest = max(run.checkpoints.glob("iter_" + "[0-9]" * 7))
+        file = self.draw.choice(sorted(newest.glob("*.distcp")))
+        what = self.damage(file)
+        _, process = self.rank(run)
+        process.kill()
+        return f"{newest.name}/{file.name} {what}, and a rank is killed"
+
+    @abstractmethod
+    def damage(self, file: Path) -> str:
+        """Damages a file; returns how, in words."""
+
+    def is_named(self, event: Event) -> bool:
+        return event["event"] == "damaged_checkpoint"
+
+
+class Truncated(DamagedCheckpoint):
+    name, share = "a truncated checkpoint", 2
+
+    def damage(self, file: Path) -> str:
+        size = file.stat().st_size
+        os.truncate(file, self.draw.randrange(size))
+        return f"is cut from {size} to {file.stat().st_size} bytes"
+
+
+class BitFlip(DamagedCheckpoint):
+    name, share = "a flipped bit", 2
+
+    def damage(self, file: Path) -> str:
+        content = bytearray(file.read_bytes())
+        place = self.draw.randrange(len(content))
+        content[place] ^= 1 << self.draw.randrange(8)
+        file.write_bytes(content)
+        return f"has another bit in byte {place}"
+
+
+class CorruptShard(Fault):
+    name, share = "a corrupt shard of data", 1
+
+    def cause(self, run: Run) -> str:
+        (self.path,) = run.folder.glob("data/*/train*.bin")
+        self.sound = self.path.read_bytes()
+        with self.path.open("r+b") as file:
+            file.write(np.full(len(self.sound) // 2, 0xFFFF, dtype=np.uint16).tobytes())
+        return f"{self.path.name} is overwritten, and restored once it is named"
+
+    def is_named(self, event: Event) -> bool:
+        return event["event"] == "rank_failed"
+
+    def mend(self, run: Run) -> None:
+        with self.path.open("r+b") as file:
+            file.write(self.sound)
+
+
+class Stopped(Fault):
+    name, share = "a sleeping rank", 2
+
+    def cause(self, run: Run) -> str:
+        self.number, process = self.rank(run)
+        process.suspend()
+        return f"SIGSTOP to rank {self.number}"
+
+    def is_named(self, event: Event) -> bool:
+        return event["event"] == "hang" and self.number in event["ranks"]
+
+
+class BadBatch(Fault):
+    """The samples are bad by themselves; the fault comes where the run comes to them."""
+
+    name, share = "a NaN in a batch", len(BAD_SAMPLES)
+
+    def __init__(self, draw: random.Random, iteration: int):
+        self.sample = min(BAD_SAMPLES, key=lambda sample: abs(sample // GBSZ - iteration))
+        super().__init__(draw, self.sample // GBSZ - 1)
+
+    def cause(self, run: Run) -> str:
+        del run
+        return f"the loss of sample {self.sample} is NaN"
+
+    def is_named(self, event: Event) -> bool:
+        return event["event"] == "bad_step" and any(first <= self.sample < end for first, end in event["samples"])
+
+
+KINDS: tuple[type[Any], ...] = (Killed, Stopped, FullDisk, Terminated, BitFlip, KilledInSave, CorruptShard, Truncated, BadBatch)
+
+
+def wait_for_event(run: Run, num_before: int, is_named: Any, *, seconds: float = 240.0) -> Event | None:
+    """The first event after `num_before` that names a fault; None if none comes."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        run.tend()
+        if found := [event for event in run.events()[num_before:] if is_named(event)]:
+            return found[0]
+        time.sleep(0.2)
+    return None

@@ -1,0 +1,176 @@
+"""A run of bench/fault_drill.py: one chain of `moe-exp train`, tended like a scheduler would."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from moe_exp.config import Config
+from moe_exp.hosts import free_port
+from moe_exp.records import read_metrics
+
+GBSZ, ITERATIONS, SAVE_INTERVAL = 8, 400, 10
+SETTINGS = {
+    "PRESET": "cpu", "NUM_LAYERS": 2, "HIDDEN_SIZE": 64, "FFN_HIDDEN_SIZE": 96, "NUM_HEADS": 4, "NUM_QUERY_GROUPS": 2, "SEQ_LEN": 64,
+    "NUM_EXPERTS": 8, "TOPK": 2, "MBSZ": 1, "GBSZ": GBSZ, "TRAIN_ITERS": ITERATIONS, "WARMUP_ITERS": 20, "DECAY_ITERS": ITERATIONS,
+    "LR": 0.001, "LOG_INTERVAL": 1, "EVAL_INTERVAL": 0, "SAVE_INTERVAL": SAVE_INTERVAL, "KEEP_LAST": 4, "MAX_RESTARTS": 100, "EP": 2,
+    "DTYPE": "fp32", "SPIKE_ACTION": "log",
+}  # fmt: skip
+HANG_TIMEOUT = 10
+DISK_BYTES = 256 * 2**20
+# Samples that have a NaN, whoever trains on them: a fault of the data, which is there in the undisturbed run, too.
+BAD_SAMPLES = (997, 2205)
+# Found by every Python of the job.
+_SITECUSTOMIZE = """
+import os
+if "RANK" in os.environ:
+    from moe_exp.data import dataset
+    batch, split, last = dataset.SampleStream.batch, dataset.split_batch, []
+    def noted(self, first, num_samples):
+        last[:] = [sample for sample in {bad} if first <= sample < first + num_samples]
+        return batch(self, first, num_samples)
+    def spoilt(tokens):
+        parts = split(tokens)
+        if last:
+            parts["loss_mask"][0, 0] = float("nan")
+        return parts
+    dataset.SampleStream.batch, dataset.split_batch = noted, spoilt
+"""
+_LONGEST_SECONDS = 900.0
+
+
+class Run:
+    """A run folder and the chain of jobs that work on it.
+
+    Args:
+        folder: of the drill; the run is in a folder of it.
+        name: of the run.
+        num_ranks: processes.
+        log: gets what they print; not on the disk that is filled.
+    """
+
+    def __init__(self, folder: Path, name: str, num_ranks: int, log: Path):
+        self.folder, self.path, self.num_ranks, self.log = folder, folder / "runs" / name, num_ranks, log
+        folder.mkdir(exist_ok=True)
+        (folder / "site").mkdir(exist_ok=True)
+        (folder / "site" / "sitecustomize.py").write_text(_SITECUSTOMIZE.format(bad=BAD_SAMPLES))
+        ours = {name.upper() for name in Config.model_fields}
+        environ = {key: value for key, value in os.environ.items() if key not in ours}
+        root = Path(__file__).resolve().parent.parent
+        environ["PYTHONPATH"] = f"{folder / 'site'}:{root}"
+        places = {"RUN_DIR": folder / "runs", "RUN_NAME": name, "DATA_DIR": folder / "data", "GPUS_PER_NODE": num_ranks}
+        self.environ = environ | {key: str(value) for key, value in (SETTINGS | places | {"HANG_TIMEOUT": HANG_TIMEOUT}).items()}
+        self.launcher: subprocess.Popen[bytes] | None = None
+        self.exit_code: int | None = None
+        self.num_jobs = 0
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.launcher is not None and self.launcher.poll() is None:
+            with suppress(psutil.NoSuchProcess):
+                for process in [psutil.Process(self.launcher.pid), *psutil.Process(self.launcher.pid).children(recursive=True)]:
+                    process.kill()
+            self.launcher.wait()
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def tend(self) -> None:
+        """Starts the next job of the chain, unless one is at work or the run is done."""
+        if self.launcher is not None:
+            code = self.launcher.poll()
+            if code is None:
+                return
+            self.exit_code = code
+            if code == 0:
+                return
+        self.num_jobs += 1
+        with self.log.open("ab") as log:
+            command, environ = [sys.executable, "-m", "moe_exp", "train"], self.environ | {"MASTER_PORT": str(free_port())}
+            self.launcher = subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+
+    def wait_until(self, holds: Callable[[], bool], what: str, *, seconds: float = _LONGEST_SECONDS) -> None:
+        """Tends the chain until something holds; RuntimeError if it does not."""
+        deadline = time.monotonic() + seconds
+        while not holds():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{self.path}: {what} has not come in {seconds:.0f} s; see {self.log}")
+            self.tend()
+            time.sleep(0.05)
+
+    def iteration(self) -> int:
+        """Of the last train record; 0 before the first."""
+        with suppress(OSError), self.metrics.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 32768))
+            for line in reversed(file.read().split(b"\n")):
+                with suppress(ValueError):
+                    record = json.loads(line)
+                    if record["kind"] == "train":
+                        return int(record["iteration"])
+        return 0
+
+    def events(self) -> list[dict[str, Any]]:
+        """All so far, in the order in which they happened."""
+        return [record for record in read_metrics(self.metrics) if record["kind"] == "event"] if self.metrics.exists() else []
+
+    def ranks(self) -> dict[int, psutil.Process]:
+        """The processes of the job at work by rank; waits until all are there."""
+        found: dict[int, psutil.Process] = {}
+
+        def all_there() -> bool:
+            found.clear()
+            found.update(self._ranks())
+            return len(found) == self.num_ranks
+
+        self.wait_until(all_there, f"{self.num_ranks} ranks")
+        return found
+
+    def _ranks(self) -> Iterator[tuple[int, psutil.Process]]:
+        if self.launcher is None:
+            return
+        with suppress(psutil.Error):
+            for process in psutil.Process(self.launcher.pid).children(recursive=True):
+                with suppress(psutil.Error):
+                    if "moe_exp.train" in process.cmdline() and "RANK" in (environ := process.environ()):
+                        yield int(environ["RANK"]), process
+
+    def stop(self) -> None:
+        """What a scheduler sends before the time limit."""
+        assert self.launcher is not None
+        self.launcher.send_signal(signal.SIGTERM)
+
+
+def train_records(metrics: Path) -> list[dict[str, Any]]:
+    """Of a metrics.jsonl."""
+    return [record for record in read_metrics(metrics) if record["kind"] == "train"]
+
+
+@contextmanager
+def disk(folder: Path) -> Iterator[None]:
+    """A small disk at `folder`, where this user may mount one."""
+    folder.mkdir(exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]
+    is_mounted = os.geteuid() == 0 and subprocess.run(command, capture_output=True).returncode == 0
+    try:
+        yield
+    finally:
+        if is_mounted:
+            subprocess.run(["umount", "-l", str(folder)], check=False)
