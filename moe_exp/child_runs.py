@@ -30,7 +30,7 @@ MEASURED_ONLY = {
     "log_interval": 1, "eval_interval": 0, "save_interval": 0, "save_at_end": "false", "async_save": "false", "exit_interval": 0,
     "keep_last": 0, "keep_every": 0, "keep_best": 0, "load_dir": "", "upcycle_from": "", "upcycle_granularity": 1, "rampup_batch_size": "",
     "max_restarts": 0, "exit_duration": 0, "profile_iters": "", "memory_snapshot": "",
-    "warmup_iters": 0, "decay_iters": 0, "lr_decay_style": "constant", "wandb_project": "", "node_rank": 0,
+    "warmup_iters": 0, "decay_iters": 0, "lr_decay_style": "constant", "wandb_project": "", "node_rank": 0, "preflight": "false",
 }  # fmt: skip
 
 

@@ -33,7 +33,7 @@ from moe_exp.records import Record, read_metrics
 from moe_exp.run_folder import RunFolder
 
 # Events that end all ranks, by themselves or by a restart. What comes within this time is one failure: all ranks tell of it.
-FAILURES = ("rank_failed", "hang", "replicas_differ", "node_failed")
+FAILURES = ("rank_failed", "hang", "replicas_differ")
 _ONE_FAILURE_SECONDS = 120.0
 _NUM_RECORDS = 200
 
