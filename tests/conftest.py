@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -10,6 +11,12 @@ import pytest
 from whole_runs import Runs
 
 COMPARED = ("torch", "megatron-core", "transformers")
+
+
+def pytest_configure() -> None:
+    """Tests press Ctrl-C. A shell has what it starts with `&` ignore it, and so would all that the tests start."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
