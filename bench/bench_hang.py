@@ -11,7 +11,6 @@ import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a 
 # isort: split
 import argparse
 import os
-import socket
 import statistics
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from bench_step import Ours
 from moe_exp import heartbeat, runtime, train
 from moe_exp.config import Config, load_config
 from moe_exp.heartbeat import Heart, read_beats
+from moe_exp.hosts import free_port
 from moe_exp.watch.call_trace import CallTrace
 
 MODULES = ("moe_exp", "megatron", "torch.distributed")
@@ -67,10 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=10, help="pairs of two iterations each")
     options = parser.parse_args()
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = probe.getsockname()[1]
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = load_config({"preset": "cpu", "gpus_per_node": 1, "threads_per_rank": 1, "run_dir": name, "run_name": "bench"}, {})

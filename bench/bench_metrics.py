@@ -17,7 +17,6 @@ import gc
 import importlib.util
 import os
 import platform
-import socket
 import statistics
 import tempfile
 import time
@@ -29,6 +28,7 @@ from bench_step import Ours
 
 from moe_exp import runtime, train
 from moe_exp.config import Config, load_config
+from moe_exp.hosts import free_port
 from moe_exp.interval import Interval
 from moe_exp.layers.moe_layer import MoELayer
 from moe_exp.metrics import Metrics
@@ -92,10 +92,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=10, help="pairs of log intervals")
     options = parser.parse_args()
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = probe.getsockname()[1]
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     print(f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores, one thread; {options.pairs} pairs of log intervals")
     print("\n| model | off, ms | on, ms | on / off | middle half |\n|---|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as run_dir:
