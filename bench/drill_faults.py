@@ -91,28 +91,35 @@ class Terminated(Fault):
 
 
 class FullDisk(Fault):
+    """Full until a save has failed: the event is there as soon as there is room for it."""
+
     name, share = "a full disk", 2
 
     def cause(self, run: Run) -> str:
-        self.filler = run.folder / "filler"
-        free = shutil.disk_usage(run.folder).free
-        if free < 2**30:  # the drill's own small disk
-            with suppress(OSError), self.filler.open("wb", buffering=0) as file:
+        filler, num_lines = run.folder / "filler", self._num_lines(run)
+        if shutil.disk_usage(run.folder).free < 2**30:  # the drill's own small disk
+            with suppress(OSError), filler.open("wb", buffering=0) as file:
                 while True:
                     file.write(bytes(2**16))
-            return "the disk is filled to the last byte"
-        for process in run.ranks().values():
-            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
-        return "no file may be over 50 kB"
+            what = "the disk is filled to the last byte, and emptied after a failed save"
+        else:
+            self._limit(run, 50_000)
+            what = "no file may be over 50 kB, until a save has failed"
+        run.wait_until(lambda: self._num_lines(run) > num_lines, "a failed save")
+        filler.unlink(missing_ok=True)
+        self._limit(run, resource.RLIM_INFINITY)
+        return what
 
     def is_named(self, event: Event) -> bool:
         return event["event"] == "checkpoint_failed"
 
-    def mend(self, run: Run) -> None:
-        self.filler.unlink(missing_ok=True)
+    def _num_lines(self, run: Run) -> int:
+        return run.log.read_text(errors="replace").count("no checkpoint at iteration")
+
+    def _limit(self, run: Run, num_bytes: int) -> None:
         for process in run.ranks().values():
             with suppress(ProcessLookupError):
-                resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+                resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
 
 
 class DamagedCheckpoint(Fault):

@@ -7,7 +7,7 @@
 The run is one chain of `moe-exp train`, as SLURM or cron would start it: the same command again until it ends with 0. Nothing of it knows
 of the drill: processes are killed and stopped, files are changed, a disk (a small tmpfs, which needs root; else a limit on file sizes) is
 filled, and some samples have a NaN, in the undisturbed run, too. For each fault the table has when it was caused, after how many seconds
-an event of metrics.jsonl named it, and after how many the run was beyond the iteration of the fault. Exit code 1: the curves differ, a
+an event of metrics.jsonl named it, and after how many the run was further than it had come before. Exit code 1: the curves differ, a
 sample was lost or repeated, a fault has no event, or the run did not end.
 """
 
@@ -43,7 +43,7 @@ class Outcome:
         iteration: at which it was caused.
         what: was done.
         detected: seconds until an event named it; NaN: none did.
-        recovered: seconds until the run was beyond that iteration.
+        recovered: seconds until the run was further than it had come before.
         event: that named it, in a few words.
     """
 
@@ -85,7 +85,8 @@ def _caused(fault: Fault, run: Run) -> Outcome:
     event = wait_for_event(run, num_events, fault.is_named)
     detected = time.monotonic() - start if event else math.nan
     fault.mend(run)
-    run.wait_until(lambda: run.iteration() > iteration, f"an iteration after {iteration}")
+    reached = max(iteration, run.iteration())
+    run.wait_until(lambda: run.iteration() > reached, f"an iteration after {reached}")
     words = ", ".join(str(event[key]) for key in ("event", "cause", "reason", "rank") if event and key in event)
     return Outcome(fault.name, iteration, what, detected, time.monotonic() - start, words[:100])
 

@@ -7,6 +7,7 @@ import math
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from types import TracebackType
@@ -265,6 +266,21 @@ class _Lines(logging.Formatter):
         return time + record.message if self._with_time and not hasattr(record, "bare") else record.message
 
 
+class _LogFile(logging.FileHandler):
+    """train.log. Lines that it cannot take are on the console alone; that is said there once, and not with a traceback for each."""
+
+    _is_full = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._is_full:
+            self._is_full = True
+            with suppress(OSError):
+                print(f"{self.baseFilename} cannot be written ({error.strerror or error}): lines are lost", file=sys.stderr, flush=True)
+
+
 def setup_logging(folder: RunFolder, rank: int) -> None:
     """Sends log messages to the console and to train.log: INFO from rank 0, WARNING and above from every rank.
 
@@ -282,7 +298,7 @@ def setup_logging(folder: RunFolder, rank: int) -> None:
     handlers: list[logging.Handler] = [stdout, stderr]
     if folder.path.is_dir():
         # delay: of thousands of ranks, those without a warning never open the file.
-        handlers.append(logging.FileHandler(folder.log, encoding="utf-8", delay=True))
+        handlers.append(_LogFile(folder.log, encoding="utf-8", delay=True))
     for handler in handlers:
         handler.setLevel(lowest)
         handler.setFormatter(_Lines(rank, with_time=isinstance(handler, logging.FileHandler)))

@@ -68,5 +68,7 @@ def _write(file: HashedFile, data: Tensor | io.BytesIO) -> None:
 
 def error_line(error: Exception, rank: int) -> str:
     """An error in a line, with the rank that had it."""
-    reason = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
+    reason = str(error) or type(error).__name__
+    if isinstance(error, OSError) and error.strerror:
+        reason = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return f"{rank_place(rank)}: {' '.join(reason.split())}"

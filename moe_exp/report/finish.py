@@ -26,18 +26,21 @@ def finish_run(config: Config, folder: RunFolder, *, since: datetime, wall_secon
         wall_seconds: from the launch to the end.
 
     Returns:
-        The status and the summary for people; None when the run did not get as far as its run folder.
+        The status and the summary for people, which says what could not be written; None when the run did not get as far as its run folder.
     """
     records = read_metrics(folder.metrics) if folder.metrics.exists() else []
     status = status_of_last_start(records, since)
     if status is None:
         return None
     summary = summarize(config, records, folder, wall_seconds, status)
-    write_json(folder.summary, summary)
     text = summary_text(summary, config)
-    if summary["min_lm_loss"] is not None:
-        draw_loss_curve(records, folder.path / LOSS_CURVE, config.name)
-        text += f"\n  {folder.path / LOSS_CURVE}   # the loss curve"
+    try:
+        write_json(folder.summary, summary)
+        if summary["min_lm_loss"] is not None:
+            draw_loss_curve(records, folder.path / LOSS_CURVE, config.name)
+            text += f"\n  {folder.path / LOSS_CURVE}   # the loss curve"
+    except OSError as error:  # a full disk; how the run has ended is known all the same
+        text += f"\n  not written: {error.filename or folder.summary} ({error.strerror or error})"
     return status, text
 
 
