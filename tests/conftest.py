@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
+import torch
 
 from whole_runs import Runs
+
+# Before anything imports Triton: its kernels run on CPU tensors then.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 COMPARED = ("torch", "megatron-core", "transformers")
 

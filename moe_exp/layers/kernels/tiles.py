@@ -1,0 +1,53 @@
+"""Parts of the grouped GEMM kernels: which tile a program computes, and the product of two blocks. Shape suffixes in `moe_exp.layers`.
+
+Rows are sorted by expert; expert e has rows offsets[e] to offsets[e + 1]. A tile of rows belongs to one expert alone. Which one is
+found from the offsets by the program itself, in registers: nothing has to be counted before, for no size of tiles, and the host never
+waits to learn how many there are.
+"""
+
+from __future__ import annotations
+
+from moe_exp.layers.kernels.launch import jit, tl
+
+
+@jit
+def num_row_tiles(offsets, num_experts, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Row tiles of all experts; an expert without rows has none."""
+    expert = tl.arange(0, BLOCK_E)
+    is_expert = expert < num_experts
+    rows = tl.load(offsets + expert + 1, mask=is_expert, other=0) - tl.load(offsets + expert, mask=is_expert, other=0)
+    return tl.sum((rows + BLOCK_M - 1) // BLOCK_M, 0)
+
+
+@jit
+def find_row_tile(tile, offsets, num_experts, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Expert, first row and the end of the expert's rows of a row tile, for 0 <= tile < num_row_tiles."""
+    expert = tl.arange(0, BLOCK_E)
+    is_expert = expert < num_experts
+    first = tl.load(offsets + expert, mask=is_expert, other=0)
+    end = tl.load(offsets + expert + 1, mask=is_expert, other=0)
+    num_tiles = (end - first + BLOCK_M - 1) // BLOCK_M
+    tiles_end = tl.cumsum(num_tiles, 0)
+    mine = tl.sum((tiles_end <= tile).to(tl.int32), 0)
+    is_mine = expert == mine
+    tiles_before = tl.sum(tl.where(is_mine, tiles_end - num_tiles, 0), 0)
+    row = tl.sum(tl.where(is_mine, first, 0), 0) + (tile - tiles_before) * BLOCK_M
+    return mine, row, tl.sum(tl.where(is_mine, end, 0), 0)
+
+
+@jit
+def in_groups(tile, num_m, num_n, GROUP_M: tl.constexpr):
+    """The tile's place in both dimensions: GROUP_M rows of tiles go through all columns together, and find both operands in the L2."""
+    tiles_in_group = GROUP_M * num_n
+    first_m = (tile // tiles_in_group) * GROUP_M
+    size_m = tl.minimum(num_m - first_m, GROUP_M)
+    within = tile % tiles_in_group
+    return first_m + within % size_m, within // size_m
+
+
+@jit
+def dot(a, b, total, PRECISION: tl.constexpr, INTERPRET: tl.constexpr):
+    """total + a @ b in fp32. The interpreter's bf16 product is wrong without a word, so there it gets fp32."""
+    if INTERPRET:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, total, input_precision=PRECISION)
