@@ -197,9 +197,9 @@ class BadBatch(Fault):
 
     name, share = "a NaN in a batch", len(BAD_SAMPLES)
 
-    def __init__(self, draw: random.Random, iteration: int):
-        self.sample = min(BAD_SAMPLES, key=lambda sample: abs(sample // GBSZ - iteration))
-        super().__init__(draw, self.sample // GBSZ - 1)
+    def at(self, sample: int) -> None:
+        """Which one it is; the fault is caused by the iteration before."""
+        self.sample, self.iteration = sample, sample // GBSZ - 1
 
     def cause(self, run: Run) -> str:
         del run

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drill_faults import KINDS, Fault, wait_for_event
-from drill_run import GBSZ, ITERATIONS, Run, disk, train_records
+from drill_faults import KINDS, BadBatch, Fault, wait_for_event
+from drill_run import BAD_SAMPLES, GBSZ, ITERATIONS, Run, disk, train_records
 
 # What has to be the same to the bit; times are not.
 CURVE = ("consumed_samples", "lm_loss", "grad_norm", "params_norm", "load_balancing_loss", "learning_rate", "skipped_iterations")
@@ -63,6 +63,10 @@ def planned(seed: int, num_faults: int) -> list[Fault]:
     draw.shuffle(chosen)
     stretch = (ITERATIONS - 20) / num_faults
     faults = [kind(draw, round(10 + stretch * (index + draw.random()))) for index, kind in enumerate(chosen)]
+    # A bad sample is bad once.
+    bad = sorted((fault for fault in faults if isinstance(fault, BadBatch)), key=lambda fault: fault.iteration)
+    for fault, sample in zip(bad, BAD_SAMPLES, strict=False):
+        fault.at(sample)
     return sorted(faults, key=lambda fault: fault.iteration)
 
 
