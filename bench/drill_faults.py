@@ -173,7 +173,7 @@ class CorruptShard(Fault):
         return f"{self.path.name} is overwritten, and restored once it is named"
 
     def is_named(self, event: Event) -> bool:
-        return event["event"] == "rank_failed"
+        return event["event"] == "rank_failed" and "has the token 65535" in event["cause"]
 
     def mend(self, run: Run) -> None:
         with self.path.open("r+b") as file:

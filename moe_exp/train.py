@@ -54,7 +54,7 @@ from moe_exp.rollback import samples_without_skips
 from moe_exp.run_folder import RunFolder, hold_run_folder, open_run_folder
 from moe_exp.runtime import Runtime
 from moe_exp.saving import Saves
-from moe_exp.training_data import build_data, bytes_per_token, compare_data, read_ahead
+from moe_exp.training_data import build_data, bytes_per_token, compare_data, read_ahead, read_tokens
 from moe_exp.watch.call_trace import trace_calls
 
 logger = logging.getLogger("moe_exp.train")  # by name: torchrun runs this module as __main__
@@ -311,7 +311,8 @@ def _microbatch(job: Job, stream: Samples, first_sample: int, index: int) -> dic
     """Micro-batch `index` of this data parallel rank: MBSZ samples in a row, so the set of micro-batches is the same at any DP."""
     config, groups = job.config, job.runtime.groups
     first = microbatch_start(first_sample, index, mbsz=config.mbsz, dp_rank=groups.dp.rank(), dp_size=groups.dp.size())
-    batch = split_batch(stream.batch(first, config.mbsz).to(job.runtime.device, non_blocking=True))
+    tokens = read_tokens(stream, first, config.mbsz, vocab_size=config.vocab_size)
+    batch = split_batch(tokens.to(job.runtime.device, non_blocking=True))
     return get_batch_on_this_cp_rank(batch, groups.cp)
 
 

@@ -60,6 +60,25 @@ def megatron_data(config: Config, train_data: str, valid_data: str) -> tuple[Sam
     return megatron_samples(order, Path(config.data_dir))
 
 
+def read_tokens(samples: Samples, first: int, count: int, *, vocab_size: int) -> torch.Tensor:
+    """`samples.batch`, looked at: on a GPU a token that the model does not have ends the process, and says neither which nor whose.
+
+    Raises:
+        ValueError: a token is not in the vocabulary; names the first such sample and the documents that it is from.
+    """
+    tokens_BS1 = samples.batch(first, count)
+    lowest, highest = (int(bound) for bound in tokens_BS1.aminmax())
+    if lowest >= 0 and highest < vocab_size:
+        return tokens_BS1
+    is_bad_BS1 = (tokens_BS1 < 0) | (tokens_BS1 >= vocab_size)
+    row = int(is_bad_BS1.any(dim=1).nonzero()[0])
+    token, origin = int(tokens_BS1[row][is_bad_BS1[row]][0]), samples.origin(first + row)
+    rule = f"sample {first + row} (documents {', '.join(map(str, origin.documents))}) has the token {token}, VOCAB_SIZE is {vocab_size}"
+    raise ValueError(
+        f"{origin.prefix}: {rule}. Fix: compare the file with its manifest (moe-exp data verify), or set VOCAB_SIZE to its tokenizer's."
+    )
+
+
 def bytes_per_token(config: Config, samples: Samples) -> float | None:
     """UTF-8 bytes of text per token of the validation data, of the part that every validation reads; for bits per byte.
 
