@@ -1,6 +1,6 @@
 """What all guards of a run cost together per iteration, as a share of the iteration itself.
 
-    PYTHONPATH=. python bench/bench_guards.py            # median ratio of 10 pairs, CPU preset's MoE and dense; 4 min on 2 cores
+    PYTHONPATH=. python bench/bench_guards.py            # median ratio of 10 pairs, CPU preset's MoE and dense; 2 min on 2 cores
 
 Two ranks train. After each `train_step` all wait for each other, and then the guards of `moe_exp.train.train` are timed: the reduction
 in which all ranks hear of each other's loss and reasons to stop, the EXIT file, the spike detector, profiler and call trace that are
