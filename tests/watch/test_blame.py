@@ -256,6 +256,19 @@ def test_a_ranks_own_host_counts_more_than_the_name_of_a_common_log(tmp_path):
     assert set(hosts_to_exclude(blame([tmp_path / "all.login1.log"]))) == {"gpu-b07"}
 
 
+def test_in_each_job_of_a_chain_a_rank_is_on_another_host(tmp_path):
+    error = "[rank9]: RuntimeError: CUDA error: uncorrectable ECC error encountered\n"
+    (tmp_path / "job4711.gpu-a01.log").write_text("[2026-03-20 01:00:00] WARNING gpu-a01 rank 9 cuda:1 moe_exp.train: careful\n")
+    (tmp_path / "job4712.gpu-b07.log").write_text(error)
+    assert set(hosts_to_exclude(blame(log_files([tmp_path])))) == {"gpu-b07"}
+    moved = "moe-exp: rank 9 on gpu-{} (cuda:1) failed: RuntimeError: something\n"
+    (tmp_path / "all.log").write_text(moved.format("c01") + error + moved.format("c02"))
+    assert set(hosts_to_exclude(blame([tmp_path / "all.log"]))) == {"gpu-c01"}
+    (tmp_path / "train.log").write_text(error)
+    files = [tmp_path / "train.log", tmp_path / "all.log"]
+    assert "" in [one.where.host for one in blame(files) if one.fault.excludes]  # c01 or c02: nobody knows
+
+
 def test_command(job, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "220")
     excluded = tmp_path / "list"
