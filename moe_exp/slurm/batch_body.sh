@@ -30,12 +30,12 @@ cancel_rest() {
 
 # Jobs that were submitted before a node was found to be bad must not get it either.
 exclude_for_rest() {
-    local job hosts
+    local job hosts known
     [ -r "$exclude_file" ] || return 0
     hosts="$(excluded_hosts)"
     for job in $(pending_jobs); do
         scontrol update "JobId=$job" "ExcNodeList=$hosts" ||
-            scontrol update "JobId=$job" "ExcNodeList=$(known_hosts "$hosts")" ||
+            { known="$(known_hosts "$hosts")" && [ -n "$known" ] && scontrol update "JobId=$job" "ExcNodeList=$known"; } ||
             say "not all of job $job could be told to leave out $hosts: see above"
     done
 }
