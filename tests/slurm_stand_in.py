@@ -56,6 +56,8 @@ if sys.argv[1:3] == ["show", "hostnames"]:
     print("\\n".join(sys.argv[3].split(",")))
 elif sys.argv[1] == "update":
     values = dict(word.split("=") for word in sys.argv[2:])
+    if "unknown" in values["ExcNodeList"]:
+        sys.exit("Invalid node name specified for job " + values["JobId"])
     for job in jobs():
         if str(job["base"]) == values["JobId"] and job["state"] == "PENDING":
             write(job["id"], job | {"excluded": values["ExcNodeList"]})
@@ -64,6 +66,9 @@ elif sys.argv[1] == "requeue":
     write(job["id"], job | {"state": "PENDING", "restarts": job["restarts"] + 1})
 else:
     sys.exit(f"invalid entity: {sys.argv[1]}")
+"""
+_SINFO = """
+print("\\n".join(["localhost ", "node-b ", "node-b "]))
 """
 _SRUN = """
 words = sys.argv[1:]
@@ -115,7 +120,14 @@ class StandIn:
         self.programs.mkdir(parents=True)
         self._started: list[subprocess.Popen[bytes]] = []
         head = _HEAD.replace("{python}", sys.executable).replace("{folder!r}", repr(str(folder)))
-        for name, text in {"sbatch": _SBATCH, "squeue": _SQUEUE, "scancel": _SCANCEL, "scontrol": _SCONTROL, "srun": _SRUN}.items():
+        for name, text in {
+            "sbatch": _SBATCH,
+            "squeue": _SQUEUE,
+            "scancel": _SCANCEL,
+            "scontrol": _SCONTROL,
+            "srun": _SRUN,
+            "sinfo": _SINFO,
+        }.items():
             (self.programs / name).write_text(head + text)
             (self.programs / name).chmod(0o755)
 

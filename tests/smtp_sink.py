@@ -33,6 +33,7 @@ class SmtpSink:
         self.messages: list[bytes] = []
         self.recipients: list[str] = []
         self.is_encrypted: list[bool] = []
+        self.unknown: tuple[str, ...] = ()  # recipients that are refused
         self.security, self.password = security, password
         self.context = None
         if pair is not None:
@@ -96,7 +97,7 @@ def _session(sink: SmtpSink) -> type[socketserver.BaseRequestHandler]:
                 self.say("250 ok" if self.is_known else "530 who are you")
             elif word == "RCPT":
                 sink.recipients.append(line)
-                self.say("250 ok")
+                self.say("550 nobody" if any(address in line for address in sink.unknown) else "250 ok")
             elif word == "DATA":
                 self.say("354 go on")
                 lines = []

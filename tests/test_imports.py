@@ -110,7 +110,7 @@ ALLOWED: dict[str, set[str]] = {
         "run_folder",
         "setting_types",
     },
-    "slurm": {"checks", "config", "data", "files", "machine_checks", "run_folder", "setting_types"},
+    "slurm": {"checks", "config", "data", "files", "machine_checks", "run_folder", "setting_types", "watch"},
     "agent": {"hosts", "records", "rounds"},
     "rounds": set(),
     "debug": {"hosts", "heartbeat"},

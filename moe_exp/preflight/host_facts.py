@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import shutil
+import socket
 import subprocess
 import tempfile
 from collections.abc import Mapping
@@ -100,6 +101,11 @@ def expanded_hosts(text: str) -> list[str]:
             numbers = range(int(first), int(last or first) + 1)
             hosts += [f"{match['head']}{number:0{len(first)}d}{match['tail']}" for number in numbers]
     return hosts
+
+
+def own_name(environ: Mapping[str, str] = os.environ) -> str:
+    """This node's name as SLURM has it, which need not be the host's; --exclude takes no other."""
+    return environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def planned_hosts(num_nodes: int, given: str = "", environ: Mapping[str, str] = os.environ) -> list[str]:

@@ -27,7 +27,7 @@ from moe_exp.hosts import count_gpus, end_with_parent
 from moe_exp.launch import module_arguments
 from moe_exp.planner.params import checkpoint_bytes
 from moe_exp.preflight.gpu_health import query_gpus
-from moe_exp.preflight.host_facts import host_facts, planned_hosts
+from moe_exp.preflight.host_facts import host_facts, own_name, planned_hosts
 from moe_exp.preflight.pairing import rounds_of_pairs
 from moe_exp.preflight.reach import Door, data_address, unreached
 from moe_exp.preflight.roll_call import Nodes, NotReached, Server
@@ -40,6 +40,7 @@ MODULE = "moe_exp.preflight.preflight_rank"
 _RANKS_SECONDS = 150.0  # for all steps of the ranks, with time-outs in some of them; without any it is a fraction of that
 _REACH_SECONDS = 30.0
 _END_SECONDS = 10.0
+_MOST_MISSING = 8  # of so many nodes one may be dead; where more do not come, the file system or an image is slow
 
 
 def preflight(config: Config, flags: Mapping[str, Any], *, hosts: str = "") -> Verdict:
@@ -62,7 +63,7 @@ def preflight(config: Config, flags: Mapping[str, Any], *, hosts: str = "") -> V
         nodes = Nodes(config.master_addr, config.master_port, node=config.node_rank, num_nodes=config.nnodes, seconds=seconds)
         stack.enter_context(contextlib.closing(nodes))
         door = stack.enter_context(contextlib.closing(Door()))
-        here = {"host": socket.gethostname(), "address": data_address() or nodes.address, "port": door.port}
+        here = {"host": own_name(), "address": data_address() or nodes.address, "port": door.port}
         came = nodes.meet("hello", here, seconds)
         if server:
             server.stop_listening()
@@ -101,9 +102,11 @@ def _facts(config: Config) -> dict[str, Any]:
 def _not_there(config: Config, came: Mapping[int, Mapping[str, Any]], names: list[str]) -> Verdict:
     """Who has come is not to blame, and nothing else is known."""
     verdict = Verdict([NodeVerdict(node, str(found["host"])) for node, found in sorted(came.items())])
-    for node in sorted(set(range(config.nnodes)) - set(came)):
+    missing = sorted(set(range(config.nnodes)) - set(came))
+    is_their_fault = len(missing) <= max(1, config.nnodes // _MOST_MISSING)
+    for node in missing:
         text = f"did not come within PREFLIGHT_TIMEOUT={config.preflight_timeout} s"
-        verdict.nodes.append(NodeVerdict(node, names[node] if names else "", [Finding("failed", text)]))
+        verdict.nodes.append(NodeVerdict(node, names[node] if names else "", [Finding("failed", text, is_their_fault)]))
     return verdict
 
 

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
+from moe_exp.preflight.roll_call import listener
+
 _KNOCK_SECONDS = 5.0
 _MOST_PEERS = 64  # beyond it, peers at distances of powers of two
 _SIOCGIFADDR = 0x8915  # Linux: address of an interface
@@ -20,7 +22,7 @@ class Door:
     """A port of this node that answers whoever knocks, until it is closed."""
 
     def __init__(self) -> None:
-        self._listener = socket.create_server(("", 0), backlog=256)
+        self._listener = listener(0, backlog=256)
         self.port = int(self._listener.getsockname()[1])
         threading.Thread(target=self._answer, name="door", daemon=True).start()
 

@@ -21,6 +21,14 @@ _PATIENCE_SECONDS = 20.0  # of a client on top of what it asked the server to wa
 _CLOCK_ROUNDS = 9
 
 
+def listener(port: int, backlog: int) -> socket.socket:
+    """A socket that listens on all addresses of this host, of IPv6, too, where it has any; 0: on a free port. Raises OSError."""
+    if socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):
+            return socket.create_server(("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
+    return socket.create_server(("", port), backlog=backlog)
+
+
 class NotReached(ValueError):
     """Node 0 cannot be reached, or does not answer."""
 
@@ -50,7 +58,7 @@ class Server:
         self._hosts: dict[int, str] = {}
         self._gone: set[int] = set()
         self._threads: list[threading.Thread] = []
-        self._listener = socket.create_server(("", port), backlog=max(128, num_nodes), reuse_port=False)
+        self._listener = listener(port, backlog=max(128, num_nodes))
         threading.Thread(target=self._accept, name="roll call", daemon=True).start()
 
     def stop_listening(self) -> None:
@@ -72,7 +80,7 @@ class Server:
                 connection, address = self._listener.accept()
             except OSError:
                 return
-            thread = threading.Thread(target=self._serve, args=(connection, address[0]), daemon=True)
+            thread = threading.Thread(target=self._serve, args=(connection, address[0].removeprefix("::ffff:")), daemon=True)
             self._threads.append(thread)
             thread.start()
 

@@ -30,13 +30,18 @@ cancel_rest() {
 
 # Jobs that were submitted before a node was found to be bad must not get it either.
 exclude_for_rest() {
-    local job hosts
+    local job hosts known
     [ -r "$exclude_file" ] || return 0
     hosts="$(excluded_hosts)"
     for job in $(pending_jobs); do
-        scontrol update "JobId=$job" "ExcNodeList=$hosts" || say "job $job could not be told to leave out $hosts"
+        scontrol update "JobId=$job" "ExcNodeList=$hosts" ||
+            { known="$(known_hosts "$hosts")" && [ -n "$known" ] && scontrol update "JobId=$job" "ExcNodeList=$known"; } ||
+            say "not all of job $job could be told to leave out $hosts: see above"
     done
 }
+
+# Of host names with commas those that SLURM knows: it refuses a whole list for one that it does not.
+known_hosts() { comm -12 <(tr , '\n' <<<"$1" | sort -u) <(sinfo --noheader --Node --format=%N | tr -d ' ' | sort -u) | paste -sd, -; }
 
 on_excluded_node() {
     local host
@@ -138,7 +143,7 @@ if [ -n "$setup" ]; then
     # shellcheck source=/dev/null
     source "$setup" || say "$setup ended with $?"
 fi
-set -u
+set +e -u -o pipefail # SETUP may have set -e, with which this script would end at the first job that fails, and with it the chain
 
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export MASTER_ADDR="${hosts[0]}"
@@ -161,6 +166,8 @@ done
 trap '' USR1
 code="$(outcome "$code")"
 rm -rf "$notes"
+# Settings that have trained can run: a file server was away, the disk was full, what was loaded was not what was saved.
+[ "$code" != 2 ] || [ "$checkpoint_before" = none ] || code=1
 
 case "$code" in
     0)

@@ -14,6 +14,7 @@ from moe_exp.config import Config
 from moe_exp.data.slurm_jobs import job_environment
 from moe_exp.run_folder import RunFolder
 from moe_exp.slurm.slurm_settings import PASSED_ALWAYS, SlurmSettings
+from moe_exp.watch.exclude import EXCLUDE_NODES
 
 _BODY = Path(__file__).with_name("batch_body.sh")
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
@@ -49,7 +50,7 @@ class RunJob:
 
     @property
     def exclude_file(self) -> Path:
-        return Path(self.slurm.exclude_file or Path(self.config.run_dir) / "exclude_nodes.txt").expanduser().absolute()
+        return Path(self.slurm.exclude_file or Path(self.config.run_dir) / EXCLUDE_NODES).expanduser().absolute()
 
 
 def batch_script(job: RunJob, *, excluded: Sequence[str] = ()) -> str:

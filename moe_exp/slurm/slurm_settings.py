@@ -21,8 +21,8 @@ from moe_exp.setting_types import NonNegative, Positive
 PASSED_ALWAYS = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG")
 # Options that the sbatch file has for reasons of its own: another value would break the chain.
 _OURS = (
-    "array", "dependency", "error", "export", "job-name", "nodes", "no-requeue", "ntasks", "ntasks-per-node", "open-mode", "output",
-    "parsable", "requeue", "signal", "time", "wrap",
+    "array", "dependency", "error", "exclude", "export", "job-name", "nodes", "no-requeue", "ntasks", "ntasks-per-node", "open-mode",
+    "output", "parsable", "requeue", "signal", "time", "wrap",
 )  # fmt: skip
 _LARGEST_ARRAY = 1000  # SLURM's MaxArraySize is 1001 where nobody has changed it
 _LONGEST_WARNING = 65535  # seconds, of sbatch's --signal
@@ -174,7 +174,8 @@ def _option_problems(settings: SlurmSettings) -> Iterator[str]:
         if not re.match(r"--[a-z]", option):
             yield problem("extra_sbatch", option, "is no option of the form --name=value", "write '-p x' as --partition=x")
         elif name in _OURS:
-            yield problem("extra_sbatch", option, f"--{name} is set by this command", "use the setting of that name, or leave it out")
+            fix = "put the nodes into EXCLUDE_FILE" if name == "exclude" else "use the setting of that name, or leave it out"
+            yield problem("extra_sbatch", option, f"--{name} is set by this command", fix)
 
 
 def _place_problems(settings: SlurmSettings, environ: Mapping[str, str]) -> Iterator[str]:

@@ -18,6 +18,7 @@ from moe_exp.files import write_atomically
 from moe_exp.machine_checks import check_files
 from moe_exp.slurm.batch_script import RunJob, batch_script, mounts
 from moe_exp.slurm.slurm_settings import SlurmSettings, load_slurm_settings
+from moe_exp.watch.exclude import read_excluded
 
 SUBMITTED = "submitted"  # ids of all jobs of a run, one a line
 
@@ -79,16 +80,13 @@ def _run_problems(job: RunJob) -> list[str]:
     return found
 
 
-def excluded_hosts(path: Path) -> list[str]:
-    """Host names of EXCLUDE_FILE, without their domains, in the file's order; none where there is no file."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    hosts = [line.partition("#")[0].strip() for line in lines]
-    return list(dict.fromkeys(re.sub(r"^(?![\d.]+$)([^.]*)\..*", r"\1", host) for host in hosts if host))
-
-
 def script_of(job: RunJob) -> str:
-    """The sbatch file as it is now."""
-    return batch_script(job, excluded=excluded_hosts(job.exclude_file))
+    """The sbatch file as it is now.
+
+    Raises:
+        ValueError: a line of EXCLUDE_FILE is no host name.
+    """
+    return batch_script(job, excluded=read_excluded(job.exclude_file))
 
 
 def submit(job: RunJob) -> list[str]:

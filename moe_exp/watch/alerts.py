@@ -6,6 +6,7 @@ line, which every user of the host can read; and no message about an error has t
 
 from __future__ import annotations
 
+import base64
 import json
 import smtplib
 import socket
@@ -29,6 +30,10 @@ _SECONDS = 30.0  # that a server may take
 _LONGEST_TEXT = 3500  # characters; Slack cuts off longer ones
 
 Security = Literal["tls", "starttls", "none"]
+
+
+class PartlySent(Exception):
+    """Some have got the message, and sending it again would not help the others."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +62,12 @@ class Mail:
 
     @property
     def secrets(self) -> tuple[str, ...]:
-        return (self.password,)
+        # As a login sends them, too: PLAIN, and LOGIN.
+        sent = (f"\0{self.user}\0{self.password}", self.password)
+        return (self.password, *(base64.b64encode(text.encode()).decode() for text in sent if self.password))
 
     def send(self, subject: str, text: str) -> None:
-        """Raises OSError or SMTPException where it cannot."""
+        """Raises OSError or SMTPException where it cannot, PartlySent where it can for some."""
         message = EmailMessage()
         message["Subject"], message["From"], message["To"] = _line(subject), self.sender, ", ".join(self.to)
         message["Date"], message["Message-ID"] = formatdate(localtime=True), make_msgid(domain=socket.gethostname() or "localhost")
@@ -77,7 +84,7 @@ class Mail:
             if self.user:
                 server.login(self.user, self.password)
             if refused := server.send_message(message):
-                raise smtplib.SMTPException(f"refused for {', '.join(refused)}")
+                raise PartlySent(f"refused for {', '.join(refused)}")
 
 
 @dataclass(frozen=True)
@@ -137,11 +144,17 @@ Channel = Mail | Webhook | AlertFile
 
 
 def send_to_all(channels: Sequence[Channel], subject: str, text: str) -> dict[str, str]:
-    """Sends a message by every channel, whatever becomes of the others; returns why those failed that have, by name and without secrets."""
+    """Sends a message by every channel, whatever becomes of the others.
+
+    Returns:
+        Why those failed that have, by name and without secrets; by `NAME in part` where somebody was reached.
+    """
     failed = {}
     for channel in channels:
         try:
             channel.send(subject, text)
+        except PartlySent as error:
+            failed[f"{channel.name} in part"] = str(error)
         except Exception as error:  # of sockets, TLS, SMTP, HTTP, encodings: none of them may keep the other channels from their message
             failed[channel.name] = without_secrets(f"{type(error).__name__}: {error}", channel.secrets)
     return failed

@@ -5,7 +5,7 @@ Logs may be those of ranks, of srun (with `%N` in their names), of NCCL, or the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -67,12 +67,11 @@ class Seen:
 
 def blame(files: Iterable[Path]) -> list[Blame]:
     """All faults in some logs, gathered by kind, host, rank and device; causes first, then by time."""
-    seen: list[tuple[Seen, Origin]] = []
+    logs: list[tuple[Origin, list[Seen]]] = []
     for path in files:
-        of_file = origin_of_file(path)
         with path.open(encoding="utf-8", errors="replace") as lines:
-            seen += [(one, of_file) for one in recognised_lines(lines)]
-    return gathered(seen)
+            logs.append((origin_of_file(path), list(recognised_lines(lines))))
+    return gathered(logs)
 
 
 def recognised_lines(lines: Iterable[str]) -> Iterator[Seen]:
@@ -85,28 +84,51 @@ def recognised_lines(lines: Iterable[str]) -> Iterator[Seen]:
             yield Seen(fault, replace(here, time=time), line.strip()[:300])
 
 
-def gathered(seen: Sequence[tuple[Seen, Origin]]) -> list[Blame]:
-    """The same faults of the same place as one.
-
-    What a line does not say of its host, rank and device is filled in from lines that say it of the same rank, then from the file's name.
-    """
-    places: dict[str, Origin] = {}
-    for one, _ in seen:
-        if one.where.host and one.where.rank and (one.where.device or one.where.rank not in places):
-            places[one.where.rank] = one.where
+def gathered(logs: Sequence[tuple[Origin, Sequence[Seen]]]) -> list[Blame]:
+    """The same faults of the same place as one; `logs`: of each file what its name says, and its lines that say something."""
+    hosts: dict[str, set[str]] = {}
+    for _, seen in logs:
+        for one in seen:
+            if one.where.host and one.where.rank:
+                hosts.setdefault(one.where.rank, set()).add(one.where.host)
+    only = {rank: Origin(host=min(names)) for rank, names in hosts.items() if len(names) == 1}
     found: dict[tuple[Fault, str, str, str], Blame] = {}
-    for one, of_file in seen:
+    for of_file, seen in logs:
+        for fault, where, line in _placed(seen, of_file, only):
+            key = (fault, where.host, where.rank, where.device)
+            before = found.get(key)
+            if before is None:
+                found[key] = Blame(fault, where, 1, where.time, line)
+            else:
+                found[key] = replace(before, count=before.count + 1, last=where.time or before.last)
+    return sorted(found.values(), key=lambda one: (CAUSES.index(one.fault.cause), one.where.time or "~", one.where.host))
+
+
+def _placed(seen: Sequence[Seen], of_file: Origin, only: Mapping[str, Origin]) -> Iterator[tuple[Fault, Origin, str]]:
+    """The faults of a file, with where they were.
+
+    What a line does not say of its host and device is filled in from the lines of this file that say it of the same rank, the ones before
+    it first, then from the file's name, and last from other files, where these agree: from job to job a rank is on other hosts.
+    """
+    known: dict[str, Origin] = {}
+    for one in reversed(seen):
+        if one.where.host and one.where.rank:
+            known[one.where.rank] = replace(one.where, time="").completed(_of_host(known.get(one.where.rank), one.where.host))
+    for one in seen:
+        where = one.where
+        if where.host and where.rank:
+            known[where.rank] = replace(where, time="").completed(_of_host(known.get(where.rank), where.host))
         if one.fault is None:
             continue
-        where = one.where.completed(of_file if one.where.host == "" and one.where.rank == "" else Origin())
-        where = where.completed(places.get(where.rank, Origin())).completed(of_file)
-        key = (one.fault, where.host, where.rank, where.device)
-        before = found.get(key)
-        if before is None:
-            found[key] = Blame(one.fault, where, 1, where.time, one.line)
-        else:
-            found[key] = replace(before, count=before.count + 1, last=where.time or before.last)
-    return sorted(found.values(), key=lambda one: (CAUSES.index(one.fault.cause), one.where.time or "~", one.where.host))
+        if not where.host and not where.rank:
+            where = where.completed(of_file)
+        there = known.get(where.rank)
+        where = where.completed(_of_host(there, where.host) if where.host else there or Origin())
+        yield one.fault, where.completed(of_file).completed(only.get(where.rank, Origin())), one.line
+
+
+def _of_host(place: Origin | None, host: str) -> Origin:
+    return place if place and place.host == host else Origin()
 
 
 def hosts_to_exclude(found: Iterable[Blame]) -> dict[str, str]:
@@ -120,7 +142,7 @@ def hosts_to_exclude(found: Iterable[Blame]) -> dict[str, str]:
 
 def hardware_faults(lines: Iterable[str]) -> list[str]:
     """Faults of the hardware in kernel messages of this host, a line each."""
-    found = gathered([(one, Origin()) for one in recognised_lines(lines)])
+    found = gathered([(Origin(), list(recognised_lines(lines)))])
     return [_described(one) for one in found if one.fault.excludes]
 
 

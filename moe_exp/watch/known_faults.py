@@ -102,17 +102,25 @@ PATTERNS = (
     _kind(r"uncorrectable NVLink error|cudaErrorNvlinkUncorrectable", "uncorrectable NVLink error", "hardware", DRAIN, excludes=True),
     _kind(r"fallen off the bus|GPU is lost", "GPU has fallen off the bus", "hardware", DRAIN, excludes=True),
     _kind(
-        r"rm_init_adapter failed|RmInitAdapter failed|No CUDA GPUs are available|cudaErrorDevicesUnavailable"
-        r"|all CUDA-capable devices are busy",
+        r"rm_init_adapter failed|RmInitAdapter failed",
         "GPU cannot be used",
         "driver",
         RESET,
         excludes=True,
     ),
-    _kind(r"hardware stack error|cudaErrorHardwareStackError", "hardware stack error", "hardware", DRAIN, excludes=True),
-    _kind(r"SXid .*: (fatal|\d+)|nvidia-nvswitch.*SXid", "NVSwitch error (SXid)", "hardware", DRAIN, excludes=True),
     _kind(
-        r"mce: \[Hardware Error\]|EDAC .*\bUE\b|Uncorrected (hardware )?(memory )?error",
+        r"No CUDA GPUs are available|cudaErrorDevicesUnavailable|all CUDA-capable devices are busy",
+        "GPU cannot be used",
+        "driver",
+        "see whether the job has asked for GPUs and nobody else holds them; of one host alone: the preflight, and " + RESET,
+    ),
+    _kind(r"hardware stack error|cudaErrorHardwareStackError", "hardware stack error", "hardware", DRAIN, excludes=True),
+    # Each is three lines; healthy switches have Non-fatal ones by the dozen when they start.
+    _kind(r"SXid .*: \d+, Fatal", "NVSwitch error (SXid)", "hardware", DRAIN, excludes=True),
+    _kind(
+        # "Machine check events logged" and "CPU 3: Machine Check: 0" are also said of errors that were corrected.
+        r"CPU \d+: Machine Check Exception|EDAC \S+ \d+ UE\b|Uncorrected (hardware )?(memory )?error|\[Hardware Error\]: Uncorrected"
+        r"|\[Hardware Error\]: event severity: (fatal|recoverable)",
         "uncorrectable error of processor or memory",
         "hardware",
         DRAIN,
@@ -155,12 +163,18 @@ PATTERNS = (
         "look at the file system",
     ),
     _kind(
-        r"Got async event : (port error|local catastrophic error|device fatal)|port_inactive|Link DOWN\b|link is not ready"
-        r"|mlx5_core .*(health|fatal|assert)|infiniband.*(error|failed)",
+        r"Got async event : (port error|local catastrophic error|device fatal)|port_inactive"
+        r"|mlx5_core .*(health compromised|fatal|assert)|infiniband.*(error|failed)",
         "network card lost its link",
         "network",
         NETWORK,
         excludes=True,
+    ),
+    _kind(
+        r"mlx\d_core .*Link DOWN\b",
+        "link of a network card was down",
+        "network",
+        "nothing, where it was while the node started; else " + NETWORK,
     ),
     _kind(
         r"Got completion from peer .* status=\d+|async fatal event on QP|ibv_\w+ failed|Call to ibv_\w+ failed",
@@ -209,11 +223,26 @@ PATTERNS = (
         PROGRAM,
     ),
     _kind(r"moe-exp: rank \d+ on \S+( \(\S+\))? failed: ", "rank failed", "program", "read its traceback"),
+    _kind(r"moe-exp: rank \d+ on .* has failed after iteration \d+: SIG(SEGV|ILL|FPE)", "rank crashed", "program", "read its log"),
+    _kind(
+        r"moe-exp: rank \d+ on .* has failed after iteration \d+: SIG",
+        "rank was ended by a signal",
+        "consequence",
+        "look for what came before: a hang, whose ranks all get SIGKILL, the kernel's oom_kill, NCCL's watchdog (SIGABRT)",
+    ),
 )
+
+# Of Xids that say how bad it is: those with which jobs may go on.
+_MILD = {
+    **dict.fromkeys(range(144, 151), (r", \S+ Nonfatal ", "NVLink 5 error that is not fatal")),
+    154: (r"to 0x0 \(None\)", "driver asks for nothing any more"),
+}
 
 
 def recognised(message: str) -> Fault | None:
     """The kind of a message, or None."""
     if found := re.search(r"NVRM: Xid \([^)]*\): (\d+)", message):
-        return xid(int(found[1]))
+        number = int(found[1])
+        pattern, what = _MILD.get(number, (r"(?!)", ""))
+        return Fault(f"Xid {number}: {what}", "hardware", "watch it") if re.search(pattern, message) else xid(number)
     return next((fault for pattern, fault in PATTERNS if pattern.search(message)), None)

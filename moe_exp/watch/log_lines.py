@@ -38,6 +38,7 @@ _TIMES = (
 _SINCE_BOOT = re.compile(r"^\s*(?:<\d+>)?\[\s*(\d+\.\d)\d*\]")
 
 _NAME = r"[A-Za-z0-9][\w.-]*"
+_LEVELS = "(?i:debug|info|note|warn|warning|error|critical|fatal|message|what)"
 # Each line of these has one of host, rank, device by name.
 _SOURCES = (
     re.compile(rf"rank (?P<rank>\d+) on (?P<host>{_NAME})(?: \((?P<device>[\w:]+)\))?"),  # a rank's own errors
@@ -47,9 +48,10 @@ _SOURCES = (
     re.compile(rf"slurmstepd(?:-(?P<host>{_NAME}))?: error: "),
     re.compile(rf"(?:{'|'.join(_MONTHS)}) +\d+ \d\d:\d\d:\d\d (?P<host>{_NAME}) [\w.()/-]+(?:\[\d+\])?: "),  # syslog
     re.compile(rf"^\d{{4}}-\d\d-\d\dT[\d:.,+-]+Z? (?P<host>{_NAME}) [\w.()/-]+(?:\[\d+\])?: "),  # syslog of systemd
-    # pdsh, clush; not `RuntimeError: CUDA error: ...`
+    # pdsh, clush; not `RuntimeError: CUDA error: ...`, `ERROR: ...`, or the number of a task that `srun --label` puts before a line
     re.compile(
-        rf"^(?!\S*(Error|Exception|Interrupt): )(?!(moe-exp|srun|terminate|NVRM): )(?P<host>{_NAME}): (?=\[|moe-exp|NVRM|CUDA|\S*Error)"
+        rf"^(?!\S*(Error|Exception|Interrupt): )(?!(moe-exp|srun|terminate|NVRM|kernel|\d+|{_LEVELS}): )(?P<host>{_NAME}): "
+        r"(?=\[|moe-exp|NVRM|CUDA|\S*Error)"
     ),
 )
 _RANK = (re.compile(r"\[rank(\d+)\]"), re.compile(r"\[Rank (\d+)\]"), re.compile(r"\bRank (\d+)\]"))

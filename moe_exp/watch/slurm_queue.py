@@ -22,7 +22,7 @@ _NEVER = re.compile(
     r"DependencyNeverSatisfied|JobHeld(User|Admin)|JobHoldMaxRequeue|BadConstraints|launch failed requeued held|"
     r"(job )?requeued (in )?held( state)?|NonZeroExitCode|Invalid(Account|QOS)|(Account|QOS)NotAllowed|Partition(TimeLimit|NodeLimit)|"
     r"DeadLine|(QOS|Assoc)\w*MaxWall\w*|(QOS|Assoc)\w*MaxSubmit\w*|(QOS|Assoc)(Max|Grp)\w*Minutes\w*|ReservationDeleted|FrontEndDown|AccountingPolicy|"
-    r"(QOS|Assoc)Max(Cpu|Node|GRES|TRES|Mem)\w*PerJob\w*"
+    r"(QOS|Assoc)Max(Cpu|Node|GRES|TRES|Mem)\w*PerJob\w*|QOSMin\w*"
 )
 
 
@@ -60,11 +60,13 @@ class Queue:
 
     Attributes:
         running: have nodes.
+        ending: are over, and SLURM clears up; a job that was queued again looks like that for a while.
         coming: wait for them, or for the job before them.
         stuck: wait, and will not start unless somebody does something.
     """
 
     running: list[QueuedJob] = field(default_factory=list)
+    ending: list[QueuedJob] = field(default_factory=list)
     coming: list[QueuedJob] = field(default_factory=list)
     stuck: list[QueuedJob] = field(default_factory=list)
 
@@ -102,8 +104,9 @@ def read_queue(name: str, user: str = "") -> Queue:
         QueueError: it is not here, refuses, or takes longer than a minute.
     """
     command = ["squeue", "--noheader", f"--user={user or getpass.getuser()}", f"--name={name}", f"--format={_FORMAT}"]
-    # Or the ids of a long array are cut off, and times are written in another way.
-    environ = {**os.environ, "SLURM_BITSTR_LEN": "0", "SLURM_TIME_FORMAT": "standard"}
+    # Or what somebody likes to see of the queue is all that is seen, ids of a long array are cut off, times are written in another way.
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
+    environ = {**kept, "SLURM_BITSTR_LEN": "0", "SLURM_TIME_FORMAT": "standard"}
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=_SQUEUE_SECONDS)
     except FileNotFoundError:
@@ -126,6 +129,8 @@ def parse_queue(text: str) -> Queue:
         job = QueuedJob(name, state, num_tasks(name), slurm_time(start), slurm_seconds(limit), slurm_seconds(left), reason.strip("() "))
         if state in _RUNNING:
             queue.running.append(job)
+        elif state == "COMPLETING":
+            queue.ending.append(job)
         elif state in _HALTED or (state in _WAITING and _NEVER.fullmatch(job.reason)):
             queue.stuck.append(job)
         elif state in _WAITING:

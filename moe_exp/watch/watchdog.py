@@ -19,9 +19,10 @@ from moe_exp.watch.slurm_queue import Queue, QueueError, read_queue
 from moe_exp.watch.watchdog_disk import disk_of, free_bytes, with_sample
 from moe_exp.watch.watchdog_memory import EVENT, Memory, default_folder, memory_file, read_memory, write_memory
 from moe_exp.watch.watchdog_rules import Limits, Sight, all_texts, count_events, problems_of, state_line
-from moe_exp.watch.watchdog_run import view_run
+from moe_exp.watch.watchdog_run import view_run, within
 
 _LOCK_SECONDS = 60.0
+_READ_SECONDS = 60.0  # that a file system may take
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,8 @@ class Watchdog:
         memory = self._kept.get(path) or read_memory(path)
         look = RunLook(run, path, memory)
         try:
-            view = view_run(run.path, now=now)
-            memory.disk = with_sample(memory.disk, now, free_bytes(run.path))
+            view = within(_READ_SECONDS, lambda: view_run(run.path, now=now))
+            memory.disk = with_sample(memory.disk, now, within(_READ_SECONDS, lambda: free_bytes(run.path)))
             queue, silent = self._queue(run) if view.status != "finished" else (None, "")
             sight = Sight(view, disk_of(view, memory.disk), queue, silent)
             look.found = problems_of(sight, memory, self.limits, run.slurm_name)
@@ -96,8 +97,10 @@ class Watchdog:
             look.has_new_events = memory.untold_events != told_before
             look.found |= events
             look.state = state_line(sight)
-        except (OSError, ValueError) as error:  # a file system that is away; the next look may see it again
-            look.found = {"unreadable": f"cannot be looked at: {error}"}
+        except Exception as error:  # a file system that is away, records that nobody has thought of: silence would look like health
+            what = str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
+            look.found = {key: known.text for key, known in memory.problems.items() if known.is_open}  # which are hardly over
+            look.found["unreadable"] = f"cannot be looked at: {what}"
             look.state = "unknown"
         return look
 
@@ -118,7 +121,7 @@ class Watchdog:
         for channel, reason in failed.items():
             print(f"moe-exp watch: the message did not get through by {channel}: {reason}", file=sys.stderr, flush=True)
         looks[0].memory.failed_channels = failed
-        if len(failed) < len(self.channels):
+        if any(channel.name not in failed for channel in self.channels):
             for look in told:
                 look.memory.confirm(look.news, look.over, now)
 

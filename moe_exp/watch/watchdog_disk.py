@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_exp.watch.watchdog_run import RunView
+from moe_exp.watch.watchdog_run import RunView, event_time
 
 _WINDOW_SECONDS = 24 * 3600.0  # over which the fill rate is measured: checkpoints come in lumps, and other people write, too
 _SHORTEST_SECONDS = 3600.0
@@ -58,12 +59,24 @@ def disk_of(view: RunView, samples: Sequence[Sample]) -> Disk:
         samples: free bytes at the looks of the last day, the latest one last.
     """
     free = samples[-1][1]
+    begin = _all_kept_since(view)
+    samples = [sample for sample in samples if sample[0] >= begin] or samples[-1:]
     seconds = samples[-1][0] - samples[0][0]
     planned = _planned(view)
     save_seconds = int(view.settings["save_interval"]) * (view.seconds_per_iteration or 0.0)
     if seconds >= max(_SHORTEST_SECONDS, min(2 * save_seconds, _WINDOW_SECONDS / 2)):
         return Disk(free, (samples[0][1] - free) / seconds, True)
     return Disk(free, planned, False)
+
+
+def _all_kept_since(view: RunView) -> float:
+    """When the run had as many checkpoints as it keeps. What the first ones take is no rate at which the disk will go on filling."""
+    settings = view.settings
+    if not settings["keep_last"]:
+        return 0.0
+    number = int(settings["keep_last"]) + int(settings["keep_best"]) + 1
+    saves = [event_time(event) for event in view.events if event["event"] == "checkpoint"]
+    return saves[number - 1] if len(saves) >= number else math.inf
 
 
 def _planned(view: RunView) -> float | None:

@@ -96,8 +96,8 @@ class Memory:
 
 def memory_file(folder: Path, run: Path) -> Path:
     """Where the memory of a run is kept: by its name, and by its whole path, as two runs may have the same name."""
-    path = str(run.resolve())
-    return folder / f"{run.resolve().name}-{hashlib.sha256(path.encode()).hexdigest()[:10]}.json"
+    path = os.path.abspath(run)  # noqa: PTH100  # without a look at the disk, which may hang
+    return folder / f"{Path(path).name}-{hashlib.sha256(path.encode()).hexdigest()[:10]}.json"
 
 
 def default_folder() -> Path:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -13,9 +14,11 @@ from moe_exp.watch.watchdog_disk import Disk
 from moe_exp.watch.watchdog_memory import EVENT, Memory
 from moe_exp.watch.watchdog_run import START_SECONDS, RunView, event_time, num_switches
 
-# Events of a run that is well. All others are told, also those that somebody adds to records.EVENTS.
+# Events of a run that is well, where status or grade is not `failed`. All others are told, also those that somebody adds to records.EVENTS.
 QUIET_EVENTS = frozenset(("start", "resume", "checkpoint", "end", "stop", "restart", "other_data", "spike_end", "preflight"))
 _MANY_STARTS = 3  # at the same iteration
+_ENDING_SECONDS = 1800.0  # after a job, in which SLURM may still clear up
+_VICTIM_SECONDS = 120.0  # after a hang, in which its ranks are ended
 _SLURM_SILENT_SECONDS = 900.0  # the controller is restarted now and then
 _NO_END_SECONDS = 3 * 86400.0  # where the end of the run is not known: how far ahead the disk is looked after
 
@@ -87,7 +90,8 @@ def _queue_problems(sight: Sight, queue: Queue, memory: Memory, limits: Limits, 
     view = sight.view
     if queue.stuck:
         yield "never_starts", "will not start by itself: " + ", ".join(job.text for job in queue.stuck)
-    if not (queue.running or queue.coming or queue.stuck):
+    is_ending = queue.ending and view.now - memory.busy < _ENDING_SECONDS
+    if not (queue.running or queue.coming or queue.stuck or is_ending):
         yield "not_scheduled", f"no job named {slurm_name} runs or waits, at iteration {view.iteration:,} of {view.train_iters:,}"
     if queue.running:
         yield from _stuck(view, memory, limits, since=max((job.start.timestamp() for job in queue.running if job.start), default=0.0))
@@ -161,11 +165,24 @@ def count_events(view: RunView, memory: Memory) -> dict[str, str]:
     else:
         new = view.events[seen:]
     memory.num_events = len(view.events)
-    for event in new:
-        if event["event"] not in QUIET_EVENTS or (event["event"] == "end" and event.get("status") == "failed"):
+    causes, is_new = _without_victims(view.events), {id(event) for event in new}
+    for event in causes:
+        is_bad = event["event"] not in QUIET_EVENTS or "failed" in (event.get("status"), event.get("grade"))
+        if is_bad and id(event) in is_new:
             memory.untold_events[event["event"]] = memory.untold_events.get(event["event"], 0) + 1
-    latest = {event["event"]: event for event in view.events}
+    latest = {event["event"]: event for event in causes}
     return {EVENT + name: _event_text(latest[name], count) for name, count in memory.untold_events.items() if name in latest}
+
+
+def _without_victims(events: Sequence[Record]) -> list[Record]:
+    """Events without the ranks that a hang's end has killed: they did nothing wrong, and the hang names who did."""
+    kept, hung = [], -math.inf
+    for event in events:
+        hung = event_time(event) if event["event"] == "hang" else hung
+        was_killed = event["event"] == "rank_failed" and event.get("cause") == "SIGKILL"
+        if not (was_killed and 0 <= event_time(event) - hung < _VICTIM_SECONDS):
+            kept.append(event)
+    return kept
 
 
 def _event_text(event: Record, count: int) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import statistics
+import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -22,6 +23,7 @@ from moe_exp.run_folder import RunFolder
 _LAST_RECORDS = 50  # of training, for the pace
 _EVENT = b'{"kind": "event"'  # as records.append writes them
 _STARTS = ("start", "resume")
+_Result = TypeVar("_Result")
 # Silence that is none yet, whatever the pace: a file system that lags, a slow checkpoint, NCCL's first connections.
 _PATIENCE_SECONDS = 600.0
 START_SECONDS = 1800.0  # more of it, from the start of a job to its first record: imports, loading, compiling
@@ -154,9 +156,34 @@ def view_run(path: Path, *, now: float | None = None) -> RunView:
     return RunView(folder, _settings(folder.config), events, train, moved, time.time() if now is None else now)
 
 
+def within(seconds: float, action: Callable[[], _Result]) -> _Result:
+    """What `action` returns. A file system that is away answers nothing at all: the thread that waits for it is left behind.
+
+    Raises:
+        TimeoutError: it takes longer.
+    """
+    results: list[_Result] = []
+    errors: list[Exception] = []
+
+    def work() -> None:
+        try:
+            results.append(action())
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work, name="watchdog reader", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError(f"its file system has not answered in {seconds:.0f} s")
+    return results[0]
+
+
 def _settings(path: Path) -> dict[str, Any]:
     defaults = {name: Config.model_fields[name].default for name in ("train_iters", "log_interval", "eval_interval", "eval_iters")}
-    defaults |= {name: Config.model_fields[name].default for name in ("save_interval", "keep_last")}
+    defaults |= {name: Config.model_fields[name].default for name in ("save_interval", "keep_last", "keep_best")}
     try:
         read = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):  # it is written anew at every start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,10 +11,11 @@ from typing import Any
 from moe_exp.config import ConfigError
 from moe_exp.watch.alerts import channels_of
 from moe_exp.watch.watchdog import Watchdog, Watched
-from moe_exp.watch.watchdog_memory import default_folder
+from moe_exp.watch.watchdog_memory import default_folder, memory_file
 from moe_exp.watch.watchdog_rules import Limits
-from moe_exp.watch.watchdog_run import view_run
+from moe_exp.watch.watchdog_run import view_run, within
 
+_READ_SECONDS = 60.0
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -40,9 +42,12 @@ def watchdog_of(options: Mapping[str, Any], environ: Mapping[str, str]) -> Watch
     ]
     if options.get("every") is not None and not options["every"] > 0:
         problems.append(f"--every={options['every']:g}: is no time. Fix: give seconds, as in --every 300.")
+    folder = Path(options.get("state") or default_folder()).expanduser()
     for path in run_dirs:
+        if memory_file(folder, Path(path)).exists():
+            continue  # it was a run at an earlier look: where it is away now, somebody has to be told
         try:
-            view_run(path)
+            within(_READ_SECONDS, functools.partial(view_run, path))
         except (OSError, ValueError) as error:
             problems.append(str(error))
     try:
@@ -55,7 +60,6 @@ def watchdog_of(options: Mapping[str, Any], environ: Mapping[str, str]) -> Watch
         raise ConfigError(problems)
     limits = Limits(times["stuck"] or None, times["ahead"], times["wait"])
     runs = [Watched(Path(path).absolute(), name) for path, name in zip(run_dirs, names or [""] * len(run_dirs), strict=True)]
-    folder = Path(options.get("state") or default_folder()).expanduser()
     return Watchdog(runs, channels, limits, times["again"], options.get("slurm_user") or "", folder)
 
 

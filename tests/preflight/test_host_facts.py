@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 
 import pytest
 
-from moe_exp.preflight.host_facts import disk, expanded_hosts, host_facts, kernel_faults, planned_hosts
+from moe_exp.preflight.host_facts import disk, expanded_hosts, host_facts, kernel_faults, own_name, planned_hosts
 
 DMESG = """\
 2026-11-22T03:13:58,104212+01:00 nvidia-nvlink: Nvlink Core is being initialized, major device number 510
@@ -66,3 +67,8 @@ def test_hosts_that_are_expected():
     assert planned_hosts(3, "", environ) == ["n1", "n2", "n3"]
     assert planned_hosts(2, "", environ) == []  # some of them only: who has which number is not known
     assert planned_hosts(2, "x,y", environ) == ["x", "y"]
+
+
+def test_a_node_has_slurms_name():
+    assert own_name({"SLURMD_NODENAME": "gpu-07"}) == "gpu-07"
+    assert own_name({}) == socket.gethostname()

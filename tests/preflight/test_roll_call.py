@@ -109,3 +109,12 @@ def test_address_of_the_interface_that_gloo_uses():
     assert data_address({"NCCL_SOCKET_IFNAME": "^lo"}) == ""
     assert data_address({"GLOO_SOCKET_IFNAME": "no_such_thing"}) == ""
     assert data_address({"GLOO_SOCKET_IFNAME": "lo"}) == "127.0.0.1"
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
+@pytest.mark.parametrize(("host", "seen"), [("::1", "::1"), ("127.0.0.1", "127.0.0.1")])
+def test_nodes_find_each_other_by_both_kinds_of_addresses(host, seen):
+    port = free_port()
+    with closing(Server(port, 2)), closing(Nodes(host, port, node=1, num_nodes=2, seconds=5.0)) as nodes, closing(Door()) as door:
+        assert nodes.address == seen
+        assert knock(nodes.address, door.port) == ""

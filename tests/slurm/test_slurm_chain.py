@@ -143,6 +143,37 @@ def test_bad_settings_end_the_chain_at_once(chain):
     assert chain.cluster.states() == ["FAILED", "CANCELLED", "CANCELLED"]
 
 
+def test_settings_that_have_trained_can_run(chain):
+    assert chain.submit("2/2/0", NNODES=1, NUM_JOBS=2).returncode == 0
+    (chain.folder / "checkpoints").mkdir()
+    (chain.folder / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("500")
+    assert [chain.cluster.run()[1] for _ in range(3)] == [1, 1, 0]  # a file server was away
+    assert chain.cluster.states() == ["COMPLETED", "CANCELLED"]
+
+
+def test_a_setup_with_set_e_does_not_end_the_chain(chain):
+    chain.setup.write_text(f"set -euo pipefail\n{chain.setup.read_text().replace('$NOT_SET', '')}")
+    assert chain.submit("1/0", NNODES=1, NUM_JOBS=1).returncode == 0
+    assert chain.cluster.run() == (101, 1)
+    assert chain.cluster.states() == ["PENDING"]
+    assert chain.cluster.run() == (101, 0)
+
+
+def test_a_name_that_slurm_does_not_know_keeps_no_other_from_being_excluded(chain):
+    assert chain.submit("75/0", NNODES=1, NUM_JOBS=2).returncode == 0
+    (chain.folder.parent / "exclude_nodes.txt").write_text("unknown\nnode-b\n")
+    assert chain.cluster.run() == (101, 0)
+    assert chain.cluster.job(102)["excluded"] == "node-b"
+
+
+def test_a_line_that_is_no_host_is_refused_before_anything_is_submitted(chain):
+    chain.folder.parent.mkdir(parents=True)
+    (chain.folder.parent / "exclude_nodes.txt").write_text("n2 and n3\n")
+    done = chain.submit("75", NNODES=1)
+    assert done.returncode == 1
+    assert "line 1 holds 'n2 and n3', no host name" in done.stderr
+
+
 def test_nodes_that_are_excluded_meanwhile_are_left_out_by_the_rest_of_the_chain(chain):
     chain.folder.parent.mkdir(parents=True)
     excluded = chain.folder.parent / "exclude_nodes.txt"
@@ -205,6 +236,10 @@ def test_containers(settings, srun, launcher, chain, tmp_path):
         ({"AFTER": "big-run"}, "AFTER=big-run: is no list of job ids."),
         ({"JOB_NAME": "a,b"}, "JOB_NAME=a,b: has characters that squeue cannot look for."),
         ({"EXTRA_SBATCH": "-p gpu"}, "EXTRA_SBATCH=-p: is no option of the form --name=value."),
+        (
+            {"EXTRA_SBATCH": "--exclude=n1"},
+            "EXTRA_SBATCH=--exclude=n1: --exclude is set by this command. Fix: put the nodes into EXCLUDE_FILE.",
+        ),
         ({"EXTRA_SBATCH": "--output=x"}, "EXTRA_SBATCH=--output=x: --output is set by this command."),
         ({"SETUP": "/no/such"}, "SETUP=/no/such: cannot be read."),
         ({"PASS_ENV": "NOT_SET"}, "PASS_ENV=NOT_SET: is not set in this shell."),

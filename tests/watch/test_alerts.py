@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import email
 import email.policy
 import http.server
@@ -68,6 +69,14 @@ def test_mail(security, pair, monkeypatch):
     assert message.get_content().splitlines() == ["line one", "über 2"]
 
 
+def test_a_recipient_who_is_refused_keeps_nobody_from_the_message():
+    with SmtpSink() as sink:
+        sink.unknown = ("gone@b.org",)
+        failed = send_to_all([Mail("localhost", sink.port, "none", "", "", "me@host", ("a@b.org", "gone@b.org"))], "s", "t")
+    assert failed == {f"e-mail by localhost:{sink.port} in part": "refused for gone@b.org"}
+    assert len(sink.messages) == 1
+
+
 def test_a_certificate_that_nobody_knows_is_not_trusted(pair):
     with SmtpSink("tls", pair) as sink:
         failed = send_to_all([Mail("localhost", sink.port, "tls", "", "", "me@host", ("a@b.org",))], "s", "t")
@@ -82,6 +91,7 @@ def test_a_refused_login_is_told_without_the_password(pair, monkeypatch):
         (reason,) = send_to_all([mail], "s", "t").values()
     assert reason.startswith("SMTPAuthenticationError: (535, b'*** is not what")
     assert SECRET not in reason
+    assert base64.b64encode(f"\0other\0{SECRET}".encode()).decode() not in reason
 
 
 def test_webhook_gets_slacks_form(webhook):

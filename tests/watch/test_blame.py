@@ -95,7 +95,7 @@ LINES = [
     ),
     (
         "Feb 14 05:03:41 gpu-1 kernel: mlx5_core 0000:ab:00.0 mlx5_5: Port: 1 Link DOWN",
-        ("network card lost its link", "network", "gpu-1", "", "", "02-14 05:03:41"),
+        ("link of a network card was down", "network", "gpu-1", "", "", "02-14 05:03:41"),
     ),
     (
         "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:2251, unhandled system error (run with NCCL_DEBUG=INFO)",
@@ -124,6 +124,34 @@ LINES = [
     ),
     ("gpu-a02: RuntimeError: CUDA error: uncorrectable NVLink error detected during the execution",
      ("uncorrectable NVLink error", "hardware", "gpu-a02", "", "", "")),
+    (
+        "3: [rank3]: RuntimeError: CUDA error: uncorrectable ECC error encountered",  # srun --label
+        ("uncorrectable memory error (ECC)", "hardware", "", "3", "", ""),
+    ),
+    (
+        "ERROR: CUDA error: uncorrectable ECC error encountered",
+        ("uncorrectable memory error (ECC)", "hardware", "", "", "", ""),
+    ),
+    (
+        "moe-exp: rank 5 on gpu-b07 (cuda:1) has failed after iteration 700: SIGSEGV",
+        ("rank crashed", "program", "gpu-b07", "5", "cuda:1", ""),
+    ),
+    (
+        "moe-exp: rank 5 on gpu-b07 (cuda:1) has failed after iteration 700: SIGKILL",  # each rank of a hang
+        ("rank was ended by a signal", "consequence", "gpu-b07", "5", "cuda:1", ""),
+    ),
+    (
+        "nvidia-nvswitch2: SXid (PCI:0000:c4:00.0): 20034, Fatal, Link 30 LTSSM Fault Up",
+        ("NVSwitch error (SXid)", "hardware", "", "", "0000:c4:00.0", ""),
+    ),
+    (
+        "[ 99.1] EDAC MC0: 1 UE memory read error on CPU_SrcID#0_MC#0_Chan#1_DIMM#0",
+        ("uncorrectable error of processor or memory", "hardware", "", "", "", "99.1 s"),
+    ),
+    (
+        "[ 99.1] mce: [Hardware Error]: CPU 24: Machine Check Exception: 5 Bank 7: be00000000800400",
+        ("uncorrectable error of processor or memory", "hardware", "", "", "", "99.1 s"),
+    ),
 ]  # fmt: skip
 
 
@@ -142,11 +170,30 @@ def test_known_lines(line, expected):
         "resuming from iteration 1000",
         "[1843.439669] NVRM: loading NVIDIA UNIX Open Kernel Module for x86_64  570.158.01  Release Build",
         "Feb 14 05:03:41 gpu-1 kernel: mlx5_core 0000:ab:00.0 mlx5_5: Port: 1 Link ACTIVE",
+        "[   16.580293] IPv6: ADDRCONF(NETDEV_UP): ens32: link is not ready",
+        "[   38.178720] nvidia-nvswitch3: SXid (PCI:0000:04:00.0): 22013, Non-fatal, Link 44 Minion Link DLREQ interrupt",
+        "[   38.180708] nvidia-nvswitch3: SXid (PCI:0000:04:00.0): 22013, Severity 0 Engine instance 44 Sub-engine instance 00",
+        "mce: [Hardware Error]: Machine check events logged",
+        "[ 9.1] [Hardware Error]: Corrected error, no action required.",
+        "EDAC MC0: 1 CE memory read error on CPU_SrcID#0_MC#0_Chan#1_DIMM#0",
         "",
     ],
 )
 def test_lines_that_say_nothing_bad(line):
     assert recognised(line) is None
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "NVRM: Xid (PCI:0018:01:00): 145, RLW_RXPIPE Nonfatal XC0 i0 Link 13 (0x0409a0c2 0x00000008 0x00000001)",
+        "NVRM: Xid (PCI:0000:1b:00): 154, GPU recovery action changed from 0x1 (GPU Reset Required) to 0x0 (None)",
+        "RuntimeError: No CUDA GPUs are available",  # on every host of a job that has asked for none
+        "[   15.1] mlx5_core 0000:3b:00.0 ens1f0: Link down",  # on every host while it starts
+    ],
+)
+def test_lines_that_no_host_is_left_out_for(line):
+    assert not recognised(line).excludes
 
 
 def test_xids():
@@ -207,6 +254,19 @@ def test_a_ranks_own_host_counts_more_than_the_name_of_a_common_log(tmp_path):
         "moe-exp: rank 9 on gpu-b07 (cuda:1) failed: RuntimeError: something\n"
     )
     assert set(hosts_to_exclude(blame([tmp_path / "all.login1.log"]))) == {"gpu-b07"}
+
+
+def test_in_each_job_of_a_chain_a_rank_is_on_another_host(tmp_path):
+    error = "[rank9]: RuntimeError: CUDA error: uncorrectable ECC error encountered\n"
+    (tmp_path / "job4711.gpu-a01.log").write_text("[2026-03-20 01:00:00] WARNING gpu-a01 rank 9 cuda:1 moe_exp.train: careful\n")
+    (tmp_path / "job4712.gpu-b07.log").write_text(error)
+    assert set(hosts_to_exclude(blame(log_files([tmp_path])))) == {"gpu-b07"}
+    moved = "moe-exp: rank 9 on gpu-{} (cuda:1) failed: RuntimeError: something\n"
+    (tmp_path / "all.log").write_text(moved.format("c01") + error + moved.format("c02"))
+    assert set(hosts_to_exclude(blame([tmp_path / "all.log"]))) == {"gpu-c01"}
+    (tmp_path / "train.log").write_text(error)
+    files = [tmp_path / "train.log", tmp_path / "all.log"]
+    assert "" in [one.where.host for one in blame(files) if one.fault.excludes]  # c01 or c02: nobody knows
 
 
 def test_command(job, tmp_path, capsys, monkeypatch):

@@ -32,6 +32,7 @@ def test_chain_between_two_jobs():
     queue = parse_queue(CHAIN)
     assert queue.running == []
     assert [job.name for job in queue.coming] == ["4713", "4712"]
+    assert [job.name for job in queue.ending] == ["4711"]
     assert queue.next_start == datetime(2026, 11, 23, 1, 30).astimezone()
     assert queue.limit_seconds == 43200
 
@@ -48,6 +49,7 @@ def test_chain_between_two_jobs():
         "1|PENDING|N/A|1:00:00|1:00:00|QOSMaxWallDurationPerJobLimit",
         "1|PENDING|N/A|1:00:00|1:00:00|AssocGrpCPUMinutesLimit",
         "1|PENDING|N/A|1:00:00|1:00:00|BadConstraints",
+        "1|PENDING|N/A|1:00:00|1:00:00|QOSMinGRES",
         "1|REQUEUE_HOLD|N/A|1:00:00|1:00:00|None",
         "1|SUSPENDED|2026-11-22T02:10:00|1:00:00|0:30:00|None",
     ],
@@ -83,6 +85,14 @@ def test_tasks_of_a_name(name, number):
 )
 def test_time_spans(text, seconds):
     assert slurm_seconds(text) == seconds
+
+
+def test_what_somebody_likes_to_see_of_the_queue_is_not_all_that_is_seen(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("SQUEUE_STATES", "RUNNING")
+    (tmp_path / "squeue").write_text("#!/bin/sh\n[ -n \"$SQUEUE_STATES\" ] || echo '1|PENDING|N/A|1:00:00|1:00:00|Priority'\n")
+    (tmp_path / "squeue").chmod(0o755)
+    assert len(read_queue("name").coming) == 1
 
 
 def test_slurm_that_does_not_answer(tmp_path, monkeypatch):

@@ -2,103 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
 import time
 from datetime import datetime
-from pathlib import Path
 
 import pytest
 import yaml
 
 from moe_exp.cli import main
-from moe_exp.records import append
 from moe_exp.watch import watchdog_rules
 from moe_exp.watch.alerts import AlertFile
 from moe_exp.watch.slurm_queue import parse_queue
-from moe_exp.watch.watchdog import Watchdog, Watched
+from moe_exp.watch.watchdog import Watched
 from moe_exp.watch.watchdog_disk import Disk, disk_of, with_sample
 from moe_exp.watch.watchdog_memory import Memory
 from moe_exp.watch.watchdog_run import num_switches, read_tail, view_run
+from watched_run import DAY, HOUR, SETTINGS, WAITING, Run, found, running
 from whole_runs import ROOT
-
-HOUR, DAY = 3600.0, 86400.0
-SETTINGS = {"train_iters": 40000, "log_interval": 20, "eval_interval": 1000, "eval_iters": 10, "save_interval": 1000, "keep_last": 0}
-
-
-class Run:
-    """A run folder whose events have the times that a test wants: `at` seconds after a moment of the past."""
-
-    def __init__(self, path: Path, **settings: object):
-        self.path = path
-        path.mkdir()
-        self.begin = int(time.time()) - 10 * DAY
-        (path / "config.yaml").write_text(yaml.safe_dump(SETTINGS | settings))
-        self.metrics = path / "metrics.jsonl"
-
-    def event(self, name: str, iteration: int, at: float, **details: object) -> None:
-        when = datetime.fromtimestamp(self.begin + at).astimezone().isoformat(timespec="seconds")
-        append(self.metrics, {"kind": "event", "iteration": iteration, "event": name, "time": when, **details})
-
-    def train(self, first: int, last: int, at: float, *, ms: float = 2000.0) -> None:
-        """Records of iterations `first`, `first + 20`, ...; the file was written `at` then."""
-        for iteration in range(first, last + 1, 20):
-            append(self.metrics, {"kind": "train", "iteration": iteration, "elapsed_time_per_iteration_ms": ms})
-        os.utime(self.metrics, (self.begin + at, self.begin + at))
-
-
-class Queue:
-    """squeue: prints what is set, or fails."""
-
-    def __init__(self, folder: Path):
-        folder.mkdir()
-        self.lines = folder / "lines"
-        self.set("")
-        program = folder / "squeue"
-        program.write_text(f'#!/bin/sh\n[ -e "{self.lines}" ] || {{ echo "slurm_load_jobs error: Socket timed out" >&2; exit 1; }}\n'
-                           f'echo "$@" >"{folder}/called"\ncat "{self.lines}"\n')  # fmt: skip
-        program.chmod(0o755)
-
-    def set(self, text: str) -> None:
-        self.lines.write_text(text)
-
-
-@pytest.fixture
-def run(tmp_path):
-    run = Run(tmp_path / "big_run")
-    run.event("start", 0, 0.0)
-    run.train(20, 2000, 4200.0)
-    run.event("checkpoint", 2000, 4230.0, seconds=30.0, bytes=10**9)
-    run.train(2020, 2020, 4300.0)
-    return run
-
-
-@pytest.fixture
-def queue(tmp_path, monkeypatch):
-    queue = Queue(tmp_path / "bin")
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
-    return queue
-
-
-@pytest.fixture
-def dog(run, tmp_path, queue):
-    return Watchdog([Watched(run.path, "big_run")], [AlertFile(tmp_path / "alerts.log")], folder=tmp_path / "state")
-
-
-def found(dog, run, at):
-    """Keys of the problems at one look; every look is made by a new watchdog, as cron's are."""
-    again = Watchdog(dog.runs, dog.channels, dog.limits, dog.again_seconds, folder=dog.folder)
-    (look,) = again.look(now=run.begin + at)
-    return set(look.found), set(look.news), set(look.over)
-
-
-def running(run, *, since=0.0, left="23:00:00", name="101_1"):
-    return f"{name}|RUNNING|{datetime.fromtimestamp(run.begin + since):%Y-%m-%dT%H:%M:%S}|1-00:00:00|{left}|None\n"
-
-
-WAITING = "101_[2-30%1]|PENDING|N/A|1-00:00:00|INVALID|JobArrayTaskLimit\n"
 
 
 def test_a_job_that_ended_at_night_with_nothing_behind_it(dog, run, queue, tmp_path):
@@ -232,13 +154,31 @@ def test_one_message_for_several_runs(dog, run, queue, tmp_path):
     assert [line.partition(" ")[2] for line in heads] == ["moe-exp: 2 problems in big_run, other"]
 
 
-def test_a_run_folder_that_is_away_is_a_problem(dog, run, queue):
+def test_ranks_that_a_hang_has_ended_did_nothing(dog, run, queue):
     queue.set(running(run) + WAITING)
+    found(dog, run, 4350.0)
+    run.event("hang", 2020, 4360.0, ranks=[5], hosts=["node-b"])
+    run.event("rank_failed", 2020, 4361.0, rank=0, host="node-a", cause="SIGKILL")
+    assert found(dog, run, 4400.0)[1] == {"event hang"}
+    run.event("rank_failed", 2020, 9000.0, rank=1, host="node-a", cause="SIGKILL")
+    assert found(dog, run, 9100.0)[1] >= {"event rank_failed"}
+
+
+def test_a_failed_preflight_is_told(dog, run, queue):
+    queue.set(running(run) + WAITING)
+    found(dog, run, 4350.0)
+    run.event("preflight", 2000, 4360.0, grade="warning", findings=[])
+    assert found(dog, run, 4400.0)[1] == set()
+    run.event("preflight", 2000, 4410.0, grade="failed", findings=["failed: node-b (node 1): matmul"])
+    assert found(dog, run, 4450.0)[1] == {"event preflight"}
+
+
+def test_a_job_that_goes_back_into_the_queue_is_no_missing_job(dog, run, queue):
+    queue.set(running(run))
     found(dog, run, 4400.0)
-    (run.path / "config.yaml").rename(run.path / "away")
-    assert found(dog, run, 4500.0)[1] == {"unreadable"}
-    (run.path / "away").rename(run.path / "config.yaml")
-    assert found(dog, run, 4600.0)[2] == {"unreadable"}
+    queue.set("101_1|COMPLETING|2026-11-22T02:10:00|1-00:00:00|0:00|None\n")
+    assert "not_scheduled" not in found(dog, run, 4500.0)[0]
+    assert "not_scheduled" in found(dog, run, 4400.0 + 1900)[0]  # it was the last one, and a node does not come clear
 
 
 def test_without_slurm(dog, run, queue):
@@ -277,6 +217,19 @@ def test_fill_rate_measured_and_planned(run):
     early = disk_of(view, samples[:1])
     # a checkpoint of 1 GB every 1000 iterations of 2 s, with 10 forward passes and a save of 30 s
     assert (early.measured, early.bytes_per_second) == (False, pytest.approx(10**9 / (2000 + 20 / 3 + 30)))
+
+
+def test_the_first_checkpoints_are_no_rate_where_old_ones_are_removed(run):
+    (run.path / "config.yaml").write_text(yaml.safe_dump(SETTINGS | {"keep_last": 3}))
+    for number in range(1, 4):
+        run.event("checkpoint", 2000 + number, 4400.0 + 7200 * number, seconds=30.0, bytes=10**12)
+    hours = [(run.begin + hour * HOUR, 10**13 - (hour // 2) * 10**12) for hour in range(1, 9)]
+    assert disk_of(view_run(run.path), hours).full_in_seconds is None  # the fourth was 7.2 hours after the start
+    later = [(at + 8 * HOUR, 6 * 10**12) for at, _ in hours]
+    disk = disk_of(view_run(run.path), hours + later)
+    assert (disk.measured, disk.full_in_seconds) == (True, None)
+    disk = disk_of(view_run(run.path), hours + [(at, free - 10**12) for at, free in later])  # others write
+    assert disk.bytes_per_second == pytest.approx(10**12 / (8 * HOUR))
 
 
 def test_end_with_the_gaps_between_jobs(run):

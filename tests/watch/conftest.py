@@ -1,0 +1,31 @@
+"""A run, a queue and a watchdog for the tests of this folder."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_exp.watch.alerts import AlertFile
+from moe_exp.watch.watchdog import Watchdog, Watched
+from watched_run import Queue, Run
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = Run(tmp_path / "big_run")
+    run.event("start", 0, 0.0)
+    run.train(20, 2000, 4200.0)
+    run.event("checkpoint", 2000, 4230.0, seconds=30.0, bytes=10**9)
+    run.train(2020, 2020, 4300.0)
+    return run
+
+
+@pytest.fixture
+def queue(tmp_path, monkeypatch):
+    queue = Queue(tmp_path / "bin")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
+    return queue
+
+
+@pytest.fixture
+def dog(run, tmp_path, queue):
+    return Watchdog([Watched(run.path, "big_run")], [AlertFile(tmp_path / "alerts.log")], folder=tmp_path / "state")
