@@ -21,8 +21,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -34,19 +34,24 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.run import config_from_args, parse_args
 
+from moe_exp.heartbeat import hung_file
 from moe_exp.hosts import (
+    CAUSED_BY_ANOTHER,
     EXIT_CODE_FILE,
     FAILED,
     FINISHED,
+    HEARTBEATS,
     METRICS_FILE,
     START_AGAIN,
     STOP_SIGNALS,
     TO_BE_CONTINUED,
+    complain,
     count_gpus,
+    signals_blocked,
     tell_launcher,
     told_exit_code,
 )
-from moe_exp.records import append_event, last_records
+from moe_exp.records import Record, append, event_record, last_records
 from moe_exp.rounds import Rounds
 
 # What ranks of a job that has failed get to end by themselves: they have nothing to save, and their peers are gone.
@@ -55,6 +60,7 @@ _END_SECONDS = 5
 _SAVE_SECONDS = 600.0
 # Before ranks that have failed without a single record start again, doubled each time, at most.
 _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 5.0, 300.0
+_HUNG = "ended by its launcher, as the run hung"
 
 
 class Agent(LocalElasticAgent):
@@ -75,6 +81,7 @@ class Agent(LocalElasticAgent):
         self._parent = os.getppid()
         self._orphaned_at: float | None = None
         self._metrics = Path(os.environ[METRICS_FILE]) if os.environ.get(METRICS_FILE) else None
+        self._unwritten: list[Record] = []  # events, while the disk is full
 
     def _invoke_run(self, role: str = "default") -> RunResult:
         """Starts the ranks, and looks after them until the job ends."""
@@ -91,9 +98,9 @@ class Agent(LocalElasticAgent):
                     return result or failed
         except RendezvousError as error:
             if not self._received:
-                _complain(f"the ranks do not start: {error or 'the job has ended on another node'}")
+                complain(f"the ranks do not start: {error or 'the job has ended on another node'}")
         except DistError as error:
-            _complain(f"node 0 is gone: {str(error).splitlines()[0]}")
+            complain(f"node 0 is gone: {str(error).splitlines()[0]}")
         self._stop_workers(self._worker_group)
         return failed
 
@@ -103,6 +110,8 @@ class Agent(LocalElasticAgent):
         codes = self._exit_codes()
         dead = [rank for rank, code in codes.items() if code not in (None, 0)]
         if dead:
+            # Before its neighbours are ended, which may take as long as ranks of other nodes need to end because of it.
+            self._rounds.say([self._described(self._failure(rank)) for rank in dead])
             self._pcontext.close(signal.SIGTERM, _END_SECONDS)
         elif None in codes.values():
             return None  # without a look by torch's agent, in whose result one that dies just now could not be told from those it ends
@@ -132,11 +141,19 @@ class Agent(LocalElasticAgent):
             self._exit_barrier()
             return False
         else:
-            self._rounds.fail([self._described(rank, failure) for rank, failure in result.failures.items()])
+            self._rounds.fail()
         return True
 
-    def _described(self, rank: int, failure: ProcessFailure) -> dict[str, Any]:
+    def _failure(self, rank: int) -> ProcessFailure:
+        """Of a rank that has died."""
+        pcontext: Any = self._pcontext
+        number = next(number for number, worker in enumerate(self._worker_group.workers) if worker.global_rank == rank)
+        process = pcontext.subprocess_handlers[number].proc
+        return ProcessFailure(number, process.pid, process.poll(), pcontext.error_files[number])
+
+    def _described(self, failure: ProcessFailure) -> dict[str, Any]:
         device = f"cuda:{failure.local_rank}" if count_gpus() else "cpu"
+        rank = self._worker_group.workers[failure.local_rank].global_rank
         return {"rank": rank, "host": socket.gethostname(), "device": device, "cause": cause(failure)}
 
     def _start_again(self) -> bool:
@@ -144,8 +161,8 @@ class Agent(LocalElasticAgent):
         ended = self._rounds.round
         if self._received:  # they would only start to be stopped
             self._rounds.set_closed()
-            if not self._rounds.has_failed(ended):
-                tell_launcher(TO_BE_CONTINUED)
+        if told_exit_code() == START_AGAIN or (self._received and not self._rounds.has_failed(ended)):
+            tell_launcher(TO_BE_CONTINUED)  # counts where no other round comes
         self._stop_workers(self._worker_group)
         delay = self._tell(ended) if self._worker_group.group_rank == 0 else 0.0
         if self._rounds.is_over:
@@ -156,28 +173,42 @@ class Agent(LocalElasticAgent):
 
     def _tell(self, ended: int) -> float:
         """Writes the events of a round that has ended; returns the seconds to wait before the next one."""
-        records = last_records(self._metrics) if self._metrics and self._metrics.exists() else []
+        records = self._last_records()
         iteration = max((record.get("iteration", 0) for record in records if record.get("kind") == "train"), default=0)
-        for failure in self._rounds.said(ended):
+        for failure in _blamed(self._rounds.said(ended)):
             self._event("rank_failed", iteration, **failure)
             where = f"rank {failure['rank']} on {failure['host']} ({failure['device']})"
-            _complain(f"{where} has failed after iteration {iteration}: {failure['cause']}")
+            complain(f"{where} has failed after iteration {iteration}: {failure['cause']}")
         num_failures, most = self._rounds.num_failures, self._spec.max_restarts
         if self._rounds.is_over:
             if most and not self._received:
-                _complain(f"the ranks do not start again: that was failure {num_failures}, and MAX_RESTARTS={most}")
+                complain(f"the ranks do not start again: that was failure {num_failures}, and MAX_RESTARTS={most}")
             return 0.0
         self._num_idle = 0 if _has_trained(records) else self._num_idle + 1
         delay = min(_FIRST_DELAY_SECONDS * 2 ** (self._num_idle - 1), _LONGEST_DELAY_SECONDS) if self._num_idle else 0.0
         reason = "failure" if self._rounds.has_failed(ended) else "asked"
         self._event("restart", iteration, number=ended + 1, reason=reason, failures=num_failures, delay_seconds=delay)
         why = f"failure {num_failures} of at most {most}" if reason == "failure" else "as they have asked to"
-        _complain(f"the ranks start again ({why})" + (f", in {delay:.0f} s as none has trained" if delay else ""))
+        complain(f"the ranks start again ({why})" + (f", in {delay:.0f} s as none has trained" if delay else ""))
         return delay
 
     def _event(self, name: str, iteration: int, /, **details: Any) -> None:
-        if self._metrics is not None and self._metrics.parent.is_dir():
-            append_event(self._metrics, name, iteration, **details)
+        """On a full disk it waits for the next one, and the ranks start again all the same."""
+        if self._metrics is None or not self._metrics.parent.is_dir():
+            return
+        self._unwritten.append(event_record(name, iteration, **details))
+        try:
+            append(self._metrics, *self._unwritten)
+        except OSError as error:
+            complain(f"warning: {self._metrics} has no event {name} ({error.strerror or error}): it is kept until the next one")
+        else:
+            self._unwritten = []
+
+    def _last_records(self) -> list[Record]:
+        try:
+            return last_records(self._metrics) if self._metrics else []
+        except OSError:  # none is there yet, or the file system is gone
+            return []
 
     def _sleep(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -208,7 +239,9 @@ class Agent(LocalElasticAgent):
         self._remaining_restarts = self._spec.max_restarts - self._rounds.round  # so that TORCHELASTIC_RESTART_COUNT is the round
         if os.environ.get(EXIT_CODE_FILE):
             Path(os.environ[EXIT_CODE_FILE]).unlink(missing_ok=True)
-        with _blocked():
+        if os.environ.get(HEARTBEATS):
+            hung_file(Path(os.environ[HEARTBEATS])).unlink(missing_ok=True)
+        with signals_blocked():
             return super()._start_workers(worker_group)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
@@ -217,12 +250,20 @@ class Agent(LocalElasticAgent):
 
 def cause(failure: ProcessFailure) -> str:
     """The error of a rank in a line as `faults` has left it, or the signal that ended it, or its exit code."""
+    if failure.exitcode == -signal.SIGKILL and hung_file(Path(os.environ.get(HEARTBEATS, "none"))).exists():
+        return _HUNG
     if failure.exitcode < 0:
         return str(failure.signal_name())
     message = failure.error_file_data.get("message")
     if isinstance(message, dict):
         return str(message.get("message", "")).splitlines()[0]
     return f"exit code {failure.exitcode}"
+
+
+def _blamed(failures: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Those that have failed by themselves: not those that lost a peer, and of a run that hung none, which has an event of its own."""
+    own = [failure for failure in failures if not any(text in failure["cause"] for text in CAUSED_BY_ANOTHER)]
+    return [failure for failure in own or failures if failure["cause"] != _HUNG]
 
 
 def _has_trained(records: Sequence[dict[str, Any]]) -> bool:
@@ -235,22 +276,10 @@ def _has_trained(records: Sequence[dict[str, Any]]) -> bool:
     return False
 
 
-@contextmanager
-def _blocked() -> Iterator[None]:
-    """Processes that the block starts have the signals blocked, until they unblock them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, signal.SIGHUP})
-    yield
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def _send(pid: int, number: int) -> None:
     # It may have ended meanwhile.
     with suppress(ProcessLookupError):
         os.kill(pid, number)
-
-
-def _complain(line: str) -> None:
-    print(f"moe-exp: {line}", file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -262,6 +291,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     for number in (*STOP_SIGNALS, signal.SIGHUP):
         signal.signal(number, receive)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*STOP_SIGNALS, signal.SIGHUP})  # now comes what was sent while this process imported
     args = parse_args(argv)
     config, command, arguments = config_from_args(args)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others are ours

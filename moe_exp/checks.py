@@ -333,3 +333,6 @@ def _loss_guard(c: Config) -> Iterator[str]:
     if c.spike_action == "rollback" and not c.save_interval:
         rule = "goes back to a checkpoint, but SAVE_INTERVAL=0 saves none before the end"
         yield problem("spike_action", "rollback", rule, "set SAVE_INTERVAL, or SPIKE_ACTION=log")
+    if c.spike_action == "rollback" and c.keep_last == 1:
+        rule = "keeps no checkpoint from before a spike that comes right after a save, and SPIKE_ACTION=rollback goes back to one"
+        yield problem("keep_last", 1, rule, "set KEEP_LAST=2 or more, or 0 for all")

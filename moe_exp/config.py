@@ -154,8 +154,8 @@ class Config(ModelSettings):
     check_interval: NonNegative = Field(
         0, description="iterations between comparisons of the replicas of the parameters; 0: only before the first iteration of a start"
     )
-    dump_iters: WholeNumbers = Field(
-        "", description="after these iterations, such as 10,20, parameters, gradients and moments go to RUN_DIR/RUN_NAME/dumps"
+    dump_iters: Iterations = Field(
+        "", description="after these iterations, such as 10,20 or 10-12, parameters, gradients and moments go to RUN_DIR/RUN_NAME/dumps"
     )
     dump_ranks: WholeNumbers = Field("", description="with DUMP_ITERS, the ranks that do so, such as 0,4; empty: all")
     disk_check: Literal["run", "one", "none"] = Field(
@@ -188,7 +188,7 @@ class Config(ModelSettings):
     trace_calls_in: str = Field("moe_exp,megatron,torch.distributed", description="packages and modules whose calls are kept")
     max_restarts: NonNegative = Field(0, description="after failures of ranks they start again, so many times per launch; 0: never")
     exit_duration: Rate = Field(0.0, description="minutes since the launch after which the run saves and ends; 0: never")
-    profile_iters: Iterations = Field("", description="iterations that torch's profiler traces: '10-12', or one; empty: none")
+    profile_iters: Iterations = Field("", description="iterations that torch's profiler traces, such as 10-12 or 10,20; empty: none")
     profile_ranks: RankList = Field("0", description="ranks of PROFILE_ITERS and MEMORY_SNAPSHOT: '0', '0,3', or all")
     memory_snapshot: Iterations = Field(
         "", description="iterations whose allocations on the GPU are recorded for pytorch.org/memory_viz, as PROFILE_ITERS"

@@ -25,12 +25,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from moe_exp import heartbeat
 from moe_exp.checkpoint.diff import Comparison, compare_tensors
 from moe_exp.checkpoint.optimizer_state import Owned, owned_state
 from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync
 from moe_exp.config import Config
 from moe_exp.group_checks import named_parameters
 from moe_exp.runtime import Runtime
+from moe_exp.setting_types import iteration_ranges
 
 logger = logging.getLogger(__name__)
 
@@ -42,13 +44,14 @@ def dump_file(run: Path, iteration: int, rank: int) -> Path:
 
 def is_dumped(config: Config, iteration: int) -> bool:
     """Whether DUMP_ITERS names an iteration."""
-    return bool(config.dump_iters) and iteration in _numbers(config.dump_iters)
+    return any(first <= iteration <= last for first, last in iteration_ranges(config.dump_iters))
 
 
 def _numbers(text: str) -> set[int]:
     return set(map(int, text.split(","))) if text else set()
 
 
+@heartbeat.during("dump")
 def dump(config: Config, runtime: Runtime, run: Path, trained: Trained, progress: Progress) -> None:
     """Writes this rank's dump, where DUMP_RANKS has it. Called by every rank; what fails is a warning, training goes on.
 

@@ -16,11 +16,12 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from moe_exp.hosts import CAUSED_BY_ANOTHER, LAUNCH_TIME, STOP_SIGNALS, end_with_parent, rank_place, tell_launcher
+from moe_exp.hosts import CAUSED_BY_ANOTHER, LAUNCH_TIME, STOP_SIGNALS, complain, end_with_parent, rank_place, tell_launcher
 
 logger = logging.getLogger(__name__)
 
 _WAIT_FOR_CAUSE_SECONDS = 5.0
+_LAST_SECOND = 1.0
 _LOOK_SECONDS = 1.0  # between two looks for the EXIT file
 
 # Why a run ends before TRAIN_ITERS. Where the ranks have several reasons, the first of this list is given.
@@ -90,8 +91,9 @@ class StopRules:
         now = time.monotonic()
         if self._file is not None and now >= self._next_look:
             self._next_look = now + _LOOK_SECONDS
-            if self._file.exists():
-                return "EXIT"
+            with contextlib.suppress(OSError):  # a network file system may be gone for a moment
+                if self._file.exists():
+                    return "EXIT"
         if self._file is not None and now >= self._end:
             return "EXIT_DURATION"
         return "EXIT_INTERVAL" if self._interval and iteration % self._interval == 0 else ""
@@ -112,10 +114,19 @@ def end_job(lines: Sequence[str], code: int) -> NoReturn:
     launcher, and end with 0.
     """
     if os.environ.get("RANK", "0") == "0":
-        print(*(f"moe-exp: {line}" for line in lines), sep="\n", file=sys.stderr, flush=True)
+        complain(*lines)
+    _wait_for_device()
     told = tell_launcher(code)
     # Without the clean-up of process groups, which would wait for the other ranks.
     os._exit(0 if told else code)
+
+
+def _wait_for_device() -> None:
+    """What this rank has told the others last may still be on its way from its GPU, where it would go with this process."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+        time.sleep(_LAST_SECOND)  # for what NCCL has handed to the network
 
 
 @contextlib.contextmanager
@@ -130,9 +141,10 @@ def named_by_rank(stop: StopSignal) -> Iterator[None]:
     except Exception as error:
         if any(text in str(error) for text in CAUSED_BY_ANOTHER):
             _wait_for_cause(stop)
-        print(f"moe-exp: {rank_place()} failed: {type(error).__name__}: {error}", file=sys.stderr)
-        traceback.print_exc()
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):  # a log on a full disk
+            print(f"moe-exp: {rank_place()} failed: {type(error).__name__}: {error}", file=sys.stderr)
+            traceback.print_exc()
+            sys.stderr.flush()
         _leave_error(error)
         # Without the clean-up of process groups, which would wait for the other ranks.
         os._exit(1)
@@ -143,8 +155,10 @@ def _leave_error(error: Exception) -> None:
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         line = f"{type(error).__name__}: {error}".splitlines()[0]
         data = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(int(time.time()))}}
+        whole = Path(f"{file}.whole")
         with contextlib.suppress(OSError):
-            Path(file).write_text(json.dumps({"message": data}))
+            whole.write_text(json.dumps({"message": data}))
+            whole.replace(file)  # of half a file the agent would die
 
 
 def _wait_for_cause(stop: StopSignal) -> None:

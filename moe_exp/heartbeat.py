@@ -28,7 +28,7 @@ from moe_exp.hosts import HEARTBEATS
 # An iteration's time is that spent in these.
 ITERATION_PHASES = ("data", "forward_backward", "optimizer", "end_of_iteration")
 PAUSED = "paused"  # at a breakpoint, for instance: a phase that may last
-PHASES = ("start_up", "load", *ITERATION_PHASES, "evaluation", "checkpoint", "profile", "end", PAUSED)
+PHASES = ("start_up", "load", *ITERATION_PHASES, "evaluation", "checkpoint", "rollback", "check", "dump", "profile", "end", PAUSED)
 STACKS_SIGNAL = signal.SIGUSR2
 
 # Count of notes; phase, iteration, micro-batches of it, seconds at which the phase began, seconds of the iteration before that, process id,
@@ -81,6 +81,11 @@ def collectives_pipe(folder: Path, rank: int) -> Path:
 def collectives_file(folder: Path, rank: int) -> Path:
     """torch's flight recorder of a rank, JSON."""
     return folder / f"rank_{rank:05d}.collectives.json"
+
+
+def hung_file(folder: Path) -> Path:
+    """There once the launcher has begun to end its ranks, as they hang."""
+    return folder / "hung"
 
 
 def read_beats(folder: Path) -> list[Beat]:

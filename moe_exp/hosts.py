@@ -9,6 +9,8 @@ import resource
 import signal
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 # Exit codes of a job: it has come to TRAIN_ITERS; it failed; its settings cannot run; it has saved, and the same command goes on.
@@ -51,6 +53,22 @@ def told_exit_code() -> int | None:
     told = Path(os.environ.get(EXIT_CODE_FILE) or "none")
     text = told.read_text() if told.exists() else ""
     return int(text) if text else None
+
+
+def complain(*lines: str) -> None:
+    """Lines about the job on stderr. That may be a log on a full disk, which is no reason not to do what they are about."""
+    with suppress(OSError):
+        print(*(f"moe-exp: {line}" for line in lines), sep="\n", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def signals_blocked() -> Iterator[None]:
+    """Processes that the block starts have the signals that ask for an end blocked, until they unblock them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @functools.cache

@@ -14,14 +14,14 @@ from typing import Any
 from moe_exp.checks import check_config
 from moe_exp.config import Config, ConfigError, load_config
 from moe_exp.data.embedded import ensure_embedded_corpus
-from moe_exp.hosts import BAD_INPUT, FAILED, FINISHED, LAUNCH_TIME, METRICS_FILE
+from moe_exp.hosts import BAD_INPUT, FAILED, FINISHED, LAUNCH_TIME, METRICS_FILE, complain
 from moe_exp.machine_checks import check_environment, check_files, check_machine
 from moe_exp.misspelt import unknown_variables
 from moe_exp.planner.params import startup_report
 from moe_exp.presets import preset_values
 from moe_exp.report.finish import finish_run
 from moe_exp.run_folder import RunFolder
-from moe_exp.torchrun_job import STOPPING, TRAIN_MODULE, child_environment, complain, run_job, signals_ignored, torchrun_command
+from moe_exp.torchrun_job import STOPPING, TRAIN_MODULE, child_environment, run_job, signals_ignored, torchrun_command
 from moe_exp.watch.hang import HangWatch
 
 

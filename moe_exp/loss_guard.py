@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
+from moe_exp import heartbeat
 from moe_exp.checkpoint.agreement import from_first_rank
 from moe_exp.checkpoint.save import Saver
 from moe_exp.checkpoint.state import Progress, Trained
@@ -148,6 +149,7 @@ class LossGuard:
         fix = "look at the bad_step event in metrics.jsonl for the samples, lower LR, or set MAX_BAD_STEPS=0 to go on"
         raise GuardEnd([f"MAX_BAD_STEPS={self._config.max_bad_steps}: {rule}; {where}. Fix: {fix}."], FAILED)
 
+    @heartbeat.during("checkpoint")
     def _save_apart(self, progress: Progress) -> str:
         """Saves where no resume looks and nothing is removed; returns what there is to say of it."""
         place = free_place(self._folder.bad_steps, progress.iteration)
@@ -171,6 +173,7 @@ class LossGuard:
             finish_save()
             self._roll_back(spike, progress, end)
 
+    @heartbeat.during("rollback")
     def _roll_back(self, spike: Spike, progress: Progress, end: IterationEnd) -> None:
         begin = spike.first_iteration - MARGIN_ITERATIONS
         skipped = [done for done in self._recent if done.iteration >= begin]
@@ -204,6 +207,7 @@ class LossGuard:
         ranges = [stream_ranges(done.first_sample, done.first_sample + done.batch_size, self._skipped) for done in iterations]
         return merged(pair for some in ranges for pair in some)
 
+    @heartbeat.during("rollback")
     def _batches(self, iterations: Sequence[Iteration]) -> dict[str, Any]:
         """For an event: the samples, and the documents of each file that they are from, as many as there is room for."""
         if self._metrics is None:  # rank 0 alone writes it, and the order of an epoch may have to be made for it

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from moe_exp.config import Config
 from moe_exp.run_folder import RunFolder
 from moe_exp.runtime import Runtime
-from moe_exp.setting_types import iteration_range
+from moe_exp.setting_types import iteration_ranges
 
 logger = logging.getLogger(__name__)
 
@@ -36,32 +38,44 @@ class Recorder:
     def __init__(self, config: Config, runtime: Runtime, folder: RunFolder):
         self._folder, self._rank, self._device = folder.profile, runtime.rank, runtime.device
         is_mine = config.profile_ranks == "all" or str(runtime.rank) in config.profile_ranks.split(",")
-        self._traced = iteration_range(config.profile_iters if is_mine else "")
-        self._snapshot = iteration_range(config.memory_snapshot if is_mine and runtime.device.type == "cuda" else "")
+        self._to_trace = iteration_ranges(config.profile_iters if is_mine else "")
+        self._to_record = iteration_ranges(config.memory_snapshot if is_mine and runtime.device.type == "cuda" else "")
+        self._traced = self._recorded = (0, -1)  # the range that was begun last
         self._last = config.train_iters
         self._profiler: profile | None = None
         self._is_recording = False
 
     def begin(self, iteration: int) -> None:
         """Before an iteration. A run that resumes in the middle of the range records what is left of it."""
-        if self._profiler is None and self._traced[0] <= iteration <= self._traced[1]:
-            self._traced = (iteration, min(self._traced[1], self._last))
+        if self._profiler is None and (last := self._last_of(self._to_trace, iteration)):
+            self._traced = (iteration, last)
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._device.type == "cuda" else [])]
             self._profiler = profile(activities=activities, record_shapes=True, profile_memory=True)
             self._profiler.start()
-        if not self._is_recording and self._snapshot[0] <= iteration <= self._snapshot[1]:
-            self._snapshot = (iteration, min(self._snapshot[1], self._last))
+        if not self._is_recording and (last := self._last_of(self._to_record, iteration)):
+            self._recorded = (iteration, last)
             self._is_recording = True
             torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
 
     def end(self, iteration: int) -> None:
         """After an iteration: writes what the last one of a range completes."""
         if self._profiler is not None and iteration >= self._traced[1]:
-            self._write_trace(self._profiler)
+            self._try(partial(self._write_trace, self._profiler))
             self._profiler = None
-        if self._is_recording and iteration >= self._snapshot[1]:
-            self._write_snapshot()
+        if self._is_recording and iteration >= self._recorded[1]:
+            self._try(self._write_snapshot)
             self._is_recording = False
+
+    def _last_of(self, ranges: Sequence[tuple[int, int]], iteration: int) -> int:
+        """Last iteration of the range that `iteration` is in, as far as the run goes; 0: it is in none."""
+        return next((min(last, self._last) for first, last in ranges if first <= iteration <= min(last, self._last)), 0)
+
+    def _try(self, write: Callable[[], None]) -> None:
+        """A full disk is no reason to end a run, which would come to the same iterations and end again."""
+        try:
+            write()
+        except (OSError, RuntimeError) as error:
+            logger.warning("no recording in %s: %s", self._folder, error)
 
     def _write_trace(self, profiler: profile) -> None:
         start = time.monotonic()
@@ -74,7 +88,7 @@ class Recorder:
 
     def _write_snapshot(self) -> None:
         start = time.monotonic()
-        path = self._path("memory", self._snapshot, "pickle")
+        path = self._path("memory", self._recorded, "pickle")
         torch.cuda.memory._dump_snapshot(str(path))
         torch.cuda.memory._record_memory_history(enabled=None)
         self._say(path, start)

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from moe_exp import heartbeat
 from moe_exp.checkpoint.fingerprints import multilinear_sum
 from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync, unwrapped
 from moe_exp.config import Config
@@ -59,6 +60,7 @@ class ReplicaError(RuntimeError):
         return type(self), (self.problems,)
 
 
+@heartbeat.during("check")
 def check_replicas(config: Config, runtime: Runtime, trained: Trained, progress: Progress, metrics: Metrics | None) -> float:
     """Compares all replicas; returns the seconds that this took. `metrics` on rank 0 only.
 

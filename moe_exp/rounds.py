@@ -131,9 +131,12 @@ class Rounds(RendezvousHandler):
         """Whether round `number` has ended by a failure."""
         return int(self._store.add(f"failed/{number}", 0)) > 0
 
-    def fail(self, failures: list[dict[str, Any]]) -> None:
-        """Ends the round, as ranks of this node have failed: `failures` is what is said of them. The job is over after the last one."""
+    def say(self, failures: list[dict[str, Any]]) -> None:
+        """Leaves for node 0 what there is to say of ranks of this node that have failed."""
         self._store.set(f"said/{self.round}/{self._node_rank}", json.dumps(failures))
+
+    def fail(self) -> None:
+        """Ends the round, as ranks of this node have failed. The job is over after the last one that may."""
         if int(self._store.add(f"failed/{self.round}", 1)) == 1 and int(self._store.add("failures", 1)) > self._max_restarts:
             self._store.set("over", "1")
         self.move_on()
@@ -180,6 +183,8 @@ class Rounds(RendezvousHandler):
             self._wait(deadline)
             if self._current != self.round:
                 return False
+        if self.is_over:  # a node has come and was told to end while it waited
+            raise RendezvousClosedError
         return True
 
     def _store_of_ranks(self, deadline: float) -> TCPStore:
@@ -208,6 +213,8 @@ class Rounds(RendezvousHandler):
                 return store
 
     def _wait(self, deadline: float) -> None:
+        if self._agents is not None and self._is_stopping():
+            self.set_closed()  # or the other nodes would wait for this one
         if self._is_stopping() or (self._agents is not None and self.is_over):
             raise RendezvousClosedError
         if time.monotonic() > deadline:

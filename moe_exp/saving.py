@@ -78,7 +78,8 @@ class Saves:
         if self.last_iteration is not None:
             return TO_BE_CONTINUED
         # A chain of jobs would begin at the same iteration for ever.
-        logger.warning("all iterations of this start, up to %d, were in vain: SAVE_AT_END=false, and no checkpoint", progress.iteration)
+        if self._metrics is not None:  # every rank would say the same
+            logger.warning("all iterations of this start, up to %d, were in vain: SAVE_AT_END=false, and no checkpoint", progress.iteration)
         return FAILED
 
 

@@ -79,11 +79,12 @@ def _timeout(value: Any) -> str:
 
 
 def _iterations(value: Any) -> str:
-    """Checks PROFILE_ITERS; returns it without spaces."""
+    """Checks PROFILE_ITERS and the like; returns it without spaces."""
     text = "".join(str(value).split())
-    first, last = iteration_range(text) if re.fullmatch(r"\d+(-\d+)?", text) else (1, 0)
-    if text and not 1 <= first <= last:
-        raise ValueError("must be an iteration from 1 on, or the first and the last such as 10-12")
+    ends = [end for pair in iteration_ranges(text) for end in pair] if re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text) else [0]
+    in_order = all(ends[i] <= ends[i + 1] - i % 2 for i in range(len(ends) - 1))  # within a pair they may be equal
+    if text and not (ends[0] >= 1 and in_order):
+        raise ValueError("must be an iteration from 1 on, the first and the last such as 10-12, or several of these in order, with commas")
     return text
 
 
@@ -135,7 +136,8 @@ def expanded_layers(stages: str) -> list[int]:
     return [int(layers) for layers, _, times in terms for _ in range(int(times or 1))]
 
 
-def iteration_range(text: str) -> tuple[int, int]:
-    """First and last of the iterations that a text such as 10-12 names; (0, -1), which has none, of an empty one."""
-    first, _, last = text.partition("-")
-    return (int(first), int(last or first)) if text else (0, -1)
+@cache  # asked in every iteration
+def iteration_ranges(text: str) -> tuple[tuple[int, int], ...]:
+    """First and last of the iterations that a text such as 5,10-12 names, range by range; none of an empty one."""
+    pairs = (part.partition("-") for part in text.split(",") if part)
+    return tuple((int(first), int(last or first)) for first, _, last in pairs)

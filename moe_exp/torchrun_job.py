@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from moe_exp.config import Config
-from moe_exp.hosts import EXIT_CODE_FILE, KEEP_FREED_MEMORY, STOP_SIGNALS, count_gpus, end_with_parent
+from moe_exp.hosts import EXIT_CODE_FILE, KEEP_FREED_MEMORY, STOP_SIGNALS, complain, count_gpus, end_with_parent, signals_blocked
 
 TRAIN_MODULE = "moe_exp.train"
 
@@ -71,7 +71,8 @@ def run_job(command: Sequence[str], environ: Mapping[str, str], *, stopping: str
     with _signals_into(received), tempfile.TemporaryDirectory() as folder:
         code_file = Path(folder) / "exit_code"
         environ = {**environ, EXIT_CODE_FILE: str(code_file)}
-        agent = subprocess.Popen(command, env=environ, start_new_session=True, preexec_fn=end_with_parent)
+        with signals_blocked():  # one that comes while it imports waits until it can pass it on
+            agent = subprocess.Popen(command, env=environ, start_new_session=True, preexec_fn=end_with_parent)
         while (code := _wait(agent)) is None:
             if received.count(signal.SIGINT) > 1 or (received and not stopping):
                 _kill_job(agent)
@@ -82,8 +83,9 @@ def run_job(command: Sequence[str], environ: Mapping[str, str], *, stopping: str
                 _send(agent.pid, number)
             if poll is not None:
                 poll()
-        if code_file.exists():
-            return int(code_file.read_text())
+        # Empty where a rank has died over it, or the disk is full.
+        if code_file.exists() and (told := code_file.read_text()):
+            return int(told)
     if code and received:
         return 128 + received[0]
     return code if code >= 0 else 128 - code
@@ -150,8 +152,3 @@ def _parent(stat: Path) -> int:
         return int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
     except OSError:
         return -1
-
-
-def complain(line: str) -> None:
-    """One line about the job on stderr."""
-    print(f"moe-exp: {line}", file=sys.stderr, flush=True)

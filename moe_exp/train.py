@@ -211,7 +211,11 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
         if saves.is_pending and not end.is_writing:
             interval.pause(saves.finish(), phase="checkpoint")
         done = Iteration(progress.iteration, step.first_sample, step.batch_size, step.updated, step.grad_norm)
-        guard.look(progress, done, end, saves.finish)
+        try:
+            guard.look(progress, done, end, saves.finish)
+        except GuardEnd:
+            rules.obeyed(end.stop)
+            raise
         if (is_last and config.save_at_end) or _is_multiple(progress.iteration, config.save_interval):
             guard.remember(progress)
             interval.pause(saves.save(progress, valid_loss, is_last=is_last), phase="checkpoint")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from moe_exp.config import Config, problem
 from moe_exp.planner.ramp import ramp_sizes
-from moe_exp.setting_types import iteration_range
+from moe_exp.setting_types import iteration_ranges
 
 # bf16 has 8 bits of precision: a relative change of less than half of 2^-7 may be rounded away.
 _LARGEST_BF16_BETA = 1 - 2**-8
@@ -71,11 +71,11 @@ _MOST_TRACED = 100
 def check_profiling(c: Config) -> Iterator[str]:
     """PROFILE_ITERS, MEMORY_SNAPSHOT and the ranks of both; that the device can do it is seen to by machine_checks.py."""
     for name in ("profile_iters", "memory_snapshot"):
-        first, last = iteration_range(getattr(c, name))
-        if first > c.train_iters:
+        ranges = iteration_ranges(getattr(c, name))
+        if any(first > c.train_iters for first, _ in ranges):
             yield problem(name, getattr(c, name), f"is after TRAIN_ITERS={c.train_iters}", f"name iterations up to {c.train_iters}")
-        if last - first >= _MOST_TRACED:
-            rule = f"are {last - first + 1} iterations, more than a viewer can load"
+        if (most := max((last - first + 1 for first, last in ranges), default=0)) > _MOST_TRACED:
+            rule = f"are {most} iterations, more than a viewer can load"
             yield problem(name, getattr(c, name), rule, f"name at most {_MOST_TRACED}")
     ranks = [] if c.profile_ranks == "all" else [int(rank) for rank in c.profile_ranks.split(",")]
     if missing := [rank for rank in ranks if rank >= c.world_size]:

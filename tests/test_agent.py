@@ -13,19 +13,21 @@ from pathlib import Path
 
 import pytest
 
+from moe_exp.agent import Agent
+from moe_exp.hosts import HEARTBEATS
 from moe_exp.records import append_event, read_metrics
 from ranks import free_port
 from whole_runs import ROOT, clean_environ
 
 # Stands for a rank. It does what its round and rank are told to do in plan.json, else it waits for SIGTERM.
 RANK = """
-import json, os, pathlib, signal, sys, time
+import json, os, pathlib, resource, signal, sys, time
 here = pathlib.Path(__file__).parent
 rank, number = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
 (here / f"round{number}_rank{rank}").write_text(os.environ["LOCAL_RANK"] + " " + os.environ["WORLD_SIZE"] + " " + os.environ["MASTER_PORT"])
 plan = json.loads((here / "plan.json").read_text())
 act = plan.get(f"{number}.{rank}", plan.get(number, "wait"))
-if act == "late":  # as a rank that imports for a while
+if "late" in act:  # as a rank that imports for a while
     time.sleep(1.5)
 def stop(received, frame):
     (here / f"stopped{rank}").write_text(signal.Signals(received).name)
@@ -35,15 +37,27 @@ def stop(received, frame):
 if act == "late":
     signal.signal(signal.SIGUSR1, stop)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
+if act == "deaf":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-if act == "die":
+if act == "hung":
+    from moe_exp.heartbeat import hung_file
+    hung_file(pathlib.Path(os.environ["MOE_EXP_HEARTBEATS"])).touch()
+if act in ("die", "hung"):
     os.kill(os.getpid(), signal.SIGKILL)
 if act.isdigit():
     if os.environ["LOCAL_RANK"] == "0":
         pathlib.Path(os.environ["MOE_EXP_EXIT_CODE_FILE"]).write_text(act)
     sys.exit(0)
 if act.startswith("error"):
+    from moe_exp import faults
     from moe_exp.faults import StopSignal, named_by_rank
+    if "full" in act:  # no file takes another byte
+        leave_error = faults._leave_error
+        def on_full_disk(error):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+            leave_error(error)
+        faults._leave_error = on_full_disk
     with named_by_rank(StopSignal()):
         raise ValueError(act)
 time.sleep(60)
@@ -53,8 +67,10 @@ time.sleep(60)
 class Nodes:
     """Agents of some nodes, all of them on this host."""
 
-    def __init__(self, folder: Path, plan: dict[str, str], *, num_nodes: int = 1, num_ranks: int = 2, max_restarts: int = 0):
-        self.folder, self.metrics = folder, folder / "metrics.jsonl"
+    def __init__(
+        self, folder: Path, plan: dict[str, str], *, num_nodes: int = 1, num_ranks: int = 2, max_restarts: int = 0, is_full: bool = False
+    ):
+        self.folder, self.metrics, self._is_full = folder, folder / "metrics.jsonl", is_full
         (folder / "rank.py").write_text(RANK)
         (folder / "plan.json").write_text(json.dumps(plan))
         self._options = ["--nnodes", num_nodes, "--nproc-per-node", num_ranks, "--max-restarts", max_restarts]
@@ -66,7 +82,7 @@ class Nodes:
         command = [sys.executable, "-m", "moe_exp.agent", *map(str, self._options), "--node-rank", str(node), str(self.folder / "rank.py")]
         places = {"MOE_EXP_EXIT_CODE_FILE": self.folder / f"code{node}", "MOE_EXP_METRICS_FILE": self.metrics}
         environ = clean_environ(PYTHONPATH=ROOT, OMP_NUM_THREADS=1, **places)
-        with (self.folder / f"err{node}").open("a") as err:
+        with (Path("/dev/full") if self._is_full else self.folder / f"err{node}").open("a") as err:
             return subprocess.Popen(command, env=environ, stderr=err, text=True, start_new_session=True)
 
     def wait_for(self, *names: str) -> None:
@@ -177,3 +193,61 @@ def test_node_0_is_gone(tmp_path):
     os.kill(rank, signal.SIGKILL)
     assert nodes.end() == [-9, 1]
     assert "node 0 is gone" in nodes.errors()
+
+
+@pytest.mark.parametrize("what", ["metrics", "errors of the agent", "errors of a rank"])
+def test_full_disk_is_no_reason_not_to_start_again(what, tmp_path):
+    if what == "metrics":
+        (tmp_path / "metrics.jsonl").mkdir()  # can neither be read nor written
+    plan = {"0.1": "error, full" if what == "errors of a rank" else "die", "1": "0"}
+    nodes = Nodes(tmp_path, plan, max_restarts=1, is_full=what == "errors of the agent")
+    assert nodes.end() == [0], nodes.errors()
+    assert nodes.told() == "0"
+    if what == "metrics":
+        assert "metrics.jsonl has no event rank_failed (Is a directory)" in nodes.errors()
+    else:
+        assert [event["rank"] for event in nodes.events("rank_failed")] == [1]
+        assert [event["number"] for event in nodes.events("restart")] == [1]
+
+
+def test_event_that_could_not_be_written_comes_with_the_next(tmp_path, capsys):
+    agent = Agent.__new__(Agent)
+    agent._metrics, agent._unwritten = tmp_path / "metrics.jsonl", []
+    agent._metrics.mkdir()
+    agent._event("rank_failed", 7, rank=1)
+    agent._metrics.rmdir()
+    agent._event("restart", 7, number=1)
+    assert [record["event"] for record in read_metrics(agent._metrics)] == ["rank_failed", "restart"]
+    assert capsys.readouterr().err.startswith(f"moe-exp: warning: {agent._metrics} has no event rank_failed (Is a directory)")
+
+
+def test_ranks_that_lost_a_peer_are_not_blamed(tmp_path):
+    # Rank 3 is the cause. Its neighbour does not hear SIGTERM, as in a collective; rank 0 ends before that one is killed.
+    plan = {"0.0": "error: Connection closed by peer", "0.2": "deaf", "0.3": "error, late, of its own", "1": "0"}
+    nodes = Nodes(tmp_path, plan, num_nodes=2, max_restarts=1)
+    assert nodes.end() == [0, 0], nodes.errors()
+    failed = [(event["rank"], event["cause"]) for event in nodes.events("rank_failed")]
+    assert failed == [(3, "ValueError: error, late, of its own")]
+
+
+def test_ranks_that_hang_are_ended_by_the_launcher_and_not_blamed(tmp_path, monkeypatch):
+    monkeypatch.setenv(HEARTBEATS, str(tmp_path))
+    nodes = Nodes(tmp_path, {"0": "hung", "1.1": "die", "2": "0"}, max_restarts=2)
+    assert nodes.end() == [0], nodes.errors()
+    assert [(event["rank"], event["cause"]) for event in nodes.events("rank_failed")] == [(1, "SIGKILL")]
+    assert [event["failures"] for event in nodes.events("restart")] == [1, 2]
+
+
+def test_signal_before_the_ranks_start_again_as_they_have_asked(tmp_path):
+    """Node 1 waits for node 0, which does not hurry, as none has trained."""
+    nodes = Nodes(tmp_path, {"0": "76", "1": "0"}, num_nodes=2, num_ranks=1)
+    deadline = time.monotonic() + 90
+    while "as they have asked to" not in nodes.errors():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(0.5)
+    nodes.agents[1].send_signal(signal.SIGTERM)
+    start = time.monotonic()
+    assert nodes.end() == [1, 1], nodes.errors()
+    assert time.monotonic() - start < 30  # and not after the time in which nodes have to come
+    assert [nodes.told(node) for node in (0, 1)] == ["75", "75"]

@@ -402,6 +402,10 @@ def test_settings_that_can_run(values):
             r"KEEP_BEST=1: needs a validation at every save, .*EVAL_INTERVAL=300\. Fix: .*",
         ),
         ({"keep_last": 1, "keep_best": 1, "eval_interval": 0}, r"KEEP_BEST=1: needs a validation at every save, .*"),
+        (
+            {"keep_last": 1, "spike_action": "rollback"},
+            r"KEEP_LAST=1: keeps no checkpoint from before a spike .*Fix: .*",
+        ),
     ],
 )
 def test_retention(values, line):

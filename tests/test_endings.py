@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -9,6 +10,7 @@ import shutil
 import signal
 import socket
 import time
+from pathlib import Path
 
 import pytest
 
@@ -68,6 +70,17 @@ def test_signal_saves_and_the_same_command_goes_on(number, to_all, settings, run
     assert again.curve("iteration") == list(range(1, 31))
 
 
+def test_signal_before_the_agent_can_answer_it(runs):
+    """It waits until there are ranks to pass it on to; by itself it would end the agent."""
+    process = runs.start("early", GPUS_PER_NODE=1)
+    while not any(b"moe_exp.agent" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants_of(process.pid)):
+        assert process.poll() is None, runs.printed("early")
+    process.send_signal(signal.SIGUSR1)
+    early = runs.end("early", process)
+    assert early.code == TO_BE_CONTINUED, early.text
+    assert [event["reason"] for event in early.records("event") if event["event"] == "stop"] == ["SIGUSR1"]
+
+
 @pytest.mark.slow
 def test_exit_file_and_exit_duration(runs):
     settings = {"GPUS_PER_NODE": 1, "TRAIN_ITERS": 3000}
@@ -96,6 +109,13 @@ class Clock:
         return self.now
 
 
+class Unreachable:
+    """In the place of a path on a network file system that is away."""
+
+    def exists(self) -> bool:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+
 def test_stop_rules(tmp_path, monkeypatch):
     clock, stop, file = Clock(), faults.StopSignal(), tmp_path / "EXIT"
     monkeypatch.setattr(faults, "time", clock)
@@ -113,6 +133,8 @@ def test_stop_rules(tmp_path, monkeypatch):
     assert file.exists()
     rules.obeyed("EXIT")
     assert not file.exists()
+    gone = faults.StopRules(stop, Unreachable(), exit_minutes=0, exit_interval=0)
+    assert gone.reason(13) == ""
     clock.now = 1059.0
     assert rules.reason(13) == ""
     clock.now = 1060.0

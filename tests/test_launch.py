@@ -45,6 +45,7 @@ import signal, subprocess, sys
 rank = subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True)
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
     signal.signal(number, lambda number, frame: rank.send_signal(signal.SIGTERM if number == signal.SIGHUP else number))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 code = rank.wait()
 sys.exit(code if code >= 0 else 1)
 """

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from checkpoint.small_job import end_run, records, small_settings, start_run, write_tokens
+from moe_exp import heartbeat
 from moe_exp.checkpoint.folders import Manifest, iteration_folder, latest_iteration
+from moe_exp.config import Config
 from moe_exp.hosts import FAILED, FINISHED, START_AGAIN
+from moe_exp.loss_guard import Iteration, LossGuard
 from moe_exp.run_folder import RunFolder
 from ranks import free_port, run_on_ranks
 from spiking_data import GBSZ, corrupt, spiking_settings, write_corpus
@@ -167,6 +171,40 @@ def test_bad_steps_in_a_row_end_the_run(num_ranks, tmp_path):
     assert start(settings)[0] == FAILED
     assert {path.name: path.read_bytes() for path in where.iterdir()} == before
     assert len(list(folder.bad_steps.glob("1/iter_*"))) + len(list(folder.bad_steps.glob("2/iter_*"))) == 2
+
+
+def test_exit_file_is_gone_where_the_guard_ends_the_run(tmp_path):
+    """Else the next start would end by it after an iteration."""
+    write_tokens(tmp_path)
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    folder.exit_file.touch()
+    settings = small_settings(tmp_path, "run", lr=1e30, min_lr=1e30, warmup_iters=0, max_bad_steps=1, init_std=1e30)
+    code, printed = start(settings)
+    assert code == FAILED
+    assert "MAX_BAD_STEPS=1: no step could be made in iterations 1 to 1" in printed
+    assert not folder.exit_file.exists()
+
+
+def test_what_may_take_long_is_no_part_of_the_iteration(tmp_path, monkeypatch):
+    """A watch that took reading all checkpoints for a hang would end a rollback each time, and the run would never get past the spike."""
+    seen = []
+
+    class Heart:
+        phase = "end_of_iteration"
+
+        def enter(self, phase):
+            self.phase = phase
+            seen.append(phase)
+
+    monkeypatch.setattr(heartbeat, "_heart", Heart())
+    monkeypatch.setattr("moe_exp.loss_guard.from_first_rank", lambda make: seen.append("list") or 0)
+    monkeypatch.setattr("moe_exp.loss_guard.go_back", lambda *args, **kwargs: seen.append("go_back") or "none")
+    guard = LossGuard.__new__(LossGuard)
+    guard._config, guard._folder, guard._metrics, guard._skipped = Config(), RunFolder(tmp_path), None, ()
+    guard._recent = [Iteration(7, 24, 4, True, 1.0)]
+    guard._roll_back(Namespace(first_iteration=7), Namespace(iteration=7), None)
+    assert seen == ["rollback", "list", "go_back", "end_of_iteration"]
 
 
 def test_the_loss_scaler_at_work_is_no_bad_step(tmp_path):

@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from checkpoint.small_job import end_run, records, small_settings, start_run, write_tokens
+from file_limit import no_file_over
 from moe_exp.checks import check_config
 from moe_exp.config import Config, ConfigError, load_config
+from moe_exp.dumps import is_dumped
 from moe_exp.machine_checks import check_machine
 from moe_exp.profiling import Recorder
 from moe_exp.run_folder import RunFolder
-from moe_exp.setting_types import iteration_range
+from moe_exp.setting_types import iteration_ranges
 
 
 def trained(tmp_path, name: str, **changes):
@@ -58,16 +60,32 @@ def test_range_that_a_resume_has_begun_or_passed(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
+def test_full_disk_does_not_end_the_run(tmp_path, monkeypatch, caplog):
+    class Rank:
+        rank, device = 0, torch.device("cpu")
+
+    recorder = Recorder(load_config({"profile_iters": "1,3", "train_iters": 5}, {}), Rank(), RunFolder(tmp_path))
+    with no_file_over(100):
+        recorder.begin(1)
+        recorder.end(1)
+    assert "no recording in" in caplog.text
+    for iteration in (2, 3, 4):
+        recorder.begin(iteration)
+        recorder.end(iteration)
+    assert "trace_rank_0_iter_3-3.json.gz" in [path.name for path in (tmp_path / "profile").iterdir()]
+
+
 def test_iteration_range():
-    assert [iteration_range(text) for text in ("", "7", "10-12")] == [(0, -1), (7, 7), (10, 12)]
+    assert [iteration_ranges(text) for text in ("", "7", "5,10-12")] == [(), ((7, 7),), ((5, 5), (10, 12))]
+    assert [n for n in range(20) if is_dumped(load_config({"dump_iters": "3, 10-12"}, {}), n)] == [3, 10, 11, 12]
 
 
-@pytest.mark.parametrize("text", ["0", "3-2", "x", "1-", "-3", "1,2"])
+@pytest.mark.parametrize("text", ["0", "3-2", "x", "1-", "-3", "1,", "3,2", "2,2", "1-3,3"])
 def test_iterations_that_cannot_be_read(text):
     with pytest.raises(ConfigError) as refused:
         load_config({"profile_iters": text, "profile_ranks": "1,"}, {})
     lines = refused.value.problems
-    assert lines[0].startswith(f"PROFILE_ITERS={text}: must be an iteration from 1 on, or the first and the last such as 10-12. Fix: ")
+    assert lines[0].startswith(f"PROFILE_ITERS={text}: must be an iteration from 1 on, the first and the last such as 10-12, or several")
     assert lines[1].startswith("PROFILE_RANKS=1,: must be ranks with commas such as 0,3, or all. Fix: ")
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from moe_exp.config import Config
+from moe_exp.hosts import complain
 from moe_exp.preflight.node import preflight, wait_for_port
 from moe_exp.preflight.preflight_report import add_to_list, findings_lines, print_report, write_event
 from moe_exp.run_folder import LATEST, RunFolder
@@ -28,21 +28,21 @@ def passes(config: Config, flags: Mapping[str, Any]) -> bool:
     try:
         verdict = preflight(config, flags)
     except ValueError as error:
-        _complain(str(error))
+        complain(str(error))
         return False
     if config.node_rank == 0:
         print_report(verdict, num_ranks=config.world_size)
         path = Path(config.run_dir).expanduser() / EXCLUDE_NODES
         if added := add_to_list(verdict, path):
-            _complain(f"{path}: added {', '.join(added)}")
+            complain(f"{path}: added {', '.join(added)}")
         write_event(config, verdict, time.monotonic() - start, _iteration(config))
         wait_for_port(config)
     if verdict.grade != "failed":
         return True
     for line in findings_lines(verdict):
         if line.startswith("failed"):
-            _complain(f"preflight {line}")
-    _complain("no training: a node has failed the preflight. Fix: start the job without it, or set PREFLIGHT=0 to train all the same.")
+            complain(f"preflight {line}")
+    complain("no training: a node has failed the preflight. Fix: start the job without it, or set PREFLIGHT=0 to train all the same.")
     return False
 
 
@@ -52,7 +52,3 @@ def _iteration(config: Config) -> int:
         return int(newest.read_text())
     except (OSError, ValueError):
         return 0
-
-
-def _complain(line: str) -> None:
-    print(f"moe-exp: {line}", file=sys.stderr, flush=True)

@@ -32,8 +32,8 @@ import psutil
 
 from moe_exp.config import Config
 from moe_exp.files import write_atomically
-from moe_exp.heartbeat import ITERATION_PHASES, PAUSED, Beat, read_beats
-from moe_exp.hosts import HEARTBEATS
+from moe_exp.heartbeat import ITERATION_PHASES, PAUSED, Beat, hung_file, read_beats
+from moe_exp.hosts import HEARTBEATS, complain
 from moe_exp.records import append_event
 from moe_exp.run_folder import RunFolder
 from moe_exp.watch.hang_dump import dump_node, is_traced, nccl_environment, ranks_of_node
@@ -100,6 +100,7 @@ class HangWatch:
         self._answered = latest_request(self._hang)
         self._thread: threading.Thread | None = None
         self._hung = ""
+        self._hung_at = math.inf
 
     def __enter__(self) -> HangWatch:
         return self
@@ -107,7 +108,7 @@ class HangWatch:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.wait()
         if self._hung:  # again below what torchrun says of ranks that were ended
-            print(f"moe-exp: {self._hung}", file=sys.stderr, flush=True)
+            complain(self._hung)
         shutil.rmtree(self._local, ignore_errors=True)
 
     @property
@@ -149,6 +150,8 @@ class HangWatch:
         if self._config.hang_timeout == "none":
             return ""
         beats = [beat for beat in read_beats(self._local) if _is_there(beat.pid)]
+        if any(beat.since > self._hung_at for beat in beats):  # started again: what comes now has other reasons
+            self._hung, self._hung_at = "", math.inf
         if self._waits_for_beats(beats, now) or (beats and not any(beat.since > self._judged for beat in beats)):
             return ""
         limits = {beat: self._limit(beat) for beat in beats}
@@ -174,9 +177,11 @@ class HangWatch:
         allowed = self._config.hang_timeout_other or math.inf
         if now - max(self._missing_since, self._running_since) <= allowed:
             return True
-        pids = ranks_of_node(self._local).values()
+        without = set(ranks_of_node(self._local).values()) - {beat.pid for beat in beats}
         self._missing_since = now  # the next look at all processes is as far away
-        return not any(_age_seconds(pid) > allowed for pid in pids if pid not in {beat.pid for beat in beats})
+        if beats and not without:  # the others have come to their end, and these do not
+            return False
+        return not any(_age_seconds(pid) > allowed for pid in without)
 
     @staticmethod
     def _paused(beats: Sequence[Beat]) -> list[int]:
@@ -219,8 +224,7 @@ class HangWatch:
             else:
                 is_hang = self._look_into(reason, before)
         except Exception:  # a full disk, for instance: the ranks hang all the same
-            print(f"moe-exp: the run hangs: {reason}; its stacks could not be written:", file=sys.stderr)
-            traceback.print_exc()
+            complain(f"the run hangs: {reason}; its stacks could not be written:", *traceback.format_exc().splitlines())
             is_hang = not self._doubt(before, [])
         if is_hang:
             self._end_ranks()
@@ -267,13 +271,16 @@ class HangWatch:
         return f"rank {moved[0]} has gone on meanwhile" if moved else ""
 
     def _end_ranks(self) -> None:
+        self._hung_at = time.monotonic()
+        with suppress(OSError):
+            hung_file(self._local).touch()
         for pid in ranks_of_node(self._local).values():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)  # also one that is stopped, or holds the GIL
 
     def _say(self, lines: Sequence[str]) -> None:
         """To the screen and to train.log."""
-        print(*(f"moe-exp: {line}" for line in lines), sep="\n", file=sys.stderr, flush=True)
+        complain(*lines)
         stamp = datetime.now().strftime("%Y-%m-%d %H:%M:%S")
         with suppress(OSError), self._run.log.open("a", encoding="utf-8") as file:
             file.writelines(f"{stamp} {os.uname().nodename} {line}\n" for line in lines)

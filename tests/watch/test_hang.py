@@ -60,6 +60,10 @@ class Ranks:
         run.path.mkdir(parents=True, exist_ok=True)
         run.config.touch()
         self.watch, self.run, self.still = HangWatch(config, run), run, folder / "still"
+        self.start()
+
+    def start(self) -> None:
+        """Starts both ranks."""
         environ = os.environ | self.watch.environment | {"PYTHONPATH": os.pathsep.join(sys.path)}
         self.processes = [
             subprocess.Popen(
@@ -129,6 +133,30 @@ def test_stopped_rank_is_found_named_and_all_are_ended(tmp_path, capfd):
     assert summarize(folder).whole + "\n" == (folder / "summary.txt").read_text()
     assert "the run hangs: rank 1 on" in ranks.run.log.read_text()
     assert not Path(ranks.watch.environment[HEARTBEATS]).exists()
+
+
+def test_what_is_left_of_the_ranks_hangs_too(tmp_path):
+    """One has come to its end, the other does not: the agent would wait for it for ever."""
+    with two_ranks(tmp_path, hang_timeout_other=2) as ranks:
+        ranks.processes[1].kill()
+        ranks.processes[1].wait()
+        ranks.still.touch()
+        ranks.poll_until(lambda: ranks.processes[0].poll() is not None)
+        ranks.watch.wait()
+        (event,) = ranks.events()
+        assert event["event"] == "hang"
+
+
+def test_hang_is_not_said_again_of_ranks_that_have_started_again(tmp_path, capfd):
+    with two_ranks(tmp_path) as ranks:
+        ranks.still.touch()
+        ranks.poll_until(lambda: all(process.poll() is not None for process in ranks.processes))
+        assert heartbeat.hung_file(Path(ranks.watch.environment[HEARTBEATS])).exists()
+        ranks.still.unlink()
+        ranks.start()
+        ranks.begin()
+        ranks.poll_for(1.5)
+    assert capfd.readouterr().err.count("moe-exp: the run hangs: ") == 1
 
 
 def test_ranks_that_go_on_do_not_hang(tmp_path):
