@@ -171,12 +171,12 @@ class Config(ModelSettings):
     preflight: bool = Field(
         False, description="before training check every node: arithmetic, memory, links, disks, clocks; a failing one ends the job"
     )
-    preflight_timeout: Positive = Field(60, description="seconds that nodes wait for each other at the start of the preflight")
+    preflight_timeout: Positive = Field(300, description="seconds that nodes wait for each other at the start of the preflight")
     preflight_slow: float = Field(0.7, gt=0, le=1, description="a node is slow below this share of the other nodes' median speed")
     hang_timeout: Timeout = Field(
         "auto",
         description="seconds after which an iteration counts as hanging: stacks to hang/, and the ranks end for a restart; "
-        "auto: ten times the median, at least 60; none: never",
+        "auto: ten times the median, at least 180; none: never",
     )
     hang_timeout_other: OptionalPositive = Field(
         1500, description="the same for each part of the start, the first iterations, a batch of an evaluation and a save; none: never"

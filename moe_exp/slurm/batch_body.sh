@@ -116,7 +116,8 @@ after_failure() {
     elif on_excluded_node && [ -n "$(pending_jobs)" ]; then
         say "one of its nodes is excluded now, which a job that is queued again cannot be told: the next job goes on"
     elif [ "$requeue" = true ]; then
-        say "goes back into the queue"
+        say "goes back into the queue after $((retry_seconds * failures)) s"
+        sleep "$((retry_seconds * failures))"
         scontrol requeue "$SLURM_JOB_ID" || say "which SLURM refuses: the next job goes on, if there is one"
     fi
 }

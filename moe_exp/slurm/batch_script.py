@@ -119,6 +119,7 @@ def _variables(job: RunJob) -> list[str]:
         "setup": Path(slurm.setup).absolute() if slurm.setup else "",
         "requeue": str(slurm.requeue).lower(),
         "max_failures": slurm.max_failures,
+        "retry_seconds": slurm.retry_seconds,
     }
     lists = {"modules": slurm.modules.split(), "srun_options": _srun_options(job), "launcher": _launcher(job)}
     return [

@@ -54,6 +54,7 @@ class SlurmSettings(BaseModel):
     exclude_file: str = Field("", description="nodes that no job gets, one a line, # for comments; empty: RUN_DIR/exclude_nodes.txt")
     requeue: bool = Field(True, description="a job that fails, or whose node fails, goes back into the queue")
     max_failures: Positive = Field(3, description="so many failures in a row without a new checkpoint end the chain")
+    retry_seconds: NonNegative = Field(60, description="wait after a failure, times the failures in a row: a file server may be away")
     modules: str = Field("", description="environment modules to load, as in 'cuda/12.6 nccl'")
     setup: str = Field("", description="file that the batch script sources before it starts the run")
     container: str = Field("", description="image: a name for pyxis and enroot, or an apptainer file")

@@ -49,7 +49,7 @@ from moe_exp.watch.hang_requests import (
 )
 from moe_exp.watch.stacks import summarize
 
-LEAST_SECONDS = 60.0  # of HANG_TIMEOUT=auto
+LEAST_SECONDS = 180.0  # of HANG_TIMEOUT=auto: a shared file system stands still for a minute or two, and the run goes on
 _FACTOR = 10
 _LEAST_ITERATIONS = 3  # whose median HANG_TIMEOUT=auto goes by
 _LOOK_SECONDS = 1.0
@@ -201,7 +201,7 @@ class HangWatch:
         """Writes the stacks of this node for a request; for a hang, waits for the verdict and follows it. Returns that, None for none."""
         folder = self._hang / request.folder
         self._dump(folder, is_hang=request.kind == "hang")
-        verdict = wait_for_verdict(folder, _ANSWER_SECONDS) if request.kind == "hang" else None
+        verdict = wait_for_verdict(folder, 2 * _ANSWER_SECONDS) if request.kind == "hang" else None
         if verdict:
             self._end_ranks()
         return verdict
