@@ -1,4 +1,4 @@
-"""The watchdog on a run whose last start has failed."""
+"""The watchdog on a run whose last start has failed, and where there is no squeue to ask."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from datetime import datetime
 
 from moe_exp.watch.watchdog import Watched
-from watched_run import WAITING, found, running
+from watched_run import DAY, WAITING, found, running
 
 
 def test_a_start_that_has_failed_is_not_well_until_another(dog, run, queue):
@@ -56,3 +56,11 @@ def test_in_a_chain_the_next_job_is_the_new_start(dog, run, queue):
     assert "failed" in found(dog, run, 5100.0)[0]
     queue.set(running(run, since=5200.0) + WAITING)
     assert "failed" not in found(dog, run, 5300.0)[0]
+
+
+def test_without_a_squeue_a_run_is_judged_by_its_files(dog, run, queue, monkeypatch):
+    monkeypatch.setenv("PATH", str(run.path))
+    (look,) = dog.look(now=run.begin + 4400)
+    assert look.found["no_squeue"].startswith("squeue: is not on PATH. Fix: ")
+    assert set(look.news) == {"no_squeue"} and not look.is_well
+    assert found(dog, run, DAY)[0] == {"no_squeue", "stuck"}
