@@ -64,6 +64,21 @@ def test_both_tools_give_the_same_stack():
     ]  # fmt: skip
 
 
+def test_our_own_trace_of_calls_is_on_no_stack(tmp_path):
+    top = f"    all_reduce ({SITE}/torch"
+    spied = PY_SPY.replace(top, f"    CallTrace._called (/home/me/moe_exp/watch/call_trace.py:67)\n{top}")
+    assert parse_stacks(spied) == parse_stacks(PY_SPY)
+    line = f'  File "{SITE}/torch/distributed/distributed_c10d.py"'
+    handled = FAULTHANDLER.replace(line, f'  File "/home/me/moe_exp/watch/call_trace.py", line 67 in _called\n{line}')
+    assert parse_stacks(handled) == parse_stacks(FAULTHANDLER)
+    native = NATIVE.replace(
+        "    pthread", "    clock_gettime (libc.so.6)\n    CallTrace._called (/home/me/moe_exp/watch/call_trace.py:67)\n    pthread"
+    )
+    write_dump(tmp_path, 3, {}, PY_SPY, native=native, calls=[])
+    (dump,) = read_dumps(tmp_path)
+    assert dump.native == ["pthread_cond_wait", "c10d::Work::wait"]
+
+
 def test_signal_that_another_thread_got():
     text = FAULTHANDLER.replace("Current thread 0x00007f961001ab80", "Thread 0x1").replace("Thread 0x00007f9600", "Current thread 0x2")
     assert parse_stacks(text)[0].frames[-1].name == "<module>"
