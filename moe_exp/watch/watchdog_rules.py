@@ -206,9 +206,18 @@ def _event_text(event: Record, count: int) -> str:
 
 
 def _short(value: Any) -> str:
-    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    text = ", ".join(map(str, _rounded(value))) if isinstance(value, list) else str(_rounded(value))
     text = " ".join(text.split())
     return text if len(text) <= 200 else text[:197] + "..."
+
+
+def _rounded(value: Any) -> Any:
+    """Numbers as people read them, also inside of lists and objects."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {name: _rounded(one) for name, one in value.items()}
+    return [_rounded(one) for one in value] if isinstance(value, list) else value
 
 
 def state_line(sight: Sight) -> str:

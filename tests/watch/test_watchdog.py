@@ -123,13 +123,13 @@ def test_events_are_told_once_and_counted(dog, run, queue, tmp_path):
     assert found(dog, run, 4400.0) == (new, new, set())
     assert found(dog, run, 4500.0) == (set(), set(), set())
     run.event("spike", 2020, 4560.0, lm_loss=8.0)
-    run.event("spike", 2020, 4561.0, lm_loss=8.72)
+    run.event("spike", 2020, 4561.0, lm_loss=8.720012345, recent_losses=[0.68841234567])
     assert found(dog, run, 4600.0) == ({"event spike"}, set(), set())
     run.train(2040, 2040, 4400.0 + 6 * HOUR)
     assert found(dog, run, 4400.0 + 6 * HOUR)[1] == {"event spike"}
     text = (tmp_path / "alerts.log").read_text()
     assert "spike at iteration 2,020" in text
-    assert "(2 times): lm_loss: 8.72" in text
+    assert "(2 times): lm_loss: 8.72, recent_losses: 0.68841\n" in text
     assert "reason: No space left on device" in text
     assert "over:" not in text
 
