@@ -166,7 +166,8 @@ def _next_lines(summary: Mapping[str, Any], config: Config) -> list[str]:
         lines.append(f"tensorboard --logdir {folder}/tensorboard")
     if summary["last_lm_loss"] is None and summary["nan_iterations"]:
         lines.append(f"LR={config.lr / 4:g} with another RUN_NAME: the loss is not a number any more")
-    return lines if summary["status"] == "failed" else lines + _other_runs(config)
+    has_failed = summary["status"] == "failed" or summary["exit_code"] == FAILED
+    return lines if has_failed else lines + _other_runs(config)
 
 
 def _going_on(summary: Mapping[str, Any], config: Config, folder: str) -> list[str]:

@@ -120,6 +120,7 @@ def test_a_run_that_bad_steps_have_ended_is_not_sent_the_same_way_again(folder: 
 def test_a_stop_that_has_saved_nothing_says_why_its_code_is_1(folder: RunFolder) -> None:
     text = summary_text(summarize(config(train_iters=9), RECORDS, folder, 1.0, "stopped", 1), config(train_iters=9))
     assert "  SAVE_AT_END=true, or a smaller SAVE_INTERVAL than 1000   # exit code 1: SAVE_AT_END=false, and nothing was saved" in text
+    assert "USE_MOE" not in text
 
 
 def test_after_a_hang_there_is_a_look_at_the_stacks(tmp_path: Path) -> None:
