@@ -208,3 +208,18 @@ def test_summary_names_ranks_hosts_and_nodes_that_are_silent(tmp_path):
 def test_folder_without_stacks_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"stacks=.*: holds no stacks\. Fix: give a folder inside RUN/hang"):
         summarize(tmp_path)
+
+
+def test_ranks_of_a_run_that_goes_on_are_in_other_places_and_nobody_is_named(tmp_path):
+    folder = tmp_path / ask(tmp_path, "stacks", "stacks on demand").folder
+    facts = {"host": "node0", "state": "sleeping", "iteration": 9, "phase": "data", "seconds in it": 0.3}
+    write_dump(folder, 0, facts | {"iteration": 10}, PY_SPY)
+    write_dump(folder, 1, facts, FAULTHANDLER.replace("all_reduce", "other"))
+    summary = summarize(folder)
+    assert not summary.named
+    assert "not where the others are" not in summary.whole and "where they are:" in summary.short
+    write_dump(folder, 1, facts | {"state": STOPPED}, PY_SPY)
+    assert list(summarize(folder).named) == [1]
+    for rank_ in (0, 1):
+        write_dump(folder, rank_, facts | {"iteration": 10 - rank_, "seconds in it": 90.0}, PY_SPY)
+    assert list(summarize(folder).named) == [1]  # nobody has gone on for a while: as in a hang
