@@ -178,8 +178,9 @@ def _going_on(summary: Mapping[str, Any], config: Config, folder: str) -> list[s
     again = f"goes on from {checkpoints[-1]}" if checkpoints else "begins at iteration 0: there is no checkpoint"
     if ended_by.get("event") == "too_many_bad_steps":
         return [
-            f"the bad_step events in {folder}/metrics.jsonl   # the samples, where a batch is the cause",
-            f"another RUN_NAME with a lower LR than {config.lr:g}, where the weights are; the same command {again}, to the same end",
+            f"the bad_step events in {folder}/metrics.jsonl   # the samples: whether a batch is the cause",
+            f"a lower LR than {config.lr:g}, with another RUN_NAME   # where the weights are",
+            f"the same command again {again}, which helps where a batch was the cause",
         ]
     if summary["status"] == "stopped" and summary["exit_code"] == FAILED:
         why = f"exit code {FAILED}: SAVE_AT_END=false, and nothing was saved since this start"

@@ -113,7 +113,7 @@ def test_a_run_that_bad_steps_have_ended_is_not_sent_the_same_way_again(folder: 
     text = summary_text(summarize(bad, records, folder, 1.0, "failed", 1), bad)
     assert text.startswith("Run failed: 5 of 9 iterations")
     assert "  tokens       0 until iteration 0, the last that was logged\n" in text
-    assert "another RUN_NAME with a lower LR than 1e+30" in text and "the same command goes on from iter_0000004, to the same end" in text
+    assert "a lower LR than 1e+30, with another RUN_NAME" in text and "iter_0000004, which helps where a batch was the cause" in text
     assert "LR=1e" not in text and "EP=2" not in text
 
 
