@@ -239,7 +239,7 @@ def state_line(sight: Sight) -> str:
     elif sight.silent:
         parts.append("SLURM does not answer")
     left = wall_seconds_left(sight)
-    if left is not None:
+    if left is not None and (queue is not None or view.status in ("new", "running")):
         parts.append(f"ends about {datetime.fromtimestamp(view.now + left).astimezone():%Y-%m-%d %H:%M} (in {span(left)}{_gaps(sight)})")
     full = sight.disk.full_in_seconds
     parts.append(f"{bytes_text(sight.disk.free_bytes)} free" + (f", full in {span(full)}" if full is not None else ""))

@@ -61,9 +61,11 @@ class RunView:
 
     @property
     def iteration(self) -> int:
-        """Of the last record of training, or where the latest start began."""
+        """Of the last record of training, or where the latest start began or has ended."""
         begun = [int(event["iteration"]) for event in self.events if event["event"] in _STARTS]
-        return int(self.train[-1]["iteration"]) if self.train else (begun[-1] if begun else 0)
+        known = int(self.train[-1]["iteration"]) if self.train else (begun[-1] if begun else 0)
+        has_ended = self.events and self.events[-1]["event"] == "end"  # between two log lines
+        return max(known, int(self.events[-1]["iteration"])) if has_ended else known
 
     @property
     def train_iters(self) -> int:
@@ -87,15 +89,18 @@ class RunView:
     def failure(self) -> tuple[float, str] | None:
         """When the latest start has failed, and by what; None where it has not, or where another has begun since."""
         found: tuple[float, str] | None = None
+        why = ""
         for event in self.events:
             name, at = event["event"], event_time(event)
+            text = f"{name} at iteration {event['iteration']:,}"
             if name in (*_STARTS, "restart", "end"):
-                found = None
+                found, why = None, ""
             elif name in _ENDS or (name == "hang" and self.now - at > _HANG_SECONDS) or event.get("grade") == "failed":
-                found = at, f"{name} at iteration {event['iteration']:,}"
+                found = at, text
+            why = text if name == "hang" else why
         at, status = self.summed_up or (0.0, "")
         if found is None and status == "failed" and at >= (self.moved or 0.0):
-            found = at, "summary.json says so, train.log may say why"
+            found = at, why or "summary.json says so, train.log may say why"
         return None if found is None or self.launched > found[0] else found
 
     @property
