@@ -48,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
     "heartbeat": {"hosts"},
     "watch": {"config", "run_folder", "records", "files", "hosts", "progress", "planner", "heartbeat"},
     "preflight": {"config", "files", "hosts", "launch", "planner", "progress", "records", "run_folder", "torchrun_job", "watch"},
-    "report": {"config", "run_folder", "records", "metrics", "files", "planner", "progress"},
+    "report": {"config", "run_folder", "records", "metrics", "files", "hosts", "planner", "progress"},
     "backends": {*ENGINE, "layers", "optim"},
     "interval": {*ENGINE, "hosts", "checkpoint", "metrics", "planner", "optim", "layers", "phases", "faults"},
     "phases": set(),
