@@ -74,14 +74,8 @@ def _kernel(
             w_block = w + expert.to(tl.int64) * stride_wl + depths[:, None] * stride_wi + columns[None, :] * stride_wo
             for start in range(0, depth, DEPTH):
                 is_depth = depths < depth - start
-                if EVEN_K:
-                    a = tl.load(x_block)
-                else:
-                    a = tl.load(x_block, mask=is_depth[None, :], other=0.0)
-                if EVEN_K and EVEN_N:
-                    b = tl.load(w_block)
-                else:
-                    b = tl.load(w_block, mask=is_depth[:, None] & is_column[None, :], other=0.0)
+                a = tl.load(x_block, mask=None if EVEN_K else is_depth[None, :])
+                b = tl.load(w_block, mask=None if EVEN_K and EVEN_N else is_depth[:, None] & is_column[None, :])
                 total = dot(a, b, total, PRECISION, INTERPRET)
                 x_block += DEPTH
                 w_block += DEPTH * stride_wi
