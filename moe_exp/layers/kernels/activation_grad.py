@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moe_exp.layers.activations import ACTIVATIONS, weighted_activation_backward
 from moe_exp.layers.kernels.activation import activate_with_derivative
+from moe_exp.layers.kernels.column_chunks import column_chunks
 from moe_exp.layers.kernels.grouped_matmul import grouped_matmul_torch
 from moe_exp.layers.kernels.launch import (
     INTERPRETED,
@@ -32,18 +33,11 @@ CONFIGS = [
     {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "num_warps": 8, "num_stages": 3},
     {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "GROUP_M": 8, "num_warps": 8, "num_stages": 3},
     {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "num_warps": 8, "num_stages": 4},
-    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32, "GROUP_M": 8, "num_warps": 4, "num_stages": 4},
     {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "num_warps": 4, "num_stages": 4},
 ]
 
 # The gradient of a router weight is a sum over the columns of its row: first over chunks of so many, whatever the tiles, then over those.
-CHUNK_COLUMNS = 16 if INTERPRETED else 64
-
-
-@jit
-def _halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The left and the right half of a block."""
-    return tl.permute(tl.reshape(x, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)).split()
+CHUNK_COLUMNS = 16 if INTERPRETED else 32
 
 
 @jit
@@ -70,20 +64,7 @@ def _finish(
     tl.store(weighted_rows[:, None] + columns[None, :], weighted, mask=mask)
     # Where the mask of columns is false, both factors are zero.
     partial = partials + (first // CHUNK).to(tl.int64) * num_rows
-    tl.store(partial, tl.sum(dactive * active, 1), mask=is_row & (first < width))
-
-
-@jit
-def _finish_two(
-    dactive, hidden_rows, dhidden_rows, weighted_rows, partials, scale, is_row, first, num_rows, ROWS: tl.constexpr,
-    width: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    left, right = _halves(dactive, ROWS, 2 * CHUNK)
-    _finish(left, hidden_rows, dhidden_rows, weighted_rows, partials, scale, is_row, first, num_rows, width, EVEN, ACTIVATION, GATED, CHUNK)
-    first += CHUNK
-    _finish(
-        right, hidden_rows, dhidden_rows, weighted_rows, partials, scale, is_row, first, num_rows, width, EVEN, ACTIVATION, GATED, CHUNK
-    )
+    tl.store(partial, tl.sum(dactive * active, 1), mask=tl.where(is_row, first, width) < width)
 
 
 @tuned(CONFIGS, key=["num_experts", "width", "depth"])
@@ -130,19 +111,10 @@ def _kernel(
         if weights is not None:
             scale = tl.load(weights + rows, mask=is_row, other=0.0).to(tl.float32)
         # Chunk by chunk: what one loads and computes is out of the registers when the next begins.
-        if BLOCK_N == CHUNK:
-            _finish(dactive, hidden_rows, dhidden_rows, weighted_rows, partials + rows, scale, is_row, first, num_rows,
+        chunks = column_chunks(dactive, BLOCK_M, BLOCK_N, CHUNK)
+        for i in tl.static_range(BLOCK_N // CHUNK):
+            _finish(chunks[i], hidden_rows, dhidden_rows, weighted_rows, partials + rows, scale, is_row, first + i * CHUNK, num_rows,
                     width, EVEN_N, ACTIVATION, GATED, CHUNK)  # fmt: skip
-        elif BLOCK_N == 2 * CHUNK:
-            _finish_two(dactive, hidden_rows, dhidden_rows, weighted_rows, partials + rows, scale, is_row, first, num_rows,
-                        BLOCK_M, width, EVEN_N, ACTIVATION, GATED, CHUNK)  # fmt: skip
-        else:
-            tl.static_assert(BLOCK_N == 4 * CHUNK)
-            left, right = _halves(dactive, BLOCK_M, BLOCK_N)
-            _finish_two(left, hidden_rows, dhidden_rows, weighted_rows, partials + rows, scale, is_row, first, num_rows,
-                        BLOCK_M, width, EVEN_N, ACTIVATION, GATED, CHUNK)  # fmt: skip
-            _finish_two(right, hidden_rows, dhidden_rows, weighted_rows, partials + rows, scale, is_row, first + 2 * CHUNK, num_rows,
-                        BLOCK_M, width, EVEN_N, ACTIVATION, GATED, CHUNK)  # fmt: skip
 
 
 def activation_grad_torch(

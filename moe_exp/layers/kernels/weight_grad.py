@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_exp.layers.kernels.column_chunks import column_chunks
 from moe_exp.layers.kernels.launch import cdiv, compilable, dot_constants, jit, power_of_2, runs_kernel, tl, tuned
 from moe_exp.layers.kernels.tiles import dot, in_groups
 
@@ -46,6 +47,7 @@ def _kernel(
     BLOCK_E: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
+    CHUNK: tl.constexpr = 64 if ADDS and BLOCK_N > 64 else BLOCK_N
     EVEN_M: tl.constexpr = num_m % BLOCK_M == 0
     EVEN_N: tl.constexpr = num_n % BLOCK_N == 0
     tiles_m, tiles_n = tl.cdiv(num_m, BLOCK_M), tl.cdiv(num_n, BLOCK_N)
@@ -57,28 +59,40 @@ def _kernel(
     tile_m, tile_n = in_groups(tile, tiles_m, tiles_n, GROUP_M)
     m, n = tile_m * BLOCK_M + tl.arange(0, BLOCK_M), tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for start in range(first, end, BLOCK_K):
-        rows = start + tl.arange(0, BLOCK_K)
-        a_rows, is_a, b_rows, is_b = rows, rows < end, rows, rows < end
-        if a_index is not None:
-            a_rows = tl.load(a_index + rows, mask=rows < end, other=rows_of_a)
-            is_a = a_rows < rows_of_a
-        if b_index is not None:
-            b_rows = tl.load(b_index + rows, mask=rows < end, other=rows_of_b)
-            is_b = b_rows < rows_of_b
-        a_mask, b_mask = is_a[:, None], is_b[:, None]
+    # The rows of the next step are looked up one step ahead: a load that waits for another one could not be started as early.
+    rows = first + tl.arange(0, BLOCK_K)
+    a_rows, b_rows = _rows_of(a_index, rows, end, rows_of_a), _rows_of(b_index, rows, end, rows_of_b)
+    for _ in range(first, end, BLOCK_K):
+        a_now, b_now = a_rows.to(tl.int64)[:, None], b_rows.to(tl.int64)[:, None]
+        a_mask, b_mask = a_now < rows_of_a, b_now < rows_of_b
+        rows += BLOCK_K
+        a_rows, b_rows = _rows_of(a_index, rows, end, rows_of_a), _rows_of(b_index, rows, end, rows_of_b)
         if not EVEN_M:
             a_mask = a_mask & (m < num_m)[None, :]
         if not EVEN_N:
             b_mask = b_mask & (n < num_n)[None, :]
-        x = tl.load(a + a_rows.to(tl.int64)[:, None] * stride_a + m[None, :], mask=a_mask, other=0.0)
-        y = tl.load(b + b_rows.to(tl.int64)[:, None] * stride_b + n[None, :], mask=b_mask, other=0.0)
+        x = tl.load(a + a_now * stride_a + m[None, :], mask=a_mask, other=0.0)
+        y = tl.load(b + b_now * stride_b + n[None, :], mask=b_mask, other=0.0)
         total = dot(tl.trans(x), y, total, PRECISION, INTERPRET)
-    block = dw + expert.to(tl.int64) * stride_dl + m.to(tl.int64)[:, None] * stride_dm + n[None, :]
-    mask = (m < num_m)[:, None] & (n < num_n)[None, :]
-    if ADDS:
-        total += tl.load(block, mask=mask, other=0.0)
-    tl.store(block, total.to(dw.dtype.element_ty), mask=mask)
+    block = dw + expert.to(tl.int64) * stride_dl + m.to(tl.int64)[:, None] * stride_dm
+    chunks = column_chunks(total, BLOCK_M, BLOCK_N, CHUNK)
+    for i in tl.static_range(BLOCK_N // CHUNK):
+        columns = tile_n * BLOCK_N + i * CHUNK + tl.arange(0, CHUNK)
+        mask = (m < num_m)[:, None] & (columns < num_n)[None, :]
+        sums = chunks[i]
+        if ADDS:
+            sums += tl.load(block + columns[None, :], mask=mask, other=0.0)
+        tl.store(block + columns[None, :], sums.to(dw.dtype.element_ty), mask=mask)
+
+
+@jit
+def _rows_of(index, rows, end, num_rows):
+    """Where the rows are in an operand of `num_rows`; from the end on, and for padding, one past the last."""
+    if index is not None:
+        rows = tl.load(index + rows, mask=rows < end, other=num_rows)
+    else:
+        rows = tl.where(rows < end, rows, num_rows)
+    return rows
 
 
 def gathered(x: Tensor, index_R: Tensor) -> Tensor:
