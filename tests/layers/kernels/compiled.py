@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import re
 import subprocess
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ class Compiled:
 
     Args:
         name: of the kernel's module.
+        config: the constants it was compiled with, `num_warps` and `num_stages` among them.
         shared_bytes: of one program.
         registers: per thread.
         stack_bytes: per thread, where registers are spilled to.
@@ -168,12 +170,10 @@ def _described(name: str, constants: dict[str, Any], binary: Any) -> Compiled:
 
     ptx = binary.asm["ptx"]
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    path = Path(os.environ.get("TMPDIR", "/tmp")) / f"{os.getpid()}.cubin"
-    path.write_bytes(binary.asm["cubin"])
-    try:
-        usage = subprocess.run([tool, "--dump-resource-usage", path], check=True, capture_output=True, text=True).stdout
-    finally:
-        path.unlink()
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(binary.asm["cubin"])
+        cubin.flush()
+        usage = subprocess.run([tool, "--dump-resource-usage", cubin.name], check=True, capture_output=True, text=True).stdout
     registers, stack = (int(re.search(rf"{kind}:(\d+)", usage)[1]) for kind in ("REG", "STACK"))
     instructions = {kind: len(re.findall(pattern, ptx)) for kind, pattern in _INSTRUCTIONS.items()}
     numbers = {key: value for key, value in constants.items() if isinstance(value, int)}
