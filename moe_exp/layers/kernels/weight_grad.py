@@ -88,10 +88,10 @@ def _kernel(
 @jit
 def _rows_of(index, rows, end, num_rows):
     """Where the rows are in an operand of `num_rows`; from the end on, and for padding, one past the last."""
-    if index is not None:
-        rows = tl.load(index + rows, mask=rows < end, other=num_rows)
-    else:
+    if index is None:  # noqa: SIM108  # and no return in it: Triton would read on
         rows = tl.where(rows < end, rows, num_rows)
+    else:
+        rows = tl.load(index + rows, mask=rows < end, other=num_rows)
     return rows
 
 
