@@ -59,7 +59,7 @@ def test_against_autograd(dtype, activation, gathers, monkeypatch):
     assert max(errors(actual, by_autograd(args, options))) < DTYPES[dtype]
 
 
-@pytest.mark.parametrize(("counts", "sizes"), zip(COUNTS, [(33, 65), (64, 64), (7, 3), (65, 1), (3, 1)], strict=True))
+@pytest.mark.parametrize(("counts", "sizes"), list(zip(COUNTS, [(33, 65), (64, 64), (7, 3), (65, 1), (3, 1)], strict=True)))
 def test_sizes_and_routings(counts, sizes, monkeypatch):
     args, options = inputs(counts, "swiglu", width=sizes[0], depth=sizes[1])
     expected = by_autograd(args, options)

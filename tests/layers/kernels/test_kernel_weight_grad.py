@@ -46,7 +46,7 @@ def test_against_outer_products(dtype, side, monkeypatch):
     assert error(dw_LMN, expert_by_expert(args, indices)) < DTYPES[dtype]
 
 
-@pytest.mark.parametrize(("counts", "sizes"), zip(COUNTS, [(33, 65), (64, 32), (7, 3), (5, 33), (3, 1)], strict=True))
+@pytest.mark.parametrize(("counts", "sizes"), list(zip(COUNTS, [(33, 65), (64, 32), (7, 3), (5, 33), (3, 1)], strict=True)))
 def test_sizes_and_routings(counts, sizes, monkeypatch):
     args, indices = inputs(counts, side="b", sizes=sizes)
     expected = expert_by_expert(args, indices)
