@@ -326,7 +326,7 @@ def test_layer_equals_that_of_the_loop(mode, alltoall):
     x_TD, dy_TD = pushed_tokens(TOKENS), random(len(TOKENS), HIDDEN, seed=4)
     expected = layer_results(x_TD, dy_TD, **MODES[mode])
     actual = layer_results(x_TD.float(), dy_TD.float(), backend="triton", dtype=torch.float32, alltoall=alltoall, **MODES[mode])
-    assert max(errors(actual, expected)) < 1e-6
+    assert max(errors(actual, expected)) < 1e-5
 
 
 def test_the_layer_takes_the_tokens_themselves(monkeypatch):
@@ -355,7 +355,7 @@ def on_ranks(ep: int, etp: int) -> list[float]:
 @pytest.mark.parametrize(("ep", "etp"), [(2, 1), (1, 2)])
 def test_experts_over_ranks_equal_one_rank(ep, etp):
     for found in run_on_ranks(ep * etp, on_ranks, ep, etp):
-        assert max(found) < 1e-6, found
+        assert max(found) < 1e-5, found
 
 
 DEVICE_SIZES = {"num_tokens": 2048, "topk": 8, "num_experts": 64, "hidden": 2048, "ffn": 1024}
