@@ -77,9 +77,9 @@ def compiled(launch: Callable[[], Any], capability: int, config: int = 0) -> lis
     return _compiler().submit(_compile, launch, capability, config).result()
 
 
-def num_configs(launch: Callable[[], Any]) -> int:
-    """The most configs that a kernel of the launch has."""
-    return _compiler().submit(_count_configs, launch).result()
+def num_configs(launch: Callable[[], Any], capability: int) -> int:
+    """The most configs that a kernel of the launch has on this GPU."""
+    return _compiler().submit(_count_configs, launch, capability).result()
 
 
 @functools.cache
@@ -89,6 +89,7 @@ def _compiler() -> ProcessPoolExecutor:
 
 def _prepare() -> None:
     os.environ["TRITON_INTERPRET"] = "0"  # before anything imports Triton
+    os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"
     torch.set_num_threads(1)
 
 
@@ -96,16 +97,27 @@ def _compile(launch: Callable[[], Any], capability: int, config: int) -> list[Co
     found: list[Compiled] = []
     for name, kernel, args, kwargs in _launches(launch, capability):
         constants: dict[str, Any] = {}
-        if hasattr(kernel, "configs"):
-            constants = kernel.configs[min(config, len(kernel.configs) - 1)].all_kwargs()
+        configs = _configs(kernel, args, kwargs)
+        if configs:
+            chosen = configs[min(config, len(configs) - 1)]
+            constants = chosen.all_kwargs()
+            if chosen.pre_hook:
+                chosen.pre_hook({**dict(zip(kernel.arg_names, args, strict=False)), **kwargs, **constants})
             kernel = kernel.fn
         binary = kernel.run(*args, grid=(1,), warmup=True, **{**kwargs, **constants})
         found.append(_described(name, constants, binary))
     return found
 
 
-def _count_configs(launch: Callable[[], Any]) -> int:
-    return max(len(getattr(kernel, "configs", [0])) for _, kernel, _, _ in _launches(launch, 80))
+def _count_configs(launch: Callable[[], Any], capability: int) -> int:
+    return max(len(_configs(kernel, args, kwargs)) or 1 for _, kernel, args, kwargs in _launches(launch, capability))
+
+
+def _configs(kernel: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Those that the autotuner would time."""
+    if not hasattr(kernel, "configs"):
+        return []
+    return kernel.early_config_prune(kernel.configs, dict(zip(kernel.arg_names, args, strict=False)), **kwargs)
 
 
 def _launches(launch: Callable[[], Any], capability: int) -> list[tuple[str, Any, Any, Any]]:
@@ -118,6 +130,7 @@ def _launches(launch: Callable[[], Any], capability: int) -> list[tuple[str, Any
 
     driver.set_active(_Driver(capability))
     package._num_processors = lambda device: 132
+    package._has_tma = lambda x: capability >= 90
     started: list[tuple[str, Any, Any, Any]] = []
 
     def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -143,7 +156,11 @@ def _replaced(owner: Any, name: str, value: Any) -> Any:
 def _mock(arg: Any) -> Any:
     from triton.runtime.jit import MockTensor
 
-    return MockTensor(arg.dtype) if isinstance(arg, torch.Tensor) else arg
+    if not isinstance(arg, torch.Tensor):
+        return arg
+    mock = MockTensor(arg.dtype)
+    mock.element_size = arg.element_size
+    return mock
 
 
 def _described(name: str, constants: dict[str, Any], binary: Any) -> Compiled:
