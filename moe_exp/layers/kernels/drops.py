@@ -140,7 +140,7 @@ def keep_within(expert_TK: Tensor, weights_TK: Tensor | None, limits_E: Tensor) 
 def padded_order_torch(expert_TK: Tensor, num_experts: int, rows_per_expert: int, kept_TK: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The twin of `padded_order`."""
     num_slots, num_rows = expert_TK.numel(), num_experts * rows_per_expert
-    slot_N, row_N, offsets_E1 = (x.long() for x in slot_sort_torch(expert_TK, num_experts, kept_TK))
+    row_N, offsets_E1 = (x.long() for x in slot_sort_torch(expert_TK, num_experts, kept_TK)[1:])
     is_kept_N = row_N < num_slots
     expert_N = expert_TK.reshape(-1).long().where(is_kept_N, 0)
     place_N = row_N - offsets_E1[expert_N]
