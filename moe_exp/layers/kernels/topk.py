@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from moe_exp.layers.kernels.launch import cdiv, compilable, jit, num_programs, power_of_2, runs_kernel, tl
+from moe_exp.layers.kernels.scores import EPSILON, LEAST, choose, key_of, raw_scores, sigmoid, softmax, weigh
 
-EPSILON = 1e-20  # as in Router
-_EPSILON: tl.constexpr = tl.constexpr(EPSILON) if tl else None
-_LEAST: tl.constexpr = tl.constexpr(-(2**31)) if tl else None
+_EPSILON = 1e-20  # of the twin, as in Router
 
 # Elements of a tile of [tokens, experts]: 8 per thread of four warps.
 _TILE = 1024
@@ -61,45 +60,13 @@ def _load_tile(logits, valid, tokens, experts, num_tokens, num_experts, stride, 
 
 
 @jit
-def _softmax(z):
-    """Softmax over experts, and log-sum-exp."""
-    most = tl.max(z, 1)
-    x = tl.exp(z - most[:, None])
-    total = tl.sum(x, 1)
-    return x / total[:, None], most + tl.log(total)
-
-
-@jit
-def _raw_scores(z, probabilities, SCORE: tl.constexpr):
-    """What the router chooses by and weighs with."""
-    if SCORE == "softmax":
-        raw = probabilities
-    elif SCORE == "sigmoid":
-        raw = tl.sigmoid(z)
-    else:
-        x = tl.exp(-tl.abs(z))
-        u = 1.0 + x
-        # log1p: what the addition rounds off is put right by the quotient (Higham 2002, section 1.14.1).
-        log1p = tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
-        raw = tl.sqrt(tl.maximum(z, 0.0) + log1p)
-    return raw
-
-
-@jit
-def _key(x):
-    """Integers in the order of the floats; NaN is the largest, as for torch.topk. None is _LEAST, which stands for no expert."""
-    bits = x.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@jit
 def _forward_kernel(
     logits, bias, valid, expert, weights, lse, sums, counts, num_tokens, num_experts, stride, factor,
     TOPK: tl.constexpr, SCORE: tl.constexpr, PRE_SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_VALID: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    experts, places = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
+    experts, places = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)[None, :]
     is_expert, is_place = experts < num_experts, places < TOPK
     score_sums = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.float32)
     entropy_sums = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.float32)
@@ -109,50 +76,34 @@ def _forward_kernel(
     for block in range(tl.program_id(0), tl.cdiv(num_tokens, BLOCK_T), tl.num_programs(0)):
         tokens = block * BLOCK_T + tl.arange(0, BLOCK_T)
         z, is_token, is_counted = _load_tile(logits, valid, tokens, experts, num_tokens, num_experts, stride, HAS_VALID)
-        probabilities, logsumexp = _softmax(z)
-        raw = _raw_scores(z, probabilities, SCORE)
+        probabilities, logsumexp = softmax(z)
+        raw = raw_scores(z, probabilities, SCORE)
 
         choice = raw
         if HAS_BIAS:
             choice = raw + tl.load(bias + experts, mask=is_expert, other=0.0)[None, :]
-        key = tl.where(is_expert[None, :], _key(choice), _LEAST)
-        chosen = tl.zeros((BLOCK_T, BLOCK_K), dtype=tl.int32)
-        value = tl.zeros((BLOCK_T, BLOCK_K), dtype=tl.float32)
-        for k in range(TOPK):
-            best = tl.argmax(key, 1, tie_break_left=True)
-            is_best = experts[None, :] == best[:, None]
-            # Softmax after the choice weighs by logits.
-            best_value = tl.sum(tl.where(is_best, z if SCORE == "softmax" and not PRE_SOFTMAX else raw, 0.0), 1)
-            chosen = tl.where(places[None, :] == k, best[:, None], chosen)
-            value = tl.where(places[None, :] == k, best_value[:, None], value)
-            key = tl.where(is_best, _LEAST, key)
-        if SCORE == "softmax" and not PRE_SOFTMAX:
-            value = tl.exp(value - tl.max(tl.where(is_place[None, :], value, -float("inf")), 1)[:, None])
-            value = tl.where(is_place[None, :], value, 0.0)
-            value = value / tl.sum(value, 1)[:, None]
-        if NORMALIZE:
-            value = value / (tl.sum(value, 1) + _EPSILON)[:, None]
-        value = value * factor
+        key = tl.where(is_expert[None, :], key_of(choice), LEAST)
+        values = z if SCORE == "softmax" and not PRE_SOFTMAX else raw
+        chosen, value, key = choose(key, values, experts, TOPK, BLOCK_T, BLOCK_K)
+        value = weigh(value, is_place, factor, SCORE, PRE_SOFTMAX, NORMALIZE)
 
-        slots = tokens.to(tl.int64)[:, None] * TOPK + places[None, :]
-        is_slot = is_token[:, None] & is_place[None, :]
+        slots = tokens.to(tl.int64)[:, None] * TOPK + places
+        is_slot = is_token[:, None] & is_place
         tl.store(expert + slots, chosen.to(tl.int64), mask=is_slot)
         tl.store(weights + slots, value, mask=is_slot)
         tl.store(lse + tokens, logsumexp, mask=is_token)
 
-        score = raw if SCORE == "softmax" else raw / (tl.sum(raw, 1) + _EPSILON)[:, None]
+        score = raw if SCORE == "softmax" else raw / (tl.sum(raw, 1) + EPSILON)[:, None]
         counted = is_counted[:, None] & is_expert[None, :]
         score = tl.where(counted, score, 0.0)
         score_sums += score
         entropy_sums -= score * tl.log(tl.where(score > 0.0, score, 1.0))
-        largest_sums += tl.where(is_counted, tl.max(tl.where(is_place[None, :], value, 0.0), 1), 0.0)
-        chosen_sums += (counted & (key == _LEAST)).to(tl.int32)
+        largest_sums += tl.where(is_counted, tl.max(tl.where(is_place, value, 0.0), 1), 0.0)
+        chosen_sums += (counted & (key == LEAST)).to(tl.int32)
         if HAS_BIAS:
-            key = tl.where(is_expert[None, :], _key(raw), _LEAST)
-            for _ in range(TOPK):
-                best = tl.argmax(key, 1, tie_break_left=True)
-                key = tl.where(experts[None, :] == best[:, None], _LEAST, key)
-            by_score_sums += (counted & (key == _LEAST)).to(tl.int32)
+            key = tl.where(is_expert[None, :], key_of(raw), LEAST)
+            _, _, key = choose(key, raw, experts, TOPK, BLOCK_T, BLOCK_K)
+            by_score_sums += (counted & (key == LEAST)).to(tl.int32)
 
     mine = tl.program_id(0).to(tl.int64)
     my_sums, my_counts = sums + mine * (num_experts + 2), counts + mine * (2 * num_experts)
@@ -176,8 +127,8 @@ def _backward_kernel(
     is_expert = experts < num_experts
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     z, is_token, is_counted = _load_tile(logits, valid, tokens, experts, num_tokens, num_experts, stride, HAS_VALID)
-    probabilities, _ = _softmax(z)
-    raw = _raw_scores(z, probabilities, SCORE)
+    probabilities, _ = softmax(z)
+    raw = raw_scores(z, probabilities, SCORE)
 
     # Everything of the K chosen is spread over E: what was not chosen is zero.
     is_chosen = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.int1)
@@ -192,9 +143,9 @@ def _backward_kernel(
         # Relative to the largest of the chosen, which softmax over all may have rounded to zero.
         chosen = tl.where(is_chosen, z, -1e30)
         value = tl.where(is_chosen, tl.exp(chosen - tl.max(chosen, 1)[:, None]), 0.0)
-        value = value / tl.maximum(tl.sum(value, 1), _EPSILON)[:, None]
+        value = value / tl.maximum(tl.sum(value, 1), EPSILON)[:, None]
     if NORMALIZE:
-        total = (tl.sum(value, 1) + _EPSILON)[:, None]
+        total = (tl.sum(value, 1) + EPSILON)[:, None]
         dvalue = tl.where(is_chosen, (dvalue - tl.sum(dvalue * value, 1)[:, None] / total) / total, 0.0)
 
     dz = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.float32)
@@ -206,7 +157,7 @@ def _backward_kernel(
         dscore = tl.load(dscore_sums + experts, mask=is_expert, other=0.0)[None, :]
         dscore = tl.where(is_counted[:, None], dscore, 0.0)
         if SCORE != "softmax":
-            total = (tl.sum(raw, 1) + _EPSILON)[:, None]
+            total = (tl.sum(raw, 1) + EPSILON)[:, None]
             dscore = (dscore - tl.sum(dscore * raw, 1)[:, None] / total) / total
         draw += dscore
     if SCORE == "softmax":
@@ -214,7 +165,7 @@ def _backward_kernel(
     elif SCORE == "sigmoid":
         dz += draw * raw * (1.0 - raw)
     else:
-        dz += tl.where(raw > 0.0, draw * tl.sigmoid(z) / (2.0 * tl.where(raw > 0.0, raw, 1.0)), 0.0)
+        dz += tl.where(raw > 0.0, draw * sigmoid(z) / (2.0 * tl.where(raw > 0.0, raw, 1.0)), 0.0)
     if HAS_DLSE:
         dz += probabilities * tl.load(dlse + tokens, mask=is_token, other=0.0)[:, None]
     place = dlogits + tokens.to(tl.int64)[:, None] * num_experts + experts[None, :]
@@ -237,14 +188,14 @@ def router_topk_torch(
         raw_TE = scores_TE = logits_TE.softmax(dim=-1)
     else:
         raw_TE = logits_TE.sigmoid() if score == "sigmoid" else torch.nn.functional.softplus(logits_TE).sqrt()
-        scores_TE = raw_TE / (raw_TE.sum(dim=-1, keepdim=True) + EPSILON)
+        scores_TE = raw_TE / (raw_TE.sum(dim=-1, keepdim=True) + _EPSILON)
     choice_TE = raw_TE.detach() if bias_E is None else raw_TE.detach() + bias_E
     expert_TK = _best(choice_TE, topk)
     weights_TK = raw_TE.gather(1, expert_TK)
     if score == "softmax" and not pre_softmax:
         weights_TK = logits_TE.gather(1, expert_TK).softmax(dim=-1)
     if normalize:
-        weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + EPSILON)
+        weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + _EPSILON)
     weights_TK = weights_TK * scaling_factor
     top1_T = weights_TK.detach().amax(dim=-1)
     if valid_T is not None:
@@ -292,7 +243,7 @@ def router_topk(
     Returns:
         See TopK. Backward takes the gradients of weights_TK, lse_T and score_sums_E, and computes the scores again.
     """
-    options = {"score": score, "pre_softmax": pre_softmax, "normalize": normalize, "scaling_factor": scaling_factor}
+    options: dict[str, Any] = {"score": score, "pre_softmax": pre_softmax, "normalize": normalize, "scaling_factor": float(scaling_factor)}
     if not runs_kernel(logits_TE) or logits_TE.dtype == torch.float64:
         return router_topk_torch(logits_TE, topk, **options, bias_E=bias_E, valid_T=valid_T)
     expert_TK, weights_TK, lse_T, sums, counts = _RouterTopK.apply(logits_TE, bias_E, valid_T, topk, *options.values())
@@ -353,7 +304,7 @@ def _topk_forward(
     partial_counts = sums.new_empty(programs, 2, num_experts, dtype=torch.int32)
     _forward_kernel[(programs,)](
         logits_TE, logits_TE if bias_E is None else bias_E, logits_TE if valid_T is None else valid_T.contiguous(),
-        expert_TK, weights_TK, lse_T, partial_sums, partial_counts, num_tokens, num_experts, logits_TE.stride(0), float(scaling_factor),
+        expert_TK, weights_TK, lse_T, partial_sums, partial_counts, num_tokens, num_experts, logits_TE.stride(0), scaling_factor,
         TOPK=topk, SCORE=score, PRE_SOFTMAX=pre_softmax, NORMALIZE=normalize, HAS_BIAS=bias_E is not None, HAS_VALID=valid_T is not None,
         BLOCK_K=power_of_2(topk), **blocks,
     )  # fmt: skip
@@ -381,7 +332,7 @@ def _topk_backward(
     _backward_kernel[(cdiv(num_tokens, blocks["BLOCK_T"]),)](
         logits_TE, logits_TE if valid_T is None else valid_T.contiguous(), expert_TK, dweights_TK.contiguous(),
         logits_TE if dlse_T is None else dlse_T.contiguous(), logits_TE if dsums is None else dsums.contiguous(), dlogits_TE,
-        num_tokens, num_experts, logits_TE.stride(0), float(scaling_factor),
+        num_tokens, num_experts, logits_TE.stride(0), scaling_factor,
         TOPK=expert_TK.size(1), SCORE=score, PRE_SOFTMAX=pre_softmax, NORMALIZE=normalize,
         HAS_VALID=valid_T is not None, HAS_DLSE=dlse_T is not None, HAS_DSCORES=dsums is not None, **blocks,
     )  # fmt: skip

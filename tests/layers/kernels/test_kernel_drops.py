@@ -11,7 +11,7 @@ from moe_exp.layers.row_order import pad_by_expert
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("poisoned")]
 
-SHAPES = [(0, 2, 3), (1, 1, 1), (50, 2, 4), (130, 3, 9), on_gpu(32768, 8, 64)]
+SHAPES = [(0, 2, 3), (1, 1, 1), (21, 2, 4), (60, 3, 9), on_gpu(32768, 8, 64)]
 
 
 def weights(kind: str, *shape: int) -> torch.Tensor:
@@ -29,7 +29,7 @@ def test_the_same_slots_stay_as_in_capacity(num_tokens, topk, num_experts, kind)
     # Expert E is none: padding.
     expert_TK = (torch.rand(num_tokens, topk, device=DEVICE) ** 2 * (num_experts + 1)).long()
     weights_TK = weights(kind, num_tokens, topk)
-    for capacity in (0, 1, max(1, num_tokens * topk // (2 * num_experts)), num_tokens * topk + 5):
+    for capacity in (0, max(1, num_tokens * topk // (2 * num_experts)), num_tokens * topk + 5):
         limits_E = torch.full((num_experts,), capacity, dtype=torch.int32, device=DEVICE)
         sizes = {"num_experts": num_experts, "capacity": capacity}
         expected = keep_most_probable(expert_TK.cpu(), weights_TK.cpu(), **sizes), keep_first(expert_TK.cpu(), **sizes)
