@@ -207,6 +207,10 @@ MOE = [
         r"FFN_HIDDEN_SIZE=260: EXPERT_BACKEND=megablocks .* Fix: set FFN_HIDDEN_SIZE to 256 or 264, .*",
     ),
     (
+        {"expert_backend": "triton", "add_bias_linear": True},
+        r"EXPERT_BACKEND=triton: its kernels have no bias of the experts\. Fix: set ADD_BIAS_LINEAR=false or EXPERT_BACKEND=auto\.",
+    ),
+    (
         {"expert_backend": "grouped_gemm", "dtype": "fp32"},
         r"EXPERT_BACKEND=grouped_gemm: computes in bf16 only, not in fp32\. Fix: set DTYPE=bf16, or EXPERT_BACKEND=auto\.",
     ),
