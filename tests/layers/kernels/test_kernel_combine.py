@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_device import DEVICE, needs_kernels, at_real_size, poisoned  # noqa: F401
+from kernel_device import DEVICE, at_real_size, needs_kernels, poisoned  # noqa: F401
 
 from moe_exp.layers.kernels.combine import combine, combine_torch
 from moe_exp.layers.row_order import sort_by_expert

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_device import DEVICE, needs_kernels, at_real_size, poisoned  # noqa: F401
+from kernel_device import DEVICE, at_real_size, needs_kernels, poisoned  # noqa: F401
 
 from moe_exp.layers.kernels.choice import interpreted_kernels, takes_kernels
 from moe_exp.layers.kernels.rows import chunk_order, chunk_order_torch, gather_rows, gather_rows_torch
