@@ -22,16 +22,15 @@ from moe_exp.layers.kernels.launch import (
 from moe_exp.layers.kernels.tiles import dot, in_groups, row_tile, row_tile_ends
 
 LARGEST_N, LARGEST_K = 256, 64
-# Predicted, not measured; see docs/performance.md. The first one is for deterministic algorithms.
+# Predicted, not measured; see docs/performance.md. The first one is for deterministic algorithms. BLOCK_K is of two bytes each.
 CONFIGS = [
-    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "TMA": 0, "num_warps": 8, "num_stages": 3},
-    {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "GROUP_M": 8, "TMA": 0, "num_warps": 8, "num_stages": 3},
-    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32, "GROUP_M": 8, "TMA": 0, "num_warps": 4, "num_stages": 4},
-    {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "TMA": 0, "num_warps": 4, "num_stages": 4},
-    {"BLOCK_M": 64, "BLOCK_N": 256, "BLOCK_K": 64, "GROUP_M": 8, "TMA": 0, "num_warps": 8, "num_stages": 4},
-    {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "GROUP_M": 8, "TMA": 1, "num_warps": 8, "num_stages": 4},
-    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "TMA": 1, "num_warps": 8, "num_stages": 4},
-    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "TMA": 1, "num_warps": 4, "num_stages": 3},
+    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "PROGRAMS": 1, "TMA": 0, "num_warps": 8, "num_stages": 4},
+    {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 32, "GROUP_M": 8, "PROGRAMS": 1, "TMA": 0, "num_warps": 8, "num_stages": 4},
+    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32, "GROUP_M": 8, "PROGRAMS": 2, "TMA": 0, "num_warps": 4, "num_stages": 4},
+    {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "PROGRAMS": 2, "TMA": 0, "num_warps": 4, "num_stages": 3},
+    {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "GROUP_M": 8, "PROGRAMS": 1, "TMA": 1, "num_warps": 8, "num_stages": 4},
+    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "PROGRAMS": 2, "TMA": 1, "num_warps": 8, "num_stages": 3},
+    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "PROGRAMS": 2, "TMA": 1, "num_warps": 4, "num_stages": 3},
 ]
 
 
@@ -49,7 +48,8 @@ def _kernel(
     x, w, y, x_tma, w_tma, offsets, num_experts, width, depth, stride_x, stride_wl, stride_wi, stride_wo, stride_y,
     TRANSPOSED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_E: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    PROGRAMS: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     DEPTH: tl.constexpr = BLOCK_K * 16 // x.dtype.element_ty.primitive_bitwidth
     tile_ends = row_tile_ends(offsets, num_experts, BLOCK_M, BLOCK_E)
@@ -74,8 +74,11 @@ def _kernel(
             w_block = w + expert.to(tl.int64) * stride_wl + depths[:, None] * stride_wi + columns[None, :] * stride_wo
             for start in range(0, depth, DEPTH):
                 is_depth = depths < depth - start
-                a = tl.load(x_block, mask=None if EVEN_K else is_depth[None, :])
-                b = tl.load(w_block, mask=None if EVEN_K and EVEN_N else is_depth[:, None] & is_column[None, :])
+                a = tl.load(x_block, mask=None if EVEN_K else is_depth[None, :], other=None if EVEN_K else 0.0)
+                if EVEN_N:
+                    b = tl.load(w_block, mask=None if EVEN_K else is_depth[:, None], other=None if EVEN_K else 0.0)
+                else:
+                    b = tl.load(w_block, mask=is_depth[:, None] & is_column[None, :], other=0.0)
                 total = dot(a, b, total, PRECISION, INTERPRET)
                 x_block += DEPTH
                 w_block += DEPTH * stride_wi
@@ -114,12 +117,13 @@ def grouped_matmul(x_RI: Tensor, w_LIO: Tensor, offsets_L1: Tensor) -> Tensor:
 
     def grid(constants: dict[str, int]) -> tuple[int]:
         most_tiles = (cdiv(num_rows, constants["BLOCK_M"]) + num_experts) * cdiv(width, constants["BLOCK_N"])
-        return (num_programs(x_RI, most_tiles),)
+        return (num_programs(x_RI, most_tiles, per_processor=constants["PROGRAMS"]),)
 
     transposed = w_LIO.stride(1) == 1
     x_tma, w_tma = descriptors(x_RI, w_LIO.transpose(1, 2) if transposed else w_LIO)
     _kernel[grid](
         x_RI, w_LIO, y_RO, x_tma, w_tma, offsets_L1, num_experts, width, depth, x_RI.stride(0), *w_LIO.stride(), y_RO.stride(0),
-        TRANSPOSED=transposed, EVEN_N=width % LARGEST_N == 0, EVEN_K=depth % LARGEST_K == 0, BLOCK_E=power_of_2(num_experts), **dot_constants(x_RI),
+        TRANSPOSED=transposed, EVEN_N=width % LARGEST_N == 0, EVEN_K=depth % LARGEST_K == 0, BLOCK_E=power_of_2(num_experts),
+        **dot_constants(x_RI),
     )  # fmt: skip
     return y_RO

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moe_exp.layers.activations import ACTIVATIONS
 from moe_exp.layers.kernels.activation import activate
+from moe_exp.layers.kernels.column_chunks import column_chunks
 from moe_exp.layers.kernels.launch import (
     cdiv,
     compilable,
@@ -27,13 +28,40 @@ from moe_exp.layers.kernels.launch import (
 from moe_exp.layers.kernels.tiles import dot, in_groups, row_tile, row_tile_ends
 
 LARGEST_K = 64
-# Predicted, not measured; see docs/performance.md. The first one is for deterministic algorithms. Of a gated activation, half of
-# BLOCK_N are columns of the gate.
+# Predicted, not measured; see docs/performance.md. The first one is for deterministic algorithms. BLOCK_K is of two bytes each; of a
+# gated activation, half of BLOCK_N are columns of the gate.
 CONFIGS = [
-    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "TMA": 0, "num_warps": 8, "num_stages": 3},
-    {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "GROUP_M": 8, "TMA": 0, "num_warps": 8, "num_stages": 3},
-    {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "GROUP_M": 8, "TMA": 1, "num_warps": 8, "num_stages": 4},
+    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "PROGRAMS": 1, "TMA": 0, "num_warps": 8, "num_stages": 4},
+    {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 32, "GROUP_M": 8, "PROGRAMS": 1, "TMA": 0, "num_warps": 8, "num_stages": 4},
+    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32, "GROUP_M": 8, "PROGRAMS": 2, "TMA": 0, "num_warps": 4, "num_stages": 4},
+    {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "PROGRAMS": 2, "TMA": 0, "num_warps": 4, "num_stages": 3},
+    {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "GROUP_M": 8, "PROGRAMS": 1, "TMA": 1, "num_warps": 8, "num_stages": 4},
+    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "PROGRAMS": 1, "TMA": 1, "num_warps": 8, "num_stages": 4},
+    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "PROGRAMS": 2, "TMA": 1, "num_warps": 4, "num_stages": 3},
 ]
+# Columns of the product that the epilogue takes at a time.
+CHUNK_COLUMNS = tl.constexpr(64) if tl else 64
+
+
+@jit
+def _finish(
+    products, hidden_rows, active_rows, scale, is_row, column, width,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Writes both results for COLUMNS of the activation from `column` on."""
+    columns = column + tl.arange(0, COLUMNS)
+    is_out = is_row[:, None] & (columns < width)[None, :]
+    hidden_block = hidden_rows[:, None] + columns[None, :]
+    if GATED:
+        gate, up = tl.split(tl.reshape(products, (ROWS, COLUMNS, 2)))
+        tl.store(hidden_block + width, up.to(hidden_rows.dtype.element_ty), mask=is_out)
+    else:
+        gate = products
+    tl.store(hidden_block, gate.to(hidden_rows.dtype.element_ty), mask=is_out)
+    y = activate(gate, ACTIVATION) * scale[:, None]
+    if GATED:
+        y *= up
+    tl.store(active_rows[:, None] + columns[None, :], y.to(active_rows.dtype.element_ty), mask=is_out)
 
 
 def _set_blocks(args: dict[str, Any]) -> None:
@@ -52,10 +80,13 @@ def _kernel(
     stride_x, stride_wl, stride_ww, stride_hidden, stride_active,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_E: tl.constexpr, PRECISION: tl.constexpr,
     INTERPRET: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    PROGRAMS: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     DEPTH: tl.constexpr = BLOCK_K * 16 // x.dtype.element_ty.primitive_bitwidth
     BLOCK_F: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    CHUNK: tl.constexpr = BLOCK_N if BLOCK_N < CHUNK_COLUMNS else CHUNK_COLUMNS
+    OUT_CHUNK: tl.constexpr = CHUNK // 2 if GATED else CHUNK
     tile_ends = row_tile_ends(offsets, num_experts, BLOCK_M, BLOCK_E)
     num_m, num_n = tl.max(tile_ends, 0), tl.cdiv(width, BLOCK_F)
     for tile in range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
@@ -70,51 +101,39 @@ def _kernel(
         depths = tl.arange(0, DEPTH)
         x_block = x + source.to(tl.int64)[:, None] * stride_x + depths[None, :]
         # Columns of the gate and of up in turn: both come from one product, and a pair of them is in one thread.
-        of_w = tl.arange(0, BLOCK_N)
+        each = tl.arange(0, BLOCK_N)
+        of_w = tl.minimum(column + (each // 2 if GATED else each), width - 1)
         if GATED:
-            of_w = tl.minimum(column + of_w // 2, width - 1) + (of_w % 2) * width
-        else:
-            of_w = tl.minimum(column + of_w, width - 1)
+            of_w += (each % 2) * width
         w_block = w + expert.to(tl.int64) * stride_wl + of_w[None, :] * stride_ww + depths[:, None]
         total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for start in range(0, depth, DEPTH):
             is_depth = depths < depth - start
             if TMA and x_tma is not None:
                 a = x_tma.load([row, start])
-            elif EVEN_K:
-                a = tl.load(x_block)
             else:
-                a = tl.load(x_block, mask=is_depth[None, :], other=0.0)
+                a = tl.load(x_block, mask=None if EVEN_K else is_depth[None, :], other=None if EVEN_K else 0.0)
             if TMA and GATED:
                 b = w_tma.load([expert, column, 0, start]).reshape(BLOCK_N, DEPTH).T
             elif TMA:
                 b = w_tma.load([expert, column, start]).reshape(BLOCK_N, DEPTH).T
-            elif EVEN_K:
-                b = tl.load(w_block)
             else:
-                b = tl.load(w_block, mask=is_depth[:, None], other=0.0)
+                b = tl.load(w_block, mask=None if EVEN_K else is_depth[:, None], other=None if EVEN_K else 0.0)
             total = dot(a, b, total, PRECISION, INTERPRET)
             x_block += DEPTH
             w_block += DEPTH
         if token is not None:
             total = tl.where(is_token[:, None], total, 0.0)
 
-        columns = column + tl.arange(0, BLOCK_F)
-        is_row = rows < row_end
-        is_out = is_row[:, None] & (columns < width)[None, :]
-        hidden_block = hidden + rows.to(tl.int64)[:, None] * stride_hidden + columns[None, :]
-        if GATED:
-            gate, up = tl.split(tl.reshape(total, (BLOCK_M, BLOCK_F, 2)))
-            tl.store(hidden_block, gate.to(hidden.dtype.element_ty), mask=is_out)
-            tl.store(hidden_block + width, up.to(hidden.dtype.element_ty), mask=is_out)
-            y = activate(gate, ACTIVATION) * up
-        else:
-            tl.store(hidden_block, total.to(hidden.dtype.element_ty), mask=is_out)
-            y = activate(total, ACTIVATION)
+        is_row, rows64 = rows < row_end, rows.to(tl.int64)
+        scale = tl.full((BLOCK_M,), 1.0, tl.float32)
         if weights is not None:
-            y *= tl.load(weights + rows, mask=is_row, other=0.0)[:, None]
-        active_block = active + rows.to(tl.int64)[:, None] * stride_active + columns[None, :]
-        tl.store(active_block, y.to(active.dtype.element_ty), mask=is_out)
+            scale = tl.load(weights + rows, mask=is_row, other=0.0)
+        # Chunk by chunk: what one computes is out of the registers when the next begins.
+        chunks = column_chunks(total, BLOCK_M, BLOCK_N, CHUNK)
+        for i in tl.static_range(BLOCK_N // CHUNK):
+            _finish(chunks[i], hidden + rows64 * stride_hidden, active + rows64 * stride_active, scale, is_row, column + i * OUT_CHUNK,
+                    width, ACTIVATION, GATED, BLOCK_M, OUT_CHUNK)  # fmt: skip
 
 
 def up_projection_torch(
@@ -171,7 +190,7 @@ def up_projection(
 
     def grid(constants: dict[str, int]) -> tuple[int]:
         most_tiles = (cdiv(num_rows, constants["BLOCK_M"]) + num_experts) * cdiv(hidden_RW.size(1), constants["BLOCK_N"])
-        return (num_programs(x, most_tiles),)
+        return (num_programs(x, most_tiles, per_processor=constants["PROGRAMS"]),)
 
     # [L, F, 2, D]: a block of it has rows of the gate and of up in turn.
     pairs = weight1_LWD.unflatten(1, (2, width)).transpose(1, 2) if gated else weight1_LWD

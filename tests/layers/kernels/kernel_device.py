@@ -11,7 +11,7 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 needs_kernels = pytest.mark.skipif(bool(missing()) or not (INTERPRETED or torch.cuda.is_available()), reason=missing() or "no device")
 
 
-def on_gpu(*values: object) -> object:
+def at_real_size(*values: object) -> object:
     """A parameter of real size: skipped where there is no CUDA device."""
     return pytest.param(*values, marks=[pytest.mark.gpu, pytest.mark.skipif(DEVICE != "cuda", reason="no CUDA device")])
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_device import DEVICE, needs_kernels, on_gpu, poisoned  # noqa: F401
+from kernel_device import DEVICE, at_real_size, needs_kernels, poisoned  # noqa: F401
 
 from moe_exp.layers.kernels.combine import combine, combine_torch
 from moe_exp.layers.row_order import sort_by_expert
@@ -14,7 +14,8 @@ pytestmark = [needs_kernels, pytest.mark.usefixtures("poisoned")]
 @pytest.mark.parametrize("has_weights", [False, True])
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3), (torch.float16, 5e-4)])
 @pytest.mark.parametrize(
-    ("num_tokens", "topk", "width", "num_rows"), [(9, 3, 45, 20), (4, 1, 64, 4), (1, 2, 1, 1), (3, 2, 8, 0), on_gpu(32768, 8, 2048, 200000)]
+    ("num_tokens", "topk", "width", "num_rows"),
+    [(9, 3, 45, 20), (4, 1, 64, 4), (1, 2, 1, 1), (3, 2, 8, 0), at_real_size(32768, 8, 2048, 200000)],
 )
 def test_kernel_and_twin_sum_as_float64(num_tokens, topk, width, num_rows, dtype, limit, has_weights):
     y_RD = torch.randn(num_rows, width, dtype=dtype, device=DEVICE)

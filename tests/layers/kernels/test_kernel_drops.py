@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_device import DEVICE, needs_kernels, on_gpu, poisoned  # noqa: F401
+from kernel_device import DEVICE, at_real_size, needs_kernels, poisoned  # noqa: F401
 
 from moe_exp.layers.capacity import keep_first, keep_full_tiles, keep_most_probable
 from moe_exp.layers.kernels.choice import interpreted_kernels
@@ -11,7 +11,7 @@ from moe_exp.layers.row_order import pad_by_expert
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("poisoned")]
 
-SHAPES = [(0, 2, 3), (1, 1, 1), (21, 2, 4), (60, 3, 9), on_gpu(32768, 8, 64)]
+SHAPES = [(0, 2, 3), (1, 1, 1), (21, 2, 4), (60, 3, 9), at_real_size(32768, 8, 64)]
 
 
 def weights(kind: str, *shape: int) -> torch.Tensor:

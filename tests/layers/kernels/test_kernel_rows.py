@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_device import DEVICE, needs_kernels, on_gpu, poisoned  # noqa: F401
+from kernel_device import DEVICE, at_real_size, needs_kernels, poisoned  # noqa: F401
 
 from moe_exp.layers.kernels.choice import interpreted_kernels, takes_kernels
 from moe_exp.layers.kernels.rows import chunk_order, chunk_order_torch, gather_rows, gather_rows_torch
@@ -15,7 +15,7 @@ pytestmark = [needs_kernels, pytest.mark.usefixtures("poisoned")]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64])
 @pytest.mark.parametrize(
     ("num_sources", "width", "num_rows", "divisor"),
-    [(9, 45, 20, 3), (4, 256, 6, 1), (1, 1100, 3, 2), (5, 2, 300, 1), (0, 8, 3, 2), (3, 8, 0, 1), on_gpu(32768, 2048, 262144, 8)],
+    [(9, 45, 20, 3), (4, 256, 6, 1), (1, 1100, 3, 2), (5, 2, 300, 1), (0, 8, 3, 2), (3, 8, 0, 1), at_real_size(32768, 2048, 262144, 8)],
 )
 def test_rows_are_gathered_to_the_bit(num_sources, width, num_rows, divisor, dtype):
     x = (100 * torch.randn(num_sources, width, device=DEVICE)).to(dtype)
@@ -26,7 +26,7 @@ def test_rows_are_gathered_to_the_bit(num_sources, width, num_rows, divisor, dty
         assert torch.equal(function(x[:, -1], index_R.long(), divisor), expected[:, -1])
 
 
-@pytest.mark.parametrize(("sources", "experts", "most"), [(1, 1, 3), (3, 4, 60), (4, 5, 2), (2, 3, 1), on_gpu(64, 4, 3000)])
+@pytest.mark.parametrize(("sources", "experts", "most"), [(1, 1, 3), (3, 4, 60), (4, 5, 2), (2, 3, 1), at_real_size(64, 4, 3000)])
 def test_chunks_are_sorted_as_by_the_layer(sources, experts, most):
     rows_SL = torch.randint(0, most, (sources, experts), device=DEVICE)
     num_rows = int(rows_SL.sum())

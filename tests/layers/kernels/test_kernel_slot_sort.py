@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_device import DEVICE, needs_kernels, on_gpu, poisoned  # noqa: F401
+from kernel_device import DEVICE, at_real_size, needs_kernels, poisoned  # noqa: F401
 
 from moe_exp.layers.kernels.slot_sort import slot_sort, slot_sort_torch
 from moe_exp.layers.row_order import sort_by_expert
@@ -22,7 +22,14 @@ def routing(num_tokens: int, topk: int, num_experts: int, kind: str, *, dtype=to
 @pytest.mark.parametrize("drops", ["none", "some", "all"])
 @pytest.mark.parametrize(
     ("num_tokens", "topk", "num_experts", "kind"),
-    [(0, 2, 3, "even"), (1, 1, 1, "one"), (77, 3, 5, "one"), (130, 2, 60, "skewed"), (43, 3, 257, "even"), on_gpu(32768, 8, 64, "skewed")],
+    [
+        (0, 2, 3, "even"),
+        (1, 1, 1, "one"),
+        (77, 3, 5, "one"),
+        (130, 2, 60, "skewed"),
+        (43, 3, 257, "even"),
+        at_real_size(32768, 8, 64, "skewed"),
+    ],
 )
 def test_kernel_sorts_as_its_twin(num_tokens, topk, num_experts, kind, drops):
     expert_TK = routing(num_tokens, topk, num_experts, kind)

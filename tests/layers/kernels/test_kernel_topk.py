@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_device import DEVICE, needs_kernels, on_gpu, poisoned  # noqa: F401
+from kernel_device import DEVICE, at_real_size, needs_kernels, poisoned  # noqa: F401
 
 from moe_exp.layers.kernels.topk import TopK, router_topk, router_topk_torch
 from moe_exp.layers.losses import importance_loss_share, load_balancing_loss_share, z_loss_share
@@ -53,7 +53,7 @@ def test_kernel_computes_as_its_twin_in_float64(score, pre_softmax, normalize, e
         compare(tied_logits(num_tokens, num_experts), topk, options, bias_E, valid_T, each_gradient=each_gradient)
 
 
-@pytest.mark.parametrize(("num_tokens", "num_experts", "topk"), [(9, 130, 2), on_gpu(32768, 128, 8), on_gpu(16384, 64, 1)])
+@pytest.mark.parametrize(("num_tokens", "num_experts", "topk"), [(9, 130, 2), at_real_size(32768, 128, 8), at_real_size(16384, 64, 1)])
 def test_the_same_bits_twice(num_tokens, num_experts, topk):
     logits_TE = tied_logits(num_tokens, num_experts)
     first, second = (compare(logits_TE, topk, {}) for _ in range(2))
