@@ -16,5 +16,5 @@ def column_chunks(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.conste
             for i in tl.static_range(1 << level):
                 pair = tl.reshape(chunks[i], (ROWS, 2, COLUMNS >> level + 1))
                 halves = halves + tl.permute(pair, (0, 2, 1)).split()
-            chunks = halves
+            chunks = halves  # type: ignore[assignment]
     return chunks
