@@ -21,7 +21,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ class Compiled:
     registers: int
     stack_bytes: int
     instructions: dict[str, int]
-    ptx: str
+    ptx: str = field(repr=False)
 
 
 def on_gpu(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

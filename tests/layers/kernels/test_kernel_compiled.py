@@ -88,9 +88,9 @@ def name_of(launch: Any) -> str:
     )
 
 
-def check(kernel: Compiled, capability: int, *, is_gemm: bool) -> None:
+def check(kernel: Compiled, capability: int, *, is_gemm: bool, spilled_bytes: int = 0) -> None:
     assert kernel.shared_bytes <= SHARED_LIMIT[capability], kernel
-    assert kernel.stack_bytes == 0, f"registers are spilled: {kernel}"
+    assert kernel.stack_bytes <= spilled_bytes, f"registers are spilled: {kernel}"
     assert kernel.instructions["atomic"] == 0 or not is_gemm, kernel
     if is_gemm:
         assert kernel.instructions[TENSOR_CORES[capability]] > 0, kernel
@@ -131,12 +131,12 @@ def test_descriptors_replace_addresses() -> None:
 @pytest.mark.parametrize("capability", SHARED_LIMIT)
 @pytest.mark.parametrize("launch", [*GEMMS, *OTHERS, *VARIANTS], ids=name_of)
 def test_all_configs(launch: Callable[[], None], capability: int) -> None:
-    """Every config compiles; the first fits and spills nothing, on a card of any kind."""
+    """Every config compiles; the first fits and spills nothing, on a card of any kind. What is more for others is for the autotuner."""
     for config in range(num_configs(launch, capability)):
         for kernel in compiled(launch, capability, config):
             is_gemm = launch not in OTHERS and any(kernel.instructions[kind] for kind in TENSOR_CORES.values())
             if config == 0 or kernel.shared_bytes <= SHARED_LIMIT[capability]:
-                check(kernel, capability, is_gemm=is_gemm)
+                check(kernel, capability, is_gemm=is_gemm, spilled_bytes=128 if config else 0)
 
 
 @pytest.mark.slow
