@@ -184,12 +184,13 @@ NO_TORCH = {
 HEAVY = {"torch", "megatron"}
 # Inside layers/: a file imports only files that stand above it in this list.
 LAYERS = [
-    {"kernels", "gemm_packages"},
+    {"activations", "gemm_packages"},
+    {"kernels"},
     {"groups", "recompute", "kv_cache", "phase_marks"},
     {"replay"},
-    {"assignment", "losses", "capacity", "grouped_gemm", "collectives", "sharding", "activations", "expert_threads"},
+    {"assignment", "losses", "capacity", "grouped_gemm", "collectives", "sharding", "expert_threads"},
     {"router", "attention", "norm", "row_order"},
-    {"dispatcher", "expert_loop"},
+    {"dispatcher", "expert_loop", "fused_experts"},
     {"experts", "allgather_dispatcher", "deepep_dispatcher", "mesh"},
     {"shared", "moe_layer"},
     {"megatron_parts", "attention_parts"},
