@@ -136,7 +136,7 @@ def test_all_configs(launch: Callable[[], None], capability: int) -> None:
         for kernel in compiled(launch, capability, config):
             is_gemm = launch not in OTHERS and any(kernel.instructions[kind] for kind in TENSOR_CORES.values())
             if config == 0 or kernel.shared_bytes <= SHARED_LIMIT[capability]:
-                check(kernel, capability, is_gemm=is_gemm, spilled_bytes=128 if config else 0)
+                check(kernel, capability, is_gemm=is_gemm, spilled_bytes=160 if config else 8)
 
 
 @pytest.mark.slow
