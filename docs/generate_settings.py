@@ -83,6 +83,8 @@ MEGATRON_FLAGS = {
     "expert_backend": "--moe-grouped-gemm",
     "dispatcher": "--moe-token-dispatcher-type",
     "impl": "--transformer-impl",
+    "fp8": "--fp8-format",
+    "fp8_recipe": "--fp8-recipe",
     "tp": "--tensor-model-parallel-size",
     "pp": "--pipeline-model-parallel-size",
     "vpp": "--num-layers-per-virtual-pipeline-stage (layers per chunk; VPP counts chunks)",

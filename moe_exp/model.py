@@ -61,6 +61,8 @@ def transformer_config(config: Config) -> TransformerConfig:
         fp16=config.dtype == "fp16",
         bf16=config.dtype == "bf16",
         params_dtype=dtype,
+        fp8=None if config.fp8 == "none" else config.fp8,
+        fp8_recipe=config.fp8_recipe,
         pipeline_dtype=dtype,
         bias_dropout_fusion=on_gpu,
         bias_activation_fusion=on_gpu and config.activation == "swiglu",
