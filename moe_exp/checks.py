@@ -59,6 +59,9 @@ def _model(c: Config) -> Iterator[str]:
         )
     if c.use_moe and c.add_bias_linear and c.etp > 1:
         yield problem("add_bias_linear", "true", "Megatron has expert biases with ETP=1 only", "set ADD_BIAS_LINEAR=false or ETP=1")
+    if c.use_moe and c.add_bias_linear and c.expert_backend == "triton":
+        fix = "set ADD_BIAS_LINEAR=false or EXPERT_BACKEND=auto"
+        yield problem("expert_backend", "triton", "its kernels have no bias of the experts", fix)
     if c.use_moe:
         yield from _layers(c)
 

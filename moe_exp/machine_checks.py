@@ -118,6 +118,8 @@ def _expert_backend(c: Config) -> Iterator[str]:
         yield problem("expert_backend", c.expert_backend, rule, f"{install}, or set EXPERT_BACKEND=auto")
     elif modules and count_gpus() == 0:
         yield problem("expert_backend", c.expert_backend, "needs a CUDA device, this host has none", "set EXPERT_BACKEND=auto")
+    elif c.expert_backend == "triton" and count_gpus() and importlib.util.find_spec("triton") is None:  # a CPU does without it
+        yield problem("expert_backend", "triton", "triton is not installed", "pip install triton, or set EXPERT_BACKEND=auto")
 
 
 def _fp8(c: Config) -> Iterator[str]:

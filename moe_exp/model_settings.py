@@ -112,8 +112,8 @@ class ModelSettings(BaseModel):
     )
     aux_loss_coeff: Numbers = Field("0.01", description="weight of the balancing loss, or a list with one for each")
     z_loss_coeff: Rate = Field(0.0, description="weight of the router z-loss")
-    expert_backend: Literal["auto", "loop", "torch", "grouped_gemm", "te", "megablocks"] = Field(
-        "auto", description="grouped GEMM of the experts"
+    expert_backend: Literal["auto", "triton", "loop", "torch", "grouped_gemm", "te", "megablocks"] = Field(
+        "auto", description="grouped GEMM of the experts; triton: one function of our own kernels, on a CPU the same in plain torch"
     )
     dispatcher: Literal["auto", "alltoall", "allgather", "deepep", "local"] = Field(
         "auto", description="token dispatcher; local needs EP=1 and ETP=1, deepep its package and GPUs"

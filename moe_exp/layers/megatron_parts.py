@@ -117,6 +117,7 @@ class MegatronExperts(Experts):
             etp_rank=pg_collection.expt_tp.rank(),
             etp_size=pg_collection.expt_tp.size(),
             recompute_activation=config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules,
+            adds_to_main_grad=config.gradient_accumulation_fusion,
             dtype=config.params_dtype,
             device=device_of_model(),
         )

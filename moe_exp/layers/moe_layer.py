@@ -156,9 +156,9 @@ class MoELayer(nn.Module):
         is_wanted = self.router.training or torch.is_grad_enabled()
         loss = self.auxiliary_loss(decision, x.shape[:-1]) if is_wanted else None
         rows_per_expert = self._rows_per_expert(x_TD.size(0))
-        if type(self.dispatcher) is LocalDispatcher and self.experts.runs_one_by_one(x_TD):
+        if type(self.dispatcher) is LocalDispatcher and (self.experts.takes_slots() or self.experts.runs_one_by_one(x_TD)):
             x_TD = self._mark(x_TD, begins="experts")
-            output = self._mark(self._in_cache(self.dispatcher, x_TD, decision, rows_per_expert).view_as(x), ends="experts")
+            output = self._mark(self._in_one(self.dispatcher, x_TD, decision, rows_per_expert).view_as(x), ends="experts")
             return (output if self.shared is None else output + self.shared(x)), loss
         pending = self.dispatcher.start(self._mark(x_TD, begins="all_to_all"), decision, rows_per_expert=rows_per_expert)
         # While the tokens travel, and in backward while their gradients do.
@@ -175,8 +175,10 @@ class MoELayer(nn.Module):
         """Tells the timers, in training, and returns `x`."""
         return x if self.timers is None or not self.router.training else mark(x, self.timers, ends=ends, begins=begins)
 
-    def _in_cache(self, dispatcher: LocalDispatcher, x_TD: Tensor, decision: RoutingDecision, rows_per_expert: int | None) -> Tensor:
-        """Dispatch, experts and combine as one function, on a CPU with all experts on this rank."""
+    def _in_one(self, dispatcher: LocalDispatcher, x_TD: Tensor, decision: RoutingDecision, rows_per_expert: int | None) -> Tensor:
+        """Dispatch, experts and combine as one function, with all experts on this rank."""
+        if self.experts.takes_slots():  # its shapes do not depend on the data, with or without rows of padding
+            return self.experts.forward_slots(x_TD, decision.weights_TK, decision.expert_TK, decision.kept_TK)
         order, counts_E, splits = dispatcher.row_order(decision, rows_per_expert=rows_per_expert)
         splits = tuple(counts_E.tolist()) if splits is None else splits
         return self.experts.forward_tokens(x_TD, order.weights(decision.weights_TK), order, splits)

@@ -52,6 +52,7 @@ def moe_submodule_spec(
     min_capacity: int = 0,
     params_dtype: torch.dtype = torch.float32,
     use_te: bool = False,
+    bias: bool = False,
 ) -> ModuleSpec:
     """The `mlp` of an MoE transformer layer.
 
@@ -62,8 +63,9 @@ def moe_submodule_spec(
         min_capacity: slots that an expert takes at least.
         params_dtype: dtype of the weights.
         use_te: build the shared expert from Transformer Engine's linear layers.
+        bias: whether the experts have biases, TransformerConfig.add_bias_linear.
     """
-    backend, _ = choose_backend(backend, device_type=device_of_model().type, dtype=params_dtype)
+    backend, _ = choose_backend(backend, device_type=device_of_model().type, dtype=params_dtype, bias=bias)
     linears: tuple[Any, Any] = (ColumnParallelLinear, RowParallelLinear)
     if use_te:
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
@@ -159,7 +161,8 @@ def decoder_spec(
     dense = layer_spec(config, mlp=None)
     layers = [dense] * config.num_layers
     if config.num_moe_experts is not None:
-        moe = layer_spec(config, mlp=moe_submodule_spec(params_dtype=config.params_dtype, use_te=use_te, **moe_options))
+        settings = {"params_dtype": config.params_dtype, "use_te": use_te, "bias": config.add_bias_linear}
+        moe = layer_spec(config, mlp=moe_submodule_spec(**settings, **moe_options))
         frequency = config.moe_layer_freq
         pattern = [index % frequency == 0 for index in range(config.num_layers)] if isinstance(frequency, int) else frequency
         layers = [moe if is_moe else dense for is_moe in pattern]

@@ -8,6 +8,7 @@ slowly, and the kernels are taken there, too.
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -130,8 +131,10 @@ def compilable(name: str, fake: Callable[..., Any], *, mutates: Sequence[str] = 
     """
 
     def decorate(function: Function) -> Function:
-        operator = torch.library.custom_op(f"moe_exp::{name}", function, mutates_args=tuple(mutates))
-        operator.register_fake(fake)
+        signature = inspect.signature(function, eval_str=True)
+        positional = _positional(function, signature)
+        operator = torch.library.custom_op(f"moe_exp::{name}", positional, mutates_args=tuple(mutates))
+        operator.register_fake(_positional(fake, signature))
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -140,3 +143,17 @@ def compilable(name: str, fake: Callable[..., Any], *, mutates: Sequence[str] = 
         return call  # type: ignore[return-value]
 
     return decorate
+
+
+def _positional(function: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
+    """The function with no argument by keyword only: an operator of torch takes no tensor in that way."""
+    kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
+    by_keyword = [name for name, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY]
+    first = len(kinds) - len(by_keyword)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args[:first], **dict(zip(by_keyword, args[first:], strict=False)), **kwargs)
+
+    parameters = [parameter.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for parameter in signature.parameters.values()]
+    call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return call
