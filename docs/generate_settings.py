@@ -82,6 +82,7 @@ MEGATRON_FLAGS = {
     "z_loss_coeff": "--moe-z-loss-coeff",
     "expert_backend": "--moe-grouped-gemm",
     "dispatcher": "--moe-token-dispatcher-type",
+    "cross_entropy": "--cross-entropy-loss-fusion (its own kernels)",
     "impl": "--transformer-impl",
     "fp8": "--fp8-format",
     "fp8_recipe": "--fp8-recipe",

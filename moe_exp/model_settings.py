@@ -122,6 +122,9 @@ class ModelSettings(BaseModel):
         "", description="start from a dense run's weights: its checkpoints folder, or that of one iteration; empty: no"
     )
     upcycle_granularity: Positive = Field(1, description="shards of each dense MLP, of which the experts are copies (UPCYCLE_FROM)")
+    cross_entropy: Literal["megatron", "triton"] = Field(
+        "megatron", description="of the output: Megatron's, or our kernel, which keeps logits and no probabilities for backward"
+    )
     impl: Literal["auto", "local", "te"] = Field("auto", description="parts around the MoE layer: ours, or Transformer Engine's")
     fp8: Literal["none", "e4m3", "hybrid"] = Field(
         "none",

@@ -140,7 +140,10 @@ def test_the_command(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "layer.json").read_text())
     timed = {(row["shape"], row["routing"], row["provider"]) for row in result["rows"]}
-    assert timed >= {(shape, routing, name) for shape in gpu_floors.TINY for routing in gpu_inputs.ROUTINGS for name in peers[:2]}
+    names = [gpu_peers.OURS, *peers[:2]]
+    assert timed == {(shape, routing, name) for shape in gpu_floors.TINY for routing in gpu_inputs.ROUTINGS for name in names}
+    ours = [row for row in result["rows"] if row["provider"] == gpu_peers.OURS]
+    assert all(1 <= row["saved_over_minimal"] < 1.05 and row["theirs_over_ours"] == 1 for row in ours)
     assert all(row["largest_error"] < 1e-5 and row["both_ms"] > 0 for row in result["rows"])
     assert set(peers[2:]) <= set(result["skipped"])
     for name, reason in result["skipped"].items():
