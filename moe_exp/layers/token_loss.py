@@ -10,8 +10,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_exp.layers.groups import group_size
-from moe_exp.layers.kernels.cross_entropy import cross_entropy_gradient, cross_entropy_statistics
-from moe_exp.layers.kernels.launch import missing
 
 
 def choose_cross_entropy(name: str, *, device_type: str) -> tuple[str, str]:
@@ -26,6 +24,8 @@ def choose_cross_entropy(name: str, *, device_type: str) -> tuple[str, str]:
     """
     if name == "megatron":
         return "megatron", "Megatron's, which keeps the probabilities in fp32; CROSS_ENTROPY=triton computes them again"
+    from moe_exp.layers.kernels.launch import missing
+
     if device_type == "cuda" and (reason := missing()):
         raise ValueError(f"cross_entropy=triton: {reason}. Fix: set CROSS_ENTROPY=megatron.")
     return "triton", "asked for by CROSS_ENTROPY" + ("; on a CPU the same in plain torch" if device_type == "cpu" else "")
@@ -49,6 +49,9 @@ def token_losses(logits: Tensor, target: Tensor, group: ProcessGroup | None = No
 class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, target_N: Tensor, group: ProcessGroup | None) -> Tensor:
+        # Here, as Triton takes a while to import and most runs do not need it.
+        from moe_exp.layers.kernels.cross_entropy import cross_entropy_statistics
+
         first = 0 if group is None else group.rank() * logits_NV.size(1)
         log_sum_N, picked_N = cross_entropy_statistics(logits_NV, target_N, first)
         if group_size(group) > 1:
@@ -61,6 +64,8 @@ class _TokenLosses(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        from moe_exp.layers.kernels.cross_entropy import cross_entropy_gradient
+
         logits_NV, target_N, log_sum_N = ctx.saved_tensors
         return cross_entropy_gradient(logits_NV, target_N, log_sum_N, grads[0].contiguous(), ctx.first), None, None
 

@@ -150,7 +150,7 @@ def test_compiles_for_gpus(launch, capability):
 def test_which_runs_and_why(monkeypatch):
     assert choose_cross_entropy("megatron", device_type="cuda")[0] == "megatron"
     assert choose_cross_entropy("triton", device_type="cpu") == ("triton", "asked for by CROSS_ENTROPY; on a CPU the same in plain torch")
-    monkeypatch.setattr("moe_exp.layers.token_loss.missing", lambda: "triton is not installed")
+    monkeypatch.setattr("moe_exp.layers.kernels.launch.missing", lambda: "triton is not installed")
     with pytest.raises(ValueError, match=r"^cross_entropy=triton: triton is not installed\. Fix: set CROSS_ENTROPY=megatron\.$"):
         choose_cross_entropy("triton", device_type="cuda")
 
