@@ -114,6 +114,9 @@ def _capacity(c: Config) -> Iterator[str]:
         if c.moe_type == "dmoe" and getattr(c, name):
             fix = f"set MOE_TYPE=moe, or {name.upper()}=0"
             yield problem(name, getattr(c, name), "MOE_TYPE=dmoe drops nothing, it has no capacity", fix)
+    if c.moe_type == "moe" and c.token_rounding:
+        fix = "set MOE_TYPE=dmoe, or TOKEN_ROUNDING=0"
+        yield problem("token_rounding", c.token_rounding, "MOE_TYPE=moe has its number of rows from the capacity", fix)
     if c.shared_expert_gate and not c.shared_expert_size:
         yield problem("shared_expert_gate", "true", "there is no shared expert", "set SHARED_EXPERT_SIZE, or SHARED_EXPERT_GATE=false")
 

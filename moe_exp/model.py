@@ -198,7 +198,8 @@ def _moe_options(config: Config) -> dict[str, Any]:
     router: dict[str, Any] = {"normalize": normalize}
     if config.force_routing != "none":
         router["assignment"] = config.force_routing
-    return {"backend": config.expert_backend, "dispatcher": config.dispatcher, "router": router, "min_capacity": config.min_capacity}
+    of_layer = {"min_capacity": config.min_capacity, "token_rounding": config.token_rounding}
+    return {"backend": config.expert_backend, "dispatcher": config.dispatcher, "router": router, **of_layer}
 
 
 def _recompute_settings(config: Config) -> dict[str, Any]:

@@ -91,6 +91,11 @@ class ModelSettings(BaseModel):
     drop_policy: Literal["probs", "position"] = Field(
         "probs", description="over capacity drop the lowest router weights, or the last in the sequence (MOE_TYPE=moe)"
     )
+    token_rounding: NonNegative = Field(
+        0,
+        description="in training, round the rows of every expert in a micro-batch down to a multiple, such as 128, by dropping its lowest "
+        "router weights, for full tiles in the grouped GEMM (MOE_TYPE=dmoe); 0: off",
+    )
     router_score: Literal["softmax", "sigmoid", "sqrtsoftplus"] = Field("softmax", description="score function of the router")
     router_pre_softmax: bool = Field(True, description="softmax before top-k; false: softmax over the chosen k")
     router_normalize: Literal["auto", "true", "false"] = Field(

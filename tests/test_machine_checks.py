@@ -217,6 +217,15 @@ def test_an_expert_backend_that_needs_a_gpu(here, monkeypatch):
     only_problem(check_machine(here(expert_backend="te")), expected)
 
 
+def test_the_kernels_want_triton_on_a_gpu(here, monkeypatch):
+    config, find_spec = here(expert_backend="triton"), importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "triton" else find_spec(name))
+    assert check_machine(config) == []  # a CPU takes their twins
+    monkeypatch.setattr("moe_exp.machine_checks.count_gpus", lambda: 8)
+    expected = r"EXPERT_BACKEND=triton: triton is not installed\. Fix: pip install triton, or set EXPERT_BACKEND=auto\."
+    only_problem(check_machine(config), expected)
+
+
 def test_packages_are_those_of_the_adapters():
     assert {name: (package.modules, package.install) for name, package in PACKAGES.items()} == EXPERT_PACKAGES
 

@@ -14,6 +14,7 @@ from moe_exp.layers.activations import WeightedActivation, weighted_activation
 from moe_exp.layers.activations import squared_relu as squared_relu
 from moe_exp.layers.dispatcher import Dispatched
 from moe_exp.layers.expert_loop import ExpertWeights, expert_loop
+from moe_exp.layers.fused_experts import experts_of_rows, experts_of_tokens
 from moe_exp.layers.grouped_gemm import BACKENDS, FUSED, fused_problem
 from moe_exp.layers.row_order import RowOrder
 
@@ -92,7 +93,7 @@ class Experts(nn.Module):
         """Rows of all experts to their weighted outputs, [R, D]."""
         rows_RD, weights_R, counts_L = dispatched.rows_RD, dispatched.weights_R, dispatched.tokens_per_expert_L
         if self.grouped_gemm is None:
-            return self._fused().experts_of_rows(rows_RD, weights_R, counts_L, self.weight1, self.weight2, **self._fused_options())
+            return experts_of_rows(rows_RD, weights_R, counts_L, self.weight1, self.weight2, **self._fused_options())
         splits = dispatched.splits
         if splits is None and rows_RD.device.type == "cpu":
             splits = tuple(counts_L.tolist())
@@ -120,15 +121,7 @@ class Experts(nn.Module):
 
     def forward_slots(self, x_TD: Tensor, weights_TK: Tensor, expert_TK: Tensor, kept_TK: Tensor | None) -> Tensor:
         """With a backend of FUSED: all from the routing decision to the sum over K, [T, D] to [T, D], all experts on this rank."""
-        fused = self._fused()
-        return fused.experts_of_tokens(x_TD, weights_TK, expert_TK, kept_TK, self.weight1, self.weight2, **self._fused_options())
-
-    @staticmethod
-    def _fused() -> Any:
-        # Here, as Triton takes a while to import and most runs without a GPU do not need it.
-        from moe_exp.layers import fused_experts
-
-        return fused_experts
+        return experts_of_tokens(x_TD, weights_TK, expert_TK, kept_TK, self.weight1, self.weight2, **self._fused_options())
 
     def _fused_options(self) -> dict[str, Any]:
         return {"activation": self.activation, "adds_to_main_grad": self.adds_to_main_grad}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_exp.layers.gemm_packages import PACKAGES, check_package, grouped_gemm_backend, megablocks_backend, te_backend
+from moe_exp.layers.kernels import launch
 
 GroupedGemm = Callable[[Tensor, Tensor, Tensor, Sequence[int] | None], Tensor]
 
@@ -76,11 +77,7 @@ def fused_problem(*, dtype: torch.dtype, bias: bool, device_type: str = "cpu") -
         return "its kernels have no bias of the experts"
     if dtype == torch.float64:
         return "its kernels have no float64"
-    if device_type == "cpu":
-        return ""
-    from moe_exp.layers.kernels.launch import missing
-
-    return missing()
+    return "" if device_type == "cpu" else launch.missing()
 
 
 def choose_backend(name: str, *, device_type: str, dtype: torch.dtype, bias: bool = False) -> tuple[str, str]:

@@ -167,6 +167,7 @@ class MegatronMoELayer(MegatronMoE):
         dispatcher: str = "auto",
         router: Mapping[str, Any] | None = None,
         min_capacity: int = 0,
+        token_rounding: int = 0,
         **kwargs: Any,
     ):
         if submodules is None:
@@ -191,7 +192,7 @@ class MegatronMoELayer(MegatronMoE):
             router=self.router,
             dispatcher=_dispatcher(dispatcher, config, groups),
             experts=self.experts,
-            settings=_settings(config, min_capacity),
+            settings=_settings(config, min_capacity, token_rounding),
             shared=self.shared_experts,
             microbatch_group=groups.tp_cp,
             context_parallel_size=groups.cp.size(),
@@ -239,12 +240,13 @@ class MegatronMoELayer(MegatronMoE):
         self.experts.backward_dw()
 
 
-def _settings(config: TransformerConfig, min_capacity: int) -> MoESettings:
+def _settings(config: TransformerConfig, min_capacity: int, token_rounding: int) -> MoESettings:
     return MoESettings(
         capacity_factor=config.moe_expert_capacity_factor,
         min_capacity=min_capacity,
         pad_to_capacity=config.moe_pad_expert_input_to_capacity,
         drop_policy=config.moe_token_drop_policy,
+        token_rounding=token_rounding,
         losses=balancing_losses(config),
         z_loss_coeff=config.moe_z_loss_coeff or 0.0,
         batch_dim=1,

@@ -50,6 +50,7 @@ def moe_submodule_spec(
     dispatcher: str = "auto",
     router: Mapping[str, Any] | None = None,
     min_capacity: int = 0,
+    token_rounding: int = 0,
     params_dtype: torch.dtype = torch.float32,
     use_te: bool = False,
     bias: bool = False,
@@ -61,6 +62,7 @@ def moe_submodule_spec(
         dispatcher: `local`, `alltoall`, `allgather`, `deepep`, or `auto`: local where EP and ETP are 1, else alltoall.
         router: fields of RouterConfig that TransformerConfig does not have.
         min_capacity: slots that an expert takes at least.
+        token_rounding: as in MoESettings.
         params_dtype: dtype of the weights.
         use_te: build the shared expert from Transformer Engine's linear layers.
         bias: whether the experts have biases, TransformerConfig.add_bias_linear.
@@ -73,7 +75,7 @@ def moe_submodule_spec(
         linears = TEColumnParallelLinear, TERowParallelLinear
     return ModuleSpec(
         module=MegatronMoELayer,
-        params={"dispatcher": dispatcher, "router": router, "min_capacity": min_capacity},
+        params={"dispatcher": dispatcher, "router": router, "min_capacity": min_capacity, "token_rounding": token_rounding},
         submodules=MoESubmodules(
             experts=ModuleSpec(module=MegatronExperts, params={"backend": backend}),
             shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=MLPSubmodules(linear_fc1=linears[0], linear_fc2=linears[1])),

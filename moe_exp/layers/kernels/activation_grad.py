@@ -25,7 +25,7 @@ from moe_exp.layers.kernels.launch import (
     tl,
     tuned,
 )
-from moe_exp.layers.kernels.tiles import dot, find_row_tile, in_groups, num_row_tiles
+from moe_exp.layers.kernels.tiles import dot, in_groups, row_tile, row_tile_ends
 from moe_exp.layers.kernels.weight_grad import gathered
 
 # Predicted, not measured; see docs/performance.md. The first one is for deterministic algorithms.
@@ -76,24 +76,26 @@ def _kernel(
     BLOCK_E: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    EVEN_K: tl.constexpr = depth % BLOCK_K == 0
+    DEPTH: tl.constexpr = BLOCK_K * 16 // dy.dtype.element_ty.primitive_bitwidth
+    EVEN_K: tl.constexpr = depth % DEPTH == 0
     EVEN_N: tl.constexpr = width % BLOCK_N == 0
     HIDDEN: tl.constexpr = 2 * width if GATED else width
-    num_m, num_n = num_row_tiles(offsets, num_experts, BLOCK_M, BLOCK_E), tl.cdiv(width, BLOCK_N)
+    tile_ends = row_tile_ends(offsets, num_experts, BLOCK_M, BLOCK_E)
+    num_m, num_n = tl.max(tile_ends, 0), tl.cdiv(width, BLOCK_N)
     for tile in range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
         tile_m, tile_n = in_groups(tile, num_m, num_n, GROUP_M)
-        expert, row, row_end = find_row_tile(tile_m, offsets, num_experts, BLOCK_M, BLOCK_E)
+        expert, row, row_end = row_tile(tile_m, tile_ends, offsets, BLOCK_M)
         rows, first = row + tl.arange(0, BLOCK_M), tile_n * BLOCK_N
         is_row, columns = rows < row_end, first + tl.arange(0, BLOCK_N)
         dy_rows, has_dy = rows, is_row
         if tokens is not None:
             dy_rows = tl.load(tokens + rows, mask=is_row, other=num_tokens)
             has_dy = dy_rows < num_tokens
-        depths = tl.arange(0, BLOCK_K)
+        depths = tl.arange(0, DEPTH)
         dy_block = dy + dy_rows.to(tl.int64)[:, None] * stride_dy + depths[None, :]
         w_block = w + expert.to(tl.int64) * stride_wl + depths[:, None] * stride_wd + columns[None, :] * stride_wf
         dactive = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for start in range(0, depth, BLOCK_K):
+        for start in range(0, depth, DEPTH):
             if EVEN_K:
                 a = tl.load(dy_block, mask=has_dy[:, None], other=0.0)
             else:
@@ -103,8 +105,8 @@ def _kernel(
             else:
                 b = tl.load(w_block, mask=(depths < depth - start)[:, None] & (columns < width)[None, :], other=0.0)
             dactive = dot(a, b, dactive, PRECISION, INTERPRET)
-            dy_block += BLOCK_K
-            w_block += BLOCK_K * stride_wd
+            dy_block += DEPTH
+            w_block += DEPTH * stride_wd
         rows64 = rows.to(tl.int64)
         hidden_rows, dhidden_rows, weighted_rows = hidden + rows64 * stride_hidden, dhidden + rows64 * HIDDEN, weighted + rows64 * width
         scale = tl.full((BLOCK_M,), 1.0, tl.float32)

@@ -27,7 +27,7 @@ def _kernel(
     total = tl.zeros((BLOCK_D,), dtype=tl.float32)
     for k in tl.static_range(TOPK):
         y_row = tl.load(row + token * stride_row + k).to(tl.int64)
-        # A mask of the block's shape: of a single value the interpreter makes a number.
+        # A dropped slot's row has no columns: one comparison for both, with whole vectors where no block is cut.
         is_wanted = columns < tl.where(y_row < num_rows, WIDTH, 0)
         x = tl.load(y + y_row * stride_y + columns, mask=is_wanted, other=0.0).to(tl.float32)
         if HAS_WEIGHTS:

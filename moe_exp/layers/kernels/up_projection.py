@@ -5,67 +5,135 @@ W is the width of the first projection: 2F for a gated activation (gate half fir
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from moe_exp.layers.activations import ACTIVATIONS
 from moe_exp.layers.kernels.activation import activate
-from moe_exp.layers.kernels.launch import cdiv, compilable, dot_constants, jit, num_programs, power_of_2, runs_kernel, tl, tuned
-from moe_exp.layers.kernels.tiles import dot, find_row_tile, in_groups, num_row_tiles
+from moe_exp.layers.kernels.column_chunks import column_chunks
+from moe_exp.layers.kernels.launch import (
+    cdiv,
+    compilable,
+    descriptors,
+    dot_constants,
+    jit,
+    num_programs,
+    power_of_2,
+    runs_kernel,
+    tl,
+    tuned,
+)
+from moe_exp.layers.kernels.tiles import dot, in_groups, row_tile, row_tile_ends
 
-# Predicted, not measured; see docs/performance.md. The first one is for deterministic algorithms.
+LARGEST_K = 64
+# Predicted, not measured; see docs/performance.md. The first one is for deterministic algorithms. BLOCK_K is of two bytes each; of a
+# gated activation, half of BLOCK_N are columns of the gate.
 CONFIGS = [
-    {"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_K": 64, "GROUP_M": 8, "num_warps": 8, "num_stages": 3},
-    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "num_warps": 8, "num_stages": 3},
+    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "PROGRAMS": 1, "TMA": 0, "num_warps": 8, "num_stages": 4},
+    {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 32, "GROUP_M": 8, "PROGRAMS": 1, "TMA": 0, "num_warps": 8, "num_stages": 4},
+    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32, "GROUP_M": 8, "PROGRAMS": 2, "TMA": 0, "num_warps": 4, "num_stages": 4},
+    {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "PROGRAMS": 2, "TMA": 0, "num_warps": 4, "num_stages": 3},
+    {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "GROUP_M": 8, "PROGRAMS": 1, "TMA": 1, "num_warps": 8, "num_stages": 4},
+    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "PROGRAMS": 1, "TMA": 1, "num_warps": 8, "num_stages": 4},
+    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "PROGRAMS": 2, "TMA": 1, "num_warps": 4, "num_stages": 3},
 ]
+# Columns of the product that the epilogue takes at a time.
+CHUNK_COLUMNS = tl.constexpr(64) if tl else 64
 
 
-@tuned(CONFIGS, key=["num_experts", "half", "depth"])
+@jit
+def _finish(
+    products, hidden_rows, active_rows, scale, is_row, column, width,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Writes both results for COLUMNS of the activation from `column` on."""
+    columns = column + tl.arange(0, COLUMNS)
+    is_out = is_row[:, None] & (columns < width)[None, :]
+    hidden_block = hidden_rows[:, None] + columns[None, :]
+    if GATED:
+        gate, up = tl.split(tl.reshape(products, (ROWS, COLUMNS, 2)))
+        tl.store(hidden_block + width, up.to(hidden_rows.dtype.element_ty), mask=is_out)
+    else:
+        gate = products
+    tl.store(hidden_block, gate.to(hidden_rows.dtype.element_ty), mask=is_out)
+    y = activate(gate, ACTIVATION) * scale[:, None]
+    if GATED:
+        y *= up
+    tl.store(active_rows[:, None] + columns[None, :], y.to(active_rows.dtype.element_ty), mask=is_out)
+
+
+def _set_blocks(args: dict[str, Any]) -> None:
+    if args["w_tma"] is None:
+        return
+    width, depth = args["BLOCK_N"], args["BLOCK_K"] * 2 // args["x"].element_size()
+    args["w_tma"].block_shape = [1, width // 2, 2, depth] if args["GATED"] else [1, width, depth]
+    if args["x_tma"] is not None:
+        args["x_tma"].block_shape = [args["BLOCK_M"], depth]
+
+
+@tuned(CONFIGS, key=["num_experts", "width", "depth", "GATED"], set_blocks=_set_blocks)
 @jit
 def _kernel(
-    x, w, hidden, active, token, weights, offsets, num_tokens, num_experts, half, depth,
+    x, w, hidden, active, x_tma, w_tma, token, weights, offsets, num_tokens, num_experts, width, depth,
     stride_x, stride_wl, stride_ww, stride_hidden, stride_active,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK_E: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_E: tl.constexpr, PRECISION: tl.constexpr,
+    INTERPRET: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    PROGRAMS: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    num_m, num_n = num_row_tiles(offsets, num_experts, BLOCK_M, BLOCK_E), tl.cdiv(half, BLOCK_N)
+    DEPTH: tl.constexpr = BLOCK_K * 16 // x.dtype.element_ty.primitive_bitwidth
+    BLOCK_F: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    CHUNK: tl.constexpr = BLOCK_N if BLOCK_N < CHUNK_COLUMNS else CHUNK_COLUMNS
+    OUT_CHUNK: tl.constexpr = CHUNK // 2 if GATED else CHUNK
+    tile_ends = row_tile_ends(offsets, num_experts, BLOCK_M, BLOCK_E)
+    num_m, num_n = tl.max(tile_ends, 0), tl.cdiv(width, BLOCK_F)
     for tile in range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
         tile_m, tile_n = in_groups(tile, num_m, num_n, GROUP_M)
-        expert, row, row_end = find_row_tile(tile_m, offsets, num_experts, BLOCK_M, BLOCK_E)
-        rows, columns = row + tl.arange(0, BLOCK_M), tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        is_row, is_column = rows < row_end, columns < half
-        is_token = is_row
-        source = rows
+        expert, row, row_end = row_tile(tile_m, tile_ends, offsets, BLOCK_M)
+        rows, column = row + tl.arange(0, BLOCK_M), tile_n * BLOCK_F
+        source = tl.minimum(rows, row_end - 1)
         if token is not None:
-            source = tl.load(token + rows, mask=is_row, other=num_tokens)
+            source = tl.load(token + source)
             is_token = source < num_tokens
-        depths = tl.arange(0, BLOCK_K)
+            source = tl.minimum(source, num_tokens - 1)
+        depths = tl.arange(0, DEPTH)
         x_block = x + source.to(tl.int64)[:, None] * stride_x + depths[None, :]
-        w_block = w + expert.to(tl.int64) * stride_wl + columns[None, :] * stride_ww + depths[:, None]
-        up_block = w_block + half * stride_ww
-        gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        up = gate
-        for start in range(0, depth, BLOCK_K):
-            is_depth = depths < depth - start
-            a = tl.load(x_block, mask=is_token[:, None] & is_depth[None, :], other=0.0)
-            is_weight = is_depth[:, None] & is_column[None, :]
-            gate = dot(a, tl.load(w_block, mask=is_weight, other=0.0), gate, PRECISION, INTERPRET)
-            if GATED:
-                up = dot(a, tl.load(up_block, mask=is_weight, other=0.0), up, PRECISION, INTERPRET)
-            x_block += BLOCK_K
-            w_block += BLOCK_K
-            up_block += BLOCK_K
-        is_out = is_row[:, None] & is_column[None, :]
-        hidden_block = hidden + rows.to(tl.int64)[:, None] * stride_hidden + columns[None, :]
-        tl.store(hidden_block, gate.to(hidden.dtype.element_ty), mask=is_out)
-        y = activate(gate, ACTIVATION)
+        # Columns of the gate and of up in turn: both come from one product, and a pair of them is in one thread.
+        each = tl.arange(0, BLOCK_N)
+        of_w = tl.minimum(column + (each // 2 if GATED else each), width - 1)
         if GATED:
-            tl.store(hidden_block + half, up.to(hidden.dtype.element_ty), mask=is_out)
-            y *= up
+            of_w += (each % 2) * width
+        w_block = w + expert.to(tl.int64) * stride_wl + of_w[None, :] * stride_ww + depths[:, None]
+        total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for start in range(0, depth, DEPTH):
+            is_depth = depths < depth - start
+            if TMA and x_tma is not None:
+                a = x_tma.load([row, start])
+            else:
+                a = tl.load(x_block, mask=None if EVEN_K else is_depth[None, :], other=None if EVEN_K else 0.0)
+            if TMA and GATED:
+                b = w_tma.load([expert, column, 0, start]).reshape(BLOCK_N, DEPTH).T
+            elif TMA:
+                b = w_tma.load([expert, column, start]).reshape(BLOCK_N, DEPTH).T
+            else:
+                b = tl.load(w_block, mask=None if EVEN_K else is_depth[:, None], other=None if EVEN_K else 0.0)
+            total = dot(a, b, total, PRECISION, INTERPRET)
+            x_block += DEPTH
+            w_block += DEPTH
+        if token is not None:
+            total = tl.where(is_token[:, None], total, 0.0)
+
+        is_row, rows64 = rows < row_end, rows.to(tl.int64)
+        scale = tl.full((BLOCK_M,), 1.0, tl.float32)
         if weights is not None:
-            y *= tl.load(weights + rows, mask=is_row, other=0.0)[:, None]
-        active_block = active + rows.to(tl.int64)[:, None] * stride_active + columns[None, :]
-        tl.store(active_block, y.to(active.dtype.element_ty), mask=is_out)
+            scale = tl.load(weights + rows, mask=is_row, other=0.0)
+        # Chunk by chunk: what one computes is out of the registers when the next begins.
+        chunks = column_chunks(total, BLOCK_M, BLOCK_N, CHUNK)
+        for i in tl.static_range(BLOCK_N // CHUNK):
+            _finish(chunks[i], hidden + rows64 * stride_hidden, active + rows64 * stride_active, scale, is_row, column + i * OUT_CHUNK,
+                    width, ACTIVATION, GATED, BLOCK_M, OUT_CHUNK)  # fmt: skip
 
 
 def up_projection_torch(
@@ -116,18 +184,20 @@ def up_projection(
     if not runs_kernel(x):
         return up_projection_torch(x, weight1_LWD, offsets_L1, activation=activation, token_R=token_R, weights_R=weights_R)
     hidden_RW, active_RF = _outputs(x, weight1_LWD, offsets_L1, activation=activation, token_R=token_R)
-    (num_rows, half), num_experts = active_RF.shape, weight1_LWD.size(0)
-    if num_rows == 0:
-        return hidden_RW, active_RF
+    (num_rows, width), num_experts, gated = active_RF.shape, weight1_LWD.size(0), ACTIVATIONS[activation][1]
+    if num_rows == 0 or x.size(0) == 0:
+        return hidden_RW.zero_(), active_RF.zero_()
 
     def grid(constants: dict[str, int]) -> tuple[int]:
-        most_tiles = (cdiv(num_rows, constants["BLOCK_M"]) + num_experts) * cdiv(half, constants["BLOCK_N"])
-        return (num_programs(x, most_tiles),)
+        most_tiles = (cdiv(num_rows, constants["BLOCK_M"]) + num_experts) * cdiv(hidden_RW.size(1), constants["BLOCK_N"])
+        return (num_programs(x, most_tiles, per_processor=constants["PROGRAMS"]),)
 
+    # [L, F, 2, D]: a block of it has rows of the gate and of up in turn.
+    pairs = weight1_LWD.unflatten(1, (2, width)).transpose(1, 2) if gated else weight1_LWD
+    x_tma, w_tma = descriptors(x if token_R is None else None, pairs)
     _kernel[grid](
-        x, weight1_LWD, hidden_RW, active_RF, token_R, weights_R, offsets_L1, x.size(0), num_experts, half, x.size(1),
+        x, weight1_LWD, hidden_RW, active_RF, x_tma, w_tma, token_R, weights_R, offsets_L1, x.size(0), num_experts, width, x.size(1),
         x.stride(0), weight1_LWD.stride(0), weight1_LWD.stride(1), hidden_RW.stride(0), active_RF.stride(0),
-        ACTIVATION=activation, GATED=ACTIVATIONS[activation][1],
-        BLOCK_E=power_of_2(num_experts), **dot_constants(x),
+        ACTIVATION=activation, GATED=gated, EVEN_K=x.size(1) % LARGEST_K == 0, BLOCK_E=power_of_2(num_experts), **dot_constants(x),
     )  # fmt: skip
     return hidden_RW, active_RF

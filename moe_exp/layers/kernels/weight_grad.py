@@ -48,6 +48,7 @@ def _kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     CHUNK: tl.constexpr = 64 if ADDS and BLOCK_N > 64 else BLOCK_N
+    DEPTH: tl.constexpr = BLOCK_K * 16 // a.dtype.element_ty.primitive_bitwidth
     EVEN_M: tl.constexpr = num_m % BLOCK_M == 0
     EVEN_N: tl.constexpr = num_n % BLOCK_N == 0
     tiles_m, tiles_n = tl.cdiv(num_m, BLOCK_M), tl.cdiv(num_n, BLOCK_N)
@@ -60,12 +61,12 @@ def _kernel(
     m, n = tile_m * BLOCK_M + tl.arange(0, BLOCK_M), tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     # The rows of the next step are looked up one step ahead: a load that waits for another one could not be started as early.
-    rows = first + tl.arange(0, BLOCK_K)
+    rows = first + tl.arange(0, DEPTH)
     a_rows, b_rows = _rows_of(a_index, rows, end, rows_of_a), _rows_of(b_index, rows, end, rows_of_b)
-    for _ in range(first, end, BLOCK_K):
+    for _ in range(first, end, DEPTH):
         a_now, b_now = a_rows.to(tl.int64)[:, None], b_rows.to(tl.int64)[:, None]
         a_mask, b_mask = a_now < rows_of_a, b_now < rows_of_b
-        rows += BLOCK_K
+        rows += DEPTH
         a_rows, b_rows = _rows_of(a_index, rows, end, rows_of_a), _rows_of(b_index, rows, end, rows_of_b)
         if not EVEN_M:
             a_mask = a_mask & (m < num_m)[None, :]

@@ -18,9 +18,10 @@ import multiprocessing
 import os
 import re
 import subprocess
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ class Compiled:
 
     Args:
         name: of the kernel's module.
+        config: the constants it was compiled with, `num_warps` and `num_stages` among them.
         shared_bytes: of one program.
         registers: per thread.
         stack_bytes: per thread, where registers are spilled to.
@@ -58,7 +60,7 @@ class Compiled:
     registers: int
     stack_bytes: int
     instructions: dict[str, int]
-    ptx: str
+    ptx: str = field(repr=False)
 
 
 def on_gpu(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -77,9 +79,9 @@ def compiled(launch: Callable[[], Any], capability: int, config: int = 0) -> lis
     return _compiler().submit(_compile, launch, capability, config).result()
 
 
-def num_configs(launch: Callable[[], Any]) -> int:
-    """The most configs that a kernel of the launch has."""
-    return _compiler().submit(_count_configs, launch).result()
+def num_configs(launch: Callable[[], Any], capability: int) -> int:
+    """The most configs that a kernel of the launch has on this GPU."""
+    return _compiler().submit(_count_configs, launch, capability).result()
 
 
 @functools.cache
@@ -89,6 +91,7 @@ def _compiler() -> ProcessPoolExecutor:
 
 def _prepare() -> None:
     os.environ["TRITON_INTERPRET"] = "0"  # before anything imports Triton
+    os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"
     torch.set_num_threads(1)
 
 
@@ -96,16 +99,27 @@ def _compile(launch: Callable[[], Any], capability: int, config: int) -> list[Co
     found: list[Compiled] = []
     for name, kernel, args, kwargs in _launches(launch, capability):
         constants: dict[str, Any] = {}
-        if hasattr(kernel, "configs"):
-            constants = kernel.configs[min(config, len(kernel.configs) - 1)].all_kwargs()
+        configs = _configs(kernel, args, kwargs)
+        if configs:
+            chosen = configs[min(config, len(configs) - 1)]
+            constants = chosen.all_kwargs()
+            if chosen.pre_hook:
+                chosen.pre_hook({**dict(zip(kernel.arg_names, args, strict=False)), **kwargs, **constants})
             kernel = kernel.fn
         binary = kernel.run(*args, grid=(1,), warmup=True, **{**kwargs, **constants})
         found.append(_described(name, constants, binary))
     return found
 
 
-def _count_configs(launch: Callable[[], Any]) -> int:
-    return max(len(getattr(kernel, "configs", [0])) for _, kernel, _, _ in _launches(launch, 80))
+def _count_configs(launch: Callable[[], Any], capability: int) -> int:
+    return max(len(_configs(kernel, args, kwargs)) or 1 for _, kernel, args, kwargs in _launches(launch, capability))
+
+
+def _configs(kernel: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Those that the autotuner would time."""
+    if not hasattr(kernel, "configs"):
+        return []
+    return kernel.early_config_prune(kernel.configs, dict(zip(kernel.arg_names, args, strict=False)), **kwargs)
 
 
 def _launches(launch: Callable[[], Any], capability: int) -> list[tuple[str, Any, Any, Any]]:
@@ -118,6 +132,7 @@ def _launches(launch: Callable[[], Any], capability: int) -> list[tuple[str, Any
 
     driver.set_active(_Driver(capability))
     package._num_processors = lambda device: 132
+    package._has_tma = lambda x: capability >= 90
     started: list[tuple[str, Any, Any, Any]] = []
 
     def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -143,7 +158,11 @@ def _replaced(owner: Any, name: str, value: Any) -> Any:
 def _mock(arg: Any) -> Any:
     from triton.runtime.jit import MockTensor
 
-    return MockTensor(arg.dtype) if isinstance(arg, torch.Tensor) else arg
+    if not isinstance(arg, torch.Tensor):
+        return arg
+    mock = MockTensor(arg.dtype)
+    mock.element_size = arg.element_size
+    return mock
 
 
 def _described(name: str, constants: dict[str, Any], binary: Any) -> Compiled:
@@ -151,12 +170,10 @@ def _described(name: str, constants: dict[str, Any], binary: Any) -> Compiled:
 
     ptx = binary.asm["ptx"]
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    path = Path(os.environ.get("TMPDIR", "/tmp")) / f"{os.getpid()}.cubin"
-    path.write_bytes(binary.asm["cubin"])
-    try:
-        usage = subprocess.run([tool, "--dump-resource-usage", path], check=True, capture_output=True, text=True).stdout
-    finally:
-        path.unlink()
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(binary.asm["cubin"])
+        cubin.flush()
+        usage = subprocess.run([tool, "--dump-resource-usage", cubin.name], check=True, capture_output=True, text=True).stdout
     registers, stack = (int(re.search(rf"{kind}:(\d+)", usage)[1]) for kind in ("REG", "STACK"))
     instructions = {kind: len(re.findall(pattern, ptx)) for kind, pattern in _INSTRUCTIONS.items()}
     numbers = {key: value for key, value in constants.items() if isinstance(value, int)}

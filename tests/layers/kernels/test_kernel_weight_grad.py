@@ -6,8 +6,6 @@ import itertools
 import pytest
 import torch
 from backward_cases import COUNTS, DEVICE, DTYPES, SPARE_ROWS, drawn, error, offsets_of, poisoned, rows, tokens_of_rows
-from compiled import num_configs, on_gpu
-from test_kernel_activation_grad import assert_fit_for_gpu, needs_triton
 
 from moe_exp.layers.kernels import weight_grad as module
 from moe_exp.layers.kernels.weight_grad import weight_grad, weight_grad_torch
@@ -46,7 +44,7 @@ def test_against_outer_products(dtype, side, monkeypatch):
     assert error(dw_LMN, expert_by_expert(args, indices)) < DTYPES[dtype]
 
 
-@pytest.mark.parametrize(("counts", "sizes"), zip(COUNTS, [(33, 65), (64, 32), (7, 3), (5, 33), (3, 1)], strict=True))
+@pytest.mark.parametrize(("counts", "sizes"), list(zip(COUNTS, [(33, 65), (64, 32), (7, 3), (5, 33), (3, 1)], strict=True)))
 def test_sizes_and_routings(counts, sizes, monkeypatch):
     args, indices = inputs(counts, side="b", sizes=sizes)
     expected = expert_by_expert(args, indices)
@@ -117,33 +115,6 @@ def test_the_twin_against_outer_products(dtype, limit, side):
     main_grad = torch.ones(4, 40, 24, dtype=torch.promote_types(dtype, torch.float32), device=DEVICE)
     assert error(weight_grad_torch(*args, **indices, out=main_grad), 1 + expected) < min(limit, 1e-6)
     assert torch.equal(main_grad[0], torch.ones_like(main_grad[0]))
-
-
-def launch(adds: bool) -> None:
-    """The second projection of an OLMoE into main_grad, or the first one as a gradient of its own."""
-    num_rows, num_tokens, depth, width, num_experts = 262144, 32768, 2048, 1024, 64
-    offsets_L1, index_R = on_gpu(num_experts + 1, dtype=torch.int32), on_gpu(num_rows, dtype=torch.int32)
-    if adds:
-        out = on_gpu(num_experts, depth, width, dtype=torch.float32)
-        weight_grad(on_gpu(num_tokens, depth), on_gpu(num_rows, width), offsets_L1, a_index_R=index_R, out=out)
-    else:
-        weight_grad(on_gpu(num_rows, 2 * width), on_gpu(num_tokens, depth), offsets_L1, b_index_R=index_R)
-
-
-@needs_triton
-@pytest.mark.parametrize(("capability", "adds"), [(80, False), (90, True)])
-def test_what_is_compiled(capability, adds):
-    assert_fit_for_gpu(functools.partial(launch, adds), capability)
-
-
-@needs_triton
-@pytest.mark.slow
-@pytest.mark.parametrize("adds", [False, True])
-@pytest.mark.parametrize("capability", [80, 90, 100])
-def test_every_config_compiled(capability, adds):
-    start = functools.partial(launch, adds)
-    for config in range(num_configs(start)):
-        assert_fit_for_gpu(start, capability, config)
 
 
 @pytest.mark.gpu
