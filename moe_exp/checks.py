@@ -15,6 +15,7 @@ from moe_exp.divisors import choices as _choices
 from moe_exp.divisors import divisors as _divisors
 from moe_exp.divisors import multiples as _multiples
 from moe_exp.divisors import must_divide as _must_divide
+from moe_exp.fp8_checks import check_fp8
 from moe_exp.pipeline_checks import check_pipeline
 from moe_exp.pipeline_checks import num_replicas as _replicas
 from moe_exp.training_checks import check_optimizer, check_profiling, check_rampup
@@ -29,6 +30,7 @@ def check_config(config: Config) -> list[str]:
         *_model(config),
         *check_attention(config),
         *_moe(config),
+        *check_fp8(config),
         *_upcycle(config),
         *_parallel(config),
         *check_pipeline(config),

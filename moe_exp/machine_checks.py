@@ -97,6 +97,7 @@ def _packages(c: Config) -> Iterator[str]:
     if c.impl == "te" and importlib.util.find_spec("transformer_engine") is None:
         yield problem("impl", "te", "transformer_engine is not installed", "pip install transformer-engine[pytorch], or set IMPL=local")
     yield from _expert_backend(c)
+    yield from _fp8(c)
     yield from _optimizer(c)
     if c.wandb_project and c.wandb_mode != "disabled" and importlib.util.find_spec("wandb") is None:
         yield problem("wandb_project", c.wandb_project, "wandb is not installed", "pip install wandb, or set WANDB_MODE=disabled")
@@ -119,6 +120,17 @@ def _expert_backend(c: Config) -> Iterator[str]:
         yield problem("expert_backend", c.expert_backend, "needs a CUDA device, this host has none", "set EXPERT_BACKEND=auto")
     elif c.expert_backend == "triton" and count_gpus() and importlib.util.find_spec("triton") is None:  # a CPU does without it
         yield problem("expert_backend", "triton", "triton is not installed", "pip install triton, or set EXPERT_BACKEND=auto")
+
+
+def _fp8(c: Config) -> Iterator[str]:
+    """Without its package or a GPU Megatron would go on in bf16 and say nothing. How new the GPU is, is seen when the layer is built."""
+    if c.fp8 == "none":
+        return
+    if importlib.util.find_spec("transformer_engine") is None:
+        fix = f"{EXPERT_PACKAGES['te'][1]}, or set FP8=none"
+        yield problem("fp8", c.fp8, "is computed by Transformer Engine, which is not installed", fix)
+    elif count_gpus() == 0:
+        yield problem("fp8", c.fp8, "needs a CUDA device, this host has none", "set FP8=none")
 
 
 # The oldest bitsandbytes whose 8-bit kernels take what optimizers.Adam8bit gives them, on a GPU and on a CPU.

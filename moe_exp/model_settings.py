@@ -127,4 +127,14 @@ class ModelSettings(BaseModel):
         "", description="start from a dense run's weights: its checkpoints folder, or that of one iteration; empty: no"
     )
     upcycle_granularity: Positive = Field(1, description="shards of each dense MLP, of which the experts are copies (UPCYCLE_FROM)")
+    cross_entropy: Literal["megatron", "triton"] = Field(
+        "megatron", description="of the output: Megatron's, or our kernel, which keeps logits and no probabilities for backward"
+    )
     impl: Literal["auto", "local", "te"] = Field("auto", description="parts around the MoE layer: ours, or Transformer Engine's")
+    fp8: Literal["none", "e4m3", "hybrid"] = Field(
+        "none",
+        description="Transformer Engine's products in FP8: e4m3, or hybrid with gradients in e5m2; experts need EXPERT_BACKEND=te",
+    )
+    fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"] = Field(
+        "tensorwise", description="how FP8 scales: each tensor (Ada, Hopper), blocks of 128 (Hopper), blocks of 32 (mxfp8: Blackwell)"
+    )

@@ -22,6 +22,7 @@ from moe_exp.layers.allgather_dispatcher import AllGatherDispatcher
 from moe_exp.layers.deepep_dispatcher import DeepEPDispatcher
 from moe_exp.layers.dispatcher import AllToAllDispatcher, Dispatcher, LocalDispatcher
 from moe_exp.layers.experts import ACTIVATIONS, Experts
+from moe_exp.layers.fp8 import check_fp8
 from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.moe_layer import MoELayer, MoESettings, MoEStatistics
 from moe_exp.layers.phase_marks import PhaseTimers
@@ -104,6 +105,7 @@ class MegatronExperts(Experts):
     """Our experts with Megatron's sharded keys, so that checkpoints interchange with SequentialMLP and TEGroupedMLP."""
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, *, backend: str, pg_collection: Any = None, **kwargs: Any):
+        check_fp8(config.fp8, config.fp8_recipe, backend=backend)
         self.ep_group, self.etp_group, self.edp_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
         super().__init__(
             num_local_experts=num_local_experts,

@@ -58,6 +58,7 @@ def stand_ins(monkeypatch):
         "megablocks": {"grouped_gemm_util": types.SimpleNamespace(ops=ops)},
         "transformer_engine": {},
         "transformer_engine.pytorch": {"GroupedLinear": GroupedLinear},
+        "transformer_engine.pytorch.fp8": {"FP8GlobalStateManager": types.SimpleNamespace(is_fp8_enabled=lambda: False)},
     }.items():
         module = types.ModuleType(name)
         module.__dict__.update(contents)
