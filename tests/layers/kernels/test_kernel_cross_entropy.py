@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from backward_cases import DEVICE, poisoned
 from compiled import compiled, on_gpu
-from test_kernel_activation_grad import needs_triton
+from kernel_device import needs_kernels
 
 from moe_exp.layers.kernels import cross_entropy as module
 from moe_exp.layers.kernels.cross_entropy import (
@@ -138,7 +138,7 @@ def launch_gradient():
     cross_entropy_gradient(on_gpu(64, 128256), on_gpu(64, dtype=torch.int64), *numbers, 0)
 
 
-@needs_triton
+@needs_kernels
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("launch", [launch_statistics, launch_gradient])
 def test_compiles_for_gpus(launch, capability):
