@@ -16,13 +16,14 @@ It rests on the methods of torchrun's agent that are made to be overridden, and 
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -34,7 +35,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.run import config_from_args, parse_args
 
-from moe_exp.heartbeat import hung_file
+from moe_exp.heartbeat import failures_file, hung_file
 from moe_exp.hosts import (
     CAUSED_BY_ANOTHER,
     EXIT_CODE_FILE,
@@ -115,7 +116,8 @@ class Agent(LocalElasticAgent):
             self._pcontext.close(signal.SIGTERM, _END_SECONDS)
         elif None in codes.values():
             return None  # without a look by torch's agent, in whose result one that dies just now could not be told from those it ends
-        result = self._monitor_workers(self._worker_group)
+        with _quiet_if_hung():
+            result = self._monitor_workers(self._worker_group)
         if result.state is WorkerState.SUCCEEDED:
             if told_exit_code() == START_AGAIN:
                 self._rounds.move_on()
@@ -241,6 +243,8 @@ class Agent(LocalElasticAgent):
             Path(os.environ[EXIT_CODE_FILE]).unlink(missing_ok=True)
         if os.environ.get(HEARTBEATS):
             hung_file(Path(os.environ[HEARTBEATS])).unlink(missing_ok=True)
+            with suppress(OSError):  # a full disk
+                failures_file(Path(os.environ[HEARTBEATS])).write_text(str(self._rounds.num_failures))
         with signals_blocked():
             return super()._start_workers(worker_group)
 
@@ -250,7 +254,7 @@ class Agent(LocalElasticAgent):
 
 def cause(failure: ProcessFailure) -> str:
     """The error of a rank in a line as `faults` has left it, or the signal that ended it, or its exit code."""
-    if failure.exitcode == -signal.SIGKILL and hung_file(Path(os.environ.get(HEARTBEATS, "none"))).exists():
+    if failure.exitcode == -signal.SIGKILL and _has_hung():
         return _HUNG
     if failure.exitcode < 0:
         return str(failure.signal_name())
@@ -258,6 +262,23 @@ def cause(failure: ProcessFailure) -> str:
     if isinstance(message, dict):
         return str(message.get("message", "")).splitlines()[0]
     return f"exit code {failure.exitcode}"
+
+
+def _has_hung() -> bool:
+    """Whether the launcher of this node has ended its ranks, as the run hung."""
+    return hung_file(Path(os.environ.get(HEARTBEATS, "none"))).exists()
+
+
+@contextmanager
+def _quiet_if_hung() -> Iterator[None]:
+    """torchrun would name the first rank that the launcher has ended as the one that failed; the hang's lines name the cause."""
+    logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+    before = logger.disabled
+    logger.disabled = before or _has_hung()
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _blamed(failures: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -316,7 +337,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     result = Agent(spec, rounds, received, logs_specs=config.logs_specs, start_method=config.start_method).run()
     if not result.is_failed():
         return FINISHED
-    if result.failures and told_exit_code() is None:
+    if result.failures and told_exit_code() is None and not _has_hung():
         print(ChildFailedError(args.training_script, result.failures), file=sys.stderr, flush=True)
     return FAILED
 

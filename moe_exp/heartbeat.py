@@ -88,6 +88,11 @@ def hung_file(folder: Path) -> Path:
     return folder / "hung"
 
 
+def failures_file(folder: Path) -> Path:
+    """How often the job has failed so far, as a number: the launcher's agent writes it before the ranks start."""
+    return folder / "failures"
+
+
 def read_beats(folder: Path) -> list[Beat]:
     """The beats of the ranks of a node, in order of rank."""
     beats = (_read(path, int(path.stem.removeprefix("rank_"))) for path in sorted(folder.glob("rank_*.beat")))

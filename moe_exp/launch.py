@@ -80,7 +80,7 @@ def launch(config: Config, flags: Mapping[str, Any], module: str = TRAIN_MODULE)
     if config.node_rank:
         return code
     with signals_ignored():  # a scheduler sends more than one
-        ended = finish_run(config, folder, since=started, wall_seconds=time.monotonic() - start)
+        ended = finish_run(config, folder, since=started, wall_seconds=time.monotonic() - start, code=code)
     if ended is None:
         return code
     status, text = ended

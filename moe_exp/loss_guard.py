@@ -136,7 +136,7 @@ class LossGuard:
             values = {"loss": _shown(end.lm_loss), "grad_norm": _shown(done.grad_norm)}
             self._warn(
                 "iteration %d made no step: loss %s, gradient norm %s, samples %s",
-                done.iteration, values["loss"], values["grad_norm"], _ranges_text(self._stream([done])),
+                done.iteration, _text(end.lm_loss), _text(done.grad_norm), _ranges_text(self._stream([done])),
             )  # fmt: skip
             self._event("bad_step", iteration=done.iteration, **values, **self._batches([done]))
         if not self._config.max_bad_steps or self._num_bad < self._config.max_bad_steps:
@@ -166,7 +166,7 @@ class LossGuard:
         details = {name: value for name, value in asdict(spike).items() if value is not None}
         self._warn(
             "iteration %d: a spike, loss %.4f (%.1f spreads above %.4f), gradient norm %s (%.1f)",
-            spike.iteration, spike.loss, spike.loss_z, spike.loss_level or 0.0, _shown(spike.grad_norm), spike.grad_norm_z,
+            spike.iteration, spike.loss, spike.loss_z, spike.loss_level or 0.0, _text(spike.grad_norm), spike.grad_norm_z,
         )  # fmt: skip
         self._event("spike", **details, **self._batches(offending))
         if self._config.spike_action == "rollback":
@@ -233,6 +233,11 @@ class LossGuard:
 def _shown(value: float | None) -> float | str | None:
     """JSON has neither NaN nor infinity."""
     return value if value is None or math.isfinite(value) else str(value)
+
+
+def _text(value: float | None) -> str:
+    """For people; records have all digits."""
+    return "none" if value is None else f"{value:.5g}"
 
 
 def _ranges_text(ranges: Sequence[Range]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from moe_exp.agent import Agent
+from moe_exp.heartbeat import failures_file
 from moe_exp.hosts import HEARTBEATS
 from moe_exp.records import append_event, read_metrics
 from ranks import free_port
@@ -234,8 +236,16 @@ def test_ranks_that_hang_are_ended_by_the_launcher_and_not_blamed(tmp_path, monk
     monkeypatch.setenv(HEARTBEATS, str(tmp_path))
     nodes = Nodes(tmp_path, {"0": "hung", "1.1": "die", "2": "0"}, max_restarts=2)
     assert nodes.end() == [0], nodes.errors()
+    assert failures_file(tmp_path).read_text() == "2"
     assert [(event["rank"], event["cause"]) for event in nodes.events("rank_failed")] == [(1, "SIGKILL")]
     assert [event["failures"] for event in nodes.events("restart")] == [1, 2]
+
+
+def test_a_hang_that_ends_the_run_is_not_called_a_rank_that_has_failed(tmp_path, monkeypatch):
+    monkeypatch.setenv(HEARTBEATS, str(tmp_path))
+    nodes = Nodes(tmp_path, {"0": "hung"}, max_restarts=0)
+    assert nodes.end() == [1]
+    assert not re.search("Root Cause|exitcode|has failed", nodes.errors()), nodes.errors()
 
 
 def test_signal_before_the_ranks_start_again_as_they_have_asked(tmp_path):

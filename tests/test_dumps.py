@@ -105,6 +105,7 @@ def test_checkpoints_with_their_optimizer(runs, capsys):
     assert diff(runs / "a", runs / "a", capsys)[1][-1] == "THE SAME, in every value of every tensor"
     code, lines = diff(runs / "a", runs / "b", capsys)
     assert code == 1
+    assert [line for line in lines if line.startswith(("setting: ", "progress: "))] == ["setting: lr 0.001 and 0.002"]
     assert any(" of decoder.layers." in line for line in lines if line.startswith("differs: "))
     code, lines = diff(runs / "a", runs / "b", capsys, "--weights-only")
     assert not any(" of decoder.layers." in line for line in lines if line.startswith("differs: "))
@@ -120,6 +121,7 @@ def test_what_cannot_be_compared_is_a_line(runs, capsys, tmp_path):
         (ours, broken, "cannot be read"),
         (ours.parent, ours, "is a folder, and B="),
         (ours.parent, other, "have no rank in common"),
+        (ours.parent.parent, other, f"Fix: name one of them, as {dump_file(runs / 'a', 2, 0).parent}."),
     ):
         assert main(["watch", "diff", str(a), str(b)]) == 1
         (line,) = capsys.readouterr().err.splitlines()

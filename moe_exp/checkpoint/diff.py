@@ -17,6 +17,8 @@ from moe_exp.checkpoint.torch_dist import CheckpointReader
 from moe_exp.progress import progress
 
 _BLOCK_BYTES = 32 << 20
+_PLACES = ("run_name", "run_dir", "master_addr", "master_port", "node_rank")  # settings that say where a run is, and nothing of its numbers
+_MEMORIES = ("spike_windows",)  # of progress: what the loss was lately, which differs wherever anything does
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class TensorDifference:
 
 @dataclass
 class Comparison:
-    """What `compare` found. `settings` and `progress`: name to (value in A, value in B), of those that differ."""
+    """What `compare` found. `settings` and `progress`: name to (value in A, value in B), of those that differ and say something."""
 
     tensors: list[TensorDifference] = field(default_factory=list)
     only_in_a: list[str] = field(default_factory=list)
@@ -77,12 +79,12 @@ def compare(a: Path, b: Path, *, optimizer: bool = False) -> Comparison:
     readers = [CheckpointReader(folder, keep_bytes=KEEP_BYTES) for folder in (a, b)]
     found = compare_tensors(*(_named(reader, optimizer=optimizer) for reader in readers))
     commons = [reader.common() for reader in readers]
-    found.settings = _differing(*(common.get("config") or {} for common in commons))
+    found.settings = _differing(*(common.get("config") or {} for common in commons), without=_PLACES)
     progresses = [
         common.get("progress") or {"iteration": iteration_of(reader.folder, common)}
         for reader, common in zip(readers, commons, strict=True)
     ]
-    found.progress = _differing(*progresses)
+    found.progress = _differing(*map(_flat, progresses), without=_MEMORIES)
     return found
 
 
@@ -153,7 +155,16 @@ def _blocks(a: Readable, b: Readable) -> Iterator[tuple[Tensor, Tensor]]:
         yield a.read(offsets, sizes), b.read(offsets, sizes)
 
 
-def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """With what is inside of a value by names of its own, so that of many facts only those that differ are shown."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= {f"{name}.{inner}": one for inner, one in value.items()} if isinstance(value, Mapping) else {name: value}
+    return flat
+
+
+def _differing(a: Mapping[str, Any], b: Mapping[str, Any], *, without: tuple[str, ...]) -> dict[str, tuple[Any, Any]]:
     if not a or not b:  # one of them has no settings: nothing to compare
         return {}
-    return {name: (a.get(name), b.get(name)) for name in sorted(a.keys() | b.keys()) if a.get(name) != b.get(name)}
+    names = [name for name in sorted(a.keys() | b.keys()) if name.partition(".")[0] not in without]
+    return {name: (a.get(name), b.get(name)) for name in names if a.get(name) != b.get(name)}

@@ -60,6 +60,9 @@ def print_tensors(tensors: Sequence[Mapping[str, Any]]) -> None:
         print(f"{one['name']}  {one['shape']}  {one['dtype']}  {one['num_chunks']} chunks  {one['num_bytes']:,} bytes")
 
 
+_LONGEST_VALUE = 80  # characters of a setting
+
+
 def print_comparison(found: Comparison, *, top: int) -> None:
     """What two checkpoints differ in."""
     for title, names in (("only in A", found.only_in_a), ("only in B", found.only_in_b)):
@@ -71,7 +74,7 @@ def print_comparison(found: Comparison, *, top: int) -> None:
         print(f"shape: {name} {list(a)} and {list(b)}")
     for what, pairs in (("setting", found.settings), ("progress", found.progress)):
         for name, values in pairs.items():
-            print(f"{what}: {name} {values[0]} and {values[1]}")
+            print(f"{what}: {name} {_short(values[0])} and {_short(values[1])}")
     for one in found.worst(top):
         types = one.dtypes[0] if one.dtypes[0] == one.dtypes[1] else " and ".join(one.dtypes)
         equal = f"{one.num_equal:,} of {math.prod(one.shape):,} values equal"
@@ -79,6 +82,11 @@ def print_comparison(found: Comparison, *, top: int) -> None:
     differing = len(found.tensors) - found.num_equal
     print(f"{found.num_equal} of {len(found.tensors)} tensors are equal, {differing} differ", end="")
     print(f", {len(found.shapes)} have other shapes, {len(found.only_in_a)} are only in A, {len(found.only_in_b)} only in B")
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
 
 
 def _pairs(values: Mapping[str, Any] | None) -> str | None:

@@ -88,7 +88,10 @@ def _exclude(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--add {host}: --remove names it, too. Fix: name it once.")
     for host in arguments.add:
         exclude(arguments.file, host, arguments.reason)
-    readmit(arguments.file, arguments.remove)
+    gone = readmit(arguments.file, arguments.remove)
+    for host in map(slurm_name, arguments.remove):
+        if host not in gone:
+            print(f"moe-exp watch: --remove={host}: is not in {arguments.file}. Fix: look for its name there.", file=sys.stderr)
     if arguments.slurm:
         if option := slurm_option(read_excluded(arguments.file)):
             print(option)
@@ -106,16 +109,18 @@ def _add_blame(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _blame(arguments: argparse.Namespace) -> None:
-    from moe_exp.watch.blame import blame, hosts_to_exclude, log_files
+    from moe_exp.watch.blame import blame, hosts_to_exclude, log_files, told_by_runs
     from moe_exp.watch.blame_table import blame_as_json, print_blame
     from moe_exp.watch.exclude import exclude
 
     found = blame(log_files(arguments.logs))
     bad = hosts_to_exclude(found)
     added = [host for host, reason in bad.items() if arguments.exclude and exclude(arguments.exclude, host, f"blame: {reason}")]
+    told = told_by_runs(arguments.logs)
     if arguments.json:
-        print(json.dumps({"faults": blame_as_json(found), "exclude": list(bad), "added": added}, ensure_ascii=False))
+        print(json.dumps({"faults": blame_as_json(found), "exclude": list(bad), "added": added, "events": told}, ensure_ascii=False))
         return
     print_blame(found)
+    print(*told, sep="\n", end="\n" if told else "")
     for host, reason in bad.items():
         print(f"{host} should get no jobs: {reason}" + (f"; added to {arguments.exclude}" if host in added else ""))

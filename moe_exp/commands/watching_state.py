@@ -39,6 +39,8 @@ def _diff(arguments: argparse.Namespace) -> int:
     for name, path in (("A", a), ("B", b)):
         if not path.exists():
             raise ValueError(f"{name}={path}: is not there. Fix: name a checkpoint or a dump.")
+        if dumps := sorted(path.glob("iter_*/rank_*.safetensors")):
+            raise ValueError(f"{name}={path}: holds the dumps of several iterations. Fix: name one of them, as {dumps[-1].parent}.")
     if a.suffix == ".safetensors" or any(a.glob("rank_*.safetensors")):
         from moe_exp.dumps import compare_dumps
 

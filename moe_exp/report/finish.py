@@ -16,7 +16,9 @@ from moe_exp.run_folder import RunFolder
 LOSS_CURVE = "loss_curve.png"
 
 
-def finish_run(config: Config, folder: RunFolder, *, since: datetime, wall_seconds: float) -> tuple[Status, str] | None:
+def finish_run(
+    config: Config, folder: RunFolder, *, since: datetime, wall_seconds: float, code: int | None = None
+) -> tuple[Status, str] | None:
     """Writes the summary of the start of this run that was made after `since`.
 
     Args:
@@ -24,6 +26,7 @@ def finish_run(config: Config, folder: RunFolder, *, since: datetime, wall_secon
         folder: its run folder.
         since: when this start was launched, with time zone.
         wall_seconds: from the launch to the end.
+        code: exit code of the ranks.
 
     Returns:
         The status and the summary for people, which says what could not be written; None when the run did not get as far as its run folder.
@@ -32,7 +35,7 @@ def finish_run(config: Config, folder: RunFolder, *, since: datetime, wall_secon
     status = status_of_last_start(records, since)
     if status is None:
         return None
-    summary = summarize(config, records, folder, wall_seconds, status)
+    summary = summarize(config, records, folder, wall_seconds, status, code)
     text = summary_text(summary, config)
     try:
         write_json(folder.summary, summary)

@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from moe_exp.config import Config, load_config
+from moe_exp.hosts import FAILED, FINISHED, TO_BE_CONTINUED
 from moe_exp.run_folder import RunFolder
 
 Status = Literal["finished", "stopped", "failed"]
@@ -17,7 +18,7 @@ _SCRIPT = "bash moe_exp/scripts/run_moe_from_scratch.sh"
 
 
 def summarize(
-    config: Config, records: Sequence[Mapping[str, Any]], folder: RunFolder, wall_seconds: float, status: Status
+    config: Config, records: Sequence[Mapping[str, Any]], folder: RunFolder, wall_seconds: float, status: Status, code: int | None = None
 ) -> dict[str, Any]:
     """The content of summary.json.
 
@@ -27,6 +28,7 @@ def summarize(
         folder: the run folder, for its checkpoints.
         wall_seconds: wall time of this start, from the launch to the end.
         status: finished (TRAIN_ITERS reached), stopped (asked to end before it) or failed.
+        code: exit code of the ranks; None where it is not known.
 
     Returns:
         A dict of JSON values. Losses are in nats per token; what was never measured, or is not a number, is None. Speeds are
@@ -38,10 +40,13 @@ def summarize(
     lowest = min((record for record in train if record["lm_loss"] is not None), key=lambda record: float(record["lm_loss"]), default={})
     return {
         "status": status,
+        "exit_code": FINISHED if status == "finished" else code or (TO_BE_CONTINUED if status == "stopped" else FAILED),
+        "ended_by": _ended_by(records) if status == "failed" else None,
         "name": config.name,
         "run_folder": str(folder.path),
         "model": config.moe_type if config.use_moe else "dense",
         "iteration": _last_iteration(records),
+        "logged_iteration": last.get("iteration", 0),
         "train_iters": config.train_iters,
         "first_lm_loss": train[0]["lm_loss"] if train else None,
         "last_lm_loss": last.get("lm_loss"),
@@ -64,9 +69,24 @@ def summarize(
 
 
 def _last_iteration(records: Sequence[Mapping[str, Any]]) -> int:
-    """A short run may end before its first log line; events of an attempt that died, and of a save in the background, are of before."""
-    told = [record for record in records if record["kind"] != "event" or record["event"] in ("start", "resume", "end")]
-    return int(told[-1]["iteration"]) if told else 0
+    """The last that the latest start has done, as far as is known: it may have ended before a log line, of which then events tell."""
+    return max((int(record["iteration"]) for record in _latest_start(records)), default=0)
+
+
+def _latest_start(records: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """From its `start` or `resume` on; curves alone where there is none."""
+    starts = [index for index, record in enumerate(records) if record["kind"] == "event" and record["event"] in ("start", "resume")]
+    return records[starts[-1] :] if starts else [record for record in records if record["kind"] != "event"]
+
+
+# Events that end a run, and after which the same command does not simply go on.
+_ENDS = ("too_many_bad_steps", "hang")
+
+
+def _ended_by(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The event of the latest start that says why it has failed, where it is one of _ENDS."""
+    found = [record for record in _latest_start(records) if record["kind"] == "event" and record["event"] in _ENDS]
+    return dict(found[-1]) if found else None
 
 
 def _median(records: Sequence[Mapping[str, Any]], key: str) -> float | None:
@@ -102,7 +122,9 @@ def _result_lines(summary: Mapping[str, Any]) -> list[str]:
     lines = [f"lm loss      {_loss_text(summary)}"]
     if summary["last_valid_lm_loss"] is not None:
         lines.append(f"validation   {summary['last_valid_lm_loss']:.4f} (perplexity {summary['last_valid_ppl']:.2f})")
-    lines.append(f"tokens       {summary['consumed_tokens']:,}{_speed_text(summary)}")
+    logged = summary["logged_iteration"]
+    until = f" until iteration {logged}, the last that was logged" if logged < summary["iteration"] else ""
+    lines.append(f"tokens       {summary['consumed_tokens']:,}{until}{_speed_text(summary)}")
     if balance := summary["expert_balance"]:
         lines.append(f"experts      {_balance_text(balance)}")
     if summary["nan_iterations"] or summary["skipped_iterations"]:
@@ -138,20 +160,46 @@ def _balance_text(balance: Mapping[str, Any]) -> str:
 
 def _next_lines(summary: Mapping[str, Any], config: Config) -> list[str]:
     folder = shlex.quote(summary["run_folder"])
-    lines = [f"moe-exp report {folder}   # a page of its curves and its experts' load; several runs beside each other"]
-    lines.append(f"tensorboard --logdir {folder}/tensorboard")
+    lines = _going_on(summary, config, folder)
+    if summary["logged_iteration"]:
+        lines.append(f"moe-exp report {folder}   # a page of its curves and its experts' load; several runs beside each other")
+        lines.append(f"tensorboard --logdir {folder}/tensorboard")
+    if summary["last_lm_loss"] is None and summary["nan_iterations"]:
+        lines.append(f"LR={config.lr / 4:g} with another RUN_NAME: the loss is not a number any more")
+    has_failed = summary["status"] == "failed" or summary["exit_code"] == FAILED
+    return lines if has_failed else lines + _other_runs(config)
+
+
+def _going_on(summary: Mapping[str, Any], config: Config, folder: str) -> list[str]:
+    """What the same command does again, and what to do before it, of a run that is not finished."""
+    if summary["status"] == "finished":
+        return []
+    checkpoints, ended_by = summary["checkpoints"], summary["ended_by"] or {}
+    again = f"goes on from {checkpoints[-1]}" if checkpoints else "begins at iteration 0: there is no checkpoint"
+    if ended_by.get("event") == "too_many_bad_steps":
+        return [
+            f"the bad_step events in {folder}/metrics.jsonl   # the samples: whether a batch is the cause",
+            f"a lower LR than {config.lr:g}, with another RUN_NAME   # where the weights are",
+            f"the same command again {again}, which helps where a batch was the cause",
+        ]
+    if summary["status"] == "stopped" and summary["exit_code"] == FAILED:
+        why = f"exit code {FAILED}: SAVE_AT_END=false, and nothing was saved since this start"
+        often = f"a smaller SAVE_INTERVAL than {config.save_interval}" if config.save_interval else "a SAVE_INTERVAL"
+        return [f"SAVE_AT_END=true, or {often}   # {why}", f"the same command {again}"]
+    if ended_by.get("event") == "hang":
+        restarts = "" if config.max_restarts else "; MAX_RESTARTS=3 starts the ranks again by itself"
+        return [f"{folder}/{ended_by['folder']}/summary.txt   # where every rank was", f"the same command again {again}{restarts}"]
+    return [f"the same command again {again}"]
+
+
+def _other_runs(config: Config) -> list[str]:
+    """Commands of runs to compare with."""
     given = _given(config)
     others = ", with your other settings as before" if len(given) > _MOST_GIVEN else ""
     script = _SCRIPT if others else " ".join([*given, _SCRIPT])
-    if summary["status"] != "finished":
-        newest = f" from {summary['checkpoints'][-1]}" if summary["checkpoints"] else ""
-        lines.insert(0, f"the same command again goes on{newest}")
-    if summary["last_lm_loss"] is None and summary["nan_iterations"]:
-        lines.append(f"LR={config.lr / 4:g} with another RUN_NAME: the loss is not a number any more")
     if not config.use_moe:
-        lines.append(f"USE_MOE=true{_other_name(config, 'moe')} {script}   # the same with experts{others}")
-        return lines
-    lines.append(f"USE_MOE=false{_other_name(config, 'dense')} {script}   # the dense baseline{others}")
+        return [f"USE_MOE=true{_other_name(config, 'moe')} {script}   # the same with experts{others}"]
+    lines = [f"USE_MOE=false{_other_name(config, 'dense')} {script}   # the dense baseline{others}"]
     if config.ep == 1 and config.num_experts % 2 == 0:
         ranks = "" if config.world_size % (2 * config.etp * config.pp) == 0 else " GPUS_PER_NODE=2"
         lines.append(f"EP=2{ranks}{_other_name(config, 'ep2')} {script}   # experts spread over two ranks{others}")

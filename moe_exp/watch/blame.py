@@ -9,10 +9,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from moe_exp.records import last_records
+from moe_exp.run_folder import RunFolder
 from moe_exp.watch.known_faults import CAUSES, Fault, recognised
 from moe_exp.watch.log_lines import Origin, origin, origin_of_file
 
 _LOGS = (".log", ".out", ".err", ".txt")
+_MOST_EVENTS = 5  # of a run
 _NO_LOGS = {"checkpoints", "tensorboard", "wandb"}
 
 
@@ -54,6 +57,22 @@ def log_files(paths: Iterable[Path]) -> list[Path]:
             raise ValueError(f"{path}: has no logs ({', '.join(_LOGS)}). Fix: give log files, or the folder of a run.")
         found += inside
     return list(dict.fromkeys(found))
+
+
+def told_by_runs(paths: Iterable[Path]) -> list[str]:
+    """What run folders among `paths` tell of hangs and of ranks that have died, which need not be in any log; the latest."""
+    lines = []
+    for run in (RunFolder(path) for path in paths if path.is_dir()):
+        events = last_records(run.metrics) if run.metrics.exists() else []
+        for event in [event for event in events if event.get("event") in ("hang", "rank_failed")][-_MOST_EVENTS:]:
+            head = f"{run.path}: {event['event']} at iteration {event['iteration']}, {event['time']}: "
+            if event["event"] == "hang":
+                ranks, hosts = ", ".join(map(str, event.get("ranks", []))), ", ".join(event.get("hosts", []))
+                where = f"rank {ranks} on {hosts} apart from the others" if ranks else "no rank stands out"
+                lines.append(f"{head}{where}; see {run.path / str(event.get('folder', 'hang'))}/summary.txt")
+            else:
+                lines.append(f"{head}rank {event.get('rank')} on {event.get('host')} ({event.get('device')}): {event.get('cause')}")
+    return lines
 
 
 @dataclass(frozen=True)

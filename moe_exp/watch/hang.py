@@ -32,7 +32,7 @@ import psutil
 
 from moe_exp.config import Config
 from moe_exp.files import write_atomically
-from moe_exp.heartbeat import ITERATION_PHASES, PAUSED, Beat, hung_file, read_beats
+from moe_exp.heartbeat import ITERATION_PHASES, PAUSED, Beat, failures_file, hung_file, read_beats
 from moe_exp.hosts import HEARTBEATS, complain
 from moe_exp.records import append_event
 from moe_exp.run_folder import RunFolder
@@ -243,12 +243,23 @@ class HangWatch:
             self._say([f"no hang, though it looked like one: {doubt}; stacks in {folder}"])
             return False
         self._hung = f"the run hangs: {summary.line}; see {folder}"
-        self._say([self._hung, *summary.short.splitlines(), "the ranks of the job are ended, for a restart"])
+        self._say([self._hung, *summary.short.splitlines(), f"the ranks of the job are ended{self._what_comes()}"])
         last = max(0, min((beat.iteration for beat in read_beats(self._local)), default=1) - 1)
         hosts = sorted({answer.host for answer in answers if set(answer.ranks) & set(summary.named)})
         details = {"ranks": sorted(summary.named), "hosts": hosts, "why": list(summary.named.values())}
         append_event(self._run.metrics, "hang", last, reason=reason, **details, folder=str(folder.relative_to(self._run.path)))
         return True
+
+    def _what_comes(self) -> str:
+        """After the end of the ranks: another start, or none."""
+        most = self._config.max_restarts
+        try:
+            number = int(failures_file(self._local).read_text()) + 1
+        except (OSError, ValueError):  # the agent could not write it
+            number = 1
+        if number <= most:
+            return f", and start again (failure {number} of at most {most})"
+        return f", and the run with them: this is failure {number}, and MAX_RESTARTS={most}"
 
     def _named_by_another(self) -> Request | None:
         """Another node's request about the same hang; node 0 does not wait for one."""

@@ -93,6 +93,10 @@ class QueueError(ValueError):
     """SLURM does not answer, which says nothing about the jobs."""
 
 
+class NoSqueue(QueueError):
+    """There is no squeue here, which no later look will mend."""
+
+
 def read_queue(name: str, user: str = "") -> Queue:
     """Asks squeue for the jobs of a name.
 
@@ -101,7 +105,8 @@ def read_queue(name: str, user: str = "") -> Queue:
         user: whose; empty: ours.
 
     Raises:
-        QueueError: it is not here, refuses, or takes longer than a minute.
+        NoSqueue: it is not on PATH.
+        QueueError: it refuses, or takes longer than a minute.
     """
     command = ["squeue", "--noheader", f"--user={user or getpass.getuser()}", f"--name={name}", f"--format={_FORMAT}"]
     # Or what somebody likes to see of the queue is all that is seen, ids of a long array are cut off, times are written in another way.
@@ -110,7 +115,8 @@ def read_queue(name: str, user: str = "") -> Queue:
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=_SQUEUE_SECONDS)
     except FileNotFoundError:
-        raise QueueError("squeue is not here. Fix: call it on a login node of the cluster, or leave --slurm-name out.") from None
+        fix = "put its folder on PATH (cron's is short), call this on a login node of the cluster, or leave --slurm-name out"
+        raise NoSqueue(f"squeue: is not on PATH. Fix: {fix}.") from None
     except subprocess.TimeoutExpired:
         raise QueueError(f"squeue has not answered in {_SQUEUE_SECONDS:.0f} s") from None
     if done.returncode:

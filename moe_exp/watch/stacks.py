@@ -36,6 +36,7 @@ _STATES = {
     _ABSENT: "was not found: its launcher has not answered, or it has ended",
 }
 _SHOWN_FRAMES, _SHOWN_CALLS = 12, 10
+_STILL_SECONDS = 60.0  # all ranks in their phase for so long: it may be a hang that nobody has called one yet
 
 
 def main_stack(dump: RankDump) -> tuple[Frame, ...]:
@@ -89,16 +90,27 @@ def groups_of(dumps: Iterable[RankDump]) -> list[list[RankDump]]:
 
 def apart(dumps: Sequence[RankDump]) -> dict[int, str]:
     """The ranks that are not where the others are, each with what was found of it; the order of evidence is at the top of this file."""
-    found = {}
+    found = _by_state(dumps)
     waiting = [dump for dump in dumps if is_waiting(dump)]
     for dump in dumps:
-        state = dump.facts.get("state", "")
-        if state in _STATES:
-            found[dump.rank] = f"{_STATES[state]}; it {where(dump)}" if main_stack(dump) else _STATES[state]
-        elif waiting and not is_waiting(dump):
-            asleep = f"; state {state}, in the kernel's {dump.facts.get('kernel function', 'code')}" if state == DISK else ""
-            found[dump.rank] = where(dump) + asleep
+        if dump.rank not in found and waiting and not is_waiting(dump):
+            asleep = f"; state {DISK}, in the kernel's {dump.facts.get('kernel function', 'code')}"
+            found[dump.rank] = where(dump) + (asleep if dump.facts.get("state") == DISK else "")
+    found = {dump.rank: found[dump.rank] for dump in dumps if dump.rank in found}
     return found or _behind(dumps) or _behind_in_group(dumps) or _minority(dumps)
+
+
+def _by_state(dumps: Sequence[RankDump]) -> dict[int, str]:
+    found = {}
+    for dump in dumps:
+        if state := _STATES.get(dump.facts.get("state", "")):
+            found[dump.rank] = f"{state}; it {where(dump)}" if main_stack(dump) else state
+    return found
+
+
+def _is_still(dumps: Sequence[RankDump]) -> bool:
+    """Whether no rank has gone on for a while. Those of a job that runs are never in one place, which is no fault of any of them."""
+    return all(float(dump.facts.get("seconds in it", 0.0)) >= _STILL_SECONDS for dump in dumps)
 
 
 def _behind(dumps: Sequence[RankDump]) -> dict[int, str]:
@@ -156,13 +168,16 @@ def summarize(folder: Path) -> Summary:
         fix = "give a folder inside RUN/hang, or a run folder to ask its launchers for new stacks"
         raise ValueError(f"stacks={folder}: holds no stacks. Fix: {fix}.")
     dumps += _absent(dumps, answers)
-    named, by_rank = apart(dumps), {dump.rank: dump for dump in dumps}
+    is_asked = request is not None and request.kind == "stacks"
+    named = _by_state(dumps) if is_asked and not _is_still(dumps) else apart(dumps)
+    by_rank = {dump.rank: dump for dump in dumps}
     head = [request.reason] if request else []
     if silent := sorted(set(range(answers[0].nnodes)) - {answer.node for answer in answers if answer.done}) if answers else []:
         head += [f"no answer from the {'launcher of node' if len(silent) == 1 else 'launchers of nodes'} {_numbers(silent)}"]
-    if request is not None and request.kind == "stacks":
+    if is_asked:
         head += ["asked for by hand: the run goes on, in which ranks need not be in the same place"]
-    head += ["not where the others are:" if named else "no rank stands out"]
+    if named or not is_asked:
+        head += ["not where the others are:" if named else "no rank stands out"]
     head += [f"  rank {rank} on {by_rank[rank].host}{_moment(by_rank[rank])}: {reason}" for rank, reason in named.items()]
     head += ["where they are:", *_places(dumps)]
     body = [line for group in groups_of(dumps) for line in _group_lines(group)] + _calls(dumps, named) + _tools(dumps)

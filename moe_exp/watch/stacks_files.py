@@ -15,6 +15,7 @@ _PY_SPY_FRAME = re.compile(r"^    (\S.*) \((.+?)(?::(\d+))?\)$")
 _FAULTHANDLER_THREAD = re.compile(r"^(Current thread|Thread) (\S+).*\(most recent call first\):$")
 _FAULTHANDLER_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 MAIN = "MainThread"
+_TRACER = "moe_exp/watch/call_trace.py"  # on every stack that is taken while it notes a call (TRACE_CALLS_FROM)
 _CURRENT = "current"  # the one that got the signal, mostly the main one
 
 
@@ -120,6 +121,8 @@ def parse_stacks(text: str) -> list[Thread]:
             threads.append((match[3] or match[1], []))
         elif match := _FAULTHANDLER_THREAD.match(line):
             threads.append((_CURRENT if match[1].startswith("Current") else match[2], []))
+        elif _is_tracers(line):
+            continue
         elif threads and (match := _PY_SPY_FRAME.match(line)):
             threads[-1][1].append(Frame(match[1], match[2], int(match[3] or 0)))
         elif threads and (match := _FAULTHANDLER_FRAME.match(line)):
@@ -132,6 +135,11 @@ def parse_stacks(text: str) -> list[Thread]:
     return sorted((Thread(name, tuple(frames)) for name, frames in named), key=lambda thread: thread.name != MAIN)
 
 
+def _is_tracers(line: str) -> bool:
+    """Whether a line is a frame of our own trace of calls."""
+    return f"{_TRACER}:" in line or f'{_TRACER}"' in line
+
+
 def _native_names(text: str) -> list[str]:
     """Functions in C above the innermost Python frame of the main thread."""
     names: list[str] = []
@@ -140,6 +148,9 @@ def _native_names(text: str) -> list[str]:
         if match := _PY_SPY_THREAD.match(line):
             is_main = match[3] == MAIN
         elif is_main and (match := _PY_SPY_FRAME.match(line)):
+            if _is_tracers(line):
+                names = []
+                continue
             if match[3]:
                 return names
             names.append(match[1])

@@ -36,6 +36,7 @@ from moe_exp.run_folder import RunFolder
 FAILURES = ("rank_failed", "hang", "replicas_differ")
 _ONE_FAILURE_SECONDS = 120.0
 _NUM_RECORDS = 200
+_FEW_FAILURES, _FEW_HOURS = 2, 10.0  # less than these says nothing about the time between failures
 
 
 def young_interval(save_seconds: float, mtbf_seconds: float) -> float:
@@ -154,11 +155,13 @@ def save_advice(
     if not found.iteration_seconds or not found.save_seconds:
         return None
     if mtbf_hours is not None:
-        hours, source = mtbf_hours / num_nodes, f"--mtbf {mtbf_hours:g} hours of a node, {num_nodes} nodes"
+        hours, source = mtbf_hours / num_nodes, f"--mtbf {mtbf_hours:g} hours of a node, {_counted(num_nodes, 'node')}"
     else:
         hours = found.hours / max(1, found.num_failures)
-        what = f"{found.num_failures} failures" if found.num_failures else "no failure, taken as one"
-        source = f"{what} in {found.hours:.1f} hours of this run"
+        what = _counted(found.num_failures, "failure") if found.num_failures else "no failure, taken as one"
+        took = f"{found.hours:.1f} hours" if found.hours >= 1 else f"{found.hours * 60:.1f} minutes"
+        is_little = found.num_failures < _FEW_FAILURES or found.hours < _FEW_HOURS
+        source = f"{what} in {took} of this run" + (", too little to go by: give --mtbf HOURS" if is_little else "")
     if hours <= 0:
         return None
     mtbf, save, one = hours * 3600, found.save_seconds, found.iteration_seconds
@@ -175,6 +178,15 @@ def save_advice(
         best_share=lost_share(best * one, save, mtbf, restart),
         present_share=lost_share(save_interval * one, save, mtbf, restart) if save_interval else None,
     )
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
+
+
+def _loses(share: float) -> str:
+    """Time beside that of the work; beyond all of it as a factor."""
+    return f"loses {share:.2%}" if share < 1 else "never ends" if math.isinf(share) else f"takes {1 + share:.3g} times as long"
 
 
 @dataclass(frozen=True)
@@ -242,11 +254,11 @@ def rows_of(storage: Storage, advice: Advice | None, free_bytes: int | None) -> 
         rows["free on the disk"] = f"{gigabytes(free_bytes)}, {enough} (a quota is not seen here)"
     if advice is None:
         return rows | {"SAVE_INTERVAL": f"{config.save_interval}; no advice before the run has saved once"}
-    present = "saves only at the end" if advice.present_share is None else f"loses {advice.present_share:.2%}"
+    present = "saves only at the end" if advice.present_share is None else _loses(advice.present_share)
     return rows | {
         "an iteration, a save, a restart": f"{advice.iteration_seconds:.3g} s, {advice.save_seconds:.3g} s, {advice.restart_seconds:.3g} s",
         "time between failures": f"{advice.mtbf_hours:.3g} hours ({advice.source})",
-        "best SAVE_INTERVAL": f"{advice.best_iterations} (Daly; {advice.young_iterations} by Young), loses {advice.best_share:.2%}",
+        "best SAVE_INTERVAL": f"{advice.best_iterations} (Daly; {advice.young_iterations} by Young), {_loses(advice.best_share)}",
         "present SAVE_INTERVAL": f"{config.save_interval}, {present}",
     }
 

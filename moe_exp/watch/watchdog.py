@@ -15,7 +15,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from moe_exp.watch.alerts import Channel, send_to_all
-from moe_exp.watch.slurm_queue import Queue, QueueError, read_queue
+from moe_exp.watch.slurm_queue import NoSqueue, Queue, QueueError, read_queue
 from moe_exp.watch.watchdog_disk import disk_of, free_bytes, with_sample
 from moe_exp.watch.watchdog_memory import EVENT, Memory, default_folder, memory_file, read_memory, write_memory
 from moe_exp.watch.watchdog_rules import Limits, Sight, all_texts, count_events, problems_of, state_line
@@ -89,9 +89,9 @@ class Watchdog:
         try:
             view = within(_READ_SECONDS, lambda: view_run(run.path, now=now))
             memory.disk = with_sample(memory.disk, now, within(_READ_SECONDS, lambda: free_bytes(run.path)))
-            queue, silent = self._queue(run) if view.status != "finished" else (None, "")
+            queue, silent, missing = self._queue(run) if view.status != "finished" else (None, "", "")
             sight = Sight(view, disk_of(view, memory.disk), queue, silent)
-            look.found = problems_of(sight, memory, self.limits, run.slurm_name)
+            look.found = problems_of(sight, memory, self.limits, run.slurm_name) | ({"no_squeue": missing} if missing else {})
             told_before = dict(memory.untold_events)
             events = count_events(view, memory)
             look.has_new_events = memory.untold_events != told_before
@@ -104,13 +104,16 @@ class Watchdog:
             look.state = "unknown"
         return look
 
-    def _queue(self, run: Watched) -> tuple[Queue | None, str]:
+    def _queue(self, run: Watched) -> tuple[Queue | None, str, str]:
+        """The jobs of a run, why SLURM does not answer, and why it cannot be asked: then the run is judged as one without SLURM."""
         if not run.slurm_name:
-            return None, ""
+            return None, "", ""
         try:
-            return read_queue(run.slurm_name, self.user), ""
+            return read_queue(run.slurm_name, self.user), "", ""
+        except NoSqueue as error:
+            return None, "", str(error)
         except QueueError as error:
-            return None, str(error)
+            return None, str(error), ""
 
     def _tell(self, looks: Sequence[RunLook], now: float) -> None:
         """One message for all runs, if there is anything to say; whoever is not reached is told of at the next look, by the others."""

@@ -75,10 +75,13 @@ def problems_of(sight: Sight, memory: Memory, limits: Limits, slurm_name: str) -
     if sight.silent:
         if view.now - memory.slurm_silent >= _SLURM_SILENT_SECONDS:
             found["slurm_silent"] = f"SLURM has not answered for {span(view.now - memory.slurm_silent)}: {sight.silent}"
+        found |= dict(_failed(view, begun=0.0))
     elif sight.queue is not None:
         found |= dict(_queue_problems(sight, sight.queue, memory, limits, slurm_name))
     elif view.status == "stopped":
         found["stopped"] = f"it has ended at iteration {view.iteration:,} of {view.train_iters:,}, and nothing goes on with it"
+    elif view.status == "failed":
+        found |= dict(_failed(view, begun=0.0))
     else:
         found |= dict(_stuck(view, memory, limits, since=0.0))
     if view.same_starts >= _MANY_STARTS:
@@ -93,11 +96,21 @@ def _queue_problems(sight: Sight, queue: Queue, memory: Memory, limits: Limits, 
     is_ending = queue.ending and view.now - memory.busy < _ENDING_SECONDS
     if not (queue.running or queue.coming or queue.stuck or is_ending):
         yield "not_scheduled", f"no job named {slurm_name} runs or waits, at iteration {view.iteration:,} of {view.train_iters:,}"
-    if queue.running:
-        yield from _stuck(view, memory, limits, since=max((job.start.timestamp() for job in queue.running if job.start), default=0.0))
-    elif queue.coming and view.now - memory.busy >= limits.wait_seconds:
+    begun = max((job.start.timestamp() for job in queue.running if job.start), default=0.0)
+    failed = dict(_failed(view, begun=begun))
+    yield from failed.items()
+    if queue.running and not failed:
+        yield from _stuck(view, memory, limits, since=begun)
+    if not queue.running and queue.coming and view.now - memory.busy >= limits.wait_seconds:
         yield "waiting", f"no job has run for {span(view.now - memory.busy)}: {queue.coming[0].text}"
     yield from _short_chain(view, queue, limits)
+
+
+def _failed(view: RunView, begun: float) -> Iterator[tuple[str, str]]:
+    """A start that has failed, until another begins; `begun`: start of the job that runs, 0 without one."""
+    if view.status == "failed" and view.failure is not None and begun <= view.failure[0]:
+        at, what = view.failure
+        yield "failed", f"its last start has failed {span(view.now - at)} ago ({what}), and no other has begun since"
 
 
 def _short_chain(view: RunView, queue: Queue, limits: Limits) -> Iterator[tuple[str, str]]:
@@ -111,7 +124,7 @@ def _short_chain(view: RunView, queue: Queue, limits: Limits) -> Iterator[tuple[
 def _stuck(view: RunView, memory: Memory, limits: Limits, since: float) -> Iterator[tuple[str, str]]:
     """`since`: start of the job that runs."""
     begun = [event_time(event) for event in view.events if event["event"] in ("start", "resume")]
-    first = max(since, begun[-1] if begun else 0.0)
+    first = max(since, view.launched, begun[-1] if begun else 0.0)
     moved = max(memory.moved, first)
     patience = view.patience_seconds if limits.stuck_seconds is None else limits.stuck_seconds
     if limits.stuck_seconds is None and (first >= memory.moved or not view.train):
@@ -193,9 +206,18 @@ def _event_text(event: Record, count: int) -> str:
 
 
 def _short(value: Any) -> str:
-    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    text = ", ".join(map(str, _rounded(value))) if isinstance(value, list) else str(_rounded(value))
     text = " ".join(text.split())
     return text if len(text) <= 200 else text[:197] + "..."
+
+
+def _rounded(value: Any) -> Any:
+    """Numbers as people read them, also inside of lists and objects."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {name: _rounded(one) for name, one in value.items()}
+    return [_rounded(one) for one in value] if isinstance(value, list) else value
 
 
 def state_line(sight: Sight) -> str:
@@ -217,7 +239,7 @@ def state_line(sight: Sight) -> str:
     elif sight.silent:
         parts.append("SLURM does not answer")
     left = wall_seconds_left(sight)
-    if left is not None:
+    if left is not None and (queue is not None or view.status in ("new", "running")):
         parts.append(f"ends about {datetime.fromtimestamp(view.now + left).astimezone():%Y-%m-%d %H:%M} (in {span(left)}{_gaps(sight)})")
     full = sight.disk.full_in_seconds
     parts.append(f"{bytes_text(sight.disk.free_bytes)} free" + (f", full in {span(full)}" if full is not None else ""))
@@ -253,6 +275,6 @@ def bytes_text(number: float) -> str:
 
 def all_texts(found: Mapping[str, str]) -> list[str]:
     """Problems as lines, the worst first: what has stopped the run before what may."""
-    order = ("not_scheduled", "never_starts", "stopped", "stuck", "circles", "checkpoint_does_not_fit")
+    order = ("not_scheduled", "never_starts", "failed", "stopped", "no_squeue", "stuck", "circles", "checkpoint_does_not_fit")
     keys = sorted(found, key=lambda key: (order.index(key) if key in order else len(order), key))
     return [found[key] for key in keys]

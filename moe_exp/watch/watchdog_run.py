@@ -23,6 +23,8 @@ from moe_exp.run_folder import RunFolder
 _LAST_RECORDS = 50  # of training, for the pace
 _EVENT = b'{"kind": "event"'  # as records.append writes them
 _STARTS = ("start", "resume")
+_ENDS = ("too_many_bad_steps", "replicas_differ", "restore_failed", "rank_failed")  # of a start, where no `restart` follows
+_HANG_SECONDS = 300.0  # after a hang, in which its ranks are ended and start again
 _Result = TypeVar("_Result")
 # Silence that is none yet, whatever the pace: a file system that lags, a slow checkpoint, NCCL's first connections.
 _PATIENCE_SECONDS = 600.0
@@ -40,6 +42,8 @@ class RunView:
         train: its last records of training.
         moved: when metrics.jsonl was last written; None without one.
         now: the moment.
+        launched: when ranks last opened the folder; 0 where that is not known.
+        summed_up: when the launcher wrote summary.json, and the status in it; None without one.
     """
 
     folder: RunFolder
@@ -48,6 +52,8 @@ class RunView:
     train: list[Record]
     moved: float | None
     now: float
+    launched: float = 0.0
+    summed_up: tuple[float, str] | None = None
 
     @property
     def name(self) -> str:
@@ -55,9 +61,11 @@ class RunView:
 
     @property
     def iteration(self) -> int:
-        """Of the last record of training, or where the latest start began."""
+        """Of the last record of training, or where the latest start began or has ended."""
         begun = [int(event["iteration"]) for event in self.events if event["event"] in _STARTS]
-        return int(self.train[-1]["iteration"]) if self.train else (begun[-1] if begun else 0)
+        known = int(self.train[-1]["iteration"]) if self.train else (begun[-1] if begun else 0)
+        has_ended = self.events and self.events[-1]["event"] == "end"  # between two log lines
+        return max(known, int(self.events[-1]["iteration"])) if has_ended else known
 
     @property
     def train_iters(self) -> int:
@@ -65,15 +73,35 @@ class RunView:
 
     @property
     def status(self) -> str:
-        """Of the latest start: new, running (or died without a word), or what its end was, finished or stopped."""
+        """Of the latest start: new, running (or died without a word), or what its end was, finished, stopped or failed."""
         status = "new"
         for event in self.events:
-            if event["event"] in _STARTS:
+            if event["event"] in (*_STARTS, "restart"):
                 status = "running"
             elif event["event"] == "end":
                 status = str(event.get("status", "stopped"))
+        if status in ("new", "running") and self.failure:
+            return "failed"
         # A run that has more to do than at its last start.
         return "stopped" if status == "finished" and self.iteration < self.train_iters else status
+
+    @property
+    def failure(self) -> tuple[float, str] | None:
+        """When the latest start has failed, and by what; None where it has not, or where another has begun since."""
+        found: tuple[float, str] | None = None
+        why = ""
+        for event in self.events:
+            name, at = event["event"], event_time(event)
+            text = f"{name} at iteration {event['iteration']:,}"
+            if name in (*_STARTS, "restart", "end"):
+                found, why = None, ""
+            elif name in _ENDS or (name == "hang" and self.now - at > _HANG_SECONDS) or event.get("grade") == "failed":
+                found = at, text
+            why = text if name == "hang" else why
+        at, status = self.summed_up or (0.0, "")
+        if found is None and status == "failed" and at >= (self.moved or 0.0):
+            found = at, why or "summary.json says so, train.log may say why"
+        return None if found is None or self.launched > found[0] else found
 
     @property
     def seconds_per_iteration(self) -> float | None:
@@ -153,7 +181,8 @@ def view_run(path: Path, *, now: float | None = None) -> RunView:
         raise ValueError(f"RUN_DIR={path}: is no run folder, as it has no config.yaml. Fix: name the folder $RUN_DIR/$RUN_NAME of a run.")
     events, train = read_tail(folder.metrics)
     moved = folder.metrics.stat().st_mtime if folder.metrics.exists() else None
-    return RunView(folder, _settings(folder.config), events, train, moved, time.time() if now is None else now)
+    now = time.time() if now is None else now
+    return RunView(folder, _settings(folder.config), events, train, moved, now, _launched(folder.provenance), _summed_up(folder.summary))
 
 
 def within(seconds: float, action: Callable[[], _Result]) -> _Result:
@@ -189,6 +218,20 @@ def _settings(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError):  # it is written anew at every start
         read = {}
     return defaults | {name: value for name, value in (read if isinstance(read, dict) else {}).items() if name in defaults}
+
+
+def _launched(provenance: Path) -> float:
+    try:
+        return datetime.fromisoformat(json.loads(provenance.read_text(encoding="utf-8"))["starts"][-1]["time"]).timestamp()
+    except (OSError, ValueError, LookupError, TypeError):  # of a run that has not come so far
+        return 0.0
+
+
+def _summed_up(summary: Path) -> tuple[float, str] | None:
+    try:
+        return summary.stat().st_mtime, str(json.loads(summary.read_text(encoding="utf-8"))["status"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def read_tail(path: Path) -> tuple[list[Record], list[Record]]:

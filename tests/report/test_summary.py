@@ -60,7 +60,8 @@ def test_summary(folder: RunFolder) -> None:
     summary = summarize(config(), RECORDS, folder, 12.3456, "finished")
     assert json.loads(json.dumps(summary, allow_nan=False)) == summary
     assert summary == {
-        "status": "finished", "name": config().name, "run_folder": str(folder.path), "model": "dmoe", "iteration": 4, "train_iters": 4,
+        "status": "finished", "exit_code": 0, "ended_by": None, "logged_iteration": 4,
+        "name": config().name, "run_folder": str(folder.path), "model": "dmoe", "iteration": 4, "train_iters": 4,
         "first_lm_loss": 8.0, "last_lm_loss": 4.5, "min_lm_loss": 4.0, "min_lm_loss_iteration": 3, "last_valid_lm_loss": 4.25,
         "last_valid_ppl": 70.1, "consumed_samples": 32, "consumed_tokens": 4000, "wall_seconds": 12.346, "tokens_per_second": 10000.0,
         "ms_per_iteration": 100.0, "tflops_per_gpu": None, "skipped_iterations": 1, "nan_iterations": 0, "num_starts": 2,
@@ -103,7 +104,30 @@ def test_a_run_without_records(tmp_path: Path) -> None:
     assert (summary["iteration"], summary["first_lm_loss"], summary["expert_balance"], summary["checkpoints"]) == (0, None, None, [])
     text = summary_text(summary, config())
     assert text.startswith("Run failed: 0 of 4 iterations in 0:00:00\n  lm loss      never measured\n")
-    assert "the same command again goes on\n" in text
+    assert text.endswith("What to try next\n  the same command again begins at iteration 0: there is no checkpoint")
+
+
+def test_a_run_that_bad_steps_have_ended_is_not_sent_the_same_way_again(folder: RunFolder) -> None:
+    records = [RECORDS[0], {"kind": "event", "event": "too_many_bad_steps", "iteration": 5}]
+    bad = config(train_iters=9, lr=1e30)
+    text = summary_text(summarize(bad, records, folder, 1.0, "failed", 1), bad)
+    assert text.startswith("Run failed: 5 of 9 iterations")
+    assert "  tokens       0 until iteration 0, the last that was logged\n" in text
+    assert "a lower LR than 1e+30, with another RUN_NAME" in text and "iter_0000004, which helps where a batch was the cause" in text
+    assert "LR=1e" not in text and "EP=2" not in text
+
+
+def test_a_stop_that_has_saved_nothing_says_why_its_code_is_1(folder: RunFolder) -> None:
+    text = summary_text(summarize(config(train_iters=9), RECORDS, folder, 1.0, "stopped", 1), config(train_iters=9))
+    assert "  SAVE_AT_END=true, or a smaller SAVE_INTERVAL than 1000   # exit code 1: SAVE_AT_END=false, and nothing was saved" in text
+    assert "USE_MOE" not in text
+
+
+def test_after_a_hang_there_is_a_look_at_the_stacks(tmp_path: Path) -> None:
+    records = [*RECORDS, {"kind": "event", "event": "hang", "iteration": 4, "folder": "hang/NOW"}]
+    text = summary_text(summarize(config(train_iters=9), records, RunFolder(tmp_path), 1.0, "failed", 1), config(train_iters=9))
+    assert f"  {tmp_path}/hang/NOW/summary.txt   # where every rank was\n" in text
+    assert "begins at iteration 0: there is no checkpoint; MAX_RESTARTS=3 starts the ranks again by itself\n" in text
 
 
 def test_a_stopped_run_says_from_where_it_goes_on(folder: RunFolder) -> None:

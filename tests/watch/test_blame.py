@@ -7,6 +7,7 @@ import json
 import pytest
 
 from moe_exp.cli import main
+from moe_exp.records import append_event
 from moe_exp.watch.blame import blame, hosts_to_exclude, log_files
 from moe_exp.watch.known_faults import CAUSES, XIDS, recognised, xid
 from moe_exp.watch.log_lines import Origin, origin, origin_of_file
@@ -293,3 +294,15 @@ def test_logs_that_are_not_there(tmp_path, capsys):
     (tmp_path / "a.log").write_text("all is well\n")
     assert main(["watch", "blame", str(tmp_path)]) == 0
     assert capsys.readouterr().out == "No known error in these logs.\n"
+
+
+def test_what_a_run_knows_of_hangs_and_kills_is_no_line_of_a_log(tmp_path, capsys):
+    (tmp_path / "train.log").write_text("all is well\n")
+    append_event(tmp_path / "metrics.jsonl", "hang", 4, ranks=[2], hosts=["node-b"], folder="hang/NOW")
+    append_event(tmp_path / "metrics.jsonl", "rank_failed", 7, rank=1, host="node-a", device="cpu", cause="SIGKILL")
+    assert main(["watch", "blame", str(tmp_path)]) == 0
+    none, hang, killed = capsys.readouterr().out.splitlines()
+    assert none == "No known error in these logs."
+    assert hang.startswith(f"{tmp_path}: hang at iteration 4, ")
+    assert hang.endswith(f": rank 2 on node-b apart from the others; see {tmp_path}/hang/NOW/summary.txt")
+    assert killed.endswith(": rank 1 on node-a (cpu): SIGKILL")

@@ -60,6 +60,8 @@ def test_command(tmp_path, capsys):
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["a", "b"]
     assert main(["watch", "exclude", path, "--remove", "a", "--slurm"]) == 0
     assert capsys.readouterr().out == "--exclude=b\n"
+    assert main(["watch", "exclude", path, "--remove", "nosuch"]) == 0
+    assert f"--remove=nosuch: is not in {path}. Fix: " in capsys.readouterr().err
     assert main(["watch", "exclude", path, "--add", "a b"]) == 1
     assert "host='a b': is not a host name" in capsys.readouterr().err
     assert main(["watch", "exclude", path, "--add", "c", "--remove", "c"]) == 1

@@ -129,10 +129,19 @@ def test_stopped_rank_is_found_named_and_all_are_ended(tmp_path, capfd):
     folder = ranks.run.path / event["folder"]
     printed = capfd.readouterr().err.splitlines()
     assert printed[0].startswith(f"moe-exp: the run hangs: rank 1 on {os.uname().nodename} (is stopped); see {folder}")
+    assert "moe-exp: the ranks of the job are ended, and the run with them: this is failure 1, and MAX_RESTARTS=0" in printed
     assert printed[-1] == printed[0]  # once more at the end, below what torchrun has to say
     assert summarize(folder).whole + "\n" == (folder / "summary.txt").read_text()
     assert "the run hangs: rank 1 on" in ranks.run.log.read_text()
     assert not Path(ranks.watch.environment[HEARTBEATS]).exists()
+
+
+def test_what_comes_after_the_end_of_the_ranks(tmp_path, capfd):
+    with two_ranks(tmp_path, max_restarts=3) as ranks:
+        heartbeat.failures_file(Path(ranks.watch.environment[HEARTBEATS])).write_text("1")
+        ranks.still.touch()
+        ranks.poll_until(lambda: all(process.poll() is not None for process in ranks.processes))
+    assert "moe-exp: the ranks of the job are ended, and start again (failure 2 of at most 3)\n" in capfd.readouterr().err
 
 
 def test_what_is_left_of_the_ranks_hangs_too(tmp_path):

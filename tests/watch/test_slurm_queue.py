@@ -104,5 +104,5 @@ def test_slurm_that_does_not_answer(tmp_path, monkeypatch):
         read_queue("name")
     program.unlink()
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(QueueError, match="squeue is not here"):
+    with pytest.raises(QueueError, match=r"squeue: is not on PATH\. Fix: "):
         read_queue("name", "user")

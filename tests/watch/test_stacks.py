@@ -64,6 +64,21 @@ def test_both_tools_give_the_same_stack():
     ]  # fmt: skip
 
 
+def test_our_own_trace_of_calls_is_on_no_stack(tmp_path):
+    top = f"    all_reduce ({SITE}/torch"
+    spied = PY_SPY.replace(top, f"    CallTrace._called (/home/me/moe_exp/watch/call_trace.py:67)\n{top}")
+    assert parse_stacks(spied) == parse_stacks(PY_SPY)
+    line = f'  File "{SITE}/torch/distributed/distributed_c10d.py"'
+    handled = FAULTHANDLER.replace(line, f'  File "/home/me/moe_exp/watch/call_trace.py", line 67 in _called\n{line}')
+    assert parse_stacks(handled) == parse_stacks(FAULTHANDLER)
+    native = NATIVE.replace(
+        "    pthread", "    clock_gettime (libc.so.6)\n    CallTrace._called (/home/me/moe_exp/watch/call_trace.py:67)\n    pthread"
+    )
+    write_dump(tmp_path, 3, {}, PY_SPY, native=native, calls=[])
+    (dump,) = read_dumps(tmp_path)
+    assert dump.native == ["pthread_cond_wait", "c10d::Work::wait"]
+
+
 def test_signal_that_another_thread_got():
     text = FAULTHANDLER.replace("Current thread 0x00007f961001ab80", "Thread 0x1").replace("Thread 0x00007f9600", "Current thread 0x2")
     assert parse_stacks(text)[0].frames[-1].name == "<module>"
@@ -193,3 +208,18 @@ def test_summary_names_ranks_hosts_and_nodes_that_are_silent(tmp_path):
 def test_folder_without_stacks_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"stacks=.*: holds no stacks\. Fix: give a folder inside RUN/hang"):
         summarize(tmp_path)
+
+
+def test_ranks_of_a_run_that_goes_on_are_in_other_places_and_nobody_is_named(tmp_path):
+    folder = tmp_path / ask(tmp_path, "stacks", "stacks on demand").folder
+    facts = {"host": "node0", "state": "sleeping", "iteration": 9, "phase": "data", "seconds in it": 0.3}
+    write_dump(folder, 0, facts | {"iteration": 10}, PY_SPY)
+    write_dump(folder, 1, facts, FAULTHANDLER.replace("all_reduce", "other"))
+    summary = summarize(folder)
+    assert not summary.named
+    assert "not where the others are" not in summary.whole and "where they are:" in summary.short
+    write_dump(folder, 1, facts | {"state": STOPPED}, PY_SPY)
+    assert list(summarize(folder).named) == [1]
+    for rank_ in (0, 1):
+        write_dump(folder, rank_, facts | {"iteration": 10 - rank_, "seconds in it": 90.0}, PY_SPY)
+    assert list(summarize(folder).named) == [1]  # nobody has gone on for a while: as in a hang

@@ -7,6 +7,7 @@ import math
 import random
 import shutil
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -89,7 +90,10 @@ def test_advice():
     assert given.mtbf_hours == 10.0
     assert given.present_share == lost_share(2000, 50, 36_000, 150)
     assert given.best_share < given.present_share
+    assert given.source == "--mtbf 1000 hours of a node, 100 nodes"
     assert save_advice(0, found).present_share is None
+    short = save_advice(1000, replace(found, hours=0.02, num_failures=1))
+    assert short.source == "1 failure in 1.2 minutes of this run, too little to go by: give --mtbf HOURS"
     assert save_advice(1000, Measured()) is None
 
 

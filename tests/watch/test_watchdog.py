@@ -56,6 +56,7 @@ def test_events_alone_are_no_progress(dog, run, queue):
     queue.set(running(run, since=-60.0) + WAITING)
     found(dog, run, 4400.0)
     run.event("rank_failed", 2020, 5100.0, rank=3)
+    run.event("restart", 2020, 5100.0, number=1)
     assert found(dog, run, 5150.0)[0] == {"stuck", "event rank_failed"}
 
 
@@ -122,13 +123,13 @@ def test_events_are_told_once_and_counted(dog, run, queue, tmp_path):
     assert found(dog, run, 4400.0) == (new, new, set())
     assert found(dog, run, 4500.0) == (set(), set(), set())
     run.event("spike", 2020, 4560.0, lm_loss=8.0)
-    run.event("spike", 2020, 4561.0, lm_loss=8.72)
+    run.event("spike", 2020, 4561.0, lm_loss=8.720012345, recent_losses=[0.68841234567])
     assert found(dog, run, 4600.0) == ({"event spike"}, set(), set())
     run.train(2040, 2040, 4400.0 + 6 * HOUR)
     assert found(dog, run, 4400.0 + 6 * HOUR)[1] == {"event spike"}
     text = (tmp_path / "alerts.log").read_text()
     assert "spike at iteration 2,020" in text
-    assert "(2 times): lm_loss: 8.72" in text
+    assert "(2 times): lm_loss: 8.72, recent_losses: 0.68841\n" in text
     assert "reason: No space left on device" in text
     assert "over:" not in text
 
@@ -159,6 +160,7 @@ def test_ranks_that_a_hang_has_ended_did_nothing(dog, run, queue):
     found(dog, run, 4350.0)
     run.event("hang", 2020, 4360.0, ranks=[5], hosts=["node-b"])
     run.event("rank_failed", 2020, 4361.0, rank=0, host="node-a", cause="SIGKILL")
+    run.event("restart", 2020, 4361.0, number=1)
     assert found(dog, run, 4400.0)[1] == {"event hang"}
     run.event("rank_failed", 2020, 9000.0, rank=1, host="node-a", cause="SIGKILL")
     assert found(dog, run, 9100.0)[1] >= {"event rank_failed"}
@@ -170,7 +172,7 @@ def test_a_failed_preflight_is_told(dog, run, queue):
     run.event("preflight", 2000, 4360.0, grade="warning", findings=[])
     assert found(dog, run, 4400.0)[1] == set()
     run.event("preflight", 2000, 4410.0, grade="failed", findings=["failed: node-b (node 1): matmul"])
-    assert found(dog, run, 4450.0)[1] == {"event preflight"}
+    assert found(dog, run, 4450.0)[1] == {"event preflight", "failed"}  # and nothing has begun since
 
 
 def test_a_job_that_goes_back_into_the_queue_is_no_missing_job(dog, run, queue):
