@@ -86,6 +86,7 @@ tell_launcher() {
 
 # shellcheck disable=SC2329  # called by a trap
 stop_launchers() {
+    warned=true
     [ ! -e "$notes/stop" ] || return 0 # a second signal to a launcher kills its job
     say "SLURM's warning: the run saves and ends"
     touch "$notes/stop"
@@ -105,6 +106,13 @@ count_failure() {
     cat "$slurm_folder/failures"
 }
 
+# What has failed may be a file server that is away. SLURM's warning, earlier or meanwhile, ends the wait: little is left of the job, and one
+# that is over cannot queue itself again. In steps of a second, as a shell answers signals only between commands.
+pause() {
+    local until=$((SECONDS + $1))
+    while [ "$warned" = false ] && [ "$SECONDS" -lt "$until" ]; do sleep 1; done
+}
+
 after_failure() {
     local failures
     failures="$(count_failure)"
@@ -113,11 +121,18 @@ after_failure() {
         say "the chain ends here: see $slurm_folder/job$SLURM_JOB_ID.*.log"
         rm -f "$slurm_folder/failures"
         cancel_rest
-    elif on_excluded_node && [ -n "$(pending_jobs)" ]; then
+        return
+    fi
+    if [ "$requeue" != true ] && [ -z "$(pending_jobs)" ]; then
+        say "no job follows: run_slurm.sh with the same settings submits more"
+        return
+    fi
+    say "waits $((retry_seconds * failures)) s before what comes next"
+    pause "$((retry_seconds * failures))"
+    if on_excluded_node && [ -n "$(pending_jobs)" ]; then
         say "one of its nodes is excluded now, which a job that is queued again cannot be told: the next job goes on"
     elif [ "$requeue" = true ]; then
-        say "goes back into the queue after $((retry_seconds * failures)) s"
-        sleep "$((retry_seconds * failures))"
+        say "goes back into the queue"
         scontrol requeue "$SLURM_JOB_ID" || say "which SLURM refuses: the next job goes on, if there is one"
     fi
 }
@@ -131,6 +146,7 @@ record() {
 
 notes="$slurm_folder/notes/$SLURM_JOB_ID"
 rm -rf "$notes" && mkdir -p "$notes"
+warned=false
 trap stop_launchers USR1
 
 set +u # of files that others wrote
@@ -164,7 +180,7 @@ while kill -0 "$launchers" 2>/dev/null; do # the signal has ended the wait, and 
     wait "$launchers"
     code=$?
 done
-trap '' USR1
+trap 'warned=true' USR1
 code="$(outcome "$code")"
 rm -rf "$notes"
 # Settings that have trained can run: a file server was away, the disk was full, what was loaded was not what was saved.

@@ -67,6 +67,7 @@ class Submitted:
             "WANDB_PROJECT": codes,
             "WANDB_MODE": "disabled",
             "PYTHON": sys.executable,
+            "RETRY_SECONDS": 0,
         }
         return clean_environ(**{**places, **own, "PATH": self.cluster.path(), "LEAK": "no", "SECRET": "s3cret", **settings})
 
@@ -135,6 +136,34 @@ def test_failures_go_back_into_the_queue_until_there_are_too_many_in_a_row(chain
     assert chain.cluster.states() == ["FAILED", "CANCELLED"]
     said = [line.split(", ")[1] for line in chain.log("job101_1.log").splitlines() if "failed with" in line]
     assert [line.split(" of")[0] for line in said] == ["failure 1", "failure 1", "failure 2", "failure 3"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "states", "waits"),
+    [
+        ({"NUM_JOBS": 2}, ["PENDING", "PENDING"], True),
+        ({"NUM_JOBS": 2, "REQUEUE": False}, ["FAILED", "PENDING"], True),
+        ({"NUM_JOBS": 2, "EXCLUDE_FILE": "bad.txt"}, ["FAILED", "PENDING"], True),
+        ({"NUM_JOBS": 1, "REQUEUE": False}, ["FAILED"], False),
+        ({"NUM_JOBS": 2, "MAX_FAILURES": 1}, ["FAILED", "CANCELLED"], False),
+    ],
+    ids=["queued again", "next job", "excluded node", "no job follows", "too many failures"],
+)
+def test_a_failure_waits_before_the_next_job_and_only_then(settings, states, waits, chain, tmp_path):
+    assert chain.submit("1", NNODES=1, **{"RETRY_SECONDS": 1} | settings).returncode == 0
+    (tmp_path / "bad.txt").write_text("localhost\n")
+    assert chain.cluster.run() == (101, 1)
+    assert chain.cluster.states() == states
+    assert ("waits 1 s before what comes next" in chain.log("job101*.log")) == waits
+
+
+def test_the_warning_ends_the_wait_and_the_job_is_queued_again(chain):
+    assert chain.submit("1", NNODES=1, NUM_JOBS=2, RETRY_SECONDS=600).returncode == 0
+    number, process = chain.cluster.start()
+    wait_for(lambda: "waits 600 s" in chain.log("job101_1.log"))
+    chain.cluster.warn(number, process)
+    assert chain.cluster.end(number, process) == 1
+    assert chain.cluster.states() == ["PENDING", "PENDING"]
 
 
 def test_bad_settings_end_the_chain_at_once(chain):
@@ -210,6 +239,7 @@ def test_dry_run_prints_the_file_and_submits_nothing(chain):
         assert f"#SBATCH {line}\n" in done.stdout
     assert f'#SBATCH "--output={chain.folder}/slurm/job%A_%a.log"\n' in done.stdout
     assert "modules=(cuda/12.6 nccl)\n" in done.stdout
+    assert "\nretry_seconds=0\n" in done.stdout
 
 
 @pytest.mark.parametrize(
