@@ -159,7 +159,9 @@ class Config(ModelSettings):
     )
     dump_ranks: WholeNumbers = Field("", description="with DUMP_ITERS, the ranks that do so, such as 0,4; empty: all")
     disk_check: Literal["run", "one", "none"] = Field(
-        "run", description="free disk that a start asks for: for all checkpoints until its end, for one (others are removed by hand), none"
+        "run",
+        description="free disk that a start asks for; run: for all checkpoints until its end, of a run that has some for the next; "
+        "one: for one, others are removed by hand; none",
     )
     max_bad_steps: NonNegative = Field(
         10, description="iterations in a row with a loss or gradient that is not finite after which the run ends as failed; 0: it goes on"
