@@ -16,7 +16,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, ValidationError
 
-from moe_exp.hosts import count_gpus
+from moe_exp.hosts import BAD_INPUT, count_gpus
 from moe_exp.model_settings import ModelSettings
 from moe_exp.presets import PRESETS, preset_values
 from moe_exp.run_names import built_name
@@ -39,7 +39,9 @@ from moe_exp.setting_types import (
 
 
 class ConfigError(ValueError):
-    """One or more settings that cannot run, each a line of field, value, rule and fix."""
+    """One or more settings that cannot run, each a line of field, value, rule and fix. `exit_code`: of a job that ends by it."""
+
+    exit_code = BAD_INPUT
 
     def __init__(self, problems: Sequence[str]):
         self.problems = list(problems)
