@@ -75,7 +75,7 @@ def launch(config: Config, flags: Mapping[str, Any], module: str = TRAIN_MODULE)
     started, start, folder = datetime.now().astimezone(), time.monotonic(), RunFolder.of(config)
     environ = child_environment(config) | {METRICS_FILE: str(folder.metrics.absolute()), LAUNCH_TIME: str(start)}
     stopping = STOPPING if config.save_at_end else _STOPPING_UNSAVED
-    command = torchrun_command(config, module_arguments(flags), module)
+    command = torchrun_command(config, rank_arguments(config, flags) if module == TRAIN_MODULE else module_arguments(flags), module)
     with HangWatch(config, folder) if module == TRAIN_MODULE else nullcontext() as watch:
         environ |= watch.environment if watch else {}
         code = run_job(command, environ, stopping=stopping, poll=watch.poll if watch else None)
@@ -94,6 +94,11 @@ def launch(config: Config, flags: Mapping[str, Any], module: str = TRAIN_MODULE)
 def module_arguments(flags: Mapping[str, Any]) -> list[str]:
     """`flags` as command-line arguments, in the form that `config.add_arguments` reads."""
     return [f"--{name.replace('_', '-')}={value}" for name, value in flags.items() if value is not None]
+
+
+def rank_arguments(config: Config, flags: Mapping[str, Any]) -> list[str]:
+    """`module_arguments`, and the rendezvous as given: ranks have in their environment that of a store of their own (rounds.py)."""
+    return module_arguments({**flags, "master_addr": config.master_addr, "master_port": config.master_port})
 
 
 _STOPPING_UNSAVED = "stopping: the run ends, and saves nothing with SAVE_AT_END=false; a second Ctrl-C kills it"
@@ -122,7 +127,7 @@ def dry_run_text(config: Config, flags: Mapping[str, Any] | None = None, environ
         source = _source(name, config.preset, flags, os.environ if environ is None else environ)
         setting = f"{name.upper()}={_shown(value)}"
         lines.append(f"{setting:<32}  # {source}" if source else setting)
-    command = shlex.join(torchrun_command(config, module_arguments(flags)))
+    command = shlex.join(torchrun_command(config, rank_arguments(config, flags)))
     return "\n".join([*lines, "", f"run folder: {RunFolder.of(config).path}", command, "", startup_report(config)])
 
 
