@@ -188,6 +188,30 @@ def test_a_setup_with_set_e_does_not_end_the_chain(chain):
     assert chain.cluster.run() == (101, 0)
 
 
+@pytest.mark.parametrize(
+    ("setup", "settings", "said"),
+    [
+        ("false", {}, "set up.sh ended with 1"),
+        ("set -e\nexit 3", {}, "set up.sh has ended this script"),
+        ("true", {"MODULES": "no/such"}, "module load no/such has failed"),
+    ],
+    ids=["setup fails", "setup exits", "module"],
+)
+def test_what_cannot_be_set_up_is_a_failure_of_the_job(setup, settings, said, chain):
+    chain.setup.write_text(setup)
+    module = chain.cluster.programs / "module"  # of a site: a function, from /etc/profile
+    module.write_text("#!/bin/sh\nexit 1\n")
+    module.chmod(0o755)
+    assert chain.submit("0", NNODES=1, NUM_JOBS=2, MAX_FAILURES=2, **settings).returncode == 0
+    assert chain.cluster.run() == (101, 1)
+    assert said in chain.log("job101_1.log")
+    assert chain.cluster.states() == ["PENDING", "PENDING"]
+    assert chain.cluster.run() == (101, 1)
+    assert chain.cluster.states() == ["FAILED", "CANCELLED"]
+    assert not chain.log("job101.localhost.log")  # no launcher
+    assert "failed with 1" in chain.log("jobs.log")
+
+
 def test_a_name_that_slurm_does_not_know_keeps_no_other_from_being_excluded(chain):
     assert chain.submit("75/0", NNODES=1, NUM_JOBS=2).returncode == 0
     (chain.folder.parent / "exclude_nodes.txt").write_text("unknown\nnode-b\n")
