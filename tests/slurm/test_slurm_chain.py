@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -10,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from moe_exp.checks import check_config
+from moe_exp.config import load_config
 from moe_exp.records import read_metrics
-from moe_exp.slurm.slurm_settings import time_limit_seconds
+from moe_exp.slurm.slurm_settings import load_slurm_settings, time_limit_seconds
 from slurm_stand_in import StandIn, wait_for
 from whole_runs import ROOT, TINY, Runs, clean_environ
 
@@ -330,6 +334,16 @@ def test_bad_settings_are_refused_in_a_line_each(settings, line, chain, monkeypa
 )
 def test_time_limits(text, seconds):
     assert time_limit_seconds(text) == seconds
+
+
+def test_the_example_of_the_documentation_has_settings_that_go_together():
+    lines = re.findall(r"^   export (.*)$", (ROOT / "docs" / "slurm.md").read_text(encoding="utf-8"), re.MULTILINE)
+    given = dict(word.partition("=")[::2] for line in lines for word in shlex.split(line))
+    assert {"NNODES", "GBSZ", "SPLIT", "TIME_LIMIT"} <= set(given)
+    assert check_config(load_config({}, given)) == []
+    assert check_config(load_config({}, given | {"TRAIN_ITERS": "50"})) == []
+    assert check_config(load_config({}, given | {"KEEP_EVERY": "5000", "SAVE_INTERVAL": "500"})) == []
+    load_slurm_settings({}, given)
 
 
 def test_scripts_are_clean(chain, tmp_path):
