@@ -63,6 +63,7 @@ ALLOWED: dict[str, set[str]] = {
     "heartbeat": {"hosts"},
     "watch": {"table_console", "config", "run_folder", "records", "files", "hosts", "progress", "planner", "heartbeat"},
     "preflight": {
+        "checks",
         "table_console",
         "config",
         "files",

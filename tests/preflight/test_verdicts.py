@@ -8,6 +8,7 @@ import random
 
 import pytest
 
+from moe_exp.cli import main
 from moe_exp.preflight.pairing import rounds_of_pairs
 from moe_exp.preflight.preflight_report import add_to_list, findings_lines, print_report
 from moe_exp.preflight.verdicts import Verdict, judge
@@ -229,3 +230,12 @@ def test_report_for_people_programs_and_the_list(tmp_path, capsys, monkeypatch):
     assert add_to_list(verdict, tmp_path / "list") == ["n2"]
     assert add_to_list(verdict, tmp_path / "list") == []
     assert "preflight: rank 4 (cuda:0): point-to-point" in read_reasons(tmp_path / "list")["n2"]
+
+
+def test_a_node_rank_that_is_none_is_refused_before_anybody_waits(capsys, monkeypatch):
+    monkeypatch.setenv("PRESET", "cpu")
+    assert main(["watch", "preflight", "--nnodes", "2", "--node-rank", "5"]) == 1
+    assert (
+        capsys.readouterr().err
+        == "moe-exp watch: NODE_RANK=5: is not below NNODES=2. Fix: set NODE_RANK to 0 to 1, or NNODES to at least 6.\n"
+    )
