@@ -34,7 +34,7 @@ def check_environment(config: Config) -> list[str]:
 
 def check_machine(config: Config) -> list[str]:
     """Devices, packages and port that another machine may have; a dry run only warns about these."""
-    return [*_devices(config), *_snapshot(config), *_packages(config), *_port(config), *_shared_memory(config)]
+    return [*_devices(config), *_snapshot(config), *_traced_modules(config), *_packages(config), *_port(config), *_shared_memory(config)]
 
 
 def check_files(config: Config, *, with_space: bool = True) -> list[str]:
@@ -116,6 +116,14 @@ def _snapshot(c: Config) -> Iterator[str]:
     if c.memory_snapshot and not count_gpus():
         rule = "records the allocations on a CUDA device, this host has none"
         yield problem("memory_snapshot", c.memory_snapshot, rule, "leave it empty; the trace of PROFILE_ITERS has the memory of a CPU")
+
+
+def _traced_modules(c: Config) -> Iterator[str]:
+    """Packages alone are looked for: to find a module in one would import it."""
+    for name in c.trace_calls_in.split(",") if c.trace_calls_from else ():
+        package = name.strip().partition(".")[0]
+        if not package.isidentifier() or importlib.util.find_spec(package) is None:
+            yield problem("trace_calls_in", name, "no package of that name is installed", "name packages or modules, with commas")
 
 
 def _packages(c: Config) -> Iterator[str]:
