@@ -105,6 +105,15 @@ def test_one_node_compares_its_ranks_and_is_not_excluded_for_that():
     assert verdict.nodes[0].reason == "rank 3 (cuda:3): 3 elements of matrix products are wrong"
 
 
+def test_ranks_that_share_the_cores_of_one_node_are_not_slow():
+    found = reports(1, 4)
+    for rank in found[0]["ranks"]:
+        rank["device"] = "cpu"
+    found[0]["ranks"][3]["matmul"]["teraflops"] = 100.0
+    verdict = verdict_on(found)
+    assert verdict.grade == "warning" and "rank 3 (cpu): matmul 100 TFLOP/s" in verdict.nodes[0].findings[0].text
+
+
 def test_where_all_scatter_nobody_is_named():
     assert verdict_on(reports(8, noise=0.45)).grade == "ok"
 
