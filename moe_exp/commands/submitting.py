@@ -43,6 +43,8 @@ def _submit(arguments: argparse.Namespace) -> int:
     except ConfigError as error:
         print(*(f"moe-exp slurm: {line}" for line in error.problems), sep="\n", file=sys.stderr)
         return BAD_INPUT
+    if job.slurm.exclude_file and not job.exclude_file.exists():
+        print(f"moe-exp slurm: warning: EXCLUDE_FILE={job.slurm.exclude_file}: is not there yet, no node is left out", file=sys.stderr)
     if arguments.dry_run:
         print(script_of(job), end="", flush=True)
         print("moe-exp slurm: the file would be written and submitted by:", *planned_commands(job), sep="\n  ", file=sys.stderr)

@@ -39,6 +39,7 @@ def plan_job(flags: Mapping[str, Any], environ: Mapping[str, str]) -> RunJob:
     for name in ("node_rank", "master_addr"):  # which each job finds out by itself
         given.pop(name, None)
     problems: list[str] = []
+    slurm = config = None
     try:
         slurm = load_slurm_settings(of_slurm, environ)
     except ConfigError as error:
@@ -47,10 +48,12 @@ def plan_job(flags: Mapping[str, Any], environ: Mapping[str, str]) -> RunJob:
         config, given = _run_settings(given, of_slurm, environ)
     except ConfigError as error:
         problems += error.problems
+    if config:
+        problems += [*check_config(config), *check_files(config)]
+    if config and slurm:
+        job = RunJob(config, given, slurm)
+        problems += _run_problems(job)
     if problems:
-        raise ConfigError(problems)
-    job = RunJob(config, given, slurm)
-    if problems := [*_run_problems(job), *check_config(config), *check_files(config)]:
         raise ConfigError(problems)
     return job
 

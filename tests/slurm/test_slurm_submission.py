@@ -119,6 +119,8 @@ def test_folders_that_a_container_has_to_see(chain, tmp_path):
         ),
         ({"EXTRA_SBATCH": "--output=x"}, "EXTRA_SBATCH=--output=x: --output is set by this command."),
         ({"SETUP": "/no/such"}, "SETUP=/no/such: cannot be read."),
+        ({"PASS_ENV": "HOME b=c"}, "PASS_ENV=b=c: is no name of a variable; values are taken from this shell. Fix: give names alone"),
+        ({"CONTAINER_MOUNTS": "/big"}, "CONTAINER_MOUNTS=/big: has no effect without CONTAINER."),
         ({"PASS_ENV": "NOT_SET"}, "PASS_ENV=NOT_SET: is not set in this shell."),
         ({"CHAIN": "ring"}, "CHAIN=ring: must be 'array' or 'dependency'."),
         ({"PARTITION": "a\nb"}, "PARTITION='a\\nb': has a line break, or a character that cannot be printed."),
@@ -136,6 +138,21 @@ def test_bad_settings_are_refused_in_a_line_each(settings, line, chain, monkeypa
     assert main(["slurm"]) == 2
     assert f"moe-exp slurm: {line}" in capsys.readouterr().err
     assert not chain.folder.parent.exists()
+
+
+def test_all_problems_come_at_once(chain, monkeypatch, capsys):
+    from moe_exp.cli import main
+
+    wrong = {"NUM_JOBS": "x", "TIME_LIMIT": "1 day", "PASS_ENV": "NOT_SET", "EXTRA_SBATCH": "-p gpu", "TOPK": "99", "PROFILE_RANKS": "77"}
+    monkeypatch.setattr(os, "environ", chain.environ("75", **wrong))
+    assert main(["slurm"]) == 2
+    lines = [line.removeprefix("moe-exp slurm: ").partition("=")[0] for line in capsys.readouterr().err.splitlines()]
+    assert set(lines) == set(wrong)
+
+
+def test_a_list_of_excluded_nodes_that_is_not_there_is_said(chain):
+    done = chain.submit("75", "--dry-run", EXCLUDE_FILE="/nope/nodes.txt")
+    assert "warning: EXCLUDE_FILE=/nope/nodes.txt: is not there yet, no node is left out\n" in done.stderr
 
 
 @pytest.mark.parametrize(
