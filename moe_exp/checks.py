@@ -228,10 +228,15 @@ def _granularity(c: Config) -> Iterator[str]:
             yield problem(name, value, rule, f"set {name.upper()}=none")
 
 
-def _parallel(c: Config) -> Iterator[str]:
+def check_node_rank(c: Config) -> Iterator[str]:
+    """NODE_RANK, of all that starts a process per node."""
     if c.node_rank >= c.nnodes:
         fix = f"set NODE_RANK to 0{f' to {c.nnodes - 1}' if c.nnodes > 1 else ''}, or NNODES to at least {c.node_rank + 1}"
         yield problem("node_rank", c.node_rank, f"is not below NNODES={c.nnodes}", fix)
+
+
+def _parallel(c: Config) -> Iterator[str]:
+    yield from check_node_rank(c)
     yield from _ranks(c, "TP*PP*CP", c.tp * c.pp * c.cp)
     if c.use_moe and c.etp * c.ep > 1:
         yield from _ranks(c, "ETP*EP*PP", c.etp * c.ep * c.pp)

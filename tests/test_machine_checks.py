@@ -138,6 +138,12 @@ def test_shared_memory(here):
     assert check_machine(here(num_workers=0, mbsz=10**9)) == []
 
 
+def test_modules_whose_calls_are_traced(here):
+    assert check_machine(here(trace_calls_from=1)) == check_machine(here(trace_calls_in="nosuch")) == []
+    expected = r"TRACE_CALLS_IN=nosuch\.x: no package of that name is installed\. Fix: name packages or modules, with commas\."
+    only_problem(check_machine(here(trace_calls_from=1, trace_calls_in="moe_exp,nosuch.x")), expected)
+
+
 def test_blend_that_cannot_be_read(here):
     only_problem(check_files(here(train_data="0.5 a 0.5")), r"TRAIN_DATA='0\.5 a 0\.5': must be 'PREFIX'.* Fix: .*")
 
