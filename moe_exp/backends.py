@@ -9,6 +9,7 @@ from moe_exp.config import Config
 from moe_exp.layers.attention import choose_attention
 from moe_exp.layers.grouped_gemm import choose_backend
 from moe_exp.layers.norm import choose_norm
+from moe_exp.layers.token_loss import choose_cross_entropy
 from moe_exp.model import DTYPES, use_te
 from moe_exp.optim import choose_optimizer
 from moe_exp.runtime import choose_communication
@@ -20,6 +21,8 @@ def backends_of(config: Config, device_type: str) -> dict[str, tuple[str, str]]:
         device_type=device_type,
         dtype=DTYPES[config.dtype],
         expert_backend=config.expert_backend,
+        cross_entropy=config.cross_entropy,
+        expert_bias=config.add_bias_linear,
         use_te=use_te(config),
         other_value_size=config.multi_latent_attention and config.v_head_dim != config.kv_channels,
         optimizer=(
@@ -35,6 +38,8 @@ def chosen_backends(
     device_type: str,
     dtype: torch.dtype,
     expert_backend: str = "auto",
+    cross_entropy: str = "megatron",
+    expert_bias: bool = False,
     use_te: bool = False,
     other_value_size: bool = False,
     optimizer: tuple[str, str, float] = ("adam", "fp32", 0.9),
@@ -45,6 +50,8 @@ def chosen_backends(
         device_type: `cpu` or `cuda`.
         dtype: dtype of weights and activations.
         expert_backend: EXPERT_BACKEND.
+        cross_entropy: CROSS_ENTROPY.
+        expert_bias: ADD_BIAS_LINEAR.
         use_te: whether the parts around the MoE layer are Transformer Engine's.
         other_value_size: value heads are not of the size of query heads (MULTI_LATENT_ATTENTION).
         optimizer: OPTIMIZER, OPTIMIZER_STATE_DTYPE and its momentum.
@@ -54,6 +61,7 @@ def chosen_backends(
         "communication": choose_communication(),
         "attention": te if use_te else choose_attention(device_type, dtype, other_value_size=other_value_size),
         "norm": te if use_te else choose_norm(device_type),
-        "grouped GEMM": choose_backend(expert_backend, device_type=device_type, dtype=dtype),
+        "grouped GEMM": choose_backend(expert_backend, device_type=device_type, dtype=dtype, bias=expert_bias),
+        "cross entropy": choose_cross_entropy(cross_entropy, device_type=device_type),
         "optimizer": choose_optimizer(*optimizer),
     }

@@ -15,6 +15,7 @@ from moe_exp.divisors import choices as _choices
 from moe_exp.divisors import divisors as _divisors
 from moe_exp.divisors import multiples as _multiples
 from moe_exp.divisors import must_divide as _must_divide
+from moe_exp.fp8_checks import check_fp8
 from moe_exp.pipeline_checks import check_pipeline
 from moe_exp.pipeline_checks import num_replicas as _replicas
 from moe_exp.training_checks import check_optimizer, check_profiling, check_rampup
@@ -29,6 +30,7 @@ def check_config(config: Config) -> list[str]:
         *_model(config),
         *check_attention(config),
         *_moe(config),
+        *check_fp8(config),
         *_upcycle(config),
         *_parallel(config),
         *check_pipeline(config),
@@ -57,6 +59,9 @@ def _model(c: Config) -> Iterator[str]:
         )
     if c.use_moe and c.add_bias_linear and c.etp > 1:
         yield problem("add_bias_linear", "true", "Megatron has expert biases with ETP=1 only", "set ADD_BIAS_LINEAR=false or ETP=1")
+    if c.use_moe and c.add_bias_linear and c.expert_backend == "triton":
+        fix = "set ADD_BIAS_LINEAR=false or EXPERT_BACKEND=auto"
+        yield problem("expert_backend", "triton", "its kernels have no bias of the experts", fix)
     if c.use_moe:
         yield from _layers(c)
 
@@ -109,6 +114,9 @@ def _capacity(c: Config) -> Iterator[str]:
         if c.moe_type == "dmoe" and getattr(c, name):
             fix = f"set MOE_TYPE=moe, or {name.upper()}=0"
             yield problem(name, getattr(c, name), "MOE_TYPE=dmoe drops nothing, it has no capacity", fix)
+    if c.moe_type == "moe" and c.token_rounding:
+        fix = "set MOE_TYPE=dmoe, or TOKEN_ROUNDING=0"
+        yield problem("token_rounding", c.token_rounding, "MOE_TYPE=moe has its number of rows from the capacity", fix)
     if c.shared_expert_gate and not c.shared_expert_size:
         yield problem("shared_expert_gate", "true", "there is no shared expert", "set SHARED_EXPERT_SIZE, or SHARED_EXPERT_GATE=false")
 
@@ -220,10 +228,15 @@ def _granularity(c: Config) -> Iterator[str]:
             yield problem(name, value, rule, f"set {name.upper()}=none")
 
 
-def _parallel(c: Config) -> Iterator[str]:
+def check_node_rank(c: Config) -> Iterator[str]:
+    """NODE_RANK, of all that starts a process per node."""
     if c.node_rank >= c.nnodes:
         fix = f"set NODE_RANK to 0{f' to {c.nnodes - 1}' if c.nnodes > 1 else ''}, or NNODES to at least {c.node_rank + 1}"
         yield problem("node_rank", c.node_rank, f"is not below NNODES={c.nnodes}", fix)
+
+
+def _parallel(c: Config) -> Iterator[str]:
+    yield from check_node_rank(c)
     yield from _ranks(c, "TP*PP*CP", c.tp * c.pp * c.cp)
     if c.use_moe and c.etp * c.ep > 1:
         yield from _ranks(c, "ETP*EP*PP", c.etp * c.ep * c.pp)

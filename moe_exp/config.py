@@ -16,7 +16,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, ValidationError
 
-from moe_exp.hosts import count_gpus
+from moe_exp.hosts import BAD_INPUT, count_gpus
 from moe_exp.model_settings import ModelSettings
 from moe_exp.presets import PRESETS, preset_values
 from moe_exp.run_names import built_name
@@ -39,7 +39,9 @@ from moe_exp.setting_types import (
 
 
 class ConfigError(ValueError):
-    """One or more settings that cannot run, each a line of field, value, rule and fix."""
+    """One or more settings that cannot run, each a line of field, value, rule and fix. `exit_code`: of a job that ends by it."""
+
+    exit_code = BAD_INPUT
 
     def __init__(self, problems: Sequence[str]):
         self.problems = list(problems)
@@ -159,7 +161,9 @@ class Config(ModelSettings):
     )
     dump_ranks: WholeNumbers = Field("", description="with DUMP_ITERS, the ranks that do so, such as 0,4; empty: all")
     disk_check: Literal["run", "one", "none"] = Field(
-        "run", description="free disk that a start asks for: for all checkpoints until its end, for one (others are removed by hand), none"
+        "run",
+        description="free disk that a start asks for; run: for all checkpoints until its end, of a run that has some for the next; "
+        "one: for one, others are removed by hand; none",
     )
     max_bad_steps: NonNegative = Field(
         10, description="iterations in a row with a loss or gradient that is not finite after which the run ends as failed; 0: it goes on"

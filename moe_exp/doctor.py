@@ -43,7 +43,7 @@ OPTIONAL = [
     OptionalPackage(
         "apex", "no fused Adam and no fused gradient accumulation, unless Transformer Engine brings them", "from source: NVIDIA/apex (GPU)"
     ),
-    OptionalPackage("triton", "element-wise operations are not fused by torch.compile on GPUs", "pip install triton (GPU)"),
+    OptionalPackage("triton", "on GPUs no EXPERT_BACKEND=triton, and torch.compile fuses nothing", "pip install triton (GPU)"),
     OptionalPackage(
         "flash-attn", "attention through torch's scaled_dot_product_attention", "pip install flash-attn --no-build-isolation (GPU)"
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
@@ -15,7 +15,7 @@ from moe_exp.checks import check_config
 from moe_exp.config import Config, ConfigError, load_config
 from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.hosts import BAD_INPUT, FAILED, FINISHED, LAUNCH_TIME, METRICS_FILE, complain
-from moe_exp.machine_checks import check_environment, check_files, check_machine
+from moe_exp.machine_checks import check_environment, check_files, check_machine, space_warnings
 from moe_exp.misspelt import unknown_variables
 from moe_exp.planner.params import startup_report
 from moe_exp.presets import preset_values
@@ -42,6 +42,8 @@ def train(flags: Mapping[str, Any], *, dry_run: bool = False) -> int:
         config = load_config(flags)
         if problems := check_config(config) + ([] if dry_run else check_environment(config)):
             raise ConfigError(problems)
+        if not dry_run:
+            _warn(space_warnings(config))
         return _dry_run(config, flags) if dry_run else launch(config, flags)
     except ConfigError as error:
         for line in error.problems:
@@ -73,7 +75,7 @@ def launch(config: Config, flags: Mapping[str, Any], module: str = TRAIN_MODULE)
     started, start, folder = datetime.now().astimezone(), time.monotonic(), RunFolder.of(config)
     environ = child_environment(config) | {METRICS_FILE: str(folder.metrics.absolute()), LAUNCH_TIME: str(start)}
     stopping = STOPPING if config.save_at_end else _STOPPING_UNSAVED
-    command = torchrun_command(config, module_arguments(flags), module)
+    command = torchrun_command(config, rank_arguments(config, flags) if module == TRAIN_MODULE else module_arguments(flags), module)
     with HangWatch(config, folder) if module == TRAIN_MODULE else nullcontext() as watch:
         environ |= watch.environment if watch else {}
         code = run_job(command, environ, stopping=stopping, poll=watch.poll if watch else None)
@@ -94,6 +96,11 @@ def module_arguments(flags: Mapping[str, Any]) -> list[str]:
     return [f"--{name.replace('_', '-')}={value}" for name, value in flags.items() if value is not None]
 
 
+def rank_arguments(config: Config, flags: Mapping[str, Any]) -> list[str]:
+    """`module_arguments`, and the rendezvous as given: ranks have in their environment that of a store of their own (rounds.py)."""
+    return module_arguments({**flags, "master_addr": config.master_addr, "master_port": config.master_port})
+
+
 _STOPPING_UNSAVED = "stopping: the run ends, and saves nothing with SAVE_AT_END=false; a second Ctrl-C kills it"
 
 
@@ -101,11 +108,15 @@ def _dry_run(config: Config, flags: Mapping[str, Any]) -> int:
     """Prints the text also where files are missing, and only warns of a full disk: a run can be planned on another machine."""
     print(dry_run_text(config, flags), flush=True)
     problems = check_files(config, with_space=False)
-    for line in [*check_machine(config), *(line for line in check_files(config) if line not in problems)]:
-        complain(f"warning: {line}")
+    _warn([*check_machine(config), *(line for line in check_files(config) if line not in problems), *space_warnings(config)])
     if problems:
         raise ConfigError(problems)
     return 0
+
+
+def _warn(lines: Iterable[str]) -> None:
+    for line in lines:
+        complain(f"warning: {line}")
 
 
 def dry_run_text(config: Config, flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> str:
@@ -116,7 +127,7 @@ def dry_run_text(config: Config, flags: Mapping[str, Any] | None = None, environ
         source = _source(name, config.preset, flags, os.environ if environ is None else environ)
         setting = f"{name.upper()}={_shown(value)}"
         lines.append(f"{setting:<32}  # {source}" if source else setting)
-    command = shlex.join(torchrun_command(config, module_arguments(flags)))
+    command = shlex.join(torchrun_command(config, rank_arguments(config, flags)))
     return "\n".join([*lines, "", f"run folder: {RunFolder.of(config).path}", command, "", startup_report(config)])
 
 

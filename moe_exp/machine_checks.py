@@ -22,7 +22,7 @@ from moe_exp.data.token_files import Share, TokenFiles, parse_split, part_tokens
 from moe_exp.data.tokenizer import tokenizer_vocab_size
 from moe_exp.data.tokens import bin_idx_problem, parse_blend
 from moe_exp.hosts import count_gpus, free_port
-from moe_exp.planner.disk import disk_use, keep_last_that_fits
+from moe_exp.planner.disk import DiskUse, disk_use, keep_last_that_fits
 from moe_exp.planner.params import checkpoint_bytes
 from moe_exp.run_folder import LATEST, RunFolder, existing_place, run_folder_problems
 
@@ -34,7 +34,7 @@ def check_environment(config: Config) -> list[str]:
 
 def check_machine(config: Config) -> list[str]:
     """Devices, packages and port that another machine may have; a dry run only warns about these."""
-    return [*_devices(config), *_snapshot(config), *_packages(config), *_port(config), *_shared_memory(config)]
+    return [*_devices(config), *_snapshot(config), *_traced_modules(config), *_packages(config), *_port(config), *_shared_memory(config)]
 
 
 def check_files(config: Config, *, with_space: bool = True) -> list[str]:
@@ -50,23 +50,48 @@ def check_files(config: Config, *, with_space: bool = True) -> list[str]:
     ]
 
 
-def _space(c: Config) -> Iterator[str]:
-    """Room for all checkpoints of the run at once, or for one, beside those that are there (DISK_CHECK)."""
+def space_warnings(config: Config) -> list[str]:
+    """Where a run that has a checkpoint has room for its next one, but not until its end: no reason to refuse a job of a chain at night."""
+    there, refused, rest = _room(config)
+    return rest if there and not refused else []
+
+
+def _space(c: Config) -> list[str]:
+    """Room for all checkpoints of the run beside those that are there, or for one (DISK_CHECK); of a run that goes on for its next."""
+    there, refused, rest = _room(c)
+    return refused if there else refused or rest
+
+
+def _room(c: Config) -> tuple[list[int], list[str], list[str]]:
+    """Iterations of the checkpoints in the folder, the problem where the next one does not fit, and the one where not all do."""
     if c.disk_check == "none" or not (c.save_at_end or c.save_interval):
-        return
+        return [], [], []
     folder = RunFolder.of(c)
     try:
         place, there = existing_place(folder.path), folder.checkpoint_iterations()
         free_bytes = shutil.disk_usage(place).free
     except OSError:
-        return
-    use = disk_use(c, iteration=max(there, default=0), there=there)
-    needed_bytes = use.needed_bytes if c.disk_check == "run" else min(use.needed_bytes, checkpoint_bytes(c))
-    if free_bytes >= needed_bytes:
-        return
-    rule = f"{place} has {_gigabytes(free_bytes)} free and the run needs {_gigabytes(needed_bytes)}"
-    fix = "choose a RUN_DIR on a larger disk, or make room"
-    if use.num_new > 1 and c.disk_check == "run":
+        return [], [], []
+    iteration = max(there, default=0)
+    next_save = min(c.train_iters, (iteration // c.save_interval + 1) * c.save_interval) if c.save_interval else c.train_iters
+    until_end = disk_use(c, iteration=iteration, there=there)
+    next_bytes = disk_use(c.model_copy(update={"train_iters": next_save}), iteration=iteration, there=there).needed_bytes
+    if c.disk_check == "one":
+        next_bytes = min(until_end.needed_bytes, checkpoint_bytes(c))
+    refused, rest = [], []
+    has = f"{place} has {_gigabytes(free_bytes)} free and the run needs"
+    if free_bytes < next_bytes and (there or c.disk_check == "one"):
+        what = " for its next checkpoint, and its records until then" if there else ""
+        fix = "make room, or move the run to a larger disk and set RUN_DIR" if there else "choose a RUN_DIR on a larger disk, or make room"
+        refused.append(problem("run_dir", c.run_dir, f"{has} {_gigabytes(next_bytes)}{what}", fix))
+    if free_bytes < until_end.needed_bytes and c.disk_check == "run":
+        rest.append(_until_end(c, until_end, has, free_bytes, there))
+    return there, refused, rest
+
+
+def _until_end(c: Config, use: DiskUse, has: str, free_bytes: int, there: list[int]) -> str:
+    rule, fix = f"{has} {_gigabytes(use.needed_bytes)}", "choose a RUN_DIR on a larger disk, or make room"
+    if use.num_new > 1:
         those = f" beside the {len(there)} that are there" if there else ""
         rule += f" until iteration {c.train_iters}: {use.num_new} checkpoints of {_gigabytes(use.one_bytes)}{those}, and its records"
         fitting = keep_last_that_fits(c, free_bytes, iteration=max(there, default=0), there=there)
@@ -74,7 +99,7 @@ def _space(c: Config) -> Iterator[str]:
             fix = f"set KEEP_LAST={min(fitting, 3)}, which fits, or {fix}; DISK_CHECK=one if you remove checkpoints by hand"
         elif free_bytes >= checkpoint_bytes(c):
             fix += "; DISK_CHECK=one if you remove checkpoints by hand"
-    yield problem("run_dir", c.run_dir, rule, fix)
+    return problem("run_dir", c.run_dir, rule, fix)
 
 
 def _gigabytes(num_bytes: int) -> str:
@@ -93,10 +118,19 @@ def _snapshot(c: Config) -> Iterator[str]:
         yield problem("memory_snapshot", c.memory_snapshot, rule, "leave it empty; the trace of PROFILE_ITERS has the memory of a CPU")
 
 
+def _traced_modules(c: Config) -> Iterator[str]:
+    """Packages alone are looked for: to find a module in one would import it."""
+    for name in c.trace_calls_in.split(",") if c.trace_calls_from else ():
+        package = name.strip().partition(".")[0]
+        if not package.isidentifier() or importlib.util.find_spec(package) is None:
+            yield problem("trace_calls_in", name, "no package of that name is installed", "name packages or modules, with commas")
+
+
 def _packages(c: Config) -> Iterator[str]:
     if c.impl == "te" and importlib.util.find_spec("transformer_engine") is None:
         yield problem("impl", "te", "transformer_engine is not installed", "pip install transformer-engine[pytorch], or set IMPL=local")
     yield from _expert_backend(c)
+    yield from _fp8(c)
     yield from _optimizer(c)
     if c.wandb_project and c.wandb_mode != "disabled" and importlib.util.find_spec("wandb") is None:
         yield problem("wandb_project", c.wandb_project, "wandb is not installed", "pip install wandb, or set WANDB_MODE=disabled")
@@ -117,6 +151,19 @@ def _expert_backend(c: Config) -> Iterator[str]:
         yield problem("expert_backend", c.expert_backend, rule, f"{install}, or set EXPERT_BACKEND=auto")
     elif modules and count_gpus() == 0:
         yield problem("expert_backend", c.expert_backend, "needs a CUDA device, this host has none", "set EXPERT_BACKEND=auto")
+    elif c.expert_backend == "triton" and count_gpus() and importlib.util.find_spec("triton") is None:  # a CPU does without it
+        yield problem("expert_backend", "triton", "triton is not installed", "pip install triton, or set EXPERT_BACKEND=auto")
+
+
+def _fp8(c: Config) -> Iterator[str]:
+    """Without its package or a GPU Megatron would go on in bf16 and say nothing. How new the GPU is, is seen when the layer is built."""
+    if c.fp8 == "none":
+        return
+    if importlib.util.find_spec("transformer_engine") is None:
+        fix = f"{EXPERT_PACKAGES['te'][1]}, or set FP8=none"
+        yield problem("fp8", c.fp8, "is computed by Transformer Engine, which is not installed", fix)
+    elif count_gpus() == 0:
+        yield problem("fp8", c.fp8, "needs a CUDA device, this host has none", "set FP8=none")
 
 
 # The oldest bitsandbytes whose 8-bit kernels take what optimizers.Adam8bit gives them, on a GPU and on a CPU.

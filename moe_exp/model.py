@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from moe_exp.config import Config
 from moe_exp.layers.experts import ACTIVATIONS
 from moe_exp.layers.spec import MegatronExperts, MegatronMoELayer, decoder_spec
+from moe_exp.layers.token_loss import choose_cross_entropy
+from moe_exp.model_loss import GPTModelWithOwnLoss
 from moe_exp.runtime import Runtime
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -61,6 +63,8 @@ def transformer_config(config: Config) -> TransformerConfig:
         fp16=config.dtype == "fp16",
         bf16=config.dtype == "bf16",
         params_dtype=dtype,
+        fp8=None if config.fp8 == "none" else config.fp8,
+        fp8_recipe=config.fp8_recipe,
         pipeline_dtype=dtype,
         bias_dropout_fusion=on_gpu,
         bias_activation_fusion=on_gpu and config.activation == "swiglu",
@@ -194,7 +198,8 @@ def _moe_options(config: Config) -> dict[str, Any]:
     router: dict[str, Any] = {"normalize": normalize}
     if config.force_routing != "none":
         router["assignment"] = config.force_routing
-    return {"backend": config.expert_backend, "dispatcher": config.dispatcher, "router": router, "min_capacity": config.min_capacity}
+    of_layer = {"min_capacity": config.min_capacity, "token_rounding": config.token_rounding}
+    return {"backend": config.expert_backend, "dispatcher": config.dispatcher, "router": router, **of_layer}
 
 
 def _recompute_settings(config: Config) -> dict[str, Any]:
@@ -229,7 +234,8 @@ def build_chunk(config: Config, settings: TransformerConfig, runtime: Runtime, v
     """One model chunk with its initial weights, or without any for one whose weights are read from a checkpoint."""
     pp_rank, last = runtime.groups.pp.rank(), config.pp - 1
     stage = vp_stage if config.vpp else None
-    chunk = GPTModel(
+    kind, _ = choose_cross_entropy(config.cross_entropy, device_type="cuda" if torch.cuda.is_available() else "cpu")
+    chunk = (GPTModel if kind == "megatron" else GPTModelWithOwnLoss)(
         settings,
         _decoder_spec(config, settings, stage),
         vocab_size=config.padded_vocab_size,

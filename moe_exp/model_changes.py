@@ -1,7 +1,7 @@
 """Whether a checkpoint is of the model that a run trains: settings that a run cannot change where it goes on. No torch.
 
 Everything that is not named here may change: the layout (TP, PP, VPP, EP, ETP, CP, ranks, stages), the micro-batch size, `moe` and
-`dmoe` with their capacity, kernels, dispatcher, dtype, distributed optimizer, learning rate, losses, dropout. What the order of
+`dmoe` with their capacity or rounding, kernels, dispatcher, dtype, distributed optimizer, learning rate, losses, dropout. What the order of
 the samples depends on is compared by `moe_exp.training_data`. The optimizer may change where it keeps the same moments (Adam in
 whatever precision).
 """

@@ -91,6 +91,11 @@ class ModelSettings(BaseModel):
     drop_policy: Literal["probs", "position"] = Field(
         "probs", description="over capacity drop the lowest router weights, or the last in the sequence (MOE_TYPE=moe)"
     )
+    token_rounding: NonNegative = Field(
+        0,
+        description="in training, round the rows of every expert in a micro-batch down to a multiple, such as 128, by dropping its lowest "
+        "router weights, for full tiles in the grouped GEMM (MOE_TYPE=dmoe); 0: off",
+    )
     router_score: Literal["softmax", "sigmoid", "sqrtsoftplus"] = Field("softmax", description="score function of the router")
     router_pre_softmax: bool = Field(True, description="softmax before top-k; false: softmax over the chosen k")
     router_normalize: Literal["auto", "true", "false"] = Field(
@@ -112,8 +117,8 @@ class ModelSettings(BaseModel):
     )
     aux_loss_coeff: Numbers = Field("0.01", description="weight of the balancing loss, or a list with one for each")
     z_loss_coeff: Rate = Field(0.0, description="weight of the router z-loss")
-    expert_backend: Literal["auto", "loop", "torch", "grouped_gemm", "te", "megablocks"] = Field(
-        "auto", description="grouped GEMM of the experts"
+    expert_backend: Literal["auto", "triton", "loop", "torch", "grouped_gemm", "te", "megablocks"] = Field(
+        "auto", description="grouped GEMM of the experts; triton: one function of our own kernels, on a CPU the same in plain torch"
     )
     dispatcher: Literal["auto", "alltoall", "allgather", "deepep", "local"] = Field(
         "auto", description="token dispatcher; local needs EP=1 and ETP=1, deepep its package and GPUs"
@@ -122,4 +127,14 @@ class ModelSettings(BaseModel):
         "", description="start from a dense run's weights: its checkpoints folder, or that of one iteration; empty: no"
     )
     upcycle_granularity: Positive = Field(1, description="shards of each dense MLP, of which the experts are copies (UPCYCLE_FROM)")
+    cross_entropy: Literal["megatron", "triton"] = Field(
+        "megatron", description="of the output: Megatron's, or our kernel, which keeps logits and no probabilities for backward"
+    )
     impl: Literal["auto", "local", "te"] = Field("auto", description="parts around the MoE layer: ours, or Transformer Engine's")
+    fp8: Literal["none", "e4m3", "hybrid"] = Field(
+        "none",
+        description="Transformer Engine's products in FP8: e4m3, or hybrid with gradients in e5m2; experts need EXPERT_BACKEND=te",
+    )
+    fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"] = Field(
+        "tensorwise", description="how FP8 scales: each tensor (Ada, Hopper), blocks of 128 (Hopper), blocks of 32 (mxfp8: Blackwell)"
+    )

@@ -17,6 +17,7 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate, P
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from moe_exp.config import Config
+from moe_exp.loss_scale import share_loss_scale
 from moe_exp.model import DTYPES
 from moe_exp.muon import AXIS, Muon
 from moe_exp.optimizers import Adam, Adam8bit, Bf16Adam, Sgd, allocate_moments
@@ -126,6 +127,7 @@ def build_optimizer(config: Config, model: list[DistributedDataParallel]) -> Meg
                 allocate_moments(part.optimizer)
             else:
                 part.init_state_fn(part.optimizer, part.config)
+    share_loss_scale(optimizer)
     return optimizer
 
 

@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from moe_exp.table_console import table_console
+
 logger = logging.getLogger(__name__)
 
 _LOG_SECONDS, _POLL_SECONDS = 30.0, 1.0
@@ -116,4 +118,4 @@ def print_summary(title: str, rows: Mapping[str, object]) -> None:
     table = Table(title=title, show_header=False, title_justify="left")
     for name, value in rows.items():
         table.add_row(name, f"{value:,}" if isinstance(value, int) else str(value))
-    Console().print(table)
+    table_console().print(table)

@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         try:
             code = run(config, stop)
         except ConfigError as error:
-            faults.end_job(error.problems, 2)
+            faults.end_job(error.problems, error.exit_code)
         except (SaveError, ReplicaError) as error:
             faults.end_job(str(error).splitlines(), FAILED)
         except GuardEnd as end:

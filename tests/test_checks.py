@@ -149,6 +149,10 @@ MODEL = [
     ({"moe_layer_freq": "[0]*4"}, r"MOE_LAYER_FREQ=\[0\]\*4: leaves no MoE layer of NUM_LAYERS=4\. Fix: set a 1, or USE_MOE=false\."),
     ({"capacity_factor": 2.0}, r"CAPACITY_FACTOR=2\.0: MOE_TYPE=dmoe drops nothing, .*\. Fix: set MOE_TYPE=moe, or CAPACITY_FACTOR=0\."),
     ({"min_capacity": 4}, r"MIN_CAPACITY=4: MOE_TYPE=dmoe drops nothing, .*\. Fix: set MOE_TYPE=moe, or MIN_CAPACITY=0\."),
+    (
+        {"token_rounding": 64, "moe_type": "moe"},
+        r"TOKEN_ROUNDING=64: MOE_TYPE=moe has .* capacity\. Fix: set MOE_TYPE=dmoe, or TOKEN_ROUNDING=0\.",
+    ),
     ({"shared_expert_gate": True}, r"SHARED_EXPERT_GATE=true: there is no shared expert\. Fix: set SHARED_EXPERT_SIZE, or .*"),
     ({"router_normalize": "true"}, r"ROUTER_NORMALIZE=true: .*TOPK=1\. Fix: set ROUTER_NORMALIZE=false\."),
     (
@@ -201,6 +205,10 @@ MOE = [
     (
         {"expert_backend": "megablocks", "dtype": "bf16", "ffn_hidden_size": 260},
         r"FFN_HIDDEN_SIZE=260: EXPERT_BACKEND=megablocks .* Fix: set FFN_HIDDEN_SIZE to 256 or 264, .*",
+    ),
+    (
+        {"expert_backend": "triton", "add_bias_linear": True},
+        r"EXPERT_BACKEND=triton: its kernels have no bias of the experts\. Fix: set ADD_BIAS_LINEAR=false or EXPERT_BACKEND=auto\.",
     ),
     (
         {"expert_backend": "grouped_gemm", "dtype": "fp32"},

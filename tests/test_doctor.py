@@ -48,7 +48,14 @@ def test_command_says_what_each_part_will_use() -> None:
     done = run_module("-W", "ignore", "-m", "moe_exp", "doctor")
     assert done.returncode == 0, done.stderr
     backends = done.stdout.partition("What each part will use")[2].splitlines()
-    assert [line.split("  ")[0] for line in backends[2:7]] == ["communication", "attention", "norm", "grouped GEMM", "optimizer"]
+    assert [line.split("  ")[0] for line in backends[2:8]] == [
+        "communication",
+        "attention",
+        "norm",
+        "grouped GEMM",
+        "cross entropy",
+        "optimizer",
+    ]
 
 
 def test_optional_package_that_is_missing_has_cost_and_installation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -13,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from moe_exp.cli import main
-from moe_exp.config import Config, load_config
+from moe_exp.config import Config, add_arguments, load_config
 from moe_exp.hosts import KEEP_FREED_MEMORY
-from moe_exp.launch import dry_run_text, launch, module_arguments
+from moe_exp.launch import dry_run_text, launch, module_arguments, rank_arguments
 from moe_exp.metrics import Metrics
 from moe_exp.run_folder import open_run_folder
 from moe_exp.torchrun_job import child_environment, torchrun_command
@@ -88,6 +89,16 @@ def test_module_arguments():
         "--num-experts=4",
         "--rampup-batch-size=8 8 100",
     ]
+
+
+def test_ranks_record_the_rendezvous_that_was_given(monkeypatch):
+    monkeypatch.setenv("MASTER_PORT", "4000")
+    arguments = rank_arguments(load_config({"topk": "2"}), {"topk": "2"})
+    assert arguments == ["--topk=2", "--master-addr=localhost", "--master-port=4000"]
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    monkeypatch.setenv("MASTER_PORT", "42445")  # of the ranks' own store
+    assert load_config(vars(parser.parse_args(arguments))).master_port == 4000
 
 
 @pytest.mark.parametrize(("gpus", "threads", "expected"), [(0, 0, "1"), (0, 3, "3"), (8, 0, "7"), (8, 2, "2")])

@@ -138,6 +138,12 @@ def test_shared_memory(here):
     assert check_machine(here(num_workers=0, mbsz=10**9)) == []
 
 
+def test_modules_whose_calls_are_traced(here):
+    assert check_machine(here(trace_calls_from=1)) == check_machine(here(trace_calls_in="nosuch")) == []
+    expected = r"TRACE_CALLS_IN=nosuch\.x: no package of that name is installed\. Fix: name packages or modules, with commas\."
+    only_problem(check_machine(here(trace_calls_from=1, trace_calls_in="moe_exp,nosuch.x")), expected)
+
+
 def test_blend_that_cannot_be_read(here):
     only_problem(check_files(here(train_data="0.5 a 0.5")), r"TRAIN_DATA='0\.5 a 0\.5': must be 'PREFIX'.* Fix: .*")
 
@@ -215,6 +221,15 @@ def test_an_expert_backend_that_needs_a_gpu(here, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     expected = r"EXPERT_BACKEND=te: needs a CUDA device, this host has none\. Fix: set EXPERT_BACKEND=auto\."
     only_problem(check_machine(here(expert_backend="te")), expected)
+
+
+def test_the_kernels_want_triton_on_a_gpu(here, monkeypatch):
+    config, find_spec = here(expert_backend="triton"), importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "triton" else find_spec(name))
+    assert check_machine(config) == []  # a CPU takes their twins
+    monkeypatch.setattr("moe_exp.machine_checks.count_gpus", lambda: 8)
+    expected = r"EXPERT_BACKEND=triton: triton is not installed\. Fix: pip install triton, or set EXPERT_BACKEND=auto\."
+    only_problem(check_machine(config), expected)
 
 
 def test_packages_are_those_of_the_adapters():

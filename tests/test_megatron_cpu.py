@@ -3,6 +3,7 @@
 import moe_exp.megatron_cpu as megatron_cpu
 
 # isort: split
+import contextlib
 import copy
 import functools
 import importlib
@@ -168,6 +169,40 @@ def test_expert_gradients_with_tensor_parallel_tokens():
     for gradients, _ in on_ranks(2):
         for name, expected in one.items():
             assert (gradients[name] - expected).norm() <= 1e-6 * expected.norm(), name
+
+
+def main_grads(adds: bool) -> dict[str, torch.Tensor]:
+    """Of Megatron's data parallelism after two micro-batches, in its buffers, with the triton backend."""
+    from moe_exp.layers.kernels import launch
+
+    launch.INTERPRETED = False
+    config = tiny()
+    groups = runtime.start(config).groups
+    settings = transformer_config(config)
+    settings.gradient_accumulation_fusion = adds
+    layer = build_module(moe_submodule_spec("triton"), config=settings, pg_collection=groups)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight.normal_(0.0, 0.5, generator=generator)
+    # With overlap its hooks want a gradient of every parameter.
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=True)
+    model = DistributedDataParallel(settings, ddp, layer, pg_collection=groups)
+    for last in (False, True):
+        x, grad = (torch.randn(8, 2, config.hidden_size, generator=generator) for _ in range(2))
+        with contextlib.nullcontext() if last else model.no_sync():
+            out, _ = model(x)
+            (out * grad).sum().backward()
+    finalize_model_grads([model], pg_collection=groups)
+    assert layer.experts.weight1.grad_added_to_main_grad is layer.experts.weight2.grad_added_to_main_grad is adds
+    return {name: parameter.main_grad.clone() for name, parameter in layer.named_parameters()}
+
+
+def test_gradients_that_the_kernels_add_to_main_grad():
+    (plain,), (added,) = (run_on_ranks(1, main_grads, adds, join=False) for adds in (False, True))
+    for name, expected in plain.items():
+        assert expected.any()
+        assert (added[name] - expected).norm() <= 1e-6 * expected.norm(), name
 
 
 # (b) Adam

@@ -19,9 +19,12 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from moe_exp.checkpoint import fingerprints
 from moe_exp.checkpoint.agreement import from_first_rank
 from moe_exp.checkpoint.fingerprints import Fingerprints, Piece, fingerprints_of, shown
+from moe_exp.checkpoint.folders import iteration_of, iterations
 from moe_exp.checkpoint.optimizer_state import Owned, owned_state, shards_of
 from moe_exp.checkpoint.state import Trained, parameters_in_sync, weights_state
 from moe_exp.config import ConfigError
+from moe_exp.hosts import FAILED
+from moe_exp.run_folder import LATEST
 from moe_exp.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -30,19 +33,25 @@ _NUM_SHOWN = 5
 
 
 class RestoreError(ConfigError):
-    """What was loaded is not what was saved. `names`: of the tensors."""
+    """What was loaded is not what was saved, which is no fault of the settings: it may be that of a node. `names`: of the tensors."""
+
+    exit_code = FAILED  # so that a chain of jobs tries it again
 
     def __init__(self, folder: Path, names: Sequence[str], num_compared: int):
         self.names, self._arguments = list(names), (folder, list(names), num_compared)
         first = ", ".join(map(shown, self.names[:_NUM_SHOWN]))
         more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
         rule = f"{len(names)} of {num_compared} tensors are not what was saved, by their fingerprints: {first}{more}"
-        fix = "start again, on other nodes if it comes again; an older checkpoint is used if latest_checkpointed_iteration.txt names it"
-        fix += "; FINGERPRINTS=false goes on anyway"
+        fix = f"start again, on other nodes if it comes again{_way_back(folder)}; FINGERPRINTS=false goes on anyway"
         super().__init__([f"checkpoint={folder}: {rule}. Nothing was changed in it. Fix: {fix}."])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._arguments
+
+
+def _way_back(folder: Path) -> str:
+    older = [iteration for iteration in iterations(folder.parent) if iteration < iteration_of(folder)]
+    return f"; to go back to an older checkpoint write {older[-1]} into {folder.parent / LATEST}" if older else ""
 
 
 def compare_restored(runtime: Runtime, folder: Path, trained: Trained, converted: Sequence[Owned] = (), *, optimizer: bool = True) -> int:

@@ -20,7 +20,9 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
         "Every flag is also an environment variable: --time-limit is TIME_LIMIT.",
         allow_abbrev=False,
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the sbatch file, write and submit nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the sbatch file, and on stderr the calls of sbatch; write and submit nothing"
+    )
     for name, field in SlurmSettings.model_fields.items():
         default = "" if field.default == "" else f" (default: {str(field.default).lower()})"
         text = f"{field.description}{default}".replace("%", "%%")
@@ -31,7 +33,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 def _submit(arguments: argparse.Namespace) -> int:
     from moe_exp.misspelt import unknown_variables
-    from moe_exp.slurm.submission import plan_job, script_of, submit
+    from moe_exp.slurm.submission import plan_job, planned_commands, script_of, submit
 
     for name, near in unknown_variables(os.environ, [name.upper() for name in SlurmSettings.model_fields]):
         print(f"moe-exp slurm: warning: {name} is not a setting; did you mean {near}?", file=sys.stderr, flush=True)
@@ -41,8 +43,11 @@ def _submit(arguments: argparse.Namespace) -> int:
     except ConfigError as error:
         print(*(f"moe-exp slurm: {line}" for line in error.problems), sep="\n", file=sys.stderr)
         return BAD_INPUT
+    if job.slurm.exclude_file and not job.exclude_file.exists():
+        print(f"moe-exp slurm: warning: EXCLUDE_FILE={job.slurm.exclude_file}: is not there yet, no node is left out", file=sys.stderr)
     if arguments.dry_run:
-        print(script_of(job), end="")
+        print(script_of(job), end="", flush=True)
+        print("moe-exp slurm: the file would be written and submitted by:", *planned_commands(job), sep="\n  ", file=sys.stderr)
         return 0
     ids = submit(job)
     print(f"submitted {job.slurm.num_jobs} jobs of {job.config.nnodes} nodes as {', '.join(ids)}; run folder {job.run_folder}")

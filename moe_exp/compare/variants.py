@@ -10,9 +10,10 @@ from typing import Any
 
 from moe_exp.config import Config, ConfigError, load_config, problem
 
-# What the names of --runs stand for. CAPACITY_FACTOR may be given for the run with capacity, and a dropless one refuses it.
+# What the names of --runs stand for. CAPACITY_FACTOR may be given for the run with capacity, and a dropless one refuses it;
+# TOKEN_ROUNDING the other way round.
 KINDS: dict[str, dict[str, str]] = {
-    "moe": {"use_moe": "true", "moe_type": "moe"},
+    "moe": {"use_moe": "true", "moe_type": "moe", "token_rounding": "0"},
     "dmoe": {"use_moe": "true", "moe_type": "dmoe", "capacity_factor": "0", "min_capacity": "0"},
     "dense": {"use_moe": "false"},
 }
@@ -24,10 +25,10 @@ _SAME_FOR_ALL = {
 # Settings that say nothing in a dense model.
 _OF_EXPERTS = (
     "num_experts", "topk", "moe_type", "moe_ffn_hidden_size", "moe_layer_freq", "first_k_dense", "shared_expert_size", "shared_expert_gate",
-    "capacity_factor", "min_capacity", "pad_to_capacity", "drop_policy", "router_score", "router_pre_softmax", "router_normalize",
-    "router_scaling_factor", "router_dtype", "router_jitter", "router_bias_update_rate", "num_router_groups", "router_group_topk",
-    "force_routing", "aux_loss_type", "aux_loss_coeff", "z_loss_coeff", "expert_backend", "dispatcher", "upcycle_from",
-    "upcycle_granularity", "ep", "etp",
+    "capacity_factor", "min_capacity", "pad_to_capacity", "drop_policy", "token_rounding", "router_score", "router_pre_softmax",
+    "router_normalize", "router_scaling_factor", "router_dtype", "router_jitter", "router_bias_update_rate", "num_router_groups",
+    "router_group_topk", "force_routing", "aux_loss_type", "aux_loss_coeff", "z_loss_coeff", "expert_backend", "dispatcher",
+    "upcycle_from", "upcycle_granularity", "ep", "etp",
 )  # fmt: skip
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,60}")
 _TAKEN = ("logs", "pace", "report.md", "report.html", "compare.json")  # in the folder of a comparison

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import orjson
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from tokenizers import Tokenizer
@@ -25,6 +24,7 @@ from moe_exp.data.hashes import Hashes
 from moe_exp.data.token_files import Int64Array, TokenFiles
 from moe_exp.data.tokens import tokenizer_vocab_size
 from moe_exp.progress import print_summary, progress
+from moe_exp.table_console import table_console
 
 BLOCK_TOKENS = 2**22
 _ENDS_LOOKED_AT = 2000
@@ -276,7 +276,7 @@ def print_inspection(report: dict[str, Any]) -> None:
     for begin, end, count in lengths["histogram"]:
         bar = "█" * -(-count * _BAR_CHARACTERS // most)
         table.add_row(f"{begin:,}", f"{end:,}", f"{count:,}", bar)
-    console = Console()
+    console = table_console()
     console.print(table)
     for sample in report["samples"]:
         console.print(_sample_text(sample), highlight=False, emoji=False, soft_wrap=True)

@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich import filesize
-from rich.console import Console
 from rich.table import Table
 
 from moe_exp.data.documents import JSONL_SUFFIXES
+from moe_exp.table_console import table_console
 
 logger = logging.getLogger(__name__)
 
@@ -282,9 +282,7 @@ def chosen_files(names: Sequence[str], patterns: Sequence[str], where: str) -> l
 
 def print_sources() -> None:
     """A table of the registered sources, on standard output."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=200)  # a pipe has no width; 80 columns would break the names
+    console = table_console()
     table = Table(
         title="Sources", title_justify="left", caption="Also: a dataset owner/name of the hub, a folder, a file.", caption_justify="left"
     )

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from moe_exp.inference.held_out import short_names
+from moe_exp.table_console import table_console
 
 if TYPE_CHECKING:
     from moe_exp.inference.expert_usage import LayerUsage
@@ -95,7 +95,7 @@ class Evaluation:
 
 def print_evaluation(result: Evaluation, *, num_experts: int) -> None:
     """Tables on standard output: losses, and of every layer the `num_experts` most specialised experts."""
-    console, names = Console(), short_names([row.data for row in result.rows])
+    console, names = table_console(), short_names([row.data for row in result.rows])
     table = Table(title=f"iteration {result.iteration} of {escape(result.checkpoint)}", title_justify="left")
     table.add_column("data", overflow="fold")
     for name in ("sequences", "tokens", "bytes", "loss", "perplexity", "bits per byte"):

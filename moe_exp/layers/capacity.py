@@ -7,6 +7,9 @@ import math
 import torch
 from torch import Tensor
 
+from moe_exp.layers.kernels.choice import takes_kernels
+from moe_exp.layers.kernels.drops import keep_within
+
 DROP_POLICIES = ("probs", "position")
 
 
@@ -63,11 +66,45 @@ def keep_most_probable(expert_TK: Tensor, weights_TK: Tensor, *, num_experts: in
     Returns:
         bool [T, K].
     """
+    if takes_kernels(expert_TK):
+        return keep_within(expert_TK, weights_TK.detach(), _limits(expert_TK, num_experts, capacity))
     place_N = rank_in_expert(expert_TK.flatten(), weights_TK.detach().flatten(), num_experts=num_experts)
     return (place_N < capacity).view_as(expert_TK) & (expert_TK < num_experts)
 
 
 def keep_first(expert_TK: Tensor, *, num_experts: int, capacity: int) -> Tensor:
     """The slots that stay when every expert keeps the `capacity` slots that come first in the sequence; else as `keep_most_probable`."""
+    if takes_kernels(expert_TK):
+        return keep_within(expert_TK, None, _limits(expert_TK, num_experts, capacity))
     place_N = rank_in_expert(expert_TK.flatten(), None, num_experts=num_experts)
     return (place_N < capacity).view_as(expert_TK) & (expert_TK < num_experts)
+
+
+def keep_full_tiles(expert_TK: Tensor, weights_TK: Tensor, *, num_experts: int, tile: int) -> Tensor:
+    """The slots that stay when every expert's number of rows is rounded down to a multiple of `tile`, its lowest weights dropped.
+
+    A grouped GEMM computes whole tiles of rows, and the last of an expert is half empty on average. An expert with fewer slots than
+    one tile keeps them all. Guo et al. 2025, SonicMoE (arXiv:2512.14080), "token rounding", which rounds to the nearest
+    multiple and gives an expert further tokens where that is more; here slots are only dropped, so that no token gets an expert that
+    it did not choose.
+
+    Args:
+        expert_TK: chosen experts, integer; E for a slot of padding, which is never kept.
+        weights_TK: router weights; no gradient is needed.
+        num_experts: E.
+        tile: rows.
+
+    Returns:
+        bool [T, K].
+    """
+    expert_N, weights_TK = expert_TK.flatten(), weights_TK.detach()
+    counts_E = count_per_expert(expert_N, num_experts + 1)[:num_experts]
+    limits_E = torch.where(counts_E < tile, counts_E, counts_E // tile * tile)
+    if takes_kernels(expert_TK):
+        return keep_within(expert_TK, weights_TK, limits_E.int())
+    place_N = rank_in_expert(expert_N, weights_TK.flatten(), num_experts=num_experts)
+    return (place_N < torch.cat([limits_E, limits_E.new_zeros(1)])[expert_N]).view_as(expert_TK)
+
+
+def _limits(expert_TK: Tensor, num_experts: int, capacity: int) -> Tensor:
+    return torch.full((num_experts,), min(capacity, expert_TK.numel()), dtype=torch.int32, device=expert_TK.device)

@@ -14,34 +14,36 @@ from moe_exp.layers.activations import WeightedActivation, weighted_activation
 from moe_exp.layers.activations import squared_relu as squared_relu
 from moe_exp.layers.dispatcher import Dispatched
 from moe_exp.layers.expert_loop import ExpertWeights, expert_loop
-from moe_exp.layers.grouped_gemm import BACKENDS
+from moe_exp.layers.fused_experts import experts_of_rows, experts_of_tokens
+from moe_exp.layers.grouped_gemm import BACKENDS, FUSED, fused_problem
 from moe_exp.layers.row_order import RowOrder
 
 
 class Experts(nn.Module):
     """y = (act(x W1 + b1) * w) W2 + w b2 per row, w the router weight: so the expert outputs need not be kept for w's gradient.
 
-    On a CPU with the `loop` backend one function computes all of it, expert by expert (expert_loop.py). Everywhere else it is two
-    grouped GEMMs with the weighted activation between them.
+    With the `triton` backend (fused_experts.py), and on a CPU with the `loop` backend (expert_loop.py), one function computes all of it.
+    Everywhere else it is two grouped GEMMs with the weighted activation between them.
 
     Args:
         num_local_experts: L.
         hidden_size: D.
         ffn_size: F on this rank (the width of an expert over the expert tensor parallel size).
         activation: a name in ACTIVATIONS.
-        backend: a name in grouped_gemm.BACKENDS.
+        backend: a name in grouped_gemm.BACKENDS or FUSED.
         bias: add a bias after both projections. The second is multiplied by the router weight like the rest of the output, so rows
             of padding stay zero.
         etp_rank, etp_size: place of this rank in the expert tensor parallel group. Each rank adds its own part of D of the second
             bias to its partial sum, so no parameter is replicated.
-        recompute_activation: do not keep what goes into the second GEMM, compute it again in backward. The function for the CPU
-            always does.
+        recompute_activation: do not keep what goes into the second GEMM, compute it again in backward. The functions that compute
+            all of it always do.
+        adds_to_main_grad: the `triton` backend adds the gradients of the weights to Megatron's `main_grad`, see fused_experts.py.
 
     Weights, in torch's (out, in) order: `weight1` [L, 2F or F, D], with the gate half first; `weight2` [L, D, F]; with `bias`
     `bias1` [L, 2F or F] and `bias2` [L, D / etp_size].
 
     Raises:
-        ValueError: for an unknown activation, or a bias that the ranks cannot share out evenly.
+        ValueError: for an unknown activation, or a bias that the backend does not have or the ranks cannot share out evenly.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Experts(nn.Module):
         etp_rank: int = 0,
         etp_size: int = 1,
         recompute_activation: bool = False,
+        adds_to_main_grad: bool = False,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ):
@@ -65,8 +68,11 @@ class Experts(nn.Module):
         if bias and hidden_size % etp_size:
             rule = f"with a bias it has to be a multiple of the expert tensor parallel size {etp_size}"
             raise ValueError(f"hidden_size={hidden_size}: {rule}. Fix: change ETP or leave the bias out.")
+        if backend in FUSED and (rule := fused_problem(dtype=dtype, bias=bias)):
+            raise ValueError(f"expert_backend={backend}: {rule}. Fix: use auto.")
         self.activation, self.gated = activation, ACTIVATIONS[activation][1]
-        self.backend, self.grouped_gemm, self.recompute_activation = backend, BACKENDS[backend], recompute_activation
+        self.backend, self.recompute_activation, self.adds_to_main_grad = backend, recompute_activation, adds_to_main_grad
+        self.grouped_gemm = None if backend in FUSED else BACKENDS[backend]
         width, part = ffn_size * (2 if self.gated else 1), hidden_size // etp_size
         self.bias2_start = etp_rank * part
         self.weight1 = nn.Parameter(torch.empty(num_local_experts, width, hidden_size, dtype=dtype, device=device))
@@ -86,6 +92,8 @@ class Experts(nn.Module):
     def forward(self, dispatched: Dispatched) -> Tensor:
         """Rows of all experts to their weighted outputs, [R, D]."""
         rows_RD, weights_R, counts_L = dispatched.rows_RD, dispatched.weights_R, dispatched.tokens_per_expert_L
+        if self.grouped_gemm is None:
+            return experts_of_rows(rows_RD, weights_R, counts_L, self.weight1, self.weight2, **self._fused_options())
         splits = dispatched.splits
         if splits is None and rows_RD.device.type == "cpu":
             splits = tuple(counts_L.tolist())
@@ -110,6 +118,17 @@ class Experts(nn.Module):
             splits: rows of each expert.
         """
         return expert_loop(x_TD, weights_R, self._weights(), splits=splits, activation=self.activation, order=order)
+
+    def forward_slots(self, x_TD: Tensor, weights_TK: Tensor, expert_TK: Tensor, kept_TK: Tensor | None) -> Tensor:
+        """With a backend of FUSED: all from the routing decision to the sum over K, [T, D] to [T, D], all experts on this rank."""
+        return experts_of_tokens(x_TD, weights_TK, expert_TK, kept_TK, self.weight1, self.weight2, **self._fused_options())
+
+    def _fused_options(self) -> dict[str, Any]:
+        return {"activation": self.activation, "adds_to_main_grad": self.adds_to_main_grad}
+
+    def takes_slots(self) -> bool:
+        """Whether `forward_slots` is there."""
+        return self.backend in FUSED
 
     def runs_one_by_one(self, x: Tensor) -> bool:
         """Whether the function for the CPU runs, see expert_loop.py."""

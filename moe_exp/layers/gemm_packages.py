@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_exp.layers.fp8 import pad_rows, padded_splits, te_row_multiple, unpad_rows
+
 
 @dataclass(frozen=True)
 class Package:
@@ -89,13 +91,16 @@ def _gmm(gmm: Callable[..., Tensor], x_RD: Tensor, w_LDF: Tensor, tokens_per_exp
 
 
 def te_backend(x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits: Sequence[int] | None) -> Tensor:
-    """transformer_engine.pytorch.GroupedLinear, with our weights in the place of its own."""
+    """transformer_engine.pytorch.GroupedLinear, with our weights in the place of its own; inside its FP8 autocast on padded rows."""
     if x_RD.size(0) == 0:
         return _no_rows(x_RD, w_LDF)
     sizes = tokens_per_expert_L.tolist() if splits is None else list(splits)
     module = _te_module(*w_LDF.shape, x_RD.dtype)
     weights = {f"weight{expert}": w for expert, w in enumerate(w_LDF.transpose(1, 2).unbind(0))}
-    return torch.func.functional_call(module, weights, (x_RD, sizes))
+    if (multiple := te_row_multiple()) == 1:
+        return torch.func.functional_call(module, weights, (x_RD, sizes))
+    rows = (pad_rows(x_RD, sizes, multiple), padded_splits(sizes, multiple))
+    return unpad_rows(torch.func.functional_call(module, weights, rows), sizes, multiple)
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """Grouped GEMM: one matrix product per expert over rows sorted by expert. Shape suffixes in `moe_exp.layers`.
 
-Every backend has the signature `(x_RD, w_LDF, tokens_per_expert_L, splits) -> y_RF`; `choose_backend` says which runs and why.
+Every backend has the signature `(x_RD, w_LDF, tokens_per_expert_L, splits) -> y_RF`, but for those of FUSED, which are one function
+for all of the experts; `choose_backend` says which runs and why.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_exp.layers.gemm_packages import PACKAGES, check_package, grouped_gemm_backend, megablocks_backend, te_backend
+from moe_exp.layers.kernels import launch
 
 GroupedGemm = Callable[[Tensor, Tensor, Tensor, Sequence[int] | None], Tensor]
 
@@ -65,13 +67,27 @@ BACKENDS: dict[str, GroupedGemm] = {
 }
 
 
-def choose_backend(name: str, *, device_type: str, dtype: torch.dtype) -> tuple[str, str]:
+# See fused_experts.py: the Triton kernels, and on a CPU their twins in plain torch.
+FUSED = ("triton",)
+
+
+def fused_problem(*, dtype: torch.dtype, bias: bool, device_type: str = "cpu") -> str:
+    """Why `triton` cannot run, in words; empty: it can."""
+    if bias:
+        return "its kernels have no bias of the experts"
+    if dtype == torch.float64:
+        return "its kernels have no float64"
+    return "" if device_type == "cpu" else launch.missing()
+
+
+def choose_backend(name: str, *, device_type: str, dtype: torch.dtype, bias: bool = False) -> tuple[str, str]:
     """The backend that runs, and the reason in words.
 
     Args:
-        name: `auto` or one of BACKENDS.
+        name: `auto` or one of BACKENDS or FUSED.
         device_type: `cpu` or `cuda`.
         dtype: dtype of rows and weights.
+        bias: whether the experts have biases.
 
     Raises:
         ValueError: when a named backend cannot run here.
@@ -83,15 +99,22 @@ def choose_backend(name: str, *, device_type: str, dtype: torch.dtype) -> tuple[
         raise ValueError("expert_backend=torch: grouped_mm has no float64. Fix: use loop.")
     if name in PACKAGES:
         check_package(name, device_type=device_type, dtype=dtype)
-    if name in BACKENDS:
+    if name in FUSED and (rule := fused_problem(dtype=dtype, bias=bias, device_type=device_type)):
+        raise ValueError(f"expert_backend={name}: {rule}. Fix: {'pip install triton, or ' if 'installed' in rule else ''}use auto.")
+    if name in BACKENDS or name in FUSED:
         return name, "asked for by EXPERT_BACKEND"
     if name != "auto":
-        raise ValueError(f"expert_backend={name}: is not a backend. Fix: use auto or one of {', '.join(BACKENDS)}.")
+        raise ValueError(f"expert_backend={name}: is not a backend. Fix: use auto or one of {', '.join((*FUSED, *BACKENDS))}.")
     if device_type == "cpu":
         return "loop", "grouped_mm is the same loop on a CPU"
-    if dtype != torch.bfloat16:
-        return "loop", f"grouped GEMMs are one kernel in bf16 only, not in {str(dtype).removeprefix('torch.')}"
-    return _choose_on_gpu(has_grouped_mm)
+    if dtype not in (torch.bfloat16, torch.float16):
+        return "loop", f"grouped GEMMs are one kernel in bf16 and fp16 only, not in {str(dtype).removeprefix('torch.')}"
+    if not (rule := fused_problem(dtype=dtype, bias=bias, device_type=device_type)):
+        return "triton", "one function of Triton kernels, which gather the rows and keep the least for backward"
+    if dtype == torch.float16:
+        return "loop", f"not triton: {rule}; the other grouped GEMMs are one kernel in bf16 only"
+    name, reason = _choose_on_gpu(has_grouped_mm)
+    return name, f"not triton: {rule}; {reason}"
 
 
 def _choose_on_gpu(has_grouped_mm: bool) -> tuple[str, str]:

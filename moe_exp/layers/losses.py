@@ -6,7 +6,8 @@ shares of the ranks of a micro-batch add up to the loss, and their gradients to 
 counts, sums) carries no gradient. So no differentiable collective is needed. A trainer averages micro-batches and data parallel ranks as it
 does for the main loss. The gradient is then the same for every TP, EP, PP, CP and DP and number of micro-batches.
 
-Scores of padding tokens have to be zero.
+Scores of padding tokens have to be zero. A loss that needs only their sum over tokens also takes that, [E], with `num_tokens`: a
+kernel that routes emits it without writing the scores.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class AuxLoss:
 
 
 def load_balancing_loss_share(
-    scores_TE: Tensor,
+    scores: Tensor,
     tokens_per_expert_E: Tensor,
     *,
     topk: int,
@@ -58,7 +59,7 @@ def load_balancing_loss_share(
     Fedus et al. 2021, Switch Transformers, eq. 4 to 6 (arXiv:2101.03961), with top-k slots in f as in Megatron-Core.
 
     Args:
-        scores_TE: router scores of this rank's tokens, each row summing to 1.
+        scores: router scores of this rank's tokens, each row summing to 1, [T, E]; or their sum, [E].
         tokens_per_expert_E: slots of the micro-batch per expert, over all of `group`, before any drop.
         topk: K.
         num_tokens: tokens of the micro-batch; None when every rank holds as many as this one.
@@ -67,9 +68,9 @@ def load_balancing_loss_share(
     Returns:
         Scalar; the sum over `group` is the loss.
     """
-    num_experts = scores_TE.size(1)
-    num_tokens = _num_tokens(scores_TE, num_tokens, group)
-    return torch.dot(scores_TE.sum(dim=0), tokens_per_expert_E.to(scores_TE.dtype)) * num_experts / (topk * num_tokens**2)
+    num_experts = scores.size(-1)
+    num_tokens = _num_tokens(scores, num_tokens, group)
+    return torch.dot(_summed(scores), tokens_per_expert_E.to(scores.dtype)) * num_experts / (topk * num_tokens**2)
 
 
 def sequence_balancing_loss_share(
@@ -101,7 +102,7 @@ def sequence_balancing_loss_share(
 
 
 def global_balancing_loss_share(
-    scores_TE: Tensor,
+    scores: Tensor,
     global_tokens_per_expert_E: Tensor,
     tokens_per_expert_E: Tensor,
     *,
@@ -117,7 +118,7 @@ def global_balancing_loss_share(
     gradient is the same however a global batch is cut, and no micro-batch waits for a collective over all data parallel ranks.
 
     Args:
-        scores_TE: router scores of this rank's tokens, each row summing to 1.
+        scores: router scores of this rank's tokens, each row summing to 1, [T, E]; or their sum, [E].
         global_tokens_per_expert_E: slots per expert of the previous global batch; zeros when there was none.
         tokens_per_expert_E: slots of the micro-batch per expert, over all of `group`, before any drop.
         num_tokens: tokens of the micro-batch; None when every rank holds as many as this one.
@@ -126,42 +127,42 @@ def global_balancing_loss_share(
     Returns:
         Scalar; the sum over `group` is the loss of the micro-batch.
     """
-    global_E = global_tokens_per_expert_E.to(scores_TE.dtype)
-    counts_E = torch.where(global_E.sum() > 0, global_E, tokens_per_expert_E.to(scores_TE.dtype))
+    global_E = global_tokens_per_expert_E.to(scores.dtype)
+    counts_E = torch.where(global_E.sum() > 0, global_E, tokens_per_expert_E.to(scores.dtype))
     fractions_E = counts_E / counts_E.sum().clamp(min=1)
-    return torch.dot(scores_TE.sum(dim=0), fractions_E) * scores_TE.size(1) / _num_tokens(scores_TE, num_tokens, group)
+    return torch.dot(_summed(scores), fractions_E) * scores.size(-1) / _num_tokens(scores, num_tokens, group)
 
 
-def importance_loss_share(scores_TE: Tensor, *, num_tokens: Tensor | int | None = None, group: ProcessGroup | None = None) -> Tensor:
+def importance_loss_share(scores: Tensor, *, num_tokens: Tensor | int | None = None, group: ProcessGroup | None = None) -> Tensor:
     """This rank's share of the importance loss of a micro-batch: the squared coefficient of variation of sum_t s_te over experts.
 
     Shazeer et al. 2017 (arXiv:1701.06538), eq. 6 and 7, on the scores before top-k as in Riquelme et al. 2021, V-MoE
     (arXiv:2106.05974), appendix A. Rows sum to 1, so the mean importance is T/E, and CV^2 = E * sum_e I_e^2 / T^2 - 1.
 
     Args:
-        scores_TE: router scores of this rank's tokens, each row summing to 1.
+        scores: router scores of this rank's tokens, each row summing to 1, [T, E]; or their sum, [E].
         num_tokens: tokens of the micro-batch; None when every rank holds as many as this one.
         group: the ranks that hold the rest of the micro-batch.
 
     Returns:
         Scalar; the sum over `group` is the loss.
     """
-    mine_E = scores_TE.sum(dim=0)
+    mine_E = _summed(scores)
     all_E = sum_over(mine_E, group)
     # Of sum_e I_e^2, with I the sum over ranks, this rank's part of the value is mine*all and of the gradient 2*all.
     squares = torch.dot(2 * mine_E - mine_E.detach(), all_E)
-    return squares * scores_TE.size(1) / _num_tokens(scores_TE, num_tokens, group) ** 2 - 1 / group_size(group)
+    return squares * scores.size(-1) / _num_tokens(scores, num_tokens, group) ** 2 - 1 / group_size(group)
 
 
 def z_loss_share(
-    logits_TE: Tensor, *, valid_T: Tensor | None = None, num_tokens: Tensor | int | None = None, group: ProcessGroup | None = None
+    logits: Tensor, *, valid_T: Tensor | None = None, num_tokens: Tensor | int | None = None, group: ProcessGroup | None = None
 ) -> Tensor:
     """This rank's share of the router z-loss of a micro-batch, mean over tokens of logsumexp(logits)^2.
 
     Zoph et al. 2022, ST-MoE, eq. 5 (arXiv:2202.08906).
 
     Args:
-        logits_TE: router logits of this rank's tokens.
+        logits: router logits of this rank's tokens, [T, E]; or their log-sum-exp, [T].
         valid_T: tokens that are not padding; None for all.
         num_tokens: tokens of the micro-batch; None when every rank holds as many as this one.
         group: the ranks that hold the rest of the micro-batch.
@@ -169,13 +170,17 @@ def z_loss_share(
     Returns:
         Scalar; the sum over `group` is the loss.
     """
-    squares_T = torch.logsumexp(logits_TE, dim=-1).square()
+    squares_T = (torch.logsumexp(logits, dim=-1) if logits.dim() == 2 else logits).square()
     if valid_T is not None:
         squares_T = squares_T * valid_T
-    return squares_T.sum() / _num_tokens(logits_TE, num_tokens, group)
+    return squares_T.sum() / _num_tokens(logits, num_tokens, group)
 
 
-def _num_tokens(x_TE: Tensor, num_tokens: Tensor | int | None, group: ProcessGroup | None) -> Tensor | int:
+def _summed(scores: Tensor) -> Tensor:
+    return scores.sum(dim=0) if scores.dim() == 2 else scores
+
+
+def _num_tokens(x: Tensor, num_tokens: Tensor | int | None, group: ProcessGroup | None) -> Tensor | int:
     if num_tokens is None:
-        num_tokens = x_TE.size(0) * group_size(group)
+        num_tokens = x.size(0) * group_size(group)
     return num_tokens.clamp(min=1) if isinstance(num_tokens, Tensor) else max(1, num_tokens)

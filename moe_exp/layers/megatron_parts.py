@@ -22,6 +22,7 @@ from moe_exp.layers.allgather_dispatcher import AllGatherDispatcher
 from moe_exp.layers.deepep_dispatcher import DeepEPDispatcher
 from moe_exp.layers.dispatcher import AllToAllDispatcher, Dispatcher, LocalDispatcher
 from moe_exp.layers.experts import ACTIVATIONS, Experts
+from moe_exp.layers.fp8 import check_fp8
 from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.moe_layer import MoELayer, MoESettings, MoEStatistics
 from moe_exp.layers.phase_marks import PhaseTimers
@@ -104,6 +105,7 @@ class MegatronExperts(Experts):
     """Our experts with Megatron's sharded keys, so that checkpoints interchange with SequentialMLP and TEGroupedMLP."""
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, *, backend: str, pg_collection: Any = None, **kwargs: Any):
+        check_fp8(config.fp8, config.fp8_recipe, backend=backend)
         self.ep_group, self.etp_group, self.edp_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
         super().__init__(
             num_local_experts=num_local_experts,
@@ -115,6 +117,7 @@ class MegatronExperts(Experts):
             etp_rank=pg_collection.expt_tp.rank(),
             etp_size=pg_collection.expt_tp.size(),
             recompute_activation=config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules,
+            adds_to_main_grad=config.gradient_accumulation_fusion,
             dtype=config.params_dtype,
             device=device_of_model(),
         )
@@ -164,6 +167,7 @@ class MegatronMoELayer(MegatronMoE):
         dispatcher: str = "auto",
         router: Mapping[str, Any] | None = None,
         min_capacity: int = 0,
+        token_rounding: int = 0,
         **kwargs: Any,
     ):
         if submodules is None:
@@ -188,7 +192,7 @@ class MegatronMoELayer(MegatronMoE):
             router=self.router,
             dispatcher=_dispatcher(dispatcher, config, groups),
             experts=self.experts,
-            settings=_settings(config, min_capacity),
+            settings=_settings(config, min_capacity, token_rounding),
             shared=self.shared_experts,
             microbatch_group=groups.tp_cp,
             context_parallel_size=groups.cp.size(),
@@ -236,12 +240,13 @@ class MegatronMoELayer(MegatronMoE):
         self.experts.backward_dw()
 
 
-def _settings(config: TransformerConfig, min_capacity: int) -> MoESettings:
+def _settings(config: TransformerConfig, min_capacity: int, token_rounding: int) -> MoESettings:
     return MoESettings(
         capacity_factor=config.moe_expert_capacity_factor,
         min_capacity=min_capacity,
         pad_to_capacity=config.moe_pad_expert_input_to_capacity,
         drop_policy=config.moe_token_drop_policy,
+        token_rounding=token_rounding,
         losses=balancing_losses(config),
         z_loss_coeff=config.moe_z_loss_coeff or 0.0,
         batch_dim=1,

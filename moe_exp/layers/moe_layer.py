@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_exp import gloo
-from moe_exp.layers.capacity import DROP_POLICIES, expert_capacity, keep_first, keep_most_probable, without_dropped
+from moe_exp.layers.capacity import DROP_POLICIES, expert_capacity, keep_first, keep_full_tiles, keep_most_probable, without_dropped
 from moe_exp.layers.dispatcher import Dispatcher, LocalDispatcher
 from moe_exp.layers.experts import Experts
 from moe_exp.layers.groups import group_size, sum_over
@@ -36,6 +36,8 @@ class MoESettings:
         min_capacity: slots that an expert takes at least.
         pad_to_capacity: give every expert the same number of rows.
         drop_policy: `probs` keeps the slots of highest router weight, `position` the first of the sequence.
+        token_rounding: of a dropless layer in training: rows that the slots of each expert in a micro-batch are rounded down to a
+            multiple of, see capacity.keep_full_tiles; 0 for no rounding.
         losses: balancing losses with their coefficients.
         z_loss_coeff: weight of the z-loss; 0 for none.
         batch_dim: which of the two leading dimensions of the input counts sequences: 0 for [B, S, D], 1 for Megatron's [S, B, D].
@@ -48,6 +50,7 @@ class MoESettings:
     min_capacity: int = 0
     pad_to_capacity: bool = False
     drop_policy: str = "probs"
+    token_rounding: int = 0
     losses: tuple[AuxLoss, ...] = ()
     z_loss_coeff: float = 0.0
     batch_dim: int = 0
@@ -60,6 +63,9 @@ class MoESettings:
         if self.capacity_factor is None and (self.pad_to_capacity or self.min_capacity):
             field = "pad_to_capacity=True" if self.pad_to_capacity else f"min_capacity={self.min_capacity}"
             raise ValueError(f"{field}: a dropless layer has no capacity. Fix: set capacity_factor.")
+        if self.token_rounding < 0 or (self.token_rounding and self.capacity_factor is not None):
+            rule = "is negative" if self.token_rounding < 0 else "a layer with capacity has its number of rows from that"
+            raise ValueError(f"token_rounding={self.token_rounding}: {rule}. Fix: set it to 0, or to a tile, 128, of a dropless layer.")
         kinds = [loss.kind for loss in self.losses]
         if len(set(kinds)) < len(kinds):
             raise ValueError(f"aux_loss_type={','.join(kinds)}: names a loss twice. Fix: add up their coefficients.")
@@ -128,6 +134,7 @@ class MoELayer(nn.Module):
                 "aux_loss_type=global_aux_loss: the router keeps no global fractions. Fix: set global_fractions=True in RouterConfig."
             )
         self.router, self.dispatcher, self.experts, self.settings, self.shared = router, dispatcher, experts, settings, shared
+        router.needs_scores = any(loss.kind == "seq_aux_loss" for loss in settings.losses)
         self.microbatch_group, self.context_parallel_size = microbatch_group, context_parallel_size
         self.statistics = MoEStatistics(router.config.num_experts, len(settings.losses), router.weight.device)
         self.timers: PhaseTimers | None = None
@@ -156,9 +163,9 @@ class MoELayer(nn.Module):
         is_wanted = self.router.training or torch.is_grad_enabled()
         loss = self.auxiliary_loss(decision, x.shape[:-1]) if is_wanted else None
         rows_per_expert = self._rows_per_expert(x_TD.size(0))
-        if type(self.dispatcher) is LocalDispatcher and self.experts.runs_one_by_one(x_TD):
+        if type(self.dispatcher) is LocalDispatcher and (self.experts.takes_slots() or self.experts.runs_one_by_one(x_TD)):
             x_TD = self._mark(x_TD, begins="experts")
-            output = self._mark(self._in_cache(self.dispatcher, x_TD, decision, rows_per_expert).view_as(x), ends="experts")
+            output = self._mark(self._in_one(self.dispatcher, x_TD, decision, rows_per_expert).view_as(x), ends="experts")
             return (output if self.shared is None else output + self.shared(x)), loss
         pending = self.dispatcher.start(self._mark(x_TD, begins="all_to_all"), decision, rows_per_expert=rows_per_expert)
         # While the tokens travel, and in backward while their gradients do.
@@ -175,8 +182,10 @@ class MoELayer(nn.Module):
         """Tells the timers, in training, and returns `x`."""
         return x if self.timers is None or not self.router.training else mark(x, self.timers, ends=ends, begins=begins)
 
-    def _in_cache(self, dispatcher: LocalDispatcher, x_TD: Tensor, decision: RoutingDecision, rows_per_expert: int | None) -> Tensor:
-        """Dispatch, experts and combine as one function, on a CPU with all experts on this rank."""
+    def _in_one(self, dispatcher: LocalDispatcher, x_TD: Tensor, decision: RoutingDecision, rows_per_expert: int | None) -> Tensor:
+        """Dispatch, experts and combine as one function, with all experts on this rank."""
+        if self.experts.takes_slots():  # its shapes do not depend on the data, with or without rows of padding
+            return self.experts.forward_slots(x_TD, decision.weights_TK, decision.expert_TK, decision.kept_TK)
         order, counts_E, splits = dispatcher.row_order(decision, rows_per_expert=rows_per_expert)
         splits = tuple(counts_E.tolist()) if splits is None else splits
         return self.experts.forward_tokens(x_TD, order.weights(decision.weights_TK), order, splits)
@@ -184,30 +193,31 @@ class MoELayer(nn.Module):
     def route(self, x_TD: Tensor, padding_mask_T: Tensor | None = None, *, shape: torch.Size | None = None) -> RoutingDecision:
         """The routing decision, with the slots over capacity marked as dropped. `shape`: of the input, without D; None for [T]."""
         decision: RoutingDecision = self.router(x_TD, padding_mask_T)
-        if self.settings.capacity_factor is None:
+        rounds = self.settings.token_rounding > 0 and self.router.training  # a token's output must not depend on others when evaluated
+        if self.settings.capacity_factor is None and not rounds:
             return decision
         return replace(decision, kept_TK=self._kept(decision, x_TD.shape[:1] if shape is None else shape))
 
     def auxiliary_loss(self, decision: RoutingDecision, shape: torch.Size) -> Tensor | None:
         """This rank's share of the weighted losses; also adds to the statistics. `shape`: of the input, without D."""
         settings, group = self.settings, self.microbatch_group
-        scores_TE = decision.scores_TE if decision.valid_T is None else decision.scores_TE * decision.valid_T.unsqueeze(1)
+        scores, logits = _scores_and_logits(decision)
         num_tokens = tokens_in_group(decision, group)
         counts_E, expert_TK = self._counts_by_score(decision)
         counts_E = sum_over(counts_E, group)
-        balance = load_balancing_loss_share(scores_TE, counts_E, topk=expert_TK.size(1), num_tokens=num_tokens, group=group)
-        z = z_loss_share(decision.logits_TE, valid_T=decision.valid_T, num_tokens=num_tokens, group=group)
+        balance = load_balancing_loss_share(scores, counts_E, topk=expert_TK.size(1), num_tokens=num_tokens, group=group)
+        z = z_loss_share(logits, valid_T=decision.valid_T, num_tokens=num_tokens, group=group)
         shares = {"aux_loss": balance}
         kinds = [loss.kind for loss in settings.losses]
         if "seq_aux_loss" in kinds:
-            shares["seq_aux_loss"] = self._sequence_loss(scores_TE, expert_TK, decision.valid_T, shape)
+            shares["seq_aux_loss"] = self._sequence_loss(scores, expert_TK, decision.valid_T, shape)
         if "global_aux_loss" in kinds:
             global_E = self.router.global_tokens_per_expert
-            shares["global_aux_loss"] = global_balancing_loss_share(scores_TE, global_E, counts_E, num_tokens=num_tokens, group=group)
+            shares["global_aux_loss"] = global_balancing_loss_share(scores, global_E, counts_E, num_tokens=num_tokens, group=group)
         if "importance" in kinds:
-            shares["importance"] = importance_loss_share(scores_TE, num_tokens=num_tokens, group=group)
+            shares["importance"] = importance_loss_share(scores, num_tokens=num_tokens, group=group)
         if self.training and is_counted_forward():
-            self._add_statistics(decision, scores_TE, [balance, z, *(shares[kind] for kind in kinds)])
+            self._add_statistics(decision, scores, [balance, z, *(shares[kind] for kind in kinds)])
         weighted = [shares[loss.kind] * loss.coeff for loss in settings.losses if loss.coeff]
         weighted += [z * settings.z_loss_coeff] if settings.z_loss_coeff else []
         return torch.stack(weighted).sum() if weighted else None
@@ -220,6 +230,9 @@ class MoELayer(nn.Module):
         config = self.router.config
         if config.chooses_by_score or not self.settings.losses:
             return decision.tokens_per_expert_E, decision.expert_TK
+        if decision.sums is not None:
+            return decision.sums.by_score_E, decision.expert_TK  # of which only the shape matters where there are sums
+        assert decision.scores_TE is not None
         expert_TK = decision.scores_TE.detach().topk(config.topk, dim=-1).indices
         valid_TK = None if decision.valid_T is None else decision.valid_T.unsqueeze(1).expand_as(expert_TK)
         return count_kept(expert_TK, valid_TK, config.num_experts), expert_TK
@@ -256,7 +269,10 @@ class MoELayer(nn.Module):
         return kept_TK[group.rank() * num_tokens : (group.rank() + 1) * num_tokens]
 
     def _keep(self, expert_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        num_experts, capacity = self.router.config.num_experts, self._capacity(expert_TK.size(0))
+        num_experts = self.router.config.num_experts
+        if self.settings.token_rounding:
+            return keep_full_tiles(expert_TK, weights_TK, num_experts=num_experts, tile=self.settings.token_rounding)
+        capacity = self._capacity(expert_TK.size(0))
         if self.settings.drop_policy == "position":
             return keep_first(expert_TK, num_experts=num_experts, capacity=capacity)
         return keep_most_probable(expert_TK, weights_TK, num_experts=num_experts, capacity=capacity)
@@ -279,17 +295,33 @@ class MoELayer(nn.Module):
         return min(self._capacity(num_tokens * group_size(self.microbatch_group)), num_tokens)
 
     @torch.no_grad()
-    def _add_statistics(self, decision: RoutingDecision, scores_TE: Tensor, losses: list[Tensor]) -> None:
+    def _add_statistics(self, decision: RoutingDecision, scores: Tensor, losses: list[Tensor]) -> None:
         statistics = self.statistics
         counts_E = decision.tokens_per_expert_E
         statistics.tokens_per_expert_E += counts_E
-        entropy = -torch.xlogy(scores_TE, scores_TE).sum()
+        entropy, top1 = _entropy_and_largest_weight(decision, scores)
         dropped = entropy.new_zeros(()) if decision.kept_TK is None else counts_E.sum() - decision.kept_TK.sum()
-        top1_T = decision.weights_TK.amax(dim=1)
-        top1 = (top1_T if decision.valid_T is None else top1_T * decision.valid_T).sum()
         max_over_mean = counts_E.max() * counts_E.numel() / counts_E.sum().clamp(min=1)
         statistics.sums += torch.stack([dropped.to(entropy.dtype), entropy, top1, max_over_mean.to(entropy.dtype), *losses])
         statistics.num_microbatches += 1
+
+
+def _scores_and_logits(decision: RoutingDecision) -> tuple[Tensor, Tensor]:
+    """What the losses take: of all tokens and experts with zero scores for padding, or their sums where the decision has those."""
+    if decision.sums is not None:
+        return decision.sums.score_sums_E, decision.sums.lse_T
+    scores_TE, logits_TE, valid_T = decision.scores_TE, decision.logits_TE, decision.valid_T
+    assert scores_TE is not None and logits_TE is not None
+    return (scores_TE if valid_T is None else scores_TE * valid_T.unsqueeze(1)), logits_TE
+
+
+def _entropy_and_largest_weight(decision: RoutingDecision, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Summed over tokens, without padding."""
+    if decision.sums is not None:
+        return decision.sums.entropy, decision.sums.largest
+    top1_T = decision.weights_TK.amax(dim=1)
+    top1 = (top1_T if decision.valid_T is None else top1_T * decision.valid_T).sum()
+    return -torch.xlogy(scores, scores).sum(), top1
 
 
 def _sequence_blocks(context_parallel_size: int) -> list[int]:

@@ -16,7 +16,11 @@ from moe_exp.layers.collectives import gather_rows
 
 def choose_norm(device_type: str) -> tuple[str, str]:
     """The norm that runs, and the reason in words."""
-    return "torch", f"torch.nn.RMSNorm and LayerNorm, with sequence parallelism, on {device_type}"
+    reason = f"torch.nn.RMSNorm and LayerNorm, with sequence parallelism, on {device_type}"
+    if device_type == "cuda":
+        has_kernel = hasattr(torch.ops.aten, "_fused_rms_norm")
+        reason += "; RMSNorm is one kernel each way" if has_kernel else f"; torch {torch.__version__} has no kernel for RMSNorm"
+    return "torch", reason
 
 
 class Norm:

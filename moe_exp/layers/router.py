@@ -12,6 +12,8 @@ from torch.distributed import ProcessGroup
 from moe_exp.layers.assignment import balanced_experts, best_experts, sinkhorn, zipf_experts
 from moe_exp.layers.capacity import count_per_expert, without_dropped
 from moe_exp.layers.groups import group_size, sum_over
+from moe_exp.layers.kernels.choice import takes_kernels
+from moe_exp.layers.kernels.topk import TopK, router_topk
 from moe_exp.layers.recompute import is_counted_forward
 from moe_exp.layers.replay import RoutingReplay
 
@@ -120,20 +122,22 @@ class RoutingDecision:
     Args:
         expert_TK: chosen experts, int64.
         weights_TK: router weights, fp32 or fp64, with gradient.
-        scores_TE: scores of all experts, rows sum to 1, with gradient (for the load-balancing losses).
-        logits_TE: router logits, with gradient (for the z-loss).
+        scores_TE: scores of all experts, rows sum to 1, with gradient (for the load-balancing losses); None with `sums`.
+        logits_TE: router logits, with gradient (for the z-loss); None with `sums`.
         tokens_per_expert_E: slots per expert before any drop, int64; padding is not counted.
         kept_TK: slots that are neither dropped nor padding, bool; None when that is all of them.
         valid_T: tokens that are not padding, bool; None when that is all of them.
+        sums: what losses and statistics need of scores and logits, where a kernel routed; None where it did not.
     """
 
     expert_TK: Tensor
     weights_TK: Tensor
-    scores_TE: Tensor
-    logits_TE: Tensor
+    scores_TE: Tensor | None
+    logits_TE: Tensor | None
     tokens_per_expert_E: Tensor
     kept_TK: Tensor | None = None
     valid_T: Tensor | None = None
+    sums: TopK | None = None
 
 
 class Router(nn.Module):
@@ -154,6 +158,7 @@ class Router(nn.Module):
         expert_bias: [E], fp32, where the config asks for it.
         global_tokens_per_expert: [E], fp32, slots per expert in the last global batch, zeros before the first is complete.
         replay: records routing decisions or replays them, see RoutingReplay; None for neither.
+        needs_scores: somebody wants scores and logits of all experts and not their sums alone, so that no kernel can route.
     """
 
     expert_bias: Tensor
@@ -172,6 +177,7 @@ class Router(nn.Module):
         super().__init__()
         self.config, self.microbatch_group = config, microbatch_group
         self.replay: RoutingReplay | None = None
+        self.needs_scores = True
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, dtype=dtype, device=device))
         # The names of the first pair are those that megatron's finalize_model_grads looks for when it updates the bias.
         pairs = [("expert_bias", "local_tokens_per_expert", config.expert_bias)]
@@ -200,11 +206,36 @@ class Router(nn.Module):
         valid_T = None if padding_mask_T is None else ~padding_mask_T
         with torch.autocast(x_TD.device.type, enabled=False):  # which would take the logits in bf16
             logits_TE = self._logits(x_TD)
-            scores_TE, expert_TK, weights_TK = self._choose(logits_TE, valid_T)
-        kept_TK = None if valid_T is None else valid_T.unsqueeze(1).expand_as(expert_TK)
-        tokens_per_expert_E = count_kept(expert_TK, kept_TK, self.config.num_experts)
+            decision = self._in_one_pass(logits_TE, valid_T) if self._takes_kernel(logits_TE) else self._step_by_step(logits_TE, valid_T)
         if self.training and is_counted_forward():
-            self._count(tokens_per_expert_E)
+            self._count(decision.tokens_per_expert_E)
+        return decision
+
+    def _takes_kernel(self, logits_TE: Tensor) -> bool:
+        """Whether kernels/topk.py routes: on a CUDA device, wherever it knows the rule and nobody wants more than sums of the scores."""
+        config = self.config
+        knows_rule = config.assignment == "topk" and not config.num_groups and config.dtype == "fp32"
+        return knows_rule and not self.needs_scores and self.replay is None and takes_kernels(logits_TE)
+
+    def _in_one_pass(self, logits_TE: Tensor, valid_T: Tensor | None) -> RoutingDecision:
+        config = self.config
+        sums = router_topk(
+            logits_TE,
+            config.topk,
+            score=config.score,
+            pre_softmax=config.pre_softmax,
+            normalize=config.normalizes,
+            scaling_factor=config.scaling_factor,
+            bias_E=self.expert_bias if config.expert_bias else None,
+            valid_T=valid_T,
+        )
+        kept_TK = _kept_of_valid(valid_T, sums.expert_TK)
+        return RoutingDecision(sums.expert_TK, sums.weights_TK, None, None, sums.tokens_per_expert_E, kept_TK, valid_T, sums)
+
+    def _step_by_step(self, logits_TE: Tensor, valid_T: Tensor | None) -> RoutingDecision:
+        scores_TE, expert_TK, weights_TK = self._choose(logits_TE, valid_T)
+        kept_TK = _kept_of_valid(valid_T, expert_TK)
+        tokens_per_expert_E = count_kept(expert_TK, kept_TK, self.config.num_experts)
         return RoutingDecision(expert_TK, weights_TK, scores_TE, logits_TE, tokens_per_expert_E, kept_TK, valid_T)
 
     @torch.no_grad()
@@ -283,6 +314,10 @@ class Router(nn.Module):
             return choice_TE.topk(config.topk, dim=-1).indices
         choice_TE = raw_TE + self.expert_bias if config.expert_bias else raw_TE
         return best_experts(choice_TE, topk=config.topk, num_groups=config.num_groups, group_topk=config.group_topk)
+
+
+def _kept_of_valid(valid_T: Tensor | None, expert_TK: Tensor) -> Tensor | None:
+    return None if valid_T is None else valid_T.unsqueeze(1).expand_as(expert_TK)
 
 
 def count_kept(expert_TK: Tensor, kept_TK: Tensor | None, num_experts: int) -> Tensor:

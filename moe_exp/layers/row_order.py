@@ -1,11 +1,12 @@
 """From slots to rows sorted by expert, and back. Shape suffixes in `moe_exp.layers`.
 
 Both ways are gathers, each the transpose of the other: nothing is added atomically, so a result has the same bits every time.
+On a CUDA device Triton kernels do it (see `kernels.choice`), with int32 indices, and the same order and sums.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +14,11 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from moe_exp.layers.capacity import count_per_expert, rank_in_expert, without_dropped
+from moe_exp.layers.kernels.choice import takes_kernels
+from moe_exp.layers.kernels.combine import combine
+from moe_exp.layers.kernels.drops import padded_order
+from moe_exp.layers.kernels.rows import chunk_order, gather_rows
+from moe_exp.layers.kernels.slot_sort import slot_sort
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,8 @@ class RowOrder:
 
     def weights(self, weights_TK: Tensor) -> Tensor:
         """[T, K] to [R]; padding is zero."""
+        if takes_kernels(weights_TK):
+            return _TokensToRows.apply(weights_TK.reshape(-1), replace(self, topk=1))
         return _take(weights_TK.reshape(-1), self.slot_R, self.has_padding)
 
 
@@ -55,12 +63,14 @@ class SortedSlots:
         rows_per_expert_E: kept slots per expert, int64, on the device.
         topk: slots per token.
         has_drops: some slots may be dropped.
+        row_N: the row of each slot, N for a dropped one, where it is known already.
     """
 
     slot_N: Tensor
     rows_per_expert_E: Tensor
     topk: int
     has_drops: bool
+    row_N: Tensor | None = None
 
     def order(self, num_rows: int | None = None) -> RowOrder:
         """The row order.
@@ -68,12 +78,12 @@ class SortedSlots:
         Args:
             num_rows: the sum of rows_per_expert_E. With drops only the device knows it: None asks, and waits for it.
         """
-        row_N = _inverse(self.slot_N)
+        row_N = _inverse(self.slot_N) if self.row_N is None else self.row_N
         if not self.has_drops:
             return RowOrder(self.slot_N, row_N, self.topk)
         if num_rows is None:
             num_rows = int(self.rows_per_expert_E.sum())
-        return RowOrder(self.slot_N[:num_rows], row_N.clamp_(max=num_rows), self.topk, has_drops=True)
+        return RowOrder(self.slot_N[:num_rows], row_N.clamp(max=num_rows), self.topk, has_drops=True)
 
 
 def sort_by_expert(expert_TK: Tensor, kept_TK: Tensor | None = None, *, num_experts: int, counts_E: Tensor | None = None) -> SortedSlots:
@@ -85,6 +95,10 @@ def sort_by_expert(expert_TK: Tensor, kept_TK: Tensor | None = None, *, num_expe
         num_experts: E.
         counts_E: kept slots per expert, int64, where they are known already.
     """
+    if takes_kernels(expert_TK):
+        slot_N, row_N, offsets_E1 = slot_sort(expert_TK, num_experts, kept_TK)
+        counts_E = offsets_E1.diff().long() if counts_E is None else counts_E
+        return SortedSlots(slot_N, counts_E, expert_TK.size(1), kept_TK is not None, row_N)
     expert_N = without_dropped(expert_TK, kept_TK, num_experts).flatten()
     if counts_E is None:
         counts_E = count_per_expert(expert_N, num_experts + 1)[:num_experts]
@@ -100,6 +114,9 @@ def pad_by_expert(expert_TK: Tensor, kept_TK: Tensor | None = None, *, num_exper
         num_experts: E.
         rows_per_expert: at least the number of kept slots of any expert; what is beyond is not checked and corrupts other experts' rows.
     """
+    if takes_kernels(expert_TK):
+        order = padded_order(expert_TK, num_experts, rows_per_expert, kept_TK)
+        return RowOrder(*order, expert_TK.size(1), has_padding=True, has_drops=True)
     expert_N = without_dropped(expert_TK, kept_TK, num_experts).flatten()
     num_slots, num_rows = expert_N.numel(), num_experts * rows_per_expert
     place_N = rank_in_expert(expert_N, None, num_experts=num_experts)
@@ -117,6 +134,8 @@ def regroup_chunks(rows_SL: Tensor, *, num_rows: int) -> RowOrder:
         rows_SL: rows that every source has for every expert, int64, on the device.
         num_rows: their sum: R.
     """
+    if takes_kernels(rows_SL):
+        return RowOrder(*chunk_order(rows_SL, num_rows), topk=1)
     ends_SL = rows_SL.flatten().cumsum(0).view_as(rows_SL)
     first_C, rows_C = (ends_SL - rows_SL).t().flatten(), rows_SL.t().flatten()
     # A row keeps its place in its chunk: the shift is one number per chunk, and no sort is needed.
@@ -148,12 +167,16 @@ class _RowsToTokens(torch.autograd.Function):
 
 
 def _to_rows(x_TD: Tensor, order: RowOrder) -> Tensor:
+    if takes_kernels(x_TD):
+        return gather_rows(x_TD, order.slot_R, order.topk)
     token_R = order.slot_R if order.topk == 1 else order.slot_R // order.topk
     return _take(x_TD, token_R, order.has_padding)
 
 
 def sum_slots(y_RD: Tensor, order: RowOrder) -> Tensor:
     """A bag of rows per token: sums in the accumulation type of y, and never holds the [N, D] that a gather and a sum would."""
+    if takes_kernels(y_RD):
+        return gather_rows(y_RD, order.row_N) if order.topk == 1 else combine(y_RD, order.row_N.view(-1, order.topk))
     if order.topk == 1 and not order.has_drops:
         return y_RD.index_select(0, order.row_N)
     row_TK = order.row_N.view(-1, order.topk)

@@ -50,8 +50,10 @@ def moe_submodule_spec(
     dispatcher: str = "auto",
     router: Mapping[str, Any] | None = None,
     min_capacity: int = 0,
+    token_rounding: int = 0,
     params_dtype: torch.dtype = torch.float32,
     use_te: bool = False,
+    bias: bool = False,
 ) -> ModuleSpec:
     """The `mlp` of an MoE transformer layer.
 
@@ -60,10 +62,12 @@ def moe_submodule_spec(
         dispatcher: `local`, `alltoall`, `allgather`, `deepep`, or `auto`: local where EP and ETP are 1, else alltoall.
         router: fields of RouterConfig that TransformerConfig does not have.
         min_capacity: slots that an expert takes at least.
+        token_rounding: as in MoESettings.
         params_dtype: dtype of the weights.
         use_te: build the shared expert from Transformer Engine's linear layers.
+        bias: whether the experts have biases, TransformerConfig.add_bias_linear.
     """
-    backend, _ = choose_backend(backend, device_type=device_of_model().type, dtype=params_dtype)
+    backend, _ = choose_backend(backend, device_type=device_of_model().type, dtype=params_dtype, bias=bias)
     linears: tuple[Any, Any] = (ColumnParallelLinear, RowParallelLinear)
     if use_te:
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
@@ -71,7 +75,7 @@ def moe_submodule_spec(
         linears = TEColumnParallelLinear, TERowParallelLinear
     return ModuleSpec(
         module=MegatronMoELayer,
-        params={"dispatcher": dispatcher, "router": router, "min_capacity": min_capacity},
+        params={"dispatcher": dispatcher, "router": router, "min_capacity": min_capacity, "token_rounding": token_rounding},
         submodules=MoESubmodules(
             experts=ModuleSpec(module=MegatronExperts, params={"backend": backend}),
             shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=MLPSubmodules(linear_fc1=linears[0], linear_fc2=linears[1])),
@@ -159,7 +163,8 @@ def decoder_spec(
     dense = layer_spec(config, mlp=None)
     layers = [dense] * config.num_layers
     if config.num_moe_experts is not None:
-        moe = layer_spec(config, mlp=moe_submodule_spec(params_dtype=config.params_dtype, use_te=use_te, **moe_options))
+        settings = {"params_dtype": config.params_dtype, "use_te": use_te, "bias": config.add_bias_linear}
+        moe = layer_spec(config, mlp=moe_submodule_spec(**settings, **moe_options))
         frequency = config.moe_layer_freq
         pattern = [index % frequency == 0 for index in range(config.num_layers)] if isinstance(frequency, int) else frequency
         layers = [moe if is_moe else dense for is_moe in pattern]

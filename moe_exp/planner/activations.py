@@ -247,7 +247,7 @@ class _Account:
     @property
     def _reads_input(self) -> bool:
         """Whether something in an MoE layer keeps its input as it is: not routed rows, which are copies, nor a router of another type."""
-        return self._is_in_cache or bool(self._config.shared_expert_size) or self._width == self._router_width
+        return self._gathers_itself or bool(self._config.shared_expert_size) or self._width == self._router_width
 
     @property
     def _router_width(self) -> int:
@@ -262,21 +262,22 @@ class _Account:
         return kept
 
     @property
-    def _is_in_cache(self) -> bool:
-        """Whether one function computes all of an MoE layer's experts, on a processor that has all of them."""
+    def _gathers_itself(self) -> bool:
+        """Whether one function computes all of an MoE layer's experts and gathers their rows itself, where a rank has all of them."""
         config = self._config
-        loops = config.expert_backend in ("auto", "loop") and config.dispatcher in ("auto", "local")
-        return self._on_cpu and loops and config.ep == config.etp == 1
+        gathers = config.expert_backend == "triton" or (self._on_cpu and config.expert_backend in ("auto", "loop"))
+        return gathers and config.dispatcher in ("auto", "local") and config.ep == config.etp == 1
 
     def _row(self) -> float:
         """Kept per row of the routed experts, with 16 for each of the indices that lead there and back."""
         config, width = self._config, self._width
         ffn = config.expert_ffn_size / config.etp
         first = width * ffn * (2 if config.gated else 1)
-        if self._is_in_cache:  # rows are gathered again in backward
-            return first + 4 + 16
+        if self._gathers_itself:  # rows are gathered again in backward
+            return first + 4 + (8 if config.expert_backend == "triton" else 16)
         indices = 16 + (24 if config.ep * config.etp > 1 else 0)
-        is_computed_again = config.recompute == "moe_act" or (self._on_cpu and config.expert_backend in ("auto", "loop"))
+        fused = config.expert_backend == "triton" or (self._on_cpu and config.expert_backend in ("auto", "loop"))
+        is_computed_again = config.recompute == "moe_act" or fused
         return width * self._hidden + first + (0 if is_computed_again else width * ffn) + 4 + indices
 
     @cached_property

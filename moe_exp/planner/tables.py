@@ -10,7 +10,6 @@ from typing import Any, TextIO
 
 from rich import filesize
 from rich.box import HEAVY_HEAD, SIMPLE
-from rich.console import Console
 from rich.table import Table
 
 from moe_exp.config import Config
@@ -24,10 +23,10 @@ from moe_exp.planner.prediction import Prediction
 from moe_exp.planner.reports import describe_candidate, describe_cost
 from moe_exp.planner.timing import IterationTime
 from moe_exp.planner.topology import Candidate, Search
+from moe_exp.table_console import table_console
 
 _GIBIBYTE = 2**30
 _MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "buffers", "overhead", "cached")
-_NO_TERMINAL_WIDTH = 200  # a file or a pipe: columns are not to be squeezed into 80
 
 
 _WIDE = 140
@@ -53,8 +52,7 @@ class PlanPrinter:
     """Tables on one stream."""
 
     def __init__(self, stream: TextIO):
-        console = Console(file=stream, highlight=False, soft_wrap=False)
-        self._console = console if console.is_terminal else Console(file=stream, highlight=False, width=_NO_TERMINAL_WIDTH)
+        self._console = table_console(stream, highlight=False)
 
     def run(self, report: Mapping[str, Any], prediction: Prediction, cost: Cost) -> None:
         """What a run costs: the values of `reports.describe_run`."""

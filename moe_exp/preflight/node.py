@@ -22,7 +22,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from moe_exp.config import Config, problem
+from moe_exp.checks import check_node_rank
+from moe_exp.config import Config, ConfigError, problem
 from moe_exp.hosts import count_gpus, end_with_parent
 from moe_exp.launch import module_arguments
 from moe_exp.planner.params import checkpoint_bytes
@@ -57,6 +58,8 @@ def preflight(config: Config, flags: Mapping[str, Any], *, hosts: str = "") -> V
     Raises:
         ValueError: node 0 cannot be reached, MASTER_PORT is taken, or the settings of the nodes do not fit.
     """
+    if problems := list(check_node_rank(config)):
+        raise ConfigError(problems)
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(contextlib.closing(_server(config))) if config.node_rank == 0 else None
         seconds = float(config.preflight_timeout)

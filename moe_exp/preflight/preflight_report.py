@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -13,6 +12,7 @@ from moe_exp.config import Config
 from moe_exp.preflight.verdicts import SPEEDS, Verdict
 from moe_exp.records import append_event
 from moe_exp.run_folder import RunFolder
+from moe_exp.table_console import table_console
 from moe_exp.watch.exclude import exclude
 
 _COLOURS = {"ok": "green", "warning": "yellow", "slow": "yellow", "failed": "red"}
@@ -20,7 +20,7 @@ _COLOURS = {"ok": "green", "warning": "yellow", "slow": "yellow", "failed": "red
 
 def print_report(verdict: Verdict, *, num_ranks: int) -> None:
     """The table of the nodes, and what is wrong with them in lines."""
-    console = Console()
+    console = table_console()
     shown = [speed for speed in SPEEDS if any(node.numbers.get(speed.name) is not None for node in verdict.nodes)]
     table = Table(
         title=f"Preflight: {len(verdict.nodes)} nodes, {num_ranks} ranks", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False

@@ -246,7 +246,8 @@ def _speeds(verdict: Verdict, reports: Mapping[int, Mapping[str, Any]], slow: fl
             for place, value in sorted(mine.items()):
                 others = [found for other, found in values.items() if (other[0] != place[0] if len(reports) > 1 else other != place)]
                 if text := _slowness(speed, value, others, slow):
-                    named.findings.append(Finding("slow", f"rank {place[1]} ({place[2]}): {text}"))
+                    is_note = len(reports) == 1 and place[2] == "cpu"  # ranks that share the cores of a node
+                    named.findings.append(Finding("warning" if is_note else "slow", f"rank {place[1]} ({place[2]}): {text}"))
     for named in verdict.nodes:
         named.findings = _gathered(named.findings)
 

@@ -11,6 +11,7 @@
 #
 # Jobs      NUM_JOBS (1) CHAIN (array, dependency) AFTER (ids to wait for) TIME_LIMIT (24:00:00) SIGNAL_SECONDS (600: saves so long
 #           before the end) REQUEUE (true) MAX_FAILURES (3, in a row and without a new checkpoint: the chain ends)
+#           RETRY_SECONDS (60, times the failures in a row: the wait before the next)
 # Where     NNODES GPUS_PER_NODE CPU_NODES (false; true: nodes without GPUs) PARTITION ACCOUNT QOS CONSTRAINT NICE EXCLUSIVE (true)
 #           CPUS_PER_TASK EXCLUDE_FILE (RUN_DIR/exclude_nodes.txt) JOB_NAME EXTRA_SBATCH
 # Software  MODULES ("cuda/12.6 nccl") SETUP (a file to source) CONTAINER (an image: pyxis and enroot, or a .sif of apptainer)

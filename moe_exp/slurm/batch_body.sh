@@ -86,6 +86,7 @@ tell_launcher() {
 
 # shellcheck disable=SC2329  # called by a trap
 stop_launchers() {
+    warned=true
     [ ! -e "$notes/stop" ] || return 0 # a second signal to a launcher kills its job
     say "SLURM's warning: the run saves and ends"
     touch "$notes/stop"
@@ -105,6 +106,13 @@ count_failure() {
     cat "$slurm_folder/failures"
 }
 
+# What has failed may be a file server that is away. SLURM's warning, earlier or meanwhile, ends the wait: little is left of the job, and one
+# that is over cannot queue itself again. In steps of a second, as a shell answers signals only between commands.
+pause() {
+    local until=$((SECONDS + $1))
+    while [ "$warned" = false ] && [ "$SECONDS" -lt "$until" ]; do sleep 1; done
+}
+
 after_failure() {
     local failures
     failures="$(count_failure)"
@@ -113,11 +121,18 @@ after_failure() {
         say "the chain ends here: see $slurm_folder/job$SLURM_JOB_ID.*.log"
         rm -f "$slurm_folder/failures"
         cancel_rest
-    elif on_excluded_node && [ -n "$(pending_jobs)" ]; then
+        return
+    fi
+    if [ "$requeue" != true ] && [ -z "$(pending_jobs)" ]; then
+        say "no job follows: run_slurm.sh with the same settings submits more"
+        return
+    fi
+    say "waits $((retry_seconds * failures)) s before what comes next"
+    pause "$((retry_seconds * failures))"
+    if on_excluded_node && [ -n "$(pending_jobs)" ]; then
         say "one of its nodes is excluded now, which a job that is queued again cannot be told: the next job goes on"
     elif [ "$requeue" = true ]; then
-        say "goes back into the queue after $((retry_seconds * failures)) s"
-        sleep "$((retry_seconds * failures))"
+        say "goes back into the queue"
         scontrol requeue "$SLURM_JOB_ID" || say "which SLURM refuses: the next job goes on, if there is one"
     fi
 }
@@ -129,29 +144,73 @@ record() {
     echo "$line" >>"$slurm_folder/jobs.log"
 }
 
+# What follows from an exit code, which is the launcher's: the end of this script.
+conclude() {
+    local code="$1"
+    set +e # of SETUP, where it has ended this script
+    trap - EXIT TERM
+    trap 'warned=true' USR1
+    rm -rf "$notes"
+    case "$code" in
+        0)
+            say "the run has finished; what is left of the chain is cancelled"
+            record finished
+            rm -f "$slurm_folder/failures"
+            cancel_rest
+            ;;
+        75)
+            say "to be continued"
+            record "to be continued"
+            [ -n "$(pending_jobs)" ] || say "but no job follows: run_slurm.sh with the same settings submits more"
+            rm -f "$slurm_folder/failures"
+            exclude_for_rest
+            code=0 # for SLURM: a job that did what it should
+            ;;
+        2)
+            say "the settings cannot run: the chain ends here"
+            record "bad settings"
+            cancel_rest
+            ;;
+        *)
+            record "failed with $code"
+            exclude_for_rest
+            after_failure "$code"
+            ;;
+    esac
+    exit "$code"
+}
+
 notes="$slurm_folder/notes/$SLURM_JOB_ID"
 rm -rf "$notes" && mkdir -p "$notes"
+warned=false
 trap stop_launchers USR1
 
+mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+checkpoint_before="$(newest_checkpoint)"
+say "starts on ${hosts[*]}, checkpoint $checkpoint_before, attempt $((${SLURM_RESTART_COUNT:-0} + 1))"
+record starts
+
+prepared=true
+trap 'say "$setup has ended this script"; conclude 1' EXIT
+# A shell that a signal ends comes to EXIT, too: a job that is cancelled is no failure that is tried again.
+trap 'trap - EXIT; exit 143' TERM
 set +u # of files that others wrote
 if [ "${#modules[@]}" -gt 0 ]; then
     # A function of the shell, which is not there without the submitter's environment.
     # shellcheck source=/dev/null
     command -v module >/dev/null || source /etc/profile
-    module load "${modules[@]}" || say "module load ${modules[*]} has failed"
+    module load "${modules[@]}" || { say "module load ${modules[*]} has failed" && prepared=false; }
 fi
-if [ -n "$setup" ]; then
+if [ -n "$setup" ] && [ "$prepared" = true ]; then
     # shellcheck source=/dev/null
-    source "$setup" || say "$setup ended with $?"
+    source "$setup" || { say "$setup ended with $?, the exit code of its last command" && prepared=false; }
 fi
 set +e -u -o pipefail # SETUP may have set -e, with which this script would end at the first job that fails, and with it the chain
+trap - EXIT TERM
+[ "$prepared" = true ] || conclude 1
 
-mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export MASTER_ADDR="${hosts[0]}"
 export MASTER_PORT="${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}"
-checkpoint_before="$(newest_checkpoint)"
-say "starts on ${hosts[*]}, checkpoint $checkpoint_before, attempt $((${SLURM_RESTART_COUNT:-0} + 1))"
-record starts
 
 # In the background: a shell answers signals only between commands, and in `wait`.
 srun "${srun_options[@]}" --nodes="$SLURM_NNODES" --ntasks-per-node=1 --export=ALL --kill-on-bad-exit=1 --wait=0 \
@@ -164,36 +223,7 @@ while kill -0 "$launchers" 2>/dev/null; do # the signal has ended the wait, and 
     wait "$launchers"
     code=$?
 done
-trap '' USR1
 code="$(outcome "$code")"
-rm -rf "$notes"
-# Settings that have trained can run: a file server was away, the disk was full, what was loaded was not what was saved.
+# Settings that have trained can run: a file server was away, the disk was full.
 [ "$code" != 2 ] || [ "$checkpoint_before" = none ] || code=1
-
-case "$code" in
-    0)
-        say "the run has finished; what is left of the chain is cancelled"
-        record finished
-        rm -f "$slurm_folder/failures"
-        cancel_rest
-        ;;
-    75)
-        say "to be continued"
-        record "to be continued"
-        [ -n "$(pending_jobs)" ] || say "but no job follows: run_slurm.sh with the same settings submits more"
-        rm -f "$slurm_folder/failures"
-        exclude_for_rest
-        code=0 # for SLURM: a job that did what it should
-        ;;
-    2)
-        say "the settings cannot run: the chain ends here"
-        record "bad settings"
-        cancel_rest
-        ;;
-    *)
-        record "failed with $code"
-        exclude_for_rest
-        after_failure "$code"
-        ;;
-esac
-exit "$code"
+conclude "$code"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from moe_exp.config import Config
 from moe_exp.data.slurm_jobs import job_environment
+from moe_exp.data.tokens import parse_blend
 from moe_exp.run_folder import RunFolder
 from moe_exp.slurm.slurm_settings import PASSED_ALWAYS, SlurmSettings
 from moe_exp.watch.exclude import EXCLUDE_NODES
@@ -125,8 +126,12 @@ def _variables(job: RunJob) -> list[str]:
     return [
         job_environment(),
         *(f"{name}={shlex.quote(str(value))}" for name, value in values.items()),
-        *(f"{name}=({shlex.join(words)})" for name, words in lists.items()),
+        *(f"{name}=({' '.join(map(_word, words))})" for name, words in lists.items()),
     ]
+
+
+def _word(text: str) -> str:
+    return f"'{text}'" if "," in text and shlex.quote(text) == text else shlex.quote(text)  # shellcheck takes a comma for a mistake
 
 
 def _srun_options(job: RunJob) -> list[str]:
@@ -152,13 +157,25 @@ def _launcher(job: RunJob) -> list[str]:
 
 
 def mounts(job: RunJob) -> list[str]:
-    """Folders that a container sees under their own names: this package, this folder, runs and data; and those of CONTAINER_MOUNTS."""
+    """Folders that a container sees under their own names, see `own_folders`; and those of CONTAINER_MOUNTS."""
+    return list(dict.fromkeys([*own_folders(job), *(part for part in job.slurm.container_mounts.split(",") if part)]))
+
+
+def own_folders(job: RunJob) -> list[str]:
+    """What the run itself has to see: this package, this folder, runs and data."""
     folders = [_PACKAGE_ROOT, Path.cwd(), Path(job.config.run_dir), Path(job.config.data_dir), *_data_folders(job.config)]
-    own = [os.path.abspath(folder.expanduser()) for folder in folders]  # noqa: PTH100  # not resolved: links keep their names
-    return list(dict.fromkeys([*own, *(part for part in job.slurm.container_mounts.split(",") if part)]))
+    paths = [os.path.abspath(folder.expanduser()) for folder in folders]  # noqa: PTH100  # not resolved: links keep their names
+    return list(dict.fromkeys(paths))
 
 
 def _data_folders(config: Config) -> list[Path]:
-    words = f"{config.train_data} {config.valid_data}".split()
-    places = [*(Path(word).parent for word in words if "/" in word), *([Path(config.tokenizer).parent] if config.tokenizer else [])]
-    return [*places, *([Path(config.load_dir)] if config.load_dir else [])]
+    places = [Path(prefix).parent for blend in (config.train_data, config.valid_data) for prefix in _prefixes(blend)]
+    places += [Path(config.tokenizer).parent] if config.tokenizer else []
+    return [*places, *(Path(place) for place in (config.load_dir, config.upcycle_from) if place)]
+
+
+def _prefixes(blend: str) -> list[str]:
+    try:
+        return [prefix for _, prefix in parse_blend(blend)] if blend else []
+    except ValueError:
+        return []  # check_files says so

@@ -102,7 +102,11 @@ def load_slurm_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) ->
     try:
         settings = SlurmSettings(**given)
     except ValidationError as error:
-        raise ConfigError([_line(one, given) for one in error.errors()]) from None
+        wrong = {str(one["loc"][0]) for one in error.errors()}
+        rest = SlurmSettings(**{name: value for name, value in given.items() if name not in wrong})
+        named = re.compile(rf"\b({'|'.join(name.upper() for name in wrong)})\b")  # a rule with one of these would judge its default
+        others = [line for line in _problems(rest, environ) if not named.search(line)]
+        raise ConfigError([*(_line(one, given) for one in error.errors()), *others]) from None
     if problems := list(_problems(settings, environ)):
         raise ConfigError(problems)
     return settings
@@ -186,6 +190,11 @@ def _place_problems(settings: SlurmSettings, environ: Mapping[str, str]) -> Iter
         yield problem("container", settings.container, "does not exist", "name the image file, or set CONTAINER_RUNTIME=pyxis")
     if settings.exclude_file and Path(settings.exclude_file).is_dir():
         yield problem("exclude_file", settings.exclude_file, "is a folder", "name a file; it need not exist yet")
+    if settings.container_mounts and not settings.container:
+        yield problem("container_mounts", settings.container_mounts, "has no effect without CONTAINER", "set CONTAINER, or leave it out")
     for name in settings.passed:
-        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) or name not in environ:
+        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+            rule = "is no name of a variable; values are taken from this shell"
+            yield problem("pass_env", name, rule, "give names alone, as in 'WANDB_API_KEY NCCL_DEBUG'")
+        elif name not in environ:
             yield problem("pass_env", name, "is not set in this shell", f"export {name}, or leave it out")

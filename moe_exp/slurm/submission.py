@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from moe_exp.config import Config, ConfigError, load_config, problem
 from moe_exp.data.slurm_jobs import still_there
 from moe_exp.files import write_atomically
 from moe_exp.machine_checks import check_files
-from moe_exp.slurm.batch_script import RunJob, batch_script, mounts
+from moe_exp.slurm.batch_script import RunJob, batch_script, mounts, own_folders
 from moe_exp.slurm.slurm_settings import SlurmSettings, load_slurm_settings
 from moe_exp.watch.exclude import read_excluded
 
@@ -39,6 +39,7 @@ def plan_job(flags: Mapping[str, Any], environ: Mapping[str, str]) -> RunJob:
     for name in ("node_rank", "master_addr"):  # which each job finds out by itself
         given.pop(name, None)
     problems: list[str] = []
+    slurm = config = None
     try:
         slurm = load_slurm_settings(of_slurm, environ)
     except ConfigError as error:
@@ -47,10 +48,12 @@ def plan_job(flags: Mapping[str, Any], environ: Mapping[str, str]) -> RunJob:
         config, given = _run_settings(given, of_slurm, environ)
     except ConfigError as error:
         problems += error.problems
+    if config:
+        problems += [*check_config(config), *check_files(config)]
+    if config and slurm:
+        job = RunJob(config, given, slurm)
+        problems += _run_problems(job)
     if problems:
-        raise ConfigError(problems)
-    job = RunJob(config, given, slurm)
-    if problems := [*_run_problems(job), *check_config(config), *check_files(config)]:
         raise ConfigError(problems)
     return job
 
@@ -75,9 +78,18 @@ def _run_problems(job: RunJob) -> list[str]:
         found.append(problem("run_name", job.config.name, rule, "give another RUN_NAME or RUN_DIR"))
     if not job.slurm.job_name and not re.fullmatch(r"[\w.+=-]+", job.name, re.ASCII):
         found.append(problem("job_name", job.name, "has characters that squeue cannot look for", "give a JOB_NAME of letters and digits"))
-    if job.slurm.container and any("," in folder for folder in mounts(job)):
-        found.append(problem("container", job.slurm.container, "a folder that it has to see has a comma in its name", "rename it"))
-    return found
+    return [*found, *_mount_problems(job)]
+
+
+def _mount_problems(job: RunJob) -> Iterator[str]:
+    """apptainer and pyxis take mounts apart at commas and colons, and enroot at spaces (github.com/NVIDIA/pyxis/issues/133)."""
+    runtime = job.slurm.runtime
+    for folder in mounts(job) if runtime else ():
+        words = [("," in folder or (":" in folder and folder in own_folders(job)), "a comma or a colon")]
+        words += [(runtime == "pyxis" and " " in folder, "a space")]
+        for what in (what for is_there, what in words if is_there):
+            rule = f"the job has to see {folder}, and {runtime} can mount no path with {what}"
+            yield problem("container", job.slurm.container, rule, "rename it, or give a link to it with another name")
 
 
 def script_of(job: RunJob) -> str:
@@ -87,6 +99,20 @@ def script_of(job: RunJob) -> str:
         ValueError: a line of EXCLUDE_FILE is no host name.
     """
     return batch_script(job, excluded=read_excluded(job.exclude_file))
+
+
+def planned_commands(job: RunJob) -> list[str]:
+    """The calls of sbatch that `submit` would make, as lines of a shell."""
+    path = shlex.quote(str(job.folder / "TIME.sbatch"))
+    number, after = job.slurm.num_jobs, [*job.slurm.jobs_before]
+    if job.slurm.chain == "array" or number == 1:
+        what = f"a job array: {number} jobs, one after another" if number > 1 else "one job"
+        return [f"{shlex.join(['sbatch', '--parsable', *_dependency(after)])} {path}  # {what}"]
+    lines = []
+    for this in range(1, number + 1):
+        lines.append(" ".join(["sbatch --parsable", *_dependency(after), f"{path}  # job {this} of {number}"]))
+        after = [f"ID_OF_JOB_{this}"]
+    return lines
 
 
 def submit(job: RunJob) -> list[str]:
@@ -118,8 +144,7 @@ def submit(job: RunJob) -> list[str]:
 
 
 def _sbatch(path: Path, before: Sequence[str]) -> str:
-    dependency = [f"--dependency=afterany:{':'.join(before)}"] if before else []
-    command = ["sbatch", "--parsable", *dependency, str(path)]
+    command = ["sbatch", "--parsable", *_dependency(before), str(path)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=sbatch_environment(os.environ))
     except FileNotFoundError:
@@ -130,6 +155,10 @@ def _sbatch(path: Path, before: Sequence[str]) -> str:
         said = " ".join((done.stderr or done.stdout).split())
         raise ValueError(f"sbatch: exit code {done.returncode}: {said}. Fix: change what it names; {shlex.join(command)} tries again.")
     return found[1]
+
+
+def _dependency(before: Sequence[str]) -> list[str]:
+    return [f"--dependency=afterany:{':'.join(before)}"] if before else []
 
 
 def sbatch_environment(environ: Mapping[str, str]) -> dict[str, str]:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from moe_exp.table_console import table_console
 from moe_exp.watch.blame import Blame
 
 _COLOURS = {
@@ -25,7 +25,7 @@ _COLOURS = {
 
 def print_blame(found: Sequence[Blame]) -> None:
     """One row for each kind of fault of a place, causes first."""
-    console = Console()
+    console = table_console()
     if not found:
         console.print("No known error in these logs.")
         return

@@ -21,6 +21,7 @@ from moe_exp.checkpoint.fingerprints import Fingerprint, added, fingerprints_of,
 from moe_exp.checkpoint.folders import Manifest, entry_of
 from moe_exp.checkpoint.layouts import Layout
 from moe_exp.checkpoint.reshape import Reshaping, reshape
+from moe_exp.checkpoint.restored import RestoreError
 from moe_exp.checkpoint.torch_dist import CheckpointReader
 from moe_exp.cli import main
 from moe_exp.config import load_config
@@ -284,12 +285,19 @@ def test_resume_of_another_state_ends_with_a_line_and_an_event(tmp_path, capsys)
     Manifest(manifest.iteration, files, manifest.facts).write(folder)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     printed.write_text("")
-    assert end_run(start_run(settings | {"train_iters": 4}, printed), printed) == [2]
+    assert end_run(start_run(settings | {"train_iters": 4}, printed), printed) == [
+        1
+    ]  # a failure of this start, for a chain of jobs to try again
     line = next(line for line in printed.read_text().splitlines() if line.startswith("moe-exp: checkpoint="))
     assert f"1 of {len(saved)} tensors are not what was saved, by their fingerprints: {name}." in line
     (event,) = [event for event in records(tmp_path / "run", "event") if event["event"] == "restore_failed"]
     assert event["tensors"] == [name]
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert "to go back to an older checkpoint" not in line  # there is none
+    (folder.parent / "iter_0000001").mkdir()
+    fix = str(RestoreError(folder, [name], 1)).partition("Fix: ")[2]
+    assert f"to go back to an older checkpoint write 1 into {folder.parent}/latest_checkpointed_iteration.txt; FINGER" in fix
+    (folder.parent / "iter_0000001").rmdir()
     assert load_config(settings, {}).fingerprints
     assert main(["ckpt", "verify", str(folder)]) == 1
     assert capsys.readouterr().out == f"{folder}: {name} is not what was in memory when it was saved, by its fingerprint\n"

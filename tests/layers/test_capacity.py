@@ -7,7 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_moe import identity_router
 
-from moe_exp.layers.capacity import count_per_expert, expert_capacity, keep_first, keep_most_probable, rank_in_expert
+from moe_exp.layers.capacity import (
+    count_per_expert,
+    expert_capacity,
+    keep_first,
+    keep_full_tiles,
+    keep_most_probable,
+    rank_in_expert,
+)
 from moe_exp.layers.dispatcher import LocalDispatcher
 from moe_exp.layers.moe_layer import MoELayer, MoESettings
 from ranks import run_on_ranks
@@ -38,6 +45,16 @@ def test_ties_go_by_position():
     # Expert 0: both .9, then the first of the .5; expert 1: all three.
     kept = [[1], [0], [1], [1], [0], [1], [0], [1], [1], [0]]
     assert keep_most_probable(expert_TK, weights_TK, num_experts=2, capacity=3).int().tolist() == kept
+
+
+def test_rows_are_rounded_down_to_full_tiles_by_hand():
+    # Tiles of 3. Expert 0 has seven slots and keeps six, expert 1 exactly three, expert 2 has two, fewer than a tile, and keeps them.
+    expert_TK = torch.tensor([[0, 1], [0, 1], [0, 2], [0, 1], [0, 2], [0, 3], [0, 3]])
+    weights_TK = torch.tensor([[0.9, 0.1], [0.5, 0.5], [0.6, 0.4], [0.7, 0.3], [0.5, 0.5], [0.8, 0.2], [0.7, 0.3]])
+    # Of the two of weight .5 the later one goes. Expert 3 of 3 is none: padding.
+    kept = [[1, 1], [1, 1], [1, 1], [1, 1], [0, 1], [1, 0], [1, 0]]
+    assert keep_full_tiles(expert_TK, weights_TK, num_experts=3, tile=3).int().tolist() == kept
+    assert keep_full_tiles(expert_TK, weights_TK, num_experts=3, tile=1).int().tolist() == (expert_TK < 3).int().tolist()
 
 
 def test_minimum_capacity():

@@ -18,6 +18,7 @@ from test_grouped_gemm import SPLITS, assert_relative, inputs, reference
 from moe_exp.layers import gemm_packages
 from moe_exp.layers.gemm_packages import PACKAGES, check_package
 from moe_exp.layers.grouped_gemm import BACKENDS, choose_backend
+from moe_exp.layers.kernels import launch
 
 
 def gmm(a, b, batch_sizes, trans_b=False):
@@ -57,6 +58,7 @@ def stand_ins(monkeypatch):
         "megablocks": {"grouped_gemm_util": types.SimpleNamespace(ops=ops)},
         "transformer_engine": {},
         "transformer_engine.pytorch": {"GroupedLinear": GroupedLinear},
+        "transformer_engine.pytorch.fp8": {"FP8GlobalStateManager": types.SimpleNamespace(is_fp8_enabled=lambda: False)},
     }.items():
         module = types.ModuleType(name)
         module.__dict__.update(contents)
@@ -144,6 +146,7 @@ def test_a_named_backend_that_can_run(monkeypatch):
 )
 def test_auto_takes_a_package_where_grouped_mm_is_no_choice(monkeypatch, installed, capability, backend, because):
     install(monkeypatch, *installed)
+    monkeypatch.setattr(launch, "missing", lambda: "it is missing")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     name, reason = choose_backend("auto", device_type="cuda", dtype=torch.bfloat16)
     assert name == backend

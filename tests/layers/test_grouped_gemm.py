@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from moe_exp.layers.grouped_gemm import BACKENDS, choose_backend, loop_backend
+from moe_exp.layers.kernels import launch
 
 # Rows per expert; empty experts first, in the middle, last, and nothing at all.
 SPLITS = [(3, 1, 7, 5), (0, 4, 0, 9), (5, 0, 0, 0), (0, 0, 0, 2), (0, 0, 0, 0), (1, 1, 1, 1)]
@@ -102,7 +103,7 @@ def test_loop_with_one_input_that_needs_no_gradient(needs):
 # choose_backend
 
 
-@pytest.mark.parametrize("name", ["loop", "torch"])
+@pytest.mark.parametrize("name", ["triton", "loop", "torch"])
 def test_a_named_backend_is_taken(name):
     assert choose_backend(name, device_type="cpu", dtype=torch.float32) == (name, "asked for by EXPERT_BACKEND")
 
@@ -117,22 +118,52 @@ def test_auto_on_a_cpu():
 @pytest.mark.parametrize(
     ("dtype", "capability", "expected"),
     [
-        (torch.bfloat16, (9, 0), ("torch", "grouped_mm runs as one kernel on Hopper")),
-        (torch.bfloat16, (10, 0), ("loop", BLACKWELL)),
-        (torch.bfloat16, (8, 0), ("loop", "grouped_mm is slow on GPUs before Hopper")),
-        (torch.float32, (9, 0), ("loop", "grouped GEMMs are one kernel in bf16 only, not in float32")),
+        (torch.bfloat16, (9, 0), ("torch", "not triton: it is missing; grouped_mm runs as one kernel on Hopper")),
+        (torch.bfloat16, (10, 0), ("loop", f"not triton: it is missing; {BLACKWELL}")),
+        (torch.bfloat16, (8, 0), ("loop", "not triton: it is missing; grouped_mm is slow on GPUs before Hopper")),
+        (torch.float16, (9, 0), ("loop", "not triton: it is missing; the other grouped GEMMs are one kernel in bf16 only")),
+        (torch.float32, (9, 0), ("loop", "grouped GEMMs are one kernel in bf16 and fp16 only, not in float32")),
     ],
 )
-def test_auto_on_a_gpu(monkeypatch, dtype, capability, expected):
+def test_auto_on_a_gpu_without_triton(monkeypatch, dtype, capability, expected):
+    monkeypatch.setattr(launch, "missing", lambda: "it is missing")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     assert choose_backend("auto", device_type="cuda", dtype=dtype) == expected
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_auto_on_a_gpu_with_triton(monkeypatch, dtype):
+    monkeypatch.setattr(launch, "missing", lambda: "")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    name, reason = choose_backend("auto", device_type="cuda", dtype=dtype)
+    assert (name, reason) == ("triton", "one function of Triton kernels, which gather the rows and keep the least for backward")
+    rule = "its kernels have no bias of the experts"
+    name, reason = choose_backend("auto", device_type="cuda", dtype=dtype, bias=True)
+    others = {torch.bfloat16: ("torch", "grouped_mm runs as one kernel on Hopper")}
+    expected = others.get(dtype, ("loop", "the other grouped GEMMs are one kernel in bf16 only"))
+    assert (name, reason) == (expected[0], f"not triton: {rule}; {expected[1]}")
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"bias": True, "dtype": torch.bfloat16, "device_type": "cpu"}, r"its kernels have no bias of the experts\. Fix: use auto\."),
+        ({"dtype": torch.float64, "device_type": "cpu"}, r"its kernels have no float64\. Fix: use auto\."),
+        ({"dtype": torch.bfloat16, "device_type": "cuda"}, r"triton is not installed\. Fix: pip install triton, or use auto\."),
+    ],
+)
+def test_triton_that_cannot_run(monkeypatch, options, rule):
+    monkeypatch.setattr(launch, "triton", None)
+    with pytest.raises(ValueError, match=rf"^expert_backend=triton: {rule}$"):
+        choose_backend("triton", **options)
+
+
 def test_torch_without_grouped_mm(monkeypatch):
+    monkeypatch.setattr(launch, "missing", lambda: "it is missing")
     monkeypatch.delattr(torch.nn.functional, "grouped_mm")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     name, reason = choose_backend("auto", device_type="cuda", dtype=torch.bfloat16)
-    assert (name, reason) == ("loop", f"torch {torch.__version__} has no grouped_mm")
+    assert (name, reason) == ("loop", f"not triton: it is missing; torch {torch.__version__} has no grouped_mm")
     with pytest.raises(ValueError, match=r"expert_backend=torch: torch .* has no grouped_mm\. Fix: use loop, or install torch>=2\.10\."):
         choose_backend("torch", device_type="cuda", dtype=torch.bfloat16)
 
@@ -144,6 +175,7 @@ def test_torch_in_float64():
 
 def test_unknown_backend():
     with pytest.raises(
-        ValueError, match=r"expert_backend=cutlass: is not a backend\. Fix: use auto or one of loop, torch, grouped_gemm, te, megablocks\."
+        ValueError,
+        match=r"expert_backend=cutlass: is not a backend\. Fix: use auto or one of triton, loop, torch, grouped_gemm, te, megablocks\.",
     ):
         choose_backend("cutlass", device_type="cpu", dtype=torch.float32)

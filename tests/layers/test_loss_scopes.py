@@ -275,6 +275,11 @@ def test_losses_in_a_list_add_up():
         (lambda: MoESettings(pad_to_capacity=True), r"pad_to_capacity=True: a dropless layer has no capacity\. Fix: set capacity_factor\."),
         (lambda: MoESettings(min_capacity=3), r"min_capacity=3: a dropless layer has no capacity"),
         (
+            lambda: MoESettings(token_rounding=-1),
+            r"token_rounding=-1: is negative\. Fix: set it to 0, or to a tile, 128, of a dropless layer",
+        ),
+        (lambda: MoESettings(token_rounding=64, capacity_factor=1.0), r"token_rounding=64: a layer with capacity has its number of rows"),
+        (
             lambda: tiny_layer(losses=(AuxLoss("global_aux_loss", 1),)),
             r"global_aux_loss: the router keeps no global fractions",
         ),

@@ -238,3 +238,29 @@ def halves_of_the_sequence(policy):
 def test_drops_of_batch_first_tokens_do_not_depend_on_the_ranks(policy):
     whole, _ = tiny_layer(capacity_factor=0.6, drop_policy=policy)(random(3, 10, HIDDEN, seed=8))
     torch.testing.assert_close(torch.cat(run_on_ranks(2, halves_of_the_sequence, policy), dim=1), whole, rtol=1e-12, atol=0)
+
+
+def test_rounding_is_for_training_alone_and_counts_as_drops():
+    layer = tiny_layer(token_rounding=8)
+    x_TD = random(41, HIDDEN, seed=8)
+    decision = layer.route(x_TD)
+    kept_E = torch.bincount(decision.expert_TK[decision.kept_TK], minlength=4)
+    assert ((kept_E % 8 == 0) | (decision.tokens_per_expert_E < 8)).all() and kept_E.sum() < 82
+    layer(x_TD)
+    assert layer.statistics.sums[0] == 82 - kept_E.sum()
+    torch.testing.assert_close(layer.eval()(x_TD)[0], tiny_layer()(x_TD)[0], rtol=0, atol=0)
+
+
+def rounded_part_of_the_sequence():
+    group = dist.group.WORLD
+    x_BSD = random(3, 12, HIDDEN, seed=8)
+    layer = tiny_layer(token_rounding=8, microbatch_group=group)
+    return layer(x_BSD.chunk(group.size(), dim=1)[group.rank()])[0].detach()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_rounding_does_not_depend_on_the_ranks(num_ranks):
+    layer = tiny_layer(token_rounding=8)
+    whole, _ = layer(random(3, 12, HIDDEN, seed=8))
+    assert layer.statistics.sums[0] > 0
+    torch.testing.assert_close(torch.cat(run_on_ranks(num_ranks, rounded_part_of_the_sequence), dim=1), whole, rtol=1e-12, atol=0)

@@ -61,6 +61,7 @@ def test_every_parameter_is_marked_for_sequence_parallelism(normalization, names
 
 def test_choose_norm():
     assert choose_norm("cpu") == ("torch", "torch.nn.RMSNorm and LayerNorm, with sequence parallelism, on cpu")
+    assert choose_norm("cuda")[1].endswith("on cuda; RMSNorm is one kernel each way")
 
 
 # Over all heads: x [S, B, H, d] with two heads of three channels on each rank of two.

@@ -40,15 +40,17 @@ def tiny_layer(
     losses=(),
     router=None,
     shared=None,
+    backend="loop",
+    dtype=torch.float64,
     **settings,
 ) -> MoELayer:
-    """Float64, `loop` backend. The first E inputs of a token push it to the expert of the same number."""
+    """The first E inputs of a token push it to the expert of the same number."""
     gated = activation == "swiglu"
     config = RouterConfig(hidden_size=HIDDEN, num_experts=EXPERTS, topk=topk, dtype="fp64", **(router or {}))
-    router = Router(config, microbatch_group=microbatch_group, dtype=torch.float64)
+    router = Router(config, microbatch_group=microbatch_group, dtype=dtype)
     ep, etp = group_size(ep_group), group_size(etp_group)
     experts = Experts(
-        num_local_experts=EXPERTS // ep, hidden_size=HIDDEN, ffn_size=FFN // etp, activation=activation, backend="loop", dtype=torch.float64
+        num_local_experts=EXPERTS // ep, hidden_size=HIDDEN, ffn_size=FFN // etp, activation=activation, backend=backend, dtype=dtype
     )
     weight1_EFD, weight2_EDF = random(EXPERTS, FFN * (1 + gated), HIDDEN, seed=1), random(EXPERTS, HIDDEN, FFN, seed=2)
     with torch.no_grad():

@@ -56,6 +56,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "grouped GEMM, bf16": BF16 | {"expert_backend": "torch"},
     "grouped GEMM, activation again, bf16": BF16 | {"expert_backend": "torch", "recompute": "moe_act"},
     "rows that travel": {"dispatcher": "alltoall"},
+    "kernels": {"expert_backend": "triton"},
+    "kernels, bf16": BF16 | {"expert_backend": "triton"},
+    "kernels, rows that travel, bf16": BF16 | {"expert_backend": "triton", "dispatcher": "alltoall"},
     "selective": {"recompute": "selective"},
     "full, dense": DENSE | {"recompute": "full"},
     "full, bf16": BF16 | {"recompute": "full"},
@@ -117,7 +120,10 @@ def saved_on_rank(jobs: list[dict[str, Any]], ports: list[int]) -> list[tuple[in
 
 def _saved(settings: dict[str, Any], port: int) -> tuple[int, int]:
     from moe_exp import runtime, train
+    from moe_exp.layers.kernels import launch
     from moe_exp.model import build_model
+
+    launch.INTERPRETED = False  # the kernels' twins keep the same, sooner
 
     config = of_settings(settings, num_ranks=int(os.environ["WORLD_SIZE"]))
     os.environ["MASTER_PORT"] = str(port)

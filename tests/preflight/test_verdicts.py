@@ -8,6 +8,7 @@ import random
 
 import pytest
 
+from moe_exp.cli import main
 from moe_exp.preflight.pairing import rounds_of_pairs
 from moe_exp.preflight.preflight_report import add_to_list, findings_lines, print_report
 from moe_exp.preflight.verdicts import Verdict, judge
@@ -102,6 +103,15 @@ def test_one_node_compares_its_ranks_and_is_not_excluded_for_that():
     verdict = verdict_on(found)
     assert verdict.grade == "failed" and [node.host for node in verdict.to_exclude()] == ["n0"]
     assert verdict.nodes[0].reason == "rank 3 (cuda:3): 3 elements of matrix products are wrong"
+
+
+def test_ranks_that_share_the_cores_of_one_node_are_not_slow():
+    found = reports(1, 4)
+    for rank in found[0]["ranks"]:
+        rank["device"] = "cpu"
+    found[0]["ranks"][3]["matmul"]["teraflops"] = 100.0
+    verdict = verdict_on(found)
+    assert verdict.grade == "warning" and "rank 3 (cpu): matmul 100 TFLOP/s" in verdict.nodes[0].findings[0].text
 
 
 def test_where_all_scatter_nobody_is_named():
@@ -211,7 +221,7 @@ def test_what_most_nodes_have_is_no_nodes_fault():
 
 
 def test_report_for_people_programs_and_the_list(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "220")
+    monkeypatch.setenv("COLUMNS", "80")  # a pipe: the table has the width that it wants
     found = reports(3)
     slow_link(found, 2, 0.1)
     found[0]["ranks"][0]["all_ranks"] = {"latency_us": 50.0, "all_reduce": 4.2, "all_to_all": 5.1}
@@ -229,3 +239,12 @@ def test_report_for_people_programs_and_the_list(tmp_path, capsys, monkeypatch):
     assert add_to_list(verdict, tmp_path / "list") == ["n2"]
     assert add_to_list(verdict, tmp_path / "list") == []
     assert "preflight: rank 4 (cuda:0): point-to-point" in read_reasons(tmp_path / "list")["n2"]
+
+
+def test_a_node_rank_that_is_none_is_refused_before_anybody_waits(capsys, monkeypatch):
+    monkeypatch.setenv("PRESET", "cpu")
+    assert main(["watch", "preflight", "--nnodes", "2", "--node-rank", "5"]) == 1
+    assert (
+        capsys.readouterr().err
+        == "moe-exp watch: NODE_RANK=5: is not below NNODES=2. Fix: set NODE_RANK to 0 to 1, or NNODES to at least 6.\n"
+    )

@@ -271,10 +271,13 @@ def test_in_each_job_of_a_chain_a_rank_is_on_another_host(tmp_path):
 
 
 def test_command(job, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "220")
+    monkeypatch.setenv("COLUMNS", "80")
     excluded = tmp_path / "list"
     assert main(["watch", "blame", str(job), "--exclude", str(excluded)]) == 0
     out = capsys.readouterr().out
+    assert (
+        len([line for line in out.splitlines() if "take the node out, and have it looked at" in line and "gpu-b07" in line]) == 1
+    )  # not wrapped
     assert out.index("uncorrectable memory error") < out.index("NCCL waited too long")
     assert (
         f"gpu-b07 should get no jobs: uncorrectable memory error (ECC) on cuda:1, 2 times, last 03-21 01:57:02; added to {excluded}" in out

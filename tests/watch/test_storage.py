@@ -14,7 +14,7 @@ import pytest
 
 from moe_exp.cli import main
 from moe_exp.config import Config, load_config, to_yaml
-from moe_exp.machine_checks import check_files
+from moe_exp.machine_checks import check_files, space_warnings
 from moe_exp.planner.disk import disk_use, keep_last_that_fits
 from moe_exp.planner.params import checkpoint_bytes
 from moe_exp.watch.storage import Measured, daly_interval, lost_share, measured, save_advice, storage_of, young_interval
@@ -174,6 +174,29 @@ def test_a_disk_that_cannot_hold_the_run(tmp_path, disk):
         (tmp_path / "x" / "checkpoints" / f"iter_{iteration:07d}").mkdir(parents=True)
     disk(1.5 * one)
     assert problems() == []
+
+
+def test_a_run_that_goes_on_needs_room_for_its_next_checkpoint_only(tmp_path, disk):
+    def room(**values: object) -> tuple[list[str], list[str]]:
+        c = config(run_dir=str(tmp_path), run_name="x", data_dir=str(tmp_path), **values)
+        return check_files(c), space_warnings(c)
+
+    one = disk_use(config()).one_bytes
+    disk(1.5 * one)
+    assert [len(lines) for lines in room()] == [1, 0]  # a first start
+    (tmp_path / "x" / "checkpoints" / "iter_0000100").mkdir(parents=True)
+    refused, (warning,) = room()
+    assert refused == []
+    assert "until iteration 1000: 9 checkpoints of " in warning
+    assert warning.endswith("make room; DISK_CHECK=one if you remove checkpoints by hand.")
+    assert room(disk_check="one") == room(disk_check="none") == ([], [])
+    disk(2.5 * one)
+    assert room(keep_last=1) == ([], [])
+    disk(one)  # and no room for records
+    (line,), warnings = room()
+    fix = "make room, or move the run to a larger disk and set RUN_DIR"
+    assert line.endswith(f"for its next checkpoint, and its records until then. Fix: {fix}.")
+    assert warnings == []
 
 
 def test_a_file_of_settings(tmp_path, capsys):

@@ -2,48 +2,88 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from moe_exp.layers.kernels.launch import cdiv, compilable, dot_constants, jit, num_programs, power_of_2, runs_kernel, tl, tuned
-from moe_exp.layers.kernels.tiles import dot, find_row_tile, in_groups, num_row_tiles
+from moe_exp.layers.kernels.launch import (
+    cdiv,
+    compilable,
+    descriptors,
+    dot_constants,
+    jit,
+    num_programs,
+    power_of_2,
+    runs_kernel,
+    tl,
+    tuned,
+)
+from moe_exp.layers.kernels.tiles import dot, in_groups, row_tile, row_tile_ends
 
-# Predicted, not measured; see docs/performance.md. The first one is for deterministic algorithms.
+LARGEST_N, LARGEST_K = 256, 64
+# Predicted, not measured; see docs/performance.md. The first one is for deterministic algorithms. BLOCK_K is of two bytes each.
 CONFIGS = [
-    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "num_warps": 8, "num_stages": 3},
-    {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "GROUP_M": 8, "num_warps": 8, "num_stages": 3},
-    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32, "GROUP_M": 8, "num_warps": 4, "num_stages": 4},
-    {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "num_warps": 4, "num_stages": 4},
-    {"BLOCK_M": 64, "BLOCK_N": 256, "BLOCK_K": 64, "GROUP_M": 8, "num_warps": 8, "num_stages": 4},
+    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "PROGRAMS": 1, "TMA": 0, "num_warps": 8, "num_stages": 4},
+    {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 32, "GROUP_M": 8, "PROGRAMS": 1, "TMA": 0, "num_warps": 8, "num_stages": 4},
+    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32, "GROUP_M": 8, "PROGRAMS": 2, "TMA": 0, "num_warps": 4, "num_stages": 4},
+    {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "PROGRAMS": 2, "TMA": 0, "num_warps": 4, "num_stages": 3},
+    {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "GROUP_M": 8, "PROGRAMS": 1, "TMA": 1, "num_warps": 8, "num_stages": 4},
+    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "PROGRAMS": 2, "TMA": 1, "num_warps": 8, "num_stages": 3},
+    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "PROGRAMS": 2, "TMA": 1, "num_warps": 4, "num_stages": 3},
 ]
 
 
-@tuned(CONFIGS, key=["num_experts", "width", "depth", "stride_wi"])
+def _set_blocks(args: dict[str, Any]) -> None:
+    if args["w_tma"] is None:
+        return
+    width, depth = args["BLOCK_N"], args["BLOCK_K"] * 2 // args["x"].element_size()
+    args["x_tma"].block_shape = [args["BLOCK_M"], depth]
+    args["w_tma"].block_shape = [1, width, depth] if args["TRANSPOSED"] else [1, depth, width]
+
+
+@tuned(CONFIGS, key=["num_experts", "width", "depth", "TRANSPOSED"], set_blocks=_set_blocks)
 @jit
 def _kernel(
-    x, w, y, offsets, num_experts, width, depth, stride_x, stride_wl, stride_wi, stride_wo, stride_y,
+    x, w, y, x_tma, w_tma, offsets, num_experts, width, depth, stride_x, stride_wl, stride_wi, stride_wo, stride_y,
+    TRANSPOSED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_E: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    PROGRAMS: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    num_m, num_n = num_row_tiles(offsets, num_experts, BLOCK_M, BLOCK_E), tl.cdiv(width, BLOCK_N)
+    DEPTH: tl.constexpr = BLOCK_K * 16 // x.dtype.element_ty.primitive_bitwidth
+    tile_ends = row_tile_ends(offsets, num_experts, BLOCK_M, BLOCK_E)
+    num_m, num_n = tl.max(tile_ends, 0), tl.cdiv(width, BLOCK_N)
     for tile in range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
         tile_m, tile_n = in_groups(tile, num_m, num_n, GROUP_M)
-        expert, row, row_end = find_row_tile(tile_m, offsets, num_experts, BLOCK_M, BLOCK_E)
+        expert, row, row_end = row_tile(tile_m, tile_ends, offsets, BLOCK_M)
         rows, columns = row + tl.arange(0, BLOCK_M), tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        is_row, is_column = rows < row_end, columns < width
-        depths = tl.arange(0, BLOCK_K)
-        x_block = x + rows.to(tl.int64)[:, None] * stride_x + depths[None, :]
-        w_block = w + expert.to(tl.int64) * stride_wl + depths[:, None] * stride_wi + columns[None, :] * stride_wo
+        is_column = columns < width
         total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for start in range(0, depth, BLOCK_K):
-            is_depth = depths < depth - start
-            a = tl.load(x_block, mask=is_row[:, None] & is_depth[None, :], other=0.0)
-            b = tl.load(w_block, mask=is_depth[:, None] & is_column[None, :], other=0.0)
-            total = dot(a, b, total, PRECISION, INTERPRET)
-            x_block += BLOCK_K
-            w_block += BLOCK_K * stride_wi
+        if TMA:
+            for start in range(0, depth, DEPTH):
+                a = x_tma.load([row, start])
+                if TRANSPOSED:
+                    b = w_tma.load([expert, tile_n * BLOCK_N, start]).reshape(BLOCK_N, DEPTH).T
+                else:
+                    b = w_tma.load([expert, start, tile_n * BLOCK_N]).reshape(DEPTH, BLOCK_N)
+                total = dot(a, b, total, PRECISION, INTERPRET)
+        else:
+            depths = tl.arange(0, DEPTH)
+            x_block = x + tl.minimum(rows, row_end - 1).to(tl.int64)[:, None] * stride_x + depths[None, :]
+            w_block = w + expert.to(tl.int64) * stride_wl + depths[:, None] * stride_wi + columns[None, :] * stride_wo
+            for start in range(0, depth, DEPTH):
+                is_depth = depths < depth - start
+                a = tl.load(x_block, mask=None if EVEN_K else is_depth[None, :], other=None if EVEN_K else 0.0)
+                if EVEN_N:
+                    b = tl.load(w_block, mask=None if EVEN_K else is_depth[:, None], other=None if EVEN_K else 0.0)
+                else:
+                    b = tl.load(w_block, mask=is_depth[:, None] & is_column[None, :], other=0.0)
+                total = dot(a, b, total, PRECISION, INTERPRET)
+                x_block += DEPTH
+                w_block += DEPTH * stride_wi
         y_block = y + rows.to(tl.int64)[:, None] * stride_y + columns[None, :]
-        tl.store(y_block, total.to(y.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+        tl.store(y_block, total.to(y.dtype.element_ty), mask=(rows < row_end)[:, None] & is_column[None, :])
 
 
 def grouped_matmul_torch(x_RI: Tensor, w_LIO: Tensor, offsets_L1: Tensor) -> Tensor:
@@ -77,10 +117,13 @@ def grouped_matmul(x_RI: Tensor, w_LIO: Tensor, offsets_L1: Tensor) -> Tensor:
 
     def grid(constants: dict[str, int]) -> tuple[int]:
         most_tiles = (cdiv(num_rows, constants["BLOCK_M"]) + num_experts) * cdiv(width, constants["BLOCK_N"])
-        return (num_programs(x_RI, most_tiles),)
+        return (num_programs(x_RI, most_tiles, per_processor=constants["PROGRAMS"]),)
 
+    transposed = w_LIO.stride(1) == 1
+    x_tma, w_tma = descriptors(x_RI, w_LIO.transpose(1, 2) if transposed else w_LIO)
     _kernel[grid](
-        x_RI, w_LIO, y_RO, offsets_L1, num_experts, width, depth, x_RI.stride(0), *w_LIO.stride(), y_RO.stride(0),
-        BLOCK_E=power_of_2(num_experts), **dot_constants(x_RI),
+        x_RI, w_LIO, y_RO, x_tma, w_tma, offsets_L1, num_experts, width, depth, x_RI.stride(0), *w_LIO.stride(), y_RO.stride(0),
+        TRANSPOSED=transposed, EVEN_N=width % LARGEST_N == 0, EVEN_K=depth % LARGEST_K == 0, BLOCK_E=power_of_2(num_experts),
+        **dot_constants(x_RI),
     )  # fmt: skip
     return y_RO

@@ -8,6 +8,7 @@ slowly, and the kernels are taken there, too.
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from torch import Tensor
 try:
     import triton
     import triton.language
+    import triton.tools.tensor_descriptor
 except ImportError:  # its absence is said by `missing`, where somebody asks for the kernels
     triton = None
 
@@ -48,42 +50,77 @@ def jit(function: Callable[..., Any]) -> Any:
     return function if triton is None else triton.jit(function)
 
 
-def tuned(configs: Sequence[dict[str, int]], key: Sequence[str], restored: Sequence[str] = ()) -> Callable[[Any], Any]:
+def tuned(
+    configs: Sequence[dict[str, int]],
+    key: Sequence[str],
+    restored: Sequence[str] = (),
+    set_blocks: Callable[[dict[str, Any]], None] | None = None,
+) -> Callable[[Any], Any]:
     """triton.autotune over `configs`, of which the first is the one for deterministic algorithms and for the interpreter.
 
     What was measured as fastest may be another config after the next start, and other tiles add up in another order: with
     torch.use_deterministic_algorithms the first config runs, and a run has the same bits in every start.
 
     Args:
-        configs: constants of the kernel with `num_warps` and `num_stages`.
+        configs: constants of the kernel with `num_warps` and `num_stages`; TMA=1 for what needs the tensor descriptor `w_tma`.
         key: arguments of the kernel that another shape changes; for each new set of values the configs are timed.
         restored: arguments that the kernel adds to, which timing must leave as they were.
+        set_blocks: gives descriptors among the arguments the block shapes of the config, called with all arguments before each launch.
     """
 
     def decorate(function: Any) -> Any:
         if triton is None:
             return function
         # A driver is wanted as soon as there are two.
-        chosen = [_config(config) for config in (configs[:1] if INTERPRETED else configs)]
-        prune = {"early_config_prune": _deterministic_first}
+        chosen = [make_config(config, set_blocks) for config in (configs[:1] if INTERPRETED else configs)]
+        prune = {"early_config_prune": _suited}
         return triton.autotune(chosen, key=list(key), prune_configs_by=prune, restore_value=list(restored) or None)(function)
 
     return decorate
 
 
-def _config(config: dict[str, int]) -> Any:
+def make_config(config: dict[str, int], set_blocks: Callable[[dict[str, Any]], None] | None = None) -> Any:
+    """triton.Config of constants with `num_warps` and `num_stages`; of small tiles under the interpreter."""
     constants = {name: value for name, value in config.items() if not name.startswith("num_")}
     if INTERPRETED:
         constants = {name: min(value, _INTERPRETED_TILE) if name.startswith("BLOCK_") else value for name, value in constants.items()}
-    return triton.Config(constants, num_warps=config["num_warps"], num_stages=config["num_stages"])
+    return triton.Config(constants, num_warps=config["num_warps"], num_stages=config["num_stages"], pre_hook=set_blocks)
 
 
 _INTERPRETED_TILE = 32  # so that small shapes have several tiles
 
 
-def _deterministic_first(configs: list[Any], named_args: dict[str, Any], **others: Any) -> list[Any]:
-    del named_args, others
+def _suited(configs: list[Any], named_args: dict[str, Any], **others: Any) -> list[Any]:
+    if (named_args | others).get("w_tma") is None:
+        configs = [config for config in configs if not config.kwargs.get("TMA")]
     return configs[:1] if torch.are_deterministic_algorithms_enabled() else configs
+
+
+def descriptors(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """Tensor descriptors, for the copy engine that GPUs have from Hopper on (TMA): whole blocks, no addresses and masks in registers.
+
+    What lies outside a tensor is read as zero. The block shapes are set by `tuned`'s set_blocks.
+
+    Args:
+        tensors: of which None stays None.
+
+    Returns:
+        All None where the device has no TMA, or one of the tensors does not fit: 16 bytes are the unit of addresses and strides.
+    """
+    if not all(x is None or _fits_tma(x) for x in tensors):
+        return (None,) * len(tensors)
+    make = triton.tools.tensor_descriptor.TensorDescriptor
+    return tuple(None if x is None else make(x, list(x.shape), list(x.stride()), [1] * x.dim()) for x in tensors)
+
+
+def _fits_tma(x: Tensor) -> bool:
+    *strides, last = x.stride()
+    fits = last == 1 and x.numel() > 0 and all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in strides)
+    return fits and _has_tma(x)
+
+
+def _has_tma(x: Tensor) -> bool:
+    return (INTERPRETED or torch.cuda.get_device_capability(x.device) >= (9, 0)) and x.data_ptr() % 16 == 0
 
 
 def num_programs(x: Tensor, num_tiles: int, *, per_processor: int = 1) -> int:
@@ -130,8 +167,10 @@ def compilable(name: str, fake: Callable[..., Any], *, mutates: Sequence[str] = 
     """
 
     def decorate(function: Function) -> Function:
-        operator = torch.library.custom_op(f"moe_exp::{name}", function, mutates_args=tuple(mutates))
-        operator.register_fake(fake)
+        signature = inspect.signature(function, eval_str=True)
+        positional = _positional(function, signature)
+        operator = torch.library.custom_op(f"moe_exp::{name}", positional, mutates_args=tuple(mutates))
+        operator.register_fake(_positional(fake, signature))
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -140,3 +179,17 @@ def compilable(name: str, fake: Callable[..., Any], *, mutates: Sequence[str] = 
         return call  # type: ignore[return-value]
 
     return decorate
+
+
+def _positional(function: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
+    """The function with no argument by keyword only: an operator of torch takes no tensor in that way."""
+    kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
+    by_keyword = [name for name, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY]
+    first = len(kinds) - len(by_keyword)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args[:first], **dict(zip(by_keyword, args[first:], strict=False)), **kwargs)
+
+    parameters = [parameter.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for parameter in signature.parameters.values()]
+    call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return call

@@ -11,28 +11,33 @@ from moe_exp.layers.kernels.launch import jit, tl
 
 
 @jit
-def num_row_tiles(offsets, num_experts, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Row tiles of all experts; an expert without rows has none."""
+def row_tile_ends(offsets, num_experts, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Row tiles of every expert and of those before it, [BLOCK_E]; an expert without rows has none. The last is the number of all."""
     expert = tl.arange(0, BLOCK_E)
     is_expert = expert < num_experts
     rows = tl.load(offsets + expert + 1, mask=is_expert, other=0) - tl.load(offsets + expert, mask=is_expert, other=0)
-    return tl.sum((rows + BLOCK_M - 1) // BLOCK_M, 0)
+    return tl.cumsum((rows + BLOCK_M - 1) // BLOCK_M, 0)
+
+
+@jit
+def row_tile(tile, tile_ends, offsets, BLOCK_M: tl.constexpr):
+    """Expert, first row and the end of the expert's rows of a row tile, for 0 <= tile < the number of all."""
+    is_before = tile_ends <= tile
+    expert = tl.sum(is_before.to(tl.int32), 0)
+    tiles_before = tl.max(tl.where(is_before, tile_ends, 0), 0)
+    return expert, tl.load(offsets + expert) + (tile - tiles_before) * BLOCK_M, tl.load(offsets + expert + 1)
+
+
+@jit
+def num_row_tiles(offsets, num_experts, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Row tiles of all experts."""
+    return tl.max(row_tile_ends(offsets, num_experts, BLOCK_M, BLOCK_E), 0)
 
 
 @jit
 def find_row_tile(tile, offsets, num_experts, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Expert, first row and the end of the expert's rows of a row tile, for 0 <= tile < num_row_tiles."""
-    expert = tl.arange(0, BLOCK_E)
-    is_expert = expert < num_experts
-    first = tl.load(offsets + expert, mask=is_expert, other=0)
-    end = tl.load(offsets + expert + 1, mask=is_expert, other=0)
-    num_tiles = (end - first + BLOCK_M - 1) // BLOCK_M
-    tiles_end = tl.cumsum(num_tiles, 0)
-    mine = tl.sum((tiles_end <= tile).to(tl.int32), 0)
-    is_mine = expert == mine
-    tiles_before = tl.sum(tl.where(is_mine, tiles_end - num_tiles, 0), 0)
-    row = tl.sum(tl.where(is_mine, first, 0), 0) + (tile - tiles_before) * BLOCK_M
-    return mine, row, tl.sum(tl.where(is_mine, end, 0), 0)
+    """`row_tile` where the ends of the tiles are not at hand; a kernel that goes through many tiles keeps them."""
+    return row_tile(tile, row_tile_ends(offsets, num_experts, BLOCK_M, BLOCK_E), offsets, BLOCK_M)
 
 
 @jit

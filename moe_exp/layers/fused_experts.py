@@ -1,0 +1,159 @@
+"""All experts of a rank as one function on the Triton kernels, the `triton` backend. Shape suffixes in `moe_exp.layers`.
+
+W is the width of the first projection: 2F for a gated activation, else F. For backward it keeps its input, the pre-activation and one
+number per row of each of the indices and weights: with tokens in bf16 about 2TD + 4TKF bytes for a gated activation. What goes into the
+second projection is computed again by the kernel that needs it (as in SonicMoE, arXiv:2512.14080), and rows are never copied out of the
+tokens: the kernels gather them.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_exp.layers.kernels.activation_grad import activation_grad
+from moe_exp.layers.kernels.combine import combine
+from moe_exp.layers.kernels.grouped_matmul import grouped_matmul
+from moe_exp.layers.kernels.slot_sort import slot_sort
+from moe_exp.layers.kernels.up_projection import up_projection
+from moe_exp.layers.kernels.weight_grad import weight_grad
+
+
+def experts_of_tokens(
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    expert_TK: Tensor,
+    kept_TK: Tensor | None,
+    weight1_LWD: Tensor,
+    weight2_LDF: Tensor,
+    *,
+    activation: str,
+    adds_to_main_grad: bool = False,
+) -> Tensor:
+    """y_t = sum over the kept k of w_tk * expert(x_t), where all experts are on this rank. The host does not wait for the device.
+
+    Args:
+        x_TD: tokens.
+        weights_TK: router weights; computed with in fp32.
+        expert_TK: the expert of every slot.
+        kept_TK: bool, the slots that are not dropped; None for all.
+        weight1_LWD: first projection, in torch's (out, in) order, with the gate half first.
+        weight2_LDF: second projection.
+        activation: a name in activations.ACTIVATIONS.
+        adds_to_main_grad: see `experts_of_rows`.
+
+    Returns:
+        [T, D].
+    """
+    slot_N, row_N, offsets_L1 = slot_sort(expert_TK, weight1_LWD.size(0), kept_TK)
+    row_TK = row_N.view(expert_TK.shape)
+    return _Experts.apply(x_TD, weights_TK, weight1_LWD, weight2_LDF, offsets_L1, slot_N, row_TK, activation, adds_to_main_grad)
+
+
+def experts_of_rows(
+    x_RD: Tensor,
+    weights_R: Tensor,
+    tokens_per_expert_L: Tensor,
+    weight1_LWD: Tensor,
+    weight2_LDF: Tensor,
+    *,
+    activation: str,
+    adds_to_main_grad: bool = False,
+) -> Tensor:
+    """y_r = w_r * expert(x_r), for rows that are sorted by expert already.
+
+    Args:
+        x_RD: rows.
+        weights_R: router weight of each row; computed with in fp32.
+        tokens_per_expert_L: rows of each expert, on the device.
+        weight1_LWD: as for `experts_of_tokens`.
+        weight2_LDF: as for `experts_of_tokens`.
+        activation: a name in activations.ACTIVATIONS.
+        adds_to_main_grad: weights that have Megatron's `main_grad` get their gradients added to it by the kernel, and a `grad` without
+            values (gradient_accumulation_fusion). Not under torch.compile, where they are ordinary gradients.
+
+    Returns:
+        [R, D].
+    """
+    offsets_L1 = torch.nn.functional.pad(tokens_per_expert_L.cumsum(0, dtype=torch.int32), (1, 0))
+    return _Experts.apply(x_RD, weights_R, weight1_LWD, weight2_LDF, offsets_L1, None, None, activation, adds_to_main_grad)
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weights: Tensor,
+        weight1_LWD: Tensor,
+        weight2_LDF: Tensor,
+        offsets_L1: Tensor,
+        slot_R: Tensor | None,
+        row_TK: Tensor | None,
+        activation: str,
+        adds_to_main_grad: bool,
+    ) -> Tensor:
+        x, weights_R, token_R = x.contiguous(), weights.reshape(-1).float(), None
+        if slot_R is not None:
+            token_R, weights_R = slot_R // weights.size(1), weights_R.index_select(0, slot_R)
+        hidden_RW, active_RF = up_projection(x, weight1_LWD, offsets_L1, activation=activation, token_R=token_R, weights_R=weights_R)
+        y_RD = grouped_matmul(active_RF, weight2_LDF.transpose(1, 2), offsets_L1)
+        ctx.save_for_backward(x, weights_R, weight1_LWD, weight2_LDF, offsets_L1, token_R, row_TK, hidden_RW)
+        ctx.activation, ctx.weights_dtype, ctx.parameters = activation, weights.dtype, (None, None)
+        if adds_to_main_grad and not torch.compiler.is_compiling():
+            ctx.parameters = weight1_LWD, weight2_LDF  # saved tensors may come back as others, without the attributes
+        return y_RD if row_TK is None else combine(y_RD, row_TK)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # Once: under torch.utils.checkpoint a second look is an error.
+        x, weights_R, weight1_LWD, weight2_LDF, offsets_L1, token_R, row_TK, hidden_RW = ctx.saved_tensors
+        dy = grads[0].contiguous()
+        dhidden_RW, weighted_RF, dweights_R = activation_grad(
+            dy, weight2_LDF, hidden_RW, offsets_L1, activation=ctx.activation, token_R=token_R, weights_R=weights_R
+        )
+        dx, dweights, dweight1, dweight2 = None, None, None, None
+        if ctx.needs_input_grad[3]:
+            dweight2 = _weight_gradient(ctx.parameters[1], dy, weighted_RF, offsets_L1, a_index_R=token_R)
+        del weighted_RF
+        if ctx.needs_input_grad[2]:
+            dweight1 = _weight_gradient(ctx.parameters[0], dhidden_RW, x, offsets_L1, b_index_R=token_R)
+        if ctx.needs_input_grad[0]:
+            dx = grouped_matmul(dhidden_RW, weight1_LWD, offsets_L1)
+            dx = dx if row_TK is None else combine(dx, row_TK)
+        if ctx.needs_input_grad[1]:
+            dweights = (dweights_R if row_TK is None else _of_slots(dweights_R, row_TK)).to(ctx.weights_dtype)
+        return dx, dweights, dweight1, dweight2, None, None, None, None, None
+
+
+def _of_slots(values_R: Tensor, row_TK: Tensor) -> Tensor:
+    """From rows to slots; a dropped slot, whose row is one past the last, gets 0."""
+    num_rows = values_R.size(0)
+    values_TK = values_R.index_select(0, row_TK.flatten().clamp(max=num_rows - 1)).view(row_TK.shape)
+    return torch.where(row_TK < num_rows, values_TK, 0)
+
+
+def _weight_gradient(parameter: Any, a: Tensor, b: Tensor, offsets_L1: Tensor, **indices: Tensor | None) -> Tensor | None:
+    """`weight_grad`; into `main_grad`, if the parameter has one, as Megatron's linear layers do (tensor_parallel/layers.py there)."""
+    main_grad = getattr(parameter, "main_grad", None)
+    # Megatron-FSDP makes its buffer when it is asked for, and does not want its old values.
+    if main_grad is None or hasattr(parameter, "__fsdp_param__"):
+        return weight_grad(a, b, offsets_L1, **indices)
+    weight_grad(a, b, offsets_L1, **indices, out=main_grad)
+    if not hasattr(parameter, "grad_added_to_main_grad"):
+        return None
+    parameter.grad_added_to_main_grad = True
+    # The hooks of its data parallelism, which start the reduction, want a gradient to be there.
+    if getattr(parameter, "zero_out_wgrad", False):
+        return torch.zeros_like(parameter)
+    return _dummy_grad(parameter.shape, parameter.dtype, parameter.device).detach()
+
+
+@functools.cache
+def _dummy_grad(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """One for all layers; `detach` of it is a tensor of its own to autograd, which so does not copy it."""
+    return torch.empty(shape, dtype=dtype, device=device)

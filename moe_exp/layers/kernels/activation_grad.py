@@ -1,0 +1,204 @@
+"""The gradient of the down-projection's input and, in its epilogue, of the weighted activation. Shape suffixes in `moe_exp.layers`.
+
+The activation is computed again from the saved pre-activation while the product is still in registers: backward keeps nothing of
+width F but that, and the gradient of the activation is never written.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_exp.layers.activations import ACTIVATIONS, weighted_activation_backward
+from moe_exp.layers.kernels.activation import activate_with_derivative
+from moe_exp.layers.kernels.column_chunks import column_chunks
+from moe_exp.layers.kernels.grouped_matmul import grouped_matmul_torch
+from moe_exp.layers.kernels.launch import (
+    INTERPRETED,
+    cdiv,
+    compilable,
+    dot_constants,
+    jit,
+    num_programs,
+    power_of_2,
+    runs_kernel,
+    tl,
+    tuned,
+)
+from moe_exp.layers.kernels.tiles import dot, in_groups, row_tile, row_tile_ends
+from moe_exp.layers.kernels.weight_grad import gathered
+
+# Predicted, not measured; see docs/performance.md. The first one is for deterministic algorithms.
+CONFIGS = [
+    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "num_warps": 8, "num_stages": 3},
+    {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "GROUP_M": 8, "num_warps": 8, "num_stages": 3},
+    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "num_warps": 8, "num_stages": 4},
+    {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "num_warps": 4, "num_stages": 4},
+]
+
+# The gradient of a router weight is a sum over the columns of its row: first over chunks of so many, whatever the tiles, then over those.
+CHUNK_COLUMNS = 16 if INTERPRETED else 32
+
+
+@jit
+def _finish(
+    dactive, hidden_rows, dhidden_rows, weighted_rows, partials, scale, is_row, first, num_rows,
+    width: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Writes all results for one chunk of columns; `dactive` is the gradient of the weighted activation there."""
+    columns = first + tl.arange(0, CHUNK)
+    mask = is_row[:, None]
+    if not EVEN:
+        mask = mask & (columns < width)[None, :]
+    gate = tl.load(hidden_rows[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    active, derivative = activate_with_derivative(gate, ACTIVATION)
+    dproduct = dactive * scale[:, None]
+    if GATED:
+        up = tl.load(hidden_rows[:, None] + (width + columns)[None, :], mask=mask, other=0.0).to(tl.float32)
+        dup = (dproduct * active).to(dhidden_rows.dtype.element_ty)
+        tl.store(dhidden_rows[:, None] + (width + columns)[None, :], dup, mask=mask)
+        dproduct *= up
+        active *= up
+    tl.store(dhidden_rows[:, None] + columns[None, :], (dproduct * derivative).to(dhidden_rows.dtype.element_ty), mask=mask)
+    weighted = (active * scale[:, None]).to(weighted_rows.dtype.element_ty)
+    tl.store(weighted_rows[:, None] + columns[None, :], weighted, mask=mask)
+    # Where the mask of columns is false, both factors are zero.
+    partial = partials + (first // CHUNK).to(tl.int64) * num_rows
+    tl.store(partial, tl.sum(dactive * active, 1), mask=tl.where(is_row, first, width) < width)
+
+
+@tuned(CONFIGS, key=["num_experts", "width", "depth"])
+@jit
+def _kernel(
+    dy, w, hidden, weights, tokens, offsets, dhidden, weighted, partials,
+    num_experts, num_tokens, num_rows, stride_dy, stride_wl, stride_wd, stride_wf, stride_hidden,
+    width: tl.constexpr, depth: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_E: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    DEPTH: tl.constexpr = BLOCK_K * 16 // dy.dtype.element_ty.primitive_bitwidth
+    EVEN_K: tl.constexpr = depth % DEPTH == 0
+    EVEN_N: tl.constexpr = width % BLOCK_N == 0
+    HIDDEN: tl.constexpr = 2 * width if GATED else width
+    tile_ends = row_tile_ends(offsets, num_experts, BLOCK_M, BLOCK_E)
+    num_m, num_n = tl.max(tile_ends, 0), tl.cdiv(width, BLOCK_N)
+    for tile in range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
+        tile_m, tile_n = in_groups(tile, num_m, num_n, GROUP_M)
+        expert, row, row_end = row_tile(tile_m, tile_ends, offsets, BLOCK_M)
+        rows, first = row + tl.arange(0, BLOCK_M), tile_n * BLOCK_N
+        is_row, columns = rows < row_end, first + tl.arange(0, BLOCK_N)
+        dy_rows, has_dy = rows, is_row
+        if tokens is not None:
+            dy_rows = tl.load(tokens + rows, mask=is_row, other=num_tokens)
+            has_dy = dy_rows < num_tokens
+        depths = tl.arange(0, DEPTH)
+        dy_block = dy + dy_rows.to(tl.int64)[:, None] * stride_dy + depths[None, :]
+        w_block = w + expert.to(tl.int64) * stride_wl + depths[:, None] * stride_wd + columns[None, :] * stride_wf
+        dactive = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for start in range(0, depth, DEPTH):
+            if EVEN_K:
+                a = tl.load(dy_block, mask=has_dy[:, None], other=0.0)
+            else:
+                a = tl.load(dy_block, mask=has_dy[:, None] & (depths < depth - start)[None, :], other=0.0)
+            if EVEN_K and EVEN_N:
+                b = tl.load(w_block)
+            else:
+                b = tl.load(w_block, mask=(depths < depth - start)[:, None] & (columns < width)[None, :], other=0.0)
+            dactive = dot(a, b, dactive, PRECISION, INTERPRET)
+            dy_block += DEPTH
+            w_block += DEPTH * stride_wd
+        rows64 = rows.to(tl.int64)
+        hidden_rows, dhidden_rows, weighted_rows = hidden + rows64 * stride_hidden, dhidden + rows64 * HIDDEN, weighted + rows64 * width
+        scale = tl.full((BLOCK_M,), 1.0, tl.float32)
+        if weights is not None:
+            scale = tl.load(weights + rows, mask=is_row, other=0.0).to(tl.float32)
+        # Chunk by chunk: what one loads and computes is out of the registers when the next begins.
+        chunks = column_chunks(dactive, BLOCK_M, BLOCK_N, CHUNK)
+        for i in tl.static_range(BLOCK_N // CHUNK):
+            _finish(chunks[i], hidden_rows, dhidden_rows, weighted_rows, partials + rows, scale, is_row, first + i * CHUNK, num_rows,
+                    width, EVEN_N, ACTIVATION, GATED, CHUNK)  # fmt: skip
+
+
+def activation_grad_torch(
+    dy: Tensor,
+    weight2_LDF: Tensor,
+    hidden_RW: Tensor,
+    offsets_L1: Tensor,
+    *,
+    activation: str,
+    token_R: Tensor | None = None,
+    weights_R: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The twin of `activation_grad`. Half precision is computed in fp32 from the product on."""
+    dactive_RF = grouped_matmul_torch(dy if token_R is None else gathered(dy, token_R), weight2_LDF, offsets_L1)
+    wide = torch.promote_types(hidden_RW.dtype, torch.float32)
+    scale_R = hidden_RW.new_ones(hidden_RW.size(0), dtype=wide) if weights_R is None else weights_R.to(wide)
+    scale_R1 = scale_R.unsqueeze(1)
+    dhidden_RW, dweights_R, product_RF = weighted_activation_backward(dactive_RF.to(wide), hidden_RW.to(wide), scale_R1, activation)
+    return dhidden_RW.to(hidden_RW.dtype), product_RF.mul_(scale_R1).to(hidden_RW.dtype), dweights_R
+
+
+def _fake(
+    dy: Tensor,
+    weight2_LDF: Tensor,
+    hidden_RW: Tensor,
+    offsets_L1: Tensor,
+    *,
+    activation: str,
+    token_R: Tensor | None = None,
+    weights_R: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    del dy, offsets_L1, activation, token_R, weights_R
+    num_rows = hidden_RW.size(0)
+    dweights_R = hidden_RW.new_empty(num_rows, dtype=torch.promote_types(hidden_RW.dtype, torch.float32))
+    return hidden_RW.new_empty(hidden_RW.shape), hidden_RW.new_empty(num_rows, weight2_LDF.size(2)), dweights_R
+
+
+@compilable("activation_grad", _fake)
+def activation_grad(
+    dy: Tensor,
+    weight2_LDF: Tensor,
+    hidden_RW: Tensor,
+    offsets_L1: Tensor,
+    *,
+    activation: str,
+    token_R: Tensor | None = None,
+    weights_R: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """From the gradient of the outputs to that of the pre-activation, with a = act(h), or act(gate) * up, and w the router weight.
+
+    da = dy W2; dh = d(a w)/dh da; dw = sum over F of da * a. The sum over F has an order of its own, of chunks of columns, so that
+    it does not depend on the tiles; nothing is added atomically.
+
+    Args:
+        dy: gradient of the outputs in the dtype of the weights, last dimension contiguous: rows [R, D], or tokens [T, D] with `token_R`.
+        weight2_LDF: second projection of the experts, as torch's Linear has it.
+        hidden_RW: pre-activation, W = 2F with the gate half first, or F; last dimension contiguous.
+        offsets_L1: int32, expert e has rows offsets[e] to offsets[e + 1]; the first is 0.
+        activation: a name in activations.ACTIVATIONS.
+        token_R: int32, token of each row; T for a row of padding, whose gradient is zero.
+        weights_R: fp32 router weights; None: 1.
+
+    Returns:
+        Gradient of hidden_RW, a * w [R, F] for the gradient of W2, both in the dtype of hidden_RW, and the gradient of the weights [R],
+        fp32. Rows from offsets[L] on have no values.
+    """
+    if not runs_kernel(dy):
+        return activation_grad_torch(dy, weight2_LDF, hidden_RW, offsets_L1, activation=activation, token_R=token_R, weights_R=weights_R)
+    num_rows, (num_experts, depth, width) = hidden_RW.size(0), weight2_LDF.shape
+    dhidden_RW, weighted_RF = hidden_RW.new_empty(hidden_RW.shape), hidden_RW.new_empty(num_rows, width)
+    partials_CR = hidden_RW.new_empty(cdiv(width, CHUNK_COLUMNS), num_rows, dtype=torch.float32)
+    if num_rows == 0:
+        return dhidden_RW, weighted_RF, partials_CR.sum(dim=0)
+
+    def grid(constants: dict[str, int]) -> tuple[int]:
+        most_tiles = (cdiv(num_rows, constants["BLOCK_M"]) + num_experts) * cdiv(width, constants["BLOCK_N"])
+        return (num_programs(dy, most_tiles),)
+
+    _kernel[grid](
+        dy, weight2_LDF, hidden_RW, weights_R, token_R, offsets_L1, dhidden_RW, weighted_RF, partials_CR,
+        num_experts, dy.size(0), num_rows, dy.stride(0), *weight2_LDF.stride(), hidden_RW.stride(0),
+        width=width, depth=depth, ACTIVATION=activation, GATED=ACTIVATIONS[activation][1], CHUNK=CHUNK_COLUMNS,
+        BLOCK_E=power_of_2(num_experts), **dot_constants(dy),
+    )  # fmt: skip
+    return dhidden_RW, weighted_RF, partials_CR.sum(dim=0)

@@ -1,0 +1,93 @@
+"""Gather and weighted sum: from the experts' rows back to tokens, also the gradient of tokens. Shape suffixes in `moe_exp.layers`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_exp.layers.kernels.launch import cdiv, compilable, jit, runs_kernel, tl, tuned
+
+# Predicted, not measured: 16 bytes per thread and load in bf16, all K loads of a token in flight. The sum has the same bits with each.
+CONFIGS = [
+    {"BLOCK_D": 1024, "num_warps": 4, "num_stages": 1},
+    {"BLOCK_D": 512, "num_warps": 2, "num_stages": 1},
+    {"BLOCK_D": 256, "num_warps": 1, "num_stages": 1},
+    {"BLOCK_D": 2048, "num_warps": 8, "num_stages": 1},
+]
+
+
+@tuned(CONFIGS, key=["WIDTH", "TOPK"])
+@jit
+def _kernel(
+    y, row, weights, out, num_rows, stride_y, stride_row, stride_weights,
+    WIDTH: tl.constexpr, TOPK: tl.constexpr, HAS_WEIGHTS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    total = tl.zeros((BLOCK_D,), dtype=tl.float32)
+    for k in tl.static_range(TOPK):
+        y_row = tl.load(row + token * stride_row + k).to(tl.int64)
+        # A dropped slot's row has no columns: one comparison for both, with whole vectors where no block is cut.
+        is_wanted = columns < tl.where(y_row < num_rows, WIDTH, 0)
+        x = tl.load(y + y_row * stride_y + columns, mask=is_wanted, other=0.0).to(tl.float32)
+        if HAS_WEIGHTS:
+            x = x * tl.load(weights + token * stride_weights + k).to(tl.float32)
+        total += x
+    block = out + token * WIDTH + columns
+    if WIDTH % BLOCK_D == 0:
+        tl.store(block, total.to(out.dtype.element_ty))
+    else:
+        tl.store(block, total.to(out.dtype.element_ty), mask=columns < WIDTH)
+
+
+def combine_torch(y_RD: Tensor, row_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
+    """The twin of `combine`."""
+    dtype = torch.promote_types(y_RD.dtype, torch.float32)
+    with_zero = torch.cat([y_RD.to(dtype), y_RD.new_zeros(1, y_RD.size(1), dtype=dtype)])
+    total_TD = torch.zeros(row_TK.size(0), y_RD.size(1), dtype=dtype, device=y_RD.device)
+    for k in range(row_TK.size(1)):
+        slot_TD = with_zero.index_select(0, row_TK[:, k].clamp(max=y_RD.size(0)))
+        # A dropped slot may have no weight either.
+        is_kept_T1 = (row_TK[:, k] < y_RD.size(0)).unsqueeze(1)
+        total_TD += slot_TD if weights_TK is None else torch.where(is_kept_T1, slot_TD * weights_TK[:, k : k + 1], 0)
+    return total_TD.to(y_RD.dtype)
+
+
+def _fake(y_RD: Tensor, row_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
+    return y_RD.new_empty(row_TK.size(0), y_RD.size(1))
+
+
+@compilable("combine", _fake)
+def combine(y_RD: Tensor, row_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
+    """The sum over a token's K rows, times its weights: added in fp32, in slot order, without atomics and without an [N, D] in memory.
+
+    Args:
+        y_RD: rows, the last dimension contiguous.
+        row_TK: the row of each slot, int32 or int64; R or more for a dropped slot, which adds nothing.
+        weights_TK: the weight of each slot; None for 1.
+
+    Returns:
+        [T, D] in y's dtype.
+    """
+    num_tokens, topk = row_TK.shape
+    if not runs_kernel(y_RD) or y_RD.dtype == torch.float64:
+        return combine_torch(y_RD, row_TK, weights_TK)
+    width = y_RD.size(1)
+    out_TD = y_RD.new_empty(num_tokens, width)
+    if out_TD.numel() == 0:
+        return out_TD
+    y_RD, row_TK = _last_contiguous(y_RD), _last_contiguous(row_TK)
+    weights = row_TK if weights_TK is None else _last_contiguous(weights_TK)
+
+    def grid(constants: dict[str, int]) -> tuple[int, int]:
+        return num_tokens, cdiv(width, constants["BLOCK_D"])
+
+    _kernel[grid](
+        y_RD, row_TK, weights, out_TD, y_RD.size(0), y_RD.stride(0), row_TK.stride(0), weights.stride(0),
+        WIDTH=width, TOPK=topk, HAS_WEIGHTS=weights_TK is not None,
+    )  # fmt: skip
+    return out_TD
+
+
+def _last_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,0 +1,119 @@
+"""Cross entropy over a large vocabulary, of which a rank may hold a part: one pass over the logits each way.
+
+loss = log(sum_v exp(z_v)) - z_target per token, in fp32. Kept for backward are the logits as they are and one number per token; the
+probabilities are computed again. Megatron keeps them, in fp32: with logits in bf16 that is twice the bytes of the logits more.
+
+N tokens, V words of this rank.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_exp.layers.kernels.launch import cdiv, compilable, jit, power_of_2, runs_kernel, tl
+
+BLOCK = 4096  # words at a time
+
+
+@jit
+def _statistics_kernel(logits, target, log_sum, picked, first, width, stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    largest, total = float("-inf"), 0.0
+    for start in range(0, width, BLOCK):
+        words = start + tl.arange(0, BLOCK)
+        z = tl.load(logits + words, mask=words < width, other=float("-inf")).to(tl.float32)
+        before = largest
+        largest = tl.maximum(before, tl.max(z, 0))
+        shift = tl.where(largest == float("-inf"), 0.0, largest)  # as long as every word is impossible
+        total = total * tl.exp(before - shift) + tl.sum(tl.exp(z - shift), 0)
+    tl.store(log_sum + row, largest + tl.log(total))
+    word = tl.load(target + row) - first
+    is_here = (word >= 0) & (word < width)
+    tl.store(picked + row, tl.load(logits + word, mask=is_here, other=0.0).to(tl.float32))
+
+
+@jit
+def _gradient_kernel(logits, target, log_sum, grad, dlogits, first, width, stride, stride_out, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    words = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    z = tl.load(logits + row * stride + words, mask=words < width, other=float("-inf")).to(tl.float32)
+    probability = tl.exp(z - tl.load(log_sum + row))
+    is_target = words == tl.load(target + row) - first
+    dz = tl.where(is_target, probability - 1.0, probability) * tl.load(grad + row)
+    tl.store(dlogits + row * stride_out + words, dz.to(dlogits.dtype.element_ty), mask=words < width)
+
+
+def _block(width: int) -> int:
+    return min(BLOCK, power_of_2(width))
+
+
+def cross_entropy_statistics_torch(logits_NV: Tensor, target_N: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    """The twin of `cross_entropy_statistics`."""
+    z_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    word_N = target_N - first
+    is_here_N = (word_N >= 0) & (word_N < z_NV.size(1))
+    picked_N = z_NV.gather(1, word_N.where(is_here_N, 0).unsqueeze(1)).squeeze(1)
+    return z_NV.logsumexp(dim=1), picked_N.where(is_here_N, 0.0)
+
+
+@compilable(
+    "cross_entropy_statistics",
+    lambda logits_NV, target_N, first: (
+        logits_NV.new_empty(logits_NV.size(0), dtype=torch.float32),
+        logits_NV.new_empty(logits_NV.size(0), dtype=torch.float32),
+    ),
+)
+def cross_entropy_statistics(logits_NV: Tensor, target_N: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    """What the loss is made of, from the words of this rank.
+
+    Args:
+        logits_NV: the last dimension contiguous.
+        target_N: int64, the right word of each token in the whole vocabulary.
+        first: number of this rank's first word.
+
+    Returns:
+        Log of the sum of exp(logits), and the logit of the right word, 0 where another rank has it: [N] each, fp32.
+    """
+    if not runs_kernel(logits_NV):
+        return cross_entropy_statistics_torch(logits_NV, target_N, first)
+    num_rows, width = logits_NV.shape
+    log_sum_N, picked_N = (logits_NV.new_empty(num_rows, dtype=torch.float32) for _ in range(2))
+    if num_rows:
+        _statistics_kernel[(num_rows,)](
+            logits_NV, target_N, log_sum_N, picked_N, first, width, logits_NV.stride(0), BLOCK=_block(width), num_warps=8
+        )
+    return log_sum_N, picked_N
+
+
+def cross_entropy_gradient_torch(logits_NV: Tensor, target_N: Tensor, log_sum_N: Tensor, grad_N: Tensor, first: int) -> Tensor:
+    """The twin of `cross_entropy_gradient`."""
+    probabilities_NV = (logits_NV.to(log_sum_N.dtype) - log_sum_N.unsqueeze(1)).exp_()
+    words_V = torch.arange(first, first + logits_NV.size(1), device=logits_NV.device)
+    probabilities_NV -= (words_V == target_N.unsqueeze(1)).to(probabilities_NV.dtype)
+    return probabilities_NV.mul_(grad_N.unsqueeze(1)).to(logits_NV.dtype)
+
+
+@compilable("cross_entropy_gradient", lambda logits_NV, target_N, log_sum_N, grad_N, first: torch.empty_like(logits_NV))
+def cross_entropy_gradient(logits_NV: Tensor, target_N: Tensor, log_sum_N: Tensor, grad_N: Tensor, first: int) -> Tensor:
+    """(softmax - onehot) times the gradient of each token's loss, in the dtype of the logits.
+
+    Args:
+        logits_NV: as for `cross_entropy_statistics`.
+        target_N: the same.
+        log_sum_N: over the words of all ranks.
+        grad_N: gradient of each loss, fp32.
+        first: number of this rank's first word.
+    """
+    if not runs_kernel(logits_NV):
+        return cross_entropy_gradient_torch(logits_NV, target_N, log_sum_N, grad_N, first)
+    num_rows, width = logits_NV.shape
+    dlogits_NV = logits_NV.new_empty(num_rows, width)
+    if num_rows:
+        block = _block(width)
+        _gradient_kernel[(num_rows, cdiv(width, block))](
+            logits_NV, target_N, log_sum_N, grad_N, dlogits_NV, first, width, logits_NV.stride(0), dlogits_NV.stride(0),
+            BLOCK=block, num_warps=8,
+        )  # fmt: skip
+    return dlogits_NV

@@ -1,0 +1,181 @@
+"""Capacity: which slots an expert keeps, and its rows padded to one number, without the host waiting. Shape suffixes in `moe_exp.layers`.
+
+All start from `slot_sort`: an expert's slots are then neighbours, in the order of the sequence.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_exp.layers.kernels.launch import cdiv, compilable, jit, power_of_2, runs_kernel, tl
+from moe_exp.layers.kernels.slot_sort import slot_sort, slot_sort_torch
+
+_BLOCK = 1024
+_BLOCK_ROWS = 4096  # of one expert at a time; it may have all of them
+
+
+@jit
+def _sort_key(x):
+    """Integers in the order of the floats when taken as unsigned; NaN is the largest, and both zeros are one."""
+    x = tl.where(x == 0.0, 0.0, x.to(tl.float32))
+    bits = x.to(tl.int32, bitcast=True)
+    bits = tl.where(x != x, 0x7FFFFFFF, bits)
+    return bits ^ ((bits >> 31) | (-(2**31)))
+
+
+@jit
+def _largest_kernel(slot, offsets, weights, limits, kept, BLOCK: tl.constexpr):
+    """One expert: the weight of the last slot that stays is found digit by digit, 8 bits each, by counting."""
+    expert = tl.program_id(0)
+    first, end = tl.load(offsets + expert), tl.load(offsets + expert + 1)
+    limit = tl.load(limits + expert).to(tl.int32)
+    wanted = tl.minimum(limit, end - first)  # those still to find, of which the digits so far are `prefix`
+    prefix, known = tl.zeros((1,), dtype=tl.int32), tl.zeros((1,), dtype=tl.int32)
+    digits = tl.arange(0, 256)
+    for step in tl.static_range(4):
+        shift = 24 - 8 * step
+        count = tl.zeros((256,), dtype=tl.int32)
+        for start in range(first, end, BLOCK):
+            rows = start + tl.arange(0, BLOCK)
+            key = _sort_key(tl.load(weights + tl.load(slot + rows, mask=rows < end, other=0), mask=rows < end, other=0.0))
+            is_candidate = (rows < end) & ((key & known) == prefix)
+            count += tl.histogram((key >> shift) & 255, 256, mask=is_candidate)
+        at_least = tl.sum(count, 0) - tl.cumsum(count, 0) + count
+        digit = tl.maximum(tl.sum((at_least >= wanted).to(tl.int32), 0) - 1, 0)
+        wanted -= tl.sum(tl.where(digits > digit, count, 0), 0)
+        prefix = prefix | (digit << shift)
+        known = known | (255 << shift)
+    equal_before = wanted * 0
+    for start in range(first, end, BLOCK):
+        rows = start + tl.arange(0, BLOCK)
+        mine = tl.load(slot + rows, mask=rows < end, other=0)
+        key = _sort_key(tl.load(weights + mine, mask=rows < end, other=0.0))
+        is_equal = (key == prefix) & (rows < end)
+        place = equal_before + tl.cumsum(is_equal.to(tl.int32), 0) - 1
+        # As unsigned: the sign bit is turned round on both sides.
+        is_larger = (key ^ (-(2**31))) > (prefix ^ (-(2**31)))
+        keeps = (is_larger | (is_equal & (place < wanted))) & (limit > 0)
+        tl.store(kept + mine, keeps, mask=rows < end)
+        equal_before += tl.sum(is_equal.to(tl.int32), 0)
+
+
+@jit
+def _pad_kernel(
+    expert, slot, row, offsets, slot_out, row_out, num_slots, num_experts, rows_per_expert, BLOCK: tl.constexpr
+):  # fmt: skip
+    mine = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    num_rows = num_experts * rows_per_expert
+    # As slot: the row of it.
+    is_slot = mine < num_slots
+    sorted_row = tl.load(row + mine, mask=is_slot, other=num_slots)
+    is_kept = sorted_row < num_slots
+    chosen = tl.load(expert + mine, mask=is_slot & is_kept, other=0).to(tl.int32)
+    place = sorted_row - tl.load(offsets + chosen, mask=is_slot & is_kept, other=0)
+    fits = is_kept & (place < rows_per_expert)
+    tl.store(row_out + mine, tl.where(fits, chosen * rows_per_expert + place, num_rows), mask=is_slot)
+    # As row: the slot in it.
+    is_row = mine < num_rows
+    owner = mine // rows_per_expert
+    source = tl.load(offsets + owner, mask=is_row, other=0) + mine - owner * rows_per_expert
+    has_slot = is_row & (source < tl.load(offsets + owner + 1, mask=is_row, other=0))
+    tl.store(slot_out + mine, tl.load(slot + source, mask=has_slot, other=num_slots), mask=is_row)
+
+
+@jit
+def _first_kernel(expert, row, offsets, limits, kept, num_slots, BLOCK: tl.constexpr):
+    slots = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_slot = slots < num_slots
+    sorted_row = tl.load(row + slots, mask=is_slot, other=num_slots)
+    is_sorted = sorted_row < num_slots
+    chosen = tl.load(expert + slots, mask=is_sorted, other=0).to(tl.int32)
+    place = sorted_row - tl.load(offsets + chosen, mask=is_sorted, other=0)
+    limit = tl.load(limits + chosen, mask=is_sorted, other=0)
+    tl.store(kept + slots, is_sorted & (place < limit), mask=is_slot)
+
+
+def keep_within_torch(expert_TK: Tensor, weights_TK: Tensor | None, limits_E: Tensor) -> Tensor:
+    """The twin of `keep_within`."""
+    num_slots, num_experts = expert_TK.numel(), limits_E.numel()
+    expert_N = expert_TK.reshape(-1).long()
+    first_N = torch.arange(num_slots, device=expert_N.device)
+    if weights_TK is not None:
+        first_N = torch.argsort(weights_TK.reshape(-1), descending=True, stable=True)
+    slot_N, _, offsets_E1 = slot_sort_torch(expert_N[first_N], num_experts)
+    rows_N = torch.arange(num_slots, device=expert_N.device)
+    by_row_N = expert_N[first_N][slot_N]
+    starts_E1, limits_E1 = offsets_E1.long(), torch.cat([limits_E.long(), limits_E.new_zeros(1).long()])
+    keeps_N = rows_N - starts_E1[by_row_N] < limits_E1[by_row_N]
+    return torch.empty_like(keeps_N).scatter_(0, first_N[slot_N], keeps_N).view(expert_TK.shape)
+
+
+@compilable("keep_within", lambda expert_TK, weights_TK, limits_E: expert_TK.new_empty(expert_TK.shape, dtype=torch.bool))
+def keep_within(expert_TK: Tensor, weights_TK: Tensor | None, limits_E: Tensor) -> Tensor:
+    """The slots that stay when every expert keeps as many as it may: those of highest weight, ties by position, or the first.
+
+    Args:
+        expert_TK: chosen experts, int32 or int64; E for a slot of padding, which does not stay.
+        weights_TK: fp32 router weights; None: by position alone.
+        limits_E: slots per expert, int32, on the device.
+
+    Returns:
+        bool [T, K].
+    """
+    if not runs_kernel(expert_TK) or (weights_TK is not None and weights_TK.dtype != torch.float32):
+        return keep_within_torch(expert_TK, weights_TK, limits_E)
+    num_slots, num_experts = expert_TK.numel(), limits_E.numel()
+    kept_TK = torch.zeros(expert_TK.shape, dtype=torch.bool, device=expert_TK.device)
+    if num_slots == 0:
+        return kept_TK
+    expert_TK = expert_TK.contiguous()
+    slot_N, row_N, offsets_E1 = slot_sort(expert_TK, num_experts)
+    if weights_TK is None:
+        _first_kernel[(cdiv(num_slots, _BLOCK),)](expert_TK, row_N, offsets_E1, limits_E, kept_TK, num_slots, BLOCK=_BLOCK)
+    else:
+        block = min(_BLOCK_ROWS, power_of_2(num_slots))
+        _largest_kernel[(num_experts,)](slot_N, offsets_E1, weights_TK.contiguous(), limits_E, kept_TK, BLOCK=block, num_warps=8)
+    return kept_TK
+
+
+def padded_order_torch(expert_TK: Tensor, num_experts: int, rows_per_expert: int, kept_TK: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The twin of `padded_order`."""
+    num_slots, num_rows = expert_TK.numel(), num_experts * rows_per_expert
+    row_N, offsets_E1 = (x.long() for x in slot_sort_torch(expert_TK, num_experts, kept_TK)[1:])
+    is_kept_N = row_N < num_slots
+    expert_N = expert_TK.reshape(-1).long().where(is_kept_N, 0)
+    place_N = row_N - offsets_E1[expert_N]
+    row_N = torch.where(is_kept_N & (place_N < rows_per_expert), expert_N * rows_per_expert + place_N, num_rows)
+    slot_R = torch.full((num_rows + 1,), num_slots, device=row_N.device)
+    slot_R[row_N] = torch.arange(num_slots, device=row_N.device)
+    return slot_R[:num_rows].int(), row_N.int()
+
+
+def _fake_padded(expert_TK: Tensor, num_experts: int, rows_per_expert: int, kept_TK: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    slot_R = expert_TK.new_empty(num_experts * rows_per_expert, dtype=torch.int32)
+    return slot_R, expert_TK.new_empty(expert_TK.numel(), dtype=torch.int32)
+
+
+@compilable("padded_order", _fake_padded)
+def padded_order(expert_TK: Tensor, num_experts: int, rows_per_expert: int, kept_TK: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Row order with the same number of rows for every expert.
+
+    Args:
+        expert_TK: as for `slot_sort`.
+        num_experts: E.
+        rows_per_expert: a slot past it, by position among those of its expert, is dropped.
+        kept_TK: as for `slot_sort`.
+
+    Returns:
+        slot_R: the slot of each row, int32, N for a row of padding; row_N: the row of each slot, int32, R for a dropped one.
+    """
+    if not runs_kernel(expert_TK):
+        return padded_order_torch(expert_TK, num_experts, rows_per_expert, kept_TK)
+    slot_N, row_N, offsets_E1 = slot_sort(expert_TK, num_experts, kept_TK)
+    slot_R, padded_row_N = _fake_padded(expert_TK, num_experts, rows_per_expert)
+    most = max(slot_R.numel(), padded_row_N.numel())
+    if most:
+        _pad_kernel[(cdiv(most, _BLOCK),)](
+            expert_TK.contiguous(), slot_N, row_N, offsets_E1, slot_R, padded_row_N,
+            padded_row_N.numel(), num_experts, rows_per_expert, BLOCK=_BLOCK,
+        )  # fmt: skip
+    return slot_R, padded_row_N

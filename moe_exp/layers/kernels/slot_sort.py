@@ -1,0 +1,117 @@
+"""Slots sorted by expert, by counting, without the host waiting for the device. Shape suffixes in `moe_exp.layers`.
+
+Three steps: how many slots of each block go to each expert, one running sum over experts and then blocks, which is where each
+block's slots of an expert begin, and every slot to its place. Counting keeps the order of the slots of an expert whatever the blocks
+are, so the result has the same bits every time.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_exp.layers.kernels.launch import cdiv, compilable, jit, power_of_2, runs_kernel, tl
+
+# A slot's place among those of its block is found by comparing all pairs: half a block's comparisons per slot.
+_BLOCK = 128
+
+
+@jit
+def _experts_of_block(expert, kept, slots, num_slots, num_experts, HAS_KEPT: tl.constexpr):
+    """Expert of each slot, `num_experts` for a dropped one; what is past the last slot has one more."""
+    is_slot = slots < num_slots
+    chosen = tl.load(expert + slots, mask=is_slot, other=0).to(tl.int32)
+    if HAS_KEPT:
+        chosen = tl.where(tl.load(kept + slots, mask=is_slot, other=0) != 0, chosen, num_experts)
+    return tl.where(is_slot, chosen, num_experts + 1)
+
+
+@jit
+def _count_kernel(
+    expert, kept, counts, num_slots, num_experts, num_blocks,
+    HAS_KEPT: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    slots = block * BLOCK + tl.arange(0, BLOCK)
+    chosen = _experts_of_block(expert, kept, slots, num_slots, num_experts, HAS_KEPT)
+    experts = tl.arange(0, BLOCK_E)
+    # One place later, so that the running sum is that of all before.
+    place = 1 + experts.to(tl.int64) * num_blocks + block
+    tl.store(counts + place, tl.histogram(chosen, BLOCK_E), mask=experts <= num_experts)
+    if block == 0:
+        tl.store(counts, 0)
+
+
+@jit
+def _place_kernel(
+    expert, kept, starts, slot, row, offsets, num_slots, num_experts, num_blocks,
+    HAS_KEPT: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    within = tl.arange(0, BLOCK)
+    slots = block * BLOCK + within
+    is_slot = slots < num_slots
+    chosen = _experts_of_block(expert, kept, slots, num_slots, num_experts, HAS_KEPT)
+    others = _experts_of_block(expert, kept, slots, num_slots, num_experts, HAS_KEPT)
+    is_before = (chosen[:, None] == others[None, :]) & (within[None, :] < within[:, None])
+    before = tl.sum(is_before.to(tl.int32), 1)
+    place = tl.load(starts + chosen.to(tl.int64) * num_blocks + block, mask=is_slot, other=0) + before
+    tl.store(slot + place, slots, mask=is_slot)
+    tl.store(row + slots, tl.where(chosen < num_experts, place, num_slots), mask=is_slot)
+    if block == 0:
+        experts = tl.arange(0, BLOCK_E)
+        is_expert = experts <= num_experts
+        first = tl.load(starts + experts.to(tl.int64) * num_blocks, mask=is_expert, other=0)
+        tl.store(offsets + experts, first, mask=is_expert)
+
+
+def slot_sort_torch(expert_TK: Tensor, num_experts: int, kept_TK: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """The twin of `slot_sort`."""
+    num_slots = expert_TK.numel()
+    expert_N = expert_TK.reshape(-1).long()
+    if kept_TK is not None:
+        expert_N = expert_N.masked_fill(~kept_TK.reshape(-1), num_experts)
+    slot_N = torch.argsort(expert_N, stable=True)
+    place_N = torch.empty_like(slot_N).scatter_(0, slot_N, torch.arange(num_slots, device=slot_N.device))
+    row_N = torch.where(expert_N < num_experts, place_N, num_slots)
+    counts_E1 = torch.zeros(num_experts + 1, dtype=torch.int64, device=slot_N.device).scatter_add_(0, expert_N, torch.ones_like(expert_N))
+    offsets_E1 = counts_E1.cumsum(0) - counts_E1
+    return slot_N.int(), row_N.int(), offsets_E1.int()
+
+
+def _fake(expert_TK: Tensor, num_experts: int, kept_TK: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    slot_N = expert_TK.new_empty(expert_TK.numel(), dtype=torch.int32)
+    return slot_N, torch.empty_like(slot_N), expert_TK.new_empty(num_experts + 1, dtype=torch.int32)
+
+
+@compilable("slot_sort", _fake)
+def slot_sort(expert_TK: Tensor, num_experts: int, kept_TK: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Sorts the N = T*K slots by expert, those of one expert by position; the dropped ones come last.
+
+    Args:
+        expert_TK: the expert of every slot, int32 or int64, in [0, E) where it is kept. N below 2^31.
+        num_experts: E.
+        kept_TK: bool, the slots that are not dropped; None for all.
+
+    Returns:
+        slot_N: the slot of each row, int32.
+        row_N: the row of each slot, int32; N for a dropped one.
+        offsets_E1: int32, expert e has rows offsets[e] to offsets[e + 1]; the last is the number of kept slots.
+    """
+    if not runs_kernel(expert_TK):
+        return slot_sort_torch(expert_TK, num_experts, kept_TK)
+    num_slots, device = expert_TK.numel(), expert_TK.device
+    num_blocks = cdiv(num_slots, _BLOCK)
+    slot_N = torch.empty(num_slots, dtype=torch.int32, device=device)
+    row_N, offsets_E1 = torch.empty_like(slot_N), torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
+    if num_slots == 0:
+        return slot_N, row_N, offsets_E1
+    expert_TK = expert_TK.contiguous()
+    kept = expert_TK if kept_TK is None else kept_TK.contiguous()
+    sizes = num_slots, num_experts, num_blocks
+    constants = {"HAS_KEPT": kept_TK is not None, "BLOCK_E": power_of_2(num_experts + 2), "BLOCK": _BLOCK}
+    counts = torch.empty((num_experts + 1) * num_blocks + 1, dtype=torch.int32, device=device)
+    _count_kernel[(num_blocks,)](expert_TK, kept, counts, *sizes, **constants)
+    starts = counts.cumsum(0, dtype=torch.int32)
+    _place_kernel[(num_blocks,)](expert_TK, kept, starts, slot_N, row_N, offsets_E1, *sizes, **constants)
+    return slot_N, row_N, offsets_E1

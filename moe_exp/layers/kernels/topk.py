@@ -1,0 +1,344 @@
+"""The router after its logits, in one pass over them: scores, top-k, weights, and all sums that losses and statistics want.
+
+Neither the scores of all experts nor their gradient are written. Float sums go through one partial sum per program, added up in a
+fixed order. Shape suffixes in `moe_exp.layers`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_exp.layers.kernels.launch import cdiv, compilable, jit, num_programs, power_of_2, runs_kernel, tl
+from moe_exp.layers.kernels.scores import EPSILON, LEAST, choose, key_of, raw_scores, sigmoid, softmax, weigh
+
+_EPSILON = 1e-20  # of the twin, as in Router
+
+# Elements of a tile of [tokens, experts]: 8 per thread of four warps.
+_TILE = 1024
+_MOST_TOKENS = 64
+_PROGRAMS_PER_PROCESSOR = 4
+
+
+class TopK(NamedTuple):
+    """What the router decides, and what its losses and statistics need of the scores.
+
+    Args:
+        expert_TK: chosen experts, int64, best first; ties to the lowest expert.
+        weights_TK: router weights, fp32, with gradient.
+        lse_T: log-sum-exp of the logits, fp32, with gradient.
+        score_sums_E: scores, rows summing to 1, summed over the tokens that are not padding, fp32, with gradient.
+        tokens_per_expert_E: slots per expert, int64, without padding.
+        by_score_E: as tokens_per_expert_E, of the K experts of highest score; the same unless a bias has a say in the choice.
+        entropy: of the scores, summed over the tokens that are not padding, fp32 scalar.
+        largest: weight of every token, summed likewise.
+    """
+
+    expert_TK: Tensor
+    weights_TK: Tensor
+    lse_T: Tensor
+    score_sums_E: Tensor
+    tokens_per_expert_E: Tensor
+    by_score_E: Tensor
+    entropy: Tensor
+    largest: Tensor
+
+
+@jit
+def _load_tile(logits, valid, tokens, experts, num_tokens, num_experts, stride, HAS_VALID: tl.constexpr):
+    """Logits, -inf where there is no expert; whether a token is there, and whether it counts."""
+    is_token = tokens < num_tokens
+    is_expert = experts < num_experts
+    place = logits + tokens.to(tl.int64)[:, None] * stride + experts[None, :]
+    z = tl.load(place, mask=is_token[:, None] & is_expert[None, :], other=0.0).to(tl.float32)
+    counts = is_token
+    if HAS_VALID:
+        counts = tl.load(valid + tokens, mask=is_token, other=0) != 0
+    return tl.where(is_expert[None, :], z, -float("inf")), is_token, counts
+
+
+@jit
+def _forward_kernel(
+    logits, bias, valid, expert, weights, lse, sums, counts, num_tokens, num_experts, stride, factor,
+    TOPK: tl.constexpr, SCORE: tl.constexpr, PRE_SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_VALID: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    experts, places = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)[None, :]
+    is_expert, is_place = experts < num_experts, places < TOPK
+    score_sums = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.float32)
+    entropy_sums = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.float32)
+    largest_sums = tl.zeros((BLOCK_T,), dtype=tl.float32)
+    chosen_sums = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.int32)
+    by_score_sums = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.int32)
+    for block in range(tl.program_id(0), tl.cdiv(num_tokens, BLOCK_T), tl.num_programs(0)):
+        tokens = block * BLOCK_T + tl.arange(0, BLOCK_T)
+        z, is_token, is_counted = _load_tile(logits, valid, tokens, experts, num_tokens, num_experts, stride, HAS_VALID)
+        probabilities, logsumexp = softmax(z)
+        raw = raw_scores(z, probabilities, SCORE)
+
+        choice = raw
+        if HAS_BIAS:
+            choice = raw + tl.load(bias + experts, mask=is_expert, other=0.0)[None, :]
+        key = tl.where(is_expert[None, :], key_of(choice), LEAST)
+        values = z if SCORE == "softmax" and not PRE_SOFTMAX else raw
+        chosen, value, key = choose(key, values, experts, TOPK, BLOCK_T, BLOCK_K)
+        value = weigh(value, is_place, factor, SCORE, PRE_SOFTMAX, NORMALIZE)
+
+        slots = tokens.to(tl.int64)[:, None] * TOPK + places
+        is_slot = is_token[:, None] & is_place
+        tl.store(expert + slots, chosen.to(tl.int64), mask=is_slot)
+        tl.store(weights + slots, value, mask=is_slot)
+        tl.store(lse + tokens, logsumexp, mask=is_token)
+
+        score = raw if SCORE == "softmax" else raw / (tl.sum(raw, 1) + EPSILON)[:, None]
+        counted = is_counted[:, None] & is_expert[None, :]
+        score = tl.where(counted, score, 0.0)
+        score_sums += score
+        entropy_sums -= score * tl.log(tl.where(score > 0.0, score, 1.0))
+        largest_sums += tl.where(is_counted, tl.max(tl.where(is_place, value, 0.0), 1), 0.0)
+        chosen_sums += (counted & (key == LEAST)).to(tl.int32)
+        if HAS_BIAS:
+            key = tl.where(is_expert[None, :], key_of(raw), LEAST)
+            _, _, key = choose(key, raw, experts, TOPK, BLOCK_T, BLOCK_K)
+            by_score_sums += (counted & (key == LEAST)).to(tl.int32)
+
+    mine = tl.program_id(0).to(tl.int64)
+    my_sums, my_counts = sums + mine * (num_experts + 2), counts + mine * (2 * num_experts)
+    tl.store(my_sums + experts, tl.sum(score_sums, 0), mask=is_expert)
+    tl.store(my_sums + num_experts, tl.sum(tl.sum(entropy_sums, 1), 0))
+    tl.store(my_sums + num_experts + 1, tl.sum(largest_sums, 0))
+    chosen_count = tl.sum(chosen_sums, 0)
+    tl.store(my_counts + experts, chosen_count, mask=is_expert)
+    by_score_count = tl.sum(by_score_sums, 0) if HAS_BIAS else chosen_count
+    tl.store(my_counts + num_experts + experts, by_score_count, mask=is_expert)
+
+
+@jit
+def _backward_kernel(
+    logits, valid, expert, dweights, dlse, dscore_sums, dlogits, num_tokens, num_experts, stride, factor,
+    TOPK: tl.constexpr, SCORE: tl.constexpr, PRE_SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr,
+    HAS_VALID: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_DSCORES: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    experts = tl.arange(0, BLOCK_E)
+    is_expert = experts < num_experts
+    tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    z, is_token, is_counted = _load_tile(logits, valid, tokens, experts, num_tokens, num_experts, stride, HAS_VALID)
+    probabilities, _ = softmax(z)
+    raw = raw_scores(z, probabilities, SCORE)
+
+    # Everything of the K chosen is spread over E: what was not chosen is zero.
+    is_chosen = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.int1)
+    dvalue = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.float32)
+    for k in tl.static_range(TOPK):
+        slots = tokens.to(tl.int64) * TOPK + k
+        is_k = experts[None, :] == tl.load(expert + slots, mask=is_token, other=-1).to(tl.int32)[:, None]
+        dvalue = tl.where(is_k, tl.load(dweights + slots, mask=is_token, other=0.0).to(tl.float32)[:, None] * factor, dvalue)
+        is_chosen = is_chosen | is_k
+    value = tl.where(is_chosen, raw, 0.0)
+    if SCORE == "softmax" and not PRE_SOFTMAX:
+        # Relative to the largest of the chosen, which softmax over all may have rounded to zero.
+        chosen = tl.where(is_chosen, z, -1e30)
+        value = tl.where(is_chosen, tl.exp(chosen - tl.max(chosen, 1)[:, None]), 0.0)
+        value = value / tl.maximum(tl.sum(value, 1), EPSILON)[:, None]
+    if NORMALIZE:
+        total = (tl.sum(value, 1) + EPSILON)[:, None]
+        dvalue = tl.where(is_chosen, (dvalue - tl.sum(dvalue * value, 1)[:, None] / total) / total, 0.0)
+
+    dz = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.float32)
+    draw = dvalue
+    if SCORE == "softmax" and not PRE_SOFTMAX:
+        dz = value * (dvalue - tl.sum(dvalue * value, 1)[:, None])
+        draw = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.float32)
+    if HAS_DSCORES:
+        dscore = tl.load(dscore_sums + experts, mask=is_expert, other=0.0)[None, :]
+        dscore = tl.where(is_counted[:, None], dscore, 0.0)
+        if SCORE != "softmax":
+            total = (tl.sum(raw, 1) + EPSILON)[:, None]
+            dscore = (dscore - tl.sum(dscore * raw, 1)[:, None] / total) / total
+        draw += dscore
+    if SCORE == "softmax":
+        dz += raw * (draw - tl.sum(draw * raw, 1)[:, None])
+    elif SCORE == "sigmoid":
+        dz += draw * raw * (1.0 - raw)
+    else:
+        dz += tl.where(raw > 0.0, draw * sigmoid(z) / (2.0 * tl.where(raw > 0.0, raw, 1.0)), 0.0)
+    if HAS_DLSE:
+        dz += probabilities * tl.load(dlse + tokens, mask=is_token, other=0.0)[:, None]
+    place = dlogits + tokens.to(tl.int64)[:, None] * num_experts + experts[None, :]
+    tl.store(place, dz.to(dlogits.dtype.element_ty), mask=is_token[:, None] & is_expert[None, :])
+
+
+def router_topk_torch(
+    logits_TE: Tensor,
+    topk: int,
+    *,
+    score: str = "softmax",
+    pre_softmax: bool = True,
+    normalize: bool = False,
+    scaling_factor: float = 1.0,
+    bias_E: Tensor | None = None,
+    valid_T: Tensor | None = None,
+) -> TopK:
+    """The twin of `router_topk`, in the dtype of the logits."""
+    if score == "softmax":
+        raw_TE = scores_TE = logits_TE.softmax(dim=-1)
+    else:
+        raw_TE = logits_TE.sigmoid() if score == "sigmoid" else torch.nn.functional.softplus(logits_TE).sqrt()
+        scores_TE = raw_TE / (raw_TE.sum(dim=-1, keepdim=True) + _EPSILON)
+    choice_TE = raw_TE.detach() if bias_E is None else raw_TE.detach() + bias_E
+    expert_TK = _best(choice_TE, topk)
+    weights_TK = raw_TE.gather(1, expert_TK)
+    if score == "softmax" and not pre_softmax:
+        weights_TK = logits_TE.gather(1, expert_TK).softmax(dim=-1)
+    if normalize:
+        weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + _EPSILON)
+    weights_TK = weights_TK * scaling_factor
+    top1_T = weights_TK.detach().amax(dim=-1)
+    if valid_T is not None:
+        scores_TE, top1_T = scores_TE * valid_T.unsqueeze(1), top1_T * valid_T
+    entropy = -torch.xlogy(scores_TE.detach(), scores_TE.detach()).sum()
+    counts_E = _count(expert_TK, valid_T, logits_TE.size(1))
+    by_score_E = counts_E if bias_E is None else _count(_best(raw_TE.detach(), topk), valid_T, logits_TE.size(1))
+    lse_T = logits_TE.logsumexp(dim=-1)
+    return TopK(expert_TK, weights_TK, lse_T, scores_TE.sum(dim=0), counts_E, by_score_E, entropy, top1_T.sum())
+
+
+def _best(choice_TE: Tensor, topk: int) -> Tensor:
+    """The K best; torch.topk does not say which of equals it takes."""
+    return choice_TE.argsort(dim=-1, descending=True, stable=True)[:, :topk].contiguous()
+
+
+def _count(expert_TK: Tensor, valid_T: Tensor | None, num_experts: int) -> Tensor:
+    ones_TK = torch.ones_like(expert_TK) if valid_T is None else valid_T.long().unsqueeze(1).expand_as(expert_TK).contiguous()
+    return expert_TK.new_zeros(num_experts).scatter_add_(0, expert_TK.flatten(), ones_TK.flatten())
+
+
+def router_topk(
+    logits_TE: Tensor,
+    topk: int,
+    *,
+    score: str = "softmax",
+    pre_softmax: bool = True,
+    normalize: bool = False,
+    scaling_factor: float = 1.0,
+    bias_E: Tensor | None = None,
+    valid_T: Tensor | None = None,
+) -> TopK:
+    """Chooses the K experts of highest score and weighs them, as `moe_exp.layers.router.Router` does, with its formulas.
+
+    Args:
+        logits_TE: fp32.
+        topk: K.
+        score: `softmax`, `sigmoid` or `sqrtsoftplus`.
+        pre_softmax: weights are the softmax over all experts, else over the chosen K.
+        normalize: divide the weights by their sum.
+        scaling_factor: times the weights.
+        bias_E: fp32, added to the scores for the choice and not to the weights.
+        valid_T: bool, tokens that are not padding; None for all.
+
+    Returns:
+        See TopK. Backward takes the gradients of weights_TK, lse_T and score_sums_E, and computes the scores again.
+    """
+    options: dict[str, Any] = {"score": score, "pre_softmax": pre_softmax, "normalize": normalize, "scaling_factor": float(scaling_factor)}
+    if not runs_kernel(logits_TE) or logits_TE.dtype == torch.float64:
+        return router_topk_torch(logits_TE, topk, **options, bias_E=bias_E, valid_T=valid_T)
+    expert_TK, weights_TK, lse_T, sums, counts = _RouterTopK.apply(logits_TE, bias_E, valid_T, topk, *options.values())
+    num_experts = logits_TE.size(1)
+    return TopK(expert_TK, weights_TK, lse_T, sums[:num_experts], counts[0], counts[1], *sums[num_experts:].detach())
+
+
+class _RouterTopK(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_TE: Tensor, bias_E: Tensor | None, valid_T: Tensor | None, *options: Any) -> tuple[Tensor, ...]:
+        logits_TE = logits_TE if logits_TE.stride(1) == 1 else logits_TE.contiguous()
+        expert_TK, weights_TK, lse_T, sums, counts = _topk_forward(logits_TE, bias_E, valid_T, *options)
+        ctx.save_for_backward(logits_TE, valid_T, expert_TK)
+        ctx.options = options
+        ctx.mark_non_differentiable(expert_TK, counts)
+        ctx.set_materialize_grads(False)
+        return expert_TK, weights_TK, lse_T, sums, counts
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        logits_TE, valid_T, expert_TK = ctx.saved_tensors
+        _, dweights_TK, dlse_T, dsums, _ = grads
+        if dweights_TK is None:
+            dweights_TK = logits_TE.new_zeros(expert_TK.shape)
+        dlogits_TE = _topk_backward(logits_TE, valid_T, expert_TK, dweights_TK, dlse_T, dsums, *ctx.options[1:])
+        return dlogits_TE, *[None] * (2 + len(ctx.options))
+
+
+def _fake_forward(
+    logits_TE: Tensor, bias_E: Tensor | None, valid_T: Tensor | None, topk: int, *options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    num_tokens, num_experts = logits_TE.shape
+    expert_TK = logits_TE.new_empty(num_tokens, topk, dtype=torch.int64)
+    weights_TK, lse_T = (logits_TE.new_empty(shape, dtype=torch.float32) for shape in ((num_tokens, topk), (num_tokens,)))
+    sums = logits_TE.new_empty(num_experts + 2, dtype=torch.float32)
+    return expert_TK, weights_TK, lse_T, sums, logits_TE.new_empty(2, num_experts, dtype=torch.int64)
+
+
+@compilable("topk_forward", _fake_forward)
+def _topk_forward(
+    logits_TE: Tensor,
+    bias_E: Tensor | None,
+    valid_T: Tensor | None,
+    topk: int,
+    score: str,
+    pre_softmax: bool,
+    normalize: bool,
+    scaling_factor: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    expert_TK, weights_TK, lse_T, sums, counts = _fake_forward(logits_TE, bias_E, valid_T, topk)
+    num_tokens, num_experts = logits_TE.shape
+    if num_tokens == 0:
+        return expert_TK, weights_TK, lse_T, sums.zero_(), counts.zero_()
+    blocks = _blocks(num_experts)
+    programs = num_programs(logits_TE, cdiv(num_tokens, blocks["BLOCK_T"]), per_processor=_PROGRAMS_PER_PROCESSOR)
+    partial_sums = sums.new_empty(programs, num_experts + 2)
+    partial_counts = sums.new_empty(programs, 2, num_experts, dtype=torch.int32)
+    _forward_kernel[(programs,)](
+        logits_TE, logits_TE if bias_E is None else bias_E, logits_TE if valid_T is None else valid_T.contiguous(),
+        expert_TK, weights_TK, lse_T, partial_sums, partial_counts, num_tokens, num_experts, logits_TE.stride(0), scaling_factor,
+        TOPK=topk, SCORE=score, PRE_SOFTMAX=pre_softmax, NORMALIZE=normalize, HAS_BIAS=bias_E is not None, HAS_VALID=valid_T is not None,
+        BLOCK_K=power_of_2(topk), **blocks,
+    )  # fmt: skip
+    return expert_TK, weights_TK, lse_T, partial_sums.sum(0), partial_counts.sum(0)
+
+
+@compilable("topk_backward", lambda logits_TE, *_: torch.empty_like(logits_TE, memory_format=torch.contiguous_format))
+def _topk_backward(
+    logits_TE: Tensor,
+    valid_T: Tensor | None,
+    expert_TK: Tensor,
+    dweights_TK: Tensor,
+    dlse_T: Tensor | None,
+    dsums: Tensor | None,
+    score: str,
+    pre_softmax: bool,
+    normalize: bool,
+    scaling_factor: float,
+) -> Tensor:
+    dlogits_TE = torch.empty_like(logits_TE, memory_format=torch.contiguous_format)
+    num_tokens, num_experts = logits_TE.shape
+    if num_tokens == 0:
+        return dlogits_TE
+    blocks = _blocks(num_experts)
+    _backward_kernel[(cdiv(num_tokens, blocks["BLOCK_T"]),)](
+        logits_TE, logits_TE if valid_T is None else valid_T.contiguous(), expert_TK, dweights_TK.contiguous(),
+        logits_TE if dlse_T is None else dlse_T.contiguous(), logits_TE if dsums is None else dsums.contiguous(), dlogits_TE,
+        num_tokens, num_experts, logits_TE.stride(0), scaling_factor,
+        TOPK=expert_TK.size(1), SCORE=score, PRE_SOFTMAX=pre_softmax, NORMALIZE=normalize,
+        HAS_VALID=valid_T is not None, HAS_DLSE=dlse_T is not None, HAS_DSCORES=dsums is not None, **blocks,
+    )  # fmt: skip
+    return dlogits_TE
+
+
+def _blocks(num_experts: int) -> dict[str, int]:
+    block_e = power_of_2(num_experts)
+    return {"BLOCK_T": max(1, min(_MOST_TOKENS, _TILE // block_e)), "BLOCK_E": block_e}

@@ -1,0 +1,203 @@
+"""Grouped GEMM of the up-projection: rows gathered inside, weighted activation in the epilogue. Shape suffixes in `moe_exp.layers`.
+
+W is the width of the first projection: 2F for a gated activation (gate half first), else F.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_exp.layers.activations import ACTIVATIONS
+from moe_exp.layers.kernels.activation import activate
+from moe_exp.layers.kernels.column_chunks import column_chunks
+from moe_exp.layers.kernels.launch import (
+    cdiv,
+    compilable,
+    descriptors,
+    dot_constants,
+    jit,
+    num_programs,
+    power_of_2,
+    runs_kernel,
+    tl,
+    tuned,
+)
+from moe_exp.layers.kernels.tiles import dot, in_groups, row_tile, row_tile_ends
+
+LARGEST_K = 64
+# Predicted, not measured; see docs/performance.md. The first one is for deterministic algorithms. BLOCK_K is of two bytes each; of a
+# gated activation, half of BLOCK_N are columns of the gate.
+CONFIGS = [
+    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "PROGRAMS": 1, "TMA": 0, "num_warps": 8, "num_stages": 4},
+    {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 32, "GROUP_M": 8, "PROGRAMS": 1, "TMA": 0, "num_warps": 8, "num_stages": 4},
+    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32, "GROUP_M": 8, "PROGRAMS": 2, "TMA": 0, "num_warps": 4, "num_stages": 4},
+    {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "PROGRAMS": 2, "TMA": 0, "num_warps": 4, "num_stages": 3},
+    {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "GROUP_M": 8, "PROGRAMS": 1, "TMA": 1, "num_warps": 8, "num_stages": 4},
+    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "PROGRAMS": 1, "TMA": 1, "num_warps": 8, "num_stages": 4},
+    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "PROGRAMS": 2, "TMA": 1, "num_warps": 4, "num_stages": 3},
+]
+# Columns of the product that the epilogue takes at a time.
+CHUNK_COLUMNS = tl.constexpr(64) if tl else 64
+
+
+@jit
+def _finish(
+    products, hidden_rows, active_rows, scale, is_row, column, width,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Writes both results for COLUMNS of the activation from `column` on."""
+    columns = column + tl.arange(0, COLUMNS)
+    is_out = is_row[:, None] & (columns < width)[None, :]
+    hidden_block = hidden_rows[:, None] + columns[None, :]
+    if GATED:
+        gate, up = tl.split(tl.reshape(products, (ROWS, COLUMNS, 2)))
+        tl.store(hidden_block + width, up.to(hidden_rows.dtype.element_ty), mask=is_out)
+    else:
+        gate = products
+    tl.store(hidden_block, gate.to(hidden_rows.dtype.element_ty), mask=is_out)
+    y = activate(gate, ACTIVATION) * scale[:, None]
+    if GATED:
+        y *= up
+    tl.store(active_rows[:, None] + columns[None, :], y.to(active_rows.dtype.element_ty), mask=is_out)
+
+
+def _set_blocks(args: dict[str, Any]) -> None:
+    if args["w_tma"] is None:
+        return
+    width, depth = args["BLOCK_N"], args["BLOCK_K"] * 2 // args["x"].element_size()
+    args["w_tma"].block_shape = [1, width // 2, 2, depth] if args["GATED"] else [1, width, depth]
+    if args["x_tma"] is not None:
+        args["x_tma"].block_shape = [args["BLOCK_M"], depth]
+
+
+@tuned(CONFIGS, key=["num_experts", "width", "depth", "GATED"], set_blocks=_set_blocks)
+@jit
+def _kernel(
+    x, w, hidden, active, x_tma, w_tma, token, weights, offsets, num_tokens, num_experts, width, depth,
+    stride_x, stride_wl, stride_ww, stride_hidden, stride_active,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_E: tl.constexpr, PRECISION: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    PROGRAMS: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    DEPTH: tl.constexpr = BLOCK_K * 16 // x.dtype.element_ty.primitive_bitwidth
+    BLOCK_F: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    CHUNK: tl.constexpr = BLOCK_N if BLOCK_N < CHUNK_COLUMNS else CHUNK_COLUMNS
+    OUT_CHUNK: tl.constexpr = CHUNK // 2 if GATED else CHUNK
+    tile_ends = row_tile_ends(offsets, num_experts, BLOCK_M, BLOCK_E)
+    num_m, num_n = tl.max(tile_ends, 0), tl.cdiv(width, BLOCK_F)
+    for tile in range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
+        tile_m, tile_n = in_groups(tile, num_m, num_n, GROUP_M)
+        expert, row, row_end = row_tile(tile_m, tile_ends, offsets, BLOCK_M)
+        rows, column = row + tl.arange(0, BLOCK_M), tile_n * BLOCK_F
+        source = tl.minimum(rows, row_end - 1)
+        if token is not None:
+            source = tl.load(token + source)
+            is_token = source < num_tokens
+            source = tl.minimum(source, num_tokens - 1)
+        depths = tl.arange(0, DEPTH)
+        x_block = x + source.to(tl.int64)[:, None] * stride_x + depths[None, :]
+        # Columns of the gate and of up in turn: both come from one product, and a pair of them is in one thread.
+        each = tl.arange(0, BLOCK_N)
+        of_w = tl.minimum(column + (each // 2 if GATED else each), width - 1)
+        if GATED:
+            of_w += (each % 2) * width
+        w_block = w + expert.to(tl.int64) * stride_wl + of_w[None, :] * stride_ww + depths[:, None]
+        total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for start in range(0, depth, DEPTH):
+            is_depth = depths < depth - start
+            if TMA and x_tma is not None:
+                a = x_tma.load([row, start])
+            else:
+                a = tl.load(x_block, mask=None if EVEN_K else is_depth[None, :], other=None if EVEN_K else 0.0)
+            if TMA and GATED:
+                b = w_tma.load([expert, column, 0, start]).reshape(BLOCK_N, DEPTH).T
+            elif TMA:
+                b = w_tma.load([expert, column, start]).reshape(BLOCK_N, DEPTH).T
+            else:
+                b = tl.load(w_block, mask=None if EVEN_K else is_depth[:, None], other=None if EVEN_K else 0.0)
+            total = dot(a, b, total, PRECISION, INTERPRET)
+            x_block += DEPTH
+            w_block += DEPTH
+        if token is not None:
+            total = tl.where(is_token[:, None], total, 0.0)
+
+        is_row, rows64 = rows < row_end, rows.to(tl.int64)
+        scale = tl.full((BLOCK_M,), 1.0, tl.float32)
+        if weights is not None:
+            scale = tl.load(weights + rows, mask=is_row, other=0.0)
+        # Chunk by chunk: what one computes is out of the registers when the next begins.
+        chunks = column_chunks(total, BLOCK_M, BLOCK_N, CHUNK)
+        for i in tl.static_range(BLOCK_N // CHUNK):
+            _finish(chunks[i], hidden + rows64 * stride_hidden, active + rows64 * stride_active, scale, is_row, column + i * OUT_CHUNK,
+                    width, ACTIVATION, GATED, BLOCK_M, OUT_CHUNK)  # fmt: skip
+
+
+def up_projection_torch(
+    x: Tensor, weight1_LWD: Tensor, offsets_L1: Tensor, *, activation: str, token_R: Tensor | None = None, weights_R: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The twin of `up_projection`."""
+    hidden_RW, active_RF = _outputs(x, weight1_LWD, offsets_L1, activation=activation, token_R=token_R)
+    hidden_RW.zero_(), active_RF.zero_()
+    function, gated = ACTIVATIONS[activation]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    padded = x if token_R is None else torch.cat([x, x.new_zeros(1, x.size(1))])
+    ends = offsets_L1.tolist()
+    for w_WD, first, end in zip(weight1_LWD.unbind(0), ends, ends[1:], strict=False):
+        rows_RD = x[first:end] if token_R is None else padded[token_R[first:end]]
+        torch.mm(rows_RD, w_WD.t(), out=hidden_RW[first:end])
+    gate_RF, up_RF = hidden_RW.to(wide).chunk(2, dim=1) if gated else (hidden_RW.to(wide), None)
+    result_RF = function(gate_RF) if up_RF is None else function(gate_RF) * up_RF
+    result_RF = result_RF if weights_R is None else result_RF * weights_R.unsqueeze(1)
+    active_RF[: ends[-1]] = result_RF[: ends[-1]].to(x.dtype)
+    return hidden_RW, active_RF
+
+
+def _outputs(
+    x: Tensor, weight1_LWD: Tensor, offsets_L1: Tensor, *, activation: str, token_R: Tensor | None = None, weights_R: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    num_rows, width = x.size(0) if token_R is None else token_R.size(0), weight1_LWD.size(1)
+    return x.new_empty(num_rows, width), x.new_empty(num_rows, width // 2 if ACTIVATIONS[activation][1] else width)
+
+
+@compilable("up_projection", _outputs)
+def up_projection(
+    x: Tensor, weight1_LWD: Tensor, offsets_L1: Tensor, *, activation: str, token_R: Tensor | None = None, weights_R: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """hidden = x[token] W1^T and the weighted activation act(gate) * up * weight, or act(hidden) * weight, both from fp32 sums.
+
+    Args:
+        x: tokens [T, D], or with `token_R=None` rows sorted by expert [R, D]; the last dimension contiguous.
+        weight1_LWD: of the experts, in torch's (out, in) order, the gate half first; the last dimension contiguous.
+        offsets_L1: int32, expert e has rows offsets[e] to offsets[e + 1]; the first is 0.
+        activation: a name in activations.ACTIVATIONS.
+        token_R: int32, the token of each row; T for a row of padding, which is zero.
+        weights_R: fp32, router weight of each row; None for 1.
+
+    Returns:
+        hidden [R, W], which backward needs, and the weighted activation [R, F], both in the dtype of x; rows from offsets[L] on have no
+        values.
+    """
+    if not runs_kernel(x):
+        return up_projection_torch(x, weight1_LWD, offsets_L1, activation=activation, token_R=token_R, weights_R=weights_R)
+    hidden_RW, active_RF = _outputs(x, weight1_LWD, offsets_L1, activation=activation, token_R=token_R)
+    (num_rows, width), num_experts, gated = active_RF.shape, weight1_LWD.size(0), ACTIVATIONS[activation][1]
+    if num_rows == 0 or x.size(0) == 0:
+        return hidden_RW.zero_(), active_RF.zero_()
+
+    def grid(constants: dict[str, int]) -> tuple[int]:
+        most_tiles = (cdiv(num_rows, constants["BLOCK_M"]) + num_experts) * cdiv(hidden_RW.size(1), constants["BLOCK_N"])
+        return (num_programs(x, most_tiles, per_processor=constants["PROGRAMS"]),)
+
+    # [L, F, 2, D]: a block of it has rows of the gate and of up in turn.
+    pairs = weight1_LWD.unflatten(1, (2, width)).transpose(1, 2) if gated else weight1_LWD
+    x_tma, w_tma = descriptors(x if token_R is None else None, pairs)
+    _kernel[grid](
+        x, weight1_LWD, hidden_RW, active_RF, x_tma, w_tma, token_R, weights_R, offsets_L1, x.size(0), num_experts, width, x.size(1),
+        x.stride(0), weight1_LWD.stride(0), weight1_LWD.stride(1), hidden_RW.stride(0), active_RF.stride(0),
+        ACTIVATION=activation, GATED=gated, EVEN_K=x.size(1) % LARGEST_K == 0, BLOCK_E=power_of_2(num_experts), **dot_constants(x),
+    )  # fmt: skip
+    return hidden_RW, active_RF

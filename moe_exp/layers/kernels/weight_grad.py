@@ -1,0 +1,186 @@
+"""Gradients of the experts' matrices: the rows are summed over, and either side may be gathered. Shape suffixes in `moe_exp.layers`.
+
+One program computes one tile of one expert's matrix from all of its rows: nothing is added atomically, and a result has the same bits
+every time. Experts differ in rows as routing wants it; tiles of the fullest come first, so that the last to be done are short.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_exp.layers.kernels.column_chunks import column_chunks
+from moe_exp.layers.kernels.launch import cdiv, compilable, dot_constants, jit, power_of_2, runs_kernel, tl, tuned
+from moe_exp.layers.kernels.tiles import dot, in_groups
+
+# Predicted, not measured; see docs/performance.md. The first one is for deterministic algorithms.
+CONFIGS = [
+    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "num_warps": 8, "num_stages": 3},
+    {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "GROUP_M": 8, "num_warps": 8, "num_stages": 3},
+    {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 32, "GROUP_M": 8, "num_warps": 8, "num_stages": 4},
+    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32, "GROUP_M": 8, "num_warps": 4, "num_stages": 4},
+    {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "num_warps": 4, "num_stages": 3},
+]
+
+# Of more experts than this the order by rows costs a program more than it saves.
+_MOST_ORDERED = 256
+
+
+@jit
+def _expert_of_place(place, offsets, num_experts, BLOCK_E: tl.constexpr, ORDERED: tl.constexpr):
+    """The expert that has this place when those with most rows come first; of equals, the one with the lower number."""
+    if ORDERED:
+        mine = tl.arange(0, BLOCK_E)
+        is_mine = mine < num_experts
+        rows = tl.load(offsets + mine + 1, mask=is_mine, other=0) - tl.load(offsets + mine, mask=is_mine, other=1)
+        is_before = (rows[None, :] > rows[:, None]) | ((rows[None, :] == rows[:, None]) & (mine[None, :] < mine[:, None]))
+        places = tl.sum(is_before.to(tl.int32), 1)
+        place = tl.sum(tl.where(places == place, mine, 0), 0)
+    return place
+
+
+@tuned(CONFIGS, key=["num_experts", "num_m", "num_n", "ADDS"], restored=["dw"])
+@jit
+def _kernel(
+    a, b, dw, a_index, b_index, offsets, num_experts, rows_of_a, rows_of_b, stride_a, stride_b, stride_dl, stride_dm,
+    num_m: tl.constexpr, num_n: tl.constexpr, ADDS: tl.constexpr, ORDERED: tl.constexpr,
+    BLOCK_E: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    CHUNK: tl.constexpr = 64 if ADDS and BLOCK_N > 64 else BLOCK_N
+    DEPTH: tl.constexpr = BLOCK_K * 16 // a.dtype.element_ty.primitive_bitwidth
+    EVEN_M: tl.constexpr = num_m % BLOCK_M == 0
+    EVEN_N: tl.constexpr = num_n % BLOCK_N == 0
+    tiles_m, tiles_n = tl.cdiv(num_m, BLOCK_M), tl.cdiv(num_n, BLOCK_N)
+    place, tile = tl.program_id(0) // (tiles_m * tiles_n), tl.program_id(0) % (tiles_m * tiles_n)
+    expert = _expert_of_place(place, offsets, num_experts, BLOCK_E, ORDERED)
+    first, end = tl.load(offsets + expert), tl.load(offsets + expert + 1)
+    if ADDS and first == end:
+        return
+    tile_m, tile_n = in_groups(tile, tiles_m, tiles_n, GROUP_M)
+    m, n = tile_m * BLOCK_M + tl.arange(0, BLOCK_M), tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    # The rows of the next step are looked up one step ahead: a load that waits for another one could not be started as early.
+    rows = first + tl.arange(0, DEPTH)
+    a_rows, b_rows = _rows_of(a_index, rows, end, rows_of_a), _rows_of(b_index, rows, end, rows_of_b)
+    for _ in range(first, end, DEPTH):
+        a_now, b_now = a_rows.to(tl.int64)[:, None], b_rows.to(tl.int64)[:, None]
+        a_mask, b_mask = a_now < rows_of_a, b_now < rows_of_b
+        rows += DEPTH
+        a_rows, b_rows = _rows_of(a_index, rows, end, rows_of_a), _rows_of(b_index, rows, end, rows_of_b)
+        if not EVEN_M:
+            a_mask = a_mask & (m < num_m)[None, :]
+        if not EVEN_N:
+            b_mask = b_mask & (n < num_n)[None, :]
+        x = tl.load(a + a_now * stride_a + m[None, :], mask=a_mask, other=0.0)
+        y = tl.load(b + b_now * stride_b + n[None, :], mask=b_mask, other=0.0)
+        total = dot(tl.trans(x), y, total, PRECISION, INTERPRET)
+    block = dw + expert.to(tl.int64) * stride_dl + m.to(tl.int64)[:, None] * stride_dm
+    chunks = column_chunks(total, BLOCK_M, BLOCK_N, CHUNK)
+    for i in tl.static_range(BLOCK_N // CHUNK):
+        columns = tile_n * BLOCK_N + i * CHUNK + tl.arange(0, CHUNK)
+        mask = (m < num_m)[:, None] & (columns < num_n)[None, :]
+        sums = chunks[i]
+        if ADDS:
+            sums += tl.load(block + columns[None, :], mask=mask, other=0.0)
+        tl.store(block + columns[None, :], sums.to(dw.dtype.element_ty), mask=mask)
+
+
+@jit
+def _rows_of(index, rows, end, num_rows):
+    """Where the rows are in an operand of `num_rows`; from the end on, and for padding, one past the last."""
+    if index is None:  # noqa: SIM108  # and no return in it: Triton would read on
+        rows = tl.where(rows < end, rows, num_rows)
+    else:
+        rows = tl.load(index + rows, mask=rows < end, other=num_rows)
+    return rows
+
+
+def gathered(x: Tensor, index_R: Tensor) -> Tensor:
+    """x[index] in plain torch, an index of len(x) gives zeros."""
+    return torch.cat([x, x.new_zeros(1, x.size(1))]).index_select(0, index_R)
+
+
+def weight_grad_torch(
+    a: Tensor,
+    b: Tensor,
+    offsets_L1: Tensor,
+    *,
+    a_index_R: Tensor | None = None,
+    b_index_R: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The twin of `weight_grad`."""
+    ends = offsets_L1.tolist()
+    dw_LMN = a.new_empty(len(ends) - 1, a.size(1), b.size(1)) if out is None else out
+    for dw_MN, first, end in zip(dw_LMN.unbind(0), ends, ends[1:], strict=False):
+        a_rows = a[first:end] if a_index_R is None else gathered(a, a_index_R[first:end])
+        b_rows = b[first:end] if b_index_R is None else gathered(b, b_index_R[first:end])
+        if out is None:
+            torch.mm(a_rows.t(), b_rows, out=dw_MN)
+        elif first < end:
+            dw_MN.addmm_(a_rows.t().to(dw_MN.dtype), b_rows.to(dw_MN.dtype))
+    return dw_LMN
+
+
+def weight_grad(
+    a: Tensor,
+    b: Tensor,
+    offsets_L1: Tensor,
+    *,
+    a_index_R: Tensor | None = None,
+    b_index_R: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Sum over the rows of every expert: dw_e = sum_r a_r^T b_r, with accumulation in fp32.
+
+    Args:
+        a: [R, M], sorted by expert, or what `a_index_R` takes rows from; last dimension contiguous.
+        b: [R, N], the same.
+        offsets_L1: int32, expert e has rows offsets[e] to offsets[e + 1]; the first is 0. Later rows are not read.
+        a_index_R: int32, the row of `a` for each row; one past the last gives zeros. None: they are there in order.
+        b_index_R: the same for `b`.
+        out: fp32 [L, M, N], Megatron's main_grad: is added to in place; an expert without rows is left alone.
+
+    Returns:
+        `out`, or a new [L, M, N] in the dtype of `a`, zero for an expert without rows.
+    """
+    if out is None:
+        return _new_grad(a, b, offsets_L1, a_index_R, b_index_R)
+    _add_grad(out, a, b, offsets_L1, a_index_R, b_index_R)
+    return out
+
+
+# Two operators: what torch.compile sees may not return what it writes to.
+@compilable("weight_grad", lambda a, b, offsets_L1, a_index_R, b_index_R: a.new_empty(offsets_L1.size(0) - 1, a.size(1), b.size(1)))
+def _new_grad(a: Tensor, b: Tensor, offsets_L1: Tensor, a_index_R: Tensor | None, b_index_R: Tensor | None) -> Tensor:
+    if not runs_kernel(a):
+        return weight_grad_torch(a, b, offsets_L1, a_index_R=a_index_R, b_index_R=b_index_R)
+    dw_LMN = a.new_empty(offsets_L1.size(0) - 1, a.size(1), b.size(1))
+    _launch(dw_LMN, a, b, offsets_L1, a_index_R, b_index_R, adds=False)
+    return dw_LMN
+
+
+@compilable("weight_grad_add", lambda out, a, b, offsets_L1, a_index_R, b_index_R: None, mutates=["out"])
+def _add_grad(out: Tensor, a: Tensor, b: Tensor, offsets_L1: Tensor, a_index_R: Tensor | None, b_index_R: Tensor | None) -> None:
+    if not runs_kernel(a):
+        weight_grad_torch(a, b, offsets_L1, a_index_R=a_index_R, b_index_R=b_index_R, out=out)
+    else:
+        _launch(out, a, b, offsets_L1, a_index_R, b_index_R, adds=True)
+
+
+def _launch(
+    dw_LMN: Tensor, a: Tensor, b: Tensor, offsets_L1: Tensor, a_index_R: Tensor | None, b_index_R: Tensor | None, *, adds: bool
+) -> None:
+    num_experts, num_m, num_n = dw_LMN.shape
+    block_e = power_of_2(num_experts)
+
+    def grid(constants: dict[str, int]) -> tuple[int]:
+        # Not persistent: the device hands out the next tile where one is done, whatever the rows of each.
+        return (num_experts * cdiv(num_m, constants["BLOCK_M"]) * cdiv(num_n, constants["BLOCK_N"]),)
+
+    _kernel[grid](
+        a, b, dw_LMN, a_index_R, b_index_R, offsets_L1, num_experts, a.size(0), b.size(0),
+        a.stride(0), b.stride(0), dw_LMN.stride(0), dw_LMN.stride(1),
+        num_m=num_m, num_n=num_n, ADDS=adds, ORDERED=block_e <= _MOST_ORDERED, BLOCK_E=block_e, **dot_constants(a),
+    )  # fmt: skip

@@ -1,0 +1,79 @@
+"""The cross entropy of every token on the kernels of `kernels/cross_entropy.py`, the vocabulary on one rank or spread over several."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_exp.layers.groups import group_size
+
+
+def choose_cross_entropy(name: str, *, device_type: str) -> tuple[str, str]:
+    """The cross entropy that runs, and the reason in words.
+
+    Args:
+        name: `megatron` or `triton`.
+        device_type: `cpu` or `cuda`.
+
+    Raises:
+        ValueError: when the kernels cannot run on this device.
+    """
+    if name == "megatron":
+        return "megatron", "Megatron's, which keeps the probabilities in fp32; CROSS_ENTROPY=triton computes them again"
+    from moe_exp.layers.kernels.launch import missing
+
+    if device_type == "cuda" and (reason := missing()):
+        raise ValueError(f"cross_entropy=triton: {reason}. Fix: set CROSS_ENTROPY=megatron.")
+    return "triton", "asked for by CROSS_ENTROPY" + ("; on a CPU the same in plain torch" if device_type == "cpu" else "")
+
+
+def token_losses(logits: Tensor, target: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """log(sum_v exp(z_v)) - z_target of each token, in fp32.
+
+    Args:
+        logits: [..., V] of the words of this rank.
+        target: [...] the right word in the whole vocabulary.
+        group: ranks that hold the other words, each the same number, in order of rank; None for this rank alone.
+
+    Returns:
+        [...], the same on every rank of the group.
+    """
+    flat_NV = logits.reshape(-1, logits.size(-1))
+    return _TokenLosses.apply(flat_NV, target.reshape(-1), group).view(target.shape)
+
+
+class _TokenLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor, target_N: Tensor, group: ProcessGroup | None) -> Tensor:
+        # Here, as Triton takes a while to import and most runs do not need it.
+        from moe_exp.layers.kernels.cross_entropy import cross_entropy_statistics
+
+        first = 0 if group is None else group.rank() * logits_NV.size(1)
+        log_sum_N, picked_N = cross_entropy_statistics(logits_NV, target_N, first)
+        if group_size(group) > 1:
+            log_sum_N = _over_ranks(log_sum_N, group)
+            dist.all_reduce(picked_N, group=group)
+        ctx.save_for_backward(logits_NV, target_N, log_sum_N)
+        ctx.first = first
+        return log_sum_N - picked_N
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        from moe_exp.layers.kernels.cross_entropy import cross_entropy_gradient
+
+        logits_NV, target_N, log_sum_N = ctx.saved_tensors
+        return cross_entropy_gradient(logits_NV, target_N, log_sum_N, grads[0].contiguous(), ctx.first), None, None
+
+
+def _over_ranks(log_sum_N: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The log of the sum of the exponentials of what every rank has."""
+    largest_N = log_sum_N.clone()
+    dist.all_reduce(largest_N, dist.ReduceOp.MAX, group=group)
+    total_N = (log_sum_N - largest_N).exp_()
+    dist.all_reduce(total_N, group=group)
+    return largest_N + total_N.log_()

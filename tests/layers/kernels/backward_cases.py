@@ -1,0 +1,60 @@
+"""Rows of experts for tests of the backward kernels: drawn in float64, with rows after the last expert that nobody may read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+# Rows per expert: none in front, in the middle, at the end; one expert for all; single rows; nobody. Tiles have 32 rows here.
+COUNTS = [(0, 5, 0, 33), (40, 0, 0), (1, 1, 1), (7, 64, 2, 0, 0), (0, 0)]
+DTYPES = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SPARE_ROWS = 3
+
+
+def offsets_of(counts: tuple[int, ...]) -> Tensor:
+    return torch.tensor([0, *counts], device=DEVICE).cumsum(0, dtype=torch.int32)
+
+
+def drawn(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return x.to(device=DEVICE, dtype=dtype)
+
+
+def tokens_of_rows(num_rows: int, num_tokens: int, *, seed: int) -> Tensor:
+    """The token of each row; `num_tokens` for padding."""
+    index = torch.randint(0, num_tokens + 1, (num_rows,), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+    return index.to(DEVICE)
+
+
+def rows(x: Tensor, index: Tensor | None) -> Tensor:
+    """In float64."""
+    x = x.double()
+    return x if index is None else torch.cat([x, x.new_zeros(1, x.size(1))])[index.long()]
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    """By norm; of nothing it is 0."""
+    assert actual.shape == expected.shape
+    assert actual.isfinite().all()
+    size = expected.double().norm().item()
+    difference = (actual.double() - expected.double()).norm().item()
+    return difference / size if size else difference
+
+
+@contextmanager
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every float tensor made without values is full of NaN: what is not written, or read without having been written, shows."""
+    new_empty = torch.Tensor.new_empty
+
+    def with_nan(self: Tensor, *args, **kwargs) -> Tensor:
+        x = new_empty(self, *args, **kwargs)
+        return x.fill_(float("nan")) if x.is_floating_point() else x
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "new_empty", with_nan)
+        yield

@@ -1,0 +1,198 @@
+"""What Triton makes of a launch for a GPU that is not there: shared memory, registers, spills and the kinds of instructions.
+
+    def launch() -> None:
+        grouped_matmul(on_gpu(4096, 1024), on_gpu(8, 1024, 2048), on_gpu(9, dtype=torch.int32))
+
+    (kernel,) = compiled(launch, capability=90)
+
+The launch is a function of a module (or a functools.partial of one) that calls a public function of the package on tensors from
+`on_gpu`. It runs in another process, as in this one Triton may be an interpreter, and its kernels are compiled instead of started:
+so it is tested as it is launched, with the constants, the strides and what Triton knows of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Bytes that one program may have, CUDA C++ programming guide, "Technical specifications per compute capability".
+SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+_INSTRUCTIONS = {
+    "wgmma": r"wgmma\.mma_async",
+    "tcgen05": r"tcgen05\.mma",
+    "mma": r"\bmma\.sync",
+    "cp.async": r"cp\.async\.c[ag]",
+    "tma": r"cp\.async\.bulk\.tensor",
+    "fma": r"\bfma\.rn\.f32",
+    "atomic": r"\b(?:atom|red)\.(?!async)",
+}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel of a launch.
+
+    Args:
+        name: of the kernel's module.
+        config: the constants it was compiled with, `num_warps` and `num_stages` among them.
+        shared_bytes: of one program.
+        registers: per thread.
+        stack_bytes: per thread, where registers are spilled to.
+        instructions: how often each kind is in the code, see _INSTRUCTIONS.
+        ptx: the code.
+    """
+
+    name: str
+    config: dict[str, int]
+    shared_bytes: int
+    registers: int
+    stack_bytes: int
+    instructions: dict[str, int]
+    ptx: str = field(repr=False)
+
+
+def on_gpu(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """A tensor without values that says it is on a GPU; inside a launch only."""
+    return torch.empty(sizes, dtype=dtype, device="cuda")
+
+
+def compiled(launch: Callable[[], Any], capability: int, config: int = 0) -> list[Compiled]:
+    """The kernels that `launch` starts, in order.
+
+    Args:
+        launch: see above.
+        capability: 80 for sm_80, and so on.
+        config: which of each kernel's configs, where it has several.
+    """
+    return _compiler().submit(_compile, launch, capability, config).result()
+
+
+def num_configs(launch: Callable[[], Any], capability: int) -> int:
+    """The most configs that a kernel of the launch has on this GPU."""
+    return _compiler().submit(_count_configs, launch, capability).result()
+
+
+@functools.cache
+def _compiler() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=_prepare)
+
+
+def _prepare() -> None:
+    os.environ["TRITON_INTERPRET"] = "0"  # before anything imports Triton
+    os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"
+    torch.set_num_threads(1)
+
+
+def _compile(launch: Callable[[], Any], capability: int, config: int) -> list[Compiled]:
+    found: list[Compiled] = []
+    for name, kernel, args, kwargs in _launches(launch, capability):
+        constants: dict[str, Any] = {}
+        configs = _configs(kernel, args, kwargs)
+        if configs:
+            chosen = configs[min(config, len(configs) - 1)]
+            constants = chosen.all_kwargs()
+            if chosen.pre_hook:
+                chosen.pre_hook({**dict(zip(kernel.arg_names, args, strict=False)), **kwargs, **constants})
+            kernel = kernel.fn
+        binary = kernel.run(*args, grid=(1,), warmup=True, **{**kwargs, **constants})
+        found.append(_described(name, constants, binary))
+    return found
+
+
+def _count_configs(launch: Callable[[], Any], capability: int) -> int:
+    return max(len(_configs(kernel, args, kwargs)) or 1 for _, kernel, args, kwargs in _launches(launch, capability))
+
+
+def _configs(kernel: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Those that the autotuner would time."""
+    if not hasattr(kernel, "configs"):
+        return []
+    return kernel.early_config_prune(kernel.configs, dict(zip(kernel.arg_names, args, strict=False)), **kwargs)
+
+
+def _launches(launch: Callable[[], Any], capability: int) -> list[tuple[str, Any, Any, Any]]:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    from moe_exp.layers.kernels import launch as package
+
+    driver.set_active(_Driver(capability))
+    package._num_processors = lambda device: 132
+    package._has_tma = lambda x: capability >= 90
+    started: list[tuple[str, Any, Any, Any]] = []
+
+    def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        del grid, warmup
+        name = getattr(kernel, "base_fn", kernel).__module__.rpartition(".")[2]
+        started.append((name, kernel, [_mock(arg) for arg in args], {key: _mock(arg) for key, arg in kwargs.items()}))
+
+    with FakeTensorMode(), _replaced(Autotuner, "run", record), _replaced(JITFunction, "run", record):
+        launch()
+    return started
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Any:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _mock(arg: Any) -> Any:
+    from triton.runtime.jit import MockTensor
+
+    if not isinstance(arg, torch.Tensor):
+        return arg
+    mock = MockTensor(arg.dtype)
+    mock.element_size = arg.element_size
+    return mock
+
+
+def _described(name: str, constants: dict[str, Any], binary: Any) -> Compiled:
+    import triton
+
+    ptx = binary.asm["ptx"]
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(binary.asm["cubin"])
+        cubin.flush()
+        usage = subprocess.run([tool, "--dump-resource-usage", cubin.name], check=True, capture_output=True, text=True).stdout
+    registers, stack = (int(re.search(rf"{kind}:(\d+)", usage)[1]) for kind in ("REG", "STACK"))
+    instructions = {kind: len(re.findall(pattern, ptx)) for kind, pattern in _INSTRUCTIONS.items()}
+    numbers = {key: value for key, value in constants.items() if isinstance(value, int)}
+    return Compiled(name, numbers, binary.metadata.shared, registers, stack, instructions, ptx)
+
+
+class _Driver:
+    """As much of a driver as compiling needs."""
+
+    def __init__(self, capability: int):
+        self.capability = capability
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability  # what is compiled is kept by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0

@@ -1,0 +1,33 @@
+"""Where the kernels of the tests run: interpreted on the CPU where there is no CUDA device (tests/conftest.py), else on that."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_exp.layers.kernels.launch import INTERPRETED, missing
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+needs_kernels = pytest.mark.skipif(bool(missing()) or not (INTERPRETED or torch.cuda.is_available()), reason=missing() or "no device")
+
+
+def at_real_size(*values: object) -> object:
+    """A parameter of real size: skipped where there is no CUDA device."""
+    return pytest.param(*values, marks=[pytest.mark.gpu, pytest.mark.skipif(DEVICE != "cuda", reason="no CUDA device")])
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.empty and its relatives give NaN, or the largest integer: what a kernel leaves out shows."""
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, _filled(getattr(owner, name)))
+
+
+def _filled(make):
+    def call(*args, **kwargs):
+        x = make(*args, **kwargs)
+        if x.dtype == torch.bool:
+            return x.fill_(True)
+        return x.fill_(float("nan") if x.is_floating_point() else torch.iinfo(x.dtype).max)
+
+    return call

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from backward_cases import COUNTS, DEVICE, DTYPES, SPARE_ROWS, drawn, error, offsets_of, poisoned, rows, tokens_of_rows
+
+from moe_exp.layers.activations import ACTIVATIONS
+from moe_exp.layers.kernels.activation_grad import activation_grad, activation_grad_torch
+
+
+def inputs(counts, activation, *, dtype=torch.float32, width=40, depth=24, gathers=True, num_tokens=9):
+    """Arguments of activation_grad."""
+    num_rows = sum(counts) + SPARE_ROWS
+    hidden_RW = drawn(num_rows, width * (2 if ACTIVATIONS[activation][1] else 1), dtype=dtype, seed=1)
+    hidden_RW[sum(counts) :] = float("nan")
+    options = {
+        "activation": activation,
+        "token_R": tokens_of_rows(num_rows, num_tokens, seed=2) if gathers else None,
+        "weights_R": drawn(num_rows, dtype=torch.float32, seed=3).abs(),
+    }
+    dy = drawn(num_tokens if gathers else num_rows, depth, dtype=dtype, seed=4)
+    return (dy, drawn(len(counts), depth, width, dtype=dtype, seed=5), hidden_RW, offsets_of(counts)), options
+
+
+def by_autograd(args, options):
+    """Gradients of sum(dy * ((act(h) * w) W2^T)) in float64 through plain torch, and act(h) * w: of the experts' rows alone."""
+    dy, weight2_LDF, hidden_RW, offsets_L1 = args
+    function, gated = ACTIVATIONS[options["activation"]]
+    ends = offsets_L1.tolist()
+    hidden_RW = hidden_RW[: ends[-1]].double().requires_grad_()
+    weights_R = hidden_RW.new_ones(ends[-1]) if options["weights_R"] is None else options["weights_R"][: ends[-1]].double()
+    weights_R.requires_grad_()
+    gate_RF, up_RF = hidden_RW.chunk(2, dim=1) if gated else (hidden_RW, 1.0)
+    weighted_RF = function(gate_RF) * up_RF * weights_R.unsqueeze(1)
+    dy_RD = rows(dy, options["token_R"])[: ends[-1]]
+    loss = sum((dy_RD[a:b] * (weighted_RF[a:b] @ w.double().t())).sum() for a, b, w in zip(ends, ends[1:], weight2_LDF, strict=False))
+    dhidden_RW, dweights_R = torch.autograd.grad(loss, (hidden_RW, weights_R))
+    return dhidden_RW, weighted_RF.detach(), dweights_R
+
+
+def errors(actual, expected):
+    return [error(one[: len(other)], other) for one, other in zip(actual, expected, strict=True)]
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_against_autograd(dtype, activation, gathers, monkeypatch):
+    args, options = inputs((0, 5, 0, 33), activation, dtype=dtype, gathers=gathers)
+    with poisoned(monkeypatch):
+        actual = activation_grad(*args, **options)
+    assert [x.dtype for x in actual] == [dtype, dtype, torch.float32]
+    assert max(errors(actual, by_autograd(args, options))) < DTYPES[dtype]
+
+
+@pytest.mark.parametrize(("counts", "sizes"), list(zip(COUNTS, [(33, 65), (64, 64), (7, 3), (65, 1), (3, 1)], strict=True)))
+def test_sizes_and_routings(counts, sizes, monkeypatch):
+    args, options = inputs(counts, "swiglu", width=sizes[0], depth=sizes[1])
+    expected = by_autograd(args, options)
+    with poisoned(monkeypatch):
+        actual = activation_grad(*args, **options)
+    assert max(errors(actual, expected)) < 1e-6
+    again = activation_grad(*args, **options)
+    assert all(torch.equal(one[: len(x)], other[: len(x)]) for one, other, x in zip(actual, again, expected, strict=True))
+
+
+def test_without_weights_they_are_one():
+    args, options = inputs((3, 0, 6), "geglu")
+    without = activation_grad(*args, **{**options, "weights_R": None})
+    ones = activation_grad(*args, **{**options, "weights_R": torch.ones_like(options["weights_R"])})
+    assert all(torch.equal(one[:9], other[:9]) for one, other in zip(without, ones, strict=True))
+    assert max(errors(without, by_autograd(args, {**options, "weights_R": None}))) < 1e-6
+
+
+def test_no_rows_at_all():
+    args, options = inputs((0, 0), "gelu", gathers=False)
+    args = (args[0][:0], args[1], args[2][:0], args[3])
+    result = activation_grad(*args, activation="gelu", weights_R=options["weights_R"][:0])
+    assert [tuple(x.shape) for x in result] == [(0, 40), (0, 40), (0,)]
+
+
+def test_weights_and_gradients_with_strides():
+    """Rows of a larger tensor, and experts' matrices that are a transposed view."""
+    (dy, weight2_LDF, hidden_RW, offsets_L1), options = inputs((3, 0, 6), "swiglu")
+    expected = activation_grad(dy, weight2_LDF, hidden_RW, offsets_L1, **options)
+    wide_dy, wide_hidden = torch.cat([dy, dy + 1], dim=1)[:, : dy.size(1)], torch.cat([hidden_RW, hidden_RW], dim=1)[:, : hidden_RW.size(1)]
+    transposed = weight2_LDF.transpose(1, 2).contiguous().transpose(1, 2)
+    actual = activation_grad(wide_dy, transposed, wide_hidden, offsets_L1, **options)
+    assert all(torch.equal(one[:9], other[:9]) for one, other in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-12), (torch.bfloat16, 1e-2)])
+def test_the_twin_against_autograd(dtype, limit, activation, gathers):
+    args, options = inputs((0, 5, 0, 33), activation, dtype=dtype, gathers=gathers)
+    if dtype == torch.float64:
+        options["weights_R"] = options["weights_R"].double()
+    assert max(errors(activation_grad_torch(*args, **options), by_autograd(args, options))) < limit
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 1e-2), (torch.float32, 1e-5)])
+def test_at_a_real_size(dtype, limit, activation, monkeypatch):
+    counts = (0, 1000, 3001, *[511] * 13)
+    args, options = inputs(counts, activation, dtype=dtype, width=768, depth=2048, num_tokens=2048)
+    expected = by_autograd(args, options)
+    with poisoned(monkeypatch):
+        first, second = (activation_grad(*args, **options) for _ in range(2))
+    assert max(errors(first, expected)) < limit
+    assert all(torch.equal(one[: len(x)], other[: len(x)]) for one, other, x in zip(first, second, expected, strict=True))

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_device import DEVICE, at_real_size, needs_kernels, poisoned  # noqa: F401
+
+from moe_exp.layers.kernels.combine import combine, combine_torch
+from moe_exp.layers.row_order import sort_by_expert
+from relative_error import relative_error
+
+pytestmark = [needs_kernels, pytest.mark.usefixtures("poisoned")]
+
+
+@pytest.mark.parametrize("has_weights", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(torch.float32, 1e-6), (torch.bfloat16, 8e-3), (torch.float16, 1e-3)]
+)  # the interpreter rounds down
+@pytest.mark.parametrize(
+    ("num_tokens", "topk", "width", "num_rows"),
+    [(9, 3, 45, 20), (4, 1, 64, 4), (1, 2, 1, 1), (3, 2, 8, 0), at_real_size(32768, 8, 2048, 200000)],
+)
+def test_kernel_and_twin_sum_as_float64(num_tokens, topk, width, num_rows, dtype, limit, has_weights):
+    y_RD = torch.randn(num_rows, width, dtype=dtype, device=DEVICE)
+    row_TK = torch.randint(num_rows + 3, (num_tokens, topk), dtype=torch.int32, device=DEVICE)
+    weights_TK = torch.rand(num_tokens, topk, device=DEVICE) if has_weights else None
+    factor_TK = (row_TK < num_rows) * (1.0 if weights_TK is None else weights_TK.double())
+    padded = torch.cat([y_RD.double(), y_RD.new_zeros(3, width).double()])
+    expected = (padded[row_TK.long()] * factor_TK.unsqueeze(-1)).sum(dim=1)
+    for function in (combine, combine_torch):
+        out_TD = function(y_RD, row_TK, weights_TK)
+        assert out_TD.dtype == dtype
+        assert relative_error(out_TD, expected) < limit
+        assert torch.equal(out_TD, function(y_RD, row_TK, weights_TK))
+
+
+def test_adds_in_slot_order_in_fp32():
+    # 2^24 + 1 is 2^24 in fp32: only from left to right do the ones vanish one by one.
+    y_RD = torch.tensor([[2.0**24], [1.0], [1.0]], device=DEVICE)
+    rows = torch.tensor([[0, 1, 2], [1, 2, 0]], dtype=torch.int32, device=DEVICE)
+    assert combine(y_RD, rows).flatten().tolist() == combine_torch(y_RD, rows).flatten().tolist() == [2.0**24, 2.0**24 + 2]
+
+
+def test_poison_behind_a_dropped_slot_is_not_read():
+    y_RD, row_TK = torch.ones(2, 5, device=DEVICE), torch.tensor([[0, 2], [7, 1]], device=DEVICE)
+    weights_TK = torch.tensor([[2.0, float("nan")], [float("nan"), 3.0]], device=DEVICE)
+    for function in (combine, combine_torch):
+        # A kernel multiplies what it did not load by the weight: dropped slots have one in the layer.
+        out_TD = function(y_RD, row_TK, weights_TK.nan_to_num(1.0))
+        assert out_TD.tolist() == [[2.0] * 5, [3.0] * 5]
+
+
+def test_twin_sums_as_the_row_order_of_the_layer():
+    order = sort_by_expert(torch.randint(4, (11, 3)), torch.rand(11, 3) > 0.3, num_experts=4).order()
+    y_RD = torch.randn(order.slot_R.numel(), 7)
+    assert relative_error(combine_torch(y_RD, order.row_N.view(11, 3)), order.tokens(y_RD)) < 1e-6
+
+
+def test_rows_of_a_wider_buffer():
+    wide = torch.randn(6, 40, device=DEVICE)
+    row_TK = torch.tensor([[5, 0], [2, 2]], device=DEVICE)
+    assert torch.equal(combine(wide[:, 4:20], row_TK), combine(wide[:, 4:20].contiguous(), row_TK))
+
+
+def test_is_one_operator_under_compile():
+    y_RD, row_TK = torch.randn(6, 8, device=DEVICE), torch.tensor([[5, 0], [2, 2]], device=DEVICE)
+    compiled = torch.compile(lambda y: combine(y * 2, row_TK) + 1, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(y_RD), combine(y_RD * 2, row_TK) + 1)

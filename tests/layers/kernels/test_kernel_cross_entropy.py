@@ -1,0 +1,159 @@
+"""The cross entropy kernels against torch's own cross entropy in float64, whole and with the vocabulary in parts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from backward_cases import DEVICE, poisoned
+from compiled import compiled, on_gpu
+from kernel_device import needs_kernels
+
+from moe_exp.layers.kernels import cross_entropy as module
+from moe_exp.layers.kernels.cross_entropy import (
+    cross_entropy_gradient,
+    cross_entropy_gradient_torch,
+    cross_entropy_statistics,
+    cross_entropy_statistics_torch,
+)
+from moe_exp.layers.token_loss import choose_cross_entropy, token_losses
+from ranks import run_on_ranks
+from relative_error import relative_error
+
+# Losses are fp32 whatever the logits are; the gradient is rounded to their dtype.
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+
+
+def drawn(num_tokens, num_words, *, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(num_tokens, num_words, generator=generator).mul(3).to(dtype)
+    target = torch.randint(num_words, (num_tokens,), generator=generator)
+    return logits.to(DEVICE), target.to(DEVICE), torch.rand(num_tokens, generator=generator).to(DEVICE)
+
+
+def torchs(logits, target, grad):
+    wide = logits.detach().double().requires_grad_()
+    losses = torch.nn.functional.cross_entropy(wide, target, reduction="none")
+    return losses.detach(), torch.autograd.grad(losses, wide, grad.double())[0]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("sizes", [(5, 1), (1, 7), (6, 64), (3, 4096), (2, 5000)])  # one block, and a whole and a half one
+def test_loss_and_gradient(monkeypatch, dtype, sizes):
+    logits, target, grad = drawn(*sizes, dtype=dtype)
+    logits.requires_grad_()
+    losses_and_grads = []
+    for _ in range(2):
+        with poisoned(monkeypatch):
+            losses = token_losses(logits, target)
+            losses_and_grads.append((losses.detach(), *torch.autograd.grad(losses, logits, grad)))
+    assert losses.dtype == torch.float32
+    (loss, dlogits), again = losses_and_grads
+    expected = torchs(logits, target, grad)
+    if sizes[1] > 1:
+        assert relative_error(loss, expected[0]) < 1e-6
+        assert relative_error(dlogits, expected[1]) < TOLERANCE[dtype]
+    else:  # the only word is certain
+        assert not loss.any()
+        assert not dlogits.any()
+    assert all(torch.equal(one, other) for one, other in zip((loss, dlogits), again, strict=True))
+
+
+def test_large_logits_and_words_that_are_impossible():
+    logits, target, grad = drawn(4, 5000)
+    logits[0] += 1e4  # which has three decimals in fp32, and the log of the sum no more
+    logits[1] -= 1e4
+    logits[2, :4999] = float("-inf")
+    target[2] = 4999
+    logits.requires_grad_()
+    losses = token_losses(logits, target)
+    (dlogits,) = torch.autograd.grad(losses, logits, grad)
+    expected = torchs(logits, target, grad)
+    assert relative_error(losses, expected[0]) < 1e-4
+    assert relative_error(dlogits, expected[1]) < 1e-3
+    assert losses[2] == 0
+
+
+def test_rows_with_space_between_them_and_leading_dimensions():
+    logits, target, grad = drawn(6, 40)
+    padded = torch.full((6, 48), float("nan"), device=DEVICE)
+    padded[:, :40] = logits
+    losses = token_losses(padded[:, :40].unflatten(0, (2, 3)), target.view(2, 3))
+    assert losses.shape == (2, 3)
+    assert relative_error(losses.flatten(), torchs(logits, target, grad)[0]) < 1e-6
+
+
+def test_no_tokens():
+    logits = torch.empty(0, 8, device=DEVICE, requires_grad=True)
+    losses = token_losses(logits, torch.empty(0, dtype=torch.int64, device=DEVICE))
+    losses.sum().backward()
+    assert logits.grad.shape == (0, 8)
+
+
+@pytest.mark.parametrize("first", [0, 16, 32])
+def test_kernels_against_their_twins_on_a_part_of_the_vocabulary(first):
+    logits, _, grad = drawn(5, 16)
+    target = torch.tensor([0, 15, 16, 31, 40], device=DEVICE)
+    for one, other in zip(
+        cross_entropy_statistics(logits, target, first), cross_entropy_statistics_torch(logits, target, first), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    log_sum = logits.logsumexp(dim=1) + 1.0  # of the whole vocabulary
+    one, other = (gradient(logits, target, log_sum, grad, first) for gradient in (cross_entropy_gradient, cross_entropy_gradient_torch))
+    assert relative_error(one, other) < 1e-6
+
+
+def losses_of_rank(logits, target, grad):
+    part = logits.chunk(dist.get_world_size(), dim=1)[dist.get_rank()].contiguous().requires_grad_()
+    losses = token_losses(part, target, dist.group.WORLD)
+    return losses.detach(), torch.autograd.grad(losses, part, grad)[0]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_a_vocabulary_over_ranks(num_ranks):
+    logits, target, grad = (x.cpu() for x in drawn(7, 32))
+    expected = torchs(logits, target, grad)
+    results = run_on_ranks(num_ranks, losses_of_rank, logits, target, grad)
+    for losses, _ in results:
+        assert relative_error(losses, expected[0]) < 1e-6
+        assert torch.equal(losses, results[0][0])
+    assert relative_error(torch.cat([dlogits for _, dlogits in results], dim=1), expected[1]) < 1e-6
+
+
+def test_only_the_logits_and_a_number_per_token_are_kept():
+    logits, target, _ = drawn(64, 512)
+    logits.requires_grad_()
+    kept = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.setdefault(x.data_ptr(), x), lambda x: x):
+        token_losses(logits, target)
+    assert sum(x.numel() * x.itemsize for x in kept.values()) == logits.numel() * 4 + 64 * (8 + 4)
+
+
+def launch_statistics():
+    cross_entropy_statistics(on_gpu(64, 128256), on_gpu(64, dtype=torch.int64), 0)
+
+
+def launch_gradient():
+    numbers = (on_gpu(64, dtype=torch.float32), on_gpu(64, dtype=torch.float32))
+    cross_entropy_gradient(on_gpu(64, 128256), on_gpu(64, dtype=torch.int64), *numbers, 0)
+
+
+@needs_kernels
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("launch", [launch_statistics, launch_gradient])
+def test_compiles_for_gpus(launch, capability):
+    (kernel,) = compiled(launch, capability)
+    assert kernel.stack_bytes == 0
+    assert "v4.b32" in kernel.ptx  # 16 bytes at a time
+
+
+def test_which_runs_and_why(monkeypatch):
+    assert choose_cross_entropy("megatron", device_type="cuda")[0] == "megatron"
+    assert choose_cross_entropy("triton", device_type="cpu") == ("triton", "asked for by CROSS_ENTROPY; on a CPU the same in plain torch")
+    monkeypatch.setattr("moe_exp.layers.kernels.launch.missing", lambda: "triton is not installed")
+    with pytest.raises(ValueError, match=r"^cross_entropy=triton: triton is not installed\. Fix: set CROSS_ENTROPY=megatron\.$"):
+        choose_cross_entropy("triton", device_type="cuda")
+
+
+def test_blocks():
+    assert [module._block(width) for width in (1, 7, 64, 4096, 128256)] == [1, 8, 64, 4096, 4096]

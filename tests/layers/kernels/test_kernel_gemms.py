@@ -1,0 +1,235 @@
+"""Up-projection and grouped GEMM against float64 and the layer's code; in Triton's interpreter on a CPU, at real shapes on a GPU."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_exp.layers.activations import ACTIVATIONS
+from moe_exp.layers.expert_loop import ExpertWeights, expert_loop
+from moe_exp.layers.kernels import grouped_matmul as down
+from moe_exp.layers.kernels import launch
+from moe_exp.layers.kernels import up_projection as up
+from moe_exp.layers.row_order import sort_by_expert
+from relative_error import relative_error
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LIMIT = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
+DTYPES = list(LIMIT)
+# The ends of the experts' rows: uneven and empty; one expert takes all; one row each; none at all.
+ENDS = {"uneven": [0, 37, 38, 70], "one": [0, 45, 45], "single": [1, 2, 3], "none": [0, 0]}
+WASTE = 9  # rows that no expert has
+
+
+def offsets_of(ends: list[int]) -> Tensor:
+    return torch.tensor([0, *ends], dtype=torch.int32, device=DEVICE)
+
+
+def random(*sizes: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*sizes, dtype=torch.float64).to(dtype).to(DEVICE)
+
+
+def spoiled(x: Tensor, first: int) -> Tensor:
+    """Rows that are not to be read are NaN."""
+    x[first:] = torch.nan
+    return x
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a function allocates has NaN wherever it does not write."""
+    empty = torch.Tensor.new_empty
+
+    def poisoned(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        x = empty(self, *args, **kwargs)
+        return x.fill_(torch.nan) if x.is_floating_point() else x
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+
+
+def use_descriptors(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
+    config = next(config for config in module.CONFIGS if config["TMA"])
+    monkeypatch.setattr(module._kernel, "configs", [launch.make_config(config, module._set_blocks)])
+
+
+def check(actual: Tensor, expected: Tensor, rows: int, dtype: torch.dtype) -> None:
+    assert actual.dtype == dtype
+    assert relative_error(actual[:rows], expected[:rows]) < LIMIT[dtype]
+    assert actual[rows:].isnan().all(), "a row past the last expert's was written"
+
+
+def up_case(ends: list[int], dim: int, ffn: int, activation: str, gather: bool, dtype: torch.dtype) -> tuple[tuple, dict]:
+    rows, tokens = ends[-1] + WASTE, 21
+    width = 2 * ffn if ACTIVATIONS[activation][1] else ffn
+    kwargs = {"activation": activation}
+    if gather:
+        # Some rows are padding, whose token is one past the last; those past the last expert's must not be looked at.
+        token_R = torch.randint(0, tokens + 1, (rows,), dtype=torch.int32, device=DEVICE)
+        token_R[ends[-1] :] = 10**9
+        kwargs |= {"token_R": token_R, "weights_R": spoiled(torch.rand(rows, device=DEVICE), ends[-1])}
+    x = random(tokens, dim, dtype=dtype) if gather else spoiled(random(rows, dim, dtype=dtype), ends[-1])
+    return (x, random(len(ends), width, dim, dtype=dtype), offsets_of(ends)), kwargs
+
+
+def check_up(case: tuple[tuple, dict], rows: int) -> None:
+    (x, w, offsets), kwargs = case
+    hidden_RW, active_RF = up.up_projection(x, w, offsets, **kwargs)
+    expected = up.up_projection_torch(x.double(), w.double(), offsets, **kwargs)
+    check(hidden_RW, expected[0], rows, x.dtype)
+    check(active_RF, expected[1], rows, x.dtype)
+
+
+# All activations; gated and not in every dtype, with and without gather.
+UP = [*((activation, torch.float32, True) for activation in ACTIVATIONS)]
+UP += [(activation, dtype, dtype == torch.bfloat16) for activation in ("swiglu", "gelu") for dtype in DTYPES[1:]]
+
+
+@pytest.mark.parametrize(("activation", "dtype", "gather"), UP)
+def test_up_projection(activation: str, dtype: torch.dtype, gather: bool) -> None:
+    check_up(up_case(ENDS["uneven"], 37, 19, activation, gather, dtype), 70)
+
+
+@pytest.mark.parametrize("gather", [True, False])
+@pytest.mark.parametrize("ends", ["one", "single", "none"])
+def test_up_projection_of_extreme_groups(ends: str, gather: bool) -> None:
+    check_up(up_case(ENDS[ends], 64, 48, "swiglu", gather, torch.float32), ENDS[ends][-1])
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_up_projection_by_descriptors(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_descriptors(monkeypatch, up)
+    check_up(up_case(ENDS["uneven"], 72, 40, activation, True, torch.bfloat16), 70)
+    check_up(up_case(ENDS["single"], 72, 40, activation, False, torch.float32), 3)
+
+
+def test_padding_of_no_tokens_is_zero() -> None:
+    token_R = torch.zeros(4, dtype=torch.int32, device=DEVICE)
+    hidden_RW, active_RF = up.up_projection(
+        random(0, 8, dtype=torch.float32), random(1, 6, 8, dtype=torch.float32), offsets_of([4]), activation="swiglu", token_R=token_R
+    )
+    assert torch.equal(hidden_RW, torch.zeros(4, 6, device=DEVICE))
+    assert torch.equal(active_RF, torch.zeros(4, 3, device=DEVICE))
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize(("depth", "width", "dtype"), [(37, 75, torch.float32), (37, 43, torch.float16), (64, 256, torch.bfloat16)])
+def test_grouped_matmul(depth: int, width: int, dtype: torch.dtype, transposed: bool) -> None:
+    check_down(ENDS["uneven"], depth, width, dtype, transposed)
+
+
+@pytest.mark.parametrize("ends", ["one", "single", "none"])
+def test_grouped_matmul_of_extreme_groups(ends: str) -> None:
+    check_down(ENDS[ends], 48, 40, torch.float32, True)
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+def test_grouped_matmul_by_descriptors(transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_descriptors(monkeypatch, down)
+    check_down(ENDS["uneven"], 72, 40, torch.bfloat16, transposed)
+    check_down(ENDS["single"], 72, 40, torch.float32, transposed)
+
+
+def test_same_bits_twice() -> None:
+    (x, w, offsets), kwargs = up_case(ENDS["uneven"], 64, 48, "swiglu", True, torch.float32)
+    weight2 = random(len(ENDS["uneven"]), 64, 48, dtype=torch.float32).transpose(1, 2)
+    runs = [up.up_projection(x, w, offsets, **kwargs) for _ in range(2)]
+    runs = [(*run, down.grouped_matmul(run[1], weight2, offsets)) for run in runs]
+    for one, other in zip(*runs, strict=True):
+        assert torch.equal(one[:70], other[:70])
+
+
+def check_down(ends: list[int], depth: int, width: int, dtype: torch.dtype, transposed: bool) -> None:
+    x_RI, w_LOI = spoiled(random(ends[-1] + WASTE, depth, dtype=dtype), ends[-1]), random(len(ends), width, depth, dtype=dtype)
+    w_LIO = w_LOI.transpose(1, 2) if transposed else w_LOI.transpose(1, 2).contiguous()
+    offsets = offsets_of(ends)
+    y_RO = down.grouped_matmul(x_RI, w_LIO, offsets)
+    check(y_RO, down.grouped_matmul_torch(x_RI.double(), w_LIO.double(), offsets), ends[-1], dtype)
+
+
+def test_rows_and_matrices_with_strides() -> None:
+    x_RI, w_LIO, offsets = (
+        random(20, 96, dtype=torch.float32)[:, 8:48],
+        random(2, 64, 64, dtype=torch.float32)[:, 5:45, 7:30],
+        offsets_of([9, 20]),
+    )
+    y_RO = down.grouped_matmul(x_RI, w_LIO, offsets)
+    assert relative_error(y_RO, torch.cat([x_RI[:9] @ w_LIO[0], x_RI[9:] @ w_LIO[1]])) < 1e-6
+    weight1_LWD = random(2, 64, 64, dtype=torch.float32)[:, 4:24, 16:56]
+    hidden_RW, active_RF = up.up_projection(x_RI, weight1_LWD, offsets, activation="swiglu")
+    expected = up.up_projection_torch(x_RI.double(), weight1_LWD.double(), offsets, activation="swiglu")
+    assert relative_error(hidden_RW, expected[0]) < 1e-6
+    assert relative_error(active_RF, expected[1]) < 1e-6
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_twins_compute_what_the_layer_computes(activation: str) -> None:
+    """Gathered rows, weighted activation and down-projection, against the function that the layer runs on a CPU; K is 1."""
+    tokens, dim, ffn, experts = 30, 16, 12, 5
+    x_TD, weights_T1 = torch.randn(tokens, dim, dtype=torch.float64), torch.rand(tokens, 1, dtype=torch.float64)
+    slots = sort_by_expert(torch.randint(0, experts - 1, (tokens, 1)), num_experts=experts)
+    counts, order = slots.rows_per_expert_E, slots.order()
+    weights = ExpertWeights(
+        torch.randn(experts, ffn * (2 if ACTIVATIONS[activation][1] else 1), dim, dtype=torch.float64),
+        torch.randn(experts, dim, ffn, dtype=torch.float64),
+    )
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
+    token_R, weights_R = order.slot_R.int(), order.weights(weights_T1)
+    _, active_RF = up.up_projection_torch(x_TD, weights.weight1, offsets, activation=activation, token_R=token_R, weights_R=weights_R)
+    output_RD = down.grouped_matmul_torch(active_RF, weights.weight2.transpose(1, 2), offsets)
+    expected = expert_loop(x_TD, weights_R, weights, splits=counts.tolist(), activation=activation, order=order)
+    assert relative_error(order.tokens(output_RD), expected) < 1e-13
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_twins_in_low_precision(dtype: torch.dtype) -> None:
+    (x, w, offsets), kwargs = up_case(ENDS["uneven"], 37, 19, "geglu", True, dtype)
+    actual = up.up_projection_torch(x, w, offsets, **kwargs)
+    expected = up.up_projection_torch(x.double(), w.double(), offsets, **kwargs)
+    for one, other in zip(actual, expected, strict=True):
+        assert one.dtype == dtype
+        assert relative_error(one[:70], other[:70]) < LIMIT[dtype]
+
+
+def test_one_operator_each_under_compile() -> None:
+    """fullgraph: a graph break is an error."""
+    (x, w, offsets), kwargs = up_case(ENDS["uneven"], 24, 16, "swiglu", True, torch.float32)
+    weight2 = random(len(ENDS["uneven"]), 24, 16, dtype=torch.float32)
+
+    def block(x: Tensor) -> Tensor:
+        return down.grouped_matmul(up.up_projection(x * 2, w, offsets, **kwargs)[1], weight2.transpose(1, 2), offsets)[:70]
+
+    assert torch.equal(torch.compile(block, backend="aot_eager", fullgraph=True)(x), block(x))
+
+
+def test_descriptors_only_where_they_fit() -> None:
+    fits = torch.zeros(4, 16)
+    if launch.INTERPRETED:
+        assert launch.descriptors(fits)[0].shape == [4, 16]
+        assert launch.descriptors(fits, None)[1] is None
+    assert launch.descriptors(fits[:, 1:]) == (None,)  # its address is not a multiple of 16 bytes
+    assert launch.descriptors(torch.zeros(4, 15), fits) == (None, None)  # nor its stride
+    assert launch.descriptors(fits.t()) == (None,)
+    assert launch.descriptors(torch.zeros(0, 16)) == (None,)
+
+
+# (hidden, expert ffn, experts, rows): OLMoE, Qwen3-30B-A3B, SonicMoE's 7B, and the reference runs.
+REAL = [(2048, 1024, 64, 65536), (2048, 768, 128, 65536), (1536, 256, 128, 98304), (512, 1792, 64, 16384)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("skewed", [False, True])
+@pytest.mark.parametrize("shape", REAL)
+def test_real_shapes(shape: tuple[int, int, int, int], skewed: bool, dtype: torch.dtype) -> None:
+    dim, ffn, experts, rows = shape
+    share = torch.arange(1, experts + 1, dtype=torch.float64) ** (-1.2 if skewed else 0.0)
+    ends = (share.cumsum(0) / share.sum() * rows).long().tolist()
+    (x, w, offsets), kwargs = up_case(ends, dim, ffn, "swiglu", True, dtype)
+    check_up(((x, w * dim**-0.5, offsets), kwargs), ends[-1])
+    check_down(ends, ffn, dim, dtype, True)
+    check_down(ends, 2 * ffn, dim, dtype, False)

@@ -1,0 +1,119 @@
+"""The layer with the kernels of routing and row order, and without: on a CPU they are interpreted, because the test asks for them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from kernel_device import DEVICE, needs_kernels
+
+from moe_exp.layers.dispatcher import LocalDispatcher
+from moe_exp.layers.experts import Experts
+from moe_exp.layers.kernels.choice import interpreted_kernels
+from moe_exp.layers.losses import AuxLoss
+from moe_exp.layers.moe_layer import MoELayer, MoESettings
+from moe_exp.layers.replay import RoutingReplay
+from moe_exp.layers.router import Router, RouterConfig
+from relative_error import assert_equal_to
+
+pytestmark = needs_kernels
+
+HIDDEN, EXPERTS = 6, 5
+SUMMED = (AuxLoss("aux_loss", 0.5), AuxLoss("global_aux_loss", 0.3), AuxLoss("importance", 0.2))
+
+
+def layer(*, losses=SUMMED, settings=None, **router) -> MoELayer:
+    torch.manual_seed(3)
+    config = RouterConfig(**{"hidden_size": HIDDEN, "num_experts": EXPERTS, "topk": 2, "global_fractions": True, **router})
+    experts = Experts(num_local_experts=EXPERTS, hidden_size=HIDDEN, ffn_size=4, activation="swiglu", backend="loop")
+    made = MoELayer(
+        router=Router(config),
+        dispatcher=LocalDispatcher(EXPERTS),
+        experts=experts,
+        settings=MoESettings(losses=losses, z_loss_coeff=0.1, **(settings or {})),
+    )
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.normal_()
+        if config.expert_bias:
+            made.router.expert_bias.normal_()
+        made.router.global_tokens_per_expert.copy_(torch.arange(EXPERTS))
+    return made
+
+
+def run(made: MoELayer, x: torch.Tensor, mask: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    x = x.clone().requires_grad_()
+    output, loss = made(x, mask)
+    grads = torch.autograd.grad((output * x.detach().cos()).sum() + loss, [x, *made.parameters()])
+    results = {"output": output, "loss": loss, "sums": made.statistics.sums[1:], "counts": made.statistics.tokens_per_expert_E}
+    return {**results, **{str(i): grad for i, grad in enumerate(grads)}}
+
+
+CASES = {
+    "softmax": {},
+    "Mixtral": {"pre_softmax": False},
+    "one expert": {"topk": 1},
+    "expert bias": {"score": "sigmoid", "expert_bias": True, "scaling_factor": 2.5},
+    "sqrtsoftplus": {"score": "sqrtsoftplus"},
+    "capacity": {"settings": {"capacity_factor": 0.7}},
+    "capacity by position, padded": {"settings": {"capacity_factor": 0.7, "drop_policy": "position", "pad_to_capacity": True}},
+    "rounded": {"settings": {"token_rounding": 4}},
+}
+
+
+@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_change_nothing_that_the_layer_computes(case, padding):
+    plain = layer(**CASES[case])
+    ours = copy.deepcopy(plain).to(DEVICE)
+    x, mask = torch.randn(3, 9, HIDDEN), torch.rand(3, 9) > 0.7 if padding else None
+    expected = run(plain, x, mask)
+    with interpreted_kernels():
+        assert ours.route(x.flatten(0, 1).to(DEVICE)).sums is not None
+        ours.router.load_state_dict(plain.router.state_dict())
+        actual = run(ours, x.to(DEVICE), None if mask is None else mask.to(DEVICE))
+    assert_equal_to(1e-5, actual, expected)
+    assert ours.statistics.sums[0] == plain.statistics.sums[0]
+    assert plain.statistics.sums[0] > 0 or "settings" not in CASES[case]
+
+
+def decision_of(made: MoELayer):
+    with interpreted_kernels():
+        return made.to(DEVICE).route(torch.randn(8, HIDDEN, device=DEVICE))
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: layer(num_groups=5, group_topk=3),
+        lambda: layer(assignment="sinkhorn"),
+        lambda: layer(assignment="balanced"),
+        lambda: layer(dtype="fp64"),
+        lambda: layer(losses=(AuxLoss("seq_aux_loss", 1.0),)),
+    ],
+)
+def test_what_the_kernel_does_not_know_goes_step_by_step(made):
+    decision = decision_of(made())
+    assert decision.sums is None and decision.scores_TE is not None and decision.logits_TE is not None
+
+
+def test_a_replay_and_a_router_of_its_own_go_step_by_step():
+    replayed = layer()
+    replayed.router.replay = RoutingReplay()
+    assert decision_of(replayed).scores_TE is not None
+    with interpreted_kernels():
+        assert Router(layer().router.config).to(DEVICE)(torch.randn(4, HIDDEN, device=DEVICE)).scores_TE is not None
+
+
+def test_a_cpu_goes_step_by_step_unless_asked():
+    assert layer().route(torch.randn(8, HIDDEN)).sums is None
+    assert decision_of(layer()).scores_TE is None
+
+
+def test_jitter_is_in_the_logits_before_the_kernel():
+    made = layer(jitter=0.5)
+    with interpreted_kernels():
+        x_TD = torch.randn(8, HIDDEN, device=DEVICE)
+        first, second = (made.to(DEVICE).route(x_TD).weights_TK for _ in range(2))
+    assert not torch.equal(first, second)

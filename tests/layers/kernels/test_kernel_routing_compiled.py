@@ -1,0 +1,85 @@
+"""The kernels of routing and row order as compiled for GPUs that are not there: nothing is spilled, rows move 16 bytes at a time."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from compiled import SHARED_LIMIT, compiled, on_gpu
+
+from moe_exp.layers.kernels.drops import keep_within, padded_order
+from moe_exp.layers.kernels.rows import chunk_order, gather_rows
+from moe_exp.layers.kernels.topk import _topk_backward, _topk_forward
+
+TOKENS, DIM, EXPERTS, TOPK = 16384, 2048, 128, 8
+INT, LONG, FP32, BOOL = torch.int32, torch.int64, torch.float32, torch.bool
+
+
+def routed(score: str = "softmax", experts: int = EXPERTS, extras: bool = False) -> None:
+    logits = on_gpu(TOKENS, experts, dtype=FP32)
+    bias, valid = (on_gpu(experts, dtype=FP32), on_gpu(TOKENS, dtype=BOOL)) if extras else (None, None)
+    _topk_forward(logits, bias, valid, TOPK, score, not extras, extras, 1.0)
+
+
+def routed_back(score: str = "softmax", experts: int = EXPERTS, extras: bool = False) -> None:
+    logits, chosen, dweights = on_gpu(TOKENS, experts, dtype=FP32), on_gpu(TOKENS, TOPK, dtype=LONG), on_gpu(TOKENS, TOPK, dtype=FP32)
+    valid = on_gpu(TOKENS, dtype=BOOL) if extras else None
+    sums = on_gpu(TOKENS, dtype=FP32), on_gpu(experts + 2, dtype=FP32)
+    _topk_backward(logits, valid, chosen, dweights, *sums, score, not extras, extras, 1.0)
+
+
+def rows() -> None:
+    gather_rows(on_gpu(TOKENS, DIM), on_gpu(TOKENS * TOPK, dtype=INT), TOPK)
+
+
+def chunks() -> None:
+    chunk_order(on_gpu(8, 16, dtype=LONG), TOKENS)
+
+
+def kept(by_weight: bool = True) -> None:
+    weights = on_gpu(TOKENS, TOPK, dtype=FP32) if by_weight else None
+    keep_within(on_gpu(TOKENS, TOPK, dtype=LONG), weights, on_gpu(EXPERTS, dtype=INT))
+
+
+def padded() -> None:
+    padded_order(on_gpu(TOKENS, TOPK, dtype=LONG), EXPERTS, 2048, on_gpu(TOKENS, TOPK, dtype=BOOL))
+
+
+LAUNCHES = {
+    "topk": routed,
+    "topk, 512 experts": partial(routed, experts=512),
+    "topk, bias and padding": partial(routed, score="sigmoid", extras=True),
+    "topk backward": routed_back,
+    "topk backward, padding": partial(routed_back, score="sqrtsoftplus", extras=True),
+    "rows": rows,
+    "chunks": chunks,
+    "kept": kept,
+    "kept, the first": partial(kept, by_weight=False),
+    "padded": padded,
+}
+
+
+@pytest.mark.parametrize("capability", [80, pytest.param(90, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_kernels_fit_and_spill_nothing(name, capability):
+    kernels = compiled(LAUNCHES[name], capability)
+    assert kernels
+    for kernel in kernels:
+        assert kernel.stack_bytes == 0, kernel.name
+        assert kernel.shared_bytes <= SHARED_LIMIT[86]
+        assert "red.global" not in kernel.ptx and "atom.global" not in kernel.ptx  # those of a histogram stay in shared memory
+
+
+def test_rows_move_16_bytes_at_a_time():
+    (kernel,) = compiled(rows, 80)
+    assert "ld.global.v4.b32" in kernel.ptx and "st.global.v4.b32" in kernel.ptx
+
+
+@pytest.mark.parametrize("launch", [routed, partial(routed, score="sigmoid", extras=True)])
+def test_four_programs_of_the_router_fit_on_a_processor(launch):
+    (kernel,) = compiled(launch, 80)
+    assert kernel.registers * 32 * 4 * 4 <= 65536

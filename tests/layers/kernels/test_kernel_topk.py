@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_device import DEVICE, at_real_size, needs_kernels, poisoned  # noqa: F401
+
+from moe_exp.layers.kernels.topk import TopK, router_topk, router_topk_torch
+from moe_exp.layers.losses import importance_loss_share, load_balancing_loss_share, z_loss_share
+from moe_exp.layers.router import Router, RouterConfig
+from relative_error import assert_equal_to
+
+pytestmark = [needs_kernels, pytest.mark.usefixtures("poisoned")]
+
+SCORES = [("softmax", True), ("softmax", False), ("sigmoid", True), ("sqrtsoftplus", True)]
+WITH_GRADIENT = ("weights_TK", "lse_T", "score_sums_E")
+INTEGERS = ("expert_TK", "tokens_per_expert_E", "by_score_E")
+
+
+def tied_logits(num_tokens: int, num_experts: int) -> torch.Tensor:
+    """With many ties, and what is no tie far enough apart that fp32 and fp64 agree which is larger."""
+    return ((torch.randn(num_tokens, num_experts, device=DEVICE) * 16).round() / 16).requires_grad_()
+
+
+def gradient(out: TopK, logits_TE: torch.Tensor, seeds: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.autograd.grad(sum((getattr(out, name) * seed).sum() for name, seed in seeds.items()), logits_TE, retain_graph=True)[0]
+
+
+def compare(logits_TE, topk, options, bias_E=None, valid_T=None, *, each_gradient=False):
+    """The kernel in fp32 with its twin in float64."""
+    exact_TE = logits_TE.detach().double().requires_grad_()
+    double_E = None if bias_E is None else bias_E.double()
+    exact = router_topk_torch(exact_TE, topk, **options, bias_E=double_E, valid_T=valid_T)
+    ours = router_topk(logits_TE, topk, **options, bias_E=bias_E, valid_T=valid_T)
+    for name in INTEGERS:
+        assert torch.equal(getattr(ours, name), getattr(exact, name)), name
+    floats = {name: (getattr(ours, name), getattr(exact, name)) for name in (*WITH_GRADIENT, "entropy", "largest")}
+    seeds = {name: torch.randn(getattr(ours, name).shape, device=DEVICE) for name in WITH_GRADIENT}
+    alone = {name: {name: seeds[name]} for name in seeds} if each_gradient else {}
+    for name, wanted in {"all": seeds, **alone}.items():
+        floats[f"gradient of {name}"] = gradient(ours, logits_TE, wanted), gradient(exact, exact_TE, wanted)
+    assert_equal_to(1e-5, {name: pair[0] for name, pair in floats.items()}, {name: pair[1] for name, pair in floats.items()})
+    return ours
+
+
+@pytest.mark.parametrize("extras", [False, True])
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(("score", "pre_softmax"), SCORES)
+def test_kernel_computes_as_its_twin_in_float64(score, pre_softmax, normalize, extras):
+    options = {"score": score, "pre_softmax": pre_softmax, "normalize": normalize, "scaling_factor": 2.5}
+    for num_tokens, num_experts, topk, each_gradient in [(35, 60, 4, False), (67, 5, 3, True)]:
+        bias_E = 0.3 * torch.randn(num_experts, device=DEVICE) if extras else None
+        valid_T = torch.rand(num_tokens, device=DEVICE) > 0.2 if extras else None
+        compare(tied_logits(num_tokens, num_experts), topk, options, bias_E, valid_T, each_gradient=each_gradient)
+
+
+@pytest.mark.parametrize(("num_tokens", "num_experts", "topk"), [(9, 130, 2), at_real_size(32768, 128, 8), at_real_size(16384, 64, 1)])
+def test_the_same_bits_twice(num_tokens, num_experts, topk):
+    logits_TE = tied_logits(num_tokens, num_experts)
+    first, second = (compare(logits_TE, topk, {}) for _ in range(2))
+    seeds = {name: torch.randn(getattr(first, name).shape, device=DEVICE) for name in WITH_GRADIENT}
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    assert torch.equal(gradient(first, logits_TE, seeds), gradient(second, logits_TE, seeds))
+
+
+def test_ties_go_to_the_lowest_expert_by_hand():
+    logits_TE = torch.tensor([[0.0, 1, 1, 0, 1], [2, 2, 2, 2, 2], [0, 0, 0, 0, 3]], device=DEVICE)
+    bias_E = torch.tensor([0.0, 0, 0, 5, 0], device=DEVICE)
+    for function in (router_topk, router_topk_torch):
+        assert function(logits_TE, 2).expert_TK.tolist() == [[1, 2], [0, 1], [4, 0]]
+        out = function(logits_TE, 2, score="sigmoid", bias_E=bias_E)
+        assert out.expert_TK.tolist() == [[3, 1], [3, 0], [3, 4]]
+        assert out.tokens_per_expert_E.tolist() == [1, 1, 0, 3, 1]
+        assert out.by_score_E.tolist() == [2, 2, 1, 0, 1]
+
+
+def test_extreme_logits_give_finite_weights_and_gradients():
+    logits_TE = torch.tensor([[100.0, -100, 0, 50], [-100, -100, -100, -100], [-60, 80, -200, 0]], device=DEVICE).requires_grad_()
+    for score, pre_softmax in SCORES:
+        options = {"score": score, "pre_softmax": pre_softmax, "normalize": True}
+        out, twin = (function(logits_TE, 2, **options) for function in (router_topk, router_topk_torch))
+        (grad,) = torch.autograd.grad(out.weights_TK[:, 0].sum() + out.lse_T.sum() + out.score_sums_E[0], logits_TE)
+        assert grad.isfinite().all()
+        for name in ("weights_TK", "lse_T", "score_sums_E"):
+            torch.testing.assert_close(getattr(out, name), getattr(twin, name), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
+def test_broken_logits_still_choose_experts_that_exist(broken):
+    logits_TE = torch.full((3, 5), broken, device=DEVICE)
+    logits_TE[1, :3] = 0
+    with pytest.warns(RuntimeWarning) if DEVICE == "cpu" else torch.no_grad():  # numpy's, of the interpreter
+        expert_TK = router_topk(logits_TE, 3).expert_TK
+    assert all(sorted(set(row)) == sorted(row) and min(row) >= 0 and max(row) < 5 for row in expert_TK.tolist())
+
+
+def test_no_tokens():
+    out = router_topk(torch.zeros(0, 6, device=DEVICE, requires_grad=True), 2)
+    assert out.expert_TK.shape == (0, 2) and out.score_sums_E.tolist() == [0] * 6 and out.tokens_per_expert_E.tolist() == [0] * 6
+
+
+@pytest.mark.parametrize("has_padding", [False, True])
+@pytest.mark.parametrize(("score", "pre_softmax"), SCORES)
+def test_twin_is_the_router_and_its_losses(score, pre_softmax, has_padding):
+    config = RouterConfig(hidden_size=6, num_experts=6, topk=2, score=score, pre_softmax=pre_softmax, scaling_factor=1.5)
+    router = Router(config)
+    mask_T = torch.rand(21) > 0.7 if has_padding else None
+    decision = router(torch.randn(21, 6), mask_T)
+    logits_TE = decision.logits_TE.detach().requires_grad_()
+    options = {"score": score, "pre_softmax": pre_softmax, "normalize": config.normalizes, "scaling_factor": 1.5}
+    twin = router_topk_torch(logits_TE, 2, **options, valid_T=decision.valid_T)
+    assert torch.equal(twin.expert_TK, decision.expert_TK)
+    assert torch.equal(twin.tokens_per_expert_E, decision.tokens_per_expert_E)
+    scores_TE = decision.scores_TE if mask_T is None else decision.scores_TE * ~mask_T.unsqueeze(1)
+    valid_T = torch.ones(21) if mask_T is None else (~mask_T).float()
+    seed_TK = torch.randn(21, 2)
+    counts_E = twin.tokens_per_expert_E
+    of_layer = {
+        "weights": (decision.weights_TK * seed_TK).sum(),
+        "balance": load_balancing_loss_share(scores_TE, counts_E, topk=2, num_tokens=valid_T.sum()),
+        "importance": importance_loss_share(scores_TE, num_tokens=valid_T.sum()),
+        "z": z_loss_share(decision.logits_TE, valid_T=decision.valid_T, num_tokens=valid_T.sum()),
+    }
+    num_tokens = valid_T.sum()
+    of_twin = {
+        "weights": (twin.weights_TK * seed_TK).sum(),
+        "balance": torch.dot(twin.score_sums_E, counts_E.float()) * 6 / (2 * num_tokens**2),
+        "importance": twin.score_sums_E.square().sum() * 6 / num_tokens**2 - 1,
+        "z": (twin.lse_T.square() * valid_T).sum() / num_tokens,
+    }
+    for name, value in of_layer.items():
+        torch.testing.assert_close(of_twin[name], value, rtol=1e-5, atol=1e-6)
+        (expected,) = torch.autograd.grad(value, decision.logits_TE, retain_graph=True)
+        (actual,) = torch.autograd.grad(of_twin[name], logits_TE, retain_graph=True)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
+    entropy = -torch.xlogy(scores_TE, scores_TE).sum()
+    assert_equal_to(1e-5, {"e": twin.entropy, "w": twin.largest}, {"e": entropy, "w": (decision.weights_TK.amax(dim=1) * valid_T).sum()})
+
+
+def test_is_one_operator_under_compile():
+    def loss(logits_TE: torch.Tensor) -> torch.Tensor:
+        out = router_topk(logits_TE * 2, 2, normalize=True)
+        return (out.weights_TK * out.expert_TK).sum() + out.lse_T.square().sum() + out.score_sums_E.square().sum()
+
+    logits_TE = tied_logits(9, 5)
+    value = torch.compile(loss, fullgraph=True, backend="aot_eager")(logits_TE)
+    (actual,) = torch.autograd.grad(value, logits_TE)
+    (expected,) = torch.autograd.grad(loss(logits_TE), logits_TE)
+    assert torch.equal(actual, expected)

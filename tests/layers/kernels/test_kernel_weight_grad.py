@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import functools
+import itertools
+
+import pytest
+import torch
+from backward_cases import COUNTS, DEVICE, DTYPES, SPARE_ROWS, drawn, error, offsets_of, poisoned, rows, tokens_of_rows
+
+from moe_exp.layers.kernels import weight_grad as module
+from moe_exp.layers.kernels.weight_grad import weight_grad, weight_grad_torch
+
+SIDES = {"a": (True, False), "b": (False, True), "both": (True, True), "neither": (False, False)}
+
+
+def inputs(counts, *, side="a", dtype=torch.float32, sizes=(40, 24), num_tokens=9):
+    """Arguments of weight_grad; what comes after the experts' rows is not finite."""
+    num_rows, operands, indices = sum(counts) + SPARE_ROWS, [], {}
+    for seed, (name, size, gathers) in enumerate(zip("ab", sizes, SIDES[side], strict=True)):
+        x = drawn(num_tokens if gathers else num_rows, size, dtype=dtype, seed=seed)
+        if gathers:
+            indices[f"{name}_index_R"] = tokens_of_rows(num_rows, num_tokens, seed=seed)
+        else:
+            x[sum(counts) :] = float("nan")
+        operands.append(x)
+    return (*operands, offsets_of(counts)), indices
+
+
+def expert_by_expert(args, indices):
+    """In float64, one outer product after the other."""
+    a_RM, b_RN = (rows(x, indices.get(f"{name}_index_R")) for x, name in zip(args[:2], "ab", strict=True))
+    ends = args[2].tolist()
+    return torch.stack([torch.einsum("rm,rn->mn", a_RM[a:b], b_RN[a:b]) for a, b in itertools.pairwise(ends)])
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_against_outer_products(dtype, side, monkeypatch):
+    args, indices = inputs((0, 5, 0, 33), side=side, dtype=dtype)
+    with poisoned(monkeypatch):
+        dw_LMN = weight_grad(*args, **indices)
+    assert dw_LMN.dtype == dtype
+    assert not dw_LMN[[0, 2]].any()
+    assert error(dw_LMN, expert_by_expert(args, indices)) < DTYPES[dtype]
+
+
+@pytest.mark.parametrize(("counts", "sizes"), list(zip(COUNTS, [(33, 65), (64, 32), (7, 3), (5, 33), (3, 1)], strict=True)))
+def test_sizes_and_routings(counts, sizes, monkeypatch):
+    args, indices = inputs(counts, side="b", sizes=sizes)
+    expected = expert_by_expert(args, indices)
+    with poisoned(monkeypatch):
+        dw_LMN = weight_grad(*args, **indices)
+    assert error(dw_LMN, expected) < 1e-6
+    assert torch.equal(weight_grad(*args, **indices), dw_LMN)
+    # Added to what is there; an expert without rows is left as it is.
+    main_grad = drawn(*expected.shape, dtype=torch.float32, seed=7)
+    before = main_grad.clone()
+    assert weight_grad(*args, **indices, out=main_grad) is main_grad
+    assert error(main_grad, before + expected) < 1e-6
+    assert all(torch.equal(main_grad[e], before[e]) for e, count in enumerate(counts) if count == 0)
+
+
+@pytest.mark.parametrize("most", [2, 256])
+def test_more_experts_than_are_put_in_order(most, monkeypatch):
+    monkeypatch.setattr(module, "_MOST_ORDERED", most)
+    args, indices = inputs((3, 9, 0, 9, 1), sizes=(16, 16))
+    with poisoned(monkeypatch):
+        assert error(weight_grad(*args, **indices), expert_by_expert(args, indices)) < 1e-6
+
+
+def test_bf16_products_are_added_in_fp32():
+    args, indices = inputs((20, 13), dtype=torch.bfloat16)
+    main_grad = torch.zeros(2, 40, 24, device=DEVICE)
+    assert error(weight_grad(*args, **indices, out=main_grad), expert_by_expert(args, indices)) < 1e-6
+
+
+def test_main_grad_in_a_buffer():
+    """As Megatron's is: a view, whose neighbours must stay."""
+    args, indices = inputs((20, 13))
+    buffer = torch.zeros(4, 40, 24, device=DEVICE)
+    weight_grad(*args, **indices, out=buffer[1:3])
+    assert error(buffer[1:3], expert_by_expert(args, indices)) < 1e-6
+    assert not buffer[[0, 3]].any()
+
+
+def test_no_rows_at_all():
+    (a, b, offsets_L1), _ = inputs((0, 0, 0), side="neither")
+    dw_LMN = weight_grad(a[:0], b[:0], offsets_L1)
+    assert dw_LMN.shape == (3, 40, 24)
+    assert not dw_LMN.any()
+
+
+def test_compiled_operators():
+    """What is added to is changed under torch.compile, too."""
+    args, indices = inputs((4, 0, 9))
+    expected = weight_grad(*args, **indices)
+
+    @functools.partial(torch.compile, fullgraph=True, backend="aot_eager")
+    def both(main_grad):
+        return weight_grad(*args, **indices), weight_grad(*args, **indices, out=main_grad)
+
+    main_grad = torch.zeros(3, 40, 24, device=DEVICE)
+    new, added = both(main_grad)
+    assert torch.equal(new, expected)
+    assert torch.equal(added, expected)
+    assert torch.equal(main_grad, expected)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-13), (torch.bfloat16, 1e-2)])
+def test_the_twin_against_outer_products(dtype, limit, side):
+    args, indices = inputs((0, 5, 0, 33), side=side, dtype=dtype)
+    expected = expert_by_expert(args, indices)
+    assert error(weight_grad_torch(*args, **indices), expected) < limit
+    main_grad = torch.ones(4, 40, 24, dtype=torch.promote_types(dtype, torch.float32), device=DEVICE)
+    assert error(weight_grad_torch(*args, **indices, out=main_grad), 1 + expected) < min(limit, 1e-6)
+    assert torch.equal(main_grad[0], torch.ones_like(main_grad[0]))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 1e-2), (torch.float32, 1e-5)])
+def test_at_a_real_size(dtype, limit, side, monkeypatch):
+    args, indices = inputs((0, 1000, 3001, *[511] * 13), side=side, dtype=dtype, sizes=(1536, 2048), num_tokens=2048)
+    with poisoned(monkeypatch):
+        first, second = (weight_grad(*args, **indices) for _ in range(2))
+    assert error(first, expert_by_expert(args, indices)) < limit
+    assert torch.equal(first, second)
