@@ -110,7 +110,7 @@ def test_what_runs_inside_a_phase_is_part_of_it(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "timeout", "other", "expected"),
     [
-        ({}, "auto", 1500, 10 * 2.0 * 4),  # the median, by micro-batch
+        ({"num_microbatches": 16}, "auto", 1500, 10 * 2.0 * 16),  # the median, by micro-batch
         ({"durations": (0.1, 0.1, 0.1)}, "auto", 1500, LEAST_SECONDS),  # a small model's hiccup is no hang
         ({"durations": (1.0, 2.0)}, "auto", 1500, 1500.0),  # the first iterations compile and allocate
         ({"num_microbatches": 64}, "auto", 1500, 10 * 2.0 * 64),  # the batch has grown
