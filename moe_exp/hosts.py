@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import random
 import resource
 import signal
 import socket
@@ -131,7 +132,12 @@ def end_with_parent(number: int = signal.SIGTERM) -> None:
 
 
 def free_port() -> int:
-    """A TCP port of this host that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that nobody listens on, below those that the system gives to connections: nobody takes it by chance meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 30_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+        return port

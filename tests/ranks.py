@@ -17,8 +17,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import random
-import socket
 import tempfile
 import time
 import traceback
@@ -26,6 +24,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+from moe_exp.hosts import free_port as free_port
 
 # Importing this package asks whether there is a CUDA device; asked of the driver's library, CUDA would not work in forks any more.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -135,15 +135,3 @@ def _pickled(error: BaseException) -> bytes:
 def _variables(rank: int, num_ranks: int, port: int) -> dict[str, str]:
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_PORT": port}
     return {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1"}
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on, below those that the system gives to connections: nobody takes it by chance meanwhile."""
-    while True:
-        port = random.SystemRandom().randrange(10_000, 30_000)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
-        return port

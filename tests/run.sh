@@ -5,7 +5,7 @@
 #   bash tests/run.sh --all                 # everything
 #   bash tests/run.sh -k router tests/      # other arguments go to pytest
 #
-# Two files of tests run at a time (pytest's -n 2): most tests wait for processes that they started. -n 0 for one.
+# Three files of tests run at a time (pytest's -n 3): most tests wait for processes that they started. -n 0 for one.
 # Makes .venv when no environment with the dev packages is active. Every step runs; the exit code is 1 if one failed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -36,7 +36,7 @@ step() {
 step "style" ruff check .
 step "format" ruff format --check .
 step "types" mypy
-step "tests" pytest -n 2 --dist loadfile --timeout=600 --durations=10 ${select[@]+"${select[@]}"} ${arguments[@]+"${arguments[@]}"}
+step "tests" pytest -n 3 --dist loadfile --timeout=600 --durations=10 ${select[@]+"${select[@]}"} ${arguments[@]+"${arguments[@]}"}
 
 if [ "${#failed[@]}" -gt 0 ]; then
     (IFS=, && echo "FAILED: ${failed[*]}")

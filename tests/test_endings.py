@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -63,7 +64,8 @@ def test_signal_saves_and_the_same_command_goes_on(number, to_all, settings, run
     assert (events[0]["reason"], events[1]["status"]) == (number.name, "stopped")
     assert f"the run ends after iteration {last}: a rank got {number.name}" in stopped.stdout
     assert [path.name for path in stopped.folder.checkpoints.glob("iter_*")] == [f"iter_{last:07d}"]
-    assert stopped.stderr.splitlines()[-1] == "moe-exp: stopping: the run saves a checkpoint and ends; a second Ctrl-C kills it"
+    ours = [line for line in stopped.stderr.splitlines() if line.startswith("moe-exp: ")]  # Triton may have its say after it
+    assert ours[-1] == "moe-exp: stopping: the run saves a checkpoint and ends; a second Ctrl-C kills it"
     assert "Traceback" not in stopped.text
     again = runs.succeed("stopped", **settings)
     assert f"resumed from iteration {last} of" in again.stdout
@@ -73,7 +75,13 @@ def test_signal_saves_and_the_same_command_goes_on(number, to_all, settings, run
 def test_signal_before_the_agent_can_answer_it(runs):
     """It waits until there are ranks to pass it on to; by itself it would end the agent."""
     process = runs.start("early", GPUS_PER_NODE=1)
-    while not any(b"moe_exp.agent" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants_of(process.pid)):
+
+    def is_agent(pid: int) -> bool:
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            return b"moe_exp.agent" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return False
+
+    while not any(is_agent(pid) for pid in descendants_of(process.pid)):
         assert process.poll() is None, runs.printed("early")
     process.send_signal(signal.SIGUSR1)
     early = runs.end("early", process)

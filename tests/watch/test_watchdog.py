@@ -202,8 +202,8 @@ def test_the_disk_is_full_before_the_run_ends(run):
     half = sight(run, rate=2 * 10**12 / DAY)
     said = "the disk is full in 12 h at the rate of the last hours (1 TB free), and the run needs 21 h 29 min"
     assert watchdog_rules.problems_of(half, Memory(), watchdog_rules.Limits(), "x")["disk_filling"] == said
-    small = watchdog_rules.problems_of(sight(run, free=9 * 10**8), Memory(), watchdog_rules.Limits(), "x")
-    assert small["checkpoint_does_not_fit"] == "a checkpoint has 1 GB, and the disk 900 MB free"
+    small = watchdog_rules.problems_of(sight(run, free=9 * 10**5), Memory(), watchdog_rules.Limits(), "x")
+    assert small["checkpoint_does_not_fit"] == "a checkpoint has 1 MB, and the disk 900 kB free"
 
 
 def test_fill_rate_measured_and_planned(run):
@@ -217,8 +217,8 @@ def test_fill_rate_measured_and_planned(run):
     assert disk.bytes_per_second == pytest.approx(10**8 / 60)
     assert disk.full_in_seconds == pytest.approx((10**12 - 1435 * 10**8) * 60 / 10**8)
     early = disk_of(view, samples[:1])
-    # a checkpoint of 1 GB every 1000 iterations of 2 s, with 10 forward passes and a save of 30 s
-    assert (early.measured, early.bytes_per_second) == (False, pytest.approx(10**9 / (2000 + 20 / 3 + 30)))
+    # a checkpoint of 1 MB every 1000 iterations of 2 s, with 10 forward passes and a save of 30 s
+    assert (early.measured, early.bytes_per_second) == (False, pytest.approx(10**6 / (2000 + 20 / 3 + 30)))
 
 
 def test_the_first_checkpoints_are_no_rate_where_old_ones_are_removed(run):
