@@ -185,7 +185,7 @@ OURS: list[tuple[str, Any, str]] = [
     ("forward: MoE, router and losses", MoELayer, "auxiliary_loss"),
     ("forward: MoE, statistics for the log", MoELayer, "_add_statistics"),
     ("forward: MoE, order of rows", LocalDispatcher, "row_order"),
-    ("forward: MLP or experts", Experts, "forward_tokens"),
+    ("forward: MLP or experts", Experts, "forward"),
     ("forward: cross entropy", GPTModel, "compute_language_model_loss"),
     ("backward", schedules, "backward_step"),
     ("DDP: finish gradients", train, "finalize_model_grads"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,33 @@ from moe_exp.layers.expert_loop import ExpertWeights, expert_loop
 from moe_exp.layers.fused_experts import experts_of_rows, experts_of_tokens
 from moe_exp.layers.grouped_gemm import BACKENDS, FUSED, fused_problem
 from moe_exp.layers.row_order import RowOrder
+
+
+@dataclass(frozen=True)
+class Slots:
+    """What `Experts` take where all are on this rank and they `take_slots`: tokens [T, D] with the routing decision, [T, K] each."""
+
+    x_TD: Tensor
+    weights_TK: Tensor
+    expert_TK: Tensor
+    kept_TK: Tensor | None
+
+
+@dataclass(frozen=True)
+class OrderedTokens:
+    """What `Experts` take where all are on this rank and they run `one by one`: the rows are never written.
+
+    Args:
+        x_TD: tokens of this rank.
+        weights_R: router weight of each row.
+        order: how tokens become rows.
+        splits: rows of each expert.
+    """
+
+    x_TD: Tensor
+    weights_R: Tensor
+    order: RowOrder
+    splits: tuple[int, ...]
 
 
 class Experts(nn.Module):
@@ -89,8 +117,21 @@ class Experts(nn.Module):
             else:
                 nn.init.normal_(parameter, std=std)
 
-    def forward(self, dispatched: Dispatched) -> Tensor:
-        """Rows of all experts to their weighted outputs, [R, D]."""
+    def forward(self, given: Dispatched | Slots | OrderedTokens) -> Tensor:
+        """Rows of all experts to their weighted outputs, [R, D]; tokens to the sum of theirs over K, [T, D].
+
+        The one way in: what wraps the module (Megatron's overlapped gather of parameters, FSDP2) puts the weights in place in a hook.
+        """
+        if isinstance(given, Slots):
+            return experts_of_tokens(
+                given.x_TD, given.weights_TK, given.expert_TK, given.kept_TK, self.weight1, self.weight2, **self._fused_options()
+            )
+        if isinstance(given, OrderedTokens):
+            weights, splits = self._weights(), given.splits
+            return expert_loop(given.x_TD, given.weights_R, weights, splits=splits, activation=self.activation, order=given.order)
+        return self._forward_rows(given)
+
+    def _forward_rows(self, dispatched: Dispatched) -> Tensor:
         rows_RD, weights_R, counts_L = dispatched.rows_RD, dispatched.weights_R, dispatched.tokens_per_expert_L
         if self.grouped_gemm is None:
             return experts_of_rows(rows_RD, weights_R, counts_L, self.weight1, self.weight2, **self._fused_options())
@@ -108,30 +149,15 @@ class Experts(nn.Module):
             output_RD = self.grouped_gemm(active_RF, self.weight2.transpose(1, 2), counts_L, splits)
         return output_RD if self.bias2 is None else output_RD + self._output_bias(weights_R, counts_L)
 
-    def forward_tokens(self, x_TD: Tensor, weights_R: Tensor, order: RowOrder, splits: tuple[int, ...]) -> Tensor:
-        """Where `runs_one_by_one`: gather, experts and sum over K in one, [T, D] to [T, D]; the rows are never written.
-
-        Args:
-            x_TD: tokens of this rank.
-            weights_R: router weight of each row.
-            order: how tokens become rows; all experts are on this rank.
-            splits: rows of each expert.
-        """
-        return expert_loop(x_TD, weights_R, self._weights(), splits=splits, activation=self.activation, order=order)
-
-    def forward_slots(self, x_TD: Tensor, weights_TK: Tensor, expert_TK: Tensor, kept_TK: Tensor | None) -> Tensor:
-        """With a backend of FUSED: all from the routing decision to the sum over K, [T, D] to [T, D], all experts on this rank."""
-        return experts_of_tokens(x_TD, weights_TK, expert_TK, kept_TK, self.weight1, self.weight2, **self._fused_options())
-
     def _fused_options(self) -> dict[str, Any]:
         return {"activation": self.activation, "adds_to_main_grad": self.adds_to_main_grad}
 
     def takes_slots(self) -> bool:
-        """Whether `forward_slots` is there."""
+        """Whether `Slots` may be given."""
         return self.backend in FUSED
 
     def runs_one_by_one(self, x: Tensor) -> bool:
-        """Whether the function for the CPU runs, see expert_loop.py."""
+        """Whether the function for the CPU runs, see expert_loop.py, and `OrderedTokens` may be given."""
         return self.backend == "loop" and x.device.type == "cpu"
 
     def _weights(self) -> ExpertWeights:

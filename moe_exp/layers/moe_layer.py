@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from moe_exp import gloo
 from moe_exp.layers.capacity import DROP_POLICIES, expert_capacity, keep_first, keep_full_tiles, keep_most_probable, without_dropped
 from moe_exp.layers.dispatcher import Dispatcher, LocalDispatcher
-from moe_exp.layers.experts import Experts
+from moe_exp.layers.experts import Experts, OrderedTokens, Slots
 from moe_exp.layers.groups import group_size, sum_over
 from moe_exp.layers.losses import (
     AuxLoss,
@@ -185,10 +185,10 @@ class MoELayer(nn.Module):
     def _in_one(self, dispatcher: LocalDispatcher, x_TD: Tensor, decision: RoutingDecision, rows_per_expert: int | None) -> Tensor:
         """Dispatch, experts and combine as one function, with all experts on this rank."""
         if self.experts.takes_slots():  # its shapes do not depend on the data, with or without rows of padding
-            return self.experts.forward_slots(x_TD, decision.weights_TK, decision.expert_TK, decision.kept_TK)
+            return self.experts(Slots(x_TD, decision.weights_TK, decision.expert_TK, decision.kept_TK))
         order, counts_E, splits = dispatcher.row_order(decision, rows_per_expert=rows_per_expert)
         splits = tuple(counts_E.tolist()) if splits is None else splits
-        return self.experts.forward_tokens(x_TD, order.weights(decision.weights_TK), order, splits)
+        return self.experts(OrderedTokens(x_TD, order.weights(decision.weights_TK), order, splits))
 
     def route(self, x_TD: Tensor, padding_mask_T: Tensor | None = None, *, shape: torch.Size | None = None) -> RoutingDecision:
         """The routing decision, with the slots over capacity marked as dropped. `shape`: of the input, without D; None for [T]."""

@@ -264,3 +264,24 @@ def test_rounding_does_not_depend_on_the_ranks(num_ranks):
     whole, _ = layer(random(3, 12, HIDDEN, seed=8))
     assert layer.statistics.sums[0] > 0
     torch.testing.assert_close(torch.cat(run_on_ranks(num_ranks, rounded_part_of_the_sequence), dim=1), whole, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("alltoall", [False, True])
+@pytest.mark.parametrize("backend", ["loop", "triton"])
+def test_a_hook_may_bring_the_weights_of_the_experts(backend, alltoall):
+    """As Megatron's overlapped gather of parameters and FSDP2 do: they hook into the call of the module that has the parameters."""
+    layer = tiny_layer(backend=backend, alltoall=alltoall, dtype=torch.float32)
+    x_TD = random(12, HIDDEN, seed=1).float()
+    expected, _ = layer(x_TD)
+    weights = [parameter.detach().clone() for parameter in layer.experts.parameters()]
+    with torch.no_grad():
+        for parameter in layer.experts.parameters():
+            parameter.fill_(math.nan)
+
+    def gather(experts: torch.nn.Module, _: tuple[object, ...]) -> None:
+        with torch.no_grad():
+            for parameter, weight in zip(experts.parameters(), weights, strict=True):
+                parameter.copy_(weight)
+
+    layer.experts.register_forward_pre_hook(gather)
+    assert torch.equal(layer(x_TD)[0], expected)
