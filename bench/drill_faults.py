@@ -31,6 +31,7 @@ class Fault(ABC):
 
     name: ClassVar[str]
     share: ClassVar[int]  # of twenty
+    comes_by_itself: ClassVar[bool] = False  # and may be there already when the drill looks
 
     def __init__(self, draw: random.Random, iteration: int):
         self.draw, self.iteration = draw, iteration
@@ -195,7 +196,7 @@ class Stopped(Fault):
 class BadBatch(Fault):
     """The samples are bad by themselves; the fault comes where the run comes to them."""
 
-    name, share = "a NaN in a batch", len(BAD_SAMPLES)
+    name, share, comes_by_itself = "a NaN in a batch", len(BAD_SAMPLES), True
 
     def at(self, sample: int) -> None:
         """Which one it is; the fault is caused by the iteration before."""
@@ -213,11 +214,14 @@ KINDS: tuple[type[Any], ...] = (Killed, Stopped, FullDisk, Terminated, BitFlip, 
 
 
 def wait_for_event(run: Run, num_before: int, is_named: Any, *, seconds: float = 240.0) -> Event | None:
-    """The first event after `num_before` that names a fault; None if none comes."""
+    """The first event after `num_before` that names a fault; None if none comes, also because the run is at its end."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         run.tend()
+        has_ended = run.exit_code == 0
         if found := [event for event in run.events()[num_before:] if is_named(event)]:
             return found[0]
+        if has_ended:
+            return None
         time.sleep(0.2)
     return None

@@ -107,11 +107,15 @@ class Run:
             self.launcher = subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
 
     def wait_until(self, holds: Callable[[], bool], what: str, *, seconds: float = _LONGEST_SECONDS) -> None:
-        """Tends the chain until something holds; RuntimeError if it does not."""
+        """Tends the chain until something holds; RuntimeError if it does not, or can no longer."""
         deadline = time.monotonic() + seconds
-        while not holds():
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"{self.path}: {what} has not come in {seconds:.0f} s; see {self.log}")
+        while True:
+            has_ended = self.exit_code == 0
+            if holds():
+                return
+            if has_ended or time.monotonic() > deadline:
+                why = "before the run's end" if has_ended else f"in {seconds:.0f} s"
+                raise RuntimeError(f"{self.path}: {what} has not come {why}; see {self.log}")
             self.tend()
             time.sleep(0.05)
 

@@ -84,7 +84,8 @@ def drill(seed: int, num_faults: int, num_ranks: int, folder: Path, reference: P
 
 
 def _caused(fault: Fault, run: Run) -> Outcome:
-    num_events, iteration, start = len(run.events()), run.iteration(), time.monotonic()
+    num_events = 0 if fault.comes_by_itself else len(run.events())
+    iteration, start = run.iteration(), time.monotonic()
     what = fault.cause(run)
     event = wait_for_event(run, num_events, fault.is_named)
     detected = time.monotonic() - start if event else math.nan
