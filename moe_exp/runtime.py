@@ -3,7 +3,9 @@
 import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
 
 # isort: split
+import atexit
 import datetime
+import gc
 import logging
 import os
 import random
@@ -129,6 +131,13 @@ def quiet_third_parties() -> None:
         warnings.filterwarnings("ignore", category=FutureWarning, module=module)
     # "Unknown MLP type", once per layer: ours.
     logging.getLogger("megatron.core.transformer.transformer_layer").setLevel(logging.ERROR)
+
+
+def freeze_garbage() -> None:
+    """Megatron has Python look for garbage at every save: what is there now stays, and need not be gone through."""
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # or libraries take for leaked what is there at the end, and say so at length
 
 
 def stop() -> None:

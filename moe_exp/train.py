@@ -8,7 +8,6 @@ import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a 
 
 # isort: split
 import argparse
-import gc
 import logging
 import sys
 import time
@@ -157,9 +156,7 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     progress.sample_order, progress.skipped_samples = sample_order, [list(pair) for pair in samples.skipped]
     if changes or own_source(source, folder) is None:
         progress.spike_windows = None  # other data have another loss
-    # Megatron has Python look for garbage at every save. What is there now stays, and need not be gone through.
-    gc.collect()
-    gc.freeze()
+    runtime.freeze_garbage()
     return job, progress
 
 

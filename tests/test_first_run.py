@@ -123,6 +123,12 @@ def test_start_says_the_true_counts(first_run):
         assert text in start
 
 
+def test_nothing_is_printed_after_the_end(first_run):
+    """Such as what Triton takes for leaked."""
+    assert first_run.stdout.rstrip().endswith("# the loss curve")
+    assert "leaked" not in first_run.stdout + first_run.stderr
+
+
 def test_bf16_with_ramped_up_batch(runs):
     run = runs.succeed("ramp", GPUS_PER_NODE=2, EP=2, DTYPE="bf16", RAMPUP_BATCH_SIZE="4 2 24", TRAIN_ITERS=8)
     sizes = run.curve("global_batch_size")
