@@ -126,7 +126,7 @@ def test_start_says_the_true_counts(first_run):
 def test_nothing_is_printed_after_the_end(first_run):
     """Such as what Triton takes for leaked."""
     assert first_run.stdout.rstrip().endswith("# the loss curve")
-    assert "leaked" not in first_run.stdout + first_run.stderr
+    assert "leaked" not in first_run.text
 
 
 def test_bf16_with_ramped_up_batch(runs):
