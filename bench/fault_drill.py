@@ -91,7 +91,7 @@ def _caused(fault: Fault, run: Run) -> Outcome:
     detected = time.monotonic() - start if event else math.nan
     fault.mend(run)
     reached = max(iteration, run.iteration())
-    run.wait_until(lambda: run.iteration() > reached, f"an iteration after {reached}")
+    run.wait_until(lambda: run.iteration() > reached or run.exit_code == 0, f"an iteration after {reached}")
     words = ", ".join(str(event[key]) for key in ("event", "cause", "reason", "rank") if event and key in event)
     return Outcome(fault.name, iteration, what, detected, time.monotonic() - start, words[:100])
 
