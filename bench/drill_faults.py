@@ -14,11 +14,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 import psutil
-from drill_run import BAD_SAMPLES, GBSZ, Run
+from drill_run import BAD_SAMPLES, GBSZ, SAVE_INTERVAL, Run
 
 from moe_exp.checkpoint.folders import PARTIAL
 
 Event = dict[str, Any]
+_CHECKPOINTS = "iter_" + "[0-9]" * 7
 
 
 class Fault(ABC):
@@ -127,13 +128,18 @@ class DamagedCheckpoint(Fault):
     """The newest checkpoint is damaged, and a rank killed, so that somebody reads it."""
 
     def cause(self, run: Run) -> str:
-        run.wait_until(lambda: len(list(run.checkpoints.glob("iter_" + "[0-9]" * 7))) > 1, "two checkpoints")
-        newest = max(run.checkpoints.glob("iter_" + "[0-9]" * 7))
+        run.wait_until(lambda: self._is_between_saves(run), "two checkpoints, and some iterations before the next")
+        _, process = self.rank(run)
+        process.suspend()  # without it no newer checkpoint is finished
+        newest = max(run.checkpoints.glob(_CHECKPOINTS))
         file = self.draw.choice(sorted(newest.glob("*.distcp")))
         what = self.damage(file)
-        _, process = self.rank(run)
         process.kill()
         return f"{newest.name}/{file.name} {what}, and a rank is killed"
+
+    def _is_between_saves(self, run: Run) -> bool:
+        has_two = len(list(run.checkpoints.glob(_CHECKPOINTS))) > 1
+        return has_two and 1 <= run.iteration() % SAVE_INTERVAL <= 5 and not any(run.checkpoints.glob(f"*{PARTIAL}"))
 
     @abstractmethod
     def damage(self, file: Path) -> str:
