@@ -81,6 +81,7 @@ MEGATRON_FLAGS = {
     "aux_loss_coeff": "--moe-aux-loss-coeff",
     "z_loss_coeff": "--moe-z-loss-coeff",
     "expert_backend": "--moe-grouped-gemm",
+    "routing_kernels": "--moe-router-fusion --moe-permute-fusion (its own kernels)",
     "dispatcher": "--moe-token-dispatcher-type",
     "cross_entropy": "--cross-entropy-loss-fusion (its own kernels)",
     "impl": "--transformer-impl",

@@ -8,9 +8,13 @@ import torch
 from moe_exp.config import Config
 from moe_exp.layers.attention import choose_attention
 from moe_exp.layers.grouped_gemm import choose_backend
+from moe_exp.layers.kernels.choice import choose_routing
+from moe_exp.layers.megatron_parts import balancing_losses, router_config
+from moe_exp.layers.moe_layer import needs_scores
 from moe_exp.layers.norm import choose_norm
+from moe_exp.layers.router import kernel_problem
 from moe_exp.layers.token_loss import choose_cross_entropy
-from moe_exp.model import DTYPES, use_te
+from moe_exp.model import DTYPES, moe_options, transformer_config, use_te
 from moe_exp.optim import choose_optimizer
 from moe_exp.runtime import choose_communication
 
@@ -21,8 +25,10 @@ def backends_of(config: Config, device_type: str) -> dict[str, tuple[str, str]]:
         device_type=device_type,
         dtype=DTYPES[config.dtype],
         expert_backend=config.expert_backend,
+        routing_kernels=config.routing_kernels,
+        router_problem=_router_problem(config),
         cross_entropy=config.cross_entropy,
-        expert_bias=config.add_bias_linear,
+        expert_bias=config.use_moe and config.add_bias_linear,
         use_te=use_te(config),
         other_value_size=config.multi_latent_attention and config.v_head_dim != config.kv_channels,
         optimizer=(
@@ -33,11 +39,21 @@ def backends_of(config: Config, device_type: str) -> dict[str, tuple[str, str]]:
     )
 
 
+def _router_problem(config: Config) -> str:
+    if not config.use_moe:
+        return ""
+    settings = transformer_config(config)
+    router = router_config(settings, moe_options(config)["router"])
+    return kernel_problem(router, needs_scores=needs_scores(balancing_losses(settings)))
+
+
 def chosen_backends(
     *,
     device_type: str,
     dtype: torch.dtype,
     expert_backend: str = "auto",
+    routing_kernels: str = "auto",
+    router_problem: str = "",
     cross_entropy: str = "megatron",
     expert_bias: bool = False,
     use_te: bool = False,
@@ -50,8 +66,10 @@ def chosen_backends(
         device_type: `cpu` or `cuda`.
         dtype: dtype of weights and activations.
         expert_backend: EXPERT_BACKEND.
+        routing_kernels: ROUTING_KERNELS.
+        router_problem: why the router takes no kernel, see `layers.router.kernel_problem`.
         cross_entropy: CROSS_ENTROPY.
-        expert_bias: ADD_BIAS_LINEAR.
+        expert_bias: whether experts have biases, ADD_BIAS_LINEAR.
         use_te: whether the parts around the MoE layer are Transformer Engine's.
         other_value_size: value heads are not of the size of query heads (MULTI_LATENT_ATTENTION).
         optimizer: OPTIMIZER, OPTIMIZER_STATE_DTYPE and its momentum.
@@ -62,6 +80,7 @@ def chosen_backends(
         "attention": te if use_te else choose_attention(device_type, dtype, other_value_size=other_value_size),
         "norm": te if use_te else choose_norm(device_type),
         "grouped GEMM": choose_backend(expert_backend, device_type=device_type, dtype=dtype, bias=expert_bias),
+        "routing": choose_routing(routing_kernels, device_type=device_type, router_problem=router_problem),
         "cross entropy": choose_cross_entropy(cross_entropy, device_type=device_type),
         "optimizer": choose_optimizer(*optimizer),
     }

@@ -33,6 +33,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # What torch.distributed says on the ranks that did nothing wrong, when another rank has died.
 CAUSED_BY_ANOTHER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "Timed out waiting", "ProcessGroup")
 
+_CAPABILITY_ATTRIBUTES = (75, 76)  # cuda.h: CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+
 # For glibc's malloc on a CPU host: keep freed memory instead of giving it back to the system and fetching it again, page by page,
 # for every large tensor of every micro-batch (a third of a layer's time, docs/performance.md). A GPU has torch's caching allocator.
 KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
@@ -83,6 +85,21 @@ def count_gpus() -> int:
     if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
         return 0
     return count.value
+
+
+@functools.cache
+def compute_capability() -> tuple[int, int]:
+    """That of the oldest CUDA device that this process may use, from the driver itself; (0, 0) where there is none."""
+    if not count_gpus():
+        return 0, 0
+    driver, found = ctypes.CDLL("libcuda.so.1"), []
+    for index in range(count_gpus()):
+        device, numbers = ctypes.c_int(0), (ctypes.c_int(0), ctypes.c_int(0))
+        driver.cuDeviceGet(ctypes.byref(device), index)
+        for number, attribute in zip(numbers, _CAPABILITY_ATTRIBUTES, strict=True):
+            driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, device)
+        found.append((numbers[0].value, numbers[1].value))
+    return min(found)
 
 
 def rank_place(rank: int | None = None) -> str:

@@ -21,7 +21,7 @@ from moe_exp.config import PREFETCHED_MICROBATCHES, Config, problem
 from moe_exp.data.token_files import Share, TokenFiles, parse_split, part_tokens
 from moe_exp.data.tokenizer import tokenizer_vocab_size
 from moe_exp.data.tokens import bin_idx_problem, parse_blend
-from moe_exp.hosts import count_gpus, free_port
+from moe_exp.hosts import compute_capability, count_gpus, free_port
 from moe_exp.planner.disk import DiskUse, disk_use, keep_last_that_fits
 from moe_exp.planner.params import checkpoint_bytes
 from moe_exp.run_folder import LATEST, RunFolder, existing_place, run_folder_problems
@@ -130,6 +130,7 @@ def _packages(c: Config) -> Iterator[str]:
     if c.impl == "te" and importlib.util.find_spec("transformer_engine") is None:
         yield problem("impl", "te", "transformer_engine is not installed", "pip install transformer-engine[pytorch], or set IMPL=local")
     yield from _expert_backend(c)
+    yield from _kernels(c)
     yield from _fp8(c)
     yield from _optimizer(c)
     if c.wandb_project and c.wandb_mode != "disabled" and importlib.util.find_spec("wandb") is None:
@@ -151,8 +152,23 @@ def _expert_backend(c: Config) -> Iterator[str]:
         yield problem("expert_backend", c.expert_backend, rule, f"{install}, or set EXPERT_BACKEND=auto")
     elif modules and count_gpus() == 0:
         yield problem("expert_backend", c.expert_backend, "needs a CUDA device, this host has none", "set EXPERT_BACKEND=auto")
-    elif c.expert_backend == "triton" and count_gpus() and importlib.util.find_spec("triton") is None:  # a CPU does without it
-        yield problem("expert_backend", "triton", "triton is not installed", "pip install triton, or set EXPERT_BACKEND=auto")
+
+
+OLDEST_GPU = (8, 0)  # as layers/kernels/launch.py has it
+
+
+def _kernels(c: Config) -> Iterator[str]:
+    """What `auto` would do without, and the ranks would end with where it was asked for by name. A CPU has the twins in plain torch."""
+    asked = [(name, other) for name, other in (("expert_backend", "auto"), ("cross_entropy", "megatron")) if getattr(c, name) == "triton"]
+    if not asked or not count_gpus():
+        return
+    rule, fix = "", ""
+    if importlib.util.find_spec("triton") is None:
+        rule, fix = "triton is not installed", "pip install triton, or "
+    elif compute_capability() < OLDEST_GPU:
+        rule = f"the kernels need a GPU of compute capability {OLDEST_GPU[0]}.{OLDEST_GPU[1]} or newer"
+    if rule:
+        yield from (problem(name, "triton", rule, f"{fix}set {name.upper()}={other}") for name, other in asked)
 
 
 def _fp8(c: Config) -> Iterator[str]:

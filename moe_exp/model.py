@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from moe_exp.config import Config
 from moe_exp.layers.experts import ACTIVATIONS
+from moe_exp.layers.kernels.choice import set_routing_kernels
 from moe_exp.layers.spec import MegatronExperts, MegatronMoELayer, decoder_spec
 from moe_exp.layers.token_loss import choose_cross_entropy
 from moe_exp.model_loss import GPTModelWithOwnLoss
@@ -192,7 +193,7 @@ def _rotary_settings(config: Config) -> dict[str, Any]:
     }
 
 
-def _moe_options(config: Config) -> dict[str, Any]:
+def moe_options(config: Config) -> dict[str, Any]:
     """What TransformerConfig has no field for."""
     normalize = {"auto": None, "true": True, "false": False}[config.router_normalize]
     router: dict[str, Any] = {"normalize": normalize}
@@ -232,6 +233,7 @@ def build_model(config: Config, runtime: Runtime) -> list[DistributedDataParalle
 
 def build_chunk(config: Config, settings: TransformerConfig, runtime: Runtime, vp_stage: int, *, initial_weights: bool = True) -> GPTModel:
     """One model chunk with its initial weights, or without any for one whose weights are read from a checkpoint."""
+    set_routing_kernels(config.routing_kernels)
     pp_rank, last = runtime.groups.pp.rank(), config.pp - 1
     stage = vp_stage if config.vpp else None
     kind, _ = choose_cross_entropy(config.cross_entropy, device_type="cuda" if torch.cuda.is_available() else "cpu")
@@ -254,7 +256,7 @@ def build_chunk(config: Config, settings: TransformerConfig, runtime: Runtime, v
 
 def _decoder_spec(config: Config, settings: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     over_all_heads = config.qk_norm and config.qk_norm_scope == "all"
-    return decoder_spec(settings, use_te=use_te(config), vp_stage=vp_stage, projection_norm=over_all_heads, **_moe_options(config))
+    return decoder_spec(settings, use_te=use_te(config), vp_stage=vp_stage, projection_norm=over_all_heads, **moe_options(config))
 
 
 def _ddp_config(config: Config) -> DistributedDataParallelConfig:

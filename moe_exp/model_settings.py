@@ -120,6 +120,9 @@ class ModelSettings(BaseModel):
     expert_backend: Literal["auto", "triton", "loop", "torch", "grouped_gemm", "te", "megablocks"] = Field(
         "auto", description="grouped GEMM of the experts; triton: one function of our own kernels, on a CPU the same in plain torch"
     )
+    routing_kernels: Literal["auto", "off"] = Field(
+        "auto", description="router, drops and row order: auto: Triton kernels on GPUs that run them; off: plain torch everywhere"
+    )
     dispatcher: Literal["auto", "alltoall", "allgather", "deepep", "local"] = Field(
         "auto", description="token dispatcher; local needs EP=1 and ETP=1, deepep its package and GPUs"
     )

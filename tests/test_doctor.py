@@ -48,11 +48,12 @@ def test_command_says_what_each_part_will_use() -> None:
     done = run_module("-W", "ignore", "-m", "moe_exp", "doctor")
     assert done.returncode == 0, done.stderr
     backends = done.stdout.partition("What each part will use")[2].splitlines()
-    assert [line.split("  ")[0] for line in backends[2:8]] == [
+    assert [line.split("  ")[0] for line in backends[2:9]] == [
         "communication",
         "attention",
         "norm",
         "grouped GEMM",
+        "routing",
         "cross entropy",
         "optimizer",
     ]

@@ -6,14 +6,17 @@ import re
 import shutil
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer, models
 
+from moe_exp import hosts
 from moe_exp.config import Config, load_config, to_yaml
 from moe_exp.data.tokens import BinIdxWriter
 from moe_exp.layers.gemm_packages import PACKAGES
-from moe_exp.machine_checks import EXPERT_PACKAGES, bitsandbytes_problem, check_environment, check_files, check_machine
+from moe_exp.layers.kernels import launch
+from moe_exp.machine_checks import EXPERT_PACKAGES, OLDEST_GPU, bitsandbytes_problem, check_environment, check_files, check_machine
 from moe_exp.run_folder import RunFolder
 
 
@@ -224,12 +227,51 @@ def test_an_expert_backend_that_needs_a_gpu(here, monkeypatch):
 
 
 def test_the_kernels_want_triton_on_a_gpu(here, monkeypatch):
-    config, find_spec = here(expert_backend="triton"), importlib.util.find_spec
+    config, find_spec = here(expert_backend="triton", cross_entropy="triton"), importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "triton" else find_spec(name))
     assert check_machine(config) == []  # a CPU takes their twins
     monkeypatch.setattr("moe_exp.machine_checks.count_gpus", lambda: 8)
-    expected = r"EXPERT_BACKEND=triton: triton is not installed\. Fix: pip install triton, or set EXPERT_BACKEND=auto\."
-    only_problem(check_machine(config), expected)
+    monkeypatch.setattr(launch, "triton", None)
+    assert check_machine(config) == [
+        f"EXPERT_BACKEND=triton: {launch.missing()}. Fix: pip install triton, or set EXPERT_BACKEND=auto.",
+        f"CROSS_ENTROPY=triton: {launch.missing()}. Fix: pip install triton, or set CROSS_ENTROPY=megatron.",
+    ]
+    assert check_machine(here()) == []
+
+
+def test_the_kernels_want_a_gpu_of_today(here, monkeypatch):
+    """The words are those that the layer would use, rank by rank, when the model is built."""
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name == "triton" else find_spec(name))
+    monkeypatch.setattr("moe_exp.machine_checks.count_gpus", lambda: 8)
+    monkeypatch.setattr("moe_exp.machine_checks.compute_capability", lambda: (7, 5))
+    monkeypatch.setattr(launch, "triton", object())
+    monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(launch.torch.cuda, "get_device_capability", lambda: (7, 5))
+    assert launch.OLDEST_GPU == OLDEST_GPU
+    for name, other in (("expert_backend", "auto"), ("cross_entropy", "megatron")):
+        expected = f"{name.upper()}=triton: {launch.missing()}. Fix: set {name.upper()}={other}."
+        assert check_machine(here(**{name: "triton"})) == [expected]
+    monkeypatch.setattr("moe_exp.machine_checks.compute_capability", lambda: OLDEST_GPU)
+    assert check_machine(here(expert_backend="triton", cross_entropy="triton")) == []
+
+
+def test_the_capability_is_that_of_the_oldest_gpu(monkeypatch):
+    found = [(9, 0), (7, 5), (8, 6)]
+
+    def attribute(number, name, device):
+        number._obj.value = found[device.value][name - 75]
+        return 0
+
+    def get(device, index):
+        device._obj.value = index
+        return 0
+
+    driver = SimpleNamespace(cuDeviceGet=get, cuDeviceGetAttribute=attribute)
+    monkeypatch.setattr(hosts.ctypes, "CDLL", lambda name: driver)
+    for number, oldest in ((0, (0, 0)), (1, (9, 0)), (3, (7, 5))):
+        monkeypatch.setattr(hosts, "count_gpus", lambda number=number: number)
+        assert hosts.compute_capability.__wrapped__() == oldest
 
 
 def test_packages_are_those_of_the_adapters():

@@ -18,8 +18,9 @@ _NO_TRAINING: dict[str, Any] = {
     "valid_data": "", "split": "", "eval_interval": 0, "recompute": "none", "distributed_optimizer": False, "overlap": "false",
     "wandb_project": "", "optimizer": "adam", "optimizer_state_dtype": "fp32",
 }  # fmt: skip
-# The cache of keys and values is in our attention; which kernels run depends on this machine, not on that of the training.
-_OUR_PARTS: dict[str, Any] = {"impl": "local", "expert_backend": "auto", "dispatcher": "auto"}
+# The cache of keys and values is in our attention; which kernels run depends on this machine, not on that of the training. Weights of an
+# FP8 training are saved in its DTYPE.
+_OUR_PARTS: dict[str, Any] = {"impl": "local", "expert_backend": "auto", "dispatcher": "auto", "fp8": "none", "cross_entropy": "megatron"}
 _DROPLESS: dict[str, Any] = {"moe_type": "dmoe", "capacity_factor": 0.0, "min_capacity": 0}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,6 +72,11 @@ class MoESettings:
             raise ValueError(f"aux_loss_type={','.join(kinds)}: names a loss twice. Fix: add up their coefficients.")
 
 
+def needs_scores(losses: Iterable[AuxLoss]) -> bool:
+    """Whether a loss looks at the router's scores of all experts, and not at their sums alone."""
+    return any(loss.kind == "seq_aux_loss" for loss in losses)
+
+
 class MoEStatistics:
     """Sums over micro-batches of what one layer did, on the device; read and reset once per log interval.
 
@@ -134,7 +140,7 @@ class MoELayer(nn.Module):
                 "aux_loss_type=global_aux_loss: the router keeps no global fractions. Fix: set global_fractions=True in RouterConfig."
             )
         self.router, self.dispatcher, self.experts, self.settings, self.shared = router, dispatcher, experts, settings, shared
-        router.needs_scores = any(loss.kind == "seq_aux_loss" for loss in settings.losses)
+        router.needs_scores = needs_scores(settings.losses)
         self.microbatch_group, self.context_parallel_size = microbatch_group, context_parallel_size
         self.statistics = MoEStatistics(router.config.num_experts, len(settings.losses), router.weight.device)
         self.timers: PhaseTimers | None = None

@@ -213,9 +213,8 @@ class Router(nn.Module):
 
     def _takes_kernel(self, logits_TE: Tensor) -> bool:
         """Whether kernels/topk.py routes: on a CUDA device, wherever it knows the rule and nobody wants more than sums of the scores."""
-        config = self.config
-        knows_rule = config.assignment == "topk" and not config.num_groups and config.dtype == "fp32"
-        return knows_rule and not self.needs_scores and self.replay is None and takes_kernels(logits_TE)
+        has_problem = self.replay is not None or kernel_problem(self.config, needs_scores=self.needs_scores)
+        return not has_problem and takes_kernels(logits_TE)
 
     def _in_one_pass(self, logits_TE: Tensor, valid_T: Tensor | None) -> RoutingDecision:
         config = self.config
@@ -314,6 +313,22 @@ class Router(nn.Module):
             return choice_TE.topk(config.topk, dim=-1).indices
         choice_TE = raw_TE + self.expert_bias if config.expert_bias else raw_TE
         return best_experts(choice_TE, topk=config.topk, num_groups=config.num_groups, group_topk=config.group_topk)
+
+
+def kernel_problem(config: RouterConfig, *, needs_scores: bool) -> str:
+    """Why kernels/topk.py cannot route so, in words; empty: it can.
+
+    Args:
+        config: what to compute.
+        needs_scores: see Router.
+    """
+    if config.assignment != "topk":
+        return f"it has top-k alone, not {config.assignment}"
+    if config.num_groups:
+        return "it has no groups of experts"
+    if config.dtype != "fp32":
+        return f"it computes in fp32, not in {config.dtype}"
+    return "seq_aux_loss looks at the scores of all experts" if needs_scores else ""
 
 
 def _kept_of_valid(valid_T: Tensor | None, expert_TK: Tensor) -> Tensor | None:

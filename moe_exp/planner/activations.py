@@ -9,8 +9,10 @@ s sequence, w bytes of the compute type (2 or 4), t tensor parallel size. Every 
     projection       w*q/t input, a copy of the result in another order (not on processors, nor unfused)
     norm, MLP        as above, w*h input, 2*w*f/t, and w*f/t after the fused activation; 3*w*f/t where it is not fused
     MoE, per token   4*h the router's input in fp32, 4*E scores, K*(8+4) choice and weights
-    MoE, per row     w*h row, 2*w*f, w*f after the activation, which has the router's weight in it: results of experts are not kept
-    loss             4*V/t probabilities in fp32, and while they are made w*V/t logits
+    MoE, per row     w*h row, 2*w*f, w*f after the activation, which has the router's weight in it: results of experts are not kept;
+                     EXPERT_BACKEND=triton 2*w*f alone, and w*h where rows come from other ranks
+    loss             4*V/t probabilities in fp32, and while they are made w*V/t logits; CROSS_ENTROPY=triton: w*V/t logits alone, and
+                     while their gradient is made w*V/t for that
 
 The unfused case without dropout, sequence parallelism and gates is that of Korthikanti et al. 2022, arXiv:2205.05198, section 4.1, where
 it is 34*s*b*h + 5*a*s^2*b with dropout. With sequence parallelism (section 4.2.2) what is not divided by t here has tokens/t. Ours differs
@@ -26,6 +28,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from moe_exp.config import Config
+from moe_exp.planner.code_paths import planned_backend
 from moe_exp.planner.job import Job
 
 
@@ -54,15 +57,16 @@ class Activations:
     output_work: float
 
 
-def activations_of(job: Job, *, on_cpu: bool = False, imbalance: float = 1.0) -> Activations:
+def activations_of(job: Job, *, on_cpu: bool = False, runs_kernels: bool = True, imbalance: float = 1.0) -> Activations:
     """Activations of a micro-batch of a job.
 
     Args:
         job: what runs.
         on_cpu: on processors, where kernels keep other things than on GPUs.
+        runs_kernels: a GPU is one that the Triton kernels run on, see `Hardware.runs_kernels`.
         imbalance: rows that the experts of a rank get, relative to their fair share, in a layer that drops none.
     """
-    return _Account(job, on_cpu, imbalance).activations()
+    return _Account(job, on_cpu, runs_kernels, imbalance).activations()
 
 
 def width_of(job: Job) -> int:
@@ -84,7 +88,7 @@ def padded_slots(config: Config, tokens: float) -> float:
 class _Account:
     """The sums. `_tokens` are those that a rank has between the products of a layer, `_all_tokens` those that its heads work on."""
 
-    def __init__(self, job: Job, on_cpu: bool, imbalance: float):
+    def __init__(self, job: Job, on_cpu: bool, runs_kernels: bool, imbalance: float):
         config = job.config
         self._job, self._config, self._on_cpu, self._imbalance = job, config, on_cpu, imbalance
         self._width, self._hidden, self._tp = width_of(job), config.hidden_size, config.tp
@@ -92,6 +96,7 @@ class _Account:
         self._tokens = self._all_tokens / (config.tp if job.sequence_parallel else 1)
         # Processors have only torch's parts; on GPUs Transformer Engine's are the rule.
         self._is_fused = not on_cpu and config.impl != "local"
+        self._backend = planned_backend(config, on_cpu=on_cpu, runs_kernels=runs_kernels)
         self._has_moe, self._has_dense = config.use_moe, not (config.use_moe and all(config.moe_layers))
 
     def activations(self) -> Activations:
@@ -114,13 +119,26 @@ class _Account:
             dense_layer=dense,
             moe_layer=moe,
             embedding=8 * self._all_tokens + mask,
-            output=norm + hidden + 4 * logits + 9 * self._all_tokens,
+            output=norm + hidden + self._loss(logits),
             hidden=hidden,
             recomputed=recomputed,
             layer_work=self._work(),
-            # The loss makes probabilities of a copy in fp32, while the logits are still there; logits in fp32 it overwrites.
-            output_work=width * logits if width < 4 else 0.0,
+            output_work=self._loss_work(logits),
         )
+
+    def _loss(self, logits: float) -> float:
+        """Kept by the cross entropy: the right words, with probabilities and a mask, or with logits and the log of a sum."""
+        if self._config.cross_entropy == "triton":
+            return self._width * logits + 12 * self._all_tokens
+        return 4 * logits + 9 * self._all_tokens
+
+    def _loss_work(self, logits: float) -> float:
+        """Held beside what is kept while the loss is computed, forward or backward."""
+        if self._config.cross_entropy == "megatron":
+            # Probabilities are made of a copy in fp32, while the logits are still there; logits in fp32 are overwritten.
+            return self._width * logits if self._width < 4 else 0.0
+        # The gradient; in plain torch on a processor logits and probabilities in fp32, where the logits are not.
+        return (8 if self._on_cpu and self._width < 4 else self._width) * logits
 
     def _norm(self, size: float, heads: int = 1) -> float:
         """Kept by a norm over `size` channels, per token: its input, and what it divided by for each of `heads` parts."""
@@ -262,11 +280,15 @@ class _Account:
         return kept
 
     @property
+    def _runs_as_one(self) -> bool:
+        """Whether one function computes all experts of a rank, which computes the activation again in backward."""
+        return self._backend == "triton" or (self._on_cpu and self._backend == "loop")
+
+    @property
     def _gathers_itself(self) -> bool:
         """Whether one function computes all of an MoE layer's experts and gathers their rows itself, where a rank has all of them."""
         config = self._config
-        gathers = config.expert_backend == "triton" or (self._on_cpu and config.expert_backend in ("auto", "loop"))
-        return gathers and config.dispatcher in ("auto", "local") and config.ep == config.etp == 1
+        return self._runs_as_one and config.dispatcher in ("auto", "local") and config.ep == config.etp == 1
 
     def _row(self) -> float:
         """Kept per row of the routed experts, with 16 for each of the indices that lead there and back."""
@@ -274,10 +296,9 @@ class _Account:
         ffn = config.expert_ffn_size / config.etp
         first = width * ffn * (2 if config.gated else 1)
         if self._gathers_itself:  # rows are gathered again in backward
-            return first + 4 + (8 if config.expert_backend == "triton" else 16)
+            return first + 4 + (8 if self._backend == "triton" else 16)
         indices = 16 + (24 if config.ep * config.etp > 1 else 0)
-        fused = config.expert_backend == "triton" or (self._on_cpu and config.expert_backend in ("auto", "loop"))
-        is_computed_again = config.recompute == "moe_act" or fused
+        is_computed_again = config.recompute == "moe_act" or self._runs_as_one
         return width * self._hidden + first + (0 if is_computed_again else width * ffn) + 4 + indices
 
     @cached_property

@@ -53,6 +53,11 @@ class Hardware:
         """Whether ranks are processes on processors."""
         return self.architecture == "cpu"
 
+    @property
+    def runs_kernels(self) -> bool:
+        """Whether it is a GPU of compute capability 8.0 or newer, which `layers/kernels` asks for."""
+        return self.architecture not in ("volta", "cpu")
+
 
 def hardware_names() -> list[str]:
     """Names of the profiles that come with the package."""

@@ -55,6 +55,8 @@ FREE = {
     "preflight", "preflight_timeout", "preflight_slow",
     "hang_timeout", "hang_timeout_other", "trace_calls_from", "trace_calls_mb", "trace_calls_in",
 }  # fmt: skip
+# Backend of the experts in rows of GPUs that do not name one: grouped GEMMs with all that lies between them kept.
+_UNFUSED = "torch"
 _AS_SETTINGS = [name for name in Config.model_fields if name not in _IN_COLUMNS]
 
 
@@ -318,6 +320,8 @@ def _settings(row: Mapping[str, str], of_deepspeed: bool) -> dict[str, Any]:
         "distributed_optimizer": row.get("zero_stage") == _OF_MEGATRON[True],
         "dtype": (row.get("precision") or "bf16").partition("_")[0],
     }
+    if experts > 1 and not load_hardware(row["gpu"]).is_cpu:
+        settings["expert_backend"] = _UNFUSED  # other programs' runs, and those of before there was anything else
     if of_deepspeed:
         settings |= {"normalization": "LayerNorm", "add_bias_linear": True, "tie_embeddings": True}
     return settings | {name: _setting(name, row[name])[0] for name in _AS_SETTINGS if row.get(name)}

@@ -91,7 +91,7 @@ def memory_of(job: Job, hardware: Hardware, constants: MemoryConstants, *, imbal
     keeps_outputs = on_cpu or job.of_deepspeed  # Megatron frees on GPUs what a stage has sent
     if imbalance is None:
         imbalance = expected_imbalance(config, constants.load_spread)
-    kept = activations_of(job, on_cpu=on_cpu, imbalance=imbalance)
+    kept = activations_of(job, on_cpu=on_cpu, runs_kernels=hardware.runs_kernels, imbalance=imbalance)
     layer_work, output_work = kept.layer_work + kept.recomputed, kept.output + kept.output_work
     per_parameter = _bytes_per_parameter(job, constants)
     parameters, tables = job.parameters, tables_of_stages(config, len(job.stage_layers))

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from moe_exp.config import Config
+from moe_exp.planner.code_paths import counted_as
 from moe_exp.planner.estimate import Cost, speed_of
 from moe_exp.planner.explanation import Explanation, bound_by, layout_words
 from moe_exp.planner.hardware import PROFILES, Hardware, hardware_names
@@ -34,6 +35,7 @@ def describe_run(config: Config, hardware: Hardware, prediction: Prediction, cos
             "most_loaded_rank": rank.total,
             "most_loaded_stage": stage,
         },
+        "counted_as": counted_as(config, hardware),
         "memory": describe_memory(prediction),
         "time": describe_time(config, hardware, prediction),
         "cost": describe_cost(cost),
@@ -98,6 +100,7 @@ def describe_search(found: Search, hardware: Hardware, top: int) -> dict[str, An
     """The first layouts of a search, and how many there were of which kind."""
     return {
         "gpu": hardware.name,
+        "counted_as": counted_as(found.ranked[0].config, hardware) if found.ranked else {},
         "num_tried": found.num_tried,
         "num_fitting": len(found.ranked),
         "num_runner_ups": len(found.runner_ups()),

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from moe_exp.config import Config
 from moe_exp.planner.calibration import Calibration
+from moe_exp.planner.code_paths import counted_as
 from moe_exp.planner.estimate import Cost
 from moe_exp.planner.explanation import Explanation, bound_by, layout_words, memory_line
 from moe_exp.planner.hardware import Hardware
@@ -63,6 +64,7 @@ class PlanPrinter:
                 "parameters": f"{count['total']:,}, {count['active_per_token']:,} active per token",
                 "parameters of a rank": f"{count['most_loaded_rank']:,} at most (stage {count['most_loaded_stage']})",
                 "layers of the stages": short_stages(report["stage_layers"]),
+                **report["counted_as"],
                 "memory": _verdict(prediction),
                 "seconds per iteration": f"{_seconds(time['seconds'])} {error_words(prediction)}",
                 "TFLOP/s per GPU": f"{_short(time['tflops_per_gpu'])}, MFU {time['mfu']:.1%}",
@@ -80,6 +82,8 @@ class PlanPrinter:
         """The fastest layouts, how far runner-ups are, and what was refused."""
         if found.ranked:
             self._console.print(model_words(found.ranked[0].config, hardware), soft_wrap=True)
+            for part, words in counted_as(found.ranked[0].config, hardware).items():
+                self._console.print(f"{part}: {words}", soft_wrap=True)
             self._console.print(self._layouts(found, hardware, top))
         elif found.smallest:
             self._console.print(f"nothing fits; the one that needs least: {memory_line(found.smallest)}", soft_wrap=True)

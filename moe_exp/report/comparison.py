@@ -23,8 +23,8 @@ _OF_EXPERTS = {
     "num_experts", "topk", "moe_type", "moe_ffn_hidden_size", "moe_layer_freq", "first_k_dense", "shared_expert_size", "shared_expert_gate",
     "capacity_factor", "min_capacity", "pad_to_capacity", "drop_policy", "token_rounding", "router_score", "router_pre_softmax",
     "router_normalize", "router_scaling_factor", "router_dtype", "router_jitter", "router_bias_update_rate", "num_router_groups",
-    "router_group_topk", "force_routing", "aux_loss_type", "aux_loss_coeff", "z_loss_coeff", "expert_backend", "dispatcher",
-    "upcycle_from", "upcycle_granularity", "ep", "etp",
+    "router_group_topk", "force_routing", "aux_loss_type", "aux_loss_coeff", "z_loss_coeff", "expert_backend",
+    "routing_kernels", "dispatcher", "upcycle_from", "upcycle_granularity", "ep", "etp",
 }  # fmt: skip
 _ALWAYS = ("num_experts", "topk", "moe_type")
 _UNKNOWN, _NO_EXPERTS = "(unknown)", "–"

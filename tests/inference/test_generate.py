@@ -68,6 +68,16 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(pair):
         assert greedy(stage, PROMPT) == theirs_greedy(model, PROMPT)
 
 
+@pytest.mark.parametrize("kind", ["mixtral", "llama"])
+def test_a_training_in_fp8_or_with_our_loss_is_used_without_them(kind, tmp_path):
+    model, settings = tiny_model(kind)
+    trained = settings | {"dtype": "bf16", "impl": "te", "fp8": "hybrid", "expert_backend": "te", "cross_entropy": "triton"}
+    folder = write_checkpoint(model, tmp_path / "iter_0000000", **trained)
+    with one_stage(folder, dtype="fp32") as stage:
+        assert (stage.config.fp8, stage.config.cross_entropy) == ("none", "megatron")
+        assert greedy(stage, PROMPT) == theirs_greedy(model, PROMPT)
+
+
 def test_the_cache_changes_no_logit(pair):
     _, folder = pair
     tokens = torch.from_numpy(ids(1, SEQ_LEN))

@@ -57,6 +57,22 @@ def test_what_a_run_costs(plan):
         assert words in text
 
 
+def test_it_says_what_it_counts(plan):
+    settings = ("--preset", "mixtral-8x7b", "--gpus", "8", "--gpu", "H100-80GB", "--ep", "8")
+    said = {
+        (): ("experts", "triton, which EXPERT_BACKEND=auto takes on this device"),
+        ("--add-bias-linear", "true"): ("experts", "grouped GEMMs apart from each other, not triton: ADD_BIAS_LINEAR=true"),
+        ("--expert-backend", "te", "--fp8", "hybrid"): ("FP8", "FP8=hybrid is counted as bf16, in memory and in time"),
+        ("--cross-entropy", "triton"): ("cross entropy", "triton: the memory of its kernel, the time of Megatron's"),
+    }
+    for flags, (part, words) in said.items():
+        assert json.loads(plan("run", *settings, *flags, "--json").out)["counted_as"][part] == words
+    assert words in plan("run", *settings, *flags).out
+    searched = ("search", "--preset", "mixtral-8x7b", "--gpus", "64", "--gpu", "H100-80GB", "--tp", "1", "--pp", "8", "--mbsz", "1")
+    assert f"{part}: {words}\n" in plan(*searched, *flags).out
+    assert "counted_as" in json.loads(plan(*searched, "--json").out)
+
+
 def test_environment_and_flags_are_those_of_training(plan, monkeypatch):
     monkeypatch.setenv("PRESET", "reference")
     monkeypatch.setenv("EP", "4")

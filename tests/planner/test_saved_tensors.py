@@ -59,6 +59,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "kernels": {"expert_backend": "triton"},
     "kernels, bf16": BF16 | {"expert_backend": "triton"},
     "kernels, rows that travel, bf16": BF16 | {"expert_backend": "triton", "dispatcher": "alltoall"},
+    "loss kernel": DENSE | {"cross_entropy": "triton", "mbsz": 2},
+    "loss kernel, bf16": DENSE | BF16 | {"cross_entropy": "triton", "mbsz": 2},
     "selective": {"recompute": "selective"},
     "full, dense": DENSE | {"recompute": "full"},
     "full, bf16": BF16 | {"recompute": "full"},
@@ -67,6 +69,7 @@ MODELS: dict[str, dict[str, Any]] = {
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2},
     "tp2, dense, bf16": DENSE | BF16 | {"tp": 2},
+    "tp2, dense, bf16, loss kernel": DENSE | BF16 | {"tp": 2, "cross_entropy": "triton"},
     "tp2, latent": LATENT | {"tp": 2, "q_lora_rank": 48},
     "ep2": {"ep": 2, "gbsz": 4, "force_routing": "balanced"},
     "etp2": {"etp": 2, "tp": 2, "force_routing": "balanced"},

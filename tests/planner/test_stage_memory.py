@@ -56,7 +56,7 @@ REFERENCE_RUNS = {
 @pytest.mark.parametrize("constants", [PRIORS, load_constants().memory], ids=["priors", "fitted"])
 @pytest.mark.parametrize(("settings", "static", "peak"), REFERENCE_RUNS.values(), ids=REFERENCE_RUNS)
 def test_reference_runs(settings, static, peak, constants):
-    job = replace(Job.of(reference(**settings)), measured_by="allocated")
+    job = replace(Job.of(reference(**settings, expert_backend="torch")), measured_by="allocated")  # as it was then
     (found,) = memory_of(job, A100, constants)
     assert found.static / MEBIBYTE == pytest.approx(static, rel=0.01)  # asked for: 2%
     assert found.total / MEBIBYTE == pytest.approx(peak, rel=0.01)  # asked for: 3%
@@ -241,12 +241,13 @@ def test_unfused_layer_is_that_of_korthikanti():
 
 
 def test_recompute_keeps_less_and_less():
-    kept = [activations_of(Job.of(reference(recompute=kind))).moe_layer for kind in ("none", "moe_act", "selective", "full")]
+    unfused = {"expert_backend": "torch"}  # which has an activation that moe_act can leave out
+    kept = [activations_of(Job.of(reference(recompute=kind, **unfused))).moe_layer for kind in ("none", "moe_act", "selective", "full")]
     assert kept == sorted(kept, reverse=True)
     assert len(set(kept)) == 4
     config = reference(recompute="full")
     assert kept[-1] == 2 * config.hidden_size * config.seq_len * config.mbsz
-    totals = [only_stage(reference(recompute=kind)).total for kind in ("none", "moe_act", "selective", "full")]
+    totals = [only_stage(reference(recompute=kind, **unfused)).total for kind in ("none", "moe_act", "selective", "full")]
     assert totals == sorted(totals, reverse=True)
 
 
@@ -276,7 +277,8 @@ def test_context_parallel_ranks_share_the_sequence():
 
 
 def test_capacity_is_room_for_the_factor():
-    rows = [activations_of(Job.of(reference(moe_type="moe", capacity_factor=factor))).moe_layer for factor in (1.0, 1.5, 2.0)]
+    settings = {"moe_type": "moe", "expert_backend": "torch"}
+    rows = [activations_of(Job.of(reference(**settings, capacity_factor=factor))).moe_layer for factor in (1.0, 1.5, 2.0)]
     assert rows[2] - rows[1] == pytest.approx(rows[1] - rows[0])
     per_row = 2 * (512 + 3 * 1792)  # bf16: row, both halves, activation
     assert (rows[2] - rows[0]) / (8 * 2048) == pytest.approx(per_row, rel=0.01)
@@ -290,6 +292,34 @@ def test_capacity_does_not_depend_on_imbalance():
 def test_topk_multiplies_rows():
     one, two, four = (activations_of(Job.of(reference(topk=topk))).moe_layer for topk in (1, 2, 4))
     assert four - two == pytest.approx(2 * (two - one))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "settings", "counted"),
+    [
+        ("A100-80GB", {}, "triton"),
+        ("B200-180GB", {"dtype": "fp16", "impl": "te", "ep": 4}, "triton"),
+        ("A100-80GB", {"dtype": "fp32"}, "torch"),
+        ("H100-80GB", {"add_bias_linear": True}, "torch"),
+        ("V100-32GB", {"dtype": "fp16"}, "torch"),
+        ("CPU", {"dtype": "fp32"}, "loop"),
+    ],
+)
+def test_auto_counts_the_backend_that_the_layer_would_take(gpu, settings, counted):
+    """Those of layers.grouped_gemm.choose_backend; all but triton count the same on a GPU."""
+    of_auto, of_counted = (
+        memory_of(Job.of(reference(**settings, expert_backend=backend)), load_hardware(gpu), PRIORS) for backend in ("auto", counted)
+    )
+    assert of_auto == of_counted
+    other = memory_of(Job.of(reference(**settings, expert_backend="te" if counted == "triton" else "triton")), load_hardware(gpu), PRIORS)
+    assert other != of_auto
+
+
+def test_the_loss_kernel_keeps_logits_and_no_probabilities():
+    megatron, ours = (activations_of(Job.of(reference(cross_entropy=kind))) for kind in ("megatron", "triton"))
+    tokens, words = 8 * 2048, reference().padded_vocab_size
+    assert megatron.output - ours.output == tokens * (4 * words + 9 - (2 * words + 12))  # Megatron's in fp32, ours in bf16
+    assert megatron.output_work == ours.output_work == 2 * tokens * words
 
 
 def test_expected_imbalance():

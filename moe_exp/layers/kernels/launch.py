@@ -16,6 +16,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+# As Triton 3.9 compiles where nothing is said (a * b + c as one instruction), which it warns of, as 3.10 is to do otherwise: the numbers
+# of these kernels are not to change with it. It is one setting for the process, so it holds for kernels of torch.compile, too.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
 try:
     import triton
     import triton.language

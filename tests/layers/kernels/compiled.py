@@ -19,6 +19,7 @@ import os
 import re
 import subprocess
 import tempfile
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -91,7 +92,7 @@ def _compiler() -> ProcessPoolExecutor:
 
 def _prepare() -> None:
     os.environ["TRITON_INTERPRET"] = "0"  # before anything imports Triton
-    os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"
+    warnings.filterwarnings("error", message="TRITON_DEFAULT_FP_FUSION is unset")  # kernels/launch.py says it
     torch.set_num_threads(1)
 
 

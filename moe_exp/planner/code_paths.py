@@ -1,0 +1,54 @@
+"""Which code a planned run takes, where that changes what it costs. No torch."""
+
+from __future__ import annotations
+
+from moe_exp.config import Config
+from moe_exp.planner.hardware import Hardware
+
+
+def planned_backend(config: Config, *, on_cpu: bool, runs_kernels: bool = True) -> str:
+    """The backend of the experts that is counted: EXPERT_BACKEND, or what `layers.grouped_gemm.choose_backend` makes of `auto`.
+
+    Args:
+        config: the settings.
+        on_cpu: on processors.
+        runs_kernels: a GPU runs the Triton kernels, see `Hardware.runs_kernels`. That triton is installed there is taken for granted.
+
+    Returns:
+        Of EXPERT_BACKEND's values; `auto` for any of the others on GPUs, which depend on what is installed and count the same memory.
+    """
+    if config.expert_backend != "auto":
+        return config.expert_backend
+    if on_cpu:
+        return "loop"
+    return "auto" if _why_not_triton(config, runs_kernels) else "triton"
+
+
+def _why_not_triton(config: Config, runs_kernels: bool) -> str:
+    """Why `auto` takes other code on a GPU; empty: it does not."""
+    if config.dtype == "fp32":
+        return "DTYPE=fp32"
+    if config.add_bias_linear:
+        return "ADD_BIAS_LINEAR=true"
+    return "" if runs_kernels else "its kernels need a GPU of compute capability 8.0 or newer"
+
+
+def counted_as(config: Config, hardware: Hardware) -> dict[str, str]:
+    """What is to be known of how a plan counts: the part to words."""
+    words = {}
+    if config.use_moe:
+        words["experts"] = _words_on_experts(config, hardware)
+    if config.cross_entropy == "triton":
+        words["cross entropy"] = "triton: the memory of its kernel, the time of Megatron's"
+    if config.fp8 != "none":
+        words["FP8"] = f"FP8={config.fp8} is counted as bf16, in memory and in time"
+    return words
+
+
+def _words_on_experts(config: Config, hardware: Hardware) -> str:
+    backend = planned_backend(config, on_cpu=hardware.is_cpu, runs_kernels=hardware.runs_kernels)
+    if config.expert_backend != "auto":
+        return f"{backend}, asked for by EXPERT_BACKEND"
+    if backend != "auto":
+        return f"{backend}, which EXPERT_BACKEND=auto takes on this device"
+    return f"grouped GEMMs apart from each other, not triton: {_why_not_triton(config, hardware.runs_kernels)}"
