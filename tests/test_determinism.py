@@ -46,8 +46,9 @@ def test_training_has_the_same_bits_in_two_starts_and_those_without(tmp_path):
     plain = [model | {"save": str(tmp_path / name), "save_after": 1} for name, model in MODELS.items()]
     always = [model | {"deterministic": True} for model in MODELS.values()]
     # What a process has switched on stays on, so those without come first.
-    first, second = run_models(1, plain + always), run_models(1, always)
-    resumed = run_models(1, [job | {"load": str(tmp_path / name), "iterations": 1} for name, job in zip(MODELS, always, strict=True)])
+    first, second = run_models(1, plain + always, timeout=480), run_models(1, always, timeout=480)
+    later = [job | {"load": str(tmp_path / name), "iterations": 1} for name, job in zip(MODELS, always, strict=True)]
+    resumed = run_models(1, later, timeout=480)
     without, deterministic = first[: len(MODELS)], first[len(MODELS) :]
     for name, expected, found, again, rest in zip(MODELS, without, deterministic, second, resumed, strict=True):
         for other in (expected, again):
@@ -69,7 +70,7 @@ def switched(deterministic: bool) -> tuple[bool, bool, bool]:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_torch_and_megatron_are_told(deterministic):
-    assert run_on_ranks(1, switched, deterministic, join=False) == [(deterministic, False, deterministic)]
+    assert run_on_ranks(1, switched, deterministic, join=False, timeout=480) == [(deterministic, False, deterministic)]
     assert ("algorithms" in backends_of(tiny(deterministic=deterministic), "cpu")) == deterministic
 
 
