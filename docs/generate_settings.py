@@ -101,6 +101,7 @@ MEGATRON_FLAGS = {
     "warmup_iters": "--lr-warmup-iters",
     "decay_iters": "--lr-decay-iters",
     "wsd_decay_iters": "--lr-wsd-decay-iters",
+    "deterministic": "--deterministic-mode",
     "dtype": "--bf16, --fp16",
     "train_data": "--train-data-path",
     "valid_data": "--valid-data-path",

@@ -21,7 +21,7 @@ from moe_exp.runtime import choose_communication
 
 def backends_of(config: Config, device_type: str) -> dict[str, tuple[str, str]]:
     """Those of a run on `cpu` or `cuda`: part to (what runs, why)."""
-    return chosen_backends(
+    found = chosen_backends(
         device_type=device_type,
         dtype=DTYPES[config.dtype],
         expert_backend=config.expert_backend,
@@ -37,6 +37,9 @@ def backends_of(config: Config, device_type: str) -> dict[str, tuple[str, str]]:
             config.muon_momentum if config.optimizer == "muon" else config.sgd_momentum,
         ),
     )
+    if config.deterministic:
+        found["algorithms"] = ("deterministic", "DETERMINISTIC=true; an operation that has none ends the run")
+    return found
 
 
 def _router_problem(config: Config) -> str:

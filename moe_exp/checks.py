@@ -104,6 +104,10 @@ def _deepep(c: Config) -> Iterator[str]:
         )
     if c.dtype != "bf16":
         yield problem("dispatcher", "deepep", f"sends bf16 rows, but DTYPE={c.dtype}", "set DTYPE=bf16 or DISPATCHER=alltoall")
+    if c.deterministic:
+        # deepseek-ai/DeepEP issue 589: torch fills new tensors then, on another stream than the one on which DeepEP writes into them.
+        rule = "its package may return NaN with the algorithms of DETERMINISTIC=true"
+        yield problem("dispatcher", "deepep", rule, "set DISPATCHER=alltoall, or DETERMINISTIC=false")
     if c.hidden_size % 8:
         fix = f"set HIDDEN_SIZE to {_multiples(8, c.hidden_size)}, or DISPATCHER=alltoall"
         yield problem("hidden_size", c.hidden_size, "DISPATCHER=deepep sends rows of a multiple of 8", fix)

@@ -103,6 +103,11 @@ class Config(ModelSettings):
     adam_eps: float = Field(1e-8, gt=0, description="AdamW epsilon")
     clip_grad: Rate = Field(1.0, description="largest gradient norm; 0: no clipping")
     seed: NonNegative = Field(1234, description="seed of weights, data order and dropout")
+    deterministic: bool = Field(
+        False,
+        description="the same bits in every start on the same GPUs, software and layout: deterministic algorithms, which may be slower; "
+        "an operation that has none ends the run",
+    )
     dtype: Literal["fp32", "bf16", "fp16"] = Field("bf16", description="compute type; gradients are accumulated in fp32")
 
     # Data

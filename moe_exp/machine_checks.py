@@ -21,6 +21,7 @@ from moe_exp.config import PREFETCHED_MICROBATCHES, Config, problem
 from moe_exp.data.token_files import Share, TokenFiles, parse_split, part_tokens
 from moe_exp.data.tokenizer import tokenizer_vocab_size
 from moe_exp.data.tokens import bin_idx_problem, parse_blend
+from moe_exp.determinism import environment_problems
 from moe_exp.hosts import compute_capability, count_gpus, free_port
 from moe_exp.planner.disk import DiskUse, disk_use, keep_last_that_fits
 from moe_exp.planner.params import checkpoint_bytes
@@ -33,8 +34,16 @@ def check_environment(config: Config) -> list[str]:
 
 
 def check_machine(config: Config) -> list[str]:
-    """Devices, packages and port that another machine may have; a dry run only warns about these."""
-    return [*_devices(config), *_snapshot(config), *_traced_modules(config), *_packages(config), *_port(config), *_shared_memory(config)]
+    """Devices, variables, packages and port that another machine may have; a dry run only warns about these."""
+    return [
+        *_devices(config),
+        *(environment_problems(config, os.environ) if count_gpus() else ()),
+        *_snapshot(config),
+        *_traced_modules(config),
+        *_packages(config),
+        *_port(config),
+        *_shared_memory(config),
+    ]
 
 
 def check_files(config: Config, *, with_space: bool = True) -> list[str]:

@@ -63,6 +63,7 @@ def transformer_config(config: Config) -> TransformerConfig:
         embedding_init_method=_leave_as_is,
         fp16=config.dtype == "fp16",
         bf16=config.dtype == "bf16",
+        deterministic_mode=config.deterministic,
         params_dtype=dtype,
         fp8=None if config.fp8 == "none" else config.fp8,
         fp8_recipe=config.fp8_recipe,

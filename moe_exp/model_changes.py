@@ -1,9 +1,9 @@
 """Whether a checkpoint is of the model that a run trains: settings that a run cannot change where it goes on. No torch.
 
 Everything that is not named here may change: the layout (TP, PP, VPP, EP, ETP, CP, ranks, stages), the micro-batch size, `moe` and
-`dmoe` with their capacity or rounding, kernels, dispatcher, dtype, distributed optimizer, learning rate, losses, dropout. What the order of
-the samples depends on is compared by `moe_exp.training_data`. The optimizer may change where it keeps the same moments (Adam in
-whatever precision).
+`dmoe` with their capacity or rounding, kernels, deterministic ones or not, dispatcher, dtype, distributed optimizer, learning rate, losses,
+dropout. What the order of the samples depends on is compared by `moe_exp.training_data`. The optimizer may change where it keeps the same
+moments (Adam in whatever precision).
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch._C._distributed_c10d import HashStore
 
 from moe_exp.config import Config
+from moe_exp.determinism import deterministic_environment, environment_problems
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +55,10 @@ def choose_communication() -> tuple[str, str]:
 
 
 def start(config: Config) -> Runtime:
-    """Joins the job that torchrun started: process group, Megatron's parallel state, seeds, threads.
+    """Joins the job that torchrun started: process group, Megatron's parallel state, seeds, threads, DETERMINISTIC.
 
     Raises:
-        ValueError: when the number of ranks is not NNODES * GPUS_PER_NODE.
+        ValueError: when the number of ranks is not NNODES * GPUS_PER_NODE, or the environment forbids DETERMINISTIC.
     """
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
@@ -90,6 +91,8 @@ def joined(config: Config, rank: int, local_rank: int, device: torch.device) -> 
 
 def _device(config: Config, local_rank: int) -> torch.device:
     quiet_third_parties()
+    if config.deterministic:
+        _make_deterministic(config)
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank)
         if config.threads_per_rank:
@@ -97,6 +100,16 @@ def _device(config: Config, local_rank: int) -> torch.device:
         return torch.device("cuda", local_rank)
     torch.set_num_threads(config.threads_per_rank or 1)
     return torch.device("cpu")
+
+
+def _make_deterministic(config: Config) -> None:
+    """From now on torch takes deterministic algorithms, and raises where an operation has none. Before anything runs on a GPU."""
+    if torch.cuda.is_available():
+        for line in environment_problems(config, os.environ):
+            raise ValueError(line)
+        os.environ.update(deterministic_environment(config, os.environ))  # which no launcher has done under a bare torchrun
+    # Not warn_only, with which torch's attention keeps its other backward.
+    torch.use_deterministic_algorithms(True)
 
 
 def _start_parallel_state(config: Config) -> None:

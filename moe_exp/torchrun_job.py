@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from moe_exp.config import Config
+from moe_exp.determinism import deterministic_environment
 from moe_exp.hosts import EXIT_CODE_FILE, KEEP_FREED_MEMORY, STOP_SIGNALS, complain, count_gpus, end_with_parent, signals_blocked
 
 TRAIN_MODULE = "moe_exp.train"
@@ -38,8 +39,11 @@ def torchrun_command(config: Config, module_args: Sequence[str], module: str = T
 
 
 def child_environment(config: Config) -> dict[str, str]:
-    """Environment of torchrun and its ranks: ours, with threads per rank, the allocator on a CPU, and without useless log lines."""
+    """Environment of torchrun and its ranks: ours, with threads per rank, the allocator on a CPU, what DETERMINISTIC asks for, and
+    without useless log lines.
+    """
     environ = dict(os.environ)
+    environ |= deterministic_environment(config, environ)
     if threads := config.threads_per_rank or (0 if count_gpus() else 1):
         environ["OMP_NUM_THREADS"] = str(threads)
     environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun would set, with a warning

@@ -145,6 +145,10 @@ MODEL = [
         {"dispatcher": "deepep", "ep": 2, "gpus_per_node": 2, "dtype": "fp32"},
         r"DISPATCHER=deepep: sends bf16 rows, but DTYPE=fp32\. Fix: set DTYPE=bf16 or DISPATCHER=alltoall\.",
     ),
+    (
+        {"dispatcher": "deepep", "ep": 2, "gpus_per_node": 2, "dtype": "bf16", "deterministic": True},
+        r"DISPATCHER=deepep: .* NaN with the algorithms of DETERMINISTIC=true\. Fix: set DISPATCHER=alltoall, or DETERMINISTIC=false\.",
+    ),
     ({"moe_layer_freq": "0,1"}, r"MOE_LAYER_FREQ=0,1: has 2 layers, but NUM_LAYERS=4\. Fix: give a number, or a pattern of 4 .*"),
     ({"moe_layer_freq": "[0]*4"}, r"MOE_LAYER_FREQ=\[0\]\*4: leaves no MoE layer of NUM_LAYERS=4\. Fix: set a 1, or USE_MOE=false\."),
     ({"capacity_factor": 2.0}, r"CAPACITY_FACTOR=2\.0: MOE_TYPE=dmoe drops nothing, .*\. Fix: set MOE_TYPE=moe, or CAPACITY_FACTOR=0\."),

@@ -13,10 +13,11 @@ from moe_exp.config import Config
 
 logger = logging.getLogger(__name__)
 
-# How the run was spread over machines, which says nothing about the model.
+# How the run was spread over machines, which says nothing about the model, and what training alone is for: with deterministic
+# algorithms torch would refuse to draw tokens on a GPU.
 _LAYOUT: dict[str, Any] = {
     "nnodes": 1, "node_rank": 0, "gpus_per_node": 1, "master_addr": "localhost", "threads_per_rank": 0,
-    "tp": 1, "pp": 1, "vpp": None, "ep": 1, "etp": 1, "cp": 1, "dispatcher": "auto", "num_workers": 0,
+    "tp": 1, "pp": 1, "vpp": None, "ep": 1, "etp": 1, "cp": 1, "dispatcher": "auto", "num_workers": 0, "deterministic": False,
     "first_stage_layers": 0, "last_stage_layers": 0, "pipeline_layers": "",
 }  # fmt: skip
 
