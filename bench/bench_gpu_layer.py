@@ -116,15 +116,16 @@ class Suite:
         self.rows: list[Row] = []
         self.profiles: list[str] = []
         self.attempts = Attempts(self.device)
-        self.names = []
-        sorting = [OURS_SORTING] * any(PROVIDERS[name].sorts for name in arguments.peers)
-        for name in [OURS, *sorting, *arguments.peers]:
-            if reason := PROVIDERS[name].why_not(self.device, self.dtype):
-                self.attempts.leave_out(name, reason, may_fail=name not in OUR_KERNELS)
-            else:
-                self.names.append(name)
+        self.names = [name for name in (OURS, *arguments.peers) if self.can_run(name)]
+        if OURS in self.names and any(PROVIDERS[name].sorts for name in self.names):
+            self.names.insert(1, OURS_SORTING)
         self.ceiling = matmul_ceiling(self.device, self.dtype)
         self.deadline = time.monotonic() + arguments.budget
+
+    def can_run(self, name: str) -> bool:
+        if reason := PROVIDERS[name].why_not(self.device, self.dtype):
+            self.attempts.leave_out(name, reason, may_fail=name not in OUR_KERNELS)
+        return not reason
 
     def names_at(self, shape: Shape) -> list[str]:
         """Tokens that are to be sorted are so by every provider."""
@@ -142,7 +143,7 @@ class Suite:
                 weights = None
                 for routing in self.arguments.routing:
                     label = f"shape {shape_name}, {routing}"
-                    if time.monotonic() > self.deadline:
+                    if time.monotonic() >= self.deadline:
                         self.attempts.leave_out(label, f"not begun within {self.arguments.budget:.0f} s", may_fail=False)
                     else:
                         weights = weights or draw_weights((SHAPES | TINY)[shape_name], dtype=self.dtype, device=self.device)
