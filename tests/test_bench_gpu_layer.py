@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -53,6 +54,16 @@ def test_only_the_first_shape_is_bound_by_memory():
 def test_the_document_has_the_table_of_floors():
     document = (BENCH.parent / "docs/performance.md").read_text()
     assert gpu_floors.floors_table() in document
+
+
+def test_documented_commands():
+    documents = {path.name: path.read_text() for path in (BENCH.parent / "docs").glob("*.md")}
+    named = {name for text in documents.values() for name in re.findall(r"bench/(\w+\.py)", text)}
+    assert len(named) > 10
+    assert not {name for name in named if not (BENCH / name).is_file()}
+    # Said once, where they are explained, and in no command of its own.
+    assert "\n    export PYTHONPATH=$PWD\n" in documents["performance.md"].split("\n## ")[0]
+    assert not [name for name, text in documents.items() if "PYTHONPATH=. python bench" in text]
 
 
 def inputs(shape, routing="balanced", dtype=torch.float64):
