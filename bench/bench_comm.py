@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
 """Bandwidth and latency of the collectives of training between the ranks of a job: NCCL on GPUs, gloo without.
 
-    torchrun --nproc-per-node 8 bench/bench_comm.py                            # one node, 8 GPUs: under a minute
+    torchrun --nproc-per-node 8 bench/bench_comm.py                            # one node, 8 GPUs
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 --rdzv-backend c10d bench/bench_comm.py --json comm.json
     torchrun --nproc-per-node 2 bench/bench_comm.py --sizes 4K 1M              # on a CPU
+
+The first is meant to take about a minute, not measured.
 
 A size is that of the whole tensor: what an all-reduce takes on every rank, what an all-gather gives, what a reduce-scatter takes, what a
 rank sends in an all-to-all (the dispatcher of expert parallelism) with its own part. Bus bandwidth is what a rank sends to others per
@@ -26,9 +28,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import bench_arguments
 import torch
 import torch.distributed as dist
 from gpu_clock import elapsed_ms
+from gpu_machine import origin
 from torch import Tensor
 
 SIZES = ["4K", "64K", "1M", "16M", "64M", "256M"]
@@ -157,16 +161,22 @@ def bytes_of(text: str) -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
+    """What is asked for, of a job that can do it: else one line and exit code 2."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", type=bytes_of, default=[bytes_of(size) for size in SIZES], help=f"default {' '.join(SIZES)}")
-    parser.add_argument("--json", type=Path, help="rank 0 writes rows and profile entries there")
-    return parser.parse_args()
+    # Its folder has to be there on the host of rank 0 alone.
+    kind = bench_arguments.result_file if os.environ.get("RANK") == "0" else Path
+    parser.add_argument("--json", type=kind, help="rank 0 writes rows and profile entries there")
+    arguments = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("RANK is not set. Fix: start it with torchrun, see --help.")
+    if os.environ["WORLD_SIZE"] == "1":
+        parser.error("WORLD_SIZE=1: one rank sends nothing to anybody. Fix: torchrun --nproc-per-node 2 or more.")
+    return arguments
 
 
 def main() -> None:
     arguments = parse_arguments()
-    if "RANK" not in os.environ:
-        raise SystemExit("RANK is not set. Fix: start it with torchrun, see --help.")
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -182,11 +192,11 @@ def main() -> None:
     if dist.get_rank() == 0:
         print(f"{source}; median of {ROUNDS} rounds, slowest rank\n\n| collective | MiB | ms | bus, GB/s |\n|---|---|---|---|", flush=True)
     rows = measure(sorted(arguments.sizes), device)
-    if dist.get_rank() == 0 and num_ranks > 1:
+    if dist.get_rank() == 0:
         entries = profile_entries(rows, num_hosts, source)
         print("", json.dumps(entries, indent=1), sep="\n")
         if arguments.json:
-            arguments.json.write_text(json.dumps({"source": source, "rows": rows, "profile": entries}, indent=1))
+            arguments.json.write_text(json.dumps(origin(device) | {"source": source, "rows": rows, "profile": entries}, indent=1))
     dist.destroy_process_group()
 
 

@@ -1,9 +1,11 @@
 """A training step of the reference models (dense, moe, dmoe) on one GPU: moe_exp, the same model of Megatron's own parts, transformers.
 
-    python bench/bench_gpu_step.py --json step.json            # all three models and contenders, about 5 min on one GPU
+    export PYTHONPATH=$PWD                                     # in the repository; not where the package is installed
+    python bench/bench_gpu_step.py --json step.json            # all three models and contenders
     python bench/bench_gpu_step.py --model dmoe --contenders ours --profile
     python bench/bench_gpu_step.py                             # on a CPU: tiny models; 1 min
 
+The first is meant to take about 5 minutes on one GPU, not measured; the first run also compiles the kernels of ours, in its warm-up steps.
 A step is forward, backward, clipping and optimizer on one micro-batch. `ours` and `megatron` are `moe_exp.train.train_step` with Megatron's
 GPTModel, DDP and distributed optimizer (fp32 main weights and gradients) from the same initial weights on the same tokens; `megatron` has
 the layer spec of megatron-core: Transformer Engine's with grouped experts where it is installed, else the local one with experts one by
@@ -11,38 +13,41 @@ one. Their first losses are compared. `transformers` is Llama or Qwen3-MoE (whic
 weights of its own and torch's fused AdamW on weights of the model's dtype, so it moves less memory in the optimizer.
 
 TFLOP/s are those of the model (`moe_exp.planner.flops`), the same for all. What does not fit the GPU loses layers, said in the table.
-The contenders run one after the other; every time is the median of steps.
+The contenders run one after the other; every time is the median of steps. Who fails is left out by name, with the reason, and the exit
+code is 1 where that is ours. Results are saved after every row.
 """
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
+import moe_exp.megatron_cpu as megatron_cpu  # before megatron: prepares it for a host without CUDA
 
 # isort: split
 import argparse
 import contextlib
-import gc
-import importlib.util
 import itertools
 import json
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator
-from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import bench_arguments
 import numpy as np
 import torch
-from bench_gpu_layer import machine
 from bench_layer import start_megatron
 from bench_step import Ours
+from gpu_attempts import Attempts, DeviceLost, free
 from gpu_clock import elapsed_ms
+from gpu_machine import origin
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.moe import moe_utils
 
 from moe_exp import model as our_model
 from moe_exp import training_data
 from moe_exp.config import Config, load_config
 from moe_exp.data.tokens import BinIdxWriter
+from moe_exp.layers.grouped_gemm import choose_backend
 from moe_exp.planner.flops import flops_per_iteration
 from moe_exp.planner.params import count_parameters
 from moe_exp.runtime import Runtime, start_alone, stop
@@ -62,10 +67,13 @@ PARAMETER_BYTES, ACTIVATION_BYTES_PER_SAMPLE = 18, 3e9
 LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 2e-3, "fp16": 1e-3}
 
 
+def sizes() -> dict[str, str]:
+    return {"preset": "reference", "mbsz": "8", "gbsz": "8"} if torch.cuda.is_available() else TINY
+
+
 def config_of(name: str, arguments: argparse.Namespace, data: str) -> Config:
     """The model on one rank, with as many of its layers as fit the GPU."""
-    sizes = {"preset": "reference", "mbsz": "8", "gbsz": "8"} if torch.cuda.is_available() else TINY
-    settings = sizes | MODELS[name] | {"gpus_per_node": "1", "train_data": data, "num_workers": "0", "warmup_iters": "0"}
+    settings = sizes() | MODELS[name] | {"gpus_per_node": "1", "train_data": data, "num_workers": "0", "warmup_iters": "0"}
     settings |= {"expert_backend": arguments.expert_backend}
     config = load_config(settings, environ={})
     while torch.cuda.is_available() and config.num_layers > 1 and _needed_bytes(config) > torch.cuda.mem_get_info()[1]:
@@ -108,7 +116,8 @@ def _training_step(contender: Ours) -> Step:
 
 def megatron(config: Config, rank: Runtime) -> tuple[Step, str]:
     """The model with megatron-core's decoder spec and our initial weights."""
-    has_te = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+    has_te = torch.cuda.is_available() and moe_utils.HAVE_TE
+    megatron_cpu.mend_router(moe_utils)
     if rank.device.type == "cpu":
         start_megatron()  # mends its dispatcher, which without CUDA gives the all-to-all tensors in the place of numbers
 
@@ -193,16 +202,11 @@ def measure(config: Config, contender: str, rank: Runtime, arguments: argparse.N
     milliseconds = statistics.median(times)
     if arguments.profile:
         print(f"\n{contender}\n{operators(step, on_gpu)}", flush=True)
-    row = {
+    return {
         "contender": contender, "note": note, "num_layers": config.num_layers, "first_loss": losses[0], "ms": milliseconds,
         "range_ms": [min(times), max(times)], "tflops": flops_per_iteration(config, config.gbsz) / milliseconds / 1e9,
         "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
     }  # fmt: skip
-    del step
-    gc.collect()
-    if on_gpu:
-        torch.cuda.empty_cache()
-    return row
 
 
 def operators(step: Step, on_gpu: bool, *, num_rows: int = 25) -> str:
@@ -214,20 +218,39 @@ def operators(step: Step, on_gpu: bool, *, num_rows: int = 25) -> str:
     return str(profiler.key_averages().table(sort_by=sort_by, row_limit=num_rows))
 
 
-def compare(name: str, arguments: argparse.Namespace, rank: Runtime, config: Config) -> tuple[list[dict[str, Any]], bool]:
-    """Rows of one model, printed as they come, and whether the losses agree that should."""
-    rows: list[dict[str, Any]] = []
-    for contender in arguments.contenders:
-        if contender == "transformers" and importlib.util.find_spec("transformers") is None:
-            print("Left out: transformers: not installed", flush=True)
-            continue
-        row = measure(config, contender, rank, arguments) | {"model": name}
+class Results:
+    """Rows as they come, and what is missing."""
+
+    def __init__(self, arguments: argparse.Namespace, rank: Runtime):
+        self.arguments, self.rank = arguments, rank
+        self.origin = origin(rank.device)
+        self.rows: list[dict[str, Any]] = []
+        self.attempts = Attempts(rank.device)
+
+    def compare(self, name: str, config: Config) -> bool:
+        """Adds the rows of one model; whether the losses agree that should."""
+        rows = []
+        for contender in self.arguments.contenders:
+            work = partial(measure, config, contender, self.rank, self.arguments)
+            row = self.attempts.run(f"{contender}, {name}", work, may_fail=contender != "ours")
+            if row is not None:
+                rows.append(row | {"model": name})
+                self.add(rows[-1])
+            free(self.rank.device)
+        first = [row["first_loss"] for row in rows if row["contender"] != "transformers"]
+        return max(first, default=0.0) - min(first, default=0.0) <= LOSS_TOLERANCE[config.dtype] * max(first, default=0.0)
+
+    def add(self, row: dict[str, Any]) -> None:
         peak = "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.1f}"
-        cells = [name, str(row["num_layers"]), contender, row["note"], f"{row['ms']:.1f}", f"{row['tflops']:.3g}", peak]
+        cells = [row["model"], str(row["num_layers"]), row["contender"], row["note"], f"{row['ms']:.1f}", f"{row['tflops']:.3g}", peak]
         print(f"| {' | '.join(cells)} | {row['first_loss']:.4f} |", flush=True)
-        rows.append(row)
-    first = [row["first_loss"] for row in rows if row["contender"] != "transformers"]
-    return rows, max(first, default=0.0) - min(first, default=0.0) <= LOSS_TOLERANCE[config.dtype] * max(first, default=0.0)
+        self.rows.append(row)
+        self.save()
+
+    def save(self) -> None:
+        if self.arguments.json:
+            result = self.origin | {"rows": self.rows, "left_out": self.attempts.left_out}
+            self.arguments.json.write_text(json.dumps(result, indent=1))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -235,33 +258,38 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS), help="default: all")
     parser.add_argument("--contenders", nargs="+", choices=BUILD, default=list(BUILD), help="default: all")
     parser.add_argument("--expert-backend", default="auto", help="EXPERT_BACKEND of ours (default auto)")
-    parser.add_argument("--steps", type=int, default=10, help="steps that are timed (default 10)")
-    parser.add_argument("--json", type=Path, help="write the rows there")
+    parser.add_argument("--steps", type=bench_arguments.at_least(1), default=10, help="steps that are timed (default 10)")
+    parser.add_argument("--json", type=bench_arguments.result_file, help="write the rows there, after every row")
     parser.add_argument("--profile", action="store_true", help="also the operators of a step, by torch's profiler")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    try:
+        config = load_config(sizes() | {"expert_backend": arguments.expert_backend}, environ={})
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        choose_backend(config.expert_backend, device_type=device, dtype=our_model.DTYPES[config.dtype])
+    except ValueError as error:
+        parser.error(" ".join(str(error).splitlines()))
+    return arguments
 
 
 def main() -> None:
     arguments = parse_arguments()
-    results, wrong = [], []
+    wrong = []
     with tempfile.TemporaryDirectory() as folder:
-        sizes = load_config({"preset": "reference"} if torch.cuda.is_available() else TINY, environ={})
-        data = write_tokens(Path(folder), sizes.vocab_size, 1 + 8 * sizes.seq_len * (WARMUP + arguments.steps + 2))
+        base = load_config(sizes(), environ={})
+        data = write_tokens(Path(folder), base.vocab_size, 1 + 8 * base.seq_len * (WARMUP + arguments.steps + 2))
         configs = {name: config_of(name, arguments, data) for name in arguments.model}
-        rank = start_alone(next(iter(configs.values())))
-        facts = machine(rank.device)
+        results = Results(arguments, start_alone(next(iter(configs.values()))))
+        facts = results.origin["machine"]
         print(f"{facts['card']}, {', '.join(f'{name} {found}' for name, found in facts['versions'].items())}\n")
         print("| model | layers | contender | parts | step, ms | TFLOP/s | peak, GiB | first loss |\n|---|---|---|---|---|---|---|---|")
-        for name, config in configs.items():
-            rows, agree = compare(name, arguments, rank, config)
-            results += rows
-            wrong += [] if agree else [name]
-        stop()
-    if arguments.json:
-        date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        arguments.json.write_text(json.dumps({"date": date, "machine": facts, "rows": results}, indent=1))
-    if wrong:
-        raise SystemExit(f"first losses of ours and megatron differ: {', '.join(wrong)}")
+        try:
+            wrong = [name for name, config in configs.items() if not results.compare(name, config)]
+            stop()
+        except DeviceLost as error:  # to stop would need the device
+            results.attempts.end(error)
+    results.save()
+    print(*results.attempts.report(), sep="\n")
+    results.attempts.exit(*(f"first losses of ours and megatron differ: {name}" for name in wrong))
 
 
 if __name__ == "__main__":

@@ -6,9 +6,10 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
+from gpu_attempts import LeftOut
 from torch import Tensor
 
 
@@ -87,16 +88,20 @@ def saved_bytes(forward: Callable[[], Tensor], parameters: Iterable[Tensor], tok
     return sum(kept.values())
 
 
-class TooSlow(Exception):
+class TooSlow(LeftOut):
     """Something took longer than it may."""
 
 
 @contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Raises TooSlow inside when the time is over, at the next return to Python: tuning and compiling do that often."""
+    """Raises TooSlow inside when the time is over, as soon as this thread is back in Python: tuning and compiling often are.
+
+    What never comes back from C++ is not stopped. The backward of a CUDA tensor would be such: autograd computes it in a thread of its
+    own, for which this one waits in C++. Callers have it computed in this thread (`backward_in_this_thread`).
+    """
 
     def stop(number: int, frame: object) -> None:
-        raise TooSlow(f"took over {seconds:.0f} s")
+        raise TooSlow(f"took over {max(seconds, 0):.0f} s")
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
@@ -105,3 +110,8 @@ def at_most(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def backward_in_this_thread() -> AbstractContextManager[None]:
+    """Inside, autograd has no threads: `at_most` can stop a backward. The kernels and their order are the same."""
+    return torch.autograd.set_multithreading_enabled(False)

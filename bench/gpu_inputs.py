@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,9 @@ from moe_exp.layers.assignment import zipf_experts
 ROUTINGS = ("balanced", "zipf")
 # Relative norms. The reference is exact, so what is allowed is the rounding of operands and of results to the dtype.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+# Other people's gradient of the router weights may be so many times as far off: liger-kernel 0.8.5 adds it up by atomics in the dtype of
+# the tokens, one addition per 128 columns of F. Simulated for F = 14336: 1.3e-2 in bf16, 1.6e-3 in fp16.
+PEER_ROUTER_FACTOR = 3
 RESULTS = ("output", "x", "weight1", "weight2", "router weights")
 
 
@@ -57,6 +61,34 @@ class Inputs:
     @property
     def num_bytes(self) -> int:
         return sum(x.numel() * x.itemsize for x in (self.x_TD, self.dy_TD, self.routing.expert_TK, self.routing.weights_TK))
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """Weights as a provider has them: parameters in the memory of `Weights`, and how their gradients become those of the two weights."""
+
+    parameters: Sequence[nn.Parameter]
+    join: Callable[[Sequence[Tensor]], list[Tensor]] = list
+
+
+def whole(weights: Weights) -> Leaves:
+    """The two weights."""
+    return Leaves([weights.weight1_LWD, weights.weight2_LDF])
+
+
+def gate_and_up(weights: Weights) -> Leaves:
+    """Gate [E, F, D], up [E, F, D] and down projection: as parts of one parameter autograd would put two gradients together."""
+    halves = weights.weight1_LWD.detach().chunk(2, dim=1)
+    return Leaves([*map(nn.Parameter, halves), weights.weight2_LDF], lambda grads: [torch.cat(grads[:2], dim=1), grads[2]])
+
+
+def one_per_expert(weights: Weights) -> Leaves:
+    """[2F, D] of every expert, then [D, F] of every expert: as parts of one parameter autograd would put E gradients together."""
+    parts = [w for weight in (weights.weight1_LWD, weights.weight2_LDF) for w in weight.detach().unbind(0)]
+    num_experts = len(parts) // 2
+    return Leaves(
+        [*map(nn.Parameter, parts)], lambda grads: [torch.stack(list(grads[:num_experts])), torch.stack(list(grads[num_experts:]))]
+    )
 
 
 def draw_weights(shape: Shape, *, dtype: torch.dtype, device: torch.device, seed: int = 1) -> Weights:
@@ -123,6 +155,11 @@ def reference(inputs: Inputs, weights: Weights) -> list[Tensor]:
         dweight1_LWD[expert] = dhidden_RW.t() @ x_RD
         dx_TD.index_add_(0, token_R, dhidden_RW @ weight1_WD)
     return [x.float() for x in (y_TD, dx_TD, dweight1_LWD, dweight2_LDF, dweights_TK)]
+
+
+def bounds(dtype: torch.dtype, *, of_peer: bool) -> dict[str, float]:
+    """The largest error of every result."""
+    return dict.fromkeys(RESULTS, TOLERANCE[dtype]) | {"router weights": TOLERANCE[dtype] * (PEER_ROUTER_FACTOR if of_peer else 1)}
 
 
 def errors(results: list[Tensor], expected: list[Tensor]) -> dict[str, float]:

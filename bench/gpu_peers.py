@@ -1,20 +1,21 @@
 """Whose MoE layers `bench_gpu_layer.py` compares, ours among them: from weights to a function of tokens and routing.
 
 What is called was read in the sources of the packages: transformers 5.23, liger-kernel 0.8.5, sonic-moe 0.1.2.post1, scattermoe's main
-branch; grouped_gemm and Transformer Engine are called as EXPERT_BACKEND calls them (`moe_exp.layers.gemm_packages`).
+branch, Transformer Engine 2.x; grouped_gemm is called as EXPERT_BACKEND calls it (`moe_exp.layers.gemm_packages`). Each has the
+parameters that it would have in its own model: those of Transformer Engine are one per expert, of three products gate and up apart.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from gpu_floors import Shape
-from gpu_inputs import Routing, Weights
+from gpu_inputs import Leaves, Routing, Weights, gate_and_up, one_per_expert, whole
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
@@ -33,13 +34,17 @@ class Provider:
     """One way to compute the layer.
 
     Args:
-        build: makes the function for a shape from the weights, which it must use as they are.
+        build: makes the function for a shape from `leaves`, which it must use as they are.
         why_not: why it cannot run on a device in a dtype; empty where it can.
+        leaves: the weights as its parameters.
+        sorts: brings rows in order by expert even where they arrive so, as it has no other way in.
         note: for the report, after `build`.
     """
 
-    build: Callable[[Shape, Weights], Layer]
+    build: Callable[[Shape, Sequence[nn.Parameter]], Layer]
     why_not: Callable[[torch.device, torch.dtype], str]
+    leaves: Callable[[Weights], Leaves] = whole
+    sorts: bool = False
     note: Callable[[], str] = str
 
 
@@ -61,14 +66,14 @@ class _GivenRouting(MoELayer):
         return None
 
 
-def _ours(backend: str) -> Provider:
-    def build(shape: Shape, weights: Weights) -> Layer:
+def _ours(backend: str, *, sorts: bool = False) -> Provider:
+    def build(shape: Shape, parameters: Sequence[nn.Parameter]) -> Layer:
         with torch.device("meta"):
             experts = Experts(
                 num_local_experts=shape.experts, hidden_size=shape.hidden, ffn_size=shape.ffn, activation="swiglu", backend=backend
             )
-        experts.weight1, experts.weight2 = weights.weight1_LWD, weights.weight2_LDF
-        if shape.arrives:
+        experts.weight1, experts.weight2 = parameters
+        if shape.arrives and not sorts:
             return lambda x_RD, routing: experts(_arrived(x_RD, routing))
         router = Router(RouterConfig(shape.hidden, shape.experts, shape.topk))
         layer = _GivenRouting(router=router, dispatcher=LocalDispatcher(shape.experts), experts=experts, settings=MoESettings())
@@ -86,7 +91,7 @@ def _ours(backend: str) -> Provider:
             return str(error)
         return ""
 
-    return Provider(build, why_not)
+    return Provider(build, why_not, sorts=sorts)
 
 
 def _arrived(x_RD: Tensor, routing: Routing) -> Dispatched:
@@ -97,22 +102,44 @@ def _arrived(x_RD: Tensor, routing: Routing) -> Dispatched:
 # Plain torch around a grouped GEMM: permute, two or three products, unpermute
 
 
-def _permuted(gemm: GroupedGemm, why_not: Callable[[torch.device, torch.dtype], str], *, num_products: int = 2) -> Provider:
-    def build(shape: Shape, weights: Weights) -> Layer:
-        weight1_LDW, weight2_LFD = weights.weight1_LWD.transpose(1, 2), weights.weight2_LDF.transpose(1, 2)
+def _permuted(gemm: GroupedGemm, backend: str, *, leaves: Callable[[Weights], Leaves] = whole, wants_splits: bool = True) -> Provider:
+    def build(shape: Shape, parameters: Sequence[nn.Parameter]) -> Layer:
+        *weights1_LDW, weight2_LFD = (weight.transpose(1, 2) for weight in parameters)
 
         def forward(x_TD: Tensor, routing: Routing) -> Tensor:
             rows_RD, row_N, counts_E = _permute(x_TD, routing, shape)
-            if num_products == 2:
-                gate_RF, up_RF = gemm(rows_RD, weight1_LDW, counts_E, routing.splits).chunk(2, dim=1)
-            else:
-                gate_RF, up_RF = (gemm(rows_RD, half, counts_E, routing.splits) for half in weight1_LDW.chunk(2, dim=2))
-            y_RD = gemm(silu(gate_RF) * up_RF, weight2_LFD, counts_E, routing.splits)
-            return _unpermute(y_RD, row_N, routing.weights_TK)
+            splits = _splits(routing, counts_E) if wants_splits else routing.splits
+            hidden = [gemm(rows_RD, weight1_LDW, counts_E, splits) for weight1_LDW in weights1_LDW]
+            gate_RF, up_RF = hidden if len(hidden) == 2 else hidden[0].chunk(2, dim=1)
+            return _unpermute(gemm(silu(gate_RF) * up_RF, weight2_LFD, counts_E, splits), row_N, routing.weights_TK)
 
         return forward
 
-    return Provider(build, why_not)
+    return Provider(build, _ours(backend).why_not, leaves)
+
+
+def _splits(routing: Routing, counts_E: Tensor) -> Sequence[int]:
+    """Rows per expert on the host. To be asked for once per forward, not per product: the host waits for the device."""
+    return counts_E.tolist() if routing.splits is None else routing.splits
+
+
+def _te(shape: Shape, parameters: Sequence[nn.Parameter]) -> Layer:
+    """Transformer Engine's GroupedLinear with our weights as its parameters."""
+    from transformer_engine.pytorch import GroupedLinear
+
+    options = {"bias": False, "params_dtype": parameters[0].dtype, "device": "meta"}
+    up = GroupedLinear(shape.experts, shape.hidden, 2 * shape.ffn, **options)
+    down = GroupedLinear(shape.experts, shape.ffn, shape.hidden, **options)
+    for index, parameter in enumerate(parameters):
+        setattr(up if index < shape.experts else down, f"weight{index % shape.experts}", parameter)
+
+    def forward(x_TD: Tensor, routing: Routing) -> Tensor:
+        rows_RD, row_N, counts_E = _permute(x_TD, routing, shape)
+        splits = list(_splits(routing, counts_E))
+        gate_RF, up_RF = up(rows_RD, splits).chunk(2, dim=1)
+        return _unpermute(down(silu(gate_RF) * up_RF, splits), row_N, routing.weights_TK)
+
+    return forward
 
 
 def _permute(x_TD: Tensor, routing: Routing, shape: Shape) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -133,7 +160,7 @@ def _unpermute(y_RD: Tensor, row_N: Tensor | None, weights_TK: Tensor) -> Tensor
 # Other people's layers
 
 
-def _transformers(shape: Shape, weights: Weights) -> Layer:
+def _transformers(shape: Shape, parameters: Sequence[nn.Parameter]) -> Layer:
     """Qwen3's experts (OLMoE's and Mixtral's are the same code) with transformers' `grouped_mm` implementation."""
     from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -144,14 +171,14 @@ def _transformers(shape: Shape, weights: Weights) -> Layer:
     config._experts_implementation = "grouped_mm"
     with torch.device("meta"):
         experts = Qwen3MoeExperts(config)
-    experts.gate_up_proj, experts.down_proj = weights.weight1_LWD, weights.weight2_LDF
+    experts.gate_up_proj, experts.down_proj = parameters
     return lambda x_TD, routing: experts(x_TD, routing.expert_TK, routing.weights_TK.to(x_TD.dtype))
 
 
 _liger_configs: list[tuple[int, int]] = []
 
 
-def _liger(shape: Shape, weights: Weights) -> Layer:
+def _liger(shape: Shape, parameters: Sequence[nn.Parameter]) -> Layer:
     """liger-kernel's fused MoE. It compiles for every shape anew, so its autotune list is cut: two configs per matrix product."""
     from liger_kernel.ops import fused_moe_kernels
     from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
@@ -163,7 +190,7 @@ def _liger(shape: Shape, weights: Weights) -> Layer:
                 _liger_configs.append((len(kernel.configs), len(configs)))
 
     def forward(x_TD: Tensor, routing: Routing) -> Tensor:
-        arguments = (x_TD, weights.weight1_LWD, weights.weight2_LDF, routing.expert_TK.int(), routing.weights_TK)
+        arguments = (x_TD, *parameters, routing.expert_TK.int(), routing.weights_TK)
         return LigerFusedMoEFunction.apply(*arguments)
 
     return forward
@@ -183,7 +210,7 @@ def _liger_note() -> str:
     return f"autotune list cut to {kept} of {all_configs} configs"
 
 
-def _sonic(shape: Shape, weights: Weights) -> Layer:
+def _sonic(shape: Shape, parameters: Sequence[nn.Parameter]) -> Layer:
     """sonic-moe with routing from outside, on weights in torch's order: gate half first."""
     from sonicmoe import moe_general_routing_inputs
     from sonicmoe.enums import ActivationType
@@ -193,7 +220,7 @@ def _sonic(shape: Shape, weights: Weights) -> Layer:
 
     def forward(x_TD: Tensor, routing: Routing) -> Tensor:
         token_N = torch.arange(shape.tokens, device=x_TD.device, dtype=torch.int32).repeat_interleave(shape.topk)
-        weights1, weights2 = weights.weight1_LWD.permute(1, 2, 0), weights.weight2_LDF.permute(1, 2, 0)
+        weights1, weights2 = (weight.permute(1, 2, 0) for weight in parameters)
         y_TD, _ = moe_general_routing_inputs(
             x_TD, routing.weights_TK.flatten(), token_N, routing.expert_TK.flatten().int(), weights1, None, weights2, None,
             E=shape.experts, stream_id=torch.cuda.current_stream().cuda_stream, activation_type=ActivationType.SWIGLU, concat_layout=True,
@@ -203,11 +230,11 @@ def _sonic(shape: Shape, weights: Weights) -> Layer:
     return forward
 
 
-def _scatter(shape: Shape, weights: Weights) -> Layer:
+def _scatter(shape: Shape, parameters: Sequence[nn.Parameter]) -> Layer:
     """ScatterMoE's MLP with gate and up halves in our order."""
     from scattermoe.parallel_experts import flatten_sort_count, parallel_linear
 
-    weight1_LDW, weight2_LFD = weights.weight1_LWD.transpose(1, 2), weights.weight2_LDF.transpose(1, 2)
+    weight1_LDW, weight2_LFD = (weight.transpose(1, 2) for weight in parameters)
 
     def forward(x_TD: Tensor, routing: Routing) -> Tensor:
         order = flatten_sort_count(routing.expert_TK, num_experts=shape.experts)
@@ -237,25 +264,20 @@ def _needs(*modules: str, oldest: tuple[int, int] | None = None) -> Callable[[to
     return why_not
 
 
-def _as_backend(name: str) -> Callable[[torch.device, torch.dtype], str]:
-    return _ours(name).why_not
-
-
-OURS = "ours"
+OURS, OURS_SORTING = "ours", "ours, sorting"
+OUR_KERNELS = (OURS, OURS_SORTING)  # the second where rows arrive: what peers are compared with that sort such rows again
 PROVIDERS: dict[str, Provider] = {
     OURS: _ours("triton"),
+    OURS_SORTING: _ours("triton", sorts=True),
     "ours, torch": _ours("torch"),
-    "loop": _ours("loop"),
-    "grouped_mm, 2 products": _permuted(BACKENDS["torch"], _as_backend("torch")),
-    "grouped_mm, 3 products": _permuted(BACKENDS["torch"], _as_backend("torch"), num_products=3),
-    "transformers": Provider(_transformers, _needs("transformers")),
-    "liger": Provider(_liger, _needs("liger_kernel", "triton", oldest=(8, 0)), _liger_note),
-    "sonic-moe": Provider(_sonic, _needs("sonicmoe", "quack", "cutlass", oldest=(9, 0))),
-    "scattermoe": Provider(_scatter, _needs("scattermoe", "triton", oldest=(8, 0))),
-    "grouped_gemm": _permuted(BACKENDS["grouped_gemm"], _as_backend("grouped_gemm")),
-    "te": _permuted(BACKENDS["te"], _as_backend("te")),
+    "loop": _permuted(BACKENDS["loop"], "loop"),
+    "grouped_mm, 2 products": _permuted(BACKENDS["torch"], "torch", wants_splits=False),
+    "grouped_mm, 3 products": _permuted(BACKENDS["torch"], "torch", wants_splits=False, leaves=gate_and_up),
+    "transformers": Provider(_transformers, _needs("transformers"), sorts=True),
+    "liger": Provider(_liger, _needs("liger_kernel", "triton", oldest=(8, 0)), sorts=True, note=_liger_note),
+    "sonic-moe": Provider(_sonic, _needs("sonicmoe", "quack", "cutlass", oldest=(9, 0)), sorts=True),
+    "scattermoe": Provider(_scatter, _needs("scattermoe", "triton", oldest=(8, 0)), sorts=True),
+    "grouped_gemm": _permuted(BACKENDS["grouped_gemm"], "grouped_gemm"),
+    "te": Provider(_te, _ours("te").why_not, one_per_expert),
 }
-
-
-def parameters(weights: Weights) -> list[nn.Parameter]:
-    return [weights.weight1_LWD, weights.weight2_LDF]
+PEERS = [name for name in PROVIDERS if name not in OUR_KERNELS]

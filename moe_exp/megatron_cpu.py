@@ -212,11 +212,22 @@ def _mend_collectives(module: Any) -> None:
     module.dist_reduce_scatter_func = gloo.reduce_scatter
 
 
-def _mend_moe(module: Any) -> None:
-    # Megatron's own router and dispatcher, which ours are compared with. Without Transformer Engine the router fails with
-    # NameError; and the sizes of an all-to-all have to be numbers, which Megatron makes of tensors on a GPU only.
+def mend_router(module: Any) -> None:
+    """Megatron's own router without Transformer Engine, which fails with NameError in megatron-core 0.16, on a GPU as on a CPU.
+
+    Training takes our router, so on a GPU only what is compared with Megatron's layer needs this.
+
+    Args:
+        module: megatron.core.transformer.moe.moe_utils.
+    """
     if not module.HAVE_TE:
         module.te_general_gemm = None
+
+
+def _mend_moe(module: Any) -> None:
+    # Megatron's own router and dispatcher, which ours are compared with. The sizes of an all-to-all have to be numbers, which Megatron
+    # makes of tensors on a GPU only.
+    mend_router(module)
     move = module.maybe_move_tensor_to_cpu
 
     def as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -66,6 +66,37 @@ def test_bus_bandwidth_goes_into_a_profile():
         }
 
 
+@pytest.mark.parametrize(
+    ("environ", "arguments", "text"),
+    [
+        ({}, [], "RANK is not set. Fix: start it with torchrun"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "1"},
+            [],
+            "WORLD_SIZE=1: one rank sends nothing to anybody. Fix: torchrun --nproc-per-node 2 or more.",
+        ),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, ["--json", "/nonexistent/x.json"], "there is no folder /nonexistent."),
+    ],
+)
+def test_what_cannot_be_is_said_before_any_work(monkeypatch, capsys, environ, arguments, text):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["bench_comm.py", *arguments])
+    with pytest.raises(SystemExit) as end:
+        bench_comm.main()
+    assert end.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+def test_other_hosts_need_no_folder_for_the_results(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(sys, "argv", ["bench_comm.py", "--json", "/nonexistent/x.json"])
+    assert bench_comm.parse_arguments().json == Path("/nonexistent/x.json")
+
+
 def test_two_ranks(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
     command += [str(BENCH / "bench_comm.py"), "--sizes", "4K", "64K", "--json", str(tmp_path / "comm.json")]
@@ -76,6 +107,8 @@ def test_two_ranks(tmp_path):
     assert [(row["collective"], row["bytes"]) for row in result["rows"]] == [
         (name, size) for name in bench_comm.COLLECTIVES for size in (4096, 65536)
     ]
+    assert result["date"].startswith("20")
+    assert result["machine"]["versions"]["torch"] == torch.__version__
     sent = {row["collective"]: row["sent_bytes"] for row in result["rows"] if row["bytes"] == 4096}
     assert sent == {"all-reduce": 4096, "all-gather": 2048, "reduce-scatter": 2048, "all-to-all": 2048}
     # The planner takes the entries in the place of its own.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
+import types
 from functools import partial
 from pathlib import Path
 
@@ -53,6 +56,16 @@ def test_the_document_has_the_table_of_floors():
     assert gpu_floors.floors_table() in document
 
 
+def test_documented_commands():
+    documents = {path.name: path.read_text() for path in (BENCH.parent / "docs").glob("*.md")}
+    named = {name for text in documents.values() for name in re.findall(r"bench/(\w+\.py)", text)}
+    assert len(named) > 10
+    assert not {name for name in named if not (BENCH / name).is_file()}
+    # Said once, where they are explained, and in no command of its own.
+    assert "\n    export PYTHONPATH=$PWD\n" in documents["performance.md"].split("\n## ")[0]
+    assert not [name for name, text in documents.items() if "PYTHONPATH=. python bench" in text]
+
+
 def inputs(shape, routing="balanced", dtype=torch.float64):
     return gpu_inputs.draw_weights(shape, dtype=dtype, device=CPU), gpu_inputs.draw_inputs(shape, routing, dtype=dtype, device=CPU, seed=3)
 
@@ -93,18 +106,94 @@ def test_reference_against_autograd():
         assert relative_error(one, other) < 1e-6
 
 
+def check(provider, shape, weights, given):
+    """Output and gradients against the reference; the gradients of the parameters as autograd gave them."""
+    leaves = provider.leaves(weights)
+    y_TD = provider.build(shape, leaves.parameters)(given.x_TD, given.routing)
+    dx_TD, dweights_TK, *grads = torch.autograd.grad(y_TD, [given.x_TD, given.routing.weights_TK, *leaves.parameters], given.dy_TD)
+    found = gpu_inputs.errors([y_TD, dx_TD, *leaves.join(grads), dweights_TK], gpu_inputs.reference(given, weights))
+    assert max(found.values()) < gpu_inputs.TOLERANCE[torch.float32], found
+    return grads
+
+
 @pytest.mark.parametrize("name", ["ours, torch", "loop", "grouped_mm, 2 products", "grouped_mm, 3 products", "transformers"])
 @pytest.mark.parametrize("shape", gpu_floors.TINY.values(), ids=list(gpu_floors.TINY))
 def test_providers_on_a_cpu(name, shape):
     if name == "transformers":
         pytest.importorskip("transformers")
     weights, given = inputs(shape, "zipf", torch.float32)
-    layer = gpu_peers.PROVIDERS[name].build(shape, weights)
-    y_TD = layer(given.x_TD, given.routing)
-    leaves = [given.x_TD, *gpu_peers.parameters(weights), given.routing.weights_TK]
-    results = [y_TD, *torch.autograd.grad(y_TD, leaves, given.dy_TD)]
-    found = gpu_inputs.errors(results, gpu_inputs.reference(given, weights))
-    assert max(found.values()) < gpu_inputs.TOLERANCE[torch.float32], found
+    check(gpu_peers.PROVIDERS[name], shape, weights, given)
+
+
+class GroupedLinear(torch.nn.Module):
+    """transformer_engine.pytorch.GroupedLinear: weight0, weight1, ... [out, in] each, and splits as a list."""
+
+    def __init__(self, num_gemms, in_features, out_features, *, bias, params_dtype, device):
+        super().__init__()
+        assert not bias
+        self.num_gemms = num_gemms
+        for index in range(num_gemms):
+            weight = torch.empty(out_features, in_features, dtype=params_dtype, device=device)
+            self.register_parameter(f"weight{index}", torch.nn.Parameter(weight))
+
+    def forward(self, inp, m_splits):
+        assert type(m_splits) is list
+        weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
+        return torch.cat([x @ w.t() for x, w in zip(inp.split(m_splits), weights, strict=True)])
+
+
+@pytest.mark.parametrize("shape", gpu_floors.TINY.values(), ids=list(gpu_floors.TINY))
+def test_transformer_engine_has_a_parameter_per_expert(monkeypatch, shape):
+    package, module = types.ModuleType("transformer_engine"), types.ModuleType("transformer_engine.pytorch")
+    module.GroupedLinear = GroupedLinear
+    monkeypatch.setitem(sys.modules, "transformer_engine", package)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", module)
+    weights, given = inputs(shape, "zipf", torch.float32)
+    grads = check(gpu_peers.PROVIDERS["te"], shape, weights, given)
+    assert [tuple(grad.shape) for grad in grads] == [(2 * shape.ffn, shape.hidden)] * shape.experts + [
+        (shape.hidden, shape.ffn)
+    ] * shape.experts
+
+
+@pytest.mark.parametrize("name", ["whole", "gate_and_up", "one_per_expert"])
+def test_parameters_are_leaves_in_the_memory_of_the_weights(name):
+    weights, _ = inputs(TINY)
+    leaves = getattr(gpu_inputs, name)(weights)
+    assert all(parameter.is_leaf and parameter.requires_grad for parameter in leaves.parameters)
+    storages = {weight.untyped_storage().data_ptr() for weight in (weights.weight1_LWD, weights.weight2_LDF)}
+    assert {parameter.untyped_storage().data_ptr() for parameter in leaves.parameters} == storages
+    joined = leaves.join([parameter.detach() for parameter in leaves.parameters])
+    assert torch.equal(joined[0], weights.weight1_LWD)
+    assert torch.equal(joined[1], weights.weight2_LDF)
+
+
+@pytest.mark.parametrize("name", ["loop", "grouped_gemm", "grouped_mm, 2 products", "grouped_mm, 3 products"])
+def test_the_host_asks_for_the_splits_once(monkeypatch, name):
+    asked = []
+    monkeypatch.setattr(gpu_peers, "_splits", lambda routing, counts_E: asked.append(1) or counts_E.tolist())
+    weights, given = inputs(TINY, "zipf", torch.float32)
+    counts, got = given.routing.counts_E.tolist(), []
+
+    def gemm(x_RD, w_LDF, counts_L, splits):
+        got.append(splits)
+        return gpu_peers.BACKENDS["loop"](x_RD, w_LDF, counts_L, counts)
+
+    wants_splits = not name.startswith("grouped_mm")
+    leaves = gpu_peers.PROVIDERS[name].leaves
+    check(gpu_peers._permuted(gemm, name, leaves=leaves, wants_splits=wants_splits), TINY, weights, given)
+    assert got == [counts if wants_splits else None] * (3 if name.endswith("3 products") else 2)
+    assert len(asked) == wants_splits
+    # And so are those of the table built.
+    before = len(asked)
+    if name != "grouped_gemm":
+        check(gpu_peers.PROVIDERS[name], TINY, weights, given)
+        assert len(asked) - before == wants_splits
+
+
+def test_bounds():
+    ours, peers = (gpu_inputs.bounds(torch.bfloat16, of_peer=of_peer) for of_peer in (False, True))
+    assert ours == dict.fromkeys(gpu_inputs.RESULTS, 1e-2)
+    assert peers == ours | {"router weights": pytest.approx(3e-2)}
 
 
 def test_what_is_wrong_is_seen():
@@ -121,8 +210,9 @@ def test_what_is_wrong_is_seen():
 def test_plain_torch_keeps_what_the_naive_formula_says():
     shape = gpu_floors.Shape(64, 48, 8, 2, 4096, "")  # so many tokens that expert numbers hardly count
     weights, given = inputs(shape, dtype=torch.float32)
-    layer = gpu_peers.PROVIDERS["grouped_mm, 2 products"].build(shape, weights)
-    saved = gpu_clock.saved_bytes(partial(layer, given.x_TD, given.routing), gpu_peers.parameters(weights), given.x_TD)
+    parameters = gpu_inputs.whole(weights).parameters
+    layer = gpu_peers.PROVIDERS["grouped_mm, 2 products"].build(shape, parameters)
+    saved = gpu_clock.saved_bytes(partial(layer, given.x_TD, given.routing), parameters, given.x_TD)
     assert saved == pytest.approx(gpu_floors.naive_kept_bytes(shape, itemsize=4), rel=0.05)
 
 
@@ -134,19 +224,20 @@ def test_a_provider_that_takes_too_long():
 
 def test_the_command(tmp_path):
     command = [sys.executable, str(BENCH / "bench_gpu_layer.py"), "--rounds", "1", "--json", str(tmp_path / "layer.json"), "--profile"]
-    peers = ["loop", "grouped_mm, 2 products", "liger", "sonic-moe", "te", "grouped_gemm"]
+    here = ["loop", "grouped_mm, 2 products"] + ["transformers"] * (importlib.util.find_spec("transformers") is not None)
+    peers = [*here, "liger", "sonic-moe", "te", "grouped_gemm"]
     environ = os.environ | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([*command, "--peers", *peers], env=environ, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "layer.json").read_text())
     timed = {(row["shape"], row["routing"], row["provider"]) for row in result["rows"]}
-    names = [gpu_peers.OURS, *peers[:2]]
-    assert timed == {(shape, routing, name) for shape in gpu_floors.TINY for routing in gpu_inputs.ROUTINGS for name in names}
-    ours = [row for row in result["rows"] if row["provider"] == gpu_peers.OURS]
+    names = {"tiny": [gpu_peers.OURS, *here], "tiny-rows": [gpu_peers.OURS, *[gpu_peers.OURS_SORTING] * (len(here) > 2), *here]}
+    assert timed == {(shape, routing, name) for shape in names for routing in gpu_inputs.ROUTINGS for name in names[shape]}
+    ours = [row for row in result["rows"] if row["provider"] in gpu_peers.OUR_KERNELS]
     assert all(1 <= row["saved_over_minimal"] < 1.05 and row["theirs_over_ours"] == 1 for row in ours)
     assert all(row["largest_error"] < 1e-5 and row["both_ms"] > 0 for row in result["rows"])
-    assert set(peers[2:]) <= set(result["skipped"])
-    for name, reason in result["skipped"].items():
+    assert set(result["left_out"]) == {"liger", "sonic-moe", "te", "grouped_gemm"}
+    for name, reason in result["left_out"].items():
         assert f"Left out: {name}: {reason}" in done.stdout
     assert result["machine"]["versions"]["torch"] == torch.__version__
     assert "aten::mm" in done.stdout  # the profile

@@ -91,7 +91,11 @@ def _gmm(gmm: Callable[..., Tensor], x_RD: Tensor, w_LDF: Tensor, tokens_per_exp
 
 
 def te_backend(x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits: Sequence[int] | None) -> Tensor:
-    """transformer_engine.pytorch.GroupedLinear, with our weights in the place of its own; inside its FP8 autocast on padded rows."""
+    """transformer_engine.pytorch.GroupedLinear, with our weights in the place of its own; inside its FP8 autocast on padded rows.
+
+    Our weights are one parameter, of which it gets views: autograd puts the gradients of the experts together, which reads and writes all
+    of them once more than with a parameter per expert.
+    """
     if x_RD.size(0) == 0:
         return _no_rows(x_RD, w_LDF)
     sizes = tokens_per_expert_L.tolist() if splits is None else list(splits)
