@@ -16,7 +16,7 @@ from moe_exp.layers.activations import squared_relu as squared_relu
 from moe_exp.layers.dispatcher import Dispatched
 from moe_exp.layers.expert_loop import ExpertWeights, expert_loop
 from moe_exp.layers.fused_experts import experts_of_rows, experts_of_tokens
-from moe_exp.layers.grouped_gemm import BACKENDS, FUSED, fused_problem
+from moe_exp.layers.grouped_gemm import BACKENDS, BY_SPLITS, FUSED, fused_problem
 from moe_exp.layers.row_order import RowOrder
 
 
@@ -136,8 +136,8 @@ class Experts(nn.Module):
         if self.grouped_gemm is None:
             return experts_of_rows(rows_RD, weights_R, counts_L, self.weight1, self.weight2, **self._fused_options())
         splits = dispatched.splits
-        if splits is None and rows_RD.device.type == "cpu":
-            splits = tuple(counts_L.tolist())
+        if splits is None and (rows_RD.device.type == "cpu" or self.backend in BY_SPLITS):
+            splits = tuple(counts_L.tolist())  # once for both products
         if self.runs_one_by_one(rows_RD):
             assert splits is not None
             return expert_loop(rows_RD, weights_R, self._weights(), splits=splits, activation=self.activation)

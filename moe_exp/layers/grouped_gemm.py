@@ -65,7 +65,8 @@ BACKENDS: dict[str, GroupedGemm] = {
     "te": te_backend,
     "megablocks": megablocks_backend,
 }
-
+# Those that want `splits`: without, each product waits for the device.
+BY_SPLITS = frozenset(BACKENDS) - {"torch"}
 
 # See fused_experts.py: the Triton kernels, and on a CPU their twins in plain torch.
 FUSED = ("triton",)
