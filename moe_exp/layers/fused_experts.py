@@ -8,7 +8,6 @@ tokens: the kernels gather them.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -49,8 +48,8 @@ def experts_of_tokens(
         [T, D].
     """
     slot_N, row_N, offsets_L1 = slot_sort(expert_TK, weight1_LWD.size(0), kept_TK)
-    row_TK = row_N.view(expert_TK.shape)
-    return _Experts.apply(x_TD, weights_TK, weight1_LWD, weight2_LDF, offsets_L1, slot_N, row_TK, activation, adds_to_main_grad)
+    places = offsets_L1, slot_N, row_N.view(expert_TK.shape)
+    return _run(x_TD, weights_TK, weight1_LWD, weight2_LDF, *places, activation, adds_to_main_grad)
 
 
 def experts_of_rows(
@@ -79,7 +78,13 @@ def experts_of_rows(
         [R, D].
     """
     offsets_L1 = torch.nn.functional.pad(tokens_per_expert_L.cumsum(0, dtype=torch.int32), (1, 0))
-    return _Experts.apply(x_RD, weights_R, weight1_LWD, weight2_LDF, offsets_L1, None, None, activation, adds_to_main_grad)
+    return _run(x_RD, weights_R, weight1_LWD, weight2_LDF, offsets_L1, None, None, activation, adds_to_main_grad)
+
+
+def _run(*args: Any) -> Tensor:
+    """`_Experts`, told whether a backward pass can follow: inside of it gradients are off in any case."""
+    has_backward = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args)
+    return _Experts.apply(*args, has_backward)
 
 
 class _Experts(torch.autograd.Function):
@@ -95,11 +100,15 @@ class _Experts(torch.autograd.Function):
         row_TK: Tensor | None,
         activation: str,
         adds_to_main_grad: bool,
+        has_backward: bool,
     ) -> Tensor:
-        x, weights_R, token_R = x.contiguous(), weights.reshape(-1).float(), None
+        # The kernels read the weights one after the other; reshape is a view with the strides there are.
+        x, weights_R, token_R = x.contiguous(), weights.reshape(-1).float().contiguous(), None
         if slot_R is not None:
             token_R, weights_R = slot_R // weights.size(1), weights_R.index_select(0, slot_R)
-        hidden_RW, active_RF = up_projection(x, weight1_LWD, offsets_L1, activation=activation, token_R=token_R, weights_R=weights_R)
+        hidden_RW, active_RF = up_projection(
+            x, weight1_LWD, offsets_L1, activation=activation, token_R=token_R, weights_R=weights_R, keeps_hidden=has_backward
+        )
         y_RD = grouped_matmul(active_RF, weight2_LDF.transpose(1, 2), offsets_L1)
         ctx.save_for_backward(x, weights_R, weight1_LWD, weight2_LDF, offsets_L1, token_R, row_TK, hidden_RW)
         ctx.activation, ctx.weights_dtype, ctx.parameters = activation, weights.dtype, (None, None)
@@ -127,7 +136,7 @@ class _Experts(torch.autograd.Function):
             dx = dx if row_TK is None else combine(dx, row_TK)
         if ctx.needs_input_grad[1]:
             dweights = (dweights_R if row_TK is None else _of_slots(dweights_R, row_TK)).to(ctx.weights_dtype)
-        return dx, dweights, dweight1, dweight2, None, None, None, None, None
+        return dx, dweights, dweight1, dweight2, *(None,) * 6
 
 
 def _of_slots(values_R: Tensor, row_TK: Tensor) -> Tensor:
@@ -147,13 +156,5 @@ def _weight_gradient(parameter: Any, a: Tensor, b: Tensor, offsets_L1: Tensor, *
     if not hasattr(parameter, "grad_added_to_main_grad"):
         return None
     parameter.grad_added_to_main_grad = True
-    # The hooks of its data parallelism, which start the reduction, want a gradient to be there.
-    if getattr(parameter, "zero_out_wgrad", False):
-        return torch.zeros_like(parameter)
-    return _dummy_grad(parameter.shape, parameter.dtype, parameter.device).detach()
-
-
-@functools.cache
-def _dummy_grad(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """One for all layers; `detach` of it is a tensor of its own to autograd, which so does not copy it."""
-    return torch.empty(shape, dtype=dtype, device=device)
+    # The hooks of its data parallelism, which start the reduction, want a gradient to be there; they let go of it at once.
+    return torch.zeros_like(parameter) if getattr(parameter, "zero_out_wgrad", False) else torch.empty_like(parameter)

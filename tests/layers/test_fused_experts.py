@@ -10,8 +10,10 @@ import torch.distributed as dist
 from test_dispatcher import Waits, make_groups
 from test_experts import formula
 from tiny_moe import HIDDEN, cut, pushed_tokens, random, tiny_layer
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
+from moe_exp.layers import fused_experts
 from moe_exp.layers.activations import ACTIVATIONS
 from moe_exp.layers.dispatcher import Dispatched, DispatchRecord, LocalDispatcher, sort_slots
 from moe_exp.layers.expert_loop import ExpertWeights, expert_loop
@@ -172,7 +174,44 @@ def test_only_what_is_asked_for(needed, twins):
     assert torch.equal(alone[needed].grad, expected)
 
 
+def test_router_weights_with_strides():
+    """A column of a wider tensor, and one weight for all rows."""
+    (x, weights, *matrices), counts = rows_leaves((3, 0, 4)), (3, 0, 4)
+    column, expanded = torch.stack([weights, weights + 1], dim=1)[:, 0].detach(), weights[:1].detach().expand(7)
+    for strided in (column, expanded):
+        dense = [x, strided.clone().contiguous(), *matrices]
+        expected = with_gradients(rows_function(counts, "swiglu"), [leaf.detach().requires_grad_() for leaf in dense], torch.ones(7, 24))
+        actual = with_gradients(rows_function(counts, "swiglu"), [x, strided.requires_grad_(), *matrices], torch.ones(7, 24))
+        assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
+
+
 # What is kept, and what waits
+
+
+@pytest.fixture
+def kept_rows(monkeypatch):
+    """Rows of the pre-activation that every forward pass wrote."""
+    up_projection, found = fused_experts.up_projection, []
+
+    def record(*args, **kwargs):
+        hidden_RW, active_RF = up_projection(*args, **kwargs)
+        found.append(hidden_RW.size(0))
+        return hidden_RW, active_RF
+
+    monkeypatch.setattr(fused_experts, "up_projection", record)
+    return found
+
+
+def test_nothing_is_written_for_a_backward_pass_that_does_not_come(kept_rows, twins):
+    leaves, function = leaves_of(), tokens_function(chosen(13, 2, 5), None, "swiglu")
+    expected = function(*leaves)
+    with torch.no_grad():
+        assert torch.equal(function(*leaves), expected)
+    assert torch.equal(function(*(leaf.detach() for leaf in leaves)), expected)
+    assert kept_rows == [26, 0, 0]
+    # Full recompute: only the second pass is followed by a backward pass.
+    checkpoint(function, *leaves, use_reentrant=True).sum().backward()
+    assert kept_rows[3:] == [0, 26]
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "squared_relu"])
@@ -275,6 +314,16 @@ def test_gradients_are_added_to_main_grad(dtype):
         assert torch.equal(weight.main_grad[1], before[name][1])  # the expert without rows
         assert weight.grad_added_to_main_grad
         assert weight.grad.shape == weight.shape
+
+
+def test_the_gradient_without_values_is_let_go_of(twins):
+    experts, dispatched = rows_of_experts((5, 0, 3), adds_to_main_grad=True)
+    with_main_grad(experts, grad_added_to_main_grad=False)
+    experts(dispatched).sum().backward()
+    for weight in experts.parameters():
+        storage = StorageWeakRef(weight.grad.untyped_storage())
+        weight.grad = None
+        assert storage.expired()
 
 
 def test_what_is_returned_beside_main_grad(twins):

@@ -17,10 +17,12 @@ from moe_exp.layers.kernels.launch import (
     INTERPRETED,
     cdiv,
     compilable,
+    contiguous,
     dot_constants,
     jit,
     num_programs,
     power_of_2,
+    rows_class,
     runs_kernel,
     tl,
     tuned,
@@ -30,10 +32,10 @@ from moe_exp.layers.kernels.weight_grad import gathered
 
 # Predicted, not measured; see docs/performance.md. The first one is for deterministic algorithms.
 CONFIGS = [
-    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "num_warps": 8, "num_stages": 3},
-    {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "GROUP_M": 8, "num_warps": 8, "num_stages": 3},
-    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "num_warps": 8, "num_stages": 4},
-    {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "num_warps": 4, "num_stages": 4},
+    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "PROGRAMS": 1, "num_warps": 8, "num_stages": 3},
+    {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 32, "GROUP_M": 8, "PROGRAMS": 1, "num_warps": 8, "num_stages": 4},
+    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "PROGRAMS": 1, "num_warps": 8, "num_stages": 4},
+    {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "PROGRAMS": 2, "num_warps": 4, "num_stages": 4},
 ]
 
 # The gradient of a router weight is a sum over the columns of its row: first over chunks of so many, whatever the tiles, then over those.
@@ -67,14 +69,14 @@ def _finish(
     tl.store(partial, tl.sum(dactive * active, 1), mask=tl.where(is_row, first, width) < width)
 
 
-@tuned(CONFIGS, key=["num_experts", "width", "depth"])
+@tuned(CONFIGS, key=["num_experts", "rows_class", "width", "depth"])
 @jit
 def _kernel(
     dy, w, hidden, weights, tokens, offsets, dhidden, weighted, partials,
-    num_experts, num_tokens, num_rows, stride_dy, stride_wl, stride_wd, stride_wf, stride_hidden,
+    num_experts, num_tokens, num_rows, rows_class, stride_dy, stride_wl, stride_wd, stride_wf, stride_hidden,
     width: tl.constexpr, depth: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_E: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     DEPTH: tl.constexpr = BLOCK_K * 16 // dy.dtype.element_ty.primitive_bitwidth
     EVEN_K: tl.constexpr = depth % DEPTH == 0
@@ -190,14 +192,15 @@ def activation_grad(
     partials_CR = hidden_RW.new_empty(cdiv(width, CHUNK_COLUMNS), num_rows, dtype=torch.float32)
     if num_rows == 0:
         return dhidden_RW, weighted_RF, partials_CR.sum(dim=0)
+    offsets_L1, token_R, weights_R = contiguous(offsets_L1, token_R, weights_R)
 
     def grid(constants: dict[str, int]) -> tuple[int]:
         most_tiles = (cdiv(num_rows, constants["BLOCK_M"]) + num_experts) * cdiv(width, constants["BLOCK_N"])
-        return (num_programs(dy, most_tiles),)
+        return (num_programs(dy, most_tiles, per_processor=constants["PROGRAMS"]),)
 
     _kernel[grid](
         dy, weight2_LDF, hidden_RW, weights_R, token_R, offsets_L1, dhidden_RW, weighted_RF, partials_CR,
-        num_experts, dy.size(0), num_rows, dy.stride(0), *weight2_LDF.stride(), hidden_RW.stride(0),
+        num_experts, dy.size(0), num_rows, rows_class(num_rows, num_experts), dy.stride(0), *weight2_LDF.stride(), hidden_RW.stride(0),
         width=width, depth=depth, ACTIVATION=activation, GATED=ACTIVATIONS[activation][1], CHUNK=CHUNK_COLUMNS,
         BLOCK_E=power_of_2(num_experts), **dot_constants(dy),
     )  # fmt: skip

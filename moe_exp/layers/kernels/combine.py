@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_exp.layers.kernels.launch import cdiv, compilable, jit, runs_kernel, tl, tuned
+from moe_exp.layers.kernels.launch import cdiv, compilable, jit, rows_class, runs_kernel, tl, tuned
 
 # Predicted, not measured: 16 bytes per thread and load in bf16, all K loads of a token in flight. The sum has the same bits with each.
 CONFIGS = [
@@ -16,10 +16,10 @@ CONFIGS = [
 ]
 
 
-@tuned(CONFIGS, key=["WIDTH", "TOPK"])
+@tuned(CONFIGS, key=["rows_class", "WIDTH", "TOPK"])
 @jit
 def _kernel(
-    y, row, weights, out, num_rows, stride_y, stride_row, stride_weights,
+    y, row, weights, out, num_rows, rows_class, stride_y, stride_row, stride_weights,
     WIDTH: tl.constexpr, TOPK: tl.constexpr, HAS_WEIGHTS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -27,11 +27,12 @@ def _kernel(
     total = tl.zeros((BLOCK_D,), dtype=tl.float32)
     for k in tl.static_range(TOPK):
         y_row = tl.load(row + token * stride_row + k).to(tl.int64)
+        is_kept = y_row < num_rows
         # A dropped slot's row has no columns: one comparison for both, with whole vectors where no block is cut.
-        is_wanted = columns < tl.where(y_row < num_rows, WIDTH, 0)
+        is_wanted = columns < tl.where(is_kept, WIDTH, 0)
         x = tl.load(y + y_row * stride_y + columns, mask=is_wanted, other=0.0).to(tl.float32)
         if HAS_WEIGHTS:
-            x = x * tl.load(weights + token * stride_weights + k).to(tl.float32)
+            x = x * tl.load(weights + token * stride_weights + k, mask=is_kept, other=0.0).to(tl.float32)
         total += x
     block = out + token * WIDTH + columns
     if WIDTH % BLOCK_D == 0:
@@ -63,7 +64,7 @@ def combine(y_RD: Tensor, row_TK: Tensor, weights_TK: Tensor | None = None) -> T
 
     Args:
         y_RD: rows, the last dimension contiguous.
-        row_TK: the row of each slot, int32 or int64; R or more for a dropped slot, which adds nothing.
+        row_TK: the row of each slot, int32 or int64; R or more for a dropped slot, which adds nothing, whatever its weight.
         weights_TK: the weight of each slot; None for 1.
 
     Returns:
@@ -83,7 +84,7 @@ def combine(y_RD: Tensor, row_TK: Tensor, weights_TK: Tensor | None = None) -> T
         return num_tokens, cdiv(width, constants["BLOCK_D"])
 
     _kernel[grid](
-        y_RD, row_TK, weights, out_TD, y_RD.size(0), y_RD.stride(0), row_TK.stride(0), weights.stride(0),
+        y_RD, row_TK, weights, out_TD, y_RD.size(0), rows_class(num_tokens), y_RD.stride(0), row_TK.stride(0), weights.stride(0),
         WIDTH=width, TOPK=topk, HAS_WEIGHTS=weights_TK is not None,
     )  # fmt: skip
     return out_TD

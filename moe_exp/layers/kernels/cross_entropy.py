@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_exp.layers.kernels.launch import cdiv, compilable, jit, power_of_2, runs_kernel, tl
+from moe_exp.layers.kernels.launch import cdiv, compilable, contiguous, jit, power_of_2, runs_kernel, tl
 
 BLOCK = 4096  # words at a time
 
@@ -79,6 +79,7 @@ def cross_entropy_statistics(logits_NV: Tensor, target_N: Tensor, first: int) ->
     if not runs_kernel(logits_NV):
         return cross_entropy_statistics_torch(logits_NV, target_N, first)
     num_rows, width = logits_NV.shape
+    (target_N,) = contiguous(target_N)
     log_sum_N, picked_N = (logits_NV.new_empty(num_rows, dtype=torch.float32) for _ in range(2))
     if num_rows:
         _statistics_kernel[(num_rows,)](
@@ -109,6 +110,7 @@ def cross_entropy_gradient(logits_NV: Tensor, target_N: Tensor, log_sum_N: Tenso
     if not runs_kernel(logits_NV):
         return cross_entropy_gradient_torch(logits_NV, target_N, log_sum_N, grad_N, first)
     num_rows, width = logits_NV.shape
+    target_N, log_sum_N, grad_N = contiguous(target_N, log_sum_N, grad_N)
     dlogits_NV = logits_NV.new_empty(num_rows, width)
     if num_rows:
         block = _block(width)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_exp.layers.kernels.launch import cdiv, compilable, jit, power_of_2, runs_kernel, tl
+from moe_exp.layers.kernels.launch import cdiv, compilable, contiguous, jit, power_of_2, runs_kernel, tl
 from moe_exp.layers.kernels.slot_sort import slot_sort, slot_sort_torch
 
 _BLOCK = 1024
@@ -127,13 +127,13 @@ def keep_within(expert_TK: Tensor, weights_TK: Tensor | None, limits_E: Tensor) 
     kept_TK = torch.zeros(expert_TK.shape, dtype=torch.bool, device=expert_TK.device)
     if num_slots == 0:
         return kept_TK
-    expert_TK = expert_TK.contiguous()
+    expert_TK, weights_TK, limits_E = contiguous(expert_TK, weights_TK, limits_E)
     slot_N, row_N, offsets_E1 = slot_sort(expert_TK, num_experts)
     if weights_TK is None:
         _first_kernel[(cdiv(num_slots, _BLOCK),)](expert_TK, row_N, offsets_E1, limits_E, kept_TK, num_slots, BLOCK=_BLOCK)
     else:
         block = min(_BLOCK_ROWS, power_of_2(num_slots))
-        _largest_kernel[(num_experts,)](slot_N, offsets_E1, weights_TK.contiguous(), limits_E, kept_TK, BLOCK=block, num_warps=8)
+        _largest_kernel[(num_experts,)](slot_N, offsets_E1, weights_TK, limits_E, kept_TK, BLOCK=block, num_warps=8)
     return kept_TK
 
 

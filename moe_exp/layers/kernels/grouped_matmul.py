@@ -10,11 +10,13 @@ from torch import Tensor
 from moe_exp.layers.kernels.launch import (
     cdiv,
     compilable,
+    contiguous,
     descriptors,
     dot_constants,
     jit,
     num_programs,
     power_of_2,
+    rows_class,
     runs_kernel,
     tl,
     tuned,
@@ -42,11 +44,11 @@ def _set_blocks(args: dict[str, Any]) -> None:
     args["w_tma"].block_shape = [1, width, depth] if args["TRANSPOSED"] else [1, depth, width]
 
 
-@tuned(CONFIGS, key=["num_experts", "width", "depth", "TRANSPOSED"], set_blocks=_set_blocks)
+@tuned(CONFIGS, key=["num_experts", "rows_class", "width", "depth", "TRANSPOSED", "HAS_TMA"], set_blocks=_set_blocks)
 @jit
 def _kernel(
-    x, w, y, x_tma, w_tma, offsets, num_experts, width, depth, stride_x, stride_wl, stride_wi, stride_wo, stride_y,
-    TRANSPOSED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    x, w, y, x_tma, w_tma, offsets, num_experts, rows_class, width, depth, stride_x, stride_wl, stride_wi, stride_wo, stride_y,
+    TRANSPOSED: tl.constexpr, HAS_TMA: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_E: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     PROGRAMS: tl.constexpr, TMA: tl.constexpr,
@@ -114,6 +116,7 @@ def grouped_matmul(x_RI: Tensor, w_LIO: Tensor, offsets_L1: Tensor) -> Tensor:
     y_RO = x_RI.new_empty(num_rows, width)
     if num_rows == 0:
         return y_RO
+    (offsets_L1,) = contiguous(offsets_L1)
 
     def grid(constants: dict[str, int]) -> tuple[int]:
         most_tiles = (cdiv(num_rows, constants["BLOCK_M"]) + num_experts) * cdiv(width, constants["BLOCK_N"])
@@ -122,8 +125,9 @@ def grouped_matmul(x_RI: Tensor, w_LIO: Tensor, offsets_L1: Tensor) -> Tensor:
     transposed = w_LIO.stride(1) == 1
     x_tma, w_tma = descriptors(x_RI, w_LIO.transpose(1, 2) if transposed else w_LIO)
     _kernel[grid](
-        x_RI, w_LIO, y_RO, x_tma, w_tma, offsets_L1, num_experts, width, depth, x_RI.stride(0), *w_LIO.stride(), y_RO.stride(0),
-        TRANSPOSED=transposed, EVEN_N=width % LARGEST_N == 0, EVEN_K=depth % LARGEST_K == 0, BLOCK_E=power_of_2(num_experts),
-        **dot_constants(x_RI),
+        x_RI, w_LIO, y_RO, x_tma, w_tma, offsets_L1, num_experts, rows_class(num_rows, num_experts), width, depth,
+        x_RI.stride(0), *w_LIO.stride(), y_RO.stride(0),
+        TRANSPOSED=transposed, HAS_TMA=w_tma is not None, EVEN_N=width % LARGEST_N == 0, EVEN_K=depth % LARGEST_K == 0,
+        BLOCK_E=power_of_2(num_experts), **dot_constants(x_RI),
     )  # fmt: skip
     return y_RO

@@ -49,38 +49,80 @@ def runs_kernel(x: Tensor) -> bool:
     return triton is not None and (x.is_cuda or INTERPRETED)
 
 
+# How the arguments of kernels begin that may be others at every launch: with expert parallelism or drops a rank has other numbers of rows
+# in every micro-batch. Left to itself Triton compiles a kernel for 1, one for multiples of 16 and one for the rest, when they first come:
+# seconds in which the other ranks wait.
+VARYING = ("num_", "rows_", "is_")
+
+
 def jit(function: Callable[..., Any]) -> Any:
-    """triton.jit, where Triton is there."""
-    return function if triton is None else triton.jit(function)
+    """triton.jit, where Triton is there; one kernel for all values of the arguments that begin as in VARYING."""
+    if triton is None:
+        return function
+    parameters = inspect.signature(function).parameters.values()
+    varying = [x.name for x in parameters if x.name.startswith(VARYING) and "constexpr" not in str(x.annotation)]
+    return triton.jit(function, do_not_specialize=varying)
+
+
+class Tuned:
+    """A kernel with several configs: `kernel[grid](...)` takes the fastest, and with torch.use_deterministic_algorithms the first.
+
+    What was measured as fastest may be another config after the next start, and other tiles add up in another order; with the first a
+    run has the same bits in every start. Asked at every launch, as torch does: also a process that has timed the configs.
+
+    Args:
+        first: the autotuner with the first config alone, which times nothing.
+        timed: the one with all.
+    """
+
+    def __init__(self, first: Any, timed: Any):
+        self.first, self.timed = first, timed
+
+    def __getitem__(self, grid: Any) -> Any:
+        return (self.first if torch.are_deterministic_algorithms_enabled() else self.timed)[grid]
 
 
 def tuned(
     configs: Sequence[dict[str, int]],
     key: Sequence[str],
-    restored: Sequence[str] = (),
+    trial: str | None = None,
     set_blocks: Callable[[dict[str, Any]], None] | None = None,
 ) -> Callable[[Any], Any]:
-    """triton.autotune over `configs`, of which the first is the one for deterministic algorithms and for the interpreter.
-
-    What was measured as fastest may be another config after the next start, and other tiles add up in another order: with
-    torch.use_deterministic_algorithms the first config runs, and a run has the same bits in every start.
+    """triton.autotune over `configs`, of which the first is the one for deterministic algorithms and for the interpreter; see Tuned.
 
     Args:
         configs: constants of the kernel with `num_warps` and `num_stages`; TMA=1 for what needs the tensor descriptor `w_tma`.
         key: arguments of the kernel that another shape changes; for each new set of values the configs are timed.
-        restored: arguments that the kernel adds to, which timing must leave as they were.
+        trial: argument of a kernel that adds to what is there: 1 while the configs are timed, for which it must leave its output as it
+            was, else 0. The launch does not give it. Triton's own way is a copy of the output, in the first backward pass of a run.
         set_blocks: gives descriptors among the arguments the block shapes of the config, called with all arguments before each launch.
     """
 
     def decorate(function: Any) -> Any:
         if triton is None:
             return function
+        function, hooks = _told_of_trials(function, trial) if trial else (function, {})
         # A driver is wanted as soon as there are two.
         chosen = [make_config(config, set_blocks) for config in (configs[:1] if INTERPRETED else configs)]
-        prune = {"early_config_prune": _suited}
-        return triton.autotune(chosen, key=list(key), prune_configs_by=prune, restore_value=list(restored) or None)(function)
+        first = triton.autotune(chosen[:1], key=[])(function)
+        return Tuned(first, triton.autotune(chosen, key=list(key), prune_configs_by={"early_config_prune": _suited}, **hooks)(function))
 
     return decorate
+
+
+def _told_of_trials(function: Any, trial: str) -> tuple[Any, dict[str, Callable[..., None]]]:
+    """The kernel with its argument `trial` given, and the autotuner's hooks, which stand round every launch that is timed."""
+    is_trial = 0
+
+    def begin(args: dict[str, Any], reset_only: bool = False) -> None:
+        nonlocal is_trial
+        is_trial = int(not reset_only)
+
+    def end(args: dict[str, Any], exception: Exception | None) -> None:
+        nonlocal is_trial
+        is_trial = 0
+
+    return triton.heuristics({trial: lambda args: is_trial})(function), {"pre_hook": begin, "post_hook": end}
 
 
 def make_config(config: dict[str, int], set_blocks: Callable[[dict[str, Any]], None] | None = None) -> Any:
@@ -97,7 +139,20 @@ _INTERPRETED_TILE = 32  # so that small shapes have several tiles
 def _suited(configs: list[Any], named_args: dict[str, Any], **others: Any) -> list[Any]:
     if (named_args | others).get("w_tma") is None:
         configs = [config for config in configs if not config.kwargs.get("TMA")]
-    return configs[:1] if torch.are_deterministic_algorithms_enabled() else configs
+    return configs
+
+
+def rows_class(num_rows: int, num_groups: int = 1) -> int:
+    """Part of the keys of tuning: 0, 1 or 2 for less than 64, less than 512 or more rows per group, which want other tiles.
+
+    So a process that first generates a few tokens does not train with their config. Coarse, because every class is timed once.
+    """
+    return sum(num_rows >= num_groups * size for size in (64, 512))
+
+
+def contiguous(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """Vectors as kernels read them, one value after the other; None stays None."""
+    return tuple(None if x is None else x.contiguous() for x in tensors)
 
 
 def descriptors(*tensors: Tensor | None) -> tuple[Any, ...]:

@@ -303,7 +303,7 @@ def _topk_forward(
     partial_sums = sums.new_empty(programs, num_experts + 2)
     partial_counts = sums.new_empty(programs, 2, num_experts, dtype=torch.int32)
     _forward_kernel[(programs,)](
-        logits_TE, logits_TE if bias_E is None else bias_E, logits_TE if valid_T is None else valid_T.contiguous(),
+        logits_TE, logits_TE if bias_E is None else bias_E.contiguous(), logits_TE if valid_T is None else valid_T.contiguous(),
         expert_TK, weights_TK, lse_T, partial_sums, partial_counts, num_tokens, num_experts, logits_TE.stride(0), scaling_factor,
         TOPK=topk, SCORE=score, PRE_SOFTMAX=pre_softmax, NORMALIZE=normalize, HAS_BIAS=bias_E is not None, HAS_VALID=valid_T is not None,
         BLOCK_K=power_of_2(topk), **blocks,

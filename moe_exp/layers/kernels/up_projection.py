@@ -16,11 +16,13 @@ from moe_exp.layers.kernels.column_chunks import column_chunks
 from moe_exp.layers.kernels.launch import (
     cdiv,
     compilable,
+    contiguous,
     descriptors,
     dot_constants,
     jit,
     num_programs,
     power_of_2,
+    rows_class,
     runs_kernel,
     tl,
     tuned,
@@ -46,18 +48,20 @@ CHUNK_COLUMNS = tl.constexpr(64) if tl else 64
 @jit
 def _finish(
     products, hidden_rows, active_rows, scale, is_row, column, width,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, KEEPS_HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Writes both results for COLUMNS of the activation from `column` on."""
+    """Writes the results for COLUMNS of the activation from `column` on."""
     columns = column + tl.arange(0, COLUMNS)
     is_out = is_row[:, None] & (columns < width)[None, :]
     hidden_block = hidden_rows[:, None] + columns[None, :]
     if GATED:
         gate, up = tl.split(tl.reshape(products, (ROWS, COLUMNS, 2)))
-        tl.store(hidden_block + width, up.to(hidden_rows.dtype.element_ty), mask=is_out)
+        if KEEPS_HIDDEN:
+            tl.store(hidden_block + width, up.to(hidden_rows.dtype.element_ty), mask=is_out)
     else:
         gate = products
-    tl.store(hidden_block, gate.to(hidden_rows.dtype.element_ty), mask=is_out)
+    if KEEPS_HIDDEN:
+        tl.store(hidden_block, gate.to(hidden_rows.dtype.element_ty), mask=is_out)
     y = activate(gate, ACTIVATION) * scale[:, None]
     if GATED:
         y *= up
@@ -73,13 +77,13 @@ def _set_blocks(args: dict[str, Any]) -> None:
         args["x_tma"].block_shape = [args["BLOCK_M"], depth]
 
 
-@tuned(CONFIGS, key=["num_experts", "width", "depth", "GATED"], set_blocks=_set_blocks)
+@tuned(CONFIGS, key=["num_experts", "rows_class", "width", "depth", "GATED", "KEEPS_HIDDEN", "HAS_TMA"], set_blocks=_set_blocks)
 @jit
 def _kernel(
-    x, w, hidden, active, x_tma, w_tma, token, weights, offsets, num_tokens, num_experts, width, depth,
+    x, w, hidden, active, x_tma, w_tma, token, weights, offsets, num_tokens, num_experts, rows_class, width, depth,
     stride_x, stride_wl, stride_ww, stride_hidden, stride_active,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_E: tl.constexpr, PRECISION: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, KEEPS_HIDDEN: tl.constexpr, HAS_TMA: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_E: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     PROGRAMS: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -133,11 +137,18 @@ def _kernel(
         chunks = column_chunks(total, BLOCK_M, BLOCK_N, CHUNK)
         for i in tl.static_range(BLOCK_N // CHUNK):
             _finish(chunks[i], hidden + rows64 * stride_hidden, active + rows64 * stride_active, scale, is_row, column + i * OUT_CHUNK,
-                    width, ACTIVATION, GATED, BLOCK_M, OUT_CHUNK)  # fmt: skip
+                    width, ACTIVATION, GATED, KEEPS_HIDDEN, BLOCK_M, OUT_CHUNK)  # fmt: skip
 
 
 def up_projection_torch(
-    x: Tensor, weight1_LWD: Tensor, offsets_L1: Tensor, *, activation: str, token_R: Tensor | None = None, weights_R: Tensor | None = None
+    x: Tensor,
+    weight1_LWD: Tensor,
+    offsets_L1: Tensor,
+    *,
+    activation: str,
+    token_R: Tensor | None = None,
+    weights_R: Tensor | None = None,
+    keeps_hidden: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """The twin of `up_projection`."""
     hidden_RW, active_RF = _outputs(x, weight1_LWD, offsets_L1, activation=activation, token_R=token_R)
@@ -153,19 +164,35 @@ def up_projection_torch(
     result_RF = function(gate_RF) if up_RF is None else function(gate_RF) * up_RF
     result_RF = result_RF if weights_R is None else result_RF * weights_R.unsqueeze(1)
     active_RF[: ends[-1]] = result_RF[: ends[-1]].to(x.dtype)
-    return hidden_RW, active_RF
+    return hidden_RW if keeps_hidden else hidden_RW.new_empty(0, hidden_RW.size(1)), active_RF
 
 
 def _outputs(
-    x: Tensor, weight1_LWD: Tensor, offsets_L1: Tensor, *, activation: str, token_R: Tensor | None = None, weights_R: Tensor | None = None
+    x: Tensor,
+    weight1_LWD: Tensor,
+    offsets_L1: Tensor,
+    *,
+    activation: str,
+    token_R: Tensor | None = None,
+    weights_R: Tensor | None = None,
+    keeps_hidden: bool = True,
 ) -> tuple[Tensor, Tensor]:
+    del offsets_L1, weights_R
     num_rows, width = x.size(0) if token_R is None else token_R.size(0), weight1_LWD.size(1)
-    return x.new_empty(num_rows, width), x.new_empty(num_rows, width // 2 if ACTIVATIONS[activation][1] else width)
+    hidden_RW = x.new_empty(num_rows if keeps_hidden else 0, width)
+    return hidden_RW, x.new_empty(num_rows, width // 2 if ACTIVATIONS[activation][1] else width)
 
 
 @compilable("up_projection", _outputs)
 def up_projection(
-    x: Tensor, weight1_LWD: Tensor, offsets_L1: Tensor, *, activation: str, token_R: Tensor | None = None, weights_R: Tensor | None = None
+    x: Tensor,
+    weight1_LWD: Tensor,
+    offsets_L1: Tensor,
+    *,
+    activation: str,
+    token_R: Tensor | None = None,
+    weights_R: Tensor | None = None,
+    keeps_hidden: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """hidden = x[token] W1^T and the weighted activation act(gate) * up * weight, or act(hidden) * weight, both from fp32 sums.
 
@@ -176,17 +203,20 @@ def up_projection(
         activation: a name in activations.ACTIVATIONS.
         token_R: int32, the token of each row; T for a row of padding, which is zero.
         weights_R: fp32, router weight of each row; None for 1.
+        keeps_hidden: False where no backward pass follows: hidden is then not written.
 
     Returns:
-        hidden [R, W], which backward needs, and the weighted activation [R, F], both in the dtype of x; rows from offsets[L] on have no
-        values.
+        hidden [R, W], which backward needs, or [0, W], and the weighted activation [R, F], both in the dtype of x; rows from offsets[L]
+        on have no values.
     """
+    options: dict[str, Any] = {"activation": activation, "token_R": token_R, "keeps_hidden": keeps_hidden}
     if not runs_kernel(x):
-        return up_projection_torch(x, weight1_LWD, offsets_L1, activation=activation, token_R=token_R, weights_R=weights_R)
-    hidden_RW, active_RF = _outputs(x, weight1_LWD, offsets_L1, activation=activation, token_R=token_R)
+        return up_projection_torch(x, weight1_LWD, offsets_L1, weights_R=weights_R, **options)
+    hidden_RW, active_RF = _outputs(x, weight1_LWD, offsets_L1, **options)
     (num_rows, width), num_experts, gated = active_RF.shape, weight1_LWD.size(0), ACTIVATIONS[activation][1]
     if num_rows == 0 or x.size(0) == 0:
         return hidden_RW.zero_(), active_RF.zero_()
+    offsets_L1, token_R, weights_R = contiguous(offsets_L1, token_R, weights_R)
 
     def grid(constants: dict[str, int]) -> tuple[int]:
         most_tiles = (cdiv(num_rows, constants["BLOCK_M"]) + num_experts) * cdiv(hidden_RW.size(1), constants["BLOCK_N"])
@@ -196,8 +226,10 @@ def up_projection(
     pairs = weight1_LWD.unflatten(1, (2, width)).transpose(1, 2) if gated else weight1_LWD
     x_tma, w_tma = descriptors(x if token_R is None else None, pairs)
     _kernel[grid](
-        x, weight1_LWD, hidden_RW, active_RF, x_tma, w_tma, token_R, weights_R, offsets_L1, x.size(0), num_experts, width, x.size(1),
+        x, weight1_LWD, hidden_RW, active_RF, x_tma, w_tma, token_R, weights_R, offsets_L1,
+        x.size(0), num_experts, rows_class(num_rows, num_experts), width, x.size(1),
         x.stride(0), weight1_LWD.stride(0), weight1_LWD.stride(1), hidden_RW.stride(0), active_RF.stride(0),
-        ACTIVATION=activation, GATED=gated, EVEN_K=x.size(1) % LARGEST_K == 0, BLOCK_E=power_of_2(num_experts), **dot_constants(x),
+        ACTIVATION=activation, GATED=gated, KEEPS_HIDDEN=keeps_hidden, HAS_TMA=w_tma is not None, EVEN_K=x.size(1) % LARGEST_K == 0,
+        BLOCK_E=power_of_2(num_experts), **dot_constants(x),
     )  # fmt: skip
     return hidden_RW, active_RF

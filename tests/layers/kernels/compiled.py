@@ -85,6 +85,11 @@ def num_configs(launch: Callable[[], Any], capability: int) -> int:
     return _compiler().submit(_count_configs, launch, capability).result()
 
 
+def specializations(launch: Callable[[], Any], capability: int) -> list[tuple[str, str]]:
+    """Kernel and what Triton compiles it for, of each that `launch` starts: what kinds of values the arguments have. Compiles nothing."""
+    return _compiler().submit(_specialize, launch, capability).result()
+
+
 @functools.cache
 def _compiler() -> ProcessPoolExecutor:
     return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=_prepare)
@@ -99,16 +104,35 @@ def _prepare() -> None:
 def _compile(launch: Callable[[], Any], capability: int, config: int) -> list[Compiled]:
     found: list[Compiled] = []
     for name, kernel, args, kwargs in _launches(launch, capability):
-        constants: dict[str, Any] = {}
-        configs = _configs(kernel, args, kwargs)
-        if configs:
-            chosen = configs[min(config, len(configs) - 1)]
-            constants = chosen.all_kwargs()
-            if chosen.pre_hook:
-                chosen.pre_hook({**dict(zip(kernel.arg_names, args, strict=False)), **kwargs, **constants})
-            kernel = kernel.fn
+        kernel, constants = _with_config(kernel, args, kwargs, config)
         binary = kernel.run(*args, grid=(1,), warmup=True, **{**kwargs, **constants})
         found.append(_described(name, constants, binary))
+    return found
+
+
+def _with_config(kernel: Any, args: Any, kwargs: Any, config: int) -> tuple[Any, dict[str, Any]]:
+    """The kernel without its autotuner, and the constants of the config."""
+    configs = _configs(kernel, args, kwargs)
+    if not configs:
+        return kernel, {}
+    chosen = configs[min(config, len(configs) - 1)]
+    constants = chosen.all_kwargs()
+    if chosen.pre_hook:
+        chosen.pre_hook({**dict(zip(kernel.arg_names, args, strict=False)), **kwargs, **constants})
+    return kernel.fn, constants
+
+
+def _specialize(launch: Callable[[], Any], capability: int) -> list[tuple[str, str]]:
+    from triton.runtime.autotuner import Heuristics
+
+    found: list[tuple[str, str]] = []
+    for name, kernel, args, kwargs in _launches(launch, capability):
+        kernel, constants = _with_config(kernel, args, kwargs, 0)
+        if isinstance(kernel, Heuristics):
+            constants |= {argument: value({}) for argument, value in kernel.values.items()}
+            kernel = kernel.fn
+        *_, binder = kernel.device_caches[capability]
+        found.append((name, str(binder(*args, **kwargs, **constants)[1])))
     return found
 
 

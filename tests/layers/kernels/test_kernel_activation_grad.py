@@ -85,6 +85,8 @@ def test_weights_and_gradients_with_strides():
     expected = activation_grad(dy, weight2_LDF, hidden_RW, offsets_L1, **options)
     wide_dy, wide_hidden = torch.cat([dy, dy + 1], dim=1)[:, : dy.size(1)], torch.cat([hidden_RW, hidden_RW], dim=1)[:, : hidden_RW.size(1)]
     transposed = weight2_LDF.transpose(1, 2).contiguous().transpose(1, 2)
+    offsets_L1 = torch.stack([offsets_L1, offsets_L1 + 1], dim=1)[:, 0]
+    options |= {name: torch.stack([options[name], options[name] + 1], dim=1)[:, 0] for name in ("token_R", "weights_R")}
     actual = activation_grad(wide_dy, transposed, wide_hidden, offsets_L1, **options)
     assert all(torch.equal(one[:9], other[:9]) for one, other in zip(actual, expected, strict=True))
 

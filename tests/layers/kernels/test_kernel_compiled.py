@@ -11,12 +11,15 @@ import torch
 
 pytest.importorskip("triton")
 
-from compiled import SHARED_LIMIT, Compiled, compiled, num_configs, on_gpu
+from compiled import SHARED_LIMIT, Compiled, compiled, num_configs, on_gpu, specializations
 
 from moe_exp.layers.kernels.activation_grad import activation_grad
 from moe_exp.layers.kernels.combine import combine
+from moe_exp.layers.kernels.drops import keep_within, padded_order
 from moe_exp.layers.kernels.grouped_matmul import CONFIGS, grouped_matmul
+from moe_exp.layers.kernels.rows import chunk_order, gather_rows
 from moe_exp.layers.kernels.slot_sort import slot_sort
+from moe_exp.layers.kernels.topk import _topk_backward, _topk_forward
 from moe_exp.layers.kernels.up_projection import up_projection
 from moe_exp.layers.kernels.weight_grad import weight_grad
 
@@ -24,36 +27,58 @@ TOKENS, ROWS, DIM, FFN, EXPERTS = 1024, 4096, 1024, 512, 64
 INT, FP32, BF16 = torch.int32, torch.float32, torch.bfloat16
 
 
-def gathered() -> dict[str, torch.Tensor]:
-    return {"token_R": on_gpu(ROWS, dtype=INT), "weights_R": on_gpu(ROWS, dtype=FP32)}
+def gathered(rows: int = ROWS) -> dict[str, torch.Tensor]:
+    return {"token_R": on_gpu(rows, dtype=INT), "weights_R": on_gpu(rows, dtype=FP32)}
 
 
-def up(activation: str = "swiglu", gather: bool = True, dtype: torch.dtype = BF16) -> None:
+def offsets(experts: int) -> torch.Tensor:
+    return on_gpu(experts + 1, dtype=INT)
+
+
+def up(
+    activation: str = "swiglu",
+    gather: bool = True,
+    dtype: torch.dtype = BF16,
+    *,
+    experts: int = EXPERTS,
+    tokens: int = TOKENS,
+    rows: int = ROWS,
+    keeps_hidden: bool = True,
+) -> None:
     width = 2 * FFN if activation == "swiglu" else FFN
-    x, w = on_gpu(TOKENS if gather else ROWS, DIM, dtype=dtype), on_gpu(EXPERTS, width, DIM, dtype=dtype)
-    up_projection(x, w, on_gpu(EXPERTS + 1, dtype=INT), activation=activation, **(gathered() if gather else {}))
+    x, w = on_gpu(tokens if gather else rows, DIM, dtype=dtype), on_gpu(experts, width, DIM, dtype=dtype)
+    up_projection(x, w, offsets(experts), activation=activation, keeps_hidden=keeps_hidden, **(gathered(rows) if gather else {}))
 
 
-def down(transposed: bool = True, dtype: torch.dtype = BF16, tf32: bool = False) -> None:
+def down(
+    transposed: bool = True,
+    dtype: torch.dtype = BF16,
+    tf32: bool = False,
+    *,
+    experts: int = EXPERTS,
+    tokens: int = TOKENS,
+    rows: int = ROWS,
+) -> None:
+    del tokens  # as all of GEMMS
     torch.backends.cuda.matmul.allow_tf32 = tf32
-    w = on_gpu(EXPERTS, DIM, FFN, dtype=dtype).transpose(1, 2) if transposed else on_gpu(EXPERTS, FFN, DIM, dtype=dtype)
-    grouped_matmul(on_gpu(ROWS, FFN, dtype=dtype), w, on_gpu(EXPERTS + 1, dtype=INT))
+    w = on_gpu(experts, DIM, FFN, dtype=dtype).transpose(1, 2) if transposed else on_gpu(experts, FFN, DIM, dtype=dtype)
+    grouped_matmul(on_gpu(rows, FFN, dtype=dtype), w, offsets(experts))
 
 
-def activation_gradient(activation: str = "swiglu", gather: bool = True) -> None:
-    dy, w, hidden = (
-        on_gpu(TOKENS if gather else ROWS, DIM),
-        on_gpu(EXPERTS, DIM, FFN),
-        on_gpu(ROWS, FFN * (2 if activation == "swiglu" else 1)),
-    )
-    activation_grad(dy, w, hidden, on_gpu(EXPERTS + 1, dtype=INT), activation=activation, **(gathered() if gather else {}))
+def activation_gradient(
+    activation: str = "swiglu", gather: bool = True, *, experts: int = EXPERTS, tokens: int = TOKENS, rows: int = ROWS
+) -> None:
+    dy, w = on_gpu(tokens if gather else rows, DIM), on_gpu(experts, DIM, FFN)
+    hidden = on_gpu(rows, FFN * (2 if activation == "swiglu" else 1))
+    activation_grad(dy, w, hidden, offsets(experts), activation=activation, **(gathered(rows) if gather else {}))
 
 
-def weight_gradient(gather: bool = True, main_grad: bool = False) -> None:
-    index = on_gpu(ROWS, dtype=INT) if gather else None
-    out = on_gpu(EXPERTS, 2 * FFN, DIM, dtype=FP32) if main_grad else None
-    b = on_gpu(TOKENS if gather else ROWS, DIM)
-    weight_grad(on_gpu(ROWS, 2 * FFN), b, on_gpu(EXPERTS + 1, dtype=INT), b_index_R=index, out=out)
+def weight_gradient(
+    gather: bool = True, main_grad: bool = False, *, experts: int = EXPERTS, tokens: int = TOKENS, rows: int = ROWS
+) -> None:
+    index = on_gpu(rows, dtype=INT) if gather else None
+    out = on_gpu(experts, 2 * FFN, DIM, dtype=FP32) if main_grad else None
+    weight_grad(on_gpu(rows, 2 * FFN), on_gpu(tokens if gather else rows, DIM), offsets(experts), b_index_R=index, out=out)
 
 
 def combined(weighted: bool = True) -> None:
@@ -64,8 +89,28 @@ def sorted_slots() -> None:
     slot_sort(on_gpu(TOKENS, 4, dtype=torch.int64), EXPERTS)
 
 
+def micro_batch(tokens: int, rows: int) -> None:
+    """All kernels, for numbers of tokens and rows that another micro-batch would change."""
+    for gemm in GEMMS:
+        gemm(tokens=tokens, rows=rows)
+    up(gather=False, rows=rows)
+    activation_gradient(gather=False, rows=rows)
+    weight_gradient(False, True, rows=rows)
+    combine(on_gpu(rows, DIM), on_gpu(tokens, 4, dtype=INT), on_gpu(tokens, 4, dtype=FP32))
+    gather_rows(on_gpu(tokens, DIM), on_gpu(rows, dtype=INT), 4)
+    chunk_order(on_gpu(8, EXPERTS, dtype=torch.int64), rows)
+    chosen, weights = on_gpu(tokens, 4, dtype=torch.int64), on_gpu(tokens, 4, dtype=FP32)
+    slot_sort(chosen, EXPERTS)
+    padded_order(chosen, EXPERTS, rows)
+    keep_within(chosen, None, on_gpu(EXPERTS, dtype=INT))
+    keep_within(chosen, weights, on_gpu(EXPERTS, dtype=INT))
+    logits, options = on_gpu(tokens, EXPERTS, dtype=FP32), ("softmax", True, False, 1.0)
+    _topk_forward(logits, None, None, 4, *options)
+    _topk_backward(logits, None, chosen, weights, None, None, *options)
+
+
 GEMMS = [up, down, activation_gradient, weight_gradient]
-OTHERS = [combined, sorted_slots]
+OTHERS = [combined, partial(combined, False), sorted_slots]
 VARIANTS = [
     partial(up, "gelu", False),
     partial(up, "squared_relu"),
@@ -75,7 +120,8 @@ VARIANTS = [
     partial(down, dtype=torch.float16),
     partial(activation_gradient, "gelu", False),
     partial(weight_gradient, False, True),
-    partial(combined, False),
+    partial(up, keeps_hidden=False),
+    *(partial(gemm, experts=experts) for gemm in (up, down, activation_gradient, weight_gradient) for experts in (1, 128)),
 ]
 TENSOR_CORES = {80: "mma", 86: "mma", 89: "mma", 90: "wgmma", 100: "tcgen05", 120: "mma"}
 
@@ -84,7 +130,7 @@ def name_of(launch: Any) -> str:
     return (
         launch.__name__
         if hasattr(launch, "__name__")
-        else "-".join([launch.func.__name__, *map(str, (*launch.args, *launch.keywords.values()))])
+        else "-".join([launch.func.__name__, *map(str, launch.args), *(f"{key}={value}" for key, value in launch.keywords.items())])
     )
 
 
@@ -98,7 +144,7 @@ def check(kernel: Compiled, capability: int, *, is_gemm: bool, spilled_bytes: in
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("launch", GEMMS, ids=name_of)
+@pytest.mark.parametrize("launch", [*GEMMS, partial(weight_gradient, experts=128)], ids=name_of)
 def test_first_config(launch: Callable[[], None], capability: int) -> None:
     """It has to run everywhere, so also in the 99 KB of a gaming card; on Hopper and newer the same tiles take more stages."""
     kernels = [kernel for kernel in compiled(launch, capability) if any(kernel.instructions[kind] for kind in TENSOR_CORES.values())]
@@ -116,6 +162,20 @@ def test_kernels_without_products(launch: Callable[[], None]) -> None:
         check(kernel, 80, is_gemm=False)
 
 
+def test_one_kernel_for_all_numbers_of_rows() -> None:
+    """Multiples of 16, others and 1; a kernel that is compiled in the middle of a run is a stall for all ranks."""
+    usual, *others = (specializations(partial(micro_batch, tokens, rows), 80) for tokens, rows in ((1024, 4096), (1025, 4099), (1030, 1)))
+    assert len(usual) > 15
+    for other in others:
+        assert other == usual
+
+
+def test_hidden_is_not_written_where_nobody_wants_it() -> None:
+    (both,), (one,) = compiled(up, 80), compiled(partial(up, keeps_hidden=False), 80)
+    assert 0 < one.ptx.count("st.global") <= both.ptx.count("st.global") / 2
+    check(one, 80, is_gemm=True)
+
+
 def test_descriptors_replace_addresses() -> None:
     """Where there are descriptors, all that comes from memory in the loop comes by them, and they cost fewer registers."""
     alike = [{**config, "TMA": 0, "PROGRAMS": 0, "num_stages": 0} for config in CONFIGS]
@@ -131,12 +191,15 @@ def test_descriptors_replace_addresses() -> None:
 @pytest.mark.parametrize("capability", SHARED_LIMIT)
 @pytest.mark.parametrize("launch", [*GEMMS, *OTHERS, *VARIANTS], ids=name_of)
 def test_all_configs(launch: Callable[[], None], capability: int) -> None:
-    """Every config compiles; the first fits and spills two registers at most. What is more for others is for the autotuner."""
+    """Every config compiles, the first fits and spills four registers at most; of the others enough fit for the autotuner to choose."""
+    num_fitting = 0
     for config in range(num_configs(launch, capability)):
         for kernel in compiled(launch, capability, config):
-            is_gemm = launch not in OTHERS and any(kernel.instructions[kind] for kind in TENSOR_CORES.values())
+            is_gemm = any(kernel.instructions[kind] for kind in TENSOR_CORES.values())
             if config == 0 or kernel.shared_bytes <= SHARED_LIMIT[capability]:
-                check(kernel, capability, is_gemm=is_gemm, spilled_bytes=160 if config else 8)
+                check(kernel, capability, is_gemm=is_gemm, spilled_bytes=256 if config else 16)
+                num_fitting += is_gemm
+    assert num_fitting >= 2 or launch in OTHERS
 
 
 @pytest.mark.slow

@@ -83,6 +83,17 @@ def test_rows_with_space_between_them_and_leading_dimensions():
     assert relative_error(losses.flatten(), torchs(logits, target, grad)[0]) < 1e-6
 
 
+def test_targets_and_gradients_with_strides():
+    logits, target, _ = drawn(6, 40)
+    grad = torch.rand(1, device=DEVICE).expand(6)  # of a mean
+    strided = torch.stack([target, target + 1], dim=1)[:, 0]
+    log_sum, picked = cross_entropy_statistics(logits, strided, 0)
+    assert all(torch.equal(one, other) for one, other in zip((log_sum, picked), cross_entropy_statistics(logits, target, 0), strict=True))
+    sums = torch.stack([log_sum, log_sum + 1], dim=1)[:, 0]
+    dlogits = cross_entropy_gradient(logits, strided, sums, grad, 0)
+    assert torch.equal(dlogits, cross_entropy_gradient(logits, target, log_sum, grad.contiguous(), 0))
+
+
 def test_no_tokens():
     logits = torch.empty(0, 8, device=DEVICE, requires_grad=True)
     losses = token_losses(logits, torch.empty(0, dtype=torch.int64, device=DEVICE))

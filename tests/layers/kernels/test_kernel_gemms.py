@@ -19,6 +19,10 @@ from relative_error import relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMIT = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
+# A sum over K products in fp32, one after the other, is off by about 6e-8 times the root of K/2, and the real shapes have K up to 2048.
+REAL_LIMIT = LIMIT | {torch.float32: 1e-5}
+HAS_DESCRIPTORS = launch.INTERPRETED or (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0))
+needs_descriptors = pytest.mark.skipif(not HAS_DESCRIPTORS, reason="needs a GPU of compute capability 9.0 or newer")
 DTYPES = list(LIMIT)
 # The ends of the experts' rows: uneven and empty; one expert takes all; one row each; none at all.
 ENDS = {"uneven": [0, 37, 38, 70], "one": [0, 45, 45], "single": [1, 2, 3], "none": [0, 0]}
@@ -53,12 +57,12 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def use_descriptors(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
     config = next(config for config in module.CONFIGS if config["TMA"])
-    monkeypatch.setattr(module._kernel, "configs", [launch.make_config(config, module._set_blocks)])
+    monkeypatch.setattr(module._kernel.timed, "configs", [launch.make_config(config, module._set_blocks)])
 
 
-def check(actual: Tensor, expected: Tensor, rows: int, dtype: torch.dtype) -> None:
+def check(actual: Tensor, expected: Tensor, rows: int, dtype: torch.dtype, limits: dict[torch.dtype, float]) -> None:
     assert actual.dtype == dtype
-    assert relative_error(actual[:rows], expected[:rows]) < LIMIT[dtype]
+    assert relative_error(actual[:rows], expected[:rows]) < limits[dtype]
     assert actual[rows:].isnan().all(), "a row past the last expert's was written"
 
 
@@ -75,12 +79,12 @@ def up_case(ends: list[int], dim: int, ffn: int, activation: str, gather: bool, 
     return (x, random(len(ends), width, dim, dtype=dtype), offsets_of(ends)), kwargs
 
 
-def check_up(case: tuple[tuple, dict], rows: int) -> None:
+def check_up(case: tuple[tuple, dict], rows: int, limits: dict[torch.dtype, float] = LIMIT) -> None:
     (x, w, offsets), kwargs = case
     hidden_RW, active_RF = up.up_projection(x, w, offsets, **kwargs)
     expected = up.up_projection_torch(x.double(), w.double(), offsets, **kwargs)
-    check(hidden_RW, expected[0], rows, x.dtype)
-    check(active_RF, expected[1], rows, x.dtype)
+    check(hidden_RW, expected[0], rows, x.dtype, limits)
+    check(active_RF, expected[1], rows, x.dtype, limits)
 
 
 # All activations; gated and not in every dtype, with and without gather.
@@ -99,6 +103,27 @@ def test_up_projection_of_extreme_groups(ends: str, gather: bool) -> None:
     check_up(up_case(ENDS[ends], 64, 48, "swiglu", gather, torch.float32), ENDS[ends][-1])
 
 
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_without_hidden_where_no_backward_follows(activation: str) -> None:
+    args, kwargs = up_case(ENDS["uneven"], 37, 19, activation, True, torch.float32)
+    _, expected = up.up_projection(*args, **kwargs)
+    for function, close in ((up.up_projection, 0), (up.up_projection_torch, 1e-6)):
+        hidden_RW, active_RF = function(*args, **kwargs, keeps_hidden=False)
+        assert hidden_RW.shape == (0, args[1].size(1))
+        assert relative_error(active_RF[:70], expected[:70]) <= close
+
+
+def test_vectors_with_strides() -> None:
+    (x, w, offsets), kwargs = up_case(ENDS["uneven"], 37, 19, "swiglu", True, torch.float32)
+    token_R, weights_R, offsets_L1 = (torch.stack([y, y + 1], dim=1)[:, 0] for y in (kwargs["token_R"], kwargs["weights_R"], offsets))
+    strided = up.up_projection(x, w, offsets_L1, activation="swiglu", token_R=token_R, weights_R=weights_R)
+    for one, other in zip(strided, up.up_projection(x, w, offsets, **kwargs), strict=True):
+        assert torch.equal(one[:70], other[:70])
+    weight2 = random(4, 19, 24, dtype=torch.float32)
+    assert torch.equal(down.grouped_matmul(one, weight2, offsets_L1)[:70], down.grouped_matmul(one, weight2, offsets)[:70])
+
+
+@needs_descriptors
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 def test_up_projection_by_descriptors(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_descriptors(monkeypatch, up)
@@ -126,6 +151,7 @@ def test_grouped_matmul_of_extreme_groups(ends: str) -> None:
     check_down(ENDS[ends], 48, 40, torch.float32, True)
 
 
+@needs_descriptors
 @pytest.mark.parametrize("transposed", [True, False])
 def test_grouped_matmul_by_descriptors(transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     use_descriptors(monkeypatch, down)
@@ -142,12 +168,14 @@ def test_same_bits_twice() -> None:
         assert torch.equal(one[:70], other[:70])
 
 
-def check_down(ends: list[int], depth: int, width: int, dtype: torch.dtype, transposed: bool) -> None:
+def check_down(
+    ends: list[int], depth: int, width: int, dtype: torch.dtype, transposed: bool, limits: dict[torch.dtype, float] = LIMIT
+) -> None:
     x_RI, w_LOI = spoiled(random(ends[-1] + WASTE, depth, dtype=dtype), ends[-1]), random(len(ends), width, depth, dtype=dtype)
     w_LIO = w_LOI.transpose(1, 2) if transposed else w_LOI.transpose(1, 2).contiguous()
     offsets = offsets_of(ends)
     y_RO = down.grouped_matmul(x_RI, w_LIO, offsets)
-    check(y_RO, down.grouped_matmul_torch(x_RI.double(), w_LIO.double(), offsets), ends[-1], dtype)
+    check(y_RO, down.grouped_matmul_torch(x_RI.double(), w_LIO.double(), offsets), ends[-1], dtype, limits)
 
 
 def test_rows_and_matrices_with_strides() -> None:
@@ -230,6 +258,6 @@ def test_real_shapes(shape: tuple[int, int, int, int], skewed: bool, dtype: torc
     share = torch.arange(1, experts + 1, dtype=torch.float64) ** (-1.2 if skewed else 0.0)
     ends = (share.cumsum(0) / share.sum() * rows).long().tolist()
     (x, w, offsets), kwargs = up_case(ends, dim, ffn, "swiglu", True, dtype)
-    check_up(((x, w * dim**-0.5, offsets), kwargs), ends[-1])
-    check_down(ends, ffn, dim, dtype, True)
-    check_down(ends, 2 * ffn, dim, dtype, False)
+    check_up(((x, w * dim**-0.5, offsets), kwargs), ends[-1], REAL_LIMIT)
+    check_down(ends, ffn, dim, dtype, True, REAL_LIMIT)
+    check_down(ends, 2 * ffn, dim, dtype, False, REAL_LIMIT)

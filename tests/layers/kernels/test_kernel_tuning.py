@@ -1,0 +1,164 @@
+"""How the fastest config is found and who takes it: Triton's own autotuner over interpreted kernels, with times that the test makes up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+import pytest
+import torch
+from backward_cases import drawn, offsets_of, poisoned
+
+pytest.importorskip("triton")
+
+from moe_exp.layers.kernels import activation_grad, combine, grouped_matmul, launch, up_projection, weight_grad
+
+pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="needs Triton's interpreter")
+TUNED = [activation_grad, combine, grouped_matmul, up_projection, weight_grad]
+
+
+class Stopwatch:
+    """In the place of the benchmark: every config is launched twice, and each is faster than the one before."""
+
+    def __init__(self) -> None:
+        self.num_timed = 0
+        self.launched: list[dict[str, int]] = []
+
+    def __call__(self, run_once, quantiles):
+        for _ in range(2):
+            run_once()
+            self.after_trial()
+        self.num_timed += 1
+        return [1 / self.num_timed] * len(quantiles)
+
+    def after_trial(self) -> None:
+        pass
+
+
+@pytest.fixture
+def stopwatch(monkeypatch):
+    """A function that gives the kernel of a module all of its configs and a stopwatch."""
+
+    def attach(module: ModuleType) -> Stopwatch:
+        watch, autotuner = Stopwatch(), module._kernel.timed
+        set_blocks = getattr(module, "_set_blocks", None)
+        monkeypatch.setattr(autotuner, "configs", [launch.make_config(config, set_blocks) for config in module.CONFIGS])
+        monkeypatch.setattr(autotuner, "cache", {})
+        monkeypatch.setitem(vars(autotuner), "do_bench", watch)
+        run = autotuner.fn.run
+        monkeypatch.setattr(autotuner.fn, "run", lambda *args, **kwargs: (watch.launched.append(kwargs), run(*args, **kwargs)))
+        return watch
+
+    return attach
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def warps(module: ModuleType) -> list[int]:
+    return [config["num_warps"] for config in module.CONFIGS]
+
+
+def combined(num_tokens: int) -> torch.Tensor:
+    row_TK = torch.arange(2 * num_tokens, dtype=torch.int32).view(-1, 2)
+    return combine.combine(torch.ones(2 * num_tokens, 8), row_TK)
+
+
+def test_the_fastest_is_taken_and_timed_once(stopwatch):
+    watch = stopwatch(combine)
+    combined(3)
+    assert watch.num_timed == len(combine.CONFIGS)
+    assert watch.launched[-1]["num_warps"] == warps(combine)[-1] != warps(combine)[0]
+    combined(5)
+    assert watch.num_timed == len(combine.CONFIGS)
+
+
+def test_deterministic_algorithms_take_the_first_whenever_they_are_asked_for(stopwatch):
+    watch = stopwatch(combine)
+    with deterministic():
+        combined(3)
+    assert watch.num_timed == 0
+    combined(3)
+    assert watch.num_timed == len(combine.CONFIGS)
+    with deterministic():
+        combined(3)
+    combined(3)
+    # Asked for before the configs were timed and after; and what was found is not forgotten.
+    first, *_, again, fastest = (launched["num_warps"] for launched in watch.launched)
+    assert [first, again, fastest] == [warps(combine)[0], warps(combine)[0], warps(combine)[-1]]
+    assert watch.num_timed == len(combine.CONFIGS)
+
+
+def test_few_rows_do_not_choose_for_many(stopwatch):
+    watch = stopwatch(combine)
+    for num_tokens, num_classes in ((1, 1), (63, 1), (64, 2), (100, 2), (3, 2)):
+        combined(num_tokens)
+        assert watch.num_timed == num_classes * len(combine.CONFIGS)
+
+
+@pytest.mark.parametrize("module", TUNED)
+def test_every_kernel_knows_how_many_rows_there_are(module):
+    assert "rows_class" in module._kernel.timed.keys
+
+
+def test_classes_of_rows():
+    assert [launch.rows_class(rows, 8) for rows in (0, 511, 512, 4095, 4096, 10**6)] == [0, 0, 1, 1, 2, 2]
+    assert [launch.rows_class(rows) for rows in (1, 64, 512)] == [0, 1, 2]
+
+
+def test_a_config_with_descriptors_only_where_there_are_some(stopwatch):
+    """Operands of the same shape, first at a multiple of 16 bytes and then not."""
+    watch = stopwatch(grouped_matmul)
+    x_RI, w_LIO, offsets_L1 = drawn(9, 32, dtype=torch.float32, seed=1), drawn(2, 32, 32, dtype=torch.float32, seed=2), offsets_of((4, 5))
+    expected = grouped_matmul.grouped_matmul(x_RI, w_LIO, offsets_L1)
+    assert watch.launched[-1]["TMA"] == 1
+    shifted = torch.empty(9 * 32 + 1)[1:].view(9, 32).copy_(x_RI)
+    assert launch.descriptors(shifted) == (None,)
+    y_RO = grouped_matmul.grouped_matmul(shifted, w_LIO, offsets_L1)
+    assert watch.launched[-1]["TMA"] == 0
+    assert (y_RO - expected).norm() < 1e-6 * expected.norm()
+
+
+# Gradients that are added to main_grad
+
+
+def operands() -> tuple[torch.Tensor, ...]:
+    return drawn(8, 40, dtype=torch.float32, seed=1), drawn(8, 24, dtype=torch.float32, seed=2), offsets_of((3, 0, 5))
+
+
+def test_timing_adds_nothing_to_main_grad_and_copies_nothing(stopwatch, monkeypatch):
+    watch, main_grad = stopwatch(weight_grad), drawn(3, 40, 24, dtype=torch.float32, seed=3)
+    before, expected = main_grad.clone(), weight_grad.weight_grad(*operands())
+    watch.num_timed = 0
+    watch.after_trial = lambda: pytest.fail("a trial was added") if not torch.equal(main_grad, before) else None
+    clone = torch.Tensor.clone
+    monkeypatch.setattr(torch.Tensor, "clone", lambda x, **how: pytest.fail("a copy is made") if x is main_grad else clone(x, **how))
+    weight_grad.weight_grad(*operands(), out=main_grad)
+    assert watch.num_timed == len(weight_grad.CONFIGS)
+    assert torch.equal(main_grad, before + expected)
+    weight_grad.weight_grad(*operands(), out=main_grad)
+    assert watch.num_timed == len(weight_grad.CONFIGS)
+    assert torch.equal(main_grad, before + expected + expected)
+
+
+def test_main_grad_with_deterministic_algorithms(stopwatch):
+    watch, main_grad = stopwatch(weight_grad), torch.zeros(3, 40, 24)
+    with deterministic():
+        weight_grad.weight_grad(*operands(), out=main_grad)
+    assert watch.num_timed == 0
+    assert torch.equal(main_grad, weight_grad.weight_grad(*operands()))
+
+
+def test_a_rank_without_rows_times_nothing(stopwatch, monkeypatch):
+    watch, (a, b, offsets_L1) = stopwatch(weight_grad), operands()
+    with poisoned(monkeypatch):
+        dw_LMN = weight_grad.weight_grad(a[:0], b[:0], offsets_L1 * 0)
+    assert not dw_LMN.any()
+    assert watch.num_timed == len(watch.launched) == 0
