@@ -10,6 +10,7 @@ import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a 
 import contextlib
 import os
 import pickle
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,9 @@ def _common(folder: Path) -> dict[str, Any]:
 
 def _load(sharded: dict[str, Any], folder: Path) -> dict[str, Any]:
     try:
-        with _tensors_and_plain_values():
+        with _tensors_and_plain_values(), warnings.catch_warnings():
+            # Of how Megatron from 0.19 on calls torch, on each rank by itself.
+            warnings.filterwarnings("ignore", "(The argument order of load|torch.distributed is disabled)", UserWarning)
             return dict(TorchDistLoadShardedStrategy().load(sharded, folder))
     except (CheckpointException, pickle.UnpicklingError) as error:
         # The first is no Exception but a BaseException, with what went wrong by rank.
