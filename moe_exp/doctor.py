@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -100,7 +101,14 @@ def requirements(extras: Sequence[str] = ()) -> list[str]:
     for name in extras:
         if name not in known:
             raise ValueError(f"extra {name!r} does not exist: use one of {', '.join(known)}")
-    return [line.partition(";")[0].strip() for line in required + [line for name in extras for line in known[name]]]
+    lines = required + [line for name in extras for line in known[name]]
+    return [line.partition(";")[0].strip() for line in lines if _is_of_this_python(line)]
+
+
+def _is_of_this_python(line: str) -> bool:
+    """Whether the marker of a requirement, if it has one, holds here; of Python's version, there are no others."""
+    markers = re.findall(r"python_version *(<|>=) *[\"'](\d+)\.(\d+)", line)
+    return all((sys.version_info >= (int(major), int(minor))) == (sign == ">=") for sign, major, minor in markers)
 
 
 def _installed_extras() -> list[str]:

@@ -194,7 +194,8 @@ def _mend_writer(module: Any) -> None:
         failure = next((outcome for outcome in written.values() if isinstance(outcome, Exception)), None)
         results.put(written if failure is None else failure)
 
-    module._get_write_results_queue = lambda: results
+    # From 0.17 on the rank itself writes, in threads, and only the queue is in a process of its own.
+    module._get_write_results_queue = module.get_write_results_queue = lambda *args: results
     writer.write_preloaded_data_multiproc = staticmethod(write)
 
 

@@ -34,6 +34,7 @@ class Adam(torch.optim.Optimizer):
         eps: added to the denominator.
         weight_decay: decoupled weight decay.
         adam_w_mode: has to be true.
+        capturable: in a CUDA graph; has to be false. Megatron passes it from 0.19 on.
     """
 
     def __init__(
@@ -44,9 +45,12 @@ class Adam(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         adam_w_mode: bool = True,
+        capturable: bool = False,
     ):
         if not adam_w_mode:
             raise ValueError("adam_w_mode=False: only decoupled weight decay is supported. Fix: use decoupled_weight_decay=True.")
+        if capturable:
+            raise ValueError("capturable=True: the step counts on the host, which a CUDA graph leaves out. Fix: use capturable=False.")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()

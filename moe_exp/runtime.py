@@ -142,8 +142,12 @@ def quiet_third_parties() -> None:
     # Megatron calls collectives by names that torch 2.13 has given new ones.
     for module in (r"torch\.distributed.*", r"megatron\..*"):
         warnings.filterwarnings("ignore", category=FutureWarning, module=module)
-    # "Unknown MLP type", once per layer: ours.
-    logging.getLogger("megatron.core.transformer.transformer_layer").setLevel(logging.ERROR)
+    # "Unknown MLP type", once per layer: ours. From 0.19 on "GPTModel IS DEPRECATED", which a user cannot do anything about, and
+    # that the layout of the optimizer's buffers is computed inside DDP, as it always was.
+    for name in ("transformer.transformer_layer", "models.gpt.gpt_model"):
+        logging.getLogger(f"megatron.core.{name}").setLevel(logging.ERROR)
+    ddp = logging.getLogger("megatron.core.distributed.distributed_data_parallel")
+    ddp.addFilter(lambda record: "full_param_layout not provided" not in record.getMessage())
 
 
 def freeze_garbage() -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import get_batch_on_this_cp_rank, get_model_config
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from moe_exp import faults, heartbeat, runtime
@@ -32,7 +32,7 @@ from moe_exp.checkpoint.save import SaveError, Saver
 from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync
 from moe_exp.checks import check_config
 from moe_exp.config import Config, ConfigError, add_arguments, load_config
-from moe_exp.data.dataset import Samples, split_batch
+from moe_exp.data.dataset import Samples, context_part, split_batch
 from moe_exp.data.prefetch import ReadAhead, microbatch_start
 from moe_exp.data.sample_order import Change
 from moe_exp.dumps import dump, is_dumped
@@ -314,7 +314,7 @@ def _microbatch(job: Job, stream: Samples, first_sample: int, index: int) -> dic
     first = microbatch_start(first_sample, index, mbsz=config.mbsz, dp_rank=groups.dp.rank(), dp_size=groups.dp.size())
     tokens = read_tokens(stream, first, config.mbsz, vocab_size=config.vocab_size)
     batch = split_batch(tokens.to(job.runtime.device, non_blocking=True))
-    return get_batch_on_this_cp_rank(batch, groups.cp)
+    return context_part(batch, cp_rank=groups.cp.rank(), cp_size=groups.cp.size())
 
 
 def forward_step(data_iterator: Any, model: Any, *, cp_size: int) -> tuple[Tensor, Any]:

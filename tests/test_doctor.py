@@ -103,6 +103,13 @@ def test_extras_add_their_requirements() -> None:
         doctor.requirements(["nonsense"])
 
 
+def test_a_requirement_of_other_pythons_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for python, has_triton in [((3, 11, 7), False), ((3, 12, 0), True), ((4, 0, 0), True)]:
+        monkeypatch.setattr(sys, "version_info", python)
+        assert ("triton>=3.0" in doctor.requirements()) == has_triton
+        assert "torch>=2.6" in doctor.requirements()
+
+
 def test_missing_is_answered_without_third_party_packages() -> None:
     """The scripts ask a Python in which nothing is installed: -S leaves site-packages out."""
     done = run_module("-S", "-m", "moe_exp.doctor", "--missing")

@@ -286,6 +286,8 @@ def test_adam_continues_identically_after_a_load():
 def test_adam_without_decoupled_weight_decay():
     with pytest.raises(ValueError, match=r"adam_w_mode=False: only decoupled weight decay is supported\. Fix: use decoupled_"):
         Adam(parameters(), adam_w_mode=False)
+    with pytest.raises(ValueError, match=r"capturable=True: the step counts on the host, which .* Fix: use capturable=False\."):
+        Adam(parameters(), capturable=True)
 
 
 def test_choose_optimizer():

@@ -1,4 +1,4 @@
-"""What rank 0 finds out, on every rank."""
+"""What one rank finds out, on every rank."""
 
 from __future__ import annotations
 
@@ -33,4 +33,22 @@ def from_first_rank(make: Callable[[], T]) -> T:
     value, error = box[0]
     if error is not None:
         raise error
+    return cast(T, value)
+
+
+def on_every_rank(make: Callable[[], T]) -> T:
+    """What `make` returns, of each rank its own. Called by every rank.
+
+    Raises:
+        ValueError: on every rank, with the same text, where `make` does on one; so no rank goes on without it.
+    """
+    value, line = None, ""
+    try:
+        value = make()
+    except ValueError as caught:
+        line = str(caught)
+    lines: list[str] = [""] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(lines, line)
+    if found := next((text for text in lines if text), ""):
+        raise ValueError(found)
     return cast(T, value)

@@ -1,12 +1,11 @@
-"""common.pt of Megatron-LM, which holds its arguments: objects of Megatron's classes, as inert copies that run no code."""
+"""What is not sharded in a checkpoint of Megatron-LM: its arguments, objects of Megatron's classes, as inert copies that run no code."""
 
 from __future__ import annotations
 
 import pickle
 import types
 from collections import OrderedDict
-from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -52,10 +51,10 @@ _INERT_PICKLE = types.SimpleNamespace(
 )
 
 
-def read_inert(path: Path) -> Any:
-    """What torch.save wrote to `path`, with an `Inert` for every object of argparse or Megatron.
+def read_inert(file: IO[bytes]) -> Any:
+    """What torch.save wrote to `file`, with an `Inert` for every object of argparse or Megatron.
 
     Raises:
         pickle.UnpicklingError: where it names other classes or functions.
     """
-    return torch.load(path, map_location="cpu", pickle_module=_INERT_PICKLE, weights_only=False)
+    return torch.load(file, map_location="cpu", pickle_module=_INERT_PICKLE, weights_only=False)

@@ -32,7 +32,7 @@ from moe_exp.checkpoint.naming import (
     optimizer_state,
     states,
 )
-from moe_exp.checkpoint.torch_dist import CheckpointReader
+from moe_exp.checkpoint.torch_dist import COMMON_OBJECT, CheckpointReader
 from moe_exp.checkpoint.torch_dist_writer import CheckpointWriter
 from moe_exp.config import problem
 from moe_exp.files import write_atomically
@@ -159,6 +159,8 @@ class _Work:
         """Objects of the new checkpoint, under their full keys."""
         found = []
         for full_key in self.reader.objects:
+            if full_key == COMMON_OBJECT:  # it becomes common.pt
+                continue
             match = _OBJECT.fullmatch(full_key)
             if match and match[1].endswith(_EXTRA_STATE):
                 found.append((self._extra_state_key(match[1], match[2]), self.reader.read_object(full_key)))

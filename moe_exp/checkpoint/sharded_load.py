@@ -1,4 +1,8 @@
-"""Megatron's loading without its trust: of a checkpoint it unpickles `.metadata`, and objects with `weights_only=False`."""
+"""Megatron's loading without its trust: of a checkpoint it unpickles `.metadata`, and objects with `weights_only=False`.
+
+These are the steps of `dist_checkpointing.load` with another reading of what is not sharded. It has no place for that in all versions
+of Megatron, and from 0.19 on the ranks read by themselves: where the files of one are damaged, the others would go on without it.
+"""
 
 import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
 
@@ -6,35 +10,59 @@ import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a 
 import contextlib
 import os
 import pickle
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+from megatron.core.dist_checkpointing.dict_utils import merge
+from megatron.core.dist_checkpointing.mapping import apply_factory_merges
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+from megatron.core.dist_checkpointing.utils import extract_sharded_base, force_all_tensors_to_non_fp8
+from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
 from torch.distributed.checkpoint.api import CheckpointException
 
+from moe_exp.checkpoint.agreement import on_every_rank
 from moe_exp.checkpoint.torch_dist import read_common, read_metadata
 
 _FORCE, _FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 
-def load_sharded(state: dict[str, Any], folder: Path, **options: Any) -> dict[str, Any]:
+def load_sharded(state: dict[str, Any], folder: Path, *, validate_access_integrity: bool = True) -> dict[str, Any]:
     """`dist_checkpointing.load`, in which nothing of the files is run. Called by every rank.
 
     Args:
-        state: sharded, what is asked for.
+        state: sharded, what is asked for; it is used up.
         folder: of one iteration.
-        options: of `dist_checkpointing.load`.
+        validate_access_integrity: whether every value of every tensor has to have one rank that owns it.
 
     Raises:
-        ValueError: where `.metadata` or an object holds more than the format's classes, tensors and plain values, or a file or a
-            tensor is not what was asked for.
+        ValueError: on every rank, where `.metadata` or an object holds more than the format's classes, tensors and plain values, or
+            a file or a tensor is not what was asked for.
     """
-    read_metadata(folder)
+    loaded = on_every_rank(lambda: _common(folder))
+    force_all_tensors_to_non_fp8(state)
+    sharded, not_sharded, factories = load_preprocess(state)
+    merge(loaded, not_sharded)
+    sharded, _ = extract_sharded_base(sharded)
+    if validate_access_integrity:
+        validate_sharding_integrity(determine_global_metadata(sharded)[1])
+    merge(loaded, on_every_rank(lambda: _load(sharded, folder)))
+    return dict(apply_factory_merges(loaded, factories))
+
+
+def _common(folder: Path) -> dict[str, Any]:
+    read_metadata(folder)  # here, where it runs nothing; Megatron reads it again
+    return read_common(folder)
+
+
+def _load(sharded: dict[str, Any], folder: Path) -> dict[str, Any]:
     try:
-        with _tensors_and_plain_values():
-            return dict(dist_checkpointing.load(state, str(folder), common_strategy=_PlainCommon(), **options))
+        with _tensors_and_plain_values(), warnings.catch_warnings():
+            # Of how Megatron from 0.19 on calls torch, on each rank by itself.
+            warnings.filterwarnings("ignore", "(The argument order of load|torch.distributed is disabled)", UserWarning)
+            return dict(TorchDistLoadShardedStrategy().load(sharded, folder))
     except (CheckpointException, pickle.UnpicklingError) as error:
         # The first is no Exception but a BaseException, with what went wrong by rank.
         cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
@@ -42,13 +70,6 @@ def load_sharded(state: dict[str, Any], folder: Path, **options: Any) -> dict[st
         if isinstance(cause, pickle.UnpicklingError):
             reason = "an object in it is no plain value, loading it would run code"
         raise ValueError(f"checkpoint={folder}: cannot be used ({reason}). Fix: use another checkpoint.") from None
-
-
-class _PlainCommon(TorchCommonLoadStrategy):  # type: ignore[misc]  # megatron has no types
-    """common.pt as `read_common` gives it; that of Megatron-LM holds objects of its own."""
-
-    def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        return read_common(Path(checkpoint_dir))
 
 
 @contextlib.contextmanager

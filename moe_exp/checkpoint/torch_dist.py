@@ -3,7 +3,8 @@
 The format is that of torch.distributed.checkpoint. A tensor has a key, a shape and a type, and lies in chunks: boxes that do not
 overlap and fill it. A chunk is what `torch.save` writes, at an offset of a `.distcp` file. `.metadata`, a pickle, holds the shapes
 and the places. Beside tensors there are objects: `torch.save` of a list with one item, under keys such as `rng_state/shard_0.0_1.1`.
-Megatron adds common.pt (everything that is not sharded) and metadata.json (the name of the format).
+Megatron adds common.pt (everything that is not sharded), from 0.19 on the object `common_state` in its place, and metadata.json (the
+name of the format).
 
 Nothing here runs code from a file: the pickle may name the classes of the format and no others, all else is `weights_only`.
 What is read is compared with the checksum that `torch.save` puts beside it (CRC-32): `torch.load` itself does not look at it.
@@ -35,6 +36,7 @@ from torch.distributed.checkpoint.metadata import (
 from moe_exp.checkpoint.foreign import read_inert
 
 COMMON = "common.pt"
+COMMON_OBJECT = "common_state/shard_0_1"
 METADATA = ".metadata"
 # What a .metadata may be made of.
 _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner")
@@ -84,15 +86,26 @@ def read_common(folder: Path) -> dict[str, Any]:
         ValueError: where the file is missing or damaged, or names code.
     """
     path = folder / COMMON
+    if not path.exists() and (folder / METADATA).exists():
+        reader = CheckpointReader(folder)
+        if COMMON_OBJECT in reader.objects:
+            return dict(reader.read_object(COMMON_OBJECT)[0])
     try:
-        try:
-            return dict(torch.load(path, map_location="cpu", weights_only=True))
-        except pickle.UnpicklingError:
-            if not zipfile.is_zipfile(path):
-                raise
-            return dict(read_inert(path))
+        with path.open("rb") as file:
+            return dict(_load_foreign(file))
     except Exception as error:  # torch raises RuntimeError, UnpicklingError, EOFError, ... as the damage will have it
         raise _unusable(path, error) from None
+
+
+def _load_foreign(file: IO[bytes]) -> Any:
+    """Plain values, or where Megatron-LM wrote other things, inert copies of them."""
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        if not zipfile.is_zipfile(file):
+            raise
+        file.seek(0)
+        return read_inert(file)
 
 
 def _unusable(path: Path, error: Exception) -> ValueError:
@@ -207,8 +220,8 @@ class CheckpointReader:
             yield chunk.offsets, self.read_chunk(stored, chunk)
 
     def read_object(self, key: str) -> Any:
-        """An object of the checkpoint, or None."""
-        return self._load(self.objects[key])
+        """An object of the checkpoint, or None; of Megatron-LM's arguments inert copies."""
+        return self._load(self.objects[key], foreign=key == COMMON_OBJECT)
 
     def common(self) -> dict[str, Any]:
         """See `read_common`."""
@@ -237,13 +250,13 @@ class CheckpointReader:
         while self._kept and kept_bytes > limit_bytes:
             kept_bytes -= self._kept.popitem(last=False)[1].nbytes
 
-    def _load(self, chunk: Chunk) -> Any:
+    def _load(self, chunk: Chunk, *, foreign: bool = False) -> Any:
         path = self.folder / chunk.file
         try:
             with path.open("rb") as file:
-                window = _Window(file, chunk.start, chunk.num_bytes)
+                window = cast(IO[bytes], _Window(file, chunk.start, chunk.num_bytes))
                 _check_zip(window)
-                return torch.load(cast(IO[bytes], window), map_location="cpu", weights_only=True)
+                return _load_foreign(window) if foreign else torch.load(window, map_location="cpu", weights_only=True)
         except Exception as error:  # torch raises RuntimeError, UnpicklingError, EOFError, ... as the damage will have it
             raise _unusable(path, error) from None
 
@@ -281,7 +294,7 @@ class _Window(io.RawIOBase):
         return int(count)
 
 
-def _check_zip(window: _Window) -> None:
+def _check_zip(window: IO[bytes]) -> None:
     """The checksums of the zip that torch.save has written.
 
     Raises:

@@ -13,7 +13,7 @@ import moe_exp.megatron_cpu  # noqa: F401
 
 # isort: split
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
@@ -160,6 +160,26 @@ def split_batch(tokens_BS1: torch.Tensor) -> dict[str, torch.Tensor]:
         "loss_mask": torch.ones(tokens_BS.shape, dtype=torch.float32, device=tokens_BS.device),
         "position_ids": torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS).contiguous(),
     }
+
+
+def context_part(batch: Mapping[str, torch.Tensor], *, cp_rank: int, cp_size: int) -> dict[str, torch.Tensor]:
+    """What a context parallel rank has of a batch: of the 2C pieces of each sequence its own and the one as far from the end.
+
+    So every rank has as much to do where tokens attend to those before them. Megatron's `get_batch_on_this_cp_rank` gives the same, by
+    arguments that differ between its versions.
+
+    Args:
+        batch: of shape [B, S], S a multiple of 2C.
+        cp_rank: this rank, below C.
+        cp_size: C.
+
+    Returns:
+        The same of shape [B, S/C].
+    """
+    if cp_size == 1:
+        return dict(batch)
+    pieces = {name: values.chunk(2 * cp_size, dim=1) for name, values in batch.items()}
+    return {name: torch.cat([parts[cp_rank], parts[-1 - cp_rank]], dim=1) for name, parts in pieces.items()}
 
 
 # Blending

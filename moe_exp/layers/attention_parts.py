@@ -22,6 +22,8 @@ from moe_exp.layers.norm import ProjectionNorm
 if not isinstance(multi_latent_attention.TELinear, type):
     # Without Transformer Engine its names are stand-ins, and Megatron takes them for its classes.
     multi_latent_attention.HAVE_TE = False
+    # From 0.19 on Megatron takes a linear layer of its own for one that it knows only where Transformer Engine is there.
+    multi_latent_attention.Linear = Linear
 
 
 class MegatronProjectionNorm(ProjectionNorm):
@@ -55,6 +57,15 @@ class ProjectionNormAttention(SelfAttention):  # type: ignore[misc]
         self.k_layernorm = MegatronProjectionNorm(config, config.num_query_groups * head, group=group)
 
 
+class LatentAttention(MLASelfAttention):  # type: ignore[misc]
+    """MLASelfAttention of the parts that its spec names."""
+
+    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
+        """Called by Megatron from 0.19 on, whose rules would put a norm of Transformer Engine before the projection of queries
+        that are not compressed (DeepSeek-V2-Lite), and refuse these without Transformer Engine."""
+        return vars(submodules)
+
+
 def latent_attention_spec(config: TransformerConfig, *, norm: type) -> ModuleSpec:
     """Multi-latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) of Megatron's local parts and our attention core.
 
@@ -85,4 +96,4 @@ def latent_attention_spec(config: TransformerConfig, *, norm: type) -> ModuleSpe
         q_layernorm=norm,
         kv_layernorm=norm,
     )
-    return ModuleSpec(module=MLASelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)
+    return ModuleSpec(module=LatentAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)

@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
 
 from moe_exp.layers.attention import CausalAttention
-from moe_exp.layers.attention_parts import ProjectionNormAttention, latent_attention_spec
+from moe_exp.layers.attention_parts import LatentAttention, ProjectionNormAttention, latent_attention_spec
 from moe_exp.layers.grouped_gemm import choose_backend
 from moe_exp.layers.megatron_parts import MegatronExperts, MegatronMoELayer, MegatronRouter, device_of_model
 from moe_exp.layers.norm import Norm
@@ -144,6 +144,8 @@ def te_layer_spec(config: TransformerConfig, *, mlp: ModuleSpec | None, projecti
         spec.submodules.mlp = mlp
     if projection_norm:
         spec.submodules.self_attention.module = ProjectionNormAttention
+    elif config.multi_latent_attention:
+        spec.submodules.self_attention.module = LatentAttention
     return spec
 
 

@@ -19,6 +19,7 @@ from small_job import build_small, end_run, files_of, records, small_settings, s
 
 from moe_exp.checkpoint.folders import Manifest, NewerFormatError, entries_of, one_checkpoint, recover, usable
 from moe_exp.checkpoint.integrity import Source, find_source
+from moe_exp.checkpoint.soundness import Verification
 from moe_exp.checkpoint.torch_dist import CheckpointReader
 from moe_exp.checkpoint.torch_dist_writer import CheckpointWriter
 from ranks import RankError, free_port, run_on_ranks
@@ -179,7 +180,8 @@ def test_killed_before_the_first_latest_and_while_one_takes_another_place(checkp
     assert found(checkpoints) == Source(checkpoints / "iter_0000030")
 
 
-def megatrons_arguments(folder: Path) -> list[Any]:
+def megatrons_arguments(folder: Path, version: str) -> list[Any]:
+    """As that version of Megatron-Core writes them: in common.pt, or as an object of the checkpoint."""
     from moe_exp.checkpoint.sharded_load import load_sharded
 
     # isort: split
@@ -187,16 +189,48 @@ def megatrons_arguments(folder: Path) -> list[Any]:
     from megatron.core.transformer.enums import AttnBackend
 
     arguments = Namespace(lr=0.1, params_dtype=torch.bfloat16, attention_backend=AttnBackend.fused, exit_signal=signal.SIGTERM)
-    torch.save({"args": arguments, "iteration": 30}, folder / "common.pt")
+    if version == "0.16":
+        torch.save({"args": arguments, "iteration": 30}, folder / "common.pt")
+    else:
+        with CheckpointWriter(folder) as writer:
+            writer.add_tensor("weight", torch.ones(50, 20))
+            writer.add_object("common_state/shard_0_1", {"args": arguments, "iteration": 30})
+            writer.finish({})
+        (folder / "common.pt").unlink()
     (folder / "manifest.json").unlink()
+    assert list(Verification(folder).findings()) == []
     assert find_source(folder, checksums=True) == Source(folder)
     read = [CheckpointReader(folder).common(), load_sharded({"w": ShardedTensor.from_rank_offsets("weight", torch.zeros(50, 20))}, folder)]
     assert [common["args"] == arguments for common in read] == [True, True]
     return read[0]["iteration"]
 
 
-def test_arguments_of_megatron_lm_are_plain_values(checkpoints):
-    assert run_on_ranks(1, megatrons_arguments, checkpoints / "iter_0000030") == [30]
+@pytest.mark.parametrize("version", ["0.16", "0.19"])
+def test_arguments_of_megatron_lm_are_plain_values(checkpoints, version):
+    assert run_on_ranks(1, megatrons_arguments, checkpoints / "iter_0000030", version) == [30]
+
+
+def one_rank_cannot_read(folder: Path) -> str:
+    """Rank 1 finds another folder, as on a node whose file system is not the others'."""
+    from moe_exp.checkpoint.sharded_load import load_sharded
+
+    # isort: split
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    place = torch.distributed.get_rank()
+    piece = ShardedTensor.from_rank_offsets("weight", torch.zeros(25, 20), (0, place, 2))
+    with pytest.raises(ValueError, match="cannot be used") as raised:
+        load_sharded({"w": piece}, folder / str(place))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["common.pt", "__0_0.distcp"])
+def test_what_one_rank_cannot_read_ends_all_with_the_same_words(tmp_path, name):
+    for rank in ("0", "1"):
+        write_checkpoint(tmp_path / "new", 1).rename(tmp_path / rank)
+    cut(tmp_path / "1" / name)
+    first, second = run_on_ranks(2, one_rank_cannot_read, tmp_path)
+    assert first == second
 
 
 class Payload:

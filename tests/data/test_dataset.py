@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from moe_exp.data.dataset import SampleStream, _permuted, _shuffled, blend_position, split_batch
+from moe_exp.data.dataset import SampleStream, _permuted, _shuffled, blend_position, context_part, split_batch
 from moe_exp.data.tokens import BinIdxWriter
 
 VOCAB_SIZE = 60000
@@ -242,6 +242,14 @@ def test_batch_is_the_samples_in_order(prefix):
     batch = stream.batch(150, 20)
     assert batch.dtype == torch.int64
     assert batch.tolist() == [stream.sample(i).tolist() for i in range(150, 170)]
+
+
+def test_context_parallel_ranks_have_a_piece_and_the_one_as_far_from_the_end():
+    batch = {"tokens": torch.arange(24).view(2, 12)}
+    parts = [context_part(batch, cp_rank=rank, cp_size=3)["tokens"].tolist() for rank in range(3)]
+    assert [rows[0] for rows in parts] == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
+    assert parts[1][1] == [14, 15, 20, 21]
+    assert torch.equal(context_part(batch, cp_rank=0, cp_size=1)["tokens"], batch["tokens"])
 
 
 def test_split_batch_by_hand():
