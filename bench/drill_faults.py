@@ -16,10 +16,9 @@ import numpy as np
 import psutil
 from drill_run import BAD_SAMPLES, GBSZ, SAVE_INTERVAL, Run
 
-from moe_exp.checkpoint.folders import PARTIAL
+from moe_exp.checkpoint.folders import PARTIAL, usable
 
 Event = dict[str, Any]
-_CHECKPOINTS = "iter_" + "[0-9]" * 7
 
 
 class Fault(ABC):
@@ -131,14 +130,14 @@ class DamagedCheckpoint(Fault):
         run.wait_until(lambda: self._is_between_saves(run), "two checkpoints, and some iterations before the next")
         _, process = self.rank(run)
         process.suspend()  # without it no newer checkpoint is finished
-        newest = max(run.checkpoints.glob(_CHECKPOINTS))
+        newest = usable(run.checkpoints)[0]
         file = self.draw.choice(sorted(newest.glob("*.distcp")))
         what = self.damage(file)
         process.kill()
         return f"{newest.name}/{file.name} {what}, and a rank is killed"
 
     def _is_between_saves(self, run: Run) -> bool:
-        has_two = len(list(run.checkpoints.glob(_CHECKPOINTS))) > 1
+        has_two = len(usable(run.checkpoints)) > 1  # of those that are damaged already no event tells again
         return has_two and 1 <= run.iteration() % SAVE_INTERVAL <= 5 and not any(run.checkpoints.glob(f"*{PARTIAL}"))
 
     @abstractmethod
