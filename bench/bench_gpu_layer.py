@@ -241,6 +241,8 @@ class Suite:
 
     def notes(self) -> list[str]:
         notes = {name: PROVIDERS[name].note() for name in self.names}
+        if self.arguments.device.type == "cpu":
+            notes[OURS] = "without a GPU the twins of the kernels in plain torch"
         if sorting := [name for name in self.names if PROVIDERS[name].sorts and name != OURS_SORTING]:
             notes[", ".join(sorting)] = f"rows that arrive sorted are sorted again; compared with `{OURS_SORTING}` there"
         return [f"{name}: {note}" for name, note in notes.items() if note]

@@ -37,6 +37,9 @@ def backends_of(config: Config, device_type: str) -> dict[str, tuple[str, str]]:
             config.muon_momentum if config.optimizer == "muon" else config.sgd_momentum,
         ),
     )
+    if config.use_moe and config.token_rounding:
+        rounded = "in training an expert's rows of a micro-batch are rounded down to a multiple, the slots of lowest weight are dropped"
+        found["token rounding"] = (str(config.token_rounding), rounded)
     if config.deterministic:
         found["algorithms"] = ("deterministic", "DETERMINISTIC=true; an operation that has none ends the run")
     return found

@@ -121,6 +121,9 @@ def _capacity(c: Config) -> Iterator[str]:
     if c.moe_type == "moe" and c.token_rounding:
         fix = "set MOE_TYPE=dmoe, or TOKEN_ROUNDING=0"
         yield problem("token_rounding", c.token_rounding, "MOE_TYPE=moe has its number of rows from the capacity", fix)
+    if c.use_moe and c.token_rounding > (slots := c.mbsz * c.seq_len * c.topk):
+        rule = f"rounds nothing, as a micro-batch has {slots} slots in all (MBSZ * SEQ_LEN * TOPK)"
+        yield problem("token_rounding", c.token_rounding, rule, "set a tile of the kernels, 64 or 128, or TOKEN_ROUNDING=0")
     if c.shared_expert_gate and not c.shared_expert_size:
         yield problem("shared_expert_gate", "true", "there is no shared expert", "set SHARED_EXPERT_SIZE, or SHARED_EXPERT_GATE=false")
 

@@ -9,9 +9,10 @@ Neither torch nor megatron is imported here, so that `--help`, `--dry-run` and t
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import Field, ValidationError
@@ -334,8 +335,21 @@ def _explain(error: Any) -> str:
     name = str(error["loc"][0])
     message = error["msg"].removeprefix("Value error, ")
     rule = message[0].lower() + message[1:].partition(", unable to")[0]
-    fix = Config.model_fields[name].description if name in Config.model_fields else "see moe-exp train --help"
-    return problem(name, error["input"], rule.replace("input should be", "must be"), f"give {name.upper()}, {fix}")
+    rule = rule.replace("input should be", "must be").replace("must be a valid boolean", "must be true or false")
+    return problem(name, error["input"], rule, _fix(name, error))
+
+
+def _fix(name: str, error: Any) -> str:
+    if name not in Config.model_fields:
+        return "see moe-exp train --help"
+    field = Config.model_fields[name]
+    if error["type"] == "literal_error":
+        choices = [str(choice) for choice in get_args(field.annotation)]
+        nearest = difflib.get_close_matches(str(error["input"]), choices, 1)
+        return f"set {name.upper()}={nearest[0] if nearest else f'{field.default}, as is the default, or another of these'}"
+    if error["type"].startswith("bool_"):
+        return f"set {name.upper()}=true or {name.upper()}=false"
+    return f"give {name.upper()}, {field.description}"
 
 
 def to_yaml(config: Config) -> str:

@@ -157,6 +157,10 @@ MODEL = [
         {"token_rounding": 64, "moe_type": "moe"},
         r"TOKEN_ROUNDING=64: MOE_TYPE=moe has .* capacity\. Fix: set MOE_TYPE=dmoe, or TOKEN_ROUNDING=0\.",
     ),
+    (
+        {"token_rounding": 10**6},
+        r"TOKEN_ROUNDING=1000000: rounds nothing, as a micro-batch has \d+ slots .*TOPK\)\. Fix: set a tile .*, or TOKEN_ROUNDING=0\.",
+    ),
     ({"shared_expert_gate": True}, r"SHARED_EXPERT_GATE=true: there is no shared expert\. Fix: set SHARED_EXPERT_SIZE, or .*"),
     ({"router_normalize": "true"}, r"ROUTER_NORMALIZE=true: .*TOPK=1\. Fix: set ROUTER_NORMALIZE=false\."),
     (

@@ -61,6 +61,9 @@ def test_layers_of_stages_that_cannot_be_read(text):
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
+        ("EXPERT_BACKEND", "trition", r"^EXPERT_BACKEND=trition: must be 'auto', .*'\. Fix: set EXPERT_BACKEND=triton\.$"),
+        ("ROUTING_KERNELS", "1", r"^ROUTING_KERNELS=1: .* Fix: set ROUTING_KERNELS=auto, as is the default, or another of these\.$"),
+        ("DETERMINISTIC", "maybe", r"^DETERMINISTIC=maybe: must be true or false\. Fix: set DETERMINISTIC=true or DETERMINISTIC=false\.$"),
         ("NUM_LAYERS", "-4", r"^NUM_LAYERS=-4: must be greater than or equal to 1\. Fix: give NUM_LAYERS, transformer layers\.$"),
         ("NUM_EXPERTS", "many", r"^NUM_EXPERTS=many: must be a valid integer\. Fix: "),
         ("TOPK", "1.5", r"^TOPK=1\.5: must be a valid integer\. Fix: "),
@@ -68,7 +71,7 @@ def test_layers_of_stages_that_cannot_be_read(text):
         ("LR", "nan", r"^LR=nan: must be a finite number\. Fix: "),
         ("LR", "0", r"^LR=0: must be greater than 0\. Fix: "),
         ("MOE_TYPE", "dropless", r"^MOE_TYPE=dropless: must be 'moe' or 'dmoe'\. Fix: "),
-        ("USE_MOE", "perhaps", r"^USE_MOE=perhaps: must be a valid boolean\. Fix: "),
+        ("USE_MOE", "perhaps", r"^USE_MOE=perhaps: must be true or false\. Fix: "),
         ("VPP", "0", r"^VPP=0: must be greater than or equal to 1\. Fix: "),
         ("DTYPE", "int8", r"^DTYPE=int8: must be 'fp32', 'bf16' or 'fp16'\. Fix: "),
         ("MASTER_PORT", "70000", r"^MASTER_PORT=70000: must be less than or equal to 65535\. Fix: "),

@@ -16,6 +16,7 @@ from moe_exp.layers.activations import squared_relu as squared_relu
 from moe_exp.layers.dispatcher import Dispatched
 from moe_exp.layers.expert_loop import ExpertWeights, expert_loop
 from moe_exp.layers.fused_experts import experts_of_rows, experts_of_tokens
+from moe_exp.layers.gemm_packages import PACKAGES
 from moe_exp.layers.grouped_gemm import BACKENDS, BY_SPLITS, FUSED, fused_problem
 from moe_exp.layers.row_order import RowOrder
 
@@ -71,7 +72,8 @@ class Experts(nn.Module):
     `bias1` [L, 2F or F] and `bias2` [L, D / etp_size].
 
     Raises:
-        ValueError: for an unknown activation, or a bias that the backend does not have or the ranks cannot share out evenly.
+        ValueError: for an unknown activation or backend, one that is not installed, or a bias that the backend does not have or the
+            ranks cannot share out evenly.
     """
 
     def __init__(
@@ -96,8 +98,13 @@ class Experts(nn.Module):
         if bias and hidden_size % etp_size:
             rule = f"with a bias it has to be a multiple of the expert tensor parallel size {etp_size}"
             raise ValueError(f"hidden_size={hidden_size}: {rule}. Fix: change ETP or leave the bias out.")
+        if backend not in FUSED and backend not in BACKENDS:
+            rule = "grouped_gemm.choose_backend says which one auto is" if backend == "auto" else "is not a backend"
+            raise ValueError(f"expert_backend={backend}: {rule}. Fix: use one of {', '.join((*FUSED, *BACKENDS))}.")
         if backend in FUSED and (rule := fused_problem(dtype=dtype, bias=bias)):
-            raise ValueError(f"expert_backend={backend}: {rule}. Fix: use auto.")
+            raise ValueError(f"expert_backend={backend}: {rule}. Fix: use another backend.")
+        if backend in PACKAGES and (modules := PACKAGES[backend].missing()):
+            raise ValueError(f"expert_backend={backend}: {' and '.join(modules)} is not installed. Fix: {PACKAGES[backend].install}.")
         self.activation, self.gated = activation, ACTIVATIONS[activation][1]
         self.backend, self.recompute_activation, self.adds_to_main_grad = backend, recompute_activation, adds_to_main_grad
         self.grouped_gemm = None if backend in FUSED else BACKENDS[backend]

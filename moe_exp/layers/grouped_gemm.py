@@ -103,7 +103,8 @@ def choose_backend(name: str, *, device_type: str, dtype: torch.dtype, bias: boo
     if name in FUSED and (rule := fused_problem(dtype=dtype, bias=bias, device_type=device_type)):
         raise ValueError(f"expert_backend={name}: {rule}. Fix: {'pip install triton, or ' if 'installed' in rule else ''}use auto.")
     if name in BACKENDS or name in FUSED:
-        return name, "asked for by EXPERT_BACKEND"
+        on_cpu = name in FUSED and device_type == "cpu"
+        return name, "asked for by EXPERT_BACKEND" + ("; on a CPU the same in plain torch" if on_cpu else "")
     if name != "auto":
         raise ValueError(f"expert_backend={name}: is not a backend. Fix: use auto or one of {', '.join((*FUSED, *BACKENDS))}.")
     if device_type == "cpu":

@@ -37,7 +37,7 @@ def counted_as(config: Config, hardware: Hardware) -> dict[str, str]:
     """What is to be known of how a plan counts: the part to words."""
     words = {}
     if config.use_moe:
-        words["experts"] = _words_on_experts(config, hardware)
+        words["experts"] = f"{_words_on_experts(config, hardware)} (its memory; the time is counted the same for all)"
     if config.cross_entropy == "triton":
         words["cross entropy"] = "triton: the memory of its kernel, the time of Megatron's"
     if config.fp8 != "none":

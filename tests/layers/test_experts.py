@@ -42,6 +42,19 @@ def test_unknown_activation():
         Experts(num_local_experts=1, hidden_size=4, ffn_size=4, activation="relu", backend="loop")
 
 
+@pytest.mark.parametrize(
+    ("backend", "told"),
+    [
+        ("auto", r"grouped_gemm\.choose_backend says which one auto is\. Fix: use one of triton, loop, torch, "),
+        ("nope", r"is not a backend\. Fix: use one of triton, loop, torch, "),
+        ("te", r"transformer_engine is not installed\. Fix: pip install "),
+    ],
+)
+def test_backends_that_are_none(backend, told):
+    with pytest.raises(ValueError, match=f"^expert_backend={backend}: {told}"):
+        Experts(num_local_experts=1, hidden_size=4, ffn_size=4, activation="swiglu", backend=backend)
+
+
 def test_squared_relu_by_hand():
     assert squared_relu(torch.tensor([-2.0, 0.0, 3.0])).tolist() == [0, 0, 9]
 

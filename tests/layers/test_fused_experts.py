@@ -349,7 +349,7 @@ def test_ordinary_gradients_otherwise(adds_to_main_grad, twins):
 
 
 def test_no_bias():
-    with pytest.raises(ValueError, match=r"^expert_backend=triton: its kernels have no bias of the experts\. Fix: use auto\.$"):
+    with pytest.raises(ValueError, match=r"^expert_backend=triton: its kernels have no bias of the experts\. Fix: use another backend\.$"):
         Experts(num_local_experts=1, hidden_size=4, ffn_size=4, activation="gelu", backend="triton", bias=True)
 
 
