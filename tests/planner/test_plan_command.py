@@ -59,12 +59,10 @@ def test_what_a_run_costs(plan):
 
 def test_it_says_what_it_counts(plan):
     settings = ("--preset", "mixtral-8x7b", "--gpus", "8", "--gpu", "H100-80GB", "--ep", "8")
+    memory_alone = " (its memory; the time is counted the same for all)"
     said = {
-        (): ("experts", "triton, which EXPERT_BACKEND=auto takes on this device; in memory, the time is that of any of them"),
-        ("--add-bias-linear", "true"): (
-            "experts",
-            "grouped GEMMs apart from each other, not triton: ADD_BIAS_LINEAR=true; in memory, the time is that of any of them",
-        ),
+        (): ("experts", f"triton, which EXPERT_BACKEND=auto takes on this device{memory_alone}"),
+        ("--add-bias-linear", "true"): ("experts", f"grouped GEMMs apart from each other, not triton: ADD_BIAS_LINEAR=true{memory_alone}"),
         ("--expert-backend", "te", "--fp8", "hybrid"): ("FP8", "FP8=hybrid is counted as bf16, in memory and in time"),
         ("--cross-entropy", "triton"): ("cross entropy", "triton: the memory of its kernel, the time of Megatron's"),
     }
