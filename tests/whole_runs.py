@@ -138,8 +138,8 @@ class Runs:
 
 
 def clean_environ(**settings: Any) -> dict[str, str]:
-    """This environment without the settings of whoever runs the tests, and with `settings`."""
-    environ = {name: value for name, value in os.environ.items() if name not in SETTINGS and name != "PYTHONPATH"}
+    """This environment without the settings of whoever runs the tests, and with `settings`; kernels are not interpreted in it."""
+    environ = {name: value for name, value in os.environ.items() if name not in {*SETTINGS, "PYTHONPATH", "TRITON_INTERPRET"}}
     return environ | {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in settings.items()}
 
 

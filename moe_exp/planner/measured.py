@@ -287,6 +287,14 @@ def _stage_layers(num_layers: int, num_stages: int, *, balanced: bool, of_deepsp
     return [min(most, max(0, num_layers - most * stage)) for stage in range(num_stages)]
 
 
+def _is_cpu(device: str) -> bool:
+    """Of a device without a profile, too, which a sweep may write down."""
+    try:
+        return load_hardware(device).is_cpu
+    except ValueError:
+        return False
+
+
 def _settings(row: Mapping[str, str], of_deepspeed: bool) -> dict[str, Any]:
     def number(name: str, default: int) -> int:
         return int(row.get(name) or 0) or default
@@ -320,7 +328,7 @@ def _settings(row: Mapping[str, str], of_deepspeed: bool) -> dict[str, Any]:
         "distributed_optimizer": row.get("zero_stage") == _OF_MEGATRON[True],
         "dtype": (row.get("precision") or "bf16").partition("_")[0],
     }
-    if experts > 1 and not load_hardware(row["gpu"]).is_cpu:
+    if experts > 1 and not _is_cpu(row["gpu"]):
         settings["expert_backend"] = _UNFUSED  # other programs' runs, and those of before there was anything else
     if of_deepspeed:
         settings |= {"normalization": "LayerNorm", "add_bias_linear": True, "tie_embeddings": True}
