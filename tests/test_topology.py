@@ -146,7 +146,7 @@ def test_one_process_trains_what_it_says(kind, reference):
     assert all(list(losses) == kinds for losses in run.curve("aux_losses"))
 
 
-@pytest.mark.parametrize(("ep", "backend"), [(1, "auto"), (1, "triton"), (2, "auto")])
+@pytest.mark.parametrize(("ep", "backend"), [pytest.param(1, "auto", marks=pytest.mark.slow), (1, "triton"), (2, "auto")])
 def test_overlapped_communication_changes_nothing(runs, reference, ep, backend):
     """The default with GPUs: gradients are reduced, and parameters gathered, while something else is computed."""
     expected = reference("dmoe")
