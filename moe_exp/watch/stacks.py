@@ -23,7 +23,6 @@ from moe_exp.watch.hang_requests import Answer, latest_request, read_answers
 from moe_exp.watch.stacks_files import MAIN, Frame, RankDump, read_dumps
 
 _IN_TORCH = ("torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py", "torch/distributed/_functional_collectives.py")
-_OURS = ("/moe_exp/", "/megatron/", "/torch/")
 _COLLECTIVE_CODE = (*_IN_TORCH, "moe_exp/layers/collectives.py", "moe_exp/gloo.py", "p2p_communication.py")
 # What a host of a GPU waits in: the kernels and collectives that it has launched.
 _DEVICE_WAITS = (".item()", ".tolist()", ".cpu()", "synchronize(")
@@ -54,10 +53,10 @@ def is_waiting(dump: RankDump) -> bool:
     frames = main_stack(dump)
     if not frames:
         return False
-    source, file = dump.facts.get("source", ""), frames[0].file
-    if file.endswith(_IN_TORCH) or any(name in function for function in dump.native for name in _NATIVE_WAITS):
+    source = dump.facts.get("source", "")
+    if frames[0].file.endswith(_IN_TORCH) or any(name in function for function in dump.native for name in _NATIVE_WAITS):
         return True
-    if not any(package in file for package in _OURS):
+    if not frames[0].is_in_packages:
         return False
     on_gpu = dump.facts.get("gpus", "0") != "0"
     return ".wait(" in source or (on_gpu and any(text in source for text in _DEVICE_WAITS))
@@ -75,7 +74,7 @@ def where(dump: RankDump) -> str:
     if inside is not None:
         return f"is in {frames[0]}, inside of {inside}, but does not wait for others"
     # What a patch or a library is called by says more than its own name.
-    ours = next((frame for frame in frames if any(package in frame.file for package in _OURS)), frames[0])
+    ours = next((frame for frame in frames if frame.is_in_packages), frames[0])
     called = "" if ours is frames[0] else f", called by {ours}"
     return f"is in {frames[0]}{called}, outside of any collective"
 

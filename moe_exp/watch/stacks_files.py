@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,11 +19,29 @@ _FAULTHANDLER_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 MAIN = "MainThread"
 _TRACER = "moe_exp/watch/call_trace.py"  # on every stack that is taken while it notes a call (TRACE_CALLS_FROM)
 _CURRENT = "current"  # the one that got the signal, mostly the main one
+PACKAGES = ("moe_exp", "megatron", "torch")  # whose frames say what a rank does; other files are a library's or a user's
+_FOLDERS = "packages"  # the fact that holds their folders
+
+
+def package_folders() -> list[str]:
+    """Folders of PACKAGES as this process would import them; none of them is imported for that.
+
+    The name alone does not tell them: a clone may lie in a folder that is called moe_exp or torch, beside files of other people.
+    """
+    specs = filter(None, map(importlib.util.find_spec, PACKAGES))
+    folders = [folder for spec in specs for folder in spec.submodule_search_locations or ()]
+    return sorted({*folders, *map(os.path.realpath, folders)})  # a frame has the one or the other where there is a link
 
 
 @dataclass(frozen=True)
 class Frame:
-    """A function on a stack; `name` as the tool has it, qualified or not, `line` 0 for one in C."""
+    """A function on a stack.
+
+    Args:
+        name: as the tool has it, qualified or not.
+        file: in one of PACKAGES from its name on (`moe_exp/train.py`), else the whole path.
+        line: 0 for a function in C.
+    """
 
     name: str
     file: str
@@ -38,8 +58,12 @@ class Frame:
         for root in ("/site-packages/", "/dist-packages/"):
             if root in self.file:
                 return f"{self.file.rpartition(root)[2]}:{self.line}"
-        package = re.search(r"/(moe_exp|megatron)/", self.file)
-        return f"{self.file[package.start() + 1 :] if package else Path(self.file).name}:{self.line}"
+        return f"{Path(self.file).name if Path(self.file).is_absolute() else self.file}:{self.line}"
+
+    @property
+    def is_in_packages(self) -> bool:
+        """Whether it is a function of one of PACKAGES."""
+        return self.file.startswith(tuple(f"{name}/" for name in PACKAGES))
 
     @property
     def shown_name(self) -> str:
@@ -89,6 +113,7 @@ class RankDump:
 
 def write_dump(folder: Path, rank: int, facts: Mapping[str, object], stacks: str, *, native: str = "", calls: Sequence[str] = ()) -> None:
     """Writes the file of a rank."""
+    facts = {**facts, _FOLDERS: os.pathsep.join(package_folders())}
     lines = [f"rank: {rank}", *(f"{name}: {value}" for name, value in facts.items()), "", _STACKS, stacks.rstrip()]
     if native:
         lines += ["", _NATIVE, native.rstrip()]
@@ -108,13 +133,19 @@ def _read(path: Path) -> RankDump:
     stacks, _, native = rest.partition(_NATIVE + "\n")
     facts = dict(line.split(": ", 1) for line in head.splitlines() if ": " in line)
     rank = int(facts.pop("rank"))
+    folders = facts.pop(_FOLDERS, "").split(os.pathsep)
     collectives = path.with_suffix(".collectives.json")
     last = json.loads(collectives.read_text(encoding="utf-8"))["last"] if collectives.exists() else []
-    return RankDump(rank, facts, parse_stacks(stacks), _native_names(native), calls.splitlines(), last)
+    return RankDump(rank, facts, parse_stacks(stacks, folders), _native_names(native), calls.splitlines(), last)
 
 
-def parse_stacks(text: str) -> list[Thread]:
-    """Threads of what `py-spy dump --full-filenames` or faulthandler has printed; the main thread is called MainThread and comes first."""
+def parse_stacks(text: str, folders: Sequence[str] = ()) -> list[Thread]:
+    """Threads of what `py-spy dump --full-filenames` or faulthandler has printed; the main thread is called MainThread and comes first.
+
+    Args:
+        text: what the tool has printed.
+        folders: of PACKAGES where it was printed; files in them get the path from the package on.
+    """
     threads: list[tuple[str, list[Frame]]] = []
     for line in text.splitlines():
         if match := _PY_SPY_THREAD.match(line):
@@ -124,15 +155,23 @@ def parse_stacks(text: str) -> list[Thread]:
         elif _is_tracers(line):
             continue
         elif threads and (match := _PY_SPY_FRAME.match(line)):
-            threads[-1][1].append(Frame(match[1], match[2], int(match[3] or 0)))
+            threads[-1][1].append(Frame(match[1], _from_package(match[2], folders), int(match[3] or 0)))
         elif threads and (match := _FAULTHANDLER_FRAME.match(line)):
-            threads[-1][1].append(Frame(match[3], match[1], int(match[2])))
+            threads[-1][1].append(Frame(match[3], _from_package(match[1], folders), int(match[2])))
     # faulthandler gives no names. The main thread began with a module; its frames beyond the hundredth are cut off.
     named = [(MAIN if (frames and frames[-1].name == "<module>") or "_run_module_as_main" in frames[-1].name else name, frames)
              for name, frames in threads if frames]  # fmt: skip
     if all(name != MAIN for name, _ in named):
         named = [(MAIN if name == _CURRENT else name, frames) for name, frames in named]
     return sorted((Thread(name, tuple(frames)) for name, frames in named), key=lambda thread: thread.name != MAIN)
+
+
+def _from_package(file: str, folders: Sequence[str]) -> str:
+    """`moe_exp/train.py` for a file in the folder of a package, else the path as it is."""
+    for folder in filter(None, folders):
+        if file.startswith(f"{folder}/"):
+            return file[len(os.path.dirname(folder)) + 1 :]
+    return file
 
 
 def _is_tracers(line: str) -> bool:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from moe_exp.watch.hang_dump import GONE, STOPPED, last_collectives
 from moe_exp.watch.hang_requests import Answer, ask, write_answer
 from moe_exp.watch.stacks import apart, groups_of, is_waiting, main_stack, summarize, where
-from moe_exp.watch.stacks_files import MAIN, Frame, RankDump, Thread, parse_stacks, read_dumps, write_dump
+from moe_exp.watch.stacks_files import MAIN, Frame, RankDump, Thread, package_folders, parse_stacks, read_dumps, write_dump
 
 SITE = "/env/lib/python3.11/site-packages"
+FOLDERS = ["/home/me/moe_exp", f"{SITE}/torch"]
 PY_SPY = f"""Process 25356: /env/bin/python -u -m moe_exp.train
 Python v3.11.7 (/env/bin/python3.11)
 
@@ -41,9 +43,9 @@ NATIVE = f"""Thread 25356 (idle): "MainThread"
 """
 
 REDUCE = Frame("all_reduce", f"{SITE}/torch/distributed/distributed_c10d.py", 3252)
-WAIT = Frame("AllToAll._launch.<locals>.wait", "/home/me/moe_exp/layers/collectives.py", 92)
-STEP = Frame("train_step", "/home/me/moe_exp/train.py", 250)
-READ = Frame("SampleStream.batch", "/home/me/moe_exp/data/dataset.py", 80)
+WAIT = Frame("AllToAll._launch.<locals>.wait", "moe_exp/layers/collectives.py", 92)
+STEP = Frame("train_step", "moe_exp/train.py", 250)
+READ = Frame("SampleStream.batch", "moe_exp/data/dataset.py", 80)
 BACKWARD = Frame("_engine_run_backward", f"{SITE}/torch/autograd/graph.py", 800)
 APPLY = Frame("BackwardCFunction.apply", f"{SITE}/torch/autograd/function.py", 300)
 
@@ -55,13 +57,37 @@ def rank(number: int, *frames: Frame, source: str = "", state: str = "sleeping",
 
 
 def test_both_tools_give_the_same_stack():
-    spied, handled = parse_stacks(PY_SPY), parse_stacks(FAULTHANDLER)
+    spied, handled = parse_stacks(PY_SPY, FOLDERS), parse_stacks(FAULTHANDLER, FOLDERS)
     assert [thread.name for thread in spied] == [MAIN, "collectives"]
     assert [thread.name for thread in handled] == [MAIN, "0x00007f9600"]
     assert [frame.key for frame in spied[0].frames] == [frame.key for frame in handled[0].frames]
     assert [frame.place for frame in spied[0].frames] == [
         "torch/distributed/distributed_c10d.py:3252", "torch/distributed/c10d_logger.py:83", "moe_exp/train.py:12",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("clone", ["moe_exp", "megatron", "torch", "a b"])
+def test_files_beside_the_package_are_not_its_own_whatever_the_clone_is_called(clone):
+    text = PY_SPY.replace("/home/me/moe_exp/train.py", f"/home/{clone}/tests/test_x.py").replace(
+        f"{SITE}/torch", f"/home/{clone}/.venv/torch"
+    )
+    frames = parse_stacks(text, [f"/home/{clone}/moe_exp", f"/home/{clone}/.venv/torch"])[0].frames
+    assert [frame.file for frame in frames] == [
+        "torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py", f"/home/{clone}/tests/test_x.py",
+    ]  # fmt: skip
+    assert [frame.is_in_packages for frame in frames] == [True, True, False]
+    asleep = rank(1, Frame("_sleep", f"/home/{clone}/tests/test_x.py", 9), STEP)
+    assert apart([rank(0, REDUCE), asleep]) == {
+        1: "is in _sleep (test_x.py:9), called by train_step (moe_exp/train.py:250), outside of any collective"
+    }
+
+
+def test_folders_of_the_packages(tmp_path):
+    assert {Path(folder).name for folder in package_folders()} == {"moe_exp", "megatron", "torch"}
+    own = next(folder for folder in package_folders() if Path(folder).name == "moe_exp")
+    write_dump(tmp_path, 0, {"host": "node0"}, PY_SPY.replace("/home/me/moe_exp", own))
+    (dump,) = read_dumps(tmp_path)
+    assert main_stack(dump)[-1].place == "moe_exp/train.py:12" and "packages" not in dump.facts
 
 
 def test_our_own_trace_of_calls_is_on_no_stack(tmp_path):
