@@ -8,9 +8,6 @@ weights, main weights and both moments, each rank into a file of its own, which 
 syncs it, as we do. A time is that of the slowest rank, the median of the repeats. Files come from the page cache when they are read.
 """
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
-
-# isort: split
 import argparse
 import os
 import shutil

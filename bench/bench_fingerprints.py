@@ -7,9 +7,6 @@ Sums of random values for the types that checkpoints have, processor time on a C
 with and without FINGERPRINTS, turn by turn, wall time until the checkpoint is published; the files go to --folder, whose disk counts.
 """
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
-
-# isort: split
 import argparse
 import os
 import platform

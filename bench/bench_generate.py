@@ -7,9 +7,6 @@ Prefill is the time to the first token, decode that of each token after it. The 
 least what else runs on the machine. Weights are random, and not the same: the work is.
 """
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
-
-# isort: split
 import argparse
 import time
 from collections.abc import Callable

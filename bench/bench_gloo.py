@@ -6,9 +6,6 @@
 A size is that of the whole tensor: the result of the all-gather, the input of the reduce-scatter. Every rank has one thread.
 """
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
-
-# isort: split
 import argparse
 import os
 import statistics
@@ -19,11 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from bench_step import Ours, free_port
-from megatron.core.tensor_parallel import layers, mappings
 from torch.multiprocessing.spawn import spawn
 
 from moe_exp import gloo, runtime
 from moe_exp.config import load_config
+
+from megatron.core.tensor_parallel import layers, mappings
 
 SIZES = {"4 KB": 2**12, "64 KB": 2**16, "1 MB": 2**20, "8 MB": 2**23}
 ROUNDS = 7

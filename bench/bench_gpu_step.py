@@ -17,9 +17,6 @@ The contenders run one after the other; every time is the median of steps. Who f
 code is 1 where that is ours. Results are saved after every row.
 """
 
-import moe_exp.megatron_cpu as megatron_cpu  # before megatron: prepares it for a host without CUDA
-
-# isort: split
 import argparse
 import contextlib
 import itertools
@@ -40,17 +37,18 @@ from bench_step import Ours
 from gpu_attempts import Attempts, DeviceLost, free
 from gpu_clock import elapsed_ms
 from gpu_machine import origin
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.transformer.moe import moe_utils
 
+from moe_exp import megatron_cpu, training_data
 from moe_exp import model as our_model
-from moe_exp import training_data
 from moe_exp.config import Config, load_config
 from moe_exp.data.tokens import BinIdxWriter
 from moe_exp.layers.grouped_gemm import choose_backend
 from moe_exp.planner.flops import flops_per_iteration
 from moe_exp.planner.params import count_parameters
 from moe_exp.runtime import Runtime, start_alone, stop
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.moe import moe_utils
 
 MODELS: dict[str, dict[str, str]] = {
     "dense": {"use_moe": "false"},

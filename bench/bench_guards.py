@@ -10,9 +10,6 @@ guards take, so they are not compared with other iterations. The launcher's look
 with FINGERPRINTS against one without stands in the last column: it is not in the pairs.
 """
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
-
-# isort: split
 import argparse
 import os
 import platform

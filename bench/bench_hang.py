@@ -6,9 +6,6 @@ Iterations of the CPU preset's MoE, by turns with and without: the ratio of the 
 on an idle machine in about two minutes.
 """
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
-
-# isort: split
 import argparse
 import os
 import statistics

@@ -17,9 +17,6 @@ Memory (glibc): the growth of the resident set in the second forward and backwar
 the bytes that autograd keeps between forward and backward besides the parameters, every storage counted once.
 """
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
-
-# isort: split
 import argparse
 import ctypes
 import json
@@ -135,10 +132,10 @@ def _ints(x: Tensor | None, as_numpy: bool = False, record_stream: bool = False)
 
 def start_megatron() -> None:
     """A job of one rank, and two mends for megatron-core 0.16 where Transformer Engine and CUDA are missing."""
+    from moe_exp import runtime
+
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
-
-    from moe_exp import runtime
 
     runtime.quiet_third_parties()
     moe_utils.te_general_gemm = None

@@ -9,9 +9,6 @@ the layers' losses are computed in both, as they are trained on. Which side begi
 time stands this process's processor time, which other work on the machine moves less; wandb's own process is not in it.
 """
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
-
-# isort: split
 import argparse
 import gc
 import importlib.util

@@ -8,9 +8,6 @@ A step is `moe_exp.train.train_step` on one rank: batches from the SampleStream,
 distributed optimizer. Plain torch gets its batches ready-made. Both start from the same weights at PRESET=cpu.
 """
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
-
-# isort: split
 import argparse
 import gc
 import os
@@ -29,12 +26,6 @@ from unittest.mock import patch
 import plain_torch
 import torch
 import torch.nn.functional as F
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import distrib_optimizer, optimizer
-from megatron.core.pipeline_parallel import schedules
-from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -51,6 +42,13 @@ from moe_exp.optim import BatchSchedule, build_optimizer, build_scheduler
 from moe_exp.optimizers import Adam
 from moe_exp.run_folder import RunFolder
 from moe_exp.runtime import Runtime, start, stop
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import distrib_optimizer, optimizer
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.mlp import MLP
 
 MODELS = {"dense": {"use_moe": "false"}, "MoE": {"use_moe": "true", "moe_type": "dmoe"}}
 TOLERANCE = 1e-5

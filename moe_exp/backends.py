@@ -1,8 +1,5 @@
 """Which code each part runs on this host, with the reason: decided by the parts themselves, collected here for people."""
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
-
-# isort: split
 import torch
 
 from moe_exp.config import Config

@@ -11,9 +11,6 @@ With the distributed optimizer a rank has all but the parameters for a range of 
 `exp_avg of NAME[128:256]`. Data parallel ranks then share no such name; those of two runs of one layout do.
 """
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
-
-# isort: split
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field

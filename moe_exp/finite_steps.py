@@ -7,18 +7,16 @@ gradients first. Here the step ends where the norm is known, which costs nothing
 A loss that is not finite need not have such a gradient. `train.lm_loss` sees to that, so that the norm speaks for both.
 """
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
-
-# isort: split
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import get_model_config
-from torch import Tensor
 
 
 class _NotFiniteError(Exception):

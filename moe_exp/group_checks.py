@@ -5,21 +5,19 @@ the optimizer steps on, not the rule by which `optim.py` makes the groups: names
 groups and not the map of who should be.
 """
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
-
-# isort: split
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+from torch import Tensor
+
+from moe_exp.checkpoint.state import unwrapped
+from moe_exp.model import global_name
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
-from torch import Tensor
-
-from moe_exp.checkpoint.state import unwrapped
-from moe_exp.model import global_name
 
 
 def named_parameters(model: list[DistributedDataParallel]) -> Iterator[tuple[str, Tensor]]:

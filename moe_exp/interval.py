@@ -1,8 +1,5 @@
 """What happened since the last log line, over all ranks: one reduction per log interval, none in between."""
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
-
-# isort: split
 import math
 import time
 from collections.abc import Sequence
@@ -10,7 +7,6 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from moe_exp.checkpoint.state import Progress, parameters_in_sync
@@ -21,6 +17,8 @@ from moe_exp.phases import PHASES, PhaseTimers
 from moe_exp.planner.flops import flops_per_iteration
 from moe_exp.planner.ramp import samples_left
 from moe_exp.runtime import Runtime
+
+from megatron.core.distributed import DistributedDataParallel
 
 
 class Interval:

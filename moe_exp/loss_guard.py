@@ -3,9 +3,6 @@
 Called after every iteration by every rank, with numbers that all have: all of them decide the same, and nobody asks the others.
 """
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
-
-# isort: split
 import logging
 import math
 from collections import deque

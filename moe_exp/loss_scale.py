@@ -5,10 +5,8 @@ scale, each part divides its gradients by its own, and lowers it when its own gr
 the scales differ for good, and the gradients of the others are wrong by a power of two. Parts of different ranks may differ as well.
 """
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
-
-# isort: split
 import torch
+
 from megatron.core.optimizer import MegatronOptimizer
 
 

@@ -1,7 +1,6 @@
 """Lets megatron-core run on a host where torch has no CUDA device; does nothing where it has one.
 
-Import this module before the first import of megatron. Where there is no CUDA device it installs an import hook for
-`megatron.*` and for nothing else:
+`moe_exp/__init__.py` hands the imports of `megatron.*`, and no others, to `find_spec`. Where there is no CUDA device:
 
 - The name `torch` inside Megatron's modules is a stand-in. It is torch itself but for its CUDA namespace, whose streams,
   events, random states and memory counters are those of the CPU, and for `pin_memory`, which is dropped.
@@ -16,10 +15,8 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import importlib.abc
 import importlib.machinery
 import queue
-import sys
 import types
 import warnings
 from collections.abc import Callable, Sequence
@@ -154,18 +151,14 @@ def _import(name: str, globals: Any = None, locals: Any = None, fromlist: Any = 
     return _STAND_IN if module is torch and not fromlist else module
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds Megatron's modules where they are and has `_Loader` load them."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname.partition(".")[0] != "megatron":
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
-            spec.loader = _Loader(spec.loader.name, spec.loader.path)
-        return spec
+def find_spec(fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+    """Where a module of megatron is, with `_Loader` to load it on a host without CUDA; None, for Python's own finders, on the others."""
+    if not INSTALLED:
+        return None
+    spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+    if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+        spec.loader = _Loader(spec.loader.name, spec.loader.path)
+    return spec
 
 
 def _mend_jit(module: Any) -> None:
@@ -249,19 +242,18 @@ _MENDED: dict[str, Callable[[Any], None]] = {
 _STAND_IN = _TorchOnCpu()
 
 
-def _install() -> None:
-    if any(name.partition(".")[0] == "megatron" and name != "megatron" for name in sys.modules):
-        raise ImportError(
-            "moe_exp.megatron_cpu: megatron was imported before moe_exp.megatron_cpu. Fix: import moe_exp.megatron_cpu first."
-        )
+INSTALLED = not torch.cuda.is_available()
+
+
+def refuse_if_too_late() -> None:
+    """Raises ImportError where megatron was imported before moe_exp on a host without CUDA."""
+    if INSTALLED:
+        raise ImportError("moe_exp: megatron was imported before moe_exp. Fix: import moe_exp first.")
+
+
+if INSTALLED:
     # Megatron says so at import, in several places; on a CPU neither could be there.
     warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed", category=UserWarning)
-    keep: Callable[..., Any] = lambda self, *args, **kwargs: self  # noqa: E731
-    setattr(torch.Tensor, _KEYWORD, keep)
-    setattr(torch.nn.Module, _KEYWORD, keep)
-    sys.meta_path.insert(0, _Finder())
-
-
-INSTALLED = not torch.cuda.is_available()
-if INSTALLED:
-    _install()
+    _keep: Callable[..., Any] = lambda self, *args, **kwargs: self  # noqa: E731
+    setattr(torch.Tensor, _KEYWORD, _keep)
+    setattr(torch.nn.Module, _KEYWORD, _keep)

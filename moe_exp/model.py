@@ -1,8 +1,5 @@
 """From Config to Megatron's GPTModel with our layers, the same initial weights for every topology."""
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
-
-# isort: split
 import hashlib
 import importlib.util
 import math
@@ -10,11 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor, nn
 
 from moe_exp.config import Config
@@ -24,6 +16,12 @@ from moe_exp.layers.spec import MegatronExperts, MegatronMoELayer, decoder_spec
 from moe_exp.layers.token_loss import choose_cross_entropy
 from moe_exp.model_loss import GPTModelWithOwnLoss
 from moe_exp.runtime import Runtime
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -1,12 +1,10 @@
 """Megatron's GPTModel with the cross entropy of layers/token_loss.py (CROSS_ENTROPY=triton)."""
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
-
-# isort: split
-from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from moe_exp.layers.token_loss import token_losses
+
+from megatron.core.models.gpt import GPTModel
 
 
 class GPTModelWithOwnLoss(GPTModel):

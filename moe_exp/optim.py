@@ -1,20 +1,10 @@
 """Parameter groups, Megatron's (distributed) optimizer, learning-rate schedule and batch ramp-up."""
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
-
-# isort: split
 from functools import partial
 from importlib.metadata import version
 from typing import Any
 
-import megatron.core.optimizer
-import megatron.core.optimizer.distrib_optimizer
 import torch
-from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate, ParamWithNamePredicate
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from moe_exp.config import Config
 from moe_exp.loss_scale import share_loss_scale
@@ -22,6 +12,14 @@ from moe_exp.model import DTYPES
 from moe_exp.muon import AXIS, Muon
 from moe_exp.optimizers import Adam, Adam8bit, Bf16Adam, Sgd, allocate_moments
 from moe_exp.planner.ramp import batch_size_at
+
+import megatron.core.optimizer
+import megatron.core.optimizer.distrib_optimizer
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate, ParamWithNamePredicate
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 # Transformer Engine's or Apex's, where one of them is installed.
 _FUSED_ADAM = None if megatron.core.optimizer.USING_PYTORCH_OPTIMIZER else megatron.core.optimizer.Adam

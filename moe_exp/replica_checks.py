@@ -14,9 +14,6 @@ A rank takes 64 bits of each tensor (`checkpoint.fingerprints`) and adds those o
 few numbers per rank says whether all is well. Where it is not, a second one has names and hosts.
 """
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
-
-# isort: split
 import hashlib
 import logging
 import time

@@ -1,8 +1,5 @@
 """Which checkpoint a run goes on from, and taking it up. Called by every rank."""
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
-
-# isort: split
 import logging
 from pathlib import Path
 

@@ -9,9 +9,6 @@ Every checkpoint that is saved afterwards holds what was skipped until then (`Pr
 training goes on from whatever checkpoint is the rule of `data.skipping.skipped_from`.
 """
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
-
-# isort: split
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

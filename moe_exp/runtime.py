@@ -1,8 +1,5 @@
 """Ranks, devices, process groups and seeds: from torchrun's environment to Megatron's parallel state."""
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
-
-# isort: split
 import atexit
 import datetime
 import gc
@@ -15,12 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from megatron.core import parallel_state, tensor_parallel
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch._C._distributed_c10d import HashStore
 
 from moe_exp.config import Config
 from moe_exp.determinism import deterministic_environment, environment_problems
+
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 logger = logging.getLogger(__name__)
 

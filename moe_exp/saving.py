@@ -1,8 +1,5 @@
 """The checkpoints that a run writes as it goes on, and what it says of them. Called by every rank."""
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
-
-# isort: split
 import logging
 import time
 

@@ -4,9 +4,6 @@
 environment and the flags; `moe-exp train` and `run_moe_from_scratch.sh` check them first and call torchrun themselves.
 """
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
-
-# isort: split
 import argparse
 import logging
 import sys
@@ -17,9 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from moe_exp import faults, heartbeat, runtime
@@ -55,6 +49,10 @@ from moe_exp.runtime import Runtime
 from moe_exp.saving import Saves
 from moe_exp.training_data import build_data, bytes_per_token, compare_data, read_ahead, read_tokens
 from moe_exp.watch.call_trace import trace_calls
+
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
 
 logger = logging.getLogger("moe_exp.train")  # by name: torchrun runs this module as __main__
 

@@ -1,8 +1,5 @@
 """The samples of a run: which files, in which order, and whether they are those that a checkpoint was trained on."""
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
-
-# isort: split
 import logging
 from collections.abc import Iterator
 from pathlib import Path

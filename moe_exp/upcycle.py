@@ -18,16 +18,12 @@ steps relative to them that would be worth an inexact start. They also draw half
 the gradient parts them, which it does at the first step: the weights of two members have different gradients.
 """
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
-
-# isort: split
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
 from moe_exp.checkpoint.keys import CheckpointKeys, model_state
@@ -39,6 +35,8 @@ from moe_exp.layers.megatron_parts import MegatronExperts
 from moe_exp.machine_checks import dense_checkpoint, dense_problems
 from moe_exp.model import moe_layers
 from moe_exp.runtime import Runtime
+
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 # Name in our experts to (Megatron's in the dense MLP, axis that is split, halves of that axis when there is a gate).
 _DENSE = {"weight1": ("linear_fc1.weight", 0, 2), "weight2": ("linear_fc2.weight", 1, 1), "bias1": ("linear_fc1.bias", 0, 2)}

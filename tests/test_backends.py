@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron
-
-# isort: split
 import pytest
 
 from moe_exp import runtime

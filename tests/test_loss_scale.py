@@ -15,10 +15,11 @@ from ranks import free_port, run_on_ranks
 def train_some(settings: dict[str, Any], port: int) -> dict[str, Any]:
     """On one rank: iterations on one batch until a step is made, two where a dense gradient of the last rank overflows, one more."""
     import torch
-    from megatron.core.utils import get_model_config
 
     from moe_exp import runtime, train
     from moe_exp.interval import Interval
+
+    from megatron.core.utils import get_model_config
 
     os.environ["MASTER_PORT"] = str(port)
     config = load_config(settings, {})

@@ -38,10 +38,10 @@ def _relative(value: Tensor, expected: Tensor) -> float:
 
 
 def _stock_model(config: Any, groups: Any, *, norm_as_in_te: bool = False) -> Any:
+    from moe_exp.model import transformer_config
+
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-
-    from moe_exp.model import transformer_config
 
     settings = transformer_config(config)
     spec = get_gpt_decoder_block_spec(settings, use_transformer_engine=False, normalization=config.normalization)
@@ -122,12 +122,12 @@ def _our_job(settings: dict[str, Any], port: int) -> tuple[Any, Any, Any]:
 def both_ways(settings: dict[str, Any], port: int, folder: str, singleton: bool) -> float:
     """On one rank: Megatron's model writes and ours reads, ours writes and Megatron's reads. The largest relative error."""
     config, rank, trained = _our_job(settings, port)
-    from megatron.core import dist_checkpointing
-
     from moe_exp.checkpoint.folders import iteration_folder
     from moe_exp.checkpoint.load import load_weights
     from moe_exp.checkpoint.save import save
     from moe_exp.checkpoint.state import Progress
+
+    from megatron.core import dist_checkpointing
 
     stock = _stock_model(config, rank.groups)
     _fill(stock, rank.groups.ep.rank())
@@ -163,9 +163,9 @@ def test_same_function_after_an_exchange(variant, style, ep, tmp_path, record_pr
 
 def refused(settings: dict[str, Any], port: int, folder: str, without_router: bool) -> None:
     _, rank, trained = _our_job(settings, port)
-    from megatron.core import dist_checkpointing
-
     from moe_exp.checkpoint.load import load_weights
+
+    from megatron.core import dist_checkpointing
 
     other = load_config(settings | {"shared_expert_size": 24}, {})
     stock = _stock_model(other, rank.groups)
@@ -193,11 +193,11 @@ def test_another_model_is_refused_by_name(missing, text, tmp_path):
 def start_from_megatrons(settings: dict[str, Any], port: int, folder: str) -> None:
     """On one rank: LOAD_DIR names what Megatron-LM's script left behind, with the state of an optimizer that is not ours."""
     config, rank, trained = _our_job(settings, port)
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing import ShardedTensor
-
     from moe_exp.checkpoint.load import load
     from moe_exp.checkpoint.state import Progress
+
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import ShardedTensor
 
     stock = _stock_model(config, rank.groups)
     _fill(stock, 0)
@@ -229,11 +229,11 @@ def test_load_dir_of_megatron_lm_gives_weights_alone(tmp_path):
 
 def read_by_stock_spec(settings: dict[str, Any], port: int, folder: str) -> None:
     config, rank, trained = _our_job(settings, port)
-    from megatron.core import dist_checkpointing
-
     from moe_exp.checkpoint.folders import iteration_folder
     from moe_exp.checkpoint.save import save
     from moe_exp.checkpoint.state import Progress
+
+    from megatron.core import dist_checkpointing
 
     save(config, rank, Path(folder), trained, Progress())
     state = _stock_model(config, rank.groups).sharded_state_dict(metadata={"dp_cp_group": rank.groups.dp_cp})

@@ -1,13 +1,11 @@
 """megatron-core on a host without CUDA, and the traps of such a host that give silently wrong losses."""
 
-import moe_exp.megatron_cpu as megatron_cpu
-
-# isort: split
 import contextlib
 import copy
 import functools
 import importlib
 import math
+import os
 import subprocess
 import sys
 import warnings
@@ -15,24 +13,24 @@ import warnings
 import pytest
 import torch
 
-from moe_exp import gloo
+from moe_exp import gloo, megatron_cpu
 from moe_exp.config import Config
 from ranks import run_on_ranks
 
 with warnings.catch_warnings():
     # Megatron warns at import of modules of its own that it has moved.
     warnings.simplefilter("ignore")
-    import megatron.core.optimizer
-    import megatron.core.utils
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-    from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
-    from megatron.core.transformer.spec_utils import build_module
-
     from moe_exp import optim, runtime
     from moe_exp.layers.spec import moe_submodule_spec
     from moe_exp.model import transformer_config
     from moe_exp.optim import choose_optimizer
     from moe_exp.optimizers import Adam
+
+    import megatron.core.optimizer
+    import megatron.core.utils
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
+    from megatron.core.transformer.spec_utils import build_module
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in is for hosts without CUDA")
 
@@ -108,19 +106,29 @@ def test_words_for_cuda_in_code_become_words_for_the_cpu():
 
 @without_cuda
 def test_megatron_before_us_is_refused():
-    text = r"moe_exp\.megatron_cpu: megatron was imported before moe_exp\.megatron_cpu\. Fix: import moe_exp\.megatron_cpu first\."
-    with pytest.raises(ImportError, match=text):
-        megatron_cpu._install()
+    with pytest.raises(ImportError, match=r"moe_exp: megatron was imported before moe_exp\. Fix: import moe_exp first\."):
+        megatron_cpu.refuse_if_too_late()
 
 
 @pytest.mark.slow
 @without_cuda
 def test_import_order():
-    code = "import warnings; warnings.simplefilter('ignore')\nimport megatron.core.enums, moe_exp.megatron_cpu"
+    code = "import warnings; warnings.simplefilter('ignore')\nimport megatron.core.enums, moe_exp"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert result.returncode == 1
-    text = "moe_exp.megatron_cpu: megatron was imported before moe_exp.megatron_cpu. Fix: import moe_exp.megatron_cpu first."
-    assert text in result.stderr
+    assert "ImportError: moe_exp: megatron was imported before moe_exp. Fix: import moe_exp first." in result.stderr
+
+
+def test_importing_the_package_alone_imports_neither_torch_nor_megatron():
+    code = "import sys, moe_exp; print(sorted({'torch', 'numpy', 'pydantic', 'megatron'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300).stdout == "[]\n"
+
+
+def test_the_spec_is_there_without_any_earlier_import():
+    code = "import warnings; warnings.simplefilter('ignore')\nfrom moe_exp.layers.spec import decoder_spec; print(decoder_spec.__name__)"
+    for environ in (os.environ, os.environ | {"CUDA_VISIBLE_DEVICES": ""}):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=environ)
+        assert done.stdout == "decoder_spec\n", done.stderr
 
 
 @without_cuda

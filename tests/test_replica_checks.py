@@ -150,7 +150,6 @@ def test_a_norm_in_the_wrong_group_in_none_and_in_two(distributed, dtype, tmp_pa
 SITECUSTOMIZE = """
 import os
 if os.environ.get("RANK") == "1":
-    import moe_exp.megatron_cpu
     import torch
     from megatron.core.optimizer.optimizer import ChainedOptimizer
     from moe_exp.checkpoint.optimizer_state import owned_state

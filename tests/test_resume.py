@@ -88,9 +88,7 @@ def test_parameters_come_from_the_model_and_not_only_from_the_optimizer(runs):
 
 
 def test_checkpoint_has_megatrons_keys(interrupted):
-    from moe_exp import megatron_cpu  # noqa: F401
 
-    # isort: split
     from megatron.core import dist_checkpointing
 
     folder = interrupted(1, 1, 0.0).whole.folder.checkpoints / "iter_0000012"

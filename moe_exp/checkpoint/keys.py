@@ -9,9 +9,6 @@ Megatron writes one model in several ways, which are all read here, by what is i
   by Megatron's local spec. That of a dense MLP is `mlp.linear_fc1.layer_norm_weight` everywhere.
 """
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
-
-# isort: split
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from moe_exp.checkpoint.torch_dist import CheckpointReader
+
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.models.gpt import GPTModel
-
-from moe_exp.checkpoint.torch_dist import CheckpointReader
 
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 _LAYER = re.compile(r"decoder\.layers\.\d+\.")

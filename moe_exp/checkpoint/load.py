@@ -1,13 +1,9 @@
 """Loading: of this package's checkpoints, and of the weights in those of Megatron-LM. Called by every rank."""
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
-
-# isort: split
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 
 from moe_exp.checkpoint.folders import one_checkpoint
 from moe_exp.checkpoint.keys import BATCH_STATISTICS, CheckpointKeys, check_tensors
@@ -29,6 +25,8 @@ from moe_exp.config import Config
 from moe_exp.model_changes import optimizer_change, refuse_other_model
 from moe_exp.planner.flops import flops_per_iteration
 from moe_exp.runtime import Runtime
+
+from megatron.core.distributed import DistributedDataParallel
 
 
 def saved_progress(path: Path) -> Progress | None:

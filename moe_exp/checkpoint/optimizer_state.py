@@ -20,9 +20,6 @@ The shards are views of the optimizer's own tensors: saving takes no memory, and
 bf16 or 8 bits are converted to fp32 for a save, and back after a load (`optimizers.py`).
 """
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
-
-# isort: split
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -30,6 +27,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from moe_exp.checkpoint.boxes import Box, box_at, boxes_of_range, first_value, intersection, slices
+from moe_exp.checkpoint.keys import CheckpointKeys
+from moe_exp.optimizers import moments, set_moments
+
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
@@ -37,11 +40,6 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
-from torch import Tensor
-
-from moe_exp.checkpoint.boxes import Box, box_at, boxes_of_range, first_value, intersection, slices
-from moe_exp.checkpoint.keys import CheckpointKeys
-from moe_exp.optimizers import moments, set_moments
 
 _MAIN_WEIGHTS = ("optimizer.state.param.", "optimizer.state.fp32_param.")
 

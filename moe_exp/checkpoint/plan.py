@@ -1,13 +1,17 @@
 """The plan of a save: which rank writes which piece. All collectives of a save that Megatron does are here."""
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
-
-# isort: split
 import copy
 import io
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+
+from moe_exp.checkpoint.state import CONTENT
 
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
@@ -19,12 +23,6 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
-from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-
-from moe_exp.checkpoint.state import CONTENT
 
 Item = tuple[MetadataIndex, Tensor | io.BytesIO]
 

@@ -4,9 +4,6 @@ The checksums of the files say that they are what was written. This says that th
 under whatever layout, no value of any tensor has changed on its way through the files.
 """
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
-
-# isort: split
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 
 from moe_exp.checkpoint import fingerprints
 from moe_exp.checkpoint.agreement import from_first_rank
@@ -26,6 +22,8 @@ from moe_exp.config import ConfigError
 from moe_exp.hosts import FAILED
 from moe_exp.run_folder import LATEST
 from moe_exp.runtime import Runtime
+
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 
 logger = logging.getLogger(__name__)
 

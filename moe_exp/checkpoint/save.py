@@ -7,9 +7,6 @@
 Between 1 and 3 no rank waits for another: where one has no space left, the others get to 3 and hear of it there.
 """
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
-
-# isort: split
 import logging
 import math
 import shutil

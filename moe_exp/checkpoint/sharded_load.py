@@ -4,9 +4,6 @@ These are the steps of `dist_checkpointing.load` with another reading of what is
 of Megatron, and from 0.19 on the ranks read by themselves: where the files of one are damaged, the others would go on without it.
 """
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
-
-# isort: split
 import contextlib
 import os
 import pickle
@@ -15,16 +12,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint.api import CheckpointException
+
+from moe_exp.checkpoint.agreement import on_every_rank
+from moe_exp.checkpoint.torch_dist import read_common, read_metadata
+
 from megatron.core.dist_checkpointing.dict_utils import merge
 from megatron.core.dist_checkpointing.mapping import apply_factory_merges
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.dist_checkpointing.utils import extract_sharded_base, force_all_tensors_to_non_fp8
 from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
-from torch.distributed.checkpoint.api import CheckpointException
-
-from moe_exp.checkpoint.agreement import on_every_rank
-from moe_exp.checkpoint.torch_dist import read_common, read_metadata
 
 _FORCE, _FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 

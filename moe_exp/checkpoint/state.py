@@ -1,26 +1,24 @@
 """What a checkpoint holds: the sharded state of a model, its optimizer, schedule and random streams, and how far training has come."""
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
-
-# isort: split
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from megatron.core import tensor_parallel
-from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.utils import get_attr_wrapped_model
 
 from moe_exp.checkpoint.keys import CheckpointKeys, model_state
 from moe_exp.checkpoint.optimizer_state import optimizer_groups, optimizer_shards
 from moe_exp.config import Config
 from moe_exp.planner.flops import flops_per_iteration
 from moe_exp.runtime import Runtime
+
+from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.utils import get_attr_wrapped_model
 
 # fully_reshardable: one layout-independent tensor per parameter and optimizer moment.
 CONTENT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True, "singleton_local_shards": False}

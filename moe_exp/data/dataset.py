@@ -8,10 +8,6 @@ built, stored or to go stale.
 
 from __future__ import annotations
 
-# Prepares megatron-core for hosts without CUDA, so it comes before the first import of megatron.
-import moe_exp.megatron_cpu  # noqa: F401
-
-# isort: split
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,10 +20,11 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
-from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from moe_exp.data.token_files import Share, share_range
 from moe_exp.data.tokens import bin_idx_problem
+
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 Int64Array = npt.NDArray[np.int64]
 _Word = TypeVar("_Word", int, npt.NDArray[Any])

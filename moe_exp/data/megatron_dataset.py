@@ -9,10 +9,6 @@ content of the token files (`dataset.fingerprint_of`), and gets its name when it
 
 from __future__ import annotations
 
-# Prepares megatron-core for hosts without CUDA, so it comes before the first import of megatron.
-import moe_exp.megatron_cpu  # noqa: F401
-
-# isort: split
 import hashlib
 import json
 import logging
@@ -27,14 +23,15 @@ from typing import Any
 import numpy as np
 import torch
 from filelock import FileLock
-from megatron.core.datasets.blended_dataset import BlendedDataset
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron.core.datasets.utils import get_blend_from_list
 
 from moe_exp.data.dataset import Int64Array, Origin, fingerprint_of
 from moe_exp.data.token_files import TokenFiles, parse_split, part_tokens
 from moe_exp.data.tokens import parse_blend
+
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.utils import get_blend_from_list
 
 logger = logging.getLogger(__name__)
 

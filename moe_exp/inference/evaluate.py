@@ -3,9 +3,6 @@
 Replicas share the batches as in `score`; sums are in float64, and reduced once at the end.
 """
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
-
-# isort: split
 import json
 import logging
 import sys

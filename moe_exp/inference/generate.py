@@ -3,9 +3,6 @@
 Every rank runs the same loop: the first replica's last stage draws a token and tells it to all.
 """
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
-
-# isort: split
 import contextlib
 import json
 import logging

@@ -1,8 +1,5 @@
 """The ranks that use a model: this process alone, or those of a job that torchrun started."""
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
-
-# isort: split
 import logging
 import os
 import sys

@@ -4,17 +4,11 @@ Read by `checkpoint.torch_dist` and not by megatron-core, which would unpickle w
 that it holds, and in memory are its weights and one stored piece.
 """
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
-
-# isort: split
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.module import Float16Module
 
 from moe_exp.checkpoint.folders import Manifest, damages
 from moe_exp.checkpoint.keys import CheckpointKeys, check_tensors, model_state
@@ -23,6 +17,10 @@ from moe_exp.checkpoint.torch_dist import COMMON, CheckpointReader
 from moe_exp.config import Config
 from moe_exp.model import build_chunk, transformer_config
 from moe_exp.runtime import Runtime
+
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.module import Float16Module
 
 
 def check_files(folder: Path) -> None:

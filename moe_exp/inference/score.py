@@ -3,9 +3,6 @@
 Replicas share the batches, whatever layout they have inside; the last stage of each writes its rows into the one file.
 """
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
-
-# isort: split
 import io
 import json
 import logging

@@ -3,22 +3,20 @@
 Shapes: B batch, S tokens, V vocabulary, D hidden.
 """
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
-
-# isort: split
 import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from megatron.core.inference.contexts import StaticInferenceContext
-from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
 from moe_exp.config import Config
 from moe_exp.layers.kv_cache import KeyValueCache
 from moe_exp.runtime import Runtime
+
+from megatron.core.inference.contexts import StaticInferenceContext
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 
 class Stage:

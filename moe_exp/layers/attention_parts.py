@@ -1,9 +1,9 @@
 """Megatron's self-attention with what published models have and it lacks. With `spec`, the Megatron side of `layers/`."""
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
-
-# isort: split
 from typing import Any
+
+from moe_exp.layers.attention import CausalAttention
+from moe_exp.layers.norm import ProjectionNorm
 
 from megatron.core import tensor_parallel
 from megatron.core.post_training.modelopt.layers import Linear
@@ -15,9 +15,6 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention, M
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
-
-from moe_exp.layers.attention import CausalAttention
-from moe_exp.layers.norm import ProjectionNorm
 
 if not isinstance(multi_latent_attention.TELinear, type):
     # Without Transformer Engine its names are stand-ins, and Megatron takes them for its classes.

@@ -1,21 +1,11 @@
 """Our router, experts and MoE layer in the shape that Megatron looks for. With `spec`, the Megatron side of `layers/`."""
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
-
-# isort: split
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from megatron.core import tensor_parallel
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.moe_layer import MoELayer as MegatronMoE
-from megatron.core.transformer.moe.moe_layer import MoESubmodules
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_default_pg_collection
-from megatron.core.transformer.spec_utils import build_module
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from moe_exp.layers.allgather_dispatcher import AllGatherDispatcher
@@ -28,6 +18,14 @@ from moe_exp.layers.moe_layer import MoELayer, MoESettings, MoEStatistics
 from moe_exp.layers.phase_marks import PhaseTimers
 from moe_exp.layers.router import Router, RouterConfig
 from moe_exp.layers.sharding import ExpertPlace, shard_experts
+
+from megatron.core import tensor_parallel
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer as MegatronMoE
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_default_pg_collection
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def device_of_model() -> torch.device:

@@ -11,17 +11,15 @@ Beside them it writes, and asks for, an object `linear_fc1._extra_state` and `li
 for Transformer Engine's scales of fp8.
 """
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
-
-# isort: split
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
-from torch import Tensor
 
 # Our name to (Megatron's, the axis that expert tensor parallel ranks split in ours, whether a gate doubles that axis).
 _TENSORS = {

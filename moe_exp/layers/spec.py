@@ -5,14 +5,18 @@ For a Megatron user: put `moe_submodule_spec()` in the place of Megatron's own M
 TransformerConfig. Works without Transformer Engine and Apex.
 """
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
-
-# isort: split
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
+
+from moe_exp.layers.attention import CausalAttention
+from moe_exp.layers.attention_parts import LatentAttention, ProjectionNormAttention, latent_attention_spec
+from moe_exp.layers.grouped_gemm import choose_backend
+from moe_exp.layers.megatron_parts import MegatronExperts, MegatronMoELayer, MegatronRouter, device_of_model
+from moe_exp.layers.norm import Norm
+
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -26,12 +30,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
-
-from moe_exp.layers.attention import CausalAttention
-from moe_exp.layers.attention_parts import LatentAttention, ProjectionNormAttention, latent_attention_spec
-from moe_exp.layers.grouped_gemm import choose_backend
-from moe_exp.layers.megatron_parts import MegatronExperts, MegatronMoELayer, MegatronRouter, device_of_model
-from moe_exp.layers.norm import Norm
 
 __all__ = [
     "MegatronExperts",

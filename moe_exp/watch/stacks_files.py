@@ -170,7 +170,7 @@ def _from_package(file: str, folders: Sequence[str]) -> str:
     """`moe_exp/train.py` for a file in the folder of a package, else the path as it is."""
     for folder in filter(None, folders):
         if file.startswith(f"{folder}/"):
-            return file[len(os.path.dirname(folder)) + 1 :]
+            return f"{Path(folder).name}{file[len(folder) :]}"
     return file
 
 

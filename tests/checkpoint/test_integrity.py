@@ -184,7 +184,6 @@ def megatrons_arguments(folder: Path, version: str) -> list[Any]:
     """As that version of Megatron-Core writes them: in common.pt, or as an object of the checkpoint."""
     from moe_exp.checkpoint.sharded_load import load_sharded
 
-    # isort: split
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.transformer.enums import AttnBackend
 
@@ -214,7 +213,6 @@ def one_rank_cannot_read(folder: Path) -> str:
     """Rank 1 finds another folder, as on a node whose file system is not the others'."""
     from moe_exp.checkpoint.sharded_load import load_sharded
 
-    # isort: split
     from megatron.core.dist_checkpointing import ShardedTensor
 
     place = torch.distributed.get_rank()
@@ -260,7 +258,6 @@ def load_hostile(folder: Path) -> list[str]:
     """Every way in which this package reads a checkpoint; the refusals."""
     from moe_exp.checkpoint.sharded_load import load_sharded
 
-    # isort: split
     from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
     def load() -> None:

@@ -49,9 +49,9 @@ def _equal(values: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
 
 
 def _save_as_megatron_does(job: Any, progress: Any, folder: Path) -> None:
-    from megatron.core import dist_checkpointing
-
     from moe_exp.checkpoint.state import CONTENT, sharding_metadata, weights_state, whole_state
+
+    from megatron.core import dist_checkpointing
 
     weights = weights_state(job.runtime, job.trained.model, None)
     state = whole_state(job.config, job.runtime, job.trained, progress)
@@ -67,9 +67,9 @@ def _save_as_megatron_does(job: Any, progress: Any, folder: Path) -> None:
 
 def _load_as_megatron_does(job: Any, folder: Path) -> None:
     """The optimizer alone; the model's weights follow from it at the next step."""
-    from megatron.core import dist_checkpointing
-
     from moe_exp.checkpoint.state import sharding_metadata, weights_state
+
+    from megatron.core import dist_checkpointing
 
     weights = weights_state(job.runtime, job.trained.model, None)
     chunks = weights if len(weights) > 1 else weights["model0"]
@@ -190,11 +190,11 @@ def test_main_weights_and_moments_go_over_to_another_dtype(before, after, distri
 
 def one_key_for_every_expert(settings: dict[str, Any], port: int, folder: str) -> bool:
     """On one rank: writes the state under the keys of `singleton_local_shards`, and reads it back."""
-    from megatron.core import dist_checkpointing
-
     from moe_exp.checkpoint.keys import CheckpointKeys, model_state
     from moe_exp.checkpoint.optimizer_state import OptimizerRequest, optimizer_groups, optimizer_shards, owned_state
     from moe_exp.checkpoint.state import sharding_metadata, unwrapped
+
+    from megatron.core import dist_checkpointing
 
     job, _, _ = _trained(settings, port)
     trained, expected = job.trained, _state(job)
@@ -223,9 +223,9 @@ def test_one_key_for_every_expert(tmp_path):
 
 
 def overlapping_save(settings: dict[str, Any], port: int, folder: str) -> None:
-    from megatron.core import dist_checkpointing
-
     from moe_exp.checkpoint.state import Progress, whole_state
+
+    from megatron.core import dist_checkpointing
 
     job, _, _ = _trained(settings, port, steps=0)
     state = whole_state(job.config, job.runtime, job.trained, Progress())

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import moe_exp.megatron_cpu  # noqa: F401
-
-# isort: split
 import pickle
 from itertools import accumulate, pairwise
 from math import ceil, log2
@@ -15,10 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from moe_exp.data.dataset import SampleStream, _permuted, _shuffled, blend_position, context_part, split_batch
 from moe_exp.data.tokens import BinIdxWriter
+
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 VOCAB_SIZE = 60000
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import moe_exp.megatron_cpu  # noqa: F401
-
-# isort: split
 import shutil
 from pathlib import Path
 
@@ -13,16 +10,17 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.blended_megatron_dataset_config import convert_split_vector_to_split_matrix, parse_and_normalize_split
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron.core.datasets.utils import get_blend_from_list
 
 from moe_exp.data.dataset import SampleStream
 from moe_exp.data.megatron_dataset import INDEX_FOLDER, MegatronOrder, _build, megatron_samples
 from moe_exp.data.token_files import TokenFiles, parse_split, share_range
 from moe_exp.data.tokens import BinIdxWriter
 from ranks import run_on_ranks
+
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.blended_megatron_dataset_config import convert_split_vector_to_split_matrix, parse_and_normalize_split
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.utils import get_blend_from_list
 
 SEQ_LEN = 16
 LENGTHS = [5, 2, 17, 9, 3, 40, 12, 8, 26, 3] * 10  # 1250 tokens, 78 samples

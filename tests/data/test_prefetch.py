@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import moe_exp.megatron_cpu  # noqa: F401
-
-# isort: split
 import os
 import signal
 import subprocess
@@ -167,7 +164,6 @@ def test_worker_that_dies_is_an_error_of_the_next_batches(samples):
 
 # A rank, and how it ends.
 PROGRAM = """
-import moe_exp.megatron_cpu
 import os, signal, sys
 from moe_exp.data.dataset import SampleStream
 from moe_exp.data.prefetch import ReadAhead

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import moe_exp.megatron_cpu  # noqa: F401
-
-# isort: split
 import gzip
 import json
 import os
@@ -24,7 +21,6 @@ import torch
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from tokenizers import Tokenizer
 
 from moe_exp.commands.data_commands import main
@@ -36,6 +32,8 @@ from moe_exp.data.token_merge import merge_token_files
 from moe_exp.data.token_parts import Part, PartEncoder, PartSettings, line_number, part_lines, plan_parts
 from moe_exp.data.tokenizer import load_tokenizer
 from moe_exp.data.tokenizer_training import EOD_TOKEN, train_bpe
+
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
 ROOT = Path(__file__).parents[2]
 PART_BYTES = 20_000

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import moe_exp.megatron_cpu  # noqa: F401
-
-# isort: split
 import json
 import re
 

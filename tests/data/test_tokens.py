@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import moe_exp.megatron_cpu  # noqa: F401
-
-# isort: split
 import struct
 
 import numpy as np
@@ -12,9 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
 from moe_exp.data.tokens import BinIdxWriter, bin_idx_problem, bin_idx_tokens, parse_blend
+
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
 documents = st.lists(st.lists(st.integers(0, 299), max_size=20), min_size=1, max_size=20)
 

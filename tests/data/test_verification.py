@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import moe_exp.megatron_cpu  # noqa: F401
-
-# isort: split
 import json
 from collections import Counter
 from pathlib import Path
@@ -13,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from moe_exp.cli import main
 from moe_exp.data.documents import Tally
@@ -23,6 +19,8 @@ from moe_exp.data.stage import run_stage
 from moe_exp.data.tokens import BinIdxWriter
 from moe_exp.data.verification import compare, find_manifest, verify
 from moe_exp.files import file_hash
+
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 
 @pytest.fixture(scope="module")

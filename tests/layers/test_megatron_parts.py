@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import moe_exp.megatron_cpu  # noqa: F401
-
-# isort: split
 from typing import Any
 
 import pytest
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.megatron_parts import MegatronMoELayer, balancing_losses, check_parallel_sizes, router_config
+
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 SETTINGS = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "num_moe_experts": 6, "moe_ffn_hidden_size": 12}
 

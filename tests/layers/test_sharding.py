@@ -40,9 +40,7 @@ def part_of(tensors: dict[str, Tensor], gated: bool, place: Any) -> dict[str, Te
 
 
 def _start(ep: int, etp: int) -> Any:
-    import moe_exp.megatron_cpu  # noqa: F401
 
-    # isort: split
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -93,9 +91,9 @@ def exchange(
 ) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
     """On one rank: Megatron writes and ours reads, then the other way round; keys and global shapes of both checkpoints."""
     groups = _start(ep, etp)
-    from megatron.core import dist_checkpointing
-
     from moe_exp.layers.sharding import ExpertPlace, shard_experts
+
+    from megatron.core import dist_checkpointing
 
     place = ExpertPlace.of(ep_group=groups.ep, etp_group=groups.expt_tp, edp_group=groups.expt_dp)
     names = ("weight1", "weight2", "bias1", "bias2") if bias else ("weight1", "weight2")
@@ -157,12 +155,9 @@ def test_shards_follow_the_key_that_the_optimizer_gives(gated, singleton):
     """Megatron's optimizer replaces key and data of a parameter's shards by those of its moments."""
     from dataclasses import replace
 
-    import moe_exp.megatron_cpu  # noqa: F401
-
-    # isort: split
-    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
-
     from moe_exp.layers.sharding import ExpertPlace, shard_experts
+
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
     place = ExpertPlace(ep_rank=1, ep_size=2, etp_rank=0, etp_size=2, edp_rank=0)
     weight1 = part_of(full_tensors(gated), gated, place)["weight1"]

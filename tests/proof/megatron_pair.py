@@ -1,8 +1,5 @@
 """megatron-core's own MoELayer with SequentialMLP and our layer with the same weights, on the ranks of one job; for test_megatron.py."""
 
-import moe_exp.megatron_cpu  # noqa: F401  # before megatron: prepares it for a host without CUDA
-
-# isort: split
 import warnings
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,14 +20,14 @@ from relative_error import relative_errors
 with warnings.catch_warnings():
     # Megatron warns at import of modules of its own that it has moved.
     warnings.simplefilter("ignore")
+    from moe_exp.layers.spec import moe_submodule_spec
+
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
     from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping, get_default_pg_collection
     from megatron.core.transformer.spec_utils import build_module
     from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from moe_exp.layers.spec import moe_submodule_spec
 
 __all__ = ["apply_router_token_dropping", "compare_on_rank"]
 
