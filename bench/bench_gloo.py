@@ -1,4 +1,4 @@
-"""All-gather and reduce-scatter on gloo: torch.distributed's against `moe_exp.gloo`, between processes of this machine.
+"""All-gather and reduce-scatter on gloo: torch.distributed's against `moe_exp.host.gloo`, between processes of this machine.
 
     python bench/bench_gloo.py            # ms per call by size and number of ranks; half a minute on 2 cores
     python bench/bench_gloo.py --step     # then ms per training step at TP=2, MoE at PRESET=cpu, turn by turn; 2 min more
@@ -18,8 +18,9 @@ import torch.distributed as dist
 from bench_step import Ours, free_port
 from torch.multiprocessing.spawn import spawn
 
-from moe_exp import gloo, runtime
+from moe_exp import runtime
 from moe_exp.config import load_config
+from moe_exp.host import gloo
 
 from megatron.core.tensor_parallel import layers, mappings
 
@@ -88,7 +89,7 @@ def step_rank(rank: int, port: int, data_dir: str, num_pairs: int) -> None:
     if rank == 0:
         native, ours = (statistics.median(column) for column in pairs.values())
         low, ratio, high = statistics.quantiles([a / b for a, b in zip(*pairs.values(), strict=True)], n=4)
-        print("\n| step at TP=2 | torch.distributed, ms | moe_exp.gloo, ms | ratio, median and quartiles |\n|---|---|---|---|")
+        print("\n| step at TP=2 | torch.distributed, ms | moe_exp.host.gloo, ms | ratio, median and quartiles |\n|---|---|---|---|")
         print(f"| MoE | {native:.0f} | {ours:.0f} | {ratio:.2f} ({low:.2f} to {high:.2f}) |", flush=True)
     runtime.stop()
 
@@ -101,7 +102,7 @@ def main() -> None:
     parser.add_argument("--data-dir", default="data", help="where the embedded corpus is or will be (default data)")
     arguments = parser.parse_args()
     print(f"Median of {ROUNDS} rounds; {os.cpu_count()} cores, torch {torch.__version__}.\n", flush=True)
-    print("| collective | ranks | size | torch.distributed, ms | moe_exp.gloo, ms | ratio |\n|---|---|---|---|---|---|", flush=True)
+    print("| collective | ranks | size | torch.distributed, ms | moe_exp.host.gloo, ms | ratio |\n|---|---|---|---|---|---|", flush=True)
     for world_size in arguments.ranks:
         spawn(collectives_rank, (world_size, free_port()), nprocs=world_size)
     if arguments.step:

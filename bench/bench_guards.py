@@ -27,7 +27,7 @@ from moe_exp import faults, heartbeat, runtime, train
 from moe_exp.checkpoint.save import Saver
 from moe_exp.config import Config, load_config
 from moe_exp.heartbeat import read_beats
-from moe_exp.hosts import free_port
+from moe_exp.host.processes import free_port
 from moe_exp.loss_guard import Iteration, LossGuard
 from moe_exp.profiling import Recorder
 from moe_exp.watch.call_trace import trace_calls

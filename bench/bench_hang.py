@@ -20,7 +20,7 @@ from bench_step import Ours
 from moe_exp import heartbeat, runtime, train
 from moe_exp.config import Config, load_config
 from moe_exp.heartbeat import Heart, read_beats
-from moe_exp.hosts import free_port
+from moe_exp.host.processes import free_port
 from moe_exp.watch.call_trace import CallTrace
 
 MODULES = ("moe_exp", "megatron", "torch.distributed")

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moe_exp.hosts import KEEP_FREED_MEMORY
+from moe_exp.host.devices import KEEP_FREED_MEMORY
 from moe_exp.layers.dispatcher import LocalDispatcher
 from moe_exp.layers.experts import Experts
 from moe_exp.layers.moe_layer import MoELayer, MoESettings

@@ -25,7 +25,7 @@ from bench_step import Ours
 
 from moe_exp import runtime, train
 from moe_exp.config import Config, load_config
-from moe_exp.hosts import free_port
+from moe_exp.host.processes import free_port
 from moe_exp.interval import Interval
 from moe_exp.layers.moe_layer import MoELayer
 from moe_exp.metrics import Metrics

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
+from moe_exp.host.progress import progress
 from moe_exp.planner.calibration import calibrate, log_memory_ratio, log_time_ratio
 from moe_exp.planner.measured import MEASURED_RUNS, MeasuredRun, read_runs
 from moe_exp.planner.prediction import Constants
-from moe_exp.progress import progress
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from moe_exp.config import Config
-from moe_exp.hosts import free_port
+from moe_exp.host.processes import free_port
 from moe_exp.records import read_metrics
 
 GBSZ, ITERATIONS, SAVE_INTERVAL = 8, 400, 10

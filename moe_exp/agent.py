@@ -8,7 +8,7 @@ What is other than in torchrun:
   too short for a checkpoint. So a signal may reach every process of a job. Ranks are born with these signals blocked, so that
   one that comes while they still import waits until they answer it (`faults.stop_signal`).
 - After a failure the ranks start again on every node, up to --max-restarts times in the whole job, by `rounds.Rounds`.
-- Ranks that ask for it (exit code START_AGAIN, see hosts.py) start again too, which is no failure.
+- Ranks that ask for it (exit code START_AGAIN, see host/devices.py) start again too, which is no failure.
 - What has failed is in the run's metrics.jsonl, as the events `rank_failed` and `restart`, written by node 0.
 
 It rests on the methods of torchrun's agent that are made to be overridden, and on `_pcontext`, which has its processes.
@@ -36,7 +36,8 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.run import config_from_args, parse_args
 
 from moe_exp.heartbeat import failures_file, hung_file
-from moe_exp.hosts import (
+from moe_exp.host.devices import count_gpus
+from moe_exp.host.exit_codes import (
     CAUSED_BY_ANOTHER,
     EXIT_CODE_FILE,
     FAILED,
@@ -44,14 +45,12 @@ from moe_exp.hosts import (
     HEARTBEATS,
     METRICS_FILE,
     START_AGAIN,
-    STOP_SIGNALS,
     TO_BE_CONTINUED,
     complain,
-    count_gpus,
-    signals_blocked,
     tell_launcher,
     told_exit_code,
 )
+from moe_exp.host.processes import STOP_SIGNALS, signals_blocked
 from moe_exp.records import Record, append, event_record, last_records
 from moe_exp.rounds import Rounds
 

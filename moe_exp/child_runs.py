@@ -16,10 +16,9 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from moe_exp.config import Config, load_config
-from moe_exp.hosts import end_with_parent, free_port
+from moe_exp.host.processes import children_of, end_with_parent, free_port
 from moe_exp.launch import module_arguments
 from moe_exp.run_folder import RunFolder
-from moe_exp.torchrun_job import children_of
 
 _END_SECONDS = 60.0
 # A rank may be in the middle of an iteration, and has to write a checkpoint after it.

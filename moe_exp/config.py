@@ -17,7 +17,8 @@ from typing import Any, Literal, get_args
 import yaml
 from pydantic import Field, ValidationError
 
-from moe_exp.hosts import BAD_INPUT, count_gpus
+from moe_exp.host.devices import count_gpus
+from moe_exp.host.exit_codes import BAD_INPUT
 from moe_exp.model_settings import ModelSettings
 from moe_exp.presets import PRESETS, preset_values
 from moe_exp.run_names import built_name

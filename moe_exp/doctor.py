@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_exp.hosts import num_cores
+from moe_exp.host.devices import num_cores
 
 if TYPE_CHECKING:
     from rich.console import Console

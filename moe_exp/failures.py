@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
-from moe_exp.hosts import CAUSED_BY_ANOTHER
+from moe_exp.host.exit_codes import CAUSED_BY_ANOTHER
 
 # Messages of torch's allocators, of the C++ and Python ones, and of SLURM.
 _OOM = re.compile(

@@ -16,7 +16,9 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from moe_exp.hosts import CAUSED_BY_ANOTHER, LAUNCH_TIME, STOP_SIGNALS, complain, end_with_parent, rank_place, tell_launcher
+from moe_exp.host.devices import rank_place
+from moe_exp.host.exit_codes import CAUSED_BY_ANOTHER, LAUNCH_TIME, complain, tell_launcher
+from moe_exp.host.processes import STOP_SIGNALS, end_with_parent
 
 logger = logging.getLogger(__name__)
 

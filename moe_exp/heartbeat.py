@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from moe_exp.hosts import HEARTBEATS
+from moe_exp.host.exit_codes import HEARTBEATS
 
 # An iteration's time is that spent in these.
 ITERATION_PHASES = ("data", "forward_backward", "optimizer", "end_of_iteration")

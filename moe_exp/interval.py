@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_exp.checkpoint.state import Progress, parameters_in_sync
 from moe_exp.config import Config
-from moe_exp.hosts import peak_resident_bytes
+from moe_exp.host.devices import peak_resident_bytes
 from moe_exp.model import moe_layers
 from moe_exp.phases import PHASES, PhaseTimers
 from moe_exp.planner.flops import flops_per_iteration

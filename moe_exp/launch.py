@@ -14,7 +14,7 @@ from typing import Any
 from moe_exp.checks import check_config
 from moe_exp.config import Config, ConfigError, load_config
 from moe_exp.data.embedded import ensure_embedded_corpus
-from moe_exp.hosts import BAD_INPUT, FAILED, FINISHED, LAUNCH_TIME, METRICS_FILE, complain
+from moe_exp.host.exit_codes import BAD_INPUT, FAILED, FINISHED, LAUNCH_TIME, METRICS_FILE, complain
 from moe_exp.machine_checks import check_environment, check_files, check_machine, space_warnings
 from moe_exp.misspelt import unknown_variables
 from moe_exp.planner.params import startup_report

@@ -18,7 +18,7 @@ from moe_exp.config import Config
 from moe_exp.data.dataset import Samples
 from moe_exp.data.skipping import Range, merged, stream_ranges
 from moe_exp.exchange import IterationEnd
-from moe_exp.hosts import FAILED, START_AGAIN, TO_BE_CONTINUED
+from moe_exp.host.exit_codes import FAILED, START_AGAIN, TO_BE_CONTINUED
 from moe_exp.metrics import Metrics
 from moe_exp.rollback import free_place, go_back, read_rollbacks
 from moe_exp.run_folder import RunFolder

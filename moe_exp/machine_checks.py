@@ -22,7 +22,8 @@ from moe_exp.data.token_files import Share, TokenFiles, parse_split, part_tokens
 from moe_exp.data.tokenizer import tokenizer_vocab_size
 from moe_exp.data.tokens import bin_idx_problem, parse_blend
 from moe_exp.determinism import environment_problems
-from moe_exp.hosts import compute_capability, count_gpus, free_port
+from moe_exp.host.devices import compute_capability, count_gpus
+from moe_exp.host.processes import free_port
 from moe_exp.planner.disk import DiskUse, disk_use, keep_last_that_fits
 from moe_exp.planner.params import checkpoint_bytes
 from moe_exp.run_folder import LATEST, RunFolder, existing_place, run_folder_problems

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from moe_exp.config import Config, ConfigError, problem, to_yaml
-from moe_exp.files import write_atomically
+from moe_exp.host.files import write_atomically
 from moe_exp.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)

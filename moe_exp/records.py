@@ -20,7 +20,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from moe_exp.files import write_atomically
+from moe_exp.host.files import write_atomically
 
 logger = logging.getLogger(__name__)
 

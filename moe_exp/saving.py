@@ -7,7 +7,7 @@ from moe_exp import heartbeat
 from moe_exp.checkpoint.save import Saved, SaveError, Saver
 from moe_exp.checkpoint.state import Progress, Trained
 from moe_exp.config import Config
-from moe_exp.hosts import FAILED, TO_BE_CONTINUED
+from moe_exp.host.exit_codes import FAILED, TO_BE_CONTINUED
 from moe_exp.metrics import Metrics
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,9 @@ from types import FrameType
 
 from moe_exp.config import Config
 from moe_exp.determinism import deterministic_environment
-from moe_exp.hosts import EXIT_CODE_FILE, KEEP_FREED_MEMORY, STOP_SIGNALS, complain, count_gpus, end_with_parent, signals_blocked
+from moe_exp.host.devices import KEEP_FREED_MEMORY, count_gpus
+from moe_exp.host.exit_codes import EXIT_CODE_FILE, complain
+from moe_exp.host.processes import STOP_SIGNALS, children_of, end_with_parent, signals_blocked
 
 TRAIN_MODULE = "moe_exp.train"
 
@@ -138,21 +140,3 @@ def _send(pid: int, number: int) -> None:
     # It may have ended meanwhile.
     with suppress(ProcessLookupError):
         os.kill(pid, number)
-
-
-def children_of(pid: int) -> list[int]:
-    """Process ids of the children of `pid`. From /proc where there is one: slim containers have no ps."""
-    if Path("/proc/self/stat").exists():
-        pairs = [(int(stat.parent.name), _parent(stat)) for stat in Path("/proc").glob("[0-9]*/stat")]
-    else:
-        lines = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout.splitlines()
-        pairs = [(int(child), int(parent)) for child, parent in map(str.split, lines)]
-    return [child for child, parent in pairs if parent == pid]
-
-
-def _parent(stat: Path) -> int:
-    try:
-        # The second field is the program's name in brackets, with any characters in it; state and parent follow.
-        return int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
-    except OSError:
-        return -1

@@ -32,7 +32,7 @@ from moe_exp.data.sample_order import Change
 from moe_exp.dumps import dump, is_dumped
 from moe_exp.exchange import IterationEnd, end_of_iteration
 from moe_exp.finite_steps import skip_steps_not_finite
-from moe_exp.hosts import FAILED, FINISHED, tell_launcher
+from moe_exp.host.exit_codes import FAILED, FINISHED, tell_launcher
 from moe_exp.interval import Interval
 from moe_exp.loss_guard import GuardEnd, Iteration, LossGuard
 from moe_exp.metrics import Metrics, setup_logging

@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from moe_exp.hosts import free_port as free_port
+from moe_exp.host.processes import free_port as free_port
 
 # Importing this package asks whether there is a CUDA device; asked of the driver's library, CUDA would not work in forks any more.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")

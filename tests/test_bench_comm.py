@@ -17,7 +17,7 @@ sys.path.append(str(BENCH))  # the modules of the command import each other by n
 
 import bench_comm  # noqa: E402
 
-from moe_exp.hosts import free_port  # noqa: E402
+from moe_exp.host.processes import free_port  # noqa: E402
 from moe_exp.planner.hardware import load_hardware  # noqa: E402
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_exp import gloo
+from moe_exp.host import gloo
 from ranks import run_on_ranks
 
 

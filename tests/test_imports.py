@@ -268,7 +268,7 @@ def imports(path: Path) -> dict[str, bool]:
                 names = [alias.name for alias in child.names]
             elif isinstance(child, ast.ImportFrom):
                 assert child.level == 0, f"{path}: relative import"
-                # `from moe_exp import gloo` imports the module moe_exp.gloo.
+                # `from moe_exp import gloo` imports the module moe_exp.host.gloo.
                 names = [f"{child.module}.{alias.name}" for alias in child.names]
             for name in names:
                 found[name] = found.get(name, False) or at_import
@@ -353,7 +353,7 @@ def test_megatron_is_prepared_before_it_is_imported():
             continue
         order = list(imports(path))
         first = next(index for index, name in enumerate(order) if name.startswith("megatron."))
-        assert "moe_exp.megatron_cpu" in order[:first], f"{path}: import moe_exp.megatron_cpu before megatron"
+        assert "moe_exp.host.megatron_cpu" in order[:first], f"{path}: import moe_exp.host.megatron_cpu before megatron"
 
 
 def run_python(code: str) -> str:

@@ -15,7 +15,7 @@ import pytest
 
 from moe_exp.cli import main
 from moe_exp.config import Config, add_arguments, load_config
-from moe_exp.hosts import KEEP_FREED_MEMORY
+from moe_exp.host.devices import KEEP_FREED_MEMORY
 from moe_exp.launch import dry_run_text, launch, module_arguments, rank_arguments
 from moe_exp.metrics import Metrics
 from moe_exp.run_folder import open_run_folder

@@ -13,7 +13,7 @@ from checkpoint.small_job import end_run, records, small_settings, start_run, wr
 from moe_exp import heartbeat
 from moe_exp.checkpoint.folders import Manifest, iteration_folder, latest_iteration
 from moe_exp.config import Config
-from moe_exp.hosts import FAILED, FINISHED, START_AGAIN
+from moe_exp.host.exit_codes import FAILED, FINISHED, START_AGAIN
 from moe_exp.loss_guard import Iteration, LossGuard
 from moe_exp.run_folder import RunFolder
 from ranks import free_port, run_on_ranks

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 from tokenizers import Tokenizer, models
 
-from moe_exp import hosts
 from moe_exp.config import Config, load_config, to_yaml
 from moe_exp.data.tokens import BinIdxWriter
+from moe_exp.host import devices
 from moe_exp.layers.gemm_packages import PACKAGES
 from moe_exp.layers.kernels import launch
 from moe_exp.machine_checks import EXPERT_PACKAGES, OLDEST_GPU, bitsandbytes_problem, check_environment, check_files, check_machine
@@ -268,10 +268,10 @@ def test_the_capability_is_that_of_the_oldest_gpu(monkeypatch):
         return 0
 
     driver = SimpleNamespace(cuDeviceGet=get, cuDeviceGetAttribute=attribute)
-    monkeypatch.setattr(hosts.ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr(devices.ctypes, "CDLL", lambda name: driver)
     for number, oldest in ((0, (0, 0)), (1, (9, 0)), (3, (7, 5))):
-        monkeypatch.setattr(hosts, "count_gpus", lambda number=number: number)
-        assert hosts.compute_capability.__wrapped__() == oldest
+        monkeypatch.setattr(devices, "count_gpus", lambda number=number: number)
+        assert devices.compute_capability.__wrapped__() == oldest
 
 
 def test_packages_are_those_of_the_adapters():

@@ -13,8 +13,8 @@ import warnings
 import pytest
 import torch
 
-from moe_exp import gloo, megatron_cpu
 from moe_exp.config import Config
+from moe_exp.host import gloo, megatron_cpu
 from ranks import run_on_ranks
 
 with warnings.catch_warnings():

@@ -18,7 +18,7 @@ import pytest
 from file_limit import no_file_over
 from moe_exp import records
 from moe_exp.config import Config
-from moe_exp.hosts import device_label
+from moe_exp.host.devices import device_label
 from moe_exp.metrics import Metrics, console_line, progress_line, setup_logging, validation_lines
 from moe_exp.records import read_metrics
 from moe_exp.run_folder import RunFolder, open_run_folder

@@ -15,7 +15,7 @@ import yaml
 
 from moe_exp import run_folder
 from moe_exp.config import Config, ConfigError
-from moe_exp.files import write_atomically, write_json
+from moe_exp.host.files import write_atomically, write_json
 from moe_exp.run_folder import LATEST, RunFolder, hold_run_folder, open_run_folder, run_folder_problems
 
 

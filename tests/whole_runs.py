@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_exp.config import Config
-from moe_exp.hosts import TO_BE_CONTINUED
+from moe_exp.host.exit_codes import TO_BE_CONTINUED
 from moe_exp.records import read_metrics
 from moe_exp.run_folder import RunFolder
 from ranks import free_port

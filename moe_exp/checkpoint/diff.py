@@ -14,7 +14,7 @@ from torch import Tensor
 from moe_exp.checkpoint.info import iteration_of
 from moe_exp.checkpoint.naming import KEEP_BYTES, LogicalTensor, logical_tensors, states
 from moe_exp.checkpoint.torch_dist import CheckpointReader
-from moe_exp.progress import progress
+from moe_exp.host.progress import progress
 
 _BLOCK_BYTES = 32 << 20
 _PLACES = ("run_name", "run_dir", "master_addr", "master_port", "node_rank")  # settings that say where a run is, and nothing of its numbers

@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moe_exp.files import write_atomically
+from moe_exp.host.files import write_atomically
 
 FILE = "fingerprints.json"
 _FORMAT_VERSION = 1

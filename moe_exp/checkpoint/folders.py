@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_exp.files import file_hash, sync_folder, write_atomically, write_json
+from moe_exp.host.files import file_hash, sync_folder, write_atomically, write_json
 from moe_exp.run_folder import LATEST
 
 MANIFEST = "manifest.json"

@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from moe_exp.checkpoint.fingerprints import Fingerprints
 from moe_exp.checkpoint.torch_dist import COMMON
-from moe_exp.files import HashedFile
-from moe_exp.hosts import rank_place
+from moe_exp.host.devices import rank_place
+from moe_exp.host.files import HashedFile
 
 
 @dataclass(frozen=True)

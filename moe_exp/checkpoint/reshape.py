@@ -35,8 +35,8 @@ from moe_exp.checkpoint.naming import (
 from moe_exp.checkpoint.torch_dist import COMMON_OBJECT, CheckpointReader
 from moe_exp.checkpoint.torch_dist_writer import CheckpointWriter
 from moe_exp.config import problem
-from moe_exp.files import write_atomically
-from moe_exp.progress import progress
+from moe_exp.host.files import write_atomically
+from moe_exp.host.progress import progress
 from moe_exp.run_folder import LATEST
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

@@ -14,7 +14,7 @@ from moe_exp.checkpoint.fingerprints import Fingerprints, fingerprints_of, shown
 from moe_exp.checkpoint.folders import Manifest
 from moe_exp.checkpoint.naming import KEEP_BYTES, LogicalTensor, logical_tensors, states
 from moe_exp.checkpoint.torch_dist import CheckpointReader, Chunk, StoredTensor
-from moe_exp.progress import progress
+from moe_exp.host.progress import progress
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any
 from rich import filesize
 
 from moe_exp.checkpoint.diff import Comparison
-from moe_exp.progress import print_summary
+from moe_exp.host.progress import print_summary
 
 
 def print_info(report: Mapping[str, Any]) -> None:

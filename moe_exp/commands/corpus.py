@@ -140,7 +140,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
     from moe_exp.data.execution import Execution
     from moe_exp.data.prepare import Preparation, plan, prepare
     from moe_exp.data.shuffle import shuffle_summary
-    from moe_exp.progress import print_summary
+    from moe_exp.host.progress import print_summary
 
     same = ("tasks", "min_language_score", "min_score", "min_chars", "max_chars", "limit", "skip_bad", "dedup", "decontaminate")
     languages = tuple(arguments.language.split(",")) if arguments.language else ()

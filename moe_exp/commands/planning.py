@@ -189,7 +189,7 @@ def _export(candidate: Candidate, config: Config, num_tokens: int | None) -> Non
 
 def _calibrate(arguments: argparse.Namespace) -> None:
     _refuse_settings(arguments)
-    from moe_exp.files import write_atomically
+    from moe_exp.host.files import write_atomically
     from moe_exp.planner.calibration import calibrate, doubts, profile_text
     from moe_exp.planner.measured import run_of_row
     from moe_exp.planner.prediction import load_constants
@@ -217,7 +217,7 @@ def _read(path: Path) -> list[dict[str, str]]:
 
 def _predict(arguments: argparse.Namespace) -> None:
     _refuse_settings(arguments)
-    from moe_exp.files import write_atomically
+    from moe_exp.host.files import write_atomically
     from moe_exp.planner.predicted_rows import predicted_csv
     from moe_exp.planner.prediction import CONSTANTS, load_constants
 

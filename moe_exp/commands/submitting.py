@@ -7,7 +7,7 @@ import os
 import sys
 
 from moe_exp.config import ConfigError, add_arguments
-from moe_exp.hosts import BAD_INPUT
+from moe_exp.host.exit_codes import BAD_INPUT
 from moe_exp.slurm.slurm_settings import SlurmSettings
 
 

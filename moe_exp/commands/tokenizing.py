@@ -17,7 +17,7 @@ from moe_exp.data.token_merge import merge_dry_run, merge_token_files
 from moe_exp.data.token_parts import PartSettings
 from moe_exp.data.tokenizer import TOKENIZER_TYPES, load_tokenizer
 from moe_exp.data.tokenizer_training import EOD_TOKEN, train_tokenizer
-from moe_exp.progress import print_summary
+from moe_exp.host.progress import print_summary
 
 logger = logging.getLogger(__name__)
 

@@ -206,7 +206,7 @@ def _run_ranks(config: Config, request: str, module: str, alone: Callable[[Runti
 def _run_job(config: Config, request: str, module: str) -> int:
     """Runs the ranks of this node."""
     from moe_exp.config import ConfigError
-    from moe_exp.hosts import free_port
+    from moe_exp.host.processes import free_port
     from moe_exp.machine_checks import check_machine
     from moe_exp.torchrun_job import child_environment, run_job, torchrun_command
 

@@ -18,10 +18,11 @@ from moe_exp.compare.pace import measured_pace, predicted_seconds
 from moe_exp.compare.results import Ended, is_finished, read_ended
 from moe_exp.config import ConfigError, problem
 from moe_exp.failures import why_it_failed
-from moe_exp.files import write_atomically
-from moe_exp.hosts import FINISHED, TO_BE_CONTINUED, free_port
+from moe_exp.host.exit_codes import FINISHED, TO_BE_CONTINUED
+from moe_exp.host.files import write_atomically
+from moe_exp.host.processes import free_port
+from moe_exp.host.progress import progress_of
 from moe_exp.machine_checks import check_environment
-from moe_exp.progress import progress_of
 from moe_exp.report.page import write_report
 
 # A record with its experts is shorter than this, where there are less than some thousand.

@@ -20,7 +20,7 @@ from moe_exp.child_runs import given_settings
 from moe_exp.compare.matching import MATCHES, Match, iterations_of_time, match_sizes, with_iterations
 from moe_exp.compare.variants import Variant, make_variants, reference_of
 from moe_exp.config import Config, ConfigError, load_config, problem
-from moe_exp.files import write_json
+from moe_exp.host.files import write_json
 from moe_exp.run_folder import RunFolder
 
 # Settings that may change between two calls: what no loss depends on.

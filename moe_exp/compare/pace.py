@@ -10,10 +10,10 @@ from moe_exp.child_runs import MEASURED_ONLY, run_environment, run_to_end, wait_
 from moe_exp.compare.comparison import Comparison
 from moe_exp.compare.variants import Variant
 from moe_exp.failures import why_it_failed
-from moe_exp.hosts import device_name
+from moe_exp.host.devices import device_name
+from moe_exp.host.progress import progress
 from moe_exp.planner.estimate import cost_of
 from moe_exp.planner.hardware import load_hardware, profile_of
-from moe_exp.progress import progress
 from moe_exp.records import read_metrics
 from moe_exp.run_folder import RunFolder
 

@@ -24,7 +24,7 @@ from moe_exp.data.documents import JSONL_SUFFIXES, Tally, check_apart
 from moe_exp.data.execution import Execution, Pass
 from moe_exp.data.slurm_jobs import check_no_jobs
 from moe_exp.data.stage import Stage, fingerprint, run_stage
-from moe_exp.progress import progress_of
+from moe_exp.host.progress import progress_of
 
 logger = logging.getLogger(__name__)
 

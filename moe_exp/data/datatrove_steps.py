@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_exp.data.documents import BadDocument, Tally, read_documents, read_objects, skip_or_raise, text_in
-from moe_exp.files import file_hash, write_json
+from moe_exp.host.files import file_hash, write_json
 
 PARQUET_SUFFIX = ".parquet"
 

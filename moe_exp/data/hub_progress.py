@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from moe_exp.progress import progress_of
+from moe_exp.host.progress import progress_of
 
 
 def silent_bar() -> type:

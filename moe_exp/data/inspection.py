@@ -23,8 +23,7 @@ from moe_exp.data.documents import JSONL_SUFFIXES, Tally, read_documents
 from moe_exp.data.hashes import Hashes
 from moe_exp.data.token_files import Int64Array, TokenFiles
 from moe_exp.data.tokens import tokenizer_vocab_size
-from moe_exp.progress import print_summary, progress
-from moe_exp.table_console import table_console
+from moe_exp.host.progress import print_summary, progress, table_console
 
 BLOCK_TOKENS = 2**22
 _ENDS_LOOKED_AT = 2000

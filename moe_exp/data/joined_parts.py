@@ -17,7 +17,7 @@ import xxhash
 
 from moe_exp.data.token_parts import Part, PartCounts, PartSettings, write_all
 from moe_exp.data.tokens import write_index
-from moe_exp.files import write_json
+from moe_exp.host.files import write_json
 
 _COPY_BYTES = 2**22
 

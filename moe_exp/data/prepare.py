@@ -26,7 +26,7 @@ from moe_exp.data.hub import download
 from moe_exp.data.shuffle import check_settings, shuffle
 from moe_exp.data.sources import Source, python_stdlib_documents, resolve_source
 from moe_exp.data.stage import check_free_disk, is_stale, run_stage
-from moe_exp.progress import print_summary
+from moe_exp.host.progress import print_summary
 
 logger = logging.getLogger(__name__)
 

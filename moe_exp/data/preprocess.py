@@ -36,8 +36,8 @@ from moe_exp.data.token_parts import (
     part_lines,
     plan_parts,
 )
-from moe_exp.files import write_json
-from moe_exp.progress import print_summary, progress
+from moe_exp.host.files import write_json
+from moe_exp.host.progress import print_summary, progress
 
 logger = logging.getLogger(__name__)
 

@@ -26,8 +26,8 @@ from moe_exp.data.buckets import NUM_KEYS, Dealer, State, ValidTally, spread
 from moe_exp.data.documents import JSONL_SUFFIXES, Tally, check_apart, estimate_line_bytes, jsonl_files_in
 from moe_exp.data.memory import available_memory_bytes
 from moe_exp.data.stage import Stage, check_free_disk, run_stage
-from moe_exp.files import write_json
-from moe_exp.progress import progress
+from moe_exp.host.files import write_json
+from moe_exp.host.progress import progress
 
 logger = logging.getLogger(__name__)
 

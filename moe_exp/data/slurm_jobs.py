@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_exp.data.execution import Execution, Pass
-from moe_exp.files import write_json
+from moe_exp.host.files import write_json
+from moe_exp.host.slurm_queue import job_environment, still_there
 
 logger = logging.getLogger(__name__)
 
@@ -111,13 +112,6 @@ def _sbatch_options(execution: Execution) -> dict[str, str]:
     return {"kill-on-invalid-dep": "yes", **options}  # else what depends on a failed job waits in the queue forever
 
 
-def job_environment() -> str:
-    """A command of the shell with which jobs find the Python and the packages of this process."""
-    package_root = Path(__file__).resolve().parents[2]
-    paths = {"PATH": Path(sys.executable).parent, "PYTHONPATH": package_root}
-    return "; ".join(f'export {name}={shlex.quote(str(path))}"${{{name}:+:${name}}}"' for name, path in paths.items())
-
-
 def _submit_finish(executor: Any, execution: Execution, job_ids: _JobIds) -> None:
     """One more job behind the last, which counts, publishes and shuffles. datatrove submits its merging of stats in this way."""
     from datatrove.executor.slurm import launch_slurm_job
@@ -126,16 +120,3 @@ def _submit_finish(executor: Any, execution: Execution, job_ids: _JobIds) -> Non
     options |= {"job-name": f"{executor.job_name}_finish", "dependency": "afterok:" + ":".join(job_ids.ids)}
     script = executor.get_launch_file_contents(options, shlex.join(execution.finish_command))
     launch_slurm_job(script, job_ids)
-
-
-def still_there(job_ids: list[str]) -> list[str]:
-    """Those of the jobs that SLURM has not ended, this one left out."""
-    if not job_ids:
-        return []
-    if not shutil.which("squeue"):
-        raise ValueError(f"squeue: is not here to tell of the SLURM jobs {' '.join(job_ids)}. Fix: call it on a login node of the cluster.")
-    found = subprocess.run(["squeue", "--noheader", "--format=%F", "--jobs", ",".join(job_ids)], capture_output=True, text=True)
-    if found.returncode != 0 and "invalid job id" not in found.stderr.lower():  # what it says when it has forgotten them
-        raise ValueError(f"squeue: exit code {found.returncode}: {found.stderr.strip()}. Fix: call it again when SLURM answers.")
-    known = set(found.stdout.split())
-    return [job for job in job_ids if job in known and job != os.environ.get("SLURM_JOB_ID")]

@@ -21,7 +21,7 @@ from rich import filesize
 from rich.table import Table
 
 from moe_exp.data.documents import JSONL_SUFFIXES
-from moe_exp.table_console import table_console
+from moe_exp.host.progress import table_console
 
 logger = logging.getLogger(__name__)
 

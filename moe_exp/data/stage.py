@@ -23,7 +23,7 @@ from typing import Any
 import xxhash
 from filelock import FileLock, Timeout
 
-from moe_exp.files import file_hash, sync_folder, write_json
+from moe_exp.host.files import file_hash, sync_folder, write_json
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from moe_exp.data.documents import BLANK_LINE, EMPTY_TEXT, BadDocument, Tally, r
 from moe_exp.data.encoders import CheckedGigatoken, Encoded, Encoders, find_differences
 from moe_exp.data.tokenizer import TextTokenizer, special_token_reason
 from moe_exp.data.tokens import TokenDtype, token_dtype
-from moe_exp.files import write_json
+from moe_exp.host.files import write_json
 
 LARGEST_PART_BYTES, SMALLEST_PART_BYTES, NUM_PARTS = 2**26, 2**22, 256
 BATCH_BYTES = 2**20  # of text: what the tokenizers package makes of it takes about 40 MB

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from moe_exp.config import problem
 from moe_exp.data.documents import Tally, read_documents
 from moe_exp.data.stage import run_stage
-from moe_exp.progress import progress
+from moe_exp.host.progress import progress
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from moe_exp.data.hashes import Hashes, difference
 from moe_exp.data.inspection import BLOCK_TOKENS, documents_with_progress, jsonl_files, token_blocks
 from moe_exp.data.token_files import TokenFiles
 from moe_exp.data.tokens import bin_idx_problem
-from moe_exp.files import file_hash
-from moe_exp.progress import progress
+from moe_exp.host.files import file_hash
+from moe_exp.host.progress import progress
 
 _DATA_SUFFIXES = (*JSONL_SUFFIXES, ".bin", ".idx")
 _HASHES_AT_ONCE = 2**16

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_exp.data.tokenizer import USUAL_EOD_TOKENS
-from moe_exp.files import write_atomically, write_json
 from moe_exp.hf.model_folder import read_json
+from moe_exp.host.files import write_atomically, write_json
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",

@@ -15,7 +15,6 @@ from torch import Tensor
 from moe_exp.checkpoint.folders import Manifest, one_checkpoint
 from moe_exp.checkpoint.torch_dist import CheckpointReader, StoredTensor
 from moe_exp.config import Config
-from moe_exp.files import write_json
 from moe_exp.hf.choice import choose_architecture
 from moe_exp.hf.companions import ORIGINAL, copy_tokenizer, kept_fields, token_ids, write_generation_config, write_model_card
 from moe_exp.hf.config_json import fields_of
@@ -25,6 +24,7 @@ from moe_exp.hf.plan import TRAINING_ONLY, Piece, Theirs, misfits, pieces
 from moe_exp.hf.shard_writer import Entry, ShardWriter
 from moe_exp.hf.target import Progress, check_target, new_folder, no_progress
 from moe_exp.hf.tensor_rules import taken_apart
+from moe_exp.host.files import write_json
 
 _OPTIMIZER = ("optimizer.", "chained_")
 # Of the distributed optimizer, and of the other one.

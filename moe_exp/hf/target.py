@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from moe_exp.checkpoint.folders import PARTIAL
-from moe_exp.files import sync_folder
+from moe_exp.host.files import sync_folder
 
 _MARGIN = 1.01  # headers, index, tokenizer
 

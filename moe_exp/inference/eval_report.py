@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.table import Table
 
+from moe_exp.host.progress import table_console
 from moe_exp.inference.held_out import short_names
-from moe_exp.table_console import table_console
 
 if TYPE_CHECKING:
     from moe_exp.inference.expert_usage import LayerUsage

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_exp import gloo
+from moe_exp.host import gloo
 from moe_exp.layers.capacity import without_dropped
 from moe_exp.layers.collectives import Departed, Exchange, GatherRows, arrive, depart
 from moe_exp.layers.dispatcher import Dispatched, DispatchRecord, Pending, SpreadDispatcher, sort_slots

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from moe_exp import gloo
+from moe_exp.host import gloo
 
 
 class Arrival:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_exp import gloo
+from moe_exp.host import gloo
 from moe_exp.layers.collectives import AllToAll, Departed, Exchange, GatherRows, arrive, depart, exchange_rows
 from moe_exp.layers.groups import group_size
 from moe_exp.layers.router import RoutingDecision

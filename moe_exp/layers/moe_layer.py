@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moe_exp import gloo
+from moe_exp.host import gloo
 from moe_exp.layers.capacity import DROP_POLICIES, expert_capacity, keep_first, keep_full_tiles, keep_most_probable, without_dropped
 from moe_exp.layers.dispatcher import Dispatcher, LocalDispatcher
 from moe_exp.layers.experts import Experts, OrderedTokens, Slots

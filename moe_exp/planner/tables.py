@@ -13,6 +13,7 @@ from rich.box import HEAVY_HEAD, SIMPLE
 from rich.table import Table
 
 from moe_exp.config import Config
+from moe_exp.host.progress import table_console
 from moe_exp.planner.calibration import Calibration
 from moe_exp.planner.code_paths import counted_as
 from moe_exp.planner.estimate import Cost
@@ -24,7 +25,6 @@ from moe_exp.planner.prediction import Prediction
 from moe_exp.planner.reports import describe_candidate, describe_cost
 from moe_exp.planner.timing import IterationTime
 from moe_exp.planner.topology import Candidate, Search
-from moe_exp.table_console import table_console
 
 _GIBIBYTE = 2**30
 _MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "buffers", "overhead", "cached")

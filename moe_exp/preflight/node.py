@@ -24,7 +24,9 @@ from typing import Any
 
 from moe_exp.checks import check_node_rank
 from moe_exp.config import Config, ConfigError, problem
-from moe_exp.hosts import count_gpus, end_with_parent
+from moe_exp.host.devices import count_gpus
+from moe_exp.host.processes import children_of, end_with_parent
+from moe_exp.host.progress import progress_of
 from moe_exp.launch import module_arguments
 from moe_exp.planner.params import checkpoint_bytes
 from moe_exp.preflight.gpu_health import query_gpus
@@ -34,8 +36,7 @@ from moe_exp.preflight.reach import Door, data_address, unreached
 from moe_exp.preflight.roll_call import Nodes, NotReached, Server
 from moe_exp.preflight.steps import RESULTS_FOLDER, read_rank
 from moe_exp.preflight.verdicts import Finding, NodeVerdict, Verdict, blame_pairs, judge
-from moe_exp.progress import progress_of
-from moe_exp.torchrun_job import child_environment, children_of, torchrun_command
+from moe_exp.torchrun_job import child_environment, torchrun_command
 
 MODULE = "moe_exp.preflight.preflight_rank"
 _RANKS_SECONDS = 150.0  # for all steps of the ranks, with time-outs in some of them; without any it is a fraction of that

@@ -22,8 +22,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from moe_exp.config import Config, add_arguments, load_config
-from moe_exp.files import write_json
-from moe_exp.hosts import device_label
+from moe_exp.host.devices import device_label
+from moe_exp.host.files import write_json
 from moe_exp.preflight.device_checks import DTYPES, bytes_to_fill, check_matmul, check_memory
 from moe_exp.preflight.link_checks import described, measure_group, process_group, twin_of
 from moe_exp.preflight.pairing import rounds_of_pairs

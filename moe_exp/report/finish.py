@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from moe_exp.config import Config
-from moe_exp.files import write_json
+from moe_exp.host.files import write_json
 from moe_exp.records import read_metrics
 from moe_exp.report.curves import draw_loss_curve
 from moe_exp.report.summary import Status, summarize, summary_text

@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 
 from moe_exp.config import ConfigError, problem
-from moe_exp.files import write_atomically
+from moe_exp.host.files import write_atomically
 from moe_exp.report import page_parts as parts
 from moe_exp.report.comparison import Overview, common_loss, differing_settings, overview, parities, warnings_of, window_of
 from moe_exp.report.page_data import embedded, page_data

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from moe_exp.config import Config, load_config
-from moe_exp.hosts import FAILED, FINISHED, TO_BE_CONTINUED
+from moe_exp.host.exit_codes import FAILED, FINISHED, TO_BE_CONTINUED
 from moe_exp.run_folder import RunFolder
 
 Status = Literal["finished", "stopped", "failed"]

@@ -120,7 +120,7 @@ _install() {
     else
         torch="$(grep '^torch==' constraints.txt)"
         if grep -q '^torch' <<<"$(_unmet "$_venv/bin/python")" &&
-            ! "$_venv/bin/python" -c 'import sys; from moe_exp.hosts import count_gpus; sys.exit(not count_gpus())'; then
+            ! "$_venv/bin/python" -c 'import sys; from moe_exp.host.devices import count_gpus; sys.exit(not count_gpus())'; then
             _say "no GPU here: the CPU build of torch is far smaller; PyTorch's 'Get Started' page names its index, for PIP_INDEX_URL"
         fi
         _say "installing $torch"

@@ -13,8 +13,8 @@ from typing import Any
 
 from moe_exp.checks import check_config
 from moe_exp.config import Config, ConfigError, load_config, problem
-from moe_exp.data.slurm_jobs import still_there
-from moe_exp.files import write_atomically
+from moe_exp.host.files import write_atomically
+from moe_exp.host.slurm_queue import still_there
 from moe_exp.machine_checks import check_files
 from moe_exp.slurm.batch_script import RunJob, batch_script, mounts, own_folders
 from moe_exp.slurm.slurm_settings import SlurmSettings, load_slurm_settings

@@ -23,11 +23,11 @@ from typing import Any
 from moe_exp.child_runs import given_settings, held
 from moe_exp.config import ConfigError, load_config, problem
 from moe_exp.data.embedded import ensure_embedded_corpus
-from moe_exp.files import write_atomically, write_json
-from moe_exp.hosts import device_name
+from moe_exp.host.devices import device_name
+from moe_exp.host.files import write_atomically, write_json
+from moe_exp.host.progress import progress
 from moe_exp.machine_checks import check_files
 from moe_exp.planner.hardware import load_hardware, profile_of
-from moe_exp.progress import progress
 from moe_exp.run_folder import RunFolder
 from moe_exp.sweep import slurm_cases
 from moe_exp.sweep.cases import Case, default_lists, make_cases

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moe_exp.failures import LONGEST, last_line, why_it_failed
-from moe_exp.files import write_json
+from moe_exp.host.files import write_json
 from moe_exp.records import read_metrics
 from moe_exp.run_folder import RunFolder
 

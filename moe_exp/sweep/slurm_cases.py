@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_exp.child_runs import train_command
-from moe_exp.data.slurm_jobs import job_environment, still_there
-from moe_exp.files import write_atomically
+from moe_exp.host.files import write_atomically
+from moe_exp.host.slurm_queue import job_environment, still_there
 from moe_exp.sweep.cases import Case
 
 POLL_SECONDS = 10.0

@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from moe_exp.table_console import table_console
+from moe_exp.host.progress import table_console
 from moe_exp.watch.blame import Blame
 
 _COLOURS = {

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from moe_exp.files import write_atomically
+from moe_exp.host.files import write_atomically
 
 EXCLUDE_NODES = "exclude_nodes.txt"  # in RUN_DIR
 

@@ -31,9 +31,9 @@ from types import TracebackType
 import psutil
 
 from moe_exp.config import Config
-from moe_exp.files import write_atomically
 from moe_exp.heartbeat import ITERATION_PHASES, PAUSED, Beat, failures_file, hung_file, read_beats
-from moe_exp.hosts import HEARTBEATS, complain
+from moe_exp.host.exit_codes import HEARTBEATS, complain
+from moe_exp.host.files import write_atomically
 from moe_exp.records import append_event
 from moe_exp.run_folder import RunFolder
 from moe_exp.watch.hang_dump import dump_node, is_traced, nccl_environment, ranks_of_node

@@ -26,7 +26,8 @@ import psutil
 
 from moe_exp import heartbeat
 from moe_exp.heartbeat import Beat
-from moe_exp.hosts import HEARTBEATS, count_gpus
+from moe_exp.host.devices import count_gpus
+from moe_exp.host.exit_codes import HEARTBEATS
 from moe_exp.watch.call_trace import calls_file, latest_calls
 from moe_exp.watch.stacks_files import parse_stacks, write_dump
 

@@ -21,7 +21,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
-from moe_exp.files import write_json
+from moe_exp.host.files import write_json
 
 _POLL_SECONDS = 0.2
 

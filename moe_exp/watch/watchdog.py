@@ -14,8 +14,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from moe_exp.host.slurm_queue import NoSqueue, Queue, QueueError, read_queue
 from moe_exp.watch.alerts import Channel, send_to_all
-from moe_exp.watch.slurm_queue import NoSqueue, Queue, QueueError, read_queue
 from moe_exp.watch.watchdog_disk import disk_of, free_bytes, with_sample
 from moe_exp.watch.watchdog_memory import EVENT, Memory, default_folder, memory_file, read_memory, write_memory
 from moe_exp.watch.watchdog_rules import Limits, Sight, all_texts, count_events, problems_of, state_line

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moe_exp.files import write_json
+from moe_exp.host.files import write_json
 
 logger = logging.getLogger(__name__)
 

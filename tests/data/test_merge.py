@@ -17,7 +17,7 @@ from moe_exp.data import merge as merge_module
 from moe_exp.data.documents import BadDocument, Tally, read_documents
 from moe_exp.data.merge import merge
 from moe_exp.data.shuffle import shuffle
-from moe_exp.files import file_hash
+from moe_exp.host.files import file_hash
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from moe_exp import files
 from moe_exp.data import stage as stage_module
 from moe_exp.data.stage import check_free_disk, fingerprint, run_stage
-from moe_exp.files import file_hash, write_json
+from moe_exp.host import files
+from moe_exp.host.files import file_hash, write_json
 
 ROOT = Path(__file__).parents[2]
 

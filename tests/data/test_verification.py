@@ -18,7 +18,7 @@ from moe_exp.data.sources import python_stdlib_documents
 from moe_exp.data.stage import run_stage
 from moe_exp.data.tokens import BinIdxWriter
 from moe_exp.data.verification import compare, find_manifest, verify
-from moe_exp.files import file_hash
+from moe_exp.host.files import file_hash
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from moe_exp import heartbeat
 from moe_exp.config import Config, load_config
 from moe_exp.heartbeat import read_beats
-from moe_exp.hosts import HEARTBEATS
+from moe_exp.host.exit_codes import HEARTBEATS
 from moe_exp.layers.collectives import AllToAll, exchange_rows
 from moe_exp.records import read_metrics
 from moe_exp.run_folder import RunFolder

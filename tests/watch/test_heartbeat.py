@@ -13,7 +13,7 @@ import pytest
 
 from moe_exp import heartbeat
 from moe_exp.heartbeat import ITERATION_PHASES, PAUSED, PHASES, Beat, Heart, read_beats
-from moe_exp.hosts import HEARTBEATS
+from moe_exp.host.exit_codes import HEARTBEATS
 from moe_exp.watch.hang import LEAST_SECONDS, elapsed_seconds, limit_seconds
 
 BEAT = Beat(rank=3, pid=1, phase="data", iteration=7, num_microbatches=4, since=100.0, spent=5.0, durations=(1.0, 2.0, 90.0))

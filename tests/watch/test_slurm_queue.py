@@ -6,7 +6,7 @@ from datetime import datetime
 
 import pytest
 
-from moe_exp.watch.slurm_queue import QueueError, num_tasks, parse_queue, read_queue, slurm_seconds
+from moe_exp.host.slurm_queue import QueueError, num_tasks, parse_queue, read_queue, slurm_seconds
 
 ARRAY = """\
 4711_[5-22%1]|PENDING|N/A|1-00:00:00|INVALID|JobArrayTaskLimit

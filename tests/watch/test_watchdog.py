@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from moe_exp.cli import main
+from moe_exp.host.slurm_queue import parse_queue
 from moe_exp.watch import watchdog_rules
 from moe_exp.watch.alerts import AlertFile
-from moe_exp.watch.slurm_queue import parse_queue
 from moe_exp.watch.watchdog import Watched
 from moe_exp.watch.watchdog_disk import Disk, disk_of, with_sample
 from moe_exp.watch.watchdog_memory import Memory

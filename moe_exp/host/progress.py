@@ -8,14 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, TextIO
 
 from rich import filesize
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
-
-from moe_exp.table_console import table_console
 
 logger = logging.getLogger(__name__)
 
@@ -119,3 +117,12 @@ def print_summary(title: str, rows: Mapping[str, object]) -> None:
     for name, value in rows.items():
         table.add_row(name, f"{value:,}" if isinstance(value, int) else str(value))
     table_console().print(table)
+
+
+_NO_LIMIT = 1000  # characters; rich takes 80 for a file or a pipe, and breaks words
+
+
+def table_console(file: TextIO | None = None, *, highlight: bool = True) -> Console:
+    """A console on `file`, standard output by default."""
+    console = Console(file=file, highlight=highlight)
+    return console if console.is_terminal else Console(file=file, highlight=highlight, width=_NO_LIMIT)

@@ -5,9 +5,13 @@ from __future__ import annotations
 import getpass
 import os
 import re
+import shlex
+import shutil
 import subprocess
+import sys
 from dataclasses import dataclass, field
 from datetime import datetime
+from pathlib import Path
 
 # Fields of squeue(1): id, state, start (of a job that waits: expected, or N/A), time limit, time left, why it waits.
 _FORMAT = "%i|%T|%S|%l|%L|%r"
@@ -173,3 +177,23 @@ def slurm_time(text: str) -> datetime | None:
         return datetime.fromisoformat(text.strip()).astimezone()
     except ValueError:
         return None
+
+
+def job_environment() -> str:
+    """A command of the shell with which jobs find the Python and the packages of this process."""
+    package_root = Path(__file__).resolve().parents[2]
+    paths = {"PATH": Path(sys.executable).parent, "PYTHONPATH": package_root}
+    return "; ".join(f'export {name}={shlex.quote(str(path))}"${{{name}:+:${name}}}"' for name, path in paths.items())
+
+
+def still_there(job_ids: list[str]) -> list[str]:
+    """Those of the jobs that SLURM has not ended, this one left out."""
+    if not job_ids:
+        return []
+    if not shutil.which("squeue"):
+        raise ValueError(f"squeue: is not here to tell of the SLURM jobs {' '.join(job_ids)}. Fix: call it on a login node of the cluster.")
+    found = subprocess.run(["squeue", "--noheader", "--format=%F", "--jobs", ",".join(job_ids)], capture_output=True, text=True)
+    if found.returncode != 0 and "invalid job id" not in found.stderr.lower():  # what it says when it has forgotten them
+        raise ValueError(f"squeue: exit code {found.returncode}: {found.stderr.strip()}. Fix: call it again when SLURM answers.")
+    known = set(found.stdout.split())
+    return [job for job in job_ids if job in known and job != os.environ.get("SLURM_JOB_ID")]

@@ -1,0 +1,1 @@
+"""This machine: devices, processes, files, the SLURM queue, and Megatron-Core without CUDA."""

@@ -1,0 +1,79 @@
+"""Facts about this machine that are needed before torch is imported."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import resource
+import socket
+import sys
+
+_CAPABILITY_ATTRIBUTES = (75, 76)  # cuda.h: CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+
+# For glibc's malloc on a CPU host: keep freed memory instead of giving it back to the system and fetching it again, page by page,
+# for every large tensor of every micro-batch (a third of a layer's time, docs/performance.md). A GPU has torch's caching allocator.
+KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
+
+
+@functools.cache
+def count_gpus() -> int:
+    """Number of CUDA devices that this process may use (CUDA_VISIBLE_DEVICES honoured), from the driver itself."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value
+
+
+@functools.cache
+def compute_capability() -> tuple[int, int]:
+    """That of the oldest CUDA device that this process may use, from the driver itself; (0, 0) where there is none."""
+    if not count_gpus():
+        return 0, 0
+    driver, found = ctypes.CDLL("libcuda.so.1"), []
+    for index in range(count_gpus()):
+        device, numbers = ctypes.c_int(0), (ctypes.c_int(0), ctypes.c_int(0))
+        driver.cuDeviceGet(ctypes.byref(device), index)
+        for number, attribute in zip(numbers, _CAPABILITY_ATTRIBUTES, strict=True):
+            driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, device)
+        found.append((numbers[0].value, numbers[1].value))
+    return min(found)
+
+
+def rank_place(rank: int | None = None) -> str:
+    """Where this rank is, for its error lines: `rank 11 on node-b (cuda:3)`, on a CPU host `rank 1 on laptop (cpu)`.
+
+    Args:
+        rank: its number; torchrun's by default.
+    """
+    return f"rank {os.environ.get('RANK', '0') if rank is None else rank} on {socket.gethostname()} ({device_label()})"
+
+
+def device_label() -> str:
+    """This rank's device as torch calls it: `cuda:3`, or `cpu`."""
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if count_gpus() else "cpu"
+
+
+def device_name() -> str:
+    """What this host computes on: the name of its first CUDA device, as the driver has it, or CPU."""
+    if not count_gpus():
+        return "CPU"
+    driver, device, name = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0), ctypes.create_string_buffer(256)
+    if driver.cuDeviceGet(ctypes.byref(device), 0) != 0 or driver.cuDeviceGetName(name, len(name), device) != 0:
+        return "GPU"
+    return name.value.decode(errors="replace")
+
+
+def peak_resident_bytes() -> int:
+    """Largest resident size that this process has had."""
+    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return size if sys.platform == "darwin" else size * 1024
+
+
+def num_cores() -> int:
+    """Processor cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

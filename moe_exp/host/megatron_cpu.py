@@ -1,0 +1,259 @@
+"""Lets megatron-core run on a host where torch has no CUDA device; does nothing where it has one.
+
+`moe_exp/__init__.py` hands the imports of `megatron.*`, and no others, to `find_spec`. Where there is no CUDA device:
+
+- The name `torch` inside Megatron's modules is a stand-in. It is torch itself but for its CUDA namespace, whose streams,
+  events, random states and memory counters are those of the CPU, and for `pin_memory`, which is dropped.
+- The words for CUDA inside Megatron's code objects (`device="cuda"`, `"torch.cuda.FloatTensor"`, `.cuda()`) become those
+  for the CPU. The rewriting is done on the cached byte code, so it costs nothing at start-up.
+- A few functions that reach into CUDA's C interface are replaced by name, in `_MENDED`.
+
+torch itself keeps its behaviour for everybody else; all it gains is one private method on Tensor and Module (`_KEYWORD`).
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import importlib.machinery
+import queue
+import types
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from moe_exp.host import gloo
+
+# What the attribute `cuda` is called inside Megatron's code once it has been rewritten.
+_KEYWORD = "_megatron_accelerator"
+_CPU_WORDS = {
+    "cuda": "cpu",
+    "torch.cuda.FloatTensor": "torch.FloatTensor",
+    "torch.cuda.HalfTensor": "torch.HalfTensor",
+    "torch.cuda.BFloat16Tensor": "torch.BFloat16Tensor",
+}
+
+
+class _Event:
+    """Stands in for torch.cuda.Event: work on the CPU is done when the call returns."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def wait(self, stream: Any = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+class _Stream(torch.cpu.Stream):
+    """torch.cpu.Stream with the methods of torch.cuda.Stream that Megatron calls."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def record_event(self, event: Any = None) -> _Event:  # type: ignore[override]
+        return _Event()
+
+    def synchronize(self) -> None: ...
+
+
+class _CpuAccelerator(types.ModuleType):
+    """torch.cuda as Megatron sees it on a host without CUDA."""
+
+    Stream = _Stream
+    Event = _Event
+
+    def __init__(self) -> None:
+        super().__init__("torch.cuda")
+        stream = _Stream()
+        device = torch.device("cpu")
+        answers: dict[str, Any] = {
+            "is_available": False, "is_initialized": False, "is_current_stream_capturing": False, "current_device": device,
+            "device_count": 0, "current_stream": stream, "default_stream": stream, "synchronize": None, "set_device": None,
+            "empty_cache": None, "ipc_collect": None, "memory_allocated": 0, "max_memory_allocated": 0, "memory_reserved": 0,
+            "max_memory_reserved": 0, "memory_stats": {}, "reset_peak_memory_stats": None,
+        }  # fmt: skip
+        for name, answer in answers.items():
+            setattr(self, name, _constant(answer))
+        self.stream = self.device = lambda *args, **kwargs: contextlib.nullcontext()
+        self.manual_seed = self.manual_seed_all = torch.manual_seed
+        self.get_rng_state = lambda device=None: torch.get_rng_state()
+        self.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+        self.nvtx = types.SimpleNamespace(range_push=_constant(None), range_pop=_constant(None))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+
+class _TorchOnCpu(types.ModuleType):
+    """torch as Megatron sees it on a host without CUDA."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        setattr(self, _KEYWORD, _CpuAccelerator())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def tensor(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        return torch.tensor(*args, **kwargs)
+
+    @staticmethod
+    def empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        return torch.empty(*args, **kwargs)
+
+
+def _constant(answer: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: answer
+
+
+def _for_cpu(code: types.CodeType) -> types.CodeType:
+    """`code` with the words for CUDA replaced by those for the CPU, functions inside it included."""
+    names = tuple(_KEYWORD if name == "cuda" else name for name in code.co_names)
+    return code.replace(co_names=names, co_consts=tuple(_constant_for_cpu(const) for const in code.co_consts))
+
+
+def _constant_for_cpu(const: Any) -> Any:
+    if isinstance(const, types.CodeType):
+        return _for_cpu(const)
+    if isinstance(const, tuple):
+        return tuple(_constant_for_cpu(item) for item in const)
+    return _CPU_WORDS.get(const, const) if isinstance(const, str) else const
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Loads one Megatron module with the stand-in for `torch` and the words for the CPU."""
+
+    def get_code(self, fullname: str) -> types.CodeType | None:
+        code = super().get_code(fullname)
+        return None if code is None else _for_cpu(code)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__dict__["__builtins__"] = {**vars(builtins), "__import__": _import}
+        super().exec_module(module)
+        if mend := _MENDED.get(module.__name__):
+            mend(module)
+
+
+def _import(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
+    module = builtins.__import__(name, globals, locals, fromlist, level)
+    # `import torch` and `import torch.x` bind the name torch; `from torch import x` and `import torch.x as y` do not.
+    return _STAND_IN if module is torch and not fromlist else module
+
+
+def find_spec(fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+    """Where a module of megatron is, with `_Loader` to load it on a host without CUDA; None, for Python's own finders, on the others."""
+    if not INSTALLED:
+        return None
+    spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+    if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+        spec.loader = _Loader(spec.loader.name, spec.loader.path)
+    return spec
+
+
+def _mend_jit(module: Any) -> None:
+    # torch.compile would look for a C++ compiler at the first step, for fusions that are worth little on a CPU.
+    module.disable_jit_fuser()
+
+
+def _mend_random(module: Any) -> None:
+    module._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state()
+    module._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+
+
+def _mend_writer(module: Any) -> None:
+    # Megatron writes checkpoints in forked processes. A fork of a process in which gloo's threads run may hang or end in
+    # EOFError; here the rank itself writes, with the same function.
+    writer = module.FileSystemWriterAsync
+    results: queue.Queue[Any] = queue.Queue()
+
+    def write(transforms: Any, use_msc: Any, rank: int, write_buckets: Sequence[Any], results: queue.Queue[Any]) -> None:
+        written = {}
+        for index, bucket in enumerate(write_buckets):
+            outcomes, count = queue.Queue(), queue.Queue()  # type: queue.Queue[Any], queue.Queue[int]
+            count.put(index)
+            writer.write_preloaded_data(transforms, index, bucket, outcomes, count, use_fsync=True)
+            _, written[index] = outcomes.get()
+        failure = next((outcome for outcome in written.values() if isinstance(outcome, Exception)), None)
+        results.put(written if failure is None else failure)
+
+    # From 0.17 on the rank itself writes, in threads, and only the queue is in a process of its own.
+    module._get_write_results_queue = module.get_write_results_queue = lambda *args: results
+    writer.write_preloaded_data_multiproc = staticmethod(write)
+
+
+def _mend_norm(module: Any) -> None:
+    # torch's fp32 norm of a million values is off by 1e-5 on a CPU, by another 1e-5 when they are split over ranks.
+    def l2_norm(chunk_size: int, noop_flag: Any, tensor_lists: Sequence[Any], per_tensor: bool, *args: Any) -> tuple[torch.Tensor, None]:
+        norms = [torch.linalg.vector_norm(x, dtype=torch.float64) for tensors in tensor_lists for x in tensors]
+        return torch.stack(norms).norm().float().view(1), None
+
+    module.local_multi_tensor_l2_norm = l2_norm
+
+
+def _mend_collectives(module: Any) -> None:
+    module.dist_all_gather_func = gloo.all_gather
+    module.dist_reduce_scatter_func = gloo.reduce_scatter
+
+
+def mend_router(module: Any) -> None:
+    """Megatron's own router without Transformer Engine, which fails with NameError in megatron-core 0.16, on a GPU as on a CPU.
+
+    Training takes our router, so on a GPU only what is compared with Megatron's layer needs this.
+
+    Args:
+        module: megatron.core.transformer.moe.moe_utils.
+    """
+    if not module.HAVE_TE:
+        module.te_general_gemm = None
+
+
+def _mend_moe(module: Any) -> None:
+    # Megatron's own router and dispatcher, which ours are compared with. The sizes of an all-to-all have to be numbers, which Megatron
+    # makes of tensors on a GPU only.
+    mend_router(module)
+    move = module.maybe_move_tensor_to_cpu
+
+    def as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else move(tensor, as_numpy, record_stream)
+
+    module.maybe_move_tensor_to_cpu = as_numbers
+
+
+_MENDED: dict[str, Callable[[Any], None]] = {
+    "megatron.core.tensor_parallel.layers": _mend_collectives,
+    "megatron.core.tensor_parallel.mappings": _mend_collectives,
+    "megatron.core.utils": _mend_norm,
+    "megatron.core.dist_checkpointing.strategies.filesystem_async": _mend_writer,
+    "megatron.core.jit": _mend_jit,
+    "megatron.core.tensor_parallel.random": _mend_random,
+    "megatron.core.transformer.moe.moe_utils": _mend_moe,
+}
+_STAND_IN = _TorchOnCpu()
+
+
+INSTALLED = not torch.cuda.is_available()
+
+
+def refuse_if_too_late() -> None:
+    """Raises ImportError where megatron was imported before moe_exp on a host without CUDA."""
+    if INSTALLED:
+        raise ImportError("moe_exp: megatron was imported before moe_exp. Fix: import moe_exp first.")
+
+
+if INSTALLED:
+    # Megatron says so at import, in several places; on a CPU neither could be there.
+    warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed", category=UserWarning)
+    _keep: Callable[..., Any] = lambda self, *args, **kwargs: self  # noqa: E731
+    setattr(torch.Tensor, _KEYWORD, _keep)
+    setattr(torch.nn.Module, _KEYWORD, _keep)
