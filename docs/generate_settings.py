@@ -1,4 +1,4 @@
-"""Writes docs/settings.md from moe_exp/model_settings.py and moe_exp/config.py: PYTHONPATH=. python docs/generate_settings.py"""
+"""Writes docs/settings.md from the fields of `moe_exp.config.Config`: PYTHONPATH=. python docs/generate_settings.py"""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from moe_exp.config import Config
-from moe_exp.model_settings import ModelSettings
+from moe_exp.config.model_settings import ModelSettings
 
 SETTINGS_MD = Path(__file__).with_name("settings.md")
 
@@ -116,7 +116,7 @@ HEADER = """\
 # Settings
 
 Every setting can be given as an environment variable (`NUM_EXPERTS=64`) or as a flag (`--num-experts 64`). A value is
-taken from the first of: command line, environment, preset, default. The presets are in `moe_exp/presets.py`, and
+taken from the first of: command line, environment, preset, default. The presets are in `moe_exp/config/presets.py`, and
 `--dry-run` shows the merged settings. The last column names the flag of Megatron-LM for the same thing.
 
 This file is written by `PYTHONPATH=. python docs/generate_settings.py`.

@@ -15,9 +15,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from moe_exp.config import Config, load_config
+from moe_exp.config import Config, load_config, module_arguments
 from moe_exp.host.processes import children_of, end_with_parent, free_port
-from moe_exp.launch import module_arguments
 from moe_exp.run_folder import RunFolder
 
 _END_SECONDS = 60.0

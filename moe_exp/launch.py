@@ -11,14 +11,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from moe_exp.checks import check_config
-from moe_exp.config import Config, ConfigError, load_config
+from moe_exp.config import Config, ConfigError, load_config, module_arguments
+from moe_exp.config.checks.checks import check_config
+from moe_exp.config.misspelt import unknown_variables
+from moe_exp.config.presets import preset_values
 from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.host.exit_codes import BAD_INPUT, FAILED, FINISHED, LAUNCH_TIME, METRICS_FILE, complain
 from moe_exp.machine_checks import check_environment, check_files, check_machine, space_warnings
-from moe_exp.misspelt import unknown_variables
 from moe_exp.planner.params import startup_report
-from moe_exp.presets import preset_values
 from moe_exp.report.finish import finish_run
 from moe_exp.run_folder import RunFolder
 from moe_exp.torchrun_job import STOPPING, TRAIN_MODULE, child_environment, run_job, signals_ignored, torchrun_command
@@ -89,11 +89,6 @@ def launch(config: Config, flags: Mapping[str, Any], module: str = TRAIN_MODULE)
     print(f"\n{text}", flush=True)
     # Ranks that have finished may still be torn down with an error, for instance by a peer that left earlier.
     return FINISHED if status == "finished" else code or FAILED
-
-
-def module_arguments(flags: Mapping[str, Any]) -> list[str]:
-    """`flags` as command-line arguments, in the form that `config.add_arguments` reads."""
-    return [f"--{name.replace('_', '-')}={value}" for name, value in flags.items() if value is not None]
 
 
 def rank_arguments(config: Config, flags: Mapping[str, Any]) -> list[str]:

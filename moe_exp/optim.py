@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from moe_exp.config import Config
+from moe_exp.config.ramp import batch_size_at
 from moe_exp.loss_scale import share_loss_scale
 from moe_exp.model import DTYPES
 from moe_exp.muon import AXIS, Muon
 from moe_exp.optimizers import Adam, Adam8bit, Bf16Adam, Sgd, allocate_moments
-from moe_exp.planner.ramp import batch_size_at
 
 import megatron.core.optimizer
 import megatron.core.optimizer.distrib_optimizer

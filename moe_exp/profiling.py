@@ -17,9 +17,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from moe_exp.config import Config
+from moe_exp.config.setting_types import iteration_ranges
 from moe_exp.run_folder import RunFolder
 from moe_exp.runtime import Runtime
-from moe_exp.setting_types import iteration_ranges
 
 logger = logging.getLogger(__name__)
 

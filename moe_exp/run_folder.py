@@ -37,9 +37,9 @@ import yaml
 from filelock import BaseFileLock, FileLock, Timeout
 
 from moe_exp.config import Config, ConfigError, problem, to_yaml
+from moe_exp.config.model_changes import OTHER_OPTIMIZER_FLAG, model_changes, optimizer_change
 from moe_exp.host.devices import device_name
 from moe_exp.host.files import write_atomically, write_json
-from moe_exp.model_changes import OTHER_OPTIMIZER_FLAG, model_changes, optimizer_change
 
 logger = logging.getLogger(__name__)
 

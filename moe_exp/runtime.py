@@ -15,7 +15,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from moe_exp.config import Config
-from moe_exp.determinism import deterministic_environment, environment_problems
+from moe_exp.config.determinism import deterministic_environment, environment_problems
 
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from moe_exp.config import Config
-from moe_exp.determinism import deterministic_environment
+from moe_exp.config.determinism import deterministic_environment
 from moe_exp.host.devices import KEEP_FREED_MEMORY, count_gpus
 from moe_exp.host.exit_codes import EXIT_CODE_FILE, complain
 from moe_exp.host.processes import STOP_SIGNALS, children_of, end_with_parent, signals_blocked

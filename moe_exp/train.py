@@ -24,8 +24,8 @@ from moe_exp.checkpoint.folders import recover
 from moe_exp.checkpoint.integrity import Source
 from moe_exp.checkpoint.save import SaveError, Saver
 from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync
-from moe_exp.checks import check_config
 from moe_exp.config import Config, ConfigError, add_arguments, load_config
+from moe_exp.config.checks.checks import check_config
 from moe_exp.data.dataset import Samples, context_part, split_batch
 from moe_exp.data.prefetch import ReadAhead, microbatch_start
 from moe_exp.data.sample_order import Change

@@ -206,7 +206,7 @@ def _fill(experts: MegatronExperts, loaded: Mapping[str, Mapping[str, list[Tenso
         int(shard): {name: _joined(pieces, _DENSE.get(name, _OUTPUT_BIAS)[1], parameters[name][0]) for name, pieces in tensors.items()}
         for shard, tensors in loaded.items()
     }
-    assert config.router_weights_sum is not None  # checks.py
+    assert config.router_weights_sum is not None  # config/checks/checks.py
     numbers, _ = _local_shards(experts, config)
     filled = experts_of(shards, numbers, granularity=config.upcycle_granularity, weights_sum=config.router_weights_sum)
     for name, parameter in parameters.items():

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_exp.checks import check_config
 from moe_exp.config import Config, load_config
-from moe_exp.presets import PRESETS
+from moe_exp.config.checks.checks import check_config
+from moe_exp.config.presets import PRESETS
 
 # (TP, PP, VPP, EP, ETP, CP) that the package trains with equal losses.
 LAYOUTS = [

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_exp.config import Config, ConfigError, add_arguments, load_config, to_yaml
-from moe_exp.misspelt import unknown_variables
-from moe_exp.presets import PRESETS
+from moe_exp.config.misspelt import unknown_variables
+from moe_exp.config.presets import PRESETS
 
 
 def test_order_is_default_preset_environment_flag():

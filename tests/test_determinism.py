@@ -15,7 +15,7 @@ from moe_exp import runtime
 from moe_exp.backends import backends_of
 from moe_exp.checkpoint import settings
 from moe_exp.config import Config, load_config
-from moe_exp.determinism import ENVIRONMENT
+from moe_exp.config.determinism import ENVIRONMENT
 from moe_exp.layers.attention import CausalAttention
 from moe_exp.machine_checks import check_machine
 from moe_exp.model import build_model

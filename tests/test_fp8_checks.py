@@ -7,9 +7,9 @@ import importlib.util
 import pytest
 
 from moe_exp import machine_checks
-from moe_exp.checks import check_config
 from moe_exp.config import load_config
-from moe_exp.fp8_checks import SIZE_MULTIPLES
+from moe_exp.config.checks.checks import check_config
+from moe_exp.config.checks.fp8 import SIZE_MULTIPLES
 from moe_exp.layers.fp8 import RECIPES
 from moe_exp.machine_checks import check_machine
 from moe_exp.model import transformer_config

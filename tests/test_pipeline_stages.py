@@ -18,8 +18,8 @@ from moe_exp.checkpoint.layouts import Layout
 from moe_exp.checkpoint.reshape import Reshaping, reshape
 from moe_exp.checkpoint.settings import saved_config
 from moe_exp.checkpoint.torch_dist import read_common
-from moe_exp.checks import check_config
 from moe_exp.config import load_config
+from moe_exp.config.checks.checks import check_config
 from relative_error import assert_equal_to
 
 LIMIT = 1e-5

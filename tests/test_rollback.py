@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from checkpoint.small_job import small_settings, write_tokens
-from moe_exp.checks import check_config
 from moe_exp.config import ConfigError, load_config
+from moe_exp.config.checks.checks import check_config
 from moe_exp.host.files import write_json
 from moe_exp.rollback import free_place, read_rollbacks
 from moe_exp.run_folder import RunFolder

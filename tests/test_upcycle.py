@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_exp.checks import check_config
 from moe_exp.config import load_config
+from moe_exp.config.checks.checks import check_config
 from moe_exp.layers.dispatcher import LocalDispatcher
 from moe_exp.layers.experts import ACTIVATIONS, Experts
 from moe_exp.layers.moe_layer import MoELayer, MoESettings

@@ -103,8 +103,8 @@ def _add_predict(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from moe_exp.checks import check_config
     from moe_exp.config import ConfigError, load_config
+    from moe_exp.config.checks.checks import check_config
     from moe_exp.planner.estimate import cost_of
     from moe_exp.planner.job import Job
     from moe_exp.planner.prediction import predict
@@ -277,7 +277,7 @@ def _hardware_and_constants(arguments: argparse.Namespace) -> tuple[Hardware, Co
 
 def _settings(arguments: argparse.Namespace, hardware: Hardware) -> dict[str, Any]:
     """Flags of settings by field name; --gpus as NNODES and GPUS_PER_NODE."""
-    from moe_exp.misspelt import unknown_variables
+    from moe_exp.config.misspelt import unknown_variables
     from moe_exp.planner.layout_text import world_of
 
     for name, near in unknown_variables(os.environ):

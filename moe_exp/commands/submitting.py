@@ -32,7 +32,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _submit(arguments: argparse.Namespace) -> int:
-    from moe_exp.misspelt import unknown_variables
+    from moe_exp.config.misspelt import unknown_variables
     from moe_exp.slurm.submission import plan_job, planned_commands, script_of, submit
 
     for name, near in unknown_variables(os.environ, [name.upper() for name in SlurmSettings.model_fields]):

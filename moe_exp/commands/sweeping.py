@@ -29,7 +29,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
-    from moe_exp.misspelt import unknown_variables
+    from moe_exp.config.misspelt import unknown_variables
     from moe_exp.sweep.driver import Sweep, dry_run_text, run_sweep
 
     for name, near in unknown_variables(os.environ, [name.upper() for name in SweepSettings.model_fields]):

@@ -10,13 +10,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from moe_exp.checks import check_config
 from moe_exp.child_runs import held, run_environment, run_to_end, wait_until_free
 from moe_exp.compare.compare_table import plan_text, result_text
 from moe_exp.compare.comparison import Comparison, Run, compare_with_before, keep, known_pace
 from moe_exp.compare.pace import measured_pace, predicted_seconds
 from moe_exp.compare.results import Ended, is_finished, read_ended
 from moe_exp.config import ConfigError, problem
+from moe_exp.config.checks.checks import check_config
 from moe_exp.failures import why_it_failed
 from moe_exp.host.exit_codes import FINISHED, TO_BE_CONTINUED
 from moe_exp.host.files import write_atomically

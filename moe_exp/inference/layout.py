@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_exp.checkpoint.settings import saved_config
-from moe_exp.checks import check_config
 from moe_exp.config import Config, ConfigError
+from moe_exp.config.checks.checks import check_config
 from moe_exp.host.devices import count_gpus, num_cores
 
 # What only training asks for, and would be checked for a run of other sizes.

@@ -7,8 +7,8 @@ import platform
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from moe_exp.checks import EMBEDDED_VOCAB_SIZE
 from moe_exp.config import Config, problem
+from moe_exp.config.checks.checks import EMBEDDED_VOCAB_SIZE
 from moe_exp.data.encoders import Encoders
 from moe_exp.data.tokenizer import TextTokenizer, load_named_tokenizer
 

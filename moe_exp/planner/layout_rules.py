@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from moe_exp.checks import check_config
 from moe_exp.config import Config, problem
+from moe_exp.config.checks.checks import check_config
 from moe_exp.planner.params import count_parameters
 from moe_exp.planner.stages import split_layers, stages_text
 

@@ -1,7 +1,7 @@
 """Exact parameter counts of a Config, for the whole model and for one rank, and the bytes of weights and optimizer.
 
 Counts are of trained parameters; buffers (the expert bias, rotary frequencies) are left out. Every function takes a
-config that passed `moe_exp.checks`: sizes that do not divide are rounded down here.
+config that passed `moe_exp.config.checks.checks`: sizes that do not divide are rounded down here.
 """
 
 from __future__ import annotations

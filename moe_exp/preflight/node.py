@@ -22,12 +22,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from moe_exp.checks import check_node_rank
-from moe_exp.config import Config, ConfigError, problem
+from moe_exp.config import Config, ConfigError, module_arguments, problem
+from moe_exp.config.checks.checks import check_node_rank
 from moe_exp.host.devices import count_gpus
 from moe_exp.host.processes import children_of, end_with_parent
 from moe_exp.host.progress import progress_of
-from moe_exp.launch import module_arguments
 from moe_exp.planner.params import checkpoint_bytes
 from moe_exp.preflight.gpu_health import query_gpus
 from moe_exp.preflight.host_facts import host_facts, own_name, planned_hosts

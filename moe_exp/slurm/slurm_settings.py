@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moe_exp.config import ConfigError, problem
-from moe_exp.setting_types import NonNegative, Positive
+from moe_exp.config.setting_types import NonNegative, Positive
 
 # What --export names of the submitter's environment: enough to find programs and the home folder, nothing that changes what is computed.
 PASSED_ALWAYS = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG")

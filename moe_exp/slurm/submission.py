@@ -11,8 +11,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from moe_exp.checks import check_config
 from moe_exp.config import Config, ConfigError, load_config, problem
+from moe_exp.config.checks.checks import check_config
 from moe_exp.host.files import write_atomically
 from moe_exp.host.slurm_queue import still_there
 from moe_exp.machine_checks import check_files

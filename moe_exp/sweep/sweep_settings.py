@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from moe_exp.config import ConfigError, problem
-from moe_exp.setting_types import OptionalPositive, Positive
+from moe_exp.config.setting_types import OptionalPositive, Positive
 
 
 def _words(value: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 from legs import MODEL, Leg, build_job, run_legs, write_data
 
 from moe_exp.config import Config, ConfigError, load_config
-from moe_exp.model_changes import refuse_other_model
+from moe_exp.config.model_changes import refuse_other_model
 from ranks import RankError, free_port, run_on_ranks
 
 OLD: dict[str, Any] = MODEL | {"gpus_per_node": 1}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from legs import Leg, deviations, run_legs, write_data
 
-from moe_exp.planner.ramp import ramp_steps
+from moe_exp.config.ramp import ramp_steps
 
 
 def test_goes_on_in_the_middle_of_a_ramp_under_another_layout(tmp_path):

@@ -12,8 +12,8 @@ from tiny_models import MODELS, tiny_folder, weights_of
 
 from moe_exp.checkpoint.folders import Manifest, damages, one_checkpoint
 from moe_exp.checkpoint.torch_dist import CheckpointReader
-from moe_exp.checks import check_config
 from moe_exp.config import Config
+from moe_exp.config.checks.checks import check_config
 from moe_exp.hf.exporting import to_hf
 from moe_exp.hf.importing import from_hf
 

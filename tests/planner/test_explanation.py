@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 from planned import A100, LARGE, PRIORS, SMALL, found, model, with_memory
 
-from moe_exp.checks import check_config
 from moe_exp.config import ConfigError, load_config
+from moe_exp.config.checks.checks import check_config
 from moe_exp.planner.explanation import bound_by, explain, layout_words
 from moe_exp.planner.exported import exported_settings
 from moe_exp.planner.layout_rules import LAYOUT_SETTINGS

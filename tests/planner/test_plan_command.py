@@ -12,8 +12,8 @@ import pytest
 from planned import LARGE, write_profile
 
 from moe_exp import cli
-from moe_exp.checks import check_config
 from moe_exp.config import Config, load_config
+from moe_exp.config.checks.checks import check_config
 from moe_exp.planner.measured import MEASURED_RUNS, job_of_row, read_runs
 from moe_exp.planner.prediction import CONSTANTS
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_exp.config import Config, load_config
-from moe_exp.planner.ramp import RampStep, batch_size_at, ramp_sizes, ramp_steps
+from moe_exp.config.ramp import RampStep, batch_size_at, ramp_sizes, ramp_steps
 
 
 def ramped(rampup: str, *, gbsz: int = 64, train_iters: int = 100) -> Config:

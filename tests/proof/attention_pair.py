@@ -65,8 +65,8 @@ def built(pair: Pair, rank: Any) -> tuple[nn.Module, nn.Module, Any]:
     """(their attention, their rotary embedding, our model)."""
     from importlib import import_module
 
-    from moe_exp.checks import check_config
     from moe_exp.config import load_config
+    from moe_exp.config.checks.checks import check_config
     from moe_exp.model import build_chunk, transformer_config
 
     modeling = import_module(f"transformers.models.{pair.model}.modeling_{pair.model}")

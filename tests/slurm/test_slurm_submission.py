@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_exp.checks import check_config
 from moe_exp.config import load_config
+from moe_exp.config.checks.checks import check_config
 from moe_exp.data.tokens import BinIdxWriter
 from moe_exp.slurm.slurm_settings import load_slurm_settings, time_limit_seconds
 from whole_runs import ROOT

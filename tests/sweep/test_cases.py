@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from moe_exp.checks import check_config
 from moe_exp.cli import main
 from moe_exp.config import Config, ConfigError, load_config
+from moe_exp.config.checks.checks import check_config
 from moe_exp.sweep.driver import Sweep
 from moe_exp.sweep.local_cases import case_environment
 from moe_exp.sweep.slurm_cases import JobFiles, JobOptions, batch_script

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moe_exp.config import Config, problem
-from moe_exp.divisors import multiples
+from moe_exp.config.checks.divisors import multiples
+from moe_exp.config.settings import Config, problem
 
 SIZE_MULTIPLES = {"tensorwise": 16, "blockwise": 16, "mxfp8": 32}
 

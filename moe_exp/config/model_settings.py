@@ -6,9 +6,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from moe_exp.config.presets import PRESETS
+from moe_exp.config.setting_types import LayerPattern, LossKinds, NonNegative, Numbers, Positive, Probability, Rate
 from moe_exp.host.devices import count_gpus, num_cores
-from moe_exp.presets import PRESETS
-from moe_exp.setting_types import LayerPattern, LossKinds, NonNegative, Numbers, Positive, Probability, Rate
 
 
 class ModelSettings(BaseModel):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moe_exp.config import Config, problem
-from moe_exp.planner.ramp import ramp_sizes
-from moe_exp.setting_types import iteration_ranges
+from moe_exp.config.ramp import ramp_sizes
+from moe_exp.config.setting_types import iteration_ranges
+from moe_exp.config.settings import Config, problem
 
 # bf16 has 8 bits of precision: a relative change of less than half of 2^-7 may be rounded away.
 _LARGEST_BF16_BETA = 1 - 2**-8

@@ -9,16 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from moe_exp.attention_checks import check_attention
-from moe_exp.config import Config, problem
-from moe_exp.divisors import choices as _choices
-from moe_exp.divisors import divisors as _divisors
-from moe_exp.divisors import multiples as _multiples
-from moe_exp.divisors import must_divide as _must_divide
-from moe_exp.fp8_checks import check_fp8
-from moe_exp.pipeline_checks import check_pipeline
-from moe_exp.pipeline_checks import num_replicas as _replicas
-from moe_exp.training_checks import check_optimizer, check_profiling, check_rampup
+from moe_exp.config.checks.attention import check_attention
+from moe_exp.config.checks.divisors import choices as _choices
+from moe_exp.config.checks.divisors import divisors as _divisors
+from moe_exp.config.checks.divisors import multiples as _multiples
+from moe_exp.config.checks.divisors import must_divide as _must_divide
+from moe_exp.config.checks.fp8 import check_fp8
+from moe_exp.config.checks.pipeline import check_pipeline
+from moe_exp.config.checks.pipeline import num_replicas as _replicas
+from moe_exp.config.checks.training import check_optimizer, check_profiling, check_rampup
+from moe_exp.config.settings import Config, problem
 
 # Size of the tokenizer that is trained on the embedded corpus.
 EMBEDDED_VOCAB_SIZE = 4096

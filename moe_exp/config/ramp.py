@@ -11,7 +11,7 @@ import bisect
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from moe_exp.config import Config
+from moe_exp.config.settings import Config
 
 
 class RampStep(NamedTuple):

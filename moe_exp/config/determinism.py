@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from moe_exp.config import Config, problem
+from moe_exp.config.settings import Config, problem
 
 # Variables that CUDA's libraries read once, when they start, to the values with which they add up in one order. The first is ours.
 # NCCL has other algorithms that are repeatable, but in which order a tree adds up is the topology's choice and not ours to promise.

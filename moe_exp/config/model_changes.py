@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from moe_exp.config import Config, ConfigError, problem
+from moe_exp.config.settings import Config, ConfigError, problem
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moe_exp.config import Config, problem
+from moe_exp.config.settings import Config, problem
 
 
 def check_attention(c: Config) -> Iterator[str]:

@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 
-from moe_exp.config import Config
+from moe_exp.config.settings import Config
 
 # Variables of other programs that are close to one of ours.
 _KNOWN_OTHERS = {"EDITOR", "HOME", "HOSTNAME", "LANG", "LOGNAME", "MAIL", "PATH", "PWD", "SHELL", "TERM", "USER", "WORLD_SIZE", "RANK"}

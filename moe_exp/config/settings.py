@@ -2,7 +2,7 @@
 
 A setting is resolved in the order default < preset < environment < command line. The environment variable of a field is
 its name in capitals (`num_experts` is NUM_EXPERTS), its command-line flag the name in kebab case (`--num-experts`).
-Those of the launch, the model and its experts are in model_settings.py.
+Those of the launch, the model and its experts are in config/model_settings.py.
 Neither torch nor megatron is imported here, so that `--help`, `--dry-run` and the planner answer at once.
 """
 
@@ -17,12 +17,9 @@ from typing import Any, Literal, get_args
 import yaml
 from pydantic import Field, ValidationError
 
-from moe_exp.host.devices import count_gpus
-from moe_exp.host.exit_codes import BAD_INPUT
-from moe_exp.model_settings import ModelSettings
-from moe_exp.presets import PRESETS, preset_values
-from moe_exp.run_names import built_name
-from moe_exp.setting_types import (
+from moe_exp.config.model_settings import ModelSettings
+from moe_exp.config.presets import PRESETS, preset_values
+from moe_exp.config.setting_types import (
     NO_LOSS,
     Iterations,
     NonNegative,
@@ -38,6 +35,8 @@ from moe_exp.setting_types import (
     expanded_layers,
     layers_of_pattern,
 )
+from moe_exp.host.devices import count_gpus
+from moe_exp.host.exit_codes import BAD_INPUT
 
 
 class ConfigError(ValueError):
@@ -356,3 +355,19 @@ def _fix(name: str, error: Any) -> str:
 def to_yaml(config: Config) -> str:
     """The settings as YAML, in field order, for `config.yaml` of the run folder."""
     return str(yaml.safe_dump(config.model_dump(), sort_keys=False))
+
+
+def module_arguments(flags: Mapping[str, Any]) -> list[str]:
+    """`flags` as command-line arguments, in the form that `config.add_arguments` reads."""
+    return [f"--{name.replace('_', '-')}={value}" for name, value in flags.items() if value is not None]
+
+
+def built_name(config: Config) -> str:
+    """Name of a run, from its model, its layout and its optimizer."""
+    vpp = "none" if config.vpp is None else config.vpp
+    name = f"moe_{str(config.use_moe).lower()}"
+    if config.use_moe:
+        name += f"_num_experts_{config.num_experts}_topk_{config.topk}_type_{config.moe_type}"
+    name += f"_num_nodes_{config.nnodes}_gpus_per_node_{config.gpus_per_node}_TP_{config.tp}_PP_{config.pp}_VPP_{vpp}_EP_{config.ep}"
+    name += "".join(f"_{key.upper()}_{getattr(config, key)}" for key in ("etp", "cp") if getattr(config, key) > 1)
+    return name if config.optimizer == "adam" else f"{name}_OPTIMIZER_{config.optimizer}"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moe_exp.config import Config, problem
-from moe_exp.divisors import choices, divisors, multiples, must_divide
+from moe_exp.config.checks.divisors import choices, divisors, multiples, must_divide
+from moe_exp.config.settings import Config, problem
 
 
 def check_pipeline(c: Config) -> Iterator[str]:
