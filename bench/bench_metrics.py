@@ -30,7 +30,7 @@ from moe_exp.interval import Interval
 from moe_exp.layers.moe_layer import MoELayer
 from moe_exp.metrics import Metrics
 from moe_exp.phases import PhaseTimers
-from moe_exp.run_folder import open_run_folder
+from moe_exp.runs.run_folder import open_run_folder
 
 
 class Sides(Ours):

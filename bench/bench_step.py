@@ -40,7 +40,7 @@ from moe_exp.layers.moe_layer import MoELayer
 from moe_exp.model import build_model
 from moe_exp.optim import BatchSchedule, build_optimizer, build_scheduler
 from moe_exp.optimizers import Adam
-from moe_exp.run_folder import RunFolder
+from moe_exp.runs.run_folder import RunFolder
 from moe_exp.runtime import Runtime, start, stop
 
 from megatron.core.distributed import DistributedDataParallel

@@ -17,7 +17,7 @@ import psutil
 
 from moe_exp.config import Config
 from moe_exp.host.processes import free_port
-from moe_exp.records import read_metrics
+from moe_exp.runs.records import read_metrics
 
 GBSZ, ITERATIONS, SAVE_INTERVAL = 8, 400, 10
 SETTINGS = {

@@ -51,8 +51,8 @@ from moe_exp.host.exit_codes import (
     told_exit_code,
 )
 from moe_exp.host.processes import STOP_SIGNALS, signals_blocked
-from moe_exp.records import Record, append, event_record, last_records
 from moe_exp.rounds import Rounds
+from moe_exp.runs.records import Record, append, event_record, last_records
 
 # What ranks of a job that has failed get to end by themselves: they have nothing to save, and their peers are gone.
 _END_SECONDS = 5

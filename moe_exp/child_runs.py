@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 
 from moe_exp.config import Config, load_config, module_arguments
 from moe_exp.host.processes import children_of, end_with_parent, free_port
-from moe_exp.run_folder import RunFolder
+from moe_exp.runs.run_folder import RunFolder
 
 _END_SECONDS = 60.0
 # A rank may be in the middle of an iteration, and has to write a checkpoint after it.

@@ -19,8 +19,8 @@ from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.host.exit_codes import BAD_INPUT, FAILED, FINISHED, LAUNCH_TIME, METRICS_FILE, complain
 from moe_exp.machine_checks import check_environment, check_files, check_machine, space_warnings
 from moe_exp.planner.params import startup_report
-from moe_exp.report.finish import finish_run
-from moe_exp.run_folder import RunFolder
+from moe_exp.runs.finish import finish_run
+from moe_exp.runs.run_folder import RunFolder
 from moe_exp.torchrun_job import STOPPING, TRAIN_MODULE, child_environment, run_job, signals_ignored, torchrun_command
 from moe_exp.watch.hang import HangWatch
 

@@ -21,7 +21,7 @@ from moe_exp.exchange import IterationEnd
 from moe_exp.host.exit_codes import FAILED, START_AGAIN, TO_BE_CONTINUED
 from moe_exp.metrics import Metrics
 from moe_exp.rollback import free_place, go_back, read_rollbacks
-from moe_exp.run_folder import RunFolder
+from moe_exp.runs.run_folder import RunFolder
 from moe_exp.runtime import Runtime
 from moe_exp.watch.spikes import LEVEL_WINDOW, Spike, SpikeDetector, SpikeEnd
 

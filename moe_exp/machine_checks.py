@@ -10,9 +10,8 @@ import importlib.util
 import os
 import shutil
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 from packaging.version import Version
@@ -26,7 +25,8 @@ from moe_exp.host.devices import compute_capability, count_gpus
 from moe_exp.host.processes import free_port
 from moe_exp.planner.disk import DiskUse, disk_use, keep_last_that_fits
 from moe_exp.planner.params import checkpoint_bytes
-from moe_exp.run_folder import LATEST, RunFolder, existing_place, run_folder_problems
+from moe_exp.runs.dense_run import dense_checkpoint, dense_problems
+from moe_exp.runs.run_folder import LATEST, RunFolder, existing_place, run_folder_problems
 
 
 def check_environment(config: Config) -> list[str]:
@@ -306,37 +306,6 @@ def _load_dir(c: Config) -> Iterator[str]:
     if c.load_dir and not any((folder / name).is_file() for name in (LATEST, f"checkpoints/{LATEST}", "metadata.json")):
         fix = "set LOAD_DIR to a checkpoints folder, a run folder or the folder of one iteration, or leave it empty"
         yield problem("load_dir", c.load_dir, f"is not a folder with checkpoints, it has no {LATEST}", fix)
-
-
-# Settings that a model has in common with the dense one whose weights it starts from.
-_DENSE_FIELDS = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_query_groups", "vocab_size", "activation", "normalization",
-    "norm_epsilon", "qk_norm", "qk_norm_scope", "add_bias_linear", "qkv_bias", "rotary_base",
-    "rotary_fraction", "rope_scaling", "rope_scaling_factor", "rope_original_seq_len", "tie_embeddings",
-    "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
-)  # fmt: skip
-
-
-def dense_checkpoint(c: Config) -> Path | None:
-    """The folder of the iteration that UPCYCLE_FROM names, or the newest of the checkpoints folder that it names."""
-    folder = Path(c.upcycle_from).expanduser()
-    if (folder / LATEST).is_file():
-        folder /= f"iter_{int((folder / LATEST).read_text()):07d}"
-    return folder if (folder / "metadata.json").is_file() else None
-
-
-def dense_problems(c: Config, dense: Mapping[str, Any]) -> list[str]:
-    """Why the dense run with the settings `dense` is not one that this run can start from."""
-    if dense.get("use_moe"):
-        return [problem("upcycle_from", c.upcycle_from, "is the checkpoint of an MoE run", "name a run with USE_MOE=false")]
-    pairs = [(name, getattr(c, name), dense[name]) for name in _DENSE_FIELDS if name in dense]
-    if "head_dim" in dense and not c.multi_latent_attention:
-        pairs.append(("head_dim", c.kv_channels, dense["head_dim"] or dense["hidden_size"] // dense["num_heads"]))
-    return [
-        problem(name, ours, f"the dense run UPCYCLE_FROM={c.upcycle_from} has {theirs}", f"set {name.upper()}={theirs}")
-        for name, ours, theirs in pairs
-        if ours != theirs
-    ]
 
 
 def _upcycle_from(c: Config) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from moe_exp.config import Config, ConfigError, problem, to_yaml
 from moe_exp.host.files import write_atomically
-from moe_exp.run_folder import RunFolder
+from moe_exp.runs.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from moe_exp.data.dataset import Samples
 from moe_exp.data.megatron_dataset import MegatronSamples
 from moe_exp.data.skipping import Range, SkippingSamples, skipped_from
 from moe_exp.host.files import write_json
-from moe_exp.run_folder import RunFolder
+from moe_exp.runs.run_folder import RunFolder
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ from moe_exp.profiling import Recorder
 from moe_exp.replica_checks import ReplicaError, check_replicas
 from moe_exp.resuming import choose_source, own_source, resume
 from moe_exp.rollback import samples_without_skips
-from moe_exp.run_folder import RunFolder, hold_run_folder, open_run_folder
+from moe_exp.runs.run_folder import RunFolder, hold_run_folder, open_run_folder
 from moe_exp.runtime import Runtime
 from moe_exp.saving import Saves
 from moe_exp.training_data import build_data, bytes_per_token, compare_data, read_ahead, read_tokens

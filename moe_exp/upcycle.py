@@ -32,8 +32,8 @@ from moe_exp.checkpoint.state import Trained, parameters_in_sync, sharding_metad
 from moe_exp.checkpoint.torch_dist import read_common
 from moe_exp.config import Config
 from moe_exp.layers.megatron_parts import MegatronExperts
-from moe_exp.machine_checks import dense_checkpoint, dense_problems
 from moe_exp.model import moe_layers
+from moe_exp.runs.dense_run import dense_checkpoint, dense_problems
 from moe_exp.runtime import Runtime
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory

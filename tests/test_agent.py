@@ -17,7 +17,7 @@ import pytest
 from moe_exp.agent import Agent
 from moe_exp.heartbeat import failures_file
 from moe_exp.host.exit_codes import HEARTBEATS
-from moe_exp.records import append_event, read_metrics
+from moe_exp.runs.records import append_event, read_metrics
 from ranks import free_port
 from whole_runs import ROOT, clean_environ
 

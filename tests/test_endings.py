@@ -20,7 +20,7 @@ from moe_exp.config import load_config
 from moe_exp.host.devices import device_label
 from moe_exp.host.exit_codes import FAILED, FINISHED, LAUNCH_TIME, TO_BE_CONTINUED
 from moe_exp.host.processes import STOP_SIGNALS
-from moe_exp.run_folder import open_run_folder
+from moe_exp.runs.run_folder import open_run_folder
 from whole_runs import Runs, descendants_of, ranks_of
 
 # Found by every Python of the job; rank FAILING_RANK raises in its third iteration.

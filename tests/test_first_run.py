@@ -10,7 +10,7 @@ import statistics
 import pytest
 import yaml
 
-from moe_exp.records import TRAIN_KEYS, VALID_KEYS
+from moe_exp.runs.records import TRAIN_KEYS, VALID_KEYS
 from whole_runs import EndedRun, Runs
 
 SECRET = "do-not-write-me-7731"

@@ -15,7 +15,7 @@ from moe_exp.checkpoint.folders import Manifest, iteration_folder, latest_iterat
 from moe_exp.config import Config
 from moe_exp.host.exit_codes import FAILED, FINISHED, START_AGAIN
 from moe_exp.loss_guard import Iteration, LossGuard
-from moe_exp.run_folder import RunFolder
+from moe_exp.runs.run_folder import RunFolder
 from ranks import free_port, run_on_ranks
 from spiking_data import GBSZ, corrupt, spiking_settings, write_corpus
 

@@ -17,7 +17,7 @@ from moe_exp.host import devices
 from moe_exp.layers.gemm_packages import PACKAGES
 from moe_exp.layers.kernels import launch
 from moe_exp.machine_checks import EXPERT_PACKAGES, OLDEST_GPU, bitsandbytes_problem, check_environment, check_files, check_machine
-from moe_exp.run_folder import RunFolder
+from moe_exp.runs.run_folder import RunFolder
 
 
 def cpu(**values) -> Config:

@@ -17,7 +17,7 @@ from moe_exp.config.setting_types import iteration_ranges
 from moe_exp.dumps import is_dumped
 from moe_exp.machine_checks import check_machine
 from moe_exp.profiling import Recorder
-from moe_exp.run_folder import RunFolder
+from moe_exp.runs.run_folder import RunFolder
 
 
 def trained(tmp_path, name: str, **changes):

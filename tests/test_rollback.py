@@ -13,7 +13,7 @@ from moe_exp.config import ConfigError, load_config
 from moe_exp.config.checks.checks import check_config
 from moe_exp.host.files import write_json
 from moe_exp.rollback import free_place, read_rollbacks
-from moe_exp.run_folder import RunFolder
+from moe_exp.runs.run_folder import RunFolder
 from ranks import free_port, run_on_ranks
 
 

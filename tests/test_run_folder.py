@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
-from moe_exp import run_folder
 from moe_exp.config import Config, ConfigError
 from moe_exp.host.files import write_atomically, write_json
-from moe_exp.run_folder import LATEST, RunFolder, hold_run_folder, open_run_folder, run_folder_problems
+from moe_exp.runs import run_folder
+from moe_exp.runs.run_folder import LATEST, RunFolder, hold_run_folder, open_run_folder, run_folder_problems
 
 
 def config_in(tmp_path: Path, **settings: Any) -> Config:
@@ -205,7 +205,7 @@ def test_a_second_run_in_one_folder_is_refused(tmp_path: Path) -> None:
     config = config_in(tmp_path)
     program = f"""
 from moe_exp.config import load_config
-from moe_exp.run_folder import hold_run_folder
+from moe_exp.runs.run_folder import hold_run_folder
 hold_run_folder(load_config({config.model_dump()!r}, {{}}))
 print("held", flush=True)
 input()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moe_exp.config import Config
-from moe_exp.records import TRAIN_KEYS, VALID_KEYS
+from moe_exp.runs.records import TRAIN_KEYS, VALID_KEYS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 

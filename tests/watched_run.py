@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from moe_exp.records import append
+from moe_exp.runs.records import append
 from moe_exp.watch.watchdog import Watchdog
 
 HOUR, DAY = 3600.0, 86400.0

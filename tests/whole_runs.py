@@ -18,8 +18,8 @@ from typing import Any
 
 from moe_exp.config import Config
 from moe_exp.host.exit_codes import TO_BE_CONTINUED
-from moe_exp.records import read_metrics
-from moe_exp.run_folder import RunFolder
+from moe_exp.runs.records import read_metrics
+from moe_exp.runs.run_folder import RunFolder
 from ranks import free_port
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_exp.host.files import file_hash, sync_folder, write_atomically, write_json
-from moe_exp.run_folder import LATEST
+from moe_exp.runs.run_folder import LATEST
 
 MANIFEST = "manifest.json"
 PARTIAL, REMOVED, REPLACED = ".partial", ".removed", ".replaced"

@@ -13,7 +13,7 @@ from moe_exp.checkpoint import folders
 from moe_exp.checkpoint.folders import Manifest, iteration_folder, iterations, latest_iteration
 from moe_exp.checkpoint.naming import LogicalTensor, group_of, is_optimizer, layer_of, logical_tensors, states
 from moe_exp.checkpoint.torch_dist import CheckpointReader
-from moe_exp.run_folder import LATEST
+from moe_exp.runs.run_folder import LATEST
 
 # Beside the parameters the router has numbers of its own, which no optimizer trains and Megatron keeps in fp32.
 BUFFERS = (".router.expert_bias", ".router.global_tokens_per_expert", ".router.local_tokens_per_expert")

@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 from moe_exp.checkpoint.folders import REMOVED, iteration_folder, iterations, latest_iteration, valid_losses
 from moe_exp.checkpoint.info import checkpoints_folder
 from moe_exp.checkpoint.retention import which_to_remove
-from moe_exp.run_folder import RunFolder
+from moe_exp.runs.run_folder import RunFolder
 
 
 @dataclass(frozen=True)

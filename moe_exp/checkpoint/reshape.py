@@ -37,7 +37,7 @@ from moe_exp.checkpoint.torch_dist_writer import CheckpointWriter
 from moe_exp.config import problem
 from moe_exp.host.files import write_atomically
 from moe_exp.host.progress import progress
-from moe_exp.run_folder import LATEST
+from moe_exp.runs.run_folder import LATEST
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _OBJECT = re.compile(r"(.+)/shard_([\d.]+)_([\d.]+)")

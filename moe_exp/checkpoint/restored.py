@@ -20,7 +20,7 @@ from moe_exp.checkpoint.optimizer_state import Owned, owned_state, shards_of
 from moe_exp.checkpoint.state import Trained, parameters_in_sync, weights_state
 from moe_exp.config import ConfigError
 from moe_exp.host.exit_codes import FAILED
-from moe_exp.run_folder import LATEST
+from moe_exp.runs.run_folder import LATEST
 from moe_exp.runtime import Runtime
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica

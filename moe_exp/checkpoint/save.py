@@ -28,7 +28,7 @@ from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync, whol
 from moe_exp.checkpoint.torch_dist import METADATA
 from moe_exp.checkpoint.torch_dist_writer import write_metadata
 from moe_exp.config import Config
-from moe_exp.run_folder import package_versions
+from moe_exp.runs.provenance import package_versions
 from moe_exp.runtime import Runtime
 
 logger = logging.getLogger(__name__)

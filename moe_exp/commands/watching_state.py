@@ -77,7 +77,7 @@ def _add_storage(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def _storage(arguments: argparse.Namespace) -> int:
     from moe_exp.host.progress import print_summary
-    from moe_exp.run_folder import RunFolder, existing_place
+    from moe_exp.runs.run_folder import RunFolder, existing_place
     from moe_exp.watch.storage import rows_of, save_advice, storage_of
 
     positive = ("mtbf", "nodes", "save_seconds", "iteration_seconds", "restart_seconds")

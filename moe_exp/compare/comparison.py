@@ -21,7 +21,7 @@ from moe_exp.compare.matching import MATCHES, Match, iterations_of_time, match_s
 from moe_exp.compare.variants import Variant, make_variants, reference_of
 from moe_exp.config import Config, ConfigError, load_config, problem
 from moe_exp.host.files import write_json
-from moe_exp.run_folder import RunFolder
+from moe_exp.runs.run_folder import RunFolder
 
 # Settings that may change between two calls: what no loss depends on.
 _FREE = {"run_dir", "run_name", "master_addr", "master_port", "num_workers", "wandb_project", "wandb_mode", "keep_last", "keep_every"}

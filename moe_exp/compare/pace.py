@@ -14,8 +14,8 @@ from moe_exp.host.devices import device_name
 from moe_exp.host.progress import progress
 from moe_exp.planner.estimate import cost_of
 from moe_exp.planner.hardware import load_hardware, profile_of
-from moe_exp.records import read_metrics
-from moe_exp.run_folder import RunFolder
+from moe_exp.runs.records import read_metrics
+from moe_exp.runs.run_folder import RunFolder
 
 _ITERATIONS, _WARMUP = 12, 4
 

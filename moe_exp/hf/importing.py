@@ -29,7 +29,7 @@ from moe_exp.hf.plan import Piece, misfits, pieces
 from moe_exp.hf.target import Progress, check_target, new_folder, no_progress
 from moe_exp.hf.tensor_rules import CONDITIONS, joined, joined_shape
 from moe_exp.host.files import write_atomically
-from moe_exp.run_folder import LATEST
+from moe_exp.runs.run_folder import LATEST
 
 logger = logging.getLogger(__name__)
 

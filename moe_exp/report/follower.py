@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import orjson
 import yaml
 
-from moe_exp.records import Record
 from moe_exp.report.run_status import ended_status
-from moe_exp.run_folder import RunFolder
+from moe_exp.runs.records import Record
+from moe_exp.runs.run_folder import RunFolder
 
 LAST_RECORDS = 2000  # train records whose losses are kept for the picture
 _LAST_EVENTS = 20

@@ -24,7 +24,7 @@ from moe_exp.host.progress import progress
 from moe_exp.planner.flops import flops_per_iteration
 from moe_exp.report.load_history import Floats, LoadHistory, number
 from moe_exp.report.run_status import ended_status
-from moe_exp.run_folder import RunFolder
+from moe_exp.runs.run_folder import RunFolder
 
 _NAN = float("nan")
 # x axes: keys of the records.

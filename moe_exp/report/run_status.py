@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from moe_exp.run_folder import RunFolder
+from moe_exp.runs.run_folder import RunFolder
 
 
 def ended_status(

@@ -18,7 +18,7 @@ from typing import Any
 from moe_exp.config import ConfigError, problem
 from moe_exp.report.follower import Follower, number
 from moe_exp.report.load_squares import LoadSquares
-from moe_exp.run_folder import RunFolder
+from moe_exp.runs.run_folder import RunFolder
 
 # Axes of every loss panel: end of the metric's name, title of the panel, label of the axis.
 _AXES = (

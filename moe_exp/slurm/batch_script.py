@@ -13,7 +13,7 @@ from pathlib import Path
 from moe_exp.config import Config
 from moe_exp.data.tokens import parse_blend
 from moe_exp.host.slurm_queue import job_environment
-from moe_exp.run_folder import RunFolder
+from moe_exp.runs.run_folder import RunFolder
 from moe_exp.slurm.slurm_settings import PASSED_ALWAYS, SlurmSettings
 from moe_exp.watch.exclude import EXCLUDE_NODES
 

@@ -28,7 +28,7 @@ from moe_exp.host.files import write_atomically, write_json
 from moe_exp.host.progress import progress
 from moe_exp.machine_checks import check_files
 from moe_exp.planner.hardware import load_hardware, profile_of
-from moe_exp.run_folder import RunFolder
+from moe_exp.runs.run_folder import RunFolder
 from moe_exp.sweep import slurm_cases
 from moe_exp.sweep.cases import Case, default_lists, make_cases
 from moe_exp.sweep.local_cases import clear, run_case

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from moe_exp.child_runs import run_environment, run_to_end, wait_until_free
-from moe_exp.run_folder import RunFolder
+from moe_exp.runs.run_folder import RunFolder
 from moe_exp.sweep.cases import Case
 from moe_exp.sweep.sweep_settings import SweepSettings
 

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from moe_exp.failures import LONGEST, last_line, why_it_failed
 from moe_exp.host.files import write_json
-from moe_exp.records import read_metrics
-from moe_exp.run_folder import RunFolder
+from moe_exp.runs.records import read_metrics
+from moe_exp.runs.run_folder import RunFolder
 
 Status = Literal["ok", "failed", "oom", "timeout"]
 

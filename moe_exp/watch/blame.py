@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moe_exp.records import last_records
-from moe_exp.run_folder import RunFolder
+from moe_exp.runs.records import last_records
+from moe_exp.runs.run_folder import RunFolder
 from moe_exp.watch.known_faults import CAUSES, Fault, recognised
 from moe_exp.watch.log_lines import Origin, origin, origin_of_file
 

@@ -19,7 +19,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from moe_exp.config import Config
-from moe_exp.run_folder import RunFolder
+from moe_exp.runs.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 

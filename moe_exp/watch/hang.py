@@ -34,8 +34,8 @@ from moe_exp.config import Config
 from moe_exp.heartbeat import ITERATION_PHASES, PAUSED, Beat, failures_file, hung_file, read_beats
 from moe_exp.host.exit_codes import HEARTBEATS, complain
 from moe_exp.host.files import write_atomically
-from moe_exp.records import append_event
-from moe_exp.run_folder import RunFolder
+from moe_exp.runs.records import append_event
+from moe_exp.runs.run_folder import RunFolder
 from moe_exp.watch.hang_dump import dump_node, is_traced, nccl_environment, ranks_of_node
 from moe_exp.watch.hang_requests import (
     Answer,

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from moe_exp.host.files import write_atomically
-from moe_exp.run_folder import RunFolder
+from moe_exp.runs.run_folder import RunFolder
 from moe_exp.watch.hang_requests import ask, wait_for_answers
 from moe_exp.watch.stacks import Summary, summarize
 

@@ -29,8 +29,8 @@ import yaml
 
 from moe_exp.config import Config, ConfigError, load_config
 from moe_exp.planner.disk import DiskUse, disk_use
-from moe_exp.records import Record, read_metrics
-from moe_exp.run_folder import RunFolder
+from moe_exp.runs.records import Record, read_metrics
+from moe_exp.runs.run_folder import RunFolder
 
 # Events that end all ranks, by themselves or by a restart. What comes within this time is one failure: all ranks tell of it.
 FAILURES = ("rank_failed", "hang", "replicas_differ")

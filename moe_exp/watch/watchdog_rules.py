@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any
 
 from moe_exp.host.slurm_queue import Queue
-from moe_exp.records import Record
+from moe_exp.runs.records import Record
 from moe_exp.watch.watchdog_disk import Disk
 from moe_exp.watch.watchdog_memory import EVENT, Memory
 from moe_exp.watch.watchdog_run import START_SECONDS, RunView, event_time, num_switches

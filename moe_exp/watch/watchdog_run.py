@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import yaml
 
 from moe_exp.config import Config
-from moe_exp.records import Record
-from moe_exp.run_folder import RunFolder
+from moe_exp.runs.records import Record
+from moe_exp.runs.run_folder import RunFolder
 
 _LAST_RECORDS = 50  # of training, for the pace
 _EVENT = b'{"kind": "event"'  # as records.append writes them

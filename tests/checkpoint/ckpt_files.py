@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_exp.checkpoint.folders import Manifest, entries_of, iteration_folder
 from moe_exp.checkpoint.torch_dist_writer import CheckpointWriter
-from moe_exp.run_folder import LATEST
+from moe_exp.runs.run_folder import LATEST
 
 LAYERS, EXPERTS, HIDDEN, EXPERT_HIDDEN, VOCAB = 2, 4, 8, 6, 16
 CONFIG: dict[str, Any] = {

@@ -111,7 +111,7 @@ def build_job(config: Config, rank: Any) -> Any:
     from moe_exp.checkpoint.state import Trained
     from moe_exp.model import build_model
     from moe_exp.optim import BatchSchedule, build_optimizer, build_scheduler
-    from moe_exp.run_folder import RunFolder
+    from moe_exp.runs.run_folder import RunFolder
     from moe_exp.training_data import build_data
 
     model = build_model(config, rank)

@@ -14,7 +14,7 @@ import torch
 from file_limit import no_file_over
 from moe_exp.config import load_config
 from moe_exp.data.tokens import BinIdxWriter
-from moe_exp.records import read_metrics
+from moe_exp.runs.records import read_metrics
 from ranks import _PROCESSES, free_port
 
 VOCAB = 256

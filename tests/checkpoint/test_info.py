@@ -17,7 +17,7 @@ from ckpt_files import EXPERT_HIDDEN, EXPERTS, HIDDEN, LAYERS, VOCAB, drawn_stat
 from moe_exp.checkpoint.info import describe
 from moe_exp.checkpoint.torch_dist import read_common
 from moe_exp.cli import main
-from moe_exp.run_folder import LATEST
+from moe_exp.runs.run_folder import LATEST
 
 PARAMETERS = {
     "experts": LAYERS * EXPERTS * 3 * EXPERT_HIDDEN * HIDDEN,

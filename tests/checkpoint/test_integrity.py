@@ -336,7 +336,7 @@ def test_whole_run_goes_on_from_the_one_before(tmp_path):
 
 def hold_twice(settings: dict[str, Any], port: int, link: str) -> list[str]:
     from moe_exp.config import ConfigError, load_config
-    from moe_exp.run_folder import hold_run_folder
+    from moe_exp.runs.run_folder import hold_run_folder
 
     build_small(settings, port)
     refusals = []

@@ -11,7 +11,7 @@ from filelock import FileLock
 
 from moe_exp.checkpoint.folders import iterations
 from moe_exp.cli import main
-from moe_exp.run_folder import LATEST
+from moe_exp.runs.run_folder import LATEST
 
 LOSSES = {10: 3.0, 20: 1.5, 30: 2.0, 40: 1.0, 50: 2.5}
 

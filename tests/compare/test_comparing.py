@@ -17,7 +17,7 @@ import pytest
 
 from moe_exp.cli import main
 from moe_exp.data.tokens import BinIdxWriter
-from moe_exp.records import read_metrics
+from moe_exp.runs.records import read_metrics
 from whole_runs import ROOT, SETTINGS, clean_environ, processes_in
 
 # A run is little more than its imports.

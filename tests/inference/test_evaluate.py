@@ -19,7 +19,7 @@ from moe_exp.data.tokens import BinIdxWriter
 from moe_exp.inference.evaluate import EvalRequest, evaluate, plan_evaluation
 from moe_exp.inference.jobs import run_alone
 from moe_exp.inference.layout import Layout
-from moe_exp.records import read_metrics
+from moe_exp.runs.records import read_metrics
 from ranks import free_port, run_on_ranks
 
 EOD = 256

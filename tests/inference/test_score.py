@@ -17,8 +17,8 @@ from moe_exp.data.dataset import SampleStream, split_batch
 from moe_exp.data.tokens import BinIdxWriter, parse_blend
 from moe_exp.inference.layout import Layout, config_for_use
 from moe_exp.inference.loading import check_files
-from moe_exp.records import read_metrics
-from moe_exp.run_folder import RunFolder
+from moe_exp.runs.records import read_metrics
+from moe_exp.runs.run_folder import RunFolder
 from ranks import run_on_ranks
 from relative_error import relative_error
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from moe_exp.records import read_metrics
+from moe_exp.runs.records import read_metrics
 from moe_exp.watch.exclude import read_excluded
 from net_hosts import Host, hosts, missing
 from ranks import free_port

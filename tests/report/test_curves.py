@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moe_exp.report.curves import _wrapped, draw_loss_curve, smoothed
+from moe_exp.runs.curves import _wrapped, draw_loss_curve, smoothed
 
 matplotlib_image = pytest.importorskip("matplotlib.image")
 

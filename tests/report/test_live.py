@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from moe_exp.records import drop_records_after
 from moe_exp.report.follower import Follower, dead_experts, layers_by_load
 from moe_exp.report.live import watch
 from moe_exp.report.sparkline import buckets, plot, sparkline
+from moe_exp.runs.records import drop_records_after
 
 ROOT = Path(__file__).parents[2]
 START = {"kind": "event", "event": "start", "iteration": 0, "time": "2026-01-01T10:00:00+00:00"}

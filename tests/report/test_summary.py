@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from moe_exp.config import Config, load_config
-from moe_exp.report.summary import summarize, summary_text
-from moe_exp.run_folder import RunFolder
+from moe_exp.runs.run_folder import RunFolder
+from moe_exp.runs.summary import summarize, summary_text
 
 
 def train(iteration: int, lm_loss: float | None, **changes: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from moe_exp.records import read_metrics
+from moe_exp.runs.records import read_metrics
 from slurm_stand_in import wait_for
 from whole_runs import ROOT, TINY, Runs, clean_environ
 

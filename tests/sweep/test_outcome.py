@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moe_exp.failures import why_it_failed
-from moe_exp.run_folder import RunFolder
+from moe_exp.runs.run_folder import RunFolder
 from moe_exp.sweep.outcome import Result, result_of
 
 TORCHRUN_KILLED = """

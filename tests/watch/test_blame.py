@@ -7,7 +7,7 @@ import json
 import pytest
 
 from moe_exp.cli import main
-from moe_exp.records import append_event
+from moe_exp.runs.records import append_event
 from moe_exp.watch.blame import blame, hosts_to_exclude, log_files
 from moe_exp.watch.known_faults import CAUSES, XIDS, recognised, xid
 from moe_exp.watch.log_lines import Origin, origin, origin_of_file

@@ -15,7 +15,7 @@ PROGRAM = """
 import os, signal, sys, threading
 from pathlib import Path
 from moe_exp.config import load_config
-from moe_exp.run_folder import RunFolder
+from moe_exp.runs.run_folder import RunFolder
 from moe_exp.watch.call_trace import trace_calls
 sys.path.insert(0, sys.argv[1])
 import traced.inner, untraced

@@ -23,8 +23,8 @@ from moe_exp.config import Config, load_config
 from moe_exp.heartbeat import read_beats
 from moe_exp.host.exit_codes import HEARTBEATS
 from moe_exp.layers.collectives import AllToAll, exchange_rows
-from moe_exp.records import read_metrics
-from moe_exp.run_folder import RunFolder
+from moe_exp.runs.records import read_metrics
+from moe_exp.runs.run_folder import RunFolder
 from moe_exp.watch import hang_dump, stacks_command
 from moe_exp.watch.hang import HangWatch
 from moe_exp.watch.hang_requests import Answer, read_answers, write_answer

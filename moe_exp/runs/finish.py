@@ -8,10 +8,10 @@ from typing import Any
 
 from moe_exp.config import Config
 from moe_exp.host.files import write_json
-from moe_exp.records import read_metrics
-from moe_exp.report.curves import draw_loss_curve
-from moe_exp.report.summary import Status, summarize, summary_text
-from moe_exp.run_folder import RunFolder
+from moe_exp.runs.curves import draw_loss_curve
+from moe_exp.runs.records import read_metrics
+from moe_exp.runs.run_folder import RunFolder
+from moe_exp.runs.summary import Status, summarize, summary_text
 
 LOSS_CURVE = "loss_curve.png"
 

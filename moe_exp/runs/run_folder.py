@@ -18,18 +18,13 @@ The environment is never written, so that no key ends up in a folder that people
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import logging
 import os
-import platform
 import re
-import socket
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +33,11 @@ from filelock import BaseFileLock, FileLock, Timeout
 
 from moe_exp.config import Config, ConfigError, problem, to_yaml
 from moe_exp.config.model_changes import OTHER_OPTIMIZER_FLAG, model_changes, optimizer_change
-from moe_exp.host.devices import device_name
 from moe_exp.host.files import write_atomically, write_json
+from moe_exp.runs.provenance import provenance
 
 logger = logging.getLogger(__name__)
 
-# Packages whose version can change the numbers or the speed of a run.
-_PACKAGES = (
-    "moe_exp", "torch", "megatron-core", "numpy", "triton", "transformer-engine", "flash-attn", "apex", "megablocks",
-    "datatrove", "tokenizers", "safetensors", "tensorboard", "wandb",
-)  # fmt: skip
 
 # In a checkpoints folder, the iteration of the newest complete checkpoint; the name is Megatron's.
 LATEST = "latest_checkpointed_iteration.txt"
@@ -182,50 +172,6 @@ def _lock_problems(config: Config, folder: RunFolder) -> list[str]:
             return []
     except Timeout:
         return _held_problem(config)
-
-
-def provenance(argv: Sequence[str]) -> dict[str, Any]:
-    """What one start ran on: time (ISO 8601 with offset), command line, host, device, versions of the installed packages, commit."""
-    return {
-        "time": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": list(argv),
-        "host": socket.gethostname(),
-        "device": device_name(),
-        "platform": platform.platform(),
-        "versions": {"python": platform.python_version()} | package_versions(),
-        "commit": _commit(),
-    }
-
-
-def package_versions() -> dict[str, str]:
-    """Package to version, of those installed that can change the numbers or the speed of a run."""
-    versions = {}
-    for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
-
-
-def _commit() -> str | None:
-    """Commit of the checkout that this package runs from, with "+changes" for edited files, or None outside a checkout."""
-    package = Path(__file__).parent
-    # Installed into a virtual environment inside somebody's repository, git would answer with the commit of that one.
-    if _git(package, "ls-files", "--error-unmatch", Path(__file__).name) is None:
-        return None
-    commit = _git(package, "rev-parse", "HEAD")
-    return commit and commit + ("+changes" if _git(package, "status", "--porcelain", "--untracked-files=no", ".") else "")
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
-    # Inside a git hook GIT_DIR and its kind point to the repository of the hook.
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    try:
-        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, env=environ)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def _read_starts(path: Path) -> list[dict[str, Any]]:

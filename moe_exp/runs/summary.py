@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from moe_exp.config import Config, load_config
 from moe_exp.host.exit_codes import FAILED, FINISHED, TO_BE_CONTINUED
-from moe_exp.run_folder import RunFolder
+from moe_exp.runs.run_folder import RunFolder
 
 Status = Literal["finished", "stopped", "failed"]
 
