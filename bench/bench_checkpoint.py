@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_exp import runtime, train
+from moe_exp import train
 from moe_exp.checkpoint.folders import Manifest, iteration_folder
 from moe_exp.checkpoint.integrity import find_source
 from moe_exp.checkpoint.load import load
@@ -30,6 +30,7 @@ from moe_exp.checkpoint.save import Saver
 from moe_exp.checkpoint.state import Progress
 from moe_exp.config import Config, load_config
 from moe_exp.data.tokens import BinIdxWriter
+from moe_exp.engine import runtime
 from moe_exp.interval import Interval
 from moe_exp.planner.params import checkpoint_bytes, count_parameters
 

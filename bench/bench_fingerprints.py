@@ -19,14 +19,14 @@ from pathlib import Path
 
 import torch
 
-from moe_exp import runtime
 from moe_exp.checkpoint.fingerprints import multilinear_sum
 from moe_exp.checkpoint.save import Saver
 from moe_exp.checkpoint.state import Progress, Trained
 from moe_exp.config import load_config
+from moe_exp.engine import runtime
+from moe_exp.engine.model import build_model
+from moe_exp.engine.optim import build_optimizer, build_scheduler
 from moe_exp.host.processes import free_port
-from moe_exp.model import build_model
-from moe_exp.optim import build_optimizer, build_scheduler
 from moe_exp.replica_checks import check_replicas
 
 _SETTINGS = {

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from moe_exp import runtime
 from moe_exp.config import Config
+from moe_exp.engine import runtime
+from moe_exp.engine.model import build_chunk, transformer_config
 from moe_exp.inference.generate import new_tokens
 from moe_exp.inference.sampling import Sampler, Sampling
 from moe_exp.inference.stage import Stage
-from moe_exp.model import build_chunk, transformer_config
 
 MODELS: dict[str, dict[str, int]] = {
     "4 layers, hidden 128, 8 experts of 256": {"layers": 4, "hidden": 128, "ffn": 256, "heads": 4, "groups": 2, "vocab": 4096},

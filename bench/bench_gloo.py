@@ -18,8 +18,8 @@ import torch.distributed as dist
 from bench_step import Ours, free_port
 from torch.multiprocessing.spawn import spawn
 
-from moe_exp import runtime
 from moe_exp.config import load_config
+from moe_exp.engine import runtime
 from moe_exp.host import gloo
 
 from megatron.core.tensor_parallel import layers, mappings

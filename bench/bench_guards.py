@@ -23,9 +23,10 @@ from pathlib import Path
 import torch
 from bench_step import Ours
 
-from moe_exp import faults, heartbeat, runtime, train
+from moe_exp import heartbeat, train
 from moe_exp.checkpoint.save import Saver
 from moe_exp.config import Config, load_config
+from moe_exp.engine import faults, runtime
 from moe_exp.heartbeat import read_beats
 from moe_exp.host.processes import free_port
 from moe_exp.loss_guard import Iteration, LossGuard

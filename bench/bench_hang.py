@@ -17,8 +17,9 @@ from pathlib import Path
 
 from bench_step import Ours
 
-from moe_exp import heartbeat, runtime, train
+from moe_exp import heartbeat, train
 from moe_exp.config import Config, load_config
+from moe_exp.engine import runtime
 from moe_exp.heartbeat import Heart, read_beats
 from moe_exp.host.processes import free_port
 from moe_exp.watch.call_trace import CallTrace

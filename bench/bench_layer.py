@@ -132,7 +132,7 @@ def _ints(x: Tensor | None, as_numpy: bool = False, record_stream: bool = False)
 
 def start_megatron() -> None:
     """A job of one rank, and two mends for megatron-core 0.16 where Transformer Engine and CUDA are missing."""
-    from moe_exp import runtime
+    from moe_exp.engine import runtime
 
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.transformer.moe import moe_utils, token_dispatcher

@@ -23,8 +23,9 @@ from unittest.mock import patch
 import torch
 from bench_step import Ours
 
-from moe_exp import runtime, train
+from moe_exp import train
 from moe_exp.config import Config, load_config
+from moe_exp.engine import runtime
 from moe_exp.host.processes import free_port
 from moe_exp.interval import Interval
 from moe_exp.layers.moe_layer import MoELayer

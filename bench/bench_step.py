@@ -32,16 +32,16 @@ from torch.profiler import ProfilerActivity, profile
 from moe_exp import train, training_data
 from moe_exp.checkpoint.state import Progress, Trained
 from moe_exp.config import Config, load_config
+from moe_exp.engine.model import build_model
+from moe_exp.engine.optim import BatchSchedule, build_optimizer, build_scheduler
+from moe_exp.engine.optimizers import Adam
+from moe_exp.engine.runtime import Runtime, start, stop
 from moe_exp.interval import Interval
 from moe_exp.layers.attention import CausalAttention
 from moe_exp.layers.dispatcher import LocalDispatcher
 from moe_exp.layers.experts import Experts
 from moe_exp.layers.moe_layer import MoELayer
-from moe_exp.model import build_model
-from moe_exp.optim import BatchSchedule, build_optimizer, build_scheduler
-from moe_exp.optimizers import Adam
 from moe_exp.runs.run_folder import RunFolder
-from moe_exp.runtime import Runtime, start, stop
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel

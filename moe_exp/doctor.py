@@ -224,7 +224,7 @@ def backend_rows() -> list[list[str]]:
 
     with warnings.catch_warnings():  # Megatron warns at import of what the table above already says.
         warnings.simplefilter("ignore")
-        from moe_exp.backends import chosen_backends
+        from moe_exp.engine.backends import chosen_backends
 
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device_type == "cuda" else torch.float32

@@ -1,7 +1,7 @@
 """Whether the optimizer's parameter groups are what they have to be: every trained parameter in one group, no norm or bias that decays.
 
 A norm that falls into the decayed group makes the loss jump at a restart, and nothing else shows it. So what is looked at here is what
-the optimizer steps on, not the rule by which `optim.py` makes the groups: names and not dimensions, and the tensors that are in the
+the optimizer steps on, not the rule by which `engine/optim.py` makes the groups: names and not dimensions, and the tensors that are in the
 groups and not the map of who should be.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from moe_exp.checkpoint.state import unwrapped
-from moe_exp.model import global_name
+from moe_exp.engine.initial_weights import global_name
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer

@@ -12,11 +12,11 @@ from torch import Tensor
 from moe_exp.checkpoint.state import Progress, parameters_in_sync
 from moe_exp.config import Config
 from moe_exp.config.ramp import samples_left
+from moe_exp.engine.model import moe_layers
+from moe_exp.engine.runtime import Runtime
 from moe_exp.host.devices import peak_resident_bytes
-from moe_exp.model import moe_layers
 from moe_exp.phases import PHASES, PhaseTimers
 from moe_exp.planner.flops import flops_per_iteration
-from moe_exp.runtime import Runtime
 
 from megatron.core.distributed import DistributedDataParallel
 

@@ -18,8 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from moe_exp.config import Config
 from moe_exp.config.setting_types import iteration_ranges
+from moe_exp.engine.runtime import Runtime
 from moe_exp.runs.run_folder import RunFolder
-from moe_exp.runtime import Runtime
 
 logger = logging.getLogger(__name__)
 

@@ -28,10 +28,10 @@ from moe_exp import heartbeat
 from moe_exp.checkpoint.fingerprints import multilinear_sum
 from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync, unwrapped
 from moe_exp.config import Config
+from moe_exp.engine.initial_weights import global_name
+from moe_exp.engine.runtime import Runtime
 from moe_exp.group_checks import group_problems, named_parameters, stepped_values
 from moe_exp.metrics import Metrics
-from moe_exp.model import global_name
-from moe_exp.runtime import Runtime
 
 logger = logging.getLogger(__name__)
 

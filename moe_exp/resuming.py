@@ -9,9 +9,9 @@ from moe_exp.checkpoint.integrity import Source, find_source
 from moe_exp.checkpoint.restored import RestoreError
 from moe_exp.checkpoint.state import Progress, Trained
 from moe_exp.config import Config, ConfigError, problem
+from moe_exp.engine.runtime import Runtime
 from moe_exp.runs.records import append_event
 from moe_exp.runs.run_folder import RunFolder
-from moe_exp.runtime import Runtime
 from moe_exp.upcycle import upcycle
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from moe_exp.checkpoint.agreement import from_first_rank
 from moe_exp.checkpoint.folders import iteration_folder, iteration_of, iterations, set_latest
 from moe_exp.checkpoint.integrity import find_source
 from moe_exp.checkpoint.load import saved_progress
@@ -25,6 +24,7 @@ from moe_exp.config import Config, ConfigError
 from moe_exp.data.dataset import Samples
 from moe_exp.data.megatron_dataset import MegatronSamples
 from moe_exp.data.skipping import Range, SkippingSamples, skipped_from
+from moe_exp.engine.runtime import from_first_rank
 from moe_exp.host.files import write_json
 from moe_exp.runs.run_folder import RunFolder
 

@@ -19,8 +19,8 @@ from moe_exp.data.token_bytes import TokenBytes
 from moe_exp.data.token_files import parse_split
 from moe_exp.data.tokenizer import load_named_tokenizer
 from moe_exp.data.tokens import parse_blend
-from moe_exp.optim import BatchSchedule
-from moe_exp.runtime import Runtime
+from moe_exp.engine.optim import BatchSchedule
+from moe_exp.engine.runtime import Runtime
 
 logger = logging.getLogger(__name__)
 

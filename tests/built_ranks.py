@@ -62,8 +62,8 @@ def _build_all(worlds: list[tuple[dict[str, Any], Sequence[int]]]) -> list[list[
 
 def build_rank(config: Config, rank: int) -> BuiltRank:
     """Builds one rank, in a process without process groups."""
-    from moe_exp import runtime
-    from moe_exp.model import build_chunk, transformer_config
+    from moe_exp.engine import runtime
+    from moe_exp.engine.model import build_chunk, transformer_config
 
     runtime.quiet_third_parties()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=config.world_size)

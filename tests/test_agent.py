@@ -53,7 +53,7 @@ if act.isdigit():
     sys.exit(0)
 if act.startswith("error"):
     from moe_exp import faults
-    from moe_exp.faults import StopSignal, named_by_rank
+    from moe_exp.engine.faults import StopSignal, named_by_rank
     if "full" in act:  # no file takes another byte
         leave_error = faults._leave_error
         def on_full_disk(error):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from moe_exp import runtime
-from moe_exp.backends import backends_of
 from moe_exp.config import load_config
+from moe_exp.engine import runtime
+from moe_exp.engine.backends import backends_of
+from moe_exp.engine.model import build_model
 from moe_exp.layers.kernels import choice
-from moe_exp.model import build_model
 from ranks import run_on_ranks
 
 TINY = {
@@ -29,7 +29,7 @@ TINY = {
 )
 def test_the_row_on_routing_is_that_of_the_settings(monkeypatch, settings, router_in_torch):
     monkeypatch.setattr(choice, "missing", lambda: "")
-    monkeypatch.setattr("moe_exp.backends.choose_backend", lambda *args, **options: ("", ""))  # which asks the driver of a GPU
+    monkeypatch.setattr("moe_exp.engine.backends.choose_backend", lambda *args, **options: ("", ""))  # which asks the driver of a GPU
     name, reason = backends_of(load_config(TINY | settings, {}), "cuda")["routing"]
     assert name == "triton"
     assert reason.partition("the router itself in torch: ")[2] == router_in_torch

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from model_on_ranks import TINY, run_models
-from moe_exp import runtime
-from moe_exp.backends import backends_of
 from moe_exp.checkpoint import settings
 from moe_exp.config import Config, load_config
 from moe_exp.config.determinism import ENVIRONMENT
+from moe_exp.engine import runtime
+from moe_exp.engine.backends import backends_of
+from moe_exp.engine.model import build_model
 from moe_exp.layers.attention import CausalAttention
 from moe_exp.machine_checks import check_machine
-from moe_exp.model import build_model
 from moe_exp.torchrun_job import child_environment
 from ranks import free_port, run_on_ranks
 

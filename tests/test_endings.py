@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_exp import faults
 from moe_exp.config import load_config
+from moe_exp.engine import faults
 from moe_exp.host.devices import device_label
 from moe_exp.host.exit_codes import FAILED, FINISHED, LAUNCH_TIME, TO_BE_CONTINUED
 from moe_exp.host.processes import STOP_SIGNALS

@@ -40,7 +40,8 @@ def _train(settings: dict[str, Any], fault: str, port: int) -> dict[str, Any]:
     """Five iterations; in the third, the last rank has the `fault`, or it is not made at all."""
     import torch
 
-    from moe_exp import runtime, train
+    from moe_exp import train
+    from moe_exp.engine import runtime
     from moe_exp.interval import Interval
 
     os.environ["MASTER_PORT"] = str(port)

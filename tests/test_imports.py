@@ -283,7 +283,7 @@ def files() -> list[Path]:
 
 
 def unit(path: Path) -> str:
-    """`layers` for a file of moe_exp/layers, `model` for moe_exp/model.py."""
+    """`layers` for a file of moe_exp/layers, `model` for moe_exp/engine/model.py."""
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
@@ -302,7 +302,7 @@ def internal(path: Path) -> set[str]:
 
 def test_the_reader_sees_imports():
     assert {"planner", "interval"} <= {unit(path) for path in files()}
-    assert "spec" in {name.split(".")[2] for name in imports(PACKAGE / "model.py") if name.startswith("moe_exp.layers.")}
+    assert "spec" in {name.split(".")[2] for name in imports(PACKAGE / "engine/model.py") if name.startswith("moe_exp.layers.")}
     assert imports(PACKAGE / "cli.py")["moe_exp.launch.train"] is False
     assert imports(PACKAGE / "cli.py")["argparse"] is True
 

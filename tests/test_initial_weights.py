@@ -100,8 +100,8 @@ def build_all(jobs: list[tuple[dict[str, Any], int]]) -> list[dict[str, Any]]:
 
 
 def _build(settings: dict[str, Any], port: int) -> dict[str, Any]:
-    from moe_exp import runtime
-    from moe_exp.model import build_chunk, transformer_config
+    from moe_exp.engine import runtime
+    from moe_exp.engine.model import build_chunk, transformer_config
 
     config = load_config(settings, {})
     os.environ["MASTER_PORT"] = str(port)

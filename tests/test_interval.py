@@ -49,11 +49,12 @@ def records_on_rank(jobs: list[dict[str, Any]], ports: list[int]) -> list[tuple[
 
 def _record(settings: dict[str, Any], port: int) -> tuple[dict[str, Any], int]:
     from model_on_ranks import RandomTokens
-    from moe_exp import runtime, train
+    from moe_exp import train
     from moe_exp.checkpoint.state import Progress, Trained
+    from moe_exp.engine import runtime
+    from moe_exp.engine.model import build_model
+    from moe_exp.engine.optim import BatchSchedule, build_optimizer, build_scheduler
     from moe_exp.interval import Interval
-    from moe_exp.model import build_model
-    from moe_exp.optim import BatchSchedule, build_optimizer, build_scheduler
 
     os.environ["MASTER_PORT"] = str(port)
     config = load_config(settings | {"gpus_per_node": int(os.environ["WORLD_SIZE"])}, {})
@@ -193,10 +194,10 @@ def test_flops_of_a_ramp_are_those_of_its_samples() -> None:
 
 def bad_iterations_on_rank(port: int) -> dict[str, Any]:
     """On each of two data parallel ranks: the record of the ten iterations of a ramp, of which two have losses that are not finite."""
-    from moe_exp import runtime
     from moe_exp.checkpoint.state import Progress
+    from moe_exp.engine import runtime
+    from moe_exp.engine.model import build_model
     from moe_exp.interval import Interval
-    from moe_exp.model import build_model
 
     os.environ["MASTER_PORT"] = str(port)
     dense = SETTINGS | {"use_moe": False, "first_k_dense": 0, "aux_loss_type": "none"}

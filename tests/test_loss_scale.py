@@ -16,7 +16,8 @@ def train_some(settings: dict[str, Any], port: int) -> dict[str, Any]:
     """On one rank: iterations on one batch until a step is made, two where a dense gradient of the last rank overflows, one more."""
     import torch
 
-    from moe_exp import runtime, train
+    from moe_exp import train
+    from moe_exp.engine import runtime
     from moe_exp.interval import Interval
 
     from megatron.core.utils import get_model_config

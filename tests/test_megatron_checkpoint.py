@@ -38,7 +38,7 @@ def _relative(value: Tensor, expected: Tensor) -> float:
 
 
 def _stock_model(config: Any, groups: Any, *, norm_as_in_te: bool = False) -> Any:
-    from moe_exp.model import transformer_config
+    from moe_exp.engine.model import transformer_config
 
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -106,10 +106,10 @@ def _assert_equal(ours: tuple[Tensor, dict[str, Tensor]], theirs: tuple[Tensor, 
 
 
 def _our_job(settings: dict[str, Any], port: int) -> tuple[Any, Any, Any]:
-    from moe_exp import runtime
     from moe_exp.checkpoint.state import Trained
-    from moe_exp.model import build_model
-    from moe_exp.optim import build_optimizer, build_scheduler
+    from moe_exp.engine import runtime
+    from moe_exp.engine.model import build_model
+    from moe_exp.engine.optim import build_optimizer, build_scheduler
 
     config = load_config(settings, {})
     os.environ["MASTER_PORT"] = str(port)

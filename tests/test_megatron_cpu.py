@@ -20,11 +20,11 @@ from ranks import run_on_ranks
 with warnings.catch_warnings():
     # Megatron warns at import of modules of its own that it has moved.
     warnings.simplefilter("ignore")
-    from moe_exp import optim, runtime
+    from moe_exp.engine import optim, runtime
+    from moe_exp.engine.model import transformer_config
+    from moe_exp.engine.optim import choose_optimizer
+    from moe_exp.engine.optimizers import Adam
     from moe_exp.layers.spec import moe_submodule_spec
-    from moe_exp.model import transformer_config
-    from moe_exp.optim import choose_optimizer
-    from moe_exp.optimizers import Adam
 
     import megatron.core.optimizer
     import megatron.core.utils

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_exp import runtime
 from moe_exp.config import load_config
-from moe_exp.model import build_model
+from moe_exp.engine import runtime
+from moe_exp.engine.model import build_model
 from ranks import run_on_ranks
 from relative_error import relative_error
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_exp.muon import AXIS, Muon, orthogonalized
-from moe_exp.optimizers import allocate_moments, moments
+from moe_exp.engine.muon import AXIS, Muon, orthogonalized
+from moe_exp.engine.optimizers import allocate_moments, moments
 from relative_error import relative_error
 
 SHAPES = [(16, 16), (7, 33), (40, 5), (1, 9)]

@@ -10,7 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_exp.optimizers import BLOCK, SMALL, Adam, Adam8bit, Bf16Adam, Sgd, allocate_moments, dequantized, moments, quantized, set_moments
+from moe_exp.engine.optimizers import (
+    BLOCK,
+    SMALL,
+    Adam,
+    Adam8bit,
+    Bf16Adam,
+    Sgd,
+    allocate_moments,
+    dequantized,
+    moments,
+    quantized,
+    set_moments,
+)
 from relative_error import relative_error
 
 HYPERPARAMETERS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -122,7 +134,7 @@ def test_large_tensors_are_converted_in_pieces(monkeypatch):
     values = torch.randn(7 * BLOCK + 5, generator=torch.Generator().manual_seed(0))
     whole = quantized(values, TABLES["signed"])
     back = dequantized(*whole, TABLES["signed"])
-    monkeypatch.setattr("moe_exp.optimizers._CHUNK", 2 * BLOCK)
+    monkeypatch.setattr("moe_exp.engine.optimizers._CHUNK", 2 * BLOCK)
     assert all(torch.equal(a, b) for a, b in itertools.zip_longest(whole, quantized(values, TABLES["signed"])))
     assert torch.equal(dequantized(*whole, TABLES["signed"]), back)
 

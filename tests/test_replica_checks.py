@@ -26,11 +26,12 @@ BIAS = "decoder.layers.0.mlp.router.expert_bias"
 
 def found_on_rank(settings: dict[str, Any], changes: list[tuple[int, str]], port: int, steps: int = 0) -> list[Any]:
     """The problems before any change, after `steps`, and with one bit of the first value flipped on a rank, change by change."""
-    from moe_exp import runtime, train
+    from moe_exp import train
     from moe_exp.checkpoint.state import Progress, parameters_in_sync, unwrapped
+    from moe_exp.engine import runtime
+    from moe_exp.engine.initial_weights import global_name
     from moe_exp.group_checks import named_parameters
     from moe_exp.interval import Interval
-    from moe_exp.model import global_name
     from moe_exp.replica_checks import replica_problems
 
     os.environ["MASTER_PORT"] = str(port)
@@ -102,7 +103,7 @@ def test_names_of_norms_and_biases():
 
 def groups_on_rank(settings: dict[str, Any], port: int) -> list[Any]:
     """The problems of sound groups, with a norm moved to the matrices, with it in no group, and in two."""
-    from moe_exp import runtime
+    from moe_exp.engine import runtime
     from moe_exp.replica_checks import replica_problems
 
     os.environ["MASTER_PORT"] = str(port)

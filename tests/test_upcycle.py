@@ -165,7 +165,7 @@ class Losses(NamedTuple):
 
 def losses_on_a_rank(settings: dict[str, Any], port: int) -> tuple[list[float], list[float], Tensor | None]:
     """Builds the job as `train` does, and runs the first batch and the validation data forward."""
-    from moe_exp import runtime
+    from moe_exp.engine import runtime
     from moe_exp.train import build, forward_backward
 
     config = load_config(settings, {})

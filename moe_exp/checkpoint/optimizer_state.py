@@ -17,7 +17,7 @@ split, or one key for every expert), Megatron describes it by a factory. It is a
 memory, whose views say which boxes of the parameter they are; each range's boxes are then cut at the pieces' borders.
 
 The shards are views of the optimizer's own tensors: saving takes no memory, and loading fills them in place. Moments that are in
-bf16 or 8 bits are converted to fp32 for a save, and back after a load (`optimizers.py`).
+bf16 or 8 bits are converted to fp32 for a save, and back after a load (`engine/optimizers.py`).
 """
 
 import math
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from moe_exp.checkpoint.boxes import Box, box_at, boxes_of_range, first_value, intersection, slices
 from moe_exp.checkpoint.keys import CheckpointKeys
-from moe_exp.optimizers import moments, set_moments
+from moe_exp.engine.optimizers import moments, set_moments
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory

@@ -13,15 +13,14 @@ from typing import Any
 import torch
 
 from moe_exp.checkpoint import fingerprints
-from moe_exp.checkpoint.agreement import from_first_rank
 from moe_exp.checkpoint.fingerprints import Fingerprints, Piece, fingerprints_of, shown
 from moe_exp.checkpoint.folders import iteration_of, iterations
 from moe_exp.checkpoint.optimizer_state import Owned, owned_state, shards_of
 from moe_exp.checkpoint.state import Trained, parameters_in_sync, weights_state
 from moe_exp.config import ConfigError
+from moe_exp.engine.runtime import Runtime, from_first_rank
 from moe_exp.host.exit_codes import FAILED
 from moe_exp.runs.run_folder import LATEST
-from moe_exp.runtime import Runtime
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 

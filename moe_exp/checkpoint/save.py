@@ -20,7 +20,6 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from moe_exp.checkpoint import fingerprints, folders
-from moe_exp.checkpoint.agreement import from_first_rank
 from moe_exp.checkpoint.plan import Plan, plan_save
 from moe_exp.checkpoint.rank_files import Written, error_line, write_rank_files
 from moe_exp.checkpoint.retention import which_to_remove
@@ -28,8 +27,8 @@ from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync, whol
 from moe_exp.checkpoint.torch_dist import METADATA
 from moe_exp.checkpoint.torch_dist_writer import write_metadata
 from moe_exp.config import Config
+from moe_exp.engine.runtime import Runtime, from_first_rank
 from moe_exp.runs.provenance import package_versions
-from moe_exp.runtime import Runtime
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from moe_exp.checkpoint.agreement import on_every_rank
 from moe_exp.checkpoint.torch_dist import read_common, read_metadata
+from moe_exp.engine.runtime import on_every_rank
 
 from megatron.core.dist_checkpointing.dict_utils import merge
 from megatron.core.dist_checkpointing.mapping import apply_factory_merges

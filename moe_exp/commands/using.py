@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from moe_exp.config import Config
+    from moe_exp.engine.runtime import Runtime
     from moe_exp.inference.layout import Layout
-    from moe_exp.runtime import Runtime
 
 # The library is imported by the commands that use it: `moe-exp --help` answers at once.
 

@@ -1,6 +1,6 @@
 """What DETERMINISTIC, the same bits in every start on the same GPUs, software and layout, asks of the environment. No torch.
 
-The variables are those that Megatron-LM's --deterministic-mode sets (megatron/training/determinism.py). `runtime.py` switches torch.
+The variables are those that Megatron-LM's --deterministic-mode sets (megatron/training/determinism.py). `engine/runtime.py` switches torch.
 """
 
 from __future__ import annotations

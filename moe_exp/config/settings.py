@@ -363,7 +363,7 @@ def module_arguments(flags: Mapping[str, Any]) -> list[str]:
 
 
 def built_name(config: Config) -> str:
-    """Name of a run, from its model, its layout and its optimizer."""
+    """Name of a run that was given none: what its checkpoints depend on, so that other settings get another folder."""
     vpp = "none" if config.vpp is None else config.vpp
     name = f"moe_{str(config.use_moe).lower()}"
     if config.use_moe:

@@ -52,7 +52,7 @@ class Piece:
 
 
 def layers_are_stacked(config: Config) -> bool:
-    """Whether the layers of a checkpoint are one tensor; as in model.py, where Megatron decides by this."""
+    """Whether the layers of a checkpoint are one tensor; as in engine/model.py, where Megatron decides by this."""
     return len(set(config.moe_layers)) == 1
 
 

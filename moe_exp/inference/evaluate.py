@@ -21,6 +21,8 @@ from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.data.token_bytes import TokenBytes
 from moe_exp.data.tokenizer import TextTokenizer
 from moe_exp.data.tokens import parse_blend
+from moe_exp.engine.model import moe_layers
+from moe_exp.engine.runtime import Runtime
 from moe_exp.host.progress import progress
 from moe_exp.inference.eval_report import Evaluation, Row, print_evaluation
 from moe_exp.inference.expert_usage import LayerUsage, RouterCounts
@@ -30,8 +32,6 @@ from moe_exp.inference.layout import Layout, config_for_use
 from moe_exp.inference.loading import load_model
 from moe_exp.inference.stage import Stage
 from moe_exp.inference.text import tokenizer_for
-from moe_exp.model import moe_layers
-from moe_exp.runtime import Runtime
 
 logger = logging.getLogger("moe_exp.inference.evaluate")  # by name: torchrun runs this module as __main__
 

@@ -19,13 +19,13 @@ from moe_exp.checkpoint.folders import one_checkpoint
 from moe_exp.checkpoint.settings import saved_config
 from moe_exp.config import Config, problem
 from moe_exp.data.tokenizer import TextTokenizer
+from moe_exp.engine.runtime import Runtime
 from moe_exp.inference.jobs import planned_quietly, run_rank
 from moe_exp.inference.layout import Layout, config_for_use
 from moe_exp.inference.loading import load_model
 from moe_exp.inference.sampling import Sampler, Sampling
 from moe_exp.inference.stage import Stage
 from moe_exp.inference.text import TextStream, decoder_of, encode, tokenizer_for
-from moe_exp.runtime import Runtime
 
 logger = logging.getLogger("moe_exp.inference.generate")  # by name: torchrun runs this module as __main__
 

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Callable
 from typing import TypeVar
 
-from moe_exp import faults, runtime
 from moe_exp.config import Config
-from moe_exp.runtime import Runtime
+from moe_exp.engine import faults, runtime
+from moe_exp.engine.runtime import Runtime
 
 T = TypeVar("T")
 

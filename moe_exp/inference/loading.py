@@ -15,8 +15,8 @@ from moe_exp.checkpoint.keys import CheckpointKeys, check_tensors, model_state
 from moe_exp.checkpoint.state import sharding_metadata
 from moe_exp.checkpoint.torch_dist import COMMON, CheckpointReader
 from moe_exp.config import Config
-from moe_exp.model import build_chunk, transformer_config
-from moe_exp.runtime import Runtime
+from moe_exp.engine.model import build_chunk, transformer_config
+from moe_exp.engine.runtime import Runtime
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.models.gpt import GPTModel

@@ -22,12 +22,12 @@ import torch
 from moe_exp.checkpoint.folders import one_checkpoint
 from moe_exp.checkpoint.settings import saved_config
 from moe_exp.config import Config, problem
+from moe_exp.engine.runtime import Runtime
 from moe_exp.host.progress import progress
 from moe_exp.inference.jobs import planned_quietly, run_rank
 from moe_exp.inference.layout import Layout, config_for_use
 from moe_exp.inference.loading import load_model
 from moe_exp.inference.stage import Stage
-from moe_exp.runtime import Runtime
 
 logger = logging.getLogger("moe_exp.inference.score")  # by name: torchrun runs this module as __main__
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_exp.config import Config
+from moe_exp.engine.runtime import Runtime
 from moe_exp.layers.kv_cache import KeyValueCache
-from moe_exp.runtime import Runtime
 
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.models.gpt import GPTModel

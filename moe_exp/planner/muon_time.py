@@ -1,4 +1,4 @@
-"""Seconds of Muon's step: the products that orthogonalize every matrix (`moe_exp.muon`). No torch.
+"""Seconds of Muon's step: the products that orthogonalize every matrix (`moe_exp.engine.muon`). No torch.
 
 Five steps of Newton and Schulz on an [r, c] matrix, r <= c: x x^T, its square, their sum times x; or 5 * (4*r^2*c + 2*r^3) operations in
 fp32. A rank does them for whole matrices, though tensor parallel ranks have a part each, and data parallel ranks all do the same.

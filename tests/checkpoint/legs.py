@@ -83,10 +83,11 @@ def run_on_rank(jobs: Sequence[tuple[Leg, int]]) -> list[list[Step]]:
 
 
 def _run(leg: Leg, port: int) -> list[Step]:
-    from moe_exp import runtime, train
+    from moe_exp import train
     from moe_exp.checkpoint.load import load
     from moe_exp.checkpoint.save import save
     from moe_exp.checkpoint.state import Progress
+    from moe_exp.engine import runtime
     from moe_exp.interval import Interval
 
     config = leg.config
@@ -109,8 +110,8 @@ def build_job(config: Config, rank: Any) -> Any:
     """What `train.build` builds, without a run folder."""
     from moe_exp import train
     from moe_exp.checkpoint.state import Trained
-    from moe_exp.model import build_model
-    from moe_exp.optim import BatchSchedule, build_optimizer, build_scheduler
+    from moe_exp.engine.model import build_model
+    from moe_exp.engine.optim import BatchSchedule, build_optimizer, build_scheduler
     from moe_exp.runs.run_folder import RunFolder
     from moe_exp.training_data import build_data
 

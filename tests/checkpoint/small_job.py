@@ -40,7 +40,8 @@ def small_settings(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
 
 def build_small(settings: dict[str, Any], port: int) -> Any:
     """On a rank: the job and its progress, as a run builds them."""
-    from moe_exp import runtime, train
+    from moe_exp import train
+    from moe_exp.engine import runtime
 
     os.environ["MASTER_PORT"] = str(port)
     config = load_config(settings, {})

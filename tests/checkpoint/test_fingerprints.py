@@ -161,10 +161,10 @@ DONE = (nothing, flip_a_weight, flip_a_moment, swap_two_main_weights, take_the_o
 
 def load_and(done: tuple[Callable[[Any], None], ...], settings: dict[str, Any], folder: Path, port: int) -> list[str]:
     """What each load says, on this rank."""
-    from moe_exp import runtime
     from moe_exp.checkpoint import load as loading
     from moe_exp.checkpoint.restored import RestoreError, compare_restored
     from moe_exp.config import ConfigError
+    from moe_exp.engine import runtime
 
     os.environ["MASTER_PORT"] = str(port)
     config = Leg(settings).config

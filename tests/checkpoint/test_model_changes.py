@@ -141,8 +141,8 @@ def settings(folder: Path) -> dict[str, Any]:
 
 def refused(job_settings: dict[str, Any], port: int, checkpoints: str) -> tuple[list[str], bool]:
     """On one rank: why a checkpoint is not loaded, and whether the model is as it was."""
-    from moe_exp import runtime
     from moe_exp.checkpoint.load import load
+    from moe_exp.engine import runtime
 
     os.environ["MASTER_PORT"] = str(port)
     config = load_config(MODEL | job_settings, {})

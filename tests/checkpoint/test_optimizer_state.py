@@ -20,8 +20,9 @@ SLOW = pytest.mark.slow
 
 def _trained(settings: dict[str, Any], port: int, *, steps: int = 2) -> tuple[Any, Any, Any]:
     """A job after some steps, and its progress."""
-    from moe_exp import runtime, train
+    from moe_exp import train
     from moe_exp.checkpoint.state import Progress
+    from moe_exp.engine import runtime
     from moe_exp.interval import Interval
 
     config = load_config(MODEL | settings, {})
@@ -79,9 +80,9 @@ def _load_as_megatron_does(job: Any, folder: Path) -> None:
 
 def both_formats(settings: dict[str, Any], ports: list[int], folder: str) -> tuple[bool, bool]:
     """On one rank: writes both; whether a fresh job that reads Megatron's, and one of Megatron's that reads ours, has the same state."""
-    from moe_exp import runtime
     from moe_exp.checkpoint.load import load
     from moe_exp.checkpoint.save import save
+    from moe_exp.engine import runtime
 
     job, progress, _ = _trained(settings, ports[0])
     expected = _state(job)
@@ -243,8 +244,8 @@ def test_values_that_nobody_writes_are_noticed(tmp_path):
 
 def of_an_older_version(settings: dict[str, Any], ports: list[int], folder: str) -> bool:
     """On one rank: what Megatron writes without its distributed optimizer, as this package did before 2026-12, is read into it."""
-    from moe_exp import runtime
     from moe_exp.checkpoint.load import load
+    from moe_exp.engine import runtime
 
     job, progress, _ = _trained(settings | {"distributed_optimizer": False}, ports[0])
     expected = _state(job)

@@ -176,10 +176,10 @@ def changed_optimizer(settings: dict[str, Any], port: int, source: str, iteratio
     """On one rank: whether main weights are those of the checkpoint and moments zero, and the steps of the groups."""
     import os
 
-    from moe_exp import runtime
     from moe_exp.checkpoint.load import load
     from moe_exp.checkpoint.optimizer_state import owned_state
     from moe_exp.checkpoint.state import unwrapped
+    from moe_exp.engine import runtime
 
     config = load_config(MODEL | settings, {})
     os.environ["MASTER_PORT"] = str(port)

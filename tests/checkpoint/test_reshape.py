@@ -32,11 +32,11 @@ MODEL = {
 
 def asked_by_rank(settings: dict[str, Any], port: int) -> list[set[Asked]]:
     """On every rank: the chunks that its model asks a checkpoint for, in either style of experts."""
-    from moe_exp import runtime
     from moe_exp.checkpoint.keys import model_state
     from moe_exp.checkpoint.state import sharding_metadata, unwrapped
     from moe_exp.config import load_config
-    from moe_exp.model import build_model
+    from moe_exp.engine import runtime
+    from moe_exp.engine.model import build_model
 
     config = load_config(settings, {})
     os.environ["MASTER_PORT"] = str(port)

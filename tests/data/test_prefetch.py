@@ -19,7 +19,7 @@ from moe_exp.data.dataset import SampleStream
 from moe_exp.data.megatron_dataset import MegatronOrder, megatron_samples
 from moe_exp.data.prefetch import ReadAhead, microbatch_starts
 from moe_exp.data.tokens import BinIdxWriter
-from moe_exp.optim import BatchSchedule
+from moe_exp.engine.optim import BatchSchedule
 from whole_runs import wait_until_gone
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,10 +19,10 @@ def our_logits(folders: list[Path], tokens: Tensor, *, num_ranks: int = 1, timeo
 
 
 def _all_logits(folders: list[str], tokens: Tensor, layout: dict[str, int], port: int) -> list[Tensor]:
-    from moe_exp import runtime
     from moe_exp.checkpoint.folders import one_checkpoint
     from moe_exp.checkpoint.torch_dist import read_common
     from moe_exp.config import Config
+    from moe_exp.engine import runtime
 
     os.environ["MASTER_PORT"] = str(port)
     found = []
@@ -41,8 +41,8 @@ def _logits(config: Any, rank: Any, folder: str, tokens: Tensor) -> Tensor:
     from moe_exp.checkpoint.folders import one_checkpoint
     from moe_exp.checkpoint.load import load_weights
     from moe_exp.checkpoint.state import Trained
-    from moe_exp.model import build_model
-    from moe_exp.optim import build_optimizer, build_scheduler
+    from moe_exp.engine.model import build_model
+    from moe_exp.engine.optim import build_optimizer, build_scheduler
 
     model = build_model(config, rank)
     optimizer = build_optimizer(config, model)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hf_checkpoint import KINDS, SEQ_LEN, VOCAB, tiny_model, write_checkpoint
 
-from moe_exp import runtime
+from moe_exp.engine import runtime
 from moe_exp.inference.generate import new_tokens
 from moe_exp.inference.layout import Layout, config_for_use
 from moe_exp.inference.loading import load_model

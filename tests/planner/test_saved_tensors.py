@@ -122,9 +122,10 @@ def saved_on_rank(jobs: list[dict[str, Any]], ports: list[int]) -> list[tuple[in
 
 
 def _saved(settings: dict[str, Any], port: int) -> tuple[int, int]:
-    from moe_exp import runtime, train
+    from moe_exp import train
+    from moe_exp.engine import runtime
+    from moe_exp.engine.model import build_model
     from moe_exp.layers.kernels import launch
-    from moe_exp.model import build_model
 
     launch.INTERPRETED = False  # the kernels' twins keep the same, sooner
 

@@ -146,9 +146,9 @@ def allocated_on_rank(jobs: list[dict[str, Any]], ports: list[int]) -> list[dict
 
 
 def _allocated(settings: dict[str, Any], port: int) -> dict[str, int]:
-    from moe_exp import runtime
-    from moe_exp.model import build_model
-    from moe_exp.optim import build_optimizer
+    from moe_exp.engine import runtime
+    from moe_exp.engine.model import build_model
+    from moe_exp.engine.optim import build_optimizer
 
     config = load_config(settings | {"gpus_per_node": int(os.environ["WORLD_SIZE"])}, {})
     os.environ["MASTER_PORT"] = str(port)
@@ -349,9 +349,10 @@ def test_a_full_device_is_too_small():
 
 def train_alone(settings: dict[str, Any]) -> int:
     """In a process of its own: the largest resident size of the process over two iterations."""
-    from moe_exp import runtime, train
-    from moe_exp.model import build_model
-    from moe_exp.optim import build_optimizer, build_scheduler
+    from moe_exp import train
+    from moe_exp.engine import runtime
+    from moe_exp.engine.model import build_model
+    from moe_exp.engine.optim import build_optimizer, build_scheduler
 
     config = load_config(settings, {})
     rank = runtime.start_alone(config)

@@ -55,8 +55,8 @@ def rope(kind: str = "default", theta: float = 10000.0, **parameters: Any) -> di
 
 def start() -> Any:
     """Megatron's groups of one rank."""
-    from moe_exp import runtime
     from moe_exp.config import load_config
+    from moe_exp.engine import runtime
 
     return runtime.start(load_config(OURS, {}))
 
@@ -67,7 +67,7 @@ def built(pair: Pair, rank: Any) -> tuple[nn.Module, nn.Module, Any]:
 
     from moe_exp.config import load_config
     from moe_exp.config.checks.checks import check_config
-    from moe_exp.model import build_chunk, transformer_config
+    from moe_exp.engine.model import build_chunk, transformer_config
 
     modeling = import_module(f"transformers.models.{pair.model}.modeling_{pair.model}")
     package = import_module(f"transformers.models.{pair.model}")

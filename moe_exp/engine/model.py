@@ -1,8 +1,6 @@
 """From Config to Megatron's GPTModel with our layers, the same initial weights for every topology."""
 
-import hashlib
 import importlib.util
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from moe_exp.config import Config
+from moe_exp.engine.initial_weights import initialize_weights
+from moe_exp.engine.runtime import Runtime
 from moe_exp.layers.experts import ACTIVATIONS
 from moe_exp.layers.kernels.choice import set_routing_kernels
-from moe_exp.layers.spec import MegatronExperts, MegatronMoELayer, decoder_spec
-from moe_exp.layers.token_loss import choose_cross_entropy
-from moe_exp.model_loss import GPTModelWithOwnLoss
-from moe_exp.runtime import Runtime
+from moe_exp.layers.spec import MegatronMoELayer, decoder_spec
+from moe_exp.layers.token_loss import choose_cross_entropy, token_losses
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
@@ -268,78 +266,17 @@ def _ddp_config(config: Config) -> DistributedDataParallelConfig:
     )
 
 
-@torch.no_grad()
-def initialize_weights(chunk: GPTModel, config: Config) -> None:
-    """Draws every weight from a generator of its own, keyed by seed and global name, and keeps this rank's part.
-
-    So the initial model is the same whatever TP, PP, VPP, EP and ETP are. Normal with standard deviation INIT_STD; the
-    projections back into the residual stream with INIT_STD / sqrt(2 * NUM_LAYERS) (Radford et al. 2019, GPT-2). Norms are 1,
-    biases 0.
-    """
-    for name, module in chunk.named_modules():
-        if isinstance(module, MegatronExperts):
-            _initialize_experts(global_name(chunk, name), module, config)
-    for name, parameter in chunk.named_parameters():
-        if ".mlp.experts." in name or parameter.dim() < 2:
-            continue
-        # The output layer of the last stage is a copy of the embedding when the two are tied.
-        tied = config.tie_embeddings and name == "output_layer.weight"
-        key = "embedding.word_embeddings.weight" if tied else global_name(chunk, name)
-        dim = getattr(parameter, "partition_dim", -1)
-        # By name: Transformer Engine's layers do not say that a rank holds a part of the gate and a part of the up projection.
-        stride = 2 if config.gated and key.endswith("linear_fc1.weight") else 1
-        world = chunk.pg_collection.tp.size() if dim >= 0 else 1
-        rank = chunk.pg_collection.tp.rank() if dim >= 0 else 0
-        full = _draw(_full_shape(parameter, dim, world), key, _std(key, config), config, parameter)
-        parameter.copy_(_part(full, dim, stride, rank, world))
-
-
-def _initialize_experts(name: str, experts: MegatronExperts, config: Config) -> None:
-    rank, world = experts.etp_group.rank(), experts.etp_group.size()
-    first = experts.ep_group.rank() * experts.weight1.size(0)
-    for key, weight, dim, stride in (("weight1", experts.weight1, 0, 2 if experts.gated else 1), ("weight2", experts.weight2, 1, 1)):
-        for index, expert in enumerate(weight):
-            full_key = f"{name}.{first + index}.{key}"
-            full = _draw(_full_shape(expert, dim, world), full_key, _std(full_key, config), config, weight)
-            expert.copy_(_part(full, dim, stride, rank, world))
-
-
-def _std(key: str, config: Config) -> float:
-    to_residual = key.endswith(("linear_proj.weight", "linear_fc2.weight", "weight2"))
-    return config.init_std / math.sqrt(2 * config.num_layers) if to_residual else config.init_std
-
-
-def _full_shape(local: Tensor, dim: int, world: int) -> list[int]:
-    return [size * world if index == dim else size for index, size in enumerate(local.shape)]
-
-
-def _draw(shape: list[int], key: str, std: float, config: Config, like: Tensor) -> Tensor:
-    digest = hashlib.sha256(f"{config.seed}:{key}".encode()).digest()
-    generator = torch.Generator(device=like.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    full = torch.empty(shape, device=like.device, dtype=torch.float32)
-    if config.init_distribution == "truncated_normal":
-        return torch.nn.init.trunc_normal_(full, 0.0, std, -3 * std, 3 * std, generator=generator)
-    return full.normal_(0.0, std, generator=generator)
-
-
-def _part(full: Tensor, dim: int, stride: int, rank: int, world: int) -> Tensor:
-    """This rank's part of `full`: every `world`-th of stride*world blocks, as Megatron splits gated projections (stride 2)."""
-    if world == 1:
-        return full
-    return torch.cat(full.chunk(stride * world, dim=dim)[rank::world], dim=dim)
-
-
-def global_name(chunk: GPTModel, name: str) -> str:
-    """`name` with the layer's index in the whole model in the place of its index on this stage."""
-    parts = name.split(".")
-    if parts[:2] == ["decoder", "layers"]:
-        parts[2] = str(chunk.decoder.layers[int(parts[2])].layer_number - 1)
-    return ".".join(parts)
-
-
 def moe_layers(chunks: list[nn.Module]) -> Iterator[tuple[int, MegatronMoELayer]]:
     """(layer index in the whole model, MegatronMoELayer) of every MoE layer on this rank."""
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(module, MegatronMoELayer):
                 yield module.layer_number - 1, module
+
+
+class GPTModelWithOwnLoss(GPTModel):
+    """Megatron's GPTModel with the cross entropy of layers/token_loss.py (CROSS_ENTROPY=triton); names of weights are Megatron's, too."""
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Labels [B, S] and this rank's logits [S, B, V] to the loss of each token, [B, S] in fp32."""
+        return token_losses(logits, labels.transpose(0, 1), self.pg_collection.tp).transpose(0, 1).contiguous()

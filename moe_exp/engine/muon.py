@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_exp.optimizers import MOMENTS, Adam
+from moe_exp.engine.optimizers import MOMENTS, Adam
 
 AXIS = "muon_axis"  # of a parameter group of matrices: the axis that tensor parallel ranks split, -2 or -1, or 0 where they do not
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)

@@ -1,0 +1,1 @@
+"""From a Config to Megatron's model and optimizer on this rank."""
