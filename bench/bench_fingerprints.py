@@ -27,7 +27,7 @@ from moe_exp.engine import runtime
 from moe_exp.engine.model import build_model
 from moe_exp.engine.optim import build_optimizer, build_scheduler
 from moe_exp.host.processes import free_port
-from moe_exp.replica_checks import check_replicas
+from moe_exp.training.replica_checks import check_replicas
 
 _SETTINGS = {
     "preset": "cpu", "gpus_per_node": "1", "num_layers": "2", "hidden_size": "512", "ffn_hidden_size": "512", "num_heads": "8",

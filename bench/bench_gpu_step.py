@@ -38,7 +38,6 @@ from gpu_attempts import Attempts, DeviceLost, free
 from gpu_clock import elapsed_ms
 from gpu_machine import origin
 
-from moe_exp import training_data
 from moe_exp.config import Config, load_config
 from moe_exp.data.tokens import BinIdxWriter
 from moe_exp.engine import model as our_model
@@ -47,6 +46,7 @@ from moe_exp.host import megatron_cpu
 from moe_exp.layers.grouped_gemm import choose_backend
 from moe_exp.planner.flops import flops_per_iteration
 from moe_exp.planner.params import count_parameters
+from moe_exp.training import samples as training_data
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.moe import moe_utils

@@ -29,8 +29,8 @@ from moe_exp.config import Config, load_config
 from moe_exp.engine import faults, runtime
 from moe_exp.heartbeat import read_beats
 from moe_exp.host.processes import free_port
-from moe_exp.loss_guard import Iteration, LossGuard
-from moe_exp.profiling import Recorder
+from moe_exp.training.loss_guard import Iteration, LossGuard
+from moe_exp.training.profiling import Recorder
 from moe_exp.watch.call_trace import trace_calls
 
 NUM_RANKS = 2

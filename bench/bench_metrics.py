@@ -27,11 +27,10 @@ from moe_exp import train
 from moe_exp.config import Config, load_config
 from moe_exp.engine import runtime
 from moe_exp.host.processes import free_port
-from moe_exp.interval import Interval
 from moe_exp.layers.moe_layer import MoELayer
-from moe_exp.metrics import Metrics
-from moe_exp.phases import PhaseTimers
 from moe_exp.runs.run_folder import open_run_folder
+from moe_exp.training.interval import Interval, PhaseTimers
+from moe_exp.training.metrics import Metrics
 
 
 class Sides(Ours):

@@ -29,19 +29,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from moe_exp import train, training_data
+from moe_exp import train
 from moe_exp.checkpoint.state import Progress, Trained
 from moe_exp.config import Config, load_config
 from moe_exp.engine.model import build_model
 from moe_exp.engine.optim import BatchSchedule, build_optimizer, build_scheduler
 from moe_exp.engine.optimizers import Adam
 from moe_exp.engine.runtime import Runtime, start, stop
-from moe_exp.interval import Interval
 from moe_exp.layers.attention import CausalAttention
 from moe_exp.layers.dispatcher import LocalDispatcher
 from moe_exp.layers.experts import Experts
 from moe_exp.layers.moe_layer import MoELayer
 from moe_exp.runs.run_folder import RunFolder
+from moe_exp.training import samples
+from moe_exp.training.interval import Interval
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
@@ -59,7 +60,7 @@ class Ours:
     """moe_exp's model and training state, built as `moe_exp.train.build` does, without a run folder."""
 
     def __init__(self, config: Config, rank: Runtime):
-        train_stream, _ = training_data.build_data(config)
+        train_stream, _ = samples.build_data(config)
         model = build_model(config, rank)
         optimizer = build_optimizer(config, model)
         trained = Trained(model, optimizer, build_scheduler(config, optimizer))

@@ -27,27 +27,25 @@ from moe_exp.config.checks.checks import check_config
 from moe_exp.data.dataset import Samples, context_part, split_batch
 from moe_exp.data.prefetch import ReadAhead, microbatch_start
 from moe_exp.data.sample_order import Change
-from moe_exp.dumps import dump, is_dumped
 from moe_exp.engine import faults, runtime
 from moe_exp.engine.backends import backends_of
 from moe_exp.engine.finite_steps import skip_steps_not_finite
 from moe_exp.engine.model import build_model
 from moe_exp.engine.optim import BatchSchedule, build_optimizer, build_scheduler
 from moe_exp.engine.runtime import Runtime, from_first_rank, on_first_rank
-from moe_exp.exchange import IterationEnd, end_of_iteration
 from moe_exp.host.exit_codes import FAILED, FINISHED, tell_launcher
-from moe_exp.interval import Interval
-from moe_exp.loss_guard import GuardEnd, Iteration, LossGuard
-from moe_exp.metrics import Metrics, setup_logging
-from moe_exp.phases import PhaseTimers, timed
 from moe_exp.planner.params import startup_report
-from moe_exp.profiling import Recorder
-from moe_exp.replica_checks import ReplicaError, check_replicas
-from moe_exp.resuming import choose_source, own_source, resume
-from moe_exp.rollback import samples_without_skips
 from moe_exp.runs.run_folder import RunFolder, hold_run_folder, open_run_folder
-from moe_exp.saving import Saves
-from moe_exp.training_data import build_data, bytes_per_token, compare_data, read_ahead, read_tokens
+from moe_exp.training.dumps import dump, is_dumped
+from moe_exp.training.exchange import IterationEnd, end_of_iteration
+from moe_exp.training.interval import Interval, PhaseTimers, timed
+from moe_exp.training.loss_guard import GuardEnd, Iteration, LossGuard
+from moe_exp.training.metrics import Metrics, setup_logging
+from moe_exp.training.profiling import Recorder
+from moe_exp.training.replica_checks import ReplicaError, check_replicas
+from moe_exp.training.rollback import samples_without_skips
+from moe_exp.training.samples import build_data, bytes_per_token, compare_data, read_ahead, read_tokens
+from moe_exp.training.saving import Saves, choose_source, own_source, resume
 from moe_exp.watch.call_trace import trace_calls
 
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads

@@ -86,7 +86,7 @@ def job(tmp_path: Path, stop: str, *, by_torchrun: bool = False, **environ: obje
 
 
 def test_commands_that_are_typed_while_the_others_wait(tmp_path):
-    terminal = job(tmp_path, "breakpoint()", PYTHONBREAKPOINT="moe_exp.debug.set_trace")
+    terminal = job(tmp_path, "breakpoint()", PYTHONBREAKPOINT="moe_exp.training.debug.set_trace")
     terminal.wait_for("(Pdb rank 0) ")
     terminal.type("value.mul_(10)")
     time.sleep(4)  # somebody thinks for longer than a collective may take

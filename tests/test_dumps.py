@@ -16,7 +16,7 @@ from small_job import end_run, small_settings, start_run, write_tokens
 
 from moe_exp.checkpoint.torch_dist import CheckpointReader
 from moe_exp.cli import main
-from moe_exp.dumps import dump_file
+from moe_exp.training.dumps import dump_file
 
 ROUTER = "decoder.layers.1.mlp.router.weight"
 

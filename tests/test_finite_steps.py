@@ -42,7 +42,7 @@ def _train(settings: dict[str, Any], fault: str, port: int) -> dict[str, Any]:
 
     from moe_exp import train
     from moe_exp.engine import runtime
-    from moe_exp.interval import Interval
+    from moe_exp.training.interval import Interval
 
     os.environ["MASTER_PORT"] = str(port)
     config = load_config(settings, {})

@@ -54,7 +54,7 @@ def _record(settings: dict[str, Any], port: int) -> tuple[dict[str, Any], int]:
     from moe_exp.engine import runtime
     from moe_exp.engine.model import build_model
     from moe_exp.engine.optim import BatchSchedule, build_optimizer, build_scheduler
-    from moe_exp.interval import Interval
+    from moe_exp.training.interval import Interval
 
     os.environ["MASTER_PORT"] = str(port)
     config = load_config(settings | {"gpus_per_node": int(os.environ["WORLD_SIZE"])}, {})
@@ -174,7 +174,7 @@ def test_a_dense_model_has_no_expert_records() -> None:
 
 
 def test_dead_experts_and_top1_weight_by_hand() -> None:
-    from moe_exp.interval import _expert_record
+    from moe_exp.training.interval import _expert_record
 
     config = load_config(SETTINGS | {"num_experts": 4, "topk": 2, "aux_loss_type": "none", "gpus_per_node": 1}, {})
     # 1000 tokens, 2000 slots: a fair share is 500, and 4 is under 1% of it, 5 is not.
@@ -197,7 +197,7 @@ def bad_iterations_on_rank(port: int) -> dict[str, Any]:
     from moe_exp.checkpoint.state import Progress
     from moe_exp.engine import runtime
     from moe_exp.engine.model import build_model
-    from moe_exp.interval import Interval
+    from moe_exp.training.interval import Interval
 
     os.environ["MASTER_PORT"] = str(port)
     dense = SETTINGS | {"use_moe": False, "first_k_dense": 0, "aux_loss_type": "none"}

@@ -17,9 +17,9 @@ from moe_exp.cli import main
 from moe_exp.config import Config, add_arguments, load_config, module_arguments
 from moe_exp.host.devices import KEEP_FREED_MEMORY
 from moe_exp.launch import dry_run_text, launch, rank_arguments
-from moe_exp.metrics import Metrics
 from moe_exp.runs.run_folder import open_run_folder
 from moe_exp.torchrun_job import child_environment, torchrun_command
+from moe_exp.training.metrics import Metrics
 
 SETTINGS = {name.upper() for name in Config.model_fields}
 

@@ -14,8 +14,8 @@ from moe_exp import heartbeat
 from moe_exp.checkpoint.folders import Manifest, iteration_folder, latest_iteration
 from moe_exp.config import Config
 from moe_exp.host.exit_codes import FAILED, FINISHED, START_AGAIN
-from moe_exp.loss_guard import Iteration, LossGuard
 from moe_exp.runs.run_folder import RunFolder
+from moe_exp.training.loss_guard import Iteration, LossGuard
 from ranks import free_port, run_on_ranks
 from spiking_data import GBSZ, corrupt, spiking_settings, write_corpus
 
@@ -198,8 +198,8 @@ def test_what_may_take_long_is_no_part_of_the_iteration(tmp_path, monkeypatch):
             seen.append(phase)
 
     monkeypatch.setattr(heartbeat, "_heart", Heart())
-    monkeypatch.setattr("moe_exp.loss_guard.from_first_rank", lambda make: seen.append("list") or 0)
-    monkeypatch.setattr("moe_exp.loss_guard.go_back", lambda *args, **kwargs: seen.append("go_back") or "none")
+    monkeypatch.setattr("moe_exp.training.loss_guard.from_first_rank", lambda make: seen.append("list") or 0)
+    monkeypatch.setattr("moe_exp.training.loss_guard.go_back", lambda *args, **kwargs: seen.append("go_back") or "none")
     guard = LossGuard.__new__(LossGuard)
     guard._config, guard._folder, guard._metrics, guard._skipped = Config(), RunFolder(tmp_path), None, ()
     guard._recent = [Iteration(7, 24, 4, True, 1.0)]

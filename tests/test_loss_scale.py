@@ -18,7 +18,7 @@ def train_some(settings: dict[str, Any], port: int) -> dict[str, Any]:
 
     from moe_exp import train
     from moe_exp.engine import runtime
-    from moe_exp.interval import Interval
+    from moe_exp.training.interval import Interval
 
     from megatron.core.utils import get_model_config
 

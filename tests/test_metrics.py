@@ -18,10 +18,10 @@ import pytest
 from file_limit import no_file_over
 from moe_exp.config import Config
 from moe_exp.host.devices import device_label
-from moe_exp.metrics import Metrics, console_line, progress_line, setup_logging, validation_lines
 from moe_exp.runs import records
 from moe_exp.runs.records import read_metrics
 from moe_exp.runs.run_folder import RunFolder, open_run_folder
+from moe_exp.training.metrics import Metrics, console_line, progress_line, setup_logging, validation_lines
 
 EXAMPLE = (
     "[2024-10-24 21:02:27] iteration       40/   40000 | consumed samples:         2560 | elapsed time per iteration (ms): 235.9 | "

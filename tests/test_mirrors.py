@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moe_exp import mirrors
 from moe_exp.config import Config, ConfigError
-from moe_exp.metrics import Metrics, curves, setup_logging
 from moe_exp.runs.records import read_metrics
 from moe_exp.runs.run_folder import RunFolder, open_run_folder
+from moe_exp.training import mirrors
+from moe_exp.training.metrics import Metrics, curves, setup_logging
 from test_metrics import clean_logging, train_record  # noqa: F401 - a fixture
 
 SECRET = "0123456789abcdef" * 2 + "5ec4e700"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_exp.config import load_config
-from moe_exp.phases import PHASES, PhaseTimers, timed
+from moe_exp.training.interval import PHASES, PhaseTimers, timed
 from ranks import free_port, run_on_ranks
 from test_interval import ITERATIONS, SETTINGS, records_on_rank
 

@@ -14,10 +14,10 @@ from file_limit import no_file_over
 from moe_exp.config import Config, ConfigError, load_config
 from moe_exp.config.checks.checks import check_config
 from moe_exp.config.setting_types import iteration_ranges
-from moe_exp.dumps import is_dumped
 from moe_exp.machine_checks import check_machine
-from moe_exp.profiling import Recorder
 from moe_exp.runs.run_folder import RunFolder
+from moe_exp.training.dumps import is_dumped
+from moe_exp.training.profiling import Recorder
 
 
 def trained(tmp_path, name: str, **changes):

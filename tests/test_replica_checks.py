@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).parent / "checkpoint"))
 from legs import MODEL, build_job, write_data
 
 from moe_exp.config import load_config
-from moe_exp.group_checks import is_norm_or_bias
+from moe_exp.training.replica_checks import is_norm_or_bias
 from ranks import free_port, run_on_ranks
 
 ROUTER = "decoder.layers.1.mlp.router.weight"
@@ -30,9 +30,8 @@ def found_on_rank(settings: dict[str, Any], changes: list[tuple[int, str]], port
     from moe_exp.checkpoint.state import Progress, parameters_in_sync, unwrapped
     from moe_exp.engine import runtime
     from moe_exp.engine.initial_weights import global_name
-    from moe_exp.group_checks import named_parameters
-    from moe_exp.interval import Interval
-    from moe_exp.replica_checks import replica_problems
+    from moe_exp.training.interval import Interval
+    from moe_exp.training.replica_checks import named_parameters, replica_problems
 
     os.environ["MASTER_PORT"] = str(port)
     config = load_config(MODEL | settings, {})
@@ -104,7 +103,7 @@ def test_names_of_norms_and_biases():
 def groups_on_rank(settings: dict[str, Any], port: int) -> list[Any]:
     """The problems of sound groups, with a norm moved to the matrices, with it in no group, and in two."""
     from moe_exp.engine import runtime
-    from moe_exp.replica_checks import replica_problems
+    from moe_exp.training.replica_checks import replica_problems
 
     os.environ["MASTER_PORT"] = str(port)
     config = load_config(MODEL | settings, {})

@@ -223,8 +223,8 @@ def test_goes_on_with_the_same_data_only(interrupted, runs, tmp_path):
 
 def test_checkpoint_that_does_not_say_what_it_was_trained_on(interrupted, runs, caplog):
     """As versions before 2026-11 wrote them."""
-    from moe_exp import training_data
     from moe_exp.checkpoint.load import saved_progress
+    from moe_exp.training import samples as training_data
 
     saved_at_6(interrupted(1, 1, 0.0), runs, "old")
     source = runs.folder("old").checkpoints

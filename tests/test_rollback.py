@@ -12,8 +12,8 @@ from checkpoint.small_job import small_settings, write_tokens
 from moe_exp.config import ConfigError, load_config
 from moe_exp.config.checks.checks import check_config
 from moe_exp.host.files import write_json
-from moe_exp.rollback import free_place, read_rollbacks
 from moe_exp.runs.run_folder import RunFolder
+from moe_exp.training.rollback import free_place, read_rollbacks
 from ranks import free_port, run_on_ranks
 
 
@@ -22,7 +22,7 @@ def skipped_at_start(settings: dict[str, Any], entries: list[dict[str, Any]], po
     from moe_exp import train
     from moe_exp.data.sample_order import SampleOrder
     from moe_exp.engine import runtime
-    from moe_exp.training_data import build_data
+    from moe_exp.training.samples import build_data
 
     os.environ["MASTER_PORT"] = str(port)
     config = load_config(settings, {})

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_exp.data.dataset import SampleStream
-from moe_exp.training_data import read_tokens
+from moe_exp.training.samples import read_tokens
 from spiking_data import SEQ_LEN, write_corpus
 
 VOCAB_SIZE = 61

@@ -42,7 +42,7 @@ def _diff(arguments: argparse.Namespace) -> int:
         if dumps := sorted(path.glob("iter_*/rank_*.safetensors")):
             raise ValueError(f"{name}={path}: holds the dumps of several iterations. Fix: name one of them, as {dumps[-1].parent}.")
     if a.suffix == ".safetensors" or any(a.glob("rank_*.safetensors")):
-        from moe_exp.dumps import compare_dumps
+        from moe_exp.training.dumps import compare_dumps
 
         found = compare_dumps(a, b)
     else:

@@ -2,7 +2,7 @@
 
 Everything that is not named here may change: the layout (TP, PP, VPP, EP, ETP, CP, ranks, stages), the micro-batch size, `moe` and
 `dmoe` with their capacity or rounding, kernels, deterministic ones or not, dispatcher, dtype, distributed optimizer, learning rate, losses,
-dropout. What the order of the samples depends on is compared by `moe_exp.training_data`. The optimizer may change where it keeps the same
+dropout. What the order of the samples depends on is compared by `moe_exp.training.samples`. The optimizer may change where it keeps the same
 moments (Adam in whatever precision).
 """
 

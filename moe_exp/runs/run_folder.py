@@ -3,10 +3,10 @@
     config.yaml        settings of the latest start
     provenance.json    {"starts": [...]}: one entry per start with versions, commit, host, time and command line
     train.log          what rank 0 printed, and the warnings of every rank
-    metrics.jsonl      one object a line, see metrics.py
+    metrics.jsonl      one object a line, see training/metrics.py
     checkpoints/       iter_0001000, ...
     dumps/             iter_0000010/rank_00000.safetensors, ... with DUMP_ITERS
-    skipped_samples.json    what rollbacks have left out of the data, see rollback.py
+    skipped_samples.json    what rollbacks have left out of the data, see training/rollback.py
     bad_steps/ set_aside/   checkpoints that no resume takes by itself: after MAX_BAD_STEPS, and those that a rollback went back past
     tensorboard/ wandb/
     profile/           traces of PROFILE_ITERS, snapshots of MEMORY_SNAPSHOT

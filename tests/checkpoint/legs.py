@@ -88,7 +88,7 @@ def _run(leg: Leg, port: int) -> list[Step]:
     from moe_exp.checkpoint.save import save
     from moe_exp.checkpoint.state import Progress
     from moe_exp.engine import runtime
-    from moe_exp.interval import Interval
+    from moe_exp.training.interval import Interval
 
     config = leg.config
     os.environ["MASTER_PORT"] = str(port)
@@ -113,7 +113,7 @@ def build_job(config: Config, rank: Any) -> Any:
     from moe_exp.engine.model import build_model
     from moe_exp.engine.optim import BatchSchedule, build_optimizer, build_scheduler
     from moe_exp.runs.run_folder import RunFolder
-    from moe_exp.training_data import build_data
+    from moe_exp.training.samples import build_data
 
     model = build_model(config, rank)
     optimizer = build_optimizer(config, model)

@@ -23,7 +23,7 @@ def _trained(settings: dict[str, Any], port: int, *, steps: int = 2) -> tuple[An
     from moe_exp import train
     from moe_exp.checkpoint.state import Progress
     from moe_exp.engine import runtime
-    from moe_exp.interval import Interval
+    from moe_exp.training.interval import Interval
 
     config = load_config(MODEL | settings, {})
     os.environ["MASTER_PORT"] = str(port)

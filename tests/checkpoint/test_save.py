@@ -63,7 +63,7 @@ def background(settings: dict[str, Any], port: int) -> list[float]:
     from moe_exp import train
     from moe_exp.checkpoint import plan
     from moe_exp.checkpoint.save import Saver, save
-    from moe_exp.interval import Interval
+    from moe_exp.training.interval import Interval
 
     job, progress = build_small(settings, port)
     checkpoints, interval = job.folder.checkpoints, Interval(job.config, job.runtime, job.trained.model)
@@ -124,7 +124,7 @@ def background(settings: dict[str, Any], port: int) -> list[float]:
 def at_once(settings: dict[str, Any], port: int) -> list[float]:
     """The same steps without any save."""
     from moe_exp import train
-    from moe_exp.interval import Interval
+    from moe_exp.training.interval import Interval
 
     job, progress = build_small(settings, port)
     interval = Interval(job.config, job.runtime, job.trained.model)

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from moe_exp.metrics import curves
 from moe_exp.report.load_squares import LoadSquares
 from moe_exp.report.wandb_report import build_report, mirrored_runs, wandb_report
+from moe_exp.training.metrics import curves
 
 ROOT = Path(__file__).parents[2]
 KEY = "0123456789abcdef" * 2 + "5ec4e700"

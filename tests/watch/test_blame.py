@@ -57,7 +57,7 @@ LINES = [
         ("rank failed", "program", "laptop", "1", "cpu", ""),
     ),
     (
-        "[2026-11-03 02:07:08] WARNING gpu-b07 rank 9 cuda:1 moe_exp.saving: RuntimeError: CUDA error: unspecified launch failure",
+        "[2026-11-03 02:07:08] WARNING gpu-b07 rank 9 cuda:1 moe_exp.training.saving: RuntimeError: CUDA error: unspecified launch failure",
         ("kernel failed", "program", "gpu-b07", "9", "cuda:1", "11-03 02:07:08"),
     ),
     (

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from moe_exp.watch.spikes import CALM_ITERATIONS, FEWEST, LONGEST, SPREAD_WINDOW, Baseline, Spike, SpikeDetector, SpikeEnd
+from moe_exp.training.spikes import CALM_ITERATIONS, FEWEST, LONGEST, SPREAD_WINDOW, Baseline, Spike, SpikeDetector, SpikeEnd
 
 
 def found(losses, norms=None, detector=None):

@@ -15,9 +15,9 @@ from typing import Any
 
 from moe_exp.config import Config
 from moe_exp.host.devices import device_label
-from moe_exp.mirrors import Mirror, axes_of, open_tensorboard, open_wandb
 from moe_exp.runs.records import EXPERT_KEYS, TRAIN_KEYS, Record, append, drop_records_after, event_record, read_metrics
 from moe_exp.runs.run_folder import RunFolder
+from moe_exp.training.mirrors import Mirror, axes_of, open_tensorboard, open_wandb
 
 logger = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync
 from moe_exp.config import Config
 from moe_exp.config.setting_types import iteration_ranges
 from moe_exp.engine.runtime import Runtime
-from moe_exp.group_checks import named_parameters
+from moe_exp.training.replica_checks import named_parameters
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
     from moe_exp import debug
     debug.set_trace()          # rank 0 stops here; set_trace(rank=3) for another one
 
-or `breakpoint()`, with PYTHONBREAKPOINT=moe_exp.debug.set_trace in the environment. It is for code that every rank runs: the others wait
+or `breakpoint()`, with PYTHONBREAKPOINT=moe_exp.training.debug.set_trace in the environment. It is for code that every rank runs: the others wait
 at the same place until the debugger goes on, and as no collective is open meanwhile, no timeout runs. Once it steps, they run too, up to
 their next collective, which waits for a week from then on. The debugger reads the standard input of the launcher on its node, and
 works under `moe-exp train`, the script and torchrun. Where there is nothing to read it goes on at once. `quit` ends the job as failed.
@@ -48,7 +48,7 @@ def set_trace(rank: int = 0) -> None:
         return
     place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
     _visits[place] += 1
-    key = f"moe_exp.debug/{rank}/{place}/{_visits[place]}"
+    key = f"moe_exp.training.debug/{rank}/{place}/{_visits[place]}"
     store = distributed_c10d._get_default_store()
     _wait_long_in_collectives()
     if dist.get_rank() == rank:

@@ -1,0 +1,1 @@
+"""What surrounds the training loop inside a rank: metrics, checkpoints, guards."""
