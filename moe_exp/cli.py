@@ -73,7 +73,7 @@ def _version() -> str:
 
 
 def _train(settings: dict[str, str | None], dry_run: bool) -> int:
-    from moe_exp.launch import train
+    from moe_exp.launch.launch import train
 
     return train(settings, dry_run=dry_run)
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from moe_exp.agent import Agent
 from moe_exp.heartbeat import failures_file
 from moe_exp.host.exit_codes import HEARTBEATS
+from moe_exp.launch.agent import Agent
 from moe_exp.runs.records import append_event, read_metrics
 from ranks import free_port
 from whole_runs import ROOT, clean_environ
@@ -81,7 +81,15 @@ class Nodes:
 
     def start(self, node: int) -> subprocess.Popen[str]:
         """The agent of one node."""
-        command = [sys.executable, "-m", "moe_exp.agent", *map(str, self._options), "--node-rank", str(node), str(self.folder / "rank.py")]
+        command = [
+            sys.executable,
+            "-m",
+            "moe_exp.launch.agent",
+            *map(str, self._options),
+            "--node-rank",
+            str(node),
+            str(self.folder / "rank.py"),
+        ]
         places = {"MOE_EXP_EXIT_CODE_FILE": self.folder / f"code{node}", "MOE_EXP_METRICS_FILE": self.metrics}
         environ = clean_environ(PYTHONPATH=ROOT, OMP_NUM_THREADS=1, **places)
         with (Path("/dev/full") if self._is_full else self.folder / f"err{node}").open("a") as err:

@@ -32,7 +32,7 @@ dist.destroy_process_group()
 LAUNCH = """
 import sys
 from moe_exp.config import load_config
-from moe_exp.launch import launch
+from moe_exp.launch.launch import launch
 flags = {"run_dir": sys.argv[1], "train_data": "given", "master_port": sys.argv[2], "max_restarts": "3"}
 sys.exit(launch(load_config(flags), flags, module="debugged"))
 """

@@ -17,9 +17,9 @@ from moe_exp.config.determinism import ENVIRONMENT
 from moe_exp.engine import runtime
 from moe_exp.engine.backends import backends_of
 from moe_exp.engine.model import build_model
+from moe_exp.launch.machine_checks import check_machine
+from moe_exp.launch.torchrun_job import child_environment
 from moe_exp.layers.attention import CausalAttention
-from moe_exp.machine_checks import check_machine
-from moe_exp.torchrun_job import child_environment
 from ranks import free_port, run_on_ranks
 
 MODELS = {
@@ -91,7 +91,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("name", "value", "way"), REFUSED)
 def test_a_variable_that_undoes_it_is_refused(no_variables, monkeypatch, name, value, way):
-    monkeypatch.setattr("moe_exp.machine_checks.count_gpus", lambda: 1)
+    monkeypatch.setattr("moe_exp.launch.machine_checks.count_gpus", lambda: 1)
     monkeypatch.setenv(name, value)
     line = f"{name}={value}: DETERMINISTIC=true needs sums in one order. Fix: unset {name}, {way} or DETERMINISTIC=false."
     assert check_machine(tiny(master_port=free_port())) == [line]

@@ -80,7 +80,7 @@ def test_signal_before_the_agent_can_answer_it(runs):
 
     def is_agent(pid: int) -> bool:
         with contextlib.suppress(OSError):  # it has ended meanwhile
-            return b"moe_exp.agent" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            return b"moe_exp.launch.agent" in Path(f"/proc/{pid}/cmdline").read_bytes()
         return False
 
     while not any(is_agent(pid) for pid in descendants_of(process.pid)):

@@ -303,7 +303,7 @@ def internal(path: Path) -> set[str]:
 def test_the_reader_sees_imports():
     assert {"planner", "interval"} <= {unit(path) for path in files()}
     assert "spec" in {name.split(".")[2] for name in imports(PACKAGE / "engine/model.py") if name.startswith("moe_exp.layers.")}
-    assert imports(PACKAGE / "cli.py")["moe_exp.launch.train"] is False
+    assert imports(PACKAGE / "cli.py")["moe_exp.launch.launch.train"] is False
     assert imports(PACKAGE / "cli.py")["argparse"] is True
 
 
@@ -323,14 +323,14 @@ def test_import_rule(path):
         assert "megatron_cpu" not in used
     if name == "preflight" and path.stem not in TORCH_IN_PREFLIGHT:
         assert not external(path) & HEAVY
-        assert not {f"moe_exp.preflight.{stem}" for stem in TORCH_IN_PREFLIGHT} & {used.rpartition(".")[0] for used in imports(path)}
+        assert not {f"moe_exp.launch.preflight.{stem}" for stem in TORCH_IN_PREFLIGHT} & {used.rpartition(".")[0] for used in imports(path)}
     if name in ("layers", "metrics", "watch", "faults", "gloo", "megatron_cpu") and path.stem not in MEGATRON_SIDE:
         assert "megatron" not in external(path)
         assert name == "megatron_cpu" or "megatron_cpu" not in used
     if name in ("metrics", "doctor"):
         assert not external(path, at_import=True) & HEAVY
     optional = {"wandb", "tensorboard", *OPTIONAL, *DATA_PACKAGES}
-    if path == PACKAGE / "layers" / "kernels" / "launch.py":  # it defines kernels, and does without where Triton is not there
+    if path == PACKAGE / "layers" / "kernels" / "launch/launch.py":  # it defines kernels, and does without where Triton is not there
         optional.remove("triton")
     assert not external(path, at_import=True) & optional
 
@@ -364,7 +364,7 @@ def run_python(code: str) -> str:
 
 def test_light_modules_do_not_load_torch():
     names = [module_name(path) for path in files() if unit(path) in NO_TORCH | {"metrics", "doctor"} and path.stem != "__main__"]
-    assert {"moe_exp.cli", "moe_exp.launch", "moe_exp.planner.params"} <= set(names)
+    assert {"moe_exp.cli", "moe_exp.launch.launch", "moe_exp.planner.params"} <= set(names)
     code = f"import sys, {', '.join(names)}\nprint(sorted({HEAVY!r} & set(sys.modules)))"
     assert run_python(code) == "[]\n"
 

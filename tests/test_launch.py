@@ -16,9 +16,9 @@ import pytest
 from moe_exp.cli import main
 from moe_exp.config import Config, add_arguments, load_config, module_arguments
 from moe_exp.host.devices import KEEP_FREED_MEMORY
-from moe_exp.launch import dry_run_text, launch, rank_arguments
+from moe_exp.launch.launch import dry_run_text, launch, rank_arguments
+from moe_exp.launch.torchrun_job import child_environment, torchrun_command
 from moe_exp.runs.run_folder import open_run_folder
-from moe_exp.torchrun_job import child_environment, torchrun_command
 from moe_exp.training.metrics import Metrics
 
 SETTINGS = {name.upper() for name in Config.model_fields}
@@ -78,7 +78,7 @@ def cpu(**values) -> Config:
 def test_torchrun_command():
     config = cpu(nnodes=2, node_rank=1, master_addr="node0", master_port=4000, max_restarts=3)
     assert torchrun_command(config, ["--topk=2"]) == [
-        sys.executable, "-m", "moe_exp.agent", "--nnodes", "2", "--node-rank", "1", "--nproc-per-node", "2",
+        sys.executable, "-m", "moe_exp.launch.agent", "--nnodes", "2", "--node-rank", "1", "--nproc-per-node", "2",
         "--master-addr", "node0", "--master-port", "4000", "--max-restarts", "3", "-m", "moe_exp.train", "--topk=2",
     ]  # fmt: skip
     assert torchrun_command(config, [], "moe_exp.inference.score")[-4:] == ["--max-restarts", "0", "-m", "moe_exp.inference.score"]
@@ -103,14 +103,14 @@ def test_ranks_record_the_rendezvous_that_was_given(monkeypatch):
 
 @pytest.mark.parametrize(("gpus", "threads", "expected"), [(0, 0, "1"), (0, 3, "3"), (8, 0, "7"), (8, 2, "2")])
 def test_threads_per_rank(monkeypatch, gpus, threads, expected):
-    monkeypatch.setattr("moe_exp.torchrun_job.count_gpus", lambda: gpus)
+    monkeypatch.setattr("moe_exp.launch.torchrun_job.count_gpus", lambda: gpus)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert child_environment(cpu(threads_per_rank=threads))["OMP_NUM_THREADS"] == expected
 
 
 @pytest.mark.parametrize(("gpus", "expected"), [(0, "0"), (8, None)])
 def test_ranks_on_a_cpu_keep_freed_memory(monkeypatch, gpus, expected):
-    monkeypatch.setattr("moe_exp.torchrun_job.count_gpus", lambda: gpus)
+    monkeypatch.setattr("moe_exp.launch.torchrun_job.count_gpus", lambda: gpus)
     for name in KEEP_FREED_MEMORY:
         monkeypatch.delenv(name, raising=False)
     environ = child_environment(cpu())
@@ -128,7 +128,7 @@ def test_dry_run_text_says_where_a_setting_comes_from():
     assert re.search(r"^NUM_LAYERS=4 +# preset cpu$", text, re.M)
     assert re.search(r"^VPP=none$", text, re.M)
     assert re.search(r"^USE_MOE=true$", text, re.M)
-    assert "moe_exp.agent" in text
+    assert "moe_exp.launch.agent" in text
     assert " --topk=2" in text
 
 
@@ -219,7 +219,7 @@ def test_exit_code_of_a_run(tmp_path, monkeypatch, capsys, end, told, code, writ
                 metrics.event("end", 7, status=end)
         return told
 
-    monkeypatch.setattr("moe_exp.launch.run_job", job)
+    monkeypatch.setattr("moe_exp.launch.launch.run_job", job)
     assert launch(config, {}) == code
     assert json.loads((tmp_path / "one" / "summary.json").read_text())["status"] == written
     assert f"Run {written}" in capsys.readouterr().out
@@ -230,14 +230,14 @@ def test_an_earlier_runs_end_is_not_this_runs(tmp_path, monkeypatch):
     folder = open_run_folder(config)
     old = {"kind": "event", "iteration": 0, "event": "start", "time": "2020-01-01T00:00:00+00:00"}
     folder.metrics.write_text("".join(json.dumps(old | {"event": name, "status": "finished"}) + "\n" for name in ("start", "end")))
-    monkeypatch.setattr("moe_exp.launch.run_job", lambda command, environ, stopping, poll=None: 3)
+    monkeypatch.setattr("moe_exp.launch.launch.run_job", lambda command, environ, stopping, poll=None: 3)
     assert launch(config, {}) == 3
     assert not folder.summary.exists()
 
 
 def test_what_a_signal_is_answered_with_says_what_is_saved(tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr("moe_exp.launch.run_job", lambda command, environ, stopping, poll=None: said.append(stopping) or 0)
+    monkeypatch.setattr("moe_exp.launch.launch.run_job", lambda command, environ, stopping, poll=None: said.append(stopping) or 0)
     for save_at_end in (True, False):
         launch(cpu(train_data="given", run_dir=str(tmp_path), save_at_end=save_at_end), {})
     assert said == [
@@ -248,8 +248,8 @@ def test_what_a_signal_is_answered_with_says_what_is_saved(tmp_path, monkeypatch
 
 def test_embedded_corpus_is_made_only_without_train_data(tmp_path, monkeypatch):
     made = []
-    monkeypatch.setattr("moe_exp.launch.ensure_embedded_corpus", made.append)
-    monkeypatch.setattr("moe_exp.launch.run_job", lambda command, environ, stopping, poll=None: 0)
+    monkeypatch.setattr("moe_exp.launch.launch.ensure_embedded_corpus", made.append)
+    monkeypatch.setattr("moe_exp.launch.launch.run_job", lambda command, environ, stopping, poll=None: 0)
     launch(cpu(train_data="given", data_dir="mine", run_dir=str(tmp_path)), {})
     assert made == []
     launch(cpu(data_dir="mine", run_dir=str(tmp_path)), {})
@@ -260,8 +260,8 @@ def test_embedded_corpus_that_cannot_be_made_ends_with_2(tmp_path, monkeypatch, 
     def fail(data_dir):
         raise ValueError("DATA_DIR=data: has 1 MB free. Fix: free some space.")
 
-    monkeypatch.setattr("moe_exp.launch.ensure_embedded_corpus", fail)
-    monkeypatch.setattr("moe_exp.launch.check_environment", lambda config: [])
+    monkeypatch.setattr("moe_exp.launch.launch.ensure_embedded_corpus", fail)
+    monkeypatch.setattr("moe_exp.launch.launch.check_environment", lambda config: [])
     monkeypatch.setenv("PRESET", "cpu")
     assert main(["train", f"--run-dir={tmp_path}", "--gpus-per-node=1"]) == 2
     assert capsys.readouterr().err == "moe-exp: DATA_DIR=data: has 1 MB free. Fix: free some space.\n"
@@ -269,11 +269,11 @@ def test_embedded_corpus_that_cannot_be_made_ends_with_2(tmp_path, monkeypatch, 
 
 # Signals. The launcher is a process of its own, so that Ctrl-C does not reach pytest.
 
-RUN_JOB = "import os, sys; from moe_exp.torchrun_job import run_job; sys.exit(run_job(sys.argv[1:], os.environ))"
+RUN_JOB = "import os, sys; from moe_exp.launch.torchrun_job import run_job; sys.exit(run_job(sys.argv[1:], os.environ))"
 LAUNCH = """
 import sys
 from moe_exp.config import load_config
-from moe_exp.launch import launch
+from moe_exp.launch.launch import launch
 flags = {"run_dir": sys.argv[1], "train_data": "given", "master_port": sys.argv[2], "topk": "2"}
 sys.exit(launch(load_config(flags), flags, module="stand_in"))
 """

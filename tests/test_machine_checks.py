@@ -14,9 +14,9 @@ from tokenizers import Tokenizer, models
 from moe_exp.config import Config, load_config, to_yaml
 from moe_exp.data.tokens import BinIdxWriter
 from moe_exp.host import devices
+from moe_exp.launch.machine_checks import EXPERT_PACKAGES, OLDEST_GPU, bitsandbytes_problem, check_environment, check_files, check_machine
 from moe_exp.layers.gemm_packages import PACKAGES
 from moe_exp.layers.kernels import launch
-from moe_exp.machine_checks import EXPERT_PACKAGES, OLDEST_GPU, bitsandbytes_problem, check_environment, check_files, check_machine
 from moe_exp.runs.run_folder import RunFolder
 
 
@@ -33,7 +33,7 @@ def only_problem(problems: list[str], expected: str) -> None:
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """A Config whose folders are inside an empty folder and whose port is free, on a host without GPUs."""
-    monkeypatch.setattr("moe_exp.machine_checks.count_gpus", lambda: 0)
+    monkeypatch.setattr("moe_exp.launch.machine_checks.count_gpus", lambda: 0)
     with socket.socket() as free:
         free.bind(("", 0))
         port = free.getsockname()[1]
@@ -69,7 +69,7 @@ def test_port_in_use(here):
 
 
 def test_more_ranks_than_gpus(here, monkeypatch):
-    monkeypatch.setattr("moe_exp.machine_checks.count_gpus", lambda: 2)
+    monkeypatch.setattr("moe_exp.launch.machine_checks.count_gpus", lambda: 2)
     only_problem(check_machine(here(gpus_per_node=4)), r"GPUS_PER_NODE=4: this host has 2 GPUs\. Fix: set GPUS_PER_NODE to at most 2, .*")
     assert check_machine(here(gpus_per_node=2)) == []
 
@@ -230,7 +230,7 @@ def test_the_kernels_want_triton_on_a_gpu(here, monkeypatch):
     config, find_spec = here(expert_backend="triton", cross_entropy="triton"), importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "triton" else find_spec(name))
     assert check_machine(config) == []  # a CPU takes their twins
-    monkeypatch.setattr("moe_exp.machine_checks.count_gpus", lambda: 8)
+    monkeypatch.setattr("moe_exp.launch.machine_checks.count_gpus", lambda: 8)
     monkeypatch.setattr(launch, "triton", None)
     assert check_machine(config) == [
         f"EXPERT_BACKEND=triton: {launch.missing()}. Fix: pip install triton, or set EXPERT_BACKEND=auto.",
@@ -243,8 +243,8 @@ def test_the_kernels_want_a_gpu_of_today(here, monkeypatch):
     """The words are those that the layer would use, rank by rank, when the model is built."""
     find_spec = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name == "triton" else find_spec(name))
-    monkeypatch.setattr("moe_exp.machine_checks.count_gpus", lambda: 8)
-    monkeypatch.setattr("moe_exp.machine_checks.compute_capability", lambda: (7, 5))
+    monkeypatch.setattr("moe_exp.launch.machine_checks.count_gpus", lambda: 8)
+    monkeypatch.setattr("moe_exp.launch.machine_checks.compute_capability", lambda: (7, 5))
     monkeypatch.setattr(launch, "triton", object())
     monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(launch.torch.cuda, "get_device_capability", lambda: (7, 5))
@@ -252,7 +252,7 @@ def test_the_kernels_want_a_gpu_of_today(here, monkeypatch):
     for name, other in (("expert_backend", "auto"), ("cross_entropy", "megatron")):
         expected = f"{name.upper()}=triton: {launch.missing()}. Fix: set {name.upper()}={other}."
         assert check_machine(here(**{name: "triton"})) == [expected]
-    monkeypatch.setattr("moe_exp.machine_checks.compute_capability", lambda: OLDEST_GPU)
+    monkeypatch.setattr("moe_exp.launch.machine_checks.compute_capability", lambda: OLDEST_GPU)
     assert check_machine(here(expert_backend="triton", cross_entropy="triton")) == []
 
 

@@ -141,7 +141,7 @@ def test_large_tensors_are_converted_in_pieces(monkeypatch):
 
 @pytest.fixture
 def bitsandbytes() -> Any:
-    from moe_exp.machine_checks import bitsandbytes_problem
+    from moe_exp.launch.machine_checks import bitsandbytes_problem
 
     if reason := bitsandbytes_problem("GPU" if torch.cuda.is_available() else "CPU"):
         pytest.skip(reason)

@@ -14,7 +14,7 @@ from file_limit import no_file_over
 from moe_exp.config import Config, ConfigError, load_config
 from moe_exp.config.checks.checks import check_config
 from moe_exp.config.setting_types import iteration_ranges
-from moe_exp.machine_checks import check_machine
+from moe_exp.launch.machine_checks import check_machine
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.training.dumps import is_dumped
 from moe_exp.training.profiling import Recorder
@@ -103,12 +103,12 @@ def test_what_cannot_be_profiled_is_refused_before_the_start(monkeypatch):
         "MEMORY_SNAPSHOT=1-101: are 101 iterations, more than a viewer can load. Fix: name at most 100."
     ]
     config = Config(memory_snapshot="1", num_workers=0)
-    monkeypatch.setattr("moe_exp.machine_checks.count_gpus", lambda: 0)
+    monkeypatch.setattr("moe_exp.launch.machine_checks.count_gpus", lambda: 0)
     assert [line for line in check_machine(config) if "MEMORY" in line] == [
         "MEMORY_SNAPSHOT=1: records the allocations on a CUDA device, this host has none. "
         "Fix: leave it empty; the trace of PROFILE_ITERS has the memory of a CPU."
     ]
-    monkeypatch.setattr("moe_exp.machine_checks.count_gpus", lambda: 8)
+    monkeypatch.setattr("moe_exp.launch.machine_checks.count_gpus", lambda: 8)
     assert [line for line in check_machine(config) if "MEMORY" in line] == []
 
 

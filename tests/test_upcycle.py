@@ -12,11 +12,11 @@ from torch import Tensor
 
 from moe_exp.config import load_config
 from moe_exp.config.checks.checks import check_config
+from moe_exp.launch.machine_checks import check_files
 from moe_exp.layers.dispatcher import LocalDispatcher
 from moe_exp.layers.experts import ACTIVATIONS, Experts
 from moe_exp.layers.moe_layer import MoELayer, MoESettings
 from moe_exp.layers.router import Router, RouterConfig
-from moe_exp.machine_checks import check_files
 from ranks import RankError, free_port, run_on_ranks
 from whole_runs import EndedRun, Runs
 

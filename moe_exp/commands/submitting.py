@@ -8,7 +8,7 @@ import sys
 
 from moe_exp.config import ConfigError, add_arguments
 from moe_exp.host.exit_codes import BAD_INPUT
-from moe_exp.slurm.slurm_settings import SlurmSettings
+from moe_exp.launch.slurm.settings import SlurmSettings
 
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -33,7 +33,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 def _submit(arguments: argparse.Namespace) -> int:
     from moe_exp.config.misspelt import unknown_variables
-    from moe_exp.slurm.submission import plan_job, planned_commands, script_of, submit
+    from moe_exp.launch.slurm.submission import plan_job, planned_commands, script_of, submit
 
     for name, near in unknown_variables(os.environ, [name.upper() for name in SlurmSettings.model_fields]):
         print(f"moe-exp slurm: warning: {name} is not a setting; did you mean {near}?", file=sys.stderr, flush=True)

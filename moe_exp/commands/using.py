@@ -207,8 +207,8 @@ def _run_job(config: Config, request: str, module: str) -> int:
     """Runs the ranks of this node."""
     from moe_exp.config import ConfigError
     from moe_exp.host.processes import free_port
-    from moe_exp.machine_checks import check_machine
-    from moe_exp.torchrun_job import child_environment, run_job, torchrun_command
+    from moe_exp.launch.machine_checks import check_machine
+    from moe_exp.launch.torchrun_job import child_environment, run_job, torchrun_command
 
     if config.nnodes == 1:
         config = config.model_copy(update={"master_port": free_port()})

@@ -51,8 +51,8 @@ def _add_preflight(commands: argparse._SubParsersAction[argparse.ArgumentParser]
 
 def _preflight(arguments: argparse.Namespace) -> int:
     from moe_exp.config import load_config
-    from moe_exp.preflight.node import preflight
-    from moe_exp.preflight.preflight_report import add_to_list, findings_lines, print_report
+    from moe_exp.launch.preflight.node import preflight
+    from moe_exp.launch.preflight.report import add_to_list, findings_lines, print_report
     from moe_exp.watch.exclude import EXCLUDE_NODES
 
     flags = {name: getattr(arguments, name) for name in LAUNCH_SETTINGS}

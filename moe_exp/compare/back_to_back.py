@@ -22,7 +22,7 @@ from moe_exp.host.exit_codes import FINISHED, TO_BE_CONTINUED
 from moe_exp.host.files import write_atomically
 from moe_exp.host.processes import free_port
 from moe_exp.host.progress import progress_of
-from moe_exp.machine_checks import check_environment
+from moe_exp.launch.machine_checks import check_environment
 from moe_exp.report.page import write_report
 
 # A record with its experts is shorter than this, where there are less than some thousand.

@@ -12,7 +12,7 @@ from moe_exp.child_runs import MEASURED_ONLY
 from moe_exp.config import Config, ConfigError, load_config, problem
 from moe_exp.config.checks.checks import check_config
 from moe_exp.host.processes import free_port
-from moe_exp.machine_checks import check_machine
+from moe_exp.launch.machine_checks import check_machine
 from moe_exp.sweep.sweep_settings import AXES, SweepSettings
 
 

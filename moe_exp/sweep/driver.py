@@ -26,7 +26,7 @@ from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.host.devices import device_name
 from moe_exp.host.files import write_atomically, write_json
 from moe_exp.host.progress import progress
-from moe_exp.machine_checks import check_files
+from moe_exp.launch.machine_checks import check_files
 from moe_exp.planner.hardware import load_hardware, profile_of
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.sweep import slurm_cases

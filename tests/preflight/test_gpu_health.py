@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from moe_exp.preflight.gpu_health import FIELDS, gpu_findings, missing_gpus, query_gpus
+from moe_exp.launch.preflight.gpu_health import FIELDS, gpu_findings, missing_gpus, query_gpus
 
 GOOD = "{i}, NVIDIA H100 80GB HBM3, 00000000:{b}:00.0, 535.161.08, 34, 118.23, 0, 0, No, No, [N/A], 0x0000000000000001, 16, 16"
 

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from moe_exp.preflight.host_facts import disk, expanded_hosts, host_facts, kernel_faults, own_name, planned_hosts
+from moe_exp.launch.preflight.host_facts import disk, expanded_hosts, host_facts, kernel_faults, own_name, planned_hosts
 
 DMESG = """\
 2026-11-22T03:13:58,104212+01:00 nvidia-nvlink: Nvlink Core is being initialized, major device number 510

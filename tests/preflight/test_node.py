@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moe_exp.config import load_config
-from moe_exp.preflight.node import _not_there
+from moe_exp.launch.preflight.node import _not_there
 
 
 @pytest.mark.parametrize(("num_nodes", "num_missing", "num_excluded"), [(2, 1, 1), (16, 2, 2), (16, 3, 0), (64, 30, 0)])

@@ -9,8 +9,8 @@ from contextlib import closing
 
 import pytest
 
-from moe_exp.preflight.reach import Door, data_address, knock, peers_of, unreached
-from moe_exp.preflight.roll_call import Nodes, NotReached, Server
+from moe_exp.launch.preflight.reach import Door, data_address, knock, peers_of, unreached
+from moe_exp.launch.preflight.roll_call import Nodes, NotReached, Server
 from ranks import free_port
 
 

@@ -15,7 +15,7 @@ import pytest
 from moe_exp.config import load_config
 from moe_exp.config.checks.checks import check_config
 from moe_exp.data.tokens import BinIdxWriter
-from moe_exp.slurm.slurm_settings import load_slurm_settings, time_limit_seconds
+from moe_exp.launch.slurm.settings import load_slurm_settings, time_limit_seconds
 from whole_runs import ROOT
 
 
@@ -191,6 +191,6 @@ def test_scripts_are_clean(chain, tmp_path):
     written = tmp_path / "written.sh"
     (tmp_path / "x.sif").touch()
     written.write_text(chain.submit("75", "--dry-run", NUM_JOBS=2, MODULES="a b", CONTAINER="x.sif", PASS_ENV="SECRET").stdout)
-    scripts = [written, *(ROOT / "moe_exp").glob("s*/*.sh"), ROOT / "tests" / "run.sh"]
+    scripts = [written, *(ROOT / "moe_exp").rglob("*.sh"), ROOT / "tests" / "run.sh"]
     done = subprocess.run([program, "--external-sources", *scripts], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout

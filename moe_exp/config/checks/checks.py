@@ -1,4 +1,4 @@
-"""What has to hold between the settings of a run; what has to hold on this machine is in machine_checks.py.
+"""What has to hold between the settings of a run; what has to hold on this machine is in launch/machine_checks.py.
 
 Every function returns the lines of all problems it finds (name, value, rule, fix). Values that are wrong by themselves are
 refused by `moe_exp.config`.

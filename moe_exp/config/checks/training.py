@@ -47,7 +47,7 @@ def _step_that_does_not_divide(c: Config, replicas: int) -> str:
 
 
 def check_optimizer(c: Config) -> Iterator[str]:
-    """OPTIMIZER and its settings; the packages that it needs are seen to by machine_checks.py."""
+    """OPTIMIZER and its settings; the packages that it needs are seen to by launch/machine_checks.py."""
     if c.optimizer == "muon" and c.distributed_optimizer:
         rule = "OPTIMIZER=muon needs whole matrices, of which the distributed optimizer gives a rank ranges of values"
         yield problem("distributed_optimizer", "true", rule, "set DISTRIBUTED_OPTIMIZER=false, or OPTIMIZER=adam")
@@ -69,7 +69,7 @@ _MOST_TRACED = 100
 
 
 def check_profiling(c: Config) -> Iterator[str]:
-    """PROFILE_ITERS, MEMORY_SNAPSHOT and the ranks of both; that the device can do it is seen to by machine_checks.py."""
+    """PROFILE_ITERS, MEMORY_SNAPSHOT and the ranks of both; that the device can do it is seen to by launch/machine_checks.py."""
     for name in ("profile_iters", "memory_snapshot"):
         ranges = iteration_ranges(getattr(c, name))
         if any(first > c.train_iters for first, _ in ranges):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from moe_exp.preflight.device_checks import synchronize
+from moe_exp.launch.preflight.device_checks import synchronize
 
 _PROBE_BYTES = 128 << 10
 _LARGEST_BYTES = {"cuda": 128 << 20, "cpu": 8 << 20}

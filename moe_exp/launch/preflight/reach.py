@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from moe_exp.preflight.roll_call import listener
+from moe_exp.launch.preflight.roll_call import listener
 
 _KNOCK_SECONDS = 5.0
 _MOST_PEERS = 64  # beyond it, peers at distances of powers of two

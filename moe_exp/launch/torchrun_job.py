@@ -1,6 +1,6 @@
 """The job of this node: its command line, its environment, the signals on their way to its ranks, its exit code. No torch.
 
-It is torchrun's agent with other manners (agent.py). It runs in a session of its own, out of reach of the terminal, and gets the signals
+It is torchrun's agent with other manners (launch/agent.py). It runs in a session of its own, out of reach of the terminal, and gets the signals
 from here: it passes them on to the ranks, which finish the step, save and end. A second Ctrl-C kills the job; a second signal of another
 kind does not, as schedulers send several. Should the launcher be killed, the agent has the ranks save and end.
 """
@@ -29,7 +29,7 @@ TRAIN_MODULE = "moe_exp.train"
 def torchrun_command(config: Config, module_args: Sequence[str], module: str = TRAIN_MODULE) -> list[str]:
     """The command line of this node's agent, which is torchrun's."""
     return [
-        sys.executable, "-m", "moe_exp.agent",
+        sys.executable, "-m", "moe_exp.launch.agent",
         "--nnodes", str(config.nnodes),
         "--node-rank", str(config.node_rank),
         "--nproc-per-node", str(config.gpus_per_node),

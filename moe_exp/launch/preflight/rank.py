@@ -24,10 +24,10 @@ from torch.distributed.rendezvous import rendezvous
 from moe_exp.config import Config, add_arguments, load_config
 from moe_exp.host.devices import device_label
 from moe_exp.host.files import write_json
-from moe_exp.preflight.device_checks import DTYPES, bytes_to_fill, check_matmul, check_memory
-from moe_exp.preflight.link_checks import described, measure_group, process_group, twin_of
-from moe_exp.preflight.pairing import rounds_of_pairs
-from moe_exp.preflight.steps import RESULTS_FOLDER, rank_file
+from moe_exp.launch.preflight.device_checks import DTYPES, bytes_to_fill, check_matmul, check_memory
+from moe_exp.launch.preflight.link_checks import described, measure_group, process_group, twin_of
+from moe_exp.launch.preflight.pairing import rounds_of_pairs
+from moe_exp.launch.preflight.steps import RESULTS_FOLDER, rank_file
 
 _LINK_TIMEOUT = datetime.timedelta(seconds=20)
 _STEP_TIMEOUT = datetime.timedelta(seconds=60)  # that the other ranks may be behind
@@ -63,7 +63,7 @@ class _Results:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs all steps with the settings of the environment and of `argv`."""
-    parser = argparse.ArgumentParser(prog="python -m moe_exp.preflight.preflight_rank")
+    parser = argparse.ArgumentParser(prog="python -m moe_exp.launch.preflight.rank")
     add_arguments(parser)
     config = load_config(vars(parser.parse_args(argv)))
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])

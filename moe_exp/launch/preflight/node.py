@@ -27,17 +27,17 @@ from moe_exp.config.checks.checks import check_node_rank
 from moe_exp.host.devices import count_gpus
 from moe_exp.host.processes import children_of, end_with_parent
 from moe_exp.host.progress import progress_of
+from moe_exp.launch.preflight.gpu_health import query_gpus
+from moe_exp.launch.preflight.host_facts import host_facts, own_name, planned_hosts
+from moe_exp.launch.preflight.pairing import rounds_of_pairs
+from moe_exp.launch.preflight.reach import Door, data_address, unreached
+from moe_exp.launch.preflight.roll_call import Nodes, NotReached, Server
+from moe_exp.launch.preflight.steps import RESULTS_FOLDER, read_rank
+from moe_exp.launch.preflight.verdicts import Finding, NodeVerdict, Verdict, blame_pairs, judge
+from moe_exp.launch.torchrun_job import child_environment, torchrun_command
 from moe_exp.planner.params import checkpoint_bytes
-from moe_exp.preflight.gpu_health import query_gpus
-from moe_exp.preflight.host_facts import host_facts, own_name, planned_hosts
-from moe_exp.preflight.pairing import rounds_of_pairs
-from moe_exp.preflight.reach import Door, data_address, unreached
-from moe_exp.preflight.roll_call import Nodes, NotReached, Server
-from moe_exp.preflight.steps import RESULTS_FOLDER, read_rank
-from moe_exp.preflight.verdicts import Finding, NodeVerdict, Verdict, blame_pairs, judge
-from moe_exp.torchrun_job import child_environment, torchrun_command
 
-MODULE = "moe_exp.preflight.preflight_rank"
+MODULE = "moe_exp.launch.preflight.rank"
 _RANKS_SECONDS = 150.0  # for all steps of the ranks, with time-outs in some of them; without any it is a fraction of that
 _REACH_SECONDS = 30.0
 _END_SECONDS = 10.0

@@ -15,9 +15,9 @@ from moe_exp.config import Config, ConfigError, load_config, problem
 from moe_exp.config.checks.checks import check_config
 from moe_exp.host.files import write_atomically
 from moe_exp.host.slurm_queue import still_there
-from moe_exp.machine_checks import check_files
-from moe_exp.slurm.batch_script import RunJob, batch_script, mounts, own_folders
-from moe_exp.slurm.slurm_settings import SlurmSettings, load_slurm_settings
+from moe_exp.launch.machine_checks import check_files
+from moe_exp.launch.slurm.batch_script import RunJob, batch_script, mounts, own_folders
+from moe_exp.launch.slurm.settings import SlurmSettings, load_slurm_settings
 from moe_exp.watch.exclude import read_excluded
 
 SUBMITTED = "submitted"  # ids of all jobs of a run, one a line

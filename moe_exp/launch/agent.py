@@ -1,6 +1,6 @@
 """torchrun for runs of weeks: the same command line and the same agent, which starts ranks again and leaves signals to them.
 
-    python -m moe_exp.agent --nproc-per-node 2 --master-port 29500 --max-restarts 3 -m moe_exp.train --num-experts 16
+    python -m moe_exp.launch.agent --nproc-per-node 2 --master-port 29500 --max-restarts 3 -m moe_exp.train --num-experts 16
 
 What is other than in torchrun:
 
@@ -51,7 +51,7 @@ from moe_exp.host.exit_codes import (
     told_exit_code,
 )
 from moe_exp.host.processes import STOP_SIGNALS, signals_blocked
-from moe_exp.rounds import Rounds
+from moe_exp.launch.rendezvous import Rounds
 from moe_exp.runs.records import Record, append, event_record, last_records
 
 # What ranks of a job that has failed get to end by themselves: they have nothing to save, and their peers are gone.

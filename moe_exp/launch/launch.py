@@ -1,4 +1,4 @@
-"""From settings to a running job on this node: checks, embedded corpus, torchrun (torchrun_job.py), summary, exit code."""
+"""From settings to a running job on this node: checks, embedded corpus, torchrun (launch/torchrun_job.py), summary, exit code."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from moe_exp.config.misspelt import unknown_variables
 from moe_exp.config.presets import preset_values
 from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.host.exit_codes import BAD_INPUT, FAILED, FINISHED, LAUNCH_TIME, METRICS_FILE, complain
-from moe_exp.machine_checks import check_environment, check_files, check_machine, space_warnings
+from moe_exp.launch.machine_checks import check_environment, check_files, check_machine, space_warnings
+from moe_exp.launch.torchrun_job import STOPPING, TRAIN_MODULE, child_environment, run_job, signals_ignored, torchrun_command
 from moe_exp.planner.params import startup_report
 from moe_exp.runs.finish import finish_run
 from moe_exp.runs.run_folder import RunFolder
-from moe_exp.torchrun_job import STOPPING, TRAIN_MODULE, child_environment, run_job, signals_ignored, torchrun_command
 from moe_exp.watch.hang import HangWatch
 
 
@@ -68,7 +68,7 @@ def launch(config: Config, flags: Mapping[str, Any], module: str = TRAIN_MODULE)
         except ValueError as error:
             raise ConfigError(str(error).splitlines()) from None
     if config.preflight and module == TRAIN_MODULE:
-        from moe_exp.preflight.before_training import passes  # here, as it starts ranks by the functions of this module
+        from moe_exp.launch.preflight.before_training import passes  # here, as it starts ranks by the functions of this module
 
         if not passes(config, flags):
             return FAILED
@@ -92,7 +92,7 @@ def launch(config: Config, flags: Mapping[str, Any], module: str = TRAIN_MODULE)
 
 
 def rank_arguments(config: Config, flags: Mapping[str, Any]) -> list[str]:
-    """`module_arguments`, and the rendezvous as given: ranks have in their environment that of a store of their own (rounds.py)."""
+    """`module_arguments`, and the rendezvous as given: ranks have in their environment that of a store of their own (launch/rendezvous.py)."""
     return module_arguments({**flags, "master_addr": config.master_addr, "master_port": config.master_port})
 
 

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from moe_exp.config import Config
 from moe_exp.host.progress import table_console
-from moe_exp.preflight.verdicts import SPEEDS, Verdict
+from moe_exp.launch.preflight.verdicts import SPEEDS, Verdict
 from moe_exp.runs.records import append_event
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.watch.exclude import exclude

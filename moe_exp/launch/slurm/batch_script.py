@@ -13,12 +13,12 @@ from pathlib import Path
 from moe_exp.config import Config
 from moe_exp.data.tokens import parse_blend
 from moe_exp.host.slurm_queue import job_environment
+from moe_exp.launch.slurm.settings import PASSED_ALWAYS, SlurmSettings
 from moe_exp.runs.run_folder import RunFolder
-from moe_exp.slurm.slurm_settings import PASSED_ALWAYS, SlurmSettings
 from moe_exp.watch.exclude import EXCLUDE_NODES
 
 _BODY = Path(__file__).with_name("batch_body.sh")
-_PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+_PACKAGE_ROOT = Path(__file__).resolve().parents[3]
 
 
 @dataclass(frozen=True)

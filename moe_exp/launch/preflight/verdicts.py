@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from moe_exp.preflight.gpu_health import gpu_findings, missing_gpus
-from moe_exp.preflight.pairing import culprits
+from moe_exp.launch.preflight.gpu_health import gpu_findings, missing_gpus
+from moe_exp.launch.preflight.pairing import culprits
 
 GRADES = ("ok", "warning", "slow", "failed")
 

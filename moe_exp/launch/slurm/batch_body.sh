@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# shellcheck disable=SC2154  # variables that are set above, by moe_exp/slurm/batch_script.py
+# shellcheck disable=SC2154  # variables that are set above, by moe_exp/launch/slurm/batch_script.py
 # The part that is the same in every sbatch file: modules, one launcher per node, the warning before the end, and what comes next.
 #
 # SLURM's warning (--signal=B:) goes to this shell alone, and from here to the launchers alone, by a second step that overlaps the first.
