@@ -68,7 +68,9 @@ if __name__ == "__main__":
         license_files=["LICENSE"],
         python_requires=">=3.10",
         packages=find_packages(include=["moe_exp", "moe_exp.*"]),
-        package_data={"moe_exp": ["**/*.json", "**/*.yaml", "**/*.csv", "launch/slurm/*.sh", "scripts/*.sh", "scripts/*.py", "report/assets/**"]},
+        package_data={
+            "moe_exp": ["**/*.json", "**/*.yaml", "**/*.csv", "launch/slurm/*.sh", "scripts/*.sh", "scripts/*.py", "report/assets/**"]
+        },
         install_requires=REQUIRES,
         extras_require=EXTRAS,
         entry_points={"console_scripts": ["moe-exp = moe_exp.cli:main"]},

@@ -46,9 +46,9 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from moe_exp.compare.back_to_back import dry_run, run_comparison
-    from moe_exp.compare.comparison import Comparison, Options
     from moe_exp.config.misspelt import unknown_variables
+    from moe_exp.studies.compare.back_to_back import dry_run, run_comparison
+    from moe_exp.studies.compare.comparison import Comparison, Options
 
     for name, near in unknown_variables(os.environ):
         print(f"moe-exp compare: warning: {name} is not a setting; did you mean {near}?", file=sys.stderr, flush=True)

@@ -7,7 +7,7 @@ import os
 import sys
 
 from moe_exp.config import add_arguments
-from moe_exp.sweep.sweep_settings import SweepSettings
+from moe_exp.studies.sweep.settings import SweepSettings
 
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -30,7 +30,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 def _sweep(arguments: argparse.Namespace) -> int:
     from moe_exp.config.misspelt import unknown_variables
-    from moe_exp.sweep.driver import Sweep, dry_run_text, run_sweep
+    from moe_exp.studies.sweep.driver import Sweep, dry_run_text, run_sweep
 
     for name, near in unknown_variables(os.environ, [name.upper() for name in SweepSettings.model_fields]):
         print(f"moe-exp sweep: warning: {name} is not a setting; did you mean {near}?", file=sys.stderr, flush=True)

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_exp.compare.matching import active_parameters, apart, flops_per_token, match_sizes, matched_width, with_iterations
-from moe_exp.compare.variants import Variant, make_variants, reference_of
 from moe_exp.config import ConfigError, load_config
 from moe_exp.config.checks.checks import check_config
+from moe_exp.studies.compare.matching import active_parameters, apart, flops_per_token, match_sizes, matched_width, with_iterations
+from moe_exp.studies.compare.variants import Variant, make_variants, reference_of
 
 CPU = {"preset": "cpu"}
 

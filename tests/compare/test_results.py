@@ -7,13 +7,13 @@ import re
 
 import pytest
 
-from moe_exp.compare.compare_table import plan_text, result_text
-from moe_exp.compare.comparison import Comparison, Options, compare_with_before, keep, known_pace
-from moe_exp.compare.results import compared, is_finished, losses_at_shared_end, read_ended
 from moe_exp.config import ConfigError, to_yaml
 from moe_exp.report.comparison import parities, parity_text
 from moe_exp.report.page_parts import overview_rows
 from moe_exp.report.run_data import read_runs
+from moe_exp.studies.compare.comparison import Comparison, Options, compare_with_before, keep, known_pace
+from moe_exp.studies.compare.results import compared, is_finished, losses_at_shared_end, read_ended
+from moe_exp.studies.compare.table import plan_text, result_text
 
 
 def record(iteration: int, loss: float | None, **more) -> dict:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from moe_exp.compare.variants import differences, make_variants
 from moe_exp.config import ConfigError
 from moe_exp.config.checks.checks import check_config
+from moe_exp.studies.compare.variants import differences, make_variants
 
 CPU = {"preset": "cpu"}
 

@@ -10,10 +10,10 @@ import pytest
 from moe_exp.cli import main
 from moe_exp.config import Config, ConfigError, load_config
 from moe_exp.config.checks.checks import check_config
-from moe_exp.sweep.driver import Sweep
-from moe_exp.sweep.local_cases import case_environment
-from moe_exp.sweep.slurm_cases import JobFiles, JobOptions, batch_script
-from moe_exp.sweep.sweep_settings import SweepSettings
+from moe_exp.studies.sweep.driver import Sweep
+from moe_exp.studies.sweep.local_cases import case_environment
+from moe_exp.studies.sweep.settings import SweepSettings
+from moe_exp.studies.sweep.slurm_cases import JobFiles, JobOptions, batch_script
 from whole_runs import ROOT
 
 CPU = {"PRESET": "cpu", "GPUS_PER_NODE": "2", "SWEEP_DIR": "sweeps"}

@@ -22,8 +22,8 @@ from moe_exp.data.tokens import BinIdxWriter
 from moe_exp.planner.flops import flops_per_iteration
 from moe_exp.planner.measured import read_runs
 from moe_exp.planner.prediction import predict
-from moe_exp.sweep import driver, slurm_cases
-from moe_exp.sweep.sweep_settings import SweepSettings
+from moe_exp.studies.sweep import driver, slurm_cases
+from moe_exp.studies.sweep.settings import SweepSettings
 from slurm_cluster import Cluster
 from whole_runs import ROOT, SETTINGS, clean_environ, processes_in
 

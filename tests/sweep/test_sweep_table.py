@@ -13,10 +13,10 @@ from moe_exp.planner.measured import read_runs
 from moe_exp.planner.memory import StageMemory
 from moe_exp.planner.prediction import Prediction, predict
 from moe_exp.planner.timing import IterationTime
-from moe_exp.sweep.cases import Case
-from moe_exp.sweep.outcome import Result
-from moe_exp.sweep.sweep_picture import draw_sweep
-from moe_exp.sweep.sweep_table import CPU, Row, by_rule, is_oom, job_of, prediction_of, size_text, to_csv, to_markdown
+from moe_exp.studies.sweep.cases import Case
+from moe_exp.studies.sweep.outcome import Result
+from moe_exp.studies.sweep.picture import draw_sweep
+from moe_exp.studies.sweep.table import CPU, Row, by_rule, is_oom, job_of, prediction_of, size_text, to_csv, to_markdown
 
 A100 = "NVIDIA A100-SXM4-80GB"
 GIB = 2**30

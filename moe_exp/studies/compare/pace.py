@@ -6,16 +6,16 @@ import shutil
 import statistics
 from collections.abc import Mapping
 
-from moe_exp.child_runs import MEASURED_ONLY, run_environment, run_to_end, wait_until_free
-from moe_exp.compare.comparison import Comparison
-from moe_exp.compare.variants import Variant
-from moe_exp.failures import why_it_failed
 from moe_exp.host.devices import device_name
 from moe_exp.host.progress import progress
 from moe_exp.planner.estimate import cost_of
 from moe_exp.planner.hardware import load_hardware, profile_of
 from moe_exp.runs.records import read_metrics
 from moe_exp.runs.run_folder import RunFolder
+from moe_exp.studies.child_runs import MEASURED_ONLY, run_environment, run_to_end, wait_until_free
+from moe_exp.studies.compare.comparison import Comparison
+from moe_exp.studies.compare.variants import Variant
+from moe_exp.studies.failures import why_it_failed
 
 _ITERATIONS, _WARMUP = 12, 4
 

@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moe_exp.child_runs import given_settings, held
 from moe_exp.config import ConfigError, load_config, problem
 from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.host.devices import device_name
@@ -29,13 +28,14 @@ from moe_exp.host.progress import progress
 from moe_exp.launch.machine_checks import check_files
 from moe_exp.planner.hardware import load_hardware, profile_of
 from moe_exp.runs.run_folder import RunFolder
-from moe_exp.sweep import slurm_cases
-from moe_exp.sweep.cases import Case, default_lists, make_cases
-from moe_exp.sweep.local_cases import clear, run_case
-from moe_exp.sweep.outcome import Result, result_of
-from moe_exp.sweep.sweep_picture import draw_sweep
-from moe_exp.sweep.sweep_settings import AXES, SweepSettings, load_sweep_settings
-from moe_exp.sweep.sweep_table import CPU, Row, by_rule, is_oom, prediction_of, to_csv, to_markdown
+from moe_exp.studies.child_runs import given_settings, held
+from moe_exp.studies.sweep import slurm_cases
+from moe_exp.studies.sweep.cases import Case, default_lists, make_cases
+from moe_exp.studies.sweep.local_cases import clear, run_case
+from moe_exp.studies.sweep.outcome import Result, result_of
+from moe_exp.studies.sweep.picture import draw_sweep
+from moe_exp.studies.sweep.settings import AXES, SweepSettings, load_sweep_settings
+from moe_exp.studies.sweep.table import CPU, Row, by_rule, is_oom, prediction_of, to_csv, to_markdown
 
 # Settings that may differ between two calls of one sweep: the layout, and what no measurement depends on.
 _OWN_OF_CASE = {*AXES.values(), "node_rank", "master_addr", "master_port", "run_dir", "run_name", "num_workers"}

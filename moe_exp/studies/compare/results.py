@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from moe_exp.compare.comparison import Run
 from moe_exp.report.comparison import NATS, Overview, Parity, overview, parity, smoothed, why_not_compared, window_of
 from moe_exp.report.run_data import Run as Recorded
 from moe_exp.report.run_data import read_run
+from moe_exp.studies.compare.comparison import Run
 
 Axis = Literal["tokens", "flops", "seconds"]
 AXES: tuple[Axis, ...] = ("tokens", "flops", "seconds")

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_exp.child_runs import train_command
 from moe_exp.host.files import write_atomically
 from moe_exp.host.slurm_queue import job_environment, still_there
-from moe_exp.sweep.cases import Case
+from moe_exp.studies.child_runs import train_command
+from moe_exp.studies.sweep.cases import Case
 
 POLL_SECONDS = 10.0
 _PORTS = 20000, 10000  # first, and how many: a port by the number of the job, as jobs may share a node

@@ -10,20 +10,20 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from moe_exp.child_runs import held, run_environment, run_to_end, wait_until_free
-from moe_exp.compare.compare_table import plan_text, result_text
-from moe_exp.compare.comparison import Comparison, Run, compare_with_before, keep, known_pace
-from moe_exp.compare.pace import measured_pace, predicted_seconds
-from moe_exp.compare.results import Ended, is_finished, read_ended
 from moe_exp.config import ConfigError, problem
 from moe_exp.config.checks.checks import check_config
-from moe_exp.failures import why_it_failed
 from moe_exp.host.exit_codes import FINISHED, TO_BE_CONTINUED
 from moe_exp.host.files import write_atomically
 from moe_exp.host.processes import free_port
 from moe_exp.host.progress import progress_of
 from moe_exp.launch.machine_checks import check_environment
 from moe_exp.report.page import write_report
+from moe_exp.studies.child_runs import held, run_environment, run_to_end, wait_until_free
+from moe_exp.studies.compare.comparison import Comparison, Run, compare_with_before, keep, known_pace
+from moe_exp.studies.compare.pace import measured_pace, predicted_seconds
+from moe_exp.studies.compare.results import Ended, is_finished, read_ended
+from moe_exp.studies.compare.table import plan_text, result_text
+from moe_exp.studies.failures import why_it_failed
 
 # A record with its experts is shorter than this, where there are less than some thousand.
 _TAIL_BYTES = 1 << 17

@@ -16,8 +16,8 @@ from moe_exp.planner.job import Job
 from moe_exp.planner.measured import GIBIBYTE, row_of_job
 from moe_exp.planner.params import count_parameters
 from moe_exp.planner.prediction import Prediction, predict
-from moe_exp.sweep.cases import Case
-from moe_exp.sweep.outcome import Result
+from moe_exp.studies.sweep.cases import Case
+from moe_exp.studies.sweep.outcome import Result
 
 CPU = "CPU"
 _FIRST = (

@@ -5,10 +5,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from moe_exp.child_runs import run_environment, run_to_end, wait_until_free
 from moe_exp.runs.run_folder import RunFolder
-from moe_exp.sweep.cases import Case
-from moe_exp.sweep.sweep_settings import SweepSettings
+from moe_exp.studies.child_runs import run_environment, run_to_end, wait_until_free
+from moe_exp.studies.sweep.cases import Case
+from moe_exp.studies.sweep.settings import SweepSettings
 
 
 def case_environment() -> dict[str, str]:

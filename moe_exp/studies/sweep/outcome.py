@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from moe_exp.failures import LONGEST, last_line, why_it_failed
 from moe_exp.host.files import write_json
 from moe_exp.runs.records import read_metrics
 from moe_exp.runs.run_folder import RunFolder
+from moe_exp.studies.failures import LONGEST, last_line, why_it_failed
 
 Status = Literal["ok", "failed", "oom", "timeout"]
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_exp.child_runs import MEASURED_ONLY
 from moe_exp.config import Config, ConfigError, load_config, problem
 from moe_exp.config.checks.checks import check_config
 from moe_exp.host.processes import free_port
 from moe_exp.launch.machine_checks import check_machine
-from moe_exp.sweep.sweep_settings import AXES, SweepSettings
+from moe_exp.studies.child_runs import MEASURED_ONLY
+from moe_exp.studies.sweep.settings import AXES, SweepSettings
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moe_exp.child_runs import given_settings
-from moe_exp.compare.matching import MATCHES, Match, iterations_of_time, match_sizes, with_iterations
-from moe_exp.compare.variants import Variant, make_variants, reference_of
 from moe_exp.config import Config, ConfigError, load_config, problem
 from moe_exp.host.files import write_json
 from moe_exp.runs.run_folder import RunFolder
+from moe_exp.studies.child_runs import given_settings
+from moe_exp.studies.compare.matching import MATCHES, Match, iterations_of_time, match_sizes, with_iterations
+from moe_exp.studies.compare.variants import Variant, make_variants, reference_of
 
 # Settings that may change between two calls: what no loss depends on.
 _FREE = {"run_dir", "run_name", "master_addr", "master_port", "num_workers", "wandb_project", "wandb_mode", "keep_last", "keep_every"}

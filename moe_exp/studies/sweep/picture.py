@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_exp.sweep.sweep_table import Row
+from moe_exp.studies.sweep.table import Row
 
 _MEASURED, _PREDICTED, _TEXT = "#1f5f9e", "#d9541e", "#333333"
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import combinations
 
-from moe_exp.compare.comparison import Comparison
-from moe_exp.compare.matching import active_parameters, apart, flops_per_token
-from moe_exp.compare.results import AXES, Axis, Ended, compared, losses_at_shared_end
-from moe_exp.compare.variants import Variant, differences
 from moe_exp.planner.params import count_parameters
 from moe_exp.report.comparison import Parity, in_words, parity_text
+from moe_exp.studies.compare.comparison import Comparison
+from moe_exp.studies.compare.matching import active_parameters, apart, flops_per_token
+from moe_exp.studies.compare.results import AXES, Axis, Ended, compared, losses_at_shared_end
+from moe_exp.studies.compare.variants import Variant, differences
 
 _MATCHED_BY = {"flops": "FLOPs per token", "active-params": "active parameters", "time": "FLOPs per token"}
 
