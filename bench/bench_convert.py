@@ -21,7 +21,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from moe_exp.data.sources import python_stdlib_documents
+from moe_exp.data.download.sources import python_stdlib_documents
 
 PLAIN = """
 import sys
@@ -50,8 +50,8 @@ with (output / "x.chunk.00000.jsonl").open("wb") as lines:
 OURS = """
 import sys
 from pathlib import Path
-from moe_exp.data.convert import ConvertSettings, convert
-from moe_exp.data.execution import Execution
+from moe_exp.data.convert.convert import ConvertSettings, convert
+from moe_exp.data.convert.execution import Execution
 if __name__ == "__main__":
     convert(sorted(Path(sys.argv[1]).iterdir()), Path(sys.argv[2]) / "x", ConvertSettings(tasks=1), Execution(workers=1))
 """

@@ -39,7 +39,7 @@ from gpu_clock import elapsed_ms
 from gpu_machine import origin
 
 from moe_exp.config import Config, load_config
-from moe_exp.data.tokens import BinIdxWriter
+from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.engine import model as our_model
 from moe_exp.engine.runtime import Runtime, start_alone, stop
 from moe_exp.host import megatron_cpu

@@ -28,7 +28,7 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 
-from moe_exp.data.sources import python_stdlib_documents
+from moe_exp.data.download.sources import python_stdlib_documents
 
 MOE_EXP = [sys.executable, "-m", "moe_exp", "data"]
 SHUFFLE = "moe-exp data shuffle"

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import orjson
 from rich.console import Console
 
-from moe_exp.data.tokenizer_training import EOD_TOKEN, train_bpe
+from moe_exp.data.tokens.tokenizer_training import EOD_TOKEN, train_bpe
 
 SUFFIXES = (".py", ".rst", ".md", ".txt", ".h", ".html", ".js")
 LARGEST_FILE_BYTES = 10**6

@@ -24,9 +24,9 @@ from moe_exp.checkpoint.save import SaveError, Saver
 from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync
 from moe_exp.config import Config, ConfigError, add_arguments, load_config
 from moe_exp.config.checks.checks import check_config
-from moe_exp.data.dataset import Samples, context_part, split_batch
-from moe_exp.data.prefetch import ReadAhead, microbatch_start
-from moe_exp.data.sample_order import Change
+from moe_exp.data.samples.dataset import Samples, context_part, split_batch
+from moe_exp.data.samples.order import Change
+from moe_exp.data.samples.prefetch import ReadAhead, microbatch_start
 from moe_exp.engine import faults, runtime
 from moe_exp.engine.backends import backends_of
 from moe_exp.engine.finite_steps import skip_steps_not_finite

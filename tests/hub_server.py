@@ -28,7 +28,7 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import pytest
 
-from moe_exp.data.sources import python_stdlib_documents
+from moe_exp.data.download.sources import python_stdlib_documents
 
 OUTSIDE_OF_GIT = (".parquet", ".zst", ".gz", ".bin")
 _ADDRESS = re.compile(

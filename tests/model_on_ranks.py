@@ -117,7 +117,7 @@ def _run(settings: dict[str, Any], port: int) -> dict[str, Any]:
 
 def _iterate(job: Any, progress: Any, found: dict[str, Any]) -> None:
     from moe_exp import train
-    from moe_exp.data.prefetch import microbatch_start
+    from moe_exp.data.samples.prefetch import microbatch_start
 
     config, model, groups = job.config, job.trained.model, job.runtime.groups
     num_microbatches = config.gbsz // (config.mbsz * config.data_parallel_size)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from checkpoint.small_job import VOCAB, small_settings
-from moe_exp.data.dataset import SampleStream
-from moe_exp.data.tokens import BinIdxWriter
+from moe_exp.data.samples.dataset import SampleStream
+from moe_exp.data.tokens.tokens import BinIdxWriter
 
 SEQ_LEN, GBSZ = 16, 4
 # The loss falls from 5.6 to below 1 in the first half.

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_exp.data.tokens import BinIdxWriter
+from moe_exp.data.tokens.tokens import BinIdxWriter
 
 ROOT = Path(__file__).resolve().parent.parent
 

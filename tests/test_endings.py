@@ -27,7 +27,7 @@ from whole_runs import Runs, descendants_of, ranks_of
 SITECUSTOMIZE = """
 import os
 if os.environ.get("RANK") == os.environ["FAILING_RANK"]:
-    from moe_exp.data.dataset import SampleStream
+    from moe_exp.data.samples.dataset import SampleStream
     batch, calls = SampleStream.batch, []
     def fail(self, first, num_samples):
         calls.append(first)

@@ -53,7 +53,7 @@ def run_without(settings: dict[str, Any], first: int, end: int, port: int) -> No
     import os
 
     from moe_exp import train
-    from moe_exp.data.dataset import SampleStream
+    from moe_exp.data.samples.dataset import SampleStream
 
     sample = SampleStream.sample
     SampleStream.sample = lambda self, index: sample(self, index if index < first else index + end - first)  # type: ignore[method-assign]
@@ -127,7 +127,7 @@ def run_without_two(settings: dict[str, Any], port: int) -> None:
     import os
 
     from moe_exp import train
-    from moe_exp.data.dataset import SampleStream
+    from moe_exp.data.samples.dataset import SampleStream
 
     left = [number for number in range(4000) if number // GBSZ + 1 not in (60, 61, 70, 71)]
     sample = SampleStream.sample

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from moe_exp.config import Config, load_config, to_yaml
-from moe_exp.data.tokens import BinIdxWriter
+from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.host import devices
 from moe_exp.launch.machine_checks import EXPERT_PACKAGES, OLDEST_GPU, bitsandbytes_problem, check_environment, check_files, check_machine
 from moe_exp.layers.gemm_packages import PACKAGES

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from moe_exp.config import Config
-from moe_exp.data.tokens import BinIdxWriter
+from moe_exp.data.tokens.tokens import BinIdxWriter
 from whole_runs import EndedRun, Runs, ranks_of, wait_until_gone
 
 CURVES = ("lm_loss", "grad_norm", "params_norm")

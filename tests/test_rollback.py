@@ -20,7 +20,7 @@ from ranks import free_port, run_on_ranks
 def skipped_at_start(settings: dict[str, Any], entries: list[dict[str, Any]], port: int) -> list[list[int]]:
     """On a rank: `Progress.skipped_samples` of a start in a folder with rollbacks; an entry without order gets that of the run."""
     from moe_exp import train
-    from moe_exp.data.sample_order import SampleOrder
+    from moe_exp.data.samples.order import SampleOrder
     from moe_exp.engine import runtime
     from moe_exp.training.samples import build_data
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_exp.data.dataset import SampleStream
+from moe_exp.data.samples.dataset import SampleStream
 from moe_exp.training.samples import read_tokens
 from spiking_data import SEQ_LEN, write_corpus
 

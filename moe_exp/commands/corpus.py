@@ -10,8 +10,8 @@ from typing import Any
 
 from moe_exp.commands.data_commands import UNDER_WAY
 from moe_exp.commands.shards import memory_bytes
-from moe_exp.data.hub import download
-from moe_exp.data.sources import print_sources, resolve_source
+from moe_exp.data.download.hub import download
+from moe_exp.data.download.sources import print_sources, resolve_source
 
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -136,10 +136,10 @@ class _List(argparse.Action):
 
 
 def _prepare(arguments: argparse.Namespace) -> int:
-    from moe_exp.data.convert import ConvertSettings
-    from moe_exp.data.execution import Execution
+    from moe_exp.data.convert.convert import ConvertSettings
+    from moe_exp.data.convert.execution import Execution
     from moe_exp.data.prepare import Preparation, plan, prepare
-    from moe_exp.data.shuffle import shuffle_summary
+    from moe_exp.data.shuffle.shuffle import shuffle_summary
     from moe_exp.host.progress import print_summary
 
     same = ("tasks", "min_language_score", "min_score", "min_chars", "max_chars", "limit", "skip_bad", "dedup", "decontaminate")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from moe_exp.data.verification import Finding
+    from moe_exp.data.inspect.verification import Finding
 
 # The library is imported by the commands that use it: `moe-exp --help` answers at once.
 
@@ -30,7 +30,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    from moe_exp.data.inspection import inspect_path, print_inspection
+    from moe_exp.data.inspect.inspection import inspect_path, print_inspection
 
     report = inspect_path(arguments.path, tokenizer=arguments.tokenizer, num_samples=arguments.samples, text_field=arguments.text_field)
     if arguments.json:
@@ -41,7 +41,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from moe_exp.data.verification import compare, verify
+    from moe_exp.data.inspect.verification import compare, verify
 
     if arguments.against:
         return _print_finding(compare(arguments.path, arguments.against, text_field=arguments.text_field))

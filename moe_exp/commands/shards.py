@@ -64,7 +64,7 @@ def memory_bytes(text: str) -> int:
 
 def _shuffle(arguments: argparse.Namespace) -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy: no matrices here, and its idle threads spin
-    from moe_exp.data.shuffle import check_shuffle, estimate_shuffle, shuffle, shuffle_summary
+    from moe_exp.data.shuffle.shuffle import check_shuffle, estimate_shuffle, shuffle, shuffle_summary
     from moe_exp.host.progress import print_summary
 
     first = arguments.inputs[0].absolute()
@@ -89,7 +89,7 @@ def _shuffle(arguments: argparse.Namespace) -> None:
 
 
 def _merge(arguments: argparse.Namespace) -> None:
-    from moe_exp.data.merge import estimate_merge, merge, merge_summary
+    from moe_exp.data.shuffle.merge import estimate_merge, merge, merge_summary
     from moe_exp.host.progress import print_summary
 
     input_dir, given = arguments.input_dir.absolute(), Path(arguments.output_file_name)

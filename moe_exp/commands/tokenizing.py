@@ -10,13 +10,13 @@ from pathlib import Path
 
 from moe_exp.commands.data_commands import UNDER_WAY
 from moe_exp.config import problem
-from moe_exp.data.datatrove_tokens import EXECUTORS, tokenize_by_datatrove
-from moe_exp.data.encoders import BACKENDS
-from moe_exp.data.preprocess import dry_run, find_inputs, summary_rows, tokenize_files, tokenized_prefix
-from moe_exp.data.token_merge import merge_dry_run, merge_token_files
-from moe_exp.data.token_parts import PartSettings
-from moe_exp.data.tokenizer import TOKENIZER_TYPES, load_tokenizer
-from moe_exp.data.tokenizer_training import EOD_TOKEN, train_tokenizer
+from moe_exp.data.tokens.by_datatrove import EXECUTORS, tokenize_by_datatrove
+from moe_exp.data.tokens.encoders import BACKENDS
+from moe_exp.data.tokens.merge import merge_dry_run, merge_token_files
+from moe_exp.data.tokens.parts import PartSettings
+from moe_exp.data.tokens.preprocess import dry_run, find_inputs, summary_rows, tokenize_files, tokenized_prefix
+from moe_exp.data.tokens.tokenizer import TOKENIZER_TYPES, load_tokenizer
+from moe_exp.data.tokens.tokenizer_training import EOD_TOKEN, train_tokenizer
 from moe_exp.host.progress import print_summary
 
 logger = logging.getLogger(__name__)

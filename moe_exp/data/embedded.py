@@ -23,9 +23,9 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from moe_exp.config import problem
-from moe_exp.data.sources import PYTHON_STDLIB_LICENSE, python_stdlib_documents
-from moe_exp.data.tokenizer_training import train_bpe
-from moe_exp.data.tokens import BinIdxWriter, bin_idx_problem
+from moe_exp.data.download.sources import PYTHON_STDLIB_LICENSE, python_stdlib_documents
+from moe_exp.data.tokens.tokenizer_training import train_bpe
+from moe_exp.data.tokens.tokens import BinIdxWriter, bin_idx_problem
 
 logger = logging.getLogger(__name__)
 

@@ -18,13 +18,13 @@ from typing import Any
 import orjson
 from rich import filesize
 
-from moe_exp.data.convert import MAX_DEFAULT_TASKS, ConvertSettings, convert, sort_inputs
-from moe_exp.data.datatrove_steps import PARQUET_SUFFIX
+from moe_exp.data.convert.convert import MAX_DEFAULT_TASKS, ConvertSettings, convert, sort_inputs
+from moe_exp.data.convert.execution import Execution, num_workers
+from moe_exp.data.convert.steps import PARQUET_SUFFIX
 from moe_exp.data.documents import check_apart, compression_ratio
-from moe_exp.data.execution import Execution, num_workers
-from moe_exp.data.hub import download
-from moe_exp.data.shuffle import check_settings, shuffle
-from moe_exp.data.sources import Source, python_stdlib_documents, resolve_source
+from moe_exp.data.download.hub import download
+from moe_exp.data.download.sources import Source, python_stdlib_documents, resolve_source
+from moe_exp.data.shuffle.shuffle import check_settings, shuffle
 from moe_exp.data.stage import check_free_disk, is_stale, run_stage
 from moe_exp.host.progress import print_summary
 
@@ -43,7 +43,7 @@ class Preparation:
     """What to prepare, and where.
 
     Args:
-        name: registered name, dataset of the hub, file or folder; see `moe_exp.data.sources.resolve_source`.
+        name: registered name, dataset of the hub, file or folder; see `moe_exp.data.download.sources.resolve_source`.
         data_dir: gets the folders.
         patterns, revision, text_field: in place of the source's own.
         settings: what is kept; its text field is the source's.

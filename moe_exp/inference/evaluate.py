@@ -18,9 +18,9 @@ from moe_exp.checkpoint.folders import iteration_of, one_checkpoint
 from moe_exp.checkpoint.settings import saved_config
 from moe_exp.config import Config, ConfigError, problem
 from moe_exp.data.embedded import ensure_embedded_corpus
-from moe_exp.data.token_bytes import TokenBytes
-from moe_exp.data.tokenizer import TextTokenizer
-from moe_exp.data.tokens import parse_blend
+from moe_exp.data.tokens.text_bytes import TokenBytes
+from moe_exp.data.tokens.tokenizer import TextTokenizer
+from moe_exp.data.tokens.tokens import parse_blend
 from moe_exp.engine.model import moe_layers
 from moe_exp.engine.runtime import Runtime
 from moe_exp.host.progress import progress

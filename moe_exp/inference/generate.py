@@ -18,7 +18,7 @@ import torch
 from moe_exp.checkpoint.folders import one_checkpoint
 from moe_exp.checkpoint.settings import saved_config
 from moe_exp.config import Config, problem
-from moe_exp.data.tokenizer import TextTokenizer
+from moe_exp.data.tokens.tokenizer import TextTokenizer
 from moe_exp.engine.runtime import Runtime
 from moe_exp.inference.jobs import planned_quietly, run_rank
 from moe_exp.inference.layout import Layout, config_for_use

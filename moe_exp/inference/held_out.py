@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_exp.config import problem
-from moe_exp.data.token_bytes import TokenBytes
-from moe_exp.data.token_files import TokenFiles
+from moe_exp.data.tokens.files import TokenFiles
+from moe_exp.data.tokens.text_bytes import TokenBytes
 
 Int64Array = npt.NDArray[np.int64]
 

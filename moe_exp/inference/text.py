@@ -9,8 +9,8 @@ from pathlib import Path
 
 from moe_exp.config import Config, problem
 from moe_exp.config.checks.checks import EMBEDDED_VOCAB_SIZE
-from moe_exp.data.encoders import Encoders
-from moe_exp.data.tokenizer import TextTokenizer, load_named_tokenizer
+from moe_exp.data.tokens.encoders import Encoders
+from moe_exp.data.tokens.tokenizer import TextTokenizer, load_named_tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from packaging.version import Version
 
 from moe_exp.config import PREFETCHED_MICROBATCHES, Config, problem
 from moe_exp.config.determinism import environment_problems
-from moe_exp.data.token_files import Share, TokenFiles, parse_split, part_tokens
-from moe_exp.data.tokenizer import tokenizer_vocab_size
-from moe_exp.data.tokens import bin_idx_problem, parse_blend
+from moe_exp.data.tokens.files import Share, TokenFiles, parse_split, part_tokens
+from moe_exp.data.tokens.tokenizer import tokenizer_vocab_size
+from moe_exp.data.tokens.tokens import bin_idx_problem, parse_blend
 from moe_exp.host.devices import compute_capability, count_gpus
 from moe_exp.host.processes import free_port
 from moe_exp.planner.disk import DiskUse, disk_use, keep_last_that_fits

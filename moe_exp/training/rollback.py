@@ -21,9 +21,9 @@ from moe_exp.checkpoint.integrity import find_source
 from moe_exp.checkpoint.load import saved_progress
 from moe_exp.checkpoint.state import Progress
 from moe_exp.config import Config, ConfigError
-from moe_exp.data.dataset import Samples
-from moe_exp.data.megatron_dataset import MegatronSamples
-from moe_exp.data.skipping import Range, SkippingSamples, skipped_from
+from moe_exp.data.samples.dataset import Samples
+from moe_exp.data.samples.megatron_dataset import MegatronSamples
+from moe_exp.data.samples.skipping import Range, SkippingSamples, skipped_from
 from moe_exp.engine.runtime import from_first_rank
 from moe_exp.host.files import write_json
 from moe_exp.runs.run_folder import RunFolder

@@ -10,15 +10,15 @@ import torch
 from moe_exp.checkpoint.folders import one_checkpoint
 from moe_exp.checkpoint.load import saved_progress
 from moe_exp.config import Config, ConfigError
-from moe_exp.data.dataset import Samples, SampleStream
 from moe_exp.data.embedded import ensure_embedded_corpus
-from moe_exp.data.megatron_dataset import MegatronOrder, megatron_samples
-from moe_exp.data.prefetch import ReadAhead, microbatch_start, microbatch_starts
-from moe_exp.data.sample_order import Change, SampleOrder, order_changes
-from moe_exp.data.token_bytes import TokenBytes
-from moe_exp.data.token_files import parse_split
-from moe_exp.data.tokenizer import load_named_tokenizer
-from moe_exp.data.tokens import parse_blend
+from moe_exp.data.samples.dataset import Samples, SampleStream
+from moe_exp.data.samples.megatron_dataset import MegatronOrder, megatron_samples
+from moe_exp.data.samples.order import Change, SampleOrder, order_changes
+from moe_exp.data.samples.prefetch import ReadAhead, microbatch_start, microbatch_starts
+from moe_exp.data.tokens.files import parse_split
+from moe_exp.data.tokens.text_bytes import TokenBytes
+from moe_exp.data.tokens.tokenizer import load_named_tokenizer
+from moe_exp.data.tokens.tokens import parse_blend
 from moe_exp.engine.optim import BatchSchedule
 from moe_exp.engine.runtime import Runtime
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moe_exp.config import Config, load_config
-from moe_exp.data.tokens import BinIdxWriter
+from moe_exp.data.tokens.tokens import BinIdxWriter
 from ranks import free_port, run_on_ranks
 
 VOCAB = 128

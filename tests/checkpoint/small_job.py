@@ -13,7 +13,7 @@ import torch
 
 from file_limit import no_file_over
 from moe_exp.config import load_config
-from moe_exp.data.tokens import BinIdxWriter
+from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.runs.records import read_metrics
 from ranks import _PROCESSES, free_port
 

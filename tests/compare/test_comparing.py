@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from moe_exp.cli import main
-from moe_exp.data.tokens import BinIdxWriter
+from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.runs.records import read_metrics
 from whole_runs import ROOT, SETTINGS, clean_environ, processes_in
 

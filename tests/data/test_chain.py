@@ -16,7 +16,7 @@ pytest.importorskip("datatrove")
 pytest.importorskip("pyarrow")
 
 from hub_server import Fault, HubServer, write_fineweb_parquet
-from moe_exp.data.tokenizer import load_tokenizer
+from moe_exp.data.tokens.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "moe_exp/scripts"

@@ -19,14 +19,15 @@ import orjson
 import psutil
 import pytest
 
-from moe_exp.data import convert as convert_module
-from moe_exp.data import datatrove_jobs, datatrove_steps, stage
-from moe_exp.data.convert import ConvertSettings, convert, sort_inputs
-from moe_exp.data.datatrove_dedup import write_contamination_index
-from moe_exp.data.datatrove_steps import Filter, check_counts
+from moe_exp.data import stage
+from moe_exp.data.convert import convert as convert_module
+from moe_exp.data.convert import jobs, steps
+from moe_exp.data.convert.convert import ConvertSettings, convert, sort_inputs
+from moe_exp.data.convert.dedup import write_contamination_index
+from moe_exp.data.convert.execution import Execution
+from moe_exp.data.convert.steps import Filter, check_counts
 from moe_exp.data.documents import BadDocument, Tally, read_documents
-from moe_exp.data.execution import Execution
-from moe_exp.data.sources import python_stdlib_documents
+from moe_exp.data.download.sources import python_stdlib_documents
 
 pa = pytest.importorskip("pyarrow")
 pytest.importorskip("datatrove")
@@ -240,7 +241,7 @@ def test_numbers_in_a_text_column(tmp_path):
 
 def test_long_documents_come_in_small_batches(tmp_path):
     path = write_parquet(tmp_path / "in/a.parquet", [{"text": f"{number} " + "x" * 2**20} for number in range(40)], compression="none")
-    assert datatrove_steps._batch_rows(pyarrow.parquet.read_metadata(path)) <= 16
+    assert steps._batch_rows(pyarrow.parquet.read_metadata(path)) <= 16
     assert convert([path], tmp_path / "x", ConvertSettings(), ONE)["written"]["num_documents"] == 40
 
 
@@ -504,10 +505,10 @@ def _die_at(module: Any, name: str, number: int) -> None:
 
 POINTS = {
     "while it reads": (Tally, "add", 70),
-    "before a chunk has its name": (datatrove_steps, "check_counts", 2),
-    "before a chunk's counts are there": (datatrove_steps, "write_json", 2),
+    "before a chunk has its name": (steps, "check_counts", 2),
+    "before a chunk's counts are there": (steps, "write_json", 2),
     "before a task is marked complete": ("datatrove.executor.base.PipelineExecutor", "mark_rank_as_completed", 2),
-    "when all tasks are complete": (datatrove_jobs, "merge_stats", 1),
+    "when all tasks are complete": (jobs, "merge_stats", 1),
     "before the manifest": (convert_module, "merge_stats", 1),
     "before the folder has its name": (stage, "sync_folder", 1),
 }

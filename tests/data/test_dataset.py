@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_exp.data.dataset import SampleStream, _permuted, _shuffled, blend_position, context_part, split_batch
-from moe_exp.data.tokens import BinIdxWriter
+from moe_exp.data.samples.dataset import SampleStream, _permuted, _shuffled, blend_position, context_part, split_batch
+from moe_exp.data.tokens.tokens import BinIdxWriter
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 

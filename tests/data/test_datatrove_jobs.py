@@ -12,10 +12,10 @@ from typing import Any
 import orjson
 import pytest
 
-from moe_exp.data.convert import ConvertSettings, convert
-from moe_exp.data.datatrove_jobs import ray_executor
-from moe_exp.data.datatrove_steps import ReadFiles
-from moe_exp.data.execution import Execution, Pass
+from moe_exp.data.convert.convert import ConvertSettings, convert
+from moe_exp.data.convert.execution import Execution, Pass
+from moe_exp.data.convert.jobs import ray_executor
+from moe_exp.data.convert.steps import ReadFiles
 from slurm_cluster import Cluster
 
 pytest.importorskip("datatrove")
@@ -32,8 +32,8 @@ def cluster(tmp_path, monkeypatch):
 FINISH = """
 import sys
 from pathlib import Path
-from moe_exp.data.convert import ConvertSettings, convert
-from moe_exp.data.execution import Execution
+from moe_exp.data.convert.convert import ConvertSettings, convert
+from moe_exp.data.convert.execution import Execution
 inputs, output, dedup = [Path(one) for one in sys.argv[3:]], Path(sys.argv[1]), sys.argv[2] == "dedup"
 assert convert(inputs, output, ConvertSettings(dedup=dedup), Execution("slurm", partition="cpu")) is not None
 """

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from moe_exp.commands.data_commands import UNDER_WAY, main
-from moe_exp.data.datatrove_tokens import tokenize_by_datatrove
 from moe_exp.data.documents import BadDocument
-from moe_exp.data.preprocess import tokenize_files
-from moe_exp.data.token_parts import PartSettings
-from moe_exp.data.tokenizer import load_tokenizer
-from moe_exp.data.tokenizer_training import EOD_TOKEN, train_bpe
-from moe_exp.data.tokens import read_index, write_index
+from moe_exp.data.tokens.by_datatrove import tokenize_by_datatrove
+from moe_exp.data.tokens.parts import PartSettings
+from moe_exp.data.tokens.preprocess import tokenize_files
+from moe_exp.data.tokens.tokenizer import load_tokenizer
+from moe_exp.data.tokens.tokenizer_training import EOD_TOKEN, train_bpe
+from moe_exp.data.tokens.tokens import read_index, write_index
 from slurm_cluster import Cluster
 
 TEXTS = [f"def f{i}(x):\n    return x + {i}  # {EOD_TOKEN} 世界\u2028" for i in range(30)]

@@ -12,7 +12,7 @@ import xxhash
 import zstandard
 
 from moe_exp.data.documents import BadDocument, Tally, estimate_line_bytes, read_documents, read_lines, text_of
-from moe_exp.data.sources import python_stdlib_documents
+from moe_exp.data.download.sources import python_stdlib_documents
 
 BAD_LINES = {
     b'{"text": "a"': "not valid JSON",

@@ -19,9 +19,9 @@ pytest.importorskip("pyarrow")
 
 from hub_server import Fault, HubServer, leave_host_settings, write_fineweb_parquet
 from moe_exp.commands.data_commands import main
-from moe_exp.data import hub, hub_errors, hub_progress
-from moe_exp.data.hub import download
-from moe_exp.data.sources import resolve_source
+from moe_exp.data.download import hub, hub_errors, hub_progress
+from moe_exp.data.download.hub import download
+from moe_exp.data.download.sources import resolve_source
 
 REPOSITORY = "HuggingFaceFW/fineweb-edu"
 NAMES = [f"sample/10BT/{number:03d}_00000.parquet" for number in range(3)]
@@ -362,7 +362,7 @@ CHILD = """
 import os, signal, sys, time
 from pathlib import Path
 from moe_exp.data import hub
-from moe_exp.data.sources import resolve_source
+from moe_exp.data.download.sources import resolve_source
 
 folder, point = Path(sys.argv[2]), sys.argv[3]
 hashed, hash_file = [], hub._hash_file

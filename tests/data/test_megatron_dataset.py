@@ -11,10 +11,10 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_exp.data.dataset import SampleStream
-from moe_exp.data.megatron_dataset import INDEX_FOLDER, MegatronOrder, _build, megatron_samples
-from moe_exp.data.token_files import TokenFiles, parse_split, share_range
-from moe_exp.data.tokens import BinIdxWriter
+from moe_exp.data.samples.dataset import SampleStream
+from moe_exp.data.samples.megatron_dataset import INDEX_FOLDER, MegatronOrder, _build, megatron_samples
+from moe_exp.data.tokens.files import TokenFiles, parse_split, share_range
+from moe_exp.data.tokens.tokens import BinIdxWriter
 from ranks import run_on_ranks
 
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder

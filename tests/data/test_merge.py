@@ -13,10 +13,10 @@ import pytest
 import zstandard
 
 from moe_exp.commands.data_commands import main
-from moe_exp.data import merge as merge_module
 from moe_exp.data.documents import BadDocument, Tally, read_documents
-from moe_exp.data.merge import merge
-from moe_exp.data.shuffle import shuffle
+from moe_exp.data.shuffle import merge as merge_module
+from moe_exp.data.shuffle.merge import merge
+from moe_exp.data.shuffle.shuffle import shuffle
 from moe_exp.host.files import file_hash
 
 ROOT = Path(__file__).parents[2]

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from moe_exp.config import load_config
-from moe_exp.data.dataset import SampleStream
-from moe_exp.data.megatron_dataset import MegatronOrder, megatron_samples
-from moe_exp.data.prefetch import ReadAhead, microbatch_starts
-from moe_exp.data.tokens import BinIdxWriter
+from moe_exp.data.samples.dataset import SampleStream
+from moe_exp.data.samples.megatron_dataset import MegatronOrder, megatron_samples
+from moe_exp.data.samples.prefetch import ReadAhead, microbatch_starts
+from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.engine.optim import BatchSchedule
 from whole_runs import wait_until_gone
 
@@ -165,8 +165,8 @@ def test_worker_that_dies_is_an_error_of_the_next_batches(samples):
 # A rank, and how it ends.
 PROGRAM = """
 import os, signal, sys
-from moe_exp.data.dataset import SampleStream
-from moe_exp.data.prefetch import ReadAhead
+from moe_exp.data.samples.dataset import SampleStream
+from moe_exp.data.samples.prefetch import ReadAhead
 
 samples = SampleStream([(1.0, sys.argv[1])], seq_len=16, seed=1)
 reader = ReadAhead(samples, count=4, starts=lambda first: iter(range(first, 10**9, 4)), num_workers=2)

@@ -25,13 +25,13 @@ from tokenizers import Tokenizer
 
 from moe_exp.commands.data_commands import main
 from moe_exp.data.documents import BadDocument, Tally, read_documents, read_lines
-from moe_exp.data.encoders import Encoders, probe_backend, probe_texts
-from moe_exp.data.preprocess import _Workers, dry_run, find_inputs, tokenize_files, tokenized_prefix
-from moe_exp.data.sources import python_stdlib_documents
-from moe_exp.data.token_merge import merge_token_files
-from moe_exp.data.token_parts import Part, PartEncoder, PartSettings, line_number, part_lines, plan_parts
-from moe_exp.data.tokenizer import load_tokenizer
-from moe_exp.data.tokenizer_training import EOD_TOKEN, train_bpe
+from moe_exp.data.download.sources import python_stdlib_documents
+from moe_exp.data.tokens.encoders import Encoders, probe_backend, probe_texts
+from moe_exp.data.tokens.merge import merge_token_files
+from moe_exp.data.tokens.parts import Part, PartEncoder, PartSettings, line_number, part_lines, plan_parts
+from moe_exp.data.tokens.preprocess import _Workers, dry_run, find_inputs, tokenize_files, tokenized_prefix
+from moe_exp.data.tokens.tokenizer import load_tokenizer
+from moe_exp.data.tokens.tokenizer_training import EOD_TOKEN, train_bpe
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
@@ -458,8 +458,8 @@ def test_a_tokenizer_that_gigatoken_cannot_load(folder, tmp_path):
 KILLER = """
 import os, pathlib, signal, sys
 from moe_exp.data import joined_parts, preprocess, stage, token_parts
-from moe_exp.data.token_parts import PartSettings
-from moe_exp.data.tokenizer import load_tokenizer
+from moe_exp.data.tokens.parts import PartSettings
+from moe_exp.data.tokens.tokenizer import load_tokenizer
 
 corpus, tokenizer, output, owner, name, needle, countdown = sys.argv[1:]
 owner = {"Path": pathlib.Path, "stage": stage, "token_parts": token_parts, "joined_parts": joined_parts}[owner]

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from moe_exp.config import Config
-from moe_exp.data.dataset import SampleStream, fingerprint_of
-from moe_exp.data.megatron_dataset import MegatronOrder, megatron_samples
-from moe_exp.data.sample_order import SampleOrder, order_changes
-from moe_exp.data.tokens import BinIdxWriter, parse_blend
+from moe_exp.data.samples.dataset import SampleStream, fingerprint_of
+from moe_exp.data.samples.megatron_dataset import MegatronOrder, megatron_samples
+from moe_exp.data.samples.order import SampleOrder, order_changes
+from moe_exp.data.tokens.tokens import BinIdxWriter, parse_blend
 
 OLD = {"train_data": "0.7 a 0.3 b", "seq_len": 64, "seed": 1, "train_iters": 10, "gbsz": 8}
 CHECKPOINT = "the checkpoint at iteration 6 of runs/x/checkpoints"

@@ -17,13 +17,12 @@ import xxhash
 import zstandard
 
 from moe_exp.commands.data_commands import main
-from moe_exp.data import buckets, shuffle
-from moe_exp.data.blocks import DocumentBlocks, LineBlocks, sum_digests
-from moe_exp.data.buckets import DOCUMENT_BYTES, Dealer, State, ValidTally
 from moe_exp.data.documents import BadDocument, Tally, read_documents
-from moe_exp.data.memory import available_memory_bytes
-from moe_exp.data.shuffle import Memory, Shuffling, find_jsonl
-from moe_exp.data.sources import python_stdlib_documents
+from moe_exp.data.download.sources import python_stdlib_documents
+from moe_exp.data.shuffle import buckets, shuffle
+from moe_exp.data.shuffle.blocks import DocumentBlocks, LineBlocks, sum_digests
+from moe_exp.data.shuffle.buckets import DOCUMENT_BYTES, Dealer, State, ValidTally
+from moe_exp.data.shuffle.shuffle import Memory, Shuffling, available_memory_bytes, find_jsonl
 from moe_exp.data.stage import run_stage
 
 ROOT = Path(__file__).parents[2]
@@ -501,7 +500,7 @@ def grown_by_a_shuffle(folder, budget_mb):
     code = """
 import sys
 from pathlib import Path
-from moe_exp.data.shuffle import shuffle
+from moe_exp.data.shuffle.shuffle import shuffle
 def peak_kb():  # not ru_maxrss, in which a child starts with its parent's
     return next(int(line.split()[1]) for line in Path("/proc/self/status").open() if line.startswith("VmHWM"))
 before = peak_kb()

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_exp.data.dataset import Origin, SampleStream
-from moe_exp.data.megatron_dataset import MegatronOrder, megatron_samples
-from moe_exp.data.prefetch import ReadAhead
-from moe_exp.data.skipping import SkippingSamples, merged, skipped_from, stream_number, stream_ranges
-from moe_exp.data.tokens import BinIdxWriter
+from moe_exp.data.samples.dataset import Origin, SampleStream
+from moe_exp.data.samples.megatron_dataset import MegatronOrder, megatron_samples
+from moe_exp.data.samples.prefetch import ReadAhead
+from moe_exp.data.samples.skipping import SkippingSamples, merged, skipped_from, stream_number, stream_ranges
+from moe_exp.data.tokens.tokens import BinIdxWriter
 
 RANGES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)).map(lambda pair: (pair[0], pair[0] + pair[1])), max_size=6)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from moe_exp.commands.data_commands import main
-from moe_exp.data.hub import download
-from moe_exp.data.sources import SOURCES, chosen_files, local_files, python_stdlib_documents, resolve_source
+from moe_exp.data.download.hub import download
+from moe_exp.data.download.sources import SOURCES, chosen_files, local_files, python_stdlib_documents, resolve_source
 
 NAMES = [
     "python_stdlib",

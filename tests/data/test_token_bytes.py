@@ -9,10 +9,10 @@ import orjson
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from moe_exp.data.encoders import Encoders
-from moe_exp.data.token_bytes import TokenBytes
-from moe_exp.data.tokenizer import TextTokenizer, load_tokenizer
-from moe_exp.data.tokenizer_training import train_bpe
+from moe_exp.data.tokens.encoders import Encoders
+from moe_exp.data.tokens.text_bytes import TokenBytes
+from moe_exp.data.tokens.tokenizer import TextTokenizer, load_tokenizer
+from moe_exp.data.tokens.tokenizer_training import train_bpe
 
 TEXTS = ["The end of the story, and its beginning.", "Grüße an alle 世界", "def main(x):\n    return x\n", "né 🙂🙂 z", "a  b   c"]
 

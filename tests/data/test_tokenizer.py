@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_exp.commands.data_commands import main
-from moe_exp.data.encoders import Encoders, find_differences, probe_backend, probe_texts
-from moe_exp.data.tokenizer import load_tokenizer, tokenizer_vocab_size
-from moe_exp.data.tokenizer_training import EOD_TOKEN, train_bpe, train_tokenizer
+from moe_exp.data.tokens.encoders import Encoders, find_differences, probe_backend, probe_texts
+from moe_exp.data.tokens.tokenizer import load_tokenizer, tokenizer_vocab_size
+from moe_exp.data.tokens.tokenizer_training import EOD_TOKEN, train_bpe, train_tokenizer
 
 ROOT = Path(__file__).parents[2]
 TEXTS = ["def add(a, b):\n    return a + b\n", "for i in range(10):\n    print(i)\n", "Grüße, 世界! 🙂"] * 20
@@ -251,7 +251,7 @@ def test_a_name_on_the_hub(with_names, tmp_path):
     Hub.files = {"tokenizer.json": with_names.to_str().encode(), "tokenizer_config.json": b'{"eos_token": "</s>"}'}
     code = """
 import sys
-from moe_exp.data.tokenizer import load_tokenizer
+from moe_exp.data.tokens.tokenizer import load_tokenizer
 for name in sys.argv[1:]:
     try:
         print(load_tokenizer("HuggingFaceTokenizer", model=name).eod_id)

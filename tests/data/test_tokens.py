@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_exp.data.tokens import BinIdxWriter, bin_idx_problem, bin_idx_tokens, parse_blend
+from moe_exp.data.tokens.tokens import BinIdxWriter, bin_idx_problem, bin_idx_tokens, parse_blend
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 

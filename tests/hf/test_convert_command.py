@@ -12,7 +12,7 @@ import torch
 from tiny_models import tiny_folder, weights_of
 
 from moe_exp.cli import main
-from moe_exp.data.tokens import BinIdxWriter
+from moe_exp.data.tokens.tokens import BinIdxWriter
 
 
 def test_there_and_back(tmp_path, hf_folders, capsys):

@@ -16,8 +16,8 @@ from torch.nn.functional import cross_entropy
 
 from model_on_ranks import run_models
 from moe_exp.checkpoint.torch_dist import CheckpointReader
-from moe_exp.data.dataset import SampleStream
-from moe_exp.data.tokens import BinIdxWriter
+from moe_exp.data.samples.dataset import SampleStream
+from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.hf.exporting import Exported, to_hf
 from moe_exp.hf.importing import from_hf
 from relative_error import assert_equal_to

@@ -14,8 +14,8 @@ import torch
 from hf_checkpoint import EXPERTS, LAYERS, SEQ_LEN, VOCAB, tiny_model, write_checkpoint
 
 from moe_exp import cli, train
-from moe_exp.data.tokenizer_training import train_bpe
-from moe_exp.data.tokens import BinIdxWriter
+from moe_exp.data.tokens.tokenizer_training import train_bpe
+from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.engine import runtime
 from moe_exp.inference.evaluate import EvalRequest, evaluate, plan_evaluation
 from moe_exp.inference.jobs import run_alone

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_exp.data.tokens import BinIdxWriter
+from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.inference.expert_usage import LayerUsage
 from moe_exp.inference.held_out import Cut, HeldOut, short_names
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_exp.config import Config
-from moe_exp.data.tokenizer import load_tokenizer
-from moe_exp.data.tokenizer_training import train_bpe
+from moe_exp.data.tokens.tokenizer import load_tokenizer
+from moe_exp.data.tokens.tokenizer_training import train_bpe
 from moe_exp.inference.text import TextStream, decoder_of, encode, tokenizer_for
 
 BYTES = load_tokenizer("ByteLevelTokenizer")

@@ -13,7 +13,7 @@ import pytest
 from hf_checkpoint import SEQ_LEN, VOCAB, tiny_model, write_checkpoint
 
 from moe_exp import cli
-from moe_exp.data.tokens import BinIdxWriter
+from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.inference.generate import Generated, GenerateRequest, plan_generation
 from moe_exp.inference.generate import generate as generate_texts
 from moe_exp.inference.jobs import run_alone

@@ -14,7 +14,7 @@ import pytest
 
 from moe_exp.config import load_config
 from moe_exp.config.checks.checks import check_config
-from moe_exp.data.tokens import BinIdxWriter
+from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.launch.slurm.settings import load_slurm_settings, time_limit_seconds
 from whole_runs import ROOT
 

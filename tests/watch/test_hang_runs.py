@@ -35,7 +35,7 @@ if os.environ.get("RANK") == "2":
     {function} = sleepy
 """
 IN_ALL_TO_ALL = {"imports": "from moe_exp.layers.collectives import AllToAll", "function": "AllToAll._launch", "calls": 200}
-IN_DATA = {"imports": "from moe_exp.data.dataset import SampleStream", "function": "SampleStream.batch", "calls": 10}
+IN_DATA = {"imports": "from moe_exp.data.samples.dataset import SampleStream", "function": "SampleStream.batch", "calls": 10}
 
 
 def the_hang(run: EndedRun) -> dict[str, object]:

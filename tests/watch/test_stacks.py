@@ -45,7 +45,7 @@ NATIVE = f"""Thread 25356 (idle): "MainThread"
 REDUCE = Frame("all_reduce", f"{SITE}/torch/distributed/distributed_c10d.py", 3252)
 WAIT = Frame("AllToAll._launch.<locals>.wait", "moe_exp/layers/collectives.py", 92)
 STEP = Frame("train_step", "moe_exp/train.py", 250)
-READ = Frame("SampleStream.batch", "moe_exp/data/dataset.py", 80)
+READ = Frame("SampleStream.batch", "moe_exp/data/samples/dataset.py", 80)
 BACKWARD = Frame("_engine_run_backward", f"{SITE}/torch/autograd/graph.py", 800)
 APPLY = Frame("BackwardCFunction.apply", f"{SITE}/torch/autograd/function.py", 300)
 
@@ -149,7 +149,7 @@ def test_groups_are_by_stack_and_largest_first():
 
 def test_rank_outside_of_a_collective_is_named():
     dumps = [rank(0, REDUCE), rank(1, WAIT, source="work.wait()"), rank(2, READ, STEP), rank(3, REDUCE)]
-    assert apart(dumps) == {2: "is in SampleStream.batch (moe_exp/data/dataset.py:80), outside of any collective"}
+    assert apart(dumps) == {2: "is in SampleStream.batch (moe_exp/data/samples/dataset.py:80), outside of any collective"}
 
 
 def test_rank_inside_of_a_collective_that_does_not_wait_is_named():

@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 from moe_exp.config import Config
-from moe_exp.data.tokens import parse_blend
+from moe_exp.data.tokens.tokens import parse_blend
 from moe_exp.host.slurm_queue import job_environment
 from moe_exp.launch.slurm.settings import PASSED_ALWAYS, SlurmSettings
 from moe_exp.runs.run_folder import RunFolder

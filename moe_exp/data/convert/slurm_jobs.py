@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_exp.data.execution import Execution, Pass
+from moe_exp.data.convert.execution import Execution, Pass
 from moe_exp.host.files import write_json
 from moe_exp.host.slurm_queue import job_environment, still_there
 

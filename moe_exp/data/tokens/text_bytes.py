@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from moe_exp.data.tokenizer import TextTokenizer
+from moe_exp.data.tokens.tokenizer import TextTokenizer
 
 Int64Array = npt.NDArray[np.int64]
 

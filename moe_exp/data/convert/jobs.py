@@ -20,8 +20,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from moe_exp.data.execution import Execution, Pass, num_workers
-from moe_exp.data.slurm_jobs import submit
+from moe_exp.data.convert.execution import Execution, Pass, num_workers
+from moe_exp.data.convert.slurm_jobs import submit
 
 
 def run_passes(passes: Sequence[Pass], execution: Execution, *, name: str) -> bool:

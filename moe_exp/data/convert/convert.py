@@ -17,12 +17,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_exp.data.datatrove_dedup import ContaminationFilter, DuplicateFilter, FindDuplicates, SignDocuments, write_contamination_index
-from moe_exp.data.datatrove_jobs import merge_stats, run_passes
-from moe_exp.data.datatrove_steps import PARQUET_SUFFIX, FieldFilter, Filter, LengthFilter, ReadFiles, WriteChunk, check_counts
+from moe_exp.data.convert.dedup import ContaminationFilter, DuplicateFilter, FindDuplicates, SignDocuments, write_contamination_index
+from moe_exp.data.convert.execution import Execution, Pass
+from moe_exp.data.convert.jobs import merge_stats, run_passes
+from moe_exp.data.convert.slurm_jobs import check_no_jobs
+from moe_exp.data.convert.steps import PARQUET_SUFFIX, FieldFilter, Filter, LengthFilter, ReadFiles, WriteChunk, check_counts
 from moe_exp.data.documents import JSONL_SUFFIXES, Tally, check_apart
-from moe_exp.data.execution import Execution, Pass
-from moe_exp.data.slurm_jobs import check_no_jobs
 from moe_exp.data.stage import Stage, fingerprint, run_stage
 from moe_exp.host.progress import progress_of
 

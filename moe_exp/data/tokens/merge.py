@@ -12,8 +12,8 @@ import numpy as np
 
 from moe_exp.config import problem
 from moe_exp.data.stage import check_free_disk, run_stage
-from moe_exp.data.token_parts import write_all
-from moe_exp.data.tokens import bin_idx_problem, bin_idx_tokens, read_index, write_index
+from moe_exp.data.tokens.parts import write_all
+from moe_exp.data.tokens.tokens import bin_idx_problem, bin_idx_tokens, read_index, write_index
 from moe_exp.host.progress import print_summary, progress
 
 _COPY_BYTES = 2**22

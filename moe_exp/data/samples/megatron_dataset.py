@@ -24,9 +24,9 @@ import numpy as np
 import torch
 from filelock import FileLock
 
-from moe_exp.data.dataset import Int64Array, Origin, fingerprint_of
-from moe_exp.data.token_files import TokenFiles, parse_split, part_tokens
-from moe_exp.data.tokens import parse_blend
+from moe_exp.data.samples.dataset import Int64Array, Origin, fingerprint_of
+from moe_exp.data.tokens.files import TokenFiles, parse_split, part_tokens
+from moe_exp.data.tokens.tokens import parse_blend
 
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder

@@ -13,8 +13,8 @@ from typing import Any
 
 import xxhash
 
-from moe_exp.data.blocks import DocumentBlocks, LineBlocks, write_all
 from moe_exp.data.documents import JSONL_SUFFIXES, Tally, estimate_line_bytes
+from moe_exp.data.shuffle.blocks import DocumentBlocks, LineBlocks, write_all
 from moe_exp.data.stage import Stage, check_free_disk, run_stage
 from moe_exp.host.files import write_json
 from moe_exp.host.progress import progress

@@ -21,10 +21,10 @@ import xxhash
 from moe_exp.config import problem
 from moe_exp.data.documents import Tally, read_lines, skip_or_raise, text_of
 from moe_exp.data.stage import run_stage
-from moe_exp.data.token_merge import merge_token_files
-from moe_exp.data.token_parts import PartCounts, PartSettings
-from moe_exp.data.tokenizer import special_token_reason
-from moe_exp.data.tokens import read_index
+from moe_exp.data.tokens.merge import merge_token_files
+from moe_exp.data.tokens.parts import PartCounts, PartSettings
+from moe_exp.data.tokens.tokenizer import special_token_reason
+from moe_exp.data.tokens.tokens import read_index
 from moe_exp.host.files import write_json
 from moe_exp.host.slurm_queue import job_environment
 

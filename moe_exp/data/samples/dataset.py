@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from moe_exp.data.token_files import Share, share_range
-from moe_exp.data.tokens import bin_idx_problem
+from moe_exp.data.tokens.files import Share, share_range
+from moe_exp.data.tokens.tokens import bin_idx_problem
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 

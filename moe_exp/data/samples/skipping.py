@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from moe_exp.data.dataset import Int64Array, Origin, Samples
+from moe_exp.data.samples.dataset import Int64Array, Origin, Samples
 
 Range = tuple[int, int]
 

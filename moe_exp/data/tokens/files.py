@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moe_exp.data.tokens import bin_idx_problem, read_index
+from moe_exp.data.tokens.tokens import bin_idx_problem, read_index
 
 Int64Array = npt.NDArray[np.int64]
 Share = tuple[float, float]

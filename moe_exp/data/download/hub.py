@@ -23,9 +23,9 @@ from typing import Any
 
 import xxhash
 
-from moe_exp.data.hub_errors import check_online, endpoint, explained, patiently
-from moe_exp.data.hub_progress import silent_bar, watch
-from moe_exp.data.sources import DATA_SUFFIXES, Source, chosen_files, local_files
+from moe_exp.data.download.hub_errors import check_online, endpoint, explained, patiently
+from moe_exp.data.download.hub_progress import silent_bar, watch
+from moe_exp.data.download.sources import DATA_SUFFIXES, Source, chosen_files, local_files
 from moe_exp.data.stage import RUNNING, Stage, check_free_disk, read_json, run_stage
 from moe_exp.host.files import write_json
 from moe_exp.host.progress import print_summary, progress

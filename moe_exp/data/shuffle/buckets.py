@@ -22,8 +22,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from moe_exp.data.blocks import DIGEST_BYTES, DocumentBlocks, Documents, sum_digests, write_all
 from moe_exp.data.documents import Tally
+from moe_exp.data.shuffle.blocks import DIGEST_BYTES, DocumentBlocks, Documents, sum_digests, write_all
 
 RECORD = np.dtype([("key", "<u8"), ("choice", "<u8"), ("num_bytes", "<u8")])
 # Of memory per document while a piece is dealt: its record, three places, its part of the sort, and a slice of the buffer now and then.

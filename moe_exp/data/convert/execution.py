@@ -56,7 +56,7 @@ class Execution:
 
 @dataclass(frozen=True)
 class Pass:
-    """One pipeline over all tasks; its steps are those of `moe_exp.data.datatrove_steps`."""
+    """One pipeline over all tasks; its steps are those of `moe_exp.data.convert.steps`."""
 
     pipeline: Sequence[Any]
     num_tasks: int

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from moe_exp.data.documents import JSONL_SUFFIXES, Tally, is_validation_file
-from moe_exp.data.hashes import Hashes, difference
-from moe_exp.data.inspection import BLOCK_TOKENS, documents_with_progress, jsonl_files, token_blocks
-from moe_exp.data.token_files import TokenFiles
-from moe_exp.data.tokens import bin_idx_problem
+from moe_exp.data.inspect.hashes import Hashes, difference
+from moe_exp.data.inspect.inspection import BLOCK_TOKENS, documents_with_progress, jsonl_files, token_blocks
+from moe_exp.data.tokens.files import TokenFiles
+from moe_exp.data.tokens.tokens import bin_idx_problem
 from moe_exp.host.files import file_hash
 from moe_exp.host.progress import progress
 

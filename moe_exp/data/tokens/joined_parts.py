@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from moe_exp.data.token_parts import Part, PartCounts, PartSettings, write_all
-from moe_exp.data.tokens import write_index
+from moe_exp.data.tokens.parts import Part, PartCounts, PartSettings, write_all
+from moe_exp.data.tokens.tokens import write_index
 from moe_exp.host.files import write_json
 
 _COPY_BYTES = 2**22

@@ -20,9 +20,9 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from moe_exp.data.documents import JSONL_SUFFIXES, Tally, read_documents
-from moe_exp.data.hashes import Hashes
-from moe_exp.data.token_files import Int64Array, TokenFiles
-from moe_exp.data.tokens import tokenizer_vocab_size
+from moe_exp.data.inspect.hashes import Hashes
+from moe_exp.data.tokens.files import Int64Array, TokenFiles
+from moe_exp.data.tokens.tokens import tokenizer_vocab_size
 from moe_exp.host.progress import print_summary, progress, table_console
 
 BLOCK_TOKENS = 2**22

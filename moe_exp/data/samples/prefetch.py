@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from moe_exp.config import PREFETCHED_MICROBATCHES
-from moe_exp.data.dataset import Int64Array, Origin, Samples
+from moe_exp.data.samples.dataset import Int64Array, Origin, Samples
 
 
 def microbatch_start(consumed_samples: int, index: int, *, mbsz: int, dp_rank: int, dp_size: int) -> int:

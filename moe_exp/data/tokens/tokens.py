@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moe_exp.data.tokenizer import tokenizer_vocab_size
+from moe_exp.data.tokens.tokenizer import tokenizer_vocab_size
 
 __all__ = [
     "EOD_ID",

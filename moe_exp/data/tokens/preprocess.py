@@ -24,18 +24,10 @@ from typing import Any
 
 from moe_exp.config import problem
 from moe_exp.data.documents import JSONL_SUFFIXES, Tally, is_validation_file, jsonl_files_in, text_of
-from moe_exp.data.encoders import BACKENDS, ONE_THREAD, Encoders, Probe, one_thread, probe_backend
-from moe_exp.data.joined_parts import JoinedParts
 from moe_exp.data.stage import Stage, check_free_disk, run_stage
-from moe_exp.data.token_parts import (
-    Part,
-    PartEncoder,
-    PartSettings,
-    default_part_bytes,
-    is_complete,
-    part_lines,
-    plan_parts,
-)
+from moe_exp.data.tokens.encoders import BACKENDS, ONE_THREAD, Encoders, Probe, one_thread, probe_backend
+from moe_exp.data.tokens.joined_parts import JoinedParts
+from moe_exp.data.tokens.parts import Part, PartEncoder, PartSettings, default_part_bytes, is_complete, part_lines, plan_parts
 from moe_exp.host.files import write_json
 from moe_exp.host.progress import print_summary, progress
 

@@ -12,9 +12,9 @@ from fractions import Fraction
 from typing import Any
 
 from moe_exp.config import Config, problem
-from moe_exp.data.token_files import parse_split
-from moe_exp.data.tokenizer import tokenizer_fingerprint
-from moe_exp.data.tokens import parse_blend
+from moe_exp.data.tokens.files import parse_split
+from moe_exp.data.tokens.tokenizer import tokenizer_fingerprint
+from moe_exp.data.tokens.tokens import parse_blend
 
 
 @dataclass(frozen=True)

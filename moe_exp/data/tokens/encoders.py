@@ -22,7 +22,7 @@ import numpy.typing as npt
 import orjson
 
 from moe_exp.config import problem
-from moe_exp.data.tokenizer import TextTokenizer
+from moe_exp.data.tokens.tokenizer import TextTokenizer
 
 BACKENDS = ("auto", "gigatoken", "tokenizers")
 

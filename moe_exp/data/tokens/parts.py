@@ -16,9 +16,9 @@ import xxhash
 
 from moe_exp.config import problem
 from moe_exp.data.documents import BLANK_LINE, EMPTY_TEXT, BadDocument, Tally, read_lines, text_of
-from moe_exp.data.encoders import CheckedGigatoken, Encoded, Encoders, find_differences
-from moe_exp.data.tokenizer import TextTokenizer, special_token_reason
-from moe_exp.data.tokens import TokenDtype, token_dtype
+from moe_exp.data.tokens.encoders import CheckedGigatoken, Encoded, Encoders, find_differences
+from moe_exp.data.tokens.tokenizer import TextTokenizer, special_token_reason
+from moe_exp.data.tokens.tokens import TokenDtype, token_dtype
 from moe_exp.host.files import write_json
 
 LARGEST_PART_BYTES, SMALLEST_PART_BYTES, NUM_PARTS = 2**26, 2**22, 256

@@ -1,0 +1,1 @@
+"""Downloaded files to JSONL chunks, by datatrove."""

@@ -1,0 +1,1 @@
+"""Datasets of the hub, and where documents come from."""

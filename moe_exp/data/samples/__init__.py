@@ -1,0 +1,1 @@
+"""Token files to training samples; the only part of `data` with torch."""

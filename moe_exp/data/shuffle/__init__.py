@@ -1,0 +1,1 @@
+"""JSONL files in random order, and merged."""

@@ -1,0 +1,1 @@
+"""Documents to Megatron's .bin/.idx token files."""
