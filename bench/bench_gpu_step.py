@@ -43,7 +43,7 @@ from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.engine import model as our_model
 from moe_exp.engine.runtime import Runtime, start_alone, stop
 from moe_exp.host import megatron_cpu
-from moe_exp.layers.grouped_gemm import choose_backend
+from moe_exp.layers.experts.grouped_gemm import choose_backend
 from moe_exp.planner.flops import flops_per_iteration
 from moe_exp.planner.params import count_parameters
 from moe_exp.training import samples as training_data

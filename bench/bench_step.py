@@ -36,9 +36,9 @@ from moe_exp.engine.model import build_model
 from moe_exp.engine.optim import BatchSchedule, build_optimizer, build_scheduler
 from moe_exp.engine.optimizers import Adam
 from moe_exp.engine.runtime import Runtime, start, stop
-from moe_exp.layers.attention import CausalAttention
 from moe_exp.layers.dispatcher import LocalDispatcher
 from moe_exp.layers.experts import Experts
+from moe_exp.layers.megatron.attention import CausalAttention
 from moe_exp.layers.moe_layer import MoELayer
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.training import samples

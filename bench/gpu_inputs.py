@@ -9,7 +9,7 @@ import torch
 from gpu_floors import Shape
 from torch import Tensor, nn
 
-from moe_exp.layers.assignment import zipf_experts
+from moe_exp.layers.router.assignment import zipf_experts
 
 ROUTINGS = ("balanced", "zipf")
 # Relative norms. The reference is exact, so what is allowed is the rounding of operands and of results to the dtype.

@@ -1,7 +1,7 @@
 """Whose MoE layers `bench_gpu_layer.py` compares, ours among them: from weights to a function of tokens and routing.
 
 What is called was read in the sources of the packages: transformers 5.23, liger-kernel 0.8.5, sonic-moe 0.1.2.post1, scattermoe's main
-branch, Transformer Engine 2.x; grouped_gemm is called as EXPERT_BACKEND calls it (`moe_exp.layers.gemm_packages`). Each has the
+branch, Transformer Engine 2.x; grouped_gemm is called as EXPERT_BACKEND calls it (`moe_exp.layers.experts.gemm_packages`). Each has the
 parameters that it would have in its own model: those of Transformer Engine are one per expert, of three products gate and up apart.
 """
 
@@ -22,7 +22,7 @@ from torch.nn.functional import silu
 from moe_exp.layers.capacity import count_per_expert
 from moe_exp.layers.dispatcher import Dispatched, DispatchRecord, LocalDispatcher
 from moe_exp.layers.experts import Experts
-from moe_exp.layers.grouped_gemm import BACKENDS, GroupedGemm, choose_backend
+from moe_exp.layers.experts.grouped_gemm import BACKENDS, GroupedGemm, choose_backend
 from moe_exp.layers.moe_layer import MoELayer, MoESettings
 from moe_exp.layers.router import Router, RouterConfig, RoutingDecision
 

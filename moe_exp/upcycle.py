@@ -33,7 +33,7 @@ from moe_exp.checkpoint.torch_dist import read_common
 from moe_exp.config import Config
 from moe_exp.engine.model import moe_layers
 from moe_exp.engine.runtime import Runtime
-from moe_exp.layers.megatron_parts import MegatronExperts
+from moe_exp.layers.megatron.moe_parts import MegatronExperts
 from moe_exp.runs.dense_run import dense_checkpoint, dense_problems
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory

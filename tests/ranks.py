@@ -31,7 +31,7 @@ from moe_exp.host.processes import free_port as free_port
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 _PROCESSES = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload(
-    ["torch", "torch.distributed", "pytest", "hypothesis", "moe_exp.layers.moe_layer", "moe_exp.layers.attention", "moe_exp.train"]
+    ["torch", "torch.distributed", "pytest", "hypothesis", "moe_exp.layers.moe_layer", "moe_exp.layers.megatron.attention", "moe_exp.train"]
 )
 
 

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_exp.layers.collectives import AllToAll, exchange_rows
+from moe_exp.layers.dispatcher.collectives import AllToAll, exchange_rows
 
 WIDTH = 256
 Route = list[list[int]]  # rows from rank i (outer) to rank j
@@ -179,7 +179,7 @@ BROKEN = """
 import sys
 sys.path.insert(0, {folder!r})
 import test_all_to_all
-from moe_exp.layers.collectives import AllToAll
+from moe_exp.layers.dispatcher.collectives import AllToAll
 calls, launch = [], AllToAll._launch
 def launch_wrongly(self, x, group):
     calls.append(0)

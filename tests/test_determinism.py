@@ -19,7 +19,7 @@ from moe_exp.engine.backends import backends_of
 from moe_exp.engine.model import build_model
 from moe_exp.launch.machine_checks import check_machine
 from moe_exp.launch.torchrun_job import child_environment
-from moe_exp.layers.attention import CausalAttention
+from moe_exp.layers.megatron.attention import CausalAttention
 from ranks import free_port, run_on_ranks
 
 MODELS = {

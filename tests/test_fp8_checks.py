@@ -12,7 +12,7 @@ from moe_exp.config.checks.fp8 import SIZE_MULTIPLES
 from moe_exp.engine.model import transformer_config
 from moe_exp.launch import machine_checks
 from moe_exp.launch.machine_checks import check_machine
-from moe_exp.layers.fp8 import RECIPES
+from moe_exp.layers.experts.fp8 import RECIPES
 
 GOOD = {"preset": "reference", "gpus_per_node": "1", "mbsz": "8", "gbsz": "8", "fp8": "hybrid", "expert_backend": "te"}
 

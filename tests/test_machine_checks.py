@@ -15,7 +15,7 @@ from moe_exp.config import Config, load_config, to_yaml
 from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.host import devices
 from moe_exp.launch.machine_checks import EXPERT_PACKAGES, OLDEST_GPU, bitsandbytes_problem, check_environment, check_files, check_machine
-from moe_exp.layers.gemm_packages import PACKAGES
+from moe_exp.layers.experts.gemm_packages import PACKAGES
 from moe_exp.layers.kernels import launch
 from moe_exp.runs.run_folder import RunFolder
 

@@ -4,7 +4,7 @@ Megatron writes one model in several ways, which are all read here, by what is i
 
 - Layers. `decoder.layers.X` with a layer axis before those of the tensor where all layers are alike; `decoder.layers.<layer>.X`
   where some are dense and some MoE, and always with `singleton_local_shards`, which Megatron-LM's script sets.
-- Experts and gated projections: see `moe_exp.layers.sharding`.
+- Experts and gated projections: see `moe_exp.layers.megatron.sharding`.
 - The norm before an MoE. `pre_mlp_layernorm.weight` by the Transformer Engine spec and by us, `mlp.linear_fc1.layer_norm_weight`
   by Megatron's local spec. That of a dense MLP is `mlp.linear_fc1.layer_norm_weight` everywhere.
 """

@@ -271,7 +271,7 @@ def _families(tensors: Mapping[str, LogicalTensor]) -> Iterator[_Family]:
 
 def _split_axis(family: _Family) -> int | None:
     if family.is_expert and family.base.endswith("linear_fc2.bias"):
-        return 0  # as moe_exp.layers.sharding and Megatron's experts do
+        return 0  # as moe_exp.layers.megatron.sharding and Megatron's experts do
     if family.base.endswith(_COLUMN_PARALLEL):
         return 0
     return 1 if family.base.endswith(_ROW_PARALLEL) else None

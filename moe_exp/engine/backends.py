@@ -6,14 +6,14 @@ from moe_exp.config import Config
 from moe_exp.engine.model import DTYPES, moe_options, transformer_config, use_te
 from moe_exp.engine.optim import choose_optimizer
 from moe_exp.engine.runtime import choose_communication
-from moe_exp.layers.attention import choose_attention
-from moe_exp.layers.grouped_gemm import choose_backend
+from moe_exp.layers.experts.grouped_gemm import choose_backend
 from moe_exp.layers.kernels.choice import choose_routing
-from moe_exp.layers.megatron_parts import balancing_losses, router_config
+from moe_exp.layers.megatron.attention import choose_attention
+from moe_exp.layers.megatron.moe_parts import balancing_losses, router_config
+from moe_exp.layers.megatron.norm import choose_norm
+from moe_exp.layers.megatron.token_loss import choose_cross_entropy
 from moe_exp.layers.moe_layer import needs_scores
-from moe_exp.layers.norm import choose_norm
 from moe_exp.layers.router import kernel_problem
-from moe_exp.layers.token_loss import choose_cross_entropy
 
 
 def backends_of(config: Config, device_type: str) -> dict[str, tuple[str, str]]:

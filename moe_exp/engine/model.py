@@ -12,8 +12,8 @@ from moe_exp.engine.initial_weights import initialize_weights
 from moe_exp.engine.runtime import Runtime
 from moe_exp.layers.experts import ACTIVATIONS
 from moe_exp.layers.kernels.choice import set_routing_kernels
+from moe_exp.layers.megatron.token_loss import choose_cross_entropy, token_losses
 from moe_exp.layers.spec import MegatronMoELayer, decoder_spec
-from moe_exp.layers.token_loss import choose_cross_entropy, token_losses
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
@@ -275,7 +275,7 @@ def moe_layers(chunks: list[nn.Module]) -> Iterator[tuple[int, MegatronMoELayer]
 
 
 class GPTModelWithOwnLoss(GPTModel):
-    """Megatron's GPTModel with the cross entropy of layers/token_loss.py (CROSS_ENTROPY=triton); names of weights are Megatron's, too."""
+    """Megatron's GPTModel with the cross entropy of layers/megatron/token_loss.py (CROSS_ENTROPY=triton); names of weights are Megatron's, too."""
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Labels [B, S] and this rank's logits [S, B, V] to the loss of each token, [B, S] in fp32."""

@@ -147,7 +147,7 @@ def _packages(c: Config) -> Iterator[str]:
         yield problem("wandb_project", c.wandb_project, "wandb is not installed", "pip install wandb, or set WANDB_MODE=disabled")
 
 
-# EXPERT_BACKEND to the modules it imports and how to install them. Without torch here, so apart from layers/gemm_packages.py.
+# EXPERT_BACKEND to the modules it imports and how to install them. Without torch here, so apart from layers/experts/gemm_packages.py.
 EXPERT_PACKAGES = {
     "grouped_gemm": (("grouped_gemm",), "pip install --no-build-isolation nv-grouped-gemm"),
     "te": (("transformer_engine",), "pip install --no-build-isolation transformer-engine[pytorch]"),

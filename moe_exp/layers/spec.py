@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from moe_exp.layers.attention import CausalAttention
-from moe_exp.layers.attention_parts import LatentAttention, ProjectionNormAttention, latent_attention_spec
-from moe_exp.layers.grouped_gemm import choose_backend
-from moe_exp.layers.megatron_parts import MegatronExperts, MegatronMoELayer, MegatronRouter, device_of_model
-from moe_exp.layers.norm import Norm
+from moe_exp.layers.experts.grouped_gemm import choose_backend
+from moe_exp.layers.megatron.attention import CausalAttention
+from moe_exp.layers.megatron.attention_parts import LatentAttention, ProjectionNormAttention, latent_attention_spec
+from moe_exp.layers.megatron.moe_parts import MegatronExperts, MegatronMoELayer, MegatronRouter, device_of_model
+from moe_exp.layers.megatron.norm import Norm
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec

@@ -23,7 +23,7 @@ from moe_exp.watch.hang_requests import Answer, latest_request, read_answers
 from moe_exp.watch.stacks_files import MAIN, Frame, RankDump, read_dumps
 
 _IN_TORCH = ("torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py", "torch/distributed/_functional_collectives.py")
-_COLLECTIVE_CODE = (*_IN_TORCH, "moe_exp/layers/collectives.py", "moe_exp/host/gloo.py", "p2p_communication.py")
+_COLLECTIVE_CODE = (*_IN_TORCH, "moe_exp/layers/dispatcher/collectives.py", "moe_exp/host/gloo.py", "p2p_communication.py")
 # What a host of a GPU waits in: the kernels and collectives that it has launched.
 _DEVICE_WAITS = (".item()", ".tolist()", ".cpu()", "synchronize(")
 _NATIVE_WAITS = ("c10d::", "gloo::", "nccl", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_moe import identity_router, random
 
-from moe_exp.layers.assignment import best_experts, sinkhorn
+from moe_exp.layers.router.assignment import best_experts, sinkhorn
 from ranks import run_on_ranks
 
 # By how much ten tokens prefer expert 0 to expert 1: all do, and symmetrically around 5, which the balance therefore takes off.

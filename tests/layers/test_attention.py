@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from tiny_moe import random
 
-from moe_exp.layers.attention import CausalAttention, choose_attention
+from moe_exp.layers.megatron.attention import CausalAttention, choose_attention
 from ranks import run_on_ranks
 
 ONE_RANK = SimpleNamespace(size=lambda: 1, rank=lambda: 0)

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from moe_exp.layers.attention_parts import latent_attention_spec
-from moe_exp.layers.norm import Norm
+from moe_exp.layers.megatron.attention_parts import latent_attention_spec
+from moe_exp.layers.megatron.norm import Norm
 
 
 @pytest.mark.parametrize(("ranks", "sequence_parallel"), [(1, False), (2, True)])

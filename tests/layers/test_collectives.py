@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tiny_moe import random
 from torch.utils.checkpoint import checkpoint
 
-from moe_exp.layers.collectives import AllToAll, Arrival, GatherRows, ScatterSumRows, arrive, depart, exchange_rows
+from moe_exp.layers.dispatcher.collectives import AllToAll, Arrival, GatherRows, ScatterSumRows, arrive, depart, exchange_rows
 from ranks import run_on_ranks
 
 # Rows from rank i (row) to rank j (column).

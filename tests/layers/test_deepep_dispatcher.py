@@ -8,10 +8,9 @@ import torch
 import torch.distributed as dist
 from tiny_moe import random
 
-from moe_exp.layers import deepep_dispatcher
 from moe_exp.layers.capacity import count_per_expert
-from moe_exp.layers.deepep_dispatcher import DeepEPDispatcher, check_deepep, check_rows, received_order, sent_experts
-from moe_exp.layers.dispatcher import AllToAllDispatcher
+from moe_exp.layers.dispatcher import AllToAllDispatcher, deepep
+from moe_exp.layers.dispatcher.deepep import DeepEPDispatcher, check_deepep, check_rows, received_order, sent_experts
 from moe_exp.layers.router import RoutingDecision
 from ranks import run_on_ranks
 
@@ -168,9 +167,9 @@ class GlooBuffer:
 def around_a_buffer(num_experts: int):
     """The dispatcher as it is but for its buffer, against AllToAllDispatcher."""
     rank, buffer = dist.get_rank(), GlooBuffer()
-    deepep_dispatcher.check_deepep = lambda **_: None
-    deepep_dispatcher.check_rows = lambda _: None
-    deepep_dispatcher.shared_buffer = lambda *_: buffer
+    deepep.check_deepep = lambda **_: None
+    deepep.check_rows = lambda _: None
+    deepep.shared_buffer = lambda *_: buffer
     groups = {"ep_group": dist.group.WORLD, "etp_group": None}
     for num_tokens in (9, 0 if rank == 1 else 4):
         for rows_per_expert in (None, 9):

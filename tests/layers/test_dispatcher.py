@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from tiny_moe import EXPERTS, HIDDEN, pushed_tokens, random, tiny_layer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_exp.layers.allgather_dispatcher import AllGatherDispatcher
 from moe_exp.layers.capacity import count_per_expert
-from moe_exp.layers.collectives import AllToAll, GatherRows, ScatterSumRows
 from moe_exp.layers.dispatcher import AllToAllDispatcher, Dispatcher, LocalDispatcher
+from moe_exp.layers.dispatcher.allgather import AllGatherDispatcher
+from moe_exp.layers.dispatcher.collectives import AllToAll, GatherRows, ScatterSumRows
 from moe_exp.layers.router import RoutingDecision
 from ranks import run_on_ranks
 

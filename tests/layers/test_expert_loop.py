@@ -9,9 +9,9 @@ from tiny_moe import random
 from moe_exp.layers.activations import ACTIVATIONS, WeightedActivation
 from moe_exp.layers.capacity import keep_most_probable
 from moe_exp.layers.dispatcher import LocalDispatcher
-from moe_exp.layers.expert_loop import ExpertWeights, expert_loop
+from moe_exp.layers.dispatcher.row_order import RowOrder
+from moe_exp.layers.experts.loop import ExpertWeights, expert_loop
 from moe_exp.layers.router import RoutingDecision
-from moe_exp.layers.row_order import RowOrder
 
 SPLITS = [(3, 1, 7, 5), (0, 4, 0, 9), (5, 0, 0, 0), (0, 0, 0, 2), (0, 0, 0, 0), (1, 1, 1, 1)]
 HIDDEN, FFN = 6, 4

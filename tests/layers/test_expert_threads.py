@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from moe_exp.layers.expert_threads import _is_balanced, for_each_expert
+from moe_exp.layers.experts.threads import _is_balanced, for_each_expert
 
 
 @pytest.fixture(params=[1, 2, 3])

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from moe_exp.layers.dispatcher import Dispatched, DispatchRecord
+from moe_exp.layers.dispatcher.row_order import RowOrder
 from moe_exp.layers.experts import ACTIVATIONS, Experts, squared_relu
-from moe_exp.layers.row_order import RowOrder
 from ranks import run_on_ranks
 
 

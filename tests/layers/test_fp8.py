@@ -11,9 +11,9 @@ import torch
 from test_gemm_packages import GroupedLinear
 from test_grouped_gemm import SPLITS, assert_relative, inputs, reference
 
-from moe_exp.layers import fp8, gemm_packages
-from moe_exp.layers.fp8 import RECIPES, check_fp8, pad_rows, padded_splits, unpad_rows
-from moe_exp.layers.grouped_gemm import BACKENDS
+from moe_exp.layers.experts import fp8, gemm_packages
+from moe_exp.layers.experts.fp8 import RECIPES, check_fp8, pad_rows, padded_splits, unpad_rows
+from moe_exp.layers.experts.grouped_gemm import BACKENDS
 
 
 @pytest.fixture

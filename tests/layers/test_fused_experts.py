@@ -13,12 +13,11 @@ from tiny_moe import HIDDEN, cut, pushed_tokens, random, tiny_layer
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from moe_exp.layers import fused_experts
 from moe_exp.layers.activations import ACTIVATIONS
 from moe_exp.layers.dispatcher import Dispatched, DispatchRecord, LocalDispatcher, sort_slots
-from moe_exp.layers.expert_loop import ExpertWeights, expert_loop
-from moe_exp.layers.experts import Experts
-from moe_exp.layers.fused_experts import experts_of_rows, experts_of_tokens
+from moe_exp.layers.experts import Experts, fused
+from moe_exp.layers.experts.fused import experts_of_rows, experts_of_tokens
+from moe_exp.layers.experts.loop import ExpertWeights, expert_loop
 from moe_exp.layers.kernels import launch
 from moe_exp.layers.router import RoutingDecision
 from ranks import run_on_ranks
@@ -191,14 +190,14 @@ def test_router_weights_with_strides():
 @pytest.fixture
 def kept_rows(monkeypatch):
     """Rows of the pre-activation that every forward pass wrote."""
-    up_projection, found = fused_experts.up_projection, []
+    up_projection, found = fused.up_projection, []
 
     def record(*args, **kwargs):
         hidden_RW, active_RF = up_projection(*args, **kwargs)
         found.append(hidden_RW.size(0))
         return hidden_RW, active_RF
 
-    monkeypatch.setattr(fused_experts, "up_projection", record)
+    monkeypatch.setattr(fused, "up_projection", record)
     return found
 
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 from test_grouped_gemm import SPLITS, assert_relative, inputs, reference
 
-from moe_exp.layers import gemm_packages
-from moe_exp.layers.gemm_packages import PACKAGES, check_package
-from moe_exp.layers.grouped_gemm import BACKENDS, choose_backend
+from moe_exp.layers.experts import gemm_packages
+from moe_exp.layers.experts.gemm_packages import PACKAGES, check_package
+from moe_exp.layers.experts.grouped_gemm import BACKENDS, choose_backend
 from moe_exp.layers.kernels import launch
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_exp.layers.grouped_gemm import BACKENDS, choose_backend, loop_backend
+from moe_exp.layers.experts.grouped_gemm import BACKENDS, choose_backend, loop_backend
 from moe_exp.layers.kernels import launch
 
 # Rows per expert; empty experts first, in the middle, last, and nothing at all.

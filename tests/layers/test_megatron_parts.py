@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from moe_exp.layers.losses import AuxLoss
-from moe_exp.layers.megatron_parts import MegatronMoELayer, balancing_losses, check_parallel_sizes, router_config
+from moe_exp.layers.megatron.moe_parts import MegatronMoELayer, balancing_losses, check_parallel_sizes, router_config
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from tiny_moe import random
 
-from moe_exp.layers.norm import Norm, ProjectionNorm, choose_norm
+from moe_exp.layers.megatron.norm import Norm, ProjectionNorm, choose_norm
 from ranks import run_on_ranks
 
 

@@ -6,7 +6,7 @@ from tiny_moe import HIDDEN, random, tiny_layer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from moe_exp.layers.replay import record_routing, replay_routing
+from moe_exp.layers.router.replay import record_routing, replay_routing
 
 
 class Two(nn.Module):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny_moe import random
 
-from moe_exp.layers.row_order import RowOrder, pad_by_expert, regroup_chunks, sort_by_expert
+from moe_exp.layers.dispatcher.row_order import RowOrder, pad_by_expert, regroup_chunks, sort_by_expert
 
 # Ten tokens, two slots each: slot 2t and 2t+1 are those of token t. Expert 2 of 4 gets nothing.
 HAND_TK = torch.tensor([[3, 0], [0, 1], [1, 3], [0, 3], [3, 1], [1, 0], [3, 0], [0, 1], [0, 3], [1, 0]])

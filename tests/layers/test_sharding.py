@@ -91,7 +91,7 @@ def exchange(
 ) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
     """On one rank: Megatron writes and ours reads, then the other way round; keys and global shapes of both checkpoints."""
     groups = _start(ep, etp)
-    from moe_exp.layers.sharding import ExpertPlace, shard_experts
+    from moe_exp.layers.megatron.sharding import ExpertPlace, shard_experts
 
     from megatron.core import dist_checkpointing
 
@@ -155,7 +155,7 @@ def test_shards_follow_the_key_that_the_optimizer_gives(gated, singleton):
     """Megatron's optimizer replaces key and data of a parameter's shards by those of its moments."""
     from dataclasses import replace
 
-    from moe_exp.layers.sharding import ExpertPlace, shard_experts
+    from moe_exp.layers.megatron.sharding import ExpertPlace, shard_experts
 
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_exp.layers.allgather_dispatcher import AllGatherDispatcher
 from moe_exp.layers.dispatcher import AllToAllDispatcher
+from moe_exp.layers.dispatcher.allgather import AllGatherDispatcher
 from moe_exp.layers.experts import Experts
 from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.moe_layer import MoELayer, MoESettings

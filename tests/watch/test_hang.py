@@ -22,7 +22,7 @@ from moe_exp import heartbeat
 from moe_exp.config import Config, load_config
 from moe_exp.heartbeat import read_beats
 from moe_exp.host.exit_codes import HEARTBEATS
-from moe_exp.layers.collectives import AllToAll, exchange_rows
+from moe_exp.layers.dispatcher.collectives import AllToAll, exchange_rows
 from moe_exp.runs.records import read_metrics
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.watch import hang_dump, stacks_command
@@ -288,7 +288,7 @@ def _sleep_until_released(local: str) -> None:
 @pytest.mark.parametrize(
     ("where", "phase", "told"),
     [
-        ("all_to_all", "forward_backward", "inside of _OneByOne.launch (moe_exp/layers/collectives.py:"),
+        ("all_to_all", "forward_backward", "inside of _OneByOne.launch (moe_exp/layers/dispatcher/collectives.py:"),
         ("data", "data", "outside of any collective"),
     ],
 )

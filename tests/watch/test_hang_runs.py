@@ -34,7 +34,7 @@ if os.environ.get("RANK") == "2":
         return before(self, *arguments)
     {function} = sleepy
 """
-IN_ALL_TO_ALL = {"imports": "from moe_exp.layers.collectives import AllToAll", "function": "AllToAll._launch", "calls": 200}
+IN_ALL_TO_ALL = {"imports": "from moe_exp.layers.dispatcher.collectives import AllToAll", "function": "AllToAll._launch", "calls": 200}
 IN_DATA = {"imports": "from moe_exp.data.samples.dataset import SampleStream", "function": "SampleStream.batch", "calls": 10}
 
 
@@ -55,7 +55,7 @@ def the_hang(run: EndedRun) -> dict[str, object]:
 
 @pytest.mark.parametrize(
     ("where", "told"),
-    [(IN_ALL_TO_ALL, "launch (moe_exp/layers/collectives.py:"), (IN_DATA, "outside of any collective")],
+    [(IN_ALL_TO_ALL, "launch (moe_exp/layers/dispatcher/collectives.py:"), (IN_DATA, "outside of any collective")],
     ids=["all-to-all", "data"],
 )
 def test_rank_that_sleeps_is_named(where, told, runs: Runs, tmp_path):

@@ -43,7 +43,7 @@ NATIVE = f"""Thread 25356 (idle): "MainThread"
 """
 
 REDUCE = Frame("all_reduce", f"{SITE}/torch/distributed/distributed_c10d.py", 3252)
-WAIT = Frame("AllToAll._launch.<locals>.wait", "moe_exp/layers/collectives.py", 92)
+WAIT = Frame("AllToAll._launch.<locals>.wait", "moe_exp/layers/dispatcher/collectives.py", 92)
 STEP = Frame("train_step", "moe_exp/train.py", 250)
 READ = Frame("SampleStream.batch", "moe_exp/data/samples/dataset.py", 80)
 BACKWARD = Frame("_engine_run_backward", f"{SITE}/torch/autograd/graph.py", 800)
@@ -155,7 +155,7 @@ def test_rank_outside_of_a_collective_is_named():
 def test_rank_inside_of_a_collective_that_does_not_wait_is_named():
     asleep = rank(1, Frame("sleepy", "/tmp/patch.py", 9), replace(WAIT, name="AllToAll._launch", line=85), STEP)
     found = apart([rank(0, WAIT, source="work.wait()"), asleep])
-    inside = "inside of AllToAll._launch (moe_exp/layers/collectives.py:85)"
+    inside = "inside of AllToAll._launch (moe_exp/layers/dispatcher/collectives.py:85)"
     assert found == {1: f"is in sleepy (patch.py:9), {inside}, but does not wait for others"}
 
 

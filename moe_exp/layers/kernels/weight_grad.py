@@ -9,9 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_exp.layers.kernels.column_chunks import column_chunks
 from moe_exp.layers.kernels.launch import cdiv, compilable, contiguous, dot_constants, jit, power_of_2, rows_class, runs_kernel, tl, tuned
-from moe_exp.layers.kernels.tiles import dot, in_groups
+from moe_exp.layers.kernels.tiles import column_chunks, dot, in_groups
 
 # Predicted, not measured; see docs/performance.md. The first one is for deterministic algorithms.
 CONFIGS = [

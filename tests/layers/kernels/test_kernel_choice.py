@@ -9,10 +9,10 @@ import pytest
 import torch
 from kernel_device import DEVICE, needs_kernels
 
+from moe_exp.layers.dispatcher.row_order import sort_by_expert
 from moe_exp.layers.kernels import choice
 from moe_exp.layers.kernels.choice import choose_routing, interpreted_kernels, set_routing_kernels, takes_kernels
 from moe_exp.layers.router import Router, RouterConfig, kernel_problem
-from moe_exp.layers.row_order import sort_by_expert
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from moe_exp.layers.kernels.cross_entropy import (
     cross_entropy_statistics,
     cross_entropy_statistics_torch,
 )
-from moe_exp.layers.token_loss import choose_cross_entropy, token_losses
+from moe_exp.layers.megatron.token_loss import choose_cross_entropy, token_losses
 from ranks import run_on_ranks
 from relative_error import relative_error
 

@@ -5,9 +5,9 @@ import torch
 from kernel_device import DEVICE, at_real_size, needs_kernels, poisoned  # noqa: F401
 
 from moe_exp.layers.capacity import keep_first, keep_full_tiles, keep_most_probable
+from moe_exp.layers.dispatcher.row_order import pad_by_expert
 from moe_exp.layers.kernels.choice import interpreted_kernels
 from moe_exp.layers.kernels.drops import keep_within, keep_within_torch, padded_order, padded_order_torch
-from moe_exp.layers.row_order import pad_by_expert
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("poisoned")]
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from moe_exp.layers.activations import ACTIVATIONS
-from moe_exp.layers.expert_loop import ExpertWeights, expert_loop
+from moe_exp.layers.dispatcher.row_order import sort_by_expert
+from moe_exp.layers.experts.loop import ExpertWeights, expert_loop
 from moe_exp.layers.kernels import grouped_matmul as down
 from moe_exp.layers.kernels import launch
 from moe_exp.layers.kernels import up_projection as up
-from moe_exp.layers.row_order import sort_by_expert
 from relative_error import relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -13,8 +13,8 @@ from moe_exp.layers.experts import Experts
 from moe_exp.layers.kernels.choice import interpreted_kernels
 from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.moe_layer import MoELayer, MoESettings
-from moe_exp.layers.replay import RoutingReplay
 from moe_exp.layers.router import Router, RouterConfig
+from moe_exp.layers.router.replay import RoutingReplay
 from relative_error import assert_equal_to
 
 pytestmark = needs_kernels

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_exp.host import gloo
-from moe_exp.layers.collectives import AllToAll, Departed, Exchange, GatherRows, arrive, depart, exchange_rows
+from moe_exp.layers.dispatcher.collectives import AllToAll, Departed, Exchange, GatherRows, arrive, depart, exchange_rows
+from moe_exp.layers.dispatcher.row_order import RowOrder, SortedSlots, pad_by_expert, regroup_chunks, sort_by_expert
 from moe_exp.layers.groups import group_size
 from moe_exp.layers.router import RoutingDecision
-from moe_exp.layers.row_order import RowOrder, SortedSlots, pad_by_expert, regroup_chunks, sort_by_expert
 
 
 @dataclass(frozen=True)

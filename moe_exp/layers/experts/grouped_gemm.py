@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_exp.layers.gemm_packages import PACKAGES, check_package, grouped_gemm_backend, megablocks_backend, te_backend
+from moe_exp.layers.experts.gemm_packages import PACKAGES, check_package, grouped_gemm_backend, megablocks_backend, te_backend
 from moe_exp.layers.kernels import launch
 
 GroupedGemm = Callable[[Tensor, Tensor, Tensor, Sequence[int] | None], Tensor]

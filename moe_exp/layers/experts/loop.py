@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from moe_exp.layers.activations import weighted_activation, weighted_activation_backward
-from moe_exp.layers.expert_threads import for_each_expert
-from moe_exp.layers.row_order import RowOrder, sum_slots
+from moe_exp.layers.dispatcher.row_order import RowOrder, sum_slots
+from moe_exp.layers.experts.threads import for_each_expert
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from moe_exp.layers.activations import ACTIVATIONS as ACTIVATIONS
 from moe_exp.layers.activations import WeightedActivation, weighted_activation
 from moe_exp.layers.activations import squared_relu as squared_relu
 from moe_exp.layers.dispatcher import Dispatched
-from moe_exp.layers.expert_loop import ExpertWeights, expert_loop
-from moe_exp.layers.fused_experts import experts_of_rows, experts_of_tokens
-from moe_exp.layers.gemm_packages import PACKAGES
-from moe_exp.layers.grouped_gemm import BACKENDS, BY_SPLITS, FUSED, fused_problem
-from moe_exp.layers.row_order import RowOrder
+from moe_exp.layers.dispatcher.row_order import RowOrder
+from moe_exp.layers.experts.fused import experts_of_rows, experts_of_tokens
+from moe_exp.layers.experts.gemm_packages import PACKAGES
+from moe_exp.layers.experts.grouped_gemm import BACKENDS, BY_SPLITS, FUSED, fused_problem
+from moe_exp.layers.experts.loop import ExpertWeights, expert_loop
 
 
 @dataclass(frozen=True)

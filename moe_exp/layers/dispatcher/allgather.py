@@ -14,10 +14,10 @@ from torch.distributed import ProcessGroup
 
 from moe_exp.host import gloo
 from moe_exp.layers.capacity import without_dropped
-from moe_exp.layers.collectives import Departed, Exchange, GatherRows, arrive, depart
-from moe_exp.layers.dispatcher import Dispatched, DispatchRecord, Pending, SpreadDispatcher, sort_slots
+from moe_exp.layers.dispatcher.collectives import Departed, Exchange, GatherRows, arrive, depart
+from moe_exp.layers.dispatcher.dispatcher import Dispatched, DispatchRecord, Pending, SpreadDispatcher, sort_slots
+from moe_exp.layers.dispatcher.row_order import RowOrder, SortedSlots, pad_by_expert, sort_by_expert
 from moe_exp.layers.router import RoutingDecision
-from moe_exp.layers.row_order import RowOrder, SortedSlots, pad_by_expert, sort_by_expert
 
 
 class AllGatherDispatcher(SpreadDispatcher):

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from moe_exp.layers.attention import CausalAttention
-from moe_exp.layers.norm import ProjectionNorm
+from moe_exp.layers.megatron.attention import CausalAttention
+from moe_exp.layers.megatron.norm import ProjectionNorm
 
 from megatron.core import tensor_parallel
 from megatron.core.post_training.modelopt.layers import Linear

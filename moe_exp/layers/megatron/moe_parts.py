@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_exp.layers.allgather_dispatcher import AllGatherDispatcher
-from moe_exp.layers.deepep_dispatcher import DeepEPDispatcher
 from moe_exp.layers.dispatcher import AllToAllDispatcher, Dispatcher, LocalDispatcher
+from moe_exp.layers.dispatcher.allgather import AllGatherDispatcher
+from moe_exp.layers.dispatcher.deepep import DeepEPDispatcher
 from moe_exp.layers.experts import ACTIVATIONS, Experts
-from moe_exp.layers.fp8 import check_fp8
+from moe_exp.layers.experts.fp8 import check_fp8
 from moe_exp.layers.losses import AuxLoss
+from moe_exp.layers.megatron.sharding import ExpertPlace, shard_experts
 from moe_exp.layers.moe_layer import MoELayer, MoESettings, MoEStatistics
 from moe_exp.layers.phase_marks import PhaseTimers
 from moe_exp.layers.router import Router, RouterConfig
-from moe_exp.layers.sharding import ExpertPlace, shard_experts
 
 from megatron.core import tensor_parallel
 from megatron.core.transformer.module import MegatronModule

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_exp.layers.collectives import Arrival, Departed, arrive, depart
-from moe_exp.layers.dispatcher import Dispatched, Dispatcher, DispatchRecord, Pending, experts_per_rank
+from moe_exp.layers.dispatcher.collectives import Arrival, Departed, arrive, depart
+from moe_exp.layers.dispatcher.dispatcher import Dispatched, Dispatcher, DispatchRecord, Pending, experts_per_rank
+from moe_exp.layers.dispatcher.row_order import RowOrder, pad_by_expert, sort_by_expert
 from moe_exp.layers.groups import group_size
 from moe_exp.layers.router import RoutingDecision
-from moe_exp.layers.row_order import RowOrder, pad_by_expert, sort_by_expert
 
 INSTALL = "pip install git+https://github.com/deepseek-ai/DeepEP@v1.2.1"
 # Group sizes that DeepEP has tuned configurations for; it refuses others.

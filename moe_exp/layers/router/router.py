@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moe_exp.layers.assignment import balanced_experts, best_experts, sinkhorn, zipf_experts
 from moe_exp.layers.capacity import count_per_expert, without_dropped
 from moe_exp.layers.groups import group_size, sum_over
 from moe_exp.layers.kernels.choice import takes_kernels
 from moe_exp.layers.kernels.topk import TopK, router_topk
 from moe_exp.layers.recompute import is_counted_forward
-from moe_exp.layers.replay import RoutingReplay
+from moe_exp.layers.router.assignment import balanced_experts, best_experts, sinkhorn, zipf_experts
+from moe_exp.layers.router.replay import RoutingReplay
 
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 ASSIGNMENTS = ("topk", "sinkhorn", "balanced", "zipf")

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.attention.bias import causal_lower_right
 
-from moe_exp.layers.collectives import gather_rows
-from moe_exp.layers.kv_cache import KeyValueCache
+from moe_exp.layers.dispatcher.collectives import gather_rows
+from moe_exp.layers.megatron.kv_cache import KeyValueCache
 
 
 def choose_attention(device_type: str, dtype: torch.dtype, *, other_value_size: bool = False) -> tuple[str, str]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moe_exp.layers.collectives import gather_rows
+from moe_exp.layers.dispatcher.collectives import gather_rows
 
 
 def choose_norm(device_type: str) -> tuple[str, str]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_exp.layers.fp8 import pad_rows, padded_splits, te_row_multiple, unpad_rows
+from moe_exp.layers.experts.fp8 import pad_rows, padded_splits, te_row_multiple, unpad_rows
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,18 @@
+"""Token dispatchers: from tokens to rows sorted by expert, and back; on one rank, by all-to-all, by all-gather, by DeepEP."""
+
+from moe_exp.layers.dispatcher.dispatcher import (
+    AllToAllDispatcher,
+    Dispatched,
+    Dispatcher,
+    DispatchRecord,
+    LocalDispatcher,
+    Pending,
+    SpreadDispatcher,
+    experts_per_rank,
+    sort_slots,
+)
+
+__all__ = [
+    "AllToAllDispatcher", "DispatchRecord", "Dispatched", "Dispatcher", "LocalDispatcher", "Pending", "SpreadDispatcher",
+    "experts_per_rank", "sort_slots",
+]  # fmt: skip
