@@ -31,7 +31,7 @@ from moe_exp.checkpoint.state import Progress
 from moe_exp.config import Config, load_config
 from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.engine import runtime
-from moe_exp.planner.params import checkpoint_bytes, count_parameters
+from moe_exp.planner.costs.params import checkpoint_bytes, count_parameters
 from moe_exp.training.interval import Interval
 
 SEQ_LEN, VOCAB = 64, 1024

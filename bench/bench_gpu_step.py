@@ -12,7 +12,7 @@ the layer spec of megatron-core: Transformer Engine's with grouped experts where
 one. Their first losses are compared. `transformers` is Llama or Qwen3-MoE (which normalizes queries and keys, too) of the same sizes with
 weights of its own and torch's fused AdamW on weights of the model's dtype, so it moves less memory in the optimizer.
 
-TFLOP/s are those of the model (`moe_exp.planner.flops`), the same for all. What does not fit the GPU loses layers, said in the table.
+TFLOP/s are those of the model (`moe_exp.planner.costs.flops`), the same for all. What does not fit the GPU loses layers, said in the table.
 The contenders run one after the other; every time is the median of steps. Who fails is left out by name, with the reason, and the exit
 code is 1 where that is ours. Results are saved after every row.
 """
@@ -44,8 +44,8 @@ from moe_exp.engine import model as our_model
 from moe_exp.engine.runtime import Runtime, start_alone, stop
 from moe_exp.host import megatron_cpu
 from moe_exp.layers.experts.grouped_gemm import choose_backend
-from moe_exp.planner.flops import flops_per_iteration
-from moe_exp.planner.params import count_parameters
+from moe_exp.planner.costs.flops import flops_per_iteration
+from moe_exp.planner.costs.params import count_parameters
 from moe_exp.training import samples as training_data
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec

@@ -14,8 +14,8 @@ import time
 
 from moe_exp.config import load_config
 from moe_exp.config.presets import PRESETS
-from moe_exp.planner import topology
 from moe_exp.planner.hardware import load_hardware
+from moe_exp.planner.search import topology
 
 GPUS_PER_NODE, ROUNDS = 8, 5
 LONG = {"preset": "mixtral-8x7b", "seq_len": "32768"}  # context parallelism is searched as well

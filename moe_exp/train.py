@@ -34,7 +34,7 @@ from moe_exp.engine.model import build_model
 from moe_exp.engine.optim import BatchSchedule, build_optimizer, build_scheduler
 from moe_exp.engine.runtime import Runtime, from_first_rank, on_first_rank
 from moe_exp.host.exit_codes import FAILED, FINISHED, tell_launcher
-from moe_exp.planner.params import startup_report
+from moe_exp.planner.costs.params import startup_report
 from moe_exp.runs.run_folder import RunFolder, hold_run_folder, open_run_folder
 from moe_exp.training.dumps import dump, is_dumped
 from moe_exp.training.exchange import IterationEnd, end_of_iteration

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_exp.config import load_config
-from moe_exp.planner.params import count_parameters, rank_parameters
+from moe_exp.planner.costs.params import count_parameters, rank_parameters
 from ranks import free_port, run_on_ranks
 
 MODEL = {

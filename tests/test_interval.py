@@ -14,7 +14,7 @@ import torch
 
 from moe_exp.config import load_config
 from moe_exp.layers.experts import OrderedTokens
-from moe_exp.planner.flops import flops_per_iteration
+from moe_exp.planner.costs.flops import flops_per_iteration
 from ranks import free_port, run_on_ranks
 
 ITERATIONS = 2

@@ -24,7 +24,7 @@ from moe_exp.checkpoint.torch_dist import read_common
 from moe_exp.config import Config
 from moe_exp.config.model_changes import optimizer_change, refuse_other_model
 from moe_exp.engine.runtime import Runtime
-from moe_exp.planner.flops import flops_per_iteration
+from moe_exp.planner.costs.flops import flops_per_iteration
 
 from megatron.core.distributed import DistributedDataParallel
 

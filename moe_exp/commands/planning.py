@@ -14,10 +14,10 @@ from moe_exp.commands.guard import ExactParser
 from moe_exp.config import Config, add_arguments
 
 if TYPE_CHECKING:
-    from moe_exp.planner.explanation import Explanation
     from moe_exp.planner.hardware import Hardware
     from moe_exp.planner.prediction import Constants
-    from moe_exp.planner.topology import Candidate, Search
+    from moe_exp.planner.search.explanation import Explanation
+    from moe_exp.planner.search.topology import Candidate, Search
 
 # The library is imported by the commands that use it: `moe-exp --help` answers at once.
 _DEFAULT_GPU = "A100-80GB"
@@ -105,8 +105,8 @@ def _add_predict(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 def _run(arguments: argparse.Namespace) -> None:
     from moe_exp.config import ConfigError, load_config
     from moe_exp.config.checks.checks import check_config
+    from moe_exp.planner.costs.job import Job
     from moe_exp.planner.estimate import cost_of
-    from moe_exp.planner.job import Job
     from moe_exp.planner.prediction import predict
     from moe_exp.planner.reports import describe_run
     from moe_exp.planner.tables import PlanPrinter
@@ -127,11 +127,11 @@ def _run(arguments: argparse.Namespace) -> None:
 def _search(arguments: argparse.Namespace) -> int:
     from moe_exp.config import problem
     from moe_exp.planner.estimate import cost_of
-    from moe_exp.planner.explanation import explain
-    from moe_exp.planner.layout_text import parse_fixed, parse_wanted
     from moe_exp.planner.reports import describe_cost, describe_explanation, describe_search
+    from moe_exp.planner.search.explanation import explain
+    from moe_exp.planner.search.layout_text import parse_fixed, parse_wanted
+    from moe_exp.planner.search.topology import search
     from moe_exp.planner.tables import PlanPrinter
-    from moe_exp.planner.topology import search
 
     if arguments.top < 1 or arguments.rank < 1:
         name = "top" if arguments.top < 1 else "rank"
@@ -180,7 +180,7 @@ def _chosen(found: Search, told: Explanation | None, rank: int) -> Candidate:
 def _export(candidate: Candidate, config: Config, num_tokens: int | None) -> None:
     from moe_exp.config import load_config
     from moe_exp.planner.estimate import with_budget
-    from moe_exp.planner.exported import exported_settings
+    from moe_exp.planner.search.layout_text import exported_settings
 
     defaults = load_config({"preset": config.preset}, {})
     for name, value in exported_settings(with_budget(candidate.config, num_tokens), defaults):
@@ -190,8 +190,8 @@ def _export(candidate: Candidate, config: Config, num_tokens: int | None) -> Non
 def _calibrate(arguments: argparse.Namespace) -> None:
     _refuse_settings(arguments)
     from moe_exp.host.files import write_atomically
-    from moe_exp.planner.calibration import calibrate, doubts, profile_text
-    from moe_exp.planner.measured import run_of_row
+    from moe_exp.planner.fit.calibration import calibrate, doubts, profile_text
+    from moe_exp.planner.fit.measured import run_of_row
     from moe_exp.planner.prediction import load_constants
     from moe_exp.planner.tables import PlanPrinter
 
@@ -207,7 +207,7 @@ def _calibrate(arguments: argparse.Namespace) -> None:
 
 def _read(path: Path) -> list[dict[str, str]]:
     """The rows of a CSV of runs, with a warning about each that contradicts itself."""
-    from moe_exp.planner.measured import contradictions, read_rows
+    from moe_exp.planner.fit.measured import contradictions, read_rows
 
     rows = read_rows(path)
     for line in contradictions(rows, path):
@@ -218,7 +218,7 @@ def _read(path: Path) -> list[dict[str, str]]:
 def _predict(arguments: argparse.Namespace) -> None:
     _refuse_settings(arguments)
     from moe_exp.host.files import write_atomically
-    from moe_exp.planner.predicted_rows import predicted_csv
+    from moe_exp.planner.fit.calibration import predicted_csv
     from moe_exp.planner.prediction import CONSTANTS, load_constants
 
     _check_out(arguments.out, arguments.runs)
@@ -278,7 +278,7 @@ def _hardware_and_constants(arguments: argparse.Namespace) -> tuple[Hardware, Co
 def _settings(arguments: argparse.Namespace, hardware: Hardware) -> dict[str, Any]:
     """Flags of settings by field name; --gpus as NNODES and GPUS_PER_NODE."""
     from moe_exp.config.misspelt import unknown_variables
-    from moe_exp.planner.layout_text import world_of
+    from moe_exp.planner.search.layout_text import world_of
 
     for name, near in unknown_variables(os.environ):
         print(f"moe-exp plan: warning: {name} is not a setting; did you mean {near}?", file=sys.stderr)
@@ -302,7 +302,7 @@ def _whole(name: str, text: str) -> int:
 def _searched(arguments: argparse.Namespace, hardware: Hardware) -> tuple[Config, dict[str, str]]:
     """The settings without a layout, and the flags that fix one."""
     from moe_exp.config import load_config
-    from moe_exp.planner.layout_rules import LAYOUT_SETTINGS
+    from moe_exp.planner.search.layout_rules import LAYOUT_SETTINGS
 
     flags = _settings(arguments, hardware)
     fixed = {name: str(flags.pop(name)) for name in LAYOUT_SETTINGS if name in flags}
@@ -319,7 +319,7 @@ def _searched(arguments: argparse.Namespace, hardware: Hardware) -> tuple[Config
 
 def _budget(arguments: argparse.Namespace) -> dict[str, Any]:
     """Token budget and price, as `estimate.cost_of` takes them."""
-    from moe_exp.planner.layout_text import parse_budget
+    from moe_exp.planner.search.layout_text import parse_budget
 
     return parse_budget(arguments.tokens, arguments.price)
 

@@ -19,7 +19,7 @@ from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.host.exit_codes import BAD_INPUT, FAILED, FINISHED, LAUNCH_TIME, METRICS_FILE, complain
 from moe_exp.launch.machine_checks import check_environment, check_files, check_machine, space_warnings
 from moe_exp.launch.torchrun_job import STOPPING, TRAIN_MODULE, child_environment, run_job, signals_ignored, torchrun_command
-from moe_exp.planner.params import startup_report
+from moe_exp.planner.costs.params import startup_report
 from moe_exp.runs.finish import finish_run
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.watch.hang import HangWatch

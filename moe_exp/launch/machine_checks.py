@@ -23,8 +23,8 @@ from moe_exp.data.tokens.tokenizer import tokenizer_vocab_size
 from moe_exp.data.tokens.tokens import bin_idx_problem, parse_blend
 from moe_exp.host.devices import compute_capability, count_gpus
 from moe_exp.host.processes import free_port
-from moe_exp.planner.disk import DiskUse, disk_use, keep_last_that_fits
-from moe_exp.planner.params import checkpoint_bytes
+from moe_exp.planner.costs.disk import DiskUse, disk_use, keep_last_that_fits
+from moe_exp.planner.costs.params import checkpoint_bytes
 from moe_exp.runs.dense_run import dense_checkpoint, dense_problems
 from moe_exp.runs.run_folder import LATEST, RunFolder, existing_place, run_folder_problems
 

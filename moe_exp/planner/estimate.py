@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from moe_exp.config import Config
 from moe_exp.config.ramp import ramp_steps
-from moe_exp.planner.flops import flops_per_iteration
+from moe_exp.planner.costs.flops import flops_per_iteration
+from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.timing import time_of
 from moe_exp.planner.hardware import Hardware
-from moe_exp.planner.job import Job
 from moe_exp.planner.prediction import Constants, load_constants
-from moe_exp.planner.timing import time_of
 
 _SECONDS_PER_DAY = 86400
 

@@ -8,10 +8,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.memory import MemoryConstants, StageMemory, memory_of
+from moe_exp.planner.costs.timing import IterationTime, TimeConstants, time_of
 from moe_exp.planner.hardware import PROFILES, Hardware
-from moe_exp.planner.job import Job
-from moe_exp.planner.memory import MemoryConstants, StageMemory, memory_of
-from moe_exp.planner.timing import IterationTime, TimeConstants, time_of
 
 CONSTANTS = PROFILES / "constants.json"
 

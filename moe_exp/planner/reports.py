@@ -7,15 +7,15 @@ from dataclasses import asdict
 from typing import Any
 
 from moe_exp.config import Config
-from moe_exp.planner.code_paths import counted_as
+from moe_exp.planner.costs.code_paths import counted_as
+from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.params import checkpoint_bytes, count_parameters, most_loaded_rank, rank_parameters
 from moe_exp.planner.estimate import Cost, speed_of
-from moe_exp.planner.explanation import Explanation, bound_by, layout_words
 from moe_exp.planner.hardware import PROFILES, Hardware, hardware_names
-from moe_exp.planner.job import Job
-from moe_exp.planner.layout_rules import LAYOUT_SETTINGS
-from moe_exp.planner.params import checkpoint_bytes, count_parameters, most_loaded_rank, rank_parameters
 from moe_exp.planner.prediction import Prediction
-from moe_exp.planner.topology import RUNNER_UP, Candidate, Search
+from moe_exp.planner.search.explanation import Explanation, bound_by, layout_words
+from moe_exp.planner.search.layout_rules import LAYOUT_SETTINGS
+from moe_exp.planner.search.topology import RUNNER_UP, Candidate, Search
 
 
 def describe_run(config: Config, hardware: Hardware, prediction: Prediction, cost: Cost) -> dict[str, Any]:

@@ -14,17 +14,17 @@ from rich.table import Table
 
 from moe_exp.config import Config
 from moe_exp.host.progress import table_console
-from moe_exp.planner.calibration import Calibration
-from moe_exp.planner.code_paths import counted_as
+from moe_exp.planner.costs.code_paths import counted_as
+from moe_exp.planner.costs.memory import StageMemory
+from moe_exp.planner.costs.params import checkpoint_bytes, count_parameters
+from moe_exp.planner.costs.timing import IterationTime
 from moe_exp.planner.estimate import Cost
-from moe_exp.planner.explanation import Explanation, bound_by, layout_words, memory_line
+from moe_exp.planner.fit.calibration import Calibration
 from moe_exp.planner.hardware import Hardware
-from moe_exp.planner.memory import StageMemory
-from moe_exp.planner.params import checkpoint_bytes, count_parameters
 from moe_exp.planner.prediction import Prediction
 from moe_exp.planner.reports import describe_candidate, describe_cost
-from moe_exp.planner.timing import IterationTime
-from moe_exp.planner.topology import Candidate, Search
+from moe_exp.planner.search.explanation import Explanation, bound_by, layout_words, memory_line
+from moe_exp.planner.search.topology import Candidate, Search
 
 _GIBIBYTE = 2**30
 _MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "buffers", "overhead", "cached")

@@ -9,7 +9,7 @@ from decimal import ROUND_CEILING, Decimal
 import numpy as np
 
 from moe_exp.config import Config
-from moe_exp.planner.params import count_parameters
+from moe_exp.planner.costs.params import count_parameters
 from moe_exp.report.load_history import Floats
 from moe_exp.report.run_data import Run
 from moe_exp.report.series import begin_of, first_at_or_below, on_the_way, trailing_mean

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from moe_exp.config import Config, ConfigError, problem
 from moe_exp.host.progress import progress
-from moe_exp.planner.flops import flops_per_iteration
+from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.report.load_history import Floats, LoadHistory, number
 from moe_exp.report.run_status import ended_status
 from moe_exp.runs.run_folder import RunFolder

@@ -16,7 +16,7 @@ from moe_exp.config.ramp import samples_left
 from moe_exp.engine.model import moe_layers
 from moe_exp.engine.runtime import Runtime
 from moe_exp.host.devices import peak_resident_bytes
-from moe_exp.planner.flops import flops_per_iteration
+from moe_exp.planner.costs.flops import flops_per_iteration
 
 from megatron.core.distributed import DistributedDataParallel
 

@@ -28,7 +28,7 @@ from typing import Any
 import yaml
 
 from moe_exp.config import Config, ConfigError, load_config
-from moe_exp.planner.disk import DiskUse, disk_use
+from moe_exp.planner.costs.disk import DiskUse, disk_use
 from moe_exp.runs.records import Record, read_metrics
 from moe_exp.runs.run_folder import RunFolder
 

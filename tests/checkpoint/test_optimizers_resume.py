@@ -15,7 +15,7 @@ from moe_exp.checkpoint.torch_dist import CheckpointReader
 from moe_exp.config import ConfigError, load_config
 from moe_exp.config.model_changes import refuse_other_model
 from moe_exp.launch.machine_checks import bitsandbytes_problem
-from moe_exp.planner.params import checkpoint_bytes
+from moe_exp.planner.costs.params import checkpoint_bytes
 from ranks import free_port, run_on_ranks
 
 STEPS, SAVED = 10, 5

@@ -20,7 +20,7 @@ from moe_exp.checkpoint import rank_files
 from moe_exp.checkpoint.folders import Manifest, damages, iterations, latest_iteration
 from moe_exp.checkpoint.torch_dist import read_common
 from moe_exp.config import load_config
-from moe_exp.planner.params import checkpoint_bytes
+from moe_exp.planner.costs.params import checkpoint_bytes
 from ranks import free_port, run_on_ranks
 
 

@@ -8,11 +8,11 @@ from functools import cache
 from pathlib import Path
 
 from moe_exp.config import Config, load_config
+from moe_exp.planner.costs.memory import MemoryConstants
+from moe_exp.planner.costs.timing import TimeConstants
 from moe_exp.planner.hardware import Hardware, load_hardware
-from moe_exp.planner.memory import MemoryConstants
 from moe_exp.planner.prediction import Constants
-from moe_exp.planner.timing import TimeConstants
-from moe_exp.planner.topology import Search, search
+from moe_exp.planner.search.topology import Search, search
 
 PRIORS = Constants(MemoryConstants(), TimeConstants(), memory_error=0.05, time_error=0.05, hardware=("A100-80GB",))
 A100 = load_hardware("A100-80GB")

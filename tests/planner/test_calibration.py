@@ -9,11 +9,11 @@ from statistics import fmean
 
 import pytest
 
-from moe_exp.planner.calibration import Calibration, calibrate, fit, log_memory_ratio, log_time_ratio, profile_text
+from moe_exp.planner.costs.timing import TimeConstants, time_of
+from moe_exp.planner.fit.calibration import Calibration, calibrate, fit, log_memory_ratio, log_time_ratio, profile_text
+from moe_exp.planner.fit.measured import MEASURED_RUNS, MeasuredRun, read_runs
 from moe_exp.planner.hardware import load_hardware
-from moe_exp.planner.measured import MEASURED_RUNS, MeasuredRun, read_runs
 from moe_exp.planner.prediction import CONSTANTS, load_constants, predict
-from moe_exp.planner.timing import TimeConstants, time_of
 
 RUNS = read_runs(MEASURED_RUNS)
 TIMED = [run for run in RUNS if run.seconds]

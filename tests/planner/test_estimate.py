@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 from planned import A100, LARGE, PRIORS, SMALL, model
 
+from moe_exp.planner.costs.flops import flops_per_iteration
+from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.timing import time_of
 from moe_exp.planner.estimate import cost_of, speed_of
-from moe_exp.planner.flops import flops_per_iteration
-from moe_exp.planner.job import Job
-from moe_exp.planner.timing import time_of
 
 
 def seconds_at(config, batch_size=None):

@@ -5,11 +5,10 @@ from planned import A100, LARGE, PRIORS, SMALL, found, model, with_memory
 
 from moe_exp.config import ConfigError, load_config
 from moe_exp.config.checks.checks import check_config
-from moe_exp.planner.explanation import bound_by, explain, layout_words
-from moe_exp.planner.exported import exported_settings
-from moe_exp.planner.layout_rules import LAYOUT_SETTINGS
-from moe_exp.planner.layout_text import parse_budget, parse_fixed, parse_wanted, world_of
-from moe_exp.planner.topology import search
+from moe_exp.planner.search.explanation import bound_by, explain, layout_words
+from moe_exp.planner.search.layout_rules import LAYOUT_SETTINGS
+from moe_exp.planner.search.layout_text import exported_settings, parse_budget, parse_fixed, parse_wanted, world_of
+from moe_exp.planner.search.topology import search
 
 
 def told(wanted, *, hardware=A100, fixed=None, **settings):

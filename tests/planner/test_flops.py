@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_exp.config import Config
-from moe_exp.planner.flops import flops_per_iteration, hardware_flops_per_iteration, narayanan_flops
-from moe_exp.planner.params import count_parameters, gpt_parameters, parameters_of_stages
+from moe_exp.planner.costs.flops import flops_per_iteration, hardware_flops_per_iteration, narayanan_flops
+from moe_exp.planner.costs.params import count_parameters, gpt_parameters, parameters_of_stages
 
 # Sizes that are all different. Multiply-adds per token and layer: 768 for queries, keys and values, 480 for scores and weighted
 # values, 384 for the projection after them; 3 * 16 * 24 for a dense MLP, 3 * 16 * (2 * 12 + 20) for an MoE.

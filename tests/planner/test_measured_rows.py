@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from moe_exp.config import Config, load_config
 from moe_exp.config.presets import PRESETS
-from moe_exp.planner.flops import flops_per_iteration
+from moe_exp.planner.costs.flops import flops_per_iteration
+from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.params import checkpoint_bytes, rank_parameters
+from moe_exp.planner.fit.measured import FREE, job_of_row, read_runs, row_of_job
 from moe_exp.planner.hardware import load_hardware
-from moe_exp.planner.job import Job
-from moe_exp.planner.measured import FREE, job_of_row, read_runs, row_of_job
-from moe_exp.planner.params import checkpoint_bytes, rank_parameters
 from moe_exp.planner.prediction import predict
 
 POWERS = st.sampled_from([1, 2, 4])

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from moe_exp.config import Config, load_config
-from moe_exp.planner.optimizer_bytes import embedding_moment_bytes, main_weight_bytes, moment_bytes, optimizer_state_bytes
-from moe_exp.planner.params import checkpoint_bytes, count_parameters, rank_parameters, weight_and_optimizer_bytes
+from moe_exp.planner.costs.optimizer_bytes import embedding_moment_bytes, main_weight_bytes, moment_bytes, optimizer_state_bytes
+from moe_exp.planner.costs.params import checkpoint_bytes, count_parameters, rank_parameters, weight_and_optimizer_bytes
 
 
 def settings(**values: Any) -> Config:

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from moe_exp.config import Config, load_config
-from moe_exp.planner.flops import flops_per_iteration
-from moe_exp.planner.params import (
+from moe_exp.planner.costs.flops import flops_per_iteration
+from moe_exp.planner.costs.params import (
     MEBIBYTE,
     checkpoint_bytes,
     count_parameters,

@@ -14,8 +14,15 @@ from built_ranks import BuiltRank, build_rank, built_ranks
 from moe_exp.config import Config, load_config
 from moe_exp.config.checks.checks import check_config
 from moe_exp.config.presets import PRESETS
-from moe_exp.planner.params import RankParameters, count_parameters, most_loaded_rank, parameters_of_stages, rank_parameters, stage_of_layer
-from moe_exp.planner.stages import stages_text
+from moe_exp.planner.costs.params import (
+    RankParameters,
+    count_parameters,
+    most_loaded_rank,
+    parameters_of_stages,
+    rank_parameters,
+    stage_of_layer,
+    stages_text,
+)
 from ranks import run_on_ranks
 
 DENSE_GPT = {

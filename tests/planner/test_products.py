@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from moe_exp.planner.costs.constants import TimeConstants
+from moe_exp.planner.costs.products import Device
 from moe_exp.planner.hardware import load_hardware
-from moe_exp.planner.products import Device
-from moe_exp.planner.time_constants import TimeConstants
 
 CONSTANTS = TimeConstants()
 

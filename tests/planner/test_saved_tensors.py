@@ -15,9 +15,9 @@ import torch
 
 from model_on_ranks import RandomTokens
 from moe_exp.config import Config, load_config
-from moe_exp.planner.activations import activations_of
-from moe_exp.planner.job import Job
-from moe_exp.planner.memory import micro_batches_in_flight
+from moe_exp.planner.costs.activations import activations_of
+from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.memory import micro_batches_in_flight
 from ranks import free_port, run_on_ranks
 
 TINY: dict[str, Any] = {

@@ -15,13 +15,13 @@ import pytest
 from model_on_ranks import RandomTokens
 from moe_exp.checkpoint.state import Trained
 from moe_exp.config import Config, load_config
-from moe_exp.planner.activations import activations_of
-from moe_exp.planner.calibration import fit, log_memory_ratio
+from moe_exp.planner.costs.activations import activations_of
+from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.memory import MemoryConstants, StageMemory, expected_imbalance, memory_of, micro_batches_in_flight
+from moe_exp.planner.costs.params import MEBIBYTE, rank_parameters, weight_and_optimizer_bytes
+from moe_exp.planner.fit.calibration import fit, log_memory_ratio
+from moe_exp.planner.fit.measured import MEASURED_RUNS, read_runs
 from moe_exp.planner.hardware import load_hardware
-from moe_exp.planner.job import Job
-from moe_exp.planner.measured import MEASURED_RUNS, read_runs
-from moe_exp.planner.memory import MemoryConstants, StageMemory, expected_imbalance, memory_of, micro_batches_in_flight
-from moe_exp.planner.params import MEBIBYTE, rank_parameters, weight_and_optimizer_bytes
 from moe_exp.planner.prediction import load_constants
 from ranks import free_port, run_on_ranks
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_exp.config import Config
-from moe_exp.planner.stages import split_layers, stages_text
+from moe_exp.planner.costs.params import split_layers, stages_text
 
 
 @pytest.mark.parametrize(

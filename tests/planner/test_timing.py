@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from moe_exp.config import Config, load_config
+from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.timing import IterationTime, bubble_seconds, time_of
+from moe_exp.planner.fit.measured import MEASURED_RUNS, read_runs
 from moe_exp.planner.hardware import load_hardware
-from moe_exp.planner.job import Job
-from moe_exp.planner.measured import MEASURED_RUNS, read_runs
 from moe_exp.planner.prediction import load_constants
-from moe_exp.planner.timing import IterationTime, bubble_seconds, time_of
 
 A100 = load_hardware("A100-80GB")
 CONSTANTS = load_constants().time

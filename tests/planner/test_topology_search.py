@@ -8,11 +8,20 @@ from planned import A100, LARGE, PRIORS, SMALL, found, model, with_memory
 
 from moe_exp.config import ConfigError
 from moe_exp.config.checks.checks import check_config
-from moe_exp.planner import topology
-from moe_exp.planner.job import Job
-from moe_exp.planner.layout_rules import NOT_NEEDED, OUT_OF_MEMORY, TOO_SLOW, Space, families, layout_problems, stage_splits, with_layout
+from moe_exp.planner.costs.job import Job
 from moe_exp.planner.prediction import predict
-from moe_exp.planner.topology import search
+from moe_exp.planner.search import topology
+from moe_exp.planner.search.layout_rules import (
+    NOT_NEEDED,
+    OUT_OF_MEMORY,
+    TOO_SLOW,
+    Space,
+    families,
+    layout_problems,
+    stage_splits,
+    with_layout,
+)
+from moe_exp.planner.search.topology import search
 
 MODELS = {
     "dense": (LARGE, {"nnodes": 8}),

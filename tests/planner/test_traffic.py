@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from moe_exp.planner.costs.traffic import Group
 from moe_exp.planner.hardware import load_hardware
-from moe_exp.planner.traffic import Group
 
 A100 = load_hardware("A100-80GB")
 

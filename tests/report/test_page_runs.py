@@ -9,7 +9,7 @@ import pytest
 from run_folders import dense_and_moe, event, experts, train_record, write_run
 
 from moe_exp.config import ConfigError
-from moe_exp.planner.flops import flops_per_iteration
+from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.report.follower import Follower
 from moe_exp.report.load_history import LoadHistory
 from moe_exp.report.run_data import read_run, read_runs

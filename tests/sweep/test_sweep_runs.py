@@ -19,8 +19,8 @@ import pytest
 from moe_exp.cli import main
 from moe_exp.config import load_config
 from moe_exp.data.tokens.tokens import BinIdxWriter
-from moe_exp.planner.flops import flops_per_iteration
-from moe_exp.planner.measured import read_runs
+from moe_exp.planner.costs.flops import flops_per_iteration
+from moe_exp.planner.fit.measured import read_runs
 from moe_exp.planner.prediction import predict
 from moe_exp.studies.sweep import driver, slurm_cases
 from moe_exp.studies.sweep.settings import SweepSettings

@@ -7,12 +7,12 @@ from dataclasses import fields, replace
 
 import pytest
 
-from moe_exp.planner.flops import flops_per_iteration
+from moe_exp.planner.costs.flops import flops_per_iteration
+from moe_exp.planner.costs.memory import StageMemory
+from moe_exp.planner.costs.timing import IterationTime
+from moe_exp.planner.fit.measured import read_runs
 from moe_exp.planner.hardware import load_hardware, profile_of
-from moe_exp.planner.measured import read_runs
-from moe_exp.planner.memory import StageMemory
 from moe_exp.planner.prediction import Prediction, predict
-from moe_exp.planner.timing import IterationTime
 from moe_exp.studies.sweep.cases import Case
 from moe_exp.studies.sweep.outcome import Result
 from moe_exp.studies.sweep.picture import draw_sweep

@@ -15,8 +15,8 @@ import pytest
 from moe_exp.cli import main
 from moe_exp.config import Config, load_config, to_yaml
 from moe_exp.launch.machine_checks import check_files, space_warnings
-from moe_exp.planner.disk import disk_use, keep_last_that_fits
-from moe_exp.planner.params import checkpoint_bytes
+from moe_exp.planner.costs.disk import disk_use, keep_last_that_fits
+from moe_exp.planner.costs.params import checkpoint_bytes
 from moe_exp.watch.storage import Measured, daly_interval, lost_share, measured, save_advice, storage_of, young_interval
 
 

@@ -35,7 +35,7 @@ from moe_exp.launch.preflight.roll_call import Nodes, NotReached, Server
 from moe_exp.launch.preflight.steps import RESULTS_FOLDER, read_rank
 from moe_exp.launch.preflight.verdicts import Finding, NodeVerdict, Verdict, blame_pairs, judge
 from moe_exp.launch.torchrun_job import child_environment, torchrun_command
-from moe_exp.planner.params import checkpoint_bytes
+from moe_exp.planner.costs.params import checkpoint_bytes
 
 MODULE = "moe_exp.launch.preflight.rank"
 _RANKS_SECONDS = 150.0  # for all steps of the ranks, with time-outs in some of them; without any it is a fraction of that

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from moe_exp.config import Config, ConfigError, problem
-from moe_exp.planner.flops import flops_per_iteration
-from moe_exp.planner.params import count_parameters
+from moe_exp.planner.costs.flops import flops_per_iteration
+from moe_exp.planner.costs.params import count_parameters
 from moe_exp.studies.compare.variants import Variant, reference_of
 
 Match = Literal["flops", "active-params", "time"]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import combinations
 
-from moe_exp.planner.params import count_parameters
+from moe_exp.planner.costs.params import count_parameters
 from moe_exp.report.comparison import Parity, in_words, parity_text
 from moe_exp.studies.compare.comparison import Comparison
 from moe_exp.studies.compare.matching import active_parameters, apart, flops_per_token

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moe_exp.config import Config
-from moe_exp.planner.flops import flops_per_iteration
+from moe_exp.planner.costs.flops import flops_per_iteration
+from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.params import count_parameters
+from moe_exp.planner.fit.measured import GIBIBYTE, row_of_job
 from moe_exp.planner.hardware import load_hardware
-from moe_exp.planner.job import Job
-from moe_exp.planner.measured import GIBIBYTE, row_of_job
-from moe_exp.planner.params import count_parameters
 from moe_exp.planner.prediction import Prediction, predict
 from moe_exp.studies.sweep.cases import Case
 from moe_exp.studies.sweep.outcome import Result
@@ -109,7 +109,7 @@ def is_oom(config: Config, device: str, gpu: str) -> str:
 
 
 def to_csv(rows: Sequence[Row], sweep_name: str) -> str:
-    """A line per case in the columns of `planner/measured.py`; rows without a measurement have its cells empty, and are not used."""
+    """A line per case in the columns of `planner/fit/measured.py`; rows without a measurement have its cells empty, and are not used."""
     lines = [_cells(row, sweep_name) for row in rows]
     more = dict.fromkeys(name for line in lines for name in line if name not in (*_FIRST, "reason"))
     text = io.StringIO()

@@ -6,17 +6,20 @@ soft-L1(ln(predicted / measured) / 2%), which does not let a few odd rows bend t
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from moe_exp.planner.measured import GIBIBYTE, MeasuredRun
-from moe_exp.planner.memory import MemoryConstants, memory_of
-from moe_exp.planner.prediction import Constants
-from moe_exp.planner.timing import TimeConstants, time_of
+from moe_exp.planner.costs.memory import MemoryConstants, memory_of
+from moe_exp.planner.costs.timing import TimeConstants, time_of
+from moe_exp.planner.fit.measured import GIBIBYTE, MeasuredRun, data_parallel_size, job_of_row
+from moe_exp.planner.hardware import load_hardware
+from moe_exp.planner.prediction import Constants, predict
 
 T = TypeVar("T")
 LogRatio = Callable[[MeasuredRun, T], float]
@@ -193,4 +196,34 @@ def _summary(part: Fit[Any]) -> dict[str, float]:
         "max_error": round(max(map(abs, part.errors.values()), default=0.0), 5),
         "left_out_mean_error": mean(part.left_out),
         "left_out_90_percent_within": round(part.bound, 5),
+    }
+
+
+# Predictions for the rows of a CSV of runs, as a CSV of `row_id,mem_gb,sec_per_it,oom`.
+
+
+COLUMNS = ("row_id", "mem_gb", "sec_per_it", "oom")
+
+
+def predicted_csv(rows: Sequence[Mapping[str, str]], constants: Constants) -> str:
+    """A line for every row, in their order. Without a batch size there is no time; without a number of GPUs they are TP*PP.
+
+    Args:
+        rows: of `measured.read_rows`; columns of results may be absent or empty.
+        constants: of the predictions.
+    """
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(_predicted(row, constants) for row in rows)
+    return text.getvalue()
+
+
+def _predicted(row: Mapping[str, str], constants: Constants) -> dict[str, str]:
+    prediction = predict(job_of_row(row), load_hardware(row["gpu"]), constants)
+    return {
+        "row_id": row["row_id"],
+        "mem_gb": f"{prediction.peak_bytes / GIBIBYTE:.6g}",
+        "sec_per_it": f"{prediction.time.total:.6g}" if row.get("gbs") and data_parallel_size(row) else "",
+        "oom": str(int(prediction.oom)),
     }

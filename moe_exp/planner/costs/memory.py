@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass
 
 from moe_exp.config import Config
-from moe_exp.planner.activations import Activations, activations_of, width_of
-from moe_exp.planner.constants import constant
+from moe_exp.planner.costs.activations import Activations, activations_of, width_of
+from moe_exp.planner.costs.constants import constant
+from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.optimizer_bytes import embedding_moment_bytes, optimizer_state_bytes
+from moe_exp.planner.costs.params import RankParameters, tables_of_stages
 from moe_exp.planner.hardware import Hardware
-from moe_exp.planner.job import Job
-from moe_exp.planner.optimizer_bytes import embedding_moment_bytes, optimizer_state_bytes
-from moe_exp.planner.params import RankParameters, tables_of_stages
 
 # Of torch's allocator before the first micro-batch, beside weights, gradients and optimizer: cuBLAS workspaces of the forward and of
 # the backward thread (8.1 MiB each), that of Transformer Engine (4 MiB), a batch and its mask. 26 to 29 MiB in three of four runs.

@@ -28,8 +28,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from moe_exp.config import Config
-from moe_exp.planner.code_paths import planned_backend
-from moe_exp.planner.job import Job
+from moe_exp.planner.costs.code_paths import planned_backend
+from moe_exp.planner.costs.job import Job
 
 
 @dataclass(frozen=True)

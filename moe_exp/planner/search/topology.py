@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_exp.config import Config, ConfigError
+from moe_exp.planner.costs.job import Job
 from moe_exp.planner.hardware import Hardware
-from moe_exp.planner.job import Job
-from moe_exp.planner.layout_rules import NOT_NEEDED, OUT_OF_MEMORY, TOO_SLOW, Family, Space, families, model_problems, notes
 from moe_exp.planner.prediction import Constants, Prediction, load_constants, predict
+from moe_exp.planner.search.layout_rules import NOT_NEEDED, OUT_OF_MEMORY, TOO_SLOW, Family, Space, families, model_problems, notes
 
 RUNNER_UP = 0.02  # relative to the best: closer than predictions can tell apart
 # Layouts are left out whose layers and bubble, without gradients and optimizer, take so many times another layout's iteration.

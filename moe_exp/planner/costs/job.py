@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Literal
 
 from moe_exp.config import Config
-from moe_exp.planner.params import RankParameters, parameters_of_stages
+from moe_exp.planner.costs.params import RankParameters, parameters_of_stages
 
 Sharding = Literal["none", "zero1", "distributed"]
 MeasuredBy = Literal["nvidia-smi", "allocated", "rss"]

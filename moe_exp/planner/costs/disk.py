@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moe_exp.config import Config
-from moe_exp.planner.params import checkpoint_bytes
+from moe_exp.planner.costs.params import checkpoint_bytes
 
 # A checkpoint's files have at most so much more than the tensors, and this much besides (tests/checkpoint/test_save.py).
 _FILES_OVER_TENSORS, _FILES_BYTES = 1.02, 200_000

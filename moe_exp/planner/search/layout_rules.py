@@ -15,8 +15,7 @@ from typing import Any
 
 from moe_exp.config import Config, problem
 from moe_exp.config.checks.checks import check_config
-from moe_exp.planner.params import count_parameters
-from moe_exp.planner.stages import split_layers, stages_text
+from moe_exp.planner.costs.params import count_parameters, split_layers, stages_text
 
 # What a search decides, in the order in which people say it. World size, batch and sequence are given.
 SPLIT_SETTINGS = ("first_stage_layers", "last_stage_layers", "pipeline_layers")

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_exp.config import Config, problem
+from moe_exp.planner.costs.timing import IterationTime
 from moe_exp.planner.hardware import Hardware
-from moe_exp.planner.layout_rules import SPLIT_SETTINGS, layout_problems, stage_splits, with_layout
 from moe_exp.planner.prediction import Constants
-from moe_exp.planner.timing import IterationTime
-from moe_exp.planner.topology import Candidate, Search, search
+from moe_exp.planner.search.layout_rules import SPLIT_SETTINGS, layout_problems, stage_splits, with_layout
+from moe_exp.planner.search.topology import Candidate, Search, search
 
 
 @dataclass(frozen=True)

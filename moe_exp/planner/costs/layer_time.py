@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_exp.config import Config
-from moe_exp.planner.activations import padded_slots
-from moe_exp.planner.job import Job
-from moe_exp.planner.products import Device, Pass
-from moe_exp.planner.time_constants import TimeConstants
+from moe_exp.planner.costs.activations import padded_slots
+from moe_exp.planner.costs.constants import TimeConstants
+from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.products import Device, Pass
 
 # Bytes that a training step moves beside the products, per element of 2 bytes: (forward, backward).
 _SCORE_BYTES = (9, 11)  # unfused attention: scale, mask and softmax in one kernel, dropout and its mask

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
+from moe_exp.planner.costs.constants import TimeConstants
 from moe_exp.planner.hardware import Hardware
-from moe_exp.planner.time_constants import TimeConstants
 
 # Output tiles of the products of large matrices on NVIDIA GPUs (NVIDIA, Matrix Multiplication Background User's Guide).
 _TILES = ((128, 256), (256, 128))

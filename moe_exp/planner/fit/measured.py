@@ -17,12 +17,12 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from moe_exp.config import Config
-from moe_exp.planner.hardware import Hardware, load_hardware
-from moe_exp.planner.job import Job, MeasuredBy, Sharding
-from moe_exp.planner.stages import split_layers
+from moe_exp.planner.costs.job import Job, MeasuredBy, Sharding
+from moe_exp.planner.costs.params import split_layers
+from moe_exp.planner.hardware import PROFILES, Hardware, load_hardware
 
 GIBIBYTE = 2**30
-MEASURED_RUNS = Path(__file__).parent / "profiles" / "measured_runs.csv"
+MEASURED_RUNS = PROFILES / "measured_runs.csv"
 # What a prediction cannot do without. Column to whether 0 is a size, too.
 _SIZES = {"layers": False, "hidden": False, "heads": False, "seq": False, "vocab": False, "tp": False, "pp": False}
 _REQUIRED = ("row_id", "gpu", *_SIZES)

@@ -1,0 +1,1 @@
+"""Parameters, bytes, FLOPs and seconds of a job. No torch."""

@@ -1,0 +1,1 @@
+"""The constants of the planner, fitted to measured runs. No torch."""
