@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from moe_exp import train
-from moe_exp.checkpoint.folders import Manifest, iteration_folder
+from moe_exp.checkpoint.format.folders import Manifest, iteration_folder
 from moe_exp.checkpoint.integrity import find_source
 from moe_exp.checkpoint.load import load
 from moe_exp.checkpoint.save import Saver

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from moe_exp.checkpoint.fingerprints import multilinear_sum
+from moe_exp.checkpoint.format.fingerprints import multilinear_sum
 from moe_exp.checkpoint.save import Saver
 from moe_exp.checkpoint.state import Progress, Trained
 from moe_exp.config import load_config

@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 from drill_run import BAD_SAMPLES, GBSZ, SAVE_INTERVAL, Run
 
-from moe_exp.checkpoint.folders import PARTIAL, usable
+from moe_exp.checkpoint.format.folders import PARTIAL, usable
 
 Event = dict[str, Any]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe_exp import heartbeat
 from moe_exp.checkpoint import load as loading
-from moe_exp.checkpoint.folders import recover
+from moe_exp.checkpoint.format.folders import recover
 from moe_exp.checkpoint.integrity import Source
 from moe_exp.checkpoint.save import SaveError, Saver
 from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync

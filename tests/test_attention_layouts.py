@@ -101,8 +101,8 @@ def test_deepseek_goes_on_with_its_experts_on_two_ranks(one_rank, two_ranks):
 
 def test_keys_are_those_of_megatron(folder, one_rank):
     """The norms of multi-latent attention as a part of the layer that follows: so Transformer Engine's layers have them."""
-    from moe_exp.checkpoint.folders import iteration_folder
-    from moe_exp.checkpoint.torch_dist import CheckpointReader
+    from moe_exp.checkpoint.format.folders import iteration_folder
+    from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 
     one_rank("latent")
     prefix, names = "decoder.layers.self_attention.", list(KINDS)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from model_on_ranks import TINY, run_models
-from moe_exp.checkpoint import settings
+from moe_exp.checkpoint.format import settings
 from moe_exp.config import Config, load_config
 from moe_exp.config.determinism import ENVIRONMENT
 from moe_exp.engine import runtime

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 sys.path.append(str(Path(__file__).parent / "checkpoint"))
 from small_job import end_run, small_settings, start_run, write_tokens
 
-from moe_exp.checkpoint.torch_dist import CheckpointReader
+from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.cli import main
 from moe_exp.training.dumps import dump_file
 

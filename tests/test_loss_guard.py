@@ -11,7 +11,7 @@ import pytest
 
 from checkpoint.small_job import end_run, records, small_settings, start_run, write_tokens
 from moe_exp import heartbeat
-from moe_exp.checkpoint.folders import Manifest, iteration_folder, latest_iteration
+from moe_exp.checkpoint.format.folders import Manifest, iteration_folder, latest_iteration
 from moe_exp.config import Config
 from moe_exp.host.exit_codes import FAILED, FINISHED, START_AGAIN
 from moe_exp.runs.run_folder import RunFolder

@@ -122,7 +122,7 @@ def _our_job(settings: dict[str, Any], port: int) -> tuple[Any, Any, Any]:
 def both_ways(settings: dict[str, Any], port: int, folder: str, singleton: bool) -> float:
     """On one rank: Megatron's model writes and ours reads, ours writes and Megatron's reads. The largest relative error."""
     config, rank, trained = _our_job(settings, port)
-    from moe_exp.checkpoint.folders import iteration_folder
+    from moe_exp.checkpoint.format.folders import iteration_folder
     from moe_exp.checkpoint.load import load_weights
     from moe_exp.checkpoint.save import save
     from moe_exp.checkpoint.state import Progress
@@ -229,7 +229,7 @@ def test_load_dir_of_megatron_lm_gives_weights_alone(tmp_path):
 
 def read_by_stock_spec(settings: dict[str, Any], port: int, folder: str) -> None:
     config, rank, trained = _our_job(settings, port)
-    from moe_exp.checkpoint.folders import iteration_folder
+    from moe_exp.checkpoint.format.folders import iteration_folder
     from moe_exp.checkpoint.save import save
     from moe_exp.checkpoint.state import Progress
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from model_on_ranks import Found, run_models
-from moe_exp.checkpoint.folders import one_checkpoint
-from moe_exp.checkpoint.layouts import Layout
-from moe_exp.checkpoint.reshape import Reshaping, reshape
-from moe_exp.checkpoint.settings import saved_config
-from moe_exp.checkpoint.torch_dist import read_common
+from moe_exp.checkpoint.format.folders import one_checkpoint
+from moe_exp.checkpoint.format.settings import saved_config
+from moe_exp.checkpoint.format.torch_dist import read_common
+from moe_exp.checkpoint.tools.layouts import Layout
+from moe_exp.checkpoint.tools.reshape import Reshaping, reshape
 from moe_exp.config import load_config
 from moe_exp.config.checks.checks import check_config
 from relative_error import assert_equal_to

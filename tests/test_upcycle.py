@@ -47,7 +47,7 @@ def _dense(x_TD: Tensor, mlp: dict[str, Tensor], activation: str) -> Tensor:
 @pytest.mark.parametrize("activation", ["swiglu", "squared_relu"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_shards_add_up_to_the_mlp(activation, bias):
-    from moe_exp.upcycle import split_mlp
+    from moe_exp.checkpoint.upcycle import split_mlp
 
     mlp, x_TD = _mlp(ACTIVATIONS[activation][1], bias), _random(TOKENS, HIDDEN, seed=5)
     shards = split_mlp(mlp, granularity=4, gated=ACTIVATIONS[activation][1])
@@ -58,7 +58,7 @@ def test_shards_add_up_to_the_mlp(activation, bias):
 
 
 def test_shards_by_hand():
-    from moe_exp.upcycle import experts_of, split_mlp, virtual_group_router
+    from moe_exp.checkpoint.upcycle import experts_of, split_mlp, virtual_group_router
 
     # Two hidden units with a gate: rows 0 and 1 are the gate, 2 and 3 what it multiplies.
     mlp = {"weight1": torch.tensor([[1.0], [2.0], [3.0], [4.0]]), "weight2": torch.tensor([[5.0, 6.0]]), "bias2": torch.tensor([8.0])}
@@ -85,7 +85,7 @@ ROUTERS = {
 @pytest.mark.parametrize(("num_experts", "topk", "granularity"), [(8, 2, 1), (8, 4, 2), (16, 4, 4), (16, 8, 4), (6, 3, 3)])
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 def test_layer_computes_the_dense_mlp(activation, num_experts, topk, granularity, router):
-    from moe_exp.upcycle import experts_of, shard_of, split_mlp, virtual_group_router
+    from moe_exp.checkpoint.upcycle import experts_of, shard_of, split_mlp, virtual_group_router
 
     if num_experts // router.get("num_groups", 1) % granularity:
         pytest.skip("refused: a group of experts does not hold whole virtual groups")

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from moe_exp.checkpoint.folders import MANIFEST, Manifest, NewerFormatError, damages, existing, iteration_of, usable
-from moe_exp.checkpoint.torch_dist import CheckpointReader, read_common
+from moe_exp.checkpoint.format.folders import MANIFEST, Manifest, NewerFormatError, damages, existing, iteration_of, usable
+from moe_exp.checkpoint.format.torch_dist import CheckpointReader, read_common
 from moe_exp.engine.runtime import from_first_rank
 
 logger = logging.getLogger(__name__)

@@ -5,11 +5,12 @@ from typing import Any
 
 import torch
 
-from moe_exp.checkpoint.folders import one_checkpoint
-from moe_exp.checkpoint.keys import BATCH_STATISTICS, CheckpointKeys, check_tensors
+from moe_exp.checkpoint.format.folders import one_checkpoint
+from moe_exp.checkpoint.format.keys import BATCH_STATISTICS, CheckpointKeys, check_tensors
+from moe_exp.checkpoint.format.sharded_load import load_sharded
+from moe_exp.checkpoint.format.torch_dist import read_common
 from moe_exp.checkpoint.optimizer_state import OptimizerRequest
 from moe_exp.checkpoint.restored import compare_restored
-from moe_exp.checkpoint.sharded_load import load_sharded
 from moe_exp.checkpoint.state import (
     Progress,
     Trained,
@@ -20,7 +21,6 @@ from moe_exp.checkpoint.state import (
     unwrapped,
     weights_state,
 )
-from moe_exp.checkpoint.torch_dist import read_common
 from moe_exp.config import Config
 from moe_exp.config.model_changes import optimizer_change, refuse_other_model
 from moe_exp.engine.runtime import Runtime

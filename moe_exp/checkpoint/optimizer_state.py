@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_exp.checkpoint.boxes import Box, box_at, boxes_of_range, first_value, intersection, slices
-from moe_exp.checkpoint.keys import CheckpointKeys
+from moe_exp.checkpoint.format.boxes import Box, box_at, boxes_of_range, first_value, intersection, slices
+from moe_exp.checkpoint.format.keys import CheckpointKeys
 from moe_exp.engine.optimizers import moments, set_moments
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from moe_exp.checkpoint.fingerprints import Fingerprints
-from moe_exp.checkpoint.torch_dist import COMMON
+from moe_exp.checkpoint.format.fingerprints import Fingerprints
+from moe_exp.checkpoint.format.torch_dist import COMMON
 from moe_exp.host.devices import rank_place
 from moe_exp.host.files import HashedFile
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from moe_exp.checkpoint import fingerprints
-from moe_exp.checkpoint.fingerprints import Fingerprints, Piece, fingerprints_of, shown
-from moe_exp.checkpoint.folders import iteration_of, iterations
+from moe_exp.checkpoint.format import fingerprints
+from moe_exp.checkpoint.format.fingerprints import Fingerprints, Piece, fingerprints_of, shown
+from moe_exp.checkpoint.format.folders import iteration_of, iterations
 from moe_exp.checkpoint.optimizer_state import Owned, owned_state, shards_of
 from moe_exp.checkpoint.state import Trained, parameters_in_sync, weights_state
 from moe_exp.config import ConfigError

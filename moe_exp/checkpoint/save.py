@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from moe_exp.checkpoint import fingerprints, folders
+from moe_exp.checkpoint.format import fingerprints, folders
+from moe_exp.checkpoint.format.torch_dist import METADATA
+from moe_exp.checkpoint.format.torch_dist_writer import write_metadata
 from moe_exp.checkpoint.plan import Plan, plan_save
 from moe_exp.checkpoint.rank_files import Written, error_line, write_rank_files
 from moe_exp.checkpoint.retention import which_to_remove
 from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync, whole_state
-from moe_exp.checkpoint.torch_dist import METADATA
-from moe_exp.checkpoint.torch_dist_writer import write_metadata
 from moe_exp.config import Config
 from moe_exp.engine.runtime import Runtime, from_first_rank
 from moe_exp.runs.provenance import package_versions

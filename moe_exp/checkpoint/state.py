@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from moe_exp.checkpoint.keys import CheckpointKeys, model_state
+from moe_exp.checkpoint.format.keys import CheckpointKeys, model_state
 from moe_exp.checkpoint.optimizer_state import optimizer_groups, optimizer_shards
 from moe_exp.config import Config
 from moe_exp.engine.runtime import Runtime

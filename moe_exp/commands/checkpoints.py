@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from moe_exp.commands.guard import ExactParser
 
 if TYPE_CHECKING:
-    from moe_exp.checkpoint.layouts import Layout
+    from moe_exp.checkpoint.tools.layouts import Layout
 
 # The library is imported by the commands that use it: `moe-exp --help` answers at once.
 _PATH_HELP = "an iter_ folder, a checkpoints folder or a run folder"
@@ -49,8 +49,8 @@ def _add_info(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _info(arguments: argparse.Namespace) -> None:
-    from moe_exp.checkpoint.info import checkpoints_folder, chosen, describe, describe_all, describe_tensors
-    from moe_exp.checkpoint.tables import print_checkpoints, print_info, print_tensors
+    from moe_exp.checkpoint.tools.info import checkpoints_folder, chosen, describe, describe_all, describe_tensors
+    from moe_exp.checkpoint.tools.tables import print_checkpoints, print_info, print_tensors
 
     checkpoints = checkpoints_folder(arguments.path) if arguments.iteration is None else None
     try:
@@ -81,8 +81,8 @@ def _add_verify(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from moe_exp.checkpoint.info import chosen
-    from moe_exp.checkpoint.soundness import Verification
+    from moe_exp.checkpoint.tools.info import chosen
+    from moe_exp.checkpoint.tools.soundness import Verification
 
     work, found = Verification(chosen(arguments.path, arguments.iteration), finite=arguments.finite), []
     if not work.has_checksums and not arguments.json:
@@ -116,8 +116,8 @@ def _add_reshape(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _reshape(arguments: argparse.Namespace) -> None:
-    from moe_exp.checkpoint.info import chosen
-    from moe_exp.checkpoint.reshape import Reshaping, reshape
+    from moe_exp.checkpoint.tools.info import chosen
+    from moe_exp.checkpoint.tools.reshape import Reshaping, reshape
 
     source = chosen(arguments.source, arguments.iteration)
     layout = _layout(arguments, source)
@@ -127,8 +127,8 @@ def _reshape(arguments: argparse.Namespace) -> None:
 
 
 def _layout(arguments: argparse.Namespace, source: Path) -> Layout:
-    from moe_exp.checkpoint.layouts import Layout
-    from moe_exp.checkpoint.torch_dist import read_common
+    from moe_exp.checkpoint.format.torch_dist import read_common
+    from moe_exp.checkpoint.tools.layouts import Layout
 
     saved = read_common(source).get("config") or {}
     sizes = {name: getattr(arguments, name) or saved.get(name) or 1 for name in ("tp", "pp", "ep", "etp")}
@@ -152,9 +152,9 @@ def _add_diff(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _diff(arguments: argparse.Namespace) -> int:
-    from moe_exp.checkpoint.diff import compare
-    from moe_exp.checkpoint.info import chosen
-    from moe_exp.checkpoint.tables import print_comparison
+    from moe_exp.checkpoint.tools.diff import compare
+    from moe_exp.checkpoint.tools.info import chosen
+    from moe_exp.checkpoint.tools.tables import print_comparison
 
     if arguments.top < 0:
         raise ValueError(f"TOP={arguments.top}: must not be negative. Fix: give the number of tensors to show, or 0.")
@@ -180,7 +180,7 @@ def _add_prune(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _prune(arguments: argparse.Namespace) -> None:
-    from moe_exp.checkpoint.pruning import prunable, remove
+    from moe_exp.checkpoint.tools.pruning import prunable, remove
 
     found = prunable(arguments.path, last=arguments.keep_last, every=arguments.keep_every, best=arguments.keep_best)
     word = "would remove" if arguments.dry_run else "removed"
@@ -207,7 +207,7 @@ def _add_shrink(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
 
 
 def _shrink(arguments: argparse.Namespace) -> int:
-    from moe_exp.checkpoint.shrink import PATTERNS, shrink, torch_files
+    from moe_exp.checkpoint.tools.shrink import PATTERNS, shrink, torch_files
 
     path, found = arguments.path, []
     for file in torch_files(path, arguments.pattern or PATTERNS, recursive=not arguments.no_recursive):

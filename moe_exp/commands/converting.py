@@ -56,7 +56,7 @@ def _add_to_hf(commands: argparse._SubParsersAction[ExactParser]) -> None:
 
 
 def _from_hf(arguments: argparse.Namespace) -> None:
-    from moe_exp.hf.importing import from_hf
+    from moe_exp.checkpoint.hf.importing import from_hf
     from moe_exp.host.progress import progress
 
     done = from_hf(
@@ -74,7 +74,7 @@ def _from_hf(arguments: argparse.Namespace) -> None:
 
 
 def _to_hf(arguments: argparse.Namespace) -> None:
-    from moe_exp.hf.exporting import to_hf
+    from moe_exp.checkpoint.hf.exporting import to_hf
     from moe_exp.host.progress import progress
 
     done = to_hf(

@@ -29,9 +29,9 @@ def _add_diff(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def _diff(arguments: argparse.Namespace) -> int:
-    from moe_exp.checkpoint.diff import compare
-    from moe_exp.checkpoint.info import chosen
-    from moe_exp.checkpoint.tables import print_comparison
+    from moe_exp.checkpoint.tools.diff import compare
+    from moe_exp.checkpoint.tools.info import chosen
+    from moe_exp.checkpoint.tools.tables import print_comparison
 
     a, b, top = arguments.a, arguments.b, arguments.top
     if top < 0:

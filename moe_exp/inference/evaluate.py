@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from moe_exp.checkpoint.folders import iteration_of, one_checkpoint
-from moe_exp.checkpoint.settings import saved_config
+from moe_exp.checkpoint.format.folders import iteration_of, one_checkpoint
+from moe_exp.checkpoint.format.settings import saved_config
 from moe_exp.config import Config, ConfigError, problem
 from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.data.tokens.text_bytes import TokenBytes

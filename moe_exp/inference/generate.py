@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from moe_exp.checkpoint.folders import one_checkpoint
-from moe_exp.checkpoint.settings import saved_config
+from moe_exp.checkpoint.format.folders import one_checkpoint
+from moe_exp.checkpoint.format.settings import saved_config
 from moe_exp.config import Config, problem
 from moe_exp.data.tokens.tokenizer import TextTokenizer
 from moe_exp.engine.runtime import Runtime

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_exp.checkpoint.settings import saved_config
+from moe_exp.checkpoint.format.settings import saved_config
 from moe_exp.config import Config, ConfigError
 from moe_exp.config.checks.checks import check_config
 from moe_exp.host.devices import count_gpus, num_cores

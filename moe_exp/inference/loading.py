@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from moe_exp.checkpoint.folders import Manifest, damages
-from moe_exp.checkpoint.keys import CheckpointKeys, check_tensors, model_state
+from moe_exp.checkpoint.format.folders import Manifest, damages
+from moe_exp.checkpoint.format.keys import CheckpointKeys, check_tensors, model_state
+from moe_exp.checkpoint.format.torch_dist import COMMON, CheckpointReader
 from moe_exp.checkpoint.state import sharding_metadata
-from moe_exp.checkpoint.torch_dist import COMMON, CheckpointReader
 from moe_exp.config import Config
 from moe_exp.engine.model import build_chunk, transformer_config
 from moe_exp.engine.runtime import Runtime

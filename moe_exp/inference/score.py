@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from moe_exp.checkpoint.folders import one_checkpoint
-from moe_exp.checkpoint.settings import saved_config
+from moe_exp.checkpoint.format.folders import one_checkpoint
+from moe_exp.checkpoint.format.settings import saved_config
 from moe_exp.config import Config, problem
 from moe_exp.engine.runtime import Runtime
 from moe_exp.host.progress import progress

@@ -23,9 +23,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moe_exp import heartbeat
-from moe_exp.checkpoint.diff import Comparison, compare_tensors
 from moe_exp.checkpoint.optimizer_state import Owned, owned_state
 from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync
+from moe_exp.checkpoint.tools.diff import Comparison, compare_tensors
 from moe_exp.config import Config
 from moe_exp.config.setting_types import iteration_ranges
 from moe_exp.engine.runtime import Runtime

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from moe_exp import heartbeat
-from moe_exp.checkpoint.fingerprints import multilinear_sum
+from moe_exp.checkpoint.format.fingerprints import multilinear_sum
 from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync, unwrapped
 from moe_exp.config import Config
 from moe_exp.engine.initial_weights import global_name

@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from moe_exp.checkpoint.folders import iteration_folder, iteration_of, iterations, set_latest
+from moe_exp.checkpoint.format.folders import iteration_folder, iteration_of, iterations, set_latest
 from moe_exp.checkpoint.integrity import find_source
 from moe_exp.checkpoint.load import saved_progress
 from moe_exp.checkpoint.state import Progress

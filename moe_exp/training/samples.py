@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from moe_exp.checkpoint.folders import one_checkpoint
+from moe_exp.checkpoint.format.folders import one_checkpoint
 from moe_exp.checkpoint.load import saved_progress
 from moe_exp.config import Config, ConfigError
 from moe_exp.data.embedded import ensure_embedded_corpus

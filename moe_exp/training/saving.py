@@ -6,18 +6,18 @@ from pathlib import Path
 
 from moe_exp import heartbeat
 from moe_exp.checkpoint import load as loading
-from moe_exp.checkpoint.folders import iteration_of, set_latest
+from moe_exp.checkpoint.format.folders import iteration_of, set_latest
 from moe_exp.checkpoint.integrity import Source, find_source
 from moe_exp.checkpoint.restored import RestoreError
 from moe_exp.checkpoint.save import Saved, SaveError, Saver
 from moe_exp.checkpoint.state import Progress, Trained
+from moe_exp.checkpoint.upcycle import upcycle
 from moe_exp.config import Config, ConfigError, problem
 from moe_exp.engine.runtime import Runtime
 from moe_exp.host.exit_codes import FAILED, TO_BE_CONTINUED
 from moe_exp.runs.records import append_event
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.training.metrics import Metrics
-from moe_exp.upcycle import upcycle
 
 logger = logging.getLogger(__name__)
 

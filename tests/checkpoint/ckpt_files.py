@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_exp.checkpoint.folders import Manifest, entries_of, iteration_folder
-from moe_exp.checkpoint.torch_dist_writer import CheckpointWriter
+from moe_exp.checkpoint.format.folders import Manifest, entries_of, iteration_folder
+from moe_exp.checkpoint.format.torch_dist_writer import CheckpointWriter
 from moe_exp.runs.run_folder import LATEST
 
 LAYERS, EXPERTS, HIDDEN, EXPERT_HIDDEN, VOCAB = 2, 4, 8, 6, 16

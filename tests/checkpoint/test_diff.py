@@ -10,10 +10,10 @@ import pytest
 import torch
 from ckpt_files import common_state, drawn_state, write_checkpoint
 
-from moe_exp.checkpoint import diff
-from moe_exp.checkpoint.diff import compare
-from moe_exp.checkpoint.layouts import Layout
-from moe_exp.checkpoint.reshape import Reshaping, reshape
+from moe_exp.checkpoint.tools import diff
+from moe_exp.checkpoint.tools.diff import compare
+from moe_exp.checkpoint.tools.layouts import Layout
+from moe_exp.checkpoint.tools.reshape import Reshaping, reshape
 from moe_exp.cli import main
 
 ROUTER = "decoder.layers.mlp.router.weight"

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from legs import Leg, build_job, run_legs, write_data
 from small_job import end_run, records, small_settings, start_run, write_tokens
 
-from moe_exp.checkpoint import fingerprints
-from moe_exp.checkpoint.fingerprints import Fingerprint, added, fingerprints_of, multilinear_sum, name_and_place, shown
-from moe_exp.checkpoint.folders import Manifest, entry_of
-from moe_exp.checkpoint.layouts import Layout
-from moe_exp.checkpoint.reshape import Reshaping, reshape
+from moe_exp.checkpoint.format import fingerprints
+from moe_exp.checkpoint.format.fingerprints import Fingerprint, added, fingerprints_of, multilinear_sum, name_and_place, shown
+from moe_exp.checkpoint.format.folders import Manifest, entry_of
+from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.restored import RestoreError
-from moe_exp.checkpoint.torch_dist import CheckpointReader
+from moe_exp.checkpoint.tools.layouts import Layout
+from moe_exp.checkpoint.tools.reshape import Reshaping, reshape
 from moe_exp.cli import main
 from moe_exp.config import load_config
 from ranks import free_port, run_on_ranks

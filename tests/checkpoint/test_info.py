@@ -14,8 +14,8 @@ import pytest
 import torch
 from ckpt_files import EXPERT_HIDDEN, EXPERTS, HIDDEN, LAYERS, VOCAB, drawn_state, write_checkpoint
 
-from moe_exp.checkpoint.info import describe
-from moe_exp.checkpoint.torch_dist import read_common
+from moe_exp.checkpoint.format.torch_dist import read_common
+from moe_exp.checkpoint.tools.info import describe
 from moe_exp.cli import main
 from moe_exp.runs.run_folder import LATEST
 

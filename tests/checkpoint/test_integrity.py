@@ -17,11 +17,11 @@ import pytest
 import torch
 from small_job import build_small, end_run, files_of, records, small_settings, start_run, write_tokens
 
-from moe_exp.checkpoint.folders import Manifest, NewerFormatError, entries_of, one_checkpoint, recover, usable
+from moe_exp.checkpoint.format.folders import Manifest, NewerFormatError, entries_of, one_checkpoint, recover, usable
+from moe_exp.checkpoint.format.torch_dist import CheckpointReader
+from moe_exp.checkpoint.format.torch_dist_writer import CheckpointWriter
 from moe_exp.checkpoint.integrity import Source, find_source
-from moe_exp.checkpoint.soundness import Verification
-from moe_exp.checkpoint.torch_dist import CheckpointReader
-from moe_exp.checkpoint.torch_dist_writer import CheckpointWriter
+from moe_exp.checkpoint.tools.soundness import Verification
 from ranks import RankError, free_port, run_on_ranks
 
 
@@ -182,7 +182,7 @@ def test_killed_before_the_first_latest_and_while_one_takes_another_place(checkp
 
 def megatrons_arguments(folder: Path, version: str) -> list[Any]:
     """As that version of Megatron-Core writes them: in common.pt, or as an object of the checkpoint."""
-    from moe_exp.checkpoint.sharded_load import load_sharded
+    from moe_exp.checkpoint.format.sharded_load import load_sharded
 
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.transformer.enums import AttnBackend
@@ -211,7 +211,7 @@ def test_arguments_of_megatron_lm_are_plain_values(checkpoints, version):
 
 def one_rank_cannot_read(folder: Path) -> str:
     """Rank 1 finds another folder, as on a node whose file system is not the others'."""
-    from moe_exp.checkpoint.sharded_load import load_sharded
+    from moe_exp.checkpoint.format.sharded_load import load_sharded
 
     from megatron.core.dist_checkpointing import ShardedTensor
 
@@ -256,7 +256,7 @@ def hostile(kind: str, folder: Path, mark: Path) -> None:
 
 def load_hostile(folder: Path) -> list[str]:
     """Every way in which this package reads a checkpoint; the refusals."""
-    from moe_exp.checkpoint.sharded_load import load_sharded
+    from moe_exp.checkpoint.format.sharded_load import load_sharded
 
     from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 

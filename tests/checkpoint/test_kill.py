@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from small_job import end_run, files_of, kill_run, records, small_settings, start_run, write_tokens
 
-from moe_exp.checkpoint.folders import Manifest, damages, iterations, recover, usable
+from moe_exp.checkpoint.format.folders import Manifest, damages, iterations, recover, usable
+from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.integrity import contents
-from moe_exp.checkpoint.torch_dist import CheckpointReader
 
 
 def check_all(checkpoints: Path, reference: Path) -> int:

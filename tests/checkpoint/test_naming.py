@@ -8,9 +8,9 @@ import pytest
 import torch
 from ckpt_files import EXPERT_HIDDEN, EXPERTS, HIDDEN, LAYERS, drawn_state, write_checkpoint
 
-from moe_exp.checkpoint.naming import KEEP_BYTES, group_of, logical_name, logical_tensors, states
-from moe_exp.checkpoint.torch_dist import CheckpointReader
-from moe_exp.checkpoint.torch_dist_writer import CheckpointWriter
+from moe_exp.checkpoint.format.naming import KEEP_BYTES, group_of, logical_name, logical_tensors, states
+from moe_exp.checkpoint.format.torch_dist import CheckpointReader
+from moe_exp.checkpoint.format.torch_dist_writer import CheckpointWriter
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from legs import MODEL, build_job, write_data
 
-from moe_exp.checkpoint.torch_dist import CheckpointReader
+from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.config import load_config
 from ranks import RankError, free_port, run_on_ranks
 
@@ -191,7 +191,7 @@ def test_main_weights_and_moments_go_over_to_another_dtype(before, after, distri
 
 def one_key_for_every_expert(settings: dict[str, Any], port: int, folder: str) -> bool:
     """On one rank: writes the state under the keys of `singleton_local_shards`, and reads it back."""
-    from moe_exp.checkpoint.keys import CheckpointKeys, model_state
+    from moe_exp.checkpoint.format.keys import CheckpointKeys, model_state
     from moe_exp.checkpoint.optimizer_state import OptimizerRequest, optimizer_groups, optimizer_shards, owned_state
     from moe_exp.checkpoint.state import sharding_metadata, unwrapped
 

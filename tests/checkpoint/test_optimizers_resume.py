@@ -10,8 +10,8 @@ import pytest
 import torch
 from legs import MODEL, Leg, build_job, deviations, run_legs, write_data
 
-from moe_exp.checkpoint.info import describe
-from moe_exp.checkpoint.torch_dist import CheckpointReader
+from moe_exp.checkpoint.format.torch_dist import CheckpointReader
+from moe_exp.checkpoint.tools.info import describe
 from moe_exp.config import ConfigError, load_config
 from moe_exp.config.model_changes import refuse_other_model
 from moe_exp.launch.machine_checks import bitsandbytes_problem

@@ -9,7 +9,7 @@ import pytest
 from ckpt_files import write_checkpoint
 from filelock import FileLock
 
-from moe_exp.checkpoint.folders import iterations
+from moe_exp.checkpoint.format.folders import iterations
 from moe_exp.cli import main
 from moe_exp.runs.run_folder import LATEST
 

@@ -12,14 +12,14 @@ import pytest
 import torch
 from ckpt_files import BIAS, STACKED, WHOLE, common_state, drawn_state, flip_bit, write_checkpoint
 
-from moe_exp.checkpoint import reshape as reshape_module
-from moe_exp.checkpoint.folders import latest_iteration
-from moe_exp.checkpoint.layouts import Layout
-from moe_exp.checkpoint.naming import logical_tensors, states
-from moe_exp.checkpoint.reshape import Reshaping, reshape
-from moe_exp.checkpoint.soundness import Verification
-from moe_exp.checkpoint.torch_dist import CheckpointReader
-from moe_exp.checkpoint.torch_dist_writer import CheckpointWriter
+from moe_exp.checkpoint.format.folders import latest_iteration
+from moe_exp.checkpoint.format.naming import logical_tensors, states
+from moe_exp.checkpoint.format.torch_dist import CheckpointReader
+from moe_exp.checkpoint.format.torch_dist_writer import CheckpointWriter
+from moe_exp.checkpoint.tools import reshape as reshape_module
+from moe_exp.checkpoint.tools.layouts import Layout
+from moe_exp.checkpoint.tools.reshape import Reshaping, reshape
+from moe_exp.checkpoint.tools.soundness import Verification
 from moe_exp.cli import main
 from ranks import free_port, run_on_ranks
 
@@ -32,7 +32,7 @@ MODEL = {
 
 def asked_by_rank(settings: dict[str, Any], port: int) -> list[set[Asked]]:
     """On every rank: the chunks that its model asks a checkpoint for, in either style of experts."""
-    from moe_exp.checkpoint.keys import model_state
+    from moe_exp.checkpoint.format.keys import model_state
     from moe_exp.checkpoint.state import sharding_metadata, unwrapped
     from moe_exp.config import load_config
     from moe_exp.engine import runtime

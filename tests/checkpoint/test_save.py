@@ -17,8 +17,8 @@ from small_job import build_small, end_run, files_of, records, small_settings, s
 
 from file_limit import no_file_over
 from moe_exp.checkpoint import rank_files
-from moe_exp.checkpoint.folders import Manifest, damages, iterations, latest_iteration
-from moe_exp.checkpoint.torch_dist import read_common
+from moe_exp.checkpoint.format.folders import Manifest, damages, iterations, latest_iteration
+from moe_exp.checkpoint.format.torch_dist import read_common
 from moe_exp.config import load_config
 from moe_exp.planner.costs.params import checkpoint_bytes
 from ranks import free_port, run_on_ranks

@@ -14,7 +14,7 @@ import torch
 from ckpt_files import write_checkpoint
 from torch import nn
 
-from moe_exp.checkpoint.shrink import difference, shrink
+from moe_exp.checkpoint.tools.shrink import difference, shrink
 from moe_exp.cli import main
 
 HIDDEN = 256

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
-from moe_exp.checkpoint.torch_dist import CheckpointReader, read_common, read_metadata
-from moe_exp.checkpoint.torch_dist_writer import CheckpointWriter
+from moe_exp.checkpoint.format.torch_dist import CheckpointReader, read_common, read_metadata
+from moe_exp.checkpoint.format.torch_dist_writer import CheckpointWriter
 
 SHAPE = (4, 6, 5)
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from ckpt_files import common_state, drawn_state, flip_bit, write_checkpoint
 
-from moe_exp.checkpoint.soundness import Verification, layout_problem
-from moe_exp.checkpoint.torch_dist import CheckpointReader, Chunk, StoredTensor
+from moe_exp.checkpoint.format.torch_dist import CheckpointReader, Chunk, StoredTensor
+from moe_exp.checkpoint.tools.soundness import Verification, layout_problem
 from moe_exp.cli import main
 
 ROUTER = "decoder.layers.mlp.router.weight"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tiny_models import MODELS, tiny_folder
 
-from moe_exp.hf.importing import from_hf
+from moe_exp.checkpoint.hf.importing import from_hf
 
 
 @pytest.fixture(scope="session")

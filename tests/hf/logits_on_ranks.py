@@ -19,8 +19,8 @@ def our_logits(folders: list[Path], tokens: Tensor, *, num_ranks: int = 1, timeo
 
 
 def _all_logits(folders: list[str], tokens: Tensor, layout: dict[str, int], port: int) -> list[Tensor]:
-    from moe_exp.checkpoint.folders import one_checkpoint
-    from moe_exp.checkpoint.torch_dist import read_common
+    from moe_exp.checkpoint.format.folders import one_checkpoint
+    from moe_exp.checkpoint.format.torch_dist import read_common
     from moe_exp.config import Config
     from moe_exp.engine import runtime
 
@@ -38,7 +38,7 @@ def _all_logits(folders: list[str], tokens: Tensor, layout: dict[str, int], port
 
 
 def _logits(config: Any, rank: Any, folder: str, tokens: Tensor) -> Tensor:
-    from moe_exp.checkpoint.folders import one_checkpoint
+    from moe_exp.checkpoint.format.folders import one_checkpoint
     from moe_exp.checkpoint.load import load_weights
     from moe_exp.checkpoint.state import Trained
     from moe_exp.engine.model import build_model

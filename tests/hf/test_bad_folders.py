@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import save_file
 from tiny_models import tiny_folder, weights_of
 
-from moe_exp.hf import target as target_module
-from moe_exp.hf.exporting import to_hf
-from moe_exp.hf.importing import from_hf
+from moe_exp.checkpoint.hf import target as target_module
+from moe_exp.checkpoint.hf.exporting import to_hf
+from moe_exp.checkpoint.hf.importing import from_hf
 
 INDEX = "model.safetensors.index.json"
 
@@ -249,7 +249,7 @@ def test_disk_that_fills_up_meanwhile(error, folder, tmp_path, monkeypatch):
     def fails(*args: object, **options: object) -> None:
         raise error
 
-    monkeypatch.setattr("moe_exp.checkpoint.torch_dist_writer.CheckpointWriter.finish", fails)
+    monkeypatch.setattr("moe_exp.checkpoint.format.torch_dist_writer.CheckpointWriter.finish", fails)
     source = folder("llama")
     with pytest.raises(type(error)):
         from_hf(source, tmp_path / "ours")
@@ -258,8 +258,8 @@ def test_disk_that_fills_up_meanwhile(error, folder, tmp_path, monkeypatch):
 
 def test_checkpoint_that_does_not_fit_its_settings(checkpoints, tmp_path):
     """A damaged or foreign checkpoint is no model; nothing is written."""
-    from moe_exp.checkpoint.torch_dist import CheckpointReader
-    from moe_exp.checkpoint.torch_dist_writer import CheckpointWriter
+    from moe_exp.checkpoint.format.torch_dist import CheckpointReader
+    from moe_exp.checkpoint.format.torch_dist_writer import CheckpointWriter
 
     reader = CheckpointReader(checkpoints["mixtral"] / "iter_0000000")
     common = reader.common()

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from moe_exp.checkpoint.hf.choice import choose_architecture
+from moe_exp.checkpoint.hf.families import ARCHITECTURES
+from moe_exp.checkpoint.hf.fields import UnsupportedModel
 from moe_exp.config import load_config
 from moe_exp.config.presets import PRESETS
-from moe_exp.hf.choice import choose_architecture
-from moe_exp.hf.families import ARCHITECTURES
-from moe_exp.hf.fields import UnsupportedModel
 
 LATENT = {"multi_latent_attention": True, "qk_norm": True, "norm_epsilon": 1e-6}
 DEEPSEEK = LATENT | {

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from moe_exp.hf.config_json import architecture_of, fields_of, settings_of
-from moe_exp.hf.importing import _config
+from moe_exp.checkpoint.hf.config_json import architecture_of, fields_of, settings_of
+from moe_exp.checkpoint.hf.importing import _config
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,

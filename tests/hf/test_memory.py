@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_exp.hf.config_json import fields_of, settings_of
-from moe_exp.hf.families import ARCHITECTURES
-from moe_exp.hf.importing import _config
-from moe_exp.hf.plan import pieces
-from moe_exp.hf.shard_writer import Entry, ShardWriter
+from moe_exp.checkpoint.hf.config_json import fields_of, settings_of
+from moe_exp.checkpoint.hf.families import ARCHITECTURES
+from moe_exp.checkpoint.hf.importing import _config
+from moe_exp.checkpoint.hf.plan import pieces
+from moe_exp.checkpoint.hf.shard_writer import Entry, ShardWriter
 
 LAYERS, SHARD_BYTES = 6, 60 * 10**6
 FIELDS = {
@@ -26,8 +26,8 @@ FIELDS = {
 PEAK = """
 import sys
 from pathlib import Path
-from moe_exp.hf.exporting import to_hf
-from moe_exp.hf.importing import from_hf
+from moe_exp.checkpoint.hf.exporting import to_hf
+from moe_exp.checkpoint.hf.importing import from_hf
 
 def status(name):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(name))

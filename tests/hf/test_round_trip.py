@@ -10,12 +10,12 @@ import pytest
 import torch
 from tiny_models import MODELS, tiny_folder, weights_of
 
-from moe_exp.checkpoint.folders import Manifest, damages, one_checkpoint
-from moe_exp.checkpoint.torch_dist import CheckpointReader
+from moe_exp.checkpoint.format.folders import Manifest, damages, one_checkpoint
+from moe_exp.checkpoint.format.torch_dist import CheckpointReader
+from moe_exp.checkpoint.hf.exporting import to_hf
+from moe_exp.checkpoint.hf.importing import from_hf
 from moe_exp.config import Config
 from moe_exp.config.checks.checks import check_config
-from moe_exp.hf.exporting import to_hf
-from moe_exp.hf.importing import from_hf
 
 # What a checkpoint has no place for, and what the model computes does not depend on.
 _VLLM = {"ep_size", "moe_layer_freq", "scoring_func", "topk_method"}  # which its DeepSeek-V3 asks for, and transformers does not write

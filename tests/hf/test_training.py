@@ -15,11 +15,11 @@ from tiny_models import REFERENCE, VOCAB, their_logits, tiny_folder, weights_of
 from torch.nn.functional import cross_entropy
 
 from model_on_ranks import run_models
-from moe_exp.checkpoint.torch_dist import CheckpointReader
+from moe_exp.checkpoint.format.torch_dist import CheckpointReader
+from moe_exp.checkpoint.hf.exporting import Exported, to_hf
+from moe_exp.checkpoint.hf.importing import from_hf
 from moe_exp.data.samples.dataset import SampleStream
 from moe_exp.data.tokens.tokens import BinIdxWriter
-from moe_exp.hf.exporting import Exported, to_hf
-from moe_exp.hf.importing import from_hf
 from relative_error import assert_equal_to
 from whole_runs import EndedRun, Runs
 

@@ -19,7 +19,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from moe_exp.checkpoint.torch_dist_writer import CheckpointWriter
+from moe_exp.checkpoint.format.torch_dist_writer import CheckpointWriter
 from moe_exp.config import Config
 
 VOCAB, HIDDEN, LAYERS, HEADS, GROUPS, EXPERTS, SEQ_LEN = 257, 32, 2, 4, 2, 4, 48

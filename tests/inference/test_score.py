@@ -12,7 +12,7 @@ import torch
 from hf_checkpoint import SEQ_LEN, VOCAB, tiny_model, write_checkpoint
 
 from moe_exp import cli, train
-from moe_exp.checkpoint.folders import Manifest, entries_of
+from moe_exp.checkpoint.format.folders import Manifest, entries_of
 from moe_exp.data.samples.dataset import SampleStream, split_batch
 from moe_exp.data.tokens.tokens import BinIdxWriter, parse_blend
 from moe_exp.inference.layout import Layout, config_for_use

@@ -17,7 +17,7 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from moe_exp.hf.model_folder import DTYPES, INDEX, SINGLE
+from moe_exp.checkpoint.hf.model_folder import DTYPES, INDEX, SINGLE
 from moe_exp.host.files import write_json
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}

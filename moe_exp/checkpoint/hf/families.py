@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe_exp.hf import fields as rules
-from moe_exp.hf.fields import FieldRule, must_be, same
-from moe_exp.hf.rope import rope
-from moe_exp.hf.tensor_rules import TensorRule
+from moe_exp.checkpoint.hf import fields as rules
+from moe_exp.checkpoint.hf.fields import FieldRule, must_be, same
+from moe_exp.checkpoint.hf.rope import rope
+from moe_exp.checkpoint.hf.tensor_rules import TensorRule
 
 
 @dataclass(frozen=True)

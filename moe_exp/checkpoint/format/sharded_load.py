@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from moe_exp.checkpoint.torch_dist import read_common, read_metadata
+from moe_exp.checkpoint.format.torch_dist import read_common, read_metadata
 from moe_exp.engine.runtime import on_every_rank
 
 from megatron.core.dist_checkpointing.dict_utils import merge

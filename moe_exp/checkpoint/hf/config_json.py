@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from moe_exp.checkpoint.hf.families import ARCHITECTURES, Architecture
+from moe_exp.checkpoint.hf.fields import Settings, UnsupportedModel, refuse
 from moe_exp.config import Config
-from moe_exp.hf.families import ARCHITECTURES, Architecture
-from moe_exp.hf.fields import Settings, UnsupportedModel, refuse
 
 # Fields that say nothing about what the model computes when it is evaluated.
 WITHOUT_EFFECT = {

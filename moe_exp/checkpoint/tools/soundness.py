@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from moe_exp.checkpoint import fingerprints, folders
-from moe_exp.checkpoint.fingerprints import Fingerprints, fingerprints_of, shown
-from moe_exp.checkpoint.folders import Manifest
-from moe_exp.checkpoint.naming import KEEP_BYTES, LogicalTensor, logical_tensors, states
-from moe_exp.checkpoint.torch_dist import CheckpointReader, Chunk, StoredTensor
+from moe_exp.checkpoint.format import fingerprints, folders
+from moe_exp.checkpoint.format.fingerprints import Fingerprints, fingerprints_of, shown
+from moe_exp.checkpoint.format.folders import Manifest
+from moe_exp.checkpoint.format.naming import KEEP_BYTES, LogicalTensor, logical_tensors, states
+from moe_exp.checkpoint.format.torch_dist import CheckpointReader, Chunk, StoredTensor
 from moe_exp.host.progress import progress
 
 

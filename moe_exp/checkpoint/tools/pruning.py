@@ -11,9 +11,9 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from moe_exp.checkpoint.folders import REMOVED, iteration_folder, iterations, latest_iteration, valid_losses
-from moe_exp.checkpoint.info import checkpoints_folder
+from moe_exp.checkpoint.format.folders import REMOVED, iteration_folder, iterations, latest_iteration, valid_losses
 from moe_exp.checkpoint.retention import which_to_remove
+from moe_exp.checkpoint.tools.info import checkpoints_folder
 from moe_exp.runs.run_folder import RunFolder
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from moe_exp.checkpoint.torch_dist import read_common
+from moe_exp.checkpoint.format.torch_dist import read_common
 from moe_exp.config import Config
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from moe_exp.checkpoint.torch_dist import COMMON, METADATA
+from moe_exp.checkpoint.format.torch_dist import COMMON, METADATA
 
 _BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
 

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from moe_exp.checkpoint.foreign import read_inert
+from moe_exp.checkpoint.format.foreign import read_inert
 
 COMMON = "common.pt"
 COMMON_OBJECT = "common_state/shard_0_1"

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from moe_exp.checkpoint.torch_dist import CheckpointReader, StoredTensor
+from moe_exp.checkpoint.format.torch_dist import CheckpointReader, StoredTensor
 
 # Chunks that stay in memory for a reader of logical tensors, of which many may lie in one chunk.
 KEEP_BYTES = 256 << 20

@@ -12,18 +12,18 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from moe_exp.checkpoint.folders import Manifest, one_checkpoint
-from moe_exp.checkpoint.torch_dist import CheckpointReader, StoredTensor
+from moe_exp.checkpoint.format.folders import Manifest, one_checkpoint
+from moe_exp.checkpoint.format.torch_dist import CheckpointReader, StoredTensor
+from moe_exp.checkpoint.hf.choice import choose_architecture
+from moe_exp.checkpoint.hf.companions import ORIGINAL, copy_tokenizer, kept_fields, token_ids, write_generation_config, write_model_card
+from moe_exp.checkpoint.hf.config_json import fields_of
+from moe_exp.checkpoint.hf.families import Architecture
+from moe_exp.checkpoint.hf.model_folder import TORCH_DTYPES
+from moe_exp.checkpoint.hf.plan import TRAINING_ONLY, Piece, Theirs, misfits, pieces
+from moe_exp.checkpoint.hf.shard_writer import Entry, ShardWriter
+from moe_exp.checkpoint.hf.target import Progress, check_target, new_folder, no_progress
+from moe_exp.checkpoint.hf.tensor_rules import taken_apart
 from moe_exp.config import Config
-from moe_exp.hf.choice import choose_architecture
-from moe_exp.hf.companions import ORIGINAL, copy_tokenizer, kept_fields, token_ids, write_generation_config, write_model_card
-from moe_exp.hf.config_json import fields_of
-from moe_exp.hf.families import Architecture
-from moe_exp.hf.model_folder import TORCH_DTYPES
-from moe_exp.hf.plan import TRAINING_ONLY, Piece, Theirs, misfits, pieces
-from moe_exp.hf.shard_writer import Entry, ShardWriter
-from moe_exp.hf.target import Progress, check_target, new_folder, no_progress
-from moe_exp.hf.tensor_rules import taken_apart
 from moe_exp.host.files import write_json
 
 _OPTIMIZER = ("optimizer.", "chained_")

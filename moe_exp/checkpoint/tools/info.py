@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moe_exp.checkpoint import folders
-from moe_exp.checkpoint.folders import Manifest, iteration_folder, iterations, latest_iteration
-from moe_exp.checkpoint.naming import LogicalTensor, group_of, is_optimizer, layer_of, logical_tensors, states
-from moe_exp.checkpoint.torch_dist import CheckpointReader
+from moe_exp.checkpoint.format import folders
+from moe_exp.checkpoint.format.folders import Manifest, iteration_folder, iterations, latest_iteration
+from moe_exp.checkpoint.format.naming import LogicalTensor, group_of, is_optimizer, layer_of, logical_tensors, states
+from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.runs.run_folder import LATEST
 
 # Beside the parameters the router has numbers of its own, which no optimizer trains and Megatron keeps in fp32.

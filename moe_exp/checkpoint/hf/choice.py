@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from moe_exp.checkpoint.hf.families import ARCHITECTURES, Architecture
+from moe_exp.checkpoint.hf.fields import LATENT_EPSILON, UnsupportedModel, groups_score_alike
+from moe_exp.checkpoint.hf.rope import yarn_is_expressible
 from moe_exp.config import Config
-from moe_exp.hf.families import ARCHITECTURES, Architecture
-from moe_exp.hf.fields import LATENT_EPSILON, UnsupportedModel, groups_score_alike
-from moe_exp.hf.rope import yarn_is_expressible
 
 
 @dataclass(frozen=True)

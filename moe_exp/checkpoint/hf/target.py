@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from moe_exp.checkpoint.folders import PARTIAL
+from moe_exp.checkpoint.format.folders import PARTIAL
 from moe_exp.host.files import sync_folder
 
 _MARGIN = 1.01  # headers, index, tokenizer

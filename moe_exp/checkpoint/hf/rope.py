@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from moe_exp.checkpoint.hf.fields import FieldRule, Fields, Settings, given, refuse
 from moe_exp.config import Config
-from moe_exp.hf.fields import FieldRule, Fields, Settings, given, refuse
 
 _LLAMA3_SEQ_LEN = 8192
 # Megatron has these two built in.

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich import filesize
 
-from moe_exp.checkpoint.diff import Comparison
+from moe_exp.checkpoint.tools.diff import Comparison
 from moe_exp.host.progress import print_summary
 
 

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from moe_exp.checkpoint.info import iteration_of
-from moe_exp.checkpoint.naming import KEEP_BYTES, LogicalTensor, logical_tensors, states
-from moe_exp.checkpoint.torch_dist import CheckpointReader
+from moe_exp.checkpoint.format.naming import KEEP_BYTES, LogicalTensor, logical_tensors, states
+from moe_exp.checkpoint.format.torch_dist import CheckpointReader
+from moe_exp.checkpoint.tools.info import iteration_of
 from moe_exp.host.progress import progress
 
 _BLOCK_BYTES = 32 << 20

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_exp.checkpoint.naming import LogicalTensor, layer_of, optimizer_state
+from moe_exp.checkpoint.format.naming import LogicalTensor, layer_of, optimizer_state
 from moe_exp.config import problem
 
 _EXPERT = re.compile(r".*\.experts\.(\d+)\..+")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from moe_exp.checkpoint.hf.families import Architecture
+from moe_exp.checkpoint.hf.tensor_rules import CONDITIONS, TensorRule, joined_shape, sizes_of
 from moe_exp.config import Config
-from moe_exp.hf.families import Architecture
-from moe_exp.hf.tensor_rules import CONDITIONS, TensorRule, joined_shape, sizes_of
 
 # Tensors of a checkpoint that belong to training: counts that the loss `global_aux_loss` keeps.
 TRAINING_ONLY = (".mlp.router.global_tokens_per_expert",)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_exp.checkpoint.folders import MANIFEST
+from moe_exp.checkpoint.format.folders import MANIFEST
 
 PATTERNS = ("*.pt", "*.pth", "*.bin")
 

@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_exp.checkpoint.keys import CheckpointKeys, model_state
-from moe_exp.checkpoint.sharded_load import load_sharded
+from moe_exp.checkpoint.format.keys import CheckpointKeys, model_state
+from moe_exp.checkpoint.format.sharded_load import load_sharded
+from moe_exp.checkpoint.format.torch_dist import read_common
 from moe_exp.checkpoint.state import Trained, parameters_in_sync, sharding_metadata, unwrapped
-from moe_exp.checkpoint.torch_dist import read_common
 from moe_exp.config import Config
 from moe_exp.engine.model import moe_layers
 from moe_exp.engine.runtime import Runtime

@@ -17,11 +17,9 @@ from typing import Any
 
 import torch
 
-from moe_exp.checkpoint import fingerprints
-from moe_exp.checkpoint.folders import Manifest, entries_of, iteration_folder
-from moe_exp.checkpoint.info import BUFFERS, iteration_of
-from moe_exp.checkpoint.layouts import Layout, Model, Style, TargetChunk, TargetPlan, styled_key, unstyled
-from moe_exp.checkpoint.naming import (
+from moe_exp.checkpoint.format import fingerprints
+from moe_exp.checkpoint.format.folders import Manifest, entries_of, iteration_folder
+from moe_exp.checkpoint.format.naming import (
     KEEP_BYTES,
     LogicalTensor,
     is_optimizer,
@@ -32,8 +30,10 @@ from moe_exp.checkpoint.naming import (
     optimizer_state,
     states,
 )
-from moe_exp.checkpoint.torch_dist import COMMON_OBJECT, CheckpointReader
-from moe_exp.checkpoint.torch_dist_writer import CheckpointWriter
+from moe_exp.checkpoint.format.torch_dist import COMMON_OBJECT, CheckpointReader
+from moe_exp.checkpoint.format.torch_dist_writer import CheckpointWriter
+from moe_exp.checkpoint.tools.info import BUFFERS, iteration_of
+from moe_exp.checkpoint.tools.layouts import Layout, Model, Style, TargetChunk, TargetPlan, styled_key, unstyled
 from moe_exp.config import problem
 from moe_exp.host.files import write_atomically
 from moe_exp.host.progress import progress

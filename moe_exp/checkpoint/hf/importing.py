@@ -16,18 +16,18 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from moe_exp.checkpoint import folders
+from moe_exp.checkpoint.format import folders
+from moe_exp.checkpoint.format.torch_dist_writer import CheckpointWriter
+from moe_exp.checkpoint.hf.companions import GENERATION, ORIGINAL, copy_tokenizer
+from moe_exp.checkpoint.hf.config_json import architecture_of, settings_of
+from moe_exp.checkpoint.hf.families import Architecture
+from moe_exp.checkpoint.hf.fields import Settings
+from moe_exp.checkpoint.hf.model_folder import DTYPE_NAMES, DTYPES, TORCH_DTYPES, ModelFolder
+from moe_exp.checkpoint.hf.plan import Piece, misfits, pieces
+from moe_exp.checkpoint.hf.target import Progress, check_target, new_folder, no_progress
+from moe_exp.checkpoint.hf.tensor_rules import CONDITIONS, joined, joined_shape
 from moe_exp.checkpoint.state import CONTENT
-from moe_exp.checkpoint.torch_dist_writer import CheckpointWriter
 from moe_exp.config import Config
-from moe_exp.hf.companions import GENERATION, ORIGINAL, copy_tokenizer
-from moe_exp.hf.config_json import architecture_of, settings_of
-from moe_exp.hf.families import Architecture
-from moe_exp.hf.fields import Settings
-from moe_exp.hf.model_folder import DTYPE_NAMES, DTYPES, TORCH_DTYPES, ModelFolder
-from moe_exp.hf.plan import Piece, misfits, pieces
-from moe_exp.hf.target import Progress, check_target, new_folder, no_progress
-from moe_exp.hf.tensor_rules import CONDITIONS, joined, joined_shape
 from moe_exp.host.files import write_atomically
 from moe_exp.runs.run_folder import LATEST
 

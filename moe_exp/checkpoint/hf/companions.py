@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from moe_exp.checkpoint.hf.model_folder import read_json
 from moe_exp.data.tokens.tokenizer import USUAL_EOD_TOKENS
-from moe_exp.hf.model_folder import read_json
 from moe_exp.host.files import write_atomically, write_json
 
 TOKENIZER_FILES = (
