@@ -20,8 +20,7 @@ import pytest
 from rich.console import Console
 
 from moe_exp.report.follower import Follower, dead_experts, layers_by_load
-from moe_exp.report.live import watch
-from moe_exp.report.sparkline import buckets, plot, sparkline
+from moe_exp.report.live import buckets, plot, sparkline, watch
 from moe_exp.runs.records import drop_records_after
 
 ROOT = Path(__file__).parents[2]

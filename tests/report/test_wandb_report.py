@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from moe_exp.report.load_squares import LoadSquares
-from moe_exp.report.wandb_report import build_report, mirrored_runs, wandb_report
+from moe_exp.report.wandb_report import LoadSquares, build_report, mirrored_runs, wandb_report
 from moe_exp.training.metrics import curves
 
 ROOT = Path(__file__).parents[2]
