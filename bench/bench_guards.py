@@ -23,15 +23,16 @@ from pathlib import Path
 import torch
 from bench_step import Ours
 
-from moe_exp import heartbeat, train
+from moe_exp import train
 from moe_exp.checkpoint.save import Saver
 from moe_exp.config import Config, load_config
 from moe_exp.engine import faults, runtime
-from moe_exp.heartbeat import read_beats
 from moe_exp.host.processes import free_port
 from moe_exp.training.loss_guard import Iteration, LossGuard
 from moe_exp.training.profiling import Recorder
-from moe_exp.watch.call_trace import trace_calls
+from moe_exp.watch.hangs import heartbeat
+from moe_exp.watch.hangs.call_trace import trace_calls
+from moe_exp.watch.hangs.heartbeat import read_beats
 
 NUM_RANKS = 2
 BEATS = "BENCH_BEATS"

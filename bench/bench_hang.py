@@ -17,12 +17,13 @@ from pathlib import Path
 
 from bench_step import Ours
 
-from moe_exp import heartbeat, train
+from moe_exp import train
 from moe_exp.config import Config, load_config
 from moe_exp.engine import runtime
-from moe_exp.heartbeat import Heart, read_beats
 from moe_exp.host.processes import free_port
-from moe_exp.watch.call_trace import CallTrace
+from moe_exp.watch.hangs import heartbeat
+from moe_exp.watch.hangs.call_trace import CallTrace
+from moe_exp.watch.hangs.heartbeat import Heart, read_beats
 
 MODULES = ("moe_exp", "megatron", "torch.distributed")
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_exp import heartbeat
 from moe_exp.checkpoint import load as loading
 from moe_exp.checkpoint.format.folders import recover
 from moe_exp.checkpoint.integrity import Source
@@ -46,7 +45,8 @@ from moe_exp.training.replica_checks import ReplicaError, check_replicas
 from moe_exp.training.rollback import samples_without_skips
 from moe_exp.training.samples import build_data, bytes_per_token, compare_data, read_ahead, read_tokens
 from moe_exp.training.saving import Saves, choose_source, own_source, resume
-from moe_exp.watch.call_trace import trace_calls
+from moe_exp.watch.hangs import heartbeat
+from moe_exp.watch.hangs.call_trace import trace_calls
 
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func

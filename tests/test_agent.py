@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from moe_exp.heartbeat import failures_file
 from moe_exp.host.exit_codes import HEARTBEATS
 from moe_exp.launch.agent import Agent
 from moe_exp.runs.records import append_event, read_metrics
+from moe_exp.watch.hangs.heartbeat import failures_file
 from ranks import free_port
 from whole_runs import ROOT, clean_environ
 
@@ -43,7 +43,7 @@ if act == "deaf":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 if act == "hung":
-    from moe_exp.heartbeat import hung_file
+    from moe_exp.watch.hangs.heartbeat import hung_file
     hung_file(pathlib.Path(os.environ["MOE_EXP_HEARTBEATS"])).touch()
 if act in ("die", "hung"):
     os.kill(os.getpid(), signal.SIGKILL)

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from checkpoint.small_job import end_run, records, small_settings, start_run, write_tokens
-from moe_exp import heartbeat
 from moe_exp.checkpoint.format.folders import Manifest, iteration_folder, latest_iteration
 from moe_exp.config import Config
 from moe_exp.host.exit_codes import FAILED, FINISHED, START_AGAIN
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.training.loss_guard import Iteration, LossGuard
+from moe_exp.watch.hangs import heartbeat
 from ranks import free_port, run_on_ranks
 from spiking_data import GBSZ, corrupt, spiking_settings, write_corpus
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from moe_exp.runs.records import append
-from moe_exp.watch.watchdog import Watchdog
+from moe_exp.watch.watchdog.watchdog import Watchdog
 
 HOUR, DAY = 3600.0, 86400.0
 SETTINGS = {"train_iters": 40000, "log_interval": 20, "eval_interval": 1000, "eval_iters": 10, "save_interval": 1000, "keep_last": 0}

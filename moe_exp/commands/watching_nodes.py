@@ -53,7 +53,7 @@ def _preflight(arguments: argparse.Namespace) -> int:
     from moe_exp.config import load_config
     from moe_exp.launch.preflight.node import preflight
     from moe_exp.launch.preflight.report import add_to_list, findings_lines, print_report
-    from moe_exp.watch.exclude import EXCLUDE_NODES
+    from moe_exp.watch.nodes.exclude import EXCLUDE_NODES
 
     flags = {name: getattr(arguments, name) for name in LAUNCH_SETTINGS}
     config = load_config(flags)
@@ -81,7 +81,7 @@ def _add_exclude(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _exclude(arguments: argparse.Namespace) -> None:
-    from moe_exp.watch.exclude import exclude, read_excluded, read_reasons, readmit, slurm_name, slurm_option
+    from moe_exp.watch.nodes.exclude import exclude, read_excluded, read_reasons, readmit, slurm_name, slurm_option
 
     for host in map(slurm_name, [*arguments.add, *arguments.remove]):
         if host in arguments.add and host in arguments.remove:
@@ -109,9 +109,8 @@ def _add_blame(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _blame(arguments: argparse.Namespace) -> None:
-    from moe_exp.watch.blame import blame, hosts_to_exclude, log_files, told_by_runs
-    from moe_exp.watch.blame_table import blame_as_json, print_blame
-    from moe_exp.watch.exclude import exclude
+    from moe_exp.watch.nodes.blame import blame, blame_as_json, hosts_to_exclude, log_files, print_blame, told_by_runs
+    from moe_exp.watch.nodes.exclude import exclude
 
     found = blame(log_files(arguments.logs))
     bad = hosts_to_exclude(found)

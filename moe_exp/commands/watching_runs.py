@@ -59,8 +59,8 @@ def _add_channels(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     from moe_exp.config import ConfigError
     from moe_exp.host.exit_codes import BAD_INPUT
-    from moe_exp.watch.watchdog import print_looks, watch_forever
-    from moe_exp.watch.watchdog_settings import watchdog_of
+    from moe_exp.watch.watchdog.settings import watchdog_of
+    from moe_exp.watch.watchdog.watchdog import print_looks, watch_forever
 
     try:
         watchdog = watchdog_of(vars(arguments), os.environ)

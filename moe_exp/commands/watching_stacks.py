@@ -27,7 +27,7 @@ def _add_stacks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _stacks(arguments: argparse.Namespace) -> int:
-    from moe_exp.watch.stacks_command import stacks_of
+    from moe_exp.watch.hangs.stacks import stacks_of
 
     summary, folder = stacks_of(arguments.folder)
     print(summary.whole if arguments.full else summary.short)

@@ -35,7 +35,6 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.run import config_from_args, parse_args
 
-from moe_exp.heartbeat import failures_file, hung_file
 from moe_exp.host.devices import count_gpus
 from moe_exp.host.exit_codes import (
     CAUSED_BY_ANOTHER,
@@ -53,6 +52,7 @@ from moe_exp.host.exit_codes import (
 from moe_exp.host.processes import STOP_SIGNALS, signals_blocked
 from moe_exp.launch.rendezvous import Rounds
 from moe_exp.runs.records import Record, append, event_record, last_records
+from moe_exp.watch.hangs.heartbeat import failures_file, hung_file
 
 # What ranks of a job that has failed get to end by themselves: they have nothing to save, and their peers are gone.
 _END_SECONDS = 5

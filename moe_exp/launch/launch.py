@@ -22,7 +22,7 @@ from moe_exp.launch.torchrun_job import STOPPING, TRAIN_MODULE, child_environmen
 from moe_exp.planner.costs.params import startup_report
 from moe_exp.runs.finish import finish_run
 from moe_exp.runs.run_folder import RunFolder
-from moe_exp.watch.hang import HangWatch
+from moe_exp.watch.hangs.monitor import HangWatch
 
 
 def train(flags: Mapping[str, Any], *, dry_run: bool = False) -> int:

@@ -305,7 +305,7 @@ def _markdown(text: str) -> str:
 # Load of the experts as coloured squares in plain text, for pages that take text and no pictures.
 
 
-_MOST_COLUMNS = 48
+_MOST_SQUARES = 48
 
 
 # The square of a value is the first whose limit it is below; white was not measured.
@@ -345,7 +345,7 @@ class LoadSquares:
         for layer in layers:
             if layer.max_over_mean is not None:
                 self._columns[-1][layer.layer] = max(layer.max_over_mean, self._columns[-1].get(layer.layer, 0.0))
-        if len(self._columns) == 2 * _MOST_COLUMNS and self._records_in_last == self._records_per_column:
+        if len(self._columns) == 2 * _MOST_SQUARES and self._records_in_last == self._records_per_column:
             self._halve()
 
     def _halve(self) -> None:
@@ -360,7 +360,7 @@ class LoadSquares:
         layers = sorted({layer for column in self._columns for layer in column})
         if not layers:
             return ""
-        step = -(-len(self._columns) // _MOST_COLUMNS)
+        step = -(-len(self._columns) // _MOST_SQUARES)
         groups = [self._columns[at : at + step] for at in range(0, len(self._columns), step)]
         lines = ["busiest expert over the mean: " + ", ".join(f"{square} {_limit(index)}" for index, (_, square) in enumerate(_SQUARES))]
         for layer in layers:

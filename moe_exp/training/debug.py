@@ -25,8 +25,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from moe_exp import heartbeat
 from moe_exp.host.exit_codes import FAILED, tell_launcher
+from moe_exp.watch.hangs import heartbeat
 
 _POLL_SECONDS = 0.2
 _LONGEST = timedelta(days=7)

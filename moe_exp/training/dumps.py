@@ -22,7 +22,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moe_exp import heartbeat
 from moe_exp.checkpoint.optimizer_state import Owned, owned_state
 from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync
 from moe_exp.checkpoint.tools.diff import Comparison, compare_tensors
@@ -30,6 +29,7 @@ from moe_exp.config import Config
 from moe_exp.config.setting_types import iteration_ranges
 from moe_exp.engine.runtime import Runtime
 from moe_exp.training.replica_checks import named_parameters
+from moe_exp.watch.hangs import heartbeat
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from moe_exp import heartbeat
 from moe_exp.checkpoint.save import Saver
 from moe_exp.checkpoint.state import Progress, Trained
 from moe_exp.config import Config
@@ -23,6 +22,7 @@ from moe_exp.training.exchange import IterationEnd
 from moe_exp.training.metrics import Metrics
 from moe_exp.training.rollback import free_place, go_back, read_rollbacks
 from moe_exp.training.spikes import LEVEL_WINDOW, Spike, SpikeDetector, SpikeEnd
+from moe_exp.watch.hangs import heartbeat
 
 logger = logging.getLogger(__name__)
 

@@ -24,13 +24,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_exp import heartbeat
 from moe_exp.checkpoint.format.fingerprints import multilinear_sum
 from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync, unwrapped
 from moe_exp.config import Config
 from moe_exp.engine.initial_weights import global_name
 from moe_exp.engine.runtime import Runtime
 from moe_exp.training.metrics import Metrics
+from moe_exp.watch.hangs import heartbeat
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer

@@ -4,7 +4,6 @@ import logging
 import time
 from pathlib import Path
 
-from moe_exp import heartbeat
 from moe_exp.checkpoint import load as loading
 from moe_exp.checkpoint.format.folders import iteration_of, set_latest
 from moe_exp.checkpoint.integrity import Source, find_source
@@ -18,6 +17,7 @@ from moe_exp.host.exit_codes import FAILED, TO_BE_CONTINUED
 from moe_exp.runs.records import append_event
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.training.metrics import Metrics
+from moe_exp.watch.hangs import heartbeat
 
 logger = logging.getLogger(__name__)
 

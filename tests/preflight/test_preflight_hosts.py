@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from moe_exp.runs.records import read_metrics
-from moe_exp.watch.exclude import read_excluded
+from moe_exp.watch.nodes.exclude import read_excluded
 from net_hosts import Host, hosts, missing
 from ranks import free_port
 

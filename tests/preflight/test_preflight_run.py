@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from moe_exp.watch.exclude import read_excluded, read_reasons
+from moe_exp.watch.nodes.exclude import read_excluded, read_reasons
 from ranks import free_port
 from whole_runs import ROOT, clean_environ
 

@@ -12,7 +12,7 @@ from moe_exp.cli import main
 from moe_exp.launch.preflight.pairing import rounds_of_pairs
 from moe_exp.launch.preflight.report import add_to_list, findings_lines, print_report
 from moe_exp.launch.preflight.verdicts import Verdict, judge
-from moe_exp.watch.exclude import read_reasons
+from moe_exp.watch.nodes.exclude import read_reasons
 
 FREE = {"free_bytes": 10**12, "problem": ""}
 

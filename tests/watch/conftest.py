@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from moe_exp.watch.alerts import AlertFile
-from moe_exp.watch.watchdog import Watchdog, Watched
+from moe_exp.watch.watchdog.alerts import AlertFile
+from moe_exp.watch.watchdog.watchdog import Watchdog, Watched
 from watched_run import Queue, Run
 
 

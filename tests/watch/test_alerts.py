@@ -13,7 +13,7 @@ import threading
 import pytest
 
 from moe_exp.config import ConfigError
-from moe_exp.watch.alerts import AlertFile, Mail, Webhook, channels_of, send_to_all
+from moe_exp.watch.watchdog.alerts import AlertFile, Mail, Webhook, channels_of, send_to_all
 from smtp_sink import SmtpSink, certificate
 
 SECRET = "s3cret-token"

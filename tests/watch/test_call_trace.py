@@ -9,14 +9,14 @@ import sys
 
 import pytest
 
-from moe_exp.watch.call_trace import calls_file, latest_calls
+from moe_exp.watch.hangs.call_trace import calls_file, latest_calls
 
 PROGRAM = """
 import os, signal, sys, threading
 from pathlib import Path
 from moe_exp.config import load_config
 from moe_exp.runs.run_folder import RunFolder
-from moe_exp.watch.call_trace import trace_calls
+from moe_exp.watch.hangs.call_trace import trace_calls
 sys.path.insert(0, sys.argv[1])
 import traced.inner, untraced
 config = load_config({"trace_calls_from": 5, "trace_calls_mb": 1, "trace_calls_in": "traced, other"}, {})

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from moe_exp.cli import main
-from moe_exp.watch.exclude import exclude, read_excluded, read_reasons, readmit, slurm_option
+from moe_exp.watch.nodes.exclude import exclude, read_excluded, read_reasons, readmit, slurm_option
 
 
 def test_a_list_keeps_hosts_once_with_date_and_first_reason(tmp_path):

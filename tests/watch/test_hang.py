@@ -18,18 +18,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_exp import heartbeat
 from moe_exp.config import Config, load_config
-from moe_exp.heartbeat import read_beats
 from moe_exp.host.exit_codes import HEARTBEATS
 from moe_exp.layers.dispatcher.collectives import AllToAll, exchange_rows
 from moe_exp.runs.records import read_metrics
 from moe_exp.runs.run_folder import RunFolder
-from moe_exp.watch import hang_dump, stacks_command
-from moe_exp.watch.hang import HangWatch
-from moe_exp.watch.hang_requests import Answer, read_answers, write_answer
-from moe_exp.watch.stacks import summarize
-from moe_exp.watch.stacks_files import read_dumps
+from moe_exp.watch.hangs import dump as hang_dump
+from moe_exp.watch.hangs import heartbeat, stacks
+from moe_exp.watch.hangs.heartbeat import read_beats
+from moe_exp.watch.hangs.monitor import HangWatch
+from moe_exp.watch.hangs.requests import Answer, read_answers, write_answer
+from moe_exp.watch.hangs.stack_files import read_dumps
+from moe_exp.watch.hangs.stacks import summarize
 from ranks import run_on_ranks
 
 # Stands in for a rank where no collective is needed: it beats until the file `still` is there, then waits. No torch, for its start.
@@ -182,7 +182,7 @@ def test_ranks_that_go_on_do_not_hang(tmp_path):
 def test_no_hang_while_somebody_looks_at_a_rank(how, tmp_path, monkeypatch):
     with two_ranks(tmp_path, hang_timeout="none" if how == "none" else 1) as ranks:
         if how == "debugger":
-            monkeypatch.setattr("moe_exp.watch.hang.is_traced", lambda pid: pid == ranks.processes[1].pid)
+            monkeypatch.setattr("moe_exp.watch.hangs.monitor.is_traced", lambda pid: pid == ranks.processes[1].pid)
         ranks.still.write_text(how)
         ranks.poll_for(3)
         assert all(process.poll() is None for process in ranks.processes)
@@ -239,7 +239,7 @@ def test_stacks_on_demand(tmp_path):
     with two_ranks(tmp_path, hang_timeout="auto") as ranks:
         ranks.still.touch()
         found = []
-        asking = threading.Thread(target=lambda: found.append(stacks_command.stacks_of(ranks.run.path)))
+        asking = threading.Thread(target=lambda: found.append(stacks.stacks_of(ranks.run.path)))
         asking.start()
         ranks.poll_until(lambda: not asking.is_alive())
         asking.join()
@@ -256,7 +256,7 @@ def test_stacks_on_demand(tmp_path):
 def test_stacks_of_a_run_without_a_launcher(tmp_path):
     (tmp_path / "config.yaml").touch()
     with pytest.raises(ValueError, match=r"no launcher of this run has answered in 0 s\. Fix: look whether the job runs"):
-        stacks_command.stacks_of(tmp_path, first_seconds=0.3)
+        stacks.stacks_of(tmp_path, first_seconds=0.3)
     assert [path.name for path in (tmp_path / "hang").iterdir()] == ["request.json"]
 
 

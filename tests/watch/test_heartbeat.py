@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import pytest
 
-from moe_exp import heartbeat
-from moe_exp.heartbeat import ITERATION_PHASES, PAUSED, PHASES, Beat, Heart, read_beats
 from moe_exp.host.exit_codes import HEARTBEATS
-from moe_exp.watch.hang import LEAST_SECONDS, elapsed_seconds, limit_seconds
+from moe_exp.watch.hangs import heartbeat
+from moe_exp.watch.hangs.heartbeat import ITERATION_PHASES, PAUSED, PHASES, Beat, Heart, read_beats
+from moe_exp.watch.hangs.monitor import LEAST_SECONDS, elapsed_seconds, limit_seconds
 
 BEAT = Beat(rank=3, pid=1, phase="data", iteration=7, num_microbatches=4, since=100.0, spent=5.0, durations=(1.0, 2.0, 90.0))
 

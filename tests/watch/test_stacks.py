@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from moe_exp.watch.hang_dump import GONE, STOPPED, last_collectives
-from moe_exp.watch.hang_requests import Answer, ask, write_answer
-from moe_exp.watch.stacks import apart, groups_of, is_waiting, main_stack, summarize, where
-from moe_exp.watch.stacks_files import MAIN, Frame, RankDump, Thread, package_folders, parse_stacks, read_dumps, write_dump
+from moe_exp.watch.hangs.dump import GONE, STOPPED, last_collectives
+from moe_exp.watch.hangs.requests import Answer, ask, write_answer
+from moe_exp.watch.hangs.stack_files import MAIN, Frame, RankDump, Thread, package_folders, parse_stacks, read_dumps, write_dump
+from moe_exp.watch.hangs.stacks import apart, groups_of, is_waiting, main_stack, summarize, where
 
 SITE = "/env/lib/python3.11/site-packages"
 FOLDERS = ["/home/me/moe_exp", f"{SITE}/torch"]

@@ -13,12 +13,12 @@ import yaml
 
 from moe_exp.cli import main
 from moe_exp.host.slurm_queue import parse_queue
-from moe_exp.watch import watchdog_rules
-from moe_exp.watch.alerts import AlertFile
-from moe_exp.watch.watchdog import Watched
-from moe_exp.watch.watchdog_disk import Disk, disk_of, with_sample
-from moe_exp.watch.watchdog_memory import Memory
-from moe_exp.watch.watchdog_run import num_switches, read_tail, view_run
+from moe_exp.watch.watchdog import rules
+from moe_exp.watch.watchdog.alerts import AlertFile
+from moe_exp.watch.watchdog.disk import Disk, disk_of, with_sample
+from moe_exp.watch.watchdog.memory import Memory
+from moe_exp.watch.watchdog.run import num_switches, read_tail, view_run
+from moe_exp.watch.watchdog.watchdog import Watched
 from watched_run import DAY, HOUR, SETTINGS, WAITING, Run, found, running
 from whole_runs import ROOT
 
@@ -193,16 +193,16 @@ def test_without_slurm(dog, run, queue):
 
 def sight(run, *, text="", free=10**12, rate=None, measured=True, at=4400.0):
     view = view_run(run.path, now=run.begin + at)
-    return watchdog_rules.Sight(view, Disk(free, rate, measured), parse_queue(text))
+    return rules.Sight(view, Disk(free, rate, measured), parse_queue(text))
 
 
 def test_the_disk_is_full_before_the_run_ends(run):
     day = sight(run, rate=10**12 / DAY)  # the run needs 21 h 29 min
-    assert "disk_filling" not in watchdog_rules.problems_of(day, Memory(), watchdog_rules.Limits(), "x")
+    assert "disk_filling" not in rules.problems_of(day, Memory(), rules.Limits(), "x")
     half = sight(run, rate=2 * 10**12 / DAY)
     said = "the disk is full in 12 h at the rate of the last hours (1 TB free), and the run needs 21 h 29 min"
-    assert watchdog_rules.problems_of(half, Memory(), watchdog_rules.Limits(), "x")["disk_filling"] == said
-    small = watchdog_rules.problems_of(sight(run, free=9 * 10**5), Memory(), watchdog_rules.Limits(), "x")
+    assert rules.problems_of(half, Memory(), rules.Limits(), "x")["disk_filling"] == said
+    small = rules.problems_of(sight(run, free=9 * 10**5), Memory(), rules.Limits(), "x")
     assert small["checkpoint_does_not_fit"] == "a checkpoint has 1 MB, and the disk 900 kB free"
 
 
@@ -239,11 +239,11 @@ def test_end_with_the_gaps_between_jobs(run):
     run.event("resume", 2020, 4400.0 + 1800.0)
     run.train(2040, 2040, 6300.0)
     # 37,960 iterations, of which 10 h fit into this job; one more after a gap of half an hour
-    seconds = watchdog_rules.wall_seconds_left(sight(run, text=running(run, since=6100.0, left="10:00:00") + WAITING, at=6400.0))
+    seconds = rules.wall_seconds_left(sight(run, text=running(run, since=6100.0, left="10:00:00") + WAITING, at=6400.0))
     assert seconds == pytest.approx(37960 * (2 + 0.02 / 3 + 0.03) + 1800)
     # none runs: the wait as SLURM expects it takes the place of the first gap
     start = datetime.fromtimestamp(run.begin + 6400 + 7200)
-    seconds = watchdog_rules.wall_seconds_left(sight(run, text=f"9|PENDING|{start:%Y-%m-%dT%H:%M:%S}|12:00:00|INVALID|Priority", at=6400.0))
+    seconds = rules.wall_seconds_left(sight(run, text=f"9|PENDING|{start:%Y-%m-%dT%H:%M:%S}|12:00:00|INVALID|Priority", at=6400.0))
     assert seconds == pytest.approx(37960 * (2 + 0.02 / 3 + 0.03) + 7200 + 1800, abs=2.0)
 
 
@@ -264,7 +264,7 @@ def test_cut_off_lines_are_left_out(run):
     ("seconds", "text"), [(40, "40 s"), (300, "5 min"), (3 * 3600 + 600, "3 h 10 min"), (7200, "2 h"), (51 * 3600, "2 d 3 h"), (-5, "0 s")]
 )
 def test_time_spans_for_people(seconds, text):
-    assert watchdog_rules.span(seconds) == text
+    assert rules.span(seconds) == text
 
 
 def test_command_from_cron(run, queue, tmp_path, capsys):

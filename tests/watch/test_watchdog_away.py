@@ -7,7 +7,7 @@ import os
 import yaml
 
 from moe_exp.cli import main
-from moe_exp.watch import watchdog
+from moe_exp.watch.watchdog import watchdog
 from watched_run import SETTINGS, WAITING, found, running
 
 

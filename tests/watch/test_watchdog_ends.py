@@ -6,7 +6,7 @@ import json
 import os
 from datetime import datetime
 
-from moe_exp.watch.watchdog import Watched
+from moe_exp.watch.watchdog.watchdog import Watched
 from watched_run import DAY, WAITING, found, running
 
 

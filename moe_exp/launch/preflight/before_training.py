@@ -13,7 +13,7 @@ from moe_exp.host.exit_codes import complain
 from moe_exp.launch.preflight.node import preflight, wait_for_port
 from moe_exp.launch.preflight.report import add_to_list, findings_lines, print_report, write_event
 from moe_exp.runs.run_folder import LATEST, RunFolder
-from moe_exp.watch.exclude import EXCLUDE_NODES
+from moe_exp.watch.nodes.exclude import EXCLUDE_NODES
 
 logger = logging.getLogger(__name__)
 

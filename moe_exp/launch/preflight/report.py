@@ -13,7 +13,7 @@ from moe_exp.host.progress import table_console
 from moe_exp.launch.preflight.verdicts import SPEEDS, Verdict
 from moe_exp.runs.records import append_event
 from moe_exp.runs.run_folder import RunFolder
-from moe_exp.watch.exclude import exclude
+from moe_exp.watch.nodes.exclude import exclude
 
 _COLOURS = {"ok": "green", "warning": "yellow", "slow": "yellow", "failed": "red"}
 

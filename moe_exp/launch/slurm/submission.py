@@ -18,7 +18,7 @@ from moe_exp.host.slurm_queue import still_there
 from moe_exp.launch.machine_checks import check_files
 from moe_exp.launch.slurm.batch_script import RunJob, batch_script, mounts, own_folders
 from moe_exp.launch.slurm.settings import SlurmSettings, load_slurm_settings
-from moe_exp.watch.exclude import read_excluded
+from moe_exp.watch.nodes.exclude import read_excluded
 
 SUBMITTED = "submitted"  # ids of all jobs of a run, one a line
 

@@ -1,4 +1,4 @@
-"""A rank's heartbeat: which iteration and phase it is in, in a small mapped file that its launcher reads (watch/hang.py). No torch.
+"""A rank's heartbeat: which iteration and phase it is in, in a small mapped file that its launcher reads (watch/hangs/monitor.py). No torch.
 
 A rank that is stopped, or stuck in C with the GIL held, cannot say so. So it only notes where it is as it goes on, at a microsecond or
 two per note; what is overdue is decided outside of it. The file outlives a kill -9. With it the rank has Python's faulthandler write

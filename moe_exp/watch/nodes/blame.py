@@ -8,11 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from moe_exp.host.progress import table_console
 from moe_exp.runs.records import last_records
 from moe_exp.runs.run_folder import RunFolder
-from moe_exp.watch.known_faults import CAUSES, Fault, recognised
-from moe_exp.watch.log_lines import Origin, origin, origin_of_file
+from moe_exp.watch.nodes.known_faults import CAUSES, Fault, recognised
+from moe_exp.watch.nodes.log_lines import Origin, origin, origin_of_file
 
 _LOGS = (".log", ".out", ".err", ".txt")
 _MOST_EVENTS = 5  # of a run
@@ -169,3 +175,53 @@ def _described(one: Blame) -> str:
     where = f" on {one.where.device}" if one.where.device else ""
     times = "once" if one.count == 1 else f"{one.count} times"
     return f"{one.fault.name}{where}, {times}" + (f", last {one.last}" if one.last else "")
+
+
+# The table of `moe-exp watch blame`, and its JSON.
+
+
+_COLOURS = {
+    "hardware": "red",
+    "driver": "red",
+    "network": "red",
+    "memory": "yellow",
+    "disk": "yellow",
+    "program": "yellow",
+    "consequence": "dim",
+}
+
+
+def print_blame(found: Sequence[Blame]) -> None:
+    """One row for each kind of fault of a place, causes first."""
+    console = table_console()
+    if not found:
+        console.print("No known error in these logs.")
+        return
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("cause", "what", "host", "rank", "device", "times", "first", "last", "what to do"):
+        table.add_column(name, overflow="fold", no_wrap=name in ("cause", "rank", "times"))
+    for one in found:
+        cells = (one.fault.name, one.where.host or "?", one.where.rank or "-", one.where.device or "-", str(one.count))
+        times = (one.where.time or "-", one.last or "-")
+        table.add_row(Text(one.fault.cause, _COLOURS[one.fault.cause]), *map(Text, (*cells, *times, one.fault.advice)))
+    console.print(table)
+
+
+def blame_as_json(found: Sequence[Blame]) -> list[dict[str, Any]]:
+    """The rows as objects, each with the first line."""
+    return [
+        {
+            "cause": one.fault.cause,
+            "what": one.fault.name,
+            "host": one.where.host or None,
+            "rank": int(one.where.rank) if one.where.rank else None,
+            "device": one.where.device or None,
+            "count": one.count,
+            "first": one.where.time or None,
+            "last": one.last or None,
+            "advice": one.fault.advice,
+            "excludes": one.fault.excludes,
+            "line": one.line,
+        }
+        for one in found
+    ]

@@ -31,13 +31,13 @@ from types import TracebackType
 import psutil
 
 from moe_exp.config import Config
-from moe_exp.heartbeat import ITERATION_PHASES, PAUSED, Beat, failures_file, hung_file, read_beats
 from moe_exp.host.exit_codes import HEARTBEATS, complain
 from moe_exp.host.files import write_atomically
 from moe_exp.runs.records import append_event
 from moe_exp.runs.run_folder import RunFolder
-from moe_exp.watch.hang_dump import dump_node, is_traced, nccl_environment, ranks_of_node
-from moe_exp.watch.hang_requests import (
+from moe_exp.watch.hangs.dump import dump_node, is_traced, nccl_environment, ranks_of_node
+from moe_exp.watch.hangs.heartbeat import ITERATION_PHASES, PAUSED, Beat, failures_file, hung_file, read_beats
+from moe_exp.watch.hangs.requests import (
     Answer,
     Request,
     ask,
@@ -47,7 +47,7 @@ from moe_exp.watch.hang_requests import (
     wait_for_verdict,
     write_answer,
 )
-from moe_exp.watch.stacks import summarize
+from moe_exp.watch.hangs.stacks import summarize
 
 LEAST_SECONDS = 180.0  # of HANG_TIMEOUT=auto: a shared file system stands still for a minute or two, and the run goes on
 _FACTOR = 10

@@ -10,9 +10,9 @@ from typing import Any
 
 from moe_exp.host.slurm_queue import Queue
 from moe_exp.runs.records import Record
-from moe_exp.watch.watchdog_disk import Disk
-from moe_exp.watch.watchdog_memory import EVENT, Memory
-from moe_exp.watch.watchdog_run import START_SECONDS, RunView, event_time, num_switches
+from moe_exp.watch.watchdog.disk import Disk
+from moe_exp.watch.watchdog.memory import EVENT, Memory
+from moe_exp.watch.watchdog.run import START_SECONDS, RunView, event_time, num_switches
 
 # Events of a run that is well, where status or grade is not `failed`. All others are told, also those that somebody adds to records.EVENTS.
 QUIET_EVENTS = frozenset(("start", "resume", "checkpoint", "end", "stop", "restart", "other_data", "spike_end", "preflight"))

@@ -24,12 +24,12 @@ from typing import Any
 
 import psutil
 
-from moe_exp import heartbeat
-from moe_exp.heartbeat import Beat
 from moe_exp.host.devices import count_gpus
 from moe_exp.host.exit_codes import HEARTBEATS
-from moe_exp.watch.call_trace import calls_file, latest_calls
-from moe_exp.watch.stacks_files import parse_stacks, write_dump
+from moe_exp.watch.hangs import heartbeat
+from moe_exp.watch.hangs.call_trace import calls_file, latest_calls
+from moe_exp.watch.hangs.heartbeat import Beat
+from moe_exp.watch.hangs.stack_files import parse_stacks, write_dump
 
 # Letters of /proc/PID/stat, by psutil's names.
 STOPPED, TRACED, DISK, GONE = psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_DISK_SLEEP, "gone"

@@ -15,11 +15,11 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from moe_exp.host.slurm_queue import NoSqueue, Queue, QueueError, read_queue
-from moe_exp.watch.alerts import Channel, send_to_all
-from moe_exp.watch.watchdog_disk import disk_of, free_bytes, with_sample
-from moe_exp.watch.watchdog_memory import EVENT, Memory, default_folder, memory_file, read_memory, write_memory
-from moe_exp.watch.watchdog_rules import Limits, Sight, all_texts, count_events, problems_of, state_line
-from moe_exp.watch.watchdog_run import view_run, within
+from moe_exp.watch.watchdog.alerts import Channel, send_to_all
+from moe_exp.watch.watchdog.disk import disk_of, free_bytes, with_sample
+from moe_exp.watch.watchdog.memory import EVENT, Memory, default_folder, memory_file, read_memory, write_memory
+from moe_exp.watch.watchdog.rules import Limits, Sight, all_texts, count_events, problems_of, state_line
+from moe_exp.watch.watchdog.run import view_run, within
 
 _LOCK_SECONDS = 60.0
 _READ_SECONDS = 60.0  # that a file system may take

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_exp.watch.watchdog_run import RunView, event_time
+from moe_exp.watch.watchdog.run import RunView, event_time
 
 _WINDOW_SECONDS = 24 * 3600.0  # over which the fill rate is measured: checkpoints come in lumps, and other people write, too
 _SHORTEST_SECONDS = 3600.0

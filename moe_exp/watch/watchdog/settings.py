@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from moe_exp.config import ConfigError
-from moe_exp.watch.alerts import channels_of
-from moe_exp.watch.watchdog import Watchdog, Watched
-from moe_exp.watch.watchdog_memory import default_folder, memory_file
-from moe_exp.watch.watchdog_rules import Limits
-from moe_exp.watch.watchdog_run import view_run, within
+from moe_exp.watch.watchdog.alerts import channels_of
+from moe_exp.watch.watchdog.memory import default_folder, memory_file
+from moe_exp.watch.watchdog.rules import Limits
+from moe_exp.watch.watchdog.run import view_run, within
+from moe_exp.watch.watchdog.watchdog import Watchdog, Watched
 
 _READ_SECONDS = 60.0
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}

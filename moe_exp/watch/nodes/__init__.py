@@ -1,0 +1,1 @@
+"""Which node an error comes from, and the list of nodes to exclude."""
