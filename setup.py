@@ -1,4 +1,4 @@
-"""Packaging of moe_exp. `moe_exp/doctor.py` reads REQUIRES and EXTRAS from here, so they stay plain literals."""
+"""Packaging of moe_exp. `moe_exp/commands/doctor.py` reads REQUIRES and EXTRAS from here, so they stay plain literals."""
 
 from pathlib import Path
 

@@ -116,7 +116,7 @@ def datatrove(corpus: Path, tokenizer_path: Path, output: Path) -> None:
 
 
 def ours(backend: str, corpus: Path, tokenizer_path: Path, output: Path) -> int:
-    from moe_exp.commands.data_commands import main
+    from moe_exp.commands.data import main
 
     prefix = str(output).removesuffix("_text_document")
     arguments = ["--input", str(corpus), "--output-prefix", prefix, "--append-eod", "--workers", "1", "--backend", backend, "--start-over"]

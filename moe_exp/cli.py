@@ -9,14 +9,12 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from moe_exp.commands.data_commands import add_data_commands, run_data_command
+from moe_exp.commands.data import add_steps, run_data_command
 from moe_exp.commands.guard import ended_quietly, guarded
-from moe_exp.config import add_arguments
 
 # Modules of moe_exp.commands that add commands by `add_commands(subparsers)`; each sets `run`, a function of the arguments.
-OTHER_COMMANDS: tuple[str, ...] = (
-    "checkpoints", "comparing", "converting", "planning", "reporting", "submitting", "sweeping", "using", "watching",
-)  # fmt: skip
+COMMANDS = ("train", "data", "ckpt", "compare", "convert", "plan", "report", "slurm", "sweep", "infer", "watch", "doctor")
+UNGUARDED = ("train", "doctor")  # they say themselves what is wrong, with exit codes of their own
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,13 +32,13 @@ def _main(arguments: list[str]) -> int:
     logging.getLogger("moe_exp").setLevel(logging.INFO)
     if args.command == "data":
         return run_data_command(args)
-    if args.command not in ("train", "doctor"):
+    if args.command not in UNGUARDED:
         return guarded(lambda: args.run(args), f"moe-exp {args.command}")
-    settings = {name: value for name, value in vars(args).items() if name not in ("command", "dry_run")}
     try:
-        return _train(settings, args.dry_run) if args.command == "train" else _doctor()
+        exit_code: int = args.run(args)
     except KeyboardInterrupt:
         return 130
+    return exit_code
 
 
 def _parser(command: str) -> argparse.ArgumentParser:
@@ -48,20 +46,10 @@ def _parser(command: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="moe-exp", description="Mixture-of-Experts training on Megatron-Core")
     parser.add_argument("--version", action="version", version=f"moe-exp {_version()}")
     commands = parser.add_subparsers(dest="command", metavar="command")
-    train = commands.add_parser(
-        "train",
-        help="train a model, or resume the run of the same settings",
-        description="Trains a model. Every flag is also an environment variable: --num-experts is NUM_EXPERTS.",
-        allow_abbrev=False,
-    )
-    train.add_argument("--dry-run", action="store_true", help="print settings, torchrun command and parameter report, start nothing")
-    add_arguments(train)
-    data = commands.add_parser("data", help="from a dataset's name to token files, step by step; `moe-exp data --help` lists the steps")
-    if command == "data":
-        add_data_commands(data)
-    for name in OTHER_COMMANDS:
+    for name in COMMANDS:
         importlib.import_module(f"moe_exp.commands.{name}").add_commands(commands)
-    commands.add_parser("doctor", help="versions, devices, what is missing and what that costs")
+    if command == "data":
+        add_steps(commands.choices["data"])
     return parser
 
 
@@ -70,15 +58,3 @@ def _version() -> str:
         return importlib.metadata.version("moe-exp")
     except importlib.metadata.PackageNotFoundError:
         return "(not installed)"
-
-
-def _train(settings: dict[str, str | None], dry_run: bool) -> int:
-    from moe_exp.launch.launch import train
-
-    return train(settings, dry_run=dry_run)
-
-
-def _doctor() -> int:
-    from moe_exp.doctor import main as doctor
-
-    return doctor()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_exp import doctor
+from moe_exp.commands import doctor
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -112,7 +112,7 @@ def test_a_requirement_of_other_pythons_is_none(monkeypatch: pytest.MonkeyPatch)
 
 def test_missing_is_answered_without_third_party_packages() -> None:
     """The scripts ask a Python in which nothing is installed: -S leaves site-packages out."""
-    done = run_module("-S", "-m", "moe_exp.doctor", "--missing")
+    done = run_module("-S", "-m", "moe_exp.commands.doctor", "--missing")
     assert done.returncode == 1
     assert done.stdout.splitlines() == doctor.requirements()
     assert done.stderr == ""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_exp.doctor import requirements
+from moe_exp.commands.doctor import requirements
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "moe_exp"

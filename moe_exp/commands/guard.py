@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+UNDER_WAY = 75  # exit code, EX_TEMPFAIL of sysexits.h: nothing is wrong, and the output is not there yet, as SLURM jobs make it
+
 
 class ExactParser(argparse.ArgumentParser):
     """Takes no flag by its first letters alone: what looks for a flag in a command finds it by its name."""

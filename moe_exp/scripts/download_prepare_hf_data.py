@@ -17,7 +17,7 @@ from pathlib import Path
 if importlib.util.find_spec("moe_exp") is None:  # a checkout that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from moe_exp.commands.data_commands import main
+from moe_exp.commands.data import main
 
 if __name__ == "__main__":
     sys.exit(main("prepare", prog=Path(__file__).name))

@@ -24,7 +24,7 @@ _fail() {
 _modern() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; }
 
 # Prints what Python $1 lacks of the requirements and of extras $2 ...; fails if there is anything.
-_unmet() { _modern "$1" && "$1" -m moe_exp.doctor --missing "${@:2}"; }
+_unmet() { _modern "$1" && "$1" -m moe_exp.commands.doctor --missing "${@:2}"; }
 
 _python_of_path() { command -v python3 || command -v python || _fail "no Python on PATH. Fix: install Python 3.10 or newer"; }
 

@@ -12,12 +12,12 @@ import sys
 from pathlib import Path
 
 try:
-    from moe_exp.commands.data_commands import main
+    from moe_exp.commands.data import main
 except ModuleNotFoundError as error:
     if error.name != "moe_exp":
         raise
     sys.path.insert(0, str(Path(__file__).parents[2]))
-    from moe_exp.commands.data_commands import main
+    from moe_exp.commands.data import main
 
 if __name__ == "__main__":
     sys.exit(main("tokenize", prog="preprocess_data.py"))

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_exp.commands.data_commands import UNDER_WAY, main
+from moe_exp.commands.data import main
+from moe_exp.commands.guard import UNDER_WAY
 from moe_exp.data.documents import BadDocument
 from moe_exp.data.tokens.by_datatrove import tokenize_by_datatrove
 from moe_exp.data.tokens.parts import PartSettings

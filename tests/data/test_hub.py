@@ -18,7 +18,7 @@ pytest.importorskip("huggingface_hub")
 pytest.importorskip("pyarrow")
 
 from hub_server import Fault, HubServer, leave_host_settings, write_fineweb_parquet
-from moe_exp.commands.data_commands import main
+from moe_exp.commands.data import main
 from moe_exp.data.download import hub, hub_errors, hub_progress
 from moe_exp.data.download.hub import download
 from moe_exp.data.download.sources import resolve_source

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from moe_exp.commands.data_commands import main
+from moe_exp.commands.data import main
 from moe_exp.data.documents import BadDocument, Tally, read_documents
 from moe_exp.data.shuffle import merge as merge_module
 from moe_exp.data.shuffle.merge import merge

@@ -22,7 +22,8 @@ pytest.importorskip("huggingface_hub")
 
 from hub_server import Fault, HubServer, leave_host_settings, write_fineweb_parquet
 from moe_exp import cli
-from moe_exp.commands.data_commands import UNDER_WAY, main
+from moe_exp.commands.data import main
+from moe_exp.commands.guard import UNDER_WAY
 from moe_exp.data.convert.convert import ConvertSettings, convert
 from moe_exp.data.download.sources import python_stdlib_documents
 from moe_exp.data.prepare import expected_bytes, write_stdlib

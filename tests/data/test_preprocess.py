@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from moe_exp.commands.data_commands import main
+from moe_exp.commands.data import main
 from moe_exp.data.documents import BadDocument, Tally, read_documents, read_lines
 from moe_exp.data.download.sources import python_stdlib_documents
 from moe_exp.data.tokens.encoders import Encoders, probe_backend, probe_texts

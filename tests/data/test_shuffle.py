@@ -16,7 +16,7 @@ import pytest
 import xxhash
 import zstandard
 
-from moe_exp.commands.data_commands import main
+from moe_exp.commands.data import main
 from moe_exp.data.documents import BadDocument, Tally, read_documents
 from moe_exp.data.download.sources import python_stdlib_documents
 from moe_exp.data.shuffle import buckets, shuffle

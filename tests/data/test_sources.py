@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_exp.commands.data_commands import main
+from moe_exp.commands.data import main
 from moe_exp.data.download.hub import download
 from moe_exp.data.download.sources import SOURCES, chosen_files, local_files, python_stdlib_documents, resolve_source
 

@@ -18,7 +18,7 @@ import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_exp.commands.data_commands import main
+from moe_exp.commands.data import main
 from moe_exp.data.tokens.encoders import Encoders, find_differences, probe_backend, probe_texts
 from moe_exp.data.tokens.tokenizer import load_tokenizer, tokenizer_vocab_size
 from moe_exp.data.tokens.tokenizer_training import EOD_TOKEN, train_bpe, train_tokenizer

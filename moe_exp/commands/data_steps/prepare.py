@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from moe_exp.commands.data_commands import UNDER_WAY
-from moe_exp.commands.shards import memory_bytes
+from moe_exp.commands.data_steps.shuffle import memory_bytes
+from moe_exp.commands.guard import UNDER_WAY
 from moe_exp.data.download.hub import download
 from moe_exp.data.download.sources import print_sources, resolve_source
 

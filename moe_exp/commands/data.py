@@ -9,21 +9,24 @@ from collections.abc import Callable, Sequence
 
 from moe_exp.commands.guard import ExactParser, ended_quietly, guarded
 
-# Modules of this package that add commands by `add_commands(subparsers)`; each sets `run`, a function of the arguments.
-COMMANDS = ("corpus", "shards", "tokenizing", "inspecting")
-
-UNDER_WAY = 75  # exit code, EX_TEMPFAIL of sysexits.h: nothing is wrong, and the output is not there yet, as SLURM jobs make it
+# Modules of commands/data_steps that add commands by `add_commands(subparsers)`; each sets `run`, a function of the arguments.
+STEPS = ("prepare", "shuffle", "tokenize", "inspect")
 
 
-def add_data_commands(parser: argparse.ArgumentParser) -> None:
+def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds `moe-exp data`, without its steps: they load numpy."""
+    subparsers.add_parser("data", help="from a dataset's name to token files, step by step; `moe-exp data --help` lists the steps")
+
+
+def add_steps(parser: argparse.ArgumentParser) -> None:
     """Adds the commands of `moe-exp data`."""
     subparsers = parser.add_subparsers(dest="data_command", metavar="command", required=True, parser_class=ExactParser)
-    for name in COMMANDS:
-        importlib.import_module(f"moe_exp.commands.{name}").add_commands(subparsers)
+    for name in STEPS:
+        importlib.import_module(f"moe_exp.commands.data_steps.{name}").add_commands(subparsers)
 
 
 def run_data_command(arguments: argparse.Namespace) -> int:
-    """Runs what `add_data_commands` has parsed; what a user can mend is one line and exit code 1."""
+    """Runs what `add_steps` has parsed; what a user can mend is one line and exit code 1."""
     return _data_guard(lambda: arguments.run(arguments))
 
 
@@ -52,8 +55,8 @@ def main(command: str, argv: Sequence[str] | None = None, *, prog: str | None = 
 
     def work() -> int | None:
         subparsers = argparse.ArgumentParser().add_subparsers(parser_class=ExactParser)
-        for name in COMMANDS:
-            importlib.import_module(f"moe_exp.commands.{name}").add_commands(subparsers)
+        for name in STEPS:
+            importlib.import_module(f"moe_exp.commands.data_steps.{name}").add_commands(subparsers)
         chosen = subparsers.choices[command]
         chosen.prog = prog or chosen.prog
         arguments = chosen.parse_args(argv)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from moe_exp.commands.data_steps.shuffle import memory_bytes
 from moe_exp.commands.guard import ExactParser
-from moe_exp.commands.shards import memory_bytes
 
 _DTYPES = ("fp32", "bf16", "fp16")
 

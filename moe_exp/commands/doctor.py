@@ -1,11 +1,12 @@
 """`moe-exp doctor`: versions, devices, what is missing and what that costs, and which backend each part will use.
 
 Importing this file needs only the standard library, so that it can report on an environment in which nothing is
-installed yet; scripts/environment.sh asks it that way: `python -m moe_exp.doctor --missing dev`.
+installed yet; scripts/environment.sh asks it that way: `python -m moe_exp.commands.doctor --missing dev`.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib.metadata
 import importlib.util
@@ -24,7 +25,7 @@ from moe_exp.host.devices import num_cores
 if TYPE_CHECKING:
     from rich.console import Console
 
-SETUP_PY = Path(__file__).resolve().parent.parent / "setup.py"
+SETUP_PY = Path(__file__).resolve().parents[2] / "setup.py"
 REPAIR = "pip install -c constraints.txt -e .   in the repository; its scripts do that by themselves, in .venv"
 
 
@@ -164,6 +165,12 @@ def main() -> int:
         return 1
     _table(console, "What each part will use", ["part", "backend", "why"], backend_rows())
     return 0
+
+
+def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds `moe-exp doctor`."""
+    parser = subparsers.add_parser("doctor", help="versions, devices, what is missing and what that costs")
+    parser.set_defaults(run=lambda arguments: main())
 
 
 def _missing_text(unmet: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ import os
 import time
 from pathlib import Path
 
-from moe_exp.commands.data_commands import UNDER_WAY
+from moe_exp.commands.guard import UNDER_WAY
 from moe_exp.config import problem
 from moe_exp.data.tokens.by_datatrove import EXECUTORS, tokenize_by_datatrove
 from moe_exp.data.tokens.encoders import BACKENDS

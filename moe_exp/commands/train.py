@@ -1,0 +1,26 @@
+"""`moe-exp train`."""
+
+from __future__ import annotations
+
+import argparse
+
+from moe_exp.config import Config, add_arguments
+
+
+def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds `moe-exp train`."""
+    parser = subparsers.add_parser(
+        "train",
+        help="train a model, or resume the run of the same settings",
+        description="Trains a model. Every flag is also an environment variable: --num-experts is NUM_EXPERTS.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print settings, torchrun command and parameter report, start nothing")
+    add_arguments(parser)
+    parser.set_defaults(run=_train)
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from moe_exp.launch.launch import train
+
+    return train({name: getattr(arguments, name) for name in Config.model_fields}, dry_run=arguments.dry_run)
