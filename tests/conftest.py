@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from whole_runs import Runs
+from helpers.whole_runs import Runs
 
 # Before anything imports Triton: its kernels run on CPU tensors then.
 if not torch.cuda.is_available():

@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from helpers.relative_error import relative_error
+from helpers.under_torchrun import leave, on_first_rank, torchrun, torchrun_job  # before moe_exp: it may have to put it on the path
 from moe_exp.layers.dispatcher import AllToAllDispatcher, LocalDispatcher
 from moe_exp.layers.experts import Experts
 from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.moe_layer import MoELayer, MoESettings
 from moe_exp.layers.router import Router, RouterConfig
-from relative_error import relative_error
-from under_torchrun import leave, on_first_rank, torchrun, torchrun_job  # before moe_exp: it may have to put it on the path
 
 LIMIT = 1e-5
 HIDDEN, FFN, EXPERTS = 32, 48, 8

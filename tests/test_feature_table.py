@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
-from pathlib import Path
 
 import pytest
 
+from helpers import ROOT
 from moe_exp.config import Config
 
-ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "docs" / "moe_layer.md").read_text(encoding="utf-8")
 PROOFS = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", TEXT)))
 

@@ -10,8 +10,8 @@ import statistics
 import pytest
 import yaml
 
+from helpers.whole_runs import EndedRun, Runs
 from moe_exp.runs.records import TRAIN_KEYS, VALID_KEYS
-from whole_runs import EndedRun, Runs
 
 SECRET = "do-not-write-me-7731"
 

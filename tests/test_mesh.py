@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from mesh_model import EXPERTS, VOCAB, Meshes, Model, full, initial_weights, parallel_model, part_of_rank, whole_model
-from relative_error import relative_error
-from under_torchrun import leave, on_first_rank, torchrun, torchrun_job  # before moe_exp: it may have to put it on the path
+from helpers.mesh_model import EXPERTS, VOCAB, Meshes, Model, full, initial_weights, parallel_model, part_of_rank, whole_model
+from helpers.relative_error import relative_error
+from helpers.under_torchrun import leave, on_first_rank, torchrun, torchrun_job  # before moe_exp: it may have to put it on the path
 
 LIMIT = 1e-5
 STEPS, LEARNING_RATE, SEQUENCES, LENGTH = 5, 0.5, 2, 24

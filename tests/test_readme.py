@@ -3,9 +3,9 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from helpers import ROOT
+
 START = """
 import moe_exp, os, torch
 from megatron.core import parallel_state

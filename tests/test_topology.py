@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from whole_runs import EndedRun, Runs
+from helpers.whole_runs import EndedRun, Runs
 
 
 class Layout(NamedTuple):
@@ -65,7 +65,7 @@ DEEPSEEK = {
 }  # fmt: skip
 TOLERANCES = {"lm_loss": 1e-5, "load_balancing_loss": 1e-5, "z_loss": 1e-5, "grad_norm": 1e-4}
 
-# The rest is slow; what else there is, tests/checkpoint/test_any_to_any.py and tests/test_attention_layouts.py try in fewer processes.
+# The rest is slow; what else there is, tests/checkpoint/test_any_to_any.py and tests/layers/megatron/test_attention_layouts.py try in fewer processes.
 SHORT_LIST = [
     ("dmoe", 2, TP2),
     ("dmoe", 4, EP2),

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from legs import Leg, Step, deviations, run_legs, write_data
+
+from helpers.checkpoint.legs import Leg, Step, deviations, run_legs, write_data
 
 
 class Layout(NamedTuple):

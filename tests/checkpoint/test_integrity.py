@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from small_job import build_small, end_run, files_of, records, small_settings, start_run, write_tokens
 
+from helpers.checkpoint.small_job import build_small, end_run, files_of, records, small_settings, start_run, write_tokens
+from helpers.ranks import RankError, free_port, run_on_ranks
 from moe_exp.checkpoint.format.folders import Manifest, NewerFormatError, entries_of, one_checkpoint, recover, usable
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.format.torch_dist_writer import CheckpointWriter
 from moe_exp.checkpoint.integrity import Source, find_source
 from moe_exp.checkpoint.tools.soundness import Verification
-from ranks import RankError, free_port, run_on_ranks
 
 
 def write_checkpoint(checkpoints: Path, iteration: int, *, manifest: bool = True) -> Path:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_job import end_run, files_of, kill_run, records, small_settings, start_run, write_tokens
 
+from helpers.checkpoint.small_job import end_run, files_of, kill_run, records, small_settings, start_run, write_tokens
 from moe_exp.checkpoint.format.folders import Manifest, damages, iterations, recover, usable
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.integrity import contents

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from legs import MODEL, build_job, write_data
 
+from helpers.checkpoint.legs import MODEL, build_job, write_data
+from helpers.ranks import RankError, free_port, run_on_ranks
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.config import load_config
-from ranks import RankError, free_port, run_on_ranks
 
 PREFIX = "optimizer.state."
 SLOW = pytest.mark.slow

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from legs import MODEL, Leg, build_job, deviations, run_legs, write_data
 
+from helpers.checkpoint.legs import MODEL, Leg, build_job, deviations, run_legs, write_data
+from helpers.ranks import free_port, run_on_ranks
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.tools.info import describe
 from moe_exp.config import ConfigError, load_config
 from moe_exp.config.model_changes import refuse_other_model
 from moe_exp.launch.machine_checks import bitsandbytes_problem
 from moe_exp.planner.costs.params import checkpoint_bytes
-from ranks import free_port, run_on_ranks
 
 STEPS, SAVED = 10, 5
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from legs import Leg, Step, deviations, run_legs, write_data
+
+from helpers.checkpoint.legs import Leg, Step, deviations, run_legs, write_data
 
 STEPS, SAVED = 8, 4
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from legs import Leg, deviations, run_legs, write_data
-
+from helpers.checkpoint.legs import Leg, deviations, run_legs, write_data
 from moe_exp.config.ramp import ramp_steps
 
 

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from small_job import build_small, end_run, files_of, records, small_settings, start_run, write_tokens
 
-from file_limit import no_file_over
+from helpers.checkpoint.small_job import build_small, end_run, files_of, records, small_settings, start_run, write_tokens
+from helpers.file_limit import no_file_over
+from helpers.ranks import free_port, run_on_ranks
 from moe_exp.checkpoint import rank_files
 from moe_exp.checkpoint.format.folders import Manifest, damages, iterations, latest_iteration
 from moe_exp.checkpoint.format.torch_dist import read_common
 from moe_exp.config import load_config
 from moe_exp.planner.costs.params import checkpoint_bytes
-from ranks import free_port, run_on_ranks
 
 
 def assert_whole(checkpoints: Path, expected: list[int]) -> None:

@@ -12,13 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from helpers import ROOT
+
 pytest.importorskip("datatrove")
 pytest.importorskip("pyarrow")
 
-from hub_server import Fault, HubServer, write_fineweb_parquet
+from helpers.hub_server import Fault, HubServer, write_fineweb_parquet
 from moe_exp.data.tokens.tokenizer import load_tokenizer
 
-ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "moe_exp/scripts"
 
 

@@ -16,20 +16,21 @@ import orjson
 import pytest
 import zstandard
 
+from helpers import ROOT
+
 pytest.importorskip("datatrove")
 pytest.importorskip("pyarrow")
 pytest.importorskip("huggingface_hub")
 
-from hub_server import Fault, HubServer, leave_host_settings, write_fineweb_parquet
+from helpers.hub_server import Fault, HubServer, leave_host_settings, write_fineweb_parquet
+from helpers.slurm.cluster import Cluster
 from moe_exp import cli
 from moe_exp.commands.data import main
 from moe_exp.commands.guard import UNDER_WAY
 from moe_exp.data.convert.convert import ConvertSettings, convert
 from moe_exp.data.download.sources import python_stdlib_documents
 from moe_exp.data.prepare import expected_bytes, write_stdlib
-from slurm_cluster import Cluster
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "moe_exp/scripts/download_prepare_hf_data.py"
 SMALL = ("--memory", "32MB", "--workers", "1")
 

@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 import xxhash
 
+from helpers import ROOT
 from moe_exp.data import stage as stage_module
 from moe_exp.data.stage import check_free_disk, fingerprint, run_stage
 from moe_exp.host import files
 from moe_exp.host.files import file_hash, write_json
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

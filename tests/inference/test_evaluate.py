@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hf_checkpoint import EXPERTS, LAYERS, SEQ_LEN, VOCAB, tiny_model, write_checkpoint
 
+from helpers.hf.hf_checkpoint import EXPERTS, LAYERS, SEQ_LEN, VOCAB, tiny_model, write_checkpoint
+from helpers.ranks import free_port, run_on_ranks
 from moe_exp import cli, train
 from moe_exp.data.tokens.tokenizer_training import train_bpe
 from moe_exp.data.tokens.tokens import BinIdxWriter
@@ -21,7 +22,6 @@ from moe_exp.inference.evaluate import EvalRequest, evaluate, plan_evaluation
 from moe_exp.inference.jobs import run_alone
 from moe_exp.inference.layout import Layout
 from moe_exp.runs.records import read_metrics
-from ranks import free_port, run_on_ranks
 
 EOD = 256
 TEXTS = {"prose": ["Grüße an alle", "the end", "x" * 130, "a"], "code": ["def f():\n    return 1\n" * 4, "", "né 🙂" * 9]}

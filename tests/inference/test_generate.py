@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hf_checkpoint import KINDS, SEQ_LEN, VOCAB, tiny_model, write_checkpoint
 
+from helpers.hf.hf_checkpoint import KINDS, SEQ_LEN, VOCAB, tiny_model, write_checkpoint
+from helpers.ranks import run_on_ranks
+from helpers.relative_error import relative_error
 from moe_exp.engine import runtime
 from moe_exp.inference.generate import new_tokens
 from moe_exp.inference.layout import Layout, config_for_use
@@ -18,8 +20,6 @@ from moe_exp.inference.loading import load_model
 from moe_exp.inference.sampling import Sampler, Sampling
 from moe_exp.inference.score import ScoreRequest, plan_scoring, score
 from moe_exp.inference.stage import Stage
-from ranks import run_on_ranks
-from relative_error import relative_error
 
 PROMPT = [17, 200, 3, 41, 99, 0, 56]
 NEW_TOKENS = 24

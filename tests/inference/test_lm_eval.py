@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from hf_checkpoint import SEQ_LEN, VOCAB, tiny_model, write_checkpoint
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from helpers.hf.hf_checkpoint import SEQ_LEN, VOCAB, tiny_model, write_checkpoint
 from moe_exp import cli
 
 HAS_HARNESS = all(importlib.util.find_spec(name) is not None for name in ("lm_eval", "accelerate"))

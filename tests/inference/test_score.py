@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hf_checkpoint import SEQ_LEN, VOCAB, tiny_model, write_checkpoint
 
+from helpers.hf.hf_checkpoint import SEQ_LEN, VOCAB, tiny_model, write_checkpoint
+from helpers.ranks import run_on_ranks
+from helpers.relative_error import relative_error
 from moe_exp import cli, train
 from moe_exp.checkpoint.format.folders import Manifest, entries_of
 from moe_exp.data.samples.dataset import SampleStream, split_batch
@@ -19,8 +21,6 @@ from moe_exp.inference.layout import Layout, config_for_use
 from moe_exp.inference.loading import check_files
 from moe_exp.runs.records import read_metrics
 from moe_exp.runs.run_folder import RunFolder
-from ranks import run_on_ranks
-from relative_error import relative_error
 
 TRAINING: dict[str, Any] = {
     "PRESET": "cpu", "GPUS_PER_NODE": 1, "NUM_LAYERS": 2, "HIDDEN_SIZE": 32, "FFN_HIDDEN_SIZE": 48, "SEQ_LEN": 32, "VOCAB_SIZE": 256,

@@ -5,8 +5,10 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_moe import identity_router
 
+from helpers.layers.references import kept_by_loop
+from helpers.layers.tiny_moe import identity_router
+from helpers.ranks import run_on_ranks
 from moe_exp.layers.capacity import (
     count_per_expert,
     expert_capacity,
@@ -17,7 +19,6 @@ from moe_exp.layers.capacity import (
 )
 from moe_exp.layers.dispatcher import LocalDispatcher
 from moe_exp.layers.moe_layer import MoELayer, MoESettings
-from ranks import run_on_ranks
 
 
 @pytest.mark.parametrize(
@@ -88,16 +89,6 @@ def test_count_per_expert_by_hand():
     counts_E = count_per_expert(torch.tensor([3, 0, 3, 3, 1]), 5)
     assert counts_E.tolist() == [1, 1, 0, 3, 0]
     assert counts_E.dtype == torch.int64
-
-
-def kept_by_loop(experts: list[list[int]], weights: list[list[float]], capacity: int) -> list[list[bool]]:
-    slots = [(t, k) for t in range(len(experts)) for k in range(len(experts[t]))]
-    kept = [[False] * len(row) for row in experts]
-    for expert in {expert for row in experts for expert in row}:
-        queue = sorted((slot for slot in slots if experts[slot[0]][slot[1]] == expert), key=lambda slot: -weights[slot[0]][slot[1]])
-        for t, k in queue[:capacity]:
-            kept[t][k] = True
-    return kept
 
 
 @settings(deadline=None, max_examples=60)

@@ -6,9 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from tiny_moe import HIDDEN, random, tiny_layer
 from torch.utils.checkpoint import checkpoint
 
+from helpers.layers.tiny_moe import HIDDEN, random, tiny_layer
+from helpers.ranks import run_on_ranks
 from moe_exp.layers.losses import (
     AuxLoss,
     global_balancing_loss_share,
@@ -18,7 +19,6 @@ from moe_exp.layers.losses import (
     z_loss_share,
 )
 from moe_exp.layers.moe_layer import MoESettings
-from ranks import run_on_ranks
 
 KINDS = ("aux_loss", "seq_aux_loss", "global_aux_loss", "importance")
 SEQUENCES, LENGTH = 8, 12

@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from tiny_moe import random
 
+from helpers.layers.tiny_moe import random
+from helpers.ranks import run_on_ranks
 from moe_exp.layers.capacity import count_per_expert
 from moe_exp.layers.groups import group_size, sum_over
 from moe_exp.layers.losses import load_balancing_loss_share, z_loss_share
-from ranks import run_on_ranks
 
 
 def double(rows) -> torch.Tensor:

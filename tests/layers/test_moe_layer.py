@@ -6,16 +6,15 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from test_capacity import kept_by_loop
-from test_experts import formula
-from tiny_moe import EXPERTS, HIDDEN, identity_router, pushed_tokens, random, tiny_layer
 from torch.utils.checkpoint import checkpoint
 
+from helpers.layers.references import formula, kept_by_loop
+from helpers.layers.tiny_moe import EXPERTS, HIDDEN, identity_router, pushed_tokens, random, tiny_layer
+from helpers.ranks import run_on_ranks
 from moe_exp.layers.dispatcher import LocalDispatcher
 from moe_exp.layers.experts import Experts
 from moe_exp.layers.moe_layer import MoELayer, MoESettings
 from moe_exp.layers.router import Router, RouterConfig
-from ranks import run_on_ranks
 
 TOKENS = [[t % 4, (t + 1) % 4] for t in range(9)] + [[0, 1]] * 4 + [[2, 0]] * 4
 MODES = {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_moe import random
 from torch.utils.checkpoint import checkpoint
 
+from helpers.layers.tiny_moe import random
 from moe_exp.layers.dispatcher import AllToAllDispatcher, LocalDispatcher
 from moe_exp.layers.experts import Experts
 from moe_exp.layers.moe_layer import MoELayer, MoESettings

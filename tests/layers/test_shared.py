@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_moe import HIDDEN, random, tiny_layer
 
+from helpers.layers.tiny_moe import HIDDEN, random, tiny_layer
 from moe_exp.layers.shared import SharedExpert
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_moe import EXPERTS, FFN, HIDDEN, pushed_tokens, random, tiny_layer
 from torch.distributed.device_mesh import init_device_mesh
 
+from helpers.layers.tiny_moe import EXPERTS, FFN, HIDDEN, pushed_tokens, random, tiny_layer
+from helpers.ranks import run_on_ranks
+from helpers.relative_error import assert_equal_to
 from moe_exp.layers.experts import Experts
 from moe_exp.layers.mesh import TensorParallelDispatcher, expert_width_part
 from moe_exp.layers.moe_layer import MoELayer
-from ranks import run_on_ranks
-from relative_error import assert_equal_to
 
 TOKENS = [[0, 1]] * 5 + [[3, 0]] * 3 + [[2, 1], [0, 3]]
 CASES = {

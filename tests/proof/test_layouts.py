@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from layout_job import LENGTH, MICROBATCHES, Case, Groups, Layout, balancing, part_of_rank, run_case, run_on_rank
 
-from ranks import RankError, run_on_ranks
-from relative_error import assert_equal_to
+from helpers.layers.layout_job import LENGTH, MICROBATCHES, Case, Groups, Layout, balancing, part_of_rank, run_case, run_on_rank
+from helpers.ranks import RankError, run_on_ranks
+from helpers.relative_error import assert_equal_to
 
 LIMITS = {torch.float64: 1e-10, torch.float32: 1e-5}
 ALL_LOSSES = {"losses": balancing(aux_loss=0.3, seq_aux_loss=0.2, global_aux_loss=0.4, importance=0.1), "z_loss_coeff": 0.05}

@@ -21,11 +21,20 @@ import functools
 
 import pytest
 import torch
-from megatron_pair import EXPERTS, SHARED_FFN, Comparison, Pair, apply_router_token_dropping, balancing, compare_on_rank, losses
 
+from helpers.layers.megatron_pair import (
+    EXPERTS,
+    SHARED_FFN,
+    Comparison,
+    Pair,
+    apply_router_token_dropping,
+    balancing,
+    compare_on_rank,
+    losses,
+)
+from helpers.ranks import RankError, run_on_ranks
 from moe_exp.layers.capacity import keep_first
 from moe_exp.layers.experts import squared_relu
-from ranks import RankError, run_on_ranks
 
 LIMIT = 1e-5
 SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from functools import cache
 
 import pytest
-from attention_pair import Pair, rope, run_all
 
-from ranks import run_on_ranks
+from helpers.layers.attention_pair import Pair, rope, run_all
+from helpers.ranks import run_on_ranks
 
 LIMIT = 1e-5
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

@@ -20,13 +20,13 @@ from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
 from transformers.models.olmoe.modeling_olmoe import load_balancing_loss_func as olmoe_loss
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
+from helpers.relative_error import assert_equal_to
 from moe_exp.layers.dispatcher import LocalDispatcher
 from moe_exp.layers.experts import Experts
 from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.moe_layer import MoELayer, MoESettings
 from moe_exp.layers.router import Router, RouterConfig
 from moe_exp.layers.shared import SharedExpert
-from relative_error import assert_equal_to
 
 HIDDEN, FFN, EXPERTS, SHARED = 24, 20, 16, 2
 LIMIT = 1e-5

@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from helpers import ROOT
 from moe_exp.report.follower import Follower, dead_experts, layers_by_load
 from moe_exp.report.live import buckets, plot, sparkline, watch
 from moe_exp.runs.records import drop_records_after
 
-ROOT = Path(__file__).parents[2]
 START = {"kind": "event", "event": "start", "iteration": 0, "time": "2026-01-01T10:00:00+00:00"}
 END = {"kind": "event", "event": "end", "iteration": 40, "time": "2026-01-01T10:09:00+00:00", "status": "finished"}
 

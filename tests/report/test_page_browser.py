@@ -1,9 +1,9 @@
 """The page in a browser: no error, no request, hover, keyboard, phone width, dark, and without JavaScript."""
 
 import pytest
-from chromium import BINARY, Chromium
-from run_folders import dense_and_moe, experts, train_record, write_run
 
+from helpers.chromium import BINARY, Chromium
+from helpers.run_folders import dense_and_moe, experts, train_record, write_run
 from moe_exp.report.page import write_report
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason="no Chromium is installed (apt-get install chromium)")

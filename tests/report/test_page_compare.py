@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 import pytest
-from run_folders import dense_and_moe, train_record, write_run
 
+from helpers.run_folders import dense_and_moe, train_record, write_run
 from moe_exp.report.comparison import (
     BITS,
     NATS,

@@ -6,8 +6,8 @@ import os
 
 import numpy as np
 import pytest
-from run_folders import dense_and_moe, event, experts, train_record, write_run
 
+from helpers.run_folders import dense_and_moe, event, experts, train_record, write_run
 from moe_exp.config import ConfigError
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.report.follower import Follower

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from helpers.watch.watched_run import Queue, Run
 from moe_exp.watch.watchdog.alerts import AlertFile
 from moe_exp.watch.watchdog.watchdog import Watchdog, Watched
-from watched_run import Queue, Run
 
 
 @pytest.fixture

@@ -64,7 +64,7 @@ def fit(kind: type[T], runs: Sequence[MeasuredRun], log_ratio: LogRatio[T], prio
     """The constants under which predictions are nearest to what was measured.
 
     Left-out errors take one Gauss-Newton step from the fit to all rows to that without the row: for a fit so near to linear that is
-    the fit itself (`tests/planner/test_calibration.py` compares), and costs no further evaluation.
+    the fit itself (`tests/planner/fit/test_calibration.py` compares), and costs no further evaluation.
 
     Args:
         kind: dataclass of constants, see `constants.constant`.

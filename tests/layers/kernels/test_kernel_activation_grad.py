@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from backward_cases import COUNTS, DEVICE, DTYPES, SPARE_ROWS, drawn, error, offsets_of, poisoned, rows, tokens_of_rows
 
+from helpers.layers.backward_cases import COUNTS, DEVICE, DTYPES, SPARE_ROWS, drawn, error, offsets_of, poisoned, rows, tokens_of_rows
 from moe_exp.layers.activations import ACTIVATIONS
 from moe_exp.layers.kernels.activation_grad import activation_grad, activation_grad_torch
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_device import DEVICE, needs_kernels
 
+from helpers.layers.kernel_device import DEVICE, needs_kernels
 from moe_exp.layers.dispatcher.row_order import sort_by_expert
 from moe_exp.layers.kernels import choice
 from moe_exp.layers.kernels.choice import choose_routing, interpreted_kernels, set_routing_kernels, takes_kernels

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_device import DEVICE, at_real_size, needs_kernels, poisoned  # noqa: F401
 
+from helpers.layers.kernel_device import DEVICE, at_real_size, needs_kernels, poisoned  # noqa: F401
+from helpers.relative_error import relative_error
 from moe_exp.layers.dispatcher.row_order import sort_by_expert
 from moe_exp.layers.kernels.combine import combine, combine_torch
-from relative_error import relative_error
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("poisoned")]
 

@@ -11,8 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from compiled import SHARED_LIMIT, Compiled, compiled, num_configs, on_gpu, specializations
-
+from helpers.layers.compiled import SHARED_LIMIT, Compiled, compiled, num_configs, on_gpu, specializations
 from moe_exp.layers.kernels.activation_grad import activation_grad
 from moe_exp.layers.kernels.combine import combine
 from moe_exp.layers.kernels.drops import keep_within, padded_order

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from backward_cases import DEVICE, poisoned
-from compiled import compiled, on_gpu
-from kernel_device import needs_kernels
 
+from helpers.layers.backward_cases import DEVICE, poisoned
+from helpers.layers.compiled import compiled, on_gpu
+from helpers.layers.kernel_device import needs_kernels
+from helpers.ranks import run_on_ranks
+from helpers.relative_error import relative_error
 from moe_exp.layers.kernels import cross_entropy as module
 from moe_exp.layers.kernels.cross_entropy import (
     cross_entropy_gradient,
@@ -17,8 +19,6 @@ from moe_exp.layers.kernels.cross_entropy import (
     cross_entropy_statistics_torch,
 )
 from moe_exp.layers.megatron.token_loss import choose_cross_entropy, token_losses
-from ranks import run_on_ranks
-from relative_error import relative_error
 
 # Losses are fp32 whatever the logits are; the gradient is rounded to their dtype.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}

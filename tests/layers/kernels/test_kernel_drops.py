@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_device import DEVICE, at_real_size, needs_kernels, poisoned  # noqa: F401
 
+from helpers.layers.kernel_device import DEVICE, at_real_size, needs_kernels, poisoned  # noqa: F401
 from moe_exp.layers.capacity import keep_first, keep_full_tiles, keep_most_probable
 from moe_exp.layers.dispatcher.row_order import pad_by_expert
 from moe_exp.layers.kernels.choice import interpreted_kernels

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.relative_error import relative_error
 from moe_exp.layers.activations import ACTIVATIONS
 from moe_exp.layers.dispatcher.row_order import sort_by_expert
 from moe_exp.layers.experts.loop import ExpertWeights, expert_loop
 from moe_exp.layers.kernels import grouped_matmul as down
 from moe_exp.layers.kernels import launch
 from moe_exp.layers.kernels import up_projection as up
-from relative_error import relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMIT = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}

@@ -6,8 +6,9 @@ import copy
 
 import pytest
 import torch
-from kernel_device import DEVICE, needs_kernels
 
+from helpers.layers.kernel_device import DEVICE, needs_kernels
+from helpers.relative_error import assert_equal_to
 from moe_exp.layers.dispatcher import LocalDispatcher
 from moe_exp.layers.experts import Experts
 from moe_exp.layers.kernels.choice import interpreted_kernels
@@ -15,7 +16,6 @@ from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.moe_layer import MoELayer, MoESettings
 from moe_exp.layers.router import Router, RouterConfig
 from moe_exp.layers.router.replay import RoutingReplay
-from relative_error import assert_equal_to
 
 pytestmark = needs_kernels
 

@@ -9,8 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from compiled import SHARED_LIMIT, compiled, on_gpu
-
+from helpers.layers.compiled import SHARED_LIMIT, compiled, on_gpu
 from moe_exp.layers.kernels.drops import keep_within, padded_order
 from moe_exp.layers.kernels.rows import chunk_order, gather_rows
 from moe_exp.layers.kernels.topk import _topk_backward, _topk_forward

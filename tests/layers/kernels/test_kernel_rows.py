@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_device import DEVICE, at_real_size, needs_kernels, poisoned  # noqa: F401
 
+from helpers.layers.kernel_device import DEVICE, at_real_size, needs_kernels, poisoned  # noqa: F401
+from helpers.relative_error import relative_error
 from moe_exp.layers.dispatcher.row_order import RowOrder, pad_by_expert, regroup_chunks, sort_by_expert
 from moe_exp.layers.kernels.choice import interpreted_kernels, takes_kernels
 from moe_exp.layers.kernels.rows import chunk_order, chunk_order_torch, gather_rows, gather_rows_torch
-from relative_error import relative_error
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("poisoned")]
 

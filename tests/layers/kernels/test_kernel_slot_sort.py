@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_device import DEVICE, at_real_size, needs_kernels, poisoned  # noqa: F401
 
+from helpers.layers.kernel_device import DEVICE, at_real_size, needs_kernels, poisoned  # noqa: F401
 from moe_exp.layers.dispatcher.row_order import sort_by_expert
 from moe_exp.layers.kernels.slot_sort import slot_sort, slot_sort_torch
 

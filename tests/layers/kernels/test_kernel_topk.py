@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_device import DEVICE, at_real_size, needs_kernels, poisoned  # noqa: F401
 
+from helpers.layers.kernel_device import DEVICE, at_real_size, needs_kernels, poisoned  # noqa: F401
+from helpers.relative_error import assert_equal_to
 from moe_exp.layers.kernels.topk import TopK, router_topk, router_topk_torch
 from moe_exp.layers.losses import importance_loss_share, load_balancing_loss_share, z_loss_share
 from moe_exp.layers.router import Router, RouterConfig
-from relative_error import assert_equal_to
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("poisoned")]
 

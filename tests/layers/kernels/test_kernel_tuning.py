@@ -8,7 +8,8 @@ from types import ModuleType
 
 import pytest
 import torch
-from backward_cases import drawn, offsets_of, poisoned
+
+from helpers.layers.backward_cases import drawn, offsets_of, poisoned
 
 pytest.importorskip("triton")
 

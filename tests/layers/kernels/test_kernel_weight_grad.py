@@ -5,8 +5,8 @@ import itertools
 
 import pytest
 import torch
-from backward_cases import COUNTS, DEVICE, DTYPES, SPARE_ROWS, drawn, error, offsets_of, poisoned, rows, tokens_of_rows
 
+from helpers.layers.backward_cases import COUNTS, DEVICE, DTYPES, SPARE_ROWS, drawn, error, offsets_of, poisoned, rows, tokens_of_rows
 from moe_exp.layers.kernels import weight_grad as module
 from moe_exp.layers.kernels.weight_grad import weight_grad, weight_grad_torch
 

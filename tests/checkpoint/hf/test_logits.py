@@ -1,0 +1,31 @@
+"""A converted model computes what transformers computes: logits in fp32, relative error under 1e-5, in several layouts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from helpers.hf.logits_on_ranks import our_logits
+from helpers.hf.tiny_models import MODELS, VOCAB, their_logits
+from helpers.relative_error import assert_equal_to
+
+LIMIT = 1e-5
+TOKENS = torch.randint(VOCAB, (2, 48), generator=torch.Generator().manual_seed(0))
+MOE = [name for name in MODELS if name not in ("llama", "qwen3")]
+CASES = {
+    "one rank": (list(MODELS), 1, {}),
+    "tp2 ep2": (["olmoe", "qwen2_moe", "deepseek_v3", "glm4_moe"], 2, {"tp": 2, "ep": 2}),
+    "ep2": (MOE, 2, {"ep": 2}),
+    "tp2": (list(MODELS), 2, {"tp": 2}),
+}
+SLOW = ("ep2", "tp2")
+PARAMETERS = [pytest.param(*case, marks=[pytest.mark.slow] if name in SLOW else [], id=name) for name, case in CASES.items()]
+
+
+@pytest.mark.parametrize(("names", "num_ranks", "layout"), PARAMETERS)
+def test_logits(names, num_ranks, layout, hf_folders, checkpoints, record_property):
+    ours = our_logits([checkpoints[name] for name in names], TOKENS, num_ranks=num_ranks, **layout)
+    found = dict(zip(names, ours, strict=True))
+    error = assert_equal_to(LIMIT, found, {name: their_logits(hf_folders[name], TOKENS) for name in names})
+    record_property("largest_relative_error", error)
+    print(f"largest relative error {error:.1e}")

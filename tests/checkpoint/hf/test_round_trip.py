@@ -1,0 +1,165 @@
+"""Hugging Face -> checkpoint -> Hugging Face, on one process: the same tensors bit by bit, and a config.json that says the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.hf.tiny_models import MODELS, tiny_folder, weights_of
+from moe_exp.checkpoint.format.folders import Manifest, damages, one_checkpoint
+from moe_exp.checkpoint.format.torch_dist import CheckpointReader
+from moe_exp.checkpoint.hf.exporting import to_hf
+from moe_exp.checkpoint.hf.importing import from_hf
+from moe_exp.config import Config
+from moe_exp.config.checks.checks import check_config
+
+# What a checkpoint has no place for, and what the model computes does not depend on.
+_VLLM = {"ep_size", "moe_layer_freq", "scoring_func", "topk_method"}  # which its DeepSeek-V3 asks for, and transformers does not write
+_NOT_KEPT = {"router_aux_loss_coef", "num_nextn_predict_layers", "num_mtp_layers", "transformers_version", "use_cache", "dtype"} | _VLLM
+
+
+def assert_same_weights(found: Path, expected: Path) -> None:
+    ours, theirs = weights_of(found), weights_of(expected)
+    assert set(ours) == set(theirs)
+    differing = [name for name in theirs if ours[name].dtype != theirs[name].dtype or not torch.equal(ours[name], theirs[name])]
+    assert not differing
+
+
+def understood(folder: Path) -> dict[str, Any]:
+    """The config as transformers reads it."""
+    from transformers import AutoConfig
+
+    fields = AutoConfig.from_pretrained(folder).to_dict()
+    if fields.get("head_dim", 0) is None:  # which stands for this
+        fields["head_dim"] = fields["hidden_size"] // fields["num_attention_heads"]
+    rope = fields["rope_parameters"]
+    rope.pop("type", None)
+    if rope["rope_type"] == "yarn":
+        fields["rope_parameters"] = {"beta_fast": 32, "beta_slow": 1} | rope
+    return {name: value for name, value in fields.items() if name not in _NOT_KEPT and not name.startswith("_")}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bit_equal(name, hf_folders, checkpoints, tmp_path):
+    done = to_hf(checkpoints[name], tmp_path / "back")
+    assert done.architecture == f"{MODELS[name][0]}ForCausalLM"
+    assert_same_weights(tmp_path / "back", hf_folders[name])
+    assert understood(tmp_path / "back") == understood(hf_folders[name])
+    generation = [json.loads((folder / "generation_config.json").read_text()) for folder in (tmp_path / "back", hf_folders[name])]
+    assert generation[0] == generation[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_keeps_the_type(dtype, tmp_path):
+    source = tiny_folder(tmp_path / "hf", "deepseek_v3", dtype=dtype)
+    done = from_hf(source, tmp_path / "ours")
+    to_hf(tmp_path / "ours", tmp_path / "back")
+    assert done.config.dtype == {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    assert_same_weights(tmp_path / "back", source)
+
+
+def test_reads_and_writes_many_files(tmp_path):
+    source = tiny_folder(tmp_path / "hf", "mixtral", max_shard_size="20KB")
+    assert len(list(source.glob("*.safetensors"))) > 3
+    from_hf(source, tmp_path / "ours")
+    to_hf(tmp_path / "ours", tmp_path / "back", max_shard_bytes=30_000)
+    assert_same_weights(tmp_path / "back", source)
+    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in (tmp_path / "back").glob("*.safetensors"))
+    assert sorted(set(index["weight_map"].values())) == files
+    assert files[-1] == f"model-{len(files):05d}-of-{len(files):05d}.safetensors"
+    assert index["metadata"]["total_size"] == sum(value.numel() * 4 for value in weights_of(source).values())
+    # A tensor that is larger than a file may be has one of its own.
+    assert all(path.stat().st_size < 30_000 + 4000 for path in (tmp_path / "back").glob("*.safetensors") if "00001" not in path.name)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
+def test_reads_what_transformers_5_writes_in_its_own_format(name, tmp_path, hf_folders):
+    """All experts in one tensor; written back as it is published, which is what serves models reads."""
+    fused = tiny_folder(tmp_path / "hf", name, save_original_format=False)
+    assert any(key.endswith("experts.gate_up_proj") for key in weights_of(fused))
+    from_hf(fused, tmp_path / "ours")
+    to_hf(tmp_path / "ours", tmp_path / "back")
+    assert_same_weights(tmp_path / "back", hf_folders[name])
+
+
+def test_vocabulary_is_padded_and_cut(tmp_path):
+    source = tiny_folder(tmp_path / "hf", "llama", changes={"vocab_size": 250})
+    done = from_hf(source, tmp_path / "ours")
+    table = CheckpointReader(one_checkpoint(tmp_path / "ours")).read("embedding.word_embeddings.weight")
+    assert table.shape == (256, 32)
+    assert not table[250:].any()
+    assert "VOCAB_SIZE=250 is no multiple of 128: 6 rows of zeros were added" in done.notes[0]
+    to_hf(tmp_path / "ours", tmp_path / "back")
+    assert_same_weights(tmp_path / "back", source)
+
+
+def test_another_type_on_request(tmp_path, hf_folders, checkpoints):
+    """Rounded once, but for the bias that chooses experts."""
+    from_hf(hf_folders["deepseek_v3"], tmp_path / "ours", dtype="bf16")
+    to_hf(tmp_path / "ours", tmp_path / "rounded_in")
+    to_hf(checkpoints["deepseek_v3"], tmp_path / "rounded_out", dtype="bf16")
+    assert_same_weights(tmp_path / "rounded_in", tmp_path / "rounded_out")
+    original = weights_of(hf_folders["deepseek_v3"])
+    for name, value in weights_of(tmp_path / "rounded_out").items():
+        kept = name.endswith("e_score_correction_bias")
+        assert torch.equal(value, original[name] if kept else original[name].bfloat16()), name
+    assert json.loads((tmp_path / "rounded_out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_checkpoint_is_whole(checkpoints):
+    folder = one_checkpoint(checkpoints["qwen3_moe"])
+    manifest = Manifest.read(folder)
+    assert manifest is not None
+    assert manifest.iteration == 0
+    assert list(damages(folder, manifest.files)) == []
+    assert "progress" not in CheckpointReader(folder).common()
+
+
+def test_tokenizer_comes_along(tmp_path, hf_folders):
+    from tokenizers import Tokenizer, models
+    from transformers import AutoTokenizer
+
+    source = tmp_path / "hf"
+    source.mkdir()
+    for path in hf_folders["llama"].iterdir():
+        (source / path.name).write_bytes(path.read_bytes())
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 3}, unk_token="a"))
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(source / "tokenizer.json"))
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": {"content": "</s>"}}
+    (source / "tokenizer_config.json").write_text(json.dumps(names))
+    done = from_hf(source, tmp_path / "ours")
+    assert done.config.tokenizer == str((tmp_path / "ours" / "tokenizer").resolve())
+    assert f"TOKENIZER={done.config.tokenizer}\n" in (tmp_path / "ours" / "settings.env").read_text()
+
+    # Without the folder that it came from, the ids of its tokens are those of the tokenizer.
+    for path in (tmp_path / "ours" / "huggingface").iterdir():
+        path.unlink()
+    to_hf(tmp_path / "ours", tmp_path / "back")
+    assert (tmp_path / "back" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    fields = json.loads((tmp_path / "back" / "config.json").read_text())
+    ids = tokenizer.token_to_id("<s>"), tokenizer.token_to_id("</s>")
+    assert (fields["bos_token_id"], fields["eos_token_id"], fields["pad_token_id"]) == (*ids, None)
+
+    # From a tokenizer.json alone transformers makes the same tokenizer.
+    to_hf(tmp_path / "ours", tmp_path / "alone", tokenizer=source / "tokenizer.json")
+    assert AutoTokenizer.from_pretrained(tmp_path / "alone").convert_tokens_to_ids(["b", "</s>"]) == [3, ids[1]]
+    assert json.loads((tmp_path / "back" / "generation_config.json").read_text()) == {"bos_token_id": ids[0], "eos_token_id": ids[1]}
+
+    # One that says nothing of its tokens, as those of the corpus pipeline: the usual name of the end of a text is taken.
+    (source / "tokenizer_config.json").unlink()
+    to_hf(tmp_path / "ours", tmp_path / "unsaid", tokenizer=source / "tokenizer.json")
+    assert AutoTokenizer.from_pretrained(tmp_path / "unsaid").eos_token == "</s>"
+    assert json.loads((tmp_path / "unsaid" / "config.json").read_text())["eos_token_id"] == ids[1]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_settings_can_be_trained(name, checkpoints):
+    """They pass the checks of `moe-exp train`, which has a corpus then."""
+    saved = CheckpointReader(one_checkpoint(checkpoints[name])).common()["config"]
+    assert check_config(Config(**saved | {"gpus_per_node": 1, "train_data": "tokens", "eval_interval": 0})) == []

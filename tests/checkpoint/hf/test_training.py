@@ -1,0 +1,124 @@
+"""A run that goes on from a Hugging Face folder starts at its loss, and what it becomes goes back to transformers."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from helpers.hf.logits_on_ranks import our_logits
+from helpers.hf.tiny_models import REFERENCE, VOCAB, their_logits, tiny_folder, weights_of
+from helpers.model_on_ranks import run_models
+from helpers.relative_error import assert_equal_to
+from helpers.whole_runs import EndedRun, Runs
+from moe_exp.checkpoint.format.torch_dist import CheckpointReader
+from moe_exp.checkpoint.hf.exporting import Exported, to_hf
+from moe_exp.checkpoint.hf.importing import from_hf
+from moe_exp.data.samples.dataset import SampleStream
+from moe_exp.data.tokens.tokens import BinIdxWriter
+
+SEQ_LEN, GBSZ = 32, 8
+TRAINING = {"EP": 2, "GPUS_PER_NODE": 2, "SEQ_LEN": SEQ_LEN, "MBSZ": 2, "GBSZ": GBSZ, "TRAIN_ITERS": 2, "WARMUP_ITERS": 0, "LR": 0.01}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A folder of transformers, the run that started from it, and that run as a folder again."""
+
+    source: Path
+    run: EndedRun
+    samples: torch.Tensor
+    exported: Path
+    done: Exported
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    root = tmp_path_factory.mktemp("trained")
+    rng = np.random.default_rng(0)
+    with BinIdxWriter(root / "tokens", vocab_size=VOCAB) as writer:
+        for _ in range(20):
+            writer.add_document(rng.integers(1, VOCAB, 40))
+    source = tiny_folder(root / "hf", "qwen2_moe", changes=REFERENCE)
+    from_hf(source, root / "ours")
+    # As a shell reads the file that the command names.
+    lines = (root / "ours" / "settings.env").read_text().splitlines()
+    settings = dict(shlex.split(line)[0].split("=", 1) for line in lines if not line.startswith("#"))
+    runs = Runs(root / "runs", root / "data")
+    run = runs.succeed("on", **{**settings, "TRAIN_DATA": root / "tokens", "VALID_DATA": root / "tokens", **TRAINING})
+    samples = SampleStream([(1.0, str(root / "tokens"))], seq_len=SEQ_LEN, seed=1234).batch(0, GBSZ)
+    done = to_hf(run.folder.path, root / "back")
+    return Trained(source, run, samples, root / "back", done)
+
+
+def test_first_loss_is_that_of_transformers(trained):
+    tokens, labels = trained.samples[:, :-1], trained.samples[:, 1:]
+    expected = cross_entropy(their_logits(trained.source, tokens).flatten(0, 1), labels.flatten())
+    first, second = trained.run.curve("lm_loss")
+    assert first == pytest.approx(expected.item(), rel=1e-5)
+    assert abs(second - first) > 1e-3
+
+
+def test_goes_back_with_the_same_logits(trained):
+    """Trained at EP 2, with optimizer; the layers are mixed, top-1 weights not normalized, no biases."""
+    assert trained.done.architecture == "Qwen2MoeForCausalLM"
+    tokens = trained.samples[:2, :-1]
+    (ours,) = our_logits([trained.run.folder.checkpoints], tokens)
+    theirs = their_logits(trained.exported, tokens)
+    assert_equal_to(1e-5, {"logits": ours}, {"logits": theirs})
+    before = their_logits(trained.source, tokens)
+    assert (theirs - before).norm() > 1e-3 * before.norm()
+
+
+def test_is_readable_by_what_serves_models(trained):
+    """vLLM's Qwen2Moe has biases on queries, keys and values and a gate of the shared expert whatever config.json says, and no place for
+    a shared expert of size 0."""
+    fields = json.loads((trained.exported / "config.json").read_text())
+    assert fields["qkv_bias"] is True
+    assert fields["shared_expert_intermediate_size"] == 0
+    assert (fields["norm_topk_prob"], fields["num_experts_per_tok"], fields["mlp_only_layers"]) == (False, 1, [0])
+    weights = weights_of(trained.exported)
+    assert not any(".shared_expert." in name for name in weights)
+    without_effect = [name for name in weights if name.endswith(".bias") or "shared_expert_gate" in name]
+    assert len(without_effect) == 3 * 3 + 2
+    assert not any(weights[name].any() for name in without_effect)
+
+
+def test_fp32_weights_of_the_optimizer(trained, tmp_path):
+    """In an fp32 run they are the weights themselves."""
+    folder = trained.run.folder.checkpoints
+    assert any(key.startswith("optimizer.state.param.") for key in CheckpointReader(folder / "iter_0000002").tensors)
+    to_hf(folder, tmp_path / "main", main_weights=True)
+    main, model = weights_of(tmp_path / "main"), weights_of(trained.exported)
+    assert set(main) == set(model)
+    assert all(torch.equal(main[name], model[name]) for name in main)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("distributed", [True, False])
+def test_fp32_weights_of_a_bf16_run(distributed, tmp_path):
+    """They are what the weights are rounded from, and are rounded once on the way out."""
+    settings = {"dtype": "bf16", "num_experts": 4, "topk": 2, "vocab_size": 256, "distributed_optimizer": distributed}
+    run_models(1, [settings | {"save": str(tmp_path / "run")}])
+    to_hf(tmp_path / "run", tmp_path / "model")
+    to_hf(tmp_path / "run", tmp_path / "main", main_weights=True)
+    to_hf(tmp_path / "run", tmp_path / "rounded", main_weights=True, dtype="bf16")
+    model, main, rounded = (weights_of(tmp_path / name) for name in ("model", "main", "rounded"))
+    assert all(value.dtype == torch.float32 for value in main.values())
+    for name, value in model.items():
+        assert value.dtype == torch.bfloat16
+        assert torch.equal(rounded[name], main[name].bfloat16()), name
+        assert torch.equal(value, rounded[name]), name
+
+
+def test_model_card_says_what_it_is(trained):
+    card = (trained.exported / "README.md").read_text()
+    assert "`Qwen2MoeForCausalLM`" in card
+    assert "# back\n" in card
+    assert "from iteration 2 of the run or folder `on`" in card

@@ -1,0 +1,149 @@
+"""`moe-exp ckpt info`: what a checkpoint holds, without its tensors."""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import json
+import os
+import re
+import sys
+import types
+
+import pytest
+import torch
+
+from helpers.checkpoint.ckpt_files import EXPERT_HIDDEN, EXPERTS, HIDDEN, LAYERS, VOCAB, drawn_state, write_checkpoint
+from moe_exp.checkpoint.format.torch_dist import read_common
+from moe_exp.checkpoint.tools.info import describe
+from moe_exp.cli import main
+from moe_exp.runs.run_folder import LATEST
+
+PARAMETERS = {
+    "experts": LAYERS * EXPERTS * 3 * EXPERT_HIDDEN * HIDDEN,
+    "attention": LAYERS * 4 * HIDDEN * HIDDEN,
+    "embedding": VOCAB * HIDDEN,
+    "output": VOCAB * HIDDEN,
+    "router": LAYERS * EXPERTS * HIDDEN,
+    "norms": (2 * LAYERS + 1) * HIDDEN,
+}
+
+
+def run_json(capsys, *arguments):
+    code = main(["ckpt", *map(str, arguments), "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_everything_it_says(tmp_path, capsys):
+    folder = write_checkpoint(tmp_path, facts={"valid_loss": 2.5, "versions": {"torch": "2.13.0"}})
+    for part in folder.glob("*.distcp"):
+        part.write_bytes(b"")  # no tensor is read
+    code, report = run_json(capsys, "info", folder)
+    assert code == 0
+    expected = {
+        "iteration": 5, "samples": 40, "tokens": 40 * 32, "written_by": "moe_exp", "format": "torch_dist", "checksums": True,
+        "parameters": {**PARAMETERS, "total": sum(PARAMETERS.values())}, "optimizer": ["exp_avg", "exp_avg_sq", "param"],
+        "styles": {"layers": "stacked", "experts": "stacked"}, "layout": {"tp": 1, "pp": 1, "ep": 1, "etp": 1, "cp": 1, "device": "cpu"},
+        "valid_loss": 2.5, "versions": {"torch": "2.13.0"}, "data": {"seed": 1234}, "schedule": {"max_lr": 0.001, "num_steps": 40},
+        "num_files": 5,
+    }  # fmt: skip
+    assert {name: report[name] for name in expected} == expected
+    assert report["model"] == "2 layers, hidden size 8, vocabulary 16, 2 heads, 4 experts top-2 in 2 layers, expert size 6, swiglu, RMSNorm"
+    assert set(report["dtypes"]) == {"bfloat16", "float32"}  # the expert bias is fp32
+    assert report["num_bytes"] == sum(path.stat().st_size for path in folder.iterdir())
+
+
+def test_for_people(tmp_path, capsys):
+    write_checkpoint(tmp_path, 3)
+    write_checkpoint(tmp_path, 5)
+    assert main(["ckpt", "info", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert f"{sum(PARAMETERS.values()):,} (" in text
+    assert "2 checkpoints in" in text
+    assert "whole  latest" in text
+
+
+def test_tensors_that_fit_a_pattern(tmp_path, capsys):
+    folder = write_checkpoint(tmp_path)
+    _, report = run_json(capsys, "info", folder, "--tensors", "decoder.*router.weight")
+    router = {"name": "decoder.layers.mlp.router.weight", "shape": [2, 4, 8], "dtype": "bfloat16", "num_chunks": 2, "num_bytes": 128}
+    assert report["tensors"] == [router]
+    assert main(["ckpt", "info", str(folder), "--tensors", "*.gate"]) == 1
+    assert "tensors=*.gate: fits none of" in capsys.readouterr().err
+
+
+def test_all_checkpoints_of_a_run(tmp_path, capsys):
+    checkpoints = tmp_path / "checkpoints"
+    for iteration in (2, 4, 6):
+        write_checkpoint(checkpoints, iteration, manifest=iteration != 2)
+    damaged = checkpoints / "iter_0000004" / "__0_0.distcp"
+    size = damaged.stat().st_size
+    os.truncate(damaged, size - 1)
+    _, report = run_json(capsys, "info", tmp_path)
+    assert report["iteration"] == 6
+    states = {one["iteration"]: (one["state"], one["latest"]) for one in report["checkpoints"]}
+    assert states[2] == ("without checksums", False)
+    assert states[4] == (f"damaged: {damaged}: has {size - 1} bytes instead of {size}", False)
+    assert states[6] == ("whole", True)
+    _, older = run_json(capsys, "info", tmp_path, "--iteration", 2)
+    assert (older["iteration"], "checkpoints" in older) == (2, False)
+    assert main(["ckpt", "info", str(tmp_path), "--iteration", "3"]) == 1
+    assert f"iteration=3: {checkpoints} has no such checkpoint. Fix: choose one of 2, 4, 6." in capsys.readouterr().err
+    # Where the newest cannot be read, those beside it are what matters.
+    (checkpoints / "iter_0000006" / ".metadata").unlink()
+    assert main(["ckpt", "info", str(tmp_path)]) == 1
+    printed = capsys.readouterr()
+    assert re.search(r"iteration 2 .* without checksums\n", printed.out)
+    assert re.search(r"iteration 6 .* damaged: \S+metadata: is missing +latest\n", printed.out)
+    assert "iter_0000006/.metadata: cannot be used (it is missing)" in printed.err
+
+
+def test_megatron_lms_checkpoints(tmp_path, capsys, monkeypatch):
+    """common.pt as its script writes it: with its arguments, and enumerations of modules that are not installed."""
+    tensors = {key: value for key, value in drawn_state().items() if not key.startswith("optimizer.")}
+    folder = write_checkpoint(tmp_path, 7, tensors=tensors, manifest=False)
+    module = types.ModuleType("megatron.training.kinds")
+    module.Kind = enum.Enum("Kind", ["one", "two"], module=module.__name__)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "megatron", types.ModuleType("megatron"))
+        patch.setitem(sys.modules, "megatron.training", types.ModuleType("megatron.training"))
+        patch.setitem(sys.modules, module.__name__, module)
+        arguments = argparse.Namespace(num_layers=2, params_dtype=torch.bfloat16, kind=module.Kind.two)
+        torch.save({"args": arguments, "iteration": 7, "checkpoint_version": 3.0}, folder / "common.pt")
+    read = read_common(folder)["args"]
+    assert (read.num_layers, read.params_dtype, read.kind.arguments) == (2, torch.bfloat16, (2,))
+
+    code, report = run_json(capsys, "info", folder)
+    assert code == 0
+    assert (report["iteration"], report["samples"], report["optimizer"], report["layout"]) == (7, None, [], None)
+    assert report["written_by"] == "Megatron-LM or another program"
+    assert report["parameters"]["total"] == sum(PARAMETERS.values())
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("echo this code ran",)
+
+
+def test_code_in_a_checkpoint_never_runs(tmp_path, capfd):
+    folder = write_checkpoint(tmp_path)
+    torch.save({"args": argparse.Namespace(evil=Evil())}, folder / "common.pt")
+    with pytest.raises(ValueError, match=r"common\.pt: cannot be used \(it names posix\.system, which is no plain value\)\. Fix: "):
+        describe(folder)
+    assert "this code ran" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda path: None, "holds no distributed checkpoint (no metadata.json). Fix: name an iter_ folder"),
+        (lambda path: (path / LATEST).write_text("x"), "must hold the number of an iteration"),
+        (lambda path: (path / LATEST).write_text("9"), "iter_0000009: does not exist"),
+    ],
+)
+def test_what_is_no_checkpoint(make, text, tmp_path, capsys):
+    make(tmp_path)
+    assert main(["ckpt", "info", str(tmp_path)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("moe-exp ckpt: ")
+    assert text in line

@@ -1,0 +1,95 @@
+"""`moe-exp ckpt prune`: removes what no rule keeps, never what `latest` names, nothing while a run writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+from helpers.checkpoint.ckpt_files import write_checkpoint
+from moe_exp.checkpoint.format.folders import iterations
+from moe_exp.cli import main
+from moe_exp.runs.run_folder import LATEST
+
+LOSSES = {10: 3.0, 20: 1.5, 30: 2.0, 40: 1.0, 50: 2.5}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run folder with five checkpoints, of few bytes each."""
+    for iteration, loss in LOSSES.items():
+        write_checkpoint(tmp_path / "checkpoints", iteration, tensors={}, facts={"valid_loss": loss})
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("flags", "kept"),
+    [
+        (["--keep-last", "2"], [40, 50]),
+        (["--keep-last", "1", "--keep-every", "20"], [20, 40, 50]),
+        (["--keep-last", "1", "--keep-best", "2"], [20, 40, 50]),
+        (["--keep-last", "9"], [10, 20, 30, 40, 50]),
+    ],
+)
+def test_what_is_kept(flags, kept, run, capsys):
+    checkpoints = run / "checkpoints"
+    assert main(["ckpt", "prune", str(run), *flags, "--dry-run", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert iterations(checkpoints) == [10, 20, 30, 40, 50]
+    sizes = {i: sum(path.stat().st_size for path in (checkpoints / f"iter_{i:07d}").iterdir()) for i in LOSSES}
+    gone = [iteration for iteration in LOSSES if iteration not in kept]
+    assert planned["removed"] == [{"iteration": iteration, "num_bytes": sizes[iteration]} for iteration in gone]
+    assert planned["num_bytes"] == sum(sizes[iteration] for iteration in gone)
+
+    assert main(["ckpt", "prune", str(checkpoints), *flags]) == 0
+    assert iterations(checkpoints) == kept
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:-1] == [f"removed {checkpoints / f'iter_{i:07d}'}: {sizes[i]:,} bytes" for i in gone]
+    assert lines[-1] == f"removed {len(gone)} checkpoints, {planned['num_bytes']:,} bytes"
+    assert sorted(path.name for path in checkpoints.iterdir()) == [*(f"iter_{i:07d}" for i in kept), LATEST]
+
+
+def test_latest_stays_whatever_the_rules_say(run):
+    """Whoever goes back to an older checkpoint writes its iteration into `latest`."""
+    (run / "checkpoints" / LATEST).write_text("20")
+    assert main(["ckpt", "prune", str(run), "--keep-last", "1"]) == 0
+    assert iterations(run / "checkpoints") == [20, 50]
+
+
+def test_newer_ones_than_latest_take_no_place(run):
+    """A damaged 50 was passed over, and `latest` set back: what can be used are 30 and 40."""
+    (run / "checkpoints" / LATEST).write_text("40")
+    assert main(["ckpt", "prune", str(run), "--keep-last", "2"]) == 0
+    assert iterations(run / "checkpoints") == [30, 40, 50]
+
+
+def test_not_while_a_run_writes(run, capsys):
+    with FileLock(run / ".lock"):
+        assert main(["ckpt", "prune", str(run), "--keep-last", "1"]) == 1
+        assert "a run is writing there. Fix: wait for its end" in capsys.readouterr().err
+        assert iterations(run / "checkpoints") == list(LOSSES)
+    assert main(["ckpt", "prune", str(run), "--keep-last", "1"]) == 0
+    assert iterations(run / "checkpoints") == [50]
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--keep-last", "0"], "keep-last=0: must be 1 or more. Fix: keep at least the newest."),
+        (["--keep-last", "1", "--keep-every", "-1"], "every=-1: must be 0 or more."),
+    ],
+)
+def test_rules_that_make_no_sense(flags, text, run, capsys):
+    assert main(["ckpt", "prune", str(run), *flags]) == 1
+    assert text in capsys.readouterr().err
+    assert iterations(run / "checkpoints") == list(LOSSES)
+
+
+def test_the_best_of_unknown_losses(tmp_path, capsys):
+    write_checkpoint(tmp_path, tensors={}, manifest=False)
+    assert main(["ckpt", "prune", str(tmp_path), "--keep-last", "1", "--keep-best", "1"]) == 1
+    assert "keep-best=1: no checkpoint in" in capsys.readouterr().err
+    assert main(["ckpt", "prune", str(tmp_path / "iter_0000005"), "--keep-last", "1"]) == 1
+    assert "has no checkpoints. Fix: name a checkpoints folder or a run folder." in capsys.readouterr().err

@@ -1,0 +1,198 @@
+"""Whole comparisons by the command: run, killed and gone on with, interrupted, with a model that fails; and the dry run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from helpers.whole_runs import ROOT, SETTINGS, clean_environ, processes_in
+from moe_exp.cli import main
+from moe_exp.data.tokens.tokens import BinIdxWriter
+from moe_exp.runs.records import read_metrics
+
+# A run is little more than its imports.
+TINY = {
+    "PRESET": "cpu", "GPUS_PER_NODE": 1, "NUM_LAYERS": 2, "HIDDEN_SIZE": 64, "FFN_HIDDEN_SIZE": 96, "SEQ_LEN": 64, "NUM_EXPERTS": 4,
+    "TOPK": 2, "MBSZ": 2, "GBSZ": 4, "TRAIN_ITERS": 6, "DECAY_ITERS": 6, "WARMUP_ITERS": 2, "LOG_INTERVAL": 1, "EVAL_INTERVAL": 6,
+    "EVAL_ITERS": 1, "SAVE_INTERVAL": 1, "KEEP_LAST": 1, "RUN_NAME": "mine",
+}  # fmt: skip
+# Of data and anonymous memory of a process: ranks with their threads need half of it.
+MEMORY_LIMIT = 2000 * 2**20
+
+
+def limit_memory() -> None:
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_LIMIT, MEMORY_LIMIT))
+
+
+class Comparisons:
+    """Comparisons of a test: `runs/mine` in its folder."""
+
+    def __init__(self, path: Path):
+        self.path, self.folder = path, path / "runs" / "mine"
+        self.started: list[subprocess.Popen[bytes]] = []
+        with BinIdxWriter(path / "tokens", vocab_size=4096) as writer:
+            for number in range(200):
+                writer.add_document([(number * 7 + i * i) % 4096 for i in range(60)])
+        self.places = {"TRAIN_DATA": path / "tokens", "VALID_DATA": path / "tokens", "RUN_DIR": path / "runs"}
+
+    def start(self, *flags: str, limited: bool = False, **settings: object) -> subprocess.Popen[bytes]:
+        environ = clean_environ(**{**TINY, **self.places, **settings}) | {"PYTHONPATH": str(ROOT)}
+        with (self.path / "printed").open("w") as printed:
+            command = [sys.executable, "-m", "moe_exp", "compare", *flags]
+            ready = limit_memory if limited else None
+            started = subprocess.Popen(command, env=environ, stdout=printed, stderr=printed, start_new_session=True, preexec_fn=ready)
+        self.started.append(started)
+        return started
+
+    def run(self, *flags: str, code: int = 0, limited: bool = False, **settings: object) -> str:
+        """Runs to the end; returns what was printed."""
+        ended = self.start(*flags, limited=limited, **settings).wait(300)
+        assert ended == code, self.printed()
+        return self.printed()
+
+    def printed(self) -> str:
+        return (self.path / "printed").read_text()
+
+    def iterations(self, name: str) -> list[int]:
+        """Those that are logged."""
+        path = self.folder / name / "metrics.jsonl"
+        return [one["iteration"] for one in read_metrics(path) if one["kind"] == "train"] if path.exists() else []
+
+    def events(self, name: str) -> list[str]:
+        return [one["event"] for one in read_metrics(self.folder / name / "metrics.jsonl") if one["kind"] == "event"]
+
+    def wait_for(self, name: str, iteration: int, comparison: subprocess.Popen[bytes]) -> None:
+        deadline = time.monotonic() + 300
+        while iteration not in self.iterations(name):
+            assert comparison.poll() is None and time.monotonic() < deadline, self.printed()
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def comparisons(tmp_path: Path) -> Iterator[Comparisons]:
+    mine = Comparisons(tmp_path)
+    yield mine
+    for comparison in mine.started:
+        if comparison.poll() is None:  # its test has failed; its runs end by themselves when it is gone
+            comparison.kill()
+            comparison.wait()
+
+
+@pytest.fixture
+def no_settings(monkeypatch):
+    for name in SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_two_models_are_trained_and_not_again(comparisons):
+    printed = comparisons.run(TRAIN_ITERS=4, DECAY_ITERS=4, EVAL_INTERVAL=4)
+    assert "[1/2] dmoe: finished, loss " in printed and "[2/2] dense: finished, loss " in printed
+    assert "FFN_HIDDEN_SIZE: dmoe 96, dense 192" in printed
+    assert comparisons.iterations("dmoe") == comparisons.iterations("dense") == [1, 2, 3, 4]
+    report = (comparisons.folder / "report.md").read_text()
+    assert re.search(r"\| loss at 1.024K tokens +\| +\d\.\d{4} \| +\d\.\d{4} \|", report)
+    assert re.search(r"\| last validation loss +\| +\d\.\d{4} \| +\d\.\d{4} \|", report)
+    before = {path: path.stat().st_mtime_ns for path in comparisons.folder.glob("*/metrics.jsonl")}
+    again = comparisons.run(TRAIN_ITERS=4, DECAY_ITERS=4, EVAL_INTERVAL=4)
+    assert report in again
+    assert {path: path.stat().st_mtime_ns for path in comparisons.folder.glob("*/metrics.jsonl")} == before
+    refused = comparisons.run(code=1, TRAIN_ITERS=4, DECAY_ITERS=4, EVAL_INTERVAL=4, HIDDEN_SIZE=128)
+    assert "HIDDEN_SIZE=128: " in refused and "holds a dmoe with 64. Fix: set it as it was, or give another RUN_NAME." in refused
+
+
+@pytest.mark.slow
+def test_a_killed_and_an_interrupted_comparison_go_on(comparisons):
+    many = {"TRAIN_ITERS": 120, "DECAY_ITERS": 120, "SAVE_INTERVAL": 20, "EVAL_INTERVAL": 120}
+    comparison = comparisons.start(**many)
+    comparisons.wait_for("dmoe", 30, comparison)
+    os.kill(comparison.pid, signal.SIGKILL)
+    comparison.wait()
+    # The second call waits for what the killed one has left behind: its run saves a checkpoint and ends.
+    comparison = comparisons.start(**many)
+    comparisons.wait_for("dense", 30, comparison)
+    finished = comparisons.iterations("dmoe")
+    assert finished == list(range(1, 121)) and comparisons.events("dmoe").count("resume") == 1
+    comparison.send_signal(signal.SIGINT)
+    assert comparison.wait(60) == 130
+    assert "stopped: the same command goes on with what is left" in comparisons.printed()
+    assert processes_in(comparisons.folder) == []
+    stopped_at = comparisons.iterations("dense")[-1]
+    assert stopped_at < 120 and (comparisons.folder / "dense" / "checkpoints" / f"iter_{stopped_at:07d}").is_dir()
+    comparisons.run(**many)
+    assert comparisons.iterations("dense") == finished
+    assert comparisons.events("dense").count("resume") == 1 and comparisons.events("dmoe").count("resume") == 1
+
+
+@pytest.mark.slow
+def test_a_model_that_fails_stops_no_other(comparisons):
+    printed = comparisons.run(
+        "--runs", "dmoe", "--variant", "big:USE_MOE=false,FFN_HIDDEN_SIZE=400000", "--variant", "small:USE_MOE=false", code=1, limited=True
+    )
+    assert "[2/3] big: oom" in printed and "[3/3] small: finished" in printed
+    assert re.search(r"- big oom: .*memory", (comparisons.folder / "report.md").read_text())
+
+
+@pytest.mark.slow
+def test_equal_time_and_a_limit(comparisons):
+    settings = {"TRAIN_ITERS": 40, "DECAY_ITERS": 40, "SAVE_INTERVAL": 0, "EVAL_INTERVAL": 0}
+    printed = comparisons.run("--match", "time", **settings)
+    assert re.search(r"times are \d+\.\d% apart", printed) and not (comparisons.folder / "pace").exists()
+    kept = json.loads((comparisons.folder / "compare.json").read_text())["variants"]
+    assert all(entry["seconds_per_iteration"] > 0 and entry["settings"]["train_iters"] == 40 for entry in kept.values())
+    assert len(comparisons.iterations("dmoe")) == 40 and len(comparisons.iterations("dense")) > 1
+    again = comparisons.run("--match", "time", **settings)
+    assert "measuring" not in again and again.partition("\n")[0] in printed
+    limited = comparisons.run("--timeout", "1", code=1, RUN_NAME="short", **settings)
+    assert "[1/2] dmoe: timeout: had not ended after --timeout 1 s" in limited and "[2/2] dense: timeout" in limited
+
+
+def test_dry_run_starts_and_writes_nothing(no_settings, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, value in TINY.items():
+        monkeypatch.setenv(name, str(value))
+    assert main(["compare", "--dry-run", "--variant", "fine:NUM_EXPERTS=8,TOPK=4", "--runs", "dmoe,dense", "--repeats", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("runs/mine: dmoe, dense, fine, matched by flops, 2 runs of each with seeds from 1234\n")
+    assert re.search(r"\| MLP width +\| +96, 2 of 4 \| +192 \| +48, 4 of 8 \|", printed)
+    assert re.search(r"FLOPs per token against dmoe +\| +- \| +\+0\.00% \| +\+0\.00% \|", printed)
+    assert "  NUM_EXPERTS: dmoe 4, dense -, fine 8\n" in printed and "all 6 runs: 0:0" in printed
+    assert main(["compare", "--dry-run", "--match", "time"]) == 0
+    assert "predicted roughly" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_problems_of_one_model_name_it(no_settings, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PRESET", "cpu")
+    assert main(["compare", "--runs", "dmoe,dense", "--topk", "9", "--min-lr", "1"]) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "moe-exp compare: dmoe: TOPK=9: is over NUM_EXPERTS=8. Fix: set TOPK to at most 8.",
+        "MIN_LR=1.0: is over LR=0.003. Fix: set MIN_LR to at most 0.003, for instance 0.0003.",
+    ]
+    assert main(["compare", "--repeats", "few", "--seconds", "1h"]) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "moe-exp compare: REPEATS=few: must be a whole number. Fix: give a whole number, or leave --repeats out.",
+        "SECONDS=1h: must be a number. Fix: give a number, or leave --seconds out.",
+    ]
+    assert main(["compare", "--match", "luck"]) == 1
+    assert capsys.readouterr().err == ("moe-exp compare: MATCH=luck: is nothing to match by. Fix: use one of flops, active-params, time.\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_folder_of_a_run_is_no_place(no_settings, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "one").mkdir(parents=True)
+    (tmp_path / "runs" / "one" / "config.yaml").write_text("seed: 1\n")
+    assert main(["compare", "--preset", "cpu", "--run-name", "one"]) == 1
+    assert "RUN_NAME=one: runs/one is the folder of a run, not of a comparison. Fix: give another RUN_NAME." in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "runs" / "one").iterdir()] == ["config.yaml"]

@@ -1,0 +1,63 @@
+"""`moe-exp convert`, as it is typed."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from helpers import ROOT
+from helpers.hf.tiny_models import tiny_folder, weights_of
+from moe_exp.cli import main
+from moe_exp.data.tokens.tokens import BinIdxWriter
+
+
+def test_there_and_back(tmp_path, hf_folders, capsys):
+    assert main(["convert", "from-hf", str(hf_folders["mixtral"]), str(tmp_path / "ours")]) == 0
+    out = capsys.readouterr().out
+    assert f"{tmp_path / 'ours'}: MixtralForCausalLM, fp32" in out
+    assert f". {tmp_path / 'ours' / 'settings.env'}; set +a; moe-exp train" in out
+    assert main(["convert", "to-hf", str(tmp_path / "ours"), str(tmp_path / "back"), "--max-shard-size", "50KB", "--dtype", "bf16"]) == 0
+    out = capsys.readouterr().out
+    assert "MixtralForCausalLM, 0.00 GB of weights" in out
+    assert "  not Qwen3MoeForCausalLM: QK_NORM=False" in out
+    assert "Note: no tokenizer was written" in out
+    assert len(list((tmp_path / "back").glob("model-*.safetensors"))) > 1
+    assert all(value.dtype == torch.bfloat16 for value in weights_of(tmp_path / "back").values())
+
+
+def test_what_a_user_can_mend_is_one_line(tmp_path, hf_folders, capsys):
+    assert main(["convert", "from-hf", str(tmp_path / "none"), str(tmp_path / "ours")]) == 1
+    assert main(["convert", "to-hf", str(hf_folders["llama"]), str(tmp_path / "back")]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith(f"moe-exp convert: SRC={tmp_path / 'none'}: is no folder. Fix: ")
+    assert lines[1].startswith("moe-exp convert: checkpoint=") and "holds no distributed checkpoint" in lines[1]
+    assert len(lines) == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_settings_of_the_printed_command_are_read(tmp_path):
+    """What it prints, as a shell runs it, but for the training: the dry run builds the settings and checks them."""
+    source = tiny_folder(tmp_path / "hf", "qwen2_moe")
+    main(["convert", "from-hf", str(source), str(tmp_path / "ours")])
+    with BinIdxWriter(tmp_path / "tokens", vocab_size=256) as writer:
+        writer.add_document(range(1, 200))
+    env = tmp_path / "ours" / "settings.env"
+    flags = f"--dry-run --gpus-per-node 1 --eval-interval 0 --train-data {tmp_path / 'tokens'}"
+    code = f"set -a; . {env}; set +a; exec {shlex.quote(sys.executable)} -m moe_exp train {flags}"
+    options = {"capture_output": True, "text": True, "timeout": 120, "cwd": ROOT}
+    done = subprocess.run(["bash", "-c", code], **options)
+    assert done.returncode == 0, done.stderr
+    resolved = {line.partition("#")[0].strip() for line in done.stdout.splitlines()}
+    assert set(env.read_text().splitlines()[1:]) <= resolved
+
+
+@pytest.mark.parametrize("flag", ["--max-shard-size", "--dtype", "--weights"])
+def test_flags_are_checked(flag, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["convert", "to-hf", "a", "b", flag, "x"])
+    assert caught.value.code == 2
+    assert flag in capsys.readouterr().err

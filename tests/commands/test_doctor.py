@@ -1,0 +1,117 @@
+"""moe-exp doctor: the report, with and without what it asks for."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from helpers import ROOT
+from moe_exp.commands import doctor
+
+
+def run_module(*arguments: str, python_path: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    environ = os.environ | {"PYTHONPATH": str(python_path)}
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environ, timeout=120)
+
+
+def pretend_missing(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
+    version = importlib.metadata.version
+
+    def without(name: str) -> str:
+        if name in packages:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", without)
+
+
+def test_report_names_versions_devices_packages_and_backends(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [["attention", "sdpa", "flash-attn needs a GPU"]]
+    monkeypatch.setattr(doctor, "backend_rows", lambda: rows)
+    assert doctor.main() == 0
+    report = capsys.readouterr().out
+    for text in ["megatron-core", importlib.metadata.version("torch"), "cores for this process", "GiB", "flash-attn needs a GPU"]:
+        assert text in report
+    assert all(optional.package in report for optional in doctor.OPTIONAL)
+    assert "\x1b[" not in report  # plain where it is not a terminal
+
+
+@pytest.mark.slow
+def test_command_says_what_each_part_will_use() -> None:
+    done = run_module("-W", "ignore", "-m", "moe_exp", "doctor")
+    assert done.returncode == 0, done.stderr
+    backends = done.stdout.partition("What each part will use")[2].splitlines()
+    assert [line.split("  ")[0] for line in backends[2:9]] == [
+        "communication",
+        "attention",
+        "norm",
+        "grouped GEMM",
+        "routing",
+        "cross entropy",
+        "optimizer",
+    ]
+
+
+def test_optional_package_that_is_missing_has_cost_and_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_missing(monkeypatch, *(optional.package for optional in doctor.OPTIONAL), "nv-grouped-gemm", "pytorch-triton")
+    for package, version, cost, install in doctor.optional_rows():
+        assert version == "missing", package
+        assert cost, package
+        assert install, package
+
+
+@pytest.mark.parametrize("package", ["torch", "rich", "megatron-core", "psutil"])
+def test_required_package_that_is_missing_is_an_error_with_its_fix(
+    package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretend_missing(monkeypatch, package)
+    assert doctor.main() == 1
+    report = capsys.readouterr().out
+    assert f"Required and missing in {sys.executable}: {package}" in report
+    assert "pip install -c constraints.txt -e ." in report
+
+
+def test_version_outside_the_range_is_unmet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", {"torch": "2.5.1"}.get)
+    monkeypatch.setattr(doctor, "requirements", lambda extras=(): ["torch>=2.6"])
+    assert doctor.unmet_requirements() == ["torch>=2.6"]
+
+
+def test_build_of_the_same_version_meets_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in ["2.6.0+cpu", "2.8.0a0+5228986c39.nv25.06"]:
+        monkeypatch.setattr(importlib.metadata, "version", {"torch": version}.get)
+        monkeypatch.setattr(doctor, "requirements", lambda extras=(): ["torch>=2.6"])
+        assert doctor.unmet_requirements() == []
+
+
+def test_package_whose_files_are_gone_is_unmet(monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "numpy" else find_spec(name))
+    assert [line.partition(">")[0] for line in doctor.unmet_requirements()] == ["numpy"]
+
+
+def test_extras_add_their_requirements() -> None:
+    assert set(doctor.requirements(["wandb", "dev"])) > set(doctor.requirements())
+    with pytest.raises(ValueError, match=r"extra 'nonsense' does not exist: use one of gpu, te, .*, adam8bit, data, fast, dev"):
+        doctor.requirements(["nonsense"])
+
+
+def test_a_requirement_of_other_pythons_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for python, has_triton in [((3, 11, 7), False), ((3, 12, 0), True), ((4, 0, 0), True)]:
+        monkeypatch.setattr(sys, "version_info", python)
+        assert ("triton>=3.0" in doctor.requirements()) == has_triton
+        assert "torch>=2.6" in doctor.requirements()
+
+
+def test_missing_is_answered_without_third_party_packages() -> None:
+    """The scripts ask a Python in which nothing is installed: -S leaves site-packages out."""
+    done = run_module("-S", "-m", "moe_exp.commands.doctor", "--missing")
+    assert done.returncode == 1
+    assert done.stdout.splitlines() == doctor.requirements()
+    assert done.stderr == ""

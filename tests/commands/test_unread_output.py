@@ -1,0 +1,42 @@
+"""What a command does when nobody reads its output any more, as in `moe-exp ... | head`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from helpers.whole_runs import ROOT, clean_environ
+from moe_exp.commands.guard import ended_quietly, guarded
+
+
+@pytest.mark.parametrize(
+    ("command", "unbuffered"),
+    [
+        (["-m", "moe_exp", "--help"], ""),  # fails at the interpreter's end, if not before
+        (["-m", "moe_exp", "sweep", "--dry-run", "--preset=cpu"], "1"),
+        (["-m", "moe_exp", "train", "--dry-run", "--preset=cpu"], "1"),
+        ([str(ROOT / "moe_exp" / "scripts" / "merge_jsonl_files.py"), "--help"], ""),
+    ],
+)
+def test_a_command_whose_reader_has_gone_ends_quietly(command, unbuffered, tmp_path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    environ = clean_environ(PYTHONPATH=ROOT, PYTHONUNBUFFERED=unbuffered)
+    with os.fdopen(writer, "w") as output:
+        done = subprocess.run(
+            [sys.executable, *command], stdout=output, stderr=subprocess.PIPE, text=True, env=environ, cwd=tmp_path, timeout=120
+        )
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_other_broken_pipes_are_errors(capsys):
+    def work() -> int:
+        raise BrokenPipeError(32, "Broken pipe", "to a server")
+
+    assert ended_quietly(lambda: guarded(work, "moe-exp x")) == 1
+    assert capsys.readouterr().err == "moe-exp x: to a server: Broken pipe\n"
+    with pytest.raises(BrokenPipeError):
+        ended_quietly(work)

@@ -1,0 +1,221 @@
+"""Settings that a checkpoint does not go on with are named, with both values, before anything is loaded; all others may change."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.checkpoint.legs import MODEL, Leg, build_job, run_legs, write_data
+from helpers.ranks import RankError, free_port, run_on_ranks
+from moe_exp.config import Config, ConfigError, load_config
+from moe_exp.config.model_changes import refuse_other_model
+
+OLD: dict[str, Any] = MODEL | {"gpus_per_node": 1}
+NAME = "the checkpoint at iteration 6 of runs/x/checkpoints"
+FLAG = ", or ALLOW_OTHER_MODEL=true to go on with another function"
+
+
+def lines(before: dict[str, Any], **settings: Any) -> list[str]:
+    saved = load_config(OLD | before, {}).model_dump()
+    try:
+        refuse_other_model(load_config(OLD | before | settings, {}), saved, NAME)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+LATENT = {
+    "multi_latent_attention": True, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 8,
+}  # fmt: skip
+YARN = {"rope_scaling": "yarn", "rope_scaling_factor": 2.0, "rope_original_seq_len": 32}
+SHAPES = [
+    ({}, "hidden_size", 64, 32),
+    ({}, "num_layers", 2, 4),
+    ({}, "num_heads", 8, 4),
+    ({}, "num_query_groups", 4, 2),
+    ({}, "head_dim", 16, 8),
+    ({}, "vocab_size", 100, 128),
+    ({}, "num_experts", 4, 8),
+    ({}, "moe_ffn_hidden_size", 48, 24),
+    ({}, "shared_expert_size", 16, 0),
+    ({"shared_expert_size": 16}, "shared_expert_gate", True, False),
+    ({}, "qk_norm", True, False),
+    ({}, "tie_embeddings", True, False),
+    ({}, "add_bias_linear", True, False),
+    ({}, "normalization", "LayerNorm", "RMSNorm"),
+    ({}, "use_moe", False, True),
+    ({"first_k_dense": 1}, "ffn_hidden_size", 64, 48),
+    ({}, "qkv_bias", True, False),
+    ({"qk_norm": True}, "qk_norm_scope", "all", "head"),
+    ({}, "multi_latent_attention", True, False),
+    *((LATENT, name, 24, LATENT[name]) for name in LATENT if name != "multi_latent_attention"),
+]
+FUNCTIONS = [
+    ({}, "topk", 4, 2),
+    ({}, "router_score", "sigmoid", "softmax"),
+    ({}, "router_pre_softmax", False, True),
+    ({}, "router_normalize", "true", "auto"),
+    ({}, "router_scaling_factor", 2.0, 1.0),
+    ({}, "rotary_base", 5000.0, 10000.0),
+    ({}, "norm_epsilon", 1e-6, 1e-5),
+    ({}, "activation", "geglu", "swiglu"),
+    ({}, "force_routing", "balanced", "none"),
+    ({}, "rotary_fraction", 0.5, 1.0),
+    ({}, "rope_scaling", "llama3", "none"),
+    (YARN, "rope_scaling_factor", 4.0, 2.0),
+    (YARN, "rope_original_seq_len", 64, 32),
+    (YARN, "yarn_beta_fast", 16.0, 32.0),
+    (YARN, "yarn_beta_slow", 2.0, 1.0),
+    (YARN, "yarn_mscale", 0.5, 1.0),
+    (YARN, "yarn_mscale_all_dim", 0.5, 0.0),
+]
+
+
+@pytest.mark.parametrize(("before", "name", "value", "old"), SHAPES)
+def test_other_shapes_are_refused_whatever_the_flag(before, name, value, old):
+    for flag in (False, True):
+        found = lines(before, **{name: value}, allow_other_model=flag)
+        assert f"{name.upper()}={value}: {NAME} has {name.upper()}={old}. Fix: set {name.upper()}={old}." in found
+        # The size of a head follows from that of the model.
+        assert {line.partition("=")[0] for line in found} <= {name.upper(), "HEAD_DIM"}
+
+
+@pytest.mark.parametrize(("before", "name", "value", "old"), FUNCTIONS)
+def test_another_function_needs_the_flag(before, name, value, old, caplog):
+    assert lines(before, **{name: value}) == [
+        f"{name.upper()}={value}: {NAME} has {name.upper()}={old}. Fix: set {name.upper()}={old}{FLAG}."
+    ]
+    with caplog.at_level(logging.WARNING):
+        assert lines(before, **{name: value}, allow_other_model=True) == []
+    assert caplog.messages == [f"{name.upper()}={value}: {NAME} has {name.upper()}={old}; ALLOW_OTHER_MODEL=true: going on"]
+
+
+def test_all_lines_at_once_with_what_helps():
+    found = lines({"router_bias_update_rate": 0.01}, router_bias_update_rate=0, first_k_dense=1, topk=1, activation="gelu")
+    assert found == [
+        f"MOE_LAYER_FREQ=0111: {NAME} has MOE_LAYER_FREQ=1111. Fix: set MOE_LAYER_FREQ and FIRST_K_DENSE as they were.",
+        f"ROUTER_BIAS_UPDATE_RATE=0.0: {NAME} has ROUTER_BIAS_UPDATE_RATE=over 0. "
+        "Fix: set it over 0; with a rate such as 1e-12 the bias stays as it is.",
+        f"ACTIVATION=gelu: {NAME} has ACTIVATION=swiglu. Fix: set ACTIVATION=swiglu.",
+        f"TOPK=1: {NAME} has TOPK=2. Fix: set TOPK=2{FLAG}.",
+    ]
+
+
+def test_everything_else_may_change():
+    same = ("gpus_per_node", "preset", *(name for _, name, _, _ in SHAPES), *(name for _, name, _, _ in FUNCTIONS))
+    same += ("first_k_dense", "moe_layer_freq", "num_router_groups", "router_group_topk", "allow_other_model")
+    other: dict[str, Any] = {}
+    for name in Config.model_fields:
+        value = getattr(load_config(OLD, {}), name)
+        if name not in same and isinstance(value, int | float) and not isinstance(value, bool):
+            other[name] = value + 1 if value >= 1 or isinstance(value, int) else value / 2
+        elif name not in same and isinstance(value, bool):
+            other[name] = not value
+    other |= {"moe_type": "moe", "dtype": "bf16", "expert_backend": "loop", "aux_loss_type": "seq_aux_loss", "vpp": 2, "recompute": "full"}
+    del other["router_bias_update_rate"]
+    assert len(other) > 45
+    assert lines({}, **other) == []
+    # Of other versions.
+    saved = load_config(OLD, {}).model_dump() | {"no_setting_any_more": 1}
+    del saved["first_stage_layers"]
+    refuse_other_model(load_config(OLD, {}), saved, NAME)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two steps."""
+    folder = tmp_path_factory.mktemp("source")
+    write_data(folder)
+    run_legs([Leg(settings(folder), None, 2, {2: folder / "checkpoints"})])
+    return folder
+
+
+def settings(folder: Path) -> dict[str, Any]:
+    return {"gpus_per_node": 1, "train_data": str(folder / "tokens")}
+
+
+def refused(job_settings: dict[str, Any], port: int, checkpoints: str) -> tuple[list[str], bool]:
+    """On one rank: why a checkpoint is not loaded, and whether the model is as it was."""
+    from moe_exp.checkpoint.load import load
+    from moe_exp.engine import runtime
+
+    os.environ["MASTER_PORT"] = str(port)
+    config = load_config(MODEL | job_settings, {})
+    job = build_job(config, runtime.start(config))
+    parameters = list(job.trained.model[0].parameters())
+    before = [parameter.detach().clone() for parameter in parameters]
+    try:
+        load(config, job.runtime, Path(checkpoints), job.trained)
+    except ValueError as error:
+        return str(error).splitlines(), all(map(torch.equal, before, parameters))
+    return [], False
+
+
+def test_nothing_is_loaded_of_another_model(source):
+    job = settings(source) | {"num_experts": 4, "topk": 1, "gpus_per_node": 2, "ep": 2}
+    files = {path: path.stat().st_mtime_ns for path in source.rglob("*")}
+    (found, _) = outcomes = run_on_ranks(2, refused, job, free_port(), str(source / "checkpoints"), join=False)
+    name = f"the checkpoint at iteration 2 of {source / 'checkpoints'}"
+    expected = [
+        f"NUM_EXPERTS=4: {name} has NUM_EXPERTS=8. Fix: set NUM_EXPERTS=8.",
+        f"TOPK=1: {name} has TOPK=2. Fix: set TOPK=2{FLAG}.",
+    ]
+    assert found == (expected, True)
+    assert outcomes[1] == found
+    assert {path: path.stat().st_mtime_ns for path in source.rglob("*")} == files
+
+
+def test_weights_without_settings_are_refused_by_their_shapes(source, tmp_path):
+    """As of Megatron-LM: fewer experts, and fewer tokens than the model has."""
+    folder = tmp_path / "iter_0000002"
+    folder.mkdir()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    for path in (source / "checkpoints" / "iter_0000002").iterdir():
+        (folder / path.name).symlink_to(path)
+    common = torch.load(folder / "common.pt", weights_only=False)
+    (folder / "common.pt").unlink()
+    torch.save({name: value for name, value in common.items() if name not in ("progress", "config")}, folder / "common.pt")
+    fix = "Fix: give the model the settings of the one in the checkpoint."
+    cases = {
+        "num_experts": (16, "decoder.layers.mlp.experts.experts.linear_fc1.weight", [4, 8, 48, 32], [4, 16, 48, 32]),
+        "vocab_size": (257, "embedding.word_embeddings.weight", [128, 32], [384, 32]),
+    }
+    for name, (value, key, shape, in_model) in cases.items():
+        (found,) = run_on_ranks(1, refused, settings(source) | {name: value}, free_port(), str(tmp_path), join=False)
+        assert found == ([f"checkpoint={folder}: has {key} of shape {shape}, the model of shape {in_model}. {fix}"], True)
+
+
+def test_global_balancing_loss_may_come_and_go(source):
+    """What it keeps of past batches begins at zero, or is left out."""
+    folder = source / "global"
+    run_legs([Leg(settings(source) | {"aux_loss_type": "global_aux_loss"}, source / "checkpoints", 1, {3: folder})])
+    (steps,) = run_legs([Leg(settings(source), folder, 1)])
+    assert steps[0].lm_loss < 5
+
+
+def test_another_rotary_base_with_the_flag(source):
+    changed = settings(source) | {"rotary_base": 500.0}
+    with pytest.raises(RankError, match=r"ROTARY_BASE=500\.0: the checkpoint at iteration 2"):
+        run_legs([Leg(changed, source / "checkpoints", 1)])
+    (steps,) = run_legs([Leg(changed | {"allow_other_model": True}, source / "checkpoints", 1)])
+    assert len(steps) == 1
+
+
+@pytest.mark.slow
+def test_a_run_ends_with_the_lines(runs, tmp_path):
+    """From the checkpoint of another run; for its own a run's folder is looked at before any rank starts."""
+    data = {"TRAIN_DATA": write_data(tmp_path), "WARMUP_ITERS": 1}
+    saved = runs.succeed("source", TRAIN_ITERS=2, **data).folder.checkpoints
+    refused = runs.run("other", TRAIN_ITERS=3, LOAD_DIR=saved, NUM_EXPERTS=4, GPUS_PER_NODE=2, EP=2, **data)
+    assert refused.code != 0
+    (line,) = [line for line in refused.stderr.splitlines() if line.startswith("moe-exp: ")]
+    name = f"the checkpoint at iteration 2 of {saved}"
+    assert line == f"moe-exp: NUM_EXPERTS=4: {name} has NUM_EXPERTS=8. Fix: set NUM_EXPERTS=8."
+    own = runs.run("source", TRAIN_ITERS=3, NUM_EXPERTS=4, **data)
+    assert own.code != 0
+    assert "NUM_EXPERTS=4" in own.stderr

@@ -1,0 +1,169 @@
+"""SLURM jobs of a conversion, run for real on a small stand-in for the cluster."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from helpers.slurm.cluster import Cluster
+from moe_exp.data.convert.convert import ConvertSettings, convert
+from moe_exp.data.convert.execution import Execution, Pass
+from moe_exp.data.convert.jobs import ray_executor
+from moe_exp.data.convert.steps import ReadFiles
+
+pytest.importorskip("datatrove")
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    cluster = Cluster(tmp_path / "queue")
+    monkeypatch.setenv("PATH", f"{cluster.programs}:{os.environ['PATH']}")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    return cluster
+
+
+FINISH = """
+import sys
+from pathlib import Path
+from moe_exp.data.convert.convert import ConvertSettings, convert
+from moe_exp.data.convert.execution import Execution
+inputs, output, dedup = [Path(one) for one in sys.argv[3:]], Path(sys.argv[1]), sys.argv[2] == "dedup"
+assert convert(inputs, output, ConvertSettings(dedup=dedup), Execution("slurm", partition="cpu")) is not None
+"""
+
+
+def make_inputs(folder: Path, num_files: int = 2) -> list[Path]:
+    folder.mkdir()
+    paths = [folder / f"{index}.jsonl" for index in range(num_files)]
+    for index, path in enumerate(paths):
+        path.write_bytes(b"".join(orjson.dumps({"text": f"{number % 7} {index % 2}", "n": number}) + b"\n" for number in range(20)))
+    return paths
+
+
+def slurm(output: Path, inputs: list[Path], dedup: str = "all") -> Execution:
+    finish = (sys.executable, "-c", FINISH, str(output), dedup, *map(str, inputs))
+    return Execution("slurm", partition="cpu", workers=5, sbatch=("account=mine",), finish_command=finish)
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    facts = {name: manifest[name] for name in ("settings", "inputs", "read", "filtered", "written", "tasks", "outputs")}
+    return {path.name: path.read_bytes() for path in folder.glob("*.jsonl")} | facts
+
+
+def test_jobs_are_submitted_once_resumed_and_published_by_the_last(tmp_path, cluster):
+    inputs, output = make_inputs(tmp_path / "in"), tmp_path / "x"
+    execution = slurm(output, inputs)
+    assert convert(inputs, output, ConvertSettings(), execution) is None
+    assert cluster.jobs() == ["100", "101", "102"]  # the tasks, the merging of their stats, the publishing
+    options = cluster.options("100")
+    assert {"array": "0-1%5", "partition": "cpu", "account": "mine", "job-name": "x"}.items() <= options.items()
+    assert [cluster.options(job)["dependency"] for job in ("101", "102")] == ["afterok:100", "afterok:100:101"]
+
+    # While they are there, nothing is submitted twice, and nothing thrown away.
+    assert convert(inputs, output, ConvertSettings(), execution) is None
+    with pytest.raises(ValueError, match=r"SLURM jobs still work in it\. Fix: scancel 100 101 102, or wait"):
+        convert(inputs, output, ConvertSettings(), execution, start_over=True)
+    with pytest.raises(ValueError, match=r"SLURM jobs still work in it\. Fix: scancel 100 101 102, or wait"):
+        convert(inputs, output, ConvertSettings(), Execution(workers=1))
+    assert len(cluster.jobs()) == 3
+
+    cluster.run(lost={("100", 1)})
+    assert [(cluster.folder / f"{job}.end").read_text() for job in cluster.jobs()] == ["failed"] * 3
+    assert not output.exists()
+    with pytest.raises(ValueError, match=r"x: was begun with tasks=2, now it is 1\. Fix: "):
+        convert(inputs, output, ConvertSettings(tasks=1), execution)
+
+    assert convert(inputs, output, ConvertSettings(), execution) is None
+    assert cluster.options("103")["array"] == "0-0%5"
+    assert json.loads((tmp_path / "x.partial/datatrove/ranks_to_run.json").read_text()) == [1]
+    cluster.run()
+    outcomes = {job: (cluster.folder / f"{job}.end").read_text() for job in ("103", "104", "105")}
+    assert set(outcomes.values()) == {"ok"}, [path.read_text() for path in cluster.folder.glob("*.out")]
+    assert not (tmp_path / "x.partial").exists()
+
+    convert(inputs, tmp_path / "local/x", ConvertSettings(), Execution(workers=1))
+    assert contents(output) == contents(tmp_path / "local/x")
+    assert convert(inputs, output, ConvertSettings(), execution)["written"]["num_documents"] == 40
+    assert len(cluster.jobs()) == 6
+
+
+def test_inside_a_job_nothing_is_submitted(tmp_path, cluster, monkeypatch):
+    inputs, output = make_inputs(tmp_path / "in"), tmp_path / "x"
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    with pytest.raises(ValueError, match=r"^executor=slurm: inside a job, and 2 tasks are not complete .* Fix: call the same command on a"):
+        convert(inputs, output, ConvertSettings(), slurm(output, inputs))
+    assert not cluster.jobs()
+
+
+def test_a_queue_that_does_not_answer_is_no_empty_queue(tmp_path, cluster):
+    inputs, output = make_inputs(tmp_path / "in"), tmp_path / "x"
+    execution = slurm(output, inputs)
+    assert convert(inputs, output, ConvertSettings(), execution) is None
+    cluster.replace("squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
+    with pytest.raises(ValueError, match=r"^squeue: exit code 1: slurm_load_jobs error: Unable .* Fix: call it again"):
+        convert(inputs, output, ConvertSettings(), execution)
+    assert len(cluster.jobs()) == 3
+    cluster.replace("squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    assert convert(inputs, output, ConvertSettings(), execution) is None
+    assert len(cluster.jobs()) == 6
+
+
+def test_jobs_that_are_refused(tmp_path, cluster):
+    inputs, output = make_inputs(tmp_path / "in"), tmp_path / "x"
+    cluster.replace("sbatch", "exit 3")
+    with pytest.raises(ValueError, match=r"^sbatch: exit code 3, its message is above\. Fix: "):
+        convert(inputs, output, ConvertSettings(), slurm(output, inputs))
+    cluster.replace("sbatch", "echo done")
+    with pytest.raises(ValueError, match=r"^sbatch: printed 'done\\n', which has no job id\. Fix: "):
+        convert(inputs, output, ConvertSettings(), slurm(output, inputs))
+
+
+@pytest.mark.slow
+def test_passes_of_deduplication_depend_on_each_other(tmp_path, cluster):
+    inputs, output = make_inputs(tmp_path / "in", 3), tmp_path / "x"
+    assert convert(inputs, output, ConvertSettings(dedup=True), slurm(output, inputs, "dedup")) is None
+    # Three passes, each with the merging of its stats, and the publishing.
+    depends = {job: cluster.options(job).get("dependency") for job in cluster.jobs()}
+    assert depends == {
+        "100": None,
+        "101": "afterok:100",
+        "102": "afterok:100",
+        "103": "afterok:102",
+        "104": "afterok:102",
+        "105": "afterok:104",
+        "106": "afterok:100:101:102:103:104:105",
+    }
+    cluster.run()
+    assert output.is_dir(), [path.read_text() for path in cluster.folder.glob("*.out")]
+    convert(inputs, tmp_path / "local/x", ConvertSettings(dedup=True), Execution(workers=1))
+    assert contents(output) == contents(tmp_path / "local/x")
+    assert json.loads((output / "manifest.json").read_text())["written"]["num_documents"] == 14
+
+
+def test_slurm_without_its_commands(tmp_path, monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match=r"^executor=slurm: there is no command sbatch here\. Fix: call it on a login node"):
+        Execution("slurm", partition="cpu")
+
+
+def test_ray_is_datatroves_executor(tmp_path):
+    reader = ReadFiles(str(tmp_path), ["a.jsonl"], 3)
+    execution = Execution(workers=2, cpus_per_task=2, mem_per_cpu_gb=8)  # executor="ray" would need the package
+    executor = ray_executor(Pass([reader], 3, tmp_path / "logs"), execution)
+    assert (type(executor).__name__, executor.world_size, executor.workers) == ("RayPipelineExecutor", 3, 2)
+    assert (executor.cpus_per_task, executor.mem_per_cpu_gb) == (2, 8)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="ray is installed")
+def test_ray_that_is_not_installed():
+    with pytest.raises(ValueError, match=r"^executor=ray: the package ray is not installed\. Fix: pip install ray\.$"):
+        Execution("ray")

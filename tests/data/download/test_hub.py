@@ -1,0 +1,410 @@
+"""Downloads from a small hub on 127.0.0.1 that fails as it is told to: equal bytes, or an error in one line."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("huggingface_hub")
+pytest.importorskip("pyarrow")
+
+from helpers.hub_server import Fault, HubServer, leave_host_settings, write_fineweb_parquet
+from moe_exp.commands.data import main
+from moe_exp.data.download import hub, hub_errors, hub_progress
+from moe_exp.data.download.hub import download
+from moe_exp.data.download.sources import resolve_source
+
+REPOSITORY = "HuggingFaceFW/fineweb-edu"
+NAMES = [f"sample/10BT/{number:03d}_00000.parquet" for number in range(3)]
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dataset")
+    for number, name in enumerate(NAMES):
+        write_fineweb_parquet(folder / name, num_documents=20 * (number + 1))
+    (folder / "README.md").write_text("# A dataset\n")
+    (folder / "data").mkdir()
+    shutil.copy(folder / NAMES[0], folder / "data/train.parquet")
+    (folder / "extra.jsonl").write_text('{"text": "a small file, kept in git"}\n')
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(tmp_path, monkeypatch):
+    """Nothing of the host's hub settings; every call reads HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE anew."""
+    leave_host_settings(monkeypatch, tmp_path / "hf_home", "TRANSFORMERS_")
+
+
+@pytest.fixture
+def server(dataset, monkeypatch):
+    with HubServer(dataset, repository=REPOSITORY) as running:
+        monkeypatch.setenv("HF_ENDPOINT", running.url)
+        yield running
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Waits are noted, not waited: ours and the library's, which share time.sleep."""
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    return waits
+
+
+def source(*patterns: str, **changes: str):
+    return resolve_source(REPOSITORY, patterns=patterns or ("sample/10BT/*",), **changes)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in NAMES}
+
+
+def test_files_and_manifest(server, dataset, tmp_path):
+    server.page_entries, server.redirect = 2, True
+    folder = tmp_path / "raw"
+    assert download(source(), folder) == [folder / name for name in NAMES]
+    assert contents(folder) == contents(dataset)
+    assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "sample"]  # no traces
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert (manifest["commit"], manifest["settings"]["revision"]) == (server.main, "main")
+    assert manifest["sha256"] == {name: hashlib.sha256(content).hexdigest() for name, content in contents(dataset).items()}
+    assert [(file["name"], file["bytes"]) for file in manifest["outputs"]] == [(name, len(contents(dataset)[name])) for name in NAMES]
+
+
+def test_second_run_asks_nobody_even_offline(server, tmp_path, monkeypatch):
+    paths = download(source(), tmp_path / "raw")
+    server.requests.clear()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert download(source(), tmp_path / "raw") == paths
+    assert download(source(), tmp_path / "raw", dry_run=True) == paths
+    assert server.requests == []
+
+
+def test_offline_without_all_files(server, tmp_path, monkeypatch):
+    paths = download(source(), tmp_path / "raw")
+    paths[1].unlink()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ValueError, match=r"^HF_HUB_OFFLINE=1: 1 of 3 files are missing in .*, such as sample/10BT/001"):
+        download(source(), tmp_path / "raw")
+    with pytest.raises(ValueError, match=r"^HF_HUB_OFFLINE=1: the files of HuggingFaceFW/fineweb-edu are not known yet\. Fix: "):
+        download(source(), tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [Fault(status=429, headers={"Retry-After": "1"}), Fault(status=429, method="HEAD")],
+        [
+            Fault(status=503, times=2),
+            Fault(status=500, method="HEAD"),
+            Fault(status=502, where="/tree/"),
+            Fault(status=503, where="/revision/"),
+        ],
+        [Fault(cut_after=0), Fault(cut_after=1000), Fault(cut_after=10, where="/tree/"), Fault(cut_after=30_000)],
+        [Fault(reset_after=0), Fault(reset_after=20_000, times=2), Fault(reset_after=0, where="/revision/")],
+    ],
+    ids=["429", "5xx", "cut", "reset"],
+)
+def test_what_passes_is_waited_out(server, dataset, tmp_path, quick, monkeypatch, faults):
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1000)  # so that the library goes on inside of these small files
+    server.faults = faults
+    assert download(source(), tmp_path / "raw") == [tmp_path / "raw" / name for name in NAMES]
+    assert contents(tmp_path / "raw") == contents(dataset)
+    assert not [fault for fault in faults if fault.times], "a fault that did not happen"
+    assert quick
+
+
+@pytest.mark.parametrize(
+    "fault", [Fault(status=503, times=999), Fault(cut_after=500, times=999), Fault(reset_after=500, times=999)], ids=["503", "cut", "reset"]
+)
+def test_what_does_not_pass_is_an_error_and_complete_files_are_kept(server, tmp_path, quick, capsys, fault):
+    fault.where = NAMES[1]
+    server.faults = [fault]
+    command = [REPOSITORY, "--pattern", "sample/10BT/*", "--output-dir", str(tmp_path / "raw"), "--retries", "2"]
+    assert main("download", command) == 1
+    *_, line = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith(f"moe-exp data: {REPOSITORY}: {server.url} keeps failing (")
+    assert line.endswith("Fix: check the network and HF_ENDPOINT, and call it again: complete files are kept.")
+    assert not (tmp_path / "raw").exists()
+    fault.times = 0
+    server.requests.clear()
+    assert main("download", command) == 0
+    assert server.downloads(NAMES[1])
+    assert not server.downloads(NAMES[0])
+
+
+def test_library_that_comes_back_without_the_files(server, dataset, tmp_path, quick, monkeypatch, caplog):
+    """It lists the files once more, and where it cannot it returns a folder that is not empty as if that were all."""
+    list_files = hub._list_files
+
+    def list_then_break(*given):
+        listing = list_files(*given)
+        server.faults = [Fault(status=503, where="/tree/", times=6)]
+        return listing
+
+    monkeypatch.setattr(hub, "_list_files", list_then_break)
+    download(source(), tmp_path / "raw")
+    assert contents(tmp_path / "raw") == contents(dataset)
+    assert "3 files did not come, such as sample/10BT/000_00000.parquet. Failure 1 of 6" in caplog.text
+
+
+def test_retry_after_is_honoured(server, tmp_path, quick):
+    server.faults = [Fault(status=429, where="/revision/", headers={"Retry-After": "77"})]
+    download(source(), tmp_path / "raw")
+    assert 77 <= max(quick) <= 77 * 1.5
+
+
+def test_waits_grow_and_a_complete_file_resets_them(quick):
+    left = [5]
+    outcomes = iter([None, None, None, "one more", None, None, "done"])
+
+    def action() -> str:
+        outcome = next(outcomes)
+        if outcome == "done":
+            return outcome
+        left[0] -= outcome == "one more"
+        raise ConnectionResetError(104, "reset")
+
+    assert hub_errors.patiently(action, 4, lambda: left[0]) == "done"
+    bases = [1, 2, 4, 1, 2, 4]
+    assert all(base <= wait <= 1.5 * base for base, wait in zip(bases, quick, strict=True))
+    outcomes = iter([None] * 4)
+    with pytest.raises(ConnectionResetError):
+        hub_errors.patiently(action, 4, lambda: left[0])
+
+
+def test_full_disk_and_no_permission_do_not_pass():
+    assert not hub_errors.passes(OSError(28, "No space left on device"))
+    assert not hub_errors.passes(PermissionError(13, "Permission denied"))
+    assert not hub_errors.passes(ValueError("a bug"))
+    assert hub_errors.passes(ConnectionResetError(104, "reset"))
+    assert hub_errors.passes(OSError("Consistency check failed"))
+
+
+def test_pattern_that_matches_nothing(server, tmp_path):
+    with pytest.raises(
+        ValueError, match=r"^pattern=sample/11BT/\*: matches no file of .*fineweb-edu at main, which has README\.md, .*Fix: "
+    ):
+        download(source("sample/10BT/*", "sample/11BT/*"), tmp_path / "raw")
+    assert server.downloads() == []
+
+
+def test_pattern_that_matches_what_is_no_data(server, tmp_path):
+    with pytest.raises(ValueError, match=r"^pattern=\*: matches README\.md, which is none of \.parquet, .*Fix: "):
+        download(source("*"), tmp_path / "raw")
+
+
+def test_without_patterns_all_data_files_come(server, tmp_path):
+    paths = download(resolve_source(REPOSITORY), tmp_path / "raw")
+    assert [path.relative_to(tmp_path / "raw").as_posix() for path in paths] == ["data/train.parquet", "extra.jsonl", *NAMES]
+
+
+@pytest.mark.parametrize("difference", [-1, 1])
+def test_size_that_disagrees_with_the_listing(server, dataset, tmp_path, difference):
+    size = len(contents(dataset)[NAMES[2]])
+    server.sizes[NAMES[2]] = size + difference
+    rule = rf"^{NAMES[2]}: has {size:,} bytes, {server.url} lists {size + difference:,} at {server.main}\. Fix: "
+    with pytest.raises(ValueError, match=rule):
+        download(source(), tmp_path / "raw")
+    assert not (tmp_path / "raw").exists()
+
+
+def test_bytes_that_are_not_those_of_the_listing(server, dataset, tmp_path, monkeypatch):
+    """Right size, wrong content, as from a broken cache on the way: the second fetch mends it, or it is an error."""
+    fetched = []
+    snapshot = hub._Fetcher._get_once
+
+    def get_and_damage(fetcher):
+        snapshot(fetcher)
+        fetched.append(1)
+        if len(fetched) <= damaged:
+            path = fetcher.folder / NAMES[0]
+            path.write_bytes(bytes(1) + path.read_bytes()[1:])
+
+    monkeypatch.setattr(hub._Fetcher, "_get_once", get_and_damage)
+    damaged = 1
+    download(source(), tmp_path / "mended")
+    assert contents(tmp_path / "mended") == contents(dataset)
+    damaged = 9
+    with pytest.raises(ValueError, match=rf"^{NAMES[0]}: its hash is not what .* fetched twice\. Fix: "):
+        download(source(), tmp_path / "broken")
+    assert not (tmp_path / "broken").exists()
+
+
+def test_small_files_are_checked_by_their_git_hash(server, dataset, tmp_path):
+    assert download(source("extra.jsonl"), tmp_path / "raw")[0].read_bytes() == (dataset / "extra.jsonl").read_bytes()
+    entry = hub.HubFile("extra.jsonl", (dataset / "extra.jsonl").stat().st_size, None, "0" * 40)
+    assert hub._hash_file(dataset / "extra.jsonl", entry, lambda _: None) is None
+
+
+def test_file_that_is_gone_or_cut_is_fetched_again(server, dataset, tmp_path):
+    paths = download(source(), tmp_path / "raw")
+    paths[0].unlink()
+    paths[2].write_bytes(paths[2].read_bytes()[:-1])
+    server.requests.clear()
+    download(source(), tmp_path / "raw")
+    assert contents(tmp_path / "raw") == contents(dataset)
+    assert sorted(path.rpartition("/")[2] for path in server.downloads()) == ["000_00000.parquet", "002_00000.parquet"]
+    assert not [path for _, path in server.requests if NAMES[1] in path], "of complete files nothing is asked"
+
+
+def test_many_files_go_by_pattern(server, dataset, tmp_path, monkeypatch):
+    monkeypatch.setattr(hub, "_MANY_FILES", 2)
+    download(source(), tmp_path / "raw")
+    assert contents(tmp_path / "raw") == contents(dataset)
+    assert len(download(resolve_source(REPOSITORY), tmp_path / "all")) == 5
+    assert not (tmp_path / "all" / "README.md").exists()
+
+
+def test_progress_counts_bytes_on_disk(tmp_path):
+    root = tmp_path / ".cache/huggingface/download/sample"
+    root.mkdir(parents=True)
+    (root / "a.parquet.metadata").write_text("commit")
+    (root / "xyz.incomplete").write_bytes(bytes(30))
+    (root / "not-ours.metadata").write_text("commit")
+    assert hub_progress._bytes_so_far(tmp_path, {"sample/a.parquet": 100, "sample/b.parquet": 200}) == 130
+
+
+def test_file_that_was_cut_while_the_download_rested(server, dataset, tmp_path, quick):
+    """The library takes it for complete: it notes that it has fetched it, and looks no more."""
+    server.faults = [Fault(status=503, where=NAMES[2], times=99)]
+    with pytest.raises(ConnectionError):
+        download(source(), tmp_path / "raw", max_failures=1)
+    server.faults.clear()
+    cut = tmp_path / "raw.partial" / NAMES[0]
+    cut.write_bytes(cut.read_bytes()[:-1])
+    download(source(), tmp_path / "raw")
+    assert contents(tmp_path / "raw") == contents(dataset)
+
+
+def test_commit_is_pinned_until_told_otherwise(server, dataset, tmp_path):
+    folder = tmp_path / "raw"
+    paths, first = download(source(), folder), server.main
+    newer = tmp_path / "newer"
+    write_fineweb_parquet(newer / NAMES[0], ["another text"])
+    server.move_main(newer)
+    paths[1].unlink()
+    assert len(download(source(), folder)) == 3
+    assert contents(folder) == contents(dataset)
+    assert json.loads((folder / "manifest.json").read_text())["commit"] == first
+    assert download(source(), folder, start_over=True) == [folder / NAMES[0]]
+    assert paths[0].read_bytes() == (newer / NAMES[0]).read_bytes()
+    assert json.loads((folder / "manifest.json").read_text())["commit"] == server.main != first
+
+
+def test_revision_may_be_a_commit(server, dataset, tmp_path):
+    first = server.main
+    server.move_main(tmp_path)
+    download(source(revision=first), tmp_path / "raw")
+    assert contents(tmp_path / "raw") == contents(dataset)
+
+
+def test_other_settings_are_refused(server, tmp_path):
+    download(source("sample/10BT/000*"), tmp_path / "raw")
+    with pytest.raises(ValueError, match=r"was made with patterns=.*Fix: give --start-over"):
+        download(source(), tmp_path / "raw")
+
+
+def test_gated_dataset(server, tmp_path, monkeypatch):
+    server.token = "hf_right"
+    rule = rf"^source={REPOSITORY}: its owner gives access on request\. Fix: accept its licence on .*{REPOSITORY}, and set HF_TOKEN"
+    with pytest.raises(ValueError, match=rule):
+        download(source(), tmp_path / "raw")
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    with pytest.raises(ValueError, match=rule):
+        download(source(), tmp_path / "raw")
+    monkeypatch.setenv("HF_TOKEN", "hf_right")
+    assert len(download(source(), tmp_path / "raw")) == 3
+
+
+def test_private_or_missing_dataset_and_missing_revision(server, tmp_path):
+    rule = r"^source=HuggingFaceFW/fineweb-edo: .* has no such dataset, or none that is open to everyone\. Fix: .*HF_TOKEN"
+    with pytest.raises(ValueError, match=rule):
+        download(resolve_source("HuggingFaceFW/fineweb-edo"), tmp_path / "raw")
+    with pytest.raises(ValueError, match=rf"^revision=v9: {REPOSITORY} has none of that name\. Fix: "):
+        download(source(revision="v9"), tmp_path / "raw")
+    assert len(download(source(), tmp_path / "raw")) == 3  # what never began is not in the way
+
+
+def test_disk_too_small(server, tmp_path, monkeypatch, capsys):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**12, 10**12 - 1000, 1000))
+    download(source(), tmp_path / "raw", dry_run=True)
+    assert "too little" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"has 0\.0 GB free, the download of fineweb-edu needs .* Fix: free some space"):
+        download(source(), tmp_path / "raw")
+    assert server.downloads() == []
+
+
+def test_dry_run_writes_nothing(server, dataset, tmp_path, capsys):
+    command = [REPOSITORY, "--pattern", "sample/10BT/*", "--output-dir", str(tmp_path / "raw"), "--dry-run", "--bandwidth", "0.001"]
+    assert main("download", command) == 0
+    num_bytes = sum(map(len, contents(dataset).values()))
+    shown = capsys.readouterr().out
+    assert f"{num_bytes:,}" in shown
+    assert f"{num_bytes / 1000 / 3600:.1f} hours" in shown
+    assert server.downloads() == []
+    assert not [path for path in tmp_path.iterdir() if "raw" in path.name]
+
+
+# ---- killed in the middle
+
+CHILD = """
+import os, signal, sys, time
+from pathlib import Path
+from moe_exp.data import hub
+from moe_exp.data.download.sources import resolve_source
+
+folder, point = Path(sys.argv[2]), sys.argv[3]
+hashed, hash_file = [], hub._hash_file
+
+def hash_or_die(path, file, count):
+    if point == "checking" and hashed:
+        while not (folder.with_name("raw.partial") / hub._CHECKED).read_text().endswith("\\n"):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+    hashed.append(path)
+    return hash_file(path, file, count)
+
+hub._hash_file = hash_or_die
+hub.download(resolve_source(sys.argv[1], patterns=["sample/10BT/*"]), folder, max_workers=1)
+"""
+
+
+@pytest.mark.parametrize("point", ["listing", "first file", "second file", "last file", "checking"])
+def test_killed_and_called_again(server, dataset, tmp_path, monkeypatch, point):
+    """What is complete when the process dies is not fetched again, and the result is that of an undisturbed run."""
+    where = {"listing": "/tree/", "first file": NAMES[0], "second file": NAMES[1], "last file": NAMES[2], "checking": "never"}[point]
+    server.faults = [Fault(hold_after=9_000 if "file" in point else 10, where=where)]
+    folder = tmp_path / "raw"
+    child = subprocess.Popen([sys.executable, "-c", CHILD, REPOSITORY, str(folder), point], stderr=subprocess.PIPE)
+    if point != "checking":  # there the child ends itself
+        assert server.held.wait(60)
+        child.kill()
+    _, messages = child.communicate(timeout=60)
+    assert child.returncode == -signal.SIGKILL, messages.decode()
+    assert not folder.exists()
+    complete = [name for name in NAMES if (tmp_path / "raw.partial" / name).exists()]
+    assert len(complete) == {"listing": 0, "first file": 0, "second file": 1, "last file": 2, "checking": 3}[point]
+    server.requests.clear()
+    leftovers, check_free_disk = [], hub.check_free_disk
+    seen = lambda: list((tmp_path / "raw.partial").rglob("*.incomplete"))  # noqa: E731
+    monkeypatch.setattr(hub, "check_free_disk", lambda *given: (leftovers.append(seen()), check_free_disk(*given)))
+    hashed, hash_file = [], hub._hash_file
+    monkeypatch.setattr(hub, "_hash_file", lambda path, file, count: (hashed.append(file.name), hash_file(path, file, count))[1])
+    assert download(source(), folder) == [folder / name for name in NAMES]
+    assert contents(folder) == contents(dataset)
+    assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "sample"]
+    assert [name for name in NAMES if server.downloads(name)] == [name for name in NAMES if name not in complete]
+    assert bool([path for _, path in server.requests if "/revision/main" in path]) == (point == "listing")
+    assert not any(leftovers), "the disk is checked while parts of a dead process lie there"
+    assert sorted(hashed) == (NAMES[1:] if point == "checking" else NAMES)

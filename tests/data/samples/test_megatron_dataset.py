@@ -1,0 +1,249 @@
+"""Megatron's order: the samples are the token stream of its document order, blends hold their weights, no index outlives its tokens."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers.ranks import run_on_ranks
+from moe_exp.data.samples.dataset import SampleStream
+from moe_exp.data.samples.megatron_dataset import INDEX_FOLDER, MegatronOrder, _build, megatron_samples
+from moe_exp.data.tokens.files import TokenFiles, parse_split, share_range
+from moe_exp.data.tokens.tokens import BinIdxWriter
+
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.blended_megatron_dataset_config import convert_split_vector_to_split_matrix, parse_and_normalize_split
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.utils import get_blend_from_list
+
+SEQ_LEN = 16
+LENGTHS = [5, 2, 17, 9, 3, 40, 12, 8, 26, 3] * 10  # 1250 tokens, 78 samples
+
+
+def write(prefix, lengths, first_id=1):
+    """Documents of the given lengths (EOD included); every token but EOD has an id of its own."""
+    with BinIdxWriter(prefix, vocab_size=60000) as writer:
+        for length in lengths:
+            writer.add_document(range(first_id, first_id + length - 1))
+            first_id += length - 1
+    return str(prefix)
+
+
+def order(train, **changes):
+    values = {"valid": "", "split": "", "seq_len": SEQ_LEN, "seed": 1234, "num_train_samples": 300, "num_valid_samples": 0}
+    return MegatronOrder(train=train, **(values | changes))
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """This process as the only rank of a job, as BlendedDataset asks for one."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def token_stream(prefix, document_order):
+    """The documents of `prefix`.bin, one after the other, by nothing but their lengths."""
+    lengths = np.fromfile(f"{prefix}.idx", dtype="<i4", offset=34, count=len(LENGTHS))
+    documents = np.split(np.fromfile(f"{prefix}.bin", dtype="<u2"), np.cumsum(lengths)[:-1])
+    return np.concatenate([documents[number] for number in document_order])
+
+
+@pytest.mark.parametrize("num_samples", [70, 300, 390])
+def test_samples_are_the_token_stream(num_samples, tmp_path):
+    """Less than an epoch, four epochs of which the last is shuffled apart, and five."""
+    prefix = write(tmp_path / "part", LENGTHS)
+    samples, _ = megatron_samples(order(prefix, num_train_samples=num_samples), tmp_path)
+    (folder,) = (path for path in (tmp_path / INDEX_FOLDER).iterdir() if path.is_dir())
+    documents, places = (np.load(next(folder.glob(f"*train-{name}_index.npy"))) for name in ("document", "shuffle"))
+    num_epochs = len(documents) // len(LENGTHS)
+    assert num_epochs == {70: 1, 300: 4, 390: 5}[num_samples]
+    assert sorted(documents) == sorted(list(range(len(LENGTHS))) * num_epochs)
+    text = token_stream(prefix, documents)
+    for index in range(num_samples):
+        start = int(places[index]) * SEQ_LEN
+        assert np.array_equal(samples.sample(index), text[start : start + SEQ_LEN + 1])
+    assert samples.sample(0).dtype == np.int64
+    assert samples.batch(5, 3).tolist() == [samples.sample(index).tolist() for index in (5, 6, 7)]
+
+
+class ByteTokenizer:
+    """What GPTDataset asks of a tokenizer."""
+
+    vocab_size, eod, pad, special_tokens_dict = 60000, 0, 59999, {"eos_token": 0}
+    unique_identifiers = {"class": "ByteTokenizer"}  # noqa: RUF012
+
+
+def test_same_samples_as_megatron_by_itself(alone, tmp_path):
+    """GPTDatasetConfig as Megatron-LM fills it, through its own builder: a blend in three parts, of which we leave out the test part."""
+    blend = f"0.7 {write(tmp_path / 'a', LENGTHS)} 0.3 {write(tmp_path / 'b', LENGTHS, first_id=5000)}"
+    ours = megatron_samples(order(blend, split="8,1,1", num_valid_samples=20), tmp_path)
+    config = GPTDatasetConfig(
+        random_seed=1234, sequence_length=SEQ_LEN, blend=get_blend_from_list(blend.split()), split="8,1,1", tokenizer=ByteTokenizer(),
+        path_to_cache=str(tmp_path / "theirs"), reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False,
+    )  # fmt: skip
+    theirs = BlendedMegatronDatasetBuilder(GPTDataset, [300, 20, 20], lambda: True, config).build()
+    assert ours[1] is not None
+    for mine, megatrons, count in ((ours[0], theirs[0], 300), (ours[1], theirs[1], 20)):
+        assert [mine.sample(i)[:-1].tolist() for i in range(count)] == [megatrons[i]["tokens"].tolist() for i in range(count)]
+        assert [mine.sample(i)[1:].tolist() for i in range(count)] == [megatrons[i]["labels"].tolist() for i in range(count)]
+
+
+def test_blend_holds_its_weights(alone, tmp_path):
+    """Both orders; 10,000 samples, 0.7 and 0.3, within 0.1 % of the whole."""
+    a, b = write(tmp_path / "a", LENGTHS), write(tmp_path / "b", LENGTHS, first_id=5000)
+    text = f"0.7 {a} 0.3 {b}"
+    megatrons, _ = megatron_samples(order(text, num_train_samples=10_000), tmp_path)
+    for samples in (megatrons, SampleStream([(0.7, a), (0.3, b)], seq_len=SEQ_LEN, seed=1)):
+        from_b = sum(int(samples.sample(index).max()) >= 5000 for index in range(10_000))
+        assert abs(from_b - 3000) <= 10
+
+
+def test_prefixes_without_weights(alone, tmp_path):
+    a, b = write(tmp_path / "a", LENGTHS), write(tmp_path / "b", LENGTHS * 3, first_id=5000)
+    samples, _ = megatron_samples(order(f"{a} {b}", num_train_samples=300), tmp_path)
+    assert sum(int(samples.sample(index).max()) >= 5000 for index in range(300)) == pytest.approx(225, abs=3)
+    expected = rf"^TRAIN_DATA={a} {b}: without weights Megatron reads prefixes once, 312 samples, and the run takes 400\. Fix: give each .*"
+    with pytest.raises(ValueError, match=expected):
+        megatron_samples(order(f"{a} {b}", num_train_samples=400), tmp_path)
+
+
+# The index files
+
+
+def test_other_text_at_the_same_prefix(tmp_path):
+    """Megatron alone takes the old index for the new tokens; here they have one of their own."""
+    prefix, by_path = str(tmp_path / "part"), tmp_path / "by_path"
+    write(prefix, LENGTHS)
+    wanted = order(prefix)
+    first = megatron_samples(wanted, tmp_path)[0].batch(0, 300)
+    by_path.mkdir()
+    _build(wanted, by_path)
+    names = sorted(path.name for path in by_path.iterdir())
+    other = list(reversed(LENGTHS)) * 2
+    write(prefix, other, first_id=20000)
+    second = megatron_samples(wanted, tmp_path)[0].batch(0, 300)
+    assert int(second[second > 0].min()) >= 20000
+    assert _follow_documents(second)
+    # Megatron's own cache: no new file, and samples that end where the old documents did.
+    stale, _ = _build(wanted, by_path)
+    assert sorted(path.name for path in by_path.iterdir()) == names
+    assert len(np.unique(stale.document_index)) == len(LENGTHS) < len(other)
+    with pytest.raises(IndexError, match=r"does not match the shape of the indexed tensor \[16\]"):
+        [stale[i] for i in range(300)]
+    write(prefix, LENGTHS)
+    assert megatron_samples(wanted, tmp_path)[0].batch(0, 300).equal(first)
+
+
+def _follow_documents(samples):
+    """Ids count up inside a document, so what follows a token is the next id or EOD."""
+    before, after = samples[:, :-1], samples[:, 1:]
+    return bool(((before == 0) | (after == 0) | (after == before + 1)).all())
+
+
+def test_index_that_was_not_finished_is_built_again(tmp_path):
+    prefix = write(tmp_path / "part", LENGTHS)
+    expected = megatron_samples(order(prefix), tmp_path)[0].batch(0, 300)
+    (folder,) = (path for path in (tmp_path / INDEX_FOLDER).iterdir() if path.is_dir())
+    building = folder.with_name(folder.name + ".building")
+    folder.rename(building)
+    for path in building.glob("*shuffle_index.npy"):
+        path.write_bytes(path.read_bytes()[:200])
+    assert megatron_samples(order(prefix), tmp_path)[0].batch(0, 300).equal(expected)
+    assert folder.is_dir()
+    assert not building.exists()
+    modified = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    megatron_samples(order(prefix), tmp_path)
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == modified
+
+
+def samples_on_a_rank(text, folder):
+    samples, valid = megatron_samples(order(text, split="9,1", num_valid_samples=20), Path(folder))
+    return samples.batch(0, 300).numpy(), valid.batch(0, 20).numpy()
+
+
+def test_ranks_build_it_once_and_see_the_same(alone, tmp_path):
+    text = f"0.7 {write(tmp_path / 'a', LENGTHS)} 0.3 {write(tmp_path / 'b', LENGTHS, first_id=5000)}"
+    expected = samples_on_a_rank(text, str(tmp_path / "one"))
+    for train, valid in run_on_ranks(2, samples_on_a_rank, text, str(tmp_path / "two")):
+        assert np.array_equal(train, expected[0])
+        assert np.array_equal(valid, expected[1])
+    assert len([path for path in (tmp_path / "two" / INDEX_FOLDER).iterdir() if path.is_dir()]) == 1
+
+
+# Parts
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.floats(0, 1000), min_size=1, max_size=3).filter(lambda parts: parts[0] > 0), st.integers(1, 10**6))
+def test_parts_are_those_of_megatron(parts, count):
+    text = ",".join(f"{part:f}" for part in parts)
+    if not float(text.split(",")[0]):
+        return
+    matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(text))
+    shares = parse_split(text)
+    ranges = [None if share is None else share_range(count, share) for share in shares]
+    assert ranges == [None if part is None else (int(round(part[0] * float(count))), int(round(part[1] * float(count)))) for part in matrix]  # noqa: RUF046  # as Megatron
+
+
+def test_parts_share_no_document(tmp_path):
+    prefix = write(tmp_path / "part", LENGTHS)
+    bounds = TokenFiles(prefix).document_bounds
+    assert bounds.tolist() == [0, *np.cumsum(LENGTHS).tolist()]
+    megatrons = megatron_samples(order(prefix, split="70,20,10", num_valid_samples=100), tmp_path)
+    shares = parse_split("70,20,10")
+    streams = [SampleStream([(1.0, prefix)], seq_len=SEQ_LEN, seed=1, share=share) for share in shares[:2]]
+    ids = np.fromfile(f"{prefix}.bin", dtype="<u2")
+    for train, valid in (megatrons, streams):
+        for samples, begin, end in ((train, 0, 70), (valid, 70, 90)):
+            seen = {int(token) for index in range(100) for token in samples.sample(index)}
+            assert seen <= set(ids[bounds[begin] : bounds[end]].tolist())
+
+
+@pytest.mark.parametrize(("split", "what"), [("96,4", "49 tokens for validation"), ("1,50", "7 tokens for training")])
+def test_part_smaller_than_a_sample(split, what, tmp_path):
+    prefix = write(tmp_path / "part", LENGTHS)
+    seq_len = 16 if split == "1,50" else 64
+    with pytest.raises(ValueError, match=rf"part: has {what}, one sample needs SEQ_LEN \+ 1 = {seq_len + 1}\. Fix: use more data or a"):
+        megatron_samples(order(prefix, split=split, seq_len=seq_len, num_valid_samples=10), tmp_path)
+
+
+def test_nothing_for_validation(tmp_path):
+    prefix = write(tmp_path / "part", LENGTHS)
+    with pytest.raises(
+        ValueError, match=r"^SPLIT=1: leaves nothing for validation\. Fix: set EVAL_INTERVAL=0, or for instance SPLIT=99,1\.$"
+    ):
+        megatron_samples(order(prefix, split="1", num_valid_samples=10), tmp_path)
+    samples, valid = megatron_samples(order(prefix, split="1"), tmp_path)
+    assert valid is None
+    shutil.rmtree(tmp_path / INDEX_FOLDER)
+    assert samples.sample(0).shape == (SEQ_LEN + 1,)
+
+
+def test_files_for_validation(tmp_path):
+    train, valid = write(tmp_path / "train", LENGTHS), write(tmp_path / "valid", LENGTHS, first_id=5000)
+    samples = megatron_samples(order(train, valid=valid, num_valid_samples=20), tmp_path)
+    assert samples[0].batch(0, 300).max() < 5000 <= samples[1].batch(0, 20).max()
+    assert samples[0].fingerprint() == SampleStream([(1.0, train)], seq_len=8, seed=0).fingerprint() != samples[1].fingerprint()
+
+
+@pytest.mark.parametrize("index", [-1, 312])
+def test_sample_that_is_not_there(index, tmp_path):
+    samples, _ = megatron_samples(order(write(tmp_path / "part", LENGTHS)), tmp_path)
+    assert len(samples) == 312
+    with pytest.raises(ValueError, match=rf"sample index {index}: Megatron's order was built for 312 samples\. Fix: start with the TRAIN_"):
+        samples.sample(index)
+
+
+def test_truncated_file(tmp_path):
+    prefix = write(tmp_path / "part", LENGTHS)
+    with Path(f"{prefix}.bin").open("r+b") as file:
+        file.truncate(100)
+    with pytest.raises(ValueError, match=r"part\.bin is truncated: 100 bytes, by the sizes in its \.idx 2500\. Fix: "):
+        megatron_samples(order(prefix), tmp_path)

@@ -1,0 +1,249 @@
+"""Reading ahead: the same batches as without, whatever the ranks, the micro-batch and the ramp-up; no hang and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from itertools import islice, pairwise
+
+import pytest
+import torch
+
+from helpers import ROOT
+from helpers.whole_runs import wait_until_gone
+from moe_exp.config import load_config
+from moe_exp.data.samples.dataset import SampleStream
+from moe_exp.data.samples.megatron_dataset import MegatronOrder, megatron_samples
+from moe_exp.data.samples.prefetch import ReadAhead, microbatch_starts
+from moe_exp.data.tokens.tokens import BinIdxWriter
+from moe_exp.engine.optim import BatchSchedule
+
+SEQ_LEN = 16
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    """40 samples an epoch."""
+    with BinIdxWriter(tmp_path / "part", vocab_size=60000) as writer:
+        for first in range(1, 641, 8):
+            writer.add_document(range(first, first + 7))
+    return str(tmp_path / "part")
+
+
+@pytest.fixture(params=["stream", "megatron"])
+def samples(request, prefix, tmp_path):
+    """200 samples, five epochs, in either order."""
+    if request.param == "stream":
+        return SampleStream([(1.0, prefix)], seq_len=SEQ_LEN, seed=1)
+    order = MegatronOrder(prefix, valid="", split="", seq_len=SEQ_LEN, seed=1, num_train_samples=200, num_valid_samples=0)
+    return megatron_samples(order, tmp_path)[0]
+
+
+def schedule(*, dp_size, mbsz, rampup=""):
+    """(micro-batches, global batch size) by samples consumed, GBSZ=16."""
+    config = load_config(
+        {"preset": "cpu", "gpus_per_node": dp_size, "mbsz": mbsz, "gbsz": 16, "rampup_batch_size": rampup, "use_moe": "false"}, {}
+    )
+    return BatchSchedule(config).at
+
+
+def read_ahead(samples, *, dp_rank=0, dp_size=1, mbsz=4, rampup="", num_workers=2):
+    place = {"mbsz": mbsz, "dp_rank": dp_rank, "dp_size": dp_size}
+    at = schedule(dp_size=dp_size, mbsz=mbsz, rampup=rampup)
+
+    def starts(first):
+        return microbatch_starts(first - dp_rank * mbsz, at, **place)
+
+    return ReadAhead(samples, count=mbsz, starts=starts, num_workers=num_workers)
+
+
+def worker_pids(reader):
+    return [worker.pid for worker in reader._batches._workers]
+
+
+# Which samples
+
+
+@pytest.mark.parametrize("rampup", ["", "8 4 60"])
+def test_order_depends_on_samples_consumed_alone(rampup, samples):
+    """At any number of ranks and any micro-batch size an iteration has the same samples, from the first or from a resumed one on."""
+    plain = schedule(dp_size=1, mbsz=4, rampup=rampup)
+    bounds = [0]
+    while bounds[-1] < 150:
+        bounds.append(bounds[-1] + plain(bounds[-1])[1])
+    assert {after - before for before, after in pairwise(bounds)} == ({8, 12, 16} if rampup else {16})
+    for dp_size, mbsz in ((1, 1), (1, 4), (2, 2), (4, 1)):
+        at = schedule(dp_size=dp_size, mbsz=mbsz, rampup=rampup)
+        ranks = [partial(microbatch_starts, schedule=at, mbsz=mbsz, dp_rank=rank, dp_size=dp_size) for rank in range(dp_size)]
+        for resumed in (0, 1, 5):
+            running = [rank(bounds[resumed]) for rank in ranks]
+            for begin, end in pairwise(bounds[resumed:]):
+                first = [start for rank in running for start in islice(rank, (end - begin) // (mbsz * dp_size))]
+                batches = {start: samples.batch(start, mbsz) for start in first}
+                tokens = torch.cat([batches[start] for start in sorted(batches)])
+                assert tokens.equal(samples.batch(begin, end - begin))
+
+
+@pytest.mark.parametrize("rampup", ["", "8 8 60"])
+def test_same_batches_as_without(rampup, samples):
+    """Two ranks with two workers each, from sample 0 on and from the middle of the second epoch."""
+    for dp_rank in range(2):
+        reader = read_ahead(samples, dp_rank=dp_rank, dp_size=2, mbsz=2, rampup=rampup)
+        for consumed in (0, 48):
+            starts = microbatch_starts(consumed, schedule(dp_size=2, mbsz=2, rampup=rampup), mbsz=2, dp_rank=dp_rank, dp_size=2)
+            for first in islice(starts, 20):
+                batch = reader.batch(first, 2)
+                assert batch.dtype == torch.int64
+                assert batch.equal(samples.batch(first, 2))
+        reader.close()
+
+
+def test_workers_stay_while_the_guess_is_right(samples):
+    reader = read_ahead(samples)
+    reader.batch(0, 4)
+    before = worker_pids(reader)
+    for first in range(4, 80, 4):
+        reader.batch(first, 4)
+    assert worker_pids(reader) == before
+    assert reader.batch(32, 4).equal(samples.batch(32, 4))  # again: others have to start
+    assert not set(worker_pids(reader)) & set(before)
+    wait_until_gone(before)
+    assert reader.batch(36, 3).equal(samples.batch(36, 3))  # another size: read here
+    assert reader.batch(36, 4).equal(samples.batch(36, 4))
+    assert reader.sample(7).tolist() == samples.sample(7).tolist()
+    assert reader.fingerprint() == samples.fingerprint()
+    reader.close()
+
+
+def test_reading_ahead_of_the_last_sample(prefix, tmp_path):
+    """Workers ask for samples that do not exist; nobody takes what comes of it."""
+    order = MegatronOrder(prefix, valid="", split="", seq_len=SEQ_LEN, seed=1, num_train_samples=40, num_valid_samples=0)
+    samples, _ = megatron_samples(order, tmp_path)
+    last = len(samples) // 4 * 4
+    reader = read_ahead(samples)
+    assert torch.cat([reader.batch(first, 4) for first in range(0, last, 4)]).equal(samples.batch(0, last))
+    with pytest.raises(ValueError, match=r"Megatron's order was built for \d+ samples"):
+        reader.batch(last, 4)
+    reader.close()
+
+
+# Ends
+
+
+def test_close_leaves_no_process(samples):
+    reader = read_ahead(samples)
+    reader.batch(0, 4)
+    pids = worker_pids(reader)
+    assert len(pids) == 2
+    reader.close()
+    wait_until_gone(pids, timeout=10)
+    reader.close()
+
+
+def test_worker_that_dies_is_an_error_of_the_next_batches(samples):
+    """Not of whatever the rank does when it dies, and no hang."""
+    before = signal.getsignal(signal.SIGCHLD)
+    reader = read_ahead(samples)
+    reader.batch(0, 4)
+    assert signal.getsignal(signal.SIGCHLD) is before
+    for pid in worker_pids(reader):
+        os.kill(pid, signal.SIGKILL)
+    time.sleep(0.2)
+    expected = r"^NUM_WORKERS=2: a process that reads ahead has died \(DataLoader worker .*\), killed .*\. Fix: .* set NUM_WORKERS=0"
+    with pytest.raises(RuntimeError, match=expected):
+        [reader.batch(first, 4) for first in range(4, 200, 4)]
+    reader.close()
+    assert reader.batch(8, 4).equal(samples.batch(8, 4))
+    reader.close()
+
+
+# A rank, and how it ends.
+PROGRAM = """
+import os, signal, sys
+from moe_exp.data.samples.dataset import SampleStream
+from moe_exp.data.samples.prefetch import ReadAhead
+
+samples = SampleStream([(1.0, sys.argv[1])], seq_len=16, seed=1)
+reader = ReadAhead(samples, count=4, starts=lambda first: iter(range(first, 10**9, 4)), num_workers=2)
+if sys.argv[2] == "at once":
+    reader._start(0)
+else:
+    reader.batch(0, 4)
+print(*(worker.pid for worker in reader._batches._workers), flush=True)
+if sys.argv[2] == "at once":
+    os._exit(3)
+if sys.argv[2] == "raise":
+    raise KeyError("the end")
+if sys.argv[2] == "os._exit":
+    os._exit(2)
+if sys.argv[2] == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+slow = pytest.mark.slow
+
+
+SLOW_ENDS = [pytest.param(*case, marks=slow) for case in (("end", 0), ("kill", -9), ("raise", 1), ("os._exit", 2))]
+
+
+@pytest.mark.parametrize(("how", "code"), [("at once", 3), *SLOW_ENDS])
+def test_no_process_outlives_its_rank(how, code, prefix):
+    """A rank that ends, is killed, fails, or ends as `faults` ends it, also before its workers have begun."""
+    command, environ = [sys.executable, "-c", PROGRAM, prefix, how], {**os.environ, "PYTHONPATH": str(ROOT)}
+    rank = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    assert rank.returncode == code, rank.stderr
+    pids = [int(pid) for pid in rank.stdout.split()]
+    assert len(pids) == 2
+    wait_until_gone(pids, timeout=30)
+    assert ("Traceback" in rank.stderr) == (how == "raise")
+
+
+def test_interrupt_of_the_terminal_does_not_end_workers(samples):
+    """Ctrl-C goes to all processes of the terminal; the rank saves first, and reads on for that."""
+    reader = read_ahead(samples)
+    reader.batch(0, 4)
+    for pid in worker_pids(reader):
+        os.kill(pid, signal.SIGINT)
+    time.sleep(0.2)
+    for first in range(4, 80, 4):
+        assert reader.batch(first, 4).equal(samples.batch(first, 4))
+    reader.close()
+
+
+# Whole runs
+
+
+def settings(prefix, **changes):
+    """Megatron's order and two workers, with a part for validation, ramp-up and more than one epoch."""
+    return {
+        "TRAIN_DATA": prefix, "SPLIT": "90,10", "EVAL_INTERVAL": 4, "EVAL_ITERS": 1, "SEQ_LEN": SEQ_LEN, "VOCAB_SIZE": 1024,
+        "DATA_ORDER": "megatron", "NUM_WORKERS": 2, "TRAIN_ITERS": 8, "RAMPUP_BATCH_SIZE": "4 2 24",
+    } | changes  # fmt: skip
+
+
+def test_run_with_workers(runs, prefix):
+    run = runs.succeed("workers", **settings(prefix))
+    assert run.curve("consumed_samples") == [4, 8, 12, 18, 24, 32, 40, 48]
+    assert len(run.records("valid")) == 2
+    assert "Warning" not in run.text
+
+
+@slow
+@pytest.mark.parametrize("data_order", ["stream", "megatron"])
+def test_run_goes_on_bit_for_bit(data_order, runs, prefix):
+    """8 iterations on two ranks with workers, or 3 and then 5 without; the losses also with one rank."""
+    changes = {"DATA_ORDER": data_order, "GPUS_PER_NODE": 2}
+    whole = runs.succeed("whole", **settings(prefix, **changes))
+    first = runs.stopped("resumed", EXIT_INTERVAL=3, **settings(prefix, **changes))
+    assert first.curve("iteration") == [1, 2, 3]
+    resumed = runs.succeed("resumed", **settings(prefix, **changes, NUM_WORKERS=0))
+    assert resumed.curve("iteration") == list(range(1, 9))
+    for name in ("lm_loss", "grad_norm", "consumed_samples"):
+        assert resumed.curve(name) == whole.curve(name), name
+    assert [record["lm_loss"] for record in resumed.records("valid")] == [record["lm_loss"] for record in whole.records("valid")]
+    alone = runs.succeed("alone", **settings(prefix, DATA_ORDER=data_order))
+    assert alone.curve("lm_loss") == pytest.approx(whole.curve("lm_loss"), rel=1e-5)

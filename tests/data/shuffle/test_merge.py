@@ -1,0 +1,220 @@
+"""The merge: nothing lost or doubled, the validation file left out, changed shards noticed, the same bytes after any interruption."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import zstandard
+
+from helpers import ROOT
+from moe_exp.commands.data import main
+from moe_exp.data.documents import BadDocument, Tally, read_documents
+from moe_exp.data.shuffle import merge as merge_module
+from moe_exp.data.shuffle.merge import merge
+from moe_exp.data.shuffle.shuffle import shuffle
+from moe_exp.host.files import file_hash
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """A folder as `shuffle` makes it."""
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": f"text {number} " + "x" * (number % 97)}) + "\n" for number in range(500)))
+    shuffle([path], tmp_path / "x_shuffled", name="x", num_shards=5, memory_bytes=2**24)
+    return tmp_path / "x_shuffled"
+
+
+def by_hand(folder):
+    return b"".join(path.read_bytes() for path in sorted(folder.glob("x.chunk.*.jsonl")))
+
+
+def a_folder(tmp_path, **contents):
+    """A folder without a manifest."""
+    folder = tmp_path / "by_hand"
+    folder.mkdir()
+    for name, content in {"val.jsonl": b'{"text": "valid"}\n', **contents}.items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def test_shards_of_a_shuffle(shards, tmp_path):
+    manifest = merge(shards, tmp_path / "merged", valid_file_name="x.val")
+    assert (tmp_path / "merged.jsonl").read_bytes() == by_hand(shards)
+    made = json.loads((shards / "manifest.json").read_text())
+    assert manifest["read"] == made["train"] and manifest["checked_by"] == "manifest"
+    tally = Tally()
+    list(read_documents(tmp_path / "merged.jsonl", tally))
+    assert tally.to_json() == made["train"]
+    assert json.loads((tmp_path / "merged.manifest.json").read_text()) == manifest
+    assert manifest["outputs"][0]["hash"] == file_hash(tmp_path / "merged.jsonl")
+    assert merge(shards, tmp_path / "merged.jsonl", valid_file_name="x.val.jsonl") == manifest  # there is nothing to do
+
+
+@pytest.mark.parametrize("block_bytes", [1, 2, 3, 16, 17, 18, 19, 2**20])
+def test_missing_last_newlines_and_other_ends(tmp_path, monkeypatch, block_bytes):
+    monkeypatch.setattr(merge_module, "_BLOCK_BYTES", block_bytes)
+    contents = {
+        "a.jsonl": b'{"text": "one"}',
+        "b.jsonl": b'\xef\xbb\xbf{"text": "two"}\r\n{"text": "three"}\r\n\r\n',
+        "c.jsonl": b"",
+        "d.jsonl.gz": gzip.compress(b'{"text": "four"}\n\n{"text": ""}'),
+        "e.jsonl.zst": zstandard.compress(b'{"text": "five"}'),
+        "ignored.txt": b"no document",
+    }
+    manifest = merge(a_folder(tmp_path, **contents), tmp_path / "merged", valid_file_name="val")
+    numbers = ["one", "two", "three", "four", "five"]
+    assert (tmp_path / "merged.jsonl").read_bytes() == b"".join(f'{{"text": "{number}"}}\n'.encode() for number in numbers)
+    assert manifest["num_documents"] == {"a.jsonl": 1, "b.jsonl": 2, "c.jsonl": 0, "d.jsonl.gz": 1, "e.jsonl.zst": 1}
+    assert manifest["read"]["skipped"] == {"blank line": 2, "empty text": 1} and manifest["checked_by"] == "lines"
+
+
+def test_bad_lines_without_a_manifest(tmp_path):
+    folder = a_folder(tmp_path, **{"a.jsonl": b'{"text": "one"}\n{"text": "tw', "b.jsonl": b'{"text": null}\n{"text": "three"}'})
+    with pytest.raises(BadDocument, match=r"a.jsonl:2: not valid JSON"):
+        merge(folder, tmp_path / "merged", valid_file_name="val")
+    assert not (tmp_path / "merged.jsonl").exists()
+    manifest = merge(folder, tmp_path / "skipping", valid_file_name="val", skip_bad=True)
+    assert manifest["read"]["skipped"] == {"not valid JSON": 1, "field 'text' is null, not a text": 1}
+    assert (tmp_path / "skipping.jsonl").read_bytes() == b'{"text": "one"}\n{"text": "three"}\n'
+
+
+def change(path):
+    path.write_bytes(path.read_bytes().replace(b"text 1", b"text 2", 1))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda folder: change(folder / "x.chunk.03.jsonl"),
+            "x.chunk.03.jsonl: is not what manifest.json says, it was changed since. Fix: ",
+        ),
+        (lambda folder: (folder / "x.chunk.00.jsonl").write_bytes(b""), "x.chunk.00.jsonl: is not what manifest.json says"),
+        (
+            lambda folder: (folder / "x.chunk.04.jsonl").unlink(),
+            "x.chunk.04.jsonl: is missing, and is in manifest.json. Fix: shuffle",
+        ),
+        (
+            lambda folder: (folder / "y.jsonl").write_text("{}"),
+            "y.jsonl: is there, and is not in manifest.json. Fix: shuffle again, or",
+        ),
+        (lambda folder: (folder / "x.val.jsonl").unlink(), "valid_file_name=x.val: there is no such file in "),
+        (lambda folder: shutil.rmtree(folder), "there is no such folder. Fix: "),
+    ],
+)
+def test_a_folder_that_is_not_what_was_made_is_noticed(shards, tmp_path, damage, message):
+    damage(shards)
+    with pytest.raises(ValueError) as error:
+        merge(shards, tmp_path / "merged", valid_file_name="x.val")
+    assert message in str(error.value)
+    assert not (tmp_path / "merged.jsonl").exists()
+
+
+def test_the_wrong_validation_file_is_noticed(shards, tmp_path):
+    with pytest.raises(ValueError, match=r"valid_file_name=x.chunk.01: the validation file is x.val.jsonl, .* Fix: give that."):
+        merge(shards, tmp_path / "merged", valid_file_name="x.chunk.01")
+    with pytest.raises(ValueError, match=r"valid_file_name=x: there is no such file in .* Fix: give x.val.jsonl."):
+        merge(shards, tmp_path / "merged", valid_file_name="x")
+
+
+def test_it_does_not_write_where_it_must_not(shards, tmp_path):
+    with pytest.raises(ValueError, match=r"is in the folder that is merged. Fix: a path outside"):
+        merge(shards, shards / "merged", valid_file_name="x.val")
+    (tmp_path / "merged.jsonl").write_text("somebody's")
+    with pytest.raises(
+        ValueError, match=r"merged.jsonl: is there, without a manifest of this program. Fix: choose another name, or give --start-over."
+    ):
+        merge(shards, tmp_path / "merged", valid_file_name="x.val")
+    assert (tmp_path / "merged.jsonl").read_text() == "somebody's"
+    merge(shards, tmp_path / "merged", valid_file_name="x.val", start_over=True)
+    assert (tmp_path / "merged.jsonl").read_bytes() == by_hand(shards)
+
+
+def test_nothing_to_merge(tmp_path):
+    folder = a_folder(tmp_path)
+    with pytest.raises(ValueError, match=r"there is only the validation file. Fix: "):
+        merge(folder, tmp_path / "merged", valid_file_name="val")
+    (folder / "a.jsonl").write_text("\n\n")
+    with pytest.raises(ValueError, match=r"there is no document in the shards. Fix: "):
+        merge(folder, tmp_path / "merged", valid_file_name="val")
+
+
+def test_what_was_written_is_read_back(shards, tmp_path, monkeypatch):
+    def damage(merging):
+        change(merging.path)
+        return check(merging)
+
+    check = merge_module.Merging._check_written
+    monkeypatch.setattr(merge_module.Merging, "_check_written", damage)
+    with pytest.raises(ValueError, match=r"what was written of x.chunk.0\d.jsonl is not what was read back"):
+        merge(shards, tmp_path / "merged", valid_file_name="x.val")
+    assert not (tmp_path / "merged.jsonl").exists()
+
+
+PROGRAM = """
+import os, signal, sys
+from pathlib import Path
+from moe_exp.data import merge
+calls = 0
+def counted(function):
+    def call(*arguments, **options):
+        global calls
+        calls += 1
+        if calls == {kill_at}:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments, **options)
+    return call
+os.writev = counted(os.writev)
+Path.replace = counted(Path.replace)
+merge._BLOCK_BYTES = 1000
+merge.merge(Path({folder!r}), Path({output!r}), valid_file_name="x.val")
+print(calls)
+"""
+
+
+@pytest.mark.parametrize("with_manifest", [True, False])
+def test_killed_anywhere_and_called_again_it_makes_the_same_bytes(shards, tmp_path, with_manifest):
+    if not with_manifest:
+        (shards / "manifest.json").unlink()
+
+    def run(output, kill_at):
+        code = PROGRAM.format(kill_at=kill_at, folder=str(shards), output=str(output))
+        return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+    calls = int(run(tmp_path / "reference", 0).stdout)
+    for kill_at in (5, calls // 3, calls * 2 // 3, calls - 1, calls):  # the last two are in the publishing
+        output = tmp_path / f"killed_{kill_at}"
+        assert run(output, kill_at).returncode == -9
+        assert not (tmp_path / f"killed_{kill_at}.manifest.json").exists()
+        merge(shards, output, valid_file_name="x.val")
+        assert output.with_suffix(".jsonl").read_bytes() == by_hand(shards)
+        assert not (tmp_path / f"killed_{kill_at}.partial").exists()
+
+
+def test_the_script(shards, tmp_path):
+    script = ROOT / "moe_exp/scripts/merge_jsonl_files.py"
+    flags = ["--input_dir", "x_shuffled", "--valid_file_name", "x.val", "--output_file_name", "x_shuffled_merged"]
+
+    def run(*arguments):
+        return subprocess.run([sys.executable, script, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+
+    dry = run(*flags, "--dry-run")
+    assert dry.returncode == 0 and "disk_bytes" in dry.stdout and not (tmp_path / "x_shuffled_merged.jsonl").exists(), dry.stderr
+    done = run(*flags)
+    assert (done.returncode == 0 and "499" in done.stdout) or "49" in done.stdout, done.stderr
+    assert (tmp_path / "x_shuffled_merged.jsonl").read_bytes() == by_hand(shards)
+    (shards / "x.chunk.00.jsonl").unlink()
+    again = run(*flags)
+    assert again.returncode == 1 and again.stderr.startswith("moe-exp data: ") and again.stderr.count("\n") == 1
+
+
+def test_the_command_takes_both_spellings_and_a_path(shards, tmp_path, capsys):
+    flags = ["--input-dir", str(shards), "--valid-file-name", "x.val.jsonl", "--output-file-name", str(tmp_path / "deep/er.jsonl")]
+    assert main("merge", flags) == 0
+    assert "er.jsonl" in capsys.readouterr().out
+    assert (tmp_path / "deep/er.jsonl").read_bytes() == by_hand(shards)

@@ -1,0 +1,676 @@
+"""JSONL to .bin/.idx: Megatron's bytes, whatever the workers, parts and crashes; and nothing lost without a word."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import orjson
+import psutil
+import pytest
+import torch
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from helpers import ROOT
+from moe_exp.commands.data import main
+from moe_exp.data.documents import BadDocument, Tally, read_documents, read_lines
+from moe_exp.data.download.sources import python_stdlib_documents
+from moe_exp.data.tokens.encoders import Encoders, probe_backend, probe_texts
+from moe_exp.data.tokens.merge import merge_token_files
+from moe_exp.data.tokens.parts import Part, PartEncoder, PartSettings, line_number, part_lines, plan_parts
+from moe_exp.data.tokens.preprocess import _Workers, dry_run, find_inputs, tokenize_files, tokenized_prefix
+from moe_exp.data.tokens.tokenizer import load_tokenizer
+from moe_exp.data.tokens.tokenizer_training import EOD_TOKEN, train_bpe
+
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+
+PART_BYTES = 20_000
+ODD_TEXTS = [
+    "nul \0 inside",
+    "line\u2028separator\u2029and\x85",
+    "Grüße, 世界! 🙂",
+    " ",
+    "\n",
+    f"quotes {EOD_TOKEN} and <|pad|>",
+    "\ufeffBOM",
+    "a\r\nb",
+]
+
+
+def jsonl(texts, end="\n"):
+    return end.join(
+        json.dumps({"text": text, "id": str(number)}, ensure_ascii=number % 2 == 0) for number, text in enumerate(texts)
+    ).encode()
+
+
+@pytest.fixture(scope="module")
+def texts():
+    """About 150 KB of real text, and texts that tokenizers disagree on."""
+    source = (text[:4000] for _, text in islice(python_stdlib_documents(), 60) if text)
+    return [text for group in zip(source, ODD_TEXTS * 9, strict=False) for text in group]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, texts):
+    """A tokenizer of 600 tokens, and the texts as corpus.jsonl."""
+    folder = tmp_path_factory.mktemp("corpus")
+    train_bpe(texts, 600, special_tokens=(EOD_TOKEN, "<|pad|>")).save(str(folder / "tokenizer.json"))
+    (folder / "corpus.jsonl").write_bytes(jsonl(texts) + b"\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def how(folder):
+    return PartSettings(load_tokenizer("HuggingFaceTokenizer", model=folder), append_eod=True)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder, how):
+    """The files of one run with one worker."""
+    prefix = folder / "undisturbed"
+    return prefix, tokenize_files([folder / "corpus.jsonl"], prefix, how, part_bytes=PART_BYTES)
+
+
+def contents(prefix):
+    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
+
+
+def write(path, content):
+    path.write_bytes(content)
+    return path
+
+
+def change_tokenizer(folder, path, **changes):
+    content = json.loads((folder / "tokenizer.json").read_text())
+    for name, value in changes.items():
+        part, _, name = name.rpartition("__")
+        (content[part] if part else content)[name] = value
+    path.write_text(json.dumps(content))
+    return path
+
+
+# The files
+
+
+@pytest.mark.parametrize(
+    ("backend", "is_large"), [("gigatoken", False), ("tokenizers", False), ("tokenizers", True)], ids=["gigatoken", "uint16", "int32"]
+)
+def test_files_are_those_of_tokenizers_and_megatron(backend, is_large, folder, texts, tmp_path):
+    model = folder / "tokenizer.json"
+    if is_large:
+        vocab = json.loads(model.read_text())["model"]["vocab"]
+        model = change_tokenizer(folder, tmp_path / "large.json", model__vocab={**vocab, **{f"unused {i}": i for i in range(600, 65500)}})
+    how = PartSettings(load_tokenizer("HuggingFaceTokenizer", model=model), append_eod=True)
+    manifest = tokenize_files([folder / "corpus.jsonl"], tmp_path / "ours", how, backend=backend, part_bytes=PART_BYTES)
+    tokenizer = Tokenizer.from_file(str(model))
+    tokenizer.encode_special_tokens = True
+    builder = IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.int32 if is_large else np.uint16)
+    for text in texts:
+        ids = [*tokenizer.encode(text, add_special_tokens=False).ids, 0]
+        builder.add_document(torch.tensor(ids), [len(ids)])
+    builder.finalize(str(tmp_path / "theirs.idx"))
+    assert contents(tmp_path / "ours") == contents(tmp_path / "theirs")
+    assert (manifest["num_documents"], manifest["num_eods"], manifest["backend"]) == (len(texts), len(texts), backend)
+    assert manifest["num_tokens"] == sum(len(one) for one in IndexedDataset(str(tmp_path / "ours")))
+
+
+def test_text_hash_is_that_of_the_input(folder, undisturbed):
+    tally = Tally()
+    assert len(list(read_documents(folder / "corpus.jsonl", tally))) == tally.num_documents
+    assert Tally.from_json(undisturbed[1]) == tally
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_any_number_of_workers_and_any_packing(workers, texts, how, undisturbed, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)), raising=False)
+    thirds = [texts[:20], texts[20:40], texts[40:]]
+    inputs = [
+        write(tmp_path / "a.jsonl", b"\xef\xbb\xbf" + jsonl(thirds[0], "\r\n")),
+        write(tmp_path / "b.jsonl.gz", gzip.compress(jsonl(thirds[1]))),
+        write(tmp_path / "c.jsonl", b""),
+        write(tmp_path / "d.jsonl.zst", zstandard.compress(jsonl(thirds[2]) + b"\n\n")),
+    ]
+    manifest = tokenize_files(inputs, tmp_path / "out", how, workers=workers, part_bytes=PART_BYTES // 2)
+    assert contents(tmp_path / "out") == contents(undisturbed[0])
+    assert manifest["skipped"] == {"blank line": 1}
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from([b"", b"a", b"bb", b"\xef\xbb\xbf", b"cc\r", b"d" * 9]), max_size=8), st.booleans(), st.integers(1, 12))
+def test_parts_have_every_line_once(tmp_path_factory, lines, ends, part_bytes):
+    path = write(tmp_path_factory.mktemp("parts") / "x.jsonl", b"\n".join(lines) + b"\n" * ends)
+    found = [(line_number(part, number), line) for part in plan_parts([path], part_bytes) for number, line in part_lines(part)]
+    assert found == list(read_lines(path))
+
+
+def test_shards_merge_to_the_files_of_a_single_run(texts, how, undisturbed, tmp_path):
+    prefixes = []
+    for number, shard in enumerate([texts[:1], texts[1:50], texts[50:]]):
+        prefixes.append(tmp_path / f"shard{number}")
+        tokenize_files([write(tmp_path / f"{number}.jsonl", jsonl(shard))], prefixes[-1], how)
+    manifest = merge_token_files(prefixes, tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(undisturbed[0])
+    assert (manifest["num_documents"], manifest["num_tokens"]) == (len(texts), undisturbed[1]["num_tokens"])
+
+
+def test_documents_of_several_sequences_merge_as_megatron_merges_them(tmp_path):
+    paths = [tmp_path / name for name in ("a", "b", "theirs")]
+    builders = [IndexedDatasetBuilder(f"{path}.bin", dtype=np.int32) for path in paths]
+    for builder, lengths in zip(builders[:2], ([[2, 3], [1]], [[4], [1, 1, 1]]), strict=True):
+        for document in lengths:
+            builder.add_document(torch.arange(sum(document)), document)
+        builder.finalize(builder.data_file.name.replace(".bin", ".idx"))
+    for path in paths[:2]:
+        builders[2].add_index(str(path))
+    builders[2].finalize(f"{paths[2]}.idx")
+    assert merge_token_files(paths[:2], tmp_path / "ours")["num_documents"] == 4
+    assert contents(tmp_path / "ours") == contents(tmp_path / "theirs")
+
+
+def test_what_cannot_be_merged(how, undisturbed, tmp_path):
+    builder = IndexedDatasetBuilder(str(tmp_path / "other.bin"), dtype=np.int32)
+    builder.add_document(torch.arange(3), [3])
+    builder.finalize(str(tmp_path / "other.idx"))
+    with pytest.raises(ValueError, match=r"tokens are stored as uint16 in .* and int32 in .*other. Fix: merge shards of one tokenizer"):
+        merge_token_files([undisturbed[0], tmp_path / "other"], tmp_path / "out")
+    with pytest.raises(ValueError, match=r"missing\.bin is missing\. Fix: "):
+        merge_token_files([tmp_path / "missing"], tmp_path / "out")
+    with pytest.raises(ValueError, match="is one of the shards"):
+        merge_token_files([tmp_path / "other"], tmp_path / "other")
+
+
+# Texts
+
+
+def test_special_tokens_in_a_text_are_text(folder, undisturbed, tmp_path):
+    ids = np.fromfile(f"{undisturbed[0]}.bin", np.uint16)
+    assert np.count_nonzero(ids == 0) == undisturbed[1]["num_documents"]
+    assert np.count_nonzero(ids == 1) == 0
+    path = write(tmp_path / "x.jsonl", jsonl([f"a{EOD_TOKEN}b<|pad|>", "c"]))
+    for backend in ("gigatoken", "tokenizers"):
+        tokenizer = load_tokenizer("HuggingFaceTokenizer", model=folder, allow_special=True)
+        out = tmp_path / backend
+        manifest = tokenize_files([path], out, PartSettings(tokenizer, append_eod=True), backend=backend)
+        assert (manifest["num_documents"], manifest["num_eods"]) == (2, 3)
+        assert list(np.fromfile(f"{out}.bin", np.uint16) == 1).count(True) == 1
+
+
+LETTERS = [chr(code) for code in range(32, 127)]
+SPECIAL = ["<unk>", "<pad>", "</s>"]
+OWN_VOCABULARY = {
+    "Unigram": {"model": {"type": "Unigram", "unk_id": 0, "vocab": [[piece, -3.0] for piece in SPECIAL + LETTERS], "byte_fallback": False}},
+    "WordLevel": {
+        "model": {
+            "type": "WordLevel",
+            "unk_token": "<unk>",
+            "vocab": {word: index for index, word in enumerate([*SPECIAL, "fine", "not"])},
+        },
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+    },
+}
+
+
+def own_vocabulary(kind, folder, added=SPECIAL):
+    """A tokenizer whose model has the special tokens in its own vocabulary, where no switch makes them text."""
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    tokens = [{"id": SPECIAL.index(token), "content": token, "special": True, **flags} for token in added]
+    (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": tokens, **OWN_VOCABULARY[kind]}))
+    return load_tokenizer("HuggingFaceTokenizer", model=folder)
+
+
+@pytest.mark.parametrize("kind", OWN_VOCABULARY)
+@pytest.mark.parametrize("token", SPECIAL[1:])
+def test_special_tokens_of_the_models_own_vocabulary(kind, token, tmp_path):
+    tokenizer = own_vocabulary(kind, tmp_path)
+    fine = write(tmp_path / "fine.jsonl", jsonl(["fine", "not \u4e16 fine"] * 20))
+    path = write(tmp_path / "x.jsonl", jsonl(["fine"] * 20 + [f"not {token} fine", f"{token} {token}"] + ["not \u4e16 fine"] * 20))
+    with pytest.raises(BadDocument, match=rf"x\.jsonl:21: the tokenizer reads {token} in the text as a special token$"):
+        tokenize_files([path], tmp_path / "out", PartSettings(tokenizer, append_eod=True), part_bytes=150)
+    manifest = tokenize_files([path], tmp_path / "skip", PartSettings(tokenizer, append_eod=True, skip_bad=True), part_bytes=150)
+    assert manifest["skipped"] == {f"the tokenizer reads {token} in the text as a special token": 2}
+    assert (manifest["num_documents"], manifest["num_eods"]) == (40, 40)
+    ids = np.fromfile(tmp_path / "skip.bin", np.uint16)
+    assert (np.count_nonzero(ids == 1), np.count_nonzero(ids == 2)) == (0, 40)
+    assert np.count_nonzero(ids == 0) == 20, "unknown words are text"
+    without = tokenize_files([fine], tmp_path / "fine", PartSettings(tokenizer, append_eod=True))
+    assert {name: manifest[name] for name in ("text_hash", "num_text_bytes")} == {
+        name: without[name] for name in ("text_hash", "num_text_bytes")
+    }
+
+
+def test_an_end_token_that_is_a_piece_alone(tmp_path):
+    tokenizer = own_vocabulary("Unigram", tmp_path, added=[])
+    path = write(tmp_path / "x.jsonl", jsonl(["fine", "two", "not </s> fine"]))
+    with pytest.raises(BadDocument, match=r"x\.jsonl:3: the tokenizer reads </s> in the text as a special token$"):
+        tokenize_files([path], tmp_path / "out", PartSettings(tokenizer, append_eod=True))
+    allowed = PartSettings(load_tokenizer("HuggingFaceTokenizer", model=tmp_path, allow_special=True), append_eod=True)
+    assert tokenize_files([path], tmp_path / "allowed", allowed)["num_eods"] == 4
+
+
+def test_one_document_larger_than_parts_and_batches(folder, how, tmp_path):
+    text = "".join(text for _, text in islice(python_stdlib_documents(), 60))[:1_200_000]
+    assert len(text) > 750_000
+    path = write(tmp_path / "x.jsonl", jsonl(["before", text, "after"]))
+    manifest = tokenize_files([path], tmp_path / "out", how, part_bytes=100_000)
+    read = IndexedDataset(str(tmp_path / "out"))
+    assert len(read) == manifest["num_documents"] == 3
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert tokenizer.decode(read[1][:-1]) == text
+
+
+@pytest.mark.parametrize("setting", ["truncation", "padding"])
+def test_a_tokenizer_with_truncation_or_padding(setting, folder, undisturbed, tmp_path, caplog):
+    value = {
+        "truncation": {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0},
+        "padding": {
+            "strategy": {"Fixed": 9},
+            "direction": "Right",
+            "pad_id": 1,
+            "pad_type_id": 0,
+            "pad_token": "<|pad|>",
+            "pad_to_multiple_of": None,
+        },
+    }[setting]
+    path = change_tokenizer(folder, tmp_path / "t.json", **{setting: value})
+    assert len(Tokenizer.from_file(str(path)).encode("x " * 9).ids) in (5, 18, 9), "the setting works"
+    how = PartSettings(load_tokenizer("HuggingFaceTokenizer", model=path), append_eod=True)
+    assert f"{setting} is set in its tokenizer.json, switched off here" in caplog.text
+    tokenize_files([folder / "corpus.jsonl"], tmp_path / "out", how, part_bytes=PART_BYTES)
+    assert contents(tmp_path / "out") == contents(undisturbed[0])
+
+
+def test_no_token_before_a_document(folder, undisturbed, tmp_path):
+    template = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<|pad|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    }
+    template |= {
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}],
+        "special_tokens": {"<|pad|>": {"id": "<|pad|>", "ids": [1], "tokens": ["<|pad|>"]}},
+    }
+    path = change_tokenizer(folder, tmp_path / "t.json", post_processor=template)
+    assert Tokenizer.from_file(str(path)).encode("x").ids[0] == 1
+    how = PartSettings(load_tokenizer("HuggingFaceTokenizer", model=path), append_eod=True)
+    tokenize_files([folder / "corpus.jsonl"], tmp_path / "out", how, part_bytes=PART_BYTES)
+    assert contents(tmp_path / "out") == contents(undisturbed[0])
+
+
+# Bad input
+
+BAD_LINES = {
+    b'{"text": "cut of': "not valid JSON",
+    b'{"text": "\xff"}': "invalid UTF-8",
+    rb'{"text": "\ud800"}': "not valid JSON",
+    b'{"text": null}': "field 'text' is null, not a text",
+    b'{"text": 3}': "field 'text' is a number, not a text",
+    b'{"text": ["a"]}': "field 'text' is a list, not a text",
+    b'{"id": "1"}': "no field 'text'",
+    b"[1]": "not a JSON object",
+}
+
+
+@pytest.mark.parametrize("line", BAD_LINES, ids=BAD_LINES.values())
+def test_a_bad_line_stops_and_is_named(line, how, tmp_path):
+    path = write(tmp_path / "x.jsonl", jsonl(["a"] * 40) + b"\n\n" + line + b"\n" + jsonl(["b"]))
+    with pytest.raises(BadDocument, match=rf"x\.jsonl:42: {BAD_LINES[line]}"):
+        tokenize_files([path], tmp_path / "out", how, part_bytes=200)
+    assert not (tmp_path / "out.bin").exists()
+    assert not (tmp_path / "out.manifest.json").exists()
+
+
+def test_bad_lines_are_skipped_and_counted(how, tmp_path):
+    path = write(tmp_path / "x.jsonl", b"\n".join([*BAD_LINES, b" ", b'{"text": ""}', jsonl(["a", "b"])]))
+    manifest = tokenize_files([path], tmp_path / "out", PartSettings(how.tokenizer, append_eod=True, skip_bad=True), part_bytes=64)
+    assert manifest["num_documents"] == len(IndexedDataset(str(tmp_path / "out"))) == 2
+    expected = {reason: list(BAD_LINES.values()).count(reason) for reason in BAD_LINES.values()}
+    assert manifest["skipped"] == {**expected, "blank line": 1, "empty text": 1}
+
+
+def test_only_a_few_parts_are_submitted_at_a_time(how, tmp_path):
+    """Each look at those that are pending takes time for every one of them."""
+    path = write(tmp_path / "x.jsonl", jsonl(["a" * 100] * 200))
+    parts = plan_parts([path], 200)
+    assert len(parts) > 100
+    submitted, made, most = [], [], 0
+    with _Workers(how, 2) as workers:
+        submit = workers._pool.submit
+        workers._pool.submit = lambda *work: submitted.append(work) or submit(*work)
+        for part in workers.encode("tokenizers", parts, tmp_path, lambda num_bytes: None):
+            most = max(most, len(submitted) - len(made))
+            made.append(part.index)
+    assert sorted(made) == [part.index for part in parts]
+    assert 2 <= most <= 8
+
+
+def test_a_bad_line_stops_all_workers(how, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(2)), raising=False)
+    path = write(tmp_path / "x.jsonl", jsonl(["a" * 100] * 400) + b"\nnot JSON\n" + jsonl(["b" * 100] * 400))
+    with pytest.raises(BadDocument, match=r"x\.jsonl:401: not valid JSON"):
+        tokenize_files([path], tmp_path / "out", how, workers=2, backend="tokenizers", part_bytes=5000)
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_compressed_file_that_ends_early(suffix, texts, how, tmp_path):
+    content = {".gz": gzip.compress, ".zst": zstandard.compress}[suffix](jsonl(texts))
+    path = write(tmp_path / f"x.jsonl{suffix}", content[:-20])
+    with pytest.raises(BadDocument, match="the compressed file is damaged or ends early"):
+        tokenize_files([path], tmp_path / "out", PartSettings(how.tokenizer, skip_bad=True))
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n", b'{"text": ""}\n'])
+def test_no_documents(content, how, tmp_path):
+    with pytest.raises(ValueError, match="the inputs have no documents"):
+        tokenize_files([write(tmp_path / "x.jsonl", content)], tmp_path / "out", how)
+    assert not (tmp_path / "out.bin").exists()
+
+
+def test_inputs(tmp_path):
+    names = ["b.jsonl", "a.jsonl.gz", "a.val.jsonl", "c.txt"]
+    b, a, valid, other = (write(tmp_path / name, b"") for name in names)
+    assert find_inputs([tmp_path]) == [a, b]
+    assert find_inputs([f"{tmp_path}/*.jsonl"]) == [valid, b]
+    assert find_inputs([b, a]) == [b, a]
+    for inputs, message in (
+        ([other], "its name does not end in"),
+        ([tmp_path / "d*"], "there are no JSONL files"),
+        ([a, tmp_path], "is given twice"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            find_inputs(inputs)
+
+
+def test_json_lines_in_a_file_called_json(texts, how, undisturbed, tmp_path):
+    named = [write(tmp_path / "a.json", jsonl(texts[:30]) + b"\n"), write(tmp_path / "b.json.gz", gzip.compress(jsonl(texts[30:])))]
+    jsonl_file = write(tmp_path / "c.jsonl", b"")
+    assert find_inputs([tmp_path]) == [jsonl_file], "a folder may hold other JSON"
+    assert find_inputs([f"{tmp_path}/*.json*"]) == [*named, jsonl_file]
+    dry_run(find_inputs(named), tmp_path / "out", how, workers=1, backend="auto")
+    tokenize_files(find_inputs(named), tmp_path / "out", how, part_bytes=PART_BYTES)
+    assert contents(tmp_path / "out") == contents(undisturbed[0])
+    whole = write(tmp_path / "whole.json", json.dumps([{"text": "a"}], indent=1).encode())
+    with pytest.raises(BadDocument, match=r"whole\.json:1: not valid JSON"):
+        tokenize_files(find_inputs([whole]), tmp_path / "whole", how)
+
+
+# Backends
+
+
+def test_gigatoken_is_left_where_it_gives_other_ids(folder, tmp_path):
+    path = change_tokenizer(folder, tmp_path / "t.json", pre_tokenizer__use_regex=False)
+    tokenizer = load_tokenizer("HuggingFaceTokenizer", model=path)
+    probe = probe_backend(Encoders(tokenizer), "auto", ["some text"])
+    assert probe.backend == "tokenizers"
+    assert probe.reason.startswith("not gigatoken: it encodes ")
+    with pytest.raises(ValueError, match=r"^BACKEND=gigatoken: gigatoken cannot be used: it encodes .* Fix: give --backend tokenizers\.$"):
+        probe_backend(Encoders(tokenizer), "gigatoken", [])
+
+
+def test_a_difference_in_the_corpus_names_the_document(folder, tmp_path):
+    path = change_tokenizer(folder, tmp_path / "t.json", pre_tokenizer__use_regex=False)
+    tokenizer = load_tokenizer("HuggingFaceTokenizer", model=path)
+    encoders = Encoders(tokenizer)
+    fast, slow = encoders.get("gigatoken"), encoders.get("tokenizers")
+    odd = next(text for text in probe_texts(tokenizer) if not np.array_equal(fast([text])[0], slow([text])[0]))
+    source = write(tmp_path / "x.jsonl", jsonl(["a", odd]))
+    with pytest.raises(ValueError, match=r"x\.jsonl:2: gigatoken gives other tokens .* Fix: --backend tokenizers --start-over\.$"):
+        PartEncoder(PartSettings(tokenizer), "gigatoken").encode(Part(0, source, 0, 10**6), tmp_path, lambda num_bytes: None)
+    assert not list(tmp_path.glob("part.*"))
+
+
+def test_characters_that_gigatoken_splits_otherwise_are_left_to_the_other_package(tmp_path):
+    new = "\ua7cf"  # of Unicode 17: a letter for the one, unassigned for the other
+    train_bpe([f'"{new}" '] * 50, 300).save(str(tmp_path / "tokenizer.json"))  # which has the quotation mark and the first byte as a token
+    encoders = Encoders(load_tokenizer("HuggingFaceTokenizer", model=tmp_path))
+    gigatoken, texts = encoders.get("gigatoken"), ["a", f'x"{new}"', "é", f'y"{new}{new}']
+    ids, lengths = gigatoken(texts)
+    expected = encoders.get("tokenizers")(texts)
+    assert (list(ids), list(lengths), gigatoken.num_rerouted) == (list(expected[0]), list(expected[1]), 2)
+    assert list(gigatoken._encode(texts)[0]) != list(ids)
+
+
+def test_without_gigatoken(how, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gigatoken", None)
+    probe = probe_backend(Encoders(how.tokenizer), "auto", ["some text"])
+    assert (probe.backend, probe.reason) == ("tokenizers", "not gigatoken: it is not installed (pip install gigatoken)")
+
+
+def test_a_tokenizer_that_gigatoken_cannot_load(folder, tmp_path):
+    path = change_tokenizer(folder, tmp_path / "t.json", normalizer={"type": "Lowercase"})
+    probe = probe_backend(Encoders(load_tokenizer("HuggingFaceTokenizer", model=path)), "auto", [])
+    assert probe.backend == "tokenizers"
+    assert "it cannot load this tokenizer (Unsupported normalizer type: Lowercase)" in probe.reason
+
+
+# Crashes
+
+KILLER = """
+import os, pathlib, signal, sys
+from moe_exp.data import joined_parts, preprocess, stage, token_parts
+from moe_exp.data.tokens.parts import PartSettings
+from moe_exp.data.tokens.tokenizer import load_tokenizer
+
+corpus, tokenizer, output, owner, name, needle, countdown = sys.argv[1:]
+owner = {"Path": pathlib.Path, "stage": stage, "token_parts": token_parts, "joined_parts": joined_parts}[owner]
+original, left = getattr(owner, name), int(countdown)
+
+def kill_in_front(*arguments, **keywords):
+    global left
+    left -= needle in str(arguments[:2])
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(*arguments, **keywords)
+
+setattr(owner, name, kill_in_front)
+how = PartSettings(load_tokenizer("HuggingFaceTokenizer", model=tokenizer), append_eod=True)
+preprocess.tokenize_files([pathlib.Path(corpus)], pathlib.Path(output), how, part_bytes=20_000)
+"""
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "needle", "countdown"),
+    [
+        ("token_parts", "write_all", "", 1),  # while the first part is written
+        ("token_parts", "write_json", "part.000002", 1),  # its tokens have their name, its counts not
+        ("joined_parts", "write_json", "joined.json", 3),  # it is in the joined file, which nobody knows yet
+        ("joined_parts", "write_index", "", 1),  # all parts are joined
+        ("Path", "replace", "out.partial/out.idx", 1),  # the .bin has its place, the .idx not
+        ("stage", "write_json", "out.manifest.json", 1),  # both have, the manifest is missing
+        ("stage", "sync_folder", "", 1),  # the manifest is there, the working folder too
+    ],
+)
+def test_killed_and_called_again(owner, name, needle, countdown, folder, how, undisturbed, tmp_path):
+    arguments = [folder / "corpus.jsonl", folder, tmp_path / "out", owner, name, needle, countdown]
+    killed = subprocess.run([sys.executable, "-c", KILLER, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    manifest = tokenize_files([folder / "corpus.jsonl"], tmp_path / "out", how, part_bytes=PART_BYTES)
+    assert contents(tmp_path / "out") == contents(undisturbed[0])
+    differing = {name for name in manifest if manifest[name] != undisturbed[1][name]}
+    assert differing <= {"made_at", "seconds", "id", "outputs"}
+
+
+def test_complete_parts_are_not_made_again(folder, how, undisturbed, tmp_path):
+    source = write(tmp_path / "x.jsonl", (folder / "corpus.jsonl").read_bytes() + b"not JSON\n")
+    with pytest.raises(BadDocument):
+        tokenize_files([source], tmp_path / "out", how, part_bytes=PART_BYTES)
+    partial = tmp_path / "out.partial"
+    before = {path.name: path.stat().st_mtime_ns for path in partial.glob("part.*.json")}
+    assert len(before) > 5
+    with pytest.raises(BadDocument):
+        tokenize_files([source], tmp_path / "out", how, part_bytes=PART_BYTES)
+    assert {path.name: path.stat().st_mtime_ns for path in partial.glob("part.*.json")} == before
+
+
+def test_damaged_work_is_made_again(folder, how, undisturbed, tmp_path):
+    arguments = [folder / "corpus.jsonl", folder, tmp_path / "out", "joined_parts", "write_index", "", 1]
+    subprocess.run([sys.executable, "-c", KILLER, *map(str, arguments)], cwd=ROOT, timeout=300)
+    joined = tmp_path / "out.partial" / "out.bin"
+    content = bytearray(joined.read_bytes())
+    content[len(content) // 2] ^= 1
+    joined.write_bytes(content)
+    tokenize_files([folder / "corpus.jsonl"], tmp_path / "out", how, part_bytes=PART_BYTES)
+    assert contents(tmp_path / "out") == contents(undisturbed[0])
+
+
+def start_with_two_workers(folder, how, tmp_path):
+    """A run of `moe-exp data tokenize` with two workers at work: the process, its workers, the input."""
+    source = write(tmp_path / "x.jsonl", (folder / "corpus.jsonl").read_bytes() * 60)
+    flags = [
+        "--tokenizer-type",
+        "HuggingFaceTokenizer",
+        "--tokenizer-model",
+        folder,
+        "--append-eod",
+        "--workers",
+        2,
+        "--backend",
+        "tokenizers",
+    ]
+    code = "import os, sys; os.sched_getaffinity = lambda pid: {0, 1}; from moe_exp.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "data", "tokenize", "--input", source, "--output-prefix", tmp_path / "out", *flags]
+    process = subprocess.Popen(list(map(str, command)), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while len(list((tmp_path / "out_text_document.partial").glob("part.*.tmp"))) < 1:
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.05)
+    workers = [child for child in psutil.Process(process.pid).children() if "spawn_main" in " ".join(child.cmdline())]
+    return process, workers
+
+
+def test_a_worker_that_dies_ends_the_run(folder, how, tmp_path):
+    process, workers = start_with_two_workers(folder, how, tmp_path)
+    workers[0].kill()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "tokenize: a worker process died. Fix: give fewer --workers" in errors
+    assert "Traceback" not in errors
+
+
+def test_workers_end_with_their_parent(folder, how, tmp_path):
+    process, workers = start_with_two_workers(folder, how, tmp_path)
+    process.kill()
+    process.communicate()
+    gone, alive = psutil.wait_procs(workers, timeout=60)
+    assert gone
+    assert not alive
+
+
+def test_disk_full(folder, how, undisturbed, tmp_path):
+    arguments = ["--input", folder / "corpus.jsonl", "--output-prefix", tmp_path / "out", "--tokenizer-type", "HuggingFaceTokenizer"]
+    arguments += ["--tokenizer-model", folder, "--append-eod", "--workers", 1]
+    limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (60000, 60000))"
+    code = f"{limit}; from moe_exp.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "data", "tokenize", *map(str, arguments)]
+    full = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert full.returncode == 1
+    assert full.stderr.splitlines()[-1].startswith("moe-exp data: ")
+    assert "File too large" in full.stderr.splitlines()[-1]
+    assert "Traceback" not in full.stderr
+    assert main("tokenize", list(map(str, arguments))) == 0
+    assert contents(tmp_path / "out_text_document") == contents(undisturbed[0])
+
+
+# Settings and commands
+
+
+def test_settings_that_changed_are_refused(folder, how, undisturbed, tmp_path):
+    path = write(tmp_path / "x.jsonl", jsonl(["a"]))
+    tokenize_files([path], tmp_path / "out", how)
+    assert tokenize_files([path], tmp_path / "out", how)["num_documents"] == 1
+    with pytest.raises(ValueError, match="was made with append_eod=True, now it is False"):
+        tokenize_files([path], tmp_path / "out", PartSettings(how.tokenizer))
+    write(path, jsonl(["a", "b"]))
+    with pytest.raises(ValueError, match=r"was made from other inputs \(x\.jsonl is not what it was\)"):
+        tokenize_files([path], tmp_path / "out", how)
+    assert tokenize_files([path], tmp_path / "out", how, start_over=True)["num_documents"] == 2
+    (tmp_path / "out.bin").unlink()
+    with pytest.raises(ValueError, match=r"out\.bin: is missing, its manifest\.json says 8 bytes"):
+        tokenize_files([path], tmp_path / "out", how)
+
+
+def test_no_eod_where_one_is_asked_for(folder, tmp_path):
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["added_tokens"] = []
+    content["model"]["vocab"] = {token.replace("<|endoftext|>", "none"): index for token, index in content["model"]["vocab"].items()}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = load_tokenizer("HuggingFaceTokenizer", model=tmp_path)
+    with pytest.raises(
+        ValueError, match=r"^APPEND_EOD=True: the tokenizer \S+ names no end-of-sequence token\. Fix: name it with --eod-token\.$"
+    ):
+        PartSettings(tokenizer, append_eod=True)
+    path = write(tmp_path / "x.jsonl", jsonl(["abc"]))
+    assert tokenize_files([path], tmp_path / "out", PartSettings(tokenizer))["num_eods"] == 0
+
+
+@pytest.mark.parametrize(("field", "value"), [("workers", 0), ("backend", "tiktoken")])
+def test_wrong_settings(field, value, how, tmp_path):
+    with pytest.raises(ValueError, match=rf"^{field.upper()}={value}: must be .* Fix: "):
+        tokenize_files([write(tmp_path / "x.jsonl", jsonl(["a"]))], tmp_path / "out", how, **{field: value})
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_dry_run_writes_nothing(folder, how, undisturbed, tmp_path, capsys):
+    dry_run([folder / "corpus.jsonl"], tmp_path / "out", how, workers=1, backend="auto")
+    assert list(tmp_path.iterdir()) == []
+    out = capsys.readouterr().out
+    estimate = int(next(line for line in out.splitlines() if "│ tokens " in line).split("about ")[1].split(" at most")[0].replace(",", ""))
+    assert undisturbed[1]["num_tokens"] * 0.7 < estimate < undisturbed[1]["num_tokens"] * 1.5
+
+
+def test_the_script_with_megatrons_flags(folder, undisturbed, tmp_path):
+    script = ROOT / "moe_exp" / "scripts" / "preprocess_data.py"
+    flags = [
+        "--tokenizer-type",
+        "HuggingFaceTokenizer",
+        "--tokenizer-model",
+        folder,
+        "--append-eod",
+        "--workers",
+        128,
+        "--log-interval",
+        1000,
+    ]
+    command = [sys.executable, script, "--input", folder / "corpus.jsonl", "--output-prefix", tmp_path / "llama3", *flags]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(list(map(str, command)), cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith(f"TRAIN_DATA={tmp_path}/llama3_text_document VOCAB_SIZE=")
+    assert contents(tmp_path / "llama3_text_document") == contents(undisturbed[0])
+
+
+def test_several_keys_and_refused_flags(folder, tmp_path, capsys):
+    write(tmp_path / "x.jsonl", orjson.dumps({"text": "a b", "title": "c"}))
+    flags = [
+        "--input",
+        str(tmp_path / "x.jsonl"),
+        "--output-prefix",
+        str(tmp_path / "out"),
+        "--tokenizer-type",
+        "ByteLevelTokenizer",
+        "--append-eod",
+    ]
+    assert main("tokenize", [*flags, "--json-keys", "text", "title"]) == 0
+    assert list(np.fromfile(tmp_path / "out_text_document.bin", np.uint16)) == [*b"a b", 256]
+    assert list(np.fromfile(f"{tokenized_prefix(tmp_path / 'out', 'title')}.bin", np.uint16)) == [*b"c", 256]
+    assert main("tokenize", [*flags, "--split-sentences"]) == 1
+    assert "SPLIT_SENTENCES=True: sentences are for BERT's pairs" in capsys.readouterr().err
+    shards = [str(tmp_path / "out_text_document"), str(tmp_path / "out_title_document")]
+    before = sorted(tmp_path.iterdir())
+    assert main("tokenize", ["--merge", *shards, "--output-prefix", str(tmp_path / "new" / "both"), "--dry-run"]) == 0
+    assert sorted(tmp_path.iterdir()) == before
+    rows = dict(re.findall(r"^│ (\w+) +│ (.*?) +│$", capsys.readouterr().out, re.MULTILINE))
+    num_bytes = sum(Path(f"{shard}{suffix}").stat().st_size for shard in shards for suffix in (".bin", ".idx"))
+    assert (rows["documents"], rows["tokens"]) == ("2", "6")
+    assert rows["disk"].startswith(f"{num_bytes / 1e6:,.1f} MB, of ")
+    assert main("tokenize", ["--merge", *shards, "--output-prefix", str(tmp_path / "both")]) == 0
+    assert list(np.fromfile(tmp_path / "both.bin", np.uint16)) == [*b"a b", 256, *b"c", 256]

@@ -1,0 +1,321 @@
+"""Tokenizers: training, vocabulary size, which token ends a document, and what the files of a tokenizer may not do to a text."""
+
+from __future__ import annotations
+
+import hashlib
+import http.server
+import io
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import sentencepiece
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers import ROOT
+from moe_exp.commands.data import main
+from moe_exp.data.tokens.encoders import Encoders, find_differences, probe_backend, probe_texts
+from moe_exp.data.tokens.tokenizer import load_tokenizer, tokenizer_vocab_size
+from moe_exp.data.tokens.tokenizer_training import EOD_TOKEN, train_bpe, train_tokenizer
+
+TEXTS = ["def add(a, b):\n    return a + b\n", "for i in range(10):\n    print(i)\n", "Grüße, 世界! 🙂"] * 20
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_bpe(TEXTS, 300)
+
+
+def test_end_of_document_is_id_0(tokenizer):
+    assert tokenizer.token_to_id(EOD_TOKEN) == 0
+    assert tokenizer.get_vocab_size() == 300
+
+
+def test_training_is_deterministic(tokenizer):
+    assert train_bpe(iter(TEXTS), 300).to_str() == tokenizer.to_str()
+
+
+def test_round_trip_of_any_unicode_text(tokenizer):
+    @settings(max_examples=100, deadline=None)
+    @given(st.text(alphabet=st.characters(exclude_categories=["Cs"])))
+    def check(text):
+        assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
+
+    check()
+
+
+def test_no_room_for_the_bytes():
+    with pytest.raises(ValueError, match=r"^VOCAB_SIZE=256: a byte-level BPE has at least 257 tokens\. Fix: set 257 or more\.$"):
+        train_bpe(TEXTS, 256)
+    assert train_bpe(TEXTS, 257).get_vocab_size() == 257
+
+
+def test_vocab_size_of_file_and_folder(tokenizer, tmp_path):
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert tokenizer_vocab_size(tmp_path) == tokenizer_vocab_size(tmp_path / "tokenizer.json") == 300
+    tokenizer = type(tokenizer).from_str(tokenizer.to_str())
+    tokenizer.add_tokens(["<extra_0>", "<extra_1>"])
+    tokenizer.save(str(tmp_path / "extended.json"))
+    assert tokenizer_vocab_size(tmp_path / "extended.json") == 302
+
+
+@pytest.mark.parametrize(
+    ("content", "size"),
+    [
+        ({"model": {"vocab": {"a": 0, "b": 7}}, "added_tokens": []}, 8),
+        ({"model": {"vocab": {"a": 0, "b": 7}}, "added_tokens": [{"id": 99}]}, 100),
+        ({"model": {"vocab": {"a": 0}}, "added_tokens": None}, 1),
+        ({"model": {"vocab": [["a", -1.0], ["b", -2.0], ["c", -3.0]]}}, 3),
+    ],
+)
+def test_vocab_size_is_highest_id_plus_one(content, size, tmp_path):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    assert tokenizer_vocab_size(tmp_path) == size
+
+
+@pytest.mark.parametrize("content", [None, "not json", "[]", '{"model": {}}', '{"model": {"vocab": null}}', '{"model": {"vocab": 3}}'])
+def test_no_tokenizer(content, tmp_path):
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ValueError, match=r"^TOKENIZER=\S+: is not a Hugging Face tokenizer\.json or a folder that has one .*\. Fix: "):
+        tokenizer_vocab_size(tmp_path)
+
+
+# Loading
+
+
+def ids_of(tokenizer, text, backend="tokenizers"):
+    return [int(token) for token in Encoders(tokenizer).get(backend)([text])[0]]
+
+
+def save(tokenizer, folder, **files):
+    tokenizer.save(str(folder / "tokenizer.json"))
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def with_names():
+    return train_bpe(TEXTS, 300, special_tokens=("<|endoftext|>", "<|end|>", "</s>"))
+
+
+@pytest.mark.parametrize(
+    ("files", "eod_token", "eod_id"),
+    [
+        ({}, None, 0),  # the first of the usual names
+        ({"tokenizer_config": {"eos_token": "</s>"}}, None, 2),
+        ({"tokenizer_config": {"eos_token": {"content": "<|end|>", "special": True}}, "config": {"eos_token_id": 2}}, None, 1),
+        ({"tokenizer_config": {"eos_token": None}, "special_tokens_map": {"eos_token": "<|end|>"}}, None, 1),
+        ({"tokenizer_config": {}, "generation_config": {"eos_token_id": [2, 1]}}, None, 2),
+        ({"config": {"eos_token_id": 1}}, None, 1),
+        ({"tokenizer_config": {"eos_token": "</s>"}}, "<|end|>", 1),
+    ],
+)
+def test_which_token_ends_a_document(files, eod_token, eod_id, with_names, tmp_path):
+    folder = save(with_names, tmp_path, **files)
+    assert load_tokenizer("HuggingFaceTokenizer", model=folder, eod_token=eod_token).eod_id == eod_id
+
+
+def test_an_end_token_that_is_not_marked_special_is_text_too(with_names, tmp_path):
+    content = json.loads(with_names.to_str())
+    content["added_tokens"][0]["special"] = False
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = load_tokenizer("HuggingFaceTokenizer", model=tmp_path)
+    for backend in ("gigatoken", "tokenizers"):
+        assert 0 not in ids_of(tokenizer, "a <|endoftext|> b", backend)
+
+
+def test_dropout_is_switched_off(with_names, tmp_path, caplog):
+    content = json.loads(with_names.to_str())
+    content["model"]["dropout"] = 0.5
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = load_tokenizer("HuggingFaceTokenizer", model=tmp_path)
+    assert "BPE dropout 0.5 is set, switched off here" in caplog.text
+    assert len({tuple(ids_of(tokenizer, TEXTS[0])) for _ in range(10)}) == 1
+
+
+def test_gpt2_files(tmp_path):
+    trained = train_bpe(TEXTS, 300)
+    vocab_file, merge_file = trained.model.save(str(tmp_path))
+    tokenizer = load_tokenizer("GPT2BPETokenizer", vocab_file=vocab_file, merge_file=merge_file)
+    assert (tokenizer.vocab_size, tokenizer.eod_id) == (300, 0)
+    assert ids_of(tokenizer, TEXTS[2]) == ids_of(tokenizer, TEXTS[2], "gigatoken") == trained.encode(TEXTS[2]).ids
+    (tmp_path / "broken.txt").write_text("a b c d\n")
+    with pytest.raises(ValueError, match="is not a GPT-2 vocabulary"):
+        load_tokenizer("GPT2BPETokenizer", vocab_file=vocab_file, merge_file=tmp_path / "broken.txt")
+
+
+@pytest.fixture(scope="module")
+def spm(tmp_path_factory):
+    """A Llama-2-like SentencePiece model: BPE with byte fallback."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS), model_writer=model, vocab_size=320, model_type="bpe", byte_fallback=True, minloglevel=2,
+        normalization_rule_name="identity", remove_extra_whitespaces=False, hard_vocab_limit=False,
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("spm") / "tokenizer.model"
+    path.write_bytes(model.getvalue())
+    return path
+
+
+@pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "Llama2Tokenizer"])
+def test_sentencepiece(kind, spm):
+    tokenizer = load_tokenizer(kind, model=spm)
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(spm))
+    assert (tokenizer.eod_id, tokenizer.eod_token, tokenizer.vocab_size) == (processor.eos_id(), "</s>", processor.get_piece_size())
+    text = "quotes </s> and 世界\n  x"
+    assert ids_of(tokenizer, text) == processor.encode(text)
+    assert tokenizer.eod_id not in ids_of(tokenizer, text)
+    assert load_tokenizer(kind, model=spm, eod_token="<s>").eod_id == processor.bos_id()
+    with pytest.raises(ValueError, match="has no such piece"):
+        load_tokenizer(kind, model=spm, eod_token="<none>")
+    with pytest.raises(ValueError, match="reads no control symbols"):
+        load_tokenizer(kind, model=spm, allow_special=True)
+
+
+def test_gigatoken_gives_what_sentencepiece_gives_or_is_not_taken(spm):
+    encoders = Encoders(load_tokenizer("SentencePieceTokenizer", model=spm))
+    if probe_backend(encoders, "auto", TEXTS).backend == "gigatoken":
+        assert not find_differences(encoders.get("gigatoken"), encoders.get("tokenizers"), [*probe_texts(encoders.tokenizer), *TEXTS])
+
+
+def test_bytes():
+    tokenizer = load_tokenizer("ByteLevelTokenizer")
+    assert (tokenizer.vocab_size, tokenizer.eod_id) == (257, 256)
+    assert ids_of(tokenizer, "aß\0") == [97, 195, 159, 0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("BertWordPieceCase", {}), "TOKENIZER_TYPE=BertWordPieceCase: must be one of HuggingFaceTokenizer, "),
+        (("HuggingFaceTokenizer", {}), "TOKENIZER_MODEL=: HuggingFaceTokenizer needs it"),
+        (("HuggingFaceTokenizer", {"model": "./missing/folder/here"}), "is no file and no folder"),
+        (("GPT2BPETokenizer", {}), "VOCAB_FILE=: is no file"),
+        (("SentencePieceTokenizer", {"model": __file__}), "is not a SentencePiece model"),
+        (("HuggingFaceTokenizer", {"model": __file__}), "is not a Hugging Face tokenizer.json"),
+        (("HuggingFaceTokenizer", {"model": str(Path(__file__).parent)}), "has no tokenizer.json"),
+        (("ByteLevelTokenizer", {"eod_token": "x"}), "EOD_TOKEN=x: the byte-level tokenizer has"),
+    ],
+)
+def test_what_is_no_tokenizer(arguments, message):
+    with pytest.raises(ValueError, match="Fix: ") as error:
+        load_tokenizer(arguments[0], **arguments[1])
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_an_end_token_that_is_not_there(with_names, tmp_path):
+    with pytest.raises(ValueError, match=r"^EOD_TOKEN=<none>: the tokenizer \S+ has no such token\. Fix: "):
+        load_tokenizer("HuggingFaceTokenizer", model=save(with_names, tmp_path), eod_token="<none>")
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """The requests of a hub that matter here: what a repository has, and a file of it."""
+
+    files: ClassVar[dict[str, bytes]] = {}
+    commit = "0123456789" * 4
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        names = [*self.files, "model.safetensors"]
+        if self.path.startswith(f"/api/models/org/name/tree/{self.commit}"):
+            content = json.dumps(
+                [{"type": "file", "path": name, "size": len(self.files.get(name, b"")), "oid": "0"} for name in names]
+            ).encode()
+        elif self.path.startswith("/api/models/org/name/revision/main"):
+            content = json.dumps({"id": "org/name", "sha": self.commit, "siblings": [{"rfilename": name} for name in names]}).encode()
+        else:
+            content = self.files.get(self.path.removeprefix(f"/org/name/resolve/{self.commit}/"), b"")
+        self.send_response(200 if content else 404)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+        self.send_header("X-Repo-Commit", self.commit)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    def log_message(self, *arguments: object) -> None: ...
+
+
+def test_a_name_on_the_hub(with_names, tmp_path):
+    Hub.files = {"tokenizer.json": with_names.to_str().encode(), "tokenizer_config.json": b'{"eos_token": "</s>"}'}
+    code = """
+import sys
+from moe_exp.data.tokens.tokenizer import load_tokenizer
+for name in sys.argv[1:]:
+    try:
+        print(load_tokenizer("HuggingFaceTokenizer", model=name).eod_id)
+    except ValueError as error:
+        print(error)
+"""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path)}
+        command = [sys.executable, "-c", code, "org/name", "org/none"]
+        environment = {**os.environ, **address}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+        server.shutdown()
+    loaded, *missing = done.stdout.splitlines()
+    assert loaded == "2", done.stderr
+    assert len(missing) == 1
+    assert missing[0].startswith("TOKENIZER_MODEL=org/none: is no local path, and the hub does not give it (")
+    assert missing[0].endswith("Fix: check the name, HF_TOKEN and HF_ENDPOINT.")
+
+
+# The command that trains
+
+
+def test_a_trained_folder_is_loaded_by_transformers(tmp_path, capsys):
+    from transformers import AutoTokenizer
+
+    source = tmp_path / "x.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    out = tmp_path / "tokenizer"
+    flags = ["--vocab-size", "300", "--out", str(out), "--bos-token", "<|bos|>", "--pad-token", "<|pad|>"]
+    assert main("train-tokenizer", [str(source), *flags]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {out}"
+    theirs = AutoTokenizer.from_pretrained(str(out))
+    assert (theirs.eos_token, theirs.bos_token, theirs.pad_token) == (EOD_TOKEN, "<|bos|>", "<|pad|>")
+    assert (theirs.eos_token_id, theirs.bos_token_id, theirs.pad_token_id, len(theirs)) == (0, 1, 2, 300)
+    ours = load_tokenizer("HuggingFaceTokenizer", model=out)
+    assert (ours.eod_id, ours.vocab_size) == (0, 300)
+    assert theirs(TEXTS[2], add_special_tokens=False).input_ids == ids_of(ours, TEXTS[2])
+    assert theirs.decode(ids_of(ours, TEXTS[2])) == TEXTS[2]
+    assert main("train-tokenizer", [str(source), *flags[:-2]]) == 1
+    assert "was made with special_tokens=" in capsys.readouterr().err
+
+
+def test_training_reads_the_same_share_of_every_file(tmp_path):
+    paths = [tmp_path / f"{index}.jsonl" for index in range(3)]
+    for index, path in enumerate(paths):
+        path.write_text(json.dumps({"text": f"{index}" * 100}) + "\n" + json.dumps({"text": "abc" * 1000}) + "\n" * 100)
+    manifest = train_tokenizer(paths, tmp_path / "out", vocab_size=280, max_bytes=300)
+    assert (manifest["num_documents"], manifest["num_text_bytes"]) == (3, 300)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pad_token": EOD_TOKEN}, "EOS, BOS and padding must be different tokens"),
+        ({"vocab_size": 10}, "VOCAB_SIZE=10: a byte-level BPE has at least 257 tokens"),
+    ],
+)
+def test_training_that_cannot_be(change, message, tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps({"text": "a"}))
+    with pytest.raises(ValueError, match=message):
+        train_tokenizer([path], tmp_path / "out", **{"vocab_size": 300} | change)
+    path.write_text("\n")
+    with pytest.raises(ValueError, match="the inputs have no documents"):
+        train_tokenizer([path], tmp_path / "out2", vocab_size=300)
+    assert not (tmp_path / "out").exists()

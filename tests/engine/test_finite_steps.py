@@ -1,0 +1,153 @@
+"""A NaN or an infinity on one rank: no rank makes the step, nothing has changed, and training goes on as without that batch."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from typing import Any
+
+import pytest
+
+from helpers.checkpoint.small_job import small_settings, write_tokens
+from helpers.ranks import free_port, run_on_ranks
+from moe_exp.config import load_config
+
+MOVED_BY_A_BATCH = {
+    "router_bias_update_rate": 0.01,
+    "router_score": "sigmoid",
+    "aux_loss_type": "global_aux_loss",
+    "aux_loss_coeff": "0.01",
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "1": {},
+    "EP=2": {"gpus_per_node": 2, "ep": 2} | MOVED_BY_A_BATCH,
+    "EP=2, whole optimizer": {"gpus_per_node": 2, "ep": 2, "distributed_optimizer": False, "clip_grad": 0.0},
+    "PP=2": {"gpus_per_node": 2, "pp": 2, "overlap": "true"},
+    "TP=2, bf16": {"gpus_per_node": 2, "tp": 2, "dtype": "bf16"},
+    "Muon": {"gpus_per_node": 2, "optimizer": "muon", "distributed_optimizer": False},
+    "EP=2, PP=2": {"gpus_per_node": 4, "ep": 2, "pp": 2} | MOVED_BY_A_BATCH,
+}
+BAD_ITERATION = 3
+
+
+def train_some(jobs: list[tuple[dict[str, Any], str, int]]) -> list[dict[str, Any]]:
+    """On one rank: jobs in turn, see `_train`."""
+    return [_train(*job) for job in jobs]
+
+
+def _train(settings: dict[str, Any], fault: str, port: int) -> dict[str, Any]:
+    """Five iterations; in the third, the last rank has the `fault`, or it is not made at all."""
+    import torch
+
+    from moe_exp import train
+    from moe_exp.engine import runtime
+    from moe_exp.training.interval import Interval
+
+    os.environ["MASTER_PORT"] = str(port)
+    config = load_config(settings, {})
+    job, progress = train.build(config, runtime.start(config))
+    job.trained.optimizer.zero_grad()
+    interval = Interval(config, job.runtime, job.trained.model)
+    found: dict[str, Any] = {"steps": [], "states": []}
+    for iteration in range(1, 6):
+        if iteration == BAD_ITERATION and fault == "left out":
+            progress.consumed_samples += config.gbsz
+            continue
+        before = _state(job)
+        has_fault = iteration == BAD_ITERATION and fault and torch.distributed.get_rank() == config.world_size - 1
+        with _faulty(job, fault) if has_fault else contextlib.nullcontext():
+            step = train.train_step(job, progress, interval, count_zeros=True)
+        found["steps"].append((step.updated, step.grad_norm, job.trained.optimizer.param_groups[0]["lr"]))
+        found["states"].append(before == _state(job))
+    found["state"] = _state(job)
+    found["record"] = interval.record(progress, learning_rate=0.0, grad_norm=None, num_zeros=None, loss_scale=1.0)
+    found["skipped"] = progress.skipped_iterations
+    runtime.stop()
+    return found
+
+
+def _state(job: Any) -> list[bytes]:
+    """Weights, what the routers keep, and the optimizer's tensors, to the bit."""
+    import torch
+
+    tensors = [tensor for chunk in job.trained.model for tensor in chunk.module.state_dict().values() if isinstance(tensor, torch.Tensor)]
+    for part in job.trained.optimizer.chained_optimizers:
+        for parameter in (parameter for group in part.param_groups for parameter in group["params"]):
+            state = part.optimizer.state[parameter]
+            tensors += [parameter, *(state[name] for name in sorted(state) if isinstance(state[name], torch.Tensor))]
+    return [tensor.detach().float().numpy().tobytes() for tensor in tensors]
+
+
+def _faulty(job: Any, fault: str) -> Any:
+    """What a rank sees of a broken device: one wrong number in a gradient, or in the activations of its last layer."""
+    import torch
+
+    from moe_exp.checkpoint.state import unwrapped
+
+    @contextlib.contextmanager
+    def broken() -> Any:
+        layer = unwrapped(job.trained.model[-1]).decoder.layers[-1]
+        value = float(fault.split()[0])
+
+        def spoil(gradient: torch.Tensor) -> torch.Tensor:
+            gradient = gradient.clone()
+            gradient.view(-1)[0] = value
+            return gradient
+
+        def forward_hook(module: Any, arguments: Any, output: Any) -> Any:
+            hidden = output[0] if isinstance(output, tuple) else output
+            if fault.endswith("gradient"):
+                hidden.register_hook(spoil)
+                return output
+            hidden = spoil(hidden)
+            return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+        handle = layer.register_forward_hook(forward_hook)
+        yield
+        handle.remove()
+
+    return broken()
+
+
+ALWAYS = [("EP=2", "nan activation"), ("PP=2", "inf gradient")]
+CASES = [
+    pytest.param(layout, fault, marks=() if (layout, fault) in ALWAYS else pytest.mark.slow, id=f"{layout}-{fault}")
+    for layout in LAYOUTS
+    for fault in ("nan activation", "inf gradient")
+]
+
+
+@pytest.mark.parametrize(("layout", "fault"), CASES)
+def test_no_rank_makes_the_step(layout, fault, tmp_path):
+    write_tokens(tmp_path)
+    settings = small_settings(tmp_path, "run") | LAYOUTS[layout]
+    num_ranks = settings["gpus_per_node"]
+    jobs = [(settings | {"run_name": name}, what, free_port()) for name, what in (("faulty", fault), ("without", "left out"))]
+    for faulty, without in run_on_ranks(num_ranks, train_some, jobs, join=False):
+        assert [updated for updated, _, _ in faulty["steps"]] == [True, True, False, True, True]
+        assert not math.isfinite(faulty["steps"][2][1])
+        assert faulty["steps"][2][2] == faulty["steps"][1][2] != faulty["steps"][3][2]
+        assert faulty["states"] == [False, False, True, False, False]
+        assert [step for index, step in enumerate(faulty["steps"]) if index != 2] == without["steps"]
+        assert faulty["state"] == without["state"]
+        assert faulty["skipped"] == faulty["record"]["skipped_iterations"] == 1
+        assert faulty["record"]["nan_iterations"] == (1 if fault == "nan activation" else 0)
+        assert math.isfinite(faulty["record"]["lm_loss"])
+
+
+def test_an_infinite_loss_has_no_finite_gradient():
+    import torch
+
+    from moe_exp.train import lm_loss
+
+    losses, mask = torch.tensor([[1.0, torch.inf]], requires_grad=True), torch.ones(1, 2)
+    loss, shown = lm_loss(mask, 1, losses)
+    loss.backward()
+    assert losses.grad is not None
+    assert losses.grad.isnan().all()
+    assert shown["lm_loss"] == torch.inf
+    losses = torch.tensor([[1.0, 3.0]], requires_grad=True)
+    lm_loss(mask, 2, losses)[0].backward()
+    assert losses.grad is not None
+    assert losses.grad.tolist() == [[0.25, 0.25]]

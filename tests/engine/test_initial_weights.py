@@ -1,0 +1,201 @@
+"""The model of a config: the same initial weights to the bit at every topology, and the parameters that the planner counts."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers.ranks import free_port, run_on_ranks
+from moe_exp.config import load_config
+from moe_exp.planner.costs.params import count_parameters, rank_parameters
+
+MODEL = {
+    "preset": "cpu", "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "num_heads": 4, "num_query_groups": 2, "seq_len": 16,
+    "vocab_size": 200, "num_experts": 8, "mbsz": 1, "gbsz": 8,
+}  # fmt: skip
+VARIANTS: dict[str, dict[str, Any]] = {
+    "moe": {"moe_ffn_hidden_size": 40},
+    "moe_gelu_tied": {"activation": "gelu", "tie_embeddings": True, "head_dim": 12, "init_distribution": "truncated_normal"},
+    "moe_shared": {
+        "shared_expert_size": 24,
+        "shared_expert_gate": True,
+        "moe_layer_freq": "0,1,0,1",
+        "qk_norm": True,
+        "normalization": "LayerNorm",
+    },
+    "moe_biased": {"add_bias_linear": True, "activation": "squared_relu"},
+    "moe_norm_over_heads": {"qk_norm": True, "qk_norm_scope": "all", "head_dim": 12},
+    "dense": {"use_moe": False, "num_query_groups": 4},
+    "dense_biased": {"use_moe": False, "add_bias_linear": True, "normalization": "LayerNorm", "activation": "gelu", "qk_norm": True},
+    "latent": {
+        "multi_latent_attention": True,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 18,
+        "qk_head_dim": 10,
+        "qk_pos_emb_head_dim": 6,
+        "v_head_dim": 14,
+        "qk_norm": True,
+        "num_query_groups": 1,
+        "first_k_dense": 1,
+    },
+    "latent_queries_whole": {
+        "multi_latent_attention": True,
+        "kv_lora_rank": 18,
+        "qk_head_dim": 10,
+        "qk_pos_emb_head_dim": 6,
+        "v_head_dim": 14,
+        "qk_norm": True,
+        "normalization": "LayerNorm",
+        "use_moe": False,
+        "rope_scaling": "yarn",
+        "rope_scaling_factor": 4,
+        "add_bias_linear": True,
+    },
+    "dense_qkv_biased": {"use_moe": False, "qkv_bias": True, "rope_scaling": "yarn", "rope_scaling_factor": 4},
+    "dense_tied": {"use_moe": False, "tie_embeddings": True},
+}
+LAYOUTS: dict[int, dict[str, dict[str, int]]] = {
+    1: {"one": {}},
+    2: {"tp2": {"tp": 2}, "pp2_vpp2": {"pp": 2, "vpp": 2}, "ep2": {"ep": 2}, "pp2_first1": {"pp": 2, "first_stage_layers": 1}},
+    3: {"pp3_last2": {"pp": 3, "last_stage_layers": 2}},
+    4: {
+        "ep4": {"ep": 4},
+        "tp2_pp2": {"tp": 2, "pp": 2},
+        "tp2_pp2_vpp2_ep2": {"tp": 2, "pp": 2, "vpp": 2, "ep": 2},
+        "tp2_ep2_etp2": {"tp": 2, "ep": 2, "etp": 2},
+        "ep2_etp2": {"ep": 2, "etp": 2},
+        "tp2_cp2": {"tp": 2, "cp": 2},
+    },
+}
+# Of attention; every layout is one of the others.
+ATTENTION = {"moe_norm_over_heads", "latent", "latent_queries_whole", "dense_qkv_biased"}
+# Megatron has biases in experts with ETP=1 only.
+CASES = [
+    (variant, ranks, layout)
+    for variant in VARIANTS
+    for ranks in LAYOUTS
+    for layout in LAYOUTS[ranks]
+    if not (variant == "moe_biased" and "etp" in LAYOUTS[ranks][layout])
+    and (variant not in ATTENTION or layout in ("one", "tp2", "tp2_pp2_vpp2_ep2"))
+]
+
+# On one rank: (global name, rank inside its tensor parallel group, values) of every parameter and of every expert of it.
+Pieces = list[tuple[str, int, Tensor]]
+
+
+def settings_of(variant: str, num_ranks: int, layout: str) -> dict[str, Any]:
+    return MODEL | {"gpus_per_node": num_ranks} | VARIANTS[variant] | LAYOUTS[num_ranks][layout]
+
+
+def build_all(jobs: list[tuple[dict[str, Any], int]]) -> list[dict[str, Any]]:
+    """On one rank: builds the model of every job (settings, port), one after the other."""
+    return [_build(settings, port) for settings, port in jobs]
+
+
+def _build(settings: dict[str, Any], port: int) -> dict[str, Any]:
+    from moe_exp.engine import runtime
+    from moe_exp.engine.model import build_chunk, transformer_config
+
+    config = load_config(settings, {})
+    os.environ["MASTER_PORT"] = str(port)
+    rank = runtime.start(config)
+    chunks = [build_chunk(config, transformer_config(config), rank, stage) for stage in range(config.vpp or 1)]
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    sizes = {is_expert: sum(p.numel() for p in parameters if is_expert != getattr(p, "allreduce", True)) for is_expert in (False, True)}
+    pieces = [piece for chunk in chunks for piece in _pieces(chunk, rank.groups, tied=config.tie_embeddings)]
+    built = {"pp_rank": rank.groups.pp.rank(), "pieces": pieces, "dense": sizes[False], "expert": sizes[True]}
+    runtime.stop()
+    return built
+
+
+def _pieces(chunk: Any, groups: Any, *, tied: bool) -> Pieces:
+    pieces = []
+    for name, parameter in chunk.named_parameters():
+        parts = name.split(".")
+        if parts[:2] == ["decoder", "layers"]:
+            parts[2] = str(chunk.decoder.layers[int(parts[2])].layer_number - 1)
+        whole_name, value = ".".join(parts), parameter.detach().clone()
+        if tied and whole_name == "output_layer.weight":
+            whole_name = "embedding.word_embeddings.weight"
+        if ".mlp.experts." in name:
+            first = groups.ep.rank() * len(value)
+            pieces += [(f"{whole_name}.{first + index}", groups.expt_tp.rank(), expert) for index, expert in enumerate(value)]
+        else:
+            pieces.append((whole_name, groups.tp.rank(), value))
+    return pieces
+
+
+def assemble(pieces: Pieces, full: dict[str, Tensor], *, gated: bool) -> dict[str, Tensor]:
+    """Whole tensors by global name; every copy that more than one rank holds has to be the same to the bit."""
+    by_name: dict[str, dict[int, Tensor]] = {}
+    for name, rank, value in pieces:
+        assert torch.equal(by_name.setdefault(name, {}).setdefault(rank, value), value), f"{name}: copies differ"
+    return {name: _whole(name, [parts[rank] for rank in sorted(parts)], full[name].shape, gated=gated) for name, parts in by_name.items()}
+
+
+def _whole(name: str, parts: list[Tensor], shape: torch.Size, *, gated: bool) -> Tensor:
+    split = [dim for dim, size in enumerate(shape) if parts[0].size(dim) != size]
+    if not split:
+        assert all(torch.equal(part, parts[0]) for part in parts), f"{name}: copies differ"
+        return parts[0]
+    # Every rank of a gated first projection holds a part of the gate and the same part of what it multiplies.
+    if gated and any(key in name for key in ("linear_fc1", "experts.weight1")):
+        return torch.cat([half for side in (0, 1) for half in (part.chunk(2)[side] for part in parts)])
+    return torch.cat(parts, dim=split[0])
+
+
+@pytest.fixture(scope="session")
+def built() -> Callable[[str, int, str], list[dict[str, Any]]]:
+    """What each rank built for a variant and layout. All jobs of as many ranks share their processes, and their imports."""
+
+    @cache
+    def all_of(num_ranks: int) -> dict[tuple[str, str], list[dict[str, Any]]]:
+        names = [(variant, layout) for variant, ranks, layout in CASES if ranks == num_ranks]
+        jobs = [(settings_of(variant, num_ranks, layout), free_port()) for variant, layout in names]
+        by_rank = run_on_ranks(num_ranks, build_all, jobs, join=False, timeout=240)
+        return {name: [results[index] for results in by_rank] for index, name in enumerate(names)}
+
+    return lambda variant, num_ranks, layout: all_of(num_ranks)[variant, layout]
+
+
+@pytest.mark.parametrize(("variant", "num_ranks", "layout"), [case for case in CASES if case[1] > 1])
+def test_same_initial_weights(variant, num_ranks, layout, built):
+    one = {name: value for name, _, value in built(variant, 1, "one")[0]["pieces"]}
+    pieces = [piece for rank in built(variant, num_ranks, layout) for piece in rank["pieces"]]
+    whole = assemble(pieces, one, gated=load_config(settings_of(variant, 1, "one"), {}).gated)
+    assert set(whole) == set(one)
+    assert [name for name in one if not torch.equal(whole[name], one[name])] == []
+
+
+@pytest.mark.parametrize(("variant", "num_ranks", "layout"), CASES)
+def test_planner_counts_the_built_model(variant, num_ranks, layout, built):
+    config = load_config(settings_of(variant, num_ranks, layout), {})
+    ranks = built(variant, num_ranks, layout)
+    for rank in ranks:
+        planned = rank_parameters(config, rank["pp_rank"])
+        assert (planned.dense, planned.expert) == (rank["dense"], rank["expert"])
+    assert {rank["pp_rank"] for rank in ranks} == set(range(config.pp))
+    if num_ranks == 1:
+        assert count_parameters(config).total == ranks[0]["dense"] + ranks[0]["expert"]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_weight_is_drawn_by_itself_with_its_deviation(variant, built):
+    weights = {name: value for name, _, value in built(variant, 1, "one")[0]["pieces"]}
+    matrices = {name: value for name, value in weights.items() if value.dim() == 2}
+    for name, value in matrices.items():
+        to_residual = any(key in name for key in ("linear_proj", "linear_fc2", "weight2"))
+        few = 4 / math.sqrt(value.numel())  # the gate of the shared expert has 32 values
+        assert value.std().item() == pytest.approx(0.02 / math.sqrt(8) if to_residual else 0.02, rel=max(0.15, few)), name
+        assert abs(value.mean().item()) < max(0.2, few) * value.std().item(), name
+    assert len({value.sum().item() for value in matrices.values()}) == len(matrices)
+    for name, value in weights.items():
+        if value.dim() == 1:
+            assert set(value.tolist()) == {0.0 if ".bias" in name else 1.0}, name

@@ -1,0 +1,75 @@
+"""fp16: all parts of the optimizer have one loss scale, so that the experts' gradients are what they are in fp32."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from helpers.checkpoint.small_job import small_settings, write_tokens
+from helpers.ranks import free_port, run_on_ranks
+from moe_exp.config import load_config
+
+
+def train_some(settings: dict[str, Any], port: int) -> dict[str, Any]:
+    """On one rank: iterations on one batch until a step is made, two where a dense gradient of the last rank overflows, one more."""
+    import torch
+
+    from moe_exp import train
+    from moe_exp.engine import runtime
+    from moe_exp.training.interval import Interval
+
+    from megatron.core.utils import get_model_config
+
+    os.environ["MASTER_PORT"] = str(port)
+    config = load_config(settings, {})
+    job, progress = train.build(config, runtime.start(config))
+    interval = Interval(config, job.runtime, job.trained.model)
+    model_settings = get_model_config(job.trained.model[0])
+    dense = [parameter for parameter in job.trained.model[0].parameters() if getattr(parameter, "allreduce", True)]
+    finalize, overflows = model_settings.finalize_model_grads_func, []
+
+    def spoilt(*args: Any, **kwargs: Any) -> None:
+        finalize(*args, **kwargs)
+        if overflows and torch.distributed.get_rank() == config.world_size - 1:
+            for parameter in dense:
+                parameter.main_grad.fill_(float("inf"))
+
+    model_settings.finalize_model_grads_func = spoilt
+    found: dict[str, Any] = {"scales": [], "updated": [], "grad_norms": []}
+
+    def iterate() -> bool:
+        progress.consumed_samples = 0
+        step = train.train_step(job, progress, interval, count_zeros=False)
+        found["scales"].append([float(part.get_loss_scale()) for part in job.trained.optimizer.chained_optimizers])
+        found["updated"].append(step.updated)
+        found["grad_norms"].append(step.grad_norm)
+        return step.updated
+
+    while not iterate():
+        pass
+    overflows.append(True)
+    iterate(), iterate()
+    overflows.clear()
+    iterate()
+    runtime.stop()
+    return found
+
+
+@pytest.mark.parametrize("layout", [{}, {"gpus_per_node": 2, "ep": 2}], ids=["1", "EP=2"])
+def test_a_part_that_overflows_alone_takes_all_others_along(tmp_path, layout):
+    write_tokens(tmp_path)
+    found = {}
+    for dtype in ("fp16", "fp32"):
+        settings = small_settings(tmp_path, f"run_{dtype}", dtype=dtype, num_workers=0, **layout)
+        found[dtype] = run_on_ranks(settings["gpus_per_node"], train_some, settings, free_port(), join=False)
+    for rank in found["fp16"]:
+        assert len(rank["scales"][0]) == 2  # dense parameters and experts
+        assert all(len(set(scales)) == 1 for scales in rank["scales"])
+        assert rank["scales"] == found["fp16"][0]["scales"]
+        assert rank["updated"][-4:] == [True, False, False, True]
+        assert rank["scales"][-1][0] < rank["scales"][-4][0]
+        # Of the first step and of the one after the overflows: where the scales differ, that of the experts is off by their ratio.
+        assert rank["grad_norms"][-4] == pytest.approx(found["fp32"][0]["grad_norms"][0], rel=2e-3)
+        assert rank["grad_norms"][-1] == pytest.approx(found["fp32"][0]["grad_norms"][-1], rel=2e-3)

@@ -1,0 +1,48 @@
+"""CROSS_ENTROPY=triton computes Megatron's loss: the same losses and gradients of the whole model, at TP 1 and 2."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from helpers.ranks import run_on_ranks
+from helpers.relative_error import relative_error
+from moe_exp.config import load_config
+from moe_exp.engine import runtime
+from moe_exp.engine.model import build_model
+
+TINY = {
+    "preset": "cpu", "num_layers": "1", "hidden_size": "32", "ffn_hidden_size": "48", "num_heads": "2", "num_query_groups": "2",
+    "seq_len": "12", "vocab_size": "500", "num_experts": "2",
+}  # fmt: skip
+
+
+def losses_and_gradients(tp, kinds):
+    """Losses [B, S] and all gradients of this rank, for each kind of cross entropy."""
+    results, rank = [], None
+    for kind in kinds:
+        config = load_config(TINY | {"gpus_per_node": str(tp), "tp": str(tp), "cross_entropy": kind}, environ={})
+        rank = rank or runtime.start(config)
+        (model,) = build_model(config, rank)
+        tokens = torch.randint(500, (2, 13), generator=torch.Generator().manual_seed(0))
+        positions = torch.arange(12).expand(2, 12)
+        losses = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
+        weights = torch.rand(losses.shape, generator=torch.Generator().manual_seed(1))
+        (losses * weights).sum().backward()
+        results.append((losses.detach(), {name: parameter.main_grad.clone() for name, parameter in model.named_parameters()}))
+    runtime.stop()
+    return type(model.module).__name__, results
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_same_loss_and_gradients(tp):
+    for name, ((expected, expected_grads), (losses, grads)) in run_on_ranks(
+        tp, losses_and_gradients, tp, ["megatron", "triton"], join=False
+    ):
+        assert name == "GPTModelWithOwnLoss"
+        assert losses.shape == (2, 12)
+        assert losses.dtype == torch.float32
+        assert relative_error(losses, expected) < 1e-6
+        assert grads.keys() == expected_grads.keys()
+        for key, grad in grads.items():
+            assert relative_error(grad, expected_grads[key]) < 1e-5, key

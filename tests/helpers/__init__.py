@@ -1,0 +1,34 @@
+"""What tests share; tests find it as `helpers`, since tests/ is on their path (pyproject.toml).
+
+Starting things:
+    ranks.py              a function on several gloo ranks of this machine
+    whole_runs.py         whole runs as a user starts them, by the script with settings from the environment
+    under_torchrun.py     tests that are torchrun scripts as well
+    net_hosts.py          hosts in network namespaces of this machine; needs root and iproute2
+    slurm/stand_in.py     a SLURM for chains of jobs: sbatch, squeue, srun, scancel and scontrol as programs
+    slurm/cluster.py      a SLURM whose queue a test controls
+    hub_server.py         a Hugging Face hub on 127.0.0.1 that fails as it is told to
+    watch/smtp_sink.py    a mail server that keeps what it is sent
+    chromium.py           a headless browser
+
+Models, data and run folders:
+    model_on_ranks.py     trains whole models on a layout: losses, gradients, norms
+    built_ranks.py        any rank of a world of any size, on torch's meta device
+    mesh_model.py         a torch-native MoE language model around our layer
+    planned.py            models, devices and constants of the planner's tests
+    spiking_data.py       token files on which the loss spikes
+    run_folders.py        run folders as a trainer leaves them
+    watch/watched_run.py  a run folder and a squeue as the watchdog sees them
+    checkpoint/           ckpt_files (without ranks), small_job (inside ranks), legs (training in legs)
+    hf/                   tiny_models of transformers, hf_checkpoint (their weights here), logits_on_ranks
+    layers/               tiny_moe, references (formulas and loops to compare with), layout_job, megatron_pair, attention_pair;
+                          for kernels: backward_cases, compiled, kernel_device
+
+Measures:
+    relative_error.py     norm of the difference over norm of the reference, in float64
+    file_limit.py         a disk that is full for this process
+"""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]

@@ -1,0 +1,147 @@
+"""Training in legs: a leg starts at iteration 0 or from a checkpoint, on whatever layout, and may save on its way.
+
+`run_legs` trains every leg with `moe_exp.train`'s own step, in processes of this test session instead of under torchrun: legs of
+equally many ranks run one after the other in the same processes, each with model, optimizer and process groups of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from helpers.ranks import free_port, run_on_ranks
+from moe_exp.config import Config, load_config
+from moe_exp.data.tokens.tokens import BinIdxWriter
+
+VOCAB = 128
+# Every size differs from the others, so that no two axes can be mixed up unseen. The learning rate moves at every step.
+MODEL: dict[str, Any] = {
+    "preset": "cpu", "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "moe_ffn_hidden_size": 24, "num_heads": 4,
+    "num_query_groups": 2, "seq_len": 16, "vocab_size": VOCAB, "num_experts": 8, "topk": 2, "mbsz": 1, "gbsz": 8, "train_iters": 20,
+    "warmup_iters": 10, "decay_iters": 20, "lr": 1e-3, "aux_loss_coeff": 0.01, "z_loss_coeff": 1e-3, "eval_interval": 0,
+    "dtype": "fp32", "num_workers": 0,
+}  # fmt: skip
+
+
+class Step(NamedTuple):
+    """What an iteration shows."""
+
+    lm_loss: float
+    balancing_loss: float | None
+    z_loss: float | None
+    grad_norm: float
+    params_norm: float
+    learning_rate: float
+    tokens_per_expert: list[list[int]]
+
+
+@dataclass(frozen=True)
+class Leg:
+    """Args:
+    settings: on top of MODEL and the data; `gpus_per_node` is the number of ranks.
+    start: checkpoints folder to go on from; None: iteration 0.
+    steps: iterations to make.
+    saves: iteration to the checkpoints folder that is written after it, that of the start included.
+    """
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    start: Path | None = None
+    steps: int = 20
+    saves: Mapping[int, Path] = field(default_factory=dict)
+
+    @property
+    def config(self) -> Config:
+        return load_config(MODEL | dict(self.settings), {})
+
+
+def write_data(folder: Path) -> Path:
+    """Token files with something to learn in them; returns their prefix."""
+    generator = np.random.default_rng(0)
+    with BinIdxWriter(folder / "tokens", vocab_size=VOCAB) as writer:
+        for _ in range(60):
+            first, step = generator.integers(1, VOCAB), generator.integers(1, 5)
+            writer.add_document(1 + (first + step * np.arange(generator.integers(30, 90))) % (VOCAB - 1))
+    return folder / "tokens"
+
+
+def run_legs(legs: Sequence[Leg], *, timeout: float = 300.0) -> list[list[Step]]:
+    """Runs legs of equally many ranks; the steps of each."""
+    (num_ranks,) = {leg.config.world_size for leg in legs}
+    jobs = [(leg, free_port()) for leg in legs]
+    found: list[list[Step]] = run_on_ranks(num_ranks, run_on_rank, jobs, join=False, timeout=timeout)[0]
+    return found
+
+
+def run_on_rank(jobs: Sequence[tuple[Leg, int]]) -> list[list[Step]]:
+    """Every leg on this rank."""
+    return [_run(leg, port) for leg, port in jobs]
+
+
+def _run(leg: Leg, port: int) -> list[Step]:
+    from moe_exp import train
+    from moe_exp.checkpoint.load import load
+    from moe_exp.checkpoint.save import save
+    from moe_exp.checkpoint.state import Progress
+    from moe_exp.engine import runtime
+    from moe_exp.training.interval import Interval
+
+    config = leg.config
+    os.environ["MASTER_PORT"] = str(port)
+    rank = runtime.start(config)
+    job = build_job(config, rank)
+    progress = load(config, rank, leg.start, job.trained) if leg.start else Progress()
+    interval, steps = Interval(config, rank, job.trained.model), []
+    for step in range(leg.steps + 1):
+        if step:
+            grad_norm = train.train_step(job, progress, interval, count_zeros=False).grad_norm
+            steps.append(_step(job, progress, interval, grad_norm))
+        if progress.iteration in leg.saves:
+            save(config, rank, leg.saves[progress.iteration], job.trained, progress)
+    runtime.stop()
+    return steps
+
+
+def build_job(config: Config, rank: Any) -> Any:
+    """What `train.build` builds, without a run folder."""
+    from moe_exp import train
+    from moe_exp.checkpoint.state import Trained
+    from moe_exp.engine.model import build_model
+    from moe_exp.engine.optim import BatchSchedule, build_optimizer, build_scheduler
+    from moe_exp.runs.run_folder import RunFolder
+    from moe_exp.training.samples import build_data
+
+    model = build_model(config, rank)
+    optimizer = build_optimizer(config, model)
+    trained = Trained(model, optimizer, build_scheduler(config, optimizer))
+    train.connect(model, trained)
+    samples, _ = build_data(config)
+    return train.Job(config, rank, RunFolder(Path(config.run_dir)), trained, samples, None, BatchSchedule(config))
+
+
+def _step(job: Any, progress: Any, interval: Any, grad_norm: float) -> Step:
+    record = interval.record(
+        progress, learning_rate=job.trained.optimizer.param_groups[0]["lr"], grad_norm=grad_norm, num_zeros=None, loss_scale=1.0
+    )
+    names = ("lm_loss", "load_balancing_loss", "z_loss", "grad_norm", "params_norm", "learning_rate")
+    return Step(*(record[name] for name in names), [layer["tokens_per_expert"] for layer in record["experts"]])
+
+
+def deviations(steps: Sequence[Step], expected: Sequence[Step]) -> dict[str, float]:
+    """Largest relative deviation over the steps of every value that is a number."""
+    assert len(steps) == len(expected) > 0
+    found = {}
+    for name in Step._fields[:6]:
+        pairs = [(getattr(step, name), getattr(right, name)) for step, right in zip(steps, expected, strict=True)]
+        if pairs[0][1] is not None:
+            found[name] = max(abs(value - right) / abs(right) for value, right in pairs)
+    return found
+
+
+def moved(leg: Leg, **changes: Any) -> Leg:
+    """`leg` with other settings as well."""
+    return replace(leg, settings={**leg.settings, **changes})

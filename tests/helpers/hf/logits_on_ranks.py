@@ -1,0 +1,56 @@
+"""Logits of our model from a checkpoints folder, on the ranks of a layout."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from helpers.ranks import free_port, run_on_ranks
+
+
+def our_logits(folders: list[Path], tokens: Tensor, *, num_ranks: int = 1, timeout: float = 240.0, **layout: int) -> list[Tensor]:
+    """fp32 logits [B, S, V] of every checkpoints folder, in the type of its weights; `layout` are settings such as `ep`."""
+    names = [str(folder) for folder in folders]
+    return run_on_ranks(num_ranks, _all_logits, names, tokens, layout, free_port(), join=False, timeout=timeout)[0]
+
+
+def _all_logits(folders: list[str], tokens: Tensor, layout: dict[str, int], port: int) -> list[Tensor]:
+    from moe_exp.checkpoint.format.folders import one_checkpoint
+    from moe_exp.checkpoint.format.torch_dist import read_common
+    from moe_exp.config import Config
+    from moe_exp.engine import runtime
+
+    os.environ["MASTER_PORT"] = str(port)
+    found = []
+    for index, folder in enumerate(folders):
+        saved = read_common(one_checkpoint(Path(folder)))["config"]
+        alone = {"gpus_per_node": int(os.environ["WORLD_SIZE"]), "tp": 1, "ep": 1, "pp": 1, "vpp": None, "mbsz": 1, "gbsz": 4}
+        layout_of_it = layout if saved["use_moe"] else {**layout, "ep": 1}
+        config = Config(**{**saved, **alone, **layout_of_it, "seq_len": tokens.size(1)})
+        if index == 0:
+            rank = runtime.start(config)
+        found.append(_logits(config, rank, folder, tokens))
+    return found
+
+
+def _logits(config: Any, rank: Any, folder: str, tokens: Tensor) -> Tensor:
+    from moe_exp.checkpoint.format.folders import one_checkpoint
+    from moe_exp.checkpoint.load import load_weights
+    from moe_exp.checkpoint.state import Trained
+    from moe_exp.engine.model import build_model
+    from moe_exp.engine.optim import build_optimizer, build_scheduler
+
+    model = build_model(config, rank)
+    optimizer = build_optimizer(config, model)
+    load_weights(rank, one_checkpoint(Path(folder)), Trained(model, optimizer, build_scheduler(config, optimizer)))
+    (chunk,) = model
+    chunk.eval()
+    with torch.no_grad():
+        logits = chunk(tokens, torch.arange(tokens.size(1)).expand_as(tokens), None).float()
+    parts = [torch.empty_like(logits) for _ in range(rank.groups.tp.size())]
+    torch.distributed.all_gather(parts, logits, group=rank.groups.tp)
+    return torch.cat(parts, dim=-1)[..., : config.vocab_size]

@@ -1,0 +1,243 @@
+"""megatron-core's own MoELayer with SequentialMLP and our layer with the same weights, on the ranks of one job; for test_megatron.py."""
+
+import warnings
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from helpers.relative_error import relative_errors
+from moe_exp.layers.dispatcher import AllToAllDispatcher
+from moe_exp.layers.dispatcher.allgather import AllGatherDispatcher
+from moe_exp.layers.experts import Experts
+from moe_exp.layers.losses import AuxLoss
+from moe_exp.layers.moe_layer import MoELayer, MoESettings
+from moe_exp.layers.router import Router, RouterConfig
+from moe_exp.layers.shared import SharedExpert
+
+with warnings.catch_warnings():
+    # Megatron warns at import of modules of its own that it has moved.
+    warnings.simplefilter("ignore")
+    from moe_exp.layers.spec import moe_submodule_spec
+
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping, get_default_pg_collection
+    from megatron.core.transformer.spec_utils import build_module
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+__all__ = ["apply_router_token_dropping", "compare_on_rank"]
+
+HIDDEN, FFN, EXPERTS, SHARED_FFN = 24, 20, 8, 12
+LENGTH, SEQUENCES = 12, 3
+DISPATCHERS = {"alltoall": AllToAllDispatcher, "allgather": AllGatherDispatcher}
+Tensors = dict[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Settings under which the two layers are the same function.
+
+    Args:
+        megatron: fields of TransformerConfig.
+        router: fields of our RouterConfig for the plain layer; the one in Megatron reads TransformerConfig.
+        settings: fields of our MoESettings for the plain layer.
+        ours: fields of TransformerConfig that are others for our layer in Megatron.
+        shared: SharedExpert of the plain layer: None, or whether it has a gate.
+        activation: our name of it.
+        dispatchers: Megatron's that allow these settings.
+        passes: forward and backward passes before the one that is compared, each a global batch of its own.
+        only_ep: the expert parallel size at which the definitions agree; None for every one.
+    """
+
+    megatron: dict[str, Any] = field(default_factory=dict)
+    router: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    ours: dict[str, Any] = field(default_factory=dict)
+    shared: bool | None = None
+    activation: str = "swiglu"
+    dispatchers: tuple[str, ...] = ("alltoall", "allgather")
+    passes: int = 0
+    only_ep: int | None = None
+
+
+def balancing(**coeffs: float) -> dict[str, Any]:
+    """Megatron's settings of several balancing losses."""
+    return {"moe_router_load_balancing_type": list(coeffs), "moe_aux_loss_coeff": list(coeffs.values())}
+
+
+def losses(**coeffs: float) -> dict[str, Any]:
+    """The same as MoESettings."""
+    return {"losses": tuple(AuxLoss(kind, coeff) for kind, coeff in coeffs.items())}
+
+
+def megatron_config(ep: int, dispatcher: str, settings: dict[str, Any]) -> TransformerConfig:
+    sizes = {"num_layers": 1, "hidden_size": HIDDEN, "num_attention_heads": 2, "num_moe_experts": EXPERTS}
+    sizes |= {"ffn_hidden_size": FFN, "moe_ffn_hidden_size": FFN}
+    defaults = {"moe_router_topk": 2, "moe_router_pre_softmax": True, "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
+    defaults |= {
+        "gated_linear_unit": True,
+        "activation_func": nn.functional.silu,
+        "add_bias_linear": False,
+        "bias_activation_fusion": False,
+    }
+    fixed = {"moe_token_dispatcher_type": dispatcher, "expert_model_parallel_size": ep, "params_dtype": torch.float32}
+    return TransformerConfig(**sizes, **fixed, **(defaults | settings))
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def draw_weights(theirs: nn.Module, first_expert: int) -> None:
+    """Weights of Megatron's layer, each expert by its global number, at which no part is lost in another's rounding."""
+    with torch.no_grad():
+        theirs.router.weight.copy_(random(EXPERTS, HIDDEN, seed=1) * HIDDEN**-0.5)
+        if theirs.router.expert_bias is not None:
+            theirs.router.expert_bias.copy_(0.3 * random(EXPERTS, seed=2))
+        for index, expert in enumerate(theirs.experts.local_experts, start=first_expert):
+            for seed, weight in enumerate((expert.linear_fc1.weight, expert.linear_fc2.weight)):
+                weight.copy_(random(*weight.shape, seed=100 + 2 * index + seed) * weight.size(1) ** -0.5)
+        if theirs.shared_experts is not None:
+            for seed, weight in enumerate(theirs.shared_experts.parameters(), start=10):
+                weight.copy_(random(*weight.shape, seed=seed) * weight.size(1) ** -0.5)
+
+
+def copy_weights(theirs: nn.Module, router: Router, experts: Experts) -> None:
+    with torch.no_grad():
+        router.weight.copy_(theirs.router.weight)
+        if theirs.router.expert_bias is not None:
+            router.expert_bias.copy_(theirs.router.expert_bias)
+        experts.weight1.copy_(torch.stack([expert.linear_fc1.weight for expert in theirs.experts.local_experts]))
+        experts.weight2.copy_(torch.stack([expert.linear_fc2.weight for expert in theirs.experts.local_experts]))
+
+
+def in_megatron(theirs: nn.Module, config: TransformerConfig, dispatcher: str) -> nn.Module:
+    """Our layer in the place of Megatron's, built from the same TransformerConfig."""
+    layer = build_module(moe_submodule_spec("loop", dispatcher=dispatcher), config=config)
+    layer.set_layer_number(1)
+    copy_weights(theirs, layer.router, layer.experts)
+    if theirs.shared_experts is not None:
+        layer.shared_experts.load_state_dict(theirs.shared_experts.state_dict())
+    return layer
+
+
+def plain(theirs: nn.Module, pair: Pair, dispatcher: str) -> MoELayer:
+    """Our layer without Megatron."""
+    ep_group = get_default_pg_collection().ep
+    router = Router(RouterConfig(hidden_size=HIDDEN, num_experts=EXPERTS, **({"topk": 2} | pair.router)))
+    sizes = {"num_local_experts": EXPERTS // ep_group.size(), "hidden_size": HIDDEN, "ffn_size": FFN}
+    experts = Experts(**sizes, activation=pair.activation, backend="loop")
+    copy_weights(theirs, router, experts)
+    shared = None
+    if pair.shared is not None:
+        shared = SharedExpert(hidden_size=HIDDEN, ffn_size=SHARED_FFN, activation=pair.activation, gate=pair.shared)
+        with torch.no_grad():
+            shared.weight1.copy_(theirs.shared_experts.linear_fc1.weight)
+            shared.weight2.copy_(theirs.shared_experts.linear_fc2.weight)
+            if shared.gate_weight is not None:
+                shared.gate_weight.copy_(theirs.shared_experts.gate_weight)
+    transport = DISPATCHERS[dispatcher](EXPERTS, ep_group=ep_group, etp_group=None)
+    settings = MoESettings(**pair.settings, batch_dim=1)
+    return MoELayer(router=router, dispatcher=transport, experts=experts, settings=settings, shared=shared)
+
+
+def run(layer: nn.Module, passes: int) -> Tensors:
+    """Output, gradients and token counts of the last of `passes` + 1 global batches of one micro-batch per rank, all alike."""
+    rank = dist.get_rank()
+    for _ in range(passes + 1):
+        layer.zero_grad()
+        x = random(LENGTH, SEQUENCES, HIDDEN, seed=1000 + rank).requires_grad_()
+        y, loss = layer(x)
+        # Under Megatron the losses are attached to the output, and the second value is a bias that there is none of.
+        total = (y * random(LENGTH, SEQUENCES, HIDDEN, seed=2000 + rank)).sum() / 10
+        (total if loss is None else total + loss).backward()
+        counts = getattr(layer.router, "local_tokens_per_expert", None)
+        counts = None if counts is None else counts.clone()
+        _end_of_batch(layer)
+    found = {"y": y.detach(), "x": x.grad, "router": layer.router.weight.grad}
+    return found | _expert_gradients(layer) | ({} if counts is None else {"tokens per expert": counts})
+
+
+def _end_of_batch(layer: nn.Module) -> None:
+    """What Megatron's finalize_model_grads does, without the step of the expert bias."""
+    group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    if hasattr(layer.router, "reset_global_aux_loss_tracker"):
+        layer.router.reset_global_aux_loss_tracker()
+    else:
+        layer.router.end_of_global_fractions(group)
+    if getattr(layer.router, "local_tokens_per_expert", None) is not None:
+        layer.router.local_tokens_per_expert.zero_()
+
+
+def _expert_gradients(layer: nn.Module) -> Tensors:
+    if isinstance(layer.experts, Experts):
+        found = {"weight1": layer.experts.weight1.grad, "weight2": layer.experts.weight2.grad}
+    else:
+        experts = layer.experts.local_experts
+        found = {
+            "weight1": torch.stack([expert.linear_fc1.weight.grad for expert in experts]),
+            "weight2": torch.stack([expert.linear_fc2.weight.grad for expert in experts]),
+        }
+    shared = getattr(layer, "shared", None) or getattr(layer, "shared_experts", None)
+    if shared is None:
+        return found
+    is_ours = isinstance(shared, SharedExpert)
+    weights = (shared.weight1, shared.weight2) if is_ours else (shared.linear_fc1.weight, shared.linear_fc2.weight)
+    found |= {"shared weight1": weights[0].grad, "shared weight2": weights[1].grad}
+    return found if shared.gate_weight is None else found | {"shared gate": shared.gate_weight.grad}
+
+
+def start_megatron(ep: int) -> None:
+    """Megatron's groups on the ranks of this job: EP folded into data parallelism."""
+    warnings.simplefilter("ignore")
+    # Two mends of megatron-core 0.16.1, which our package does not need, as it uses neither its router nor its dispatchers:
+    # without Transformer Engine the router reads a name that is not defined,
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    # and without CUDA the splits of an all-to-all stay tensors, which torch.distributed refuses.
+    if not torch.cuda.is_available():
+        token_dispatcher.maybe_move_tensor_to_cpu = _as_list
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=ep, create_gloo_process_groups=False)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+
+
+def _as_list(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.tolist() if as_numpy and isinstance(tensor, Tensor) else tensor
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What one rank found for a pair.
+
+    Args:
+        errors: relative error of every tensor, by kind of our layer and Megatron's dispatcher.
+        effect: relative change of the router's gradient where the plain layer is left without its capacity and losses.
+    """
+
+    errors: dict[str, dict[str, float]]
+    effect: float
+
+
+def compare_on_rank(ep: int, pairs: dict[str, Pair]) -> dict[str, Comparison]:
+    """Both kinds of our layer against Megatron's, for every pair and each of its dispatchers."""
+    start_megatron(ep)
+    first_expert = parallel_state.get_expert_model_parallel_rank() * (EXPERTS // ep)
+    found = {}
+    for name, pair in pairs.items():
+        errors = {}
+        for dispatcher in pair.dispatchers:
+            config = megatron_config(ep, dispatcher, pair.megatron)
+            theirs = build_module(get_moe_module_spec(use_te=False, num_experts=EXPERTS), config=config)
+            theirs.set_layer_number(1)
+            draw_weights(theirs, first_expert)
+            expected = run(theirs, pair.passes)
+            our_config = megatron_config(ep, dispatcher, pair.megatron | pair.ours)
+            for kind, layer in (("in Megatron", in_megatron(theirs, our_config, dispatcher)), ("plain", plain(theirs, pair, dispatcher))):
+                errors[f"{kind}, {dispatcher}"] = relative_errors(run(layer, pair.passes), expected)
+        without = run(plain(theirs, replace(pair, settings={}), dispatcher), pair.passes)
+        found[name] = Comparison(errors, relative_errors(without, expected)["router"])
+    return found

@@ -1,0 +1,56 @@
+"""What tests of several parts of the layer compare with: activations by formula, drops by a loop, process groups, counted waits."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def formula(name: str, x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    if name == "swiglu":
+        return gate / (1 + torch.exp(-gate)) * up
+    if name == "geglu":
+        return 0.5 * gate * (1 + torch.erf(gate / math.sqrt(2))) * up
+    if name == "gelu":
+        return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
+    assert name == "squared_relu"
+    return x.clamp(min=0) ** 2
+
+
+def kept_by_loop(experts: list[list[int]], weights: list[list[float]], capacity: int) -> list[list[bool]]:
+    slots = [(t, k) for t in range(len(experts)) for k in range(len(experts[t]))]
+    kept = [[False] * len(row) for row in experts]
+    for expert in {expert for row in experts for expert in row}:
+        queue = sorted((slot for slot in slots if experts[slot[0]][slot[1]] == expert), key=lambda slot: -weights[slot[0]][slot[1]])
+        for t, k in queue[:capacity]:
+            kept[t][k] = True
+    return kept
+
+
+def make_groups(ep: int, etp: int):
+    # Megatron's order: neighbours share an expert, every ETP-th rank the expert parallel group.
+    ep_groups = [dist.new_group(list(range(i, ep * etp, etp))) for i in range(etp)]
+    etp_groups = [dist.new_group(list(range(i * etp, (i + 1) * etp))) for i in range(ep)]
+    rank = dist.get_rank()
+    return {"ep_group": ep_groups[rank % etp], "etp_group": etp_groups[rank // etp]}
+
+
+class Waits(TorchDispatchMode):
+    """Counts what makes the host wait for a GPU: values that become Python numbers, and shapes that depend on values."""
+
+    BY_VALUE = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "bincount", "equal", "is_nonzero")
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.__name__.partition(".")[0]
+        unsized = name == "repeat_interleave" and (kwargs or {}).get("output_size") is None
+        by_mask = name in ("index", "index_put_") and any(index is not None and index.dtype == torch.bool for index in args[1])
+        self.count += name in self.BY_VALUE or unsized or by_mask
+        return function(*args, **(kwargs or {}))

@@ -1,0 +1,197 @@
+"""Starts whole runs as a user does, by the script with settings from the environment, and reads what they leave.
+
+conftest.py has two fixtures: `runs`, with a run folder of its own for every test, and `session_runs`, with one for all.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from helpers import ROOT
+from helpers.ranks import free_port
+from moe_exp.config import Config
+from moe_exp.host.exit_codes import TO_BE_CONTINUED
+from moe_exp.runs.records import read_metrics
+from moe_exp.runs.run_folder import RunFolder
+
+SCRIPT = ROOT / "moe_exp" / "scripts" / "run_moe_from_scratch.sh"
+SETTINGS = {name.upper() for name in Config.model_fields}
+
+# A model for which a run is little more than its imports. The learning rate moves at every step.
+TINY = {
+    "PRESET": "cpu", "GPUS_PER_NODE": 1, "NUM_LAYERS": 4, "HIDDEN_SIZE": 64, "FFN_HIDDEN_SIZE": 96, "SEQ_LEN": 64, "NUM_EXPERTS": 8,
+    "TOPK": 2, "MBSZ": 1, "GBSZ": 8, "TRAIN_ITERS": 20, "WARMUP_ITERS": 10, "DECAY_ITERS": 20, "LR": 0.001, "Z_LOSS_COEFF": 0.001,
+    "LOG_INTERVAL": 1, "EVAL_INTERVAL": 0, "SAVE_INTERVAL": 0,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class EndedRun:
+    """A run that has ended: exit code, what it printed and its folder."""
+
+    code: int
+    stdout: str
+    stderr: str
+    folder: RunFolder
+
+    @property
+    def text(self) -> str:
+        """Everything it printed."""
+        return self.stdout + self.stderr
+
+    def records(self, kind: str = "train") -> list[dict[str, Any]]:
+        """Records of metrics.jsonl in order."""
+        return [record for record in read_metrics(self.folder.metrics) if record["kind"] == kind]
+
+    def curve(self, name: str) -> list[Any]:
+        """One value of every train record."""
+        return [record[name] for record in self.records()]
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Where runs of a test are kept, and how they are started. Settings are environment variables, above those of TINY."""
+
+    run_dir: Path
+    data_dir: Path
+
+    def folder(self, name: str) -> RunFolder:
+        """Run folder of the run `name`."""
+        return RunFolder(self.run_dir / name)
+
+    def environ(self, name: str, *, tiny: bool = True, **settings: Any) -> dict[str, str]:
+        """Environment for the run `name`, `tiny` or as the settings alone say."""
+        places = {
+            "RUN_DIR": self.run_dir,
+            "RUN_NAME": name,
+            "DATA_DIR": self.data_dir,
+            "MASTER_PORT": free_port(),
+            "PYTHON": sys.executable,
+        }
+        return clean_environ(**places, **{**(TINY if tiny else {}), **settings})
+
+    def start(self, name: str, *flags: str, under: Sequence[str] = (), **settings: Any) -> subprocess.Popen[str]:
+        """Starts the run `name` with settings as in `environ`; `flags` go to the script, `under` is a command that starts it."""
+        # Files, not pipes: ranks that outlive the launcher would keep those open. A session of its own, out of reach of Ctrl-C.
+        with self._stream(name, "out").open("w") as out, self._stream(name, "err").open("w") as err:
+            command, environ = [*under, "bash", str(SCRIPT), *flags], self.environ(name, **settings)
+            return subprocess.Popen(command, env=environ, stdout=out, stderr=err, text=True, start_new_session=True)
+
+    def end(self, name: str, process: subprocess.Popen[str], *, timeout: float = 240.0) -> EndedRun:
+        """Waits for the end of a run that `start` started."""
+        try:
+            process.wait(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise AssertionError(f"{name} did not end in {timeout} s:\n{self.printed(name)}") from None
+        out, err = (self._stream(name, kind).read_text() for kind in ("out", "err"))
+        return EndedRun(process.returncode, out, err, self.folder(name))
+
+    def run(self, name: str, *flags: str, **settings: Any) -> EndedRun:
+        """Runs to the end, whatever that is."""
+        return self.end(name, self.start(name, *flags, **settings))
+
+    def succeed(self, name: str, *flags: str, **settings: Any) -> EndedRun:
+        """Runs to the end, which has to be exit code 0."""
+        ended = self.run(name, *flags, **settings)
+        assert ended.code == 0, ended.text
+        return ended
+
+    def stopped(self, name: str, *flags: str, **settings: Any) -> EndedRun:
+        """Runs until it has saved and ended before TRAIN_ITERS, by EXIT_INTERVAL for instance: exit code 75."""
+        ended = self.run(name, *flags, **settings)
+        assert ended.code == TO_BE_CONTINUED, ended.text
+        return ended
+
+    def printed(self, name: str) -> str:
+        """What a run has printed so far."""
+        return "".join(self._stream(name, kind).read_text() for kind in ("out", "err"))
+
+    def wait_for_iteration(self, name: str, process: subprocess.Popen[str], iteration: int, *, timeout: float = 120.0) -> None:
+        """Returns once the train record of `iteration` is written."""
+        metrics, deadline = self.folder(name).metrics, time.monotonic() + timeout
+        while not (metrics.exists() and any(r["kind"] == "train" and r["iteration"] >= iteration for r in read_metrics(metrics))):
+            assert process.poll() is None, f"the run ended before iteration {iteration}:\n{self.printed(name)}"
+            assert time.monotonic() < deadline, f"no iteration {iteration} in {timeout} s:\n{self.printed(name)}"
+            time.sleep(0.05)
+
+    def wait_for_start(self, name: str, process: subprocess.Popen[str], number: int, *, timeout: float = 120.0) -> None:
+        """Returns once the ranks of a run have started training `number` times."""
+        metrics, deadline = self.folder(name).metrics, time.monotonic() + timeout
+        while not metrics.exists() or sum(r.get("event") in ("start", "resume") for r in read_metrics(metrics)) < number:
+            assert process.poll() is None, f"the run ended before start {number}:\n{self.printed(name)}"
+            assert time.monotonic() < deadline, f"no start {number} in {timeout} s:\n{self.printed(name)}"
+            time.sleep(0.05)
+
+    def _stream(self, name: str, kind: str) -> Path:
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        return self.run_dir.parent / f"{self.run_dir.name}.{name}.{kind}"
+
+
+def clean_environ(**settings: Any) -> dict[str, str]:
+    """This environment without the settings of whoever runs the tests, and with `settings`; kernels are not interpreted in it."""
+    environ = {name: value for name, value in os.environ.items() if name not in {*SETTINGS, "PYTHONPATH", "TRITON_INTERPRET"}}
+    return environ | {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in settings.items()}
+
+
+def ranks_of(launcher: subprocess.Popen[str]) -> dict[int, int]:
+    """Process ids of the ranks of a run by rank, from their environment (Linux)."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            environ = dict(line.partition("=")[::2] for line in (folder / "environ").read_text().split("\0"))
+            parents = _ancestors(int(folder.name))
+        except OSError:
+            continue  # it ended meanwhile, or is not ours
+        if "LOCAL_RANK" in environ and launcher.pid in parents:
+            found[int(environ["RANK"])] = int(folder.name)
+    return found
+
+
+def descendants_of(pid: int) -> list[int]:
+    """Process ids of the children of `pid`, of theirs, and so on (Linux)."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if pid in _ancestors(int(folder.name)):
+                found.append(int(folder.name))
+        except OSError:
+            continue  # it ended meanwhile
+    return found
+
+
+def wait_until_gone(pids: Iterable[int], *, timeout: float = 60.0) -> None:
+    """Returns once none of the processes is there (Linux)."""
+    deadline = time.monotonic() + timeout
+    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, f"{left} did not end in {timeout} s"
+        time.sleep(0.05)
+
+
+def _ancestors(pid: int) -> list[int]:
+    parents = []
+    while pid > 1:
+        pid = int(re.search(r"^PPid:\s+(\d+)", Path(f"/proc/{pid}/status").read_text(), re.M)[1])
+        parents.append(pid)
+    return parents
+
+
+def processes_in(run_dir: Path) -> list[int]:
+    """Launchers, torchruns and ranks of runs below `run_dir`: they have it on their command lines."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if f"--run-dir={run_dir}".encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue  # it has ended meanwhile
+    return found

@@ -1,0 +1,361 @@
+"""megatron-core on a host without CUDA, and the traps of such a host that give silently wrong losses."""
+
+import contextlib
+import copy
+import functools
+import importlib
+import math
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+from helpers.ranks import run_on_ranks
+from moe_exp.config import Config
+from moe_exp.host import gloo, megatron_cpu
+
+with warnings.catch_warnings():
+    # Megatron warns at import of modules of its own that it has moved.
+    warnings.simplefilter("ignore")
+    from moe_exp.engine import optim, runtime
+    from moe_exp.engine.model import transformer_config
+    from moe_exp.engine.optim import choose_optimizer
+    from moe_exp.engine.optimizers import Adam
+    from moe_exp.layers.spec import moe_submodule_spec
+
+    import megatron.core.optimizer
+    import megatron.core.utils
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
+    from megatron.core.transformer.spec_utils import build_module
+
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in is for hosts without CUDA")
+
+
+def tiny(**settings) -> Config:
+    sizes = {"num_layers": 4, "hidden_size": 16, "ffn_hidden_size": 24, "num_heads": 4, "num_query_groups": 2, "seq_len": 16}
+    sizes |= {"vocab_size": 256, "num_experts": 4, "topk": 2, "moe_ffn_hidden_size": 8, "gpus_per_node": 1, "dtype": "fp32", "gbsz": 8}
+    return Config(**(sizes | settings))
+
+
+# torch outside Megatron
+
+
+@without_cuda
+def test_torch_itself_is_unchanged():
+    assert megatron_cpu.INSTALLED
+    assert torch.cuda.is_available() is False
+    assert type(torch) is not type(megatron_cpu._STAND_IN)
+    assert sys.modules["torch"] is torch
+    assert torch.cuda.Stream.__module__ == "torch.cuda.streams"
+    assert torch.tensor.__module__ is None or torch.tensor.__module__.startswith("torch")
+    no_cuda = pytest.raises((AssertionError, RuntimeError), match=r"CUDA|NVIDIA")
+    with no_cuda:
+        torch.tensor([1.0], device="cuda")
+    with no_cuda:
+        torch.empty(1, device="cuda")
+    with no_cuda:
+        torch.ones(1).cuda()
+    with no_cuda:
+        torch.nn.Linear(1, 1).cuda()
+    with no_cuda:
+        torch.cuda.current_device()
+    with no_cuda:
+        torch.tensor([1.0], pin_memory=True)
+
+
+@without_cuda
+def test_megatron_sees_the_stand_in():
+    modules = [module for name, module in sys.modules.items() if name.startswith("megatron.core.") and hasattr(module, "torch")]
+    assert len(modules) > 20
+    # `import torch.x as y` binds torch.x, not torch. One package of Megatron has a module of its own with the name.
+    modules = [module for module in modules if module.__name__ != "megatron.core.dist_checkpointing.strategies"]
+    assert {type(module.torch) for module in modules} == {megatron_cpu._TorchOnCpu}
+    stand_in = modules[0].torch
+    assert stand_in.nn is torch.nn
+    cuda = getattr(stand_in, megatron_cpu._KEYWORD)
+    assert cuda.current_device() == torch.device("cpu")
+    assert (cuda.is_available(), cuda.device_count(), cuda.memory_allocated()) == (False, 0, 0)
+    assert torch.equal(cuda.get_rng_state(), torch.get_rng_state())
+    with cuda.stream(cuda.current_stream()):
+        cuda.Event(enable_timing=True).record(cuda.Stream())
+    assert stand_in.empty(3, pin_memory=True).device.type == "cpu"
+    assert stand_in.tensor([3], pin_memory=True).tolist() == [3]
+    # A name that no stand-in has is that of torch.
+    assert cuda.OutOfMemoryError is torch.cuda.OutOfMemoryError
+
+
+@without_cuda
+def test_words_for_cuda_in_code_become_words_for_the_cpu():
+    def code(torch, module):
+        def inside():
+            return torch.zeros(1, device="cuda").cuda(), module.cuda(torch.cuda.current_device()), ("torch.cuda.FloatTensor", ("cuda",))
+
+        return inside()
+
+    code.__code__ = megatron_cpu._for_cpu(code.__code__)
+    module = torch.nn.Linear(1, 1)
+    zeros, same, words = code(megatron_cpu._STAND_IN, module)
+    assert zeros.device.type == "cpu"
+    assert same is module
+    assert words == ("torch.FloatTensor", ("cpu",))
+
+
+@without_cuda
+def test_megatron_before_us_is_refused():
+    with pytest.raises(ImportError, match=r"moe_exp: megatron was imported before moe_exp\. Fix: import moe_exp first\."):
+        megatron_cpu.refuse_if_too_late()
+
+
+@pytest.mark.slow
+@without_cuda
+def test_import_order():
+    code = "import warnings; warnings.simplefilter('ignore')\nimport megatron.core.enums, moe_exp"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 1
+    assert "ImportError: moe_exp: megatron was imported before moe_exp. Fix: import moe_exp first." in result.stderr
+
+
+def test_importing_the_package_alone_imports_neither_torch_nor_megatron():
+    code = "import sys, moe_exp; print(sorted({'torch', 'numpy', 'pydantic', 'megatron'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300).stdout == "[]\n"
+
+
+def test_the_spec_is_there_without_any_earlier_import():
+    code = "import warnings; warnings.simplefilter('ignore')\nfrom moe_exp.layers.spec import decoder_spec; print(decoder_spec.__name__)"
+    for environ in (os.environ, os.environ | {"CUDA_VISIBLE_DEVICES": ""}):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=environ)
+        assert done.stdout == "decoder_spec\n", done.stderr
+
+
+@without_cuda
+def test_functions_that_reach_into_cuda_are_mended():
+    assert importlib.import_module("megatron.core.tensor_parallel.layers").dist_all_gather_func is gloo.all_gather
+    assert importlib.import_module("megatron.core.tensor_parallel.mappings").dist_reduce_scatter_func is gloo.reduce_scatter
+    for name in megatron_cpu._MENDED:
+        importlib.import_module(name)
+
+
+# (a) Expert gradients with TP=2, EP=1, ETP=1
+
+
+def on_rank(tp: int) -> tuple[dict[str, torch.Tensor], float]:
+    """Both in one call: to import Megatron on every rank is what takes the time here."""
+    return layer_gradients(tp), norm_on_rank()
+
+
+@functools.cache
+def on_ranks(tp: int) -> list[tuple[dict[str, torch.Tensor], float]]:
+    return run_on_ranks(tp, on_rank, tp, join=False)
+
+
+def layer_gradients(tp: int) -> dict[str, torch.Tensor]:
+    """Gradients of our MoE layer, after Megatron's reduction, with this rank's part of the sequence."""
+    config = tiny(tp=tp, gpus_per_node=tp, z_loss_coeff=0.01)
+    groups = runtime.start(config).groups
+    settings = transformer_config(config)
+    layer = build_module(moe_submodule_spec("loop"), config=settings, pg_collection=groups)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight.normal_(0.0, 0.5, generator=generator)
+    x, grad = (torch.randn(8, 2, config.hidden_size, generator=generator).chunk(tp)[groups.tp.rank()] for _ in range(2))
+    model = DistributedDataParallel(settings, DistributedDataParallelConfig(grad_reduce_in_fp32=True), layer, pg_collection=groups)
+    out, _ = model(x)
+    (out * grad).sum().backward()
+    finalize_model_grads([model], pg_collection=groups)
+    assert layer.experts.weight1.allreduce is layer.experts.weight2.allreduce is False
+    return {name: parameter.main_grad.clone() for name, parameter in layer.named_parameters()}
+
+
+def test_expert_gradients_with_tensor_parallel_tokens():
+    ((one, _),) = on_ranks(1)
+    assert set(one) == {"router.weight", "experts.weight1", "experts.weight2"}
+    for gradients, _ in on_ranks(2):
+        for name, expected in one.items():
+            assert (gradients[name] - expected).norm() <= 1e-6 * expected.norm(), name
+
+
+def main_grads(adds: bool) -> dict[str, torch.Tensor]:
+    """Of Megatron's data parallelism after two micro-batches, in its buffers, with the triton backend."""
+    from moe_exp.layers.kernels import launch
+
+    launch.INTERPRETED = False
+    config = tiny()
+    groups = runtime.start(config).groups
+    settings = transformer_config(config)
+    settings.gradient_accumulation_fusion = adds
+    layer = build_module(moe_submodule_spec("triton"), config=settings, pg_collection=groups)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight.normal_(0.0, 0.5, generator=generator)
+    # With overlap its hooks want a gradient of every parameter.
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=True)
+    model = DistributedDataParallel(settings, ddp, layer, pg_collection=groups)
+    for last in (False, True):
+        x, grad = (torch.randn(8, 2, config.hidden_size, generator=generator) for _ in range(2))
+        with contextlib.nullcontext() if last else model.no_sync():
+            out, _ = model(x)
+            (out * grad).sum().backward()
+    finalize_model_grads([model], pg_collection=groups)
+    assert layer.experts.weight1.grad_added_to_main_grad is layer.experts.weight2.grad_added_to_main_grad is adds
+    return {name: parameter.main_grad.clone() for name, parameter in layer.named_parameters()}
+
+
+def test_gradients_that_the_kernels_add_to_main_grad():
+    (plain,), (added,) = (run_on_ranks(1, main_grads, adds, join=False) for adds in (False, True))
+    for name, expected in plain.items():
+        assert expected.any()
+        assert (added[name] - expected).norm() <= 1e-6 * expected.norm(), name
+
+
+# (b) Adam
+
+
+def parameters() -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((5, 3), (7,), (2, 2, 2))]
+
+
+def set_gradients(params, step: int) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator)
+
+
+def groups_of(params):
+    return [{"params": params[:2], "weight_decay": 0.1}, {"params": params[2:], "weight_decay": 0.0, "lr": 3e-2}]
+
+
+HYPERPARAMETERS = {"lr": 5e-2, "betas": (0.9, 0.95), "eps": 1e-8}
+
+
+def test_adam_equals_torch_adamw():
+    ours, theirs = parameters(), parameters()
+    adam, reference = Adam(groups_of(ours), **HYPERPARAMETERS), torch.optim.AdamW(groups_of(theirs), **HYPERPARAMETERS)
+    start = [p.detach().clone() for p in ours]
+    for step in range(20):
+        set_gradients(ours, step)
+        set_gradients(theirs, step)
+        if step == 10:
+            for group in adam.param_groups + reference.param_groups:
+                group["lr"] *= 0.5
+        adam.step()
+        reference.step()
+    for p, expected, first in zip(ours, theirs, start, strict=True):
+        assert (p - expected).norm() <= 1e-6 * expected.norm()
+        assert (p - first).norm() > 0.05 * first.norm()
+
+
+def test_adam_keeps_one_step_per_group_and_two_moments_per_parameter():
+    params = parameters()
+    adam = Adam(groups_of(params), **HYPERPARAMETERS)
+    assert all("step" not in group for group in adam.param_groups)
+    for step in range(3):
+        set_gradients(params, step)
+        adam.step()
+    assert [group["step"] for group in adam.param_groups] == [3, 3]
+    assert all(set(adam.state[p]) == {"exp_avg", "exp_avg_sq"} for p in params)
+    assert all(set(state) == {"exp_avg", "exp_avg_sq"} for state in adam.state_dict()["state"].values())
+
+
+def test_adam_skips_parameters_without_gradient():
+    params = parameters()
+    adam = Adam(groups_of(params), **HYPERPARAMETERS)
+    set_gradients(params, 0)
+    params[1].grad = None
+    before = params[1].detach().clone()
+    adam.step()
+    assert torch.equal(params[1], before)
+    assert params[1] not in adam.state or not adam.state[params[1]]
+
+
+def test_adam_continues_identically_after_a_load():
+    params = parameters()
+    adam = Adam(groups_of(params), **HYPERPARAMETERS)
+    for step in range(5):
+        set_gradients(params, step)
+        adam.step()
+    copies = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    loaded = Adam(groups_of(copies), **HYPERPARAMETERS)
+    loaded.load_state_dict(copy.deepcopy(adam.state_dict()))
+    for step in range(5, 10):
+        for optimizer, leaves in ((adam, params), (loaded, copies)):
+            set_gradients(leaves, step)
+            optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(params, copies, strict=True))
+    assert [group["step"] for group in loaded.param_groups] == [10, 10]
+
+
+def test_adam_without_decoupled_weight_decay():
+    with pytest.raises(ValueError, match=r"adam_w_mode=False: only decoupled weight decay is supported\. Fix: use decoupled_"):
+        Adam(parameters(), adam_w_mode=False)
+    with pytest.raises(ValueError, match=r"capturable=True: the step counts on the host, which .* Fix: use capturable=False\."):
+        Adam(parameters(), capturable=True)
+
+
+def test_choose_optimizer():
+    assert choose_optimizer("sgd", momentum=0.5) == ("torch SGD", "OPTIMIZER=sgd, momentum 0.5")
+    assert choose_optimizer(state_dtype="bf16") == ("torch fused Adam, moments in bf16", "OPTIMIZER_STATE_DTYPE=bf16")
+    if optim._FUSED_ADAM is not None:
+        pytest.skip("Transformer Engine or Apex is installed")
+    assert choose_optimizer() == ("torch fused", "neither Transformer Engine nor Apex is installed; torch's kernel behind Apex's contract")
+
+
+# (c) Interleaved pipelines
+
+
+def test_interleaved_pipeline_overlaps_its_communication():
+    settings = transformer_config(tiny(pp=2, vpp=2, gpus_per_node=2))
+    assert (settings.overlap_p2p_comm, settings.batch_p2p_comm) == (True, False)
+    assert settings.deallocate_pipeline_outputs is torch.cuda.is_available()
+
+
+def test_plain_pipeline_does_not():
+    settings = transformer_config(tiny(pp=2, gpus_per_node=2))
+    assert (settings.overlap_p2p_comm, settings.batch_p2p_comm) == (False, True)
+    assert settings.deallocate_pipeline_outputs is torch.cuda.is_available()
+
+
+# (d) Per-token loss scale
+
+
+@pytest.mark.parametrize("layout", [{}, {"cp": 2, "gpus_per_node": 2}, {"tp": 2, "etp": 2, "gpus_per_node": 2}])
+def test_loss_is_not_scaled_per_token(layout):
+    assert transformer_config(tiny(**layout)).calculate_per_token_loss is False
+
+
+# (e) Gradient norm
+
+
+def squares(num_ranks: int, rank: int) -> torch.Tensor:
+    """A million numbers of very different sizes, or this rank's part of them."""
+    values = torch.logspace(-4, 0, 2**20, dtype=torch.float64)[torch.randperm(2**20, generator=torch.Generator().manual_seed(1))]
+    return values.float().chunk(num_ranks)[rank]
+
+
+def norm_on_rank() -> float:
+    group = torch.distributed.group.WORLD
+    grads = list(squares(group.size(), group.rank()).split(300_000))
+    return get_grad_norm_fp32(grads, grad_stats_parallel_group=group)
+
+
+@without_cuda
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_gradient_norm_is_accumulated_in_fp64(num_ranks):
+    exact = math.sqrt(squares(1, 0).double().square().sum().item())
+    for _, norm in on_ranks(num_ranks):
+        assert norm == pytest.approx(exact, rel=1e-7)
+
+
+@without_cuda
+def test_fp32_sum_would_be_seen():
+    # What is tested above: torch's own norm of those numbers in fp32 is further off than the test allows.
+    exact = math.sqrt(squares(1, 0).double().square().sum().item())
+    assert abs(squares(1, 0).norm().item() / exact - 1) > 1e-6
+    norm, _ = megatron.core.utils.local_multi_tensor_l2_norm(2048, None, [[squares(1, 0)]], False)
+    assert norm.item() == pytest.approx(exact, rel=1e-7)

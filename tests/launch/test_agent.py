@@ -1,0 +1,271 @@
+"""The agent that starts ranks again, with ranks that are plain scripts: nodes that agree, failures that are counted, signals that wait."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from helpers.ranks import free_port
+from helpers.whole_runs import ROOT, clean_environ
+from moe_exp.host.exit_codes import HEARTBEATS
+from moe_exp.launch.agent import Agent
+from moe_exp.runs.records import append_event, read_metrics
+from moe_exp.watch.hangs.heartbeat import failures_file
+
+# Stands for a rank. It does what its round and rank are told to do in plan.json, else it waits for SIGTERM.
+RANK = """
+import json, os, pathlib, resource, signal, sys, time
+here = pathlib.Path(__file__).parent
+rank, number = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+(here / f"round{number}_rank{rank}").write_text(os.environ["LOCAL_RANK"] + " " + os.environ["WORLD_SIZE"] + " " + os.environ["MASTER_PORT"])
+plan = json.loads((here / "plan.json").read_text())
+act = plan.get(f"{number}.{rank}", plan.get(number, "wait"))
+if "late" in act:  # as a rank that imports for a while
+    time.sleep(1.5)
+def stop(received, frame):
+    (here / f"stopped{rank}").write_text(signal.Signals(received).name)
+    if os.environ["LOCAL_RANK"] == "0":
+        pathlib.Path(os.environ["MOE_EXP_EXIT_CODE_FILE"]).write_text("75")
+    sys.exit(0)
+if act == "late":
+    signal.signal(signal.SIGUSR1, stop)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
+if act == "deaf":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+if act == "hung":
+    from moe_exp.watch.hangs.heartbeat import hung_file
+    hung_file(pathlib.Path(os.environ["MOE_EXP_HEARTBEATS"])).touch()
+if act in ("die", "hung"):
+    os.kill(os.getpid(), signal.SIGKILL)
+if act.isdigit():
+    if os.environ["LOCAL_RANK"] == "0":
+        pathlib.Path(os.environ["MOE_EXP_EXIT_CODE_FILE"]).write_text(act)
+    sys.exit(0)
+if act.startswith("error"):
+    from moe_exp import faults
+    from moe_exp.engine.faults import StopSignal, named_by_rank
+    if "full" in act:  # no file takes another byte
+        leave_error = faults._leave_error
+        def on_full_disk(error):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+            leave_error(error)
+        faults._leave_error = on_full_disk
+    with named_by_rank(StopSignal()):
+        raise ValueError(act)
+time.sleep(60)
+"""
+
+
+class Nodes:
+    """Agents of some nodes, all of them on this host."""
+
+    def __init__(
+        self, folder: Path, plan: dict[str, str], *, num_nodes: int = 1, num_ranks: int = 2, max_restarts: int = 0, is_full: bool = False
+    ):
+        self.folder, self.metrics, self._is_full = folder, folder / "metrics.jsonl", is_full
+        (folder / "rank.py").write_text(RANK)
+        (folder / "plan.json").write_text(json.dumps(plan))
+        self._options = ["--nnodes", num_nodes, "--nproc-per-node", num_ranks, "--max-restarts", max_restarts]
+        self._options += ["--master-addr", "localhost", "--master-port", free_port()]
+        self.agents = [self.start(node) for node in range(num_nodes)]
+
+    def start(self, node: int) -> subprocess.Popen[str]:
+        """The agent of one node."""
+        command = [
+            sys.executable,
+            "-m",
+            "moe_exp.launch.agent",
+            *map(str, self._options),
+            "--node-rank",
+            str(node),
+            str(self.folder / "rank.py"),
+        ]
+        places = {"MOE_EXP_EXIT_CODE_FILE": self.folder / f"code{node}", "MOE_EXP_METRICS_FILE": self.metrics}
+        environ = clean_environ(PYTHONPATH=ROOT, OMP_NUM_THREADS=1, **places)
+        with (Path("/dev/full") if self._is_full else self.folder / f"err{node}").open("a") as err:
+            return subprocess.Popen(command, env=environ, stderr=err, text=True, start_new_session=True)
+
+    def wait_for(self, *names: str) -> None:
+        """Returns once files of these names are there."""
+        deadline = time.monotonic() + 90
+        while not all((self.folder / name).exists() for name in names):
+            assert time.monotonic() < deadline, f"{names} did not come:\n{self.errors()}"
+            time.sleep(0.05)
+
+    def end(self) -> list[int]:
+        """Exit codes of the agents."""
+        try:
+            return [agent.wait(timeout=90) for agent in self.agents]
+        except subprocess.TimeoutExpired:
+            for agent in self.agents:
+                agent.kill()
+            raise AssertionError(f"did not end:\n{self.errors()}") from None
+
+    def errors(self) -> str:
+        """What the agents have printed."""
+        return "".join(path.read_text() for path in sorted(self.folder.glob("err*")))
+
+    def events(self, name: str) -> list[dict[str, object]]:
+        """Events of a name, without their time."""
+        return [
+            {key: value for key, value in record.items() if key not in ("kind", "time", "event")}
+            for record in read_metrics(self.metrics)
+            if record.get("event") == name
+        ]
+
+    def told(self, node: int = 0) -> str:
+        """The exit code that the ranks of a node have told."""
+        return (self.folder / f"code{node}").read_text()
+
+
+def test_two_nodes_start_again_together(tmp_path):
+    append_event(tmp_path / "metrics.jsonl", "start", 0)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": "train", "iteration": 7}) + "\n")
+    nodes = Nodes(tmp_path, {"0.3": "die", "1": "76", "2": "75"}, num_nodes=2, max_restarts=1)
+    assert nodes.end() == [0, 0], nodes.errors()
+    assert [nodes.told(node) for node in (0, 1)] == ["75", "75"]
+    for number in range(3):
+        started = [(tmp_path / f"round{number}_rank{rank}").read_text().split() for rank in range(4)]
+        assert [start[:2] for start in started] == [["0", "4"], ["1", "4"], ["0", "4"], ["1", "4"]]
+        assert len({start[2] for start in started}) == 1
+    host = socket.gethostname()
+    assert nodes.events("rank_failed") == [{"iteration": 7, "rank": 3, "host": host, "device": "cpu", "cause": "SIGKILL"}]
+    restarts = [(event["number"], event["reason"], event["failures"]) for event in nodes.events("restart")]
+    assert restarts == [(1, "failure", 1), (2, "asked", 1)]  # the second one is no failure, of which there may be one
+
+
+@pytest.mark.slow
+def test_failures_without_progress_are_slowed_down_and_counted(tmp_path):
+    nodes = Nodes(tmp_path, {"0.1": "error in the data", "1": "die"}, max_restarts=1)
+    assert nodes.end() == [1]
+    failed = [(event["rank"], event["cause"]) for event in nodes.events("rank_failed")]
+    assert failed[0] == (1, "ValueError: error in the data")
+    assert {cause for _, cause in failed[1:]} == {"SIGKILL"}
+    assert [event["delay_seconds"] for event in nodes.events("restart")] == [5.0]
+    assert "the ranks start again (failure 1 of at most 1), in 5 s as none has trained" in nodes.errors()
+    assert "the ranks do not start again: that was failure 2, and MAX_RESTARTS=1" in nodes.errors()
+    assert "Root Cause" in nodes.errors()
+    assert 'Traceback (most recent call last):\n  File "<frozen runpy>' not in nodes.errors()
+
+
+def test_signal_to_every_process_waits_until_a_rank_answers_it(tmp_path):
+    nodes = Nodes(tmp_path, {"0": "late"}, max_restarts=3)
+    nodes.wait_for("round0_rank0", "round0_rank1")
+    agent = nodes.agents[0].pid
+    for pid in [agent, *map(int, Path(f"/proc/{agent}/task/{agent}/children").read_text().split())]:
+        os.kill(pid, signal.SIGUSR1)
+    assert nodes.end() == [0], nodes.errors()
+    assert nodes.told() == "75"
+    assert [(tmp_path / f"stopped{rank}").read_text() for rank in range(2)] == ["SIGUSR1"] * 2
+    assert not (tmp_path / "round1_rank0").exists()
+
+
+@pytest.mark.slow
+def test_agent_of_a_node_comes_back(tmp_path):
+    nodes = Nodes(tmp_path, {"1": "0"}, num_nodes=2, num_ranks=1, max_restarts=0)
+    nodes.wait_for("round0_rank0", "round0_rank1")
+    (rank,) = map(int, Path(f"/proc/{nodes.agents[1].pid}/task/{nodes.agents[1].pid}/children").read_text().split())
+    nodes.agents[1].kill()
+    nodes.agents[1].wait()
+    os.kill(rank, signal.SIGKILL)
+    nodes.agents[1] = nodes.start(1)
+    assert nodes.end() == [0, 0], nodes.errors()
+    assert [event["reason"] for event in nodes.events("restart")] == ["asked"]
+
+
+@pytest.mark.slow
+def test_failure_while_the_job_stops_is_not_started_again(tmp_path):
+    nodes = Nodes(tmp_path, {}, max_restarts=5)
+    nodes.wait_for("round0_rank0", "round0_rank1")
+    nodes.agents[0].send_signal(signal.SIGTERM)  # these ranks die of it
+    assert nodes.end() == [1]
+    assert nodes.events("restart") == []
+    assert not (tmp_path / "code0").exists()
+
+
+@pytest.mark.slow
+def test_node_0_is_gone(tmp_path):
+    nodes = Nodes(tmp_path, {}, num_nodes=2, num_ranks=1, max_restarts=5)
+    nodes.wait_for("round0_rank0", "round0_rank1")
+    (rank,) = map(int, Path(f"/proc/{nodes.agents[0].pid}/task/{nodes.agents[0].pid}/children").read_text().split())
+    nodes.agents[0].kill()
+    os.kill(rank, signal.SIGKILL)
+    assert nodes.end() == [-9, 1]
+    assert "node 0 is gone" in nodes.errors()
+
+
+@pytest.mark.parametrize("what", ["metrics", "errors of the agent", "errors of a rank"])
+def test_full_disk_is_no_reason_not_to_start_again(what, tmp_path):
+    if what == "metrics":
+        (tmp_path / "metrics.jsonl").mkdir()  # can neither be read nor written
+    plan = {"0.1": "error, full" if what == "errors of a rank" else "die", "1": "0"}
+    nodes = Nodes(tmp_path, plan, max_restarts=1, is_full=what == "errors of the agent")
+    assert nodes.end() == [0], nodes.errors()
+    assert nodes.told() == "0"
+    if what == "metrics":
+        assert "metrics.jsonl has no event rank_failed (Is a directory)" in nodes.errors()
+    else:
+        assert [event["rank"] for event in nodes.events("rank_failed")] == [1]
+        assert [event["number"] for event in nodes.events("restart")] == [1]
+
+
+def test_event_that_could_not_be_written_comes_with_the_next(tmp_path, capsys):
+    agent = Agent.__new__(Agent)
+    agent._metrics, agent._unwritten = tmp_path / "metrics.jsonl", []
+    agent._metrics.mkdir()
+    agent._event("rank_failed", 7, rank=1)
+    agent._metrics.rmdir()
+    agent._event("restart", 7, number=1)
+    assert [record["event"] for record in read_metrics(agent._metrics)] == ["rank_failed", "restart"]
+    assert capsys.readouterr().err.startswith(f"moe-exp: warning: {agent._metrics} has no event rank_failed (Is a directory)")
+
+
+def test_ranks_that_lost_a_peer_are_not_blamed(tmp_path):
+    # Rank 3 is the cause. Its neighbour does not hear SIGTERM, as in a collective; rank 0 ends before that one is killed.
+    plan = {"0.0": "error: Connection closed by peer", "0.2": "deaf", "0.3": "error, late, of its own", "1": "0"}
+    nodes = Nodes(tmp_path, plan, num_nodes=2, max_restarts=1)
+    assert nodes.end() == [0, 0], nodes.errors()
+    failed = [(event["rank"], event["cause"]) for event in nodes.events("rank_failed")]
+    assert failed == [(3, "ValueError: error, late, of its own")]
+
+
+def test_ranks_that_hang_are_ended_by_the_launcher_and_not_blamed(tmp_path, monkeypatch):
+    monkeypatch.setenv(HEARTBEATS, str(tmp_path))
+    nodes = Nodes(tmp_path, {"0": "hung", "1.1": "die", "2": "0"}, max_restarts=2)
+    assert nodes.end() == [0], nodes.errors()
+    assert failures_file(tmp_path).read_text() == "2"
+    assert [(event["rank"], event["cause"]) for event in nodes.events("rank_failed")] == [(1, "SIGKILL")]
+    assert [event["failures"] for event in nodes.events("restart")] == [1, 2]
+
+
+def test_a_hang_that_ends_the_run_is_not_called_a_rank_that_has_failed(tmp_path, monkeypatch):
+    monkeypatch.setenv(HEARTBEATS, str(tmp_path))
+    nodes = Nodes(tmp_path, {"0": "hung"}, max_restarts=0)
+    assert nodes.end() == [1]
+    assert not re.search("Root Cause|exitcode|has failed", nodes.errors()), nodes.errors()
+
+
+def test_signal_before_the_ranks_start_again_as_they_have_asked(tmp_path):
+    """Node 1 waits for node 0, which does not hurry, as none has trained."""
+    nodes = Nodes(tmp_path, {"0": "76", "1": "0"}, num_nodes=2, num_ranks=1)
+    deadline = time.monotonic() + 90
+    while "as they have asked to" not in nodes.errors():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(0.5)
+    nodes.agents[1].send_signal(signal.SIGTERM)
+    start = time.monotonic()
+    assert nodes.end() == [1, 1], nodes.errors()
+    assert time.monotonic() - start < 30  # and not after the time in which nodes have to come
+    assert [nodes.told(node) for node in (0, 1)] == ["75", "75"]

@@ -1,0 +1,346 @@
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from helpers import ROOT
+from moe_exp.cli import main
+from moe_exp.config import Config, add_arguments, load_config, module_arguments
+from moe_exp.host.devices import KEEP_FREED_MEMORY
+from moe_exp.launch.launch import dry_run_text, launch, rank_arguments
+from moe_exp.launch.torchrun_job import child_environment, torchrun_command
+from moe_exp.runs.run_folder import open_run_folder
+from moe_exp.training.metrics import Metrics
+
+SETTINGS = {name.upper() for name in Config.model_fields}
+
+# Stands for a rank: tells where it is, then waits for SIGTERM, "saves" for a moment and ends with 0.
+WORKER = """
+import os, pathlib, signal, sys, time
+here = pathlib.Path(__file__).parent
+rank = os.environ["RANK"]
+def stop(number, frame):
+    time.sleep(0.5)
+    (here / f"saved{rank}").write_text(signal.Signals(number).name)
+    sys.exit(0)
+STOP = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+for number in STOP:
+    signal.signal(number, stop)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
+(here / f"args{rank}").write_text(" ".join(sys.argv[1:]) + " OMP=" + os.environ["OMP_NUM_THREADS"])
+time.sleep(60)
+"""
+
+# Stands for the agent: starts one rank in a session of its own, passes signals on, and ends with its exit code.
+STARTER = """
+import signal, subprocess, sys
+rank = subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True)
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+    signal.signal(number, lambda number, frame: rank.send_signal(signal.SIGTERM if number == signal.SIGHUP else number))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
+code = rank.wait()
+sys.exit(code if code >= 0 else 1)
+"""
+
+
+def clean_environ(**values: str) -> dict[str, str]:
+    # Python would put the folder of the tests before the package otherwise.
+    root = str(ROOT)
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {k: v for k, v in os.environ.items() if k not in SETTINGS} | {"PYTHONPATH": path, "PRESET": "cpu"} | values
+
+
+def moe_exp(*args: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "moe_exp", *args]
+    return subprocess.run(command, cwd=cwd, env=clean_environ(**environ), capture_output=True, text=True, timeout=60)
+
+
+def wait_for(*paths: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline, f"{paths} did not come"
+        time.sleep(0.05)
+
+
+def cpu(**values) -> Config:
+    return load_config({"preset": "cpu", "gpus_per_node": 2} | values, {})
+
+
+def test_torchrun_command():
+    config = cpu(nnodes=2, node_rank=1, master_addr="node0", master_port=4000, max_restarts=3)
+    assert torchrun_command(config, ["--topk=2"]) == [
+        sys.executable, "-m", "moe_exp.launch.agent", "--nnodes", "2", "--node-rank", "1", "--nproc-per-node", "2",
+        "--master-addr", "node0", "--master-port", "4000", "--max-restarts", "3", "-m", "moe_exp.train", "--topk=2",
+    ]  # fmt: skip
+    assert torchrun_command(config, [], "moe_exp.inference.score")[-4:] == ["--max-restarts", "0", "-m", "moe_exp.inference.score"]
+
+
+def test_module_arguments():
+    assert module_arguments({"num_experts": "4", "topk": None, "rampup_batch_size": "8 8 100"}) == [
+        "--num-experts=4",
+        "--rampup-batch-size=8 8 100",
+    ]
+
+
+def test_ranks_record_the_rendezvous_that_was_given(monkeypatch):
+    monkeypatch.setenv("MASTER_PORT", "4000")
+    arguments = rank_arguments(load_config({"topk": "2"}), {"topk": "2"})
+    assert arguments == ["--topk=2", "--master-addr=localhost", "--master-port=4000"]
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    monkeypatch.setenv("MASTER_PORT", "42445")  # of the ranks' own store
+    assert load_config(vars(parser.parse_args(arguments))).master_port == 4000
+
+
+@pytest.mark.parametrize(("gpus", "threads", "expected"), [(0, 0, "1"), (0, 3, "3"), (8, 0, "7"), (8, 2, "2")])
+def test_threads_per_rank(monkeypatch, gpus, threads, expected):
+    monkeypatch.setattr("moe_exp.launch.torchrun_job.count_gpus", lambda: gpus)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert child_environment(cpu(threads_per_rank=threads))["OMP_NUM_THREADS"] == expected
+
+
+@pytest.mark.parametrize(("gpus", "expected"), [(0, "0"), (8, None)])
+def test_ranks_on_a_cpu_keep_freed_memory(monkeypatch, gpus, expected):
+    monkeypatch.setattr("moe_exp.launch.torchrun_job.count_gpus", lambda: gpus)
+    for name in KEEP_FREED_MEMORY:
+        monkeypatch.delenv(name, raising=False)
+    environ = child_environment(cpu())
+    assert environ.get("MALLOC_MMAP_MAX_") == expected
+    assert (set(KEEP_FREED_MEMORY) <= set(environ)) == (gpus == 0)
+    monkeypatch.setenv("MALLOC_MMAP_MAX_", "100")
+    assert child_environment(cpu())["MALLOC_MMAP_MAX_"] == "100"
+
+
+def test_dry_run_text_says_where_a_setting_comes_from():
+    flags, environ = {"topk": "2", "lr": None}, {"PRESET": "cpu", "NUM_EXPERTS": "16"}
+    text = dry_run_text(load_config(flags, environ), flags, environ)
+    assert re.search(r"^TOPK=2 +# command line$", text, re.M)
+    assert re.search(r"^NUM_EXPERTS=16 +# environment$", text, re.M)
+    assert re.search(r"^NUM_LAYERS=4 +# preset cpu$", text, re.M)
+    assert re.search(r"^VPP=none$", text, re.M)
+    assert re.search(r"^USE_MOE=true$", text, re.M)
+    assert "moe_exp.launch.agent" in text
+    assert " --topk=2" in text
+
+
+def test_dry_run_of_the_reference(tmp_path):
+    done = moe_exp("train", "--dry-run", "--ep", "4", cwd=tmp_path, PRESET="reference", GPUS_PER_NODE="8", NUM_EXPRTS="8")
+    assert done.returncode == 0, done.stderr
+    for text in ("4375732736", "rank (0, 0): 1204838912", "13153.68 MB", "--nproc-per-node 8", "-m moe_exp.train --ep=4"):
+        assert text in done.stdout
+    assert "moe-exp: warning: NUM_EXPRTS is not a setting; did you mean NUM_EXPERTS?" in done.stderr.splitlines()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_settings_end_with_2_before_anything_exists(tmp_path):
+    done = moe_exp("train", "--topk", "9", cwd=tmp_path, EP="3", GPUS_PER_NODE="3", GBSZ="48")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.splitlines() == [
+        "moe-exp: EP=3: does not divide NUM_EXPERTS=8. Fix: set EP to one of 1, 2, 4, 8.",
+        "moe-exp: TOPK=9: is over NUM_EXPERTS=8. Fix: set TOPK to at most 8.",
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_values_that_cannot_be_read_end_with_2(monkeypatch, capsys):
+    monkeypatch.setenv("PRESET", "cpu")
+    assert main(["train", "--num-layers=-1", "--moe-type=x"]) == 2
+    assert [line.partition(":")[2].partition("=")[0] for line in capsys.readouterr().err.splitlines()] == [" NUM_LAYERS", " MOE_TYPE"]
+
+
+def test_port_in_use_ends_with_2_before_anything_exists(tmp_path):
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        done = moe_exp("train", cwd=tmp_path, GPUS_PER_NODE="1", MASTER_PORT=str(port))
+        planned = moe_exp("train", "--dry-run", cwd=tmp_path, GPUS_PER_NODE="1", MASTER_PORT=str(port))
+    assert done.returncode == 2
+    assert f"moe-exp: MASTER_PORT={port}: is in use" in done.stderr
+    assert planned.returncode == 0
+    assert f"moe-exp: warning: MASTER_PORT={port}: is in use" in planned.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dry_run_with_missing_data_prints_the_plan_and_ends_with_2(tmp_path):
+    done = moe_exp("train", "--dry-run", cwd=tmp_path, GPUS_PER_NODE="1", TRAIN_DATA="gone", EVAL_INTERVAL="0")
+    assert done.returncode == 2
+    assert "Total number of parameters" in done.stdout
+    assert "moe-exp: TRAIN_DATA=gone: gone.bin is missing" in done.stderr
+
+
+def test_command_alone_prints_help(capsys):
+    assert main([]) == 0
+    assert "doctor" in capsys.readouterr().out
+
+
+def test_abbreviated_and_unknown_flags_are_refused(capsys):
+    for flag in ("--num-exp=4", "--num-expert=4"):
+        with pytest.raises(SystemExit) as end:
+            main(["train", flag])
+        assert end.value.code == 2
+        assert f"unrecognized arguments: {flag}" in capsys.readouterr().err
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith("moe-exp ")
+
+
+@pytest.mark.parametrize(
+    ("end", "told", "code", "written"),
+    [
+        ("stopped", 75, 75, "stopped"),
+        ("stopped", 1, 1, "stopped"),  # without a checkpoint
+        ("finished", 1, 0, "finished"),  # torn down with an error
+        (None, 143, 143, "failed"),
+        (None, 0, 1, "failed"),
+    ],
+)
+def test_exit_code_of_a_run(tmp_path, monkeypatch, capsys, end, told, code, written):
+    config = cpu(run_dir=str(tmp_path), run_name="one", train_data="given")
+
+    def job(command, environ, stopping, poll):
+        folder = open_run_folder(config)
+        with Metrics(config, folder) as metrics:
+            if end:
+                metrics.event("end", 7, status=end)
+        return told
+
+    monkeypatch.setattr("moe_exp.launch.launch.run_job", job)
+    assert launch(config, {}) == code
+    assert json.loads((tmp_path / "one" / "summary.json").read_text())["status"] == written
+    assert f"Run {written}" in capsys.readouterr().out
+
+
+def test_an_earlier_runs_end_is_not_this_runs(tmp_path, monkeypatch):
+    config = cpu(run_dir=str(tmp_path), run_name="one", train_data="given")
+    folder = open_run_folder(config)
+    old = {"kind": "event", "iteration": 0, "event": "start", "time": "2020-01-01T00:00:00+00:00"}
+    folder.metrics.write_text("".join(json.dumps(old | {"event": name, "status": "finished"}) + "\n" for name in ("start", "end")))
+    monkeypatch.setattr("moe_exp.launch.launch.run_job", lambda command, environ, stopping, poll=None: 3)
+    assert launch(config, {}) == 3
+    assert not folder.summary.exists()
+
+
+def test_what_a_signal_is_answered_with_says_what_is_saved(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr("moe_exp.launch.launch.run_job", lambda command, environ, stopping, poll=None: said.append(stopping) or 0)
+    for save_at_end in (True, False):
+        launch(cpu(train_data="given", run_dir=str(tmp_path), save_at_end=save_at_end), {})
+    assert said == [
+        "stopping: the run saves a checkpoint and ends; a second Ctrl-C kills it",
+        "stopping: the run ends, and saves nothing with SAVE_AT_END=false; a second Ctrl-C kills it",
+    ]
+
+
+def test_embedded_corpus_is_made_only_without_train_data(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr("moe_exp.launch.launch.ensure_embedded_corpus", made.append)
+    monkeypatch.setattr("moe_exp.launch.launch.run_job", lambda command, environ, stopping, poll=None: 0)
+    launch(cpu(train_data="given", data_dir="mine", run_dir=str(tmp_path)), {})
+    assert made == []
+    launch(cpu(data_dir="mine", run_dir=str(tmp_path)), {})
+    assert made == [Path("mine")]
+
+
+def test_embedded_corpus_that_cannot_be_made_ends_with_2(tmp_path, monkeypatch, capsys):
+    def fail(data_dir):
+        raise ValueError("DATA_DIR=data: has 1 MB free. Fix: free some space.")
+
+    monkeypatch.setattr("moe_exp.launch.launch.ensure_embedded_corpus", fail)
+    monkeypatch.setattr("moe_exp.launch.launch.check_environment", lambda config: [])
+    monkeypatch.setenv("PRESET", "cpu")
+    assert main(["train", f"--run-dir={tmp_path}", "--gpus-per-node=1"]) == 2
+    assert capsys.readouterr().err == "moe-exp: DATA_DIR=data: has 1 MB free. Fix: free some space.\n"
+
+
+# Signals. The launcher is a process of its own, so that Ctrl-C does not reach pytest.
+
+RUN_JOB = "import os, sys; from moe_exp.launch.torchrun_job import run_job; sys.exit(run_job(sys.argv[1:], os.environ))"
+LAUNCH = """
+import sys
+from moe_exp.config import load_config
+from moe_exp.launch.launch import launch
+flags = {"run_dir": sys.argv[1], "train_data": "given", "master_port": sys.argv[2], "topk": "2"}
+sys.exit(launch(load_config(flags), flags, module="stand_in"))
+"""
+
+
+def start(code: str, *args: str, **environ: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", code, *args]
+    return subprocess.Popen(command, env=clean_environ(**environ), stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def rank_source(tmp_path: Path) -> str:
+    return WORKER.replace("__file__", repr(str(tmp_path / "x"))).replace('["RANK"]', '.get("RANK", "0")')
+
+
+def test_ctrl_c_lets_the_ranks_save(tmp_path):
+    (tmp_path / "stand_in.py").write_text(WORKER)
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = str(free.getsockname()[1])
+    launcher = start(LAUNCH, str(tmp_path / "runs"), port, GPUS_PER_NODE="2", PYTHONPATH=f"{clean_environ()['PYTHONPATH']}:{tmp_path}")
+    wait_for(tmp_path / "args0", tmp_path / "args1")
+    os.killpg(launcher.pid, signal.SIGINT)  # what a terminal does
+    errors = launcher.communicate(timeout=60)[1]
+    assert launcher.returncode == 0, errors
+    assert (tmp_path / "saved0").exists()
+    assert (tmp_path / "saved1").exists()
+    assert errors == "moe-exp: stopping: the run saves a checkpoint and ends; a second Ctrl-C kills it\n"
+    assert (tmp_path / "args0").read_text().endswith("--topk=2 OMP=1")
+
+
+@pytest.mark.parametrize(
+    ("number", "passed_on"), [("SIGTERM", "SIGTERM"), ("SIGINT", "SIGINT"), ("SIGUSR1", "SIGUSR1"), ("SIGHUP", "SIGTERM")]
+)
+def test_first_signal_is_passed_on(tmp_path, number, passed_on):
+    launcher = start(RUN_JOB, sys.executable, "-c", STARTER, rank_source(tmp_path), OMP_NUM_THREADS="1")
+    wait_for(tmp_path / "args0")
+    launcher.send_signal(getattr(signal, number))
+    errors = launcher.communicate(timeout=30)[1]
+    assert launcher.returncode == 0, errors
+    assert (tmp_path / "saved0").read_text() == passed_on
+
+
+def test_second_ctrl_c_kills_the_job_and_no_other_signal_does(tmp_path):
+    source = rank_source(tmp_path).replace("time.sleep(0.5)", "(here / f'stopping{number}').touch(); time.sleep(60)")
+    launcher = start(RUN_JOB, sys.executable, "-c", STARTER, source, OMP_NUM_THREADS="1")
+    wait_for(tmp_path / "args0")
+    for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM):
+        launcher.send_signal(number)
+        wait_for(tmp_path / f"stopping{int(number)}")
+    assert launcher.poll() is None
+    launcher.send_signal(signal.SIGINT)
+    launcher.communicate(timeout=30)
+    assert launcher.returncode == 128 + signal.SIGUSR1
+    assert not (tmp_path / "saved0").exists()
+
+
+def test_exit_code_of_a_rank_that_fails(tmp_path):
+    launcher = start(RUN_JOB, sys.executable, "-c", STARTER, "raise SystemExit(7)")
+    launcher.communicate(timeout=30)
+    assert launcher.returncode == 7
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
+def test_job_ends_when_the_launcher_is_killed(tmp_path):
+    launcher = start(RUN_JOB, sys.executable, "-c", STARTER, rank_source(tmp_path), OMP_NUM_THREADS="1")
+    wait_for(tmp_path / "args0")
+    launcher.kill()
+    launcher.communicate(timeout=30)
+    wait_for(tmp_path / "saved0")

@@ -1,0 +1,374 @@
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers.layers.references import Waits, make_groups
+from helpers.layers.tiny_moe import EXPERTS, HIDDEN, pushed_tokens, random, tiny_layer
+from helpers.ranks import run_on_ranks
+from moe_exp.layers.capacity import count_per_expert
+from moe_exp.layers.dispatcher import AllToAllDispatcher, Dispatcher, LocalDispatcher
+from moe_exp.layers.dispatcher.allgather import AllGatherDispatcher
+from moe_exp.layers.dispatcher.collectives import AllToAll, GatherRows, ScatterSumRows
+from moe_exp.layers.router import RoutingDecision
+
+OVER_RANKS = {"alltoall": AllToAllDispatcher, "allgather": AllGatherDispatcher}
+ALONE = {
+    "local": LocalDispatcher,
+    "alltoall": functools.partial(AllToAllDispatcher, ep_group=None, etp_group=None),
+    "allgather": functools.partial(AllGatherDispatcher, ep_group=None, etp_group=None),
+}
+LAYOUTS = {(2, 1): 2, (4, 1): 4, (1, 2): 2, (2, 2): 4}
+
+
+def decide(expert_TK, weights_TK, *, kept_TK=None, num_experts: int = EXPERTS) -> RoutingDecision:
+    nothing = torch.empty(0)
+    return RoutingDecision(expert_TK, weights_TK, nothing, nothing, count_per_expert(expert_TK.flatten(), num_experts), kept_TK)
+
+
+# Identity experts: y_t = x_t * sum of the weights of its kept slots, whatever the layout.
+
+
+def check_identity(dispatcher: Dispatcher, expert_TK, kept_TK, *, rows_per_expert=None, seed=0, parts=1, num_experts=EXPERTS):
+    """`parts` ranks each compute a part of every row, as with expert tensor parallelism; returns what was dispatched."""
+    expert_TK = torch.as_tensor(expert_TK, dtype=torch.int64)
+    weights_TK = random(*expert_TK.shape, seed=seed).requires_grad_()
+    x_TD, grad_TD = random(expert_TK.size(0), HIDDEN, seed=seed + 1), random(expert_TK.size(0), HIDDEN, seed=seed + 2)
+    keep_TK = torch.ones_like(expert_TK, dtype=torch.bool) if kept_TK is None else torch.as_tensor(kept_TK, dtype=torch.bool)
+    # Whatever a padding token holds must not reach anything.
+    x_TD = x_TD.masked_fill(~keep_TK.any(dim=1, keepdim=True), float("nan")).requires_grad_()
+    decision = decide(expert_TK, weights_TK, kept_TK=None if kept_TK is None else keep_TK, num_experts=num_experts)
+    dispatched = dispatcher.dispatch(x_TD, decision, rows_per_expert=rows_per_expert)
+    y_TD = dispatcher.combine(dispatched.rows_RD * dispatched.weights_R.unsqueeze(1) / parts, dispatched.record)
+    y_TD.backward(grad_TD)
+
+    def close(actual, expected):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
+
+    x_TD0 = x_TD.detach().nan_to_num(0.0)
+    factor_T1 = (weights_TK.detach() * keep_TK).sum(dim=1, keepdim=True)
+    close(y_TD, x_TD0 * factor_T1)
+    close(x_TD.grad, grad_TD * factor_T1)
+    close(weights_TK.grad, keep_TK * (x_TD0 * grad_TD).sum(dim=1, keepdim=True))
+    splits = dispatched.tokens_per_expert_L.tolist()
+    assert sum(splits) == dispatched.rows_RD.size(0) == dispatched.weights_R.numel()
+    assert dispatched.splits is None or list(dispatched.splits) == splits
+    return dispatched
+
+
+@st.composite
+def routings(draw, max_tokens: int = 7):
+    """num_experts, expert_TK and kept_TK (or None): no token, one, experts without tokens, one expert for all, k = E."""
+    num_experts = draw(st.integers(1, 5))
+    topk = draw(st.integers(1, num_experts) | st.just(num_experts))
+    num_tokens = draw(st.integers(0, max_tokens))
+    choices = st.permutations(range(num_experts)).map(lambda order: list(order[:topk]))
+    if draw(st.booleans()):
+        choices = st.just(list(range(topk)))  # all to the same experts
+    expert_TK = torch.tensor(draw(st.lists(choices, min_size=num_tokens, max_size=num_tokens)), dtype=torch.int64).view(-1, topk)
+    kept = st.lists(st.booleans(), min_size=num_tokens * topk, max_size=num_tokens * topk)
+    kept = draw(st.none() | kept | kept.map(lambda values: [False] * len(values)))
+    return num_experts, expert_TK, None if kept is None else torch.tensor(kept, dtype=torch.bool).view(-1, topk)
+
+
+@pytest.mark.parametrize("name", ALONE)
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(routing=routings(), spare=st.none() | st.integers(0, 2), seed=st.integers(0, 1000))
+def test_identity_experts_on_one_rank(name, routing, spare, seed):
+    num_experts, expert_TK, kept_TK = routing
+    expected = torch.tensor([((expert_TK == e) & (True if kept_TK is None else kept_TK)).sum() for e in range(num_experts)])
+    rows = None if spare is None else int(expected.max()) + spare
+    dispatched = check_identity(ALONE[name](num_experts), expert_TK, kept_TK, rows_per_expert=rows, seed=seed, num_experts=num_experts)
+    assert dispatched.tokens_per_expert_L.tolist() == (expected.tolist() if rows is None else [rows] * num_experts)
+
+
+def drawn_cases(num_ranks: int) -> list:
+    """For every rank its expert_TK and kept_TK, and rows_per_expert: token counts differ, some ranks have none."""
+    generator = torch.Generator().manual_seed(num_ranks)
+    cases = []
+    for case in range(24):
+        topk = [1, 2, 3, EXPERTS][case % 4]
+        ranks = []
+        for rank in range(num_ranks):
+            num_tokens = (
+                0 if case == 7 or (case % 3 == 1 and rank == case % num_ranks) else int(torch.randint(1, 8, (), generator=generator))
+            )
+            expert_TK = torch.rand(num_tokens, EXPERTS, generator=generator).argsort(dim=1)[:, :topk]
+            if case % 5 == 4:
+                expert_TK = torch.full((num_tokens, topk), 0) + torch.arange(topk)  # all tokens to the first experts
+            kept_TK = None if case % 4 == 0 else torch.rand(num_tokens, topk, generator=generator) < [0.0, 0.6, 0.9][case % 3]
+            ranks.append((expert_TK, kept_TK))
+        cases.append((ranks, None if case % 2 else 7))
+    return cases
+
+
+def check_drawn_cases(ep: int, etp: int):
+    groups = make_groups(ep, etp)
+    rank, world = dist.get_rank(), dist.group.WORLD
+    for name, make in OVER_RANKS.items():
+        dispatcher = make(EXPERTS, **groups)
+        for number, (ranks, rows_per_expert) in enumerate(drawn_cases(ep * etp)):
+            expert_TK, kept_TK = ranks[rank]
+            dispatched = check_identity(
+                dispatcher, expert_TK, kept_TK, rows_per_expert=rows_per_expert, seed=1000 * rank + number, parts=etp
+            )
+            kept = [torch.ones_like(expert) if keep is None else keep for expert, keep in ranks]
+            received = torch.tensor(dispatched.rows_RD.size(0))
+            dist.all_reduce(received, group=world)
+            per_rank = EXPERTS // ep * rows_per_expert * ep * etp if rows_per_expert else 0
+            assert received == (per_rank * ep * etp if rows_per_expert else etp * sum(int(keep.sum()) for keep in kept)), (name, number)
+
+
+@pytest.mark.parametrize(("ep", "etp"), LAYOUTS)
+def test_identity_experts_on_ranks(ep, etp):
+    run_on_ranks(ep * etp, check_drawn_cases, ep, etp)
+
+
+def count_what_is_sent():
+    """Elements that every dispatcher gives to its exchanges with 3 of 5 tokens without a kept slot, and with those 2 tokens alone."""
+    groups = make_groups(2, 1)
+    launched = []
+    for kind in (AllToAll, GatherRows, ScatterSumRows):
+        launch = kind._launch
+        kind._launch = lambda self, x, group, launch=launch: launched.append(tuple(x.shape)) or launch(self, x, group)
+    shapes = {}
+    expert_TK = torch.tensor([[0, 1], [1, 2], [3, 0], [2, 3], [0, 2]])
+    kept_TK = torch.tensor([[False, False], [True, True], [False, False], [False, False], [True, False]])
+    for name, make in OVER_RANKS.items():
+        for tokens in (slice(None), [1, 4]):
+            launched.clear()
+            check_identity(make(EXPERTS, **groups), expert_TK[tokens], kept_TK[tokens])
+            shapes.setdefault(name, []).append(list(launched))
+    return shapes
+
+
+def test_tokens_without_a_kept_slot_do_not_travel():
+    for shapes in run_on_ranks(2, count_what_is_sent):
+        for name, (with_padding, without) in shapes.items():
+            assert with_padding == without, name
+        assert shapes["alltoall"][0][:2] == [(3, HIDDEN), (3,)]
+        assert shapes["allgather"][0][:3] == [(2, HIDDEN), (2, 2), (2, 2)]
+
+
+def count_waits():
+    """Waits of every dispatcher: dropless, with drops, with drops and padding."""
+    tolist, counts = torch.Tensor.tolist, {}
+    groups = make_groups(2, 1)
+    for name in ALONE:
+        for kept, rows_per_expert in ((False, None), (True, None), (True, 9)):
+            dispatcher = LocalDispatcher(EXPERTS) if name == "local" else OVER_RANKS[name](EXPERTS, **groups)
+            expert_TK = random(9, EXPERTS, seed=dist.get_rank()).argsort(dim=1)[:, :2]
+            kept_TK = random(9, 2, seed=dist.get_rank()) > 0 if kept else None
+            decision = decide(expert_TK, random(9, 2, seed=1).requires_grad_(), kept_TK=kept_TK)
+            for _ in range(2):  # the second time, when constants are made
+                with Waits() as waits:
+
+                    def counted(x, waits=waits):
+                        waits.count += 1
+                        return tolist(x)
+
+                    torch.Tensor.tolist = counted
+                    try:
+                        dispatched = dispatcher.dispatch(
+                            random(9, HIDDEN, seed=2).requires_grad_(), decision, rows_per_expert=rows_per_expert
+                        )
+                        y_TD = dispatcher.combine(dispatched.rows_RD * dispatched.weights_R.unsqueeze(1), dispatched.record)
+                        y_TD.sum().backward()
+                    finally:
+                        torch.Tensor.tolist = tolist
+            counts.setdefault(name, []).append(waits.count)
+    return counts
+
+
+def test_waits_for_the_device():
+    for counts in run_on_ranks(2, count_waits):
+        assert counts == {"local": [0, 1, 0], "alltoall": [1, 1, 0], "allgather": [1, 1, 1]}
+
+
+def make_with_three_experts(name):
+    OVER_RANKS[name](3, ep_group=dist.group.WORLD, etp_group=None)
+
+
+@pytest.mark.parametrize("name", OVER_RANKS)
+def test_experts_that_the_ranks_do_not_divide(name):
+    with pytest.raises(RuntimeError, match=r"num_experts=3: is not divisible by the expert parallel size 2\. Fix: use a divisor for EP\."):
+        run_on_ranks(2, make_with_three_experts, name)
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_dispatch_is_finished_once(name):
+    dispatcher = ALONE[name](EXPERTS)
+    pending = dispatcher.start(random(2, HIDDEN, seed=1), decide(torch.tensor([[0], [1]]), random(2, 1, seed=1)))
+    dispatcher.finish(pending)
+    with pytest.raises(RuntimeError, match=r"finish: this dispatch is finished already\. Fix: start one for every finish\."):
+        dispatcher.finish(pending)
+
+
+# What is computed between start and finish.
+
+
+def record_order(name: str, ep: int, etp: int):
+    """Launches and waits of a layer with a shared expert between start and finish, forward and backward."""
+    events: list[str] = []
+    groups = make_groups(ep, etp)
+    for kind in (AllToAll, GatherRows, ScatterSumRows):
+        launch = kind._launch
+
+        def launch_and_record(self, x, group, launch=launch):
+            events.append("launch")
+            wait = launch(self, x, group)
+            return lambda: events.append("wait") or wait()
+
+        kind._launch = launch_and_record
+    layer = tiny_layer(**groups)
+    layer.dispatcher = OVER_RANKS[name](EXPERTS, **groups)
+    shared = torch.nn.Linear(HIDDEN, HIDDEN, bias=False, dtype=torch.float64)
+    with torch.no_grad():
+        shared.weight.copy_(random(HIDDEN, HIDDEN, seed=8))
+    shared.weight.register_post_accumulate_grad_hook(lambda _: events.append("shared backward"))
+    results = []
+    for overlap in (True, False):
+        events.clear()
+        layer.zero_grad()
+        shared.zero_grad()
+        x_TD = pushed_tokens([[0, 3], [1, 2], [2, 0]], seed=dist.get_rank()).requires_grad_()
+        decision = layer.route(x_TD)
+        if overlap:
+            pending = layer.dispatcher.start(x_TD, decision)
+            y_TD = shared(x_TD)
+            events.append("shared")
+            dispatched = layer.dispatcher.finish(pending)
+        else:
+            dispatched = layer.dispatcher.dispatch(x_TD, decision)
+            y_TD = shared(x_TD)
+            events.append("shared")
+        y_TD = y_TD + layer.dispatcher.combine(layer.experts(dispatched), dispatched.record)
+        events.append("backward")
+        (y_TD * random(*y_TD.shape, seed=3)).sum().backward()
+        values = [y_TD.detach(), x_TD.grad, shared.weight.grad, layer.router.weight.grad, layer.experts.weight1.grad]
+        results.append((list(events), [value.clone() for value in values]))
+    return results
+
+
+def around(events: list[str], name: str) -> tuple[int, int]:
+    """Collectives under way while `name` happens, and in all."""
+    before = events[: events.index(name)]
+    return before.count("launch") - before.count("wait"), events.count("launch")
+
+
+@pytest.mark.parametrize(("ep", "etp"), [(2, 1), (2, 2)])
+@pytest.mark.parametrize(("name", "under_way"), [("alltoall", (2, 2)), ("allgather", (3, 2))])
+def test_the_shared_expert_overlaps_with_both_ways(name, under_way, ep, etp):
+    for overlapped, plain in run_on_ranks(ep * etp, record_order, name, ep, etp):
+        # Rows and weights (and experts, of the all-gather) forward, their gradients backward.
+        assert around(overlapped[0], "shared")[0] == under_way[0]
+        assert around(overlapped[0], "shared backward")[0] == under_way[1]
+        assert around(plain[0], "shared")[0] == around(plain[0], "shared backward")[0] == 0
+        assert overlapped[0].count("launch") == overlapped[0].count("wait") == plain[0].count("launch")
+        assert all(torch.equal(value, other) for value, other in zip(overlapped[1], plain[1], strict=True))
+
+
+# Whole layers on ranks against one rank. Every case has four tokens for each of four ranks.
+
+ROUND_ROBIN = [[t % 4, (t + 1) % 4] for t in range(16)]
+CASES = {
+    "even": (ROUND_ROBIN, 2, {}),
+    "uneven": ([[0, 1]] * 3 + [[3, 0]] + [[0, 2]] * 7 + [[2, 1]] + [[0, 3]] * 4, 2, {}),
+    "empty experts": ([[1, 2]] * 9 + [[2, 1]] * 7, 2, {}),
+    "all tokens to the first expert": ([[0]] * 16, 1, {}),
+    "all tokens to the last expert": ([[3]] * 16, 1, {}),
+    "one token per rank": ([[2, 1], [3, 0], [2, 0], [2, 3]], 2, {}),
+    "every expert": (ROUND_ROBIN, 4, {}),
+    "drops": (ROUND_ROBIN[:8] + [[0, 1]] * 8, 2, {"capacity_factor": 0.8}),
+    "drops and padding": (ROUND_ROBIN[:8] + [[0, 1]] * 8, 2, {"capacity_factor": 0.8, "pad_to_capacity": True}),
+    "padding only": (ROUND_ROBIN, 2, {"capacity_factor": 4.0, "pad_to_capacity": True}),
+    "drops of whole experts' worth": ([[3]] * 16, 1, {"capacity_factor": 0.5, "pad_to_capacity": True}),
+    "not gated": (ROUND_ROBIN, 2, {"activation": "squared_relu"}),
+}
+
+
+def run_case(name: str, dispatcher: str = "local", **groups):
+    """Output, gradients of input, router, and expert weights, loss and kept slots, of this rank's tokens."""
+    experts, topk, settings = CASES[name]
+    x_TD, grad_TD = pushed_tokens(experts), random(len(experts), HIDDEN, seed=9)
+    if groups:
+        group = groups["microbatch_group"]
+        x_TD, grad_TD = (x.chunk(group.size())[group.rank()].clone() for x in (x_TD, grad_TD))
+    layer = tiny_layer(topk=topk, aux_loss_coeff=0.3, z_loss_coeff=0.2, **settings, **groups)
+    if groups:
+        layer.dispatcher = OVER_RANKS[dispatcher](EXPERTS, ep_group=groups["ep_group"], etp_group=groups["etp_group"])
+    x_TD.requires_grad_()
+    y_TD, loss = layer(x_TD)
+    ((y_TD * grad_TD).sum() + loss).backward()
+    grads = [x_TD.grad, layer.router.weight.grad, layer.experts.weight1.grad, layer.experts.weight2.grad]
+    kept_TK = layer.route(x_TD.detach()).kept_TK
+    return y_TD.detach(), grads, loss.item(), kept_TK
+
+
+def run_cases_on_rank(dispatcher: str, ep: int, etp: int):
+    groups = make_groups(ep, etp) | {"microbatch_group": dist.group.WORLD}
+    return {name: run_case(name, dispatcher, **groups) for name in CASES}
+
+
+@functools.cache
+def on_ranks(dispatcher: str, ep: int, etp: int):
+    return run_on_ranks(ep * etp, run_cases_on_rank, dispatcher, ep, etp)
+
+
+def join_experts(ranks: list[torch.Tensor], axis: int, halves: int, ep: int, etp: int) -> torch.Tensor:
+    """The tensor of all experts from the parts of the ranks: the inverse of `tiny_moe.cut`."""
+    whole = []
+    for e in range(ep):
+        parts = [rank.chunk(halves, dim=axis) for rank in ranks[e * etp : (e + 1) * etp]]
+        whole.append(torch.cat([part[half] for half in range(halves) for part in parts], dim=axis))
+    return torch.cat(whole)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("ep", "etp"), LAYOUTS)
+@pytest.mark.parametrize("dispatcher", OVER_RANKS)
+def test_layer_on_ranks_equals_one_rank(dispatcher, ep, etp, name):
+    y_TD, (x_grad, router_grad, grad1, grad2), loss, kept_TK = run_case(name)
+    ranks = [rank[name] for rank in on_ranks(dispatcher, ep, etp)]
+
+    def close(actual, expected):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+    close(torch.cat([rank[0] for rank in ranks]), y_TD)
+    close(torch.cat([rank[1][0] for rank in ranks]), x_grad)
+    close(sum(rank[1][1] for rank in ranks), router_grad)
+    close(join_experts([rank[1][2] for rank in ranks], 1, 1 if name == "not gated" else 2, ep, etp), grad1)
+    close(join_experts([rank[1][3] for rank in ranks], 2, 1, ep, etp), grad2)
+    assert sum(rank[2] for rank in ranks) == pytest.approx(loss, rel=1e-12)
+    if kept_TK is not None:
+        assert torch.equal(torch.cat([rank[3] for rank in ranks]), kept_TK)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cases_route_as_they_say(name):
+    experts, topk, settings = CASES[name]
+    decision = tiny_layer(topk=topk, **settings).route(pushed_tokens(experts))
+    assert decision.expert_TK[:, : len(experts[0])].sort().values.tolist() == [sorted(row) for row in experts]
+    if "drops" in name:
+        assert not decision.kept_TK.all()
+    # Values at which the experts' contribution is not lost in rounding.
+    assert decision.weights_TK.min() > 1e-4
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_to_all_without_groups_equals_local(name):
+    experts, topk, settings = CASES[name]
+    results = []
+    for alltoall in (False, True):
+        layer = tiny_layer(topk=topk, alltoall=alltoall, **settings)
+        x_TD = pushed_tokens(experts).requires_grad_()
+        y_TD, _ = layer(x_TD)
+        y_TD.square().sum().backward()
+        results.append([y_TD, x_TD.grad, layer.experts.weight1.grad, layer.experts.weight2.grad, layer.router.weight.grad])
+    for local, through in zip(*results, strict=True):
+        assert torch.equal(local, through)

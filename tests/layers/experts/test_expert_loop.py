@@ -1,0 +1,136 @@
+"""The experts one by one: against the general path, which test_experts.py holds against a loop over rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from helpers.layers.tiny_moe import random
+from moe_exp.layers.activations import ACTIVATIONS, WeightedActivation
+from moe_exp.layers.capacity import keep_most_probable
+from moe_exp.layers.dispatcher import LocalDispatcher
+from moe_exp.layers.dispatcher.row_order import RowOrder
+from moe_exp.layers.experts.loop import ExpertWeights, expert_loop
+from moe_exp.layers.router import RoutingDecision
+
+SPLITS = [(3, 1, 7, 5), (0, 4, 0, 9), (5, 0, 0, 0), (0, 0, 0, 2), (0, 0, 0, 0), (1, 1, 1, 1)]
+HIDDEN, FFN = 6, 4
+
+
+def leaves(splits, *, gated: bool, bias: bool, dtype=torch.float64, bias2_width=HIDDEN) -> list[torch.Tensor]:
+    width, experts, rows = FFN * (1 + gated), len(splits), sum(splits)
+    shapes = [(rows, HIDDEN), (rows,), (experts, width, HIDDEN), (experts, HIDDEN, FFN)]
+    shapes += [(experts, width), (experts, bias2_width)] if bias else []
+    return [random(*shape, seed=seed).to(dtype).requires_grad_() for seed, shape in enumerate(shapes)]
+
+
+def plain(x, weights_R, weight1, weight2, bias1=None, bias2=None, *, splits, activation, start=0):
+    function, gated = ACTIVATIONS[activation]
+    expert_R = torch.tensor([expert for expert, rows in enumerate(splits) for _ in range(rows)], dtype=torch.int64)
+    hidden = torch.einsum("rd,rfd->rf", x, weight1[expert_R])
+    if bias1 is not None:
+        hidden = hidden + bias1[expert_R]
+    gate, up = hidden.chunk(2, dim=1) if gated else (hidden, 1)
+    y = torch.einsum("rf,rdf->rd", function(gate) * up, weight2[expert_R])
+    if bias2 is not None:
+        y = y + torch.nn.functional.pad(bias2[expert_R], (start, HIDDEN - start - bias2.size(1)))
+    return y * weights_R.unsqueeze(1)
+
+
+def gradients(y, tensors, dy):
+    return [y.detach(), *torch.autograd.grad(y, tensors, dy)]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("splits", SPLITS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+def test_against_plain_torch(activation, bias, splits, dtype, tolerance):
+    gated = ACTIVATIONS[activation][1]
+    tensors = leaves(splits, gated=gated, bias=bias, dtype=dtype)
+    double = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    dy = random(sum(splits), HIDDEN, seed=11).to(dtype)
+    y = expert_loop(*tensors[:2], ExpertWeights(*tensors[2:]), splits=splits, activation=activation)
+    actual = gradients(y, tensors, dy)
+    expected = gradients(plain(*double, splits=splits, activation=activation), double, dy.double())
+    for one, other in zip(actual, expected, strict=True):
+        assert one.dtype == dtype
+        assert (one.double() - other).norm() <= tolerance * other.norm()
+    empty = torch.tensor([rows == 0 for rows in splits])
+    assert not any(gradient[empty].any() for gradient in actual[3:])
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradcheck(activation):
+    splits = (2, 0, 1)
+    tensors = leaves(splits, gated=ACTIVATIONS[activation][1], bias=True, bias2_width=2)
+
+    def run(x, weights_R, *parameters):
+        return expert_loop(x, weights_R, ExpertWeights(*parameters, bias2_start=3), splits=splits, activation=activation)
+
+    assert torch.autograd.gradcheck(run, tensors)
+    expected = plain(*tensors, splits=splits, activation=activation, start=3)
+    assert (run(*tensors) - expected).norm() <= 1e-13 * expected.norm()
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_weighted_activation_gradcheck(activation):
+    hidden_RF, weights_R = random(3, 4, seed=1).requires_grad_(), random(3, seed=2).requires_grad_()
+    assert torch.autograd.gradcheck(lambda hidden, weights: WeightedActivation.apply(hidden, weights, activation), (hidden_RF, weights_R))
+
+
+@pytest.mark.parametrize("frozen", range(6))
+def test_a_frozen_input_gets_no_gradient_and_the_others_are_the_same(frozen):
+    splits = (2, 0, 3)
+    tensors = leaves(splits, gated=True, bias=True)
+    y = expert_loop(*tensors[:2], ExpertWeights(*tensors[2:]), splits=splits, activation="swiglu")
+    y.sum().backward()
+    expected = [tensor.grad for tensor in tensors]
+    again = [tensor.detach().requires_grad_(index != frozen) for index, tensor in enumerate(tensors)]
+    expert_loop(*again[:2], ExpertWeights(*again[2:]), splits=splits, activation="swiglu").sum().backward()
+    for index, tensor in enumerate(again):
+        assert tensor.grad is None if index == frozen else torch.equal(tensor.grad, expected[index])
+
+
+@pytest.mark.parametrize("topk", [1, 3])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
+@pytest.mark.parametrize("case", ["dropless", "drops", "padded"])
+def test_tokens_equal_dispatch_experts_combine(topk, dtype, tolerance, case):
+    generator = torch.Generator().manual_seed(3)
+    expert_TK = torch.stack([torch.randperm(5, generator=generator)[:topk] for _ in range(12)])
+    counts_E = torch.bincount(expert_TK.flatten(), minlength=5)
+    weights_TK = random(12, topk, seed=4).float().requires_grad_()
+    kept_TK = None if case == "dropless" else keep_most_probable(expert_TK, weights_TK, num_experts=5, capacity=3)
+    decision = RoutingDecision(expert_TK, weights_TK, weights_TK, weights_TK, counts_E, kept_TK)
+    dispatcher = LocalDispatcher(5)
+    rows_per_expert = 4 if case == "padded" else None
+    splits = tuple(dispatcher.row_order(decision, rows_per_expert=rows_per_expert)[1].tolist())
+    parameters = ExpertWeights(*leaves(splits, gated=True, bias=True, dtype=dtype)[2:])
+    x_TD = random(12, HIDDEN, seed=5).to(dtype).requires_grad_()
+    dy_TD = random(12, HIDDEN, seed=6).to(dtype)
+    inputs = (x_TD, weights_TK, parameters.weight1, parameters.weight2, parameters.bias1, parameters.bias2)
+
+    dispatched = dispatcher.dispatch(x_TD, decision, rows_per_expert=rows_per_expert)
+    rows_RD = expert_loop(dispatched.rows_RD, dispatched.weights_R, parameters, splits=splits, activation="swiglu")
+    expected = gradients(dispatcher.combine(rows_RD, dispatched.record), inputs, dy_TD)
+    order: RowOrder = dispatched.record.order
+    y_TD = expert_loop(x_TD, order.weights(weights_TK), parameters, splits=splits, activation="swiglu", order=order)
+    for one, other in zip(gradients(y_TD, inputs, dy_TD), expected, strict=True):
+        assert (one - other).norm() <= tolerance * other.norm()
+
+
+@pytest.mark.parametrize("splits", [(40, 41, 39, 40), (150, 3, 4, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_same_bits_every_time_on_two_threads(splits, dtype):
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        tensors = leaves(splits, gated=True, bias=True, dtype=dtype)
+        runs = []
+        for _ in range(5):
+            y = expert_loop(*tensors[:2], ExpertWeights(*tensors[2:]), splits=splits, activation="swiglu")
+            runs.append(gradients(y, tensors, torch.ones_like(y)))
+        for run in runs[1:]:
+            assert all(torch.equal(one, other) for one, other in zip(run, runs[0], strict=True))
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from helpers.layers.tiny_moe import random
+from helpers.ranks import run_on_ranks
+from moe_exp.layers.megatron.attention import CausalAttention, choose_attention
+
+ONE_RANK = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+
+
+def attention(head_size: int, *, cp=ONE_RANK, dropout: float = 0.0, **kwargs) -> CausalAttention:
+    config = SimpleNamespace(kv_channels=head_size, attention_dropout=dropout, params_dtype=torch.float64)
+    return CausalAttention(config, 1, None, "self", pg_collection=SimpleNamespace(cp=cp), **kwargs)
+
+
+def inputs(seq_len: int, batch: int, heads: int, groups: int, head_size: int):
+    """Query, key, value [S, B, H or G, d] and the gradient of the result [S, B, H*d]."""
+    query, key, value = (random(seq_len, batch, n, head_size, seed=seed).requires_grad_() for seed, n in enumerate((heads, groups, groups)))
+    return query, key, value, random(seq_len, batch, heads * head_size, seed=3)
+
+
+def explicit(query, key, value, scale):
+    """One softmax at a time."""
+    seq_len, batch, heads, _ = query.shape
+    per_group = heads // key.size(2)
+    outs = []
+    for s in range(seq_len):
+        for b in range(batch):
+            for h in range(heads):
+                past = key[: s + 1, b, h // per_group]
+                weights = torch.exp(past @ query[s, b, h] * scale)
+                outs.append((weights / weights.sum()) @ value[: s + 1, b, h // per_group])
+    return torch.stack(outs).view(seq_len, batch, -1)
+
+
+SHAPES = [(7, 2, 4, 4, 6), (5, 1, 4, 2, 8), (6, 3, 6, 1, 3), (1, 2, 2, 1, 4)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("softmax_scale", [None, 0.3])
+def test_against_an_explicit_softmax(shape, softmax_scale):
+    query, key, value, grad = inputs(*shape)
+    scale = 1 / math.sqrt(shape[-1]) if softmax_scale is None else softmax_scale
+    expected = explicit(query, key, value, scale)
+    expected_grads = torch.autograd.grad(expected, (query, key, value), grad)
+    actual = attention(shape[-1], softmax_scale=softmax_scale)(query, key, value, None)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    for one, other in zip(torch.autograd.grad(actual, (query, key, value), grad), expected_grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
+
+
+def test_two_tokens_by_hand():
+    # Token 0 sees itself; token 1 has scores ln 3 and 0, so weights 3/4 and 1/4.
+    query, key = torch.tensor([0.0, math.log(3.0)]).view(2, 1, 1, 1), torch.tensor([1.0, 0.0]).view(2, 1, 1, 1)
+    out = attention(1)(query, key, torch.tensor([8.0, 4.0]).view(2, 1, 1, 1), None)
+    torch.testing.assert_close(out.flatten(), torch.tensor([8.0, 7.0]))
+
+
+def zigzag(x: torch.Tensor, size: int, rank: int) -> torch.Tensor:
+    """Megatron's part of the sequence for one context parallel rank."""
+    blocks = x.chunk(2 * size)
+    return torch.cat([blocks[rank], blocks[2 * size - 1 - rank]])
+
+
+def undo_zigzag(parts: list[torch.Tensor]) -> torch.Tensor:
+    halves = [part.chunk(2) for part in parts]
+    return torch.cat([first for first, _ in halves] + [second for _, second in reversed(halves)])
+
+
+def attend_on_rank(shape):
+    group = dist.group.WORLD
+    leaves = [zigzag(x.detach(), group.size(), group.rank()) for x in inputs(*shape)]
+    query, key, value = (x.clone().requires_grad_() for x in leaves[:3])
+    out = attention(shape[-1], cp=group)(query, key, value, None)
+    out.backward(leaves[3])
+    return out.detach(), query.grad, key.grad, value.grad
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("shape", [(24, 2, 4, 2, 6), (8, 1, 3, 3, 5)])
+def test_context_parallel_equals_one_rank(num_ranks, shape):
+    query, key, value, grad = inputs(*shape)
+    out = attention(shape[-1])(query, key, value, None)
+    out.backward(grad)
+    ranks = run_on_ranks(num_ranks, attend_on_rank, shape)
+    for index, expected in enumerate((out.detach(), query.grad, key.grad, value.grad)):
+        torch.testing.assert_close(undo_zigzag([rank[index] for rank in ranks]), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_dropout_in_training_only():
+    query, key, value, _ = inputs(16, 2, 2, 2, 4)
+    module = attention(4, dropout=0.5)
+    expected = explicit(query, key, value, 0.5)
+    assert not torch.allclose(module(query, key, value, None), expected)
+    torch.testing.assert_close(module.eval()(query, key, value, None), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("arguments", [{"attention_mask": torch.ones(1, 1, 2, 2)}, {"attention_mask": None, "packed_seq_params": object()}])
+def test_masks_are_refused(arguments):
+    query, key, value, _ = inputs(2, 1, 1, 1, 4)
+    with pytest.raises(ValueError, match=r"attention_mask: is not None\. CausalAttention is causal only\. Fix: pass attention_mask=None\."):
+        attention(4)(query, key, value, **arguments)
+
+
+def test_choose_attention(monkeypatch):
+    assert choose_attention("cpu", torch.bfloat16) == ("sdpa", "flash-attn needs a GPU")
+    assert choose_attention("cuda", torch.float32) == ("sdpa", "flash-attn has no float32")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert choose_attention("cuda", torch.bfloat16) == ("sdpa", "flash-attn is not installed")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "flash_attn")
+    assert choose_attention("cuda", torch.float16) == ("flash-attn", "installed")
+    assert choose_attention("cuda", torch.float16, other_value_size=True)[0] == "sdpa"

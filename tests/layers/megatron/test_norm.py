@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from helpers.layers.tiny_moe import random
+from helpers.ranks import run_on_ranks
+from moe_exp.layers.megatron.norm import Norm, ProjectionNorm, choose_norm
+
+
+def make(normalization: str, *, dtype=torch.float64, sequence_parallel=False, **kwargs) -> torch.nn.Module:
+    config = SimpleNamespace(normalization=normalization, sequence_parallel=sequence_parallel, params_dtype=dtype)
+    return Norm(config, 5, **kwargs)
+
+
+def rms_norm(x, weight, eps):
+    return x / torch.sqrt((x * x).sum(dim=-1, keepdim=True) / 5 + eps) * weight
+
+
+def layer_norm(x, weight, bias, eps):
+    centred = x - x.sum(dim=-1, keepdim=True) / 5
+    return rms_norm(centred, weight, eps) + bias
+
+
+@pytest.mark.parametrize(("normalization", "formula"), [("RMSNorm", rms_norm), ("LayerNorm", layer_norm)])
+@pytest.mark.parametrize("eps", [1e-5, 0.1])
+def test_norm_against_its_formula(normalization, formula, eps):
+    norm = make(normalization, eps=eps)
+    with torch.no_grad():
+        for seed, parameter in enumerate(norm.parameters()):
+            parameter.copy_(random(5, seed=seed))
+    x, grad = random(3, 2, 5, seed=7).requires_grad_(), random(3, 2, 5, seed=8)
+    expected = formula(x, *norm.parameters(), eps)
+    leaves = (x, *norm.parameters())
+    expected_grads = torch.autograd.grad(expected, leaves, grad)
+    actual = norm(x)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    for one, other in zip(torch.autograd.grad(actual, leaves, grad), expected_grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_rms_norm_by_hand():
+    norm = make("RMSNorm", eps=0.0)
+    x_D = torch.tensor([2.0, 4.0, 0.0, 2.0, 1.0], dtype=torch.float64)
+    assert norm(x_D).tolist() == pytest.approx([x / math.sqrt(5) for x in (2, 4, 0, 2, 1)])
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize(("normalization", "names"), [("RMSNorm", {"weight"}), ("LayerNorm", {"weight", "bias"})])
+def test_every_parameter_is_marked_for_sequence_parallelism(normalization, names, sequence_parallel):
+    norm = make(normalization, sequence_parallel=sequence_parallel, dtype=torch.bfloat16)
+    parameters = dict(norm.named_parameters())
+    assert set(parameters) == names
+    assert all(parameter.sequence_parallel is sequence_parallel for parameter in parameters.values())
+    assert all(parameter.dtype == torch.bfloat16 for parameter in parameters.values())
+
+
+def test_choose_norm():
+    assert choose_norm("cpu") == ("torch", "torch.nn.RMSNorm and LayerNorm, with sequence parallelism, on cpu")
+    assert choose_norm("cuda")[1].endswith("on cuda; RMSNorm is one kernel each way")
+
+
+# Over all heads: x [S, B, H, d] with two heads of three channels on each rank of two.
+HEADS, SIZE = 4, 3
+ONE_RANK = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+
+
+def projection_norm(group, *, dtype=torch.float64, eps=0.01) -> ProjectionNorm:
+    norm = ProjectionNorm(SimpleNamespace(params_dtype=dtype), HEADS * SIZE, eps=eps, group=group)
+    with torch.no_grad():
+        norm.weight.copy_(random(HEADS * SIZE, seed=1).chunk(group.size())[group.rank()])
+    return norm
+
+
+def normalized(group, dtype=torch.float64):
+    """y, and the gradients of x and of the weight, of this rank's heads."""
+    norm = projection_norm(group, dtype=dtype)
+    x, grad = (random(5, 2, HEADS, SIZE, seed=seed).to(dtype).chunk(group.size(), dim=2)[group.rank()] for seed in (2, 3))
+    x = x.clone().requires_grad_()
+    y = norm(x)
+    y.backward(grad)
+    return y.detach(), x.grad, norm.weight.grad
+
+
+def normalized_on_rank(dtype):
+    return normalized(dist.group.WORLD, dtype)
+
+
+def explicit_projection_norm():
+    x, grad = (random(5, 2, HEADS, SIZE, seed=seed) for seed in (2, 3))
+    x.requires_grad_()
+    weight = random(HEADS * SIZE, seed=1).requires_grad_()
+    mean = (x * x).sum(dim=(2, 3), keepdim=True) / (HEADS * SIZE)
+    y = x / torch.sqrt(mean + 0.01) * weight.view(HEADS, SIZE)
+    y.backward(grad)
+    return y.detach(), x.grad, weight.grad
+
+
+def test_projection_norm_against_its_formula():
+    for one, other in zip(normalized(ONE_RANK), explicit_projection_norm(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_projection_norm_of_heads_on_two_ranks():
+    parts = run_on_ranks(2, normalized_on_rank, torch.float64)
+    for part, other, dim in zip(zip(*parts, strict=True), explicit_projection_norm(), (2, 2, 0), strict=True):
+        torch.testing.assert_close(torch.cat(part, dim=dim), other, rtol=1e-12, atol=1e-12)
+
+
+def test_projection_norm_in_bf16():
+    for ranks in ([normalized(ONE_RANK, torch.bfloat16)], run_on_ranks(2, normalized_on_rank, torch.bfloat16)):
+        y = torch.cat([rank[0] for rank in ranks], dim=2)
+        assert y.dtype == torch.bfloat16
+        torch.testing.assert_close(y.double(), explicit_projection_norm()[0], rtol=0.02, atol=0.02)

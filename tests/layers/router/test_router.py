@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from helpers.layers.tiny_moe import identity_router
+from moe_exp.layers.router import Router, RouterConfig
+
+
+def logits_of_shares(shares_TE: list[list[float]]) -> torch.Tensor:
+    """Logits whose softmax is each row over its sum."""
+    return torch.tensor([[math.log(share) for share in row] for row in shares_TE])
+
+
+def logits_of_sigmoid(probabilities_TE: list[list[float]]) -> torch.Tensor:
+    return torch.tensor([[math.log(p / (1 - p)) for p in row] for row in probabilities_TE])
+
+
+def check(decision, expert_TK, weights_TK) -> None:
+    assert decision.expert_TK.tolist() == expert_TK
+    torch.testing.assert_close(decision.weights_TK, torch.tensor(weights_TK), rtol=1e-5, atol=0)
+
+
+# Ten tokens, scores in tenths.
+SHARES = [
+    [1, 2, 3, 4], [4, 3, 2, 1], [1, 6, 1, 2], [5, 0.5, 0.5, 4], [2, 1, 6, 1],
+    [0.5, 4.5, 1, 4], [7, 1, 1.5, 0.5], [1, 1.5, 0.5, 7], [2.2, 2.6, 2.4, 2.8], [3, 0.5, 4, 2.5],
+]  # fmt: skip
+CHOSEN = [[3, 2], [0, 1], [1, 3], [0, 3], [2, 0], [1, 3], [0, 2], [3, 1], [3, 1], [2, 0]]
+
+
+def test_softmax_before_topk_by_hand():
+    decision = identity_router(4, 2)(logits_of_shares(SHARES))
+    weights = [[0.4, 0.3], [0.4, 0.3], [0.6, 0.2], [0.5, 0.4], [0.6, 0.2], [0.45, 0.4], [0.7, 0.15], [0.7, 0.15], [0.28, 0.26], [0.4, 0.3]]
+    check(decision, CHOSEN, weights)
+    assert decision.tokens_per_expert_E.tolist() == [5, 5, 4, 6]
+    assert decision.tokens_per_expert_E.dtype == torch.int64
+    assert decision.kept_TK is None
+    torch.testing.assert_close(decision.scores_TE, torch.tensor(SHARES) / 10)
+    torch.testing.assert_close(decision.logits_TE, logits_of_shares(SHARES))
+
+
+def test_softmax_after_topk_by_hand():
+    decision = identity_router(4, 2, pre_softmax=False)(logits_of_shares(SHARES))
+    weights = [
+        [4 / 7, 3 / 7], [4 / 7, 3 / 7], [3 / 4, 1 / 4], [5 / 9, 4 / 9], [3 / 4, 1 / 4],
+        [9 / 17, 8 / 17], [14 / 17, 3 / 17], [14 / 17, 3 / 17], [14 / 27, 13 / 27], [4 / 7, 3 / 7],
+    ]  # fmt: skip
+    check(decision, CHOSEN, weights)
+    # The load-balancing loss looks at the scores of all experts in both orders.
+    torch.testing.assert_close(decision.scores_TE, torch.tensor(SHARES) / 10)
+
+
+# Ten tokens, sigmoid scores that do not sum to one.
+PROBABILITIES = [
+    [0.6, 0.4, 0.2, 0.8], [0.6, 0.5, 0.4, 0.8], [0.2, 0.3, 0.1, 0.9], [0.5, 0.8, 0.3, 0.6], [0.9, 0.6, 0.2, 0.7],
+    [0.1, 0.2, 0.3, 0.4], [0.5, 0.3, 0.6, 0.9], [0.7, 0.8, 0.4, 0.2], [0.3, 0.1, 0.9, 0.2], [0.4, 0.6, 0.2, 0.9],
+]  # fmt: skip
+
+
+def test_sigmoid_with_expert_bias_by_hand():
+    router = identity_router(4, 2, score="sigmoid", expert_bias=True)
+    router.expert_bias.copy_(torch.tensor([0.0, 0.0, 0.25, -0.25]))
+    decision = router(logits_of_sigmoid(PROBABILITIES))
+    chosen = [[0, 3], [2, 0], [3, 2], [1, 2], [0, 1], [2, 1], [2, 3], [1, 0], [2, 0], [3, 1]]
+    weights = [
+        [3 / 7, 4 / 7], [0.4, 0.6], [0.9, 0.1], [8 / 11, 3 / 11], [0.6, 0.4],
+        [0.6, 0.4], [0.4, 0.6], [8 / 15, 7 / 15], [0.75, 0.25], [0.6, 0.4],
+    ]  # fmt: skip
+    check(decision, chosen, weights)
+    torch.testing.assert_close(decision.scores_TE[0], torch.tensor([0.3, 0.2, 0.1, 0.4]))
+    torch.testing.assert_close(decision.scores_TE.sum(dim=1), torch.ones(10))
+
+
+def test_expert_bias_changes_the_choice_and_not_the_weights():
+    logits = logits_of_sigmoid([[0.6, 0.5, 0.4, 0.8]])
+    router = identity_router(4, 2, score="sigmoid", expert_bias=True)
+    check(router(logits), [[3, 0]], [[4 / 7, 3 / 7]])
+    router.expert_bias.copy_(torch.tensor([0.0, 9.0, 5.0, 0.0]))
+    check(router(logits), [[1, 2]], [[5 / 9, 4 / 9]])
+    router.expert_bias.fill_(100.0)
+    check(router(logits), [[3, 0]], [[4 / 7, 3 / 7]])
+
+
+def test_weight_of_one_sigmoid_expert_is_its_score():
+    check(identity_router(4, 1, score="sigmoid")(logits_of_sigmoid([[0.6, 0.5, 0.4, 0.8]])), [[3]], [[0.8]])
+
+
+@pytest.mark.parametrize(
+    ("settings", "weights"),
+    [
+        ({}, [1.0, 0.75]),
+        ({"pre_softmax": False}, [10 / 7, 7.5 / 7]),
+        ({"score": "sigmoid"}, [2.5 * 9 / 17, 2.5 * 8 / 17]),
+    ],
+)
+def test_scaling_factor_multiplies_the_weights_and_not_the_scores(settings, weights):
+    shares = [[0.1, 0.2, 0.3, 0.4]]
+    logits = logits_of_sigmoid([[0.1, 0.2, 0.8, 0.9]]) if "score" in settings else logits_of_shares(shares)
+    decision = identity_router(4, 2, scaling_factor=2.5, **settings)(logits)
+    check(decision, [[3, 2]], [weights])
+    torch.testing.assert_close(decision.scores_TE.sum(), torch.tensor(1.0))
+
+
+# Scores in hundredths; two groups of three experts, of which a token may use one. Marked: best two of each group.
+GROUPED = [
+    [40, 4, 3, 30, 15, 8],    # 44 against 45: the group without the best expert
+    [30, 20, 10, 35, 3, 2],   # 50 against 38
+    [12, 11, 10, 50, 9, 8],   # 23 against 59
+    [5, 25, 20, 44, 1, 5],    # 45 against 49
+    [25, 5, 26, 4, 39, 1],    # 51 against 43
+    [20, 19, 18, 30, 7, 6],   # 39 against 37
+    [14, 13, 12, 1, 27, 33],  # 27 against 60
+    [22, 2, 21, 24, 17, 14],  # 43 against 41, though all three of the second sum to more
+    [3, 48, 4, 28, 16, 1],    # 52 against 44
+    [17, 16, 15, 19, 18, 15], # 33 against 37
+]  # fmt: skip
+
+
+def test_group_limited_topk_by_hand():
+    decision = identity_router(6, 2, num_groups=2, group_topk=1)(logits_of_shares(GROUPED))
+    chosen = [[3, 4], [0, 1], [3, 4], [3, 5], [2, 0], [0, 1], [5, 4], [0, 2], [1, 2], [3, 4]]
+    weights = [
+        [0.30, 0.15], [0.30, 0.20], [0.50, 0.09], [0.44, 0.05], [0.26, 0.25],
+        [0.20, 0.19], [0.33, 0.27], [0.22, 0.21], [0.48, 0.04], [0.19, 0.18],
+    ]  # fmt: skip
+    check(decision, chosen, weights)
+    assert decision.tokens_per_expert_E.tolist() == [4, 3, 3, 4, 4, 2]
+
+
+def test_group_counts_by_its_best_k_over_groups_experts():
+    # K=2 from two groups: a group counts by its one best expert, 40, 20 and 25 here, not by both, 41, 33 and 26.
+    check(identity_router(6, 2, num_groups=3, group_topk=2)(logits_of_shares([[40, 1, 20, 13, 25, 1]])), [[0, 4]], [[0.40, 0.25]])
+
+
+def test_gradient_of_weights_before_and_after_topk():
+    logits = logits_of_shares([[1, 2, 3, 4]])
+    x = logits.clone().requires_grad_()
+    identity_router(4, 2)(x).weights_TK[0, 0].backward()
+    # d p_3 / d l_e = p_3 (1 - p_3) for e = 3, else - p_3 p_e
+    torch.testing.assert_close(x.grad, torch.tensor([[-0.04, -0.08, -0.12, 0.24]]))
+    x = logits.clone().requires_grad_()
+    identity_router(4, 2, pre_softmax=False)(x).weights_TK[0, 0].backward()
+    torch.testing.assert_close(x.grad, torch.tensor([[0.0, 0.0, -12 / 49, 12 / 49]]))
+
+
+def test_gradient_of_sigmoid_weights():
+    x = logits_of_sigmoid([[0.6, 0.5, 0.4, 0.8]]).requires_grad_()
+    router = identity_router(4, 2, score="sigmoid", expert_bias=True)
+    router(x).weights_TK[0, 0].backward()
+    # w = a / (a + b), a = 0.8, b = 0.6; a' = 0.16, b' = 0.24: dw/dl_3 = 0.16 * 0.6 / 1.96, dw/dl_0 = - 0.24 * 0.8 / 1.96
+    torch.testing.assert_close(x.grad, torch.tensor([[-0.192 / 1.96, 0.0, 0.0, 0.096 / 1.96]]))
+    assert router.weight.grad is not None
+    torch.testing.assert_close(router.weight.grad, x.grad.t() * x.detach())
+
+
+def test_gradient_reaches_scores_and_logits():
+    x = logits_of_shares([[1, 2, 3, 4]]).requires_grad_()
+    decision = identity_router(4, 2)(x)
+    (decision.scores_TE[0, 0] + decision.logits_TE[0, 1]).backward()
+    torch.testing.assert_close(x.grad, torch.tensor([[0.09, 0.98, -0.03, -0.04]]))
+    assert not decision.expert_TK.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_input_is_routed_in_fp32(dtype):
+    router = Router(RouterConfig(hidden_size=2, num_experts=2, topk=1), dtype=dtype)
+    with torch.no_grad():
+        router.weight.copy_(torch.tensor([[1.0, 0.5], [1.0, 0.25]]))
+    decision = router(torch.tensor([[2048.0, 1.0]], dtype=dtype))
+    # Neither bf16 nor fp16 has a number between 2048 and 2050.
+    assert decision.logits_TE.tolist() == [[2048.5, 2048.25]]
+    assert decision.logits_TE.dtype == decision.weights_TK.dtype == decision.scores_TE.dtype == torch.float32
+    decision.weights_TK.sum().backward()
+    assert router.weight.grad.dtype == dtype
+
+
+def test_expert_bias_counts_tokens_in_training_only():
+    router = identity_router(4, 2, score="sigmoid", expert_bias=True)
+    logits = logits_of_sigmoid(PROBABILITIES)
+    router(logits)
+    router(logits)
+    # Twice the ten tokens, by their two largest probabilities.
+    assert router.local_tokens_per_expert.tolist() == [10, 8, 6, 16]
+    with torch.no_grad():
+        router(logits)
+    router.eval()(logits)
+    assert router.local_tokens_per_expert.tolist() == [10, 8, 6, 16]
+    # Both names are Megatron's; only the bias is in a checkpoint.
+    assert set(router.state_dict()) == {"weight", "expert_bias"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"topk": 5}, r"topk=5: is not between 1 and num_experts=4\. Fix: choose 1 to 4 experts per token\."),
+        ({"topk": 1, "score": "tanh"}, r"score=tanh: is not one of softmax, sigmoid, sqrtsoftplus\. Fix: use one of them\."),
+        ({"topk": 1, "num_groups": 3, "group_topk": 1}, r"num_groups=3: does not divide num_experts=4\. Fix: use a divisor\."),
+        ({"topk": 1, "num_groups": 2}, r"group_topk=0: is not between 1 and num_groups=2\. Fix: choose how many groups"),
+        ({"topk": 1, "num_groups": 2, "group_topk": 3}, r"group_topk=3: is not between 1 and num_groups=2\."),
+        ({"topk": 3, "num_groups": 2, "group_topk": 1}, r"topk=3: 1 of 2 groups have 2 experts\. Fix: raise group_topk or lower topk\."),
+    ],
+)
+def test_errors(settings, text):
+    with pytest.raises(ValueError, match=text):
+        RouterConfig(hidden_size=4, num_experts=4, **settings)

@@ -1,0 +1,145 @@
+"""What a router can be told beside softmax, sigmoid and groups: each rule with ten tokens by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from test_router import CHOSEN, PROBABILITIES, SHARES, check, logits_of_shares
+
+from helpers.layers.tiny_moe import identity_router, random
+from moe_exp.layers.router import Router, RouterConfig
+
+
+def test_normalized_softmax_by_hand():
+    # Qwen3: softmax over all, then divided by the sum of the chosen two, as in the softmax over the chosen.
+    decision = identity_router(4, 2, normalize=True)(logits_of_shares(SHARES))
+    weights = [
+        [4 / 7, 3 / 7], [4 / 7, 3 / 7], [3 / 4, 1 / 4], [5 / 9, 4 / 9], [3 / 4, 1 / 4],
+        [9 / 17, 8 / 17], [14 / 17, 3 / 17], [14 / 17, 3 / 17], [14 / 27, 13 / 27], [4 / 7, 3 / 7],
+    ]  # fmt: skip
+    check(decision, CHOSEN, weights)
+
+
+def logits_of_sqrtsoftplus(scores_TE: list[list[float]]) -> torch.Tensor:
+    """sqrt(log(1 + e^z)) = s."""
+    return torch.tensor([[math.log(math.exp(s * s) - 1) for s in row] for row in scores_TE])
+
+
+def test_sqrtsoftplus_by_hand():
+    decision = identity_router(4, 2, score="sqrtsoftplus")(logits_of_sqrtsoftplus(PROBABILITIES))
+    chosen = [[3, 0], [3, 0], [3, 1], [1, 3], [0, 3], [3, 2], [3, 2], [1, 0], [2, 0], [3, 1]]
+    weights = [
+        [4 / 7, 3 / 7], [4 / 7, 3 / 7], [0.75, 0.25], [4 / 7, 3 / 7], [9 / 16, 7 / 16],
+        [4 / 7, 3 / 7], [0.6, 0.4], [8 / 15, 7 / 15], [0.75, 0.25], [0.6, 0.4],
+    ]  # fmt: skip
+    check(decision, chosen, weights)
+    torch.testing.assert_close(decision.scores_TE[0], torch.tensor([0.3, 0.2, 0.1, 0.4]))
+
+
+def test_sigmoid_without_normalization():
+    router = identity_router(4, 2, score="sigmoid", normalize=False)
+    logits = torch.tensor([[math.log(p / (1 - p)) for p in (0.6, 0.5, 0.4, 0.8)]])
+    check(router(logits), [[3, 0]], [[0.8, 0.6]])
+
+
+def test_softmax_with_expert_bias_by_hand():
+    router = identity_router(4, 2, expert_bias=True)
+    router.expert_bias.copy_(torch.tensor([0.0, 0.26, -0.25, 0.0]))
+    decision = router(logits_of_shares(SHARES))
+    chosen = [[1, 3], [1, 0], [1, 3], [0, 3], [1, 2], [1, 3], [0, 1], [3, 1], [1, 3], [1, 0]]
+    weights = [
+        [0.2, 0.4], [0.3, 0.4], [0.6, 0.2], [0.5, 0.4], [0.1, 0.6], [0.45, 0.4], [0.7, 0.1], [0.7, 0.15], [0.26, 0.28], [0.05, 0.3],
+    ]  # fmt: skip
+    check(decision, chosen, weights)
+
+
+def test_padding_goes_nowhere_and_counts_nowhere():
+    padding_T = torch.tensor([t in (1, 5, 9) for t in range(10)])
+    decision = identity_router(4, 2)(logits_of_shares(SHARES), padding_T)
+    assert decision.kept_TK.tolist() == [[t not in (1, 5, 9)] * 2 for t in range(10)]
+    # Of the ten tokens [5, 5, 4, 6], less the three pairs 0 1, 1 3 and 2 0.
+    assert decision.tokens_per_expert_E.tolist() == [3, 3, 3, 5]
+    assert decision.valid_T.tolist() == [t not in (1, 5, 9) for t in range(10)]
+
+
+def test_balanced_routing_deals_in_turn():
+    router = identity_router(4, 2, assignment="balanced")
+    decision = router(logits_of_shares(SHARES))
+    assert decision.expert_TK.tolist() == [[0, 1], [2, 3]] * 5
+    torch.testing.assert_close(decision.weights_TK[:2], torch.tensor([[0.1, 0.2], [0.2, 0.1]]))
+    assert identity_router(4, 3, assignment="balanced")(torch.zeros(5, 4)).tokens_per_expert_E.tolist() == [4, 4, 4, 3]
+
+
+@pytest.mark.parametrize("exponent", [0.0, 1.0])
+def test_zipf_routing_is_skewed_as_asked(exponent):
+    router = Router(RouterConfig(hidden_size=4, num_experts=8, topk=1, assignment="zipf", zipf_exponent=exponent))
+    decision = router(torch.zeros(20000, 4))
+    expected_E = torch.arange(1, 9).double() ** -exponent
+    expected_E /= expected_E.sum()
+    torch.testing.assert_close(decision.tokens_per_expert_E / 20000, expected_E, rtol=0.08, atol=0, check_dtype=False)
+    assert torch.equal(router(torch.ones(20000, 4)).expert_TK, decision.expert_TK)
+
+
+def test_zipf_routing_takes_different_experts():
+    expert_TK = Router(RouterConfig(hidden_size=4, num_experts=5, topk=4, assignment="zipf"))(torch.zeros(100, 4)).expert_TK
+    assert all(len(set(row)) == 4 for row in expert_TK.tolist())
+
+
+def test_jitter_is_noise_on_the_input_in_training_only():
+    router, x_TD = identity_router(4, 2, jitter=0.1), 1 + random(2000, 4, seed=0).float().abs()
+    ratio = router(x_TD).logits_TE / x_TD
+    assert 0.9 <= ratio.min() < 0.901 and 1.099 < ratio.max() <= 1.1
+    assert torch.equal(router.eval()(x_TD).logits_TE, x_TD)
+
+
+def test_fp64_router():
+    x_TD, router = random(6, 4, seed=1).bfloat16(), Router(RouterConfig(hidden_size=4, num_experts=3, topk=2, dtype="fp64"))
+    decision = router(x_TD)
+    assert decision.logits_TE.dtype == decision.weights_TK.dtype == torch.float64
+    torch.testing.assert_close(decision.logits_TE, x_TD.double() @ router.weight.double().t(), rtol=1e-14, atol=0)
+    decision.weights_TK.sum().backward()
+    assert router.weight.grad.dtype == torch.float32
+
+
+# Once per global batch
+
+
+def test_bias_and_global_fractions_move_at_the_end_of_the_batch():
+    router = identity_router(4, 2, score="sigmoid", expert_bias=True, bias_update_rate=0.1, global_fractions=True)
+    logits = torch.tensor([[math.log(p / (1 - p)) for p in row] for row in PROBABILITIES])
+    router(logits[:6])
+    router(logits[6:])
+    assert router.global_tokens_per_expert.tolist() == [0, 0, 0, 0]
+    router.end_of_batch()
+    # By the two largest of each row: 5, 4, 3 and 8 slots of a mean of 5.
+    torch.testing.assert_close(router.expert_bias, torch.tensor([0.0, 0.1, 0.1, -0.1]))
+    assert router.global_tokens_per_expert.tolist() == [5, 4, 3, 8]
+    router(logits[:1])
+    router.end_of_batch()
+    # The first row now: 0.6, 0.5, 0.3 and 0.7.
+    torch.testing.assert_close(router.expert_bias, torch.tensor([-0.1, 0.2, 0.2, -0.2]))
+    assert router.global_tokens_per_expert.tolist() == [1, 0, 0, 1]
+    assert set(router.state_dict()) == {"weight", "expert_bias", "global_tokens_per_expert"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"topk": 0}, r"topk=0: is not between 1 and num_experts=4\."),
+        ({"topk": 1, "normalize": True}, r"normalize=True: with topk=1 every weight is 1 and the router would not learn\. Fix: .*"),
+        ({"topk": 1, "pre_softmax": False}, r"pre_softmax=False: with topk=1 every weight is 1"),
+        ({"topk": 1, "dtype": "bf16"}, r"dtype=bf16: is not one of fp32, fp64\."),
+        ({"topk": 1, "assignment": "best"}, r"assignment=best: is not one of topk, sinkhorn, balanced, zipf\."),
+        ({"topk": 1, "jitter": 1.0}, r"jitter=1\.0: is not in \[0, 1\)\."),
+        ({"topk": 1, "assignment": "zipf", "zipf_exponent": -1.0}, r"zipf_exponent=-1\.0: is negative\."),
+        (
+            {"topk": 1, "assignment": "sinkhorn", "expert_bias": True},
+            r"assignment=sinkhorn: balances by itself, .* Fix: use .*",
+        ),
+    ],
+)
+def test_errors(settings, text):
+    with pytest.raises(ValueError, match=text):
+        RouterConfig(hidden_size=4, num_experts=4, **settings)

@@ -1,0 +1,206 @@
+"""The account of activations against what autograd saves in the real model, on processors.
+
+Every tensor that is saved for a backward pass goes through a hook; those of one storage count once, parameters do not. The largest
+sum of an iteration is what the planner calls activations: of all micro-batches in flight, with the layer that is recomputed.
+"""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.model_on_ranks import RandomTokens
+from helpers.ranks import free_port, run_on_ranks
+from moe_exp.config import Config, load_config
+from moe_exp.planner.costs.activations import activations_of
+from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.memory import micro_batches_in_flight
+
+TINY: dict[str, Any] = {
+    "preset": "cpu", "num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 320, "num_heads": 4, "num_query_groups": 2, "seq_len": 128,
+    "vocab_size": 1024, "num_experts": 8, "topk": 2, "mbsz": 2, "gbsz": 2, "distributed_optimizer": False, "num_workers": 0,
+}  # fmt: skip
+LATENT = {
+    "multi_latent_attention": True, "kv_lora_rank": 40, "qk_head_dim": 24, "qk_pos_emb_head_dim": 8, "v_head_dim": 24, "qk_norm": True,
+    "use_moe": False,
+}  # fmt: skip
+# Indices and statistics of a few bytes per token are left out of the account, or not seen by the hooks.
+LIMIT = 0.01
+DENSE = {"use_moe": False}
+BF16 = {"dtype": "bf16"}
+
+# What is built, by name.
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": DENSE,
+    "dense, bf16": DENSE | BF16,
+    "tied, short": DENSE | {"tie_embeddings": True, "seq_len": 64, "mbsz": 4, "gbsz": 4},
+    "gelu, LayerNorm, biases, norm over all heads": DENSE
+    | {"activation": "gelu", "normalization": "LayerNorm", "add_bias_linear": True, "qk_norm": True, "qk_norm_scope": "all"},
+    "geglu, heads with keys of their own": DENSE | {"activation": "geglu", "num_query_groups": 4},
+    "norm of every head, bf16": DENSE | BF16 | {"qk_norm": True},
+    "dropout, bf16": DENSE | BF16 | {"activation": "squared_relu", "dropout": 0.1, "attention_dropout": 0.1},
+    "latent": LATENT | {"q_lora_rank": 48},
+    "latent, whole queries, bf16": LATENT | BF16,
+    "dmoe": {},
+    "dmoe, bf16": BF16,
+    "first layer dense": {"first_k_dense": 1},
+    "moe": {"moe_type": "moe"},
+    "moe, twice the capacity, bf16": BF16 | {"moe_type": "moe", "capacity_factor": 2.0, "topk": 1},
+    "shared expert, gate, sigmoid, bf16": BF16 | {"shared_expert_size": 96, "shared_expert_gate": True, "router_score": "sigmoid"},
+    "sqrtsoftplus, no z-loss": {"router_score": "sqrtsoftplus", "z_loss_coeff": 0.0},
+    "loss by sequence, top 4": {"aux_loss_type": "seq_aux_loss", "topk": 4, "z_loss_coeff": 0.0},
+    "grouped GEMM, bf16": BF16 | {"expert_backend": "torch"},
+    "grouped GEMM, activation again, bf16": BF16 | {"expert_backend": "torch", "recompute": "moe_act"},
+    "rows that travel": {"dispatcher": "alltoall"},
+    "kernels": {"expert_backend": "triton"},
+    "kernels, bf16": BF16 | {"expert_backend": "triton"},
+    "kernels, rows that travel, bf16": BF16 | {"expert_backend": "triton", "dispatcher": "alltoall"},
+    "loss kernel": DENSE | {"cross_entropy": "triton", "mbsz": 2},
+    "loss kernel, bf16": DENSE | BF16 | {"cross_entropy": "triton", "mbsz": 2},
+    "selective": {"recompute": "selective"},
+    "full, dense": DENSE | {"recompute": "full"},
+    "full, bf16": BF16 | {"recompute": "full"},
+}
+# The same over two ranks: the first of them is looked at.
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"tp": 2},
+    "tp2, dense, bf16": DENSE | BF16 | {"tp": 2},
+    "tp2, dense, bf16, loss kernel": DENSE | BF16 | {"tp": 2, "cross_entropy": "triton"},
+    "tp2, latent": LATENT | {"tp": 2, "q_lora_rank": 48},
+    "ep2": {"ep": 2, "gbsz": 4, "force_routing": "balanced"},
+    "etp2": {"etp": 2, "tp": 2, "force_routing": "balanced"},
+    "ep2, moe": {"ep": 2, "gbsz": 4, "moe_type": "moe"},
+    "cp2": {"cp": 2, **DENSE},
+    "cp2, dmoe, bf16": {"cp": 2, **BF16},
+}
+
+
+class Ledger:
+    """Bytes of the storages that autograd holds for backward passes, now and at most."""
+
+    def __init__(self, model: list[Any]):
+        self.now, self.peak = 0, 0
+        self._holders: dict[int, int] = {}
+        tensors = [tensor for chunk in model for tensor in (*chunk.parameters(), *chunk.module.buffers())]
+        self._of_model = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+    def pack(self, tensor: torch.Tensor) -> Entry:
+        return Entry(self, tensor)
+
+    def hold(self, address: int, size: int, change: int) -> None:
+        if address in self._of_model or not size:
+            return
+        before = self._holders.get(address, 0)
+        self._holders[address] = before + change
+        if min(before, before + change) == 0:
+            self.now += change * size
+            self.peak = max(self.peak, self.now)
+
+
+class Entry:
+    """A saved tensor, for as long as autograd keeps it."""
+
+    def __init__(self, ledger: Ledger, tensor: torch.Tensor):
+        storage = tensor.untyped_storage()
+        self.tensor, self._ledger, self._storage = tensor, ledger, (storage.data_ptr(), storage.nbytes())
+        ledger.hold(*self._storage, 1)
+
+    def __del__(self) -> None:
+        self._ledger.hold(*self._storage, -1)
+
+
+def saved_on_rank(jobs: list[dict[str, Any]], ports: list[int]) -> list[tuple[int, int]]:
+    """On a rank: the most bytes that each job has saved in an iteration, and those that are left after it.
+
+    Left is what the z-loss saves where no loss needs it: a function's own result, held by an entry, holds the function.
+    """
+    return [_saved(settings, port) for settings, port in zip(jobs, ports, strict=True)]
+
+
+def _saved(settings: dict[str, Any], port: int) -> tuple[int, int]:
+    from moe_exp import train
+    from moe_exp.engine import runtime
+    from moe_exp.engine.model import build_model
+    from moe_exp.layers.kernels import launch
+
+    launch.INTERPRETED = False  # the kernels' twins keep the same, sooner
+
+    config = of_settings(settings, num_ranks=int(os.environ["WORLD_SIZE"]))
+    os.environ["MASTER_PORT"] = str(port)
+    rank = runtime.start(config) if config.world_size > 1 else runtime.start_alone(config)
+    model = build_model(config, rank)
+    train.connect(model, SimpleNamespace(model=model, optimizer=SimpleNamespace(scale_loss=None)))
+    ledger = Ledger(model)
+    job: Any = SimpleNamespace(config=config, runtime=rank, trained=SimpleNamespace(model=model))
+    with torch.autograd.graph.saved_tensors_hooks(ledger.pack, lambda entry: entry.tensor):
+        train.forward_backward(job, RandomTokens(config.seq_len, config.vocab_size), 0, config.num_microbatches)
+    runtime.stop()
+    return ledger.peak, ledger.now
+
+
+def of_settings(settings: dict[str, Any], num_ranks: int) -> Config:
+    return load_config(TINY | {"gpus_per_node": num_ranks} | settings, {})
+
+
+def expected(config: Config, stage: int = 0) -> float:
+    """The most that is saved at once: layers of all micro-batches in flight, and the loss, or what the layer makes again that is on."""
+    found = activations_of(Job.of(config), on_cpu=True)
+    first = sum(config.stage_layers[:stage])
+    is_moe = config.moe_layers[first : first + config.stage_layers[stage]]
+    layers = sum(found.moe_layer if moe else found.dense_layer for moe in is_moe) + (found.embedding if stage == 0 else 0.0)
+    in_flight = micro_batches_in_flight(config, config.num_microbatches)[stage]
+    return in_flight * layers + max(found.recomputed, found.output if stage == config.pp - 1 else 0.0)
+
+
+@pytest.fixture(scope="module")
+def on_one_rank() -> dict[str, tuple[int, int]]:
+    return dict(
+        zip(MODELS, run_on_ranks(1, saved_on_rank, list(MODELS.values()), [0] * len(MODELS), join=False, timeout=400)[0], strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_saved_bytes_of_a_model(name, on_one_rank):
+    peak, left = on_one_rank[name]
+    assert expected(of_settings(MODELS[name], 1)) == pytest.approx(peak, rel=LIMIT)
+    assert left < 0.01 * peak
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks() -> dict[str, tuple[int, int]]:
+    ports = [free_port() for _ in LAYOUTS]
+    return dict(zip(LAYOUTS, run_on_ranks(2, saved_on_rank, list(LAYOUTS.values()), ports, join=False, timeout=400)[0], strict=True))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_saved_bytes_of_a_rank(name, on_two_ranks):
+    peak, left = on_two_ranks[name]
+    assert expected(of_settings(LAYOUTS[name], 2)) == pytest.approx(peak, rel=LIMIT)
+    assert left < 0.01 * peak
+
+
+PIPELINES: dict[str, dict[str, Any]] = {
+    "1F1B": {"num_layers": 4, "pp": 2, "gbsz": 8},
+    "1F1B, dense, full": DENSE | {"num_layers": 4, "pp": 2, "gbsz": 8, "recompute": "full"},
+    "interleaved": {"num_layers": 4, "pp": 2, "vpp": 2, "gbsz": 8},
+    "interleaved, few": {"num_layers": 4, "pp": 2, "vpp": 2, "gbsz": 4},
+}
+
+
+@pytest.fixture(scope="module")
+def in_pipelines() -> dict[str, list[tuple[int, int]]]:
+    ports = [free_port() for _ in PIPELINES]
+    ranks = run_on_ranks(2, saved_on_rank, list(PIPELINES.values()), ports, join=False, timeout=400)
+    return {name: [rank[index] for rank in ranks] for index, name in enumerate(PIPELINES)}
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("name", PIPELINES)
+def test_saved_bytes_of_a_stage(name, stage, in_pipelines):
+    peak, left = in_pipelines[name][stage]
+    assert expected(of_settings(PIPELINES[name], 2), stage) == pytest.approx(peak, rel=LIMIT)
+    assert left < 0.01 * peak

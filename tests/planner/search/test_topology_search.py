@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+
+import pytest
+
+from helpers.planned import A100, LARGE, PRIORS, SMALL, found, model, with_memory
+from moe_exp.config import ConfigError
+from moe_exp.config.checks.checks import check_config
+from moe_exp.planner.costs.job import Job
+from moe_exp.planner.prediction import predict
+from moe_exp.planner.search import topology
+from moe_exp.planner.search.layout_rules import (
+    NOT_NEEDED,
+    OUT_OF_MEMORY,
+    TOO_SLOW,
+    Space,
+    families,
+    layout_problems,
+    stage_splits,
+    with_layout,
+)
+from moe_exp.planner.search.topology import search
+
+MODELS = {
+    "dense": (LARGE, {"nnodes": 8}),
+    "ramp-up": (LARGE, {"nnodes": 48, "rampup_batch_size": "192 16 9765"}),
+    "small": (SMALL, {}),
+    "biases": (SMALL, {"add_bias_linear": True, "nnodes": 2}),
+    "local dispatcher": (SMALL, {"dispatcher": "local", "nnodes": 2}),
+    "deepep": (SMALL, {"dispatcher": "deepep", "nnodes": 2}),
+    "grouped rows": (SMALL, {"expert_backend": "torch", "moe_ffn_hidden_size": 24, "nnodes": 2}),
+    "mixtral": ({"preset": "mixtral-8x7b", "gpus_per_node": 8}, {"nnodes": 4, "gbsz": 128}),
+    "latent attention": ({"preset": "deepseek-v3-like", "gpus_per_node": 8}, {"nnodes": 32}),
+    "long sequences": (SMALL, {"seq_len": 32768, "nnodes": 2, "num_layers": 4}),
+    "first layers dense": (SMALL, {"first_k_dense": 3, "num_layers": 9, "num_router_groups": 4, "router_group_topk": 2}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_training_accepts_whatever_a_search_proposes_and_the_rest_is_counted_once(name):
+    base, settings = MODELS[name]
+    config = model(base, **settings)
+    result = search(config, A100, constants=PRIORS)
+    assert result.ranked, result.rejected
+    assert [problem for one in result.ranked for problem in layout_problems(one.config)] == []
+    assert [one.seconds for one in result.ranked] == sorted(one.seconds for one in result.ranked)
+    assert not any(one.prediction.oom for one in result.ranked)
+    space, rejected = Space.of(config), Counter[str]()
+    left = sum(
+        len(family.experts) * sum(map(len, family.batches.values())) * len(space.recompute) for family in families(config, space, rejected)
+    )
+    splits = sum(len(space.etps(tp)) * len(stage_splits(config, pp)) for tp, pp in product(space.tp, space.pp))
+    whole = splits * len(space.cp) * len(space.ep) * len(space.mbsz) * len(space.vpp) * len(space.recompute)
+    assert left + rejected.total() == whole == result.num_tried
+
+
+def all_layouts(config, space):
+    """The whole space as configurations, one by one."""
+    for tp, pp, cp, ep in product(space.tp, space.pp, space.cp, space.ep):
+        for etp, split, mbsz, vpp, recompute in product(space.etps(tp), stage_splits(config, pp), space.mbsz, space.vpp, space.recompute):
+            sizes = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp, "mbsz": mbsz, "vpp": vpp, "recompute": recompute}
+            yield with_layout(config, **sizes, **split)
+
+
+@pytest.mark.parametrize(("gibibytes", "settings"), [(80, {}), (5.5, {"seq_len": 4096}), (4.5, {"seq_len": 4096, "topk": 2})])
+def test_what_is_left_out_is_slower_or_does_not_fit(gibibytes, settings):
+    config, hardware = model(SMALL, **settings), with_memory(gibibytes)
+    result = search(config, hardware, constants=PRIORS)
+    ranked = {one.config: one.seconds for one in result.ranked}
+    fitting = {}
+    for layout in all_layouts(config, Space.of(config)):
+        if not layout_problems(layout):
+            prediction = predict(Job.of(layout), hardware, PRIORS)
+            if not prediction.oom:
+                fitting[layout] = prediction.time.total
+    assert ranked.keys() <= fitting.keys()
+    best = min(fitting.values())
+    assert result.ranked[0].seconds == best
+    for layout, seconds in fitting.items():
+        less = [layout.model_copy(update={"recompute": other}) for other in ("none", "selective", "full")]
+        # Left out: slow whatever its stages, or one with less recompute is there and no slower.
+        assert layout in ranked or seconds > 1.49 * best or any(ranked.get(other, 1e9) <= seconds for other in less)
+    counts = result.rejected
+    assert counts[NOT_NEEDED] + counts[TOO_SLOW] == len(fitting) - len(ranked) or counts[TOO_SLOW] > 0
+    if gibibytes < 80:
+        assert counts[OUT_OF_MEMORY] > 0
+
+
+def test_leaving_out_changes_no_place_near_the_top(monkeypatch):
+    config = model(SMALL, nnodes=4, topk=2)
+    short = search(config, A100, constants=PRIORS)
+    monkeypatch.setattr(topology, "_HOPELESS", float("inf"))
+    whole = search(config, A100, constants=PRIORS)
+    assert short.rejected[TOO_SLOW] == len(whole.ranked) - len(short.ranked) + whole.rejected[NOT_NEEDED] - short.rejected[NOT_NEEDED] + (
+        whole.rejected[OUT_OF_MEMORY] - short.rejected[OUT_OF_MEMORY]
+    )
+    limit = 1.5 * whole.ranked[0].seconds
+    assert [one.config for one in short.ranked if one.seconds <= limit] == [one.config for one in whole.ranked if one.seconds <= limit]
+
+
+# Rules, by the numbers that people know
+
+
+def test_a_batch_that_the_replicas_do_not_divide():
+    config = model(LARGE, nnodes=48, gbsz=1024)
+    assert check_config(with_layout(config, tp=2, pp=4, **stage_splits(config, 4)[0])) == [
+        "GBSZ=1024: is not a multiple of MBSZ*DP=1*48=48. Fix: set GBSZ to 1008 or 1056."
+    ]
+    result = search(config, A100, fixed={"tp": [2], "pp": [4]}, constants=PRIORS)
+    assert not result.ranked
+    assert set(result.rejected) == {"the global batch is not a multiple of MBSZ*DP"}
+
+
+def test_a_batch_that_only_the_world_does_not_divide():
+    result = search(model(LARGE, nnodes=48), A100, fixed={"tp": [4], "pp": [12], "mbsz": [2]}, constants=PRIORS)
+    assert result.ranked
+    for one in result.ranked:
+        assert (one.config.world_size, one.config.data_parallel_size, one.config.gbsz % one.config.world_size) == (384, 8, 128)
+        assert one.filling_batch == 192
+
+
+def test_every_step_of_the_ramp_is_divided():
+    ramped = found(48, rampup_batch_size="192 16 9765")
+    assert ramped.rejected["a step of the batch ramp-up is not a multiple of MBSZ*DP"] > 0
+    steps = {one.config.mbsz * one.config.data_parallel_size for one in ramped.ranked}
+    assert steps and all(16 % step == 0 for step in steps)
+    assert any(16 % (one.config.mbsz * one.config.data_parallel_size) for one in found(48).ranked)
+
+
+def test_tensor_parallel_ranks_stay_in_a_node():
+    config = model(LARGE, nnodes=48)
+    wide = search(config, A100, fixed={"tp": [16]}, constants=PRIORS)
+    assert set(wide.rejected) == {"TP reaches over nodes"}
+    line = "TP=16: would reach over nodes of GPUS_PER_NODE=8, every layer would wait for the network. Fix: set TP to one of 1, 2, 4, 8."
+    assert layout_problems(with_layout(config, tp=16))[-1] == line
+    assert layout_problems(with_layout(model(LARGE, nnodes=1, gpus_per_node=16), tp=16)) == []
+
+
+def test_experts_over_nodes_are_allowed_and_noted():
+    config = model(SMALL, nnodes=4)
+    result = search(config, A100, fixed={"ep": [2, 8], "etp": [1]}, constants=PRIORS)
+    noted = {one.config.ep: "experts over nodes" in one.notes for one in result.ranked}
+    assert noted == {2: False, 8: True}
+
+
+def test_folded_experts():
+    result = search(model(SMALL, nnodes=2), A100, fixed={"tp": [4], "pp": [2], "ep": [4]}, constants=PRIORS)
+    assert {(one.config.data_parallel_size, one.config.etp) for one in result.ranked} == {(1, 1)}  # EP=4 over the ranks of TP
+    assert result.rejected["GPUs are not a multiple of TP*PP*CP, or of ETP*EP*PP"] > 0  # ETP=4
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "pp", "stages"), [(106, 12, [8, *[9] * 10, 8]), (100, 6, [16, 17, 17, 17, 17, 16]), (82, 12, [6, *[7] * 10, 6])]
+)
+def test_embedding_and_output_layer_count_with_a_large_vocabulary(num_layers, pp, stages):
+    config = model(LARGE, num_layers=num_layers)
+    splits = [with_layout(config, pp=pp, **split).stage_layers for split in stage_splits(config, pp)]
+    assert stages in splits
+    assert all(sum(split) == num_layers and min(split) > 0 for split in splits)
+
+
+def test_stages_are_even_where_the_vocabulary_is_small():
+    config = model(LARGE, vocab_size=32000)
+    assert [with_layout(config, pp=7, **split).stage_layers for split in stage_splits(config, 7)] == [[10] * 7]
+    assert len(stage_splits(model(LARGE), 7)) > 1
+
+
+def test_a_heavy_output_layer_takes_layers_off_the_last_stage():
+    config = model({"preset": "reference", "use_moe": False, "gpus_per_node": 8})  # worth 20 of its 24 layers
+    lasts = [with_layout(config, pp=4, **split).stage_layers[-1] for split in stage_splits(config, 4)]
+    assert lasts[0] == 6 and min(lasts) <= 1
+
+
+# Memory
+
+
+def test_recompute_is_what_memory_asks_for():
+    config = model(SMALL, seq_len=4096, gbsz=64)
+    fixed = {"tp": [1], "pp": [1], "vpp": [None], "mbsz": [16], "ep": [1]}
+    found = [search(config, with_memory(80 * 0.9**step), fixed=fixed, constants=PRIORS) for step in range(40)]
+    levels = [("none", "selective", "full").index(one.ranked[0].config.recompute) if one.ranked else 3 for one in found]
+    assert levels == sorted(levels) and set(levels) == {0, 1, 2, 3}
+    assert all(len(one.ranked) == (level < 3) and one.num_tried == 3 for one, level in zip(found, levels, strict=True))
+
+
+def test_nothing_fits():
+    result = search(model(SMALL), with_memory(0.5), constants=PRIORS)
+    assert not result.ranked
+    assert result.smallest is not None and result.smallest.prediction.oom
+    assert result.rejected[OUT_OF_MEMORY] > 0 and result.rejected[NOT_NEEDED] == 0
+
+
+def test_values_that_are_fixed():
+    fixed = {"vpp": [4, 2], "pp": [2], "recompute": ["full"], "mbsz": [2, 4]}
+    result = search(model(SMALL), A100, fixed=fixed, constants=PRIORS)
+    assert {one.config.vpp for one in result.ranked} == {2, 4}
+    assert {(one.config.pp, one.config.recompute) for one in result.ranked} == {(2, "full")}
+    assert {one.config.mbsz for one in result.ranked} == {2, 4}
+
+
+def test_runner_ups_are_within_two_percent():
+    result = found(48)
+    best = result.ranked[0].seconds
+    near = [one for one in result.ranked if one.seconds <= 1.02 * best]
+    assert result.runner_ups() == near[1:]
+    assert result.place_of(best) == 1
+    assert result.place_of(10 * best) == 1 + sum(one.seconds < 10 * best for one in result.ranked)
+
+
+def test_a_model_that_no_layout_would_mend():
+    with pytest.raises(ConfigError) as error:
+        search(model(SMALL, num_heads=7, num_query_groups=3, topk=9), A100, constants=PRIORS)
+    names = [line.partition("=")[0] for line in error.value.problems]
+    assert names == ["NUM_QUERY_GROUPS", "NUM_HEADS", "TOPK"]

@@ -1,0 +1,184 @@
+"""From lists to cases: the cross product, names, what each runs with, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from helpers.whole_runs import ROOT
+from moe_exp.cli import main
+from moe_exp.config import Config, ConfigError, load_config
+from moe_exp.config.checks.checks import check_config
+from moe_exp.studies.sweep.driver import Sweep
+from moe_exp.studies.sweep.local_cases import case_environment
+from moe_exp.studies.sweep.settings import SweepSettings
+from moe_exp.studies.sweep.slurm_cases import JobFiles, JobOptions, batch_script
+
+CPU = {"PRESET": "cpu", "GPUS_PER_NODE": "2", "SWEEP_DIR": "sweeps"}
+
+
+def cases(**environ: str):
+    return Sweep.of({}, CPU | environ).cases()
+
+
+def test_cross_product_in_order_without_repetitions():
+    names = [case.name for case in cases(GPUS="1 2", EPS="1,2", MBSZS="1 2 1")]
+    layouts = [(gpus, ep, mbs) for gpus in (1, 2) for ep in (1, 2) for mbs in (1, 2)]
+    assert names == [f"gpus_{gpus}_TP_1_PP_1_EP_{ep}_MBS_{mbs}" for gpus, ep, mbs in layouts]
+
+
+def test_names_have_what_tells_layouts_apart():
+    lists = {"NODES": "1 2", "GPUS": "4 8", "TPS": "1 2", "PPS": "1 2", "VPPS": "none 2", "EPS": "1 2", "ETPS": "1 2", "CPS": "1 2"}
+    found = cases(**lists, MBSZS="1 2")
+    assert len({case.name for case in found}) == len(found) == 2**9
+    layouts = [(c.nnodes, c.gpus_per_node, c.tp, c.pp, c.vpp, c.ep, c.etp, c.cp, c.mbsz) for c in (case.config for case in found)]
+    assert len(set(layouts)) == 2**9
+
+
+def test_a_case_runs_with_the_settings_that_were_given_and_writes_no_checkpoint():
+    (case,) = cases(HIDDEN_SIZE="64", TP="2", MBSZS="4", SWEEP_ITERS="6", LOAD_DIR="x", WARMUP_ITERS="500", RAMPUP_BATCH_SIZE="4 4 100")
+    config = load_config(case.flags, {})
+    assert config == case.config
+    assert (config.hidden_size, config.tp, config.train_iters) == (64, 2, 6)
+    assert (config.save_interval, config.save_at_end, config.eval_interval, config.load_dir) == (0, False, 0, "")
+    assert config.log_interval == 1
+    assert config.rampup is None
+    assert config.warmup_iters == 0
+    assert case.problems == ()
+    assert (config.run_dir, config.run_name) == (str(Path("sweeps/cpu_layers_4_hidden_64_experts_8_GBS_16/runs")), case.name)
+
+
+def test_what_breaks_a_rule_has_all_reasons():
+    by_name = {case.name: case for case in cases(GPUS="2", TPS="1 2", PPS="1 3", MBSZS="1 3")}
+    broken = by_name["gpus_2_TP_1_PP_3_EP_1_MBS_3"]
+    assert list(broken.problems) == check_config(broken.config)
+    assert [line.partition("=")[0] for line in broken.problems] == ["GPUS_PER_NODE", "PP"]
+    assert by_name["gpus_2_TP_2_PP_1_EP_1_MBS_1"].problems == ()
+    assert by_name["gpus_2_TP_1_PP_1_EP_1_MBS_3"].problems[0].startswith("GBSZ=16: is not a multiple of MBSZ*DP=3*2=6.")
+
+
+def test_expert_layouts_of_a_dense_model_are_one():
+    assert len(cases(USE_MOE="false", EPS="1 2 4", ETPS="1 2")) == 1
+
+
+def test_more_nodes_need_slurm():
+    one, two = cases(NODES="1 2")
+    assert one.problems == ()
+    assert two.problems[0].startswith("NODES=2: EXECUTOR=local has this node alone. Fix: ")
+    assert all(case.problems == () for case in cases(NODES="1 2", EXECUTOR="slurm"))
+
+
+@pytest.mark.parametrize(("ranks", "number"), [("1", 2), ("2", 16), ("8", 2 * 2 * 4 * 2)])
+def test_without_any_list_there_are_a_few(ranks, number):
+    found = cases(GPUS_PER_NODE=ranks, EXECUTOR="slurm")
+    assert len(found) == number
+    assert any(not case.problems for case in found)
+    assert len(cases(GPUS_PER_NODE=ranks, MBSZS="1")) == 1
+    assert {case.config.pp for case in cases(GPUS_PER_NODE=ranks, EXECUTOR="slurm", PP="1")} == {1}
+
+
+def test_flags_stand_above_the_environment():
+    (case,) = Sweep.of({"mbszs": "4", "hidden_size": "32"}, CPU | {"MBSZS": "1 2", "HIDDEN_SIZE": "64"}).cases()
+    assert (case.config.mbsz, case.config.hidden_size) == (4, 32)
+
+
+def test_bad_values_are_named_together():
+    environ = CPU | {
+        "TPS": "1 two",
+        "PPS": "0 1",
+        "VPPS": "none x",
+        "SWEEP_ITERS": "0",
+        "EXECUTOR": "ray",
+        "GBSZ": "-1",
+        "HIDDEN_SIZE": "x",
+    }
+    with pytest.raises(ConfigError) as error:
+        Sweep.of({}, environ)
+    assert [line.partition("=")[0] for line in error.value.problems] == [
+        "TPS", "PPS", "VPPS", "SWEEP_ITERS", "EXECUTOR", "HIDDEN_SIZE", "GBSZ",
+    ]  # fmt: skip
+    assert error.value.problems[0] == (
+        "TPS=1 two: must be a valid integer (two). Fix: give TPS, list of tensor parallel sizes, as in '1 2 4'."
+    )
+
+
+def test_iterations_that_are_all_warm_up():
+    with pytest.raises(ConfigError, match=r"^SWEEP_ITERS=3: are all warm-up with SWEEP_WARMUP=3\. Fix: set SWEEP_ITERS to at least 4\.$"):
+        Sweep.of({}, CPU | {"SWEEP_ITERS": "3"})
+
+
+def test_what_is_wrong_everywhere_is_no_matter_of_the_layout():
+    with pytest.raises(ConfigError) as error:
+        cases(GPUS="1 2", TPS="1 3", MOE_LAYER_FREQ="0,1", HIDDEN_SIZE="130")
+    assert [line.partition("=")[0] for line in error.value.problems] == ["NUM_HEADS", "MOE_LAYER_FREQ"]
+
+
+def test_an_unknown_device_is_refused():
+    with pytest.raises(ValueError, match=r"^GPU=A1000: is not a known device\. Fix: "):
+        Sweep.of({}, CPU | {"GPU": "A1000"})
+
+
+def test_a_dry_run_says_what_would_run_and_touches_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in (*Config.model_fields, *SweepSettings.model_fields):
+        monkeypatch.delenv(name.upper(), raising=False)
+    assert main(["sweep", "--dry-run", "--preset=cpu", "--gpus=1 2", "--eps=1 2", "--mbszs=1", "--run-oom=true"]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head == ("sweeps/cpu_layers_4_hidden_128_experts_8_GBS_16: 4 cases of 10 iterations, 3 of them warm-up: 3 to run, 1 rejected")
+    assert [line.split()[:2] for line in lines] == [
+        ["left", "gpus_1_TP_1_PP_1_EP_1_MBS_1"],
+        ["rejected", "gpus_1_TP_1_PP_1_EP_2_MBS_1"],
+        ["left", "gpus_2_TP_1_PP_1_EP_1_MBS_1"],
+        ["left", "gpus_2_TP_1_PP_1_EP_2_MBS_1"],
+    ]
+    assert "not a multiple of ETP*EP*PP=2" in lines[1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_misspelt_list_is_pointed_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TPZ", "1 2")
+    monkeypatch.setenv("SWEEP_ITER", "20")
+    assert main(["sweep", "--dry-run", "--preset=cpu", "--mbszs=1"]) == 0
+    warning = "moe-exp sweep: warning: {} is not a setting; did you mean {}?"
+    assert capsys.readouterr().err.splitlines() == [warning.format("SWEEP_ITER", "SWEEP_ITERS"), warning.format("TPZ", "TPS")]
+
+
+def test_problems_of_all_cases_together_are_one_error_each(monkeypatch, capsys):
+    monkeypatch.setenv("PPS", "a")
+    assert main(["sweep", "--preset=cpu", "--case-timeout=0"]) == 1
+    assert [line.split("=")[0] for line in capsys.readouterr().err.splitlines()] == ["moe-exp sweep: PPS", "CASE_TIMEOUT"]
+
+
+def test_the_script_explains_itself():
+    script = ROOT / "moe_exp" / "scripts" / "sweep_parallelism.sh"
+    done = subprocess.run(["bash", str(script), "--help"], capture_output=True, text=True, check=True)
+    assert len(script.read_text().splitlines()) < 60
+    for name, setting in SweepSettings.model_fields.items():
+        assert name.upper() in done.stdout
+        if setting.default not in ("", (), False, "local"):
+            assert f"{name.upper()} ({str(setting.default).lower()}" in done.stdout
+
+
+def test_a_batch_script_for_two_nodes(tmp_path):
+    (case,) = cases(EXECUTOR="slurm", NODES="2", GPUS="8", MBSZS="1")
+    files, log = JobFiles.of(tmp_path / "jo bs", case.name), tmp_path / "log"
+    text = batch_script(case, files, log, JobOptions(["--account=mine"], 61, on_gpus=True))
+    directives = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
+    assert directives == [
+        f"--job-name={case.name}", "--nodes=2", "--ntasks-per-node=1", "--time=2", f"--output={log}", f"--chdir={Path.cwd()}",
+        "--gpus-per-node=8", "--account=mine",
+    ]  # fmt: skip
+    assert "--nnodes=2" in text and "--gpus-per-node=8" in text and "--node-rank=0" not in text
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+    for options in (JobOptions(["--gres=gpu:8"], 60, on_gpus=True), JobOptions([], 60, on_gpus=False)):
+        assert "#SBATCH --gpus-per-node" not in batch_script(case, files, log, options)
+
+
+def test_cases_do_not_see_the_lists(monkeypatch):
+    monkeypatch.setenv("MBSZS", "1 2")
+    monkeypatch.setenv("NUM_LAYERS", "3")
+    monkeypatch.setenv("SOMETHING_ELSE", "1")
+    assert {"MBSZS", "NUM_LAYERS", "SOMETHING_ELSE"} & set(case_environment()) == {"SOMETHING_ELSE"}

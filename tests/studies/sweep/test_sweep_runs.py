@@ -1,0 +1,305 @@
+"""Whole sweeps: killed, resumed, timed out, interrupted, with cases that run out of memory and that crash; here and as SLURM jobs."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from helpers.slurm.cluster import Cluster
+from helpers.whole_runs import ROOT, SETTINGS, clean_environ, processes_in
+from moe_exp.cli import main
+from moe_exp.config import load_config
+from moe_exp.data.tokens.tokens import BinIdxWriter
+from moe_exp.planner.costs.flops import flops_per_iteration
+from moe_exp.planner.fit.measured import read_runs
+from moe_exp.planner.prediction import predict
+from moe_exp.studies.sweep import driver, slurm_cases
+from moe_exp.studies.sweep.settings import SweepSettings
+
+SCRIPT = ROOT / "moe_exp" / "scripts" / "sweep_parallelism.sh"
+# A case is little more than its imports. RUN_OOM: whatever is predicted, these run.
+TINY = {
+    "PRESET": "cpu", "NUM_LAYERS": 2, "HIDDEN_SIZE": 64, "FFN_HIDDEN_SIZE": 96, "SEQ_LEN": 64, "NUM_EXPERTS": 4, "TOPK": 2, "GPUS": 1,
+    "SWEEP_ITERS": 3, "SWEEP_WARMUP": 1, "RUN_OOM": "true", "SWEEP_NAME": "mine", "PYTHON": sys.executable,
+}  # fmt: skip
+# Of data and anonymous memory of a process. Ranks with their threads need half of it, with MBSZ=64 and a large vocabulary more than all.
+MEMORY_LIMIT = 2000 * 2**20
+
+
+def limit_memory(num_bytes: int) -> None:
+    resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes))
+
+
+def written_tokens(folder: Path) -> Path:
+    """Training data of a few thousand tokens."""
+    with BinIdxWriter(folder / "tokens", vocab_size=4096) as writer:
+        for number in range(200):
+            writer.add_document([(number * 7 + i * i) % 4096 for i in range(60)])
+    return folder / "tokens"
+
+
+class Sweeps:
+    """Sweeps of a test: `sweeps/mine` in its folder."""
+
+    def __init__(self, folder: Path):
+        self.path, self.folder = folder, folder / "sweeps" / "mine"
+        self.places = {"SWEEP_DIR": folder / "sweeps", "TRAIN_DATA": written_tokens(folder)}
+
+    def start(self, *flags: str, limit: int = 0, **settings: object) -> subprocess.Popen[str]:
+        environ = clean_environ(**{**TINY, **self.places, **settings})
+        with (self.path / "printed").open("a") as printed:
+            return subprocess.Popen(
+                ["bash", str(SCRIPT), *flags],
+                env=environ,
+                cwd=self.path,
+                stdout=printed,
+                stderr=printed,
+                text=True,
+                start_new_session=True,
+                preexec_fn=partial(limit_memory, limit) if limit else None,
+            )
+
+    def run(self, *flags: str, limit: int = 0, **settings: object) -> str:
+        """Runs a sweep to its end, exit code 0; returns what it has printed."""
+        (self.path / "printed").write_text("")
+        code = self.start(*flags, limit=limit, **settings).wait(300)
+        assert code == 0, self.printed()
+        return self.printed()
+
+    def printed(self) -> str:
+        return (self.path / "printed").read_text()
+
+    def rows(self) -> dict[str, dict[str, str]]:
+        return {row["row_id"]: row for row in csv.DictReader((self.folder / "sweep.csv").read_text().splitlines())}
+
+    def wait_for(self, name: str, sweep: subprocess.Popen[str]) -> None:
+        """Returns once a file of the sweep is there and has something in it."""
+        deadline = time.monotonic() + 120
+        while not ((self.folder / name).exists() and (self.folder / name).stat().st_size):
+            assert sweep.poll() is None and time.monotonic() < deadline, self.printed()
+            time.sleep(0.05)
+
+    def wait_until_gone(self) -> None:
+        deadline = time.monotonic() + 60
+        while left := processes_in(self.folder):
+            assert time.monotonic() < deadline, left
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def sweeps(tmp_path: Path) -> Sweeps:
+    return Sweeps(tmp_path)
+
+
+def name_of(mbs: int, **other: int) -> str:
+    layout = {"gpus": 1, "TP": 1, "PP": 1, "EP": 1} | other
+    return "_".join(f"{key}_{value}" for key, value in layout.items()) + f"_MBS_{mbs}"
+
+
+@pytest.mark.slow
+def test_a_killed_sweep_goes_on_and_records_a_case_without_memory(sweeps):
+    settings = {"VOCAB_SIZE": 32768, "MBSZS": "8 64 24", "GBSZ": 64, "SWEEP_ITERS": 2, "SAVE_INTERVAL": 1, "WANDB_PROJECT": "x"}
+    sweep = sweeps.start(limit=MEMORY_LIMIT, **settings)
+    sweeps.wait_for(f"logs/{name_of(64)}.log", sweep)
+    os.kill(sweep.pid, signal.SIGKILL)
+    sweep.wait()
+    first = (sweeps.folder / "results" / f"{name_of(8)}.json").read_bytes()
+    assert {name: row["status"] for name, row in sweeps.rows().items()} == {
+        name_of(8): "ok",
+        name_of(64): "left",
+        name_of(24): "rejected",
+    }
+
+    printed = sweeps.run(limit=MEMORY_LIMIT, **settings)
+    sweeps.wait_until_gone()
+    assert f"sweep: {name_of(64)}\n" in printed
+    assert f"[1/1] {name_of(64)}: oom, " in printed
+    assert "  rejected: 1 case, GBSZ: is not a multiple of MBSZ*DP\n" in printed
+    assert name_of(24) not in printed
+    assert (sweeps.folder / "results" / f"{name_of(8)}.json").read_bytes() == first
+    done, out_of_memory, rejected = sweeps.rows().values()
+    assert (done["status"], done["oom"], done["mem_kind"], done["device"], done["reason"]) == ("ok", "0", "rss", "CPU", "")
+    assert (out_of_memory["status"], out_of_memory["oom"], out_of_memory["sec_per_it"]) == ("oom", "1", "")
+    assert "DefaultCPUAllocator: can't allocate memory" in out_of_memory["reason"]
+    assert (rejected["status"], rejected["reason"][:35]) == ("rejected", "GBSZ=64: is not a multiple of MBSZ*")
+
+    # What was measured is what the run has written, and it has written nothing else.
+    run = sweeps.folder / "runs" / name_of(8)
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (second,) = (record for record in records if record["kind"] == "train" and record["iteration"] > 1)
+    seconds = second["elapsed_time_per_iteration_ms"] / 1000
+    assert float(done["sec_per_it"]) == pytest.approx(seconds, rel=1e-5)
+    assert float(done["mem_gb"]) == pytest.approx(second["peak_memory_bytes"] / 2**30, rel=1e-5)
+    assert 0.05 < float(done["mem_gb"]) < MEMORY_LIMIT / 2**30
+    config = load_config(json.loads(first)["flags"], {})
+    assert float(done["tflops"]) == pytest.approx(flops_per_iteration(config) / seconds / 1e12, rel=1e-5)
+    assert list((run / "checkpoints").iterdir()) == []
+    # It is what calibrate reads, and what stands beside the measurements is what the planner says about their rows.
+    measured, *others = read_runs(sweeps.folder / "sweep.csv")
+    assert (measured.job.measured_by, measured.hardware.name, [run.seconds for run in others]) == ("rss", "CPU", [None, None])
+    predicted = predict(measured.job, measured.hardware)
+    assert float(done["predicted_mem_gb"]) == pytest.approx(predicted.peak_bytes / 2**30, rel=1e-5)
+    assert float(done["predicted_sec_per_it"]) == pytest.approx(predicted.time.total, rel=1e-5)
+    assert f"| 1 | 1 | 1 | 1 | 8 | 64 | {float(done['mem_gb']):.2f} |" in (sweeps.folder / "sweep.md").read_text()
+    assert (sweeps.folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_time_out_and_interrupt_leave_no_process(sweeps):
+    settings = {"MBSZS": "1 2", "GBSZ": 4, "CASE_TIMEOUT": 3, "SWEEP_ITERS": 100000}
+    sweep = sweeps.start(**settings)
+    sweeps.wait_for(f"results/{name_of(1)}.json", sweep)
+    while not processes_in(sweeps.folder):
+        assert sweep.poll() is None, sweeps.printed()
+    # Ctrl-C goes to the script and to Python.
+    os.killpg(sweep.pid, signal.SIGINT)
+    assert sweep.wait(60) == 130
+    assert processes_in(sweeps.folder) == []
+    assert "stopped: the same command goes on with what is left" in sweeps.printed()
+    first, second = sweeps.rows().values()
+    assert (first["status"], first["sec_per_it"], second["status"]) == ("timeout", "", "left")
+    assert first["reason"].startswith("had not ended after CASE_TIMEOUT=3 s; its last line: ")
+    assert ": 2 cases of 100000 iterations, 1 of them warm-up: 1 timeout, 1 to run" in sweeps.run(
+        "--dry-run", **{**settings, "SWEEP_WARMUP": 1}
+    )
+    assert ": 2 to run" in sweeps.run("--dry-run", "--retry-failed", **settings)
+    # With other lists the table keeps what is known, and only what they name runs.
+    printed = sweeps.run("--dry-run", "--retry-failed", **{**settings, "MBSZS": 4})
+    assert ": 2 cases of 100000 iterations, 1 of them warm-up: 1 to run, 1 timeout" in printed
+
+
+def in_process(monkeypatch, folder: Path, **settings: object) -> None:
+    for name in (*SETTINGS, *(name.upper() for name in SweepSettings.model_fields)):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {**TINY, "SWEEP_DIR": folder / "sweeps", **settings}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.chdir(folder)
+
+
+@pytest.mark.parametrize("dry_run", [[], ["--dry-run"]])
+def test_a_sweep_with_other_settings_is_refused(tmp_path, monkeypatch, capsys, dry_run):
+    # Nothing runs: no layout is one.
+    in_process(monkeypatch, tmp_path, TPS="3 5", GBSZ=4)
+    assert main(["sweep"]) == 1
+    written = {path: path.read_bytes() for path in (tmp_path / "sweeps" / "mine").iterdir()}
+    capsys.readouterr()
+    assert main(["sweep", "--hidden-size=128", "--mbszs=2", "--sweep-iters=5", *dry_run]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    folder = tmp_path / "sweeps" / "mine"
+    assert lines[0] == (f"moe-exp sweep: HIDDEN_SIZE=128: {folder} has 64. Fix: set HIDDEN_SIZE as it was, or give another SWEEP_NAME.")
+    assert [line.partition("=")[0] for line in lines[1:]] == ["SWEEP_ITERS"]
+    assert {path: path.read_bytes() for path in folder.iterdir()} == written
+
+
+def test_a_corpus_that_cannot_be_made_is_refused_before_any_case_runs(tmp_path, monkeypatch, capsys):
+    def ensure(folder: Path) -> None:
+        raise ValueError(f"DATA_DIR={folder}: is full")
+
+    monkeypatch.setattr(driver, "ensure_embedded_corpus", ensure)
+    in_process(monkeypatch, tmp_path, MBSZS="1", GBSZ=4, DATA_DIR=tmp_path / "data")
+    assert main(["sweep"]) == 1
+    assert capsys.readouterr().err == f"moe-exp sweep: DATA_DIR={tmp_path}/data: is full\n"
+    assert not (tmp_path / "sweeps" / "mine" / "logs").exists()
+
+
+def test_bad_data_are_refused_before_anything_is_written(tmp_path, monkeypatch, capsys):
+    in_process(monkeypatch, tmp_path, MBSZS="1 2", GBSZ=4, TRAIN_DATA=tmp_path / "none")
+    assert main(["sweep"]) == 1
+    assert capsys.readouterr().err.startswith(f"moe-exp sweep: TRAIN_DATA={tmp_path}/none: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_sbatch(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    in_process(monkeypatch, tmp_path, MBSZS="1", GBSZ=4, EXECUTOR="slurm")
+    assert main(["sweep"]) == 1
+    assert "EXECUTOR=slurm: there is no sbatch here. Fix: " in capsys.readouterr().err
+
+
+def test_sbatch_that_refuses(tmp_path, monkeypatch, capsys):
+    cluster = Cluster(tmp_path / "cluster")
+    cluster.replace("sbatch", "echo 'sbatch: error: invalid partition specified: gpu' >&2; exit 1")
+    monkeypatch.setenv("PATH", f"{cluster.programs}:{os.environ['PATH']}")
+    in_process(monkeypatch, tmp_path, MBSZS="1", GBSZ=4, EXECUTOR="slurm", SBATCH="--partition=gpu")
+    assert main(["sweep"]) == 1
+    expected = "sbatch: exit code 1: sbatch: error: invalid partition specified: gpu. Fix: change SBATCH=--partition=gpu, or what it names."
+    assert expected in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_slurm_jobs_run_each_case_and_are_collected(tmp_path, monkeypatch, capsys):
+    cluster, data = Cluster(tmp_path / "clu ster"), written_tokens(tmp_path)
+    monkeypatch.setenv("PATH", f"{cluster.programs}:{os.environ['PATH']}")
+    monkeypatch.setattr(slurm_cases, "POLL_SECONDS", 0.2)
+    settings = {"MBSZS": "1 2", "GBSZ": 4, "EXECUTOR": "slurm", "SBATCH": "--partition=gpu --time=5", "NODES": "1", "CASE_TIMEOUT": 90}
+    in_process(monkeypatch, tmp_path, **settings, TRAIN_DATA=data)
+    # Stopped after its jobs were submitted: those stay, and the same command waits for them.
+    monkeypatch.setattr(slurm_cases, "ended_jobs", lambda waiting: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert main(["sweep"]) == 130
+    assert "its SLURM jobs go on" in capsys.readouterr().out
+    monkeypatch.undo()
+    monkeypatch.setenv("PATH", f"{cluster.programs}:{os.environ['PATH']}")
+    monkeypatch.setattr(slurm_cases, "POLL_SECONDS", 0.2)
+    in_process(monkeypatch, tmp_path, **settings, TRAIN_DATA=data)
+    assert len(cluster.jobs()) == 2
+    options = cluster.options(cluster.jobs()[0])
+    assert (options["nodes"], options["gpus-per-node"], options["partition"], options["time"]) == ("1", "1", "gpu", "5")
+    assert options["job-name"] == name_of(1)
+
+    # The second job never gets to its end.
+    script = cluster.folder / f"{cluster.jobs()[1]}.sh"
+    script.write_text(script.read_text().replace("srun ", "echo 'slurmstepd: error: *** DUE TO TIME LIMIT ***'; exit 1; srun "))
+    jobs = threading.Thread(target=cluster.run)
+    jobs.start()
+    assert main(["sweep"]) == 0
+    jobs.join()
+    assert len(cluster.jobs()) == 2
+    folder = tmp_path / "sweeps" / "mine"
+    rows = list(csv.DictReader((folder / "sweep.csv").read_text().splitlines()))
+    printed = [(cluster.folder / f"{job}_None.out").read_text() for job in cluster.jobs()]
+    assert [row["status"] for row in rows] == ["ok", "failed"], printed
+    assert rows[0]["device"] == "CPU"
+    assert list((folder / "jobs").glob("*.id")) == list((folder / "jobs").glob("*.code")) == []
+
+
+# Read by every Python at its start: rank 3 of one layout aborts.
+CRASH = """
+import os, sys
+if os.environ.get("RANK") == "3" and any(word.startswith("--run-name=gpus_4_TP_1_PP_1_EP_2") for word in sys.orig_argv):
+    os.abort()
+"""
+
+
+@pytest.mark.slow
+def test_layouts_of_one_two_and_four_processes_with_three_that_fail(sweeps):
+    (sweeps.path / "site").mkdir()
+    (sweeps.path / "site" / "sitecustomize.py").write_text(CRASH)
+    settings = {"GPUS": "1 2 4", "PPS": "1 2", "EPS": "1 2", "MBSZS": "4 64", "GBSZ": 64, "VOCAB_SIZE": 32768}
+    sweeps.run(limit=MEMORY_LIMIT, **settings, PYTHONPATH=sweeps.path / "site")
+    rows = sweeps.rows()
+    by_status: dict[str, set[str]] = {}
+    for name, row in rows.items():
+        by_status.setdefault(row["status"], set()).add(name)
+    assert by_status["ok"] == {
+        name_of(4), name_of(4, gpus=2), name_of(4, gpus=2, EP=2), name_of(4, gpus=2, PP=2), name_of(4, gpus=4), name_of(4, gpus=4, PP=2),
+        name_of(4, gpus=4, PP=2, EP=2),
+    }  # fmt: skip
+    assert by_status["oom"] == {name_of(64), name_of(64, gpus=2, PP=2)}
+    assert by_status["failed"] == {name_of(4, gpus=4, EP=2)}
+    assert "Signal 6 (SIGABRT)" in rows[name_of(4, gpus=4, EP=2)]["reason"]
+    assert len(rows) == 24
+    assert all(float(rows[name]["mem_gb"]) > 0 and float(rows[name]["tflops"]) > 0 for name in by_status["ok"])
+    # Nothing is run again, and the table is the same.
+    before = (sweeps.folder / "sweep.csv").read_bytes()
+    assert ": 24 cases" in sweeps.run(limit=MEMORY_LIMIT, **settings, PYTHONPATH=sweeps.path / "site")
+    assert (sweeps.folder / "sweep.csv").read_bytes() == before

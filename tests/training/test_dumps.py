@@ -1,0 +1,136 @@
+"""Dumps of live ranks, and `moe-exp watch diff` of dumps and of checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from helpers.checkpoint.small_job import end_run, small_settings, start_run, write_tokens
+from moe_exp.checkpoint.format.torch_dist import CheckpointReader
+from moe_exp.cli import main
+from moe_exp.training.dumps import dump_file
+
+ROUTER = "decoder.layers.1.mlp.router.weight"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of two iterations on two data parallel ranks: `a`, and `b` with another learning rate."""
+    folder = tmp_path_factory.mktemp("dumps")
+    write_tokens(folder)
+    dumping_run(folder, "a")
+    dumping_run(folder, "b", lr=0.002)
+    return folder
+
+
+def dumping_run(folder: Path, name: str, **changes: Any) -> None:
+    settings = {"gpus_per_node": 2, "train_iters": 2, "dump_iters": "1,2", "distributed_optimizer": False} | changes
+    printed = folder / f"{name}.printed"
+    assert end_run(start_run(small_settings(folder, name, **settings), printed), printed) == [0, 0], printed.read_text()
+
+
+def diff(a: Path, b: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, list[str]]:
+    code = main(["watch", "diff", str(a), str(b), *flags])
+    return code, capsys.readouterr().out.splitlines()
+
+
+def test_what_a_dump_holds(runs):
+    found = load_file(dump_file(runs / "a", 2, 1))
+    reader = CheckpointReader(runs / "a" / "checkpoints" / "iter_0000002")
+    assert torch.equal(found[ROUTER], reader.read("decoder.layers.mlp.router.weight")[1])
+    assert torch.equal(found[f"exp_avg of {ROUTER}"], reader.read("optimizer.state.exp_avg.decoder.layers.mlp.router.weight")[1])
+    before = load_file(dump_file(runs / "a", 1, 1))
+    moment = 0.9 * before[f"exp_avg of {ROUTER}"] + 0.1 * found[f"gradient of {ROUTER}"]
+    torch.testing.assert_close(found[f"exp_avg of {ROUTER}"], moment, rtol=1e-5, atol=1e-9)
+    assert not any(name.startswith("main weights") for name in found)  # fp32: they are the parameters
+    kinds = [
+        {name for name in found if (" of " in name) == bool(kind) and name.startswith(kind)} for kind in ("", "gradient", "exp_avg_sq")
+    ]
+    assert len(set(map(len, kinds))) == 1
+    assert not list(runs.rglob("*.partial"))
+
+
+def test_two_ranks_and_two_runs(runs, capsys):
+    ranks = [dump_file(runs / "a", 2, rank) for rank in (0, 1)]
+    code, lines = diff(*ranks, capsys)
+    assert (code, lines[-1]) == (0, "THE SAME, in every value of every tensor")
+    code, lines = diff(ranks[0].parent, dump_file(runs / "b", 2, 0).parent, capsys, "--top", "3")
+    assert code == 1
+    assert lines[-1].startswith("DIFFERENT: most in rank ")
+    shown = [float(line.partition("relative ")[2].split()[0]) for line in lines if line.startswith("differs: ")]
+    assert len(shown) == 3
+    assert shown == sorted(shown, reverse=True)
+
+
+def test_one_value_by_hand(runs, capsys, tmp_path):
+    ours = dump_file(runs / "a", 2, 0)
+    tensors = load_file(ours)
+    value = tensors[ROUTER].view(-1)[5]
+    norm = float(tensors[ROUTER].double().norm())
+    value += 0.5
+    save_file(tensors, tmp_path / "other.safetensors")
+    code, lines = diff(tmp_path / "other.safetensors", ours, capsys, "--json")
+    found = json.loads(lines[0])
+    (one,) = found["tensors"]
+    assert (code, found["ok"], one["name"]) == (1, False, ROUTER)
+    assert one["max_abs"] == pytest.approx(0.5, rel=1e-6)
+    assert one["relative"] == pytest.approx(0.5 / norm, rel=1e-6)
+    code, lines = diff(tmp_path / "other.safetensors", ours, capsys, "--rtol", "3")
+    assert (code, lines[-1]) == (0, "THE SAME, up to relative errors of 3")
+
+
+@pytest.mark.slow
+def test_distributed_ranks_hold_ranges(runs, capsys):
+    dumping_run(runs, "c", distributed_optimizer=True)
+    states = [{name for name in load_file(dump_file(runs / "c", 1, rank)) if " of " in name} for rank in (0, 1)]
+    assert all(states)
+    assert not states[0] & states[1]
+    code, lines = diff(dump_file(runs / "c", 1, 0), dump_file(runs / "a", 1, 0), capsys)
+    assert code == 1
+    assert any(line.startswith("only in B: ") for line in lines)
+    assert lines[-1].startswith("DIFFERENT: ")
+    code, lines = diff(runs / "a", runs / "c", capsys, "--rtol", "1e-3")  # another order of additions
+    assert (code, lines[-1]) == (0, "THE SAME, up to relative errors of 0.001")
+
+
+def test_checkpoints_with_their_optimizer(runs, capsys):
+    assert diff(runs / "a", runs / "a", capsys)[1][-1] == "THE SAME, in every value of every tensor"
+    code, lines = diff(runs / "a", runs / "b", capsys)
+    assert code == 1
+    assert [line for line in lines if line.startswith(("setting: ", "progress: "))] == ["setting: lr 0.001 and 0.002"]
+    assert any(" of decoder.layers." in line for line in lines if line.startswith("differs: "))
+    code, lines = diff(runs / "a", runs / "b", capsys, "--weights-only")
+    assert not any(" of decoder.layers." in line for line in lines if line.startswith("differs: "))
+
+
+def test_what_cannot_be_compared_is_a_line(runs, capsys, tmp_path):
+    ours, broken = dump_file(runs / "a", 1, 0), tmp_path / "broken.safetensors"
+    broken.write_bytes(b"no dump")
+    other = tmp_path / "folder"
+    other.mkdir()
+    for a, b, text in (
+        (ours, tmp_path / "gone", "is not there. Fix: "),
+        (ours, broken, "cannot be read"),
+        (ours.parent, ours, "is a folder, and B="),
+        (ours.parent, other, "have no rank in common"),
+        (ours.parent.parent, other, f"Fix: name one of them, as {dump_file(runs / 'a', 2, 0).parent}."),
+    ):
+        assert main(["watch", "diff", str(a), str(b)]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("moe-exp watch: ")
+        assert text in line
+
+
+def test_a_full_disk_does_not_end_the_run(tmp_path):
+    write_tokens(tmp_path)
+    settings = small_settings(tmp_path, "full", train_iters=2, dump_iters="1", dump_ranks="0")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "dumps").write_text("a file in the place of the folder")
+    printed = tmp_path / "printed"
+    assert end_run(start_run(settings, printed), printed) == [0]
+    assert "no dump of rank 0 at iteration 1: " in printed.read_text()

@@ -1,0 +1,264 @@
+"""How a run ends when it is asked to, when a rank dies, and when it may not start."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from helpers.whole_runs import Runs, descendants_of, ranks_of
+from moe_exp.config import load_config
+from moe_exp.engine import faults
+from moe_exp.host.devices import device_label
+from moe_exp.host.exit_codes import FAILED, FINISHED, LAUNCH_TIME, TO_BE_CONTINUED
+from moe_exp.host.processes import STOP_SIGNALS
+from moe_exp.runs.run_folder import open_run_folder
+
+# Found by every Python of the job; rank FAILING_RANK raises in its third iteration.
+SITECUSTOMIZE = """
+import os
+if os.environ.get("RANK") == os.environ["FAILING_RANK"]:
+    from moe_exp.data.samples.dataset import SampleStream
+    batch, calls = SampleStream.batch, []
+    def fail(self, first, num_samples):
+        calls.append(first)
+        if first >= 16:
+            raise RuntimeError("the disk is on fire")
+        return batch(self, first, num_samples)
+    SampleStream.batch = fail
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "to_all", "settings"),
+    [
+        pytest.param(signal.SIGTERM, True, {"GPUS_PER_NODE": 2, "EP": 2, "NUM_WORKERS": 1}, id="SIGTERM-all-processes"),
+        pytest.param(signal.SIGUSR1, False, {"GPUS_PER_NODE": 1}, id="SIGUSR1-launcher", marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, False, {"GPUS_PER_NODE": 1}, id="SIGINT-launcher", marks=pytest.mark.slow),
+        pytest.param(signal.SIGUSR1, True, {"GPUS_PER_NODE": 2, "ASYNC_SAVE": True}, id="SIGUSR1-all-processes", marks=pytest.mark.slow),
+    ],
+)
+def test_signal_saves_and_the_same_command_goes_on(number, to_all, settings, runs):
+    """`to_all`: as a scheduler does that signals every process of a job, also those that read ahead."""
+    settings = {"TRAIN_ITERS": 30, "MAX_RESTARTS": 2, **settings}
+    process = runs.start("stopped", **settings)
+    runs.wait_for_iteration("stopped", process, 3)
+    pids = [process.pid, *descendants_of(process.pid)] if to_all else [process.pid]
+    assert len(pids) == (1 + 1 + 2 + 2 * settings.get("NUM_WORKERS", 0) if to_all else 1)
+    for pid in pids:
+        os.kill(pid, number)
+    stopped = runs.end("stopped", process, timeout=60)
+    assert stopped.code == TO_BE_CONTINUED, stopped.text
+    last = stopped.curve("iteration")[-1]
+    assert 3 <= last < 30
+    assert json.loads(stopped.folder.summary.read_text())["status"] == "stopped"
+    events = [event for event in stopped.records("event") if event["event"] in ("stop", "end", "restart", "rank_failed")]
+    assert [(event["event"], event["iteration"]) for event in events] == [("stop", last), ("end", last)]
+    assert (events[0]["reason"], events[1]["status"]) == (number.name, "stopped")
+    assert f"the run ends after iteration {last}: a rank got {number.name}" in stopped.stdout
+    assert [path.name for path in stopped.folder.checkpoints.glob("iter_*")] == [f"iter_{last:07d}"]
+    ours = [line for line in stopped.stderr.splitlines() if line.startswith("moe-exp: ")]  # Triton may have its say after it
+    assert ours[-1] == "moe-exp: stopping: the run saves a checkpoint and ends; a second Ctrl-C kills it"
+    assert "Traceback" not in stopped.text
+    again = runs.succeed("stopped", **settings)
+    assert f"resumed from iteration {last} of" in again.stdout
+    assert again.curve("iteration") == list(range(1, 31))
+
+
+def test_signal_before_the_agent_can_answer_it(runs):
+    """It waits until there are ranks to pass it on to; by itself it would end the agent."""
+    process = runs.start("early", GPUS_PER_NODE=1)
+
+    def is_agent(pid: int) -> bool:
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            return b"moe_exp.launch.agent" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return False
+
+    while not any(is_agent(pid) for pid in descendants_of(process.pid)):
+        assert process.poll() is None, runs.printed("early")
+    process.send_signal(signal.SIGUSR1)
+    early = runs.end("early", process)
+    assert early.code == TO_BE_CONTINUED, early.text
+    assert [event["reason"] for event in early.records("event") if event["event"] == "stop"] == ["SIGUSR1"]
+
+
+@pytest.mark.slow
+def test_exit_file_and_exit_duration(runs):
+    settings = {"GPUS_PER_NODE": 1, "TRAIN_ITERS": 3000}
+    process = runs.start("asked", **settings)
+    runs.wait_for_iteration("asked", process, 2)
+    folder = runs.folder("asked")
+    folder.exit_file.touch()
+    asked = runs.end("asked", process, timeout=60)
+    assert asked.code == TO_BE_CONTINUED, asked.text
+    assert not folder.exit_file.exists()
+    assert "the file EXIT is in the run folder" in asked.stdout
+    timed = runs.stopped("asked", EXIT_DURATION=0.02, **settings)  # over by the time of the first iteration
+    assert "EXIT_DURATION minutes have passed since the launch" in timed.stdout
+    stops = [(event["reason"], event["iteration"]) for event in timed.records("event") if event["event"] == "stop"]
+    assert [reason for reason, _ in stops] == ["EXIT", "EXIT_DURATION"]
+    assert stops[1][1] == stops[0][1] + 1
+
+
+class Clock:
+    """In the place of the module `time`."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Unreachable:
+    """In the place of a path on a network file system that is away."""
+
+    def exists(self) -> bool:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+
+def test_stop_rules(tmp_path, monkeypatch):
+    clock, stop, file = Clock(), faults.StopSignal(), tmp_path / "EXIT"
+    monkeypatch.setattr(faults, "time", clock)
+    monkeypatch.setenv(LAUNCH_TIME, "700.0")  # of the launcher, before the last restart
+    rules = faults.StopRules(stop, file, exit_minutes=6.0, exit_interval=10)
+    other = faults.StopRules(stop, None, exit_minutes=6.0, exit_interval=10)
+    assert rules.reason(9) == ""
+    assert rules.reason(10) == other.reason(20) == "EXIT_INTERVAL"
+    file.touch()
+    clock.now += 0.9
+    assert rules.reason(11) == ""  # looked for once a second
+    clock.now += 0.2
+    assert (rules.reason(12), other.reason(12)) == ("EXIT", "")
+    rules.obeyed("SIGTERM")
+    assert file.exists()
+    rules.obeyed("EXIT")
+    assert not file.exists()
+    gone = faults.StopRules(stop, Unreachable(), exit_minutes=0, exit_interval=0)
+    assert gone.reason(13) == ""
+    clock.now = 1059.0
+    assert rules.reason(13) == ""
+    clock.now = 1060.0
+    assert (rules.reason(14), other.reason(14)) == ("EXIT_DURATION", "")
+    stop.receive(signal.SIGUSR1, None)
+    stop.receive(signal.SIGTERM, None)
+    assert rules.reason(15) == other.reason(15) == "SIGUSR1"
+    assert set(faults.STOP_REASONS) >= {"SIGUSR1", "EXIT", "EXIT_DURATION", "EXIT_INTERVAL", *(number.name for number in STOP_SIGNALS)}
+
+
+# Kills of random ranks at random moments. Every curve but the times, and what the samples were, have to come out the same.
+CURVES = ("iteration", "consumed_samples", "lm_loss", "grad_norm", "params_norm", "learning_rate", "num_zeros", "experts")
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_kills", "settings"),
+    [
+        pytest.param(2, 1, {"EP": 2}, id="2"),
+        pytest.param(4, 2, {"TP": 2, "EP": 2, "ASYNC_SAVE": True, "SAVE_INTERVAL": 3}, id="4", marks=pytest.mark.slow),
+    ],
+)
+def test_killed_ranks_start_again_and_nothing_is_lost(num_ranks, num_kills, settings, runs):
+    seed = time.time_ns()
+    chance = random.Random(seed)
+    settings = {"GPUS_PER_NODE": num_ranks, "SAVE_INTERVAL": 4, "TRAIN_ITERS": 14 * num_kills, **settings}
+    whole = runs.succeed("whole", **settings)
+    process = runs.start("killed", MAX_RESTARTS=2, **settings)
+    killed = []
+    for number in range(num_kills):
+        runs.wait_for_start("killed", process, number + 1)
+        at = 14 * number + chance.randint(2, 10)
+        runs.wait_for_iteration("killed", process, at)
+        time.sleep(chance.random() * 0.3)
+        rank = chance.randrange(num_ranks)
+        os.kill(ranks_of(process)[rank], signal.SIGKILL)
+        killed.append((rank, at))
+    run = runs.end("killed", process, timeout=400)
+    assert run.code == FINISHED, f"seed {seed}: {run.text}"
+    for name in CURVES:
+        assert run.curve(name) == whole.curve(name), f"seed {seed}: {name}"
+    events = run.records("event")
+    failed = [event for event in events if event["event"] == "rank_failed"]
+    assert [(event["rank"], event["cause"], event["host"]) for event in failed] == [
+        (rank, "SIGKILL", socket.gethostname()) for rank, _ in killed
+    ]
+    assert all(at <= event["iteration"] <= at + 8 for event, (_, at) in zip(failed, killed, strict=True)), (seed, failed)
+    assert [event["number"] for event in events if event["event"] == "restart"] == list(range(1, num_kills + 1))
+
+
+@pytest.mark.parametrize(
+    ("failing", "settings"),
+    [
+        (1, {"GPUS_PER_NODE": 2, "EP": 2}),
+        pytest.param(0, {"GPUS_PER_NODE": 2, "PP": 2}, marks=pytest.mark.slow),
+        pytest.param(2, {"GPUS_PER_NODE": 4, "TP": 2, "PP": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["EP2", "PP2", "TP2-PP2"],
+)
+def test_error_of_the_rank_that_failed_comes_first(failing, settings, runs, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    run = runs.run("failed", PYTHONPATH=tmp_path, FAILING_RANK=failing, **settings)
+    assert run.code == FAILED
+    assert run.curve("iteration") == [1, 2]
+    (named,) = [event for event in run.records("event") if event["event"] == "rank_failed"]
+    assert (named["rank"], named["iteration"], named["cause"]) == (failing, 2, "RuntimeError: the disk is on fire")
+    reports = [line for line in run.stderr.splitlines() if " failed: " in line and line.startswith("moe-exp: rank ")]
+    assert reports[0] == f"moe-exp: rank {failing} on {socket.gethostname()} ({device_label()}) failed: RuntimeError: the disk is on fire"
+    before = run.stderr.partition(reports[0])[0]
+    assert "Error" not in before
+    assert "Traceback" not in before
+    assert json.loads(run.folder.summary.read_text())["status"] == "failed"
+    assert not list(run.folder.checkpoints.iterdir())
+
+
+@pytest.mark.slow
+def test_killed_rank_is_named(runs):
+    process = runs.start("killed", GPUS_PER_NODE=2, TRAIN_ITERS=2000)
+    runs.wait_for_iteration("killed", process, 2)
+    os.kill(ranks_of(process)[1], signal.SIGKILL)
+    run = runs.end("killed", process, timeout=60)
+    assert run.code == FAILED
+    (failed,) = [event for event in run.records("event") if event["event"] == "rank_failed"]
+    assert (failed["rank"], failed["cause"], failed["device"]) == (1, "SIGKILL", "cpu")
+    before, _, after = run.stderr.partition("Root Cause")
+    assert "failed: " not in before.replace("failed (exitcode: -9)", "")
+    assert "rank      : 1 (local_rank: 1)" in after
+    assert "host      : " in after
+    assert "Signal 9 (SIGKILL)" in after
+    assert "Run failed" in run.stdout
+
+
+def test_run_folder_of_another_model(runs: Runs):
+    config = load_config({"run_dir": str(runs.run_dir), "run_name": "taken"}, runs.environ("taken", NUM_LAYERS=8))
+    folder = open_run_folder(config, [])
+    before = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
+    run = runs.run("taken")
+    assert run.code == 2
+    assert run.stdout == ""
+    fix = "give another RUN_NAME to start a new run, or set NUM_LAYERS=8 to go on with this one"
+    assert run.stderr == f"moe-exp: NUM_LAYERS=4: {folder.path} holds a model with NUM_LAYERS=8. Fix: {fix}.\n"
+    assert {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()} == before
+    assert list(folder.checkpoints.iterdir()) == []
+
+
+def test_read_only_run_dir(runs: Runs):
+    under = []
+    if os.geteuid() == 0:  # who may write everywhere, unless that right is taken away
+        if shutil.which("setpriv") is None:
+            pytest.skip("needs setpriv, as root")
+        under = ["setpriv", "--bounding-set=-dac_override"]
+    runs.run_dir.mkdir()
+    runs.run_dir.chmod(0o500)
+    run = runs.end("refused", runs.start("refused", under=under))
+    assert run.code == 2
+    fix = "choose a RUN_DIR that you may write to, or change its permissions"
+    assert run.stderr == f"moe-exp: RUN_DIR={runs.run_dir}: {runs.run_dir} is not writable. Fix: {fix}.\n"
+    assert list(runs.run_dir.iterdir()) == []

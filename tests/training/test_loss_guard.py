@@ -1,0 +1,215 @@
+"""Runs whose loss goes wrong: a spike that corrupted tokens cause, and steps that cannot be made any more."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.checkpoint.small_job import end_run, records, small_settings, start_run, write_tokens
+from helpers.ranks import free_port, run_on_ranks
+from helpers.spiking_data import GBSZ, corrupt, spiking_settings, write_corpus
+from moe_exp.checkpoint.format.folders import Manifest, iteration_folder, latest_iteration
+from moe_exp.config import Config
+from moe_exp.host.exit_codes import FAILED, FINISHED, START_AGAIN
+from moe_exp.runs.run_folder import RunFolder
+from moe_exp.training.loss_guard import Iteration, LossGuard
+from moe_exp.watch.hangs import heartbeat
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "1 rank": {"async_save": True},
+    "EP=2": {"gpus_per_node": 2, "ep": 2},
+}
+CORRUPT = 61  # iteration
+
+
+def corrupted_corpus(folder: Path, *iterations: int) -> list[list[int]]:
+    """Returns the documents that each of the iterations has of its own."""
+    prefix = write_corpus(folder)
+    return [corrupt(prefix, range((iteration - 1) * GBSZ, iteration * GBSZ)) for iteration in iterations]
+
+
+def start(settings: dict[str, Any]) -> tuple[int, str]:
+    """One start of a run, to its end: exit code of the ranks, and what they printed."""
+    printed = Path(settings["run_dir"]) / "printed"
+    printed.write_text("")
+    (code,) = set(end_run(start_run(settings, printed), printed))
+    return code, printed.read_text()
+
+
+def curve(folder: Path) -> list[tuple[int, float, float]]:
+    return [(record["iteration"], record["lm_loss"], record["grad_norm"]) for record in records(folder, "train")]
+
+
+def events(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [record for record in records(folder, "event") if record["event"] == name]
+
+
+def run_without(settings: dict[str, Any], first: int, end: int, port: int) -> None:
+    """On a rank: a run in whose order samples [first, end) never were."""
+    import os
+
+    from moe_exp import train
+    from moe_exp.data.samples.dataset import SampleStream
+
+    sample = SampleStream.sample
+    SampleStream.sample = lambda self, index: sample(self, index if index < first else index + end - first)  # type: ignore[method-assign]
+    os.environ["MASTER_PORT"] = str(port)
+    train.main([f"--{name.replace('_', '-')}={value}" for name, value in settings.items()])
+
+
+@pytest.mark.slow
+def test_log_names_the_batch(tmp_path):
+    (documents,) = corrupted_corpus(tmp_path, CORRUPT)
+    settings = spiking_settings(tmp_path, "run", train_iters=80, spike_action="log")
+    assert start(settings)[0] == FINISHED
+    (spike,), (end,) = events(tmp_path / "run", "spike"), events(tmp_path / "run", "spike_end")
+    assert (spike["iteration"], spike["first_iteration"], spike["samples"]) == (CORRUPT, CORRUPT, [[60 * GBSZ, 61 * GBSZ]])
+    assert set(documents) <= set(spike["documents"][str(tmp_path / "tokens")])
+    assert spike["loss"] > 5 > 1 > spike["loss_level"]
+    assert end["first_iteration"] == CORRUPT
+    assert end["outcome"] == "recovered"
+    assert len(curve(tmp_path / "run")) == 80
+
+
+@pytest.mark.parametrize("layout", ["1 rank", pytest.param("EP=2", marks=pytest.mark.slow)])
+def test_rollback_is_the_run_without_the_batch(layout, tmp_path):
+    corrupted_corpus(tmp_path, CORRUPT)
+    settings = spiking_settings(tmp_path, "run", train_iters=80, save_interval=20, spike_action="rollback") | LAYOUTS[layout]
+    folder = RunFolder(tmp_path / "run")
+    code, printed = start(settings)
+    assert code == START_AGAIN
+    assert "moe-exp: back to iteration 40, before the spike: samples 236 to 243 of iterations 60 to 61 are skipped" in printed
+    (rollback,) = events(folder.path, "rollback")
+    # The checkpoint at 60 has the batch before the alarm, whose step may be the cause.
+    assert (rollback["back_to"], rollback["set_aside"], rollback["samples"]) == (40, ["1/iter_0000060"], [[236, 244]])
+    assert latest_iteration(folder.checkpoints) == 40
+    assert Manifest.read(iteration_folder(folder.set_aside / "1", 60)) is not None
+    assert start(settings)[0] == FINISHED
+    reference = settings | {"run_name": "reference", "spike_action": "none", "async_save": False}
+    run_on_ranks(settings["gpus_per_node"], run_without, reference, 236, 244, free_port(), join=False)
+    assert curve(folder.path) == curve(tmp_path / "reference")
+    assert len(curve(folder.path)) == 80
+    # The skips are in the checkpoints: without the file the next start reads the same samples.
+    folder.skipped_samples.unlink()
+    iteration_folder(folder.checkpoints, 80).rename(tmp_path / "away")
+    (folder.checkpoints / "latest_checkpointed_iteration.txt").write_text("60")
+    assert start(settings)[0] == FINISHED
+    assert curve(folder.path) == curve(tmp_path / "reference")
+
+
+@pytest.mark.slow
+def test_the_last_rollback_ends_the_run(tmp_path):
+    corrupted_corpus(tmp_path, 61, 71)
+    settings = spiking_settings(tmp_path, "run", train_iters=80, save_interval=20, spike_action="rollback", max_rollbacks=1)
+    assert start(settings)[0] == START_AGAIN
+    code, printed = start(settings)
+    assert code == FAILED
+    # Two batches are skipped, so that the second comes two iterations earlier; what was skipped is counted by samples of the stream.
+    assert "moe-exp: MAX_ROLLBACKS=1: there is another spike at iteration 69 after 1 rollbacks" in printed
+    (refused,) = events(tmp_path / "run", "no_rollback")
+    assert refused["back_to"] == 60
+    (_, second) = events(tmp_path / "run", "spike")
+    assert second["samples"] == [[70 * GBSZ, 71 * GBSZ]]
+    assert len(json.loads((tmp_path / "run" / "skipped_samples.json").read_text())["rollbacks"]) == 1
+    # With another one, the two are skipped together.
+    assert start(settings | {"max_rollbacks": 2})[0] == START_AGAIN
+    assert start(settings | {"max_rollbacks": 2})[0] == FINISHED
+    run_on_ranks(1, run_without_two, settings | {"run_name": "reference", "spike_action": "none"}, free_port(), join=False)
+    assert curve(tmp_path / "run") == curve(tmp_path / "reference")
+
+
+def run_without_two(settings: dict[str, Any], port: int) -> None:
+    """On a rank: a run in whose order neither the samples of iterations 60 and 61 nor those of 70 and 71 ever were."""
+    import os
+
+    from moe_exp import train
+    from moe_exp.data.samples.dataset import SampleStream
+
+    left = [number for number in range(4000) if number // GBSZ + 1 not in (60, 61, 70, 71)]
+    sample = SampleStream.sample
+    SampleStream.sample = lambda self, index: sample(self, left[index])  # type: ignore[method-assign]
+    os.environ["MASTER_PORT"] = str(port)
+    train.main([f"--{name.replace('_', '-')}={value}" for name, value in settings.items()])
+
+
+@pytest.mark.slow
+def test_no_checkpoint_from_before_the_spike(tmp_path):
+    corrupted_corpus(tmp_path, CORRUPT)
+    settings = spiking_settings(tmp_path, "run", train_iters=70, save_interval=70, spike_action="rollback")
+    assert start(settings)[0] == FINISHED
+    (refused,) = events(tmp_path / "run", "no_rollback")
+    assert refused["reason"] == "there is no whole checkpoint of this run from before iteration 60"
+    assert not (tmp_path / "run" / "skipped_samples.json").exists()
+    assert len(curve(tmp_path / "run")) == 70
+
+
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_bad_steps_in_a_row_end_the_run(num_ranks, tmp_path):
+    """At this learning rate the first step takes the weights beyond what fp32 can multiply."""
+    write_tokens(tmp_path)
+    settings = small_settings(tmp_path, "run", lr=1e30, min_lr=1e30, warmup_iters=0, max_bad_steps=4, gpus_per_node=num_ranks, ep=num_ranks)
+    settings |= {"train_iters": 50, "decay_iters": 50, "save_interval": 1, "keep_last": 1}
+    code, printed = start(settings)
+    folder = RunFolder(tmp_path / "run")
+    assert code == FAILED
+    (row,), (end,) = events(folder.path, "bad_step"), events(folder.path, "too_many_bad_steps")
+    assert row["iteration"] == 2
+    assert row["samples"] == [[4, 8]]
+    assert {row["loss"], row["grad_norm"]} & {"nan", "inf"}
+    assert end["iteration"] == 5
+    where = folder.bad_steps / "1" / "iter_0000005"
+    line = f"MAX_BAD_STEPS=4: no step could be made in iterations 2 to 5, loss or gradient are not finite; the weights are in {where}. Fix:"
+    assert line in printed
+    manifest = Manifest.read(where)
+    assert manifest is not None and manifest.iteration == 5
+    # The same again, from the newest checkpoint: it stays, whatever KEEP_LAST says.
+    before = {path.name: path.read_bytes() for path in where.iterdir()}
+    assert start(settings)[0] == FAILED
+    assert {path.name: path.read_bytes() for path in where.iterdir()} == before
+    assert len(list(folder.bad_steps.glob("1/iter_*"))) + len(list(folder.bad_steps.glob("2/iter_*"))) == 2
+
+
+def test_exit_file_is_gone_where_the_guard_ends_the_run(tmp_path):
+    """Else the next start would end by it after an iteration."""
+    write_tokens(tmp_path)
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    folder.exit_file.touch()
+    settings = small_settings(tmp_path, "run", lr=1e30, min_lr=1e30, warmup_iters=0, max_bad_steps=1, init_std=1e30)
+    code, printed = start(settings)
+    assert code == FAILED
+    assert "MAX_BAD_STEPS=1: no step could be made in iterations 1 to 1" in printed
+    assert not folder.exit_file.exists()
+
+
+def test_what_may_take_long_is_no_part_of_the_iteration(tmp_path, monkeypatch):
+    """A watch that took reading all checkpoints for a hang would end a rollback each time, and the run would never get past the spike."""
+    seen = []
+
+    class Heart:
+        phase = "end_of_iteration"
+
+        def enter(self, phase):
+            self.phase = phase
+            seen.append(phase)
+
+    monkeypatch.setattr(heartbeat, "_heart", Heart())
+    monkeypatch.setattr("moe_exp.training.loss_guard.from_first_rank", lambda make: seen.append("list") or 0)
+    monkeypatch.setattr("moe_exp.training.loss_guard.go_back", lambda *args, **kwargs: seen.append("go_back") or "none")
+    guard = LossGuard.__new__(LossGuard)
+    guard._config, guard._folder, guard._metrics, guard._skipped = Config(), RunFolder(tmp_path), None, ()
+    guard._recent = [Iteration(7, 24, 4, True, 1.0)]
+    guard._roll_back(Namespace(first_iteration=7), Namespace(iteration=7), None)
+    assert seen == ["rollback", "list", "go_back", "end_of_iteration"]
+
+
+def test_the_loss_scaler_at_work_is_no_bad_step(tmp_path):
+    """Megatron begins with a scale of 2^32, and fp16 overflows until it is small enough."""
+    write_tokens(tmp_path)
+    assert start(small_settings(tmp_path, "run", dtype="fp16", max_bad_steps=2, train_iters=5, decay_iters=5))[0] == FINISHED
+    assert sum(record["skipped_iterations"] for record in records(tmp_path / "run", "train")) == 5
+    assert not events(tmp_path / "run", "bad_step")

@@ -1,0 +1,238 @@
+"""TensorBoard and wandb: what they wrote is read back by their own libraries and equals metrics.jsonl, also after a resume."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_metrics import clean_logging, train_record  # noqa: F401 - a fixture
+
+from moe_exp.config import Config, ConfigError
+from moe_exp.runs.records import read_metrics
+from moe_exp.runs.run_folder import RunFolder, open_run_folder
+from moe_exp.training import mirrors
+from moe_exp.training.metrics import Metrics, curves, setup_logging
+
+SECRET = "0123456789abcdef" * 2 + "5ec4e700"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    values: dict[str, Any] = {"run_dir": str(tmp_path), "run_name": "a", "gpus_per_node": 1}
+    return Config(**values)
+
+
+@pytest.fixture
+def folder(config: Config) -> RunFolder:
+    return open_run_folder(config)
+
+
+def expected_curves(folder: RunFolder) -> dict[str, dict[int, float]]:
+    """Name to value by iteration, of the records of metrics.jsonl."""
+    found: dict[str, dict[int, float]] = defaultdict(dict)
+    for record in read_metrics(folder.metrics):
+        if record["kind"] != "event":
+            for name, value in curves(record).items():
+                found[name][record["iteration"]] = value
+    return dict(found)
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A run that dies at iteration 60 and goes on from 40 with other values, mirrored to TensorBoard and to wandb offline."""
+    wandb = pytest.importorskip("wandb")
+    settings = {"run_dir": str(tmp_path_factory.mktemp("runs")), "run_name": "a", "gpus_per_node": 1}
+    values: dict[str, Any] = settings | {"wandb_project": "p", "wandb_mode": "offline"}
+    config = Config(**values)
+    folder = open_run_folder(config)
+    _write(config, folder, 0, (20, 40, 60), loss=10.0)
+    # Files are ordered by the second of their start; two starts of a real run are seconds apart.
+    time.sleep(1.0 - time.time() % 1.0)
+    _write(config, folder, 40, (60, 80), loss=7.0)
+    # wandb's own process may still be writing when `finish` returns.
+    wandb.teardown()
+    return folder
+
+
+def _write(config: Config, folder: RunFolder, start_iteration: int, iterations: tuple[int, ...], *, loss: float) -> None:
+    with Metrics(config, folder, start_iteration) as writer:
+        for iteration in iterations:
+            tokens = {"consumed_samples": iteration * 64, "consumed_tokens": iteration * 64 * 2048, "consumed_flops": iteration * 10**12}
+            timers = {"data": 1.5, "forward_backward": 60.0, "experts": 20.25}
+            writer.train(train_record(iteration=iteration, lm_loss=loss + iteration / 100, timers=timers, **tokens))
+            writer.valid(iteration=iteration, lm_loss=loss + 1, **tokens)
+
+
+def tensorboard_events(path: Path) -> Any:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(path), size_guidance={"scalars": 0, "tensors": 0})
+    events.Reload()
+    return events
+
+
+def tensorboard_scalars(path: Path) -> dict[str, list[tuple[int, float]]]:
+    events = tensorboard_events(path)
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_tensorboard_equals_metrics_jsonl_after_a_resume(resumed: RunFolder) -> None:
+    expected = {
+        name: [(iteration, float(np.float32(value))) for iteration, value in by_iteration.items()]  # TensorBoard keeps fp32
+        for name, by_iteration in expected_curves(resumed).items()
+    }
+    found = tensorboard_scalars(resumed.tensorboard)
+    assert found == expected
+    assert {"train/lm_loss", "valid/lm_loss", "moe/layer_02/max_over_mean", "moe/layer_01/seq_aux_loss", "perf/tflops_per_gpu"} <= set(
+        found
+    )
+    assert [step for step, _ in found["train/lm_loss"]] == [20, 40, 60, 80]
+
+
+@pytest.mark.parametrize(
+    ("unit", "key", "factor"),
+    [("tokens", "consumed_tokens", 1), ("gflops", "consumed_flops", 1e-9), ("milliseconds", "training_seconds", 1e3)],
+)
+def test_tensorboard_has_the_losses_over_other_axes(resumed: RunFolder, unit: str, key: str, factor: float) -> None:
+    records = [record for record in read_metrics(resumed.metrics) if record["kind"] != "event"]
+    assert tensorboard_scalars(resumed.tensorboard / f"by_{unit}") == {
+        f"{kind}/lm_loss_by_{unit}": [
+            (round(record[key] * factor), float(np.float32(record["lm_loss"]))) for record in records if record["kind"] == kind
+        ]
+        for kind in ("train", "valid")
+    }
+
+
+@pytest.mark.parametrize(("use_moe", "moe_type", "group"), [(False, "moe", "dense"), (True, "moe", "moe"), (True, "dmoe", "dmoe")])
+def test_tensorboard_has_settings_and_group(config: Config, folder: RunFolder, use_moe: bool, moe_type: str, group: str) -> None:
+    config = config.model_copy(update={"use_moe": use_moe, "moe_type": moe_type})
+    Metrics(config, folder).close()
+    events = tensorboard_events(folder.tensorboard)
+    (tag,), (settings,) = events.Tensors("group/text_summary"), events.Tensors("config/text_summary")
+    assert tag.tensor_proto.string_val == [group.encode()]
+    assert b"    num_experts: 8\n" in settings.tensor_proto.string_val[0]
+
+
+def wandb_history(path: Path) -> Iterator[dict[str, Any]]:
+    """History rows of an offline run: after 7 bytes of header, blocks of 32 KiB with (crc, length, type) before each piece."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, message = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        message += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # full, or the last piece
+            record, message = wandb_internal_pb2.Record.FromString(message), b""
+            if record.HasField("history"):
+                yield {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+
+
+def test_wandb_offline_equals_metrics_jsonl_after_a_resume(resumed: RunFolder) -> None:
+    (file,) = resumed.wandb.glob("offline-run-*/*.wandb")
+    assert file.name == f"run-{(resumed.wandb / 'run_id').read_text()}.wandb"
+    assert len(list((resumed.wandb / "replaced").glob("offline-run-*/*.wandb"))) == 1
+    found: dict[str, dict[int, float]] = defaultdict(dict)
+    seen = []
+    for row in wandb_history(file):
+        for name, value in row.items():
+            if not name.startswith("_") and name not in mirrors.AXES:
+                found[name][row["iteration"]] = value
+        seen.append((row["iteration"], "train/lm_loss" in row))
+        assert {"iteration", "tokens", "flops", "seconds"} <= set(row)
+        assert row["tokens"] == row["iteration"] * 64 * 2048
+    assert found == expected_curves(resumed)
+    assert seen == [(iteration, is_train) for iteration in (20, 40, 60, 80) for is_train in (True, False)]
+    record = file.read_bytes()
+    assert b"num_experts" in record and b"dmoe" in record and b"tokens" in record
+
+
+def test_what_wandb_has_is_not_sent_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Online, a resumed run comes with the summary of what the earlier start has sent."""
+    wandb = pytest.importorskip("wandb")
+    run = wandb.init(mode="offline", project="p", dir=str(tmp_path))
+    run.log({"iteration": 60, "train/lm_loss": 3.0})
+    mirror = mirrors._Wandb(run)
+    for iteration in (40, 60, 80):
+        mirror.write({"train/lm_loss": 1.0}, {"iteration": iteration})
+    mirror.close(failed=False)
+    wandb.teardown()
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    assert [(row["iteration"], row["train/lm_loss"]) for row in wandb_history(file)] == [(60, 3.0), (80, 1.0)]
+
+
+@pytest.mark.usefixtures("clean_logging")
+def test_keys_reach_no_file_and_no_line(
+    config: Config,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    wandb = pytest.importorskip("wandb")
+    for name in ("WANDB_API_KEY", "HF_TOKEN"):
+        monkeypatch.setenv(name, SECRET)
+    config = config.model_copy(update={"wandb_project": "p", "wandb_mode": "offline"})
+    folder = open_run_folder(config, ["moe-exp", "train"])
+    setup_logging(folder, rank=0)
+    _write(config, folder, 0, (20, 40), loss=10.0)
+    wandb.teardown()
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"config.yaml", "provenance.json", "train.log", "metrics.jsonl"} <= {path.name for path in files}
+    assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
+    assert SECRET not in "".join(capfd.readouterr())
+
+
+def test_a_mirror_that_fails_does_not_end_the_run(config: Config, folder: RunFolder, caplog: pytest.LogCaptureFixture) -> None:
+    with Metrics(config, folder) as writer:
+        (tensorboard,) = writer._mirrors
+        tensorboard._writer = None  # what is left after its files went away
+        for iteration in (20, 40):
+            writer.train(train_record(iteration=iteration))
+    assert [record["iteration"] for record in read_metrics(folder.metrics)] == [0, 20, 40]
+    assert caplog.text.count("TensorBoard has failed and gets no more records: AttributeError") == 1
+
+
+def test_without_tensorboard_one_line_says_so(
+    config: Config, folder: RunFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with caplog.at_level(logging.INFO, logger="moe_exp"), Metrics(config, folder) as writer:
+        writer.train(train_record())
+    assert [record.message for record in caplog.records if "TensorBoard" in record.message] == [
+        "no TensorBoard files: the tensorboard package is not installed (pip install tensorboard)"
+    ]
+    assert len(read_metrics(folder.metrics)) == 2 and not folder.tensorboard.exists()
+
+
+def test_wandb_missing_says_what_to_install(config: Config, folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    wanted = config.model_copy(update={"wandb_project": "p"})
+    with pytest.raises(ConfigError, match=r"^WANDB_PROJECT=p: .* Fix: run `pip install moe-exp\[wandb\]`, or unset WANDB_PROJECT\.$"):
+        Metrics(wanted, folder)
+    for off in (config, wanted.model_copy(update={"wandb_mode": "disabled"})):
+        assert mirrors.wandb_problems(off) == []
+        Metrics(off, folder).close()
+
+
+def test_wandb_that_cannot_start_is_one_line(config: Config, folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+
+    def refuse(**_: object) -> None:
+        raise wandb.errors.UsageError(f"no key\nfound in {SECRET}")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    monkeypatch.setenv("WANDB_API_KEY", SECRET)
+    wanted = config.model_copy(update={"wandb_project": "p"})
+    with pytest.raises(
+        ConfigError, match=r"^WANDB_MODE=online: wandb cannot start \(no key found in the key\)\. Fix: .*WANDB_MODE=offline\.$"
+    ):
+        Metrics(wanted, folder)

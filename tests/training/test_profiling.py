@@ -1,0 +1,134 @@
+"""Traces and memory snapshots of chosen iterations and ranks, and what is refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import pickle
+
+import pytest
+import torch
+
+from helpers.checkpoint.small_job import end_run, records, small_settings, start_run, write_tokens
+from helpers.file_limit import no_file_over
+from moe_exp.config import Config, ConfigError, load_config
+from moe_exp.config.checks.checks import check_config
+from moe_exp.config.setting_types import iteration_ranges
+from moe_exp.launch.machine_checks import check_machine
+from moe_exp.runs.run_folder import RunFolder
+from moe_exp.training.dumps import is_dumped
+from moe_exp.training.profiling import Recorder
+
+
+def trained(tmp_path, name: str, **changes):
+    """A small run to its end: its folder."""
+    out = tmp_path / f"{name}.out"
+    settings = small_settings(tmp_path, name, train_iters=4, save_at_end=False, **changes)
+    assert set(end_run(start_run(settings, out), out)) == {0}, out.read_text()
+    return tmp_path / name
+
+
+def test_trace_of_two_iterations_of_one_rank(tmp_path):
+    write_tokens(tmp_path)
+    plain = trained(tmp_path, "plain", gpus_per_node=2)
+    run = trained(tmp_path, "run", gpus_per_node=2, profile_iters="2-3", profile_ranks="1")
+    (trace,) = (run / "profile").iterdir()
+    assert trace.name == "trace_rank_1_iter_2-3.json.gz"
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    names = [event.get("name", "") for event in events]
+    assert names.count("aten::embedding") == 2 * 2  # iterations of two micro-batches
+    assert "[memory]" in names
+    assert any(event.get("args", {}).get("Input Dims") for event in events)
+    losses = [[record["lm_loss"] for record in records(folder, "train")] for folder in (plain, run)]
+    assert losses[0] == losses[1]
+    assert not (plain / "profile").exists()
+
+
+def test_range_that_a_resume_has_begun_or_passed(tmp_path):
+    class Rank:
+        rank, device = 0, torch.device("cpu")
+
+    config, folder = load_config({"profile_iters": "10-12", "train_iters": 11}, {}), RunFolder(tmp_path)
+    resumed = Recorder(config, Rank(), folder)
+    for iteration in (11, 12):
+        resumed.begin(iteration)
+        resumed.end(iteration)
+    assert [path.name for path in folder.profile.iterdir()] == ["trace_rank_0_iter_11-11.json.gz"]
+    passed = Recorder(config, Rank(), RunFolder(tmp_path / "none"))
+    passed.begin(13)
+    passed.end(13)
+    assert not (tmp_path / "none").exists()
+
+
+def test_full_disk_does_not_end_the_run(tmp_path, monkeypatch, caplog):
+    class Rank:
+        rank, device = 0, torch.device("cpu")
+
+    recorder = Recorder(load_config({"profile_iters": "1,3", "train_iters": 5}, {}), Rank(), RunFolder(tmp_path))
+    with no_file_over(100):
+        recorder.begin(1)
+        recorder.end(1)
+    assert "no recording in" in caplog.text
+    for iteration in (2, 3, 4):
+        recorder.begin(iteration)
+        recorder.end(iteration)
+    assert "trace_rank_0_iter_3-3.json.gz" in [path.name for path in (tmp_path / "profile").iterdir()]
+
+
+def test_iteration_range():
+    assert [iteration_ranges(text) for text in ("", "7", "5,10-12")] == [(), ((7, 7),), ((5, 5), (10, 12))]
+    assert [n for n in range(20) if is_dumped(load_config({"dump_iters": "3, 10-12"}, {}), n)] == [3, 10, 11, 12]
+
+
+@pytest.mark.parametrize("text", ["0", "3-2", "x", "1-", "-3", "1,", "3,2", "2,2", "1-3,3"])
+def test_iterations_that_cannot_be_read(text):
+    with pytest.raises(ConfigError) as refused:
+        load_config({"profile_iters": text, "profile_ranks": "1,"}, {})
+    lines = refused.value.problems
+    assert lines[0].startswith(f"PROFILE_ITERS={text}: must be an iteration from 1 on, the first and the last such as 10-12, or several")
+    assert lines[1].startswith("PROFILE_RANKS=1,: must be ranks with commas such as 0,3, or all. Fix: ")
+
+
+def test_what_cannot_be_profiled_is_refused_before_the_start(monkeypatch):
+    def problems(**changes) -> list[str]:
+        config = load_config({"preset": "cpu", "gpus_per_node": 2, "train_iters": 200} | changes, {})
+        return check_config(config)
+
+    assert problems(profile_iters="200", profile_ranks="0,1") == []
+    assert problems(profile_iters="201-202", profile_ranks="0,2") == [
+        "PROFILE_ITERS=201-202: is after TRAIN_ITERS=200. Fix: name iterations up to 200.",
+        "PROFILE_RANKS=0,2: there is no rank 2, the run has 2. Fix: name ranks from 0 to 1, or all.",
+    ]
+    assert problems(memory_snapshot="1-101") == [
+        "MEMORY_SNAPSHOT=1-101: are 101 iterations, more than a viewer can load. Fix: name at most 100."
+    ]
+    config = Config(memory_snapshot="1", num_workers=0)
+    monkeypatch.setattr("moe_exp.launch.machine_checks.count_gpus", lambda: 0)
+    assert [line for line in check_machine(config) if "MEMORY" in line] == [
+        "MEMORY_SNAPSHOT=1: records the allocations on a CUDA device, this host has none. "
+        "Fix: leave it empty; the trace of PROFILE_ITERS has the memory of a CPU."
+    ]
+    monkeypatch.setattr("moe_exp.launch.machine_checks.count_gpus", lambda: 8)
+    assert [line for line in check_machine(config) if "MEMORY" in line] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_snapshot_of_a_gpus_memory(tmp_path):
+    class Rank:
+        rank, device = 0, torch.device("cuda")
+
+    recorder = Recorder(load_config({"memory_snapshot": "2-3", "profile_iters": "3", "train_iters": 5}, {}), Rank(), RunFolder(tmp_path))
+    kept = []
+    for iteration in range(1, 6):
+        recorder.begin(iteration)
+        kept.append(torch.ones(iteration * 2**20, device="cuda"))
+        recorder.end(iteration)
+    names = sorted(path.name for path in (tmp_path / "profile").iterdir())
+    assert names == ["memory_rank_0_iter_2-3.pickle", "trace_rank_0_iter_3-3.json.gz"]
+    snapshot = pickle.loads((tmp_path / "profile" / names[0]).read_bytes())
+    sizes = [event["size"] for event in snapshot["device_traces"][0] if event["action"] == "alloc"]
+    assert sizes == [2 * 4 * 2**20, 3 * 4 * 2**20]
+    assert any(frame["filename"] == __file__ for event in snapshot["device_traces"][0] for frame in event["frames"])
+    events = json.loads(gzip.decompress((tmp_path / "profile" / names[1]).read_bytes()))["traceEvents"]
+    assert any(event.get("cat") == "kernel" for event in events)

@@ -1,0 +1,286 @@
+"""The same command again goes on where the run stands: bit for bit, under other layouts, after a crash."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from helpers.whole_runs import EndedRun, Runs, ranks_of, wait_until_gone
+from moe_exp.config import Config
+from moe_exp.data.tokens.tokens import BinIdxWriter
+
+CURVES = ("lm_loss", "grad_norm", "params_norm")
+
+
+class Interrupted(NamedTuple):
+    """12 iterations in one go, and the same as 6 and 6 more."""
+
+    whole: EndedRun
+    first: EndedRun
+    second: EndedRun
+    records_of_first: list[dict[str, Any]]
+    saved_first: Runs
+
+
+@pytest.fixture(scope="session")
+def interrupted(session_runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int, float], Interrupted]:
+    """Runs by (number of ranks, EP, dropout)."""
+
+    @cache
+    def run(num_ranks: int, ep: int, dropout: float) -> Interrupted:
+        settings = {"GPUS_PER_NODE": num_ranks, "EP": ep, "DROPOUT": dropout, "ATTENTION_DROPOUT": dropout, "TRAIN_ITERS": 12}
+        name = f"resume_{num_ranks}_{ep}_{dropout}"
+        whole = session_runs.succeed(f"{name}_whole", **settings)
+        first = session_runs.stopped(name, EXIT_INTERVAL=6, **settings)
+        records = first.records()
+        copy = Runs(tmp_path_factory.mktemp("saved"), session_runs.data_dir)
+        shutil.copytree(first.folder.path, copy.folder(name).path)
+        second = session_runs.succeed(name, EXIT_INTERVAL=6, **settings)
+        return Interrupted(whole, first, second, records, copy)
+
+    return run
+
+
+def saved_at_6(source: Interrupted, runs: Runs, name: str) -> None:
+    """A copy of the run that ended after 6 of 12 iterations, as run `name` of `runs`."""
+    shutil.copytree(source.saved_first.folder(source.first.folder.path.name).path, runs.folder(name).path)
+
+
+slow = pytest.mark.slow
+CASES = [
+    pytest.param(1, 1, 0.0),
+    pytest.param(2, 2, 0.1, marks=slow),
+    pytest.param(2, 2, 0.0, marks=slow),
+    pytest.param(1, 1, 0.1, marks=slow),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "ep", "dropout"), CASES)
+def test_goes_on_bit_for_bit(num_ranks, ep, dropout, interrupted):
+    runs = interrupted(num_ranks, ep, dropout)
+    assert [record["iteration"] for record in runs.records_of_first] == list(range(1, 7))
+    assert runs.second.curve("iteration") == list(range(1, 13))
+    for name in CURVES:
+        assert runs.second.curve(name) == runs.whole.curve(name), name
+    assert runs.second.curve("experts") == runs.whole.curve("experts")
+    assert runs.second.curve("learning_rate") == runs.whole.curve("learning_rate")
+
+
+@slow
+def test_parameters_come_from_the_model_and_not_only_from_the_optimizer(runs):
+    """Without the distributed optimizer nothing else holds the weights; expert bias and global fractions are in no optimizer at all."""
+    settings = {"DISTRIBUTED_OPTIMIZER": False, "ROUTER_SCORE": "sigmoid", "ROUTER_BIAS_UPDATE_RATE": 0.01, "TRAIN_ITERS": 12}
+    settings |= {"AUX_LOSS_TYPE": "global_aux_loss", "AUX_LOSS_COEFF": "0.1"}
+    whole = runs.succeed("whole", **settings)
+    runs.stopped("resumed", EXIT_INTERVAL=6, **settings)
+    resumed = runs.succeed("resumed", EXIT_INTERVAL=6, **settings)
+    for name in (*CURVES, "experts"):
+        assert resumed.curve(name) == whole.curve(name), name
+
+
+def test_checkpoint_has_megatrons_keys(interrupted):
+
+    from megatron.core import dist_checkpointing
+
+    folder = interrupted(1, 1, 0.0).whole.folder.checkpoints / "iter_0000012"
+    shapes = {key: value.global_shape for key, value in dist_checkpointing.load_tensors_metadata(str(folder)).items()}
+    layer = "decoder.layers"
+    expected = {
+        "embedding.word_embeddings.weight": (4096, 64),
+        "output_layer.weight": (4096, 64),
+        "decoder.final_layernorm.weight": (64,),
+        f"{layer}.self_attention.linear_qkv.layer_norm_weight": (4, 64),
+        f"{layer}.mlp.router.weight": (4, 8, 64),
+        f"{layer}.mlp.experts.experts.linear_fc1.weight": (4, 8, 192, 64),
+        f"{layer}.mlp.experts.experts.linear_fc2.weight": (4, 8, 64, 96),
+        f"optimizer.state.exp_avg.{layer}.mlp.experts.experts.linear_fc1.weight": (4, 8, 192, 64),
+    }
+    assert {key: shapes.get(key) for key in expected} == expected
+    assert not [key for key in shapes if key.startswith("module.")]
+
+
+def test_what_a_resume_says_and_leaves(interrupted):
+    runs = interrupted(1, 1, 0.0)
+    assert "resumed from" not in runs.first.text
+    assert f"resumed from iteration 6 of {runs.second.folder.checkpoints}" in runs.second.stdout
+    assert "Run stopped: 6 of 12 iterations" in runs.first.stdout
+    assert "Run finished: 12 of 12 iterations" in runs.second.stdout
+    events = [(event["event"], event["iteration"], event.get("status")) for event in runs.second.records("event")]
+    assert events == [
+        ("start", 0, None), ("stop", 6, None), ("checkpoint", 6, None), ("end", 6, "stopped"),
+        ("resume", 6, None), ("checkpoint", 12, None), ("end", 12, "finished"),
+    ]  # fmt: skip
+    assert len(json.loads(runs.second.folder.provenance.read_text())["starts"]) == 2
+    assert sorted(path.name for path in runs.second.folder.checkpoints.iterdir()) == [
+        "iter_0000006", "iter_0000012", "latest_checkpointed_iteration.txt",
+    ]  # fmt: skip
+
+
+def test_finished_run_ends_at_once(interrupted, runs):
+    source = interrupted(1, 1, 0.0)
+    shutil.copytree(source.second.folder.path, runs.folder("done").path)
+    done = runs.succeed("done", TRAIN_ITERS=12, EXIT_INTERVAL=6)
+    assert done.curve("iteration") == list(range(1, 13))
+    events = [(event["event"], event["iteration"], event.get("status")) for event in done.records("event")]
+    assert events[-2:] == [("resume", 12, None), ("end", 12, "finished")]
+    assert json.loads(done.folder.summary.read_text())["status"] == "finished"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_precision_goes_on_bit_for_bit(dtype, runs):
+    """fp16 is saved here while it still looks for its loss scale: the optimizer has not made a step."""
+    settings = {"DTYPE": dtype, "TRAIN_ITERS": 24}
+    whole = runs.succeed("whole", **settings)
+    runs.stopped("resumed", EXIT_INTERVAL=12, **settings)
+    resumed = runs.succeed("resumed", EXIT_INTERVAL=12, **settings)
+    assert resumed.curve("iteration") == list(range(1, 25))
+    for name in (*CURVES, "loss_scale", "skipped_iterations"):
+        assert resumed.curve(name) == whole.curve(name), name
+
+
+LAYOUTS = {
+    "EP2": {"GPUS_PER_NODE": 2, "EP": 2},
+    "PP2": {"GPUS_PER_NODE": 2, "PP": 2},
+    "TP2": {"GPUS_PER_NODE": 2, "TP": 2},
+    "DP2": {"GPUS_PER_NODE": 2},
+    "PP2_VPP2": {"GPUS_PER_NODE": 2, "PP": 2, "VPP": 2},
+    "TP2_EP2_ETP2": {"GPUS_PER_NODE": 4, "TP": 2, "EP": 2, "ETP": 2},
+}
+
+
+@slow  # the short matrix is in tests/checkpoint/test_any_to_any.py
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_goes_on_under_another_layout(layout, interrupted, runs):
+    source = interrupted(1, 1, 0.0)
+    saved_at_6(source, runs, "moved")
+    moved = runs.succeed("moved", TRAIN_ITERS=12, **LAYOUTS[layout])
+    assert "resumed from iteration 6" in moved.stdout
+    assert moved.curve("iteration") == list(range(1, 13))
+    assert moved.curve("lm_loss")[6:] == pytest.approx(source.whole.curve("lm_loss")[6:], rel=1e-5)
+    assert moved.curve("grad_norm")[6:] == pytest.approx(source.whole.curve("grad_norm")[6:], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{"GPUS_PER_NODE": 1}, {"GPUS_PER_NODE": 2, "TP": 2}], ids=["one", "TP2"])
+def test_experts_of_two_ranks_go_on_elsewhere(layout, interrupted, runs):
+    source = interrupted(2, 2, 0.0)
+    saved_at_6(source, runs, "moved")
+    moved = runs.succeed("moved", TRAIN_ITERS=12, **layout)
+    assert moved.curve("lm_loss")[6:] == pytest.approx(source.whole.curve("lm_loss")[6:], rel=1e-5)
+
+
+def test_load_dir_starts_from_another_run(interrupted, runs):
+    source = interrupted(1, 1, 0.0)
+    saved_at_6(source, runs, "source")
+    before = {path: path.stat().st_mtime_ns for path in runs.folder("source").path.rglob("*")}
+    run = runs.succeed("other", TRAIN_ITERS=12, LOAD_DIR=runs.folder("source").checkpoints)
+    assert run.curve("iteration") == list(range(7, 13))
+    for name in CURVES:
+        assert run.curve(name) == source.whole.curve(name)[6:]
+    assert (run.folder.checkpoints / "iter_0000012").is_dir()
+    assert {path: path.stat().st_mtime_ns for path in runs.folder("source").path.rglob("*")} == before
+
+
+def test_goes_on_with_the_same_data_only(interrupted, runs, tmp_path):
+    """LOAD_DIR goes on with the samples as the run's own checkpoints do; more iterations are no other data."""
+    saved_at_6(interrupted(1, 1, 0.0), runs, "one")
+    source = runs.folder("one").checkpoints
+    with BinIdxWriter(tmp_path / "tokens", vocab_size=4096) as writer:
+        for number in range(100):
+            writer.add_document(range(number + 1, number + 21))
+    other = {"TRAIN_DATA": tmp_path / "tokens", "TRAIN_ITERS": 7}
+
+    refused = runs.run("one", **other)
+    assert refused.code == 2
+    assert "Traceback" not in refused.text
+    assert refused.curve("iteration") == [1, 2, 3, 4, 5, 6]
+    (line,) = [line for line in refused.stderr.splitlines() if line.startswith("moe-exp: TRAIN_DATA=")]
+    files = (
+        rf"TRAIN_DATA=\S+tokens: its files are not those of the checkpoint at iteration 6 of {source} \(fingerprint \w+ instead of \w+\)"
+    )
+    assert re.search(rf"{files}, so samples would be repeated or left out\. Fix: .* or ALLOW_OTHER_DATA=true to go on ", line)
+
+    allowed = runs.succeed("two", LOAD_DIR=source, ALLOW_OTHER_DATA=True, **other)
+    assert allowed.curve("consumed_samples") == [56]
+    assert re.search(rf"{files}; ALLOW_OTHER_DATA=true: going on at sample 48", allowed.text)
+    (event,) = [event for event in allowed.records("event") if event["event"] == "other_data"]
+    assert event["iteration"] == 6
+    assert [re.fullmatch(files, change) is not None for change in event["changes"]] == [True]
+
+    longer = runs.stopped("one", TRAIN_ITERS=14, EXIT_INTERVAL=7)
+    assert longer.curve("iteration") == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_checkpoint_that_does_not_say_what_it_was_trained_on(interrupted, runs, caplog):
+    """As versions before 2026-11 wrote them."""
+    from moe_exp.checkpoint.load import saved_progress
+    from moe_exp.training import samples as training_data
+
+    saved_at_6(interrupted(1, 1, 0.0), runs, "old")
+    source = runs.folder("old").checkpoints
+    config = Config(gpus_per_node=1, data_dir=str(runs.data_dir), seq_len=32, eval_interval=0)
+    samples, _ = training_data.build_data(config)
+    assert [change.name for change in training_data._compared(config, samples, source)[1]] == ["SEQ_LEN"]
+    common = source / "iter_0000006" / "common.pt"
+    state = torch.load(common, weights_only=False)
+    del state["progress"]["sample_order"]
+    torch.save(state, common)
+    saved = saved_progress(source)
+    assert saved is not None
+    assert (saved.iteration, saved.consumed_samples, saved.sample_order) == (6, 48, None)
+    caplog.clear()
+    facts, changes = training_data._compared(config, samples, source)
+    assert (facts["seq_len"], changes) == (32, [])
+    assert caplog.messages == [
+        f"the checkpoint at iteration 6 of {source} does not say what data it was trained on: that TRAIN_DATA is the same is not checked"
+    ]
+
+
+@pytest.mark.slow  # test_endings has such kills with MAX_RESTARTS
+def test_killed_ranks_cost_the_iterations_since_the_last_checkpoint(interrupted, runs):
+    settings = {"TRAIN_ITERS": 12, "SAVE_INTERVAL": 5}
+    process = runs.start("killed", **settings)
+    runs.wait_for_iteration("killed", process, 1)
+    pids = ranks_of(process)
+    runs.wait_for_iteration("killed", process, 7)
+    for pid in pids.values():
+        os.kill(pid, signal.SIGKILL)
+    killed = runs.end("killed", process)
+    assert killed.code not in (0, 2)
+    last = killed.curve("iteration")[-1]
+    assert 7 <= last < 10
+    assert json.loads(killed.folder.summary.read_text())["status"] == "failed"
+    again = runs.succeed("killed", **settings)
+    resume = next(event for event in again.records("event") if event["event"] == "resume")
+    assert resume["iteration"] == 5
+    assert resume["num_removed_records"] >= last - 5
+    assert again.curve("iteration") == list(range(1, 13))
+    for name in CURVES:
+        assert again.curve(name) == interrupted(1, 1, 0.0).whole.curve(name), name
+
+
+@pytest.mark.slow
+def test_killed_launcher(interrupted, runs):
+    """torchrun sees that its launcher has gone and ends the ranks, which save before they do."""
+    settings = {"TRAIN_ITERS": 12, "SAVE_INTERVAL": 5}
+    process = runs.start("killed", **settings)
+    runs.wait_for_iteration("killed", process, 6)
+    ranks = ranks_of(process)
+    process.kill()
+    process.wait()
+    wait_until_gone(ranks.values())
+    again = runs.succeed("killed", **settings)
+    assert "resumed from iteration" in again.stdout
+    assert again.curve("iteration") == list(range(1, 13))
+    for name in CURVES:
+        assert again.curve(name) == interrupted(1, 1, 0.0).whole.curve(name), name

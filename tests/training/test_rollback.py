@@ -1,0 +1,64 @@
+"""Which samples are skipped at a start, by what the run folder says and by the checkpoint; refusals."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.checkpoint.small_job import small_settings, write_tokens
+from helpers.ranks import free_port, run_on_ranks
+from moe_exp.config import ConfigError, load_config
+from moe_exp.config.checks.checks import check_config
+from moe_exp.host.files import write_json
+from moe_exp.runs.run_folder import RunFolder
+from moe_exp.training.rollback import free_place, read_rollbacks
+
+
+def skipped_at_start(settings: dict[str, Any], entries: list[dict[str, Any]], port: int) -> list[list[int]]:
+    """On a rank: `Progress.skipped_samples` of a start in a folder with rollbacks; an entry without order gets that of the run."""
+    from moe_exp import train
+    from moe_exp.data.samples.order import SampleOrder
+    from moe_exp.engine import runtime
+    from moe_exp.training.samples import build_data
+
+    os.environ["MASTER_PORT"] = str(port)
+    config = load_config(settings, {})
+    rank = runtime.start(config)
+    order = SampleOrder.of(config, build_data(config)[0].fingerprint()).facts()
+    folder = RunFolder.of(config)
+    folder.path.mkdir(parents=True)
+    write_json(folder.skipped_samples, {"rollbacks": [{"sample_order": order} | entry for entry in entries]})
+    _, progress = train.build(config, rank)
+    runtime.stop()
+    return progress.skipped_samples
+
+
+def test_skips_count_in_their_own_order(tmp_path):
+    write_tokens(tmp_path)
+    settings, entries = small_settings(tmp_path, "run"), [{"samples": [[8, 12]]}, {"samples": [[40, 44]], "sample_order": {"seed": 5}}]
+    assert run_on_ranks(1, skipped_at_start, settings, entries, free_port(), join=False) == [[[8, 12]]]
+
+
+def test_a_list_that_cannot_be_read(tmp_path: Path):
+    folder = RunFolder(tmp_path)
+    assert read_rollbacks(folder) == []
+    folder.skipped_samples.write_text('{"rollbacks": [')
+    with pytest.raises(ConfigError, match=r"skipped_samples\.json: cannot be read \(.*\)\. Fix: restore it, or remove it to train on"):
+        read_rollbacks(folder)
+
+
+def test_no_checkpoint_is_overwritten(tmp_path: Path):
+    first = free_place(tmp_path / "bad_steps", 7)
+    assert first == tmp_path / "bad_steps" / "1" / "iter_0000007"
+    first.mkdir(parents=True)
+    assert free_place(tmp_path / "bad_steps", 7) == tmp_path / "bad_steps" / "2" / "iter_0000007"
+    assert free_place(tmp_path / "bad_steps", 8) == tmp_path / "bad_steps" / "1" / "iter_0000008"
+
+
+def test_rollback_needs_checkpoints():
+    config = load_config({"preset": "cpu", "spike_action": "rollback", "save_interval": 0}, {})
+    rule = "goes back to a checkpoint, but SAVE_INTERVAL=0 saves none before the end"
+    assert f"SPIKE_ACTION=rollback: {rule}. Fix: set SAVE_INTERVAL, or SPIKE_ACTION=log." in check_config(config)

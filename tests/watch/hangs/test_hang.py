@@ -1,0 +1,340 @@
+"""The launcher's look at its ranks: what it takes for a hang, the stacks of real ranks in real collectives, and its answers."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from helpers.ranks import run_on_ranks
+from moe_exp.config import Config, load_config
+from moe_exp.host.exit_codes import HEARTBEATS
+from moe_exp.layers.dispatcher.collectives import AllToAll, exchange_rows
+from moe_exp.runs.records import read_metrics
+from moe_exp.runs.run_folder import RunFolder
+from moe_exp.watch.hangs import dump as hang_dump
+from moe_exp.watch.hangs import heartbeat, stacks
+from moe_exp.watch.hangs.heartbeat import read_beats
+from moe_exp.watch.hangs.monitor import HangWatch
+from moe_exp.watch.hangs.requests import Answer, read_answers, write_answer
+from moe_exp.watch.hangs.stack_files import read_dumps
+from moe_exp.watch.hangs.stacks import summarize
+
+# Stands in for a rank where no collective is needed: it beats until the file `still` is there, then waits. No torch, for its start.
+RANK = """
+import os, sys, time
+from pathlib import Path
+from moe_exp import heartbeat
+still = Path(sys.argv[1])
+heartbeat.start()
+def stand_still():
+    while still.exists():
+        time.sleep(0.01)
+for iteration in range(1, 100000):
+    heartbeat.begin(iteration, 1)
+    time.sleep(0.01)
+    heartbeat.enter("forward_backward")
+    if still.exists() and still.read_text() == "paused" and os.environ["RANK"] == "1":
+        with heartbeat.paused():
+            stand_still()
+    stand_still()
+"""
+
+
+class Ranks:
+    """Two processes and the watch of their launcher; `still` is the file that lets them stand still."""
+
+    def __init__(self, config: Config, run: RunFolder, folder: Path):
+        run.path.mkdir(parents=True, exist_ok=True)
+        run.config.touch()
+        self.watch, self.run, self.still = HangWatch(config, run), run, folder / "still"
+        self.start()
+
+    def start(self) -> None:
+        """Starts both ranks."""
+        environ = os.environ | self.watch.environment | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", RANK, str(self.still)],
+                env=environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stderr=subprocess.DEVNULL,
+            )
+            for rank in range(2)
+        ]
+
+    def poll_until(self, is_so, seconds: float = 30.0) -> None:
+        """Is the launcher's loop until something is so."""
+        deadline = time.monotonic() + seconds
+        while not is_so():
+            assert time.monotonic() < deadline
+            self.watch.poll()
+            time.sleep(0.05)
+
+    def poll_for(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        self.poll_until(lambda: time.monotonic() > deadline, seconds + 10)
+
+    def beats(self) -> list[heartbeat.Beat]:
+        return read_beats(Path(self.watch.environment[HEARTBEATS]))
+
+    def begin(self) -> None:
+        self.poll_until(lambda: len(self.beats()) == 2 and all(beat.iteration > 3 for beat in self.beats()))
+
+    def events(self) -> list[dict[str, object]]:
+        return read_metrics(self.run.metrics) if self.run.metrics.exists() else []
+
+
+@contextmanager
+def two_ranks(tmp_path: Path, **settings: object) -> Iterator[Ranks]:
+    flags = {"run_dir": str(tmp_path), "run_name": "run", "gpus_per_node": 2, "hang_timeout": 1, **settings}
+    ranks = Ranks(load_config(flags, {}), RunFolder(tmp_path / "run"), tmp_path)
+    try:
+        with ranks.watch:
+            ranks.begin()
+            yield ranks
+    finally:
+        for process in ranks.processes:
+            process.kill()
+            process.wait()
+
+
+def test_stopped_rank_is_found_named_and_all_are_ended(tmp_path, capfd):
+    with two_ranks(tmp_path) as ranks:
+        ranks.still.touch()
+        os.kill(ranks.processes[1].pid, signal.SIGSTOP)
+        ranks.poll_until(lambda: all(process.poll() is not None for process in ranks.processes))
+        assert [process.returncode for process in ranks.processes] == [-signal.SIGKILL] * 2
+        ranks.watch.wait()
+        (event,) = ranks.events()
+        assert event["event"] == "hang"
+        assert event["ranks"] == [1]
+        assert event["hosts"] == [os.uname().nodename]
+        assert event["why"][0].startswith("is stopped (by a signal such as SIGSTOP)")
+        where = rf"iteration {event['iteration'] + 1}, (data|forward_backward): no rank has gone on for "
+        assert re.match(where, event["reason"])
+        ranks.poll_for(2.5)  # processes that are gone do not hang again
+    assert len(ranks.events()) == 1
+    folder = ranks.run.path / event["folder"]
+    printed = capfd.readouterr().err.splitlines()
+    assert printed[0].startswith(f"moe-exp: the run hangs: rank 1 on {os.uname().nodename} (is stopped); see {folder}")
+    assert "moe-exp: the ranks of the job are ended, and the run with them: this is failure 1, and MAX_RESTARTS=0" in printed
+    assert printed[-1] == printed[0]  # once more at the end, below what torchrun has to say
+    assert summarize(folder).whole + "\n" == (folder / "summary.txt").read_text()
+    assert "the run hangs: rank 1 on" in ranks.run.log.read_text()
+    assert not Path(ranks.watch.environment[HEARTBEATS]).exists()
+
+
+def test_what_comes_after_the_end_of_the_ranks(tmp_path, capfd):
+    with two_ranks(tmp_path, max_restarts=3) as ranks:
+        heartbeat.failures_file(Path(ranks.watch.environment[HEARTBEATS])).write_text("1")
+        ranks.still.touch()
+        ranks.poll_until(lambda: all(process.poll() is not None for process in ranks.processes))
+    assert "moe-exp: the ranks of the job are ended, and start again (failure 2 of at most 3)\n" in capfd.readouterr().err
+
+
+def test_what_is_left_of_the_ranks_hangs_too(tmp_path):
+    """One has come to its end, the other does not: the agent would wait for it for ever."""
+    with two_ranks(tmp_path, hang_timeout_other=2) as ranks:
+        ranks.processes[1].kill()
+        ranks.processes[1].wait()
+        ranks.still.touch()
+        ranks.poll_until(lambda: ranks.processes[0].poll() is not None)
+        ranks.watch.wait()
+        (event,) = ranks.events()
+        assert event["event"] == "hang"
+
+
+def test_hang_is_not_said_again_of_ranks_that_have_started_again(tmp_path, capfd):
+    with two_ranks(tmp_path) as ranks:
+        ranks.still.touch()
+        ranks.poll_until(lambda: all(process.poll() is not None for process in ranks.processes))
+        assert heartbeat.hung_file(Path(ranks.watch.environment[HEARTBEATS])).exists()
+        ranks.still.unlink()
+        ranks.start()
+        ranks.begin()
+        ranks.poll_for(1.5)
+    assert capfd.readouterr().err.count("moe-exp: the run hangs: ") == 1
+
+
+def test_ranks_that_go_on_do_not_hang(tmp_path):
+    with two_ranks(tmp_path, hang_timeout="auto") as ranks:
+        ranks.still.touch()
+        ranks.poll_for(3)  # far under the least limit
+        ranks.still.unlink()
+        ranks.poll_for(1.5)
+        assert all(process.poll() is None for process in ranks.processes)
+    assert not (ranks.run.path / "hang").exists()
+
+
+@pytest.mark.parametrize("how", ["paused", "debugger", "none"])
+def test_no_hang_while_somebody_looks_at_a_rank(how, tmp_path, monkeypatch):
+    with two_ranks(tmp_path, hang_timeout="none" if how == "none" else 1) as ranks:
+        if how == "debugger":
+            monkeypatch.setattr("moe_exp.watch.hangs.monitor.is_traced", lambda pid: pid == ranks.processes[1].pid)
+        ranks.still.write_text(how)
+        ranks.poll_for(3)
+        assert all(process.poll() is None for process in ranks.processes)
+        ranks.still.unlink()
+        ranks.poll_for(0.2)
+    assert not (ranks.run.path / "hang").exists()
+
+
+def test_pause_of_the_launcher_itself_is_not_the_ranks(tmp_path):
+    with two_ranks(tmp_path, hang_timeout=4) as ranks:
+        ranks.watch._looked -= 100  # its last look is long ago, as after a SIGSTOP of the whole job
+        before = time.monotonic()
+        ranks.watch.poll()
+        assert ranks.watch._running_since >= before
+
+
+def test_ranks_that_go_on_while_their_stacks_are_written_are_left_alone(tmp_path, capfd):
+    with two_ranks(tmp_path) as ranks:
+        ranks.still.touch()
+        ranks.poll_until(lambda: any(ranks.run.path.glob("hang/*/node_*.json")))
+        ranks.still.unlink()
+        ranks.watch.wait(60)
+        assert all(process.poll() is None for process in ranks.processes)
+    assert ranks.events() == []
+    assert "no hang, though it looked like one: rank " in capfd.readouterr().err
+
+
+def test_another_nodes_rank_that_may_be_where_it_is_speaks_against_a_hang(tmp_path, capfd):
+    with two_ranks(tmp_path, nnodes=2, ep=1) as ranks:
+        ranks.still.touch()
+        ranks.poll_until(lambda: any(ranks.run.path.glob("hang/*/node_00000.json")))
+        (folder,) = ranks.run.path.glob("hang/*/")
+        busy = "rank 2 is in profile for 3.0 s, its limit is 1500 s"
+        write_answer(folder, Answer(1, 2, 4, "other", [2, 3], [busy], True))
+        ranks.watch.wait(60)
+        assert all(process.poll() is None for process in ranks.processes)
+        ranks.poll_for(2.5)
+        assert len(list(ranks.run.path.glob("hang/*/"))) == 1  # not asked for again while nothing moves
+    assert ranks.events() == []
+    assert f"no hang, though it looked like one: {busy}" in capfd.readouterr().err
+
+
+def test_ranks_are_ended_where_their_stacks_cannot_be_written(tmp_path, capfd):
+    with two_ranks(tmp_path) as ranks:
+        (ranks.run.path / "hang").touch()  # no folder: as on a disk that is full
+        ranks.still.touch()
+        ranks.poll_until(lambda: all(process.poll() is not None for process in ranks.processes))
+    printed = capfd.readouterr().err
+    assert "moe-exp: the run hangs: iteration " in printed
+    assert "its stacks could not be written" in printed
+
+
+def test_stacks_on_demand(tmp_path):
+    with two_ranks(tmp_path, hang_timeout="auto") as ranks:
+        ranks.still.touch()
+        found = []
+        asking = threading.Thread(target=lambda: found.append(stacks.stacks_of(ranks.run.path)))
+        asking.start()
+        ranks.poll_until(lambda: not asking.is_alive())
+        asking.join()
+        ((summary, folder),) = found
+        assert "asked for by hand: the run goes on" in summary.short
+        assert [dump.facts["state"] for dump in read_dumps(folder)] == ["sleeping"] * 2
+        assert all("stand_still" in str(dump.threads[0].frames[:1]) for dump in read_dumps(folder))
+        assert [answer.ranks for answer in read_answers(folder)] == [[0, 1]]
+        assert all(process.poll() is None for process in ranks.processes)
+        assert (folder / "summary.txt").read_text() == summary.whole + "\n"
+    assert ranks.events() == []
+
+
+def test_stacks_of_a_run_without_a_launcher(tmp_path):
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(ValueError, match=r"no launcher of this run has answered in 0 s\. Fix: look whether the job runs"):
+        stacks.stacks_of(tmp_path, first_seconds=0.3)
+    assert [path.name for path in (tmp_path / "hang").iterdir()] == ["request.json"]
+
+
+def hang_for_a_while(local: str, where: str) -> None:
+    """On each of four ranks: rank 2 does not come out of the all-to-all, or not out of its data, until the file `go_on` is there."""
+    os.environ[HEARTBEATS] = local
+    heartbeat.start()
+    heartbeat.begin(7, 1)
+    if dist.get_rank() == 2 and where == "data":
+        _sleep_until_released(local)
+    heartbeat.enter("forward_backward")
+    if dist.get_rank() == 2 and where == "all_to_all":
+        launch = AllToAll._launch
+
+        def sleepy(self, x, group):
+            _sleep_until_released(local)
+            return launch(self, x, group)
+
+        AllToAll._launch = sleepy
+    exchange_rows(AllToAll(group=dist.group.WORLD, send=[1] * 4, receive=[1] * 4), torch.ones(4, 2))
+
+
+def _sleep_until_released(local: str) -> None:
+    while not (Path(local) / "go_on").exists():
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("tool", ["py-spy", "faulthandler"])
+@pytest.mark.parametrize(
+    ("where", "phase", "told"),
+    [
+        ("all_to_all", "forward_backward", "inside of _OneByOne.launch (moe_exp/layers/dispatcher/collectives.py:"),
+        ("data", "data", "outside of any collective"),
+    ],
+)
+def test_sleeping_rank_among_real_collectives(tool, where, phase, told, tmp_path, monkeypatch):
+    if tool == "faulthandler":
+        monkeypatch.setattr(hang_dump, "py_spy_program", lambda: "")
+    elif not hang_dump.py_spy_program():
+        pytest.skip("needs py-spy")
+    local, folder = tmp_path / "local", tmp_path / "answer"
+    local.mkdir()
+    folder.mkdir()
+    running = threading.Thread(target=run_on_ranks, args=(4, hang_for_a_while, str(local), where), kwargs={"timeout": 300.0})
+    running.start()
+    try:
+        deadline = time.monotonic() + 240
+        while [beat.phase for beat in read_beats(local)] != ["forward_backward", "forward_backward", phase, "forward_backward"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(0.3)
+        hang_dump.dump_node(local, folder, calls=tmp_path, is_hang=False)
+    finally:
+        (local / "go_on").touch()
+        running.join()
+    dumps = read_dumps(folder)
+    assert [dump.facts["tool"] for dump in dumps] == [tool] * 4, [dump.facts for dump in dumps]
+    summary = summarize(folder)
+    assert list(summary.named) == [2]
+    sleeping = "_sleep_until_released (test_hang.py:"
+    assert sleeping in summary.named[2]
+    name = "_OneByOne.launch" if tool == "py-spy" and sys.version_info >= (3, 11) else "launch"
+    assert told.replace("_OneByOne.launch", name) in summary.named[2]
+    # torch's own record: rank 2 has begun one collective less, where it sleeps before it.
+    numbers = {dump.rank: sum(last["number"] for last in dump.collectives) for dump in dumps}
+    assert numbers[0] == numbers[1] == numbers[3] > numbers[2]
+
+
+def test_processes_of_the_node_are_found_by_the_launchers_folder(tmp_path):
+    environ = os.environ | {HEARTBEATS: str(tmp_path), "RANK": "5", "LOCAL_RANK": "1"}
+    program = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; print(1, flush=True); time.sleep(60)'])"
+    rank = subprocess.Popen([sys.executable, "-c", program], env=environ, stdout=subprocess.PIPE)
+    try:
+        rank.stdout.readline()
+        assert hang_dump.ranks_of_node(tmp_path) == {5: rank.pid}  # not its child
+        assert hang_dump.ranks_of_node(tmp_path / "other") == {}
+    finally:
+        for process in [*psutil.Process(rank.pid).children(), rank]:
+            process.kill()
+            process.wait()
+        rank.stdout.close()

@@ -1,0 +1,146 @@
+"""Whole runs of four ranks that hang: by a rank that sleeps inside the all-to-all or in the data, is stopped, or is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from helpers.ranks import free_port
+from helpers.whole_runs import ROOT, EndedRun, Runs, clean_environ, ranks_of
+
+pytestmark = pytest.mark.slow
+
+LONG = 600.0  # a machine that others use, too
+HOST = socket.gethostname()
+FOUR = {"GPUS_PER_NODE": 4, "EP": 4, "TRAIN_ITERS": 400, "HANG_TIMEOUT": 20}
+# Found by every Python of the job: one rank falls asleep in the fifth iteration or so.
+SLEEPS = """
+import os
+if os.environ.get("RANK") == "2":
+    import time
+    {imports}
+    before, calls = {function}, []
+    def sleepy(self, *arguments):
+        calls.append(1)
+        if len(calls) > {calls}:
+            time.sleep(600)
+        return before(self, *arguments)
+    {function} = sleepy
+"""
+IN_ALL_TO_ALL = {"imports": "from moe_exp.layers.dispatcher.collectives import AllToAll", "function": "AllToAll._launch", "calls": 200}
+IN_DATA = {"imports": "from moe_exp.data.samples.dataset import SampleStream", "function": "SampleStream.batch", "calls": 10}
+
+
+def the_hang(run: EndedRun) -> dict[str, object]:
+    """The one event `hang` of a run that failed by it, after comparing what was said."""
+    assert run.code == 1
+    (event,) = [record for record in run.records("event") if record["event"] == "hang"]
+    last = run.stderr.splitlines()[-1]
+    assert last.startswith("moe-exp: the run hangs: rank 2 on ")
+    assert last.endswith(f"see {run.folder.path / event['folder']}")
+    assert "the run hangs: rank 2 on " in run.folder.log.read_text()
+    assert (run.folder.path / event["folder"] / "summary.txt").exists()
+    assert event["ranks"] == [2]
+    assert event["hosts"] == [HOST]
+    assert "failed: " not in run.stderr.replace("failed (exitcode: -9)", "")
+    return event
+
+
+@pytest.mark.parametrize(
+    ("where", "told"),
+    [(IN_ALL_TO_ALL, "launch (moe_exp/layers/dispatcher/collectives.py:"), (IN_DATA, "outside of any collective")],
+    ids=["all-to-all", "data"],
+)
+def test_rank_that_sleeps_is_named(where, told, runs: Runs, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(SLEEPS.format(**where))
+    started = runs.start("asleep", PYTHONPATH=tmp_path, TRACE_CALLS_FROM=2, TRACE_CALLS_MB=1, **FOUR)
+    run = runs.end("asleep", started, timeout=LONG)
+    event = the_hang(run)
+    assert "is in sleepy (sitecustomize.py:10)" in event["why"][0]
+    assert told in event["why"][0]
+    folder = run.folder.path / event["folder"]
+    assert sorted(path.name for path in folder.glob("rank_*.txt")) == [f"rank_{rank:05d}.txt" for rank in range(4)]
+    summary = (folder / "summary.txt").read_text()
+    assert "latest calls of rank 2" in summary
+    again = subprocess.run(
+        [sys.executable, "-m", "moe_exp", "watch", "stacks", str(folder)], capture_output=True, text=True, env=clean_environ()
+    )
+    assert again.stdout.splitlines()[:-1] == summary.splitlines()[: len(again.stdout.splitlines()) - 1]
+
+
+def test_rank_that_is_stopped_is_named(runs: Runs):
+    process = runs.start("stopped", **FOUR)
+    runs.wait_for_iteration("stopped", process, 4, timeout=LONG)
+    os.kill(ranks_of(process)[2], signal.SIGSTOP)
+    event = the_hang(runs.end("stopped", process, timeout=LONG))
+    assert event["why"][0].startswith("is stopped (by a signal such as SIGSTOP)")
+
+
+def test_ranks_start_again_after_a_hang_and_finish(runs: Runs):
+    settings = {"GPUS_PER_NODE": 2, "EP": 2, "TRAIN_ITERS": 60, "SAVE_INTERVAL": 10, "HANG_TIMEOUT": 20}
+    process = runs.start("again", MAX_RESTARTS=1, **settings)
+    runs.wait_for_iteration("again", process, 12, timeout=LONG)
+    os.kill(ranks_of(process)[1], signal.SIGSTOP)
+    run = runs.end("again", process, timeout=LONG)
+    assert run.code == 0, run.text
+    events = [(record["event"], record.get("ranks")) for record in run.records("event")]
+    assert ("hang", [1]) in events
+    assert run.stderr.splitlines()[-1].startswith("moe-exp: the run hangs: rank 1 on ")  # what a person should look at
+    assert run.curve("iteration") == list(range(1, 61))
+    alone = runs.succeed("alone", **settings)
+    assert run.curve("lm_loss") == alone.curve("lm_loss")
+
+
+def test_rank_that_is_killed_is_named_by_torchrun(runs: Runs):
+    process = runs.start("killed", **FOUR)
+    runs.wait_for_iteration("killed", process, 4, timeout=LONG)
+    os.kill(ranks_of(process)[2], signal.SIGKILL)
+    run = runs.end("killed", process, timeout=LONG)
+    assert run.code == 1
+    assert "rank      : 2 (local_rank: 2)" in run.stderr.partition("Root Cause")[2]
+    assert "failed: " not in run.stderr.replace("failed (exitcode: -9)", "")
+    assert "the run hangs" not in run.text
+    assert not (run.folder.path / "hang").exists()
+
+
+def test_stacks_on_demand_leave_the_run_as_it_is(runs: Runs):
+    settings = {"GPUS_PER_NODE": 2, "EP": 2, "TRAIN_ITERS": 60}
+    process = runs.start("asked", **settings)
+    for iteration in (3, 20):
+        runs.wait_for_iteration("asked", process, iteration, timeout=LONG)
+        command = [sys.executable, "-m", "moe_exp", "watch", "stacks", str(runs.folder("asked").path)]
+        done = subprocess.run(command, capture_output=True, text=True, env=clean_environ(), timeout=LONG)
+        assert done.returncode == 0, done.stderr
+        assert "asked for by hand: the run goes on" in done.stdout
+        assert "where they are:" in done.stdout
+    asked = runs.end("asked", process, timeout=LONG)
+    assert asked.code == 0, asked.text
+    assert len(list((asked.folder.path / "hang").glob("*/rank_*.txt"))) == 4
+    alone = runs.succeed("alone", **settings)
+    for name in ("lm_loss", "grad_norm", "params_norm"):
+        assert asked.curve(name) == alone.curve(name)
+
+
+def test_two_nodes_put_their_stacks_into_one_folder(runs: Runs, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(SLEEPS.format(**IN_ALL_TO_ALL))
+    port = free_port()
+    settings = FOUR | {"NNODES": 2, "GPUS_PER_NODE": 2, "MASTER_ADDR": "localhost", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    first = runs.start("nodes", f"--master-port={port}", NODE_RANK=0, **settings)
+    time.sleep(1.0)
+    environ = runs.environ("nodes", NODE_RANK=1, **settings) | {"MASTER_PORT": str(port)}
+    with (tmp_path / "second.txt").open("w") as out:
+        second = subprocess.Popen([sys.executable, "-m", "moe_exp", "train"], env=environ, stdout=out, stderr=out)
+    run = runs.end("nodes", first, timeout=LONG)
+    assert second.wait(LONG) == 1
+    event = the_hang(run)
+    folders = [path for path in (run.folder.path / "hang").iterdir() if path.is_dir()]
+    assert [path.name for path in folders] == [event["folder"].removeprefix("hang/")]
+    assert len(list(folders[0].glob("rank_*.txt"))) == 4
+    assert [json.loads(path.read_text())["done"] for path in sorted(folders[0].glob("node_*.json"))] == [True, True]
