@@ -30,7 +30,7 @@ from moe_exp.host.progress import print_summary
 
 logger = logging.getLogger(__name__)
 
-# Bytes of text a second and core, measured with bench/bench_convert.py and bench/bench_shuffle.py, rounded down: for estimates alone.
+# Bytes of text a second and core, measured with bench/data/bench_convert.py and bench/data/bench_shuffle.py, rounded down: for estimates alone.
 _CONVERT_RATE = 50e6
 _SHUFFLE_RATE = 80e6
 _DISK_RATIO = 2.1  # chunks, and once more what the shuffle makes, whose buckets go as its shards come

@@ -14,7 +14,7 @@ import torch
 
 from helpers import ROOT
 
-BENCH = ROOT / "bench"
+BENCH = ROOT / "bench/gpu"
 sys.path.append(str(BENCH))  # the modules of the command import each other by name
 
 import bench_comm  # noqa: E402
@@ -101,7 +101,7 @@ def test_other_hosts_need_no_folder_for_the_results(monkeypatch):
 
 def test_two_ranks(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
-    command += [str(BENCH / "bench_comm.py"), "--sizes", "4K", "64K", "--json", str(tmp_path / "comm.json")]
+    command += [str(ROOT / "bench/gpu/bench_comm.py"), "--sizes", "4K", "64K", "--json", str(tmp_path / "comm.json")]
     environ = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -114,6 +114,6 @@ def test_two_ranks(tmp_path):
     sent = {row["collective"]: row["sent_bytes"] for row in result["rows"] if row["bytes"] == 4096}
     assert sent == {"all-reduce": 4096, "all-gather": 2048, "reduce-scatter": 2048, "all-to-all": 2048}
     # The planner takes the entries in the place of its own.
-    profile = json.loads((BENCH.parent / "moe_exp/planner/profiles/CPU.json").read_text()) | result["profile"]
+    profile = json.loads((ROOT / "moe_exp/planner/profiles/CPU.json").read_text()) | result["profile"]
     (tmp_path / "mine.json").write_text(json.dumps(profile))
     assert load_hardware(str(tmp_path / "mine.json")).node_latency_seconds == result["profile"]["node_latency_seconds"]["value"]

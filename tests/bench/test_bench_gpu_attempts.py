@@ -11,7 +11,7 @@ import torch
 
 from helpers import ROOT
 
-BENCH = ROOT / "bench"
+BENCH = ROOT / "bench/gpu"
 sys.path.append(str(BENCH))  # the modules of the command import each other by name
 
 import gpu_attempts  # noqa: E402

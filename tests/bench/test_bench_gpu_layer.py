@@ -17,7 +17,7 @@ import torch
 from helpers import ROOT
 from helpers.relative_error import relative_error
 
-BENCH = ROOT / "bench"
+BENCH = ROOT / "bench/gpu"
 sys.path.append(str(BENCH))  # the modules of the command import each other by name
 
 import gpu_clock  # noqa: E402
@@ -52,15 +52,15 @@ def test_only_the_first_shape_is_bound_by_memory():
 
 
 def test_the_document_has_the_table_of_floors():
-    document = (BENCH.parent / "docs/performance.md").read_text()
+    document = (ROOT / "docs/performance.md").read_text()
     assert gpu_floors.floors_table() in document
 
 
 def test_documented_commands():
-    documents = {path.name: path.read_text() for path in (BENCH.parent / "docs").glob("*.md")}
-    named = {name for text in documents.values() for name in re.findall(r"bench/(\w+\.py)", text)}
+    documents = {path.name: path.read_text() for path in (ROOT / "docs").glob("*.md")}
+    named = {name for text in documents.values() for name in re.findall(r"bench/([\w/]+\.py)", text)}
     assert len(named) > 10
-    assert not {name for name in named if not (BENCH / name).is_file()}
+    assert not {name for name in named if not (ROOT / "bench" / name).is_file()}
     # Said once, where they are explained, and in no command of its own.
     assert "\n    export PYTHONPATH=$PWD\n" in documents["performance.md"].split("\n## ")[0]
     assert not [name for name, text in documents.items() if "PYTHONPATH=. python bench" in text]
@@ -223,7 +223,15 @@ def test_a_provider_that_takes_too_long():
 
 
 def test_the_command(tmp_path):
-    command = [sys.executable, str(BENCH / "bench_gpu_layer.py"), "--rounds", "1", "--json", str(tmp_path / "layer.json"), "--profile"]
+    command = [
+        sys.executable,
+        str(ROOT / "bench/gpu/bench_gpu_layer.py"),
+        "--rounds",
+        "1",
+        "--json",
+        str(tmp_path / "layer.json"),
+        "--profile",
+    ]
     here = ["loop", "grouped_mm, 2 products"] + ["transformers"] * (importlib.util.find_spec("transformers") is not None)
     peers = [*here, "liger", "sonic-moe", "te", "grouped_gemm"]
     environ = os.environ | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -14,7 +14,7 @@ import torch
 
 from helpers import ROOT
 
-sys.path.append(str(ROOT / "bench"))  # the modules of the command import each other by name
+sys.path.append(str(ROOT / "bench/gpu"))  # the modules of the command import each other by name
 
 with warnings.catch_warnings():
     # Megatron warns at import of modules of its own that it has moved.
@@ -26,7 +26,7 @@ with warnings.catch_warnings():
 
 def test_megatrons_own_parts_have_the_same_first_loss(tmp_path):
     # A process of its own: it starts Megatron's parallel state.
-    command = [sys.executable, str(ROOT / "bench/bench_gpu_step.py"), "--model", "moe", "dmoe", "--contenders", "ours", "megatron"]
+    command = [sys.executable, str(ROOT / "bench/gpu/bench_gpu_step.py"), "--model", "moe", "dmoe", "--contenders", "ours", "megatron"]
     environ = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     command += ["--steps", "1", "--profile", "--json", str(tmp_path / "step.json")]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)

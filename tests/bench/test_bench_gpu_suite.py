@@ -15,7 +15,7 @@ import torch
 
 from helpers import ROOT
 
-BENCH = ROOT / "bench"
+BENCH = ROOT / "bench/gpu"
 sys.path.append(str(BENCH))  # the modules of the command import each other by name
 
 import bench_gpu_layer  # noqa: E402

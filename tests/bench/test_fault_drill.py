@@ -13,7 +13,7 @@ import pytest
 
 from helpers import ROOT
 
-sys.path.insert(0, str(ROOT / "bench"))
+sys.path.insert(0, str(ROOT / "bench/drill"))
 
 import fault_drill
 from drill_faults import KINDS
@@ -83,7 +83,7 @@ def test_lost_samples_and_repeated_iterations_are_found(records: Records) -> Non
 @pytest.mark.timeout(1500)
 def test_a_short_drill_ends_with_the_undisturbed_curve(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
-    command = [sys.executable, str(ROOT / "bench" / "fault_drill.py"), "--faults", "5", "--ranks", "2", "--json", str(results)]
+    command = [sys.executable, str(ROOT / "bench/drill/fault_drill.py"), "--faults", "5", "--ranks", "2", "--json", str(results)]
     environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

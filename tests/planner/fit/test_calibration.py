@@ -40,7 +40,7 @@ def test_few_constants():
 
 @pytest.mark.parametrize("seed", [3, 4])
 def test_the_other_half(seed):
-    """The bars of this package; `bench/bench_planner.py` has the table of many halves."""
+    """The bars of this package; `bench/planner/bench_planner.py` has the table of many halves."""
     shuffled = random.Random(seed).sample(RUNS, len(RUNS))
     half, others = shuffled[: len(RUNS) // 2], shuffled[len(RUNS) // 2 :]
     constants = calibrate(half).constants

@@ -1,7 +1,7 @@
 """How fast `moe-exp plan search` is: seconds from the command to its last line, and layouts per second inside it.
 
-    python bench/bench_search.py             # every preset on 1024 GPUs, the median of 5 calls; 15 s
-    python bench/bench_search.py --gpus 64   # on so many
+    python bench/planner/bench_search.py             # every preset on 1024 GPUs, the median of 5 calls; 15 s
+    python bench/planner/bench_search.py --gpus 64   # on so many
 
 The first figure is that of a process of its own, with the interpreter's start; the second is processor time of the search alone.
 """

@@ -1,7 +1,7 @@
 """The corpus tools against their peers: bench_convert.py, bench_shuffle.py and bench_tokenize.py, one after the other.
 
-    python bench/bench_data.py                    # 500 MB for the shuffle, 300 and 200 MB for the others: about 20 min on 2 cores
-    python bench/bench_data.py convert shuffle    # some of them
+    python bench/data/bench_data.py                    # 500 MB for the shuffle, 300 and 200 MB for the others: about 20 min on 2 cores
+    python bench/data/bench_data.py convert shuffle    # some of them
 
 Each can be called by itself, with flags of its own. All take CPU seconds of whole processes, user + system, and peak memory, with the
 peers in the same run.

@@ -1,7 +1,7 @@
 """Tokenizing a JSONL file into .bin/.idx with one worker: CPU seconds and memory against datatrove and a plain encode_batch loop.
 
-    python bench/bench_tokenize.py                                # 50 MB, about 5 minutes
-    python bench/bench_tokenize.py --megabytes 500 --keep /tmp/bench_tokenize --vocab /tmp/bench_tokenize/tokenizer.json
+    python bench/data/bench_tokenize.py                                # 50 MB, about 5 minutes
+    python bench/data/bench_tokenize.py --megabytes 500 --keep /tmp/bench_tokenize --vocab /tmp/bench_tokenize/tokenizer.json
 
 The corpus is real text with no repeats, as repeats would flatter caches: first the standard library's sources, then .py, .rst, .md, .txt,
 .h, .html and .js files of installed packages and of the system, each content once, files over 1 MB and files that quote the end-of-text

@@ -1,9 +1,9 @@
 """A training step of the reference models (dense, moe, dmoe) on one GPU: moe_exp, the same model of Megatron's own parts, transformers.
 
     export PYTHONPATH=$PWD                                     # in the repository; not where the package is installed
-    python bench/bench_gpu_step.py --json step.json            # all three models and contenders
-    python bench/bench_gpu_step.py --model dmoe --contenders ours --profile
-    python bench/bench_gpu_step.py                             # on a CPU: tiny models; 1 min
+    python bench/gpu/bench_gpu_step.py --json step.json            # all three models and contenders
+    python bench/gpu/bench_gpu_step.py --model dmoe --contenders ours --profile
+    python bench/gpu/bench_gpu_step.py                             # on a CPU: tiny models; 1 min
 
 The first is meant to take about 5 minutes on one GPU, not measured; the first run also compiles the kernels of ours, in its warm-up steps.
 A step is forward, backward, clipping and optimizer on one micro-batch. `ours` and `megatron` are `moe_exp.train.train_step` with Megatron's
@@ -22,6 +22,7 @@ import contextlib
 import itertools
 import json
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -32,14 +33,13 @@ from unittest.mock import patch
 import bench_arguments
 import numpy as np
 import torch
-from bench_layer import start_megatron
-from bench_step import Ours
 from gpu_attempts import Attempts, DeviceLost, free
 from gpu_clock import elapsed_ms
 from gpu_machine import origin
 
 from moe_exp.config import Config, load_config
 from moe_exp.data.tokens.tokens import BinIdxWriter
+from moe_exp.engine import initial_weights
 from moe_exp.engine import model as our_model
 from moe_exp.engine.runtime import Runtime, start_alone, stop
 from moe_exp.host import megatron_cpu
@@ -50,6 +50,10 @@ from moe_exp.training import samples as training_data
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.moe import moe_utils
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from bench_layer import start_megatron
+from bench_step import Ours
 
 MODELS: dict[str, dict[str, str]] = {
     "dense": {"use_moe": "false"},
@@ -140,12 +144,12 @@ def _with_experts_initialized() -> Iterator[None]:
         for name, parameter in chunk.named_parameters():
             if ".mlp.experts." not in name or parameter.dim() < 2:
                 continue
-            experts, _, rest = our_model.global_name(chunk, name).partition(".mlp.experts.")
+            experts, _, rest = initial_weights.global_name(chunk, name).partition(".mlp.experts.")
             # local_experts.3.linear_fc1.weight, or linear_fc1.weight3
             number = "".join(character for character in rest.replace("fc1", "").replace("fc2", "") if character.isdigit())
             key = f"{experts}.mlp.experts.{number}.weight{1 if 'linear_fc1' in rest else 2}"
-            std = our_model._std(key, config)
-            parameter.copy_(our_model._draw(list(parameter.shape), key, std, config, parameter))
+            std = initial_weights._std(key, config)
+            parameter.copy_(initial_weights._draw(list(parameter.shape), key, std, config, parameter))
 
     with patch.object(our_model, "initialize_weights", initialize_all):
         yield

@@ -1,7 +1,7 @@
 """Parquet to JSONL: `moe-exp data prepare`'s conversion against plain datatrove and a bare pyarrow + orjson loop.
 
-    python bench/bench_convert.py            # 60 MB of the standard library's sources in web-page-sized documents; a minute
-    python bench/bench_convert.py --mb 500
+    python bench/data/bench_convert.py            # 60 MB of the standard library's sources in web-page-sized documents; a minute
+    python bench/data/bench_convert.py --mb 500
 
 Every program runs as a process of its own, one task, turn by turn; CPU is user + system of the whole process and its children, the
 median of the rounds; memory is the peak of the largest process. All write the same lines. Ours also checks every row, counts and hashes

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measures what a hardware profile of the planner says of the processors of this machine, and prints the profile.
 
-    python bench/bench_device.py > my_cpu.json        # half a minute; `moe-exp plan ... --gpu my_cpu.json` takes it
+    python bench/gpu/bench_device.py > my_cpu.json        # half a minute; `moe-exp plan ... --gpu my_cpu.json` takes it
 
 One thread per process, as a rank of a CPU host has. Best of several, so that other work on the machine counts as little as it can.
 """
@@ -70,7 +70,7 @@ def main() -> None:
     torch.set_num_threads(1)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     latency, speed = links()
-    source = f"bench/bench_device.py, one thread, {cores} cores"
+    source = f"bench/gpu/bench_device.py, one thread, {cores} cores"
     values = {
         "memory_bytes": psutil.virtual_memory().total // cores,
         "dense_flops": {name: round(flops(getattr(torch, kind)), -8) for name, kind in

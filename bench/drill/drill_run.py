@@ -1,4 +1,4 @@
-"""A run of bench/fault_drill.py: one chain of `moe-exp train`, tended like a scheduler would."""
+"""A run of bench/drill/fault_drill.py: one chain of `moe-exp train`, tended like a scheduler would."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Run:
         (folder / "site" / "sitecustomize.py").write_text(_SITECUSTOMIZE.format(bad=BAD_SAMPLES))
         ours = {name.upper() for name in Config.model_fields}
         environ = {key: value for key, value in os.environ.items() if key not in ours}
-        root = Path(__file__).resolve().parent.parent
+        root = Path(__file__).resolve().parents[2]
         environ["PYTHONPATH"] = f"{folder / 'site'}:{root}"
         places = {"RUN_DIR": folder / "runs", "RUN_NAME": name, "DATA_DIR": folder / "data", "GPUS_PER_NODE": num_ranks}
         self.environ = environ | {key: str(value) for key, value in (SETTINGS | places | {"HANG_TIMEOUT": HANG_TIMEOUT}).items()}

@@ -1,8 +1,8 @@
 """Faults at random moments in one run of several processes, whose curve has to be that of the run that nobody disturbed, bit for bit.
 
-    python bench/fault_drill.py                          # 20 faults, seed 1
-    python bench/fault_drill.py --seeds 1,2,3            # three drills
-    python bench/fault_drill.py --faults 5 --ranks 2     # a short one
+    python bench/drill/fault_drill.py                          # 20 faults, seed 1
+    python bench/drill/fault_drill.py --seeds 1,2,3            # three drills
+    python bench/drill/fault_drill.py --faults 5 --ranks 2     # a short one
 
 The run is one chain of `moe-exp train`, as SLURM or cron would start it: the same command again until it ends with 0. Nothing of it knows
 of the drill: processes are killed and stopped, files are changed, a disk (a small tmpfs, which needs root; else a limit on file sizes) is

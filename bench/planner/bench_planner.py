@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """How near the planner comes to runs that its constants were not fitted to.
 
-    python bench/bench_planner.py                     # 20 random halves, and each section of the measured runs left out; a minute
-    python bench/bench_planner.py --halves 100 --runs mine.csv
+    python bench/planner/bench_planner.py                     # 20 random halves, and each section of the measured runs left out; a minute
+    python bench/planner/bench_planner.py --halves 100 --runs mine.csv
 
 Half of the runs are fitted, the other half predicted: relative errors, and the share of pairs of runs on the same device whose times
 differ by 5% or more and which the prediction puts in the right order. Then every section of the source is left out in turn.

@@ -1,4 +1,4 @@
-"""The faults of bench/fault_drill.py: how each is caused from outside, which event has to name it, and what an operator does about it."""
+"""The faults of bench/drill/fault_drill.py: how each is caused from outside, which event has to name it, and what an operator does about it."""
 
 from __future__ import annotations
 

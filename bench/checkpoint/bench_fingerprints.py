@@ -1,7 +1,7 @@
 """What fingerprints cost: seconds per GB, their share of a save, and of a comparison of replicas.
 
-    python bench/bench_fingerprints.py                     # 23 M parameters, bf16, one rank; 1 min on 2 cores
-    python bench/bench_fingerprints.py --device cuda       # seconds per GB on a GPU alone
+    python bench/checkpoint/bench_fingerprints.py                     # 23 M parameters, bf16, one rank; 1 min on 2 cores
+    python bench/checkpoint/bench_fingerprints.py --device cuda       # seconds per GB on a GPU alone
 
 Sums of random values for the types that checkpoints have, processor time on a CPU and the device's time on a GPU. Saves of one model
 with and without FINGERPRINTS, turn by turn, wall time until the checkpoint is published; the files go to --folder, whose disk counts.

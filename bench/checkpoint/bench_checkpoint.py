@@ -1,7 +1,7 @@
 """Saving and loading a checkpoint against torch.save and torch.load of the same state, in one job, turn by turn.
 
-    torchrun --nproc-per-node 2 bench/bench_checkpoint.py            # 207 million parameters, 3.3 GB; about 5 min on 2 cores
-    torchrun --nproc-per-node 2 bench/bench_checkpoint.py --experts 8 --repeats 1    # a try; 30 s
+    torchrun --nproc-per-node 2 bench/checkpoint/bench_checkpoint.py            # 207 million parameters, 3.3 GB; about 5 min on 2 cores
+    torchrun --nproc-per-node 2 bench/checkpoint/bench_checkpoint.py --experts 8 --repeats 1    # a try; 30 s
 
 The model is an MoE with many experts, spread over the ranks (EP), so that it is built quickly. The peer saves what a rank holds, its
 weights, main weights and both moments, each rank into a file of its own, which nothing but the same layout could read again; then

@@ -1,6 +1,6 @@
 """Shapes of `bench_gpu_layer.py`, and the least time and memory that they can take on a card. No GPU needed.
 
-    python bench/bench_gpu_layer.py --floors            # the table
+    python bench/gpu/bench_gpu_layer.py --floors            # the table
 
 Shape suffixes as in `moe_exp.layers`: T tokens, D hidden, F expert hidden, E experts, K experts per token, R = T*K rows.
 """

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Bandwidth and latency of the collectives of training between the ranks of a job: NCCL on GPUs, gloo without.
 
-    torchrun --nproc-per-node 8 bench/bench_comm.py                            # one node, 8 GPUs
-    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 --rdzv-backend c10d bench/bench_comm.py --json comm.json
-    torchrun --nproc-per-node 2 bench/bench_comm.py --sizes 4K 1M              # on a CPU
+    torchrun --nproc-per-node 8 bench/gpu/bench_comm.py                            # one node, 8 GPUs
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 --rdzv-backend c10d bench/gpu/bench_comm.py --json comm.json
+    torchrun --nproc-per-node 2 bench/gpu/bench_comm.py --sizes 4K 1M              # on a CPU
 
 The first is meant to take about a minute, not measured.
 
@@ -188,7 +188,7 @@ def main() -> None:
     num_hosts, num_ranks = len(set(hosts())), dist.get_world_size()
     card = torch.cuda.get_device_name(device) if on_gpu else f"{platform.machine()} CPU"
     library = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if on_gpu else "gloo"
-    source = f"bench/bench_comm.py, {num_ranks} ranks on {num_hosts} host(s), {card}, {library}, torch {torch.__version__}"
+    source = f"bench/gpu/bench_comm.py, {num_ranks} ranks on {num_hosts} host(s), {card}, {library}, torch {torch.__version__}"
     if dist.get_rank() == 0:
         print(f"{source}; median of {ROUNDS} rounds, slowest rank\n\n| collective | MiB | ms | bus, GB/s |\n|---|---|---|---|", flush=True)
     rows = measure(sorted(arguments.sizes), device)

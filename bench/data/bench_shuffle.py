@@ -1,7 +1,7 @@
 """Shuffle and merge of JSONL against GNU shuf, cat, and terashuf with split: CPU seconds of whole processes and peak memory.
 
-    python bench/bench_shuffle.py                        # 500 MB of real text, budget 256 MB: 1 to 2 min, 2 GB of disk
-    python bench/bench_shuffle.py --megabytes 50 --rounds 5
+    python bench/data/bench_shuffle.py                        # 500 MB of real text, budget 256 MB: 1 to 2 min, 2 GB of disk
+    python bench/data/bench_shuffle.py --megabytes 50 --rounds 5
 
 The text is the Python standard library's sources again and again, one document per file, or with --characters N cut into pages of N.
 Each program is a process of its own, interpreter and imports included; CPU is user + system of all its threads and children

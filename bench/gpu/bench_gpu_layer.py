@@ -1,11 +1,11 @@
 """One layer of SwiGLU experts, forward and backward: EXPERT_BACKEND=triton against other people's layers on one GPU.
 
     export PYTHONPATH=$PWD                                            # in the repository; not where the package is installed
-    python bench/bench_gpu_layer.py --json layer.json                 # all shapes, both routings
-    python bench/bench_gpu_layer.py --shape B D --routing balanced --peers liger sonic-moe
-    python bench/bench_gpu_layer.py --shape D --peers --profile       # ours alone, then where its time goes
-    python bench/bench_gpu_layer.py --floors                          # the least time and memory of every shape; no GPU
-    python bench/bench_gpu_layer.py                                   # on a CPU: tiny shapes, plain torch in place of the kernels; 10 s
+    python bench/gpu/bench_gpu_layer.py --json layer.json                 # all shapes, both routings
+    python bench/gpu/bench_gpu_layer.py --shape B D --routing balanced --peers liger sonic-moe
+    python bench/gpu/bench_gpu_layer.py --shape D --peers --profile       # ours alone, then where its time goes
+    python bench/gpu/bench_gpu_layer.py --floors                          # the least time and memory of every shape; no GPU
+    python bench/gpu/bench_gpu_layer.py                                   # on a CPU: tiny shapes, plain torch in place of the kernels; 10 s
 
 The first is meant to take under 8 minutes on one GPU, not measured. Before these 8 minutes processes of their own, one per shape, compile
 (--warm-seconds), which fills Triton's cache on disk. What that leaves undone counts as time of measuring: shapes for which it does not
