@@ -1,243 +1,71 @@
-"""The import rule of docs/architecture.md, read from the source: at module level and inside functions."""
+"""The layout of docs/architecture.md, read from the source: who imports whom, at module level and inside functions, and how files lie."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from collections import Counter, defaultdict
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
+from helpers import ROOT
 from moe_exp.commands.doctor import requirements
 
-ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "moe_exp"
 
-# Modules (or folders) of the package and what else of it each may import. What is not named here may import nothing of it.
-CPU = {"megatron_cpu", "gloo"}
-ENGINE = {"config", "runtime", "model", *CPU}
+# Places of the package from the bottom to the top, and what each imports of those before it.
+LOW = {"host", "config"}
+FILES = {*LOW, "planner", "runs"}
 ALLOWED: dict[str, set[str]] = {
-    "model_settings": {"hosts", "presets", "setting_types"},
-    "config": {"hosts", "presets", "setting_types", "model_settings", "run_names"},
-    "table_console": set(),
-    "progress": {"table_console"},
-    "planner": {"table_console", "config", "checks"},
-    "model_changes": {"config"},
-    "run_folder": {"config", "files", "hosts", "model_changes"},
-    "data": {"table_console", "config", "megatron_cpu", "files", "progress"},
-    "checks": {"config", "attention_checks", "fp8_checks", "pipeline_checks", "training_checks", "divisors"},
-    "fp8_checks": {"config", "divisors"},
-    "pipeline_checks": {"config", "divisors"},
-    "training_checks": {"config", "planner", "setting_types"},
-    "attention_checks": {"config"},
-    "divisors": {"config"},
-    "machine_checks": {"config", "determinism", "hosts", "run_folder", "data", "planner"},
-    "megatron_cpu": {"gloo"},
-    "determinism": {"config"},
-    "runtime": {"config", "determinism", *CPU},
-    "layers": {"config", *CPU},
-    "model": {"config", "runtime", "layers", "model_loss", *CPU},
-    "model_loss": {"layers", *CPU},
-    "optimizers": set(),
-    "muon": {"optimizers"},
-    "loss_scale": {*CPU},
-    "optim": {"loss_scale", "config", "runtime", "layers", "model", "muon", "optimizers", "planner", *CPU},
-    "checkpoint": {*ENGINE, "planner", "optimizers", "model_changes", "run_folder", "files", "hosts", "progress"},
-    "training_data": {*CPU, "config", "runtime", "optim", "data", "checkpoint"},
-    "inference": {
-        "table_console",
-        *ENGINE,
-        "checkpoint",
-        "progress",
-        "run_folder",
-        "files",
-        "layers",
-        "optim",
-        "data",
-        "checks",
-        "hosts",
-        "faults",
-    },
-    "upcycle": {*ENGINE, "checkpoint", "layers", "machine_checks"},
-    "hf": {*ENGINE, "checkpoint", "data", "run_folder", "files", "progress"},
-    "mirrors": {"config", "run_folder", "files"},
-    "records": {"files"},
-    "metrics": {"config", "run_folder", "files", "hosts", "planner", "mirrors", "records"},
-    "faults": {"hosts"},
-    "heartbeat": {"hosts"},
-    "watch": {"table_console", "config", "run_folder", "records", "files", "hosts", "progress", "planner", "heartbeat"},
-    "preflight": {
-        "checks",
-        "table_console",
-        "config",
-        "files",
-        "hosts",
-        "launch",
-        "planner",
-        "progress",
-        "records",
-        "run_folder",
-        "torchrun_job",
-        "watch",
-    },
-    "report": {"config", "run_folder", "records", "metrics", "files", "hosts", "planner", "progress"},
-    "backends": {*ENGINE, "layers", "optim"},
-    "interval": {*ENGINE, "hosts", "checkpoint", "metrics", "planner", "optim", "layers", "phases", "faults"},
-    "phases": set(),
-    "group_checks": {*ENGINE, "checkpoint"},
-    "replica_checks": {"heartbeat", *ENGINE, "checkpoint", "group_checks", "metrics"},
-    "dumps": {"heartbeat", "setting_types", *ENGINE, "checkpoint", "group_checks"},
-    "exchange": set(),
-    "finite_steps": {*CPU},
-    "rollback": {*CPU, "checkpoint", "config", "data", "files", "run_folder"},
-    "loss_guard": {
-        "heartbeat",
-        *CPU,
-        "checkpoint",
-        "config",
-        "data",
-        "exchange",
-        "hosts",
-        "metrics",
-        "rollback",
-        "run_folder",
-        "runtime",
-        "saving",
-        "watch",
-    },
-    "saving": {*ENGINE, "checkpoint", "metrics", "heartbeat", "hosts"},
-    "resuming": {*ENGINE, "checkpoint", "records", "run_folder", "upcycle"},
-    "doctor": {"hosts", "backends", "config", *CPU, "runtime", "layers", "optim"},
-    "misspelt": {"config"},
-    "child_runs": {"config", "hosts", "launch", "run_folder", "torchrun_job"},
-    "torchrun_job": {"config", "determinism", "hosts"},
-    "failures": {"hosts"},
-    "compare": {
-        "checks",
-        "child_runs",
-        "config",
-        "failures",
-        "files",
-        "hosts",
-        "machine_checks",
-        "metrics",
-        "planner",
-        "progress",
-        "records",
-        "report",
-        "run_folder",
-    },
-    "sweep": {
-        "checks",
-        "child_runs",
-        "config",
-        "data",
-        "failures",
-        "files",
-        "hosts",
-        "machine_checks",
-        "metrics",
-        "planner",
-        "progress",
-        "records",
-        "run_folder",
-        "setting_types",
-    },
-    "slurm": {"checks", "config", "data", "files", "machine_checks", "run_folder", "setting_types", "watch"},
-    "agent": {"hosts", "records", "rounds"},
-    "rounds": set(),
-    "debug": {"hosts", "heartbeat"},
-    "profiling": {"config", "run_folder", "runtime", "setting_types"},
-    "launch": {
-        "config",
-        "misspelt",
-        "hosts",
-        "presets",
-        "checks",
-        "machine_checks",
-        "planner",
-        "preflight",
-        "run_folder",
-        "data",
-        "report",
-        "records",
-        "torchrun_job",
-        "watch",
-    },
-    # cli, commands, scripts, __main__ and train: see below.
+    "host": set(),
+    "config": {"host"},
+    "layers": {"host"},
+    "planner": LOW,
+    "runs": LOW,
+    "data": LOW,
+    "engine": {*LOW, "layers"},
+    "checkpoint": {*FILES, "layers", "data", "engine"},
+    "watch": FILES,
+    "report": FILES,
+    "training": {*FILES, "data", "engine", "checkpoint", "watch"},
+    "launch": {*FILES, "data", "watch"},
+    "inference": {*LOW, "layers", "data", "engine", "checkpoint"},
+    "studies": {*FILES, "data", "report", "launch"},
+    "train": {*FILES, "data", "engine", "checkpoint", "watch", "training"},
+    "commands": {*FILES, "data", "engine", "checkpoint", "watch", "report", "training", "launch", "inference", "studies"},
+    "cli": {"commands"},
+    "scripts": {"commands"},
+    "__main__": {"cli"},
 }
-NEVER_IMPORTED = {"cli", "scripts", "__main__", "commands", "agent"}
-NOT_BY_TRAIN = {
-    "hf",
-    "inference",
-    "report",
-    "launch",
-    "torchrun_job",
-    "child_runs",
-    "sweep",
-    "slurm",
-    "compare",
-    "doctor",
-    *NEVER_IMPORTED,
-}
-# Not even inside a function.
-NO_TORCH = {
-    "config",
-    "model_settings",
-    "setting_types",
-    "run_names",
-    "planner",
-    "hosts",
-    "presets",
-    "model_changes",
-    "run_folder",
-    "files",
-    "progress",
-    "table_console",
-    "misspelt",
-    "checks",
-    "attention_checks",
-    "fp8_checks",
-    "training_checks",
-    "determinism",
-    "divisors",
-    "machine_checks",
-    "launch",
-    "torchrun_job",
-    "cli",
-    "commands",
-    "__main__",
-    "records",
-    "report",
-    "sweep",
-    "slurm",
-    "watch",
-    "heartbeat",
-    "compare",
-    "child_runs",
-    "failures",
-}
-HEAVY = {"torch", "megatron"}
-# Inside layers/: a file imports only files that stand above it in this list.
+FACES = {"__init__": {"host"}, "megatron_cpu": {"host"}}  # the import hook of the package, and its old path
+NEVER_IMPORTED = {"moe_exp.launch.agent", "moe_exp.launch.preflight.rank", "moe_exp.train"}  # programs that torchrun or a launcher starts
+
+# Inside layers/: a file or folder imports only what stands above it.
 LAYERS = [
-    {"fp8"},
-    {"activations", "gemm_packages"},
+    {"activations", "groups", "recompute", "phase_marks"},
     {"kernels"},
-    {"groups", "recompute", "kv_cache", "phase_marks"},
-    {"replay"},
-    {"assignment", "losses", "capacity", "grouped_gemm", "collectives", "sharding", "expert_threads"},
-    {"router", "attention", "norm", "row_order", "token_loss"},
-    {"dispatcher", "expert_loop", "fused_experts"},
-    {"experts", "allgather_dispatcher", "deepep_dispatcher", "mesh"},
-    {"shared", "moe_layer"},
-    {"megatron_parts", "attention_parts"},
+    {"capacity", "losses"},
+    {"router"},
+    {"dispatcher"},
+    {"experts"},
+    {"shared", "moe_layer", "mesh"},
+    {"megatron"},
     {"spec"},
 ]
-MEGATRON_SIDE = {"spec", "megatron_parts", "attention_parts", "sharding"}
-TORCH_IN_DATA = {"dataset", "megatron_dataset", "prefetch", "skipping"}
-TORCH_IN_PREFLIGHT = {"device_checks", "link_checks", "preflight_rank"}
+APART = ("watch/hangs", "watch/nodes", "watch/watchdog", "watch/storage.py")  # they import nothing from each other
+
+HEAVY = {"torch", "megatron"}
+# Files or folders that may import torch, or megatron, even inside a function; no others do.
+TORCH = (
+    "host/gloo.py", "host/megatron_cpu.py", "layers", "data/samples", "engine", "checkpoint", "training", "train.py", "inference",
+    "launch/agent.py", "launch/rendezvous.py", "launch/preflight/device_checks.py", "launch/preflight/link_checks.py",
+    "launch/preflight/rank.py", "watch/hangs/heartbeat.py", "commands/doctor.py",
+)  # fmt: skip
+MEGATRON = ("layers/megatron", "layers/spec.py", "data/samples", "engine", "checkpoint", "training", "train.py", "inference")
 OPTIONAL = [
     "transformer_engine",
     "apex",
@@ -252,6 +80,10 @@ OPTIONAL = [
 ]
 # Of the extras [data] and [fast], imported by the commands that need them.
 DATA_PACKAGES = ["datatrove", "pyarrow", "zstandard", "huggingface_hub", "sentencepiece", "gigatoken", "ray"]
+
+
+MOST_FILES = 16  # of Python in one folder
+SMALL = 40  # lines under which a module has to have more than one user
 
 
 @cache
@@ -282,8 +114,13 @@ def files() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
 
-def unit(path: Path) -> str:
-    """`layers` for a file of moe_exp/layers, `model` for moe_exp/engine/model.py."""
+def name_of(path: Path) -> str:
+    """`layers/router/router.py`, as it is written in the lists above."""
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def place(path: Path) -> str:
+    """`layers` for a file of moe_exp/layers, `train` for moe_exp/train.py."""
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
@@ -295,47 +132,62 @@ def external(path: Path, *, at_import: bool = False) -> set[str]:
     return {name.partition(".")[0] for name, early in imports(path).items() if early or not at_import}
 
 
+@cache
+def modules() -> dict[str, Path]:
+    return {module_name(path): path for path in files()}
+
+
 def internal(path: Path) -> set[str]:
-    """Units of the package that a file imports."""
-    return {name.split(".")[1] for name in imports(path) if name.startswith("moe_exp.")}
+    """Modules of the package that a file imports."""
+    own = module_name(path)
+    named = {name if name in modules() else name.rpartition(".")[0] for name in imports(path) if name.startswith("moe_exp.")}
+    return (named & set(modules())) - {own}
+
+
+def lies_in(path: Path, places: tuple[str, ...]) -> bool:
+    return any(name_of(path) == place or name_of(path).startswith(f"{place}/") for place in places)
 
 
 def test_the_reader_sees_imports():
-    assert {"planner", "interval"} <= {unit(path) for path in files()}
-    assert "spec" in {name.split(".")[2] for name in imports(PACKAGE / "engine/model.py") if name.startswith("moe_exp.layers.")}
-    assert imports(PACKAGE / "cli.py")["moe_exp.launch.launch.train"] is False
+    assert {"planner", "train"} <= {place(path) for path in files()}
+    assert "moe_exp.layers.spec" in internal(PACKAGE / "engine" / "model.py")
+    assert imports(PACKAGE / "commands" / "train.py")["moe_exp.launch.launch.train"] is False
     assert imports(PACKAGE / "cli.py")["argparse"] is True
 
 
-@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_places_import_only_what_is_below_them():
+    for index, (name, below) in enumerate(ALLOWED.items()):
+        assert below <= set(list(ALLOWED)[:index]), f"{name}: what it imports has to stand before it"
+
+
+def test_every_place_imports_what_the_table_says_and_no_more():
+    found = defaultdict(set)
+    for path in files():
+        found[place(path)] |= {place(modules()[name]) for name in internal(path)} - {place(path)}
+    assert dict(found) == ALLOWED | FACES
+
+
+def test_no_module_imports_itself_over_others():
+    graph = {name: internal(path) for name, path in modules().items()}
+    assert len(list(TopologicalSorter(graph).static_order())) == len(graph)  # raises CycleError with the modules of a cycle
+
+
+@pytest.mark.parametrize("path", files(), ids=name_of)
 def test_import_rule(path):
-    name, used = unit(path), internal(path)
-    if name not in NEVER_IMPORTED:
-        assert not used & NEVER_IMPORTED, f"{path}: nothing imports {NEVER_IMPORTED}"
-        if name == "train":
-            assert not used & NOT_BY_TRAIN
-        else:
-            assert used <= ALLOWED.get(name, set()) | {name}
-    if name in NO_TORCH:
-        assert not external(path) & HEAVY
-    if name == "data" and path.stem not in TORCH_IN_DATA:
-        assert not external(path) & HEAVY
-        assert "megatron_cpu" not in used
-    if name == "preflight" and path.stem not in TORCH_IN_PREFLIGHT:
-        assert not external(path) & HEAVY
-        assert not {f"moe_exp.launch.preflight.{stem}" for stem in TORCH_IN_PREFLIGHT} & {used.rpartition(".")[0] for used in imports(path)}
-    if name in ("layers", "metrics", "watch", "faults", "gloo", "megatron_cpu") and path.stem not in MEGATRON_SIDE:
+    assert not internal(path) & NEVER_IMPORTED
+    if not lies_in(path, TORCH):
+        assert "torch" not in external(path)
+    if not lies_in(path, MEGATRON):
         assert "megatron" not in external(path)
-        assert name == "megatron_cpu" or "megatron_cpu" not in used
-    if name in ("metrics", "doctor"):
+    if place(path) in ("commands", "watch", "launch") and path.name not in ("agent.py", "rendezvous.py") and "preflight" not in path.parts:
         assert not external(path, at_import=True) & HEAVY
     optional = {"wandb", "tensorboard", *OPTIONAL, *DATA_PACKAGES}
-    if path == PACKAGE / "layers" / "kernels" / "launch/launch.py":  # it defines kernels, and does without where Triton is not there
+    if path == PACKAGE / "layers" / "kernels" / "launch.py":  # it defines kernels, and does without where Triton is not there
         optional.remove("triton")
     assert not external(path, at_import=True) & optional
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "layers").rglob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted((PACKAGE / "layers").rglob("*.py")), ids=name_of)
 def test_order_inside_layers(path):
     name = path.relative_to(PACKAGE / "layers").parts[0].removesuffix(".py")
     used = {imported.split(".")[2] for imported in imports(path) if imported.startswith("moe_exp.layers.")}
@@ -344,16 +196,43 @@ def test_order_inside_layers(path):
         return
     level = next((index for index, names in enumerate(LAYERS) if name in names), None)
     assert level is not None, f"layers/{path.name}: give it a place in LAYERS"
-    assert used <= set().union(*LAYERS[:level]) | ({name} if name == "kernels" else set())
+    assert used <= set().union(*LAYERS[:level]) | {name}
 
 
-def test_megatron_is_prepared_before_it_is_imported():
+def test_subjects_of_watch_import_nothing_from_each_other():
+    for subject in APART:
+        others = tuple(other for other in APART if other != subject)
+        for path in (path for path in files() if lies_in(path, (subject,))):
+            assert not [name for name in internal(path) if lies_in(modules()[name], others)], path
+
+
+def test_folders_can_be_seen_at_a_glance():
+    assert {path.name for path in PACKAGE.glob("*.py")} == {"__init__.py", "__main__.py", "cli.py", "train.py", "megatron_cpu.py"}
+    for top in ("moe_exp", "tests", "bench"):
+        counts = Counter(path.parent for path in (ROOT / top).rglob("*.py"))
+        assert not {folder: count for folder, count in counts.items() if count > MOST_FILES}
+
+
+def test_files_do_not_repeat_their_folder():
+    """`watch/watchdog/rules.py`, not `watchdog_rules.py`; a folder's main file may have its name."""
+    repeated = [path for path in files() if path.stem != (folder := path.parent.name) and folder.removesuffix("s") in path.stem.split("_")]
+    own_names = {"layers/moe_layer.py", "report/wandb_report.py", "runs/dense_run.py", "runs/run_folder.py"}  # what people call the thing
+    assert {name_of(path) for path in repeated} == own_names
+
+
+def test_small_modules_have_more_than_one_user():
+    users = Counter(name for path in files() for name in internal(path))
+    entries = ("__init__.py", "__main__.py", "megatron_cpu.py")
     for path in files():
-        if not external(path) & {"megatron"}:
-            continue
-        order = list(imports(path))
-        first = next(index for index, name in enumerate(order) if name.startswith("megatron."))
-        assert "moe_exp.host.megatron_cpu" in order[:first], f"{path}: import moe_exp.host.megatron_cpu before megatron"
+        if path.name not in entries and place(path) not in ("scripts", "commands") and len(path.read_text().splitlines()) < SMALL:
+            assert users[module_name(path)] > 1, f"{path}: it could stand where it is used"
+
+
+def test_packages_hand_names_on_and_do_nothing_else():
+    for path in PACKAGE.rglob("*/__init__.py"):
+        docstring, *rest = ast.parse(path.read_text()).body
+        assert isinstance(docstring, ast.Expr), f"{path}: say what the folder is for"
+        assert all(isinstance(node, ast.ImportFrom) or ast.unparse(node).startswith("__all__ = ") for node in rest), path
 
 
 def run_python(code: str) -> str:
@@ -363,8 +242,9 @@ def run_python(code: str) -> str:
 
 
 def test_light_modules_do_not_load_torch():
-    names = [module_name(path) for path in files() if unit(path) in NO_TORCH | {"metrics", "doctor"} and path.stem != "__main__"]
-    assert {"moe_exp.cli", "moe_exp.launch.launch", "moe_exp.planner.costs.params"} <= set(names)
+    heavy = tuple(name for name in TORCH if not name.startswith(("commands/", "watch/")))
+    names = [module_name(path) for path in files() if not lies_in(path, (*heavy, "scripts", "megatron_cpu.py")) and path.stem != "__main__"]
+    assert {"moe_exp.cli", "moe_exp.launch.launch", "moe_exp.planner.costs.params", "moe_exp.studies.sweep.driver"} <= set(names)
     code = f"import sys, {', '.join(names)}\nprint(sorted({HEAVY!r} & set(sys.modules)))"
     assert run_python(code) == "[]\n"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,8 @@ from moe_exp.config import Config, ConfigError, load_config, problem
 from moe_exp.config.checks.checks import check_config
 from moe_exp.host.processes import free_port
 from moe_exp.launch.machine_checks import check_machine
-from moe_exp.studies.child_runs import MEASURED_ONLY
+from moe_exp.runs.run_folder import RunFolder
+from moe_exp.studies.child_runs import MEASURED_ONLY, run_environment, run_to_end, wait_until_free
 from moe_exp.studies.sweep.settings import AXES, SweepSettings
 
 
@@ -90,3 +92,28 @@ def _problems(config: Config, local: bool) -> list[str]:
         if config.nnodes > 1:
             found.append(problem("nodes", config.nnodes, "EXECUTOR=local has this node alone", "set NODES=1, or EXECUTOR=slurm"))
     return found
+
+
+# Runs one case on this node, in processes that end with it.
+
+
+def case_environment() -> dict[str, str]:
+    """This environment without settings: the lists of a sweep would look like misspelt settings."""
+    return run_environment(also_without=SweepSettings.model_fields)
+
+
+def clear(folder: RunFolder, log: Path) -> None:
+    """Removes what an earlier attempt has left, once its processes are gone.
+
+    Raises:
+        ValueError: they are still there.
+    """
+    wait_until_free(folder)
+    if folder.path.exists():
+        shutil.rmtree(folder.path)
+    log.unlink(missing_ok=True)
+
+
+def run_case(case: Case, log: Path, timeout: int) -> int | None:
+    """Runs a case to its end, or for `timeout` seconds; returns the launcher's exit code, None after a time-out."""
+    return run_to_end(case.flags, log, timeout=timeout, environ=case_environment())

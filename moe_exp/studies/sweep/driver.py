@@ -30,8 +30,7 @@ from moe_exp.planner.hardware import load_hardware, profile_of
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.studies.child_runs import given_settings, held
 from moe_exp.studies.sweep import slurm_cases
-from moe_exp.studies.sweep.cases import Case, default_lists, make_cases
-from moe_exp.studies.sweep.local_cases import clear, run_case
+from moe_exp.studies.sweep.cases import Case, clear, default_lists, make_cases, run_case
 from moe_exp.studies.sweep.outcome import Result, result_of
 from moe_exp.studies.sweep.picture import draw_sweep
 from moe_exp.studies.sweep.settings import AXES, SweepSettings, load_sweep_settings

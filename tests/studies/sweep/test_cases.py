@@ -11,8 +11,8 @@ from helpers.whole_runs import ROOT
 from moe_exp.cli import main
 from moe_exp.config import Config, ConfigError, load_config
 from moe_exp.config.checks.checks import check_config
+from moe_exp.studies.sweep.cases import case_environment
 from moe_exp.studies.sweep.driver import Sweep
-from moe_exp.studies.sweep.local_cases import case_environment
 from moe_exp.studies.sweep.settings import SweepSettings
 from moe_exp.studies.sweep.slurm_cases import JobFiles, JobOptions, batch_script
 
