@@ -34,7 +34,7 @@ BAD_SAMPLES = (997, 2205)
 _SITECUSTOMIZE = """
 import os
 if "RANK" in os.environ:
-    from moe_exp.data import dataset
+    from moe_exp.data.samples import dataset
     batch, split, last = dataset.SampleStream.batch, dataset.split_batch, []
     def noted(self, first, num_samples):
         last[:] = [sample for sample in {bad} if first <= sample < first + num_samples]

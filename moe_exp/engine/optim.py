@@ -151,7 +151,7 @@ def build_scheduler(config: Config, optimizer: MegatronOptimizer) -> OptimizerPa
 
 
 class BatchSchedule:
-    """Number of micro-batches by samples consumed: constant, or ramped up as RAMPUP_BATCH_SIZE says (`planner.ramp`)."""
+    """Number of micro-batches by samples consumed: constant, or ramped up as RAMPUP_BATCH_SIZE says (`config.ramp`)."""
 
     def __init__(self, config: Config):
         self._config = config

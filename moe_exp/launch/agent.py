@@ -7,7 +7,7 @@ What is other than in torchrun:
 - SIGTERM, SIGINT, SIGHUP and SIGUSR1 are passed on to the ranks, and nothing else: torchrun would end them within 30 seconds, which is
   too short for a checkpoint. So a signal may reach every process of a job. Ranks are born with these signals blocked, so that
   one that comes while they still import waits until they answer it (`faults.stop_signal`).
-- After a failure the ranks start again on every node, up to --max-restarts times in the whole job, by `rounds.Rounds`.
+- After a failure the ranks start again on every node, up to --max-restarts times in the whole job, by `rendezvous.Rounds`.
 - Ranks that ask for it (exit code START_AGAIN, see host/devices.py) start again too, which is no failure.
 - What has failed is in the run's metrics.jsonl, as the events `rank_failed` and `restart`, written by node 0.
 

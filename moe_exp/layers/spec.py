@@ -1,5 +1,5 @@
-"""Megatron layer specs with our MoE layer, attention and norm. Only this file, `megatron_parts`, `attention_parts` and
-`sharding` in `layers/` import megatron.
+"""Megatron layer specs with our MoE layer, attention and norm. Only this file and
+`megatron/` in `layers/` import megatron.
 
 For a Megatron user: put `moe_submodule_spec()` in the place of Megatron's own MoE spec; the layer takes everything else from
 TransformerConfig. Works without Transformer Engine and Apex.

@@ -31,7 +31,7 @@ TRAIN_KEYS = {
     "iteration": "number of the iteration, from 1",
     "consumed_samples": "samples since the start of training",
     "consumed_tokens": "tokens since the start of training",
-    "consumed_flops": "model FLOPs since the start of training, of all ranks (planner.flops)",
+    "consumed_flops": "model FLOPs since the start of training, of all ranks (planner.costs.flops)",
     "training_seconds": "wall time of the iterations since the start of training, over all starts, without evaluation and saves",
     "global_batch_size": "samples per iteration, mean since the previous record",
     "lm_loss": "cross entropy, nats per token",
@@ -51,7 +51,7 @@ TRAIN_KEYS = {
     "nan_iterations": "iterations with a loss that is not a number since the previous record",
     "memory_allocated_bytes": "largest allocation of rank 0's device, or null on a CPU",
     "peak_memory_bytes": "of the rank that needed most since its start: allocated on its device, or on a CPU the process's resident size",
-    "timers": "milliseconds per iteration by phase (phases.PHASES), mean over ranks; null without LOG_TIMERS",
+    "timers": "milliseconds per iteration by phase (training.interval.PHASES), mean over ranks; null without LOG_TIMERS",
     "experts": "one object per MoE layer, with the keys of EXPERT_KEYS",
 }
 EXPERT_KEYS = {

@@ -1,6 +1,6 @@
 """pdb in one rank of a running job.
 
-    from moe_exp import debug
+    from moe_exp.training import debug
     debug.set_trace()          # rank 0 stops here; set_trace(rank=3) for another one
 
 or `breakpoint()`, with PYTHONBREAKPOINT=moe_exp.training.debug.set_trace in the environment. It is for code that every rank runs: the others wait

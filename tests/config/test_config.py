@@ -28,8 +28,8 @@ def test_preset_flag_wins_over_preset_variable():
 
 def test_default_preset_depends_on_gpus(monkeypatch):
     for gpus, preset, ranks in ((0, "cpu", None), (3, "reference", 3)):
-        for module in ("config", "model_settings"):
-            monkeypatch.setattr(f"moe_exp.{module}.count_gpus", lambda gpus=gpus: gpus)
+        for module in ("settings", "model_settings"):
+            monkeypatch.setattr(f"moe_exp.config.{module}.count_gpus", lambda gpus=gpus: gpus)
         config = load_config({}, {})
         assert config.preset == preset
         assert ranks is None or config.gpus_per_node == ranks

@@ -123,7 +123,7 @@ class TestBothKinds:
         code = f"""
 import os, shutil, signal, sys
 from pathlib import Path
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path[:0] = {[str(Path(__file__).parent), str(ROOT / "tests")]!r}
 import test_stage
 calls = 0
 def counted(function):
@@ -168,7 +168,7 @@ def test_a_second_process_is_refused(tmp_path, source):
     code = f"""
 import sys
 from pathlib import Path
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path[:0] = {[str(Path(__file__).parent), str(ROOT / "tests")]!r}
 import test_stage
 try:
     test_stage.make(Path({str(tmp_path / "out")!r}), Path({str(source)!r}))

@@ -52,7 +52,7 @@ if act.isdigit():
         pathlib.Path(os.environ["MOE_EXP_EXIT_CODE_FILE"]).write_text(act)
     sys.exit(0)
 if act.startswith("error"):
-    from moe_exp import faults
+    from moe_exp.engine import faults
     from moe_exp.engine.faults import StopSignal, named_by_rank
     if "full" in act:  # no file takes another byte
         leave_error = faults._leave_error

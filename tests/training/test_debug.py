@@ -20,7 +20,7 @@ from helpers.whole_runs import ROOT, clean_environ
 WORKER = """
 import datetime, os, sys
 import torch, torch.distributed as dist
-from moe_exp import debug
+from moe_exp.training import debug
 torch.set_num_threads(1)
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=3))
 value = torch.tensor([dist.get_rank() + 1.0])

@@ -1,4 +1,4 @@
-"""What FP8 asks of the other settings; what it asks of this machine is in launch/machine_checks.py and layers/fp8.py."""
+"""What FP8 asks of the other settings; what it asks of this machine is in launch/machine_checks.py and layers/experts/fp8.py."""
 
 from __future__ import annotations
 

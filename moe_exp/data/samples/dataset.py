@@ -75,7 +75,7 @@ class SampleStream:
         seq_len: tokens per sample.
         seed: key of both shuffles.
         shuffle: False keeps the order of the file, as validation wants it.
-        share: the part of each file's documents that is read, from 0 to 1 (`token_files.parse_split`).
+        share: the part of each file's documents that is read, from 0 to 1 (`tokens.files.parse_split`).
 
     Raises:
         ValueError: a file is missing, damaged or smaller than one window, a weight is not positive, or there is no file.

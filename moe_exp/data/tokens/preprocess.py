@@ -1,6 +1,6 @@
 """JSONL files to Megatron's .bin/.idx by worker processes: the same bytes for any number of them, and after any crash.
 
-The inputs are cut into parts (token_parts.py), workers make them in any order, and this process joins them in the order of the inputs.
+The inputs are cut into parts (parts.py), workers make them in any order, and this process joins them in the order of the inputs.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 1. The nodes meet (`roll_call.py`): who does not come within PREFLIGHT_TIMEOUT is named, and that is all that can be said.
 2. Each opens a connection to the others (`reach.py`): a node that cannot be reached is named, before process groups hang on it.
 3. Clocks, disks, shared memory, versions, nvidia-smi, the kernel's messages (`host_facts.py`, `gpu_health.py`).
-4. The ranks run under torchrun (`preflight_rank.py`): arithmetic, memory, links; each writes a file, whatever becomes of the others.
+4. The ranks run under torchrun (`rank.py`): arithmetic, memory, links; each writes a file, whatever becomes of the others.
 5. The nodes exchange what they have, and each comes to the same verdict (`verdicts.py`).
 
 No torch: it is the launcher's process.

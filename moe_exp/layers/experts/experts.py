@@ -51,7 +51,7 @@ class OrderedTokens:
 class Experts(nn.Module):
     """y = (act(x W1 + b1) * w) W2 + w b2 per row, w the router weight: so the expert outputs need not be kept for w's gradient.
 
-    With the `triton` backend (fused_experts.py), and on a CPU with the `loop` backend (expert_loop.py), one function computes all of it.
+    With the `triton` backend (fused.py), and on a CPU with the `loop` backend (loop.py), one function computes all of it.
     Everywhere else it is two grouped GEMMs with the weighted activation between them.
 
     Args:
@@ -66,7 +66,7 @@ class Experts(nn.Module):
             bias to its partial sum, so no parameter is replicated.
         recompute_activation: do not keep what goes into the second GEMM, compute it again in backward. The functions that compute
             all of it always do.
-        adds_to_main_grad: the `triton` backend adds the gradients of the weights to Megatron's `main_grad`, see fused_experts.py.
+        adds_to_main_grad: the `triton` backend adds the gradients of the weights to Megatron's `main_grad`, see fused.py.
 
     Weights, in torch's (out, in) order: `weight1` [L, 2F or F, D], with the gate half first; `weight2` [L, D, F]; with `bias`
     `bias1` [L, 2F or F] and `bias2` [L, D / etp_size].
@@ -164,7 +164,7 @@ class Experts(nn.Module):
         return self.backend in FUSED
 
     def runs_one_by_one(self, x: Tensor) -> bool:
-        """Whether the function for the CPU runs, see expert_loop.py, and `OrderedTokens` may be given."""
+        """Whether the function for the CPU runs, see loop.py, and `OrderedTokens` may be given."""
         return self.backend == "loop" and x.device.type == "cpu"
 
     def _weights(self) -> ExpertWeights:

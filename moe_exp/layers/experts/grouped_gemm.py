@@ -68,7 +68,7 @@ BACKENDS: dict[str, GroupedGemm] = {
 # Those that want `splits`: without, each product waits for the device.
 BY_SPLITS = frozenset(BACKENDS) - {"torch"}
 
-# See fused_experts.py: the Triton kernels, and on a CPU their twins in plain torch.
+# See fused.py: the Triton kernels, and on a CPU their twins in plain torch.
 FUSED = ("triton",)
 
 

@@ -7,7 +7,7 @@ from moe_exp.planner.hardware import Hardware
 
 
 def planned_backend(config: Config, *, on_cpu: bool, runs_kernels: bool = True) -> str:
-    """The backend of the experts that is counted: EXPERT_BACKEND, or what `layers.grouped_gemm.choose_backend` makes of `auto`.
+    """The backend of the experts that is counted: EXPERT_BACKEND, or what `layers.experts.grouped_gemm.choose_backend` makes of `auto`.
 
     Args:
         config: the settings.

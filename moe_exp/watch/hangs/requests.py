@@ -3,7 +3,7 @@
     request.json           the latest request: the folder to answer in, hang or stacks, why
     2026-11-22T03-50-12/   one answer
         node_00000.json    a launcher's: which ranks it has; `done` when their files are there
-        rank_00003.txt     see stacks_files.py
+        rank_00003.txt     see stack_files.py
         verdict.json       of a hang, by the launcher that asked: whether the ranks are ended
         summary.txt
 

@@ -88,11 +88,11 @@ class RankDump:
 
     Args:
         rank: of the job.
-        facts: host, pid, state, phase, ... as text, see `hang_dump.rank_facts`.
+        facts: host, pid, state, phase, ... as text, see `dump.rank_facts`.
         threads: the stacks.
         native: names of the functions in C that the main thread is in, innermost first; empty where they were not asked for.
         calls: latest function calls, with TRACE_CALLS_FROM.
-        collectives: the last collective of each process group, see `hang_dump.last_collectives`.
+        collectives: the last collective of each process group, see `dump.last_collectives`.
     """
 
     rank: int

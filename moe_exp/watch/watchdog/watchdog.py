@@ -1,7 +1,7 @@
 """Looks after runs that nobody looks at: from cron, or as a daemon. No torch.
 
 A look reads the run folders, asks SLURM, and sends at most one message: problems that are new, or that were told long ago, and those that
-are over. What was told is kept in a small file per run (watchdog_memory.py), so that looks from cron know of each other.
+are over. What was told is kept in a small file per run (memory.py), so that looks from cron know of each other.
 """
 
 from __future__ import annotations

@@ -361,7 +361,7 @@ def test_dry_run_writes_nothing(server, dataset, tmp_path, capsys):
 CHILD = """
 import os, signal, sys, time
 from pathlib import Path
-from moe_exp.data import hub
+from moe_exp.data.download import hub
 from moe_exp.data.download.sources import resolve_source
 
 folder, point = Path(sys.argv[2]), sys.argv[3]

@@ -159,7 +159,7 @@ def test_what_was_written_is_read_back(shards, tmp_path, monkeypatch):
 PROGRAM = """
 import os, signal, sys
 from pathlib import Path
-from moe_exp.data import merge
+from moe_exp.data.shuffle import merge
 calls = 0
 def counted(function):
     def call(*arguments, **options):

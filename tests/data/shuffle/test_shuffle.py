@@ -372,7 +372,7 @@ def test_a_document_larger_than_an_eighth_of_the_budget_is_an_error(tmp_path):
 PROGRAM = """
 import os, resource, signal, sys
 from pathlib import Path
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {tests!r}
 import test_shuffle
 calls = 0
 def counted(function):
@@ -394,7 +394,7 @@ print(calls)
 
 
 def run_program(folder, output, kill_at=0, file_bytes=0):
-    names = {"tests": str(Path(__file__).parent), "folder": str(folder), "output": str(output)}
+    names = {"tests": [str(Path(__file__).parent), str(ROOT / "tests")], "folder": str(folder), "output": str(output)}
     code = PROGRAM.format(**names, kill_at=kill_at, file_bytes=file_bytes)
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
 

@@ -457,7 +457,9 @@ def test_a_tokenizer_that_gigatoken_cannot_load(folder, tmp_path):
 
 KILLER = """
 import os, pathlib, signal, sys
-from moe_exp.data import joined_parts, preprocess, stage, token_parts
+from moe_exp.data import stage
+from moe_exp.data.tokens import joined_parts, preprocess
+from moe_exp.data.tokens import parts as token_parts
 from moe_exp.data.tokens.parts import PartSettings
 from moe_exp.data.tokens.tokenizer import load_tokenizer
 

@@ -36,7 +36,7 @@ from moe_exp.watch.hangs.stacks import summarize
 RANK = """
 import os, sys, time
 from pathlib import Path
-from moe_exp import heartbeat
+from moe_exp.watch.hangs import heartbeat
 still = Path(sys.argv[1])
 heartbeat.start()
 def stand_still():

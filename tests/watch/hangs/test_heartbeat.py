@@ -77,7 +77,7 @@ def test_without_a_launcher_nothing_is_done(monkeypatch):
 NESTED = """
 import os, sys
 from pathlib import Path
-from moe_exp import heartbeat
+from moe_exp.watch.hangs import heartbeat
 heartbeat.start()
 read = lambda: heartbeat.read_beats(Path(os.environ["MOE_EXP_HEARTBEATS"]))[0].phase
 heartbeat.begin(1, 1)

@@ -92,13 +92,13 @@ def test_folders_of_the_packages(tmp_path):
 
 def test_our_own_trace_of_calls_is_on_no_stack(tmp_path):
     top = f"    all_reduce ({SITE}/torch"
-    spied = PY_SPY.replace(top, f"    CallTrace._called (/home/me/moe_exp/watch/call_trace.py:67)\n{top}")
+    spied = PY_SPY.replace(top, f"    CallTrace._called (/home/me/moe_exp/watch/hangs/call_trace.py:67)\n{top}")
     assert parse_stacks(spied) == parse_stacks(PY_SPY)
     line = f'  File "{SITE}/torch/distributed/distributed_c10d.py"'
-    handled = FAULTHANDLER.replace(line, f'  File "/home/me/moe_exp/watch/call_trace.py", line 67 in _called\n{line}')
+    handled = FAULTHANDLER.replace(line, f'  File "/home/me/moe_exp/watch/hangs/call_trace.py", line 67 in _called\n{line}')
     assert parse_stacks(handled) == parse_stacks(FAULTHANDLER)
     native = NATIVE.replace(
-        "    pthread", "    clock_gettime (libc.so.6)\n    CallTrace._called (/home/me/moe_exp/watch/call_trace.py:67)\n    pthread"
+        "    pthread", "    clock_gettime (libc.so.6)\n    CallTrace._called (/home/me/moe_exp/watch/hangs/call_trace.py:67)\n    pthread"
     )
     write_dump(tmp_path, 3, {}, PY_SPY, native=native, calls=[])
     (dump,) = read_dumps(tmp_path)
