@@ -1,4 +1,6 @@
-"""Packaging of moe_exp. `moe_exp/commands/doctor.py` reads REQUIRES and EXTRAS from here, so they stay plain literals."""
+"""Packaging of moe_exp. `moe_exp/commands/doctor.py` reads REQUIRES and EXTRAS from here, so they stay plain
+literals.
+"""
 
 from pathlib import Path
 
@@ -7,7 +9,8 @@ from setuptools import find_packages, setup
 REQUIRES = [
     "torch>=2.6",
     "megatron-core>=0.16,<0.20",
-    'triton>=3.0; python_version >= "3.12"',  # megatron-core from 0.18 on, which needs Python 3.12, does not import without it
+    # megatron-core from 0.18 on, which needs Python 3.12, does not import without it
+    'triton>=3.0; python_version >= "3.12"',
     "numpy>=1.26",
     "pydantic>=2,<3",
     "pyyaml>=6",
@@ -30,7 +33,14 @@ EXTRAS = {
     "megablocks": ["megablocks>=0.7", "grouped_gemm>=0.1.6"],
     "wandb": ["wandb>=0.17", "wandb-workspaces>=0.4"],
     "adam8bit": ["bitsandbytes>=0.50"],
-    "data": ["datatrove>=0.10", "pyarrow>=15", "zstandard>=0.22", "huggingface-hub>=1.6", "sentencepiece>=0.2", "regex>=2024.4"],
+    "data": [
+        "datatrove>=0.10",
+        "pyarrow>=15",
+        "zstandard>=0.22",
+        "huggingface-hub>=1.6",
+        "sentencepiece>=0.2",
+        "regex>=2024.4",
+    ],
     "fast": ["gigatoken>=0.10"],
     "dev": [
         "pytest>=8",
@@ -69,7 +79,15 @@ if __name__ == "__main__":
         python_requires=">=3.10",
         packages=find_packages(include=["moe_exp", "moe_exp.*"]),
         package_data={
-            "moe_exp": ["**/*.json", "**/*.yaml", "**/*.csv", "launch/slurm/*.sh", "scripts/*.sh", "scripts/*.py", "report/assets/**"]
+            "moe_exp": [
+                "**/*.json",
+                "**/*.yaml",
+                "**/*.csv",
+                "launch/slurm/*.sh",
+                "scripts/*.sh",
+                "scripts/*.py",
+                "report/assets/**",
+            ]
         },
         install_requires=REQUIRES,
         extras_require=EXTRAS,

@@ -1,9 +1,12 @@
-"""All-gather and reduce-scatter on gloo: torch.distributed's against `moe_exp.host.gloo`, between processes of this machine.
+"""All-gather and reduce-scatter on gloo: torch.distributed's against `moe_exp.host.gloo`, between processes
+of this machine.
 
     python bench/bench_gloo.py            # ms per call by size and number of ranks; half a minute on 2 cores
-    python bench/bench_gloo.py --step     # then ms per training step at TP=2, MoE at PRESET=cpu, turn by turn; 2 min more
+    # then ms per training step at TP=2, MoE at PRESET=cpu, turn by turn; 2 min more
+    python bench/bench_gloo.py --step
 
-A size is that of the whole tensor: the result of the all-gather, the input of the reduce-scatter. Every rank has one thread.
+A size is that of the whole tensor: the result of the all-gather, the input of the reduce-scatter. Every rank
+has one thread.
 """
 
 import argparse
@@ -35,7 +38,13 @@ COLLECTIVES: dict[str, tuple[Collective, Collective]] = {
 
 def join(rank: int, world_size: int, port: int) -> None:
     """What torchrun sets."""
-    values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    values = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world_size,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": port,
+    }
     os.environ |= {name: str(value) for name, value in values.items()}
     torch.set_num_threads(1)
     runtime.quiet_third_parties()
@@ -52,11 +61,16 @@ def collectives_rank(rank: int, world_size: int, port: int) -> None:
             tensors = (whole, part) if name == "all-gather" else (part, whole)
             native, ours = turn_by_turn(functions, tensors, num_calls=max(5, min(200, 2**24 // num_bytes)))
             if rank == 0:
-                print(f"| {name} | {world_size} | {label} | {native:.2f} | {ours:.2f} | {native / ours:.2f} |", flush=True)
+                print(
+                    f"| {name} | {world_size} | {label} | {native:.2f} | {ours:.2f} | {native / ours:.2f} |",
+                    flush=True,
+                )
     dist.destroy_process_group()
 
 
-def turn_by_turn(functions: tuple[Collective, Collective], tensors: tuple[torch.Tensor, torch.Tensor], num_calls: int) -> list[float]:
+def turn_by_turn(
+    functions: tuple[Collective, Collective], tensors: tuple[torch.Tensor, torch.Tensor], num_calls: int
+) -> list[float]:
     """Median ms per call of each function, over rounds of `num_calls` in which they take turns."""
     times: list[list[float]] = [[], []]
     for index in range(ROUNDS + 1):
@@ -71,7 +85,9 @@ def turn_by_turn(functions: tuple[Collective, Collective], tensors: tuple[torch.
 
 
 def step_rank(rank: int, port: int, data_dir: str, num_pairs: int) -> None:
-    """One of two tensor parallel ranks: training steps with either pair of functions, turn by turn; prints a row."""
+    """One of two tensor parallel ranks: training steps with either pair of functions, turn by turn; prints a
+    row.
+    """
     join(rank, 2, port)
     settings = {"preset": "cpu", "gpus_per_node": "2", "tp": "2", "data_dir": data_dir}
     config = load_config(settings, environ={})
@@ -89,20 +105,33 @@ def step_rank(rank: int, port: int, data_dir: str, num_pairs: int) -> None:
     if rank == 0:
         native, ours = (statistics.median(column) for column in pairs.values())
         low, ratio, high = statistics.quantiles([a / b for a, b in zip(*pairs.values(), strict=True)], n=4)
-        print("\n| step at TP=2 | torch.distributed, ms | moe_exp.host.gloo, ms | ratio, median and quartiles |\n|---|---|---|---|")
+        print(
+            "\n| step at TP=2 | torch.distributed, ms | moe_exp.host.gloo, ms | ratio, median and quartiles"
+            " |\n|---|---|---|---|"
+        )
         print(f"| MoE | {native:.0f} | {ours:.0f} | {ratio:.2f} ({low:.2f} to {high:.2f}) |", flush=True)
     runtime.stop()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of processes (default 2 4)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[2, 4], help="numbers of processes (default 2 4)"
+    )
     parser.add_argument("--step", action="store_true", help="also time training steps at TP=2")
     parser.add_argument("--pairs", type=int, default=20, help="pairs of steps to time (default 20)")
-    parser.add_argument("--data-dir", default="data", help="where the embedded corpus is or will be (default data)")
+    parser.add_argument(
+        "--data-dir", default="data", help="where the embedded corpus is or will be (default data)"
+    )
     arguments = parser.parse_args()
     print(f"Median of {ROUNDS} rounds; {os.cpu_count()} cores, torch {torch.__version__}.\n", flush=True)
-    print("| collective | ranks | size | torch.distributed, ms | moe_exp.host.gloo, ms | ratio |\n|---|---|---|---|---|---|", flush=True)
+    print(
+        "| collective | ranks | size | torch.distributed, ms | moe_exp.host.gloo, ms | ratio"
+        " |\n|---|---|---|---|---|---|",
+        flush=True,
+    )
     for world_size in arguments.ranks:
         spawn(collectives_rank, (world_size, free_port()), nprocs=world_size)
     if arguments.step:

@@ -1,13 +1,15 @@
 """What all guards of a run cost together per iteration, as a share of the iteration itself.
 
-    PYTHONPATH=. python bench/bench_guards.py            # median ratio of 10 pairs, CPU preset's MoE and dense; 2 min on 2 cores
+    # median ratio of 10 pairs, CPU preset's MoE and dense; 2 min on 2 cores
+    PYTHONPATH=. python bench/bench_guards.py
 
-Two ranks train. After each `train_step` all wait for each other, and then the guards of `moe_exp.train.train` are timed: the reduction
-in which all ranks hear of each other's loss and reasons to stop, the EXIT file, the spike detector, profiler and call trace that are
-off, and once more the heartbeats that train_step itself has. A pair is the time of `--iterations` iterations without the guards and with
-them; both are of the rank that took longest. Other work on the machine moves whole iterations by some percent, which is more than the
-guards take, so they are not compared with other iterations. The launcher's look at the heartbeats runs beside, once a second. A save
-with FINGERPRINTS against one without stands in the last column: it is not in the pairs.
+Two ranks train. After each `train_step` all wait for each other, and then the guards of `moe_exp.train.train`
+are timed: the reduction in which all ranks hear of each other's loss and reasons to stop, the EXIT file, the
+spike detector, profiler and call trace that are off, and once more the heartbeats that train_step itself has.
+A pair is the time of `--iterations` iterations without the guards and with them; both are of the rank that
+took longest. Other work on the machine moves whole iterations by some percent, which is more than the guards
+take, so they are not compared with other iterations. The launcher's look at the heartbeats runs beside, once
+a second. A save with FINGERPRINTS against one without stands in the last column: it is not in the pairs.
 """
 
 import argparse
@@ -46,11 +48,15 @@ class Guarded(Ours):
         job = self.job
         self.guard = LossGuard(config, rank, job.folder, job.trained, job.train_stream, self.progress, None)
         exit_file = job.folder.exit_file if rank.is_first else None
-        self.rules = faults.StopRules(faults.StopSignal(), exit_file, exit_minutes=config.exit_duration, exit_interval=0)
+        self.rules = faults.StopRules(
+            faults.StopSignal(), exit_file, exit_minutes=config.exit_duration, exit_interval=0
+        )
         self.recorder = Recorder(config, rank, job.folder)
 
     def seconds(self) -> tuple[float, float]:
-        """Wall time of one iteration on this rank and of its guards; for each of them all ranks begin together."""
+        """Wall time of one iteration on this rank and of its guards; for each of them all ranks begin
+        together.
+        """
         job, progress = self.job, self.progress
         torch.distributed.barrier()
         begin = time.perf_counter()
@@ -80,10 +86,17 @@ def pairs(config: Config, rank: runtime.Runtime, num_pairs: int, num_iterations:
         torch.distributed.all_reduce(longest, op=torch.distributed.ReduceOp.MAX)
         found.append((longest.mean(dim=0) * 1e3).tolist())
     steps, guards = zip(*found[1:], strict=True)  # the first one warms up
-    low, middle, high = statistics.quantiles([1 + guard / step for step, guard in zip(steps, guards, strict=True)], n=4)
+    low, middle, high = statistics.quantiles(
+        [1 + guard / step for step, guard in zip(steps, guards, strict=True)], n=4
+    )
     save_ms = _seconds_of_fingerprints(sides) * 1e3
     share = save_ms / (config.save_interval * statistics.median(steps))
-    cells = [f"{statistics.median(steps):.1f}", f"{statistics.median(guards):.3f}", f"{middle:.5f}", f"{low:.5f} to {high:.5f}"]
+    cells = [
+        f"{statistics.median(steps):.1f}",
+        f"{statistics.median(guards):.3f}",
+        f"{middle:.5f}",
+        f"{low:.5f} to {high:.5f}",
+    ]
     return " | ".join(["", *cells, f"{save_ms:.0f} ms, {share:.3%} of {config.save_interval} iterations |"])
 
 
@@ -105,8 +118,17 @@ def rank_main(options: argparse.Namespace) -> None:
     """One rank, started by torchrun."""
     folder = Path(os.environ[BEATS])
     heartbeat._heart = heartbeat.Heart(folder, int(os.environ["RANK"]))
-    settings = {"preset": "cpu", "gpus_per_node": NUM_RANKS, "threads_per_rank": 1, "ep": NUM_RANKS, "run_dir": str(folder)}
-    configs = {"MoE": load_config(settings, {}), "dense": load_config(settings | {"use_moe": False, "ep": 1}, {})}
+    settings = {
+        "preset": "cpu",
+        "gpus_per_node": NUM_RANKS,
+        "threads_per_rank": 1,
+        "ep": NUM_RANKS,
+        "run_dir": str(folder),
+    }
+    configs = {
+        "MoE": load_config(settings, {}),
+        "dense": load_config(settings | {"use_moe": False, "ep": 1}, {}),
+    }
     rank = runtime.start(configs["MoE"])
     for name, config in configs.items():
         row = pairs(config, rank, options.pairs, options.iterations)
@@ -116,19 +138,32 @@ def rank_main(options: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--iterations", type=int, default=10, help="in a pair (default: 10)")
     options = parser.parse_args()
     if BEATS in os.environ:
         rank_main(options)
         return 0
-    print(f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores, {NUM_RANKS} ranks; {options.pairs} pairs\n")
     print(
-        "| model | an iteration, ms | its guards, ms | with / without | middle half | FINGERPRINTS of a save |\n" + "|---" * 6 + "|",
+        f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores, {NUM_RANKS} ranks;"
+        f" {options.pairs} pairs\n"
+    )
+    print(
+        "| model | an iteration, ms | its guards, ms | with / without | middle half | FINGERPRINTS of a"
+        " save |\n" + "|---" * 6 + "|",
         flush=True,
     )
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(NUM_RANKS), "--master-port", str(free_port())]
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(NUM_RANKS),
+        "--master-port",
+        str(free_port()),
+    ]
     with tempfile.TemporaryDirectory() as name:
         environ = os.environ | {BEATS: name, "OMP_NUM_THREADS": "1"}
         ranks = subprocess.Popen([sys.executable, *torchrun, *sys.argv], env=environ)

@@ -2,8 +2,8 @@
 
     PYTHONPATH=. python bench/bench_hang.py [--pairs 10]
 
-Iterations of the CPU preset's MoE, by turns with and without: the ratio of the process's own time within each pair, median and quartiles,
-on an idle machine in about two minutes.
+Iterations of the CPU preset's MoE, by turns with and without: the ratio of the process's own time within each
+pair, median and quartiles, on an idle machine in about two minutes.
 """
 
 import argparse
@@ -63,13 +63,30 @@ def microseconds(work: Callable[[], object], number: int = 2000) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pairs", type=int, default=10, help="pairs of two iterations each")
     options = parser.parse_args()
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(free_port()),
+    }
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        config = load_config({"preset": "cpu", "gpus_per_node": 1, "threads_per_rank": 1, "run_dir": name, "run_name": "bench"}, {})
+        config = load_config(
+            {
+                "preset": "cpu",
+                "gpus_per_node": 1,
+                "threads_per_rank": 1,
+                "run_dir": name,
+                "run_name": "bench",
+            },
+            {},
+        )
         heart = Heart(folder, 0)
         print(f"one beat: {microseconds(lambda: heart.enter('data')):.2f} us, of six per iteration")
         print(f"the launcher reads a beat: {microseconds(lambda: read_beats(folder)):.0f} us, once a second")
@@ -91,7 +108,13 @@ def measure(config: Config, heart: Heart, folder: Path, num_pairs: int) -> None:
     sides.step()
     print(f"one iteration: {trace._count - before} calls in {', '.join(MODULES)}")
     trace.stop()
-    print(row("TRACE_CALLS_FROM", sides.ratios(lambda: sys.setprofile(called), lambda: sys.setprofile(None), num_pairs)), flush=True)
+    print(
+        row(
+            "TRACE_CALLS_FROM",
+            sides.ratios(lambda: sys.setprofile(called), lambda: sys.setprofile(None), num_pairs),
+        ),
+        flush=True,
+    )
     runtime.stop()
 
 

@@ -2,11 +2,13 @@
 
     python bench/bench_metrics.py               # median ratio of 10 pairs, MoE and dense; 6 min on 2 cores
 
-A pair is two log intervals of `moe_exp.train.train_step` on one rank at PRESET=cpu that run at once, one iteration of the one, one of
-the other, so that what else the machine does meets both. On: statistics of the layers, LOG_TIMERS, zeros in the gradient, the record
-of the interval, metrics.jsonl, the log lines, TensorBoard and wandb offline where it is installed. Off: none of it, nor the reduction;
-the layers' losses are computed in both, as they are trained on. Which side begins changes from iteration to iteration. Beside the wall
-time stands this process's processor time, which other work on the machine moves less; wandb's own process is not in it.
+A pair is two log intervals of `moe_exp.train.train_step` on one rank at PRESET=cpu that run at once, one
+iteration of the one, one of the other, so that what else the machine does meets both. On: statistics of the
+layers, LOG_TIMERS, zeros in the gradient, the record of the interval, metrics.jsonl, the log lines,
+TensorBoard and wandb offline where it is installed. Off: none of it, nor the reduction; the layers' losses
+are computed in both, as they are trained on. Which side begins changes from iteration to iteration. Beside
+the wall time stands this process's processor time, which other work on the machine moves less; wandb's own
+process is not in it.
 """
 
 import argparse
@@ -39,10 +41,14 @@ class Sides(Ours):
     def __init__(self, config: Config, rank: runtime.Runtime, metrics: Metrics):
         super().__init__(config, rank)
         self.metrics, self.timers = metrics, self.interval.timers
-        self.uncounted = Interval(config.model_copy(update={"log_timers": False}), rank, self.job.trained.model)
+        self.uncounted = Interval(
+            config.model_copy(update={"log_timers": False}), rank, self.job.trained.model
+        )
 
     def pair(self) -> dict[bool, list[float]]:
-        """Milliseconds per iteration of one log interval with metrics (True) and one without: wall time, processor time."""
+        """Milliseconds per iteration of one log interval with metrics (True) and one without: wall time,
+        processor time.
+        """
         num_iterations = self.job.config.log_interval
         spent = {True: [0.0, 0.0], False: [0.0, 0.0]}
         for index in range(num_iterations):
@@ -79,24 +85,46 @@ def measure(config: Config, rank: runtime.Runtime, name: str, num_pairs: int) ->
     rows = []
     for column, kind in enumerate(("wall", "processor")):
         off, on = ([pair[side][column] for pair in pairs] for side in (False, True))
-        low, middle, high = statistics.quantiles([with_metrics / without for without, with_metrics in zip(off, on, strict=True)], n=4)
+        low, middle, high = statistics.quantiles(
+            [with_metrics / without for without, with_metrics in zip(off, on, strict=True)], n=4
+        )
         medians = f"{statistics.median(off):.1f} | {statistics.median(on):.1f}"
         rows.append(f"| {name}, {kind} time | {medians} | {middle:.3f} | {low:.3f} to {high:.3f} |")
     return "\n".join(rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pairs", type=int, default=10, help="pairs of log intervals")
     options = parser.parse_args()
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-    print(f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores, one thread; {options.pairs} pairs of log intervals")
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(free_port()),
+    }
+    print(
+        f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores, one thread;"
+        f" {options.pairs} pairs of log intervals"
+    )
     print("\n| model | off, ms | on, ms | on / off | middle half |\n|---|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as run_dir:
-        settings: dict[str, Any] = {"preset": "cpu", "gpus_per_node": 1, "threads_per_rank": 1, "log_timers": True, "run_dir": run_dir}
+        settings: dict[str, Any] = {
+            "preset": "cpu",
+            "gpus_per_node": 1,
+            "threads_per_rank": 1,
+            "log_timers": True,
+            "run_dir": run_dir,
+        }
         if importlib.util.find_spec("wandb"):
             settings |= {"wandb_project": "bench", "wandb_mode": "offline"}
-        configs = {name: load_config(settings | {"use_moe": use_moe}, {}) for name, use_moe in (("MoE", True), ("dense", False))}
+        configs = {
+            name: load_config(settings | {"use_moe": use_moe}, {})
+            for name, use_moe in (("MoE", True), ("dense", False))
+        }
         rank = runtime.start(configs["MoE"])
         for name, config in configs.items():
             print(measure(config, rank, name, options.pairs), flush=True)

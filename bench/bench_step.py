@@ -1,11 +1,16 @@
-"""Step time of moe_exp against the same tiny GPT in plain torch (`plain_torch.py`), in one process, turn by turn.
+"""Step time of moe_exp against the same tiny GPT in plain torch (`plain_torch.py`), in one process, turn by
+turn.
 
-    python bench/bench_step.py                  # median ratio of 40 alternating pairs, dense and MoE; 2 min on 2 cores
-    python bench/bench_step.py --profile        # then where the time goes, part by part and operator by operator; 4 min
-    python bench/bench_step.py --check          # only: the same weights give the same losses for 3 steps; 15 s
+    # median ratio of 40 alternating pairs, dense and MoE; 2 min on 2 cores
+    python bench/bench_step.py
+    # then where the time goes, part by part and operator by operator; 4 min
+    python bench/bench_step.py --profile
+    # only: the same weights give the same losses for 3 steps; 15 s
+    python bench/bench_step.py --check
 
-A step is `moe_exp.train.train_step` on one rank: batches from the SampleStream, Megatron's schedule, DDP, clipping and
-distributed optimizer. Plain torch gets its batches ready-made. Both start from the same weights at PRESET=cpu.
+A step is `moe_exp.train.train_step` on one rank: batches from the SampleStream, Megatron's schedule, DDP,
+clipping and distributed optimizer. Plain torch gets its batches ready-made. Both start from the same weights
+at PRESET=cpu.
 """
 
 import argparse
@@ -65,7 +70,9 @@ class Ours:
         optimizer = build_optimizer(config, model)
         trained = Trained(model, optimizer, build_scheduler(config, optimizer))
         train.connect(model, trained)
-        self.job = train.Job(config, rank, RunFolder.of(config), trained, train_stream, None, BatchSchedule(config))
+        self.job = train.Job(
+            config, rank, RunFolder.of(config), trained, train_stream, None, BatchSchedule(config)
+        )
         self.progress = Progress()
         self.interval = Interval(config, rank, model)
 
@@ -89,27 +96,37 @@ class Plain:
     def __init__(self, ours: Ours):
         config = self.config = ours.job.config
         fields = plain_torch.GPTConfig.__dataclass_fields__
-        values = {name: getattr(config, name) for name in fields} | {"num_experts": config.num_experts if config.use_moe else 0}
+        values = {name: getattr(config, name) for name in fields} | {
+            "num_experts": config.num_experts if config.use_moe else 0
+        }
         values["aux_loss_coeff"] = config.balancing_losses.get("aux_loss", 0.0)
         self.model = plain_torch.GPT(plain_torch.GPTConfig(**values))
         copy_weights(self.model, dict(ours.job.trained.model[0].module.named_parameters()))
         betas = (config.adam_beta1, config.adam_beta2)
-        self.optimizer = plain_torch.build_adamw(self.model, betas=betas, eps=config.adam_eps, weight_decay=config.weight_decay)
+        self.optimizer = plain_torch.build_adamw(
+            self.model, betas=betas, eps=config.adam_eps, weight_decay=config.weight_decay
+        )
 
     def step(self, microbatches: list[Tensor], lr: float) -> float:
-        return plain_torch.train_step(self.model, self.optimizer, microbatches, lr=lr, clip_grad=self.config.clip_grad)
+        return plain_torch.train_step(
+            self.model, self.optimizer, microbatches, lr=lr, clip_grad=self.config.clip_grad
+        )
 
 
 @torch.no_grad()
 def copy_weights(plain: plain_torch.GPT, ours: dict[str, Tensor]) -> None:
-    """Copies moe_exp's weights; Megatron keeps queries, keys and values group by group, plain torch all queries first."""
+    """Copies moe_exp's weights; Megatron keeps queries, keys and values group by group, plain torch all
+    queries first.
+    """
     plain.embedding.copy_(ours["embedding.word_embeddings.weight"])
     plain.output.copy_(ours["output_layer.weight"])
     plain.norm.weight.copy_(ours["decoder.final_layernorm.weight"])
     for index, block in enumerate(cast(list[plain_torch.Block], plain.blocks)):
         get = {name.partition(f"layers.{index}.")[2]: weight for name, weight in ours.items()}.__getitem__
         attention, mlp = block.attention, block.mlp
-        by_group = get("self_attention.linear_qkv.weight").unflatten(0, (attention.num_groups, -1, attention.head_dim))
+        by_group = get("self_attention.linear_qkv.weight").unflatten(
+            0, (attention.num_groups, -1, attention.head_dim)
+        )
         parts = by_group.split([attention.num_heads // attention.num_groups, 1, 1], dim=1)
         attention.qkv.copy_(torch.cat([part.flatten(0, 2) for part in parts]))
         attention.out.copy_(get("self_attention.linear_proj.weight"))
@@ -117,8 +134,12 @@ def copy_weights(plain: plain_torch.GPT, ours: dict[str, Tensor]) -> None:
         block.mlp_norm.weight.copy_(get("pre_mlp_layernorm.weight"))
         if isinstance(mlp, plain_torch.MoE):
             mlp.router.copy_(get("mlp.router.weight"))
-        mlp.up.copy_(get("mlp.experts.weight1" if isinstance(mlp, plain_torch.MoE) else "mlp.linear_fc1.weight"))
-        mlp.down.copy_(get("mlp.experts.weight2" if isinstance(mlp, plain_torch.MoE) else "mlp.linear_fc2.weight"))
+        mlp.up.copy_(
+            get("mlp.experts.weight1" if isinstance(mlp, plain_torch.MoE) else "mlp.linear_fc1.weight")
+        )
+        mlp.down.copy_(
+            get("mlp.experts.weight2" if isinstance(mlp, plain_torch.MoE) else "mlp.linear_fc2.weight")
+        )
 
 
 class Pair:
@@ -143,7 +164,10 @@ class Pair:
             self.ours.step()
             ours = (self.ours.loss_sum() - before) / num_microbatches
             worst = max(worst, abs(ours - plain) / plain)
-            print(f"  step {step + 1}: plain torch {plain:.7f}  moe_exp {ours:.7f}  relative difference {abs(ours - plain) / plain:.1e}")
+            print(
+                f"  step {step + 1}: plain torch {plain:.7f}  moe_exp {ours:.7f}  relative difference"
+                f" {abs(ours - plain) / plain:.1e}"
+            )
         return worst
 
     def times_ms(self) -> tuple[float, float]:
@@ -170,7 +194,8 @@ def measure(pair: Pair, name: str, *, num_pairs: int, warmup: int) -> str:
 
 # Where the time goes
 
-# What is timed: (part of the step, where the function is, its name). A part's time is without that of the parts it calls.
+# What is timed: (part of the step, where the function is, its name). A part's time is without that of the
+# parts it calls.
 OURS: list[tuple[str, Any, str]] = [
     ("data", train, "_microbatch"),
     ("zero gradients", DistributedDataParallel, "zero_grad_buffer"),
@@ -192,8 +217,16 @@ OURS: list[tuple[str, Any, str]] = [
     ("optimizer: clipping", optimizer, "clip_grad_by_total_norm_fp32"),
     ("optimizer: count zeros", optimizer, "count_zeros_fp32"),
     ("optimizer: AdamW", Adam, "step"),
-    ("optimizer: copies between model and shards", distrib_optimizer.DistributedOptimizer, "_copy_model_grads_to_main_grads"),
-    ("optimizer: copies between model and shards", distrib_optimizer.DistributedOptimizer, "_copy_main_params_to_model_params"),
+    (
+        "optimizer: copies between model and shards",
+        distrib_optimizer.DistributedOptimizer,
+        "_copy_model_grads_to_main_grads",
+    ),
+    (
+        "optimizer: copies between model and shards",
+        distrib_optimizer.DistributedOptimizer,
+        "_copy_main_params_to_model_params",
+    ),
     ("optimizer: parameter gather", DistributedDataParallel, "start_param_sync"),
     ("optimizer: rest", optimizer.ChainedOptimizer, "step"),
     ("sums for the log", Interval, "add"),
@@ -244,7 +277,9 @@ class Stopwatch:
 
 @contextmanager
 def watched(parts: list[tuple[str, Any, str]], watch: Stopwatch) -> Iterator[None]:
-    """Has `watch` time the functions in `parts`, and DDP's additions to its gradient buffer, in what is built and run inside."""
+    """Has `watch` time the functions in `parts`, and DDP's additions to its gradient buffer, in what is built
+    and run inside.
+    """
     make_hook = DistributedDataParallel._make_backward_post_hook
 
     def make_timed_hook(self: Any, parameter: Any) -> Any:
@@ -253,7 +288,9 @@ def watched(parts: list[tuple[str, Any, str]], watch: Stopwatch) -> Iterator[Non
     with ExitStack() as stack:
         for part, owner, name in parts:
             stack.enter_context(patch.object(owner, name, watch.wrap(part, getattr(owner, name))))
-        stack.enter_context(patch.object(DistributedDataParallel, "_make_backward_post_hook", make_timed_hook))
+        stack.enter_context(
+            patch.object(DistributedDataParallel, "_make_backward_post_hook", make_timed_hook)
+        )
         yield
 
 
@@ -273,29 +310,46 @@ def parts_table(build: Callable[[], Pair]) -> str:
             ours.wrap("everything else", pair.ours.step)()
         return dict(plain.seconds), dict(ours.seconds)
 
-    order = list(dict.fromkeys([part for part, _, _ in OURS] + ["DDP: add to gradient buffer", "everything else"]))
+    order = list(
+        dict.fromkeys([part for part, _, _ in OURS] + ["DDP: add to gradient buffer", "everything else"])
+    )
     rows = _median_rows(order, [run() for _ in range(PROFILED_STEPS + 2)][2:])
     return _table("part", [*rows, ("sum", sum(row[1] for row in rows), sum(row[2] for row in rows))])
 
 
 def operator_table(pair: Pair, num_rows: int = 16) -> str:
     """Median ms that a step spends inside each operator of torch, the largest differences first."""
-    steps = [(_operator_seconds(pair.prepare()), _operator_seconds(pair.ours.step)) for _ in range(PROFILED_STEPS // 2)]
+    steps = [
+        (_operator_seconds(pair.prepare()), _operator_seconds(pair.ours.step))
+        for _ in range(PROFILED_STEPS // 2)
+    ]
     rows = _median_rows(sorted({name for step in steps for side in step for name in side}), steps)
     total = ("all operators", sum(row[1] for row in rows), sum(row[2] for row in rows))
-    return _table("operator, forward and backward", [*sorted(rows, key=lambda row: -abs(row[2] - row[1]))[:num_rows], total])
+    return _table(
+        "operator, forward and backward",
+        [*sorted(rows, key=lambda row: -abs(row[2] - row[1]))[:num_rows], total],
+    )
 
 
 def _operator_seconds(step: Callable[[], object]) -> dict[str, float]:
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         step()
-    return {event.key: event.self_cpu_time_total / 1e6 for event in profiler.key_averages() if event.key.startswith("aten::")}
+    return {
+        event.key: event.self_cpu_time_total / 1e6
+        for event in profiler.key_averages()
+        if event.key.startswith("aten::")
+    }
 
 
-def _median_rows(names: list[str], steps: list[tuple[dict[str, float], dict[str, float]]]) -> list[tuple[str, float, float]]:
+def _median_rows(
+    names: list[str], steps: list[tuple[dict[str, float], dict[str, float]]]
+) -> list[tuple[str, float, float]]:
     rows = []
     for name in names:
-        plain, ours = (statistics.median(side.get(name, 0.0) for side in sides) * 1e3 for sides in zip(*steps, strict=True))
+        plain, ours = (
+            statistics.median(side.get(name, 0.0) for side in sides) * 1e3
+            for sides in zip(*steps, strict=True)
+        )
         rows.append((name, plain, ours))
     return [row for row in rows if row[1] or row[2]]
 
@@ -303,7 +357,11 @@ def _median_rows(names: list[str], steps: list[tuple[dict[str, float], dict[str,
 def _table(heading: str, rows: list[tuple[str, float, float]]) -> str:
     lines = [f"| {heading} | plain torch, ms | moe_exp, ms | difference, ms |", "|---|---|---|---|"]
     return "\n".join(
-        lines + [f"| {name.replace('aten::', '')} | {plain:.2f} | {ours:.2f} | {ours - plain:+.2f} |" for name, plain, ours in rows]
+        lines
+        + [
+            f"| {name.replace('aten::', '')} | {plain:.2f} | {ours:.2f} | {ours - plain:+.2f} |"
+            for name, plain, ours in rows
+        ]
     )
 
 
@@ -317,28 +375,50 @@ def free_port() -> int:
 
 
 def config_of(name: str, arguments: argparse.Namespace) -> Config:
-    """PRESET=cpu on one rank; for --check without warm-up, whose first step would have a learning rate of 0."""
-    settings = {"preset": "cpu", "gpus_per_node": "1", "threads_per_rank": str(arguments.threads)} | MODELS[name]
-    settings |= {"train_data": arguments.data, "data_dir": arguments.data_dir} | ({"warmup_iters": "0"} if arguments.check else {})
+    """PRESET=cpu on one rank; for --check without warm-up, whose first step would have a learning rate of
+    0.
+    """
+    settings = {"preset": "cpu", "gpus_per_node": "1", "threads_per_rank": str(arguments.threads)} | MODELS[
+        name
+    ]
+    settings |= {"train_data": arguments.data, "data_dir": arguments.data_dir} | (
+        {"warmup_iters": "0"} if arguments.check else {}
+    )
     return load_config(settings, environ={})
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pairs", type=int, default=40, help="pairs of steps to time (default 40)")
-    parser.add_argument("--warmup", type=int, default=5, help="pairs before the first that counts (default 5)")
+    parser.add_argument(
+        "--warmup", type=int, default=5, help="pairs before the first that counts (default 5)"
+    )
     parser.add_argument("--threads", type=int, default=1, help="torch threads of both (default 1)")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: both")
     parser.add_argument("--data", default="", help=".bin/.idx prefix; default: the embedded corpus")
-    parser.add_argument("--data-dir", default="data", help="where the embedded corpus is or will be (default data)")
-    parser.add_argument("--check", action="store_true", help="compare the losses of 3 steps and end; exit code 1 if they differ")
+    parser.add_argument(
+        "--data-dir", default="data", help="where the embedded corpus is or will be (default data)"
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="compare the losses of 3 steps and end; exit code 1 if they differ",
+    )
     parser.add_argument("--profile", action="store_true", help="print the parts of a step")
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = parse_arguments()
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    os.environ |= {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(free_port()),
+    }
     rows, tables, differ = [], [], False
     rank = start(config_of("dense", arguments))
     for name in arguments.models:
@@ -353,9 +433,16 @@ def main() -> None:
     stop()
     if rows:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        machine = f"{cores} cores {platform.machine()}, torch {torch.__version__}, {arguments.threads} thread(s)"
+        machine = (
+            f"{cores} cores {platform.machine()}, torch {torch.__version__}, {arguments.threads} thread(s)"
+        )
         print(f"\nMedian of {arguments.pairs} alternating pairs; {machine}.\n")
-        print("| model | plain torch, ms | moe_exp, ms | ratio, median | ratio, quartiles |\n|---|---|---|---|---|", *rows, sep="\n")
+        print(
+            "| model | plain torch, ms | moe_exp, ms | ratio, median | ratio, quartiles"
+            " |\n|---|---|---|---|---|",
+            *rows,
+            sep="\n",
+        )
     print(*(f"\n{table}" for table in tables), sep="\n")
     sys.exit("losses differ by more than 1e-5" if differ else 0)
 

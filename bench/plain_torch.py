@@ -1,9 +1,11 @@
-"""The tiny dense or MoE GPT in plain torch, as one would write it in an hour: what `bench_step.py` compares moe_exp with.
+"""The tiny dense or MoE GPT in plain torch, as one would write it in an hour: what `bench_step.py` compares
+moe_exp with.
 
-One file, no parallelism, nothing but torch. Same sizes and same mathematics as moe_exp at PRESET=cpu, so with the same weights
-it has the same losses: `python bench/bench_step.py --check`.
+One file, no parallelism, nothing but torch. Same sizes and same mathematics as moe_exp at PRESET=cpu, so with
+the same weights it has the same losses: `python bench/bench_step.py --check`.
 
-B batch, S sequence, T tokens, D hidden, H query heads, G key/value heads, d head size, V vocabulary, E experts, K top-k.
+B batch, S sequence, T tokens, D hidden, H query heads, G key/value heads, d head size, V vocabulary, E
+experts, K top-k.
 """
 
 from __future__ import annotations
@@ -64,8 +66,16 @@ class Norm(nn.Module):
 class Attention(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.num_heads, self.num_groups, self.head_dim = config.num_heads, config.num_query_groups, config.head_dim
-        self.qkv = nn.Parameter(torch.empty((config.num_heads + 2 * config.num_query_groups) * config.head_dim, config.hidden_size))
+        self.num_heads, self.num_groups, self.head_dim = (
+            config.num_heads,
+            config.num_query_groups,
+            config.head_dim,
+        )
+        self.qkv = nn.Parameter(
+            torch.empty(
+                (config.num_heads + 2 * config.num_query_groups) * config.head_dim, config.hidden_size
+            )
+        )
         self.out = nn.Parameter(torch.empty(config.hidden_size, config.num_heads * config.head_dim))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -73,7 +83,9 @@ class Attention(nn.Module):
         heads = F.linear(x, self.qkv).view(batch, seq_len, -1, self.head_dim).transpose(1, 2)
         q, k, v = heads.split([self.num_heads, self.num_groups, self.num_groups], dim=1)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.num_heads != self.num_groups)
+        y = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=self.num_heads != self.num_groups
+        )
         return F.linear(y.transpose(1, 2).reshape(batch, seq_len, -1), self.out)
 
 
@@ -93,13 +105,17 @@ def swiglu(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
 
 
 class MoE(nn.Module):
-    """Softmax, top-k, load-balancing and z-loss, no token dropped; experts one after the other over tokens sorted by expert."""
+    """Softmax, top-k, load-balancing and z-loss, no token dropped; experts one after the other over tokens
+    sorted by expert.
+    """
 
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
         self.router = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
-        self.up = nn.Parameter(torch.empty(config.num_experts, 2 * config.ffn_hidden_size, config.hidden_size))
+        self.up = nn.Parameter(
+            torch.empty(config.num_experts, 2 * config.ffn_hidden_size, config.hidden_size)
+        )
         self.down = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, config.ffn_hidden_size))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,7 +127,10 @@ class MoE(nn.Module):
         order = experts.flatten().argsort(stable=True)
         rows = tokens.index_select(0, order // config.topk).split(counts.tolist())
         # unbind, not indexing: one gradient for all experts instead of a full-size one for each.
-        outputs = [swiglu(row, up, down) for row, up, down in zip(rows, self.up.unbind(), self.down.unbind(), strict=True)]
+        outputs = [
+            swiglu(row, up, down)
+            for row, up, down in zip(rows, self.up.unbind(), self.down.unbind(), strict=True)
+        ]
         weighted = torch.cat(outputs) * weights.flatten()[order].unsqueeze(-1)
         y = torch.zeros_like(tokens).index_add(0, order // config.topk, weighted)
         return y.view_as(x), self.auxiliary_loss(logits, probs, counts)
@@ -168,7 +187,9 @@ class GPT(nn.Module):
         return loss, loss + total_aux
 
 
-def build_adamw(model: GPT, *, betas: tuple[float, float], eps: float, weight_decay: float) -> torch.optim.AdamW:
+def build_adamw(
+    model: GPT, *, betas: tuple[float, float], eps: float, weight_decay: float
+) -> torch.optim.AdamW:
     """Fused AdamW, no weight decay on norms."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
@@ -176,7 +197,9 @@ def build_adamw(model: GPT, *, betas: tuple[float, float], eps: float, weight_de
     return torch.optim.AdamW(groups, betas=betas, eps=eps, fused=True)
 
 
-def train_step(model: GPT, optimizer: torch.optim.Optimizer, microbatches: list[Tensor], *, lr: float, clip_grad: float) -> float:
+def train_step(
+    model: GPT, optimizer: torch.optim.Optimizer, microbatches: list[Tensor], *, lr: float, clip_grad: float
+) -> float:
     """One step over micro-batches of [B, S+1] token ids; the mean cross entropy."""
     optimizer.zero_grad()
     losses = []

@@ -1,4 +1,6 @@
-"""Writes docs/settings.md from the fields of `moe_exp.config.Config`: PYTHONPATH=. python docs/generate_settings.py"""
+"""Writes docs/settings.md from the fields of `moe_exp.config.Config`: PYTHONPATH=. python
+docs/generate_settings.py
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ SETTINGS_MD = Path(__file__).with_name("settings.md")
 
 # Settings that Megatron-LM spells like us.
 SAME_FLAG = [
-    "num_layers", "hidden_size", "ffn_hidden_size", "vocab_size", "normalization", "norm_epsilon", "rotary_base",
-    "attention_dropout", "num_experts", "lr", "min_lr", "lr_decay_style", "train_iters", "rampup_batch_size",
-    "optimizer", "sgd_momentum", "muon_momentum",
-    "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "seed", "save_interval", "exit_interval",
-    "log_interval", "eval_interval", "eval_iters", "split", "num_workers", "async_save",
+    "num_layers", "hidden_size", "ffn_hidden_size", "vocab_size", "normalization", "norm_epsilon",
+    "rotary_base", "attention_dropout", "num_experts", "lr", "min_lr", "lr_decay_style", "train_iters",
+    "rampup_batch_size", "optimizer", "sgd_momentum", "muon_momentum", "weight_decay", "adam_beta1",
+    "adam_beta2", "adam_eps", "clip_grad", "seed", "save_interval", "exit_interval", "log_interval",
+    "eval_interval", "eval_iters", "split", "num_workers", "async_save",
 ]  # fmt: skip
 
 # Megatron-LM's flag, where its name is not the setting's own name in kebab case.
@@ -115,8 +117,9 @@ MEGATRON_FLAGS = {
 HEADER = """\
 # Settings
 
-Every setting can be given as an environment variable (`NUM_EXPERTS=64`) or as a flag (`--num-experts 64`). A value is
-taken from the first of: command line, environment, preset, default. The presets are in `moe_exp/config/presets.py`, and
+Every setting can be given as an environment variable (`NUM_EXPERTS=64`) or as a flag (`--num-experts 64`). A
+value is taken from the first of: command line, environment, preset, default. The presets are in
+`moe_exp/config/presets.py`, and
 `--dry-run` shows the merged settings. The last column names the flag of Megatron-LM for the same thing.
 
 This file is written by `PYTHONPATH=. python docs/generate_settings.py`.
@@ -161,10 +164,20 @@ def render() -> str:
     """The text of docs/settings.md."""
     lines = [HEADER]
     for heading, names in groups().items():
-        lines += [f"## {heading}\n", "| setting | default | values | meaning | Megatron |", "|---|---|---|---|---|"]
+        lines += [
+            f"## {heading}\n",
+            "| setting | default | values | meaning | Megatron |",
+            "|---|---|---|---|---|",
+        ]
         for name in names:
             field = Config.model_fields[name]
-            cells = [name.upper(), _default(name), _values(field.annotation), field.description or "", _megatron(name)]
+            cells = [
+                name.upper(),
+                _default(name),
+                _values(field.annotation),
+                field.description or "",
+                _megatron(name),
+            ]
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         lines.append("")
     return "\n".join(lines)

@@ -12,8 +12,22 @@ from collections.abc import Sequence
 from moe_exp.commands.data import add_steps, run_data_command
 from moe_exp.commands.guard import ended_quietly, guarded
 
-# Modules of moe_exp.commands that add commands by `add_commands(subparsers)`; each sets `run`, a function of the arguments.
-COMMANDS = ("train", "data", "ckpt", "compare", "convert", "plan", "report", "slurm", "sweep", "infer", "watch", "doctor")
+# Modules of moe_exp.commands that add commands by `add_commands(subparsers)`; each sets `run`, a function of
+# the arguments.
+COMMANDS = (
+    "train",
+    "data",
+    "ckpt",
+    "compare",
+    "convert",
+    "plan",
+    "report",
+    "slurm",
+    "sweep",
+    "infer",
+    "watch",
+    "doctor",
+)
 UNGUARDED = ("train", "doctor")  # they say themselves what is wrong, with exit codes of their own
 
 
@@ -43,7 +57,9 @@ def _main(arguments: list[str]) -> int:
 
 def _parser(command: str) -> argparse.ArgumentParser:
     """Of all commands; the steps of `data`, which load numpy, are filled in for that command alone."""
-    parser = argparse.ArgumentParser(prog="moe-exp", description="Mixture-of-Experts training on Megatron-Core")
+    parser = argparse.ArgumentParser(
+        prog="moe-exp", description="Mixture-of-Experts training on Megatron-Core"
+    )
     parser.add_argument("--version", action="version", version=f"moe-exp {_version()}")
     commands = parser.add_subparsers(dest="command", metavar="command")
     for name in COMMANDS:

@@ -1,7 +1,8 @@
 """Training: build, the loop, one step. Started by torchrun, one process per rank; read it from the top.
 
-`torchrun --nproc-per-node 2 -m moe_exp.train --num-experts 16` trains with the settings of `moe_exp.config`, from the
-environment and the flags; `moe-exp train` and `run_moe_from_scratch.sh` check them first and call torchrun themselves.
+`torchrun --nproc-per-node 2 -m moe_exp.train --num-experts 16` trains with the settings of `moe_exp.config`,
+from the environment and the flags; `moe-exp train` and `run_moe_from_scratch.sh` check them first and call
+torchrun themselves.
 """
 
 import argparse
@@ -92,15 +93,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         except GuardEnd as end:
             faults.end_job(end.lines, end.code)
     if code == FAILED and not tell_launcher(code):
-        sys.exit(code)  # torchrun takes every other code than 0 for a failure, so that without our launcher a stopped run ends with 0
+        # torchrun takes every other code than 0 for a failure, so that without our launcher a stopped run
+        # ends with 0
+        sys.exit(code)
 
 
 def run(config: Config, stop: faults.StopSignal) -> int:
-    """Builds the job, resumes where the run folder stands, trains, and leaves the results behind; returns the job's exit code."""
+    """Builds the job, resumes where the run folder stands, trains, and leaves the results behind; returns the
+    job's exit code.
+    """
     heartbeat.start()
     rank = runtime.start(config)
     job, progress = build(config, rank)
-    # Rank 0's alone; where it cannot be opened, all ranks end, and none of them waits for a rank that has gone.
+    # Rank 0's alone; where it cannot be opened, all ranks end, and none of them waits for a rank that has
+    # gone.
     opened = on_first_rank(lambda: Metrics(config, job.folder, progress.iteration))
     if opened is None:
         status, code = train(job, progress, None, stop)
@@ -108,16 +114,23 @@ def run(config: Config, stop: faults.StopSignal) -> int:
         start = time.monotonic()
         with opened as metrics:
             logger.info("run folder: %s", job.folder.path)
-            logger.info("training data: %s", config.train_data or "the embedded corpus, text of Python's standard library (PSF-2.0)")
+            logger.info(
+                "training data: %s",
+                config.train_data or "the embedded corpus, text of Python's standard library (PSF-2.0)",
+            )
             logger.info("%s", startup_report(config))
             for part, (name, reason) in backends_of(config, rank.device.type).items():
                 logger.info("%s: %s (%s)", part, name, reason)
             for damage in job.source.damages if job.source else ():
                 metrics.event("damaged_checkpoint", progress.iteration, reason=damage)
             if job.changes:
-                metrics.event("other_data", progress.iteration, changes=[str(change) for change in job.changes])
+                metrics.event(
+                    "other_data", progress.iteration, changes=[str(change) for change in job.changes]
+                )
             status, code = train(job, progress, metrics, stop)
-            metrics.event("end", progress.iteration, status=status, wall_seconds=round(time.monotonic() - start, 3))
+            metrics.event(
+                "end", progress.iteration, status=status, wall_seconds=round(time.monotonic() - start, 3)
+            )
     if isinstance(job.train_stream, ReadAhead):
         job.train_stream.close()
     tell_launcher(code)  # before the ranks part, which may fail
@@ -167,7 +180,9 @@ def connect(model: list[DistributedDataParallel], trained: Trained) -> None:
 
 
 def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.StopSignal) -> tuple[str, int]:
-    """Trains until TRAIN_ITERS or a reason to stop; returns `finished` or `stopped`, and the exit code. `metrics` on rank 0 only."""
+    """Trains until TRAIN_ITERS or a reason to stop; returns `finished` or `stopped`, and the exit code.
+    `metrics` on rank 0 only.
+    """
     config = job.config
     interval = Interval(config, job.runtime, job.trained.model)
     saver = Saver(config, job.runtime, job.folder.checkpoints, loaded=own_source(job.source, job.folder))
@@ -175,10 +190,15 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
     check_replicas(config, job.runtime, job.trained, progress, metrics)
     guard = LossGuard(config, job.runtime, job.folder, job.trained, job.train_stream, progress, metrics)
     exit_file = job.folder.exit_file if job.runtime.is_first else None
-    rules = faults.StopRules(stop, exit_file, exit_minutes=config.exit_duration, exit_interval=config.exit_interval)
+    rules = faults.StopRules(
+        stop, exit_file, exit_minutes=config.exit_duration, exit_interval=config.exit_interval
+    )
     recorder = Recorder(config, job.runtime, job.folder)
     while progress.iteration < config.train_iters:
-        is_logged = _is_multiple(progress.iteration + 1, config.log_interval) or progress.iteration + 1 == config.train_iters
+        is_logged = (
+            _is_multiple(progress.iteration + 1, config.log_interval)
+            or progress.iteration + 1 == config.train_iters
+        )
         trace_calls(config, job.folder, job.runtime.rank, progress.iteration + 1)
         recorder.begin(progress.iteration + 1)
         step = train_step(job, progress, interval, count_zeros=is_logged)
@@ -199,7 +219,9 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
         is_last = bool(end.stop) or progress.iteration == config.train_iters
         heartbeat.enter("end" if is_last else "end_of_iteration")
         if end.stop and metrics is not None and progress.iteration < config.train_iters:
-            logger.info("the run ends after iteration %d: %s", progress.iteration, faults.stop_in_words(end.stop))
+            logger.info(
+                "the run ends after iteration %d: %s", progress.iteration, faults.stop_in_words(end.stop)
+            )
             metrics.event("stop", progress.iteration, reason=end.stop)
         if saves.is_pending and not end.is_writing:
             interval.pause(saves.finish(), phase="checkpoint")
@@ -261,7 +283,15 @@ def train_step(job: Job, progress: Progress, interval: Interval, *, count_zeros:
     interval.add(losses, num_microbatches=num_microbatches, batch_size=batch_size, skipped=not updated)
     if updated:
         job.trained.scheduler.step(increment=batch_size)
-    return Step(first_sample, batch_size, num_microbatches, losses, bool(updated), _number(grad_norm), _number(num_zeros))
+    return Step(
+        first_sample,
+        batch_size,
+        num_microbatches,
+        losses,
+        bool(updated),
+        _number(grad_norm),
+        _number(num_zeros),
+    )
 
 
 def tell_all_ranks(job: Job, step: Step, stop: str, *, is_writing: bool) -> IterationEnd:
@@ -285,7 +315,9 @@ def forward_backward(
     forward_only: bool = False,
     timers: PhaseTimers | None = None,
 ) -> list[Tensor]:
-    """Runs Megatron's schedule over `num_microbatches`; the losses of the micro-batches on the last pipeline stage, else []."""
+    """Runs Megatron's schedule over `num_microbatches`; the losses of the micro-batches on the last pipeline
+    stage, else [].
+    """
     config, model = job.config, job.trained.model
     heartbeat.enter("data")
     with timed(timers, "data"):
@@ -305,31 +337,40 @@ def forward_backward(
 
 
 def _microbatch(job: Job, stream: Samples, first_sample: int, index: int) -> dict[str, Tensor]:
-    """Micro-batch `index` of this data parallel rank: MBSZ samples in a row, so the set of micro-batches is the same at any DP."""
+    """Micro-batch `index` of this data parallel rank: MBSZ samples in a row, so the set of micro-batches is
+    the same at any DP.
+    """
     config, groups = job.config, job.runtime.groups
-    first = microbatch_start(first_sample, index, mbsz=config.mbsz, dp_rank=groups.dp.rank(), dp_size=groups.dp.size())
+    first = microbatch_start(
+        first_sample, index, mbsz=config.mbsz, dp_rank=groups.dp.rank(), dp_size=groups.dp.size()
+    )
     tokens = read_tokens(stream, first, config.mbsz, vocab_size=config.vocab_size)
     batch = split_batch(tokens.to(job.runtime.device, non_blocking=True))
     return context_part(batch, cp_rank=groups.cp.rank(), cp_size=groups.cp.size())
 
 
 def forward_step(data_iterator: Any, model: Any, *, cp_size: int) -> tuple[Tensor, Any]:
-    """Called by Megatron's schedule for one micro-batch on one stage: the output, and how to make a loss of it."""
+    """Called by Megatron's schedule for one micro-batch on one stage: the output, and how to make a loss of
+    it.
+    """
     batch = next(data_iterator)
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
     return output, partial(lm_loss, batch["loss_mask"], cp_size)
 
 
 def lm_loss(loss_mask: Tensor, cp_size: int, losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """This rank's share of a micro-batch's mean cross entropy; the context parallel ranks' shares add up to it.
+    """This rank's share of a micro-batch's mean cross entropy; the context parallel ranks' shares add up to
+    it.
 
     Args:
         loss_mask: [B, S], 1 where a token counts.
-        cp_size: context parallel size C. Megatron multiplies the loss by C and averages gradients over DP*C ranks.
+        cp_size: context parallel size C. Megatron multiplies the loss by C and averages gradients over DP*C
+            ranks.
         losses: cross entropy per token, nats, [B, S].
     """
     loss = (losses.float() * loss_mask).sum() / (loss_mask.sum() * cp_size)
-    # Times 1, or NaN where it is not finite: gradients of an infinite loss may be finite, and it is by them that all ranks hear of it.
+    # Times 1, or NaN where it is not finite: gradients of an infinite loss may be finite, and it is by them
+    # that all ranks hear of it.
     return loss * (1 + 0 * loss.detach()), {"lm_loss": loss.detach().clone()}
 
 
@@ -348,7 +389,9 @@ def validate(job: Job, progress: Progress, metrics: Metrics | None) -> tuple[flo
         chunk.eval()
     with parameters_in_sync(job.trained.model):
         for index in range(config.eval_iters):
-            losses = forward_backward(job, job.valid_stream, index * config.gbsz, config.num_microbatches, forward_only=True)
+            losses = forward_backward(
+                job, job.valid_stream, index * config.gbsz, config.num_microbatches, forward_only=True
+            )
             if losses and job.runtime.groups.tp.rank() == 0:
                 total += torch.stack(losses).double().sum()
     for chunk in job.trained.model:

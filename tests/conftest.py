@@ -20,7 +20,9 @@ COMPARED = ("torch", "megatron-core", "transformers")
 
 
 def pytest_configure() -> None:
-    """Tests press Ctrl-C. A shell has what it starts with `&` ignore it, and so would all that the tests start."""
+    """Tests press Ctrl-C. A shell has what it starts with `&` ignore it, and so would all that the tests
+    start.
+    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -5,8 +5,9 @@
 #   bash tests/run.sh --all                 # everything
 #   bash tests/run.sh -k router tests/      # other arguments go to pytest
 #
-# Three files of tests run at a time (pytest's -n 3): most tests wait for processes that they started. -n 0 for one.
-# Makes .venv when no environment with the dev packages is active. Every step runs; the exit code is 1 if one failed.
+# Three files of tests run at a time (pytest's -n 3): most tests wait for processes that they started. -n 0
+# for one. Makes .venv when no environment with the dev packages is active. Every step runs; the exit code is
+# 1 if one failed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -36,7 +37,8 @@ step() {
 step "style" ruff check .
 step "format" ruff format --check .
 step "types" mypy
-step "tests" pytest -n 3 --dist loadfile --timeout=600 --durations=10 ${select[@]+"${select[@]}"} ${arguments[@]+"${arguments[@]}"}
+step "tests" pytest -n 3 --dist loadfile --timeout=600 --durations=10 \
+    ${select[@]+"${select[@]}"} ${arguments[@]+"${arguments[@]}"}
 
 if [ "${#failed[@]}" -gt 0 ]; then
     (IFS=, && echo "FAILED: ${failed[*]}")

@@ -1,10 +1,12 @@
-"""The all-to-all that carries tokens, as the job's ranks run it: correct for even, uneven and empty splits, and how fast.
+"""The all-to-all that carries tokens, as the job's ranks run it: correct for even, uneven and empty splits,
+and how fast.
 
-    torchrun --nproc_per_node=2 tests/test_all_to_all.py              # seconds; NCCL where every rank has a GPU, else gloo
+    # seconds; NCCL where every rank has a GPU, else gloo
+    torchrun --nproc_per_node=2 tests/test_all_to_all.py
     torchrun --nproc_per_node=8 tests/test_all_to_all.py --max-mb 256 # larger messages
 
-Ends with 1 if a result or a gradient differs from the reference, in which every rank gathers everything. Under pytest it
-starts torchrun itself.
+Ends with 1 if a result or a gradient differs from the reference, in which every rank gathers everything.
+Under pytest it starts torchrun itself.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ def gathered(rows: list[Tensor], route: Route, rank: int) -> Tensor:
 
 
 def mismatches(route: Route, device: torch.device) -> list[str]:
-    """What is wrong with the exchange of this route on this rank. Never returns early: the other ranks would wait for ever."""
+    """What is wrong with the exchange of this route on this rank. Never returns early: the other ranks would
+    wait for ever.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     back = [list(column) for column in zip(*route, strict=True)]
     x = rows_of(rank, route, device, seed=1).requires_grad_()
@@ -65,7 +69,11 @@ def mismatches(route: Route, device: torch.device) -> list[str]:
         "rows": (y, gathered([rows_of(r, route, device, seed=1) for r in range(ranks)], route, rank)),
         "gradient": (x.grad, gathered([rows_of(r, back, device, seed=2) for r in range(ranks)], back, rank)),
     }
-    return [name for name, (value, reference) in expected.items() if value is None or not torch.equal(value, reference)]
+    return [
+        name
+        for name, (value, reference) in expected.items()
+        if value is None or not torch.equal(value, reference)
+    ]
 
 
 def check(route: Route, device: torch.device) -> list[str]:
@@ -94,7 +102,9 @@ def seconds(rows: int, device: torch.device, repeats: int = 10) -> float:
 
 
 def speed_table(device: torch.device, max_bytes: int) -> list[str]:
-    """Lines with the bytes that a rank sends to all others, and GB/s of that; bytes that stay on the rank do not count."""
+    """Lines with the bytes that a rank sends to all others, and GB/s of that; bytes that stay on the rank do
+    not count.
+    """
     others = dist.get_world_size() - 1
     lines = [f"{'bytes sent':>14} {'time ms':>9} {'GB/s':>7}"]
     rows = 4
@@ -135,7 +145,12 @@ def run(max_bytes: int) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--max-mb", type=float, default=16, help="largest message that the table measures, in MB sent per rank")
+    parser.add_argument(
+        "--max-mb",
+        type=float,
+        default=16,
+        help="largest message that the table measures, in MB sent per rank",
+    )
     arguments = parser.parse_args()
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         parser.error("run it by torchrun: torchrun --nproc_per_node=2 tests/test_all_to_all.py")
@@ -146,14 +161,24 @@ def main() -> int:
 
 
 def torchrun(ranks: int, *, script: Path = Path(__file__)) -> tuple[int, str, str]:
-    """The command as people type it, in an environment that another job has left its variables in: exit code, stdout, stderr."""
+    """The command as people type it, in an environment that another job has left its variables in: exit code,
+    stdout, stderr.
+    """
     stray = {"LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "23458"}
     # A free port: 29500 may be another test's. OMP_NUM_THREADS keeps torchrun from warning that it sets it.
-    command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=localhost:0",
+    ]
     command += [f"--nproc-per-node={ranks}", str(script), "--max-mb=1"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **stray}
     environment.pop("PYTHONPATH", None)
-    with subprocess.Popen(command, env=environment, cwd="/", stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, env=environment, cwd="/", stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         try:
             out, err = process.communicate(timeout=110)
         finally:
@@ -167,7 +192,9 @@ def test_under_torchrun(ranks):
     assert code == 0, err
     lines = out.splitlines()
     assert lines[0].startswith(f"all-to-all over {ranks} ranks, ")
-    assert [line[2:16].strip() for line in lines if line.endswith("forward and gradient equal")] == list(routes(ranks))
+    assert [line[2:16].strip() for line in lines if line.endswith("forward and gradient equal")] == list(
+        routes(ranks)
+    )
     header = lines.index(f"{'bytes sent':>14} {'time ms':>9} {'GB/s':>7}")
     table = [line.replace(",", "").split() for line in lines[header + 1 :]]
     assert [int(row[0]) for row in table] == [size * (ranks - 1) for size in (4096, 32768, 262144)]

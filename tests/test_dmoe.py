@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node=2 tests/test_dmoe.py      # or 4, or 8; NCCL with GPUs, else gloo; a few seconds
 
-Compared are outputs, gradients, and the weights after one step of SGD, in fp32; the exit code is 1 where one differs.
-pytest runs it, too.
+Compared are outputs, gradients, and the weights after one step of SGD, in fp32; the exit code is 1 where one
+differs. pytest runs it, too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from helpers.relative_error import relative_error
-from helpers.under_torchrun import leave, on_first_rank, torchrun, torchrun_job  # before moe_exp: it may have to put it on the path
+
+# before moe_exp: it may have to put it on the path
+from helpers.under_torchrun import leave, on_first_rank, torchrun, torchrun_job
 from moe_exp.layers.dispatcher import AllToAllDispatcher, LocalDispatcher
 from moe_exp.layers.experts import Experts
 from moe_exp.layers.losses import AuxLoss
@@ -93,15 +95,25 @@ def our_layer(weights: Tensors, *, topk: int, spread: bool, device: torch.device
         router.weight.copy_(weights["router"])
         experts.weight1.copy_(weights["weight1"].chunk(ranks)[rank])
         experts.weight2.copy_(weights["weight2"].chunk(ranks)[rank])
-    dispatcher = AllToAllDispatcher(EXPERTS, ep_group=group, etp_group=None) if spread else LocalDispatcher(EXPERTS)
+    dispatcher = (
+        AllToAllDispatcher(EXPERTS, ep_group=group, etp_group=None) if spread else LocalDispatcher(EXPERTS)
+    )
     settings = MoESettings(losses=(AuxLoss("aux_loss", AUX),), z_loss_coeff=Z)
-    return MoELayer(router=router, dispatcher=dispatcher, experts=experts, settings=settings, microbatch_group=group)
+    return MoELayer(
+        router=router, dispatcher=dispatcher, experts=experts, settings=settings, microbatch_group=group
+    )
 
 
 def step(
-    forward: Forward, weights: Tensors, x_TD: Tensor, target_TD: Tensor, after_backward: Callable[[], object] | None = None
+    forward: Forward,
+    weights: Tensors,
+    x_TD: Tensor,
+    target_TD: Tensor,
+    after_backward: Callable[[], object] | None = None,
 ) -> Tensors:
-    """Output, gradients, and the weights and the output after one step of SGD on a squared error summed over the tokens."""
+    """Output, gradients, and the weights and the output after one step of SGD on a squared error summed over
+    the tokens.
+    """
     x_TD = x_TD.clone().requires_grad_()
     y_TD, loss = forward(x_TD)
     ((y_TD - target_TD).square().sum() / HIDDEN + loss).backward()
@@ -117,9 +129,16 @@ def step(
 
 
 def run_layer(layer: MoELayer, x_TD: Tensor, target_TD: Tensor) -> Tensors:
-    weights = {"router": layer.router.weight, "weight1": layer.experts.weight1, "weight2": layer.experts.weight2}
-    # The router is on every rank, each with the gradient of its own tokens. An expert's rank has seen all of its tokens.
-    reduce = (lambda: dist.all_reduce(layer.router.weight.grad)) if layer.microbatch_group is not None else None
+    weights = {
+        "router": layer.router.weight,
+        "weight1": layer.experts.weight1,
+        "weight2": layer.experts.weight2,
+    }
+    # The router is on every rank, each with the gradient of its own tokens. An expert's rank has seen all of
+    # its tokens.
+    reduce = (
+        (lambda: dist.all_reduce(layer.router.weight.grad)) if layer.microbatch_group is not None else None
+    )
     return step(layer, weights, x_TD, target_TD, reduce)
 
 
@@ -140,10 +159,17 @@ def compare(case: Case, device: torch.device) -> dict[str, tuple[float, float]]:
     x_TD, target_TD = (tensor.to(device) for tensor in batch(case.num_tokens * dist.get_world_size()))
     weights = {name: weight.to(device) for name, weight in initial_weights(case.pull).items()}
     mine = [of_this_rank("tokens", tensor) for tensor in (x_TD, target_TD)]
-    spread, alone = (our_layer(weights, topk=case.topk, spread=spread, device=device) for spread in (True, False))
+    spread, alone = (
+        our_layer(weights, topk=case.topk, spread=spread, device=device) for spread in (True, False)
+    )
     found = run_layer(spread, *mine)
     references = run_layer(alone, x_TD, target_TD), run_plain_torch(weights, case.topk, x_TD, target_TD)
-    errors = torch.tensor([[relative_error(found[name], of_this_rank(name, whole[name])) for whole in references] for name in found])
+    errors = torch.tensor(
+        [
+            [relative_error(found[name], of_this_rank(name, whole[name])) for whole in references]
+            for name in found
+        ]
+    )
     errors = errors.to(device)
     dist.all_reduce(errors, op=dist.ReduceOp.MAX)
     return {name: (one_rank, plain) for name, (one_rank, plain) in zip(found, errors.tolist(), strict=True)}
@@ -162,10 +188,16 @@ def main() -> int:
     ranks = int(os.environ["WORLD_SIZE"])
     if EXPERTS % ranks:
         if os.environ["RANK"] == "0":
-            print(f"nproc_per_node={ranks}: does not divide the {EXPERTS} experts of this test. Fix: use 1, 2, 4 or 8.")
+            print(
+                f"nproc_per_node={ranks}: does not divide the {EXPERTS} experts of this test. Fix: use 1, 2,"
+                " 4 or 8."
+            )
         return 1
     with torchrun_job() as device:
-        on_first_rank(f"dropless, EP={ranks}, {dist.get_backend()}, fp32, torch {torch.__version__}; relative errors, limit {LIMIT:g}")
+        on_first_rank(
+            f"dropless, EP={ranks}, {dist.get_backend()}, fp32, torch {torch.__version__}; relative errors,"
+            f" limit {LIMIT:g}"
+        )
         worst = 0.0
         for name, case in CASES.items():
             errors = compare(case, device)
@@ -192,19 +224,27 @@ def test_number_of_ranks_that_does_not_divide_the_experts(monkeypatch, capsys):
         monkeypatch.setenv("RANK", str(rank))
         assert main() == 1
         printed.append(capsys.readouterr().out)
-    assert printed == ["nproc_per_node=3: does not divide the 8 experts of this test. Fix: use 1, 2, 4 or 8.\n", "", ""]
+    assert printed == [
+        "nproc_per_node=3: does not divide the 8 experts of this test. Fix: use 1, 2, 4 or 8.\n",
+        "",
+        "",
+    ]
 
 
 def test_cases_route_as_they_say():
     for title, case in CASES.items():
-        layer = our_layer(initial_weights(case.pull), topk=case.topk, spread=False, device=torch.device("cpu"))
+        layer = our_layer(
+            initial_weights(case.pull), topk=case.topk, spread=False, device=torch.device("cpu")
+        )
         tokens_per_expert = layer.route(batch(4 * case.num_tokens)[0]).tokens_per_expert_E
         assert (tokens_per_expert.count_nonzero() == 1) == (title == "all to one expert")
         assert (tokens_per_expert[0] > 0.9 * 4 * case.num_tokens) == (case.pull > 0)
 
 
 def test_table_marks_what_differs():
-    lines = table("a case", {"output": (1e-7, 2e-5), "gradient of x": (float("inf"), 0.0), "router": (1e-7, 0.0)}).splitlines()
+    lines = table(
+        "a case", {"output": (1e-7, 2e-5), "gradient of x": (float("inf"), 0.0), "router": (1e-7, 0.0)}
+    ).splitlines()
     assert ["DIFFERS" in line for line in lines] == [False, True, True, False]
 
 

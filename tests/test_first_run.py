@@ -41,7 +41,9 @@ NUMBERS = re.compile(r"(?<![\w.])\d+(?:\.\d+)?")
 def first_run(session_runs: Runs) -> EndedRun:
     """PRESET=cpu as it is, only shorter."""
     short = {"TRAIN_ITERS": 40, "LOG_INTERVAL": 4, "EVAL_INTERVAL": 20, "EVAL_ITERS": 2, "SAVE_INTERVAL": 20}
-    return session_runs.succeed("first", tiny=False, PRESET="cpu", WANDB_API_KEY=SECRET, HF_TOKEN=SECRET, **short)
+    return session_runs.succeed(
+        "first", tiny=False, PRESET="cpu", WANDB_API_KEY=SECRET, HF_TOKEN=SECRET, **short
+    )
 
 
 def test_loss_falls(first_run):
@@ -56,13 +58,18 @@ def test_loss_falls(first_run):
 def test_run_folder_has_what_the_design_lists(first_run):
     folder = first_run.folder
     assert sorted(path.name for path in folder.path.iterdir()) == [
-        ".lock", "checkpoints", "config.yaml", "loss_curve.png", "metrics.jsonl", "provenance.json", "summary.json", "tensorboard",
-        "train.log",
+        ".lock", "checkpoints", "config.yaml", "loss_curve.png", "metrics.jsonl", "provenance.json",
+        "summary.json", "tensorboard", "train.log",
     ]  # fmt: skip
     checkpoints = sorted(path.name for path in folder.checkpoints.iterdir())
     assert checkpoints == ["iter_0000020", "iter_0000040", "latest_checkpointed_iteration.txt"]
     settings = yaml.safe_load(folder.config.read_text())
-    assert (settings["preset"], settings["train_iters"], settings["num_experts"], settings["vpp"]) == ("cpu", 40, 8, None)
+    assert (settings["preset"], settings["train_iters"], settings["num_experts"], settings["vpp"]) == (
+        "cpu",
+        40,
+        8,
+        None,
+    )
     (start,) = json.loads(folder.provenance.read_text())["starts"]
     assert {"time", "command", "host", "platform", "versions", "commit"} <= set(start)
     assert {"torch", "megatron-core", "numpy"} <= set(start["versions"])
@@ -90,13 +97,23 @@ def test_log_has_megatrons_line(first_run):
         for line, record in zip(lines, records, strict=True):
             assert int(line["train_iters"]) == 40
             for key in line.keys() - {"time", "train_iters"}:
-                digits = 1e-6 if "E" in line[key] else 10 ** -len(line[key].partition(".")[2]) if "." in line[key] else 0
-                assert float(line[key]) == pytest.approx(record[key], rel=1e-6 if "E" in line[key] else 0, abs=digits), key
+                digits = (
+                    1e-6
+                    if "E" in line[key]
+                    else 10 ** -len(line[key].partition(".")[2])
+                    if "." in line[key]
+                    else 0
+                )
+                assert float(line[key]) == pytest.approx(
+                    record[key], rel=1e-6 if "E" in line[key] else 0, abs=digits
+                ), key
 
 
 def test_validation_lines(first_run):
     for record in first_run.records("valid"):
-        line = f" validation loss at iteration {record['iteration']} | lm loss value: {record['lm_loss']:.6E} | "
+        line = (
+            f" validation loss at iteration {record['iteration']} | lm loss value: {record['lm_loss']:.6E} | "
+        )
         assert line + f"lm loss PPL: {math.exp(record['lm_loss']):.6E} | " in first_run.stdout
         assert set(record) == {"kind", *VALID_KEYS}
     assert [record["iteration"] for record in first_run.records("valid")] == [20, 40]
@@ -107,19 +124,28 @@ def test_metrics_have_every_key(first_run):
     assert [record["iteration"] for record in records] == list(range(4, 41, 4))
     for record in records:
         assert set(record) == {"kind", *TRAIN_KEYS}
-        assert [name for name, value in record.items() if value is None] == ["memory_allocated_bytes", "timers"]
+        assert [name for name, value in record.items() if value is None] == [
+            "memory_allocated_bytes",
+            "timers",
+        ]
         assert record["consumed_samples"] == record["iteration"] * 16
         assert record["consumed_tokens"] == record["iteration"] * 16 * 256
         assert [layer["layer"] for layer in record["experts"]] == [1, 2, 3, 4]
         for layer in record["experts"]:
             assert sum(layer["tokens_per_expert"]) == 4 * 16 * 256  # LOG_INTERVAL * GBSZ * SEQ_LEN * TOPK
-            assert layer["max_over_mean"] == max(layer["tokens_per_expert"]) / statistics.mean(layer["tokens_per_expert"])
+            assert layer["max_over_mean"] == max(layer["tokens_per_expert"]) / statistics.mean(
+                layer["tokens_per_expert"]
+            )
             assert 0 < layer["router_entropy"] <= math.log(8)
 
 
 def test_start_says_the_true_counts(first_run):
     start = first_run.stdout.partition("] iteration ")[0]
-    for text in ("Total number of parameters in billions: 0.00 (", "weight and optimizer=", "Floating-point operations per iteration: "):
+    for text in (
+        "Total number of parameters in billions: 0.00 (",
+        "weight and optimizer=",
+        "Floating-point operations per iteration: ",
+    ):
         assert text in start
 
 
@@ -137,7 +163,9 @@ def test_bf16_with_ramped_up_batch(runs):
     assert sizes == sorted(sizes)
     assert 6 in sizes
     assert run.curve("consumed_samples") == [sum(sizes[: index + 1]) for index in range(8)]
-    assert [sum(experts[0]["tokens_per_expert"]) for experts in run.curve("experts")] == [size * 64 * 2 for size in sizes]
+    assert [sum(experts[0]["tokens_per_expert"]) for experts in run.curve("experts")] == [
+        size * 64 * 2 for size in sizes
+    ]
     assert run.curve("lm_loss") == pytest.approx([8.3] * 8, abs=0.1)
     assert run.curve("loss_scale") == [1.0] * 8
     assert set(run.curve("nan_iterations") + run.curve("skipped_iterations")) == {0}
@@ -145,7 +173,9 @@ def test_bf16_with_ramped_up_batch(runs):
 
 @pytest.mark.slow
 def test_fp16_ends_before_its_first_step(runs):
-    """fp16 skips steps until it has found its loss scale; the checkpoint at the end holds an optimizer that has not stepped."""
+    """fp16 skips steps until it has found its loss scale; the checkpoint at the end holds an optimizer that
+    has not stepped.
+    """
     run = runs.succeed("half", GPUS_PER_NODE=2, EP=2, DTYPE="fp16", TRAIN_ITERS=2)
     assert run.curve("lm_loss") == pytest.approx([8.32, 8.32], abs=0.05)
     assert run.curve("skipped_iterations") == [1, 1]
@@ -165,15 +195,18 @@ def test_fp16_finds_its_loss_scale_and_learns(runs):
 @pytest.mark.parametrize("settings", [{}, {"USE_MOE": False}], ids=["moe", "dense"])
 def test_recompute_changes_nothing(settings, runs):
     settings = {"TRAIN_ITERS": 4, "WARMUP_ITERS": 1, "DROPOUT": 0.1, "ATTENTION_DROPOUT": 0.1, **settings}
-    plain, *others = (runs.succeed(name, RECOMPUTE=name, **settings) for name in ("none", "full", "selective"))
+    plain, *others = (
+        runs.succeed(name, RECOMPUTE=name, **settings) for name in ("none", "full", "selective")
+    )
     for other in others:
         for name in ("lm_loss", "grad_norm", "z_loss", "experts"):
             assert other.curve(name) == plain.curve(name), name
 
 
 FEATURES = {
-    "SHARED_EXPERT_SIZE": 32, "FIRST_K_DENSE": 2, "ROUTER_SCORE": "sigmoid", "ROUTER_BIAS_UPDATE_RATE": 0.05, "QK_NORM": True,
-    "TIE_EMBEDDINGS": True, "LR_DECAY_STYLE": "WSD", "WSD_DECAY_ITERS": 5, "NUM_QUERY_GROUPS": 4, "EXPERT_BACKEND": "loop",
+    "SHARED_EXPERT_SIZE": 32, "FIRST_K_DENSE": 2, "ROUTER_SCORE": "sigmoid", "ROUTER_BIAS_UPDATE_RATE": 0.05,
+    "QK_NORM": True, "TIE_EMBEDDINGS": True, "LR_DECAY_STYLE": "WSD", "WSD_DECAY_ITERS": 5,
+    "NUM_QUERY_GROUPS": 4, "EXPERT_BACKEND": "loop",
 }  # fmt: skip
 
 
@@ -186,7 +219,10 @@ def test_features_train_together_and_alike_on_two_stages(runs):
     assert two.curve("grad_norm") == pytest.approx(one.curve("grad_norm"), rel=1e-4)
     assert two.curve("params_norm") == pytest.approx(one.curve("params_norm"), rel=1e-6)
     assert [[layer["layer"] for layer in experts] for experts in one.curve("experts")] == [[3, 4]] * 20
-    counts = [[[layer["tokens_per_expert"] for layer in experts] for experts in run.curve("experts")] for run in (one, two)]
+    counts = [
+        [[layer["tokens_per_expert"] for layer in experts] for experts in run.curve("experts")]
+        for run in (one, two)
+    ]
     assert counts[0] == counts[1]
     # Warm-up to the peak in 10 iterations, constant, and the last 5 of DECAY_ITERS down to MIN_LR.
     rates = one.curve("learning_rate")
@@ -198,9 +234,12 @@ def test_features_train_together_and_alike_on_two_stages(runs):
 def test_expert_bias_balances(runs):
     """Without the loss that balances, the bias alone has to bring the busiest expert down."""
     settings = {"ROUTER_SCORE": "sigmoid", "AUX_LOSS_TYPE": "none", "TRAIN_ITERS": 30}
-    left, biased = (runs.succeed(f"rate_{rate}", ROUTER_BIAS_UPDATE_RATE=rate, **settings) for rate in (0, 0.01))
+    left, biased = (
+        runs.succeed(f"rate_{rate}", ROUTER_BIAS_UPDATE_RATE=rate, **settings) for rate in (0, 0.01)
+    )
     worst = [
-        statistics.mean(layer["max_over_mean"] for experts in run.curve("experts")[-5:] for layer in experts) for run in (left, biased)
+        statistics.mean(layer["max_over_mean"] for experts in run.curve("experts")[-5:] for layer in experts)
+        for run in (left, biased)
     ]
     assert worst[1] < worst[0] - 0.3
 

@@ -1,4 +1,6 @@
-"""The layout of docs/architecture.md, read from the source: who imports whom, at module level and inside functions, and how files lie."""
+"""The layout of docs/architecture.md, read from the source: who imports whom, at module level and inside
+functions, and how files lie.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +38,25 @@ ALLOWED: dict[str, set[str]] = {
     "inference": {*LOW, "layers", "data", "engine", "checkpoint"},
     "studies": {*FILES, "data", "report", "launch"},
     "train": {*FILES, "data", "engine", "checkpoint", "watch", "training"},
-    "commands": {*FILES, "data", "engine", "checkpoint", "watch", "report", "training", "launch", "inference", "studies"},
+    "commands": {
+        *FILES,
+        "data",
+        "engine",
+        "checkpoint",
+        "watch",
+        "report",
+        "training",
+        "launch",
+        "inference",
+        "studies",
+    },
     "cli": {"commands"},
     "scripts": {"commands"},
     "__main__": {"cli"},
 }
 FACES = {"__init__": {"host"}, "megatron_cpu": {"host"}}  # the import hook of the package, and its old path
-NEVER_IMPORTED = {"moe_exp.launch.agent", "moe_exp.launch.preflight.rank", "moe_exp.train"}  # programs that torchrun or a launcher starts
+# programs that torchrun or a launcher starts
+NEVER_IMPORTED = {"moe_exp.launch.agent", "moe_exp.launch.preflight.rank", "moe_exp.train"}
 
 # Inside layers/: a file or folder imports only what stands above it.
 LAYERS = [
@@ -56,16 +70,27 @@ LAYERS = [
     {"megatron"},
     {"spec"},
 ]
-APART = ("watch/hangs", "watch/nodes", "watch/watchdog", "watch/storage.py")  # they import nothing from each other
+# they import nothing from each other
+APART = ("watch/hangs", "watch/nodes", "watch/watchdog", "watch/storage.py")
 
 HEAVY = {"torch", "megatron"}
 # Files or folders that may import torch, or megatron, even inside a function; no others do.
 TORCH = (
-    "host/gloo.py", "host/megatron_cpu.py", "layers", "data/samples", "engine", "checkpoint", "training", "train.py", "inference",
-    "launch/agent.py", "launch/rendezvous.py", "launch/preflight/device_checks.py", "launch/preflight/link_checks.py",
-    "launch/preflight/rank.py", "watch/hangs/heartbeat.py", "commands/doctor.py",
+    "host/gloo.py", "host/megatron_cpu.py", "layers", "data/samples", "engine", "checkpoint", "training",
+    "train.py", "inference", "launch/agent.py", "launch/rendezvous.py", "launch/preflight/device_checks.py",
+    "launch/preflight/link_checks.py", "launch/preflight/rank.py", "watch/hangs/heartbeat.py",
+    "commands/doctor.py",
 )  # fmt: skip
-MEGATRON = ("layers/megatron", "layers/spec.py", "data/samples", "engine", "checkpoint", "training", "train.py", "inference")
+MEGATRON = (
+    "layers/megatron",
+    "layers/spec.py",
+    "data/samples",
+    "engine",
+    "checkpoint",
+    "training",
+    "train.py",
+    "inference",
+)
 OPTIONAL = [
     "transformer_engine",
     "apex",
@@ -104,7 +129,10 @@ def imports(path: Path) -> dict[str, bool]:
                 names = [f"{child.module}.{alias.name}" for alias in child.names]
             for name in names:
                 found[name] = found.get(name, False) or at_import
-            visit(child, at_import and not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)))
+            visit(
+                child,
+                at_import and not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)),
+            )
 
     visit(ast.parse(path.read_text()), True)
     return found
@@ -140,7 +168,11 @@ def modules() -> dict[str, Path]:
 def internal(path: Path) -> set[str]:
     """Modules of the package that a file imports."""
     own = module_name(path)
-    named = {name if name in modules() else name.rpartition(".")[0] for name in imports(path) if name.startswith("moe_exp.")}
+    named = {
+        name if name in modules() else name.rpartition(".")[0]
+        for name in imports(path)
+        if name.startswith("moe_exp.")
+    }
     return (named & set(modules())) - {own}
 
 
@@ -169,7 +201,8 @@ def test_every_place_imports_what_the_table_says_and_no_more():
 
 def test_no_module_imports_itself_over_others():
     graph = {name: internal(path) for name, path in modules().items()}
-    assert len(list(TopologicalSorter(graph).static_order())) == len(graph)  # raises CycleError with the modules of a cycle
+    # raises CycleError with the modules of a cycle
+    assert len(list(TopologicalSorter(graph).static_order())) == len(graph)
 
 
 @pytest.mark.parametrize("path", files(), ids=name_of)
@@ -179,10 +212,15 @@ def test_import_rule(path):
         assert "torch" not in external(path)
     if not lies_in(path, MEGATRON):
         assert "megatron" not in external(path)
-    if place(path) in ("commands", "watch", "launch") and path.name not in ("agent.py", "rendezvous.py") and "preflight" not in path.parts:
+    if (
+        place(path) in ("commands", "watch", "launch")
+        and path.name not in ("agent.py", "rendezvous.py")
+        and "preflight" not in path.parts
+    ):
         assert not external(path, at_import=True) & HEAVY
     optional = {"wandb", "tensorboard", *OPTIONAL, *DATA_PACKAGES}
-    if path == PACKAGE / "layers" / "kernels" / "launch.py":  # it defines kernels, and does without where Triton is not there
+    # it defines kernels, and does without where Triton is not there
+    if path == PACKAGE / "layers" / "kernels" / "launch.py":
         optional.remove("triton")
     assert not external(path, at_import=True) & optional
 
@@ -207,7 +245,13 @@ def test_subjects_of_watch_import_nothing_from_each_other():
 
 
 def test_folders_can_be_seen_at_a_glance():
-    assert {path.name for path in PACKAGE.glob("*.py")} == {"__init__.py", "__main__.py", "cli.py", "train.py", "megatron_cpu.py"}
+    assert {path.name for path in PACKAGE.glob("*.py")} == {
+        "__init__.py",
+        "__main__.py",
+        "cli.py",
+        "train.py",
+        "megatron_cpu.py",
+    }
     for top in ("moe_exp", "tests", "bench"):
         counts = Counter(path.parent for path in (ROOT / top).rglob("*.py"))
         assert not {folder: count for folder, count in counts.items() if count > MOST_FILES}
@@ -215,8 +259,13 @@ def test_folders_can_be_seen_at_a_glance():
 
 def test_files_do_not_repeat_their_folder():
     """`watch/watchdog/rules.py`, not `watchdog_rules.py`; a folder's main file may have its name."""
-    repeated = [path for path in files() if path.stem != (folder := path.parent.name) and folder.removesuffix("s") in path.stem.split("_")]
-    own_names = {"layers/moe_layer.py", "report/wandb_report.py", "runs/dense_run.py", "runs/run_folder.py"}  # what people call the thing
+    repeated = [
+        path
+        for path in files()
+        if path.stem != (folder := path.parent.name) and folder.removesuffix("s") in path.stem.split("_")
+    ]
+    # what people call the thing
+    own_names = {"layers/moe_layer.py", "report/wandb_report.py", "runs/dense_run.py", "runs/run_folder.py"}
     assert {name_of(path) for path in repeated} == own_names
 
 
@@ -224,7 +273,11 @@ def test_small_modules_have_more_than_one_user():
     users = Counter(name for path in files() for name in internal(path))
     entries = ("__init__.py", "__main__.py", "megatron_cpu.py")
     for path in files():
-        if path.name not in entries and place(path) not in ("scripts", "commands") and len(path.read_text().splitlines()) < SMALL:
+        if (
+            path.name not in entries
+            and place(path) not in ("scripts", "commands")
+            and len(path.read_text().splitlines()) < SMALL
+        ):
             assert users[module_name(path)] > 1, f"{path}: it could stand where it is used"
 
 
@@ -232,19 +285,32 @@ def test_packages_hand_names_on_and_do_nothing_else():
     for path in PACKAGE.rglob("*/__init__.py"):
         docstring, *rest = ast.parse(path.read_text()).body
         assert isinstance(docstring, ast.Expr), f"{path}: say what the folder is for"
-        assert all(isinstance(node, ast.ImportFrom) or ast.unparse(node).startswith("__all__ = ") for node in rest), path
+        assert all(
+            isinstance(node, ast.ImportFrom) or ast.unparse(node).startswith("__all__ = ") for node in rest
+        ), path
 
 
 def run_python(code: str) -> str:
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
     assert result.returncode == 0, result.stderr
     return result.stdout
 
 
 def test_light_modules_do_not_load_torch():
     heavy = tuple(name for name in TORCH if not name.startswith(("commands/", "watch/")))
-    names = [module_name(path) for path in files() if not lies_in(path, (*heavy, "scripts", "megatron_cpu.py")) and path.stem != "__main__"]
-    assert {"moe_exp.cli", "moe_exp.launch.launch", "moe_exp.planner.costs.params", "moe_exp.studies.sweep.driver"} <= set(names)
+    names = [
+        module_name(path)
+        for path in files()
+        if not lies_in(path, (*heavy, "scripts", "megatron_cpu.py")) and path.stem != "__main__"
+    ]
+    assert {
+        "moe_exp.cli",
+        "moe_exp.launch.launch",
+        "moe_exp.planner.costs.params",
+        "moe_exp.studies.sweep.driver",
+    } <= set(names)
     code = f"import sys, {', '.join(names)}\nprint(sorted({HEAVY!r} & set(sys.modules)))"
     assert run_python(code) == "[]\n"
 

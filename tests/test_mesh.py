@@ -1,15 +1,17 @@
-"""Our layer in a torch-native model: FSDP2 or HSDP and tensor parallelism over a device mesh, against one rank.
+"""Our layer in a torch-native model: FSDP2 or HSDP and tensor parallelism over a device mesh, against one
+rank.
 
     DP=1 SHARD=2 TP=1 torchrun --nproc_per_node=2 tests/test_mesh.py      # FSDP2
     DP=1 SHARD=1 TP=2 torchrun --nproc_per_node=2 tests/test_mesh.py      # tensor parallelism
-    DP=2 SHARD=2 TP=1 torchrun --nproc_per_node=4 tests/test_mesh.py      # HSDP; NCCL with GPUs, else gloo; a few seconds
+    # HSDP; NCCL with GPUs, else gloo; a few seconds
+    DP=2 SHARD=2 TP=1 torchrun --nproc_per_node=4 tests/test_mesh.py
 
-    DP=1 SHARD=4 EP=2 torchrun --nproc_per_node=4 tests/test_mesh.py      # experts over 2 of the 4 ranks, and FSDP2 of the rest
+    # experts over 2 of the 4 ranks, and FSDP2 of the rest
+    DP=1 SHARD=4 EP=2 torchrun --nproc_per_node=4 tests/test_mesh.py
 
-DP replicas, each over SHARD ranks with their own data, each over TP ranks with the same data; EP of the SHARD ranks share the
-experts. A variable that is not set is 1.
-Compared are the losses of every step of SGD and the gradients of the first and the last, in fp32; the exit code is 1 where one
-differs. pytest runs it, too.
+DP replicas, each over SHARD ranks with their own data, each over TP ranks with the same data; EP of the SHARD
+ranks share the experts. A variable that is not set is 1. Compared are the losses of every step of SGD and the
+gradients of the first and the last, in fp32; the exit code is 1 where one differs. pytest runs it, too.
 """
 
 from __future__ import annotations
@@ -22,9 +24,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from helpers.mesh_model import EXPERTS, VOCAB, Meshes, Model, full, initial_weights, parallel_model, part_of_rank, whole_model
+from helpers.mesh_model import (
+    EXPERTS,
+    VOCAB,
+    Meshes,
+    Model,
+    full,
+    initial_weights,
+    parallel_model,
+    part_of_rank,
+    whole_model,
+)
 from helpers.relative_error import relative_error
-from helpers.under_torchrun import leave, on_first_rank, torchrun, torchrun_job  # before moe_exp: it may have to put it on the path
+
+# before moe_exp: it may have to put it on the path
+from helpers.under_torchrun import leave, on_first_rank, torchrun, torchrun_job
 
 LIMIT = 1e-5
 STEPS, LEARNING_RATE, SEQUENCES, LENGTH = 5, 0.5, 2, 24
@@ -46,11 +60,14 @@ def mesh_sizes(environment: dict[str, str]) -> tuple[int, int, int, int]:
     world_size = int(environment["WORLD_SIZE"])
     if dp * shard * tp != world_size:
         raise ValueError(
-            f"DP={dp}: with SHARD={shard} and TP={tp} that is {dp * shard * tp} ranks, torchrun started {world_size}. "
-            f"Fix: set them so that DP*SHARD*TP is --nproc_per_node."
+            f"DP={dp}: with SHARD={shard} and TP={tp} that is {dp * shard * tp} ranks, torchrun started"
+            f" {world_size}. Fix: set them so that DP*SHARD*TP is --nproc_per_node."
         )
     if shard % ep or EXPERTS % ep:
-        raise ValueError(f"EP={ep}: does not divide SHARD={shard} and the {EXPERTS} experts of this test. Fix: use a divisor of both.")
+        raise ValueError(
+            f"EP={ep}: does not divide SHARD={shard} and the {EXPERTS} experts of this test. Fix: use a"
+            " divisor of both."
+        )
     if ep > 1 and tp > 1:
         raise ValueError(f"EP={ep}: with TP={tp} is not a part of this test. Fix: set one of them to 1.")
     return dp, shard, tp, ep
@@ -68,8 +85,12 @@ def loss_of(model: Model, tokens: Tensor, targets: Tensor) -> Tensor:
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()) + auxiliary
 
 
-def train(model: Model, num_data: int, data_ranks: list[int], device: torch.device) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
-    """Losses of every step, summed over `data_ranks` over `num_data`, and whole gradients of the first and the last step."""
+def train(
+    model: Model, num_data: int, data_ranks: list[int], device: torch.device
+) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+    """Losses of every step, summed over `data_ranks` over `num_data`, and whole gradients of the first and
+    the last step.
+    """
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     losses, gradients = [], []
     for step in range(STEPS):
@@ -82,7 +103,9 @@ def train(model: Model, num_data: int, data_ranks: list[int], device: torch.devi
             total += loss.detach() / num_data
         losses.append(total)
         if step in (0, STEPS - 1):
-            gradients.append({name: full(parameter.grad).clone() for name, parameter in model.named_parameters()})
+            gradients.append(
+                {name: full(parameter.grad).clone() for name, parameter in model.named_parameters()}
+            )
         optimizer.step()
     return losses, gradients
 
@@ -90,14 +113,20 @@ def train(model: Model, num_data: int, data_ranks: list[int], device: torch.devi
 def compare(meshes: Meshes, device: torch.device) -> dict[str, float]:
     """Largest relative errors, over ranks and steps, of the losses and of each kind of gradient."""
     dp, shard = meshes.dense["dp"], meshes.dense["shard"]
-    num_data, data_rank = dp.size() * shard.size(), dp.get_local_rank() * shard.size() + shard.get_local_rank()
+    num_data, data_rank = (
+        dp.size() * shard.size(),
+        dp.get_local_rank() * shard.size() + shard.get_local_rank(),
+    )
     weights = initial_weights()
     expected_losses, expected = train(whole_model(weights, device), num_data, list(range(num_data)), device)
     losses, found = train(parallel_model(weights, meshes), num_data, [data_rank], device)
     for loss in losses:
         dist.all_reduce(loss, group=dp.get_group())
         dist.all_reduce(loss, group=shard.get_group())
-    errors = {f"loss, step {i + 1}": relative_error(*pair) for i, pair in enumerate(zip(losses, expected_losses, strict=True))}
+    errors = {
+        f"loss, step {i + 1}": relative_error(*pair)
+        for i, pair in enumerate(zip(losses, expected_losses, strict=True))
+    }
     for when, ours, whole in zip(("first", "last"), found, expected, strict=True):
         for name, gradient in whole.items():
             kind = f"gradients of {name.rpartition('.')[0].replace('blocks.', 'block ')}, {when} step"
@@ -119,14 +148,21 @@ def main() -> int:
         dp, shard, tp, ep = sizes
         meshes = Meshes(
             dense=init_device_mesh(device.type, (dp, shard, tp), mesh_dim_names=("dp", "shard", "tp")),
-            experts=init_device_mesh(device.type, (dp, shard // ep, ep, tp), mesh_dim_names=("dp", "shard", "ep", "tp")),
+            experts=init_device_mesh(
+                device.type, (dp, shard // ep, ep, tp), mesh_dim_names=("dp", "shard", "ep", "tp")
+            ),
         )
-        on_first_rank(f"DP={dp} SHARD={shard} TP={tp} EP={ep}, {dist.get_backend()}, fp32, torch {torch.__version__}; limit {LIMIT:g}")
+        on_first_rank(
+            f"DP={dp} SHARD={shard} TP={tp} EP={ep}, {dist.get_backend()}, fp32, torch {torch.__version__};"
+            f" limit {LIMIT:g}"
+        )
         errors = compare(meshes, device)
         for name, error in errors.items():
             on_first_rank(f"  {name:50} {error:.1e}{'' if error < LIMIT else '   DIFFERS'}")
         equal = max(errors.values()) < LIMIT
-        on_first_rank(f"{'equal' if equal else 'DIFFERENT'}: the largest relative error is {max(errors.values()):.1e}")
+        on_first_rank(
+            f"{'equal' if equal else 'DIFFERENT'}: the largest relative error is {max(errors.values()):.1e}"
+        )
         return 0 if equal else 1
 
 
@@ -171,7 +207,9 @@ def test_size_that_is_no_number(value):
 
 
 def test_expert_parallelism_that_does_not_fit():
-    with pytest.raises(ValueError, match=r"EP=3: does not divide SHARD=2 and the 4 experts of this test\. Fix:"):
+    with pytest.raises(
+        ValueError, match=r"EP=3: does not divide SHARD=2 and the 4 experts of this test\. Fix:"
+    ):
         mesh_sizes({"SHARD": "2", "EP": "3", "WORLD_SIZE": "2"})
     with pytest.raises(ValueError, match=r"EP=2: with TP=2 is not a part of this test\. Fix:"):
         mesh_sizes({"SHARD": "2", "EP": "2", "TP": "2", "WORLD_SIZE": "4"})

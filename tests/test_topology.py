@@ -1,6 +1,8 @@
-"""The same numbers at every topology: 20 steps in fp32 against the run on one process, for dense, capacity and dropless models.
+"""The same numbers at every topology: 20 steps in fp32 against the run on one process, for dense, capacity
+and dropless models.
 
-The largest deviations are properties of the tests: `pytest -m "" tests/test_topology.py -o junit_family=xunit1 --junit-xml matrix.xml`.
+The largest deviations are properties of the tests: `pytest -m "" tests/test_topology.py -o
+junit_family=xunit1 --junit-xml matrix.xml`.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ class Layout(NamedTuple):
     cp: int
 
     def fits(self, num_ranks: int) -> bool:
-        return num_ranks % (self.tp * self.pp * self.cp) == 0 and num_ranks % (self.etp * self.ep * self.pp) == 0
+        return (
+            num_ranks % (self.tp * self.pp * self.cp) == 0 and num_ranks % (self.etp * self.ep * self.pp) == 0
+        )
 
     @property
     def settings(self) -> dict[str, int | str]:
@@ -46,7 +50,8 @@ LAYOUTS = (DP, TP2, PP2, PP2_VPP2, EP2, EP4, TP2_EP2, TP2_EP2_ETP2, TP2_PP2_EP2,
 KINDS = {
     "dense": {"USE_MOE": False},
     "moe": {"MOE_TYPE": "moe", "CAPACITY_FACTOR": 1.0},
-    # With everything that looks at more than one token: losses of every scope, the expert bias, the shared expert.
+    # With everything that looks at more than one token: losses of every scope, the expert bias, the shared
+    # expert.
     "dmoe": {
         "MOE_TYPE": "dmoe",
         "AUX_LOSS_TYPE": "aux_loss,seq_aux_loss,global_aux_loss,importance",
@@ -59,19 +64,27 @@ KINDS = {
 }
 # All that DeepSeek-V3 has, attention too; slow. A fast run of it is in test_attention_layouts.py.
 DEEPSEEK = {
-    "MULTI_LATENT_ATTENTION": True, "QK_NORM": True, "Q_LORA_RANK": 24, "KV_LORA_RANK": 32, "QK_HEAD_DIM": 12, "QK_POS_EMB_HEAD_DIM": 8,
-    "V_HEAD_DIM": 16, "FIRST_K_DENSE": 1, "SHARED_EXPERT_SIZE": 32, "ROUTER_SCORE": "sigmoid", "ROUTER_BIAS_UPDATE_RATE": 0.001,
-    "NUM_ROUTER_GROUPS": 4, "ROUTER_GROUP_TOPK": 2, "ROUTER_SCALING_FACTOR": 2.5, "AUX_LOSS_TYPE": "seq_aux_loss", "MBSZ": 2,
+    "MULTI_LATENT_ATTENTION": True, "QK_NORM": True, "Q_LORA_RANK": 24, "KV_LORA_RANK": 32, "QK_HEAD_DIM": 12,
+    "QK_POS_EMB_HEAD_DIM": 8, "V_HEAD_DIM": 16, "FIRST_K_DENSE": 1, "SHARED_EXPERT_SIZE": 32,
+    "ROUTER_SCORE": "sigmoid", "ROUTER_BIAS_UPDATE_RATE": 0.001, "NUM_ROUTER_GROUPS": 4,
+    "ROUTER_GROUP_TOPK": 2, "ROUTER_SCALING_FACTOR": 2.5, "AUX_LOSS_TYPE": "seq_aux_loss", "MBSZ": 2,
 }  # fmt: skip
 TOLERANCES = {"lm_loss": 1e-5, "load_balancing_loss": 1e-5, "z_loss": 1e-5, "grad_norm": 1e-4}
 
-# The rest is slow; what else there is, tests/checkpoint/test_any_to_any.py and tests/layers/megatron/test_attention_layouts.py try in fewer processes.
+# The rest is slow; what else there is, tests/checkpoint/test_any_to_any.py and
+# tests/layers/megatron/test_attention_layouts.py try in fewer processes.
 SHORT_LIST = [
     ("dmoe", 2, TP2),
     ("dmoe", 4, EP2),
     ("moe", 2, EP2),
 ]
-ALL = [(kind, ranks, layout) for kind in (*KINDS, "deepseek") for ranks in (2, 4) for layout in LAYOUTS if layout.fits(ranks)]
+ALL = [
+    (kind, ranks, layout)
+    for kind in (*KINDS, "deepseek")
+    for ranks in (2, 4)
+    for layout in LAYOUTS
+    if layout.fits(ranks)
+]
 
 
 def _case(kind: str, num_ranks: int, layout: Layout) -> object:
@@ -121,7 +134,8 @@ def test_same_numbers_as_one_process(kind, num_ranks, layout, runs, reference, r
     assert {name: value for name, value in deviations.items() if not value <= TOLERANCES[name]} == {}
     assert tokens_per_expert(run) == tokens_per_expert(expected)
     assert dropped(run) == dropped(expected)
-    # Absolute: the importance loss of a router that is nearly balanced is a small difference of large numbers.
+    # Absolute: the importance loss of a router that is nearly balanced is a small difference of large
+    # numbers.
     for losses, right in zip(run.curve("aux_losses"), expected.curve("aux_losses"), strict=True):
         assert losses == pytest.approx(right, abs=1e-5)
 
@@ -146,9 +160,13 @@ def test_one_process_trains_what_it_says(kind, reference):
     assert all(list(losses) == kinds for losses in run.curve("aux_losses"))
 
 
-@pytest.mark.parametrize(("ep", "backend"), [pytest.param(1, "auto", marks=pytest.mark.slow), (1, "triton"), (2, "auto")])
+@pytest.mark.parametrize(
+    ("ep", "backend"), [pytest.param(1, "auto", marks=pytest.mark.slow), (1, "triton"), (2, "auto")]
+)
 def test_overlapped_communication_changes_nothing(runs, reference, ep, backend):
-    """The default with GPUs: gradients are reduced, and parameters gathered, while something else is computed."""
+    """The default with GPUs: gradients are reduced, and parameters gathered, while something else is
+    computed.
+    """
     expected = reference("dmoe")
     others = {"EVAL_INTERVAL": 5, "EVAL_ITERS": 1, "SAVE_INTERVAL": 5, "EXPERT_BACKEND": backend}
     run = runs.succeed("run", GPUS_PER_NODE=2, EP=ep, OVERLAP="true", **others, **KINDS["dmoe"])

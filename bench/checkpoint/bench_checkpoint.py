@@ -1,11 +1,14 @@
-"""Saving and loading a checkpoint against torch.save and torch.load of the same state, in one job, turn by turn.
+"""Saving and loading a checkpoint against torch.save and torch.load of the same state, in one job, turn by
+turn.
 
-    torchrun --nproc-per-node 2 bench/checkpoint/bench_checkpoint.py            # 207 million parameters, 3.3 GB; about 5 min on 2 cores
-    torchrun --nproc-per-node 2 bench/checkpoint/bench_checkpoint.py --experts 8 --repeats 1    # a try; 30 s
+    # 207 million parameters, 3.3 GB; about 5 min on 2 cores
+    torchrun --nproc-per-node 2 bench/checkpoint/bench_checkpoint.py
+    torchrun --nproc-per-node 2 bench/checkpoint/bench_checkpoint.py --experts 8 --repeats 1  # a try; 30 s
 
-The model is an MoE with many experts, spread over the ranks (EP), so that it is built quickly. The peer saves what a rank holds, its
-weights, main weights and both moments, each rank into a file of its own, which nothing but the same layout could read again; then
-syncs it, as we do. A time is that of the slowest rank, the median of the repeats. Files come from the page cache when they are read.
+The model is an MoE with many experts, spread over the ranks (EP), so that it is built quickly. The peer saves
+what a rank holds, its weights, main weights and both moments, each rank into a file of its own, which nothing
+but the same layout could read again; then syncs it, as we do. A time is that of the slowest rank, the median
+of the repeats. Files come from the page cache when they are read.
 """
 
 import argparse
@@ -40,9 +43,10 @@ SEQ_LEN, VOCAB = 64, 1024
 def settings(folder: Path, num_ranks: int, num_experts: int) -> Config:
     """A model of 2 layers, whose parameters are nearly all in the experts."""
     values = {
-        "preset": "cpu", "gpus_per_node": num_ranks, "ep": num_ranks, "num_layers": 2, "hidden_size": 256, "ffn_hidden_size": 1024,
-        "num_heads": 4, "num_query_groups": 4, "seq_len": SEQ_LEN, "vocab_size": VOCAB, "num_experts": num_experts, "topk": 2, "mbsz": 1,
-        "gbsz": num_ranks, "dtype": "fp32", "train_data": str(folder / "tokens"), "eval_interval": 0, "run_dir": str(folder),
+        "preset": "cpu", "gpus_per_node": num_ranks, "ep": num_ranks, "num_layers": 2, "hidden_size": 256,
+        "ffn_hidden_size": 1024, "num_heads": 4, "num_query_groups": 4, "seq_len": SEQ_LEN,
+        "vocab_size": VOCAB, "num_experts": num_experts, "topk": 2, "mbsz": 1, "gbsz": num_ranks,
+        "dtype": "fp32", "train_data": str(folder / "tokens"), "eval_interval": 0, "run_dir": str(folder),
         "run_name": "bench", "data_dir": str(folder), "train_iters": 1000,
     }  # fmt: skip
     return load_config(values, {})
@@ -56,8 +60,12 @@ def write_tokens(folder: Path) -> None:
 
 def state_of_rank(job: train.Job) -> dict[str, torch.Tensor]:
     """What this rank holds: the same numbers, as plain tensors of their own."""
-    state = {f"model.{name}": value.detach().clone() for name, value in job.trained.model[0].named_parameters()}
-    for number, optimizer in enumerate(getattr(job.trained.optimizer, "chained_optimizers", [job.trained.optimizer])):
+    state = {
+        f"model.{name}": value.detach().clone() for name, value in job.trained.model[0].named_parameters()
+    }
+    for number, optimizer in enumerate(
+        getattr(job.trained.optimizer, "chained_optimizers", [job.trained.optimizer])
+    ):
         for index, (parameter, moments) in enumerate(optimizer.optimizer.state.items()):
             tensors = {"main": parameter, "exp_avg": moments["exp_avg"], "exp_avg_sq": moments["exp_avg_sq"]}
             state |= {f"{number}.{index}.{name}": value.detach().clone() for name, value in tensors.items()}
@@ -114,7 +122,9 @@ class Bench:
         config = self.job.config.model_copy(update={"async_save": asynchronous})
         saver = Saver(config, self.job.runtime, self.job.folder.checkpoints)
         if not asynchronous:
-            saved = self.timed("save", lambda: (saver.begin(self.job.trained, self.progress), saver.finish())[1])
+            saved = self.timed(
+                "save", lambda: (saver.begin(self.job.trained, self.progress), saver.finish())[1]
+            )
             assert not saved.error, saved.error
             source = self.timed("verify", lambda: find_source(self.job.folder.checkpoints, checksums=True))
             self.timed("load", lambda: load(config, self.job.runtime, source.folder, self.job.trained))
@@ -124,14 +134,23 @@ class Bench:
         while saver.is_writing:
             time.sleep(0.01)
         self.add("written meanwhile", time.monotonic() - start)
-        self.seconds["wait of training"][-1] += self.timed("publish", lambda: saver.finish()) and self.seconds["publish"][-1]
+        self.seconds["wait of training"][-1] += (
+            self.timed("publish", lambda: saver.finish()) and self.seconds["publish"][-1]
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--experts", type=int, default=130, help="per layer; 1.6 million parameters each")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="a disk with room for three checkpoints")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path(tempfile.gettempdir()),
+        help="a disk with room for three checkpoints",
+    )
     arguments = parser.parse_args()
     folder = arguments.folder / f"bench_checkpoint_{os.environ['MASTER_PORT']}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -157,7 +176,12 @@ def measure(config: Config, folder: Path, repeats: int) -> None:
         bench.timed("step", bench.step)
     assert manifest is not None
     if job.runtime.is_first:
-        print_table(config, {name: statistics.median(values) for name, values in bench.seconds.items()}, manifest.num_bytes, peer_bytes)
+        print_table(
+            config,
+            {name: statistics.median(values) for name, values in bench.seconds.items()},
+            manifest.num_bytes,
+            peer_bytes,
+        )
     dist.barrier()
     runtime.stop()
 
@@ -171,7 +195,10 @@ def print_table(config: Config, seconds: dict[str, float], num_bytes: int, peer_
         ("load, sizes compared, s", seconds["load"], seconds["torch load"]),
         ("GB on disk", num_bytes / 1e9, peer_bytes / 1e9),
     ]
-    print(f"{count_parameters(config).total / 1e6:.1f} million parameters, {config.dtype}, {config.world_size} ranks, EP {config.ep}")
+    print(
+        f"{count_parameters(config).total / 1e6:.1f} million parameters, {config.dtype}, {config.world_size}"
+        f" ranks, EP {config.ep}"
+    )
     print(f"bytes computed {checkpoint_bytes(config) / 1e9:.3f} GB, a step takes {seconds['step']:.2f} s\n")
     print("| | moe_exp | torch.save, torch.load | ratio |\n|---|---|---|---|")
     for name, ours, theirs in rows:

@@ -1,11 +1,13 @@
-"""Parquet to JSONL: `moe-exp data prepare`'s conversion against plain datatrove and a bare pyarrow + orjson loop.
+"""Parquet to JSONL: `moe-exp data prepare`'s conversion against plain datatrove and a bare pyarrow + orjson
+loop.
 
-    python bench/data/bench_convert.py            # 60 MB of the standard library's sources in web-page-sized documents; a minute
+    # 60 MB of the standard library's sources in web-page-sized documents; a minute
+    python bench/data/bench_convert.py
     python bench/data/bench_convert.py --mb 500
 
-Every program runs as a process of its own, one task, turn by turn; CPU is user + system of the whole process and its children, the
-median of the rounds; memory is the peak of the largest process. All write the same lines. Ours also checks every row, counts and hashes
-the texts, reads the chunk back, and hashes it.
+Every program runs as a process of its own, one task, turn by turn; CPU is user + system of the whole process
+and its children, the median of the rounds; memory is the peak of the largest process. All write the same
+lines. Ours also checks every row, counts and hashes the texts, reads the chunk back, and hashes it.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from datatrove.pipeline.writers import JsonlWriter
 if __name__ == "__main__":
     source, output = sys.argv[1:]
     writer = JsonlWriter(output, output_filename="x.chunk.${rank}.jsonl", compression=None)
-    LocalPipelineExecutor([ParquetReader(source), writer], tasks=1, workers=1, logging_dir=output + "/datatrove").run()
+    pipeline = [ParquetReader(source), writer]
+    LocalPipelineExecutor(pipeline, tasks=1, workers=1, logging_dir=output + "/datatrove").run()
 """
 BARE = """
 import pathlib, sys
@@ -53,12 +56,14 @@ from pathlib import Path
 from moe_exp.data.convert.convert import ConvertSettings, convert
 from moe_exp.data.convert.execution import Execution
 if __name__ == "__main__":
-    convert(sorted(Path(sys.argv[1]).iterdir()), Path(sys.argv[2]) / "x", ConvertSettings(tasks=1), Execution(workers=1))
+    files, output = sorted(Path(sys.argv[1]).iterdir()), Path(sys.argv[2]) / "x"
+    convert(files, output, ConvertSettings(tasks=1), Execution(workers=1))
 """
 # A process between, so that the peak of its children is that of one program.
 RUNNER = """
 import resource, subprocess, sys
-subprocess.run(sys.argv[1:2] + ["-c"] + sys.argv[2:], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+subprocess.run(sys.argv[1:2] + ["-c"] + sys.argv[2:], check=True, **quiet)
 used = resource.getrusage(resource.RUSAGE_CHILDREN)
 print(used.ru_utime + used.ru_stime, used.ru_maxrss)
 """
@@ -84,8 +89,14 @@ def write_source(folder: Path, num_bytes: int) -> tuple[int, int]:
                 "dump": "CC-MAIN-2019-30",
                 "url": f"https://example.org/{number}/{path}",
             }
-            row |= {"file_path": f"s3://crawl/{path}", "language": "en", "language_score": 0.5 + number % 499 / 1000}
-            rows.append(row | {"token_count": len(text) // 4, "score": 2.5 + number % 17 / 16, "int_score": 3})
+            row |= {
+                "file_path": f"s3://crawl/{path}",
+                "language": "en",
+                "language_score": 0.5 + number % 499 / 1000,
+            }
+            rows.append(
+                row | {"token_count": len(text) // 4, "score": 2.5 + number % 17 / 16, "int_score": 3}
+            )
             size += len(text.encode())
     pq.write_table(pa.Table.from_pylist(rows), folder / "a.parquet", row_group_size=1000)
     return len(rows), size
@@ -100,7 +111,9 @@ def measure(program: str, source: Path, output: Path) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mb", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
@@ -120,7 +133,10 @@ def main() -> None:
         print("| program | CPU s | to plain datatrove | to the loop | peak MB |\n|---|---|---|---|---|")
         cpu = {program: statistics.median(seconds for seconds, _ in runs) for program, runs in found.items()}
         for program, runs in found.items():
-            ratios = f"{cpu[program] / cpu['plain datatrove']:.2f} | {cpu[program] / cpu['pyarrow + orjson loop']:.2f}"
+            ratios = (
+                f"{cpu[program] / cpu['plain datatrove']:.2f} |"
+                f" {cpu[program] / cpu['pyarrow + orjson loop']:.2f}"
+            )
             print(f"| {program} | {cpu[program]:.2f} | {ratios} | {max(memory for _, memory in runs):.0f} |")
 
 

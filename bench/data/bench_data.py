@@ -1,10 +1,12 @@
-"""The corpus tools against their peers: bench_convert.py, bench_shuffle.py and bench_tokenize.py, one after the other.
+"""The corpus tools against their peers: bench_convert.py, bench_shuffle.py and bench_tokenize.py, one after
+the other.
 
-    python bench/data/bench_data.py                    # 500 MB for the shuffle, 300 and 200 MB for the others: about 20 min on 2 cores
-    python bench/data/bench_data.py convert shuffle    # some of them
+    # 500 MB for the shuffle, 300 and 200 MB for the others: about 20 min on 2 cores
+    python bench/data/bench_data.py
+    python bench/data/bench_data.py convert shuffle  # some of them
 
-Each can be called by itself, with flags of its own. All take CPU seconds of whole processes, user + system, and peak memory, with the
-peers in the same run.
+Each can be called by itself, with flags of its own. All take CPU seconds of whole processes, user + system,
+and peak memory, with the peers in the same run.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ FLAGS = {"convert": ["--mb", "300"], "shuffle": [], "tokenize": ["--megabytes", 
 
 def main() -> int:
     """Exit code 1 if one of them failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(FLAGS)} (default: all)")
     parts = parser.parse_args().parts or list(FLAGS)
     if unknown := set(parts) - set(FLAGS):

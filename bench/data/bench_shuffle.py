@@ -1,18 +1,23 @@
-"""Shuffle and merge of JSONL against GNU shuf, cat, and terashuf with split: CPU seconds of whole processes and peak memory.
+"""Shuffle and merge of JSONL against GNU shuf, cat, and terashuf with split: CPU seconds of whole processes
+and peak memory.
 
-    python bench/data/bench_shuffle.py                        # 500 MB of real text, budget 256 MB: 1 to 2 min, 2 GB of disk
+    python bench/data/bench_shuffle.py          # 500 MB of real text, budget 256 MB: 1 to 2 min, 2 GB of disk
     python bench/data/bench_shuffle.py --megabytes 50 --rounds 5
 
-The text is the Python standard library's sources again and again, one document per file, or with --characters N cut into pages of N.
-Each program is a process of its own, interpreter and imports included; CPU is user + system of all its threads and children
-(RUSAGE_CHILDREN, median of the rounds, which go through the programs turn by turn). Peak memory is that of the largest process.
+The text is the Python standard library's sources again and again, one document per file, or with --characters
+N cut into pages of N. Each program is a process of its own, interpreter and imports included; CPU is user +
+system of all its threads and children (RUSAGE_CHILDREN, median of the rounds, which go through the programs
+turn by turn). Peak memory is that of the largest process.
 
-Before each program as much memory as the largest takes, files included, is touched and freed. A virtual machine gives freed memory back to
-its host, and its first use after that costs up to ten times a copy: without this, it would be paid by whoever comes at the wrong time.
-terashuf (https://github.com/alexandres/terashuf) is measured where it is on PATH; it needs `MEMORY` in GB, and `split` for the shards.
+Before each program as much memory as the largest takes, files included, is touched and freed. A virtual
+machine gives freed memory back to its host, and its first use after that costs up to ten times a copy:
+without this, it would be paid by whoever comes at the wrong time. terashuf
+(https://github.com/alexandres/terashuf) is measured where it is on PATH; it needs `MEMORY` in GB, and `split`
+for the shards.
 
-What they do is not the same. shuf holds all of the file, and writes one; so does terashuf, within its memory. Ours parses and checks every
-document, counts and hashes texts and lines, sets validation documents aside, writes 32 shards and reads them back.
+What they do is not the same. shuf holds all of the file, and writes one; so does terashuf, within its memory.
+Ours parses and checks every document, counts and hashes texts and lines, sets validation documents aside,
+writes 32 shards and reads them back.
 """
 
 from __future__ import annotations
@@ -44,7 +49,12 @@ def write_text(path: Path, num_bytes: int, characters: int) -> int:
             for name, text in documents:
                 for first in range(0, len(text), characters or len(text) or 1):
                     page = text[first : first + (characters or len(text))]
-                    metadata = {"file_path": name, "language": "en", "language_score": 0.97, "token_count": len(page) // 4}
+                    metadata = {
+                        "file_path": name,
+                        "language": "en",
+                        "language_score": 0.97,
+                        "token_count": len(page) // 4,
+                    }
                     line = {"text": page, "id": f"<urn:uuid:{count}>", "metadata": metadata}
                     written += file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
                     count += 1
@@ -54,7 +64,9 @@ def write_text(path: Path, num_bytes: int, characters: int) -> int:
 
 
 def measure(command: str | list[object], warm_bytes: int, **environment: str) -> tuple[float, float]:
-    """CPU seconds and peak MB of a process and its children, in a child of ours, whose children are these alone."""
+    """CPU seconds and peak MB of a process and its children, in a child of ours, whose children are these
+    alone.
+    """
     subprocess.run([sys.executable, "-S", "-E", "-c", f"bytearray(b'x') * {warm_bytes}"], check=True)
     code = """
 import json, resource, subprocess, sys
@@ -68,7 +80,9 @@ print(used.ru_utime + used.ru_stime, used.ru_maxrss)
     shell = "shell" if isinstance(command, str) else "no"
     # -S -E: a small process, as a child's peak starts with its parent's size.
     program = [sys.executable, "-S", "-E", "-c", code, json.dumps(words), shell]
-    done = subprocess.run(program, env={**os.environ, **environment}, check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        program, env={**os.environ, **environment}, check=True, capture_output=True, text=True
+    )
     cpu, peak = done.stdout.split()
     return float(cpu), float(peak) / (2**20 if sys.platform == "darwin" else 2**10)
 
@@ -99,17 +113,26 @@ def one_round(folder: Path, memory: str) -> dict[str, tuple[float, float]]:
 
 def main() -> None:
     """Prints a Markdown table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--megabytes", type=int, default=500)
     parser.add_argument("--memory", default="256MB", help="budget of ours")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--characters", type=int, default=0, help="length of a document; 0: a whole file")
-    parser.add_argument("--folder", type=Path, help="where to work, on a disk with four times the text free; a temporary folder by default")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="where to work, on a disk with four times the text free; a temporary folder by default",
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder = Path(name)
         count = write_text(folder / "text.jsonl", arguments.megabytes * 10**6, arguments.characters)
-        print(f"{(folder / 'text.jsonl').stat().st_size / 1e6:.0f} MB, {count:,} documents, budget {arguments.memory}\n")
+        print(
+            f"{(folder / 'text.jsonl').stat().st_size / 1e6:.0f} MB, {count:,} documents, budget"
+            f" {arguments.memory}\n"
+        )
         figures: dict[str, list[tuple[float, float]]] = defaultdict(list)
         for _ in range(arguments.rounds):
             for program, figure in one_round(folder, arguments.memory).items():
@@ -121,7 +144,10 @@ def main() -> None:
         seconds = [cpu for cpu, _ in rounds]
         listed = " ".join(f"{cpu:.2f}" for cpu in seconds)
         peak = max(peak for _, peak in rounds)
-        print(f"| {program} | {statistics.median(seconds):.2f} | {listed} | {statistics.median(ratios):.2f} | {peak:.0f} |")
+        print(
+            f"| {program} | {statistics.median(seconds):.2f} | {listed} | {statistics.median(ratios):.2f} |"
+            f" {peak:.0f} |"
+        )
 
 
 if __name__ == "__main__":

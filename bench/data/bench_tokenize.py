@@ -1,14 +1,18 @@
-"""Tokenizing a JSONL file into .bin/.idx with one worker: CPU seconds and memory against datatrove and a plain encode_batch loop.
+"""Tokenizing a JSONL file into .bin/.idx with one worker: CPU seconds and memory against datatrove and a
+plain encode_batch loop.
 
     python bench/data/bench_tokenize.py                                # 50 MB, about 5 minutes
-    python bench/data/bench_tokenize.py --megabytes 500 --keep /tmp/bench_tokenize --vocab /tmp/bench_tokenize/tokenizer.json
+    python bench/data/bench_tokenize.py --megabytes 500 --keep /tmp/bench_tokenize \\
+        --vocab /tmp/bench_tokenize/tokenizer.json
 
-The corpus is real text with no repeats, as repeats would flatter caches: first the standard library's sources, then .py, .rst, .md, .txt,
-.h, .html and .js files of installed packages and of the system, each content once, files over 1 MB and files that quote the end-of-text
-token left out (the peers read it as such). A file is a document. The BPE of 100,000 tokens is trained on the first 60 MB of it.
+The corpus is real text with no repeats, as repeats would flatter caches: first the standard library's
+sources, then .py, .rst, .md, .txt, .h, .html and .js files of installed packages and of the system, each
+content once, files over 1 MB and files that quote the end-of-text token left out (the peers read it as such).
+A file is a document. The BPE of 100,000 tokens is trained on the first 60 MB of it.
 
-Every peer is a process of its own, from start to end, imports and loading the tokenizer included: CPU seconds are user + system, memory is
-the peak resident set. One thread each (TOKENIZERS_PARALLELISM=false, RAYON_NUM_THREADS=1). The tokens of all are compared byte by byte.
+Every peer is a process of its own, from start to end, imports and loading the tokenizer included: CPU seconds
+are user + system, memory is the peak resident set. One thread each (TOKENIZERS_PARALLELISM=false,
+RAYON_NUM_THREADS=1). The tokens of all are compared byte by byte.
 """
 
 from __future__ import annotations
@@ -51,7 +55,14 @@ class Result(NamedTuple):
 
 def texts(num_bytes: int) -> Iterator[str]:
     """Real text, every content once, until there are `num_bytes` of it."""
-    roots = [sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "/usr/lib", "/usr/share", "/usr/include", "/usr/src"]
+    roots = [
+        sysconfig.get_path("stdlib"),
+        sysconfig.get_path("purelib"),
+        "/usr/lib",
+        "/usr/share",
+        "/usr/include",
+        "/usr/src",
+    ]
     seen: set[bytes] = set()
     total = 0
     for root in roots:
@@ -59,7 +70,11 @@ def texts(num_bytes: int) -> Iterator[str]:
             subfolders.sort()
             for name in sorted(names):
                 path = Path(folder) / name
-                if not name.endswith(SUFFIXES) or path.is_symlink() or not 0 < path.stat().st_size <= LARGEST_FILE_BYTES:
+                if (
+                    not name.endswith(SUFFIXES)
+                    or path.is_symlink()
+                    or not 0 < path.stat().st_size <= LARGEST_FILE_BYTES
+                ):
                     continue
                 content = path.read_bytes()
                 digest = hashlib.blake2b(content, digest_size=16).digest()
@@ -109,9 +124,13 @@ def datatrove(corpus: Path, tokenizer_path: Path, output: Path) -> None:
     from datatrove.pipeline.tokens.megatron_tokenizer import MegatronDocumentTokenizer
 
     folder = output.with_name("datatrove")
-    tokenize = MegatronDocumentTokenizer(str(folder), tokenizer_name_or_path=str(tokenizer_path), eos_token=EOD_TOKEN, batch_size=1000)
+    tokenize = MegatronDocumentTokenizer(
+        str(folder), tokenizer_name_or_path=str(tokenizer_path), eos_token=EOD_TOKEN, batch_size=1000
+    )
     reader = JsonlReader(str(corpus.parent), glob_pattern=corpus.name)
-    LocalPipelineExecutor([reader, tokenize], tasks=1, workers=1, logging_dir=str(folder / "logs"), skip_completed=False).run()
+    LocalPipelineExecutor(
+        [reader, tokenize], tasks=1, workers=1, logging_dir=str(folder / "logs"), skip_completed=False
+    ).run()
     (folder / "00000_tokens.bin").replace(output.with_suffix(".bin"))
 
 
@@ -119,8 +138,22 @@ def ours(backend: str, corpus: Path, tokenizer_path: Path, output: Path) -> int:
     from moe_exp.commands.data import main
 
     prefix = str(output).removesuffix("_text_document")
-    arguments = ["--input", str(corpus), "--output-prefix", prefix, "--append-eod", "--workers", "1", "--backend", backend, "--start-over"]
-    return main("tokenize", [*arguments, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer_path)])
+    arguments = [
+        "--input",
+        str(corpus),
+        "--output-prefix",
+        prefix,
+        "--append-eod",
+        "--workers",
+        "1",
+        "--backend",
+        backend,
+        "--start-over",
+    ]
+    return main(
+        "tokenize",
+        [*arguments, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer_path)],
+    )
 
 
 def run_peer(peer: str, corpus: Path, tokenizer_path: Path, folder: Path) -> Result:
@@ -149,29 +182,45 @@ def child(peer: str, corpus: Path, tokenizer_path: Path, output: Path) -> int:
 
 def report(results: dict[str, Result], num_bytes: int) -> None:
     versions = ", ".join(f"{name} {version(name)}" for name in ("tokenizers", "gigatoken", "datatrove"))
-    print(f"\n{num_bytes / 1e6:.0f} MB of JSONL, BPE of {VOCAB_SIZE:,} tokens, one worker, {platform.machine()}; {versions}\n")
+    print(
+        f"\n{num_bytes / 1e6:.0f} MB of JSONL, BPE of {VOCAB_SIZE:,} tokens, one worker,"
+        f" {platform.machine()}; {versions}\n"
+    )
     print("| | CPU seconds | MB/s | peak MB |\n|---|---:|---:|---:|")
     for peer, result in results.items():
-        print(f"| {peer} | {result.cpu_seconds:.1f} | {num_bytes / 1e6 / result.cpu_seconds:.1f} | {result.peak_megabytes:.0f} |")
+        print(
+            f"| {peer} | {result.cpu_seconds:.1f} | {num_bytes / 1e6 / result.cpu_seconds:.1f} |"
+            f" {result.peak_megabytes:.0f} |"
+        )
     print("\n| CPU ratio | measured | bar |\n|---|---:|---:|")
     for ratio, bar in BARS.items():
         over, under = ratio.split(" / ")
         if over in results and under in results:
             sign = "<=" if bar < 2 else ">="
-            print(f"| {ratio} | {results[over].cpu_seconds / results[under].cpu_seconds:.2f} | {sign} {bar} |")
+            print(
+                f"| {ratio} | {results[over].cpu_seconds / results[under].cpu_seconds:.2f} | {sign} {bar} |"
+            )
     if len(results) > 1:
-        same = "are the same, byte by byte" if len({result.sha256 for result in results.values()}) == 1 else "DIFFER"
+        same = (
+            "are the same, byte by byte"
+            if len({result.sha256 for result in results.values()}) == 1
+            else "DIFFER"
+        )
         print(f"\nThe tokens of all {same}.")
 
 
 def main() -> int:
     if sys.argv[1:2] == ["--child"]:
         return child(sys.argv[2], *map(Path, sys.argv[3:]))
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--megabytes", type=float, default=50, help="of text (default: %(default)s)")
     parser.add_argument("--vocab", type=Path, help="tokenizer.json to use instead of training one")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=PEERS)
-    parser.add_argument("--keep", type=Path, help="folder for corpus, tokenizer and outputs, kept (default: a temporary one)")
+    parser.add_argument(
+        "--keep", type=Path, help="folder for corpus, tokenizer and outputs, kept (default: a temporary one)"
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.keep or Path(temporary)
@@ -184,7 +233,9 @@ def main() -> int:
         tokenizer_path = arguments.vocab or folder / "tokenizer.json"
         if not tokenizer_path.exists():
             console.log("training the BPE")
-            train_bpe(texts(min(TRAINING_BYTES, int(arguments.megabytes * 1e6))), VOCAB_SIZE).save(str(tokenizer_path))
+            train_bpe(texts(min(TRAINING_BYTES, int(arguments.megabytes * 1e6))), VOCAB_SIZE).save(
+                str(tokenizer_path)
+            )
         results = {}
         for peer in arguments.peers:
             console.log(peer)

@@ -1,4 +1,6 @@
-"""The faults of bench/drill/fault_drill.py: how each is caused from outside, which event has to name it, and what an operator does about it."""
+"""The faults of bench/drill/fault_drill.py: how each is caused from outside, which event has to name it, and
+what an operator does about it.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ class Killed(Fault):
         return f"kill -9 of rank {self.number}"
 
     def is_named(self, event: Event) -> bool:
-        return event["event"] == "rank_failed" and event["cause"] == "SIGKILL" and event["rank"] == self.number
+        return (
+            event["event"] == "rank_failed" and event["cause"] == "SIGKILL" and event["rank"] == self.number
+        )
 
 
 class KilledInSave(Killed):
@@ -127,7 +131,9 @@ class DamagedCheckpoint(Fault):
     """The newest checkpoint is damaged, and a rank killed, so that somebody reads it."""
 
     def cause(self, run: Run) -> str:
-        run.wait_until(lambda: self._is_between_saves(run), "two checkpoints, and some iterations before the next")
+        run.wait_until(
+            lambda: self._is_between_saves(run), "two checkpoints, and some iterations before the next"
+        )
         _, process = self.rank(run)
         process.suspend()  # without it no newer checkpoint is finished
         newest = usable(run.checkpoints)[0]
@@ -138,7 +144,11 @@ class DamagedCheckpoint(Fault):
 
     def _is_between_saves(self, run: Run) -> bool:
         has_two = len(usable(run.checkpoints)) > 1  # of those that are damaged already no event tells again
-        return has_two and 1 <= run.iteration() % SAVE_INTERVAL <= 5 and not any(run.checkpoints.glob(f"*{PARTIAL}"))
+        return (
+            has_two
+            and 1 <= run.iteration() % SAVE_INTERVAL <= 5
+            and not any(run.checkpoints.glob(f"*{PARTIAL}"))
+        )
 
     @abstractmethod
     def damage(self, file: Path) -> str:
@@ -212,14 +222,28 @@ class BadBatch(Fault):
         return f"the loss of sample {self.sample} is NaN"
 
     def is_named(self, event: Event) -> bool:
-        return event["event"] == "bad_step" and any(first <= self.sample < end for first, end in event["samples"])
+        return event["event"] == "bad_step" and any(
+            first <= self.sample < end for first, end in event["samples"]
+        )
 
 
-KINDS: tuple[type[Any], ...] = (Killed, Stopped, FullDisk, Terminated, BitFlip, KilledInSave, CorruptShard, Truncated, BadBatch)
+KINDS: tuple[type[Any], ...] = (
+    Killed,
+    Stopped,
+    FullDisk,
+    Terminated,
+    BitFlip,
+    KilledInSave,
+    CorruptShard,
+    Truncated,
+    BadBatch,
+)
 
 
 def wait_for_event(run: Run, num_before: int, is_named: Any, *, seconds: float = 240.0) -> Event | None:
-    """The first event after `num_before` that names a fault; None if none comes, also because the run is at its end."""
+    """The first event after `num_before` that names a fault; None if none comes, also because the run is at
+    its end.
+    """
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         run.tend()

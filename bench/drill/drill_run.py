@@ -21,14 +21,16 @@ from moe_exp.runs.records import read_metrics
 
 GBSZ, ITERATIONS, SAVE_INTERVAL = 8, 400, 10
 SETTINGS = {
-    "PRESET": "cpu", "NUM_LAYERS": 2, "HIDDEN_SIZE": 64, "FFN_HIDDEN_SIZE": 96, "NUM_HEADS": 4, "NUM_QUERY_GROUPS": 2, "SEQ_LEN": 64,
-    "NUM_EXPERTS": 8, "TOPK": 2, "MBSZ": 1, "GBSZ": GBSZ, "TRAIN_ITERS": ITERATIONS, "WARMUP_ITERS": 20, "DECAY_ITERS": ITERATIONS,
-    "LR": 0.001, "LOG_INTERVAL": 1, "EVAL_INTERVAL": 0, "SAVE_INTERVAL": SAVE_INTERVAL, "KEEP_LAST": 4, "MAX_RESTARTS": 100, "EP": 2,
+    "PRESET": "cpu", "NUM_LAYERS": 2, "HIDDEN_SIZE": 64, "FFN_HIDDEN_SIZE": 96, "NUM_HEADS": 4,
+    "NUM_QUERY_GROUPS": 2, "SEQ_LEN": 64, "NUM_EXPERTS": 8, "TOPK": 2, "MBSZ": 1, "GBSZ": GBSZ,
+    "TRAIN_ITERS": ITERATIONS, "WARMUP_ITERS": 20, "DECAY_ITERS": ITERATIONS, "LR": 0.001, "LOG_INTERVAL": 1,
+    "EVAL_INTERVAL": 0, "SAVE_INTERVAL": SAVE_INTERVAL, "KEEP_LAST": 4, "MAX_RESTARTS": 100, "EP": 2,
     "DTYPE": "fp32", "SPIKE_ACTION": "log",
 }  # fmt: skip
 HANG_TIMEOUT = 10
 DISK_BYTES = 256 * 2**20
-# Samples that have a NaN, whoever trains on them: a fault of the data, which is there in the undisturbed run, too.
+# Samples that have a NaN, whoever trains on them: a fault of the data, which is there in the undisturbed run,
+# too.
 BAD_SAMPLES = (997, 2205)
 # Found by every Python of the job.
 _SITECUSTOMIZE = """
@@ -68,8 +70,15 @@ class Run:
         environ = {key: value for key, value in os.environ.items() if key not in ours}
         root = Path(__file__).resolve().parents[2]
         environ["PYTHONPATH"] = f"{folder / 'site'}:{root}"
-        places = {"RUN_DIR": folder / "runs", "RUN_NAME": name, "DATA_DIR": folder / "data", "GPUS_PER_NODE": num_ranks}
-        self.environ = environ | {key: str(value) for key, value in (SETTINGS | places | {"HANG_TIMEOUT": HANG_TIMEOUT}).items()}
+        places = {
+            "RUN_DIR": folder / "runs",
+            "RUN_NAME": name,
+            "DATA_DIR": folder / "data",
+            "GPUS_PER_NODE": num_ranks,
+        }
+        self.environ = environ | {
+            key: str(value) for key, value in (SETTINGS | places | {"HANG_TIMEOUT": HANG_TIMEOUT}).items()
+        }
         self.launcher: subprocess.Popen[bytes] | None = None
         self.exit_code: int | None = None
         self.num_jobs = 0
@@ -80,7 +89,10 @@ class Run:
     def __exit__(self, *error: object) -> None:
         if self.launcher is not None and self.launcher.poll() is None:
             with suppress(psutil.NoSuchProcess):
-                for process in [psutil.Process(self.launcher.pid), *psutil.Process(self.launcher.pid).children(recursive=True)]:
+                for process in [
+                    psutil.Process(self.launcher.pid),
+                    *psutil.Process(self.launcher.pid).children(recursive=True),
+                ]:
                     process.kill()
             self.launcher.wait()
 
@@ -103,8 +115,13 @@ class Run:
                 return
         self.num_jobs += 1
         with self.log.open("ab") as log:
-            command, environ = [sys.executable, "-m", "moe_exp", "train"], self.environ | {"MASTER_PORT": str(free_port())}
-            self.launcher = subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+            command, environ = (
+                [sys.executable, "-m", "moe_exp", "train"],
+                self.environ | {"MASTER_PORT": str(free_port())},
+            )
+            self.launcher = subprocess.Popen(
+                command, env=environ, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
 
     def wait_until(self, holds: Callable[[], bool], what: str, *, seconds: float = _LONGEST_SECONDS) -> None:
         """Tends the chain until something holds; RuntimeError if it does not, or can no longer."""
@@ -133,7 +150,11 @@ class Run:
 
     def events(self) -> list[dict[str, Any]]:
         """All so far, in the order in which they happened."""
-        return [record for record in read_metrics(self.metrics) if record["kind"] == "event"] if self.metrics.exists() else []
+        return (
+            [record for record in read_metrics(self.metrics) if record["kind"] == "event"]
+            if self.metrics.exists()
+            else []
+        )
 
     def ranks(self) -> dict[int, psutil.Process]:
         """The processes of the job at work by rank; waits until all are there."""

@@ -1,14 +1,16 @@
-"""Faults at random moments in one run of several processes, whose curve has to be that of the run that nobody disturbed, bit for bit.
+"""Faults at random moments in one run of several processes, whose curve has to be that of the run that nobody
+disturbed, bit for bit.
 
     python bench/drill/fault_drill.py                          # 20 faults, seed 1
     python bench/drill/fault_drill.py --seeds 1,2,3            # three drills
     python bench/drill/fault_drill.py --faults 5 --ranks 2     # a short one
 
-The run is one chain of `moe-exp train`, as SLURM or cron would start it: the same command again until it ends with 0. Nothing of it knows
-of the drill: processes are killed and stopped, files are changed, a disk (a small tmpfs, which needs root; else a limit on file sizes) is
-filled, and some samples have a NaN, in the undisturbed run, too. For each fault the table has when it was caused, after how many seconds
-an event of metrics.jsonl named it, and after how many the run was further than it had come before. Exit code 1: the curves differ, a
-sample was lost or repeated, a fault has no event, or the run did not end.
+The run is one chain of `moe-exp train`, as SLURM or cron would start it: the same command again until it ends
+with 0. Nothing of it knows of the drill: processes are killed and stopped, files are changed, a disk (a small
+tmpfs, which needs root; else a limit on file sizes) is filled, and some samples have a NaN, in the
+undisturbed run, too. For each fault the table has when it was caused, after how many seconds an event of
+metrics.jsonl named it, and after how many the run was further than it had come before. Exit code 1: the
+curves differ, a sample was lost or repeated, a fault has no event, or the run did not end.
 """
 
 from __future__ import annotations
@@ -31,7 +33,15 @@ from drill_faults import KINDS, BadBatch, Fault, wait_for_event
 from drill_run import BAD_SAMPLES, GBSZ, ITERATIONS, Run, disk, train_records
 
 # What has to be the same to the bit; times are not.
-CURVE = ("consumed_samples", "lm_loss", "grad_norm", "params_norm", "load_balancing_loss", "learning_rate", "skipped_iterations")
+CURVE = (
+    "consumed_samples",
+    "lm_loss",
+    "grad_norm",
+    "params_norm",
+    "load_balancing_loss",
+    "learning_rate",
+    "skipped_iterations",
+)
 
 
 @dataclass(frozen=True)
@@ -59,27 +69,41 @@ def planned(seed: int, num_faults: int) -> list[Fault]:
     """So many faults of all kinds, in random order, at random iterations."""
     draw = random.Random(seed)
     kinds = [kind for kind in KINDS for _ in range(kind.share)]
-    chosen = [KINDS[index % len(KINDS)] for index in range(num_faults)] if num_faults < len(kinds) else kinds[:num_faults]
+    chosen = (
+        [KINDS[index % len(KINDS)] for index in range(num_faults)]
+        if num_faults < len(kinds)
+        else kinds[:num_faults]
+    )
     draw.shuffle(chosen)
     stretch = (ITERATIONS - 20) / num_faults
     faults = [kind(draw, round(10 + stretch * (index + draw.random()))) for index, kind in enumerate(chosen)]
     # A bad sample is bad once.
-    bad = sorted((fault for fault in faults if isinstance(fault, BadBatch)), key=lambda fault: fault.iteration)
+    bad = sorted(
+        (fault for fault in faults if isinstance(fault, BadBatch)), key=lambda fault: fault.iteration
+    )
     for fault, sample in zip(bad, BAD_SAMPLES, strict=False):
         fault.at(sample)
     return sorted(faults, key=lambda fault: fault.iteration)
 
 
-def drill(seed: int, num_faults: int, num_ranks: int, folder: Path, reference: Path) -> tuple[list[Outcome], list[str]]:
+def drill(
+    seed: int, num_faults: int, num_ranks: int, folder: Path, reference: Path
+) -> tuple[list[Outcome], list[str]]:
     """The outcome of every fault, and what is wrong with the run in lines."""
     faults, outcomes = planned(seed, num_faults), []
     with disk(folder), Run(folder, "drill", num_ranks, folder.with_suffix(".log")) as run:
         for number, fault in enumerate(faults, start=1):
-            run.wait_until(lambda fault=fault: run.iteration() >= fault.iteration, f"iteration {fault.iteration}")
+            run.wait_until(
+                lambda fault=fault: run.iteration() >= fault.iteration, f"iteration {fault.iteration}"
+            )
             outcomes.append(_caused(fault, run))
             print(f"[{number}/{num_faults}] {_line(outcomes[-1])}", flush=True)
         run.wait_until(lambda: run.exit_code == 0, "its end")
-        problems = [f"{outcome.kind} at iteration {outcome.iteration}: no event names it" for outcome in outcomes if not outcome.event]
+        problems = [
+            f"{outcome.kind} at iteration {outcome.iteration}: no event names it"
+            for outcome in outcomes
+            if not outcome.event
+        ]
         return outcomes, problems + compared(train_records(run.metrics), train_records(reference))
 
 
@@ -92,7 +116,9 @@ def _caused(fault: Fault, run: Run) -> Outcome:
     fault.mend(run)
     reached = max(iteration, run.iteration())
     run.wait_until(lambda: run.iteration() > reached or run.exit_code == 0, f"an iteration after {reached}")
-    words = ", ".join(str(event[key]) for key in ("event", "cause", "reason", "rank") if event and key in event)
+    words = ", ".join(
+        str(event[key]) for key in ("event", "cause", "reason", "rank") if event and key in event
+    )
     return Outcome(fault.name, iteration, what, detected, time.monotonic() - start, words[:100])
 
 
@@ -102,20 +128,32 @@ def compared(found: Sequence[dict[str, Any]], expected: Sequence[dict[str, Any]]
     iterations = [record["iteration"] for record in found]
     if iterations != list(range(1, ITERATIONS + 1)):
         problems.append(f"iterations are not 1 to {ITERATIONS}, once each")
-    if lost := [record["iteration"] for record in found if record["consumed_samples"] != record["iteration"] * GBSZ]:
+    if lost := [
+        record["iteration"] for record in found if record["consumed_samples"] != record["iteration"] * GBSZ
+    ]:
         problems.append(f"samples were lost or repeated before iteration {lost[0]}")
     for one, other in zip(found, expected, strict=False):
         differing = [key for key in CURVE if one[key] != other[key]]
-        if [layer["tokens_per_expert"] for layer in one["experts"]] != [layer["tokens_per_expert"] for layer in other["experts"]]:
+        if [layer["tokens_per_expert"] for layer in one["experts"]] != [
+            layer["tokens_per_expert"] for layer in other["experts"]
+        ]:
             differing.append("tokens_per_expert")
         if differing:
-            return [*problems, f"iteration {one['iteration']}: {', '.join(differing)} are not those of the undisturbed run"]
+            return [
+                *problems,
+                f"iteration {one['iteration']}: {', '.join(differing)} are not those of the undisturbed run",
+            ]
     return problems
 
 
 def _line(outcome: Outcome) -> str:
-    seconds = [f"{value:.1f}" if math.isfinite(value) else "never" for value in (outcome.detected, outcome.recovered)]
-    return f"| {outcome.kind} | {outcome.iteration} | {outcome.what} | {seconds[0]} | {seconds[1]} | {outcome.event} |"
+    seconds = [
+        f"{value:.1f}" if math.isfinite(value) else "never" for value in (outcome.detected, outcome.recovered)
+    ]
+    return (
+        f"| {outcome.kind} | {outcome.iteration} | {outcome.what} | {seconds[0]} | {seconds[1]} |"
+        f" {outcome.event} |"
+    )
 
 
 @contextmanager
@@ -131,7 +169,9 @@ def _place(keep: bool) -> Iterator[Path]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", default="1", help="of the drills, with commas (default: 1)")
     parser.add_argument("--faults", type=int, default=20, help="per drill (default: 20)")
     parser.add_argument("--ranks", type=int, default=4, help="processes (default: 4)")
@@ -146,14 +186,20 @@ def main() -> int:
             undisturbed.wait_until(lambda: undisturbed.exit_code == 0, "the undisturbed run's end")
         for seed in options.seeds.split(","):
             print(
-                f"\nseed {seed}\n| fault | iteration | what was done | detected, s | recovered, s | named by |\n|---|---|---|---|---|---|",
+                f"\nseed {seed}\n| fault | iteration | what was done | detected, s | recovered, s | named by"
+                " |\n|---|---|---|---|---|---|",
                 flush=True,
             )
-            outcomes, problems = drill(int(seed), options.faults, options.ranks, folder / f"seed_{seed}", undisturbed.metrics)
+            outcomes, problems = drill(
+                int(seed), options.faults, options.ranks, folder / f"seed_{seed}", undisturbed.metrics
+            )
             results[seed] = {"outcomes": [vars(outcome) for outcome in outcomes], "problems": problems}
             print(
                 f"seed {seed}: "
-                + ("; ".join(problems) or f"{len(outcomes)} faults, {ITERATIONS} iterations, the curve of the undisturbed run")
+                + (
+                    "; ".join(problems)
+                    or f"{len(outcomes)} faults, {ITERATIONS} iterations, the curve of the undisturbed run"
+                )
             )
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))

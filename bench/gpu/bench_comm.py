@@ -1,19 +1,23 @@
 #!/usr/bin/env python3
-"""Bandwidth and latency of the collectives of training between the ranks of a job: NCCL on GPUs, gloo without.
+"""Bandwidth and latency of the collectives of training between the ranks of a job: NCCL on GPUs, gloo
+without.
 
     torchrun --nproc-per-node 8 bench/gpu/bench_comm.py                            # one node, 8 GPUs
-    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 --rdzv-backend c10d bench/gpu/bench_comm.py --json comm.json
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 --rdzv-backend c10d \\
+        bench/gpu/bench_comm.py --json comm.json
     torchrun --nproc-per-node 2 bench/gpu/bench_comm.py --sizes 4K 1M              # on a CPU
 
 The first is meant to take about a minute, not measured.
 
-A size is that of the whole tensor: what an all-reduce takes on every rank, what an all-gather gives, what a reduce-scatter takes, what a
-rank sends in an all-to-all (the dispatcher of expert parallelism) with its own part. Bus bandwidth is what a rank sends to others per
-second, so that it can be compared with the link: of a size S on n ranks (n-1)/n * S, twice that for an all-reduce. Every result is
-compared, exactly, before it is timed. Time of a call: that of the slowest rank, median of the rounds.
+A size is that of the whole tensor: what an all-reduce takes on every rank, what an all-gather gives, what a
+reduce-scatter takes, what a rank sends in an all-to-all (the dispatcher of expert parallelism) with its own
+part. Bus bandwidth is what a rank sends to others per second, so that it can be compared with the link: of a
+size S on n ranks (n-1)/n * S, twice that for an all-reduce. Every result is compared, exactly, before it is
+timed. Time of a call: that of the slowest rank, median of the rounds.
 
-The last lines are the entries of a hardware profile of the planner (`moe-exp plan --gpu FILE.json`), node_ or network_: the largest
-all-reduce gives bytes per second, the smallest the latency, as bench_device.py has them.
+The last lines are the entries of a hardware profile of the planner (`moe-exp plan --gpu FILE.json`), node_ or
+network_: the largest all-reduce gives bytes per second, the smallest the latency, as bench_device.py has
+them.
 """
 
 from __future__ import annotations
@@ -41,8 +45,10 @@ ROUNDS = 7
 
 
 class Collective(NamedTuple):
-    """Args: run: (output, input); sizes: elements of input and output from those of the whole and the ranks; sent: shares of the whole
-    that a rank sends, over (n-1)/n; expected: the result on a rank from the inputs of all."""
+    """Args: run: (output, input); sizes: elements of input and output from those of the whole and the ranks;
+    sent: shares of the whole that a rank sends, over (n-1)/n; expected: the result on a rank from the inputs
+    of all.
+    """
 
     run: Callable[[Tensor, Tensor], Any]
     sizes: Callable[[int, int], tuple[int, int]]
@@ -64,8 +70,12 @@ def _mine(whole: Tensor, rank: int, num_ranks: int) -> Tensor:
 
 
 COLLECTIVES = {
-    "all-reduce": Collective(_all_reduce, lambda whole, n: (whole, 0), 2, lambda given, rank: sum(given[1:], given[0])),
-    "all-gather": Collective(_all_gather, lambda whole, n: (whole // n, whole), 1, lambda given, rank: torch.cat(given)),
+    "all-reduce": Collective(
+        _all_reduce, lambda whole, n: (whole, 0), 2, lambda given, rank: sum(given[1:], given[0])
+    ),
+    "all-gather": Collective(
+        _all_gather, lambda whole, n: (whole // n, whole), 1, lambda given, rank: torch.cat(given)
+    ),
     "reduce-scatter": Collective(
         _reduce_scatter,
         lambda whole, n: (whole, whole // n),
@@ -127,9 +137,19 @@ def measure(sizes: list[int], device: torch.device) -> list[dict[str, Any]]:
             check(name, count, device)
             ms = milliseconds(name, count, device)
             sent = collective.sent * 4 * count * (num_ranks - 1) / num_ranks
-            row = {"collective": name, "bytes": 4 * count, "ms": ms, "sent_bytes": sent, "bus_bytes_per_second": sent / ms * 1e3}
+            row = {
+                "collective": name,
+                "bytes": 4 * count,
+                "ms": ms,
+                "sent_bytes": sent,
+                "bus_bytes_per_second": sent / ms * 1e3,
+            }
             if dist.get_rank() == 0:
-                print(f"| {name} | {4 * count / 2**20:.4g} | {ms:.3f} | {row['bus_bytes_per_second'] / 1e9:.2f} |", flush=True)
+                print(
+                    f"| {name} | {4 * count / 2**20:.4g} | {ms:.3f} |"
+                    f" {row['bus_bytes_per_second'] / 1e9:.2f} |",
+                    flush=True,
+                )
             rows.append(row)
     return rows
 
@@ -162,8 +182,16 @@ def bytes_of(text: str) -> int:
 
 def parse_arguments() -> argparse.Namespace:
     """What is asked for, of a job that can do it: else one line and exit code 2."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", type=bytes_of, default=[bytes_of(size) for size in SIZES], help=f"default {' '.join(SIZES)}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--sizes",
+        nargs="+",
+        type=bytes_of,
+        default=[bytes_of(size) for size in SIZES],
+        help=f"default {' '.join(SIZES)}",
+    )
     # Its folder has to be there on the host of rank 0 alone.
     kind = bench_arguments.result_file if os.environ.get("RANK") == "0" else Path
     parser.add_argument("--json", type=kind, help="rank 0 writes rows and profile entries there")
@@ -171,7 +199,9 @@ def parse_arguments() -> argparse.Namespace:
     if "RANK" not in os.environ:
         parser.error("RANK is not set. Fix: start it with torchrun, see --help.")
     if os.environ["WORLD_SIZE"] == "1":
-        parser.error("WORLD_SIZE=1: one rank sends nothing to anybody. Fix: torchrun --nproc-per-node 2 or more.")
+        parser.error(
+            "WORLD_SIZE=1: one rank sends nothing to anybody. Fix: torchrun --nproc-per-node 2 or more."
+        )
     return arguments
 
 
@@ -188,15 +218,24 @@ def main() -> None:
     num_hosts, num_ranks = len(set(hosts())), dist.get_world_size()
     card = torch.cuda.get_device_name(device) if on_gpu else f"{platform.machine()} CPU"
     library = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if on_gpu else "gloo"
-    source = f"bench/gpu/bench_comm.py, {num_ranks} ranks on {num_hosts} host(s), {card}, {library}, torch {torch.__version__}"
+    source = (
+        f"bench/gpu/bench_comm.py, {num_ranks} ranks on {num_hosts} host(s), {card}, {library}, torch"
+        f" {torch.__version__}"
+    )
     if dist.get_rank() == 0:
-        print(f"{source}; median of {ROUNDS} rounds, slowest rank\n\n| collective | MiB | ms | bus, GB/s |\n|---|---|---|---|", flush=True)
+        print(
+            f"{source}; median of {ROUNDS} rounds, slowest rank\n\n| collective | MiB | ms | bus, GB/s"
+            " |\n|---|---|---|---|",
+            flush=True,
+        )
     rows = measure(sorted(arguments.sizes), device)
     if dist.get_rank() == 0:
         entries = profile_entries(rows, num_hosts, source)
         print("", json.dumps(entries, indent=1), sep="\n")
         if arguments.json:
-            arguments.json.write_text(json.dumps(origin(device) | {"source": source, "rows": rows, "profile": entries}, indent=1))
+            arguments.json.write_text(
+                json.dumps(origin(device) | {"source": source, "rows": rows, "profile": entries}, indent=1)
+            )
     dist.destroy_process_group()
 
 

@@ -1,9 +1,12 @@
 #!/usr/bin/env python3
-"""Measures what a hardware profile of the planner says of the processors of this machine, and prints the profile.
+"""Measures what a hardware profile of the planner says of the processors of this machine, and prints the
+profile.
 
-    python bench/gpu/bench_device.py > my_cpu.json        # half a minute; `moe-exp plan ... --gpu my_cpu.json` takes it
+    # half a minute; `moe-exp plan ... --gpu my_cpu.json` takes it
+    python bench/gpu/bench_device.py > my_cpu.json
 
-One thread per process, as a rank of a CPU host has. Best of several, so that other work on the machine counts as little as it can.
+One thread per process, as a rank of a CPU host has. Best of several, so that other work on the machine counts
+as little as it can.
 """
 
 from __future__ import annotations
@@ -53,12 +56,15 @@ def _rank(rank: int, store: str, results: multiprocessing.SimpleQueue) -> None:
     latency = statistics.median(seconds_of(lambda: dist.all_reduce(small), 500))
     seconds = min(seconds_of(lambda: dist.all_reduce(large)))
     if rank == 0:
-        results.put((latency, SENT_BYTES / seconds))  # two ranks send all of it once in a reduce-scatter and an all-gather
+        # two ranks send all of it once in a reduce-scatter and an all-gather
+        results.put((latency, SENT_BYTES / seconds))
     dist.destroy_process_group()
 
 
 def links() -> tuple[float, float]:
-    """Seconds of a small all-reduce between two processes, and bytes per second that each sends in a large one."""
+    """Seconds of a small all-reduce between two processes, and bytes per second that each sends in a large
+    one.
+    """
     results = multiprocessing.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.spawn(_rank, args=(f"{folder}/store", results), nprocs=2)
@@ -85,7 +91,9 @@ def main() -> None:
         "network_share": 1.0,
         "matrix_share": 1.0,
     }  # fmt: skip
-    profile = {"name": "CPU", "architecture": "cpu"} | {name: {"value": value, "source": source} for name, value in values.items()}
+    profile = {"name": "CPU", "architecture": "cpu"} | {
+        name: {"value": value, "source": source} for name, value in values.items()
+    }
     print(json.dumps(profile, indent=2))
 
 

@@ -1,26 +1,34 @@
-"""One layer of SwiGLU experts, forward and backward: EXPERT_BACKEND=triton against other people's layers on one GPU.
+"""One layer of SwiGLU experts, forward and backward: EXPERT_BACKEND=triton against other people's layers on
+one GPU.
 
-    export PYTHONPATH=$PWD                                            # in the repository; not where the package is installed
-    python bench/gpu/bench_gpu_layer.py --json layer.json                 # all shapes, both routings
+    export PYTHONPATH=$PWD    # in the repository; not where the package is installed
+    python bench/gpu/bench_gpu_layer.py --json layer.json            # all shapes, both routings
     python bench/gpu/bench_gpu_layer.py --shape B D --routing balanced --peers liger sonic-moe
-    python bench/gpu/bench_gpu_layer.py --shape D --peers --profile       # ours alone, then where its time goes
-    python bench/gpu/bench_gpu_layer.py --floors                          # the least time and memory of every shape; no GPU
-    python bench/gpu/bench_gpu_layer.py                                   # on a CPU: tiny shapes, plain torch in place of the kernels; 10 s
+    # ours alone, then where its time goes
+    python bench/gpu/bench_gpu_layer.py --shape D --peers --profile
+    # the least time and memory of every shape; no GPU
+    python bench/gpu/bench_gpu_layer.py --floors
+    # on a CPU: tiny shapes, plain torch in place of the kernels; 10 s
+    python bench/gpu/bench_gpu_layer.py
 
-The first is meant to take under 8 minutes on one GPU, not measured. Before these 8 minutes processes of their own, one per shape, compile
-(--warm-seconds), which fills Triton's cache on disk. What that leaves undone counts as time of measuring: shapes for which it does not
-suffice are left out by name, from the end of the order B D F G C A E. A table to be quoted is one of a run without such.
+The first is meant to take under 8 minutes on one GPU, not measured. Before these 8 minutes processes of their
+own, one per shape, compile (--warm-seconds), which fills Triton's cache on disk. What that leaves undone
+counts as time of measuring: shapes for which it does not suffice are left out by name, from the end of the
+order B D F G C A E. A table to be quoted is one of a run without such.
 
-All get the same tokens, weights, routing and output gradient. Before anything is timed, outputs and all gradients (tokens, weights,
-router weights) are compared with float64 by relative norm; who is further off than the dtype explains is not timed. Then they take
-turns in random order, on input sets that have left the L2 when they come again; medians. The forward is one of training, which keeps
-what the backward needs. Routing itself is in no time, the order of rows by expert is: the layers get expert numbers and weights. Where
-rows arrive sorted from other ranks (E), layers that sort them again are compared with `ours, sorting`, which does so, too.
+All get the same tokens, weights, routing and output gradient. Before anything is timed, outputs and all
+gradients (tokens, weights, router weights) are compared with float64 by relative norm; who is further off
+than the dtype explains is not timed. Then they take turns in random order, on input sets that have left the
+L2 when they come again; medians. The forward is one of training, which keeps what the backward needs. Routing
+itself is in no time, the order of rows by expert is: the layers get expert numbers and weights. Where rows
+arrive sorted from other ranks (E), layers that sort them again are compared with `ours, sorting`, which does
+so, too.
 
-Who is not installed, fails or cannot run here is left out by name, with the reason; the exit code is 1 where that is one of ours.
-Results are saved after every shape and routing. Times are CUDA events, on a CPU the wall clock. Columns: TFLOP/s of the three
-projections; share of what a large matrix product reaches in the same process; bytes allocated at the peak of forward and backward, and
-kept between them; `theirs / ours` over 1 means that ours is faster.
+Who is not installed, fails or cannot run here is left out by name, with the reason; the exit code is 1 where
+that is one of ours. Results are saved after every shape and routing. Times are CUDA events, on a CPU the wall
+clock. Columns: TFLOP/s of the three projections; share of what a large matrix product reaches in the same
+process; bytes allocated at the peak of forward and backward, and kept between them; `theirs / ours` over 1
+means that ours is faster.
 """
 
 from __future__ import annotations
@@ -38,7 +46,16 @@ from typing import Any, NamedTuple
 import bench_arguments
 import torch
 from gpu_attempts import Attempts, DeviceLost, LeftOut, free
-from gpu_clock import at_most, backward_in_this_thread, elapsed_ms, matmul_ceiling, num_input_sets, peak_bytes, poison, saved_bytes
+from gpu_clock import (
+    at_most,
+    backward_in_this_thread,
+    elapsed_ms,
+    matmul_ceiling,
+    num_input_sets,
+    peak_bytes,
+    poison,
+    saved_bytes,
+)
 from gpu_floors import MIB, SHAPES, TINY, Shape, floor_of, floors_table, forward_flops, minimal_kept_bytes
 from gpu_inputs import ROUTINGS, Inputs, Weights, bounds, draw_inputs, draw_weights, errors, reference
 from gpu_machine import origin
@@ -97,7 +114,9 @@ class Turn:
             raise LeftOut(f"wrong: {where} is {error:.1e} off, over {bound[where]:.0e}")
 
     def count_bytes(self, device: torch.device) -> None:
-        self.saved_bytes = saved_bytes(partial(self.forward, self.sets[0]), self.leaves.parameters, self.sets[0].x_TD)
+        self.saved_bytes = saved_bytes(
+            partial(self.forward, self.sets[0]), self.leaves.parameters, self.sets[0].x_TD
+        )
         self.peak_bytes = peak_bytes(partial(self.both, self.sets[0]), device)
 
     def take(self, device: torch.device) -> Turn:
@@ -132,7 +151,9 @@ class Suite:
         return [name for name in self.names if name != OURS_SORTING or shape.arrives]
 
     def seconds_for(self, name: str) -> float:
-        """That a provider has to compile, tune and warm up: ours the whole budget, others not so long that nobody else has any."""
+        """That a provider has to compile, tune and warm up: ours the whole budget, others not so long that
+        nobody else has any.
+        """
         left = self.deadline + LAST_SECONDS - time.monotonic()
         return left if name in OUR_KERNELS else min(left, self.arguments.start_seconds)
 
@@ -144,10 +165,16 @@ class Suite:
                 for routing in self.arguments.routing:
                     label = f"shape {shape_name}, {routing}"
                     if time.monotonic() >= self.deadline:
-                        self.attempts.leave_out(label, f"not begun within {self.arguments.budget:.0f} s", may_fail=False)
+                        self.attempts.leave_out(
+                            label, f"not begun within {self.arguments.budget:.0f} s", may_fail=False
+                        )
                     else:
-                        weights = weights or draw_weights((SHAPES | TINY)[shape_name], dtype=self.dtype, device=self.device)
-                        self.attempts.run(label, partial(self.compare, shape_name, routing, weights), may_fail=False)
+                        weights = weights or draw_weights(
+                            (SHAPES | TINY)[shape_name], dtype=self.dtype, device=self.device
+                        )
+                        self.attempts.run(
+                            label, partial(self.compare, shape_name, routing, weights), may_fail=False
+                        )
                     self.save()
                 del weights
                 free(self.device)
@@ -166,10 +193,17 @@ class Suite:
             self.time_turns(problem, turns)
         finally:  # where one takes the device with it, too
             self.add_rows(
-                problem, [turn for turn in turns if turn.both_ms and f"{turn.name}, {problem.label}" not in self.attempts.left_out]
+                problem,
+                [
+                    turn
+                    for turn in turns
+                    if turn.both_ms and f"{turn.name}, {problem.label}" not in self.attempts.left_out
+                ],
             )
         for turn in turns if self.arguments.profile else ():
-            if table := self.attempt(f"profile of {turn.name}", problem, turn.name, partial(profile_of, turn, self.device)):
+            if table := self.attempt(
+                f"profile of {turn.name}", problem, turn.name, partial(profile_of, turn, self.device)
+            ):
                 self.profiles.append(f"\n{problem.label}, {turn.name}\n{table}")
 
     def attempt(self, what: str, problem: Problem, name: str, work: Any) -> Any:
@@ -178,7 +212,10 @@ class Suite:
     def checked_turns(self, problem: Problem) -> list[Turn]:
         """The providers that are ready and right."""
         expected = reference(problem.sets[0], problem.weights)
-        turns = [self.attempt(name, problem, name, partial(self.prepare, name, problem, expected)) for name in self.names_at(problem.shape)]
+        turns = [
+            self.attempt(name, problem, name, partial(self.prepare, name, problem, expected))
+            for name in self.names_at(problem.shape)
+        ]
         return [turn for turn in turns if turn is not None]
 
     def prepare(self, name: str, problem: Problem, expected: list[Tensor]) -> Turn:
@@ -206,7 +243,10 @@ class Suite:
         rows = {turn.name: self.row(problem, turn) for turn in turns}
         for name, row in rows.items():
             base = OURS_SORTING if problem.shape.arrives and PROVIDERS[name].sorts else OURS
-            row |= {"compared_with": base, "theirs_over_ours": row["both_ms"] / rows[base]["both_ms"] if base in rows else None}
+            row |= {
+                "compared_with": base,
+                "theirs_over_ours": row["both_ms"] / rows[base]["both_ms"] if base in rows else None,
+            }
             print(table_row(row), flush=True)
         self.rows += rows.values()
 
@@ -214,13 +254,13 @@ class Suite:
         forward_ms, both_ms = statistics.median(turn.forward_ms), statistics.median(turn.both_ms)
         tflops = forward_flops(problem.shape) / 1e9
         return {
-            "shape": problem.shape_name, "routing": problem.routing, "provider": turn.name, "rounds": len(turn.both_ms),
-            "errors": turn.errors, "largest_error": max(turn.errors.values()),
+            "shape": problem.shape_name, "routing": problem.routing, "provider": turn.name,
+            "rounds": len(turn.both_ms), "errors": turn.errors, "largest_error": max(turn.errors.values()),
             "forward_ms": forward_ms, "both_ms": both_ms,
-            "both_range_ms": [min(turn.both_ms), max(turn.both_ms)],
-            "forward_tflops": tflops / forward_ms, "both_tflops": 3 * tflops / both_ms,
-            "share_of_ceiling": 3 * tflops / both_ms * 1e12 / self.ceiling,
-            "peak_bytes": turn.peak_bytes, "saved_bytes": turn.saved_bytes,
+            "both_range_ms": [min(turn.both_ms), max(turn.both_ms)], "forward_tflops": tflops / forward_ms,
+            "both_tflops": 3 * tflops / both_ms,
+            "share_of_ceiling": 3 * tflops / both_ms * 1e12 / self.ceiling, "peak_bytes": turn.peak_bytes,
+            "saved_bytes": turn.saved_bytes,
             "saved_over_minimal": turn.saved_bytes / minimal_kept_bytes(problem.shape, self.dtype.itemsize),
             "floor_ms": sum(floor_of(problem.shape)[:2]),
         }  # fmt: skip
@@ -230,28 +270,34 @@ class Suite:
         with backward_in_this_thread():
             for shape_name in self.arguments.shape:
                 problem = self.problem(
-                    shape_name, ROUTINGS[0], draw_weights((SHAPES | TINY)[shape_name], dtype=self.dtype, device=self.device)
+                    shape_name,
+                    ROUTINGS[0],
+                    draw_weights((SHAPES | TINY)[shape_name], dtype=self.dtype, device=self.device),
                 )
                 for name in self.names_at(problem.shape):
                     self.attempt(name, problem, name, partial(self.compile_one, name, problem))
 
     def compile_one(self, name: str, problem: Problem) -> None:
         with at_most(self.seconds_for(name)):
-            elapsed_ms([partial(Turn(name, problem).both, problem.sets[0])], self.device)  # waits: an error is of the one who made it
+            # waits: an error is of the one who made it
+            elapsed_ms([partial(Turn(name, problem).both, problem.sets[0])], self.device)
 
     def notes(self) -> list[str]:
         notes = {name: PROVIDERS[name].note() for name in self.names}
         if self.arguments.device.type == "cpu":
             notes[OURS] = "without a GPU the twins of the kernels in plain torch"
         if sorting := [name for name in self.names if PROVIDERS[name].sorts and name != OURS_SORTING]:
-            notes[", ".join(sorting)] = f"rows that arrive sorted are sorted again; compared with `{OURS_SORTING}` there"
+            notes[", ".join(sorting)] = (
+                f"rows that arrive sorted are sorted again; compared with `{OURS_SORTING}` there"
+            )
         return [f"{name}: {note}" for name, note in notes.items() if note]
 
     def save(self) -> None:
         if self.arguments.json:
             result = self.origin | {
-                "dtype": self.arguments.dtype, "matmul_ceiling_flops": self.ceiling, "compiled_ahead": self.compiled_ahead,
-                "rows": self.rows, "left_out": self.attempts.left_out, "notes": self.notes(),
+                "dtype": self.arguments.dtype, "matmul_ceiling_flops": self.ceiling,
+                "compiled_ahead": self.compiled_ahead, "rows": self.rows, "left_out": self.attempts.left_out,
+                "notes": self.notes(),
             }  # fmt: skip
             self.arguments.json.write_text(json.dumps(result, indent=1))
 
@@ -265,14 +311,15 @@ def profile_of(turn: Turn, device: torch.device, *, num_rows: int = 15) -> str:
             turn.both(inputs)
     return str(
         profiler.key_averages().table(
-            sort_by="self_device_time_total" if device.type == "cuda" else "self_cpu_time_total", row_limit=num_rows
+            sort_by="self_device_time_total" if device.type == "cuda" else "self_cpu_time_total",
+            row_limit=num_rows,
         )
     )
 
 
 HEADINGS = [
-    "shape", "routing", "layer", "forward, ms", "forward + backward, ms", "TFLOP/s forward", "TFLOP/s both", "of the ceiling", "peak, MiB",
-    "saved, MiB", "saved / formula", "theirs / ours", "largest error",
+    "shape", "routing", "layer", "forward, ms", "forward + backward, ms", "TFLOP/s forward", "TFLOP/s both",
+    "of the ceiling", "peak, MiB", "saved, MiB", "saved / formula", "theirs / ours", "largest error",
 ]  # fmt: skip
 
 
@@ -281,9 +328,10 @@ def table_row(row: Row) -> str:
     peak = "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / MIB:.0f}"
     where = max(row["errors"], key=row["errors"].get)
     cells = [
-        row["shape"], row["routing"], row["provider"], f"{row['forward_ms']:.3f}", f"{row['both_ms']:.3f}", f"{row['forward_tflops']:.3g}",
-        f"{row['both_tflops']:.3g}", f"{row['share_of_ceiling']:.0%}", peak, f"{row['saved_bytes'] / MIB:.1f}",
-        f"{row['saved_over_minimal']:.2f}", ratio, f"{row['largest_error']:.1e}, {where}",
+        row["shape"], row["routing"], row["provider"], f"{row['forward_ms']:.3f}", f"{row['both_ms']:.3f}",
+        f"{row['forward_tflops']:.3g}", f"{row['both_tflops']:.3g}", f"{row['share_of_ceiling']:.0%}", peak,
+        f"{row['saved_bytes'] / MIB:.1f}", f"{row['saved_over_minimal']:.2f}", ratio,
+        f"{row['largest_error']:.1e}, {where}",
     ]  # fmt: skip
     return f"| {' | '.join(cells)} |"
 
@@ -295,36 +343,103 @@ def compile_ahead(arguments: argparse.Namespace) -> dict[str, Any]:
         What it took, and what it left undone, with the reasons.
     """
     start = time.monotonic()
-    command = [sys.executable, __file__, "--compile-only", "--dtype", arguments.dtype, "--device", str(arguments.device)]
-    command += ["--start-seconds", str(arguments.start_seconds), "--budget", str(arguments.warm_seconds), "--warm-seconds", "0"]
-    commands = {f"shape {name}": [*command, "--shape", name, "--peers", *arguments.peers] for name in arguments.shape}
-    undone = run_at_once(commands, seconds=arguments.warm_seconds, workers=min(len(commands), os.cpu_count() or 1))
-    print(f"Compiled ahead in {time.monotonic() - start:.0f} s", *(f"; {name}: {reason}" for name, reason in undone.items()), sep="")
+    command = [
+        sys.executable,
+        __file__,
+        "--compile-only",
+        "--dtype",
+        arguments.dtype,
+        "--device",
+        str(arguments.device),
+    ]
+    command += [
+        "--start-seconds",
+        str(arguments.start_seconds),
+        "--budget",
+        str(arguments.warm_seconds),
+        "--warm-seconds",
+        "0",
+    ]
+    commands = {
+        f"shape {name}": [*command, "--shape", name, "--peers", *arguments.peers] for name in arguments.shape
+    }
+    undone = run_at_once(
+        commands, seconds=arguments.warm_seconds, workers=min(len(commands), os.cpu_count() or 1)
+    )
+    print(
+        f"Compiled ahead in {time.monotonic() - start:.0f} s",
+        *(f"; {name}: {reason}" for name, reason in undone.items()),
+        sep="",
+    )
     return {"seconds": time.monotonic() - start, "undone": undone}
 
 
 def parse_arguments() -> argparse.Namespace:
     on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     # The order is that of importance, should the time not suffice.
     default = ["B", "D", "F", "G", "C", "A", "E"] if on_gpu else list(TINY)
     count, seconds = bench_arguments.at_least(1), bench_arguments.at_least(0.0)
-    parser.add_argument("--shape", nargs="+", choices=[*SHAPES, *TINY], default=default, help=f"default: {' '.join(default)}")
-    parser.add_argument("--routing", nargs="+", choices=ROUTINGS, default=list(ROUTINGS), help="default: both")
-    parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS, metavar="NAME", help=f"of: {'; '.join(PEERS)}; default: all")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16" if on_gpu else "fp32", help="default: bf16, on a CPU fp32")
     parser.add_argument(
-        "--device", type=bench_arguments.device, default="cuda" if on_gpu else "cpu", help="default: cuda where there is one"
+        "--shape", nargs="+", choices=[*SHAPES, *TINY], default=default, help=f"default: {' '.join(default)}"
+    )
+    parser.add_argument(
+        "--routing", nargs="+", choices=ROUTINGS, default=list(ROUTINGS), help="default: both"
+    )
+    parser.add_argument(
+        "--peers",
+        nargs="*",
+        choices=PEERS,
+        default=PEERS,
+        metavar="NAME",
+        help=f"of: {'; '.join(PEERS)}; default: all",
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="bf16" if on_gpu else "fp32", help="default: bf16, on a CPU fp32"
+    )
+    parser.add_argument(
+        "--device",
+        type=bench_arguments.device,
+        default="cuda" if on_gpu else "cpu",
+        help="default: cuda where there is one",
     )
     parser.add_argument("--rounds", type=count, default=20, help="turns of each at most (default 20)")
-    parser.add_argument("--budget", type=seconds, default=440, help="seconds after which no other shape is begun (default 440)")
-    parser.add_argument("--start-seconds", type=seconds, default=75, help="for a peer to compile, tune and warm up (default 75)")
+    parser.add_argument(
+        "--budget",
+        type=seconds,
+        default=440,
+        help="seconds after which no other shape is begun (default 440)",
+    )
+    parser.add_argument(
+        "--start-seconds",
+        type=seconds,
+        default=75,
+        help="for a peer to compile, tune and warm up (default 75)",
+    )
     warm = 300 if on_gpu else 0
-    parser.add_argument("--warm-seconds", type=seconds, default=warm, help=f"to compile ahead; 0: as it goes (default {warm})")
-    parser.add_argument("--compile-only", action="store_true", help="run everybody once per shape, for their caches, and time nothing")
-    parser.add_argument("--json", type=bench_arguments.result_file, help="write the results there, after every shape and routing")
-    parser.add_argument("--profile", action="store_true", help="also the operators of forward and backward, by torch's profiler")
-    parser.add_argument("--floors", action="store_true", help="print the floors of all shapes on an H200, and end")
+    parser.add_argument(
+        "--warm-seconds", type=seconds, default=warm, help=f"to compile ahead; 0: as it goes (default {warm})"
+    )
+    parser.add_argument(
+        "--compile-only",
+        action="store_true",
+        help="run everybody once per shape, for their caches, and time nothing",
+    )
+    parser.add_argument(
+        "--json",
+        type=bench_arguments.result_file,
+        help="write the results there, after every shape and routing",
+    )
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="also the operators of forward and backward, by torch's profiler",
+    )
+    parser.add_argument(
+        "--floors", action="store_true", help="print the floors of all shapes on an H200, and end"
+    )
     return parser.parse_args()
 
 
@@ -338,8 +453,14 @@ def main() -> None:
     ahead = compile_ahead(arguments) if arguments.warm_seconds and not arguments.compile_only else {}
     suite = Suite(arguments, ahead)
     facts = suite.origin["machine"]
-    print(f"{facts['card']}, {', '.join(f'{name} {found}' for name, found in facts['versions'].items())}, {arguments.dtype}")
-    print(f"A large matrix product: {suite.ceiling / 1e12:.3g} TFLOP/s\n\n| {' | '.join(HEADINGS)} |\n{'|---' * len(HEADINGS)}|")
+    print(
+        f"{facts['card']}, {', '.join(f'{name} {found}' for name, found in facts['versions'].items())},"
+        f" {arguments.dtype}"
+    )
+    print(
+        f"A large matrix product: {suite.ceiling / 1e12:.3g} TFLOP/s\n\n| {' | '.join(HEADINGS)}"
+        f" |\n{'|---' * len(HEADINGS)}|"
+    )
     try:
         suite.compile() if arguments.compile_only else suite.run()
     except DeviceLost as error:

@@ -1,20 +1,24 @@
-"""A training step of the reference models (dense, moe, dmoe) on one GPU: moe_exp, the same model of Megatron's own parts, transformers.
+"""A training step of the reference models (dense, moe, dmoe) on one GPU: moe_exp, the same model of
+Megatron's own parts, transformers.
 
-    export PYTHONPATH=$PWD                                     # in the repository; not where the package is installed
-    python bench/gpu/bench_gpu_step.py --json step.json            # all three models and contenders
+    export PYTHONPATH=$PWD                             # in the repository; not where the package is installed
+    python bench/gpu/bench_gpu_step.py --json step.json    # all three models and contenders
     python bench/gpu/bench_gpu_step.py --model dmoe --contenders ours --profile
-    python bench/gpu/bench_gpu_step.py                             # on a CPU: tiny models; 1 min
+    python bench/gpu/bench_gpu_step.py                     # on a CPU: tiny models; 1 min
 
-The first is meant to take about 5 minutes on one GPU, not measured; the first run also compiles the kernels of ours, in its warm-up steps.
-A step is forward, backward, clipping and optimizer on one micro-batch. `ours` and `megatron` are `moe_exp.train.train_step` with Megatron's
-GPTModel, DDP and distributed optimizer (fp32 main weights and gradients) from the same initial weights on the same tokens; `megatron` has
-the layer spec of megatron-core: Transformer Engine's with grouped experts where it is installed, else the local one with experts one by
-one. Their first losses are compared. `transformers` is Llama or Qwen3-MoE (which normalizes queries and keys, too) of the same sizes with
-weights of its own and torch's fused AdamW on weights of the model's dtype, so it moves less memory in the optimizer.
+The first is meant to take about 5 minutes on one GPU, not measured; the first run also compiles the kernels
+of ours, in its warm-up steps. A step is forward, backward, clipping and optimizer on one micro-batch. `ours`
+and `megatron` are `moe_exp.train.train_step` with Megatron's GPTModel, DDP and distributed optimizer (fp32
+main weights and gradients) from the same initial weights on the same tokens; `megatron` has the layer spec of
+megatron-core: Transformer Engine's with grouped experts where it is installed, else the local one with
+experts one by one. Their first losses are compared. `transformers` is Llama or Qwen3-MoE (which normalizes
+queries and keys, too) of the same sizes with weights of its own and torch's fused AdamW on weights of the
+model's dtype, so it moves less memory in the optimizer.
 
-TFLOP/s are those of the model (`moe_exp.planner.costs.flops`), the same for all. What does not fit the GPU loses layers, said in the table.
-The contenders run one after the other; every time is the median of steps. Who fails is left out by name, with the reason, and the exit
-code is 1 where that is ours. Results are saved after every row.
+TFLOP/s are those of the model (`moe_exp.planner.costs.flops`), the same for all. What does not fit the GPU
+loses layers, said in the table. The contenders run one after the other; every time is the median of steps.
+Who fails is left out by name, with the reason, and the exit code is 1 where that is ours. Results are saved
+after every row.
 """
 
 import argparse
@@ -61,11 +65,12 @@ MODELS: dict[str, dict[str, str]] = {
     "dmoe": {"use_moe": "true", "moe_type": "dmoe", "topk": "1"},
 }
 TINY = {
-    "preset": "cpu", "num_layers": "2", "hidden_size": "64", "ffn_hidden_size": "96", "seq_len": "64", "vocab_size": "512",
-    "mbsz": "2", "gbsz": "2",
+    "preset": "cpu", "num_layers": "2", "hidden_size": "64", "ffn_hidden_size": "96", "seq_len": "64",
+    "vocab_size": "512", "mbsz": "2", "gbsz": "2",
 }  # fmt: skip
 WARMUP = 3
-# Megatron's bytes per parameter: bf16 weight, fp32 gradient, main weight and two moments. And activations of the reference runs.
+# Megatron's bytes per parameter: bf16 weight, fp32 gradient, main weight and two moments. And activations of
+# the reference runs.
 PARAMETER_BYTES, ACTIVATION_BYTES_PER_SAMPLE = 18, 3e9
 LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 2e-3, "fp16": 1e-3}
 
@@ -76,10 +81,23 @@ def sizes() -> dict[str, str]:
 
 def config_of(name: str, arguments: argparse.Namespace, data: str) -> Config:
     """The model on one rank, with as many of its layers as fit the GPU."""
-    settings = sizes() | MODELS[name] | {"gpus_per_node": "1", "train_data": data, "num_workers": "0", "warmup_iters": "0"}
+    settings = (
+        sizes()
+        | MODELS[name]
+        | {
+            "gpus_per_node": "1",
+            "train_data": data,
+            "num_workers": "0",
+            "warmup_iters": "0",
+        }
+    )
     settings |= {"expert_backend": arguments.expert_backend}
     config = load_config(settings, environ={})
-    while torch.cuda.is_available() and config.num_layers > 1 and _needed_bytes(config) > torch.cuda.mem_get_info()[1]:
+    while (
+        torch.cuda.is_available()
+        and config.num_layers > 1
+        and _needed_bytes(config) > torch.cuda.mem_get_info()[1]
+    ):
         settings["num_layers"] = str(config.num_layers // 2)
         config = load_config(settings, environ={})
     return config
@@ -122,15 +140,20 @@ def megatron(config: Config, rank: Runtime) -> tuple[Step, str]:
     has_te = torch.cuda.is_available() and moe_utils.HAVE_TE
     megatron_cpu.mend_router(moe_utils)
     if rank.device.type == "cpu":
-        start_megatron()  # mends its dispatcher, which without CUDA gives the all-to-all tensors in the place of numbers
+        # mends its dispatcher, which without CUDA gives the all-to-all tensors in the place of numbers
+        start_megatron()
 
     def stock_spec(config: Config, settings: Any, vp_stage: int | None) -> Any:
         settings.moe_grouped_gemm = has_te and config.use_moe
-        return get_gpt_decoder_block_spec(settings, use_transformer_engine=has_te, normalization=config.normalization, vp_stage=vp_stage)
+        return get_gpt_decoder_block_spec(
+            settings, use_transformer_engine=has_te, normalization=config.normalization, vp_stage=vp_stage
+        )
 
     with patch.object(our_model, "_decoder_spec", stock_spec), _with_experts_initialized():
         contender = Ours(config, rank)
-    return _training_step(contender), "Transformer Engine's spec" if has_te else "local spec" + ", experts one by one" * config.use_moe
+    return _training_step(contender), (
+        "Transformer Engine's spec" if has_te else "local spec" + ", experts one by one" * config.use_moe
+    )
 
 
 @contextlib.contextmanager
@@ -146,7 +169,9 @@ def _with_experts_initialized() -> Iterator[None]:
                 continue
             experts, _, rest = initial_weights.global_name(chunk, name).partition(".mlp.experts.")
             # local_experts.3.linear_fc1.weight, or linear_fc1.weight3
-            number = "".join(character for character in rest.replace("fc1", "").replace("fc2", "") if character.isdigit())
+            number = "".join(
+                character for character in rest.replace("fc1", "").replace("fc2", "") if character.isdigit()
+            )
             key = f"{experts}.mlp.experts.{number}.weight{1 if 'linear_fc1' in rest else 2}"
             std = initial_weights._std(key, config)
             parameter.copy_(initial_weights._draw(list(parameter.shape), key, std, config, parameter))
@@ -160,17 +185,22 @@ def transformers(config: Config, rank: Runtime) -> tuple[Step, str]:
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     sizes = {
-        "hidden_size": config.hidden_size, "intermediate_size": config.ffn_hidden_size, "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads, "num_key_value_heads": config.num_query_groups, "head_dim": config.kv_channels,
-        "vocab_size": config.padded_vocab_size, "max_position_embeddings": config.seq_len, "tie_word_embeddings": False,
+        "hidden_size": config.hidden_size, "intermediate_size": config.ffn_hidden_size,
+        "num_hidden_layers": config.num_layers, "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_query_groups, "head_dim": config.kv_channels,
+        "vocab_size": config.padded_vocab_size, "max_position_embeddings": config.seq_len,
+        "tie_word_embeddings": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rotary_base}, "use_cache": False,
     }  # fmt: skip
     experts = {
-        "num_experts": config.num_experts, "num_experts_per_tok": config.topk, "moe_intermediate_size": config.expert_ffn_size,
-        "norm_topk_prob": False, "output_router_logits": True, "router_aux_loss_coef": 0.01,
+        "num_experts": config.num_experts, "num_experts_per_tok": config.topk,
+        "moe_intermediate_size": config.expert_ffn_size, "norm_topk_prob": False,
+        "output_router_logits": True, "router_aux_loss_coef": 0.01,
     }  # fmt: skip
     kind, settings = (
-        (Qwen3MoeForCausalLM, Qwen3MoeConfig(**sizes, **experts)) if config.use_moe else (LlamaForCausalLM, LlamaConfig(**sizes))
+        (Qwen3MoeForCausalLM, Qwen3MoeConfig(**sizes, **experts))
+        if config.use_moe
+        else (LlamaForCausalLM, LlamaConfig(**sizes))
     )
     if config.use_moe:
         settings._experts_implementation = "grouped_mm"
@@ -191,11 +221,17 @@ def transformers(config: Config, rank: Runtime) -> tuple[Step, str]:
     return step, "other weights"
 
 
-BUILD: dict[str, Callable[[Config, Runtime], tuple[Step, str]]] = {"ours": ours, "megatron": megatron, "transformers": transformers}
+BUILD: dict[str, Callable[[Config, Runtime], tuple[Step, str]]] = {
+    "ours": ours,
+    "megatron": megatron,
+    "transformers": transformers,
+}
 
 
 def measure(config: Config, contender: str, rank: Runtime, arguments: argparse.Namespace) -> dict[str, Any]:
-    """A row: the first loss, milliseconds, TFLOP/s and peak memory; with --profile it prints the operators of a step."""
+    """A row: the first loss, milliseconds, TFLOP/s and peak memory; with --profile it prints the operators of
+    a step.
+    """
     on_gpu = rank.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -206,15 +242,18 @@ def measure(config: Config, contender: str, rank: Runtime, arguments: argparse.N
     if arguments.profile:
         print(f"\n{contender}\n{operators(step, on_gpu)}", flush=True)
     return {
-        "contender": contender, "note": note, "num_layers": config.num_layers, "first_loss": losses[0], "ms": milliseconds,
-        "range_ms": [min(times), max(times)], "tflops": flops_per_iteration(config, config.gbsz) / milliseconds / 1e9,
+        "contender": contender, "note": note, "num_layers": config.num_layers, "first_loss": losses[0],
+        "ms": milliseconds, "range_ms": [min(times), max(times)],
+        "tflops": flops_per_iteration(config, config.gbsz) / milliseconds / 1e9,
         "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
     }  # fmt: skip
 
 
 def operators(step: Step, on_gpu: bool, *, num_rows: int = 25) -> str:
     """Where the time of a step goes, by torch's profiler."""
-    activities = [torch.profiler.ProfilerActivity.CPU] + ([torch.profiler.ProfilerActivity.CUDA] if on_gpu else [])
+    activities = [torch.profiler.ProfilerActivity.CPU] + (
+        [torch.profiler.ProfilerActivity.CUDA] if on_gpu else []
+    )
     with torch.profiler.profile(activities=activities) as profiler:
         step()
     sort_by = "self_device_time_total" if on_gpu else "self_cpu_time_total"
@@ -241,11 +280,21 @@ class Results:
                 self.add(rows[-1])
             free(self.rank.device)
         first = [row["first_loss"] for row in rows if row["contender"] != "transformers"]
-        return max(first, default=0.0) - min(first, default=0.0) <= LOSS_TOLERANCE[config.dtype] * max(first, default=0.0)
+        return max(first, default=0.0) - min(first, default=0.0) <= LOSS_TOLERANCE[config.dtype] * max(
+            first, default=0.0
+        )
 
     def add(self, row: dict[str, Any]) -> None:
         peak = "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.1f}"
-        cells = [row["model"], str(row["num_layers"]), row["contender"], row["note"], f"{row['ms']:.1f}", f"{row['tflops']:.3g}", peak]
+        cells = [
+            row["model"],
+            str(row["num_layers"]),
+            row["contender"],
+            row["note"],
+            f"{row['ms']:.1f}",
+            f"{row['tflops']:.3g}",
+            peak,
+        ]
         print(f"| {' | '.join(cells)} | {row['first_loss']:.4f} |", flush=True)
         self.rows.append(row)
         self.save()
@@ -257,13 +306,21 @@ class Results:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS), help="default: all")
     parser.add_argument("--contenders", nargs="+", choices=BUILD, default=list(BUILD), help="default: all")
     parser.add_argument("--expert-backend", default="auto", help="EXPERT_BACKEND of ours (default auto)")
-    parser.add_argument("--steps", type=bench_arguments.at_least(1), default=10, help="steps that are timed (default 10)")
-    parser.add_argument("--json", type=bench_arguments.result_file, help="write the rows there, after every row")
-    parser.add_argument("--profile", action="store_true", help="also the operators of a step, by torch's profiler")
+    parser.add_argument(
+        "--steps", type=bench_arguments.at_least(1), default=10, help="steps that are timed (default 10)"
+    )
+    parser.add_argument(
+        "--json", type=bench_arguments.result_file, help="write the rows there, after every row"
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="also the operators of a step, by torch's profiler"
+    )
     arguments = parser.parse_args()
     try:
         config = load_config(sizes() | {"expert_backend": arguments.expert_backend}, environ={})
@@ -279,12 +336,19 @@ def main() -> None:
     wrong = []
     with tempfile.TemporaryDirectory() as folder:
         base = load_config(sizes(), environ={})
-        data = write_tokens(Path(folder), base.vocab_size, 1 + 8 * base.seq_len * (WARMUP + arguments.steps + 2))
+        data = write_tokens(
+            Path(folder), base.vocab_size, 1 + 8 * base.seq_len * (WARMUP + arguments.steps + 2)
+        )
         configs = {name: config_of(name, arguments, data) for name in arguments.model}
         results = Results(arguments, start_alone(next(iter(configs.values()))))
         facts = results.origin["machine"]
-        print(f"{facts['card']}, {', '.join(f'{name} {found}' for name, found in facts['versions'].items())}\n")
-        print("| model | layers | contender | parts | step, ms | TFLOP/s | peak, GiB | first loss |\n|---|---|---|---|---|---|---|---|")
+        print(
+            f"{facts['card']}, {', '.join(f'{name} {found}' for name, found in facts['versions'].items())}\n"
+        )
+        print(
+            "| model | layers | contender | parts | step, ms | TFLOP/s | peak, GiB | first loss"
+            " |\n|---|---|---|---|---|---|---|---|"
+        )
         try:
             wrong = [name for name, config in configs.items() if not results.compare(name, config)]
             stop()

@@ -22,7 +22,9 @@ class DeviceLost(Exception):
 
 
 class Attempts:
-    """The reasons why something was left out, by name (`left_out`), and the names among them that should have been measured (`failed`)."""
+    """The reasons why something was left out, by name (`left_out`), and the names among them that should have
+    been measured (`failed`).
+    """
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -35,11 +37,13 @@ class Attempts:
             self.failed.append(name)
 
     def run(self, name: str, work: Callable[[], T], *, may_fail: bool) -> T | None:
-        """What `work` gives; None where it failed, with any exception: Triton's own errors, for one, derive from Exception alone.
+        """What `work` gives; None where it failed, with any exception: Triton's own errors, for one, derive
+        from Exception alone.
 
         Args:
             name: under which it is left out.
-            may_fail: another package may, in its own way. What may not is in `failed`, with its traceback on stderr.
+            may_fail: another package may, in its own way. What may not is in `failed`, with its traceback on
+                stderr.
 
         Raises:
             DeviceLost: where nothing on the device works any more.
@@ -66,7 +70,9 @@ class Attempts:
         return [f"Left out: {name}: {reason}" for name, reason in self.left_out.items()]
 
     def exit(self, *others: str) -> None:
-        """Ends the process: with 1 where something failed that may not, or `others` says what else is wrong."""
+        """Ends the process: with 1 where something failed that may not, or `others` says what else is
+        wrong.
+        """
         problems = [*(f"not measured: {', '.join(self.failed)}" for _ in self.failed[:1]), *others]
         sys.exit("; ".join(problems) or 0)
 
@@ -78,7 +84,9 @@ def reason_of(error: Exception) -> str:
 
 
 def lost(device: torch.device) -> str:
-    """Why the device answers no more; empty: it does. After some errors of a kernel every later call to CUDA fails, in this process."""
+    """Why the device answers no more; empty: it does. After some errors of a kernel every later call to CUDA
+    fails, in this process.
+    """
     reason = ""
     for _ in range(2 if device.type == "cuda" else 0):  # the first may tell of an error that is over with it
         try:

@@ -31,7 +31,9 @@ def elapsed_ms(calls: Iterable[Callable[[], object]], device: torch.device) -> f
     return begin.elapsed_time(end) / len(calls)
 
 
-def matmul_ceiling(device: torch.device, dtype: torch.dtype, *, size: int | None = None, rounds: int = 10) -> float:
+def matmul_ceiling(
+    device: torch.device, dtype: torch.dtype, *, size: int | None = None, rounds: int = 10
+) -> float:
     """FLOP/s of a large square matrix product of random values: the median of several."""
     size = size or (8192 if device.type == "cuda" else 512)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
@@ -41,7 +43,9 @@ def matmul_ceiling(device: torch.device, dtype: torch.dtype, *, size: int | None
 
 
 def num_input_sets(set_bytes: int, device: torch.device) -> int:
-    """How many sets of inputs it takes for one to have left the L2 when its turn comes again; two at least."""
+    """How many sets of inputs it takes for one to have left the L2 when its turn comes again; two at
+    least.
+    """
     if device.type == "cpu":
         return 2
     cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
@@ -55,7 +59,9 @@ def poison(device: torch.device) -> None:
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
-    """What the call allocates at its highest beyond what is allocated before it; None on a CPU, whose allocator does not count."""
+    """What the call allocates at its highest beyond what is allocated before it; None on a CPU, whose
+    allocator does not count.
+    """
     if device.type == "cpu":
         return None
     torch.cuda.synchronize(device)
@@ -94,10 +100,12 @@ class TooSlow(LeftOut):
 
 @contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Raises TooSlow inside when the time is over, as soon as this thread is back in Python: tuning and compiling often are.
+    """Raises TooSlow inside when the time is over, as soon as this thread is back in Python: tuning and
+    compiling often are.
 
-    What never comes back from C++ is not stopped. The backward of a CUDA tensor would be such: autograd computes it in a thread of its
-    own, for which this one waits in C++. Callers have it computed in this thread (`backward_in_this_thread`).
+    What never comes back from C++ is not stopped. The backward of a CUDA tensor would be such: autograd
+    computes it in a thread of its own, for which this one waits in C++. Callers have it computed in this
+    thread (`backward_in_this_thread`).
     """
 
     def stop(number: int, frame: object) -> None:
@@ -113,5 +121,7 @@ def at_most(seconds: float) -> Iterator[None]:
 
 
 def backward_in_this_thread() -> AbstractContextManager[None]:
-    """Inside, autograd has no threads: `at_most` can stop a backward. The kernels and their order are the same."""
+    """Inside, autograd has no threads: `at_most` can stop a backward. The kernels and their order are the
+    same.
+    """
     return torch.autograd.set_multithreading_enabled(False)

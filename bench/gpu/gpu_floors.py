@@ -2,7 +2,8 @@
 
     python bench/gpu/bench_gpu_layer.py --floors            # the table
 
-Shape suffixes as in `moe_exp.layers`: T tokens, D hidden, F expert hidden, E experts, K experts per token, R = T*K rows.
+Shape suffixes as in `moe_exp.layers`: T tokens, D hidden, F expert hidden, E experts, K experts per token, R
+= T*K rows.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class Shape(NamedTuple):
     topk: int
     tokens: int
     model: str
-    arrives: bool = False  # the tokens are rows that come from other ranks, sorted by expert; nothing is permuted
+    # the tokens are rows that come from other ranks, sorted by expert; nothing is permuted
+    arrives: bool = False
 
     @property
     def rows(self) -> int:
@@ -45,7 +47,9 @@ TINY = {
 
 
 class Card(NamedTuple):
-    """What a card was measured to do: a large bf16 matrix product, and a copy counting bytes read and written."""
+    """What a card was measured to do: a large bf16 matrix product, and a copy counting bytes read and
+    written.
+    """
 
     name: str
     flops_per_second: float
@@ -56,7 +60,9 @@ H200 = Card("H200", 790e12, 4.3e12)
 
 
 class Floor(NamedTuple):
-    """The least that a forward and a backward take, in milliseconds, and the activations that a layer keeps in between, in bytes."""
+    """The least that a forward and a backward take, in milliseconds, and the activations that a layer keeps
+    in between, in bytes.
+    """
 
     forward_ms: float
     backward_ms: float
@@ -77,25 +83,35 @@ def weight_bytes(shape: Shape, itemsize: int = 2) -> int:
 
 
 def forward_bytes(shape: Shape, itemsize: int = 2) -> int:
-    """Weights and tokens read once, output and pre-activation written once: what a backward cannot do without."""
+    """Weights and tokens read once, output and pre-activation written once: what a backward cannot do
+    without.
+    """
     tokens, hidden = shape.tokens * shape.hidden, shape.rows * 2 * shape.ffn
     return weight_bytes(shape, itemsize) + itemsize * (2 * tokens + hidden)
 
 
 def backward_bytes(shape: Shape, itemsize: int = 2) -> int:
-    """Weights, tokens, pre-activation and the output's gradient read once, the gradients of weights and tokens written once."""
+    """Weights, tokens, pre-activation and the output's gradient read once, the gradients of weights and
+    tokens written once.
+    """
     tokens, hidden = shape.tokens * shape.hidden, shape.rows * 2 * shape.ffn
     return 2 * weight_bytes(shape, itemsize) + itemsize * (3 * tokens + hidden)
 
 
 def naive_kept_bytes(shape: Shape, itemsize: int = 2) -> int:
-    """What autograd keeps of the layer written down in plain torch: the tokens, the gathered rows, both halves of the pre-activation,
-    the activated gate and its product with the other half, and the rows that the router weights multiply."""
-    return itemsize * (shape.tokens * shape.hidden + 2 * shape.rows * shape.hidden + 4 * shape.rows * shape.ffn)
+    """What autograd keeps of the layer written down in plain torch: the tokens, the gathered rows, both
+    halves of the pre-activation, the activated gate and its product with the other half, and the rows that
+    the router weights multiply.
+    """
+    return itemsize * (
+        shape.tokens * shape.hidden + 2 * shape.rows * shape.hidden + 4 * shape.rows * shape.ffn
+    )
 
 
 def minimal_kept_bytes(shape: Shape, itemsize: int = 2) -> int:
-    """The tokens and the pre-activation: everything else can be computed from them inside the backward's own kernels."""
+    """The tokens and the pre-activation: everything else can be computed from them inside the backward's own
+    kernels.
+    """
     return itemsize * (shape.tokens * shape.hidden + 2 * shape.rows * shape.ffn)
 
 
@@ -104,7 +120,9 @@ def floor_of(shape: Shape, card: Card = H200) -> Floor:
     flops = forward_flops(shape)
     forward, forward_by = _longer(flops, forward_bytes(shape), card)
     backward, backward_by = _longer(2 * flops, backward_bytes(shape), card)
-    return Floor(forward, backward, forward_by, backward_by, naive_kept_bytes(shape), minimal_kept_bytes(shape))
+    return Floor(
+        forward, backward, forward_by, backward_by, naive_kept_bytes(shape), minimal_kept_bytes(shape)
+    )
 
 
 def _longer(flops: float, num_bytes: float, card: Card) -> tuple[float, str]:
@@ -115,8 +133,10 @@ def _longer(flops: float, num_bytes: float, card: Card) -> tuple[float, str]:
 def floors_table(names: Sequence[str] = tuple(SHAPES), card: Card = H200) -> str:
     """The floors as a table in Markdown."""
     lines = [
-        "| shape | model | D | F | E | K | T | TFLOP forward | floor forward, ms | bound by | floor backward, ms | bound by "
-        "| kept, naive MiB | kept, minimal MiB |",
+        (
+            "| shape | model | D | F | E | K | T | TFLOP forward | floor forward, ms | bound by | floor"
+            " backward, ms | bound by | kept, naive MiB | kept, minimal MiB |"
+        ),
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name in names:
@@ -124,5 +144,7 @@ def floors_table(names: Sequence[str] = tuple(SHAPES), card: Card = H200) -> str
         sizes = " | ".join(str(size) for size in shape[:5])
         times = f"{floor.forward_ms:.3f} | {floor.forward_by} | {floor.backward_ms:.3f} | {floor.backward_by}"
         kept = f"{floor.naive_bytes / MIB:.0f} | {floor.minimal_bytes / MIB:.0f}"
-        lines.append(f"| {name} | {shape.model} | {sizes} | {forward_flops(shape) / 1e12:.3f} | {times} | {kept} |")
+        lines.append(
+            f"| {name} | {shape.model} | {sizes} | {forward_flops(shape) / 1e12:.3f} | {times} | {kept} |"
+        )
     return "\n".join(lines)

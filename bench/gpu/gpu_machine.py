@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 PACKAGES = (
-    "torch", "triton", "transformers", "liger-kernel", "sonic-moe", "quack-kernels", "nvidia-cutlass-dsl", "scattermoe", "grouped-gemm",
-    "nv-grouped-gemm", "transformer-engine", "megatron-core",
+    "torch", "triton", "transformers", "liger-kernel", "sonic-moe", "quack-kernels", "nvidia-cutlass-dsl",
+    "scattermoe", "grouped-gemm", "nv-grouped-gemm", "transformer-engine", "megatron-core",
 )  # fmt: skip
 
 
@@ -24,11 +24,21 @@ def origin(device: torch.device) -> dict[str, Any]:
 
 def machine(device: torch.device) -> dict[str, Any]:
     """Card, driver and versions."""
-    facts: dict[str, Any] = {"python": platform.python_version(), "cuda": torch.version.cuda, "cores": os.cpu_count()}
+    facts: dict[str, Any] = {
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda,
+        "cores": os.cpu_count(),
+    }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        facts |= {"card": properties.name, "capability": f"{properties.major}.{properties.minor}", "memory_bytes": properties.total_memory}
-        facts["driver"] = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]).split("\n")[0]
+        facts |= {
+            "card": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "memory_bytes": properties.total_memory,
+        }
+        facts["driver"] = _output(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        ).split("\n")[0]
     else:
         facts["card"] = f"none, {platform.machine()} CPU"
     return facts | {"versions": {name: found for name in PACKAGES if (found := _installed(name))}}

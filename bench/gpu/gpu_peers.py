@@ -1,8 +1,10 @@
-"""Whose MoE layers `bench_gpu_layer.py` compares, ours among them: from weights to a function of tokens and routing.
+"""Whose MoE layers `bench_gpu_layer.py` compares, ours among them: from weights to a function of tokens and
+routing.
 
-What is called was read in the sources of the packages: transformers 5.23, liger-kernel 0.8.5, sonic-moe 0.1.2.post1, scattermoe's main
-branch, Transformer Engine 2.x; grouped_gemm is called as EXPERT_BACKEND calls it (`moe_exp.layers.experts.gemm_packages`). Each has the
-parameters that it would have in its own model: those of Transformer Engine are one per expert, of three products gate and up apart.
+What is called was read in the sources of the packages: transformers 5.23, liger-kernel 0.8.5, sonic-moe
+0.1.2.post1, scattermoe's main branch, Transformer Engine 2.x; grouped_gemm is called as EXPERT_BACKEND calls
+it (`moe_exp.layers.experts.gemm_packages`). Each has the parameters that it would have in its own model:
+those of Transformer Engine are one per expert, of three products gate and up apart.
 """
 
 from __future__ import annotations
@@ -52,11 +54,15 @@ class Provider:
 
 
 class _GivenRouting(MoELayer):
-    """Our layer with the router's decision given from outside, and without the losses, which the peers do not compute."""
+    """Our layer with the router's decision given from outside, and without the losses, which the peers do not
+    compute.
+    """
 
     routing: Routing
 
-    def route(self, x_TD: Tensor, padding_mask_T: Tensor | None = None, *, shape: torch.Size | None = None) -> RoutingDecision:
+    def route(
+        self, x_TD: Tensor, padding_mask_T: Tensor | None = None, *, shape: torch.Size | None = None
+    ) -> RoutingDecision:
         expert_TK, weights_TK = self.routing.expert_TK, self.routing.weights_TK
         unused = weights_TK.new_empty(0)  # the scores and logits are for the losses
         counts_E = count_per_expert(expert_TK.flatten(), self.router.config.num_experts)
@@ -70,13 +76,19 @@ def _ours(backend: str, *, sorts: bool = False) -> Provider:
     def build(shape: Shape, parameters: Sequence[nn.Parameter]) -> Layer:
         with torch.device("meta"):
             experts = Experts(
-                num_local_experts=shape.experts, hidden_size=shape.hidden, ffn_size=shape.ffn, activation="swiglu", backend=backend
+                num_local_experts=shape.experts,
+                hidden_size=shape.hidden,
+                ffn_size=shape.ffn,
+                activation="swiglu",
+                backend=backend,
             )
         experts.weight1, experts.weight2 = parameters
         if shape.arrives and not sorts:
             return lambda x_RD, routing: experts(_arrived(x_RD, routing))
         router = Router(RouterConfig(shape.hidden, shape.experts, shape.topk))
-        layer = _GivenRouting(router=router, dispatcher=LocalDispatcher(shape.experts), experts=experts, settings=MoESettings())
+        layer = _GivenRouting(
+            router=router, dispatcher=LocalDispatcher(shape.experts), experts=experts, settings=MoESettings()
+        )
 
         def forward(x_TD: Tensor, routing: Routing) -> Tensor:
             layer.routing = routing
@@ -96,13 +108,17 @@ def _ours(backend: str, *, sorts: bool = False) -> Provider:
 
 def _arrived(x_RD: Tensor, routing: Routing) -> Dispatched:
     """Rows as the all-to-all leaves them."""
-    return Dispatched(x_RD, routing.weights_TK.flatten(), routing.counts_E, DispatchRecord(None), routing.splits)
+    return Dispatched(
+        x_RD, routing.weights_TK.flatten(), routing.counts_E, DispatchRecord(None), routing.splits
+    )
 
 
 # Plain torch around a grouped GEMM: permute, two or three products, unpermute
 
 
-def _permuted(gemm: GroupedGemm, backend: str, *, leaves: Callable[[Weights], Leaves] = whole, wants_splits: bool = True) -> Provider:
+def _permuted(
+    gemm: GroupedGemm, backend: str, *, leaves: Callable[[Weights], Leaves] = whole, wants_splits: bool = True
+) -> Provider:
     def build(shape: Shape, parameters: Sequence[nn.Parameter]) -> Layer:
         *weights1_LDW, weight2_LFD = (weight.transpose(1, 2) for weight in parameters)
 
@@ -111,7 +127,9 @@ def _permuted(gemm: GroupedGemm, backend: str, *, leaves: Callable[[Weights], Le
             splits = _splits(routing, counts_E) if wants_splits else routing.splits
             hidden = [gemm(rows_RD, weight1_LDW, counts_E, splits) for weight1_LDW in weights1_LDW]
             gate_RF, up_RF = hidden if len(hidden) == 2 else hidden[0].chunk(2, dim=1)
-            return _unpermute(gemm(silu(gate_RF) * up_RF, weight2_LFD, counts_E, splits), row_N, routing.weights_TK)
+            return _unpermute(
+                gemm(silu(gate_RF) * up_RF, weight2_LFD, counts_E, splits), row_N, routing.weights_TK
+            )
 
         return forward
 
@@ -119,7 +137,9 @@ def _permuted(gemm: GroupedGemm, backend: str, *, leaves: Callable[[Weights], Le
 
 
 def _splits(routing: Routing, counts_E: Tensor) -> Sequence[int]:
-    """Rows per expert on the host. To be asked for once per forward, not per product: the host waits for the device."""
+    """Rows per expert on the host. To be asked for once per forward, not per product: the host waits for the
+    device.
+    """
     return counts_E.tolist() if routing.splits is None else routing.splits
 
 
@@ -149,7 +169,11 @@ def _permute(x_TD: Tensor, routing: Routing, shape: Shape) -> tuple[Tensor, Tens
     slot_R = routing.expert_TK.flatten().argsort(stable=True)
     row_N = torch.empty_like(slot_R)
     row_N[slot_R] = torch.arange(slot_R.numel(), device=slot_R.device)
-    return x_TD.index_select(0, slot_R // shape.topk), row_N, count_per_expert(routing.expert_TK.flatten(), shape.experts)
+    return (
+        x_TD.index_select(0, slot_R // shape.topk),
+        row_N,
+        count_per_expert(routing.expert_TK.flatten(), shape.experts),
+    )
 
 
 def _unpermute(y_RD: Tensor, row_N: Tensor | None, weights_TK: Tensor) -> Tensor:
@@ -161,12 +185,17 @@ def _unpermute(y_RD: Tensor, row_N: Tensor | None, weights_TK: Tensor) -> Tensor
 
 
 def _transformers(shape: Shape, parameters: Sequence[nn.Parameter]) -> Layer:
-    """Qwen3's experts (OLMoE's and Mixtral's are the same code) with transformers' `grouped_mm` implementation."""
+    """Qwen3's experts (OLMoE's and Mixtral's are the same code) with transformers' `grouped_mm`
+    implementation.
+    """
     from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
     config = Qwen3MoeConfig(
-        hidden_size=shape.hidden, moe_intermediate_size=shape.ffn, num_experts=shape.experts, num_experts_per_tok=shape.topk
+        hidden_size=shape.hidden,
+        moe_intermediate_size=shape.ffn,
+        num_experts=shape.experts,
+        num_experts_per_tok=shape.topk,
     )
     config._experts_implementation = "grouped_mm"
     with torch.device("meta"):
@@ -179,7 +208,9 @@ _liger_configs: list[tuple[int, int]] = []
 
 
 def _liger(shape: Shape, parameters: Sequence[nn.Parameter]) -> Layer:
-    """liger-kernel's fused MoE. It compiles for every shape anew, so its autotune list is cut: two configs per matrix product."""
+    """liger-kernel's fused MoE. It compiles for every shape anew, so its autotune list is cut: two configs
+    per matrix product.
+    """
     from liger_kernel.ops import fused_moe_kernels
     from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
 
@@ -206,7 +237,9 @@ def _liger_keeps(config: Any) -> bool:
 
 
 def _liger_note() -> str:
-    kept, all_configs = (sum(column) for column in zip(*_liger_configs, strict=True)) if _liger_configs else (0, 0)
+    kept, all_configs = (
+        (sum(column) for column in zip(*_liger_configs, strict=True)) if _liger_configs else (0, 0)
+    )
     return f"autotune list cut to {kept} of {all_configs} configs"
 
 
@@ -219,11 +252,14 @@ def _sonic(shape: Shape, parameters: Sequence[nn.Parameter]) -> Layer:
         raise RuntimeError("this version interleaves gate and up rows: its weights are others")
 
     def forward(x_TD: Tensor, routing: Routing) -> Tensor:
-        token_N = torch.arange(shape.tokens, device=x_TD.device, dtype=torch.int32).repeat_interleave(shape.topk)
+        token_N = torch.arange(shape.tokens, device=x_TD.device, dtype=torch.int32).repeat_interleave(
+            shape.topk
+        )
         weights1, weights2 = (weight.permute(1, 2, 0) for weight in parameters)
         y_TD, _ = moe_general_routing_inputs(
-            x_TD, routing.weights_TK.flatten(), token_N, routing.expert_TK.flatten().int(), weights1, None, weights2, None,
-            E=shape.experts, stream_id=torch.cuda.current_stream().cuda_stream, activation_type=ActivationType.SWIGLU, concat_layout=True,
+            x_TD, routing.weights_TK.flatten(), token_N, routing.expert_TK.flatten().int(), weights1, None,
+            weights2, None, E=shape.experts, stream_id=torch.cuda.current_stream().cuda_stream,
+            activation_type=ActivationType.SWIGLU, concat_layout=True,
         )  # fmt: skip
         return y_TD
 
@@ -238,7 +274,9 @@ def _scatter(shape: Shape, parameters: Sequence[nn.Parameter]) -> Layer:
 
     def forward(x_TD: Tensor, routing: Routing) -> Tensor:
         order = flatten_sort_count(routing.expert_TK, num_experts=shape.experts)
-        gate_RF, up_RF = parallel_linear(x_TD, weight1_LDW, shape.topk, *order, grouped_out=True).chunk(2, dim=1)
+        gate_RF, up_RF = parallel_linear(x_TD, weight1_LDW, shape.topk, *order, grouped_out=True).chunk(
+            2, dim=1
+        )
         gates_TK = routing.weights_TK.to(x_TD.dtype)
         return parallel_linear(silu(gate_RF) * up_RF, weight2_LFD, 1, *order, grouped_in=True, gates=gates_TK)
 
@@ -248,8 +286,12 @@ def _scatter(shape: Shape, parameters: Sequence[nn.Parameter]) -> Layer:
 # Who can run here
 
 
-def _needs(*modules: str, oldest: tuple[int, int] | None = None) -> Callable[[torch.device, torch.dtype], str]:
-    """`why_not` of a provider that imports `modules`; with `oldest`, the compute capability of the CUDA device that it wants."""
+def _needs(
+    *modules: str, oldest: tuple[int, int] | None = None
+) -> Callable[[torch.device, torch.dtype], str]:
+    """`why_not` of a provider that imports `modules`; with `oldest`, the compute capability of the CUDA
+    device that it wants.
+    """
 
     def why_not(device: torch.device, dtype: torch.dtype) -> str:
         if missing := [module for module in modules if importlib.util.find_spec(module) is None]:
@@ -259,13 +301,18 @@ def _needs(*modules: str, oldest: tuple[int, int] | None = None) -> Callable[[to
         if device.type != "cuda":
             return "needs a CUDA device"
         found = torch.cuda.get_device_capability(device)
-        return "" if found >= oldest else f"needs compute capability {oldest[0]}.{oldest[1]}, this is {found[0]}.{found[1]}"
+        return (
+            ""
+            if found >= oldest
+            else f"needs compute capability {oldest[0]}.{oldest[1]}, this is {found[0]}.{found[1]}"
+        )
 
     return why_not
 
 
 OURS, OURS_SORTING = "ours", "ours, sorting"
-OUR_KERNELS = (OURS, OURS_SORTING)  # the second where rows arrive: what peers are compared with that sort such rows again
+# the second where rows arrive: what peers are compared with that sort such rows again
+OUR_KERNELS = (OURS, OURS_SORTING)
 PROVIDERS: dict[str, Provider] = {
     OURS: _ours("triton"),
     OURS_SORTING: _ours("triton", sorts=True),

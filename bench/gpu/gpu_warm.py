@@ -22,7 +22,9 @@ def run_at_once(commands: dict[str, list[str]], *, seconds: float, workers: int)
 
     def problem(command: list[str]) -> str:
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=max(deadline - time.monotonic(), 1e-3))
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=max(deadline - time.monotonic(), 1e-3)
+            )
         except subprocess.TimeoutExpired:
             return f"not done after {seconds:.0f} s"
         last = (done.stderr or done.stdout).strip().splitlines()[-1:]

@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
 """How near the planner comes to runs that its constants were not fitted to.
 
-    python bench/planner/bench_planner.py                     # 20 random halves, and each section of the measured runs left out; a minute
+    # 20 random halves, and each section of the measured runs left out; a minute
+    python bench/planner/bench_planner.py
     python bench/planner/bench_planner.py --halves 100 --runs mine.csv
 
-Half of the runs are fitted, the other half predicted: relative errors, and the share of pairs of runs on the same device whose times
-differ by 5% or more and which the prediction puts in the right order. Then every section of the source is left out in turn.
+Half of the runs are fitted, the other half predicted: relative errors, and the share of pairs of runs on the
+same device whose times differ by 5% or more and which the prediction puts in the right order. Then every
+section of the source is left out in turn.
 """
 
 from __future__ import annotations
@@ -78,17 +80,32 @@ def random_halves(runs: Sequence[MeasuredRun], num_halves: int, seed: int) -> li
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--halves", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--runs", type=Path, default=MEASURED_RUNS)
     arguments = parser.parse_args()
     runs = [run for run in read_runs(arguments.runs) if run.memory_gib or run.seconds]
-    print("| left out | memory mean | worst mean | max | time mean | worst mean | max | order | worst |\n" + "|---" * 9 + "|")
-    print(row(f"{arguments.halves} random halves", random_halves(runs, arguments.halves, arguments.seed)), flush=True)
+    print(
+        "| left out | memory mean | worst mean | max | time mean | worst mean | max | order | worst |\n"
+        + "|---" * 9
+        + "|"
+    )
+    print(
+        row(f"{arguments.halves} random halves", random_halves(runs, arguments.halves, arguments.seed)),
+        flush=True,
+    )
     for section in sorted({run.section for run in runs}):
-        inside, others = [run for run in runs if run.section == section], [run for run in runs if run.section != section]
-        print(row(f"{section} ({len(inside)} rows)", [errors_of(inside, calibrate(others).constants)]), flush=True)
+        inside, others = (
+            [run for run in runs if run.section == section],
+            [run for run in runs if run.section != section],
+        )
+        print(
+            row(f"{section} ({len(inside)} rows)", [errors_of(inside, calibrate(others).constants)]),
+            flush=True,
+        )
     print(row("nothing", [errors_of(runs, calibrate(runs).constants)]))
 
 

@@ -1,4 +1,5 @@
-"""Checkpoints: Megatron's distributed format (`torch_dist`) with Megatron's sharded keys. Files here are called by every rank.
+"""Checkpoints: Megatron's distributed format (`torch_dist`) with Megatron's sharded keys. Files here are
+called by every rank.
 
 state.py           everything that is saved: weights, optimizer, schedule, random streams, progress
 optimizer_state.py the optimizer's state as shards of whole tensors, one form under every optimizer

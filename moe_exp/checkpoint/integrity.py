@@ -1,4 +1,6 @@
-"""Is a checkpoint what was written? And which one does training go on from? Nothing of a file is run to find out."""
+"""Is a checkpoint what was written? And which one does training go on from? Nothing of a file is run to find
+out.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,15 @@ from typing import Any
 
 import torch
 
-from moe_exp.checkpoint.format.folders import MANIFEST, Manifest, NewerFormatError, damages, existing, iteration_of, usable
+from moe_exp.checkpoint.format.folders import (
+    MANIFEST,
+    Manifest,
+    NewerFormatError,
+    damages,
+    existing,
+    iteration_of,
+    usable,
+)
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader, read_common
 from moe_exp.engine.runtime import from_first_rank
 
@@ -31,7 +41,8 @@ class Source:
 
 
 def find_source(path: Path, *, checksums: bool, newest: int | None = None) -> Source | None:
-    """The newest whole checkpoint of a folder, or None where it has none at all. Called by every rank; writes nothing.
+    """The newest whole checkpoint of a folder, or None where it has none at all. Called by every rank; writes
+    nothing.
 
     Args:
         path: a checkpoints folder, a run folder, or the folder of one iteration.
@@ -39,9 +50,12 @@ def find_source(path: Path, *, checksums: bool, newest: int | None = None) -> So
         newest: only those whose iteration is not above it.
 
     Raises:
-        ValueError: on every rank, where there are checkpoints and none of them is whole, or the newest is of a newer format.
+        ValueError: on every rank, where there are checkpoints and none of them is whole, or the newest is of
+            a newer format.
     """
-    candidates = from_first_rank(lambda: [folder for folder in usable(path) if newest is None or iteration_of(folder) <= newest])
+    candidates = from_first_rank(
+        lambda: [folder for folder in usable(path) if newest is None or iteration_of(folder) <= newest]
+    )
     lines: list[str] = []
     for folder in candidates:
         damage = _damage(folder, checksums=checksums)
@@ -52,7 +66,10 @@ def find_source(path: Path, *, checksums: bool, newest: int | None = None) -> So
             logger.warning("damaged checkpoint: %s", damage)
     if lines:
         others = f" (and {len(lines) - 1} older ones)" if len(lines) > 1 else ""
-        raise ValueError(f"checkpoint={path}: none can be used, {lines[0]}{others}. Fix: restore the files, or begin anew elsewhere.")
+        raise ValueError(
+            f"checkpoint={path}: none can be used, {lines[0]}{others}. Fix: restore the files, or begin anew"
+            " elsewhere."
+        )
     return None
 
 
@@ -72,9 +89,11 @@ def _damage(folder: Path, *, checksums: bool) -> str:
 
 
 def contents(folder: Path) -> tuple[str, Mapping[str, Mapping[str, Any]]]:
-    """What is wrong with a checkpoint as far as its small files say, in a line; and its files as the manifest has them.
+    """What is wrong with a checkpoint as far as its small files say, in a line; and its files as the manifest
+    has them.
 
-    Without a manifest, as Megatron-LM's are, there are no files to compare, and those that `.metadata` names have to be long enough.
+    Without a manifest, as Megatron-LM's are, there are no files to compare, and those that `.metadata` names
+    have to be long enough.
 
     Raises:
         NewerFormatError: where a newer version of this package wrote it.
@@ -98,7 +117,10 @@ def contents(folder: Path) -> tuple[str, Mapping[str, Mapping[str, Any]]]:
 
 def _short_file(reader: CheckpointReader) -> str:
     ends: dict[str, int] = {}
-    for chunk in [*(chunk for tensor in reader.tensors.values() for chunk in tensor.chunks), *reader.objects.values()]:
+    for chunk in [
+        *(chunk for tensor in reader.tensors.values() for chunk in tensor.chunks),
+        *reader.objects.values(),
+    ]:
         ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.start + chunk.num_bytes)
     for name, end in sorted(ends.items()):
         path = reader.folder / name

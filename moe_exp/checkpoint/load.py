@@ -1,4 +1,6 @@
-"""Loading: of this package's checkpoints, and of the weights in those of Megatron-LM. Called by every rank."""
+"""Loading: of this package's checkpoints, and of the weights in those of Megatron-LM. Called by every
+rank.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -36,7 +38,8 @@ def saved_progress(path: Path) -> Progress | None:
 
 
 def load(config: Config, runtime: Runtime, path: Path, trained: Trained) -> Progress:
-    """Loads the checkpoint that `path` means into `trained`: one iteration's folder, or the newest of a folder. Called by every rank.
+    """Loads the checkpoint that `path` means into `trained`: one iteration's folder, or the newest of a
+    folder. Called by every rank.
 
     Of a checkpoint that Megatron-LM wrote, it takes the weights alone and starts at iteration 0.
 
@@ -60,7 +63,8 @@ def load(config: Config, runtime: Runtime, path: Path, trained: Trained) -> Prog
     state["optimizer_shards"] = request.shards
     check_tensors(state, keys, folder)
     if layout(config, runtime) == common["layout"]:
-        # Random streams belong to tensor and pipeline ranks of one kind of device; with others they start from the seed.
+        # Random streams belong to tensor and pipeline ranks of one kind of device; with others they start
+        # from the seed.
         state["rng_state"] = rng_state(runtime)
     with parameters_in_sync(trained.model):
         loaded = load_sharded(state, folder)
@@ -105,7 +109,8 @@ def _refuse_other_model(config: Config, folder: Path, common: dict[str, Any]) ->
 
 
 def load_weights(runtime: Runtime, folder: Path, trained: Trained) -> None:
-    """Loads the weights of one iteration's folder, of this package or of Megatron-LM, and nothing else. Called by every rank.
+    """Loads the weights of one iteration's folder, of this package or of Megatron-LM, and nothing else.
+    Called by every rank.
 
     Raises:
         ValueError: when its parameters are not those of the model.
@@ -122,10 +127,17 @@ def load_weights(runtime: Runtime, folder: Path, trained: Trained) -> None:
 
 
 def _load_chunk(chunk: DistributedDataParallel, state: dict[str, Any]) -> None:
-    """Loads the parameters of one model chunk; strict, but for what Transformer Engine keeps in `_extra_state`."""
+    """Loads the parameters of one model chunk; strict, but for what Transformer Engine keeps in
+    `_extra_state`.
+    """
     optional = ("_extra_state", BATCH_STATISTICS)
-    differing = sorted(name for name in set(unwrapped(chunk).state_dict()) ^ set(state) if not name.endswith(optional))
+    differing = sorted(
+        name for name in set(unwrapped(chunk).state_dict()) ^ set(state) if not name.endswith(optional)
+    )
     if differing:
         names = ", ".join(differing[:5]) + (f" and {len(differing) - 5} more" if len(differing) > 5 else "")
-        raise ValueError(f"checkpoint: it and the model disagree on the parameters {names}. Fix: resume with the same model.")
+        raise ValueError(
+            f"checkpoint: it and the model disagree on the parameters {names}. Fix: resume with the same"
+            " model."
+        )
     unwrapped(chunk).load_state_dict(state, strict=False)

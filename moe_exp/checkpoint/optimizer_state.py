@@ -1,23 +1,27 @@
-"""The optimizer's state as shards of whole tensors: each rank writes and reads the values that it owns, and no others.
+"""The optimizer's state as shards of whole tensors: each rank writes and reads the values that it owns, and
+no others.
 
 A checkpoint has the same whatever keeps it: `optimizer.state.param.K` (main weights) and the moments, of Adam
-`optimizer.state.exp_avg.K` and `optimizer.state.exp_avg_sq.K`, of SGD `optimizer.state.momentum_buffer.K`, fp32, of the shape of the
-parameter with the key K; and Adam's number of steps in common.pt.
+`optimizer.state.exp_avg.K` and `optimizer.state.exp_avg_sq.K`, of SGD `optimizer.state.momentum_buffer.K`,
+fp32, of the shape of the parameter with the key K; and Adam's number of steps in common.pt.
 
-Megatron's distributed optimizer gives each data parallel rank a range of the values of a parameter, counted in memory order.
-Megatron writes these keys too (`fully_reshardable`), but gathers all state of the model on every data parallel rank to write
-it, and reads all of it on every rank. Here a range is a few boxes (`boxes.py`), and each is a shard with its offsets:
+Megatron's distributed optimizer gives each data parallel rank a range of the values of a parameter, counted
+in memory order. Megatron writes these keys too (`fully_reshardable`), but gathers all state of the model on
+every data parallel rank to write it, and reads all of it on every rank. Here a range is a few boxes
+(`boxes.py`), and each is a shard with its offsets:
 
     parameter of this rank    [W, D], rows 8.. of a whole [4W, D] on tensor parallel rank 2, say
     range of this rank        values 100 to 250 of W * D
     shards                    up to 3 boxes of [W, D], at their offsets plus (2W, 0), of shape [4W, D]
 
-Where the parameter is several pieces of the checkpoint's tensors (the halves of a gated projection that tensor parallel ranks
-split, or one key for every expert), Megatron describes it by a factory. It is asked for its pieces once, with a tensor without
-memory, whose views say which boxes of the parameter they are; each range's boxes are then cut at the pieces' borders.
+Where the parameter is several pieces of the checkpoint's tensors (the halves of a gated projection that
+tensor parallel ranks split, or one key for every expert), Megatron describes it by a factory. It is asked for
+its pieces once, with a tensor without memory, whose views say which boxes of the parameter they are; each
+range's boxes are then cut at the pieces' borders.
 
-The shards are views of the optimizer's own tensors: saving takes no memory, and loading fills them in place. Moments that are in
-bf16 or 8 bits are converted to fp32 for a save, and back after a load (`engine/optimizers.py`).
+The shards are views of the optimizer's own tensors: saving takes no memory, and loading fills them in place.
+Moments that are in bf16 or 8 bits are converted to fp32 for a save, and back after a load
+(`engine/optimizers.py`).
 """
 
 import math
@@ -52,10 +56,11 @@ class Owned:
         parameter: of the model.
         start, stop: range of its values in memory order.
         values: `param` and the moments by name, each that many values, fp32 [stop - start].
-        instance: where several data parallel ranks share a parameter's values among them, which set of such ranks this one is
-            in; None: every rank keeps all values.
+        instance: where several data parallel ranks share a parameter's values among them, which set of such
+            ranks this one is in; None: every rank keeps all values.
         is_converted: the moments are copies: the optimizer keeps them in bf16 or 8 bits.
-        keep: to be called after the values were filled in place: has the optimizer take moments that it does not keep in fp32.
+        keep: to be called after the values were filled in place: has the optimizer take moments that it does
+            not keep in fp32.
     """
 
     parameter: Tensor
@@ -81,7 +86,9 @@ def _distributed(part: DistributedOptimizer) -> Iterator[Owned]:
             group, place = part.model_param_group_index_map[parameter]
             main = part.optimizer.param_groups[group]["params"][place]
             own = ranges["param"]
-            yield _owned(part.optimizer, parameter, main, own.start, own.end, part.distributed_optimizer_instance_id)
+            yield _owned(
+                part.optimizer, parameter, main, own.start, own.end, part.distributed_optimizer_instance_id
+            )
 
 
 def _whole(part: Any) -> Iterator[Owned]:
@@ -95,16 +102,27 @@ def _whole(part: Any) -> Iterator[Owned]:
         yield _owned(part.optimizer, parameter, main, 0, parameter.numel(), None)
 
 
-def _owned(optimizer: torch.optim.Optimizer, parameter: Tensor, main: Tensor, start: int, stop: int, instance: int | None) -> Owned:
+def _owned(
+    optimizer: torch.optim.Optimizer,
+    parameter: Tensor,
+    main: Tensor,
+    start: int,
+    stop: int,
+    instance: int | None,
+) -> Owned:
     found, kept = moments(optimizer, main), optimizer.state[main]
     is_converted = any(kept.get(name) is not value for name, value in found.items())
     values = {name: value.detach().view(-1) for name, value in {"param": main, **found}.items()}
-    return Owned(parameter, start, stop, values, instance, is_converted, lambda: set_moments(optimizer, main, found))
+    return Owned(
+        parameter, start, stop, values, instance, is_converted, lambda: set_moments(optimizer, main, found)
+    )
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Which box of a parameter is which box of a tensor of the checkpoint. Axes that only one of the two has are of size 1."""
+    """Which box of a parameter is which box of a tensor of the checkpoint. Axes that only one of the two has
+    are of size 1.
+    """
 
     box: Box
     shard: ShardedTensor
@@ -139,12 +157,17 @@ def _pieces(parameter: Tensor, described: ShardedTensor | ShardedTensorFactory) 
     for shard in nested_values(built):
         view = shard.data
         num_dropped = len(shape) - view.dim()
-        is_box = all(size == 1 or a == b for size, a, b in zip(view.shape, view.stride(), probe.stride()[num_dropped:], strict=True))
+        is_box = all(
+            size == 1 or a == b
+            for size, a, b in zip(view.shape, view.stride(), probe.stride()[num_dropped:], strict=True)
+        )
         is_view = view.untyped_storage()._cdata == probe.untyped_storage()._cdata
         assert is_box and is_view, f"{shard.key}: is no box of its parameter"
         sizes = (1,) * num_dropped + tuple(view.shape)
         pieces.append(_Piece(box_at(view.storage_offset(), sizes, shape), shard))
-    assert sum(piece.box.num_values for piece in pieces) == math.prod(shape), f"{described.key}: its pieces do not fill it"
+    assert sum(piece.box.num_values for piece in pieces) == math.prod(shape), (
+        f"{described.key}: its pieces do not fill it"
+    )
     return pieces
 
 
@@ -153,20 +176,25 @@ def optimizer_shards(optimizer: MegatronOptimizer, weights: Mapping[str, Any]) -
 
     Args:
         optimizer: the run's.
-        weights: the model's state, `state.weights_state`: it says where each parameter is in the tensors of the checkpoint.
+        weights: the model's state, `state.weights_state`: it says where each parameter is in the tensors of
+            the checkpoint.
     """
     return _numbered(shards_of(owned_state(optimizer), weights))
 
 
 def shards_of(state: Iterable[Owned], weights: Mapping[str, Any]) -> Iterator[ShardedTensor]:
     """The shards that some state is in a checkpoint; `weights` as of `optimizer_shards`."""
-    return (shard for owned, pieces in _described(state, weights) for shard in _shards(owned, pieces, _written))
+    return (
+        shard for owned, pieces in _described(state, weights) for shard in _shards(owned, pieces, _written)
+    )
 
 
 def optimizer_groups(optimizer: MegatronOptimizer) -> dict[Any, Any]:
-    """What is not sharded, the same on every rank and as Megatron writes it: settings of the parameter groups, steps, loss scale.
+    """What is not sharded, the same on every rank and as Megatron writes it: settings of the parameter
+    groups, steps, loss scale.
 
-    Called by every rank: one whose pipeline stage has no experts has a shorter chain of optimizers than others.
+    Called by every rank: one whose pipeline stage has no experts has a shorter chain of optimizers than
+    others.
     """
     chains: list[list[dict[str, Any]]] = [[]] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(chains, [_part_groups(part) for part in optimizer.chained_optimizers])
@@ -182,7 +210,11 @@ def optimizer_groups(optimizer: MegatronOptimizer) -> dict[Any, Any]:
 def _part_groups(part: Any) -> dict[str, Any]:
     groups = [] if part.is_stub_optimizer else part.optimizer.param_groups
     described = {
-        "optimizer": {"param_groups": [{name: value for name, value in group.items() if name != "params"} for group in groups]},
+        "optimizer": {
+            "param_groups": [
+                {name: value for name, value in group.items() if name != "params"} for group in groups
+            ]
+        },
         "param_state_sharding_type": "fully_reshardable",
     }
     scaler = getattr(part, "grad_scaler", None)
@@ -206,22 +238,37 @@ class OptimizerRequest:
         optimizer: of the run; its state is overwritten by the load.
         weights: the state of the model under the keys of the checkpoint.
         keys: of the checkpoint.
-        with_moments: false for those of another optimizer: the main weights are taken, and moments and steps begin at zero.
+        with_moments: false for those of another optimizer: the main weights are taken, and moments and steps
+            begin at zero.
     """
 
-    def __init__(self, optimizer: MegatronOptimizer, weights: Mapping[str, Any], keys: CheckpointKeys, *, with_moments: bool = True):
+    def __init__(
+        self,
+        optimizer: MegatronOptimizer,
+        weights: Mapping[str, Any],
+        keys: CheckpointKeys,
+        *,
+        with_moments: bool = True,
+    ):
         self.optimizer = optimizer
         self._with_moments = with_moments
         self._keep: list[Callable[[], None]] = []
         self._main_weights: list[tuple[Tensor, Tensor]] = []
         self._has_main_weights = any(key.startswith(_MAIN_WEIGHTS) for key in keys.optimizer)
-        self.converted: list[Owned] = []  # what the optimizer keeps in another type than it is read in: moments, as they are read
-        asked = ((self._asked(owned), pieces) for owned, pieces in _described(owned_state(optimizer), weights))
-        self.shards = _numbered(shard for owned, pieces in asked for shard in _shards(owned, pieces, partial(_present, keys)))
+        # what the optimizer keeps in another type than it is read in: moments, as they are read
+        self.converted: list[Owned] = []
+        asked = (
+            (self._asked(owned), pieces) for owned, pieces in _described(owned_state(optimizer), weights)
+        )
+        self.shards = _numbered(
+            shard for owned, pieces in asked for shard in _shards(owned, pieces, partial(_present, keys))
+        )
 
     def _asked(self, owned: Owned) -> Owned:
         main = owned.values["param"]
-        others = {name: value for name, value in owned.values.items() if name != "param" and self._with_moments}
+        others = {
+            name: value for name, value in owned.values.items() if name != "param" and self._with_moments
+        }
         self._keep += [owned.keep] if others else []
         self.converted += [replace(owned, values=others)] if others and owned.is_converted else []
         if not self._has_main_weights:
@@ -229,7 +276,8 @@ class OptimizerRequest:
             return replace(owned, values=others)
         if main.untyped_storage().data_ptr() != owned.parameter.untyped_storage().data_ptr():
             return replace(owned, values={"param": main, **others})
-        # In fp32 they are the model's weights. Of a bf16 checkpoint both would be read into them, in an order that nobody knows.
+        # In fp32 they are the model's weights. Of a bf16 checkpoint both would be read into them, in an order
+        # that nobody knows.
         loaded = torch.empty_like(main)
         self._main_weights.append((main, loaded))
         return replace(owned, values={"param": loaded, **others})
@@ -238,7 +286,8 @@ class OptimizerRequest:
     def finish(self, saved: Any, model: list[DistributedDataParallel]) -> None:
         """After the load: main weights, the model's weights from them, steps and loss scale.
 
-        Of the settings of the parameter groups nothing is taken: learning rate, betas and weight decay are this run's.
+        Of the settings of the parameter groups nothing is taken: learning rate, betas and weight decay are
+        this run's.
 
         Args:
             saved: what `optimizer_groups` was, or Megatron's own of an older checkpoint.
@@ -289,7 +338,9 @@ def _written(name: str, key: str) -> str:
 
 
 def _present(keys: CheckpointKeys, name: str, key: str) -> str:
-    """Without the distributed optimizer main weights have another name in versions before 2026-12, and in fp32 there were none."""
+    """Without the distributed optimizer main weights have another name in versions before 2026-12, and in
+    fp32 there were none.
+    """
     before = _written("fp32_param", key)
     return before if name == "param" and before in keys.optimizer else _written(name, key)
 
@@ -304,4 +355,6 @@ def _shards(owned: Owned, pieces: list[_Piece], key_of: Callable[[str, str], str
                 continue
             for name, values in owned.values.items():
                 in_box = values[begin : begin + box.num_values].view(box.sizes)
-                yield piece.shard_of(common, in_box[slices(common, box.offsets)], key_of(name, piece.shard.key), owned.instance)
+                yield piece.shard_of(
+                    common, in_box[slices(common, box.offsets)], key_of(name, piece.shard.key), owned.instance
+                )

@@ -1,4 +1,6 @@
-"""The plan of a save: which rank writes which piece. All collectives of a save that Megatron does are here."""
+"""The plan of a save: which rank writes which piece. All collectives of a save that Megatron does are
+here.
+"""
 
 import copy
 import io
@@ -46,11 +48,19 @@ class Plan:
     @property
     def pieces(self) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
         """Key, values and offsets of the tensors among the items."""
-        return ((index.fqn, data, tuple(index.offset or ())) for index, data in self.items if isinstance(data, Tensor))
+        return (
+            (index.fqn, data, tuple(index.offset or ()))
+            for index, data in self.items
+            if isinstance(data, Tensor)
+        )
 
     def staged(self) -> "Plan":
         """The same in host memory, where no later step of training changes it."""
-        return replace(self, items=[(index, _copied(data)) for index, data in self.items], common=copy.deepcopy(self.common))
+        return replace(
+            self,
+            items=[(index, _copied(data)) for index, data in self.items],
+            common=copy.deepcopy(self.common),
+        )
 
 
 def _copied(data: Tensor | io.BytesIO) -> Tensor | io.BytesIO:
@@ -74,17 +84,23 @@ def plan_save(state: dict[str, Any], group: ProcessGroup) -> Plan:
 
     Args:
         state: as of `whole_state`; it is used up.
-        group: the ranks that hold the same pieces, which each write a part of them (data and context parallel ones).
+        group: the ranks that hold the same pieces, which each write a part of them (data and context parallel
+            ones).
     """
     # By this description Megatron-LM asks a checkpoint for the keys that it has.
     state["content_metadata"] = CONTENT
     # Whether every piece has one owner is checked by the wrapper, once the pieces are divided.
     sharded, common = save_preprocess(state, validate_access_integrity=False)
-    FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy("torch_dist", 1), group).apply_saving_parallelization(sharded)
+    FullyParallelSaveStrategyWrapper(
+        TorchDistSaveShardedStrategy("torch_dist", 1), group
+    ).apply_saving_parallelization(sharded)
     by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
     writer = _PlannedItems("")
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-    (_, metadata, _), *_ = save_state_dict_async_plan(mcore_to_pyt_state_dict(by_key), writer, None, 0, planner=planner)
+    (_, metadata, _), *_ = save_state_dict_async_plan(
+        mcore_to_pyt_state_dict(by_key), writer, None, 0, planner=planner
+    )
     if metadata is not None:
-        del metadata.all_local_plans  # for a reuse of plans that we do not make: the plans of all ranks, in the file
+        # for a reuse of plans that we do not make: the plans of all ranks, in the file
+        del metadata.all_local_plans
     return Plan(writer.items, common, metadata)

@@ -1,4 +1,6 @@
-"""Writing what one rank writes of a checkpoint. No collectives: an error here stays on its rank until all are asked."""
+"""Writing what one rank writes of a checkpoint. No collectives: an error here stays on its rank until all are
+asked.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,12 @@ class Written:
     error: str = ""
 
 
-def write_rank_files(folder: Path, rank: int, items: list[tuple[MetadataIndex, Tensor | io.BytesIO]], common: dict[str, Any]) -> Written:
-    """Writes `items` into one file and, on rank 0, `common` into another; both are on the disk when it returns. Raises nothing."""
+def write_rank_files(
+    folder: Path, rank: int, items: list[tuple[MetadataIndex, Tensor | io.BytesIO]], common: dict[str, Any]
+) -> Written:
+    """Writes `items` into one file and, on rank 0, `common` into another; both are on the disk when it
+    returns. Raises nothing.
+    """
     try:
         places, entries = {}, {}
         if items:

@@ -1,7 +1,9 @@
-"""Whether what is in the model and the optimizer after a load is what was there before the save, by fingerprints. Called by every rank.
+"""Whether what is in the model and the optimizer after a load is what was there before the save, by
+fingerprints. Called by every rank.
 
-The checksums of the files say that they are what was written. This says that they were written from, and read into, the right places:
-under whatever layout, no value of any tensor has changed on its way through the files.
+The checksums of the files say that they are what was written. This says that they were written from, and read
+into, the right places: under whatever layout, no value of any tensor has changed on its way through the
+files.
 """
 
 import logging
@@ -30,7 +32,9 @@ _NUM_SHOWN = 5
 
 
 class RestoreError(ConfigError):
-    """What was loaded is not what was saved, which is no fault of the settings: it may be that of a node. `names`: of the tensors."""
+    """What was loaded is not what was saved, which is no fault of the settings: it may be that of a node.
+    `names`: of the tensors.
+    """
 
     exit_code = FAILED  # so that a chain of jobs tries it again
 
@@ -38,8 +42,14 @@ class RestoreError(ConfigError):
         self.names, self._arguments = list(names), (folder, list(names), num_compared)
         first = ", ".join(map(shown, self.names[:_NUM_SHOWN]))
         more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
-        rule = f"{len(names)} of {num_compared} tensors are not what was saved, by their fingerprints: {first}{more}"
-        fix = f"start again, on other nodes if it comes again{_way_back(folder)}; FINGERPRINTS=false goes on anyway"
+        rule = (
+            f"{len(names)} of {num_compared} tensors are not what was saved, by their fingerprints:"
+            f" {first}{more}"
+        )
+        fix = (
+            f"start again, on other nodes if it comes again{_way_back(folder)}; FINGERPRINTS=false goes on"
+            " anyway"
+        )
         super().__init__([f"checkpoint={folder}: {rule}. Nothing was changed in it. Fix: {fix}."])
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -48,15 +58,28 @@ class RestoreError(ConfigError):
 
 def _way_back(folder: Path) -> str:
     older = [iteration for iteration in iterations(folder.parent) if iteration < iteration_of(folder)]
-    return f"; to go back to an older checkpoint write {older[-1]} into {folder.parent / LATEST}" if older else ""
+    return (
+        f"; to go back to an older checkpoint write {older[-1]} into {folder.parent / LATEST}"
+        if older
+        else ""
+    )
 
 
-def compare_restored(runtime: Runtime, folder: Path, trained: Trained, converted: Sequence[Owned] = (), *, optimizer: bool = True) -> int:
-    """Compares the model and the optimizer with the fingerprints of the checkpoint that they were loaded from; one reduction.
+def compare_restored(
+    runtime: Runtime,
+    folder: Path,
+    trained: Trained,
+    converted: Sequence[Owned] = (),
+    *,
+    optimizer: bool = True,
+) -> int:
+    """Compares the model and the optimizer with the fingerprints of the checkpoint that they were loaded
+    from; one reduction.
 
-    Moments that the optimizer keeps in 8 bits or bf16 are compared as they were read: kept, they are rounded anew, and blocks of values
-    that share a scale have other borders under another layout. Weights of another type than those of the checkpoint are left out: they
-    follow from the fp32 main weights, which are compared.
+    Moments that the optimizer keeps in 8 bits or bf16 are compared as they were read: kept, they are rounded
+    anew, and blocks of values that share a scale have other borders under another layout. Weights of another
+    type than those of the checkpoint are left out: they follow from the fp32 main weights, which are
+    compared.
 
     Args:
         runtime: this rank.
@@ -73,7 +96,11 @@ def compare_restored(runtime: Runtime, folder: Path, trained: Trained, converted
     """
     saved = from_first_rank(lambda: fingerprints.read(folder))
     if saved is None:
-        logger.info("%s has no fingerprints, as those of Megatron-LM and of older versions: what was loaded is not compared", folder)
+        logger.info(
+            "%s has no fingerprints, as those of Megatron-LM and of older versions: what was loaded is not"
+            " compared",
+            folder,
+        )
         return 0
     with parameters_in_sync(trained.model):
         mine = fingerprints_of(_pieces(runtime, trained, converted, optimizer=optimizer))
@@ -85,21 +112,34 @@ def compare_restored(runtime: Runtime, folder: Path, trained: Trained, converted
     return len(found)
 
 
-def _over_all_ranks(runtime: Runtime, mine: Fingerprints, saved: Mapping[str, fingerprints.Fingerprint]) -> Fingerprints:
+def _over_all_ranks(
+    runtime: Runtime, mine: Fingerprints, saved: Mapping[str, fingerprints.Fingerprint]
+) -> Fingerprints:
     """The whole tensors' fingerprints, of those of the saved ones' type that are on any rank."""
     table = torch.zeros(2, len(saved), dtype=torch.int64)
     for place, (name, one) in enumerate(saved.items()):
         if name in mine and mine[name].dtype == one.dtype:
             total = mine[name].total
-            table[0, place], table[1, place] = mine[name].num_values, total - 2**64 if total >= 2**63 else total
+            table[0, place], table[1, place] = (
+                mine[name].num_values,
+                total - 2**64 if total >= 2**63 else total,
+            )
     table = table.to(runtime.device)
     torch.distributed.all_reduce(table)
     sums = zip(saved.items(), table[0].tolist(), table[1].tolist(), strict=True)
-    return {name: replace(one, num_values=count, total=total % 2**64) for (name, one), count, total in sums if count}
+    return {
+        name: replace(one, num_values=count, total=total % 2**64)
+        for (name, one), count, total in sums
+        if count
+    }
 
 
-def _pieces(runtime: Runtime, trained: Trained, converted: Sequence[Owned], *, optimizer: bool) -> Iterator[Piece]:
-    """Of all values of the model and the optimizer each one once over all ranks, under the keys that a save would give them now."""
+def _pieces(
+    runtime: Runtime, trained: Trained, converted: Sequence[Owned], *, optimizer: bool
+) -> Iterator[Piece]:
+    """Of all values of the model and the optimizer each one once over all ranks, under the keys that a save
+    would give them now.
+    """
     weights = weights_state(runtime, trained.model, None)
     yield from (_piece(shard) for shard in _main_shards(weights))
     if not optimizer:

@@ -1,10 +1,14 @@
-"""Saving: a checkpoint is written beside the others and becomes one of them by a rename, or leaves no trace. Called by every rank.
+"""Saving: a checkpoint is written beside the others and becomes one of them by a rename, or leaves no trace.
+Called by every rank.
 
 1. `Saver.begin`: a folder of another name, and the plan of who writes what.
-2. A thread writes this rank's files. With ASYNC_SAVE training goes on meanwhile, from a copy of the state in host memory.
-3. `Saver.finish`: all ranks tell rank 0 what they have written. It writes what makes the folder a checkpoint, syncs and renames.
+2. A thread writes this rank's files. With ASYNC_SAVE training goes on meanwhile, from a copy of the state in
+   host memory.
+3. `Saver.finish`: all ranks tell rank 0 what they have written. It writes what makes the folder a checkpoint,
+   syncs and renames.
 
-Between 1 and 3 no rank waits for another: where one has no space left, the others get to 3 and hear of it there.
+Between 1 and 3 no rank waits for another: where one has no space left, the others get to 3 and hear of it
+there.
 """
 
 import logging
@@ -74,8 +78,8 @@ class Saver:
         config: KEEP_LAST, KEEP_EVERY, KEEP_BEST, ASYNC_SAVE and what belongs into a checkpoint.
         runtime: this rank.
         checkpoints: the folder.
-        loaded: iteration of this folder that training went on from; retention leaves it alone, and counts none of the later ones
-            that it finds there: they are damaged, or of an attempt that was given up.
+        loaded: iteration of this folder that training went on from; retention leaves it alone, and counts
+            none of the later ones that it finds there: they are damaged, or of an attempt that was given up.
     """
 
     def __init__(self, config: Config, runtime: Runtime, checkpoints: Path, loaded: int | None = None):
@@ -110,18 +114,28 @@ class Saver:
             self._pending = _Pending(iteration, start, partial, None, {}, _failed(error), {})
             return
         with parameters_in_sync(trained.model):
-            plan = plan_save(whole_state(self._config, self._runtime, trained, progress), self._runtime.groups.dp_cp)
+            plan = plan_save(
+                whole_state(self._config, self._runtime, trained, progress), self._runtime.groups.dp_cp
+            )
         plan.common["versions"] = package_versions()
         written = self._write(partial, plan)
         # Of the tensors themselves, not of a copy of them, and while the thread writes.
         shares = fingerprints.fingerprints_of(plan.pieces) if self._config.fingerprints else {}
         loss = valid_loss if valid_loss is not None and math.isfinite(valid_loss) else None  # JSON has no NaN
-        facts = {"versions": plan.common["versions"], "valid_loss": loss, "world_size": self._runtime.world_size}
-        facts["layout"] = {name: getattr(self._config, name) for name in ("tp", "pp", "vpp", "ep", "etp", "cp")}
+        facts = {
+            "versions": plan.common["versions"],
+            "valid_loss": loss,
+            "world_size": self._runtime.world_size,
+        }
+        facts["layout"] = {
+            name: getattr(self._config, name) for name in ("tp", "pp", "vpp", "ep", "etp", "cp")
+        }
         self._pending = _Pending(iteration, start, partial, plan.metadata, facts, written, shares)
 
     def _write(self, partial: Path, plan: Plan) -> Future[Written]:
-        """Has the thread write this rank's files. No collectives, so an error stays on its rank until all are asked."""
+        """Has the thread write this rank's files. No collectives, so an error stays on its rank until all are
+        asked.
+        """
         try:
             if self._config.async_save:
                 plan = plan.staged()
@@ -134,7 +148,8 @@ class Saver:
     def finish(self) -> Saved | None:
         """Waits for the files of all ranks and publishes the checkpoint; None where no save was begun.
 
-        Whatever the disk does, nothing is raised: a save that fails leaves all older checkpoints, and nothing of itself.
+        Whatever the disk does, nothing is raised: a save that fails leaves all older checkpoints, and nothing
+        of itself.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -145,7 +160,9 @@ class Saver:
         return from_first_rank(lambda: self._conclude(pending, all_written))
 
     def _conclude(self, pending: _Pending, all_written: list[Written]) -> Saved:
-        """On rank 0: publishes the checkpoint and removes those that are no longer wanted, or removes what there is of the new one."""
+        """On rank 0: publishes the checkpoint and removes those that are no longer wanted, or removes what
+        there is of the new one.
+        """
         num_bytes = 0
         try:
             if not (error := "; ".join(written.error for written in all_written if written.error)):
@@ -164,7 +181,9 @@ class Saver:
         try:
             gone = self._not_kept(newest) if self._config.keep_last else []
         except OSError as error:  # the new one is published: no reason to end the run
-            logger.warning("the checkpoints in %s cannot be listed, none is removed: %s", self._checkpoints, error)
+            logger.warning(
+                "the checkpoints in %s cannot be listed, none is removed: %s", self._checkpoints, error
+            )
             return
         for iteration in gone:
             try:
@@ -175,10 +194,14 @@ class Saver:
     def _not_kept(self, newest: int) -> list[int]:
         # Those newer than the newest are of an attempt that was given up; training will come to them again.
         found = [iteration for iteration in folders.iterations(self._checkpoints) if iteration <= newest]
-        passed = [i for i in found if self._loaded is not None and i > self._loaded and i not in self._published]
+        passed = [
+            i for i in found if self._loaded is not None and i > self._loaded and i not in self._published
+        ]
         config, losses = self._config, folders.valid_losses(self._checkpoints)
         sound = [iteration for iteration in found if iteration not in passed]
-        gone = which_to_remove(sound, losses, last=config.keep_last, every=config.keep_every, best=config.keep_best)
+        gone = which_to_remove(
+            sound, losses, last=config.keep_last, every=config.keep_every, best=config.keep_best
+        )
         return [*passed, *(iteration for iteration in gone if iteration != self._loaded)]
 
 
@@ -217,7 +240,9 @@ def _complete(pending: _Pending, all_written: list[Written]) -> int:
     """On rank 0: adds what makes a checkpoint of the files of all ranks; returns the bytes of all."""
     metadata, partial = pending.metadata, pending.partial
     assert metadata is not None
-    metadata.storage_data = {index: place for written in all_written for index, place in written.places.items()}
+    metadata.storage_data = {
+        index: place for written in all_written for index, place in written.places.items()
+    }
     metadata.storage_meta, metadata.version = StorageMeta(), "1.0.0"
     write_metadata(partial, metadata)
     entries = {name: entry for written in all_written for name, entry in written.entries.items()}

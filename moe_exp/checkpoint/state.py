@@ -1,4 +1,6 @@
-"""What a checkpoint holds: the sharded state of a model, its optimizer, schedule and random streams, and how far training has come."""
+"""What a checkpoint holds: the sharded state of a model, its optimizer, schedule and random streams, and how
+far training has come.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -21,7 +23,11 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_attr_wrapped_model
 
 # fully_reshardable: one layout-independent tensor per parameter and optimizer moment.
-CONTENT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True, "singleton_local_shards": False}
+CONTENT = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+    "singleton_local_shards": False,
+}
 
 
 @dataclass
@@ -30,12 +36,15 @@ class Progress:
 
     Args:
         iteration: the last that was done.
-        consumed_samples: the next sample's number, in the order that `sample_order` describes and without `skipped_samples`.
+        consumed_samples: the next sample's number, in the order that `sample_order` describes and without
+            `skipped_samples`.
         skipped_iterations: iterations without an optimizer step.
         sample_order: `SampleOrder.facts`; None in checkpoints of versions that did not keep them.
-        consumed_tokens, consumed_flops: tokens and model FLOPs of all iterations, each as the settings were then.
+        consumed_tokens, consumed_flops: tokens and model FLOPs of all iterations, each as the settings were
+            then.
         skipped_samples: [first, end) of those that are left out of the order, see `data.skipping`.
-        spike_windows: `SpikeDetector.state`, so that a spike right after a resume is seen; None: nothing is known.
+        spike_windows: `SpikeDetector.state`, so that a spike right after a resume is seen; None: nothing is
+            known.
     """
 
     iteration: int = 0
@@ -67,7 +76,9 @@ class Trained:
 
 @contextlib.contextmanager
 def parameters_in_sync(model: list[DistributedDataParallel]) -> Iterator[None]:
-    """Inside, every parameter is whole: with overlapped gather, parts are otherwise fetched only as the next forward needs them."""
+    """Inside, every parameter is whole: with overlapped gather, parts are otherwise fetched only as the next
+    forward needs them.
+    """
     overlapped = model[0].ddp_config.overlap_param_gather
     if overlapped:
         for chunk in model:
@@ -98,11 +109,17 @@ def sharding_metadata(runtime: Runtime) -> dict[str, Any]:
     return {**CONTENT, "dp_cp_group": runtime.groups.dp_cp}
 
 
-def weights_state(runtime: Runtime, model: list[DistributedDataParallel], keys: CheckpointKeys | None) -> dict[str, Any]:
-    """The weights of all chunks of this rank: `model0`, `model1`, ...; with `keys`, under those of a checkpoint."""
+def weights_state(
+    runtime: Runtime, model: list[DistributedDataParallel], keys: CheckpointKeys | None
+) -> dict[str, Any]:
+    """The weights of all chunks of this rank: `model0`, `model1`, ...; with `keys`, under those of a
+    checkpoint.
+    """
     metadata = sharding_metadata(runtime)
     # Of the model inside: the data parallel wrapper would put `module.` before Megatron's keys.
-    return {f"model{index}": model_state(unwrapped(chunk), metadata, keys) for index, chunk in enumerate(model)}
+    return {
+        f"model{index}": model_state(unwrapped(chunk), metadata, keys) for index, chunk in enumerate(model)
+    }
 
 
 def unwrapped(chunk: DistributedDataParallel) -> Any:

@@ -1,21 +1,23 @@
 """A dense checkpoint as the initial weights of an MoE model, which computes the same function at step 0.
 
-Plain (Komatsuzaki et al. 2023, Sparse Upcycling, arXiv:2212.05055): every expert is a copy of the dense MLP. Granular (He et al.
-2024, Upcycling Large Language Models into Mixture of Experts, arXiv:2410.07524): the MLP's hidden units are split into G shards, and
-expert e is a copy of shard e mod G, with 1/G of the width.
+Plain (Komatsuzaki et al. 2023, Sparse Upcycling, arXiv:2212.05055): every expert is a copy of the dense MLP.
+Granular (He et al. 2024, Upcycling Large Language Models into Mixture of Experts, arXiv:2410.07524): the
+MLP's hidden units are split into G shards, and expert e is a copy of shard e mod G, with 1/G of the width.
 
-The algebra. The dense MLP is a sum over its hidden units, y = W2 act(W1 x) + b2, so also over shards: y = sum_s W2_s h_s + b2,
-h_s = act(W1_s x). With a gate h_s = act(W1gate_s x) * (W1up_s x), and a shard takes the same rows of either half. The G experts
-jG to jG + G - 1 are a virtual group and have equal rows in the router, so equal scores: the top K = G*T are T whole groups, each
-shard T times. The router weights of a token have to add up to a constant c (the scaling factor, where they are normalized); the
-weights of one group's members are equal, so each shard's weights add up to c/G:
+The algebra. The dense MLP is a sum over its hidden units, y = W2 act(W1 x) + b2, so also over shards: y =
+sum_s W2_s h_s + b2, h_s = act(W1_s x). With a gate h_s = act(W1gate_s x) * (W1up_s x), and a shard takes the
+same rows of either half. The G experts jG to jG + G - 1 are a virtual group and have equal rows in the
+router, so equal scores: the top K = G*T are T whole groups, each shard T times. The router weights of a token
+have to add up to a constant c (the scaling factor, where they are normalized); the weights of one group's
+members are equal, so each shard's weights add up to c/G:
 
-    sum_k w_k (W2'_s(k) h_s(k) + b2') = (c/G) sum_s W2'_s h_s + c b2'        hence W2' = (G/c) W2, b2' = b2 / c.
+    sum_k w_k (W2'_s(k) h_s(k) + b2') = (c/G) sum_s W2'_s h_s + c b2'    hence W2' = (G/c) W2, b2' = b2 / c.
 
-The whole factor goes to the second projection, which is linear: this is exact for every activation. He et al. scale both
-projections, which is exact only where the activation passes a factor on; where the values start makes no difference to Adam's
-steps relative to them that would be worth an inexact start. They also draw half of the router anew; we keep groups equal until
-the gradient parts them, which it does at the first step: the weights of two members have different gradients.
+The whole factor goes to the second projection, which is linear: this is exact for every activation. He et al.
+scale both projections, which is exact only where the activation passes a factor on; where the values start
+makes no difference to Adam's steps relative to them that would be worth an inexact start. They also draw half
+of the router anew; we keep groups equal until the gradient parts them, which it does at the first step: the
+weights of two members have different gradients.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,8 +40,13 @@ from moe_exp.runs.dense_run import dense_checkpoint, dense_problems
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-# Name in our experts to (Megatron's in the dense MLP, axis that is split, halves of that axis when there is a gate).
-_DENSE = {"weight1": ("linear_fc1.weight", 0, 2), "weight2": ("linear_fc2.weight", 1, 1), "bias1": ("linear_fc1.bias", 0, 2)}
+# Name in our experts to (Megatron's in the dense MLP, axis that is split, halves of that axis when there is a
+# gate).
+_DENSE = {
+    "weight1": ("linear_fc1.weight", 0, 2),
+    "weight2": ("linear_fc2.weight", 1, 1),
+    "bias1": ("linear_fc1.bias", 0, 2),
+}
 _OUTPUT_BIAS = ("linear_fc2.bias", 0, 1)
 
 
@@ -52,7 +59,8 @@ def split_mlp(mlp: Mapping[str, Tensor], *, granularity: int, gated: bool) -> li
     """Splits a dense MLP into shards whose outputs add up to its own; `bias2` is whole in every one.
 
     Args:
-        mlp: `weight1` [W, D], `weight2` [D, F] and, if it has them, `bias1` [W] and `bias2` [D]; W is F, or 2F with a gate.
+        mlp: `weight1` [W, D], `weight2` [D, F] and, if it has them, `bias1` [W] and `bias2` [D]; W is F, or
+            2F with a gate.
         granularity: G, divides F.
         gated: W is a gate half and an up half.
     """
@@ -62,7 +70,9 @@ def split_mlp(mlp: Mapping[str, Tensor], *, granularity: int, gated: bool) -> li
             parts = [tensor] * granularity
         else:
             _, axis, halves = _DENSE[name]
-            pieces = [half.chunk(granularity, dim=axis) for half in tensor.chunk(halves if gated else 1, dim=axis)]
+            pieces = [
+                half.chunk(granularity, dim=axis) for half in tensor.chunk(halves if gated else 1, dim=axis)
+            ]
             parts = [torch.cat(part, dim=axis) for part in zip(*pieces, strict=True)]
         for shard, part in zip(shards, parts, strict=True):
             shard[name] = part
@@ -70,7 +80,11 @@ def split_mlp(mlp: Mapping[str, Tensor], *, granularity: int, gated: bool) -> li
 
 
 def experts_of(
-    shards: Mapping[int, Mapping[str, Tensor]], experts: Sequence[int], *, granularity: int, weights_sum: float
+    shards: Mapping[int, Mapping[str, Tensor]],
+    experts: Sequence[int],
+    *,
+    granularity: int,
+    weights_sum: float,
 ) -> dict[str, Tensor]:
     """The tensors of some experts from shards of a dense MLP.
 
@@ -85,19 +99,24 @@ def experts_of(
     """
     factors = {"weight2": granularity / weights_sum, "bias2": 1 / weights_sum}
     chosen = [shards[shard_of(expert, granularity)] for expert in experts]
-    return {name: torch.stack([shard[name] for shard in chosen]) * factors.get(name, 1.0) for name in chosen[0]}
+    return {
+        name: torch.stack([shard[name] for shard in chosen]) * factors.get(name, 1.0) for name in chosen[0]
+    }
 
 
 def virtual_group_router(weight_ED: Tensor, granularity: int) -> Tensor:
-    """Router rows [E, D], equal inside each group of G experts that follow each other; the first row of a group counts."""
+    """Router rows [E, D], equal inside each group of G experts that follow each other; the first row of a
+    group counts.
+    """
     return weight_ED[::granularity].repeat_interleave(granularity, dim=0)
 
 
 def upcycle(config: Config, runtime: Runtime, trained: Trained) -> str:
-    """Replaces the initial weights by those of the dense run UPCYCLE_FROM; the optimizer starts anew. Called by every rank.
+    """Replaces the initial weights by those of the dense run UPCYCLE_FROM; the optimizer starts anew. Called
+    by every rank.
 
-    Every rank reads what it needs, whatever the layout of either run. The router keeps its initial weights, which are the same
-    in every layout, but for the equal rows of virtual groups.
+    Every rank reads what it needs, whatever the layout of either run. The router keeps its initial weights,
+    which are the same in every layout, but for the equal rows of virtual groups.
 
     Returns:
         What was done, in a line.
@@ -107,10 +126,15 @@ def upcycle(config: Config, runtime: Runtime, trained: Trained) -> str:
     """
     folder = dense_checkpoint(config)
     if folder is None:
-        raise ValueError(f"UPCYCLE_FROM={config.upcycle_from}: has no checkpoint. Fix: name the checkpoints folder of a dense run.")
+        raise ValueError(
+            f"UPCYCLE_FROM={config.upcycle_from}: has no checkpoint. Fix: name the checkpoints folder of a"
+            " dense run."
+        )
     dense = read_common(folder).get("config")
     if dense is None:
-        raise ValueError(f"UPCYCLE_FROM={config.upcycle_from}: was not written by this package. Fix: name a run of it.")
+        raise ValueError(
+            f"UPCYCLE_FROM={config.upcycle_from}: was not written by this package. Fix: name a run of it."
+        )
     if problems := dense_problems(config, dense):
         raise ValueError("\n".join(problems))
     keys = CheckpointKeys.read(folder)
@@ -118,11 +142,20 @@ def upcycle(config: Config, runtime: Runtime, trained: Trained) -> str:
     with torch.no_grad(), parameters_in_sync(trained.model):
         requests = {str(layer): _requests(layer, module, config, keys) for layer, module in experts.items()}
         state = {**_shared_parts(runtime, trained, keys, set(experts)), "experts": requests}
-        # Several experts ask for the same piece, and all ranks for what they hold: no piece has one owner that could be checked.
+        # Several experts ask for the same piece, and all ranks for what they hold: no piece has one owner
+        # that could be checked.
         loaded = load_sharded(state, folder, validate_access_integrity=False)
         for index, chunk in enumerate(trained.model):
-            shapes = {name: tensor.shape for name, tensor in unwrapped(chunk).state_dict().items() if isinstance(tensor, Tensor)}
-            weights = {name: value.view(shapes[name]) for name, value in loaded[f"model{index}"].items() if name in shapes}
+            shapes = {
+                name: tensor.shape
+                for name, tensor in unwrapped(chunk).state_dict().items()
+                if isinstance(tensor, Tensor)
+            }
+            weights = {
+                name: value.view(shapes[name])
+                for name, value in loaded[f"model{index}"].items()
+                if name in shapes
+            }
             unwrapped(chunk).load_state_dict(weights, strict=False)
         for layer, module in moe_layers(list(trained.model)):
             _fill(module.experts, loaded["experts"][str(layer)], config)
@@ -137,24 +170,32 @@ def _shared_parts(runtime: Runtime, trained: Trained, keys: CheckpointKeys, moe:
     state = {}
     for index, chunk in enumerate(trained.model):
         model = unwrapped(chunk)
-        mlps = tuple(f"decoder.layers.{i}.mlp." for i, layer in enumerate(model.decoder.layers) if layer.layer_number - 1 in moe)
+        mlps = tuple(
+            f"decoder.layers.{i}.mlp."
+            for i, layer in enumerate(model.decoder.layers)
+            if layer.layer_number - 1 in moe
+        )
         whole = model_state(model, sharding_metadata(runtime), keys)
-        state[f"model{index}"] = {name: _off_the_grid(value) for name, value in whole.items() if not name.startswith(mlps or ("-",))}
+        state[f"model{index}"] = {
+            name: _off_the_grid(value) for name, value in whole.items() if not name.startswith(mlps or ("-",))
+        }
     return state
 
 
 def _off_the_grid(shard: Any) -> Any:
     """The same shard with its layer axis as one of its own, of size 1.
 
-    Megatron asks for shards with a layer axis before their own as one regular grid over all layers. Here some layers of a tensor
-    are wanted and others not, and in other pieces; shards without such an axis may be any.
+    Megatron asks for shards with a layer axis before their own as one regular grid over all layers. Here some
+    layers of a tensor are wanted and others not, and in other pieces; shards without such an axis may be any.
     """
     if isinstance(shard, ShardedTensorFactory):
         build, merge = shard.build_fn, shard.merge_fn
         return replace(
             shard,
             build_fn=lambda *arguments: [_off_the_grid(piece) for piece in build(*arguments)],
-            merge_fn=lambda pieces: merge([piece.flatten(0, piece.dim() - shard.data.dim()) for piece in pieces]),
+            merge_fn=lambda pieces: merge(
+                [piece.flatten(0, piece.dim() - shard.data.dim()) for piece in pieces]
+            ),
         )
     if not isinstance(shard, ShardedTensor) or not shard.prepend_axis_num:
         return shard
@@ -170,22 +211,35 @@ def _local_shards(experts: MegatronExperts, config: Config) -> tuple[range, list
 
 
 def _requests(layer: int, experts: MegatronExperts, config: Config, keys: CheckpointKeys) -> dict[str, Any]:
-    """Shard number to name to the pieces (two with a gate) of the dense tensors that this rank's experts are made of."""
+    """Shard number to name to the pieces (two with a gate) of the dense tensors that this rank's experts are
+    made of.
+    """
     parameters = dict(experts.named_parameters(recurse=False))
     requests: dict[str, Any] = {}
     for shard in _local_shards(experts, config)[1]:
-        requests[str(shard)] = {name: _pieces(layer, name, tensor[0], shard, experts, config, keys) for name, tensor in parameters.items()}
+        requests[str(shard)] = {
+            name: _pieces(layer, name, tensor[0], shard, experts, config, keys)
+            for name, tensor in parameters.items()
+        }
     return requests
 
 
 def _pieces(
-    layer: int, name: str, like: Tensor, shard: int, experts: MegatronExperts, config: Config, keys: CheckpointKeys
+    layer: int,
+    name: str,
+    like: Tensor,
+    shard: int,
+    experts: MegatronExperts,
+    config: Config,
+    keys: CheckpointKeys,
 ) -> list[ShardedTensor]:
     key, axis, halves = _DENSE.get(name, _OUTPUT_BIAS)
     halves = halves if experts.gated else 1
     rank, size = experts.etp_group.rank(), experts.etp_group.size()
     # Of one half: the output bias is split over expert tensor parallel ranks alone.
-    count, index = (size, rank) if name == "bias2" else (config.upcycle_granularity * size, shard * size + rank)
+    count, index = (
+        (size, rank) if name == "bias2" else (config.upcycle_granularity * size, shard * size + rank)
+    )
     before = ((0, layer, config.num_layers),) if keys.layers_are_stacked else ()
     full_key = f"decoder.layers.mlp.{key}" if before else f"decoder.layers.{layer}.mlp.{key}"
     shape = [length // halves if dim == axis else length for dim, length in enumerate(like.shape)]
@@ -203,12 +257,17 @@ def _pieces(
 def _fill(experts: MegatronExperts, loaded: Mapping[str, Mapping[str, list[Tensor]]], config: Config) -> None:
     parameters = dict(experts.named_parameters(recurse=False))
     shards = {
-        int(shard): {name: _joined(pieces, _DENSE.get(name, _OUTPUT_BIAS)[1], parameters[name][0]) for name, pieces in tensors.items()}
+        int(shard): {
+            name: _joined(pieces, _DENSE.get(name, _OUTPUT_BIAS)[1], parameters[name][0])
+            for name, pieces in tensors.items()
+        }
         for shard, tensors in loaded.items()
     }
     assert config.router_weights_sum is not None  # config/checks/checks.py
     numbers, _ = _local_shards(experts, config)
-    filled = experts_of(shards, numbers, granularity=config.upcycle_granularity, weights_sum=config.router_weights_sum)
+    filled = experts_of(
+        shards, numbers, granularity=config.upcycle_granularity, weights_sum=config.router_weights_sum
+    )
     for name, parameter in parameters.items():
         parameter.copy_(filled[name])
 
@@ -222,7 +281,13 @@ def _summary(config: Config, folder: Path) -> str:
     granularity, copies = config.upcycle_granularity, config.num_experts // config.upcycle_granularity
     what = f"{config.num_experts} copies of the dense MLP"
     if granularity > 1:
-        what = f"{copies} copies of each of {granularity} shards of the dense MLP, router in {copies} virtual groups"
+        what = (
+            f"{copies} copies of each of {granularity} shards of the dense MLP, router in {copies} virtual"
+            " groups"
+        )
     assert config.router_weights_sum is not None
     factor = granularity / config.router_weights_sum
-    return f"upcycled from {folder}: {sum(config.moe_layers)} MoE layers with {what}, second projection times {factor:g}"
+    return (
+        f"upcycled from {folder}: {sum(config.moe_layers)} MoE layers with {what}, second projection times"
+        f" {factor:g}"
+    )

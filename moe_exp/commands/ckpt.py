@@ -1,4 +1,6 @@
-"""`moe-exp ckpt ...`: what is in checkpoints, whether they are sound, rewriting, comparing, removing and shrinking them."""
+"""`moe-exp ckpt ...`: what is in checkpoints, whether they are sound, rewriting, comparing, removing and
+shrinking them.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,13 @@ _PATH_HELP = "an iter_ folder, a checkpoints folder or a run folder"
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `moe-exp ckpt` and its commands."""
-    parser = subparsers.add_parser("ckpt", help="look at, check, rewrite, compare and remove checkpoints; `moe-exp ckpt --help` lists how")
-    commands = parser.add_subparsers(dest="ckpt_command", metavar="command", required=True, parser_class=ExactParser)
+    parser = subparsers.add_parser(
+        "ckpt",
+        help="look at, check, rewrite, compare and remove checkpoints; `moe-exp ckpt --help` lists how",
+    )
+    commands = parser.add_subparsers(
+        dest="ckpt_command", metavar="command", required=True, parser_class=ExactParser
+    )
     for add in (_add_info, _add_verify, _add_reshape, _add_diff, _add_prune, _add_shrink):
         add(commands)  # type: ignore[arg-type]  # an action of parsers of a subclass is one of parsers
 
@@ -32,7 +39,9 @@ def _add_path(parser: argparse.ArgumentParser, name: str = "path", help: str = _
 
 def _add_common(parser: argparse.ArgumentParser, *, iteration: bool = True) -> None:
     if iteration:
-        parser.add_argument("--iteration", type=int, metavar="N", help="of the checkpoint (default: the newest)")
+        parser.add_argument(
+            "--iteration", type=int, metavar="N", help="of the checkpoint (default: the newest)"
+        )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 
 
@@ -43,13 +52,25 @@ def _print_json(value: object) -> None:
 def _add_info(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser("info", help="what a checkpoint holds; reads no tensor")
     _add_path(parser)
-    parser.add_argument("--tensors", nargs="?", const="*", metavar="PATTERN", help="list tensors, all or those like '*router*'")
+    parser.add_argument(
+        "--tensors",
+        nargs="?",
+        const="*",
+        metavar="PATTERN",
+        help="list tensors, all or those like '*router*'",
+    )
     _add_common(parser)
     parser.set_defaults(run=_info)
 
 
 def _info(arguments: argparse.Namespace) -> None:
-    from moe_exp.checkpoint.tools.info import checkpoints_folder, chosen, describe, describe_all, describe_tensors
+    from moe_exp.checkpoint.tools.info import (
+        checkpoints_folder,
+        chosen,
+        describe,
+        describe_all,
+        describe_tensors,
+    )
     from moe_exp.checkpoint.tools.tables import print_checkpoints, print_info, print_tensors
 
     checkpoints = checkpoints_folder(arguments.path) if arguments.iteration is None else None
@@ -58,7 +79,8 @@ def _info(arguments: argparse.Namespace) -> None:
         report = describe(folder)
     except ValueError:
         if checkpoints and not arguments.json:
-            print_checkpoints(checkpoints, describe_all(checkpoints))  # what there is beside the one that cannot be read
+            # what there is beside the one that cannot be read
+            print_checkpoints(checkpoints, describe_all(checkpoints))
         raise
     tensors = describe_tensors(folder, arguments.tensors) if arguments.tensors else []
     if arguments.json:
@@ -73,7 +95,9 @@ def _info(arguments: argparse.Namespace) -> None:
 
 
 def _add_verify(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser("verify", help="read all of a checkpoint again: checksums, structure, optimizer against weights")
+    parser = subparsers.add_parser(
+        "verify", help="read all of a checkpoint again: checksums, structure, optimizer against weights"
+    )
     _add_path(parser)
     parser.add_argument("--finite", action="store_true", help="also look for values that are not finite")
     _add_common(parser)
@@ -86,14 +110,25 @@ def _verify(arguments: argparse.Namespace) -> int:
 
     work, found = Verification(chosen(arguments.path, arguments.iteration), finite=arguments.finite), []
     if not work.has_checksums and not arguments.json:
-        print(f"{work.folder}: has no manifest.json, so there are no checksums of its files to compare", flush=True)
+        print(
+            f"{work.folder}: has no manifest.json, so there are no checksums of its files to compare",
+            flush=True,
+        )
     for finding in work.findings():
         found.append(finding)
         if not arguments.json:
             print(finding, flush=True)
     counts = {"files": work.num_files, "tensors": work.num_tensors, "chunks": work.num_chunks}
     if arguments.json:
-        _print_json({"path": str(work.folder), "ok": not found, "checksums": work.has_checksums, **counts, "findings": found})
+        _print_json(
+            {
+                "path": str(work.folder),
+                "ok": not found,
+                "checksums": work.has_checksums,
+                **counts,
+                "findings": found,
+            }
+        )
     elif not found:
         checked = f"{work.num_files} files, " if work.has_checksums else ""
         print(f"{work.folder}: ok, {checked}{work.num_tensors} tensors in {work.num_chunks} chunks")
@@ -101,16 +136,37 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _add_reshape(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser("reshape", help="rewrite a checkpoint for the ranks of another layout, on one process")
+    parser = subparsers.add_parser(
+        "reshape", help="rewrite a checkpoint for the ranks of another layout, on one process"
+    )
     _add_path(parser, "source", _PATH_HELP)
     _add_path(parser, "target", "the checkpoints folder that is made")
     for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert"), ("etp", "expert tensor")):
-        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"ranks of {what} parallelism (default: as it was saved)")
-    parser.add_argument("--vpp", type=int, metavar="N", help="model chunks per pipeline rank (default: as it was saved, 1 with --pp)")
-    parser.add_argument("--weights-only", action="store_true", help="leave out optimizer, schedule, random streams and progress")
+        parser.add_argument(
+            f"--{name}", type=int, metavar="N", help=f"ranks of {what} parallelism (default: as it was saved)"
+        )
+    parser.add_argument(
+        "--vpp",
+        type=int,
+        metavar="N",
+        help="model chunks per pipeline rank (default: as it was saved, 1 with --pp)",
+    )
+    parser.add_argument(
+        "--weights-only",
+        action="store_true",
+        help="leave out optimizer, schedule, random streams and progress",
+    )
     parser.add_argument("--dtype", choices=("bf16", "fp32"), help="type of the weights (default: as it is)")
-    parser.add_argument("--layers", choices=("stacked", "single"), help="one key for all layers, or one for each (default: as it is)")
-    parser.add_argument("--experts", choices=("stacked", "single"), help="one key for all experts, or one for each (default: as it is)")
+    parser.add_argument(
+        "--layers",
+        choices=("stacked", "single"),
+        help="one key for all layers, or one for each (default: as it is)",
+    )
+    parser.add_argument(
+        "--experts",
+        choices=("stacked", "single"),
+        help="one key for all experts, or one for each (default: as it is)",
+    )
     parser.add_argument("--iteration", type=int, metavar="N", help="of the checkpoint (default: the newest)")
     parser.set_defaults(run=_reshape)
 
@@ -135,17 +191,28 @@ def _layout(arguments: argparse.Namespace, source: Path) -> Layout:
     for name in sizes:
         if getattr(arguments, name) is not None:
             sizes[name] = getattr(arguments, name)
-    return Layout(**sizes, vpp=arguments.vpp if arguments.vpp is not None or arguments.pp is not None else saved.get("vpp"))
+    return Layout(
+        **sizes,
+        vpp=arguments.vpp if arguments.vpp is not None or arguments.pp is not None else saved.get("vpp"),
+    )
 
 
 def _add_diff(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser("diff", help="compare two checkpoints name by name, whatever their layouts and styles")
+    parser = subparsers.add_parser(
+        "diff", help="compare two checkpoints name by name, whatever their layouts and styles"
+    )
     _add_path(parser, "a", _PATH_HELP)
     _add_path(parser, "b", "the other one, which differences are relative to")
     parser.add_argument("--optimizer", action="store_true", help="compare the state of the optimizer, too")
-    parser.add_argument("--top", type=int, default=10, metavar="N", help="tensors to show, the worst first (default: 10)")
     parser.add_argument(
-        "--rtol", type=float, default=0.0, metavar="X", help="exit code 0 up to this ||a-b||/||b|| of a tensor (default: 0)"
+        "--top", type=int, default=10, metavar="N", help="tensors to show, the worst first (default: 10)"
+    )
+    parser.add_argument(
+        "--rtol",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="exit code 0 up to this ||a-b||/||b|| of a tensor (default: 0)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.set_defaults(run=_diff)
@@ -157,12 +224,22 @@ def _diff(arguments: argparse.Namespace) -> int:
     from moe_exp.checkpoint.tools.tables import print_comparison
 
     if arguments.top < 0:
-        raise ValueError(f"TOP={arguments.top}: must not be negative. Fix: give the number of tensors to show, or 0.")
+        raise ValueError(
+            f"TOP={arguments.top}: must not be negative. Fix: give the number of tensors to show, or 0."
+        )
     found = compare(chosen(arguments.a), chosen(arguments.b), optimizer=arguments.optimizer)
     is_within = found.is_within(arguments.rtol)
     if arguments.json:
         worst = [asdict(tensor) for tensor in found.worst(arguments.top)]
-        _print_json(asdict(found) | {"tensors": worst, "num_tensors": len(found.tensors), "num_equal": found.num_equal, "ok": is_within})
+        _print_json(
+            asdict(found)
+            | {
+                "tensors": worst,
+                "num_tensors": len(found.tensors),
+                "num_equal": found.num_equal,
+                "ok": is_within,
+            }
+        )
     else:
         print_comparison(found, top=arguments.top)
     return int(not is_within)
@@ -172,8 +249,12 @@ def _add_prune(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser("prune", help="remove checkpoints of a run that no rule keeps")
     _add_path(parser, help="a checkpoints folder or a run folder")
     parser.add_argument("--keep-last", type=int, required=True, metavar="N", help="keep the newest N")
-    parser.add_argument("--keep-every", type=int, default=0, metavar="N", help="keep those whose iteration is a multiple of N")
-    parser.add_argument("--keep-best", type=int, default=0, metavar="N", help="keep the N with the lowest validation loss")
+    parser.add_argument(
+        "--keep-every", type=int, default=0, metavar="N", help="keep those whose iteration is a multiple of N"
+    )
+    parser.add_argument(
+        "--keep-best", type=int, default=0, metavar="N", help="keep the N with the lowest validation loss"
+    )
     parser.add_argument("--dry-run", action="store_true", help="say what would go, and remove nothing")
     _add_common(parser, iteration=False)
     parser.set_defaults(run=_prune)
@@ -182,7 +263,9 @@ def _add_prune(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _prune(arguments: argparse.Namespace) -> None:
     from moe_exp.checkpoint.tools.pruning import prunable, remove
 
-    found = prunable(arguments.path, last=arguments.keep_last, every=arguments.keep_every, best=arguments.keep_best)
+    found = prunable(
+        arguments.path, last=arguments.keep_last, every=arguments.keep_every, best=arguments.keep_best
+    )
     word = "would remove" if arguments.dry_run else "removed"
     for one in found if arguments.dry_run else remove(arguments.path, found):
         if not arguments.json:
@@ -196,12 +279,23 @@ def _prune(arguments: argparse.Namespace) -> None:
 
 
 def _add_shrink(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser("shrink", help="rewrite torch.save files whose tensors are views of larger storages")
+    parser = subparsers.add_parser(
+        "shrink", help="rewrite torch.save files whose tensors are views of larger storages"
+    )
     _add_path(parser, help="a file, or a folder that is searched for files")
-    parser.add_argument("--pattern", action="append", metavar="GLOB", help="names of files in a folder (default: *.pt *.pth *.bin)")
+    parser.add_argument(
+        "--pattern",
+        action="append",
+        metavar="GLOB",
+        help="names of files in a folder (default: *.pt *.pth *.bin)",
+    )
     parser.add_argument("--no-recursive", action="store_true", help="leave out folders in the folder")
-    parser.add_argument("--dry-run", action="store_true", help="print what would be gained, and write nothing")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write the smaller files there instead of in their places")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print what would be gained, and write nothing"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="write the smaller files there instead of in their places"
+    )
     _add_common(parser, iteration=False)
     parser.set_defaults(run=_shrink)
 
@@ -212,17 +306,29 @@ def _shrink(arguments: argparse.Namespace) -> int:
     path, found = arguments.path, []
     for file in torch_files(path, arguments.pattern or PATTERNS, recursive=not arguments.no_recursive):
         inside = file.relative_to(path) if path.is_dir() else Path(file.name)
-        one = shrink(file, target=arguments.out / inside if arguments.out else None, dry_run=arguments.dry_run)
+        one = shrink(
+            file, target=arguments.out / inside if arguments.out else None, dry_run=arguments.dry_run
+        )
         found.append(one)
         if one.problem:
             print(f"{file}: left alone, it {one.problem}", file=sys.stderr, flush=True)
         elif not arguments.json:
             print(
-                f"{file}: {one.before_bytes:,} -> {one.after_bytes:,} bytes" if one.gain_bytes else f"{file}: nothing to gain", flush=True
+                (
+                    f"{file}: {one.before_bytes:,} -> {one.after_bytes:,} bytes"
+                    if one.gain_bytes
+                    else f"{file}: nothing to gain"
+                ),
+                flush=True,
             )
     gain, num_shrunk = sum(one.gain_bytes for one in found), sum(one.gain_bytes > 0 for one in found)
     if arguments.json:
-        _print_json({"dry_run": arguments.dry_run, "files": [asdict(one) for one in found], "gain_bytes": gain})
+        _print_json(
+            {"dry_run": arguments.dry_run, "files": [asdict(one) for one in found], "gain_bytes": gain}
+        )
     else:
-        print(f"{num_shrunk} of {len(found)} files {'would be' if arguments.dry_run else 'are'} smaller, by {gain:,} bytes")
+        print(
+            f"{num_shrunk} of {len(found)} files {'would be' if arguments.dry_run else 'are'} smaller, by"
+            f" {gain:,} bytes"
+        )
     return int(all(one.problem for one in found))

@@ -9,18 +9,24 @@ from collections.abc import Callable, Sequence
 
 from moe_exp.commands.guard import ExactParser, ended_quietly, guarded
 
-# Modules of commands/data_steps that add commands by `add_commands(subparsers)`; each sets `run`, a function of the arguments.
+# Modules of commands/data_steps that add commands by `add_commands(subparsers)`; each sets `run`, a function
+# of the arguments.
 STEPS = ("prepare", "shuffle", "tokenize", "inspect")
 
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `moe-exp data`, without its steps: they load numpy."""
-    subparsers.add_parser("data", help="from a dataset's name to token files, step by step; `moe-exp data --help` lists the steps")
+    subparsers.add_parser(
+        "data",
+        help="from a dataset's name to token files, step by step; `moe-exp data --help` lists the steps",
+    )
 
 
 def add_steps(parser: argparse.ArgumentParser) -> None:
     """Adds the commands of `moe-exp data`."""
-    subparsers = parser.add_subparsers(dest="data_command", metavar="command", required=True, parser_class=ExactParser)
+    subparsers = parser.add_subparsers(
+        dest="data_command", metavar="command", required=True, parser_class=ExactParser
+    )
     for name in STEPS:
         importlib.import_module(f"moe_exp.commands.data_steps.{name}").add_commands(subparsers)
 
@@ -39,13 +45,21 @@ def _data_guard(work: Callable[[], int | None]) -> int:
         except BadDocument as error:
             raise ValueError(f"{error}. {_fix_of(error.reason)}") from None
 
-    return guarded(explained, "moe-exp data", extras="data,fast", full_disk="free some, and call it again: it goes on where it stopped")
+    return guarded(
+        explained,
+        "moe-exp data",
+        extras="data,fast",
+        full_disk="free some, and call it again: it goes on where it stopped",
+    )
 
 
 def _fix_of(reason: str) -> str:
     if "file is damaged" in reason:
         return "Fix: fetch or make the file again; --skip-bad skips lines, not files."
-    return "Fix: mend the line; or give --skip-bad (and --start-over where it was begun without), which skips and counts such lines."
+    return (
+        "Fix: mend the line; or give --skip-bad (and --start-over where it was begun without), which skips"
+        " and counts such lines."
+    )
 
 
 def main(command: str, argv: Sequence[str] | None = None, *, prog: str | None = None) -> int:

@@ -1,7 +1,8 @@
-"""`moe-exp doctor`: versions, devices, what is missing and what that costs, and which backend each part will use.
+"""`moe-exp doctor`: versions, devices, what is missing and what that costs, and which backend each part will
+use.
 
-Importing this file needs only the standard library, so that it can report on an environment in which nothing is
-installed yet; scripts/environment.sh asks it that way: `python -m moe_exp.commands.doctor --missing dev`.
+Importing this file needs only the standard library, so that it can report on an environment in which nothing
+is installed yet; scripts/environment.sh asks it that way: `python -m moe_exp.commands.doctor --missing dev`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 SETUP_PY = Path(__file__).resolve().parents[2] / "setup.py"
-REPAIR = "pip install -c constraints.txt -e .   in the repository; its scripts do that by themselves, in .venv"
+REPAIR = (
+    "pip install -c constraints.txt -e .   in the repository; its scripts do that by themselves, in .venv"
+)
 
 
 @dataclass(frozen=True)
@@ -40,21 +43,47 @@ class OptionalPackage:
 
 OPTIONAL = [
     OptionalPackage(
-        "transformer-engine", "no IMPL=te; our norm and attention run instead", 'pip install "transformer-engine[pytorch]" (GPU)'
+        "transformer-engine",
+        "no IMPL=te; our norm and attention run instead",
+        'pip install "transformer-engine[pytorch]" (GPU)',
     ),
     OptionalPackage(
-        "apex", "no fused Adam and no fused gradient accumulation, unless Transformer Engine brings them", "from source: NVIDIA/apex (GPU)"
+        "apex",
+        "no fused Adam and no fused gradient accumulation, unless Transformer Engine brings them",
+        "from source: NVIDIA/apex (GPU)",
     ),
-    OptionalPackage("triton", "on GPUs no EXPERT_BACKEND=triton, and torch.compile fuses nothing", "pip install triton (GPU)"),
     OptionalPackage(
-        "flash-attn", "attention through torch's scaled_dot_product_attention", "pip install flash-attn --no-build-isolation (GPU)"
+        "triton",
+        "on GPUs no EXPERT_BACKEND=triton, and torch.compile fuses nothing",
+        "pip install triton (GPU)",
     ),
-    OptionalPackage("megablocks", "no EXPERT_BACKEND=megablocks", "pip install --no-build-isolation megablocks[gg] (GPU)"),
-    OptionalPackage("grouped_gemm", "a loop over experts on GPUs before Hopper", "pip install --no-build-isolation nv-grouped-gemm (GPU)"),
-    OptionalPackage("deep_ep", "nothing: tokens are exchanged by all-to-all", "from source: deepseek-ai/DeepEP (GPU)"),
-    OptionalPackage("bitsandbytes", "no OPTIMIZER=adam8bit", "pip install bitsandbytes (GPU from 0.45, CPU from 0.50)"),
-    OptionalPackage("py-spy", "stacks of ranks that hang by faulthandler: none of a stopped rank, no frames in C", "pip install py-spy"),
-    OptionalPackage("wandb", "no mirror of the metrics in wandb; metrics.jsonl and TensorBoard stay", "pip install wandb"),
+    OptionalPackage(
+        "flash-attn",
+        "attention through torch's scaled_dot_product_attention",
+        "pip install flash-attn --no-build-isolation (GPU)",
+    ),
+    OptionalPackage(
+        "megablocks", "no EXPERT_BACKEND=megablocks", "pip install --no-build-isolation megablocks[gg] (GPU)"
+    ),
+    OptionalPackage(
+        "grouped_gemm",
+        "a loop over experts on GPUs before Hopper",
+        "pip install --no-build-isolation nv-grouped-gemm (GPU)",
+    ),
+    OptionalPackage(
+        "deep_ep", "nothing: tokens are exchanged by all-to-all", "from source: deepseek-ai/DeepEP (GPU)"
+    ),
+    OptionalPackage(
+        "bitsandbytes", "no OPTIMIZER=adam8bit", "pip install bitsandbytes (GPU from 0.45, CPU from 0.50)"
+    ),
+    OptionalPackage(
+        "py-spy",
+        "stacks of ranks that hang by faulthandler: none of a stopped rank, no frames in C",
+        "pip install py-spy",
+    ),
+    OptionalPackage(
+        "wandb", "no mirror of the metrics in wandb; metrics.jsonl and TensorBoard stay", "pip install wandb"
+    ),
 ]
 
 # Distributions whose import name is not their own name.
@@ -83,7 +112,8 @@ def installed_version(package: str) -> str | None:
 
 
 def requirements(extras: Sequence[str] = ()) -> list[str]:
-    """The requirements of moe-exp and of `extras`: from setup.py in a checkout, else from the installed package.
+    """The requirements of moe-exp and of `extras`: from setup.py in a checkout, else from the installed
+    package.
 
     Raises:
         ValueError: for an extra that does not exist.
@@ -97,7 +127,9 @@ def requirements(extras: Sequence[str] = ()) -> list[str]:
         required, known = literals["REQUIRES"], literals["EXTRAS"]
     else:
         lines = importlib.metadata.requires("moe-exp") or []
-        known = {name: [line for line in lines if f'extra == "{name}"' in line] for name in _installed_extras()}
+        known = {
+            name: [line for line in lines if f'extra == "{name}"' in line] for name in _installed_extras()
+        }
         required = [line for line in lines if "extra ==" not in line]
     for name in extras:
         if name not in known:
@@ -107,9 +139,13 @@ def requirements(extras: Sequence[str] = ()) -> list[str]:
 
 
 def _is_of_this_python(line: str) -> bool:
-    """Whether the marker of a requirement, if it has one, holds here; of Python's version, there are no others."""
+    """Whether the marker of a requirement, if it has one, holds here; of Python's version, there are no
+    others.
+    """
     markers = re.findall(r"python_version *(<|>=) *[\"'](\d+)\.(\d+)", line)
-    return all((sys.version_info >= (int(major), int(minor))) == (sign == ">=") for sign, major, minor in markers)
+    return all(
+        (sys.version_info >= (int(major), int(minor))) == (sign == ">=") for sign, major, minor in markers
+    )
 
 
 def _installed_extras() -> list[str]:
@@ -117,7 +153,9 @@ def _installed_extras() -> list[str]:
 
 
 def unmet_requirements(extras: Sequence[str] = ()) -> list[str]:
-    """Requirements of moe-exp and of `extras` that this Python does not meet, by version and import name, in about 0.1 s."""
+    """Requirements of moe-exp and of `extras` that this Python does not meet, by version and import name, in
+    about 0.1 s.
+    """
     try:
         from packaging.requirements import Requirement
     except ImportError:  # It is a requirement itself, and without it versions cannot be compared.
@@ -126,7 +164,11 @@ def unmet_requirements(extras: Sequence[str] = ()) -> list[str]:
     for line in requirements(extras):
         requirement = Requirement(line)
         version = installed_version(requirement.name)
-        if version is None or not requirement.specifier.contains(version, prereleases=True) or not _importable(requirement.name):
+        if (
+            version is None
+            or not requirement.specifier.contains(version, prereleases=True)
+            or not _importable(requirement.name)
+        ):
             unmet.append(line)
     return unmet
 
@@ -185,7 +227,10 @@ def _table(console: Console, title: str, header: list[str], rows: list[list[str]
 
     if not console.is_terminal:
         widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [header, *rows]]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in [header, *rows]
+        ]
         print("\n".join([title, *lines, ""]))
         return
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
@@ -211,7 +256,12 @@ def device_rows() -> list[list[str]]:
     rows = []
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
-        rows.append([f"cuda:{index}", f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB, compute capability {gpu.major}.{gpu.minor}"])
+        rows.append(
+            [
+                f"cuda:{index}",
+                f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB, compute capability {gpu.major}.{gpu.minor}",
+            ]
+        )
     build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
     rows = rows or [["GPU", f"none that torch can use ({build}): runs use the processor and gloo"]]
     page_bytes, num_pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
@@ -222,7 +272,10 @@ def device_rows() -> list[list[str]]:
 def optional_rows() -> list[list[str]]:
     """Every optional package: version, or what its absence costs and how to install it."""
     found = [(o, installed_version(o.package)) for o in OPTIONAL]
-    return [[o.package, version or "missing", "" if version else o.cost, "" if version else o.install] for o, version in found]
+    return [
+        [o.package, version or "missing", "" if version else o.cost, "" if version else o.install]
+        for o, version in found
+    ]
 
 
 def backend_rows() -> list[list[str]]:

@@ -1,4 +1,6 @@
-"""What all commands share: flags by their whole names, errors that a user can mend as one line, and output that nobody reads."""
+"""What all commands share: flags by their whole names, errors that a user can mend as one line, and output
+that nobody reads.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-UNDER_WAY = 75  # exit code, EX_TEMPFAIL of sysexits.h: nothing is wrong, and the output is not there yet, as SLURM jobs make it
+# exit code, EX_TEMPFAIL of sysexits.h: nothing is wrong, and the output is not there yet, as SLURM jobs make
+# it
+UNDER_WAY = 75
 
 
 class ExactParser(argparse.ArgumentParser):
@@ -20,7 +24,13 @@ class ExactParser(argparse.ArgumentParser):
         super().__init__(**options, allow_abbrev=False)
 
 
-def guarded(work: Callable[[], int | None], prog: str, *, extras: str = "", full_disk: str = "free some, and call it again") -> int:
+def guarded(
+    work: Callable[[], int | None],
+    prog: str,
+    *,
+    extras: str = "",
+    full_disk: str = "free some, and call it again",
+) -> int:
     """Runs a command; returns its exit code, or 1 after a line about what a user can mend.
 
     Args:
@@ -43,7 +53,10 @@ def guarded(work: Callable[[], int | None], prog: str, *, extras: str = "", full
         if error.name is None or error.name.startswith("moe_exp"):
             raise
         what = f'".[{extras}]"' if extras else "."
-        fix = f"pip install -c constraints.txt -e {what} in the checkout of moe_exp, or activate the environment that has it"
+        fix = (
+            f"pip install -c constraints.txt -e {what} in the checkout of moe_exp, or activate the"
+            " environment that has it"
+        )
         return fail(f"the package {error.name} is not installed. Fix: {fix}.")
     except ValueError as error:
         return fail(str(error))
@@ -61,7 +74,9 @@ _UNREAD = 141  # as a shell has it for a program that SIGPIPE ended
 
 
 def ended_quietly(work: Callable[[], int]) -> int:
-    """Runs a program to its exit code; 141, and not a word, where nobody reads its standard output any more, as in `moe-exp ... | head`."""
+    """Runs a program to its exit code; 141, and not a word, where nobody reads its standard output any more,
+    as in `moe-exp ... | head`.
+    """
     try:
         try:
             return work()
@@ -71,7 +86,8 @@ def ended_quietly(work: Callable[[], int]) -> int:
     except BrokenPipeError:
         if not _is_unread():
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still kept is lost, at the interpreter's end too
+        # what is still kept is lost, at the interpreter's end too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _UNREAD
 
 

@@ -24,64 +24,171 @@ _SHOWN_EXPERTS = 8
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds this file's commands."""
-    score = subparsers.add_parser("score", help="token ids to logits, with the model of a checkpoint", allow_abbrev=False)
+    score = subparsers.add_parser(
+        "score", help="token ids to logits, with the model of a checkpoint", allow_abbrev=False
+    )
     _add_model(score)
     score.add_argument("--tokens", required=True, metavar="IDS.npy", help="integers [B, S]")
-    score.add_argument("--out", required=True, metavar="LOGITS.npy", help="float32 [B, S, VOCAB_SIZE], for the token after each")
-    score.add_argument("--batch-size", type=int, help="rows at a time (default: as many as have 256 MB of logits)")
-    score.add_argument("--capacity", action="store_true", help="drop tokens over capacity as in training, per batch (MOE_TYPE=moe)")
+    score.add_argument(
+        "--out",
+        required=True,
+        metavar="LOGITS.npy",
+        help="float32 [B, S, VOCAB_SIZE], for the token after each",
+    )
+    score.add_argument(
+        "--batch-size", type=int, help="rows at a time (default: as many as have 256 MB of logits)"
+    )
+    score.add_argument(
+        "--capacity",
+        action="store_true",
+        help="drop tokens over capacity as in training, per batch (MOE_TYPE=moe)",
+    )
     score.add_argument("--overwrite", action="store_true", help="replace LOGITS.npy where it exists")
     score.set_defaults(run=_score)
-    evaluate = subparsers.add_parser("eval", help="loss, perplexity and bits per byte on held-out tokens", allow_abbrev=False)
+    evaluate = subparsers.add_parser(
+        "eval", help="loss, perplexity and bits per byte on held-out tokens", allow_abbrev=False
+    )
     _add_model(evaluate)
     _add_evaluation(evaluate)
     evaluate.set_defaults(run=_eval)
-    generate = subparsers.add_parser("generate", help="text that goes on from a prompt, with the model of a checkpoint", allow_abbrev=False)
+    generate = subparsers.add_parser(
+        "generate", help="text that goes on from a prompt, with the model of a checkpoint", allow_abbrev=False
+    )
     _add_model(generate)
     _add_generation(generate)
     generate.set_defaults(run=_generate)
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="an iter_ folder, a checkpoints folder or a run folder")
-    parser.add_argument("--dtype", choices=_DTYPES, default="", help="compute type (default: that of the training)")
+    parser.add_argument(
+        "--checkpoint",
+        required=True,
+        metavar="DIR",
+        help="an iter_ folder, a checkpoints folder or a run folder",
+    )
+    parser.add_argument(
+        "--dtype", choices=_DTYPES, default="", help="compute type (default: that of the training)"
+    )
     for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert"), ("etp", "expert tensor")):
-        parser.add_argument(f"--{name}", type=_positive, default=1, help=f"{what} parallel size (default: 1, whatever the training had)")
-    parser.add_argument("--gpus-per-node", type=_positive, default=0, metavar="N", help="ranks per node (default: what the sizes need)")
-    parser.add_argument("--threads-per-rank", type=_positive, default=0, metavar="N", help="torch threads (default: the cores, shared)")
+        parser.add_argument(
+            f"--{name}",
+            type=_positive,
+            default=1,
+            help=f"{what} parallel size (default: 1, whatever the training had)",
+        )
+    parser.add_argument(
+        "--gpus-per-node",
+        type=_positive,
+        default=0,
+        metavar="N",
+        help="ranks per node (default: what the sizes need)",
+    )
+    parser.add_argument(
+        "--threads-per-rank",
+        type=_positive,
+        default=0,
+        metavar="N",
+        help="torch threads (default: the cores, shared)",
+    )
     for name in ("nnodes", "node-rank", "master-addr", "master-port"):
         variable = name.upper().replace("-", "_")
-        parser.add_argument(f"--{name}", default=None, help=f"as in moe-exp train (default: {variable} of the environment)")
+        parser.add_argument(
+            f"--{name}", default=None, help=f"as in moe-exp train (default: {variable} of the environment)"
+        )
 
 
 def _add_evaluation(parser: argparse.ArgumentParser) -> None:
-    data_help = "of .bin/.idx files, each a row of the table (default: the run's VALID_DATA, or the embedded corpus)"
+    data_help = (
+        "of .bin/.idx files, each a row of the table (default: the run's VALID_DATA, or the embedded corpus)"
+    )
     parser.add_argument("--data", nargs="+", default=[], metavar="PREFIX", help=data_help)
-    parser.add_argument("--samples", type=int, metavar="N", help="the first N sequences of SEQ_LEN tokens of each prefix (default: all)")
-    parser.add_argument("--by-document", action="store_true", help="every document alone, instead of one text of all of them")
-    experts_help = "count which experts take each prefix's tokens, and show the N most specialised ones per layer (default: 8)"
-    parser.add_argument("--experts", type=int, nargs="?", const=_SHOWN_EXPERTS, metavar="N", help=experts_help)
-    parser.add_argument("--batch-size", type=int, help="sequences at a time (default: as many as have 256 MB of logits)")
-    capacity_help = "drop tokens over capacity, and leave out sequences shorter than SEQ_LEN, as in training (MOE_TYPE=moe)"
+    parser.add_argument(
+        "--samples",
+        type=int,
+        metavar="N",
+        help="the first N sequences of SEQ_LEN tokens of each prefix (default: all)",
+    )
+    parser.add_argument(
+        "--by-document", action="store_true", help="every document alone, instead of one text of all of them"
+    )
+    experts_help = (
+        "count which experts take each prefix's tokens, and show the N most specialised ones per layer"
+        " (default: 8)"
+    )
+    parser.add_argument(
+        "--experts", type=int, nargs="?", const=_SHOWN_EXPERTS, metavar="N", help=experts_help
+    )
+    parser.add_argument(
+        "--batch-size", type=int, help="sequences at a time (default: as many as have 256 MB of logits)"
+    )
+    capacity_help = (
+        "drop tokens over capacity, and leave out sequences shorter than SEQ_LEN, as in training"
+        " (MOE_TYPE=moe)"
+    )
     parser.add_argument("--capacity", action="store_true", help=capacity_help)
-    tokenizer_help = "tokenizer.json, its folder, a .model file, or bytes, for bits per byte (default: the training's)"
+    tokenizer_help = (
+        "tokenizer.json, its folder, a .model file, or bytes, for bits per byte (default: the training's)"
+    )
     parser.add_argument("--tokenizer", default="", help=tokenizer_help)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _add_generation(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompt", action="append", default=[], help="text to go on from; may be given several times")
-    parser.add_argument("--prompt-file", action="append", default=[], metavar="FILE", help="a file with a prompt, or - for standard input")
-    parser.add_argument("--tokenizer", default="", help="tokenizer.json, its folder, a .model file, or bytes (default: the training's)")
-    parser.add_argument("--allow-special", action="store_true", help="read special tokens in a prompt, such as <s>, as such")
+    parser.add_argument(
+        "--prompt", action="append", default=[], help="text to go on from; may be given several times"
+    )
+    parser.add_argument(
+        "--prompt-file",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a file with a prompt, or - for standard input",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        default="",
+        help="tokenizer.json, its folder, a .model file, or bytes (default: the training's)",
+    )
+    parser.add_argument(
+        "--allow-special", action="store_true", help="read special tokens in a prompt, such as <s>, as such"
+    )
     parser.add_argument("--max-new-tokens", type=int, default=128, help="per prompt (default: 128)")
-    parser.add_argument("--max-positions", type=int, default=0, help="of prompt and text together (default: SEQ_LEN of the training)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0: the most probable token each time (default)")
-    parser.add_argument("--top-k", type=int, default=0, help="draw from the k most probable tokens; 0: all (default)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="draw from the most probable tokens that add up to this; 1: all (default)")
-    parser.add_argument("--seed", type=int, default=1234, help="of the random stream; the same text in every layout (default: 1234)")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
-    parser.add_argument("--json", action="store_true", help="print one JSON object per prompt, with tokens and log-probabilities")
+    parser.add_argument(
+        "--max-positions",
+        type=int,
+        default=0,
+        help="of prompt and text together (default: SEQ_LEN of the training)",
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="0: the most probable token each time (default)"
+    )
+    parser.add_argument(
+        "--top-k", type=int, default=0, help="draw from the k most probable tokens; 0: all (default)"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="draw from the most probable tokens that add up to this; 1: all (default)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=1234,
+        help="of the random stream; the same text in every layout (default: 1234)",
+    )
+    parser.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end before this text; may be given several times",
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON object per prompt, with tokens and log-probabilities",
+    )
 
 
 def _positive(text: str) -> int:
@@ -94,11 +201,21 @@ def _layout(arguments: argparse.Namespace) -> Layout:
     from moe_exp.config import problem
     from moe_exp.inference.layout import Layout
 
-    values: dict[str, Any] = {name: getattr(arguments, name) for name in ("tp", "pp", "ep", "etp", "gpus_per_node", "threads_per_rank")}
-    for name, default in (("nnodes", 1), ("node_rank", 0), ("master_addr", "localhost"), ("master_port", 23456)):
+    values: dict[str, Any] = {
+        name: getattr(arguments, name)
+        for name in ("tp", "pp", "ep", "etp", "gpus_per_node", "threads_per_rank")
+    }
+    for name, default in (
+        ("nnodes", 1),
+        ("node_rank", 0),
+        ("master_addr", "localhost"),
+        ("master_port", 23456),
+    ):
         text = getattr(arguments, name) or os.environ.get(name.upper()) or str(default)
         if isinstance(default, int) and not text.isdigit():
-            raise ValueError(problem(name, text, "must be a whole number", f"give --{name.replace('_', '-')}"))
+            raise ValueError(
+                problem(name, text, "must be a whole number", f"give --{name.replace('_', '-')}")
+            )
         values[name] = int(text) if isinstance(default, int) else text
     return Layout(**values)
 
@@ -149,7 +266,9 @@ def _eval(arguments: argparse.Namespace) -> int:
     )
     plan = plan_evaluation(request)
     check_files(plan.folder)
-    return _run_ranks(plan.config, request.to_json(), "moe_exp.inference.evaluate", lambda rank: print_evaluated(plan, rank))
+    return _run_ranks(
+        plan.config, request.to_json(), "moe_exp.inference.evaluate", lambda rank: print_evaluated(plan, rank)
+    )
 
 
 def _generate(arguments: argparse.Namespace) -> int:
@@ -172,7 +291,9 @@ def _generate(arguments: argparse.Namespace) -> int:
     )
     plan = plan_generation(request)
     check_files(plan.folder)
-    return _run_ranks(plan.config, request.to_json(), "moe_exp.inference.generate", lambda rank: print_generated(plan, rank))
+    return _run_ranks(
+        plan.config, request.to_json(), "moe_exp.inference.generate", lambda rank: print_generated(plan, rank)
+    )
 
 
 def _prompts(arguments: argparse.Namespace) -> list[str]:
@@ -185,16 +306,24 @@ def _prompts(arguments: argparse.Namespace) -> list[str]:
             prompts.append(data.decode())
         except OSError as error:
             fix = "name a file that you can read, or - for standard input"
-            raise ValueError(problem("prompt_file", name, f"cannot be read ({error.strerror})", fix)) from None
+            raise ValueError(
+                problem("prompt_file", name, f"cannot be read ({error.strerror})", fix)
+            ) from None
         except UnicodeDecodeError as error:
-            raise ValueError(problem("prompt_file", name, f"is not UTF-8 ({error.reason} at byte {error.start})", "convert it")) from None
+            raise ValueError(
+                problem(
+                    "prompt_file", name, f"is not UTF-8 ({error.reason} at byte {error.start})", "convert it"
+                )
+            ) from None
     if not prompts:
         raise ValueError(problem("prompt", "", "there is none", "give --prompt TEXT, or --prompt-file FILE"))
     return prompts
 
 
 def _run_ranks(config: Config, request: str, module: str, alone: Callable[[Runtime], None]) -> int:
-    """`alone` in this process where one rank is asked for, else a job of `module`, whose ranks read `request`."""
+    """`alone` in this process where one rank is asked for, else a job of `module`, whose ranks read
+    `request`.
+    """
     from moe_exp.inference.jobs import run_alone
 
     if config.world_size > 1:

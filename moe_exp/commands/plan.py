@@ -28,22 +28,31 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     parser = subparsers.add_parser(
         "plan",
         help="what a run costs before it is paid for, and the best layout; `moe-exp plan --help` lists how",
-        description="Without a command: what the run costs that moe-exp train would start with the same variables and flags.",
+        description=(
+            "Without a command: what the run costs that moe-exp train would start with the same variables and"
+            " flags."
+        ),
         usage="moe-exp plan [command] [flags] [settings as moe-exp train has them]",
         allow_abbrev=False,
     )
     parser.set_defaults(run=_run)
-    commands = parser.add_subparsers(dest="plan_command", metavar="command", parser_class=ExactParser, prog="moe-exp plan")
+    commands = parser.add_subparsers(
+        dest="plan_command", metavar="command", parser_class=ExactParser, prog="moe-exp plan"
+    )
     _add_settings(parser)
     # What is not given leaves alone what was given before the command: `moe-exp plan --tp 4 run`.
-    run = commands.add_parser("run", help="what a run costs (the same as without a command)", argument_default=argparse.SUPPRESS)
+    run = commands.add_parser(
+        "run", help="what a run costs (the same as without a command)", argument_default=argparse.SUPPRESS
+    )
     _add_settings(run)
     run.set_defaults(run=_run)
     _add_search(commands)  # type: ignore[arg-type]  # an action of parsers of a subclass is one of parsers
     _add_calibrate(commands)  # type: ignore[arg-type]
     _add_predict(commands)  # type: ignore[arg-type]
     hardware = commands.add_parser(
-        "hardware", help="the known devices, their numbers and where those come from", argument_default=argparse.SUPPRESS
+        "hardware",
+        help="the known devices, their numbers and where those come from",
+        argument_default=argparse.SUPPRESS,
     )
     hardware.add_argument("name", nargs="?", default="", help="of one device (default: all)")
     hardware.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
@@ -53,9 +62,13 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 def _add_settings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, metavar="N", help="devices in all, instead of NNODES")
     parser.add_argument(
-        "--gpu", metavar="NAME", help=f"kind of device, or its JSON file (default: {_DEFAULT_GPU}); see moe-exp plan hardware"
+        "--gpu",
+        metavar="NAME",
+        help=f"kind of device, or its JSON file (default: {_DEFAULT_GPU}); see moe-exp plan hardware",
     )
-    parser.add_argument("--profile", type=Path, metavar="FILE", help="constants that moe-exp plan calibrate wrote")
+    parser.add_argument(
+        "--profile", type=Path, metavar="FILE", help="constants that moe-exp plan calibrate wrote"
+    )
     parser.add_argument("--tokens", metavar="N", help="token budget such as 300B, instead of TRAIN_ITERS")
     parser.add_argument("--price", metavar="X", help="of a GPU-hour, in any currency")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
@@ -66,17 +79,29 @@ def _add_search(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     parser = subparsers.add_parser(
         "search",
         help="rank the layouts of a model on so many GPUs",
-        description="TP, PP, VPP, EP, ETP, CP, MBSZ and RECOMPUTE are searched unless a flag fixes them: --tp 4, --mbsz 1,2.",
+        description=(
+            "TP, PP, VPP, EP, ETP, CP, MBSZ and RECOMPUTE are searched unless a flag fixes them: --tp 4,"
+            " --mbsz 1,2."
+        ),
         usage="moe-exp plan search [flags] [settings as moe-exp train has them]",
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("--top", type=int, metavar="N", default=10, help="layouts to show (default: 10)")
-    parser.add_argument("--explain", metavar="TP=4,PP=12", default="", help="why this layout is rejected, or what it loses")
     parser.add_argument(
-        "--export", choices=("env",), default="", help="print the best layout as environment variables, tables on standard error"
+        "--explain", metavar="TP=4,PP=12", default="", help="why this layout is rejected, or what it loses"
     )
     parser.add_argument(
-        "--rank", type=int, metavar="N", default=1, help="place of the layout to export (default: 1); with --explain that one"
+        "--export",
+        choices=("env",),
+        default="",
+        help="print the best layout as environment variables, tables on standard error",
+    )
+    parser.add_argument(
+        "--rank",
+        type=int,
+        metavar="N",
+        default=1,
+        help="place of the layout to export (default: 1); with --explain that one",
     )
     _add_settings(parser)
     parser.set_defaults(run=_search)
@@ -84,21 +109,45 @@ def _add_search(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
 
 def _add_calibrate(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
-        "calibrate", help="fit the constants of predictions to measured runs", argument_default=argparse.SUPPRESS
+        "calibrate",
+        help="fit the constants of predictions to measured runs",
+        argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("--runs", type=Path, required=True, metavar="CSV", help="measured runs")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="profile to write, for --profile")
     parser.add_argument(
-        "--prior", type=Path, metavar="FILE", default=None, help="profile that the fit starts from: with a few runs of a new device"
+        "--out", type=Path, required=True, metavar="FILE", help="profile to write, for --profile"
+    )
+    parser.add_argument(
+        "--prior",
+        type=Path,
+        metavar="FILE",
+        default=None,
+        help="profile that the fit starts from: with a few runs of a new device",
     )
     parser.set_defaults(run=_calibrate)
 
 
 def _add_predict(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser("predict", help="memory and time of runs in a CSV", argument_default=argparse.SUPPRESS)
-    parser.add_argument("--runs", type=Path, required=True, metavar="CSV", help="runs; columns of results may be absent or empty")
-    parser.add_argument("--out", type=Path, required=True, metavar="CSV", help="predictions to write: row_id,mem_gb,sec_per_it,oom")
-    parser.add_argument("--profile", type=Path, metavar="FILE", help="constants that moe-exp plan calibrate wrote")
+    parser = subparsers.add_parser(
+        "predict", help="memory and time of runs in a CSV", argument_default=argparse.SUPPRESS
+    )
+    parser.add_argument(
+        "--runs",
+        type=Path,
+        required=True,
+        metavar="CSV",
+        help="runs; columns of results may be absent or empty",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="CSV",
+        help="predictions to write: row_id,mem_gb,sec_per_it,oom",
+    )
+    parser.add_argument(
+        "--profile", type=Path, metavar="FILE", help="constants that moe-exp plan calibrate wrote"
+    )
     parser.set_defaults(run=_predict)
 
 
@@ -135,10 +184,17 @@ def _search(arguments: argparse.Namespace) -> int:
 
     if arguments.top < 1 or arguments.rank < 1:
         name = "top" if arguments.top < 1 else "rank"
-        raise ValueError(problem(name, getattr(arguments, name), "must be at least 1", "give a number of layouts"))
+        raise ValueError(
+            problem(name, getattr(arguments, name), "must be at least 1", "give a number of layouts")
+        )
     if arguments.export and arguments.json:
         raise ValueError(
-            problem("export", arguments.export, "does not go with --json, standard output is one of the two", "give one of them")
+            problem(
+                "export",
+                arguments.export,
+                "does not go with --json, standard output is one of the two",
+                "give one of them",
+            )
         )
     hardware, constants = _hardware_and_constants(arguments)
     budget = _budget(arguments)
@@ -146,12 +202,16 @@ def _search(arguments: argparse.Namespace) -> int:
     fixed_values = parse_fixed(fixed)
     wanted = parse_wanted(arguments.explain, config) if arguments.explain else {}
     found = search(config, hardware, fixed=fixed_values, constants=constants)
-    told = explain(found, config, hardware, wanted, fixed=fixed_values, constants=constants) if wanted else None
+    told = (
+        explain(found, config, hardware, wanted, fixed=fixed_values, constants=constants) if wanted else None
+    )
     best = found.ranked[0] if found.ranked else None
     cost = cost_of(best.config, hardware, constants=constants, **budget) if best else None
     printer = PlanPrinter(sys.stderr if arguments.export else sys.stdout)
     if arguments.json:
-        report = describe_search(found, hardware, arguments.top) | {"cost": describe_cost(cost) if cost else None}
+        report = describe_search(found, hardware, arguments.top) | {
+            "cost": describe_cost(cost) if cost else None
+        }
         _print_json(report | ({"explained": describe_explanation(told, found, hardware)} if told else {}))
     elif told:
         printer.explanation(told, found)
@@ -169,7 +229,9 @@ def _chosen(found: Search, told: Explanation | None, rank: int) -> Candidate:
 
     if told and not (told.fits and told.candidate):
         words = ",".join(f"{name.upper()}={value}" for name, value in told.wanted.items())
-        raise ValueError(problem("explain", words, "cannot run, so nothing is exported", "choose another layout"))
+        raise ValueError(
+            problem("explain", words, "cannot run, so nothing is exported", "choose another layout")
+        )
     if told and told.candidate:
         return told.candidate
     if rank > len(found.ranked):
@@ -237,10 +299,13 @@ def _check_out(out: Path, runs: Path) -> None:
 
     if out.exists() and out.samefile(runs):
         raise ValueError(problem("out", out, "is the file of the runs", "name another file"))
-    if out.exists() and not out.is_file():  # a directory; or a device such as /dev/stdout, which a file would take the place of
+    # a directory; or a device such as /dev/stdout, which a file would take the place of
+    if out.exists() and not out.is_file():
         raise ValueError(problem("out", out, "is there and is no regular file", "name a file"))
     if not out.parent.is_dir():
-        raise ValueError(problem("out", out, f"{out.parent} is no directory", "make it, or name a file elsewhere"))
+        raise ValueError(
+            problem("out", out, f"{out.parent} is no directory", "make it, or name a file elsewhere")
+        )
 
 
 def _hardware(arguments: argparse.Namespace) -> None:
@@ -263,9 +328,15 @@ def _refuse_settings(arguments: argparse.Namespace) -> None:
     """Settings given before a command that has none would have no effect."""
     from moe_exp.config import problem
 
-    if given := [name for name in (*Config.model_fields, "gpus", "gpu", "tokens", "price") if getattr(arguments, name) is not None]:
+    if given := [
+        name
+        for name in (*Config.model_fields, "gpus", "gpu", "tokens", "price")
+        if getattr(arguments, name) is not None
+    ]:
         fix = f"leave it out of moe-exp plan {arguments.plan_command}"
-        raise ValueError("\n".join(problem(name, getattr(arguments, name), "has no effect here", fix) for name in given))
+        raise ValueError(
+            "\n".join(problem(name, getattr(arguments, name), "has no effect here", fix) for name in given)
+        )
 
 
 def _hardware_and_constants(arguments: argparse.Namespace) -> tuple[Hardware, Constants]:
@@ -282,12 +353,17 @@ def _settings(arguments: argparse.Namespace, hardware: Hardware) -> dict[str, An
 
     for name, near in unknown_variables(os.environ):
         print(f"moe-exp plan: warning: {name} is not a setting; did you mean {near}?", file=sys.stderr)
-    flags = {name: getattr(arguments, name) for name in Config.model_fields if getattr(arguments, name) is not None}
+    flags = {
+        name: getattr(arguments, name) for name in Config.model_fields if getattr(arguments, name) is not None
+    }
     if "preset" not in flags and not os.environ.get("PRESET"):
-        flags["preset"] = "cpu" if hardware.is_cpu else "reference"  # as on a host with such devices, whatever this one has
+        # as on a host with such devices, whatever this one has
+        flags["preset"] = "cpu" if hardware.is_cpu else "reference"
     if arguments.gpus is not None:
         per_node = flags.get("gpus_per_node") or os.environ.get("GPUS_PER_NODE")
-        flags |= world_of(arguments.gpus, _whole("gpus_per_node", per_node) if per_node else hardware.gpus_per_node)
+        flags |= world_of(
+            arguments.gpus, _whole("gpus_per_node", per_node) if per_node else hardware.gpus_per_node
+        )
     return flags
 
 
@@ -295,7 +371,9 @@ def _whole(name: str, text: str) -> int:
     from moe_exp.config import problem
 
     if not text.isdecimal():
-        raise ValueError(problem(name, text, "must be a whole number of at least 1", f"give {name.upper()} as a number"))
+        raise ValueError(
+            problem(name, text, "must be a whole number of at least 1", f"give {name.upper()} as a number")
+        )
     return int(text)
 
 
@@ -307,10 +385,16 @@ def _searched(arguments: argparse.Namespace, hardware: Hardware) -> tuple[Config
     flags = _settings(arguments, hardware)
     fixed = {name: str(flags.pop(name)) for name in LAYOUT_SETTINGS if name in flags}
     ignored = [
-        f"{name.upper()}={os.environ[name.upper()]}" for name in LAYOUT_SETTINGS if os.environ.get(name.upper()) and name not in fixed
+        f"{name.upper()}={os.environ[name.upper()]}"
+        for name in LAYOUT_SETTINGS
+        if os.environ.get(name.upper()) and name not in fixed
     ]
     if ignored:
-        print(f"moe-exp plan: {', '.join(ignored)} of the environment: searched all the same, a flag would fix it", file=sys.stderr)
+        print(
+            f"moe-exp plan: {', '.join(ignored)} of the environment: searched all the same, a flag would"
+            " fix it",
+            file=sys.stderr,
+        )
     environ = {name: value for name, value in os.environ.items() if name.lower() not in LAYOUT_SETTINGS}
     if "gpus_per_node" not in flags and not environ.get("GPUS_PER_NODE"):
         flags["gpus_per_node"] = hardware.gpus_per_node

@@ -1,4 +1,6 @@
-"""`moe-exp report RUN [RUN ...]`: runs side by side, as one HTML page, as Markdown, in the terminal, or as a report on wandb's site."""
+"""`moe-exp report RUN [RUN ...]`: runs side by side, as one HTML page, as Markdown, in the terminal, or as a
+report on wandb's site.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,30 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     parser = subparsers.add_parser(
         "report",
         help="runs side by side, dense against MoE: one HTML page, or Markdown for a pull request",
-        description="Reads run folders, also of runs that are still going on, and writes one HTML file that opens from disk. "
-        "`moe-exp report wandb RUN ... --project P` makes a report of them on wandb's site instead.",
+        description=(
+            "Reads run folders, also of runs that are still going on, and writes one HTML file that opens"
+            " from disk. `moe-exp report wandb RUN ... --project P` makes a report of them on wandb's site"
+            " instead."
+        ),
         allow_abbrev=False,
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, RUN_DIR/RUN_NAME")
-    parser.add_argument("--format", choices=("html", "md"), help="html: a page (default); md: a short table in Markdown")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="default: report.html, or with --format md the standard output")
+    parser.add_argument(
+        "--format", choices=("html", "md"), help="html: a page (default); md: a short table in Markdown"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="default: report.html, or with --format md the standard output",
+    )
     parser.add_argument("--title", default="", help="heading (default: the names of the runs)")
-    parser.add_argument("--loss", type=float, metavar="X", help="loss that the costs are given for (default: the lowest that all reach)")
+    parser.add_argument(
+        "--loss",
+        type=float,
+        metavar="X",
+        help="loss that the costs are given for (default: the lowest that all reach)",
+    )
     parser.add_argument("--watch", action="store_true", help="follow the runs in the terminal instead")
     parser.add_argument("--once", action="store_true", help="with --watch: one picture")
     parser.add_argument("--project", default="", help="of wandb, for `report wandb`")
@@ -47,9 +64,18 @@ def _report(arguments: argparse.Namespace) -> int:
 def _refuse_unused(arguments: argparse.Namespace, kind: str) -> None:
     from moe_exp.config import ConfigError, problem
 
-    given = {name: value for name in _NOT_WITH[kind] if (value := getattr(arguments, name)) not in (None, "", False)}
+    given = {
+        name: value
+        for name in _NOT_WITH[kind]
+        if (value := getattr(arguments, name)) not in (None, "", False)
+    }
     if given:
-        raise ConfigError([problem(name, value, f"is not used for {kind}", f"leave --{name} out") for name, value in given.items()])
+        raise ConfigError(
+            [
+                problem(name, value, f"is not used for {kind}", f"leave --{name} out")
+                for name, value in given.items()
+            ]
+        )
 
 
 def _wandb(arguments: argparse.Namespace) -> int:
@@ -58,7 +84,9 @@ def _wandb(arguments: argparse.Namespace) -> int:
 
     if not arguments.project or not arguments.runs[1:]:
         name = "project" if not arguments.project else "runs"
-        raise ValueError(problem(name, "", "a wandb report needs it", "call moe-exp report wandb RUN ... --project P"))
+        raise ValueError(
+            problem(name, "", "a wandb report needs it", "call moe-exp report wandb RUN ... --project P")
+        )
     title = {"title": arguments.title} if arguments.title else {}
     runs = [Path(run) for run in arguments.runs[1:]]
     print(wandb_report(runs, project=arguments.project, entity=arguments.entity or None, **title))
@@ -81,10 +109,14 @@ def _page(arguments: argparse.Namespace) -> int:
     from moe_exp.report.page import write_report
 
     if arguments.loss is not None and not math.isfinite(arguments.loss):
-        raise ValueError(problem("loss", arguments.loss, "must be a finite number", "give a loss such as 3.2"))
+        raise ValueError(
+            problem("loss", arguments.loss, "must be a finite number", "give a loss such as 3.2")
+        )
     kind = arguments.format or "html"
     out = arguments.out or (Path("report.html") if kind == "html" else None)
-    warnings = write_report([Path(run) for run in arguments.runs], out, kind=kind, title=arguments.title, loss=arguments.loss)
+    warnings = write_report(
+        [Path(run) for run in arguments.runs], out, kind=kind, title=arguments.title, loss=arguments.loss
+    )
     for text in warnings:
         print(f"moe-exp report: warning: {text}", file=sys.stderr, flush=True)
     if out:

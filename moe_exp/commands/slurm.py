@@ -16,12 +16,16 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     parser = subparsers.add_parser(
         "slurm",
         help="submit a training run as a chain of SLURM jobs",
-        description="Submits a run, NNODES with GPUS_PER_NODE each, as one or more SLURM jobs that go on from each other's checkpoints. "
-        "Every flag is also an environment variable: --time-limit is TIME_LIMIT.",
+        description=(
+            "Submits a run, NNODES with GPUS_PER_NODE each, as one or more SLURM jobs that go on from each"
+            " other's checkpoints. Every flag is also an environment variable: --time-limit is TIME_LIMIT."
+        ),
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="print the sbatch file, and on stderr the calls of sbatch; write and submit nothing"
+        "--dry-run",
+        action="store_true",
+        help="print the sbatch file, and on stderr the calls of sbatch; write and submit nothing",
     )
     for name, field in SlurmSettings.model_fields.items():
         default = "" if field.default == "" else f" (default: {str(field.default).lower()})"
@@ -36,21 +40,39 @@ def _submit(arguments: argparse.Namespace) -> int:
     from moe_exp.launch.slurm.submission import plan_job, planned_commands, script_of, submit
 
     for name, near in unknown_variables(os.environ, [name.upper() for name in SlurmSettings.model_fields]):
-        print(f"moe-exp slurm: warning: {name} is not a setting; did you mean {near}?", file=sys.stderr, flush=True)
-    flags = {name: value for name, value in vars(arguments).items() if name not in ("command", "run", "dry_run")}
+        print(
+            f"moe-exp slurm: warning: {name} is not a setting; did you mean {near}?",
+            file=sys.stderr,
+            flush=True,
+        )
+    flags = {
+        name: value for name, value in vars(arguments).items() if name not in ("command", "run", "dry_run")
+    }
     try:
         job = plan_job(flags, os.environ)
     except ConfigError as error:
         print(*(f"moe-exp slurm: {line}" for line in error.problems), sep="\n", file=sys.stderr)
         return BAD_INPUT
     if job.slurm.exclude_file and not job.exclude_file.exists():
-        print(f"moe-exp slurm: warning: EXCLUDE_FILE={job.slurm.exclude_file}: is not there yet, no node is left out", file=sys.stderr)
+        print(
+            f"moe-exp slurm: warning: EXCLUDE_FILE={job.slurm.exclude_file}: is not there yet, no node is"
+            " left out",
+            file=sys.stderr,
+        )
     if arguments.dry_run:
         print(script_of(job), end="", flush=True)
-        print("moe-exp slurm: the file would be written and submitted by:", *planned_commands(job), sep="\n  ", file=sys.stderr)
+        print(
+            "moe-exp slurm: the file would be written and submitted by:",
+            *planned_commands(job),
+            sep="\n  ",
+            file=sys.stderr,
+        )
         return 0
     ids = submit(job)
-    print(f"submitted {job.slurm.num_jobs} jobs of {job.config.nnodes} nodes as {', '.join(ids)}; run folder {job.run_folder}")
+    print(
+        f"submitted {job.slurm.num_jobs} jobs of {job.config.nnodes} nodes as {', '.join(ids)}; run folder"
+        f" {job.run_folder}"
+    )
     print(f"  squeue --name={job.name}   # the queue")
     print(f"  tail -F {job.folder}/jobs.log {job.folder}/*.log   # what they say")
     print(f"  moe-exp watch run {job.run_folder} --slurm-name {job.name}   # whether all is well")

@@ -12,10 +12,16 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     parser = subparsers.add_parser(
         "train",
         help="train a model, or resume the run of the same settings",
-        description="Trains a model. Every flag is also an environment variable: --num-experts is NUM_EXPERTS.",
+        description=(
+            "Trains a model. Every flag is also an environment variable: --num-experts is NUM_EXPERTS."
+        ),
         allow_abbrev=False,
     )
-    parser.add_argument("--dry-run", action="store_true", help="print settings, torchrun command and parameter report, start nothing")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print settings, torchrun command and parameter report, start nothing",
+    )
     add_arguments(parser)
     parser.set_defaults(run=_train)
 

@@ -16,7 +16,9 @@ from moe_exp.config import Config
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `moe-exp watch` and its commands."""
     parser = subparsers.add_parser(
-        "watch", help="long runs: who hangs, which node is slow, whether a job is there at all", allow_abbrev=False
+        "watch",
+        help="long runs: who hangs, which node is slow, whether a job is there at all",
+        allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="watch_command", metavar="command", required=True)
     _add_preflight(commands)
@@ -33,29 +35,47 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 # Settings of the launch, and those that say what to check.
 LAUNCH_SETTINGS = (
-    "preset", "master_addr", "master_port", "nnodes", "node_rank", "gpus_per_node", "threads_per_rank", "dtype", "run_dir",
-    "preflight_timeout", "preflight_slow",
+    "preset", "master_addr", "master_port", "nnodes", "node_rank", "gpus_per_node", "threads_per_rank",
+    "dtype", "run_dir", "preflight_timeout", "preflight_slow",
 )  # fmt: skip
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of LAUNCH_SETTINGS."""
     for name in LAUNCH_SETTINGS:
-        parser.add_argument(f"--{name.replace('_', '-')}", dest=name, metavar=name.upper(), help=Config.model_fields[name].description)
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            dest=name,
+            metavar=name.upper(),
+            help=Config.model_fields[name].description,
+        )
 
 
 def _add_preflight(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "preflight",
-        help="check the nodes of a job before it starts; call it on every node with the settings of the launch",
-        description="Checks every node: arithmetic, memory, links, disks, clocks, versions. Exit code 1: a node fails.",
+        help=(
+            "check the nodes of a job before it starts; call it on every node with the settings of the launch"
+        ),
+        description=(
+            "Checks every node: arithmetic, memory, links, disks, clocks, versions. Exit code 1: a node"
+            " fails."
+        ),
         allow_abbrev=False,
     )
     add_launch_arguments(parser)
     parser.add_argument(
-        "--hosts", default="", metavar="LIST", help="names of the nodes by NODE_RANK, as a[1-3],b (default: SLURM_JOB_NODELIST)"
+        "--hosts",
+        default="",
+        metavar="LIST",
+        help="names of the nodes by NODE_RANK, as a[1-3],b (default: SLURM_JOB_NODELIST)",
     )
-    parser.add_argument("--exclude-file", type=Path, metavar="FILE", help="add bad nodes to it (default: RUN_DIR/exclude_nodes.txt)")
+    parser.add_argument(
+        "--exclude-file",
+        type=Path,
+        metavar="FILE",
+        help="add bad nodes to it (default: RUN_DIR/exclude_nodes.txt)",
+    )
     parser.add_argument("--no-exclude", action="store_true", help="add no nodes to the list")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.set_defaults(run=_preflight)
@@ -83,8 +103,12 @@ def _preflight(arguments: argparse.Namespace) -> int:
 
 
 def _add_exclude(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("exclude", help="the list of nodes that no job should get: show it, add to it, take out of it")
-    parser.add_argument("file", type=Path, metavar="FILE", help="the list, RUN_DIR/exclude_nodes.txt of your runs")
+    parser = commands.add_parser(
+        "exclude", help="the list of nodes that no job should get: show it, add to it, take out of it"
+    )
+    parser.add_argument(
+        "file", type=Path, metavar="FILE", help="the list, RUN_DIR/exclude_nodes.txt of your runs"
+    )
     parser.add_argument("--slurm", action="store_true", help="print --exclude=a,b for sbatch, or nothing")
     parser.add_argument("--add", nargs="+", default=[], metavar="HOST", help="put hosts on it")
     parser.add_argument("--reason", default="by hand", help="of --add")
@@ -93,7 +117,14 @@ def _add_exclude(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _exclude(arguments: argparse.Namespace) -> None:
-    from moe_exp.watch.nodes.exclude import exclude, read_excluded, read_reasons, readmit, slurm_name, slurm_option
+    from moe_exp.watch.nodes.exclude import (
+        exclude,
+        read_excluded,
+        read_reasons,
+        readmit,
+        slurm_name,
+        slurm_option,
+    )
 
     for host in map(slurm_name, [*arguments.add, *arguments.remove]):
         if host in arguments.add and host in arguments.remove:
@@ -103,7 +134,10 @@ def _exclude(arguments: argparse.Namespace) -> None:
     gone = readmit(arguments.file, arguments.remove)
     for host in map(slurm_name, arguments.remove):
         if host not in gone:
-            print(f"moe-exp watch: --remove={host}: is not in {arguments.file}. Fix: look for its name there.", file=sys.stderr)
+            print(
+                f"moe-exp watch: --remove={host}: is not in {arguments.file}. Fix: look for its name there.",
+                file=sys.stderr,
+            )
     if arguments.slurm:
         if option := slurm_option(read_excluded(arguments.file)):
             print(option)
@@ -113,28 +147,60 @@ def _exclude(arguments: argparse.Namespace) -> None:
 
 
 def _add_blame(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("blame", help="which node, rank and device the errors in logs come from, and what to do")
-    parser.add_argument("logs", nargs="+", type=Path, metavar="LOG", help="logs of ranks, srun or the kernel, or the folder of a run")
-    parser.add_argument("--exclude", type=Path, metavar="FILE", help="add hosts whose hardware, driver or link fails to this list")
+    parser = commands.add_parser(
+        "blame", help="which node, rank and device the errors in logs come from, and what to do"
+    )
+    parser.add_argument(
+        "logs",
+        nargs="+",
+        type=Path,
+        metavar="LOG",
+        help="logs of ranks, srun or the kernel, or the folder of a run",
+    )
+    parser.add_argument(
+        "--exclude",
+        type=Path,
+        metavar="FILE",
+        help="add hosts whose hardware, driver or link fails to this list",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.set_defaults(run=_blame)
 
 
 def _blame(arguments: argparse.Namespace) -> None:
-    from moe_exp.watch.nodes.blame import blame, blame_as_json, hosts_to_exclude, log_files, print_blame, told_by_runs
+    from moe_exp.watch.nodes.blame import (
+        blame,
+        blame_as_json,
+        hosts_to_exclude,
+        log_files,
+        print_blame,
+        told_by_runs,
+    )
     from moe_exp.watch.nodes.exclude import exclude
 
     found = blame(log_files(arguments.logs))
     bad = hosts_to_exclude(found)
-    added = [host for host, reason in bad.items() if arguments.exclude and exclude(arguments.exclude, host, f"blame: {reason}")]
+    added = [
+        host
+        for host, reason in bad.items()
+        if arguments.exclude and exclude(arguments.exclude, host, f"blame: {reason}")
+    ]
     told = told_by_runs(arguments.logs)
     if arguments.json:
-        print(json.dumps({"faults": blame_as_json(found), "exclude": list(bad), "added": added, "events": told}, ensure_ascii=False))
+        print(
+            json.dumps(
+                {"faults": blame_as_json(found), "exclude": list(bad), "added": added, "events": told},
+                ensure_ascii=False,
+            )
+        )
         return
     print_blame(found)
     print(*told, sep="\n", end="\n" if told else "")
     for host, reason in bad.items():
-        print(f"{host} should get no jobs: {reason}" + (f"; added to {arguments.exclude}" if host in added else ""))
+        print(
+            f"{host} should get no jobs: {reason}"
+            + (f"; added to {arguments.exclude}" if host in added else "")
+        )
 
 
 # `moe-exp watch run`: whether runs are alive, and messages when they are not.
@@ -144,40 +210,82 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser = commands.add_parser(
         "run",
         help="look after runs, from cron or as a daemon, and send messages about what is wrong",
-        description="Looks whether a job of each run is running or waiting, whether it moves, when it will end, when its disk is full, and "
-        "what has happened. Exit code 0: all is well, 1: problems, 2: the command cannot be right.",
+        description=(
+            "Looks whether a job of each run is running or waiting, whether it moves, when it will end, when"
+            " its disk is full, and what has happened. Exit code 0: all is well, 1: problems, 2: the command"
+            " cannot be right."
+        ),
         allow_abbrev=False,
     )
     parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="folder of a run")
     parser.add_argument(
-        "--slurm-name", action="append", default=[], metavar="NAME", help="--job-name of its jobs; once per RUN_DIR, in their order"
+        "--slurm-name",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="--job-name of its jobs; once per RUN_DIR, in their order",
     )
     parser.add_argument("--slurm-user", default="", metavar="NAME", help="whose jobs (default: yours)")
     when = parser.add_mutually_exclusive_group()
     when.add_argument("--once", action="store_true", help="look once, as from cron (default)")
     when.add_argument("--every", type=float, metavar="SECONDS", help="go on looking, as a daemon")
-    when.add_argument("--test-alert", action="store_true", help="send a test by every channel, and look at nothing")
-    parser.add_argument("--quiet", action="store_true", help="print nothing about runs that are well")
-    parser.add_argument("--again", default="6h", metavar="TIME", help="before a problem that goes on is told again (default: 6h)")
-    parser.add_argument("--stuck", default="", metavar="TIME", help="silence that counts as stuck (default: by the run's own pace)")
-    parser.add_argument(
-        "--ahead", default="24h", metavar="TIME", help="tell so long before that a chain of jobs is too short (default: 24h)"
+    when.add_argument(
+        "--test-alert", action="store_true", help="send a test by every channel, and look at nothing"
     )
-    parser.add_argument("--wait", default="24h", metavar="TIME", help="without a running job, though some wait, that counts (default: 24h)")
-    parser.add_argument("--state", type=Path, metavar="FOLDER", help="what is remembered (default: ~/.local/state/moe-exp/watch)")
+    parser.add_argument("--quiet", action="store_true", help="print nothing about runs that are well")
+    parser.add_argument(
+        "--again",
+        default="6h",
+        metavar="TIME",
+        help="before a problem that goes on is told again (default: 6h)",
+    )
+    parser.add_argument(
+        "--stuck",
+        default="",
+        metavar="TIME",
+        help="silence that counts as stuck (default: by the run's own pace)",
+    )
+    parser.add_argument(
+        "--ahead",
+        default="24h",
+        metavar="TIME",
+        help="tell so long before that a chain of jobs is too short (default: 24h)",
+    )
+    parser.add_argument(
+        "--wait",
+        default="24h",
+        metavar="TIME",
+        help="without a running job, though some wait, that counts (default: 24h)",
+    )
+    parser.add_argument(
+        "--state",
+        type=Path,
+        metavar="FOLDER",
+        help="what is remembered (default: ~/.local/state/moe-exp/watch)",
+    )
     _add_channels(parser)
     parser.set_defaults(run=_run)
 
 
 def _add_channels(parser: argparse.ArgumentParser) -> None:
-    channels = parser.add_argument_group("channels; passwords and addresses of webhooks are taken from files and variables alone")
+    channels = parser.add_argument_group(
+        "channels; passwords and addresses of webhooks are taken from files and variables alone"
+    )
     channels.add_argument("--mail-to", metavar="ADDRESSES", help="by e-mail, to these")
     channels.add_argument("--mail-from", metavar="ADDRESS", help="sender (default: moe-exp@HOST)")
     channels.add_argument("--smtp", metavar="HOST:PORT", help="server (default: localhost)")
-    channels.add_argument("--smtp-security", choices=("starttls", "tls", "none"), default="starttls", help="default: starttls")
-    channels.add_argument("--smtp-user", metavar="NAME", help="for a login; the password is in SMTP_PASSWORD or in a file")
+    channels.add_argument(
+        "--smtp-security", choices=("starttls", "tls", "none"), default="starttls", help="default: starttls"
+    )
+    channels.add_argument(
+        "--smtp-user", metavar="NAME", help="for a login; the password is in SMTP_PASSWORD or in a file"
+    )
     channels.add_argument("--smtp-password-file", metavar="FILE", help="its first line is the password")
-    channels.add_argument("--webhook-file", metavar="FILE", help="its first line is the address of a webhook (default: of WATCH_WEBHOOK)")
+    channels.add_argument(
+        "--webhook-file",
+        metavar="FILE",
+        help="its first line is the address of a webhook (default: of WATCH_WEBHOOK)",
+    )
     channels.add_argument("--alert-file", metavar="FILE", help="add messages to this file")
 
 
@@ -211,8 +319,10 @@ def _add_stacks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     stacks = commands.add_parser(
         "stacks",
         help="where every rank of a run is, and which are not where the others are",
-        description="Asks the launchers of a run for the stacks of all ranks, from any node that sees the run folder; the run goes on. "
-        "Of a folder in RUN/hang, prints the summary of the stacks that are there.",
+        description=(
+            "Asks the launchers of a run for the stacks of all ranks, from any node that sees the run folder;"
+            " the run goes on. Of a folder in RUN/hang, prints the summary of the stacks that are there."
+        ),
         allow_abbrev=False,
     )
     stacks.add_argument("folder", type=Path, metavar="RUN|DIR", help="run folder, or a folder in RUN/hang")
@@ -233,12 +343,32 @@ def _stacks(arguments: argparse.Namespace) -> int:
 
 
 def _add_diff(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("diff", help="compare two checkpoints, or the dumps of two ranks or runs, name by name")
-    parser.add_argument("a", type=Path, help="a checkpoint (an iter_ folder, a checkpoints folder, a run folder), or a dump (DUMP_ITERS)")
+    parser = commands.add_parser(
+        "diff", help="compare two checkpoints, or the dumps of two ranks or runs, name by name"
+    )
+    parser.add_argument(
+        "a",
+        type=Path,
+        help="a checkpoint (an iter_ folder, a checkpoints folder, a run folder), or a dump (DUMP_ITERS)",
+    )
     parser.add_argument("b", type=Path, help="the other one, which errors are relative to")
-    parser.add_argument("--weights-only", action="store_true", help="of checkpoints: leave out the optimizer's state")
-    parser.add_argument("--top", type=int, default=20, metavar="N", help="tensors to show, the largest relative error first (default: 20)")
-    parser.add_argument("--rtol", type=float, default=0.0, metavar="X", help="relative errors up to it do not count (default: 0)")
+    parser.add_argument(
+        "--weights-only", action="store_true", help="of checkpoints: leave out the optimizer's state"
+    )
+    parser.add_argument(
+        "--top",
+        type=int,
+        default=20,
+        metavar="N",
+        help="tensors to show, the largest relative error first (default: 20)",
+    )
+    parser.add_argument(
+        "--rtol",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="relative errors up to it do not count (default: 0)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.set_defaults(run=_diff)
 
@@ -255,7 +385,10 @@ def _diff(arguments: argparse.Namespace) -> int:
         if not path.exists():
             raise ValueError(f"{name}={path}: is not there. Fix: name a checkpoint or a dump.")
         if dumps := sorted(path.glob("iter_*/rank_*.safetensors")):
-            raise ValueError(f"{name}={path}: holds the dumps of several iterations. Fix: name one of them, as {dumps[-1].parent}.")
+            raise ValueError(
+                f"{name}={path}: holds the dumps of several iterations. Fix: name one of them, as"
+                f" {dumps[-1].parent}."
+            )
     if a.suffix == ".safetensors" or any(a.glob("rank_*.safetensors")):
         from moe_exp.training.dumps import compare_dumps
 
@@ -265,13 +398,21 @@ def _diff(arguments: argparse.Namespace) -> int:
     worst, is_within = found.worst(max(1, top)), found.is_within(arguments.rtol)
     if arguments.json:
         counts = {"num_tensors": len(found.tensors), "num_equal": found.num_equal, "ok": is_within}
-        print(json.dumps(asdict(found) | {"tensors": [asdict(one) for one in worst[:top]]} | counts, default=str))
+        print(
+            json.dumps(
+                asdict(found) | {"tensors": [asdict(one) for one in worst[:top]]} | counts, default=str
+            )
+        )
         return int(not is_within)
     print_comparison(found, top=top)
     if not found.tensors:
         print("NOTHING TO COMPARE: they have no tensor in common")
     elif is_within:
-        print(f"THE SAME, up to relative errors of {arguments.rtol:g}" if worst else "THE SAME, in every value of every tensor")
+        print(
+            f"THE SAME, up to relative errors of {arguments.rtol:g}"
+            if worst
+            else "THE SAME, in every value of every tensor"
+        )
     else:
         what = f"most in {worst[0].name}, by {worst[0].relative:.3g}" if worst else "in what they hold"
         print(f"DIFFERENT: {what}")
@@ -279,13 +420,34 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 
 def _add_storage(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("storage", help="how often to save, by measured times, and the room that a run needs until its end")
-    parser.add_argument("run_folder", metavar="RUN", type=Path, help="a run folder, or a file of settings like its config.yaml")
-    parser.add_argument("--mtbf", type=float, metavar="HOURS", help="mean time between failures of one node (default: by the run's events)")
-    parser.add_argument("--nodes", type=int, metavar="N", help="that fail independently (default: NNODES of the run)")
+    parser = commands.add_parser(
+        "storage", help="how often to save, by measured times, and the room that a run needs until its end"
+    )
+    parser.add_argument(
+        "run_folder",
+        metavar="RUN",
+        type=Path,
+        help="a run folder, or a file of settings like its config.yaml",
+    )
+    parser.add_argument(
+        "--mtbf",
+        type=float,
+        metavar="HOURS",
+        help="mean time between failures of one node (default: by the run's events)",
+    )
+    parser.add_argument(
+        "--nodes", type=int, metavar="N", help="that fail independently (default: NNODES of the run)"
+    )
     parser.add_argument("--save-seconds", type=float, metavar="S", help="of one save (default: as measured)")
-    parser.add_argument("--iteration-seconds", type=float, metavar="S", help="of one iteration (default: as measured)")
-    parser.add_argument("--restart-seconds", type=float, metavar="S", help="from a failure to the next iteration (default: as measured)")
+    parser.add_argument(
+        "--iteration-seconds", type=float, metavar="S", help="of one iteration (default: as measured)"
+    )
+    parser.add_argument(
+        "--restart-seconds",
+        type=float,
+        metavar="S",
+        help="from a failure to the next iteration (default: as measured)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.set_defaults(run=_storage)
 
@@ -298,7 +460,9 @@ def _storage(arguments: argparse.Namespace) -> int:
     positive = ("mtbf", "nodes", "save_seconds", "iteration_seconds", "restart_seconds")
     for name in positive:
         if (value := getattr(arguments, name)) is not None and not 0 < value < float("inf"):
-            raise ValueError(f"{name.upper()}={value:g}: must be a positive number. Fix: give one, or leave it out.")
+            raise ValueError(
+                f"{name.upper()}={value:g}: must be a positive number. Fix: give one, or leave it out."
+            )
     found = storage_of(arguments.run_folder)
     given = {name: getattr(arguments, name) for name in positive[2:4] if getattr(arguments, name) is not None}
     advice = save_advice(
@@ -308,11 +472,19 @@ def _storage(arguments: argparse.Namespace) -> int:
         num_nodes=arguments.nodes or found.config.nnodes,
         restart_seconds=arguments.restart_seconds,
     )
-    place = arguments.run_folder if arguments.run_folder.is_dir() else existing_place(RunFolder.of(found.config).path)
+    place = (
+        arguments.run_folder
+        if arguments.run_folder.is_dir()
+        else existing_place(RunFolder.of(found.config).path)
+    )
     free_bytes = shutil.disk_usage(place).free
     if arguments.json:
         values = {"free_bytes": free_bytes, "needed_bytes": found.use.needed_bytes, **asdict(found.use)}
-        print(json.dumps(values | {"measured": asdict(found.measured), "advice": asdict(advice) if advice else None}))
+        print(
+            json.dumps(
+                values | {"measured": asdict(found.measured), "advice": asdict(advice) if advice else None}
+            )
+        )
     else:
         print_summary(str(arguments.run_folder), rows_of(found, advice, free_bytes))
     return int(free_bytes < found.use.needed_bytes)

@@ -12,5 +12,6 @@ from moe_exp.config.settings import (
 )
 
 __all__ = [
-    "PREFETCHED_MICROBATCHES", "Config", "ConfigError", "add_arguments", "load_config", "module_arguments", "problem", "to_yaml",
+    "PREFETCHED_MICROBATCHES", "Config", "ConfigError", "add_arguments", "load_config", "module_arguments",
+    "problem", "to_yaml",
 ]  # fmt: skip

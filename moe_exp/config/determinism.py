@@ -1,6 +1,8 @@
-"""What DETERMINISTIC, the same bits in every start on the same GPUs, software and layout, asks of the environment. No torch.
+"""What DETERMINISTIC, the same bits in every start on the same GPUs, software and layout, asks of the
+environment. No torch.
 
-The variables are those that Megatron-LM's --deterministic-mode sets (megatron/training/determinism.py). `engine/runtime.py` switches torch.
+The variables are those that Megatron-LM's --deterministic-mode sets (megatron/training/determinism.py).
+`engine/runtime.py` switches torch.
 """
 
 from __future__ import annotations
@@ -9,18 +11,24 @@ from collections.abc import Iterator, Mapping
 
 from moe_exp.config.settings import Config, problem
 
-# Variables that CUDA's libraries read once, when they start, to the values with which they add up in one order. The first is ours.
-# NCCL has other algorithms that are repeatable, but in which order a tree adds up is the topology's choice and not ours to promise.
+# Variables that CUDA's libraries read once, when they start, to the values with which they add up in one
+# order. The first is ours. NCCL has other algorithms that are repeatable, but in which order a tree adds up
+# is the topology's choice and not ours to promise.
 ENVIRONMENT = {
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
     "NCCL_ALGO": ("Ring",),
-    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),  # Megatron's attention by Transformer Engine refuses to be built without it
+    # Megatron's attention by Transformer Engine refuses to be built without it
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
 }
 
 
 def deterministic_environment(config: Config, environ: Mapping[str, str]) -> dict[str, str]:
     """Variables that `environ` lacks for DETERMINISTIC; none without it."""
-    return {name: values[0] for name, values in ENVIRONMENT.items() if not environ.get(name)} if config.deterministic else {}
+    return (
+        {name: values[0] for name, values in ENVIRONMENT.items() if not environ.get(name)}
+        if config.deterministic
+        else {}
+    )
 
 
 def environment_problems(config: Config, environ: Mapping[str, str]) -> Iterator[str]:

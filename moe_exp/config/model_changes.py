@@ -1,9 +1,11 @@
-"""Whether a checkpoint is of the model that a run trains: settings that a run cannot change where it goes on. No torch.
+"""Whether a checkpoint is of the model that a run trains: settings that a run cannot change where it goes on.
+No torch.
 
-Everything that is not named here may change: the layout (TP, PP, VPP, EP, ETP, CP, ranks, stages), the micro-batch size, `moe` and
-`dmoe` with their capacity or rounding, kernels, deterministic ones or not, dispatcher, dtype, distributed optimizer, learning rate, losses,
-dropout. What the order of the samples depends on is compared by `moe_exp.training.samples`. The optimizer may change where it keeps the same
-moments (Adam in whatever precision).
+Everything that is not named here may change: the layout (TP, PP, VPP, EP, ETP, CP, ranks, stages), the
+micro-batch size, `moe` and `dmoe` with their capacity or rounding, kernels, deterministic ones or not,
+dispatcher, dtype, distributed optimizer, learning rate, losses, dropout. What the order of the samples
+depends on is compared by `moe_exp.training.samples`. The optimizer may change where it keeps the same moments
+(Adam in whatever precision).
 """
 
 from __future__ import annotations
@@ -50,29 +52,38 @@ def refuse_other_model(config: Config, saved: Mapping[str, Any], checkpoint: str
     lines = [c.problem(checkpoint) for c in always] + [c.problem(checkpoint, flag) for c in by_flag]
     if other := optimizer_change(config, saved, checkpoint):
         if config.allow_other_optimizer:
-            logger.warning("%s; ALLOW_OTHER_OPTIMIZER=true: going on with moments of zero", other.text(checkpoint))
+            logger.warning(
+                "%s; ALLOW_OTHER_OPTIMIZER=true: going on with moments of zero", other.text(checkpoint)
+            )
         else:
             lines.append(other.problem(checkpoint, OTHER_OPTIMIZER_FLAG))
     if lines:
         raise ConfigError(lines)
 
 
-def model_changes(config: Config, saved: Mapping[str, Any], checkpoint: str) -> tuple[list[Change], list[Change]]:
+def model_changes(
+    config: Config, saved: Mapping[str, Any], checkpoint: str
+) -> tuple[list[Change], list[Change]]:
     """Settings by which the tensors differ, and those by which what the model computes with them does.
 
     Raises:
         ConfigError: where `saved` are no settings of this version.
     """
     before = _as_config(saved, checkpoint)
-    shapes, functions = (list(_changes(facts(config), facts(before))) for facts in (shape_facts, function_facts))
+    shapes, functions = (
+        list(_changes(facts(config), facts(before))) for facts in (shape_facts, function_facts)
+    )
     if any(change.name == "gated" for change in shapes):
-        shapes = [change for change in shapes if change.name != "gated"] + [c for c in functions if c.name == "activation"]
+        shapes = [change for change in shapes if change.name != "gated"] + [
+            c for c in functions if c.name == "activation"
+        ]
         functions = [change for change in functions if change.name != "activation"]
     return shapes, functions
 
 
 def optimizer_change(config: Config, saved: Mapping[str, Any], checkpoint: str) -> Change | None:
-    """The setting by which the moments of a checkpoint are not those that this run's optimizer goes on with, if there is one.
+    """The setting by which the moments of a checkpoint are not those that this run's optimizer goes on with,
+    if there is one.
 
     adam and adam8bit keep the same two, whatever their precision. With SGD_MOMENTUM=0 there are none.
 
@@ -112,9 +123,18 @@ class Change:
 
 def shape_facts(config: Config) -> Facts:
     """What the tensors of the model are: setting to its value, or to what follows from it and others."""
-    facts: Facts = {name: getattr(config, name) for name in ("hidden_size", "num_layers", "num_heads", "num_query_groups")}
-    facts |= {"head_dim": config.kv_channels, "use_moe": config.use_moe, "normalization": config.normalization}
-    facts |= {name: getattr(config, name) for name in ("add_bias_linear", "qkv_bias", "qk_norm", "qk_norm_scope", "tie_embeddings")}
+    facts: Facts = {
+        name: getattr(config, name) for name in ("hidden_size", "num_layers", "num_heads", "num_query_groups")
+    }
+    facts |= {
+        "head_dim": config.kv_channels,
+        "use_moe": config.use_moe,
+        "normalization": config.normalization,
+    }
+    facts |= {
+        name: getattr(config, name)
+        for name in ("add_bias_linear", "qkv_bias", "qk_norm", "qk_norm_scope", "tie_embeddings")
+    }
     facts |= {"multi_latent_attention": config.multi_latent_attention}
     if config.multi_latent_attention:
         names = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
@@ -134,22 +154,41 @@ def shape_facts(config: Config) -> Facts:
 
 def function_facts(config: Config) -> Facts:
     """What the model computes with the same tensors."""
-    facts: Facts = {"norm_epsilon": config.norm_epsilon, "rotary_base": config.rotary_base, "activation": config.activation}
+    facts: Facts = {
+        "norm_epsilon": config.norm_epsilon,
+        "rotary_base": config.rotary_base,
+        "activation": config.activation,
+    }
     facts |= {name: getattr(config, name) for name in ("rotary_fraction", "rope_scaling")}
     if config.rope_scaling != "none":
-        facts |= {"rope_scaling_factor": config.rope_scaling_factor, "rope_original_seq_len": config.rope_seq_len}
+        facts |= {
+            "rope_scaling_factor": config.rope_scaling_factor,
+            "rope_original_seq_len": config.rope_seq_len,
+        }
     if config.rope_scaling == "yarn":
-        facts |= {name: getattr(config, name) for name in ("yarn_beta_fast", "yarn_beta_slow", "yarn_mscale", "yarn_mscale_all_dim")}
+        facts |= {
+            name: getattr(config, name)
+            for name in ("yarn_beta_fast", "yarn_beta_slow", "yarn_mscale", "yarn_mscale_all_dim")
+        }
     if config.use_moe:
         names = ("topk", "router_score", "router_pre_softmax", "router_normalize", "router_scaling_factor")
-        facts |= {name: getattr(config, name) for name in (*names, "num_router_groups", "router_group_topk", "force_routing")}
+        facts |= {
+            name: getattr(config, name)
+            for name in (*names, "num_router_groups", "router_group_topk", "force_routing")
+        }
         # Sinkhorn chooses experts, the others are losses.
-        facts |= {"aux_loss_type": config.aux_loss_type if config.aux_loss_type == "sinkhorn" else "one of the losses, or none"}
+        facts |= {
+            "aux_loss_type": config.aux_loss_type
+            if config.aux_loss_type == "sinkhorn"
+            else "one of the losses, or none"
+        }
     return facts
 
 
 def _changes(facts: Facts, before: Facts) -> Iterator[Change]:
-    """Of settings that both have: a dense model has no number of experts, USE_MOE says enough, as NUM_LAYERS does for a pattern."""
+    """Of settings that both have: a dense model has no number of experts, USE_MOE says enough, as NUM_LAYERS
+    does for a pattern.
+    """
     implied = {"moe_layer_freq"} if facts.get("num_layers") != before.get("num_layers") else set()
     for name, value in facts.items():
         if name in before and before[name] != value and name not in implied:
@@ -157,10 +196,14 @@ def _changes(facts: Facts, before: Facts) -> Iterator[Change]:
 
 
 def _as_config(saved: Mapping[str, Any], checkpoint: str) -> Config:
-    """Settings of another version: those that it did not have are the defaults, those that are no more are left out."""
+    """Settings of another version: those that it did not have are the defaults, those that are no more are
+    left out.
+    """
     try:
         return Config(**{name: value for name, value in saved.items() if name in Config.model_fields})
     except ValidationError as error:
         first = error.errors()[0]
         rule = f"{checkpoint} has a value that this version does not know"
-        raise ConfigError([problem(str(first["loc"][0]), first["input"], rule, "go on with the version that wrote it")]) from None
+        raise ConfigError(
+            [problem(str(first["loc"][0]), first["input"], rule, "go on with the version that wrote it")]
+        ) from None

@@ -9,44 +9,49 @@ _REFERENCE: dict[str, Any] = {"num_experts": 64}
 
 # About two minutes on two cores.
 _CPU: dict[str, Any] = {
-    "num_layers": 4, "hidden_size": 128, "ffn_hidden_size": 256, "num_heads": 4, "num_query_groups": 2, "seq_len": 256,
-    "vocab_size": 4096, "num_experts": 8, "z_loss_coeff": 1e-3, "rotary_base": 10000.0, "mbsz": 4, "gbsz": 16,
-    "train_iters": 300, "warmup_iters": 20, "decay_iters": 300, "lr": 3e-3, "min_lr": 3e-4, "log_interval": 10,
-    "eval_interval": 100, "eval_iters": 4, "save_interval": 100, "dtype": "fp32",
+    "num_layers": 4, "hidden_size": 128, "ffn_hidden_size": 256, "num_heads": 4, "num_query_groups": 2,
+    "seq_len": 256, "vocab_size": 4096, "num_experts": 8, "z_loss_coeff": 1e-3, "rotary_base": 10000.0,
+    "mbsz": 4, "gbsz": 16, "train_iters": 300, "warmup_iters": 20, "decay_iters": 300, "lr": 3e-3,
+    "min_lr": 3e-4, "log_interval": 10, "eval_interval": 100, "eval_iters": 4, "save_interval": 100,
+    "dtype": "fp32",
 }  # fmt: skip
 
 # Muennighoff et al. 2024, arXiv:2409.02060: no normalization of the top-k weights, dropless, z-loss.
 _OLMOE: dict[str, Any] = {
-    "num_layers": 16, "hidden_size": 2048, "ffn_hidden_size": 1024, "num_heads": 16, "num_query_groups": 16, "seq_len": 4096,
-    "vocab_size": 50304, "num_experts": 64, "topk": 8, "qk_norm": True, "qk_norm_scope": "all", "rotary_base": 10000.0,
-    "z_loss_coeff": 1e-3,
-    "lr": 4e-4, "min_lr": 4e-5, "mbsz": 1, "gbsz": 1024, "warmup_iters": 2500, "train_iters": 1_200_000, "decay_iters": 0,
+    "num_layers": 16, "hidden_size": 2048, "ffn_hidden_size": 1024, "num_heads": 16, "num_query_groups": 16,
+    "seq_len": 4096, "vocab_size": 50304, "num_experts": 64, "topk": 8, "qk_norm": True,
+    "qk_norm_scope": "all", "rotary_base": 10000.0, "z_loss_coeff": 1e-3, "lr": 4e-4, "min_lr": 4e-5,
+    "mbsz": 1, "gbsz": 1024, "warmup_iters": 2500, "train_iters": 1_200_000, "decay_iters": 0,
 }  # fmt: skip
 
 # Jiang et al. 2024, arXiv:2401.04088: softmax over the chosen two. Training settings are not published.
 _MIXTRAL: dict[str, Any] = {
-    "num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_heads": 32, "num_query_groups": 8, "seq_len": 4096,
-    "vocab_size": 32000, "num_experts": 8, "topk": 2, "router_pre_softmax": False, "rotary_base": 1e6, "lr": 3e-4,
-    "min_lr": 3e-5, "mbsz": 1, "gbsz": 1024,
+    "num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_heads": 32, "num_query_groups": 8,
+    "seq_len": 4096, "vocab_size": 32000, "num_experts": 8, "topk": 2, "router_pre_softmax": False,
+    "rotary_base": 1e6, "lr": 3e-4, "min_lr": 3e-5, "mbsz": 1, "gbsz": 1024,
 }  # fmt: skip
 
-# Qwen3 technical report, arXiv:2505.09388, and the released config.json: head size 128, weights of the top 8 normalized.
+# Qwen3 technical report, arXiv:2505.09388, and the released config.json: head size 128, weights of the top 8
+# normalized.
 _QWEN3: dict[str, Any] = {
-    "num_layers": 48, "hidden_size": 2048, "ffn_hidden_size": 6144, "moe_ffn_hidden_size": 768, "num_heads": 32,
-    "num_query_groups": 4, "head_dim": 128, "seq_len": 4096, "vocab_size": 151936, "num_experts": 128, "topk": 8,
-    "router_pre_softmax": False, "qk_norm": True, "norm_epsilon": 1e-6, "rotary_base": 1e6, "aux_loss_coeff": 1e-3,
-    "lr": 3e-4, "min_lr": 3e-5, "mbsz": 1, "gbsz": 1024,
+    "num_layers": 48, "hidden_size": 2048, "ffn_hidden_size": 6144, "moe_ffn_hidden_size": 768,
+    "num_heads": 32, "num_query_groups": 4, "head_dim": 128, "seq_len": 4096, "vocab_size": 151936,
+    "num_experts": 128, "topk": 8, "router_pre_softmax": False, "qk_norm": True, "norm_epsilon": 1e-6,
+    "rotary_base": 1e6, "aux_loss_coeff": 1e-3, "lr": 3e-4, "min_lr": 3e-5, "mbsz": 1, "gbsz": 1024,
 }  # fmt: skip
 
-# DeepSeek-V3 technical report, arXiv:2412.19437, pretraining at 4096 tokens. "Like": there is no multi-token prediction.
+# DeepSeek-V3 technical report, arXiv:2412.19437, pretraining at 4096 tokens. "Like": there is no multi-token
+# prediction.
 _DEEPSEEK_V3: dict[str, Any] = {
-    "num_layers": 61, "hidden_size": 7168, "ffn_hidden_size": 18432, "moe_ffn_hidden_size": 2048, "first_k_dense": 3,
-    "num_heads": 128, "multi_latent_attention": True, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_head_dim": 128,
-    "qk_pos_emb_head_dim": 64, "v_head_dim": 128, "qk_norm": True, "seq_len": 4096, "vocab_size": 129280, "num_experts": 256,
-    "topk": 8, "shared_expert_size": 2048, "router_score": "sigmoid", "router_scaling_factor": 2.5,
-    "router_bias_update_rate": 1e-3, "num_router_groups": 8, "router_group_topk": 4, "aux_loss_coeff": 1e-4,
-    "norm_epsilon": 1e-6, "rotary_base": 10000.0, "lr": 2.2e-4, "min_lr": 2.2e-5, "mbsz": 1, "gbsz": 15360,
-    "rampup_batch_size": "3072 3072 114000000", "warmup_iters": 2000, "train_iters": 240_000, "decay_iters": 0,
+    "num_layers": 61, "hidden_size": 7168, "ffn_hidden_size": 18432, "moe_ffn_hidden_size": 2048,
+    "first_k_dense": 3, "num_heads": 128, "multi_latent_attention": True, "q_lora_rank": 1536,
+    "kv_lora_rank": 512, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128, "qk_norm": True,
+    "seq_len": 4096, "vocab_size": 129280, "num_experts": 256, "topk": 8, "shared_expert_size": 2048,
+    "router_score": "sigmoid", "router_scaling_factor": 2.5, "router_bias_update_rate": 1e-3,
+    "num_router_groups": 8, "router_group_topk": 4, "aux_loss_coeff": 1e-4, "norm_epsilon": 1e-6,
+    "rotary_base": 10000.0, "lr": 2.2e-4, "min_lr": 2.2e-5, "mbsz": 1, "gbsz": 15360,
+    "rampup_batch_size": "3072 3072 114000000", "warmup_iters": 2000, "train_iters": 240_000,
+    "decay_iters": 0,
 }  # fmt: skip
 
 PRESETS: dict[str, dict[str, Any]] = {

@@ -1,8 +1,10 @@
-"""The batch ramp-up (RAMPUP_BATCH_SIZE): the batch size by samples consumed, and how long a run stays at each. No torch.
+"""The batch ramp-up (RAMPUP_BATCH_SIZE): the batch size by samples consumed, and how long a run stays at
+each. No torch.
 
-The rule of Megatron-LM's --rampup-batch-size: the n = (GBSZ - START) / INCREMENT steps are spread evenly over SAMPLES, so that after c
-samples the batch has START + floor(c / (SAMPLES / n)) * INCREMENT. It is written out here because Megatron-Core has no such calculator
-from 0.18 on. Training (`optim.BatchSchedule`) and the planner take it from here.
+The rule of Megatron-LM's --rampup-batch-size: the n = (GBSZ - START) / INCREMENT steps are spread evenly over
+SAMPLES, so that after c samples the batch has START + floor(c / (SAMPLES / n)) * INCREMENT. It is written out
+here because Megatron-Core has no such calculator from 0.18 on. Training (`optim.BatchSchedule`) and the
+planner take it from here.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ def batch_size_at(config: Config, consumed_samples: int) -> int:
 
 
 def ramp_sizes(config: Config) -> list[int]:
-    """The batch sizes of a ramp in their order, GBSZ last. A step may be passed over: one batch can be larger than a step's samples."""
+    """The batch sizes of a ramp in their order, GBSZ last. A step may be passed over: one batch can be larger
+    than a step's samples.
+    """
     if config.rampup is None:
         return [config.gbsz]
     start, increment, _ = config.rampup
@@ -65,13 +69,16 @@ def samples_left(config: Config, consumed_samples: int, iterations: int) -> int:
     return sum(step.samples for step in _steps(config, None, consumed_samples, max(iterations, 0)))
 
 
-def _steps(config: Config, num_samples: int | None, consumed: int = 0, iterations_left: int | None = None) -> Iterator[RampStep]:
+def _steps(
+    config: Config, num_samples: int | None, consumed: int = 0, iterations_left: int | None = None
+) -> Iterator[RampStep]:
     iterations_left = config.train_iters if iterations_left is None else iterations_left
     while (num_samples is None and iterations_left) or (num_samples is not None and consumed < num_samples):
         size = batch_size_at(config, consumed)
         left = iterations_left if num_samples is None else -(-(num_samples - consumed) // size)
         # The size never falls: the first iteration with another one is found by halves, with the rule itself.
         begin = consumed
-        count = bisect.bisect_left(range(left), True, key=lambda i, b=begin, s=size: batch_size_at(config, b + i * s) != s)  # type: ignore[misc]
+        is_other = lambda i, b=begin, s=size: batch_size_at(config, b + i * s) != s  # noqa: E731
+        count = bisect.bisect_left(range(left), True, key=is_other)
         yield RampStep(size, count, count * size)
         consumed, iterations_left = consumed + count * size, iterations_left - count

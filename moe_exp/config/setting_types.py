@@ -20,7 +20,9 @@ Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 def _pattern(value: Any) -> str:
-    """Checks MOE_LAYER_FREQ, a positive number or a list of 0 and 1 with repetitions; returns it without spaces."""
+    """Checks MOE_LAYER_FREQ, a positive number or a list of 0 and 1 with repetitions; returns it without
+    spaces.
+    """
     text = "".join(str(value).split())
     if not (int(text) if text.isdigit() else re.fullmatch(_PATTERN, text)):
         raise ValueError("must be a positive number, or a pattern such as [0]*3+[1]*21 or 0,1,1,1")
@@ -62,7 +64,9 @@ def _stage_layers(value: Any) -> str:
     """Checks PIPELINE_LAYERS, whole numbers with repetitions; returns it without spaces."""
     text = "".join(str(value).split())
     if text and not re.fullmatch(_STAGES, text):
-        raise ValueError("must be whole numbers with commas, and repetitions such as 9*10 for ten stages of 9")
+        raise ValueError(
+            "must be whole numbers with commas, and repetitions such as 9*10 for ten stages of 9"
+        )
     return text
 
 
@@ -81,10 +85,18 @@ def _timeout(value: Any) -> str:
 def _iterations(value: Any) -> str:
     """Checks PROFILE_ITERS and the like; returns it without spaces."""
     text = "".join(str(value).split())
-    ends = [end for pair in iteration_ranges(text) for end in pair] if re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text) else [0]
-    in_order = all(ends[i] <= ends[i + 1] - i % 2 for i in range(len(ends) - 1))  # within a pair they may be equal
+    ends = (
+        [end for pair in iteration_ranges(text) for end in pair]
+        if re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text)
+        else [0]
+    )
+    # within a pair they may be equal
+    in_order = all(ends[i] <= ends[i + 1] - i % 2 for i in range(len(ends) - 1))
     if text and not (ends[0] >= 1 and in_order):
-        raise ValueError("must be an iteration from 1 on, the first and the last such as 10-12, or several of these in order, with commas")
+        raise ValueError(
+            "must be an iteration from 1 on, the first and the last such as 10-12, or several of these in"
+            " order, with commas"
+        )
     return text
 
 
@@ -138,6 +150,8 @@ def expanded_layers(stages: str) -> list[int]:
 
 @cache  # asked in every iteration
 def iteration_ranges(text: str) -> tuple[tuple[int, int], ...]:
-    """First and last of the iterations that a text such as 5,10-12 names, range by range; none of an empty one."""
+    """First and last of the iterations that a text such as 5,10-12 names, range by range; none of an empty
+    one.
+    """
     pairs = (part.partition("-") for part in text.split(",") if part)
     return tuple((int(first), int(last or first)) for first, _, last in pairs)

@@ -1,9 +1,9 @@
 """Every setting of a run, once.
 
-A setting is resolved in the order default < preset < environment < command line. The environment variable of a field is
-its name in capitals (`num_experts` is NUM_EXPERTS), its command-line flag the name in kebab case (`--num-experts`).
-Those of the launch, the model and its experts are in config/model_settings.py.
-Neither torch nor megatron is imported here, so that `--help`, `--dry-run` and the planner answer at once.
+A setting is resolved in the order default < preset < environment < command line. The environment variable of
+a field is its name in capitals (`num_experts` is NUM_EXPERTS), its command-line flag the name in kebab case
+(`--num-experts`). Those of the launch, the model and its experts are in config/model_settings.py. Neither
+torch nor megatron is imported here, so that `--help`, `--dry-run` and the planner answer at once.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ from moe_exp.host.exit_codes import BAD_INPUT
 
 
 class ConfigError(ValueError):
-    """One or more settings that cannot run, each a line of field, value, rule and fix. `exit_code`: of a job that ends by it."""
+    """One or more settings that cannot run, each a line of field, value, rule and fix. `exit_code`: of a job
+    that ends by it.
+    """
 
     exit_code = BAD_INPUT
 
@@ -66,17 +68,31 @@ class Config(ModelSettings):
     # Parallelism
     tp: Positive = Field(1, description="tensor parallel size")
     pp: Positive = Field(1, description="pipeline parallel size")
-    first_stage_layers: NonNegative = Field(0, description="layers of the first pipeline stage, with the embedding; 0: as the others have")
-    last_stage_layers: NonNegative = Field(0, description="layers of the last pipeline stage, with the output layer; 0: as the others have")
-    pipeline_layers: StageLayers = Field(
-        "", description="instead of the two: layers of every pipeline stage, such as '8,9*10,8'; the first and the last may have 0"
+    first_stage_layers: NonNegative = Field(
+        0, description="layers of the first pipeline stage, with the embedding; 0: as the others have"
     )
-    vpp: OptionalPositive = Field(None, description="model chunks per pipeline rank (interleaved schedule), or none")
+    last_stage_layers: NonNegative = Field(
+        0, description="layers of the last pipeline stage, with the output layer; 0: as the others have"
+    )
+    pipeline_layers: StageLayers = Field(
+        "",
+        description=(
+            "instead of the two: layers of every pipeline stage, such as '8,9*10,8'; the first and the last"
+            " may have 0"
+        ),
+    )
+    vpp: OptionalPositive = Field(
+        None, description="model chunks per pipeline rank (interleaved schedule), or none"
+    )
     ep: Positive = Field(1, description="expert parallel size")
     etp: Positive = Field(1, description="expert tensor parallel size")
     cp: Positive = Field(1, description="context parallel size")
-    distributed_optimizer: bool = Field(True, description="shard the optimizer state over data-parallel ranks")
-    overlap: Literal["auto", "true", "false"] = Field("auto", description="overlap gradient reduce and parameter gather; auto: with GPUs")
+    distributed_optimizer: bool = Field(
+        True, description="shard the optimizer state over data-parallel ranks"
+    )
+    overlap: Literal["auto", "true", "false"] = Field(
+        "auto", description="overlap gradient reduce and parameter gather; auto: with GPUs"
+    )
     recompute: Literal["none", "moe_act", "selective", "full"] = Field(
         "none", description="activation recompute; moe_act: the experts' activation, selective: the MoE layer"
     )
@@ -84,21 +100,38 @@ class Config(ModelSettings):
     # Optimization
     lr: float = Field(6e-4, gt=0, description="peak learning rate")
     min_lr: Rate = Field(6e-5, description="final learning rate")
-    lr_decay_style: Literal["cosine", "linear", "constant", "WSD"] = Field("cosine", description="learning-rate schedule")
+    lr_decay_style: Literal["cosine", "linear", "constant", "WSD"] = Field(
+        "cosine", description="learning-rate schedule"
+    )
     mbsz: Positive = Field(8, description="micro-batch size, samples")
     gbsz: Positive = Field(64, description="global batch size, samples")
     train_iters: Positive = Field(40000, description="iterations")
     warmup_iters: NonNegative = Field(1000, description="iterations of linear warm-up")
-    decay_iters: NonNegative = Field(38000, description="iteration at which MIN_LR is reached; 0: TRAIN_ITERS")
-    wsd_decay_iters: NonNegative = Field(0, description="iterations of the final decay (LR_DECAY_STYLE=WSD)")
-    rampup_batch_size: str = Field("", description="'START INCREMENT SAMPLES': batch ramp-up from START to GBSZ")
-    optimizer: Literal["adam", "adam8bit", "sgd", "muon"] = Field(
-        "adam", description="adam: AdamW; adam8bit: with moments in 8 bits (bitsandbytes); sgd; muon: matrices by Muon, the rest by AdamW"
+    decay_iters: NonNegative = Field(
+        38000, description="iteration at which MIN_LR is reached; 0: TRAIN_ITERS"
     )
-    optimizer_state_dtype: Literal["fp32", "bf16"] = Field("fp32", description="of the two moments of OPTIMIZER=adam")
-    sgd_momentum: Probability = Field(0.9, description="momentum (OPTIMIZER=sgd); 0: none, and no optimizer state")
+    wsd_decay_iters: NonNegative = Field(0, description="iterations of the final decay (LR_DECAY_STYLE=WSD)")
+    rampup_batch_size: str = Field(
+        "", description="'START INCREMENT SAMPLES': batch ramp-up from START to GBSZ"
+    )
+    optimizer: Literal["adam", "adam8bit", "sgd", "muon"] = Field(
+        "adam",
+        description=(
+            "adam: AdamW; adam8bit: with moments in 8 bits (bitsandbytes); sgd; muon: matrices by Muon, the"
+            " rest by AdamW"
+        ),
+    )
+    optimizer_state_dtype: Literal["fp32", "bf16"] = Field(
+        "fp32", description="of the two moments of OPTIMIZER=adam"
+    )
+    sgd_momentum: Probability = Field(
+        0.9, description="momentum (OPTIMIZER=sgd); 0: none, and no optimizer state"
+    )
     muon_momentum: Probability = Field(0.95, description="momentum (OPTIMIZER=muon)")
-    weight_decay: Rate = Field(0.1, description="decoupled with Adam and Muon, part of the gradient with SGD; never on norms and biases")
+    weight_decay: Rate = Field(
+        0.1,
+        description="decoupled with Adam and Muon, part of the gradient with SGD; never on norms and biases",
+    )
     adam_beta1: Probability = Field(0.9, description="AdamW beta 1")
     adam_beta2: Probability = Field(0.95, description="AdamW beta 2")
     adam_eps: float = Field(1e-8, gt=0, description="AdamW epsilon")
@@ -106,50 +139,101 @@ class Config(ModelSettings):
     seed: NonNegative = Field(1234, description="seed of weights, data order and dropout")
     deterministic: bool = Field(
         False,
-        description="the same bits in every start on the same GPUs, software and layout: deterministic algorithms, which may be slower; "
-        "an operation that has none ends the run",
+        description=(
+            "the same bits in every start on the same GPUs, software and layout: deterministic algorithms,"
+            " which may be slower; an operation that has none ends the run"
+        ),
     )
-    dtype: Literal["fp32", "bf16", "fp16"] = Field("bf16", description="compute type; gradients are accumulated in fp32")
+    dtype: Literal["fp32", "bf16", "fp16"] = Field(
+        "bf16", description="compute type; gradients are accumulated in fp32"
+    )
 
     # Data
     train_data: str = Field(
-        "", description="Megatron .bin/.idx prefixes, 'PREFIX' or 'WEIGHT PREFIX WEIGHT PREFIX ...'; empty: the embedded corpus"
+        "",
+        description=(
+            "Megatron .bin/.idx prefixes, 'PREFIX' or 'WEIGHT PREFIX WEIGHT PREFIX ...'; empty: the embedded"
+            " corpus"
+        ),
     )
     valid_data: str = Field("", description="the same for validation")
     split: OptionalNumbers = Field(
-        "", description="instead of VALID_DATA: shares of TRAIN_DATA's documents for training, validation and test: '99,1', '969,30,1'"
+        "",
+        description=(
+            "instead of VALID_DATA: shares of TRAIN_DATA's documents for training, validation and test:"
+            " '99,1', '969,30,1'"
+        ),
     )
     data_order: Literal["stream", "megatron"] = Field(
-        "stream", description="of samples; stream: any number of TRAIN_ITERS has the same; megatron: that of Megatron-LM's GPTDataset"
+        "stream",
+        description=(
+            "of samples; stream: any number of TRAIN_ITERS has the same; megatron: that of Megatron-LM's"
+            " GPTDataset"
+        ),
     )
-    allow_other_data: bool = Field(False, description="go on from a checkpoint of other data or another order, at the same sample number")
+    allow_other_data: bool = Field(
+        False, description="go on from a checkpoint of other data or another order, at the same sample number"
+    )
     num_workers: NonNegative = Field(
         default_factory=lambda: 2 if count_gpus() else 0,
-        description="processes per rank that read training data ahead; 0: the rank itself (default: 2 with GPUs, else 0)",
+        description=(
+            "processes per rank that read training data ahead; 0: the rank itself (default: 2 with GPUs,"
+            " else 0)"
+        ),
     )
-    tokenizer: str = Field("", description="Hugging Face tokenizer folder or tokenizer.json; checked against VOCAB_SIZE")
-    data_dir: str = Field("data", description="where prepared corpora are kept, and the indices of DATA_ORDER=megatron")
+    tokenizer: str = Field(
+        "", description="Hugging Face tokenizer folder or tokenizer.json; checked against VOCAB_SIZE"
+    )
+    data_dir: str = Field(
+        "data", description="where prepared corpora are kept, and the indices of DATA_ORDER=megatron"
+    )
 
     # Input and output
     run_dir: str = Field("runs", description="folder of all runs")
     run_name: str = Field("", description="folder of this run inside RUN_DIR; empty: built from the settings")
     load_dir: str = Field(
-        "", description="checkpoint to start from: a checkpoints folder, a run folder or the folder of one iteration; empty: the run's own"
+        "",
+        description=(
+            "checkpoint to start from: a checkpoints folder, a run folder or the folder of one iteration;"
+            " empty: the run's own"
+        ),
     )
     allow_other_model: bool = Field(
-        False, description="go on from a checkpoint of a model that computes otherwise (router, norms, rotary base), with the same shapes"
+        False,
+        description=(
+            "go on from a checkpoint of a model that computes otherwise (router, norms, rotary base), with"
+            " the same shapes"
+        ),
     )
-    allow_other_optimizer: bool = Field(False, description="go on from a checkpoint of another optimizer; moments begin at zero")
+    allow_other_optimizer: bool = Field(
+        False, description="go on from a checkpoint of another optimizer; moments begin at zero"
+    )
     save_interval: NonNegative = Field(1000, description="iterations between checkpoints; 0: only at the end")
-    save_at_end: bool = Field(True, description="save a checkpoint when the run ends; false: only every SAVE_INTERVAL iterations")
-    async_save: bool = Field(False, description="training goes on while a checkpoint's files are written; the next save waits for that")
-    keep_last: NonNegative = Field(0, description="the newest so many checkpoints are kept, others are removed; 0: all are kept")
-    keep_every: NonNegative = Field(0, description="with KEEP_LAST, also keep those at multiples of it; 0: none for that reason")
-    keep_best: NonNegative = Field(0, description="with KEEP_LAST, also keep so many with the lowest validation loss")
-    verify_checkpoint: bool = Field(True, description="before loading compare its files' checksums; false: only their sizes")
+    save_at_end: bool = Field(
+        True, description="save a checkpoint when the run ends; false: only every SAVE_INTERVAL iterations"
+    )
+    async_save: bool = Field(
+        False,
+        description="training goes on while a checkpoint's files are written; the next save waits for that",
+    )
+    keep_last: NonNegative = Field(
+        0, description="the newest so many checkpoints are kept, others are removed; 0: all are kept"
+    )
+    keep_every: NonNegative = Field(
+        0, description="with KEEP_LAST, also keep those at multiples of it; 0: none for that reason"
+    )
+    keep_best: NonNegative = Field(
+        0, description="with KEEP_LAST, also keep so many with the lowest validation loss"
+    )
+    verify_checkpoint: bool = Field(
+        True, description="before loading compare its files' checksums; false: only their sizes"
+    )
     exit_interval: NonNegative = Field(0, description="save and end at the next multiple of it; 0: never")
     log_interval: Positive = Field(20, description="iterations between log lines")
-    log_timers: bool = Field(False, description="measure milliseconds per iteration by phase: data, all-to-all, experts, optimizer, ...")
+    log_timers: bool = Field(
+        False,
+        description="measure milliseconds per iteration by phase: data, all-to-all, experts, optimizer, ...",
+    )
     eval_interval: NonNegative = Field(1000, description="iterations between evaluations; 0: none")
     eval_iters: NonNegative = Field(10, description="global batches per evaluation")
     wandb_project: str = Field("", description="wandb project; empty: no wandb")
@@ -157,51 +241,111 @@ class Config(ModelSettings):
 
     # Staying alive
     fingerprints: bool = Field(
-        True, description="at every save a fingerprint of each tensor, which has to be the same again after a load; false: neither"
+        True,
+        description=(
+            "at every save a fingerprint of each tensor, which has to be the same again after a load; false:"
+            " neither"
+        ),
     )
     check_interval: NonNegative = Field(
-        0, description="iterations between comparisons of the replicas of the parameters; 0: only before the first iteration of a start"
+        0,
+        description=(
+            "iterations between comparisons of the replicas of the parameters; 0: only before the first"
+            " iteration of a start"
+        ),
     )
     dump_iters: Iterations = Field(
-        "", description="after these iterations, such as 10,20 or 10-12, parameters, gradients and moments go to RUN_DIR/RUN_NAME/dumps"
+        "",
+        description=(
+            "after these iterations, such as 10,20 or 10-12, parameters, gradients and moments go to"
+            " RUN_DIR/RUN_NAME/dumps"
+        ),
     )
-    dump_ranks: WholeNumbers = Field("", description="with DUMP_ITERS, the ranks that do so, such as 0,4; empty: all")
+    dump_ranks: WholeNumbers = Field(
+        "", description="with DUMP_ITERS, the ranks that do so, such as 0,4; empty: all"
+    )
     disk_check: Literal["run", "one", "none"] = Field(
         "run",
-        description="free disk that a start asks for; run: for all checkpoints until its end, of a run that has some for the next; "
-        "one: for one, others are removed by hand; none",
+        description=(
+            "free disk that a start asks for; run: for all checkpoints until its end, of a run that has some"
+            " for the next; one: for one, others are removed by hand; none"
+        ),
     )
     max_bad_steps: NonNegative = Field(
-        10, description="iterations in a row with a loss or gradient that is not finite after which the run ends as failed; 0: it goes on"
+        10,
+        description=(
+            "iterations in a row with a loss or gradient that is not finite after which the run ends as"
+            " failed; 0: it goes on"
+        ),
     )
     spike_action: Literal["none", "log", "rollback"] = Field(
-        "log", description="at a spike of the loss; log: an event; rollback: also go back to a checkpoint before it and skip its batches"
+        "log",
+        description=(
+            "at a spike of the loss; log: an event; rollback: also go back to a checkpoint before it and skip"
+            " its batches"
+        ),
     )
-    max_rollbacks: NonNegative = Field(5, description="rollbacks of a run; at the next spike it ends as failed")
+    max_rollbacks: NonNegative = Field(
+        5, description="rollbacks of a run; at the next spike it ends as failed"
+    )
     preflight: bool = Field(
-        False, description="before training check every node: arithmetic, memory, links, disks, clocks; a failing one ends the job"
+        False,
+        description=(
+            "before training check every node: arithmetic, memory, links, disks, clocks; a failing one ends"
+            " the job"
+        ),
     )
-    preflight_timeout: Positive = Field(300, description="seconds that nodes wait for each other at the start of the preflight")
-    preflight_slow: float = Field(0.7, gt=0, le=1, description="a node is slow below this share of the other nodes' median speed")
+    preflight_timeout: Positive = Field(
+        300, description="seconds that nodes wait for each other at the start of the preflight"
+    )
+    preflight_slow: float = Field(
+        0.7, gt=0, le=1, description="a node is slow below this share of the other nodes' median speed"
+    )
     hang_timeout: Timeout = Field(
         "auto",
-        description="seconds after which an iteration counts as hanging: stacks to hang/, and the ranks end for a restart; "
-        "auto: ten times the median, at least 180; none: never",
+        description=(
+            "seconds after which an iteration counts as hanging: stacks to hang/, and the ranks end for a"
+            " restart; auto: ten times the median, at least 180; none: never"
+        ),
     )
     hang_timeout_other: OptionalPositive = Field(
-        1500, description="the same for each part of the start, the first iterations, a batch of an evaluation and a save; none: never"
+        1500,
+        description=(
+            "the same for each part of the start, the first iterations, a batch of an evaluation and a save;"
+            " none: never"
+        ),
     )
     trace_calls_from: NonNegative = Field(
-        0, description="from this iteration on every rank keeps its latest function calls in hang/calls/, which costs time; 0: never"
+        0,
+        description=(
+            "from this iteration on every rank keeps its latest function calls in hang/calls/, which costs"
+            " time; 0: never"
+        ),
     )
-    trace_calls_mb: Positive = Field(16, description="size of that file per rank, MB; older calls make room for newer ones")
-    trace_calls_in: str = Field("moe_exp,megatron,torch.distributed", description="packages and modules whose calls are kept")
-    max_restarts: NonNegative = Field(0, description="after failures of ranks they start again, so many times per launch; 0: never")
-    exit_duration: Rate = Field(0.0, description="minutes since the launch after which the run saves and ends; 0: never")
-    profile_iters: Iterations = Field("", description="iterations that torch's profiler traces, such as 10-12 or 10,20; empty: none")
-    profile_ranks: RankList = Field("0", description="ranks of PROFILE_ITERS and MEMORY_SNAPSHOT: '0', '0,3', or all")
+    trace_calls_mb: Positive = Field(
+        16, description="size of that file per rank, MB; older calls make room for newer ones"
+    )
+    trace_calls_in: str = Field(
+        "moe_exp,megatron,torch.distributed", description="packages and modules whose calls are kept"
+    )
+    max_restarts: NonNegative = Field(
+        0, description="after failures of ranks they start again, so many times per launch; 0: never"
+    )
+    exit_duration: Rate = Field(
+        0.0, description="minutes since the launch after which the run saves and ends; 0: never"
+    )
+    profile_iters: Iterations = Field(
+        "", description="iterations that torch's profiler traces, such as 10-12 or 10,20; empty: none"
+    )
+    profile_ranks: RankList = Field(
+        "0", description="ranks of PROFILE_ITERS and MEMORY_SNAPSHOT: '0', '0,3', or all"
+    )
     memory_snapshot: Iterations = Field(
-        "", description="iterations whose allocations on the GPU are recorded for pytorch.org/memory_viz, as PROFILE_ITERS"
+        "",
+        description=(
+            "iterations whose allocations on the GPU are recorded for pytorch.org/memory_viz, as"
+            " PROFILE_ITERS"
+        ),
     )
 
     # Values that follow from the settings
@@ -260,7 +404,9 @@ class Config(ModelSettings):
 
     @property
     def moe_layers(self) -> list[bool]:
-        """For every layer whether it is an MoE layer. A pattern of another length than NUM_LAYERS is returned as it is."""
+        """For every layer whether it is an MoE layer. A pattern of another length than NUM_LAYERS is returned
+        as it is.
+        """
         if not self.use_moe:
             return [False] * self.num_layers
         return list(layers_of_pattern(self.moe_layer_freq, self.num_layers, self.first_k_dense))
@@ -306,7 +452,9 @@ class Config(ModelSettings):
 def add_arguments(parser: argparse._ActionsContainer) -> None:
     """Adds one flag per setting to `parser`; values stay text, `load_config` checks them."""
     for name, field in Config.model_fields.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", dest=name, metavar=name.upper(), help=field.description)
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", dest=name, metavar=name.upper(), help=field.description
+        )
 
 
 def load_config(flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Config:
@@ -335,7 +483,9 @@ def _explain(error: Any) -> str:
     name = str(error["loc"][0])
     message = error["msg"].removeprefix("Value error, ")
     rule = message[0].lower() + message[1:].partition(", unable to")[0]
-    rule = rule.replace("input should be", "must be").replace("must be a valid boolean", "must be true or false")
+    rule = rule.replace("input should be", "must be").replace(
+        "must be a valid boolean", "must be true or false"
+    )
     return problem(name, error["input"], rule, _fix(name, error))
 
 
@@ -346,7 +496,8 @@ def _fix(name: str, error: Any) -> str:
     if error["type"] == "literal_error":
         choices = [str(choice) for choice in get_args(field.annotation)]
         nearest = difflib.get_close_matches(str(error["input"]), choices, 1)
-        return f"set {name.upper()}={nearest[0] if nearest else f'{field.default}, as is the default, or another of these'}"
+        value = nearest[0] if nearest else f"{field.default}, as is the default, or another of these"
+        return f"set {name.upper()}={value}"
     if error["type"].startswith("bool_"):
         return f"set {name.upper()}=true or {name.upper()}=false"
     return f"give {name.upper()}, {field.description}"
@@ -363,11 +514,16 @@ def module_arguments(flags: Mapping[str, Any]) -> list[str]:
 
 
 def built_name(config: Config) -> str:
-    """Name of a run that was given none: what its checkpoints depend on, so that other settings get another folder."""
+    """Name of a run that was given none: what its checkpoints depend on, so that other settings get another
+    folder.
+    """
     vpp = "none" if config.vpp is None else config.vpp
     name = f"moe_{str(config.use_moe).lower()}"
     if config.use_moe:
         name += f"_num_experts_{config.num_experts}_topk_{config.topk}_type_{config.moe_type}"
-    name += f"_num_nodes_{config.nnodes}_gpus_per_node_{config.gpus_per_node}_TP_{config.tp}_PP_{config.pp}_VPP_{vpp}_EP_{config.ep}"
-    name += "".join(f"_{key.upper()}_{getattr(config, key)}" for key in ("etp", "cp") if getattr(config, key) > 1)
+    name += f"_num_nodes_{config.nnodes}_gpus_per_node_{config.gpus_per_node}"
+    name += f"_TP_{config.tp}_PP_{config.pp}_VPP_{vpp}_EP_{config.ep}"
+    name += "".join(
+        f"_{key.upper()}_{getattr(config, key)}" for key in ("etp", "cp") if getattr(config, key) > 1
+    )
     return name if config.optimizer == "adam" else f"{name}_OPTIMIZER_{config.optimizer}"

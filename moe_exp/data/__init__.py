@@ -1,1 +1,3 @@
-"""Corpus -> tokens -> batches. Stages hand over files; only `dataset`, `megatron_dataset` and `prefetch` import torch."""
+"""Corpus -> tokens -> batches. Stages hand over files; only `dataset`, `megatron_dataset` and `prefetch`
+import torch.
+"""

@@ -1,8 +1,9 @@
-"""Documents in JSONL files: read line by line, checked, counted and hashed, so that none is lost without a word.
+"""Documents in JSONL files: read line by line, checked, counted and hashed, so that none is lost without a
+word.
 
-A line ends at LF alone, as JSONL says: U+2028 and other separators are text. A BOM at the start of a file and a CR at the end of a
-line are not text. Blank lines and empty texts are no documents: they are skipped and counted. Whatever else is no document stops, or
-is skipped and counted by its reason, as the caller wants.
+A line ends at LF alone, as JSONL says: U+2028 and other separators are text. A BOM at the start of a file and
+a CR at the end of a line are not text. Blank lines and empty texts are no documents: they are skipped and
+counted. Whatever else is no document stops, or is skipped and counted by its reason, as the caller wants.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class Tally:
     Args:
         num_documents: documents.
         num_text_bytes: of their texts in UTF-8.
-        text_hash: sum of the XXH3-128 of the texts modulo 2**128: equal for the same multiset of texts, whatever their order.
+        text_hash: sum of the XXH3-128 of the texts modulo 2**128: equal for the same multiset of texts,
+            whatever their order.
         skipped: reason to number of lines that are no documents.
     """
 
@@ -86,13 +88,22 @@ class Tally:
     def to_json(self) -> dict[str, Any]:
         """For a manifest."""
         hash_text = f"{self.text_hash:032x}"
-        counts = {"num_documents": self.num_documents, "num_text_bytes": self.num_text_bytes, "text_hash": hash_text}
+        counts = {
+            "num_documents": self.num_documents,
+            "num_text_bytes": self.num_text_bytes,
+            "text_hash": hash_text,
+        }
         return counts | {"skipped": dict(sorted(self.skipped.items()))}
 
     @classmethod
     def from_json(cls, counts: dict[str, Any]) -> Tally:
         """The other way round."""
-        return cls(counts["num_documents"], counts["num_text_bytes"], int(counts["text_hash"], 16), Counter(counts["skipped"]))
+        return cls(
+            counts["num_documents"],
+            counts["num_text_bytes"],
+            int(counts["text_hash"], 16),
+            Counter(counts["skipped"]),
+        )
 
 
 def is_validation_file(path: Path) -> bool:
@@ -101,8 +112,12 @@ def is_validation_file(path: Path) -> bool:
 
 
 def jsonl_files_in(folder: Path) -> list[Path]:
-    """The .jsonl, .jsonl.gz and .jsonl.zst files of a folder, sorted by name, but for those for validation, which a message names."""
-    inside = sorted(path for path in folder.iterdir() if path.name.endswith(JSONL_SUFFIXES) and not path.is_dir())
+    """The .jsonl, .jsonl.gz and .jsonl.zst files of a folder, sorted by name, but for those for validation,
+    which a message names.
+    """
+    inside = sorted(
+        path for path in folder.iterdir() if path.name.endswith(JSONL_SUFFIXES) and not path.is_dir()
+    )
     validation = [path.name for path in inside if is_validation_file(path)]
     if validation:
         logger.info("%s: left out, as it is for validation: %s", folder, ", ".join(validation))
@@ -110,7 +125,8 @@ def jsonl_files_in(folder: Path) -> list[Path]:
 
 
 def check_apart(inputs: Iterable[Path], output: Path) -> None:
-    """Whether a step can make, replace and remove the folder `output` without touching what it reads, or reading what it makes.
+    """Whether a step can make, replace and remove the folder `output` without touching what it reads, or
+    reading what it makes.
 
     Args:
         inputs: files, and folders that are read whole.
@@ -126,11 +142,17 @@ def check_apart(inputs: Iterable[Path], output: Path) -> None:
             if any(folder in (place, *place.parents) for place in places):
                 raise ValueError(f"output={output}: the input {path} is in it. Fix: another output folder.")
             if path.resolve() in folder.parents:
-                raise ValueError(f"output={output}: is in the input {path}, of which it would become a part. Fix: another output folder.")
+                raise ValueError(
+                    f"output={output}: is in the input {path}, of which it would become a part. Fix: another"
+                    " output folder."
+                )
 
 
-def read_documents(path: Path, tally: Tally, *, text_field: str = "text", skip_bad: bool = False) -> Iterator[tuple[bytes, str]]:
-    """Yields (line without its end, text) of every document of a .jsonl, .jsonl.gz or .jsonl.zst file, and counts into `tally`.
+def read_documents(
+    path: Path, tally: Tally, *, text_field: str = "text", skip_bad: bool = False
+) -> Iterator[tuple[bytes, str]]:
+    """Yields (line without its end, text) of every document of a .jsonl, .jsonl.gz or .jsonl.zst file, and
+    counts into `tally`.
 
     Args and Raises: as `read_objects`.
     """
@@ -138,14 +160,18 @@ def read_documents(path: Path, tally: Tally, *, text_field: str = "text", skip_b
         yield line, document[text_field]
 
 
-def read_objects(path: Path, tally: Tally, *, text_field: str = "text", skip_bad: bool = False) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yields (line without its end, JSON object) of every document of a .jsonl, .jsonl.gz or .jsonl.zst file, and counts into `tally`.
+def read_objects(
+    path: Path, tally: Tally, *, text_field: str = "text", skip_bad: bool = False
+) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yields (line without its end, JSON object) of every document of a .jsonl, .jsonl.gz or .jsonl.zst file,
+    and counts into `tally`.
 
     Args:
         path: the file.
         tally: what is read is added here, when it is yielded.
         text_field: name of the field with the text.
-        skip_bad: skip and count what is no document instead of raising. A file that ends early raises all the same.
+        skip_bad: skip and count what is no document instead of raising. A file that ends early raises all the
+            same.
 
     Raises:
         BadDocument: at the first line that is no document, and where a compressed file is damaged.
@@ -162,7 +188,9 @@ def read_objects(path: Path, tally: Tally, *, text_field: str = "text", skip_bad
 
 
 def skip_or_raise(path: Path, number: int, reason: str, tally: Tally, *, skip_bad: bool) -> None:
-    """Counts line or row `number` of `path` as skipped, or raises BadDocument: blank lines and empty texts are always skipped."""
+    """Counts line or row `number` of `path` as skipped, or raises BadDocument: blank lines and empty texts
+    are always skipped.
+    """
     if not skip_bad and reason not in (BLANK_LINE, EMPTY_TEXT):
         raise BadDocument(path, number, reason)
     tally.skipped[reason] += 1
@@ -185,9 +213,20 @@ def text_in(document: dict[str, Any], text_field: str = "text") -> str:
     """
     text = document.get(text_field)
     if not isinstance(text, str):
-        kinds = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
+        kinds = {
+            type(None): "null",
+            bool: "a boolean",
+            int: "a number",
+            float: "a number",
+            list: "a list",
+            dict: "an object",
+        }
         kind = kinds.get(type(text), f"a {type(text).__name__}")
-        raise ValueError(f"no field {text_field!r}" if text_field not in document else f"field {text_field!r} is {kind}, not a text")
+        raise ValueError(
+            f"no field {text_field!r}"
+            if text_field not in document
+            else f"field {text_field!r} is {kind}, not a text"
+        )
     if not text:
         raise ValueError(EMPTY_TEXT)
     return text
@@ -214,7 +253,8 @@ def _json_problem(line: bytes) -> str:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yields (number from 1, line without its LF or CRLF) of a plain, .gz or .zst file; memory: the longest line.
+    """Yields (number from 1, line without its LF or CRLF) of a plain, .gz or .zst file; memory: the longest
+    line.
 
     Raises:
         BadDocument: a compressed file is damaged or ends early.
@@ -255,7 +295,9 @@ def read_chunks(path: Path) -> Iterator[bytes]:
 
 
 def estimate_line_bytes(paths: Iterable[Path]) -> int:
-    """Decompressed bytes of files, roughly: of the compressed ones by the ratio at the beginning of the largest of each kind."""
+    """Decompressed bytes of files, roughly: of the compressed ones by the ratio at the beginning of the
+    largest of each kind.
+    """
     total_bytes = 0
     by_suffix: dict[str, list[Path]] = {}
     for path in paths:

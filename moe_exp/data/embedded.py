@@ -1,7 +1,8 @@
-"""The corpus a run uses when it is given none: the Python standard library, tokenized with a BPE trained on it.
+"""The corpus a run uses when it is given none: the Python standard library, tokenized with a BPE trained on
+it.
 
-It is built once per data folder, Python version and vocabulary size, and reused afterwards. The folder gets its name
-when it is complete, so a folder of that name is a finished corpus.
+It is built once per data folder, Python version and vocabulary size, and reused afterwards. The folder gets
+its name when it is complete, so a folder of that name is a finished corpus.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class EmbeddedCorpus:
 
 
 def ensure_embedded_corpus(data_dir: Path, vocab_size: int = 4096) -> EmbeddedCorpus:
-    """Builds the corpus under `data_dir`, or finds the one that is there. Processes that call it at once build it once.
+    """Builds the corpus under `data_dir`, or finds the one that is there. Processes that call it at once
+    build it once.
 
     Args:
         data_dir: folder of all prepared corpora; made if it does not exist, only read if the corpus is there.
@@ -72,8 +74,14 @@ def ensure_embedded_corpus(data_dir: Path, vocab_size: int = 4096) -> EmbeddedCo
 
 
 def _problems(folder: Path) -> list[str]:
-    """What keeps the folder from being used: all of it where it does not exist, nothing where it is complete."""
-    missing = [f"{folder / name} is missing" for name in ("manifest.json", "tokenizer.json") if not (folder / name).is_file()]
+    """What keeps the folder from being used: all of it where it does not exist, nothing where it is
+    complete.
+    """
+    missing = [
+        f"{folder / name} is missing"
+        for name in ("manifest.json", "tokenizer.json")
+        if not (folder / name).is_file()
+    ]
     return missing + [wrong for name in ("train", "valid") if (wrong := bin_idx_problem(folder / name))]
 
 
@@ -100,12 +108,22 @@ def _check_writable(data_dir: Path) -> None:
     except OSError as error:
         rule = f"the embedded corpus cannot be written there ({error.strerror})"
         raise ValueError(
-            problem("data_dir", data_dir, rule, "set DATA_DIR to a folder that you can write to, or set TRAIN_DATA")
+            problem(
+                "data_dir",
+                data_dir,
+                rule,
+                "set DATA_DIR to a folder that you can write to, or set TRAIN_DATA",
+            )
         ) from error
     free_bytes = shutil.disk_usage(data_dir).free
     if free_bytes < _SMALLEST_FREE_BYTES:
-        rule = f"has {free_bytes / 1e6:.0f} MB free, the embedded corpus needs {_SMALLEST_FREE_BYTES / 1e6:.0f} MB"
-        raise ValueError(problem("data_dir", data_dir, rule, "free some space, or set DATA_DIR to another disk"))
+        rule = (
+            f"has {free_bytes / 1e6:.0f} MB free, the embedded corpus needs"
+            f" {_SMALLEST_FREE_BYTES / 1e6:.0f} MB"
+        )
+        raise ValueError(
+            problem("data_dir", data_dir, rule, "free some space, or set DATA_DIR to another disk")
+        )
 
 
 @contextmanager
@@ -124,7 +142,8 @@ def _lock(folder: Path) -> Iterator[None]:
 
 def _build(folder: Path, vocab_size: int) -> None:
     started = time.monotonic()
-    # One fixed name is enough under the lock, and it makes sure that what a killed process left is cleared away.
+    # One fixed name is enough under the lock, and it makes sure that what a killed process left is cleared
+    # away.
     building = folder.with_name(folder.name + ".building")
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir()
@@ -135,7 +154,9 @@ def _build(folder: Path, vocab_size: int) -> None:
     finally:
         shutil.rmtree(building, ignore_errors=True)
     num_tokens = manifest["train"]["num_tokens"] + manifest["valid"]["num_tokens"]
-    logger.info("embedded corpus: %.1fM tokens in %s, %.1f s", num_tokens / 1e6, folder, time.monotonic() - started)
+    logger.info(
+        "embedded corpus: %.1fM tokens in %s, %.1f s", num_tokens / 1e6, folder, time.monotonic() - started
+    )
 
 
 def _write_corpus(folder: Path, vocab_size: int) -> dict[str, Any]:
@@ -151,12 +172,17 @@ def _write_corpus(folder: Path, vocab_size: int) -> dict[str, Any]:
         "license": PYTHON_STDLIB_LICENSE,
         "vocab_size": vocab_size,
     }
-    counts = {name: {"num_documents": len(texts), "num_bytes": sum(len(text.encode()) for text in texts)} for name, texts in parts.items()}
+    counts = {
+        name: {"num_documents": len(texts), "num_bytes": sum(len(text.encode()) for text in texts)}
+        for name, texts in parts.items()
+    }
     with _step(f"training a BPE of {vocab_size} tokens on {counts['train']['num_bytes'] / 1e6:.1f} MB"):
         tokenizer = train_bpe(parts["train"], vocab_size)
         tokenizer.save(str(folder / "tokenizer.json"))
     for name, texts in parts.items():
-        with _step(f"tokenizing {len(texts)} files, {counts[name]['num_bytes'] / 1e6:.1f} MB, into {name}.bin"):
+        with _step(
+            f"tokenizing {len(texts)} files, {counts[name]['num_bytes'] / 1e6:.1f} MB, into {name}.bin"
+        ):
             counts[name]["num_tokens"] = _write_tokens(folder / name, tokenizer, texts)
     manifest |= counts
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
@@ -164,7 +190,9 @@ def _write_corpus(folder: Path, vocab_size: int) -> dict[str, Any]:
 
 
 def _is_held_out(path: str) -> bool:
-    """About one file in 20 is for validation. By a hash of its path: it stays there whatever other files come and go."""
+    """About one file in 20 is for validation. By a hash of its path: it stays there whatever other files come
+    and go.
+    """
     return int.from_bytes(hashlib.sha256(path.encode()).digest()[:4], "big") % 20 == 0
 
 

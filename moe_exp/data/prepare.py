@@ -1,4 +1,5 @@
-"""From a dataset's name to shuffled shards: download, convert, shuffle, each a stage of its own that goes on where it was stopped.
+"""From a dataset's name to shuffled shards: download, convert, shuffle, each a stage of its own that goes on
+where it was stopped.
 
 DATA_DIR/NAME_raw/                files of the hub
 DATA_DIR/NAME/                    NAME.chunk.00000.jsonl ..., datatrove/
@@ -30,7 +31,8 @@ from moe_exp.host.progress import print_summary
 
 logger = logging.getLogger(__name__)
 
-# Bytes of text a second and core, measured with bench/data/bench_convert.py and bench/data/bench_shuffle.py, rounded down: for estimates alone.
+# Bytes of text a second and core, measured with bench/data/bench_convert.py and bench/data/bench_shuffle.py,
+# rounded down: for estimates alone.
 _CONVERT_RATE = 50e6
 _SHUFFLE_RATE = 80e6
 _DISK_RATIO = 2.1  # chunks, and once more what the shuffle makes, whose buckets go as its shards come
@@ -43,12 +45,14 @@ class Preparation:
     """What to prepare, and where.
 
     Args:
-        name: registered name, dataset of the hub, file or folder; see `moe_exp.data.download.sources.resolve_source`.
+        name: registered name, dataset of the hub, file or folder; see
+            `moe_exp.data.download.sources.resolve_source`.
         data_dir: gets the folders.
         patterns, revision, text_field: in place of the source's own.
         settings: what is kept; its text field is the source's.
         execution: where the conversion runs.
-        shuffle: keyword arguments of `moe_exp.data.shuffle.shuffle`: seed, num_shards, valid_fraction, memory_bytes.
+        shuffle: keyword arguments of `moe_exp.data.shuffle.shuffle`: seed, num_shards, valid_fraction,
+            memory_bytes.
         start_over: convert and shuffle again.
         download_again: fetch the files again too.
     """
@@ -70,7 +74,9 @@ class Preparation:
         Raises:
             ValueError: nothing of that name.
         """
-        return resolve_source(self.name, patterns=self.patterns, text_field=self.text_field, revision=self.revision)
+        return resolve_source(
+            self.name, patterns=self.patterns, text_field=self.text_field, revision=self.revision
+        )
 
 
 def prepare(wanted: Preparation) -> dict[str, Any] | None:
@@ -90,13 +96,16 @@ def prepare(wanted: Preparation) -> dict[str, Any] | None:
     inputs = _inputs(source, wanted)
     if not chunks.exists():
         there = _size(list(chunks.with_name(f"{chunks.name}.partial").glob("*.jsonl")))
-        check_free_disk(wanted.data_dir, round(_DISK_RATIO * expected_bytes(inputs)) - there, "converting and shuffling")
+        check_free_disk(
+            wanted.data_dir, round(_DISK_RATIO * expected_bytes(inputs)) - there, "converting and shuffling"
+        )
     converted = convert(inputs, chunks, settings, wanted.execution, start_over=start_over)
     if converted is None:
         return None
     print_summary(f"converted: {chunks}", summary_rows(converted))
     outputs = [chunks / one["name"] for one in converted["outputs"]]
-    # The chunks may have been made again by an earlier call with --start-over, or by the last of its SLURM jobs.
+    # The chunks may have been made again by an earlier call with --start-over, or by the last of its SLURM
+    # jobs.
     start_over = start_over or bool(converted.get("starts_over") and is_stale(shuffled, outputs))
     return shuffle(outputs, shuffled, name=source.name, start_over=start_over, **wanted.shuffle)
 
@@ -107,7 +116,9 @@ def _made(source: Source, wanted: Preparation) -> tuple[Path, Path]:
 
 def _check(source: Source, wanted: Preparation) -> None:
     """What is known to be wrong before hours of work, and before --start-over removes anything."""
-    check_settings(name=source.name, **{name: value for name, value in wanted.shuffle.items() if name != "seed"})
+    check_settings(
+        name=source.name, **{name: value for name, value in wanted.shuffle.items() if name != "seed"}
+    )
     given = [path for path in (source.path, wanted.settings.decontaminate) if path is not None]
     made = _made(source, wanted) if source.path else (*_made(source, wanted), _raw(source, wanted))
     for folder in made:
@@ -134,7 +145,9 @@ def _is_embedded(source: Source) -> bool:
 
 def write_stdlib(folder: Path, *, start_over: bool = False) -> Path:
     """Writes the standard library's sources as a JSONL file, ids are paths, and returns it."""
-    with run_stage("embed", folder, settings={"python": platform.python_version()}, inputs=[], start_over=start_over) as stage:
+    with run_stage(
+        "embed", folder, settings={"python": platform.python_version()}, inputs=[], start_over=start_over
+    ) as stage:
         path = stage.folder / "python_stdlib.jsonl"
         if not stage.was_done:
             with path.open("wb") as file:
@@ -147,22 +160,36 @@ def write_stdlib(folder: Path, *, start_over: bool = False) -> Path:
 def summary_rows(manifest: Mapping[str, Any]) -> dict[str, object]:
     """Of a conversion, for a table."""
     read, written = manifest["read"], manifest["written"]
-    rows: dict[str, object] = {"input files": len(manifest["inputs"]), "documents read": read["num_documents"]}
+    rows: dict[str, object] = {
+        "input files": len(manifest["inputs"]),
+        "documents read": read["num_documents"],
+    }
     rows |= {f"skipped: {reason}": number for reason, number in read["skipped"].items()}
     rows |= {f"filtered: {name}": tally["num_documents"] for name, tally in manifest["filtered"].items()}
     size = sum(one["bytes"] for one in manifest["outputs"])
-    rows |= {"documents written": written["num_documents"], "text": filesize.decimal(written["num_text_bytes"])}
-    return rows | {"chunks": len(manifest["outputs"]), "on disk": filesize.decimal(size), "seconds": manifest["seconds"]}
+    rows |= {
+        "documents written": written["num_documents"],
+        "text": filesize.decimal(written["num_text_bytes"]),
+    }
+    return rows | {
+        "chunks": len(manifest["outputs"]),
+        "on disk": filesize.decimal(size),
+        "seconds": manifest["seconds"],
+    }
 
 
 def plan(wanted: Preparation) -> None:
-    """Prints what `prepare` would do, with disk and time, and writes nothing. Without the files it goes by the size that is listed."""
+    """Prints what `prepare` would do, with disk and time, and writes nothing. Without the files it goes by
+    the size that is listed.
+    """
     source = wanted.source()
     _check(source, wanted)
     num_files, raw_bytes, text_bytes = _expected(source, wanted)
     num_tasks = wanted.settings.tasks or min(num_files, MAX_DEFAULT_TASKS)
     execution = wanted.execution
-    width = min(num_tasks, num_workers(execution) if execution.executor == "local" else execution.workers or num_tasks)
+    width = min(
+        num_tasks, num_workers(execution) if execution.executor == "local" else execution.workers or num_tasks
+    )
     disk_bytes = (0 if source.path else raw_bytes) + _DISK_RATIO * text_bytes
     (folder, shuffled), num_shards = _made(source, wanted), wanted.shuffle.get("num_shards", 32)
     rows: dict[str, object] = {
@@ -171,13 +198,16 @@ def plan(wanted: Preparation) -> None:
         "disk": f"{_about(disk_bytes)} for download, chunks and shards; {_free(wanted.data_dir)} free",
         f"convert to {folder}": f"{num_tasks} tasks, {execution.executor}, {width} at a time: "
         + _duration(folder, text_bytes / _CONVERT_RATE / width),
-        f"shuffle to {shuffled}": f"{num_shards} shards and a validation file: " + _duration(shuffled, text_bytes / _SHUFFLE_RATE),
+        f"shuffle to {shuffled}": f"{num_shards} shards and a validation file: "
+        + _duration(shuffled, text_bytes / _SHUFFLE_RATE),
     }
     print_summary(f"To prepare: {source.name}", rows)
 
 
 def _expected(source: Source, wanted: Preparation) -> tuple[int, int, int]:
-    """Number of input files, their bytes, and about those of the JSONL; 0 where nobody knows before the download."""
+    """Number of input files, their bytes, and about those of the JSONL; 0 where nobody knows before the
+    download.
+    """
     if _is_embedded(source):
         num_bytes = sum(len(text.encode()) for _, text in python_stdlib_documents())
         return 1, num_bytes, num_bytes
@@ -189,7 +219,9 @@ def _expected(source: Source, wanted: Preparation) -> tuple[int, int, int]:
 
 
 def _about(num_bytes: float) -> str:
-    return f"about {filesize.decimal(round(num_bytes))}" if num_bytes else "a size that the download will tell"
+    return (
+        f"about {filesize.decimal(round(num_bytes))}" if num_bytes else "a size that the download will tell"
+    )
 
 
 def _free(folder: Path) -> str:
@@ -243,4 +275,6 @@ def _parquet_text_bytes(path: Path) -> float:
     except (pyarrow.ArrowException, OSError):  # the conversion will name it
         return path.stat().st_size
     names = sum(len(name) + len('"":,') for name in metadata.schema.names)
-    return metadata.num_rows * names + sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
+    return metadata.num_rows * names + sum(
+        metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)
+    )

@@ -1,9 +1,11 @@
-"""One step of the corpus, from input files to output files: locked, resumable, published by rename, told in a manifest.
+"""One step of the corpus, from input files to output files: locked, resumable, published by rename, told in a
+manifest.
 
-While a stage runs everything it writes is in `OUTPUT.partial/`. When it is done, that becomes OUTPUT (a folder with manifest.json in it),
-or its files get their places beside `OUTPUT.manifest.json`. So what has its name is complete. A stage that was killed goes on from what
-its folder holds; one that is called again with the same settings and inputs does nothing; with others it refuses. `start_over` begins anew;
-what was there stays until the new is complete, and a start-over that was killed goes on when the step is called without it.
+While a stage runs everything it writes is in `OUTPUT.partial/`. When it is done, that becomes OUTPUT (a
+folder with manifest.json in it), or its files get their places beside `OUTPUT.manifest.json`. So what has its
+name is complete. A stage that was killed goes on from what its folder holds; one that is called again with
+the same settings and inputs does nothing; with others it refuses. `start_over` begins anew; what was there
+stays until the new is complete, and a start-over that was killed goes on when the step is called without it.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from moe_exp.host.files import file_hash, sync_folder, write_json
 logger = logging.getLogger(__name__)
 
 RUNNING = "running.json"
-_FORMAT = 1  # of what stages leave in their working folders: one that another version has begun is not resumed
+# of what stages leave in their working folders: one that another version has begun is not resumed
+_FORMAT = 1
 _BLOCK_BYTES = 2**14
 _SAMPLED_BLOCKS = 4
 
@@ -42,7 +45,8 @@ class Stage:
         output: the folder or the path, without suffix, of the files that it makes.
         folder: where it works until it is done.
         inputs: files it reads.
-        key: what its running.json says: settings and inputs, as the manifest has them, and whether it starts over.
+        key: what its running.json says: settings and inputs, as the manifest has them, and whether it starts
+            over.
         manifest: of the finished step, or None while there is work to do.
         was_done: whether there was nothing to do.
     """
@@ -56,7 +60,9 @@ class Stage:
     was_done: bool = False
     started: float = field(default_factory=time.time)
 
-    def finish_folder(self, outputs: Sequence[Path], *, hashes: Mapping[Path, str] | None = None, **facts: Any) -> dict[str, Any]:
+    def finish_folder(
+        self, outputs: Sequence[Path], *, hashes: Mapping[Path, str] | None = None, **facts: Any
+    ) -> dict[str, Any]:
         """Turns the working folder into OUTPUT and returns the manifest.
 
         Args:
@@ -77,8 +83,12 @@ class Stage:
         sync_folder(self.output.parent)
         return self.manifest
 
-    def finish_files(self, outputs: Sequence[Path], *, hashes: Mapping[Path, str] | None = None, **facts: Any) -> dict[str, Any]:
-        """Moves the files of the working folder beside OUTPUT, then writes `OUTPUT.manifest.json`, and returns it; Args as above."""
+    def finish_files(
+        self, outputs: Sequence[Path], *, hashes: Mapping[Path, str] | None = None, **facts: Any
+    ) -> dict[str, Any]:
+        """Moves the files of the working folder beside OUTPUT, then writes `OUTPUT.manifest.json`, and
+        returns it; Args as above.
+        """
         manifest_path = _manifest_path(self.output, is_folder=False)
         self.manifest = self._manifest(outputs, facts, hashes or {})
         manifest_path.unlink(missing_ok=True)  # files without it are not taken for finished
@@ -89,19 +99,30 @@ class Stage:
         shutil.rmtree(self.folder)
         return self.manifest
 
-    def _manifest(self, outputs: Sequence[Path], facts: Mapping[str, Any], hashes: Mapping[Path, str]) -> dict[str, Any]:
+    def _manifest(
+        self, outputs: Sequence[Path], facts: Mapping[str, Any], hashes: Mapping[Path, str]
+    ) -> dict[str, Any]:
         self._check_inputs()
         files = [
-            {"name": str(path.relative_to(self.folder)), "bytes": path.stat().st_size, "hash": hashes.get(path) or file_hash(path)}
+            {
+                "name": str(path.relative_to(self.folder)),
+                "bytes": path.stat().st_size,
+                "hash": hashes.get(path) or file_hash(path),
+            }
             for path in outputs
         ]
-        made = {"made_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "seconds": round(time.time() - self.started, 1)}
+        made = {
+            "made_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "seconds": round(time.time() - self.started, 1),
+        }
         return {**self.key, **facts, "outputs": files, **made}
 
     def _check_inputs(self) -> None:
         for path, before in zip(self.inputs, self.key["inputs"], strict=True):
             if fingerprint(path) != before:
-                raise ValueError(f"{path}: changed while {self.name} read it. Fix: leave it alone, and give --start-over.")
+                raise ValueError(
+                    f"{path}: changed while {self.name} read it. Fix: leave it alone, and give --start-over."
+                )
 
 
 @contextmanager
@@ -118,7 +139,8 @@ def run_stage(
 ) -> Iterator[Stage]:
     """Opens the step: `stage.was_done` tells whether there is anything to do, `stage.folder` where to work.
 
-    What the block writes into `stage.folder` is there again when the step is called after a crash. An exception leaves it.
+    What the block writes into `stage.folder` is there again when the step is called after a crash. An
+    exception leaves it.
 
     Args:
         name: of the step.
@@ -128,19 +150,26 @@ def run_stage(
         is_folder: whether OUTPUT is a folder.
         start_over: begin anew, and replace what another call has made, when the new one is complete.
         mends_outputs: the block itself brings back what has gone from a finished output.
-        suffixes: of files beside OUTPUT that it must not replace, unless it has made them or `start_over` is given.
+        suffixes: of files beside OUTPUT that it must not replace, unless it has made them or `start_over` is
+            given.
 
     Raises:
-        ValueError: another process works on it; it was made, or begun, with other settings or inputs; it is finished and a file is gone.
+        ValueError: another process works on it; it was made, or begun, with other settings or inputs; it is
+            finished and a file is gone.
     """
     output = _place(output)
     inputs = [Path(os.path.abspath(path)) for path in inputs]  # noqa: PTH100
-    key = {"stage": name, "settings": json.loads(json.dumps(settings)), "inputs": [fingerprint(path) for path in inputs]}
+    key = {
+        "stage": name,
+        "settings": json.loads(json.dumps(settings)),
+        "inputs": [fingerprint(path) for path in inputs],
+    }
     folder = output.with_name(output.name + ".partial")
     with _locked(output):
         done = read_json(_manifest_path(output, is_folder=is_folder), start_over=start_over)
         begun = read_json(folder / RUNNING, start_over=start_over)
-        if begun is not None and done is not None and begun.get("id", 0) == done.get("id"):  # killed right at its end
+        # killed right at its end
+        if begun is not None and done is not None and begun.get("id", 0) == done.get("id"):
             shutil.rmtree(folder)
             begun = None
         resumes = begun is not None and not start_over and _difference(begun, key) is None
@@ -150,12 +179,19 @@ def run_stage(
             if not mends_outputs:
                 _check_outputs(place, done)
             if is_folder:
-                (output / RUNNING).unlink(missing_ok=True)  # of a call that was killed right at its end, as the next
+                # of a call that was killed right at its end, as the next
+                (output / RUNNING).unlink(missing_ok=True)
                 shutil.rmtree(_replaced(output), ignore_errors=True)
-            logger.info("%s: is there, made by %s with these settings and inputs: nothing to do", output, name)
+            logger.info(
+                "%s: is there, made by %s with these settings and inputs: nothing to do", output, name
+            )
             yield Stage(name, output, place, inputs, done, done, was_done=True)
             return
-        if start_over and (found := next((one for one in (done, begun) if one is not None and one.get("stage", name) != name), None)):
+        if start_over and (
+            found := next(
+                (one for one in (done, begun) if one is not None and one.get("stage", name) != name), None
+            )
+        ):
             rule = f"is the work of the step {found['stage']}, which {name} does not replace"
             raise ValueError(f"{output}: {rule}. Fix: choose another output, or remove it.")
         _check_foreign(output, done, is_folder, () if begun or start_over else suffixes)
@@ -165,14 +201,17 @@ def run_stage(
             shutil.rmtree(folder, ignore_errors=True)
             begun = {**key, "id": uuid.uuid4().hex, "format": _FORMAT, "starts_over": start_over}
         folder.mkdir(exist_ok=True)
-        for leftover in folder.glob("*.json.*.tmp"):  # of write_json in a call that was killed: it must not be published
+        # of write_json in a call that was killed: it must not be published
+        for leftover in folder.glob("*.json.*.tmp"):
             leftover.unlink()
         write_json(folder / RUNNING, begun)
         yield Stage(name, output, folder, inputs, begun)
 
 
 def _place(output: Path) -> Path:
-    """Absolute, and a link's target where OUTPUT itself is one: it is replaced by a rename. Other links stay."""
+    """Absolute, and a link's target where OUTPUT itself is one: it is replaced by a rename. Other links
+    stay.
+    """
     return output.resolve() if output.is_symlink() else Path(os.path.abspath(output))  # noqa: PTH100
 
 
@@ -183,7 +222,9 @@ def _locked(output: Path) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout as error:
-        raise ValueError(f"{output}: another process is working on it. Fix: wait for it, or choose another output.") from error
+        raise ValueError(
+            f"{output}: another process is working on it. Fix: wait for it, or choose another output."
+        ) from error
     try:
         yield
     finally:
@@ -204,23 +245,37 @@ def _check_outputs(folder: Path, manifest: Mapping[str, Any]) -> None:
         size = path.stat().st_size if path.exists() else None
         if size != file["bytes"]:
             found = "is missing" if size is None else f"has {size} bytes"
-            raise ValueError(f"{path}: {found}, its manifest.json says {file['bytes']} bytes. Fix: give --start-over to make it again.")
+            raise ValueError(
+                f"{path}: {found}, its manifest.json says {file['bytes']} bytes. Fix: give --start-over to"
+                " make it again."
+            )
 
 
-def _check_foreign(output: Path, done: dict[str, Any] | None, is_folder: bool, suffixes: Sequence[str]) -> None:
+def _check_foreign(
+    output: Path, done: dict[str, Any] | None, is_folder: bool, suffixes: Sequence[str]
+) -> None:
     """Whether what has OUTPUT's name is not ours to replace."""
     if done is not None:
         return
     if is_folder and output.exists() and any(output.iterdir()):
-        raise ValueError(f"{output}: is there, without a manifest.json of this program. Fix: choose another folder, or remove it.")
+        raise ValueError(
+            f"{output}: is there, without a manifest.json of this program. Fix: choose another folder, or"
+            " remove it."
+        )
     for path in (Path(f"{output}{suffix}") for suffix in suffixes):
         if path.exists():
-            raise ValueError(f"{path}: is there, without a manifest of this program. Fix: choose another name, or give --start-over.")
+            raise ValueError(
+                f"{path}: is there, without a manifest of this program. Fix: choose another name, or give"
+                " --start-over."
+            )
 
 
 def _check_same(output: Path, found: dict[str, Any], key: dict[str, Any], verb: str) -> None:
     if difference := _difference(found, key):
-        raise ValueError(f"{output}: {verb} {difference}. Fix: give --start-over to make it again, or choose another output.")
+        raise ValueError(
+            f"{output}: {verb} {difference}. Fix: give --start-over to make it again, or choose another"
+            " output."
+        )
 
 
 def _difference(found: Mapping[str, Any], key: Mapping[str, Any]) -> str | None:
@@ -232,26 +287,36 @@ def _difference(found: Mapping[str, Any], key: Mapping[str, Any]) -> str | None:
         if old != new:
             return f"with {field_name}={old}, now it is {new}"
     if found["inputs"] != key["inputs"]:
-        old_files, new_files = ({one["name"]: one for one in inputs} for inputs in (found["inputs"], key["inputs"]))
+        old_files, new_files = (
+            {one["name"]: one for one in inputs} for inputs in (found["inputs"], key["inputs"])
+        )
         changed = [one for one in {**old_files, **new_files} if old_files.get(one) != new_files.get(one)]
-        return f"from other inputs ({f'{changed[0]} is not what it was' if changed else 'their order is another'})"
+        return (
+            "from other inputs"
+            f" ({f'{changed[0]} is not what it was' if changed else 'their order is another'})"
+        )
     if "outputs" not in found and found.get("format") != _FORMAT:
         return "by another version of moe_exp"
     return None
 
 
 def is_stale(output: Path, inputs: Iterable[Path]) -> bool:
-    """Whether the folder OUTPUT was made from other files than `inputs` are now, and no call has begun to make it from these."""
+    """Whether the folder OUTPUT was made from other files than `inputs` are now, and no call has begun to
+    make it from these.
+    """
     output = _place(output)
     done, begun = (
-        read_json(path, start_over=True) for path in (output / "manifest.json", output.with_name(output.name + ".partial") / RUNNING)
+        read_json(path, start_over=True)
+        for path in (output / "manifest.json", output.with_name(output.name + ".partial") / RUNNING)
     )
     now = [fingerprint(path) for path in inputs]
     return done is not None and done.get("inputs") != now and (begun is None or begun.get("inputs") != now)
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
-    """Name, size and a hash of four blocks of a file, whenever it was written. 64 KB at most: a corpus may have 30,000 files."""
+    """Name, size and a hash of four blocks of a file, whenever it was written. 64 KB at most: a corpus may
+    have 30,000 files.
+    """
     size = path.stat().st_size
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
@@ -262,7 +327,9 @@ def fingerprint(path: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path, *, start_over: bool = False) -> dict[str, Any] | None:
-    """What is in a JSON file; None where there is none. A damaged one is an error, or with `start_over` says nothing."""
+    """What is in a JSON file; None where there is none. A damaged one is an error, or with `start_over` says
+    nothing.
+    """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

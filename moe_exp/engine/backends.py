@@ -1,4 +1,6 @@
-"""Which code each part runs on this host, with the reason: decided by the parts themselves, collected here for people."""
+"""Which code each part runs on this host, with the reason: decided by the parts themselves, collected here
+for people.
+"""
 
 import torch
 
@@ -35,7 +37,10 @@ def backends_of(config: Config, device_type: str) -> dict[str, tuple[str, str]]:
         ),
     )
     if config.use_moe and config.token_rounding:
-        rounded = "in training an expert's rows of a micro-batch are rounded down to a multiple, the slots of lowest weight are dropped"
+        rounded = (
+            "in training an expert's rows of a micro-batch are rounded down to a multiple, the slots of"
+            " lowest weight are dropped"
+        )
         found["token rounding"] = (str(config.token_rounding), rounded)
     if config.deterministic:
         found["algorithms"] = ("deterministic", "DETERMINISTIC=true; an operation that has none ends the run")
@@ -80,9 +85,13 @@ def chosen_backends(
     te = ("Transformer Engine", "IMPL=te, or auto with it installed")
     return {
         "communication": choose_communication(),
-        "attention": te if use_te else choose_attention(device_type, dtype, other_value_size=other_value_size),
+        "attention": (
+            te if use_te else choose_attention(device_type, dtype, other_value_size=other_value_size)
+        ),
         "norm": te if use_te else choose_norm(device_type),
-        "grouped GEMM": choose_backend(expert_backend, device_type=device_type, dtype=dtype, bias=expert_bias),
+        "grouped GEMM": choose_backend(
+            expert_backend, device_type=device_type, dtype=dtype, bias=expert_bias
+        ),
         "routing": choose_routing(routing_kernels, device_type=device_type, router_problem=router_problem),
         "cross entropy": choose_cross_entropy(cross_entropy, device_type=device_type),
         "optimizer": choose_optimizer(*optimizer),

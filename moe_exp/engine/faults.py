@@ -71,7 +71,8 @@ def stop_signal() -> Iterator[StopSignal]:
 
 
 class StopRules:
-    """Why a run should end after an iteration, asked once per iteration on every rank. Costs a look at the clock.
+    """Why a run should end after an iteration, asked once per iteration on every rank. Costs a look at the
+    clock.
 
     Args:
         stop: the signals that this rank got.
@@ -106,14 +107,18 @@ class StopRules:
             try:
                 self._file.unlink(missing_ok=True)
             except OSError as error:
-                logger.warning("%s cannot be removed (%s): the next start will end by it again", self._file, error.strerror)
+                logger.warning(
+                    "%s cannot be removed (%s): the next start will end by it again",
+                    self._file,
+                    error.strerror,
+                )
 
 
 def end_job(lines: Sequence[str], code: int) -> NoReturn:
     """Ends this rank for a reason that is no error of ours; every rank comes here. Rank 0 prints `lines`.
 
-    torchrun answers an exit code with a page about it, which would bury the lines. Under our launcher the ranks tell the code to the
-    launcher, and end with 0.
+    torchrun answers an exit code with a page about it, which would bury the lines. Under our launcher the
+    ranks tell the code to the launcher, and end with 0.
     """
     if os.environ.get("RANK", "0") == "0":
         complain(*lines)
@@ -124,7 +129,9 @@ def end_job(lines: Sequence[str], code: int) -> NoReturn:
 
 
 def _wait_for_device() -> None:
-    """What this rank has told the others last may still be on its way from its GPU, where it would go with this process."""
+    """What this rank has told the others last may still be on its way from its GPU, where it would go with
+    this process.
+    """
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.synchronize()
@@ -135,8 +142,9 @@ def _wait_for_device() -> None:
 def named_by_rank(stop: StopSignal) -> Iterator[None]:
     """Prints an error with rank, host name and device, and the error that caused the others first.
 
-    When a rank dies, the others fail too, in the collective that waits for it. They hold their own error back for a while, in
-    which torchrun ends them (SIGTERM, seen in `stop`): so the message on the screen is that of the rank which failed.
+    When a rank dies, the others fail too, in the collective that waits for it. They hold their own error back
+    for a while, in which torchrun ends them (SIGTERM, seen in `stop`): so the message on the screen is that
+    of the rank which failed.
     """
     try:
         yield

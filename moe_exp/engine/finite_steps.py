@@ -1,10 +1,12 @@
 """Steps of the optimizer that are made only where the gradient is finite, on all ranks or on none.
 
-Megatron computes the gradient norm before it clips, on every rank the same number: a NaN or an infinity in one gradient of one rank
-makes it NaN or infinite on all. With bf16 and fp32 it then makes the step with it nevertheless; with fp16 the loss scaler looks at the
-gradients first. Here the step ends where the norm is known, which costs nothing: the number is on the host already.
+Megatron computes the gradient norm before it clips, on every rank the same number: a NaN or an infinity in
+one gradient of one rank makes it NaN or infinite on all. With bf16 and fp32 it then makes the step with it
+nevertheless; with fp16 the loss scaler looks at the gradients first. Here the step ends where the norm is
+known, which costs nothing: the number is on the host already.
 
-A loss that is not finite need not have such a gradient. `train.lm_loss` sees to that, so that the norm speaks for both.
+A loss that is not finite need not have such a gradient. `train.lm_loss` sees to that, so that the norm speaks
+for both.
 """
 
 import math
@@ -27,10 +29,12 @@ class _NotFiniteError(Exception):
 
 
 def skip_steps_not_finite(optimizer: MegatronOptimizer, model: list[DistributedDataParallel]) -> None:
-    """Has `optimizer.step` return `(False, norm, None)` and change nothing where the gradient norm is not finite.
+    """Has `optimizer.step` return `(False, norm, None)` and change nothing where the gradient norm is not
+    finite.
 
-    The steps that the loss scaler of fp16 skips stay as they are: `(False, None, None)`. What routers keep of a batch (expert bias,
-    the fractions of `global_aux_loss`) stays as it was with either, although Megatron moves it on before the step.
+    The steps that the loss scaler of fp16 skips stay as they are: `(False, None, None)`. What routers keep of
+    a batch (expert bias, the fractions of `global_aux_loss`) stays as it was with either, although Megatron
+    moves it on before the step.
 
     Args:
         optimizer: Megatron's, over the parameters of all chunks.
@@ -61,7 +65,8 @@ def skip_steps_not_finite(optimizer: MegatronOptimizer, model: list[DistributedD
 
 
 class RouterState:
-    """What Megatron's `finalize_model_grads` moves on in every router, once per global batch, remembered from before it does.
+    """What Megatron's `finalize_model_grads` moves on in every router, once per global batch, remembered from
+    before it does.
 
     Args:
         model: the chunks of this rank.
@@ -69,7 +74,11 @@ class RouterState:
 
     def __init__(self, model: list[DistributedDataParallel]):
         named = [(name, buffer) for chunk in model for name, buffer in chunk.named_buffers()]
-        self._kept = [buffer for name, buffer in named if name.endswith((".router.expert_bias", ".router.global_tokens_per_expert"))]
+        self._kept = [
+            buffer
+            for name, buffer in named
+            if name.endswith((".router.expert_bias", ".router.global_tokens_per_expert"))
+        ]
         self._before = [torch.empty_like(buffer) for buffer in self._kept]
 
     def remembered_before(self, finalize: Callable[..., None]) -> Callable[..., None]:

@@ -1,4 +1,6 @@
-"""Initial weights: drawn by SEED and the name of a parameter in the whole model, so that they are the same in every layout."""
+"""Initial weights: drawn by SEED and the name of a parameter in the whole model, so that they are the same in
+every layout.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,12 @@ from megatron.core.models.gpt import GPTModel
 
 @torch.no_grad()
 def initialize_weights(chunk: GPTModel, config: Config) -> None:
-    """Draws every weight from a generator of its own, keyed by seed and global name, and keeps this rank's part.
+    """Draws every weight from a generator of its own, keyed by seed and global name, and keeps this rank's
+    part.
 
-    So the initial model is the same whatever TP, PP, VPP, EP and ETP are. Normal with standard deviation INIT_STD; the
-    projections back into the residual stream with INIT_STD / sqrt(2 * NUM_LAYERS) (Radford et al. 2019, GPT-2). Norms are 1,
-    biases 0.
+    So the initial model is the same whatever TP, PP, VPP, EP and ETP are. Normal with standard deviation
+    INIT_STD; the projections back into the residual stream with INIT_STD / sqrt(2 * NUM_LAYERS) (Radford et
+    al. 2019, GPT-2). Norms are 1, biases 0.
     """
     for name, module in chunk.named_modules():
         if isinstance(module, MegatronExperts):
@@ -32,7 +35,8 @@ def initialize_weights(chunk: GPTModel, config: Config) -> None:
         tied = config.tie_embeddings and name == "output_layer.weight"
         key = "embedding.word_embeddings.weight" if tied else global_name(chunk, name)
         dim = getattr(parameter, "partition_dim", -1)
-        # By name: Transformer Engine's layers do not say that a rank holds a part of the gate and a part of the up projection.
+        # By name: Transformer Engine's layers do not say that a rank holds a part of the gate and a part of
+        # the up projection.
         stride = 2 if config.gated and key.endswith("linear_fc1.weight") else 1
         world = chunk.pg_collection.tp.size() if dim >= 0 else 1
         rank = chunk.pg_collection.tp.rank() if dim >= 0 else 0
@@ -43,7 +47,10 @@ def initialize_weights(chunk: GPTModel, config: Config) -> None:
 def _initialize_experts(name: str, experts: MegatronExperts, config: Config) -> None:
     rank, world = experts.etp_group.rank(), experts.etp_group.size()
     first = experts.ep_group.rank() * experts.weight1.size(0)
-    for key, weight, dim, stride in (("weight1", experts.weight1, 0, 2 if experts.gated else 1), ("weight2", experts.weight2, 1, 1)):
+    for key, weight, dim, stride in (
+        ("weight1", experts.weight1, 0, 2 if experts.gated else 1),
+        ("weight2", experts.weight2, 1, 1),
+    ):
         for index, expert in enumerate(weight):
             full_key = f"{name}.{first + index}.{key}"
             full = _draw(_full_shape(expert, dim, world), full_key, _std(full_key, config), config, weight)
@@ -69,7 +76,9 @@ def _draw(shape: list[int], key: str, std: float, config: Config, like: Tensor) 
 
 
 def _part(full: Tensor, dim: int, stride: int, rank: int, world: int) -> Tensor:
-    """This rank's part of `full`: every `world`-th of stride*world blocks, as Megatron splits gated projections (stride 2)."""
+    """This rank's part of `full`: every `world`-th of stride*world blocks, as Megatron splits gated
+    projections (stride 2).
+    """
     if world == 1:
         return full
     return torch.cat(full.chunk(stride * world, dim=dim)[rank::world], dim=dim)

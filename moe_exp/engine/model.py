@@ -53,7 +53,8 @@ def transformer_config(config: Config) -> TransformerConfig:
         add_qkv_bias=config.qkv_bias,
         hidden_dropout=config.dropout,
         attention_dropout=config.attention_dropout,
-        # Weights are drawn by `initialize_weights`; Megatron still has to run its own step, which marks the parameters.
+        # Weights are drawn by `initialize_weights`; Megatron still has to run its own step, which marks the
+        # parameters.
         init_method=_leave_as_is,
         output_layer_init_method=_leave_as_is,
         embedding_init_method=_leave_as_is,
@@ -66,9 +67,14 @@ def transformer_config(config: Config) -> TransformerConfig:
         pipeline_dtype=dtype,
         bias_dropout_fusion=on_gpu,
         bias_activation_fusion=on_gpu and config.activation == "swiglu",
-        # The fused kernel knows no YaRN factor on queries and keys, and with MLA it is an experiment of Megatron's.
-        apply_rope_fusion=on_gpu and use_te(config) and config.rope_scaling != "yarn" and not config.multi_latent_attention,
-        gradient_accumulation_fusion=on_gpu and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
+        # The fused kernel knows no YaRN factor on queries and keys, and with MLA it is an experiment of
+        # Megatron's.
+        apply_rope_fusion=on_gpu
+        and use_te(config)
+        and config.rope_scaling != "yarn"
+        and not config.multi_latent_attention,
+        gradient_accumulation_fusion=on_gpu
+        and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
         **(_latent_settings(config) if config.multi_latent_attention else {}),
         **_parallel_settings(config),
         **(_moe_settings(config) if config.use_moe else {}),
@@ -88,25 +94,31 @@ def _parallel_settings(config: Config) -> dict[str, Any]:
         "virtual_pipeline_model_parallel_size": config.vpp,
         **_uneven_stages(config),
         "context_parallel_size": config.cp,
-        # A dense model is trained with the settings of the MoE that it is compared with: EP and ETP do not concern it.
+        # A dense model is trained with the settings of the MoE that it is compared with: EP and ETP do not
+        # concern it.
         "expert_model_parallel_size": config.ep if config.use_moe else 1,
         "expert_tensor_parallel_size": config.etp if config.use_moe else 1,
         "sequence_parallel": config.tp > 1,
-        # The interleaved schedule needs overlapped p2p: without it two pipeline ranks train on mixed-up micro-batches.
+        # The interleaved schedule needs overlapped p2p: without it two pipeline ranks train on mixed-up
+        # micro-batches.
         "overlap_p2p_comm": config.vpp is not None,
         "batch_p2p_comm": config.vpp is None,
-        # gloo still sends from a tensor when Megatron frees its storage: with overlapped p2p the next stage would get garbage.
+        # gloo still sends from a tensor when Megatron frees its storage: with overlapped p2p the next stage
+        # would get garbage.
         "deallocate_pipeline_outputs": torch.cuda.is_available(),
     }
 
 
 def _uneven_stages(config: Config) -> dict[str, Any]:
-    """Megatron's layout, what stands on every model chunk in the order of the layers: unlike its number of layers of the first and of
-    the last stage, it can say any split, and may leave an end without layers."""
+    """Megatron's layout, what stands on every model chunk in the order of the layers: unlike its number of
+    layers of the first and of the last stage, it can say any split, and may leave an end without layers.
+    """
     if len(set(config.stage_layers)) == 1:
         return {}
     num_chunks = config.vpp or 1
-    layout = [["decoder"] * (layers // num_chunks) for _ in range(num_chunks) for layers in config.stage_layers]
+    layout = [
+        ["decoder"] * (layers // num_chunks) for _ in range(num_chunks) for layers in config.stage_layers
+    ]
     layout[0].insert(0, "embedding")
     layout[-1].append("loss")
     return {"pipeline_model_parallel_layout": layout}
@@ -115,7 +127,8 @@ def _uneven_stages(config: Config) -> dict[str, Any]:
 def _moe_settings(config: Config) -> dict[str, Any]:
     settings = {
         "num_moe_experts": config.num_experts,
-        # 1, not a list of ones: Megatron then puts the tensors of all layers under one key, as its own MoE checkpoints have them.
+        # 1, not a list of ones: Megatron then puts the tensors of all layers under one key, as its own MoE
+        # checkpoints have them.
         "moe_layer_freq": 1 if all(config.moe_layers) else [int(is_moe) for is_moe in config.moe_layers],
         "moe_ffn_hidden_size": config.expert_ffn_size,
         "moe_shared_expert_intermediate_size": config.shared_expert_size or None,
@@ -130,7 +143,10 @@ def _moe_settings(config: Config) -> dict[str, Any]:
         "moe_token_dispatcher_type": "alltoall",
     }
     if config.num_router_groups:
-        settings |= {"moe_router_num_groups": config.num_router_groups, "moe_router_group_topk": config.router_group_topk}
+        settings |= {
+            "moe_router_num_groups": config.num_router_groups,
+            "moe_router_group_topk": config.router_group_topk,
+        }
     if config.moe_type == "moe":
         settings |= {
             "moe_expert_capacity_factor": config.expert_capacity_factor,
@@ -141,8 +157,9 @@ def _moe_settings(config: Config) -> dict[str, Any]:
 
 
 def _set_beyond_megatron(settings: TransformerConfig, config: Config) -> None:
-    """Values that our layer has and Megatron's own refuses, set after its checks: another score function, an expert bias with
-    any of them, more kinds of losses and those with a capacity."""
+    """Values that our layer has and Megatron's own refuses, set after its checks: another score function, an
+    expert bias with any of them, more kinds of losses and those with a capacity.
+    """
     losses = config.balancing_losses
     settings.moe_router_score_function = config.router_score
     settings.moe_router_enable_expert_bias = config.router_bias_update_rate > 0
@@ -170,7 +187,9 @@ def _latent_settings(config: Config) -> dict[str, Any]:
 
 
 def _set_yarn(settings: TransformerConfig, config: Config) -> None:
-    """TransformerConfig has no fields for YaRN without multi-latent attention; GPTModel and Attention look for these attributes."""
+    """TransformerConfig has no fields for YaRN without multi-latent attention; GPTModel and Attention look
+    for these attributes.
+    """
     settings.yarn_rotary_scaling_factor = config.rope_scaling_factor
     settings.yarn_original_max_position_embeddings = config.rope_seq_len
     settings.yarn_beta_fast, settings.yarn_beta_slow = config.yarn_beta_fast, config.yarn_beta_slow
@@ -207,7 +226,11 @@ def _recompute_settings(config: Config) -> dict[str, Any]:
         return {}
     module = {"selective": "moe", "moe_act": "moe_act"}[config.recompute] if config.use_moe else "core_attn"
     # Megatron knows an activation recompute only with its name for grouped experts.
-    return {"recompute_granularity": "selective", "recompute_modules": [module], "moe_grouped_gemm": module == "moe_act"}
+    return {
+        "recompute_granularity": "selective",
+        "recompute_modules": [module],
+        "moe_grouped_gemm": module == "moe_act",
+    }
 
 
 def _leave_as_is(weight: Tensor) -> Tensor:
@@ -215,7 +238,9 @@ def _leave_as_is(weight: Tensor) -> Tensor:
 
 
 def build_model(config: Config, runtime: Runtime) -> list[DistributedDataParallel]:
-    """The model chunks of this rank (one, or VPP of them), wrapped for data parallelism, with initial weights."""
+    """The model chunks of this rank (one, or VPP of them), wrapped for data parallelism, with initial
+    weights.
+    """
     settings = transformer_config(config)
     chunks = [build_chunk(config, settings, runtime, stage) for stage in range(config.vpp or 1)]
     for chunk in chunks:
@@ -223,17 +248,30 @@ def build_model(config: Config, runtime: Runtime) -> list[DistributedDataParalle
     if config.dtype != "fp32":
         chunks = [Float16Module(settings, chunk) for chunk in chunks]
     return [
-        DistributedDataParallel(settings, _ddp_config(config), chunk, disable_bucketing=index > 0, pg_collection=runtime.groups)
+        DistributedDataParallel(
+            settings, _ddp_config(config), chunk, disable_bucketing=index > 0, pg_collection=runtime.groups
+        )
         for index, chunk in enumerate(chunks)
     ]
 
 
-def build_chunk(config: Config, settings: TransformerConfig, runtime: Runtime, vp_stage: int, *, initial_weights: bool = True) -> GPTModel:
-    """One model chunk with its initial weights, or without any for one whose weights are read from a checkpoint."""
+def build_chunk(
+    config: Config,
+    settings: TransformerConfig,
+    runtime: Runtime,
+    vp_stage: int,
+    *,
+    initial_weights: bool = True,
+) -> GPTModel:
+    """One model chunk with its initial weights, or without any for one whose weights are read from a
+    checkpoint.
+    """
     set_routing_kernels(config.routing_kernels)
     pp_rank, last = runtime.groups.pp.rank(), config.pp - 1
     stage = vp_stage if config.vpp else None
-    kind, _ = choose_cross_entropy(config.cross_entropy, device_type="cuda" if torch.cuda.is_available() else "cpu")
+    kind, _ = choose_cross_entropy(
+        config.cross_entropy, device_type="cuda" if torch.cuda.is_available() else "cpu"
+    )
     chunk = (GPTModel if kind == "megatron" else GPTModelWithOwnLoss)(
         settings,
         _decoder_spec(config, settings, stage),
@@ -251,9 +289,17 @@ def build_chunk(config: Config, settings: TransformerConfig, runtime: Runtime, v
     return chunk
 
 
-def _decoder_spec(config: Config, settings: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+def _decoder_spec(
+    config: Config, settings: TransformerConfig, vp_stage: int | None
+) -> TransformerBlockSubmodules:
     over_all_heads = config.qk_norm and config.qk_norm_scope == "all"
-    return decoder_spec(settings, use_te=use_te(config), vp_stage=vp_stage, projection_norm=over_all_heads, **moe_options(config))
+    return decoder_spec(
+        settings,
+        use_te=use_te(config),
+        vp_stage=vp_stage,
+        projection_norm=over_all_heads,
+        **moe_options(config),
+    )
 
 
 def _ddp_config(config: Config) -> DistributedDataParallelConfig:
@@ -275,8 +321,12 @@ def moe_layers(chunks: list[nn.Module]) -> Iterator[tuple[int, MegatronMoELayer]
 
 
 class GPTModelWithOwnLoss(GPTModel):
-    """Megatron's GPTModel with the cross entropy of layers/megatron/token_loss.py (CROSS_ENTROPY=triton); names of weights are Megatron's, too."""
+    """Megatron's GPTModel with the cross entropy of layers/megatron/token_loss.py (CROSS_ENTROPY=triton);
+    names of weights are Megatron's, too.
+    """
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Labels [B, S] and this rank's logits [S, B, V] to the loss of each token, [B, S] in fp32."""
-        return token_losses(logits, labels.transpose(0, 1), self.pg_collection.tp).transpose(0, 1).contiguous()
+        return (
+            token_losses(logits, labels.transpose(0, 1), self.pg_collection.tp).transpose(0, 1).contiguous()
+        )

@@ -35,14 +35,20 @@ def choose_optimizer(name: str = "adam", state_dtype: str = "fp32", momentum: fl
     if name == "sgd":
         return "torch SGD", f"OPTIMIZER=sgd, momentum {momentum:g}"
     if name == "muon":
-        return "Muon, AdamW for embeddings, norms and biases", f"OPTIMIZER=muon, momentum {momentum:g}; orthogonalized in fp32"
+        return (
+            "Muon, AdamW for embeddings, norms and biases",
+            f"OPTIMIZER=muon, momentum {momentum:g}; orthogonalized in fp32",
+        )
     if name == "adam8bit":
         return f"bitsandbytes {version('bitsandbytes')} 8-bit Adam", "OPTIMIZER=adam8bit"
     if state_dtype == "bf16":
         return "torch fused Adam, moments in bf16", "OPTIMIZER_STATE_DTYPE=bf16"
     if _FUSED_ADAM is not None:
         return "fused", f"from {_FUSED_ADAM.__module__.partition('.')[0]}"
-    return "torch fused", "neither Transformer Engine nor Apex is installed; torch's kernel behind Apex's contract"
+    return (
+        "torch fused",
+        "neither Transformer Engine nor Apex is installed; torch's kernel behind Apex's contract",
+    )
 
 
 def _optimizer_class(config: Config) -> type[torch.optim.Optimizer]:
@@ -53,15 +59,21 @@ def _optimizer_class(config: Config) -> type[torch.optim.Optimizer]:
 
 
 def _give_megatron(config: Config) -> None:
-    """Has Megatron build the chosen class, whatever it found when it was imported, and its distributed optimizer accept it."""
+    """Has Megatron build the chosen class, whatever it found when it was imported, and its distributed
+    optimizer accept it.
+    """
     chosen = _optimizer_class(config)
     module, distributed = megatron.core.optimizer, megatron.core.optimizer.distrib_optimizer
     module.Adam = module.SGD = chosen
     if chosen is Muon:
-        tp_group, etp_group = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_expert_tensor_parallel_group()
+        tp_group, etp_group = (
+            parallel_state.get_tensor_model_parallel_group(),
+            parallel_state.get_expert_tensor_parallel_group(),
+        )
         module.Adam = partial(Muon, momentum=config.muon_momentum, tp_group=tp_group, etp_group=etp_group)
     module.USING_PYTORCH_OPTIMIZER = False
-    # Asked for by isinstance alone: SGD is refused for the form of Megatron's own checkpoints, which are not written here.
+    # Asked for by isinstance alone: SGD is refused for the form of Megatron's own checkpoints, which are not
+    # written here.
     distributed.Adam = (chosen,)
     if _FUSED_ADAM is None:
         distributed.HAVE_APEX_OR_TE, distributed.USING_APEX_OPTIMIZER = True, True
@@ -72,9 +84,15 @@ def _is_norm_or_bias(parameter: torch.Tensor) -> bool:
 
 
 def _matrices() -> dict[ParamKey, Any]:
-    """Parameter groups of Muon: the matrices but embedding and output layer, by the axis that tensor parallel ranks split."""
+    """Parameter groups of Muon: the matrices but embedding and output layer, by the axis that tensor parallel
+    ranks split.
+    """
     return {
-        ParamKey(with_name_predicate=ParamWithNamePredicate(name=f"matrices_{axis}", fn=partial(_is_matrix, axis=axis))): {AXIS: axis}
+        ParamKey(
+            with_name_predicate=ParamWithNamePredicate(
+                name=f"matrices_{axis}", fn=partial(_is_matrix, axis=axis)
+            )
+        ): {AXIS: axis}
         for axis in (0, -1, -2)
     }
 
@@ -118,7 +136,8 @@ def build_optimizer(config: Config, model: list[DistributedDataParallel]) -> Meg
         use_gloo_process_groups=False,
     )
     for part in optimizer.chained_optimizers:
-        # Now, not at the first step: fp16 may save before it has made one, and memory that is lacking is missed at once.
+        # Now, not at the first step: fp16 may save before it has made one, and memory that is lacking is
+        # missed at once.
         if not part.is_stub_optimizer:
             if isinstance(part.optimizer, Adam | Sgd):
                 allocate_moments(part.optimizer)
@@ -151,7 +170,9 @@ def build_scheduler(config: Config, optimizer: MegatronOptimizer) -> OptimizerPa
 
 
 class BatchSchedule:
-    """Number of micro-batches by samples consumed: constant, or ramped up as RAMPUP_BATCH_SIZE says (`config.ramp`)."""
+    """Number of micro-batches by samples consumed: constant, or ramped up as RAMPUP_BATCH_SIZE says
+    (`config.ramp`).
+    """
 
     def __init__(self, config: Config):
         self._config = config
@@ -163,12 +184,13 @@ class BatchSchedule:
 
 
 def share_loss_scale(optimizer: MegatronOptimizer) -> None:
-    """Has all parts of `optimizer`, on all ranks, make a step or skip it together, and move their scales alike. Without fp16: nothing.
+    """Has all parts of `optimizer`, on all ranks, make a step or skip it together, and move their scales
+    alike. Without fp16: nothing.
 
-    Megatron gives each part of its optimizer (dense parameters, experts) a loss scaler of its own. The loss is multiplied by the first
-    one's scale, each part divides its gradients by its own, and lowers it when its own gradients overflow. As soon as one part has
-    overflowed alone the scales differ for good, and the gradients of the others are wrong by a power of two. Parts of different ranks
-    may differ as well.
+    Megatron gives each part of its optimizer (dense parameters, experts) a loss scaler of its own. The loss
+    is multiplied by the first one's scale, each part divides its gradients by its own, and lowers it when its
+    own gradients overflow. As soon as one part has overflowed alone the scales differ for good, and the
+    gradients of the others are wrong by a power of two. Parts of different ranks may differ as well.
 
     Costs one reduction of a number over all ranks per step.
     """

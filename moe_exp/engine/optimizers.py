@@ -1,9 +1,11 @@
-"""The optimizers that Megatron's wrappers drive: AdamW with moments in fp32, bf16 or 8 bits, and SGD with momentum.
+"""The optimizers that Megatron's wrappers drive: AdamW with moments in fp32, bf16 or 8 bits, and SGD with
+momentum.
 
-Megatron's optimizer expects a `step` once per parameter group, and the moments alone as the state of a parameter. What a moment is
-in memory is the optimizer's own business: `moments` gives it in fp32, of the parameter's shape, for a checkpoint, which therefore
-fits every layout and every optimizer that keeps the same moments, and `set_moments` takes it back. With Megatron's distributed
-optimizer a parameter here is a flat fp32 range of a parameter of the model, and everything below holds for it.
+Megatron's optimizer expects a `step` once per parameter group, and the moments alone as the state of a
+parameter. What a moment is in memory is the optimizer's own business: `moments` gives it in fp32, of the
+parameter's shape, for a checkpoint, which therefore fits every layout and every optimizer that keeps the same
+moments, and `set_moments` takes it back. With Megatron's distributed optimizer a parameter here is a flat
+fp32 range of a parameter of the model, and everything below holds for it.
 """
 
 from __future__ import annotations
@@ -17,15 +19,17 @@ from torch.optim.adamw import adamw
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 BLOCK = 256  # values that share a scale in 8 bits, as the kernels of bitsandbytes have it
-SMALL = 4096  # tensors of fewer values keep fp32 moments, as in bitsandbytes: norms are sensitive, and cost nothing
+# tensors of fewer values keep fp32 moments, as in bitsandbytes: norms are sensitive, and cost nothing
+SMALL = 4096
 _CHUNK = 1 << 22  # values that are quantized at once, to bound the memory that takes
 
 
 class Adam(torch.optim.Optimizer):
     """AdamW with the contract of Apex's FusedAdam, computed by torch's fused kernel.
 
-    torch's own AdamW keeps a `step` tensor per parameter: checkpoints then hold none, and after a load all parameters share one, which
-    advances once per parameter and gives wrong losses. Loshchilov and Hutter 2019 (arXiv:1711.05101).
+    torch's own AdamW keeps a `step` tensor per parameter: checkpoints then hold none, and after a load all
+    parameters share one, which advances once per parameter and gives wrong losses. Loshchilov and Hutter 2019
+    (arXiv:1711.05101).
 
     Args:
         params: parameters or groups.
@@ -48,9 +52,15 @@ class Adam(torch.optim.Optimizer):
         capturable: bool = False,
     ):
         if not adam_w_mode:
-            raise ValueError("adam_w_mode=False: only decoupled weight decay is supported. Fix: use decoupled_weight_decay=True.")
+            raise ValueError(
+                "adam_w_mode=False: only decoupled weight decay is supported. Fix: use"
+                " decoupled_weight_decay=True."
+            )
         if capturable:
-            raise ValueError("capturable=True: the step counts on the host, which a CUDA graph leaves out. Fix: use capturable=False.")
+            raise ValueError(
+                "capturable=True: the step counts on the host, which a CUDA graph leaves out. Fix: use"
+                " capturable=False."
+            )
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -81,9 +91,15 @@ class Adam(torch.optim.Optimizer):
         _fused_adamw(group, params, [self.state[p] for p in params])
 
 
-def _fused_adamw(group: Mapping[str, Any], params: Sequence[Tensor], moments: Sequence[Mapping[str, Tensor]]) -> None:
+def _fused_adamw(
+    group: Mapping[str, Any], params: Sequence[Tensor], moments: Sequence[Mapping[str, Tensor]]
+) -> None:
     # The kernel adds one to each step tensor before it uses it.
-    steps = list(torch.full((len(params),), float(group["step"] - 1), device=params[0].device).unbind()) if params else []
+    steps = (
+        list(torch.full((len(params),), float(group["step"] - 1), device=params[0].device).unbind())
+        if params
+        else []
+    )
     adamw(
         list(params),
         [p.grad for p in params if p.grad is not None],
@@ -103,14 +119,17 @@ def _fused_adamw(group: Mapping[str, Any], params: Sequence[Tensor], moments: Se
 
 
 class Bf16Adam(Adam):
-    """Adam whose moments are bf16 between steps, and fp32 while one parameter is updated (DeepSeek-V3, arXiv:2412.19437, section 3.3.2).
+    """Adam whose moments are bf16 between steps, and fp32 while one parameter is updated (DeepSeek-V3,
+    arXiv:2412.19437, section 3.3.2).
 
     Rounded to the nearest: a moment whose relative change in a step is under 2^-8 may stay where it is.
     """
 
     def allocate(self, p: Tensor, group: Mapping[str, Any]) -> None:
         if not self.state[p]:
-            self.state[p] = {name: torch.zeros_like(p, dtype=torch.bfloat16) for name in ("exp_avg", "exp_avg_sq")}
+            self.state[p] = {
+                name: torch.zeros_like(p, dtype=torch.bfloat16) for name in ("exp_avg", "exp_avg_sq")
+            }
 
     def moments(self, p: Tensor) -> dict[str, Tensor]:
         return {name: value.float() for name, value in super().moments(p).items()}
@@ -127,13 +146,15 @@ class Bf16Adam(Adam):
 
 
 class Adam8bit(Adam):
-    """Adam whose moments are 8-bit codes with an fp32 scale for every 256 values, updated by the kernels of bitsandbytes.
+    """Adam whose moments are 8-bit codes with an fp32 scale for every 256 values, updated by the kernels of
+    bitsandbytes.
 
-    Dettmers et al. 2022 (arXiv:2110.02861): a moment is `table[code] * scale`, with a table of 256 values between -1 and 1
-    (0 and 1 for the second moment). Tensors of fewer than 4096 values have fp32 moments.
+    Dettmers et al. 2022 (arXiv:2110.02861): a moment is `table[code] * scale`, with a table of 256 values
+    between -1 and 1 (0 and 1 for the second moment). Tensors of fewer than 4096 values have fp32 moments.
 
     Raises:
-        ValueError: where the kernels of the installed bitsandbytes do not run on the device of the parameters.
+        ValueError: where the kernels of the installed bitsandbytes do not run on the device of the
+            parameters.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -145,8 +166,14 @@ class Adam8bit(Adam):
         self._try_kernels()
 
     def _try_kernels(self) -> None:
-        """Before training, and in one line: a package that is there may have been built for another device."""
-        device = self.param_groups[0]["params"][0].device if self.param_groups[0]["params"] else torch.device("cpu")
+        """Before training, and in one line: a package that is there may have been built for another
+        device.
+        """
+        device = (
+            self.param_groups[0]["params"][0].device
+            if self.param_groups[0]["params"]
+            else torch.device("cpu")
+        )
         p = torch.zeros(SMALL, device=device)
         p.grad = torch.ones_like(p)
         try:
@@ -154,8 +181,13 @@ class Adam8bit(Adam):
             self._update({**self.param_groups[0], "step": 1, "lr": 0.0}, [p])
         except (RuntimeError, NameError, AttributeError, TypeError, NotImplementedError) as error:
             reason = str(error).strip().partition("\n")[0]
-            rule = f"the kernels of the installed bitsandbytes do not run on {device.type} ({type(error).__name__}: {reason})"
-            raise ValueError(f"OPTIMIZER=adam8bit: {rule}. Fix: install another version, or set OPTIMIZER=adam.") from error
+            rule = (
+                f"the kernels of the installed bitsandbytes do not run on {device.type}"
+                f" ({type(error).__name__}: {reason})"
+            )
+            raise ValueError(
+                f"OPTIMIZER=adam8bit: {rule}. Fix: install another version, or set OPTIMIZER=adam."
+            ) from error
         finally:
             del self.state[p]
 
@@ -191,7 +223,10 @@ class Adam8bit(Adam):
     def _table(self, device: torch.device) -> dict[str, Tensor]:
         if device not in self._tables:
             tables = {"exp_avg": True, "exp_avg_sq": False}
-            self._tables[device] = {name: self._kernels.create_dynamic_map(signed=signed).to(device) for name, signed in tables.items()}
+            self._tables[device] = {
+                name: self._kernels.create_dynamic_map(signed=signed).to(device)
+                for name, signed in tables.items()
+            }
         return self._tables[device]
 
     def _update(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
@@ -200,9 +235,9 @@ class Adam8bit(Adam):
         for p in large:
             state, table = self.state[p], self._table(p.device)
             self._kernels.optimizer_update_8bit_blockwise(
-                "adam", p.grad, p, state["exp_avg"], state["exp_avg_sq"], *group["betas"], 0.0, 0.0, group["eps"], group["step"],
-                float(group["lr"]), table["exp_avg"], table["exp_avg_sq"], state["exp_avg_scale"], state["exp_avg_sq_scale"],
-                weight_decay=group["weight_decay"],
+                "adam", p.grad, p, state["exp_avg"], state["exp_avg_sq"], *group["betas"], 0.0, 0.0,
+                group["eps"], group["step"], float(group["lr"]), table["exp_avg"], table["exp_avg_sq"],
+                state["exp_avg_scale"], state["exp_avg_sq_scale"], weight_decay=group["weight_decay"],
             )  # fmt: skip
 
 
@@ -225,8 +260,9 @@ def dequantized(codes: Tensor, scale: Tensor, table: Tensor) -> Tensor:
 def quantized(values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     """The nearest codes and their scales: codes uint8 [n] and fp32 [ceil(n / 256)].
 
-    A block's scale is the least at which no value is out of the table's range. bitsandbytes takes the largest absolute value, but the
-    lowest of the signed table is -0.993: of values that were quantized before, ours finds the scale again, and so the same codes.
+    A block's scale is the least at which no value is out of the table's range. bitsandbytes takes the largest
+    absolute value, but the lowest of the signed table is -0.993: of values that were quantized before, ours
+    finds the scale again, and so the same codes.
 
     Args:
         values: fp32, n values of any shape.
@@ -242,7 +278,9 @@ def quantized(values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
         if table[0] < 0:
             scale = torch.maximum(scale, blocks.amin(1) / table[0])
         shares = blocks / torch.where(scale > 0, scale, 1.0)[:, None]
-        codes[start : start + _CHUNK] = torch.bucketize(shares, bounds).view(-1)[: part.numel()].to(torch.uint8)
+        codes[start : start + _CHUNK] = (
+            torch.bucketize(shares, bounds).view(-1)[: part.numel()].to(torch.uint8)
+        )
         scales.append(scale)
     return codes, torch.cat(scales) if scales else flat.new_empty(0)
 
@@ -250,7 +288,8 @@ def quantized(values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
 class Sgd(torch.optim.SGD):
     """torch's SGD, whose momentum is there from the start: a checkpoint has it before the first step as well.
 
-    `m = momentum * m + (g + weight_decay * w)`, `w -= lr * m`. torch begins with m = g, which is the same as m = 0 before.
+    `m = momentum * m + (g + weight_decay * w)`, `w -= lr * m`. torch begins with m = g, which is the same as
+    m = 0 before.
     """
 
     def allocate(self, p: Tensor, group: Mapping[str, Any]) -> None:
@@ -268,7 +307,9 @@ def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def moments(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Tensor]:
-    """Name in MOMENTS to the running mean of a parameter, fp32 of its shape: the optimizer's own tensors where it keeps fp32, or copies."""
+    """Name in MOMENTS to the running mean of a parameter, fp32 of its shape: the optimizer's own tensors
+    where it keeps fp32, or copies.
+    """
     if isinstance(optimizer, Adam):
         return optimizer.moments(p)
     return {name: optimizer.state[p][name] for name in MOMENTS if name in optimizer.state[p]}

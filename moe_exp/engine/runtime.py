@@ -55,22 +55,27 @@ def choose_communication() -> tuple[str, str]:
 
 
 def start(config: Config) -> Runtime:
-    """Joins the job that torchrun started: process group, Megatron's parallel state, seeds, threads, DETERMINISTIC.
+    """Joins the job that torchrun started: process group, Megatron's parallel state, seeds, threads,
+    DETERMINISTIC.
 
     Raises:
-        ValueError: when the number of ranks is not NNODES * GPUS_PER_NODE, or the environment forbids DETERMINISTIC.
+        ValueError: when the number of ranks is not NNODES * GPUS_PER_NODE, or the environment forbids
+            DETERMINISTIC.
     """
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
     if world_size != config.world_size:
         raise ValueError(
-            f"GPUS_PER_NODE={config.gpus_per_node}: with NNODES={config.nnodes} that is {config.world_size} ranks, torchrun "
-            f"started {world_size}. Fix: give torchrun and the settings the same numbers."
+            f"GPUS_PER_NODE={config.gpus_per_node}: with NNODES={config.nnodes} that is {config.world_size}"
+            f" ranks, torchrun started {world_size}. Fix: give torchrun and the settings the same numbers."
         )
     device = _device(config, local_rank)
     timeout = datetime.timedelta(minutes=30)
-    # With GPUs only NCCL knows the device; given here, it connects at once and a missing GPU is seen at the start.
-    torch.distributed.init_process_group(choose_communication()[0], timeout=timeout, device_id=device if device.type == "cuda" else None)
+    # With GPUs only NCCL knows the device; given here, it connects at once and a missing GPU is seen at the
+    # start.
+    torch.distributed.init_process_group(
+        choose_communication()[0], timeout=timeout, device_id=device if device.type == "cuda" else None
+    )
     return joined(config, rank, local_rank, device)
 
 
@@ -82,7 +87,9 @@ def start_alone(config: Config) -> Runtime:
 
 
 def joined(config: Config, rank: int, local_rank: int, device: torch.device) -> Runtime:
-    """Megatron's parallel state and the seeds of a rank whose default process group is there, of whatever backend."""
+    """Megatron's parallel state and the seeds of a rank whose default process group is there, of whatever
+    backend.
+    """
     _start_parallel_state(config)
     seed_everything(config)
     groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -103,11 +110,14 @@ def _device(config: Config, local_rank: int) -> torch.device:
 
 
 def _make_deterministic(config: Config) -> None:
-    """From now on torch takes deterministic algorithms, and raises where an operation has none. Before anything runs on a GPU."""
+    """From now on torch takes deterministic algorithms, and raises where an operation has none. Before
+    anything runs on a GPU.
+    """
     if torch.cuda.is_available():
         for line in environment_problems(config, os.environ):
             raise ValueError(line)
-        os.environ.update(deterministic_environment(config, os.environ))  # which no launcher has done under a bare torchrun
+        # which no launcher has done under a bare torchrun
+        os.environ.update(deterministic_environment(config, os.environ))
     # Not warn_only, with which torch's attention keeps its other backward.
     torch.use_deterministic_algorithms(True)
 
@@ -125,7 +135,8 @@ def _start_parallel_state(config: Config) -> None:
 
 
 def seed_everything(config: Config) -> None:
-    """Seeds Python, numpy and torch, and Megatron's random streams, which differ by tensor and pipeline rank (for dropout).
+    """Seeds Python, numpy and torch, and Megatron's random streams, which differ by tensor and pipeline rank
+    (for dropout).
 
     Weights do not come from these streams, see `model.initialize_weights`.
     """
@@ -137,13 +148,15 @@ def seed_everything(config: Config) -> None:
 
 
 def quiet_third_parties() -> None:
-    """Silences what Megatron says at every start about parts that it does without; `moe-exp doctor` says it once and in words."""
+    """Silences what Megatron says at every start about parts that it does without; `moe-exp doctor` says it
+    once and in words.
+    """
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\..*")
     # Megatron calls collectives by names that torch 2.13 has given new ones.
     for module in (r"torch\.distributed.*", r"megatron\..*"):
         warnings.filterwarnings("ignore", category=FutureWarning, module=module)
-    # "Unknown MLP type", once per layer: ours. From 0.19 on "GPTModel IS DEPRECATED", which a user cannot do anything about, and
-    # that the layout of the optimizer's buffers is computed inside DDP, as it always was.
+    # "Unknown MLP type", once per layer: ours. From 0.19 on "GPTModel IS DEPRECATED", which a user cannot do
+    # anything about, and that the layout of the optimizer's buffers is computed inside DDP, as it always was.
     for name in ("transformer.transformer_layer", "models.gpt.gpt_model"):
         logging.getLogger(f"megatron.core.{name}").setLevel(logging.ERROR)
     ddp = logging.getLogger("megatron.core.distributed.distributed_data_parallel")
@@ -151,10 +164,13 @@ def quiet_third_parties() -> None:
 
 
 def freeze_garbage() -> None:
-    """Megatron has Python look for garbage at every save: what is there now stays, and need not be gone through."""
+    """Megatron has Python look for garbage at every save: what is there now stays, and need not be gone
+    through.
+    """
     gc.collect()
     gc.freeze()
-    atexit.register(gc.unfreeze)  # or libraries take for leaked what is there at the end, and say so at length
+    # or libraries take for leaked what is there at the end, and say so at length
+    atexit.register(gc.unfreeze)
 
 
 def stop() -> None:
@@ -170,7 +186,9 @@ T = TypeVar("T")
 
 
 def on_first_rank(make: Callable[[], T]) -> T | None:
-    """What `make` returns on rank 0, which keeps it for itself; None on the others. Called by every rank. Raises as `from_first_rank`."""
+    """What `make` returns on rank 0, which keeps it for itself; None on the others. Called by every rank.
+    Raises as `from_first_rank`.
+    """
     made: list[T] = []
     from_first_rank(lambda: made.append(make()))
     return made[0] if made else None
@@ -199,7 +217,8 @@ def on_every_rank(make: Callable[[], T]) -> T:
     """What `make` returns, of each rank its own. Called by every rank.
 
     Raises:
-        ValueError: on every rank, with the same text, where `make` does on one; so no rank goes on without it.
+        ValueError: on every rank, with the same text, where `make` does on one; so no rank goes on without
+            it.
     """
     value, line = None, ""
     try:

@@ -11,14 +11,21 @@ import sys
 
 _CAPABILITY_ATTRIBUTES = (75, 76)  # cuda.h: CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
 
-# For glibc's malloc on a CPU host: keep freed memory instead of giving it back to the system and fetching it again, page by page,
-# for every large tensor of every micro-batch (a third of a layer's time, docs/performance.md). A GPU has torch's caching allocator.
-KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
+# For glibc's malloc on a CPU host: keep freed memory instead of giving it back to the system and fetching it
+# again, page by page, for every large tensor of every micro-batch (a third of a layer's time,
+# docs/performance.md). A GPU has torch's caching allocator.
+KEEP_FREED_MEMORY = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(2**40),
+    "MALLOC_TOP_PAD_": str(2**26),
+}
 
 
 @functools.cache
 def count_gpus() -> int:
-    """Number of CUDA devices that this process may use (CUDA_VISIBLE_DEVICES honoured), from the driver itself."""
+    """Number of CUDA devices that this process may use (CUDA_VISIBLE_DEVICES honoured), from the driver
+    itself.
+    """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -31,7 +38,9 @@ def count_gpus() -> int:
 
 @functools.cache
 def compute_capability() -> tuple[int, int]:
-    """That of the oldest CUDA device that this process may use, from the driver itself; (0, 0) where there is none."""
+    """That of the oldest CUDA device that this process may use, from the driver itself; (0, 0) where there is
+    none.
+    """
     if not count_gpus():
         return 0, 0
     driver, found = ctypes.CDLL("libcuda.so.1"), []
@@ -45,12 +54,16 @@ def compute_capability() -> tuple[int, int]:
 
 
 def rank_place(rank: int | None = None) -> str:
-    """Where this rank is, for its error lines: `rank 11 on node-b (cuda:3)`, on a CPU host `rank 1 on laptop (cpu)`.
+    """Where this rank is, for its error lines: `rank 11 on node-b (cuda:3)`, on a CPU host `rank 1 on laptop
+    (cpu)`.
 
     Args:
         rank: its number; torchrun's by default.
     """
-    return f"rank {os.environ.get('RANK', '0') if rank is None else rank} on {socket.gethostname()} ({device_label()})"
+    return (
+        f"rank {os.environ.get('RANK', '0') if rank is None else rank} on {socket.gethostname()}"
+        f" ({device_label()})"
+    )
 
 
 def device_label() -> str:
@@ -63,7 +76,10 @@ def device_name() -> str:
     if not count_gpus():
         return "CPU"
     driver, device, name = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0), ctypes.create_string_buffer(256)
-    if driver.cuDeviceGet(ctypes.byref(device), 0) != 0 or driver.cuDeviceGetName(name, len(name), device) != 0:
+    if (
+        driver.cuDeviceGet(ctypes.byref(device), 0) != 0
+        or driver.cuDeviceGetName(name, len(name), device) != 0
+    ):
         return "GPU"
     return name.value.decode(errors="replace")
 

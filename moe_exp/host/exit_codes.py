@@ -7,7 +7,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-# Exit codes of a job: it has come to TRAIN_ITERS; it failed; its settings cannot run; it has saved, and the same command goes on.
+# Exit codes of a job: it has come to TRAIN_ITERS; it failed; its settings cannot run; it has saved, and the
+# same command goes on.
 FINISHED, FAILED, BAD_INPUT, TO_BE_CONTINUED = 0, 1, 2, 75
 
 # From ranks to their launcher: start the ranks again, which is no failure.
@@ -19,17 +20,26 @@ EXIT_CODE_FILE = "MOE_EXP_EXIT_CODE_FILE"
 # Variable that the launcher sets: the folder of this node where ranks keep their heartbeats.
 HEARTBEATS = "MOE_EXP_HEARTBEATS"
 
-# Others that it sets: the metrics.jsonl of the run; the time of the launch, of the clock that `time.monotonic` reads.
+# Others that it sets: the metrics.jsonl of the run; the time of the launch, of the clock that
+# `time.monotonic` reads.
 METRICS_FILE = "MOE_EXP_METRICS_FILE"
 
 LAUNCH_TIME = "MOE_EXP_LAUNCH_TIME"
 
 # What torch.distributed says on the ranks that did nothing wrong, when another rank has died.
-CAUSED_BY_ANOTHER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "Timed out waiting", "ProcessGroup")
+CAUSED_BY_ANOTHER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "NCCL",
+    "Timed out waiting",
+    "ProcessGroup",
+)
 
 
 def tell_launcher(code: int, *, by_any_rank: bool = False) -> bool:
-    """Leaves the exit code of the job for the launcher of this node, by its first rank; False where there is none to tell.
+    """Leaves the exit code of the job for the launcher of this node, by its first rank; False where there is
+    none to tell.
 
     torchrun knows 0 and failures alone: ranks that have told end with 0, whatever they have told.
     """
@@ -47,6 +57,8 @@ def told_exit_code() -> int | None:
 
 
 def complain(*lines: str) -> None:
-    """Lines about the job on stderr. That may be a log on a full disk, which is no reason not to do what they are about."""
+    """Lines about the job on stderr. That may be a log on a full disk, which is no reason not to do what they
+    are about.
+    """
     with suppress(OSError):
         print(*(f"moe-exp: {line}" for line in lines), sep="\n", file=sys.stderr, flush=True)

@@ -16,7 +16,9 @@ _CHUNK_BYTES = 1 << 20
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes `text` so that a reader, or the next start after a crash, sees the old file or the new one and never half of one."""
+    """Writes `text` so that a reader, or the next start after a crash, sees the old file or the new one and
+    never half of one.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as file:
@@ -46,7 +48,8 @@ def sync_folder(folder: Path) -> None:
 
 
 class HashedFile:
-    """A new binary file that knows the checksum of what was written into it, so that nobody has to read it again.
+    """A new binary file that knows the checksum of what was written into it, so that nobody has to read it
+    again.
 
     Use it in a `with` block: at its end the file is on the disk, or an error is raised.
     """
@@ -84,10 +87,13 @@ class HashedFile:
     def __enter__(self) -> HashedFile:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
             if self._error is not None:
-                raise self._error  # torch.save makes something else of it, which does not say what the system said
+                # torch.save makes something else of it, which does not say what the system said
+                raise self._error
             if error is None:
                 self._file.flush()
                 os.fsync(self._file.fileno())

@@ -1,8 +1,8 @@
 """All-gather and reduce-scatter that are fast on gloo as well.
 
-gloo runs both as a ring of small steps, each of which waits for a thread to wake up, and tensor parallelism spends its time in
-that waiting. One all-to-all moves the same bytes with one wait. The measurements are in docs/performance.md
-(`bench/bench_gloo.py`).
+gloo runs both as a ring of small steps, each of which waits for a thread to wake up, and tensor parallelism
+spends its time in that waiting. One all-to-all moves the same bytes with one wait. The measurements are in
+docs/performance.md (`bench/bench_gloo.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ _LARGE_BYTES = 4 * 2**20
 
 
 def all_gather(out: Tensor, x: Tensor, group: ProcessGroup | None = None, async_op: bool = False) -> Any:
-    """torch.distributed.all_gather_into_tensor: `out` gets x of every rank, in rank order along the first dimension."""
+    """torch.distributed.all_gather_into_tensor: `out` gets x of every rank, in rank order along the first
+    dimension.
+    """
     if not _is_gloo(group) or out.nbytes > _LARGE_BYTES:
         return dist.all_gather_into_tensor(out, x, group=group, async_op=async_op)
     copies = x.flatten().repeat(dist.get_world_size(group))
@@ -27,7 +29,9 @@ def all_gather(out: Tensor, x: Tensor, group: ProcessGroup | None = None, async_
 
 
 def reduce_scatter(out: Tensor, x: Tensor, group: ProcessGroup | None = None, async_op: bool = False) -> Any:
-    """torch.distributed.reduce_scatter_tensor: `out` gets this rank's part, along the first dimension, of the sum of x."""
+    """torch.distributed.reduce_scatter_tensor: `out` gets this rank's part, along the first dimension, of the
+    sum of x.
+    """
     if not _is_gloo(group):
         return dist.reduce_scatter_tensor(out, x, group=group, async_op=async_op)
     parts = torch.empty_like(x, memory_format=torch.contiguous_format).view(dist.get_world_size(group), -1)

@@ -1,14 +1,17 @@
 """Lets megatron-core run on a host where torch has no CUDA device; does nothing where it has one.
 
-`moe_exp/__init__.py` hands the imports of `megatron.*`, and no others, to `find_spec`. Where there is no CUDA device:
+`moe_exp/__init__.py` hands the imports of `megatron.*`, and no others, to `find_spec`. Where there is no CUDA
+device:
 
-- The name `torch` inside Megatron's modules is a stand-in. It is torch itself but for its CUDA namespace, whose streams,
-  events, random states and memory counters are those of the CPU, and for `pin_memory`, which is dropped.
-- The words for CUDA inside Megatron's code objects (`device="cuda"`, `"torch.cuda.FloatTensor"`, `.cuda()`) become those
-  for the CPU. The rewriting is done on the cached byte code, so it costs nothing at start-up.
+- The name `torch` inside Megatron's modules is a stand-in. It is torch itself but for its CUDA namespace,
+  whose streams, events, random states and memory counters are those of the CPU, and for `pin_memory`, which
+  is dropped.
+- The words for CUDA inside Megatron's code objects (`device="cuda"`, `"torch.cuda.FloatTensor"`, `.cuda()`)
+  become those for the CPU. The rewriting is done on the cached byte code, so it costs nothing at start-up.
 - A few functions that reach into CUDA's C interface are replaced by name, in `_MENDED`.
 
-torch itself keeps its behaviour for everybody else; all it gains is one private method on Tensor and Module (`_KEYWORD`).
+torch itself keeps its behaviour for everybody else; all it gains is one private method on Tensor and Module
+(`_KEYWORD`).
 """
 
 from __future__ import annotations
@@ -77,10 +80,11 @@ class _CpuAccelerator(types.ModuleType):
         stream = _Stream()
         device = torch.device("cpu")
         answers: dict[str, Any] = {
-            "is_available": False, "is_initialized": False, "is_current_stream_capturing": False, "current_device": device,
-            "device_count": 0, "current_stream": stream, "default_stream": stream, "synchronize": None, "set_device": None,
-            "empty_cache": None, "ipc_collect": None, "memory_allocated": 0, "max_memory_allocated": 0, "memory_reserved": 0,
-            "max_memory_reserved": 0, "memory_stats": {}, "reset_peak_memory_stats": None,
+            "is_available": False, "is_initialized": False, "is_current_stream_capturing": False,
+            "current_device": device, "device_count": 0, "current_stream": stream, "default_stream": stream,
+            "synchronize": None, "set_device": None, "empty_cache": None, "ipc_collect": None,
+            "memory_allocated": 0, "max_memory_allocated": 0, "memory_reserved": 0, "max_memory_reserved": 0,
+            "memory_stats": {}, "reset_peak_memory_stats": None,
         }  # fmt: skip
         for name, answer in answers.items():
             setattr(self, name, _constant(answer))
@@ -147,12 +151,17 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 def _import(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
     module = builtins.__import__(name, globals, locals, fromlist, level)
-    # `import torch` and `import torch.x` bind the name torch; `from torch import x` and `import torch.x as y` do not.
+    # `import torch` and `import torch.x` bind the name torch; `from torch import x` and `import torch.x as y`
+    # do not.
     return _STAND_IN if module is torch and not fromlist else module
 
 
-def find_spec(fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
-    """Where a module of megatron is, with `_Loader` to load it on a host without CUDA; None, for Python's own finders, on the others."""
+def find_spec(
+    fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+) -> importlib.machinery.ModuleSpec | None:
+    """Where a module of megatron is, with `_Loader` to load it on a host without CUDA; None, for Python's own
+    finders, on the others.
+    """
     if not INSTALLED:
         return None
     spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
@@ -162,7 +171,8 @@ def find_spec(fullname: str, path: Sequence[str] | None, target: types.ModuleTyp
 
 
 def _mend_jit(module: Any) -> None:
-    # torch.compile would look for a C++ compiler at the first step, for fusions that are worth little on a CPU.
+    # torch.compile would look for a C++ compiler at the first step, for fusions that are worth little on a
+    # CPU.
     module.disable_jit_fuser()
 
 
@@ -172,12 +182,14 @@ def _mend_random(module: Any) -> None:
 
 
 def _mend_writer(module: Any) -> None:
-    # Megatron writes checkpoints in forked processes. A fork of a process in which gloo's threads run may hang or end in
-    # EOFError; here the rank itself writes, with the same function.
+    # Megatron writes checkpoints in forked processes. A fork of a process in which gloo's threads run may
+    # hang or end in EOFError; here the rank itself writes, with the same function.
     writer = module.FileSystemWriterAsync
     results: queue.Queue[Any] = queue.Queue()
 
-    def write(transforms: Any, use_msc: Any, rank: int, write_buckets: Sequence[Any], results: queue.Queue[Any]) -> None:
+    def write(
+        transforms: Any, use_msc: Any, rank: int, write_buckets: Sequence[Any], results: queue.Queue[Any]
+    ) -> None:
         written = {}
         for index, bucket in enumerate(write_buckets):
             outcomes, count = queue.Queue(), queue.Queue()  # type: queue.Queue[Any], queue.Queue[int]
@@ -193,9 +205,14 @@ def _mend_writer(module: Any) -> None:
 
 
 def _mend_norm(module: Any) -> None:
-    # torch's fp32 norm of a million values is off by 1e-5 on a CPU, by another 1e-5 when they are split over ranks.
-    def l2_norm(chunk_size: int, noop_flag: Any, tensor_lists: Sequence[Any], per_tensor: bool, *args: Any) -> tuple[torch.Tensor, None]:
-        norms = [torch.linalg.vector_norm(x, dtype=torch.float64) for tensors in tensor_lists for x in tensors]
+    # torch's fp32 norm of a million values is off by 1e-5 on a CPU, by another 1e-5 when they are split over
+    # ranks.
+    def l2_norm(
+        chunk_size: int, noop_flag: Any, tensor_lists: Sequence[Any], per_tensor: bool, *args: Any
+    ) -> tuple[torch.Tensor, None]:
+        norms = [
+            torch.linalg.vector_norm(x, dtype=torch.float64) for tensors in tensor_lists for x in tensors
+        ]
         return torch.stack(norms).norm().float().view(1), None
 
     module.local_multi_tensor_l2_norm = l2_norm
@@ -207,7 +224,8 @@ def _mend_collectives(module: Any) -> None:
 
 
 def mend_router(module: Any) -> None:
-    """Megatron's own router without Transformer Engine, which fails with NameError in megatron-core 0.16, on a GPU as on a CPU.
+    """Megatron's own router without Transformer Engine, which fails with NameError in megatron-core 0.16, on
+    a GPU as on a CPU.
 
     Training takes our router, so on a GPU only what is compared with Megatron's layer needs this.
 
@@ -219,13 +237,15 @@ def mend_router(module: Any) -> None:
 
 
 def _mend_moe(module: Any) -> None:
-    # Megatron's own router and dispatcher, which ours are compared with. The sizes of an all-to-all have to be numbers, which Megatron
-    # makes of tensors on a GPU only.
+    # Megatron's own router and dispatcher, which ours are compared with. The sizes of an all-to-all have to
+    # be numbers, which Megatron makes of tensors on a GPU only.
     mend_router(module)
     move = module.maybe_move_tensor_to_cpu
 
     def as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else move(tensor, as_numpy, record_stream)
+        return (
+            tensor.numpy() if as_numpy and torch.is_tensor(tensor) else move(tensor, as_numpy, record_stream)
+        )
 
     module.maybe_move_tensor_to_cpu = as_numbers
 
@@ -253,7 +273,9 @@ def refuse_if_too_late() -> None:
 
 if INSTALLED:
     # Megatron says so at import, in several places; on a CPU neither could be there.
-    warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed", category=UserWarning)
+    warnings.filterwarnings(
+        "ignore", message="(Transformer Engine and )?Apex (is|are) not installed", category=UserWarning
+    )
     _keep: Callable[..., Any] = lambda self, *args, **kwargs: self  # noqa: E731
     setattr(torch.Tensor, _KEYWORD, _keep)
     setattr(torch.nn.Module, _KEYWORD, _keep)

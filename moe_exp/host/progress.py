@@ -1,4 +1,6 @@
-"""How far a long step is: a bar with rate and time left on a terminal, a log line now and then elsewhere; and the table at its end."""
+"""How far a long step is: a bar with rate and time left on a terminal, a log line now and then elsewhere; and
+the table at its end.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ def progress(what: str, total: int, *, unit: str = "bytes", done: int = 0) -> It
         unit: `bytes`, or what is counted, in the plural.
         done: units that an earlier call has done.
     """
-    console = Console(file=sys.stderr)  # this stream, wherever a step redirects sys.stderr for a package that talks much
+    # this stream, wherever a step redirects sys.stderr for a package that talks much
+    console = Console(file=sys.stderr)
     if console.is_terminal:
         columns = (
             TextColumn("{task.description}"),
@@ -95,7 +98,11 @@ class _Counter:
 
     def rate(self) -> str:
         rate = (self.done - self.first) / max(1e-3, time.monotonic() - self.started)
-        return f"{60 * rate:.1f} {self.unit}/min" if rate < 1 and self.unit != "bytes" else f"{self._size(int(rate))}/s"
+        return (
+            f"{60 * rate:.1f} {self.unit}/min"
+            if rate < 1 and self.unit != "bytes"
+            else f"{self._size(int(rate))}/s"
+        )
 
     def log(self, units: int, now: str = "", /) -> None:
         self.done += units

@@ -13,19 +13,25 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-# Fields of squeue(1): id, state, start (of a job that waits: expected, or N/A), time limit, time left, why it waits.
+# Fields of squeue(1): id, state, start (of a job that waits: expected, or N/A), time limit, time left, why it
+# waits.
 _FORMAT = "%i|%T|%S|%l|%L|%r"
 _SQUEUE_SECONDS = 60.0
 
-# Of a job that has nodes. COMPLETING is none of them: it is over, and what is left of it is being cleared away.
+# Of a job that has nodes. COMPLETING is none of them: it is over, and what is left of it is being cleared
+# away.
 _RUNNING = ("RUNNING", "CONFIGURING", "SIGNALING", "STAGE_OUT", "RESIZING")
 _WAITING = ("PENDING", "REQUEUED", "REQUEUE_FED")
 _HALTED = ("SUSPENDED", "STOPPED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
-# Why a job waits that will not start by itself, as job_reason_string of SLURM writes it; squeue's %r has no brackets around it.
+# Why a job waits that will not start by itself, as job_reason_string of SLURM writes it; squeue's %r has no
+# brackets around it.
 _NEVER = re.compile(
-    r"DependencyNeverSatisfied|JobHeld(User|Admin)|JobHoldMaxRequeue|BadConstraints|launch failed requeued held|"
-    r"(job )?requeued (in )?held( state)?|NonZeroExitCode|Invalid(Account|QOS)|(Account|QOS)NotAllowed|Partition(TimeLimit|NodeLimit)|"
-    r"DeadLine|(QOS|Assoc)\w*MaxWall\w*|(QOS|Assoc)\w*MaxSubmit\w*|(QOS|Assoc)(Max|Grp)\w*Minutes\w*|ReservationDeleted|FrontEndDown|AccountingPolicy|"
+    r"DependencyNeverSatisfied|JobHeld(User|Admin)|JobHoldMaxRequeue|BadConstraints|launch failed requeued"
+    r" held|"
+    r"(job )?requeued (in )?held("
+    r" state)?|NonZeroExitCode|Invalid(Account|QOS)|(Account|QOS)NotAllowed|Partition(TimeLimit|NodeLimit)|"
+    r"DeadLine|(QOS|Assoc)\w*MaxWall\w*|(QOS|Assoc)\w*MaxSubmit\w*|(QOS|Assoc)(Max|Grp)\w*Minutes\w*|"
+    r"ReservationDeleted|FrontEndDown|AccountingPolicy|"
     r"(QOS|Assoc)Max(Cpu|Node|GRES|TRES|Mem)\w*PerJob\w*|QOSMin\w*"
 )
 
@@ -55,7 +61,9 @@ class QueuedJob:
     @property
     def text(self) -> str:
         """For people."""
-        return f"job {self.name} {self.state.lower()}" + (f" ({self.reason})" if self.reason not in ("None", "") else "")
+        return f"job {self.name} {self.state.lower()}" + (
+            f" ({self.reason})" if self.reason not in ("None", "") else ""
+        )
 
 
 @dataclass(frozen=True)
@@ -88,7 +96,9 @@ class Queue:
     def scheduled_seconds(self) -> float | None:
         """Time that the run has left in all of its jobs; None where one has no limit."""
         times = [job.left_seconds for job in self.running]
-        times += [None if job.limit_seconds is None else job.limit_seconds * job.num_tasks for job in self.coming]
+        times += [
+            None if job.limit_seconds is None else job.limit_seconds * job.num_tasks for job in self.coming
+        ]
         known = [one for one in times if one is not None]
         return sum(known) if len(known) == len(times) else None
 
@@ -112,14 +122,24 @@ def read_queue(name: str, user: str = "") -> Queue:
         NoSqueue: it is not on PATH.
         QueueError: it refuses, or takes longer than a minute.
     """
-    command = ["squeue", "--noheader", f"--user={user or getpass.getuser()}", f"--name={name}", f"--format={_FORMAT}"]
-    # Or what somebody likes to see of the queue is all that is seen, ids of a long array are cut off, times are written in another way.
+    command = [
+        "squeue",
+        "--noheader",
+        f"--user={user or getpass.getuser()}",
+        f"--name={name}",
+        f"--format={_FORMAT}",
+    ]
+    # Or what somebody likes to see of the queue is all that is seen, ids of a long array are cut off, times
+    # are written in another way.
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
     environ = {**kept, "SLURM_BITSTR_LEN": "0", "SLURM_TIME_FORMAT": "standard"}
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=_SQUEUE_SECONDS)
     except FileNotFoundError:
-        fix = "put its folder on PATH (cron's is short), call this on a login node of the cluster, or leave --slurm-name out"
+        fix = (
+            "put its folder on PATH (cron's is short), call this on a login node of the cluster, or leave"
+            " --slurm-name out"
+        )
         raise NoSqueue(f"squeue: is not on PATH. Fix: {fix}.") from None
     except subprocess.TimeoutExpired:
         raise QueueError(f"squeue has not answered in {_SQUEUE_SECONDS:.0f} s") from None
@@ -136,7 +156,15 @@ def parse_queue(text: str) -> Queue:
         if len(fields) < 6:
             continue
         name, state, start, limit, left, reason = fields
-        job = QueuedJob(name, state, num_tasks(name), slurm_time(start), slurm_seconds(limit), slurm_seconds(left), reason.strip("() "))
+        job = QueuedJob(
+            name,
+            state,
+            num_tasks(name),
+            slurm_time(start),
+            slurm_seconds(limit),
+            slurm_seconds(left),
+            reason.strip("() "),
+        )
         if state in _RUNNING:
             queue.running.append(job)
         elif state == "COMPLETING":
@@ -149,7 +177,9 @@ def parse_queue(text: str) -> Queue:
 
 
 def num_tasks(name: str) -> int:
-    """Jobs that a name of squeue's stands for: 1 for 123 and 123_4, 17 for 123_[4-20%1], 3 for 123_[1,4-8:4]."""
+    """Jobs that a name of squeue's stands for: 1 for 123 and 123_4, 17 for 123_[4-20%1], 3 for
+    123_[1,4-8:4].
+    """
     found = re.fullmatch(r"\d+_\[([\d,:-]+)(%\d+)?\]", name)
     if not found:
         return 1
@@ -163,7 +193,9 @@ def num_tasks(name: str) -> int:
 
 
 def slurm_seconds(text: str) -> int | None:
-    """Seconds of a time span as squeue writes it, 2-03:04:05, 3:04:05 or 4:05; None for UNLIMITED, INVALID and the like."""
+    """Seconds of a time span as squeue writes it, 2-03:04:05, 3:04:05 or 4:05; None for UNLIMITED, INVALID
+    and the like.
+    """
     found = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)", text.strip())
     if not found:
         return None
@@ -183,7 +215,9 @@ def job_environment() -> str:
     """A command of the shell with which jobs find the Python and the packages of this process."""
     package_root = Path(__file__).resolve().parents[2]
     paths = {"PATH": Path(sys.executable).parent, "PYTHONPATH": package_root}
-    return "; ".join(f'export {name}={shlex.quote(str(path))}"${{{name}:+:${name}}}"' for name, path in paths.items())
+    return "; ".join(
+        f'export {name}={shlex.quote(str(path))}"${{{name}:+:${name}}}"' for name, path in paths.items()
+    )
 
 
 def still_there(job_ids: list[str]) -> list[str]:
@@ -191,9 +225,18 @@ def still_there(job_ids: list[str]) -> list[str]:
     if not job_ids:
         return []
     if not shutil.which("squeue"):
-        raise ValueError(f"squeue: is not here to tell of the SLURM jobs {' '.join(job_ids)}. Fix: call it on a login node of the cluster.")
-    found = subprocess.run(["squeue", "--noheader", "--format=%F", "--jobs", ",".join(job_ids)], capture_output=True, text=True)
-    if found.returncode != 0 and "invalid job id" not in found.stderr.lower():  # what it says when it has forgotten them
-        raise ValueError(f"squeue: exit code {found.returncode}: {found.stderr.strip()}. Fix: call it again when SLURM answers.")
+        raise ValueError(
+            f"squeue: is not here to tell of the SLURM jobs {' '.join(job_ids)}. Fix: call it on a login node"
+            " of the cluster."
+        )
+    found = subprocess.run(
+        ["squeue", "--noheader", "--format=%F", "--jobs", ",".join(job_ids)], capture_output=True, text=True
+    )
+    # what it says when it has forgotten them
+    if found.returncode != 0 and "invalid job id" not in found.stderr.lower():
+        raise ValueError(
+            f"squeue: exit code {found.returncode}: {found.stderr.strip()}. Fix: call it again when SLURM"
+            " answers."
+        )
     known = set(found.stdout.split())
     return [job for job in job_ids if job in known and job != os.environ.get("SLURM_JOB_ID")]

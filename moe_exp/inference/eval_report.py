@@ -52,9 +52,22 @@ class Row:
 
     def to_json(self) -> dict[str, Any]:
         """null for what is not there or no number."""
-        numbers = {"lm_loss": self.lm_loss, "lm_loss_ppl": self.lm_loss_ppl, "bits_per_byte": self.bits_per_byte}
-        finite = {name: value if value is not None and math.isfinite(value) else None for name, value in numbers.items()}
-        return {"data": self.data, "sequences": self.sequences, "tokens": self.tokens, "bytes": self.text_bytes, **finite}
+        numbers = {
+            "lm_loss": self.lm_loss,
+            "lm_loss_ppl": self.lm_loss_ppl,
+            "bits_per_byte": self.bits_per_byte,
+        }
+        finite = {
+            name: value if value is not None and math.isfinite(value) else None
+            for name, value in numbers.items()
+        }
+        return {
+            "data": self.data,
+            "sequences": self.sequences,
+            "tokens": self.tokens,
+            "bytes": self.text_bytes,
+            **finite,
+        }
 
 
 @dataclass(frozen=True)
@@ -79,7 +92,13 @@ class Evaluation:
         rows = self.rows
         known = [row.text_bytes for row in rows if row.text_bytes is not None]
         text_bytes = sum(known) if len(known) == len(rows) else None
-        return Row("total", sum(row.sequences for row in rows), sum(row.tokens for row in rows), sum(row.nats for row in rows), text_bytes)
+        return Row(
+            "total",
+            sum(row.sequences for row in rows),
+            sum(row.tokens for row in rows),
+            sum(row.nats for row in rows),
+            text_bytes,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain values as `--json` prints them; `experts` only where they were counted."""
@@ -90,7 +109,9 @@ class Evaluation:
             "total": self.total.to_json(),
         }
         names = [row.data for row in self.rows]
-        return values | ({"experts": [layer.to_json(names) for layer in self.experts]} if self.experts else {})
+        return values | (
+            {"experts": [layer.to_json(names) for layer in self.experts]} if self.experts else {}
+        )
 
 
 def print_evaluation(result: Evaluation, *, num_experts: int) -> None:
@@ -116,7 +137,10 @@ def _usage_table(layer: LayerUsage, names: Sequence[str], num_experts: int) -> T
     shares, bits, order = layer.shares_PE, layer.bits_E, layer.order_E
     fair = 1 / shares.shape[1]
     most = f", of at most {math.log2(len(names)):.3f}" if len(names) > 1 else ""
-    title = f"layer {layer.layer}: share of each source's tokens per expert (fair: {fair:.2%}); {bits.sum():.3f} bits{most}"
+    title = (
+        f"layer {layer.layer}: share of each source's tokens per expert (fair: {fair:.2%}); {bits.sum():.3f}"
+        f" bits{most}"
+    )
     left_out = shares.shape[1] - num_experts
     one_source = "One source alone shows no specialisation: the bits are 0." if len(names) == 1 else ""
     caption = one_source or (f"and {left_out} less specialised" if left_out > 0 else None)

@@ -1,4 +1,5 @@
-"""Held-out text to loss, perplexity and bits per byte, per data prefix and in total; and which experts take which prefix's tokens.
+"""Held-out text to loss, perplexity and bits per byte, per data prefix and in total; and which experts take
+which prefix's tokens.
 
 Replicas share the batches as in `score`; sums are in float64, and reduced once at the end.
 """
@@ -45,11 +46,13 @@ class EvalRequest:
 
     Args:
         checkpoint: an iter_ folder, a checkpoints folder or a run folder.
-        data: prefixes of .bin/.idx files, each a row; none: the validation data of the run, or of the embedded corpus.
+        data: prefixes of .bin/.idx files, each a row; none: the validation data of the run, or of the
+            embedded corpus.
         samples: sequences per prefix, the first ones; None: all.
         by_document: every document alone, see `held_out.Cut`.
         experts: show this many experts per layer; None: count no experts.
-        batch_size: sequences at a time; None: as many as have 256 MB of logits, or with `capacity` MBSZ of the training.
+        batch_size: sequences at a time; None: as many as have 256 MB of logits, or with `capacity` MBSZ of
+            the training.
         tokenizer: see `text.tokenizer_for`.
         dtype: compute type; empty: that of the training.
         capacity: as in training: drop tokens over capacity, and leave out what is shorter than a sequence.
@@ -127,13 +130,21 @@ def plan_evaluation(request: EvalRequest, *, check_ids: bool = True) -> Plan:
 def _number_problems(request: EvalRequest, saved: Config) -> list[str]:
     problems = [
         problem(name, value, "must be at least 1", "give a positive number, or leave it out")
-        for name, value in (("samples", request.samples), ("batch_size", request.batch_size), ("experts", request.experts))
+        for name, value in (
+            ("samples", request.samples),
+            ("batch_size", request.batch_size),
+            ("experts", request.experts),
+        )
         if value is not None and value < 1
     ]
     if request.experts is not None and not saved.use_moe:
-        problems.append(problem("experts", request.experts, "the model is dense, it has none", "leave --experts out"))
+        problems.append(
+            problem("experts", request.experts, "the model is dense, it has none", "leave --experts out")
+        )
     if request.capacity and saved.seq_len % request.layout.tp:
-        rule = f"with --capacity the {saved.seq_len} tokens of a sequence cannot be padded to a multiple of it"
+        rule = (
+            f"with --capacity the {saved.seq_len} tokens of a sequence cannot be padded to a multiple of it"
+        )
         problems.append(problem("tp", request.layout.tp, rule, "use another TP, or leave --capacity out"))
     if request.capacity and request.by_document:
         rule = "training drops tokens in sequences of SEQ_LEN, whatever documents are in them"
@@ -165,7 +176,14 @@ def _sources(request: EvalRequest, saved: Config, *, check_ids: bool) -> list[He
             problems.append(wrong)
         sources.append(source)
     if not problems and len({source.prefix for source in sources}) < len(sources):
-        problems.append(problem("data", " ".join(source.prefix for source in sources), "names a prefix twice", "name each once"))
+        problems.append(
+            problem(
+                "data",
+                " ".join(source.prefix for source in sources),
+                "names a prefix twice",
+                "name each once",
+            )
+        )
     if problems:
         raise ConfigError(problems)
     return sources
@@ -182,7 +200,11 @@ def _own_data(saved: Config) -> list[str]:
 
 
 def _batch_size(request: EvalRequest, saved: Config, most: int) -> int:
-    return saved.mbsz if request.capacity else max(1, min(most, _BATCH_BYTES // (4 * saved.seq_len * saved.vocab_size)))
+    return (
+        saved.mbsz
+        if request.capacity
+        else max(1, min(most, _BATCH_BYTES // (4 * saved.seq_len * saved.vocab_size)))
+    )
 
 
 def _compare_tokenizers(tokenizer: TextTokenizer, sources: list[HeldOut]) -> None:
@@ -191,7 +213,9 @@ def _compare_tokenizers(tokenizer: TextTokenizer, sources: list[HeldOut]) -> Non
         facts = source.files.manifest.get("settings", {}).get("tokenizer")
         made_with = facts.get("hash") if isinstance(facts, dict) else None
         if made_with not in (None, tokenizer.facts()["hash"]):
-            logger.warning("data=%s: by its manifest of another tokenizer than %s", source.prefix, tokenizer.name)
+            logger.warning(
+                "data=%s: by its manifest of another tokenizer than %s", source.prefix, tokenizer.name
+            )
 
 
 def evaluate(plan: Plan, rank: Runtime) -> Evaluation:
@@ -229,11 +253,17 @@ def _router_counts(plan: Plan, stage: Stage) -> RouterCounts:
 
 def _usage(config: Config, counts: RouterCounts) -> list[LayerUsage]:
     counts_PLE = counts.counts_PLE.cpu().numpy()
-    return [LayerUsage(layer + 1, counts_PLE[:, layer]) for layer, is_moe in enumerate(config.moe_layers) if is_moe]
+    return [
+        LayerUsage(layer + 1, counts_PLE[:, layer])
+        for layer, is_moe in enumerate(config.moe_layers)
+        if is_moe
+    ]
 
 
 def _run_batches(plan: Plan, stage: Stage, sums: Tensor, counts: RouterCounts | None) -> None:
-    """Batch i goes to replica i modulo their number. Experts may be spread over replicas, so all work to the last step."""
+    """Batch i goes to replica i modulo their number. Experts may be spread over replicas, so all work to the
+    last step.
+    """
     replicas, batches = stage.rank.groups.dp, plan.batches
     shows, total = stage.rank.is_first, sum(count for _, _, count in batches)
     with progress("eval", total, unit="sequences") if shows else nullcontext(_no_progress) as advance:
@@ -250,7 +280,9 @@ def _run_batches(plan: Plan, stage: Stage, sums: Tensor, counts: RouterCounts | 
             logits = stage.logits(tokens)
             if logits is not None and stage.writes and is_mine:
                 sums[number, 0] += _nats(logits, labels)
-                sums[number, 1] += source.count_bytes(first, sequences, plan.token_bytes) if plan.token_bytes else 0
+                sums[number, 1] += (
+                    source.count_bytes(first, sequences, plan.token_bytes) if plan.token_bytes else 0
+                )
             advance(sum(count for _, _, count in step))
 
 
@@ -259,7 +291,9 @@ def _no_progress(sequences: int) -> None:
 
 
 def _padded(sequences: list[Int64Array]) -> tuple[Tensor, Tensor]:
-    """Inputs and labels, int64 [B, S], as long as the longest sequence. What is behind a token does not change its logits."""
+    """Inputs and labels, int64 [B, S], as long as the longest sequence. What is behind a token does not
+    change its logits.
+    """
     longest = max(map(len, sequences)) - 1
     tokens = torch.zeros(len(sequences), longest, dtype=torch.int64)
     labels = torch.full_like(tokens, _IGNORED)
@@ -270,7 +304,9 @@ def _padded(sequences: list[Int64Array]) -> tuple[Tensor, Tensor]:
 
 
 def _valid_tokens(stage: Stage, labels: Tensor, *, is_mine: bool) -> Tensor:
-    """Which tokens of this rank's part of the sequence count, bool [T], in the order in which the routers see them."""
+    """Which tokens of this rank's part of the sequence count, bool [T], in the order in which the routers see
+    them.
+    """
     tp = stage.rank.groups.tp
     valid_BS = nn.functional.pad((labels != _IGNORED) & is_mine, (0, -labels.size(1) % tp.size()))
     valid_SB = valid_BS.transpose(0, 1).chunk(tp.size())[tp.rank()]
@@ -280,7 +316,10 @@ def _valid_tokens(stage: Stage, labels: Tensor, *, is_mine: bool) -> Tensor:
 def _nats(logits: Tensor, labels: Tensor) -> Tensor:
     """Cross entropy summed over the labels; row by row, so that only one is in memory twice."""
     labels = labels.to(logits.device)
-    losses = [nn.functional.cross_entropy(x, y, reduction="none", ignore_index=_IGNORED) for x, y in zip(logits, labels, strict=True)]
+    losses = [
+        nn.functional.cross_entropy(x, y, reduction="none", ignore_index=_IGNORED)
+        for x, y in zip(logits, labels, strict=True)
+    ]
     return torch.stack(losses).double().sum()
 
 

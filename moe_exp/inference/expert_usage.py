@@ -1,12 +1,14 @@
-"""Which experts take the tokens of which source. Shapes: L layers with experts, P sources, E experts, K top-k, T tokens.
+"""Which experts take the tokens of which source. Shapes: L layers with experts, P sources, E experts, K
+top-k, T tokens.
 
-A source is a data prefix. Its share for an expert is the part of its slots (tokens times K, before any drop) that the router gives
-that expert. How far an expert tells sources apart is its term of the mutual information of expert and source, with sources of equal
-weight, in bits:
+A source is a data prefix. Its share for an expert is the part of its slots (tokens times K, before any drop)
+that the router gives that expert. How far an expert tells sources apart is its term of the mutual information
+of expert and source, with sources of equal weight, in bits:
 
     b_e = 1/P sum_p s_pe log2(s_pe / mean_p s_pe),    sum_e b_e = I(expert; source), of 0 to log2 P.
 
-b_e is 0 where all sources use an expert alike, and small where hardly anybody uses it, however one-sided that is.
+b_e is 0 where all sources use an expert alike, and small where hardly anybody uses it, however one-sided that
+is.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ Float64Array = npt.NDArray[np.float64]
 
 
 class RouterCounts:
-    """Counts on this rank what its routers choose; `source` is set before every batch, and `valid_T` to leave padding out.
+    """Counts on this rank what its routers choose; `source` is set before every batch, and `valid_T` to leave
+    padding out.
 
     Args:
         layers: index in the whole model, and the layer with a `router`, of those on this rank.
@@ -38,7 +41,13 @@ class RouterCounts:
     """
 
     def __init__(
-        self, layers: Iterable[tuple[int, nn.Module]], *, num_layers: int, num_sources: int, num_experts: int, device: torch.device
+        self,
+        layers: Iterable[tuple[int, nn.Module]],
+        *,
+        num_layers: int,
+        num_sources: int,
+        num_experts: int,
+        device: torch.device,
     ):
         self.counts_PLE = torch.zeros(num_sources, num_layers, num_experts, dtype=torch.int64, device=device)
         self.source = 0
@@ -50,7 +59,9 @@ class RouterCounts:
 
     def _add(self, layer: int, router: nn.Module, inputs: Any, decision: RoutingDecision) -> None:
         kept_TK = None if self.valid_T is None else self.valid_T.unsqueeze(1).expand_as(decision.expert_TK)
-        self.counts_PLE[self.source, layer] += count_kept(decision.expert_TK, kept_TK, self.counts_PLE.size(2))
+        self.counts_PLE[self.source, layer] += count_kept(
+            decision.expert_TK, kept_TK, self.counts_PLE.size(2)
+        )
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Prompts to text, token by token. Prompts follow each other, so that none is padded; their tokens are kept in a cache.
+"""Prompts to text, token by token. Prompts follow each other, so that none is padded; their tokens are kept
+in a cache.
 
 Every rank runs the same loop: the first replica's last stage draws a token and tells it to all.
 """
@@ -39,7 +40,8 @@ class GenerateRequest:
         prompts: texts to go on with.
         sampling: how tokens are drawn.
         max_new_tokens: per prompt.
-        max_positions: tokens of prompt and text together; 0: SEQ_LEN of the training, beyond which the model has seen nothing.
+        max_positions: tokens of prompt and text together; 0: SEQ_LEN of the training, beyond which the model
+            has seen nothing.
         stops: texts at which a text ends.
         tokenizer: see `text.tokenizer_for`.
         allow_special: special tokens in a prompt are read as such.
@@ -65,7 +67,8 @@ class GenerateRequest:
         """From what `to_json` wrote."""
         values = json.loads(text)
         kinds: dict[str, Callable[[Any], Any]] = {
-            "sampling": lambda fields: Sampling(**fields), "layout": lambda fields: Layout(**fields), "prompts": tuple, "stops": tuple,
+            "sampling": lambda fields: Sampling(**fields), "layout": lambda fields: Layout(**fields),
+            "prompts": tuple, "stops": tuple,
         }  # fmt: skip
         return cls(**{name: kinds[name](value) if name in kinds else value for name, value in values.items()})
 
@@ -115,7 +118,14 @@ def plan_generation(request: GenerateRequest) -> Plan:
     """
     request.sampling.check()
     if request.max_new_tokens < 1:
-        raise ValueError(problem("max_new_tokens", request.max_new_tokens, "must be at least 1", "give the number of tokens to generate"))
+        raise ValueError(
+            problem(
+                "max_new_tokens",
+                request.max_new_tokens,
+                "must be at least 1",
+                "give the number of tokens to generate",
+            )
+        )
     folder = one_checkpoint(Path(request.checkpoint).expanduser())
     saved = saved_config(folder)
     config = config_for_use(folder, request.layout, dtype=request.dtype or None)
@@ -123,7 +133,11 @@ def plan_generation(request: GenerateRequest) -> Plan:
     max_positions = request.max_positions or saved.seq_len
     prompts = [_prompt_tokens(tokenizer, text, max_positions, saved.seq_len) for text in request.prompts]
     if max_positions > saved.seq_len:
-        logger.warning("max_positions=%d: the model was trained on SEQ_LEN=%d, beyond it may talk nonsense", max_positions, saved.seq_len)
+        logger.warning(
+            "max_positions=%d: the model was trained on SEQ_LEN=%d, beyond it may talk nonsense",
+            max_positions,
+            saved.seq_len,
+        )
     if saved.use_moe and saved.moe_type == "moe":
         logger.info("MOE_TYPE=moe: no token is dropped here, every token's experts are computed")
     return Plan(request, folder, config, tokenizer, prompts, max_positions)
@@ -133,15 +147,31 @@ def _prompt_tokens(tokenizer: TextTokenizer, text: str, max_positions: int, seq_
     shown = text if len(text) <= 40 else f"{text[:40]}..."
     tokens = encode(tokenizer, text)
     if not tokens:
-        raise ValueError(problem("prompt", repr(shown), "has no token to go on from", "give at least a character"))
+        raise ValueError(
+            problem("prompt", repr(shown), "has no token to go on from", "give at least a character")
+        )
     if len(tokens) >= max_positions:
-        rule = f"has {len(tokens)} tokens, and with one more that is over the {max_positions} positions there are"
-        raise ValueError(problem("prompt", repr(shown), rule, f"shorten it, or give --max-positions; the training had SEQ_LEN={seq_len}"))
+        rule = (
+            f"has {len(tokens)} tokens, and with one more that is over the {max_positions} positions"
+            " there are"
+        )
+        raise ValueError(
+            problem(
+                "prompt",
+                repr(shown),
+                rule,
+                f"shorten it, or give --max-positions; the training had SEQ_LEN={seq_len}",
+            )
+        )
     return tokens
 
 
-def new_tokens(stage: Stage, prompt: Sequence[int], sampler: Sampler, *, max_positions: int) -> Generator[tuple[int, float], None, None]:
-    """The tokens that follow a prompt, each with its log-probability; without an end before `max_positions`. Called by every rank."""
+def new_tokens(
+    stage: Stage, prompt: Sequence[int], sampler: Sampler, *, max_positions: int
+) -> Generator[tuple[int, float], None, None]:
+    """The tokens that follow a prompt, each with its log-probability; without an end before `max_positions`.
+    Called by every rank.
+    """
     next_tokens, num_tokens = list(prompt), len(prompt)
     with stage.cache(max_positions):
         while num_tokens < max_positions:
@@ -163,8 +193,12 @@ def _agreed(stage: Stage, logits: torch.Tensor | None, sampler: Sampler) -> tupl
     return int(box[0].item()), box[1].item()
 
 
-def generate(plan: Plan, rank: Runtime, *, show: Callable[[str], None] = lambda text: None) -> Iterator[Generated]:
-    """Loads the model and yields a text per prompt; `show` gets each text piece by piece. Called by every rank."""
+def generate(
+    plan: Plan, rank: Runtime, *, show: Callable[[str], None] = lambda text: None
+) -> Iterator[Generated]:
+    """Loads the model and yields a text per prompt; `show` gets each text piece by piece. Called by every
+    rank.
+    """
     stage = Stage(plan.config, rank, load_model(plan.config, rank, plan.folder))
     decode, eod_id = decoder_of(plan.tokenizer), plan.tokenizer.eod_id
     for index, (prompt, tokens) in enumerate(zip(plan.request.prompts, plan.prompt_tokens, strict=True)):
@@ -210,7 +244,10 @@ class _Clock:
     def __str__(self) -> str:
         prompt, rest = self.first - self.start, self.last - self.first
         rate = f", {(self.num_tokens - 1) / rest:,.0f} tokens/s" if rest else ""
-        return f"first token after {prompt:.2f} s (prompt of {self.num_prompt} tokens), then {self.num_tokens - 1} in {rest:.2f} s{rate}"
+        return (
+            f"first token after {prompt:.2f} s (prompt of {self.num_prompt} tokens), then"
+            f" {self.num_tokens - 1} in {rest:.2f} s{rate}"
+        )
 
 
 def print_generated(plan: Plan, rank: Runtime) -> None:
@@ -230,7 +267,9 @@ def print_generated(plan: Plan, rank: Runtime) -> None:
 
 def main(request_file: str) -> None:
     """One rank of a job that torchrun started."""
-    plan = planned_quietly(lambda: plan_generation(GenerateRequest.from_json(Path(request_file).read_text(encoding="utf-8"))))
+    plan = planned_quietly(
+        lambda: plan_generation(GenerateRequest.from_json(Path(request_file).read_text(encoding="utf-8")))
+    )
     run_rank(plan.config, lambda rank: print_generated(plan, rank))
 
 

@@ -1,4 +1,6 @@
-"""Held-out token files, cut into sequences so that every token but the first of a text is predicted once. No torch in here."""
+"""Held-out token files, cut into sequences so that every token but the first of a text is predicted once. No
+torch in here.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,10 @@ class Cut:
 
     Args:
         seq_len: S, tokens that are predicted per sequence; the last one of a text has fewer.
-        by_document: every document is a text of its own, whose first token is not predicted. Otherwise all documents of the files
-            are one text, in their order, as in validation during training.
-        whole_only: leave out sequences with fewer than S predicted tokens, as validation during training does.
+        by_document: every document is a text of its own, whose first token is not predicted. Otherwise all
+            documents of the files are one text, in their order, as in validation during training.
+        whole_only: leave out sequences with fewer than S predicted tokens, as validation during training
+            does.
         samples: sequences at most, the first ones; None: all.
     """
 
@@ -38,7 +41,8 @@ class Cut:
 
 
 class HeldOut:
-    """The sequences of one prefix. Sequence i is the tokens from `begins[i]` up to `ends[i]`, all but the first of which are predicted.
+    """The sequences of one prefix. Sequence i is the tokens from `begins[i]` up to `ends[i]`, all but the
+    first of which are predicted.
 
     Args:
         prefix: of .bin/.idx, with a suffix or without.
@@ -55,13 +59,16 @@ class HeldOut:
         if not len(self.begins):
             least = f"a whole sequence of SEQ_LEN + 1 = {cut.seq_len + 1}" if cut.whole_only else "two"
             where = "each of its documents" if cut.by_document else "it"
-            raise ValueError(problem("data", self.prefix, f"{where} has fewer tokens than {least}", "give more text"))
+            raise ValueError(
+                problem("data", self.prefix, f"{where} has fewer tokens than {least}", "give more text")
+            )
 
     def _sequences(self, cut: Cut) -> tuple[Int64Array, Int64Array]:
         bounds = self.files.document_bounds if cut.by_document else self.files.document_bounds[[0, -1]]
         lengths = np.maximum(np.diff(bounds) - 1, 0)  # predicted tokens of each text
         counts = -(-lengths // cut.seq_len)
-        place = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # of a sequence in its text
+        # of a sequence in its text
+        place = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         begins = np.repeat(bounds[:-1], counts) + place * cut.seq_len
         ends = np.minimum(begins + cut.seq_len + 1, np.repeat(bounds[1:], counts))
         if cut.whole_only:
@@ -79,7 +86,11 @@ class HeldOut:
 
     def read(self, first: int, count: int) -> list[Int64Array]:
         """Token ids of the sequences `first` to `first + count - 1`."""
-        bounds = zip(self.begins[first : first + count].tolist(), self.ends[first : first + count].tolist(), strict=True)
+        bounds = zip(
+            self.begins[first : first + count].tolist(),
+            self.ends[first : first + count].tolist(),
+            strict=True,
+        )
         return [self.files.read(begin, end).astype(np.int64) for begin, end in bounds]
 
     def count_bytes(self, first: int, sequences: Sequence[Int64Array], token_bytes: TokenBytes) -> int:
@@ -93,12 +104,17 @@ class HeldOut:
         return total
 
     def id_problem(self, vocab_size: int) -> str | None:
-        """The complaint about the first block of tokens with an id that the model does not have. Reads what is evaluated."""
+        """The complaint about the first block of tokens with an id that the model does not have. Reads what
+        is evaluated.
+        """
         for begin, end in self._blocks():
             ids = self.files.read(begin, end)
             for value in (int(ids.min()), int(ids.max())):
                 if not 0 <= value < vocab_size:
-                    rule = f"has the id {value} at token {begin + int((ids == value).argmax())}, the model has 0 to {vocab_size - 1}"
+                    rule = (
+                        f"has the id {value} at token {begin + int((ids == value).argmax())}, the model has 0"
+                        f" to {vocab_size - 1}"
+                    )
                     return problem("data", self.prefix, rule, "give files of the training's tokenizer")
         return None
 

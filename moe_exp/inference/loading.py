@@ -1,7 +1,7 @@
 """The weights of a checkpoint in a model without optimizer, under whatever layout. Called by every rank.
 
-Read by `checkpoint.torch_dist` and not by megatron-core, which would unpickle what the files say: every rank reads the pieces
-that it holds, and in memory are its weights and one stored piece.
+Read by `checkpoint.torch_dist` and not by megatron-core, which would unpickle what the files say: every rank
+reads the pieces that it holds, and in memory are its weights and one stored piece.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,9 @@ def check_files(folder: Path) -> None:
     if manifest is None:
         return  # one that Megatron-LM wrote
     reader, keys = CheckpointReader(folder), CheckpointKeys.read(folder)
-    needed = {COMMON, ".metadata"} | {chunk.file for key in keys.tensors for chunk in reader.tensors[key].chunks}
+    needed = {COMMON, ".metadata"} | {
+        chunk.file for key in keys.tensors for chunk in reader.tensors[key].chunks
+    }
     for damage in damages(folder, {name: entry for name, entry in manifest.files.items() if name in needed}):
         raise ValueError(f"{damage}. Fix: use another checkpoint.")
 
@@ -68,7 +70,10 @@ def read_weights(model: GPTModel, rank: Runtime, folder: Path) -> None:
 def _read(reader: CheckpointReader, shard: ShardedTensor, folder: Path) -> torch.Tensor:
     stored, shape = reader.tensors[shard.key].shape, tuple(shard.global_shape)
     if stored != shape and not (shard.allow_shape_mismatch and stored[1:] == shape[1:]):
-        raise ValueError(f"checkpoint={folder}: {shard.key} has the shape {stored}, the model {shape}. Fix: use another checkpoint.")
+        raise ValueError(
+            f"checkpoint={folder}: {shard.key} has the shape {stored}, the model {shape}. Fix: use another"
+            " checkpoint."
+        )
     sizes = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
     return reader.read(shard.key, shard.global_offset, sizes)
 

@@ -18,8 +18,8 @@ class Sampling:
     Args:
         temperature: logits are divided by it; 0: always the most probable token (greedy).
         top_k: draw from the k most probable tokens; 0: from all.
-        top_p: draw from the fewest most probable tokens whose probabilities add up to this, after `top_k` (nucleus sampling,
-            Holtzman et al. 2020, arXiv:1904.09751); 1: from all.
+        top_p: draw from the fewest most probable tokens whose probabilities add up to this, after `top_k`
+            (nucleus sampling, Holtzman et al. 2020, arXiv:1904.09751); 1: from all.
         seed: of the random stream.
     """
 
@@ -31,21 +31,45 @@ class Sampling:
     def check(self) -> None:
         """Raises a ValueError, one line, for values that cannot be."""
         if not 0 <= self.temperature < float("inf"):
-            raise ValueError(problem("temperature", self.temperature, "must be a number of at least 0", "give 0 for greedy, or about 0.8"))
+            raise ValueError(
+                problem(
+                    "temperature",
+                    self.temperature,
+                    "must be a number of at least 0",
+                    "give 0 for greedy, or about 0.8",
+                )
+            )
         if self.top_k < 0:
-            raise ValueError(problem("top_k", self.top_k, "must not be negative", "give a number of tokens, or 0 for all"))
+            raise ValueError(
+                problem("top_k", self.top_k, "must not be negative", "give a number of tokens, or 0 for all")
+            )
         if not 0 < self.top_p <= 1:
-            raise ValueError(problem("top_p", self.top_p, "must be over 0 and at most 1", "give for instance 0.9, or 1 for all tokens"))
+            raise ValueError(
+                problem(
+                    "top_p",
+                    self.top_p,
+                    "must be over 0 and at most 1",
+                    "give for instance 0.9, or 1 for all tokens",
+                )
+            )
         if self.seed < 0:
             raise ValueError(problem("seed", self.seed, "must not be negative", "give another number"))
         for name, is_set in (("top_k", self.top_k > 0), ("top_p", self.top_p < 1)):
             if is_set and not self.temperature:
                 fix = "give --temperature, for instance 0.8, or leave it out"
-                raise ValueError(problem(name, getattr(self, name), "has no effect with the temperature 0, which is greedy", fix))
+                raise ValueError(
+                    problem(
+                        name,
+                        getattr(self, name),
+                        "has no effect with the temperature 0, which is greedy",
+                        fix,
+                    )
+                )
 
 
 class Sampler:
-    """Draws the tokens of one text: the same ones from the same logits and seed, whatever rank and device hold them.
+    """Draws the tokens of one text: the same ones from the same logits and seed, whatever rank and device
+    hold them.
 
     Args:
         sampling: how.
@@ -55,7 +79,8 @@ class Sampler:
     def __init__(self, sampling: Sampling, text_index: int = 0):
         self.sampling = sampling
         digest = hashlib.sha256(f"{sampling.seed}:{text_index}".encode()).digest()
-        self._stream = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))  # which takes no more than 32 bits
+        # which takes no more than 32 bits
+        self._stream = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
 
     def draw(self, logits_V: Tensor) -> tuple[int, float]:
         """A token, and its log-probability (nats) by the model itself: at temperature 1, among all tokens."""

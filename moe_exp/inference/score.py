@@ -1,6 +1,7 @@
 """Token ids to logits: a .npy file in, a .npy file out, in batches.
 
-Replicas share the batches, whatever layout they have inside; the last stage of each writes its rows into the one file.
+Replicas share the batches, whatever layout they have inside; the last stage of each writes its rows into the
+one file.
 """
 
 import io
@@ -43,7 +44,8 @@ class ScoreRequest:
         checkpoint: an iter_ folder, a checkpoints folder or a run folder.
         tokens: .npy file with the ids, [B, S] of an integer type.
         out: .npy file for the logits.
-        batch_size: rows at a time; None: as many as have 256 MB of logits, or with `capacity` MBSZ of the training.
+        batch_size: rows at a time; None: as many as have 256 MB of logits, or with `capacity` MBSZ of the
+            training.
         dtype: compute type; empty: that of the training.
         capacity: drop tokens over capacity as in training, see `layout.config_for_use`.
         overwrite: replace `out` where it exists.
@@ -102,17 +104,26 @@ def plan_scoring(request: ScoreRequest) -> Plan:
     config = config_for_use(folder, request.layout, dtype=request.dtype or None, capacity=request.capacity)
     ids = _read_ids(Path(request.tokens), saved.vocab_size)
     if request.batch_size is not None and request.batch_size < 1:
-        raise ValueError(problem("batch_size", request.batch_size, "must be positive", "give the number of rows at a time"))
+        raise ValueError(
+            problem("batch_size", request.batch_size, "must be positive", "give the number of rows at a time")
+        )
     if request.capacity and ids.shape[1] % config.tp:
         rule = f"with --capacity the {ids.shape[1]} tokens of a row cannot be padded to a multiple of it"
         raise ValueError(problem("tp", config.tp, rule, "use another TP, or leave --capacity out"))
-    plan = Plan(folder, config, ids, Path(request.out), request.batch_size or _batch_size(request, saved, ids.shape))
+    plan = Plan(
+        folder, config, ids, Path(request.out), request.batch_size or _batch_size(request, saved, ids.shape)
+    )
     _check_out(plan, Path(request.tokens), overwrite=request.overwrite)
     if ids.shape[1] > saved.seq_len:
-        logger.warning("tokens: rows of %d tokens, the model was trained on SEQ_LEN=%d", ids.shape[1], saved.seq_len)
+        logger.warning(
+            "tokens: rows of %d tokens, the model was trained on SEQ_LEN=%d", ids.shape[1], saved.seq_len
+        )
     if saved.use_moe and saved.moe_type == "moe":
         dropped = f"tokens over capacity are dropped per batch of {plan.batch_size}, as in training"
-        logger.info("MOE_TYPE=moe: %s", dropped if request.capacity else "no token is dropped here; --capacity drops as in training")
+        logger.info(
+            "MOE_TYPE=moe: %s",
+            dropped if request.capacity else "no token is dropped here; --capacity drops as in training",
+        )
     return plan
 
 
@@ -126,7 +137,9 @@ def _read_ids(path: Path, vocab_size: int) -> npt.NDArray[np.integer[Any]]:
         reason = "is a folder" if path.is_dir() else f"cannot be read ({' '.join(str(error).split())[:120]})"
         raise ValueError(problem("tokens", path, reason, fix)) from None
     if not isinstance(ids, np.ndarray) or not np.issubdtype(ids.dtype, np.integer):
-        raise ValueError(problem("tokens", path, f"holds {getattr(ids, 'dtype', 'several arrays')}, not integers", fix))
+        raise ValueError(
+            problem("tokens", path, f"holds {getattr(ids, 'dtype', 'several arrays')}, not integers", fix)
+        )
     if ids.ndim != 2 or not ids.size:
         raise ValueError(problem("tokens", path, f"has the shape {list(ids.shape)}", fix))
     _check_range(ids, path, vocab_size)
@@ -140,12 +153,19 @@ def _check_range(ids: npt.NDArray[np.integer[Any]], path: Path, vocab_size: int)
         for value in (block.min(), block.max()):
             if not 0 <= value < vocab_size:
                 row, column = (int(index) for index in np.argwhere(block == value)[0])
-                rule = f"has the id {value} in row {first + row}, column {column}, the model has 0 to {vocab_size - 1}"
+                rule = (
+                    f"has the id {value} in row {first + row}, column {column}, the model has 0 to"
+                    f" {vocab_size - 1}"
+                )
                 raise ValueError(problem("tokens", path, rule, "tokenize with the tokenizer of the training"))
 
 
 def _batch_size(request: ScoreRequest, saved: Config, shape: tuple[int, ...]) -> int:
-    return saved.mbsz if request.capacity else max(1, min(shape[0], _BATCH_BYTES // (4 * shape[1] * saved.vocab_size)))
+    return (
+        saved.mbsz
+        if request.capacity
+        else max(1, min(shape[0], _BATCH_BYTES // (4 * shape[1] * saved.vocab_size)))
+    )
 
 
 def _check_out(plan: Plan, tokens: Path, *, overwrite: bool) -> None:
@@ -158,15 +178,20 @@ def _check_out(plan: Plan, tokens: Path, *, overwrite: bool) -> None:
         raise ValueError(problem("out", out, "exists", "give another name, or --overwrite"))
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         state = "cannot be written to" if folder.is_dir() else "does not exist"
-        raise ValueError(problem("out", out, f"its folder {state}", "give a file in a folder that you can write to"))
+        raise ValueError(
+            problem("out", out, f"its folder {state}", "give a file in a folder that you can write to")
+        )
     needed, free = 4 * int(np.prod(plan.shape, dtype=np.int64)), shutil.disk_usage(folder).free
     if needed > free:
-        rule = f"its {list(plan.shape)} float32 values need {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
+        rule = (
+            f"its {list(plan.shape)} float32 values need {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
+        )
         raise ValueError(problem("out", out, rule, "score fewer rows, or free some space"))
 
 
 def score(plan: Plan, rank: Runtime) -> None:
-    """Loads the model and writes the logits of all rows; `out` appears when it is complete. Called by every rank.
+    """Loads the model and writes the logits of all rows; `out` appears when it is complete. Called by every
+    rank.
 
     Raises:
         ValueError: when the checkpoint cannot be loaded.
@@ -189,7 +214,9 @@ def score(plan: Plan, rank: Runtime) -> None:
 
 
 def _score_batches(plan: Plan, stage: Stage, file: io.BufferedRandom) -> None:
-    """Batch i goes to replica i modulo their number. Experts may be spread over replicas, so all work to the last step."""
+    """Batch i goes to replica i modulo their number. Experts may be spread over replicas, so all work to the
+    last step.
+    """
     replicas, batch = stage.rank.groups.dp, plan.batch_size
     start, row_bytes = _header_bytes(plan), 4 * plan.shape[1] * plan.shape[2]
     bar = progress("score", len(plan.ids), unit="rows") if stage.rank.is_first else nullcontext(_no_progress)
@@ -211,7 +238,9 @@ def _no_progress(rows: int) -> None:
 
 def _header(plan: Plan) -> bytes:
     buffer = io.BytesIO()
-    np.lib.format.write_array_header_2_0(buffer, {"descr": "<f4", "fortran_order": False, "shape": plan.shape})
+    np.lib.format.write_array_header_2_0(
+        buffer, {"descr": "<f4", "fortran_order": False, "shape": plan.shape}
+    )
     return buffer.getvalue()
 
 
@@ -230,13 +259,17 @@ def _make_file(plan: Plan) -> None:
 
 
 _reserve: Callable[[int, int], None] = (
-    (lambda number, num_bytes: os.posix_fallocate(number, 0, num_bytes)) if hasattr(os, "posix_fallocate") else os.truncate
+    (lambda number, num_bytes: os.posix_fallocate(number, 0, num_bytes))
+    if hasattr(os, "posix_fallocate")
+    else os.truncate
 )
 
 
 def main(request_file: str) -> None:
     """One rank of a job that torchrun started."""
-    plan = planned_quietly(lambda: plan_scoring(ScoreRequest.from_json(Path(request_file).read_text(encoding="utf-8"))))
+    plan = planned_quietly(
+        lambda: plan_scoring(ScoreRequest.from_json(Path(request_file).read_text(encoding="utf-8")))
+    )
     run_rank(plan.config, lambda rank: score(plan, rank))
 
 

@@ -1,4 +1,5 @@
-"""One pipeline stage of a model: token ids in, logits out, with a cache of keys and values or without. Called by every rank.
+"""One pipeline stage of a model: token ids in, logits out, with a cache of keys and values or without. Called
+by every rank.
 
 Shapes: B batch, S tokens, V vocabulary, D hidden.
 """
@@ -54,10 +55,12 @@ class Stage:
         Args:
             num_positions: tokens of the whole sequence at most.
         """
-        room = num_positions + self.config.tp  # the last tokens may be padded to a number that the ranks of TP can share
+        # the last tokens may be padded to a number that the ranks of TP can share
+        room = num_positions + self.config.tp
         cores = [layer.self_attention.core_attention for layer in self.model.decoder.layers]
         if self._is_latent:
-            # Multi-latent attention turns its keys before Megatron's context takes them: nothing is turned again.
+            # Multi-latent attention turns its keys before Megatron's context takes them: nothing is turned
+            # again.
             self._context = StaticInferenceContext(max_batch_size=1, max_sequence_length=room)
         else:
             self._caches = [KeyValueCache(room) for _ in cores]
@@ -98,7 +101,9 @@ class Stage:
             self._send(hidden)
             return None
         if self.config.tp > 1:
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=self.rank.groups.tp)
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=self.rank.groups.tp
+            )
         hidden = hidden[num_tokens - 1 : num_tokens] if last_only else hidden[:num_tokens]
         return self._vocabulary(hidden)
 
@@ -122,14 +127,17 @@ class Stage:
         if not self.model.pre_process:
             self.model.set_input_tensor(hidden)
         rotary = None if self._is_latent else self._rotary(start, start + num_tokens)
-        out: Any = self.model.decoder(hidden, attention_mask=None, rotary_pos_emb=rotary, inference_context=self._context)
+        out: Any = self.model.decoder(
+            hidden, attention_mask=None, rotary_pos_emb=rotary, inference_context=self._context
+        )
         return out
 
     def _rotary(self, start: int, end: int) -> Tensor:
         """Angles of the positions `start` to `end - 1`: [end - start, 1, 1, d]."""
         if len(self._positions) < end:
             angles = self.model.rotary_pos_emb(max(end, self.config.seq_len + self.config.tp))
-            self._positions = angles[0] if isinstance(angles, tuple) else angles  # with YaRN's factor, which attention knows
+            # with YaRN's factor, which attention knows
+            self._positions = angles[0] if isinstance(angles, tuple) else angles
         return self._positions[start:end]
 
     def _vocabulary(self, hidden: Tensor) -> Tensor:

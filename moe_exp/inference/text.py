@@ -17,7 +17,8 @@ logger = logging.getLogger(__name__)
 Decoder = Callable[[Sequence[int]], str]
 
 _UNFINISHED = "\ufffd"  # what a decoder makes of bytes that are no character, or not yet
-_CONTEXT_TOKENS = 8  # decoders treat the first piece of a text differently (a space before it), so none is decoded alone
+# decoders treat the first piece of a text differently (a space before it), so none is decoded alone
+_CONTEXT_TOKENS = 8
 
 
 def tokenizer_for(saved: Config, name: str, *, allow_special: bool = False) -> TextTokenizer:
@@ -25,7 +26,8 @@ def tokenizer_for(saved: Config, name: str, *, allow_special: bool = False) -> T
 
     Args:
         saved: settings of the training.
-        name: a tokenizer.json or a folder with it, a SentencePiece .model file, `bytes`; empty: that of the training.
+        name: a tokenizer.json or a folder with it, a SentencePiece .model file, `bytes`; empty: that of the
+            training.
         allow_special: special tokens in a prompt, such as <s>, are read as such.
 
     Raises:
@@ -33,13 +35,25 @@ def tokenizer_for(saved: Config, name: str, *, allow_special: bool = False) -> T
     """
     path = name or saved.tokenizer or _embedded(saved)
     if path != "bytes" and not Path(path).exists():
-        raise ValueError(problem("tokenizer", path, "does not exist", "give --tokenizer, a folder with tokenizer.json or that file"))
+        raise ValueError(
+            problem(
+                "tokenizer",
+                path,
+                "does not exist",
+                "give --tokenizer, a folder with tokenizer.json or that file",
+            )
+        )
     tokenizer = load_named_tokenizer(path, allow_special=allow_special)
     if tokenizer.vocab_size > saved.vocab_size:
         rule = f"has {tokenizer.vocab_size} tokens, the model VOCAB_SIZE={saved.vocab_size}"
         raise ValueError(problem("tokenizer", path, rule, "give --tokenizer, the one of the training"))
     if tokenizer.vocab_size < saved.vocab_size:
-        logger.info("tokenizer %s has %d of the model's %d tokens; the others have no text", path, tokenizer.vocab_size, saved.vocab_size)
+        logger.info(
+            "tokenizer %s has %d of the model's %d tokens; the others have no text",
+            path,
+            tokenizer.vocab_size,
+            saved.vocab_size,
+        )
     return tokenizer
 
 
@@ -48,10 +62,16 @@ def _embedded(saved: Config) -> str:
     if saved.train_data:
         fix = "give --tokenizer, a folder with tokenizer.json or that file"
         raise ValueError(problem("tokenizer", "", "the training did not name one", fix))
-    path = Path(saved.data_dir) / f"python_stdlib_{platform.python_version()}_bpe{EMBEDDED_VOCAB_SIZE}" / "tokenizer.json"
+    path = (
+        Path(saved.data_dir)
+        / f"python_stdlib_{platform.python_version()}_bpe{EMBEDDED_VOCAB_SIZE}"
+        / "tokenizer.json"
+    )
     if not path.is_file():
         rule = f"the model was trained on the embedded corpus, whose tokenizer is not at {path}"
-        raise ValueError(problem("tokenizer", "", rule, "give --tokenizer, the tokenizer.json of the training's DATA_DIR"))
+        raise ValueError(
+            problem("tokenizer", "", rule, "give --tokenizer, the tokenizer.json of the training's DATA_DIR")
+        )
     return str(path)
 
 
@@ -68,7 +88,10 @@ def decoder_of(tokenizer: TextTokenizer) -> Decoder:
     if tokenizer.kind == "sentencepiece":
         import sentencepiece
 
-        processor, size = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content), tokenizer.vocab_size
+        processor, size = (
+            sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content),
+            tokenizer.vocab_size,
+        )
         return lambda ids: str(processor.decode([int(token) for token in ids if token < size]))
     from tokenizers import Tokenizer
 
@@ -77,7 +100,8 @@ def decoder_of(tokenizer: TextTokenizer) -> Decoder:
 
 
 class TextStream:
-    """The text of tokens that come one by one. What may still change is held back: part of a character, the beginning of a stop text.
+    """The text of tokens that come one by one. What may still change is held back: part of a character, the
+    beginning of a stop text.
 
     Args:
         decode: from `decoder_of`.
@@ -121,4 +145,6 @@ class TextStream:
 
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` with which `stop` begins."""
-    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
+    return next(
+        (size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0
+    )

@@ -1,17 +1,22 @@
-"""torchrun for runs of weeks: the same command line and the same agent, which starts ranks again and leaves signals to them.
+"""torchrun for runs of weeks: the same command line and the same agent, which starts ranks again and leaves
+signals to them.
 
-    python -m moe_exp.launch.agent --nproc-per-node 2 --master-port 29500 --max-restarts 3 -m moe_exp.train --num-experts 16
+    python -m moe_exp.launch.agent --nproc-per-node 2 --master-port 29500 --max-restarts 3 \\
+        -m moe_exp.train --num-experts 16
 
 What is other than in torchrun:
 
-- SIGTERM, SIGINT, SIGHUP and SIGUSR1 are passed on to the ranks, and nothing else: torchrun would end them within 30 seconds, which is
-  too short for a checkpoint. So a signal may reach every process of a job. Ranks are born with these signals blocked, so that
-  one that comes while they still import waits until they answer it (`faults.stop_signal`).
-- After a failure the ranks start again on every node, up to --max-restarts times in the whole job, by `rendezvous.Rounds`.
+- SIGTERM, SIGINT, SIGHUP and SIGUSR1 are passed on to the ranks, and nothing else: torchrun would end them
+  within 30 seconds, which is too short for a checkpoint. So a signal may reach every process of a job. Ranks
+  are born with these signals blocked, so that one that comes while they still import waits until they answer
+  it (`faults.stop_signal`).
+- After a failure the ranks start again on every node, up to --max-restarts times in the whole job, by
+  `rendezvous.Rounds`.
 - Ranks that ask for it (exit code START_AGAIN, see host/devices.py) start again too, which is no failure.
 - What has failed is in the run's metrics.jsonl, as the events `rank_failed` and `restart`, written by node 0.
 
-It rests on the methods of torchrun's agent that are made to be overridden, and on `_pcontext`, which has its processes.
+It rests on the methods of torchrun's agent that are made to be overridden, and on `_pcontext`, which has its
+processes.
 """
 
 from __future__ import annotations
@@ -54,7 +59,8 @@ from moe_exp.launch.rendezvous import Rounds
 from moe_exp.runs.records import Record, append, event_record, last_records
 from moe_exp.watch.hangs.heartbeat import failures_file, hung_file
 
-# What ranks of a job that has failed get to end by themselves: they have nothing to save, and their peers are gone.
+# What ranks of a job that has failed get to end by themselves: they have nothing to save, and their peers are
+# gone.
 _END_SECONDS = 5
 # What they get where their launcher has died: they save, if they can.
 _SAVE_SECONDS = 600.0
@@ -92,7 +98,9 @@ class Agent(LocalElasticAgent):
                 time.sleep(self._spec.monitor_interval)
                 self._pass_signals_on()
                 result = self._look()
-                if result is not None and (result.state is WorkerState.SUCCEEDED or not self._may_start_again(result)):
+                if result is not None and (
+                    result.state is WorkerState.SUCCEEDED or not self._may_start_again(result)
+                ):
                     return result
                 if self._rounds.has_moved and not self._start_again():
                     return result or failed
@@ -110,11 +118,14 @@ class Agent(LocalElasticAgent):
         codes = self._exit_codes()
         dead = [rank for rank, code in codes.items() if code not in (None, 0)]
         if dead:
-            # Before its neighbours are ended, which may take as long as ranks of other nodes need to end because of it.
+            # Before its neighbours are ended, which may take as long as ranks of other nodes need to end
+            # because of it.
             self._rounds.say([self._described(self._failure(rank)) for rank in dead])
             self._pcontext.close(signal.SIGTERM, _END_SECONDS)
         elif None in codes.values():
-            return None  # without a look by torch's agent, in whose result one that dies just now could not be told from those it ends
+            # without a look by torch's agent, in whose result one that dies just now could not be told from
+            # those it ends
+            return None
         with _quiet_if_hung():
             result = self._monitor_workers(self._worker_group)
         if result.state is WorkerState.SUCCEEDED:
@@ -125,15 +136,23 @@ class Agent(LocalElasticAgent):
             self._exit_barrier()
             return result
         # Without those that this agent has ended because of them.
-        return RunResult(WorkerState.FAILED, failures={rank: result.failures[rank] for rank in dead if rank in result.failures})
+        return RunResult(
+            WorkerState.FAILED,
+            failures={rank: result.failures[rank] for rank in dead if rank in result.failures},
+        )
 
     def _exit_codes(self) -> dict[int, int | None]:
         """Of the ranks of this node; None: it runs."""
         handlers = getattr(self._pcontext, "subprocess_handlers", {})
-        return {self._worker_group.workers[number].global_rank: handler.proc.poll() for number, handler in handlers.items()}
+        return {
+            self._worker_group.workers[number].global_rank: handler.proc.poll()
+            for number, handler in handlers.items()
+        }
 
     def _may_start_again(self, result: RunResult) -> bool:
-        """Tells the other nodes that ranks have failed. False: the job had come to its end, and its last steps are all that failed."""
+        """Tells the other nodes that ranks have failed. False: the job had come to its end, and its last
+        steps are all that failed.
+        """
         told = told_exit_code()
         if told == START_AGAIN:
             self._rounds.move_on()
@@ -148,7 +167,9 @@ class Agent(LocalElasticAgent):
     def _failure(self, rank: int) -> ProcessFailure:
         """Of a rank that has died."""
         pcontext: Any = self._pcontext
-        number = next(number for number, worker in enumerate(self._worker_group.workers) if worker.global_rank == rank)
+        number = next(
+            number for number, worker in enumerate(self._worker_group.workers) if worker.global_rank == rank
+        )
         process = pcontext.subprocess_handlers[number].proc
         return ProcessFailure(number, process.pid, process.poll(), pcontext.error_files[number])
 
@@ -175,7 +196,9 @@ class Agent(LocalElasticAgent):
     def _tell(self, ended: int) -> float:
         """Writes the events of a round that has ended; returns the seconds to wait before the next one."""
         records = self._last_records()
-        iteration = max((record.get("iteration", 0) for record in records if record.get("kind") == "train"), default=0)
+        iteration = max(
+            (record.get("iteration", 0) for record in records if record.get("kind") == "train"), default=0
+        )
         for failure in _blamed(self._rounds.said(ended)):
             self._event("rank_failed", iteration, **failure)
             where = f"rank {failure['rank']} on {failure['host']} ({failure['device']})"
@@ -183,14 +206,24 @@ class Agent(LocalElasticAgent):
         num_failures, most = self._rounds.num_failures, self._spec.max_restarts
         if self._rounds.is_over:
             if most and not self._received:
-                complain(f"the ranks do not start again: that was failure {num_failures}, and MAX_RESTARTS={most}")
+                complain(
+                    f"the ranks do not start again: that was failure {num_failures}, and MAX_RESTARTS={most}"
+                )
             return 0.0
         self._num_idle = 0 if _has_trained(records) else self._num_idle + 1
-        delay = min(_FIRST_DELAY_SECONDS * 2 ** (self._num_idle - 1), _LONGEST_DELAY_SECONDS) if self._num_idle else 0.0
+        delay = (
+            min(_FIRST_DELAY_SECONDS * 2 ** (self._num_idle - 1), _LONGEST_DELAY_SECONDS)
+            if self._num_idle
+            else 0.0
+        )
         reason = "failure" if self._rounds.has_failed(ended) else "asked"
-        self._event("restart", iteration, number=ended + 1, reason=reason, failures=num_failures, delay_seconds=delay)
+        self._event(
+            "restart", iteration, number=ended + 1, reason=reason, failures=num_failures, delay_seconds=delay
+        )
         why = f"failure {num_failures} of at most {most}" if reason == "failure" else "as they have asked to"
-        complain(f"the ranks start again ({why})" + (f", in {delay:.0f} s as none has trained" if delay else ""))
+        complain(
+            f"the ranks start again ({why})" + (f", in {delay:.0f} s as none has trained" if delay else "")
+        )
         return delay
 
     def _event(self, name: str, iteration: int, /, **details: Any) -> None:
@@ -201,7 +234,10 @@ class Agent(LocalElasticAgent):
         try:
             append(self._metrics, *self._unwritten)
         except OSError as error:
-            complain(f"warning: {self._metrics} has no event {name} ({error.strerror or error}): it is kept until the next one")
+            complain(
+                f"warning: {self._metrics} has no event {name} ({error.strerror or error}): it is kept until"
+                " the next one"
+            )
         else:
             self._unwritten = []
 
@@ -229,7 +265,9 @@ class Agent(LocalElasticAgent):
             self._end_orphaned()
 
     def _end_orphaned(self) -> None:
-        """The launcher was killed, of which the system tells by SIGTERM: nobody else would end ranks that hang."""
+        """The launcher was killed, of which the system tells by SIGTERM: nobody else would end ranks that
+        hang.
+        """
         self._orphaned_at = self._orphaned_at or time.monotonic()
         if time.monotonic() - self._orphaned_at > _SAVE_SECONDS:
             self._rounds.set_closed()
@@ -237,7 +275,8 @@ class Agent(LocalElasticAgent):
     # Overridden: torchrun's own
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._remaining_restarts = self._spec.max_restarts - self._rounds.round  # so that TORCHELASTIC_RESTART_COUNT is the round
+        # so that TORCHELASTIC_RESTART_COUNT is the round
+        self._remaining_restarts = self._spec.max_restarts - self._rounds.round
         if os.environ.get(EXIT_CODE_FILE):
             Path(os.environ[EXIT_CODE_FILE]).unlink(missing_ok=True)
         if os.environ.get(HEARTBEATS):
@@ -252,7 +291,9 @@ class Agent(LocalElasticAgent):
 
 
 def cause(failure: ProcessFailure) -> str:
-    """The error of a rank in a line as `faults` has left it, or the signal that ended it, or its exit code."""
+    """The error of a rank in a line as `faults` has left it, or the signal that ended it, or its exit
+    code.
+    """
     if failure.exitcode == -signal.SIGKILL and _has_hung():
         return _HUNG
     if failure.exitcode < 0:
@@ -270,7 +311,9 @@ def _has_hung() -> bool:
 
 @contextmanager
 def _quiet_if_hung() -> Iterator[None]:
-    """torchrun would name the first rank that the launcher has ended as the one that failed; the hang's lines name the cause."""
+    """torchrun would name the first rank that the launcher has ended as the one that failed; the hang's lines
+    name the cause.
+    """
     logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     before = logger.disabled
     logger.disabled = before or _has_hung()
@@ -281,7 +324,9 @@ def _quiet_if_hung() -> Iterator[None]:
 
 
 def _blamed(failures: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Those that have failed by themselves: not those that lost a peer, and of a run that hung none, which has an event of its own."""
+    """Those that have failed by themselves: not those that lost a peer, and of a run that hung none, which
+    has an event of its own.
+    """
     own = [failure for failure in failures if not any(text in failure["cause"] for text in CAUSED_BY_ANOTHER)]
     return [failure for failure in own or failures if failure["cause"] != _HUNG]
 
@@ -303,7 +348,9 @@ def _send(pid: int, number: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the ranks of this node by a command line of torchrun's with a static rendezvous; returns an exit code."""
+    """Runs the ranks of this node by a command line of torchrun's with a static rendezvous; returns an exit
+    code.
+    """
     received: list[int] = []
 
     def receive(number: int, frame: FrameType | None) -> None:
@@ -311,7 +358,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     for number in (*STOP_SIGNALS, signal.SIGHUP):
         signal.signal(number, receive)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*STOP_SIGNALS, signal.SIGHUP})  # now comes what was sent while this process imported
+    # now comes what was sent while this process imported
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*STOP_SIGNALS, signal.SIGHUP})
     args = parse_args(argv)
     config, command, arguments = config_from_args(args)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others are ours
@@ -333,7 +381,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         monitor_interval=config.monitor_interval,
     )
     assert config.logs_specs is not None
-    result = Agent(spec, rounds, received, logs_specs=config.logs_specs, start_method=config.start_method).run()
+    result = Agent(
+        spec, rounds, received, logs_specs=config.logs_specs, start_method=config.start_method
+    ).run()
     if not result.is_failed():
         return FINISHED
     if result.failures and told_exit_code() is None and not _has_hung():

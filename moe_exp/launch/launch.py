@@ -1,4 +1,6 @@
-"""From settings to a running job on this node: checks, embedded corpus, torchrun (launch/torchrun_job.py), summary, exit code."""
+"""From settings to a running job on this node: checks, embedded corpus, torchrun (launch/torchrun_job.py),
+summary, exit code.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,14 @@ from moe_exp.config.presets import preset_values
 from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.host.exit_codes import BAD_INPUT, FAILED, FINISHED, LAUNCH_TIME, METRICS_FILE, complain
 from moe_exp.launch.machine_checks import check_environment, check_files, check_machine, space_warnings
-from moe_exp.launch.torchrun_job import STOPPING, TRAIN_MODULE, child_environment, run_job, signals_ignored, torchrun_command
+from moe_exp.launch.torchrun_job import (
+    STOPPING,
+    TRAIN_MODULE,
+    child_environment,
+    run_job,
+    signals_ignored,
+    torchrun_command,
+)
 from moe_exp.planner.costs.params import startup_report
 from moe_exp.runs.finish import finish_run
 from moe_exp.runs.run_folder import RunFolder
@@ -30,10 +39,12 @@ def train(flags: Mapping[str, Any], *, dry_run: bool = False) -> int:
 
     Args:
         flags: settings from the command line by field name; None counts as not given.
-        dry_run: nothing is started or created; devices and packages that this machine lacks are only warned about.
+        dry_run: nothing is started or created; devices and packages that this machine lacks are only warned
+            about.
 
     Returns:
-        Exit code: 0 for a run that has come to TRAIN_ITERS, 75 for one that was stopped and goes on with the same command, 2 for settings
+        Exit code: 0 for a run that has come to TRAIN_ITERS, 75 for one that was stopped and goes on with the
+            same command, 2 for settings
         that cannot run, others for one that failed.
     """
     for name, near in unknown_variables(os.environ):
@@ -68,14 +79,20 @@ def launch(config: Config, flags: Mapping[str, Any], module: str = TRAIN_MODULE)
         except ValueError as error:
             raise ConfigError(str(error).splitlines()) from None
     if config.preflight and module == TRAIN_MODULE:
-        from moe_exp.launch.preflight.before_training import passes  # here, as it starts ranks by the functions of this module
+        # here, as it starts ranks by the functions of this module
+        from moe_exp.launch.preflight.before_training import passes
 
         if not passes(config, flags):
             return FAILED
     started, start, folder = datetime.now().astimezone(), time.monotonic(), RunFolder.of(config)
-    environ = child_environment(config) | {METRICS_FILE: str(folder.metrics.absolute()), LAUNCH_TIME: str(start)}
+    environ = child_environment(config) | {
+        METRICS_FILE: str(folder.metrics.absolute()),
+        LAUNCH_TIME: str(start),
+    }
     stopping = STOPPING if config.save_at_end else _STOPPING_UNSAVED
-    command = torchrun_command(config, rank_arguments(config, flags) if module == TRAIN_MODULE else module_arguments(flags), module)
+    command = torchrun_command(
+        config, rank_arguments(config, flags) if module == TRAIN_MODULE else module_arguments(flags), module
+    )
     with HangWatch(config, folder) if module == TRAIN_MODULE else nullcontext() as watch:
         environ |= watch.environment if watch else {}
         code = run_job(command, environ, stopping=stopping, poll=watch.poll if watch else None)
@@ -92,18 +109,30 @@ def launch(config: Config, flags: Mapping[str, Any], module: str = TRAIN_MODULE)
 
 
 def rank_arguments(config: Config, flags: Mapping[str, Any]) -> list[str]:
-    """`module_arguments`, and the rendezvous as given: ranks have in their environment that of a store of their own (launch/rendezvous.py)."""
+    """`module_arguments`, and the rendezvous as given: ranks have in their environment that of a store of
+    their own (launch/rendezvous.py).
+    """
     return module_arguments({**flags, "master_addr": config.master_addr, "master_port": config.master_port})
 
 
-_STOPPING_UNSAVED = "stopping: the run ends, and saves nothing with SAVE_AT_END=false; a second Ctrl-C kills it"
+_STOPPING_UNSAVED = (
+    "stopping: the run ends, and saves nothing with SAVE_AT_END=false; a second Ctrl-C kills it"
+)
 
 
 def _dry_run(config: Config, flags: Mapping[str, Any]) -> int:
-    """Prints the text also where files are missing, and only warns of a full disk: a run can be planned on another machine."""
+    """Prints the text also where files are missing, and only warns of a full disk: a run can be planned on
+    another machine.
+    """
     print(dry_run_text(config, flags), flush=True)
     problems = check_files(config, with_space=False)
-    _warn([*check_machine(config), *(line for line in check_files(config) if line not in problems), *space_warnings(config)])
+    _warn(
+        [
+            *check_machine(config),
+            *(line for line in check_files(config) if line not in problems),
+            *space_warnings(config),
+        ]
+    )
     if problems:
         raise ConfigError(problems)
     return 0
@@ -114,8 +143,12 @@ def _warn(lines: Iterable[str]) -> None:
         complain(f"warning: {line}")
 
 
-def dry_run_text(config: Config, flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> str:
-    """Merged settings with where each comes from (nothing: its default), the torchrun command and the start-up report."""
+def dry_run_text(
+    config: Config, flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
+) -> str:
+    """Merged settings with where each comes from (nothing: its default), the torchrun command and the
+    start-up report.
+    """
     flags = {name: value for name, value in (flags or {}).items() if value is not None}
     lines = []
     for name, value in config.model_dump().items():
@@ -123,7 +156,9 @@ def dry_run_text(config: Config, flags: Mapping[str, Any] | None = None, environ
         setting = f"{name.upper()}={_shown(value)}"
         lines.append(f"{setting:<32}  # {source}" if source else setting)
     command = shlex.join(torchrun_command(config, rank_arguments(config, flags)))
-    return "\n".join([*lines, "", f"run folder: {RunFolder.of(config).path}", command, "", startup_report(config)])
+    return "\n".join(
+        [*lines, "", f"run folder: {RunFolder.of(config).path}", command, "", startup_report(config)]
+    )
 
 
 def _shown(value: object) -> str:

@@ -35,7 +35,9 @@ def check_environment(config: Config) -> list[str]:
 
 
 def check_machine(config: Config) -> list[str]:
-    """Devices, variables, packages and port that another machine may have; a dry run only warns about these."""
+    """Devices, variables, packages and port that another machine may have; a dry run only warns about
+    these.
+    """
     return [
         *_devices(config),
         *(environment_problems(config, os.environ) if count_gpus() else ()),
@@ -48,7 +50,9 @@ def check_machine(config: Config) -> list[str]:
 
 
 def check_files(config: Config, *, with_space: bool = True) -> list[str]:
-    """Data, tokenizer and folders, on node 0 and on every other node; `with_space`: and room for what the run will write."""
+    """Data, tokenizer and folders, on node 0 and on every other node; `with_space`: and room for what the run
+    will write.
+    """
     return [
         *_data(config),
         *_tokenizer(config),
@@ -61,19 +65,25 @@ def check_files(config: Config, *, with_space: bool = True) -> list[str]:
 
 
 def space_warnings(config: Config) -> list[str]:
-    """Where a run that has a checkpoint has room for its next one, but not until its end: no reason to refuse a job of a chain at night."""
+    """Where a run that has a checkpoint has room for its next one, but not until its end: no reason to refuse
+    a job of a chain at night.
+    """
     there, refused, rest = _room(config)
     return rest if there and not refused else []
 
 
 def _space(c: Config) -> list[str]:
-    """Room for all checkpoints of the run beside those that are there, or for one (DISK_CHECK); of a run that goes on for its next."""
+    """Room for all checkpoints of the run beside those that are there, or for one (DISK_CHECK); of a run that
+    goes on for its next.
+    """
     there, refused, rest = _room(c)
     return refused if there else refused or rest
 
 
 def _room(c: Config) -> tuple[list[int], list[str], list[str]]:
-    """Iterations of the checkpoints in the folder, the problem where the next one does not fit, and the one where not all do."""
+    """Iterations of the checkpoints in the folder, the problem where the next one does not fit, and the one
+    where not all do.
+    """
     if c.disk_check == "none" or not (c.save_at_end or c.save_interval):
         return [], [], []
     folder = RunFolder.of(c)
@@ -83,16 +93,26 @@ def _room(c: Config) -> tuple[list[int], list[str], list[str]]:
     except OSError:
         return [], [], []
     iteration = max(there, default=0)
-    next_save = min(c.train_iters, (iteration // c.save_interval + 1) * c.save_interval) if c.save_interval else c.train_iters
+    next_save = (
+        min(c.train_iters, (iteration // c.save_interval + 1) * c.save_interval)
+        if c.save_interval
+        else c.train_iters
+    )
     until_end = disk_use(c, iteration=iteration, there=there)
-    next_bytes = disk_use(c.model_copy(update={"train_iters": next_save}), iteration=iteration, there=there).needed_bytes
+    next_bytes = disk_use(
+        c.model_copy(update={"train_iters": next_save}), iteration=iteration, there=there
+    ).needed_bytes
     if c.disk_check == "one":
         next_bytes = min(until_end.needed_bytes, checkpoint_bytes(c))
     refused, rest = [], []
     has = f"{place} has {_gigabytes(free_bytes)} free and the run needs"
     if free_bytes < next_bytes and (there or c.disk_check == "one"):
         what = " for its next checkpoint, and its records until then" if there else ""
-        fix = "make room, or move the run to a larger disk and set RUN_DIR" if there else "choose a RUN_DIR on a larger disk, or make room"
+        fix = (
+            "make room, or move the run to a larger disk and set RUN_DIR"
+            if there
+            else "choose a RUN_DIR on a larger disk, or make room"
+        )
         refused.append(problem("run_dir", c.run_dir, f"{has} {_gigabytes(next_bytes)}{what}", fix))
     if free_bytes < until_end.needed_bytes and c.disk_check == "run":
         rest.append(_until_end(c, until_end, has, free_bytes, there))
@@ -103,10 +123,16 @@ def _until_end(c: Config, use: DiskUse, has: str, free_bytes: int, there: list[i
     rule, fix = f"{has} {_gigabytes(use.needed_bytes)}", "choose a RUN_DIR on a larger disk, or make room"
     if use.num_new > 1:
         those = f" beside the {len(there)} that are there" if there else ""
-        rule += f" until iteration {c.train_iters}: {use.num_new} checkpoints of {_gigabytes(use.one_bytes)}{those}, and its records"
+        rule += (
+            f" until iteration {c.train_iters}: {use.num_new} checkpoints of"
+            f" {_gigabytes(use.one_bytes)}{those}, and its records"
+        )
         fitting = keep_last_that_fits(c, free_bytes, iteration=max(there, default=0), there=there)
         if fitting:
-            fix = f"set KEEP_LAST={min(fitting, 3)}, which fits, or {fix}; DISK_CHECK=one if you remove checkpoints by hand"
+            fix = (
+                f"set KEEP_LAST={min(fitting, 3)}, which fits, or {fix}; DISK_CHECK=one if you remove"
+                " checkpoints by hand"
+            )
         elif free_bytes >= checkpoint_bytes(c):
             fix += "; DISK_CHECK=one if you remove checkpoints by hand"
     return problem("run_dir", c.run_dir, rule, fix)
@@ -119,13 +145,20 @@ def _gigabytes(num_bytes: int) -> str:
 def _devices(c: Config) -> Iterator[str]:
     if 0 < (gpus := count_gpus()) < c.gpus_per_node:
         fix = f"set GPUS_PER_NODE to at most {gpus}, or CUDA_VISIBLE_DEVICES= to run on the CPU"
-        yield problem("gpus_per_node", c.gpus_per_node, f"this host has {gpus} GPU{'s' if gpus > 1 else ''}", fix)
+        yield problem(
+            "gpus_per_node", c.gpus_per_node, f"this host has {gpus} GPU{'s' if gpus > 1 else ''}", fix
+        )
 
 
 def _snapshot(c: Config) -> Iterator[str]:
     if c.memory_snapshot and not count_gpus():
         rule = "records the allocations on a CUDA device, this host has none"
-        yield problem("memory_snapshot", c.memory_snapshot, rule, "leave it empty; the trace of PROFILE_ITERS has the memory of a CPU")
+        yield problem(
+            "memory_snapshot",
+            c.memory_snapshot,
+            rule,
+            "leave it empty; the trace of PROFILE_ITERS has the memory of a CPU",
+        )
 
 
 def _traced_modules(c: Config) -> Iterator[str]:
@@ -133,21 +166,37 @@ def _traced_modules(c: Config) -> Iterator[str]:
     for name in c.trace_calls_in.split(",") if c.trace_calls_from else ():
         package = name.strip().partition(".")[0]
         if not package.isidentifier() or importlib.util.find_spec(package) is None:
-            yield problem("trace_calls_in", name, "no package of that name is installed", "name packages or modules, with commas")
+            yield problem(
+                "trace_calls_in",
+                name,
+                "no package of that name is installed",
+                "name packages or modules, with commas",
+            )
 
 
 def _packages(c: Config) -> Iterator[str]:
     if c.impl == "te" and importlib.util.find_spec("transformer_engine") is None:
-        yield problem("impl", "te", "transformer_engine is not installed", "pip install transformer-engine[pytorch], or set IMPL=local")
+        yield problem(
+            "impl",
+            "te",
+            "transformer_engine is not installed",
+            "pip install transformer-engine[pytorch], or set IMPL=local",
+        )
     yield from _expert_backend(c)
     yield from _kernels(c)
     yield from _fp8(c)
     yield from _optimizer(c)
     if c.wandb_project and c.wandb_mode != "disabled" and importlib.util.find_spec("wandb") is None:
-        yield problem("wandb_project", c.wandb_project, "wandb is not installed", "pip install wandb, or set WANDB_MODE=disabled")
+        yield problem(
+            "wandb_project",
+            c.wandb_project,
+            "wandb is not installed",
+            "pip install wandb, or set WANDB_MODE=disabled",
+        )
 
 
-# EXPERT_BACKEND to the modules it imports and how to install them. Without torch here, so apart from layers/experts/gemm_packages.py.
+# EXPERT_BACKEND to the modules it imports and how to install them. Without torch here, so apart from
+# layers/experts/gemm_packages.py.
 EXPERT_PACKAGES = {
     "grouped_gemm": (("grouped_gemm",), "pip install --no-build-isolation nv-grouped-gemm"),
     "te": (("transformer_engine",), "pip install --no-build-isolation transformer-engine[pytorch]"),
@@ -161,15 +210,26 @@ def _expert_backend(c: Config) -> Iterator[str]:
         rule = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
         yield problem("expert_backend", c.expert_backend, rule, f"{install}, or set EXPERT_BACKEND=auto")
     elif modules and count_gpus() == 0:
-        yield problem("expert_backend", c.expert_backend, "needs a CUDA device, this host has none", "set EXPERT_BACKEND=auto")
+        yield problem(
+            "expert_backend",
+            c.expert_backend,
+            "needs a CUDA device, this host has none",
+            "set EXPERT_BACKEND=auto",
+        )
 
 
 OLDEST_GPU = (8, 0)  # as layers/kernels/launch.py has it
 
 
 def _kernels(c: Config) -> Iterator[str]:
-    """What `auto` would do without, and the ranks would end with where it was asked for by name. A CPU has the twins in plain torch."""
-    asked = [(name, other) for name, other in (("expert_backend", "auto"), ("cross_entropy", "megatron")) if getattr(c, name) == "triton"]
+    """What `auto` would do without, and the ranks would end with where it was asked for by name. A CPU has
+    the twins in plain torch.
+    """
+    asked = [
+        (name, other)
+        for name, other in (("expert_backend", "auto"), ("cross_entropy", "megatron"))
+        if getattr(c, name) == "triton"
+    ]
     if not asked or not count_gpus():
         return
     rule, fix = "", ""
@@ -178,11 +238,15 @@ def _kernels(c: Config) -> Iterator[str]:
     elif compute_capability() < OLDEST_GPU:
         rule = f"the kernels need a GPU of compute capability {OLDEST_GPU[0]}.{OLDEST_GPU[1]} or newer"
     if rule:
-        yield from (problem(name, "triton", rule, f"{fix}set {name.upper()}={other}") for name, other in asked)
+        yield from (
+            problem(name, "triton", rule, f"{fix}set {name.upper()}={other}") for name, other in asked
+        )
 
 
 def _fp8(c: Config) -> Iterator[str]:
-    """Without its package or a GPU Megatron would go on in bf16 and say nothing. How new the GPU is, is seen when the layer is built."""
+    """Without its package or a GPU Megatron would go on in bf16 and say nothing. How new the GPU is, is seen
+    when the layer is built.
+    """
     if c.fp8 == "none":
         return
     if importlib.util.find_spec("transformer_engine") is None:
@@ -208,12 +272,22 @@ def bitsandbytes_problem(device: str) -> str:
 def _optimizer(c: Config) -> Iterator[str]:
     device = "GPU" if count_gpus() else "CPU"
     if c.optimizer == "adam8bit" and (reason := bitsandbytes_problem(device)):
-        yield problem("optimizer", "adam8bit", reason, f"pip install 'bitsandbytes>={BITSANDBYTES[device]}', or set OPTIMIZER=adam")
+        yield problem(
+            "optimizer",
+            "adam8bit",
+            reason,
+            f"pip install 'bitsandbytes>={BITSANDBYTES[device]}', or set OPTIMIZER=adam",
+        )
 
 
 def _port(c: Config) -> Iterator[str]:
     if c.node_rank == 0 and (reason := _port_problem(c.master_port)):
-        yield problem("master_port", c.master_port, reason, f"set MASTER_PORT to a free port, for instance {free_port()}")
+        yield problem(
+            "master_port",
+            c.master_port,
+            reason,
+            f"set MASTER_PORT to a free port, for instance {free_port()}",
+        )
 
 
 def _port_problem(port: int) -> str:
@@ -234,7 +308,9 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 def _shared_memory(c: Config) -> Iterator[str]:
-    """Workers hand their batches over in shared memory, of which a container has 64 MB unless it is told otherwise."""
+    """Workers hand their batches over in shared memory, of which a container has 64 MB unless it is told
+    otherwise.
+    """
     if not c.num_workers or not _SHARED_MEMORY.is_dir():
         return
     microbatches = c.num_workers * PREFETCHED_MICROBATCHES + 1  # and the one that is being used
@@ -242,13 +318,23 @@ def _shared_memory(c: Config) -> Iterator[str]:
     place = os.statvfs(_SHARED_MEMORY)
     free_bytes = place.f_bavail * place.f_frsize
     if needed_bytes > free_bytes:
-        rule = f"its batches need {needed_bytes / 1e6:.1f} MB of shared memory on this node, {_SHARED_MEMORY} has {free_bytes / 1e6:.1f} MB"
+        rule = (
+            f"its batches need {needed_bytes / 1e6:.1f} MB of shared memory on this node, {_SHARED_MEMORY}"
+            f" has {free_bytes / 1e6:.1f} MB"
+        )
         size = f"{-(-2 * needed_bytes // 2**20)}m"
-        yield problem("num_workers", c.num_workers, rule, f"set NUM_WORKERS=0, or start the container with --shm-size={size}")
+        yield problem(
+            "num_workers",
+            c.num_workers,
+            rule,
+            f"set NUM_WORKERS=0, or start the container with --shm-size={size}",
+        )
 
 
 def _data(c: Config) -> Iterator[str]:
-    """TRAIN_DATA and VALID_DATA, or the parts of TRAIN_DATA by SPLIT: whole, long enough for a sample, within the vocabulary."""
+    """TRAIN_DATA and VALID_DATA, or the parts of TRAIN_DATA by SPLIT: whole, long enough for a sample, within
+    the vocabulary.
+    """
     shares: list[Share | None] = [(0.0, 1.0), None]
     if c.split:
         try:
@@ -268,7 +354,12 @@ def _data(c: Config) -> Iterator[str]:
 
 def _prefix(c: Config, name: str, prefix: str, shares: Sequence[Share | None]) -> Iterator[str]:
     if reason := bin_idx_problem(prefix):
-        yield problem(name, prefix, reason, f"give in {name.upper()} the path of an existing .bin and .idx pair, without suffix")
+        yield problem(
+            name,
+            prefix,
+            reason,
+            f"give in {name.upper()} the path of an existing .bin and .idx pair, without suffix",
+        )
         return
     files = TokenFiles(prefix)
     for part, share in zip(("training", "validation"), shares, strict=True):
@@ -278,7 +369,12 @@ def _prefix(c: Config, name: str, prefix: str, shares: Sequence[Share | None]) -
         if num_tokens <= c.seq_len:
             of = f" by SPLIT={c.split}" if c.split else ""
             rule = f"has {num_tokens} tokens for {part}{of}, one sample needs SEQ_LEN + 1 = {c.seq_len + 1}"
-            yield problem(name, prefix, rule, "use more data or a smaller SEQ_LEN" + (", or give another SPLIT" if c.split else ""))
+            yield problem(
+                name,
+                prefix,
+                rule,
+                "use more data or a smaller SEQ_LEN" + (", or give another SPLIT" if c.split else ""),
+            )
     vocab_size = files.tokenizer_fact("vocab_size")
     if vocab_size and vocab_size > c.vocab_size:
         rule = f"was tokenized with {vocab_size} tokens, more than VOCAB_SIZE={c.vocab_size}"
@@ -289,7 +385,12 @@ def _tokenizer(c: Config) -> Iterator[str]:
     if not c.tokenizer:
         return
     if not Path(c.tokenizer).exists():
-        yield problem("tokenizer", c.tokenizer, "does not exist", "set TOKENIZER to a folder with tokenizer.json, or to that file")
+        yield problem(
+            "tokenizer",
+            c.tokenizer,
+            "does not exist",
+            "set TOKENIZER to a folder with tokenizer.json, or to that file",
+        )
         return
     try:
         size = tokenizer_vocab_size(c.tokenizer)
@@ -303,8 +404,13 @@ def _tokenizer(c: Config) -> Iterator[str]:
 
 def _load_dir(c: Config) -> Iterator[str]:
     folder = Path(c.load_dir).expanduser()
-    if c.load_dir and not any((folder / name).is_file() for name in (LATEST, f"checkpoints/{LATEST}", "metadata.json")):
-        fix = "set LOAD_DIR to a checkpoints folder, a run folder or the folder of one iteration, or leave it empty"
+    if c.load_dir and not any(
+        (folder / name).is_file() for name in (LATEST, f"checkpoints/{LATEST}", "metadata.json")
+    ):
+        fix = (
+            "set LOAD_DIR to a checkpoints folder, a run folder or the folder of one iteration, or leave it"
+            " empty"
+        )
         yield problem("load_dir", c.load_dir, f"is not a folder with checkpoints, it has no {LATEST}", fix)
 
 
@@ -332,4 +438,6 @@ def _data_dir(c: Config) -> Iterator[str]:
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         state = "not writable" if place.is_dir() else "a file"
         rule = f"{what} there, but {place} is {state}"
-        yield problem("data_dir", c.data_dir, rule, "set DATA_DIR to a folder that you can write to, or set TRAIN_DATA")
+        yield problem(
+            "data_dir", c.data_dir, rule, "set DATA_DIR to a folder that you can write to, or set TRAIN_DATA"
+        )

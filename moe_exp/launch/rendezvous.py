@@ -1,19 +1,22 @@
 """How the agents of several nodes agree on one start of the ranks after another.
 
-torchrun's static rendezvous does not tell the other nodes of a failure. Its c10d rendezvous does, but numbers the nodes itself, and
-NODE_RANK has to mean something. Both of torch 2.13 give the ranks of the next start the store in which those that died have left their
-addresses (c10d unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is set).
-So this is a rendezvous of our own, by torchrun's interface. A round is one start of all ranks. Agents meet in a store that the agent of
-node 0 keeps on MASTER_PORT for as long as it lives; the ranks of a round have a store of their own, on a free port, which ends with it.
+torchrun's static rendezvous does not tell the other nodes of a failure. Its c10d rendezvous does, but numbers
+the nodes itself, and NODE_RANK has to mean something. Both of torch 2.13 give the ranks of the next start the
+store in which those that died have left their addresses (c10d unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is
+set). So this is a rendezvous of our own, by torchrun's interface. A round is one start of all ranks. Agents
+meet in a store that the agent of node 0 keeps on MASTER_PORT for as long as it lives; the ranks of a round
+have a store of their own, on a free port, which ends with it.
 
-    round           number of the current round; whoever wants the next one raises it, and every agent that sees that starts its ranks again
+    round           number of the current round; whoever wants the next one raises it, and every agent that
+                    sees that starts its ranks again
     here/R/NODE     agents of a node that have come to round R
     joined/R        nodes that have come to round R; with the last of them it begins
     port/R          of the store of the ranks of round R
     failed/R        nodes whose ranks have failed in round R
     failures        rounds that have ended so; over MAX_RESTARTS of them `over` is set, and all agents end
     said/R/NODE     what a node has to say of its failures in round R, JSON
-    done/R          nodes whose ranks have come to their end in round R: what fails afterwards is no reason for another one
+    done/R          nodes whose ranks have come to their end in round R: what fails afterwards is no reason
+                    for another one
 """
 
 from __future__ import annotations
@@ -26,7 +29,11 @@ from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
-from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousConnectionError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousTimeoutError,
+)
 
 _CONNECT_SECONDS = 5.0  # of one attempt: a signal that comes meanwhile is answered after it
 _POLL_SECONDS = 0.1
@@ -137,14 +144,22 @@ class Rounds(RendezvousHandler):
 
     def fail(self) -> None:
         """Ends the round, as ranks of this node have failed. The job is over after the last one that may."""
-        if int(self._store.add(f"failed/{self.round}", 1)) == 1 and int(self._store.add("failures", 1)) > self._max_restarts:
+        if (
+            int(self._store.add(f"failed/{self.round}", 1)) == 1
+            and int(self._store.add("failures", 1)) > self._max_restarts
+        ):
             self._store.set("over", "1")
         self.move_on()
 
     def said(self, number: int) -> list[dict[str, Any]]:
         """What the nodes have said so far of the failures of round `number`."""
         keys = [f"said/{number}/{node}" for node in range(self._num_nodes)]
-        return [failure for key in keys if self._store.check([key]) for failure in json.loads(self._store.get(key))]
+        return [
+            failure
+            for key in keys
+            if self._store.check([key])
+            for failure in json.loads(self._store.get(key))
+        ]
 
     def move_on(self) -> None:
         """Ends the round for all nodes; the next one begins when all have come to it."""
@@ -176,7 +191,8 @@ class Rounds(RendezvousHandler):
         """Waits for all nodes in the current round; False where it has ended before they came."""
         self.round = self._current
         if int(self._store.add(f"here/{self.round}/{self._node_rank}", 1)) > 1:
-            self.move_on()  # in place of an agent of this node that has died: the others' ranks have to start again with ours
+            # in place of an agent of this node that has died: the others' ranks have to start again with ours
+            self.move_on()
             return False
         self._store.add(f"joined/{self.round}", 1)
         while int(self._store.add(f"joined/{self.round}", 0)) < self._num_nodes:
@@ -199,14 +215,18 @@ class Rounds(RendezvousHandler):
         return self._open(int(self._store.get(key)), serve=False, deadline=deadline)
 
     def _open(self, port: int, *, serve: bool, deadline: float) -> TCPStore:
-        """A store that this node serves, or a connection to that of node 0, which may not have started yet."""
+        """A store that this node serves, or a connection to that of node 0, which may not have started
+        yet.
+        """
         while True:
             try:
                 timeout = timedelta(seconds=_CONNECT_SECONDS)
                 store = TCPStore(self._host, port, is_master=serve, timeout=timeout, wait_for_workers=False)
             except RuntimeError as error:
                 if serve:
-                    raise RendezvousConnectionError(f"port {port} of {self._host}: {str(error).splitlines()[0]}") from error
+                    raise RendezvousConnectionError(
+                        f"port {port} of {self._host}: {str(error).splitlines()[0]}"
+                    ) from error
                 self._wait(deadline)
             else:
                 store.set_timeout(timedelta(seconds=self._join_seconds))
@@ -218,5 +238,7 @@ class Rounds(RendezvousHandler):
         if self._is_stopping() or (self._agents is not None and self.is_over):
             raise RendezvousClosedError
         if time.monotonic() > deadline:
-            raise RendezvousTimeoutError(f"not all of {self._num_nodes} nodes have come within {self._join_seconds:.0f} s")
+            raise RendezvousTimeoutError(
+                f"not all of {self._num_nodes} nodes have come within {self._join_seconds:.0f} s"
+            )
         time.sleep(_POLL_SECONDS)

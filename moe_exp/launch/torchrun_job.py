@@ -1,8 +1,10 @@
-"""The job of this node: its command line, its environment, the signals on their way to its ranks, its exit code. No torch.
+"""The job of this node: its command line, its environment, the signals on their way to its ranks, its exit
+code. No torch.
 
-It is torchrun's agent with other manners (launch/agent.py). It runs in a session of its own, out of reach of the terminal, and gets the signals
-from here: it passes them on to the ranks, which finish the step, save and end. A second Ctrl-C kills the job; a second signal of another
-kind does not, as schedulers send several. Should the launcher be killed, the agent has the ranks save and end.
+It is torchrun's agent with other manners (launch/agent.py). It runs in a session of its own, out of reach of
+the terminal, and gets the signals from here: it passes them on to the ranks, which finish the step, save and
+end. A second Ctrl-C kills the job; a second signal of another kind does not, as schedulers send several.
+Should the launcher be killed, the agent has the ranks save and end.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ def torchrun_command(config: Config, module_args: Sequence[str], module: str = T
 
 
 def child_environment(config: Config) -> dict[str, str]:
-    """Environment of torchrun and its ranks: ours, with threads per rank, the allocator on a CPU, what DETERMINISTIC asks for, and
-    without useless log lines.
+    """Environment of torchrun and its ranks: ours, with threads per rank, the allocator on a CPU, what
+    DETERMINISTIC asks for, and without useless log lines.
     """
     environ = dict(os.environ)
     environ |= deterministic_environment(config, environ)
@@ -53,7 +55,8 @@ def child_environment(config: Config) -> dict[str, str]:
     if not count_gpus():
         environ = KEEP_FREED_MEMORY | environ
     if config.tp > 1 or config.cp > 1:
-        # Megatron overlaps collectives with matrix products by the order of launches, which this keeps (before Blackwell).
+        # Megatron overlaps collectives with matrix products by the order of launches, which this keeps
+        # (before Blackwell).
         environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     return environ
 
@@ -61,10 +64,18 @@ def child_environment(config: Config) -> dict[str, str]:
 STOPPING = "stopping: the run saves a checkpoint and ends; a second Ctrl-C kills it"
 
 
-def run_job(command: Sequence[str], environ: Mapping[str, str], *, stopping: str = STOPPING, poll: Callable[[], None] | None = None) -> int:
-    """Runs the agent, hands signals on as described at the top of this file, and returns the exit code that the ranks told.
+def run_job(
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    stopping: str = STOPPING,
+    poll: Callable[[], None] | None = None,
+) -> int:
+    """Runs the agent, hands signals on as described at the top of this file, and returns the exit code that
+    the ranks told.
 
-    A job that a signal ended before its ranks could tell one gives 128 + the number of the signal, as a shell does.
+    A job that a signal ended before its ranks could tell one gives 128 + the number of the signal, as a shell
+    does.
 
     Args:
         command: the agent's.

@@ -1,4 +1,6 @@
-"""Activations of the experts, and the activation times the router weight as one step. Shape suffixes in `moe_exp.layers`."""
+"""Activations of the experts, and the activation times the router weight as one step. Shape suffixes in
+`moe_exp.layers`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ def squared_relu(x: Tensor) -> Tensor:
     return torch.relu(x).square()
 
 
-# Name to (function, gated). A gated one multiplies the activated first half of a doubled projection by the second half.
+# Name to (function, gated). A gated one multiplies the activated first half of a doubled projection by the
+# second half.
 ACTIVATIONS: dict[str, tuple[Activation, bool]] = {
     "swiglu": (nn.functional.silu, True),
     "geglu": (nn.functional.gelu, True),
@@ -59,11 +62,14 @@ def weighted_activation(hidden_RF: Tensor, weights_R1: Tensor, name: str) -> Ten
     return function(gate_RF).mul_(up_RF).mul_(weights_R1)
 
 
-def weighted_activation_backward(grad_RF: Tensor, hidden_RF: Tensor, weights_R1: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
+def weighted_activation_backward(
+    grad_RF: Tensor, hidden_RF: Tensor, weights_R1: Tensor, name: str
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `weighted_activation`, from the same inputs.
 
     Returns:
-        The gradient of `hidden_RF`, that of the weights [R], and the activation without the weight, a tensor of the caller's own.
+        The gradient of `hidden_RF`, that of the weights [R], and the activation without the weight, a tensor
+        of the caller's own.
     """
     function, gated = ACTIVATIONS[name]
     gate_RF, up_RF = hidden_RF.chunk(2, dim=1) if gated else (hidden_RF, None)
@@ -84,7 +90,8 @@ def weighted_activation_backward(grad_RF: Tensor, hidden_RF: Tensor, weights_R1:
 class WeightedActivation(torch.autograd.Function):
     """`weighted_activation` with autograd: keeps its inputs alone, no half-way results.
 
-    `WeightedActivation.apply(hidden_RF, weights_R, name)`; the weights may have another dtype than `hidden_RF`.
+    `WeightedActivation.apply(hidden_RF, weights_R, name)`; the weights may have another dtype than
+    `hidden_RF`.
     """
 
     @staticmethod

@@ -13,8 +13,11 @@ from moe_exp.layers.kernels.drops import keep_within
 DROP_POLICIES = ("probs", "position")
 
 
-def expert_capacity(num_tokens: int, *, num_experts: int, topk: int, capacity_factor: float, min_capacity: int = 0) -> int:
-    """Slots that one expert takes: ceil(capacity_factor * num_tokens * topk / num_experts), and at least `min_capacity`.
+def expert_capacity(
+    num_tokens: int, *, num_experts: int, topk: int, capacity_factor: float, min_capacity: int = 0
+) -> int:
+    """Slots that one expert takes: ceil(capacity_factor * num_tokens * topk / num_experts), and at least
+    `min_capacity`.
 
     Lepikhin et al. 2020, GShard (arXiv:2006.16668); the same rounding as Megatron-Core.
     """
@@ -73,7 +76,9 @@ def keep_most_probable(expert_TK: Tensor, weights_TK: Tensor, *, num_experts: in
 
 
 def keep_first(expert_TK: Tensor, *, num_experts: int, capacity: int) -> Tensor:
-    """The slots that stay when every expert keeps the `capacity` slots that come first in the sequence; else as `keep_most_probable`."""
+    """The slots that stay when every expert keeps the `capacity` slots that come first in the sequence; else
+    as `keep_most_probable`.
+    """
     if takes_kernels(expert_TK):
         return keep_within(expert_TK, None, _limits(expert_TK, num_experts, capacity))
     place_N = rank_in_expert(expert_TK.flatten(), None, num_experts=num_experts)
@@ -81,12 +86,13 @@ def keep_first(expert_TK: Tensor, *, num_experts: int, capacity: int) -> Tensor:
 
 
 def keep_full_tiles(expert_TK: Tensor, weights_TK: Tensor, *, num_experts: int, tile: int) -> Tensor:
-    """The slots that stay when every expert's number of rows is rounded down to a multiple of `tile`, its lowest weights dropped.
+    """The slots that stay when every expert's number of rows is rounded down to a multiple of `tile`, its
+    lowest weights dropped.
 
-    A grouped GEMM computes whole tiles of rows, and the last of an expert is half empty on average. An expert with fewer slots than
-    one tile keeps them all. Guo et al. 2025, SonicMoE (arXiv:2512.14080), "token rounding", which rounds to the nearest
-    multiple and gives an expert further tokens where that is more; here slots are only dropped, so that no token gets an expert that
-    it did not choose.
+    A grouped GEMM computes whole tiles of rows, and the last of an expert is half empty on average. An expert
+    with fewer slots than one tile keeps them all. Guo et al. 2025, SonicMoE (arXiv:2512.14080), "token
+    rounding", which rounds to the nearest multiple and gives an expert further tokens where that is more;
+    here slots are only dropped, so that no token gets an expert that it did not choose.
 
     Args:
         expert_TK: chosen experts, integer; E for a slot of padding, which is never kept.
@@ -107,4 +113,6 @@ def keep_full_tiles(expert_TK: Tensor, weights_TK: Tensor, *, num_experts: int, 
 
 
 def _limits(expert_TK: Tensor, num_experts: int, capacity: int) -> Tensor:
-    return torch.full((num_experts,), min(capacity, expert_TK.numel()), dtype=torch.int32, device=expert_TK.device)
+    return torch.full(
+        (num_experts,), min(capacity, expert_TK.numel()), dtype=torch.int32, device=expert_TK.device
+    )

@@ -1,13 +1,15 @@
-"""Auxiliary losses of the router. Pure functions; shape suffixes in `moe_exp.layers`, and here B sequences of S tokens.
+"""Auxiliary losses of the router. Pure functions; shape suffixes in `moe_exp.layers`, and here B sequences of
+S tokens.
 
-Every loss is a mean over tokens (of a micro-batch, of a sequence, or of the global batch), wherever those tokens are: tensor
-(sequence) parallel and context parallel ranks each hold a part of a micro-batch. Every function returns this rank's *share*: the
-shares of the ranks of a micro-batch add up to the loss, and their gradients to its gradient, because what couples the ranks (token
-counts, sums) carries no gradient. So no differentiable collective is needed. A trainer averages micro-batches and data parallel ranks as it
-does for the main loss. The gradient is then the same for every TP, EP, PP, CP and DP and number of micro-batches.
+Every loss is a mean over tokens (of a micro-batch, of a sequence, or of the global batch), wherever those
+tokens are: tensor (sequence) parallel and context parallel ranks each hold a part of a micro-batch. Every
+function returns this rank's *share*: the shares of the ranks of a micro-batch add up to the loss, and their
+gradients to its gradient, because what couples the ranks (token counts, sums) carries no gradient. So no
+differentiable collective is needed. A trainer averages micro-batches and data parallel ranks as it does for
+the main loss. The gradient is then the same for every TP, EP, PP, CP and DP and number of micro-batches.
 
-Scores of padding tokens have to be zero. A loss that needs only their sum over tokens also takes that, [E], with `num_tokens`: a
-kernel that routes emits it without writing the scores.
+Scores of padding tokens have to be zero. A loss that needs only their sum over tokens also takes that, [E],
+with `num_tokens`: a kernel that routes emits it without writing the scores.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ class AuxLoss:
     """One balancing loss of a layer.
 
     Args:
-        kind: `aux_loss` per micro-batch, `seq_aux_loss` per sequence, `global_aux_loss` per global batch, `importance`.
+        kind: `aux_loss` per micro-batch, `seq_aux_loss` per sequence, `global_aux_loss` per global batch,
+            `importance`.
         coeff: its weight in the sum of losses.
 
     Raises:
@@ -40,9 +43,13 @@ class AuxLoss:
 
     def __post_init__(self) -> None:
         if self.kind not in LOSS_KINDS:
-            raise ValueError(f"aux_loss_type={self.kind}: is not a loss. Fix: use {', '.join(LOSS_KINDS)}, or none.")
+            raise ValueError(
+                f"aux_loss_type={self.kind}: is not a loss. Fix: use {', '.join(LOSS_KINDS)}, or none."
+            )
         if self.coeff < 0:
-            raise ValueError(f"aux_loss_coeff={self.coeff}: is negative, which rewards imbalance. Fix: use 0 for none.")
+            raise ValueError(
+                f"aux_loss_coeff={self.coeff}: is negative, which rewards imbalance. Fix: use 0 for none."
+            )
 
 
 def load_balancing_loss_share(
@@ -55,8 +62,9 @@ def load_balancing_loss_share(
 ) -> Tensor:
     """This rank's share of the load-balancing loss of a micro-batch, E * sum_e f_e * P_e.
 
-    f_e is the fraction of the T*K slots that went to expert e, P_e the mean score of expert e; 1.0 is perfect balance.
-    Fedus et al. 2021, Switch Transformers, eq. 4 to 6 (arXiv:2101.03961), with top-k slots in f as in Megatron-Core.
+    f_e is the fraction of the T*K slots that went to expert e, P_e the mean score of expert e; 1.0 is perfect
+    balance. Fedus et al. 2021, Switch Transformers, eq. 4 to 6 (arXiv:2101.03961), with top-k slots in f as
+    in Megatron-Core.
 
     Args:
         scores: router scores of this rank's tokens, each row summing to 1, [T, E]; or their sum, [E].
@@ -70,7 +78,11 @@ def load_balancing_loss_share(
     """
     num_experts = scores.size(-1)
     num_tokens = _num_tokens(scores, num_tokens, group)
-    return torch.dot(_summed(scores), tokens_per_expert_E.to(scores.dtype)) * num_experts / (topk * num_tokens**2)
+    return (
+        torch.dot(_summed(scores), tokens_per_expert_E.to(scores.dtype))
+        * num_experts
+        / (topk * num_tokens**2)
+    )
 
 
 def sequence_balancing_loss_share(
@@ -78,7 +90,8 @@ def sequence_balancing_loss_share(
 ) -> Tensor:
     """This rank's share of the mean over sequences of E * sum_e f_e * P_e, with f and P of one sequence.
 
-    DeepSeek-V3 (arXiv:2412.19437), eq. 17 to 20, where the factor E/K is inside f; `seq_aux_loss` of Megatron-Core.
+    DeepSeek-V3 (arXiv:2412.19437), eq. 17 to 20, where the factor E/K is inside f; `seq_aux_loss` of
+    Megatron-Core.
 
     Args:
         scores_BSE: router scores of this rank's part of every sequence, each row summing to 1.
@@ -94,7 +107,9 @@ def sequence_balancing_loss_share(
     ones_BSK = torch.ones_like(expert_BSK, dtype=scores_BSE.dtype)
     if valid_BS is not None:
         ones_BSK = ones_BSK * valid_BS.unsqueeze(-1)
-    counts_BE = scores_BSE.new_zeros(num_sequences, num_experts).scatter_add_(1, expert_BSK.flatten(1), ones_BSK.flatten(1))
+    counts_BE = scores_BSE.new_zeros(num_sequences, num_experts).scatter_add_(
+        1, expert_BSK.flatten(1), ones_BSK.flatten(1)
+    )
     counts_BE = sum_over(counts_BE, group)
     lengths_B = (counts_BE.sum(dim=1) / topk).clamp(min=1)
     losses_B = (scores_BSE.sum(dim=1) * counts_BE).sum(dim=1) * num_experts / (topk * lengths_B.square())
@@ -111,11 +126,13 @@ def global_balancing_loss_share(
 ) -> Tensor:
     """This rank's share of E * sum_e F_e * P_e, with F of the global batch and P of the micro-batch.
 
-    Qiu et al. 2025, Demons in the Detail (arXiv:2501.11873). The mean over all micro-batches and data parallel ranks is the loss of the
-    global batch. A micro-batch runs backward before the later ones are routed, so their counts are unknown: the paper and
-    Megatron-Core use those so far, which makes the gradient depend on the number and order of micro-batches. Here F is that of
-    the previous global batch, complete over all ranks and micro-batches (of this micro-batch, as long as there was none), so that the
-    gradient is the same however a global batch is cut, and no micro-batch waits for a collective over all data parallel ranks.
+    Qiu et al. 2025, Demons in the Detail (arXiv:2501.11873). The mean over all micro-batches and data
+    parallel ranks is the loss of the global batch. A micro-batch runs backward before the later ones are
+    routed, so their counts are unknown: the paper and Megatron-Core use those so far, which makes the
+    gradient depend on the number and order of micro-batches. Here F is that of the previous global batch,
+    complete over all ranks and micro-batches (of this micro-batch, as long as there was none), so that the
+    gradient is the same however a global batch is cut, and no micro-batch waits for a collective over all
+    data parallel ranks.
 
     Args:
         scores: router scores of this rank's tokens, each row summing to 1, [T, E]; or their sum, [E].
@@ -133,11 +150,15 @@ def global_balancing_loss_share(
     return torch.dot(_summed(scores), fractions_E) * scores.size(-1) / _num_tokens(scores, num_tokens, group)
 
 
-def importance_loss_share(scores: Tensor, *, num_tokens: Tensor | int | None = None, group: ProcessGroup | None = None) -> Tensor:
-    """This rank's share of the importance loss of a micro-batch: the squared coefficient of variation of sum_t s_te over experts.
+def importance_loss_share(
+    scores: Tensor, *, num_tokens: Tensor | int | None = None, group: ProcessGroup | None = None
+) -> Tensor:
+    """This rank's share of the importance loss of a micro-batch: the squared coefficient of variation of
+    sum_t s_te over experts.
 
-    Shazeer et al. 2017 (arXiv:1701.06538), eq. 6 and 7, on the scores before top-k as in Riquelme et al. 2021, V-MoE
-    (arXiv:2106.05974), appendix A. Rows sum to 1, so the mean importance is T/E, and CV^2 = E * sum_e I_e^2 / T^2 - 1.
+    Shazeer et al. 2017 (arXiv:1701.06538), eq. 6 and 7, on the scores before top-k as in Riquelme et al.
+    2021, V-MoE (arXiv:2106.05974), appendix A. Rows sum to 1, so the mean importance is T/E, and CV^2 = E *
+    sum_e I_e^2 / T^2 - 1.
 
     Args:
         scores: router scores of this rank's tokens, each row summing to 1, [T, E]; or their sum, [E].
@@ -149,13 +170,18 @@ def importance_loss_share(scores: Tensor, *, num_tokens: Tensor | int | None = N
     """
     mine_E = _summed(scores)
     all_E = sum_over(mine_E, group)
-    # Of sum_e I_e^2, with I the sum over ranks, this rank's part of the value is mine*all and of the gradient 2*all.
+    # Of sum_e I_e^2, with I the sum over ranks, this rank's part of the value is mine*all and of the gradient
+    # 2*all.
     squares = torch.dot(2 * mine_E - mine_E.detach(), all_E)
     return squares * scores.size(-1) / _num_tokens(scores, num_tokens, group) ** 2 - 1 / group_size(group)
 
 
 def z_loss_share(
-    logits: Tensor, *, valid_T: Tensor | None = None, num_tokens: Tensor | int | None = None, group: ProcessGroup | None = None
+    logits: Tensor,
+    *,
+    valid_T: Tensor | None = None,
+    num_tokens: Tensor | int | None = None,
+    group: ProcessGroup | None = None,
 ) -> Tensor:
     """This rank's share of the router z-loss of a micro-batch, mean over tokens of logsumexp(logits)^2.
 

@@ -1,7 +1,9 @@
-"""The MoE layer in a torch-native model, whose tensor parallel ranks hold the same tokens. Shape suffixes in `moe_exp.layers`.
+"""The MoE layer in a torch-native model, whose tensor parallel ranks hold the same tokens. Shape suffixes in
+`moe_exp.layers`.
 
-Outside Megatron a tensor parallel rank usually has all tokens of its data parallel rank, as after torch's RowwiseParallel. Then
-nothing has to travel: every rank routes every token, computes its part of the experts, and the outputs are summed.
+Outside Megatron a tensor parallel rank usually has all tokens of its data parallel rank, as after torch's
+RowwiseParallel. Then nothing has to travel: every rank routes every token, computes its part of the experts,
+and the outputs are summed.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from moe_exp.layers.router import RoutingDecision
 
 
 class _SumGradient(torch.autograd.Function):
-    """x forward; backward the sum of its gradients over the ranks, each of which used x for its part of the result."""
+    """x forward; backward the sum of its gradients over the ranks, each of which used x for its part of the
+    result.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -33,7 +37,9 @@ class _SumGradient(torch.autograd.Function):
 
 
 class _SumOutput(torch.autograd.Function):
-    """The sum over the ranks forward; every rank has the whole result's gradient, which is that of its part."""
+    """The sum over the ranks forward; every rank has the whole result's gradient, which is that of its
+    part.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -53,10 +59,11 @@ def _sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
 class TensorParallelDispatcher(LocalDispatcher):
     """Every expert's width is spread over the ranks of a mesh dimension, on which the tokens are the same.
 
-    The layer's input and output are replicated, like those of a ColwiseParallel and RowwiseParallel pair: one all-reduce of
-    the tokens forward, one backward. The gradients of the input and of every parameter outside the experts are whole on every
-    rank, those of the experts are whole for the rank's part: nothing is left to be summed over the mesh dimension. Give the
-    layer no `microbatch_group` for it: the losses of the same tokens are counted once.
+    The layer's input and output are replicated, like those of a ColwiseParallel and RowwiseParallel pair: one
+    all-reduce of the tokens forward, one backward. The gradients of the input and of every parameter outside
+    the experts are whole on every rank, those of the experts are whole for the rank's part: nothing is left
+    to be summed over the mesh dimension. Give the layer no `microbatch_group` for it: the losses of the same
+    tokens are counted once.
 
     Args:
         num_experts: E.
@@ -68,11 +75,18 @@ class TensorParallelDispatcher(LocalDispatcher):
     def __init__(self, num_experts: int, *, tp_mesh: DeviceMesh):
         super().__init__(num_experts)
         if tp_mesh.ndim != 1:
-            raise ValueError(f'tp_mesh={tp_mesh}: has {tp_mesh.ndim} dimensions, not one. Fix: pass one dimension of it, as in mesh["tp"].')
+            raise ValueError(
+                f"tp_mesh={tp_mesh}: has {tp_mesh.ndim} dimensions, not one. Fix: pass one dimension of it,"
+                ' as in mesh["tp"].'
+            )
         self.group: ProcessGroup = tp_mesh.get_group()
 
-    def start(self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None) -> Pending:
-        """Sorts the slots of `x_TD` by expert; their gradients, and those of the router weights, are summed over the ranks."""
+    def start(
+        self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None
+    ) -> Pending:
+        """Sorts the slots of `x_TD` by expert; their gradients, and those of the router weights, are summed
+        over the ranks.
+        """
         if group_size(self.group) > 1:
             x_TD = _SumGradient.apply(x_TD, self.group)
             decision = replace(decision, weights_TK=_SumGradient.apply(decision.weights_TK, self.group))
@@ -90,7 +104,8 @@ def expert_width_part(weight: Tensor, *, axis: int, num_halves: int, tp_mesh: De
     Args:
         weight: `weight1` [E, 2F or F, D] or `weight2` [E, D, F] of all ranks.
         axis: the one with F, 1 for `weight1` and 2 for `weight2`.
-        num_halves: 2 for the `weight1` of a gated activation, whose gate half and up half are each cut; else 1.
+        num_halves: 2 for the `weight1` of a gated activation, whose gate half and up half are each cut; else
+            1.
         tp_mesh: as for TensorParallelDispatcher.
 
     Raises:
@@ -99,5 +114,10 @@ def expert_width_part(weight: Tensor, *, axis: int, num_halves: int, tp_mesh: De
     ranks, rank = tp_mesh.size(), tp_mesh.get_local_rank()
     width = weight.size(axis) // num_halves
     if width % ranks:
-        raise ValueError(f"ffn_size={width}: is not divisible by the {ranks} tensor parallel ranks. Fix: use a multiple of {ranks}.")
-    return torch.cat([half.chunk(ranks, dim=axis)[rank] for half in weight.chunk(num_halves, dim=axis)], dim=axis)
+        raise ValueError(
+            f"ffn_size={width}: is not divisible by the {ranks} tensor parallel ranks. Fix: use a multiple of"
+            f" {ranks}."
+        )
+    return torch.cat(
+        [half.chunk(ranks, dim=axis)[rank] for half in weight.chunk(num_halves, dim=axis)], dim=axis
+    )

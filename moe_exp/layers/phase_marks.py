@@ -19,10 +19,11 @@ class PhaseTimers(Protocol):
 def mark(x: Tensor, timers: PhaseTimers, *, ends: str | None = None, begins: str | None = None) -> Tensor:
     """`x` unchanged; between two phases, either of which may be None.
 
-    In backward the gradient of `x` comes by here, from the phase that began after this mark: that one ends and the one before it
-    begins. So what a phase computes in both directions is between its two marks. A forward pass that backward
-    repeats counts again, for it takes its time again; of one that is repeated in the middle of a phase (torch's checkpoints without
-    reentry, which Megatron does not use) the rest of that phase is lost.
+    In backward the gradient of `x` comes by here, from the phase that began after this mark: that one ends
+    and the one before it begins. So what a phase computes in both directions is between its two marks. A
+    forward pass that backward repeats counts again, for it takes its time again; of one that is repeated in
+    the middle of a phase (torch's checkpoints without reentry, which Megatron does not use) the rest of that
+    phase is lost.
 
     Args:
         x: what the phases hand over, any shape.

@@ -9,7 +9,8 @@ from moe_exp.layers.experts import ACTIVATIONS
 
 
 class SharedExpert(nn.Module):
-    """y = (act(x W1) W2) * g; g = sigmoid(x w_g) with a gate (Qwen2-MoE, arXiv:2407.10671), else 1 (DeepSeekMoE, arXiv:2401.06066).
+    """y = (act(x W1) W2) * g; g = sigmoid(x w_g) with a gate (Qwen2-MoE, arXiv:2407.10671), else 1
+    (DeepSeekMoE, arXiv:2401.06066).
 
     For use outside Megatron; inside, Megatron's SharedExpertMLP does the same with tensor parallelism.
 
@@ -19,7 +20,8 @@ class SharedExpert(nn.Module):
         activation: a name in ACTIVATIONS.
         gate: whether a gate per token scales the output.
 
-    Weights, in torch's (out, in) order: `weight1` [2F or F, D], with the gate half first; `weight2` [D, F]; `gate_weight` [1, D].
+    Weights, in torch's (out, in) order: `weight1` [2F or F, D], with the gate half first; `weight2` [D, F];
+    `gate_weight` [1, D].
     """
 
     def __init__(
@@ -34,12 +36,16 @@ class SharedExpert(nn.Module):
     ):
         super().__init__()
         if activation not in ACTIVATIONS:
-            raise ValueError(f"activation={activation}: is not an activation. Fix: use one of {', '.join(ACTIVATIONS)}.")
+            raise ValueError(
+                f"activation={activation}: is not an activation. Fix: use one of {', '.join(ACTIVATIONS)}."
+            )
         self.activation, self.gated = ACTIVATIONS[activation]
         width = ffn_size * (2 if self.gated else 1)
         self.weight1 = nn.Parameter(torch.empty(width, hidden_size, dtype=dtype, device=device))
         self.weight2 = nn.Parameter(torch.empty(hidden_size, ffn_size, dtype=dtype, device=device))
-        self.gate_weight = nn.Parameter(torch.empty(1, hidden_size, dtype=dtype, device=device)) if gate else None
+        self.gate_weight = (
+            nn.Parameter(torch.empty(1, hidden_size, dtype=dtype, device=device)) if gate else None
+        )
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02) -> None:

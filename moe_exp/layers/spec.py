@@ -1,8 +1,8 @@
 """Megatron layer specs with our MoE layer, attention and norm. Only this file and
 `megatron/` in `layers/` import megatron.
 
-For a Megatron user: put `moe_submodule_spec()` in the place of Megatron's own MoE spec; the layer takes everything else from
-TransformerConfig. Works without Transformer Engine and Apex.
+For a Megatron user: put `moe_submodule_spec()` in the place of Megatron's own MoE spec; the layer takes
+everything else from TransformerConfig. Works without Transformer Engine and Apex.
 """
 
 from collections.abc import Mapping
@@ -13,8 +13,17 @@ import torch
 
 from moe_exp.layers.experts.grouped_gemm import choose_backend
 from moe_exp.layers.megatron.attention import CausalAttention
-from moe_exp.layers.megatron.attention_parts import LatentAttention, ProjectionNormAttention, latent_attention_spec
-from moe_exp.layers.megatron.moe_parts import MegatronExperts, MegatronMoELayer, MegatronRouter, device_of_model
+from moe_exp.layers.megatron.attention_parts import (
+    LatentAttention,
+    ProjectionNormAttention,
+    latent_attention_spec,
+)
+from moe_exp.layers.megatron.moe_parts import (
+    MegatronExperts,
+    MegatronMoELayer,
+    MegatronRouter,
+    device_of_model,
+)
 from moe_exp.layers.megatron.norm import Norm
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -29,7 +38,11 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 
 __all__ = [
     "MegatronExperts",
@@ -57,7 +70,8 @@ def moe_submodule_spec(
 
     Args:
         backend: grouped GEMM of the experts, see grouped_gemm.choose_backend.
-        dispatcher: `local`, `alltoall`, `allgather`, `deepep`, or `auto`: local where EP and ETP are 1, else alltoall.
+        dispatcher: `local`, `alltoall`, `allgather`, `deepep`, or `auto`: local where EP and ETP are 1, else
+            alltoall.
         router: fields of RouterConfig that TransformerConfig does not have.
         min_capacity: slots that an expert takes at least.
         token_rounding: as in MoESettings.
@@ -73,22 +87,36 @@ def moe_submodule_spec(
         linears = TEColumnParallelLinear, TERowParallelLinear
     return ModuleSpec(
         module=MegatronMoELayer,
-        params={"dispatcher": dispatcher, "router": router, "min_capacity": min_capacity, "token_rounding": token_rounding},
+        params={
+            "dispatcher": dispatcher,
+            "router": router,
+            "min_capacity": min_capacity,
+            "token_rounding": token_rounding,
+        },
         submodules=MoESubmodules(
             experts=ModuleSpec(module=MegatronExperts, params={"backend": backend}),
-            shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=MLPSubmodules(linear_fc1=linears[0], linear_fc2=linears[1])),
+            shared_experts=ModuleSpec(
+                module=SharedExpertMLP, submodules=MLPSubmodules(linear_fc1=linears[0], linear_fc2=linears[1])
+            ),
             router=MegatronRouter,
         ),
         metainfo={"fuse_pre_mlp_layernorm": False},
     )
 
 
-def local_layer_spec(config: TransformerConfig, *, mlp: ModuleSpec | None, projection_norm: bool = False) -> ModuleSpec:
-    """A transformer layer of Megatron's local parts, our attention core and our norm; `mlp` None is the dense MLP."""
-    dense = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
+def local_layer_spec(
+    config: TransformerConfig, *, mlp: ModuleSpec | None, projection_norm: bool = False
+) -> ModuleSpec:
+    """A transformer layer of Megatron's local parts, our attention core and our norm; `mlp` None is the dense
+    MLP.
+    """
+    dense = ModuleSpec(
+        module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    )
     keys = _attention_keys(config)
     if mlp is None:
-        # In Megatron's checkpoints the norm of a dense MLP is a part of its first linear layer, that of an MoE is not.
+        # In Megatron's checkpoints the norm of a dense MLP is a part of its first linear layer, that of an
+        # MoE is not.
         keys["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     return ModuleSpec(
         module=TransformerLayer,
@@ -105,9 +133,11 @@ def local_layer_spec(config: TransformerConfig, *, mlp: ModuleSpec | None, proje
 
 
 def _attention_keys(config: TransformerConfig) -> dict[str, str]:
-    """Names of norms in Megatron's checkpoints: with Transformer Engine they are a part of the linear layer that follows.
+    """Names of norms in Megatron's checkpoints: with Transformer Engine they are a part of the linear layer
+    that follows.
 
-    Those of multi-latent attention are its names with Transformer Engine: its local attention core cannot be built for MLA.
+    Those of multi-latent attention are its names with Transformer Engine: its local attention core cannot be
+    built for MLA.
     """
     if not config.multi_latent_attention:
         return {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
@@ -132,11 +162,15 @@ def _self_attention(config: TransformerConfig, *, projection_norm: bool) -> Modu
     return ModuleSpec(module=module, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention)
 
 
-def te_layer_spec(config: TransformerConfig, *, mlp: ModuleSpec | None, projection_norm: bool = False) -> ModuleSpec:
+def te_layer_spec(
+    config: TransformerConfig, *, mlp: ModuleSpec | None, projection_norm: bool = False
+) -> ModuleSpec:
     """Megatron's Transformer Engine layer; with `mlp`, that in the place of its MoE."""
     num_experts = None if mlp is None else config.num_moe_experts
     spec = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=num_experts, qk_layernorm=config.qk_layernorm, multi_latent_attention=config.multi_latent_attention
+        num_experts=num_experts,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
     )
     if mlp is not None:
         spec.submodules.mlp = mlp
@@ -148,9 +182,15 @@ def te_layer_spec(config: TransformerConfig, *, mlp: ModuleSpec | None, projecti
 
 
 def decoder_spec(
-    config: TransformerConfig, *, use_te: bool = False, vp_stage: int | None = None, projection_norm: bool = False, **moe_options: Any
+    config: TransformerConfig,
+    *,
+    use_te: bool = False,
+    vp_stage: int | None = None,
+    projection_norm: bool = False,
+    **moe_options: Any,
 ) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage, dense or MoE as `config.moe_layer_freq` says: every n-th, or a list of 0 and 1 per layer.
+    """The layers of this pipeline stage, dense or MoE as `config.moe_layer_freq` says: every n-th, or a list
+    of 0 and 1 per layer.
 
     Args:
         config: Megatron's; everything about the MoE layer that is not an argument here.
@@ -166,7 +206,11 @@ def decoder_spec(
         settings = {"params_dtype": config.params_dtype, "use_te": use_te, "bias": config.add_bias_linear}
         moe = layer_spec(config, mlp=moe_submodule_spec(**settings, **moe_options))
         frequency = config.moe_layer_freq
-        pattern = [index % frequency == 0 for index in range(config.num_layers)] if isinstance(frequency, int) else frequency
+        pattern = (
+            [index % frequency == 0 for index in range(config.num_layers)]
+            if isinstance(frequency, int)
+            else frequency
+        )
         layers = [moe if is_moe else dense for is_moe in pattern]
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     layers = layers[first : first + get_num_layers_to_build(config, vp_stage=vp_stage)]

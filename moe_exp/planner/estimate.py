@@ -21,8 +21,10 @@ class Speed:
 
     Attributes:
         seconds: per iteration.
-        tflops_per_gpu: model FLOPs (`flops_per_iteration`, recompute not counted) per second and GPU, in 10^12.
-        mfu: that by the peak of the GPU in the compute type: model FLOPs utilization (PaLM, arXiv:2204.02311, appendix B).
+        tflops_per_gpu: model FLOPs (`flops_per_iteration`, recompute not counted) per second and GPU, in
+            10^12.
+        mfu: that by the peak of the GPU in the compute type: model FLOPs utilization (PaLM, arXiv:2204.02311,
+            appendix B).
         tokens_per_second: of the whole run.
     """
 
@@ -87,17 +89,30 @@ def cost_of(
     constants, job = constants or load_constants(), Job.of(config)
     num_samples = None if num_tokens is None else -(-num_tokens // config.seq_len)
     steps = ramp_steps(config, num_samples)
-    seconds = sum(step.num_iterations * time_of(job, hardware, constants.time, batch_size=step.batch_size).total for step in steps)
-    iterations, samples = (sum(counts) for counts in zip(*((step.num_iterations, step.samples) for step in steps), strict=True))
+    seconds = sum(
+        step.num_iterations * time_of(job, hardware, constants.time, batch_size=step.batch_size).total
+        for step in steps
+    )
+    iterations, samples = (
+        sum(counts) for counts in zip(*((step.num_iterations, step.samples) for step in steps), strict=True)
+    )
     gpu_hours = seconds / 3600 * config.world_size
     price = None if price_per_gpu_hour is None else gpu_hours * price_per_gpu_hour
     return Cost(iterations, samples * config.seq_len, seconds, gpu_hours, price)
 
 
 def with_budget(config: Config, num_tokens: int | None) -> Config:
-    """The settings with as many iterations as a token budget takes, the learning rate decayed over all of them; None: as they are."""
+    """The settings with as many iterations as a token budget takes, the learning rate decayed over all of
+    them; None: as they are.
+    """
     if num_tokens is None:
         return config
     steps = ramp_steps(config, -(-num_tokens // config.seq_len))
     iterations = sum(step.num_iterations for step in steps)
-    return config.model_copy(update={"train_iters": iterations, "decay_iters": 0, "warmup_iters": min(config.warmup_iters, iterations - 1)})
+    return config.model_copy(
+        update={
+            "train_iters": iterations,
+            "decay_iters": 0,
+            "warmup_iters": min(config.warmup_iters, iterations - 1),
+        }
+    )

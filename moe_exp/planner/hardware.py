@@ -1,4 +1,6 @@
-"""What a GPU (or a node of processors) can do: data files of `profiles/`, each number with its source. No torch."""
+"""What a GPU (or a node of processors) can do: data files of `profiles/`, each number with its source. No
+torch.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,13 @@ from pathlib import Path
 from typing import Any
 
 PROFILES = Path(__file__).parent / "profiles"
-_ALIASES = {"a100": "A100-80GB", "v100": "V100-32GB", "h100": "H100-80GB", "h200": "H200-141GB", "b200": "B200-180GB"}
+_ALIASES = {
+    "a100": "A100-80GB",
+    "v100": "V100-32GB",
+    "h100": "H100-80GB",
+    "h200": "H200-141GB",
+    "b200": "B200-180GB",
+}
 
 _ARCHITECTURES = ("volta", "ampere", "hopper", "blackwell", "cpu")
 
@@ -22,7 +30,8 @@ class Hardware:
         name: as a CSV or `--gpu` gives it.
         architecture: volta, ampere, hopper, blackwell, or cpu.
         memory_bytes: memory of the device.
-        dense_flops: peak of the matrix units by compute type (fp32, bf16, fp16), multiply and add counted as two, in FLOP/s.
+        dense_flops: peak of the matrix units by compute type (fp32, bf16, fp16), multiply and add counted as
+            two, in FLOP/s.
         memory_bytes_per_second: bandwidth of the device's memory.
         num_units: streaming multiprocessors (SMs), over which a product's tiles are spread; 1 on processors.
         node_bytes_per_second: what one device sends to others of its node, in one direction (NVLink).
@@ -30,7 +39,8 @@ class Hardware:
         node_latency_seconds: of a message inside a node.
         network_latency_seconds: of a message between nodes.
         gpus_per_node: devices of the usual node.
-        network_share: share of the network's bandwidth that rings of many nodes reach, in that of the measured clusters.
+        network_share: share of the network's bandwidth that rings of many nodes reach, in that of the
+            measured clusters.
         matrix_share: share of dense_flops that large products reach, in that of an A100.
     """
 
@@ -66,7 +76,9 @@ def hardware_names() -> list[str]:
 
 @cache
 def profile_of(device: str) -> str:
-    """The profile of a device by its name, `NVIDIA A100-SXM4-80GB`: one all words of whose name are in it; empty: there is none."""
+    """The profile of a device by its name, `NVIDIA A100-SXM4-80GB`: one all words of whose name are in it;
+    empty: there is none.
+    """
     words = set(device.upper().replace("-", " ").split())
     return next((name for name in hardware_names() if set(name.upper().split("-")) <= words), "")
 
@@ -82,7 +94,10 @@ def load_hardware(name: str) -> Hardware:
     path = PROFILES / f"{known}.json" if known else Path(name)
     if path.suffix != ".json" or not path.exists():
         names = ", ".join(by_name.values())
-        raise ValueError(f"GPU={name}: is not a known device. Fix: use one of {names}, or the path of a JSON file of that form.")
+        raise ValueError(
+            f"GPU={name}: is not a known device. Fix: use one of {names}, or the path of a JSON file of that"
+            " form."
+        )
     return _read(path)
 
 
@@ -96,7 +111,9 @@ def _read(path: Path) -> Hardware:
     values: dict[str, Any] = {}
     for field in fields(Hardware):
         if field.name not in content:
-            raise ValueError(f"{path}: {field.name} is missing. Fix: write it as the profiles of the package have it.")
+            raise ValueError(
+                f"{path}: {field.name} is missing. Fix: write it as the profiles of the package have it."
+            )
         # Every number stands with its source: {"value": ..., "source": "..."}.
         entry = content[field.name]
         values[field.name] = value = entry["value"] if isinstance(entry, dict) and "value" in entry else entry
@@ -112,10 +129,18 @@ def _value_problem(name: str, value: Any) -> str:
     if name == "architecture":
         return "" if value in _ARCHITECTURES else f"must be one of {', '.join(_ARCHITECTURES)}"
     if name == "dense_flops":
-        is_right = isinstance(value, dict) and value.keys() >= {"fp32", "bf16", "fp16"} and all(map(_is_positive, value.values()))
+        is_right = (
+            isinstance(value, dict)
+            and value.keys() >= {"fp32", "bf16", "fp16"}
+            and all(map(_is_positive, value.values()))
+        )
         return "" if is_right else "must have a number more than 0 for each of fp32, bf16 and fp16"
     if name in ("num_units", "gpus_per_node"):
-        return "" if _is_positive(value) and isinstance(value, int) else "must be a number more than 0, and whole"
+        return (
+            ""
+            if _is_positive(value) and isinstance(value, int)
+            else "must be a number more than 0, and whole"
+        )
     return "" if _is_positive(value) else "must be a number more than 0"
 
 

@@ -1,4 +1,6 @@
-"""What a job costs on a device: memory with the verdict, and time. The one entry to the planner for commands. No torch."""
+"""What a job costs on a device: memory with the verdict, and time. The one entry to the planner for commands.
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ class Prediction:
         memory_bytes: of the device.
         memory_error: relative error to expect of the memory, see `Constants`.
         time_error: the same of the time.
-        is_calibrated: whether the constants were fitted to runs on this device: the errors say nothing about another one.
+        is_calibrated: whether the constants were fitted to runs on this device: the errors say nothing about
+            another one.
     """
 
     stages: list[StageMemory]
@@ -103,7 +106,9 @@ def load_constants(path: Path = CONSTANTS) -> Constants:
             hardware=tuple(content["hardware"]),
         )
     except (ValueError, KeyError, TypeError):
-        raise ValueError(f"PROFILE={path}: is no profile that `moe-exp plan calibrate` wrote. Fix: write it anew.") from None
+        raise ValueError(
+            f"PROFILE={path}: is no profile that `moe-exp plan calibrate` wrote. Fix: write it anew."
+        ) from None
 
 
 def _error(fit: dict[str, float]) -> float:

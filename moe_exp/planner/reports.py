@@ -1,4 +1,6 @@
-"""What the planner says of a run and of layouts, as plain values: the JSON of `moe-exp plan`, and what its tables show. No torch."""
+"""What the planner says of a run and of layouts, as plain values: the JSON of `moe-exp plan`, and what its
+tables show. No torch.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,11 @@ def describe_time(config: Config, hardware: Hardware, prediction: Prediction) ->
 
 def describe_error(prediction: Prediction) -> dict[str, Any]:
     """Relative errors to expect, see `Prediction`."""
-    return {"memory": prediction.memory_error, "time": prediction.time_error, "is_calibrated": prediction.is_calibrated}
+    return {
+        "memory": prediction.memory_error,
+        "time": prediction.time_error,
+        "is_calibrated": prediction.is_calibrated,
+    }
 
 
 def describe_cost(cost: Cost) -> dict[str, Any]:
@@ -105,13 +111,21 @@ def describe_search(found: Search, hardware: Hardware, top: int) -> dict[str, An
         "num_fitting": len(found.ranked),
         "num_runner_ups": len(found.runner_ups()),
         "rejected": dict(found.rejected.most_common()),
-        "layouts": [describe_candidate(one, found, hardware, place) for place, one in enumerate(found.ranked[:top], start=1)],
+        "layouts": [
+            describe_candidate(one, found, hardware, place)
+            for place, one in enumerate(found.ranked[:top], start=1)
+        ],
     }
 
 
 def describe_explanation(told: Explanation, found: Search, hardware: Hardware) -> dict[str, Any]:
     """Why a layout is refused, or where it stands."""
-    report: dict[str, Any] = {"asked": dict(told.wanted), "valid": told.candidate is not None, "fits": told.fits, "problems": told.problems}
+    report: dict[str, Any] = {
+        "asked": dict(told.wanted),
+        "valid": told.candidate is not None,
+        "fits": told.fits,
+        "problems": told.problems,
+    }
     if told.candidate is not None:
         report["losses_seconds"] = told.losses
         report["layout"] = describe_candidate(told.candidate, found, hardware, told.place)

@@ -31,7 +31,8 @@ _MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "buffers", 
 
 
 _WIDE = 140
-_LEFT_OUT = ("layers per stage", "left", "vs best", "TFLOP/s", "bubble", "notes")  # on a narrow terminal; --json has them
+# on a narrow terminal; --json has them
+_LEFT_OUT = ("layers per stage", "left", "vs best", "TFLOP/s", "bubble", "notes")
 _WORDS = ("layout", "recompute", "layers per stage", "bound by", "notes")
 _COLUMNS = (
     "",
@@ -59,10 +60,13 @@ class PlanPrinter:
         """What a run costs: the values of `reports.describe_run`."""
         count, time = report["parameters"], report["time"]
         self._rows(
-            f"{report['num_gpus']} x {report['gpu']}, {report['layout']}, PRESET={report['preset']}, {report['dtype']}",
+            f"{report['num_gpus']} x {report['gpu']}, {report['layout']}, PRESET={report['preset']},"
+            f" {report['dtype']}",
             {
                 "parameters": f"{count['total']:,}, {count['active_per_token']:,} active per token",
-                "parameters of a rank": f"{count['most_loaded_rank']:,} at most (stage {count['most_loaded_stage']})",
+                "parameters of a rank": (
+                    f"{count['most_loaded_rank']:,} at most (stage {count['most_loaded_stage']})"
+                ),
                 "layers of the stages": short_stages(report["stage_layers"]),
                 **report["counted_as"],
                 "memory": _verdict(prediction),
@@ -86,11 +90,14 @@ class PlanPrinter:
                 self._console.print(f"{part}: {words}", soft_wrap=True)
             self._console.print(self._layouts(found, hardware, top))
         elif found.smallest:
-            self._console.print(f"nothing fits; the one that needs least: {memory_line(found.smallest)}", soft_wrap=True)
+            self._console.print(
+                f"nothing fits; the one that needs least: {memory_line(found.smallest)}", soft_wrap=True
+            )
         else:
             self._console.print("nothing is left; --explain TP=...,PP=... says why for one layout")
         self._console.print(
-            f"{found.num_tried:,} layouts tried, {len(found.ranked):,} fit, {len(found.runner_ups())} within 2% of the best"
+            f"{found.num_tried:,} layouts tried, {len(found.ranked):,} fit, {len(found.runner_ups())} within"
+            " 2% of the best"
         )
         for reason, number in found.rejected.most_common():
             self._console.print(f"  {number:,} rejected: {reason}")
@@ -111,8 +118,13 @@ class PlanPrinter:
     def best(self, candidate: Candidate, cost: Cost) -> None:
         """What a run of the best layout costs."""
         self._console.print(f"{layout_words(candidate.config)}: {_whole(cost)}")
-        self._console.print(f"  {_seconds(candidate.seconds)} s per iteration {error_words(candidate.prediction)}")
-        self._console.print(f"  a global batch of {candidate.filling_batch:,} fills the pipe, {candidate.config.gbsz:,} is given")
+        self._console.print(
+            f"  {_seconds(candidate.seconds)} s per iteration {error_words(candidate.prediction)}"
+        )
+        self._console.print(
+            f"  a global batch of {candidate.filling_batch:,} fills the pipe, {candidate.config.gbsz:,} is"
+            " given"
+        )
         self._console.print(f"  a checkpoint has {filesize.decimal(checkpoint_bytes(candidate.config))}")
 
     def explanation(self, told: Explanation, found: Search) -> None:
@@ -133,10 +145,20 @@ class PlanPrinter:
     def calibration(self, calibration: Calibration) -> None:
         """Fitted constants, and how near predictions come with them."""
         table = Table(
-            "", "rows", "mean error", "largest", "mean left out", "90% within", title="errors of predictions", title_justify="left"
+            "",
+            "rows",
+            "mean error",
+            "largest",
+            "mean left out",
+            "90% within",
+            title="errors of predictions",
+            title_justify="left",
         )
         for name, fit in (("memory", calibration.memory), ("time", calibration.time)):
-            errors, left_out = [abs(error) for error in fit.errors.values()], [abs(error) for error in fit.left_out.values()]
+            errors, left_out = (
+                [abs(error) for error in fit.errors.values()],
+                [abs(error) for error in fit.left_out.values()],
+            )
             shares = [fmean(errors), max(errors), fmean(left_out), fit.bound] if errors else []
             table.add_row(name, str(len(errors)), *(f"{share:.1%}" for share in shares))
         self._console.print(table)
@@ -153,7 +175,10 @@ class PlanPrinter:
         for name, fit in (("memory", calibration.memory), ("time", calibration.time)):
             worst = sorted(fit.left_out.items(), key=lambda row: -abs(row[1]))[:5]
             if worst:
-                self._console.print(f"furthest off in {name}, left out: " + ", ".join(f"{row} {error:+.1%}" for row, error in worst))
+                self._console.print(
+                    f"furthest off in {name}, left out: "
+                    + ", ".join(f"{row} {error:+.1%}" for row, error in worst)
+                )
 
     def hardware(self, profiles: Mapping[str, Mapping[str, Any]]) -> None:
         """All profiles with the source of every number."""
@@ -168,12 +193,20 @@ class PlanPrinter:
 
     def _standing(self, asked: str, told: Explanation, candidate: Candidate, found: Search) -> None:
         best = found.ranked[0] if found.ranked else candidate
-        words = f"{layout_words(candidate.config)}, MBSZ={candidate.config.mbsz}, RECOMPUTE={candidate.config.recompute}"
+        words = (
+            f"{layout_words(candidate.config)}, MBSZ={candidate.config.mbsz},"
+            f" RECOMPUTE={candidate.config.recompute}"
+        )
         self._console.print(f"{asked}: at best {words}", soft_wrap=True)
         slower = candidate.seconds / best.seconds - 1
-        place = f"place {told.place:,} of {len(found.ranked):,}" if told.place <= len(found.ranked) else "slower than all that were ranked"
+        place = (
+            f"place {told.place:,} of {len(found.ranked):,}"
+            if told.place <= len(found.ranked)
+            else "slower than all that were ranked"
+        )
         self._console.print(
-            f"  {_seconds(candidate.seconds)} s per iteration, {slower:+.1%} against the best ({layout_words(best.config)}): {place}"
+            f"  {_seconds(candidate.seconds)} s per iteration, {slower:+.1%} against the best"
+            f" ({layout_words(best.config)}): {place}"
         )
         for name, seconds in told.losses.items():
             if abs(seconds) >= 0.0005 * best.seconds:
@@ -186,11 +219,16 @@ class PlanPrinter:
         for first, last, stage in _alike(prediction.stages):
             name = str(first) if first == last else f"{first}-{last}"
             peak = "peak" if first <= prediction.peak_stage <= last else ""
-            table.add_row(name, *(f"{getattr(stage, part) / _GIBIBYTE:.2f}" for part in (*_MEMORY_PARTS, "total")), peak)
+            table.add_row(
+                name, *(f"{getattr(stage, part) / _GIBIBYTE:.2f}" for part in (*_MEMORY_PARTS, "total")), peak
+            )
         self._console.print(table)
 
     def _time(self, time: IterationTime) -> None:
-        parts = {name.replace("_", " "): f"{_seconds(part)} s, {part / time.total:.1%}" for name, part in time.parts().items()}
+        parts = {
+            name.replace("_", " "): f"{_seconds(part)} s, {part / time.total:.1%}"
+            for name, part in time.parts().items()
+        }
         self._rows("time of an iteration", parts | {"total": f"{_seconds(time.total)} s"})
 
     def _rows(self, title: str, rows: Mapping[str, str]) -> None:
@@ -242,22 +280,34 @@ def _cells(row: Mapping[str, Any], one: Candidate) -> Iterator[str]:
 def _alike(stages: Sequence[StageMemory]) -> Iterator[tuple[int, int, StageMemory]]:
     """First and last index of stages in a row that show the same numbers, and one of them."""
     first = 0
-    for _, run in groupby(stages, key=lambda stage: [round(getattr(stage, part) / _GIBIBYTE, 2) for part in _MEMORY_PARTS]):
+    for _, run in groupby(
+        stages, key=lambda stage: [round(getattr(stage, part) / _GIBIBYTE, 2) for part in _MEMORY_PARTS]
+    ):
         members = list(run)
         yield first, first + len(members) - 1, members[0]
         first += len(members)
 
 
 def _verdict(prediction: Prediction) -> str:
-    needed, device, margin = (value / _GIBIBYTE for value in (prediction.needed_bytes, prediction.memory_bytes, prediction.margin_bytes))
+    needed, device, margin = (
+        value / _GIBIBYTE
+        for value in (prediction.needed_bytes, prediction.memory_bytes, prediction.margin_bytes)
+    )
     of = f"{needed:.1f} of {device:.1f} GiB on stage {prediction.peak_stage}"
     sure = f", closer than the error to expect ({prediction.memory_error:.0%})" if prediction.is_close else ""
-    return (f"OUT OF MEMORY, {of}, {-margin:.1f} too many" if prediction.oom else f"fits, {of} without cache, {margin:.1f} left") + sure
+    return (
+        f"OUT OF MEMORY, {of}, {-margin:.1f} too many"
+        if prediction.oom
+        else f"fits, {of} without cache, {margin:.1f} left"
+    ) + sure
 
 
 def _whole(cost: Cost) -> str:
     row = describe_cost(cost)
-    words = f"{row['num_iterations']:,} iterations, {_tokens(row['num_tokens'])} tokens: {_short(row['days'])} days"
+    words = (
+        f"{row['num_iterations']:,} iterations, {_tokens(row['num_tokens'])} tokens: {_short(row['days'])}"
+        " days"
+    )
     words += f", {_short(row['gpu_hours'])} GPU-hours"
     return words if row["price"] is None else f"{words}, price {row['price']:,.2f}"
 
@@ -270,7 +320,9 @@ def _number(value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {_number(one)}" for name, one in value.items())
     if isinstance(value, (int, float)) and value >= 1e6:
-        power, letter = next((power, letter) for power, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M")) if value >= power)
+        power, letter = next(
+            (power, letter) for power, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M")) if value >= power
+        )
         return f"{value / power:.4g} {letter}"
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 

@@ -20,9 +20,10 @@ _FEWEST_SHARE = 0.01  # of those of the longest; a run of less is not compared
 _NOT_COMPARED = ("run_name", "run_dir", "master_addr", "master_port", "node_rank")
 # What a dense run does not use.
 _OF_EXPERTS = {
-    "num_experts", "topk", "moe_type", "moe_ffn_hidden_size", "moe_layer_freq", "first_k_dense", "shared_expert_size", "shared_expert_gate",
-    "capacity_factor", "min_capacity", "pad_to_capacity", "drop_policy", "token_rounding", "router_score", "router_pre_softmax",
-    "router_normalize", "router_scaling_factor", "router_dtype", "router_jitter", "router_bias_update_rate", "num_router_groups",
+    "num_experts", "topk", "moe_type", "moe_ffn_hidden_size", "moe_layer_freq", "first_k_dense",
+    "shared_expert_size", "shared_expert_gate", "capacity_factor", "min_capacity", "pad_to_capacity",
+    "drop_policy", "token_rounding", "router_score", "router_pre_softmax", "router_normalize",
+    "router_scaling_factor", "router_dtype", "router_jitter", "router_bias_update_rate", "num_router_groups",
     "router_group_topk", "force_routing", "aux_loss_type", "aux_loss_coeff", "z_loss_coeff", "expert_backend",
     "routing_kernels", "dispatcher", "upcycle_from", "upcycle_granularity", "ep", "etp",
 }  # fmt: skip
@@ -43,13 +44,15 @@ class Cost:
 
 @dataclass(frozen=True)
 class Parity:
-    """A run against another one, on the page one with experts against a dense one, at the lowest smoothed loss that both reach.
+    """A run against another one, on the page one with experts against a dense one, at the lowest smoothed
+    loss that both reach.
 
     Attributes:
         run, other: the two.
         loss: that loss, in `unit`.
         unit: NATS or BITS.
-        flops, seconds, tokens: what `run` had used by then as a share of what `other` had; NaN where one of them is not known.
+        flops, seconds, tokens: what `run` had used by then as a share of what `other` had; NaN where one of
+            them is not known.
         is_reached: whether `run` reaches the lowest loss of `other`; if not, `loss` is its own lowest.
         other_lowest: the lowest smoothed loss of `other`.
         reason: why there is no comparison; empty where there is one.
@@ -68,16 +71,24 @@ class Parity:
 
 
 def tokenizer_of(run: Run) -> str | None:
-    """What tells tokenizers apart: TOKENIZER, or without one the size of the vocabulary; None where settings are unknown."""
+    """What tells tokenizers apart: TOKENIZER, or without one the size of the vocabulary; None where settings
+    are unknown.
+    """
     if not run.settings:
         return None
     return str(run.settings.get("tokenizer") or f"vocabulary of {run.settings.get('vocab_size')}")
 
 
 def bits_per_nat(run: Run) -> float:
-    """Factor from nats per token to bits per byte, from the latest validation that recorded both; NaN without one."""
+    """Factor from nats per token to bits per byte, from the latest validation that recorded both; NaN without
+    one.
+    """
     both = np.flatnonzero(np.isfinite(run.valid["lm_loss_bits_per_byte"]) & (run.valid["lm_loss"] > 0))
-    return float(run.valid["lm_loss_bits_per_byte"][both[-1]] / run.valid["lm_loss"][both[-1]]) if len(both) else float("nan")
+    return (
+        float(run.valid["lm_loss_bits_per_byte"][both[-1]] / run.valid["lm_loss"][both[-1]])
+        if len(both)
+        else float("nan")
+    )
 
 
 def has_loss(run: Run) -> bool:
@@ -86,7 +97,9 @@ def has_loss(run: Run) -> bool:
 
 
 def is_mixed(runs: Sequence[Run]) -> bool:
-    """Whether those of the runs that have a loss have more than one tokenizer, so that their losses per token do not compare."""
+    """Whether those of the runs that have a loss have more than one tokenizer, so that their losses per token
+    do not compare.
+    """
     return len({tokenizer_of(run) for run in runs if has_loss(run)} - {None}) > 1
 
 
@@ -106,12 +119,15 @@ def losses(run: Run, unit: str) -> Floats:
 
 
 def smoothed(run: Run, unit: str, window_tokens: float) -> Floats:
-    """The training loss as a mean over the last `window_tokens` tokens, to nine places: the last bits of a sum do not decide."""
+    """The training loss as a mean over the last `window_tokens` tokens, to nine places: the last bits of a
+    sum do not decide.
+    """
     return np.round(trailing_mean(run.train["consumed_tokens"], losses(run, unit), window_tokens), 9)
 
 
 def window_of(runs: Sequence[Run]) -> float:
-    """Tokens to smooth over: 5% of what the shortest run has trained on, and at least 1% of what the longest has.
+    """Tokens to smooth over: 5% of what the shortest run has trained on, and at least 1% of what the longest
+    has.
 
     Runs of less than that 1% are left out: one that has just begun does not change the curves of the others.
     """
@@ -142,15 +158,24 @@ def lowest(values: Floats) -> float:
 
 
 def cost_of(run: Run, values: Floats, loss: float) -> Cost | None:
-    """What `run` had used when its smoothed loss, `values` at the records and straight lines between, first was `loss`; None: never."""
+    """What `run` had used when its smoothed loss, `values` at the records and straight lines between, first
+    was `loss`; None: never.
+    """
     place = first_at_or_below(values, loss)
     if place is None:
         return None
-    return Cost(*(on_the_way(run.train[key], *place) for key in ("iteration", "consumed_tokens", "consumed_flops", "training_seconds")))
+    return Cost(
+        *(
+            on_the_way(run.train[key], *place)
+            for key in ("iteration", "consumed_tokens", "consumed_flops", "training_seconds")
+        )
+    )
 
 
 def common_loss(runs: Sequence[Run]) -> tuple[float, str | None]:
-    """The lowest smoothed loss that every run with one reaches, rounded up to four places, and its unit; NaN without one."""
+    """The lowest smoothed loss that every run with one reaches, rounded up to four places, and its unit; NaN
+    without one.
+    """
     unit, window = loss_unit(runs), window_of(runs)
     if unit is None:
         return float("nan"), None
@@ -159,7 +184,9 @@ def common_loss(runs: Sequence[Run]) -> tuple[float, str | None]:
 
 
 def rounded_up(loss: float) -> float:
-    """To the next four places: a loss that is printed with four is one that the run has reached. NaN stays NaN."""
+    """To the next four places: a loss that is printed with four is one that the run has reached. NaN stays
+    NaN.
+    """
     if not np.isfinite(loss):
         return loss
     return float(Decimal(f"{loss:.9f}").quantize(Decimal("0.0001"), rounding=ROUND_CEILING))
@@ -174,9 +201,10 @@ def parities(runs: Sequence[Run]) -> list[Parity]:
 def parity(run: Run, other: Run) -> Parity:
     """Compares the two at the lowest smoothed loss that both reach.
 
-    The smoothed loss at a record is the mean training loss of the last w tokens, in whole records, w being 5% of the tokens of the
-    shorter run, and at least 1% of those of the longer. The loss that both reach is the larger of the two lowest ones, rounded up
-    to four places; each run is taken where its curve first comes to it, on the straight line between two records.
+    The smoothed loss at a record is the mean training loss of the last w tokens, in whole records, w being 5%
+    of the tokens of the shorter run, and at least 1% of those of the longer. The loss that both reach is the
+    larger of the two lowest ones, rounded up to four places; each run is taken where its curve first comes to
+    it, on the straight line between two records.
     """
     pair = (run, other)
     unit, window = loss_unit(pair), window_of(pair)
@@ -212,11 +240,20 @@ def parity_text(found: Parity) -> str:
     if found.reason:
         return f"{name} and {other} are not compared: {found.reason}."
     parts = [(found.flops, "the FLOPs"), (found.seconds, "the time"), (found.tokens, "the tokens")]
-    cost = in_words([f"{share:.0%} of {what}" for share, what in parts if np.isfinite(share)]) or "an unknown share of the FLOPs"
+    cost = (
+        in_words([f"{share:.0%} of {what}" for share, what in parts if np.isfinite(share)])
+        or "an unknown share of the FLOPs"
+    )
     if found.is_reached:
-        return f"{name} reaches the loss of {other} ({found.loss:.4f} {found.unit}, the lowest that both reach) in {cost}."
+        return (
+            f"{name} reaches the loss of {other} ({found.loss:.4f} {found.unit}, the lowest that both reach)"
+            f" in {cost}."
+        )
     at = f"{found.other_lowest:.4f} {found.unit}"
-    return f"{name} does not reach the loss of {other} ({at}); to its own lowest, {found.loss:.4f}, it needed {cost} that {other} needed."
+    return (
+        f"{name} does not reach the loss of {other} ({at}); to its own lowest, {found.loss:.4f}, it needed"
+        f" {cost} that {other} needed."
+    )
 
 
 def in_words(parts: Sequence[str]) -> str:
@@ -227,14 +264,19 @@ def in_words(parts: Sequence[str]) -> str:
 def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """Settings in which runs differ: name, and the value of each run as text.
 
-    A run that does not know the setting has `(unknown)`, a dense one `–` for what only experts have. Where dense runs stand beside
-    MoE ones, those settings are rows if the MoE runs differ from each other or from the default; the size of the MoE always is.
+    A run that does not know the setting has `(unknown)`, a dense one `–` for what only experts have. Where
+    dense runs stand beside MoE ones, those settings are rows if the MoE runs differ from each other or from
+    the default; the size of the MoE always is.
     """
     rows = []
     for name in dict.fromkeys(name for run in runs for name in run.settings):
         values = [_value(run, name) for run in runs]
         known = set(values) - {_UNKNOWN, _NO_EXPERTS}
-        is_chosen = _NO_EXPERTS in values and known and (name in _ALWAYS or known != {_shown(Config.model_fields[name].default)})
+        is_chosen = (
+            _NO_EXPERTS in values
+            and known
+            and (name in _ALWAYS or known != {_shown(Config.model_fields[name].default)})
+        )
         if name not in _NOT_COMPARED and (len(known) > 1 or is_chosen):
             rows.append((name.upper(), values))
     return rows
@@ -332,12 +374,19 @@ def warnings_of(runs: Sequence[Run]) -> list[str]:
     if is_mixed(runs):
         which = "; ".join(f"{run.name}: {tokenizer_of(run) or 'unknown'}" for run in runs if has_loss(run))
         unit = loss_unit(runs)
-        use = "losses are compared in bits per byte" if unit == BITS else "losses per token do not compare, and bits per byte are not known"
+        use = (
+            "losses are compared in bits per byte"
+            if unit == BITS
+            else "losses per token do not compare, and bits per byte are not known"
+        )
         found.append(f"The runs have different tokenizers ({which}): {use}.")
     window = window_of(runs)
     for run in runs:
         if num := int((~np.isfinite(run.train["lm_loss"])).sum()):
-            found.append(f"{run.name}: {num} of {run.num_records} records have a loss that is not a number; they are gaps in the curve.")
+            found.append(
+                f"{run.name}: {num} of {run.num_records} records have a loss that is not a number; they are"
+                " gaps in the curve."
+            )
         if not run.num_records:
             found.append(f"{run.name}: no train records yet.")
         elif has_loss(run) and (reason := why_not_compared(run, window)):

@@ -1,4 +1,5 @@
-"""Follows the metrics.jsonl of a run that may still be written, may not exist yet, or may be cut back by a resume.
+"""Follows the metrics.jsonl of a run that may still be written, may not exist yet, or may be cut back by a
+resume.
 
 Only what is new is read: a look at a file of 100,000 lines costs what was appended since the look before.
 """
@@ -48,7 +49,8 @@ class Watched:
     """What a look at a run shows. Losses are in nats per token; None is a loss that is not a number."""
 
     num_train: int = 0
-    losses: deque[tuple[int, float | None]] = field(default_factory=lambda: deque(maxlen=LAST_RECORDS))  # (iteration, loss)
+    # (iteration, loss)
+    losses: deque[tuple[int, float | None]] = field(default_factory=lambda: deque(maxlen=LAST_RECORDS))
     interval_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_INTERVALS))
     events: deque[Record] = field(default_factory=lambda: deque(maxlen=_LAST_EVENTS))
     train: Record = field(default_factory=dict)  # the latest train record
@@ -107,7 +109,8 @@ class Follower:
 
     Args:
         path: a run folder, or its metrics.jsonl. It need not exist yet.
-        also: called with every record that is taken in, and with all of them again where the file was written anew.
+        also: called with every record that is taken in, and with all of them again where the file was written
+            anew.
     """
 
     def __init__(self, path: Path, also: Callable[[Record], None] | None = None):
@@ -126,7 +129,9 @@ class Follower:
         return self._modified is not None
 
     def look(self) -> None:
-        """Reads what was written since the last look. An error of the disk ends up in `trouble`: the next look may do better."""
+        """Reads what was written since the last look. An error of the disk ends up in `trouble`: the next
+        look may do better.
+        """
         self.trouble = None
         try:
             with self.folder.metrics.open("rb") as file:
@@ -140,9 +145,11 @@ class Follower:
             self.trouble = error.strerror or str(error)
 
     def _find_place(self, file: Any) -> None:
-        """Goes to where the last look ended, or to the start if the file is another one by now: a resume writes it anew.
+        """Goes to where the last look ended, or to the start if the file is another one by now: a resume
+        writes it anew.
 
-        The bytes before that place tell, not the size or the inode: a file that was cut back may have grown beyond it since.
+        The bytes before that place tell, not the size or the inode: a file that was cut back may have grown
+        beyond it since.
         """
         file.seek(self._offset - len(self._tail))
         if file.read(len(self._tail)) != self._tail:
@@ -192,21 +199,36 @@ class Follower:
         return self._read[path][1]
 
     def age_seconds(self) -> float | None:
-        """Since the file was written last; None without a file. Never negative, though clocks of hosts differ."""
+        """Since the file was written last; None without a file. Never negative, though clocks of hosts
+        differ.
+        """
         return None if self._modified is None else max(0.0, time.time() - self._modified)
 
     def status(self) -> str | None:
         """How the run ended: finished, stopped or failed; None while it may go on."""
         watched = self.watched
-        return ended_status(self.folder, modified=self._modified, start_time=watched.start_time, end=watched.end, read_json=self._read_json)
+        return ended_status(
+            self.folder,
+            modified=self._modified,
+            start_time=watched.start_time,
+            end=watched.end,
+            read_json=self._read_json,
+        )
 
     def _read_json(self, path: Path) -> dict[str, Any]:
         return self._content(path, json.loads)
 
     def is_late(self) -> bool:
-        """Whether a run that has not ended is quiet for ten times the usual interval between its records, and for 10 s."""
+        """Whether a run that has not ended is quiet for ten times the usual interval between its records, and
+        for 10 s.
+        """
         age, usual = self.age_seconds(), self.watched.usual_interval_seconds
-        return age is not None and usual is not None and self.status() is None and age > max(_NEVER_LATE_SECONDS, _LATE_FACTOR * usual)
+        return (
+            age is not None
+            and usual is not None
+            and self.status() is None
+            and age > max(_NEVER_LATE_SECONDS, _LATE_FACTOR * usual)
+        )
 
 
 def _lenient(line: bytes) -> Any:
@@ -224,7 +246,9 @@ def number(value: Any) -> float | None:
 
 
 def dead_experts(tokens_per_expert: Sequence[float]) -> int:
-    """Experts with less than 1% of their fair share, the mean over the experts of their layer; with no tokens at all, none."""
+    """Experts with less than 1% of their fair share, the mean over the experts of their layer; with no tokens
+    at all, none.
+    """
     fair = sum(tokens_per_expert) / max(1, len(tokens_per_expert))
     return sum(tokens < _DEAD_SHARE * fair for tokens in tokens_per_expert)
 
@@ -234,11 +258,17 @@ def layers_by_load(record: Mapping[str, Any]) -> list[WorstLayer]:
     found = []
     for layer in _list(record.get("experts")):
         if isinstance(layer, dict):
-            tokens = [count for count in map(number, _list(layer.get("tokens_per_expert"))) if count is not None]
+            tokens = [
+                count for count in map(number, _list(layer.get("tokens_per_expert"))) if count is not None
+            ]
             values = (number(layer.get(key)) for key in ("dropped_fraction", "router_entropy"))
             index = layer.get("layer")
             index = index if isinstance(index, int) else 0
-            found.append(WorstLayer(index, number(layer.get("max_over_mean")), dead_experts(tokens), len(tokens), *values))
+            found.append(
+                WorstLayer(
+                    index, number(layer.get("max_over_mean")), dead_experts(tokens), len(tokens), *values
+                )
+            )
     return sorted(found, key=lambda layer: -(layer.max_over_mean or 0.0))
 
 

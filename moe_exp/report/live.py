@@ -29,7 +29,14 @@ _LONGEST_ETA_SECONDS = 1e10  # three centuries: not the time left, but a stall
 _BETWEEN = 3  # characters between two columns
 _NOTHING = "-"
 _OF_A_RUN = ("metrics.jsonl", "config.yaml", "provenance.json", ".lock", "train.log", "checkpoints")
-_STYLES = {"finished": "green", "failed": "bold red", "stopped": "yellow", "late": "bold yellow", "waiting": "dim", "running": "cyan"}
+_STYLES = {
+    "finished": "green",
+    "failed": "bold red",
+    "stopped": "yellow",
+    "late": "bold yellow",
+    "waiting": "dim",
+    "running": "cyan",
+}
 
 
 def watch(paths: Sequence[Path], *, console: Console, once: bool = False, seconds: float = 2.0) -> None:
@@ -47,7 +54,10 @@ def watch(paths: Sequence[Path], *, console: Console, once: bool = False, second
         ConfigError: `seconds` is not positive, or a path is no run; a line for each.
     """
     once = once or not console.is_terminal or console.is_dumb_terminal
-    if problems := [*_second_problems(seconds), *(line for path in paths for line in _path_problems(path, may_wait=not once))]:
+    if problems := [
+        *_second_problems(seconds),
+        *(line for path in paths for line in _path_problems(path, may_wait=not once)),
+    ]:
         raise ConfigError(problems)
     followers = _followers(paths)
     if once:
@@ -64,7 +74,9 @@ def watch(paths: Sequence[Path], *, console: Console, once: bool = False, second
 
 @contextmanager
 def _ctrl_c() -> Iterator[threading.Event]:
-    """Whether Ctrl-C was pressed. A KeyboardInterrupt is lost where it is raised in a `__del__`, as of the locks that are tried."""
+    """Whether Ctrl-C was pressed. A KeyboardInterrupt is lost where it is raised in a `__del__`, as of the
+    locks that are tried.
+    """
     pressed = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield pressed
@@ -88,7 +100,9 @@ def _followers(paths: Sequence[Path]) -> list[Follower]:
 def _second_problems(seconds: float) -> list[str]:
     if math.isfinite(seconds) and seconds > 0:
         return []
-    return [problem("seconds", seconds, "must be a positive number", "give the time between two looks, such as 2")]
+    return [
+        problem("seconds", seconds, "must be a positive number", "give the time between two looks, such as 2")
+    ]
 
 
 def _path_problems(path: Path, *, may_wait: bool) -> Iterator[str]:
@@ -100,9 +114,16 @@ def _path_problems(path: Path, *, may_wait: bool) -> Iterator[str]:
             yield problem("run", path, "is no run folder: it has no metrics.jsonl", fix)
     elif path.exists():
         if path.name != "metrics.jsonl":
-            yield problem("run", path, "is a file, not a run folder", "give the run folder, or its metrics.jsonl")
+            yield problem(
+                "run", path, "is a file, not a run folder", "give the run folder, or its metrics.jsonl"
+            )
     elif not may_wait:
-        yield problem("run", path, "does not exist", "give a run folder; on a terminal, --watch without --once waits for it")
+        yield problem(
+            "run",
+            path,
+            "does not exist",
+            "give a run folder; on a terminal, --watch without --once waits for it",
+        )
 
 
 def _look(followers: Sequence[Follower], console: Console) -> RenderableType:
@@ -112,7 +133,9 @@ def _look(followers: Sequence[Follower], console: Console) -> RenderableType:
 
 
 def one_run(follower: Follower, console: Console) -> RenderableType:
-    """Everything about one run that its last look found; what matters most is at the top, for low terminals."""
+    """Everything about one run that its last look found; what matters most is at the top, for low
+    terminals.
+    """
     watched = follower.watched
     parts: list[RenderableType] = [_title(follower), _age_line(follower)]
     if watched.num_train:
@@ -134,11 +157,20 @@ def many_runs(followers: Sequence[Follower], console: Console) -> RenderableType
         if width + _BETWEEN <= left:
             left -= width + _BETWEEN
             is_text = name in ("run", "state", "worst layer", "curve")
-            table.add_column(name, justify="left" if is_text else "right", width=width, no_wrap=name != "run", overflow="fold")
+            table.add_column(
+                name,
+                justify="left" if is_text else "right",
+                width=width,
+                no_wrap=name != "run",
+                overflow="fold",
+            )
     for row in rows:
         table.add_row(*(row[str(column.header)] for column in table.columns))
     troubled = [follower for follower in followers if follower.trouble or follower.is_late()]
-    return Group(table, *(Text.assemble(f"{_printable(follower.name)}: ", _age_line(follower)) for follower in troubled))
+    return Group(
+        table,
+        *(Text.assemble(f"{_printable(follower.name)}: ", _age_line(follower)) for follower in troubled),
+    )
 
 
 def _cells(follower: Follower, console: Console) -> dict[str, Text]:
@@ -165,14 +197,22 @@ def _cells(follower: Follower, console: Console) -> dict[str, Text]:
 
 def _title(follower: Follower) -> Text:
     settings = follower.settings()
-    kind = "" if "use_moe" not in settings else str(settings.get("moe_type")) if settings["use_moe"] else "dense"
-    title = Text.assemble((_printable(follower.name), "bold"), "  ", (_printable(kind), "dim"), "  ", _state(follower))
+    kind = (
+        "" if "use_moe" not in settings else str(settings.get("moe_type")) if settings["use_moe"] else "dense"
+    )
+    title = Text.assemble(
+        (_printable(follower.name), "bold"), "  ", (_printable(kind), "dim"), "  ", _state(follower)
+    )
     title.no_wrap, title.overflow = True, "ellipsis"
     return title
 
 
 def _state(follower: Follower) -> Text:
-    state = "waiting" if not follower.exists else follower.status() or ("late" if follower.is_late() else "running")
+    state = (
+        "waiting"
+        if not follower.exists
+        else follower.status() or ("late" if follower.is_late() else "running")
+    )
     return Text(_printable(state), style=_STYLES.get(state, ""))
 
 
@@ -185,7 +225,9 @@ def _progress(follower: Follower) -> RenderableType:
     line, train_iters = Table.grid(padding=(0, 2)), number(follower.settings().get("train_iters"))
     parts: list[RenderableType] = [Text(f"iteration {_iterations(follower)}")]
     if train_iters:
-        parts.append(ProgressBar(total=train_iters, completed=min(follower.watched.iteration, train_iters), width=30))
+        parts.append(
+            ProgressBar(total=train_iters, completed=min(follower.watched.iteration, train_iters), width=30)
+        )
     if not follower.status():
         parts.append(Text(f"eta {_eta(follower)}"))
     line.add_row(*parts)
@@ -211,12 +253,18 @@ def _loss_plot(follower: Follower, console: Console) -> list[RenderableType]:
     missing = len(losses) - len(known)
     caption += f", {missing:,} not a number" if missing else ""
     if console.options.ascii_only:
-        return [Text(sparkline(losses, width, ascii_only=True)), Text(f"{caption}: {min(known):.4f} to {max(known):.4f}", style="dim")]
+        return [
+            Text(sparkline(losses, width, ascii_only=True)),
+            Text(f"{caption}: {min(known):.4f} to {max(known):.4f}", style="dim"),
+        ]
     height = max(3, min(_PLOT_LINES, console.height - _OTHER_LINES))
     lines, labels = plot(losses, min(width, (len(losses) + 1) // 2), height), [""] * height
     # The plot shows means of neighbours, so its ends are near these.
     labels[0], labels[-1] = f"{max(known):.4g}", f"{min(known):.4g}"
-    rows = [Text.assemble((f"{label:>8} ", "dim"), (line, "blue")) for label, line in zip(labels, lines, strict=True)]
+    rows = [
+        Text.assemble((f"{label:>8} ", "dim"), (line, "blue"))
+        for label, line in zip(labels, lines, strict=True)
+    ]
     return [*rows, Text(" " * 9 + caption, style="dim")]
 
 
@@ -230,7 +278,10 @@ def _loss_text(follower: Follower) -> Text:
 def _values(follower: Follower) -> RenderableType:
     train, valid = follower.watched.train, follower.watched.valid
     rows: list[tuple[str, Text | str]] = [("loss", _loss_text(follower)), ("validation", _validation(valid))]
-    rows += [("learning rate", _number(train.get("learning_rate"), ".3e")), ("grad norm", _number(train.get("grad_norm"), ".3g"))]
+    rows += [
+        ("learning rate", _number(train.get("learning_rate"), ".3e")),
+        ("grad norm", _number(train.get("grad_norm"), ".3g")),
+    ]
     rows += [("throughput", _throughput(train)), ("memory", _bytes(train))]
     if trouble := _trouble(follower):
         rows.append(("trouble", Text(trouble, style="red")))
@@ -249,7 +300,10 @@ def _validation(valid: Mapping[str, Any]) -> str:
 
 
 def _throughput(train: Mapping[str, Any]) -> str:
-    texts = {"tokens_per_second": "{:,.0f} tokens/s", "elapsed_time_per_iteration_ms": "{:,.1f} ms per iteration"}
+    texts = {
+        "tokens_per_second": "{:,.0f} tokens/s",
+        "elapsed_time_per_iteration_ms": "{:,.1f} ms per iteration",
+    }
     texts |= {"tflops_per_gpu": "{:.3g} TFLOP/s per rank"}
     found = ((number(train.get(key)), text) for key, text in texts.items())
     return ", ".join(text.format(value) for value, text in found if value is not None) or _NOTHING
@@ -257,7 +311,11 @@ def _throughput(train: Mapping[str, Any]) -> str:
 
 def _trouble(follower: Follower) -> str:
     watched, train = follower.watched, follower.watched.train
-    parts = [f"{watched.num_not_finite:,} records with a loss that is not a number"] if watched.num_not_finite else []
+    parts = (
+        [f"{watched.num_not_finite:,} records with a loss that is not a number"]
+        if watched.num_not_finite
+        else []
+    )
     if skipped := number(train.get("skipped_iterations")):
         parts.append(f"{skipped:.0f} iterations skipped since the previous record")
     if watched.num_unreadable_lines:
@@ -273,9 +331,17 @@ def _layer_lines(layers: Sequence[WorstLayer]) -> list[RenderableType]:
         table.add_column(name, justify="right")
     for layer in layers[:_LAYERS]:
         dead = Text(f"{layer.num_dead} of {layer.num_experts}", style="red" if layer.num_dead else "")
-        values = (_number(layer.max_over_mean, ".2f"), dead, _number(layer.dropped, ".1%"), _number(layer.entropy, ".3f"))
+        values = (
+            _number(layer.max_over_mean, ".2f"),
+            dead,
+            _number(layer.dropped, ".1%"),
+            _number(layer.entropy, ".3f"),
+        )
         table.add_row(str(layer.layer), *values)
-    return [Text(f"the {min(_LAYERS, len(layers))} most uneven of {len(layers)} MoE layers", style="dim"), table]
+    return [
+        Text(f"the {min(_LAYERS, len(layers))} most uneven of {len(layers)} MoE layers", style="dim"),
+        table,
+    ]
 
 
 def _layer_text(layer: WorstLayer) -> Text:
@@ -294,7 +360,11 @@ def _event_lines(follower: Follower) -> RenderableType:
         details = ", ".join(f"{key} {value}" for key, value in event.items() if key not in known)
         when = str(event.get("time", ""))[11:19]
         name = Text(_printable(str(event.get("event"))), style="magenta")
-        table.add_row(Text(_printable(when), style="dim"), name, Text(_printable(f"iteration {event['iteration']:,}  {details}")))
+        table.add_row(
+            Text(_printable(when), style="dim"),
+            name,
+            Text(_printable(f"iteration {event['iteration']:,}  {details}")),
+        )
     return table
 
 
@@ -309,15 +379,26 @@ def _age_line(follower: Follower) -> Text:
     if usual is None:
         return Text(f"no train record yet; the last record is {_span(age)} old", style="dim")
     if follower.is_late():
-        text = f"nothing new for {_span(age)}; usually there is a record every {_span(usual)}. Does it still run? See {follower.folder.log}"
+        text = (
+            f"nothing new for {_span(age)}; usually there is a record every {_span(usual)}. Does it still"
+            f" run? See {follower.folder.log}"
+        )
         return Text(_printable(text), style="bold yellow")
-    return Text(f"the last record is {_span(age)} old, usually there is one every {_span(usual)}", style="dim")
+    return Text(
+        f"the last record is {_span(age)} old, usually there is one every {_span(usual)}", style="dim"
+    )
 
 
 def _span(seconds: float | None) -> str:
     if seconds is None:
         return _NOTHING
-    return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s" if seconds < 120 else str(timedelta(seconds=round(seconds)))
+    return (
+        f"{seconds:.2g} s"
+        if seconds < 10
+        else f"{seconds:.0f} s"
+        if seconds < 120
+        else str(timedelta(seconds=round(seconds)))
+    )
 
 
 def _number(value: Any, form: str) -> str:
@@ -344,12 +425,15 @@ _BLOCKS, _ASCII = "▁▂▃▄▅▆▇█", "_.-=+*%#"
 _BRAILLE = 0x2800
 
 
-# Bit of each dot of a Braille character, by row and column; Unicode numbers them down the columns, with the last row added later.
+# Bit of each dot of a Braille character, by row and column; Unicode numbers them down the columns, with the
+# last row added later.
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
 def buckets(values: Sequence[float | None], num_buckets: int) -> list[float | None]:
-    """At most `num_buckets` means of neighbours, each of those that are not None; None where there is none."""
+    """At most `num_buckets` means of neighbours, each of those that are not None; None where there is
+    none.
+    """
     count = min(num_buckets, len(values))
     edges = [index * len(values) // count for index in range(count + 1)] if count else []
     groups = ([value for value in values[a:b] if value is not None] for a, b in pairwise(edges))
@@ -360,11 +444,15 @@ def sparkline(values: Sequence[float | None], width: int, *, ascii_only: bool = 
     """One line of at most `width` characters, from the lowest value to the highest."""
     means, ramp = buckets(values, width), _ASCII if ascii_only else _BLOCKS
     low, high = _range(means)
-    return "".join(" " if mean is None else ramp[round((mean - low) / (high - low) * (len(ramp) - 1))] for mean in means)
+    return "".join(
+        " " if mean is None else ramp[round((mean - low) / (high - low) * (len(ramp) - 1))] for mean in means
+    )
 
 
 def plot(values: Sequence[float | None], width: int, height: int) -> list[str]:
-    """`height` lines of `width` characters with two by four dots each, the highest value in the first line."""
+    """`height` lines of `width` characters with two by four dots each, the highest value in the first
+    line.
+    """
     means, num_rows = buckets(values, 2 * width), 4 * height
     low, high = _range(means)
     cells, before = [[0] * width for _ in range(height)], None
@@ -374,7 +462,9 @@ def plot(values: Sequence[float | None], width: int, height: int) -> list[str]:
             continue
         row = round((high - mean) / (high - low) * (num_rows - 1))
         # Down or up to it, so that a steep curve stays one line.
-        for at in range(row, row + 1) if before is None else range(min(row, before + 1), max(row, before - 1) + 1):
+        for at in (
+            range(row, row + 1) if before is None else range(min(row, before + 1), max(row, before - 1) + 1)
+        ):
             cells[at // 4][column // 2] |= _DOTS[at % 4][column % 2]
         before = row
     return ["".join(chr(_BRAILLE + dots) for dots in line) for line in cells]

@@ -41,13 +41,21 @@ class LoadHistory:
 
     def add(self, iteration: float, experts: list[Mapping[str, Any]]) -> None:
         """Takes one record's `experts`; `finish` has to follow the last one."""
-        self._waiting.append((min(self._num_seen * self._num_columns // self._num_records, self._num_columns - 1), iteration, experts))
+        self._waiting.append(
+            (
+                min(self._num_seen * self._num_columns // self._num_records, self._num_columns - 1),
+                iteration,
+                experts,
+            )
+        )
         self._num_seen += 1
         if len(self._waiting) == _CHUNK:
             self.finish()
 
     def finish(self) -> None:
-        """Counts what was added. Records are counted in chunks: numpy's cost per call would be most of the time otherwise."""
+        """Counts what was added. Records are counted in chunks: numpy's cost per call would be most of the
+        time otherwise.
+        """
         waiting, self._waiting = self._waiting, []
         if waiting and not self._count(waiting):
             for one in waiting:  # one of them does not look like the others
@@ -59,7 +67,9 @@ class LoadHistory:
         try:
             layers = [[layer["layer"] for layer in experts] for _, _, experts in records]
             counts = [[layer["tokens_per_expert"] for layer in experts] for _, _, experts in records]
-            values = [[[layer.get(key) for layer in experts] for key in LAYER_KEYS] for _, _, experts in records]
+            values = [
+                [[layer.get(key) for layer in experts] for key in LAYER_KEYS] for _, _, experts in records
+            ]
             counts_RLE, values_RKL = np.array(counts, dtype=np.float64), np.array(values, dtype=np.float64)
         except (AttributeError, KeyError, TypeError, ValueError):
             return False
@@ -83,7 +93,10 @@ class LoadHistory:
     def _sum(self, columns_R: NDArray[np.int64], counts_RLE: Floats, values_RKL: Floats) -> None:
         shares_RLE = counts_RLE * counts_RLE.shape[2] / np.maximum(counts_RLE.sum(axis=2, keepdims=True), 1)
         # What an older file lacks follows from its counts.
-        for index, from_counts_RL in ((0, shares_RLE.max(axis=2)), (1, (shares_RLE < DEAD_BELOW).mean(axis=2))):
+        for index, from_counts_RL in (
+            (0, shares_RLE.max(axis=2)),
+            (1, (shares_RLE < DEAD_BELOW).mean(axis=2)),
+        ):
             missing = ~np.isfinite(values_RKL[:, index])
             values_RKL[:, index][missing] = from_counts_RL[missing]
         known_RKL = np.isfinite(values_RKL)
@@ -96,7 +109,9 @@ class LoadHistory:
         self._means.append(means_RK)
 
     def record_means(self) -> dict[str, Floats]:
-        """For each added record the mean of each of LAYER_KEYS over the layers, and for `max_over_mean` the largest [num_added]."""
+        """For each added record the mean of each of LAYER_KEYS over the layers, and for `max_over_mean` the
+        largest [num_added].
+        """
         table = np.concatenate(self._means) if self._means else np.empty((0, len(LAYER_KEYS)))
         return {key: table[:, index] for index, key in enumerate(LAYER_KEYS)}
 
@@ -112,8 +127,9 @@ class LoadHistory:
         """The history in at most `most` columns, oldest first.
 
         Returns:
-            First and last iteration [C, 2]; load relative to the fair share [C, L, E], 1 for an expert with tokens*k/E of its
-            layer; and by name the mean of each of LAYER_KEYS over the records of a column [C, L], NaN where it was not recorded.
+            First and last iteration [C, 2]; load relative to the fair share [C, L, E], 1 for an expert with
+            tokens*k/E of its layer; and by name the mean of each of LAYER_KEYS over the records of a column
+            [C, L], NaN where it was not recorded.
         """
         used = np.flatnonzero(np.isfinite(self._bounds[:, 0]))
         parts = np.array_split(used, min(most, len(used)))

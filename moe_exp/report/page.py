@@ -36,11 +36,14 @@ MOST_BYTES = 5_000_000
 _DETAILS = (1.0, 0.5, 0.2, 0.05)
 
 
-def write_report(paths: Sequence[Path], out: Path | None, *, kind: str = "html", title: str = "", loss: float | None = None) -> list[str]:
+def write_report(
+    paths: Sequence[Path], out: Path | None, *, kind: str = "html", title: str = "", loss: float | None = None
+) -> list[str]:
     """Writes the report of these run folders to `out`, or prints it where that is None.
 
     Args:
-        paths: run folders, in the order of the report; their runs may still be going on, or have written nothing yet.
+        paths: run folders, in the order of the report; their runs may still be going on, or have written
+            nothing yet.
         out: the file; an earlier report is replaced, any other file is not.
         kind: `html` or `md`.
         title: heading; by default the names of the runs.
@@ -55,7 +58,11 @@ def write_report(paths: Sequence[Path], out: Path | None, *, kind: str = "html",
     if problems := check_out(out) + run_problems(paths):
         raise ConfigError(problems)
     runs = read_runs(paths)
-    text = _valid(report_html(runs, title=title, loss=loss) if kind == "html" else report_markdown(runs, title=title, loss=loss))
+    text = _valid(
+        report_html(runs, title=title, loss=loss)
+        if kind == "html"
+        else report_markdown(runs, title=title, loss=loss)
+    )
     if out is None:
         print(text, end="")
     else:
@@ -64,16 +71,27 @@ def write_report(paths: Sequence[Path], out: Path | None, *, kind: str = "html",
 
 
 def _valid(text: str) -> str:
-    """With a question mark for what is no text: bytes of a folder's name that are not UTF-8, halves of a pair in an event."""
+    """With a question mark for what is no text: bytes of a folder's name that are not UTF-8, halves of a pair
+    in an event.
+    """
     return text.encode(errors="replace").decode()
 
 
 def check_out(out: Path | None) -> list[str]:
-    """Why a report cannot be written there: no folder, no regular file, or a file that is not a report; a line each."""
+    """Why a report cannot be written there: no folder, no regular file, or a file that is not a report; a
+    line each.
+    """
     if out is None:
         return []
     if not (folder := out.resolve().parent).is_dir():
-        return [problem("out", out, f"{folder if out.is_symlink() else out.parent} is no directory", "make it, or name a file elsewhere")]
+        return [
+            problem(
+                "out",
+                out,
+                f"{folder if out.is_symlink() else out.parent} is no directory",
+                "make it, or name a file elsewhere",
+            )
+        ]
     if not out.exists():
         return []
     if not out.is_file():  # a directory; or a device such as /dev/stdout, whose place a file would take
@@ -103,7 +121,15 @@ def title_of(runs: Sequence[Run]) -> str:
 def report_markdown(runs: Sequence[Run], *, title: str = "", loss: float | None = None) -> str:
     """The report as short Markdown."""
     views, chosen, unit = _views(runs, loss)
-    return markdown(views, title or title_of(runs), parities(runs), warnings_of(runs), differing_settings(runs), chosen, unit)
+    return markdown(
+        views,
+        title or title_of(runs),
+        parities(runs),
+        warnings_of(runs),
+        differing_settings(runs),
+        chosen,
+        unit,
+    )
 
 
 def report_html(runs: Sequence[Run], *, title: str = "", loss: float | None = None) -> str:
@@ -115,7 +141,10 @@ def report_html(runs: Sequence[Run], *, title: str = "", loss: float | None = No
     views, chosen, unit = _views(runs, loss)
     fields = {
         "title": escape(title or title_of(runs)),
-        "subtitle": f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}, written {datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
+        "subtitle": (
+            f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}, written"
+            f" {datetime.now().astimezone():%Y-%m-%d %H:%M %Z}"
+        ),
         "warnings": parts.warnings_html(warnings_of(runs)),
         "parity": parts.parity_html(parities(runs)),
         "overview": parts.overview_html(views),
@@ -171,17 +200,31 @@ def markdown(
     unit: str | None,
 ) -> str:
     """The text, with a newline at its end; the first line tells that the file is a report."""
-    rows = [("model", [view.run.kind for view in views]), ("state", [view.run.status for view in views]), *overview_rows(views)]
+    rows = [
+        ("model", [view.run.kind for view in views]),
+        ("state", [view.run.status for view in views]),
+        *overview_rows(views),
+    ]
     if unit and math.isfinite(loss):
         costs = [cost_texts(view.cost) for view in views]
         for place, name in ((1, "FLOPs"), (2, "time")):
-            rows.append((f"{name} to a loss of {target_text(loss)}{'' if unit == NATS else f' {unit}'}", [texts[place] for texts in costs]))
+            rows.append(
+                (
+                    f"{name} to a loss of {target_text(loss)}{'' if unit == NATS else f' {unit}'}",
+                    [texts[place] for texts in costs],
+                )
+            )
     lines = [MARKER, f"### {plain(title)}", ""]
     lines += [f"> **Note:** {plain(text)}" for text in warnings] + [""] * bool(warnings)
     lines += [f"**{plain(parity_text(one))}**\n" for one in found]
     lines += table(["", *(view.run.name for view in views)], rows)
     if settings and len(views) > 1:
-        lines += ["", "Settings that differ:", "", *table(["setting", *(view.run.name for view in views)], settings)]
+        lines += [
+            "",
+            "Settings that differ:",
+            "",
+            *table(["setting", *(view.run.name for view in views)], settings),
+        ]
     return "\n".join(lines) + "\n"
 
 

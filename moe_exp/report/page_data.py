@@ -1,4 +1,6 @@
-"""What the page's script draws, as JSON: curves in a bounded number of points, and the expert load in bytes."""
+"""What the page's script draws, as JSON: curves in a bounded number of points, and the expert load in
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,21 @@ from moe_exp.report.series import bucket_starts, bucketed, new_minima, spikes
 # Of one page, so that it stays far under 5 MB whatever the runs are.
 _POINTS, _LOAD_VALUES = 8_000, 600_000
 _FEWEST_POINTS, _MOST_POINTS = 40, 1_000
-_DRAWN = ("lm_loss", "load_balancing_loss", "z_loss", "learning_rate", "grad_norm", "tokens_per_second", "tflops_per_gpu")
-_EXPERT_CURVES = ("experts/max_over_mean", "experts/dead_fraction", "experts/dropped_fraction", "experts/router_entropy")
+_DRAWN = (
+    "lm_loss",
+    "load_balancing_loss",
+    "z_loss",
+    "learning_rate",
+    "grad_norm",
+    "tokens_per_second",
+    "tflops_per_gpu",
+)
+_EXPERT_CURVES = (
+    "experts/max_over_mean",
+    "experts/dead_fraction",
+    "experts/dropped_fraction",
+    "experts/router_entropy",
+)
 _WITH_RANGE = ("lm_loss", "grad_norm")
 LOAD_SCALE = 256  # steps of a fair share; 16 bits reach 255 times the fair share
 _MOST_SPIKES = 200
@@ -41,12 +56,16 @@ def page_data(runs: Sequence[Run], loss: float | None, detail: float = 1.0) -> d
         "unit": unit or NATS,
         "window_tokens": _rounded(window),
         "loss": _rounded(found),
-        "runs": [_run(run, points, unit or NATS, window) | {"experts": _experts(run, budget)} for run in runs],
+        "runs": [
+            _run(run, points, unit or NATS, window) | {"experts": _experts(run, budget)} for run in runs
+        ],
     }
 
 
 def embedded(value: Any) -> str:
-    """`value` as JSON that may stand inside a script element: nothing in it can end the element or be taken for markup."""
+    """`value` as JSON that may stand inside a script element: nothing in it can end the element or be taken
+    for markup.
+    """
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -57,8 +76,12 @@ def _run(run: Run, points: int, unit: str, window: float) -> dict[str, Any]:
     starts = bucket_starts(run.num_records, points)
     ends = np.append(starts, run.num_records)[1:].astype(int) - 1
     train = run.train
-    curves = {key: _curve(train[key], starts, with_range=key in _WITH_RANGE) for key in (*_DRAWN, *_EXPERT_CURVES)}
-    curves["memory_bytes"] = _curve(np.fmax(train["peak_memory_bytes"], train["memory_allocated_bytes"]), starts)
+    curves = {
+        key: _curve(train[key], starts, with_range=key in _WITH_RANGE) for key in (*_DRAWN, *_EXPERT_CURVES)
+    }
+    curves["memory_bytes"] = _curve(
+        np.fmax(train["peak_memory_bytes"], train["memory_allocated_bytes"]), starts
+    )
     best = smoothed(run, unit, window)
     spiked = spikes(train["grad_norm"])[:_MOST_SPIKES]
     every = slice(None, None, max(1, len(run.valid["iteration"]) // points))
@@ -70,12 +93,17 @@ def _run(run: Run, points: int, unit: str, window: float) -> dict[str, Any]:
         "curves": {key: curve for key, curve in curves.items() if curve},
         "valid": {key: _list(run.valid[key][every]) for key in (*AXES, *VALID_CURVES)},
         "reach": _reach(best, {key: train[key] for key in AXES}, new_minima(best, max(20, points // 3))),
-        "spikes": {"value": _list(train["grad_norm"][spiked]), **{key: _list(train[key][spiked]) for key in AXES}},
+        "spikes": {
+            "value": _list(train["grad_norm"][spiked]),
+            **{key: _list(train[key][spiked]) for key in AXES},
+        },
     }
 
 
 def _reach(loss: Floats, axes: Mapping[str, Floats], minima: Sequence[int]) -> dict[str, Any]:
-    """For each new minimum of the smoothed loss the record before it and its own: pairs, between which the page draws a straight line."""
+    """For each new minimum of the smoothed loss the record before it and its own: pairs, between which the
+    page draws a straight line.
+    """
     pairs = [(max(0, index - 1), index) for index in minima]
     return {
         "loss": [[_rounded(loss[place], digits=9) for place in pair] for pair in pairs],
@@ -84,7 +112,9 @@ def _reach(loss: Floats, axes: Mapping[str, Floats], minima: Sequence[int]) -> d
 
 
 def _curve(values: Floats, starts: Floats, *, with_range: bool = False) -> dict[str, Any] | None:
-    """Mean of each bucket, where asked for and buckets hold several records its range, and which buckets have gaps."""
+    """Mean of each bucket, where asked for and buckets hold several records its range, and which buckets have
+    gaps.
+    """
     if not np.isfinite(values).any():
         return None
     found = bucketed(values, starts)
@@ -95,7 +125,9 @@ def _curve(values: Floats, starts: Floats, *, with_range: bool = False) -> dict[
 
 
 def _experts(run: Run, budget: float) -> dict[str, Any] | None:
-    """Load [C, L, E] in steps of 1/LOAD_SCALE of the fair share as 16-bit little-endian numbers, and the layers' own curves."""
+    """Load [C, L, E] in steps of 1/LOAD_SCALE of the fair share as 16-bit little-endian numbers, and the
+    layers' own curves.
+    """
     if not run.load:
         return None
     num_columns = int(min(NUM_COLUMNS, budget // (len(run.load.layers) * run.load.num_experts)))

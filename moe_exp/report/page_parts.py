@@ -1,4 +1,6 @@
-"""Parts of the page that need no script: tables, sentences, timeline. Whatever comes from a run is escaped here."""
+"""Parts of the page that need no script: tables, sentences, timeline. Whatever comes from a run is escaped
+here.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,16 @@ from datetime import datetime
 from html import escape
 from typing import Any
 
-from moe_exp.report.comparison import NATS, Cost, Overview, Parity, has_loss, in_words, parity_text, why_not_compared
+from moe_exp.report.comparison import (
+    NATS,
+    Cost,
+    Overview,
+    Parity,
+    has_loss,
+    in_words,
+    parity_text,
+    why_not_compared,
+)
 from moe_exp.report.load_history import LAYER_KEYS
 from moe_exp.report.quantities import bytes_text, duration, loss_text, percent, short, target_text
 from moe_exp.report.run_data import Run
@@ -37,19 +48,26 @@ def table(head: Sequence[str], rows: Sequence[str], label: str, *, css: str = "s
 def run_name(run: Run, index: int) -> str:
     """Its name with its colour; six lines of a long one, the whole of it on hover."""
     name = escape(run.name)
-    return f'<span class="run" title="{name}"><i class="swatch" style="--c:var(--run-{index % 8})"></i>{name}</span>'
+    return (
+        f'<span class="run" title="{name}"><i class="swatch"'
+        f' style="--c:var(--run-{index % 8})"></i>{name}</span>'
+    )
 
 
 def parity_html(found: Sequence[Parity]) -> str:
     """A card for each comparison with a dense run, and how it is defined."""
     if not found:
-        return '<p class="note">With a dense run and one with experts, this says what share of the FLOPs and the time a loss costs.</p>'
+        return (
+            '<p class="note">With a dense run and one with experts, this says what share of the FLOPs and the'
+            " time a loss costs.</p>"
+        )
     return (
-        f'<div class="cards">{"".join(map(_card, found))}</div><p class="note">Both are taken where their smoothed loss first comes to the '
-        "lowest that both reach, on the straight line between two records: the higher of their two lowest ones, rounded up to four places. "
-        "The smoothed loss at a record is the mean training loss of the last w tokens, in whole records: w is 5% of the tokens of the "
-        "shorter run, and at least 1% of those of the longer. FLOPs are the model's, forward and backward; time is that of training, "
-        "without evaluation and saving.</p>"
+        f'<div class="cards">{"".join(map(_card, found))}</div><p class="note">Both are taken where their'
+        " smoothed loss first comes to the lowest that both reach, on the straight line between two records:"
+        " the higher of their two lowest ones, rounded up to four places. The smoothed loss at a record is"
+        " the mean training loss of the last w tokens, in whole records: w is 5% of the tokens of the"
+        " shorter run, and at least 1% of those of the longer. FLOPs are the model's, forward and backward;"
+        " time is that of training, without evaluation and saving.</p>"
     )
 
 
@@ -58,7 +76,8 @@ def _card(found: Parity) -> str:
         return f'<div class="card"><p>{escape(parity_text(found))}</p></div>'
     shares = [(found.flops, "of the FLOPs"), (found.seconds, "of the time"), (found.tokens, "of the tokens")]
     figures = "".join(
-        f'<div><b class="{"less" if share < 1 else ""}">{percent(share, 0)}</b><span>{what}</span></div>' for share, what in shares
+        f'<div><b class="{"less" if share < 1 else ""}">{percent(share, 0)}</b><span>{what}</span></div>'
+        for share, what in shares
     )
     return f'<div class="card"><div class="figures">{figures}</div><p>{escape(parity_text(found))}</p></div>'
 
@@ -70,8 +89,13 @@ def overview_html(views: Sequence[Overview]) -> str:
         ("state", [escape(view.run.status) for view in views]),
         *((name, list(values)) for name, values in overview_rows(views)),
     ]
-    body = [f'<tr><th scope="row">{name}</th>{"".join(f"<td>{value}</td>" for value in values)}</tr>' for name, values in rows]
-    return table(["", *(run_name(view.run, index) for index, view in enumerate(views))], body, "The runs in numbers")
+    body = [
+        f'<tr><th scope="row">{name}</th>{"".join(f"<td>{value}</td>" for value in values)}</tr>'
+        for name, values in rows
+    ]
+    return table(
+        ["", *(run_name(view.run, index) for index, view in enumerate(views))], body, "The runs in numbers"
+    )
 
 
 def overview_rows(views: Sequence[Overview]) -> list[tuple[str, list[str]]]:
@@ -94,34 +118,46 @@ def overview_rows(views: Sequence[Overview]) -> list[tuple[str, list[str]]]:
     return [(name, values) for name, values in rows if any(value != "–" for value in values)]
 
 
-def cost_html(views: Sequence[Overview], loss: float, unit: str | None, window_tokens: float, *, is_common: bool) -> str:
-    """What each run had used when it reached `loss`, which `is_common` if no other was asked for; the script fills it for others."""
+def cost_html(
+    views: Sequence[Overview], loss: float, unit: str | None, window_tokens: float, *, is_common: bool
+) -> str:
+    """What each run had used when it reached `loss`, which `is_common` if no other was asked for; the script
+    fills it for others.
+    """
     if unit is None:
-        return '<p class="note">The tokenizers differ and bits per byte are not known, so there is no loss to compare at.</p>'
-    reasons = [f"{view.run.name} {reason}" for view in views if (reason := why_not_compared(view.run, window_tokens))]
+        return (
+            '<p class="note">The tokenizers differ and bits per byte are not known, so there is no loss to'
+            " compare at.</p>"
+        )
+    reasons = [
+        f"{view.run.name} {reason}" for view in views if (reason := why_not_compared(view.run, window_tokens))
+    ]
     left_out = escape(f" Left out: {'; '.join(reasons)}.") if reasons else ""
     if not math.isfinite(loss):
         has_any = any(has_loss(view.run) for view in views)
-        return f'<p class="note">{f"No loss can be compared.{left_out}" if has_any else "No loss has been recorded yet."}</p>'
+        note = f"No loss can be compared.{left_out}" if has_any else "No loss has been recorded yet."
+        return f'<p class="note">{note}</p>'
     rows = [_cost_row(view, index) for index, view in enumerate(views)]
     head = ["run", "tokens", "FLOPs", "training time", "iteration"]
     step = 0.01 if unit == NATS else 0.001
     shown = target_text(loss)
     choose = (
-        f'<p id="target" hidden><label>loss to reach, {unit} <input id="target-loss" type="number" step="{step}" value="{shown}">'
-        "</label></p>"
+        f'<p id="target" hidden><label>loss to reach, {unit} <input id="target-loss" type="number"'
+        f' step="{step}" value="{shown}"></label></p>'
     )
     note = (
-        f"What each run had used when its smoothed loss first was at or below that loss; the table starts with {shown} {unit}"
-        f"{', the lowest that all runs reach' if is_common else ''}. Smoothed: the mean over the last {short(window_tokens)} tokens, in "
-        f"whole records.{left_out}"
+        "What each run had used when its smoothed loss first was at or below that loss; the table starts"
+        f" with {shown} {unit}{', the lowest that all runs reach' if is_common else ''}. Smoothed: the mean"
+        f" over the last {short(window_tokens)} tokens, in whole records.{left_out}"
     )
     return f'{choose}{table(head, rows, "Cost of a loss")}<p class="note">{note}</p>'
 
 
 def _cost_row(view: Overview, index: int) -> str:
     axes = ("consumed_tokens", "consumed_flops", "training_seconds", "iteration")
-    cells = "".join(f'<td data-axis="{axis}">{text}</td>' for axis, text in zip(axes, cost_texts(view.cost), strict=True))
+    cells = "".join(
+        f'<td data-axis="{axis}">{text}</td>' for axis, text in zip(axes, cost_texts(view.cost), strict=True)
+    )
     return f'<tr data-run="{index}"><th scope="row">{run_name(view.run, index)}</th>{cells}</tr>'
 
 
@@ -135,26 +171,44 @@ def cost_texts(cost: Cost | None) -> list[str]:
 def settings_html(runs: Sequence[Run], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
     """The settings that differ, a column for each run."""
     if not rows:
-        return f'<p class="note">{"There is one run." if len(runs) == 1 else "No setting differs, as far as they are known."}</p>'
+        note = "There is one run." if len(runs) == 1 else "No setting differs, as far as they are known."
+        return f'<p class="note">{note}</p>'
     body = [
-        f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{escape(value)}</td>" for value in values)}</tr>' for name, values in rows
+        "<tr><th"
+        f' scope="row">{escape(name)}</th>{"".join(f"<td>{escape(value)}</td>" for value in values)}</tr>'
+        for name, values in rows
     ]
-    return table(["setting", *(run_name(run, index) for index, run in enumerate(runs))], body, "Settings that differ")
+    return table(
+        ["setting", *(run_name(run, index) for index, run in enumerate(runs))], body, "Settings that differ"
+    )
 
 
 _EXPERT_VIEW = """<div id="expert-view" hidden>
 <div class="experts-controls">
 <label>run <select id="expert-run"></select></label>
-<label>time <input id="expert-time" type="range" min="0" max="0" step="1"><output id="expert-when"></output></label>
+<label>time <input id="expert-time" type="range" min="0" max="0" step="1">\
+<output id="expert-when"></output></label>
 <label>layer <select id="expert-layer"></select></label>
 </div>
 <div class="heats"><div class="heat" id="heat-now"></div><div class="heat" id="heat-over"></div></div>
 <div class="scale"><span>load of an expert: <i class="dead"></i> dead (under 1%)</span>
 <span>0 <i></i> 4 times its fair share; the middle is the fair share</span></div>
 <details id="expert-table-box"><summary>The heatmap as a table</summary>
-<div class="scroll tall" role="region" tabindex="0" aria-label="Load of the experts"><table id="expert-table"></table></div></details>
+<div class="scroll tall" role="region" tabindex="0" aria-label="Load of the experts">\
+<table id="expert-table"></table></div></details>
 </div>"""
-_EXPERT_CHARTS = ("layer-entropy", "layer-dropped", "layer-worst", "layer-top1", "balance", "z_loss", "worst", "dropped", "entropy", "dead")
+_EXPERT_CHARTS = (
+    "layer-entropy",
+    "layer-dropped",
+    "layer-worst",
+    "layer-top1",
+    "balance",
+    "z_loss",
+    "worst",
+    "dropped",
+    "entropy",
+    "dead",
+)
 
 
 def experts_html(runs: Sequence[Run]) -> str:
@@ -170,14 +224,25 @@ def experts_html(runs: Sequence[Run]) -> str:
 def _layer_table(run: Run) -> str:
     bounds, _, means = run.load.columns()
     when = _period(bounds[-1])
-    head = ["layer", "busiest / mean", "dead experts", "dropped tokens", "router entropy", "of the largest", "weight of the first choice"]
+    head = [
+        "layer",
+        "busiest / mean",
+        "dead experts",
+        "dropped tokens",
+        "router entropy",
+        "of the largest",
+        "weight of the first choice",
+    ]
     rows = []
     for index, layer in enumerate(run.load.layers):
         worst, dead, dropped, entropy, top1 = (float(means[key][-1, index]) for key in LAYER_KEYS)
         part = entropy / math.log(run.load.num_experts) if run.load.num_experts > 1 else float("nan")
         cells = [short(worst), percent(dead), percent(dropped), short(entropy), percent(part), short(top1)]
         rows.append(f'<tr><th scope="row">{layer}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>')
-    return f"<details><summary>{escape(run.name)}: layers at {when}</summary>{table(head, rows, f'Layers of {run.name}')}</details>"
+    return (
+        f"<details><summary>{escape(run.name)}: layers at"
+        f" {when}</summary>{table(head, rows, f'Layers of {run.name}')}</details>"
+    )
 
 
 def _period(bounds: Sequence[float]) -> str:
@@ -204,25 +269,40 @@ def events_html(runs: Sequence[Run]) -> str:
     if not any(timed):
         return '<p class="note">No events are recorded.</p>'
     tracks = "".join(
-        f'<div><div class="name">{run_name(run, index)}</div>{_track(index, events, spans[index], longest)}</div>'
+        "<div><div"
+        f' class="name">{run_name(run, index)}</div>{_track(index, events, spans[index], longest)}</div>'
         for index, (run, events) in enumerate(zip(runs, timed, strict=True))
     )
     key = (
-        '<p class="note key"><span><i class="start"></i>start, resume</span><span><i></i>checkpoint</span>'
-        f'<span><i class="fault"></i>fault</span><span><i class="end"></i>end</span><span>whole width: {duration(longest)}</span></p>'
+        '<p class="note key"><span><i class="start"></i>start,'
+        ' resume</span><span><i></i>checkpoint</span><span><i class="fault"></i>fault</span><span><i'
+        f' class="end"></i>end</span><span>whole width: {duration(longest)}</span></p>'
     )
     kept = [most_telling(run.events, _MOST_ROWS) for run in runs]
     rows = [row for index, run in enumerate(runs) for row in _event_rows(run, index, kept[index])]
-    left_out = [f"{text} of {run.name}" for run, one in zip(runs, kept, strict=True) if (text := _left_out(run.events, one))]
+    left_out = [
+        f"{text} of {run.name}"
+        for run, one in zip(runs, kept, strict=True)
+        if (text := _left_out(run.events, one))
+    ]
     head = ["run", "event", "iteration", "time", "details"]
     shown = table(head, rows, "Events", css="scroll tall")
-    title = f"Events: {len(rows)}; left out are {escape(in_words(left_out))}" if left_out else f"All events ({len(rows)})"
+    title = (
+        f"Events: {len(rows)}; left out are {escape(in_words(left_out))}"
+        if left_out
+        else f"All events ({len(rows)})"
+    )
     return f'<div class="timeline">{tracks}</div>{key}<details><summary>{title}</summary>{shown}</details>'
 
 
 def most_telling(events: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """At most so many events in their order: faults before the others, checkpoints last, and of each the newest."""
-    order = sorted(range(len(events)), key=lambda index: (not is_fault(events[index]), is_checkpoint(events[index]), -index))
+    """At most so many events in their order: faults before the others, checkpoints last, and of each the
+    newest.
+    """
+    order = sorted(
+        range(len(events)),
+        key=lambda index: (not is_fault(events[index]), is_checkpoint(events[index]), -index),
+    )
     return [events[index] for index in sorted(order[:most])]
 
 
@@ -253,12 +333,15 @@ def _span(run: Run, events: Sequence[tuple[float, dict[str, Any]]]) -> tuple[flo
     return min(times), max(last, *times)
 
 
-def _track(index: int, events: Sequence[tuple[float, dict[str, Any]]], span: tuple[float, float], longest: float) -> str:
+def _track(
+    index: int, events: Sequence[tuple[float, dict[str, Any]]], span: tuple[float, float], longest: float
+) -> str:
     def place(when: float) -> str:
         return f"{100 * (when - span[0]) / max(longest, 1e-9):.3f}%"
 
     parts = [
-        f'<i class="active" style="--c:var(--run-{index % 8});left:{place(begin)};width:{place(span[0] + end - begin)}"></i>'
+        '<i class="active"'
+        f' style="--c:var(--run-{index % 8});left:{place(begin)};width:{place(span[0] + end - begin)}"></i>'
         for begin, end in _active(events, span[1])
     ]
     times = {id(event): when for when, event in events}
@@ -270,12 +353,17 @@ def _track(index: int, events: Sequence[tuple[float, dict[str, Any]]], span: tup
         css = "fault" if is_fault(event) else name if name in ("start", "resume", "checkpoint", "end") else ""
         text = f"{name} at iteration {event.get('iteration')}, {event.get('time')}"
         parts.append(f'<i class="mark {css}" style="left:{place(when)}" title="{escape(text)}"></i>')
-    return f'<div class="track" role="img" aria-label="timeline; the table below has the events">{"".join(parts)}</div>'
+    return (
+        '<div class="track" role="img" aria-label="timeline; the table below has the'
+        f' events">{"".join(parts)}</div>'
+    )
 
 
 def _active(events: Sequence[tuple[float, dict[str, Any]]], last: float) -> list[tuple[float, float]]:
     """From each start to its last event before the next start."""
-    starts = [position for position, (_, event) in enumerate(events) if event.get("event") in ("start", "resume")]
+    starts = [
+        position for position, (_, event) in enumerate(events) if event.get("event") in ("start", "resume")
+    ]
     ends = [*starts[1:], len(events)] if starts else []
     spans = []
     for position, following in zip(starts, ends, strict=True):
@@ -287,15 +375,30 @@ def _active(events: Sequence[tuple[float, dict[str, Any]]], last: float) -> list
 def is_fault(event: dict[str, Any]) -> bool:
     """Whether an event is one that somebody should look at."""
     name = str(event.get("event"))
-    return name in FAULTS or "fault" in name or "fail" in name or "spike" in name or event.get("status") == "failed"
+    return (
+        name in FAULTS
+        or "fault" in name
+        or "fail" in name
+        or "spike" in name
+        or event.get("status") == "failed"
+    )
 
 
 def _event_rows(run: Run, index: int, events: Sequence[dict[str, Any]]) -> list[str]:
     rows = []
     for event in events:
-        details = ", ".join(f"{key}: {value}" for key, value in event.items() if key not in ("kind", "iteration", "event", "time"))
+        details = ", ".join(
+            f"{key}: {value}"
+            for key, value in event.items()
+            if key not in ("kind", "iteration", "event", "time")
+        )
         css = ' class="fault"' if is_fault(event) else ""
-        texts = [event.get("event"), event.get("iteration"), str(event.get("time", "")).replace("T", " "), details[:500]]
+        texts = [
+            event.get("event"),
+            event.get("iteration"),
+            str(event.get("time", "")).replace("T", " "),
+            details[:500],
+        ]
         cells = "".join(f'<td class="text">{escape(str(text))}</td>' for text in texts)
         rows.append(f'<tr{css}><th scope="row">{run_name(run, index)}</th>{cells}</tr>')
     return rows

@@ -23,7 +23,9 @@ def loss_text(value: float) -> str:
 
 
 def target_text(loss: float) -> str:
-    """A loss that runs are compared at: four places, and more where it has them, so that what is printed is what is meant."""
+    """A loss that runs are compared at: four places, and more where it has them, so that what is printed is
+    what is meant.
+    """
     return f"{loss:.4f}" if loss == round(loss, 4) else f"{loss:.10g}"
 
 

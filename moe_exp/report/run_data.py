@@ -1,7 +1,8 @@
-"""One run folder as the report sees it: settings, curves as arrays, events and expert load. Reads files of any age and state.
+"""One run folder as the report sees it: settings, curves as arrays, events and expert load. Reads files of
+any age and state.
 
-Every key of a record is optional, a last line that is being written is left out, and a file of 100,000 lines is read once without
-keeping its records.
+Every key of a record is optional, a last line that is being written is left out, and a file of 100,000 lines
+is read once without keeping its records.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ _NAN = float("nan")
 # x axes: keys of the records.
 AXES = ("iteration", "consumed_tokens", "consumed_flops", "training_seconds")
 CURVES = (
-    "lm_loss", "load_balancing_loss", "z_loss", "learning_rate", "grad_norm", "tokens_per_second", "tflops_per_gpu",
-    "elapsed_time_per_iteration_ms", "peak_memory_bytes", "memory_allocated_bytes",
+    "lm_loss", "load_balancing_loss", "z_loss", "learning_rate", "grad_norm", "tokens_per_second",
+    "tflops_per_gpu", "elapsed_time_per_iteration_ms", "peak_memory_bytes", "memory_allocated_bytes",
 )  # fmt: skip
 _COUNTS = ("consumed_samples", "skipped_iterations", "nan_iterations")
 VALID_CURVES = ("lm_loss", "lm_loss_ppl", "lm_loss_bits_per_byte")
@@ -89,7 +90,9 @@ class Run:
 
     @property
     def status(self) -> str:
-        """How it ended, or that it runs: `finished`, `stopped`, `failed`, `running` or `no end recorded`; `no records` without any."""
+        """How it ended, or that it runs: `finished`, `stopped`, `failed`, `running` or `no end recorded`; `no
+        records` without any.
+        """
         if self.ended:
             return self.ended
         if not self.num_records and not self.events:
@@ -113,7 +116,9 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     if problems := run_problems(paths):
         raise ConfigError(problems)
     runs = []
-    total = sum(RunFolder(path).metrics.stat().st_size for path in folders if RunFolder(path).metrics.exists())
+    total = sum(
+        RunFolder(path).metrics.stat().st_size for path in folders if RunFolder(path).metrics.exists()
+    )
     if total < _PROGRESS_BYTES:
         runs = [read_run(path) for path in folders]
     else:
@@ -148,7 +153,11 @@ def _tell_apart(runs: Sequence[Run]) -> None:
         names = [run.name for run in runs]
         for index, run in enumerate(runs):
             if names.count(names[index]) > 1:
-                run.name = f"{run.path.resolve().parent.name}/{run.name}" if with_parent else f"{run.name} ({index + 1})"
+                run.name = (
+                    f"{run.path.resolve().parent.name}/{run.name}"
+                    if with_parent
+                    else f"{run.name} ({index + 1})"
+                )
 
 
 def read_run(path: Path, advance: Callable[[int], None] = lambda num_bytes: None) -> Run:
@@ -174,10 +183,16 @@ def read_run(path: Path, advance: Callable[[int], None] = lambda num_bytes: None
 
 def _ended(run: Run, folder: RunFolder) -> str | None:
     starts = [index for index, event in enumerate(run.events) if event.get("event") in ("start", "resume")]
-    ends = [str(event.get("status", "ended")) for event in run.events[starts[-1] if starts else 0 :] if event.get("event") == "end"]
+    ends = [
+        str(event.get("status", "ended"))
+        for event in run.events[starts[-1] if starts else 0 :]
+        if event.get("event") == "end"
+    ]
     modified = run.written.timestamp() if run.written else None
     start_time = str(run.events[starts[-1]].get("time", "")) if starts else ""
-    return ended_status(folder, modified=modified, start_time=start_time, end=ends[-1] if ends else None, read_json=_read_json)
+    return ended_status(
+        folder, modified=modified, start_time=start_time, end=ends[-1] if ends else None, read_json=_read_json
+    )
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -202,10 +217,15 @@ def _read_settings(run: Run, path: Path) -> None:
         return
     run.settings = {str(name): value for name, value in settings.items()}
     try:
-        run.config = Config(**{name: value for name, value in run.settings.items() if name in Config.model_fields})
+        run.config = Config(
+            **{name: value for name, value in run.settings.items() if name in Config.model_fields}
+        )
     except ValidationError as error:
         names = ", ".join(str(item["loc"][0]) for item in error.errors() if item["loc"])
-        run.notes.append(f"config.yaml is not of this version ({names or 'settings that do not go together'}): parameters are unknown")
+        run.notes.append(
+            f"config.yaml is not of this version ({names or 'settings that do not go together'}): parameters"
+            " are unknown"
+        )
 
 
 def _num_lines(path: Path) -> int:
@@ -288,7 +308,10 @@ class _Reader:
         run.valid = _arrays(self.valid, _VALID_COLUMNS)
         _complete_axes(run)
         if self.num_out_of_order:
-            run.notes.append(f"metrics.jsonl: {self.num_out_of_order} train records do not come after the one before and are left out")
+            run.notes.append(
+                f"metrics.jsonl: {self.num_out_of_order} train records do not come after the one before and"
+                " are left out"
+            )
 
 
 def _arrays(rows: list[list[Any]], keys: Sequence[str]) -> dict[str, Floats]:
@@ -302,7 +325,9 @@ def _arrays(rows: list[list[Any]], keys: Sequence[str]) -> dict[str, Floats]:
 
 
 def _complete_axes(run: Run) -> None:
-    """FLOPs and wall time of older files: operations of a sample times the samples, and the sum of the iterations' times."""
+    """FLOPs and wall time of older files: operations of a sample times the samples, and the sum of the
+    iterations' times.
+    """
     train, valid = run.train, run.valid
     if run.config:
         per_sample = flops_per_iteration(run.config, 1)
@@ -311,7 +336,10 @@ def _complete_axes(run: Run) -> None:
     milliseconds = train["elapsed_time_per_iteration_ms"]
     if np.isfinite(milliseconds).any():
         steps = np.diff(train["iteration"], prepend=0)
-        summed = np.cumsum(np.where(np.isfinite(milliseconds), milliseconds, np.nanmedian(milliseconds)) * steps) / 1e3
+        summed = (
+            np.cumsum(np.where(np.isfinite(milliseconds), milliseconds, np.nanmedian(milliseconds)) * steps)
+            / 1e3
+        )
         seconds = train["training_seconds"]
         _fill(seconds, summed)
         if (np.diff(seconds) < 0).any():  # a run that an older version began
@@ -319,7 +347,10 @@ def _complete_axes(run: Run) -> None:
     for key in AXES[1:]:
         known = np.isfinite(train[key])
         if known.any():
-            _fill(valid[key], np.interp(valid["iteration"], train["iteration"][known], train[key][known], left=np.nan))
+            _fill(
+                valid[key],
+                np.interp(valid["iteration"], train["iteration"][known], train[key][known], left=np.nan),
+            )
     _fill(valid["lm_loss_ppl"], np.exp(np.minimum(valid["lm_loss"], 20)))
 
 

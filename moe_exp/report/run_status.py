@@ -11,11 +11,17 @@ from moe_exp.runs.run_folder import RunFolder
 
 
 def ended_status(
-    folder: RunFolder, *, modified: float | None, start_time: str, end: str | None, read_json: Callable[[Path], Mapping[str, Any]]
+    folder: RunFolder,
+    *,
+    modified: float | None,
+    start_time: str,
+    end: str | None,
+    read_json: Callable[[Path], Mapping[str, Any]],
 ) -> str | None:
     """How it ended: finished, stopped or failed; None while it may go on.
 
-    A process that was killed wrote no `end`: then the summary tells, which its launcher writes after the last record.
+    A process that was killed wrote no `end`: then the summary tells, which its launcher writes after the last
+    record.
 
     Args:
         folder: of the run.
@@ -37,7 +43,9 @@ def ended_status(
 
 
 def _is_starting(provenance: Mapping[str, Any], start_time: str) -> bool:
-    """Whether the latest start has not come as far as its first record, so that an end in the file is that of the start before."""
+    """Whether the latest start has not come as far as its first record, so that an end in the file is that of
+    the start before.
+    """
     try:
         return datetime.fromisoformat(provenance["starts"][-1]["time"]) > datetime.fromisoformat(start_time)
     except (KeyError, IndexError, TypeError, ValueError):

@@ -1,4 +1,6 @@
-"""Curves as numbers: smoothing, when a loss is reached, spikes, and fewer points for a screen. Pure functions of arrays."""
+"""Curves as numbers: smoothing, when a loss is reached, spikes, and fewer points for a screen. Pure functions
+of arrays.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ _SPIKE_FEWEST = 10
 
 
 def trailing_mean(x: Floats, values: Floats, window: float) -> Floats:
-    """Mean of the finite values at (x - window, x], the record itself always among them: whole records, rounded up.
+    """Mean of the finite values at (x - window, x], the record itself always among them: whole records,
+    rounded up.
 
     Args:
         x: increasing.
@@ -35,7 +38,8 @@ def trailing_mean(x: Floats, values: Floats, window: float) -> Floats:
 
 
 def begin_of(x: Floats) -> float:
-    """Where the first record begins: as long before its end as the second; 0 with one record, NaN where nothing is finite.
+    """Where the first record begins: as long before its end as the second; 0 with one record, NaN where
+    nothing is finite.
 
     Not always 0: a run from LOAD_DIR counts on from what its checkpoint had consumed.
     """
@@ -46,10 +50,12 @@ def begin_of(x: Floats) -> float:
 
 
 def first_at_or_below(values: Floats, target: float) -> tuple[int, float] | None:
-    """Where a curve first comes to `target`: index of the first value not above it, and how far on the way to it from the one before.
+    """Where a curve first comes to `target`: index of the first value not above it, and how far on the way to
+    it from the one before.
 
     Returns:
-        The index and the share of the way, in (0, 1], on the straight line between the two; 1 where none is before. None: never.
+        The index and the share of the way, in (0, 1], on the straight line between the two; 1 where none is
+        before. None: never.
     """
     reached = np.flatnonzero(values <= target)  # NaN compares false
     if not len(reached):
@@ -66,7 +72,9 @@ def on_the_way(x: Floats, index: int, share: float) -> float:
 
 
 def new_minima(values: Floats, most: int = 400) -> list[int]:
-    """Indices at which `values` is lower than ever before: when each loss was reached first. At most `most`, spread over them."""
+    """Indices at which `values` is lower than ever before: when each loss was reached first. At most `most`,
+    spread over them.
+    """
     lowest = np.fmin.accumulate(np.where(np.isfinite(values), values, np.inf)) if len(values) else values
     before = np.concatenate([[np.inf], lowest[:-1]])
     indices = np.flatnonzero(lowest < before)
@@ -76,7 +84,9 @@ def new_minima(values: Floats, most: int = 400) -> list[int]:
 
 
 def spikes(values: Floats) -> list[int]:
-    """Indices of values above SPIKE_FACTOR times the median of the SPIKE_WINDOW records before them (at least ten finite ones)."""
+    """Indices of values above SPIKE_FACTOR times the median of the SPIKE_WINDOW records before them (at least
+    ten finite ones).
+    """
     found: list[int] = []
     if len(values) <= _SPIKE_FEWEST:
         return found
@@ -113,7 +123,9 @@ def bucket_starts(num_records: int, most: int) -> Floats:
 
 
 def bucketed(values: Floats, starts: Floats) -> Buckets:
-    """Mean, lowest and highest finite value of each bucket: a spike of one record is still seen among 100,000."""
+    """Mean, lowest and highest finite value of each bucket: a spike of one record is still seen among
+    100,000.
+    """
     index = starts.astype(int)
     if not len(index):
         return Buckets(values, values, values, values)

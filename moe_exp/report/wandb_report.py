@@ -1,7 +1,8 @@
 """A wandb report on runs, dense against MoE, through wandb's own report API (the package wandb-workspaces).
 
-Its curves come from what wandb has of the runs, so that they stay up to date; its table and the heatmaps come from metrics.jsonl,
-as they are when it is written. Keys are left to wandb: nothing here reads, prints or stores one.
+Its curves come from what wandb has of the runs, so that they stay up to date; its table and the heatmaps come
+from metrics.jsonl, as they are when it is written. Keys are left to wandb: nothing here reads, prints or
+stores one.
 """
 
 from __future__ import annotations
@@ -38,7 +39,11 @@ _SPEED = (
     ("perf/elapsed_time_per_iteration_ms", "milliseconds per iteration"),
 )
 _HEALTH = (("train/grad_norm", "grad norm"), ("train/learning_rate", "learning rate"))
-_COLORS = {False: ("#1f5f9e", "#4f9bd9", "#7a5fb5", "#2a9d8f"), True: ("#d9541e", "#e9a03b", "#b5336b", "#8c6d1f")}  # by whether it is MoE
+# by whether it is MoE
+_COLORS = {
+    False: ("#1f5f9e", "#4f9bd9", "#7a5fb5", "#2a9d8f"),
+    True: ("#d9541e", "#e9a03b", "#b5336b", "#8c6d1f"),
+}
 _MOST_COLUMNS, _PANEL_LINES = 24, 8  # of wandb's grid
 _LONGEST_TITLE = 128  # of wandb's own model of a report
 
@@ -72,7 +77,9 @@ class MirroredRun:
         return self.kind != "dense"
 
 
-def wandb_report(paths: Sequence[Path], *, project: str, entity: str | None = None, title: str = "Dense against MoE") -> str:
+def wandb_report(
+    paths: Sequence[Path], *, project: str, entity: str | None = None, title: str = "Dense against MoE"
+) -> str:
     """Writes a new report into a wandb project; returns its address.
 
     Args:
@@ -82,7 +89,8 @@ def wandb_report(paths: Sequence[Path], *, project: str, entity: str | None = No
         title: at most 128 characters.
 
     Raises:
-        ConfigError: a path is no run that wandb has, a package or the key is missing, or wandb refuses the report.
+        ConfigError: a path is no run that wandb has, a package or the key is missing, or wandb refuses the
+            report.
     """
     runs = mirrored_runs(paths, project=project)
     _report_api()
@@ -102,9 +110,15 @@ def wandb_report(paths: Sequence[Path], *, project: str, entity: str | None = No
 def _told(project: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # what wandb raises for a server that refuses or does not answer has no class in common
-        reason, fix = " ".join(str(error).split()), "see whether the key may write there and the server is the right one (WANDB_BASE_URL)"
-        raise ConfigError([problem("project", project, f"wandb did not take the report ({reason})", fix)]) from error
+    # what wandb raises for a server that refuses or does not answer has no class in common
+    except Exception as error:
+        reason, fix = (
+            " ".join(str(error).split()),
+            "see whether the key may write there and the server is the right one (WANDB_BASE_URL)",
+        )
+        raise ConfigError(
+            [problem("project", project, f"wandb did not take the report ({reason})", fix)]
+        ) from error
 
 
 def mirrored_runs(paths: Sequence[Path], *, project: str) -> list[MirroredRun]:
@@ -127,16 +141,35 @@ def _problems(folder: RunFolder, project: str) -> list[str]:
     """Why a report cannot show a run, at most one line: the first reason is that of the others."""
     path = shlex.quote(str(folder.path))
     if not folder.metrics.exists():
-        return [problem("run", folder.path, "is no run folder: it has no metrics.jsonl", "give a run folder, such as runs/NAME")]
+        return [
+            problem(
+                "run",
+                folder.path,
+                "is no run folder: it has no metrics.jsonl",
+                "give a run folder, such as runs/NAME",
+            )
+        ]
     if not _wandb_id(folder):
         rule = "has no wandb run: WANDB_PROJECT was not set"
-        fix = f"set WANDB_PROJECT={project} for the next run (WANDB_MODE=offline needs no network), or use `moe-exp report`"
+        fix = (
+            f"set WANDB_PROJECT={project} for the next run (WANDB_MODE=offline needs no network), or use"
+            " `moe-exp report`"
+        )
         return [problem("run", folder.path, rule, fix)]
     was_in = str(Follower(folder.path).settings().get("wandb_project") or project)
-    unsent = [run for run in sorted(folder.wandb.glob("offline-run-*")) if not any(run.glob("*.wandb.synced"))]
+    unsent = [
+        run for run in sorted(folder.wandb.glob("offline-run-*")) if not any(run.glob("*.wandb.synced"))
+    ]
     if unsent:
-        rule = f"wandb has not got all of it: {len(unsent)} of its starts {'was' if len(unsent) == 1 else 'were'} offline"
-        return [problem("run", folder.path, rule, f"wandb sync -p {shlex.quote(project)} {path}/wandb/offline-run-*")]
+        rule = (
+            f"wandb has not got all of it: {len(unsent)} of its starts"
+            f" {'was' if len(unsent) == 1 else 'were'} offline"
+        )
+        return [
+            problem(
+                "run", folder.path, rule, f"wandb sync -p {shlex.quote(project)} {path}/wandb/offline-run-*"
+            )
+        ]
     was_online = any(folder.wandb.glob("run-*"))
     if was_online and was_in != project:
         rule = f"is in the wandb project {was_in}, not in {project}"
@@ -162,7 +195,9 @@ def _read(folder: RunFolder) -> MirroredRun:
     # Without settings, that the records have experts tells.
     is_moe = settings.get("use_moe", bool(follower.watched.train.get("experts")))
     kind = str(settings.get("moe_type", "moe")) if is_moe else "dense"
-    return MirroredRun(folder, _wandb_id(folder), str(settings.get("wandb_project", "")), kind, follower, squares)
+    return MirroredRun(
+        folder, _wandb_id(folder), str(settings.get("wandb_project", "")), kind, follower, squares
+    )
 
 
 def _report_api() -> Any:
@@ -188,12 +223,18 @@ def _need_key() -> None:
         if key := os.environ.get("WANDB_API_KEY", "").strip():
             reason = reason.replace(key, "the key")
         fix = "run `wandb login`, or set WANDB_API_KEY to the whole key"
-        raise ConfigError([problem("wandb_api_key", "...", f"wandb does not take the key ({reason})", fix)]) from None
+        raise ConfigError(
+            [problem("wandb_api_key", "...", f"wandb does not take the key ({reason})", fix)]
+        ) from None
     if not has_key:
-        raise ConfigError([problem("wandb_api_key", "", "wandb has no key", "run `wandb login`, or set WANDB_API_KEY")])
+        raise ConfigError(
+            [problem("wandb_api_key", "", "wandb has no key", "run `wandb login`, or set WANDB_API_KEY")]
+        )
 
 
-def build_report(runs: Sequence[MirroredRun], *, project: str, entity: str, title: str = "Dense against MoE") -> Any:
+def build_report(
+    runs: Sequence[MirroredRun], *, project: str, entity: str, title: str = "Dense against MoE"
+) -> Any:
     """The report as an object of wandb's own API; nothing is sent.
 
     Args:
@@ -209,13 +250,31 @@ def build_report(runs: Sequence[MirroredRun], *, project: str, entity: str, titl
         ConfigError: the package is missing, or the title is too long.
     """
     if len(title) > _LONGEST_TITLE:
-        raise ConfigError([problem("title", f"{title[:20]}...", f"has {len(title)} characters", f"give at most {_LONGEST_TITLE}")])
+        raise ConfigError(
+            [
+                problem(
+                    "title",
+                    f"{title[:20]}...",
+                    f"has {len(title)} characters",
+                    f"give at most {_LONGEST_TITLE}",
+                )
+            ]
+        )
     wr = _report_api()
     loss = [_loss_panel(wr, *which) for which in _loss_panels()]
     speed = [_line(wr, text, "train/consumed_tokens", name, "tokens") for name, text in _SPEED]
-    memory = _line(wr, "peak memory of the fullest rank, bytes", "train/consumed_tokens", "perf/peak_memory_bytes", "tokens")
+    memory = _line(
+        wr,
+        "peak memory of the fullest rank, bytes",
+        "train/consumed_tokens",
+        "perf/peak_memory_bytes",
+        "tokens",
+    )
     bars = wr.BarPlot(title="peak memory at the end, bytes", metrics=["perf/peak_memory_bytes"])
-    health = [_line(wr, text, "train/consumed_tokens", name, "tokens", log_y=name == "train/grad_norm") for name, text in _HEALTH]
+    health = [
+        _line(wr, text, "train/consumed_tokens", name, "tokens", log_y=name == "train/grad_norm")
+        for name, text in _HEALTH
+    ]
     blocks = [
         wr.TableOfContents(),
         wr.H1("Runs"), wr.MarkdownBlock(text=_table(runs)),
@@ -225,14 +284,27 @@ def build_report(runs: Sequence[MirroredRun], *, project: str, entity: str, titl
         wr.H1("Gradients and learning rate"), _grid(wr, runs, health, columns=2),
     ]  # fmt: skip
     if moe := [run for run in runs if run.is_moe]:
-        blocks[5:5] = [wr.H1("Load of the experts"), *_squares(wr, moe), _grid(wr, moe, _expert_panels(wr), columns=2)]
+        blocks[5:5] = [
+            wr.H1("Load of the experts"),
+            *_squares(wr, moe),
+            _grid(wr, moe, _expert_panels(wr), columns=2),
+        ]
     # The run sets name no project: then it is the report's own.
-    return wr.Report(project=project, entity=entity, title=title, description=_description(runs), blocks=blocks, width="fluid")
+    return wr.Report(
+        project=project,
+        entity=entity,
+        title=title,
+        description=_description(runs),
+        blocks=blocks,
+        width="fluid",
+    )
 
 
 def _description(runs: Sequence[MirroredRun]) -> str:
     num_moe = sum(run.is_moe for run in runs)
-    return f"{len(runs) - num_moe} dense and {num_moe} MoE runs: the same tokens, the same FLOPs, the same time."
+    return (
+        f"{len(runs) - num_moe} dense and {num_moe} MoE runs: the same tokens, the same FLOPs, the same time."
+    )
 
 
 def _loss_panels() -> list[tuple[str, str, str, str, str, str]]:
@@ -240,8 +312,14 @@ def _loss_panels() -> list[tuple[str, str, str, str, str, str]]:
 
 
 def _loss_panel(wr: Any, kind: str, key: str, text: str, axis: str, by: str, label: str) -> Any:
-    smooth = {"smoothing_type": "exponentialTimeWeighted", "smoothing_factor": 0.6, "smoothing_show_original": True}
-    return _line(wr, f"{text} {by}", f"{kind}/{axis}", f"{kind}/{key}", label, **(smooth if kind == "train" else {}))
+    smooth = {
+        "smoothing_type": "exponentialTimeWeighted",
+        "smoothing_factor": 0.6,
+        "smoothing_show_original": True,
+    }
+    return _line(
+        wr, f"{text} {by}", f"{kind}/{axis}", f"{kind}/{key}", label, **(smooth if kind == "train" else {})
+    )
 
 
 def _line(wr: Any, title: str, x: str, y: str, label: str, **options: Any) -> Any:
@@ -251,7 +329,12 @@ def _line(wr: Any, title: str, x: str, y: str, label: str, **options: Any) -> An
 def _expert_panels(wr: Any) -> list[Any]:
     # One line for every layer of every run, whatever their number.
     return [
-        wr.LinePlot(title=f"{text}, each layer", x="train/consumed_tokens", metric_regex=rf"moe/layer_\d+/{key}", title_x="tokens")
+        wr.LinePlot(
+            title=f"{text}, each layer",
+            x="train/consumed_tokens",
+            metric_regex=rf"moe/layer_\d+/{key}",
+            title_x="tokens",
+        )
         for key, text in _EXPERTS
     ]
 
@@ -262,7 +345,9 @@ def _grid(wr: Any, runs: Sequence[MirroredRun], panels: Sequence[Any], *, column
 
     width = _MOST_COLUMNS // columns
     for index, panel in enumerate(panels):
-        panel.layout = wr.Layout(x=index % columns * width, y=index // columns * _PANEL_LINES, w=width, h=_PANEL_LINES)
+        panel.layout = wr.Layout(
+            x=index % columns * width, y=index // columns * _PANEL_LINES, w=width, h=_PANEL_LINES
+        )
     sets, colors = [], dict[str, str]()
     for is_moe, name in ((False, "dense"), (True, "MoE")):
         ids = [run.wandb_id for run in runs if run.is_moe == is_moe]
@@ -285,9 +370,21 @@ def _table(runs: Sequence[MirroredRun]) -> str:
     for run in runs:
         train, valid = run.follower.watched.train, run.follower.watched.valid
         memory = _cell(train.get("peak_memory_bytes"), ",.2f", 1e-9)
-        numbers = [(train.get("consumed_tokens"), ",.0f"), (train.get("lm_loss"), ".4f"), (valid.get("lm_loss"), ".4f")]
+        numbers = [
+            (train.get("consumed_tokens"), ",.0f"),
+            (train.get("lm_loss"), ".4f"),
+            (valid.get("lm_loss"), ".4f"),
+        ]
         cells = [_cell(value, form) for value, form in [*numbers, (train.get("tokens_per_second"), ",.0f")]]
-        rows.append([_markdown(run.name), _markdown(run.kind), f"{run.follower.watched.iteration:,}", *cells, f"{memory} GB"])
+        rows.append(
+            [
+                _markdown(run.name),
+                _markdown(run.kind),
+                f"{run.follower.watched.iteration:,}",
+                *cells,
+                f"{memory} GB",
+            ]
+        )
     rows.insert(1, ["---"] * len(rows[0]))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
@@ -299,7 +396,9 @@ def _cell(value: Any, form: str, factor: float = 1.0) -> str:
 
 def _markdown(text: str) -> str:
     """Text that is shown as it is: no character of it is markup, HTML or the end of a cell."""
-    return "".join(f"&#{ord(character)};" if character in "\\`*_{}[]()<>#+!|&~$\r\n" else character for character in text)
+    return "".join(
+        f"&#{ord(character)};" if character in "\\`*_{}[]()<>#+!|&~$\r\n" else character for character in text
+    )
 
 
 # Load of the experts as coloured squares in plain text, for pages that take text and no pictures.
@@ -316,9 +415,11 @@ _MISSING = "⬜"
 
 
 class LoadSquares:
-    """Largest max over mean of every MoE layer over a run, a row for each layer and a column for each stretch of records.
+    """Largest max over mean of every MoE layer over a run, a row for each layer and a column for each stretch
+    of records.
 
-    It takes records one by one and never holds more than twice its columns: with too many, neighbours become one.
+    It takes records one by one and never holds more than twice its columns: with too many, neighbours become
+    one.
     """
 
     def __init__(self) -> None:
@@ -344,13 +445,17 @@ class LoadSquares:
         self._records_in_last += 1
         for layer in layers:
             if layer.max_over_mean is not None:
-                self._columns[-1][layer.layer] = max(layer.max_over_mean, self._columns[-1].get(layer.layer, 0.0))
+                self._columns[-1][layer.layer] = max(
+                    layer.max_over_mean, self._columns[-1].get(layer.layer, 0.0)
+                )
         if len(self._columns) == 2 * _MOST_SQUARES and self._records_in_last == self._records_per_column:
             self._halve()
 
     def _halve(self) -> None:
         pairs = zip(self._columns[::2], self._columns[1::2], strict=True)
-        self._columns = [{layer: max(a.get(layer, 0.0), b.get(layer, 0.0)) for layer in a | b} for a, b in pairs]
+        self._columns = [
+            {layer: max(a.get(layer, 0.0), b.get(layer, 0.0)) for layer in a | b} for a, b in pairs
+        ]
         self._ends = self._ends[1::2]
         self._records_per_column *= 2
         self._records_in_last = self._records_per_column
@@ -362,11 +467,21 @@ class LoadSquares:
             return ""
         step = -(-len(self._columns) // _MOST_SQUARES)
         groups = [self._columns[at : at + step] for at in range(0, len(self._columns), step)]
-        lines = ["busiest expert over the mean: " + ", ".join(f"{square} {_limit(index)}" for index, (_, square) in enumerate(_SQUARES))]
+        lines = [
+            "busiest expert over the mean: "
+            + ", ".join(f"{square} {_limit(index)}" for index, (_, square) in enumerate(_SQUARES))
+        ]
         for layer in layers:
-            squares = "".join(_square([column[layer] for column in group if layer in column]) for group in groups)
+            squares = "".join(
+                _square([column[layer] for column in group if layer in column]) for group in groups
+            )
             lines.append(f"layer {layer:3d} {squares}")
-        return "\n".join([*lines, f"until iteration {self._ends[-1]:,}, {self._records_per_column * step} records a square"])
+        return "\n".join(
+            [
+                *lines,
+                f"until iteration {self._ends[-1]:,}, {self._records_per_column * step} records a square",
+            ]
+        )
 
 
 def _square(values: list[float]) -> str:
@@ -374,4 +489,8 @@ def _square(values: list[float]) -> str:
 
 
 def _limit(index: int) -> str:
-    return f"under {_SQUARES[index][0]:g}" if index + 1 < len(_SQUARES) else f"{_SQUARES[index - 1][0]:g} and more"
+    return (
+        f"under {_SQUARES[index][0]:g}"
+        if index + 1 < len(_SQUARES)
+        else f"{_SQUARES[index - 1][0]:g} and more"
+    )

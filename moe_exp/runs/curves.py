@@ -24,7 +24,10 @@ def draw_loss_curve(records: Sequence[Mapping[str, Any]], path: Path, title: str
     """
     train = [record for record in records if record["kind"] == "train"]
     if not any(record["lm_loss"] is not None for record in train):
-        raise ValueError(f"records={len(records)}: no train record with a loss, nothing to draw. Fix: run until the first LOG_INTERVAL.")
+        raise ValueError(
+            f"records={len(records)}: no train record with a loss, nothing to draw. Fix: run until the first"
+            " LOG_INTERVAL."
+        )
     # Figure and its own canvas: pyplot would keep global state and choose a backend that may want a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -40,17 +43,29 @@ def draw_loss_curve(records: Sequence[Mapping[str, Any]], path: Path, title: str
     axes.patch.set_visible(False)
     # Above the axes, where no curve can cross it.
     box = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderpad": 0, "borderaxespad": 0.6}
-    axes.legend(handles=handles, ncols=len(handles), frameon=False, fontsize=9, labelcolor=_TEXT, handlelength=1.5, **box)
+    axes.legend(
+        handles=handles,
+        ncols=len(handles),
+        frameon=False,
+        fontsize=9,
+        labelcolor=_TEXT,
+        handlelength=1.5,
+        **box,
+    )
     axes.set_title(_wrapped(title), fontsize=8.5, color=_TEXT, loc="left", pad=26, parse_math=False)
     figure.savefig(path, format="png")
 
 
 def _wrapped(title: str) -> str:
-    """Run names hold underscores and no spaces: they may break before a word, not between a word and its number."""
+    """Run names hold underscores and no spaces: they may break before a word, not between a word and its
+    number.
+    """
     return "\n".join(line.strip() for line in re.findall(r".{1,101}(?:_(?=[A-Za-z])|\s|$)|.{1,101}", title))
 
 
-def _draw_losses(axes: Any, train: Sequence[Mapping[str, Any]], valid: Sequence[Mapping[str, Any]]) -> list[Any]:
+def _draw_losses(
+    axes: Any, train: Sequence[Mapping[str, Any]], valid: Sequence[Mapping[str, Any]]
+) -> list[Any]:
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
     iterations = [record["iteration"] for record in train]
@@ -59,12 +74,26 @@ def _draw_losses(axes: Any, train: Sequence[Mapping[str, Any]], valid: Sequence[
     handles = axes.plot(iterations, losses, color=_RAW, linewidth=0.9, marker=marker, label="train")
     # Below this the curve is short enough to be read as it is.
     if len(losses) >= 100:
-        handles += axes.plot(iterations, smoothed(losses, len(losses) // 50), color=_SMOOTH, linewidth=1.8, label="train, smoothed")
+        handles += axes.plot(
+            iterations,
+            smoothed(losses, len(losses) // 50),
+            color=_SMOOTH,
+            linewidth=1.8,
+            label="train, smoothed",
+        )
     else:
         handles[0].set(color=_SMOOTH, linewidth=1.8)
     if valid:
         points = [record["iteration"] for record in valid], _numbers(valid, "lm_loss")
-        handles += axes.plot(*points, color=_VALID, linestyle="none", marker="o", markersize=5, markeredgecolor="white", label="validation")
+        handles += axes.plot(
+            *points,
+            color=_VALID,
+            linestyle="none",
+            marker="o",
+            markersize=5,
+            markeredgecolor="white",
+            label="validation",
+        )
     axes.set_xlim(0, iterations[-1] * 1.01)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
@@ -79,7 +108,9 @@ def _draw_losses(axes: Any, train: Sequence[Mapping[str, Any]], valid: Sequence[
 
 def _draw_learning_rate(axes: Any, train: Sequence[Mapping[str, Any]]) -> list[Any]:
     rates = _numbers(train, "learning_rate")
-    handles = axes.plot([record["iteration"] for record in train], rates, color=_RATE, linewidth=1.2, label="learning rate")
+    handles = axes.plot(
+        [record["iteration"] for record in train], rates, color=_RATE, linewidth=1.2, label="learning rate"
+    )
     axes.set_ylim(bottom=0)
     axes.set_ylabel("learning rate", color="#9a9a9a")
     axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
@@ -95,10 +126,11 @@ def _numbers(records: Sequence[Mapping[str, Any]], key: str) -> list[float]:
 
 
 def smoothed(values: Sequence[float], half_width: int) -> list[float]:
-    """Mean over up to `half_width` values to each side: unlike a moving average from the left it does not lag.
+    """Mean over up to `half_width` values to each side: unlike a moving average from the left it does not
+    lag.
 
-    At the start, where the loss is steep and a wide mean would lie above it, the mean takes an eighth of the values so far.
-    NaN stays NaN, so that a gap is seen as one, and is left out of the means around it.
+    At the start, where the loss is steep and a wide mean would lie above it, the mean takes an eighth of the
+    values so far. NaN stays NaN, so that a gap is seen as one, and is left out of the means around it.
     """
     means = []
     for i, value in enumerate(values):

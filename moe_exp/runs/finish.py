@@ -1,4 +1,6 @@
-"""What a run leaves behind when it ends: summary.json, a picture of the loss, and the summary on the screen."""
+"""What a run leaves behind when it ends: summary.json, a picture of the loss, and the summary on the
+screen.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ def finish_run(
         code: exit code of the ranks.
 
     Returns:
-        The status and the summary for people, which says what could not be written; None when the run did not get as far as its run folder.
+        The status and the summary for people, which says what could not be written; None when the run did not
+        get as far as its run folder.
     """
     records = read_metrics(folder.metrics) if folder.metrics.exists() else []
     status = status_of_last_start(records, since)
@@ -48,7 +51,9 @@ def finish_run(
 
 
 def status_of_last_start(records: Sequence[Mapping[str, Any]], since: datetime) -> Status | None:
-    """How the last start in `records` ended, by its `end` event; failed without one, None if it is older than `since`."""
+    """How the last start in `records` ended, by its `end` event; failed without one, None if it is older than
+    `since`.
+    """
     events = [record for record in records if record["kind"] == "event"]
     starts = [index for index, event in enumerate(events) if event["event"] in ("start", "resume")]
     # Events keep whole seconds.

@@ -16,13 +16,15 @@ from moe_exp.host.devices import device_name
 
 # Packages whose version can change the numbers or the speed of a run.
 _PACKAGES = (
-    "moe_exp", "torch", "megatron-core", "numpy", "triton", "transformer-engine", "flash-attn", "apex", "megablocks",
-    "datatrove", "tokenizers", "safetensors", "tensorboard", "wandb",
+    "moe_exp", "torch", "megatron-core", "numpy", "triton", "transformer-engine", "flash-attn", "apex",
+    "megablocks", "datatrove", "tokenizers", "safetensors", "tensorboard", "wandb",
 )  # fmt: skip
 
 
 def provenance(argv: Sequence[str]) -> dict[str, Any]:
-    """What one start ran on: time (ISO 8601 with offset), command line, host, device, versions of the installed packages, commit."""
+    """What one start ran on: time (ISO 8601 with offset), command line, host, device, versions of the
+    installed packages, commit.
+    """
     return {
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": list(argv),
@@ -46,20 +48,27 @@ def package_versions() -> dict[str, str]:
 
 
 def _commit() -> str | None:
-    """Commit of the checkout that this package runs from, with "+changes" for edited files, or None outside a checkout."""
+    """Commit of the checkout that this package runs from, with "+changes" for edited files, or None outside a
+    checkout.
+    """
     package = Path(__file__).parent
-    # Installed into a virtual environment inside somebody's repository, git would answer with the commit of that one.
+    # Installed into a virtual environment inside somebody's repository, git would answer with the commit of
+    # that one.
     if _git(package, "ls-files", "--error-unmatch", Path(__file__).name) is None:
         return None
     commit = _git(package, "rev-parse", "HEAD")
-    return commit and commit + ("+changes" if _git(package, "status", "--porcelain", "--untracked-files=no", ".") else "")
+    return commit and commit + (
+        "+changes" if _git(package, "status", "--porcelain", "--untracked-files=no", ".") else ""
+    )
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
     # Inside a git hook GIT_DIR and its kind point to the repository of the hook.
     environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
-        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, env=environ)
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, env=environ
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -4,9 +4,11 @@ Every record is a dict with `kind` and `iteration`:
 
     train  the keys of TRAIN_KEYS, every LOG_INTERVAL iterations
     valid  the keys of VALID_KEYS, every EVAL_INTERVAL iterations
-    event  event, time (ISO 8601) and what the event needs, EVENTS lists them; from rank 0, and from the launcher where ranks have died
+    event  event, time (ISO 8601) and what the event needs, EVENTS lists them; from rank 0, and from the
+           launcher where ranks have died
 
-Values that were not measured are null. So are NaN and infinity, which JSON has not; nan_iterations tells them apart.
+Values that were not measured are null. So are NaN and infinity, which JSON has not; nan_iterations tells them
+apart.
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ TRAIN_KEYS = {
     "consumed_samples": "samples since the start of training",
     "consumed_tokens": "tokens since the start of training",
     "consumed_flops": "model FLOPs since the start of training, of all ranks (planner.costs.flops)",
-    "training_seconds": "wall time of the iterations since the start of training, over all starts, without evaluation and saves",
+    "training_seconds": (
+        "wall time of the iterations since the start of training, over all starts, without evaluation and"
+        " saves"
+    ),
     "global_batch_size": "samples per iteration, mean since the previous record",
     "lm_loss": "cross entropy, nats per token",
     "load_balancing_loss": "mean over MoE layers before its coefficient; 1.0: perfect balance; null: dense",
@@ -47,18 +52,28 @@ TRAIN_KEYS = {
     "tokens_per_second": "of all ranks together",
     "tflops_per_gpu": "model TFLOP/s per rank, or null",
     "eta_seconds": "until TRAIN_ITERS, at this speed per sample",
-    "skipped_iterations": "iterations without an optimizer step (overflow, or not finite) since the previous record",
+    "skipped_iterations": (
+        "iterations without an optimizer step (overflow, or not finite) since the previous record"
+    ),
     "nan_iterations": "iterations with a loss that is not a number since the previous record",
     "memory_allocated_bytes": "largest allocation of rank 0's device, or null on a CPU",
-    "peak_memory_bytes": "of the rank that needed most since its start: allocated on its device, or on a CPU the process's resident size",
-    "timers": "milliseconds per iteration by phase (training.interval.PHASES), mean over ranks; null without LOG_TIMERS",
+    "peak_memory_bytes": (
+        "of the rank that needed most since its start: allocated on its device, or on a CPU the process's"
+        " resident size"
+    ),
+    "timers": (
+        "milliseconds per iteration by phase (training.interval.PHASES), mean over ranks; null without"
+        " LOG_TIMERS"
+    ),
     "experts": "one object per MoE layer, with the keys of EXPERT_KEYS",
 }
 EXPERT_KEYS = {
     "layer": "number of the layer in the model, from 1",
     "tokens_per_expert": "slots (tokens times TOPK) per expert before any drop",
     "max_over_mean": "the busiest expert's slots over the mean, of the whole interval",
-    "microbatch_max_over_mean": "the same within a micro-batch of one rank, mean over these: what memory, drops and time depend on",
+    "microbatch_max_over_mean": (
+        "the same within a micro-batch of one rank, mean over these: what memory, drops and time depend on"
+    ),
     "dead_fraction": "share of experts with under 1% of their fair share of the interval's slots",
     "dropped_fraction": "share of slots over capacity",
     "router_entropy": "of the scores of a token, nats, mean over tokens; ln(NUM_EXPERTS): undecided",
@@ -75,7 +90,9 @@ VALID_KEYS = {
     "training_seconds": "training time until then, or null before the first train record",
     "lm_loss": "cross entropy on the validation data, nats per token",
     "lm_loss_ppl": "perplexity, exp(lm_loss), with lm_loss cut at 20 as in Megatron",
-    "lm_loss_bits_per_byte": "lm_loss / ln 2 / UTF-8 bytes per token of the validation data, or null without a known tokenizer",
+    "lm_loss_bits_per_byte": (
+        "lm_loss / ln 2 / UTF-8 bytes per token of the validation data, or null without a known tokenizer"
+    ),
 }
 EVENTS = {
     "start": "training begins at iteration 0",
@@ -84,19 +101,35 @@ EVENTS = {
     "checkpoint_failed": "one was not saved: reason",
     "preflight": "nodes were checked before training: grade, seconds, findings, exclude",
     "damaged_checkpoint": "one could not be used for the resume: reason",
-    "restore_failed": "what was loaded is not what was saved, by fingerprints; the start ends: checkpoint, tensors",
-    "replicas_differ": "ranks that have to hold the same do not, or an optimizer group is wrong; the job ends: problems",
+    "restore_failed": (
+        "what was loaded is not what was saved, by fingerprints; the start ends: checkpoint, tensors"
+    ),
+    "replicas_differ": (
+        "ranks that have to hold the same do not, or an optimizer group is wrong; the job ends: problems"
+    ),
     "other_data": "the data have changed since the checkpoint (ALLOW_OTHER_DATA): changes",
-    "bad_step": "an iteration made no step, as its loss or gradient is not finite; once per row of them: loss, grad_norm, samples",
+    "bad_step": (
+        "an iteration made no step, as its loss or gradient is not finite; once per row of them: loss,"
+        " grad_norm, samples"
+    ),
     "too_many_bad_steps": "MAX_BAD_STEPS of them in a row have ended the run: checkpoint",
-    "spike": "the loss or the gradient norm has jumped (watch.spikes): z-scores, levels, samples and the documents these are from",
+    "spike": (
+        "the loss or the gradient norm has jumped (watch.spikes): z-scores, levels, samples and the documents"
+        " these are from"
+    ),
     "spike_end": "it is over: first_iteration, outcome, highest_loss, highest_grad_norm",
     "rollback": "the run goes back before a spike and skips its batches: back_to, samples, set_aside",
     "no_rollback": "it does not: reason",
-    "hang": "no rank went on and all were ended: reason, ranks and hosts that are not where the others are, why, folder with the stacks",
+    "hang": (
+        "no rank went on and all were ended: reason, ranks and hosts that are not where the others are, why,"
+        " folder with the stacks"
+    ),
     "stop": "the run was asked to end before TRAIN_ITERS: reason (faults.STOP_REASONS)",
     "end": "the ranks have ended by themselves: status, wall_seconds",
-    "rank_failed": "a rank has died; iteration of the last train record, rank, host, device, cause (its error, or the signal)",
+    "rank_failed": (
+        "a rank has died; iteration of the last train record, rank, host, device, cause (its error, or the"
+        " signal)"
+    ),
     "restart": "the ranks start again: number, reason (failure or asked), failures so far, delay_seconds",
 }
 
@@ -124,10 +157,12 @@ def event_record(name: str, iteration: int, /, **details: Any) -> Record:
 def append(path: Path, *records: Record) -> None:
     """Adds records to a metrics.jsonl, all of them or, where the disk is full, none and OSError."""
     left = "".join(json.dumps(_json_value(record), allow_nan=False) + "\n" for record in records).encode()
-    # Opened anew each time: closing is what makes a record visible to readers on other nodes of a network file system.
+    # Opened anew each time: closing is what makes a record visible to readers on other nodes of a network
+    # file system.
     with path.open("ab+", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
-        if size and os.pread(file.fileno(), 1, size - 1) != b"\n":  # a process was killed in the middle of its record
+        # a process was killed in the middle of its record
+        if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
             left = b"\n" + left
         try:
             while left:
@@ -138,7 +173,9 @@ def append(path: Path, *records: Record) -> None:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """All records of a metrics.jsonl. A last line that a crash cut off is left out; FileNotFoundError if there is no file."""
+    """All records of a metrics.jsonl. A last line that a crash cut off is left out; FileNotFoundError if
+    there is no file.
+    """
     return list(_records(path))
 
 
@@ -171,7 +208,8 @@ def _records(path: Path) -> Iterator[Record]:
 
 
 def drop_records_after(path: Path, iteration: int) -> int:
-    """Removes curves after `iteration` and a broken last line from a metrics.jsonl, atomically; returns how many records.
+    """Removes curves after `iteration` and a broken last line from a metrics.jsonl, atomically; returns how
+    many records.
 
     Events stay: what has happened in the iterations that will be done again is the history of the run.
     """

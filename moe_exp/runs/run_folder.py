@@ -1,13 +1,15 @@
 """The run folder `$RUN_DIR/$RUN_NAME`: where it is, how it is opened, and what speaks against using it.
 
     config.yaml        settings of the latest start
-    provenance.json    {"starts": [...]}: one entry per start with versions, commit, host, time and command line
+    provenance.json    {"starts": [...]}: one entry per start with versions, commit, host, time and command
+                       line
     train.log          what rank 0 printed, and the warnings of every rank
     metrics.jsonl      one object a line, see training/metrics.py
     checkpoints/       iter_0001000, ...
     dumps/             iter_0000010/rank_00000.safetensors, ... with DUMP_ITERS
     skipped_samples.json    what rollbacks have left out of the data, see training/rollback.py
-    bad_steps/ set_aside/   checkpoints that no resume takes by itself: after MAX_BAD_STEPS, and those that a rollback went back past
+    bad_steps/ set_aside/   checkpoints that no resume takes by itself: after MAX_BAD_STEPS, and those that a
+                            rollback went back past
     tensorboard/ wandb/
     profile/           traces of PROFILE_ITERS, snapshots of MEMORY_SNAPSHOT
     summary.json       how the run ended
@@ -136,7 +138,9 @@ def open_run_folder(config: Config, argv: Sequence[str] | None = None) -> RunFol
         write_json(folder.provenance, {"starts": starts})
     except OSError as error:
         rule = f"{folder.path} cannot be written ({error.strerror or error})"
-        raise ConfigError([problem("run_dir", config.run_dir, rule, "choose a RUN_DIR that you may write to")]) from None
+        raise ConfigError(
+            [problem("run_dir", config.run_dir, rule, "choose a RUN_DIR that you may write to")]
+        ) from None
     return folder
 
 
@@ -144,7 +148,8 @@ def hold_run_folder(config: Config) -> None:
     """Keeps the run folder for this process until it ends; rank 0 alone calls this.
 
     Raises:
-        ConfigError: where another run holds it. Two runs in one folder would delete each other's records and checkpoints.
+        ConfigError: where another run holds it. Two runs in one folder would delete each other's records and
+            checkpoints.
     """
     folder = RunFolder.of(config)
     folder.path.mkdir(parents=True, exist_ok=True)
@@ -181,7 +186,9 @@ def _read_starts(path: Path) -> list[dict[str, Any]]:
         return list(json.loads(path.read_text(encoding="utf-8"))["starts"])
     except (ValueError, KeyError, TypeError):
         broken = path.replace(path.with_suffix(".json.broken"))
-        logger.warning("%s cannot be read; kept as %s, and the list of starts begins again", path, broken.name)
+        logger.warning(
+            "%s cannot be read; kept as %s, and the list of starts begins again", path, broken.name
+        )
         return []
 
 
@@ -219,8 +226,19 @@ def run_folder_problems(config: Config) -> list[str]:
     folder = RunFolder.of(config)
     place = existing_place(folder.path)
     if not place.is_dir():
-        return [problem("run_dir", config.run_dir, f"{place} is a file, not a folder", "choose another RUN_DIR or RUN_NAME")]
-    return _write_problems(config, folder, place) + _model_problems(config, folder) + _lock_problems(config, folder)
+        return [
+            problem(
+                "run_dir",
+                config.run_dir,
+                f"{place} is a file, not a folder",
+                "choose another RUN_DIR or RUN_NAME",
+            )
+        ]
+    return (
+        _write_problems(config, folder, place)
+        + _model_problems(config, folder)
+        + _lock_problems(config, folder)
+    )
 
 
 def existing_place(path: Path) -> Path:
@@ -241,14 +259,36 @@ def _exists(path: Path) -> bool:
 def _name_problems(config: Config) -> list[str]:
     parts = Path(config.name).parts
     if ".." in parts or Path(config.name).is_absolute():
-        return [problem("run_name", config.name, "must stay inside RUN_DIR", "give a plain name, and the place as RUN_DIR")]
+        return [
+            problem(
+                "run_name",
+                config.name,
+                "must stay inside RUN_DIR",
+                "give a plain name, and the place as RUN_DIR",
+            )
+        ]
     if any(len(os.fsencode(part)) > 255 for part in parts):
-        return [problem("run_name", config.name, "is longer than a file name may be, 255 bytes", "give a shorter RUN_NAME")]
+        return [
+            problem(
+                "run_name",
+                config.name,
+                "is longer than a file name may be, 255 bytes",
+                "give a shorter RUN_NAME",
+            )
+        ]
     return []
 
 
 def _write_problems(config: Config, folder: RunFolder, place: Path) -> list[str]:
-    used = (place, folder.checkpoints, folder.tensorboard, folder.config, folder.provenance, folder.log, folder.metrics)
+    used = (
+        place,
+        folder.checkpoints,
+        folder.tensorboard,
+        folder.config,
+        folder.provenance,
+        folder.log,
+        folder.metrics,
+    )
     fix = "choose a RUN_DIR that you may write to, or change its permissions"
     return [
         problem("run_dir", config.run_dir, f"{path} is not writable", fix)

@@ -18,7 +18,12 @@ _SCRIPT = "bash moe_exp/scripts/run_moe_from_scratch.sh"
 
 
 def summarize(
-    config: Config, records: Sequence[Mapping[str, Any]], folder: RunFolder, wall_seconds: float, status: Status, code: int | None = None
+    config: Config,
+    records: Sequence[Mapping[str, Any]],
+    folder: RunFolder,
+    wall_seconds: float,
+    status: Status,
+    code: int | None = None,
 ) -> dict[str, Any]:
     """The content of summary.json.
 
@@ -31,16 +36,23 @@ def summarize(
         code: exit code of the ranks; None where it is not known.
 
     Returns:
-        A dict of JSON values. Losses are in nats per token; what was never measured, or is not a number, is None. Speeds are
-        medians over the train records, so that warm-up, evaluation and checkpoints do not bend them.
+        A dict of JSON values. Losses are in nats per token; what was never measured, or is not a number, is
+        None. Speeds are medians over the train records, so that warm-up, evaluation and checkpoints do not
+        bend them.
     """
     train = [record for record in records if record["kind"] == "train"]
     valid = [record for record in records if record["kind"] == "valid"]
     last = train[-1] if train else {}
-    lowest = min((record for record in train if record["lm_loss"] is not None), key=lambda record: float(record["lm_loss"]), default={})
+    lowest = min(
+        (record for record in train if record["lm_loss"] is not None),
+        key=lambda record: float(record["lm_loss"]),
+        default={},
+    )
     return {
         "status": status,
-        "exit_code": FINISHED if status == "finished" else code or (TO_BE_CONTINUED if status == "stopped" else FAILED),
+        "exit_code": (
+            FINISHED if status == "finished" else code or (TO_BE_CONTINUED if status == "stopped" else FAILED)
+        ),
         "ended_by": _ended_by(records) if status == "failed" else None,
         "name": config.name,
         "run_folder": str(folder.path),
@@ -62,20 +74,28 @@ def summarize(
         "tflops_per_gpu": _median(train, "tflops_per_gpu"),
         "skipped_iterations": sum(record["skipped_iterations"] or 0 for record in train),
         "nan_iterations": sum(record["nan_iterations"] or 0 for record in train),
-        "num_starts": sum(record["kind"] == "event" and record["event"] in ("start", "resume") for record in records),
+        "num_starts": sum(
+            record["kind"] == "event" and record["event"] in ("start", "resume") for record in records
+        ),
         "expert_balance": _expert_balance(last.get("experts") or []),
         "checkpoints": sorted(path.name for path in folder.checkpoints.glob("iter_*") if path.is_dir()),
     }
 
 
 def _last_iteration(records: Sequence[Mapping[str, Any]]) -> int:
-    """The last that the latest start has done, as far as is known: it may have ended before a log line, of which then events tell."""
+    """The last that the latest start has done, as far as is known: it may have ended before a log line, of
+    which then events tell.
+    """
     return max((int(record["iteration"]) for record in _latest_start(records)), default=0)
 
 
 def _latest_start(records: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     """From its `start` or `resume` on; curves alone where there is none."""
-    starts = [index for index, record in enumerate(records) if record["kind"] == "event" and record["event"] in ("start", "resume")]
+    starts = [
+        index
+        for index, record in enumerate(records)
+        if record["kind"] == "event" and record["event"] in ("start", "resume")
+    ]
     return records[starts[-1] :] if starts else [record for record in records if record["kind"] != "event"]
 
 
@@ -85,7 +105,9 @@ _ENDS = ("too_many_bad_steps", "hang")
 
 def _ended_by(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """The event of the latest start that says why it has failed, where it is one of _ENDS."""
-    found = [record for record in _latest_start(records) if record["kind"] == "event" and record["event"] in _ENDS]
+    found = [
+        record for record in _latest_start(records) if record["kind"] == "event" and record["event"] in _ENDS
+    ]
     return dict(found[-1]) if found else None
 
 
@@ -95,12 +117,19 @@ def _median(records: Sequence[Mapping[str, Any]], key: str) -> float | None:
 
 
 def _expert_balance(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Balance at the last train record: the layer with the busiest expert, and (layer, expert) pairs without a token."""
+    """Balance at the last train record: the layer with the busiest expert, and (layer, expert) pairs without
+    a token.
+    """
     measured = [layer for layer in layers if layer["max_over_mean"] is not None]
     if not measured:
         return None
     worst = max(measured, key=lambda layer: float(layer["max_over_mean"]))
-    dead = [[layer["layer"], expert] for layer in measured for expert, tokens in enumerate(layer["tokens_per_expert"]) if tokens == 0]
+    dead = [
+        [layer["layer"], expert]
+        for layer in measured
+        for expert, tokens in enumerate(layer["tokens_per_expert"])
+        if tokens == 0
+    ]
     return {
         "worst_layer": worst["layer"],
         "max_over_mean": worst["max_over_mean"],
@@ -112,8 +141,13 @@ def _expert_balance(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any] | Non
 
 
 def summary_text(summary: Mapping[str, Any], config: Config) -> str:
-    """The summary for people: what came out, where it is and what to try next; several lines, no newline at the end."""
-    head = f"Run {summary['status']}: {summary['iteration']} of {summary['train_iters']} iterations in {_time(summary['wall_seconds'])}"
+    """The summary for people: what came out, where it is and what to try next; several lines, no newline at
+    the end.
+    """
+    head = (
+        f"Run {summary['status']}: {summary['iteration']} of {summary['train_iters']} iterations in"
+        f" {_time(summary['wall_seconds'])}"
+    )
     lines = [head, *_result_lines(summary), "What to try next", *_next_lines(summary, config)]
     return "\n".join([lines[0], *(line if line == "What to try next" else "  " + line for line in lines[1:])])
 
@@ -121,16 +155,24 @@ def summary_text(summary: Mapping[str, Any], config: Config) -> str:
 def _result_lines(summary: Mapping[str, Any]) -> list[str]:
     lines = [f"lm loss      {_loss_text(summary)}"]
     if summary["last_valid_lm_loss"] is not None:
-        lines.append(f"validation   {summary['last_valid_lm_loss']:.4f} (perplexity {summary['last_valid_ppl']:.2f})")
+        lines.append(
+            f"validation   {summary['last_valid_lm_loss']:.4f} (perplexity {summary['last_valid_ppl']:.2f})"
+        )
     logged = summary["logged_iteration"]
     until = f" until iteration {logged}, the last that was logged" if logged < summary["iteration"] else ""
     lines.append(f"tokens       {summary['consumed_tokens']:,}{until}{_speed_text(summary)}")
     if balance := summary["expert_balance"]:
         lines.append(f"experts      {_balance_text(balance)}")
     if summary["nan_iterations"] or summary["skipped_iterations"]:
-        lines.append(f"trouble      {summary['nan_iterations']} iterations without a finite loss, {summary['skipped_iterations']} skipped")
+        lines.append(
+            f"trouble      {summary['nan_iterations']} iterations without a finite loss,"
+            f" {summary['skipped_iterations']} skipped"
+        )
     checkpoints = summary["checkpoints"]
-    lines.append(f"checkpoints  {len(checkpoints)}" + (f", the newest is checkpoints/{checkpoints[-1]}" if checkpoints else ""))
+    lines.append(
+        f"checkpoints  {len(checkpoints)}"
+        + (f", the newest is checkpoints/{checkpoints[-1]}" if checkpoints else "")
+    )
     lines.append(f"run folder   {summary['run_folder']}")
     return lines
 
@@ -155,14 +197,19 @@ def _balance_text(balance: Mapping[str, Any]) -> str:
     text += (
         f", {within:.2f} in a micro-batch" if within else ""
     ) + f"), {len(balance['dead_experts'])} of {balance['num_experts']} got no token"
-    return text + (f", up to {balance['dropped_fraction']:.1%} of tokens dropped" if balance["dropped_fraction"] else "")
+    return text + (
+        f", up to {balance['dropped_fraction']:.1%} of tokens dropped" if balance["dropped_fraction"] else ""
+    )
 
 
 def _next_lines(summary: Mapping[str, Any], config: Config) -> list[str]:
     folder = shlex.quote(summary["run_folder"])
     lines = _going_on(summary, config, folder)
     if summary["logged_iteration"]:
-        lines.append(f"moe-exp report {folder}   # a page of its curves and its experts' load; several runs beside each other")
+        lines.append(
+            f"moe-exp report {folder}   # a page of its curves and its experts' load; several runs beside"
+            " each other"
+        )
         lines.append(f"tensorboard --logdir {folder}/tensorboard")
     if summary["last_lm_loss"] is None and summary["nan_iterations"]:
         lines.append(f"LR={config.lr / 4:g} with another RUN_NAME: the loss is not a number any more")
@@ -175,7 +222,9 @@ def _going_on(summary: Mapping[str, Any], config: Config, folder: str) -> list[s
     if summary["status"] == "finished":
         return []
     checkpoints, ended_by = summary["checkpoints"], summary["ended_by"] or {}
-    again = f"goes on from {checkpoints[-1]}" if checkpoints else "begins at iteration 0: there is no checkpoint"
+    again = (
+        f"goes on from {checkpoints[-1]}" if checkpoints else "begins at iteration 0: there is no checkpoint"
+    )
     if ended_by.get("event") == "too_many_bad_steps":
         return [
             f"the bad_step events in {folder}/metrics.jsonl   # the samples: whether a batch is the cause",
@@ -184,11 +233,18 @@ def _going_on(summary: Mapping[str, Any], config: Config, folder: str) -> list[s
         ]
     if summary["status"] == "stopped" and summary["exit_code"] == FAILED:
         why = f"exit code {FAILED}: SAVE_AT_END=false, and nothing was saved since this start"
-        often = f"a smaller SAVE_INTERVAL than {config.save_interval}" if config.save_interval else "a SAVE_INTERVAL"
+        often = (
+            f"a smaller SAVE_INTERVAL than {config.save_interval}"
+            if config.save_interval
+            else "a SAVE_INTERVAL"
+        )
         return [f"SAVE_AT_END=true, or {often}   # {why}", f"the same command {again}"]
     if ended_by.get("event") == "hang":
         restarts = "" if config.max_restarts else "; MAX_RESTARTS=3 starts the ranks again by itself"
-        return [f"{folder}/{ended_by['folder']}/summary.txt   # where every rank was", f"the same command again {again}{restarts}"]
+        return [
+            f"{folder}/{ended_by['folder']}/summary.txt   # where every rank was",
+            f"the same command again {again}{restarts}",
+        ]
     return [f"the same command again {again}"]
 
 
@@ -202,24 +258,46 @@ def _other_runs(config: Config) -> list[str]:
     lines = [f"USE_MOE=false{_other_name(config, 'dense')} {script}   # the dense baseline{others}"]
     if config.ep == 1 and config.num_experts % 2 == 0:
         ranks = "" if config.world_size % (2 * config.etp * config.pp) == 0 else " GPUS_PER_NODE=2"
-        lines.append(f"EP=2{ranks}{_other_name(config, 'ep2')} {script}   # experts spread over two ranks{others}")
+        lines.append(
+            f"EP=2{ranks}{_other_name(config, 'ep2')} {script}   # experts spread over two ranks{others}"
+        )
     return lines
 
 
 _MOST_GIVEN = 6  # settings that a suggestion repeats; a run with more of them has a script or exports them
 # What a suggestion changes itself, or what belongs to the place rather than to the run.
-_NOT_REPEATED = ("use_moe", "ep", "gpus_per_node", "run_name", "master_addr", "master_port", "nnodes", "node_rank")
+_NOT_REPEATED = (
+    "use_moe",
+    "ep",
+    "gpus_per_node",
+    "run_name",
+    "master_addr",
+    "master_port",
+    "nnodes",
+    "node_rank",
+)
 
 
 def _given(config: Config) -> list[str]:
-    """The settings that differ from those of the preset, as variables; some may be exported already, and do no harm twice."""
+    """The settings that differ from those of the preset, as variables; some may be exported already, and do
+    no harm twice.
+    """
     preset = load_config({"preset": config.preset}, {}).model_dump()
-    given = {name: value for name, value in config.model_dump().items() if value != preset[name] and name not in _NOT_REPEATED}
-    return [f"{name.upper()}={shlex.quote(str(value).lower() if isinstance(value, bool) else str(value))}" for name, value in given.items()]
+    given = {
+        name: value
+        for name, value in config.model_dump().items()
+        if value != preset[name] and name not in _NOT_REPEATED
+    }
+    return [
+        f"{name.upper()}={shlex.quote(str(value).lower() if isinstance(value, bool) else str(value))}"
+        for name, value in given.items()
+    ]
 
 
 def _other_name(config: Config, suffix: str) -> str:
-    """A name that is built from the settings changes by itself; a given one would lead into the same run folder."""
+    """A name that is built from the settings changes by itself; a given one would lead into the same run
+    folder.
+    """
     return f" RUN_NAME={config.run_name}_{suffix}" if config.run_name else ""
 
 

@@ -1,13 +1,18 @@
 #!/usr/bin/env python3
-"""From a dataset's name to shuffled shards: download from the hub, convert to JSONL, shuffle. The same as `moe-exp data prepare`.
+"""From a dataset's name to shuffled shards: download from the hub, convert to JSONL, shuffle. The same as
+`moe-exp data prepare`.
 
     python moe_exp/scripts/download_prepare_hf_data.py --list
     python moe_exp/scripts/download_prepare_hf_data.py fineweb_edu_10bt --dry-run
-    python moe_exp/scripts/download_prepare_hf_data.py fineweb_edu_10bt                    # 29 GB to fetch, 130 GB of disk, 15 core-minutes
-    python moe_exp/scripts/download_prepare_hf_data.py dclm_baseline_1.0 --executor slurm --partition cpu --tasks 1000
-    python moe_exp/scripts/download_prepare_hf_data.py python_stdlib                       # needs no network; seconds
+    # 29 GB to fetch, 130 GB of disk, 15 core-minutes
+    python moe_exp/scripts/download_prepare_hf_data.py fineweb_edu_10bt
+    python moe_exp/scripts/download_prepare_hf_data.py dclm_baseline_1.0 \\
+        --executor slurm --partition cpu --tasks 1000
+    # needs no network; seconds
+    python moe_exp/scripts/download_prepare_hf_data.py python_stdlib
 
-Makes data/NAME_raw, data/NAME and data/NAME_shuffled; called again it goes on where it stopped. Next: merge_jsonl_files.py.
+Makes data/NAME_raw, data/NAME and data/NAME_shuffled; called again it goes on where it stopped. Next:
+merge_jsonl_files.py.
 """
 
 import importlib.util

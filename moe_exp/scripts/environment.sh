@@ -4,15 +4,18 @@
 #   source moe_exp/scripts/environment.sh
 #   find_python [EXTRA ...]          # extras of setup.py: dev, wandb, gpu, te, megablocks
 #
-# Afterwards $PYTHON has every dependency in a version that setup.py accepts, and finds this checkout. It is the first of:
+# Afterwards $PYTHON has every dependency in a version that setup.py accepts, and finds this checkout. It is
+# the first of:
 #   1. $PYTHON, $VIRTUAL_ENV or $CONDA_PREFIX, if it meets the requirements; it is never changed
 #   2. .venv in the repository
 #   3. python3 or python of PATH, if it meets the requirements, as in a container
-#   4. a new .venv, with the versions of constraints.txt. It sees the packages of a Python that brings its own torch.
+#   4. a new .venv, with the versions of constraints.txt. It sees the packages of a Python that brings its own
+#      torch.
 # pip's own variables (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS) say where packages come from.
 
 _root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
 _venv="$_root/.venv"
+_count_gpus="from moe_exp.host.devices import count_gpus"
 
 _say() { printf '[%3d s] %s\n' "$SECONDS" "$*" >&2; }
 
@@ -26,13 +29,16 @@ _modern() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/nu
 # Prints what Python $1 lacks of the requirements and of extras $2 ...; fails if there is anything.
 _unmet() { _modern "$1" && "$1" -m moe_exp.commands.doctor --missing "${@:2}"; }
 
-_python_of_path() { command -v python3 || command -v python || _fail "no Python on PATH. Fix: install Python 3.10 or newer"; }
+_python_of_path() {
+    command -v python3 || command -v python || _fail "no Python on PATH. Fix: install Python 3.10 or newer"
+}
 
 find_python() {
     local python lacking extra
     if [ ! -f "$_root/setup.py" ]; then # installed by pip: its Python is the active one
         PYTHON="${PYTHON:-$(_python_of_path)}"
-        lacking="$(_unmet "$PYTHON" "$@")" || _fail "$PYTHON lacks ${lacking:-moe_exp}. Fix: activate the environment of moe_exp"
+        lacking="$(_unmet "$PYTHON" "$@")" ||
+            _fail "$PYTHON lacks ${lacking:-moe_exp}. Fix: activate the environment of moe_exp"
         export PYTHON
         return
     fi
@@ -40,9 +46,11 @@ find_python() {
         grep -q "^    \"$extra\": " "$_root/setup.py" || _fail "setup.py has no extra named $extra"
     done
     export PYTHONPATH="$_root${PYTHONPATH:+:$PYTHONPATH}"
-    for python in "${PYTHON:-}" "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}" "${CONDA_PREFIX:+$CONDA_PREFIX/bin/python}"; do
+    for python in "${PYTHON:-}" "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}" \
+        "${CONDA_PREFIX:+$CONDA_PREFIX/bin/python}"; do
         [ -n "$python" ] || continue
-        command -v "$python" >/dev/null || _fail "$python does not exist. Fix: unset PYTHON, or deactivate the environment"
+        command -v "$python" >/dev/null ||
+            _fail "$python does not exist. Fix: unset PYTHON, or deactivate the environment"
         if lacking="$(_unmet "$python" "$@")"; then
             export PYTHON="$python"
             return
@@ -65,9 +73,11 @@ _stamp_file() { (IFS=+ && printf '%s/moe-exp-stamp%s' "$_venv" "${*:++$*}"); }
 
 _stamp() { { cat "$_root/setup.py" "$_root/constraints.txt" && printf '%s' "$_root"; } | cksum; }
 
-# The stamp says that .venv was completed from these files; the look at the packages, that nothing has gone since.
+# The stamp says that .venv was completed from these files; the look at the packages, that nothing has gone
+# since.
 _ready() {
-    [ "$(cat "$(_stamp_file "$@")" 2>/dev/null)" = "$(_stamp)" ] && _unmet "$_venv/bin/python" "$@" >/dev/null 2>&1
+    [ "$(cat "$(_stamp_file "$@")" 2>/dev/null)" = "$(_stamp)" ] &&
+        _unmet "$_venv/bin/python" "$@" >/dev/null 2>&1
 }
 
 _build() ( # in a subshell, which holds the lock until it ends
@@ -77,7 +87,8 @@ _build() ( # in a subshell, which holds the lock until it ends
         flock 9 || _say "this file system has no locks: make sure that no other call is making $_venv"
     fi
     _ready "$@" && exit 0
-    [ -w "$_root" ] || _fail "$_root is read-only, so .venv cannot be made. Fix: activate an environment that meets setup.py"
+    [ -w "$_root" ] ||
+        _fail "$_root is read-only, so .venv cannot be made. Fix: activate an environment that meets setup.py"
     rm -f "$_venv"/moe-exp-stamp*
     "$_venv/bin/python" -m pip --version >/dev/null 2>&1 || _new_venv
     _install "$@"
@@ -85,7 +96,9 @@ _build() ( # in a subshell, which holds the lock until it ends
         _say "$_venv is broken: making it anew"
         _new_venv
         _install "$@"
-        _works "$@" || _fail "the packages in $_venv do not import, see above. Fix: another Python (PYTHON=...), or remove .venv"
+        _works "$@" ||
+            _fail "the packages in $_venv do not import, see above." \
+                "Fix: another Python (PYTHON=...), or remove .venv"
     fi
     _stamp >"$(_stamp_file)"
     _stamp >"$(_stamp_file "$@")"
@@ -94,14 +107,17 @@ _build() ( # in a subshell, which holds the lock until it ends
 
 _new_venv() {
     local python modern="" shared=()
-    for python in "${PYTHON:-}" "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}" "${CONDA_PREFIX:+$CONDA_PREFIX/bin/python}" \
+    for python in "${PYTHON:-}" "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}" \
+        "${CONDA_PREFIX:+$CONDA_PREFIX/bin/python}" \
         python3 python python3.13 python3.12 python3.11 python3.10 ""; do
         if [ -z "$python" ] || [ "$python" = "$_venv/bin/python" ] || ! _modern "$python"; then continue; fi
         modern="$python"
         "$python" -c 'import ensurepip, venv' 2>/dev/null && break
     done
     [ -n "$modern" ] || _fail "no Python 3.10 or newer found. Fix: install one, or point PYTHON to it"
-    [ -n "$python" ] || _fail "$modern cannot make virtual environments. Fix: install its venv package (Debian, Ubuntu: python3-venv)"
+    [ -n "$python" ] ||
+        _fail "$modern cannot make virtual environments." \
+            "Fix: install its venv package (Debian, Ubuntu: python3-venv)"
     # A container's torch was built for its GPUs, and the packages beside it for that torch: keep them.
     if "$python" -c 'import sys; sys.exit(sys.prefix != sys.base_prefix)' &&
         ! grep -q '^torch' <<<"$(_unmet "$python")"; then
@@ -112,16 +128,19 @@ _new_venv() {
 }
 
 _install() {
-    local torch pins=(-c constraints.txt) pip=("$_venv/bin/python" -m pip install --disable-pip-version-check -qq)
+    local torch pins=(-c constraints.txt)
+    local pip=("$_venv/bin/python" -m pip install --disable-pip-version-check -qq)
     cd "$_root" || exit
     if grep -q '^include-system-site-packages = true' "$_venv/pyvenv.cfg"; then
-        torch="torch==$("$_venv/bin/python" -c 'from importlib.metadata import version; print(version("torch"))')"
+        torch='from importlib.metadata import version; print(version("torch"))'
+        torch="torch==$("$_venv/bin/python" -c "$torch")"
         pins=("$torch")
     else
         torch="$(grep '^torch==' constraints.txt)"
         if grep -q '^torch' <<<"$(_unmet "$_venv/bin/python")" &&
-            ! "$_venv/bin/python" -c 'import sys; from moe_exp.host.devices import count_gpus; sys.exit(not count_gpus())'; then
-            _say "no GPU here: the CPU build of torch is far smaller; PyTorch's 'Get Started' page names its index, for PIP_INDEX_URL"
+            ! "$_venv/bin/python" -c "import sys; $_count_gpus; sys.exit(not count_gpus())"; then
+            _say "no GPU here: the CPU build of torch is far smaller;" \
+                "PyTorch's 'Get Started' page names its index, for PIP_INDEX_URL"
         fi
         _say "installing $torch"
         "${pip[@]}" "${pins[@]}" "$torch"
@@ -133,5 +152,6 @@ _install() {
 
 _works() {
     _say "trying the packages"
-    _unmet "$_venv/bin/python" "$@" >&2 && "$_venv/bin/python" -W ignore -c 'import torch, megatron.core, numpy, pydantic, tokenizers'
+    _unmet "$_venv/bin/python" "$@" >&2 &&
+        "$_venv/bin/python" -W ignore -c 'import torch, megatron.core, numpy, pydantic, tokenizers'
 }

@@ -1,11 +1,14 @@
-"""JSONL files to Megatron's .bin/.idx, with the flags of Megatron's tools/preprocess_data.py (`moe-exp data tokenize` is the same).
+"""JSONL files to Megatron's .bin/.idx, with the flags of Megatron's tools/preprocess_data.py (`moe-exp data
+tokenize` is the same).
 
-    python moe_exp/scripts/preprocess_data.py --input X.jsonl --output-prefix data/processed/llama3_fineweb_train \
+    python moe_exp/scripts/preprocess_data.py --input X.jsonl \
+        --output-prefix data/processed/llama3_fineweb_train \
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model PATH --append-eod --workers 128
 
-makes data/processed/llama3_fineweb_train_text_document.bin and .idx, and prints the TRAIN_DATA=... line to train on them. A second of one
-core takes about 50 MB of text with gigatoken (pip install gigatoken), 2 MB without; --dry-run estimates tokens, disk and time from
-a sample. A run that was killed goes on when it is called again.
+makes data/processed/llama3_fineweb_train_text_document.bin and .idx, and prints the TRAIN_DATA=... line to
+train on them. A second of one core takes about 50 MB of text with gigatoken (pip install gigatoken), 2 MB
+without; --dry-run estimates tokens, disk and time from a sample. A run that was killed goes on when it is
+called again.
 """
 
 import sys

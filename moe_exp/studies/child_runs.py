@@ -23,17 +23,20 @@ _END_SECONDS = 60.0
 # A rank may be in the middle of an iteration, and has to write a checkpoint after it.
 _SAVE_SECONDS = 600.0
 
-# Of a run that is only measured: it trains at the full global batch from the start, and writes nothing but its metrics.
+# Of a run that is only measured: it trains at the full global batch from the start, and writes nothing but
+# its metrics.
 MEASURED_ONLY = {
-    "log_interval": 1, "eval_interval": 0, "save_interval": 0, "save_at_end": "false", "async_save": "false", "exit_interval": 0,
-    "keep_last": 0, "keep_every": 0, "keep_best": 0, "load_dir": "", "upcycle_from": "", "upcycle_granularity": 1, "rampup_batch_size": "",
-    "max_restarts": 0, "exit_duration": 0, "profile_iters": "", "memory_snapshot": "",
-    "warmup_iters": 0, "decay_iters": 0, "lr_decay_style": "constant", "wandb_project": "", "node_rank": 0, "preflight": "false",
+    "log_interval": 1, "eval_interval": 0, "save_interval": 0, "save_at_end": "false", "async_save": "false",
+    "exit_interval": 0, "keep_last": 0, "keep_every": 0, "keep_best": 0, "load_dir": "", "upcycle_from": "",
+    "upcycle_granularity": 1, "rampup_batch_size": "", "max_restarts": 0, "exit_duration": 0,
+    "profile_iters": "", "memory_snapshot": "", "warmup_iters": 0, "decay_iters": 0,
+    "lr_decay_style": "constant", "wandb_project": "", "node_rank": 0, "preflight": "false",
 }  # fmt: skip
 
 
 def given_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
-    """Settings of the environment and of `flags`, with the preset that they mean here: on a node with other devices it stays that.
+    """Settings of the environment and of `flags`, with the preset that they mean here: on a node with other
+    devices it stays that.
 
     Raises:
         ConfigError: a value cannot be read.
@@ -49,7 +52,9 @@ def train_command(flags: Mapping[str, Any]) -> list[str]:
 
 
 def run_environment(also_without: Iterable[str] = ()) -> dict[str, str]:
-    """This environment without settings, which are flags of a run, and without `also_without`, settings of the command that starts it."""
+    """This environment without settings, which are flags of a run, and without `also_without`, settings of
+    the command that starts it.
+    """
     ours = {name.upper() for name in (*Config.model_fields, *also_without)}
     return {name: value for name, value in os.environ.items() if name not in ours}
 
@@ -71,11 +76,14 @@ def held(folder: Path, name: str, what: str) -> Iterator[None]:
         with FileLock(folder / ".lock", timeout=0):
             yield
     except Timeout:
-        raise ValueError(f"{name}: another {what} is writing {folder}. Fix: wait for it, or give another name.") from None
+        raise ValueError(
+            f"{name}: another {what} is writing {folder}. Fix: wait for it, or give another name."
+        ) from None
 
 
 def wait_until_free(folder: RunFolder) -> None:
-    """Returns once no process holds a run folder: those of a command that was killed need a while for their end.
+    """Returns once no process holds a run folder: those of a command that was killed need a while for their
+    end.
 
     Raises:
         ValueError: one still does.
@@ -86,16 +94,24 @@ def wait_until_free(folder: RunFolder) -> None:
         with FileLock(folder.lock, timeout=_END_SECONDS):
             pass
     except Timeout:
-        raise ValueError(f"{folder.path}: another run is writing it. Fix: wait for its end, or end it.") from None
+        raise ValueError(
+            f"{folder.path}: another run is writing it. Fix: wait for its end, or end it."
+        ) from None
 
 
 def run_to_end(
-    flags: Mapping[str, Any], log: Path, *, timeout: float | None, environ: Mapping[str, str], saving: bool = False
+    flags: Mapping[str, Any],
+    log: Path,
+    *,
+    timeout: float | None,
+    environ: Mapping[str, str],
+    saving: bool = False,
 ) -> int | None:
     """Runs a launcher until it ends, or for `timeout` seconds; returns its exit code, None after a time-out.
 
-    Whatever ends this function, a Ctrl-C too, ends the processes of the run. They are in a session of their own, which the signals of a
-    terminal do not reach. If this process is killed, the kernel ends the launcher, and the agent of the ranks has them end.
+    Whatever ends this function, a Ctrl-C too, ends the processes of the run. They are in a session of their
+    own, which the signals of a terminal do not reach. If this process is killed, the kernel ends the
+    launcher, and the agent of the ranks has them end.
 
     Args:
         flags: settings of the run, but for its port.
@@ -136,7 +152,9 @@ def _end(launcher: subprocess.Popen[bytes], *, saving: bool) -> None:
 
 
 def _kill(launcher: subprocess.Popen[bytes]) -> None:
-    """Kills a launcher and all that it has started, parents first, so that none starts another; returns when they are gone."""
+    """Kills a launcher and all that it has started, parents first, so that none starts another; returns when
+    they are gone.
+    """
     pids, level = [launcher.pid], [launcher.pid]
     while level:
         for pid in level:

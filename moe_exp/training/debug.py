@@ -3,10 +3,12 @@
     from moe_exp.training import debug
     debug.set_trace()          # rank 0 stops here; set_trace(rank=3) for another one
 
-or `breakpoint()`, with PYTHONBREAKPOINT=moe_exp.training.debug.set_trace in the environment. It is for code that every rank runs: the others wait
-at the same place until the debugger goes on, and as no collective is open meanwhile, no timeout runs. Once it steps, they run too, up to
-their next collective, which waits for a week from then on. The debugger reads the standard input of the launcher on its node, and
-works under `moe-exp train`, the script and torchrun. Where there is nothing to read it goes on at once. `quit` ends the job as failed.
+or `breakpoint()`, with PYTHONBREAKPOINT=moe_exp.training.debug.set_trace in the environment. It is for code
+that every rank runs: the others wait at the same place until the debugger goes on, and as no collective is
+open meanwhile, no timeout runs. Once it steps, they run too, up to their next collective, which waits for a
+week from then on. The debugger reads the standard input of the launcher on its node, and works under `moe-exp
+train`, the script and torchrun. Where there is nothing to read it goes on at once. `quit` ends the job as
+failed.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ _visits: Counter[str] = Counter()  # of each place: ranks that run the same code
 
 
 def set_trace(rank: int = 0) -> None:
-    """Stops `rank` in pdb where this is called; the other ranks wait here until it goes on. Called by every rank.
+    """Stops `rank` in pdb where this is called; the other ranks wait here until it goes on. Called by every
+    rank.
 
     Args:
         rank: of all ranks of the job; on a node whose launcher has a terminal.

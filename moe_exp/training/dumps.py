@@ -1,14 +1,17 @@
-"""Dumps: what one rank holds after an iteration, by name, in a file that other programs read, to compare ranks or runs.
+"""Dumps: what one rank holds after an iteration, by name, in a file that other programs read, to compare
+ranks or runs.
 
-RUN_DIR/RUN_NAME/dumps/iter_0000010/rank_00003.safetensors, after the optimizer's step of iteration 10 (DUMP_ITERS, DUMP_RANKS):
+RUN_DIR/RUN_NAME/dumps/iter_0000010/rank_00003.safetensors, after the optimizer's step of iteration 10
+(DUMP_ITERS, DUMP_RANKS):
 
-    NAME                         a parameter of the model, its layer counted over all stages, this rank's part of it
+    NAME                         a parameter of the model, this rank's part; layers count over all stages
     gradient of NAME             as the optimizer took it: reduced over the replicas, clipped
     main weights of NAME         fp32, with DTYPE=bf16 and fp16
     exp_avg of NAME, ...         moments, fp32
 
-With the distributed optimizer a rank has all but the parameters for a range of a parameter's values alone, in memory order:
-`exp_avg of NAME[128:256]`. Data parallel ranks then share no such name; those of two runs of one layout do.
+With the distributed optimizer a rank has all but the parameters for a range of a parameter's values alone, in
+memory order: `exp_avg of NAME[128:256]`. Data parallel ranks then share no such name; those of two runs of
+one layout do.
 """
 
 import logging
@@ -50,7 +53,8 @@ def _numbers(text: str) -> set[int]:
 
 @heartbeat.during("dump")
 def dump(config: Config, runtime: Runtime, run: Path, trained: Trained, progress: Progress) -> None:
-    """Writes this rank's dump, where DUMP_RANKS has it. Called by every rank; what fails is a warning, training goes on.
+    """Writes this rank's dump, where DUMP_RANKS has it. Called by every rank; what fails is a warning,
+    training goes on.
 
     The tensors are in host memory once more until they are written.
     """
@@ -59,10 +63,17 @@ def dump(config: Config, runtime: Runtime, run: Path, trained: Trained, progress
         if config.dump_ranks and runtime.rank not in _numbers(config.dump_ranks):
             return
         try:
-            tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in dumped_tensors(trained)}
+            tensors = {
+                name: tensor.detach().to("cpu", copy=True).contiguous()
+                for name, tensor in dumped_tensors(trained)
+            }
             path.parent.mkdir(parents=True, exist_ok=True)
             partial = path.with_suffix(".partial")
-            save_file(tensors, partial, {"iteration": str(progress.iteration), "rank": str(runtime.rank), "host": runtime.host})
+            save_file(
+                tensors,
+                partial,
+                {"iteration": str(progress.iteration), "rank": str(runtime.rank), "host": runtime.host},
+            )
             partial.replace(path)
         except (OSError, MemoryError, safetensors.SafetensorError) as error:
             logger.warning("no dump of rank %d at iteration %d: %s", runtime.rank, progress.iteration, error)
@@ -87,7 +98,9 @@ def _state(name: str, owned: Owned) -> Iterator[tuple[str, Tensor]]:
         flat = gradient.view(-1)[owned.start : owned.stop]
         yield f"gradient of {where}", flat.view(parameter.shape) if is_whole else flat
     for state, values in owned.values.items():
-        is_parameter = state == "param" and values.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
+        is_parameter = (
+            state == "param" and values.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
+        )
         if not is_parameter:
             title = "main weights" if state == "param" else state
             yield f"{title} of {where}", values.view(parameter.shape) if is_whole else values
@@ -121,17 +134,24 @@ def compare_dumps(a: Path, b: Path) -> Comparison:
         ValueError: where there is nothing to compare, or a file is no dump.
     """
     if a.is_dir() != b.is_dir():
-        raise ValueError(f"A={a}: is a {'folder' if a.is_dir() else 'file'}, and B={b} is not. Fix: name two files, or two folders.")
+        raise ValueError(
+            f"A={a}: is a {'folder' if a.is_dir() else 'file'}, and B={b} is not. Fix: name two files, or two"
+            " folders."
+        )
     if not a.is_dir():
         return compare_tensors(_tensors(a, ""), _tensors(b, ""))
-    in_a, in_b = ({path.name: path for path in sorted(folder.glob("rank_*.safetensors"))} for folder in (a, b))
+    in_a, in_b = (
+        {path.name: path for path in sorted(folder.glob("rank_*.safetensors"))} for folder in (a, b)
+    )
     both = [name for name in in_a if name in in_b]
     if not both:
         raise ValueError(f"A={a}: and B={b} have no rank in common. Fix: name two files.")
     sides: list[dict[str, DumpedTensor]] = [{}, {}]
     for side, found in zip(sides, (in_a, in_b), strict=True):
         for name in found:
-            side |= _tensors(found[name], f"rank {int(name.removeprefix('rank_').removesuffix('.safetensors'))}: ")
+            side |= _tensors(
+                found[name], f"rank {int(name.removeprefix('rank_').removesuffix('.safetensors'))}: "
+            )
     return compare_tensors(*sides)
 
 
@@ -140,9 +160,19 @@ def _tensors(path: Path, prefix: str) -> dict[str, DumpedTensor]:
         file = safetensors.safe_open(path, framework="pt")
         slices = {name: file.get_slice(name) for name in sorted(file.keys())}
     except (OSError, safetensors.SafetensorError) as error:
-        raise ValueError(f"{path}: cannot be read ({' '.join(str(error).split())}). Fix: name another dump.") from None
-    dtypes = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64, "I64": torch.int64}
+        raise ValueError(
+            f"{path}: cannot be read ({' '.join(str(error).split())}). Fix: name another dump."
+        ) from None
+    dtypes = {
+        "F32": torch.float32,
+        "BF16": torch.bfloat16,
+        "F16": torch.float16,
+        "F64": torch.float64,
+        "I64": torch.int64,
+    }
     return {
-        prefix + name: DumpedTensor(tuple(one.get_shape()), dtypes.get(one.get_dtype(), torch.float32), file, name)
+        prefix + name: DumpedTensor(
+            tuple(one.get_shape()), dtypes.get(one.get_dtype(), torch.float32), file, name
+        )
         for name, one in slices.items()
     }

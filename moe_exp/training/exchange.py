@@ -1,4 +1,6 @@
-"""What all ranks tell each other after every iteration: one small reduction, so that all of them decide the same."""
+"""What all ranks tell each other after every iteration: one small reduction, so that all of them decide the
+same.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ class IterationEnd:
     Args:
         stop: why some rank was asked to end the run, of `faults.STOP_REASONS`; empty: none was.
         is_writing: some rank still writes files of a checkpoint.
-        lm_loss: cross entropy of the iteration, nats per token, mean over its micro-batches; maybe not finite.
+        lm_loss: cross entropy of the iteration, nats per token, mean over its micro-batches; maybe not
+            finite.
     """
 
     stop: str
@@ -25,15 +28,23 @@ class IterationEnd:
 
 
 def end_of_iteration(
-    *, stop: str, reasons: Sequence[str], is_writing: bool, losses: Sequence[Tensor], num_shares: int, device: torch.device
+    *,
+    stop: str,
+    reasons: Sequence[str],
+    is_writing: bool,
+    losses: Sequence[Tensor],
+    num_shares: int,
+    device: torch.device,
 ) -> IterationEnd:
-    """Tells the other ranks, and hears of them. Called by every rank; one collective, and the wait of this host for the device.
+    """Tells the other ranks, and hears of them. Called by every rank; one collective, and the wait of this
+    host for the device.
 
     Args:
         stop: why this rank was asked to end the run, one of `reasons`, or empty.
         reasons: all there are; the first that any rank gives is the one of all.
         is_writing: this rank still writes files of a checkpoint.
-        losses: this rank's shares of the micro-batches' losses, [] each, where it is the one that counts them; else empty.
+        losses: this rank's shares of the micro-batches' losses, [] each, where it is the one that counts
+            them; else empty.
         num_shares: micro-batches of the iteration over all data parallel ranks.
         device: of this rank.
     """

@@ -35,7 +35,8 @@ class Interval:
         self.layers = dict(moe_layers(list(model)))
         # finite lm losses summed over micro-batches, and how many these are
         self.losses = torch.zeros(2, dtype=torch.float64, device=runtime.device)
-        self.not_finite: list[Tensor] = []  # for each iteration whether some loss of this rank is not, [] each
+        # for each iteration whether some loss of this rank is not, [] each
+        self.not_finite: list[Tensor] = []
         self.timers = PhaseTimers(runtime.device) if config.log_timers else None
         if self.timers is not None:
             for layer in self.layers.values():
@@ -51,12 +52,16 @@ class Interval:
         self.start = time.monotonic()
 
     def add(self, losses: Sequence[Tensor], *, num_microbatches: int, batch_size: int, skipped: bool) -> None:
-        """Counts one iteration. `losses`: this rank's share of each micro-batch's loss; empty but on the last pipeline stage."""
+        """Counts one iteration. `losses`: this rank's share of each micro-batch's loss; empty but on the last
+        pipeline stage.
+        """
         bad = self.losses.new_zeros((), dtype=torch.bool)
         if losses and self.runtime.groups.tp.rank() == 0:
             shares = torch.stack(list(losses)).double()
             finite = shares.isfinite()
-            self.losses += torch.stack([torch.where(finite, shares, 0.0).sum(), finite.sum() / self.config.cp])
+            self.losses += torch.stack(
+                [torch.where(finite, shares, 0.0).sum(), finite.sum() / self.config.cp]
+            )
             bad = (~finite).any()
         self.not_finite.append(bad)
         self.num_iterations += 1
@@ -66,15 +71,25 @@ class Interval:
         self.flops += flops_per_iteration(self.config, batch_size)
 
     def pause(self, seconds: float, *, phase: str | None = None) -> None:
-        """Leaves `seconds` out of the time per iteration (evaluation, checkpoints); with timers counts them as `phase`."""
+        """Leaves `seconds` out of the time per iteration (evaluation, checkpoints); with timers counts them
+        as `phase`.
+        """
         self.start += seconds
         if self.timers is not None and phase is not None:
             self.timers.add(phase, seconds)
 
     def record(
-        self, progress: Progress, *, learning_rate: float, grad_norm: float | None, num_zeros: float | None, loss_scale: float
+        self,
+        progress: Progress,
+        *,
+        learning_rate: float,
+        grad_norm: float | None,
+        num_zeros: float | None,
+        loss_scale: float,
     ) -> Any:
-        """The train record of metrics.jsonl, the same on every rank; starts the next interval. Called by every rank."""
+        """The train record of metrics.jsonl, the same on every rank; starts the next interval. Called by
+        every rank.
+        """
         config = self.config
         lm_loss_sum, num_finite, norm_squared, *rest = self._reduced().tolist()
         not_finite, rest = rest[: self.num_iterations], rest[self.num_iterations :]
@@ -116,14 +131,17 @@ class Interval:
         return record
 
     def _reduced(self) -> Tensor:
-        """Sums over all ranks: losses and how many, squared norm, bad losses by iteration, memory by rank, phases, statistics by layer."""
+        """Sums over all ranks: losses and how many, squared norm, bad losses by iteration, memory by rank,
+        phases, statistics by layer.
+        """
         width = self._row_width() if self.config.use_moe else 0
         table = torch.zeros(self.config.num_layers, width, dtype=torch.float64, device=self.runtime.device)
         for index, layer in self.layers.items():
             table[index] = torch.cat([layer.statistics.tokens_per_expert_E.double(), layer.statistics.sums])
         with parameters_in_sync(self.model):
             norm_squared = self._squared_norm()
-        # One place per rank, zero on all others: with the sum each rank has all of them, and no second collective is needed.
+        # One place per rank, zero on all others: with the sum each rank has all of them, and no second
+        # collective is needed.
         peaks = torch.zeros(self.config.world_size, dtype=torch.float64, device=self.runtime.device)
         peaks[self.runtime.rank] = self._peak_bytes()
         phases = self.losses.new_tensor([] if self.timers is None else list(self.timers.take().values()))
@@ -134,16 +152,26 @@ class Interval:
 
     def _samples_left(self, progress: Progress) -> int:
         """Samples until TRAIN_ITERS: with a batch ramp-up the iterations to come are longer."""
-        return samples_left(self.config, progress.consumed_samples, self.config.train_iters - progress.iteration)
+        return samples_left(
+            self.config, progress.consumed_samples, self.config.train_iters - progress.iteration
+        )
 
     def _milliseconds(self, phases: list[float]) -> dict[str, float] | None:
-        """Milliseconds per iteration of each phase, mean over the ranks; `phases`: seconds of the interval, summed over them."""
+        """Milliseconds per iteration of each phase, mean over the ranks; `phases`: seconds of the interval,
+        summed over them.
+        """
         per_iteration = self.num_iterations * self.config.world_size / 1e3
-        return {phase: seconds / per_iteration for phase, seconds in zip(PHASES, phases, strict=True)} if phases else None
+        return (
+            {phase: seconds / per_iteration for phase, seconds in zip(PHASES, phases, strict=True)}
+            if phases
+            else None
+        )
 
     def _peak_bytes(self) -> int:
         """Most memory that this rank has had."""
-        return torch.cuda.max_memory_allocated() if self.runtime.device.type == "cuda" else peak_resident_bytes()
+        return (
+            torch.cuda.max_memory_allocated() if self.runtime.device.type == "cuda" else peak_resident_bytes()
+        )
 
     @torch.no_grad()
     def _squared_norm(self) -> Tensor:
@@ -168,19 +196,34 @@ class Interval:
     def _expert_records(
         self, sums: list[float], num_shares: int
     ) -> tuple[float | None, float | None, dict[str, float], list[dict[str, Any]]]:
-        """Means over layers of the load-balancing loss, the z-loss and those of AUX_LOSS_TYPE, and the `experts` of the record."""
+        """Means over layers of the load-balancing loss, the z-loss and those of AUX_LOSS_TYPE, and the
+        `experts` of the record.
+        """
         config = self.config
         if not config.use_moe:
             return None, None, {}, []
         width = self._row_width()
-        rows = {layer: sums[layer * width : (layer + 1) * width] for layer, is_moe in enumerate(config.moe_layers) if is_moe}
+        rows = {
+            layer: sums[layer * width : (layer + 1) * width]
+            for layer, is_moe in enumerate(config.moe_layers)
+            if is_moe
+        }
         experts = [_expert_record(layer, row, config, num_shares) for layer, row in rows.items()]
-        aux_losses = {kind: fmean(layer["aux_losses"][kind] for layer in experts) for kind in config.balancing_losses}
-        return fmean(layer["load_balancing_loss"] for layer in experts), fmean(layer["z_loss"] for layer in experts), aux_losses, experts
+        aux_losses = {
+            kind: fmean(layer["aux_losses"][kind] for layer in experts) for kind in config.balancing_losses
+        }
+        return (
+            fmean(layer["load_balancing_loss"] for layer in experts),
+            fmean(layer["z_loss"] for layer in experts),
+            aux_losses,
+            experts,
+        )
 
 
 def _expert_record(layer: int, row: list[float], config: Config, num_shares: int) -> dict[str, Any]:
-    """One layer's object in `experts`. `row`: counts and sums of `MoEStatistics`; `num_shares`: micro-batches of all replicas."""
+    """One layer's object in `experts`. `row`: counts and sums of `MoEStatistics`; `num_shares`: micro-batches
+    of all replicas.
+    """
     counts = row[: config.num_experts]
     dropped, entropy, top1_weight, busiest, *losses = row[config.num_experts :]
     balance, z, *aux_losses = (loss / num_shares for loss in losses)
@@ -202,18 +245,21 @@ def _expert_record(layer: int, row: list[float], config: Config, num_shares: int
     }
 
 
-# Time per phase of an iteration (LOG_TIMERS): by CUDA events that are read once per log interval, on a CPU by its clock.
+# Time per phase of an iteration (LOG_TIMERS): by CUDA events that are read once per log interval, on a CPU by
+# its clock.
 
 
-# In the order of the log line. all_to_all and experts are parts of forward_backward; checkpoint is no part of the iteration's time.
+# In the order of the log line. all_to_all and experts are parts of forward_backward; checkpoint is no part of
+# the iteration's time.
 PHASES = ("data", "forward_backward", "all_to_all", "experts", "optimizer", "checkpoint")
 
 
 class PhaseTimers:
     """Sums of the time between `start` and `stop` of each phase, on this rank.
 
-    On a GPU the two put events into the current stream, and nobody waits for them until `take`. A phase is then the time that the
-    stream needs to get from one to the other, its wait for other ranks and for the host included.
+    On a GPU the two put events into the current stream, and nobody waits for them until `take`. A phase is
+    then the time that the stream needs to get from one to the other, its wait for other ranks and for the
+    host included.
 
     Args:
         device: where the phases run.
@@ -257,7 +303,8 @@ class PhaseTimers:
         return taken
 
     def _event(self) -> torch.cuda.Event:
-        # Used again: an interval of a large model has tens of thousands, and making one is a call to the driver.
+        # Used again: an interval of a large model has tens of thousands, and making one is a call to the
+        # driver.
         event = self._unused.pop() if self._unused else torch.cuda.Event(enable_timing=True)
         event.record()
         return event

@@ -1,6 +1,8 @@
-"""What is done when the loss goes wrong: a row of steps that could not be made ends the run, a spike is noted or gone back from.
+"""What is done when the loss goes wrong: a row of steps that could not be made ends the run, a spike is noted
+or gone back from.
 
-Called after every iteration by every rank, with numbers that all have: all of them decide the same, and nobody asks the others.
+Called after every iteration by every rank, with numbers that all have: all of them decide the same, and
+nobody asks the others.
 """
 
 import logging
@@ -88,7 +90,9 @@ class LossGuard:
         self._num_bad = 0
         self._recent: deque[Iteration] = deque(maxlen=LEVEL_WINDOW + MARGIN_ITERATIONS + 1)
 
-    def look(self, progress: Progress, done: Iteration, end: IterationEnd, finish_save: Callable[[], Any]) -> None:
+    def look(
+        self, progress: Progress, done: Iteration, end: IterationEnd, finish_save: Callable[[], Any]
+    ) -> None:
         """Judges the iteration that is `done`.
 
         Args:
@@ -110,7 +114,12 @@ class LossGuard:
             return
         found = self._detector.add(done.iteration, end.lm_loss, done.grad_norm if done.updated else None)
         if isinstance(found, SpikeEnd):
-            logger.info("the spike from iteration %d on is over at iteration %d: %s", found.first_iteration, found.iteration, found.outcome)
+            logger.info(
+                "the spike from iteration %d on is over at iteration %d: %s",
+                found.first_iteration,
+                found.iteration,
+                found.outcome,
+            )
             self._event("spike_end", **asdict(found))
         elif found is not None:
             self._spike(found, progress, end, finish_save)
@@ -127,7 +136,9 @@ class LossGuard:
             return True
         return float(self._trained.optimizer.get_loss_scale()) <= _LOWEST_LOSS_SCALE
 
-    def _bad_step(self, progress: Progress, done: Iteration, end: IterationEnd, finish_save: Callable[[], Any]) -> None:
+    def _bad_step(
+        self, progress: Progress, done: Iteration, end: IterationEnd, finish_save: Callable[[], Any]
+    ) -> None:
         if self._num_bad == 1:
             values = {"loss": _shown(end.lm_loss), "grad_norm": _shown(done.grad_norm)}
             self._warn(
@@ -141,8 +152,14 @@ class LossGuard:
         where = self._save_apart(progress)
         self._event("too_many_bad_steps", iteration=done.iteration, in_a_row=self._num_bad, checkpoint=where)
         first = done.iteration - self._num_bad + 1
-        rule = f"no step could be made in iterations {first} to {done.iteration}, loss or gradient are not finite"
-        fix = "look at the bad_step event in metrics.jsonl for the samples, lower LR, or set MAX_BAD_STEPS=0 to go on"
+        rule = (
+            f"no step could be made in iterations {first} to {done.iteration}, loss or gradient are not"
+            " finite"
+        )
+        fix = (
+            "look at the bad_step event in metrics.jsonl for the samples, lower LR, or set MAX_BAD_STEPS=0 to"
+            " go on"
+        )
         raise GuardEnd([f"MAX_BAD_STEPS={self._config.max_bad_steps}: {rule}; {where}. Fix: {fix}."], FAILED)
 
     @heartbeat.during("checkpoint")
@@ -150,19 +167,28 @@ class LossGuard:
         """Saves where no resume looks and nothing is removed; returns what there is to say of it."""
         place = free_place(self._folder.bad_steps, progress.iteration)
         # Of this checkpoint alone: it keeps none and removes none.
-        saver = Saver(self._config.model_copy(update={"keep_last": 0, "async_save": False}), self._runtime, place.parent)
+        saver = Saver(
+            self._config.model_copy(update={"keep_last": 0, "async_save": False}), self._runtime, place.parent
+        )
         self.remember(progress)
         saver.begin(self._trained, progress)
         saved = saver.finish()
         assert saved is not None
-        return f"no checkpoint could be written ({saved.error})" if saved.error else f"the weights are in {place}"
+        return (
+            f"no checkpoint could be written ({saved.error})"
+            if saved.error
+            else f"the weights are in {place}"
+        )
 
-    def _spike(self, spike: Spike, progress: Progress, end: IterationEnd, finish_save: Callable[[], Any]) -> None:
+    def _spike(
+        self, spike: Spike, progress: Progress, end: IterationEnd, finish_save: Callable[[], Any]
+    ) -> None:
         offending = [done for done in self._recent if done.iteration >= spike.first_iteration]
         details = {name: value for name, value in asdict(spike).items() if value is not None}
         self._warn(
             "iteration %d: a spike, loss %.4f (%.1f spreads above %.4f), gradient norm %s (%.1f)",
-            spike.iteration, spike.loss, spike.loss_z, spike.loss_level or 0.0, _text(spike.grad_norm), spike.grad_norm_z,
+            spike.iteration, spike.loss, spike.loss_z, spike.loss_level or 0.0, _text(spike.grad_norm),
+            spike.grad_norm_z,
         )  # fmt: skip
         self._event("spike", **details, **self._batches(offending))
         if self._config.spike_action == "rollback":
@@ -176,7 +202,9 @@ class LossGuard:
         ranges, first = self._stream(skipped), skipped[0].iteration
         num_before = from_first_rank(lambda: len(read_rollbacks(self._folder)))
         is_over = num_before >= self._config.max_rollbacks
-        done = go_back(self._config, self._folder, progress, iteration=first, samples=ranges, with_skip=not is_over)
+        done = go_back(
+            self._config, self._folder, progress, iteration=first, samples=ranges, with_skip=not is_over
+        )
         if isinstance(done, str):
             self._warn("no rollback: %s; training goes on", done)
             self._event("no_rollback", iteration=progress.iteration, reason=done)
@@ -186,27 +214,48 @@ class LossGuard:
             reason = f"MAX_ROLLBACKS={self._config.max_rollbacks} are done"
             self._event("no_rollback", iteration=progress.iteration, reason=reason, **facts)
             rule = f"there is another spike at iteration {spike.iteration} after {num_before} rollbacks"
-            fix = "lower LR, look at the spike events in metrics.jsonl, or set SPIKE_ACTION=log to train through it"
+            fix = (
+                "lower LR, look at the spike events in metrics.jsonl, or set SPIKE_ACTION=log to train"
+                " through it"
+            )
             newest = f"the same command goes on from iteration {done.back_to}"
-            raise GuardEnd([f"MAX_ROLLBACKS={self._config.max_rollbacks}: {rule}; {newest}. Fix: {fix}."], FAILED)
+            raise GuardEnd(
+                [f"MAX_ROLLBACKS={self._config.max_rollbacks}: {rule}; {newest}. Fix: {fix}."], FAILED
+            )
         self._event(
-            "rollback", iteration=progress.iteration, first_iteration=first, samples=[list(pair) for pair in ranges],
-            number=num_before + 1, **facts,
-        )  # fmt: skip
+            "rollback",
+            iteration=progress.iteration,
+            first_iteration=first,
+            samples=[list(pair) for pair in ranges],
+            number=num_before + 1,
+            **facts,
+        )
         # Asked to end meanwhile, a run does not begin again by itself.
         code = TO_BE_CONTINUED if end.stop else START_AGAIN
         text = f"samples {_ranges_text(ranges)} of iterations {first} to {progress.iteration} are skipped"
-        raise GuardEnd([f"back to iteration {done.back_to}, before the spike: {text}; the same command goes on from there"], code)
+        raise GuardEnd(
+            [
+                f"back to iteration {done.back_to}, before the spike: {text}; the same command goes on from"
+                " there"
+            ],
+            code,
+        )
 
     def _stream(self, iterations: Sequence[Iteration]) -> tuple[Range, ...]:
         """Samples of iterations, by their numbers in the stream."""
-        ranges = [stream_ranges(done.first_sample, done.first_sample + done.batch_size, self._skipped) for done in iterations]
+        ranges = [
+            stream_ranges(done.first_sample, done.first_sample + done.batch_size, self._skipped)
+            for done in iterations
+        ]
         return merged(pair for some in ranges for pair in some)
 
     @heartbeat.during("rollback")
     def _batches(self, iterations: Sequence[Iteration]) -> dict[str, Any]:
-        """For an event: the samples, and the documents of each file that they are from, as many as there is room for."""
-        if self._metrics is None:  # rank 0 alone writes it, and the order of an epoch may have to be made for it
+        """For an event: the samples, and the documents of each file that they are from, as many as there is
+        room for.
+        """
+        # rank 0 alone writes it, and the order of an epoch may have to be made for it
+        if self._metrics is None:
             return {}
         documents: dict[str, set[int]] = {}
         for done in iterations:
@@ -215,7 +264,11 @@ class LossGuard:
                 documents.setdefault(origin.prefix, set()).update(origin.documents)
         shown = {prefix: sorted(numbers)[:_MOST_DOCUMENTS] for prefix, numbers in documents.items()}
         left_out = sum(map(len, documents.values())) - sum(map(len, shown.values()))
-        return {"samples": [list(pair) for pair in self._stream(iterations)], "documents": shown, "documents_left_out": left_out}
+        return {
+            "samples": [list(pair) for pair in self._stream(iterations)],
+            "documents": shown,
+            "documents_left_out": left_out,
+        }
 
     def _warn(self, text: str, *values: object) -> None:
         if self._metrics is not None:  # every rank would say the same

@@ -1,4 +1,6 @@
-"""Metrics of a run: metrics.jsonl is written first, then the console, TensorBoard and wandb mirror it. Log messages, too."""
+"""Metrics of a run: metrics.jsonl is written first, then the console, TensorBoard and wandb mirror it. Log
+messages, too.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,27 @@ from typing import Any
 
 from moe_exp.config import Config
 from moe_exp.host.devices import device_label
-from moe_exp.runs.records import EXPERT_KEYS, TRAIN_KEYS, Record, append, drop_records_after, event_record, read_metrics
+from moe_exp.runs.records import (
+    EXPERT_KEYS,
+    TRAIN_KEYS,
+    Record,
+    append,
+    drop_records_after,
+    event_record,
+    read_metrics,
+)
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.training.mirrors import Mirror, axes_of, open_tensorboard, open_wandb
 
 logger = logging.getLogger(__name__)
 
-_PERFORMANCE = ("tokens_per_second", "tflops_per_gpu", "elapsed_time_per_iteration_ms", "memory_allocated_bytes", "peak_memory_bytes")
+_PERFORMANCE = (
+    "tokens_per_second",
+    "tflops_per_gpu",
+    "elapsed_time_per_iteration_ms",
+    "memory_allocated_bytes",
+    "peak_memory_bytes",
+)
 _ADDED = ("training_seconds",)  # to a train record by Metrics itself
 _NOT_A_CURVE = ("kind", "iteration", "experts", "aux_losses", "timers", "eta_seconds")
 _NOT_A_NUMBER = ("layer", "tokens_per_expert", "aux_losses")  # of a layer
@@ -33,8 +49,9 @@ class Metrics:
     Args:
         config: settings of the run.
         folder: its run folder, made by `open_run_folder`.
-        start_iteration: iteration of the checkpoint that training goes on from, 0 without one. Records after it come
-            from a run that died beyond its last checkpoint and are removed, so that no iteration is there twice.
+        start_iteration: iteration of the checkpoint that training goes on from, 0 without one. Records after
+            it come from a run that died beyond its last checkpoint and are removed, so that no iteration is
+            there twice.
 
     Raises:
         ConfigError: wandb is asked for and cannot start.
@@ -56,9 +73,13 @@ class Metrics:
         self.event("resume" if start_iteration else "start", start_iteration, num_removed_records=num_removed)
 
     def train(self, record: Mapping[str, Any]) -> None:
-        """Writes a train record: `record` has the keys of TRAIN_KEYS but training_seconds; ValueError otherwise."""
+        """Writes a train record: `record` has the keys of TRAIN_KEYS but training_seconds; ValueError
+        otherwise.
+        """
         if missing_or_unknown := set(record) ^ (set(TRAIN_KEYS) - set(_ADDED)):
-            raise ValueError(f"train record: these keys are missing or unknown: {', '.join(sorted(missing_or_unknown))}")
+            raise ValueError(
+                f"train record: these keys are missing or unknown: {', '.join(sorted(missing_or_unknown))}"
+            )
         self._time.add(record)
         full: Record = {"kind": "train", **record, "training_seconds": self._time.until(record["iteration"])}
         if not self._config.use_moe:
@@ -82,7 +103,9 @@ class Metrics:
         lm_loss: float,
         bytes_per_token: float | None = None,
     ) -> None:
-        """Writes a valid record; `lm_loss` in nats per token, and the UTF-8 bytes that these stand for where they are known."""
+        """Writes a valid record; `lm_loss` in nats per token, and the UTF-8 bytes that these stand for where
+        they are known.
+        """
         ppl = math.exp(min(lm_loss, 20.0))  # in this order NaN stays NaN
         record: Record = {"kind": "valid", "iteration": iteration, "consumed_samples": consumed_samples}
         record |= {
@@ -110,17 +133,25 @@ class Metrics:
     def __enter__(self) -> Metrics:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close(failed=error is not None)
 
     def _write(self, record: Record) -> None:
-        """On a full disk the record waits for the next one: training, which may go on for hours until somebody makes room, does not."""
+        """On a full disk the record waits for the next one: training, which may go on for hours until
+        somebody makes room, does not.
+        """
         self._unwritten.append(record)
         try:
             append(self._path, *self._unwritten)
         except OSError as error:
             if len(self._unwritten) == 1:
-                logger.warning("%s cannot be written (%s): its records are kept until it can", self._path, error.strerror or error)
+                logger.warning(
+                    "%s cannot be written (%s): its records are kept until it can",
+                    self._path,
+                    error.strerror or error,
+                )
             return
         if len(self._unwritten) > 1:
             logger.info("%s is written again: %d records were kept", self._path, len(self._unwritten))
@@ -135,15 +166,19 @@ class Metrics:
             try:
                 action(mirror)
             except Exception as error:  # whatever it is: metrics.jsonl has the record, and training goes on
-                logger.warning("%s has failed and gets no more records: %s: %s", mirror.name, type(error).__name__, error)
+                logger.warning(
+                    "%s has failed and gets no more records: %s: %s", mirror.name, type(error).__name__, error
+                )
                 self._mirrors.remove(mirror)
 
 
 @dataclass
 class TrainingTime:
-    """Wall time of training, summed over train records: iterations since the record before times their mean time.
+    """Wall time of training, summed over train records: iterations since the record before times their mean
+    time.
 
-    Iterations that were lost with a run that died beyond its checkpoint count once, at the speed of those that replaced them.
+    Iterations that were lost with a run that died beyond its checkpoint count once, at the speed of those
+    that replaced them.
 
     Args:
         iteration: of the last record.
@@ -157,13 +192,16 @@ class TrainingTime:
 
     @classmethod
     def of(cls, records: Sequence[Record], start_iteration: int) -> TrainingTime:
-        """That of the train records of a metrics.jsonl, also of one from before records had `training_seconds`."""
+        """That of the train records of a metrics.jsonl, also of one from before records had
+        `training_seconds`.
+        """
         time = cls((records[0].get("iteration") or 0) if records else start_iteration)
         for record in records:
             if record.get("kind") == "train":
                 time.add(record)
             elif record.get("event") in ("start", "resume") and time.per_iteration is None:
-                # A run that goes on from another run's checkpoint begins in the middle, and knows nothing of the time before.
+                # A run that goes on from another run's checkpoint begins in the middle, and knows nothing of
+                # the time before.
                 time.iteration = record.get("iteration") or 0
         return time
 
@@ -175,12 +213,22 @@ class TrainingTime:
 
     def until(self, iteration: int) -> float | None:
         """Seconds until `iteration`, after the last record at the speed of that record."""
-        return None if self.per_iteration is None else self.seconds + (iteration - self.iteration) * self.per_iteration
+        return (
+            None
+            if self.per_iteration is None
+            else self.seconds + (iteration - self.iteration) * self.per_iteration
+        )
 
 
 def console_line(record: Mapping[str, Any], train_iters: int, now: datetime) -> str:
-    """The line of Megatron-LM's `training_log`, field for field; fields without a value are left out, as there."""
-    losses = [(" lm loss: {:.6E}", "lm_loss"), (" load_balancing_loss: {:.6E}", "load_balancing_loss"), (" z_loss: {:.6E}", "z_loss")]
+    """The line of Megatron-LM's `training_log`, field for field; fields without a value are left out, as
+    there.
+    """
+    losses = [
+        (" lm loss: {:.6E}", "lm_loss"),
+        (" load_balancing_loss: {:.6E}", "load_balancing_loss"),
+        (" z_loss: {:.6E}", "z_loss"),
+    ]
     fields = [
         (" consumed samples: {:12d}", "consumed_samples"),
         (" elapsed time per iteration (ms): {:.1f}", "elapsed_time_per_iteration_ms"),
@@ -196,7 +244,9 @@ def console_line(record: Mapping[str, Any], train_iters: int, now: datetime) -> 
         (" number of nan iterations: {:3d}", "nan_iterations"),
     ]
     line = f"[{now:%Y-%m-%d %H:%M:%S}] iteration {record['iteration']:8d}/{train_iters:8d} |"
-    return line + "".join(text.format(record[key]) + " |" for text, key in fields if record.get(key) is not None)
+    return line + "".join(
+        text.format(record[key]) + " |" for text, key in fields if record.get(key) is not None
+    )
 
 
 def progress_line(record: Mapping[str, Any]) -> str:
@@ -208,7 +258,11 @@ def progress_line(record: Mapping[str, Any]) -> str:
         parts.append(f"{record['tokens_per_second']:.0f} tokens/s")
     if experts := [layer for layer in record.get("experts") or [] if layer["max_over_mean"] is not None]:
         worst = max(experts, key=lambda layer: float(layer["max_over_mean"]))
-        within = f", {worst['microbatch_max_over_mean']:.2f} within a micro-batch" if worst.get("microbatch_max_over_mean") else ""
+        within = (
+            f", {worst['microbatch_max_over_mean']:.2f} within a micro-batch"
+            if worst.get("microbatch_max_over_mean")
+            else ""
+        )
         parts.append(f"experts max/mean {worst['max_over_mean']:.2f} (layer {worst['layer']}){within}")
         if (dropped := max(layer["dropped_fraction"] or 0.0 for layer in experts)) > 0:
             parts.append(f"dropped up to {dropped:.1%}")
@@ -217,7 +271,9 @@ def progress_line(record: Mapping[str, Any]) -> str:
 
 def timers_line(timers: Mapping[str, float]) -> str:
     """Milliseconds per iteration by phase; those in brackets are parts of the one before them."""
-    values = {phase: f"{phase.replace('_', '-')} {milliseconds:.1f}" for phase, milliseconds in timers.items()}
+    values = {
+        phase: f"{phase.replace('_', '-')} {milliseconds:.1f}" for phase, milliseconds in timers.items()
+    }
     inside = ", ".join(values.pop(phase) for phase in ("all_to_all", "experts") if phase in values)
     if inside:
         values["forward_backward"] = f"{values['forward_backward']} ({inside})"
@@ -233,7 +289,9 @@ def validation_lines(record: Mapping[str, Any]) -> list[str]:
 
 
 def curves(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a train or valid record under the names of TensorBoard and wandb, such as `train/lm_loss`."""
+    """The numbers of a train or valid record under the names of TensorBoard and wandb, such as
+    `train/lm_loss`.
+    """
     values = {}
     for key, value in record.items():
         if key not in _NOT_A_CURVE and value is not None:
@@ -242,8 +300,14 @@ def curves(record: Mapping[str, Any]) -> dict[str, float]:
         values[f"moe/{name}"] = float(value)
     values |= {f"perf/{phase}_ms": float(value) for phase, value in (record.get("timers") or {}).items()}
     for layer in record.get("experts") or []:
-        numbers = {key: layer.get(key) for key in EXPERT_KEYS if key not in _NOT_A_NUMBER} | (layer.get("aux_losses") or {})
-        values |= {f"moe/layer_{layer['layer']:02d}/{key}": float(value) for key, value in numbers.items() if value is not None}
+        numbers = {key: layer.get(key) for key in EXPERT_KEYS if key not in _NOT_A_NUMBER} | (
+            layer.get("aux_losses") or {}
+        )
+        values |= {
+            f"moe/layer_{layer['layer']:02d}/{key}": float(value)
+            for key, value in numbers.items()
+            if value is not None
+        }
     return values
 
 
@@ -267,7 +331,9 @@ class _Lines(logging.Formatter):
 
 
 class _LogFile(logging.FileHandler):
-    """train.log. Lines that it cannot take are on the console alone; that is said there once, and not with a traceback for each."""
+    """train.log. Lines that it cannot take are on the console alone; that is said there once, and not with a
+    traceback for each.
+    """
 
     _is_full = False
 
@@ -278,14 +344,20 @@ class _LogFile(logging.FileHandler):
         elif not self._is_full:
             self._is_full = True
             with suppress(OSError):
-                print(f"{self.baseFilename} cannot be written ({error.strerror or error}): lines are lost", file=sys.stderr, flush=True)
+                print(
+                    f"{self.baseFilename} cannot be written ({error.strerror or error}): lines are lost",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
 
 def setup_logging(folder: RunFolder, rank: int) -> None:
-    """Sends log messages to the console and to train.log: INFO from rank 0, WARNING and above from every rank.
+    """Sends log messages to the console and to train.log: INFO from rank 0, WARNING and above from every
+    rank.
 
-    INFO goes to stdout, the rest to stderr. Rank 0 opens the run folder first; a rank that cannot see the folder
-    (no shared file system) writes to its console alone. Calling it again replaces the handlers of the call before.
+    INFO goes to stdout, the rest to stderr. Rank 0 opens the run folder first; a rank that cannot see the
+    folder (no shared file system) writes to its console alone. Calling it again replaces the handlers of the
+    call before.
     """
     root = logging.getLogger()
     for handler in [handler for handler in root.handlers if isinstance(handler.formatter, _Lines)]:

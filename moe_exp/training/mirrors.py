@@ -16,8 +16,14 @@ logger = logging.getLogger(__name__)
 
 
 # Axes that curves can be drawn over, and what counts them in a record.
-AXES = {"iteration": "iteration", "tokens": "consumed_tokens", "flops": "consumed_flops", "seconds": "training_seconds"}
-# Those that TensorBoard, whose steps are whole numbers, gets as steps of the losses: the unit, and how many are one of AXES.
+AXES = {
+    "iteration": "iteration",
+    "tokens": "consumed_tokens",
+    "flops": "consumed_flops",
+    "seconds": "training_seconds",
+}
+# Those that TensorBoard, whose steps are whole numbers, gets as steps of the losses: the unit, and how many
+# are one of AXES.
 _STEPS = {"tokens": ("tokens", 1.0), "flops": ("gflops", 1e-9), "seconds": ("milliseconds", 1e3)}
 _OVER_STEPS = ("train/lm_loss", "valid/lm_loss")
 
@@ -25,7 +31,9 @@ Axes = Mapping[str, float]
 
 
 def axes_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """Where a train or valid record lies on each of AXES; those that the record does not tell are left out."""
+    """Where a train or valid record lies on each of AXES; those that the record does not tell are left
+    out.
+    """
     found = {axis: record.get(key) for axis, key in AXES.items()}
     return {axis: value for axis, value in found.items() if value is not None}
 
@@ -69,8 +77,9 @@ def _step(axis: str, axes: Axes) -> int:
 def open_tensorboard(config: Config, folder: RunFolder, start_iteration: int, last: Axes) -> list[Mirror]:
     """Its files, empty from `start_iteration` on; none where the package is not installed.
 
-    TensorBoard draws over steps, wall-clock time or time since the first record. The losses are there once more over tokens, FLOPs
-    and training time, in folders of their own, because what a resume takes back is found by its step.
+    TensorBoard draws over steps, wall-clock time or time since the first record. The losses are there once
+    more over tokens, FLOPs and training time, in folders of their own, because what a resume takes back is
+    found by its step.
 
     Args:
         config: the settings, which are written as text.
@@ -81,11 +90,15 @@ def open_tensorboard(config: Config, folder: RunFolder, start_iteration: int, la
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        logger.info("no TensorBoard files: the tensorboard package is not installed (pip install tensorboard)")
+        logger.info(
+            "no TensorBoard files: the tensorboard package is not installed (pip install tensorboard)"
+        )
         return []
     make: Any = SummaryWriter
     writer = make(str(folder.tensorboard), purge_step=start_iteration + 1)
-    writer.add_text("config", "".join(f"    {line}\n" for line in to_yaml(config).splitlines()), start_iteration + 1)
+    writer.add_text(
+        "config", "".join(f"    {line}\n" for line in to_yaml(config).splitlines()), start_iteration + 1
+    )
     writer.add_text("group", group_of(config), start_iteration + 1)
     by_axis = {}
     for axis, (unit, _) in _STEPS.items():
@@ -108,7 +121,8 @@ class _Wandb:
         for axis in AXES:
             run.define_metric(axis)
         run.define_metric("*", step_metric="iteration")
-        # What an earlier start has sent cannot be taken back, so it is not sent again. An offline run begins empty.
+        # What an earlier start has sent cannot be taken back, so it is not sent again. An offline run begins
+        # empty.
         self._last = int(run.summary.get("iteration") or 0)
 
     def write(self, values: Mapping[str, float], axes: Axes) -> None:
@@ -132,10 +146,12 @@ def wandb_problems(config: Config) -> list[str]:
 
 
 def open_wandb(config: Config, folder: RunFolder) -> list[Mirror]:
-    """The wandb run of this folder, if one is asked for. It wants to be told all records that are kept, then the new ones.
+    """The wandb run of this folder, if one is asked for. It wants to be told all records that are kept, then
+    the new ones.
 
-    Online, a resume goes on in the same run, and iterations that wandb has are not sent again. Offline, wandb cannot go on in its
-    own files: every start writes the whole run anew, under the same id, and moves the folder of the start before to wandb/replaced.
+    Online, a resume goes on in the same run, and iterations that wandb has are not sent again. Offline, wandb
+    cannot go on in its own files: every start writes the whole run anew, under the same id, and moves the
+    folder of the start before to wandb/replaced.
 
     Raises:
         ConfigError: it cannot start.
@@ -158,20 +174,28 @@ def open_wandb(config: Config, folder: RunFolder) -> list[Mirror]:
         fix, reason = "run `wandb login`, or set WANDB_MODE=offline", " ".join(str(error).split())
         if key := os.environ.get("WANDB_API_KEY"):
             reason = reason.replace(key, "the key")
-        raise ConfigError([problem("wandb_mode", config.wandb_mode, f"wandb cannot start ({reason})", fix)]) from None
+        raise ConfigError(
+            [problem("wandb_mode", config.wandb_mode, f"wandb cannot start ({reason})", fix)]
+        ) from None
     return [_Wandb(run)]
 
 
 def _put_aside(folder: RunFolder) -> None:
-    """Moves offline runs of earlier starts to where `wandb sync` does not look: two folders of one id would be one run twice."""
+    """Moves offline runs of earlier starts to where `wandb sync` does not look: two folders of one id would
+    be one run twice.
+    """
     for path in sorted(folder.wandb.glob("offline-run-*")):
         replaced = folder.wandb / "replaced" / path.name
         replaced.parent.mkdir(exist_ok=True)
-        path.rename(replaced if not replaced.exists() else replaced.with_name(f"{path.name}-{secrets.token_hex(4)}"))
+        path.rename(
+            replaced if not replaced.exists() else replaced.with_name(f"{path.name}-{secrets.token_hex(4)}")
+        )
 
 
 def _wandb_id(folder: RunFolder) -> str:
-    """The id of this run folder's wandb run: the same at every start, so that a resumed run goes on in one page."""
+    """The id of this run folder's wandb run: the same at every start, so that a resumed run goes on in one
+    page.
+    """
     path = folder.wandb / "run_id"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,10 @@
-"""Traces of torch's profiler and snapshots of a GPU's memory, of the iterations and ranks that were asked for. Costs nothing when off.
+"""Traces of torch's profiler and snapshots of a GPU's memory, of the iterations and ranks that were asked
+for. Costs nothing when off.
 
-A trace is profile/trace_rank_R_iter_A-B.json.gz in the run folder, for https://ui.perfetto.dev or chrome://tracing. It has the operators
-with shapes and the memory of the CPU, and on a GPU its kernels and its memory. A snapshot is profile/memory_rank_R_iter_A-B.pickle, for
-https://pytorch.org/memory_viz: every allocation of the caching allocator with its Python stack.
+A trace is profile/trace_rank_R_iter_A-B.json.gz in the run folder, for https://ui.perfetto.dev or
+chrome://tracing. It has the operators with shapes and the memory of the CPU, and on a GPU its kernels and its
+memory. A snapshot is profile/memory_rank_R_iter_A-B.pickle, for https://pytorch.org/memory_viz: every
+allocation of the caching allocator with its Python stack.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ class Recorder:
         self._folder, self._rank, self._device = folder.profile, runtime.rank, runtime.device
         is_mine = config.profile_ranks == "all" or str(runtime.rank) in config.profile_ranks.split(",")
         self._to_trace = iteration_ranges(config.profile_iters if is_mine else "")
-        self._to_record = iteration_ranges(config.memory_snapshot if is_mine and runtime.device.type == "cuda" else "")
+        self._to_record = iteration_ranges(
+            config.memory_snapshot if is_mine and runtime.device.type == "cuda" else ""
+        )
         self._traced = self._recorded = (0, -1)  # the range that was begun last
         self._last = config.train_iters
         self._profiler: profile | None = None
@@ -49,7 +53,10 @@ class Recorder:
         """Before an iteration. A run that resumes in the middle of the range records what is left of it."""
         if self._profiler is None and (last := self._last_of(self._to_trace, iteration)):
             self._traced = (iteration, last)
-            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._device.type == "cuda" else [])]
+            activities = [
+                ProfilerActivity.CPU,
+                *([ProfilerActivity.CUDA] if self._device.type == "cuda" else []),
+            ]
             self._profiler = profile(activities=activities, record_shapes=True, profile_memory=True)
             self._profiler.start()
         if not self._is_recording and (last := self._last_of(self._to_record, iteration)):
@@ -68,7 +75,10 @@ class Recorder:
 
     def _last_of(self, ranges: Sequence[tuple[int, int]], iteration: int) -> int:
         """Last iteration of the range that `iteration` is in, as far as the run goes; 0: it is in none."""
-        return next((min(last, self._last) for first, last in ranges if first <= iteration <= min(last, self._last)), 0)
+        return next(
+            (min(last, self._last) for first, last in ranges if first <= iteration <= min(last, self._last)),
+            0,
+        )
 
     def _try(self, write: Callable[[], None]) -> None:
         """A full disk is no reason to end a run, which would come to the same iterations and end again."""

@@ -1,17 +1,21 @@
-"""Whether ranks that hold the same weights hold the same bits, and whether the optimizer's groups are right. Called by every rank.
+"""Whether ranks that hold the same weights hold the same bits, and whether the optimizer's groups are right.
+Called by every rank.
 
 What has to be equal, and over which ranks:
 
     data      parameters but those of experts, and the routers' biases    data and context parallel ranks
     experts   parameters of experts                                       expert data parallel ranks
-    tensor    of `data`, what no tensor parallel rank has a part of       and tensor parallel ranks: routers, norms, gates
+    tensor    of `data`, what no tensor parallel rank has a part of and tensor parallel ranks: routers, norms,
+              gates
     tied      embedding and output layer where they are one               first and last pipeline stage
 
-Nothing in training compares them: gradients are reduced, weights never. A flipped bit, a rank that loaded something else or a tied
-embedding that got out of step goes on as a model that nobody trained, until it shows as a worse loss or a spike at a restart.
+Nothing in training compares them: gradients are reduced, weights never. A flipped bit, a rank that loaded
+something else or a tied embedding that got out of step goes on as a model that nobody trained, until it shows
+as a worse loss or a spike at a restart.
 
-A rank takes 64 bits of each tensor (`checkpoint.fingerprints`) and adds those of a kind up, with a factor by name. One all-gather of a
-few numbers per rank says whether all is well. Where it is not, a second one has names and hosts.
+A rank takes 64 bits of each tensor (`checkpoint.fingerprints`) and adds those of a kind up, with a factor by
+name. One all-gather of a few numbers per rank says whether all is well. Where it is not, a second one has
+names and hosts.
 """
 
 import hashlib
@@ -51,7 +55,9 @@ _MASK = 2**64 - 1
 
 
 class ReplicaError(RuntimeError):
-    """Ranks that have to hold the same do not, or the optimizer's groups are wrong. `problems`: a line for each."""
+    """Ranks that have to hold the same do not, or the optimizer's groups are wrong. `problems`: a line for
+    each.
+    """
 
     def __init__(self, problems: list[str]):
         self.problems = problems
@@ -62,7 +68,9 @@ class ReplicaError(RuntimeError):
 
 
 @heartbeat.during("check")
-def check_replicas(config: Config, runtime: Runtime, trained: Trained, progress: Progress, metrics: Metrics | None) -> float:
+def check_replicas(
+    config: Config, runtime: Runtime, trained: Trained, progress: Progress, metrics: Metrics | None
+) -> float:
     """Compares all replicas; returns the seconds that this took. `metrics` on rank 0 only.
 
     Raises:
@@ -73,17 +81,30 @@ def check_replicas(config: Config, runtime: Runtime, trained: Trained, progress:
     if problems:
         if metrics is not None:
             metrics.event("replicas_differ", progress.iteration, problems=problems)
-        fix = "leave out the hosts that are named, if any, and start again: the run goes on from its newest checkpoint"
-        raise ReplicaError([*problems, f"the run ends after iteration {progress.iteration}, and saves nothing of it. Fix: {fix}."])
+        fix = (
+            "leave out the hosts that are named, if any, and start again: the run goes on from its newest"
+            " checkpoint"
+        )
+        raise ReplicaError(
+            [
+                *problems,
+                f"the run ends after iteration {progress.iteration}, and saves nothing of it. Fix: {fix}.",
+            ]
+        )
     logger.debug("replicas are equal after iteration %d", progress.iteration)
     return time.monotonic() - start
 
 
 def replica_problems(config: Config, runtime: Runtime, trained: Trained) -> list[str]:
-    """What is wrong, in lines that are the same on every rank; nothing: []. One collective where all is well."""
+    """What is wrong, in lines that are the same on every rank; nothing: []. One collective where all is
+    well.
+    """
     with parameters_in_sync(trained.model):
         prints = {kind: _prints(tensors) for kind, tensors in _tensors(config, runtime, trained).items()}
-    groups, stepped = group_problems(trained.model, trained.optimizer), stepped_values(trained.model, trained.optimizer)
+    groups, stepped = (
+        group_problems(trained.model, trained.optimizer),
+        stepped_values(trained.model, trained.optimizer),
+    )
     sizes = {name: parameter.numel() for name, parameter in named_parameters(trained.model)}
     experts = {name for name, parameter in named_parameters(trained.model) if _is_expert(parameter)}
     rows = _gathered(runtime, _row(runtime, prints, bool(groups), stepped, sizes, experts))
@@ -113,7 +134,11 @@ def _tensors(config: Config, runtime: Runtime, trained: Trained) -> dict[str, di
         if config.tie_embeddings and config.pp > 1 and name in (_EMBEDDING, "output_layer.weight"):
             found["tied"][_EMBEDDING] = parameter
     if config.tp > 1:
-        found["tensor"] = {name: tensor for name, tensor in found["data"].items() if not getattr(tensor, "tensor_model_parallel", False)}
+        found["tensor"] = {
+            name: tensor
+            for name, tensor in found["data"].items()
+            if not getattr(tensor, "tensor_model_parallel", False)
+        }
     return found
 
 
@@ -123,7 +148,9 @@ def _prints(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 class _Row(NamedTuple):
-    """What a rank tells all others. `prints` by kind and `stepped` (and how many there are) by experts or not are sums over names."""
+    """What a rank tells all others. `prints` by kind and `stepped` (and how many there are) by experts or not
+    are sums over names.
+    """
 
     has_problems: int
     pp: int
@@ -142,7 +169,12 @@ class _Row(NamedTuple):
 
     def place(self, kind: str) -> tuple[int, ...]:
         """Ranks of one place hold the same of a kind."""
-        return {"data": (self.pp, self.tp), "experts": (self.pp, self.ep, self.etp), "tensor": (self.pp,), "tied": (self.tp,)}[kind]
+        return {
+            "data": (self.pp, self.tp),
+            "experts": (self.pp, self.ep, self.etp),
+            "tensor": (self.pp,),
+            "tied": (self.tp,),
+        }[kind]
 
 
 def _row(
@@ -155,7 +187,11 @@ def _row(
 ) -> _Row:
     groups = runtime.groups
     dense = [name for name in sizes if name not in experts]
-    counts = [_digest({name: of[name] for name in names}) for names in (dense, sorted(experts)) for of in (stepped, sizes)]
+    counts = [
+        _digest({name: of[name] for name in names})
+        for names in (dense, sorted(experts))
+        for of in (stepped, sizes)
+    ]
     sums = [_digest(prints[kind]) for kind in ("data", "experts", "tensor", "tied")]
     place = (groups.pp.rank(), groups.tp.rank(), groups.ep.rank(), groups.expt_tp.rank())
     return _Row(int(has_problems), *place, len(prints["tied"]), *sums, *counts)
@@ -198,7 +234,9 @@ def _unequal(rows: list[_Row]) -> Iterator[Class]:
 
 
 def _not_covered(rows: list[_Row], *, distributed: bool) -> Iterator[Class]:
-    """Where the ranks that share the optimizer's state do not step on each value once: their sums do not add up to that of the sizes."""
+    """Where the ranks that share the optimizer's state do not step on each value once: their sums do not add
+    up to that of the sizes.
+    """
     for (kind, place), ranks in _classes(rows):
         if kind in ("data", "experts"):
             times = 1 if distributed else len(ranks)
@@ -220,19 +258,34 @@ class _Details(NamedTuple):
 
 def _told(rows: list[_Row], details: list[_Details], *, distributed: bool) -> list[str]:
     members = dict(_classes(rows))
-    lines = [f"replicas: {line}" for of_class in _unequal(rows) for line in _difference_lines(of_class, members[of_class], details)]
+    lines = [
+        f"replicas: {line}"
+        for of_class in _unequal(rows)
+        for line in _difference_lines(of_class, members[of_class], details)
+    ]
     by_problem: dict[str, list[int]] = defaultdict(list)
     for rank, one in enumerate(details):
         for problem in one.groups:
             by_problem[problem].append(rank)
-    for (kind, _), ranks in ((of_class, members[of_class]) for of_class in _not_covered(rows, distributed=distributed)):
-        names = (name for name in details[ranks[0]].sizes if (name in details[ranks[0]].experts) == (kind == "experts"))
+    for (kind, _), ranks in (
+        (of_class, members[of_class]) for of_class in _not_covered(rows, distributed=distributed)
+    ):
+        names = (
+            name
+            for name in details[ranks[0]].sizes
+            if (name in details[ranks[0]].experts) == (kind == "experts")
+        )
         for name in names:
-            stepped, size = sum(details[rank].stepped.get(name, 0) for rank in ranks), details[ranks[0]].sizes[name]
+            stepped, size = (
+                sum(details[rank].stepped.get(name, 0) for rank in ranks),
+                details[ranks[0]].sizes[name],
+            )
             if stepped != size * (1 if distributed else len(ranks)):
                 by_problem[f"{name}: the optimizer steps on {stepped} values, it has {size}"] += ranks
     lines += [f"optimizer: {problem}, on {_ranks(ranks, details)}" for problem, ranks in by_problem.items()]
-    return lines[:_NUM_SHOWN] + ([f"and {len(lines) - _NUM_SHOWN} more such lines"] if len(lines) > _NUM_SHOWN else [])
+    return lines[:_NUM_SHOWN] + (
+        [f"and {len(lines) - _NUM_SHOWN} more such lines"] if len(lines) > _NUM_SHOWN else []
+    )
 
 
 def _difference_lines(of_class: Class, ranks: list[int], details: list[_Details]) -> Iterator[str]:
@@ -244,7 +297,10 @@ def _difference_lines(of_class: Class, ranks: list[int], details: list[_Details]
         if others:
             equal = [rank for rank in ranks if rank not in others]
             doubt = "" if count > len(others) else "; which of them is right cannot be told"
-            yield f"{name} on {_ranks(others, details)} is not that on {_ranks(equal, details)}: {KINDS[kind]} have to be equal{doubt}"
+            yield (
+                f"{name} on {_ranks(others, details)} is not that on {_ranks(equal, details)}: {KINDS[kind]}"
+                f" have to be equal{doubt}"
+            )
 
 
 def _ranks(ranks: list[int], details: list[_Details]) -> str:
@@ -255,28 +311,39 @@ def _ranks(ranks: list[int], details: list[_Details]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(shown)} ({hosts})"
 
 
-# Whether the optimizer's parameter groups are what they have to be: every trained parameter in one group, no norm or bias that decays.
+# Whether the optimizer's parameter groups are what they have to be: every trained parameter in one group, no
+# norm or bias that decays.
 #
-# A norm that falls into the decayed group makes the loss jump at a restart, and nothing else shows it. So what is looked at here is what
-# the optimizer steps on, not the rule by which `engine/optim.py` makes the groups: names and not dimensions, and the tensors that are in the
-# groups and not the map of who should be.
+# A norm that falls into the decayed group makes the loss jump at a restart, and nothing else shows it. So
+# what is looked at here is what the optimizer steps on, not the rule by which `engine/optim.py` makes the
+# groups: names and not dimensions, and the tensors that are in the groups and not the map of who should be.
 
 
 def named_parameters(model: list[DistributedDataParallel]) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of this rank that train, by their names in the whole model (layers counted over all stages)."""
+    """The parameters of this rank that train, by their names in the whole model (layers counted over all
+    stages).
+    """
     for chunk in model:
         inner = unwrapped(chunk)
-        yield from ((global_name(inner, name), parameter) for name, parameter in inner.named_parameters() if parameter.requires_grad)
+        yield from (
+            (global_name(inner, name), parameter)
+            for name, parameter in inner.named_parameters()
+            if parameter.requires_grad
+        )
 
 
 def is_norm_or_bias(name: str) -> bool:
-    """By its name: `decoder.layers.3.pre_mlp_layernorm.weight`, `...linear_qkv.layer_norm_weight`, `...linear_qkv.bias`, `...bias1`."""
+    """By its name: `decoder.layers.3.pre_mlp_layernorm.weight`, `...linear_qkv.layer_norm_weight`,
+    `...linear_qkv.bias`, `...bias1`.
+    """
     *_, module, last = ("", *name.split("."))
     return "norm" in last or "norm" in module or last.rstrip("12").endswith("bias")
 
 
 def group_problems(model: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> list[str]:
-    """A line for each parameter of this rank that decays and must not, or whose values the optimizer steps on more than once, or never."""
+    """A line for each parameter of this rank that decays and must not, or whose values the optimizer steps on
+    more than once, or never.
+    """
     names = {id(parameter): name for name, parameter in named_parameters(model)}
     problems = []
     for part in optimizer.chained_optimizers:
@@ -287,16 +354,23 @@ def group_problems(model: list[DistributedDataParallel], optimizer: MegatronOpti
             for stepped in group["params"]:
                 groups.setdefault(id(stepped), []).append(group)
         for parameter, stepped in _pairs(part):
-            name, found = names.get(id(parameter), "a tensor that is no parameter"), groups.get(id(stepped), [])
+            name, found = (
+                names.get(id(parameter), "a tensor that is no parameter"),
+                groups.get(id(stepped), []),
+            )
             if len(found) != 1:
                 problems.append(f"{name} is in {len(found)} parameter groups of the optimizer instead of one")
             elif is_norm_or_bias(name) and any(group.get("weight_decay") for group in found):
-                problems.append(f"{name} is a norm or bias and decays (weight_decay {found[0]['weight_decay']:g})")
+                problems.append(
+                    f"{name} is a norm or bias and decays (weight_decay {found[0]['weight_decay']:g})"
+                )
     return sorted(set(problems))
 
 
 def stepped_values(model: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> Counter[str]:
-    """How many values of each parameter this rank's optimizer steps on, 0 for none; with the distributed optimizer a part of them."""
+    """How many values of each parameter this rank's optimizer steps on, 0 for none; with the distributed
+    optimizer a part of them.
+    """
     names = {id(parameter): name for name, parameter in named_parameters(model)}
     found: Counter[str] = Counter(dict.fromkeys(names.values(), 0))
     for part in optimizer.chained_optimizers:
@@ -308,12 +382,20 @@ def stepped_values(model: list[DistributedDataParallel], optimizer: MegatronOpti
 
 
 def _pairs(part: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """A parameter of the model, and the tensor of its values that is stepped on and copied back to it: itself, main weights, or a range."""
+    """A parameter of the model, and the tensor of its values that is stepped on and copied back to it:
+    itself, main weights, or a range.
+    """
     of_groups: tuple[tuple[Any, Any], ...]
     if isinstance(part, DistributedOptimizer):
-        of_groups = ((part.model_float16_groups, part.shard_fp32_from_float16_groups), (part.model_fp32_groups, part.shard_fp32_groups))
+        of_groups = (
+            (part.model_float16_groups, part.shard_fp32_from_float16_groups),
+            (part.model_fp32_groups, part.shard_fp32_groups),
+        )
     elif isinstance(part, Float16OptimizerWithFloat16Params):
-        of_groups = ((part.float16_groups, part.fp32_from_float16_groups), (part.fp32_from_fp32_groups, part.fp32_from_fp32_groups))
+        of_groups = (
+            (part.float16_groups, part.fp32_from_float16_groups),
+            (part.fp32_from_fp32_groups, part.fp32_from_fp32_groups),
+        )
     else:
         own = [group["params"] for group in part.optimizer.param_groups]
         of_groups = ((own, own),)

@@ -1,12 +1,16 @@
-"""Back to before a spike: which checkpoint, which samples are skipped from there on, and what becomes of the newer checkpoints.
+"""Back to before a spike: which checkpoint, which samples are skipped from there on, and what becomes of the
+newer checkpoints.
 
 RUN/skipped_samples.json lists all rollbacks of a run, oldest first:
 
-    {"rollbacks": [{"time": ..., "iteration": that of the alarm, "first_iteration": the first that is skipped, "back_to": the checkpoint's,
-                    "samples": [[first, end], ...] by their numbers in the stream, "sample_order": `SampleOrder.facts`}]}
+    {"rollbacks": [{"time": ..., "iteration": that of the alarm, "first_iteration": the first that is skipped,
+                    "back_to": the checkpoint's,
+                    "samples": [[first, end], ...] by their numbers in the stream,
+                    "sample_order": `SampleOrder.facts`}]}
 
-Every checkpoint that is saved afterwards holds what was skipped until then (`Progress.skipped_samples`); which of the two counts where
-training goes on from whatever checkpoint is the rule of `data.skipping.skipped_from`.
+Every checkpoint that is saved afterwards holds what was skipped until then (`Progress.skipped_samples`);
+which of the two counts where training goes on from whatever checkpoint is the rule of
+`data.skipping.skipped_from`.
 """
 
 import json
@@ -58,7 +62,9 @@ def read_rollbacks(folder: RunFolder) -> list[dict[str, Any]]:
         raise ConfigError([f"{path}: cannot be read ({' '.join(str(error).split())}). Fix: {fix}."]) from None
 
 
-def samples_without_skips(folder: RunFolder, samples: Samples, sample_order: dict[str, Any], source: Path | None) -> SkippingSamples:
+def samples_without_skips(
+    folder: RunFolder, samples: Samples, sample_order: dict[str, Any], source: Path | None
+) -> SkippingSamples:
     """`samples` without those that training skips where it goes on from `source`. Called by every rank.
 
     Args:
@@ -74,16 +80,29 @@ def samples_without_skips(folder: RunFolder, samples: Samples, sample_order: dic
     def skipped() -> tuple[Range, ...]:
         saved = (saved_progress(source) if source else None) or Progress()
         found = [entry for entry in read_rollbacks(folder) if entry["sample_order"] == sample_order]
-        return skipped_from(saved.skipped_samples, [pair for entry in found for pair in entry["samples"]], saved.consumed_samples)
+        return skipped_from(
+            saved.skipped_samples,
+            [pair for entry in found for pair in entry["samples"]],
+            saved.consumed_samples,
+        )
 
     # Megatron's order ends with the run, ours never does.
-    return SkippingSamples(samples, from_first_rank(skipped), len(samples) if isinstance(samples, MegatronSamples) else None)
+    return SkippingSamples(
+        samples, from_first_rank(skipped), len(samples) if isinstance(samples, MegatronSamples) else None
+    )
 
 
 def go_back(
-    config: Config, folder: RunFolder, progress: Progress, *, iteration: int, samples: Sequence[Range], with_skip: bool = True
+    config: Config,
+    folder: RunFolder,
+    progress: Progress,
+    *,
+    iteration: int,
+    samples: Sequence[Range],
+    with_skip: bool = True,
 ) -> Rollback | str:
-    """Makes the next start go on before `iteration`, without `samples`. Called by every rank, while no save is under way.
+    """Makes the next start go on before `iteration`, without `samples`. Called by every rank, while no save
+    is under way.
 
     Whenever it is killed, a start finds a whole checkpoint, and takes each sample once or skips it.
 
@@ -96,7 +115,8 @@ def go_back(
         with_skip: False: go back, and skip nothing.
 
     Returns:
-        What was done, or in a line why nothing was: there is no whole checkpoint of this run from before, or the disk is full.
+        What was done, or in a line why nothing was: there is no whole checkpoint of this run from before, or
+            the disk is full.
     """
     try:
         source = find_source(folder.checkpoints, checksums=config.verify_checkpoint, newest=iteration - 1)
@@ -105,25 +125,34 @@ def go_back(
     if source is None:
         return f"there is no whole checkpoint of this run from before iteration {iteration}"
     back_to = iteration_of(source.folder)
-    entry = {"time": datetime.now().astimezone().isoformat(timespec="seconds"), "iteration": progress.iteration}
+    entry = {
+        "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "iteration": progress.iteration,
+    }
     entry |= {"first_iteration": iteration, "back_to": back_to, "samples": [list(pair) for pair in samples]}
     entry |= {"sample_order": progress.sample_order}
     return from_first_rank(lambda: _go_back(folder, back_to, entry if with_skip else None))
 
 
 def _go_back(folder: RunFolder, back_to: int, entry: dict[str, Any] | None) -> Rollback | str:
-    """On rank 0. In this order: with the skip alone, or with `latest` alone as well, a start goes on rightly."""
+    """On rank 0. In this order: with the skip alone, or with `latest` alone as well, a start goes on
+    rightly.
+    """
     try:
         if entry is not None:
             write_json(folder.skipped_samples, {"rollbacks": [*read_rollbacks(folder), entry]})
         set_latest(folder.checkpoints, back_to)
-        return Rollback(back_to, tuple(_set_aside(folder, i) for i in iterations(folder.checkpoints) if i > back_to))
+        return Rollback(
+            back_to, tuple(_set_aside(folder, i) for i in iterations(folder.checkpoints) if i > back_to)
+        )
     except OSError as error:
         return f"{error.filename or folder.path}: {error.strerror or error}"
 
 
 def _set_aside(folder: RunFolder, iteration: int) -> str:
-    """Moves a checkpoint out of the way of the one that training writes there next; returns its new name below RUN/set_aside."""
+    """Moves a checkpoint out of the way of the one that training writes there next; returns its new name
+    below RUN/set_aside.
+    """
     place = free_place(folder.set_aside, iteration)
     place.parent.mkdir(parents=True, exist_ok=True)
     iteration_folder(folder.checkpoints, iteration).rename(place)
@@ -131,7 +160,9 @@ def _set_aside(folder: RunFolder, iteration: int) -> str:
 
 
 def free_place(parent: Path, iteration: int) -> Path:
-    """Where a checkpoint of `iteration` can lie below `parent` that has none yet: `parent`/1/iter_N, `parent`/2/iter_N, ..."""
+    """Where a checkpoint of `iteration` can lie below `parent` that has none yet: `parent`/1/iter_N,
+    `parent`/2/iter_N, ...
+    """
     number = 1
     while (place := iteration_folder(parent / str(number), iteration)).exists():
         number += 1

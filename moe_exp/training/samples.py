@@ -1,4 +1,6 @@
-"""The samples of a run: which files, in which order, and whether they are those that a checkpoint was trained on."""
+"""The samples of a run: which files, in which order, and whether they are those that a checkpoint was trained
+on.
+"""
 
 import logging
 from collections.abc import Iterator
@@ -26,7 +28,9 @@ logger = logging.getLogger(__name__)
 
 
 def build_data(config: Config) -> tuple[Samples, Samples | None]:
-    """Training and validation samples: TRAIN_DATA and VALID_DATA or a part of TRAIN_DATA, or the embedded corpus."""
+    """Training and validation samples: TRAIN_DATA and VALID_DATA or a part of TRAIN_DATA, or the embedded
+    corpus.
+    """
     train_data, valid_data = config.train_data, config.valid_data
     if not train_data:
         corpus = ensure_embedded_corpus(Path(config.data_dir))
@@ -34,11 +38,15 @@ def build_data(config: Config) -> tuple[Samples, Samples | None]:
     if config.data_order == "megatron":
         return megatron_data(config, train_data, valid_data)
     train_share, valid_share, _ = parse_split(config.split or "1")
-    train_stream = SampleStream(parse_blend(train_data), seq_len=config.seq_len, seed=config.seed, share=train_share or (0.0, 1.0))
+    train_stream = SampleStream(
+        parse_blend(train_data), seq_len=config.seq_len, seed=config.seed, share=train_share or (0.0, 1.0)
+    )
     valid_stream = None
     if config.eval_interval and (valid_data or valid_share):
         blend, share = parse_blend(valid_data or train_data), valid_share or (0.0, 1.0)
-        valid_stream = SampleStream(blend, seq_len=config.seq_len, seed=config.seed, shuffle=False, share=share)
+        valid_stream = SampleStream(
+            blend, seq_len=config.seq_len, seed=config.seed, shuffle=False, share=share
+        )
     return train_stream, valid_stream
 
 
@@ -58,10 +66,12 @@ def megatron_data(config: Config, train_data: str, valid_data: str) -> tuple[Sam
 
 
 def read_tokens(samples: Samples, first: int, count: int, *, vocab_size: int) -> torch.Tensor:
-    """`samples.batch`, looked at: on a GPU a token that the model does not have ends the process, and says neither which nor whose.
+    """`samples.batch`, looked at: on a GPU a token that the model does not have ends the process, and says
+    neither which nor whose.
 
     Raises:
-        ValueError: a token is not in the vocabulary; names the first such sample and the documents that it is from.
+        ValueError: a token is not in the vocabulary; names the first such sample and the documents that it is
+            from.
     """
     tokens_BS1 = samples.batch(first, count)
     lowest, highest = (int(bound) for bound in tokens_BS1.aminmax())
@@ -70,18 +80,25 @@ def read_tokens(samples: Samples, first: int, count: int, *, vocab_size: int) ->
     is_bad_BS1 = (tokens_BS1 < 0) | (tokens_BS1 >= vocab_size)
     row = int(is_bad_BS1.any(dim=1).nonzero()[0])
     token, origin = int(tokens_BS1[row][is_bad_BS1[row]][0]), samples.origin(first + row)
-    rule = f"sample {first + row} (documents {', '.join(map(str, origin.documents))}) has the token {token}, VOCAB_SIZE is {vocab_size}"
+    rule = (
+        f"sample {first + row} (documents {', '.join(map(str, origin.documents))}) has the token {token},"
+        f" VOCAB_SIZE is {vocab_size}"
+    )
     raise ValueError(
-        f"{origin.prefix}: {rule}. Fix: compare the file with its manifest (moe-exp data verify), or set VOCAB_SIZE to its tokenizer's."
+        f"{origin.prefix}: {rule}. Fix: compare the file with its manifest (moe-exp data verify), or set"
+        " VOCAB_SIZE to its tokenizer's."
     )
 
 
 def bytes_per_token(config: Config, samples: Samples) -> float | None:
-    """UTF-8 bytes of text per token of the validation data, of the part that every validation reads; for bits per byte.
+    """UTF-8 bytes of text per token of the validation data, of the part that every validation reads; for bits
+    per byte.
 
     None where the tokenizer is not known. Reads the samples once, and decodes none.
     """
-    name = config.tokenizer or ("" if config.train_data else ensure_embedded_corpus(Path(config.data_dir)).tokenizer_path)
+    name = config.tokenizer or (
+        "" if config.train_data else ensure_embedded_corpus(Path(config.data_dir)).tokenizer_path
+    )
     if not name:
         return None
     try:
@@ -89,12 +106,18 @@ def bytes_per_token(config: Config, samples: Samples) -> float | None:
     except ValueError as error:
         logger.warning("no bits per byte of the validation loss: %s", error)
         return None
-    num_bytes = sum(table.count_samples(samples.batch(index * config.gbsz, config.gbsz).numpy()) for index in range(config.eval_iters))
+    num_bytes = sum(
+        table.count_samples(samples.batch(index * config.gbsz, config.gbsz).numpy())
+        for index in range(config.eval_iters)
+    )
     return num_bytes / (config.eval_iters * config.gbsz * config.seq_len)
 
 
-def compare_data(config: Config, rank: Runtime, samples: Samples, source: Path | None) -> tuple[dict[str, Any], list[Change]]:
-    """What the order of the samples depends on, and how that differs from what the checkpoint `source` was trained on.
+def compare_data(
+    config: Config, rank: Runtime, samples: Samples, source: Path | None
+) -> tuple[dict[str, Any], list[Change]]:
+    """What the order of the samples depends on, and how that differs from what the checkpoint `source` was
+    trained on.
 
     Called by every rank; rank 0 reads.
 
@@ -116,7 +139,9 @@ def _compared(config: Config, samples: Samples, source: Path | None) -> tuple[di
         return order.facts(), []
     name = f"the checkpoint at iteration {saved.iteration} of {one_checkpoint(source).parent}"
     if saved.sample_order is None:
-        logger.warning("%s does not say what data it was trained on: that TRAIN_DATA is the same is not checked", name)
+        logger.warning(
+            "%s does not say what data it was trained on: that TRAIN_DATA is the same is not checked", name
+        )
         return order.facts(), []
     changes = order_changes(config, order, saved.sample_order, name)
     if config.allow_other_data:
@@ -134,4 +159,6 @@ def read_ahead(config: Config, rank: Runtime, samples: Samples, batches: BatchSc
         return microbatch_starts(first - offset, batches.at, **place)
 
     on_gpu = rank.device.type == "cuda"
-    return ReadAhead(samples, count=config.mbsz, starts=starts, num_workers=config.num_workers, pin_memory=on_gpu)
+    return ReadAhead(
+        samples, count=config.mbsz, starts=starts, num_workers=config.num_workers, pin_memory=on_gpu
+    )

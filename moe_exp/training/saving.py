@@ -34,7 +34,8 @@ class Saves:
 
     def __init__(self, config: Config, saver: Saver, trained: Trained, metrics: Metrics | None):
         self._config, self._saver, self._trained, self._metrics = config, saver, trained, metrics
-        self.last_iteration: int | None = None  # of the newest checkpoint that this start has written; the same on every rank
+        # of the newest checkpoint that this start has written; the same on every rank
+        self.last_iteration: int | None = None
 
     @property
     def is_pending(self) -> bool:
@@ -67,7 +68,9 @@ class Saves:
 
     @heartbeat.during("checkpoint")
     def finish(self, *, is_last: bool = False) -> float:
-        """Waits for the save that was begun, if one was, and reports it; returns seconds. Raises as `save`."""
+        """Waits for the save that was begun, if one was, and reports it; returns seconds. Raises as
+        `save`.
+        """
         start = time.monotonic()
         saved = self._saver.finish()
         if saved is not None and not saved.error:
@@ -76,16 +79,23 @@ class Saves:
             _report(saved, self._metrics)
         if saved is not None and saved.error and is_last:
             what = f"the last checkpoint, of iteration {saved.iteration}, was not written ({saved.error})"
-            raise SaveError(f"{what}. Fix: make room; the same command then goes on from the checkpoint before.")
+            raise SaveError(
+                f"{what}. Fix: make room; the same command then goes on from the checkpoint before."
+            )
         return time.monotonic() - start
 
     def stopped_code(self, progress: Progress) -> int:
-        """The exit code of a run that was stopped: to be continued if the same command goes on from later than it did now, else failed."""
+        """The exit code of a run that was stopped: to be continued if the same command goes on from later
+        than it did now, else failed.
+        """
         if self.last_iteration is not None:
             return TO_BE_CONTINUED
         # A chain of jobs would begin at the same iteration for ever.
         if self._metrics is not None:  # every rank would say the same
-            logger.warning("all iterations of this start, up to %d, were in vain: SAVE_AT_END=false, and no checkpoint", progress.iteration)
+            logger.warning(
+                "all iterations of this start, up to %d, were in vain: SAVE_AT_END=false, and no checkpoint",
+                progress.iteration,
+            )
         return FAILED
 
 
@@ -121,11 +131,14 @@ def choose_source(config: Config, folder: RunFolder) -> Source | None:
     return source
 
 
-def resume(config: Config, runtime: Runtime, folder: RunFolder, source: Source | None, trained: Trained) -> Progress:
+def resume(
+    config: Config, runtime: Runtime, folder: RunFolder, source: Source | None, trained: Trained
+) -> Progress:
     """Loads the checkpoint of `choose_source`, else starts at iteration 0, from UPCYCLE_FROM if that is set.
 
     Raises:
-        RestoreError: on every rank, where what is in memory is not what was saved. The checkpoint stays as it is, and the newest.
+        RestoreError: on every rank, where what is in memory is not what was saved. The checkpoint stays as it
+            is, and the newest.
     """
     if source is None:
         if config.upcycle_from:
@@ -135,15 +148,28 @@ def resume(config: Config, runtime: Runtime, folder: RunFolder, source: Source |
         progress = loading.load(config, runtime, source.folder, trained)
     except RestoreError as error:
         if runtime.is_first:
-            append_event(folder.metrics, "restore_failed", iteration_of(source.folder), checkpoint=str(source.folder), tensors=error.names)
+            append_event(
+                folder.metrics,
+                "restore_failed",
+                iteration_of(source.folder),
+                checkpoint=str(source.folder),
+                tensors=error.names,
+            )
         raise
     logger.info("resumed from iteration %d of %s", progress.iteration, source.folder.parent)
     if source.damages and runtime.is_first and own_source(source, folder) is not None:
-        # The damaged ones stay for whoever wants to look at them; training will come to their iterations again.
+        # The damaged ones stay for whoever wants to look at them; training will come to their iterations
+        # again.
         set_latest(folder.checkpoints, iteration_of(source.folder))
     return progress
 
 
 def own_source(source: Source | None, folder: RunFolder) -> int | None:
-    """Iteration of this run's checkpoint that training goes on from; not that of the progress in one of Megatron-LM."""
-    return iteration_of(source.folder) if source is not None and source.folder.parent == folder.checkpoints else None
+    """Iteration of this run's checkpoint that training goes on from; not that of the progress in one of
+    Megatron-LM.
+    """
+    return (
+        iteration_of(source.folder)
+        if source is not None and source.folder.parent == folder.checkpoints
+        else None
+    )

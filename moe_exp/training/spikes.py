@@ -1,24 +1,31 @@
-"""Spikes of the loss and of the gradient norm, told from noise iteration by iteration. Pure: no torch, no files.
+"""Spikes of the loss and of the gradient norm, told from noise iteration by iteration. Pure: no torch, no
+files.
 
-How far an iteration is out of the ordinary is a robust z-score, of the loss x and of the logarithm of the gradient norm:
+How far an iteration is out of the ordinary is a robust z-score, of the loss x and of the logarithm of the
+gradient norm:
 
     level      median of the last LEVEL_WINDOW accepted values
     departure  value - level, of every accepted iteration, with the level before it
-    spread     1.4826 * median |departure - median departure| over the last SPREAD_WINDOW of them: the MAD, which is the standard
-               deviation of a normal distribution (Iglewicz and Hoaglin 1993), and never below a floor
+    spread     1.4826 * median |departure - median departure| over the last SPREAD_WINDOW of them: the MAD,
+               which is the standard deviation of a normal distribution (Iglewicz and Hoaglin 1993), and never
+               below a floor
     z          (x - level) / spread
 
-Medians, as half of a window may be wrong before they are. The spread is that of departures and not of the values, so that the fall of
-the loss early in training is not taken for noise, and the short window of the level lets both follow where the batch grows or the
-learning rate moves. Only rises count. Iterations of a spike are not accepted, and neither is one that would be half of one.
+Medians, as half of a window may be wrong before they are. The spread is that of departures and not of the
+values, so that the fall of the loss early in training is not taken for noise, and the short window of the
+level lets both follow where the batch grows or the learning rate moves. Only rises count. Iterations of a
+spike are not accepted, and neither is one that would be half of one.
 
 A spike is one of
-    the loss      z >= LOSS_ALONE in one iteration, or z >= LOSS_LASTING in LOSS_TIMES in a row: hard batches come in twos by chance
-    the gradient  z >= NORM_LASTING, and NORM_FACTOR times the level, in NORM_TIMES in a row: a single large one is what clipping is for
+    the loss      z >= LOSS_ALONE in one iteration, or z >= LOSS_LASTING in LOSS_TIMES in a row: hard batches
+                  come in twos by chance
+    the gradient  z >= NORM_LASTING, and NORM_FACTOR times the level, in NORM_TIMES in a row: a single large
+                  one is what clipping is for
 
-and begins with the first iteration of those in a row before it that were out of the ordinary already (LOSS_EARLY, NORM_EARLY): the
-gradient often is, one or two iterations before the loss. It ends after CALM_ITERATIONS in a row without alarm, or after LONGEST
-iterations, when what is there now counts as the new level.
+and begins with the first iteration of those in a row before it that were out of the ordinary already
+(LOSS_EARLY, NORM_EARLY): the gradient often is, one or two iterations before the loss. It ends after
+CALM_ITERATIONS in a row without alarm, or after LONGEST iterations, when what is there now counts as the new
+level.
 """
 
 from __future__ import annotations
@@ -78,7 +85,11 @@ class Baseline:
         """As at the top of this file."""
         if self._spread is None:
             middle = _median(self.departures) if self.departures else 0.0
-            mad = _median([abs(departure - middle) for departure in self.departures]) if self.departures else 0.0
+            mad = (
+                _median([abs(departure - middle) for departure in self.departures])
+                if self.departures
+                else 0.0
+            )
             self._spread = max(_MAD_TO_SIGMA * mad, self.floor, self.relative_floor * abs(self.level or 0.0))
         return self._spread
 
@@ -183,7 +194,9 @@ class SpikeDetector:
     def state(self) -> dict[str, Any]:
         """The windows and whether a spike goes on, as plain values, for a checkpoint."""
         both = {"loss": self._loss, "log_grad_norm": self._norm}
-        windows = {name: [list(baseline.values), list(baseline.departures)] for name, baseline in both.items()}
+        windows = {
+            name: [list(baseline.values), list(baseline.departures)] for name, baseline in both.items()
+        }
         return {**windows, "spike_since": self._since}
 
     def add(self, iteration: int, loss: float, grad_norm: float | None) -> Spike | SpikeEnd | None:
@@ -195,7 +208,9 @@ class SpikeDetector:
             grad_norm: before clipping; None where it is not known.
         """
         log_norm = math.log(grad_norm) if grad_norm else None
-        reading = _Reading(iteration, loss, log_norm, self._loss.z(loss), 0.0 if log_norm is None else self._norm.z(log_norm))
+        reading = _Reading(
+            iteration, loss, log_norm, self._loss.z(loss), 0.0 if log_norm is None else self._norm.z(log_norm)
+        )
         self._recent.append(reading)
         if self._since is not None:
             return self._go_on(reading, grad_norm)
@@ -243,7 +258,10 @@ class SpikeDetector:
 
     def _go_on(self, reading: _Reading, grad_norm: float | None) -> SpikeEnd | None:
         assert self._since is not None
-        self._highest = (max(self._highest[0], reading.loss), max(self._highest[1] or 0.0, grad_norm or 0.0) or None)
+        self._highest = (
+            max(self._highest[0], reading.loss),
+            max(self._highest[1] or 0.0, grad_norm or 0.0) or None,
+        )
         is_calm = reading.loss_z < LOSS_LASTING and reading.norm_z < NORM_LASTING
         self._calm = [*self._calm, reading] if is_calm else []
         lasts = reading.iteration - self._since >= LONGEST
@@ -255,7 +273,9 @@ class SpikeDetector:
         else:
             self._forget()
         outcome: Literal["recovered", "new level"] = "recovered" if is_calm else "new level"
-        return SpikeEnd(self._calm[0].iteration if is_calm else reading.iteration, since, outcome, *self._highest)
+        return SpikeEnd(
+            self._calm[0].iteration if is_calm else reading.iteration, since, outcome, *self._highest
+        )
 
     def _accept(self, readings: Iterable[_Reading]) -> None:
         for reading in readings:

@@ -1,18 +1,23 @@
 """How often to save, and what a run needs on disk: `moe-exp watch storage`. No torch.
 
-How often. With failures at random, one every M seconds on average, and saves that take d seconds, work of t seconds between two saves
-loses (t + d) / 2 with a failure and d with each save. The interval that loses least:
+How often. With failures at random, one every M seconds on average, and saves that take d seconds, work of t
+seconds between two saves loses (t + d) / 2 with a failure and d with each save. The interval that loses
+least:
 
     Young 1974 (A first order approximation to the optimum checkpoint interval, CACM 17(9)):
         t = sqrt(2 d M)
-    Daly 2006 (A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 22(3), equation 37):
+    Daly 2006 (A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 22(3),
+    equation 37):
         t = sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + (d / 2M) / 9) - d    where d < 2M, else t = M
 
-What an interval costs follows from Daly's model of the whole time (equation 20), in which saves and restarts fail as well:
+What an interval costs follows from Daly's model of the whole time (equation 20), in which saves and restarts
+fail as well:
 
-    T = M exp(R / M) (exp((t + d) / M) - 1) / t    seconds per second of work, R: from a failure to the next iteration
+    T = M exp(R / M) (exp((t + d) / M) - 1) / t    seconds per second of work; R: from a failure to the
+                                                   next iteration
 
-With ASYNC_SAVE training waits for less than d, and loses what was not yet published: d is then an upper bound for both.
+With ASYNC_SAVE training waits for less than d, and loses what was not yet published: d is then an upper bound
+for both.
 """
 
 from __future__ import annotations
@@ -32,7 +37,8 @@ from moe_exp.planner.costs.disk import DiskUse, disk_use
 from moe_exp.runs.records import Record, read_metrics
 from moe_exp.runs.run_folder import RunFolder
 
-# Events that end all ranks, by themselves or by a restart. What comes within this time is one failure: all ranks tell of it.
+# Events that end all ranks, by themselves or by a restart. What comes within this time is one failure: all
+# ranks tell of it.
 FAILURES = ("rank_failed", "hang", "replicas_differ")
 _ONE_FAILURE_SECONDS = 120.0
 _NUM_RECORDS = 200
@@ -52,8 +58,12 @@ def daly_interval(save_seconds: float, mtbf_seconds: float) -> float:
     return young_interval(save_seconds, mtbf_seconds) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_seconds
 
 
-def lost_share(interval_seconds: float, save_seconds: float, mtbf_seconds: float, restart_seconds: float = 0.0) -> float:
-    """Time over that of the work alone, 0.1 for a tenth more: saves, restarts and work done again (Daly 2006, equation 20)."""
+def lost_share(
+    interval_seconds: float, save_seconds: float, mtbf_seconds: float, restart_seconds: float = 0.0
+) -> float:
+    """Time over that of the work alone, 0.1 for a tenth more: saves, restarts and work done again (Daly 2006,
+    equation 20).
+    """
     exponents = restart_seconds / mtbf_seconds, (interval_seconds + save_seconds) / mtbf_seconds
     if max(exponents) > 700:  # never done
         return math.inf
@@ -88,7 +98,11 @@ def measured(records: Sequence[Record]) -> Measured:
     train = [record for record in records if record["kind"] == "train"]
     events = [record for record in records if record["kind"] == "event"]
     saves = [event for event in events if event["event"] == "checkpoint"]
-    times = [record["elapsed_time_per_iteration_ms"] / 1e3 for record in train[-_NUM_RECORDS:] if record["elapsed_time_per_iteration_ms"]]
+    times = [
+        record["elapsed_time_per_iteration_ms"] / 1e3
+        for record in train[-_NUM_RECORDS:]
+        if record["elapsed_time_per_iteration_ms"]
+    ]
     failures, restarts = _failures(events)
     return Measured(
         iteration_seconds=statistics.median(times) if times else None,
@@ -126,7 +140,8 @@ class Advice:
         source: where that is from.
         best_iterations: SAVE_INTERVAL that loses least, by Daly.
         young_iterations: by Young.
-        best_share, present_share: of the work's time that is lost at best, and with the present SAVE_INTERVAL; None where it is 0.
+        best_share, present_share: of the work's time that is lost at best, and with the present
+            SAVE_INTERVAL; None where it is 0.
     """
 
     iteration_seconds: float
@@ -141,27 +156,38 @@ class Advice:
 
 
 def save_advice(
-    save_interval: int, found: Measured, *, mtbf_hours: float | None = None, num_nodes: int = 1, restart_seconds: float | None = None
+    save_interval: int,
+    found: Measured,
+    *,
+    mtbf_hours: float | None = None,
+    num_nodes: int = 1,
+    restart_seconds: float | None = None,
 ) -> Advice | None:
     """The interval of least loss; None where a run has not measured an iteration and a save yet.
 
     Args:
         save_interval: iterations, as they are set; 0: only at the end.
         found: what was measured.
-        mtbf_hours: of one node; None: the run's own hours over its failures, or its hours where there was none, which is too little.
+        mtbf_hours: of one node; None: the run's own hours over its failures, or its hours where there was
+            none, which is too little.
         num_nodes: that fail independently, each with `mtbf_hours`.
         restart_seconds: instead of the measured ones.
     """
     if not found.iteration_seconds or not found.save_seconds:
         return None
     if mtbf_hours is not None:
-        hours, source = mtbf_hours / num_nodes, f"--mtbf {mtbf_hours:g} hours of a node, {_counted(num_nodes, 'node')}"
+        hours, source = (
+            mtbf_hours / num_nodes,
+            f"--mtbf {mtbf_hours:g} hours of a node, {_counted(num_nodes, 'node')}",
+        )
     else:
         hours = found.hours / max(1, found.num_failures)
         what = _counted(found.num_failures, "failure") if found.num_failures else "no failure, taken as one"
         took = f"{found.hours:.1f} hours" if found.hours >= 1 else f"{found.hours * 60:.1f} minutes"
         is_little = found.num_failures < _FEW_FAILURES or found.hours < _FEW_HOURS
-        source = f"{what} in {took} of this run" + (", too little to go by: give --mtbf HOURS" if is_little else "")
+        source = f"{what} in {took} of this run" + (
+            ", too little to go by: give --mtbf HOURS" if is_little else ""
+        )
     if hours <= 0:
         return None
     mtbf, save, one = hours * 3600, found.save_seconds, found.iteration_seconds
@@ -186,12 +212,20 @@ def _counted(number: int, what: str) -> str:
 
 def _loses(share: float) -> str:
     """Time beside that of the work; beyond all of it as a factor."""
-    return f"loses {share:.2%}" if share < 1 else "never ends" if math.isinf(share) else f"takes {1 + share:.3g} times as long"
+    return (
+        f"loses {share:.2%}"
+        if share < 1
+        else "never ends"
+        if math.isinf(share)
+        else f"takes {1 + share:.3g} times as long"
+    )
 
 
 @dataclass(frozen=True)
 class Storage:
-    """What is told of a run, or of settings that none was started with. `free_bytes`: of the disk, without what a quota forbids."""
+    """What is told of a run, or of settings that none was started with. `free_bytes`: of the disk, without
+    what a quota forbids.
+    """
 
     config: Config
     measured: Measured
@@ -209,7 +243,10 @@ def storage_of(path: Path) -> Storage:
     folder = RunFolder(path) if path.is_dir() else None
     settings = folder.config if folder else path
     if not settings.is_file():
-        raise ValueError(f"RUN={path}: is no run folder and no file of settings. Fix: name a folder with config.yaml, or such a file.")
+        raise ValueError(
+            f"RUN={path}: is no run folder and no file of settings. Fix: name a folder with config.yaml, or"
+            " such a file."
+        )
     config = _config(settings)
     records = read_metrics(folder.metrics) if folder and folder.metrics.exists() else []
     found = measured(records)
@@ -228,14 +265,20 @@ def _config(path: Path) -> Config:
     except ConfigError:
         raise
     except (ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"{path}: cannot be read ({' '.join(str(error).split())}). Fix: name another file.") from None
+        raise ValueError(
+            f"{path}: cannot be read ({' '.join(str(error).split())}). Fix: name another file."
+        ) from None
 
 
 def _bytes_of(folder: RunFolder | None) -> int:
     """Bytes of what is no checkpoint."""
     if folder is None:
         return 0
-    return sum(file.stat().st_size for file in folder.path.rglob("*") if file.is_file() and folder.checkpoints not in (file, *file.parents))
+    return sum(
+        file.stat().st_size
+        for file in folder.path.rglob("*")
+        if file.is_file() and folder.checkpoints not in (file, *file.parents)
+    )
 
 
 def rows_of(storage: Storage, advice: Advice | None, free_bytes: int | None) -> dict[str, Any]:
@@ -256,9 +299,14 @@ def rows_of(storage: Storage, advice: Advice | None, free_bytes: int | None) -> 
         return rows | {"SAVE_INTERVAL": f"{config.save_interval}; no advice before the run has saved once"}
     present = "saves only at the end" if advice.present_share is None else _loses(advice.present_share)
     return rows | {
-        "an iteration, a save, a restart": f"{advice.iteration_seconds:.3g} s, {advice.save_seconds:.3g} s, {advice.restart_seconds:.3g} s",
+        "an iteration, a save, a restart": (
+            f"{advice.iteration_seconds:.3g} s, {advice.save_seconds:.3g} s, {advice.restart_seconds:.3g} s"
+        ),
         "time between failures": f"{advice.mtbf_hours:.3g} hours ({advice.source})",
-        "best SAVE_INTERVAL": f"{advice.best_iterations} (Daly; {advice.young_iterations} by Young), {_loses(advice.best_share)}",
+        "best SAVE_INTERVAL": (
+            f"{advice.best_iterations} (Daly; {advice.young_iterations} by Young),"
+            f" {_loses(advice.best_share)}"
+        ),
         "present SAVE_INTERVAL": f"{config.save_interval}, {present}",
     }
 
@@ -266,7 +314,10 @@ def rows_of(storage: Storage, advice: Advice | None, free_bytes: int | None) -> 
 def _retention(config: Config) -> str:
     if not config.keep_last:
         return "KEEP_LAST=0: all are kept"
-    return f"KEEP_LAST={config.keep_last}, KEEP_EVERY={config.keep_every}, KEEP_BEST={config.keep_best}; and the one being written"
+    return (
+        f"KEEP_LAST={config.keep_last}, KEEP_EVERY={config.keep_every}, KEEP_BEST={config.keep_best}; and the"
+        " one being written"
+    )
 
 
 def gigabytes(num_bytes: int) -> str:

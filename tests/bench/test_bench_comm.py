@@ -1,4 +1,6 @@
-"""The benchmark of collectives: results are checked, sizes read, and a run of two ranks gives what the planner reads."""
+"""The benchmark of collectives: results are checked, sizes read, and a run of two ranks gives what the
+planner reads.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def test_a_wrong_result_is_seen(monkeypatch, name):
     collective = bench_comm.COLLECTIVES[name]
 
     def run(output, given):
-        expected = collective.expected([bench_comm.values(rank, len(given), given.device) for rank in range(2)], 0)
+        expected = collective.expected(
+            [bench_comm.values(rank, len(given), given.device) for rank in range(2)], 0
+        )
         target = given if name == "all-reduce" else output
         target.copy_(expected)
         target[-1] += off
@@ -77,7 +81,11 @@ def test_bus_bandwidth_goes_into_a_profile():
             [],
             "WORLD_SIZE=1: one rank sends nothing to anybody. Fix: torchrun --nproc-per-node 2 or more.",
         ),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, ["--json", "/nonexistent/x.json"], "there is no folder /nonexistent."),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            ["--json", "/nonexistent/x.json"],
+            "there is no folder /nonexistent.",
+        ),
     ],
 )
 def test_what_cannot_be_is_said_before_any_work(monkeypatch, capsys, environ, arguments, text):
@@ -100,9 +108,28 @@ def test_other_hosts_need_no_folder_for_the_results(monkeypatch):
 
 
 def test_two_ranks(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
-    command += [str(ROOT / "bench/gpu/bench_comm.py"), "--sizes", "4K", "64K", "--json", str(tmp_path / "comm.json")]
-    environ = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(free_port()),
+    ]
+    command += [
+        str(ROOT / "bench/gpu/bench_comm.py"),
+        "--sizes",
+        "4K",
+        "64K",
+        "--json",
+        str(tmp_path / "comm.json"),
+    ]
+    environ = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "comm.json").read_text())
@@ -116,4 +143,7 @@ def test_two_ranks(tmp_path):
     # The planner takes the entries in the place of its own.
     profile = json.loads((ROOT / "moe_exp/planner/profiles/CPU.json").read_text()) | result["profile"]
     (tmp_path / "mine.json").write_text(json.dumps(profile))
-    assert load_hardware(str(tmp_path / "mine.json")).node_latency_seconds == result["profile"]["node_latency_seconds"]["value"]
+    assert (
+        load_hardware(str(tmp_path / "mine.json")).node_latency_seconds
+        == result["profile"]["node_latency_seconds"]["value"]
+    )

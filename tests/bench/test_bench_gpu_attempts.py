@@ -1,4 +1,6 @@
-"""What the GPU benchmarks share: attempts that may fail, a device that may be lost, processes that compile ahead."""
+"""What the GPU benchmarks share: attempts that may fail, a device that may be lost, processes that compile
+ahead.
+"""
 
 from __future__ import annotations
 
@@ -97,15 +99,25 @@ def python(program: str) -> list[str]:
 
 def test_commands_run_at_once(tmp_path):
     # Each waits for the file of the other: one after the other they would never end.
-    meet = "import pathlib, sys, time\npathlib.Path({0!r}).touch()\nwhile not pathlib.Path({1!r}).exists(): time.sleep(0.01)"
+    meet = (
+        "import pathlib, sys, time\npathlib.Path({0!r}).touch()\nwhile not pathlib.Path({1!r}).exists():"
+        " time.sleep(0.01)"
+    )
     one, other = str(tmp_path / "one"), str(tmp_path / "other")
     commands = {"one": python(meet.format(one, other)), "other": python(meet.format(other, one))}
     assert gpu_warm.run_at_once(commands, seconds=60, workers=2) == {}
 
 
 def test_commands_that_do_not_end_well():
-    commands = {"good": python("print(1)"), "bad": python("raise KeyError('x')"), "quiet": python("raise SystemExit(3)")}
-    assert gpu_warm.run_at_once(commands, seconds=60, workers=1) == {"bad": "exit code 1: KeyError: 'x'", "quiet": "exit code 3: "}
-    assert gpu_warm.run_at_once({"a": ["sleep", "60"], "b": ["sleep", "60"]}, seconds=0.1, workers=1) == dict.fromkeys(
-        "ab", "not done after 0 s"
-    )
+    commands = {
+        "good": python("print(1)"),
+        "bad": python("raise KeyError('x')"),
+        "quiet": python("raise SystemExit(3)"),
+    }
+    assert gpu_warm.run_at_once(commands, seconds=60, workers=1) == {
+        "bad": "exit code 1: KeyError: 'x'",
+        "quiet": "exit code 3: ",
+    }
+    assert gpu_warm.run_at_once(
+        {"a": ["sleep", "60"], "b": ["sleep", "60"]}, seconds=0.1, workers=1
+    ) == dict.fromkeys("ab", "not done after 0 s")

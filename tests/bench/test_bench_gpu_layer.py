@@ -1,4 +1,6 @@
-"""The benchmark of one layer on a GPU, as far as a CPU can run it: floors, the reference, the comparison, the command end to end."""
+"""The benchmark of one layer on a GPU, as far as a CPU can run it: floors, the reference, the comparison, the
+command end to end.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ def test_documented_commands():
 
 
 def inputs(shape, routing="balanced", dtype=torch.float64):
-    return gpu_inputs.draw_weights(shape, dtype=dtype, device=CPU), gpu_inputs.draw_inputs(shape, routing, dtype=dtype, device=CPU, seed=3)
+    return gpu_inputs.draw_weights(shape, dtype=dtype, device=CPU), gpu_inputs.draw_inputs(
+        shape, routing, dtype=dtype, device=CPU, seed=3
+    )
 
 
 @pytest.mark.parametrize("name", gpu_floors.SHAPES)
@@ -81,7 +85,10 @@ def test_balanced_routing(name):
 
 
 def test_zipf_routing_is_skewed_and_differs_between_input_sets():
-    one, other = (inputs(TINY, "zipf")[1].routing, gpu_inputs.draw_inputs(TINY, "zipf", dtype=torch.float32, device=CPU, seed=4).routing)
+    one, other = (
+        inputs(TINY, "zipf")[1].routing,
+        gpu_inputs.draw_inputs(TINY, "zipf", dtype=torch.float32, device=CPU, seed=4).routing,
+    )
     assert one.counts_E[0] > 2 * one.counts_E[-1]
     assert not torch.equal(one.expert_TK, other.expert_TK)
 
@@ -95,12 +102,20 @@ def test_rows_arrive_sorted():
 
 def test_reference_against_autograd():
     weights, given = inputs(TINY, "zipf")
-    routing, leaves = given.routing, [given.x_TD, weights.weight1_LWD, weights.weight2_LDF, given.routing.weights_TK]
+    routing, leaves = (
+        given.routing,
+        [given.x_TD, weights.weight1_LWD, weights.weight2_LDF, given.routing.weights_TK],
+    )
     y_TD = torch.zeros_like(given.x_TD)
     for k in range(TINY.topk):
-        weight1, weight2 = weights.weight1_LWD[routing.expert_TK[:, k]], weights.weight2_LDF[routing.expert_TK[:, k]]
+        weight1, weight2 = (
+            weights.weight1_LWD[routing.expert_TK[:, k]],
+            weights.weight2_LDF[routing.expert_TK[:, k]],
+        )
         gate, up = torch.einsum("twd,td->tw", weight1, given.x_TD).chunk(2, dim=1)
-        y_TD = y_TD + routing.weights_TK[:, k, None] * torch.einsum("tdf,tf->td", weight2, torch.nn.functional.silu(gate) * up)
+        y_TD = y_TD + routing.weights_TK[:, k, None] * torch.einsum(
+            "tdf,tf->td", weight2, torch.nn.functional.silu(gate) * up
+        )
     expected = [y_TD, *torch.autograd.grad(y_TD, leaves, given.dy_TD)]
     for one, other in zip(gpu_inputs.reference(given, weights), expected, strict=True):
         assert relative_error(one, other) < 1e-6
@@ -110,13 +125,19 @@ def check(provider, shape, weights, given):
     """Output and gradients against the reference; the gradients of the parameters as autograd gave them."""
     leaves = provider.leaves(weights)
     y_TD = provider.build(shape, leaves.parameters)(given.x_TD, given.routing)
-    dx_TD, dweights_TK, *grads = torch.autograd.grad(y_TD, [given.x_TD, given.routing.weights_TK, *leaves.parameters], given.dy_TD)
-    found = gpu_inputs.errors([y_TD, dx_TD, *leaves.join(grads), dweights_TK], gpu_inputs.reference(given, weights))
+    dx_TD, dweights_TK, *grads = torch.autograd.grad(
+        y_TD, [given.x_TD, given.routing.weights_TK, *leaves.parameters], given.dy_TD
+    )
+    found = gpu_inputs.errors(
+        [y_TD, dx_TD, *leaves.join(grads), dweights_TK], gpu_inputs.reference(given, weights)
+    )
     assert max(found.values()) < gpu_inputs.TOLERANCE[torch.float32], found
     return grads
 
 
-@pytest.mark.parametrize("name", ["ours, torch", "loop", "grouped_mm, 2 products", "grouped_mm, 3 products", "transformers"])
+@pytest.mark.parametrize(
+    "name", ["ours, torch", "loop", "grouped_mm, 2 products", "grouped_mm, 3 products", "transformers"]
+)
 @pytest.mark.parametrize("shape", gpu_floors.TINY.values(), ids=list(gpu_floors.TINY))
 def test_providers_on_a_cpu(name, shape):
     if name == "transformers":
@@ -126,7 +147,9 @@ def test_providers_on_a_cpu(name, shape):
 
 
 class GroupedLinear(torch.nn.Module):
-    """transformer_engine.pytorch.GroupedLinear: weight0, weight1, ... [out, in] each, and splits as a list."""
+    """transformer_engine.pytorch.GroupedLinear: weight0, weight1, ... [out, in] each, and splits as a
+    list.
+    """
 
     def __init__(self, num_gemms, in_features, out_features, *, bias, params_dtype, device):
         super().__init__()
@@ -232,15 +255,28 @@ def test_the_command(tmp_path):
         str(tmp_path / "layer.json"),
         "--profile",
     ]
-    here = ["loop", "grouped_mm, 2 products"] + ["transformers"] * (importlib.util.find_spec("transformers") is not None)
+    here = ["loop", "grouped_mm, 2 products"] + ["transformers"] * (
+        importlib.util.find_spec("transformers") is not None
+    )
     peers = [*here, "liger", "sonic-moe", "te", "grouped_gemm"]
-    environ = os.environ | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([*command, "--peers", *peers], env=environ, capture_output=True, text=True, timeout=240)
+    environ = os.environ | {
+        "TRITON_INTERPRET": "0",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    done = subprocess.run(
+        [*command, "--peers", *peers], env=environ, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "layer.json").read_text())
     timed = {(row["shape"], row["routing"], row["provider"]) for row in result["rows"]}
-    names = {"tiny": [gpu_peers.OURS, *here], "tiny-rows": [gpu_peers.OURS, *[gpu_peers.OURS_SORTING] * (len(here) > 2), *here]}
-    assert timed == {(shape, routing, name) for shape in names for routing in gpu_inputs.ROUTINGS for name in names[shape]}
+    names = {
+        "tiny": [gpu_peers.OURS, *here],
+        "tiny-rows": [gpu_peers.OURS, *[gpu_peers.OURS_SORTING] * (len(here) > 2), *here],
+    }
+    assert timed == {
+        (shape, routing, name) for shape in names for routing in gpu_inputs.ROUTINGS for name in names[shape]
+    }
     ours = [row for row in result["rows"] if row["provider"] in gpu_peers.OUR_KERNELS]
     assert all(1 <= row["saved_over_minimal"] < 1.05 and row["theirs_over_ours"] == 1 for row in ours)
     assert all(row["largest_error"] < 1e-5 and row["both_ms"] > 0 for row in result["rows"])

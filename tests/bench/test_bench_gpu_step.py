@@ -1,4 +1,6 @@
-"""The benchmark of a training step: moe_exp and megatron-core's own parts compute the same model, and what it prints can be read."""
+"""The benchmark of a training step: moe_exp and megatron-core's own parts compute the same model, and what it
+prints can be read.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,21 @@ with warnings.catch_warnings():
 
 def test_megatrons_own_parts_have_the_same_first_loss(tmp_path):
     # A process of its own: it starts Megatron's parallel state.
-    command = [sys.executable, str(ROOT / "bench/gpu/bench_gpu_step.py"), "--model", "moe", "dmoe", "--contenders", "ours", "megatron"]
-    environ = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    command = [
+        sys.executable,
+        str(ROOT / "bench/gpu/bench_gpu_step.py"),
+        "--model",
+        "moe",
+        "dmoe",
+        "--contenders",
+        "ours",
+        "megatron",
+    ]
+    environ = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+    }
     command += ["--steps", "1", "--profile", "--json", str(tmp_path / "step.json")]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -42,7 +57,15 @@ def test_megatrons_own_parts_have_the_same_first_loss(tmp_path):
 
 
 def row(contender, loss):
-    return {"contender": contender, "note": "", "num_layers": 2, "first_loss": loss, "ms": 1.0, "tflops": 1.0, "peak_bytes": None}
+    return {
+        "contender": contender,
+        "note": "",
+        "num_layers": 2,
+        "first_loss": loss,
+        "ms": 1.0,
+        "tflops": 1.0,
+        "peak_bytes": None,
+    }
 
 
 @pytest.mark.parametrize("failing", ["ours", "megatron", "transformers"])
@@ -53,7 +76,9 @@ def test_a_contender_that_fails_costs_its_own_row(monkeypatch, tmp_path, failing
     saved = []
 
     def measure(config, contender, rank, arguments):
-        saved.append([row["contender"] for row in json.loads(path.read_text())["rows"]] if path.exists() else [])
+        saved.append(
+            [row["contender"] for row in json.loads(path.read_text())["rows"]] if path.exists() else []
+        )
         if contender == failing:
             raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
         return row(contender, 7.0)
@@ -62,7 +87,8 @@ def test_a_contender_that_fails_costs_its_own_row(monkeypatch, tmp_path, failing
     config = load_config(bench_gpu_step.TINY, environ={})
     assert results.compare("moe", config)
     others = [contender for contender in arguments.contenders if contender != failing]
-    assert saved == [[name for name in others if name in arguments.contenders[:count]] for count in range(3)]  # after every row
+    # after every row
+    assert saved == [[name for name in others if name in arguments.contenders[:count]] for count in range(3)]
     results.save()
     result = json.loads(path.read_text())
     assert [(row["contender"], row["model"]) for row in result["rows"]] == [(name, "moe") for name in others]
@@ -74,7 +100,9 @@ def test_losses_that_differ(monkeypatch):
     arguments = types.SimpleNamespace(contenders=["ours", "megatron", "transformers"], json=None)
     results = bench_gpu_step.Results(arguments, types.SimpleNamespace(device=torch.device("cpu")))
     losses = {"ours": 7.0, "megatron": 7.001, "transformers": 9.0}
-    monkeypatch.setattr(bench_gpu_step, "measure", lambda config, contender, *others: row(contender, losses[contender]))
+    monkeypatch.setattr(
+        bench_gpu_step, "measure", lambda config, contender, *others: row(contender, losses[contender])
+    )
     config = load_config(bench_gpu_step.TINY | {"dtype": "fp32"}, environ={})
     assert not results.compare("moe", config)
     losses["megatron"] = 7.00001
@@ -105,7 +133,10 @@ def test_the_router_with_transformer_engine_is_left_alone():
         (["--expert-backend", "foo"], "EXPERT_BACKEND=foo: must be 'auto', "),
         (["--expert-backend", "te"], "expert_backend=te: "),
         (["--steps", "0"], "argument --steps: 0: has to be a whole number from 1 on."),
-        (["--json", "/nonexistent/x.json"], "argument --json: /nonexistent/x.json: there is no folder /nonexistent."),
+        (
+            ["--json", "/nonexistent/x.json"],
+            "argument --json: /nonexistent/x.json: there is no folder /nonexistent.",
+        ),
     ],
 )
 def test_what_cannot_be_is_said_before_any_work(monkeypatch, capsys, arguments, text):

@@ -1,4 +1,6 @@
-"""The benchmark of one layer goes on where somebody fails: who is left out, what is saved, and the exit code."""
+"""The benchmark of one layer goes on where somebody fails: who is left out, what is saved, and the exit
+code.
+"""
 
 from __future__ import annotations
 
@@ -61,10 +63,18 @@ def run(monkeypatch, tmp_path, capsys):
             monkeypatch.setitem(gpu_peers.PROVIDERS, name, provider)
         monkeypatch.setattr(bench_gpu_layer, "PEERS", list(providers))
         path = tmp_path / "layer.json"
-        monkeypatch.setattr(sys, "argv", ["bench_gpu_layer.py", "--device", "cpu", "--dtype", "fp32", "--json", str(path), *arguments])
+        monkeypatch.setattr(
+            sys,
+            "argv",
+            ["bench_gpu_layer.py", "--device", "cpu", "--dtype", "fp32", "--json", str(path), *arguments],
+        )
         with pytest.raises(SystemExit) as end:
             bench_gpu_layer.main()
-        return end.value.code or 0, json.loads(path.read_text()) if path.exists() else None, capsys.readouterr()
+        return (
+            end.value.code or 0,
+            json.loads(path.read_text()) if path.exists() else None,
+            capsys.readouterr(),
+        )
 
     return call
 
@@ -76,10 +86,23 @@ def rows(result):
 # Warm-up and check are 1 + 2 * 2 calls, the count of bytes one more (no peak on a CPU), a turn 2 + 2.
 @pytest.mark.parametrize(
     ("error", "after"),
-    [(PTXASError("no"), 0), (KeyError("shape"), 3), (OSError("no file\nsecond line"), 5), (torch.OutOfMemoryError("full"), 8)],
+    [
+        (PTXASError("no"), 0),
+        (KeyError("shape"), 3),
+        (OSError("no file\nsecond line"), 5),
+        (torch.OutOfMemoryError("full"), 8),
+    ],
 )
 def test_a_peer_that_fails_costs_its_own_row(run, error, after):
-    code, result, out = run({"bad": failing(error, after=after), "good": PLAIN}, "--shape", "tiny", "--routing", "zipf", "--rounds", "2")
+    code, result, out = run(
+        {"bad": failing(error, after=after), "good": PLAIN},
+        "--shape",
+        "tiny",
+        "--routing",
+        "zipf",
+        "--rounds",
+        "2",
+    )
     assert code == 0
     assert rows(result) == [("tiny", "ours"), ("tiny", "good")]
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -105,7 +128,9 @@ def test_a_peer_that_fails_while_it_is_built_or_profiled(run):
 
 
 def test_ours_fails(run):
-    code, result, out = run({"good": PLAIN}, "--shape", "tiny", "--rounds", "1", ours=failing(PTXASError("no"), after=6))
+    code, result, out = run(
+        {"good": PLAIN}, "--shape", "tiny", "--rounds", "1", ours=failing(PTXASError("no"), after=6)
+    )
     assert code == "not measured: ours, shape tiny, balanced, ours, shape tiny, zipf"
     assert rows(result) == [("tiny", "good")] * 2
     assert all(row["theirs_over_ours"] is None for row in result["rows"])
@@ -120,7 +145,10 @@ def test_a_lost_device_ends_the_suite(run, monkeypatch):
     assert set(rows(result)) == {("tiny", "ours"), ("tiny", "good")}  # of the turns before
     assert result["left_out"] == {
         "bad, shape tiny, balanced": "PTXASError: illegal memory access",
-        "all that would follow": "the device answers no more since bad, shape tiny, balanced: AcceleratorError: unspecified launch failure",
+        "all that would follow": (
+            "the device answers no more since bad, shape tiny, balanced: AcceleratorError: unspecified launch"
+            " failure"
+        ),
     }
 
 
@@ -131,7 +159,9 @@ def test_a_slow_start(run):
         return PLAIN.build(shape, parameters)
 
     arguments = ["--shape", "tiny", "--routing", "zipf", "--rounds", "1", "--start-seconds", "0.001"]
-    code, result, _ = run({"slow": replace(PLAIN, build=spinning)}, *arguments, ours=replace(PLAIN, build=slow))
+    code, result, _ = run(
+        {"slow": replace(PLAIN, build=spinning)}, *arguments, ours=replace(PLAIN, build=slow)
+    )
     assert code == 0
     assert rows(result) == [("tiny", "ours")]
     assert result["left_out"] == {"slow, shape tiny, zipf": "took over 0 s"}
@@ -150,10 +180,15 @@ def test_ours_has_the_budget_and_no_longer(run, monkeypatch):
 
     monkeypatch.setattr(bench_gpu_layer, "at_most", at_most)
     monkeypatch.setattr(bench_gpu_layer, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
-    code, result, out = run({"peer": PLAIN}, "--shape", "tiny", "--budget", "100", ours=replace(PLAIN, build=build))
+    code, result, out = run(
+        {"peer": PLAIN}, "--shape", "tiny", "--budget", "100", ours=replace(PLAIN, build=build)
+    )
     assert given == [160, 0]  # the shape that was begun may take a minute more
     assert code == "not measured: ours, shape tiny, balanced, shape tiny, zipf"
-    assert result["left_out"] == {"ours, shape tiny, balanced": "took over 160 s", "shape tiny, zipf": "not begun within 100 s"}
+    assert result["left_out"] == {
+        "ours, shape tiny, balanced": "took over 160 s",
+        "shape tiny, zipf": "not begun within 100 s",
+    }
     assert "Traceback" not in out.err
 
 
@@ -175,14 +210,18 @@ def test_backward_runs_where_it_can_be_stopped(run):
 
         @staticmethod
         def backward(ctx, grad):
-            seen.append((torch._C._is_multithreading_enabled(), threading.current_thread() is threading.main_thread()))
+            seen.append(
+                (torch._C._is_multithreading_enabled(), threading.current_thread() is threading.main_thread())
+            )
             return grad
 
     def build(shape, parameters):
         layer = PLAIN.build(shape, parameters)
         return lambda x_TD, routing: Look.apply(layer(x_TD, routing))
 
-    code, _, _ = run({"looks": replace(PLAIN, build=build)}, "--shape", "tiny", "--routing", "zipf", "--rounds", "1")
+    code, _, _ = run(
+        {"looks": replace(PLAIN, build=build)}, "--shape", "tiny", "--routing", "zipf", "--rounds", "1"
+    )
     assert code == 0
     assert set(seen) == {(False, True)}
     assert torch._C._is_multithreading_enabled()  # as before
@@ -205,11 +244,16 @@ def test_a_peer_may_be_further_off_in_the_router_weights(run):
     (row,) = [row for row in result["rows"] if row["provider"] == "off"]
     assert row["largest_error"] == row["errors"]["router weights"] == pytest.approx(2e-5, rel=0.1)
     code, result, _ = run({}, *arguments, ours=off)
-    assert result["left_out"] == {"ours, shape tiny, zipf": "wrong: router weights is 2.0e-05 off, over 1e-05"}
+    assert result["left_out"] == {
+        "ours, shape tiny, zipf": "wrong: router weights is 2.0e-05 off, over 1e-05"
+    }
     assert code == "not measured: ours, shape tiny, zipf"
     share = 4e-5
     code, result, _ = run({"off": off}, *arguments)
-    assert (code, result["left_out"]) == (0, {"off, shape tiny, zipf": "wrong: router weights is 4.0e-05 off, over 3e-05"})
+    assert (code, result["left_out"]) == (
+        0,
+        {"off, shape tiny, zipf": "wrong: router weights is 4.0e-05 off, over 3e-05"},
+    )
 
 
 def test_who_sorts_arriving_rows_is_compared_with_ours_sorting(run):
@@ -226,7 +270,9 @@ def test_who_sorts_arriving_rows_is_compared_with_ours_sorting(run):
         ("tiny-rows", "takes them", "ours"),
     ]
     assert "sorts: rows that arrive sorted are sorted again; compared with `ours, sorting` there" in out.out
-    assert gpu_peers.OURS_SORTING not in [name for _, name in rows(run({"takes them": PLAIN}, "--rounds", "1")[1])]
+    assert gpu_peers.OURS_SORTING not in [
+        name for _, name in rows(run({"takes them": PLAIN}, "--rounds", "1")[1])
+    ]
 
 
 # Compiling ahead
@@ -240,7 +286,9 @@ def test_compile_only_runs_everybody_once_per_shape(run):
         return failing(PTXASError("called again"), after=1).build(shape, parameters)
 
     once = replace(PLAIN, build=build)
-    code, result, out = run({"peer": once, "bad": failing(PTXASError("no"), after=0)}, "--compile-only", ours=once)
+    code, result, out = run(
+        {"peer": once, "bad": failing(PTXASError("no"), after=0)}, "--compile-only", ours=once
+    )
     assert code == 0
     assert len(built) == 4
     assert "bad, shape tiny, balanced: PTXASError: no" in out.out
@@ -266,7 +314,12 @@ def test_every_shape_is_compiled_ahead_by_a_process_of_its_own(run, monkeypatch)
         monkeypatch.setattr(sys, "argv", [file, *rest])
         arguments = bench_gpu_layer.parse_arguments()
         assert (arguments.compile_only, arguments.warm_seconds, arguments.budget) == (True, 0, 9)
-        assert (arguments.shape, arguments.peers, arguments.dtype, str(arguments.device)) == ([name[6:]], ["a peer"], "fp32", "cpu")
+        assert (arguments.shape, arguments.peers, arguments.dtype, str(arguments.device)) == (
+            [name[6:]],
+            ["a peer"],
+            "fp32",
+            "cpu",
+        )
 
 
 @pytest.mark.parametrize(
@@ -277,10 +330,16 @@ def test_every_shape_is_compiled_ahead_by_a_process_of_its_own(run, monkeypatch)
         (["--budget", "-1"], "--budget: -1: has to be a number from 0.0 on."),
         (["--budget", "nan"], "--budget: nan: has to be a number from 0.0 on."),
         (["--device", "cuda:99"], "--device: cuda:99: torch sees "),
-        (["--device", "gpu"], "--device: gpu: is no device of these benchmarks. Fix: give cpu, cuda, or such as cuda:1"),
+        (
+            ["--device", "gpu"],
+            "--device: gpu: is no device of these benchmarks. Fix: give cpu, cuda, or such as cuda:1",
+        ),
         (
             ["--json", "/nonexistent/x.json"],
-            "--json: /nonexistent/x.json: there is no folder /nonexistent. Fix: make it, or give another file",
+            (
+                "--json: /nonexistent/x.json: there is no folder /nonexistent. Fix: make it, or give another"
+                " file"
+            ),
         ),
         (["--json", "/"], "--json: /: is a folder. Fix: give a file in it"),
     ],

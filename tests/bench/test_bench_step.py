@@ -27,6 +27,8 @@ def test_plain_torch_has_the_same_losses(prefix: Path) -> None:
     # A process of its own: it joins a process group. One for both models: most of its time are the imports.
     command = [sys.executable, str(ROOT / "bench/bench_step.py"), "--check", "--data", str(prefix)]
     environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(command, env=environ, cwd=prefix.parent, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, env=environ, cwd=prefix.parent, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("relative difference") == 2 * 3  # dense and MoE

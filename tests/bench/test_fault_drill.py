@@ -1,4 +1,6 @@
-"""The drill plans every kind of fault, and its comparison finds what a run must not lose; slow: a short drill."""
+"""The drill plans every kind of fault, and its comparison finds what a run must not lose; slow: a short
+drill.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,13 @@ def records() -> Records:
 
 def test_twenty_faults_are_of_every_kind_and_a_seed_always_means_the_same_ones() -> None:
     faults = fault_drill.planned(7, 20)
-    assert {kind: sum(isinstance(fault, kind) and type(fault) is kind for fault in faults) for kind in KINDS} == {
-        kind: kind.share for kind in KINDS
-    }
+    assert {
+        kind: sum(isinstance(fault, kind) and type(fault) is kind for fault in faults) for kind in KINDS
+    } == {kind: kind.share for kind in KINDS}
     again, other = fault_drill.planned(7, 20), fault_drill.planned(8, 20)
-    assert [(type(fault), fault.iteration) for fault in faults] == [(type(fault), fault.iteration) for fault in again]
+    assert [(type(fault), fault.iteration) for fault in faults] == [
+        (type(fault), fault.iteration) for fault in again
+    ]
     assert [type(fault) for fault in faults] != [type(fault) for fault in other]
     iterations = [fault.iteration for fault in faults]
     assert iterations == sorted(iterations)
@@ -73,7 +77,10 @@ def test_other_experts_are_found(records: Records) -> None:
 
 
 def test_lost_samples_and_repeated_iterations_are_found(records: Records) -> None:
-    lost = [record | {"consumed_samples": record["consumed_samples"] + GBSZ * (record["iteration"] > 60)} for record in records]
+    lost = [
+        record | {"consumed_samples": record["consumed_samples"] + GBSZ * (record["iteration"] > 60)}
+        for record in records
+    ]
     assert fault_drill.compared(lost, records)[0] == "samples were lost or repeated before iteration 61"
     assert "once each" in fault_drill.compared([*records[:20], *records[19:]], records)[0]
     assert "once each" in fault_drill.compared(records[:-1], records)[0]
@@ -83,7 +90,16 @@ def test_lost_samples_and_repeated_iterations_are_found(records: Records) -> Non
 @pytest.mark.timeout(1500)
 def test_a_short_drill_ends_with_the_undisturbed_curve(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
-    command = [sys.executable, str(ROOT / "bench/drill/fault_drill.py"), "--faults", "5", "--ranks", "2", "--json", str(results)]
+    command = [
+        sys.executable,
+        str(ROOT / "bench/drill/fault_drill.py"),
+        "--faults",
+        "5",
+        "--ranks",
+        "2",
+        "--json",
+        str(results),
+    ]
     environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

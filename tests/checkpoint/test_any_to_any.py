@@ -1,6 +1,8 @@
-"""A run goes on under any other layout as if it had been there from the start: losses, gradient norms, routing, optimizer state.
+"""A run goes on under any other layout as if it had been there from the start: losses, gradient norms,
+routing, optimizer state.
 
-`pytest -m "" tests/checkpoint/test_any_to_any.py` runs the whole matrix; the largest deviations are properties of the tests.
+`pytest -m "" tests/checkpoint/test_any_to_any.py` runs the whole matrix; the largest deviations are
+properties of the tests.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ class Layout(NamedTuple):
     @property
     def settings(self) -> dict[str, Any]:
         ranks = {"gpus_per_node": self.tp * self.pp * self.dp}
-        return ranks | {name: value for name, value in self._asdict().items() if name != "dp" and value is not None}
+        return ranks | {
+            name: value for name, value in self._asdict().items() if name != "dp" and value is not None
+        }
 
 
 LAYOUTS = {
@@ -39,7 +43,9 @@ LAYOUTS = {
     "TP2_PP2_ETP2": Layout(2, 2, 1, 2, 1),
     "PP2_VPP2": Layout(1, 2, 1, 1, 2, 2),
 }
-LIMITS = dict.fromkeys(("lm_loss", "balancing_loss", "z_loss", "params_norm", "learning_rate"), 1e-6) | {"grad_norm": 1e-5}
+LIMITS = dict.fromkeys(("lm_loss", "balancing_loss", "z_loss", "params_norm", "learning_rate"), 1e-6) | {
+    "grad_norm": 1e-5
+}
 
 
 @pytest.fixture(scope="session")
@@ -48,12 +54,19 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Matrix:
-    """Runs of every layout, saved half way, and from each of those on under the others. Layouts of equally many ranks share processes."""
+    """Runs of every layout, saved half way, and from each of those on under the others. Layouts of equally
+    many ranks share processes.
+    """
 
     def __init__(self, folder: Path, data: Path, dtype: str, steps: int, layouts: dict[str, Layout]):
         self.folder, self.steps = folder, steps
-        self.settings = {name: {"train_data": str(data), "dtype": dtype, **layout.settings} for name, layout in layouts.items()}
-        self.whole = self._all({name: Leg(self.settings[name], None, steps, {steps // 2: folder / name}) for name in layouts})
+        self.settings = {
+            name: {"train_data": str(data), "dtype": dtype, **layout.settings}
+            for name, layout in layouts.items()
+        }
+        self.whole = self._all(
+            {name: Leg(self.settings[name], None, steps, {steps // 2: folder / name}) for name in layouts}
+        )
 
     def _all(self, legs: dict[str, Leg]) -> dict[str, list[Step]]:
         found = {}
@@ -96,8 +109,12 @@ def check(steps: list[Step], expected: list[Step]) -> dict[str, float]:
 
 
 def test_short_matrix(tmp_path, data):
-    """Into expert parallelism and out of it, tensor parallel ranks with parts of gated experts, virtual stages."""
-    layouts = {name: LAYOUTS[name] for name in ("one", "TP2_EP2_ETP2")} | {"PP2_VPP2": LAYOUTS["PP2_VPP2"]._replace(dp=1)}
+    """Into expert parallelism and out of it, tensor parallel ranks with parts of gated experts, virtual
+    stages.
+    """
+    layouts = {name: LAYOUTS[name] for name in ("one", "TP2_EP2_ETP2")} | {
+        "PP2_VPP2": LAYOUTS["PP2_VPP2"]._replace(dp=1)
+    }
     short = Matrix(tmp_path, data, "fp32", 8, layouts)
     pairs = [("one", "TP2_EP2_ETP2"), ("TP2_EP2_ETP2", "PP2_VPP2"), ("PP2_VPP2", "one")]
     for (_, target), steps in short.resumed(pairs).items():
@@ -119,7 +136,9 @@ def test_whole_matrix(target, matrix, record_property):
 @pytest.mark.slow
 @pytest.mark.parametrize("target", LAYOUTS)
 def test_whole_matrix_in_bf16(target, matrix, record_property):
-    """Layouts round differently from the first step on, so a moved run differs as uninterrupted runs of two layouts do, not more."""
+    """Layouts round differently from the first step on, so a moved run differs as uninterrupted runs of two
+    layouts do, not more.
+    """
     runs = matrix("bf16")
     limits = {name: 3 * value for name, value in runs.between_layouts.items()}
     assert 1e-6 < limits["lm_loss"] < 3e-4

@@ -16,9 +16,24 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.checkpoint.small_job import build_small, end_run, files_of, records, small_settings, start_run, write_tokens
+from helpers.checkpoint.small_job import (
+    build_small,
+    end_run,
+    files_of,
+    records,
+    small_settings,
+    start_run,
+    write_tokens,
+)
 from helpers.ranks import RankError, free_port, run_on_ranks
-from moe_exp.checkpoint.format.folders import Manifest, NewerFormatError, entries_of, one_checkpoint, recover, usable
+from moe_exp.checkpoint.format.folders import (
+    Manifest,
+    NewerFormatError,
+    entries_of,
+    one_checkpoint,
+    recover,
+    usable,
+)
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.format.torch_dist_writer import CheckpointWriter
 from moe_exp.checkpoint.integrity import Source, find_source
@@ -48,7 +63,11 @@ def checkpoints(tmp_path: Path) -> Path:
 
 
 def all_files(folder: Path) -> dict[str, tuple[bytes, int]]:
-    return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path): (path.read_bytes(), path.stat().st_mtime_ns)
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def found(path: Path, checksums: bool = True) -> Source | None:
@@ -128,7 +147,9 @@ def test_none_is_whole(checkpoints):
     with pytest.raises(RankError) as caught:
         run_on_ranks(2, find, checkpoints, True)
     line = str(caught.value.error)
-    assert line.startswith(f"checkpoint={checkpoints}: none can be used, {checkpoints / 'iter_0000030' / '__0_0.distcp'}: has ")
+    assert line.startswith(
+        f"checkpoint={checkpoints}: none can be used, {checkpoints / 'iter_0000030' / '__0_0.distcp'}: has "
+    )
     assert line.endswith(" (and 2 older ones). Fix: restore the files, or begin anew elsewhere.")
     assert all_files(checkpoints) == before
 
@@ -139,18 +160,29 @@ def test_newer_format_is_not_passed_over(checkpoints):
     with pytest.raises(RankError) as caught:
         run_on_ranks(2, find, checkpoints, True)
     assert isinstance(caught.value.error, NewerFormatError)
-    assert str(caught.value.error) == f"{path}: has format version 99, this moe_exp reads up to 1. Fix: update moe_exp."
+    assert (
+        str(caught.value.error)
+        == f"{path}: has format version 99, this moe_exp reads up to 1. Fix: update moe_exp."
+    )
 
 
 def test_foreign_and_partial_folders_by_name(checkpoints):
     (checkpoints / "iter_0000030").rename(checkpoints / "iter_0000030.partial")
-    with pytest.raises(ValueError, match=r"^checkpoint=\S+30\.partial: is no whole checkpoint, \.partial says .*\. Fix: name another"):
+    with pytest.raises(
+        ValueError,
+        match=r"^checkpoint=\S+30\.partial: is no whole checkpoint, \.partial says .*\. Fix: name another",
+    ):
         one_checkpoint(checkpoints / "iter_0000030.partial")
-    with pytest.raises(RankError, match=r"none can be used, checkpoint=\S+30\.partial: is no whole checkpoint"):
+    with pytest.raises(
+        RankError, match=r"none can be used, checkpoint=\S+30\.partial: is no whole checkpoint"
+    ):
         run_on_ranks(1, find, checkpoints / "iter_0000030.partial", True)
     legacy = checkpoints / "iter_0000005"
     (legacy / "mp_rank_00").mkdir(parents=True)
-    with pytest.raises(RankError, match=r"none can be used, checkpoint=\S+05: holds no distributed checkpoint \(no metadata\.json\)"):
+    with pytest.raises(
+        RankError,
+        match=r"none can be used, checkpoint=\S+05: holds no distributed checkpoint \(no metadata\.json\)",
+    ):
         run_on_ranks(1, find, legacy, True)
     assert usable(checkpoints / "nowhere") == []
 
@@ -187,7 +219,9 @@ def megatrons_arguments(folder: Path, version: str) -> list[Any]:
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.transformer.enums import AttnBackend
 
-    arguments = Namespace(lr=0.1, params_dtype=torch.bfloat16, attention_backend=AttnBackend.fused, exit_signal=signal.SIGTERM)
+    arguments = Namespace(
+        lr=0.1, params_dtype=torch.bfloat16, attention_backend=AttnBackend.fused, exit_signal=signal.SIGTERM
+    )
     if version == "0.16":
         torch.save({"args": arguments, "iteration": 30}, folder / "common.pt")
     else:
@@ -199,7 +233,10 @@ def megatrons_arguments(folder: Path, version: str) -> list[Any]:
     (folder / "manifest.json").unlink()
     assert list(Verification(folder).findings()) == []
     assert find_source(folder, checksums=True) == Source(folder)
-    read = [CheckpointReader(folder).common(), load_sharded({"w": ShardedTensor.from_rank_offsets("weight", torch.zeros(50, 20))}, folder)]
+    read = [
+        CheckpointReader(folder).common(),
+        load_sharded({"w": ShardedTensor.from_rank_offsets("weight", torch.zeros(50, 20))}, folder),
+    ]
     assert [common["args"] == arguments for common in read] == [True, True]
     return read[0]["iteration"]
 
@@ -272,7 +309,9 @@ def load_hostile(folder: Path) -> list[str]:
 
     refusals = []
     for way in (load, read):
-        with pytest.raises(ValueError, match=r"cannot be used \(.*\)\. Fix: use another checkpoint\.$") as caught:
+        with pytest.raises(
+            ValueError, match=r"cannot be used \(.*\)\. Fix: use another checkpoint\.$"
+        ) as caught:
             way()
         refusals.append(str(caught.value))
     assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
@@ -292,7 +331,9 @@ def test_no_code_of_a_file_is_run(kind, checkpoints, tmp_path):
 
 
 def test_whole_run_goes_on_from_the_one_before(tmp_path):
-    """Reported, `latest` set back, records after it removed, and in the end the same numbers as without the damage."""
+    """Reported, `latest` set back, records after it removed, and in the end the same numbers as without the
+    damage.
+    """
     write_tokens(tmp_path)
     settings = small_settings(tmp_path, "run", save_interval=2, exit_interval=4)
     out, checkpoints = tmp_path / "out", tmp_path / "run" / "checkpoints"
@@ -320,7 +361,9 @@ def test_whole_run_goes_on_from_the_one_before(tmp_path):
     assert end_run(start_run(settings, out), out) == [0]  # to 8
     assert [record["iteration"] for record in records(tmp_path / "run", "train")] == list(range(1, 9))
     for iteration in (4, 6, 8):
-        one, other = (files_of(tmp_path / name / "checkpoints" / f"iter_{iteration:07d}") for name in ("run", "whole"))
+        one, other = (
+            files_of(tmp_path / name / "checkpoints" / f"iter_{iteration:07d}") for name in ("run", "whole")
+        )
         assert one == other
 
     for path in checkpoints.glob("iter_*/__0_0.distcp"):
@@ -329,9 +372,13 @@ def test_whole_run_goes_on_from_the_one_before(tmp_path):
     out.unlink()
     assert end_run(start_run(settings | {"train_iters": 9}, out), out) == [2]
     (line,) = [line for line in out.read_text().splitlines() if line.startswith("moe-exp: ")]
-    assert line.startswith(f"moe-exp: checkpoint={checkpoints}: none can be used, {checkpoints / 'iter_0000008'}")
+    assert line.startswith(
+        f"moe-exp: checkpoint={checkpoints}: none can be used, {checkpoints / 'iter_0000008'}"
+    )
     after = all_files(tmp_path / "run")
-    assert {name for name in after if after[name] != before.get(name)} <= {str(tmp_path / "run" / "train.log")}
+    assert {name for name in after if after[name] != before.get(name)} <= {
+        str(tmp_path / "run" / "train.log")
+    }
 
 
 def hold_twice(settings: dict[str, Any], port: int, link: str) -> list[str]:
@@ -340,7 +387,11 @@ def hold_twice(settings: dict[str, Any], port: int, link: str) -> list[str]:
 
     build_small(settings, port)
     refusals = []
-    for run_dir, name in ((settings["run_dir"], settings["run_name"]), (link, settings["run_name"]), (settings["run_dir"], "other_name")):
+    for run_dir, name in (
+        (settings["run_dir"], settings["run_name"]),
+        (link, settings["run_name"]),
+        (settings["run_dir"], "other_name"),
+    ):
         with pytest.raises(ConfigError) as caught:
             hold_run_folder(load_config(settings | {"run_dir": run_dir, "run_name": name}, {}))
         refusals.append(str(caught.value))

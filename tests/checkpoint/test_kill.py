@@ -1,4 +1,6 @@
-"""kill -9 while checkpoints are written: there is always one to go on from, and every one is what it has to be."""
+"""kill -9 while checkpoints are written: there is always one to go on from, and every one is what it has to
+be.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,24 @@ from typing import Any
 
 import pytest
 
-from helpers.checkpoint.small_job import end_run, files_of, kill_run, records, small_settings, start_run, write_tokens
+from helpers.checkpoint.small_job import (
+    end_run,
+    files_of,
+    kill_run,
+    records,
+    small_settings,
+    start_run,
+    write_tokens,
+)
 from moe_exp.checkpoint.format.folders import Manifest, damages, iterations, recover, usable
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.integrity import contents
 
 
 def check_all(checkpoints: Path, reference: Path) -> int:
-    """Every checkpoint is whole and that of the undisturbed run; the iteration that a run would go on from, or 0."""
+    """Every checkpoint is whole and that of the undisturbed run; the iteration that a run would go on from,
+    or 0.
+    """
     for iteration in iterations(checkpoints):
         folder = checkpoints / f"iter_{iteration:07d}"
         damage, files = contents(folder)
@@ -32,7 +44,9 @@ def check_all(checkpoints: Path, reference: Path) -> int:
 
 
 def kill_and_go_on(folder: Path, num_kills: int, seed: int, **changes: Any) -> tuple[int, int]:
-    """Kills a run at random moments and starts it again, until it ends; kills that left a partial checkpoint, and the last iteration."""
+    """Kills a run at random moments and starts it again, until it ends; kills that left a partial checkpoint,
+    and the last iteration.
+    """
     write_tokens(folder)
     random_moments, out = random.Random(seed), folder / "out"
     settings = small_settings(folder, "whole", save_interval=1, **changes)
@@ -47,7 +61,9 @@ def kill_and_go_on(folder: Path, num_kills: int, seed: int, **changes: Any) -> t
         processes = start_run(settings, out)
         deadline = time.monotonic() + 120
         # From the first save of this start on.
-        while len(records(folder / "killed", "event")) <= started and any(p.exitcode is None for p in processes):
+        while len(records(folder / "killed", "event")) <= started and any(
+            p.exitcode is None for p in processes
+        ):
             assert time.monotonic() < deadline, out.read_text()
             time.sleep(0.01)
         time.sleep(random_moments.uniform(0, 3 * max(save["seconds"] for save in saves)))
@@ -70,7 +86,9 @@ def test_killed_while_saving(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, {"async_save": True}, {"keep_last": 2}], ids=["at once", "background", "retention"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"async_save": True}, {"keep_last": 2}], ids=["at once", "background", "retention"]
+)
 def test_killed_twenty_times_while_saving(changes, tmp_path, record_property):
     ranks = {"gpus_per_node": 2, "ep": 2, "train_iters": 80}
     num_partial, last = kill_and_go_on(tmp_path, 20, seed=2, **(ranks | changes))

@@ -1,4 +1,6 @@
-"""Checkpoints go both ways between our model and Megatron's own (stock local spec, SequentialMLP): same logits, same gradients."""
+"""Checkpoints go both ways between our model and Megatron's own (stock local spec, SequentialMLP): same
+logits, same gradients.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,24 @@ from moe_exp.config import load_config
 
 LIMIT = 1e-5
 MODEL = {
-    "preset": "cpu", "num_layers": 3, "hidden_size": 32, "ffn_hidden_size": 48, "moe_ffn_hidden_size": 20, "num_heads": 4,
-    "num_query_groups": 2, "seq_len": 16, "vocab_size": 200, "num_experts": 4, "topk": 2, "mbsz": 2, "gbsz": 8, "dtype": "fp32",
+    "preset": "cpu", "num_layers": 3, "hidden_size": 32, "ffn_hidden_size": 48, "moe_ffn_hidden_size": 20,
+    "num_heads": 4, "num_query_groups": 2, "seq_len": 16, "vocab_size": 200, "num_experts": 4, "topk": 2,
+    "mbsz": 2, "gbsz": 8, "dtype": "fp32",
 }  # fmt: skip
 VARIANTS: dict[str, dict[str, Any]] = {
     "gated": {},
     "not_gated": {"activation": "gelu", "normalization": "LayerNorm"},
-    # Without the load-balancing loss, of which Megatron counts tokens by a top-k without the expert bias, and we by the one that is used.
+    # Without the load-balancing loss, of which Megatron counts tokens by a top-k without the expert bias, and
+    # we by the one that is used.
     "deepseek": {
-        "router_score": "sigmoid", "router_bias_update_rate": 0.01, "shared_expert_size": 24, "router_scaling_factor": 2.5,
+        "router_score": "sigmoid",
+        "router_bias_update_rate": 0.01,
+        "shared_expert_size": 24,
+        "router_scaling_factor": 2.5,
         "aux_loss_coeff": 0.0,
     },
     "first_dense": {"first_k_dense": 1, "router_pre_softmax": False, "qk_norm": True},
-}  # fmt: skip
+}
 # What Megatron-LM's script writes, and what it wrote before version 0.14.
 STYLES = {"singleton": True, "stacked": False}
 
@@ -44,12 +51,20 @@ def _stock_model(config: Any, groups: Any, *, norm_as_in_te: bool = False) -> An
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     settings = transformer_config(config)
-    spec = get_gpt_decoder_block_spec(settings, use_transformer_engine=False, normalization=config.normalization)
+    spec = get_gpt_decoder_block_spec(
+        settings, use_transformer_engine=False, normalization=config.normalization
+    )
     if norm_as_in_te:
         for index, is_moe in enumerate(_pattern(config)):
             layer = spec.layer_specs[index]
-            keys = {key: value for key, value in layer.submodules.sharded_state_dict_keys_map.items() if "pre_mlp" not in key or not is_moe}
-            spec.layer_specs[index] = replace(layer, submodules=replace(layer.submodules, sharded_state_dict_keys_map=keys))
+            keys = {
+                key: value
+                for key, value in layer.submodules.sharded_state_dict_keys_map.items()
+                if "pre_mlp" not in key or not is_moe
+            }
+            spec.layer_specs[index] = replace(
+                layer, submodules=replace(layer.submodules, sharded_state_dict_keys_map=keys)
+            )
     return GPTModel(
         settings,
         spec,
@@ -99,7 +114,9 @@ def _outputs(model: Any, config: Any) -> tuple[Tensor, dict[str, Tensor]]:
 
 def _assert_equal(ours: tuple[Tensor, dict[str, Tensor]], theirs: tuple[Tensor, dict[str, Tensor]]) -> float:
     assert set(ours[1]) == set(theirs[1])
-    errors = {"logits": _relative(ours[0], theirs[0])} | {name: _relative(grad, theirs[1][name]) for name, grad in ours[1].items()}
+    errors = {"logits": _relative(ours[0], theirs[0])} | {
+        name: _relative(grad, theirs[1][name]) for name, grad in ours[1].items()
+    }
     over = {name: error for name, error in errors.items() if not error < LIMIT}
     assert not over, over
     return max(errors.values())
@@ -120,7 +137,9 @@ def _our_job(settings: dict[str, Any], port: int) -> tuple[Any, Any, Any]:
 
 
 def both_ways(settings: dict[str, Any], port: int, folder: str, singleton: bool) -> float:
-    """On one rank: Megatron's model writes and ours reads, ours writes and Megatron's reads. The largest relative error."""
+    """On one rank: Megatron's model writes and ours reads, ours writes and Megatron's reads. The largest
+    relative error.
+    """
     config, rank, trained = _our_job(settings, port)
     from moe_exp.checkpoint.format.folders import iteration_folder
     from moe_exp.checkpoint.load import load_weights
@@ -147,12 +166,18 @@ def both_ways(settings: dict[str, Any], port: int, folder: str, singleton: bool)
     return max(error, _assert_equal(_outputs(again, config), theirs))
 
 
-CASES = [("gated", "singleton", 1), ("deepseek", "singleton", 2), ("deepseek", "stacked", 2), ("first_dense", "stacked", 1)]
+CASES = [
+    ("gated", "singleton", 1),
+    ("deepseek", "singleton", 2),
+    ("deepseek", "stacked", 2),
+    ("first_dense", "stacked", 1),
+]
 ALL = [(variant, style, ep) for variant in VARIANTS for style in STYLES for ep in (1, 2)]
 
 
 @pytest.mark.parametrize(
-    ("variant", "style", "ep"), [pytest.param(*case, marks=[] if case in CASES else [pytest.mark.slow]) for case in ALL]
+    ("variant", "style", "ep"),
+    [pytest.param(*case, marks=[] if case in CASES else [pytest.mark.slow]) for case in ALL],
 )
 def test_same_function_after_an_exchange(variant, style, ep, tmp_path, record_property):
     (tmp_path / "theirs").mkdir()
@@ -171,7 +196,9 @@ def refused(settings: dict[str, Any], port: int, folder: str, without_router: bo
     stock = _stock_model(other, rank.groups)
     state = stock.sharded_state_dict(metadata={"dp_cp_group": rank.groups.dp_cp})
     if without_router:
-        state = {name: value for name, value in state.items() if "router" not in name and "shared" not in name}
+        state = {
+            name: value for name, value in state.items() if "router" not in name and "shared" not in name
+        }
     dist_checkpointing.save(state, folder)
     load_weights(rank, Path(folder), trained)
 
@@ -180,18 +207,28 @@ def refused(settings: dict[str, Any], port: int, folder: str, without_router: bo
     ("missing", "text"),
     [
         (True, r"checkpoint=.*: has no decoder\.layers\.mlp\.router\.weight\. Fix: "),
-        (False, r"checkpoint=.*: has, unlike the model, decoder\.layers\.mlp\.shared_experts\.linear_fc1\.weight, .*\. Fix: "),
+        (
+            False,
+            (
+                r"checkpoint=.*: has, unlike the model,"
+                r" decoder\.layers\.mlp\.shared_experts\.linear_fc1\.weight, .*\. Fix: "
+            ),
+        ),
     ],
 )
 def test_another_model_is_refused_by_name(missing, text, tmp_path):
     with pytest.raises(RankError) as caught:
-        run_on_ranks(1, refused, MODEL | {"gpus_per_node": 1}, free_port(), str(tmp_path), missing, join=False)
+        run_on_ranks(
+            1, refused, MODEL | {"gpus_per_node": 1}, free_port(), str(tmp_path), missing, join=False
+        )
     assert isinstance(caught.value.error, ValueError)
     assert caught.match(text)
 
 
 def start_from_megatrons(settings: dict[str, Any], port: int, folder: str) -> None:
-    """On one rank: LOAD_DIR names what Megatron-LM's script left behind, with the state of an optimizer that is not ours."""
+    """On one rank: LOAD_DIR names what Megatron-LM's script left behind, with the state of an optimizer that
+    is not ours.
+    """
     config, rank, trained = _our_job(settings, port)
     from moe_exp.checkpoint.load import load
     from moe_exp.checkpoint.state import Progress
@@ -203,14 +240,18 @@ def start_from_megatrons(settings: dict[str, Any], port: int, folder: str) -> No
     _fill(stock, 0)
     metadata = {"singleton_local_shards": True, "dp_cp_group": rank.groups.dp_cp}
     state = {"model": stock.sharded_state_dict(metadata=metadata), "iteration": 7, "checkpoint_version": 3.0}
-    moment = ShardedTensor.from_rank_offsets("optimizer.state.exp_avg.decoder.final_layernorm.weight", torch.ones(32), (0, 0, 1))
+    moment = ShardedTensor.from_rank_offsets(
+        "optimizer.state.exp_avg.decoder.final_layernorm.weight", torch.ones(32), (0, 0, 1)
+    )
     (Path(folder) / "iter_0000007").mkdir()
     dist_checkpointing.save(state | {"optimizer": {"exp_avg": moment}}, f"{folder}/iter_0000007")
     (Path(folder) / "latest_checkpointed_iteration.txt").write_text("7")
 
     assert load(config, rank, Path(folder), trained) == Progress()
     before = {name: value.clone() for name, value in trained.model[0].module.named_parameters()}
-    assert torch.equal(before["decoder.layers.1.mlp.router.weight"], stock.decoder.layers[1].mlp.router.weight)
+    assert torch.equal(
+        before["decoder.layers.1.mlp.router.weight"], stock.decoder.layers[1].mlp.router.weight
+    )
     for group in trained.optimizer.param_groups:
         group["lr"] = 1e-7
     trained.model[0].zero_grad_buffer()
@@ -242,5 +283,10 @@ def read_by_stock_spec(settings: dict[str, Any], port: int, folder: str) -> None
 
 def test_stock_local_spec_asks_for_its_own_name_of_the_norm(tmp_path):
     """What docs/architecture.md says about it."""
-    with pytest.raises(RankError, match=r"KeyError: .decoder\.layers\.mlp\.linear_fc1\.layer_norm_weight from model not in state dict"):
-        run_on_ranks(1, read_by_stock_spec, MODEL | {"gpus_per_node": 1}, free_port(), str(tmp_path), join=False)
+    with pytest.raises(
+        RankError,
+        match=r"KeyError: .decoder\.layers\.mlp\.linear_fc1\.layer_norm_weight from model not in state dict",
+    ):
+        run_on_ranks(
+            1, read_by_stock_spec, MODEL | {"gpus_per_node": 1}, free_port(), str(tmp_path), join=False
+        )

@@ -1,4 +1,6 @@
-"""Each rank writes the optimizer's state that it owns: the tensors are Megatron's to the bit, and nothing is gathered or copied."""
+"""Each rank writes the optimizer's state that it owns: the tensors are Megatron's to the bit, and nothing is
+gathered or copied.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,11 @@ def _trained(settings: dict[str, Any], port: int, *, steps: int = 2) -> tuple[An
 def _state(job: Any) -> list[torch.Tensor]:
     from moe_exp.checkpoint.optimizer_state import owned_state
 
-    return [value.clone() for owned in owned_state(job.trained.optimizer) for value in (owned.parameter.detach(), *owned.values.values())]
+    return [
+        value.clone()
+        for owned in owned_state(job.trained.optimizer)
+        for value in (owned.parameter.detach(), *owned.values.values())
+    ]
 
 
 def _without_weights(state: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -58,7 +64,9 @@ def _save_as_megatron_does(job: Any, progress: Any, folder: Path) -> None:
     state = whole_state(job.config, job.runtime, job.trained, progress)
     del state["optimizer_shards"]
     chunks = weights if len(weights) > 1 else weights["model0"]
-    state["optimizer"] = job.trained.optimizer.sharded_state_dict(chunks, metadata=sharding_metadata(job.runtime))
+    state["optimizer"] = job.trained.optimizer.sharded_state_dict(
+        chunks, metadata=sharding_metadata(job.runtime)
+    )
     if job.runtime.is_first:
         folder.mkdir(parents=True)
         (folder.parent / "latest_checkpointed_iteration.txt").write_text(str(progress.iteration))
@@ -74,12 +82,18 @@ def _load_as_megatron_does(job: Any, folder: Path) -> None:
 
     weights = weights_state(job.runtime, job.trained.model, None)
     chunks = weights if len(weights) > 1 else weights["model0"]
-    asked = job.trained.optimizer.sharded_state_dict(chunks, is_loading=True, metadata=sharding_metadata(job.runtime))
-    job.trained.optimizer.load_state_dict(dist_checkpointing.load({"optimizer": asked}, str(folder))["optimizer"])
+    asked = job.trained.optimizer.sharded_state_dict(
+        chunks, is_loading=True, metadata=sharding_metadata(job.runtime)
+    )
+    job.trained.optimizer.load_state_dict(
+        dist_checkpointing.load({"optimizer": asked}, str(folder))["optimizer"]
+    )
 
 
 def both_formats(settings: dict[str, Any], ports: list[int], folder: str) -> tuple[bool, bool]:
-    """On one rank: writes both; whether a fresh job that reads Megatron's, and one of Megatron's that reads ours, has the same state."""
+    """On one rank: writes both; whether a fresh job that reads Megatron's, and one of Megatron's that reads
+    ours, has the same state.
+    """
     from moe_exp.checkpoint.load import load
     from moe_exp.checkpoint.save import save
     from moe_exp.engine import runtime
@@ -101,15 +115,29 @@ def both_formats(settings: dict[str, Any], ports: list[int], folder: str) -> tup
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    # Halves of gated experts, of a gated dense layer and of the shared expert, and ranges over two data parallel ranks.
-    "TP2_EP2_ETP2": {"gpus_per_node": 4, "tp": 2, "ep": 2, "etp": 2, "moe_layer_freq": "0,1,1,1", "shared_expert_size": 16},
+    # Halves of gated experts, of a gated dense layer and of the shared expert, and ranges over two data
+    # parallel ranks.
+    "TP2_EP2_ETP2": {
+        "gpus_per_node": 4,
+        "tp": 2,
+        "ep": 2,
+        "etp": 2,
+        "moe_layer_freq": "0,1,1,1",
+        "shared_expert_size": 16,
+    },
     "DP2": {"gpus_per_node": 2},
 }
 
 
 @pytest.mark.parametrize(
     ("layout", "dtype"),
-    [("DP2", "fp32"), *(pytest.param(*case, marks=SLOW) for case in [("DP2", "bf16"), ("TP2_EP2_ETP2", "fp32"), ("TP2_EP2_ETP2", "bf16")])],
+    [
+        ("DP2", "fp32"),
+        *(
+            pytest.param(*case, marks=SLOW)
+            for case in [("DP2", "bf16"), ("TP2_EP2_ETP2", "fp32"), ("TP2_EP2_ETP2", "bf16")]
+        ),
+    ],
 )
 def test_same_tensors_as_megatrons_gathered_ones(layout, dtype, tmp_path):
     settings = LAYOUTS[layout] | {"dtype": dtype, "train_data": str(write_data(tmp_path))}
@@ -117,7 +145,9 @@ def test_same_tensors_as_megatrons_gathered_ones(layout, dtype, tmp_path):
     found = run_on_ranks(settings["gpus_per_node"], both_formats, settings, ports, str(tmp_path), join=False)
     assert set(found) == {(True, True)}
     ours, theirs = (CheckpointReader(tmp_path / name / "iter_0000002") for name in ("ours", "theirs"))
-    assert {key: value.shape for key, value in ours.tensors.items()} == {key: value.shape for key, value in theirs.tensors.items()}
+    assert {key: value.shape for key, value in ours.tensors.items()} == {
+        key: value.shape for key, value in theirs.tensors.items()
+    }
     assert all(torch.equal(ours.read(key), theirs.read(key)) for key in ours.tensors)
     # A rank's range cuts few parameters.
     num_chunks = [sum(len(value.chunks) for value in reader.tensors.values()) for reader in (ours, theirs)]
@@ -125,13 +155,19 @@ def test_same_tensors_as_megatrons_gathered_ones(layout, dtype, tmp_path):
 
 
 def counted_save(settings: dict[str, Any], port: int, folder: str) -> tuple[int, int]:
-    """On one rank: bytes of optimizer state that it writes, and those of them that are not in the optimizer's own memory."""
+    """On one rank: bytes of optimizer state that it writes, and those of them that are not in the optimizer's
+    own memory.
+    """
     from moe_exp.checkpoint.optimizer_state import owned_state
     from moe_exp.checkpoint.save import save
     from moe_exp.checkpoint.state import whole_state
 
     job, progress, _ = _trained(settings, port, steps=1)
-    own = {value.untyped_storage().data_ptr() for owned in owned_state(job.trained.optimizer) for value in owned.values.values()}
+    own = {
+        value.untyped_storage().data_ptr()
+        for owned in owned_state(job.trained.optimizer)
+        for value in owned.values.values()
+    }
     shards = whole_state(job.config, job.runtime, job.trained, progress)["optimizer_shards"].values()
     foreign = [shard.data.nbytes for shard in shards if shard.data.untyped_storage().data_ptr() not in own]
     save(job.config, job.runtime, Path(folder), job.trained, progress)
@@ -166,15 +202,28 @@ def saved_after_two_steps(settings: dict[str, Any], port: int, folder: str) -> N
     save(job.config, job.runtime, Path(folder), job.trained, progress)
 
 
-DTYPES = [("fp32", "bf16", True), ("fp32", "bf16", False), ("bf16", "fp32", False), ("bf16", "fp16", True), ("bf16", "fp16", False)]
+DTYPES = [
+    ("fp32", "bf16", True),
+    ("fp32", "bf16", False),
+    ("bf16", "fp32", False),
+    ("bf16", "fp16", True),
+    ("bf16", "fp16", False),
+]
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "distributed"), [("bf16", "fp32", True), *(pytest.param(*case, marks=SLOW) for case in DTYPES)]
+    ("before", "after", "distributed"),
+    [("bf16", "fp32", True), *(pytest.param(*case, marks=SLOW) for case in DTYPES)],
 )
 def test_main_weights_and_moments_go_over_to_another_dtype(before, after, distributed, tmp_path):
-    """To the bit, and the model's weights are those of the optimizer in the new dtype, on every data parallel rank."""
-    settings = {"gpus_per_node": 2, "train_data": str(write_data(tmp_path)), "distributed_optimizer": distributed}
+    """To the bit, and the model's weights are those of the optimizer in the new dtype, on every data parallel
+    rank.
+    """
+    settings = {
+        "gpus_per_node": 2,
+        "train_data": str(write_data(tmp_path)),
+        "distributed_optimizer": distributed,
+    }
     source, again = str(tmp_path / "source"), str(tmp_path / "again")
     run_on_ranks(2, saved_after_two_steps, settings | {"dtype": before}, free_port(), source, join=False)
     run_on_ranks(2, loaded_as, settings | {"dtype": after}, free_port(), source, again, join=False)
@@ -192,7 +241,12 @@ def test_main_weights_and_moments_go_over_to_another_dtype(before, after, distri
 def one_key_for_every_expert(settings: dict[str, Any], port: int, folder: str) -> bool:
     """On one rank: writes the state under the keys of `singleton_local_shards`, and reads it back."""
     from moe_exp.checkpoint.format.keys import CheckpointKeys, model_state
-    from moe_exp.checkpoint.optimizer_state import OptimizerRequest, optimizer_groups, optimizer_shards, owned_state
+    from moe_exp.checkpoint.optimizer_state import (
+        OptimizerRequest,
+        optimizer_groups,
+        optimizer_shards,
+        owned_state,
+    )
     from moe_exp.checkpoint.state import sharding_metadata, unwrapped
 
     from megatron.core import dist_checkpointing
@@ -218,9 +272,14 @@ def test_one_key_for_every_expert(tmp_path):
     folder = tmp_path / "singleton"
     folder.mkdir()
     settings = {"gpus_per_node": 2, "tp": 2, "etp": 2, "train_data": str(write_data(tmp_path))}
-    assert run_on_ranks(2, one_key_for_every_expert, settings, free_port(), str(folder), join=False) == [True, True]
+    assert run_on_ranks(2, one_key_for_every_expert, settings, free_port(), str(folder), join=False) == [
+        True,
+        True,
+    ]
     reader = CheckpointReader(folder)
-    assert reader.tensors[f"{PREFIX}exp_avg.decoder.layers.1.mlp.experts.experts.5.linear_fc1.weight_w"].shape == (24, 32)
+    assert reader.tensors[
+        f"{PREFIX}exp_avg.decoder.layers.1.mlp.experts.experts.5.linear_fc1.weight_w"
+    ].shape == (24, 32)
 
 
 def overlapping_save(settings: dict[str, Any], port: int, folder: str) -> None:
@@ -243,7 +302,9 @@ def test_values_that_nobody_writes_are_noticed(tmp_path):
 
 
 def of_an_older_version(settings: dict[str, Any], ports: list[int], folder: str) -> bool:
-    """On one rank: what Megatron writes without its distributed optimizer, as this package did before 2026-12, is read into it."""
+    """On one rank: what Megatron writes without its distributed optimizer, as this package did before
+    2026-12, is read into it.
+    """
     from moe_exp.checkpoint.load import load
     from moe_exp.engine import runtime
 
@@ -254,12 +315,18 @@ def of_an_older_version(settings: dict[str, Any], ports: list[int], folder: str)
     runtime.stop()
     fresh, _, _ = _trained(settings | {"seed": 1}, ports[1], steps=0)
     load(fresh.config, fresh.runtime, Path(folder), fresh.trained)
-    return _equal(_sorted(_state(fresh)), _sorted(expected)) and [group["step"] for group in fresh.trained.optimizer.param_groups] == steps
+    return (
+        _equal(_sorted(_state(fresh)), _sorted(expected))
+        and [group["step"] for group in fresh.trained.optimizer.param_groups] == steps
+    )
 
 
 def _sorted(state: list[torch.Tensor]) -> list[torch.Tensor]:
     """Flat, in an order that does not depend on that of the optimizer."""
-    return sorted((value.flatten() for value in state), key=lambda value: (str(value.dtype), value.numel(), value.tolist()))
+    return sorted(
+        (value.flatten() for value in state),
+        key=lambda value: (str(value.dtype), value.numel(), value.tolist()),
+    )
 
 
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=SLOW)])
@@ -267,4 +334,7 @@ def test_checkpoint_of_an_older_version_without_the_distributed_optimizer(dtype,
     settings = {"gpus_per_node": 1, "dtype": dtype, "train_data": str(write_data(tmp_path))}
     ports = [free_port(), free_port()]
     assert run_on_ranks(1, of_an_older_version, settings, ports, str(tmp_path / "old"), join=False) == [True]
-    assert not any(key.startswith(f"{PREFIX}param.") for key in CheckpointReader(tmp_path / "old" / "iter_0000002").tensors)
+    assert not any(
+        key.startswith(f"{PREFIX}param.")
+        for key in CheckpointReader(tmp_path / "old" / "iter_0000002").tensors
+    )

@@ -1,4 +1,6 @@
-"""Every optimizer goes on from a checkpoint under another layout with the loss of the run that was not interrupted."""
+"""Every optimizer goes on from a checkpoint under another layout with the loss of the run that was not
+interrupted.
+"""
 
 from __future__ import annotations
 
@@ -39,14 +41,27 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd without momentum": SGD | {"sgd_momentum": 0.0},
     "bf16 moments": {"optimizer_state_dtype": "bf16", "lr": 5e-3, "min_lr": 0.0, "warmup_iters": 0},
     # Wide enough for tensors of more than 4096 values, which have codes.
-    "adam8bit": {"optimizer": "adam8bit", "hidden_size": 64, "ffn_hidden_size": 96, "lr": 5e-3, "min_lr": 0.0, "warmup_iters": 0},
+    "adam8bit": {
+        "optimizer": "adam8bit",
+        "hidden_size": 64,
+        "ffn_hidden_size": 96,
+        "lr": 5e-3,
+        "min_lr": 0.0,
+        "warmup_iters": 0,
+    },
 }
-MOMENTS = {"sgd": {"momentum_buffer"}, "sgd without momentum": set(), "bf16 moments": {"exp_avg", "exp_avg_sq"}}
+MOMENTS = {
+    "sgd": {"momentum_buffer"},
+    "sgd without momentum": set(),
+    "bf16 moments": {"exp_avg", "exp_avg_sq"},
+}
 MOMENTS["muon"] = {"momentum_buffer", "exp_avg", "exp_avg_sq"}
 MOMENTS["adam8bit"] = MOMENTS["bf16 moments"]
 
 
-def interrupted(name: str, saved_at: str, loaded_at: list[str], folder: Path) -> tuple[list[Any], list[list[Any]]]:
+def interrupted(
+    name: str, saved_at: str, loaded_at: list[str], folder: Path
+) -> tuple[list[Any], list[list[Any]]]:
     """The steps of a run after it has saved, and those of runs that go on from there, in any order."""
     settings = OPTIMIZERS[name] | {"train_data": str(write_data(folder))}
     first = Leg(settings | LAYOUTS[saved_at], steps=STEPS, saves={SAVED: folder / "checkpoints"})
@@ -67,7 +82,12 @@ def interrupted(name: str, saved_at: str, loaded_at: list[str], folder: Path) ->
         pytest.param("sgd without momentum", "DP2", ["TP2"], marks=pytest.mark.slow),
         ("bf16 moments", "DP2", ["TP2"]),
         ("muon", "DP2 not distributed", ["TP2_ETP2 not distributed"]),
-        pytest.param("muon", "TP2 not distributed", ["EP2 not distributed", "PP2 not distributed"], marks=pytest.mark.slow),
+        pytest.param(
+            "muon",
+            "TP2 not distributed",
+            ["EP2 not distributed", "PP2 not distributed"],
+            marks=pytest.mark.slow,
+        ),
         pytest.param("bf16 moments", "DP2 not distributed", ["DP1", "PP2"], marks=pytest.mark.slow),
     ],
 )
@@ -76,7 +96,9 @@ def test_goes_on_under_another_layout(name, saved_at, loaded_at, tmp_path):
     folder = tmp_path / "checkpoints" / f"iter_{SAVED:07d}"
     assert set(describe(folder)["optimizer"]) == MOMENTS[name] | {"param"}
     reader = CheckpointReader(folder)
-    assert {reader.tensors[key].dtype for key in reader.tensors if key.startswith("optimizer.")} == {torch.float32}
+    assert {reader.tensors[key].dtype for key in reader.tensors if key.startswith("optimizer.")} == {
+        torch.float32
+    }
     # bf16 moments are rounded: what another order of additions changes in a value may change it by 2^-8.
     limit = 3e-4 if name == "bf16 moments" else 1e-5
     for steps in found:
@@ -88,17 +110,27 @@ def test_goes_on_under_another_layout(name, saved_at, loaded_at, tmp_path):
 @pytest.mark.skipif(bool(bitsandbytes_problem("CPU")), reason=bitsandbytes_problem("CPU"))
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_adam8bit_goes_on(dtype, tmp_path, monkeypatch):
-    """Under its own layout with the same codes; under another one blocks of values have other borders, and new scales."""
+    """Under its own layout with the same codes; under another one blocks of values have other borders, and
+    new scales.
+    """
     monkeypatch.setitem(OPTIMIZERS["adam8bit"], "dtype", dtype)
     expected, (same, other) = interrupted("adam8bit", "DP2", ["DP2", "TP2"], tmp_path)
-    assert set(describe(tmp_path / "checkpoints" / f"iter_{SAVED:07d}")["optimizer"]) == {"param", "exp_avg", "exp_avg_sq"}
+    assert set(describe(tmp_path / "checkpoints" / f"iter_{SAVED:07d}")["optimizer"]) == {
+        "param",
+        "exp_avg",
+        "exp_avg_sq",
+    }
     assert deviations(same, expected)["lm_loss"] < 1e-6
     assert deviations(other, expected)["lm_loss"] < 5e-3
 
 
 @pytest.mark.parametrize("name", ["sgd", "bf16 moments", "muon"])
 def test_bytes_of_a_checkpoint(name, tmp_path):
-    settings = OPTIMIZERS[name] | {"train_data": str(write_data(tmp_path)), "gpus_per_node": 1, "dtype": "bf16"}
+    settings = OPTIMIZERS[name] | {
+        "train_data": str(write_data(tmp_path)),
+        "gpus_per_node": 1,
+        "dtype": "bf16",
+    }
     settings |= {"distributed_optimizer": False} if name == "muon" else {}
     leg = Leg(settings, steps=0, saves={0: tmp_path / "checkpoints"})
     run_legs([leg])
@@ -110,7 +142,12 @@ def test_bytes_of_a_checkpoint(name, tmp_path):
 
 
 def test_muon_takes_the_matrices_and_adam_the_rest(tmp_path):
-    settings = MUON | {"train_data": str(write_data(tmp_path)), "gpus_per_node": 1, "distributed_optimizer": False, "dtype": "bf16"}
+    settings = MUON | {
+        "train_data": str(write_data(tmp_path)),
+        "gpus_per_node": 1,
+        "distributed_optimizer": False,
+        "dtype": "bf16",
+    }
     settings |= {"shared_expert_size": 16, "first_k_dense": 1, "add_bias_linear": False, "qkv_bias": True}
     (steps,) = run_legs([Leg(settings, steps=STEPS, saves={0: tmp_path / "checkpoints"})])
     assert steps[-1].lm_loss < steps[0].lm_loss - 0.2
@@ -121,7 +158,13 @@ def test_muon_takes_the_matrices_and_adam_the_rest(tmp_path):
             if key.startswith(f"optimizer.state.{name}."):
                 found.add(key.removeprefix(f"optimizer.state.{name}."))
     assert moments["exp_avg"] == moments["exp_avg_sq"]
-    by_adam = ("norm.weight", "norm_weight", "embedding.word_embeddings.weight", "output_layer.weight", "bias")
+    by_adam = (
+        "norm.weight",
+        "norm_weight",
+        "embedding.word_embeddings.weight",
+        "output_layer.weight",
+        "bias",
+    )
     assert all(key.endswith(by_adam) for key in moments["exp_avg"])
     assert not any(key.endswith(by_adam) for key in moments["momentum_buffer"])
     assert any("experts.experts" in key for key in moments["momentum_buffer"])
@@ -148,9 +191,21 @@ FLAG = ", or ALLOW_OTHER_OPTIMIZER=true to go on with moments of zero."
 @pytest.mark.parametrize(
     ("before", "after", "line"),
     [
-        ({}, {"optimizer": "sgd"}, f"OPTIMIZER=sgd: the checkpoint has OPTIMIZER=adam. Fix: set OPTIMIZER=adam{FLAG}"),
-        (SGD, {"optimizer": "adam8bit"}, f"OPTIMIZER=adam8bit: the checkpoint has OPTIMIZER=sgd. Fix: set OPTIMIZER=sgd{FLAG}"),
-        (SGD, SGD | {"sgd_momentum": 0.0}, f"SGD_MOMENTUM=0.0: the checkpoint has SGD_MOMENTUM=0.9. Fix: set SGD_MOMENTUM=0.9{FLAG}"),
+        (
+            {},
+            {"optimizer": "sgd"},
+            f"OPTIMIZER=sgd: the checkpoint has OPTIMIZER=adam. Fix: set OPTIMIZER=adam{FLAG}",
+        ),
+        (
+            SGD,
+            {"optimizer": "adam8bit"},
+            f"OPTIMIZER=adam8bit: the checkpoint has OPTIMIZER=sgd. Fix: set OPTIMIZER=sgd{FLAG}",
+        ),
+        (
+            SGD,
+            SGD | {"sgd_momentum": 0.0},
+            f"SGD_MOMENTUM=0.0: the checkpoint has SGD_MOMENTUM=0.9. Fix: set SGD_MOMENTUM=0.9{FLAG}",
+        ),
     ],
 )
 def test_other_moments_are_refused_unless_they_are_given_up(before, after, line, caplog):
@@ -172,8 +227,12 @@ def test_the_same_moments_go_on_whatever_they_are_kept_in():
     refuse_other_model(load_config(MODEL | {"gpus_per_node": 1}, {}), saved, "the checkpoint")
 
 
-def changed_optimizer(settings: dict[str, Any], port: int, source: str, iteration: int) -> tuple[bool, bool, set[int]]:
-    """On one rank: whether main weights are those of the checkpoint and moments zero, and the steps of the groups."""
+def changed_optimizer(
+    settings: dict[str, Any], port: int, source: str, iteration: int
+) -> tuple[bool, bool, set[int]]:
+    """On one rank: whether main weights are those of the checkpoint and moments zero, and the steps of the
+    groups.
+    """
     import os
 
     from moe_exp.checkpoint.load import load
@@ -187,10 +246,14 @@ def changed_optimizer(settings: dict[str, Any], port: int, source: str, iteratio
     load(config, job.runtime, Path(source), job.trained)
     reader = CheckpointReader(Path(source) / f"iter_{iteration:07d}")
     saved = reader.read("optimizer.state.param.embedding.word_embeddings.weight")
-    weights_are_saved = torch.equal(unwrapped(job.trained.model[0]).embedding.word_embeddings.weight.detach(), saved)
+    weights_are_saved = torch.equal(
+        unwrapped(job.trained.model[0]).embedding.word_embeddings.weight.detach(), saved
+    )
     owned = list(owned_state(job.trained.optimizer))
     are_zero = all(not value.any() for one in owned for name, value in one.values.items() if name != "param")
-    groups = [group for part in job.trained.optimizer.chained_optimizers for group in part.optimizer.param_groups]
+    groups = [
+        group for part in job.trained.optimizer.chained_optimizers for group in part.optimizer.param_groups
+    ]
     return weights_are_saved, are_zero, {group.get("step", 0) for group in groups}
 
 
@@ -198,10 +261,14 @@ def test_another_optimizer_takes_the_weights_and_begins_at_step_zero(tmp_path):
     settings: dict[str, Any] = {"train_data": str(write_data(tmp_path)), "gpus_per_node": 1}
     run_legs([Leg(settings, steps=SAVED, saves={SAVED: tmp_path / "adam"})])
     changed = settings | SGD | {"allow_other_optimizer": True}
-    found = run_on_ranks(1, changed_optimizer, changed, free_port(), str(tmp_path / "adam"), SAVED, join=False)
+    found = run_on_ranks(
+        1, changed_optimizer, changed, free_port(), str(tmp_path / "adam"), SAVED, join=False
+    )
     assert found == [(True, True, {0})]
     run_legs([Leg(changed, tmp_path / "adam", steps=2, saves={SAVED + 2: tmp_path / "sgd"})])
     # And back: Adam corrects the bias of its moments from step 1 on.
     back = settings | {"allow_other_optimizer": True}
-    found = run_on_ranks(1, changed_optimizer, back, free_port(), str(tmp_path / "sgd"), SAVED + 2, join=False)
+    found = run_on_ranks(
+        1, changed_optimizer, back, free_port(), str(tmp_path / "sgd"), SAVED + 2, join=False
+    )
     assert found == [(True, True, {0})]

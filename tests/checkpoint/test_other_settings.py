@@ -1,4 +1,5 @@
-"""What else may change where a run goes on: all that says how a step is computed, and nothing of what it computes.
+"""What else may change where a run goes on: all that says how a step is computed, and nothing of what it
+computes.
 
 Each case trains 8 steps in one go with some settings, and goes on with others from the checkpoint of the 4th.
 """
@@ -29,27 +30,55 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(folder: Path, *settings: tuple[str, Any]) -> tuple[Path, list[Step]]:
     """Checkpoints and all steps of an uninterrupted run; runs of the same settings are one."""
     checkpoints = folder / "_".join(f"{name}-{value}" for name, value in settings).replace("/", "")
-    (steps,) = run_legs([Leg({"train_data": str(folder / "tokens"), **dict(settings)}, None, STEPS, {SAVED: checkpoints})])
+    (steps,) = run_legs(
+        [Leg({"train_data": str(folder / "tokens"), **dict(settings)}, None, STEPS, {SAVED: checkpoints})]
+    )
     return checkpoints, steps
 
 
-def resumed(folder: Path, before: dict[str, Any], after: dict[str, Any], *, same_routing: bool = True) -> dict[str, float]:
-    """Goes on with the settings `after` on top of `before`; deviations from the run that was not interrupted."""
+def resumed(
+    folder: Path, before: dict[str, Any], after: dict[str, Any], *, same_routing: bool = True
+) -> dict[str, float]:
+    """Goes on with the settings `after` on top of `before`; deviations from the run that was not
+    interrupted.
+    """
     checkpoints, uninterrupted = whole(folder, *({"gpus_per_node": 1} | before).items())
-    (steps,) = run_legs([Leg({"train_data": str(folder / "tokens"), "gpus_per_node": 1} | before | after, checkpoints, STEPS - SAVED)])
-    assert ([s.tokens_per_expert for s in steps] == [s.tokens_per_expert for s in uninterrupted[SAVED:]]) is same_routing
+    (steps,) = run_legs(
+        [
+            Leg(
+                {"train_data": str(folder / "tokens"), "gpus_per_node": 1} | before | after,
+                checkpoints,
+                STEPS - SAVED,
+            )
+        ]
+    )
+    assert (
+        [s.tokens_per_expert for s in steps] == [s.tokens_per_expert for s in uninterrupted[SAVED:]]
+    ) is same_routing
     return deviations(steps, uninterrupted[SAVED:])
 
 
 def check(found: dict[str, float]) -> None:
-    assert {name: value for name, value in found.items() if not value <= (1e-5 if name == "grad_norm" else 1e-6)} == {}
+    assert {
+        name: value for name, value in found.items() if not value <= (1e-5 if name == "grad_norm" else 1e-6)
+    } == {}
 
 
 # A balancing loss per sequence: over a micro-batch it is another function for micro-batches of another size.
 PER_SEQUENCE = {"aux_loss_type": "seq_aux_loss"}
 TP2, PP2, EP2, DP2 = ({"gpus_per_node": 2} | layout for layout in ({"tp": 2}, {"pp": 2}, {"ep": 2}, {}))
-BIAS = {"router_score": "sigmoid", "router_bias_update_rate": 0.01, "aux_loss_type": "seq_aux_loss,global_aux_loss"}
-FIRST_DENSE = {"first_k_dense": 2, "shared_expert_size": 16, "shared_expert_gate": True, "tie_embeddings": True, "qk_norm": True}
+BIAS = {
+    "router_score": "sigmoid",
+    "router_bias_update_rate": 0.01,
+    "aux_loss_type": "seq_aux_loss,global_aux_loss",
+}
+FIRST_DENSE = {
+    "first_k_dense": 2,
+    "shared_expert_size": 16,
+    "shared_expert_gate": True,
+    "tie_embeddings": True,
+    "qk_norm": True,
+}
 MIXED = {"moe_layer_freq": "0,1,0,1"}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "moe to dmoe": ({"moe_type": "moe", "capacity_factor": 8}, {"moe_type": "dmoe", "capacity_factor": 0}),
@@ -74,7 +103,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 FAST = ["dmoe to moe", "first dense to a stage without experts"]
 
 
-@pytest.mark.parametrize("case", [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in CASES]
+)
 def test_goes_on(case, folder):
     before, after = CASES[case]
     check(resumed(folder, before, after))
@@ -101,17 +132,26 @@ RAISED_ON_FOUR = [(1, 1, 1), (1, 2, 1), (1, 2, 2), (2, 2, 2), (2, 2, 4), (2, 2, 
 
 
 @pytest.mark.parametrize(
-    "layouts", [pytest.param(RAISED_ON_FOUR, id="four ranks"), pytest.param(RAISED, id="eight", marks=pytest.mark.slow)]
+    "layouts",
+    [pytest.param(RAISED_ON_FOUR, id="four ranks"), pytest.param(RAISED, id="eight", marks=pytest.mark.slow)],
 )
 def test_first_step_after_raising_pp_tp_and_micro_batch(layouts, folder):
-    """Of a 176B run that went on at PP=72 with a loss of 2.04 where 1.94 was expected. Each layout goes on from what the one before
-    has written again, without a step in between."""
+    """Of a 176B run that went on at PP=72 with a loss of 2.04 where 1.94 was expected. Each layout goes on
+    from what the one before has written again, without a step in between.
+    """
     settings = {"train_data": str(folder / "tokens")} | PER_SEQUENCE
     checkpoints, expected = whole(folder, ("gpus_per_node", 1), *PER_SEQUENCE.items())
     legs = []
     for tp, pp, mbsz in layouts:
         again = folder / f"raised_{len(layouts)}_{tp}_{pp}_{mbsz}_of_{layouts[-1]}"
-        legs.append(Leg(settings | {"gpus_per_node": tp * pp, "tp": tp, "pp": pp, "mbsz": mbsz}, checkpoints, 1, {SAVED: again}))
+        legs.append(
+            Leg(
+                settings | {"gpus_per_node": tp * pp, "tp": tp, "pp": pp, "mbsz": mbsz},
+                checkpoints,
+                1,
+                {SAVED: again},
+            )
+        )
         checkpoints = again
     by_ranks = itertools.groupby(legs, lambda leg: leg.config.world_size)
     steps = [steps for _, same in by_ranks for steps in run_legs(list(same))]

@@ -38,14 +38,22 @@ def test_nothing_there():
 
 
 def test_negative_number():
-    with pytest.raises(ValueError, match=r"^every=-1: must be 0 or more\. Fix: give 0 to leave this rule out\.$"):
+    with pytest.raises(
+        ValueError, match=r"^every=-1: must be 0 or more\. Fix: give 0 to leave this rule out\.$"
+    ):
         which_to_remove([1], {}, last=1, every=-1, best=0)
 
 
 numbers = st.integers(0, 12)
 
 
-@given(st.lists(st.integers(1, 40), min_size=1), st.dictionaries(st.integers(1, 40), st.floats()), numbers, numbers, numbers)
+@given(
+    st.lists(st.integers(1, 40), min_size=1),
+    st.dictionaries(st.integers(1, 40), st.floats()),
+    numbers,
+    numbers,
+    numbers,
+)
 def test_the_newest_stays_and_a_second_time_removes_nothing(iterations, losses, last, every, best):
     removed = which_to_remove(iterations, losses, last=last, every=every, best=best)
     left = sorted(set(iterations) - set(removed))

@@ -14,7 +14,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.checkpoint.small_job import build_small, end_run, files_of, records, small_settings, start_run, write_tokens
+from helpers.checkpoint.small_job import (
+    build_small,
+    end_run,
+    files_of,
+    records,
+    small_settings,
+    start_run,
+    write_tokens,
+)
 from helpers.file_limit import no_file_over
 from helpers.ranks import free_port, run_on_ranks
 from moe_exp.checkpoint import rank_files
@@ -27,7 +35,9 @@ from moe_exp.planner.costs.params import checkpoint_bytes
 def assert_whole(checkpoints: Path, expected: list[int]) -> None:
     assert iterations(checkpoints) == expected
     assert latest_iteration(checkpoints) == expected[-1]
-    assert sorted(path.name for path in checkpoints.iterdir() if path.is_dir()) == [f"iter_{i:07d}" for i in expected]
+    assert sorted(path.name for path in checkpoints.iterdir() if path.is_dir()) == [
+        f"iter_{i:07d}" for i in expected
+    ]
     for iteration in expected:
         folder = checkpoints / f"iter_{iteration:07d}"
         manifest = Manifest.read(folder)
@@ -130,20 +140,26 @@ def at_once(settings: dict[str, Any], port: int) -> list[float]:
     interval = Interval(job.config, job.runtime, job.trained.model)
     for _ in range(5):
         train.train_step(job, progress, interval, count_zeros=False)
-    return torch.cat([parameter.detach().flatten() for parameter in job.trained.model[0].parameters()]).tolist()[:100]
+    return torch.cat(
+        [parameter.detach().flatten() for parameter in job.trained.model[0].parameters()]
+    ).tolist()[:100]
 
 
 @pytest.mark.parametrize("distributed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_in_the_background_as_at_once(distributed, tmp_path):
     write_tokens(tmp_path)
-    settings = small_settings(tmp_path, "async", gpus_per_node=2, ep=2, async_save=True, distributed_optimizer=distributed)
+    settings = small_settings(
+        tmp_path, "async", gpus_per_node=2, ep=2, async_save=True, distributed_optimizer=distributed
+    )
     weights = run_on_ranks(2, background, settings, free_port(), join=False)
     assert weights == run_on_ranks(2, at_once, settings | {"run_name": "plain"}, free_port(), join=False)
     assert latest_iteration(tmp_path / "async" / "checkpoints") == 4
 
 
 def test_whole_run_in_the_background(tmp_path):
-    """Training under way, two saves and the end wait for the one before; a rank's file that is not to be written becomes an event."""
+    """Training under way, two saves and the end wait for the one before; a rank's file that is not to be
+    written becomes an event.
+    """
     write_tokens(tmp_path)
     for name, asynchronous in (("at_once", False), ("background", True)):
         settings = small_settings(tmp_path, name, async_save=asynchronous, save_interval=2, train_iters=7)
@@ -152,26 +168,39 @@ def test_whole_run_in_the_background(tmp_path):
         events = [(event["event"], event["iteration"]) for event in records(tmp_path / name, "event")]
         assert events == [("start", 0), *(("checkpoint", i) for i in (2, 4, 6, 7)), ("end", 7)]
     for key in ("lm_loss", "grad_norm", "params_norm"):
-        curves = [[record[key] for record in records(tmp_path / name, "train")] for name in ("at_once", "background")]
+        curves = [
+            [record[key] for record in records(tmp_path / name, "train")]
+            for name in ("at_once", "background")
+        ]
         assert curves[0] == curves[1]
         assert len(curves[0]) == 7
     for iteration in (2, 4, 6, 7):
-        one, other = (files_of(tmp_path / name / "checkpoints" / f"iter_{iteration:07d}") for name in ("at_once", "background"))
+        one, other = (
+            files_of(tmp_path / name / "checkpoints" / f"iter_{iteration:07d}")
+            for name in ("at_once", "background")
+        )
         assert one == other
 
 
 @pytest.mark.parametrize("asynchronous", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_full_disk_costs_the_checkpoint_and_not_the_run(asynchronous, tmp_path):
     write_tokens(tmp_path)
-    settings = small_settings(tmp_path, "full", async_save=asynchronous, save_interval=2, train_iters=3, exit_interval=2)
+    settings = small_settings(
+        tmp_path, "full", async_save=asynchronous, save_interval=2, train_iters=3, exit_interval=2
+    )
     out = tmp_path / "out"
     assert end_run(start_run(settings, out), out) == [0]
     before = files_of(tmp_path / "full" / "checkpoints" / "iter_0000002")
     settings |= {"train_iters": 7, "exit_interval": 0}
     assert end_run(start_run(settings, out, file_limit=100_000), out) == [1]
     assert [record["iteration"] for record in records(tmp_path / "full", "train")] == [1, 2, 3, 4, 5, 6, 7]
-    events = [event for event in records(tmp_path / "full", "event") if event["event"].startswith("checkpoint")]
-    assert [(event["event"], event["iteration"]) for event in events] == [("checkpoint", 2), *(("checkpoint_failed", i) for i in (4, 6, 7))]
+    events = [
+        event for event in records(tmp_path / "full", "event") if event["event"].startswith("checkpoint")
+    ]
+    assert [(event["event"], event["iteration"]) for event in events] == [
+        ("checkpoint", 2),
+        *(("checkpoint_failed", i) for i in (4, 6, 7)),
+    ]
     assert "File too large" in events[1]["reason"]
     (line,) = [line for line in out.read_text().splitlines() if line.startswith("moe-exp: ")]
     assert line.startswith("moe-exp: the last checkpoint, of iteration 7, was not written (rank 0 on ")
@@ -202,7 +231,9 @@ def test_disk_that_is_really_full(tmp_path):
     write_tokens(tmp_path)
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", disk], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "none", disk], capture_output=True
+    ).returncode:
         pytest.skip("may not mount a file system")
     try:
         run_on_ranks(1, on_a_full_disk, small_settings(tmp_path, "run"), free_port(), str(disk), join=False)
@@ -211,7 +242,9 @@ def test_disk_that_is_really_full(tmp_path):
 
 
 def retained(settings: dict[str, Any], port: int) -> dict[int, list[str]]:
-    """Names in the checkpoints folder after each save, with a validation loss that falls until iteration 30 and rises again."""
+    """Names in the checkpoints folder after each save, with a validation loss that falls until iteration 30
+    and rises again.
+    """
     from moe_exp.checkpoint.save import Saver
 
     job, progress = build_small(settings, port)
@@ -220,7 +253,9 @@ def retained(settings: dict[str, Any], port: int) -> dict[int, list[str]]:
         loss = 2.0 + abs(progress.iteration - 30) / 10
         saver.begin(job.trained, progress, valid_loss=math.nan if progress.iteration == 20 else loss)
         assert saver.finish().error == ""
-        names[progress.iteration] = sorted(path.name for path in job.folder.checkpoints.iterdir() if path.is_dir())
+        names[progress.iteration] = sorted(
+            path.name for path in job.folder.checkpoints.iterdir() if path.is_dir()
+        )
     # What a killed run leaves behind is gone after the next save, and what it had put aside is back.
     checkpoints = job.folder.checkpoints
     for name in ("iter_0000070.partial", "iter_0000005.removed", "iter_0000060.replaced"):
@@ -230,7 +265,8 @@ def retained(settings: dict[str, Any], port: int) -> dict[int, list[str]]:
     saver.begin(job.trained, progress)
     assert saver.finish().error == ""
     names[70] = sorted(path.name for path in checkpoints.iterdir() if path.is_dir())
-    # A start that goes on from 60 and not from 70, which is damaged, or was given up, does not count it, and removes it once it is passed.
+    # A start that goes on from 60 and not from 70, which is damaged, or was given up, does not count it, and
+    # removes it once it is passed.
     saver = Saver(job.config, job.runtime, checkpoints, loaded=60)
     for progress.iteration in (65, 75):
         saver.begin(job.trained, progress)
@@ -243,7 +279,14 @@ def test_what_is_kept(tmp_path):
     write_tokens(tmp_path)
     settings = small_settings(tmp_path, "kept", keep_last=2, keep_best=1, keep_every=40)
     (names,) = run_on_ranks(1, retained, settings, free_port(), join=False)
-    kept = {10: [10], 20: [10, 20], 30: [20, 30], 40: [20, 30, 40], 50: [20, 30, 40, 50], 60: [20, 30, 40, 50, 60]}
+    kept = {
+        10: [10],
+        20: [10, 20],
+        30: [20, 30],
+        40: [20, 30, 40],
+        50: [20, 30, 40, 50],
+        60: [20, 30, 40, 50, 60],
+    }
     kept |= {70: [20, 30, 40, 60, 70], 65: [30, 40, 60, 65, 70], 75: [30, 40, 60, 65, 75]}
     assert names == {i: [f"iter_{j:07d}" for j in js] for i, js in kept.items()}
     assert_whole(tmp_path / "kept" / "checkpoints", [30, 40, 60, 65, 75])
@@ -260,11 +303,16 @@ def save_once(settings: dict[str, Any], port: int) -> int:
 
 @pytest.mark.parametrize(
     ("dtype", "layout"),
-    [pytest.param("fp32", {"gpus_per_node": 2}, marks=pytest.mark.slow), ("bf16", {"gpus_per_node": 2, "ep": 2})],
+    [
+        pytest.param("fp32", {"gpus_per_node": 2}, marks=pytest.mark.slow),
+        ("bf16", {"gpus_per_node": 2, "ep": 2}),
+    ],
 )
 def test_bytes_on_disk_are_those_of_the_parameters_and_the_optimizer(dtype, layout, tmp_path):
     write_tokens(tmp_path)
-    settings = small_settings(tmp_path, "size", dtype=dtype, hidden_size=128, moe_ffn_hidden_size=192, num_experts=16, **layout)
+    settings = small_settings(
+        tmp_path, "size", dtype=dtype, hidden_size=128, moe_ffn_hidden_size=192, num_experts=16, **layout
+    )
     computed = checkpoint_bytes(load_config(settings, {}))
     assert computed > 30e6
     sizes = run_on_ranks(2, save_once, settings, free_port(), join=False)

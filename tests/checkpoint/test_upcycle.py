@@ -1,4 +1,6 @@
-"""A dense run's weights as an MoE model that computes the same: in one layer, and as runs in every kind of layout."""
+"""A dense run's weights as an MoE model that computes the same: in one layer, and as runs in every kind of
+layout.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,11 @@ def test_shards_by_hand():
     from moe_exp.checkpoint.upcycle import experts_of, split_mlp, virtual_group_router
 
     # Two hidden units with a gate: rows 0 and 1 are the gate, 2 and 3 what it multiplies.
-    mlp = {"weight1": torch.tensor([[1.0], [2.0], [3.0], [4.0]]), "weight2": torch.tensor([[5.0, 6.0]]), "bias2": torch.tensor([8.0])}
+    mlp = {
+        "weight1": torch.tensor([[1.0], [2.0], [3.0], [4.0]]),
+        "weight2": torch.tensor([[5.0, 6.0]]),
+        "bias2": torch.tensor([8.0]),
+    }
     shards = split_mlp(mlp, granularity=2, gated=True)
     assert [shard["weight1"].tolist() for shard in shards] == [[[1.0], [3.0]], [[2.0], [4.0]]]
     assert [shard["weight2"].tolist() for shard in shards] == [[[5.0]], [[6.0]]]
@@ -69,7 +75,12 @@ def test_shards_by_hand():
     assert experts["weight1"].tolist() == [[[2.0], [4.0]], [[1.0], [3.0]], [[2.0], [4.0]]]
     assert experts["weight2"].tolist() == [[[3.0]], [[2.5]], [[3.0]]]  # times 2 / 4
     assert experts["bias2"].tolist() == [[2.0], [2.0], [2.0]]  # divided by 4
-    assert virtual_group_router(torch.tensor([[1.0], [2.0], [3.0], [4.0]]), 2).tolist() == [[1.0], [1.0], [3.0], [3.0]]
+    assert virtual_group_router(torch.tensor([[1.0], [2.0], [3.0], [4.0]]), 2).tolist() == [
+        [1.0],
+        [1.0],
+        [3.0],
+        [3.0],
+    ]
 
 
 ROUTERS = {
@@ -82,7 +93,9 @@ ROUTERS = {
 
 
 @pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS)
-@pytest.mark.parametrize(("num_experts", "topk", "granularity"), [(8, 2, 1), (8, 4, 2), (16, 4, 4), (16, 8, 4), (6, 3, 3)])
+@pytest.mark.parametrize(
+    ("num_experts", "topk", "granularity"), [(8, 2, 1), (8, 4, 2), (16, 4, 4), (16, 8, 4), (6, 3, 3)]
+)
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 def test_layer_computes_the_dense_mlp(activation, num_experts, topk, granularity, router):
     from moe_exp.checkpoint.upcycle import experts_of, shard_of, split_mlp, virtual_group_router
@@ -96,18 +109,28 @@ def test_layer_computes_the_dense_mlp(activation, num_experts, topk, granularity
         router=Router(config),
         dispatcher=LocalDispatcher(num_experts),
         experts=Experts(
-            num_local_experts=num_experts, hidden_size=HIDDEN, ffn_size=FFN // granularity, activation=activation, backend="loop"
+            num_local_experts=num_experts,
+            hidden_size=HIDDEN,
+            ffn_size=FFN // granularity,
+            activation=activation,
+            backend="loop",
         ),
         settings=MoESettings(),
     )
     shards = dict(enumerate(split_mlp(mlp, granularity=granularity, gated=gated)))
-    filled = experts_of(shards, range(num_experts), granularity=granularity, weights_sum=config.scaling_factor)
+    filled = experts_of(
+        shards, range(num_experts), granularity=granularity, weights_sum=config.scaling_factor
+    )
     with torch.no_grad():
-        layer.router.weight.copy_(virtual_group_router(0.1 * _random(num_experts, HIDDEN, seed=6), granularity))
+        layer.router.weight.copy_(
+            virtual_group_router(0.1 * _random(num_experts, HIDDEN, seed=6), granularity)
+        )
         layer.experts.weight1.copy_(filled["weight1"])
         layer.experts.weight2.copy_(filled["weight2"])
     chosen_TK = layer.route(x_TD).expert_TK
-    counts_TG = torch.stack([(chosen_TK % granularity == shard).sum(dim=1) for shard in range(granularity)], dim=1)
+    counts_TG = torch.stack(
+        [(chosen_TK % granularity == shard).sum(dim=1) for shard in range(granularity)], dim=1
+    )
     assert (counts_TG == topk // granularity).all()
     assert shard_of(granularity + 1, granularity) == 1 % granularity
     output, expected = layer(x_TD)[0], _dense(x_TD, mlp, activation)
@@ -115,32 +138,58 @@ def test_layer_computes_the_dense_mlp(activation, num_experts, topk, granularity
 
 
 MOE = {
-    "preset": "cpu", "gpus_per_node": 1, "ffn_hidden_size": 96, "num_experts": 8, "topk": 4, "router_pre_softmax": "false",
-    "moe_type": "dmoe", "upcycle_from": "dense",
+    "preset": "cpu", "gpus_per_node": 1, "ffn_hidden_size": 96, "num_experts": 8, "topk": 4,
+    "router_pre_softmax": "false", "moe_type": "dmoe", "upcycle_from": "dense",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ({"router_pre_softmax": "true"}, "ROUTER_NORMALIZE=auto: upcycling needs router weights that add up to the same"),
-        ({"router_score": "sigmoid", "topk": 1, "router_pre_softmax": "true"}, "TOPK=1: upcycling needs router weights that add up"),
-        ({"moe_ffn_hidden_size": 48}, "MOE_FFN_HIDDEN_SIZE=48: is not FFN_HIDDEN_SIZE / UPCYCLE_GRANULARITY = 96 / 1"),
-        ({"upcycle_granularity": 8, "moe_ffn_hidden_size": 12}, "TOPK=4: is not a multiple of UPCYCLE_GRANULARITY=8"),
+        (
+            {"router_pre_softmax": "true"},
+            "ROUTER_NORMALIZE=auto: upcycling needs router weights that add up to the same",
+        ),
+        (
+            {"router_score": "sigmoid", "topk": 1, "router_pre_softmax": "true"},
+            "TOPK=1: upcycling needs router weights that add up",
+        ),
+        (
+            {"moe_ffn_hidden_size": 48},
+            "MOE_FFN_HIDDEN_SIZE=48: is not FFN_HIDDEN_SIZE / UPCYCLE_GRANULARITY = 96 / 1",
+        ),
+        (
+            {"upcycle_granularity": 8, "moe_ffn_hidden_size": 12},
+            "TOPK=4: is not a multiple of UPCYCLE_GRANULARITY=8",
+        ),
         (
             {"upcycle_granularity": 4, "num_experts": 6, "moe_ffn_hidden_size": 24},
             "NUM_EXPERTS=6: is not a multiple of UPCYCLE_GRANULARITY=4",
         ),
-        ({"moe_type": "moe", "capacity_factor": 1.0}, "CAPACITY_FACTOR=1.0: upcycling needs every token's experts, this drops some"),
+        (
+            {"moe_type": "moe", "capacity_factor": 1.0},
+            "CAPACITY_FACTOR=1.0: upcycling needs every token's experts, this drops some",
+        ),
         ({"shared_expert_size": 32}, "SHARED_EXPERT_SIZE=32: a shared expert would add"),
         ({"load_dir": "runs/other"}, "UPCYCLE_FROM=dense: LOAD_DIR=runs/other names other weights"),
         ({"use_moe": "false"}, "UPCYCLE_FROM=dense: a dense model has no experts to fill"),
-        ({"upcycle_from": "", "upcycle_granularity": 2}, "UPCYCLE_GRANULARITY=2: has no effect without UPCYCLE_FROM"),
         (
-            {"upcycle_granularity": 4, "moe_ffn_hidden_size": 24, "num_router_groups": 4, "router_group_topk": 2},
+            {"upcycle_from": "", "upcycle_granularity": 2},
+            "UPCYCLE_GRANULARITY=2: has no effect without UPCYCLE_FROM",
+        ),
+        (
+            {
+                "upcycle_granularity": 4,
+                "moe_ffn_hidden_size": 24,
+                "num_router_groups": 4,
+                "router_group_topk": 2,
+            },
             "NUM_ROUTER_GROUPS=4: leaves NUM_EXPERTS/NUM_ROUTER_GROUPS experts per group",
         ),
-        ({"upcycle_granularity": 2, "moe_ffn_hidden_size": 48, "force_routing": "zipf"}, "FORCE_ROUTING=zipf: does not choose all"),
+        (
+            {"upcycle_granularity": 2, "moe_ffn_hidden_size": 48, "force_routing": "zipf"},
+            "FORCE_ROUTING=zipf: does not choose all",
+        ),
     ],
 )
 def test_what_cannot_be_equal_is_refused(settings, line):
@@ -150,7 +199,9 @@ def test_what_cannot_be_equal_is_refused(settings, line):
     assert ". Fix: " in problems[0]
 
 
-@pytest.mark.parametrize("settings", [{}, {"router_pre_softmax": "true", "topk": 8}, {"moe_type": "moe", "capacity_factor": 2.0}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"router_pre_softmax": "true", "topk": 8}, {"moe_type": "moe", "capacity_factor": 2.0}]
+)
 def test_what_is_equal_is_not_refused(settings):
     assert check_config(load_config(MOE | settings, {})) == []
 
@@ -193,10 +244,21 @@ def losses(settings: dict[str, Any]) -> Losses:
 
 
 SETTINGS = {
-    "preset": "cpu", "num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 96, "seq_len": 64, "mbsz": 1, "gbsz": 8, "dtype": "fp32",
+    "preset": "cpu",
+    "num_layers": 4,
+    "hidden_size": 64,
+    "ffn_hidden_size": 96,
+    "seq_len": 64,
+    "mbsz": 1,
+    "gbsz": 8,
+    "dtype": "fp32",
     "num_workers": 0,  # on a host with GPUs too: ranks of run_on_ranks may not have processes of their own
-    "eval_interval": 1000, "eval_iters": 1, "topk": 4, "num_experts": 8, "router_pre_softmax": "false",
-}  # fmt: skip
+    "eval_interval": 1000,
+    "eval_iters": 1,
+    "topk": 4,
+    "num_experts": 8,
+    "router_pre_softmax": "false",
+}
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +268,13 @@ def dense(session_runs: Runs) -> Callable[[bool], EndedRun]:
 
     def run(bias: bool) -> EndedRun:
         if bias not in done:
-            settings = {"USE_MOE": False, "TRAIN_ITERS": 6, "EVAL_INTERVAL": 6, "EVAL_ITERS": 1, "ADD_BIAS_LINEAR": bias}
+            settings = {
+                "USE_MOE": False,
+                "TRAIN_ITERS": 6,
+                "EVAL_INTERVAL": 6,
+                "EVAL_ITERS": 1,
+                "ADD_BIAS_LINEAR": bias,
+            }
             done[bias] = session_runs.succeed(f"dense_to_upcycle_{bias}", **settings)
         return done[bias]
 
@@ -231,7 +299,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2_ep2_etp2": {"gpus_per_node": 4, "tp": 2, "ep": 2, "etp": 2},
     "tp2_pp2_ep2": {"gpus_per_node": 4, "tp": 2, "pp": 2, "ep": 2},
 }
-SHORT_LIST = {("plain", "one"), ("granular", "one"), ("granular", "ep2"), ("granular", "pp2_vpp2"), ("plain", "tp2_ep2_etp2")}
+SHORT_LIST = {
+    ("plain", "one"),
+    ("granular", "one"),
+    ("granular", "ep2"),
+    ("granular", "pp2_vpp2"),
+    ("plain", "tp2_ep2_etp2"),
+}
 CASES = [
     pytest.param(kind, layout, marks=[] if (kind, layout) in SHORT_LIST else [pytest.mark.slow])
     for kind in ("plain", "granular", "granular_sigmoid_first_dense")
@@ -240,11 +314,22 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "layout"), CASES)
-def test_step_0_is_the_dense_model(kind, layout, dense, dense_losses, session_runs: Runs, tmp_path, record_property):
+def test_step_0_is_the_dense_model(
+    kind, layout, dense, dense_losses, session_runs: Runs, tmp_path, record_property
+):
     settings = SETTINGS | LAYOUTS[layout] | ({} if kind == "plain" else GRANULAR)
     if "sigmoid" in kind:
-        settings |= {"router_score": "sigmoid", "router_bias_update_rate": 0.01, "router_scaling_factor": 2.5, "first_k_dense": 1}
-    places = {"run_dir": str(tmp_path), "data_dir": str(session_runs.data_dir), "upcycle_from": str(dense(False).folder.checkpoints)}
+        settings |= {
+            "router_score": "sigmoid",
+            "router_bias_update_rate": 0.01,
+            "router_scaling_factor": 2.5,
+            "first_k_dense": 1,
+        }
+    places = {
+        "run_dir": str(tmp_path),
+        "data_dir": str(session_runs.data_dir),
+        "upcycle_from": str(dense(False).folder.checkpoints),
+    }
     assert check_config(load_config(settings | places, {})) == []
     upcycled = losses(settings | places)
     assert upcycled.train == pytest.approx(dense_losses.train, rel=1e-6)
@@ -257,8 +342,27 @@ def test_step_0_is_the_dense_model(kind, layout, dense, dense_losses, session_ru
 def test_biases_are_split_and_scaled_too(dense, session_runs: Runs, tmp_path):
     source = dense(True).folder.checkpoints
     places = {"data_dir": str(session_runs.data_dir), "add_bias_linear": "true"}
-    of_dense = losses(SETTINGS | places | {"run_dir": str(tmp_path / "a"), "use_moe": "false", "load_dir": str(source), "gpus_per_node": 1})
-    settings = SETTINGS | places | GRANULAR | {"router_scaling_factor": 2.5, "gpus_per_node": 2, "ep": 2, "upcycle_from": str(source)}
+    of_dense = losses(
+        SETTINGS
+        | places
+        | {
+            "run_dir": str(tmp_path / "a"),
+            "use_moe": "false",
+            "load_dir": str(source),
+            "gpus_per_node": 1,
+        }
+    )
+    settings = (
+        SETTINGS
+        | places
+        | GRANULAR
+        | {
+            "router_scaling_factor": 2.5,
+            "gpus_per_node": 2,
+            "ep": 2,
+            "upcycle_from": str(source),
+        }
+    )
     upcycled = losses(settings | {"run_dir": str(tmp_path / "b")})
     assert upcycled.train == pytest.approx(of_dense.train, rel=1e-6)
     assert upcycled.valid == pytest.approx(of_dense.valid, rel=1e-6)
@@ -267,20 +371,22 @@ def test_biases_are_split_and_scaled_too(dense, session_runs: Runs, tmp_path):
 def test_run_starts_from_the_dense_one_and_resumes_from_itself(dense, dense_losses, runs: Runs):
     source = dense(False).folder.checkpoints / "iter_0000006"
     settings = {
-        "UPCYCLE_FROM": source, "UPCYCLE_GRANULARITY": 2, "MOE_FFN_HIDDEN_SIZE": 48, "TOPK": 4, "ROUTER_PRE_SOFTMAX": False,
-        "EXIT_INTERVAL": 2, "TRAIN_ITERS": 4, "GPUS_PER_NODE": 2, "EP": 2, "Z_LOSS_COEFF": 0,
+        "UPCYCLE_FROM": source, "UPCYCLE_GRANULARITY": 2, "MOE_FFN_HIDDEN_SIZE": 48, "TOPK": 4,
+        "ROUTER_PRE_SOFTMAX": False, "EXIT_INTERVAL": 2, "TRAIN_ITERS": 4, "GPUS_PER_NODE": 2, "EP": 2,
+        "Z_LOSS_COEFF": 0,
     }  # fmt: skip
     first = runs.stopped("moe", **settings)
     assert (
         f"upcycled from {source}: 4 MoE layers with 4 copies of each of 2 shards of the dense MLP, "
-        "router in 4 virtual groups, second projection times 2"
-    ) in first.stdout
+        "router in 4 virtual groups, second projection times 2" in first.stdout
+    )
     assert first.curve("lm_loss")[0] == pytest.approx(dense_losses.train, rel=1e-6)
     second = runs.succeed("moe", **settings)
     assert "upcycled from" not in second.stdout
     assert "resumed from iteration 2" in second.stdout
     assert second.curve("iteration") == [1, 2, 3, 4]
-    # The optimizer took the weights over: its first step would otherwise put its own copies of the old ones back.
+    # The optimizer took the weights over: its first step would otherwise put its own copies of the old ones
+    # back.
     assert second.curve("lm_loss")[1] < first.curve("lm_loss")[0] + 0.5
 
 
@@ -295,15 +401,26 @@ def test_files_are_checked_before_anything_is_built(dense, session_runs: Runs, t
     (line,) = problems(upcycle_from=str(tmp_path))
     assert line.startswith(f"UPCYCLE_FROM={tmp_path}: has no checkpoint. Fix: ")
     (line,) = problems(upcycle_from=checkpoints, normalization="LayerNorm")
-    assert line == f"NORMALIZATION=LayerNorm: the dense run UPCYCLE_FROM={checkpoints} has RMSNorm. Fix: set NORMALIZATION=RMSNorm."
+    assert (
+        line == f"NORMALIZATION=LayerNorm: the dense run UPCYCLE_FROM={checkpoints} has RMSNorm. Fix: set"
+        " NORMALIZATION=RMSNorm."
+    )
 
 
 def test_an_moe_run_is_no_source(session_runs: Runs, tmp_path):
-    source = session_runs.succeed("moe_as_source", TRAIN_ITERS=1, WARMUP_ITERS=0, DECAY_ITERS=1).folder.checkpoints
-    settings = SETTINGS | {"run_dir": str(tmp_path), "data_dir": str(session_runs.data_dir), "upcycle_from": str(source)}
+    source = session_runs.succeed(
+        "moe_as_source", TRAIN_ITERS=1, WARMUP_ITERS=0, DECAY_ITERS=1
+    ).folder.checkpoints
+    settings = SETTINGS | {
+        "run_dir": str(tmp_path),
+        "data_dir": str(session_runs.data_dir),
+        "upcycle_from": str(source),
+    }
     settings["gpus_per_node"] = 1
     (line,) = check_files(load_config(settings, {}))
-    assert line == f"UPCYCLE_FROM={source}: is the checkpoint of an MoE run. Fix: name a run with USE_MOE=false."
+    assert (
+        line == f"UPCYCLE_FROM={source}: is the checkpoint of an MoE run. Fix: name a run with USE_MOE=false."
+    )
     # A rank that torchrun starts by itself says the same.
     with pytest.raises(RankError) as caught:
         losses(settings)

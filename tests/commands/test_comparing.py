@@ -1,4 +1,6 @@
-"""Whole comparisons by the command: run, killed and gone on with, interrupted, with a model that fails; and the dry run."""
+"""Whole comparisons by the command: run, killed and gone on with, interrupted, with a model that fails; and
+the dry run.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,10 @@ from moe_exp.runs.records import read_metrics
 
 # A run is little more than its imports.
 TINY = {
-    "PRESET": "cpu", "GPUS_PER_NODE": 1, "NUM_LAYERS": 2, "HIDDEN_SIZE": 64, "FFN_HIDDEN_SIZE": 96, "SEQ_LEN": 64, "NUM_EXPERTS": 4,
-    "TOPK": 2, "MBSZ": 2, "GBSZ": 4, "TRAIN_ITERS": 6, "DECAY_ITERS": 6, "WARMUP_ITERS": 2, "LOG_INTERVAL": 1, "EVAL_INTERVAL": 6,
-    "EVAL_ITERS": 1, "SAVE_INTERVAL": 1, "KEEP_LAST": 1, "RUN_NAME": "mine",
+    "PRESET": "cpu", "GPUS_PER_NODE": 1, "NUM_LAYERS": 2, "HIDDEN_SIZE": 64, "FFN_HIDDEN_SIZE": 96,
+    "SEQ_LEN": 64, "NUM_EXPERTS": 4, "TOPK": 2, "MBSZ": 2, "GBSZ": 4, "TRAIN_ITERS": 6, "DECAY_ITERS": 6,
+    "WARMUP_ITERS": 2, "LOG_INTERVAL": 1, "EVAL_INTERVAL": 6, "EVAL_ITERS": 1, "SAVE_INTERVAL": 1,
+    "KEEP_LAST": 1, "RUN_NAME": "mine",
 }  # fmt: skip
 # Of data and anonymous memory of a process: ranks with their threads need half of it.
 MEMORY_LIMIT = 2000 * 2**20
@@ -50,7 +53,9 @@ class Comparisons:
         with (self.path / "printed").open("w") as printed:
             command = [sys.executable, "-m", "moe_exp", "compare", *flags]
             ready = limit_memory if limited else None
-            started = subprocess.Popen(command, env=environ, stdout=printed, stderr=printed, start_new_session=True, preexec_fn=ready)
+            started = subprocess.Popen(
+                command, env=environ, stdout=printed, stderr=printed, start_new_session=True, preexec_fn=ready
+            )
         self.started.append(started)
         return started
 
@@ -66,10 +71,18 @@ class Comparisons:
     def iterations(self, name: str) -> list[int]:
         """Those that are logged."""
         path = self.folder / name / "metrics.jsonl"
-        return [one["iteration"] for one in read_metrics(path) if one["kind"] == "train"] if path.exists() else []
+        return (
+            [one["iteration"] for one in read_metrics(path) if one["kind"] == "train"]
+            if path.exists()
+            else []
+        )
 
     def events(self, name: str) -> list[str]:
-        return [one["event"] for one in read_metrics(self.folder / name / "metrics.jsonl") if one["kind"] == "event"]
+        return [
+            one["event"]
+            for one in read_metrics(self.folder / name / "metrics.jsonl")
+            if one["kind"] == "event"
+        ]
 
     def wait_for(self, name: str, iteration: int, comparison: subprocess.Popen[bytes]) -> None:
         deadline = time.monotonic() + 300
@@ -107,7 +120,10 @@ def test_two_models_are_trained_and_not_again(comparisons):
     assert report in again
     assert {path: path.stat().st_mtime_ns for path in comparisons.folder.glob("*/metrics.jsonl")} == before
     refused = comparisons.run(code=1, TRAIN_ITERS=4, DECAY_ITERS=4, EVAL_INTERVAL=4, HIDDEN_SIZE=128)
-    assert "HIDDEN_SIZE=128: " in refused and "holds a dmoe with 64. Fix: set it as it was, or give another RUN_NAME." in refused
+    assert (
+        "HIDDEN_SIZE=128: " in refused
+        and "holds a dmoe with 64. Fix: set it as it was, or give another RUN_NAME." in refused
+    )
 
 
 @pytest.mark.slow
@@ -127,16 +143,28 @@ def test_a_killed_and_an_interrupted_comparison_go_on(comparisons):
     assert "stopped: the same command goes on with what is left" in comparisons.printed()
     assert processes_in(comparisons.folder) == []
     stopped_at = comparisons.iterations("dense")[-1]
-    assert stopped_at < 120 and (comparisons.folder / "dense" / "checkpoints" / f"iter_{stopped_at:07d}").is_dir()
+    assert (
+        stopped_at < 120
+        and (comparisons.folder / "dense" / "checkpoints" / f"iter_{stopped_at:07d}").is_dir()
+    )
     comparisons.run(**many)
     assert comparisons.iterations("dense") == finished
-    assert comparisons.events("dense").count("resume") == 1 and comparisons.events("dmoe").count("resume") == 1
+    assert (
+        comparisons.events("dense").count("resume") == 1 and comparisons.events("dmoe").count("resume") == 1
+    )
 
 
 @pytest.mark.slow
 def test_a_model_that_fails_stops_no_other(comparisons):
     printed = comparisons.run(
-        "--runs", "dmoe", "--variant", "big:USE_MOE=false,FFN_HIDDEN_SIZE=400000", "--variant", "small:USE_MOE=false", code=1, limited=True
+        "--runs",
+        "dmoe",
+        "--variant",
+        "big:USE_MOE=false,FFN_HIDDEN_SIZE=400000",
+        "--variant",
+        "small:USE_MOE=false",
+        code=1,
+        limited=True,
     )
     assert "[2/3] big: oom" in printed and "[3/3] small: finished" in printed
     assert re.search(r"- big oom: .*memory", (comparisons.folder / "report.md").read_text())
@@ -148,21 +176,43 @@ def test_equal_time_and_a_limit(comparisons):
     printed = comparisons.run("--match", "time", **settings)
     assert re.search(r"times are \d+\.\d% apart", printed) and not (comparisons.folder / "pace").exists()
     kept = json.loads((comparisons.folder / "compare.json").read_text())["variants"]
-    assert all(entry["seconds_per_iteration"] > 0 and entry["settings"]["train_iters"] == 40 for entry in kept.values())
+    assert all(
+        entry["seconds_per_iteration"] > 0 and entry["settings"]["train_iters"] == 40
+        for entry in kept.values()
+    )
     assert len(comparisons.iterations("dmoe")) == 40 and len(comparisons.iterations("dense")) > 1
     again = comparisons.run("--match", "time", **settings)
     assert "measuring" not in again and again.partition("\n")[0] in printed
     limited = comparisons.run("--timeout", "1", code=1, RUN_NAME="short", **settings)
-    assert "[1/2] dmoe: timeout: had not ended after --timeout 1 s" in limited and "[2/2] dense: timeout" in limited
+    assert (
+        "[1/2] dmoe: timeout: had not ended after --timeout 1 s" in limited
+        and "[2/2] dense: timeout" in limited
+    )
 
 
 def test_dry_run_starts_and_writes_nothing(no_settings, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name, value in TINY.items():
         monkeypatch.setenv(name, str(value))
-    assert main(["compare", "--dry-run", "--variant", "fine:NUM_EXPERTS=8,TOPK=4", "--runs", "dmoe,dense", "--repeats", "2"]) == 0
+    assert (
+        main(
+            [
+                "compare",
+                "--dry-run",
+                "--variant",
+                "fine:NUM_EXPERTS=8,TOPK=4",
+                "--runs",
+                "dmoe,dense",
+                "--repeats",
+                "2",
+            ]
+        )
+        == 0
+    )
     printed = capsys.readouterr().out
-    assert printed.startswith("runs/mine: dmoe, dense, fine, matched by flops, 2 runs of each with seeds from 1234\n")
+    assert printed.startswith(
+        "runs/mine: dmoe, dense, fine, matched by flops, 2 runs of each with seeds from 1234\n"
+    )
     assert re.search(r"\| MLP width +\| +96, 2 of 4 \| +192 \| +48, 4 of 8 \|", printed)
     assert re.search(r"FLOPs per token against dmoe +\| +- \| +\+0\.00% \| +\+0\.00% \|", printed)
     assert "  NUM_EXPERTS: dmoe 4, dense -, fine 8\n" in printed and "all 6 runs: 0:0" in printed
@@ -181,11 +231,18 @@ def test_problems_of_one_model_name_it(no_settings, tmp_path, monkeypatch, capsy
     ]
     assert main(["compare", "--repeats", "few", "--seconds", "1h"]) == 1
     assert capsys.readouterr().err.splitlines() == [
-        "moe-exp compare: REPEATS=few: must be a whole number. Fix: give a whole number, or leave --repeats out.",
+        (
+            "moe-exp compare: REPEATS=few: must be a whole number. Fix: give a whole number, or leave"
+            " --repeats out."
+        ),
         "SECONDS=1h: must be a number. Fix: give a number, or leave --seconds out.",
     ]
     assert main(["compare", "--match", "luck"]) == 1
-    assert capsys.readouterr().err == ("moe-exp compare: MATCH=luck: is nothing to match by. Fix: use one of flops, active-params, time.\n")
+    assert (
+        capsys.readouterr().err
+        == "moe-exp compare: MATCH=luck: is nothing to match by. Fix: use one of flops, active-params,"
+        " time.\n"
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -194,5 +251,8 @@ def test_the_folder_of_a_run_is_no_place(no_settings, tmp_path, monkeypatch, cap
     (tmp_path / "runs" / "one").mkdir(parents=True)
     (tmp_path / "runs" / "one" / "config.yaml").write_text("seed: 1\n")
     assert main(["compare", "--preset", "cpu", "--run-name", "one"]) == 1
-    assert "RUN_NAME=one: runs/one is the folder of a run, not of a comparison. Fix: give another RUN_NAME." in capsys.readouterr().err
+    assert (
+        "RUN_NAME=one: runs/one is the folder of a run, not of a comparison. Fix: give another RUN_NAME."
+        in capsys.readouterr().err
+    )
     assert [path.name for path in (tmp_path / "runs" / "one").iterdir()] == ["config.yaml"]

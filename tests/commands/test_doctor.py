@@ -17,7 +17,9 @@ from moe_exp.commands import doctor
 
 def run_module(*arguments: str, python_path: Path = ROOT) -> subprocess.CompletedProcess[str]:
     environ = os.environ | {"PYTHONPATH": str(python_path)}
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environ, timeout=120)
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, env=environ, timeout=120
+    )
 
 
 def pretend_missing(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
@@ -31,12 +33,20 @@ def pretend_missing(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
     monkeypatch.setattr(importlib.metadata, "version", without)
 
 
-def test_report_names_versions_devices_packages_and_backends(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_names_versions_devices_packages_and_backends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = [["attention", "sdpa", "flash-attn needs a GPU"]]
     monkeypatch.setattr(doctor, "backend_rows", lambda: rows)
     assert doctor.main() == 0
     report = capsys.readouterr().out
-    for text in ["megatron-core", importlib.metadata.version("torch"), "cores for this process", "GiB", "flash-attn needs a GPU"]:
+    for text in [
+        "megatron-core",
+        importlib.metadata.version("torch"),
+        "cores for this process",
+        "GiB",
+        "flash-attn needs a GPU",
+    ]:
         assert text in report
     assert all(optional.package in report for optional in doctor.OPTIONAL)
     assert "\x1b[" not in report  # plain where it is not a terminal
@@ -59,7 +69,9 @@ def test_command_says_what_each_part_will_use() -> None:
 
 
 def test_optional_package_that_is_missing_has_cost_and_installation(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_missing(monkeypatch, *(optional.package for optional in doctor.OPTIONAL), "nv-grouped-gemm", "pytorch-triton")
+    pretend_missing(
+        monkeypatch, *(optional.package for optional in doctor.OPTIONAL), "nv-grouped-gemm", "pytorch-triton"
+    )
     for package, version, cost, install in doctor.optional_rows():
         assert version == "missing", package
         assert cost, package
@@ -92,13 +104,18 @@ def test_build_of_the_same_version_meets_the_range(monkeypatch: pytest.MonkeyPat
 
 def test_package_whose_files_are_gone_is_unmet(monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "numpy" else find_spec(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "numpy" else find_spec(name)
+    )
     assert [line.partition(">")[0] for line in doctor.unmet_requirements()] == ["numpy"]
 
 
 def test_extras_add_their_requirements() -> None:
     assert set(doctor.requirements(["wandb", "dev"])) > set(doctor.requirements())
-    with pytest.raises(ValueError, match=r"extra 'nonsense' does not exist: use one of gpu, te, .*, adam8bit, data, fast, dev"):
+    with pytest.raises(
+        ValueError,
+        match=r"extra 'nonsense' does not exist: use one of gpu, te, .*, adam8bit, data, fast, dev",
+    ):
         doctor.requirements(["nonsense"])
 
 

@@ -31,10 +31,13 @@ def test_a_page(tmp_path, capsys):
     assert capsys.readouterr().out == f"{out}: {len(page.encode()):,} bytes\n"
     assert len(page) < 300_000
     assert "experts reaches the loss of dense (4." in page
-    assert not re.search(r'(src|href)="(?!https://github.com/leeoniya/uPlot")', page)  # one link, and nothing that is fetched
+    # one link, and nothing that is fetched
+    assert not re.search(r'(src|href)="(?!https://github.com/leeoniya/uPlot")', page)
     runs = data_of(page)["runs"]
     assert [run["name"] for run in runs] == ["dense", "experts"]
-    assert runs[1]["curves"]["lm_loss"]["gaps"] == [10, 11] and runs[1]["curves"]["lm_loss"]["mean"][10] is None
+    assert (
+        runs[1]["curves"]["lm_loss"]["gaps"] == [10, 11] and runs[1]["curves"]["lm_loss"]["mean"][10] is None
+    )
     assert runs[1]["spikes"]["iteration"] == [30] and runs[1]["experts"]["layers"] == [1, 2]
     assert "checkpoint_failed" in page and "no space left" in page
 
@@ -79,7 +82,12 @@ def test_many_runs_stay_small(tmp_path):
 def test_places_that_a_report_does_not_take(tmp_path, capsys, kind):
     dense, _ = dense_and_moe(tmp_path)
     (tmp_path / "notes.txt").write_text("mine")
-    places = {"file": tmp_path / "notes.txt", "folder": tmp_path, "parent": tmp_path / "no" / "a.html", "metrics": dense / "metrics.jsonl"}
+    places = {
+        "file": tmp_path / "notes.txt",
+        "folder": tmp_path,
+        "parent": tmp_path / "no" / "a.html",
+        "metrics": dense / "metrics.jsonl",
+    }
     out = places[kind]
     before = out.read_bytes() if out.is_file() else None
     assert report(dense, tmp_path / "nowhere", "--out", out) == 1
@@ -92,7 +100,11 @@ def test_places_that_a_report_does_not_take(tmp_path, capsys, kind):
 def test_a_report_replaces_an_earlier_one(tmp_path, capsys, kind):
     dense, moe = dense_and_moe(tmp_path)
     out = tmp_path / "report"
-    assert report(dense, "--format", kind, "--out", out) == report(dense, moe, "--format", kind, "--out", out) == 0
+    assert (
+        report(dense, "--format", kind, "--out", out)
+        == report(dense, moe, "--format", kind, "--out", out)
+        == 0
+    )
     assert "experts" in out.read_text()
 
 
@@ -103,18 +115,23 @@ def test_a_loss_that_is_none(tmp_path, capsys):
 
 def test_the_chosen_loss(tmp_path, capsys):
     assert report(*dense_and_moe(tmp_path), "--format", "md", "--loss", "7.01") == 0
-    # Means of two records, 5% of the tokens of 40: dense goes from 7.05 to 6.95 at records 10 and 11, the other from 7.0625 to 6.9375
-    # at 8 and 9, of 0.1 and 0.3 s each: 1.04 s and 2.526 s.
+    # Means of two records, 5% of the tokens of 40: dense goes from 7.05 to 6.95 at records 10 and 11, the
+    # other from 7.0625 to 6.9375 at 8 and 9, of 0.1 and 0.3 s each: 1.04 s and 2.526 s.
     assert "| time to a loss of 7.0100 | 1.04 s | 2.53 s |" in capsys.readouterr().out
 
 
 def test_no_records_at_all(tmp_path, capsys):
     out = tmp_path / "report.html"
     assert report(write_run(tmp_path / "empty", []), "--out", out) == 0
-    assert "No loss has been recorded yet." in out.read_text() and "empty: no train records yet." in out.read_text()
+    assert (
+        "No loss has been recorded yet." in out.read_text()
+        and "empty: no train records yet." in out.read_text()
+    )
 
 
-@pytest.mark.parametrize("events", [[], [event("checkpoint", 3, "10:00:10")]], ids=["settings alone", "events without a start"])
+@pytest.mark.parametrize(
+    "events", [[], [event("checkpoint", 3, "10:00:10")]], ids=["settings alone", "events without a start"]
+)
 def test_a_run_that_has_not_come_to_its_start_stands_beside_others(tmp_path, events):
     fresh = write_run(tmp_path / "fresh", events)
     if not events:
@@ -128,13 +145,17 @@ def test_a_run_that_has_not_come_to_its_start_stands_beside_others(tmp_path, eve
 def test_the_newest_of_many_events_and_all_faults_are_kept(tmp_path):
     checkpoints = [event("checkpoint", number, "10:00:10") for number in range(1, 400)]
     records = [event("start", 0, "10:00:00"), event("checkpoint_failed", 0, "10:00:05"), *checkpoints]
-    page = report_html(read_runs([write_run(tmp_path / "x", [*records, event("end", 400, "10:02:00")], use_moe=False)]))
+    page = report_html(
+        read_runs([write_run(tmp_path / "x", [*records, event("end", 400, "10:02:00")], use_moe=False)])
+    )
     assert "<summary>Events: 300; left out are 102 checkpoints of x</summary>" in page
     iterations = re.findall(r'<td class="text">checkpoint</td><td class="text">(\d+)</td>', page)
     assert iterations == [str(number) for number in range(103, 400)]
     assert page.count('<tr class="fault">') == 1 and page.count('class="mark checkpoint"') == 133
     spikes = [event("spike", number, "10:00:10") for number in range(1, 400)]
-    page = report_html(read_runs([write_run(tmp_path / "y", [*records[:1], *spikes, *checkpoints], use_moe=False)]))
+    page = report_html(
+        read_runs([write_run(tmp_path / "y", [*records[:1], *spikes, *checkpoints], use_moe=False)])
+    )
     assert "left out are 399 checkpoints and 100 others of y" in page
     assert 'title="spike at iteration 399,' in page and 'title="spike at iteration 249,' not in page
 
@@ -144,7 +165,11 @@ def test_bytes_that_are_no_text_are_question_marks(tmp_path, capsys):
     write_run(path, [train_record(1, 5.0), event("checkpoint_failed", 1, "10:00:00", reason="x\udcff")])
     out = tmp_path / "report.html"
     assert report(path, "--out", out) == report(path, "--format", "md") == 0
-    assert "bad?" in out.read_text() and "reason: x?" in out.read_text() and "### bad?" in capsys.readouterr().out
+    assert (
+        "bad?" in out.read_text()
+        and "reason: x?" in out.read_text()
+        and "### bad?" in capsys.readouterr().out
+    )
 
 
 def test_a_link_stays_a_link(tmp_path):
@@ -159,8 +184,14 @@ def test_a_link_stays_a_link(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "lines"),
     [
-        (("wandb", "RUN", "--project", "p", "--format", "md", "--loss", "3"), ("FORMAT=md: is not used for wandb", "LOSS=3.0: is not")),
-        (("RUN", "--watch", "--out", "x.html"), ("OUT=x.html: is not used for --watch. Fix: leave --out out.",)),
+        (
+            ("wandb", "RUN", "--project", "p", "--format", "md", "--loss", "3"),
+            ("FORMAT=md: is not used for wandb", "LOSS=3.0: is not"),
+        ),
+        (
+            ("RUN", "--watch", "--out", "x.html"),
+            ("OUT=x.html: is not used for --watch. Fix: leave --out out.",),
+        ),
         (("RUN", "--project", "p"), ("PROJECT=p: is not used for a page. Fix: leave --project out.",)),
     ],
 )

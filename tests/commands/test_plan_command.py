@@ -39,21 +39,54 @@ def plan(tmp_path, capsys):
 
 
 def test_what_a_run_costs(plan):
-    settings = ["--gpus", "384", "--tp", "4", "--pp", "12", "--pipeline-layers", "5,6*10,5", "--mbsz", "2", "--recompute", "full", *MODEL]
+    settings = [
+        "--gpus",
+        "384",
+        "--tp",
+        "4",
+        "--pp",
+        "12",
+        "--pipeline-layers",
+        "5,6*10,5",
+        "--mbsz",
+        "2",
+        "--recompute",
+        "full",
+        *MODEL,
+    ]
     report = json.loads(plan(*settings, "--tokens", "366B", "--price", "2", "--json").out)
-    # l*(12h^2+13h)+v*h+s*h+2h without what that GPT of 2020 had: learned positions, biases, and biases of the norms.
-    assert report["parameters"]["total"] == 176_276_602_880 - 2048 * 14336 - 70 * 13 * 14336 - 2 * 14336 + 14336 * (2 * 70 + 1)
+    # l*(12h^2+13h)+v*h+s*h+2h without what that GPT of 2020 had: learned positions, biases, and biases of the
+    # norms.
+    assert report["parameters"][
+        "total"
+    ] == 176_276_602_880 - 2048 * 14336 - 70 * 13 * 14336 - 2 * 14336 + 14336 * (2 * 70 + 1)
     assert report["parameters"]["most_loaded_rank"] > report["parameters"]["total"] / 48
     assert len(report["memory"]["stages"]) == 12
     peak = report["memory"]["stages"][report["memory"]["peak_stage"]]
     assert peak["total"] == max(stage["total"] for stage in report["memory"]["stages"])
-    assert report["memory"]["margin_bytes"] >= report["memory"]["device_bytes"] - report["memory"]["peak_bytes"] > 0
+    assert (
+        report["memory"]["margin_bytes"]
+        >= report["memory"]["device_bytes"] - report["memory"]["peak_bytes"]
+        > 0
+    )
     assert sum(report["time"]["parts"].values()) == pytest.approx(report["time"]["seconds"])
     assert report["cost"]["price"] == pytest.approx(2 * report["cost"]["gpu_hours"])
     assert report["cost"]["num_tokens"] >= 366 * 10**9
-    assert (report["filling_batch"], report["num_gpus"], report["stage_layers"]) == (192, 384, [5, *[6] * 10, 5])
+    assert (report["filling_batch"], report["num_gpus"], report["stage_layers"]) == (
+        192,
+        384,
+        [5, *[6] * 10, 5],
+    )
     text = plan("run", *settings).out
-    for words in ("384 x A100-80GB, TP4,PP12,DP8", "5 10x6 5", "seconds per iteration", "TFLOP/s per GPU", "GPU-hours", "peak", "bubble"):
+    for words in (
+        "384 x A100-80GB, TP4,PP12,DP8",
+        "5 10x6 5",
+        "seconds per iteration",
+        "TFLOP/s per GPU",
+        "GPU-hours",
+        "peak",
+        "bubble",
+    ):
         assert words in text
 
 
@@ -62,14 +95,37 @@ def test_it_says_what_it_counts(plan):
     memory_alone = " (its memory; the time is counted the same for all)"
     said = {
         (): ("experts", f"triton, which EXPERT_BACKEND=auto takes on this device{memory_alone}"),
-        ("--add-bias-linear", "true"): ("experts", f"grouped GEMMs apart from each other, not triton: ADD_BIAS_LINEAR=true{memory_alone}"),
-        ("--expert-backend", "te", "--fp8", "hybrid"): ("FP8", "FP8=hybrid is counted as bf16, in memory and in time"),
-        ("--cross-entropy", "triton"): ("cross entropy", "triton: the memory of its kernel, the time of Megatron's"),
+        ("--add-bias-linear", "true"): (
+            "experts",
+            f"grouped GEMMs apart from each other, not triton: ADD_BIAS_LINEAR=true{memory_alone}",
+        ),
+        ("--expert-backend", "te", "--fp8", "hybrid"): (
+            "FP8",
+            "FP8=hybrid is counted as bf16, in memory and in time",
+        ),
+        ("--cross-entropy", "triton"): (
+            "cross entropy",
+            "triton: the memory of its kernel, the time of Megatron's",
+        ),
     }
     for flags, (part, words) in said.items():
         assert json.loads(plan("run", *settings, *flags, "--json").out)["counted_as"][part] == words
     assert words in plan("run", *settings, *flags).out
-    searched = ("search", "--preset", "mixtral-8x7b", "--gpus", "64", "--gpu", "H100-80GB", "--tp", "1", "--pp", "8", "--mbsz", "1")
+    searched = (
+        "search",
+        "--preset",
+        "mixtral-8x7b",
+        "--gpus",
+        "64",
+        "--gpu",
+        "H100-80GB",
+        "--tp",
+        "1",
+        "--pp",
+        "8",
+        "--mbsz",
+        "1",
+    )
     assert f"{part}: {words}\n" in plan(*searched, *flags).out
     assert "counted_as" in json.loads(plan(*searched, "--json").out)
 
@@ -101,7 +157,10 @@ def test_search_as_table_and_json(plan):
 
 def test_explain(plan):
     arguments = ["search", "--gpus", "384", *MODEL]
-    assert "GBSZ=1024: is not a multiple of MBSZ*DP=1*48=48." in plan(*arguments, "--gbsz", "1024", "--explain", "TP=2,PP=4").out
+    assert (
+        "GBSZ=1024: is not a multiple of MBSZ*DP=1*48=48."
+        in plan(*arguments, "--gbsz", "1024", "--explain", "TP=2,PP=4").out
+    )
     text = plan(*arguments, "--explain", "TP=4,PP=12,MBS=2,DP=8").out
     assert "against the best" in text and "memory of a rank" in text
     report = json.loads(plan(*arguments, "--explain", "TP=4,PP=12,MBS=2,DP=8", "--json").out)["explained"]
@@ -112,15 +171,29 @@ def test_explain(plan):
 def test_export(plan, monkeypatch):
     monkeypatch.setenv("TP", "2")
     arguments = ["search", "--gpus", "384", *MODEL, "--rampup-batch-size", "192 16 9765", "--export", "env"]
-    best = json.loads(plan(*[one for one in arguments if one not in ("--export", "env")], "--json").out)["layouts"]
+    best = json.loads(plan(*[one for one in arguments if one not in ("--export", "env")], "--json").out)[
+        "layouts"
+    ]
     for rank, chosen in (("1", best[0]), ("2", best[1])):
         printed = plan(*arguments, "--rank", rank)
-        assert "TP=2 of the environment: searched all the same" in printed.err and "layouts tried" in printed.err
+        assert (
+            "TP=2 of the environment: searched all the same" in printed.err and "layouts tried" in printed.err
+        )
         script = f"set -a; source /dev/stdin <<'E'\n{printed.out}E\nenv -0"
-        result = subprocess.run(["bash", "-c", script], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=True)
+        result = subprocess.run(
+            ["bash", "-c", script],
+            env={"PATH": os.environ["PATH"]},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         config = load_config({}, dict(line.split("=", 1) for line in result.stdout.rstrip("\0").split("\0")))
         assert check_config(config) == []
-        assert (config.world_size, config.rampup_batch_size, config.hidden_size) == (384, "192 16 9765", 14336)
+        assert (config.world_size, config.rampup_batch_size, config.hidden_size) == (
+            384,
+            "192 16 9765",
+            14336,
+        )
         for name in ("tp", "pp", "vpp", "mbsz", "recompute", "pipeline_layers"):
             assert getattr(config, name) == chosen[name]
     explained = plan(*arguments, "--explain", "TP=4,PP=12,MBSZ=2").out
@@ -131,7 +204,10 @@ def test_nothing_fits_or_is_left(plan):
     printed = plan("search", "--gpus", "8", *MODEL, "--mbsz", "1", code=1)
     assert "nothing fits; the one that needs least: LAYOUT=" in printed.out
     assert "nothing is left" in plan("search", "--gpus", "8", *MODEL, "--tp", "3", code=1).out
-    assert "RANK=1: 0 layouts fit." in plan("search", "--gpus", "8", *MODEL, "--tp", "3", "--export", "env", code=1).err
+    assert (
+        "RANK=1: 0 layouts fit."
+        in plan("search", "--gpus", "8", *MODEL, "--tp", "3", "--export", "env", code=1).err
+    )
     refused = plan("search", "--gpus", "384", *MODEL, "--explain", "TP=3,PP=13", "--export", "env", code=1)
     assert refused.out == "" and "EXPLAIN=TP=3,PP=13: cannot run, so nothing is exported." in refused.err
 
@@ -148,9 +224,15 @@ def test_nothing_fits_or_is_left(plan):
         (["search", "--gpus", "0"], ["GPUS=0: must be"]),
         (["search", "--gpus", "8", "--gpus-per-node", "x"], ["GPUS_PER_NODE=x: must be"]),
         (["search", "--gpus", "8", "--tp", "0", "--vpp", "x"], ["TP=0: must be", "VPP=x: must be"]),
-        (["search", "--gpus", "8", "--hidden-size", "0", "--seq-len", "-1"], ["HIDDEN_SIZE=0: must be", "SEQ_LEN=-1: must be"]),
+        (
+            ["search", "--gpus", "8", "--hidden-size", "0", "--seq-len", "-1"],
+            ["HIDDEN_SIZE=0: must be", "SEQ_LEN=-1: must be"],
+        ),
         (["search", "--gpus", "8", "--top", "0"], ["TOP=0: must be at least 1"]),
-        (["search", "--gpus", "8", "--tokens", "x", "--price", "y"], ["TOKENS=x: must be", "PRICE=y: must be"]),
+        (
+            ["search", "--gpus", "8", "--tokens", "x", "--price", "y"],
+            ["TOKENS=x: must be", "PRICE=y: must be"],
+        ),
         (["search", "--gpus", "8", "--export", "env", "--json"], ["EXPORT=env: does not go with --json"]),
         (["--tp", "4", "predict", "--runs", "a.csv", "--out", "b.csv"], ["TP=4: has no effect here"]),
     ],
@@ -160,7 +242,9 @@ def test_bad_input_is_one_clear_line_each(plan, arguments, lines):
     assert printed.out == ""
     given = printed.err.removeprefix("moe-exp plan: ").splitlines()
     assert len(given) == len(lines)
-    assert all(line.startswith(expected) and " Fix: " in line for line, expected in zip(given, lines, strict=True)), printed.err
+    assert all(
+        line.startswith(expected) and " Fix: " in line for line, expected in zip(given, lines, strict=True)
+    ), printed.err
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
@@ -196,7 +280,11 @@ def test_predictions_without_columns_of_results(plan, tmp_path):
     without_dp = {row["row_id"]: row for row in rows_of(out)}
     assert list(without_dp) == [run["row_id"] for run in runs[::-1]]
     # The number of GPUs says how many replicas there are.
-    same = [row for run, row in zip(runs, rows_of(whole), strict=True) if run["n_gpus"] and run["dp"] and run["gbs"]]
+    same = [
+        row
+        for run, row in zip(runs, rows_of(whole), strict=True)
+        if run["n_gpus"] and run["dp"] and run["gbs"]
+    ]
     assert len(same) > 50
     assert all(without_dp[row["row_id"]] == row for row in same)
 
@@ -204,10 +292,18 @@ def test_predictions_without_columns_of_results(plan, tmp_path):
 def test_predictions_are_whole_or_not_written(plan, tmp_path):
     bad, out = tmp_path / "runs.csv", tmp_path / "predictions.csv"
     lines = MEASURED_RUNS.read_text().splitlines()
-    bad.write_text("\n".join([*lines[:4], lines[4].replace("A100-80GB", "A999"), lines[5].replace(",2048,", ",many,", 1)]))
+    bad.write_text(
+        "\n".join(
+            [*lines[:4], lines[4].replace("A100-80GB", "A999"), lines[5].replace(",2048,", ",many,", 1)]
+        )
+    )
     out.write_text("mine")
     printed = plan("predict", "--runs", str(bad), "--out", str(out), code=1)
-    assert printed.err.count("\n") == 2 and "column gpu" in printed.err and "=many: must be a whole number" in printed.err
+    assert (
+        printed.err.count("\n") == 2
+        and "column gpu" in printed.err
+        and "=many: must be a whole number" in printed.err
+    )
     assert out.read_text() == "mine"
     copy = tmp_path / "same.csv"
     copy.write_text(MEASURED_RUNS.read_text())
@@ -219,11 +315,25 @@ def test_hardware_with_sources(plan):
     text, report = plan("hardware").out, json.loads(plan("hardware", "--json").out)
     assert "A100-80GB" in text and "source" in text
     assert report["A100-80GB"]["num_units"]["value"] == 108
-    assert all(entry["source"] for profile in report.values() for entry in profile.values() if isinstance(entry, dict))
+    assert all(
+        entry["source"]
+        for profile in report.values()
+        for entry in profile.values()
+        if isinstance(entry, dict)
+    )
 
 
 def test_a_search_loads_nothing_heavy(tmp_path):
-    arguments = ["plan", "search", "--gpus", "64", "--preset", "mixtral-8x7b", "--profile", str(write_profile(tmp_path))]
+    arguments = [
+        "plan",
+        "search",
+        "--gpus",
+        "64",
+        "--preset",
+        "mixtral-8x7b",
+        "--profile",
+        str(write_profile(tmp_path)),
+    ]
     code = f"""
 import sys
 from moe_exp.cli import main
@@ -231,7 +341,9 @@ assert main({arguments!r}) == 0
 print(sorted({{"torch", "megatron", "numpy", "scipy"}} & set(sys.modules)))
 """
     environ = {name: value for name, value in os.environ.items() if name.lower() not in Config.model_fields}
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=environ)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=environ
+    )
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-1] == "[]"
 
@@ -242,7 +354,12 @@ def test_calibrate_and_predict_with_what_it_wrote(plan, tmp_path):
     runs.write_text(lines[0] + "".join(lines[1::3]))
     printed = plan("calibrate", "--runs", str(runs), "--out", str(profile)).out
     assert "mean left out" in printed and "matrix_efficiency" in printed and "furthest off in time" in printed
-    assert cli.main(["plan", "predict", "--runs", str(MEASURED_RUNS), "--profile", str(profile), "--out", str(out)]) == 0
+    assert (
+        cli.main(
+            ["plan", "predict", "--runs", str(MEASURED_RUNS), "--profile", str(profile), "--out", str(out)]
+        )
+        == 0
+    )
     predicted = {row["row_id"]: row for row in rows_of(out)}
     assert list(predicted) == [line.partition(",")[0] for line in lines[1:]]
     others = {line.partition(",")[0] for number, line in enumerate(lines[1:]) if number % 3}
@@ -264,20 +381,30 @@ def test_a_fit_from_another_profile(plan, tmp_path):
 
 def test_calibrate_writes_nothing_over_its_input_or_from_nothing(plan, tmp_path):
     runs = tmp_path / "runs.csv"
-    runs.write_text("row_id,gpu,layers,hidden,heads,seq,vocab,tp,pp\nr1,A100-80GB,24,1024,16,2048,32000,1,1\n")
+    runs.write_text(
+        "row_id,gpu,layers,hidden,heads,seq,vocab,tp,pp\nr1,A100-80GB,24,1024,16,2048,32000,1,1\n"
+    )
     assert "is the file of the runs" in plan("calibrate", "--runs", str(runs), "--out", str(runs), code=1).err
-    assert "RUNS: no row has a measured" in plan("calibrate", "--runs", str(runs), "--out", str(tmp_path / "p.json"), code=1).err
+    assert (
+        "RUNS: no row has a measured"
+        in plan("calibrate", "--runs", str(runs), "--out", str(tmp_path / "p.json"), code=1).err
+    )
     assert not (tmp_path / "p.json").exists()
 
 
 def test_a_plan_for_gpus_takes_their_preset_whatever_this_host_has(plan):
-    assert {key: json.loads(plan("--json").out)[key] for key in ("preset", "dtype")} == {"preset": "reference", "dtype": "bf16"}
+    assert {key: json.loads(plan("--json").out)[key] for key in ("preset", "dtype")} == {
+        "preset": "reference",
+        "dtype": "bf16",
+    }
     assert json.loads(plan("--gpu", "cpu", "--json").out)["preset"] == "cpu"
     assert "PRESET=reference, " in plan("search", "--gpus", "8", "--gpu", "h100").out
 
 
 def test_an_export_has_the_token_budget(plan):
-    printed = plan("search", "--gpus", "8", "--tokens", "1B", "--warmup-iters", "20", "--export", "env").out.splitlines()
+    printed = plan(
+        "search", "--gpus", "8", "--tokens", "1B", "--warmup-iters", "20", "--export", "env"
+    ).out.splitlines()
     values = dict(line.split("=", 1) for line in printed)
     assert int(values["TRAIN_ITERS"]) == -(-(10**9) // 2048 // 64) and values["DECAY_ITERS"] == "0"
 
@@ -285,7 +412,10 @@ def test_an_export_has_the_token_budget(plan):
 def test_rows_that_contradict_themselves(plan, tmp_path):
     runs, out = tmp_path / "runs.csv", tmp_path / "out.csv"
     head = "row_id,gpu,layers,hidden,heads,seq,vocab,tp,pp,dp,n_gpus,mbs,gbs,experts,ep,laiers\n"
-    runs.write_text(head + "a,A100,24,1024,16,2048,32000,3,1,7,64,4,8,64,7,\nb,A100,24,1024,16,2048,32000,2,1,,64,1,64,,,\n")
+    runs.write_text(
+        head
+        + "a,A100,24,1024,16,2048,32000,3,1,7,64,4,8,64,7,\nb,A100,24,1024,16,2048,32000,2,1,,64,1,64,,,\n"
+    )
     lines = plan("predict", "--runs", str(runs), "--out", str(out)).err.splitlines()
     where = f"moe-exp plan: warning: {runs}"
     assert lines == [
@@ -298,12 +428,23 @@ def test_rows_that_contradict_themselves(plan, tmp_path):
 
 
 def test_the_number_of_gpus_counts_in_calibrate_as_in_predict():
-    base = {"row_id": "a", "gpu": "A100", "layers": "24", "hidden": "1024", "heads": "16", "seq": "2048", "vocab": "32000"}
+    base = {
+        "row_id": "a",
+        "gpu": "A100",
+        "layers": "24",
+        "hidden": "1024",
+        "heads": "16",
+        "seq": "2048",
+        "vocab": "32000",
+    }
     base |= {"tp": "2", "pp": "1", "mbs": "1", "gbs": "64"}
     assert job_of_row(base | {"n_gpus": "64"}).config.data_parallel_size == 32
     assert job_of_row(base | {"nodes": "2", "gpus_per_node": "8"}).config.data_parallel_size == 8
     assert job_of_row(base | {"dp": "4"}).config.world_size == 8
-    assert job_of_row(base).sharding == "distributed" and job_of_row(base | {"zero_stage": "1"}).sharding == "zero1"
+    assert (
+        job_of_row(base).sharding == "distributed"
+        and job_of_row(base | {"zero_stage": "1"}).sharding == "zero1"
+    )
 
 
 def test_doubts_about_a_fit(plan, tmp_path):
@@ -329,7 +470,11 @@ def test_what_is_no_file_is_not_replaced(plan, tmp_path, command):
     folder, pipe = tmp_path / "folder", tmp_path / "pipe"
     folder.mkdir()
     os.mkfifo(pipe)
-    for out, rule in ((folder, "is no regular file"), (pipe, "is no regular file"), (tmp_path / "absent" / "out", "is no directory")):
+    for out, rule in (
+        (folder, "is no regular file"),
+        (pipe, "is no regular file"),
+        (tmp_path / "absent" / "out", "is no directory"),
+    ):
         printed = plan(command, "--runs", str(MEASURED_RUNS), "--out", str(out), code=1)
         assert printed.err.count("\n") == 1 and f"OUT={out}: " in printed.err and rule in printed.err
     assert stat.S_ISFIFO(pipe.stat().st_mode) and {folder, pipe} <= set(tmp_path.iterdir())

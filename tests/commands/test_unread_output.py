@@ -27,7 +27,13 @@ def test_a_command_whose_reader_has_gone_ends_quietly(command, unbuffered, tmp_p
     environ = clean_environ(PYTHONPATH=ROOT, PYTHONUNBUFFERED=unbuffered)
     with os.fdopen(writer, "w") as output:
         done = subprocess.run(
-            [sys.executable, *command], stdout=output, stderr=subprocess.PIPE, text=True, env=environ, cwd=tmp_path, timeout=120
+            [sys.executable, *command],
+            stdout=output,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environ,
+            cwd=tmp_path,
+            timeout=120,
         )
     assert (done.returncode, done.stderr) == (141, "")
 

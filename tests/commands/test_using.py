@@ -53,7 +53,18 @@ def test_text_and_json(checkpoint, capsys, tmp_path):
 def test_drawing_is_repeatable(checkpoint, capsys):
     texts = []
     for seed in ("1", "1", "2"):
-        flags = ["--temperature", "1", "--top-k", "40", "--top-p", "0.95", "--seed", seed, "--max-new-tokens", "16"]
+        flags = [
+            "--temperature",
+            "1",
+            "--top-k",
+            "40",
+            "--top-p",
+            "0.95",
+            "--seed",
+            seed,
+            "--max-new-tokens",
+            "16",
+        ]
         assert generate(checkpoint, "--prompt", "abc", "--json", *flags) == 0
         texts.append(objects(capsys.readouterr().out)[0]["tokens"])
     assert texts[0] == texts[1] != texts[2]
@@ -82,7 +93,10 @@ def test_ends(checkpoint, capsys):
     [
         ([], "PROMPT=: there is none. Fix: give --prompt TEXT, or --prompt-file FILE."),
         (["--prompt", ""], "PROMPT='': has no token to go on from. Fix: "),
-        (["--prompt", "x" * SEQ_LEN], f"has {SEQ_LEN} tokens, and with one more that is over the {SEQ_LEN} positions there are. Fix: "),
+        (
+            ["--prompt", "x" * SEQ_LEN],
+            f"has {SEQ_LEN} tokens, and with one more that is over the {SEQ_LEN} positions there are. Fix: ",
+        ),
         (["--prompt", "x", "--max-new-tokens", "0"], "MAX_NEW_TOKENS=0: must be at least 1. Fix: "),
         (["--prompt", "x", "--temperature", "-1"], "TEMPERATURE=-1.0: must be a number of at least 0. Fix: "),
         (["--prompt", "x", "--ep", "8"], "EP=8: does not divide NUM_EXPERTS=4. Fix: "),
@@ -124,7 +138,9 @@ def test_under_torchrun(checkpoint, tmp_path):
         for command, options in flags.items():
             line = [sys.executable, "-m", "moe_exp", command, *common, *options]
             environ = clean_environ(PYTHONPATH=ROOT)
-            ended = subprocess.run(line, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=240, encoding="utf-8")
+            ended = subprocess.run(
+                line, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=240, encoding="utf-8"
+            )
             assert ended.returncode == 0, ended.stderr
             if command == "generate":
                 printed.append(ended.stdout)
@@ -136,6 +152,10 @@ def test_under_torchrun(checkpoint, tmp_path):
     for other in logits[1:]:
         np.testing.assert_allclose(other, logits[0], rtol=0, atol=1e-5)
     for result in evaluated[1:]:
-        assert result["total"]["bits_per_byte"] == pytest.approx(evaluated[0]["total"]["bits_per_byte"], rel=1e-6)
+        assert result["total"]["bits_per_byte"] == pytest.approx(
+            evaluated[0]["total"]["bits_per_byte"], rel=1e-6
+        )
         assert result["total"]["tokens"] == 6 * 40
-        assert [sum(layer["tokens_per_expert"]["held_out"]) for layer in result["experts"]] == [2 * 6 * 40] * 2
+        assert [sum(layer["tokens_per_expert"]["held_out"]) for layer in result["experts"]] == [
+            2 * 6 * 40
+        ] * 2

@@ -36,7 +36,9 @@ def test_default_preset_depends_on_gpus(monkeypatch):
 
 
 def test_empty_variables_count_as_not_set():
-    assert load_config({}, {"PRESET": "cpu", "NUM_LAYERS": "", "LR": "", "VPP": ""}) == load_config({}, {"PRESET": "cpu"})
+    assert load_config({}, {"PRESET": "cpu", "NUM_LAYERS": "", "LR": "", "VPP": ""}) == load_config(
+        {}, {"PRESET": "cpu"}
+    )
 
 
 @pytest.mark.parametrize(("text", "value"), [("none", None), ("None", None), ("2", 2)])
@@ -45,7 +47,8 @@ def test_vpp_is_none_or_a_number(text, value):
 
 
 @pytest.mark.parametrize(
-    ("text", "stages"), [("8,9*10,8", [8, *[9] * 10, 8]), (" 0, 3*2 ,1", [0, 3, 3, 1]), ("4", [4]), ("1*4", [1, 1, 1, 1])]
+    ("text", "stages"),
+    [("8,9*10,8", [8, *[9] * 10, 8]), (" 0, 3*2 ,1", [0, 3, 3, 1]), ("4", [4]), ("1*4", [1, 1, 1, 1])],
 )
 def test_layers_of_every_stage(text, stages):
     config = load_config({"pipeline_layers": text}, {"PRESET": "cpu"})
@@ -54,17 +57,45 @@ def test_layers_of_every_stage(text, stages):
 
 @pytest.mark.parametrize("text", ["8,,8", "8,-1", "8*", "8*0", "*8", "8;8", "eight", "1.5,2", "10000"])
 def test_layers_of_stages_that_cannot_be_read(text):
-    with pytest.raises(ConfigError, match=r"^PIPELINE_LAYERS=.*: must be whole numbers with commas, .* Fix: give PIPELINE_LAYERS, "):
+    with pytest.raises(
+        ConfigError,
+        match=r"^PIPELINE_LAYERS=.*: must be whole numbers with commas, .* Fix: give PIPELINE_LAYERS, ",
+    ):
         load_config({"pipeline_layers": text}, {"PRESET": "cpu"})
 
 
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
-        ("EXPERT_BACKEND", "trition", r"^EXPERT_BACKEND=trition: must be 'auto', .*'\. Fix: set EXPERT_BACKEND=triton\.$"),
-        ("ROUTING_KERNELS", "1", r"^ROUTING_KERNELS=1: .* Fix: set ROUTING_KERNELS=auto, as is the default, or another of these\.$"),
-        ("DETERMINISTIC", "maybe", r"^DETERMINISTIC=maybe: must be true or false\. Fix: set DETERMINISTIC=true or DETERMINISTIC=false\.$"),
-        ("NUM_LAYERS", "-4", r"^NUM_LAYERS=-4: must be greater than or equal to 1\. Fix: give NUM_LAYERS, transformer layers\.$"),
+        (
+            "EXPERT_BACKEND",
+            "trition",
+            r"^EXPERT_BACKEND=trition: must be 'auto', .*'\. Fix: set EXPERT_BACKEND=triton\.$",
+        ),
+        (
+            "ROUTING_KERNELS",
+            "1",
+            (
+                r"^ROUTING_KERNELS=1: .* Fix: set ROUTING_KERNELS=auto, as is the default, or another of"
+                r" these\.$"
+            ),
+        ),
+        (
+            "DETERMINISTIC",
+            "maybe",
+            (
+                r"^DETERMINISTIC=maybe: must be true or false\. Fix: set DETERMINISTIC=true or"
+                r" DETERMINISTIC=false\.$"
+            ),
+        ),
+        (
+            "NUM_LAYERS",
+            "-4",
+            (
+                r"^NUM_LAYERS=-4: must be greater than or equal to 1\. Fix: give NUM_LAYERS, transformer"
+                r" layers\.$"
+            ),
+        ),
         ("NUM_EXPERTS", "many", r"^NUM_EXPERTS=many: must be a valid integer\. Fix: "),
         ("TOPK", "1.5", r"^TOPK=1\.5: must be a valid integer\. Fix: "),
         ("LR", "fast", r"^LR=fast: must be a valid number\. Fix: "),
@@ -91,14 +122,29 @@ def test_all_unreadable_values_are_reported_at_once():
 
 @pytest.mark.parametrize(
     ("name", "near"),
-    [("NUM_EXPRTS", "NUM_EXPERTS"), ("NUM_EXPERT", "NUM_EXPERTS"), ("TRAIN_ITER", "TRAIN_ITERS"), ("SEQLEN", "SEQ_LEN")],
+    [
+        ("NUM_EXPRTS", "NUM_EXPERTS"),
+        ("NUM_EXPERT", "NUM_EXPERTS"),
+        ("TRAIN_ITER", "TRAIN_ITERS"),
+        ("SEQLEN", "SEQ_LEN"),
+    ],
 )
 def test_near_names_are_found(name, near):
     assert unknown_variables({name: "1"}) == [(name, near)]
 
 
 @pytest.mark.parametrize(
-    "name", ["NUM_EXPERTS", "PATH", "HOME", "WORLD_SIZE", "RANK", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "LS_COLORS"]
+    "name",
+    [
+        "NUM_EXPERTS",
+        "PATH",
+        "HOME",
+        "WORLD_SIZE",
+        "RANK",
+        "CUDA_VISIBLE_DEVICES",
+        "OMP_NUM_THREADS",
+        "LS_COLORS",
+    ],
 )
 def test_other_names_are_left_alone(name):
     assert unknown_variables({name: "1"}) == []
@@ -107,13 +153,18 @@ def test_other_names_are_left_alone(name):
 LISTS = ["GPUS", "TPS", "PPS", "EPS", "ETPS", "MBSZS"]
 
 
-@pytest.mark.parametrize(("name", "value", "near"), [("TPZ", "1 2", "TPS"), ("MBS", "1,2, 4", "MBSZS"), ("PPZ", "none 2", "PPS")])
+@pytest.mark.parametrize(
+    ("name", "value", "near"), [("TPZ", "1 2", "TPS"), ("MBS", "1,2, 4", "MBSZS"), ("PPZ", "none 2", "PPS")]
+)
 def test_lists_are_told_by_their_values(name, value, near):
     assert unknown_variables({name: value}, LISTS) == [(name, near)]
     assert unknown_variables({name: "2"}, LISTS) == unknown_variables({name: value}) == []
 
 
-@pytest.mark.parametrize(("name", "value"), [("TPS", "1 2"), ("EPOCHS", "5"), ("PS1", "$ "), ("LINES", "24"), ("VISIBLE_ONES", "0,1")])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("TPS", "1 2"), ("EPOCHS", "5"), ("PS1", "$ "), ("LINES", "24"), ("VISIBLE_ONES", "0,1")],
+)
 def test_other_variables_are_no_lists(name, value):
     assert unknown_variables({name: value}, LISTS) == []
 
@@ -159,7 +210,8 @@ def test_vocabulary_is_padded_to_the_next_multiple_of_128(vocab_size):
 
 def test_derived_sizes():
     config = load_config(
-        {"tp": 2, "gpus_per_node": 4, "nnodes": 2, "gbsz": 64, "mbsz": 4, "rampup_batch_size": "16 16 300"}, {"PRESET": "cpu"}
+        {"tp": 2, "gpus_per_node": 4, "nnodes": 2, "gbsz": 64, "mbsz": 4, "rampup_batch_size": "16 16 300"},
+        {"PRESET": "cpu"},
     )
     assert (config.world_size, config.data_parallel_size, config.num_microbatches) == (8, 4, 4)
     assert (config.kv_channels, config.expert_ffn_size, config.rampup) == (32, 256, (16, 16, 300))
@@ -188,8 +240,14 @@ def test_a_dense_model_has_no_moe_layers():
 
 def test_losses_and_their_weights():
     both = {"aux_loss_type": "aux_loss, seq_aux_loss"}
-    assert load_config(both | {"aux_loss_coeff": "0.01"}, {}).balancing_losses == {"aux_loss": 0.01, "seq_aux_loss": 0.01}
-    assert load_config(both | {"aux_loss_coeff": "1e-2, 1e-4"}, {}).balancing_losses == {"aux_loss": 0.01, "seq_aux_loss": 1e-4}
+    assert load_config(both | {"aux_loss_coeff": "0.01"}, {}).balancing_losses == {
+        "aux_loss": 0.01,
+        "seq_aux_loss": 0.01,
+    }
+    assert load_config(both | {"aux_loss_coeff": "1e-2, 1e-4"}, {}).balancing_losses == {
+        "aux_loss": 0.01,
+        "seq_aux_loss": 1e-4,
+    }
     assert load_config({"aux_loss_type": "none"}, {}).balancing_losses == {}
     assert load_config({"aux_loss_type": "sinkhorn"}, {}).balancing_losses == {}
 
@@ -197,12 +255,24 @@ def test_losses_and_their_weights():
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"moe_layer_freq": "[0]*x"}, r"MOE_LAYER_FREQ=\[0\]\*x: must be a positive number, or a pattern .*Fix: give MOE_LAYER_FREQ, .*"),
+        (
+            {"moe_layer_freq": "[0]*x"},
+            (
+                r"MOE_LAYER_FREQ=\[0\]\*x: must be a positive number, or a pattern .*Fix: give"
+                r" MOE_LAYER_FREQ, .*"
+            ),
+        ),
         ({"moe_layer_freq": "0"}, r"MOE_LAYER_FREQ=0: must be a positive number.*"),
         ({"moe_layer_freq": "__import__('os')"}, r"MOE_LAYER_FREQ=.*must be a positive number"),
-        ({"aux_loss_type": "aux_los"}, r"AUX_LOSS_TYPE=aux_los: aux_los is not a loss\. Fix: give AUX_LOSS_TYPE, balancing losses.*"),
+        (
+            {"aux_loss_type": "aux_los"},
+            r"AUX_LOSS_TYPE=aux_los: aux_los is not a loss\. Fix: give AUX_LOSS_TYPE, balancing losses.*",
+        ),
         ({"aux_loss_type": "aux_loss,none"}, r"AUX_LOSS_TYPE=aux_loss,none: none and sinkhorn stand alone.*"),
-        ({"aux_loss_type": "aux_loss,aux_loss"}, r"AUX_LOSS_TYPE=aux_loss,aux_loss: .* no loss is named twice.*"),
+        (
+            {"aux_loss_type": "aux_loss,aux_loss"},
+            r"AUX_LOSS_TYPE=aux_loss,aux_loss: .* no loss is named twice.*",
+        ),
         ({"aux_loss_coeff": "much"}, r"AUX_LOSS_COEFF=much: must be a number of at least 0.*"),
         ({"aux_loss_coeff": "0.1,-1"}, r"AUX_LOSS_COEFF=0\.1,-1: must be a number of at least 0.*"),
     ],

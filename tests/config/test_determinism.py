@@ -1,4 +1,6 @@
-"""DETERMINISTIC: the same bits in every start, the same numbers as without, and an environment that does not undo it."""
+"""DETERMINISTIC: the same bits in every start, the same numbers as without, and an environment that does not
+undo it.
+"""
 
 from __future__ import annotations
 
@@ -47,30 +49,45 @@ def test_training_has_the_same_bits_in_two_starts_and_those_without(tmp_path):
     always = [model | {"deterministic": True} for model in MODELS.values()]
     # What a process has switched on stays on, so those without come first.
     first, second = run_models(1, plain + always, timeout=480), run_models(1, always, timeout=480)
-    later = [job | {"load": str(tmp_path / name), "iterations": 1} for name, job in zip(MODELS, always, strict=True)]
+    later = [
+        job | {"load": str(tmp_path / name), "iterations": 1}
+        for name, job in zip(MODELS, always, strict=True)
+    ]
     resumed = run_models(1, later, timeout=480)
     without, deterministic = first[: len(MODELS)], first[len(MODELS) :]
-    for name, expected, found, again, rest in zip(MODELS, without, deterministic, second, resumed, strict=True):
+    for name, expected, found, again, rest in zip(
+        MODELS, without, deterministic, second, resumed, strict=True
+    ):
         for other in (expected, again):
             assert torch.equal(found.losses, other.losses), name
             assert found.grad_norms == other.grad_norms, name
             assert found.gradients.keys() == other.gradients.keys()
-            assert all(torch.equal(gradient, other.gradients[key]) for key, gradient in found.gradients.items()), name
+            assert all(
+                torch.equal(gradient, other.gradients[key]) for key, gradient in found.gradients.items()
+            ), name
         assert len(set(found.grad_norms)) == 2  # a step changes the model
         assert rest.grad_norms == found.grad_norms[1:], name  # the checkpoint is of a run without
 
 
 def switched(deterministic: bool) -> tuple[bool, bool, bool]:
-    """On a rank of its own: whether torch is deterministic, whether it only warns, and what Megatron's embedding was told."""
+    """On a rank of its own: whether torch is deterministic, whether it only warns, and what Megatron's
+    embedding was told.
+    """
     config = tiny(deterministic=deterministic)
     (model,) = build_model(config, runtime.start_alone(config))
     of_embedding = model.module.embedding.word_embeddings.deterministic_mode
-    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(), of_embedding
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        of_embedding,
+    )
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_torch_and_megatron_are_told(deterministic):
-    assert run_on_ranks(1, switched, deterministic, join=False, timeout=480) == [(deterministic, False, deterministic)]
+    assert run_on_ranks(1, switched, deterministic, join=False, timeout=480) == [
+        (deterministic, False, deterministic)
+    ]
     assert ("algorithms" in backends_of(tiny(deterministic=deterministic), "cpu")) == deterministic
 
 
@@ -93,7 +110,10 @@ REFUSED = [
 def test_a_variable_that_undoes_it_is_refused(no_variables, monkeypatch, name, value, way):
     monkeypatch.setattr("moe_exp.launch.machine_checks.count_gpus", lambda: 1)
     monkeypatch.setenv(name, value)
-    line = f"{name}={value}: DETERMINISTIC=true needs sums in one order. Fix: unset {name}, {way} or DETERMINISTIC=false."
+    line = (
+        f"{name}={value}: DETERMINISTIC=true needs sums in one order. Fix: unset {name}, {way} or"
+        " DETERMINISTIC=false."
+    )
     assert check_machine(tiny(master_port=free_port())) == [line]
     assert check_machine(tiny(master_port=free_port(), deterministic=False)) == []
     # A rank that no launcher has started finds it, too.
@@ -125,7 +145,9 @@ def test_flash_attention_takes_its_deterministic_backward(deterministic, monkeyp
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_func=flash_attn_func))
     monkeypatch.setattr("torch.are_deterministic_algorithms_enabled", lambda: deterministic)
     config = SimpleNamespace(kv_channels=4, attention_dropout=0.0, params_dtype=torch.bfloat16)
-    module = CausalAttention(config, 1, None, "self", pg_collection=SimpleNamespace(cp=SimpleNamespace(size=lambda: 1)))
+    module = CausalAttention(
+        config, 1, None, "self", pg_collection=SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
+    )
     module.use_flash = True
     module(*torch.randn(3, 2, 1, 1, 4), None)
     assert asked == [deterministic]

@@ -1,4 +1,6 @@
-"""Settings that a checkpoint does not go on with are named, with both values, before anything is loaded; all others may change."""
+"""Settings that a checkpoint does not go on with are named, with both values, before anything is loaded; all
+others may change.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ def lines(before: dict[str, Any], **settings: Any) -> list[str]:
 
 
 LATENT = {
-    "multi_latent_attention": True, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 8,
+    "multi_latent_attention": True, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 8, "v_head_dim": 8,
 }  # fmt: skip
 YARN = {"rope_scaling": "yarn", "rope_scaling_factor": 2.0, "rope_original_seq_len": 32}
 SHAPES = [
@@ -80,7 +83,10 @@ FUNCTIONS = [
 def test_other_shapes_are_refused_whatever_the_flag(before, name, value, old):
     for flag in (False, True):
         found = lines(before, **{name: value}, allow_other_model=flag)
-        assert f"{name.upper()}={value}: {NAME} has {name.upper()}={old}. Fix: set {name.upper()}={old}." in found
+        assert (
+            f"{name.upper()}={value}: {NAME} has {name.upper()}={old}. Fix: set {name.upper()}={old}."
+            in found
+        )
         # The size of a head follows from that of the model.
         assert {line.partition("=")[0] for line in found} <= {name.upper(), "HEAD_DIM"}
 
@@ -92,22 +98,40 @@ def test_another_function_needs_the_flag(before, name, value, old, caplog):
     ]
     with caplog.at_level(logging.WARNING):
         assert lines(before, **{name: value}, allow_other_model=True) == []
-    assert caplog.messages == [f"{name.upper()}={value}: {NAME} has {name.upper()}={old}; ALLOW_OTHER_MODEL=true: going on"]
+    assert caplog.messages == [
+        f"{name.upper()}={value}: {NAME} has {name.upper()}={old}; ALLOW_OTHER_MODEL=true: going on"
+    ]
 
 
 def test_all_lines_at_once_with_what_helps():
-    found = lines({"router_bias_update_rate": 0.01}, router_bias_update_rate=0, first_k_dense=1, topk=1, activation="gelu")
+    found = lines(
+        {"router_bias_update_rate": 0.01},
+        router_bias_update_rate=0,
+        first_k_dense=1,
+        topk=1,
+        activation="gelu",
+    )
     assert found == [
-        f"MOE_LAYER_FREQ=0111: {NAME} has MOE_LAYER_FREQ=1111. Fix: set MOE_LAYER_FREQ and FIRST_K_DENSE as they were.",
-        f"ROUTER_BIAS_UPDATE_RATE=0.0: {NAME} has ROUTER_BIAS_UPDATE_RATE=over 0. "
-        "Fix: set it over 0; with a rate such as 1e-12 the bias stays as it is.",
+        (
+            f"MOE_LAYER_FREQ=0111: {NAME} has MOE_LAYER_FREQ=1111. Fix: set MOE_LAYER_FREQ and FIRST_K_DENSE"
+            " as they were."
+        ),
+        (
+            f"ROUTER_BIAS_UPDATE_RATE=0.0: {NAME} has ROUTER_BIAS_UPDATE_RATE=over 0. "
+            "Fix: set it over 0; with a rate such as 1e-12 the bias stays as it is."
+        ),
         f"ACTIVATION=gelu: {NAME} has ACTIVATION=swiglu. Fix: set ACTIVATION=swiglu.",
         f"TOPK=1: {NAME} has TOPK=2. Fix: set TOPK=2{FLAG}.",
     ]
 
 
 def test_everything_else_may_change():
-    same = ("gpus_per_node", "preset", *(name for _, name, _, _ in SHAPES), *(name for _, name, _, _ in FUNCTIONS))
+    same = (
+        "gpus_per_node",
+        "preset",
+        *(name for _, name, _, _ in SHAPES),
+        *(name for _, name, _, _ in FUNCTIONS),
+    )
     same += ("first_k_dense", "moe_layer_freq", "num_router_groups", "router_group_topk", "allow_other_model")
     other: dict[str, Any] = {}
     for name in Config.model_fields:
@@ -116,7 +140,14 @@ def test_everything_else_may_change():
             other[name] = value + 1 if value >= 1 or isinstance(value, int) else value / 2
         elif name not in same and isinstance(value, bool):
             other[name] = not value
-    other |= {"moe_type": "moe", "dtype": "bf16", "expert_backend": "loop", "aux_loss_type": "seq_aux_loss", "vpp": 2, "recompute": "full"}
+    other |= {
+        "moe_type": "moe",
+        "dtype": "bf16",
+        "expert_backend": "loop",
+        "aux_loss_type": "seq_aux_loss",
+        "vpp": 2,
+        "recompute": "full",
+    }
     del other["router_bias_update_rate"]
     assert len(other) > 45
     assert lines({}, **other) == []
@@ -159,7 +190,7 @@ def refused(job_settings: dict[str, Any], port: int, checkpoints: str) -> tuple[
 def test_nothing_is_loaded_of_another_model(source):
     job = settings(source) | {"num_experts": 4, "topk": 1, "gpus_per_node": 2, "ep": 2}
     files = {path: path.stat().st_mtime_ns for path in source.rglob("*")}
-    (found, _) = outcomes = run_on_ranks(2, refused, job, free_port(), str(source / "checkpoints"), join=False)
+    found, _ = outcomes = run_on_ranks(2, refused, job, free_port(), str(source / "checkpoints"), join=False)
     name = f"the checkpoint at iteration 2 of {source / 'checkpoints'}"
     expected = [
         f"NUM_EXPERTS=4: {name} has NUM_EXPERTS=8. Fix: set NUM_EXPERTS=8.",
@@ -179,21 +210,36 @@ def test_weights_without_settings_are_refused_by_their_shapes(source, tmp_path):
         (folder / path.name).symlink_to(path)
     common = torch.load(folder / "common.pt", weights_only=False)
     (folder / "common.pt").unlink()
-    torch.save({name: value for name, value in common.items() if name not in ("progress", "config")}, folder / "common.pt")
+    torch.save(
+        {name: value for name, value in common.items() if name not in ("progress", "config")},
+        folder / "common.pt",
+    )
     fix = "Fix: give the model the settings of the one in the checkpoint."
     cases = {
-        "num_experts": (16, "decoder.layers.mlp.experts.experts.linear_fc1.weight", [4, 8, 48, 32], [4, 16, 48, 32]),
+        "num_experts": (
+            16,
+            "decoder.layers.mlp.experts.experts.linear_fc1.weight",
+            [4, 8, 48, 32],
+            [4, 16, 48, 32],
+        ),
         "vocab_size": (257, "embedding.word_embeddings.weight", [128, 32], [384, 32]),
     }
     for name, (value, key, shape, in_model) in cases.items():
-        (found,) = run_on_ranks(1, refused, settings(source) | {name: value}, free_port(), str(tmp_path), join=False)
-        assert found == ([f"checkpoint={folder}: has {key} of shape {shape}, the model of shape {in_model}. {fix}"], True)
+        (found,) = run_on_ranks(
+            1, refused, settings(source) | {name: value}, free_port(), str(tmp_path), join=False
+        )
+        assert found == (
+            [f"checkpoint={folder}: has {key} of shape {shape}, the model of shape {in_model}. {fix}"],
+            True,
+        )
 
 
 def test_global_balancing_loss_may_come_and_go(source):
     """What it keeps of past batches begins at zero, or is left out."""
     folder = source / "global"
-    run_legs([Leg(settings(source) | {"aux_loss_type": "global_aux_loss"}, source / "checkpoints", 1, {3: folder})])
+    run_legs(
+        [Leg(settings(source) | {"aux_loss_type": "global_aux_loss"}, source / "checkpoints", 1, {3: folder})]
+    )
     (steps,) = run_legs([Leg(settings(source), folder, 1)])
     assert steps[0].lm_loss < 5
 

@@ -12,7 +12,14 @@ from moe_exp.config.ramp import RampStep, batch_size_at, ramp_sizes, ramp_steps
 
 
 def ramped(rampup: str, *, gbsz: int = 64, train_iters: int = 100) -> Config:
-    settings = {"preset": "cpu", "gbsz": gbsz, "mbsz": 1, "gpus_per_node": 1, "rampup_batch_size": rampup, "train_iters": train_iters}
+    settings = {
+        "preset": "cpu",
+        "gbsz": gbsz,
+        "mbsz": 1,
+        "gpus_per_node": 1,
+        "rampup_batch_size": rampup,
+        "train_iters": train_iters,
+    }
     return load_config(settings, {})
 
 
@@ -50,7 +57,16 @@ def test_a_trillion_samples_take_no_time():
     assert 0 <= sum(step.samples for step in steps) - 10**12 < 4096
 
 
-@given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 8), st.integers(1, 3000), st.integers(1, 400), st.none() | st.integers(0, 4000))
+@given(
+    st.integers(1, 9),
+    st.integers(1, 9),
+    st.integers(0, 8),
+    st.integers(1, 3000),
+    st.integers(1, 400),
+    st.none() | st.integers(0, 4000),
+)
 def test_as_counted_one_by_one(start, increment, num_steps, samples, train_iters, num_samples):
-    config = ramped(f"{start} {increment} {samples}", gbsz=start + num_steps * increment, train_iters=train_iters)
+    config = ramped(
+        f"{start} {increment} {samples}", gbsz=start + num_steps * increment, train_iters=train_iters
+    )
     assert ramp_steps(config, num_samples) == one_by_one(config, num_samples)

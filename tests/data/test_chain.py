@@ -1,4 +1,6 @@
-"""The commands as people type them, from a dataset's name to a training run, with a hub on 127.0.0.1 that fails now and then."""
+"""The commands as people type them, from a dataset's name to a training run, with a hub on 127.0.0.1 that
+fails now and then.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,16 @@ SCRIPTS = ROOT / "moe_exp/scripts"
 
 def run(tmp_path: Path, *command: object, **variables: str) -> str:
     """Output of a command that must end well, called from a folder that is not the checkout."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))
+    }
     environment["PYTHONPATH"] = str(ROOT)
-    environment |= {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1", **variables}
+    environment |= {
+        "HF_HOME": str(tmp_path / "hf"),
+        "HF_HUB_DISABLE_XET": "1",
+        "NO_PROXY": "127.0.0.1",
+        **variables,
+    }
     words = [sys.executable, *map(str, command)]
     ended = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -40,11 +49,26 @@ def texts(*paths: Path) -> Counter[str]:
 
 def test_from_a_name_to_a_run(tmp_path, runs):
     for number in range(2):
-        write_fineweb_parquet(tmp_path / f"hub/sample/10BT/{number:03d}_00000.parquet", num_documents=80 * (number + 1))
+        write_fineweb_parquet(
+            tmp_path / f"hub/sample/10BT/{number:03d}_00000.parquet", num_documents=80 * (number + 1)
+        )
     import pyarrow.parquet
 
-    given = [row for path in sorted(tmp_path.rglob("*.parquet")) for row in pyarrow.parquet.read_table(path).column("text").to_pylist()]
-    prepare = [SCRIPTS / "download_prepare_hf_data.py", "fineweb_edu_10bt", "--revision", "main", "--nchunks", 3, "--workers", 1]
+    given = [
+        row
+        for path in sorted(tmp_path.rglob("*.parquet"))
+        for row in pyarrow.parquet.read_table(path).column("text").to_pylist()
+    ]
+    prepare = [
+        SCRIPTS / "download_prepare_hf_data.py",
+        "fineweb_edu_10bt",
+        "--revision",
+        "main",
+        "--nchunks",
+        3,
+        "--workers",
+        1,
+    ]
     with HubServer(tmp_path / "hub", repository="HuggingFaceFW/fineweb-edu") as server:
         server.faults += [
             Fault(status=429, headers={"Retry-After": "0"}),
@@ -59,21 +83,48 @@ def test_from_a_name_to_a_run(tmp_path, runs):
         assert len(server.requests) - asked <= 2
     shuffled = tmp_path / "data/fineweb_edu_10bt_shuffled"
     valid = shuffled / "fineweb_edu_10bt.val.jsonl"
-    merged = ["--input_dir", shuffled, "--valid_file_name", "fineweb_edu_10bt.val", "--output_file_name", "merged"]
+    merged = [
+        "--input_dir",
+        shuffled,
+        "--valid_file_name",
+        "fineweb_edu_10bt.val",
+        "--output_file_name",
+        "merged",
+    ]
     run(tmp_path, SCRIPTS / "merge_jsonl_files.py", *merged)
     train = tmp_path / "data/merged.jsonl"
     assert texts(train, valid) == Counter(text for text in given if text)
     assert not set(texts(train)) & set(texts(valid))
 
-    run(tmp_path, "-m", "moe_exp", "data", "train-tokenizer", train, "--vocab-size", 600, "--out", "tokenizer")
-    words = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "tokenizer", "--append-eod", "--workers", 2]
+    run(
+        tmp_path, "-m", "moe_exp", "data", "train-tokenizer", train, "--vocab-size", 600, "--out", "tokenizer"
+    )
+    words = [
+        "--tokenizer-type",
+        "HuggingFaceTokenizer",
+        "--tokenizer-model",
+        "tokenizer",
+        "--append-eod",
+        "--workers",
+        2,
+    ]
     for name, path in (("train", train), ("valid", valid)):
-        out = run(tmp_path, SCRIPTS / "preprocess_data.py", "--input", path, "--output-prefix", f"data/{name}", *words)
+        out = run(
+            tmp_path,
+            SCRIPTS / "preprocess_data.py",
+            "--input",
+            path,
+            "--output-prefix",
+            f"data/{name}",
+            *words,
+        )
         assert out.splitlines()[-1] == f"TRAIN_DATA=data/{name}_text_document VOCAB_SIZE=600"
     tokenizer = load_tokenizer("HuggingFaceTokenizer", model=str(tmp_path / "tokenizer"))
     tokens = np.fromfile(tmp_path / "data/train_text_document.bin", dtype=np.uint16)
     assert np.count_nonzero(tokens == tokenizer.eod_id) == sum(texts(train).values())
-    inspected = json.loads(run(tmp_path, "-m", "moe_exp", "data", "inspect", "data/train_text_document", "--json"))
+    inspected = json.loads(
+        run(tmp_path, "-m", "moe_exp", "data", "inspect", "data/train_text_document", "--json")
+    )
     assert inspected["documents"] == sum(texts(train).values())
     for path in (shuffled, tmp_path / "data/fineweb_edu_10bt", train, tmp_path / "data/valid_text_document"):
         run(tmp_path, "-m", "moe_exp", "data", "verify", path)

@@ -11,7 +11,14 @@ import pytest
 import xxhash
 import zstandard
 
-from moe_exp.data.documents import BadDocument, Tally, estimate_line_bytes, read_documents, read_lines, text_of
+from moe_exp.data.documents import (
+    BadDocument,
+    Tally,
+    estimate_line_bytes,
+    read_documents,
+    read_lines,
+    text_of,
+)
 from moe_exp.data.download.sources import python_stdlib_documents
 
 BAD_LINES = {
@@ -152,7 +159,9 @@ def test_a_compressed_file_that_ends_early_stops(tmp_path, suffix, kept):
 def test_a_compressed_file_with_a_changed_byte_stops(tmp_path, suffix):
     content = b"".join(b'{"text": "%d"}\n' % (number * 7919) for number in range(5000))
     options = {} if suffix == "gz" else {"write_checksum": True}
-    packed = bytearray(gzip.compress(content) if suffix == "gz" else zstandard.ZstdCompressor(**options).compress(content))
+    packed = bytearray(
+        gzip.compress(content) if suffix == "gz" else zstandard.ZstdCompressor(**options).compress(content)
+    )
     path = tmp_path / f"a.jsonl.{suffix}"
     for place in (0, len(packed) // 2, len(packed) - 2):
         changed = packed.copy()
@@ -171,7 +180,9 @@ def test_plain_text_under_the_name_of_a_compressed_file_stops(tmp_path):
 
 
 def test_the_size_of_compressed_files_is_known_roughly(tmp_path):
-    content = "".join(json.dumps({"text": text}) + "\n" for _, text in list(python_stdlib_documents())[:300]).encode()
+    content = "".join(
+        json.dumps({"text": text}) + "\n" for _, text in list(python_stdlib_documents())[:300]
+    ).encode()
     paths = [tmp_path / f"a.{suffix}" for suffix in COMPRESS] + [tmp_path / "b.jsonl.gz"]
     for path, compress in zip(paths, [*COMPRESS.values(), gzip.compress], strict=True):
         path.write_bytes(compress(content))
@@ -203,4 +214,8 @@ def test_tallies_of_parts_add_up_whatever_the_order(tmp_path):
 
 def test_a_bad_document_reaches_the_parent_of_a_worker():
     error = pickle.loads(pickle.dumps(BadDocument("a.jsonl", 7, "no field 'text'")))
-    assert str(error) == "a.jsonl:7: no field 'text'" and (error.path, error.line_number, error.reason) == ("a.jsonl", 7, "no field 'text'")
+    assert str(error) == "a.jsonl:7: no field 'text'" and (error.path, error.line_number, error.reason) == (
+        "a.jsonl",
+        7,
+        "no field 'text'",
+    )

@@ -18,8 +18,12 @@ from tokenizers import Tokenizer
 from moe_exp.data import embedded
 from moe_exp.data.embedded import ensure_embedded_corpus
 
-DOCUMENTS = [(f"package/module_{i}.py", f"def function_{i}(value):\n    return value * {i}\n") for i in range(200)]
-HELD_OUT = [text for path, text in DOCUMENTS if int(hashlib.sha256(path.encode()).hexdigest()[:8], 16) % 20 == 0]
+DOCUMENTS = [
+    (f"package/module_{i}.py", f"def function_{i}(value):\n    return value * {i}\n") for i in range(200)
+]
+HELD_OUT = [
+    text for path, text in DOCUMENTS if int(hashlib.sha256(path.encode()).hexdigest()[:8], 16) % 20 == 0
+]
 
 
 @pytest.fixture
@@ -29,7 +33,12 @@ def small_corpus(monkeypatch):
 
 def read_texts(prefix, tokenizer):
     """The documents of a file, by its sizes alone."""
-    sizes = np.fromfile(f"{prefix}.idx", dtype="<i4", offset=34, count=int(np.fromfile(f"{prefix}.idx", "<u8", 1, offset=18)[0]))
+    sizes = np.fromfile(
+        f"{prefix}.idx",
+        dtype="<i4",
+        offset=34,
+        count=int(np.fromfile(f"{prefix}.idx", "<u8", 1, offset=18)[0]),
+    )
     tokens = np.fromfile(f"{prefix}.bin", dtype=np.uint16)
     parts = np.split(tokens, np.cumsum(sizes)[:-1])
     assert all(part[-1] == 0 for part in parts)
@@ -49,10 +58,21 @@ def test_corpus_holds_every_document_once(small_corpus, tmp_path):
 
 def test_manifest_and_counts_agree_with_the_files(small_corpus, tmp_path):
     corpus = ensure_embedded_corpus(tmp_path, vocab_size=300)
-    folder = tmp_path / f"python_stdlib_{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}_bpe300"
+    folder = (
+        tmp_path
+        / f"python_stdlib_{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}_bpe300"
+    )
     manifest = json.loads((folder / "manifest.json").read_text())
-    assert corpus.num_train_tokens == np.fromfile(folder / "train.bin", np.uint16).size == manifest["train"]["num_tokens"]
-    assert corpus.num_valid_tokens == np.fromfile(folder / "valid.bin", np.uint16).size == manifest["valid"]["num_tokens"]
+    assert (
+        corpus.num_train_tokens
+        == np.fromfile(folder / "train.bin", np.uint16).size
+        == manifest["train"]["num_tokens"]
+    )
+    assert (
+        corpus.num_valid_tokens
+        == np.fromfile(folder / "valid.bin", np.uint16).size
+        == manifest["valid"]["num_tokens"]
+    )
     assert manifest["license"] == "PSF-2.0"
     assert manifest["valid"]["num_bytes"] == sum(len(text.encode()) for text in HELD_OUT)
     assert manifest["train"]["num_documents"] + manifest["valid"]["num_documents"] == 200
@@ -66,7 +86,10 @@ def test_tokenizer_sees_the_training_part_only(monkeypatch, tmp_path):
     monkeypatch.setattr(embedded, "python_stdlib_documents", lambda: iter(DOCUMENTS))
     without = ensure_embedded_corpus(tmp_path / "plain", vocab_size=300)
     assert with_marks.num_valid_tokens > without.num_valid_tokens + 500
-    assert Tokenizer.from_file(with_marks.tokenizer_path).to_str() == Tokenizer.from_file(without.tokenizer_path).to_str()
+    assert (
+        Tokenizer.from_file(with_marks.tokenizer_path).to_str()
+        == Tokenizer.from_file(without.tokenizer_path).to_str()
+    )
 
 
 def test_text_that_quotes_the_special_token_is_one_document(monkeypatch, tmp_path):
@@ -144,7 +167,10 @@ print(embedded.ensure_embedded_corpus(pathlib.Path({str(tmp_path)!r}), vocab_siz
     # Both wait for this lock, so both find the folder missing: the lock alone must keep them apart.
     name = "python_stdlib_{}.{}.{}_bpe300".format(*sys.version_info[:3])
     with FileLock(tmp_path / f"{name}.lock"):
-        processes = [subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+        processes = [
+            subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+            for _ in range(2)
+        ]
         with pytest.raises(subprocess.TimeoutExpired):
             processes[0].wait(timeout=2)
     outputs = sorted(process.communicate(timeout=60)[0].split() for process in processes)
@@ -156,7 +182,12 @@ def test_progress_without_a_terminal_is_one_line_a_step(small_corpus, tmp_path, 
     with caplog.at_level(logging.INFO):
         ensure_embedded_corpus(tmp_path, vocab_size=300)
     messages = [message for message in caplog.messages if message.startswith("embedded corpus: ")]
-    assert [message.split()[2] for message in messages[:4]] == ["reading", "training", "tokenizing", "tokenizing"]
+    assert [message.split()[2] for message in messages[:4]] == [
+        "reading",
+        "training",
+        "tokenizing",
+        "tokenizing",
+    ]
     assert "tokens in" in messages[4]
     assert not any("\n" in message for message in messages)
 
@@ -164,14 +195,20 @@ def test_progress_without_a_terminal_is_one_line_a_step(small_corpus, tmp_path, 
 def test_data_dir_that_cannot_be_written(small_corpus, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(
-        ValueError, match=r"^DATA_DIR=\S+/file/data: the embedded corpus cannot be written there \(.+\)\. Fix: set DATA_DIR"
+        ValueError,
+        match=(
+            r"^DATA_DIR=\S+/file/data: the embedded corpus cannot be written there \(.+\)\. Fix: set DATA_DIR"
+        ),
     ):
         ensure_embedded_corpus(tmp_path / "file" / "data")
 
 
 def test_data_dir_without_space(small_corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=199 * 10**6))
-    with pytest.raises(ValueError, match=r"^DATA_DIR=\S+: has 199 MB free, the embedded corpus needs 200 MB\. Fix: free some space"):
+    with pytest.raises(
+        ValueError,
+        match=r"^DATA_DIR=\S+: has 199 MB free, the embedded corpus needs 200 MB\. Fix: free some space",
+    ):
         ensure_embedded_corpus(tmp_path)
 
 

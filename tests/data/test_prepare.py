@@ -1,4 +1,6 @@
-"""From a name to shuffled shards, by the command: the whole chain on small data, from a hub on 127.0.0.1 and from this machine."""
+"""From a name to shuffled shards, by the command: the whole chain on small data, from a hub on 127.0.0.1 and
+from this machine.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,8 @@ def local_folder(tmp_path: Path, num_files: int = 2) -> Path:
     """Two files of 50 documents, whose source is called `pages`."""
     for index in range(num_files):
         documents = [
-            {"text": f"document {index} {number} " + "x" * number, "id": str(number), "score": number / 10} for number in range(50)
+            {"text": f"document {index} {number} " + "x" * number, "id": str(number), "score": number / 10}
+            for number in range(50)
         ]
         write_jsonl(tmp_path / "pages" / f"{index}.jsonl", documents)
     return tmp_path / "pages"
@@ -64,7 +67,14 @@ def test_chain_from_the_hub(tmp_path, monkeypatch, capsys):
     names = [f"sample/10BT/{number:03d}_00000.parquet" for number in range(3)]
     for number, name in enumerate(names):
         write_fineweb_parquet(tmp_path / "hub" / name, num_documents=40 * (number + 1))
-    expected = Counter([text for number in range(3) for _, text in list(python_stdlib_documents())[: 40 * (number + 1)] if text])
+    expected = Counter(
+        [
+            text
+            for number in range(3)
+            for _, text in list(python_stdlib_documents())[: 40 * (number + 1)]
+            if text
+        ]
+    )
     data = tmp_path / "data"
     command = ["fineweb_edu_10bt", "--revision", "main", "--data_dir", str(data), "--nchunks", "4", *SMALL]
     with HubServer(tmp_path / "hub", repository="HuggingFaceFW/fineweb-edu") as server:
@@ -81,15 +91,31 @@ def test_chain_from_the_hub(tmp_path, monkeypatch, capsys):
         assert main("prepare", [*command, "--dry-run"]) == 0
         assert len(server.requests) <= 2
     chunks = data / "fineweb_edu_10bt"
-    assert sorted(path.name for path in chunks.glob("*.jsonl")) == [f"fineweb_edu_10bt.chunk.{task:05d}.jsonl" for task in range(3)]
-    assert {"completions", "executor.json", "logs", "stats", "stats.json"} <= {path.name for path in (chunks / "datatrove").iterdir()}
+    assert sorted(path.name for path in chunks.glob("*.jsonl")) == [
+        f"fineweb_edu_10bt.chunk.{task:05d}.jsonl" for task in range(3)
+    ]
+    assert {"completions", "executor.json", "logs", "stats", "stats.json"} <= {
+        path.name for path in (chunks / "datatrove").iterdir()
+    }
     shards = data / "fineweb_edu_10bt_shuffled"
     made = sorted(path.name for path in shards.glob("*.jsonl"))
-    assert made == [*(f"fineweb_edu_10bt.chunk.{shard:02d}.jsonl" for shard in range(4)), "fineweb_edu_10bt.val.jsonl"]
+    assert made == [
+        *(f"fineweb_edu_10bt.chunk.{shard:02d}.jsonl" for shard in range(4)),
+        "fineweb_edu_10bt.val.jsonl",
+    ]
     assert texts(*chunks.glob("*.jsonl")) == texts(*shards.glob("*.jsonl")) == expected
     first = json.loads((chunks / "fineweb_edu_10bt.chunk.00000.jsonl").read_bytes().split(b"\n")[0])
     assert list(first) == ["text", "id", "metadata"]
-    assert list(first["metadata"]) == ["dump", "url", "file_path", "language", "language_score", "token_count", "score", "int_score"]
+    assert list(first["metadata"]) == [
+        "dump",
+        "url",
+        "file_path",
+        "language",
+        "language_score",
+        "token_count",
+        "score",
+        "int_score",
+    ]
 
 
 def test_changed_settings_are_refused_unless_told_to_start_over(tmp_path, capsys):
@@ -97,7 +123,10 @@ def test_changed_settings_are_refused_unless_told_to_start_over(tmp_path, capsys
     assert main("prepare", command) == 0
     before = {path: path.read_bytes() for path in (tmp_path / "data").rglob("*.jsonl")}
     capsys.readouterr()
-    for changed, what in ((["--min_score", "2"], "min_score=None, now it is 2.0"), (["--seed", "1"], "seed=0, now it is 1")):
+    for changed, what in (
+        (["--min_score", "2"], "min_score=None, now it is 2.0"),
+        (["--seed", "1"], "seed=0, now it is 1"),
+    ):
         assert main("prepare", [*command, *changed]) == 1
         assert f"was made with {what}. Fix: give --start-over" in capsys.readouterr().err
     assert before == {path: path.read_bytes() for path in (tmp_path / "data").rglob("*.jsonl")}
@@ -108,8 +137,21 @@ def test_changed_settings_are_refused_unless_told_to_start_over(tmp_path, capsys
 
 def test_flags_reach_the_conversion(tmp_path):
     folder = local_folder(tmp_path)
-    write_jsonl(folder / "2.jsonl", [{"text": "document 0 3 xxx", "id": "again", "score": 0.3}, {"text": None}])
-    flags = ["--min-chars", "15", "--max-chars", "30", "--min-score", "0.1", "--dedup", "--skip-bad", "--tasks", "2"]
+    write_jsonl(
+        folder / "2.jsonl", [{"text": "document 0 3 xxx", "id": "again", "score": 0.3}, {"text": None}]
+    )
+    flags = [
+        "--min-chars",
+        "15",
+        "--max-chars",
+        "30",
+        "--min-score",
+        "0.1",
+        "--dedup",
+        "--skip-bad",
+        "--tasks",
+        "2",
+    ]
     assert main("prepare", [str(folder), "--data-dir", str(tmp_path / "data"), *SMALL, *flags]) == 0
     manifest = json.loads((tmp_path / "data/pages/manifest.json").read_text())
     assert manifest["read"]["skipped"] == {"field 'text' is null, not a text": 1}
@@ -123,7 +165,10 @@ def test_bad_line_is_one_line_of_error(tmp_path, capsys):
     path = write_jsonl(folder / "2.jsonl", [{"text": "a"}, {"no": "text"}])
     command = [str(folder), "--data-dir", str(tmp_path / "data"), *SMALL]
     assert main("prepare", command) == 1
-    fix = "Fix: mend the line; or give --skip-bad (and --start-over where it was begun without), which skips and counts such lines."
+    fix = (
+        "Fix: mend the line; or give --skip-bad (and --start-over where it was begun without), which skips"
+        " and counts such lines."
+    )
     assert capsys.readouterr().err == f"moe-exp data: {path}:2: no field 'text'. {fix}\n"
     assert main("prepare", [*command, "--skip-bad", "--start-over"]) == 0
 
@@ -139,7 +184,10 @@ def test_a_damaged_compressed_file_is_named_before_anything_is_made(tmp_path, ca
     path.write_bytes(packed)
     assert main("prepare", [str(path.parent), "--data-dir", str(tmp_path / "data"), *SMALL, *flags]) == 1
     error = capsys.readouterr().err
-    assert error.startswith(f"moe-exp data: {path}:") and ": the compressed file is damaged or ends early (" in error
+    assert (
+        error.startswith(f"moe-exp data: {path}:")
+        and ": the compressed file is damaged or ends early (" in error
+    )
     assert error.count("\n") == 1
     assert not (tmp_path / "data").exists()
 
@@ -167,7 +215,9 @@ def test_the_source_is_not_where_the_outputs_come(tmp_path, capsys, monkeypatch,
     before = {path: path.read_bytes() for path in Path("dd").rglob("*.jsonl")}
     assert main("prepare", [source, "--data-dir", data_dir, *SMALL, *flags]) == 1
     error = capsys.readouterr().err
-    assert re.match(r"moe-exp data: output=\S+: .*the input \S+", error) and error.endswith("Fix: another output folder.\n")
+    assert re.match(r"moe-exp data: output=\S+: .*the input \S+", error) and error.endswith(
+        "Fix: another output folder.\n"
+    )
     assert before == {path: path.read_bytes() for path in Path("dd").rglob("*.jsonl")}
 
 
@@ -198,7 +248,9 @@ def test_python_stdlib(tmp_path):
     assert [(one["id"], one["text"]) for one in written] == list(python_stdlib_documents())
     before = path.stat()
     assert write_stdlib(tmp_path / "raw").stat() == before
-    assert main("prepare", ["python_stdlib", "--data-dir", str(tmp_path / "data"), "--limit", "30", *SMALL]) == 0
+    assert (
+        main("prepare", ["python_stdlib", "--data-dir", str(tmp_path / "data"), "--limit", "30", *SMALL]) == 0
+    )
     lines = (tmp_path / "data/python_stdlib/python_stdlib.chunk.00000.jsonl").read_bytes().split(b"\n")[:-1]
     assert [json.loads(line) for line in lines] == [one for one in written if one["text"]][:30]
 
@@ -219,7 +271,10 @@ def test_python_stdlib(tmp_path):
     ],
 )
 def test_what_cannot_be_is_said_before_anything_is_made(tmp_path, capsys, flags, message):
-    assert main("prepare", [str(local_folder(tmp_path)), "--data-dir", str(tmp_path / "data"), *SMALL, *flags]) == 1
+    assert (
+        main("prepare", [str(local_folder(tmp_path)), "--data-dir", str(tmp_path / "data"), *SMALL, *flags])
+        == 1
+    )
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
@@ -239,7 +294,8 @@ def test_full_disk_is_an_error_and_the_next_call_goes_on(tmp_path):
     folder, data = local_folder(tmp_path), tmp_path / "data"
     write_jsonl(folder / "big.jsonl", [{"text": "x" * 100_000}] * 20)
     command = [sys.executable, str(SCRIPT), str(folder), "--data-dir", str(data), *SMALL]
-    limited = ["bash", "-c", 'ulimit -f 1000; exec "$@"', "bash", *command]  # files of 1 MB at most: as a disk that is full
+    # files of 1 MB at most: as a disk that is full
+    limited = ["bash", "-c", 'ulimit -f 1000; exec "$@"', "bash", *command]
     done = subprocess.run(limited, capture_output=True, text=True)
     assert done.returncode == 1
     assert "File too large" in done.stderr
@@ -250,7 +306,9 @@ def test_full_disk_is_an_error_and_the_next_call_goes_on(tmp_path):
 
 def test_script_of_a_checkout_lists_the_sources(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run([sys.executable, str(SCRIPT), "--list"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--list"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert "HuggingFaceFW/fineweb-edu" in done.stdout
     assert len(SCRIPT.read_text().splitlines()) < 60
@@ -260,13 +318,25 @@ def test_slurm_from_the_command_to_the_shards(tmp_path, monkeypatch):
     cluster = Cluster(tmp_path / "queue")
     monkeypatch.setenv("PATH", f"{cluster.programs}:{os.environ['PATH']}")
     folder = local_folder(tmp_path, num_files=1)
-    command = [str(folder), "--data-dir", str(tmp_path / "data"), "--memory", "32MB", "--executor", "slurm", "--partition", "cpu"]
+    command = [
+        str(folder),
+        "--data-dir",
+        str(tmp_path / "data"),
+        "--memory",
+        "32MB",
+        "--executor",
+        "slurm",
+        "--partition",
+        "cpu",
+    ]
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), *command, "--start-over"])
     assert main("prepare") == UNDER_WAY
     assert main("prepare", command) == UNDER_WAY
     assert len(cluster.jobs()) == 3
     cluster.run()
-    assert (tmp_path / "data/pages_shuffled/manifest.json").is_file(), [path.read_text() for path in cluster.folder.glob("*.out")]
+    assert (tmp_path / "data/pages_shuffled/manifest.json").is_file(), [
+        path.read_text() for path in cluster.folder.glob("*.out")
+    ]
     assert texts(*(tmp_path / "data/pages_shuffled").glob("*.jsonl")) == texts(*folder.glob("*.jsonl"))
     assert main("prepare", command) == 0
     assert len(cluster.jobs()) == 3

@@ -29,7 +29,9 @@ def source(tmp_path):
 def make(output, source, content="made", *, settings=None, stop=False, is_folder=True, **options):
     """A step that appends to a file what it is given; returns (manifest, whether it was done before)."""
     settings = settings or {"a": 1}
-    with run_stage("test", output, settings=settings, inputs=[source], is_folder=is_folder, **options) as stage:
+    with run_stage(
+        "test", output, settings=settings, inputs=[source], is_folder=is_folder, **options
+    ) as stage:
         if stage.was_done:
             return stage.manifest, True
         path = stage.folder / f"{output.name}.out"
@@ -57,9 +59,13 @@ class TestBothKinds:
         assert not was_done and made_file(output, is_folder).read_text() == "made"
         assert {"stage": "test", "settings": {"a": 1}, "num_documents": 7}.items() <= manifest.items()
         assert manifest["inputs"] == [fingerprint(source)]
-        assert manifest["outputs"] == [{"name": "out.out", "bytes": 4, "hash": xxhash.xxh3_128_hexdigest(b"made")}]
+        assert manifest["outputs"] == [
+            {"name": "out.out", "bytes": 4, "hash": xxhash.xxh3_128_hexdigest(b"made")}
+        ]
         names = {path.name for path in output.parent.rglob("*") if not path.name.endswith(".lock")}
-        assert names == ({"out", "manifest.json", "out.out"} if is_folder else {"out.manifest.json", "out.out"})
+        assert names == (
+            {"out", "manifest.json", "out.out"} if is_folder else {"out.manifest.json", "out.out"}
+        )
         assert make(output, source, "more", is_folder=is_folder) == (manifest, True)
         assert made_file(output, is_folder).read_text() == "made"
 
@@ -87,7 +93,9 @@ class TestBothKinds:
         with pytest.raises(ValueError, match=rf"out: {verb} with b=None, now it is 3\. {fix}"):
             make(output, source, settings={"a": 1, "b": 3}, is_folder=is_folder)
         source.write_text("Input\n")
-        with pytest.raises(ValueError, match=rf"out: {verb} from other inputs \(in.jsonl is not what it was\)\. {fix}"):
+        with pytest.raises(
+            ValueError, match=rf"out: {verb} from other inputs \(in.jsonl is not what it was\)\. {fix}"
+        ):
             make(output, source, is_folder=is_folder)
         source.write_text("input\n")
         with (
@@ -110,16 +118,22 @@ class TestBothKinds:
         output = tmp_path / "out"
         make(output, source, is_folder=is_folder)
         made_file(output, is_folder).write_text("mad")
-        with pytest.raises(ValueError, match=r"out.out: has 3 bytes, its manifest.json says 4 bytes. Fix: give --start-over"):
+        with pytest.raises(
+            ValueError, match=r"out.out: has 3 bytes, its manifest.json says 4 bytes. Fix: give --start-over"
+        ):
             make(output, source, is_folder=is_folder)
         made_file(output, is_folder).unlink()
-        with pytest.raises(ValueError, match=r"out.out: is missing, its manifest.json says 4 bytes. Fix: give --start-over"):
+        with pytest.raises(
+            ValueError, match=r"out.out: is missing, its manifest.json says 4 bytes. Fix: give --start-over"
+        ):
             make(output, source, is_folder=is_folder)
         make(output, source, start_over=True, is_folder=is_folder)
         assert made_file(output, is_folder).read_text() == "made"
 
     def test_killed_while_it_publishes_nothing_is_lost(self, tmp_path, source, is_folder):
-        """SIGKILL at every rename and removal of the publishing; what had a name before has content afterwards."""
+        """SIGKILL at every rename and removal of the publishing; what had a name before has content
+        afterwards.
+        """
         code = f"""
 import os, shutil, signal, sys
 from pathlib import Path
@@ -140,7 +154,8 @@ def counting():
     shutil.rmtree = counted(shutil.rmtree)
 test_stage.make(Path(sys.argv[1]), Path({str(source)!r}), "old", is_folder={is_folder})
 counting()
-test_stage.make(Path(sys.argv[1]), Path({str(source)!r}), "new", settings={{"a": 2}}, start_over=True, is_folder={is_folder})
+options = dict(settings={{"a": 2}}, start_over=True, is_folder={is_folder})
+test_stage.make(Path(sys.argv[1]), Path({str(source)!r}), "new", **options)
 print(calls)
 """
 
@@ -176,8 +191,13 @@ except ValueError as error:
     print(error)
 """
     with run_stage("test", tmp_path / "out", settings={"a": 1}, inputs=[source]):
-        second = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-        assert "out: another process is working on it. Fix: wait for it, or choose another output." in second.stdout
+        second = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+        )
+        assert (
+            "out: another process is working on it. Fix: wait for it, or choose another output."
+            in second.stdout
+        )
     assert make(tmp_path / "out", source)[1] is False  # the lock is free again
 
 
@@ -186,7 +206,10 @@ def test_a_folder_that_is_not_ours_is_left_alone(tmp_path, source):
     output.mkdir()
     (output / "precious").write_text("data")
     for start_over in (False, True):
-        with pytest.raises(ValueError, match=r"out: is there, without a manifest.json of this program. Fix: choose another folder"):
+        with pytest.raises(
+            ValueError,
+            match=r"out: is there, without a manifest.json of this program. Fix: choose another folder",
+        ):
             make(output, source, start_over=start_over)
     assert (output / "precious").read_text() == "data"
     (output / "precious").unlink()
@@ -196,7 +219,9 @@ def test_a_folder_that_is_not_ours_is_left_alone(tmp_path, source):
 def test_a_damaged_manifest_is_an_error_not_a_fresh_start(tmp_path, source):
     make(tmp_path / "out", source)
     (tmp_path / "out/manifest.json").write_text('{"stage": "te')
-    with pytest.raises(ValueError, match=r"manifest.json: is damaged \(.*\). Fix: remove it, or give --start-over."):
+    with pytest.raises(
+        ValueError, match=r"manifest.json: is damaged \(.*\). Fix: remove it, or give --start-over."
+    ):
         make(tmp_path / "out", source)
     make(tmp_path / "out", source, "new", start_over=True)
     assert made_file(tmp_path / "out", True).read_text() == "new"
@@ -272,7 +297,10 @@ def test_json_is_written_whole(tmp_path):
 def test_free_disk(tmp_path):
     folder = tmp_path / "not/there/yet"
     check_free_disk(folder, 1000, "the test")
-    with pytest.raises(ValueError, match=r"yet: has [\d.]+ GB free, the test needs 1000000000.0 GB. Fix: free some space, or choose"):
+    with pytest.raises(
+        ValueError,
+        match=r"yet: has [\d.]+ GB free, the test needs 1000000000.0 GB. Fix: free some space, or choose",
+    ):
         check_free_disk(folder, 10**18, "the test")
     assert not (tmp_path / "not").exists() and shutil.disk_usage(tmp_path).free > 1000
 
@@ -284,7 +312,15 @@ class TestStartOver:
         make(output, source, "old", is_folder=is_folder)
         for settings in ({"a": 1}, {"a": 2}):  # the same as before, and others
             with pytest.raises(KeyboardInterrupt):
-                make(output, source, "half ", settings=settings, start_over=True, stop=True, is_folder=is_folder)
+                make(
+                    output,
+                    source,
+                    "half ",
+                    settings=settings,
+                    start_over=True,
+                    stop=True,
+                    is_folder=is_folder,
+                )
             assert made_file(output, is_folder).exists()  # what was there stays until the new is complete
             manifest, was_done = make(output, source, "whole", settings=settings, is_folder=is_folder)
             assert not was_done and manifest["settings"] == settings
@@ -310,7 +346,10 @@ class TestStartOver:
 @pytest.mark.parametrize("is_folder", [True, False])
 def test_an_input_that_changes_meanwhile(tmp_path, source, is_folder):
     with (
-        pytest.raises(ValueError, match=r"in.jsonl: changed while test read it. Fix: leave it alone, and give --start-over."),
+        pytest.raises(
+            ValueError,
+            match=r"in.jsonl: changed while test read it. Fix: leave it alone, and give --start-over.",
+        ),
         run_stage("test", tmp_path / "out", settings={}, inputs=[source], is_folder=is_folder) as stage,
     ):
         source.write_text("inp\n")
@@ -322,7 +361,11 @@ def test_files_of_others_are_left_alone(tmp_path, source):
     theirs = tmp_path / "out.bin"
     theirs.write_text("precious")
     with pytest.raises(
-        ValueError, match=r"out.bin: is there, without a manifest of this program. Fix: choose another name, or give --start"
+        ValueError,
+        match=(
+            r"out.bin: is there, without a manifest of this program. Fix: choose another name, or give"
+            r" --start"
+        ),
     ):
         make(tmp_path / "out", source, is_folder=False, suffixes=(".bin",))
     assert theirs.read_text() == "precious" and not partial(tmp_path / "out").exists()
@@ -342,7 +385,9 @@ def test_what_another_version_has_begun_is_not_resumed(tmp_path, source, monkeyp
     with pytest.raises(KeyboardInterrupt):
         make(tmp_path / "out", source, stop=True)
     monkeypatch.setattr(stage_module, "_FORMAT", stage_module._FORMAT + 1)
-    with pytest.raises(ValueError, match=r"out: was begun by another version of moe_exp. Fix: give --start-over"):
+    with pytest.raises(
+        ValueError, match=r"out: was begun by another version of moe_exp. Fix: give --start-over"
+    ):
         make(tmp_path / "out", source)
     make(tmp_path / "out", source, "new", start_over=True)
     assert make(tmp_path / "out", source)[1] is True  # what is finished is finished
@@ -363,7 +408,12 @@ def test_stale(tmp_path, source):
 def test_another_step_is_never_replaced(tmp_path, source):
     make(tmp_path / "out", source, "precious")
     with (
-        pytest.raises(ValueError, match=r"out: is the work of the step test, which other does not replace. Fix: choose another output"),
+        pytest.raises(
+            ValueError,
+            match=(
+                r"out: is the work of the step test, which other does not replace. Fix: choose another output"
+            ),
+        ),
         run_stage("other", tmp_path / "out", settings={"a": 1}, inputs=[source], start_over=True),
     ):
         pass
@@ -375,7 +425,9 @@ def test_damage_of_what_was_begun_is_started_over(tmp_path, source):
     with pytest.raises(KeyboardInterrupt):
         make(tmp_path / "out", source, "half", settings={"a": 2}, start_over=True, stop=True)
     (partial(tmp_path / "out") / "running.json").write_text("{")
-    with pytest.raises(ValueError, match=r"running.json: is damaged \(.*\). Fix: remove it, or give --start-over."):
+    with pytest.raises(
+        ValueError, match=r"running.json: is damaged \(.*\). Fix: remove it, or give --start-over."
+    ):
         make(tmp_path / "out", source)
     make(tmp_path / "out", source, "new", settings={"a": 2}, start_over=True)
     assert made_file(tmp_path / "out", True).read_text() == "new"

@@ -12,8 +12,8 @@ from moe_exp.engine.model import build_model
 from moe_exp.layers.kernels import choice
 
 TINY = {
-    "preset": "cpu", "gpus_per_node": 1, "num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 48, "num_heads": 2, "num_query_groups": 2,
-    "seq_len": 12, "vocab_size": 500, "num_experts": 4,
+    "preset": "cpu", "gpus_per_node": 1, "num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 48,
+    "num_heads": 2, "num_query_groups": 2, "seq_len": 12, "vocab_size": 500, "num_experts": 4,
 }  # fmt: skip
 
 
@@ -22,22 +22,31 @@ TINY = {
     [
         ({}, ""),
         ({"use_moe": False}, ""),
-        ({"aux_loss_type": "aux_loss,seq_aux_loss", "aux_loss_coeff": "0.01,0.01"}, "seq_aux_loss looks at the scores of all experts"),
+        (
+            {"aux_loss_type": "aux_loss,seq_aux_loss", "aux_loss_coeff": "0.01,0.01"},
+            "seq_aux_loss looks at the scores of all experts",
+        ),
         ({"force_routing": "balanced"}, "it has top-k alone, not balanced"),
         ({"router_dtype": "fp64"}, "it computes in fp32, not in fp64"),
     ],
 )
 def test_the_row_on_routing_is_that_of_the_settings(monkeypatch, settings, router_in_torch):
     monkeypatch.setattr(choice, "missing", lambda: "")
-    monkeypatch.setattr("moe_exp.engine.backends.choose_backend", lambda *args, **options: ("", ""))  # which asks the driver of a GPU
+    # which asks the driver of a GPU
+    monkeypatch.setattr("moe_exp.engine.backends.choose_backend", lambda *args, **options: ("", ""))
     name, reason = backends_of(load_config(TINY | settings, {}), "cuda")["routing"]
     assert name == "triton"
     assert reason.partition("the router itself in torch: ")[2] == router_in_torch
-    assert backends_of(load_config(TINY | settings | {"routing_kernels": "off"}, {}), "cuda")["routing"][0] == "torch"
+    assert (
+        backends_of(load_config(TINY | settings | {"routing_kernels": "off"}, {}), "cuda")["routing"][0]
+        == "torch"
+    )
 
 
 def built_models(values):
-    """Whether kernels are switched off in this process after a model of each value of ROUTING_KERNELS was built."""
+    """Whether kernels are switched off in this process after a model of each value of ROUTING_KERNELS was
+    built.
+    """
     found = []
     for value in values:
         config = load_config(TINY | {"routing_kernels": value}, {})
@@ -54,4 +63,7 @@ def test_a_model_switches_the_kernels_of_its_process():
 
 def test_a_dense_model_has_no_experts_with_biases():
     config = load_config(TINY | {"use_moe": False, "add_bias_linear": True, "expert_backend": "triton"}, {})
-    assert backends_of(config, "cpu")["grouped GEMM"] == ("triton", "asked for by EXPERT_BACKEND; on a CPU the same in plain torch")
+    assert backends_of(config, "cpu")["grouped GEMM"] == (
+        "triton",
+        "asked for by EXPERT_BACKEND; on a CPU the same in plain torch",
+    )

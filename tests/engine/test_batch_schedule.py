@@ -14,7 +14,13 @@ from moe_exp.engine.optim import BatchSchedule
 
 
 def schedule(rampup: str, *, gbsz: int = 64, mbsz: int = 2, ranks: int = 2) -> BatchSchedule:
-    settings = {"preset": "cpu", "gbsz": gbsz, "mbsz": mbsz, "gpus_per_node": ranks, "rampup_batch_size": rampup}
+    settings = {
+        "preset": "cpu",
+        "gbsz": gbsz,
+        "mbsz": mbsz,
+        "gpus_per_node": ranks,
+        "rampup_batch_size": rampup,
+    }
     return BatchSchedule(load_config(settings, {}))
 
 
@@ -43,9 +49,13 @@ def test_against_megatron(megatrons, consumed, samples):
     assert schedule(f"8 8 {samples}").at(consumed) == (theirs.get(), theirs.get_current_global_batch_size())
 
 
-@pytest.mark.parametrize(("rampup", "gbsz"), [("4 4 1000", 64), ("8 56 333", 64), ("16 16 7", 512), ("4 12 2001", 100)])
+@pytest.mark.parametrize(
+    ("rampup", "gbsz"), [("4 4 1000", 64), ("8 56 333", 64), ("16 16 7", 512), ("4 12 2001", 100)]
+)
 def test_sample_for_sample_through_a_whole_ramp(megatrons, rampup, gbsz):
-    """At every number of samples, and at those that a run comes by; the planner counts the same iterations."""
+    """At every number of samples, and at those that a run comes by; the planner counts the same
+    iterations.
+    """
     start, increment, samples = map(int, rampup.split())
     ours, theirs = schedule(rampup, gbsz=gbsz), megatrons(gbsz, 2, 2, False, 1, start, increment, samples)
     for consumed in range(samples + 2 * gbsz):

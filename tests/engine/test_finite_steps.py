@@ -1,4 +1,6 @@
-"""A NaN or an infinity on one rank: no rank makes the step, nothing has changed, and training goes on as without that batch."""
+"""A NaN or an infinity on one rank: no rank makes the step, nothing has changed, and training goes on as
+without that batch.
+"""
 
 from __future__ import annotations
 
@@ -55,13 +57,17 @@ def _train(settings: dict[str, Any], fault: str, port: int) -> dict[str, Any]:
             progress.consumed_samples += config.gbsz
             continue
         before = _state(job)
-        has_fault = iteration == BAD_ITERATION and fault and torch.distributed.get_rank() == config.world_size - 1
+        has_fault = (
+            iteration == BAD_ITERATION and fault and torch.distributed.get_rank() == config.world_size - 1
+        )
         with _faulty(job, fault) if has_fault else contextlib.nullcontext():
             step = train.train_step(job, progress, interval, count_zeros=True)
         found["steps"].append((step.updated, step.grad_norm, job.trained.optimizer.param_groups[0]["lr"]))
         found["states"].append(before == _state(job))
     found["state"] = _state(job)
-    found["record"] = interval.record(progress, learning_rate=0.0, grad_norm=None, num_zeros=None, loss_scale=1.0)
+    found["record"] = interval.record(
+        progress, learning_rate=0.0, grad_norm=None, num_zeros=None, loss_scale=1.0
+    )
     found["skipped"] = progress.skipped_iterations
     runtime.stop()
     return found
@@ -71,16 +77,26 @@ def _state(job: Any) -> list[bytes]:
     """Weights, what the routers keep, and the optimizer's tensors, to the bit."""
     import torch
 
-    tensors = [tensor for chunk in job.trained.model for tensor in chunk.module.state_dict().values() if isinstance(tensor, torch.Tensor)]
+    tensors = [
+        tensor
+        for chunk in job.trained.model
+        for tensor in chunk.module.state_dict().values()
+        if isinstance(tensor, torch.Tensor)
+    ]
     for part in job.trained.optimizer.chained_optimizers:
         for parameter in (parameter for group in part.param_groups for parameter in group["params"]):
             state = part.optimizer.state[parameter]
-            tensors += [parameter, *(state[name] for name in sorted(state) if isinstance(state[name], torch.Tensor))]
+            tensors += [
+                parameter,
+                *(state[name] for name in sorted(state) if isinstance(state[name], torch.Tensor)),
+            ]
     return [tensor.detach().float().numpy().tobytes() for tensor in tensors]
 
 
 def _faulty(job: Any, fault: str) -> Any:
-    """What a rank sees of a broken device: one wrong number in a gradient, or in the activations of its last layer."""
+    """What a rank sees of a broken device: one wrong number in a gradient, or in the activations of its last
+    layer.
+    """
     import torch
 
     from moe_exp.checkpoint.state import unwrapped
@@ -112,7 +128,9 @@ def _faulty(job: Any, fault: str) -> Any:
 
 ALWAYS = [("EP=2", "nan activation"), ("PP=2", "inf gradient")]
 CASES = [
-    pytest.param(layout, fault, marks=() if (layout, fault) in ALWAYS else pytest.mark.slow, id=f"{layout}-{fault}")
+    pytest.param(
+        layout, fault, marks=() if (layout, fault) in ALWAYS else pytest.mark.slow, id=f"{layout}-{fault}"
+    )
     for layout in LAYOUTS
     for fault in ("nan activation", "inf gradient")
 ]
@@ -123,7 +141,10 @@ def test_no_rank_makes_the_step(layout, fault, tmp_path):
     write_tokens(tmp_path)
     settings = small_settings(tmp_path, "run") | LAYOUTS[layout]
     num_ranks = settings["gpus_per_node"]
-    jobs = [(settings | {"run_name": name}, what, free_port()) for name, what in (("faulty", fault), ("without", "left out"))]
+    jobs = [
+        (settings | {"run_name": name}, what, free_port())
+        for name, what in (("faulty", fault), ("without", "left out"))
+    ]
     for faulty, without in run_on_ranks(num_ranks, train_some, jobs, join=False):
         assert [updated for updated, _, _ in faulty["steps"]] == [True, True, False, True, True]
         assert not math.isfinite(faulty["steps"][2][1])

@@ -1,4 +1,6 @@
-"""The model of a config: the same initial weights to the bit at every topology, and the parameters that the planner counts."""
+"""The model of a config: the same initial weights to the bit at every topology, and the parameters that the
+planner counts.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,17 @@ from moe_exp.config import load_config
 from moe_exp.planner.costs.params import count_parameters, rank_parameters
 
 MODEL = {
-    "preset": "cpu", "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "num_heads": 4, "num_query_groups": 2, "seq_len": 16,
-    "vocab_size": 200, "num_experts": 8, "mbsz": 1, "gbsz": 8,
+    "preset": "cpu", "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "num_heads": 4,
+    "num_query_groups": 2, "seq_len": 16, "vocab_size": 200, "num_experts": 8, "mbsz": 1, "gbsz": 8,
 }  # fmt: skip
 VARIANTS: dict[str, dict[str, Any]] = {
     "moe": {"moe_ffn_hidden_size": 40},
-    "moe_gelu_tied": {"activation": "gelu", "tie_embeddings": True, "head_dim": 12, "init_distribution": "truncated_normal"},
+    "moe_gelu_tied": {
+        "activation": "gelu",
+        "tie_embeddings": True,
+        "head_dim": 12,
+        "init_distribution": "truncated_normal",
+    },
     "moe_shared": {
         "shared_expert_size": 24,
         "shared_expert_gate": True,
@@ -33,7 +40,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "moe_biased": {"add_bias_linear": True, "activation": "squared_relu"},
     "moe_norm_over_heads": {"qk_norm": True, "qk_norm_scope": "all", "head_dim": 12},
     "dense": {"use_moe": False, "num_query_groups": 4},
-    "dense_biased": {"use_moe": False, "add_bias_linear": True, "normalization": "LayerNorm", "activation": "gelu", "qk_norm": True},
+    "dense_biased": {
+        "use_moe": False,
+        "add_bias_linear": True,
+        "normalization": "LayerNorm",
+        "activation": "gelu",
+        "qk_norm": True,
+    },
     "latent": {
         "multi_latent_attention": True,
         "q_lora_rank": 12,
@@ -58,12 +71,22 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "rope_scaling_factor": 4,
         "add_bias_linear": True,
     },
-    "dense_qkv_biased": {"use_moe": False, "qkv_bias": True, "rope_scaling": "yarn", "rope_scaling_factor": 4},
+    "dense_qkv_biased": {
+        "use_moe": False,
+        "qkv_bias": True,
+        "rope_scaling": "yarn",
+        "rope_scaling_factor": 4,
+    },
     "dense_tied": {"use_moe": False, "tie_embeddings": True},
 }
 LAYOUTS: dict[int, dict[str, dict[str, int]]] = {
     1: {"one": {}},
-    2: {"tp2": {"tp": 2}, "pp2_vpp2": {"pp": 2, "vpp": 2}, "ep2": {"ep": 2}, "pp2_first1": {"pp": 2, "first_stage_layers": 1}},
+    2: {
+        "tp2": {"tp": 2},
+        "pp2_vpp2": {"pp": 2, "vpp": 2},
+        "ep2": {"ep": 2},
+        "pp2_first1": {"pp": 2, "first_stage_layers": 1},
+    },
     3: {"pp3_last2": {"pp": 3, "last_stage_layers": 2}},
     4: {
         "ep4": {"ep": 4},
@@ -86,7 +109,8 @@ CASES = [
     and (variant not in ATTENTION or layout in ("one", "tp2", "tp2_pp2_vpp2_ep2"))
 ]
 
-# On one rank: (global name, rank inside its tensor parallel group, values) of every parameter and of every expert of it.
+# On one rank: (global name, rank inside its tensor parallel group, values) of every parameter and of every
+# expert of it.
 Pieces = list[tuple[str, int, Tensor]]
 
 
@@ -106,9 +130,14 @@ def _build(settings: dict[str, Any], port: int) -> dict[str, Any]:
     config = load_config(settings, {})
     os.environ["MASTER_PORT"] = str(port)
     rank = runtime.start(config)
-    chunks = [build_chunk(config, transformer_config(config), rank, stage) for stage in range(config.vpp or 1)]
+    chunks = [
+        build_chunk(config, transformer_config(config), rank, stage) for stage in range(config.vpp or 1)
+    ]
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
-    sizes = {is_expert: sum(p.numel() for p in parameters if is_expert != getattr(p, "allreduce", True)) for is_expert in (False, True)}
+    sizes = {
+        is_expert: sum(p.numel() for p in parameters if is_expert != getattr(p, "allreduce", True))
+        for is_expert in (False, True)
+    }
     pieces = [piece for chunk in chunks for piece in _pieces(chunk, rank.groups, tied=config.tie_embeddings)]
     built = {"pp_rank": rank.groups.pp.rank(), "pieces": pieces, "dense": sizes[False], "expert": sizes[True]}
     runtime.stop()
@@ -126,18 +155,28 @@ def _pieces(chunk: Any, groups: Any, *, tied: bool) -> Pieces:
             whole_name = "embedding.word_embeddings.weight"
         if ".mlp.experts." in name:
             first = groups.ep.rank() * len(value)
-            pieces += [(f"{whole_name}.{first + index}", groups.expt_tp.rank(), expert) for index, expert in enumerate(value)]
+            pieces += [
+                (f"{whole_name}.{first + index}", groups.expt_tp.rank(), expert)
+                for index, expert in enumerate(value)
+            ]
         else:
             pieces.append((whole_name, groups.tp.rank(), value))
     return pieces
 
 
 def assemble(pieces: Pieces, full: dict[str, Tensor], *, gated: bool) -> dict[str, Tensor]:
-    """Whole tensors by global name; every copy that more than one rank holds has to be the same to the bit."""
+    """Whole tensors by global name; every copy that more than one rank holds has to be the same to the
+    bit.
+    """
     by_name: dict[str, dict[int, Tensor]] = {}
     for name, rank, value in pieces:
-        assert torch.equal(by_name.setdefault(name, {}).setdefault(rank, value), value), f"{name}: copies differ"
-    return {name: _whole(name, [parts[rank] for rank in sorted(parts)], full[name].shape, gated=gated) for name, parts in by_name.items()}
+        assert torch.equal(by_name.setdefault(name, {}).setdefault(rank, value), value), (
+            f"{name}: copies differ"
+        )
+    return {
+        name: _whole(name, [parts[rank] for rank in sorted(parts)], full[name].shape, gated=gated)
+        for name, parts in by_name.items()
+    }
 
 
 def _whole(name: str, parts: list[Tensor], shape: torch.Size, *, gated: bool) -> Tensor:
@@ -153,7 +192,9 @@ def _whole(name: str, parts: list[Tensor], shape: torch.Size, *, gated: bool) ->
 
 @pytest.fixture(scope="session")
 def built() -> Callable[[str, int, str], list[dict[str, Any]]]:
-    """What each rank built for a variant and layout. All jobs of as many ranks share their processes, and their imports."""
+    """What each rank built for a variant and layout. All jobs of as many ranks share their processes, and
+    their imports.
+    """
 
     @cache
     def all_of(num_ranks: int) -> dict[tuple[str, str], list[dict[str, Any]]]:
@@ -193,7 +234,9 @@ def test_every_weight_is_drawn_by_itself_with_its_deviation(variant, built):
     for name, value in matrices.items():
         to_residual = any(key in name for key in ("linear_proj", "linear_fc2", "weight2"))
         few = 4 / math.sqrt(value.numel())  # the gate of the shared expert has 32 values
-        assert value.std().item() == pytest.approx(0.02 / math.sqrt(8) if to_residual else 0.02, rel=max(0.15, few)), name
+        assert value.std().item() == pytest.approx(
+            0.02 / math.sqrt(8) if to_residual else 0.02, rel=max(0.15, few)
+        ), name
         assert abs(value.mean().item()) < max(0.2, few) * value.std().item(), name
     assert len({value.sum().item() for value in matrices.values()}) == len(matrices)
     for name, value in weights.items():

@@ -1,4 +1,6 @@
-"""fp16: all parts of the optimizer have one loss scale, so that the experts' gradients are what they are in fp32."""
+"""fp16: all parts of the optimizer have one loss scale, so that the experts' gradients are what they are in
+fp32.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from moe_exp.config import load_config
 
 
 def train_some(settings: dict[str, Any], port: int) -> dict[str, Any]:
-    """On one rank: iterations on one batch until a step is made, two where a dense gradient of the last rank overflows, one more."""
+    """On one rank: iterations on one batch until a step is made, two where a dense gradient of the last rank
+    overflows, one more.
+    """
     import torch
 
     from moe_exp import train
@@ -27,7 +31,9 @@ def train_some(settings: dict[str, Any], port: int) -> dict[str, Any]:
     job, progress = train.build(config, runtime.start(config))
     interval = Interval(config, job.runtime, job.trained.model)
     model_settings = get_model_config(job.trained.model[0])
-    dense = [parameter for parameter in job.trained.model[0].parameters() if getattr(parameter, "allreduce", True)]
+    dense = [
+        parameter for parameter in job.trained.model[0].parameters() if getattr(parameter, "allreduce", True)
+    ]
     finalize, overflows = model_settings.finalize_model_grads_func, []
 
     def spoilt(*args: Any, **kwargs: Any) -> None:
@@ -42,7 +48,9 @@ def train_some(settings: dict[str, Any], port: int) -> dict[str, Any]:
     def iterate() -> bool:
         progress.consumed_samples = 0
         step = train.train_step(job, progress, interval, count_zeros=False)
-        found["scales"].append([float(part.get_loss_scale()) for part in job.trained.optimizer.chained_optimizers])
+        found["scales"].append(
+            [float(part.get_loss_scale()) for part in job.trained.optimizer.chained_optimizers]
+        )
         found["updated"].append(step.updated)
         found["grad_norms"].append(step.grad_norm)
         return step.updated
@@ -70,6 +78,7 @@ def test_a_part_that_overflows_alone_takes_all_others_along(tmp_path, layout):
         assert rank["scales"] == found["fp16"][0]["scales"]
         assert rank["updated"][-4:] == [True, False, False, True]
         assert rank["scales"][-1][0] < rank["scales"][-4][0]
-        # Of the first step and of the one after the overflows: where the scales differ, that of the experts is off by their ratio.
+        # Of the first step and of the one after the overflows: where the scales differ, that of the experts
+        # is off by their ratio.
         assert rank["grad_norms"][-4] == pytest.approx(found["fp32"][0]["grad_norms"][0], rel=2e-3)
         assert rank["grad_norms"][-1] == pytest.approx(found["fp32"][0]["grad_norms"][-1], rel=2e-3)

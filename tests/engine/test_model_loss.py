@@ -1,4 +1,6 @@
-"""CROSS_ENTROPY=triton computes Megatron's loss: the same losses and gradients of the whole model, at TP 1 and 2."""
+"""CROSS_ENTROPY=triton computes Megatron's loss: the same losses and gradients of the whole model, at TP 1
+and 2.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from moe_exp.engine import runtime
 from moe_exp.engine.model import build_model
 
 TINY = {
-    "preset": "cpu", "num_layers": "1", "hidden_size": "32", "ffn_hidden_size": "48", "num_heads": "2", "num_query_groups": "2",
-    "seq_len": "12", "vocab_size": "500", "num_experts": "2",
+    "preset": "cpu", "num_layers": "1", "hidden_size": "32", "ffn_hidden_size": "48", "num_heads": "2",
+    "num_query_groups": "2", "seq_len": "12", "vocab_size": "500", "num_experts": "2",
 }  # fmt: skip
 
 
@@ -21,7 +23,9 @@ def losses_and_gradients(tp, kinds):
     """Losses [B, S] and all gradients of this rank, for each kind of cross entropy."""
     results, rank = [], None
     for kind in kinds:
-        config = load_config(TINY | {"gpus_per_node": str(tp), "tp": str(tp), "cross_entropy": kind}, environ={})
+        config = load_config(
+            TINY | {"gpus_per_node": str(tp), "tp": str(tp), "cross_entropy": kind}, environ={}
+        )
         rank = rank or runtime.start(config)
         (model,) = build_model(config, rank)
         tokens = torch.randint(500, (2, 13), generator=torch.Generator().manual_seed(0))
@@ -29,7 +33,12 @@ def losses_and_gradients(tp, kinds):
         losses = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
         weights = torch.rand(losses.shape, generator=torch.Generator().manual_seed(1))
         (losses * weights).sum().backward()
-        results.append((losses.detach(), {name: parameter.main_grad.clone() for name, parameter in model.named_parameters()}))
+        results.append(
+            (
+                losses.detach(),
+                {name: parameter.main_grad.clone() for name, parameter in model.named_parameters()},
+            )
+        )
     runtime.stop()
     return type(model.module).__name__, results
 

@@ -17,7 +17,9 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def muon(groups: list[dict[str, object]]) -> Muon:
-    made = Muon(groups, momentum=0.95, tp_group=None, etp_group=None, lr=0.1, weight_decay=0.1, betas=(0.9, 0.95))
+    made = Muon(
+        groups, momentum=0.95, tp_group=None, etp_group=None, lr=0.1, weight_decay=0.1, betas=(0.9, 0.95)
+    )
     allocate_moments(made)
     return made
 
@@ -42,7 +44,9 @@ def test_steps_are_torchs_within_bf16(shape):
     p, q = (torch.nn.Parameter(random(*shape)) for _ in range(2))
     start = p.detach().clone()
     ours = muon([{"params": [p], AXIS: 0}])
-    theirs = torch.optim.Muon([q], lr=0.1, weight_decay=0.1, momentum=0.95, nesterov=True, adjust_lr_fn="match_rms_adamw")
+    theirs = torch.optim.Muon(
+        [q], lr=0.1, weight_decay=0.1, momentum=0.95, nesterov=True, adjust_lr_fn="match_rms_adamw"
+    )
     for seed in range(1, 4):
         p.grad = random(*shape, seed=seed)
         q.grad = p.grad.clone()
@@ -53,7 +57,10 @@ def test_steps_are_torchs_within_bf16(shape):
 
 
 def test_each_expert_by_itself_and_adam_for_other_groups():
-    experts, alone = torch.nn.Parameter(random(3, 8, 5)), [torch.nn.Parameter(part.clone()) for part in random(3, 8, 5)]
+    experts, alone = (
+        torch.nn.Parameter(random(3, 8, 5)),
+        [torch.nn.Parameter(part.clone()) for part in random(3, 8, 5)],
+    )
     norm = torch.nn.Parameter(torch.ones(6))
     together = muon([{"params": [experts], AXIS: -2, "is_expert_parallel": True}, {"params": [norm]}])
     apart = muon([{"params": alone, AXIS: 0}])
@@ -64,7 +71,9 @@ def test_each_expert_by_itself_and_adam_for_other_groups():
         together.step()
         apart.step()
     assert relative_error(experts.detach(), torch.stack([part.detach() for part in alone])) < 1e-6
-    adam = torch.optim.AdamW([reference := torch.nn.Parameter(torch.ones(6))], lr=0.1, weight_decay=0.1, betas=(0.9, 0.95))
+    adam = torch.optim.AdamW(
+        [reference := torch.nn.Parameter(torch.ones(6))], lr=0.1, weight_decay=0.1, betas=(0.9, 0.95)
+    )
     for seed in range(2):
         reference.grad = random(6, seed=seed)
         adam.step()

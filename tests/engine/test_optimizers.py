@@ -37,9 +37,13 @@ def train(optimizers: list[torch.optim.Optimizer], *, steps: int, first: int = 0
     """The same gradients for all of them."""
     for step in range(first, first + steps):
         generator = torch.Generator().manual_seed(1 + step)
-        of_each = [[p for group in optimizer.param_groups for p in group["params"]] for optimizer in optimizers]
+        of_each = [
+            [p for group in optimizer.param_groups for p in group["params"]] for optimizer in optimizers
+        ]
         for same in zip(*of_each, strict=True):
-            gradient = torch.randn(same[0].shape, generator=generator) * 10 ** torch.randn(same[0].shape, generator=generator)
+            gradient = torch.randn(same[0].shape, generator=generator) * 10 ** torch.randn(
+                same[0].shape, generator=generator
+            )
             for p in same:
                 p.grad = gradient.clone()
         for optimizer in optimizers:
@@ -62,7 +66,10 @@ def all_moments(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def test_sgd_is_torchs_to_the_bit_with_momentum_from_the_start(momentum):
     params = parameters(7, 300)
     copies = clones(params)
-    ours, theirs = (cls(p, lr=0.1, momentum=momentum, weight_decay=0.1) for cls, p in ((Sgd, params), (torch.optim.SGD, copies)))
+    ours, theirs = (
+        cls(p, lr=0.1, momentum=momentum, weight_decay=0.1)
+        for cls, p in ((Sgd, params), (torch.optim.SGD, copies))
+    )
     allocate_moments(ours)
     for first in range(3):
         train([ours, theirs], steps=1, first=first)
@@ -92,7 +99,9 @@ def test_bf16_moments_follow_fp32_ones():
     assert {value.dtype for p in params for value in ours.state[p].values()} == {torch.bfloat16}
     for p, q, s in zip(params, copies, start, strict=True):
         assert 1e-6 < relative_error(p.detach() - s.detach(), q.detach() - s.detach()) < 0.02
-    assert all(relative_error(a, b) < 0.01 for a, b in zip(all_moments(ours), all_moments(exact), strict=True))
+    assert all(
+        relative_error(a, b) < 0.01 for a, b in zip(all_moments(ours), all_moments(exact), strict=True)
+    )
 
 
 # 8 bits
@@ -135,7 +144,9 @@ def test_large_tensors_are_converted_in_pieces(monkeypatch):
     whole = quantized(values, TABLES["signed"])
     back = dequantized(*whole, TABLES["signed"])
     monkeypatch.setattr("moe_exp.engine.optimizers._CHUNK", 2 * BLOCK)
-    assert all(torch.equal(a, b) for a, b in itertools.zip_longest(whole, quantized(values, TABLES["signed"])))
+    assert all(
+        torch.equal(a, b) for a, b in itertools.zip_longest(whole, quantized(values, TABLES["signed"]))
+    )
     assert torch.equal(dequantized(*whole, TABLES["signed"]), back)
 
 
@@ -158,7 +169,10 @@ def test_adam8bit_is_that_of_bitsandbytes(bitsandbytes):
     """To the bit where moments are codes; small tensors have torch's fp32 Adam."""
     params = parameters(*SIZES)
     copies, exact = clones(params), clones(params)
-    ours, theirs = Adam8bit(params, **HYPERPARAMETERS), bitsandbytes.optim.AdamW8bit(copies, **HYPERPARAMETERS)
+    ours, theirs = (
+        Adam8bit(params, **HYPERPARAMETERS),
+        bitsandbytes.optim.AdamW8bit(copies, **HYPERPARAMETERS),
+    )
     train([ours, theirs, Adam(exact, **HYPERPARAMETERS)], steps=10)
     assert all(torch.equal(p, q) for p, q in zip(params[1:], copies[1:], strict=True))
     assert torch.equal(params[0], exact[0])

@@ -1,6 +1,8 @@
-"""Stages of unequally many layers: the same losses and gradients as on one rank, whatever the split, and through checkpoints.
+"""Stages of unequally many layers: the same losses and gradients as on one rank, whatever the split, and
+through checkpoints.
 
-Every split starts from the checkpoint of one rank, with another seed, so that a tensor that is not loaded is seen.
+Every split starts from the checkpoint of one rank, with another seed, so that a tensor that is not loaded is
+seen.
 """
 
 from __future__ import annotations
@@ -25,7 +27,13 @@ from moe_exp.config.checks.checks import check_config
 LIMIT = 1e-5
 KINDS: dict[str, dict[str, Any]] = {
     "moe": {"num_layers": 6, "first_k_dense": 1, "shared_expert_size": 16},
-    "dense": {"num_layers": 6, "use_moe": False, "tie_embeddings": True, "normalization": "LayerNorm", "add_bias_linear": True},
+    "dense": {
+        "num_layers": 6,
+        "use_moe": False,
+        "tie_embeddings": True,
+        "normalization": "LayerNorm",
+        "add_bias_linear": True,
+    },
     "deep": {"num_layers": 10, "moe_layer_freq": "2"},
 }
 # Kind, ranks, layout. The number of ranks is TP*PP.
@@ -68,7 +76,9 @@ def on_ranks(folder: Path, one_rank: Callable[[str], Found]) -> Callable[[str], 
 
     @cache
     def run_all(num_ranks: int, fast: bool) -> dict[str, Found]:
-        names = [name for name, (_, ranks, _) in SPLITS.items() if ranks == num_ranks and (name in FAST) is fast]
+        names = [
+            name for name, (_, ranks, _) in SPLITS.items() if ranks == num_ranks and (name in FAST) is fast
+        ]
         for kind in {SPLITS[name][0] for name in names}:
             one_rank(kind)
         start = {"iterations": 1, "seed": 99}
@@ -83,7 +93,9 @@ def settings_of(name: str) -> dict[str, Any]:
     return KINDS[kind] | {"gpus_per_node": num_ranks} | layout
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in SPLITS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in SPLITS]
+)
 def test_same_numbers_as_on_one_rank(name, on_ranks, one_rank):
     found, alone = on_ranks(name), one_rank(SPLITS[name][0])
     assert_equal_to(LIMIT, {"losses": found.losses}, {"losses": alone.losses[: BATCH["gbsz"]]})
@@ -91,7 +103,9 @@ def test_same_numbers_as_on_one_rank(name, on_ranks, one_rank):
     gradients = dict(found.gradients)
     if "output_layer.weight" not in alone.gradients:  # tied: the last stage has a copy
         assert_equal_to(
-            LIMIT, {"copy": gradients.pop("output_layer.weight")}, {"copy": alone.gradients["embedding.word_embeddings.weight"]}
+            LIMIT,
+            {"copy": gradients.pop("output_layer.weight")},
+            {"copy": alone.gradients["embedding.word_embeddings.weight"]},
         )
     assert_equal_to(LIMIT, gradients, alone.gradients)
 
@@ -103,13 +117,23 @@ def test_splits_pass_the_checks(name):
 
 
 def test_stages_without_layers_in_a_checkpoint(folder, one_rank):
-    """Saved by stages without layers, and gone on with under other splits: the second iteration is that of a run on one rank."""
+    """Saved by stages without layers, and gone on with under other splits: the second iteration is that of a
+    run on one rank.
+    """
     alone = one_rank("moe")
-    ends = BATCH | KINDS["moe"] | {"distributed_optimizer": True, "pp": 4, "pipeline_layers": "0,4,2,0", "gpus_per_node": 4}
+    ends = (
+        BATCH
+        | KINDS["moe"]
+        | {"distributed_optimizer": True, "pp": 4, "pipeline_layers": "0,4,2,0", "gpus_per_node": 4}
+    )
     start, middle = f"{folder}/moe", f"{folder}/ends"
     [saved] = run_models(4, [ends | {"load": start, "save": middle, "save_after": 1}])
     again = BATCH | KINDS["moe"] | {"load": middle, "iterations": 1, "seed": 99}
-    found = [*run_models(1, [again]), *run_models(2, [again | {"pp": 2, "pipeline_layers": "5,1"}]), *run_models(4, [again | ends])]
+    found = [
+        *run_models(1, [again]),
+        *run_models(2, [again | {"pp": 2, "pipeline_layers": "5,1"}]),
+        *run_models(4, [again | ends]),
+    ]
     second = alone.losses[BATCH["gbsz"] :]
     assert_equal_to(LIMIT, {"losses": saved.losses}, {"losses": alone.losses})
     for resumed in found:

@@ -21,8 +21,8 @@ Models, data and run folders:
     watch/watched_run.py  a run folder and a squeue as the watchdog sees them
     checkpoint/           ckpt_files (without ranks), small_job (inside ranks), legs (training in legs)
     hf/                   tiny_models of transformers, hf_checkpoint (their weights here), logits_on_ranks
-    layers/               tiny_moe, references (formulas and loops to compare with), layout_job, megatron_pair, attention_pair;
-                          for kernels: backward_cases, compiled, kernel_device
+    layers/               tiny_moe, references (formulas and loops to compare with), layout_job,
+                          megatron_pair, attention_pair; for kernels: backward_cases, compiled, kernel_device
 
 Measures:
     relative_error.py     norm of the difference over norm of the reference, in float64

@@ -1,9 +1,11 @@
-"""Any rank of a world of any size, built by the package on torch's meta device: a model of any size, in milliseconds and no memory.
+"""Any rank of a world of any size, built by the package on torch's meta device: a model of any size, in
+milliseconds and no memory.
 
-Process groups are torch's fake ones, which know their ranks and communicate nothing. They are state of the process, so that
-`built_ranks` starts one for all that it is asked:
+Process groups are torch's fake ones, which know their ranks and communicate nothing. They are state of the
+process, so that `built_ranks` starts one for all that it is asked:
 
-    [[first, last]] = built_ranks([({"preset": "olmoe-1b-7b", "nnodes": 8, "gpus_per_node": 8, "ep": 8}, [0, 63])])
+    world = {"preset": "olmoe-1b-7b", "nnodes": 8, "gpus_per_node": 8, "ep": 8}
+    [[first, last]] = built_ranks([(world, [0, 63])])
     assert first.expert == rank_parameters(config).expert
 """
 
@@ -71,7 +73,10 @@ def build_rank(config: Config, rank: int) -> BuiltRank:
         here = runtime.joined(config, rank, 0, torch.device("meta"))
         with torch.device("meta"), _MetaInstead():
             settings = transformer_config(config)
-            chunks = [build_chunk(config, settings, here, stage, initial_weights=False) for stage in range(config.vpp or 1)]
+            chunks = [
+                build_chunk(config, settings, here, stage, initial_weights=False)
+                for stage in range(config.vpp or 1)
+            ]
         return _count(chunks, here.groups.pp.rank())
     finally:
         runtime.stop()
@@ -84,8 +89,18 @@ def _count(chunks: list[Any], pp_rank: int) -> BuiltRank:
     assert of_experts == [".mlp.experts." in name for name, _ in named]
     return BuiltRank(
         pp_rank=pp_rank,
-        dense=sum(parameter.numel() for (_, parameter), is_expert in zip(named, of_experts, strict=True) if not is_expert),
-        expert=sum(parameter.numel() for (_, parameter), is_expert in zip(named, of_experts, strict=True) if is_expert),
-        embedding=sum(parameter.numel() for name, parameter in named if name.startswith(("embedding.", "output_layer."))),
+        dense=sum(
+            parameter.numel()
+            for (_, parameter), is_expert in zip(named, of_experts, strict=True)
+            if not is_expert
+        ),
+        expert=sum(
+            parameter.numel()
+            for (_, parameter), is_expert in zip(named, of_experts, strict=True)
+            if is_expert
+        ),
+        embedding=sum(
+            parameter.numel() for name, parameter in named if name.startswith(("embedding.", "output_layer."))
+        ),
         layers=tuple(layer.layer_number - 1 for chunk in chunks for layer in chunk.decoder.layers),
     )

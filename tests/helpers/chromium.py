@@ -18,7 +18,9 @@ _SECONDS = 60
 
 
 class Chromium:
-    """One browser with one page; `problems` holds what the console and uncaught exceptions said, `requests` what was fetched."""
+    """One browser with one page; `problems` holds what the console and uncaught exceptions said, `requests`
+    what was fetched.
+    """
 
     def __init__(self, folder: Path):
         assert BINARY
@@ -26,11 +28,30 @@ class Chromium:
         self._in, from_browser = os.pipe()
         # The browser reads its pipe on descriptor 3 and writes to 4.
         script = f'exec 3<&{to_browser} 4>&{from_browser}; exec "$@"'
-        flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars", "--no-first-run"]
+        flags = [
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--hide-scrollbars",
+            "--no-first-run",
+        ]
         self._process = subprocess.Popen(
-            ["bash", "-c", script, "bash", BINARY, *flags, f"--user-data-dir={folder}", "--remote-debugging-pipe", "about:blank"],
-            pass_fds=(to_browser, from_browser), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            [
+                "bash",
+                "-c",
+                script,
+                "bash",
+                BINARY,
+                *flags,
+                f"--user-data-dir={folder}",
+                "--remote-debugging-pipe",
+                "about:blank",
+            ],
+            pass_fds=(to_browser, from_browser),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         os.close(to_browser)
         os.close(from_browser)
         self._buffer, self._id, self._session = b"", 0, None
@@ -49,17 +70,27 @@ class Chromium:
         os.close(self._out)
         os.close(self._in)
 
-    def open(self, path: Path, *, width: int = 1280, height: int = 900, dark: bool = False, scripts: bool = True) -> float:
+    def open(
+        self, path: Path, *, width: int = 1280, height: int = 900, dark: bool = False, scripts: bool = True
+    ) -> float:
         """Loads a file from the disk and waits until its script is through; returns the seconds that took."""
         self.problems, self.requests = [], []
         self._send("Emulation.setScriptExecutionDisabled", value=not scripts)
-        self._send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
+        self._send(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 600,
+        )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._send("Emulation.setEmulatedMedia", features=[scheme])
         start = time.monotonic()
         self._send("Page.navigate", url=path.absolute().as_uri())
         while True:
-            state = self("document.readyState + location.protocol + (document.documentElement?.dataset.ready || '')")
+            state = self(
+                "document.readyState + location.protocol + (document.documentElement?.dataset.ready || '')"
+            )
             if state == ("completefile:true" if scripts else "completefile:"):
                 return time.monotonic() - start
             assert time.monotonic() - start < _SECONDS, (state, self.problems)
@@ -87,7 +118,10 @@ class Chromium:
     def _send(self, method: str, **parameters: Any) -> dict[str, Any]:
         self._id += 1
         session = {"sessionId": self._session} if self._session else {}
-        os.write(self._out, json.dumps({"id": self._id, "method": method, "params": parameters, **session}).encode() + b"\0")
+        os.write(
+            self._out,
+            json.dumps({"id": self._id, "method": method, "params": parameters, **session}).encode() + b"\0",
+        )
         while True:
             message = self._message()
             if message.get("id") == self._id:

@@ -5,8 +5,9 @@
         ...  # HF_ENDPOINT=server.url
         assert len(server.requests) <= 2
 
-It answers what huggingface_hub asks for a download: the dataset's commit, its tree page by page, and the files, by HEAD and GET with
-Range, directly or by a redirect as those outside of git have. It does not offer xet.
+It answers what huggingface_hub asks for a download: the dataset's commit, its tree page by page, and the
+files, by HEAD and GET with Range, directly or by a redirect as those outside of git have. It does not offer
+xet.
 """
 
 from __future__ import annotations
@@ -32,12 +33,16 @@ from moe_exp.data.download.sources import python_stdlib_documents
 
 OUTSIDE_OF_GIT = (".parquet", ".zst", ".gz", ".bin")
 _ADDRESS = re.compile(
-    r"(?P<api>/api)?/datasets/(?P<repository>[^/]+/[^/]+)(/(?P<what>revision|tree|resolve)/(?P<revision>[^/]+)(/(?P<path>.+))?)?"
+    r"(?P<api>/api)?/datasets/(?P<repository>[^/]+/[^/]+)"
+    r"(/(?P<what>revision|tree|resolve)/(?P<revision>[^/]+)"
+    r"(/(?P<path>.+))?)?"
 )
 
 
 def leave_host_settings(monkeypatch: pytest.MonkeyPatch, home: Path, *others: str) -> None:
-    """Nothing of the host's hub settings, nor variables that begin with one of `others`; a cache in `home`."""
+    """Nothing of the host's hub settings, nor variables that begin with one of `others`; a cache in
+    `home`.
+    """
     for name in [name for name in os.environ if name.startswith(("HF_", "HUGGING", *others))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HF_HOME", str(home))
@@ -47,11 +52,13 @@ def leave_host_settings(monkeypatch: pytest.MonkeyPatch, home: Path, *others: st
 
 @dataclass
 class Fault:
-    """What goes wrong with the next `times` requests whose method and address fit. One of the first four is set.
+    """What goes wrong with the next `times` requests whose method and address fit. One of the first four is
+    set.
 
     Args:
         status: answer with this HTTP status, and with `headers`.
-        cut_after: close the connection properly after so many bytes of the body, although more were announced.
+        cut_after: close the connection properly after so many bytes of the body, although more were
+            announced.
         reset_after: break the connection off after so many bytes.
         hold_after: send so many bytes and then nothing, until the server ends.
         where: part of the address.
@@ -87,7 +94,15 @@ class HubServer:
         held: set when a Fault with hold_after holds.
     """
 
-    def __init__(self, folder: Path, *, repository: str | None = None, token: str | None = None, private: bool = False, **options: int):
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        repository: str | None = None,
+        token: str | None = None,
+        private: bool = False,
+        **options: int,
+    ):
         self.repository, self.token, self.private = repository, token, private
         self.page_entries, self.redirect = options.pop("page_entries", 1000), options.pop("redirect", False)
         assert not options, options
@@ -106,7 +121,11 @@ class HubServer:
 
     def downloads(self, name: str = "") -> list[str]:
         """Addresses of the files that were asked for by GET, those with `name` in them."""
-        return [path for method, path in list(self.requests) if method == "GET" and not path.startswith("/api/") and name in path]
+        return [
+            path
+            for method, path in list(self.requests)
+            if method == "GET" and not path.startswith("/api/") and name in path
+        ]
 
     def take_fault(self, method: str, address: str) -> Fault | None:
         with self.lock:
@@ -121,7 +140,9 @@ class HubServer:
         self.server = _Server(("127.0.0.1", 0), _Handler)
         self.server.hub = self
         self.url = f"http://127.0.0.1:{self.server.server_port}"
-        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        self.thread = threading.Thread(
+            target=self.server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
+        )
         self.thread.start()
         return self
 
@@ -162,7 +183,8 @@ class _Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         address = _ADDRESS.fullmatch(url.path.removeprefix("/cdn"))
         if address is None or (hub.repository and address["repository"] != hub.repository):
-            return self.refuse(401, "RepoNotFound")  # as the hub does for those who may not know that it exists
+            # as the hub does for those who may not know that it exists
+            return self.refuse(401, "RepoNotFound")
         allowed = hub.token is None or self.headers.get("Authorization") == f"Bearer {hub.token}"
         if hub.private and not allowed:
             return self.refuse(401, "RepoNotFound")
@@ -185,7 +207,9 @@ class _Handler(BaseHTTPRequestHandler):
             "downloads": 0,
             "likes": 0,
         }
-        return self.send_json(found | {"siblings": [{"rfilename": name} for name in _names(hub.commits[commit])]})
+        return self.send_json(
+            found | {"siblings": [{"rfilename": name} for name in _names(hub.commits[commit])]}
+        )
 
     def send_tree(self, commit: str, query: dict[str, list[str]]) -> None:
         hub = self.server.hub
@@ -203,7 +227,9 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {}
         if first + hub.page_entries < len(names):
             path = self.path.partition("?")[0]
-            headers["Link"] = f'<{hub.url}{path}?recursive=True&expand=False&cursor={first + hub.page_entries}>; rel="next"'
+            headers["Link"] = (
+                f'<{hub.url}{path}?recursive=True&expand=False&cursor={first + hub.page_entries}>; rel="next"'
+            )
         self.send_json(entries, headers)
 
     def send_file(self, commit: str, name: str, *, is_cdn: bool) -> None:
@@ -214,7 +240,11 @@ class _Handler(BaseHTTPRequestHandler):
         content = path.read_bytes()
         sha256, blob, size = _hashes(path, path.stat().st_mtime_ns)
         is_outside = name.endswith(OUTSIDE_OF_GIT)
-        headers = {"X-Repo-Commit": commit, "ETag": f'"{sha256 if is_outside else blob}"', "Accept-Ranges": "bytes"}
+        headers = {
+            "X-Repo-Commit": commit,
+            "ETag": f'"{sha256 if is_outside else blob}"',
+            "Accept-Ranges": "bytes",
+        }
         if is_outside:
             headers |= {"X-Linked-Size": str(size), "X-Linked-ETag": f'"{sha256}"'}
         if hub.redirect and is_outside and not is_cdn:
@@ -222,7 +252,9 @@ class _Handler(BaseHTTPRequestHandler):
         wanted = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
         if wanted:
             start = int(wanted[1])
-            return self.say(206, content[start:], headers | {"Content-Range": f"bytes {start}-{size - 1}/{size}"})
+            return self.say(
+                206, content[start:], headers | {"Content-Range": f"bytes {start}-{size - 1}/{size}"}
+            )
         return self.say(200, content, headers)
 
     def send_json(self, content: object, headers: dict[str, str] | None = None) -> None:
@@ -266,7 +298,9 @@ def _hashes(path: Path, _mtime_ns: int) -> tuple[str, str, int]:
     return hashlib.sha256(content).hexdigest(), blob, len(content)
 
 
-def write_fineweb_parquet(path: Path, texts: Sequence[str | None] | None = None, *, num_documents: int = 200) -> Path:
+def write_fineweb_parquet(
+    path: Path, texts: Sequence[str | None] | None = None, *, num_documents: int = 200
+) -> Path:
     """Writes a parquet file with fineweb-edu's columns and returns its path.
 
     Args:

@@ -1,4 +1,6 @@
-"""A small torch-native MoE language model, as somebody without Megatron would write it around our layer; for test_mesh.py."""
+"""A small torch-native MoE language model, as somebody without Megatron would write it around our layer; for
+test_mesh.py.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ class Meshes:
 
     Args:
         dense: dimensions `dp`, `shard`, `tp`.
-        experts: `dp`, `shard`, `ep`, `tp`; the experts are spread over `ep` and sharded over the `shard` that is left.
+        experts: `dp`, `shard`, `ep`, `tp`; the experts are spread over `ep` and sharded over the `shard` that
+            is left.
     """
 
     dense: DeviceMesh
@@ -43,13 +46,18 @@ class Attention(nn.Module):
         self.query, self.key, self.value, self.out = (nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        query, key, value = (part(x).unflatten(-1, (-1, HIDDEN // HEADS)).transpose(1, 2) for part in (self.query, self.key, self.value))
+        query, key, value = (
+            part(x).unflatten(-1, (-1, HIDDEN // HEADS)).transpose(1, 2)
+            for part in (self.query, self.key, self.value)
+        )
         y = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.out(y.transpose(1, 2).flatten(2))
 
 
 def moe_layer(meshes: Meshes | None) -> MoELayer:
-    """All experts on this rank; or with tensor parallelism a part of each, or with expert parallelism some of them."""
+    """All experts on this rank; or with tensor parallelism a part of each, or with expert parallelism some of
+    them.
+    """
     tp, ep = (1, 1) if meshes is None else (meshes.dense["tp"].size(), meshes.experts["ep"].size())
     dispatcher = LocalDispatcher(EXPERTS)
     if tp > 1:
@@ -107,7 +115,9 @@ def initial_weights() -> dict[str, Tensor]:
 
 
 def part_of_rank(name: str, weight: Tensor, meshes: Meshes) -> Tensor:
-    """What a rank holds before sharding: some of the experts, a part of each expert's width, and all of everything else."""
+    """What a rank holds before sharding: some of the experts, a part of each expert's width, and all of
+    everything else.
+    """
     if ".experts." not in name:
         return weight
     ep_mesh = meshes.experts["ep"]
@@ -130,11 +140,17 @@ def parallel_model(weights: dict[str, Tensor], meshes: Meshes) -> Model:
     model.to(meshes.dense.device_type)
     for block in model.blocks:
         if meshes.dense["tp"].size() > 1:
-            plan = {"query": ColwiseParallel(), "key": ColwiseParallel(), "value": ColwiseParallel(), "out": RowwiseParallel()}
+            plan = {
+                "query": ColwiseParallel(),
+                "key": ColwiseParallel(),
+                "value": ColwiseParallel(),
+                "out": RowwiseParallel(),
+            }
             parallelize_module(block.attention, meshes.dense["tp"], plan)
         if meshes.experts["ep"].size() > 1:
             experts = fully_shard(block.moe.experts, mesh=meshes.experts["dp", "shard"])
-            # FSDP takes the mean over its ranks. An expert's gradient has the tokens of all `ep` ranks in it already.
+            # FSDP takes the mean over its ranks. An expert's gradient has the tokens of all `ep` ranks in it
+            # already.
             experts.set_gradient_divide_factor(meshes.dense["dp"].size() * meshes.dense["shard"].size())
             # gloo cannot scale within a reduction; and on one rank torch 2.13 would then divide twice.
             experts.set_force_sum_reduction_for_comms(meshes.experts["shard"].size() > 1)

@@ -1,4 +1,5 @@
-"""Trains whole models for a few global batches on the ranks of a job: losses, every gradient, gradient norms; with checkpoints.
+"""Trains whole models for a few global batches on the ranks of a job: losses, every gradient, gradient norms;
+with checkpoints.
 
 What a model computes must not depend on its layout, so the numbers of two jobs can be compared name by name:
 
@@ -24,14 +25,16 @@ from helpers.ranks import free_port, run_on_ranks
 from moe_exp.config import load_config
 
 TINY = {
-    "preset": "cpu", "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "moe_ffn_hidden_size": 20, "num_heads": 4,
-    "num_query_groups": 2, "seq_len": 16, "vocab_size": 200, "num_experts": 4, "topk": 2, "mbsz": 1, "gbsz": 4, "lr": 1e-3,
-    "warmup_iters": 0, "distributed_optimizer": False,
+    "preset": "cpu", "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "moe_ffn_hidden_size": 20,
+    "num_heads": 4, "num_query_groups": 2, "seq_len": 16, "vocab_size": 200, "num_experts": 4, "topk": 2,
+    "mbsz": 1, "gbsz": 4, "lr": 1e-3, "warmup_iters": 0, "distributed_optimizer": False,
 }  # fmt: skip
 
 
 class Piece(NamedTuple):
-    """A tensor of one rank: which block along `dim` (-1: a copy of all) it is, of `stride` interleaved ones."""
+    """A tensor of one rank: which block along `dim` (-1: a copy of all) it is, of `stride` interleaved
+    ones.
+    """
 
     name: str
     rank: int
@@ -42,7 +45,8 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Found:
-    """What a job found: losses of all micro-batches in order, gradient norms, and the gradients of the first iteration, whole.
+    """What a job found: losses of all micro-batches in order, gradient norms, and the gradients of the first
+    iteration, whole.
 
     The gradients are left out with the distributed optimizer, where a rank has a part of their sum.
     """
@@ -61,7 +65,9 @@ class RandomTokens:
     def batch(self, first: int, count: int) -> Tensor:
         """Tokens [count, S+1]."""
         drawn = [torch.Generator().manual_seed(index) for index in range(first, first + count)]
-        return torch.stack([torch.randint(self.vocab_size, (self.seq_len + 1,), generator=generator) for generator in drawn])
+        return torch.stack(
+            [torch.randint(self.vocab_size, (self.seq_len + 1,), generator=generator) for generator in drawn]
+        )
 
 
 def run_models(num_ranks: int, jobs: list[dict[str, Any]], *, timeout: float = 240.0) -> list[Found]:
@@ -69,8 +75,8 @@ def run_models(num_ranks: int, jobs: list[dict[str, Any]], *, timeout: float = 2
 
     Args:
         num_ranks: of all jobs.
-        jobs: settings above those of TINY; beside them `load` and `save`, checkpoints folders, `save_after` and `iterations`, which
-            are 0 and 2.
+        jobs: settings above those of TINY; beside them `load` and `save`, checkpoints folders, `save_after`
+            and `iterations`, which are 0 and 2.
         timeout: seconds.
     """
     ports = [free_port() for _ in jobs]
@@ -124,7 +130,9 @@ def _iterate(job: Any, progress: Any, found: dict[str, Any]) -> None:
     for chunk in model:
         chunk.zero_grad_buffer()
     job.trained.optimizer.zero_grad()
-    losses = train.forward_backward(job, RandomTokens(config.seq_len, 200), progress.consumed_samples, num_microbatches)
+    losses = train.forward_backward(
+        job, RandomTokens(config.seq_len, 200), progress.consumed_samples, num_microbatches
+    )
     for index, loss in enumerate(losses if groups.tp.rank() == 0 else []):  # on the last pipeline stage
         place = {"mbsz": config.mbsz, "dp_rank": groups.dp.rank(), "dp_size": groups.dp.size()}
         found["losses"][microbatch_start(progress.consumed_samples, index, **place)] = loss.double()
@@ -157,7 +165,14 @@ def _parameters(chunk: Any, groups: Any) -> list[tuple[Piece, Tensor]]:
         if parts[:2] == ["decoder", "layers"]:
             parts[2] = str(chunk.decoder.layers[int(parts[2])].layer_number - 1)
         whole_name, stride = ".".join(parts), 2 if gated and "linear_fc1" in name else 1
-        found.append((Piece(whole_name, groups.tp.rank(), getattr(parameter, "partition_dim", -1), stride, parameter), parameter))
+        found.append(
+            (
+                Piece(
+                    whole_name, groups.tp.rank(), getattr(parameter, "partition_dim", -1), stride, parameter
+                ),
+                parameter,
+            )
+        )
     return found
 
 
@@ -168,7 +183,9 @@ def _pieces(chunk: Any, groups: Any) -> list[Piece]:
         if ".mlp.experts." in piece.name:
             assert groups.expt_tp.size() == 1
             first = groups.ep.rank() * len(grad)
-            pieces += [Piece(f"{piece.name}.{first + index}", 0, -1, 1, expert) for index, expert in enumerate(grad)]
+            pieces += [
+                Piece(f"{piece.name}.{first + index}", 0, -1, 1, expert) for index, expert in enumerate(grad)
+            ]
         else:
             pieces.append(piece._replace(value=grad))
     return pieces
@@ -193,7 +210,11 @@ def _assembled(parts: list[Piece]) -> Tensor:
     first = parts[0]
     if first.dim < 0 or len(parts) == 1:
         for part in parts:
-            assert torch.equal(part.value, first.value), f"{first.name}: copies of the gradient differ between tensor parallel ranks"
+            assert torch.equal(part.value, first.value), (
+                f"{first.name}: copies of the gradient differ between tensor parallel ranks"
+            )
         return first.value
     blocks = [part.value.chunk(first.stride, dim=first.dim) for part in parts]
-    return torch.cat([block for blocks_of_stride in zip(*blocks, strict=True) for block in blocks_of_stride], dim=first.dim)
+    return torch.cat(
+        [block for blocks_of_stride in zip(*blocks, strict=True) for block in blocks_of_stride], dim=first.dim
+    )

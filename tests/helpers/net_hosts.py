@@ -1,10 +1,12 @@
-"""Hosts in network namespaces of this machine, each with a host name and an interface of its own, on one bridge. Needs root and iproute2.
+"""Hosts in network namespaces of this machine, each with a host name and an interface of its own, on one
+bridge. Needs root and iproute2.
 
     with hosts(3) as (a, b, c):
         b.slow_down("20mbit")
         process = a.start([sys.executable, "-c", "..."], NODE_RANK=0)
 
-Commands that run there find GLOO_SOCKET_IFNAME and MASTER_ADDR in their environment. Whatever happens, the namespaces are removed.
+Commands that run there find GLOO_SOCKET_IFNAME and MASTER_ADDR in their environment. Whatever happens, the
+namespaces are removed.
 """
 
 from __future__ import annotations
@@ -65,7 +67,19 @@ class Host:
         variables |= {name: str(value) for name, value in environ.items()}
         named = 'hostname "$0" && exec "$@"'
         process = subprocess.Popen(
-            ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", named, self.name, *command],
+            [
+                "ip",
+                "netns",
+                "exec",
+                self.namespace,
+                "unshare",
+                "--uts",
+                "sh",
+                "-c",
+                named,
+                self.name,
+                *command,
+            ],
             env=variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -77,7 +91,21 @@ class Host:
 
     def slow_down(self, rate: str) -> None:
         """Lets only so much out of its interface."""
-        self.run("tc", "qdisc", "add", "dev", _INTERFACE, "root", "tbf", "rate", rate, "burst", "32kbit", "latency", "400ms")
+        self.run(
+            "tc",
+            "qdisc",
+            "add",
+            "dev",
+            _INTERFACE,
+            "root",
+            "tbf",
+            "rate",
+            rate,
+            "burst",
+            "32kbit",
+            "latency",
+            "400ms",
+        )
 
     def refuse(self, other: Host) -> None:
         """Sends nothing to `other`, and answers nothing."""

@@ -1,4 +1,6 @@
-"""Models, devices and constants of the planner's tests: priors, so that no test depends on what was fitted."""
+"""Models, devices and constants of the planner's tests: priors, so that no test depends on what was
+fitted.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,19 @@ from moe_exp.planner.hardware import Hardware, load_hardware
 from moe_exp.planner.prediction import Constants
 from moe_exp.planner.search.topology import Search, search
 
-PRIORS = Constants(MemoryConstants(), TimeConstants(), memory_error=0.05, time_error=0.05, hardware=("A100-80GB",))
+PRIORS = Constants(
+    MemoryConstants(), TimeConstants(), memory_error=0.05, time_error=0.05, hardware=("A100-80GB",)
+)
 A100 = load_hardware("A100-80GB")
 # 176 billion parameters, as trained on 48 nodes of 8 A100: a large vocabulary.
 LARGE = {
-    "preset": "reference", "use_moe": False, "num_layers": 70, "hidden_size": 14336, "ffn_hidden_size": 57344, "num_heads": 112,
-    "num_query_groups": 112, "activation": "gelu", "vocab_size": 250880, "tie_embeddings": True, "gbsz": 2048, "gpus_per_node": 8,
+    "preset": "reference", "use_moe": False, "num_layers": 70, "hidden_size": 14336, "ffn_hidden_size": 57344,
+    "num_heads": 112, "num_query_groups": 112, "activation": "gelu", "vocab_size": 250880,
+    "tie_embeddings": True, "gbsz": 2048, "gpus_per_node": 8,
 }  # fmt: skip
 SMALL = {
-    "preset": "reference", "num_layers": 8, "hidden_size": 256, "ffn_hidden_size": 512, "num_heads": 8, "num_query_groups": 4,
-    "num_experts": 8,
-    "vocab_size": 8192, "gbsz": 32, "gpus_per_node": 4,
+    "preset": "reference", "num_layers": 8, "hidden_size": 256, "ffn_hidden_size": 512, "num_heads": 8,
+    "num_query_groups": 4, "num_experts": 8, "vocab_size": 8192, "gbsz": 32, "gpus_per_node": 4,
 }  # fmt: skip
 
 
@@ -49,5 +53,7 @@ def write_profile(folder: Path) -> Path:
     fit = {"left_out_90_percent_within": 0.05}
     constants = {"memory": asdict(PRIORS.memory), "time": asdict(PRIORS.time)}
     path = folder / "profile.json"
-    path.write_text(json.dumps({"constants": constants, "fit": {"memory": fit, "time": fit}, "hardware": ["A100-80GB"]}))
+    path.write_text(
+        json.dumps({"constants": constants, "fit": {"memory": fit, "time": fit}, "hardware": ["A100-80GB"]})
+    )
     return path

@@ -7,9 +7,9 @@
 
     assert run_on_ranks(4, total, 10) == [46] * 4
 
-The function has to be one that pickle finds by its name: of a module, not inside another function. Every call starts new
-processes, so that no group or state of one test reaches another; they are forked from one process that has imported torch
-and this package, so that a call takes a fraction of a second.
+The function has to be one that pickle finds by its name: of a module, not inside another function. Every call
+starts new processes, so that no group or state of one test reaches another; they are forked from one process
+that has imported torch and this package, so that a call takes a fraction of a second.
 """
 
 from __future__ import annotations
@@ -27,29 +27,42 @@ from typing import Any
 
 from moe_exp.host.processes import free_port as free_port
 
-# Importing this package asks whether there is a CUDA device; asked of the driver's library, CUDA would not work in forks any more.
+# Importing this package asks whether there is a CUDA device; asked of the driver's library, CUDA would not
+# work in forks any more.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 _PROCESSES = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload(
-    ["torch", "torch.distributed", "pytest", "hypothesis", "moe_exp.layers.moe_layer", "moe_exp.layers.megatron.attention", "moe_exp.train"]
+    [
+        "torch",
+        "torch.distributed",
+        "pytest",
+        "hypothesis",
+        "moe_exp.layers.moe_layer",
+        "moe_exp.layers.megatron.attention",
+        "moe_exp.train",
+    ]
 )
 
 
 class RankError(RuntimeError):
-    """A rank failed: the message has its number and its traceback. `error` is what it raised, if that can be pickled."""
+    """A rank failed: the message has its number and its traceback. `error` is what it raised, if that can be
+    pickled.
+    """
 
     error: BaseException | None = None
 
 
-def run_on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, join: bool = True, timeout: float = 120.0) -> list[Any]:
+def run_on_ranks(
+    num_ranks: int, function: Callable[..., Any], *args: Any, join: bool = True, timeout: float = 120.0
+) -> list[Any]:
     """Calls `function(*args)` on each of `num_ranks` processes with one torch thread.
 
     Args:
         num_ranks: number of processes.
         function: of a module; the rank is torch.distributed.get_rank().
         args: the same for every rank; tensors are copied.
-        join: start the default process group (gloo). False leaves that to the function, which finds torchrun's variables
-            (RANK, WORLD_SIZE, MASTER_PORT, ...) in its environment either way.
+        join: start the default process group (gloo). False leaves that to the function, which finds
+            torchrun's variables (RANK, WORLD_SIZE, MASTER_PORT, ...) in its environment either way.
         timeout: seconds.
 
     Returns:
@@ -65,7 +78,9 @@ def run_on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, join:
             mine, theirs = _PROCESSES.Pipe()
             variables = _variables(rank, num_ranks, port)
             store = str(Path(folder) / "store") if join else None
-            process = _PROCESSES.Process(target=_rank_main, args=(theirs, task, variables, store), daemon=True)
+            process = _PROCESSES.Process(
+                target=_rank_main, args=(theirs, task, variables, store), daemon=True
+            )
             process.start()
             theirs.close()
             ranks.append(process)
@@ -81,9 +96,14 @@ def run_on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, join:
 def _collect(ranks: list[Any], pipes: list[Connection], deadline: float) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(ranks):
-        ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in results], timeout=max(0.0, deadline - time.monotonic()))
+        ready = wait(
+            [pipe for rank, pipe in enumerate(pipes) if rank not in results],
+            timeout=max(0.0, deadline - time.monotonic()),
+        )
         if not ready:
-            raise RankError(f"ranks {sorted(set(range(len(ranks))) - set(results))} of {len(ranks)} are not done in time")
+            raise RankError(
+                f"ranks {sorted(set(range(len(ranks))) - set(results))} of {len(ranks)} are not done in time"
+            )
         for pipe in ready:
             rank = pipes.index(pipe)
             results[rank] = _receive(rank, ranks, pipe)
@@ -133,5 +153,14 @@ def _pickled(error: BaseException) -> bytes:
 
 
 def _variables(rank: int, num_ranks: int, port: int) -> dict[str, str]:
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_PORT": port}
-    return {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1"}
+    names = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": num_ranks,
+        "LOCAL_WORLD_SIZE": num_ranks,
+        "MASTER_PORT": port,
+    }
+    return {name: str(value) for name, value in names.items()} | {
+        "MASTER_ADDR": "localhost",
+        "OMP_NUM_THREADS": "1",
+    }

@@ -13,8 +13,16 @@ from moe_exp.data.tokens.tokens import BinIdxWriter
 
 SEQ_LEN, GBSZ = 16, 4
 # The loss falls from 5.6 to below 1 in the first half.
-SETTINGS: dict[str, Any] = {"seq_len": SEQ_LEN, "gbsz": GBSZ, "lr": 0.01, "min_lr": 0.001, "warmup_iters": 5, "decay_iters": 100,
-                            "train_iters": 100, "num_workers": 0}  # fmt: skip
+SETTINGS: dict[str, Any] = {
+    "seq_len": SEQ_LEN,
+    "gbsz": GBSZ,
+    "lr": 0.01,
+    "min_lr": 0.001,
+    "warmup_iters": 5,
+    "decay_iters": 100,
+    "train_iters": 100,
+    "num_workers": 0,
+}
 
 
 def write_corpus(folder: Path, num_documents: int = 1000) -> Path:
@@ -34,7 +42,9 @@ def corrupt(prefix: Path, samples: range, seed: int = 1234) -> list[int]:
     for document in documents:
         # But for the first token, which is the last label of the window before.
         first = document * SEQ_LEN
-        tokens[first + 1 : first + SEQ_LEN] = np.random.default_rng(document).integers(100, VOCAB, SEQ_LEN - 1)
+        tokens[first + 1 : first + SEQ_LEN] = np.random.default_rng(document).integers(
+            100, VOCAB, SEQ_LEN - 1
+        )
     tokens.tofile(path)
     return documents
 

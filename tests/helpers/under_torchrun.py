@@ -1,6 +1,7 @@
 """For tests that are torchrun scripts as well: how they start, and how pytest starts them.
 
-Importing this module puts the checkout on the path, so that `torchrun tests/test_dmoe.py` finds moe_exp where it is not installed.
+Importing this module puts the checkout on the path, so that `torchrun tests/test_dmoe.py` finds moe_exp where
+it is not installed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ import torch.distributed as dist  # noqa: E402
 
 @contextmanager
 def torchrun_job() -> Iterator[torch.device]:
-    """Joins the job: NCCL where every rank of this node has a GPU, else gloo. Yields the device of this rank."""
+    """Joins the job: NCCL where every rank of this node has a GPU, else gloo. Yields the device of this
+    rank.
+    """
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if torch.cuda.device_count() >= local_size:
         device = torch.device("cuda", local_rank)
@@ -42,8 +45,8 @@ def torchrun_job() -> Iterator[torch.device]:
 def leave(code: int) -> NoReturn:
     """Ends the process without the interpreter's clean-up.
 
-    With FSDP2 over gloo (torch 2.13) that ends now and then, about once in fifteen runs, in "terminate called without an active
-    exception", after all is done and the process group is destroyed.
+    With FSDP2 over gloo (torch 2.13) that ends now and then, about once in fifteen runs, in "terminate called
+    without an active exception", after all is done and the process group is destroyed.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -64,6 +67,15 @@ def torchrun(num_ranks: int, script: str, **environment: object) -> subprocess.C
         script: `__file__` of the test.
         environment: variables on top of those of this process.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", script]
-    variables = {**os.environ, "OMP_NUM_THREADS": "1"} | {name: str(value) for name, value in environment.items()}
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={num_ranks}",
+        script,
+    ]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1"} | {
+        name: str(value) for name, value in environment.items()
+    }
     return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)

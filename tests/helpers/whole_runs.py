@@ -1,6 +1,8 @@
-"""Starts whole runs as a user does, by the script with settings from the environment, and reads what they leave.
+"""Starts whole runs as a user does, by the script with settings from the environment, and reads what they
+leave.
 
-conftest.py has two fixtures: `runs`, with a run folder of its own for every test, and `session_runs`, with one for all.
+conftest.py has two fixtures: `runs`, with a run folder of its own for every test, and `session_runs`, with
+one for all.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ SETTINGS = {name.upper() for name in Config.model_fields}
 
 # A model for which a run is little more than its imports. The learning rate moves at every step.
 TINY = {
-    "PRESET": "cpu", "GPUS_PER_NODE": 1, "NUM_LAYERS": 4, "HIDDEN_SIZE": 64, "FFN_HIDDEN_SIZE": 96, "SEQ_LEN": 64, "NUM_EXPERTS": 8,
-    "TOPK": 2, "MBSZ": 1, "GBSZ": 8, "TRAIN_ITERS": 20, "WARMUP_ITERS": 10, "DECAY_ITERS": 20, "LR": 0.001, "Z_LOSS_COEFF": 0.001,
-    "LOG_INTERVAL": 1, "EVAL_INTERVAL": 0, "SAVE_INTERVAL": 0,
+    "PRESET": "cpu", "GPUS_PER_NODE": 1, "NUM_LAYERS": 4, "HIDDEN_SIZE": 64, "FFN_HIDDEN_SIZE": 96,
+    "SEQ_LEN": 64, "NUM_EXPERTS": 8, "TOPK": 2, "MBSZ": 1, "GBSZ": 8, "TRAIN_ITERS": 20, "WARMUP_ITERS": 10,
+    "DECAY_ITERS": 20, "LR": 0.001, "Z_LOSS_COEFF": 0.001, "LOG_INTERVAL": 1, "EVAL_INTERVAL": 0,
+    "SAVE_INTERVAL": 0,
 }  # fmt: skip
 
 
@@ -59,7 +62,9 @@ class EndedRun:
 
 @dataclass(frozen=True)
 class Runs:
-    """Where runs of a test are kept, and how they are started. Settings are environment variables, above those of TINY."""
+    """Where runs of a test are kept, and how they are started. Settings are environment variables, above
+    those of TINY.
+    """
 
     run_dir: Path
     data_dir: Path
@@ -79,12 +84,19 @@ class Runs:
         }
         return clean_environ(**places, **{**(TINY if tiny else {}), **settings})
 
-    def start(self, name: str, *flags: str, under: Sequence[str] = (), **settings: Any) -> subprocess.Popen[str]:
-        """Starts the run `name` with settings as in `environ`; `flags` go to the script, `under` is a command that starts it."""
-        # Files, not pipes: ranks that outlive the launcher would keep those open. A session of its own, out of reach of Ctrl-C.
+    def start(
+        self, name: str, *flags: str, under: Sequence[str] = (), **settings: Any
+    ) -> subprocess.Popen[str]:
+        """Starts the run `name` with settings as in `environ`; `flags` go to the script, `under` is a command
+        that starts it.
+        """
+        # Files, not pipes: ranks that outlive the launcher would keep those open. A session of its own, out
+        # of reach of Ctrl-C.
         with self._stream(name, "out").open("w") as out, self._stream(name, "err").open("w") as err:
             command, environ = [*under, "bash", str(SCRIPT), *flags], self.environ(name, **settings)
-            return subprocess.Popen(command, env=environ, stdout=out, stderr=err, text=True, start_new_session=True)
+            return subprocess.Popen(
+                command, env=environ, stdout=out, stderr=err, text=True, start_new_session=True
+            )
 
     def end(self, name: str, process: subprocess.Popen[str], *, timeout: float = 240.0) -> EndedRun:
         """Waits for the end of a run that `start` started."""
@@ -107,7 +119,9 @@ class Runs:
         return ended
 
     def stopped(self, name: str, *flags: str, **settings: Any) -> EndedRun:
-        """Runs until it has saved and ended before TRAIN_ITERS, by EXIT_INTERVAL for instance: exit code 75."""
+        """Runs until it has saved and ended before TRAIN_ITERS, by EXIT_INTERVAL for instance: exit code
+        75.
+        """
         ended = self.run(name, *flags, **settings)
         assert ended.code == TO_BE_CONTINUED, ended.text
         return ended
@@ -116,18 +130,32 @@ class Runs:
         """What a run has printed so far."""
         return "".join(self._stream(name, kind).read_text() for kind in ("out", "err"))
 
-    def wait_for_iteration(self, name: str, process: subprocess.Popen[str], iteration: int, *, timeout: float = 120.0) -> None:
+    def wait_for_iteration(
+        self, name: str, process: subprocess.Popen[str], iteration: int, *, timeout: float = 120.0
+    ) -> None:
         """Returns once the train record of `iteration` is written."""
         metrics, deadline = self.folder(name).metrics, time.monotonic() + timeout
-        while not (metrics.exists() and any(r["kind"] == "train" and r["iteration"] >= iteration for r in read_metrics(metrics))):
-            assert process.poll() is None, f"the run ended before iteration {iteration}:\n{self.printed(name)}"
-            assert time.monotonic() < deadline, f"no iteration {iteration} in {timeout} s:\n{self.printed(name)}"
+        while not (
+            metrics.exists()
+            and any(r["kind"] == "train" and r["iteration"] >= iteration for r in read_metrics(metrics))
+        ):
+            assert process.poll() is None, (
+                f"the run ended before iteration {iteration}:\n{self.printed(name)}"
+            )
+            assert time.monotonic() < deadline, (
+                f"no iteration {iteration} in {timeout} s:\n{self.printed(name)}"
+            )
             time.sleep(0.05)
 
-    def wait_for_start(self, name: str, process: subprocess.Popen[str], number: int, *, timeout: float = 120.0) -> None:
+    def wait_for_start(
+        self, name: str, process: subprocess.Popen[str], number: int, *, timeout: float = 120.0
+    ) -> None:
         """Returns once the ranks of a run have started training `number` times."""
         metrics, deadline = self.folder(name).metrics, time.monotonic() + timeout
-        while not metrics.exists() or sum(r.get("event") in ("start", "resume") for r in read_metrics(metrics)) < number:
+        while (
+            not metrics.exists()
+            or sum(r.get("event") in ("start", "resume") for r in read_metrics(metrics)) < number
+        ):
             assert process.poll() is None, f"the run ended before start {number}:\n{self.printed(name)}"
             assert time.monotonic() < deadline, f"no start {number} in {timeout} s:\n{self.printed(name)}"
             time.sleep(0.05)
@@ -138,9 +166,18 @@ class Runs:
 
 
 def clean_environ(**settings: Any) -> dict[str, str]:
-    """This environment without the settings of whoever runs the tests, and with `settings`; kernels are not interpreted in it."""
-    environ = {name: value for name, value in os.environ.items() if name not in {*SETTINGS, "PYTHONPATH", "TRITON_INTERPRET"}}
-    return environ | {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in settings.items()}
+    """This environment without the settings of whoever runs the tests, and with `settings`; kernels are not
+    interpreted in it.
+    """
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in {*SETTINGS, "PYTHONPATH", "TRITON_INTERPRET"}
+    }
+    return environ | {
+        name: str(value).lower() if isinstance(value, bool) else str(value)
+        for name, value in settings.items()
+    }
 
 
 def ranks_of(launcher: subprocess.Popen[str]) -> dict[int, int]:

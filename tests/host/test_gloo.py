@@ -33,11 +33,34 @@ def compare_all(dtype, async_op: bool) -> None:
         size = dist.get_world_size(group)
         for rows, columns in ((3, 5), (1, 1), (64, 33)):
             gathered, scattered = (size * rows, columns), (rows, columns)
-            compare(gloo.all_gather, dist.all_gather_into_tensor, numbers(*scattered, dtype=dtype), gathered, group, async_op=async_op)
-            compare(gloo.reduce_scatter, dist.reduce_scatter_tensor, numbers(*gathered, dtype=dtype), scattered, group, async_op=async_op)
+            compare(
+                gloo.all_gather,
+                dist.all_gather_into_tensor,
+                numbers(*scattered, dtype=dtype),
+                gathered,
+                group,
+                async_op=async_op,
+            )
+            compare(
+                gloo.reduce_scatter,
+                dist.reduce_scatter_tensor,
+                numbers(*gathered, dtype=dtype),
+                scattered,
+                group,
+                async_op=async_op,
+            )
             turned = numbers(columns, size * rows, dtype=dtype).t()
-            compare(gloo.all_gather, dist.all_gather_into_tensor, turned, (size * size * rows, columns), group, async_op=async_op)
-            compare(gloo.reduce_scatter, dist.reduce_scatter_tensor, turned, scattered, group, async_op=async_op)
+            compare(
+                gloo.all_gather,
+                dist.all_gather_into_tensor,
+                turned,
+                (size * size * rows, columns),
+                group,
+                async_op=async_op,
+            )
+            compare(
+                gloo.reduce_scatter, dist.reduce_scatter_tensor, turned, scattered, group, async_op=async_op
+            )
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

@@ -28,7 +28,11 @@ with warnings.catch_warnings():
 
     import megatron.core.optimizer
     import megatron.core.utils
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
     from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
     from megatron.core.transformer.spec_utils import build_module
 
@@ -36,8 +40,23 @@ without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-i
 
 
 def tiny(**settings) -> Config:
-    sizes = {"num_layers": 4, "hidden_size": 16, "ffn_hidden_size": 24, "num_heads": 4, "num_query_groups": 2, "seq_len": 16}
-    sizes |= {"vocab_size": 256, "num_experts": 4, "topk": 2, "moe_ffn_hidden_size": 8, "gpus_per_node": 1, "dtype": "fp32", "gbsz": 8}
+    sizes = {
+        "num_layers": 4,
+        "hidden_size": 16,
+        "ffn_hidden_size": 24,
+        "num_heads": 4,
+        "num_query_groups": 2,
+        "seq_len": 16,
+    }
+    sizes |= {
+        "vocab_size": 256,
+        "num_experts": 4,
+        "topk": 2,
+        "moe_ffn_hidden_size": 8,
+        "gpus_per_node": 1,
+        "dtype": "fp32",
+        "gbsz": 8,
+    }
     return Config(**(sizes | settings))
 
 
@@ -69,10 +88,17 @@ def test_torch_itself_is_unchanged():
 
 @without_cuda
 def test_megatron_sees_the_stand_in():
-    modules = [module for name, module in sys.modules.items() if name.startswith("megatron.core.") and hasattr(module, "torch")]
+    modules = [
+        module
+        for name, module in sys.modules.items()
+        if name.startswith("megatron.core.") and hasattr(module, "torch")
+    ]
     assert len(modules) > 20
-    # `import torch.x as y` binds torch.x, not torch. One package of Megatron has a module of its own with the name.
-    modules = [module for module in modules if module.__name__ != "megatron.core.dist_checkpointing.strategies"]
+    # `import torch.x as y` binds torch.x, not torch. One package of Megatron has a module of its own with the
+    # name.
+    modules = [
+        module for module in modules if module.__name__ != "megatron.core.dist_checkpointing.strategies"
+    ]
     assert {type(module.torch) for module in modules} == {megatron_cpu._TorchOnCpu}
     stand_in = modules[0].torch
     assert stand_in.nn is torch.nn
@@ -92,7 +118,11 @@ def test_megatron_sees_the_stand_in():
 def test_words_for_cuda_in_code_become_words_for_the_cpu():
     def code(torch, module):
         def inside():
-            return torch.zeros(1, device="cuda").cuda(), module.cuda(torch.cuda.current_device()), ("torch.cuda.FloatTensor", ("cuda",))
+            return (
+                torch.zeros(1, device="cuda").cuda(),
+                module.cuda(torch.cuda.current_device()),
+                ("torch.cuda.FloatTensor", ("cuda",)),
+            )
 
         return inside()
 
@@ -106,7 +136,9 @@ def test_words_for_cuda_in_code_become_words_for_the_cpu():
 
 @without_cuda
 def test_megatron_before_us_is_refused():
-    with pytest.raises(ImportError, match=r"moe_exp: megatron was imported before moe_exp\. Fix: import moe_exp first\."):
+    with pytest.raises(
+        ImportError, match=r"moe_exp: megatron was imported before moe_exp\. Fix: import moe_exp first\."
+    ):
         megatron_cpu.refuse_if_too_late()
 
 
@@ -116,25 +148,42 @@ def test_import_order():
     code = "import warnings; warnings.simplefilter('ignore')\nimport megatron.core.enums, moe_exp"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert result.returncode == 1
-    assert "ImportError: moe_exp: megatron was imported before moe_exp. Fix: import moe_exp first." in result.stderr
+    assert (
+        "ImportError: moe_exp: megatron was imported before moe_exp. Fix: import moe_exp first."
+        in result.stderr
+    )
 
 
 def test_importing_the_package_alone_imports_neither_torch_nor_megatron():
     code = "import sys, moe_exp; print(sorted({'torch', 'numpy', 'pydantic', 'megatron'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300).stdout == "[]\n"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300).stdout
+        == "[]\n"
+    )
 
 
 def test_the_spec_is_there_without_any_earlier_import():
-    code = "import warnings; warnings.simplefilter('ignore')\nfrom moe_exp.layers.spec import decoder_spec; print(decoder_spec.__name__)"
+    code = (
+        "import warnings; warnings.simplefilter('ignore')\nfrom moe_exp.layers.spec import decoder_spec;"
+        " print(decoder_spec.__name__)"
+    )
     for environ in (os.environ, os.environ | {"CUDA_VISIBLE_DEVICES": ""}):
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=environ)
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=environ
+        )
         assert done.stdout == "decoder_spec\n", done.stderr
 
 
 @without_cuda
 def test_functions_that_reach_into_cuda_are_mended():
-    assert importlib.import_module("megatron.core.tensor_parallel.layers").dist_all_gather_func is gloo.all_gather
-    assert importlib.import_module("megatron.core.tensor_parallel.mappings").dist_reduce_scatter_func is gloo.reduce_scatter
+    assert (
+        importlib.import_module("megatron.core.tensor_parallel.layers").dist_all_gather_func
+        is gloo.all_gather
+    )
+    assert (
+        importlib.import_module("megatron.core.tensor_parallel.mappings").dist_reduce_scatter_func
+        is gloo.reduce_scatter
+    )
     for name in megatron_cpu._MENDED:
         importlib.import_module(name)
 
@@ -162,8 +211,13 @@ def layer_gradients(tp: int) -> dict[str, torch.Tensor]:
     with torch.no_grad():
         for weight in layer.parameters():
             weight.normal_(0.0, 0.5, generator=generator)
-    x, grad = (torch.randn(8, 2, config.hidden_size, generator=generator).chunk(tp)[groups.tp.rank()] for _ in range(2))
-    model = DistributedDataParallel(settings, DistributedDataParallelConfig(grad_reduce_in_fp32=True), layer, pg_collection=groups)
+    x, grad = (
+        torch.randn(8, 2, config.hidden_size, generator=generator).chunk(tp)[groups.tp.rank()]
+        for _ in range(2)
+    )
+    model = DistributedDataParallel(
+        settings, DistributedDataParallelConfig(grad_reduce_in_fp32=True), layer, pg_collection=groups
+    )
     out, _ = model(x)
     (out * grad).sum().backward()
     finalize_model_grads([model], pg_collection=groups)
@@ -202,7 +256,9 @@ def main_grads(adds: bool) -> dict[str, torch.Tensor]:
             out, _ = model(x)
             (out * grad).sum().backward()
     finalize_model_grads([model], pg_collection=groups)
-    assert layer.experts.weight1.grad_added_to_main_grad is layer.experts.weight2.grad_added_to_main_grad is adds
+    assert (
+        layer.experts.weight1.grad_added_to_main_grad is layer.experts.weight2.grad_added_to_main_grad is adds
+    )
     return {name: parameter.main_grad.clone() for name, parameter in layer.named_parameters()}
 
 
@@ -218,7 +274,9 @@ def test_gradients_that_the_kernels_add_to_main_grad():
 
 def parameters() -> list[torch.nn.Parameter]:
     generator = torch.Generator().manual_seed(2)
-    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((5, 3), (7,), (2, 2, 2))]
+    return [
+        torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((5, 3), (7,), (2, 2, 2))
+    ]
 
 
 def set_gradients(params, step: int) -> None:
@@ -228,7 +286,10 @@ def set_gradients(params, step: int) -> None:
 
 
 def groups_of(params):
-    return [{"params": params[:2], "weight_decay": 0.1}, {"params": params[2:], "weight_decay": 0.0, "lr": 3e-2}]
+    return [
+        {"params": params[:2], "weight_decay": 0.1},
+        {"params": params[2:], "weight_decay": 0.0, "lr": 3e-2},
+    ]
 
 
 HYPERPARAMETERS = {"lr": 5e-2, "betas": (0.9, 0.95), "eps": 1e-8}
@@ -236,7 +297,10 @@ HYPERPARAMETERS = {"lr": 5e-2, "betas": (0.9, 0.95), "eps": 1e-8}
 
 def test_adam_equals_torch_adamw():
     ours, theirs = parameters(), parameters()
-    adam, reference = Adam(groups_of(ours), **HYPERPARAMETERS), torch.optim.AdamW(groups_of(theirs), **HYPERPARAMETERS)
+    adam, reference = (
+        Adam(groups_of(ours), **HYPERPARAMETERS),
+        torch.optim.AdamW(groups_of(theirs), **HYPERPARAMETERS),
+    )
     start = [p.detach().clone() for p in ours]
     for step in range(20):
         set_gradients(ours, step)
@@ -292,18 +356,29 @@ def test_adam_continues_identically_after_a_load():
 
 
 def test_adam_without_decoupled_weight_decay():
-    with pytest.raises(ValueError, match=r"adam_w_mode=False: only decoupled weight decay is supported\. Fix: use decoupled_"):
+    with pytest.raises(
+        ValueError, match=r"adam_w_mode=False: only decoupled weight decay is supported\. Fix: use decoupled_"
+    ):
         Adam(parameters(), adam_w_mode=False)
-    with pytest.raises(ValueError, match=r"capturable=True: the step counts on the host, which .* Fix: use capturable=False\."):
+    with pytest.raises(
+        ValueError,
+        match=r"capturable=True: the step counts on the host, which .* Fix: use capturable=False\.",
+    ):
         Adam(parameters(), capturable=True)
 
 
 def test_choose_optimizer():
     assert choose_optimizer("sgd", momentum=0.5) == ("torch SGD", "OPTIMIZER=sgd, momentum 0.5")
-    assert choose_optimizer(state_dtype="bf16") == ("torch fused Adam, moments in bf16", "OPTIMIZER_STATE_DTYPE=bf16")
+    assert choose_optimizer(state_dtype="bf16") == (
+        "torch fused Adam, moments in bf16",
+        "OPTIMIZER_STATE_DTYPE=bf16",
+    )
     if optim._FUSED_ADAM is not None:
         pytest.skip("Transformer Engine or Apex is installed")
-    assert choose_optimizer() == ("torch fused", "neither Transformer Engine nor Apex is installed; torch's kernel behind Apex's contract")
+    assert choose_optimizer() == (
+        "torch fused",
+        "neither Transformer Engine nor Apex is installed; torch's kernel behind Apex's contract",
+    )
 
 
 # (c) Interleaved pipelines
@@ -324,7 +399,9 @@ def test_plain_pipeline_does_not():
 # (d) Per-token loss scale
 
 
-@pytest.mark.parametrize("layout", [{}, {"cp": 2, "gpus_per_node": 2}, {"tp": 2, "etp": 2, "gpus_per_node": 2}])
+@pytest.mark.parametrize(
+    "layout", [{}, {"cp": 2, "gpus_per_node": 2}, {"tp": 2, "etp": 2, "gpus_per_node": 2}]
+)
 def test_loss_is_not_scaled_per_token(layout):
     assert transformer_config(tiny(**layout)).calculate_per_token_loss is False
 
@@ -334,7 +411,9 @@ def test_loss_is_not_scaled_per_token(layout):
 
 def squares(num_ranks: int, rank: int) -> torch.Tensor:
     """A million numbers of very different sizes, or this rank's part of them."""
-    values = torch.logspace(-4, 0, 2**20, dtype=torch.float64)[torch.randperm(2**20, generator=torch.Generator().manual_seed(1))]
+    values = torch.logspace(-4, 0, 2**20, dtype=torch.float64)[
+        torch.randperm(2**20, generator=torch.Generator().manual_seed(1))
+    ]
     return values.float().chunk(num_ranks)[rank]
 
 

@@ -61,7 +61,16 @@ def test_jobs_that_will_not_start_by_themselves(line):
 
 @pytest.mark.parametrize(
     "reason",
-    ["Priority", "Resources", "Dependency", "BeginTime", "JobArrayTaskLimit", "QOSMaxJobsPerUserLimit", "AssocGrpGRES", "Reservation"],
+    [
+        "Priority",
+        "Resources",
+        "Dependency",
+        "BeginTime",
+        "JobArrayTaskLimit",
+        "QOSMaxJobsPerUserLimit",
+        "AssocGrpGRES",
+        "Reservation",
+    ],
 )
 def test_jobs_that_wait_for_their_turn(reason):
     assert len(parse_queue(f"1|PENDING|N/A|UNLIMITED|INVALID|{reason}").coming) == 1
@@ -73,7 +82,15 @@ def test_reason_with_nodes_that_are_away():
 
 
 @pytest.mark.parametrize(
-    ("name", "number"), [("123", 1), ("123_4", 1), ("123_[4-20%1]", 17), ("123_[4]", 1), ("123_[1,4-8:4%1]", 3), ("123_[2,5,7-9]", 5)]
+    ("name", "number"),
+    [
+        ("123", 1),
+        ("123_4", 1),
+        ("123_[4-20%1]", 17),
+        ("123_[4]", 1),
+        ("123_[1,4-8:4%1]", 3),
+        ("123_[2,5,7-9]", 5),
+    ],
 )
 def test_tasks_of_a_name(name, number):
     assert num_tasks(name) == number
@@ -81,7 +98,14 @@ def test_tasks_of_a_name(name, number):
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("2-03:04:05", 183845), ("3:04:05", 11045), ("4:05", 245), ("UNLIMITED", None), ("INVALID", None), ("NOT_SET", None)],
+    [
+        ("2-03:04:05", 183845),
+        ("3:04:05", 11045),
+        ("4:05", 245),
+        ("UNLIMITED", None),
+        ("INVALID", None),
+        ("NOT_SET", None),
+    ],
 )
 def test_time_spans(text, seconds):
     assert slurm_seconds(text) == seconds
@@ -90,7 +114,9 @@ def test_time_spans(text, seconds):
 def test_what_somebody_likes_to_see_of_the_queue_is_not_all_that_is_seen(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("SQUEUE_STATES", "RUNNING")
-    (tmp_path / "squeue").write_text("#!/bin/sh\n[ -n \"$SQUEUE_STATES\" ] || echo '1|PENDING|N/A|1:00:00|1:00:00|Priority'\n")
+    (tmp_path / "squeue").write_text(
+        "#!/bin/sh\n[ -n \"$SQUEUE_STATES\" ] || echo '1|PENDING|N/A|1:00:00|1:00:00|Priority'\n"
+    )
     (tmp_path / "squeue").chmod(0o755)
     assert len(read_queue("name").coming) == 1
 
@@ -98,9 +124,14 @@ def test_what_somebody_likes_to_see_of_the_queue_is_not_all_that_is_seen(tmp_pat
 def test_slurm_that_does_not_answer(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     program = tmp_path / "squeue"
-    program.write_text("#!/bin/sh\necho 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2\nexit 1\n")
+    program.write_text(
+        "#!/bin/sh\necho 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)'"
+        " >&2\nexit 1\n"
+    )
     program.chmod(0o755)
-    with pytest.raises(QueueError, match=r"squeue: exit code 1: slurm_load_jobs error: Unable to contact slurm controller"):
+    with pytest.raises(
+        QueueError, match=r"squeue: exit code 1: slurm_load_jobs error: Unable to contact slurm controller"
+    ):
         read_queue("name")
     program.unlink()
     monkeypatch.setenv("PATH", str(tmp_path))

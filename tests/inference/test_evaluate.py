@@ -1,4 +1,6 @@
-"""`moe-exp eval`: against transformers, by every layout, with the training's validation loss, and what it refuses."""
+"""`moe-exp eval`: against transformers, by every layout, with the training's validation loss, and what it
+refuses.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ from moe_exp.inference.layout import Layout
 from moe_exp.runs.records import read_metrics
 
 EOD = 256
-TEXTS = {"prose": ["Grüße an alle", "the end", "x" * 130, "a"], "code": ["def f():\n    return 1\n" * 4, "", "né 🙂" * 9]}
+TEXTS = {
+    "prose": ["Grüße an alle", "the end", "x" * 130, "a"],
+    "code": ["def f():\n    return 1\n" * 4, "", "né 🙂" * 9],
+}
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +66,11 @@ def nats(tokens: list[int], samples: int | None = None) -> tuple[float, int, int
     for begin in range(0, len(tokens) - 1, SEQ_LEN):
         ids = torch.tensor([tokens[begin : begin + SEQ_LEN + 1]])
         losses = torch.nn.functional.cross_entropy(model(ids[:, :-1]).logits[0], ids[0, 1:], reduction="none")
-        total, num_tokens, num_sequences = total + losses.double().sum().item(), num_tokens + len(losses), num_sequences + 1
+        total, num_tokens, num_sequences = (
+            total + losses.double().sum().item(),
+            num_tokens + len(losses),
+            num_sequences + 1,
+        )
         if num_sequences == samples:
             break
     return total, num_tokens, num_sequences
@@ -72,13 +81,19 @@ def documents(name: str) -> list[list[int]]:
 
 
 def test_rows_and_total_are_those_of_transformers(checkpoint, prefixes, capsys):
-    """All documents as one text: every token but the very first counts, in windows of SEQ_LEN of which the last is shorter."""
+    """All documents as one text: every token but the very first counts, in windows of SEQ_LEN of which the
+    last is shorter.
+    """
     result = evaluated(checkpoint, capsys, "--data", *prefixes.values(), "--batch-size", "3")
     sums = [0.0, 0, 0]
     for row, name in zip(result["data"], TEXTS, strict=True):
         tokens = [token for document in documents(name) for token in document]
         expected, num_tokens, num_sequences = nats(tokens)
-        assert (row["data"], row["sequences"], row["tokens"]) == (prefixes[name], num_sequences, len(tokens) - 1)
+        assert (row["data"], row["sequences"], row["tokens"]) == (
+            prefixes[name],
+            num_sequences,
+            len(tokens) - 1,
+        )
         assert num_tokens == len(tokens) - 1 and num_tokens % SEQ_LEN
         # All bytes of the texts but the first, which no token predicts.
         num_bytes = sum(len(text.encode()) for text in TEXTS[name]) - 1
@@ -102,7 +117,10 @@ def test_samples_and_documents(checkpoint, prefixes, capsys):
     assert row["lm_loss"] == pytest.approx(expected / num_tokens, rel=1e-6)
     (row,) = evaluated(checkpoint, capsys, "--data", prefixes["code"], "--by-document")["data"]
     parts = [nats(document) for document in documents("code")]
-    assert (row["tokens"], row["sequences"]) == (sum(part[1] for part in parts), sum(part[2] for part in parts))
+    assert (row["tokens"], row["sequences"]) == (
+        sum(part[1] for part in parts),
+        sum(part[2] for part in parts),
+    )
     assert row["lm_loss"] == pytest.approx(sum(part[0] for part in parts) / row["tokens"], rel=1e-6)
     assert row["bytes"] == sum(max(0, len(text.encode()) - 1) for text in TEXTS["code"])
 
@@ -118,7 +136,9 @@ def on_ranks(requests: list[EvalRequest], ports: list[int]) -> list[dict]:
 
 
 def test_the_same_numbers_on_two_ranks(checkpoint, prefixes):
-    """Losses, bytes and the counts of the experts, with padded rows, and batches that do not come out even over two replicas."""
+    """Losses, bytes and the counts of the experts, with padded rows, and batches that do not come out even
+    over two replicas.
+    """
     one = EvalRequest(str(checkpoint), tuple(prefixes.values()), experts=4, batch_size=2, by_document=True)
     results: list[dict] = []
     plan = plan_evaluation(replace(one, layout=Layout(threads_per_rank=1)))
@@ -134,7 +154,9 @@ def test_the_same_numbers_on_two_ranks(checkpoint, prefixes):
 
 def assert_same(actual: dict, expected: dict, what: str) -> None:
     counted = ("data", "sequences", "tokens", "bytes")
-    for mine, theirs in zip([*actual["data"], actual["total"]], [*expected["data"], expected["total"]], strict=True):
+    for mine, theirs in zip(
+        [*actual["data"], actual["total"]], [*expected["data"], expected["total"]], strict=True
+    ):
         assert [mine[name] for name in counted] == [theirs[name] for name in counted], what
         assert mine["lm_loss"] == pytest.approx(theirs["lm_loss"], rel=1e-6), what
         assert mine["bits_per_byte"] == pytest.approx(theirs["bits_per_byte"], rel=1e-6), what
@@ -168,7 +190,17 @@ def test_the_tables(checkpoint, prefixes, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "150")
     assert run_eval(checkpoint, "--data", *prefixes.values(), "--experts", "3") == 0
     out = capsys.readouterr().out
-    for text in ("prose", "code", "total", "perplexity", "bits per byte", "layer 1: ", "layer 2: ", "(fair: 25.00%)", "and 1 less"):
+    for text in (
+        "prose",
+        "code",
+        "total",
+        "perplexity",
+        "bits per byte",
+        "layer 1: ",
+        "layer 2: ",
+        "(fair: 25.00%)",
+        "and 1 less",
+    ):
         assert text in out, out
 
 
@@ -180,7 +212,9 @@ def test_without_a_tokenizer_there_are_no_bits_per_byte(prefixes, tmp_path, caps
     assert (row["bytes"], row["bits_per_byte"]) == (None, None)
     assert row["lm_loss"] > 0
     assert "no bits per byte: TOKENIZER=: the training did not name one. Fix: give --tokenizer" in caplog.text
-    (row,) = evaluated(folder, capsys, "--data", prefixes["prose"], "--samples", "1", "--tokenizer", "bytes")["data"]
+    (row,) = evaluated(folder, capsys, "--data", prefixes["prose"], "--samples", "1", "--tokenizer", "bytes")[
+        "data"
+    ]
     assert row["bits_per_byte"] > 0
 
 
@@ -192,17 +226,28 @@ def test_bad_input(checkpoint, prefixes, tmp_path, capsys):
         writer.add_document([])
     cases = [
         (["--data", str(tmp_path / "none")], [f"{tmp_path / 'none'}.bin is missing. Fix: "]),
-        (["--data", prose, str(tmp_path / "none"), str(tmp_path / "other")],
-         ["none.bin is missing. Fix: ", f"other: has the id {VOCAB} at token 2, the model has 0 to {VOCAB - 1}. Fix: "]),
+        (
+            ["--data", prose, str(tmp_path / "none"), str(tmp_path / "other")],
+            [
+                "none.bin is missing. Fix: ",
+                f"other: has the id {VOCAB} at token 2, the model has 0 to {VOCAB - 1}. Fix: ",
+            ],
+        ),
         (["--data", str(tmp_path / "tiny")], ["tiny: it has fewer tokens than two. Fix: "]),
         (["--data", prose, prose + ".idx"], ["names a prefix twice. Fix: "]),
-        (["--data", prose, "--samples", "0", "--batch-size", "-1", "--experts", "0"],
-         ["SAMPLES=0: must be at least 1", "BATCH_SIZE=-1: must be at least 1", "EXPERTS=0: must be at least 1"]),
+        (
+            ["--data", prose, "--samples", "0", "--batch-size", "-1", "--experts", "0"],
+            [
+                "SAMPLES=0: must be at least 1",
+                "BATCH_SIZE=-1: must be at least 1",
+                "EXPERTS=0: must be at least 1",
+            ],
+        ),
         (["--data", prose, "--tokenizer", "nowhere"], ["TOKENIZER=nowhere: does not exist. Fix: "]),
         (["--data", prose, "--capacity", "--by-document"], ["BY_DOCUMENT=true: "]),
         (["--data", prose, "--ep", "8"], ["EP=8: does not divide NUM_EXPERTS=4. Fix: "]),
         ([], ["DATA=: there is none, and the training had no VALID_DATA. Fix: give --data"]),
-    ]  # fmt: skip
+    ]
     for flags, lines in cases:
         assert run_eval(checkpoint, *flags) == 1, flags
         printed = capsys.readouterr()
@@ -221,7 +266,9 @@ def test_a_dense_model_has_no_experts(prefixes, tmp_path, capsys):
 
 
 def test_the_validation_of_the_training(tmp_path, capsys):
-    """The loss and the bits per byte of the valid record, from the checkpoint: EVAL_ITERS global batches of whole sequences."""
+    """The loss and the bits per byte of the valid record, from the checkpoint: EVAL_ITERS global batches of
+    whole sequences.
+    """
     folder = tmp_path / "bpe"
     tokenizer = train_bpe([text for texts in TEXTS.values() for text in texts] * 3, 280)
     folder.mkdir()
@@ -231,13 +278,21 @@ def test_the_validation_of_the_training(tmp_path, capsys):
         for _ in range(12):
             writer.add_document(tokenizer.encode(text).ids)
     settings = {
-        "PRESET": "cpu", "GPUS_PER_NODE": 1, "NUM_LAYERS": 1, "HIDDEN_SIZE": 32, "FFN_HIDDEN_SIZE": 48, "SEQ_LEN": 32, "VOCAB_SIZE": 384,
-        "TOPK": 2, "MBSZ": 2, "GBSZ": 4, "TRAIN_ITERS": 2, "WARMUP_ITERS": 1, "DECAY_ITERS": 2, "EVAL_INTERVAL": 2, "EVAL_ITERS": 3,
-        "SAVE_INTERVAL": 0, "LR": 0.01, "INIT_STD": 0.1, "TRAIN_DATA": tmp_path / "tokens", "VALID_DATA": tmp_path / "tokens",
+        "PRESET": "cpu", "GPUS_PER_NODE": 1, "NUM_LAYERS": 1, "HIDDEN_SIZE": 32, "FFN_HIDDEN_SIZE": 48,
+        "SEQ_LEN": 32, "VOCAB_SIZE": 384, "TOPK": 2, "MBSZ": 2, "GBSZ": 4, "TRAIN_ITERS": 2,
+        "WARMUP_ITERS": 1, "DECAY_ITERS": 2, "EVAL_INTERVAL": 2, "EVAL_ITERS": 3, "SAVE_INTERVAL": 0,
+        "LR": 0.01, "INIT_STD": 0.1, "TRAIN_DATA": tmp_path / "tokens", "VALID_DATA": tmp_path / "tokens",
         "TOKENIZER": folder, "RUN_DIR": tmp_path, "RUN_NAME": "run", "DATA_DIR": tmp_path,
     }  # fmt: skip
-    run_on_ranks(1, train.main, [f"--{name.lower().replace('_', '-')}={value}" for name, value in settings.items()], join=False)
-    (record,) = (record for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if record["kind"] == "valid")
+    run_on_ranks(
+        1,
+        train.main,
+        [f"--{name.lower().replace('_', '-')}={value}" for name, value in settings.items()],
+        join=False,
+    )
+    (record,) = (
+        record for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if record["kind"] == "valid"
+    )
     result = evaluated(tmp_path / "run", capsys, "--samples", "12")  # and its VALID_DATA by itself
     assert result["iteration"] == 2
     (row,) = result["data"]
@@ -246,4 +301,5 @@ def test_the_validation_of_the_training(tmp_path, capsys):
     assert row["bits_per_byte"] == pytest.approx(record["lm_loss_bits_per_byte"], rel=1e-6)
     # The same bytes by decoding what was predicted; the byte of an end of document is none.
     tokens = np.fromfile(tmp_path / "tokens.bin", dtype=np.uint16)[1 : 12 * 32 + 1].tolist()
-    assert row["bytes"] == pytest.approx(len(tokenizer.decode(tokens).encode()), abs=2)  # the last character may be cut
+    # the last character may be cut
+    assert row["bytes"] == pytest.approx(len(tokenizer.decode(tokens).encode()), abs=2)

@@ -37,7 +37,9 @@ def test_sources_that_use_experts_alike():
 
 
 def test_one_expert_by_hand():
-    """Shares 0.6 and 0.2 of expert 0: 1/2 (0.6 log2(0.6/0.4) + 0.2 log2(0.2/0.4)) bits. One that hardly anybody uses stays behind."""
+    """Shares 0.6 and 0.2 of expert 0: 1/2 (0.6 log2(0.6/0.4) + 0.2 log2(0.2/0.4)) bits. One that hardly
+    anybody uses stays behind.
+    """
     layer = usage([600, 399, 1], [200, 800, 0])
     assert layer.bits_E[0] == pytest.approx((0.6 * math.log2(1.5) - 0.2) / 2)
     assert layer.order_E.tolist()[-1] == 2
@@ -47,8 +49,14 @@ def test_one_expert_by_hand():
 
 
 @settings(max_examples=50, deadline=None)
-@given(lengths=st.lists(st.integers(0, 12), min_size=1, max_size=6), seq_len=st.integers(1, 7), by_document=st.booleans())
-def test_every_token_but_the_first_of_a_text_is_predicted_once(tmp_path_factory, lengths, seq_len, by_document):
+@given(
+    lengths=st.lists(st.integers(0, 12), min_size=1, max_size=6),
+    seq_len=st.integers(1, 7),
+    by_document=st.booleans(),
+)
+def test_every_token_but_the_first_of_a_text_is_predicted_once(
+    tmp_path_factory, lengths, seq_len, by_document
+):
     prefix = tmp_path_factory.mktemp("tokens") / "t"
     numbers = iter(range(1, 1000))
     with BinIdxWriter(prefix, vocab_size=1000, eod_id=0) as writer:

@@ -1,4 +1,6 @@
-"""Scoring and generation against transformers, on one rank and on several; and the cache against the whole sequence."""
+"""Scoring and generation against transformers, on one rank and on several; and the cache against the whole
+sequence.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,10 @@ def one_stage(folder: Path, **changes):
 
 
 def greedy(stage: Stage, prompt: list[int]) -> list[int]:
-    return [token for token, _ in new_tokens(stage, prompt, Sampler(Sampling()), max_positions=len(prompt) + NEW_TOKENS)]
+    return [
+        token
+        for token, _ in new_tokens(stage, prompt, Sampler(Sampling()), max_positions=len(prompt) + NEW_TOKENS)
+    ]
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -54,7 +59,9 @@ def pair(request, tmp_path_factory):
 def theirs_greedy(model, prompt: list[int]) -> list[int]:
     model.generation_config.eos_token_id = None  # no token ends these texts
     tokens = torch.tensor([prompt])
-    out = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=NEW_TOKENS, do_sample=False)
+    out = model.generate(
+        tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=NEW_TOKENS, do_sample=False
+    )
     return out[0, len(prompt) :].tolist()
 
 
@@ -71,7 +78,13 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(pair):
 @pytest.mark.parametrize("kind", ["mixtral", "llama"])
 def test_a_training_in_fp8_or_with_our_loss_is_used_without_them(kind, tmp_path):
     model, settings = tiny_model(kind)
-    trained = settings | {"dtype": "bf16", "impl": "te", "fp8": "hybrid", "expert_backend": "te", "cross_entropy": "triton"}
+    trained = settings | {
+        "dtype": "bf16",
+        "impl": "te",
+        "fp8": "hybrid",
+        "expert_backend": "te",
+        "cross_entropy": "triton",
+    }
     folder = write_checkpoint(model, tmp_path / "iter_0000000", **trained)
     with one_stage(folder, dtype="fp32") as stage:
         assert (stage.config.fp8, stage.config.cross_entropy) == ("none", "megatron")
@@ -91,7 +104,9 @@ def test_the_cache_changes_no_logit(pair):
                 parts += [stage.logits(tokens[:, a:b]) for a, b in itertools.pairwise(bounds) if b > a]
             cached = torch.cat(parts, dim=1)
             for position in range(SEQ_LEN):
-                assert relative_error(cached[:, position], whole[:, position]) < 1e-6, f"position {position} after a prompt of {first}"
+                assert relative_error(cached[:, position], whole[:, position]) < 1e-6, (
+                    f"position {position} after a prompt of {first}"
+                )
 
 
 def test_rows_do_not_depend_on_each_other(pair):
@@ -123,7 +138,11 @@ def use_on_rank(folder: Path, layout: Layout, tokens: Path, out: Path):
         pytest.param("deepseek_v3", Layout(pp=2, ep=2, gpus_per_node=4), marks=pytest.mark.slow),
         pytest.param("mixtral", Layout(tp=2, ep=4, gpus_per_node=4), marks=pytest.mark.slow),
     ],
-    ids=lambda value: value if isinstance(value, str) else "-".join(f"{name}{getattr(value, name)}" for name in ("tp", "pp", "ep", "etp")),
+    ids=lambda value: (
+        value
+        if isinstance(value, str)
+        else "-".join(f"{name}{getattr(value, name)}" for name in ("tp", "pp", "ep", "etp"))
+    ),
 )
 def test_several_ranks_are_one_model(tmp_path, kind, layout):
     model, settings = tiny_model(kind)

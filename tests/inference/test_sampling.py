@@ -39,7 +39,8 @@ def test_draws_have_the_probabilities():
     for _ in range(4000):
         token, log_prob = sampler.draw(LOGITS)
         counts[token] += 1
-        assert math.isclose(log_prob, LOGITS[token].item(), rel_tol=1e-6)  # the model's own, not that of the three
+        # the model's own, not that of the three
+        assert math.isclose(log_prob, LOGITS[token].item(), rel_tol=1e-6)
     # Four standard deviations of a frequency are 0.03.
     torch.testing.assert_close(counts / 4000, torch.tensor([0, 4 / 9, 2 / 9, 3 / 9]), rtol=0, atol=0.03)
 

@@ -23,9 +23,10 @@ from moe_exp.runs.records import read_metrics
 from moe_exp.runs.run_folder import RunFolder
 
 TRAINING: dict[str, Any] = {
-    "PRESET": "cpu", "GPUS_PER_NODE": 1, "NUM_LAYERS": 2, "HIDDEN_SIZE": 32, "FFN_HIDDEN_SIZE": 48, "SEQ_LEN": 32, "VOCAB_SIZE": 256,
-    "TOPK": 2, "MBSZ": 2, "GBSZ": 4, "TRAIN_ITERS": 4, "WARMUP_ITERS": 1, "DECAY_ITERS": 4, "EVAL_INTERVAL": 4, "EVAL_ITERS": 2,
-    "SAVE_INTERVAL": 0, "Z_LOSS_COEFF": 0.001, "LR": 0.01, "INIT_STD": 0.1, "FIRST_K_DENSE": 1,
+    "PRESET": "cpu", "GPUS_PER_NODE": 1, "NUM_LAYERS": 2, "HIDDEN_SIZE": 32, "FFN_HIDDEN_SIZE": 48,
+    "SEQ_LEN": 32, "VOCAB_SIZE": 256, "TOPK": 2, "MBSZ": 2, "GBSZ": 4, "TRAIN_ITERS": 4, "WARMUP_ITERS": 1,
+    "DECAY_ITERS": 4, "EVAL_INTERVAL": 4, "EVAL_ITERS": 2, "SAVE_INTERVAL": 0, "Z_LOSS_COEFF": 0.001,
+    "LR": 0.01, "INIT_STD": 0.1, "FIRST_K_DENSE": 1,
 }  # fmt: skip
 
 
@@ -52,21 +53,32 @@ def train_on_rank(runs: list[list[str]]) -> None:
 
 def cross_entropy(logits: np.ndarray, samples: torch.Tensor) -> float:
     batch = split_batch(samples)
-    losses = torch.nn.functional.cross_entropy(torch.from_numpy(logits).flatten(0, 1), batch["labels"].flatten(), reduction="none")
+    losses = torch.nn.functional.cross_entropy(
+        torch.from_numpy(logits).flatten(0, 1), batch["labels"].flatten(), reduction="none"
+    )
     return (losses * batch["loss_mask"].flatten()).double().sum().item() / batch["loss_mask"].sum().item()
 
 
 def test_the_logits_give_the_validation_loss_of_the_training(tmp_path):
     """Dropless, and with a capacity over which tokens are dropped in training.
 
-    VOCAB_SIZE is a multiple of 128: rows that pad the vocabulary are in the softmax of the training, and not among the logits.
+    VOCAB_SIZE is a multiple of 128: rows that pad the vocabulary are in the softmax of the training, and not
+    among the logits.
     """
     prefix = tmp_path / "tokens"
     with BinIdxWriter(prefix, vocab_size=256) as writer:
         for document in np.random.default_rng(1).integers(0, 256, (40, 50)):
             writer.add_document(document)
-    settings = TRAINING | {"TRAIN_DATA": prefix, "VALID_DATA": prefix, "RUN_DIR": tmp_path, "DATA_DIR": tmp_path}
-    kinds: dict[str, dict[str, Any]] = {"dmoe": {}, "moe": {"MOE_TYPE": "moe", "CAPACITY_FACTOR": 0.5, "DTYPE": "fp32"}}
+    settings = TRAINING | {
+        "TRAIN_DATA": prefix,
+        "VALID_DATA": prefix,
+        "RUN_DIR": tmp_path,
+        "DATA_DIR": tmp_path,
+    }
+    kinds: dict[str, dict[str, Any]] = {
+        "dmoe": {},
+        "moe": {"MOE_TYPE": "moe", "CAPACITY_FACTOR": 0.5, "DTYPE": "fp32"},
+    }
     runs = [settings | kind | {"RUN_NAME": name} for name, kind in kinds.items()]
     flags = [[f"--{name.lower().replace('_', '-')}={value}" for name, value in run.items()] for run in runs]
     run_on_ranks(1, train_on_rank, flags, join=False)
@@ -75,9 +87,13 @@ def test_the_logits_give_the_validation_loss_of_the_training(tmp_path):
     losses = {}
     for name, extra in (("dmoe", []), ("moe", ["--capacity"]), ("moe", [])):
         folder = RunFolder(tmp_path / name)
-        assert run_score(folder.path, tmp_path / "ids.npy", tmp_path / "logits.npy", "--overwrite", *extra) == 0
+        assert (
+            run_score(folder.path, tmp_path / "ids.npy", tmp_path / "logits.npy", "--overwrite", *extra) == 0
+        )
         (record,) = (record for record in read_metrics(folder.metrics) if record["kind"] == "valid")
-        losses[(name, *extra)] = abs(cross_entropy(np.load(tmp_path / "logits.npy"), samples) / record["lm_loss"] - 1)
+        losses[(name, *extra)] = abs(
+            cross_entropy(np.load(tmp_path / "logits.npy"), samples) / record["lm_loss"] - 1
+        )
     assert losses[("dmoe",)] < 1e-6
     assert losses["moe", "--capacity"] < 1e-6
     assert losses[("moe",)] > 1e-5  # the tokens that training drops count here
@@ -92,7 +108,12 @@ def test_the_file(checkpoint, tmp_path, dtype, capsys):
     assert (logits.shape, logits.dtype) == ((5, 12, VOCAB), np.float32)
     model, _ = tiny_model("mixtral")
     with torch.no_grad():
-        assert relative_error(torch.from_numpy(logits.copy()), model(torch.from_numpy(ids.astype(np.int64))).logits) < 1e-5
+        assert (
+            relative_error(
+                torch.from_numpy(logits.copy()), model(torch.from_numpy(ids.astype(np.int64))).logits
+            )
+            < 1e-5
+        )
     before = (tmp_path / "logits.npy").read_bytes()
     assert run_score(checkpoint, tmp_path / "ids.npy", tmp_path / "logits.npy") == 1
     assert "exists. Fix: give another name, or --overwrite." in capsys.readouterr().err
@@ -115,7 +136,10 @@ def test_another_type(checkpoint, tmp_path):
         (np.zeros(3, np.int64), r"has the shape \[3\]\. Fix: give a \.npy file with integers \[B, S\]"),
         (np.zeros((2, 0), np.int64), r"has the shape \[2, 0\]\. Fix: "),
         (np.zeros((2, 3)), r"holds float64, not integers\. Fix: "),
-        (np.array([[0, 1], [2, VOCAB]]), rf"has the id {VOCAB} in row 1, column 1, the model has 0 to {VOCAB - 1}\. Fix: "),
+        (
+            np.array([[0, 1], [2, VOCAB]]),
+            rf"has the id {VOCAB} in row 1, column 1, the model has 0 to {VOCAB - 1}\. Fix: ",
+        ),
         (np.array([[0, -1]]), r"has the id -1 in row 0, column 1, "),
         (np.array([[{}]], dtype=object), r"cannot be read \(.*Python objects.*\)\. Fix: "),
         (None, r"does not exist\. Fix: "),
@@ -147,7 +171,10 @@ def test_other_bad_input(checkpoint, tmp_path, capsys):
         ((checkpoint, tokens, tmp_path / "none" / "x.npy"), "its folder does not exist"),
         ((checkpoint, tokens, out, "--batch-size", "-1"), "BATCH_SIZE=-1: must be positive"),
         ((checkpoint, tokens, out, "--batch-size", "0"), "BATCH_SIZE=0: must be positive"),
-        ((checkpoint, tokens, out, "--tp", "3"), "TP=3: does not divide NUM_HEADS=4. Fix: set TP to one of 1, 2, 4."),
+        (
+            (checkpoint, tokens, out, "--tp", "3"),
+            "TP=3: does not divide NUM_HEADS=4. Fix: set TP to one of 1, 2, 4.",
+        ),
         ((checkpoint, tokens, out, "--ep", "8"), "EP=8: does not divide NUM_EXPERTS=4."),
         ((checkpoint, tokens, out, "--pp", "2", "--gpus-per-node", "3"), "GPUS_PER_NODE=3: 3 ranks"),
     ]

@@ -65,15 +65,23 @@ def test_a_trained_tokenizer(tmp_path):
     assert "".join([*map(stream.push, encode(tokenizer, text)), stream.finish()]) == text
     special = f"<|endoftext|>{prompt}"
     assert len(encode(tokenizer, special)) > 1 + len(encode(tokenizer, prompt))
-    assert encode(tokenizer_for(config, "", allow_special=True), special) == [tokenizer.eod_id, *encode(tokenizer, prompt)]
+    assert encode(tokenizer_for(config, "", allow_special=True), special) == [
+        tokenizer.eod_id,
+        *encode(tokenizer, prompt),
+    ]
 
 
 def test_tokenizers_that_cannot_be(tmp_path):
     train_bpe(["abc " * 50], 300).save(str(tmp_path / "tokenizer.json"))
     size = load_tokenizer("HuggingFaceTokenizer", model=tmp_path).vocab_size
-    with pytest.raises(ValueError, match=rf"TOKENIZER=.*: has {size} tokens, the model VOCAB_SIZE=200\. Fix: give --tokenizer"):
+    with pytest.raises(
+        ValueError,
+        match=rf"TOKENIZER=.*: has {size} tokens, the model VOCAB_SIZE=200\. Fix: give --tokenizer",
+    ):
         tokenizer_for(Config(preset="cpu", vocab_size=200, train_data="x"), str(tmp_path))
-    with pytest.raises(ValueError, match=r"^TOKENIZER=: the training did not name one\. Fix: give --tokenizer"):
+    with pytest.raises(
+        ValueError, match=r"^TOKENIZER=: the training did not name one\. Fix: give --tokenizer"
+    ):
         tokenizer_for(Config(preset="cpu", train_data="x"), "")
     with pytest.raises(ValueError, match=r"^TOKENIZER=/nowhere: does not exist\. Fix: give --tokenizer"):
         tokenizer_for(Config(preset="cpu", train_data="x"), "/nowhere")

@@ -1,4 +1,6 @@
-"""The agent that starts ranks again, with ranks that are plain scripts: nodes that agree, failures that are counted, signals that wait."""
+"""The agent that starts ranks again, with ranks that are plain scripts: nodes that agree, failures that are
+counted, signals that wait.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ RANK = """
 import json, os, pathlib, resource, signal, sys, time
 here = pathlib.Path(__file__).parent
 rank, number = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
-(here / f"round{number}_rank{rank}").write_text(os.environ["LOCAL_RANK"] + " " + os.environ["WORLD_SIZE"] + " " + os.environ["MASTER_PORT"])
+words = (os.environ[name] for name in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"))
+(here / f"round{number}_rank{rank}").write_text(" ".join(words))
 plan = json.loads((here / "plan.json").read_text())
 act = plan.get(f"{number}.{rank}", plan.get(number, "wait"))
 if "late" in act:  # as a rank that imports for a while
@@ -70,7 +73,14 @@ class Nodes:
     """Agents of some nodes, all of them on this host."""
 
     def __init__(
-        self, folder: Path, plan: dict[str, str], *, num_nodes: int = 1, num_ranks: int = 2, max_restarts: int = 0, is_full: bool = False
+        self,
+        folder: Path,
+        plan: dict[str, str],
+        *,
+        num_nodes: int = 1,
+        num_ranks: int = 2,
+        max_restarts: int = 0,
+        is_full: bool = False,
     ):
         self.folder, self.metrics, self._is_full = folder, folder / "metrics.jsonl", is_full
         (folder / "rank.py").write_text(RANK)
@@ -140,9 +150,12 @@ def test_two_nodes_start_again_together(tmp_path):
         assert [start[:2] for start in started] == [["0", "4"], ["1", "4"], ["0", "4"], ["1", "4"]]
         assert len({start[2] for start in started}) == 1
     host = socket.gethostname()
-    assert nodes.events("rank_failed") == [{"iteration": 7, "rank": 3, "host": host, "device": "cpu", "cause": "SIGKILL"}]
+    assert nodes.events("rank_failed") == [
+        {"iteration": 7, "rank": 3, "host": host, "device": "cpu", "cause": "SIGKILL"}
+    ]
     restarts = [(event["number"], event["reason"], event["failures"]) for event in nodes.events("restart")]
-    assert restarts == [(1, "failure", 1), (2, "asked", 1)]  # the second one is no failure, of which there may be one
+    # the second one is no failure, of which there may be one
+    assert restarts == [(1, "failure", 1), (2, "asked", 1)]
 
 
 @pytest.mark.slow
@@ -175,7 +188,9 @@ def test_signal_to_every_process_waits_until_a_rank_answers_it(tmp_path):
 def test_agent_of_a_node_comes_back(tmp_path):
     nodes = Nodes(tmp_path, {"1": "0"}, num_nodes=2, num_ranks=1, max_restarts=0)
     nodes.wait_for("round0_rank0", "round0_rank1")
-    (rank,) = map(int, Path(f"/proc/{nodes.agents[1].pid}/task/{nodes.agents[1].pid}/children").read_text().split())
+    (rank,) = map(
+        int, Path(f"/proc/{nodes.agents[1].pid}/task/{nodes.agents[1].pid}/children").read_text().split()
+    )
     nodes.agents[1].kill()
     nodes.agents[1].wait()
     os.kill(rank, signal.SIGKILL)
@@ -198,7 +213,9 @@ def test_failure_while_the_job_stops_is_not_started_again(tmp_path):
 def test_node_0_is_gone(tmp_path):
     nodes = Nodes(tmp_path, {}, num_nodes=2, num_ranks=1, max_restarts=5)
     nodes.wait_for("round0_rank0", "round0_rank1")
-    (rank,) = map(int, Path(f"/proc/{nodes.agents[0].pid}/task/{nodes.agents[0].pid}/children").read_text().split())
+    (rank,) = map(
+        int, Path(f"/proc/{nodes.agents[0].pid}/task/{nodes.agents[0].pid}/children").read_text().split()
+    )
     nodes.agents[0].kill()
     os.kill(rank, signal.SIGKILL)
     assert nodes.end() == [-9, 1]
@@ -228,12 +245,20 @@ def test_event_that_could_not_be_written_comes_with_the_next(tmp_path, capsys):
     agent._metrics.rmdir()
     agent._event("restart", 7, number=1)
     assert [record["event"] for record in read_metrics(agent._metrics)] == ["rank_failed", "restart"]
-    assert capsys.readouterr().err.startswith(f"moe-exp: warning: {agent._metrics} has no event rank_failed (Is a directory)")
+    assert capsys.readouterr().err.startswith(
+        f"moe-exp: warning: {agent._metrics} has no event rank_failed (Is a directory)"
+    )
 
 
 def test_ranks_that_lost_a_peer_are_not_blamed(tmp_path):
-    # Rank 3 is the cause. Its neighbour does not hear SIGTERM, as in a collective; rank 0 ends before that one is killed.
-    plan = {"0.0": "error: Connection closed by peer", "0.2": "deaf", "0.3": "error, late, of its own", "1": "0"}
+    # Rank 3 is the cause. Its neighbour does not hear SIGTERM, as in a collective; rank 0 ends before that
+    # one is killed.
+    plan = {
+        "0.0": "error: Connection closed by peer",
+        "0.2": "deaf",
+        "0.3": "error, late, of its own",
+        "1": "0",
+    }
     nodes = Nodes(tmp_path, plan, num_nodes=2, max_restarts=1)
     assert nodes.end() == [0, 0], nodes.errors()
     failed = [(event["rank"], event["cause"]) for event in nodes.events("rank_failed")]

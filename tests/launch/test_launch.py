@@ -41,12 +41,14 @@ signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
 time.sleep(60)
 """
 
-# Stands for the agent: starts one rank in a session of its own, passes signals on, and ends with its exit code.
+# Stands for the agent: starts one rank in a session of its own, passes signals on, and ends with its exit
+# code.
 STARTER = """
 import signal, subprocess, sys
 rank = subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True)
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
-    signal.signal(number, lambda number, frame: rank.send_signal(signal.SIGTERM if number == signal.SIGHUP else number))
+    answers = {signal.SIGHUP: signal.SIGTERM}
+    signal.signal(number, lambda number, frame: rank.send_signal(answers.get(number, number)))
 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 code = rank.wait()
 sys.exit(code if code >= 0 else 1)
@@ -57,12 +59,18 @@ def clean_environ(**values: str) -> dict[str, str]:
     # Python would put the folder of the tests before the package otherwise.
     root = str(ROOT)
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {k: v for k, v in os.environ.items() if k not in SETTINGS} | {"PYTHONPATH": path, "PRESET": "cpu"} | values
+    return (
+        {k: v for k, v in os.environ.items() if k not in SETTINGS}
+        | {"PYTHONPATH": path, "PRESET": "cpu"}
+        | values
+    )
 
 
 def moe_exp(*args: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "moe_exp", *args]
-    return subprocess.run(command, cwd=cwd, env=clean_environ(**environ), capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        command, cwd=cwd, env=clean_environ(**environ), capture_output=True, text=True, timeout=60
+    )
 
 
 def wait_for(*paths: Path) -> None:
@@ -79,10 +87,16 @@ def cpu(**values) -> Config:
 def test_torchrun_command():
     config = cpu(nnodes=2, node_rank=1, master_addr="node0", master_port=4000, max_restarts=3)
     assert torchrun_command(config, ["--topk=2"]) == [
-        sys.executable, "-m", "moe_exp.launch.agent", "--nnodes", "2", "--node-rank", "1", "--nproc-per-node", "2",
-        "--master-addr", "node0", "--master-port", "4000", "--max-restarts", "3", "-m", "moe_exp.train", "--topk=2",
+        sys.executable, "-m", "moe_exp.launch.agent", "--nnodes", "2", "--node-rank", "1", "--nproc-per-node",
+        "2", "--master-addr", "node0", "--master-port", "4000", "--max-restarts", "3", "-m", "moe_exp.train",
+        "--topk=2",
     ]  # fmt: skip
-    assert torchrun_command(config, [], "moe_exp.inference.score")[-4:] == ["--max-restarts", "0", "-m", "moe_exp.inference.score"]
+    assert torchrun_command(config, [], "moe_exp.inference.score")[-4:] == [
+        "--max-restarts",
+        "0",
+        "-m",
+        "moe_exp.inference.score",
+    ]
 
 
 def test_module_arguments():
@@ -102,7 +116,9 @@ def test_ranks_record_the_rendezvous_that_was_given(monkeypatch):
     assert load_config(vars(parser.parse_args(arguments))).master_port == 4000
 
 
-@pytest.mark.parametrize(("gpus", "threads", "expected"), [(0, 0, "1"), (0, 3, "3"), (8, 0, "7"), (8, 2, "2")])
+@pytest.mark.parametrize(
+    ("gpus", "threads", "expected"), [(0, 0, "1"), (0, 3, "3"), (8, 0, "7"), (8, 2, "2")]
+)
 def test_threads_per_rank(monkeypatch, gpus, threads, expected):
     monkeypatch.setattr("moe_exp.launch.torchrun_job.count_gpus", lambda: gpus)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
@@ -134,11 +150,21 @@ def test_dry_run_text_says_where_a_setting_comes_from():
 
 
 def test_dry_run_of_the_reference(tmp_path):
-    done = moe_exp("train", "--dry-run", "--ep", "4", cwd=tmp_path, PRESET="reference", GPUS_PER_NODE="8", NUM_EXPRTS="8")
+    done = moe_exp(
+        "train", "--dry-run", "--ep", "4", cwd=tmp_path, PRESET="reference", GPUS_PER_NODE="8", NUM_EXPRTS="8"
+    )
     assert done.returncode == 0, done.stderr
-    for text in ("4375732736", "rank (0, 0): 1204838912", "13153.68 MB", "--nproc-per-node 8", "-m moe_exp.train --ep=4"):
+    for text in (
+        "4375732736",
+        "rank (0, 0): 1204838912",
+        "13153.68 MB",
+        "--nproc-per-node 8",
+        "-m moe_exp.train --ep=4",
+    ):
         assert text in done.stdout
-    assert "moe-exp: warning: NUM_EXPRTS is not a setting; did you mean NUM_EXPERTS?" in done.stderr.splitlines()
+    assert (
+        "moe-exp: warning: NUM_EXPRTS is not a setting; did you mean NUM_EXPERTS?" in done.stderr.splitlines()
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -156,7 +182,10 @@ def test_bad_settings_end_with_2_before_anything_exists(tmp_path):
 def test_values_that_cannot_be_read_end_with_2(monkeypatch, capsys):
     monkeypatch.setenv("PRESET", "cpu")
     assert main(["train", "--num-layers=-1", "--moe-type=x"]) == 2
-    assert [line.partition(":")[2].partition("=")[0] for line in capsys.readouterr().err.splitlines()] == [" NUM_LAYERS", " MOE_TYPE"]
+    assert [line.partition(":")[2].partition("=")[0] for line in capsys.readouterr().err.splitlines()] == [
+        " NUM_LAYERS",
+        " MOE_TYPE",
+    ]
 
 
 def test_port_in_use_ends_with_2_before_anything_exists(tmp_path):
@@ -174,7 +203,9 @@ def test_port_in_use_ends_with_2_before_anything_exists(tmp_path):
 
 
 def test_dry_run_with_missing_data_prints_the_plan_and_ends_with_2(tmp_path):
-    done = moe_exp("train", "--dry-run", cwd=tmp_path, GPUS_PER_NODE="1", TRAIN_DATA="gone", EVAL_INTERVAL="0")
+    done = moe_exp(
+        "train", "--dry-run", cwd=tmp_path, GPUS_PER_NODE="1", TRAIN_DATA="gone", EVAL_INTERVAL="0"
+    )
     assert done.returncode == 2
     assert "Total number of parameters" in done.stdout
     assert "moe-exp: TRAIN_DATA=gone: gone.bin is missing" in done.stderr
@@ -230,7 +261,9 @@ def test_an_earlier_runs_end_is_not_this_runs(tmp_path, monkeypatch):
     config = cpu(run_dir=str(tmp_path), run_name="one", train_data="given")
     folder = open_run_folder(config)
     old = {"kind": "event", "iteration": 0, "event": "start", "time": "2020-01-01T00:00:00+00:00"}
-    folder.metrics.write_text("".join(json.dumps(old | {"event": name, "status": "finished"}) + "\n" for name in ("start", "end")))
+    folder.metrics.write_text(
+        "".join(json.dumps(old | {"event": name, "status": "finished"}) + "\n" for name in ("start", "end"))
+    )
     monkeypatch.setattr("moe_exp.launch.launch.run_job", lambda command, environ, stopping, poll=None: 3)
     assert launch(config, {}) == 3
     assert not folder.summary.exists()
@@ -238,7 +271,10 @@ def test_an_earlier_runs_end_is_not_this_runs(tmp_path, monkeypatch):
 
 def test_what_a_signal_is_answered_with_says_what_is_saved(tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr("moe_exp.launch.launch.run_job", lambda command, environ, stopping, poll=None: said.append(stopping) or 0)
+    monkeypatch.setattr(
+        "moe_exp.launch.launch.run_job",
+        lambda command, environ, stopping, poll=None: said.append(stopping) or 0,
+    )
     for save_at_end in (True, False):
         launch(cpu(train_data="given", run_dir=str(tmp_path), save_at_end=save_at_end), {})
     assert said == [
@@ -270,7 +306,10 @@ def test_embedded_corpus_that_cannot_be_made_ends_with_2(tmp_path, monkeypatch, 
 
 # Signals. The launcher is a process of its own, so that Ctrl-C does not reach pytest.
 
-RUN_JOB = "import os, sys; from moe_exp.launch.torchrun_job import run_job; sys.exit(run_job(sys.argv[1:], os.environ))"
+RUN_JOB = (
+    "import os, sys; from moe_exp.launch.torchrun_job import run_job; sys.exit(run_job(sys.argv[1:],"
+    " os.environ))"
+)
 LAUNCH = """
 import sys
 from moe_exp.config import load_config
@@ -282,7 +321,9 @@ sys.exit(launch(load_config(flags), flags, module="stand_in"))
 
 def start(code: str, *args: str, **environ: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", code, *args]
-    return subprocess.Popen(command, env=clean_environ(**environ), stderr=subprocess.PIPE, text=True, start_new_session=True)
+    return subprocess.Popen(
+        command, env=clean_environ(**environ), stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
 
 
 def rank_source(tmp_path: Path) -> str:
@@ -294,7 +335,13 @@ def test_ctrl_c_lets_the_ranks_save(tmp_path):
     with socket.socket() as free:
         free.bind(("", 0))
         port = str(free.getsockname()[1])
-    launcher = start(LAUNCH, str(tmp_path / "runs"), port, GPUS_PER_NODE="2", PYTHONPATH=f"{clean_environ()['PYTHONPATH']}:{tmp_path}")
+    launcher = start(
+        LAUNCH,
+        str(tmp_path / "runs"),
+        port,
+        GPUS_PER_NODE="2",
+        PYTHONPATH=f"{clean_environ()['PYTHONPATH']}:{tmp_path}",
+    )
     wait_for(tmp_path / "args0", tmp_path / "args1")
     os.killpg(launcher.pid, signal.SIGINT)  # what a terminal does
     errors = launcher.communicate(timeout=60)[1]
@@ -306,7 +353,8 @@ def test_ctrl_c_lets_the_ranks_save(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("number", "passed_on"), [("SIGTERM", "SIGTERM"), ("SIGINT", "SIGINT"), ("SIGUSR1", "SIGUSR1"), ("SIGHUP", "SIGTERM")]
+    ("number", "passed_on"),
+    [("SIGTERM", "SIGTERM"), ("SIGINT", "SIGINT"), ("SIGUSR1", "SIGUSR1"), ("SIGHUP", "SIGTERM")],
 )
 def test_first_signal_is_passed_on(tmp_path, number, passed_on):
     launcher = start(RUN_JOB, sys.executable, "-c", STARTER, rank_source(tmp_path), OMP_NUM_THREADS="1")
@@ -318,7 +366,9 @@ def test_first_signal_is_passed_on(tmp_path, number, passed_on):
 
 
 def test_second_ctrl_c_kills_the_job_and_no_other_signal_does(tmp_path):
-    source = rank_source(tmp_path).replace("time.sleep(0.5)", "(here / f'stopping{number}').touch(); time.sleep(60)")
+    source = rank_source(tmp_path).replace(
+        "time.sleep(0.5)", "(here / f'stopping{number}').touch(); time.sleep(60)"
+    )
     launcher = start(RUN_JOB, sys.executable, "-c", STARTER, source, OMP_NUM_THREADS="1")
     wait_for(tmp_path / "args0")
     for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM):

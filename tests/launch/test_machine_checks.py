@@ -14,7 +14,14 @@ from tokenizers import Tokenizer, models
 from moe_exp.config import Config, load_config, to_yaml
 from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.host import devices
-from moe_exp.launch.machine_checks import EXPERT_PACKAGES, OLDEST_GPU, bitsandbytes_problem, check_environment, check_files, check_machine
+from moe_exp.launch.machine_checks import (
+    EXPERT_PACKAGES,
+    OLDEST_GPU,
+    bitsandbytes_problem,
+    check_environment,
+    check_files,
+    check_machine,
+)
 from moe_exp.layers.experts.gemm_packages import PACKAGES
 from moe_exp.layers.kernels import launch
 from moe_exp.runs.run_folder import RunFolder
@@ -39,7 +46,12 @@ def here(tmp_path, monkeypatch):
         port = free.getsockname()[1]
 
     def config(**values) -> Config:
-        return cpu(**({"master_port": port, "run_dir": str(tmp_path / "runs"), "data_dir": str(tmp_path / "data")} | values))
+        return cpu(
+            **(
+                {"master_port": port, "run_dir": str(tmp_path / "runs"), "data_dir": str(tmp_path / "data")}
+                | values
+            )
+        )
 
     return config
 
@@ -62,7 +74,10 @@ def test_port_in_use(here):
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        line = rf"MASTER_PORT={port}: is in use by another program on this host\. Fix: set MASTER_PORT to a free port, for instance \d+\."
+        line = (
+            rf"MASTER_PORT={port}: is in use by another program on this host\. Fix: set MASTER_PORT to a free"
+            r" port, for instance \d+\."
+        )
         only_problem(check_machine(here(master_port=port)), line)
         assert check_machine(here(master_port=port, node_rank=1, nnodes=2)) == []
     assert check_machine(here(master_port=port)) == []
@@ -70,15 +85,26 @@ def test_port_in_use(here):
 
 def test_more_ranks_than_gpus(here, monkeypatch):
     monkeypatch.setattr("moe_exp.launch.machine_checks.count_gpus", lambda: 2)
-    only_problem(check_machine(here(gpus_per_node=4)), r"GPUS_PER_NODE=4: this host has 2 GPUs\. Fix: set GPUS_PER_NODE to at most 2, .*")
+    only_problem(
+        check_machine(here(gpus_per_node=4)),
+        r"GPUS_PER_NODE=4: this host has 2 GPUs\. Fix: set GPUS_PER_NODE to at most 2, .*",
+    )
     assert check_machine(here(gpus_per_node=2)) == []
 
 
 @pytest.mark.parametrize(
     ("values", "package", "expected"),
     [
-        ({"impl": "te"}, "transformer_engine", r"IMPL=te: transformer_engine is not installed\. Fix: .* set IMPL=local\."),
-        ({"wandb_project": "x"}, "wandb", r"WANDB_PROJECT=x: wandb is not installed\. Fix: .* set WANDB_MODE=disabled\."),
+        (
+            {"impl": "te"},
+            "transformer_engine",
+            r"IMPL=te: transformer_engine is not installed\. Fix: .* set IMPL=local\.",
+        ),
+        (
+            {"wandb_project": "x"},
+            "wandb",
+            r"WANDB_PROJECT=x: wandb is not installed\. Fix: .* set WANDB_MODE=disabled\.",
+        ),
         ({"wandb_project": "x", "wandb_mode": "disabled"}, "wandb", None),
     ],
 )
@@ -94,18 +120,34 @@ def test_missing_and_damaged_data(here, tmp_path):
     Path(f"{cut}.bin").write_bytes(b"\0")
     gone = str(tmp_path / "gone")
     assert check_files(here(train_data=good, valid_data=good)) == []
-    only_problem(check_files(here(train_data=gone, valid_data=good)), rf"TRAIN_DATA={gone}: {gone}\.bin is missing\. Fix: .*TRAIN_DATA.*")
-    only_problem(check_files(here(train_data=good, valid_data=no_index)), rf"VALID_DATA={no_index}: {no_index}\.idx is missing\. Fix: .*")
     only_problem(
-        check_files(here(train_data=f"0.5 {good} 0.5 {cut}", valid_data=good)), rf"TRAIN_DATA={cut}: {cut}\.bin is truncated.* Fix: .*"
+        check_files(here(train_data=gone, valid_data=good)),
+        rf"TRAIN_DATA={gone}: {gone}\.bin is missing\. Fix: .*TRAIN_DATA.*",
+    )
+    only_problem(
+        check_files(here(train_data=good, valid_data=no_index)),
+        rf"VALID_DATA={no_index}: {no_index}\.idx is missing\. Fix: .*",
+    )
+    only_problem(
+        check_files(here(train_data=f"0.5 {good} 0.5 {cut}", valid_data=good)),
+        rf"TRAIN_DATA={cut}: {cut}\.bin is truncated.* Fix: .*",
     )
 
 
 def test_data_smaller_than_a_sample(here, tmp_path):
     large, small = write_tokens(tmp_path / "large", 1000), write_tokens(tmp_path / "small", 64)
-    rule = r"has 256 tokens for {}, one sample needs SEQ_LEN \+ 1 = 257\. Fix: use more data or a smaller SEQ_LEN\."
-    only_problem(check_files(here(train_data=small, valid_data=large)), rf"TRAIN_DATA={small}: {rule.format('training')}")
-    only_problem(check_files(here(train_data=large, valid_data=small)), rf"VALID_DATA={small}: {rule.format('validation')}")
+    rule = (
+        r"has 256 tokens for {}, one sample needs SEQ_LEN \+ 1 = 257\. Fix: use more data or a smaller"
+        r" SEQ_LEN\."
+    )
+    only_problem(
+        check_files(here(train_data=small, valid_data=large)),
+        rf"TRAIN_DATA={small}: {rule.format('training')}",
+    )
+    only_problem(
+        check_files(here(train_data=large, valid_data=small)),
+        rf"VALID_DATA={small}: {rule.format('validation')}",
+    )
     assert check_files(here(train_data=large, valid_data=small, seq_len=255)) == []
     assert check_files(here(train_data=large, valid_data=small, eval_interval=0)) == []
 
@@ -114,10 +156,16 @@ def test_data_smaller_than_a_sample(here, tmp_path):
 def test_part_smaller_than_a_sample(here, tmp_path, data_order):
     data = {"train_data": write_tokens(tmp_path / "data", 1000), "data_order": data_order}
     assert check_files(here(split="93,7", **data)) == []
-    expected = r"TRAIN_DATA=.*/data: has 240 tokens for validation by SPLIT=94,6, one sample needs .* = 257\. Fix: .* another SPLIT\."
+    expected = (
+        r"TRAIN_DATA=.*/data: has 240 tokens for validation by SPLIT=94,6, one sample needs .* = 257\. Fix:"
+        r" .* another SPLIT\."
+    )
     only_problem(check_files(here(split="94,6", **data)), expected)
     assert check_files(here(split="94,6", eval_interval=0, **data)) == []
-    only_problem(check_files(here(split="1,15", **data)), r"TRAIN_DATA=.*/data: has 248 tokens for training by SPLIT=1,15, .*")
+    only_problem(
+        check_files(here(split="1,15", **data)),
+        r"TRAIN_DATA=.*/data: has 248 tokens for training by SPLIT=1,15, .*",
+    )
 
 
 def test_ids_beyond_the_vocabulary(here, tmp_path):
@@ -125,7 +173,10 @@ def test_ids_beyond_the_vocabulary(here, tmp_path):
     manifest = tmp_path / "data.manifest.json"
     for content in ('{"vocab_size": 5000}', '{"settings": {"tokenizer": {"vocab_size": 5000}}}'):
         manifest.write_text(content)
-        rule = r"was tokenized with 5000 tokens, more than VOCAB_SIZE=4096\. Fix: set VOCAB_SIZE to at least 5000\."
+        rule = (
+            r"was tokenized with 5000 tokens, more than VOCAB_SIZE=4096\. Fix: set VOCAB_SIZE to at least"
+            r" 5000\."
+        )
         only_problem(check_files(here(train_data=prefix, eval_interval=0)), rf"TRAIN_DATA={prefix}: {rule}")
         assert check_files(here(train_data=prefix, eval_interval=0, vocab_size=5000)) == []
     manifest.write_text('{"stage": "another"}')
@@ -135,7 +186,10 @@ def test_ids_beyond_the_vocabulary(here, tmp_path):
 def test_shared_memory(here):
     assert check_machine(here(num_workers=2)) == []
     # 5 micro-batches of 257 tokens of 8 bytes: 10 TB.
-    expected = r"NUM_WORKERS=2: its batches need 10280000\.0 MB of shared memory on this node, /dev/shm has [\d.]+ MB\. Fix: "
+    expected = (
+        r"NUM_WORKERS=2: its batches need 10280000\.0 MB of shared memory on this node, /dev/shm has [\d.]+"
+        r" MB\. Fix: "
+    )
     expected += r"set NUM_WORKERS=0, or start the container with --shm-size=19607544m\."
     only_problem(check_machine(here(num_workers=2, mbsz=10**9)), expected)
     assert check_machine(here(num_workers=0, mbsz=10**9)) == []
@@ -143,12 +197,17 @@ def test_shared_memory(here):
 
 def test_modules_whose_calls_are_traced(here):
     assert check_machine(here(trace_calls_from=1)) == check_machine(here(trace_calls_in="nosuch")) == []
-    expected = r"TRACE_CALLS_IN=nosuch\.x: no package of that name is installed\. Fix: name packages or modules, with commas\."
+    expected = (
+        r"TRACE_CALLS_IN=nosuch\.x: no package of that name is installed\. Fix: name packages or modules,"
+        r" with commas\."
+    )
     only_problem(check_machine(here(trace_calls_from=1, trace_calls_in="moe_exp,nosuch.x")), expected)
 
 
 def test_blend_that_cannot_be_read(here):
-    only_problem(check_files(here(train_data="0.5 a 0.5")), r"TRAIN_DATA='0\.5 a 0\.5': must be 'PREFIX'.* Fix: .*")
+    only_problem(
+        check_files(here(train_data="0.5 a 0.5")), r"TRAIN_DATA='0\.5 a 0\.5': must be 'PREFIX'.* Fix: .*"
+    )
 
 
 def test_tokenizer(here, tmp_path):
@@ -158,9 +217,14 @@ def test_tokenizer(here, tmp_path):
     only_problem(check_files(here(tokenizer=str(file))), rf"TOKENIZER={file}: {rule}")
     only_problem(check_files(here(tokenizer=str(tmp_path))), rf"TOKENIZER={tmp_path}: {rule}")
     assert check_files(here(tokenizer=str(file), vocab_size=5000)) == []
-    only_problem(check_files(here(tokenizer=str(tmp_path / "x"))), rf"TOKENIZER={tmp_path}/x: does not exist\. Fix: .*")
+    only_problem(
+        check_files(here(tokenizer=str(tmp_path / "x"))), rf"TOKENIZER={tmp_path}/x: does not exist\. Fix: .*"
+    )
     file.write_text("{}")
-    only_problem(check_files(here(tokenizer=str(file))), rf"TOKENIZER={file}: is not a Hugging Face tokenizer\.json .* Fix: .*")
+    only_problem(
+        check_files(here(tokenizer=str(file))),
+        rf"TOKENIZER={file}: is not a Hugging Face tokenizer\.json .* Fix: .*",
+    )
 
 
 def test_run_folder_of_another_model(here):
@@ -169,7 +233,10 @@ def test_run_folder_of_another_model(here):
     RunFolder.of(config).config.write_text(to_yaml(config))
     assert check_files(config) == []
     other = here(run_name="one", hidden_size=256, head_dim=32)
-    only_problem(check_files(other), r"HIDDEN_SIZE=256: .*/one holds a model with HIDDEN_SIZE=128\. Fix: give another RUN_NAME .*")
+    only_problem(
+        check_files(other),
+        r"HIDDEN_SIZE=256: .*/one holds a model with HIDDEN_SIZE=128\. Fix: give another RUN_NAME .*",
+    )
 
 
 def test_read_only_folders(here, monkeypatch, tmp_path):
@@ -178,7 +245,10 @@ def test_read_only_folders(here, monkeypatch, tmp_path):
     monkeypatch.setattr("os.access", lambda path, mode: mode == 0 and Path(path).exists())
     for data in ({}, {"train_data": prefix, "valid_data": prefix, "data_order": "megatron"}):
         problems = check_files(here(**data))
-        assert [line.partition(":")[0] for line in problems] == [f"DATA_DIR={tmp_path}/data", f"RUN_DIR={tmp_path}/runs"]
+        assert [line.partition(":")[0] for line in problems] == [
+            f"DATA_DIR={tmp_path}/data",
+            f"RUN_DIR={tmp_path}/runs",
+        ]
         assert [f"{tmp_path} is not writable. Fix: " in line for line in problems] == [True, True], problems
 
 
@@ -192,13 +262,19 @@ def test_corpus_that_is_there_may_be_read_only(here, monkeypatch, tmp_path):
 
 def test_data_dir_is_a_file(here, tmp_path):
     (tmp_path / "data").touch()
-    only_problem(check_files(here()), rf"DATA_DIR={tmp_path}/data: .* {tmp_path}/data is a file\. Fix: set DATA_DIR to .*")
+    only_problem(
+        check_files(here()),
+        rf"DATA_DIR={tmp_path}/data: .* {tmp_path}/data is a file\. Fix: set DATA_DIR to .*",
+    )
 
 
 def test_no_space_for_checkpoints(here, monkeypatch):
     usage = shutil.disk_usage("/")._replace(free=10**6)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
-    only_problem(check_files(here()), r"RUN_DIR=.* has 1 MB free and the run needs 216 MB until iteration 300: 3 .* Fix: choose .*")
+    only_problem(
+        check_files(here()),
+        r"RUN_DIR=.* has 1 MB free and the run needs 216 MB until iteration 300: 3 .* Fix: choose .*",
+    )
     assert check_files(here(save_at_end=False, save_interval=0)) == []
 
 
@@ -216,7 +292,10 @@ def test_load_dir_is_missing(here, tmp_path):
 
 
 def test_an_expert_backend_whose_package_is_missing(here):
-    expected = r"EXPERT_BACKEND=megablocks: megablocks and grouped_gemm are not installed\. Fix: pip .*, or set EXPERT_BACKEND=auto\."
+    expected = (
+        r"EXPERT_BACKEND=megablocks: megablocks and grouped_gemm are not installed\. Fix: pip .*, or set"
+        r" EXPERT_BACKEND=auto\."
+    )
     only_problem(check_machine(here(expert_backend="megablocks", dtype="bf16")), expected)
 
 
@@ -228,7 +307,9 @@ def test_an_expert_backend_that_needs_a_gpu(here, monkeypatch):
 
 def test_the_kernels_want_triton_on_a_gpu(here, monkeypatch):
     config, find_spec = here(expert_backend="triton", cross_entropy="triton"), importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "triton" else find_spec(name))
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "triton" else find_spec(name)
+    )
     assert check_machine(config) == []  # a CPU takes their twins
     monkeypatch.setattr("moe_exp.launch.machine_checks.count_gpus", lambda: 8)
     monkeypatch.setattr(launch, "triton", None)
@@ -242,7 +323,9 @@ def test_the_kernels_want_triton_on_a_gpu(here, monkeypatch):
 def test_the_kernels_want_a_gpu_of_today(here, monkeypatch):
     """The words are those that the layer would use, rank by rank, when the model is built."""
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name == "triton" else find_spec(name))
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: object() if name == "triton" else find_spec(name)
+    )
     monkeypatch.setattr("moe_exp.launch.machine_checks.count_gpus", lambda: 8)
     monkeypatch.setattr("moe_exp.launch.machine_checks.compute_capability", lambda: (7, 5))
     monkeypatch.setattr(launch, "triton", object())
@@ -279,13 +362,29 @@ def test_packages_are_those_of_the_adapters():
 
 
 def test_an_8_bit_optimizer_whose_package_is_missing_or_too_old(here, monkeypatch):
-    config, find_spec, version = here(optimizer="adam8bit"), importlib.util.find_spec, importlib.metadata.version
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "bitsandbytes" else find_spec(name))
-    expected = r"OPTIMIZER=adam8bit: bitsandbytes is not installed\. Fix: pip install 'bitsandbytes>=0\.50', or set OPTIMIZER=adam\."
+    config, find_spec, version = (
+        here(optimizer="adam8bit"),
+        importlib.util.find_spec,
+        importlib.metadata.version,
+    )
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "bitsandbytes" else find_spec(name)
+    )
+    expected = (
+        r"OPTIMIZER=adam8bit: bitsandbytes is not installed\. Fix: pip install 'bitsandbytes>=0\.50', or set"
+        r" OPTIMIZER=adam\."
+    )
     only_problem(check_machine(config), expected)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name == "bitsandbytes" else find_spec(name))
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.48.2" if name == "bitsandbytes" else version(name))
-    expected = r"OPTIMIZER=adam8bit: bitsandbytes 0\.48\.2 has no 8-bit kernels for a CPU\. Fix: pip .*>=0\.50', or set OPTIMIZER=adam\."
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: object() if name == "bitsandbytes" else find_spec(name)
+    )
+    monkeypatch.setattr(
+        "importlib.metadata.version", lambda name: "0.48.2" if name == "bitsandbytes" else version(name)
+    )
+    expected = (
+        r"OPTIMIZER=adam8bit: bitsandbytes 0\.48\.2 has no 8-bit kernels for a CPU\. Fix: pip .*>=0\.50', or"
+        r" set OPTIMIZER=adam\."
+    )
     only_problem(check_machine(config), expected)
     assert bitsandbytes_problem("GPU") == ""
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.50.0")

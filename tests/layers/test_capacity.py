@@ -23,17 +23,36 @@ from moe_exp.layers.moe_layer import MoELayer, MoESettings
 
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "topk", "factor", "capacity"),
-    [(10, 4, 2, 1.0, 5), (10, 4, 1, 1.0, 3), (10, 4, 2, 1.25, 7), (10, 4, 2, 0.5, 3), (1, 64, 1, 1.0, 1), (8, 8, 1, 8.0, 8)],
+    [
+        (10, 4, 2, 1.0, 5),
+        (10, 4, 1, 1.0, 3),
+        (10, 4, 2, 1.25, 7),
+        (10, 4, 2, 0.5, 3),
+        (1, 64, 1, 1.0, 1),
+        (8, 8, 1, 8.0, 8),
+    ],
 )
 def test_expert_capacity(num_tokens, num_experts, topk, factor, capacity):
     assert expert_capacity(num_tokens, num_experts=num_experts, topk=topk, capacity_factor=factor) == capacity
 
 
 def test_slots_of_lowest_weight_are_dropped_by_hand():
-    # Ten tokens, two slots each, three experts of capacity 4. Expert 0 has eight slots, expert 1 seven, expert 2 five.
+    # Ten tokens, two slots each, three experts of capacity 4. Expert 0 has eight slots, expert 1 seven,
+    # expert 2 five.
     expert_TK = torch.tensor([[0, 1], [0, 2], [1, 0], [0, 1], [2, 0], [1, 2], [0, 1], [0, 2], [1, 0], [2, 1]])
     weights_TK = torch.tensor(
-        [[0.9, 0.1], [0.6, 0.4], [0.7, 0.3], [0.8, 0.2], [0.55, 0.45], [0.52, 0.48], [0.51, 0.49], [0.95, 0.05], [0.65, 0.35], [0.75, 0.25]]
+        [
+            [0.9, 0.1],
+            [0.6, 0.4],
+            [0.7, 0.3],
+            [0.8, 0.2],
+            [0.55, 0.45],
+            [0.52, 0.48],
+            [0.51, 0.49],
+            [0.95, 0.05],
+            [0.65, 0.35],
+            [0.75, 0.25],
+        ]
     )
     # Expert 0 keeps .95 .9 .8 .6; expert 1 keeps .7 .65 .52 .49; expert 2 keeps .75 .55 .48 .4 and drops .05.
     kept = [[1, 0], [1, 1], [1, 0], [1, 0], [1, 0], [1, 1], [0, 1], [1, 0], [1, 0], [1, 0]]
@@ -49,13 +68,19 @@ def test_ties_go_by_position():
 
 
 def test_rows_are_rounded_down_to_full_tiles_by_hand():
-    # Tiles of 3. Expert 0 has seven slots and keeps six, expert 1 exactly three, expert 2 has two, fewer than a tile, and keeps them.
+    # Tiles of 3. Expert 0 has seven slots and keeps six, expert 1 exactly three, expert 2 has two, fewer than
+    # a tile, and keeps them.
     expert_TK = torch.tensor([[0, 1], [0, 1], [0, 2], [0, 1], [0, 2], [0, 3], [0, 3]])
-    weights_TK = torch.tensor([[0.9, 0.1], [0.5, 0.5], [0.6, 0.4], [0.7, 0.3], [0.5, 0.5], [0.8, 0.2], [0.7, 0.3]])
+    weights_TK = torch.tensor(
+        [[0.9, 0.1], [0.5, 0.5], [0.6, 0.4], [0.7, 0.3], [0.5, 0.5], [0.8, 0.2], [0.7, 0.3]]
+    )
     # Of the two of weight .5 the later one goes. Expert 3 of 3 is none: padding.
     kept = [[1, 1], [1, 1], [1, 1], [1, 1], [0, 1], [1, 0], [1, 0]]
     assert keep_full_tiles(expert_TK, weights_TK, num_experts=3, tile=3).int().tolist() == kept
-    assert keep_full_tiles(expert_TK, weights_TK, num_experts=3, tile=1).int().tolist() == (expert_TK < 3).int().tolist()
+    assert (
+        keep_full_tiles(expert_TK, weights_TK, num_experts=3, tile=1).int().tolist()
+        == (expert_TK < 3).int().tolist()
+    )
 
 
 def test_minimum_capacity():
@@ -64,7 +89,8 @@ def test_minimum_capacity():
 
 
 def test_slots_of_the_last_tokens_are_dropped_by_hand():
-    # As above: expert 0 keeps its slots of tokens 0 to 3, expert 1 those of 0, 2, 3, 5, expert 2 those of 1, 4, 5, 7.
+    # As above: expert 0 keeps its slots of tokens 0 to 3, expert 1 those of 0, 2, 3, 5, expert 2 those of 1,
+    # 4, 5, 7.
     expert_TK = torch.tensor([[0, 1], [0, 2], [1, 0], [0, 1], [2, 0], [1, 2], [0, 1], [0, 2], [1, 0], [2, 1]])
     kept = [[1, 1], [1, 1], [1, 1], [1, 1], [1, 0], [1, 1], [0, 0], [0, 1], [0, 0], [0, 0]]
     assert keep_first(expert_TK, num_experts=3, capacity=4).int().tolist() == kept
@@ -74,7 +100,14 @@ def test_padding_is_in_no_queue():
     expert_TK = torch.tensor([[2], [0], [2], [0], [0], [1]])  # 2 is no expert
     weights_TK = torch.tensor([[0.9], [0.1], [0.9], [0.2], [0.3], [0.4]])
     assert keep_first(expert_TK, num_experts=2, capacity=2).int().flatten().tolist() == [0, 1, 0, 1, 0, 1]
-    assert keep_most_probable(expert_TK, weights_TK, num_experts=2, capacity=2).int().flatten().tolist() == [0, 0, 0, 1, 1, 1]
+    assert keep_most_probable(expert_TK, weights_TK, num_experts=2, capacity=2).int().flatten().tolist() == [
+        0,
+        0,
+        0,
+        1,
+        1,
+        1,
+    ]
 
 
 def test_rank_in_expert_by_hand():
@@ -103,7 +136,9 @@ def test_against_a_loop(data):
     weight = st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=topk, max_size=topk)
     weights = data.draw(st.lists(weight, min_size=num_tokens, max_size=num_tokens))
     capacity = data.draw(st.integers(0, num_tokens))
-    kept_TK = keep_most_probable(torch.tensor(experts), torch.tensor(weights), num_experts=num_experts, capacity=capacity)
+    kept_TK = keep_most_probable(
+        torch.tensor(experts), torch.tensor(weights), num_experts=num_experts, capacity=capacity
+    )
     assert kept_TK.tolist() == kept_by_loop(experts, weights, capacity)
 
 
@@ -134,8 +169,8 @@ def tied_logits(num_tokens: int) -> torch.Tensor:
     return rows[torch.randint(0, 8, (num_tokens,), generator=generator)]
 
 
-# Which tokens each rank has, in blocks of the sequence. Megatron's order for context parallelism; where a rank has one block
-# of a context parallel layout, its half of the pair is the tensor parallel part.
+# Which tokens each rank has, in blocks of the sequence. Megatron's order for context parallelism; where a
+# rank has one block of a context parallel layout, its half of the pair is the tensor parallel part.
 SPLITS = {
     "2 ranks": (1, [[0], [1]]),
     "4 ranks": (1, [[0], [1], [2], [3]]),
@@ -145,8 +180,12 @@ SPLITS = {
 }
 
 
-def kept_on_rank(x_TD: torch.Tensor, blocks: list[list[int]], context_parallel_size: int, factor: float) -> torch.Tensor:
-    layer = capacity_layer(factor, microbatch_group=dist.group.WORLD, context_parallel_size=context_parallel_size)
+def kept_on_rank(
+    x_TD: torch.Tensor, blocks: list[list[int]], context_parallel_size: int, factor: float
+) -> torch.Tensor:
+    layer = capacity_layer(
+        factor, microbatch_group=dist.group.WORLD, context_parallel_size=context_parallel_size
+    )
     parts = x_TD.chunk(sum(len(row) for row in blocks))
     decision = layer.route(torch.cat([parts[block] for block in blocks[dist.get_rank()]]))
     return decision.kept_TK
@@ -156,7 +195,9 @@ def kept_on_rank(x_TD: torch.Tensor, blocks: list[list[int]], context_parallel_s
 @pytest.mark.parametrize("tied", [True, False])
 def test_drops_do_not_depend_on_the_split_over_ranks(split, tied):
     context_parallel_size, blocks = SPLITS[split]
-    x_TD = tied_logits(48) if tied else torch.randn(48, NUM_EXPERTS, generator=torch.Generator().manual_seed(4))
+    x_TD = (
+        tied_logits(48) if tied else torch.randn(48, NUM_EXPERTS, generator=torch.Generator().manual_seed(4))
+    )
     expected_TK = capacity_layer(0.75).route(x_TD).kept_TK
     assert 12 <= (~expected_TK).sum() <= 48
     ranks = run_on_ranks(len(blocks), kept_on_rank, x_TD, blocks, context_parallel_size, 0.75)
@@ -168,4 +209,6 @@ def test_drops_do_not_depend_on_the_split_over_ranks(split, tied):
 
 def test_router_weights_keep_their_gradient():
     weights_TK = torch.rand(4, 1, requires_grad=True)
-    assert not keep_most_probable(torch.zeros(4, 1, dtype=torch.int64), weights_TK, num_experts=1, capacity=2).requires_grad
+    assert not keep_most_probable(
+        torch.zeros(4, 1, dtype=torch.int64), weights_TK, num_experts=1, capacity=2
+    ).requires_grad

@@ -1,5 +1,7 @@
-"""Every balancing loss has one gradient, however its tokens are cut: over tensor, context and data parallel ranks, into
-micro-batches, with and without recompute. Proved on the gradients of router and input, not on the values."""
+"""Every balancing loss has one gradient, however its tokens are cut: over tensor, context and data parallel
+ranks, into micro-batches, with and without recompute. Proved on the gradients of router and input, not on the
+values.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +36,20 @@ def close(actual, expected, rtol=1e-11):
 
 def test_sequence_loss_by_hand():
     # Two sequences of four and six tokens, the second four padded to six. E = 2, K = 1.
-    scores_BSE = torch.tensor([[[0.75, 0.25]] * 4 + [[0.0, 0.0]] * 2, [[0.75, 0.25]] * 3 + [[0.25, 0.75]] * 3])
+    scores_BSE = torch.tensor(
+        [[[0.75, 0.25]] * 4 + [[0.0, 0.0]] * 2, [[0.75, 0.25]] * 3 + [[0.25, 0.75]] * 3]
+    )
     expert_BSK = scores_BSE.argmax(dim=-1, keepdim=True)
     valid_BS = torch.tensor([[True] * 4 + [False] * 2, [True] * 6])
     # 2 * (1 * .75 + 0 * .25) = 1.5 and 2 * (.5 * .5 + .5 * .5) = 1.
-    assert sequence_balancing_loss_share(scores_BSE, expert_BSK, valid_BS).item() == pytest.approx(1.25, rel=1e-6)
+    assert sequence_balancing_loss_share(scores_BSE, expert_BSK, valid_BS).item() == pytest.approx(
+        1.25, rel=1e-6
+    )
     # Together they are 7 to 3 tokens, and the mean scores .6 and .4: 2 * (.7 * .6 + .3 * .4) = 1.08.
     flat_TE = scores_BSE.flatten(0, 1)[valid_BS.flatten()]
-    assert load_balancing_loss_share(flat_TE, torch.tensor([7, 3]), topk=1).item() == pytest.approx(1.08, rel=1e-6)
+    assert load_balancing_loss_share(flat_TE, torch.tensor([7, 3]), topk=1).item() == pytest.approx(
+        1.08, rel=1e-6
+    )
 
 
 def test_importance_by_hand():
@@ -57,7 +65,9 @@ def test_global_loss_by_hand():
     own, none = torch.tensor([10, 0]), torch.zeros(2)
     assert global_balancing_loss_share(scores_TE, none, own).item() == pytest.approx(1.5)
     # After one with fractions .2 and .8: 2 * (.2 * .75 + .8 * .25).
-    assert global_balancing_loss_share(scores_TE, torch.tensor([20.0, 80.0]), own).item() == pytest.approx(0.7)
+    assert global_balancing_loss_share(scores_TE, torch.tensor([20.0, 80.0]), own).item() == pytest.approx(
+        0.7
+    )
 
 
 def test_z_loss_without_padding():
@@ -78,7 +88,8 @@ def test_gradcheck(kind):
         return global_balancing_loss_share(scores_TE, torch.tensor([5.0, 1, 3, 3]), torch.zeros(4))
 
     if kind == "importance":
-        # Its gradient counts the tokens of the other ranks, so the function of one rank's tokens has its whole gradient too.
+        # Its gradient counts the tokens of the other ranks, so the function of one rank's tokens has its
+        # whole gradient too.
         scores_TE = logits_TE.detach().softmax(dim=-1).requires_grad_()
         importance_loss_share(scores_TE).backward()
         importance_E = scores_TE.detach().sum(dim=0)
@@ -91,11 +102,15 @@ def test_gradcheck(kind):
 
 
 def layer_with(kind, **arguments):
-    return tiny_layer(losses=(AuxLoss(kind, 0.7),), router={"global_fractions": kind == "global_aux_loss"}, **arguments)
+    return tiny_layer(
+        losses=(AuxLoss(kind, 0.7),), router={"global_fractions": kind == "global_aux_loss"}, **arguments
+    )
 
 
 def backward(layer, x_BSD, *, num_microbatches, num_replicas=1):
-    """Gradients as a trainer makes them: of the mean over micro-batches and replicas, one batch of this rank."""
+    """Gradients as a trainer makes them: of the mean over micro-batches and replicas, one batch of this
+    rank.
+    """
     layer.router.weight.grad = None
     x_BSD = x_BSD.clone().requires_grad_()
     for part_BSD in x_BSD.chunk(num_microbatches):
@@ -116,7 +131,9 @@ def two_batches(kind, *, num_microbatches, rank=0, num_replicas=1, group=None, *
 
 def data_parallel(kind, num_microbatches):
     group = dist.group.WORLD
-    router, x = two_batches(kind, num_microbatches=num_microbatches, rank=group.rank(), num_replicas=group.size(), group=group)
+    router, x = two_batches(
+        kind, num_microbatches=num_microbatches, rank=group.rank(), num_replicas=group.size(), group=group
+    )
     dist.all_reduce(router)
     return router, x
 
@@ -141,7 +158,9 @@ def test_scopes_other_than_the_micro_batch_do_not_depend_on_its_size(kind, num_m
 
 
 def test_global_loss_of_one_batch_is_the_formula_over_all_of_it():
-    """With the fractions of the very batch, the mean over micro-batches is E * sum_e F_e * P_e of the whole batch."""
+    """With the fractions of the very batch, the mean over micro-batches is E * sum_e F_e * P_e of the whole
+    batch.
+    """
     layer = layer_with("global_aux_loss")
     backward(layer, TOKENS_BSD, num_microbatches=4)
     layer.router.end_of_batch()
@@ -153,7 +172,9 @@ def test_global_loss_of_one_batch_is_the_formula_over_all_of_it():
 
 
 def split_sequence(kind, context_parallel_size):
-    """Tensor parallel ranks hold pieces of the sequence, context parallel ones two blocks each, in Megatron's layout [S, B, D]."""
+    """Tensor parallel ranks hold pieces of the sequence, context parallel ones two blocks each, in Megatron's
+    layout [S, B, D].
+    """
     group = dist.group.WORLD
     layer = layer_with(kind, microbatch_group=group, context_parallel_size=context_parallel_size, batch_dim=1)
     x_SBD, positions = TOKENS_BSD.transpose(0, 1), torch.arange(LENGTH)
@@ -257,28 +278,45 @@ def test_losses_in_a_list_add_up():
     layer = tiny_layer(losses=tuple(AuxLoss(kind, coeff) for kind, coeff in coeffs.items()))
     _, loss = layer(TOKENS_BSD)
     balance, z, *each = layer.statistics.sums[4:].tolist()
-    assert loss.item() == pytest.approx(sum(coeff * value for coeff, value in zip(coeffs.values(), each, strict=True)), rel=1e-12)
+    assert loss.item() == pytest.approx(
+        sum(coeff * value for coeff, value in zip(coeffs.values(), each, strict=True)), rel=1e-12
+    )
     assert each[0] == balance and z > 0
 
 
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: AuxLoss("aux", 0.1), r"aux_loss_type=aux: is not a loss\. Fix: use aux_loss, seq_aux_loss, global_aux_loss, importance"),
+        (
+            lambda: AuxLoss("aux", 0.1),
+            (
+                r"aux_loss_type=aux: is not a loss\. Fix: use aux_loss, seq_aux_loss, global_aux_loss,"
+                r" importance"
+            ),
+        ),
         (lambda: AuxLoss("aux_loss", -0.1), r"aux_loss_coeff=-0\.1: is negative"),
         (
             lambda: MoESettings(losses=(AuxLoss("aux_loss", 1), AuxLoss("aux_loss", 2))),
             r"aux_loss,aux_loss: names a loss twice",
         ),
-        (lambda: MoESettings(drop_policy="last"), r"drop_policy=last: is not a policy\. Fix: use probs or position\."),
+        (
+            lambda: MoESettings(drop_policy="last"),
+            r"drop_policy=last: is not a policy\. Fix: use probs or position\.",
+        ),
         (lambda: MoESettings(capacity_factor=0.0), r"capacity_factor=0\.0: is not positive"),
-        (lambda: MoESettings(pad_to_capacity=True), r"pad_to_capacity=True: a dropless layer has no capacity\. Fix: set capacity_factor\."),
+        (
+            lambda: MoESettings(pad_to_capacity=True),
+            r"pad_to_capacity=True: a dropless layer has no capacity\. Fix: set capacity_factor\.",
+        ),
         (lambda: MoESettings(min_capacity=3), r"min_capacity=3: a dropless layer has no capacity"),
         (
             lambda: MoESettings(token_rounding=-1),
             r"token_rounding=-1: is negative\. Fix: set it to 0, or to a tile, 128, of a dropless layer",
         ),
-        (lambda: MoESettings(token_rounding=64, capacity_factor=1.0), r"token_rounding=64: a layer with capacity has its number of rows"),
+        (
+            lambda: MoESettings(token_rounding=64, capacity_factor=1.0),
+            r"token_rounding=64: a layer with capacity has its number of rows",
+        ),
         (
             lambda: tiny_layer(losses=(AuxLoss("global_aux_loss", 1),)),
             r"global_aux_loss: the router keeps no global fractions",

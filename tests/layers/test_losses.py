@@ -18,7 +18,9 @@ def double(rows) -> torch.Tensor:
 
 
 def close(actual, expected) -> None:
-    torch.testing.assert_close(torch.as_tensor(actual), torch.as_tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(
+        torch.as_tensor(actual), torch.as_tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-14
+    )
 
 
 @pytest.mark.parametrize("topk", [1, 2, 4])
@@ -63,7 +65,9 @@ def test_gradcheck():
     logits_TE = random(5, 3, seed=1).requires_grad_()
     counts_E = torch.tensor([4, 1, 5])
     assert torch.autograd.gradcheck(z_loss_share, logits_TE)
-    assert torch.autograd.gradcheck(lambda x: load_balancing_loss_share(x.softmax(dim=-1), counts_E, topk=2), logits_TE)
+    assert torch.autograd.gradcheck(
+        lambda x: load_balancing_loss_share(x.softmax(dim=-1), counts_E, topk=2), logits_TE
+    )
 
 
 def test_counts_are_left_as_they_are():
@@ -73,13 +77,20 @@ def test_counts_are_left_as_they_are():
     assert group_size(None) == 1
 
 
-def shares(logits_TE: torch.Tensor, topk: int, group) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Both shares of these tokens, and the gradients of each with respect to the scores or logits; counts are float64, as scores are."""
+def shares(
+    logits_TE: torch.Tensor, topk: int, group
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Both shares of these tokens, and the gradients of each with respect to the scores or logits; counts are
+    float64, as scores are.
+    """
     logits_TE = logits_TE.clone().requires_grad_()
     scores_TE = logits_TE.detach().softmax(dim=-1).requires_grad_()
     counts_E = count_per_expert(scores_TE.topk(topk).indices.flatten(), scores_TE.size(1))
     all_E = sum_over(counts_E, group)
-    balance, z = load_balancing_loss_share(scores_TE, all_E, topk=topk, group=group), z_loss_share(logits_TE, group=group)
+    balance, z = (
+        load_balancing_loss_share(scores_TE, all_E, topk=topk, group=group),
+        z_loss_share(logits_TE, group=group),
+    )
     (balance + z).backward()
     return balance.detach(), z.detach(), scores_TE.grad, logits_TE.grad, counts_E
 

@@ -26,15 +26,24 @@ MODES = {
 
 
 def naive(layer: MoELayer, x_TD: torch.Tensor, topk: int):
-    """y_t = sum_k w_tk expert_k(x_t) and the losses, one token and one expert at a time, by leaves of its own."""
-    leaves = [leaf.detach().clone().requires_grad_() for leaf in (x_TD, layer.router.weight, layer.experts.weight1, layer.experts.weight2)]
+    """y_t = sum_k w_tk expert_k(x_t) and the losses, one token and one expert at a time, by leaves of its
+    own.
+    """
+    leaves = [
+        leaf.detach().clone().requires_grad_()
+        for leaf in (x_TD, layer.router.weight, layer.experts.weight1, layer.experts.weight2)
+    ]
     x_TD, router, weight1, weight2 = leaves
     probabilities = [torch.exp(router @ x) / torch.exp(router @ x).sum() for x in x_TD]
     experts = [sorted(range(EXPERTS), key=lambda e, p=p: -p[e].item())[:topk] for p in probabilities]
     kept = [[True] * topk for _ in experts]
     if layer.settings.capacity_factor is not None:
         capacity = math.ceil(layer.settings.capacity_factor * len(x_TD) * topk / EXPERTS)
-        kept = kept_by_loop(experts, [[p[e].item() for e in row] for p, row in zip(probabilities, experts, strict=True)], capacity)
+        kept = kept_by_loop(
+            experts,
+            [[p[e].item() for e in row] for p, row in zip(probabilities, experts, strict=True)],
+            capacity,
+        )
     outs = []
     for t, x in enumerate(x_TD):
         out = torch.zeros_like(x)
@@ -43,7 +52,9 @@ def naive(layer: MoELayer, x_TD: torch.Tensor, topk: int):
                 out = out + probabilities[t][e] * (weight2[e] @ formula("swiglu", weight1[e] @ x))
         outs.append(out)
     fractions = [sum(e in row for row in experts) / (len(experts) * topk) for e in range(EXPERTS)]
-    balance = EXPERTS * sum(f * p for f, p in zip(fractions, torch.stack(probabilities).mean(dim=0), strict=True))
+    balance = EXPERTS * sum(
+        f * p for f, p in zip(fractions, torch.stack(probabilities).mean(dim=0), strict=True)
+    )
     z = torch.stack([torch.log(torch.exp(router @ x).sum()) ** 2 for x in x_TD]).mean()
     return torch.stack(outs), balance, z, leaves, kept
 
@@ -91,11 +102,15 @@ def test_no_coefficients_no_loss():
 def test_large_capacity_equals_dropless_to_the_bit(pad, dtype):
     results = []
     for settings in (MoESettings(), MoESettings(capacity_factor=2.0, pad_to_capacity=pad)):
-        experts = Experts(num_local_experts=4, hidden_size=4, ffn_size=8, activation="swiglu", backend="loop", dtype=dtype)
+        experts = Experts(
+            num_local_experts=4, hidden_size=4, ffn_size=8, activation="swiglu", backend="loop", dtype=dtype
+        )
         with torch.no_grad():
             for seed, weight in enumerate(experts.parameters()):
                 weight.copy_(random(*weight.shape, seed=seed))
-        layer = MoELayer(router=identity_router(4, 2), dispatcher=LocalDispatcher(4), experts=experts, settings=settings)
+        layer = MoELayer(
+            router=identity_router(4, 2), dispatcher=LocalDispatcher(4), experts=experts, settings=settings
+        )
         x_TD = random(33, 4, seed=3).to(dtype).requires_grad_()
         y_TD, _ = layer(x_TD)
         assert y_TD.dtype == dtype
@@ -113,7 +128,12 @@ def test_statistics_by_hand():
     experts = Experts(num_local_experts=2, hidden_size=2, ffn_size=2, activation="gelu", backend="loop")
     for weight in experts.parameters():
         torch.nn.init.zeros_(weight)
-    layer = MoELayer(router=router, dispatcher=LocalDispatcher(2), experts=experts, settings=MoESettings(capacity_factor=1.0))
+    layer = MoELayer(
+        router=router,
+        dispatcher=LocalDispatcher(2),
+        experts=experts,
+        settings=MoESettings(capacity_factor=1.0),
+    )
     # Probabilities 3/4 and 1/4, four times for expert 0 and once for expert 1; an expert takes ceil(5/2) = 3.
     x_TD = torch.tensor([[math.log(3.0), 0.0]] * 4 + [[0.0, math.log(3.0)]])
     layer(x_TD)
@@ -189,7 +209,15 @@ def test_the_layer_is_made_on_the_meta_device_and_drawn_where_it_goes():
 
 def tiny_layer_on(device) -> MoELayer:
     router = Router(RouterConfig(hidden_size=HIDDEN, num_experts=4, topk=2, expert_bias=True), device=device)
-    experts = Experts(num_local_experts=4, hidden_size=HIDDEN, ffn_size=4, activation="swiglu", backend="loop", bias=True, device=device)
+    experts = Experts(
+        num_local_experts=4,
+        hidden_size=HIDDEN,
+        ffn_size=4,
+        activation="swiglu",
+        backend="loop",
+        bias=True,
+        device=device,
+    )
     return MoELayer(router=router, dispatcher=LocalDispatcher(4), experts=experts, settings=MoESettings())
 
 
@@ -222,7 +250,9 @@ def test_drops_are_the_same_whichever_dimension_counts_sequences(policy):
     x_BSD = random(3, 10, HIDDEN, seed=8)
     batch_first = tiny_layer(batch_dim=0, **settings)
     sequence_first = tiny_layer(batch_dim=1, **settings)
-    torch.testing.assert_close(batch_first(x_BSD)[0], sequence_first(x_BSD.transpose(0, 1))[0].transpose(0, 1), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        batch_first(x_BSD)[0], sequence_first(x_BSD.transpose(0, 1))[0].transpose(0, 1), rtol=1e-12, atol=0
+    )
     assert batch_first.statistics.sums[0] > 0
 
 
@@ -236,7 +266,9 @@ def halves_of_the_sequence(policy):
 @pytest.mark.parametrize("policy", ["probs", "position"])
 def test_drops_of_batch_first_tokens_do_not_depend_on_the_ranks(policy):
     whole, _ = tiny_layer(capacity_factor=0.6, drop_policy=policy)(random(3, 10, HIDDEN, seed=8))
-    torch.testing.assert_close(torch.cat(run_on_ranks(2, halves_of_the_sequence, policy), dim=1), whole, rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        torch.cat(run_on_ranks(2, halves_of_the_sequence, policy), dim=1), whole, rtol=1e-12, atol=0
+    )
 
 
 def test_rounding_is_for_training_alone_and_counts_as_drops():
@@ -262,13 +294,17 @@ def test_rounding_does_not_depend_on_the_ranks(num_ranks):
     layer = tiny_layer(token_rounding=8)
     whole, _ = layer(random(3, 12, HIDDEN, seed=8))
     assert layer.statistics.sums[0] > 0
-    torch.testing.assert_close(torch.cat(run_on_ranks(num_ranks, rounded_part_of_the_sequence), dim=1), whole, rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        torch.cat(run_on_ranks(num_ranks, rounded_part_of_the_sequence), dim=1), whole, rtol=1e-12, atol=0
+    )
 
 
 @pytest.mark.parametrize("alltoall", [False, True])
 @pytest.mark.parametrize("backend", ["loop", "triton"])
 def test_a_hook_may_bring_the_weights_of_the_experts(backend, alltoall):
-    """As Megatron's overlapped gather of parameters and FSDP2 do: they hook into the call of the module that has the parameters."""
+    """As Megatron's overlapped gather of parameters and FSDP2 do: they hook into the call of the module that
+    has the parameters.
+    """
     layer = tiny_layer(backend=backend, alltoall=alltoall, dtype=torch.float32)
     x_TD = random(12, HIDDEN, seed=1).float()
     expected, _ = layer(x_TD)

@@ -1,4 +1,6 @@
-"""Phases of a layer: each begins and ends where it should, in both directions, and the numbers stay the same."""
+"""Phases of a layer: each begins and ends where it should, in both directions, and the numbers stay the
+same.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class Seen:
 def layer_of(backend: str, dispatcher: str) -> MoELayer:
     experts = Experts(num_local_experts=4, hidden_size=8, ffn_size=8, activation="swiglu", backend=backend)
     router = Router(RouterConfig(hidden_size=8, num_experts=4, topk=2))
-    made = LocalDispatcher(4) if dispatcher == "local" else AllToAllDispatcher(4, ep_group=None, etp_group=None)
+    made = (
+        LocalDispatcher(4) if dispatcher == "local" else AllToAllDispatcher(4, ep_group=None, etp_group=None)
+    )
     layer = MoELayer(router=router, dispatcher=made, experts=experts, settings=MoESettings())
     with torch.no_grad():
         for seed, weight in enumerate(layer.parameters()):
@@ -45,15 +49,20 @@ PHASES = {
 
 
 @pytest.mark.parametrize(
-    ("backend", "dispatcher", "kind"), [("loop", "local", "one function"), ("torch", "local", "rows"), ("loop", "alltoall", "rows")]
+    ("backend", "dispatcher", "kind"),
+    [("loop", "local", "one function"), ("torch", "local", "rows"), ("loop", "alltoall", "rows")],
 )
 @pytest.mark.parametrize("use_reentrant", [None, True])
-def test_phases_in_both_directions_and_the_same_numbers(backend: str, dispatcher: str, kind: str, use_reentrant: bool | None) -> None:
+def test_phases_in_both_directions_and_the_same_numbers(
+    backend: str, dispatcher: str, kind: str, use_reentrant: bool | None
+) -> None:
     results = []
     for timers in (None, Seen()):
         layer, x_TD = layer_of(backend, dispatcher), random(11, 8, seed=9).float().requires_grad_()
         layer.timers = timers
-        y_TD, _ = layer(x_TD) if use_reentrant is None else checkpoint(layer, x_TD, use_reentrant=use_reentrant)
+        y_TD, _ = (
+            layer(x_TD) if use_reentrant is None else checkpoint(layer, x_TD, use_reentrant=use_reentrant)
+        )
         if timers is not None:
             assert timers.phases == PHASES[kind]
             timers.phases.clear()

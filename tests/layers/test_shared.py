@@ -27,7 +27,9 @@ def test_one_token_by_the_formula(gate):
 def test_without_gate_half():
     module, x_D = shared(activation="squared_relu"), random(HIDDEN, seed=9)
     assert module.weight1.shape == (5, HIDDEN)
-    torch.testing.assert_close(module(x_D), module.weight2 @ torch.relu(module.weight1 @ x_D).square(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        module(x_D), module.weight2 @ torch.relu(module.weight1 @ x_D).square(), rtol=1e-12, atol=0
+    )
 
 
 def test_the_layer_adds_it_for_every_token_dropped_ones_too():

@@ -1,4 +1,6 @@
-"""Experts whose width is spread over ranks with the same tokens, against one rank. As part of a model: tests/test_mesh.py."""
+"""Experts whose width is spread over ranks with the same tokens, against one rank. As part of a model:
+tests/test_mesh.py.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,11 @@ def run(layer: MoELayer) -> dict[str, torch.Tensor]:
     x_TD = pushed_tokens(TOKENS).requires_grad_()
     y_TD, loss = layer(x_TD)
     ((y_TD * random(len(TOKENS), HIDDEN, seed=9)).sum() + loss).backward()
-    grads = {"weight1": layer.experts.weight1.grad, "weight2": layer.experts.weight2.grad, "router": layer.router.weight.grad}
+    grads = {
+        "weight1": layer.experts.weight1.grad,
+        "weight2": layer.experts.weight2.grad,
+        "router": layer.router.weight.grad,
+    }
     return {"y": y_TD.detach(), "x": x_TD.grad, "loss": loss.detach(), **grads}
 
 
@@ -42,10 +48,16 @@ def run_on_rank(ranks: int) -> dict[str, tuple[dict, dict]]:
         whole = make_layer(settings)
         halves = 2 if whole.experts.gated else 1
         sizes = {"num_local_experts": EXPERTS, "hidden_size": HIDDEN, "ffn_size": FFN // ranks}
-        experts = Experts(**sizes, activation=settings.get("activation", "swiglu"), backend="loop", dtype=torch.float64)
+        experts = Experts(
+            **sizes, activation=settings.get("activation", "swiglu"), backend="loop", dtype=torch.float64
+        )
         with torch.no_grad():
-            experts.weight1.copy_(expert_width_part(whole.experts.weight1, axis=1, num_halves=halves, tp_mesh=mesh))
-            experts.weight2.copy_(expert_width_part(whole.experts.weight2, axis=2, num_halves=1, tp_mesh=mesh))
+            experts.weight1.copy_(
+                expert_width_part(whole.experts.weight1, axis=1, num_halves=halves, tp_mesh=mesh)
+            )
+            experts.weight2.copy_(
+                expert_width_part(whole.experts.weight2, axis=2, num_halves=1, tp_mesh=mesh)
+            )
         part = make_layer(settings)
         part.experts, part.dispatcher = experts, TensorParallelDispatcher(EXPERTS, tp_mesh=mesh)
         expected = run(whole)

@@ -41,7 +41,8 @@ def test_cost_of_a_token_budget():
 def test_small_batches_of_a_ramp_have_their_own_time():
     ramped = model(SMALL, mbsz=2, rampup_batch_size="8 8 96", train_iters=20, decay_iters=20, warmup_iters=1)
     cost = cost_of(ramped, A100, constants=PRIORS)
-    # 32 samples at 8, 16 and 24 each: 4 iterations of 8, 2 of 16, 2 of 24 (the last starts below the end of its step), then 32.
+    # 32 samples at 8, 16 and 24 each: 4 iterations of 8, 2 of 16, 2 of 24 (the last starts below the end of
+    # its step), then 32.
     sizes = [8] * 4 + [16] * 2 + [24] * 2
     sizes += [32] * (20 - len(sizes))
     assert cost.num_iterations == 20

@@ -21,7 +21,9 @@ def test_every_number_has_a_source(name):
 
 
 def test_short_names():
-    assert load_hardware("H100") is load_hardware("H100-80GB") or load_hardware("H100") == load_hardware("H100-80GB")
+    assert load_hardware("H100") is load_hardware("H100-80GB") or load_hardware("H100") == load_hardware(
+        "H100-80GB"
+    )
     assert load_hardware("V100").gpus_per_node == 4 and load_hardware("A100").num_units == 108
 
 
@@ -42,7 +44,9 @@ def test_refusals(tmp_path):
     cut.write_text("{")
     with pytest.raises(ValueError, match=r"cut.json: is not JSON"):
         load_hardware(str(cut))
-    wrong = json.loads((PROFILES / "A100-80GB.json").read_text()) | {"num_units": {"value": -1, "source": "x"}}
+    wrong = json.loads((PROFILES / "A100-80GB.json").read_text()) | {
+        "num_units": {"value": -1, "source": "x"}
+    }
     cut.write_text(json.dumps(wrong))
     with pytest.raises(ValueError, match=r"cut.json: num_units=-1: must be a number more than 0"):
         load_hardware(str(cut))

@@ -1,8 +1,9 @@
-"""The layer is the same function on every layout of ranks: loss, outputs and every gradient, in float64 and float32.
+"""The layer is the same function on every layout of ranks: loss, outputs and every gradient, in float64 and
+float32.
 
-Two global batches of four micro-batches, so that the expert bias and the fractions of `global_aux_loss` move on between them,
-on one rank and on layouts of (EP, TP, ETP); the rest of the ranks is data parallel. With TP the tokens of a micro-batch are split
-along the sequence, and expert groups are folded over the same ranks.
+Two global batches of four micro-batches, so that the expert bias and the fractions of `global_aux_loss` move
+on between them, on one rank and on layouts of (EP, TP, ETP); the rest of the ranks is data parallel. With TP
+the tokens of a micro-batch are split along the sequence, and expert groups are folded over the same ranks.
 """
 
 from __future__ import annotations
@@ -14,31 +15,68 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.layers.layout_job import LENGTH, MICROBATCHES, Case, Groups, Layout, balancing, part_of_rank, run_case, run_on_rank
+from helpers.layers.layout_job import (
+    LENGTH,
+    MICROBATCHES,
+    Case,
+    Groups,
+    Layout,
+    balancing,
+    part_of_rank,
+    run_case,
+    run_on_rank,
+)
 from helpers.ranks import RankError, run_on_ranks
 from helpers.relative_error import assert_equal_to
 
 LIMITS = {torch.float64: 1e-10, torch.float32: 1e-5}
-ALL_LOSSES = {"losses": balancing(aux_loss=0.3, seq_aux_loss=0.2, global_aux_loss=0.4, importance=0.1), "z_loss_coeff": 0.05}
+ALL_LOSSES = {
+    "losses": balancing(aux_loss=0.3, seq_aux_loss=0.2, global_aux_loss=0.4, importance=0.1),
+    "z_loss_coeff": 0.05,
+}
 SIGMOID = {"score": "sigmoid", "expert_bias": True, "bias_update_rate": 0.02, "global_fractions": True}
 FRACTIONS = {"global_fractions": True}
 CASES = {
     "dropless": Case(SIGMOID, ALL_LOSSES),
     "softmax over the chosen": Case({"pre_softmax": False, "topk": 3, **FRACTIONS}, ALL_LOSSES),
-    "sqrtsoftplus, groups": Case({**SIGMOID, "score": "sqrtsoftplus", "topk": 4, "num_groups": 4, "group_topk": 2}, ALL_LOSSES),
+    "sqrtsoftplus, groups": Case(
+        {**SIGMOID, "score": "sqrtsoftplus", "topk": 4, "num_groups": 4, "group_topk": 2}, ALL_LOSSES
+    ),
     "capacity": Case(SIGMOID, {**ALL_LOSSES, "capacity_factor": 0.8}),
     "capacity and pad": Case(FRACTIONS, {**ALL_LOSSES, "capacity_factor": 0.8, "pad_to_capacity": True}),
-    "capacity by position": Case(FRACTIONS, {**ALL_LOSSES, "capacity_factor": 0.8, "drop_policy": "position"}),
+    "capacity by position": Case(
+        FRACTIONS, {**ALL_LOSSES, "capacity_factor": 0.8, "drop_policy": "position"}
+    ),
     "padding tokens": Case(SIGMOID, ALL_LOSSES, padded=5),
-    "padding tokens and capacity": Case(FRACTIONS, {**ALL_LOSSES, "capacity_factor": 0.6, "pad_to_capacity": True}, padded=5),
+    "padding tokens and capacity": Case(
+        FRACTIONS, {**ALL_LOSSES, "capacity_factor": 0.6, "pad_to_capacity": True}, padded=5
+    ),
     "sinkhorn": Case({"assignment": "sinkhorn", "topk": 1}, {"z_loss_coeff": 0.05}),
 }
 ONE = Layout(1, 1, 1, ranks=1)
 # With as few ranks as a layout needs, and with more, whose rest is data parallel.
-FAST = [Layout(2, 1, 1, ranks=2), Layout(4, 1, 1, ranks=4), Layout(1, 2, 2, ranks=2), Layout(2, 2, 1, ranks=2), Layout(1, 2, 1, ranks=2)]
+FAST = [
+    Layout(2, 1, 1, ranks=2),
+    Layout(4, 1, 1, ranks=4),
+    Layout(1, 2, 2, ranks=2),
+    Layout(2, 2, 1, ranks=2),
+    Layout(1, 2, 1, ranks=2),
+]
 FAST += [Layout(2, 2, 1, ranks=2, dispatcher="allgather")]
-SLOW = [Layout(1, 1, 1, ranks=4), Layout(2, 1, 1, ranks=4), Layout(1, 2, 2, ranks=4), Layout(2, 2, 1, ranks=4), Layout(1, 2, 1, ranks=4)]
-SLOW += [Layout(2, 2, 2, ranks=4), Layout(4, 2, 1, ranks=4), Layout(1, 4, 4, ranks=4), Layout(2, 1, 2, ranks=4), Layout(4, 4, 1, ranks=4)]
+SLOW = [
+    Layout(1, 1, 1, ranks=4),
+    Layout(2, 1, 1, ranks=4),
+    Layout(1, 2, 2, ranks=4),
+    Layout(2, 2, 1, ranks=4),
+    Layout(1, 2, 1, ranks=4),
+]
+SLOW += [
+    Layout(2, 2, 2, ranks=4),
+    Layout(4, 2, 1, ranks=4),
+    Layout(1, 4, 4, ranks=4),
+    Layout(2, 1, 2, ranks=4),
+    Layout(4, 4, 1, ranks=4),
+]
 SLOW += [replace(layout, dispatcher="allgather") for layout in SLOW if layout.ep * layout.etp > 1]
 
 
@@ -57,7 +95,9 @@ def on_ranks(layout: Layout) -> list[dict[Any, dict[str, Any]]] | RankError:
 
 
 def expected_on(rank: int, whole: dict[str, Any], layout: Layout) -> dict[str, Any]:
-    """What a rank has to have found, from what one rank alone did: its part of the tokens and of the experts."""
+    """What a rank has to have found, from what one rank alone did: its part of the tokens and of the
+    experts.
+    """
     tp, ep, etp = rank % layout.tp, rank // layout.etp % layout.ep, rank % layout.etp
     expected = {}
     for name, value in whole.items():

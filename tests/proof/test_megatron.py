@@ -1,18 +1,24 @@
-"""Our layer against megatron-core's own MoELayer: same weights, fp32, outputs and every gradient, on 1 and 2 expert ranks.
+"""Our layer against megatron-core's own MoELayer: same weights, fp32, outputs and every gradient, on 1 and 2
+expert ranks.
 
-Both kinds of our layer are compared, the one that takes the place of Megatron's in its spec and the plain one, over Megatron's
-`alltoall` and `allgather` dispatchers. Auxiliary losses are attached to the output in Megatron, so their gradients are compared.
+Both kinds of our layer are compared, the one that takes the place of Megatron's in its spec and the plain
+one, over Megatron's `alltoall` and `allgather` dispatchers. Auxiliary losses are attached to the output in
+Megatron, so their gradients are compared.
 
 Where Megatron's definitions differ by design:
-- Capacity: Megatron decides it per rank, we over a micro-batch, which is the same here, where a micro-batch is on one rank.
-- Drops by position: Megatron takes the top k of ones and zeros, and which of equal values torch.topk takes is not defined (on a
-  CPU it is not the first). Each expert keeps as many slots as here, where it is the first of the sequence.
-- Token counts for the expert bias: Megatron's are of the slots that are not dropped, ours of those that were chosen.
+- Capacity: Megatron decides it per rank, we over a micro-batch, which is the same here, where a micro-batch
+  is on one rank.
+- Drops by position: Megatron takes the top k of ones and zeros, and which of equal values torch.topk takes is
+  not defined (on a CPU it is not the first). Each expert keeps as many slots as here, where it is the first
+  of the sequence.
+- Token counts for the expert bias: Megatron's are of the slots that are not dropped, ours of those that were
+  chosen.
 - Groups with the softmax over the chosen: Megatron adds up logits for the score of a group, we scores.
-- `global_aux_loss`: Megatron's fractions are those of the global batch so far, ours of the last complete one, and of the
-  micro-batch as long as there is none. With one rank and one micro-batch the first global batch is the same. On two data parallel
-  ranks the second one is, where it repeats the first; and Megatron divides by the number of data parallel ranks twice, once in
-  the loss and once more with the gradients, so its coefficient has to be as many times larger.
+- `global_aux_loss`: Megatron's fractions are those of the global batch so far, ours of the last complete one,
+  and of the micro-batch as long as there is none. With one rank and one micro-batch the first global batch is
+  the same. On two data parallel ranks the second one is, where it repeats the first; and Megatron divides by
+  the number of data parallel ranks twice, once in the loss and once more with the gradients, so its
+  coefficient has to be as many times larger.
 """
 
 from __future__ import annotations
@@ -45,7 +51,11 @@ THREE = {"aux_loss": 0.3, "seq_aux_loss": 0.2, "global_aux_loss": 0.1}
 
 
 def capacity(factor: float, policy: str, *, pad: bool) -> Pair:
-    megatron = {"moe_expert_capacity_factor": factor, "moe_token_drop_policy": policy, "moe_pad_expert_input_to_capacity": pad}
+    megatron = {
+        "moe_expert_capacity_factor": factor,
+        "moe_token_drop_policy": policy,
+        "moe_pad_expert_input_to_capacity": pad,
+    }
     ours = {"capacity_factor": factor, "drop_policy": policy, "pad_to_capacity": pad}
     return Pair(megatron, settings=ours, dispatchers=("alltoall",))
 
@@ -58,27 +68,43 @@ PAIRS = {
     "scaling factor": Pair({"moe_router_topk_scaling_factor": 2.5}, {"scaling_factor": 2.5}),
     "fp64 router": Pair({"moe_router_dtype": "fp64"}, {"dtype": "fp64"}),
     "sigmoid": Pair({"moe_router_score_function": "sigmoid"}, {"score": "sigmoid"}),
-    "sigmoid, one expert": Pair({"moe_router_score_function": "sigmoid", "moe_router_topk": 1}, {"score": "sigmoid", "topk": 1}),
+    "sigmoid, one expert": Pair(
+        {"moe_router_score_function": "sigmoid", "moe_router_topk": 1}, {"score": "sigmoid", "topk": 1}
+    ),
     "sigmoid with expert bias": Pair(SIGMOID, OUR_SIGMOID),
     "groups": Pair(GROUPS, OUR_GROUPS),
     "groups, sigmoid with expert bias": Pair(
-        GROUPS | SIGMOID | {"moe_router_topk_scaling_factor": 2.5}, OUR_GROUPS | OUR_SIGMOID | {"scaling_factor": 2.5}
+        GROUPS | SIGMOID | {"moe_router_topk_scaling_factor": 2.5},
+        OUR_GROUPS | OUR_SIGMOID | {"scaling_factor": 2.5},
     ),
-    "sinkhorn": Pair({"moe_router_load_balancing_type": "sinkhorn", "moe_router_topk": 1}, {"assignment": "sinkhorn", "topk": 1}),
+    "sinkhorn": Pair(
+        {"moe_router_load_balancing_type": "sinkhorn", "moe_router_topk": 1},
+        {"assignment": "sinkhorn", "topk": 1},
+    ),
     "aux_loss": Pair(balancing(aux_loss=0.3), settings=losses(aux_loss=0.3)),
     "aux_loss, softmax over the chosen": Pair(
-        {**balancing(aux_loss=0.3), "moe_router_pre_softmax": False}, {"pre_softmax": False}, losses(aux_loss=0.3)
+        {**balancing(aux_loss=0.3), "moe_router_pre_softmax": False},
+        {"pre_softmax": False},
+        losses(aux_loss=0.3),
     ),
-    "aux_loss, sigmoid with expert bias": Pair(balancing(aux_loss=0.3) | SIGMOID, OUR_SIGMOID, losses(aux_loss=0.3)),
+    "aux_loss, sigmoid with expert bias": Pair(
+        balancing(aux_loss=0.3) | SIGMOID, OUR_SIGMOID, losses(aux_loss=0.3)
+    ),
     "aux_loss, groups": Pair(balancing(aux_loss=0.3) | GROUPS, OUR_GROUPS, losses(aux_loss=0.3)),
     "seq_aux_loss": Pair(balancing(seq_aux_loss=0.3), settings=losses(seq_aux_loss=0.3)),
-    "seq_aux_loss, sigmoid with expert bias": Pair(balancing(seq_aux_loss=0.3) | SIGMOID, OUR_SIGMOID, losses(seq_aux_loss=0.3)),
+    "seq_aux_loss, sigmoid with expert bias": Pair(
+        balancing(seq_aux_loss=0.3) | SIGMOID, OUR_SIGMOID, losses(seq_aux_loss=0.3)
+    ),
     "z-loss": Pair({"moe_z_loss_coeff": 0.1}, settings={"z_loss_coeff": 0.1}),
     "global_aux_loss, first batch": Pair(
         balancing(global_aux_loss=0.3), {"global_fractions": True}, losses(global_aux_loss=0.3), only_ep=1
     ),
     "global_aux_loss, second batch": Pair(
-        balancing(global_aux_loss=0.3), {"global_fractions": True}, losses(global_aux_loss=0.3), passes=1, only_ep=1
+        balancing(global_aux_loss=0.3),
+        {"global_fractions": True},
+        losses(global_aux_loss=0.3),
+        passes=1,
+        only_ep=1,
     ),
     "global_aux_loss, two data ranks": Pair(
         balancing(global_aux_loss=0.6),
@@ -104,16 +130,24 @@ PAIRS = {
     "large capacity by position": capacity(4.0, "position", pad=False),
     "large capacity and pad": capacity(4.0, "probs", pad=True),
     "shared expert": Pair({"moe_shared_expert_intermediate_size": SHARED_FFN}, shared=False),
-    "gated shared expert": Pair({"moe_shared_expert_intermediate_size": SHARED_FFN, "moe_shared_expert_gate": True}, shared=True),
+    "gated shared expert": Pair(
+        {"moe_shared_expert_intermediate_size": SHARED_FFN, "moe_shared_expert_gate": True}, shared=True
+    ),
     "GeGLU": Pair({"activation_func": torch.nn.functional.gelu}, activation="geglu"),
-    "GELU": Pair({"activation_func": torch.nn.functional.gelu, "gated_linear_unit": False}, activation="gelu"),
-    "squared ReLU": Pair({"activation_func": squared_relu, "gated_linear_unit": False}, activation="squared_relu"),
+    "GELU": Pair(
+        {"activation_func": torch.nn.functional.gelu, "gated_linear_unit": False}, activation="gelu"
+    ),
+    "squared ReLU": Pair(
+        {"activation_func": squared_relu, "gated_linear_unit": False}, activation="squared_relu"
+    ),
 }
 
 
 @functools.cache
 def on_ranks(ep: int) -> dict[str, list[Comparison]] | RankError:
-    """Of every pair that can be compared at this size, what each rank found; or how the job failed, which is to be seen once."""
+    """Of every pair that can be compared at this size, what each rank found; or how the job failed, which is
+    to be seen once.
+    """
     pairs = {name: pair for name, pair in PAIRS.items() if pair.only_ep in (None, ep)}
     try:
         ranks = run_on_ranks(ep, compare_on_rank, ep, pairs, timeout=300)
@@ -151,7 +185,11 @@ def test_drops_by_position_are_as_many(capacity):
     expert_TK = torch.rand(36, EXPERTS, generator=torch.Generator().manual_seed(0)).topk(2).indices
     routing_map = torch.zeros(36, EXPERTS, dtype=torch.bool).scatter(1, expert_TK, True)
     _, theirs = apply_router_token_dropping(
-        routing_map.float(), routing_map, router_topk=2, capacity_factor=capacity * EXPERTS / 72, drop_policy="position"
+        routing_map.float(),
+        routing_map,
+        router_topk=2,
+        capacity_factor=capacity * EXPERTS / 72,
+        drop_policy="position",
     )
     kept_TK = keep_first(expert_TK, num_experts=EXPERTS, capacity=capacity)
     ours = torch.zeros(36, EXPERTS, dtype=torch.bool).scatter(1, expert_TK, kept_TK)

@@ -1,4 +1,6 @@
-"""Our attention against that of transformers: same weights, fp32, outputs and every gradient; rotary frequencies of published sizes."""
+"""Our attention against that of transformers: same weights, fp32, outputs and every gradient; rotary
+frequencies of published sizes.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,30 @@ from helpers.layers.attention_pair import Pair, rope, run_all
 from helpers.ranks import run_on_ranks
 
 LIMIT = 1e-5
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 LLAMA3_OURS = {"rotary_base": 5e5, "rope_scaling": "llama3", "rope_scaling_factor": 8.0}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
 YARN_OURS = {"rope_scaling": "yarn", "rope_scaling_factor": 4.0, "rope_original_seq_len": 16}
-LATENT = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 8, "qk_rope_head_dim": 6, "v_head_dim": 7, "num_key_value_heads": 4}
-LATENT_OURS = {"multi_latent_attention": True, "qk_norm": True, "q_lora_rank": 12, "kv_lora_rank": 10, "qk_head_dim": 8}
+LATENT = {
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 7,
+    "num_key_value_heads": 4,
+}
+LATENT_OURS = {
+    "multi_latent_attention": True,
+    "qk_norm": True,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_head_dim": 8,
+}
 LATENT_OURS |= {"qk_pos_emb_head_dim": 6, "v_head_dim": 7}
 # DeepSeek-V3's: the factor on queries and keys is 1, scores are multiplied by (1 + 0.1 ln 40)^2.
 FACTORS = {"factor": 40.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
@@ -34,11 +54,15 @@ PAIRS = {
     "Qwen2, biases": Pair("qwen2", "Qwen2", {}, {"qkv_bias": True}),
     "Llama 3": Pair("llama", "Llama", rope("llama3", 5e5, **LLAMA3), LLAMA3_OURS),
     "DeepSeek-V3": Pair("deepseek_v3", "DeepseekV3", LATENT, LATENT_OURS),
-    "DeepSeek-V3, queries whole": Pair("deepseek_v3", "DeepseekV3", LATENT | {"q_lora_rank": None}, LATENT_OURS | {"q_lora_rank": 0}),
+    "DeepSeek-V3, queries whole": Pair(
+        "deepseek_v3", "DeepseekV3", LATENT | {"q_lora_rank": None}, LATENT_OURS | {"q_lora_rank": 0}
+    ),
     "DeepSeek-V3, YaRN": Pair(
         "deepseek_v3",
         "DeepseekV3",
-        LATENT | {"max_position_embeddings": 640} | rope("yarn", **FACTORS, original_max_position_embeddings=16),
+        LATENT
+        | {"max_position_embeddings": 640}
+        | rope("yarn", **FACTORS, original_max_position_embeddings=16),
         LATENT_OURS | FACTORS_OURS | {"rope_original_seq_len": 16},
     ),
     "DeepSeek-V3, YaRN, other factors": Pair(
@@ -46,22 +70,37 @@ PAIRS = {
         "DeepseekV3",
         LATENT
         | {"max_position_embeddings": 640}
-        | rope("yarn", **(FACTORS | {"mscale": 0.9, "mscale_all_dim": 0.4}), original_max_position_embeddings=16),
-        LATENT_OURS | FACTORS_OURS | {"rope_original_seq_len": 16, "yarn_mscale": 0.9, "yarn_mscale_all_dim": 0.4},
+        | rope(
+            "yarn", **(FACTORS | {"mscale": 0.9, "mscale_all_dim": 0.4}), original_max_position_embeddings=16
+        ),
+        LATENT_OURS
+        | FACTORS_OURS
+        | {"rope_original_seq_len": 16, "yarn_mscale": 0.9, "yarn_mscale_all_dim": 0.4},
     ),
-    "StableLM, half turned": Pair("stablelm", "StableLm", rope(partial_rotary_factor=0.5), {"rotary_fraction": 0.5}),
+    "StableLM, half turned": Pair(
+        "stablelm", "StableLm", rope(partial_rotary_factor=0.5), {"rotary_fraction": 0.5}
+    ),
 }
 WIDE = {"head_dim": 128}
 FREQUENCIES = {
     "Llama 3.1": Pair("llama", "Llama", WIDE | rope("llama3", 5e5, **LLAMA3), WIDE | LLAMA3_OURS),
     "Llama 3.2": Pair(
-        "llama", "Llama", WIDE | rope("llama3", 5e5, **(LLAMA3 | {"factor": 32.0})), WIDE | LLAMA3_OURS | {"rope_scaling_factor": 32.0}
+        "llama",
+        "Llama",
+        WIDE | rope("llama3", 5e5, **(LLAMA3 | {"factor": 32.0})),
+        WIDE | LLAMA3_OURS | {"rope_scaling_factor": 32.0},
     ),
     "Qwen3, 128k": Pair(
         "qwen3",
         "Qwen3",
         WIDE | rope("yarn", 1e6, factor=4.0, original_max_position_embeddings=32768),
-        WIDE | {"rotary_base": 1e6, "rope_scaling": "yarn", "rope_scaling_factor": 4.0, "rope_original_seq_len": 32768},
+        WIDE
+        | {
+            "rotary_base": 1e6,
+            "rope_scaling": "yarn",
+            "rope_scaling_factor": 4.0,
+            "rope_original_seq_len": 32768,
+        },
     ),
     "DeepSeek-V3, 160k": Pair(
         "deepseek_v3",
@@ -76,7 +115,15 @@ FREQUENCIES = {
         "Qwen3",
         WIDE
         | {"max_position_embeddings": 65536}
-        | rope("yarn", factor=16.0, original_max_position_embeddings=4096, beta_fast=20.0, beta_slow=2.0, mscale=0.8, mscale_all_dim=0.3),
+        | rope(
+            "yarn",
+            factor=16.0,
+            original_max_position_embeddings=4096,
+            beta_fast=20.0,
+            beta_slow=2.0,
+            mscale=0.8,
+            mscale_all_dim=0.3,
+        ),
         WIDE
         | {"rope_scaling": "yarn", "rope_scaling_factor": 16.0, "yarn_beta_fast": 20.0, "yarn_beta_slow": 2.0}
         | {"yarn_mscale": 0.8, "yarn_mscale_all_dim": 0.3},
@@ -86,7 +133,9 @@ FREQUENCIES = {
 
 @pytest.fixture(scope="session")
 def errors() -> Callable[[str], dict[str, float]]:
-    """Relative errors of a comparison by tensor; all of them are made in one process, which imports Megatron once."""
+    """Relative errors of a comparison by tensor; all of them are made in one process, which imports Megatron
+    once.
+    """
 
     @cache
     def all_of_them() -> dict[str, dict[str, float]]:

@@ -1,7 +1,7 @@
 """Our layer against the MoE blocks of transformers: same weights, fp32, outputs and every gradient.
 
-transformers runs its plain loop over experts (`experts_implementation="eager"`). The versions compared are in the last lines
-of pytest's output.
+transformers runs its plain loop over experts (`experts_implementation="eager"`). The versions compared are in
+the last lines of pytest's output.
 """
 
 from __future__ import annotations
@@ -43,28 +43,56 @@ class Case:
 
 
 def mixtral(topk: int = 2) -> nn.Module:
-    sizes = {"hidden_size": HIDDEN, "intermediate_size": FFN, "num_local_experts": EXPERTS, "num_experts_per_tok": topk}
+    sizes = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": FFN,
+        "num_local_experts": EXPERTS,
+        "num_experts_per_tok": topk,
+    }
     return MixtralSparseMoeBlock(MixtralConfig(**sizes, experts_implementation="eager"))
 
 
 def olmoe(topk: int = 4, **settings: object) -> nn.Module:
-    sizes = {"hidden_size": HIDDEN, "intermediate_size": FFN, "num_experts": EXPERTS, "num_experts_per_tok": topk}
+    sizes = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": FFN,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": topk,
+    }
     return OlmoeSparseMoeBlock(OlmoeConfig(**sizes, **settings, experts_implementation="eager"))
 
 
 def qwen3() -> nn.Module:
-    sizes = {"hidden_size": HIDDEN, "moe_intermediate_size": FFN, "num_experts": EXPERTS, "num_experts_per_tok": 4}
-    return Qwen3MoeSparseMoeBlock(Qwen3MoeConfig(**sizes, norm_topk_prob=True, experts_implementation="eager"))
+    sizes = {
+        "hidden_size": HIDDEN,
+        "moe_intermediate_size": FFN,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": 4,
+    }
+    return Qwen3MoeSparseMoeBlock(
+        Qwen3MoeConfig(**sizes, norm_topk_prob=True, experts_implementation="eager")
+    )
 
 
 def deepseek(**settings: object) -> nn.Module:
-    sizes = {"hidden_size": HIDDEN, "moe_intermediate_size": FFN, "n_routed_experts": EXPERTS, "n_shared_experts": SHARED}
-    defaults = {"num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5}
+    sizes = {
+        "hidden_size": HIDDEN,
+        "moe_intermediate_size": FFN,
+        "n_routed_experts": EXPERTS,
+        "n_shared_experts": SHARED,
+    }
+    defaults = {
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+    }
     return DeepseekV3MoE(DeepseekV3Config(**sizes, **(defaults | settings), experts_implementation="eager"))
 
 
-# The score of a group is the sum of its two best experts in transformers, of its K/group_topk best here (in Megatron, too): the
-# same for DeepSeek-V3 with K = 8 of 4 groups, and for what is compared here.
+# The score of a group is the sum of its two best experts in transformers, of its K/group_topk best here (in
+# Megatron, too): the same for DeepSeek-V3 with K = 8 of 4 groups, and for what is compared here.
 SIGMOID = {"score": "sigmoid", "expert_bias": True}
 CASES = {
     "Mixtral, softmax over the chosen": Case(mixtral, {"topk": 2, "pre_softmax": False}),
@@ -73,13 +101,18 @@ CASES = {
     "OLMoE, one expert": Case(lambda: olmoe(topk=1), {"topk": 1}),
     "OLMoE, every expert": Case(lambda: olmoe(topk=EXPERTS), {"topk": EXPERTS}),
     "Qwen3-MoE": Case(qwen3, {"topk": 4, "normalize": True}),
-    "DeepSeek-V3": Case(deepseek, {"topk": 4, "num_groups": 4, "group_topk": 2, "scaling_factor": 2.5, **SIGMOID}),
+    "DeepSeek-V3": Case(
+        deepseek, {"topk": 4, "num_groups": 4, "group_topk": 2, "scaling_factor": 2.5, **SIGMOID}
+    ),
     "DeepSeek-V3, not normalized": Case(
-        lambda: deepseek(norm_topk_prob=False, num_experts_per_tok=6, topk_group=3, routed_scaling_factor=1.5),
+        lambda: deepseek(
+            norm_topk_prob=False, num_experts_per_tok=6, topk_group=3, routed_scaling_factor=1.5
+        ),
         {"topk": 6, "num_groups": 4, "group_topk": 3, "scaling_factor": 1.5, "normalize": False, **SIGMOID},
     ),
     "DeepSeek-V3, one group": Case(
-        lambda: deepseek(n_group=1, topk_group=1, num_experts_per_tok=6), {"topk": 6, "scaling_factor": 2.5, **SIGMOID}
+        lambda: deepseek(n_group=1, topk_group=1, num_experts_per_tok=6),
+        {"topk": 6, "scaling_factor": 2.5, **SIGMOID},
     ),
 }
 
@@ -97,10 +130,14 @@ def with_weights(block: nn.Module) -> nn.Module:
     return block
 
 
-def ours(block: nn.Module, router: dict[str, object], *, backend: str = "loop", settings: MoESettings | None = None) -> MoELayer:
+def ours(
+    block: nn.Module, router: dict[str, object], *, backend: str = "loop", settings: MoESettings | None = None
+) -> MoELayer:
     """Our layer with the block's weights; the layout of the weights is the same, gate half first."""
     routing = Router(RouterConfig(hidden_size=HIDDEN, num_experts=EXPERTS, **router))
-    experts = Experts(num_local_experts=EXPERTS, hidden_size=HIDDEN, ffn_size=FFN, activation="swiglu", backend=backend)
+    experts = Experts(
+        num_local_experts=EXPERTS, hidden_size=HIDDEN, ffn_size=FFN, activation="swiglu", backend=backend
+    )
     their_shared, shared = getattr(block, "shared_experts", None), None
     with torch.no_grad():
         routing.weight.copy_(block.gate.weight)
@@ -113,7 +150,13 @@ def ours(block: nn.Module, router: dict[str, object], *, backend: str = "loop", 
             shared.weight1.copy_(torch.cat([their_shared.gate_proj.weight, their_shared.up_proj.weight]))
             shared.weight2.copy_(their_shared.down_proj.weight)
     dispatcher = LocalDispatcher(EXPERTS)
-    return MoELayer(router=routing, dispatcher=dispatcher, experts=experts, settings=settings or MoESettings(), shared=shared)
+    return MoELayer(
+        router=routing,
+        dispatcher=dispatcher,
+        experts=experts,
+        settings=settings or MoESettings(),
+        shared=shared,
+    )
 
 
 def their_gradients(block: nn.Module) -> dict[str, Tensor]:
@@ -164,10 +207,11 @@ def test_block(case, shape, backend):
     ids=["Mixtral", "OLMoE", "OLMoE, one expert"],
 )
 def test_load_balancing_loss(block, balancing_loss, router):
-    """For one layer theirs is K times ours: their fractions of tokens per expert sum to K, ours of slots to 1.
+    """For one layer theirs is K times ours: their fractions of tokens per expert sum to K, ours of slots to
+    1.
 
-    For several layers the definitions differ: theirs multiplies fractions and scores averaged over the layers, ours adds the
-    losses of the layers.
+    For several layers the definitions differ: theirs multiplies fractions and scores averaged over the
+    layers, ours adds the losses of the layers.
     """
     block = with_weights(block())
     layer = ours(block, router, settings=MoESettings(losses=(AuxLoss("aux_loss", 1.0),)))
@@ -179,5 +223,7 @@ def test_load_balancing_loss(block, balancing_loss, router):
     loss = layer(x_ours)[1] * router["topk"]
     loss.backward()
     found = {"loss": loss, "x": x_ours.grad, "router": layer.router.weight.grad}
-    error = assert_equal_to(LIMIT, found, {"loss": theirs, "x": x_theirs.grad, "router": block.gate.weight.grad})
+    error = assert_equal_to(
+        LIMIT, found, {"loss": theirs, "x": x_theirs.grad, "router": block.gate.weight.grad}
+    )
     print(f"largest relative error {error:.1e}")

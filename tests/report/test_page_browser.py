@@ -19,13 +19,17 @@ def browser(tmp_path_factory):
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
-    write_report(dense_and_moe(folder), folder / "report.html", title="<script>document.title = 'run'</script>")
+    write_report(
+        dense_and_moe(folder), folder / "report.html", title="<script>document.title = 'run'</script>"
+    )
     return folder / "report.html"
 
 
 def charts(browser) -> dict:
     """Title of each chart that is shown to the text of its line."""
-    return dict(browser("Report.charts.filter(c => !c.box.hidden).map(c => [c.title, c.readout.textContent])"))
+    return dict(
+        browser("Report.charts.filter(c => !c.box.hidden).map(c => [c.title, c.readout.textContent])")
+    )
 
 
 def colored(browser, selector: str) -> int:
@@ -39,25 +43,37 @@ def test_it_opens_from_the_disk_without_an_error_or_a_request(browser, page):
     browser.open(page)
     assert browser.problems == []
     assert browser.requests == [page.as_uri()]
-    assert browser("document.title") == browser("document.querySelector('h1').textContent") == "<script>document.title = 'run'</script>"
+    assert (
+        browser("document.title")
+        == browser("document.querySelector('h1').textContent")
+        == "<script>document.title = 'run'</script>"
+    )
     shown = charts(browser)
     assert shown["Training loss, nats per token"].startswith("latest")
-    assert {"Validation perplexity", "Gradient norm before clipping", "Router entropy by layer, nats", "Dropped tokens by layer"} <= set(
-        shown
-    )
+    assert {
+        "Validation perplexity",
+        "Gradient norm before clipping",
+        "Router entropy by layer, nats",
+        "Dropped tokens by layer",
+    } <= set(shown)
     assert "Router weight of the first choice by layer" not in shown  # not recorded
     assert all(colored(browser, f'[data-chart="{name}"] canvas') > 5 for name in ("loss", "ppl", "grad_norm"))
 
 
 def test_every_axis_and_scale(browser, page):
     browser.open(page)
-    for axis, unit in (("consumed_flops", "FLOPs"), ("training_seconds", "seconds"), ("iteration", "iteration")):
+    for axis, unit in (
+        ("consumed_flops", "FLOPs"),
+        ("training_seconds", "seconds"),
+        ("iteration", "iteration"),
+    ):
         browser(f"document.querySelector('input[value={axis}]').click()")
         assert browser("Report.charts[0].unit") == unit
     for name in ("log-x", "log-y"):
         browser(f"document.getElementById('{name}').click()")
     assert colored(browser, '[data-chart="loss"] canvas') > 5
-    assert browser("Report.charts[0].plot.data.slice(1).some(values => values[10] === null)")  # a gap stays one
+    # a gap stays one
+    assert browser("Report.charts[0].plot.data.slice(1).some(values => values[10] === null)")
     assert browser("Report.charts[0].note.textContent") == "× marks records that are not a number."
     assert browser.problems == []
 
@@ -65,7 +81,10 @@ def test_every_axis_and_scale(browser, page):
 def test_hover_and_arrow_keys_tell_the_values(browser, page):
     browser.open(page)
     browser("document.querySelector('input[value=iteration]').click()")
-    browser("document.getElementById('smoothing').value = 0; document.getElementById('smoothing').dispatchEvent(new Event('input'))")
+    browser(
+        "document.getElementById('smoothing').value = 0;"
+        " document.getElementById('smoothing').dispatchEvent(new Event('input'))"
+    )
     browser("Report.charts[0].place.scrollIntoView({block: 'center'}); Report.charts[0].place.focus()")
     browser.press("End")
     assert charts(browser)["Training loss, nats per token"] == "iteration 40dense 4experts 3"
@@ -73,14 +92,17 @@ def test_hover_and_arrow_keys_tell_the_values(browser, page):
     browser.press("ArrowRight")
     assert charts(browser)["Training loss, nats per token"] == "iteration 2dense 7.8experts 7.75"
     browser.press("Escape")
-    x, y, width = browser("(r => [r.left, r.top + 50, r.width])(Report.charts[0].plot.over.getBoundingClientRect())")
+    x, y, width = browser(
+        "(r => [r.left, r.top + 50, r.width])(Report.charts[0].plot.over.getBoundingClientRect())"
+    )
     browser.move(x + width / 2, y)
     assert charts(browser)["Training loss, nats per token"].startswith("iteration 2")
 
 
 def test_smoothing_by_hand(browser, page):
     browser.open(page)
-    # Forwards 4 and (4*0.25 + 1*0.5)/0.75 = 2, backwards 1 and (1*0.25 + 4*0.5)/0.75 = 3; of each place the mean. A gap stays one.
+    # Forwards 4 and (4*0.25 + 1*0.5)/0.75 = 2, backwards 1 and (1*0.25 + 4*0.5)/0.75 = 3; of each place the
+    # mean. A gap stays one.
     assert browser("Report.smoothed([4, null, 1], 0.5)") == [3.5, None, 1.5]
     assert browser("Report.smoothed([4, 4, 4], 0.9).map(value => value.toFixed(6))") == ["4.000000"] * 3
 
@@ -88,7 +110,10 @@ def test_smoothing_by_hand(browser, page):
 def test_a_run_can_be_hidden(browser, page):
     browser.open(page)
     browser("document.querySelectorAll('#runs button')[1].click()")
-    assert "experts" not in charts(browser)["Training loss, nats per token"] and "dense" in charts(browser)["Training loss, nats per token"]
+    assert (
+        "experts" not in charts(browser)["Training loss, nats per token"]
+        and "dense" in charts(browser)["Training loss, nats per token"]
+    )
 
 
 def test_the_heatmap_follows_its_slider_and_the_keyboard(browser, page):
@@ -98,18 +123,33 @@ def test_the_heatmap_follows_its_slider_and_the_keyboard(browser, page):
     browser("document.querySelector('#heat-now canvas').focus()")
     for key in ("ArrowDown", "ArrowRight", "ArrowRight", "ArrowRight"):
         browser.press(key)
-    assert browser(text) == "iteration 40, layer 2, expert 3: 0.00 of its fair share (0.0% of the tokens, dead)"
-    browser("slider = document.getElementById('expert-time'); slider.value = 0; slider.dispatchEvent(new Event('input'))")
+    assert (
+        browser(text) == "iteration 40, layer 2, expert 3: 0.00 of its fair share (0.0% of the tokens, dead)"
+    )
+    browser(
+        "slider = document.getElementById('expert-time'); slider.value = 0; slider.dispatchEvent(new"
+        " Event('input'))"
+    )
     assert browser(text) == "iteration 1, layer 2, expert 3: 1.00 of its fair share (25.0% of the tokens)"
     browser("document.getElementById('expert-table-box').open = true")
-    assert browser("new Promise(done => setTimeout(() => done(document.querySelectorAll('#expert-table td').length), 200))") == 8
+    assert (
+        browser(
+            "new Promise(done => setTimeout(() => done(document.querySelectorAll('#expert-table td').length),"
+            " 200))"
+        )
+        == 8
+    )
     assert colored(browser, "#heat-over canvas") >= 4 and browser.problems == []
 
 
 def test_the_cost_of_another_loss(browser, page):
     browser.open(page)
-    browser("box = document.getElementById('target-loss'); box.value = 7; box.dispatchEvent(new Event('input'))")
-    cells = "[...document.querySelectorAll('tr[data-run] td[data-axis=iteration]')].map(cell => cell.textContent)"
+    browser(
+        "box = document.getElementById('target-loss'); box.value = 7; box.dispatchEvent(new Event('input'))"
+    )
+    cells = (
+        "[...document.querySelectorAll('tr[data-run] td[data-axis=iteration]')].map(cell => cell.textContent)"
+    )
     assert browser(cells) == ["11", "9"]
     browser("box.value = 1; box.dispatchEvent(new Event('input'))")
     assert browser(cells) == ["not reached", "not reached"]
@@ -120,25 +160,46 @@ def test_a_phone(browser, page, scripts):
     browser.open(page, width=390, height=844, scripts=scripts)
     assert browser("document.documentElement.scrollWidth") == 390
     tables = browser("[...document.querySelectorAll('.scroll')].map(box => box.getAttribute('aria-label'))")
-    assert {"The runs in numbers", "Cost of a loss", "Settings that differ", "Layers of experts", "Events"} <= set(tables)
+    assert {
+        "The runs in numbers",
+        "Cost of a loss",
+        "Settings that differ",
+        "Layers of experts",
+        "Events",
+    } <= set(tables)
     assert "reaches the loss of dense" in browser("document.querySelector('.card').textContent")
 
 
 @pytest.mark.parametrize("width", [375, 1280])
 def test_names_as_training_gives_them(browser, tmp_path, width):
     # Without RUN_NAME a name lists the settings; one of 250 characters is as long as a folder's may be.
-    names = ["moe_true_num_experts_64_topk_8_moe_type_dmoe_gbsz_1024_seq_len_4096_lr_0.0003_PP_1_TP_1_EP_4", "long_name_" * 25]
+    names = [
+        "moe_true_num_experts_64_topk_8_moe_type_dmoe_gbsz_1024_seq_len_4096_lr_0.0003_PP_1_TP_1_EP_4",
+        "long_name_" * 25,
+    ]
     for path, name in zip(dense_and_moe(tmp_path), names, strict=True):
         path.rename(tmp_path / name)
     write_report([tmp_path / name for name in names], tmp_path / "report.html")
     browser.open(tmp_path / "report.html", width=width, height=800)
     assert browser("document.documentElement.scrollWidth") == width
-    values = "[...document.querySelectorAll('.chart .readout b')].filter(value => value.getBoundingClientRect().width)"
-    boxes = f"{values}.map(value => [value.getBoundingClientRect().right, value.closest('.readout').getBoundingClientRect().right])"
+    values = (
+        "[...document.querySelectorAll('.chart .readout b')].filter(value =>"
+        " value.getBoundingClientRect().width)"
+    )
+    boxes = (
+        f"{values}.map(value => [value.getBoundingClientRect().right,"
+        " value.closest('.readout').getBoundingClientRect().right])"
+    )
     assert len(browser(boxes)) > 10 and all(value <= box + 1 for value, box in browser(boxes))
     inside = "getComputedStyle(value.parentElement).overflow"
     assert set(browser(f"{values}.map(value => {inside})")) == {"visible"}  # nothing is cut off before that
-    assert browser("Math.max(...[...document.querySelectorAll('thead')].map(head => head.getBoundingClientRect().height))") < 220
+    assert (
+        browser(
+            "Math.max(...[...document.querySelectorAll('thead')].map(head =>"
+            " head.getBoundingClientRect().height))"
+        )
+        < 220
+    )
     assert browser.problems == []
 
 
@@ -163,7 +224,9 @@ def test_runs_with_hardly_anything(browser, tmp_path):
 @pytest.mark.slow
 def test_100000_records(browser, tmp_path):
     layer = experts([300, 100, 200, 200], [1, 2, 3, 4])
-    path = write_run(tmp_path / "long", [train_record(index, 5 + 1 / index, experts=layer) for index in range(1, 100_001)])
+    path = write_run(
+        tmp_path / "long", [train_record(index, 5 + 1 / index, experts=layer) for index in range(1, 100_001)]
+    )
     write_report([path], tmp_path / "report.html")
     assert (tmp_path / "report.html").stat().st_size < 1_000_000
     browser.open(tmp_path / "report.html")

@@ -1,4 +1,6 @@
-"""Reading run folders for the report: every state that a folder may be in, every key that a record may lack."""
+"""Reading run folders for the report: every state that a folder may be in, every key that a record may
+lack.
+"""
 
 import json
 import math
@@ -74,7 +76,10 @@ def test_older_files_have_neither_flops_nor_times(tmp_path):
         del record["consumed_flops"], record["training_seconds"], record["experts"], record["grad_norm"]
     run = read_run(write_run(tmp_path / "old", records, use_moe=False))
     assert run.train["training_seconds"].tolist() == [1.0, 2.0]
-    assert run.train["consumed_flops"].tolist() == [80 * flops_per_iteration(run.config, 1), 160 * flops_per_iteration(run.config, 1)]
+    assert run.train["consumed_flops"].tolist() == [
+        80 * flops_per_iteration(run.config, 1),
+        160 * flops_per_iteration(run.config, 1),
+    ]
     assert np.isnan(run.train["grad_norm"]).all()
 
 
@@ -97,7 +102,11 @@ def test_a_run_that_died_is_not_running(tmp_path):
 
 
 def test_a_run_that_starts_anew_has_not_ended(tmp_path):
-    records = [event("start", 0, "10:00:00"), train_record(1, 5.0), event("end", 1, "10:01:00", status="stopped")]
+    records = [
+        event("start", 0, "10:00:00"),
+        train_record(1, 5.0),
+        event("end", 1, "10:01:00", status="stopped"),
+    ]
     folder = write_run(tmp_path / "again", records)
     assert read_run(folder).status == fresh(folder).status() == "stopped"
     (folder / "provenance.json").write_text('{"starts": [{"time": "2026-01-02T10:05:00+00:00"}]}')
@@ -106,7 +115,13 @@ def test_a_run_that_starts_anew_has_not_ended(tmp_path):
 
 def test_lines_that_are_no_records(tmp_path):
     folder = write_run(tmp_path / "odd", [])
-    lines = ["[1, 2]", "{not json", "", json.dumps(train_record(2, 5.0)), '{"kind": "train", "iteration": 3, "lm_loss": NaN}']
+    lines = [
+        "[1, 2]",
+        "{not json",
+        "",
+        json.dumps(train_record(2, 5.0)),
+        '{"kind": "train", "iteration": 3, "lm_loss": NaN}',
+    ]
     lines += [json.dumps(train_record(1, 5.0)), '{"kind": "train", "iteration": 4, "lm_loss": "low"}']
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     run = read_run(folder)

@@ -1,4 +1,6 @@
-"""The wandb report: what it is made of, by wandb's own models of a report, and what it says where it cannot be made."""
+"""The wandb report: what it is made of, by wandb's own models of a report, and what it says where it cannot
+be made.
+"""
 
 from __future__ import annotations
 
@@ -23,26 +25,46 @@ KEY = "0123456789abcdef" * 2 + "5ec4e700"
 
 def train(iteration: int, *, num_layers: int = 2, **changes: Any) -> dict[str, Any]:
     experts = [
-        {"layer": layer, "tokens_per_expert": [60, 68], "max_over_mean": 1.0 + layer / 2, "dead_fraction": 0.0, "dropped_fraction": 0.0}
+        {
+            "layer": layer,
+            "tokens_per_expert": [60, 68],
+            "max_over_mean": 1.0 + layer / 2,
+            "dead_fraction": 0.0,
+            "dropped_fraction": 0.0,
+        }
         | {"router_entropy": 0.69}
         for layer in range(1, num_layers + 1)
     ]
     return {
-        "kind": "train", "iteration": iteration, "consumed_tokens": 1000 * iteration, "consumed_flops": 1e9 * iteration,
-        "training_seconds": 0.5 * iteration, "lm_loss": 4.25, "learning_rate": 1e-3, "grad_norm": 1.5, "tokens_per_second": 2000.0,
-        "tflops_per_gpu": 0.5, "elapsed_time_per_iteration_ms": 500.0, "peak_memory_bytes": 2_500_000_000, "experts": experts,
+        "kind": "train", "iteration": iteration, "consumed_tokens": 1000 * iteration,
+        "consumed_flops": 1e9 * iteration, "training_seconds": 0.5 * iteration, "lm_loss": 4.25,
+        "learning_rate": 1e-3, "grad_norm": 1.5, "tokens_per_second": 2000.0, "tflops_per_gpu": 0.5,
+        "elapsed_time_per_iteration_ms": 500.0, "peak_memory_bytes": 2_500_000_000, "experts": experts,
     } | changes  # fmt: skip
 
 
-VALID = {"kind": "valid", "iteration": 2, "consumed_tokens": 2000, "consumed_flops": 2e9, "training_seconds": 1.0, "lm_loss": 4.5}
+VALID = {
+    "kind": "valid",
+    "iteration": 2,
+    "consumed_tokens": 2000,
+    "consumed_flops": 2e9,
+    "training_seconds": 1.0,
+    "lm_loss": 4.5,
+}
 
 
-def make_run(folder: Path, wandb_id: str = "abc12345", *, is_moe: bool = True, project: str = "p", start: str = "run") -> Path:
-    """A run folder as a run with WANDB_PROJECT leaves it; `start` is how wandb calls the folder of a start, online or offline."""
+def make_run(
+    folder: Path, wandb_id: str = "abc12345", *, is_moe: bool = True, project: str = "p", start: str = "run"
+) -> Path:
+    """A run folder as a run with WANDB_PROJECT leaves it; `start` is how wandb calls the folder of a start,
+    online or offline.
+    """
     layers = 2 if is_moe else 0
     (folder / "wandb" / f"{start}-20260101_100000-{wandb_id}").mkdir(parents=True)
     (folder / "wandb" / "run_id").write_text(wandb_id)
-    (folder / "config.yaml").write_text(f"use_moe: {str(is_moe).lower()}\nmoe_type: dmoe\nwandb_project: {project}\n")
+    (folder / "config.yaml").write_text(
+        f"use_moe: {str(is_moe).lower()}\nmoe_type: dmoe\nwandb_project: {project}\n"
+    )
     records = [train(1, num_layers=layers), train(2, num_layers=layers), VALID]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder
@@ -59,7 +81,9 @@ def spec_of(paths: list[Path], **options: Any) -> dict[str, Any]:
     report = build_report(mirrored_runs(paths, project="p"), project="p", entity="me", **options)
     from wandb_workspaces.reports.v2 import internal  # after it was imported with its warnings off
 
-    spec = internal.Spec.model_validate_json(report._to_model().spec.model_dump_json(by_alias=True, exclude_none=True))
+    spec = internal.Spec.model_validate_json(
+        report._to_model().spec.model_dump_json(by_alias=True, exclude_none=True)
+    )
     return dict(spec.model_dump(by_alias=True, exclude_none=True))
 
 
@@ -81,19 +105,33 @@ def test_panels(needs_wandb: None, tmp_path: Path) -> None:
         written = curves(VALID if y[0].startswith("valid/") else train(1))
         assert set(y) <= set(written) and (x is None or x in written)
     by_layer = [panel["config"]["metricRegex"] for panel in panels(spec) if "metricRegex" in panel["config"]]
-    assert by_layer == [rf"moe/layer_\d+/{key}" for key in ("max_over_mean", "dead_fraction", "dropped_fraction", "router_entropy")]
-    assert all(panel["config"]["useMetricRegex"] for panel in panels(spec) if "metricRegex" in panel["config"])
+    assert by_layer == [
+        rf"moe/layer_\d+/{key}"
+        for key in ("max_over_mean", "dead_fraction", "dropped_fraction", "router_entropy")
+    ]
+    assert all(
+        panel["config"]["useMetricRegex"] for panel in panels(spec) if "metricRegex" in panel["config"]
+    )
 
 
 def test_panels_fill_the_grid_without_overlap(needs_wandb: None, tmp_path: Path) -> None:
     for grid in grids(spec_of([make_run(tmp_path / "moe")])):
         layouts = [panel["layout"] for panel in grid["panelBankSectionConfig"]["panels"]]
-        cells = [(x, y) for a in layouts for x in range(a["x"], a["x"] + a["w"]) for y in range(a["y"], a["y"] + a["h"])]
+        cells = [
+            (x, y)
+            for a in layouts
+            for x in range(a["x"], a["x"] + a["w"])
+            for y in range(a["y"], a["y"] + a["h"])
+        ]
         assert len(cells) == len(set(cells)) and max(x for x, _ in cells) == 23
 
 
 def test_run_sets_hold_these_runs_alone(needs_wandb: None, tmp_path: Path) -> None:
-    paths = [make_run(tmp_path / "dense", "d1", is_moe=False), make_run(tmp_path / "moe", "m1"), make_run(tmp_path / "other", "m2")]
+    paths = [
+        make_run(tmp_path / "dense", "d1", is_moe=False),
+        make_run(tmp_path / "moe", "m1"),
+        make_run(tmp_path / "other", "m2"),
+    ]
     spec = spec_of([*paths, paths[0]])
     loss, load = grids(spec)[0], grids(spec)[1]
 
@@ -101,35 +139,60 @@ def test_run_sets_hold_these_runs_alone(needs_wandb: None, tmp_path: Path) -> No
         return {one["name"]: one["filters"]["filters"][0]["value"] for one in grid["runSets"]}
 
     assert ids(loss) == {"dense": ["d1"], "MoE": ["m1", "m2"]} and ids(load) == {"MoE": ["m1", "m2"]}
-    assert all(one["filters"]["filters"][0]["key"] == {"section": "run", "name": "name"} for one in loss["runSets"])  # wandb's name: the id
-    assert len(set(loss["customRunColors"].values())) == 3 and set(loss["customRunColors"]) >= {"d1", "m1", "m2"}
+    # wandb's name: the id
+    assert all(
+        one["filters"]["filters"][0]["key"] == {"section": "run", "name": "name"} for one in loss["runSets"]
+    )
+    assert len(set(loss["customRunColors"].values())) == 3 and set(loss["customRunColors"]) >= {
+        "d1",
+        "m1",
+        "m2",
+    }
     assert len(grids(spec_of([paths[0]]))) == len(grids(spec)) - 1  # without a MoE run, none on experts
 
 
 def test_text_of_the_report(needs_wandb: None, tmp_path: Path) -> None:
-    spec = spec_of([make_run(tmp_path / "<script>|`x`_y", "d1", is_moe=False), make_run(tmp_path / "moe", "m1")])
+    spec = spec_of(
+        [make_run(tmp_path / "<script>|`x`_y", "d1", is_moe=False), make_run(tmp_path / "moe", "m1")]
+    )
     table, heatmap = [block["content"] for block in spec["blocks"] if block["type"] == "markdown-block"]
     rows = table.splitlines()
-    assert rows[2] == "| &#60;script&#62;&#124;&#96;x&#96;&#95;y | dense | 2 | 2,000 | 4.2500 | 4.5000 | 2,000 | 2.50 GB |"
+    assert (
+        rows[2]
+        == "| &#60;script&#62;&#124;&#96;x&#96;&#95;y | dense | 2 | 2,000 | 4.2500 | 4.5000 | 2,000 | 2.50"
+        " GB |"
+    )
     assert rows[3].startswith("| moe | dmoe | 2 | ") and len(rows) == 4
     assert "layer   1 🟨🟨\nlayer   2 🟧🟧\nuntil iteration 2, 1 records a square" in heatmap
-    with pytest.raises(ValueError, match=r"^TITLE=x{20}\.\.\.: has 129 characters\. Fix: give at most 128\.$"):
+    with pytest.raises(
+        ValueError, match=r"^TITLE=x{20}\.\.\.: has 129 characters\. Fix: give at most 128\.$"
+    ):
         spec_of([tmp_path / "moe"], title="x" * 129)
 
 
 def test_runs_that_wandb_does_not_have(tmp_path: Path) -> None:
-    without, offline, elsewhere, nothing = (tmp_path / name for name in ("without", "off line", "elsewhere", "nothing"))
+    without, offline, elsewhere, nothing = (
+        tmp_path / name for name in ("without", "off line", "elsewhere", "nothing")
+    )
     make_run(offline, start="offline-run")
     make_run(elsewhere, project="q")
     (make_run(without) / "wandb" / "run_id").unlink()
     with pytest.raises(ValueError) as error:
         mirrored_runs([without, offline, elsewhere, nothing], project="p")
     assert str(error.value).splitlines() == [
-        f"RUN={without}: has no wandb run: WANDB_PROJECT was not set. "
-        "Fix: set WANDB_PROJECT=p for the next run (WANDB_MODE=offline needs no network), or use `moe-exp report`.",
-        f"RUN={offline}: wandb has not got all of it: 1 of its starts was offline. Fix: wandb sync -p p '{offline}'/wandb/offline-run-*.",
+        (
+            f"RUN={without}: has no wandb run: WANDB_PROJECT was not set. Fix: set WANDB_PROJECT=p for the"
+            " next run (WANDB_MODE=offline needs no network), or use `moe-exp report`."
+        ),
+        (
+            f"RUN={offline}: wandb has not got all of it: 1 of its starts was offline. Fix: wandb sync -p p"
+            f" '{offline}'/wandb/offline-run-*."
+        ),
         f"RUN={elsewhere}: is in the wandb project q, not in p. Fix: give --project q.",
-        f"RUN={nothing}: is no run folder: it has no metrics.jsonl. Fix: give a run folder, such as runs/NAME.",
+        (
+            f"RUN={nothing}: is no run folder: it has no metrics.jsonl. Fix: give a run folder, such as"
+            " runs/NAME."
+        ),
     ]
     with pytest.raises(ValueError, match=r"^RUN=: at least one is needed\."):
         mirrored_runs([], project="p")
@@ -147,7 +210,11 @@ def test_a_missing_package_is_one_line(package: str, tmp_path: Path, monkeypatch
         pytest.importorskip("wandb_workspaces")
     name = package.replace("_", "-")
     with pytest.raises(
-        ValueError, match=rf"^PACKAGE={name}: is not installed\. Fix: pip install 'moe-exp\[wandb\]', or pip install {name}\.$"
+        ValueError,
+        match=(
+            rf"^PACKAGE={name}: is not installed\. Fix: pip install 'moe-exp\[wandb\]', or pip install"
+            rf" {name}\.$"
+        ),
     ):
         wandb_report([make_run(tmp_path / "a")], project="p")
 
@@ -169,16 +236,41 @@ class _Wandb(BaseHTTPRequestHandler):
         elif "upsertView" in asked:
             self.saved.append(variables)
             place = {"id": "x", "name": variables["projectName"], "entityName": variables["entityName"]}
-            view = {key: variables[key] for key in ("type", "name", "displayName", "description", "spec")} | {"project": place}
+            view = {key: variables[key] for key in ("type", "name", "displayName", "description", "spec")} | {
+                "project": place
+            }
             self._answer(
-                {"data": {"upsertView": {"view": view | {"id": "Vmlldzox", "updatedAt": "2026-01-01T00:00:00"}, "inserted": True}}}
+                {
+                    "data": {
+                        "upsertView": {
+                            "view": view | {"id": "Vmlldzox", "updatedAt": "2026-01-01T00:00:00"},
+                            "inserted": True,
+                        }
+                    }
+                }
             )
         elif "models(" in asked:
-            node = {"id": "x", "name": "p", "entityName": "me", "createdAt": "2026-01-01T00:00:00", "isBenchmark": False, "user": None}
+            node = {
+                "id": "x",
+                "name": "p",
+                "entityName": "me",
+                "createdAt": "2026-01-01T00:00:00",
+                "isBenchmark": False,
+                "user": None,
+            }
             edges = [{"node": node, "cursor": "c"}]
-            self._answer({"data": {"models": {"edges": edges, "pageInfo": {"endCursor": None, "hasNextPage": False}}}})
+            self._answer(
+                {"data": {"models": {"edges": edges, "pageInfo": {"endCursor": None, "hasNextPage": False}}}}
+            )
         else:
-            viewer = {"id": "u", "entity": "me", "username": "me", "email": "", "flags": "{}", "teams": {"edges": []}}
+            viewer = {
+                "id": "u",
+                "entity": "me",
+                "username": "me",
+                "email": "",
+                "flags": "{}",
+                "teams": {"edges": []},
+            }
             self._answer({"data": {"viewer": viewer}})
 
     def _body(self) -> bytes:
@@ -218,30 +310,51 @@ def report_in_a_process(home: Path, run: Path, **environ: str) -> subprocess.Com
     """wandb keeps keys and servers for the life of a process, so each case gets one."""
     code = "import sys; from pathlib import Path; from moe_exp.commands.guard import guarded\n"
     code += "from moe_exp.report.wandb_report import wandb_report\n"
-    code += "sys.exit(guarded(lambda: print(wandb_report([Path(sys.argv[1])], project='p')), 'moe-exp report'))"
+    code += (
+        "sys.exit(guarded(lambda: print(wandb_report([Path(sys.argv[1])], project='p')), 'moe-exp report'))"
+    )
     kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    environ = kept | {"HOME": str(home), "NETRC": str(home / "netrc"), "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])} | environ
+    environ = (
+        kept
+        | {
+            "HOME": str(home),
+            "NETRC": str(home / "netrc"),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+        }
+        | environ
+    )
     command = [sys.executable, "-c", code, str(run)]
-    return subprocess.run(command, cwd=home, capture_output=True, text=True, timeout=300, env=environ, stdin=subprocess.DEVNULL)
+    return subprocess.run(
+        command, cwd=home, capture_output=True, text=True, timeout=300, env=environ, stdin=subprocess.DEVNULL
+    )
 
 
 def test_without_a_key_one_line_says_so(needs_wandb: None, tmp_path: Path) -> None:
     done = report_in_a_process(tmp_path, make_run(tmp_path / "a"))
     assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr.splitlines()[-1] == (
-        "moe-exp report: WANDB_API_KEY=: wandb has no key. Fix: run `wandb login`, or set WANDB_API_KEY."
+    assert (
+        done.stderr.splitlines()[-1]
+        == "moe-exp report: WANDB_API_KEY=: wandb has no key. Fix: run `wandb login`, or set WANDB_API_KEY."
     )
     assert "Traceback" not in done.stderr
 
 
 def test_a_key_that_cannot_be_one_is_one_line_without_it(needs_wandb: None, tmp_path: Path) -> None:
     done = report_in_a_process(tmp_path, make_run(tmp_path / "a"), WANDB_API_KEY="shortsecretkey")
-    assert done.returncode == 1 and "Traceback" not in done.stderr and "shortsecretkey" not in done.stdout + done.stderr
-    assert done.stderr.splitlines()[-1].startswith("moe-exp report: WANDB_API_KEY=...: wandb does not take the key (")
+    assert (
+        done.returncode == 1
+        and "Traceback" not in done.stderr
+        and "shortsecretkey" not in done.stdout + done.stderr
+    )
+    assert done.stderr.splitlines()[-1].startswith(
+        "moe-exp report: WANDB_API_KEY=...: wandb does not take the key ("
+    )
 
 
 @pytest.mark.parametrize("forbidden", [False, True])
-def test_saving_through_wandbs_own_client(needs_wandb: None, tmp_path: Path, server: ThreadingHTTPServer, forbidden: bool) -> None:
+def test_saving_through_wandbs_own_client(
+    needs_wandb: None, tmp_path: Path, server: ThreadingHTTPServer, forbidden: bool
+) -> None:
     handler: Any = server.RequestHandlerClass
     handler.forbidden = forbidden
     address = f"http://127.0.0.1:{server.server_port}"
@@ -253,7 +366,12 @@ def test_saving_through_wandbs_own_client(needs_wandb: None, tmp_path: Path, ser
         assert done.returncode == 0, done.stderr
         assert done.stdout == f"{address}/me/p/reports/Dense-against-MoE--Vmlldzox\n"
         (sent,) = handler.saved
-        assert (sent["entityName"], sent["projectName"], sent["displayName"], sent["type"]) == ("me", "p", "Dense against MoE", "runs")
+        assert (sent["entityName"], sent["projectName"], sent["displayName"], sent["type"]) == (
+            "me",
+            "p",
+            "Dense against MoE",
+            "runs",
+        )
         assert "abc12345" in sent["spec"] and len(panels(json.loads(sent["spec"]))) > 10
     assert KEY not in done.stdout + done.stderr + json.dumps(handler.saved)
     assert all(KEY.encode() not in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
@@ -264,7 +382,11 @@ def test_squares_of_a_long_run_stay_few() -> None:
     squares.take({"kind": "valid", "iteration": 0})
     for iteration in range(1, 1001):
         peak = 9.0 if iteration == 700 else 1.0
-        squares.take(train(iteration, experts=[{"layer": 7, "max_over_mean": peak}, {"layer": 12, "max_over_mean": None}]))
+        squares.take(
+            train(
+                iteration, experts=[{"layer": 7, "max_over_mean": peak}, {"layer": 12, "max_over_mean": None}]
+            )
+        )
     head, row, foot = squares.text().splitlines()
     assert head.startswith("busiest expert over the mean: 🟦 under 1.25, ") and head.endswith("🟥 3 and more")
     assert foot == "until iteration 1,000, 32 records a square"

@@ -15,8 +15,15 @@ matplotlib_image = pytest.importorskip("matplotlib.image")
 
 
 def records(num_train: int) -> list[dict[str, Any]]:
-    train = [{"kind": "train", "iteration": i, "lm_loss": 3 + 8 / i, "learning_rate": 1e-3} for i in range(1, num_train + 1)]
-    return [{"kind": "event", "iteration": 0}, *train, {"kind": "valid", "iteration": num_train, "lm_loss": 3.5}]
+    train = [
+        {"kind": "train", "iteration": i, "lm_loss": 3 + 8 / i, "learning_rate": 1e-3}
+        for i in range(1, num_train + 1)
+    ]
+    return [
+        {"kind": "event", "iteration": 0},
+        *train,
+        {"kind": "valid", "iteration": num_train, "lm_loss": 3.5},
+    ]
 
 
 def pixels_like(path: Path, color: tuple[int, int, int]) -> int:
@@ -29,7 +36,10 @@ SMOOTH, RAW, VALID, RATE = (0x1F, 0x5F, 0x9E), (0x9D, 0xC3, 0xE6), (0xD9, 0x54, 
 
 
 def test_a_long_run_shows_all_four_curves(tmp_path: Path) -> None:
-    noisy = [r | {"lm_loss": r["lm_loss"] + (-1) ** r["iteration"]} if r["kind"] == "train" else r for r in records(200)]
+    noisy = [
+        r | {"lm_loss": r["lm_loss"] + (-1) ** r["iteration"]} if r["kind"] == "train" else r
+        for r in records(200)
+    ]
     draw_loss_curve(noisy, tmp_path / "a.png", "name")
     assert all(pixels_like(tmp_path / "a.png", color) > 50 for color in (SMOOTH, RAW, VALID, RATE))
     assert matplotlib_image.imread(tmp_path / "a.png").shape[:2] == (720, 1200)
@@ -62,9 +72,13 @@ def test_pyplot_is_not_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_long_names_break_before_a_word_and_lose_nothing() -> None:
-    name = "moe_true_num_experts_64_topk_1_type_dmoe_num_nodes_1_gpus_per_node_8_TP_1_PP_1_VPP_none_EP_4_ETP_2_CP_2"
+    name = "moe_true_num_experts_64_topk_1_type_dmoe_num_nodes_1_gpus_per_node_8"
+    name += "_TP_1_PP_1_VPP_none_EP_4_ETP_2_CP_2"
     assert _wrapped(name).split("\n") == [name.removesuffix("CP_2"), "CP_2"]
-    assert _wrapped("x" * 150).replace("\n", "") == "x" * 150 and max(map(len, _wrapped("x" * 150).split("\n"))) == 101
+    assert (
+        _wrapped("x" * 150).replace("\n", "") == "x" * 150
+        and max(map(len, _wrapped("x" * 150).split("\n"))) == 101
+    )
 
 
 def test_smoothed_is_a_centred_mean_that_keeps_gaps() -> None:

@@ -37,7 +37,8 @@ def test_paths_are_those_of_the_documented_folder(tmp_path: Path) -> None:
         folder.summary,
     ]
     assert [path.name for path in names] == [
-        "config.yaml", "provenance.json", "train.log", "metrics.jsonl", "checkpoints", "tensorboard", "wandb", "summary.json",
+        "config.yaml", "provenance.json", "train.log", "metrics.jsonl", "checkpoints", "tensorboard", "wandb",
+        "summary.json",
     ]  # fmt: skip
     assert {path.parent for path in names} == {tmp_path / "runs" / "a"}
     assert not folder.path.exists()
@@ -64,7 +65,9 @@ def test_the_environment_is_never_written(tmp_path: Path, monkeypatch: pytest.Mo
     assert '"versions"' in written and "5ec4e7" not in written and "HARMLESS_NAME" not in written
 
 
-def test_commit_is_that_of_the_checkout_of_the_package_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commit_is_that_of_the_checkout_of_the_package_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkout = tmp_path / "checkout"
     (checkout / "venv").mkdir(parents=True)
     for name in ("ours.py", "venv/installed.py"):
@@ -113,7 +116,14 @@ def test_a_new_run_has_no_problems_and_nothing_is_made(tmp_path: Path) -> None:
 
 def test_the_same_model_may_go_on_with_other_settings(tmp_path: Path) -> None:
     open_run_folder(config_in(tmp_path, num_experts=8))
-    other = {"ep": 2, "gpus_per_node": 2, "lr": 1e-3, "seq_len": 1024, "head_dim": 128, "moe_ffn_hidden_size": 1792}
+    other = {
+        "ep": 2,
+        "gpus_per_node": 2,
+        "lr": 1e-3,
+        "seq_len": 1024,
+        "head_dim": 128,
+        "moe_ffn_hidden_size": 1792,
+    }
     assert run_folder_problems(config_in(tmp_path, num_experts=8, **other)) == []
 
 
@@ -123,8 +133,8 @@ def test_another_optimizer_only_where_it_is_allowed(tmp_path: Path) -> None:
     assert run_folder_problems(config_in(tmp_path, **other)) == []  # nothing was trained
     (folder.checkpoints / LATEST).write_text("10")
     (line,) = run_folder_problems(config_in(tmp_path, **other))
-    assert line == (
-        f"OPTIMIZER=sgd: {folder.path} has OPTIMIZER=adam. "
+    assert (
+        line == f"OPTIMIZER=sgd: {folder.path} has OPTIMIZER=adam. "
         "Fix: set OPTIMIZER=adam, or ALLOW_OTHER_OPTIMIZER=true to go on with moments of zero."
     )
     assert run_folder_problems(config_in(tmp_path, **other, allow_other_optimizer=True)) == []
@@ -144,14 +154,22 @@ def test_every_differing_model_setting_is_named_with_both_values(tmp_path: Path)
     folder = open_run_folder(config_in(tmp_path, num_experts=8))
     problems = run_folder_problems(config_in(tmp_path, num_experts=16, hidden_size=256, qk_norm=True))
     assert problems == [
-        f"HIDDEN_SIZE=256: {folder.path} holds a model with HIDDEN_SIZE=512. "
-        "Fix: give another RUN_NAME to start a new run, or set HIDDEN_SIZE=512 to go on with this one.",
-        f"HEAD_DIM=64: {folder.path} holds a model with HEAD_DIM=128. "
-        "Fix: give another RUN_NAME to start a new run, or set HEAD_DIM=128 to go on with this one.",
-        f"QK_NORM=True: {folder.path} holds a model with QK_NORM=False. "
-        "Fix: give another RUN_NAME to start a new run, or set QK_NORM=False to go on with this one.",
-        f"NUM_EXPERTS=16: {folder.path} holds a model with NUM_EXPERTS=8. "
-        "Fix: give another RUN_NAME to start a new run, or set NUM_EXPERTS=8 to go on with this one.",
+        (
+            f"HIDDEN_SIZE=256: {folder.path} holds a model with HIDDEN_SIZE=512. "
+            "Fix: give another RUN_NAME to start a new run, or set HIDDEN_SIZE=512 to go on with this one."
+        ),
+        (
+            f"HEAD_DIM=64: {folder.path} holds a model with HEAD_DIM=128. "
+            "Fix: give another RUN_NAME to start a new run, or set HEAD_DIM=128 to go on with this one."
+        ),
+        (
+            f"QK_NORM=True: {folder.path} holds a model with QK_NORM=False. "
+            "Fix: give another RUN_NAME to start a new run, or set QK_NORM=False to go on with this one."
+        ),
+        (
+            f"NUM_EXPERTS=16: {folder.path} holds a model with NUM_EXPERTS=8. "
+            "Fix: give another RUN_NAME to start a new run, or set NUM_EXPERTS=8 to go on with this one."
+        ),
     ]
 
 
@@ -162,7 +180,9 @@ def test_experts_do_not_matter_to_a_dense_run(tmp_path: Path) -> None:
     assert line.startswith("USE_MOE=True: ") and "holds a model with USE_MOE=False" in line
 
 
-@pytest.mark.parametrize("text", ["a: [", "only text", "", "use_moe: true\nnum_heads: x\nhidden_size: 8\nhead_dim: 0\n", "\x00"])
+@pytest.mark.parametrize(
+    "text", ["a: [", "only text", "", "use_moe: true\nnum_heads: x\nhidden_size: 8\nhead_dim: 0\n", "\x00"]
+)
 def test_an_unreadable_config_is_refused(tmp_path: Path, text: str) -> None:
     folder = open_run_folder(config_in(tmp_path))
     folder.config.write_text(text)
@@ -194,7 +214,8 @@ def test_a_file_in_the_way(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "rule"), [("../b", "must stay inside RUN_DIR"), ("/b", "must stay inside RUN_DIR"), ("x" * 256, "255 bytes")]
+    ("name", "rule"),
+    [("../b", "must stay inside RUN_DIR"), ("/b", "must stay inside RUN_DIR"), ("x" * 256, "255 bytes")],
 )
 def test_a_name_that_is_no_folder_name(tmp_path: Path, name: str, rule: str) -> None:
     (line,) = run_folder_problems(config_in(tmp_path, run_name=name))
@@ -210,10 +231,15 @@ hold_run_folder(load_config({config.model_dump()!r}, {{}}))
 print("held", flush=True)
 input()
 """
-    first = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    first = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert first.stdin is not None and first.stdout is not None
     assert first.stdout.readline() == "held\n"
-    text = rf"RUN_NAME=a: another run is writing {config.run_dir}/a\. Fix: wait for its end, or give this run another RUN_NAME\."
+    text = (
+        rf"RUN_NAME=a: another run is writing {config.run_dir}/a\. Fix: wait for its end, or give this run"
+        r" another RUN_NAME\."
+    )
     assert len(run_folder_problems(config)) == 1
     assert re.fullmatch(text, run_folder_problems(config)[0])
     with pytest.raises(ConfigError, match=text):

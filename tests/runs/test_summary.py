@@ -15,7 +15,13 @@ from moe_exp.runs.summary import summarize, summary_text
 
 def train(iteration: int, lm_loss: float | None, **changes: Any) -> dict[str, Any]:
     experts = [
-        {"layer": 1, "tokens_per_expert": [5, 3], "max_over_mean": 1.25, "dropped_fraction": 0.0, "router_entropy": 0.6},
+        {
+            "layer": 1,
+            "tokens_per_expert": [5, 3],
+            "max_over_mean": 1.25,
+            "dropped_fraction": 0.0,
+            "router_entropy": 0.6,
+        },
         {
             "layer": 2,
             "tokens_per_expert": [8, 0],
@@ -26,9 +32,10 @@ def train(iteration: int, lm_loss: float | None, **changes: Any) -> dict[str, An
         },
     ]
     return {
-        "kind": "train", "iteration": iteration, "consumed_samples": 8 * iteration, "consumed_tokens": 1000 * iteration,
-        "lm_loss": lm_loss, "elapsed_time_per_iteration_ms": 100.0, "tokens_per_second": 10000.0, "tflops_per_gpu": None,
-        "skipped_iterations": 0, "nan_iterations": 0, "experts": experts,
+        "kind": "train", "iteration": iteration, "consumed_samples": 8 * iteration,
+        "consumed_tokens": 1000 * iteration, "lm_loss": lm_loss, "elapsed_time_per_iteration_ms": 100.0,
+        "tokens_per_second": 10000.0, "tflops_per_gpu": None, "skipped_iterations": 0, "nan_iterations": 0,
+        "experts": experts,
     } | changes  # fmt: skip
 
 
@@ -60,17 +67,40 @@ def test_summary(folder: RunFolder) -> None:
     summary = summarize(config(), RECORDS, folder, 12.3456, "finished")
     assert json.loads(json.dumps(summary, allow_nan=False)) == summary
     assert summary == {
-        "status": "finished", "exit_code": 0, "ended_by": None, "logged_iteration": 4,
-        "name": config().name, "run_folder": str(folder.path), "model": "dmoe", "iteration": 4, "train_iters": 4,
-        "first_lm_loss": 8.0, "last_lm_loss": 4.5, "min_lm_loss": 4.0, "min_lm_loss_iteration": 3, "last_valid_lm_loss": 4.25,
-        "last_valid_ppl": 70.1, "consumed_samples": 32, "consumed_tokens": 4000, "wall_seconds": 12.346, "tokens_per_second": 10000.0,
-        "ms_per_iteration": 100.0, "tflops_per_gpu": None, "skipped_iterations": 1, "nan_iterations": 0, "num_starts": 2,
+        "status": "finished",
+        "exit_code": 0,
+        "ended_by": None,
+        "logged_iteration": 4,
+        "name": config().name,
+        "run_folder": str(folder.path),
+        "model": "dmoe",
+        "iteration": 4,
+        "train_iters": 4,
+        "first_lm_loss": 8.0,
+        "last_lm_loss": 4.5,
+        "min_lm_loss": 4.0,
+        "min_lm_loss_iteration": 3,
+        "last_valid_lm_loss": 4.25,
+        "last_valid_ppl": 70.1,
+        "consumed_samples": 32,
+        "consumed_tokens": 4000,
+        "wall_seconds": 12.346,
+        "tokens_per_second": 10000.0,
+        "ms_per_iteration": 100.0,
+        "tflops_per_gpu": None,
+        "skipped_iterations": 1,
+        "nan_iterations": 0,
+        "num_starts": 2,
         "expert_balance": {
-            "worst_layer": 2, "max_over_mean": 2.0, "microbatch_max_over_mean": 2.5,
-            "dropped_fraction": 0.05, "num_experts": 4, "dead_experts": [[2, 1]],
+            "worst_layer": 2,
+            "max_over_mean": 2.0,
+            "microbatch_max_over_mean": 2.5,
+            "dropped_fraction": 0.05,
+            "num_experts": 4,
+            "dead_experts": [[2, 1]],
         },
         "checkpoints": ["iter_0000002", "iter_0000004"],
-    }  # fmt: skip
+    }
 
 
 def test_text(folder: RunFolder) -> None:
@@ -81,30 +111,43 @@ def test_text(folder: RunFolder) -> None:
   lm loss      8.0000 -> 4.5000 (lowest 4.0000 at iteration 3)
   validation   4.2500 (perplexity 70.10)
   tokens       4,000 (10,000 tokens/s, 100.0 ms per iteration)
-  experts      the busiest takes 2.00 times its share (layer 2, 2.50 in a micro-batch), 1 of 4 got no token, up to 5.0% of tokens dropped
+  experts      the busiest takes 2.00 times its share (layer 2, 2.50 in a micro-batch), \
+1 of 4 got no token, up to 5.0% of tokens dropped
   trouble      0 iterations without a finite loss, 1 skipped
   checkpoints  2, the newest is checkpoints/iter_0000004
   run folder   {folder.path}
 What to try next
   moe-exp report {folder.path}   # a page of its curves and its experts' load; several runs beside each other
   tensorboard --logdir {folder.path}/tensorboard
-  USE_MOE=false bash moe_exp/scripts/run_moe_from_scratch.sh   # the dense baseline, with your other settings as before
-  EP=2 GPUS_PER_NODE=2 bash moe_exp/scripts/run_moe_from_scratch.sh   # experts spread over two ranks, with your other settings as before"""
+  USE_MOE=false bash moe_exp/scripts/run_moe_from_scratch.sh   \
+# the dense baseline, with your other settings as before
+  EP=2 GPUS_PER_NODE=2 bash moe_exp/scripts/run_moe_from_scratch.sh   \
+# experts spread over two ranks, with your other settings as before"""
     )
 
 
 def test_what_to_try_next_repeats_the_settings_that_were_given(folder: RunFolder) -> None:
-    given = load_config({"preset": "cpu", "gpus_per_node": 1, "train_iters": 60, "log_timers": True, "data_dir": "my data"}, {})
+    given = load_config(
+        {"preset": "cpu", "gpus_per_node": 1, "train_iters": 60, "log_timers": True, "data_dir": "my data"},
+        {},
+    )
     text = summary_text(summarize(given, RECORDS, folder, 12.3, "finished"), given)
     assert "  USE_MOE=false TRAIN_ITERS=60 DATA_DIR='my data' LOG_TIMERS=true bash moe_exp" in text
 
 
 def test_a_run_without_records(tmp_path: Path) -> None:
     summary = summarize(config(), [], RunFolder(tmp_path), 0.5, "failed")
-    assert (summary["iteration"], summary["first_lm_loss"], summary["expert_balance"], summary["checkpoints"]) == (0, None, None, [])
+    assert (
+        summary["iteration"],
+        summary["first_lm_loss"],
+        summary["expert_balance"],
+        summary["checkpoints"],
+    ) == (0, None, None, [])
     text = summary_text(summary, config())
     assert text.startswith("Run failed: 0 of 4 iterations in 0:00:00\n  lm loss      never measured\n")
-    assert text.endswith("What to try next\n  the same command again begins at iteration 0: there is no checkpoint")
+    assert text.endswith(
+        "What to try next\n  the same command again begins at iteration 0: there is no checkpoint"
+    )
 
 
 def test_a_run_that_bad_steps_have_ended_is_not_sent_the_same_way_again(folder: RunFolder) -> None:
@@ -113,34 +156,58 @@ def test_a_run_that_bad_steps_have_ended_is_not_sent_the_same_way_again(folder: 
     text = summary_text(summarize(bad, records, folder, 1.0, "failed", 1), bad)
     assert text.startswith("Run failed: 5 of 9 iterations")
     assert "  tokens       0 until iteration 0, the last that was logged\n" in text
-    assert "a lower LR than 1e+30, with another RUN_NAME" in text and "iter_0000004, which helps where a batch was the cause" in text
+    assert (
+        "a lower LR than 1e+30, with another RUN_NAME" in text
+        and "iter_0000004, which helps where a batch was the cause" in text
+    )
     assert "LR=1e" not in text and "EP=2" not in text
 
 
 def test_a_stop_that_has_saved_nothing_says_why_its_code_is_1(folder: RunFolder) -> None:
-    text = summary_text(summarize(config(train_iters=9), RECORDS, folder, 1.0, "stopped", 1), config(train_iters=9))
-    assert "  SAVE_AT_END=true, or a smaller SAVE_INTERVAL than 1000   # exit code 1: SAVE_AT_END=false, and nothing was saved" in text
+    text = summary_text(
+        summarize(config(train_iters=9), RECORDS, folder, 1.0, "stopped", 1), config(train_iters=9)
+    )
+    assert (
+        "  SAVE_AT_END=true, or a smaller SAVE_INTERVAL than 1000   # exit code 1: SAVE_AT_END=false, and"
+        " nothing was saved" in text
+    )
     assert "USE_MOE" not in text
 
 
 def test_after_a_hang_there_is_a_look_at_the_stacks(tmp_path: Path) -> None:
     records = [*RECORDS, {"kind": "event", "event": "hang", "iteration": 4, "folder": "hang/NOW"}]
-    text = summary_text(summarize(config(train_iters=9), records, RunFolder(tmp_path), 1.0, "failed", 1), config(train_iters=9))
+    text = summary_text(
+        summarize(config(train_iters=9), records, RunFolder(tmp_path), 1.0, "failed", 1),
+        config(train_iters=9),
+    )
     assert f"  {tmp_path}/hang/NOW/summary.txt   # where every rank was\n" in text
-    assert "begins at iteration 0: there is no checkpoint; MAX_RESTARTS=3 starts the ranks again by itself\n" in text
+    assert (
+        "begins at iteration 0: there is no checkpoint; MAX_RESTARTS=3 starts the ranks again by itself\n"
+        in text
+    )
 
 
 def test_a_stopped_run_says_from_where_it_goes_on(folder: RunFolder) -> None:
-    text = summary_text(summarize(config(train_iters=9), RECORDS, folder, 1.0, "stopped"), config(train_iters=9))
-    assert "Run stopped: 4 of 9 iterations" in text and "the same command again goes on from iter_0000004\n" in text
+    text = summary_text(
+        summarize(config(train_iters=9), RECORDS, folder, 1.0, "stopped"), config(train_iters=9)
+    )
+    assert (
+        "Run stopped: 4 of 9 iterations" in text
+        and "the same command again goes on from iter_0000004\n" in text
+    )
 
 
 def test_a_loss_that_became_nan_is_not_hidden(folder: RunFolder) -> None:
     records = [*RECORDS, train(5, None, nan_iterations=1)]
     summary = summarize(config(), records, folder, 1.0, "finished")
-    assert summary["last_lm_loss"] is None and summary["min_lm_loss"] == 4.0 and summary["nan_iterations"] == 1
+    assert (
+        summary["last_lm_loss"] is None and summary["min_lm_loss"] == 4.0 and summary["nan_iterations"] == 1
+    )
     text = summary_text(summary, config())
-    assert "8.0000 -> not a number (lowest 4.0000 at iteration 3)" in text and "LR=0.00015 with another RUN_NAME" in text
+    assert (
+        "8.0000 -> not a number (lowest 4.0000 at iteration 3)" in text
+        and "LR=0.00015 with another RUN_NAME" in text
+    )
 
 
 def test_a_dense_run_is_sent_to_experts_and_a_given_name_is_not_used_twice(folder: RunFolder) -> None:
@@ -150,6 +217,12 @@ def test_a_dense_run_is_sent_to_experts_and_a_given_name_is_not_used_twice(folde
 
 
 def test_ep_is_offered_only_where_it_fits(folder: RunFolder) -> None:
-    for settings, offer in [({"gpus_per_node": 2}, "  EP=2 bash"), ({"num_experts": 7}, None), ({"ep": 2, "gpus_per_node": 2}, None)]:
-        text = summary_text(summarize(config(**settings), RECORDS, folder, 1.0, "finished"), config(**settings))
+    for settings, offer in [
+        ({"gpus_per_node": 2}, "  EP=2 bash"),
+        ({"num_experts": 7}, None),
+        ({"ep": 2, "gpus_per_node": 2}, None),
+    ]:
+        text = summary_text(
+            summarize(config(**settings), RECORDS, folder, 1.0, "finished"), config(**settings)
+        )
         assert (offer in text) if offer else ("EP=2" not in text)

@@ -16,7 +16,8 @@ import pytest
 from helpers.ranks import free_port
 from helpers.whole_runs import ROOT, clean_environ
 
-# Ranks whose collectives time out after three seconds; rank 1 comes to its collective while rank 0 is still at its prompt.
+# Ranks whose collectives time out after three seconds; rank 1 comes to its collective while rank 0 is still
+# at its prompt.
 WORKER = """
 import datetime, os, sys
 import torch, torch.distributed as dist
@@ -43,7 +44,14 @@ class Terminal:
 
     def __init__(self, command: list[str], **environ: object):
         self._master, slave = pty.openpty()
-        self.job = subprocess.Popen(command, env=clean_environ(**environ), stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
+        self.job = subprocess.Popen(
+            command,
+            env=clean_environ(**environ),
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+        )
         os.close(slave)
         self.text = ""
 
@@ -82,7 +90,9 @@ def job(tmp_path: Path, stop: str, *, by_torchrun: bool = False, **environ: obje
     command = [sys.executable, "-c", LAUNCH, str(tmp_path / "runs"), str(free_port())]
     if by_torchrun:
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "debugged"]
-    return Terminal(command, PYTHONPATH=f"{ROOT}:{tmp_path}", GPUS_PER_NODE=2, PRESET="cpu", OMP_NUM_THREADS=1, **environ)
+    return Terminal(
+        command, PYTHONPATH=f"{ROOT}:{tmp_path}", GPUS_PER_NODE=2, PRESET="cpu", OMP_NUM_THREADS=1, **environ
+    )
 
 
 def test_commands_that_are_typed_while_the_others_wait(tmp_path):
@@ -133,7 +143,9 @@ def test_without_anything_to_read_the_run_goes_on(tmp_path):
     (tmp_path / "debugged.py").write_text(WORKER.replace("STOP", "debug.set_trace()"))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "debugged"]
     environ = clean_environ(PYTHONPATH=f"{ROOT}:{tmp_path}", OMP_NUM_THREADS=1)
-    done = subprocess.run(command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert "end of the standard input: going on" in done.stdout
     assert sorted(re.findall(r"rank \d has [\d.]+", done.stdout)) == ["rank 0 has 3.0", "rank 1 has 3.0"]

@@ -41,10 +41,22 @@ if os.environ.get("RANK") == os.environ["FAILING_RANK"]:
 @pytest.mark.parametrize(
     ("number", "to_all", "settings"),
     [
-        pytest.param(signal.SIGTERM, True, {"GPUS_PER_NODE": 2, "EP": 2, "NUM_WORKERS": 1}, id="SIGTERM-all-processes"),
-        pytest.param(signal.SIGUSR1, False, {"GPUS_PER_NODE": 1}, id="SIGUSR1-launcher", marks=pytest.mark.slow),
-        pytest.param(signal.SIGINT, False, {"GPUS_PER_NODE": 1}, id="SIGINT-launcher", marks=pytest.mark.slow),
-        pytest.param(signal.SIGUSR1, True, {"GPUS_PER_NODE": 2, "ASYNC_SAVE": True}, id="SIGUSR1-all-processes", marks=pytest.mark.slow),
+        pytest.param(
+            signal.SIGTERM, True, {"GPUS_PER_NODE": 2, "EP": 2, "NUM_WORKERS": 1}, id="SIGTERM-all-processes"
+        ),
+        pytest.param(
+            signal.SIGUSR1, False, {"GPUS_PER_NODE": 1}, id="SIGUSR1-launcher", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            signal.SIGINT, False, {"GPUS_PER_NODE": 1}, id="SIGINT-launcher", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            signal.SIGUSR1,
+            True,
+            {"GPUS_PER_NODE": 2, "ASYNC_SAVE": True},
+            id="SIGUSR1-all-processes",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_signal_saves_and_the_same_command_goes_on(number, to_all, settings, runs):
@@ -61,12 +73,17 @@ def test_signal_saves_and_the_same_command_goes_on(number, to_all, settings, run
     last = stopped.curve("iteration")[-1]
     assert 3 <= last < 30
     assert json.loads(stopped.folder.summary.read_text())["status"] == "stopped"
-    events = [event for event in stopped.records("event") if event["event"] in ("stop", "end", "restart", "rank_failed")]
+    events = [
+        event
+        for event in stopped.records("event")
+        if event["event"] in ("stop", "end", "restart", "rank_failed")
+    ]
     assert [(event["event"], event["iteration"]) for event in events] == [("stop", last), ("end", last)]
     assert (events[0]["reason"], events[1]["status"]) == (number.name, "stopped")
     assert f"the run ends after iteration {last}: a rank got {number.name}" in stopped.stdout
     assert [path.name for path in stopped.folder.checkpoints.glob("iter_*")] == [f"iter_{last:07d}"]
-    ours = [line for line in stopped.stderr.splitlines() if line.startswith("moe-exp: ")]  # Triton may have its say after it
+    # Triton may have its say after it
+    ours = [line for line in stopped.stderr.splitlines() if line.startswith("moe-exp: ")]
     assert ours[-1] == "moe-exp: stopping: the run saves a checkpoint and ends; a second Ctrl-C kills it"
     assert "Traceback" not in stopped.text
     again = runs.succeed("stopped", **settings)
@@ -104,7 +121,9 @@ def test_exit_file_and_exit_duration(runs):
     assert "the file EXIT is in the run folder" in asked.stdout
     timed = runs.stopped("asked", EXIT_DURATION=0.02, **settings)  # over by the time of the first iteration
     assert "EXIT_DURATION minutes have passed since the launch" in timed.stdout
-    stops = [(event["reason"], event["iteration"]) for event in timed.records("event") if event["event"] == "stop"]
+    stops = [
+        (event["reason"], event["iteration"]) for event in timed.records("event") if event["event"] == "stop"
+    ]
     assert [reason for reason, _ in stops] == ["EXIT", "EXIT_DURATION"]
     assert stops[1][1] == stops[0][1] + 1
 
@@ -152,18 +171,36 @@ def test_stop_rules(tmp_path, monkeypatch):
     stop.receive(signal.SIGUSR1, None)
     stop.receive(signal.SIGTERM, None)
     assert rules.reason(15) == other.reason(15) == "SIGUSR1"
-    assert set(faults.STOP_REASONS) >= {"SIGUSR1", "EXIT", "EXIT_DURATION", "EXIT_INTERVAL", *(number.name for number in STOP_SIGNALS)}
+    assert set(faults.STOP_REASONS) >= {
+        "SIGUSR1",
+        "EXIT",
+        "EXIT_DURATION",
+        "EXIT_INTERVAL",
+        *(number.name for number in STOP_SIGNALS),
+    }
 
 
-# Kills of random ranks at random moments. Every curve but the times, and what the samples were, have to come out the same.
-CURVES = ("iteration", "consumed_samples", "lm_loss", "grad_norm", "params_norm", "learning_rate", "num_zeros", "experts")
+# Kills of random ranks at random moments. Every curve but the times, and what the samples were, have to come
+# out the same.
+CURVES = (
+    "iteration",
+    "consumed_samples",
+    "lm_loss",
+    "grad_norm",
+    "params_norm",
+    "learning_rate",
+    "num_zeros",
+    "experts",
+)
 
 
 @pytest.mark.parametrize(
     ("num_ranks", "num_kills", "settings"),
     [
         pytest.param(2, 1, {"EP": 2}, id="2"),
-        pytest.param(4, 2, {"TP": 2, "EP": 2, "ASYNC_SAVE": True, "SAVE_INTERVAL": 3}, id="4", marks=pytest.mark.slow),
+        pytest.param(
+            4, 2, {"TP": 2, "EP": 2, "ASYNC_SAVE": True, "SAVE_INTERVAL": 3}, id="4", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_killed_ranks_start_again_and_nothing_is_lost(num_ranks, num_kills, settings, runs):
@@ -190,8 +227,13 @@ def test_killed_ranks_start_again_and_nothing_is_lost(num_ranks, num_kills, sett
     assert [(event["rank"], event["cause"], event["host"]) for event in failed] == [
         (rank, "SIGKILL", socket.gethostname()) for rank, _ in killed
     ]
-    assert all(at <= event["iteration"] <= at + 8 for event, (_, at) in zip(failed, killed, strict=True)), (seed, failed)
-    assert [event["number"] for event in events if event["event"] == "restart"] == list(range(1, num_kills + 1))
+    assert all(at <= event["iteration"] <= at + 8 for event, (_, at) in zip(failed, killed, strict=True)), (
+        seed,
+        failed,
+    )
+    assert [event["number"] for event in events if event["event"] == "restart"] == list(
+        range(1, num_kills + 1)
+    )
 
 
 @pytest.mark.parametrize(
@@ -209,9 +251,19 @@ def test_error_of_the_rank_that_failed_comes_first(failing, settings, runs, tmp_
     assert run.code == FAILED
     assert run.curve("iteration") == [1, 2]
     (named,) = [event for event in run.records("event") if event["event"] == "rank_failed"]
-    assert (named["rank"], named["iteration"], named["cause"]) == (failing, 2, "RuntimeError: the disk is on fire")
-    reports = [line for line in run.stderr.splitlines() if " failed: " in line and line.startswith("moe-exp: rank ")]
-    assert reports[0] == f"moe-exp: rank {failing} on {socket.gethostname()} ({device_label()}) failed: RuntimeError: the disk is on fire"
+    assert (named["rank"], named["iteration"], named["cause"]) == (
+        failing,
+        2,
+        "RuntimeError: the disk is on fire",
+    )
+    reports = [
+        line for line in run.stderr.splitlines() if " failed: " in line and line.startswith("moe-exp: rank ")
+    ]
+    assert (
+        reports[0]
+        == f"moe-exp: rank {failing} on {socket.gethostname()} ({device_label()}) failed: RuntimeError: the"
+        " disk is on fire"
+    )
     before = run.stderr.partition(reports[0])[0]
     assert "Error" not in before
     assert "Traceback" not in before
@@ -237,14 +289,18 @@ def test_killed_rank_is_named(runs):
 
 
 def test_run_folder_of_another_model(runs: Runs):
-    config = load_config({"run_dir": str(runs.run_dir), "run_name": "taken"}, runs.environ("taken", NUM_LAYERS=8))
+    config = load_config(
+        {"run_dir": str(runs.run_dir), "run_name": "taken"}, runs.environ("taken", NUM_LAYERS=8)
+    )
     folder = open_run_folder(config, [])
     before = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
     run = runs.run("taken")
     assert run.code == 2
     assert run.stdout == ""
     fix = "give another RUN_NAME to start a new run, or set NUM_LAYERS=8 to go on with this one"
-    assert run.stderr == f"moe-exp: NUM_LAYERS=4: {folder.path} holds a model with NUM_LAYERS=8. Fix: {fix}.\n"
+    assert (
+        run.stderr == f"moe-exp: NUM_LAYERS=4: {folder.path} holds a model with NUM_LAYERS=8. Fix: {fix}.\n"
+    )
     assert {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()} == before
     assert list(folder.checkpoints.iterdir()) == []
 

@@ -1,4 +1,6 @@
-"""Train records of whole models on layouts of ranks: every slot counted once, and the numbers of one rank, to rounding."""
+"""Train records of whole models on layouts of ranks: every slot counted once, and the numbers of one rank, to
+rounding.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,16 @@ from moe_exp.planner.costs.flops import flops_per_iteration
 
 ITERATIONS = 2
 SETTINGS = {
-    "preset": "cpu", "num_layers": 4, "first_k_dense": 1, "hidden_size": 32, "ffn_hidden_size": 48, "moe_ffn_hidden_size": 20,
-    "num_heads": 4, "num_query_groups": 2, "seq_len": 16, "vocab_size": 200, "num_experts": 8, "topk": 2, "mbsz": 2, "lr": 1e-3,
-    "warmup_iters": 0, "init_std": 0.3, "aux_loss_type": "aux_loss,seq_aux_loss", "aux_loss_coeff": "0.01,0.02",
-    "z_loss_coeff": 0.001, "log_interval": ITERATIONS,
+    "preset": "cpu", "num_layers": 4, "first_k_dense": 1, "hidden_size": 32, "ffn_hidden_size": 48,
+    "moe_ffn_hidden_size": 20, "num_heads": 4, "num_query_groups": 2, "seq_len": 16, "vocab_size": 200,
+    "num_experts": 8, "topk": 2, "mbsz": 2, "lr": 1e-3, "warmup_iters": 0, "init_std": 0.3,
+    "aux_loss_type": "aux_loss,seq_aux_loss", "aux_loss_coeff": "0.01,0.02", "z_loss_coeff": 0.001,
+    "log_interval": ITERATIONS,
 }  # fmt: skip
-KINDS = {"dropless": {"moe_type": "dmoe"}, "capacity": {"moe_type": "moe", "capacity_factor": 0.75, "pad_to_capacity": False}}
+KINDS = {
+    "dropless": {"moe_type": "dmoe"},
+    "capacity": {"moe_type": "moe", "capacity_factor": 0.75, "pad_to_capacity": False},
+}
 # (EP, TP, PP, replicas of the experts): the settings and the number of ranks.
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "(1,1,1,1)": (1, {}),
@@ -33,7 +39,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "(2,1,2,1)": (4, {"ep": 2, "pp": 2}),
     "CP=2": (2, {"cp": 2}),
 }
-PER_LAYER = ("max_over_mean", "dead_fraction", "dropped_fraction", "router_entropy", "top1_weight", "load_balancing_loss", "z_loss")
+PER_LAYER = (
+    "max_over_mean",
+    "dead_fraction",
+    "dropped_fraction",
+    "router_entropy",
+    "top1_weight",
+    "load_balancing_loss",
+    "z_loss",
+)
 
 
 def job_settings(layout: str, kind: str, accumulation: int) -> dict[str, Any]:
@@ -43,7 +57,9 @@ def job_settings(layout: str, kind: str, accumulation: int) -> dict[str, Any]:
 
 
 def records_on_rank(jobs: list[dict[str, Any]], ports: list[int]) -> list[tuple[dict[str, Any], int]]:
-    """On one rank: per job the train record of the first interval, and the rows that this rank's experts computed."""
+    """On one rank: per job the train record of the first interval, and the rows that this rank's experts
+    computed.
+    """
     return [_record(settings, port) for settings, port in zip(jobs, ports, strict=True)]
 
 
@@ -64,7 +80,9 @@ def _record(settings: dict[str, Any], port: int) -> tuple[dict[str, Any], int]:
     trained = Trained(model, optimizer, build_scheduler(config, optimizer))
     train.connect(model, trained)
     stream = RandomTokens(config.seq_len, config.vocab_size)
-    job: Any = SimpleNamespace(config=config, runtime=rank, trained=trained, train_stream=stream, batches=BatchSchedule(config))
+    job: Any = SimpleNamespace(
+        config=config, runtime=rank, trained=trained, train_stream=stream, batches=BatchSchedule(config)
+    )
     interval, progress = Interval(config, rank, model), Progress()
     rows, counts = _count_rows(interval), _counts_of_microbatches(interval)
     for _ in range(ITERATIONS):
@@ -77,7 +95,10 @@ def _record(settings: dict[str, Any], port: int) -> tuple[dict[str, Any], int]:
             expected = statistics.fmean(max(slots) * len(slots) / sum(slots) for slots in each)
             assert layer["microbatch_max_over_mean"] == pytest.approx(expected, rel=1e-12)
     again = interval.layers.values()
-    assert not any(layer.statistics.tokens_per_expert_E.any() or layer.statistics.sums.any() for layer in again)  # the next starts at zero
+    # the next starts at zero
+    assert not any(
+        layer.statistics.tokens_per_expert_E.any() or layer.statistics.sums.any() for layer in again
+    )
     runtime.stop()
     return record, sum(rows)
 
@@ -87,7 +108,9 @@ def _count_rows(interval: Any) -> list[int]:
     rows: list[int] = []
 
     def count(_: Any, inputs: tuple[Any, ...]) -> None:
-        rows.append(sum(inputs[0].splits) if isinstance(inputs[0], OrderedTokens) else inputs[0].rows_RD.size(0))
+        rows.append(
+            sum(inputs[0].splits) if isinstance(inputs[0], OrderedTokens) else inputs[0].rows_RD.size(0)
+        )
 
     for layer in interval.layers.values():
         layer.experts.register_forward_pre_hook(count)
@@ -112,7 +135,9 @@ def _counts_of_microbatches(interval: Any) -> dict[int, list[list[int]]]:
 
 @cache
 def found(num_ranks: int) -> dict[tuple[str, str, int], tuple[dict[str, Any], int]]:
-    """Records of all jobs of so many ranks, and the rows of all ranks. The groups of one start serve all of them."""
+    """Records of all jobs of so many ranks, and the rows of all ranks. The groups of one start serve all of
+    them.
+    """
     keys = [
         (layout, kind, accumulation)
         for layout, (ranks, _) in LAYOUTS.items()
@@ -121,7 +146,9 @@ def found(num_ranks: int) -> dict[tuple[str, str, int], tuple[dict[str, Any], in
         if ranks == num_ranks
     ]
     jobs = [job_settings(*key) for key in keys]
-    by_rank = run_on_ranks(num_ranks, records_on_rank, jobs, [free_port() for _ in jobs], join=False, timeout=240)
+    by_rank = run_on_ranks(
+        num_ranks, records_on_rank, jobs, [free_port() for _ in jobs], join=False, timeout=240
+    )
     return {key: (by_rank[0][i][0], sum(ranks[i][1] for ranks in by_rank)) for i, key in enumerate(keys)}
 
 
@@ -148,16 +175,26 @@ def test_every_slot_is_counted_once(layout: str, kind: str, accumulation: int) -
         assert dropped == round(dropped)
         assert (dropped > 0) == (kind == "capacity")
     # What the experts computed and what was dropped are all slots.
-    assert rows + sum(layer["dropped_fraction"] * slots for layer in record["experts"]) == len(record["experts"]) * slots
+    assert (
+        rows + sum(layer["dropped_fraction"] * slots for layer in record["experts"])
+        == len(record["experts"]) * slots
+    )
 
 
 @pytest.mark.parametrize(("layout", "kind", "accumulation"), CASES)
 def test_the_numbers_are_those_of_one_rank(layout: str, kind: str, accumulation: int) -> None:
     settings = job_settings(layout, kind, accumulation)
-    record, expected = found(LAYOUTS[layout][0])[layout, kind, accumulation][0], on_one_rank(kind)[settings["gbsz"]]
-    assert [layer["tokens_per_expert"] for layer in record["experts"]] == [layer["tokens_per_expert"] for layer in expected["experts"]]
+    record, expected = (
+        found(LAYOUTS[layout][0])[layout, kind, accumulation][0],
+        on_one_rank(kind)[settings["gbsz"]],
+    )
+    assert [layer["tokens_per_expert"] for layer in record["experts"]] == [
+        layer["tokens_per_expert"] for layer in expected["experts"]
+    ]
     for layer, other in zip(record["experts"], expected["experts"], strict=True):
-        assert {key: layer[key] for key in PER_LAYER} == pytest.approx({key: other[key] for key in PER_LAYER}, rel=1e-5)
+        assert {key: layer[key] for key in PER_LAYER} == pytest.approx(
+            {key: other[key] for key in PER_LAYER}, rel=1e-5
+        )
         assert layer["aux_losses"] == pytest.approx(other["aux_losses"], rel=1e-5)
         assert set(layer["aux_losses"]) == {"aux_loss", "seq_aux_loss"}
         assert layer["aux_losses"]["aux_loss"] == pytest.approx(layer["load_balancing_loss"], rel=1e-12)
@@ -169,21 +206,30 @@ def test_the_numbers_are_those_of_one_rank(layout: str, kind: str, accumulation:
 def test_a_dense_model_has_no_expert_records() -> None:
     jobs = [SETTINGS | {"use_moe": False, "gbsz": 4}]
     ((record, rows),) = run_on_ranks(1, records_on_rank, jobs, [free_port()], join=False)[0]
-    assert (record["experts"], record["load_balancing_loss"], record["z_loss"], record["aux_losses"], rows) == ([], None, None, {}, 0)
+    assert (
+        record["experts"],
+        record["load_balancing_loss"],
+        record["z_loss"],
+        record["aux_losses"],
+        rows,
+    ) == ([], None, None, {}, 0)
     assert record["lm_loss"] > 0
 
 
 def test_dead_experts_and_top1_weight_by_hand() -> None:
     from moe_exp.training.interval import _expert_record
 
-    config = load_config(SETTINGS | {"num_experts": 4, "topk": 2, "aux_loss_type": "none", "gpus_per_node": 1}, {})
+    config = load_config(
+        SETTINGS | {"num_experts": 4, "topk": 2, "aux_loss_type": "none", "gpus_per_node": 1}, {}
+    )
     # 1000 tokens, 2000 slots: a fair share is 500, and 4 is under 1% of it, 5 is not.
     row = [1000.0, 991.0, 5.0, 4.0, 100.0, 693.0, 600.0, 40.0, 24.0, 8.0]
     layer = _expert_record(2, row, config, num_shares=16)
     assert layer == {
-        "layer": 3, "tokens_per_expert": [1000, 991, 5, 4], "max_over_mean": 2.0, "microbatch_max_over_mean": 2.5,
-        "dead_fraction": 0.25, "dropped_fraction": 0.05,
-        "router_entropy": 0.693, "top1_weight": 0.6, "load_balancing_loss": 1.5, "z_loss": 0.5, "aux_losses": {},
+        "layer": 3, "tokens_per_expert": [1000, 991, 5, 4], "max_over_mean": 2.0,
+        "microbatch_max_over_mean": 2.5, "dead_fraction": 0.25, "dropped_fraction": 0.05,
+        "router_entropy": 0.693, "top1_weight": 0.6, "load_balancing_loss": 1.5, "z_loss": 0.5,
+        "aux_losses": {},
     }  # fmt: skip
 
 
@@ -193,7 +239,9 @@ def test_flops_of_a_ramp_are_those_of_its_samples() -> None:
 
 
 def bad_iterations_on_rank(port: int) -> dict[str, Any]:
-    """On each of two data parallel ranks: the record of the ten iterations of a ramp, of which two have losses that are not finite."""
+    """On each of two data parallel ranks: the record of the ten iterations of a ramp, of which two have
+    losses that are not finite.
+    """
     from moe_exp.checkpoint.state import Progress
     from moe_exp.engine import runtime
     from moe_exp.engine.model import build_model
@@ -201,12 +249,16 @@ def bad_iterations_on_rank(port: int) -> dict[str, Any]:
 
     os.environ["MASTER_PORT"] = str(port)
     dense = SETTINGS | {"use_moe": False, "first_k_dense": 0, "aux_loss_type": "none"}
-    config = load_config(dense | {"gpus_per_node": 2, "train_iters": 30, "gbsz": 8, "rampup_batch_size": "4 4 40"}, {})
+    config = load_config(
+        dense | {"gpus_per_node": 2, "train_iters": 30, "gbsz": 8, "rampup_batch_size": "4 4 40"}, {}
+    )
     rank = runtime.start(config)
     interval, progress = Interval(config, rank, build_model(config, rank)), Progress()
     for iteration in range(10):
         is_bad = iteration == 3 or (iteration == 5 and rank.rank == 1)
-        interval.add([torch.tensor(math.nan if is_bad else 1.0)], num_microbatches=1, batch_size=4, skipped=False)
+        interval.add(
+            [torch.tensor(math.nan if is_bad else 1.0)], num_microbatches=1, batch_size=4, skipped=False
+        )
         progress.add(config, 4, skipped=False)
     record = interval.record(progress, learning_rate=0.0, grad_norm=None, num_zeros=None, loss_scale=1.0)
     runtime.stop()

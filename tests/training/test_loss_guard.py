@@ -41,7 +41,9 @@ def start(settings: dict[str, Any]) -> tuple[int, str]:
 
 
 def curve(folder: Path) -> list[tuple[int, float, float]]:
-    return [(record["iteration"], record["lm_loss"], record["grad_norm"]) for record in records(folder, "train")]
+    return [
+        (record["iteration"], record["lm_loss"], record["grad_norm"]) for record in records(folder, "train")
+    ]
 
 
 def events(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -56,7 +58,8 @@ def run_without(settings: dict[str, Any], first: int, end: int, port: int) -> No
     from moe_exp.data.samples.dataset import SampleStream
 
     sample = SampleStream.sample
-    SampleStream.sample = lambda self, index: sample(self, index if index < first else index + end - first)  # type: ignore[method-assign]
+    moved = lambda index: index if index < first else index + end - first  # noqa: E731
+    SampleStream.sample = lambda self, index: sample(self, moved(index))  # type: ignore[method-assign]
     os.environ["MASTER_PORT"] = str(port)
     train.main([f"--{name.replace('_', '-')}={value}" for name, value in settings.items()])
 
@@ -67,7 +70,11 @@ def test_log_names_the_batch(tmp_path):
     settings = spiking_settings(tmp_path, "run", train_iters=80, spike_action="log")
     assert start(settings)[0] == FINISHED
     (spike,), (end,) = events(tmp_path / "run", "spike"), events(tmp_path / "run", "spike_end")
-    assert (spike["iteration"], spike["first_iteration"], spike["samples"]) == (CORRUPT, CORRUPT, [[60 * GBSZ, 61 * GBSZ]])
+    assert (spike["iteration"], spike["first_iteration"], spike["samples"]) == (
+        CORRUPT,
+        CORRUPT,
+        [[60 * GBSZ, 61 * GBSZ]],
+    )
     assert set(documents) <= set(spike["documents"][str(tmp_path / "tokens")])
     assert spike["loss"] > 5 > 1 > spike["loss_level"]
     assert end["first_iteration"] == CORRUPT
@@ -78,14 +85,24 @@ def test_log_names_the_batch(tmp_path):
 @pytest.mark.parametrize("layout", ["1 rank", pytest.param("EP=2", marks=pytest.mark.slow)])
 def test_rollback_is_the_run_without_the_batch(layout, tmp_path):
     corrupted_corpus(tmp_path, CORRUPT)
-    settings = spiking_settings(tmp_path, "run", train_iters=80, save_interval=20, spike_action="rollback") | LAYOUTS[layout]
+    settings = (
+        spiking_settings(tmp_path, "run", train_iters=80, save_interval=20, spike_action="rollback")
+        | LAYOUTS[layout]
+    )
     folder = RunFolder(tmp_path / "run")
     code, printed = start(settings)
     assert code == START_AGAIN
-    assert "moe-exp: back to iteration 40, before the spike: samples 236 to 243 of iterations 60 to 61 are skipped" in printed
+    assert (
+        "moe-exp: back to iteration 40, before the spike: samples 236 to 243 of iterations 60 to 61 are"
+        " skipped" in printed
+    )
     (rollback,) = events(folder.path, "rollback")
     # The checkpoint at 60 has the batch before the alarm, whose step may be the cause.
-    assert (rollback["back_to"], rollback["set_aside"], rollback["samples"]) == (40, ["1/iter_0000060"], [[236, 244]])
+    assert (rollback["back_to"], rollback["set_aside"], rollback["samples"]) == (
+        40,
+        ["1/iter_0000060"],
+        [[236, 244]],
+    )
     assert latest_iteration(folder.checkpoints) == 40
     assert Manifest.read(iteration_folder(folder.set_aside / "1", 60)) is not None
     assert start(settings)[0] == FINISHED
@@ -104,26 +121,37 @@ def test_rollback_is_the_run_without_the_batch(layout, tmp_path):
 @pytest.mark.slow
 def test_the_last_rollback_ends_the_run(tmp_path):
     corrupted_corpus(tmp_path, 61, 71)
-    settings = spiking_settings(tmp_path, "run", train_iters=80, save_interval=20, spike_action="rollback", max_rollbacks=1)
+    settings = spiking_settings(
+        tmp_path, "run", train_iters=80, save_interval=20, spike_action="rollback", max_rollbacks=1
+    )
     assert start(settings)[0] == START_AGAIN
     code, printed = start(settings)
     assert code == FAILED
-    # Two batches are skipped, so that the second comes two iterations earlier; what was skipped is counted by samples of the stream.
+    # Two batches are skipped, so that the second comes two iterations earlier; what was skipped is counted by
+    # samples of the stream.
     assert "moe-exp: MAX_ROLLBACKS=1: there is another spike at iteration 69 after 1 rollbacks" in printed
     (refused,) = events(tmp_path / "run", "no_rollback")
     assert refused["back_to"] == 60
-    (_, second) = events(tmp_path / "run", "spike")
+    _, second = events(tmp_path / "run", "spike")
     assert second["samples"] == [[70 * GBSZ, 71 * GBSZ]]
     assert len(json.loads((tmp_path / "run" / "skipped_samples.json").read_text())["rollbacks"]) == 1
     # With another one, the two are skipped together.
     assert start(settings | {"max_rollbacks": 2})[0] == START_AGAIN
     assert start(settings | {"max_rollbacks": 2})[0] == FINISHED
-    run_on_ranks(1, run_without_two, settings | {"run_name": "reference", "spike_action": "none"}, free_port(), join=False)
+    run_on_ranks(
+        1,
+        run_without_two,
+        settings | {"run_name": "reference", "spike_action": "none"},
+        free_port(),
+        join=False,
+    )
     assert curve(tmp_path / "run") == curve(tmp_path / "reference")
 
 
 def run_without_two(settings: dict[str, Any], port: int) -> None:
-    """On a rank: a run in whose order neither the samples of iterations 60 and 61 nor those of 70 and 71 ever were."""
+    """On a rank: a run in whose order neither the samples of iterations 60 and 61 nor those of 70 and 71 ever
+    were.
+    """
     import os
 
     from moe_exp import train
@@ -151,7 +179,16 @@ def test_no_checkpoint_from_before_the_spike(tmp_path):
 def test_bad_steps_in_a_row_end_the_run(num_ranks, tmp_path):
     """At this learning rate the first step takes the weights beyond what fp32 can multiply."""
     write_tokens(tmp_path)
-    settings = small_settings(tmp_path, "run", lr=1e30, min_lr=1e30, warmup_iters=0, max_bad_steps=4, gpus_per_node=num_ranks, ep=num_ranks)
+    settings = small_settings(
+        tmp_path,
+        "run",
+        lr=1e30,
+        min_lr=1e30,
+        warmup_iters=0,
+        max_bad_steps=4,
+        gpus_per_node=num_ranks,
+        ep=num_ranks,
+    )
     settings |= {"train_iters": 50, "decay_iters": 50, "save_interval": 1, "keep_last": 1}
     code, printed = start(settings)
     folder = RunFolder(tmp_path / "run")
@@ -162,7 +199,10 @@ def test_bad_steps_in_a_row_end_the_run(num_ranks, tmp_path):
     assert {row["loss"], row["grad_norm"]} & {"nan", "inf"}
     assert end["iteration"] == 5
     where = folder.bad_steps / "1" / "iter_0000005"
-    line = f"MAX_BAD_STEPS=4: no step could be made in iterations 2 to 5, loss or gradient are not finite; the weights are in {where}. Fix:"
+    line = (
+        "MAX_BAD_STEPS=4: no step could be made in iterations 2 to 5, loss or gradient are not finite; the"
+        f" weights are in {where}. Fix:"
+    )
     assert line in printed
     manifest = Manifest.read(where)
     assert manifest is not None and manifest.iteration == 5
@@ -179,7 +219,9 @@ def test_exit_file_is_gone_where_the_guard_ends_the_run(tmp_path):
     folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
     folder.exit_file.touch()
-    settings = small_settings(tmp_path, "run", lr=1e30, min_lr=1e30, warmup_iters=0, max_bad_steps=1, init_std=1e30)
+    settings = small_settings(
+        tmp_path, "run", lr=1e30, min_lr=1e30, warmup_iters=0, max_bad_steps=1, init_std=1e30
+    )
     code, printed = start(settings)
     assert code == FAILED
     assert "MAX_BAD_STEPS=1: no step could be made in iterations 1 to 1" in printed
@@ -187,7 +229,9 @@ def test_exit_file_is_gone_where_the_guard_ends_the_run(tmp_path):
 
 
 def test_what_may_take_long_is_no_part_of_the_iteration(tmp_path, monkeypatch):
-    """A watch that took reading all checkpoints for a hang would end a rollback each time, and the run would never get past the spike."""
+    """A watch that took reading all checkpoints for a hang would end a rollback each time, and the run would
+    never get past the spike.
+    """
     seen = []
 
     class Heart:
@@ -199,7 +243,9 @@ def test_what_may_take_long_is_no_part_of_the_iteration(tmp_path, monkeypatch):
 
     monkeypatch.setattr(heartbeat, "_heart", Heart())
     monkeypatch.setattr("moe_exp.training.loss_guard.from_first_rank", lambda make: seen.append("list") or 0)
-    monkeypatch.setattr("moe_exp.training.loss_guard.go_back", lambda *args, **kwargs: seen.append("go_back") or "none")
+    monkeypatch.setattr(
+        "moe_exp.training.loss_guard.go_back", lambda *args, **kwargs: seen.append("go_back") or "none"
+    )
     guard = LossGuard.__new__(LossGuard)
     guard._config, guard._folder, guard._metrics, guard._skipped = Config(), RunFolder(tmp_path), None, ()
     guard._recent = [Iteration(7, 24, 4, True, 1.0)]
@@ -210,6 +256,9 @@ def test_what_may_take_long_is_no_part_of_the_iteration(tmp_path, monkeypatch):
 def test_the_loss_scaler_at_work_is_no_bad_step(tmp_path):
     """Megatron begins with a scale of 2^32, and fp16 overflows until it is small enough."""
     write_tokens(tmp_path)
-    assert start(small_settings(tmp_path, "run", dtype="fp16", max_bad_steps=2, train_iters=5, decay_iters=5))[0] == FINISHED
+    assert (
+        start(small_settings(tmp_path, "run", dtype="fp16", max_bad_steps=2, train_iters=5, decay_iters=5))[0]
+        == FINISHED
+    )
     assert sum(record["skipped_iterations"] for record in records(tmp_path / "run", "train")) == 5
     assert not events(tmp_path / "run", "bad_step")

@@ -24,10 +24,11 @@ from moe_exp.runs.run_folder import RunFolder, open_run_folder
 from moe_exp.training.metrics import Metrics, console_line, progress_line, setup_logging, validation_lines
 
 EXAMPLE = (
-    "[2024-10-24 21:02:27] iteration       40/   40000 | consumed samples:         2560 | elapsed time per iteration (ms): 235.9 | "
-    "throughput per GPU (TFLOP/s/GPU): 82.4 | learning rate: 2.400000E-05 | global batch size:    64 | lm loss: 1.081154E+01 | "
-    "load_balancing_loss: 1.315762E+00 | loss scale: 1.0 | grad norm: 2.226 | num zeros: 56775512.0 | params norm: 315.029 | "
-    "number of skipped iterations:   0 | number of nan iterations:   0 |"
+    "[2024-10-24 21:02:27] iteration       40/   40000 | consumed samples:         2560 | elapsed time per"
+    " iteration (ms): 235.9 | throughput per GPU (TFLOP/s/GPU): 82.4 | learning rate: 2.400000E-05 | global"
+    " batch size:    64 | lm loss: 1.081154E+01 | load_balancing_loss: 1.315762E+00 | loss scale: 1.0 | grad"
+    " norm: 2.226 | num zeros: 56775512.0 | params norm: 315.029 | number of skipped iterations:   0 | number"
+    " of nan iterations:   0 |"
 )
 NOW = datetime(2024, 10, 24, 21, 2, 27)
 
@@ -36,25 +37,40 @@ def train_record(**changes: Any) -> dict[str, Any]:
     """What the training loop hands to Metrics."""
     experts = [
         {
-            "layer": 1, "tokens_per_expert": [60, 68], "max_over_mean": 1.0625, "microbatch_max_over_mean": 1.5,
-            "dead_fraction": 0.0, "dropped_fraction": 0.0,
-            "router_entropy": 0.69, "top1_weight": 0.75, "load_balancing_loss": 1.1, "z_loss": 0.2, "aux_losses": {"seq_aux_loss": 1.25},
+            "layer": 1,
+            "tokens_per_expert": [60, 68],
+            "max_over_mean": 1.0625,
+            "microbatch_max_over_mean": 1.5,
+            "dead_fraction": 0.0,
+            "dropped_fraction": 0.0,
+            "router_entropy": 0.69,
+            "top1_weight": 0.75,
+            "load_balancing_loss": 1.1,
+            "z_loss": 0.2,
+            "aux_losses": {"seq_aux_loss": 1.25},
         },
         {
-            "layer": 2, "tokens_per_expert": [128, 0], "max_over_mean": 2.0, "microbatch_max_over_mean": 2.0,
-            "dead_fraction": 0.5, "dropped_fraction": 0.0,
-            "router_entropy": 0.5, "top1_weight": 1.0, "load_balancing_loss": 2.0, "z_loss": 0.3, "aux_losses": {"seq_aux_loss": 1.15},
+            "layer": 2,
+            "tokens_per_expert": [128, 0],
+            "max_over_mean": 2.0,
+            "microbatch_max_over_mean": 2.0,
+            "dead_fraction": 0.5,
+            "dropped_fraction": 0.0,
+            "router_entropy": 0.5,
+            "top1_weight": 1.0,
+            "load_balancing_loss": 2.0,
+            "z_loss": 0.3,
+            "aux_losses": {"seq_aux_loss": 1.15},
         },
-    ]  # fmt: skip
+    ]
     return {
         "iteration": 40, "consumed_samples": 2560, "consumed_tokens": 5242880, "consumed_flops": 9 * 10**15,
-        "global_batch_size": 64, "lm_loss": 10.81154,
-        "load_balancing_loss": 1.315762, "z_loss": 0.25, "aux_losses": {"seq_aux_loss": 1.2}, "learning_rate": 2.4e-5,
-        "grad_norm": 2.226, "num_zeros": 56775512, "params_norm": 315.029, "loss_scale": 1.0,
-        "elapsed_time_per_iteration_ms": 235.9, "tokens_per_second": 555600.4,
-        "tflops_per_gpu": 82.4, "eta_seconds": 83.2, "skipped_iterations": 0, "nan_iterations": 0, "memory_allocated_bytes": None,
-        "peak_memory_bytes": 401_000_000,
-        "experts": experts, "timers": None,
+        "global_batch_size": 64, "lm_loss": 10.81154, "load_balancing_loss": 1.315762, "z_loss": 0.25,
+        "aux_losses": {"seq_aux_loss": 1.2}, "learning_rate": 2.4e-5, "grad_norm": 2.226,
+        "num_zeros": 56775512, "params_norm": 315.029, "loss_scale": 1.0,
+        "elapsed_time_per_iteration_ms": 235.9, "tokens_per_second": 555600.4, "tflops_per_gpu": 82.4,
+        "eta_seconds": 83.2, "skipped_iterations": 0, "nan_iterations": 0, "memory_allocated_bytes": None,
+        "peak_memory_bytes": 401_000_000, "experts": experts, "timers": None,
     } | changes  # fmt: skip
 
 
@@ -85,13 +101,23 @@ def test_console_line_is_megatrons_byte_for_byte() -> None:
 
 
 def test_console_line_shows_z_loss_and_leaves_out_what_has_no_value() -> None:
-    assert " load_balancing_loss: 1.315762E+00 | z_loss: 2.500000E-01 | loss scale: 1.0 |" in console_line(train_record(), 40000, NOW)
-    dense = train_record(load_balancing_loss=None, z_loss=None, num_zeros=None, tflops_per_gpu=None, lm_loss=math.nan)
-    expected = re.sub(r" load_balancing_loss: \S+ \|| num zeros: \S+ \|| throughput per GPU \(TFLOP/s/GPU\): \S+ \|", "", EXAMPLE)
+    assert " load_balancing_loss: 1.315762E+00 | z_loss: 2.500000E-01 | loss scale: 1.0 |" in console_line(
+        train_record(), 40000, NOW
+    )
+    dense = train_record(
+        load_balancing_loss=None, z_loss=None, num_zeros=None, tflops_per_gpu=None, lm_loss=math.nan
+    )
+    expected = re.sub(
+        r" load_balancing_loss: \S+ \|| num zeros: \S+ \|| throughput per GPU \(TFLOP/s/GPU\): \S+ \|",
+        "",
+        EXAMPLE,
+    )
     assert console_line(dense, 40000, NOW) == expected.replace("1.081154E+01", "NAN")
 
 
-def test_train_iterations_without_z_loss_or_experts_have_no_such_value(config: Config, folder: RunFolder) -> None:
+def test_train_iterations_without_z_loss_or_experts_have_no_such_value(
+    config: Config, folder: RunFolder
+) -> None:
     with Metrics(config, folder) as writer:
         writer.train(train_record())
     with Metrics(config.model_copy(update={"z_loss_coeff": 1e-3}), folder, 40) as writer:
@@ -99,15 +125,22 @@ def test_train_iterations_without_z_loss_or_experts_have_no_such_value(config: C
     with Metrics(config.model_copy(update={"use_moe": False, "z_loss_coeff": 1e-3}), folder, 60) as writer:
         writer.train(train_record(iteration=80))
     train = [record for record in read_metrics(folder.metrics) if record["kind"] == "train"]
-    assert [(record["load_balancing_loss"], record["z_loss"]) for record in train] == [(1.315762, None), (1.315762, 0.25), (None, None)]
+    assert [(record["load_balancing_loss"], record["z_loss"]) for record in train] == [
+        (1.315762, None),
+        (1.315762, 0.25),
+        (None, None),
+    ]
 
 
 def test_progress_line() -> None:
-    assert progress_line(train_record()) == "eta 0:01:23, 555600 tokens/s, experts max/mean 2.00 (layer 2), 2.00 within a micro-batch"
-    assert progress_line(train_record(experts=[], eta_seconds=math.inf)) == "555600 tokens/s"
-    assert progress_line(train_record(experts=[train_record()["experts"][0] | {"dropped_fraction": 0.125}])).endswith(
-        "experts max/mean 1.06 (layer 1), 1.50 within a micro-batch, dropped up to 12.5%"
+    assert (
+        progress_line(train_record())
+        == "eta 0:01:23, 555600 tokens/s, experts max/mean 2.00 (layer 2), 2.00 within a micro-batch"
     )
+    assert progress_line(train_record(experts=[], eta_seconds=math.inf)) == "555600 tokens/s"
+    assert progress_line(
+        train_record(experts=[train_record()["experts"][0] | {"dropped_fraction": 0.125}])
+    ).endswith("experts max/mean 1.06 (layer 1), 1.50 within a micro-batch, dropped up to 12.5%")
 
 
 def test_validation_lines_are_megatrons() -> None:
@@ -119,7 +152,14 @@ def test_validation_lines_are_megatrons() -> None:
 def test_records_on_disk_at_once_with_exactly_the_documented_keys(config: Config, folder: RunFolder) -> None:
     writer = Metrics(config, folder)
     writer.train(train_record())
-    writer.valid(iteration=40, consumed_samples=2560, consumed_tokens=5242880, consumed_flops=9 * 10**15, lm_loss=2.0, bytes_per_token=4.0)
+    writer.valid(
+        iteration=40,
+        consumed_samples=2560,
+        consumed_tokens=5242880,
+        consumed_flops=9 * 10**15,
+        lm_loss=2.0,
+        bytes_per_token=4.0,
+    )
     writer.event("checkpoint", 40, path="iter_0000040")
     start, train, valid, event = read_metrics(folder.metrics)
     assert (start["kind"], start["event"], start["iteration"]) == ("event", "start", 0)
@@ -133,14 +173,20 @@ def test_records_on_disk_at_once_with_exactly_the_documented_keys(config: Config
         "lm_loss_bits_per_byte": 0.5 / math.log(2),
     }  # fmt: skip
     assert set(valid) == {"kind", *records.VALID_KEYS}
-    assert event["event"] == "checkpoint" and event["path"] == "iter_0000040" and datetime.fromisoformat(event["time"]).tzinfo
+    assert (
+        event["event"] == "checkpoint"
+        and event["path"] == "iter_0000040"
+        and datetime.fromisoformat(event["time"]).tzinfo
+    )
     writer.close()
 
 
 def test_the_design_keys_are_all_there() -> None:
-    design = """iteration consumed_samples consumed_tokens consumed_flops training_seconds global_batch_size lm_loss
-        load_balancing_loss z_loss learning_rate grad_norm num_zeros params_norm elapsed_time_per_iteration_ms tokens_per_second
-        tflops_per_gpu eta_seconds skipped_iterations nan_iterations memory_allocated_bytes peak_memory_bytes experts timers
+    design = """iteration consumed_samples consumed_tokens consumed_flops training_seconds global_batch_size
+        lm_loss load_balancing_loss z_loss learning_rate grad_norm num_zeros params_norm
+        elapsed_time_per_iteration_ms tokens_per_second
+        tflops_per_gpu eta_seconds skipped_iterations nan_iterations memory_allocated_bytes
+        peak_memory_bytes experts timers
         loss_scale aux_losses"""
     assert set(records.TRAIN_KEYS) == set(design.split())
 
@@ -148,23 +194,37 @@ def test_the_design_keys_are_all_there() -> None:
 def test_a_record_with_a_missing_or_unknown_key_is_refused(config: Config, folder: RunFolder) -> None:
     record = train_record(lost=1)
     del record["lm_loss"]
-    with Metrics(config, folder) as writer, pytest.raises(ValueError, match="missing or unknown: lm_loss, lost"):
+    with (
+        Metrics(config, folder) as writer,
+        pytest.raises(ValueError, match="missing or unknown: lm_loss, lost"),
+    ):
         writer.train(record)
     assert len(read_metrics(folder.metrics)) == 1
 
 
 def test_nan_infinity_and_array_values_stay_valid_json(config: Config, folder: RunFolder) -> None:
-    experts = [train_record()["experts"][0] | {"router_entropy": math.nan, "tokens_per_expert": np.array([3, 4])}]
+    experts = [
+        train_record()["experts"][0] | {"router_entropy": math.nan, "tokens_per_expert": np.array([3, 4])}
+    ]
     with Metrics(config, folder) as writer:
-        writer.train(train_record(lm_loss=math.nan, grad_norm=np.float32("inf"), params_norm=np.float32(0.5), experts=experts))
+        writer.train(
+            train_record(
+                lm_loss=math.nan, grad_norm=np.float32("inf"), params_norm=np.float32(0.5), experts=experts
+            )
+        )
         writer.valid(iteration=40, consumed_samples=1, consumed_tokens=1, consumed_flops=1, lm_loss=math.nan)
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
-    _, train, valid = (json.loads(line, parse_constant=refuse) for line in folder.metrics.read_text().splitlines())
+    _, train, valid = (
+        json.loads(line, parse_constant=refuse) for line in folder.metrics.read_text().splitlines()
+    )
     assert (train["lm_loss"], train["grad_norm"], train["params_norm"]) == (None, None, 0.5)
-    assert train["experts"][0]["router_entropy"] is None and train["experts"][0]["tokens_per_expert"] == [3, 4]
+    assert train["experts"][0]["router_entropy"] is None and train["experts"][0]["tokens_per_expert"] == [
+        3,
+        4,
+    ]
     assert (valid["lm_loss"], valid["lm_loss_ppl"]) == (None, None)
 
 
@@ -174,7 +234,9 @@ def test_a_record_after_half_a_line_is_a_line_of_its_own(folder: RunFolder) -> N
     assert [record["event"] for record in read_metrics(folder.metrics)] == ["end"]
 
 
-def test_records_wait_for_room_on_a_full_disk(config: Config, folder: RunFolder, caplog: pytest.LogCaptureFixture) -> None:
+def test_records_wait_for_room_on_a_full_disk(
+    config: Config, folder: RunFolder, caplog: pytest.LogCaptureFixture
+) -> None:
     with Metrics(config, folder) as writer:
         writer.event("start", 0, note="x" * 100_000)  # so that TensorBoard's files stay far below the limit
         whole = folder.metrics.read_bytes()
@@ -184,7 +246,11 @@ def test_records_wait_for_room_on_a_full_disk(config: Config, folder: RunFolder,
             assert folder.metrics.read_bytes() == whole
         writer.event("checkpoint", 60)
     found = read_metrics(folder.metrics)
-    assert [(record["event"], record["iteration"]) for record in found[2:]] == [("checkpoint", 20), ("checkpoint", 40), ("checkpoint", 60)]
+    assert [(record["event"], record["iteration"]) for record in found[2:]] == [
+        ("checkpoint", 20),
+        ("checkpoint", 40),
+        ("checkpoint", 60),
+    ]
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
         f"{folder.metrics} cannot be written (File too large): its records are kept until it can"
     ]
@@ -211,7 +277,9 @@ def test_a_resume_removes_later_records_and_a_broken_last_line(config: Config, f
 
 def test_training_time_goes_on_from_the_last_kept_record(config: Config, folder: RunFolder) -> None:
     def seconds() -> list[float | None]:
-        return [record["training_seconds"] for record in read_metrics(folder.metrics) if record["kind"] != "event"]
+        return [
+            record["training_seconds"] for record in read_metrics(folder.metrics) if record["kind"] != "event"
+        ]
 
     with Metrics(config, folder) as writer:
         writer.valid(iteration=10, consumed_samples=1, consumed_tokens=1, consumed_flops=1, lm_loss=1.0)
@@ -225,9 +293,16 @@ def test_training_time_goes_on_from_the_last_kept_record(config: Config, folder:
     assert seconds() == [None, 2.0, 8.0, 9.0]
 
 
-def test_training_time_of_records_that_have_none_and_of_another_runs_checkpoint(config: Config, folder: RunFolder) -> None:
-    old = [{"kind": "train", "iteration": iteration, "elapsed_time_per_iteration_ms": 500} for iteration in (10, 20)]
-    folder.metrics.write_text('{"kind": "event", "iteration": 0}\n' + "".join(json.dumps(record) + "\n" for record in old))
+def test_training_time_of_records_that_have_none_and_of_another_runs_checkpoint(
+    config: Config, folder: RunFolder
+) -> None:
+    old = [
+        {"kind": "train", "iteration": iteration, "elapsed_time_per_iteration_ms": 500}
+        for iteration in (10, 20)
+    ]
+    folder.metrics.write_text(
+        '{"kind": "event", "iteration": 0}\n' + "".join(json.dumps(record) + "\n" for record in old)
+    )
     with Metrics(config, folder, start_iteration=20) as writer:
         writer.train(train_record(iteration=30, elapsed_time_per_iteration_ms=100.0))
     assert read_metrics(folder.metrics)[-1]["training_seconds"] == 11.0
@@ -254,7 +329,9 @@ def test_read_metrics_is_tolerant(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         read_metrics(tmp_path / "none")
 
 
-def test_log_of_rank_0(folder: RunFolder, config: Config, clean_logging: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_of_rank_0(
+    folder: RunFolder, config: Config, clean_logging: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     setup_logging(folder, rank=0)
     setup_logging(folder, rank=0)
     logging.getLogger("moe_exp.train").info("hello")
@@ -273,7 +350,9 @@ def test_log_of_rank_0(folder: RunFolder, config: Config, clean_logging: None, c
     assert logged[1:] == [err.strip(), line, progress]
 
 
-def test_log_of_another_rank(folder: RunFolder, tmp_path: Path, clean_logging: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_of_another_rank(
+    folder: RunFolder, tmp_path: Path, clean_logging: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     setup_logging(folder, rank=3)
     logging.getLogger("moe_exp.train").info("hello")
     assert not folder.log.exists()
@@ -281,6 +360,10 @@ def test_log_of_another_rank(folder: RunFolder, tmp_path: Path, clean_logging: N
     setup_logging(RunFolder(tmp_path / "unseen"), rank=3)
     logging.getLogger("moe_exp.train").error("here too")
     out, err = capsys.readouterr()
-    assert out == "" and f"ERROR {socket.gethostname()} rank 3 {device_label()} moe_exp.train: lost\n" in err and "here too" in err
+    assert (
+        out == ""
+        and f"ERROR {socket.gethostname()} rank 3 {device_label()} moe_exp.train: lost\n" in err
+        and "here too" in err
+    )
     assert folder.log.read_text() == err.splitlines()[0] + "\n"
     assert not (tmp_path / "unseen").exists()

@@ -1,4 +1,6 @@
-"""TensorBoard and wandb: what they wrote is read back by their own libraries and equals metrics.jsonl, also after a resume."""
+"""TensorBoard and wandb: what they wrote is read back by their own libraries and equals metrics.jsonl, also
+after a resume.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def expected_curves(folder: RunFolder) -> dict[str, dict[int, float]]:
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    """A run that dies at iteration 60 and goes on from 40 with other values, mirrored to TensorBoard and to wandb offline."""
+    """A run that dies at iteration 60 and goes on from 40 with other values, mirrored to TensorBoard and to
+    wandb offline.
+    """
     wandb = pytest.importorskip("wandb")
     settings = {"run_dir": str(tmp_path_factory.mktemp("runs")), "run_name": "a", "gpus_per_node": 1}
     values: dict[str, Any] = settings | {"wandb_project": "p", "wandb_mode": "offline"}
@@ -62,12 +66,20 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return folder
 
 
-def _write(config: Config, folder: RunFolder, start_iteration: int, iterations: tuple[int, ...], *, loss: float) -> None:
+def _write(
+    config: Config, folder: RunFolder, start_iteration: int, iterations: tuple[int, ...], *, loss: float
+) -> None:
     with Metrics(config, folder, start_iteration) as writer:
         for iteration in iterations:
-            tokens = {"consumed_samples": iteration * 64, "consumed_tokens": iteration * 64 * 2048, "consumed_flops": iteration * 10**12}
+            tokens = {
+                "consumed_samples": iteration * 64,
+                "consumed_tokens": iteration * 64 * 2048,
+                "consumed_flops": iteration * 10**12,
+            }
             timers = {"data": 1.5, "forward_backward": 60.0, "experts": 20.25}
-            writer.train(train_record(iteration=iteration, lm_loss=loss + iteration / 100, timers=timers, **tokens))
+            writer.train(
+                train_record(iteration=iteration, lm_loss=loss + iteration / 100, timers=timers, **tokens)
+            )
             writer.valid(iteration=iteration, lm_loss=loss + 1, **tokens)
 
 
@@ -80,38 +92,57 @@ def tensorboard_events(path: Path) -> Any:
 
 def tensorboard_scalars(path: Path) -> dict[str, list[tuple[int, float]]]:
     events = tensorboard_events(path)
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    return {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]
+    }
 
 
 def test_tensorboard_equals_metrics_jsonl_after_a_resume(resumed: RunFolder) -> None:
     expected = {
-        name: [(iteration, float(np.float32(value))) for iteration, value in by_iteration.items()]  # TensorBoard keeps fp32
+        # TensorBoard keeps fp32
+        name: [(iteration, float(np.float32(value))) for iteration, value in by_iteration.items()]
         for name, by_iteration in expected_curves(resumed).items()
     }
     found = tensorboard_scalars(resumed.tensorboard)
     assert found == expected
-    assert {"train/lm_loss", "valid/lm_loss", "moe/layer_02/max_over_mean", "moe/layer_01/seq_aux_loss", "perf/tflops_per_gpu"} <= set(
-        found
-    )
+    assert {
+        "train/lm_loss",
+        "valid/lm_loss",
+        "moe/layer_02/max_over_mean",
+        "moe/layer_01/seq_aux_loss",
+        "perf/tflops_per_gpu",
+    } <= set(found)
     assert [step for step, _ in found["train/lm_loss"]] == [20, 40, 60, 80]
 
 
 @pytest.mark.parametrize(
     ("unit", "key", "factor"),
-    [("tokens", "consumed_tokens", 1), ("gflops", "consumed_flops", 1e-9), ("milliseconds", "training_seconds", 1e3)],
+    [
+        ("tokens", "consumed_tokens", 1),
+        ("gflops", "consumed_flops", 1e-9),
+        ("milliseconds", "training_seconds", 1e3),
+    ],
 )
-def test_tensorboard_has_the_losses_over_other_axes(resumed: RunFolder, unit: str, key: str, factor: float) -> None:
+def test_tensorboard_has_the_losses_over_other_axes(
+    resumed: RunFolder, unit: str, key: str, factor: float
+) -> None:
     records = [record for record in read_metrics(resumed.metrics) if record["kind"] != "event"]
     assert tensorboard_scalars(resumed.tensorboard / f"by_{unit}") == {
         f"{kind}/lm_loss_by_{unit}": [
-            (round(record[key] * factor), float(np.float32(record["lm_loss"]))) for record in records if record["kind"] == kind
+            (round(record[key] * factor), float(np.float32(record["lm_loss"])))
+            for record in records
+            if record["kind"] == kind
         ]
         for kind in ("train", "valid")
     }
 
 
-@pytest.mark.parametrize(("use_moe", "moe_type", "group"), [(False, "moe", "dense"), (True, "moe", "moe"), (True, "dmoe", "dmoe")])
-def test_tensorboard_has_settings_and_group(config: Config, folder: RunFolder, use_moe: bool, moe_type: str, group: str) -> None:
+@pytest.mark.parametrize(
+    ("use_moe", "moe_type", "group"), [(False, "moe", "dense"), (True, "moe", "moe"), (True, "dmoe", "dmoe")]
+)
+def test_tensorboard_has_settings_and_group(
+    config: Config, folder: RunFolder, use_moe: bool, moe_type: str, group: str
+) -> None:
     config = config.model_copy(update={"use_moe": use_moe, "moe_type": moe_type})
     Metrics(config, folder).close()
     events = tensorboard_events(folder.tensorboard)
@@ -121,7 +152,9 @@ def test_tensorboard_has_settings_and_group(config: Config, folder: RunFolder, u
 
 
 def wandb_history(path: Path) -> Iterator[dict[str, Any]]:
-    """History rows of an offline run: after 7 bytes of header, blocks of 32 KiB with (crc, length, type) before each piece."""
+    """History rows of an offline run: after 7 bytes of header, blocks of 32 KiB with (crc, length, type)
+    before each piece.
+    """
     from wandb.proto import wandb_internal_pb2
 
     data, at, message = path.read_bytes(), 7, b""
@@ -134,7 +167,10 @@ def wandb_history(path: Path) -> Iterator[dict[str, Any]]:
         if kind in (1, 4):  # full, or the last piece
             record, message = wandb_internal_pb2.Record.FromString(message), b""
             if record.HasField("history"):
-                yield {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+                yield {
+                    item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                    for item in record.history.item
+                }
 
 
 def test_wandb_offline_equals_metrics_jsonl_after_a_resume(resumed: RunFolder) -> None:
@@ -191,7 +227,9 @@ def test_keys_reach_no_file_and_no_line(
     assert SECRET not in "".join(capfd.readouterr())
 
 
-def test_a_mirror_that_fails_does_not_end_the_run(config: Config, folder: RunFolder, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_mirror_that_fails_does_not_end_the_run(
+    config: Config, folder: RunFolder, caplog: pytest.LogCaptureFixture
+) -> None:
     with Metrics(config, folder) as writer:
         (tensorboard,) = writer._mirrors
         tensorboard._writer = None  # what is left after its files went away
@@ -213,17 +251,24 @@ def test_without_tensorboard_one_line_says_so(
     assert len(read_metrics(folder.metrics)) == 2 and not folder.tensorboard.exists()
 
 
-def test_wandb_missing_says_what_to_install(config: Config, folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_missing_says_what_to_install(
+    config: Config, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     wanted = config.model_copy(update={"wandb_project": "p"})
-    with pytest.raises(ConfigError, match=r"^WANDB_PROJECT=p: .* Fix: run `pip install moe-exp\[wandb\]`, or unset WANDB_PROJECT\.$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^WANDB_PROJECT=p: .* Fix: run `pip install moe-exp\[wandb\]`, or unset WANDB_PROJECT\.$",
+    ):
         Metrics(wanted, folder)
     for off in (config, wanted.model_copy(update={"wandb_mode": "disabled"})):
         assert mirrors.wandb_problems(off) == []
         Metrics(off, folder).close()
 
 
-def test_wandb_that_cannot_start_is_one_line(config: Config, folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_that_cannot_start_is_one_line(
+    config: Config, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wandb = pytest.importorskip("wandb")
 
     def refuse(**_: object) -> None:
@@ -233,6 +278,10 @@ def test_wandb_that_cannot_start_is_one_line(config: Config, folder: RunFolder, 
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
     wanted = config.model_copy(update={"wandb_project": "p"})
     with pytest.raises(
-        ConfigError, match=r"^WANDB_MODE=online: wandb cannot start \(no key found in the key\)\. Fix: .*WANDB_MODE=offline\.$"
+        ConfigError,
+        match=(
+            r"^WANDB_MODE=online: wandb cannot start \(no key found in the key\)\. Fix:"
+            r" .*WANDB_MODE=offline\.$"
+        ),
     ):
         Metrics(wanted, folder)

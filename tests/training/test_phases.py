@@ -10,7 +10,10 @@ from helpers.ranks import free_port, run_on_ranks
 from moe_exp.config import load_config
 from moe_exp.training.interval import PHASES, PhaseTimers, timed
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))]
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")),
+]
 
 
 @pytest.mark.parametrize("name", DEVICES)
@@ -54,7 +57,9 @@ def test_without_timers_nothing_is_counted() -> None:
 @pytest.mark.parametrize(("num_ranks", "sizes"), [(1, {}), (2, {"ep": 2})])
 def test_phases_of_a_model(num_ranks: int, sizes: dict[str, int]) -> None:
     jobs = [SETTINGS | sizes | {"gbsz": 8, "log_timers": log_timers} for log_timers in (True, False)]
-    ((timed_record, _), (plain, _)), *_ = run_on_ranks(num_ranks, records_on_rank, jobs, [free_port() for _ in jobs], join=False)
+    ((timed_record, _), (plain, _)), *_ = run_on_ranks(
+        num_ranks, records_on_rank, jobs, [free_port() for _ in jobs], join=False
+    )
     timers = timed_record["timers"]
     assert plain["timers"] is None and tuple(timers) == PHASES
     # Each phase lies inside the one that it is said to be part of.
@@ -65,5 +70,14 @@ def test_phases_of_a_model(num_ranks: int, sizes: dict[str, int]) -> None:
     parts = timers["data"] + timers["forward_backward"] + timers["optimizer"]
     assert parts < timed_record["elapsed_time_per_iteration_ms"] and ITERATIONS > 1
     # Measuring changes nothing else.
-    different = {"timers", "elapsed_time_per_iteration_ms", "tokens_per_second", "tflops_per_gpu", "eta_seconds", "peak_memory_bytes"}
-    assert {key: plain[key] for key in plain.keys() - different} == {key: timed_record[key] for key in plain.keys() - different}
+    different = {
+        "timers",
+        "elapsed_time_per_iteration_ms",
+        "tokens_per_second",
+        "tflops_per_gpu",
+        "eta_seconds",
+        "peak_memory_bytes",
+    }
+    assert {key: plain[key] for key in plain.keys() - different} == {
+        key: timed_record[key] for key in plain.keys() - different
+    }

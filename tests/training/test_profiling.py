@@ -64,7 +64,9 @@ def test_full_disk_does_not_end_the_run(tmp_path, monkeypatch, caplog):
     class Rank:
         rank, device = 0, torch.device("cpu")
 
-    recorder = Recorder(load_config({"profile_iters": "1,3", "train_iters": 5}, {}), Rank(), RunFolder(tmp_path))
+    recorder = Recorder(
+        load_config({"profile_iters": "1,3", "train_iters": 5}, {}), Rank(), RunFolder(tmp_path)
+    )
     with no_file_over(100):
         recorder.begin(1)
         recorder.end(1)
@@ -77,7 +79,12 @@ def test_full_disk_does_not_end_the_run(tmp_path, monkeypatch, caplog):
 
 def test_iteration_range():
     assert [iteration_ranges(text) for text in ("", "7", "5,10-12")] == [(), ((7, 7),), ((5, 5), (10, 12))]
-    assert [n for n in range(20) if is_dumped(load_config({"dump_iters": "3, 10-12"}, {}), n)] == [3, 10, 11, 12]
+    assert [n for n in range(20) if is_dumped(load_config({"dump_iters": "3, 10-12"}, {}), n)] == [
+        3,
+        10,
+        11,
+        12,
+    ]
 
 
 @pytest.mark.parametrize("text", ["0", "3-2", "x", "1-", "-3", "1,", "3,2", "2,2", "1-3,3"])
@@ -85,7 +92,10 @@ def test_iterations_that_cannot_be_read(text):
     with pytest.raises(ConfigError) as refused:
         load_config({"profile_iters": text, "profile_ranks": "1,"}, {})
     lines = refused.value.problems
-    assert lines[0].startswith(f"PROFILE_ITERS={text}: must be an iteration from 1 on, the first and the last such as 10-12, or several")
+    assert lines[0].startswith(
+        f"PROFILE_ITERS={text}: must be an iteration from 1 on, the first and the last such as 10-12, or"
+        " several"
+    )
     assert lines[1].startswith("PROFILE_RANKS=1,: must be ranks with commas such as 0,3, or all. Fix: ")
 
 
@@ -118,7 +128,11 @@ def test_snapshot_of_a_gpus_memory(tmp_path):
     class Rank:
         rank, device = 0, torch.device("cuda")
 
-    recorder = Recorder(load_config({"memory_snapshot": "2-3", "profile_iters": "3", "train_iters": 5}, {}), Rank(), RunFolder(tmp_path))
+    recorder = Recorder(
+        load_config({"memory_snapshot": "2-3", "profile_iters": "3", "train_iters": 5}, {}),
+        Rank(),
+        RunFolder(tmp_path),
+    )
     kept = []
     for iteration in range(1, 6):
         recorder.begin(iteration)
@@ -129,6 +143,8 @@ def test_snapshot_of_a_gpus_memory(tmp_path):
     snapshot = pickle.loads((tmp_path / "profile" / names[0]).read_bytes())
     sizes = [event["size"] for event in snapshot["device_traces"][0] if event["action"] == "alloc"]
     assert sizes == [2 * 4 * 2**20, 3 * 4 * 2**20]
-    assert any(frame["filename"] == __file__ for event in snapshot["device_traces"][0] for frame in event["frames"])
+    assert any(
+        frame["filename"] == __file__ for event in snapshot["device_traces"][0] for frame in event["frames"]
+    )
     events = json.loads(gzip.decompress((tmp_path / "profile" / names[1]).read_bytes()))["traceEvents"]
     assert any(event.get("cat") == "kernel" for event in events)

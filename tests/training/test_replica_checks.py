@@ -1,4 +1,6 @@
-"""Replicas that differ by a bit, and groups that are wrong, are named on every rank; nothing is said where all is well."""
+"""Replicas that differ by a bit, and groups that are wrong, are named on every rank; nothing is said where
+all is well.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,12 @@ EXPERTS = "decoder.layers.0.mlp.experts.weight2"
 BIAS = "decoder.layers.0.mlp.router.expert_bias"
 
 
-def found_on_rank(settings: dict[str, Any], changes: list[tuple[int, str]], port: int, steps: int = 0) -> list[Any]:
-    """The problems before any change, after `steps`, and with one bit of the first value flipped on a rank, change by change."""
+def found_on_rank(
+    settings: dict[str, Any], changes: list[tuple[int, str]], port: int, steps: int = 0
+) -> list[Any]:
+    """The problems before any change, after `steps`, and with one bit of the first value flipped on a rank,
+    change by change.
+    """
     from moe_exp import train
     from moe_exp.checkpoint.state import Progress, parameters_in_sync, unwrapped
     from moe_exp.engine import runtime
@@ -49,14 +55,21 @@ def found_on_rank(settings: dict[str, Any], changes: list[tuple[int, str]], port
                 values = tensors[name].detach()
                 values.view(torch.int16 if values.element_size() == 2 else torch.int32).view(-1)[0] ^= 1
             if not times:
-                found.append([line.replace(job.runtime.host, "HOST") for line in replica_problems(config, job.runtime, job.trained)])
+                found.append(
+                    [
+                        line.replace(job.runtime.host, "HOST")
+                        for line in replica_problems(config, job.runtime, job.trained)
+                    ]
+                )
     found.append(replica_problems(config, job.runtime, job.trained))
     return found
 
 
 def on_ranks(tmp_path: Path, changes: list[tuple[int, str]], steps: int = 0, **settings: Any) -> list[Any]:
     settings = {"train_data": str(write_data(tmp_path))} | settings
-    first, *others = run_on_ranks(settings["gpus_per_node"], found_on_rank, settings, changes, free_port(), steps, join=False)
+    first, *others = run_on_ranks(
+        settings["gpus_per_node"], found_on_rank, settings, changes, free_port(), steps, join=False
+    )
     assert all(other == first for other in others)
     assert [first[index] for index in (*range(steps + 1), -1)] == [[]] * (steps + 2)
     return first[steps + 1 : -1]
@@ -65,7 +78,13 @@ def on_ranks(tmp_path: Path, changes: list[tuple[int, str]], steps: int = 0, **s
 def test_a_bit_on_one_of_four_ranks(tmp_path):
     """TP 2, DP 2; experts EP 2, expert DP 2: rank 2 has the same experts as rank 0."""
     changes = [(3, ROUTER), (1, NORM), (2, PROJECTION), (2, EXPERTS), (0, BIAS)]
-    settings = {"gpus_per_node": 4, "tp": 2, "ep": 2, "router_score": "sigmoid", "router_bias_update_rate": 1e-3}
+    settings = {
+        "gpus_per_node": 4,
+        "tp": 2,
+        "ep": 2,
+        "router_score": "sigmoid",
+        "router_bias_update_rate": 1e-3,
+    }
     router, norm, projection, experts, bias = on_ranks(tmp_path, changes, **settings)
     data, tensor = "data parallel replicas have to be equal", "tensor parallel ranks have to be equal"
     doubt = "; which of them is right cannot be told"
@@ -74,13 +93,19 @@ def test_a_bit_on_one_of_four_ranks(tmp_path):
         f"replicas: {ROUTER} on rank 3 (HOST) is not that on ranks 0, 1, 2 (HOST): {tensor}",
     ]
     assert norm[1] == f"replicas: {NORM} on rank 1 (HOST) is not that on ranks 0, 2, 3 (HOST): {tensor}"
-    assert projection == [f"replicas: {PROJECTION} on rank 2 (HOST) is not that on rank 0 (HOST): {data}{doubt}"]
-    assert experts == [f"replicas: {EXPERTS} on rank 2 (HOST) is not that on rank 0 (HOST): expert {data}{doubt}"]
+    assert projection == [
+        f"replicas: {PROJECTION} on rank 2 (HOST) is not that on rank 0 (HOST): {data}{doubt}"
+    ]
+    assert experts == [
+        f"replicas: {EXPERTS} on rank 2 (HOST) is not that on rank 0 (HOST): expert {data}{doubt}"
+    ]
     assert bias[1] == f"replicas: {BIAS} on rank 0 (HOST) is not that on ranks 1, 2, 3 (HOST): {tensor}"
 
 
 def test_a_tied_embedding_on_the_last_stage_and_steps_with_overlap(tmp_path):
-    """With overlapped gather, parameters of a rank are not all its own after a step: they are fetched before they are compared."""
+    """With overlapped gather, parameters of a rank are not all its own after a step: they are fetched before
+    they are compared.
+    """
     tied = "output_layer.weight"
     settings = {"gpus_per_node": 2, "pp": 2, "tie_embeddings": True, "dtype": "bf16"}
     (line,) = on_ranks(tmp_path, [(1, tied)], steps=2, **settings)[0]
@@ -91,9 +116,26 @@ def test_a_tied_embedding_on_the_last_stage_and_steps_with_overlap(tmp_path):
 
 
 def test_names_of_norms_and_biases():
-    yes = (NORM, "decoder.final_layernorm.weight", "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight", "x.linear_qkv.bias")
-    no = (ROUTER, PROJECTION, EXPERTS, "embedding.word_embeddings.weight", "output_layer.weight", "x.experts.weight1")
-    assert all(map(is_norm_or_bias, (*yes, "x.mlp.experts.bias1", "x.mlp.experts.bias2", "x.self_attention.q_layernorm.weight")))
+    yes = (
+        NORM,
+        "decoder.final_layernorm.weight",
+        "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight",
+        "x.linear_qkv.bias",
+    )
+    no = (
+        ROUTER,
+        PROJECTION,
+        EXPERTS,
+        "embedding.word_embeddings.weight",
+        "output_layer.weight",
+        "x.experts.weight1",
+    )
+    assert all(
+        map(
+            is_norm_or_bias,
+            (*yes, "x.mlp.experts.bias1", "x.mlp.experts.bias2", "x.self_attention.q_layernorm.weight"),
+        )
+    )
     assert not any(map(is_norm_or_bias, no))
 
 
@@ -107,7 +149,10 @@ def groups_on_rank(settings: dict[str, Any], port: int) -> list[Any]:
     job = build_job(config, runtime.start(config))
 
     def problems() -> list[str]:
-        return [line.replace(job.runtime.host, "HOST") for line in replica_problems(config, job.runtime, job.trained)]
+        return [
+            line.replace(job.runtime.host, "HOST")
+            for line in replica_problems(config, job.runtime, job.trained)
+        ]
 
     found = [problems()]
     if job.runtime.rank == 1:
@@ -127,7 +172,12 @@ def groups_on_rank(settings: dict[str, Any], port: int) -> list[Any]:
 
 @pytest.mark.parametrize(("distributed", "dtype"), [(True, "bf16"), (False, "fp32"), (False, "bf16")])
 def test_a_norm_in_the_wrong_group_in_none_and_in_two(distributed, dtype, tmp_path):
-    settings = {"train_data": str(write_data(tmp_path)), "gpus_per_node": 2, "distributed_optimizer": distributed, "dtype": dtype}
+    settings = {
+        "train_data": str(write_data(tmp_path)),
+        "gpus_per_node": 2,
+        "distributed_optimizer": distributed,
+        "dtype": dtype,
+    }
     first, second = run_on_ranks(2, groups_on_rank, settings, free_port(), join=False)
     assert first == second
     sound, decays, none, two = first
@@ -137,10 +187,16 @@ def test_a_norm_in_the_wrong_group_in_none_and_in_two(distributed, dtype, tmp_pa
     assert is_norm_or_bias(name)
     assert line == f"optimizer: {name} is a norm or bias and decays (weight_decay 0.1), on rank 1 (HOST)"
     if distributed or dtype == "bf16":
-        assert none == [f"optimizer: {name} is in 0 parameter groups of the optimizer instead of one, on rank 1 (HOST)"]
+        assert none == [
+            f"optimizer: {name} is in 0 parameter groups of the optimizer instead of one, on rank 1 (HOST)"
+        ]
     else:
-        assert none == [f"optimizer: {name}: the optimizer steps on 32 values, it has 32, on ranks 0, 1 (HOST)"]
-    assert f"optimizer: {name} is in 2 parameter groups of the optimizer instead of one, on rank 1 (HOST)" in two
+        assert none == [
+            f"optimizer: {name}: the optimizer steps on 32 values, it has 32, on ranks 0, 1 (HOST)"
+        ]
+    assert (
+        f"optimizer: {name} is in 2 parameter groups of the optimizer instead of one, on rank 1 (HOST)" in two
+    )
 
 
 # The router of rank 1 gets a flipped bit in its third step, from outside.
@@ -155,7 +211,8 @@ if os.environ.get("RANK") == "1":
         done = step(self)
         calls.append(1)
         if len(calls) == 3:
-            router = next(owned.parameter for owned in owned_state(self) if tuple(owned.parameter.shape) == (8, 64))
+            parameters = (owned.parameter for owned in owned_state(self))
+            router = next(one for one in parameters if tuple(one.shape) == (8, 64))
             router.detach().view(torch.int32).view(-1)[0] ^= 1
         return done
     ChainedOptimizer.step = flip
@@ -165,7 +222,13 @@ if os.environ.get("RANK") == "1":
 @pytest.mark.slow
 def test_a_run_ends_at_the_next_comparison(tmp_path, runs):
     (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
-    settings = {"GPUS_PER_NODE": 2, "CHECK_INTERVAL": 2, "SAVE_INTERVAL": 4, "DISTRIBUTED_OPTIMIZER": False, "TRAIN_ITERS": 8}
+    settings = {
+        "GPUS_PER_NODE": 2,
+        "CHECK_INTERVAL": 2,
+        "SAVE_INTERVAL": 4,
+        "DISTRIBUTED_OPTIMIZER": False,
+        "TRAIN_ITERS": 8,
+    }
     run = runs.run("flipped", PYTHONPATH=tmp_path, **settings)
     assert run.code == 1, run.text
     line, end = (line for line in run.stderr.splitlines() if line.startswith("moe-exp: "))

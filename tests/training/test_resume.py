@@ -32,12 +32,20 @@ class Interrupted(NamedTuple):
 
 
 @pytest.fixture(scope="session")
-def interrupted(session_runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int, float], Interrupted]:
+def interrupted(
+    session_runs: Runs, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int, int, float], Interrupted]:
     """Runs by (number of ranks, EP, dropout)."""
 
     @cache
     def run(num_ranks: int, ep: int, dropout: float) -> Interrupted:
-        settings = {"GPUS_PER_NODE": num_ranks, "EP": ep, "DROPOUT": dropout, "ATTENTION_DROPOUT": dropout, "TRAIN_ITERS": 12}
+        settings = {
+            "GPUS_PER_NODE": num_ranks,
+            "EP": ep,
+            "DROPOUT": dropout,
+            "ATTENTION_DROPOUT": dropout,
+            "TRAIN_ITERS": 12,
+        }
         name = f"resume_{num_ranks}_{ep}_{dropout}"
         whole = session_runs.succeed(f"{name}_whole", **settings)
         first = session_runs.stopped(name, EXIT_INTERVAL=6, **settings)
@@ -77,8 +85,15 @@ def test_goes_on_bit_for_bit(num_ranks, ep, dropout, interrupted):
 
 @slow
 def test_parameters_come_from_the_model_and_not_only_from_the_optimizer(runs):
-    """Without the distributed optimizer nothing else holds the weights; expert bias and global fractions are in no optimizer at all."""
-    settings = {"DISTRIBUTED_OPTIMIZER": False, "ROUTER_SCORE": "sigmoid", "ROUTER_BIAS_UPDATE_RATE": 0.01, "TRAIN_ITERS": 12}
+    """Without the distributed optimizer nothing else holds the weights; expert bias and global fractions are
+    in no optimizer at all.
+    """
+    settings = {
+        "DISTRIBUTED_OPTIMIZER": False,
+        "ROUTER_SCORE": "sigmoid",
+        "ROUTER_BIAS_UPDATE_RATE": 0.01,
+        "TRAIN_ITERS": 12,
+    }
     settings |= {"AUX_LOSS_TYPE": "global_aux_loss", "AUX_LOSS_COEFF": "0.1"}
     whole = runs.succeed("whole", **settings)
     runs.stopped("resumed", EXIT_INTERVAL=6, **settings)
@@ -92,7 +107,10 @@ def test_checkpoint_has_megatrons_keys(interrupted):
     from megatron.core import dist_checkpointing
 
     folder = interrupted(1, 1, 0.0).whole.folder.checkpoints / "iter_0000012"
-    shapes = {key: value.global_shape for key, value in dist_checkpointing.load_tensors_metadata(str(folder)).items()}
+    shapes = {
+        key: value.global_shape
+        for key, value in dist_checkpointing.load_tensors_metadata(str(folder)).items()
+    }
     layer = "decoder.layers"
     expected = {
         "embedding.word_embeddings.weight": (4096, 64),
@@ -114,7 +132,9 @@ def test_what_a_resume_says_and_leaves(interrupted):
     assert f"resumed from iteration 6 of {runs.second.folder.checkpoints}" in runs.second.stdout
     assert "Run stopped: 6 of 12 iterations" in runs.first.stdout
     assert "Run finished: 12 of 12 iterations" in runs.second.stdout
-    events = [(event["event"], event["iteration"], event.get("status")) for event in runs.second.records("event")]
+    events = [
+        (event["event"], event["iteration"], event.get("status")) for event in runs.second.records("event")
+    ]
     assert events == [
         ("start", 0, None), ("stop", 6, None), ("checkpoint", 6, None), ("end", 6, "stopped"),
         ("resume", 6, None), ("checkpoint", 12, None), ("end", 12, "finished"),
@@ -192,7 +212,9 @@ def test_load_dir_starts_from_another_run(interrupted, runs):
 
 
 def test_goes_on_with_the_same_data_only(interrupted, runs, tmp_path):
-    """LOAD_DIR goes on with the samples as the run's own checkpoints do; more iterations are no other data."""
+    """LOAD_DIR goes on with the samples as the run's own checkpoints do; more iterations are no other
+    data.
+    """
     saved_at_6(interrupted(1, 1, 0.0), runs, "one")
     source = runs.folder("one").checkpoints
     with BinIdxWriter(tmp_path / "tokens", vocab_size=4096) as writer:
@@ -206,9 +228,13 @@ def test_goes_on_with_the_same_data_only(interrupted, runs, tmp_path):
     assert refused.curve("iteration") == [1, 2, 3, 4, 5, 6]
     (line,) = [line for line in refused.stderr.splitlines() if line.startswith("moe-exp: TRAIN_DATA=")]
     files = (
-        rf"TRAIN_DATA=\S+tokens: its files are not those of the checkpoint at iteration 6 of {source} \(fingerprint \w+ instead of \w+\)"
+        rf"TRAIN_DATA=\S+tokens: its files are not those of the checkpoint at iteration 6 of {source}"
+        r" \(fingerprint \w+ instead of \w+\)"
     )
-    assert re.search(rf"{files}, so samples would be repeated or left out\. Fix: .* or ALLOW_OTHER_DATA=true to go on ", line)
+    assert re.search(
+        rf"{files}, so samples would be repeated or left out\. Fix: .* or ALLOW_OTHER_DATA=true to go on ",
+        line,
+    )
 
     allowed = runs.succeed("two", LOAD_DIR=source, ALLOW_OTHER_DATA=True, **other)
     assert allowed.curve("consumed_samples") == [56]
@@ -242,7 +268,8 @@ def test_checkpoint_that_does_not_say_what_it_was_trained_on(interrupted, runs, 
     facts, changes = training_data._compared(config, samples, source)
     assert (facts["seq_len"], changes) == (32, [])
     assert caplog.messages == [
-        f"the checkpoint at iteration 6 of {source} does not say what data it was trained on: that TRAIN_DATA is the same is not checked"
+        f"the checkpoint at iteration 6 of {source} does not say what data it was trained on: that TRAIN_DATA"
+        " is the same is not checked"
     ]
 
 

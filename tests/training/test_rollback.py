@@ -18,7 +18,9 @@ from moe_exp.training.rollback import free_place, read_rollbacks
 
 
 def skipped_at_start(settings: dict[str, Any], entries: list[dict[str, Any]], port: int) -> list[list[int]]:
-    """On a rank: `Progress.skipped_samples` of a start in a folder with rollbacks; an entry without order gets that of the run."""
+    """On a rank: `Progress.skipped_samples` of a start in a folder with rollbacks; an entry without order
+    gets that of the run.
+    """
     from moe_exp import train
     from moe_exp.data.samples.order import SampleOrder
     from moe_exp.engine import runtime
@@ -38,7 +40,10 @@ def skipped_at_start(settings: dict[str, Any], entries: list[dict[str, Any]], po
 
 def test_skips_count_in_their_own_order(tmp_path):
     write_tokens(tmp_path)
-    settings, entries = small_settings(tmp_path, "run"), [{"samples": [[8, 12]]}, {"samples": [[40, 44]], "sample_order": {"seed": 5}}]
+    settings, entries = (
+        small_settings(tmp_path, "run"),
+        [{"samples": [[8, 12]]}, {"samples": [[40, 44]], "sample_order": {"seed": 5}}],
+    )
     assert run_on_ranks(1, skipped_at_start, settings, entries, free_port(), join=False) == [[[8, 12]]]
 
 
@@ -46,7 +51,10 @@ def test_a_list_that_cannot_be_read(tmp_path: Path):
     folder = RunFolder(tmp_path)
     assert read_rollbacks(folder) == []
     folder.skipped_samples.write_text('{"rollbacks": [')
-    with pytest.raises(ConfigError, match=r"skipped_samples\.json: cannot be read \(.*\)\. Fix: restore it, or remove it to train on"):
+    with pytest.raises(
+        ConfigError,
+        match=r"skipped_samples\.json: cannot be read \(.*\)\. Fix: restore it, or remove it to train on",
+    ):
         read_rollbacks(folder)
 
 
@@ -61,4 +69,6 @@ def test_no_checkpoint_is_overwritten(tmp_path: Path):
 def test_rollback_needs_checkpoints():
     config = load_config({"preset": "cpu", "spike_action": "rollback", "save_interval": 0}, {})
     rule = "goes back to a checkpoint, but SAVE_INTERVAL=0 saves none before the end"
-    assert f"SPIKE_ACTION=rollback: {rule}. Fix: set SAVE_INTERVAL, or SPIKE_ACTION=log." in check_config(config)
+    assert f"SPIKE_ACTION=rollback: {rule}. Fix: set SAVE_INTERVAL, or SPIKE_ACTION=log." in check_config(
+        config
+    )

@@ -1,4 +1,6 @@
-"""Spikes are found at once, and noise is none: by hand, on the historical shape, and on series with many kinds of noise."""
+"""Spikes are found at once, and noise is none: by hand, on the historical shape, and on series with many
+kinds of noise.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,26 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from moe_exp.training.spikes import CALM_ITERATIONS, FEWEST, LONGEST, SPREAD_WINDOW, Baseline, Spike, SpikeDetector, SpikeEnd
+from moe_exp.training.spikes import (
+    CALM_ITERATIONS,
+    FEWEST,
+    LONGEST,
+    SPREAD_WINDOW,
+    Baseline,
+    Spike,
+    SpikeDetector,
+    SpikeEnd,
+)
 
 
 def found(losses, norms=None, detector=None):
     """What the detector says of a series, from iteration 1 on."""
     detector = detector or SpikeDetector()
     norms = np.ones(len(losses)) if norms is None else norms
-    said = [detector.add(number, float(loss), float(norm)) for number, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=1)]
+    said = [
+        detector.add(number, float(loss), float(norm))
+        for number, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=1)
+    ]
     return [what for what in said if what is not None]
 
 
@@ -135,7 +149,9 @@ def test_calm_has_to_last():
 @pytest.mark.parametrize("at", [250, 301, 310])
 def test_goes_on_from_its_state(at):
     """Before, in and after a spike; the state is plain values."""
-    losses = np.concatenate([noisy(3.0, 300), 3.0 + 5.0 * np.exp(-np.arange(60) / 5), noisy(3.0, 100, seed=2)])
+    losses = np.concatenate(
+        [noisy(3.0, 300), 3.0 + 5.0 * np.exp(-np.arange(60) / 5), noisy(3.0, 100, seed=2)]
+    )
     whole, first = SpikeDetector(), SpikeDetector()
     expected = [whole.add(number, float(loss), 1.0) for number, loss in enumerate(losses)]
     for number in range(at):
@@ -158,7 +174,9 @@ def test_a_spike_right_after_a_resume():
 
 
 def normal_series(kind, seed, count=2000):
-    """Loss and gradient norm of a run without trouble; norms have heavy tails (Student's t with 2.5 degrees of freedom)."""
+    """Loss and gradient norm of a run without trouble; norms have heavy tails (Student's t with 2.5 degrees
+    of freedom).
+    """
     random, steps = np.random.default_rng(seed), np.arange(1, count + 1)
     noise, sigma = random.standard_normal(count), np.full(count, 0.03)
     curve = 2.6 + 8.2 * np.exp(-steps / 150) + 1.2 * (steps + 10.0) ** -0.2

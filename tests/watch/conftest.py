@@ -28,4 +28,6 @@ def queue(tmp_path, monkeypatch):
 
 @pytest.fixture
 def dog(run, tmp_path, queue):
-    return Watchdog([Watched(run.path, "big_run")], [AlertFile(tmp_path / "alerts.log")], folder=tmp_path / "state")
+    return Watchdog(
+        [Watched(run.path, "big_run")], [AlertFile(tmp_path / "alerts.log")], folder=tmp_path / "state"
+    )

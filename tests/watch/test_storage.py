@@ -1,4 +1,6 @@
-"""`moe-exp watch storage`: intervals against numbers by hand and a simulation; bytes of a run; the refusal of a disk that is too small."""
+"""`moe-exp watch storage`: intervals against numbers by hand and a simulation; bytes of a run; the refusal of
+a disk that is too small.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,20 @@ from moe_exp.config import Config, load_config, to_yaml
 from moe_exp.launch.machine_checks import check_files, space_warnings
 from moe_exp.planner.costs.disk import disk_use, keep_last_that_fits
 from moe_exp.planner.costs.params import checkpoint_bytes
-from moe_exp.watch.storage import Measured, daly_interval, lost_share, measured, save_advice, storage_of, young_interval
+from moe_exp.watch.storage import (
+    Measured,
+    daly_interval,
+    lost_share,
+    measured,
+    save_advice,
+    storage_of,
+    young_interval,
+)
 
 
 def test_intervals_by_hand():
-    # A save of 50 s, a failure an hour: sqrt(2 * 50 * 3600) = 600. d / 2M = 1/144: 600 * (1 + 1/36 + 1/1296) - 50 = 567.1296...
+    # A save of 50 s, a failure an hour: sqrt(2 * 50 * 3600) = 600. d / 2M = 1/144: 600 * (1 + 1/36 + 1/1296)
+    # - 50 = 567.1296...
     assert young_interval(50, 3600) == pytest.approx(600)
     assert daly_interval(50, 3600) == pytest.approx(600 * (1 + 1 / 36 + 1 / 1296) - 50)
     assert daly_interval(7200, 3600) == 3600  # a save takes two failures: as rarely as that
@@ -36,7 +47,9 @@ def test_dalys_interval_is_where_the_model_loses_least(save, mtbf):
     best = min(range(10, 4 * int(young_interval(save, mtbf)), 5), key=lambda t: lost_share(t, save, mtbf))
     assert daly_interval(save, mtbf) == pytest.approx(best, rel=0.05)
     assert lost_share(daly_interval(save, mtbf), save, mtbf) <= lost_share(best, save, mtbf) * 1.001
-    assert lost_share(young_interval(save, mtbf), save, mtbf) >= lost_share(daly_interval(save, mtbf), save, mtbf)
+    assert lost_share(young_interval(save, mtbf), save, mtbf) >= lost_share(
+        daly_interval(save, mtbf), save, mtbf
+    )
 
 
 def simulated_share(interval: float, save: float, mtbf: float, restart: float, num_segments: int) -> float:
@@ -59,12 +72,26 @@ def test_the_loss_is_that_of_simulated_failures(interval, restart):
 
 
 def event(name: str, minute: int, **values: object) -> dict[str, object]:
-    return {"kind": "event", "event": name, "iteration": minute, "time": f"2026-11-22T10:{minute:02d}:00+00:00", **values}
+    return {
+        "kind": "event",
+        "event": name,
+        "iteration": minute,
+        "time": f"2026-11-22T10:{minute:02d}:00+00:00",
+        **values,
+    }
 
 
 RECORDS = [
     event("start", 0),
-    *({"kind": "train", "iteration": i, "elapsed_time_per_iteration_ms": 2000.0, "training_seconds": 3600.0 * i} for i in range(1, 11)),
+    *(
+        {
+            "kind": "train",
+            "iteration": i,
+            "elapsed_time_per_iteration_ms": 2000.0,
+            "training_seconds": 3600.0 * i,
+        }
+        for i in range(1, 11)
+    ),
     event("checkpoint", 10, seconds=40.0, bytes=5_000),
     event("rank_failed", 20),
     event("rank_failed", 21),  # the other ranks of the same failure
@@ -72,7 +99,7 @@ RECORDS = [
     event("checkpoint", 30, seconds=60.0, bytes=7_000),
     event("rank_failed", 40),
     event("resume", 42),
-]  # fmt: skip
+]
 
 
 def test_what_a_run_has_measured():
@@ -101,7 +128,9 @@ def test_advice():
 
 
 def config(**values: object) -> Config:
-    return load_config({"preset": "cpu", "gpus_per_node": 1, "train_iters": 1000, "save_interval": 100, **values}, {})
+    return load_config(
+        {"preset": "cpu", "gpus_per_node": 1, "train_iters": 1000, "save_interval": 100, **values}, {}
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,7 +144,8 @@ def config(**values: object) -> Config:
         ({"keep_last": 2}, 0, [], 3, 3),  # and the one that is being written
         ({"keep_last": 20}, 0, [], 10, 10),
         ({"keep_last": 2, "keep_every": 500}, 0, [], 5, 5),
-        ({"keep_last": 1, "keep_every": 250}, 0, [], 4, 4),  # of the multiples of 250 training saves 500 and 1000
+        # of the multiples of 250 training saves 500 and 1000
+        ({"keep_last": 1, "keep_every": 250}, 0, [], 4, 4),
         ({"keep_last": 1, "keep_best": 2}, 0, [], 4, 4),
         ({}, 400, [100, 200, 300, 400], 10, 6),
         ({"keep_last": 2}, 400, [300, 400], 4, 2),  # the one that it went on from stays
@@ -160,7 +190,13 @@ def test_a_disk_that_cannot_hold_the_run(tmp_path, disk):
     assert "until iteration 1000: 10 checkpoints of " in line
     fix = "set KEEP_LAST=3, which fits, or choose a RUN_DIR on a larger disk, or make room"
     assert line.endswith(f"Fix: {fix}; DISK_CHECK=one if you remove checkpoints by hand.")
-    assert problems(keep_last=3) == problems(disk_check="one") == problems(disk_check="none") == problems(save_interval=0) == []
+    assert (
+        problems(keep_last=3)
+        == problems(disk_check="one")
+        == problems(disk_check="none")
+        == problems(save_interval=0)
+        == []
+    )
     disk(1.2 * one)
     (line,) = problems()
     assert "KEEP_LAST" not in line
@@ -202,7 +238,24 @@ def test_a_run_that_goes_on_needs_room_for_its_next_checkpoint_only(tmp_path, di
 def test_a_file_of_settings(tmp_path, capsys):
     path = tmp_path / "settings.yaml"
     path.write_text(to_yaml(config(run_dir=str(tmp_path), keep_last=2)))
-    assert main(["watch", "storage", str(path), "--mtbf", "1000", "--nodes", "10", "--save-seconds", "30", "--iteration-seconds", "1"]) == 0
+    assert (
+        main(
+            [
+                "watch",
+                "storage",
+                str(path),
+                "--mtbf",
+                "1000",
+                "--nodes",
+                "10",
+                "--save-seconds",
+                "30",
+                "--iteration-seconds",
+                "1",
+            ]
+        )
+        == 0
+    )
     text = capsys.readouterr().out
     assert "KEEP_LAST=2, KEEP_EVERY=0, KEEP_BEST=0" in text
     best = round(daly_interval(30, 360_000))
@@ -233,7 +286,11 @@ def test_records_of_a_real_run(session_runs):
     """The estimate is above what a run has written, and not far."""
     run = session_runs.succeed("records", TRAIN_ITERS=12)
     use = disk_use(load_config({}, session_runs.environ("records", TRAIN_ITERS=12)))
-    written = sum(path.stat().st_size for path in (run.folder.metrics, *run.folder.tensorboard.rglob("*")) if path.is_file())
+    written = sum(
+        path.stat().st_size
+        for path in (run.folder.metrics, *run.folder.tensorboard.rglob("*"))
+        if path.is_file()
+    )
     assert written < use.records_bytes < 3 * written
     (event,) = [event for event in run.records("event") if event["event"] == "checkpoint"]
     assert event["bytes"] < use.one_bytes < 1.5 * event["bytes"]

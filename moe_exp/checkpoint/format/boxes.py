@@ -28,7 +28,8 @@ class Box(NamedTuple):
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """The boxes that values `start` to `stop` of a tensor of `shape` fill, in memory order; 2n - 1 at most with n axes.
+    """The boxes that values `start` to `stop` of a tensor of `shape` fill, in memory order; 2n - 1 at most
+    with n axes.
 
     Each of them is one piece of memory: value i of a box is value i of the tensor after the box's first.
     """
@@ -60,7 +61,9 @@ def first_value(box: Box, shape: Sequence[int]) -> int:
 
 
 def box_at(place: int, sizes: Sequence[int], shape: Sequence[int]) -> Box:
-    """The box of `sizes` whose first value has this place in the memory order of a tensor of `shape`; see `first_value`."""
+    """The box of `sizes` whose first value has this place in the memory order of a tensor of `shape`; see
+    `first_value`.
+    """
     offsets = []
     for size in reversed(shape):
         place, offset = divmod(place, size)
@@ -71,7 +74,10 @@ def box_at(place: int, sizes: Sequence[int], shape: Sequence[int]) -> Box:
 def intersection(one: Box, other: Box) -> Box | None:
     """What two boxes of a tensor share."""
     lows = tuple(map(max, one.offsets, other.offsets))
-    highs = [min(a + n, b + m) for a, n, b, m in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)]
+    highs = [
+        min(a + n, b + m)
+        for a, n, b, m in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    ]
     if any(low >= high for low, high in zip(lows, highs, strict=True)):
         return None
     return Box(lows, tuple(high - low for low, high in zip(lows, highs, strict=True)))

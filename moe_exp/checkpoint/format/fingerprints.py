@@ -1,20 +1,24 @@
-"""Fingerprints of the tensors of a checkpoint that do not depend on the layout: 64 bits for each, of every bit of its values.
+"""Fingerprints of the tensors of a checkpoint that do not depend on the layout: 64 bits for each, of every
+bit of its values.
 
 A tensor's fingerprint is a sum over all of its values, modulo 2^64,
 
     sum over (i, j, ...) of bits(x[i, j, ...]) * w_last(j) * ... * w_first(i)
 
-in which bits() takes a value's bits for a whole number and every w is an odd number drawn by the place of the value on that axis
-(SplitMix64; Steele, Lea and Flood 2014, Fast Splittable Pseudorandom Number Generators). It is a multilinear hash (Lemire and Kaser
-2014, Strongly universal string hashing is fast), with weights that are products over the axes:
+in which bits() takes a value's bits for a whole number and every w is an odd number drawn by the place of the
+value on that axis (SplitMix64; Steele, Lea and Flood 2014, Fast Splittable Pseudorandom Number Generators).
+It is a multilinear hash (Lemire and Kaser 2014, Strongly universal string hashing is fast), with weights that
+are products over the axes:
 
-- A sum can be taken in any order and any split: the shards of whatever layout, boxes with offsets, add up to the same number, and the
-  ranks' shares need nothing but additions.
-- One changed value always changes it: an odd weight has an inverse modulo 2^64. Two values that were swapped, rows in another order and
-  shards in each other's place change it but for a chance of about 2^-40 (the low bits of round values are zeros, which costs some).
+- A sum can be taken in any order and any split: the shards of whatever layout, boxes with offsets, add up to
+  the same number, and the ranks' shares need nothing but additions.
+- One changed value always changes it: an odd weight has an inverse modulo 2^64. Two values that were swapped,
+  rows in another order and shards in each other's place change it but for a chance of about 2^-40 (the low
+  bits of round values are zeros, which costs some).
 
-Tensors have the keys that this package writes; what all layers share under one key is a tensor of its own for each. So a fingerprint
-belongs to the model and not to the style of the files (`keys.py`), and a tool that rewrites those keeps it.
+Tensors have the keys that this package writes; what all layers share under one key is a tensor of its own for
+each. So a fingerprint belongs to the model and not to the style of the files (`keys.py`), and a tool that
+rewrites those keeps it.
 """
 
 from __future__ import annotations
@@ -59,13 +63,15 @@ class Fingerprint:
 
 
 Fingerprints = dict[str, Fingerprint]
-# Key in a checkpoint, values, and where they begin in the whole tensor; axes of size 1 in front may be missing in the values.
+# Key in a checkpoint, values, and where they begin in the whole tensor; axes of size 1 in front may be
+# missing in the values.
 Piece = tuple[str, Tensor, Sequence[int]]
 
 
 @torch.no_grad()
 def multilinear_sum(values: Tensor, offsets: Sequence[int]) -> Tensor:
-    """The share of a box in the fingerprint of its tensor: int64 [], to be taken modulo 2^64. Takes a chunk of memory, no copy.
+    """The share of a box in the fingerprint of its tensor: int64 [], to be taken modulo 2^64. Takes a chunk
+    of memory, no copy.
 
     Args:
         values: of the box, of any type and strides, on any device.
@@ -118,22 +124,29 @@ def _signed(number: int) -> int:
 
 
 def name_and_place(key: str, offsets: Sequence[int]) -> tuple[str, tuple[int, ...]]:
-    """The name of what lies at `offsets` of a checkpoint's tensor, with its layer, and the offsets without that."""
+    """The name of what lies at `offsets` of a checkpoint's tensor, with its layer, and the offsets without
+    that.
+    """
     if match := _STACKED.fullmatch(key):
         return f"{match[1]}{offsets[0]}.{match[2]}", tuple(offsets[1:])
     return key, tuple(offsets)
 
 
 def fingerprints_of(pieces: Iterable[Piece]) -> Fingerprints:
-    """The fingerprints, or a rank's shares of them, by name; every value of a tensor has to be in one piece of one rank."""
+    """The fingerprints, or a rank's shares of them, by name; every value of a tensor has to be in one piece
+    of one rank.
+    """
     found: dict[str, tuple[str, int, Tensor]] = {}
     for key, values, offsets in pieces:
         name, place = name_and_place(key, offsets)
         values = values.view(values.shape[values.dim() - len(place) :])  # a layer's axis, of size 1
         share = multilinear_sum(values, place)
-        dtype, num_values, total = found.get(name, (str(values.dtype).removeprefix("torch."), 0, torch.zeros_like(share)))
+        dtype, num_values, total = found.get(
+            name, (str(values.dtype).removeprefix("torch."), 0, torch.zeros_like(share))
+        )
         found[name] = (dtype, num_values + values.numel(), total + share)
-    totals = torch.stack([total for *_, total in found.values()]).tolist() if found else []  # one wait for the device
+    # one wait for the device
+    totals = torch.stack([total for *_, total in found.values()]).tolist() if found else []
     return {
         name: Fingerprint(dtype, num_values, total & _MASK)
         for (name, (dtype, num_values, _)), total in zip(found.items(), totals, strict=True)
@@ -151,13 +164,18 @@ def added(shares: Iterable[Mapping[str, Fingerprint]]) -> Fingerprints:
 
 def write(folder: Path, fingerprints: Mapping[str, Fingerprint]) -> None:
     """Writes them into a checkpoint's folder."""
-    tensors = {name: [one.dtype, one.num_values, f"{one.total:016x}"] for name, one in sorted(fingerprints.items())}
+    tensors = {
+        name: [one.dtype, one.num_values, f"{one.total:016x}"] for name, one in sorted(fingerprints.items())
+    }
     lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(value)}" for name, value in tensors.items())
-    write_atomically(folder / FILE, f'{{\n  "format_version": {_FORMAT_VERSION},\n  "tensors": {{\n{lines}\n  }}\n}}\n')
+    write_atomically(
+        folder / FILE, f'{{\n  "format_version": {_FORMAT_VERSION},\n  "tensors": {{\n{lines}\n  }}\n}}\n'
+    )
 
 
 def read(folder: Path) -> Fingerprints | None:
-    """Those of a checkpoint; None where it has none that this version knows: older ones, and those of Megatron-LM.
+    """Those of a checkpoint; None where it has none that this version knows: older ones, and those of
+    Megatron-LM.
 
     Raises:
         ValueError: where the file is damaged.
@@ -168,11 +186,16 @@ def read(folder: Path) -> Fingerprints | None:
         if content["format_version"] != _FORMAT_VERSION:
             return None
         tensors = content["tensors"].items()
-        return {name: Fingerprint(str(dtype), int(num_values), int(total, 16)) for name, (dtype, num_values, total) in tensors}
+        return {
+            name: Fingerprint(str(dtype), int(num_values), int(total, 16))
+            for name, (dtype, num_values, total) in tensors
+        }
     except FileNotFoundError:
         return None
     except (AttributeError, KeyError, TypeError, ValueError, OSError) as error:
-        raise ValueError(f"{path}: cannot be read ({' '.join(str(error).split())}). Fix: use another checkpoint.") from None
+        raise ValueError(
+            f"{path}: cannot be read ({' '.join(str(error).split())}). Fix: use another checkpoint."
+        ) from None
 
 
 def kept(fingerprints: Mapping[str, Fingerprint], *, weights_only: bool, dtype: str | None) -> Fingerprints:
@@ -188,7 +211,11 @@ def kept(fingerprints: Mapping[str, Fingerprint], *, weights_only: bool, dtype: 
         of_state = _OF_STATE.fullmatch(name)
         if not weights_only if of_state else dtype in (None, one.dtype):
             found[name] = one
-        elif not of_state and (main := fingerprints.get(f"optimizer.state.param.{name}")) and main.dtype == dtype:
+        elif (
+            not of_state
+            and (main := fingerprints.get(f"optimizer.state.param.{name}"))
+            and main.dtype == dtype
+        ):
             found[name] = main  # the weights are the main weights now
     return found
 

@@ -8,7 +8,8 @@ checkpoints/
     manifest.json                     size and checksum of every other file; written last
   iter_0000600.partial/               one that is being written; renamed once every rank is done
   iter_0000100.removed/               one that is being removed
-  iter_0000300.replaced/              one whose place the next one of the same iteration takes, while that happens
+  iter_0000300.replaced/              one whose place the next one of the same iteration takes, while that
+                                      happens
 
 A run that is killed leaves some of the last three behind; `recover` ends what it had begun.
 """
@@ -55,9 +56,15 @@ def latest_iteration(checkpoints: Path) -> int | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read ({getattr(error, 'strerror', error)}). Fix: make it readable, or name another.") from None
+        raise ValueError(
+            f"{path}: cannot be read ({getattr(error, 'strerror', error)}). Fix: make it readable, or name"
+            " another."
+        ) from None
     if not text.isdecimal():
-        raise ValueError(f"{path}={text[:20]!r}: must hold the number of an iteration. Fix: write that of the newest iter_ folder into it.")
+        raise ValueError(
+            f"{path}={text[:20]!r}: must hold the number of an iteration. Fix: write that of the newest iter_"
+            " folder into it."
+        )
     return int(text)
 
 
@@ -70,11 +77,12 @@ def iterations(checkpoints: Path) -> list[int]:
 
 
 def usable(path: Path) -> list[Path]:
-    """The folders of the checkpoints that a run may go on from, the best first; whether they are whole is not looked at.
+    """The folders of the checkpoints that a run may go on from, the best first; whether they are whole is not
+    looked at.
 
     Args:
-        path: a checkpoints folder, a run folder, or the folder of one iteration. Of several checkpoints those newer than
-            `latest` are left out: whoever goes back writes an older iteration there.
+        path: a checkpoints folder, a run folder, or the folder of one iteration. Of several checkpoints those
+            newer than `latest` are left out: whoever goes back writes an older iteration there.
 
     Raises:
         ValueError: where `latest` holds no number.
@@ -83,14 +91,18 @@ def usable(path: Path) -> list[Path]:
         newest, found = latest_iteration(checkpoints), iterations(checkpoints)
         if newest is not None:
             # Its own folder even where that is gone: somebody has to say so.
-            return [iteration_folder(checkpoints, i) for i in sorted({newest, *(i for i in found if i < newest)}, reverse=True)]
+            return [
+                iteration_folder(checkpoints, i)
+                for i in sorted({newest, *(i for i in found if i < newest)}, reverse=True)
+            ]
         if found:  # killed between the first checkpoint and `latest`
             return [iteration_folder(checkpoints, i) for i in reversed(found)]
     return [path] if (path / "metadata.json").is_file() or _NAME.match(path.name) else []
 
 
 def one_checkpoint(path: Path) -> Path:
-    """The folder of one iteration that `path` means: itself, or the newest of a checkpoints folder or of a run folder.
+    """The folder of one iteration that `path` means: itself, or the newest of a checkpoints folder or of a
+    run folder.
 
     Raises:
         ValueError: where there is none.
@@ -107,7 +119,10 @@ def _no_checkpoint(folder: Path) -> str:
     if not folder.is_dir():
         return "is a file" if folder.exists() else "does not exist"
     if runs := sorted(path.parent.parent.name for path in folder.glob(f"*/checkpoints/{LATEST}")):
-        return f"holds no checkpoint itself; the runs in it do: {', '.join(runs[:5])}{' ...' if len(runs) > 5 else ''}"
+        return (
+            "holds no checkpoint itself; the runs in it do:"
+            f" {', '.join(runs[:5])}{' ...' if len(runs) > 5 else ''}"
+        )
     return "holds no distributed checkpoint (no metadata.json)"
 
 
@@ -118,7 +133,9 @@ def existing(folder: Path) -> Path:
         ValueError: where it is not.
     """
     if folder.suffix in (PARTIAL, REMOVED, REPLACED):
-        rule = f"is no whole checkpoint, {folder.suffix} says that a run was killed while it wrote or removed it"
+        rule = (
+            f"is no whole checkpoint, {folder.suffix} says that a run was killed while it wrote or removed it"
+        )
         raise ValueError(f"checkpoint={folder}: {rule}. Fix: name another one.")
     if not (folder / "metadata.json").is_file():
         fix = "name an iter_ folder, a checkpoints folder or a run folder"
@@ -127,7 +144,9 @@ def existing(folder: Path) -> Path:
 
 
 class NewerFormatError(ValueError):
-    """A newer version of this package wrote the checkpoint: nothing is wrong with it, so no older one may take its place."""
+    """A newer version of this package wrote the checkpoint: nothing is wrong with it, so no older one may
+    take its place.
+    """
 
 
 @dataclass(frozen=True)
@@ -158,20 +177,31 @@ class Manifest:
             if (version := content["format_version"]) > FORMAT_VERSION:
                 rule = f"has format version {version}, this moe_exp reads up to {FORMAT_VERSION}"
                 raise NewerFormatError(f"{path}: {rule}. Fix: update moe_exp.")
-            files = {name: {"bytes": int(entry["bytes"]), "xxh3_128": str(entry["xxh3_128"])} for name, entry in content["files"].items()}
+            files = {
+                name: {"bytes": int(entry["bytes"]), "xxh3_128": str(entry["xxh3_128"])}
+                for name, entry in content["files"].items()
+            }
             return cls(int(content["iteration"]), files, dict(content["facts"]))
         except FileNotFoundError:
             return None
         except NewerFormatError:
             raise
-        except (AttributeError, KeyError, TypeError, ValueError, OSError) as error:  # as a flipped bit will have it
-            raise ValueError(f"{path}: cannot be read ({' '.join(str(error).split())}). Fix: use an older checkpoint.") from None
+        # as a flipped bit will have it
+        except (AttributeError, KeyError, TypeError, ValueError, OSError) as error:
+            raise ValueError(
+                f"{path}: cannot be read ({' '.join(str(error).split())}). Fix: use an older checkpoint."
+            ) from None
 
     def write(self, folder: Path) -> None:
         """Writes it into `folder`, whole or not at all."""
         write_json(
             folder / MANIFEST,
-            {"format_version": FORMAT_VERSION, "iteration": self.iteration, "facts": dict(self.facts), "files": dict(self.files)},
+            {
+                "format_version": FORMAT_VERSION,
+                "iteration": self.iteration,
+                "facts": dict(self.facts),
+                "files": dict(self.files),
+            },
         )
 
     @property
@@ -187,7 +217,11 @@ def entry_of(path: Path) -> dict[str, Any]:
 
 def entries_of(folder: Path) -> dict[str, dict[str, Any]]:
     """What a manifest holds of a folder's files, in order of their names."""
-    return {path.name: entry_of(path) for path in sorted(folder.iterdir()) if path.is_file() and path.name != MANIFEST}
+    return {
+        path.name: entry_of(path)
+        for path in sorted(folder.iterdir())
+        if path.is_file() and path.name != MANIFEST
+    }
 
 
 def damages(folder: Path, names: Mapping[str, Mapping[str, Any]], *, checksums: bool = True) -> Iterator[str]:
@@ -206,7 +240,10 @@ def damages(folder: Path, names: Mapping[str, Mapping[str, Any]], *, checksums: 
             elif (size := path.stat().st_size) != entry["bytes"]:
                 yield f"{path}: has {size} bytes instead of {entry['bytes']}"
             elif checksums and (found := file_hash(path)) != entry["xxh3_128"]:
-                yield f"{path}: has changed since it was written (xxh3 {found[:8]} instead of {entry['xxh3_128'][:8]})"
+                yield (
+                    f"{path}: has changed since it was written (xxh3 {found[:8]} instead of"
+                    f" {entry['xxh3_128'][:8]})"
+                )
         except OSError as error:
             yield f"{path}: cannot be read ({error.strerror or error})"
 
@@ -218,7 +255,9 @@ def set_latest(checkpoints: Path, iteration: int) -> None:
 
 
 def publish(partial: Path, iteration: int) -> None:
-    """Makes the whole checkpoint in `partial` that of `iteration`, and the newest. Whenever it is killed, `recover` finds a whole one."""
+    """Makes the whole checkpoint in `partial` that of `iteration`, and the newest. Whenever it is killed,
+    `recover` finds a whole one.
+    """
     checkpoints = partial.parent
     final = iteration_folder(checkpoints, iteration)
     replaced, latest = final.with_name(final.name + REPLACED), checkpoints / LATEST
@@ -241,9 +280,12 @@ def remove(folder: Path) -> None:
 
 
 def recover(checkpoints: Path) -> None:
-    """Removes what killed runs left behind; a checkpoint whose successor never came gets its name back. While nobody writes here."""
+    """Removes what killed runs left behind; a checkpoint whose successor never came gets its name back. While
+    nobody writes here.
+    """
     for path in sorted(checkpoints.glob("iter_*.*")):
-        with contextlib.suppress(OSError):  # a folder that cannot be written is found out, and said, elsewhere
+        # a folder that cannot be written is found out, and said, elsewhere
+        with contextlib.suppress(OSError):
             if path.suffix == REPLACED and not path.with_suffix("").exists():
                 path.rename(path.with_suffix(""))
             elif path.suffix in (PARTIAL, REMOVED, REPLACED):

@@ -1,4 +1,6 @@
-"""What is not sharded in a checkpoint of Megatron-LM: its arguments, objects of Megatron's classes, as inert copies that run no code."""
+"""What is not sharded in a checkpoint of Megatron-LM: its arguments, objects of Megatron's classes, as inert
+copies that run no code.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,15 @@
-"""The keys of a Megatron checkpoint (`torch_dist`), and the weights of a model under the keys that a checkpoint has.
+"""The keys of a Megatron checkpoint (`torch_dist`), and the weights of a model under the keys that a
+checkpoint has.
 
 Megatron writes one model in several ways, which are all read here, by what is in the checkpoint:
 
-- Layers. `decoder.layers.X` with a layer axis before those of the tensor where all layers are alike; `decoder.layers.<layer>.X`
-  where some are dense and some MoE, and always with `singleton_local_shards`, which Megatron-LM's script sets.
+- Layers. `decoder.layers.X` with a layer axis before those of the tensor where all layers are alike;
+  `decoder.layers.<layer>.X` where some are dense and some MoE, and always with `singleton_local_shards`,
+  which Megatron-LM's script sets.
 - Experts and gated projections: see `moe_exp.layers.megatron.sharding`.
-- The norm before an MoE. `pre_mlp_layernorm.weight` by the Transformer Engine spec and by us, `mlp.linear_fc1.layer_norm_weight`
-  by Megatron's local spec. That of a dense MLP is `mlp.linear_fc1.layer_norm_weight` everywhere.
+- The norm before an MoE. `pre_mlp_layernorm.weight` by the Transformer Engine spec and by us,
+  `mlp.linear_fc1.layer_norm_weight` by Megatron's local spec. That of a dense MLP is
+  `mlp.linear_fc1.layer_norm_weight` everywhere.
 """
 
 import re
@@ -25,14 +28,17 @@ from megatron.core.models.gpt import GPTModel
 
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 _LAYER = re.compile(r"decoder\.layers\.\d+\.")
-# Of global_aux_loss. Where another loss takes its place, or it that of another, they are left out, or begin at zero.
+# Of global_aux_loss. Where another loss takes its place, or it that of another, they are left out, or begin
+# at zero.
 BATCH_STATISTICS = ".global_tokens_per_expert"
 _SINGLE = re.compile(r"\.experts\.\d+\.|\.linear_fc1\.(weight|bias)_w$")
 
 
 @dataclass(frozen=True)
 class CheckpointKeys:
-    """What a checkpoint holds: `tensors` of the model and of the `optimizer` by key, with their shapes; unique keys of `objects`."""
+    """What a checkpoint holds: `tensors` of the model and of the `optimizer` by key, with their shapes;
+    unique keys of `objects`.
+    """
 
     tensors: Mapping[str, tuple[int, ...]]
     optimizer: Mapping[str, tuple[int, ...]]
@@ -44,7 +50,11 @@ class CheckpointKeys:
         found = CheckpointReader(folder)
         shapes = {key: tensor.shape for key, tensor in found.tensors.items()}
         optimizer = {key: shape for key, shape in shapes.items() if _OPTIMIZER.match(key)}
-        return cls({key: shape for key, shape in shapes.items() if key not in optimizer}, optimizer, frozenset(found.objects))
+        return cls(
+            {key: shape for key, shape in shapes.items() if key not in optimizer},
+            optimizer,
+            frozenset(found.objects),
+        )
 
     @property
     def layers_are_stacked(self) -> bool:
@@ -57,8 +67,11 @@ class CheckpointKeys:
         return any(_SINGLE.search(key) for key in self.tensors)
 
 
-def model_state(model: GPTModel, metadata: Mapping[str, Any], keys: CheckpointKeys | None = None) -> dict[str, Any]:
-    """The model's sharded state: as Megatron would write it, or under the keys of a checkpoint that is to be read.
+def model_state(
+    model: GPTModel, metadata: Mapping[str, Any], keys: CheckpointKeys | None = None
+) -> dict[str, Any]:
+    """The model's sharded state: as Megatron would write it, or under the keys of a checkpoint that is to be
+    read.
 
     Args:
         model: of this rank and stage, without wrappers.
@@ -89,7 +102,9 @@ def _layer_state(model: GPTModel, metadata: Mapping[str, Any], *, stacked: bool)
         in_model, prefix = layer.layer_number - 1, f"decoder.layers.{index}."
         offsets = ((0, in_model, model.config.num_layers),) if stacked else ()
         layer_state = layer.sharded_state_dict(prefix, offsets, dict(metadata))
-        replace_prefix_for_sharding(layer_state, prefix, "decoder.layers." if stacked else f"decoder.layers.{in_model}.")
+        replace_prefix_for_sharding(
+            layer_state, prefix, "decoder.layers." if stacked else f"decoder.layers.{in_model}."
+        )
         state |= layer_state
     return state
 
@@ -100,7 +115,8 @@ def _present(key: str, keys: CheckpointKeys) -> str:
 
 
 def check_tensors(state: Mapping[str, Any], keys: CheckpointKeys, folder: Path) -> None:
-    """Nothing that is needed is missing in a checkpoint or of another shape, and all weights in it are used. Called by every rank.
+    """Nothing that is needed is missing in a checkpoint or of another shape, and all weights in it are used.
+    Called by every rank.
 
     Raises:
         ValueError: on every rank, with the first keys that are on one side only, or differ.
@@ -113,11 +129,16 @@ def check_tensors(state: Mapping[str, Any], keys: CheckpointKeys, folder: Path) 
     for what, names in (("has no", set(needed) - set(found)), ("has, unlike the model,", unused)):
         if names:
             first = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            raise ValueError(f"checkpoint={folder}: {what} {first}. Fix: give the model the settings of the one in the checkpoint.")
+            raise ValueError(
+                f"checkpoint={folder}: {what} {first}. Fix: give the model the settings of the one in the"
+                " checkpoint."
+            )
     for key, (shape, is_padded) in sorted(needed.items()):
         if found[key] != shape and not (is_padded and _differ_by_padding(found[key], shape)):
             rule = f"has {key} of shape {list(found[key])}, the model of shape {list(shape)}"
-            raise ValueError(f"checkpoint={folder}: {rule}. Fix: give the model the settings of the one in the checkpoint.")
+            raise ValueError(
+                f"checkpoint={folder}: {rule}. Fix: give the model the settings of the one in the checkpoint."
+            )
 
 
 def _needed(state: Any) -> Iterator[tuple[str, tuple[int, ...], bool]]:
@@ -133,5 +154,7 @@ def _needed(state: Any) -> Iterator[tuple[str, tuple[int, ...], bool]]:
 
 
 def _differ_by_padding(shape: tuple[int, ...], in_model: tuple[int, ...]) -> bool:
-    """Embeddings [V, D]: Megatron-LM pads V to a multiple of 128 * TP, we to one of 128. Rows of tokens must not be lacking."""
+    """Embeddings [V, D]: Megatron-LM pads V to a multiple of 128 * TP, we to one of 128. Rows of tokens must
+    not be lacking.
+    """
     return shape[1:] == in_model[1:] and shape[0] > in_model[0] - 128

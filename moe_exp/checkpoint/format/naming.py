@@ -1,9 +1,11 @@
-"""The tensors of a checkpoint as those of single layers and experts, in whichever of Megatron's styles it was written (see keys.py).
+"""The tensors of a checkpoint as those of single layers and experts, in whichever of Megatron's styles it was
+written (see keys.py).
 
 A logical tensor has one name whatever the style: `decoder.layers.3.self_attention.linear_qkv.weight`,
-`decoder.layers.3.mlp.experts.5.linear_fc1.weight` [W, D] with the gate as the first half of W, `decoder.layers.3.pre_mlp_layernorm.weight`
-for the norm before the MLP of every layer, dense or MoE, and what is in no layer under its own key. It is a box of one stored tensor, or
-two of them that are joined (the gate's half and the other), and is read alone.
+`decoder.layers.3.mlp.experts.5.linear_fc1.weight` [W, D] with the gate as the first half of W,
+`decoder.layers.3.pre_mlp_layernorm.weight` for the norm before the MLP of every layer, dense or MoE, and what
+is in no layer under its own key. It is a box of one stored tensor, or two of them that are joined (the gate's
+half and the other), and is read alone.
 
 Of the optimizer the same names are given to `param` (the fp32 main weights), `exp_avg` and `exp_avg_sq`.
 """
@@ -32,13 +34,18 @@ _STACKED = re.compile(r"decoder\.layers\.(?!\d)(.+)")
 _EXPERTS = re.compile(r"(.*\.)?experts\.experts\.(?!\d)(.+)")
 _SINGLE_EXPERT = re.compile(r"(.*\.)?experts\.experts\.(\d+\..+)")
 _HALF = re.compile(r"(.+\.linear_fc1\.(?:weight|bias))_([wv])")
-_NORMS = ((".mlp.linear_fc1.layer_norm_", ".pre_mlp_layernorm."), (".input_layernorm.", ".self_attention.linear_qkv.layer_norm_"))
+_NORMS = (
+    (".mlp.linear_fc1.layer_norm_", ".pre_mlp_layernorm."),
+    (".input_layernorm.", ".self_attention.linear_qkv.layer_norm_"),
+)
 _IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True)
 class StoredBox:
-    """A part of a stored tensor; its first `num_leading` axes (layer, expert) have size 1 and are no axes of the logical tensor."""
+    """A part of a stored tensor; its first `num_leading` axes (layer, expert) have size 1 and are no axes of
+    the logical tensor.
+    """
 
     stored: StoredTensor
     offsets: tuple[int, ...]
@@ -101,7 +108,8 @@ class LogicalTensor:
 
 
 def optimizer_state(key: str) -> tuple[str, str, str] | None:
-    """What of a parameter a stored tensor of the optimizer is: (what Megatron puts before it, state, key of the parameter), or None.
+    """What of a parameter a stored tensor of the optimizer is: (what Megatron puts before it, state, key of
+    the parameter), or None.
 
     The fp32 main weights are always the state `param`.
     """
@@ -120,14 +128,17 @@ def states(reader: CheckpointReader) -> list[str]:
 
 
 def logical_tensors(reader: CheckpointReader, state: str | None = None) -> dict[str, LogicalTensor]:
-    """The logical tensors of the weights, or of a state of the optimizer, by name, in an order that reads few chunks twice.
+    """The logical tensors of the weights, or of a state of the optimizer, by name, in an order that reads few
+    chunks twice.
 
     A reader with `keep_bytes=KEEP_BYTES` makes reading one after the other fast.
     """
     parts: dict[str, dict[str, StoredBox]] = {}
     for key, stored in sorted(reader.tensors.items()):
         of_optimizer = optimizer_state(key)
-        if (of_optimizer[1] if of_optimizer else None) != state or (of_optimizer is None and is_optimizer(key)):
+        if (of_optimizer[1] if of_optimizer else None) != state or (
+            of_optimizer is None and is_optimizer(key)
+        ):
             continue
         for name, half, box in _boxes(of_optimizer[2] if of_optimizer else key, stored):
             parts.setdefault(name, {})[half] = box
@@ -139,7 +150,9 @@ def logical_tensors(reader: CheckpointReader, state: str | None = None) -> dict[
 
 
 def logical_name(key: str, place: tuple[int, ...]) -> tuple[str, str]:
-    """The name of what lies at `place` on the leading axes of a key, and which half of it: `w`, `v`, or nothing for the whole."""
+    """The name of what lies at `place` on the leading axes of a key, and which half of it: `w`, `v`, or
+    nothing for the whole.
+    """
     numbers = list(place)
     if match := _STACKED.fullmatch(key):
         key = f"decoder.layers.{numbers.pop(0)}.{match[1]}"
@@ -169,7 +182,9 @@ def layer_of(name: str) -> tuple[int | None, str]:
 
 
 def group_of(name: str) -> str:
-    """What a logical tensor belongs to: embedding, output, attention, norms, router, experts, shared experts, mlp, or other."""
+    """What a logical tensor belongs to: embedding, output, attention, norms, router, experts, shared experts,
+    mlp, or other.
+    """
     parts = name.split(".")
     if any("norm" in part for part in parts[-2:]):
         return "norms"
@@ -180,15 +195,19 @@ def group_of(name: str) -> str:
 
 
 _GROUPS = (
-    ("embedding", {"embedding"}), ("output", {"output_layer"}), ("router", {"router"}), ("shared experts", {"shared_experts"}),
-    ("experts", {"experts"}), ("attention", {"self_attention"}), ("mlp", {"mlp"}),
+    ("embedding", {"embedding"}), ("output", {"output_layer"}), ("router", {"router"}),
+    ("shared experts", {"shared_experts"}), ("experts", {"experts"}), ("attention", {"self_attention"}),
+    ("mlp", {"mlp"}),
 )  # fmt: skip
 
 
 def _boxes(key: str, stored: StoredTensor) -> Iterator[tuple[str, str, StoredBox]]:
     n = num_leading(key)
     if len(stored.shape) < n:
-        raise ValueError(f"{stored.key}: has {len(stored.shape)} axes, and no room for layers and experts. Fix: use another checkpoint.")
+        raise ValueError(
+            f"{stored.key}: has {len(stored.shape)} axes, and no room for layers and experts. Fix: use"
+            " another checkpoint."
+        )
     for place in itertools.product(*map(range, stored.shape[:n])):
         name, half = logical_name(key, place)
         sizes = (1,) * n + stored.shape[n:]

@@ -13,12 +13,12 @@ from moe_exp.config import Config
 
 logger = logging.getLogger(__name__)
 
-# How the run was spread over machines, which says nothing about the model, and what training alone is for: with deterministic
-# algorithms torch would refuse to draw tokens on a GPU.
+# How the run was spread over machines, which says nothing about the model, and what training alone is for:
+# with deterministic algorithms torch would refuse to draw tokens on a GPU.
 _LAYOUT: dict[str, Any] = {
     "nnodes": 1, "node_rank": 0, "gpus_per_node": 1, "master_addr": "localhost", "threads_per_rank": 0,
-    "tp": 1, "pp": 1, "vpp": None, "ep": 1, "etp": 1, "cp": 1, "dispatcher": "auto", "num_workers": 0, "deterministic": False,
-    "first_stage_layers": 0, "last_stage_layers": 0, "pipeline_layers": "",
+    "tp": 1, "pp": 1, "vpp": None, "ep": 1, "etp": 1, "cp": 1, "dispatcher": "auto", "num_workers": 0,
+    "deterministic": False, "first_stage_layers": 0, "last_stage_layers": 0, "pipeline_layers": "",
 }  # fmt: skip
 
 
@@ -30,11 +30,15 @@ def saved_config(folder: Path, **changes: Any) -> Config:
         changes: field of Config to value.
 
     Raises:
-        ValueError: where the checkpoint is damaged or was not written by this package, or `changes` cannot be.
+        ValueError: where the checkpoint is damaged or was not written by this package, or `changes` cannot
+            be.
     """
     saved = read_common(folder).get("config")
     if saved is None:
-        raise ValueError(f"checkpoint={folder}: was not written by moe_exp, it has no settings. Fix: name a checkpoint of moe_exp.")
+        raise ValueError(
+            f"checkpoint={folder}: was not written by moe_exp, it has no settings. Fix: name a checkpoint of"
+            " moe_exp."
+        )
     if unknown := sorted(set(saved) - set(Config.model_fields)):
         logger.warning("%s: settings of another version are left out: %s", folder, ", ".join(unknown))
     known = {name: value for name, value in saved.items() if name in Config.model_fields}
@@ -42,4 +46,7 @@ def saved_config(folder: Path, **changes: Any) -> Config:
         return Config(**(known | _LAYOUT | changes))
     except ValidationError as error:
         first = error.errors()[0]
-        raise ValueError(f"checkpoint={folder}: {first['loc'][0]}={first['input']}: {first['msg']}. Fix: use another checkpoint.") from None
+        raise ValueError(
+            f"checkpoint={folder}: {first['loc'][0]}={first['input']}: {first['msg']}. Fix: use another"
+            " checkpoint."
+        ) from None

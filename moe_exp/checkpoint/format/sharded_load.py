@@ -1,7 +1,9 @@
-"""Megatron's loading without its trust: of a checkpoint it unpickles `.metadata`, and objects with `weights_only=False`.
+"""Megatron's loading without its trust: of a checkpoint it unpickles `.metadata`, and objects with
+`weights_only=False`.
 
-These are the steps of `dist_checkpointing.load` with another reading of what is not sharded. It has no place for that in all versions
-of Megatron, and from 0.19 on the ranks read by themselves: where the files of one are damaged, the others would go on without it.
+These are the steps of `dist_checkpointing.load` with another reading of what is not sharded. It has no place
+for that in all versions of Megatron, and from 0.19 on the ranks read by themselves: where the files of one
+are damaged, the others would go on without it.
 """
 
 import contextlib
@@ -27,7 +29,9 @@ from megatron.core.dist_checkpointing.validation import determine_global_metadat
 _FORCE, _FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 
-def load_sharded(state: dict[str, Any], folder: Path, *, validate_access_integrity: bool = True) -> dict[str, Any]:
+def load_sharded(
+    state: dict[str, Any], folder: Path, *, validate_access_integrity: bool = True
+) -> dict[str, Any]:
     """`dist_checkpointing.load`, in which nothing of the files is run. Called by every rank.
 
     Args:
@@ -36,8 +40,8 @@ def load_sharded(state: dict[str, Any], folder: Path, *, validate_access_integri
         validate_access_integrity: whether every value of every tensor has to have one rank that owns it.
 
     Raises:
-        ValueError: on every rank, where `.metadata` or an object holds more than the format's classes, tensors and plain values, or
-            a file or a tensor is not what was asked for.
+        ValueError: on every rank, where `.metadata` or an object holds more than the format's classes,
+            tensors and plain values, or a file or a tensor is not what was asked for.
     """
     loaded = on_every_rank(lambda: _common(folder))
     force_all_tensors_to_non_fp8(state)
@@ -59,7 +63,9 @@ def _load(sharded: dict[str, Any], folder: Path) -> dict[str, Any]:
     try:
         with _tensors_and_plain_values(), warnings.catch_warnings():
             # Of how Megatron from 0.19 on calls torch, on each rank by itself.
-            warnings.filterwarnings("ignore", "(The argument order of load|torch.distributed is disabled)", UserWarning)
+            warnings.filterwarnings(
+                "ignore", "(The argument order of load|torch.distributed is disabled)", UserWarning
+            )
             return dict(TorchDistLoadShardedStrategy().load(sharded, folder))
     except (CheckpointException, pickle.UnpicklingError) as error:
         # The first is no Exception but a BaseException, with what went wrong by rank.
@@ -67,7 +73,9 @@ def _load(sharded: dict[str, Any], folder: Path) -> dict[str, Any]:
         reason = " ".join(str(cause).split())[:200]
         if isinstance(cause, pickle.UnpicklingError):
             reason = "an object in it is no plain value, loading it would run code"
-        raise ValueError(f"checkpoint={folder}: cannot be used ({reason}). Fix: use another checkpoint.") from None
+        raise ValueError(
+            f"checkpoint={folder}: cannot be used ({reason}). Fix: use another checkpoint."
+        ) from None
 
 
 @contextlib.contextmanager

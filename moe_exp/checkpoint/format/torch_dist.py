@@ -1,13 +1,15 @@
 """Reads the files of a `torch_dist` checkpoint piece by piece, on one process and without process groups.
 
-The format is that of torch.distributed.checkpoint. A tensor has a key, a shape and a type, and lies in chunks: boxes that do not
-overlap and fill it. A chunk is what `torch.save` writes, at an offset of a `.distcp` file. `.metadata`, a pickle, holds the shapes
-and the places. Beside tensors there are objects: `torch.save` of a list with one item, under keys such as `rng_state/shard_0.0_1.1`.
-Megatron adds common.pt (everything that is not sharded), from 0.19 on the object `common_state` in its place, and metadata.json (the
+The format is that of torch.distributed.checkpoint. A tensor has a key, a shape and a type, and lies in
+chunks: boxes that do not overlap and fill it. A chunk is what `torch.save` writes, at an offset of a
+`.distcp` file. `.metadata`, a pickle, holds the shapes and the places. Beside tensors there are objects:
+`torch.save` of a list with one item, under keys such as `rng_state/shard_0.0_1.1`. Megatron adds common.pt
+(everything that is not sharded), from 0.19 on the object `common_state` in its place, and metadata.json (the
 name of the format).
 
-Nothing here runs code from a file: the pickle may name the classes of the format and no others, all else is `weights_only`.
-What is read is compared with the checksum that `torch.save` puts beside it (CRC-32): `torch.load` itself does not look at it.
+Nothing here runs code from a file: the pickle may name the classes of the format and no others, all else is
+`weights_only`. What is read is compared with the checksum that `torch.save` puts beside it (CRC-32):
+`torch.load` itself does not look at it.
 """
 
 from __future__ import annotations
@@ -80,7 +82,8 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def read_common(folder: Path) -> dict[str, Any]:
-    """What is not sharded: optimizer settings, schedule, progress, config. Of Megatron-LM's arguments inert copies, see foreign.py.
+    """What is not sharded: optimizer settings, schedule, progress, config. Of Megatron-LM's arguments inert
+    copies, see foreign.py.
 
     Raises:
         ValueError: where the file is missing or damaged, or names code.
@@ -93,7 +96,8 @@ def read_common(folder: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             return dict(_load_foreign(file))
-    except Exception as error:  # torch raises RuntimeError, UnpicklingError, EOFError, ... as the damage will have it
+    # torch raises RuntimeError, UnpicklingError, EOFError, ... as the damage will have it
+    except Exception as error:
         raise _unusable(path, error) from None
 
 
@@ -150,8 +154,8 @@ class CheckpointReader:
 
     Args:
         folder: of one iteration.
-        keep_bytes: chunks that were read last stay in memory up to so many bytes, for a caller that reads a chunk slice by slice
-            (expert by expert, say); the last one stays whatever its size. 0: none.
+        keep_bytes: chunks that were read last stay in memory up to so many bytes, for a caller that reads a
+            chunk slice by slice (expert by expert, say); the last one stays whatever its size. 0: none.
 
     Raises:
         ValueError: where it is none, or its metadata is damaged.
@@ -166,22 +170,33 @@ class CheckpointReader:
         self.objects: dict[str, Chunk] = {}
         for key, value in metadata.state_dict_metadata.items():
             if isinstance(value, TensorStorageMetadata):
-                chunks = tuple(self._chunk(metadata, key, tuple(c.offsets), tuple(c.sizes)) for c in value.chunks)
+                chunks = tuple(
+                    self._chunk(metadata, key, tuple(c.offsets), tuple(c.sizes)) for c in value.chunks
+                )
                 self.tensors[key] = StoredTensor(key, tuple(value.size), value.properties.dtype, chunks)
             else:
                 self.objects[key] = self._chunk(metadata, key, None, ())
 
-    def _chunk(self, metadata: Metadata, key: str, offsets: tuple[int, ...] | None, sizes: tuple[int, ...]) -> Chunk:
+    def _chunk(
+        self, metadata: Metadata, key: str, offsets: tuple[int, ...] | None, sizes: tuple[int, ...]
+    ) -> Chunk:
         try:
             place = metadata.storage_data[MetadataIndex(key, offsets)]
         except KeyError:
-            raise ValueError(f"{self.folder}: says nothing of where {key} {offsets or ''} lies. Fix: use another checkpoint.") from None
+            raise ValueError(
+                f"{self.folder}: says nothing of where {key} {offsets or ''} lies. Fix: use another"
+                " checkpoint."
+            ) from None
         if Path(place.relative_path).name != place.relative_path:
-            raise ValueError(f"{self.folder}: says that {key} lies outside, in {place.relative_path}. Fix: use another checkpoint.")
+            raise ValueError(
+                f"{self.folder}: says that {key} lies outside, in {place.relative_path}. Fix: use another"
+                " checkpoint."
+            )
         return Chunk(offsets or (), sizes, place.relative_path, place.offset, place.length)
 
     def read(self, key: str, offsets: Sequence[int] = (), sizes: Sequence[int] = ()) -> Tensor:
-        """A tensor, or the box of it at `offsets` with `sizes`; one chunk at a time is in memory beside the result.
+        """A tensor, or the box of it at `offsets` with `sizes`; one chunk at a time is in memory beside the
+        result.
 
         Raises:
             KeyError: when there is no such tensor.
@@ -193,25 +208,48 @@ class CheckpointReader:
         filled = 0
         for chunk in self._near(stored, offsets, sizes):
             lows = [max(a, b) for a, b in zip(offsets, chunk.offsets, strict=True)]
-            highs = [min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)]
+            highs = [
+                min(a + n, b + m)
+                for a, n, b, m in zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)
+            ]
             if all(low < high for low, high in zip(lows, highs, strict=True)):
                 source = self.read_chunk(stored, chunk)
-                source = source[tuple(slice(low - b, high - b) for low, high, b in zip(lows, highs, chunk.offsets, strict=True))]
-                result[tuple(slice(low - a, high - a) for low, high, a in zip(lows, highs, offsets, strict=True))] = source
+                source = source[
+                    tuple(
+                        slice(low - b, high - b)
+                        for low, high, b in zip(lows, highs, chunk.offsets, strict=True)
+                    )
+                ]
+                result[
+                    tuple(slice(low - a, high - a) for low, high, a in zip(lows, highs, offsets, strict=True))
+                ] = source
                 filled += source.numel()
         if filled != result.numel():
-            raise ValueError(f"{self.folder}: lacks values of {key} ({filled} of {result.numel()}). Fix: use another checkpoint.")
+            raise ValueError(
+                f"{self.folder}: lacks values of {key} ({filled} of {result.numel()}). Fix: use another"
+                " checkpoint."
+            )
         return result
 
-    def _near(self, stored: StoredTensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Sequence[Chunk]:
-        """The chunks that a box may meet, by the first axis alone: a stacked tensor has thousands, and is read slice by slice."""
+    def _near(
+        self, stored: StoredTensor, offsets: tuple[int, ...], sizes: tuple[int, ...]
+    ) -> Sequence[Chunk]:
+        """The chunks that a box may meet, by the first axis alone: a stacked tensor has thousands, and is
+        read slice by slice.
+        """
         if not stored.shape or len(stored.chunks) == 1:
             return stored.chunks
         if stored.key not in self._ordered:
             ordered = sorted(stored.chunks, key=lambda chunk: chunk.offsets)
-            self._ordered[stored.key] = ([chunk.offsets[0] for chunk in ordered], ordered, max(chunk.sizes[0] for chunk in ordered))
+            self._ordered[stored.key] = (
+                [chunk.offsets[0] for chunk in ordered],
+                ordered,
+                max(chunk.sizes[0] for chunk in ordered),
+            )
         starts, ordered, longest = self._ordered[stored.key]
-        return ordered[bisect_right(starts, offsets[0] - longest) : bisect_left(starts, offsets[0] + sizes[0])]
+        return ordered[
+            bisect_right(starts, offsets[0] - longest) : bisect_left(starts, offsets[0] + sizes[0])
+        ]
 
     def chunks(self, key: str) -> Iterator[tuple[tuple[int, ...], Tensor]]:
         """The chunks of a tensor, one after the other: offsets and values."""
@@ -240,7 +278,10 @@ class CheckpointReader:
             self._drop_kept(self.keep_bytes - math.prod(chunk.sizes) * stored.dtype.itemsize)
         value = self._load(chunk)
         if not isinstance(value, Tensor) or tuple(value.shape) != chunk.sizes or value.dtype != stored.dtype:
-            raise ValueError(f"{self.folder / chunk.file}: holds something else than {stored.key}. Fix: use another checkpoint.")
+            raise ValueError(
+                f"{self.folder / chunk.file}: holds something else than {stored.key}. Fix: use another"
+                " checkpoint."
+            )
         if self.keep_bytes:
             self._kept[chunk] = value
         return value
@@ -256,8 +297,13 @@ class CheckpointReader:
             with path.open("rb") as file:
                 window = cast(IO[bytes], _Window(file, chunk.start, chunk.num_bytes))
                 _check_zip(window)
-                return _load_foreign(window) if foreign else torch.load(window, map_location="cpu", weights_only=True)
-        except Exception as error:  # torch raises RuntimeError, UnpicklingError, EOFError, ... as the damage will have it
+                return (
+                    _load_foreign(window)
+                    if foreign
+                    else torch.load(window, map_location="cpu", weights_only=True)
+                )
+        # torch raises RuntimeError, UnpicklingError, EOFError, ... as the damage will have it
+        except Exception as error:
             raise _unusable(path, error) from None
 
 

@@ -25,7 +25,12 @@ from torch.distributed.checkpoint.metadata import (
 
 from moe_exp.checkpoint.format.torch_dist import COMMON, METADATA
 
-_BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+_BACKEND = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
 
 
 def write_metadata(folder: Path, metadata: Metadata) -> None:
@@ -41,9 +46,10 @@ def write_metadata(folder: Path, metadata: Metadata) -> None:
 class CheckpointWriter:
     """Writes a checkpoint chunk by chunk; nothing but the chunk at hand is in memory.
 
-    `add_tensor`, `add_chunk`, `add_object` in any order, then `finish`. Without `finish` the folder is no checkpoint.
-    What is added goes to the file of `rank`, which may be set in between: a rank of a layout then finds its own chunks in one file.
-    As a context it closes its files where something goes wrong before the end.
+    `add_tensor`, `add_chunk`, `add_object` in any order, then `finish`. Without `finish` the folder is no
+    checkpoint. What is added goes to the file of `rank`, which may be set in between: a rank of a layout then
+    finds its own chunks in one file. As a context it closes its files where something goes wrong before the
+    end.
 
     Args:
         folder: that of the new checkpoint, empty or not there yet.
@@ -77,13 +83,18 @@ class CheckpointWriter:
         self.add_chunk(key, values, shape=tuple(values.shape), offsets=(0,) * values.dim())
 
     def add_chunk(self, key: str, values: Tensor, *, shape: Sequence[int], offsets: Sequence[int]) -> None:
-        """The box at `offsets` of the tensor `key`, which has `shape`. The boxes of a tensor must fill it without overlap."""
+        """The box at `offsets` of the tensor `key`, which has `shape`. The boxes of a tensor must fill it
+        without overlap.
+        """
         info = self._tensors.get(key)
         if info is None:
             properties = TensorProperties(dtype=values.dtype)
             info = self._tensors[key] = TensorStorageMetadata(properties, torch.Size(shape), [])
         if tuple(info.size) != tuple(shape) or info.properties.dtype != values.dtype:
-            raise ValueError(f"{key}: chunks disagree, {tuple(shape)} {values.dtype} and {tuple(info.size)} {info.properties.dtype}.")
+            raise ValueError(
+                f"{key}: chunks disagree, {tuple(shape)} {values.dtype} and {tuple(info.size)}"
+                f" {info.properties.dtype}."
+            )
         info.chunks.append(ChunkStorageMetadata(torch.Size(offsets), values.size()))
         values = values.detach().contiguous()
         if values.untyped_storage().nbytes() != values.numel() * values.element_size():
@@ -106,7 +117,12 @@ class CheckpointWriter:
             filled = sum(math.prod(chunk.sizes) for chunk in info.chunks)
             if filled != math.prod(info.size):
                 raise ValueError(f"{key}: {filled} of {math.prod(info.size)} values were written.")
-        metadata = Metadata({**self._tensors, **self._objects}, storage_data=self._places, storage_meta=StorageMeta(), version="1.0.0")
+        metadata = Metadata(
+            {**self._tensors, **self._objects},
+            storage_data=self._places,
+            storage_meta=StorageMeta(),
+            version="1.0.0",
+        )
         with (self.folder / COMMON).open("wb") as file:
             torch.save(common, file)
             _sync(file)

@@ -74,7 +74,9 @@ def _routing(c: Config) -> str:
     return c.router_score + (", normalized" if c.router_weights_sum is not None else "")
 
 
-_routing_settings = _named("router_score", "router_pre_softmax", "router_normalize", "aux_loss_type", "force_routing")
+_routing_settings = _named(
+    "router_score", "router_pre_softmax", "router_normalize", "aux_loss_type", "force_routing"
+)
 
 
 def _groups_differ(c: Config) -> bool:
@@ -93,23 +95,37 @@ TRAITS: Mapping[str, Trait] = {
     "normalization": Trait(lambda c: c.normalization, "RMSNorm", _named("normalization")),
     "activation": Trait(lambda c: c.activation, "swiglu", _named("activation")),
     "biases": Trait(lambda c: c.add_bias_linear, False, _named("add_bias_linear")),
-    "drops": Trait(_drops, False, lambda c: f"MOE_TYPE=moe CAPACITY_FACTOR={c.expert_capacity_factor}, which may drop tokens,"),
+    "drops": Trait(
+        _drops,
+        False,
+        lambda c: f"MOE_TYPE=moe CAPACITY_FACTOR={c.expert_capacity_factor}, which may drop tokens,",
+    ),
     "groups_differ": Trait(_groups_differ, False, _named("topk", "num_router_groups", "router_group_topk")),
     "attention": Trait(_attention, "grouped", _named("multi_latent_attention", "qk_norm")),
     "qk_norm": Trait(_qk_norm, "none", _named("qk_norm", "qk_norm_scope")),
     "qkv_bias": Trait(lambda c: c.qkv_bias, False, _named("qkv_bias")),
     "head_dim": Trait(_head_dim, "hidden / heads", _named("head_dim", "hidden_size", "num_heads")),
-    "rotary": Trait(lambda c: "whole heads" if c.rotary_fraction == 1 else "a part", "whole heads", _named("rotary_fraction")),
+    "rotary": Trait(
+        lambda c: "whole heads" if c.rotary_fraction == 1 else "a part",
+        "whole heads",
+        _named("rotary_fraction"),
+    ),
     "rope": Trait(yarn_is_expressible, True, _named("rope_scaling", "yarn_mscale", "yarn_mscale_all_dim")),
     "epsilon": Trait(_epsilon_differs, False, _named("norm_epsilon")),
     "moe_layers": Trait(_moe_layers, "all", _named("use_moe", "moe_layer_freq", "first_k_dense")),
     "routing": Trait(
-        _routing, "softmax", _named("router_score", "router_pre_softmax", "router_normalize", "aux_loss_type", "force_routing")
+        _routing,
+        "softmax",
+        _named("router_score", "router_pre_softmax", "router_normalize", "aux_loss_type", "force_routing"),
     ),
     "weights": Trait(
-        lambda c: "scaled" if c.use_moe and c.router_scaling_factor != 1 else "as they are", "as they are", _named("router_scaling_factor")
+        lambda c: "scaled" if c.use_moe and c.router_scaling_factor != 1 else "as they are",
+        "as they are",
+        _named("router_scaling_factor"),
     ),
-    "expert_bias": Trait(lambda c: c.use_moe and c.router_bias_update_rate > 0, False, _named("router_bias_update_rate")),
+    "expert_bias": Trait(
+        lambda c: c.use_moe and c.router_bias_update_rate > 0, False, _named("router_bias_update_rate")
+    ),
     "groups": Trait(lambda c: c.use_moe and c.num_router_groups > 0, False, _named("num_router_groups")),
     "shared": Trait(_shared, "none", _named("shared_expert_size", "shared_expert_gate")),
     "tied": Trait(lambda c: c.tie_embeddings, False, _named("tie_embeddings")),
@@ -118,7 +134,11 @@ TRAITS: Mapping[str, Trait] = {
 
 def reasons_against(architecture: Architecture, config: Config) -> list[str]:
     """The settings of a model that an architecture cannot express, in words; none where it can."""
-    return [trait.words(config) for name, trait in TRAITS.items() if trait.of(config) not in architecture.traits.get(name, (trait.usual,))]
+    return [
+        trait.words(config)
+        for name, trait in TRAITS.items()
+        if trait.of(config) not in architecture.traits.get(name, (trait.usual,))
+    ]
 
 
 @dataclass(frozen=True)
@@ -133,16 +153,22 @@ def choose_architecture(config: Config) -> Choice:
     """The architecture of transformers that computes what this model computes.
 
     Raises:
-        UnsupportedModel: where there is none, with the settings that none of them can express, or those that are in the way of the
-            one that is nearest.
+        UnsupportedModel: where there is none, with the settings that none of them can express, or those that
+            are in the way of the one that is nearest.
     """
     against = {name: reasons_against(architecture, config) for name, architecture in ARCHITECTURES.items()}
     for name, reasons in against.items():
         if not reasons:
-            return Choice(ARCHITECTURES[name], {other: why for other, why in against.items() if other != name})
+            return Choice(
+                ARCHITECTURES[name], {other: why for other, why in against.items() if other != name}
+            )
     fewest = min(len(reasons) for reasons in against.values())
     nearest = {name: reasons for name, reasons in against.items() if len(reasons) == fewest}
-    by_none = [reason for reason in next(iter(nearest.values())) if all(reason in reasons for reasons in against.values())]
+    by_none = [
+        reason
+        for reason in next(iter(nearest.values()))
+        if all(reason in reasons for reasons in against.values())
+    ]
     if by_none:
         what = f"{', '.join(by_none)}: no architecture of transformers that is converted here has this"
     else:

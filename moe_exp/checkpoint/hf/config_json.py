@@ -1,4 +1,6 @@
-"""A whole config.json <-> a Config. Every field must be one that a rule speaks for, one without effect on logits, or one told to ignore."""
+"""A whole config.json <-> a Config. Every field must be one that a rule speaks for, one without effect on
+logits, or one told to ignore.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +13,27 @@ from moe_exp.config import Config
 
 # Fields that say nothing about what the model computes when it is evaluated.
 WITHOUT_EFFECT = {
-    "_name_or_path", "architectures", "attention_dropout", "aux_loss_alpha", "bos_token_id", "dtype", "eos_token_id", "id2label",
-    "is_encoder_decoder", "label2id", "model_type", "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id",
-    "pretraining_tp", "return_dict", "router_aux_loss_coef", "router_jitter_noise", "seq_aux", "torch_dtype", "transformers_version",
-    "unsloth_fixed", "use_cache", "chunk_size_feed_forward", "problem_type", "num_nextn_predict_layers", "num_mtp_layers", "resid_pdrop",
-    "embd_pdrop", "initializer_cutoff_factor", "sep_token_id", "tokenizer_class", "finetuning_task", "task_specific_params",
-    "tie_encoder_decoder", "torchscript", "is_decoder", "add_cross_attention", "cross_attention_hidden_size", "prefix", "_commit_hash",
+    "_name_or_path", "architectures", "attention_dropout", "aux_loss_alpha", "bos_token_id", "dtype",
+    "eos_token_id", "id2label", "is_encoder_decoder", "label2id", "model_type", "output_attentions",
+    "output_hidden_states", "output_router_logits", "pad_token_id", "pretraining_tp", "return_dict",
+    "router_aux_loss_coef", "router_jitter_noise", "seq_aux", "torch_dtype", "transformers_version",
+    "unsloth_fixed", "use_cache", "chunk_size_feed_forward", "problem_type", "num_nextn_predict_layers",
+    "num_mtp_layers", "resid_pdrop", "embd_pdrop", "initializer_cutoff_factor", "sep_token_id",
+    "tokenizer_class", "finetuning_task", "task_specific_params", "tie_encoder_decoder", "torchscript",
+    "is_decoder", "add_cross_attention", "cross_attention_hidden_size", "prefix", "_commit_hash",
     "_attn_implementation_autoset", "attn_implementation", "_from_model_config", "moe_router_activation_func",
 }  # fmt: skip
 
-# Everything that decides what is computed, at its plainest; rules change it. No preset has a say in a model that is converted.
+# Everything that decides what is computed, at its plainest; rules change it. No preset has a say in a model
+# that is converted.
 _PLAIN: Settings = {
-    "use_moe": True, "moe_type": "dmoe", "capacity_factor": 0.0, "min_capacity": 0, "moe_layer_freq": "1", "first_k_dense": 0,
-    "moe_ffn_hidden_size": 0, "shared_expert_size": 0, "shared_expert_gate": False, "router_score": "softmax",
-    "router_pre_softmax": True, "router_normalize": "auto", "router_scaling_factor": 1.0, "router_bias_update_rate": 0.0,
-    "num_router_groups": 0, "router_group_topk": 0, "force_routing": "none", "aux_loss_type": "aux_loss", "activation": "swiglu",
-    "normalization": "RMSNorm", "add_bias_linear": False, "qk_norm": False, "qk_norm_scope": "head", "qkv_bias": False,
-    "multi_latent_attention": False, "head_dim": 0,
+    "use_moe": True, "moe_type": "dmoe", "capacity_factor": 0.0, "min_capacity": 0, "moe_layer_freq": "1",
+    "first_k_dense": 0, "moe_ffn_hidden_size": 0, "shared_expert_size": 0, "shared_expert_gate": False,
+    "router_score": "softmax", "router_pre_softmax": True, "router_normalize": "auto",
+    "router_scaling_factor": 1.0, "router_bias_update_rate": 0.0, "num_router_groups": 0,
+    "router_group_topk": 0, "force_routing": "none", "aux_loss_type": "aux_loss", "activation": "swiglu",
+    "normalization": "RMSNorm", "add_bias_linear": False, "qk_norm": False, "qk_norm_scope": "head",
+    "qkv_bias": False, "multi_latent_attention": False, "head_dim": 0,
 }  # fmt: skip
 
 
@@ -44,10 +50,17 @@ def architecture_of(fields: Mapping[str, Any]) -> Architecture:
     by_type = {architecture.model_type: architecture for architecture in ARCHITECTURES.values()}
     if not names and fields.get("model_type") in by_type:
         return by_type[fields["model_type"]]
-    raise refuse("architectures", ",".join(names) or "(missing)", "is not supported", f"convert one of {', '.join(ARCHITECTURES)}")
+    raise refuse(
+        "architectures",
+        ",".join(names) or "(missing)",
+        "is not supported",
+        f"convert one of {', '.join(ARCHITECTURES)}",
+    )
 
 
-def settings_of(fields: Mapping[str, Any], architecture: Architecture, *, ignore: Collection[str] = ()) -> Settings:
+def settings_of(
+    fields: Mapping[str, Any], architecture: Architecture, *, ignore: Collection[str] = ()
+) -> Settings:
     """The settings of the model that a config.json describes: all that decide what it computes.
 
     Args:
@@ -60,11 +73,23 @@ def settings_of(fields: Mapping[str, Any], architecture: Architecture, *, ignore
     """
     if fields.get("quantization_config") and "quantization_config" not in ignore:
         method = fields["quantization_config"].get("quant_method", "some method")
-        raise refuse("quantization_config", method, "quantized weights are not supported", "convert weights in bf16, fp16 or fp32")
+        raise refuse(
+            "quantization_config",
+            method,
+            "quantized weights are not supported",
+            "convert weights in bf16, fp16 or fp32",
+        )
     if fields.get("auto_map") and "auto_map" not in ignore:
-        fix = f"give --ignore-field auto_map where that code computes what {architecture.name} of transformers does"
+        fix = (
+            f"give --ignore-field auto_map where that code computes what {architecture.name} of transformers"
+            " does"
+        )
         raise refuse("auto_map", "{...}", "the model comes with code of its own, which is never run", fix)
-    known = {name for rule in architecture.fields for name in rule.names} | WITHOUT_EFFECT | {"quantization_config", "auto_map"}
+    known = (
+        {name for rule in architecture.fields for name in rule.names}
+        | WITHOUT_EFFECT
+        | {"quantization_config", "auto_map"}
+    )
     for name, value in sorted(fields.items()):
         if name not in known and name not in ignore and value not in (None, False, 0, "", [], {}):
             fix = f"give --ignore-field {name} where it does not change what the model computes"
@@ -77,7 +102,9 @@ def settings_of(fields: Mapping[str, Any], architecture: Architecture, *, ignore
             if isinstance(error, UnsupportedModel):
                 raise
             names = ", ".join(rule.names)
-            raise UnsupportedModel(f"config.json: {names}: cannot be read ({error}). Fix: mend the config.json.") from None
+            raise UnsupportedModel(
+                f"config.json: {names}: cannot be read ({error}). Fix: mend the config.json."
+            ) from None
     if not settings["use_moe"]:
         settings |= {"moe_layer_freq": "1"}
     return settings

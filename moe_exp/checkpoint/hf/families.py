@@ -1,7 +1,7 @@
 """The architectures of transformers that are converted, as tables.
 
-Checked against transformers 5.23 (modeling_*.py and configuration_*.py of each), and for what serves the models vLLM's
-vllm/model_executor/models/*.py, read on GitHub.
+Checked against transformers 5.23 (modeling_*.py and configuration_*.py of each), and for what serves the
+models vLLM's vllm/model_executor/models/*.py, read on GitHub.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ class Architecture:
         fields: rules for config.json.
         tensors: rules for the weights.
         settings: settings that every model of this class has.
-        traits: what it can express: trait (see choice.py) to the values it allows; of a trait that is not named, the first of
-            choice.TRAITS alone.
+        traits: what it can express: trait (see choice.py) to the values it allows; of a trait that is not
+            named, the first of choice.TRAITS alone.
         rope_theta: base of the rotary embedding where config.json names none.
-        without_effect: patterns of tensors that this class has and that change nothing, with the condition under which that is so.
-        predicts_more: whether published folders have layers for multi-token prediction behind those of the model.
+        without_effect: patterns of tensors that this class has and that change nothing, with the condition
+            under which that is so.
+        predicts_more: whether published folders have layers for multi-token prediction behind those of the
+            model.
     """
 
     name: str
@@ -57,7 +59,9 @@ _SIZES = (
 )
 
 
-def _common(*, theta: float = 10000.0, epsilon: float = 1e-6, fraction: float | None = None) -> tuple[FieldRule, ...]:
+def _common(
+    *, theta: float = 10000.0, epsilon: float = 1e-6, fraction: float | None = None
+) -> tuple[FieldRule, ...]:
     return (
         *_SIZES,
         rope(theta, fraction=fraction),
@@ -82,7 +86,11 @@ _ATTENTION = (
     TensorRule("self_attention.linear_qkv.layer_norm_weight", {"input_layernorm.weight": "D"}),
     TensorRule(
         "self_attention.linear_qkv.weight",
-        {"self_attn.q_proj.weight": "Q D", "self_attn.k_proj.weight": "K D", "self_attn.v_proj.weight": "K D"},
+        {
+            "self_attn.q_proj.weight": "Q D",
+            "self_attn.k_proj.weight": "K D",
+            "self_attn.v_proj.weight": "K D",
+        },
         "heads",
     ),
     TensorRule("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": "D Q"}),
@@ -103,17 +111,27 @@ _PROJECTION_NORMS = (
 _LATENT_ATTENTION = (
     TensorRule("input_layernorm.weight", {"input_layernorm.weight": "D"}),
     TensorRule("self_attention.linear_q_proj.weight", {"self_attn.q_proj.weight": "N D"}, when="no_q_lora"),
-    TensorRule("self_attention.linear_q_down_proj.weight", {"self_attn.q_a_proj.weight": "A D"}, when="q_lora"),
-    TensorRule("self_attention.linear_q_up_proj.layer_norm_weight", {"self_attn.q_a_layernorm.weight": "A"}, when="q_lora"),
+    TensorRule(
+        "self_attention.linear_q_down_proj.weight", {"self_attn.q_a_proj.weight": "A D"}, when="q_lora"
+    ),
+    TensorRule(
+        "self_attention.linear_q_up_proj.layer_norm_weight",
+        {"self_attn.q_a_layernorm.weight": "A"},
+        when="q_lora",
+    ),
     TensorRule("self_attention.linear_q_up_proj.weight", {"self_attn.q_b_proj.weight": "N A"}, when="q_lora"),
     TensorRule("self_attention.linear_kv_down_proj.weight", {"self_attn.kv_a_proj_with_mqa.weight": "R D"}),
-    TensorRule("self_attention.linear_kv_up_proj.layer_norm_weight", {"self_attn.kv_a_layernorm.weight": "B"}),
+    TensorRule(
+        "self_attention.linear_kv_up_proj.layer_norm_weight", {"self_attn.kv_a_layernorm.weight": "B"}
+    ),
     TensorRule("self_attention.linear_kv_up_proj.weight", {"self_attn.kv_b_proj.weight": "M B"}),
     TensorRule("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": "D O"}),
 )
 _DENSE = (
     TensorRule("mlp.linear_fc1.layer_norm_weight", {"post_attention_layernorm.weight": "D"}, layers="dense"),
-    TensorRule("mlp.linear_fc1.weight", {"mlp.gate_proj.weight": "F D", "mlp.up_proj.weight": "F D"}, "rows", "dense"),
+    TensorRule(
+        "mlp.linear_fc1.weight", {"mlp.gate_proj.weight": "F D", "mlp.up_proj.weight": "F D"}, "rows", "dense"
+    ),
     TensorRule("mlp.linear_fc2.weight", {"mlp.down_proj.weight": "D F"}, layers="dense"),
 )
 
@@ -122,7 +140,9 @@ def _experts(block: str, gate: str, up: str, down: str) -> tuple[TensorRule, ...
     each = f"{block}.experts.{{expert}}"
     return (
         TensorRule("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": "D"}, layers="moe"),
-        TensorRule("mlp.router.weight", {f"{block}.gate.weight": "E D"}, layers="moe", alias="mlp.gate.weight"),
+        TensorRule(
+            "mlp.router.weight", {f"{block}.gate.weight": "E D"}, layers="moe", alias="mlp.gate.weight"
+        ),
         TensorRule(
             "mlp.experts.experts.linear_fc1.weight",
             {f"{each}.{gate}.weight": "f D", f"{each}.{up}.weight": "f D"},
@@ -130,13 +150,20 @@ def _experts(block: str, gate: str, up: str, down: str) -> tuple[TensorRule, ...
             "moe",
             alias="mlp.experts.gate_up_proj",
         ),
-        TensorRule("mlp.experts.experts.linear_fc2.weight", {f"{each}.{down}.weight": "D f"}, layers="moe", alias="mlp.experts.down_proj"),
+        TensorRule(
+            "mlp.experts.experts.linear_fc2.weight",
+            {f"{each}.{down}.weight": "D f"},
+            layers="moe",
+            alias="mlp.experts.down_proj",
+        ),
     )
 
 
 _EXPERTS = _experts("mlp", "gate_proj", "up_proj", "down_proj")
 _EXPERT_BIAS = (
-    TensorRule("mlp.router.expert_bias", {"mlp.gate.e_score_correction_bias": "E"}, layers="moe", when="expert_bias"),
+    TensorRule(
+        "mlp.router.expert_bias", {"mlp.gate.e_score_correction_bias": "E"}, layers="moe", when="expert_bias"
+    ),
     TensorRule("", {"mlp.gate.e_score_correction_bias": "E"}, "zeros", "moe", "no_expert_bias"),
 )
 
@@ -145,14 +172,23 @@ def _shared(name: str) -> tuple[TensorRule, ...]:
     halves = {f"mlp.{name}.gate_proj.weight": "S D", f"mlp.{name}.up_proj.weight": "S D"}
     return (
         TensorRule("mlp.shared_experts.linear_fc1.weight", halves, "rows", "moe", "shared"),
-        TensorRule("mlp.shared_experts.linear_fc2.weight", {f"mlp.{name}.down_proj.weight": "D S"}, layers="moe", when="shared"),
+        TensorRule(
+            "mlp.shared_experts.linear_fc2.weight",
+            {f"mlp.{name}.down_proj.weight": "D S"},
+            layers="moe",
+            when="shared",
+        ),
     )
 
 
 _SOFTMAX = {"router_score": "softmax"}
 _DENSE_MODEL = {"use_moe": False}
 _DENSE_TRAITS = {"moe_layers": ("none",), "routing": ("none",), "tied": (False, True)}
-_QWEN_TRAITS = {"moe_layers": ("all", "after the first", "mixed"), "routing": ("softmax", "softmax, normalized"), "tied": (False, True)}
+_QWEN_TRAITS = {
+    "moe_layers": ("all", "after the first", "mixed"),
+    "routing": ("softmax", "softmax, normalized"),
+    "tied": (False, True),
+}
 
 MIXTRAL = Architecture(
     "MixtralForCausalLM",
@@ -167,7 +203,11 @@ MIXTRAL = Architecture(
     ),
     tensors=(*_MODEL, *_ATTENTION, *_experts("block_sparse_moe", "w1", "w3", "w2")),
     settings=_SOFTMAX | {"router_pre_softmax": False},
-    traits={"routing": ("softmax, normalized",), "head_dim": ("hidden / heads", "free"), "tied": (False, True)},
+    traits={
+        "routing": ("softmax, normalized",),
+        "head_dim": ("hidden / heads", "free"),
+        "tied": (False, True),
+    },
 )
 OLMOE = Architecture(
     "OlmoeForCausalLM",
@@ -214,11 +254,20 @@ QWEN2_MOE = Architecture(
         same("intermediate_size", "ffn_hidden_size"),
         same("moe_intermediate_size", "moe_ffn_hidden_size.expert_ffn_size"),
         same("shared_expert_intermediate_size", "shared_expert_size"),
-        FieldRule((), lambda f: {"shared_expert_gate": bool(rules.given(f, "shared_expert_intermediate_size"))}, lambda c: {}),
+        FieldRule(
+            (),
+            lambda f: {"shared_expert_gate": bool(rules.given(f, "shared_expert_intermediate_size"))},
+            lambda c: {},
+        ),
         same("num_experts|num_local_experts", "num_experts"),
         same("num_experts_per_tok", "topk"),
-        # vLLM's class has the biases whatever `qkv_bias` says, and does not start without them: zeros where ours has none.
-        FieldRule(("qkv_bias",), lambda f: {"qkv_bias": rules.given(f, "qkv_bias", True)}, lambda c: {"qkv_bias": True}),
+        # vLLM's class has the biases whatever `qkv_bias` says, and does not start without them: zeros where
+        # ours has none.
+        FieldRule(
+            ("qkv_bias",),
+            lambda f: {"qkv_bias": rules.given(f, "qkv_bias", True)},
+            lambda c: {"qkv_bias": True},
+        ),
         rules.normalized_weights(),
         rules.dense_layers_by_list(),
         rules.no_sliding_window(),
@@ -230,7 +279,12 @@ QWEN2_MOE = Architecture(
         *_DENSE,
         *_EXPERTS,
         *_shared("shared_expert"),
-        TensorRule("mlp.shared_experts.gate_weight", {"mlp.shared_expert_gate.weight": "1 D"}, layers="moe", when="shared_gate"),
+        TensorRule(
+            "mlp.shared_experts.gate_weight",
+            {"mlp.shared_expert_gate.weight": "1 D"},
+            layers="moe",
+            when="shared_gate",
+        ),
         TensorRule("", {"mlp.shared_expert_gate.weight": "1 D"}, "zeros", "moe", "no_shared"),
     ),
     settings=_SOFTMAX,
@@ -287,7 +341,16 @@ GLM4_MOE = Architecture(
         same("attention_bias", "qkv_bias", False),
         same("use_qk_norm", "qk_norm", False),
     ),
-    tensors=(*_MODEL, *_ATTENTION, _QKV_BIAS[0], *_HEAD_NORMS, *_DENSE, *_EXPERTS, *_EXPERT_BIAS, *_shared("shared_experts")),
+    tensors=(
+        *_MODEL,
+        *_ATTENTION,
+        _QKV_BIAS[0],
+        *_HEAD_NORMS,
+        *_DENSE,
+        *_EXPERTS,
+        *_EXPERT_BIAS,
+        *_shared("shared_experts"),
+    ),
     settings={},
     traits=_DEEPSEEK_TRAITS
     | {
@@ -315,11 +378,19 @@ LLAMA = Architecture(
 QWEN3 = Architecture(
     "Qwen3ForCausalLM",
     "qwen3",
-    fields=(*_common(), *_HEADS, _NO_BIAS, same("intermediate_size", "ffn_hidden_size"), rules.no_sliding_window()),
+    fields=(
+        *_common(),
+        *_HEADS,
+        _NO_BIAS,
+        same("intermediate_size", "ffn_hidden_size"),
+        rules.no_sliding_window(),
+    ),
     tensors=(*_MODEL, *_ATTENTION, *_HEAD_NORMS, *_DENSE),
     settings=_DENSE_MODEL | {"qk_norm": True},
     traits=_DENSE_TRAITS | {"qk_norm": ("head",), "head_dim": ("hidden / heads", "free")},
 )
 
 # In the order in which they are tried for a model of ours.
-ARCHITECTURES = {a.name: a for a in (MIXTRAL, OLMOE, QWEN3_MOE, QWEN2_MOE, DEEPSEEK_V3, GLM4_MOE, LLAMA, QWEN3)}
+ARCHITECTURES = {
+    a.name: a for a in (MIXTRAL, OLMOE, QWEN3_MOE, QWEN2_MOE, DEEPSEEK_V3, GLM4_MOE, LLAMA, QWEN3)
+}

@@ -1,4 +1,6 @@
-"""Rules between the fields of a config.json and our settings. A rule goes both ways and knows which fields it speaks for."""
+"""Rules between the fields of a config.json and our settings. A rule goes both ways and knows which fields it
+speaks for.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,12 @@ def given(fields: Fields, name: str, default: Any = _REQUIRED) -> Any:
     if value is not None:
         return value
     if default is _REQUIRED:
-        raise refuse(name, "(missing)", "the model cannot be built without it", "take the config.json that belongs to the weights")
+        raise refuse(
+            name,
+            "(missing)",
+            "the model cannot be built without it",
+            "take the config.json that belongs to the weights",
+        )
     return default
 
 
@@ -57,7 +64,8 @@ def same(names: str, setting: str, default: Any = _REQUIRED) -> FieldRule:
 
     Args:
         names: of the field, `num_experts|num_local_experts` for one with two names; the first is written.
-        setting: its name. `head_dim.kv_channels`: read into the setting head_dim, written from the property kv_channels.
+        setting: its name. `head_dim.kv_channels`: read into the setting head_dim, written from the property
+            kv_channels.
         default: where the field is missing.
     """
     name, *others = names.split("|")
@@ -71,7 +79,9 @@ def same(names: str, setting: str, default: Any = _REQUIRED) -> FieldRule:
 
 
 def must_be(name: str, *allowed: Any, because: str, fix: str = "convert another model") -> FieldRule:
-    """A field that changes what is computed and may have these values alone; the first is written, None stands for a missing one."""
+    """A field that changes what is computed and may have these values alone; the first is written, None
+    stands for a missing one.
+    """
 
     def read(fields: Fields) -> Settings:
         value = fields.get(name)
@@ -104,23 +114,33 @@ def head_dim() -> FieldRule:
 
 
 def no_sliding_window() -> FieldRule:
-    """Attention over a window, which Megatron's local attention does not have; a window that is switched off is nothing."""
+    """Attention over a window, which Megatron's local attention does not have; a window that is switched off
+    is nothing.
+    """
     names = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
     def read(fields: Fields) -> Settings:
-        used = given(fields, "use_sliding_window", "sliding_window" in fields and "max_window_layers" not in fields)
+        used = given(
+            fields, "use_sliding_window", "sliding_window" in fields and "max_window_layers" not in fields
+        )
         window = given(fields, "sliding_window", 0) if used else 0
         if window and window < given(fields, "max_position_embeddings"):
-            raise refuse("sliding_window", window, "attention over a window is not supported", "convert another model")
+            raise refuse(
+                "sliding_window", window, "attention over a window is not supported", "convert another model"
+            )
         if others := sorted({kind for kind in given(fields, "layer_types", []) if kind != "full_attention"}):
-            raise refuse("layer_types", ",".join(others), "only full_attention is supported", "convert another model")
+            raise refuse(
+                "layer_types", ",".join(others), "only full_attention is supported", "convert another model"
+            )
         return {}
 
     return FieldRule(names, read, lambda c: {})
 
 
 def normalized_weights() -> FieldRule:
-    """`norm_topk_prob` with softmax scores. Weights of softmax over all that are divided by their sum are softmax over the chosen."""
+    """`norm_topk_prob` with softmax scores. Weights of softmax over all that are divided by their sum are
+    softmax over the chosen.
+    """
     name = "norm_topk_prob"
     return FieldRule(
         (name,),
@@ -136,7 +156,9 @@ def dense_layers_by_list() -> FieldRule:
         step, dense = given(fields, "decoder_sparse_step", 1), set(given(fields, "mlp_only_layers", []))
         num_layers = given(fields, "num_hidden_layers")
         if step < 1 or any(layer < 0 or layer >= num_layers for layer in dense):
-            raise refuse("mlp_only_layers", sorted(dense), f"must name layers of {num_layers}", "mend the config.json")
+            raise refuse(
+                "mlp_only_layers", sorted(dense), f"must name layers of {num_layers}", "mend the config.json"
+            )
         return layer_settings([layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)])
 
     def write(config: Config) -> dict[str, Any]:
@@ -149,7 +171,9 @@ def dense_layers_by_list() -> FieldRule:
 def layer_settings(is_moe: list[bool]) -> Settings:
     """The settings for layers of which some are MoE, in the shortest words."""
     if not any(is_moe):
-        raise refuse("mlp_only_layers", "all layers", "leaves no MoE layer", "convert it as a dense architecture")
+        raise refuse(
+            "mlp_only_layers", "all layers", "leaves no MoE layer", "convert it as a dense architecture"
+        )
     first = is_moe.index(True)
     if all(is_moe[first:]):
         return {"moe_layer_freq": "1", "first_k_dense": first}
@@ -161,13 +185,17 @@ def first_dense_layers() -> FieldRule:
     name = "first_k_dense_replace"
     return FieldRule(
         (name,),
-        lambda f: layer_settings([layer >= given(f, name, 0) for layer in range(given(f, "num_hidden_layers"))]),
+        lambda f: layer_settings(
+            [layer >= given(f, name, 0) for layer in range(given(f, "num_hidden_layers"))]
+        ),
         lambda c: {name: c.moe_layers.index(True)},
     )
 
 
 def shared_experts_by_number() -> FieldRule:
-    """`n_shared_experts` experts of the width of a routed one, which are one of that width times their number."""
+    """`n_shared_experts` experts of the width of a routed one, which are one of that width times their
+    number.
+    """
     name = "n_shared_experts"
     return FieldRule(
         (name,),
@@ -177,15 +205,22 @@ def shared_experts_by_number() -> FieldRule:
 
 
 def limited_groups() -> FieldRule:
-    """`n_group` and `topk_group`. A group counts by its two best experts there, by TOPK / ROUTER_GROUP_TOPK of them here."""
+    """`n_group` and `topk_group`. A group counts by its two best experts there, by TOPK / ROUTER_GROUP_TOPK
+    of them here.
+    """
 
     def read(fields: Fields) -> Settings:
         groups, used = given(fields, "n_group", 1), given(fields, "topk_group", 1)
         if groups <= 1:
             return {"num_router_groups": 0, "router_group_topk": 0}
         if not groups_score_alike(given(fields, "num_experts_per_tok"), groups, used):
-            rule = "groups of experts are compared by num_experts_per_tok / topk_group of their experts, which is not the 2 of transformers"
-            raise refuse("topk_group", used, rule, "convert a model where num_experts_per_tok is twice topk_group")
+            rule = (
+                "groups of experts are compared by num_experts_per_tok / topk_group of their experts, which"
+                " is not the 2 of transformers"
+            )
+            raise refuse(
+                "topk_group", used, rule, "convert a model where num_experts_per_tok is twice topk_group"
+            )
         return {"num_router_groups": groups, "router_group_topk": used}
 
     def write(config: Config) -> dict[str, Any]:
@@ -200,7 +235,9 @@ def groups_score_alike(topk: int, groups: int, used: int) -> bool:
 
 
 def sigmoid_routing() -> FieldRule:
-    """Sigmoid scores with a bias for the choice, as DeepSeek-V3 has them; the bias goes on with its paper's step."""
+    """Sigmoid scores with a bias for the choice, as DeepSeek-V3 has them; the bias goes on with its paper's
+    step.
+    """
 
     def read(fields: Fields) -> Settings:
         return {
@@ -235,7 +272,9 @@ def latent_attention() -> FieldRule:
     def read(fields: Fields) -> Settings:
         heads = given(fields, "num_attention_heads")
         if (found := given(fields, "num_key_value_heads", heads)) != heads:
-            raise refuse("num_key_value_heads", found, "latent attention has as many as heads", "mend the config.json")
+            raise refuse(
+                "num_key_value_heads", found, "latent attention has as many as heads", "mend the config.json"
+            )
         if (found := given(fields, "rms_norm_eps", LATENT_EPSILON)) != LATENT_EPSILON:
             rule = f"transformers has {LATENT_EPSILON} inside latent attention, Megatron one for all norms"
             raise refuse("rms_norm_eps", found, rule, "convert another model")

@@ -60,7 +60,9 @@ class Imported:
 
 @dataclass(frozen=True)
 class _Sources:
-    """Pieces with the tensors of the folder that they are read from: name, and index where all experts are in one."""
+    """Pieces with the tensors of the folder that they are read from: name, and index where all experts are in
+    one.
+    """
 
     pieces: list[Piece]
     reads: dict[int, list[tuple[str, int | None]]]
@@ -80,14 +82,16 @@ def from_hf(
 
     Args:
         source: folder with config.json and safetensors files.
-        target: checkpoints folder to make: `iter_0000000`, the tokenizer, and settings.env for the run that goes on from it.
+        target: checkpoints folder to make: `iter_0000000`, the tokenizer, and settings.env for the run that
+            goes on from it.
         dtype: of the weights that are written, `fp32`, `bf16` or `fp16`; None: as they are.
         drop_mtp: leave out the layers for multi-token prediction, which the model does without.
         ignore_fields: fields of config.json that would be refused.
         progress: gives a function that takes bytes as they are done.
 
     Raises:
-        ValueError: for whatever is missing, left over, of another shape or not supported; nothing is on disk then.
+        ValueError: for whatever is missing, left over, of another shape or not supported; nothing is on disk
+            then.
     """
     check_target(target)
     folder = ModelFolder(source)
@@ -100,11 +104,18 @@ def from_hf(
         stored = _dtype(folder, sources, dtype)
         config = config.model_copy(update={"dtype": DTYPE_NAMES[stored]})
         num_bytes = sources.num_bytes if dtype is None else _num_bytes(sources.pieces, stored)
-        with new_folder(target, num_bytes=num_bytes) as partial, progress("converting", sources.num_bytes) as advance:
+        with (
+            new_folder(target, num_bytes=num_bytes) as partial,
+            progress("converting", sources.num_bytes) as advance,
+        ):
             config = _write_companions(folder.path, partial, target, config)
             written = folders.iteration_folder(partial, 0)
             _write_weights(folder, sources, written, config, dtype, advance)
-            facts = {"converted_from": architecture.name, "world_size": 1, "layout": {name: getattr(config, name) for name in _LAYOUT}}
+            facts = {
+                "converted_from": architecture.name,
+                "world_size": 1,
+                "layout": {name: getattr(config, name) for name in _LAYOUT},
+            }
             folders.Manifest(0, folders.entries_of(written), facts).write(written)
             write_atomically(partial / LATEST, "0")
             _write_settings(partial / SETTINGS, settings, config, target)
@@ -114,12 +125,19 @@ def from_hf(
 
 
 def _check_counts(folder: ModelFolder) -> None:
-    """Refuses numbers that no list of tensor names should be made for: a layer has tensors, an expert one or a row of one."""
-    most = max([1024, len(folder.weights), *(weight.shape[0] for weight in folder.weights.values() if weight.shape)])
+    """Refuses numbers that no list of tensor names should be made for: a layer has tensors, an expert one or
+    a row of one.
+    """
+    most = max(
+        [1024, len(folder.weights), *(weight.shape[0] for weight in folder.weights.values() if weight.shape)]
+    )
     for name in _COUNTS:
         value = folder.config.get(name)
         if isinstance(value, int) and value > most:
-            raise ValueError(f"{folder.path}: {name}={value}: is more than its tensors can hold. Fix: take the config.json of the weights.")
+            raise ValueError(
+                f"{folder.path}: {name}={value}: is more than its tensors can hold. Fix: take the config.json"
+                " of the weights."
+            )
 
 
 def _config(settings: Settings) -> Config:
@@ -128,7 +146,9 @@ def _config(settings: Settings) -> Config:
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0])
-        raise ValueError(f"config.json: {name.upper()}={first['input']}: {first['msg']}. Fix: mend the config.json.") from None
+        raise ValueError(
+            f"config.json: {name.upper()}={first['input']}: {first['msg']}. Fix: mend the config.json."
+        ) from None
 
 
 def _match(folder: ModelFolder, architecture: Architecture, config: Config, *, drop_mtp: bool) -> _Sources:
@@ -149,7 +169,9 @@ def _match(folder: ModelFolder, architecture: Architecture, config: Config, *, d
     return _Sources(planned, reads, sum(_bytes_of(folder, name) for name in needed))
 
 
-def _unused(folder: ModelFolder, architecture: Architecture, config: Config, needed: set[str], *, drop_mtp: bool) -> list[str]:
+def _unused(
+    folder: ModelFolder, architecture: Architecture, config: Config, needed: set[str], *, drop_mtp: bool
+) -> list[str]:
     left = []
     num_predicting = folder.config.get("num_nextn_predict_layers") or 0 if architecture.predicts_more else 0
     for name in sorted(set(folder.weights) - needed):
@@ -159,9 +181,12 @@ def _unused(folder: ModelFolder, architecture: Architecture, config: Config, nee
         elif layer and config.num_layers <= int(layer[1]) < config.num_layers + num_predicting:
             if not drop_mtp:
                 rule = f"is a layer for multi-token prediction, beyond num_hidden_layers={config.num_layers}"
-                raise ValueError(f"{folder.path}: {name} {rule}. Fix: give --drop-mtp to leave such layers out.")
+                raise ValueError(
+                    f"{folder.path}: {name} {rule}. Fix: give --drop-mtp to leave such layers out."
+                )
         elif not _COMPUTED.fullmatch(name) and not any(
-            re.fullmatch(pattern, name) and CONDITIONS[when](config) for pattern, when in architecture.without_effect.items()
+            re.fullmatch(pattern, name) and CONDITIONS[when](config)
+            for pattern, when in architecture.without_effect.items()
         ):
             left.append(name)
     return left
@@ -171,7 +196,9 @@ def _check_tied(folder: ModelFolder) -> None:
     embedding = "model.embed_tokens.weight"
     if embedding in folder.weights and not torch.equal(folder.read("lm_head.weight"), folder.read(embedding)):
         fix = "set tie_word_embeddings to false in config.json"
-        raise ValueError(f"{folder.path}: tie_word_embeddings=true, but lm_head.weight is not {embedding}. Fix: {fix}.")
+        raise ValueError(
+            f"{folder.path}: tie_word_embeddings=true, but lm_head.weight is not {embedding}. Fix: {fix}."
+        )
 
 
 def _complain(folder: ModelFolder, needed: dict[str, tuple[int, ...]], unused: list[str]) -> None:
@@ -183,11 +210,23 @@ def _complain(folder: ModelFolder, needed: dict[str, tuple[int, ...]], unused: l
         for name, shape in sorted(needed.items())
         if name in there and there[name].shape != shape
     ]
-    types = [f"{name} {there[name].dtype}" for name in sorted(needed) if name in there and there[name].dtype not in DTYPES]
+    types = [
+        f"{name} {there[name].dtype}"
+        for name in sorted(needed)
+        if name in there and there[name].dtype not in DTYPES
+    ]
     if lists := misfits(
-        {"missing": missing, "without a use": unused, "of another shape": shapes, "of a type that is not supported": types}
+        {
+            "missing": missing,
+            "without a use": unused,
+            "of another shape": shapes,
+            "of a type that is not supported": types,
+        }
     ):
-        raise ValueError(f"{folder.path}: tensors {lists}. Fix: take the config.json that belongs to the weights, or fetch them again.")
+        raise ValueError(
+            f"{folder.path}: tensors {lists}. Fix: take the config.json that belongs to the weights, or fetch"
+            " them again."
+        )
 
 
 def _bytes_of(folder: ModelFolder, name: str) -> int:
@@ -200,23 +239,32 @@ def _num_bytes(planned: list[Piece], dtype: torch.dtype) -> int:
 
 
 def _dtype(folder: ModelFolder, sources: _Sources, dtype: str | None) -> torch.dtype:
-    """The type that the model is trained in: that of the embedding. One key has one type, so layers of several are refused."""
+    """The type that the model is trained in: that of the embedding. One key has one type, so layers of
+    several are refused.
+    """
     if dtype is not None:
         return TORCH_DTYPES[dtype]
     by_key: dict[str, set[str]] = {}
     for number, piece in enumerate(sources.pieces):
-        by_key.setdefault(piece.key, set()).update(folder.weights[name].dtype for name, _ in sources.reads[number])
+        by_key.setdefault(piece.key, set()).update(
+            folder.weights[name].dtype for name, _ in sources.reads[number]
+        )
     if mixed := sorted(key for key, types in by_key.items() if len(types) > 1):
         raise ValueError(
-            f"{folder.path}: {mixed[0]} would be made of tensors of several types ({', '.join(sorted(by_key[mixed[0]]))}). "
-            "Fix: give --dtype bf16, fp16 or fp32."
+            f"{folder.path}: {mixed[0]} would be made of tensors of several types"
+            f" ({', '.join(sorted(by_key[mixed[0]]))}). Fix: give --dtype bf16, fp16 or fp32."
         )
     (found,) = by_key[sources.pieces[0].key]
     return DTYPES[found]
 
 
 def _write_weights(
-    folder: ModelFolder, sources: _Sources, written: Path, config: Config, dtype: str | None, advance: Callable[[int], None]
+    folder: ModelFolder,
+    sources: _Sources,
+    written: Path,
+    config: Config,
+    dtype: str | None,
+    advance: Callable[[int], None],
 ) -> None:
     writer = CheckpointWriter(written)
     for number, piece in enumerate(sources.pieces):
@@ -224,13 +272,23 @@ def _write_weights(
         advance(sum(part.numel() * part.element_size() for part in parts))
         is_joined = len(parts) < len(piece.theirs)
         values = parts[0] if is_joined else joined(piece.join, parts, config)
-        writer.add_chunk(piece.key, _converted(values, piece, dtype).view(piece.box), shape=piece.shape, offsets=piece.offsets)
-    common = {"config": config.model_dump(), "layout": {"tp": 1, "pp": 1, "device": "cpu"}, "content_metadata": CONTENT}
+        writer.add_chunk(
+            piece.key,
+            _converted(values, piece, dtype).view(piece.box),
+            shape=piece.shape,
+            offsets=piece.offsets,
+        )
+    common = {
+        "config": config.model_dump(),
+        "layout": {"tp": 1, "pp": 1, "device": "cpu"},
+        "content_metadata": CONTENT,
+    }
     writer.finish(common)
 
 
 def _converted(values: Tensor, piece: Piece, dtype: str | None) -> Tensor:
-    if dtype is None or piece.key.endswith("router.expert_bias"):  # whose rounding would change which experts are chosen
+    # whose rounding would change which experts are chosen
+    if dtype is None or piece.key.endswith("router.expert_bias"):
         return values
     return values.to(TORCH_DTYPES[dtype])
 
@@ -248,9 +306,16 @@ def _write_companions(source: Path, partial: Path, target: Path, config: Config)
 
 def _write_settings(path: Path, settings: Settings, config: Config, target: Path) -> None:
     """All settings of the model, whatever a preset says, and where its weights are."""
-    values = settings | {"dtype": config.dtype, "tokenizer": config.tokenizer, "load_dir": str(target.resolve())}
+    values = settings | {
+        "dtype": config.dtype,
+        "tokenizer": config.tokenizer,
+        "load_dir": str(target.resolve()),
+    }
     lines = [f"{name.upper()}={shlex.quote(_text(value))}" for name, value in values.items() if value != ""]
-    write_atomically(path, "\n".join(["# The model of this checkpoint; for `set -a; . settings.env; set +a`", *lines]) + "\n")
+    write_atomically(
+        path,
+        "\n".join(["# The model of this checkpoint; for `set -a; . settings.env; set +a`", *lines]) + "\n",
+    )
 
 
 def _text(value: Any) -> str:
@@ -264,10 +329,13 @@ def _command(target: Path) -> str:
 def _notes(config: Config) -> list[str]:
     notes = []
     if config.seq_len > _USUAL_SEQ_LEN:
-        notes.append(f"SEQ_LEN={config.seq_len} is the length that the model is published for; give --seq-len to train at another")
+        notes.append(
+            f"SEQ_LEN={config.seq_len} is the length that the model is published for; give --seq-len to train"
+            " at another"
+        )
     if added := config.padded_vocab_size - config.vocab_size:
         notes.append(
-            f"VOCAB_SIZE={config.vocab_size} is no multiple of 128: {added} rows of zeros were added, whose logits are 0 and count in "
-            "the softmax until training has pushed them down"
+            f"VOCAB_SIZE={config.vocab_size} is no multiple of 128: {added} rows of zeros were added, whose"
+            " logits are 0 and count in the softmax until training has pushed them down"
         )
     return notes

@@ -1,6 +1,7 @@
 """A folder of Hugging Face: its config.json, and its weights as safetensors, read tensor by tensor.
 
-The files are read with `pread`, not mapped: pages of a mapped file count as memory of the process until the file is closed.
+The files are read with `pread`, not mapped: pages of a mapped file count as memory of the process until the
+file is closed.
 """
 
 from __future__ import annotations
@@ -40,13 +41,16 @@ class ModelFolder:
         path: of the folder.
 
     Raises:
-        ValueError: where it is no such folder, a file is missing or damaged, or the index disagrees with the files.
+        ValueError: where it is no such folder, a file is missing or damaged, or the index disagrees with the
+            files.
     """
 
     def __init__(self, path: Path):
         self.path = path
         if not path.is_dir():
-            raise ValueError(f"SRC={path}: is no folder. Fix: give a local folder with config.json and safetensors files.")
+            raise ValueError(
+                f"SRC={path}: is no folder. Fix: give a local folder with config.json and safetensors files."
+            )
         self.config = read_json(path / "config.json")
         self.weights: dict[str, StoredWeight] = {}
         self._open: tuple[str, Any] | None = None
@@ -71,7 +75,10 @@ class ModelFolder:
             return [SINGLE]
         if any(found for pattern in _PICKLES for found in self.path.glob(pattern)):
             fix = "load it with transformers and save it again: from_pretrained(...).save_pretrained(...)"
-            raise ValueError(f"SRC={self.path}: has pickled weights alone, which can run code when they are read. Fix: {fix}.")
+            raise ValueError(
+                f"SRC={self.path}: has pickled weights alone, which can run code when they are read. Fix:"
+                f" {fix}."
+            )
         raise ValueError(f"SRC={self.path}: has neither {SINGLE} nor {INDEX}. Fix: {_FETCH}.")
 
     def _read_header(self, file: str) -> None:
@@ -81,7 +88,9 @@ class ModelFolder:
             opened = self._opened(file)
             for name in opened.keys():  # noqa: SIM118  # not a dict
                 if name in self.weights:
-                    raise ValueError(f"{self.path}: {name} is in {self.weights[name].file} and in {file}. Fix: {_FETCH}.")
+                    raise ValueError(
+                        f"{self.path}: {name} is in {self.weights[name].file} and in {file}. Fix: {_FETCH}."
+                    )
                 entry = opened.get_slice(name)
                 self.weights[name] = StoredWeight(file, tuple(entry.get_shape()), entry.get_dtype())
 
@@ -90,7 +99,10 @@ class ModelFolder:
         if differing := sorted(name for name in {*index, *there} if index.get(name) != there.get(name)):
             said, is_in = (where.get(differing[0], "no file") for where in (index, there))
             more = f", and {len(differing) - 1} more" if len(differing) > 1 else ""
-            raise ValueError(f"{self.path / INDEX}: says {differing[0]} is in {said}, it is in {is_in}{more}. Fix: {_FETCH}.")
+            raise ValueError(
+                f"{self.path / INDEX}: says {differing[0]} is in {said}, it is in {is_in}{more}. Fix:"
+                f" {_FETCH}."
+            )
 
     def read(self, name: str, index: int | None = None) -> Tensor:
         """The values of a tensor, or of one index of its first axis.

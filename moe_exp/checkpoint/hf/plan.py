@@ -1,4 +1,6 @@
-"""Which tensor of a checkpoint is made of which tensors of a Hugging Face folder, for one model: the rules written out."""
+"""Which tensor of a checkpoint is made of which tensors of a Hugging Face folder, for one model: the rules
+written out.
+"""
 
 from __future__ import annotations
 
@@ -52,12 +54,16 @@ class Piece:
 
 
 def layers_are_stacked(config: Config) -> bool:
-    """Whether the layers of a checkpoint are one tensor; as in engine/model.py, where Megatron decides by this."""
+    """Whether the layers of a checkpoint are one tensor; as in engine/model.py, where Megatron decides by
+    this.
+    """
     return len(set(config.moe_layers)) == 1
 
 
 def pieces(architecture: Architecture, config: Config) -> Iterator[Piece]:
-    """Everything that the model has, the embedding first, then layer by layer, so that one layer is in memory at a time."""
+    """Everything that the model has, the embedding first, then layer by layer, so that one layer is in memory
+    at a time.
+    """
     once = [rule for rule in architecture.tensors if rule.layers == "model" and CONDITIONS[rule.when](config)]
     yield from _of_model(once[:1], config)
     for layer, is_moe in enumerate(config.moe_layers):
@@ -81,7 +87,9 @@ def _of_layer(rule: TensorRule, layer: int, config: Config) -> Iterator[Piece]:
     for expert in range(config.num_experts) if rule.per_expert else (None,):
         theirs = _theirs(rule, config, before, expert)
         shape = joined_shape(rule.join, [part.shape for part in theirs], config)
-        axes = ([(layer, config.num_layers)] if stacked else []) + ([(expert, config.num_experts)] if expert is not None else [])
+        axes = ([(layer, config.num_layers)] if stacked else []) + (
+            [(expert, config.num_experts)] if expert is not None else []
+        )
         yield Piece(
             key if rule.ours else "",
             tuple(size for _, size in axes) + shape,
@@ -94,7 +102,9 @@ def _of_layer(rule: TensorRule, layer: int, config: Config) -> Iterator[Piece]:
         )
 
 
-def _theirs(rule: TensorRule, config: Config, before: str = "", expert: int | None = None) -> tuple[Theirs, ...]:
+def _theirs(
+    rule: TensorRule, config: Config, before: str = "", expert: int | None = None
+) -> tuple[Theirs, ...]:
     sizes = sizes_of(config)
     return tuple(
         Theirs(before + name.format(expert=expert), tuple(sizes[letter] for letter in letters.split()))

@@ -1,7 +1,8 @@
 """The rotary embedding in a config.json, of which there are two ways to write it.
 
-Up to transformers 4: `rope_theta` beside `rope_scaling`, a dictionary with the kind under `type` or `rope_type`, null for none. Since 5:
-`rope_parameters`, one dictionary with both. Both are read; both are written, because what serves models reads the one or the other.
+Up to transformers 4: `rope_theta` beside `rope_scaling`, a dictionary with the kind under `type` or
+`rope_type`, null for none. Since 5: `rope_parameters`, one dictionary with both. Both are read; both are
+written, because what serves models reads the one or the other.
 """
 
 from __future__ import annotations
@@ -18,9 +19,16 @@ _KNOWN = {
     "default": set(),
     "llama3": {"factor", "original_max_position_embeddings", *_LLAMA3_FACTORS},
     "yarn": {
-        "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate",
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "attention_factor",
+        "truncate",
     },
-}  # fmt: skip
+}
 _NAMES = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 
 
@@ -29,7 +37,8 @@ def rope(theta: float, *, fraction: float | None = None) -> FieldRule:
 
     Args:
         theta: base where config.json names none.
-        fraction: of each head that is turned where config.json says nothing; None for an architecture that turns whole heads.
+        fraction: of each head that is turned where config.json says nothing; None for an architecture that
+            turns whole heads.
     """
     whole = fraction is None
 
@@ -38,7 +47,12 @@ def rope(theta: float, *, fraction: float | None = None) -> FieldRule:
         settings = {"rotary_base": float(merged.pop("rope_theta", theta))}
         found = merged.pop("partial_rotary_factor", fraction or 1.0)
         if found != 1 and whole:
-            raise refuse("partial_rotary_factor", found, "transformers turns whole heads in this architecture", "set it to 1.0")
+            raise refuse(
+                "partial_rotary_factor",
+                found,
+                "transformers turns whole heads in this architecture",
+                "set it to 1.0",
+            )
         return settings | {"rotary_fraction": found} | _read_scaling(merged, fields)
 
     def write(config: Config) -> dict[str, Any]:
@@ -60,7 +74,9 @@ def _merged(fields: Fields) -> dict[str, Any]:
     for name in ("rope_scaling", "rope_parameters"):
         values = given(fields, name, {})
         if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
-            raise refuse(name, values, "one rotary embedding for all layers is supported", "convert another model")
+            raise refuse(
+                name, values, "one rotary embedding for all layers is supported", "convert another model"
+            )
         merged |= values
     for name in ("rope_theta", "partial_rotary_factor"):
         if fields.get(name) is not None:
@@ -74,8 +90,15 @@ def _read_scaling(merged: dict[str, Any], fields: Fields) -> Settings:
     kind = merged.pop("rope_type")
     if kind not in _KNOWN:
         raise refuse("rope_type", kind, f"Megatron has {', '.join(_KNOWN)}", "convert another model")
-    if unknown := sorted(set(merged) - _KNOWN[kind] - ({"original_max_position_embeddings"} if kind == "default" else set())):
-        raise refuse(unknown[0], merged[unknown[0]], f"is unknown for the rotary embedding {kind}", "convert another model")
+    if unknown := sorted(
+        set(merged) - _KNOWN[kind] - ({"original_max_position_embeddings"} if kind == "default" else set())
+    ):
+        raise refuse(
+            unknown[0],
+            merged[unknown[0]],
+            f"is unknown for the rotary embedding {kind}",
+            "convert another model",
+        )
     if kind == "default":
         return {"rope_scaling": "none"}
     original = merged.get("original_max_position_embeddings", given(fields, "max_position_embeddings"))
@@ -84,8 +107,15 @@ def _read_scaling(merged: dict[str, Any], fields: Fields) -> Settings:
             if (found := merged.get(name, original)) != value:
                 raise refuse(name, found, f"Megatron's Llama 3 scaling has {value}", "convert another model")
         return {"rope_scaling": "llama3", "rope_scaling_factor": given(merged, "factor")}
-    settings = {"rope_scaling": "yarn", "rope_scaling_factor": given(merged, "factor"), "rope_original_seq_len": original}
-    settings |= {"yarn_beta_fast": merged.get("beta_fast", 32.0), "yarn_beta_slow": merged.get("beta_slow", 1.0)}
+    settings = {
+        "rope_scaling": "yarn",
+        "rope_scaling_factor": given(merged, "factor"),
+        "rope_original_seq_len": original,
+    }
+    settings |= {
+        "yarn_beta_fast": merged.get("beta_fast", 32.0),
+        "yarn_beta_slow": merged.get("beta_slow", 1.0),
+    }
     return settings | _read_mscale(merged)
 
 
@@ -95,9 +125,18 @@ def _read_mscale(merged: dict[str, Any]) -> Settings:
             raise refuse(name, merged[name], "Megatron's YaRN has no such setting", "convert another model")
     mscale, all_dim = merged.get("mscale", 0), merged.get("mscale_all_dim", 0)
     if all_dim and not mscale:
-        raise refuse("mscale", mscale, f"with mscale_all_dim={all_dim} Megatron's YaRN needs both", "convert another model")
+        raise refuse(
+            "mscale",
+            mscale,
+            f"with mscale_all_dim={all_dim} Megatron's YaRN needs both",
+            "convert another model",
+        )
     # transformers looks at the two only where both are there.
-    return {"yarn_mscale": mscale, "yarn_mscale_all_dim": all_dim} if all_dim else {"yarn_mscale": 1.0, "yarn_mscale_all_dim": 0.0}
+    return (
+        {"yarn_mscale": mscale, "yarn_mscale_all_dim": all_dim}
+        if all_dim
+        else {"yarn_mscale": 1.0, "yarn_mscale_all_dim": 0.0}
+    )
 
 
 def yarn_is_expressible(config: Config) -> bool:
@@ -110,7 +149,10 @@ def yarn_is_expressible(config: Config) -> bool:
 def _written_scaling(config: Config) -> dict[str, Any]:
     if config.rope_scaling == "none":
         return {}
-    scaling: dict[str, Any] = {"factor": config.rope_scaling_factor, "original_max_position_embeddings": config.rope_seq_len}
+    scaling: dict[str, Any] = {
+        "factor": config.rope_scaling_factor,
+        "original_max_position_embeddings": config.rope_seq_len,
+    }
     if config.rope_scaling == "llama3":
         return scaling | _LLAMA3_FACTORS
     scaling |= {"beta_fast": config.yarn_beta_fast, "beta_slow": config.yarn_beta_slow}

@@ -1,8 +1,9 @@
 """Writes tensors as the sharded safetensors files of a Hugging Face folder, one tensor in memory at a time.
 
-The package safetensors writes a file of tensors that are all in memory. Here the names, types and sizes are known before the first
-value is, so that the header can be written first: eight bytes with its length, little-endian, the header, which is JSON padded with
-spaces to a multiple of eight bytes, and the values, one tensor after the other (https://github.com/huggingface/safetensors, "Format").
+The package safetensors writes a file of tensors that are all in memory. Here the names, types and sizes are
+known before the first value is, so that the header can be written first: eight bytes with its length,
+little-endian, the header, which is JSON padded with spaces to a multiple of eight bytes, and the values, one
+tensor after the other (https://github.com/huggingface/safetensors, "Format").
 """
 
 from __future__ import annotations
@@ -83,7 +84,10 @@ class ShardWriter:
         if len(self._shards) > 1:
             weight_map = {entry.name: self._name(index) for index, entry in self._expected}
             total = sum(entry.num_bytes for _, entry in self._expected)
-            write_json(self.folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+            write_json(
+                self.folder / INDEX,
+                {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))},
+            )
 
     def close(self) -> None:
         """Closes the file that is open."""
@@ -97,7 +101,11 @@ class ShardWriter:
         start = 0
         for entry in self._shards[index]:
             end = start + entry.num_bytes
-            header[entry.name] = {"dtype": _NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [start, end]}
+            header[entry.name] = {
+                "dtype": _NAMES[entry.dtype],
+                "shape": list(entry.shape),
+                "data_offsets": [start, end],
+            }
             start = end
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)

@@ -26,25 +26,31 @@ def no_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 @contextlib.contextmanager
 def new_folder(target: Path, *, num_bytes: int) -> Iterator[Path]:
-    """Yields an empty folder beside `target`, which becomes `target` by one rename, or goes away where the work fails.
+    """Yields an empty folder beside `target`, which becomes `target` by one rename, or goes away where the
+    work fails.
 
     Args:
         target: must not be there, or be an empty folder.
         num_bytes: that will be written.
 
     Raises:
-        ValueError: where it is there, cannot be made, or the disk has not enough room; nothing is changed then.
+        ValueError: where it is there, cannot be made, or the disk has not enough room; nothing is changed
+            then.
     """
     check_target(target)
     partial = target.with_name(target.name + PARTIAL)
     if partial.exists():
-        raise ValueError(f"DST={partial}: an earlier call left it behind, or another one is writing it. Fix: remove it.")
+        raise ValueError(
+            f"DST={partial}: an earlier call left it behind, or another one is writing it. Fix: remove it."
+        )
     missing = [folder for folder in partial.parents if not folder.exists()]
     try:
         partial.mkdir(parents=True)
     except OSError as error:
         _remove_empty(missing)
-        raise ValueError(f"DST={target}: cannot be made ({error.strerror}). Fix: give a folder where you can write.") from None
+        raise ValueError(
+            f"DST={target}: cannot be made ({error.strerror}). Fix: give a folder where you can write."
+        ) from None
     try:
         free = shutil.disk_usage(partial).free
         if free < num_bytes * _MARGIN:

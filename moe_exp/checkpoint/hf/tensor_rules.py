@@ -1,15 +1,18 @@
-"""Rules between the tensors of a Hugging Face folder and those of a checkpoint, and how tensors are joined and taken apart.
+"""Rules between the tensors of a Hugging Face folder and those of a checkpoint, and how tensors are joined
+and taken apart.
 
-Sizes are letters: D hidden, V vocabulary, Q all query heads, K all key (or value) heads, H one head, F dense MLP, f one expert, S the
-shared expert, E experts. With multi-head latent attention: A and B the ranks of the compressed queries and keys, R = B and the rotary
-part of a key, N all queries, M keys without rotary part and values of all heads, O all values.
+Sizes are letters: D hidden, V vocabulary, Q all query heads, K all key (or value) heads, H one head, F dense
+MLP, f one expert, S the shared expert, E experts. With multi-head latent attention: A and B the ranks of the
+compressed queries and keys, R = B and the rotary part of a key, N all queries, M keys without rotary part and
+values of all heads, O all values.
 
 Ways to join, of which each can be undone:
 
 - plain   one tensor on either side.
 - padded  the vocabulary is a multiple of 128 rows here; the rows that are added are zeros.
 - rows    tensors above each other: gate and up projection are one here, gate first.
-- heads   queries, keys and values as Megatron has them: for every group of queries its heads, then its key, then its value.
+- heads queries, keys and values as Megatron has them: for every group of queries its heads, then its key,
+  then its value.
 - zeros   theirs alone: a tensor that has no effect, which other software asks for all the same.
 """
 
@@ -30,12 +33,13 @@ class TensorRule:
 
     Args:
         ours: key; of a layer's tensor what comes after `decoder.layers.<layer>.`.
-        theirs: names to sizes, `{expert}` for the index of an expert; of a layer's tensor what comes after `model.layers.<layer>.`.
+        theirs: names to sizes, `{expert}` for the index of an expert; of a layer's tensor what comes after
+            `model.layers.<layer>.`.
         join: see above.
         layers: `model` (once), or in which layers it is: `all`, `moe`, `dense`.
         when: a condition of CONDITIONS, empty for always.
-        alias: name of theirs in folders that transformers 5 writes with `save_original_format=False`; of an expert's tensor that of
-            one tensor for all experts, whose first axis they are.
+        alias: name of theirs in folders that transformers 5 writes with `save_original_format=False`; of an
+            expert's tensor that of one tensor for all experts, whose first axis they are.
     """
 
     ours: str
@@ -116,6 +120,8 @@ def taken_apart(join: str, ours: Tensor, shapes: list[tuple[int, ...]], config: 
         return [ours[: shapes[0][0]]]
     if join == "heads":
         groups = config.num_query_groups
-        grouped = ours.view(groups, -1, *ours.shape[1:]).split([shape[0] // groups for shape in shapes], dim=1)
+        grouped = ours.view(groups, -1, *ours.shape[1:]).split(
+            [shape[0] // groups for shape in shapes], dim=1
+        )
         return [part.flatten(0, 1) for part in grouped]
     return list(ours.split([shape[0] for shape in shapes]))

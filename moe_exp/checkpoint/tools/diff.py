@@ -1,4 +1,6 @@
-"""Two checkpoints compared name by name, whatever layouts and styles they were written in; block by block, never two whole models."""
+"""Two checkpoints compared name by name, whatever layouts and styles they were written in; block by block,
+never two whole models.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from moe_exp.checkpoint.tools.info import iteration_of
 from moe_exp.host.progress import progress
 
 _BLOCK_BYTES = 32 << 20
-_PLACES = ("run_name", "run_dir", "master_addr", "master_port", "node_rank")  # settings that say where a run is, and nothing of its numbers
+# settings that say where a run is, and nothing of its numbers
+_PLACES = ("run_name", "run_dir", "master_addr", "master_port", "node_rank")
 _MEMORIES = ("spike_windows",)  # of progress: what the loss was lately, which differs wherever anything does
 
 
@@ -40,7 +43,9 @@ class TensorDifference:
 
 @dataclass
 class Comparison:
-    """What `compare` found. `settings` and `progress`: name to (value in A, value in B), of those that differ and say something."""
+    """What `compare` found. `settings` and `progress`: name to (value in A, value in B), of those that differ
+    and say something.
+    """
 
     tensors: list[TensorDifference] = field(default_factory=list)
     only_in_a: list[str] = field(default_factory=list)
@@ -57,7 +62,10 @@ class Comparison:
     def worst(self, count: int) -> list[TensorDifference]:
         """The tensors that differ most, by their relative difference, without those that are equal."""
         differing = [tensor for tensor in self.tensors if not tensor.is_equal]
-        return sorted(differing, key=lambda tensor: -tensor.relative if tensor.relative == tensor.relative else -math.inf)[:count]
+        return sorted(
+            differing,
+            key=lambda tensor: -tensor.relative if tensor.relative == tensor.relative else -math.inf,
+        )[:count]
 
     def is_within(self, rtol: float) -> bool:
         """Whether both have the same tensors, none with a larger relative difference than `rtol`."""
@@ -107,9 +115,14 @@ def compare_tensors(in_a: Mapping[str, Readable], in_b: Mapping[str, Readable]) 
         ValueError: where one cannot be read.
     """
     found = Comparison()
-    found.only_in_a, found.only_in_b = [name for name in in_a if name not in in_b], [name for name in in_b if name not in in_a]
+    found.only_in_a, found.only_in_b = (
+        [name for name in in_a if name not in in_b],
+        [name for name in in_b if name not in in_a],
+    )
     both = [name for name in in_a if name in in_b]
-    found.shapes = {name: (in_a[name].shape, in_b[name].shape) for name in both if in_a[name].shape != in_b[name].shape}
+    found.shapes = {
+        name: (in_a[name].shape, in_b[name].shape) for name in both if in_a[name].shape != in_b[name].shape
+    }
     same = [name for name in both if name not in found.shapes]
     with progress("comparing", sum(in_a[name].num_bytes for name in same)) as advance:
         found.tensors = [_difference(name, in_a[name], in_b[name], advance) for name in same]
@@ -138,7 +151,11 @@ def _difference(name: str, a: Readable, b: Readable, advance: Callable[[int], No
     if squares == 0:
         relative = 0.0
     else:
-        relative = math.sqrt(squares / reference) if math.isfinite(squares) and math.isfinite(reference) and reference > 0 else math.inf
+        relative = (
+            math.sqrt(squares / reference)
+            if math.isfinite(squares) and math.isfinite(reference) and reference > 0
+            else math.inf
+        )
     dtypes = tuple(str(tensor.dtype).removeprefix("torch.") for tensor in (a, b))
     return TensorDifference(name, a.shape, (dtypes[0], dtypes[1]), num_equal, max_abs, relative)
 
@@ -156,14 +173,22 @@ def _blocks(a: Readable, b: Readable) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """With what is inside of a value by names of its own, so that of many facts only those that differ are shown."""
+    """With what is inside of a value by names of its own, so that of many facts only those that differ are
+    shown.
+    """
     flat: dict[str, Any] = {}
     for name, value in values.items():
-        flat |= {f"{name}.{inner}": one for inner, one in value.items()} if isinstance(value, Mapping) else {name: value}
+        flat |= (
+            {f"{name}.{inner}": one for inner, one in value.items()}
+            if isinstance(value, Mapping)
+            else {name: value}
+        )
     return flat
 
 
-def _differing(a: Mapping[str, Any], b: Mapping[str, Any], *, without: tuple[str, ...]) -> dict[str, tuple[Any, Any]]:
+def _differing(
+    a: Mapping[str, Any], b: Mapping[str, Any], *, without: tuple[str, ...]
+) -> dict[str, tuple[Any, Any]]:
     if not a or not b:  # one of them has no settings: nothing to compare
         return {}
     names = [name for name in sorted(a.keys() | b.keys()) if name.partition(".")[0] not in without]

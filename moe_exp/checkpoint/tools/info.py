@@ -11,11 +11,19 @@ from typing import Any
 
 from moe_exp.checkpoint.format import folders
 from moe_exp.checkpoint.format.folders import Manifest, iteration_folder, iterations, latest_iteration
-from moe_exp.checkpoint.format.naming import LogicalTensor, group_of, is_optimizer, layer_of, logical_tensors, states
+from moe_exp.checkpoint.format.naming import (
+    LogicalTensor,
+    group_of,
+    is_optimizer,
+    layer_of,
+    logical_tensors,
+    states,
+)
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.runs.run_folder import LATEST
 
-# Beside the parameters the router has numbers of its own, which no optimizer trains and Megatron keeps in fp32.
+# Beside the parameters the router has numbers of its own, which no optimizer trains and Megatron keeps in
+# fp32.
 BUFFERS = (".router.expert_bias", ".router.global_tokens_per_expert", ".router.local_tokens_per_expert")
 _LAYOUT = ("tp", "pp", "vpp", "ep", "etp", "cp", "device")
 
@@ -29,7 +37,8 @@ def checkpoints_folder(path: Path) -> Path | None:
 
 
 def chosen(path: Path, iteration: int | None = None) -> Path:
-    """The folder of the checkpoint that a user means by a path and perhaps an iteration: see `folders.one_checkpoint`.
+    """The folder of the checkpoint that a user means by a path and perhaps an iteration: see
+    `folders.one_checkpoint`.
 
     Raises:
         ValueError: where there is none.
@@ -39,23 +48,29 @@ def chosen(path: Path, iteration: int | None = None) -> Path:
     folder = checkpoints_folder(path)
     if folder is None:
         raise ValueError(
-            f"iteration={iteration}: {path} is no checkpoints folder. Fix: leave --iteration out, or name the folder of a run."
+            f"iteration={iteration}: {path} is no checkpoints folder. Fix: leave --iteration out, or name the"
+            " folder of a run."
         )
     if iteration not in iterations(folder):
         there = ", ".join(map(str, iterations(folder))) or "none"
-        raise ValueError(f"iteration={iteration}: {folder} has no such checkpoint. Fix: choose one of {there}.")
+        raise ValueError(
+            f"iteration={iteration}: {folder} has no such checkpoint. Fix: choose one of {there}."
+        )
     return folders.one_checkpoint(iteration_folder(folder, iteration))
 
 
 def iteration_of(folder: Path, common: Mapping[str, Any]) -> int:
-    """The iteration of a checkpoint, by what it says itself (Megatron-LM's do, too) or else by its folder's name; 0 where neither does."""
+    """The iteration of a checkpoint, by what it says itself (Megatron-LM's do, too) or else by its folder's
+    name; 0 where neither does.
+    """
     own = common.get("progress", {}).get("iteration", common.get("iteration"))
     number = folder.name.removeprefix("iter_")
     return int(own) if own is not None else int(number) if number.isdigit() else 0
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """Everything about the checkpoint in `folder`, of one iteration, that can be known without reading tensors.
+    """Everything about the checkpoint in `folder`, of one iteration, that can be known without reading
+    tensors.
 
     Returns:
         Plain values, in the order in which they are shown; None where the checkpoint does not say.
@@ -79,7 +94,9 @@ def describe(folder: Path) -> dict[str, Any]:
         "parameters": count_parameters(weights),
         "dtypes": dict(Counter(str(tensor.dtype).removeprefix("torch.") for tensor in weights.values())),
         "optimizer_setting": config.get("optimizer"),
-        "optimizer": states(reader) or (["in a form of its layout"] if any(map(is_optimizer, reader.tensors)) else []),
+        "optimizer": (
+            states(reader) or (["in a form of its layout"] if any(map(is_optimizer, reader.tensors)) else [])
+        ),
         "layout": _layout(config, common),
         "styles": _styles(reader),
         "num_bytes": sum(path.stat().st_size for path in folder.iterdir() if path.is_file()),
@@ -103,7 +120,9 @@ def count_parameters(weights: Mapping[str, LogicalTensor]) -> dict[str, int]:
 
 
 def model_line(weights: Mapping[str, LogicalTensor], config: Mapping[str, Any]) -> str:
-    """The model in a line, from the shapes of its weights and, where the checkpoint has them, its settings."""
+    """The model in a line, from the shapes of its weights and, where the checkpoint has them, its
+    settings.
+    """
     layers = {layer for name in weights if (layer := layer_of(name)[0]) is not None}
     routers = [tensor.shape for name, tensor in weights.items() if name.endswith(".router.weight")]
     words = [f"{len(layers)} layers"]
@@ -114,9 +133,18 @@ def model_line(weights: Mapping[str, LogicalTensor], config: Mapping[str, Any]) 
     if routers:
         top = f" top-{config['topk']}" if "topk" in config else ""
         words.append(f"{routers[0][0]} experts{top} in {len(routers)} layers")
-        width = next((t.shape[1] for name, t in weights.items() if ".experts.0." in name and name.endswith("linear_fc2.weight")), None)
+        width = next(
+            (
+                t.shape[1]
+                for name, t in weights.items()
+                if ".experts.0." in name and name.endswith("linear_fc2.weight")
+            ),
+            None,
+        )
         words += [f"expert size {width}"] if width else []
-    return ", ".join(words + [str(config[name]) for name in ("activation", "normalization") if name in config])
+    return ", ".join(
+        words + [str(config[name]) for name in ("activation", "normalization") if name in config]
+    )
 
 
 def describe_tensors(folder: Path, pattern: str = "*") -> list[dict[str, Any]]:
@@ -129,7 +157,10 @@ def describe_tensors(folder: Path, pattern: str = "*") -> list[dict[str, Any]]:
     found = [stored for key, stored in sorted(reader.tensors.items()) if fnmatch.fnmatchcase(key, pattern)]
     if not found:
         example = next(iter(sorted(reader.tensors)), "none at all")
-        raise ValueError(f"tensors={pattern}: fits none of {len(reader.tensors)} tensors. Fix: give a pattern such as '*' ({example}).")
+        raise ValueError(
+            f"tensors={pattern}: fits none of {len(reader.tensors)} tensors. Fix: give a pattern such as '*'"
+            f" ({example})."
+        )
     return [
         {
             "name": stored.key,
@@ -143,12 +174,21 @@ def describe_tensors(folder: Path, pattern: str = "*") -> list[dict[str, Any]]:
 
 
 def describe_all(checkpoints: Path) -> list[dict[str, Any]]:
-    """Every checkpoint of a checkpoints folder: iteration, bytes, state by the sizes of its files, whether `latest` names it."""
+    """Every checkpoint of a checkpoints folder: iteration, bytes, state by the sizes of its files, whether
+    `latest` names it.
+    """
     latest, found = latest_iteration(checkpoints), []
     for iteration in iterations(checkpoints):
         folder = iteration_folder(checkpoints, iteration)
         num_bytes = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
-        found.append({"iteration": iteration, "num_bytes": num_bytes, "state": _state(folder), "latest": iteration == latest})
+        found.append(
+            {
+                "iteration": iteration,
+                "num_bytes": num_bytes,
+                "state": _state(folder),
+                "latest": iteration == latest,
+            }
+        )
     if latest is not None and latest not in iterations(checkpoints):
         found.append({"iteration": latest, "num_bytes": 0, "state": "missing", "latest": True})
     return found
@@ -173,8 +213,13 @@ def _layout(config: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, A
 def _styles(reader: CheckpointReader) -> dict[str, str]:
     keys = [key for key in reader.tensors if not is_optimizer(key)]
     single_layers = any(layer_of(key)[0] is not None for key in keys)
-    single_experts = any(".experts.experts." in key and key.split(".experts.experts.")[1][0].isdigit() for key in keys)
-    return {"layers": "single" if single_layers else "stacked", "experts": "single" if single_experts else "stacked"}
+    single_experts = any(
+        ".experts.experts." in key and key.split(".experts.experts.")[1][0].isdigit() for key in keys
+    )
+    return {
+        "layers": "single" if single_layers else "stacked",
+        "experts": "single" if single_experts else "stacked",
+    }
 
 
 def _schedule(common: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -1,7 +1,9 @@
-"""Which chunk of which tensor every rank of a layout asks a checkpoint for, from the logical tensors of another checkpoint.
+"""Which chunk of which tensor every rank of a layout asks a checkpoint for, from the logical tensors of
+another checkpoint.
 
-The rules are Megatron's: column-parallel weights are split along their first axis, row-parallel ones along their second; a gated
-first projection is two halves, each split by itself; experts lie along EP and are split over ETP; the rest is on every rank.
+The rules are Megatron's: column-parallel weights are split along their first axis, row-parallel ones along
+their second; a gated first projection is two halves, each split by itself; experts lie along EP and are split
+over ETP; the rest is on every rank.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ _EXPERT = re.compile(r".*\.experts\.(\d+)\..+")
 _STYLED_LAYER = re.compile(r"^decoder\.layers\.(\d+\.)?")
 _STYLED_EXPERT = re.compile(r"experts\.experts\.(\d+\.)?")
 _COLUMN_PARALLEL = (
-    "word_embeddings.weight", "output_layer.weight", "output_layer.bias", "linear_qkv.weight", "linear_qkv.bias", "linear_q_proj.weight",
-    "linear_q_up_proj.weight", "linear_kv_up_proj.weight", "linear_fc1.weight", "linear_fc1.bias",
+    "word_embeddings.weight", "output_layer.weight", "output_layer.bias", "linear_qkv.weight",
+    "linear_qkv.bias", "linear_q_proj.weight", "linear_q_up_proj.weight", "linear_kv_up_proj.weight",
+    "linear_fc1.weight", "linear_fc1.bias",
 )  # fmt: skip
 _ROW_PARALLEL = ("linear_proj.weight", "linear_fc2.weight")
 
@@ -50,7 +53,9 @@ class Layout:
 
 @dataclass(frozen=True)
 class Style:
-    """In which of Megatron's ways a checkpoint is written: one key for all layers, one key for all experts (and gated halves)."""
+    """In which of Megatron's ways a checkpoint is written: one key for all layers, one key for all experts
+    (and gated halves).
+    """
 
     layers_stacked: bool
     experts_stacked: bool
@@ -67,7 +72,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class TargetChunk:
-    """A chunk as a rank asks for it: `pieces`, one for each of its experts, lie along the axis before their own."""
+    """A chunk as a rank asks for it: `pieces`, one for each of its experts, lie along the axis before their
+    own.
+    """
 
     rank: int
     key: str
@@ -99,7 +106,9 @@ class TargetChunk:
 
 @dataclass(frozen=True)
 class Model:
-    """What the names and shapes of a checkpoint's weights say of its model; `gated` are the first projections with a gate."""
+    """What the names and shapes of a checkpoint's weights say of its model; `gated` are the first projections
+    with a gate.
+    """
 
     num_layers: int
     num_experts: int
@@ -108,7 +117,9 @@ class Model:
 
     @classmethod
     def of(cls, weights: Mapping[str, LogicalTensor]) -> Model:
-        """From the logical tensors of the weights. A gate doubles the first projection: [2F, D] before [D, F]."""
+        """From the logical tensors of the weights. A gate doubles the first projection: [2F, D] before [D,
+        F].
+        """
         layers: dict[int, set[tuple[str, tuple[int, ...]]]] = {}
         num_experts, gated = 0, set()
         for name, tensor in weights.items():
@@ -121,7 +132,12 @@ class Model:
                 second = weights.get(name.replace("linear_fc1", "linear_fc2"))
                 if second is not None and tensor.shape[0] == 2 * second.shape[1]:
                     gated |= {name, name.removesuffix("weight") + "bias"}
-        return cls(len(layers), num_experts, len({frozenset(inner) for inner in layers.values()}) <= 1, frozenset(gated))
+        return cls(
+            len(layers),
+            num_experts,
+            len({frozenset(inner) for inner in layers.values()}) <= 1,
+            frozenset(gated),
+        )
 
 
 @dataclass(frozen=True)
@@ -140,7 +156,9 @@ class _Family:
 
 @dataclass(frozen=True)
 class _Cut:
-    """What rank `rank` of a tensor parallel group has of a logical tensor, and where that is in the stored one."""
+    """What rank `rank` of a tensor parallel group has of a logical tensor, and where that is in the stored
+    one.
+    """
 
     rank: int
     offsets: tuple[int, ...]
@@ -171,7 +189,11 @@ class TargetPlan:
         return 0 if base.startswith("embedding.") else self.layout.pp - 1
 
     def chunks(
-        self, tensors: Mapping[str, LogicalTensor], dtypes: Mapping[str, torch.dtype], *, keep_prefix: bool = False
+        self,
+        tensors: Mapping[str, LogicalTensor],
+        dtypes: Mapping[str, torch.dtype],
+        *,
+        keep_prefix: bool = False,
     ) -> Iterator[TargetChunk]:
         """The chunks of some logical tensors: the weights, or one state of the optimizer.
 
@@ -199,14 +221,20 @@ class TargetPlan:
         for expert in range(0, len(family.members), size if self.style.experts_stacked else 1):
             yield expert // size, range(expert, expert + (size if self.style.experts_stacked else 1))
 
-    def _chunk(self, family: _Family, cut: _Cut, block: int, members: range, prefix: str, dtype: torch.dtype) -> TargetChunk:
+    def _chunk(
+        self, family: _Family, cut: _Cut, block: int, members: range, prefix: str, dtype: torch.dtype
+    ) -> TargetChunk:
         layer, base, experts = family.layer, family.base, len(family.members)
         shape, offsets, sizes = cut.stored_shape, cut.stored_offsets, cut.sizes
         if family.is_expert and self.style.experts_stacked:
             shape, offsets, sizes = (experts, *shape), (members[0], *offsets), (len(members), *sizes)
         if layer is not None and self.style.layers_stacked:
             shape, offsets, sizes = (self.model.num_layers, *shape), (layer, *offsets), (1, *sizes)
-        rank = self.layout.ranks_per_stage * self.stage_of(layer, base) + cut.rank + block * (self.layout.etp if family.is_expert else 0)
+        rank = (
+            self.layout.ranks_per_stage * self.stage_of(layer, base)
+            + cut.rank
+            + block * (self.layout.etp if family.is_expert else 0)
+        )
         key = prefix + styled_key(base, layer, members[0], self.style) + cut.suffix
         pieces = tuple(Piece(family.members[member], cut.offsets, cut.sizes) for member in members)
         return TargetChunk(rank, key, shape, offsets, sizes, pieces, dtype)
@@ -216,14 +244,18 @@ class TargetPlan:
         axis, name = _split_axis(family), ("etp" if family.is_expert else "tp")
         size = self.layout.etp if family.is_expert else self.layout.tp
         single = gated and not self.style.experts_stacked
-        # Of stacked experts a rank that has both halves whole asks for them at once; of everything else for half after half.
+        # Of stacked experts a rank that has both halves whole asks for them at once; of everything else for
+        # half after half.
         num_halves = 2 if gated and (single or size > 1 or not family.is_expert) else 1
         if axis is None:
             yield _Cut(0, (0,) * len(shape), shape, "", (0,) * len(shape), shape)
             return
         if shape[axis] % (num_halves * size):
             gate = ", its gate by itself" if num_halves > 1 else ""
-            rule = f"the {shape[axis]} {'columns' if axis else 'rows'} of {family.members[0].name} cannot be split evenly{gate}"
+            rule = (
+                f"the {shape[axis]} {'columns' if axis else 'rows'} of {family.members[0].name} cannot be"
+                f" split evenly{gate}"
+            )
             raise ValueError(problem(name, size, rule, f"give another --{name}"))
         width = shape[axis] // (num_halves * size)
         for rank in range(size):
@@ -232,7 +264,9 @@ class TargetPlan:
                 offsets = _replaced((0,) * len(shape), axis, (half * size + rank) * width)
                 if single:
                     own = _replaced(offsets, axis, rank * width)
-                    yield _Cut(rank, offsets, sizes, ("_w", "_v")[half], own, _replaced(shape, axis, size * width))
+                    yield _Cut(
+                        rank, offsets, sizes, ("_w", "_v")[half], own, _replaced(shape, axis, size * width)
+                    )
                 else:
                     yield _Cut(rank, offsets, sizes, "", offsets, shape)
 
@@ -254,7 +288,9 @@ def styled_key(base: str, layer: int | None, expert: int, style: Style) -> str:
 
 
 def unstyled(key: str) -> str:
-    """A key without layer, expert and half: `mlp.experts.experts.linear_fc1.weight`, `embedding.word_embeddings.weight`."""
+    """A key without layer, expert and half: `mlp.experts.experts.linear_fc1.weight`,
+    `embedding.word_embeddings.weight`.
+    """
     key = _STYLED_EXPERT.sub("experts.experts.", _STYLED_LAYER.sub("", key))
     return key[:-2] if key.endswith(("_w", "_v")) else key
 

@@ -11,7 +11,13 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from moe_exp.checkpoint.format.folders import REMOVED, iteration_folder, iterations, latest_iteration, valid_losses
+from moe_exp.checkpoint.format.folders import (
+    REMOVED,
+    iteration_folder,
+    iterations,
+    latest_iteration,
+    valid_losses,
+)
 from moe_exp.checkpoint.retention import which_to_remove
 from moe_exp.checkpoint.tools.info import checkpoints_folder
 from moe_exp.runs.run_folder import RunFolder
@@ -27,7 +33,8 @@ class Prunable:
 
 
 def prunable(path: Path, *, last: int, every: int, best: int) -> list[Prunable]:
-    """The checkpoints of a checkpoints folder or run folder that no rule keeps; never the one that `latest` names.
+    """The checkpoints of a checkpoints folder or run folder that no rule keeps; never the one that `latest`
+    names.
 
     Args:
         path: of the folder.
@@ -45,17 +52,24 @@ def prunable(path: Path, *, last: int, every: int, best: int) -> list[Prunable]:
         raise ValueError(f"keep-last={last}: must be 1 or more. Fix: keep at least the newest.")
     found, latest, losses = iterations(checkpoints), latest_iteration(checkpoints), valid_losses(checkpoints)
     if best and not losses:
-        raise ValueError(f"keep-best={best}: no checkpoint in {checkpoints} says what its validation loss was. Fix: leave --keep-best out.")
-    # Newer ones than `latest` are damaged, or of an attempt that was given up: they do not take the place of those before.
+        raise ValueError(
+            f"keep-best={best}: no checkpoint in {checkpoints} says what its validation loss was. Fix: leave"
+            " --keep-best out."
+        )
+    # Newer ones than `latest` are damaged, or of an attempt that was given up: they do not take the place of
+    # those before.
     usable = [iteration for iteration in found if latest is None or iteration <= latest]
     gone = which_to_remove(usable, losses, last=last, every=every, best=best)
     gone += [i for i in which_to_remove(found, losses, last=last, every=every, best=best) if i not in usable]
     folders = [iteration_folder(checkpoints, iteration) for iteration in gone]
-    return [Prunable(folder, iteration, _bytes(folder)) for folder, iteration in zip(folders, gone, strict=True)]
+    return [
+        Prunable(folder, iteration, _bytes(folder)) for folder, iteration in zip(folders, gone, strict=True)
+    ]
 
 
 def remove(path: Path, found: list[Prunable]) -> Iterator[Prunable]:
-    """Removes checkpoints and yields each when it is gone. One that is half removed is no checkpoint any more: it is renamed first.
+    """Removes checkpoints and yields each when it is gone. One that is half removed is no checkpoint any
+    more: it is renamed first.
 
     Raises:
         ValueError: while a run writes there; nothing is removed then.
@@ -82,7 +96,10 @@ def _held(checkpoints: Path) -> Iterator[None]:
         with FileLock(lock, timeout=0):
             yield
     except Timeout:
-        raise ValueError(f"PATH={checkpoints}: a run is writing there. Fix: wait for its end; KEEP_LAST has it prune by itself.") from None
+        raise ValueError(
+            f"PATH={checkpoints}: a run is writing there. Fix: wait for its end; KEEP_LAST has it prune by"
+            " itself."
+        ) from None
 
 
 def _bytes(folder: Path) -> int:

@@ -1,8 +1,10 @@
-"""Rewrites a checkpoint for the ranks of another layout, in another style or type: on one process, chunk by chunk.
+"""Rewrites a checkpoint for the ranks of another layout, in another style or type: on one process, chunk by
+chunk.
 
-A checkpoint can be loaded under any layout as it is; one that was rewritten for it has one file per rank with the very chunks that the
-rank asks for, so that nothing is read twice or in slices. Styles are those of keys.py. In memory are the chunk that is written, the
-piece that is copied into it, and the chunks of the source that were read last.
+A checkpoint can be loaded under any layout as it is; one that was rewritten for it has one file per rank with
+the very chunks that the rank asks for, so that nothing is read twice or in slices. Styles are those of
+keys.py. In memory are the chunk that is written, the piece that is copied into it, and the chunks of the
+source that were read last.
 """
 
 from __future__ import annotations
@@ -33,7 +35,15 @@ from moe_exp.checkpoint.format.naming import (
 from moe_exp.checkpoint.format.torch_dist import COMMON_OBJECT, CheckpointReader
 from moe_exp.checkpoint.format.torch_dist_writer import CheckpointWriter
 from moe_exp.checkpoint.tools.info import BUFFERS, iteration_of
-from moe_exp.checkpoint.tools.layouts import Layout, Model, Style, TargetChunk, TargetPlan, styled_key, unstyled
+from moe_exp.checkpoint.tools.layouts import (
+    Layout,
+    Model,
+    Style,
+    TargetChunk,
+    TargetPlan,
+    styled_key,
+    unstyled,
+)
 from moe_exp.config import problem
 from moe_exp.host.files import write_atomically
 from moe_exp.host.progress import progress
@@ -53,8 +63,10 @@ class Reshaping:
 
     Args:
         layout: for whose ranks the files are.
-        weights_only: leave out optimizer, schedule, random streams and progress: a run that loads it starts at iteration 0.
-        dtype: of the weights, `bf16` or `fp32`, which takes the optimizer's main weights where there are; None: as they are.
+        weights_only: leave out optimizer, schedule, random streams and progress: a run that loads it starts
+            at iteration 0.
+        dtype: of the weights, `bf16` or `fp32`, which takes the optimizer's main weights where there are;
+            None: as they are.
         layers: `stacked` or `single`; None: as they are, but single where the experts are to be.
         experts: `stacked` or `single`; None: as they are.
     """
@@ -82,10 +94,12 @@ def reshape(source: Path, target: Path, changes: Reshaping, *, keep_bytes: int =
         source: of one iteration; it is only read.
         target: is made, and appears when all is written.
         changes: what is to be different.
-        keep_bytes: memory for chunks of the source that were read last, or for the last one where that is larger.
+        keep_bytes: memory for chunks of the source that were read last, or for the last one where that is
+            larger.
 
     Raises:
-        ValueError: where the source is damaged, the changes do not fit it, or `target` exists or its disk is too small.
+        ValueError: where the source is damaged, the changes do not fit it, or `target` exists or its disk is
+            too small.
     """
     if target.exists():
         raise ValueError(f"DST={target}: exists already. Fix: give the name of a folder that does not.")
@@ -107,7 +121,9 @@ def reshape(source: Path, target: Path, changes: Reshaping, *, keep_bytes: int =
         partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return Written(iteration_folder(target, iteration), len({chunk.rank for chunk in chunks}), manifest.num_bytes)
+    return Written(
+        iteration_folder(target, iteration), len({chunk.rank for chunk in chunks}), manifest.num_bytes
+    )
 
 
 def _write(folder: Path, work: _Work, chunks: list[TargetChunk], advance: Callable[[int], None]) -> None:
@@ -152,7 +168,9 @@ class _Work:
         found = list(self.plan.chunks(values, {name: self._dtype_of(name) for name in values}))
         for state in self.states:
             tensors = logical_tensors(self.reader, state)
-            found += self.plan.chunks(tensors, {name: tensor.dtype for name, tensor in tensors.items()}, keep_prefix=True)
+            found += self.plan.chunks(
+                tensors, {name: tensor.dtype for name, tensor in tensors.items()}, keep_prefix=True
+            )
         return sorted(found, key=lambda chunk: chunk.rank // self.plan.layout.ranks_per_stage)
 
     def objects(self) -> list[tuple[str, Any]]:
@@ -166,7 +184,9 @@ class _Work:
                 found.append((self._extra_state_key(match[1], match[2]), self.reader.read_object(full_key)))
             elif not (self.changes.weights_only or (full_key.startswith("rng_state/") and self._other_rng())):
                 found.append((full_key, self.reader.read_object(full_key)))
-        return [(key, value[0] if isinstance(value, list) and len(value) == 1 else value) for key, value in found]
+        return [
+            (key, value[0] if isinstance(value, list) and len(value) == 1 else value) for key, value in found
+        ]
 
     def new_common(self) -> dict[str, Any]:
         """common.pt of the new checkpoint."""
@@ -174,13 +194,26 @@ class _Work:
         if self.changes.weights_only:
             common = {name: common[name] for name in ("config", "content_metadata") if name in common}
         if "content_metadata" in common:
-            common["content_metadata"] = {**common["content_metadata"], "singleton_local_shards": not self.plan.style.experts_stacked}
+            common["content_metadata"] = {
+                **common["content_metadata"],
+                "singleton_local_shards": not self.plan.style.experts_stacked,
+            }
         if "config" in common:
-            sizes: dict[str, Any] = {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp, "ep": layout.ep, "etp": layout.etp}
+            sizes: dict[str, Any] = {
+                "tp": layout.tp,
+                "pp": layout.pp,
+                "vpp": layout.vpp,
+                "ep": layout.ep,
+                "etp": layout.etp,
+            }
             if common["config"].get("pp") != layout.pp:
                 even = {"first_stage_layers": 0, "last_stage_layers": 0, "pipeline_layers": ""}
                 sizes |= {name: value for name, value in even.items() if name in common["config"]}
-            common["config"] = {**common["config"], **sizes, **({"dtype": self.changes.dtype} if self.changes.dtype else {})}
+            common["config"] = {
+                **common["config"],
+                **sizes,
+                **({"dtype": self.changes.dtype} if self.changes.dtype else {}),
+            }
         if "layout" in common:
             common["layout"] = {**common["layout"], "tp": layout.tp, "pp": layout.pp}
             if self._other_rng():
@@ -198,7 +231,9 @@ class _Work:
         layer, inner = layer_of(name)
         expert = next((int(part) for part in inner.split(".") if part.isdigit()), None)
         axes = [(layer, self.plan.model.num_layers)] if layer is not None and style.layers_stacked else []
-        axes += [(expert, self.plan.model.num_experts)] if expert is not None and style.experts_stacked else []
+        axes += (
+            [(expert, self.plan.model.num_experts)] if expert is not None and style.experts_stacked else []
+        )
         axes = axes or [(0, 1)]
         indices, sizes = (".".join(str(axis[part]) for axis in axes) for part in (0, 1))
         return f"{styled_key(unstyled(key), layer, expert or 0, style)}/shard_{indices}_{sizes}"
@@ -219,13 +254,29 @@ class _Work:
             rule = f"{layout.pp * (layout.vpp or 1)} stages are more than the {model.num_layers} layers"
             raise ValueError(problem("pp", layout.pp, rule, "give a smaller one"))
         if layout.ep > 1 and (not model.num_experts or model.num_experts % layout.ep):
-            raise ValueError(problem("ep", layout.ep, f"does not divide the {model.num_experts} experts", "give a divisor of them"))
+            raise ValueError(
+                problem(
+                    "ep",
+                    layout.ep,
+                    f"does not divide the {model.num_experts} experts",
+                    "give a divisor of them",
+                )
+            )
         self._check_optimizer()
         if self.plan.style.layers_stacked and not model.layers_are_alike:
-            raise ValueError("layers=stacked: the layers differ, as dense and MoE layers do. Fix: give --layers single.")
+            raise ValueError(
+                "layers=stacked: the layers differ, as dense and MoE layers do. Fix: give --layers single."
+            )
         if self.plan.style.layers_stacked and not self.plan.style.experts_stacked:
-            raise ValueError("layers=stacked: Megatron has no such style with single experts. Fix: give --layers single.")
-        if changes.dtype == "bf16" and "optimizer" in self.common and not changes.weights_only and "param" not in self.states:
+            raise ValueError(
+                "layers=stacked: Megatron has no such style with single experts. Fix: give --layers single."
+            )
+        if (
+            changes.dtype == "bf16"
+            and "optimizer" in self.common
+            and not changes.weights_only
+            and "param" not in self.states
+        ):
             rule = "the fp32 weights that the optimizer goes on from would be lost"
             raise ValueError(problem("dtype", "bf16", rule, "give --weights-only, too"))
 
@@ -233,9 +284,15 @@ class _Work:
         known = {key for key in self.reader.tensors if not is_optimizer(key)}
         for key in self.reader.tensors:
             state = optimizer_state(key)
-            if not self.changes.weights_only and is_optimizer(key) and (state is None or state[2] not in known):
+            if (
+                not self.changes.weights_only
+                and is_optimizer(key)
+                and (state is None or state[2] not in known)
+            ):
                 rule = f"{key} belongs to the layout that wrote it"
-                raise ValueError(f"SRC={self.reader.folder}: {rule}, and cannot be rewritten. Fix: give --weights-only.")
+                raise ValueError(
+                    f"SRC={self.reader.folder}: {rule}, and cannot be rewritten. Fix: give --weights-only."
+                )
 
 
 def _style(reader: CheckpointReader, weights: Mapping[str, LogicalTensor], changes: Reshaping) -> Style:
@@ -253,11 +310,18 @@ def _check_space(target: Path, needed_bytes: int) -> None:
     if not place.is_dir():
         raise ValueError(f"DST={target}: {place} is no folder. Fix: make it, or give another one.")
     if (free_bytes := shutil.disk_usage(place).free) < needed_bytes:
-        needed = f"{place} has {free_bytes / 1e9:.3g} GB free and the checkpoint needs {needed_bytes / 1e9:.3g} GB"
+        needed = (
+            f"{place} has {free_bytes / 1e9:.3g} GB free and the checkpoint needs {needed_bytes / 1e9:.3g} GB"
+        )
         raise ValueError(f"DST={target}: {needed}. Fix: choose a larger disk, or make room.")
 
 
 def _facts(source: Path, changes: Reshaping) -> dict[str, Any]:
     own = Manifest.read(source)
     facts = {name: value for name, value in (own.facts if own else {}).items() if name != "world_size"}
-    return {**facts, "layout": vars(changes.layout), "reshaped_from": source.name, "weights_only": changes.weights_only}
+    return {
+        **facts,
+        "layout": vars(changes.layout),
+        "reshaped_from": source.name,
+        "weights_only": changes.weights_only,
+    }

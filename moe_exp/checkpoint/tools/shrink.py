@@ -1,8 +1,10 @@
-"""Plain torch files whose tensors are views of larger storages, written again without what nobody sees: `moe-exp ckpt shrink`.
+"""Plain torch files whose tensors are views of larger storages, written again without what nobody sees:
+`moe-exp ckpt shrink`.
 
-`torch.save` writes the whole storage of a tensor. A row of a matrix, a rank's part of a model or one layer of a flat buffer so takes
-the bytes of all of it. Here every tensor gets a storage of its own size. Tensors that are one and the same view (tied weights) stay
-so, and views that overlap in part keep a common storage, cut to what they cover. Nothing but tensors and plain containers is read.
+`torch.save` writes the whole storage of a tensor. A row of a matrix, a rank's part of a model or one layer of
+a flat buffer so takes the bytes of all of it. Here every tensor gets a storage of its own size. Tensors that
+are one and the same view (tied weights) stay so, and views that overlap in part keep a common storage, cut to
+what they cover. Nothing but tensors and plain containers is read.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ PATTERNS = ("*.pt", "*.pth", "*.bin")
 
 @dataclass
 class ShrunkFile:
-    """What became of a file. `before_bytes` and `after_bytes` are those of the file; `problem` says why it was left alone."""
+    """What became of a file. `before_bytes` and `after_bytes` are those of the file; `problem` says why it
+    was left alone.
+    """
 
     path: Path
     before_bytes: int
@@ -48,18 +52,28 @@ def torch_files(path: Path, patterns: Sequence[str] = PATTERNS, *, recursive: bo
         return [path]
     if not path.is_dir():
         raise ValueError(f"PATH={path}: is not there. Fix: name a file or a folder.")
-    found = {file for pattern in patterns for file in (path.rglob(pattern) if recursive else path.glob(pattern)) if file.is_file()}
+    found = {
+        file
+        for pattern in patterns
+        for file in (path.rglob(pattern) if recursive else path.glob(pattern))
+        if file.is_file()
+    }
     if not found:
-        raise ValueError(f"PATH={path}: has no files like {' '.join(patterns)}. Fix: name another folder, or give --pattern.")
+        raise ValueError(
+            f"PATH={path}: has no files like {' '.join(patterns)}. Fix: name another folder, or give"
+            " --pattern."
+        )
     return sorted(found)
 
 
 def shrink(path: Path, *, target: Path | None = None, dry_run: bool = False) -> ShrunkFile:
-    """Writes a file again, smaller, once what was written has been read back and compared; leaves it alone where nothing is gained.
+    """Writes a file again, smaller, once what was written has been read back and compared; leaves it alone
+    where nothing is gained.
 
     Args:
         path: of a file that torch.save wrote.
-        target: of the new file, which must not exist; None: in the place of the old one, with its permissions and time.
+        target: of the new file, which must not exist; None: in the place of the old one, with its permissions
+            and time.
         dry_run: only work out what would be gained.
     """
     before = path.stat().st_size
@@ -135,7 +149,11 @@ def _tensors_of(value: Any, seen: set[int] | None = None) -> list[Tensor]:
         return []
     seen.add(id(value))
     if isinstance(value, Tensor):
-        if value.layout is not torch.strided or value.is_quantized or type(value) not in (Tensor, torch.nn.Parameter):
+        if (
+            value.layout is not torch.strided
+            or value.is_quantized
+            or type(value) not in (Tensor, torch.nn.Parameter)
+        ):
             raise _Unsupported(f"holds a tensor of another kind ({type(value).__name__}, {value.layout})")
         return [value]
     if isinstance(value, dict):
@@ -149,7 +167,13 @@ View = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...], int]  # storage
 
 
 def _view(tensor: Tensor) -> View:
-    return tensor.untyped_storage()._cdata, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+    return (
+        tensor.untyped_storage()._cdata,
+        tensor.dtype,
+        tuple(tensor.shape),
+        tensor.stride(),
+        int(tensor.storage_offset()),
+    )
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
@@ -157,7 +181,9 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
     if tensor.numel() == 0:
         return 0, 0
     first = int(tensor.storage_offset())
-    last: int = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    last: int = first + sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     return first * tensor.itemsize, (last + 1) * tensor.itemsize
 
 
@@ -183,7 +209,9 @@ class _Island:
         return min(covered, self.members[0].nbytes) if self.is_one_view else covered
 
     def parted(self) -> list[_Island]:
-        """One island for each view where no two of them share an element, as columns of a matrix do not; itself otherwise."""
+        """One island for each view where no two of them share an element, as columns of a matrix do not;
+        itself otherwise.
+        """
         views: dict[View, list[Tensor]] = {}
         for tensor in self.members:
             views.setdefault(_view(tensor), []).append(tensor)
@@ -195,8 +223,12 @@ class _Island:
         itemsize = tensors[0].itemsize
         marks = torch.zeros((self.high - self.low) // itemsize, dtype=torch.bool)
         for tensor in tensors:
-            sizes = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-            seen = marks.as_strided(sizes, tensor.stride(), int(tensor.storage_offset()) - self.low // itemsize)
+            sizes = [
+                1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+            ]
+            seen = marks.as_strided(
+                sizes, tensor.stride(), int(tensor.storage_offset()) - self.low // itemsize
+            )
             if bool(seen.any()):
                 return True
             try:
@@ -219,7 +251,9 @@ class _Compact:
         self._tensors: dict[int, Tensor] = {}
 
     def replaced(self, value: Any) -> Any:
-        """`value` with the new tensors. Its containers are changed, so that attributes of theirs stay, but for tuples."""
+        """`value` with the new tensors. Its containers are changed, so that attributes of theirs stay, but
+        for tuples.
+        """
         for island in self._islands:
             self._tensors |= _copied(island)
         return self._replaced(value, {})
@@ -268,7 +302,9 @@ def _copied(island: _Island) -> dict[int, Tensor]:
         copies = []
         for tensor in island.members:
             offset = tensor.storage_offset() - island.low // tensor.itemsize
-            copies.append(torch.empty(0, dtype=tensor.dtype).set_(storage, offset, tensor.shape, tensor.stride()))
+            copies.append(
+                torch.empty(0, dtype=tensor.dtype).set_(storage, offset, tensor.shape, tensor.stride())
+            )
     return {id(tensor): _like(tensor, copy) for tensor, copy in zip(island.members, copies, strict=True)}
 
 
@@ -295,7 +331,12 @@ def _difference(a: Any, b: Any, where: str) -> str:
     if type(a) is not type(b):
         return f"{where}: {type(a).__name__} and {type(b).__name__}"
     if isinstance(a, Tensor):
-        same = a.dtype == b.dtype and a.shape == b.shape and a.requires_grad == b.requires_grad and _same_bits(a, b)
+        same = (
+            a.dtype == b.dtype
+            and a.shape == b.shape
+            and a.requires_grad == b.requires_grad
+            and _same_bits(a, b)
+        )
         return "" if same else f"{where}: tensors"
     if isinstance(a, dict):
         if list(a) != list(b):

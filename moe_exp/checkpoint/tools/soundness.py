@@ -39,13 +39,16 @@ class Verification:
         return (self.folder / folders.MANIFEST).exists()
 
     def findings(self) -> Iterator[str]:
-        """A line for everything that is wrong, as it is found. The counts of what was looked at are complete at the end."""
+        """A line for everything that is wrong, as it is found. The counts of what was looked at are complete
+        at the end.
+        """
         try:
             manifest = Manifest.read(self.folder)
             if manifest is not None:
                 yield from self._damages(manifest)
             reader = CheckpointReader(self.folder, keep_bytes=KEEP_BYTES)
-            if "versions" in reader.common() and manifest is None:  # ours, which a run takes for damaged; Megatron-LM's have neither
+            # ours, which a run takes for damaged; Megatron-LM's have neither
+            if "versions" in reader.common() and manifest is None:
                 yield f"{self.folder / folders.MANIFEST}: is missing"
             yield from self._misplaced(reader)
             yield from self._unreadable(reader)
@@ -78,25 +81,35 @@ class Verification:
             except ValueError as error:
                 yield f"{key}: {error}"
 
-    def _bad_chunks(self, reader: CheckpointReader, stored: StoredTensor, advance: Callable[[int], None]) -> Iterator[str]:
+    def _bad_chunks(
+        self, reader: CheckpointReader, stored: StoredTensor, advance: Callable[[int], None]
+    ) -> Iterator[str]:
         for chunk in stored.chunks:
             try:
                 values = reader.read_chunk(stored, chunk)
                 for name, share in fingerprints_of([(stored.key, values, chunk.offsets)]).items():
                     self._shares[name] = self._shares[name] + share if name in self._shares else share
                 if self.finite and values.is_floating_point() and not bool(values.isfinite().all()):
-                    yield f"{self.folder / chunk.file}: {stored.key} at {list(chunk.offsets)} has values that are not finite"
+                    yield (
+                        f"{self.folder / chunk.file}: {stored.key} at {list(chunk.offsets)} has values that"
+                        " are not finite"
+                    )
             except ValueError as error:
                 yield f"{stored.key} at {list(chunk.offsets)}: {error}"
             advance(math.prod(chunk.sizes) * stored.dtype.itemsize)
             self.num_chunks += 1
 
     def _other_values(self) -> Iterator[str]:
-        """Of tensors that are under the key that their fingerprint was taken under: `reshape` may give experts keys of their own."""
+        """Of tensors that are under the key that their fingerprint was taken under: `reshape` may give
+        experts keys of their own.
+        """
         for name, saved in (fingerprints.read(self.folder) or {}).items():
             found = self._shares.get(name)
             if found is not None and found.num_values == saved.num_values and found != saved:
-                yield f"{self.folder}: {shown(name)} is not what was in memory when it was saved, by its fingerprint"
+                yield (
+                    f"{self.folder}: {shown(name)} is not what was in memory when it was saved, by its"
+                    " fingerprint"
+                )
 
     def _disagreements(self, reader: CheckpointReader) -> Iterator[str]:
         weights = logical_tensors(reader)
@@ -107,7 +120,10 @@ class Verification:
             for name, tensor in of_state.items():
                 weight = weights.get(name)
                 if weight is not None and tensor.shape != weight.shape:
-                    yield f"{self.folder}: {name} has the shape {list(weight.shape)}, the optimizer's {state} {list(tensor.shape)}"
+                    yield (
+                        f"{self.folder}: {name} has the shape {list(weight.shape)}, the optimizer's {state}"
+                        f" {list(tensor.shape)}"
+                    )
                 elif weight is not None and state == "param":
                     yield from self._unequal_main_weights(weight, tensor)
 
@@ -118,15 +134,27 @@ class Verification:
             return  # told already
         differing = int((ours != theirs).logical_and_(ours.eq(ours)).sum())
         if differing:
-            yield f"{self.folder}: {differing} of {ours.numel()} values of {weight.name} are not the optimizer's main weights, rounded"
+            yield (
+                f"{self.folder}: {differing} of {ours.numel()} values of {weight.name} are not the"
+                " optimizer's main weights, rounded"
+            )
 
 
 def layout_problem(stored: StoredTensor) -> str:
-    """What is wrong with the places of a tensor's chunks, or nothing: together they have to fill it, without overlap."""
+    """What is wrong with the places of a tensor's chunks, or nothing: together they have to fill it, without
+    overlap.
+    """
     for chunk in stored.chunks:
         ends = [offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)]
-        if len(ends) != len(stored.shape) or min(chunk.offsets, default=0) < 0 or any(map(operator.gt, ends, stored.shape)):
-            return f"has a chunk at {list(chunk.offsets)} of {list(chunk.sizes)}, outside of its shape {list(stored.shape)}"
+        if (
+            len(ends) != len(stored.shape)
+            or min(chunk.offsets, default=0) < 0
+            or any(map(operator.gt, ends, stored.shape))
+        ):
+            return (
+                f"has a chunk at {list(chunk.offsets)} of {list(chunk.sizes)}, outside of its shape"
+                f" {list(stored.shape)}"
+            )
     return _uneven(list(stored.chunks), stored.shape, 0)
 
 
@@ -135,10 +163,25 @@ def _uneven(chunks: list[Chunk], shape: tuple[int, ...], axis: int) -> str:
     if len(chunks) == 1 and chunks[0].sizes[axis:] == shape[axis:]:
         return ""
     if axis == len(shape):
-        return f"has chunks that overlap, at {list(chunks[0].offsets)}" if chunks else "is not filled by its chunks"
-    edges = sorted({0, shape[axis], *(c.offsets[axis] for c in chunks), *(c.offsets[axis] + c.sizes[axis] for c in chunks)})
+        return (
+            f"has chunks that overlap, at {list(chunks[0].offsets)}"
+            if chunks
+            else "is not filled by its chunks"
+        )
+    edges = sorted(
+        {
+            0,
+            shape[axis],
+            *(c.offsets[axis] for c in chunks),
+            *(c.offsets[axis] + c.sizes[axis] for c in chunks),
+        }
+    )
     for low, high in pairwise(edges):
-        inside = [chunk for chunk in chunks if chunk.offsets[axis] <= low and chunk.offsets[axis] + chunk.sizes[axis] >= high]
+        inside = [
+            chunk
+            for chunk in chunks
+            if chunk.offsets[axis] <= low and chunk.offsets[axis] + chunk.sizes[axis] >= high
+        ]
         if problem := _uneven(inside, shape, axis + 1):
             return problem
     return ""

@@ -25,12 +25,17 @@ def print_info(report: Mapping[str, Any]) -> None:
         "model": report["model"],
         "parameters": f"{total:,} ({', '.join(f'{name} {count:,}' for name, count in parameters.items())})",
         "type of the weights": ", ".join(report["dtypes"]),
-        "optimizer": ": ".join(filter(None, [report["optimizer_setting"], ", ".join(report["optimizer"])]))
-        if report["optimizer"]
-        else "no",
+        "optimizer": (
+            ": ".join(filter(None, [report["optimizer_setting"], ", ".join(report["optimizer"])]))
+            if report["optimizer"]
+            else "no"
+        ),
         "saved at": _pairs(report["layout"]),
         "keys": _pairs(report["styles"]),
-        "size": f"{report['num_bytes']:,} bytes ({filesize.decimal(report['num_bytes'])}) in {report['num_files']} files",
+        "size": (
+            f"{report['num_bytes']:,} bytes ({filesize.decimal(report['num_bytes'])}) in"
+            f" {report['num_files']} files"
+        ),
         "format": report["format"] + (", with checksums" if report["checksums"] else ", without checksums"),
         "validation loss": report["valid_loss"],
         "versions": _pairs(report["versions"]),
@@ -41,7 +46,9 @@ def print_info(report: Mapping[str, Any]) -> None:
 
 
 def _optimizer(report: Mapping[str, Any]) -> str:
-    """`sgd: momentum_buffer, param`; a checkpoint of an older version or another program does not say which optimizer it was."""
+    """`sgd: momentum_buffer, param`; a checkpoint of an older version or another program does not say which
+    optimizer it was.
+    """
     states = ", ".join(report["optimizer"])
     name = report["optimizer_setting"]
     return f"{name}: {states}" if name and states else states or "no"
@@ -51,13 +58,19 @@ def print_checkpoints(checkpoints: Path, found: Sequence[Mapping[str, Any]]) -> 
     """The checkpoints of a folder, one a line."""
     print(f"{len(found)} checkpoint{'' if len(found) == 1 else 's'} in {checkpoints}")
     for one in found:
-        print(f"  iteration {one['iteration']}  {one['num_bytes']:,} bytes  {one['state']}{'  latest' if one['latest'] else ''}")
+        print(
+            f"  iteration {one['iteration']}  {one['num_bytes']:,} bytes "
+            f" {one['state']}{'  latest' if one['latest'] else ''}"
+        )
 
 
 def print_tensors(tensors: Sequence[Mapping[str, Any]]) -> None:
     """Tensors, one a line that can be cut into columns."""
     for one in tensors:
-        print(f"{one['name']}  {one['shape']}  {one['dtype']}  {one['num_chunks']} chunks  {one['num_bytes']:,} bytes")
+        print(
+            f"{one['name']}  {one['shape']}  {one['dtype']}  {one['num_chunks']} chunks  {one['num_bytes']:,}"
+            " bytes"
+        )
 
 
 _LONGEST_VALUE = 80  # characters of a setting
@@ -78,10 +91,15 @@ def print_comparison(found: Comparison, *, top: int) -> None:
     for one in found.worst(top):
         types = one.dtypes[0] if one.dtypes[0] == one.dtypes[1] else " and ".join(one.dtypes)
         equal = f"{one.num_equal:,} of {math.prod(one.shape):,} values equal"
-        print(f"differs: {one.name}  relative {one.relative:.3g}  max abs {one.max_abs:.3g}  {equal}  {types}")
+        print(
+            f"differs: {one.name}  relative {one.relative:.3g}  max abs {one.max_abs:.3g}  {equal}  {types}"
+        )
     differing = len(found.tensors) - found.num_equal
     print(f"{found.num_equal} of {len(found.tensors)} tensors are equal, {differing} differ", end="")
-    print(f", {len(found.shapes)} have other shapes, {len(found.only_in_a)} are only in A, {len(found.only_in_b)} only in B")
+    print(
+        f", {len(found.shapes)} have other shapes, {len(found.only_in_a)} are only in A,"
+        f" {len(found.only_in_b)} only in B"
+    )
 
 
 def _short(value: Any) -> str:

@@ -15,24 +15,42 @@ if TYPE_CHECKING:
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds this file's commands."""
-    inspect = subparsers.add_parser("inspect", help="what is in token files or JSONL files: counts, lengths, duplicates, samples")
+    inspect = subparsers.add_parser(
+        "inspect", help="what is in token files or JSONL files: counts, lengths, duplicates, samples"
+    )
     inspect.add_argument("path", type=Path, help="prefix of .bin and .idx, a JSONL file, or a folder of such")
-    inspect.add_argument("--tokenizer", type=Path, help="tokenizer.json or a folder with it, to show samples as text")
+    inspect.add_argument(
+        "--tokenizer", type=Path, help="tokenizer.json or a folder with it, to show samples as text"
+    )
     inspect.add_argument("--samples", type=int, default=3, help="documents to show (default: 3)")
     inspect.add_argument("--text-field", default="text", help="field of JSONL with the text (default: text)")
     inspect.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     inspect.set_defaults(run=_inspect)
-    check = subparsers.add_parser("verify", help="read files again and compare them with their manifest, or with another corpus")
+    check = subparsers.add_parser(
+        "verify", help="read files again and compare them with their manifest, or with another corpus"
+    )
     check.add_argument("path", type=Path, help="a folder, prefix or file that moe-exp data has made")
-    check.add_argument("--against", type=Path, metavar="OTHER", help="compare the documents with those of OTHER instead, in whatever order")
-    check.add_argument("--text-field", default="text", help="field of JSONL with the text, with --against (default: text)")
+    check.add_argument(
+        "--against",
+        type=Path,
+        metavar="OTHER",
+        help="compare the documents with those of OTHER instead, in whatever order",
+    )
+    check.add_argument(
+        "--text-field", default="text", help="field of JSONL with the text, with --against (default: text)"
+    )
     check.set_defaults(run=_verify)
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
     from moe_exp.data.inspect.inspection import inspect_path, print_inspection
 
-    report = inspect_path(arguments.path, tokenizer=arguments.tokenizer, num_samples=arguments.samples, text_field=arguments.text_field)
+    report = inspect_path(
+        arguments.path,
+        tokenizer=arguments.tokenizer,
+        num_samples=arguments.samples,
+        text_field=arguments.text_field,
+    )
     if arguments.json:
         print(json.dumps(report, ensure_ascii=False))
     else:

@@ -23,10 +23,18 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 def add_source_arguments(parser: argparse.ArgumentParser) -> None:
     """What names a source: for `download` and `prepare`."""
-    parser.add_argument("source", help="a name of `moe-exp data list`, a dataset owner/name of the hub, a folder, or a file")
-    parser.add_argument("--pattern", action="append", default=[], metavar="GLOB", help="which files instead; may be repeated")
-    parser.add_argument("--text-field", metavar="NAME", help="field with the text (default: the source's, or text)")
-    parser.add_argument("--revision", help="branch, tag or commit of the dataset (default: the source's, or main)")
+    parser.add_argument(
+        "source", help="a name of `moe-exp data list`, a dataset owner/name of the hub, a folder, or a file"
+    )
+    parser.add_argument(
+        "--pattern", action="append", default=[], metavar="GLOB", help="which files instead; may be repeated"
+    )
+    parser.add_argument(
+        "--text-field", metavar="NAME", help="field with the text (default: the source's, or text)"
+    )
+    parser.add_argument(
+        "--revision", help="branch, tag or commit of the dataset (default: the source's, or main)"
+    )
 
 
 def _add_list(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -38,15 +46,38 @@ def _add_download(subparsers: argparse._SubParsersAction[argparse.ArgumentParser
     parser = subparsers.add_parser(
         "download",
         help="the files of a dataset, from the hub (HF_ENDPOINT, HF_TOKEN)",
-        description="Fetches and checks a dataset's files. Called again it goes on where it stopped; when all is there it asks nobody.",
+        description=(
+            "Fetches and checks a dataset's files. Called again it goes on where it stopped; when all is"
+            " there it asks nobody."
+        ),
     )
     add_source_arguments(parser)
     parser.add_argument("--output-dir", type=Path, metavar="FOLDER", help="(default: data/<name>_raw)")
-    parser.add_argument("--max-workers", type=int, default=8, metavar="N", help="files at the same time (default: 8)")
-    parser.add_argument("--retries", type=int, default=6, metavar="N", help="failures in a row before it gives up (default: 6)")
-    parser.add_argument("--bandwidth", type=float, default=50, metavar="MB/S", help="for the estimate of --dry-run (default: 50)")
-    parser.add_argument("--dry-run", action="store_true", help="print files, bytes, free disk and time, and write nothing")
-    parser.add_argument("--start-over", action="store_true", help="fetch everything again, at the newest commit of the revision")
+    parser.add_argument(
+        "--max-workers", type=int, default=8, metavar="N", help="files at the same time (default: 8)"
+    )
+    parser.add_argument(
+        "--retries",
+        type=int,
+        default=6,
+        metavar="N",
+        help="failures in a row before it gives up (default: 6)",
+    )
+    parser.add_argument(
+        "--bandwidth",
+        type=float,
+        default=50,
+        metavar="MB/S",
+        help="for the estimate of --dry-run (default: 50)",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print files, bytes, free disk and time, and write nothing"
+    )
+    parser.add_argument(
+        "--start-over",
+        action="store_true",
+        help="fetch everything again, at the newest commit of the revision",
+    )
     parser.set_defaults(run=_download)
 
 
@@ -54,7 +85,12 @@ def _download(arguments: argparse.Namespace) -> None:
     for name in ("max_workers", "retries", "bandwidth"):
         if getattr(arguments, name) <= 0:
             raise ValueError(f"{name}={getattr(arguments, name)}: has to be positive. Fix: leave it out.")
-    source = resolve_source(arguments.source, patterns=arguments.pattern, text_field=arguments.text_field, revision=arguments.revision)
+    source = resolve_source(
+        arguments.source,
+        patterns=arguments.pattern,
+        text_field=arguments.text_field,
+        revision=arguments.revision,
+    )
     folder = arguments.output_dir or Path("data") / f"{source.name}_raw"
     paths = download(
         source,
@@ -66,7 +102,10 @@ def _download(arguments: argparse.Namespace) -> None:
         bytes_per_second=arguments.bandwidth * 1e6,
     )
     if source.repository is None:
-        print(f"{source.name}: nothing to download, {f'{len(paths)} files are here' if paths else 'it comes with Python'}.")
+        print(
+            f"{source.name}: nothing to download,"
+            f" {f'{len(paths)} files are here' if paths else 'it comes with Python'}."
+        )
     elif not arguments.dry_run:
         print(f"{source.name}: {len(paths)} files are complete in {folder}")
 
@@ -78,14 +117,21 @@ def _add_prepare(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     parser = subparsers.add_parser(
         "prepare",
         help="from a dataset's name to shuffled shards: download, convert, shuffle",
-        description="Downloads a dataset, converts it to JSONL chunks in DATA_DIR/NAME and shuffles them into DATA_DIR/NAME_shuffled. "
-        f"Called again it goes on where it stopped. Exit code {UNDER_WAY}: SLURM jobs are under way; the last goes on to the shuffle.",
+        description=(
+            "Downloads a dataset, converts it to JSONL chunks in DATA_DIR/NAME and shuffles them into"
+            f" DATA_DIR/NAME_shuffled. Called again it goes on where it stopped. Exit code {UNDER_WAY}: SLURM"
+            " jobs are under way; the last goes on to the shuffle."
+        ),
     )
     add_source_arguments(parser)
     parser.add_argument("--list", action=_List, nargs=0, help="print the datasets that have a name, and end")
-    parser.add_argument("--dry-run", action="store_true", help="print files, disk and time, and write nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print files, disk and time, and write nothing"
+    )
     _add(parser, "--data-dir", type=Path, default=Path("data"), metavar="FOLDER", help="(default: data)")
-    _add(parser, "--start-over", action="store_true", help="convert and shuffle again, with other settings too")
+    _add(
+        parser, "--start-over", action="store_true", help="convert and shuffle again, with other settings too"
+    )
     _add(parser, "--download-again", action="store_true", help="fetch the files again too")
     _add_selection(parser.add_argument_group("what is kept"))
     _add_shards(parser.add_argument_group("shards"))
@@ -105,28 +151,94 @@ def _add_selection(group: Any) -> None:
     _add(group, "--max-chars", type=int, metavar="N", help="longest text, characters")
     _add(group, "--limit", type=int, metavar="N", help="read so many documents at most")
     _add(group, "--dedup", action="store_true", help="keep one of each text")
-    _add(group, "--decontaminate", type=Path, metavar="FILE", help="JSONL of benchmark texts; drops what shares 12 words in a row with one")
-    _add(group, "--skip-bad", action="store_true", help="skip and count what is no document instead of stopping")
+    _add(
+        group,
+        "--decontaminate",
+        type=Path,
+        metavar="FILE",
+        help="JSONL of benchmark texts; drops what shares 12 words in a row with one",
+    )
+    _add(
+        group,
+        "--skip-bad",
+        action="store_true",
+        help="skip and count what is no document instead of stopping",
+    )
 
 
 def _add_shards(group: Any) -> None:
-    _add(group, "--seed", type=int, default=0, help="of the order and of the validation documents (default: 0)")
+    _add(
+        group, "--seed", type=int, default=0, help="of the order and of the validation documents (default: 0)"
+    )
     _add(group, "--nchunks", type=int, default=32, metavar="N", help="shards for training (default: 32)")
-    _add(group, "--valid-fraction", type=float, default=0.005, metavar="X", help="of the texts, for validation (default: 0.005)")
-    _add(group, "--memory", type=memory_bytes, metavar="SIZE", help="of the shuffle, as in 8GB (default: a quarter of what is left)")
+    _add(
+        group,
+        "--valid-fraction",
+        type=float,
+        default=0.005,
+        metavar="X",
+        help="of the texts, for validation (default: 0.005)",
+    )
+    _add(
+        group,
+        "--memory",
+        type=memory_bytes,
+        metavar="SIZE",
+        help="of the shuffle, as in 8GB (default: a quarter of what is left)",
+    )
 
 
 def _add_execution(group: Any) -> None:
     _add(group, "--executor", default="local", metavar="NAME", help="local, slurm or ray (default: local)")
-    _add(group, "--tasks", type=int, metavar="N", help="number of chunks (default: one per input file, at most 64)")
-    _add(group, "--workers", type=int, metavar="N", help="tasks at a time (default: the cores here; no limit elsewhere)")
+    _add(
+        group,
+        "--tasks",
+        type=int,
+        metavar="N",
+        help="number of chunks (default: one per input file, at most 64)",
+    )
+    _add(
+        group,
+        "--workers",
+        type=int,
+        metavar="N",
+        help="tasks at a time (default: the cores here; no limit elsewhere)",
+    )
     _add(group, "--partition", help="of the SLURM jobs")
     _add(group, "--time", default="24:00:00", help="limit of a SLURM job (default: 24:00:00)")
     _add(group, "--qos", help="of the SLURM jobs")
-    _add(group, "--cpus-per-task", type=int, default=1, metavar="N", help="of a SLURM job or Ray task (default: 1)")
-    _add(group, "--mem-per-cpu", type=int, default=4, metavar="GB", help="of a SLURM job or Ray task (default: 4)")
-    _add(group, "--max-array-size", type=int, default=1001, metavar="N", help="the cluster's MaxArraySize (default: 1001)")
-    _add(group, "--sbatch", action="append", default=[], metavar="NAME=VALUE", help="another option of sbatch; may be repeated")
+    _add(
+        group,
+        "--cpus-per-task",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of a SLURM job or Ray task (default: 1)",
+    )
+    _add(
+        group,
+        "--mem-per-cpu",
+        type=int,
+        default=4,
+        metavar="GB",
+        help="of a SLURM job or Ray task (default: 4)",
+    )
+    _add(
+        group,
+        "--max-array-size",
+        type=int,
+        default=1001,
+        metavar="N",
+        help="the cluster's MaxArraySize (default: 1001)",
+    )
+    _add(
+        group,
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="another option of sbatch; may be repeated",
+    )
 
 
 class _List(argparse.Action):
@@ -142,7 +254,17 @@ def _prepare(arguments: argparse.Namespace) -> int:
     from moe_exp.data.shuffle.shuffle import shuffle_summary
     from moe_exp.host.progress import print_summary
 
-    same = ("tasks", "min_language_score", "min_score", "min_chars", "max_chars", "limit", "skip_bad", "dedup", "decontaminate")
+    same = (
+        "tasks",
+        "min_language_score",
+        "min_score",
+        "min_chars",
+        "max_chars",
+        "limit",
+        "skip_bad",
+        "dedup",
+        "decontaminate",
+    )
     languages = tuple(arguments.language.split(",")) if arguments.language else ()
     wanted = Preparation(
         arguments.source,
@@ -177,13 +299,19 @@ def _prepare(arguments: argparse.Namespace) -> int:
         return 0
     manifest = prepare(wanted)
     if manifest is None:
-        print(f"{arguments.source}: SLURM jobs are under way; `squeue --me` shows them. The same command tells how far they are.")
+        print(
+            f"{arguments.source}: SLURM jobs are under way; `squeue --me` shows them. The same command tells"
+            " how far they are."
+        )
         return UNDER_WAY
-    print_summary(f"shuffled: {arguments.data_dir / wanted.source().name}_shuffled", shuffle_summary(manifest))
+    print_summary(
+        f"shuffled: {arguments.data_dir / wanted.source().name}_shuffled", shuffle_summary(manifest)
+    )
     return 0
 
 
 def _finish_command() -> tuple[str, ...]:
     """This command once more, for the last SLURM job: then it goes on from the chunks."""
     again = {"--start-over", "--start_over", "--download-again", "--download_again"}
-    return (sys.executable, os.path.abspath(sys.argv[0]), *(word for word in sys.argv[1:] if word not in again))  # noqa: PTH100
+    program = os.path.abspath(sys.argv[0])  # noqa: PTH100
+    return (sys.executable, program, *(word for word in sys.argv[1:] if word not in again))

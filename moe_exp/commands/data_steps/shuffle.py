@@ -7,27 +7,62 @@ import os
 import re
 from pathlib import Path
 
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS = {
+    "": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
 
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds this file's commands."""
-    _add_shuffle(subparsers.add_parser("shuffle", help="JSONL files -> shuffled shards and a validation file"))
+    _add_shuffle(
+        subparsers.add_parser("shuffle", help="JSONL files -> shuffled shards and a validation file")
+    )
     _add_merge(subparsers.add_parser("merge", help="shards, without the validation file -> one JSONL file"))
 
 
 def _add_shuffle(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Shuffles documents globally into shards NAME.chunk.00.jsonl ... and NAME.val.jsonl. The result depends on the inputs in their "
-        "order, on --seed, --shards and --valid-fraction, not on --memory or the machine. An interrupted call goes on when it is repeated."
+        "Shuffles documents globally into shards NAME.chunk.00.jsonl ... and NAME.val.jsonl. The result"
+        " depends on the inputs in their order, on --seed, --shards and --valid-fraction, not on --memory or"
+        " the machine. An interrupted call goes on when it is repeated."
     )
-    parser.add_argument("inputs", nargs="+", type=Path, metavar="INPUT", help=".jsonl, .jsonl.gz, .jsonl.zst files, or folders of them")
-    parser.add_argument("--output", type=Path, help="folder to make (default: that of the input, or its file's name, with _shuffled)")
-    parser.add_argument("--name", help="what the file names begin with (default: the output's name without _shuffled)")
+    parser.add_argument(
+        "inputs",
+        nargs="+",
+        type=Path,
+        metavar="INPUT",
+        help=".jsonl, .jsonl.gz, .jsonl.zst files, or folders of them",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="folder to make (default: that of the input, or its file's name, with _shuffled)",
+    )
+    parser.add_argument(
+        "--name", help="what the file names begin with (default: the output's name without _shuffled)"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--shards", type=int, default=32, dest="num_shards", help="training files (default: 32)")
-    parser.add_argument("--valid-fraction", type=float, default=0.005, help="of the texts, for validation; at least one (default: 0.005)")
-    memory_help = "budget such as 256MB or 8GB, besides the interpreter's 45 MB (default: a quarter of what is available)"
+    parser.add_argument(
+        "--shards", type=int, default=32, dest="num_shards", help="training files (default: 32)"
+    )
+    parser.add_argument(
+        "--valid-fraction",
+        type=float,
+        default=0.005,
+        help="of the texts, for validation; at least one (default: 0.005)",
+    )
+    memory_help = (
+        "budget such as 256MB or 8GB, besides the interpreter's 45 MB (default: a quarter of what is"
+        " available)"
+    )
     parser.add_argument("--memory", type=memory_bytes, help=memory_help)
     _add_common(parser)
     parser.set_defaults(run=_shuffle)
@@ -35,8 +70,8 @@ def _add_shuffle(parser: argparse.ArgumentParser) -> None:
 
 def _add_merge(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Merges the shards of a folder into one file, beside the folder: INPUT_DIR/../OUTPUT_FILE_NAME.jsonl. "
-        "That is the file for preprocess_data.py --input."
+        "Merges the shards of a folder into one file, beside the folder: INPUT_DIR/../OUTPUT_FILE_NAME.jsonl."
+        " That is the file for preprocess_data.py --input."
     )
     parser.add_argument("--input_dir", "--input-dir", type=Path, required=True, help="folder with the shards")
     valid_help = "file in it to leave out, .jsonl may be left off"
@@ -48,9 +83,17 @@ def _add_merge(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--text-field", "--text_field", default="text", help="field with the text (default: text)")
-    parser.add_argument("--skip-bad", action="store_true", help="skip and count lines that are no documents instead of stopping")
-    parser.add_argument("--start-over", action="store_true", help="make it again, with other settings or inputs too")
+    parser.add_argument(
+        "--text-field", "--text_field", default="text", help="field with the text (default: text)"
+    )
+    parser.add_argument(
+        "--skip-bad",
+        action="store_true",
+        help="skip and count lines that are no documents instead of stopping",
+    )
+    parser.add_argument(
+        "--start-over", action="store_true", help="make it again, with other settings or inputs too"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print what it would take, and touch nothing")
 
 
@@ -58,12 +101,15 @@ def memory_bytes(text: str) -> int:
     """Bytes from `256MB`, `8GB`, `8GiB` or a plain number."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", text.strip().upper())
     if not match or match[2] not in _UNITS:
-        raise argparse.ArgumentTypeError(f"memory={text}: must be a number with KB, MB, GB, MiB or GiB. Fix: give 256MB.")
+        raise argparse.ArgumentTypeError(
+            f"memory={text}: must be a number with KB, MB, GB, MiB or GiB. Fix: give 256MB."
+        )
     return int(float(match[1]) * _UNITS[match[2]])
 
 
 def _shuffle(arguments: argparse.Namespace) -> None:
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy: no matrices here, and its idle threads spin
+    # before numpy: no matrices here, and its idle threads spin
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from moe_exp.data.shuffle.shuffle import check_shuffle, estimate_shuffle, shuffle, shuffle_summary
     from moe_exp.host.progress import print_summary
 

@@ -1,4 +1,6 @@
-"""What FP8 asks of the other settings; what it asks of this machine is in launch/machine_checks.py and layers/experts/fp8.py."""
+"""What FP8 asks of the other settings; what it asks of this machine is in launch/machine_checks.py and
+layers/experts/fp8.py.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +13,41 @@ SIZE_MULTIPLES = {"tensorwise": 16, "blockwise": 16, "mxfp8": 32}
 
 
 def check_fp8(c: Config) -> Iterator[str]:
-    """Experts compute in FP8 with Transformer Engine's grouped GEMM alone, and its products take sizes of a multiple of 16 or 32."""
+    """Experts compute in FP8 with Transformer Engine's grouped GEMM alone, and its products take sizes of a
+    multiple of 16 or 32.
+    """
     if c.fp8 == "none":
         return
     if c.use_moe and c.expert_backend != "te":
         rule = f"experts compute in FP8 with EXPERT_BACKEND=te, not with {c.expert_backend}"
         yield problem("fp8", c.fp8, rule, "set EXPERT_BACKEND=te, or FP8=none")
     if not c.use_moe and c.impl == "local":
-        yield problem("fp8", c.fp8, "has no effect in a dense model with IMPL=local", "set IMPL=te, or FP8=none")
+        yield problem(
+            "fp8", c.fp8, "has no effect in a dense model with IMPL=local", "set IMPL=te, or FP8=none"
+        )
     if c.dtype != "bf16":
-        yield problem("fp8", c.fp8, f"is for the products of a model in bf16, but DTYPE={c.dtype}", "set DTYPE=bf16, or FP8=none")
+        yield problem(
+            "fp8",
+            c.fp8,
+            f"is for the products of a model in bf16, but DTYPE={c.dtype}",
+            "set DTYPE=bf16, or FP8=none",
+        )
     multiple = SIZE_MULTIPLES[c.fp8_recipe]
     if c.impl != "local" and (tokens := c.seq_len * c.mbsz // (c.cp * c.tp)) % multiple:
-        rule = f"with MBSZ={c.mbsz} a rank multiplies {tokens} tokens, FP8_RECIPE={c.fp8_recipe} wants a multiple of {multiple}"
+        rule = (
+            f"with MBSZ={c.mbsz} a rank multiplies {tokens} tokens, FP8_RECIPE={c.fp8_recipe} wants a"
+            f" multiple of {multiple}"
+        )
         yield problem("seq_len", c.seq_len, rule, "change SEQ_LEN or MBSZ, or set FP8=none")
     for name, value, ways in _sizes(c):
         if value % (multiple * ways):
             rule = f"FP8_RECIPE={c.fp8_recipe} multiplies matrices whose sizes are multiples of {multiple}"
-            yield problem(name, value, rule + (f" on each of {ways} ranks" if ways > 1 else ""), _fix(name, multiple * ways, value))
+            yield problem(
+                name,
+                value,
+                rule + (f" on each of {ways} ranks" if ways > 1 else ""),
+                _fix(name, multiple * ways, value),
+            )
 
 
 def _sizes(c: Config) -> Iterator[tuple[str, int, int]]:

@@ -1,4 +1,6 @@
-"""What has to hold between the settings of the batch ramp-up, the optimizer and the profiler. Lines of problems, as in checks.py."""
+"""What has to hold between the settings of the batch ramp-up, the optimizer and the profiler. Lines of
+problems, as in checks.py.
+"""
 
 from __future__ import annotations
 
@@ -30,36 +32,57 @@ def check_rampup(c: Config, replicas: int) -> Iterator[str]:
         rule = _step_that_does_not_divide(c, replicas)
     if rule:
         size = step * c.pp if c.vpp else step
-        fix = f"give START INCREMENT SAMPLES, for instance '{size} {size} 1000'" if c.gbsz % size == 0 else "first mend GBSZ"
+        fix = (
+            f"give START INCREMENT SAMPLES, for instance '{size} {size} 1000'"
+            if c.gbsz % size == 0
+            else "first mend GBSZ"
+        )
         yield problem("rampup_batch_size", c.rampup_batch_size, rule, fix)
 
 
 def _step_that_does_not_divide(c: Config, replicas: int) -> str:
-    """Which batch size of the ramp is the first that is no multiple of what runs at once, or ''. GBSZ is checked by itself."""
+    """Which batch size of the ramp is the first that is no multiple of what runs at once, or ''. GBSZ is
+    checked by itself.
+    """
     step, sizes = c.mbsz * replicas, ramp_sizes(c)
     for number, size in enumerate(sizes[:-1], start=1):
         has = f"step {number} of {len(sizes)} has a batch of {size}"
         if size % step:
             return f"{has}, no multiple of MBSZ*DP={c.mbsz}*{replicas}={step}"
         if c.vpp and size % (step * c.pp):
-            return f"{has}, with VPP={c.vpp} no multiple of PP*MBSZ*DP={c.pp}*{c.mbsz}*{replicas}={step * c.pp}"
+            return (
+                f"{has}, with VPP={c.vpp} no multiple of PP*MBSZ*DP={c.pp}*{c.mbsz}*{replicas}={step * c.pp}"
+            )
     return ""
 
 
 def check_optimizer(c: Config) -> Iterator[str]:
     """OPTIMIZER and its settings; the packages that it needs are seen to by launch/machine_checks.py."""
     if c.optimizer == "muon" and c.distributed_optimizer:
-        rule = "OPTIMIZER=muon needs whole matrices, of which the distributed optimizer gives a rank ranges of values"
-        yield problem("distributed_optimizer", "true", rule, "set DISTRIBUTED_OPTIMIZER=false, or OPTIMIZER=adam")
+        rule = (
+            "OPTIMIZER=muon needs whole matrices, of which the distributed optimizer gives a rank ranges of"
+            " values"
+        )
+        yield problem(
+            "distributed_optimizer", "true", rule, "set DISTRIBUTED_OPTIMIZER=false, or OPTIMIZER=adam"
+        )
     if c.optimizer_state_dtype == "fp32":
         return
     if c.optimizer != "adam":
         fix = "set OPTIMIZER_STATE_DTYPE=fp32, or OPTIMIZER=adam"
-        yield problem("optimizer_state_dtype", c.optimizer_state_dtype, f"is of the moments of Adam, but OPTIMIZER={c.optimizer}", fix)
+        yield problem(
+            "optimizer_state_dtype",
+            c.optimizer_state_dtype,
+            f"is of the moments of Adam, but OPTIMIZER={c.optimizer}",
+            fix,
+        )
         return
     for name in ("adam_beta1", "adam_beta2"):
         if getattr(c, name) > _LARGEST_BF16_BETA:
-            rule = "a moment of OPTIMIZER_STATE_DTYPE=bf16 would not decay any more, its change in a step is lost by rounding"
+            rule = (
+                "a moment of OPTIMIZER_STATE_DTYPE=bf16 would not decay any more, its change in a step is"
+                " lost by rounding"
+            )
             fix = f"set {name.upper()} to at most {_LARGEST_BF16_BETA:.3f}, or OPTIMIZER_STATE_DTYPE=fp32"
             yield problem(name, getattr(c, name), rule, fix)
 
@@ -69,15 +92,24 @@ _MOST_TRACED = 100
 
 
 def check_profiling(c: Config) -> Iterator[str]:
-    """PROFILE_ITERS, MEMORY_SNAPSHOT and the ranks of both; that the device can do it is seen to by launch/machine_checks.py."""
+    """PROFILE_ITERS, MEMORY_SNAPSHOT and the ranks of both; that the device can do it is seen to by
+    launch/machine_checks.py.
+    """
     for name in ("profile_iters", "memory_snapshot"):
         ranges = iteration_ranges(getattr(c, name))
         if any(first > c.train_iters for first, _ in ranges):
-            yield problem(name, getattr(c, name), f"is after TRAIN_ITERS={c.train_iters}", f"name iterations up to {c.train_iters}")
+            yield problem(
+                name,
+                getattr(c, name),
+                f"is after TRAIN_ITERS={c.train_iters}",
+                f"name iterations up to {c.train_iters}",
+            )
         if (most := max((last - first + 1 for first, last in ranges), default=0)) > _MOST_TRACED:
             rule = f"are {most} iterations, more than a viewer can load"
             yield problem(name, getattr(c, name), rule, f"name at most {_MOST_TRACED}")
     ranks = [] if c.profile_ranks == "all" else [int(rank) for rank in c.profile_ranks.split(",")]
     if missing := [rank for rank in ranks if rank >= c.world_size]:
         rule = f"there is no rank {missing[0]}, the run has {c.world_size}"
-        yield problem("profile_ranks", c.profile_ranks, rule, f"name ranks from 0 to {c.world_size - 1}, or all")
+        yield problem(
+            "profile_ranks", c.profile_ranks, rule, f"name ranks from 0 to {c.world_size - 1}, or all"
+        )

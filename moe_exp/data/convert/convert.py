@@ -1,8 +1,9 @@
-"""Parquet or JSONL files to JSONL chunks: filtered, without duplicates if wished, every document accounted for.
+"""Parquet or JSONL files to JSONL chunks: filtered, without duplicates if wished, every document accounted
+for.
 
-`OUTPUT/NAME.chunk.00003.jsonl` is what task 3 of a datatrove pipeline made of every num_tasks-th input file; `OUTPUT/datatrove/` has what
-datatrove tells: completions, logs, stats, executor.json, and counts/ of each task. Number of tasks and list of files belong to the output:
-it cannot be gone on with under others.
+`OUTPUT/NAME.chunk.00003.jsonl` is what task 3 of a datatrove pipeline made of every num_tasks-th input file;
+`OUTPUT/datatrove/` has what datatrove tells: completions, logs, stats, executor.json, and counts/ of each
+task. Number of tasks and list of files belong to the output: it cannot be gone on with under others.
 """
 
 from __future__ import annotations
@@ -17,11 +18,25 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_exp.data.convert.dedup import ContaminationFilter, DuplicateFilter, FindDuplicates, SignDocuments, write_contamination_index
+from moe_exp.data.convert.dedup import (
+    ContaminationFilter,
+    DuplicateFilter,
+    FindDuplicates,
+    SignDocuments,
+    write_contamination_index,
+)
 from moe_exp.data.convert.execution import Execution, Pass
 from moe_exp.data.convert.jobs import merge_stats, run_passes
 from moe_exp.data.convert.slurm_jobs import check_no_jobs
-from moe_exp.data.convert.steps import PARQUET_SUFFIX, FieldFilter, Filter, LengthFilter, ReadFiles, WriteChunk, check_counts
+from moe_exp.data.convert.steps import (
+    PARQUET_SUFFIX,
+    FieldFilter,
+    Filter,
+    LengthFilter,
+    ReadFiles,
+    WriteChunk,
+    check_counts,
+)
 from moe_exp.data.documents import JSONL_SUFFIXES, Tally, check_apart
 from moe_exp.data.stage import Stage, fingerprint, run_stage
 from moe_exp.host.progress import progress_of
@@ -34,7 +49,8 @@ MAX_DEFAULT_TASKS = 64  # as many as the runs before this package had
 
 @dataclass(frozen=True)
 class ConvertSettings:
-    """What a conversion keeps. The filters on fields are for metadata as FineWeb's; a document without the field is an error.
+    """What a conversion keeps. The filters on fields are for metadata as FineWeb's; a document without the
+    field is an error.
 
     Args:
         tasks: number of chunks, at most that of input files; default: one per file, at most 64.
@@ -46,7 +62,8 @@ class ConvertSettings:
         limit: documents to read of all tasks together, dealt evenly; None for all.
         skip_bad: skip and count what is no document instead of stopping.
         dedup: keep one of each text; the metadata field `duplicate_count` says how many others there were.
-        decontaminate: JSONL file of benchmark texts: documents that share 12 words in a row with one are dropped.
+        decontaminate: JSONL file of benchmark texts: documents that share 12 words in a row with one are
+            dropped.
     """
 
     tasks: int | None = None
@@ -65,18 +82,31 @@ class ConvertSettings:
         for name in ("tasks", "limit", "max_chars"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"{name}={value}: must be at least 1. Fix: leave it away, or give a larger one.")
+                raise ValueError(
+                    f"{name}={value}: must be at least 1. Fix: leave it away, or give a larger one."
+                )
         if self.max_chars is not None and (self.min_chars or 0) > self.max_chars:
             rule = f"no text has at least min_chars={self.min_chars} and at most {self.max_chars} characters"
             raise ValueError(f"max_chars={self.max_chars}: {rule}. Fix: swap them.")
         if self.min_language_score is not None and not 0 <= self.min_language_score <= 1:
-            raise ValueError(f"min_language_score={self.min_language_score}: must be from 0 to 1. Fix: 0.65 is what FineWeb used.")
+            raise ValueError(
+                f"min_language_score={self.min_language_score}: must be from 0 to 1. Fix: 0.65 is what"
+                " FineWeb used."
+            )
         if self.decontaminate is not None and not self.decontaminate.is_file():
-            raise ValueError(f"decontaminate={self.decontaminate}: there is no such file. Fix: give a JSONL file of benchmark texts.")
+            raise ValueError(
+                f"decontaminate={self.decontaminate}: there is no such file. Fix: give a JSONL file of"
+                " benchmark texts."
+            )
 
 
 def convert(
-    inputs: Sequence[Path], output: Path, settings: ConvertSettings, execution: Execution | None = None, *, start_over: bool = False
+    inputs: Sequence[Path],
+    output: Path,
+    settings: ConvertSettings,
+    execution: Execution | None = None,
+    *,
+    start_over: bool = False,
 ) -> dict[str, Any] | None:
     """Converts files, or goes on where a call with the same settings was stopped.
 
@@ -88,12 +118,12 @@ def convert(
         start_over: throw away what another call has made or begun.
 
     Returns:
-        The manifest; None while SLURM jobs are on their way. Call again to see how far they are, and to publish what they have made,
-        unless their last job did.
+        The manifest; None while SLURM jobs are on their way. Call again to see how far they are, and to
+        publish what they have made, unless their last job did.
 
     Raises:
-        ValueError: settings that cannot be, or other ones than those the output was made or begun with; an input or the benchmarks
-            in the output folder; counts that do not agree.
+        ValueError: settings that cannot be, or other ones than those the output was made or begun with; an
+            input or the benchmarks in the output folder; counts that do not agree.
         BadDocument: an input that is no document, without `skip_bad`.
         ChildProcessError: a task's process died.
     """
@@ -103,7 +133,9 @@ def convert(
     num_tasks = _num_tasks(settings, inputs)
     if start_over or execution.executor != "slurm":
         check_no_jobs(output.with_name(f"{output.name}.partial") / "datatrove")
-    with run_stage("convert", output, settings=_key(settings, num_tasks), inputs=inputs, start_over=start_over) as stage:
+    with run_stage(
+        "convert", output, settings=_key(settings, num_tasks), inputs=inputs, start_over=start_over
+    ) as stage:
         if stage.manifest is not None:
             return stage.manifest
         passes = _passes(stage, inputs, settings, num_tasks)
@@ -121,10 +153,13 @@ def sort_inputs(inputs: Sequence[Path]) -> list[Path]:
     """
     if not inputs:
         raise ValueError("inputs=: there is no file to convert. Fix: give at least one.")
-    ordered = sorted((Path(os.path.abspath(path)) for path in inputs), key=lambda path: path.as_posix())  # noqa: PTH100
+    paths = [Path(os.path.abspath(path)) for path in inputs]  # noqa: PTH100
+    ordered = sorted(paths, key=lambda path: path.as_posix())
     for path, following in zip(ordered, [*ordered[1:], None], strict=True):
         if not path.name.endswith(INPUT_SUFFIXES):
-            raise ValueError(f"{path}: is not one of {', '.join(INPUT_SUFFIXES)}. Fix: leave it away, or rename it.")
+            raise ValueError(
+                f"{path}: is not one of {', '.join(INPUT_SUFFIXES)}. Fix: leave it away, or rename it."
+            )
         if path == following:
             raise ValueError(f"{path}: is there twice. Fix: give it once.")
     return ordered
@@ -148,7 +183,11 @@ def _passes(stage: Stage, inputs: Sequence[Path], settings: ConvertSettings, num
     passes = []
     filters = _filters(settings)
     if settings.dedup:
-        sign = [_reader(inputs, settings, num_tasks, temporary / "through_sign"), *_filters(settings), SignDocuments(signatures, num_tasks)]
+        sign = [
+            _reader(inputs, settings, num_tasks, temporary / "through_sign"),
+            *_filters(settings),
+            SignDocuments(signatures, num_tasks),
+        ]
         passes.append(Pass(sign, num_tasks, logs / "dedup_signatures"))
         passes.append(Pass([FindDuplicates(signatures, duplicates)], num_tasks, logs / "dedup_find"))
         filters.append(DuplicateFilter("duplicate", duplicates))
@@ -163,7 +202,9 @@ def _temporary(stage: Stage) -> Path:
     return stage.folder / "temporary"
 
 
-def _reader(inputs: Sequence[Path], settings: ConvertSettings, num_tasks: int, progress_folder: Path) -> ReadFiles:
+def _reader(
+    inputs: Sequence[Path], settings: ConvertSettings, num_tasks: int, progress_folder: Path
+) -> ReadFiles:
     root = _root(inputs)
     return ReadFiles(
         str(root),
@@ -198,17 +239,28 @@ def _index_benchmarks(stage: Stage, settings: ConvertSettings) -> dict[str, Any]
         return {}
     found = write_contamination_index(settings.decontaminate, _temporary(stage) / "benchmarks")
     if found["num_short"]:
-        logger.warning("%s: %d of %d texts are too short to be found", settings.decontaminate, found["num_short"], found["num_texts"])
+        logger.warning(
+            "%s: %d of %d texts are too short to be found",
+            settings.decontaminate,
+            found["num_short"],
+            found["num_texts"],
+        )
     return {"benchmarks": found}
 
 
 @contextmanager
-def _progress(stage: Stage, passes: Sequence[Pass], inputs: Sequence[Path], execution: Execution) -> Iterator[None]:
-    """A bar over the input bytes of all passes that read, fed by what the tasks write into their files of 8 bytes."""
+def _progress(
+    stage: Stage, passes: Sequence[Pass], inputs: Sequence[Path], execution: Execution
+) -> Iterator[None]:
+    """A bar over the input bytes of all passes that read, fed by what the tasks write into their files of 8
+    bytes.
+    """
     if execution.executor == "slurm":
         yield
         return
-    reading = [Path(one.pipeline[0].progress_folder) for one in passes if isinstance(one.pipeline[0], ReadFiles)]
+    reading = [
+        Path(one.pipeline[0].progress_folder) for one in passes if isinstance(one.pipeline[0], ReadFiles)
+    ]
     total = len(reading) * sum(path.stat().st_size for path in inputs)
     with progress_of(lambda: _through(reading), f"convert {stage.output.name}", total):
         yield
@@ -219,8 +271,13 @@ def _through(folders: Sequence[Path]) -> int:
 
 
 def _publish(stage: Stage, main: Pass, inputs: Sequence[Path], facts: dict[str, Any]) -> dict[str, Any]:
-    """Checks the sums of all tasks against each other, the inputs and the disk, and gives the folder its name."""
-    counts = [json.loads((main.folder / "counts" / f"{task:05d}.json").read_text()) for task in range(main.num_tasks)]
+    """Checks the sums of all tasks against each other, the inputs and the disk, and gives the folder its
+    name.
+    """
+    counts = [
+        json.loads((main.folder / "counts" / f"{task:05d}.json").read_text())
+        for task in range(main.num_tasks)
+    ]
     outputs = [stage.folder / f"{stage.output.name}.chunk.{task:05d}.jsonl" for task in range(main.num_tasks)]
     totals = _check_totals(stage, inputs, counts, outputs)
     merge_stats(main)
@@ -232,10 +289,14 @@ def _publish(stage: Stage, main: Pass, inputs: Sequence[Path], facts: dict[str, 
     return stage.finish_folder(outputs, hashes=hashes, **totals, **facts, tasks=tasks)
 
 
-def _check_totals(stage: Stage, inputs: Sequence[Path], counts: Sequence[dict[str, Any]], outputs: Sequence[Path]) -> dict[str, Any]:
+def _check_totals(
+    stage: Stage, inputs: Sequence[Path], counts: Sequence[dict[str, Any]], outputs: Sequence[Path]
+) -> dict[str, Any]:
     fix = "Fix: call it again with --start-over, and check the disk."
     root = _root(inputs)
-    if sorted(name for one in counts for name in one["files"]) != [path.relative_to(root).as_posix() for path in inputs]:
+    if sorted(name for one in counts for name in one["files"]) != [
+        path.relative_to(root).as_posix() for path in inputs
+    ]:
         raise ValueError(f"{stage.folder}: the tasks did not read each input file once. {fix}")
     if sorted(stage.folder.glob("*.jsonl")) != sorted(outputs):
         raise ValueError(f"{stage.folder}: its chunks are not those of tasks 0 to {len(outputs) - 1}. {fix}")

@@ -1,4 +1,6 @@
-"""Steps that need a pass of their own before the conversion: exact duplicates and n-grams of benchmarks, by datatrove's own blocks."""
+"""Steps that need a pass of their own before the conversion: exact duplicates and n-grams of benchmarks, by
+datatrove's own blocks.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def _dedup_config() -> Any:
 
 @dataclass
 class SignDocuments:
-    """Last step of the first pass: a 64-bit hash of every text, by ExactDedupSignature, dealt by hash to `num_finders` tasks."""
+    """Last step of the first pass: a 64-bit hash of every text, by ExactDedupSignature, dealt by hash to
+    `num_finders` tasks.
+    """
 
     folder: str
     num_finders: int
@@ -62,8 +66,10 @@ class FindDuplicates:
 
 @dataclass
 class DuplicateFilter(Filter):
-    """Keeps one of each text, with `duplicate_count` in its metadata, by ExactDedupFilter. Its 64-bit hashes take two different texts
-    for one with probability n^2 / 2^65: 3e-6 for ten million documents, 0.03 for a billion."""
+    """Keeps one of each text, with `duplicate_count` in its metadata, by ExactDedupFilter. Its 64-bit hashes
+    take two different texts for one with probability n^2 / 2^65: 3e-6 for ten million documents, 0.03 for a
+    billion.
+    """
 
     name: str
     duplicates_folder: str
@@ -98,7 +104,9 @@ def _ngrams_config() -> Any:
 
 
 def _words() -> Any:
-    """Words between spaces: datatrove has normalised the text by then. Its own English tokenizer would need spaCy."""
+    """Words between spaces: datatrove has normalised the text by then. Its own English tokenizer would need
+    spaCy.
+    """
     from datatrove.utils.word_tokenizers import WordTokenizer
 
     methods = {
@@ -110,10 +118,12 @@ def _words() -> Any:
 
 
 def write_contamination_index(texts: Path, folder: Path) -> dict[str, int]:
-    """Writes the n-grams of a JSONL file of benchmark texts as NGramsDecontIndexer does, which itself needs lighteval and its data sets.
+    """Writes the n-grams of a JSONL file of benchmark texts as NGramsDecontIndexer does, which itself needs
+    lighteval and its data sets.
 
     Returns:
-        `num_texts`, `num_ngrams`, and `num_short`: texts of fewer than NGRAM_WORDS words, which cannot be found.
+        `num_texts`, `num_ngrams`, and `num_short`: texts of fewer than NGRAM_WORDS words, which cannot be
+            found.
 
     Raises:
         ValueError: no text is long enough.
@@ -132,7 +142,9 @@ def write_contamination_index(texts: Path, folder: Path) -> dict[str, int]:
         rule = f"of its {tally.num_documents} texts none has {NGRAM_WORDS} words or more"
         raise ValueError(f"decontaminate={texts}: {rule}. Fix: write question and answer into one text.")
     folder.mkdir(parents=True, exist_ok=True)
-    np.array(sorted(hashes), dtype=block.config.hash_config.np_descr).tofile(folder / f"{texts.name.partition('.')[0]}.index.hashes")
+    np.array(sorted(hashes), dtype=block.config.hash_config.np_descr).tofile(
+        folder / f"{texts.name.partition('.')[0]}.index.hashes"
+    )
     return {"num_texts": tally.num_documents, "num_ngrams": len(hashes), "num_short": num_short}
 
 

@@ -1,4 +1,6 @@
-"""Where a pipeline of datatrove runs, and what is left of it. What has a file in `completions/` is done, wherever it ran."""
+"""Where a pipeline of datatrove runs, and what is left of it. What has a file in `completions/` is done,
+wherever it ran.
+"""
 
 from __future__ import annotations
 
@@ -41,13 +43,25 @@ class Execution:
 
     def __post_init__(self) -> None:
         if self.executor not in EXECUTORS:
-            raise ValueError(f"executor={self.executor}: must be one of {', '.join(EXECUTORS)}. Fix: choose one.")
+            raise ValueError(
+                f"executor={self.executor}: must be one of {', '.join(EXECUTORS)}. Fix: choose one."
+            )
         if self.workers is not None and self.workers < 1:
-            raise ValueError(f"workers={self.workers}: must be at least 1. Fix: leave it away, or give a number of processes.")
+            raise ValueError(
+                f"workers={self.workers}: must be at least 1. Fix: leave it away, or give a number of"
+                " processes."
+            )
         if self.executor == "slurm" and not self.partition:
-            raise ValueError("partition=: executor=slurm needs the partition of the jobs. Fix: give --partition; `sinfo` lists them.")
-        if self.executor == "slurm" and not shutil.which("sbatch") and "SLURM_JOB_ID" not in os.environ:  # compute nodes may lack it
-            raise ValueError("executor=slurm: there is no command sbatch here. Fix: call it on a login node of the cluster.")
+            raise ValueError(
+                "partition=: executor=slurm needs the partition of the jobs. Fix: give --partition; `sinfo`"
+                " lists them."
+            )
+        # compute nodes may lack it
+        if self.executor == "slurm" and not shutil.which("sbatch") and "SLURM_JOB_ID" not in os.environ:
+            raise ValueError(
+                "executor=slurm: there is no command sbatch here. Fix: call it on a login node of the"
+                " cluster."
+            )
         if self.executor == "ray" and importlib.util.find_spec("ray") is None:
             raise ValueError("executor=ray: the package ray is not installed. Fix: pip install ray.")
         if wrong := next((option for option in self.sbatch if "=" not in option), None):
@@ -64,9 +78,15 @@ class Pass:
 
     def left(self) -> list[int]:
         """Tasks that are not complete."""
-        return [task for task in range(self.num_tasks) if not (self.folder / "completions" / f"{task:05d}").is_file()]
+        return [
+            task
+            for task in range(self.num_tasks)
+            if not (self.folder / "completions" / f"{task:05d}").is_file()
+        ]
 
 
 def num_workers(execution: Execution) -> int:
     """Tasks at a time on this machine."""
-    return execution.workers or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    return execution.workers or (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )

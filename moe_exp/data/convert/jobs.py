@@ -1,7 +1,9 @@
-"""Runs the tasks of a datatrove pipeline by datatrove's executors: on this machine, as SLURM jobs, or on a Ray cluster.
+"""Runs the tasks of a datatrove pipeline by datatrove's executors: on this machine, as SLURM jobs, or on a
+Ray cluster.
 
-On this machine each worker process is told its tasks one by one, so that the task of one that is killed is known at once: the pool of
-LocalPipelineExecutor.run waits for it forever. What has a file in `completions/` is done, wherever it ran.
+On this machine each worker process is told its tasks one by one, so that the task of one that is killed is
+known at once: the pool of LocalPipelineExecutor.run waits for it forever. What has a file in `completions/`
+is done, wherever it ran.
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ def _run_local(one: Pass, workers: int) -> None:
         return
     from datatrove.executor import LocalPipelineExecutor
 
-    executor = LocalPipelineExecutor(list(one.pipeline), tasks=one.num_tasks, workers=workers, logging_dir=str(one.folder))
+    executor = LocalPipelineExecutor(
+        list(one.pipeline), tasks=one.num_tasks, workers=workers, logging_dir=str(one.folder)
+    )
     executor.save_executor_as_json()
     if workers == 1 or len(left) == 1:
         for task in left:
@@ -72,7 +76,9 @@ def _run_local(one: Pass, workers: int) -> None:
 
 
 def _run_task(executor: Any, task: int) -> None:
-    """A task in this process. Its log, with the traceback if it fails, is in logs/; datatrove's copy on stderr is left out."""
+    """A task in this process. Its log, with the traceback if it fails, is in logs/; datatrove's copy on
+    stderr is left out.
+    """
     from datatrove.utils.logging import logger as datatrove_logger
 
     with Path(os.devnull).open("w") as devnull, contextlib.redirect_stderr(devnull):
@@ -156,12 +162,15 @@ def _check_answer(worker: _Worker, executor: Any) -> None:
         error = worker.orders.recv()
     except (EOFError, ConnectionResetError):
         worker.process.join()
-        code, log = worker.process.exitcode or 0, executor.logging_dir.resolve_paths(f"logs/task_{worker.task:05d}.log")
+        code, log = (
+            worker.process.exitcode or 0,
+            executor.logging_dir.resolve_paths(f"logs/task_{worker.task:05d}.log"),
+        )
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         raise ChildProcessError(
-            f"task {worker.task} of {executor.world_size} {how}; SIGKILL may be the kernel's, when memory is short. "
-            "Fix: call the same command again, it goes on with the tasks that are left; fewer --workers need less memory. "
-            f"Log: {log}."
+            f"task {worker.task} of {executor.world_size} {how}; SIGKILL may be the kernel's, when memory is"
+            " short. Fix: call the same command again, it goes on with the tasks that are left; fewer"
+            f" --workers need less memory. Log: {log}."
         ) from None
     if error is not None:
         raise error
@@ -179,7 +188,9 @@ def merge_stats(one: Pass) -> None:
     """Writes stats.json from those of the tasks."""
     from datatrove.utils.stats import PipelineStats
 
-    parts = [json.loads((one.folder / "stats" / f"{task:05d}.json").read_text()) for task in range(one.num_tasks)]
+    parts = [
+        json.loads((one.folder / "stats" / f"{task:05d}.json").read_text()) for task in range(one.num_tasks)
+    ]
     merged = sum((PipelineStats.from_json(part) for part in parts), start=PipelineStats())
     with (one.folder / "stats.json").open("w") as file:
         merged.save_to_disk(file)
@@ -195,13 +206,16 @@ def _run_ray(one: Pass, execution: Execution) -> None:
     if left := one.left():
         # RayPipelineExecutor.run returns without an error then
         raise ChildProcessError(
-            f"task {left[0]} of {one.num_tasks} failed or was lost, {len(left)} in all. Fix: see {one.folder}/logs/task_{left[0]:05d}.log, "
-            "and call the same command again: it goes on with the tasks that are left."
+            f"task {left[0]} of {one.num_tasks} failed or was lost, {len(left)} in all. Fix: see"
+            f" {one.folder}/logs/task_{left[0]:05d}.log, and call the same command again: it goes on with the"
+            " tasks that are left."
         )
 
 
 def ray_executor(one: Pass, execution: Execution) -> Any:
-    """datatrove's RayPipelineExecutor for a pass. The cluster is RAY_ADDRESS's, or one that Ray starts here."""
+    """datatrove's RayPipelineExecutor for a pass. The cluster is RAY_ADDRESS's, or one that Ray starts
+    here.
+    """
     from datatrove.executor.ray import RayPipelineExecutor
 
     return RayPipelineExecutor(

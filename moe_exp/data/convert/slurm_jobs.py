@@ -1,4 +1,6 @@
-"""Tasks as SLURM job arrays by datatrove's SlurmPipelineExecutor, with a last job that goes on from what they have made."""
+"""Tasks as SLURM job arrays by datatrove's SlurmPipelineExecutor, with a last job that goes on from what they
+have made.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ _LAUNCHER = "launch_pickled_pipeline"
 
 
 class _JobIds:
-    """Takes the id from what sbatch prints, and keeps it: datatrove forgets that of the job that merges the stats, which is the last."""
+    """Takes the id from what sbatch prints, and keeps it: datatrove forgets that of the job that merges the
+    stats, which is the last.
+    """
 
     def __init__(self) -> None:
         self.ids: list[str] = []
@@ -33,7 +37,9 @@ class _JobIds:
     def __call__(self, printed: str) -> str:
         found = re.search(r"\d+", printed)
         if not found:
-            raise ValueError(f"sbatch: printed {printed!r}, which has no job id. Fix: take a wrapper away that hides it.")
+            raise ValueError(
+                f"sbatch: printed {printed!r}, which has no job id. Fix: take a wrapper away that hides it."
+            )
         self.ids.append(found[0])
         return self.ids[-1]
 
@@ -46,11 +52,14 @@ def check_no_jobs(folder: Path) -> None:
     """
     jobs_file = folder / _JOBS
     if jobs_file.exists() and (there := still_there(json.loads(jobs_file.read_text()))):
-        raise ValueError(f"{folder}: SLURM jobs still work in it. Fix: scancel {' '.join(there)}, or wait for them.")
+        raise ValueError(
+            f"{folder}: SLURM jobs still work in it. Fix: scancel {' '.join(there)}, or wait for them."
+        )
 
 
 def submit(passes: Sequence[Pass], execution: Execution, name: str) -> None:
-    """Submits what is left of the passes, each after the one before it, unless jobs of an earlier call are still there.
+    """Submits what is left of the passes, each after the one before it, unless jobs of an earlier call are
+    still there.
 
     Raises:
         ValueError: sbatch refuses, squeue does not answer, or this is a job itself.
@@ -58,16 +67,22 @@ def submit(passes: Sequence[Pass], execution: Execution, name: str) -> None:
     jobs_file = passes[-1].folder / _JOBS
     if jobs_file.exists() and (there := still_there(json.loads(jobs_file.read_text()))):
         num_left = sum(len(one.left()) for one in passes)
-        logger.info("%s: %d tasks are left; SLURM jobs %s are queued or running", name, num_left, ", ".join(there))
+        logger.info(
+            "%s: %d tasks are left; SLURM jobs %s are queued or running", name, num_left, ", ".join(there)
+        )
         return
     if "SLURM_JOB_ID" in os.environ:
         left = passes[-1].left()
         raise ValueError(
-            f"executor=slurm: inside a job, and {len(left)} tasks are not complete (the first is {left[0]}, see {passes[-1].folder}/logs). "
-            "Fix: call the same command on a login node, it submits what is left."
+            f"executor=slurm: inside a job, and {len(left)} tasks are not complete (the first is {left[0]},"
+            f" see {passes[-1].folder}/logs). Fix: call the same command on a login node, it submits what is"
+            " left."
         )
     if not shutil.which(_LAUNCHER, path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"):
-        raise ValueError(f"executor=slurm: datatrove's program {_LAUNCHER} is not in PATH. Fix: add the folder where pip puts programs.")
+        raise ValueError(
+            f"executor=slurm: datatrove's program {_LAUNCHER} is not in PATH. Fix: add the folder where pip"
+            " puts programs."
+        )
     job_ids, executor = _JobIds(), None
     try:
         for one in passes:
@@ -77,14 +92,19 @@ def submit(passes: Sequence[Pass], execution: Execution, name: str) -> None:
             _submit_finish(executor, execution, job_ids)
     except subprocess.CalledProcessError as error:
         submitted = f", submitted are {' '.join(job_ids.ids)}" if job_ids.ids else ""
-        raise ValueError(f"sbatch: exit code {error.returncode}, its message is above{submitted}. Fix: change what it names.") from error
+        raise ValueError(
+            f"sbatch: exit code {error.returncode}, its message is above{submitted}. Fix: change what it"
+            " names."
+        ) from error
     finally:
         jobs_file.parent.mkdir(parents=True, exist_ok=True)
         write_json(jobs_file, job_ids.ids)
     logger.info("%s: submitted SLURM jobs %s; `squeue --me` shows them", name, ", ".join(job_ids.ids))
 
 
-def slurm_executor(one: Pass, execution: Execution, name: str, job_ids: Any = None, depends: Any = None) -> Any:
+def slurm_executor(
+    one: Pass, execution: Execution, name: str, job_ids: Any = None, depends: Any = None
+) -> Any:
     """datatrove's SlurmPipelineExecutor for a pass; jobs find the Python and the packages of this process."""
     from datatrove.executor import SlurmPipelineExecutor
 
@@ -109,11 +129,14 @@ def slurm_executor(one: Pass, execution: Execution, name: str, job_ids: Any = No
 
 def _sbatch_options(execution: Execution) -> dict[str, str]:
     options = dict(option.partition("=")[::2] for option in execution.sbatch)
-    return {"kill-on-invalid-dep": "yes", **options}  # else what depends on a failed job waits in the queue forever
+    # else what depends on a failed job waits in the queue forever
+    return {"kill-on-invalid-dep": "yes", **options}
 
 
 def _submit_finish(executor: Any, execution: Execution, job_ids: _JobIds) -> None:
-    """One more job behind the last, which counts, publishes and shuffles. datatrove submits its merging of stats in this way."""
+    """One more job behind the last, which counts, publishes and shuffles. datatrove submits its merging of
+    stats in this way.
+    """
     from datatrove.executor.slurm import launch_slurm_job
 
     options = {name: value for name, value in executor.get_sbatch_args().items() if name != "array"}

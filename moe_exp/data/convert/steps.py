@@ -1,7 +1,9 @@
-"""Steps of a datatrove pipeline that lose nothing: readers that stop or count, filters that say what they drop, chunks that are read back.
+"""Steps of a datatrove pipeline that lose nothing: readers that stop or count, filters that say what they
+drop, chunks that are read back.
 
-datatrove takes any callable of (documents, rank, world size) for a step. These are plain classes: they travel to workers by pickle and
-build datatrove's own blocks (LambdaFilter, ExactDedup..., NGramsDecontFilter, JsonlWriter) where they run.
+datatrove takes any callable of (documents, rank, world size) for a step. These are plain classes: they travel
+to workers by pickle and build datatrove's own blocks (LambdaFilter, ExactDedup..., NGramsDecontFilter,
+JsonlWriter) where they run.
 """
 
 from __future__ import annotations
@@ -29,9 +31,11 @@ _TELL_BYTES = 2**20
 
 @dataclass
 class ReadFiles:
-    """First step: the documents of every `num_tasks`-th file, checked by the rules of `moe_exp.data.documents`.
+    """First step: the documents of every `num_tasks`-th file, checked by the rules of
+    `moe_exp.data.documents`.
 
-    Columns or fields beside text and id become metadata, as datatrove's readers do it. A document without an id gets `FILE/NUMBER`.
+    Columns or fields beside text and id become metadata, as datatrove's readers do it. A document without an
+    id gets `FILE/NUMBER`.
 
     Args:
         root: folder of the files.
@@ -40,7 +44,8 @@ class ReadFiles:
         text_field: column or field with the text.
         skip_bad: skip and count what is no document instead of raising.
         limit: documents of all tasks together, dealt evenly; None for all.
-        progress_folder: where each task keeps the number of input bytes that it is through with; "" for nowhere.
+        progress_folder: where each task keeps the number of input bytes that it is through with; "" for
+            nowhere.
     """
 
     root: str
@@ -59,7 +64,9 @@ class ReadFiles:
         from datatrove.utils.stats import Stats
 
         if world_size != self.num_tasks:
-            raise ValueError(f"tasks={world_size}: the files were dealt to {self.num_tasks} tasks. Fix: keep that number.")
+            raise ValueError(
+                f"tasks={world_size}: the files were dealt to {self.num_tasks} tasks. Fix: keep that number."
+            )
         self.stats, self.tally = Stats("📖 - READER: checked"), Tally()
         return self._documents(rank)
 
@@ -70,7 +77,11 @@ class ReadFiles:
     def _documents(self, rank: int) -> Iterator[Any]:
         from datatrove.data import Document
 
-        limit = None if self.limit is None else self.limit // self.num_tasks + (rank < self.limit % self.num_tasks)
+        limit = (
+            None
+            if self.limit is None
+            else self.limit // self.num_tasks + (rank < self.limit % self.num_tasks)
+        )
         through = _Through(self.progress_folder, rank)
         for name in self.task_files(rank):
             path = Path(self.root, name)
@@ -79,7 +90,9 @@ class ReadFiles:
                 return
             for number, row in enumerate(self._rows(path, through)):
                 text, found_id = row.pop(self.text_field), row.pop("id", None)
-                yield Document(text, f"{name}/{number}" if found_id is None else found_id, metadata=_metadata(row))
+                yield Document(
+                    text, f"{name}/{number}" if found_id is None else found_id, metadata=_metadata(row)
+                )
                 if limit == self.tally.num_documents:
                     break
             through.end_file(path.stat().st_size)
@@ -88,11 +101,15 @@ class ReadFiles:
 
     def _rows(self, path: Path, through: _Through) -> Iterator[dict[str, Any]]:
         if path.suffix == PARQUET_SUFFIX:
-            return read_parquet(path, self.tally, text_field=self.text_field, skip_bad=self.skip_bad, advance=through.advance)
+            return read_parquet(
+                path, self.tally, text_field=self.text_field, skip_bad=self.skip_bad, advance=through.advance
+            )
         return self._lines(path, through.advance if path.suffix == ".jsonl" else None)
 
     def _lines(self, path: Path, advance: Callable[[float], None] | None) -> Iterator[dict[str, Any]]:
-        for line, document in read_objects(path, self.tally, text_field=self.text_field, skip_bad=self.skip_bad):
+        for line, document in read_objects(
+            path, self.tally, text_field=self.text_field, skip_bad=self.skip_bad
+        ):
             yield document
             if advance:
                 advance(len(line) + 1)
@@ -140,9 +157,15 @@ class _Through:
 
 
 def read_parquet(
-    path: Path, tally: Tally, *, text_field: str = "text", skip_bad: bool = False, advance: Callable[[float], None] | None = None
+    path: Path,
+    tally: Tally,
+    *,
+    text_field: str = "text",
+    skip_bad: bool = False,
+    advance: Callable[[float], None] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a Parquet file that are documents, and counts into `tally`: the rules of JSONL, rows in place of lines.
+    """Yields the rows of a Parquet file that are documents, and counts into `tally`: the rules of JSONL, rows
+    in place of lines.
 
     Args:
         path, tally, text_field, skip_bad: as for `read_objects`.
@@ -161,7 +184,10 @@ def read_parquet(
         with file:
             num_rows, columns = file.metadata.num_rows, file.schema_arrow.names
             if text_field not in columns:
-                raise ValueError(f"{path}: there is no column {text_field!r}, but {', '.join(columns)}. Fix: give --text-field.")
+                raise ValueError(
+                    f"{path}: there is no column {text_field!r}, but {', '.join(columns)}. Fix: give"
+                    " --text-field."
+                )
             for batch in file.iter_batches(_batch_rows(file.metadata), use_threads=False):
                 yield from _batch_documents(batch, path, number, tally, text_field, skip_bad)
                 number += batch.num_rows
@@ -170,7 +196,9 @@ def read_parquet(
     except (pyarrow.ArrowException, OSError, EOFError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        raise BadDocument(path, number + 1, f"the Parquet file is damaged or ends early ({_one_line(error)})") from error
+        raise BadDocument(
+            path, number + 1, f"the Parquet file is damaged or ends early ({_one_line(error)})"
+        ) from error
     found = tally.num_documents + tally.skipped.total() - before
     if found != num_rows:
         raise BadDocument(path, number, f"{found} rows were read, the file says that it has {num_rows}")
@@ -185,7 +213,9 @@ def _batch_rows(metadata: Any) -> int:
     return max(1, min(_MAX_BATCH_ROWS, _BATCH_BYTES * metadata.num_rows // max(1, num_bytes)))
 
 
-def _batch_documents(batch: Any, path: Path, before: int, tally: Tally, text_field: str, skip_bad: bool) -> Iterator[dict[str, Any]]:
+def _batch_documents(
+    batch: Any, path: Path, before: int, tally: Tally, text_field: str, skip_bad: bool
+) -> Iterator[dict[str, Any]]:
     for number, row in enumerate(_batch_rows_as_dicts(batch), before + 1):
         try:
             if row is None:
@@ -201,7 +231,8 @@ def _batch_documents(batch: Any, path: Path, before: int, tally: Tally, text_fie
 def _batch_rows_as_dicts(batch: Any) -> Iterator[dict[str, Any] | None]:
     try:
         yield from batch.to_pylist()
-    except UnicodeDecodeError:  # raised before the first row: pyarrow does not check strings when it reads them
+    # raised before the first row: pyarrow does not check strings when it reads them
+    except UnicodeDecodeError:
         for index in range(batch.num_rows):
             try:
                 yield batch.slice(index, 1).to_pylist()[0]
@@ -212,7 +243,8 @@ def _batch_rows_as_dicts(batch: Any) -> Iterator[dict[str, Any] | None]:
 class Filter(ABC):
     """A step that drops documents by a block of datatrove's, and counts and hashes what it drops.
 
-    Subclasses are dataclasses with `name`, the reason in the manifest, and `block()`, which builds datatrove's.
+    Subclasses are dataclasses with `name`, the reason in the manifest, and `block()`, which builds
+    datatrove's.
     """
 
     name: str
@@ -264,12 +296,16 @@ class FieldFilter(Filter):
         """Whether it stays."""
         value = document.metadata.get(self.field)
         if value is None:
-            raise ValueError(f"{self.name}: document {document.id} has no field {self.field!r}. Fix: leave this filter away.")
+            raise ValueError(
+                f"{self.name}: document {document.id} has no field {self.field!r}. Fix: leave this filter"
+                " away."
+            )
         if self.allowed is not None:
             return value in self.allowed
         if not isinstance(value, int | float):
             raise ValueError(
-                f"{self.name}: field {self.field!r} of document {document.id} is {value!r}, no number. Fix: leave this filter away."
+                f"{self.name}: field {self.field!r} of document {document.id} is {value!r}, no number. Fix:"
+                " leave this filter away."
             )
         return value >= (self.minimum or 0)
 
@@ -290,11 +326,16 @@ class LengthFilter(Filter):
 
     def keeps(self, document: Any) -> bool:
         """Whether it stays."""
-        return self.min_chars <= len(document.text) <= (self.max_chars if self.max_chars is not None else len(document.text))
+        return (
+            self.min_chars
+            <= len(document.text)
+            <= (self.max_chars if self.max_chars is not None else len(document.text))
+        )
 
 
 class WriteChunk:
-    """Last step: JsonlWriter into a temporary file, which is read back, has its place when every count agrees, and is told in counts/.
+    """Last step: JsonlWriter into a temporary file, which is read back, has its place when every count
+    agrees, and is told in counts/.
 
     Args:
         folder: of the chunks.
@@ -304,8 +345,16 @@ class WriteChunk:
         counts_folder: gets `00003.json`.
     """
 
-    def __init__(self, folder: Path, stem: str, reader: ReadFiles, filters: list[Filter], counts_folder: Path):
-        self.folder, self.stem, self.reader, self.filters, self.counts_folder = folder, stem, reader, filters, counts_folder
+    def __init__(
+        self, folder: Path, stem: str, reader: ReadFiles, filters: list[Filter], counts_folder: Path
+    ):
+        self.folder, self.stem, self.reader, self.filters, self.counts_folder = (
+            folder,
+            stem,
+            reader,
+            filters,
+            counts_folder,
+        )
         self.stats: Any = None
 
     def __repr__(self) -> str:
@@ -315,7 +364,8 @@ class WriteChunk:
         path = self.folder / f"{self.stem}.{rank:05d}.jsonl"
         for old in self.folder.glob(f".{glob.escape(path.name)}.*.tmp"):  # of a task that was killed
             old.unlink(missing_ok=True)
-        # A name of its own: should a killed task's process still run somewhere, the two do not write one file.
+        # A name of its own: should a killed task's process still run somewhere, the two do not write one
+        # file.
         temporary = self.folder / f".{path.name}.{uuid.uuid4().hex[:8]}.tmp"
         temporary.touch()  # a task with no document has an empty chunk
         writer = chunk_writer(temporary, f"{self.stem}.XXXXX.jsonl")
@@ -358,14 +408,15 @@ def check_counts(who: str, read: Tally, filtered: dict[str, Tally], written: Tal
     for what in ("num_documents", "num_text_bytes", "text_hash"):
         if getattr(read, what) != getattr(kept, what):
             raise ValueError(
-                f"{who}: {what} is {getattr(read, what)} of what was read, {getattr(kept, what)} of what was filtered and written. "
-                "Fix: call it again with --start-over, and check disk and memory."
+                f"{who}: {what} is {getattr(read, what)} of what was read, {getattr(kept, what)} of what was"
+                " filtered and written. Fix: call it again with --start-over, and check disk and memory."
             )
 
 
 def chunk_writer(path: Path, label: str) -> Any:
-    """datatrove's JsonlWriter for one file, called `label` in its stats, whatever fields the documents have: its template
-    takes metadata before the rank, so that a dataset with a field `rank` would scatter over files.
+    """datatrove's JsonlWriter for one file, called `label` in its stats, whatever fields the documents have:
+    its template takes metadata before the rank, so that a dataset with a field `rank` would scatter over
+    files.
     """
     from datatrove.pipeline.writers import JsonlWriter
 

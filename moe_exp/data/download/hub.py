@@ -1,8 +1,10 @@
-"""A dataset's files from the hub: listed at one commit, fetched, compared with the listing, and told in a manifest.
+"""A dataset's files from the hub: listed at one commit, fetched, compared with the listing, and told in a
+manifest.
 
-huggingface_hub moves the bytes. What it accepts and this does not: a pattern that matches nothing, a file of another size than listed,
-a server that fails while the folder holds something. Its own retries are few, so failures that pass are waited out here.
-Files are checked as they are on disk: their size, and the SHA-256 (or git's SHA-1 of small ones) that the hub has for them.
+huggingface_hub moves the bytes. What it accepts and this does not: a pattern that matches nothing, a file of
+another size than listed, a server that fails while the folder holds something. Its own retries are few, so
+failures that pass are waited out here. Files are checked as they are on disk: their size, and the SHA-256 (or
+git's SHA-1 of small ones) that the hub has for them.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ _Entry = dict[str, Any]  # of a file that was checked: name, bytes, mtime_ns, ha
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file as the hub lists it; `sha256` where it is kept outside of git, `blob` is git's SHA-1 otherwise."""
+    """A file as the hub lists it; `sha256` where it is kept outside of git, `blob` is git's SHA-1
+    otherwise.
+    """
 
     name: str
     bytes: int
@@ -76,10 +80,12 @@ def download(
     max_failures: int = 6,
     bytes_per_second: float = 50e6,
 ) -> list[Path]:
-    """The data files of a source on this machine, sorted: fetched into `folder`, or those of its path as they are.
+    """The data files of a source on this machine, sorted: fetched into `folder`, or those of its path as they
+    are.
 
-    A call that was stopped goes on with the files that are not complete, at the same commit. One that is finished makes no request.
-    The token is huggingface_hub's (HF_TOKEN, or `hf auth login`), the server HF_ENDPOINT.
+    A call that was stopped goes on with the files that are not complete, at the same commit. One that is
+    finished makes no request. The token is huggingface_hub's (HF_TOKEN, or `hf auth login`), the server
+    HF_ENDPOINT.
 
     Args:
         source: what; for the standard library, which needs no files, the result is empty.
@@ -91,8 +97,9 @@ def download(
         bytes_per_second: of the network, for the estimate of `dry_run`.
 
     Raises:
-        ValueError: a pattern matches nothing; no access; no such dataset or revision; too little disk; a file that is not what the
-            listing says; the folder was made from something else; files are missing and HF_HUB_OFFLINE is set.
+        ValueError: a pattern matches nothing; no access; no such dataset or revision; too little disk; a file
+            that is not what the listing says; the folder was made from something else; files are missing and
+            HF_HUB_OFFLINE is set.
         ConnectionError: the server keeps failing.
     """
     if source.path is not None:
@@ -100,12 +107,21 @@ def download(
     if source.repository is None:
         return []
     folder = Path(folder)
-    settings = {"repository": source.repository, "revision": source.revision, "patterns": list(source.patterns)}
+    settings = {
+        "repository": source.repository,
+        "revision": source.revision,
+        "patterns": list(source.patterns),
+    }
     if dry_run:
-        listing, complete = (None if start_over else _plan(folder, settings)) or (_list_files(source, max_failures), set())
+        listing, complete = (None if start_over else _plan(folder, settings)) or (
+            _list_files(source, max_failures),
+            set(),
+        )
         _print_plan(source, folder, listing, complete, bytes_per_second)
         return [folder / file.name for file in listing.files]
-    with run_stage("download", folder, settings=settings, inputs=(), start_over=start_over, mends_outputs=True) as stage:
+    with run_stage(
+        "download", folder, settings=settings, inputs=(), start_over=start_over, mends_outputs=True
+    ) as stage:
         listing = _known_listing(stage) or _first_listing(stage, source, max_failures)
         hub = _Fetcher(source, listing, stage.folder, max_workers, max_failures)
         if stage.manifest is None:
@@ -126,7 +142,9 @@ def _known_listing(stage: Stage) -> Listing | None:
 
 
 def _first_listing(stage: Stage, source: Source, max_failures: int) -> Listing:
-    """Notes it in the folder, or leaves none that the next call, with a better name or pattern, would be refused for."""
+    """Notes it in the folder, or leaves none that the next call, with a better name or pattern, would be
+    refused for.
+    """
     try:
         listing = _list_files(source, max_failures)
         check_free_disk(stage.folder, listing.num_bytes, f"the download of {source.name}")
@@ -139,22 +157,45 @@ def _first_listing(stage: Stage, source: Source, max_failures: int) -> Listing:
 
 def _listing_of_manifest(manifest: dict[str, Any]) -> Listing:
     hashes = manifest["sha256"]
-    files = (HubFile(file["name"], file["bytes"], hashes[file["name"]], blob="") for file in manifest["outputs"])
+    files = (
+        HubFile(file["name"], file["bytes"], hashes[file["name"]], blob="") for file in manifest["outputs"]
+    )
     return Listing(manifest["commit"], tuple(files))
 
 
 def _finish(stage: Stage, source: Source, listing: Listing, entries: dict[str, _Entry]) -> None:
     names = [file.name for file in listing.files]
-    facts: dict[str, Any] = {"commit": listing.commit, "endpoint": endpoint(), "licence": source.licence, "text_field": source.text_field}
-    facts |= {"num_files": len(names), "num_bytes": listing.num_bytes, "sha256": {name: entries[name]["sha256"] for name in names}}
+    facts: dict[str, Any] = {
+        "commit": listing.commit,
+        "endpoint": endpoint(),
+        "licence": source.licence,
+        "text_field": source.text_field,
+    }
+    facts |= {
+        "num_files": len(names),
+        "num_bytes": listing.num_bytes,
+        "sha256": {name: entries[name]["sha256"] for name in names},
+    }
     paths = [stage.folder / name for name in names]
-    manifest = stage.finish_folder(paths, hashes={path: entries[name]["hash"] for path, name in zip(paths, names, strict=True)}, **facts)
-    rows = {"dataset": source.repository, "commit": listing.commit, "files": len(names), "bytes": listing.num_bytes}
-    print_summary(f"Downloaded {source.name}", rows | {"licence": source.licence, "folder": stage.output, "seconds": manifest["seconds"]})
+    manifest = stage.finish_folder(
+        paths, hashes={path: entries[name]["hash"] for path, name in zip(paths, names, strict=True)}, **facts
+    )
+    rows = {
+        "dataset": source.repository,
+        "commit": listing.commit,
+        "files": len(names),
+        "bytes": listing.num_bytes,
+    }
+    print_summary(
+        f"Downloaded {source.name}",
+        rows | {"licence": source.licence, "folder": stage.output, "seconds": manifest["seconds"]},
+    )
 
 
 def _remove_traces(folder: Path) -> None:
-    """What only an interrupted download needs; the library keeps a small file for each of its own in .cache."""
+    """What only an interrupted download needs; the library keeps a small file for each of its own in
+    .cache.
+    """
     shutil.rmtree(folder / ".cache", ignore_errors=True)
     for name in (_LISTING, _CHECKED):
         (folder / name).unlink(missing_ok=True)
@@ -189,7 +230,9 @@ def _hub_file(file: Any) -> HubFile:
 
 
 def _plan(folder: Path, settings: dict[str, Any]) -> tuple[Listing, set[str]] | None:
-    """What a finished or interrupted download lists, and the names of its files that are there. Writes nothing, asks nobody."""
+    """What a finished or interrupted download lists, and the names of its files that are there. Writes
+    nothing, asks nobody.
+    """
     manifest = read_json(folder / "manifest.json")
     partial = folder.with_name(folder.name + ".partial")
     begun, listed = read_json(partial / RUNNING), read_json(partial / _LISTING)
@@ -202,7 +245,9 @@ def _plan(folder: Path, settings: dict[str, Any]) -> tuple[Listing, set[str]] | 
     return listing, {file.name for file in listing.files if _has_size(place, file)}
 
 
-def _print_plan(source: Source, folder: Path, listing: Listing, complete: set[str], bytes_per_second: float) -> None:
+def _print_plan(
+    source: Source, folder: Path, listing: Listing, complete: set[str], bytes_per_second: float
+) -> None:
     left_bytes = sum(file.bytes for file in listing.files if file.name not in complete)
     existing = next(parent for parent in [folder, *folder.absolute().parents] if parent.exists())
     free_bytes = shutil.disk_usage(existing).free
@@ -210,7 +255,9 @@ def _print_plan(source: Source, folder: Path, listing: Listing, complete: set[st
         "dataset": f"{source.repository} at {listing.commit}",
         "files": f"{len(listing.files):,}, of which {len(complete):,} are there",
         "bytes to fetch": f"{left_bytes:,} ({left_bytes / 1e9:.1f} GB)",
-        "free disk": f"{free_bytes / 1e9:.1f} GB at {folder}{', too little' if free_bytes < left_bytes else ''}",
+        "free disk": (
+            f"{free_bytes / 1e9:.1f} GB at {folder}{', too little' if free_bytes < left_bytes else ''}"
+        ),
         "time": f"{left_bytes / bytes_per_second / 3600:.1f} hours at {bytes_per_second / 1e6:g} MB/s",
         "licence": source.licence,
     }
@@ -231,7 +278,9 @@ class _Fetcher:
         return [file for file in self.listing.files if not _has_size(self.folder, file)]
 
     def fetch(self, files: Sequence[HubFile]) -> dict[str, _Entry]:
-        """Gets those of `files` that are missing, checks all of them, and returns what is known of each by name."""
+        """Gets those of `files` that are missing, checks all of them, and returns what is known of each by
+        name.
+        """
         for attempt in (1, 2):
             if missing := [file for file in files if not _has_size(self.folder, file)]:
                 self._get(missing)
@@ -241,19 +290,33 @@ class _Fetcher:
             for file in wrong:
                 (self.folder / file.name).unlink()
             if attempt == 1:
-                logger.warning("%s: %d files have another hash than listed, fetching them again", wrong[0].name, len(wrong))
-        rule = f"its hash is not what {endpoint()} lists for {self.source.repository} at {self.listing.commit}, fetched twice"
+                logger.warning(
+                    "%s: %d files have another hash than listed, fetching them again",
+                    wrong[0].name,
+                    len(wrong),
+                )
+        rule = (
+            f"its hash is not what {endpoint()} lists for {self.source.repository} at {self.listing.commit},"
+            " fetched twice"
+        )
         raise ValueError(f"{wrong[0].name}: {rule}. Fix: try again later, or another HF_ENDPOINT.")
 
     def _get(self, missing: list[HubFile]) -> None:
-        check_online(f"{len(missing)} of {len(self.listing.files)} files are missing in {self.folder}, such as {missing[0].name}")
-        for leftover in (self.folder / ".cache").rglob("*.incomplete"):  # of a killed process: the library starts such a file anew
+        check_online(
+            f"{len(missing)} of {len(self.listing.files)} files are missing in {self.folder}, such as"
+            f" {missing[0].name}"
+        )
+        # of a killed process: the library starts such a file anew
+        for leftover in (self.folder / ".cache").rglob("*.incomplete"):
             leftover.unlink()
         for file in missing:  # a file of another size would be taken for complete
             (self.folder / file.name).unlink(missing_ok=True)
         left_bytes = sum(file.bytes for file in missing)
         check_free_disk(self.folder, left_bytes, f"the download of {self.source.name}")
-        with explained(self.source.repository or "", self.source.revision), watch(self.folder, {file.name: file.bytes for file in missing}):
+        with (
+            explained(self.source.repository or "", self.source.revision),
+            watch(self.folder, {file.name: file.bytes for file in missing}),
+        ):
             patiently(self._get_once, self.max_failures, lambda: len(self.missing()))
 
     def _get_once(self) -> None:
@@ -283,20 +346,27 @@ class _Fetcher:
             raise _IncompleteError(f"{len(missing)} files did not come, such as {missing[0].name}")
 
     def _check(self, files: Sequence[HubFile]) -> tuple[dict[str, _Entry], list[HubFile]]:
-        """Hashes what was not hashed before the process was killed. Returns (name to what is known, files that are wrong)."""
+        """Hashes what was not hashed before the process was killed. Returns (name to what is known, files
+        that are wrong).
+        """
         journal = self.folder / _CHECKED
         entries = _read_journal(journal, self.folder)
         todo = [file for file in files if file.name not in entries]
         wrong, lock = [], threading.Lock()
         workers = min(self.max_workers, os.cpu_count() or 1)
-        with progress("check", sum(file.bytes for file in todo)) as advance, journal.open("a", encoding="utf-8") as log:
+        with (
+            progress("check", sum(file.bytes for file in todo)) as advance,
+            journal.open("a", encoding="utf-8") as log,
+        ):
 
             def count(num_bytes: int) -> None:
                 with lock:
                     advance(num_bytes)
 
             with ThreadPoolExecutor(workers) as pool:
-                hashing = {pool.submit(_hash_file, self.folder / file.name, file, count): file for file in todo}
+                hashing = {
+                    pool.submit(_hash_file, self.folder / file.name, file, count): file for file in todo
+                }
                 for future in as_completed(hashing):
                     file, entry = hashing[future], future.result()
                     if entry is None:
@@ -320,7 +390,9 @@ def _has_size(folder: Path, file: HubFile) -> bool:
 
 
 def _hash_file(path: Path, file: HubFile, count: Callable[[int], None]) -> _Entry | None:
-    """What is known of a file now, or None where its hash is not that of the listing. Both hashes in one pass."""
+    """What is known of a file now, or None where its hash is not that of the listing. Both hashes in one
+    pass.
+    """
     content, whole = hashlib.sha256(), xxhash.xxh3_128()
     blob = hashlib.sha1(f"blob {file.bytes}\0".encode(), usedforsecurity=False)
     mtime_ns = path.stat().st_mtime_ns

@@ -24,7 +24,8 @@ def silent_bar() -> type:
 
 @contextmanager
 def watch(folder: Path, sizes: dict[str, int]) -> Iterator[None]:
-    """Our progress bar, from what grows on disk: how the library tells its own differs from version to version.
+    """Our progress bar, from what grows on disk: how the library tells its own differs from version to
+    version.
 
     Args:
         folder: `local_dir` of the download.

@@ -1,7 +1,8 @@
-"""Where documents come from: datasets on the hub by name, files that are there already, and the Python standard library.
+"""Where documents come from: datasets on the hub by name, files that are there already, and the Python
+standard library.
 
-The default corpus needs no network: the standard library is on every host that runs this. Sizes and commits of datasets are those of
-their pages on the hub; a number that is not to the byte is told as "about".
+The default corpus needs no network: the standard library is on every host that runs this. Sizes and commits
+of datasets are those of their pages on the hub; a number that is not to the byte is told as "about".
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ logger = logging.getLogger(__name__)
 DATA_SUFFIXES = (".parquet", *JSONL_SUFFIXES)
 PYTHON_STDLIB_LICENSE = "PSF-2.0"
 
-# Tests are left out because CPython's own are many but a distribution's package often lacks them; installed packages
-# because they have other licences and differ from host to host.
+# Tests are left out because CPython's own are many but a distribution's package often lacks them; installed
+# packages because they have other licences and differ from host to host.
 _SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -114,8 +115,10 @@ _SLIMPAJAMA = Source(
     num_bytes=895 * 10**9,
     num_tokens=627 * 10**9,
     id_field=None,
-    note="The training split; validation/ and test/ (500M tokens each, no text of train/ in them) by --pattern. "
-    "Was not open to everyone in 2026: ask its owner for access.",
+    note=(
+        "The training split; validation/ and test/ (500M tokens each, no text of train/ in them) by"
+        " --pattern. Was not open to everyone in 2026: ask its owner for access."
+    ),
 )
 _PYTHON_STDLIB = Source(
     "python_stdlib",
@@ -169,7 +172,11 @@ SOURCES: dict[str, Source] = {
 
 
 def resolve_source(
-    name_or_path: str, *, patterns: Sequence[str] = (), text_field: str | None = None, revision: str | None = None
+    name_or_path: str,
+    *,
+    patterns: Sequence[str] = (),
+    text_field: str | None = None,
+    revision: str | None = None,
 ) -> Source:
     """The source of a registered name, a file or folder, or a dataset `owner/name` of the hub; in this order.
 
@@ -183,14 +190,23 @@ def resolve_source(
         ValueError: nothing of that name; a revision for what is not on the hub.
     """
     if not name_or_path.strip():
-        raise ValueError("source=: is empty. Fix: give a name of `moe-exp data list`, a dataset owner/name, a folder or a file.")
+        raise ValueError(
+            "source=: is empty. Fix: give a name of `moe-exp data list`, a dataset owner/name, a folder or a"
+            " file."
+        )
     source = SOURCES.get(name_or_path) or _local_source(name_or_path) or _hub_source(name_or_path)
     if source is None:
-        if name_or_path != os.path.basename(name_or_path) or name_or_path.endswith(DATA_SUFFIXES):  # noqa: PTH119
-            raise ValueError(f"source={name_or_path}: there is no such file or folder, and no dataset of that form. Fix: correct the path.")
+        is_path = name_or_path != os.path.basename(name_or_path)  # noqa: PTH119
+        if is_path or name_or_path.endswith(DATA_SUFFIXES):
+            raise ValueError(
+                f"source={name_or_path}: there is no such file or folder, and no dataset of that form. Fix:"
+                " correct the path."
+            )
         nearest = difflib.get_close_matches(name_or_path.lower(), SOURCES, n=1, cutoff=0)[0]
         rule = "is no source that has a name, no file or folder, and no dataset owner/name"
-        raise ValueError(f"source={name_or_path}: {rule}. Fix: did you mean {nearest}? `moe-exp data list` shows all.")
+        raise ValueError(
+            f"source={name_or_path}: {rule}. Fix: did you mean {nearest}? `moe-exp data list` shows all."
+        )
     if source.repository is None and revision is not None:
         raise ValueError(f"revision={revision}: {source.name} is not on the hub. Fix: leave it out.")
     if patterns and source.repository is None and source.path is None:
@@ -221,7 +237,8 @@ def _hub_source(name: str) -> Source | None:
 
 
 def local_files(source: Source) -> list[Path]:
-    """The data files of a source with a path, sorted; hidden ones are left out, links to folders are followed.
+    """The data files of a source with a path, sorted; hidden ones are left out, links to folders are
+    followed.
 
     Raises:
         ValueError: there is none, or a pattern matches none.
@@ -229,22 +246,31 @@ def local_files(source: Source) -> list[Path]:
     assert source.path is not None
     if source.path.is_file():
         if not source.path.name.endswith(DATA_SUFFIXES):
-            raise ValueError(f"{source.path}: is none of {', '.join(DATA_SUFFIXES)}. Fix: give a file that is.")
+            raise ValueError(
+                f"{source.path}: is none of {', '.join(DATA_SUFFIXES)}. Fix: give a file that is."
+            )
         return [source.path]
     names = [path.relative_to(source.path).as_posix() for path in _files_below(source.path)]
     return [source.path / name for name in chosen_files(names, source.patterns, str(source.path))]
 
 
 def _files_below(root: Path) -> Iterator[Path]:
-    """Files of a folder and its subfolders, those that links lead to as well; each folder once, by its own name where it has one here."""
+    """Files of a folder and its subfolders, those that links lead to as well; each folder once, by its own
+    name where it has one here.
+    """
     seen: set[Path] = set()
     folders: list[Path] = [root]
     links: list[Path] = []
     while folders or links:
         folder = folders.pop() if folders else links.pop(0)
         real = folder.resolve()
-        if real in seen or real in root.resolve().parents:  # the latter would take in everything around the root
-            logger.info("%s: left out, %s", folder, "what it links to is there already" if real in seen else "it links to a folder above")
+        # the latter would take in everything around the root
+        if real in seen or real in root.resolve().parents:
+            logger.info(
+                "%s: left out, %s",
+                folder,
+                "what it links to is there already" if real in seen else "it links to a folder above",
+            )
             continue
         seen.add(real)
         for path in sorted(folder.iterdir()):
@@ -267,16 +293,23 @@ def chosen_files(names: Sequence[str], patterns: Sequence[str], where: str) -> l
     for pattern in patterns:
         matching = fnmatch.filter(names, pattern)
         if not matching:
-            raise ValueError(f"pattern={pattern}: matches no file of {where}, which has {some}. Fix: choose a pattern that matches.")
+            raise ValueError(
+                f"pattern={pattern}: matches no file of {where}, which has {some}. Fix: choose a pattern that"
+                " matches."
+            )
         other = [name for name in matching if not name.endswith(DATA_SUFFIXES)]
         if other:
             rule = f"matches {other[0]}, which is none of {', '.join(DATA_SUFFIXES)}"
-            raise ValueError(f"pattern={pattern}: {rule}. Fix: end it with one of them, as in {pattern}{DATA_SUFFIXES[0]}.")
+            raise ValueError(
+                f"pattern={pattern}: {rule}. Fix: end it with one of them, as in {pattern}{DATA_SUFFIXES[0]}."
+            )
         chosen.update(matching)
     if not patterns:
         chosen = {name for name in names if name.endswith(DATA_SUFFIXES)}
         if not chosen:
-            raise ValueError(f"{where}: has no file of {', '.join(DATA_SUFFIXES)}, only {some}. Fix: choose another.")
+            raise ValueError(
+                f"{where}: has no file of {', '.join(DATA_SUFFIXES)}, only {some}. Fix: choose another."
+            )
     return sorted(chosen)
 
 
@@ -284,7 +317,10 @@ def print_sources() -> None:
     """A table of the registered sources, on standard output."""
     console = table_console()
     table = Table(
-        title="Sources", title_justify="left", caption="Also: a dataset owner/name of the hub, a folder, a file.", caption_justify="left"
+        title="Sources",
+        title_justify="left",
+        caption="Also: a dataset owner/name of the hub, a folder, a file.",
+        caption_justify="left",
     )
     for heading in ("name", "dataset", "files", "download", "tokens", "licence", "what it is"):
         table.add_column(heading, overflow="fold", no_wrap=heading in ("name", "download", "tokens"))
@@ -306,11 +342,12 @@ def _short(number: int) -> str:
 
 
 def python_stdlib_documents(root: Path | None = None) -> Iterator[tuple[str, str]]:
-    """Yields (relative path, text) of the .py files of the standard library of this interpreter, sorted by relative path.
+    """Yields (relative path, text) of the .py files of the standard library of this interpreter, sorted by
+    relative path.
 
-    Folders of tests and of installed packages are left out. The text is licensed under PSF-2.0, the Python Software
-    Foundation licence (https://docs.python.org/3/license.html). Files that cannot be decoded with the encoding that they
-    declare (UTF-8 where they declare none) are skipped, and a warning names them.
+    Folders of tests and of installed packages are left out. The text is licensed under PSF-2.0, the Python
+    Software Foundation licence (https://docs.python.org/3/license.html). Files that cannot be decoded with
+    the encoding that they declare (UTF-8 where they declare none) are skipped, and a warning names them.
 
     Args:
         root: folder to read; the standard library by default.
@@ -321,7 +358,10 @@ def python_stdlib_documents(root: Path | None = None) -> Iterator[tuple[str, str
     root = root or Path(sysconfig.get_path("stdlib"))
     paths = _python_files(root)
     if not paths:
-        raise ValueError(f"TRAIN_DATA=: the embedded corpus needs the .py files of {root}, which has none. Fix: set TRAIN_DATA.")
+        raise ValueError(
+            f"TRAIN_DATA=: the embedded corpus needs the .py files of {root}, which has none. Fix: set"
+            " TRAIN_DATA."
+        )
     skipped = []
     for path in paths:
         text = _read(root / path)
@@ -330,14 +370,22 @@ def python_stdlib_documents(root: Path | None = None) -> Iterator[tuple[str, str
         else:
             yield path, text
     if skipped:
-        logger.warning("skipped %d of %d files of %s, not decodable: %s", len(skipped), len(paths), root, ", ".join(skipped))
+        logger.warning(
+            "skipped %d of %d files of %s, not decodable: %s",
+            len(skipped),
+            len(paths),
+            root,
+            ", ".join(skipped),
+        )
 
 
 def _python_files(root: Path) -> list[str]:
     found = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]
-        found += [(Path(folder) / name).relative_to(root).as_posix() for name in names if name.endswith(".py")]
+        found += [
+            (Path(folder) / name).relative_to(root).as_posix() for name in names if name.endswith(".py")
+        ]
     return sorted(found)
 
 

@@ -41,7 +41,8 @@ class Hashes:
     def is_in(self, first: _Words, second: _Words) -> npt.NDArray[np.bool_]:
         """For each document whether it is among those of `sorted_words` of another instance.
 
-        Where two of those agree in the first 64 bits but not in the last, only one is looked at; that takes 2**32 documents.
+        Where two of those agree in the first 64 bits but not in the last, only one is looked at; that takes
+        2**32 documents.
         """
         mine_first, mine_second = np.frombuffer(self._bytes, dtype=np.uint64).reshape(-1, 2).T
         if not len(first):
@@ -51,7 +52,9 @@ class Hashes:
 
 
 def difference(one: Hashes, other: Hashes) -> tuple[int, int]:
-    """Documents of `one` that `other` lacks, and the other way round; two equal documents count as two (multisets)."""
+    """Documents of `one` that `other` lacks, and the other way round; two equal documents count as two
+    (multisets).
+    """
     joined = Hashes()
     joined.extend(one)
     joined.extend(other)

@@ -1,4 +1,5 @@
-"""What is in token files, or in JSONL files: counts, lengths, duplicates, ends of documents, and some documents to look at.
+"""What is in token files, or in JSONL files: counts, lengths, duplicates, ends of documents, and some
+documents to look at.
 
 Memory: a block of tokens or the longest document, and about 50 bytes per document for lengths and hashes.
 """
@@ -33,12 +34,15 @@ _FIELDS_OF = 1000
 _ADVANCE_BYTES = 2**20
 
 
-def inspect_path(path: Path, *, tokenizer: Path | None = None, num_samples: int = 3, text_field: str = "text") -> dict[str, Any]:
+def inspect_path(
+    path: Path, *, tokenizer: Path | None = None, num_samples: int = 3, text_field: str = "text"
+) -> dict[str, Any]:
     """Reads all of `path` and says what is in it.
 
     Args:
         path: a prefix of .bin/.idx (with suffix or without), a JSONL file or a folder of such.
-        tokenizer: tokenizer.json or a folder with it, to decode samples and to count ids that it does not have.
+        tokenizer: tokenizer.json or a folder with it, to decode samples and to count ids that it does not
+            have.
         num_samples: documents to show.
         text_field: of JSONL.
 
@@ -60,12 +64,20 @@ def jsonl_files(path: Path) -> list[Path]:
     Raises:
         ValueError: there is none, or there are Parquet files too, whose documents would be left out.
     """
-    found = sorted(file for file in path.iterdir() if file.name.endswith(JSONL_SUFFIXES)) if path.is_dir() else [path]
+    found = (
+        sorted(file for file in path.iterdir() if file.name.endswith(JSONL_SUFFIXES))
+        if path.is_dir()
+        else [path]
+    )
     if path.is_dir() and (left_out := sorted(path.glob("*.parquet"))):
-        raise ValueError(f"{left_out[0]}: Parquet files are not read here. Fix: give the folder of JSONL chunks that was made from them.")
+        raise ValueError(
+            f"{left_out[0]}: Parquet files are not read here. Fix: give the folder of JSONL chunks that was"
+            " made from them."
+        )
     if not found:
         raise ValueError(
-            f"{path}: has no {', '.join(JSONL_SUFFIXES)} file. Fix: give such a file, a folder of them, or a .bin/.idx prefix."
+            f"{path}: has no {', '.join(JSONL_SUFFIXES)} file. Fix: give such a file, a folder of them, or a"
+            " .bin/.idx prefix."
         )
     return found
 
@@ -104,7 +116,9 @@ class _Tokens:
             self.num_only_eod += int((ends_with_eod & (lengths[lengths > 0] == 1)).sum())
 
 
-def inspect_tokens(files: TokenFiles, *, tokenizer: Path | None = None, num_samples: int = 3) -> dict[str, Any]:
+def inspect_tokens(
+    files: TokenFiles, *, tokenizer: Path | None = None, num_samples: int = 3
+) -> dict[str, Any]:
     """See `inspect_path`."""
     vocab_size = tokenizer_vocab_size(tokenizer) if tokenizer else files.tokenizer_fact("vocab_size")
     bounds = files.document_bounds
@@ -176,20 +190,28 @@ def _token_samples(files: TokenFiles, path: Path | None, count: int) -> list[dic
         sample = {"document": number, "tokens": end - begin, "first_ids": ids, "last_ids": last}
         if tokenizer is not None:
             text = tokenizer.decode(ids, skip_special_tokens=False)
-            sample["text"] = text + (" [...] " + tokenizer.decode(last, skip_special_tokens=False) if last else "")
+            sample["text"] = text + (
+                " [...] " + tokenizer.decode(last, skip_special_tokens=False) if last else ""
+            )
         found.append(sample)
     return found
 
 
 def _spread(num_documents: int, count: int) -> list[int]:
     """Numbers of documents from the first to the last."""
-    return np.unique(np.linspace(0, num_documents - 1, min(count, num_documents)).astype(int)).tolist() if count > 0 else []
+    return (
+        np.unique(np.linspace(0, num_documents - 1, min(count, num_documents)).astype(int)).tolist()
+        if count > 0
+        else []
+    )
 
 
 # JSONL files
 
 
-def inspect_documents(paths: Sequence[Path], *, num_samples: int = 3, text_field: str = "text") -> dict[str, Any]:
+def inspect_documents(
+    paths: Sequence[Path], *, num_samples: int = 3, text_field: str = "text"
+) -> dict[str, Any]:
     """See `inspect_path`. A line that is no document is counted by its reason."""
     tally, hashes, lengths = Tally(), Hashes(), array("q")
     fields: Counter[str] = Counter()
@@ -198,7 +220,9 @@ def inspect_documents(paths: Sequence[Path], *, num_samples: int = 3, text_field
     with progress("reading", sum(path.stat().st_size for path in paths)) as advance:
         for path in paths:
             before = tally.num_documents
-            for line, text in documents_with_progress(path, tally, advance, text_field=text_field, skip_bad=True):
+            for line, text in documents_with_progress(
+                path, tally, advance, text_field=text_field, skip_bad=True
+            ):
                 data = text.encode()
                 hashes.add(data)
                 lengths.append(len(data))
@@ -226,7 +250,9 @@ def inspect_documents(paths: Sequence[Path], *, num_samples: int = 3, text_field
 def documents_with_progress(
     path: Path, tally: Tally, advance: Callable[[int], None], *, text_field: str, skip_bad: bool = False
 ) -> Iterator[tuple[bytes, str]]:
-    """`documents.read_documents`, telling `advance` of all bytes of the file: as they are read, or at its end if it is compressed."""
+    """`documents.read_documents`, telling `advance` of all bytes of the file: as they are read, or at its end
+    if it is compressed.
+    """
     told = pending = 0
     for line, text in read_documents(path, tally, text_field=text_field, skip_bad=skip_bad):
         yield line, text
@@ -241,7 +267,9 @@ def documents_with_progress(
 
 
 def length_summary(lengths: Int64Array) -> dict[str, Any]:
-    """Smallest, median, mean and largest, and how many are 0, 1, 2 to 3, 4 to 7 and so on, as (from, to, documents)."""
+    """Smallest, median, mean and largest, and how many are 0, 1, 2 to 3, 4 to 7 and so on, as (from, to,
+    documents).
+    """
     if not len(lengths):
         return {"min": 0, "median": 0, "mean": 0, "max": 0, "histogram": []}
     num_bits = np.frexp(lengths.astype(np.float64))[1]  # 0 of 0, 1 of 1, 2 of 2 and 3
@@ -269,7 +297,10 @@ def print_inspection(report: dict[str, Any]) -> None:
     print_summary(title, _token_rows(report) if is_tokens else _document_rows(report))
     lengths = report["lengths"]
     unit = "tokens" if is_tokens else "bytes of text"
-    rule = f"min {lengths['min']:,}, median {lengths['median']:,.0f}, mean {lengths['mean']:,.0f}, max {lengths['max']:,}"
+    rule = (
+        f"min {lengths['min']:,}, median {lengths['median']:,.0f}, mean {lengths['mean']:,.0f}, max"
+        f" {lengths['max']:,}"
+    )
     table = Table("from", "to", "documents", "", title=f"Lengths in {unit}: {rule}", title_justify="left")
     most = max((count for *_, count in lengths["histogram"]), default=1)
     for begin, end, count in lengths["histogram"]:
@@ -289,21 +320,43 @@ def _token_rows(report: dict[str, Any]) -> dict[str, object]:
         rows |= {"vocabulary": report["vocab_size"], "ids out of the vocabulary": report["out_of_vocabulary"]}
     rows["EOD"] = f"none: {report['eod_from']}" if eod is None else f"{eod} ({report['eod_from']})"
     if eod is not None:
-        rows |= {"documents that end with EOD": report["end_with_eod"], "EODs elsewhere": report["eods_inside"]}
-    return rows | {"empty documents": report["empty_documents"], "duplicates of another document": report["duplicate_documents"]}
+        rows |= {
+            "documents that end with EOD": report["end_with_eod"],
+            "EODs elsewhere": report["eods_inside"],
+        }
+    return rows | {
+        "empty documents": report["empty_documents"],
+        "duplicates of another document": report["duplicate_documents"],
+    }
 
 
 def _document_rows(report: dict[str, Any]) -> dict[str, object]:
-    rows: dict[str, object] = {"documents": report["documents"], "bytes": report["bytes"], "bytes of text": report["text_bytes"]}
+    rows: dict[str, object] = {
+        "documents": report["documents"],
+        "bytes": report["bytes"],
+        "bytes of text": report["text_bytes"],
+    }
     rows |= {f"skipped: {reason}": count for reason, count in report["skipped"].items()}
     rows["duplicates of another document"] = report["duplicate_documents"]
-    fields = (f"{name}" if count == report["fields_of"] else f"{name} ({count:,})" for name, count in report["fields"].items())
-    return rows | {f"fields of the first {report['fields_of']:,}": ", ".join(fields), "text hash": report["text_hash"]}
+    fields = (
+        f"{name}" if count == report["fields_of"] else f"{name} ({count:,})"
+        for name, count in report["fields"].items()
+    )
+    return rows | {
+        f"fields of the first {report['fields_of']:,}": ", ".join(fields),
+        "text hash": report["text_hash"],
+    }
 
 
 def _sample_text(sample: dict[str, Any]) -> str:
-    where = f"document {sample['document']:,}, {sample['tokens']:,} tokens" if "document" in sample else f"{sample['file']}"
+    where = (
+        f"document {sample['document']:,}, {sample['tokens']:,} tokens"
+        if "document" in sample
+        else f"{sample['file']}"
+    )
     text = sample.get("text")
     if text is None:
-        text = " ".join(map(str, sample["first_ids"])) + (" ... " + " ".join(map(str, sample["last_ids"])) if sample["last_ids"] else "")
+        text = " ".join(map(str, sample["first_ids"])) + (
+            " ... " + " ".join(map(str, sample["last_ids"])) if sample["last_ids"] else ""
+        )
     return f"[bold]{escape(where)}[/bold]\n{escape(text)}"

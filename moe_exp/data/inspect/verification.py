@@ -1,7 +1,8 @@
 """Whether files are still what their manifest says, and whether two corpora hold the same documents.
 
-Everything is read again: sizes and hashes of the files, then the documents themselves, counted and hashed as when they were written
-(`documents.Tally`). Memory for that: 16 bytes a validation document; for a comparison about 50 a document of both sides.
+Everything is read again: sizes and hashes of the files, then the documents themselves, counted and hashed as
+when they were written (`documents.Tally`). Memory for that: 16 bytes a validation document; for a comparison
+about 50 a document of both sides.
 """
 
 from __future__ import annotations
@@ -79,13 +80,18 @@ def find_manifest(path: Path) -> Manifest:
     for candidate in (path / "manifest.json", path.with_name(path.name + ".manifest.json"), path):
         if candidate.name.endswith("manifest.json") and candidate.is_file():
             return _read_manifest(candidate)
-    stem = next((path.name.removesuffix(suffix) for suffix in _DATA_SUFFIXES if path.name.endswith(suffix)), path.name)
+    stem = next(
+        (path.name.removesuffix(suffix) for suffix in _DATA_SUFFIXES if path.name.endswith(suffix)), path.name
+    )
     for candidate in (path.with_name(stem + ".manifest.json"), path.parent / "manifest.json"):
         if candidate.is_file():
             found = _read_manifest(candidate, only=path.name)
             if found.outputs:
                 return found
-    raise ValueError(f"{path}: has no manifest.json, and no manifest.json lists it. Fix: give a folder or file that moe-exp data has made.")
+    raise ValueError(
+        f"{path}: has no manifest.json, and no manifest.json lists it. Fix: give a folder or file that"
+        " moe-exp data has made."
+    )
 
 
 def _read_manifest(path: Path, only: str = "") -> Manifest:
@@ -95,7 +101,9 @@ def _read_manifest(path: Path, only: str = "") -> Manifest:
             raise TypeError("outputs is no list")
     except (ValueError, KeyError, TypeError) as error:
         fix = "make the files again, or look at them with moe-exp data inspect"
-        raise ValueError(f"{path}: is no manifest with a list of outputs ({type(error).__name__}: {error}). Fix: {fix}.") from error
+        raise ValueError(
+            f"{path}: is no manifest with a list of outputs ({type(error).__name__}: {error}). Fix: {fix}."
+        ) from error
     return Manifest(path, path.parent, content, only)
 
 
@@ -103,7 +111,8 @@ def _read_manifest(path: Path, only: str = "") -> Manifest:
 
 
 def verify(path: Path) -> Iterator[Finding]:
-    """Checks what `path` names against its manifest: sizes and hashes, token files, documents, validation against training.
+    """Checks what `path` names against its manifest: sizes and hashes, token files, documents, validation
+    against training.
 
     Raises:
         ValueError: there is no manifest, or it is damaged; or a line of JSONL is no document.
@@ -120,9 +129,15 @@ def verify(path: Path) -> Iterator[Finding]:
 
 def _file_findings(manifest: Manifest) -> list[Finding]:
     found = []
-    with progress(f"hashing what {manifest.path} lists", sum(int(one["bytes"]) for one in manifest.outputs)) as advance:
+    with progress(
+        f"hashing what {manifest.path} lists", sum(int(one["bytes"]) for one in manifest.outputs)
+    ) as advance:
         for one in manifest.outputs:
-            found.append(Finding(one["name"], _file_problem(manifest.folder / one["name"], one), f"{one['bytes']:,} bytes"))
+            found.append(
+                Finding(
+                    one["name"], _file_problem(manifest.folder / one["name"], one), f"{one['bytes']:,} bytes"
+                )
+            )
             advance(int(one["bytes"]))
     return found
 
@@ -132,7 +147,11 @@ def _file_problem(path: Path, entry: dict[str, Any]) -> str:
         return "is missing"
     if (size := path.stat().st_size) != entry["bytes"]:
         return f"has {size:,} bytes, the manifest says {entry['bytes']:,}"
-    return "" if file_hash(path) == entry["hash"] else "has other content than when it was made: its hash differs"
+    return (
+        ""
+        if file_hash(path) == entry["hash"]
+        else "has other content than when it was made: its hash differs"
+    )
 
 
 def _files_without_entry(manifest: Manifest) -> Iterator[Finding]:
@@ -154,22 +173,29 @@ def _token_findings(manifest: Manifest) -> Iterator[Finding]:
         files = TokenFiles(prefix)
         seen = {"num_documents": files.num_documents, "num_tokens": int(files.sequence_bounds[-1])}
         wrong = "; ".join(
-            f"has {count:,} {count_name.removeprefix('num_')}, the manifest says {manifest.content[count_name]:,}"
+            f"has {count:,} {count_name.removeprefix('num_')}, the manifest says"
+            f" {manifest.content[count_name]:,}"
             for count_name, count in seen.items()
             if manifest.content.get(count_name, count) != count
         )
-        yield Finding(prefix.name, wrong, f"{seen['num_documents']:,} documents, {seen['num_tokens']:,} tokens")
+        yield Finding(
+            prefix.name, wrong, f"{seen['num_documents']:,} documents, {seen['num_tokens']:,} tokens"
+        )
 
 
 def _document_findings(manifest: Manifest) -> list[Finding]:
-    """Reads the documents of JSONL outputs: their number per file, all of them together, and none on both sides."""
+    """Reads the documents of JSONL outputs: their number per file, all of them together, and none on both
+    sides.
+    """
     names = [one["name"] for one in manifest.outputs if one["name"].endswith(JSONL_SUFFIXES)]
     if not names:
         return []
     expected = manifest.content.get("num_documents")
     reader = _Documents(manifest.text_field)
     found = []
-    with progress("reading the documents", sum((manifest.folder / name).stat().st_size for name in names)) as advance:
+    with progress(
+        "reading the documents", sum((manifest.folder / name).stat().st_size for name in names)
+    ) as advance:
         # Those for validation first, as the others are compared with them.
         for name in sorted(names, key=lambda name: not is_validation_file(Path(name))):
             count = reader.read(manifest.folder / name, advance)
@@ -179,13 +205,21 @@ def _document_findings(manifest: Manifest) -> list[Finding]:
     if not manifest.only:
         found.append(_total_finding(manifest, reader.total))
     if len(reader.valid) and len(names) > 1:
-        wrong = f"{reader.num_shared:,} training documents are equal to one for validation" if reader.num_shared else ""
-        found.append(Finding("validation against training", wrong, f"none of {len(reader.valid):,} is in training"))
+        wrong = (
+            f"{reader.num_shared:,} training documents are equal to one for validation"
+            if reader.num_shared
+            else ""
+        )
+        found.append(
+            Finding("validation against training", wrong, f"none of {len(reader.valid):,} is in training")
+        )
     return found
 
 
 class _Documents:
-    """Counts documents, and those of training that are also for validation, whose files have to be read first."""
+    """Counts documents, and those of training that are also for validation, whose files have to be read
+    first.
+    """
 
     def __init__(self, text_field: str):
         self.text_field = text_field
@@ -209,17 +243,28 @@ class _Documents:
 def _total_finding(manifest: Manifest, total: Tally) -> Finding:
     expected = _written(manifest.content)
     if expected is None:
-        return Finding("all documents", "", f"{total.num_documents:,}; the manifest has no counts to compare with")
+        return Finding(
+            "all documents", "", f"{total.num_documents:,}; the manifest has no counts to compare with"
+        )
     counts, expected_counts = total.to_json(), expected.to_json()
     wrong = "; ".join(
-        f"{name} is {counts[name]}, the manifest says {expected_counts[name]}" for name in _COUNTS if counts[name] != expected_counts[name]
+        f"{name} is {counts[name]}, the manifest says {expected_counts[name]}"
+        for name in _COUNTS
+        if counts[name] != expected_counts[name]
     )
     return Finding("all documents", wrong, f"{total.num_documents:,}, text hash {counts['text_hash']}")
 
 
 def _written(content: dict[str, Any]) -> Tally | None:
-    """What a step says that it wrote: `train` and `valid`, `written`, the manifest itself, or else all that it read."""
-    for parts in ([content.get("train"), content.get("valid")], [content.get("written")], [content], [content.get("read")]):
+    """What a step says that it wrote: `train` and `valid`, `written`, the manifest itself, or else all that
+    it read.
+    """
+    for parts in (
+        [content.get("train"), content.get("valid")],
+        [content.get("written")],
+        [content],
+        [content.get("read")],
+    ):
         if all(isinstance(part, dict) and "text_hash" in part for part in parts):
             total = Tally()
             for part in parts:
@@ -229,7 +274,9 @@ def _written(content: dict[str, Any]) -> Tally | None:
     return None
 
 
-def hash_blocks(path: Path, tally: Tally, advance: Callable[[int], None], text_field: str) -> Iterator[Hashes]:
+def hash_blocks(
+    path: Path, tally: Tally, advance: Callable[[int], None], text_field: str
+) -> Iterator[Hashes]:
     """Hashes of the documents of a JSONL file, a block at a time; blank lines are no documents.
 
     Raises:
@@ -260,10 +307,17 @@ def compare(path: Path, other: Path, *, text_field: str = "text") -> Finding:
     """
     is_tokens = [_is_prefix(one) for one in (path, other)]
     if is_tokens[0] != is_tokens[1]:
-        raise ValueError(f"{path}: can only be compared with the same kind. Fix: give two prefixes of .bin/.idx, or JSONL on both sides.")
+        raise ValueError(
+            f"{path}: can only be compared with the same kind. Fix: give two prefixes of .bin/.idx, or JSONL"
+            " on both sides."
+        )
     hashes = [_all_hashes(one, text_field) for one in (path, other)]
     only_here, only_there = difference(*hashes)
-    wrong = f"{only_here:,} documents are not in {other}, {only_there:,} of it are not here" if only_here or only_there else ""
+    wrong = (
+        f"{only_here:,} documents are not in {other}, {only_there:,} of it are not here"
+        if only_here or only_there
+        else ""
+    )
     return Finding(f"{path} against {other}", wrong, f"the same {len(hashes[0]):,} documents")
 
 

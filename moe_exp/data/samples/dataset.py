@@ -1,9 +1,9 @@
 """Token files -> the endless sequence of training samples. Shapes: B samples, S = seq_len, S1 = seq_len + 1.
 
-Megatron's GPTDataset shuffles over all samples of the run, so the data order depends on the number of training
-iterations, and a run that is prolonged sees other data; whoever needs that order finds it in megatron_dataset.py. Here
-sample i is a function of the files, the sequence length, the seed and i, and of nothing else. There is no index to be
-built, stored or to go stale.
+Megatron's GPTDataset shuffles over all samples of the run, so the data order depends on the number of
+training iterations, and a run that is prolonged sees other data; whoever needs that order finds it in
+megatron_dataset.py. Here sample i is a function of the files, the sequence length, the seed and i, and of
+nothing else. There is no index to be built, stored or to go stale.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class Origin:
 class SampleStream:
     """The endless, shuffled sequence of training samples over one token file or a weighted blend of several.
 
-    Within one file and epoch the documents are shuffled, concatenated and cut into windows of `seq_len` tokens (plus one,
-    for the last label, that is also the first of the next window), and the windows are shuffled. Every token is the input
-    of exactly one sample per epoch, but for the remainder that is shorter than a window. The files of a blend have epochs
-    of their own, see `blend_position`.
+    Within one file and epoch the documents are shuffled, concatenated and cut into windows of `seq_len`
+    tokens (plus one, for the last label, that is also the first of the next window), and the windows are
+    shuffled. Every token is the input of exactly one sample per epoch, but for the remainder that is shorter
+    than a window. The files of a blend have epochs of their own, see `blend_position`.
 
     Args:
         blend: (weight, prefix of .bin/.idx) pairs; weights are relative.
@@ -78,10 +78,19 @@ class SampleStream:
         share: the part of each file's documents that is read, from 0 to 1 (`tokens.files.parse_split`).
 
     Raises:
-        ValueError: a file is missing, damaged or smaller than one window, a weight is not positive, or there is no file.
+        ValueError: a file is missing, damaged or smaller than one window, a weight is not positive, or there
+            is no file.
     """
 
-    def __init__(self, blend: Sequence[tuple[float, str]], *, seq_len: int, seed: int, shuffle: bool = True, share: Share = (0.0, 1.0)):
+    def __init__(
+        self,
+        blend: Sequence[tuple[float, str]],
+        *,
+        seq_len: int,
+        seed: int,
+        shuffle: bool = True,
+        share: Share = (0.0, 1.0),
+    ):
         if not blend:
             raise ValueError("TRAIN_DATA=: a blend needs at least one prefix. Fix: name a .bin/.idx prefix.")
         self.seq_len = seq_len
@@ -103,7 +112,9 @@ class SampleStream:
 
     def _place(self, index: int) -> tuple[_Corpus, int]:
         if index < 0:
-            raise ValueError(f"sample index {index}: must be 0 or more. Fix: count samples from the start of the run.")
+            raise ValueError(
+                f"sample index {index}: must be 0 or more. Fix: count samples from the start of the run."
+            )
         position, local = blend_position(index, self._cumulative_weights)
         return self._corpora[position], local
 
@@ -120,7 +131,8 @@ class SampleStream:
 
 
 def fingerprint_of(prefixes: Sequence[str]) -> str:
-    """16 hex digits that tell token files apart by their sizes, document lengths and ends, not by their paths.
+    """16 hex digits that tell token files apart by their sizes, document lengths and ends, not by their
+    paths.
 
     Order matters, as it keys the shuffle. Weights, sequence length and seed are settings and not part of it.
     """
@@ -148,22 +160,26 @@ def split_batch(tokens_BS1: torch.Tensor) -> dict[str, torch.Tensor]:
         tokens_BS1: token ids of shape [B, S1].
 
     Returns:
-        `tokens`, `labels` (the next tokens) and `position_ids`, int64, and `loss_mask`, float32 ones; all of shape [B, S].
+        `tokens`, `labels` (the next tokens) and `position_ids`, int64, and `loss_mask`, float32 ones; all of
+        shape [B, S].
     """
     tokens_BS = tokens_BS1[:, :-1].contiguous()
     return {
         "tokens": tokens_BS,
         "labels": tokens_BS1[:, 1:].contiguous(),
         "loss_mask": torch.ones(tokens_BS.shape, dtype=torch.float32, device=tokens_BS.device),
-        "position_ids": torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS).contiguous(),
+        "position_ids": (
+            torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS).contiguous()
+        ),
     }
 
 
 def context_part(batch: Mapping[str, torch.Tensor], *, cp_rank: int, cp_size: int) -> dict[str, torch.Tensor]:
-    """What a context parallel rank has of a batch: of the 2C pieces of each sequence its own and the one as far from the end.
+    """What a context parallel rank has of a batch: of the 2C pieces of each sequence its own and the one as
+    far from the end.
 
-    So every rank has as much to do where tokens attend to those before them. Megatron's `get_batch_on_this_cp_rank` gives the same, by
-    arguments that differ between its versions.
+    So every rank has as much to do where tokens attend to those before them. Megatron's
+    `get_batch_on_this_cp_rank` gives the same, by arguments that differ between its versions.
 
     Args:
         batch: of shape [B, S], S a multiple of 2C.
@@ -185,9 +201,10 @@ def context_part(batch: Mapping[str, torch.Tensor], *, cp_rank: int, cp_size: in
 def blend_position(index: int, cumulative_weights: Sequence[int]) -> tuple[int, int]:
     """Which data set sample `index` comes from, and how many samples it gave before.
 
-    The data sets are split in halves again and again. Of the n samples that reach a node, round(n * p) go to its left half,
-    where p is the share of that half. This has a closed form, so random access needs no history. Rounding adds at most 1/2
-    per level: after any number of samples, each of K data sets is within ceil(log2 K) / 2 samples of its share.
+    The data sets are split in halves again and again. Of the n samples that reach a node, round(n * p) go to
+    its left half, where p is the share of that half. This has a closed form, so random access needs no
+    history. Rounding adds at most 1/2 per level: after any number of samples, each of K data sets is within
+    ceil(log2 K) / 2 samples of its share.
 
     Args:
         index: sample number in the blend.
@@ -208,7 +225,10 @@ def blend_position(index: int, cumulative_weights: Sequence[int]) -> tuple[int, 
 
 def _integer_weights(weights: Sequence[float]) -> list[int]:
     if bad := [weight for weight in weights if not 0 < weight < float("inf")]:
-        raise ValueError(f"weight {bad[0]}: must be greater than 0 and finite. Fix: give another weight or leave the prefix out.")
+        raise ValueError(
+            f"weight {bad[0]}: must be greater than 0 and finite. Fix: give another weight or leave the"
+            " prefix out."
+        )
     # By way of the text, so that 0.3 is 3/10 and not the binary fraction next to it.
     fractions = [Fraction(str(float(weight))) for weight in weights]
     denominator = lcm(*(fraction.denominator for fraction in fractions))
@@ -228,7 +248,9 @@ def _document_bounds(files: IndexedDataset) -> Int64Array:
 
 @dataclass(frozen=True)
 class _Epoch:
-    """The order of documents in one epoch, and the position in the epoch's text at which each of them ends, in tokens."""
+    """The order of documents in one epoch, and the position in the epoch's text at which each of them ends,
+    in tokens.
+    """
 
     documents: Int64Array
     ends: Int64Array
@@ -236,7 +258,9 @@ class _Epoch:
 
 
 class _Corpus:
-    """The windows of one prefix, epoch after epoch. Memory: 8 bytes per document, and 16 more per cached epoch."""
+    """The windows of one prefix, epoch after epoch. Memory: 8 bytes per document, and 16 more per cached
+    epoch.
+    """
 
     def __init__(self, prefix: str, *, seq_len: int, key: str, shuffle: bool, share: Share):
         if wrong := bin_idx_problem(prefix):
@@ -251,13 +275,19 @@ class _Corpus:
         num_tokens = int(self._bounds[self._end] - self._bounds[self._first])
         self.num_windows = (num_tokens - 1) // seq_len
         if self.num_windows < 1:
-            part = "" if share == (0.0, 1.0) else f" in the documents from {share[0]:.4g} to {share[1]:.4g} of it"
+            part = (
+                ""
+                if share == (0.0, 1.0)
+                else f" in the documents from {share[0]:.4g} to {share[1]:.4g} of it"
+            )
             rule = f"has {num_tokens} tokens{part}, one sample needs SEQ_LEN + 1 = {seq_len + 1}"
             raise ValueError(f"{prefix}: {rule}. Fix: use more data or a smaller SEQ_LEN.")
         self._epochs: dict[int, _Epoch] = {}
 
     def add_to(self, digest: hashlib.blake2b) -> None:
-        """Adds what tells the files apart; the index is in memory already. About half a second for 50 million documents."""
+        """Adds what tells the files apart; the index is in memory already. About half a second for 50 million
+        documents.
+        """
         _add_files(digest, self.prefix, self._files, self._bounds)
 
     def window(self, index: int) -> Int64Array:
@@ -293,7 +323,9 @@ class _Corpus:
     def _tokens(self, begin: int, count: int) -> npt.NDArray[np.integer]:
         # Not IndexedDataset.get, which knows sequences but not documents.
         index = self._files.index
-        part: npt.NDArray[np.integer] = self._files.bin_reader.read(dtype=index.dtype, count=count, offset=begin * index.dtype_size)
+        part: npt.NDArray[np.integer] = self._files.bin_reader.read(
+            dtype=index.dtype, count=count, offset=begin * index.dtype_size
+        )
         return part
 
     def _epoch(self, number: int) -> _Epoch:
@@ -310,7 +342,9 @@ class _Corpus:
         documents = np.arange(len(lengths), dtype=np.int64)
         if self.shuffle:
             documents = _shuffled(len(lengths), _key(f"{self.key}/{number}/documents"))
-        return _Epoch(self._first + documents, np.cumsum(lengths[documents]), _key(f"{self.key}/{number}/windows"))
+        return _Epoch(
+            self._first + documents, np.cumsum(lengths[documents]), _key(f"{self.key}/{number}/windows")
+        )
 
 
 def _places(epoch: _Epoch, start: int, stop: int) -> range:
@@ -319,7 +353,8 @@ def _places(epoch: _Epoch, start: int, stop: int) -> range:
     return range(int(first), int(last) + 1)
 
 
-# Keyed shuffles. Not numpy's Generator, whose streams may change between numpy versions: a resumed run would see other data.
+# Keyed shuffles. Not numpy's Generator, whose streams may change between numpy versions: a resumed run would
+# see other data.
 
 
 def _key(text: str) -> int:
@@ -327,7 +362,9 @@ def _key(text: str) -> int:
 
 
 def _mix(x: _Word) -> _Word:
-    """splitmix64 (Steele et al. 2014, doi:10.1145/2660193.2660195), a bijection of 64-bit words that looks random."""
+    """splitmix64 (Steele et al. 2014, doi:10.1145/2660193.2660195), a bijection of 64-bit words that looks
+    random.
+    """
     x = (x + 0x9E3779B97F4A7C15) & _MASK64
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
@@ -342,8 +379,8 @@ def _shuffled(size: int, key: int) -> Int64Array:
 def _permuted(index: int, size: int, key: int) -> int:
     """Where a keyed permutation of range(size) takes `index`; needs no memory, unlike a table of all windows.
 
-    A Feistel network over the next power of four, walked until it lands below `size` (Black and Rogaway 2002, "Ciphers with
-    arbitrary finite domains", cycle-walking): less than four steps on average.
+    A Feistel network over the next power of four, walked until it lands below `size` (Black and Rogaway 2002,
+    "Ciphers with arbitrary finite domains", cycle-walking): less than four steps on average.
     """
     half_bits = (max(size - 1, 1).bit_length() + 1) // 2
     mask = (1 << half_bits) - 1

@@ -1,10 +1,13 @@
-"""Training and validation samples in the order of Megatron-LM, by megatron-core's own GPTDataset and BlendedDataset.
+"""Training and validation samples in the order of Megatron-LM, by megatron-core's own GPTDataset and
+BlendedDataset.
 
-For those who compare with a run of Megatron-LM, or go on from one: same files, SEED, SEQ_LEN, TRAIN_ITERS and GBSZ, same samples.
+For those who compare with a run of Megatron-LM, or go on from one: same files, SEED, SEQ_LEN, TRAIN_ITERS and
+GBSZ, same samples.
 
-Megatron keeps the order in index files, and finds them again by the path of the tokens and the settings: when other text has been
-tokenized to the same path, it reads the new tokens by the old documents' lengths. Here every folder of index files belongs to one
-content of the token files (`dataset.fingerprint_of`), and gets its name when it is complete.
+Megatron keeps the order in index files, and finds them again by the path of the tokens and the settings: when
+other text has been tokenized to the same path, it reads the new tokens by the old documents' lengths. Here
+every folder of index files belongs to one content of the token files (`dataset.fingerprint_of`), and gets its
+name when it is complete.
 """
 
 from __future__ import annotations
@@ -57,11 +60,14 @@ class MegatronSamples:
         """Sample number `index`: int64 token ids of shape [S1].
 
         Raises:
-            ValueError: there are not that many; a run that is to be longer has another order from its first sample on.
+            ValueError: there are not that many; a run that is to be longer has another order from its first
+                sample on.
         """
         if not 0 <= index < len(self._dataset):
             rule = f"Megatron's order was built for {len(self._dataset)} samples"
-            raise ValueError(f"sample index {index}: {rule}. Fix: start with the TRAIN_ITERS that the run is to have.")
+            raise ValueError(
+                f"sample index {index}: {rule}. Fix: start with the TRAIN_ITERS that the run is to have."
+            )
         item = self._dataset[index]
         return np.append(item["tokens"].numpy(), item["labels"][-1].numpy())
 
@@ -78,7 +84,10 @@ class MegatronSamples:
         dataset = self._dataset
         if isinstance(dataset, BlendedDataset):
             dataset[index]  # which opens its index files
-            dataset, index = dataset.datasets[dataset.dataset_index[index]], int(dataset.dataset_sample_index[index])
+            dataset, index = (
+                dataset.datasets[dataset.dataset_index[index]],
+                int(dataset.dataset_sample_index[index]),
+            )
         _, documents = dataset._query_document_sample_shuffle_indices(index)
         return Origin(str(dataset.dataset_path), tuple(int(document) for document in documents))
 
@@ -112,13 +121,15 @@ class MegatronOrder:
 
 
 def megatron_samples(order: MegatronOrder, cache_dir: Path) -> tuple[MegatronSamples, MegatronSamples | None]:
-    """Training and validation samples. Called by every rank of the job, which has to be initialised if there are several prefixes.
+    """Training and validation samples. Called by every rank of the job, which has to be initialised if there
+    are several prefixes.
 
-    The first call for an order writes about 12 bytes a sample and 4 a document and epoch under `cache_dir`; rank 0 does, so the
-    nodes of a job have to share that folder.
+    The first call for an order writes about 12 bytes a sample and 4 a document and epoch under `cache_dir`;
+    rank 0 does, so the nodes of a job have to share that folder.
 
     Raises:
-        ValueError: a file is missing or damaged, a part is smaller than a sample, or prefixes without weights hold too few samples.
+        ValueError: a file is missing or damaged, a part is smaller than a sample, or prefixes without weights
+            hold too few samples.
     """
     _check_parts(order)
     train, valid = _in_cache(order, cache_dir)
@@ -128,23 +139,36 @@ def megatron_samples(order: MegatronOrder, cache_dir: Path) -> tuple[MegatronSam
         ("VALID_DATA", order.valid or order.train, valid, order.num_valid_samples),
     ):
         if dataset is not None and len(dataset) < num_samples:
-            rule = f"without weights Megatron reads prefixes once, {len(dataset)} samples, and the run takes {num_samples}"
-            raise ValueError(f"{name}={text}: {rule}. Fix: give each prefix a weight, or set DATA_ORDER=stream.")
-    return MegatronSamples(train, prefixes[0]), None if valid is None else MegatronSamples(valid, prefixes[-1])
+            rule = (
+                f"without weights Megatron reads prefixes once, {len(dataset)} samples, and the run takes"
+                f" {num_samples}"
+            )
+            raise ValueError(
+                f"{name}={text}: {rule}. Fix: give each prefix a weight, or set DATA_ORDER=stream."
+            )
+    return MegatronSamples(train, prefixes[0]), (
+        None if valid is None else MegatronSamples(valid, prefixes[-1])
+    )
 
 
 def _check_parts(order: MegatronOrder) -> None:
     """Megatron itself would look for samples of an empty part without end."""
     shares = parse_split(order.split)[:2] if order.split else [(0.0, 1.0)] * len(order.prefixes)
     if order.split and order.num_valid_samples and shares[1] is None:
-        raise ValueError(f"SPLIT={order.split}: leaves nothing for validation. Fix: set EVAL_INTERVAL=0, or for instance SPLIT=99,1.")
+        raise ValueError(
+            f"SPLIT={order.split}: leaves nothing for validation. Fix: set EVAL_INTERVAL=0, or for instance"
+            " SPLIT=99,1."
+        )
     for position, share in enumerate(shares):
         for prefix in order.prefixes[min(position, len(order.prefixes) - 1)]:
             if share is not None and (position == 0 or order.num_valid_samples):
                 num_tokens = part_tokens(TokenFiles(prefix), share, by_sequence=True)
                 if num_tokens <= order.seq_len:
                     what = "validation" if position else "training"
-                    rule = f"has {num_tokens} tokens for {what}, one sample needs SEQ_LEN + 1 = {order.seq_len + 1}"
+                    rule = (
+                        f"has {num_tokens} tokens for {what}, one sample needs SEQ_LEN + 1 ="
+                        f" {order.seq_len + 1}"
+                    )
                     raise ValueError(f"{prefix}: {rule}. Fix: use more data or a smaller SEQ_LEN.")
 
 
@@ -161,7 +185,9 @@ def _in_cache(order: MegatronOrder, cache_dir: Path) -> tuple[Any, Any]:
             _barrier()
             if _is_first():
                 _publish(building, folder)
-                logger.info("Megatron's sample order: built in %.1f s, kept in %s", time.monotonic() - started, folder)
+                logger.info(
+                    "Megatron's sample order: built in %.1f s, kept in %s", time.monotonic() - started, folder
+                )
     _barrier()
     return _build(order, folder)  # found there; the arrays stay on disk
 
@@ -218,7 +244,9 @@ def _from_first(make: Any) -> Any:
 
 
 class _NoTokenizer:
-    """Stands where Megatron asks for a tokenizer: the token files have their own type, and neither padding nor EOD is masked."""
+    """Stands where Megatron asks for a tokenizer: the token files have their own type, and neither padding
+    nor EOD is masked.
+    """
 
     vocab_size = None
     eod = None
@@ -232,7 +260,9 @@ def _build(order: MegatronOrder, folder: Path) -> tuple[Any, Any]:
     has_validation = order.num_valid_samples > 0
     files: dict[str, Any] = {"split": order.split, "blend": _blend(order.train)}
     if not order.split:
-        files = {"blend_per_split": [_blend(order.train), _blend(order.valid) if has_validation else None, None]}
+        files = {
+            "blend_per_split": [_blend(order.train), _blend(order.valid) if has_validation else None, None]
+        }
     config = GPTDatasetConfig(
         random_seed=order.seed,
         sequence_length=order.seq_len,
@@ -245,7 +275,8 @@ def _build(order: MegatronOrder, folder: Path) -> tuple[Any, Any]:
         **files,
     )
     if config.split_matrix is not None:
-        # No test part, and none for validation if there is no evaluation: Megatron would search one that is empty without end.
+        # No test part, and none for validation if there is no evaluation: Megatron would search one that is
+        # empty without end.
         config.split_matrix[2 if has_validation else 1 :] = [None] * (1 if has_validation else 2)
     sizes = [order.num_train_samples, order.num_valid_samples, 0]
     train, valid, _ = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()

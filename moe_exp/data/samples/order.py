@@ -1,7 +1,9 @@
-"""What sample number i of a run is a function of: kept with every checkpoint, and compared where training goes on from one.
+"""What sample number i of a run is a function of: kept with every checkpoint, and compared where training
+goes on from one.
 
-A checkpoint knows how many samples were consumed. That number means something only in the order in which they were counted: in
-another one, training would see some samples twice and others not at all, and nothing in its loss would tell.
+A checkpoint knows how many samples were consumed. That number means something only in the order in which they
+were counted: in another one, training would see some samples twice and others not at all, and nothing in its
+loss would tell.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ class SampleOrder:
 
     Args:
         fingerprint: of the token files (`dataset.fingerprint_of`); not their paths, so files may be moved.
-        weights: share of each file in the blend, such as 7/10; empty where Megatron reads files without weights.
+        weights: share of each file in the blend, such as 7/10; empty where Megatron reads files without
+            weights.
         share: the part of each file's documents that is read, begin and end from 0 to 1.
         seed: of the shuffles.
         seq_len: tokens per sample.
@@ -78,11 +81,16 @@ class Change:
     def problem(self) -> str:
         """Why training does not go on with it, in one line."""
         rule = f"{self.rule}, so {self.consequence}"
-        return problem(self.name, self.value, rule, f"{self.fix}, or ALLOW_OTHER_DATA=true to go on with other data")
+        return problem(
+            self.name, self.value, rule, f"{self.fix}, or ALLOW_OTHER_DATA=true to go on with other data"
+        )
 
 
-def order_changes(config: Config, order: SampleOrder, saved: Mapping[str, Any], checkpoint: str) -> list[Change]:
-    """How `order`, that of `config`, differs from the one of a checkpoint; empty: training goes on with the next sample.
+def order_changes(
+    config: Config, order: SampleOrder, saved: Mapping[str, Any], checkpoint: str
+) -> list[Change]:
+    """How `order`, that of `config`, differs from the one of a checkpoint; empty: training goes on with the
+    next sample.
 
     Args:
         config: settings of this start.
@@ -98,22 +106,46 @@ def order_changes(config: Config, order: SampleOrder, saved: Mapping[str, Any], 
         rule = f"blends its files as {_blend(order.weights)}, {checkpoint} as {_blend(saved['weights'])}"
         changes.append(Change("TRAIN_DATA", config.train_data, rule, "give back the old weights"))
     if "share" in differing:
-        rule = f"trains on the documents from {_part(order.share)} of each file, {checkpoint} on those from {_part(saved['share'])}"
+        rule = (
+            f"trains on the documents from {_part(order.share)} of each file, {checkpoint} on those from"
+            f" {_part(saved['share'])}"
+        )
         changes.append(Change("SPLIT", config.split, rule, "give back the old SPLIT"))
     for name in ("seed", "seq_len", "data_order"):
         if name in differing:
             setting, before = name.upper(), saved[name]
-            changes.append(Change(setting, getattr(config, name), f"{checkpoint} has {setting}={before}", f"set {setting}={before}"))
+            changes.append(
+                Change(
+                    setting,
+                    getattr(config, name),
+                    f"{checkpoint} has {setting}={before}",
+                    f"set {setting}={before}",
+                )
+            )
     if order.tokenizer and saved.get("tokenizer") and "tokenizer" in differing:
-        rule = f"is not the tokenizer of {checkpoint} (fingerprint {order.tokenizer} instead of {saved['tokenizer']})"
-        changes.append(Change("TOKENIZER", config.tokenizer, rule, "give back the old tokenizer", "ids would stand for other text"))
+        rule = (
+            f"is not the tokenizer of {checkpoint} (fingerprint {order.tokenizer} instead of"
+            f" {saved['tokenizer']})"
+        )
+        changes.append(
+            Change(
+                "TOKENIZER",
+                config.tokenizer,
+                rule,
+                "give back the old tokenizer",
+                "ids would stand for other text",
+            )
+        )
     if "num_samples" in differing and "data_order" not in differing:
         changes.append(_other_length(config, order, saved, checkpoint))
     return changes
 
 
 def _other_files(config: Config, order: SampleOrder, saved: Mapping[str, Any], checkpoint: str) -> Change:
-    rule = f"its files are not those of {checkpoint} (fingerprint {order.fingerprint} instead of {saved['fingerprint']})"
+    rule = (
+        f"its files are not those of {checkpoint} (fingerprint {order.fingerprint} instead of"
+        f" {saved['fingerprint']})"
+    )
     fix = "give back the old files, in their old order"
     if not config.train_data:
         fix = "start with the Python version that made the embedded corpus"
@@ -122,10 +154,15 @@ def _other_files(config: Config, order: SampleOrder, saved: Mapping[str, Any], c
 
 def _other_length(config: Config, order: SampleOrder, saved: Mapping[str, Any], checkpoint: str) -> Change:
     rule = (
-        f"DATA_ORDER=megatron orders the {order.num_samples} samples of TRAIN_ITERS * GBSZ otherwise than the {saved['num_samples']} of "
-        f"{checkpoint}, a limit that a run with DATA_ORDER=stream does not have"
+        f"DATA_ORDER=megatron orders the {order.num_samples} samples of TRAIN_ITERS * GBSZ otherwise than the"
+        f" {saved['num_samples']} of {checkpoint}, a limit that a run with DATA_ORDER=stream does not have"
     )
-    return Change("TRAIN_ITERS", config.train_iters, rule, f"set TRAIN_ITERS and GBSZ to {saved['num_samples']} samples again")
+    return Change(
+        "TRAIN_ITERS",
+        config.train_iters,
+        rule,
+        f"set TRAIN_ITERS and GBSZ to {saved['num_samples']} samples again",
+    )
 
 
 def _weights(train_data: str, *, is_megatrons: bool) -> list[str]:

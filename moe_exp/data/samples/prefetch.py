@@ -1,11 +1,13 @@
-"""Processes that read the next micro-batches of a rank while it computes. The numbers are those of reading in the rank itself.
+"""Processes that read the next micro-batches of a rank while it computes. The numbers are those of reading in
+the rank itself.
 
-`ReadAhead` answers `batch(first, count)` as the samples that it wraps, and guesses which call comes next; a wrong guess costs a
-restart of the processes, not a wrong sample.
+`ReadAhead` answers `batch(first, count)` as the samples that it wraps, and guesses which call comes next; a
+wrong guess costs a restart of the processes, not a wrong sample.
 
-The processes are torch's DataLoader workers, forked: they share the order of the samples with the rank, start in milliseconds and
-import nothing, where `spawn` and `forkserver` would import `moe_exp.train` with all of Megatron once per process. A forked process
-may not use CUDA, gloo or NCCL, of which it has the memory but not the threads; the workers read files and copy integers, no more.
+The processes are torch's DataLoader workers, forked: they share the order of the samples with the rank, start
+in milliseconds and import nothing, where `spawn` and `forkserver` would import `moe_exp.train` with all of
+Megatron once per process. A forked process may not use CUDA, gloo or NCCL, of which it has the memory but not
+the threads; the workers read files and copy integers, no more.
 """
 
 from __future__ import annotations
@@ -28,21 +30,29 @@ from moe_exp.data.samples.dataset import Int64Array, Origin, Samples
 
 
 def microbatch_start(consumed_samples: int, index: int, *, mbsz: int, dp_rank: int, dp_size: int) -> int:
-    """First sample of micro-batch `index` of a data parallel rank, in the iteration that begins after `consumed_samples`.
+    """First sample of micro-batch `index` of a data parallel rank, in the iteration that begins after
+    `consumed_samples`.
 
-    A micro-batch is MBSZ samples in a row, so an iteration has the same set of micro-batches at any number of ranks.
+    A micro-batch is MBSZ samples in a row, so an iteration has the same set of micro-batches at any number of
+    ranks.
     """
     return consumed_samples + (index * dp_size + dp_rank) * mbsz
 
 
 def microbatch_starts(
-    consumed_samples: int, schedule: Callable[[int], tuple[int, int]], *, mbsz: int, dp_rank: int, dp_size: int
+    consumed_samples: int,
+    schedule: Callable[[int], tuple[int, int]],
+    *,
+    mbsz: int,
+    dp_rank: int,
+    dp_size: int,
 ) -> Iterator[int]:
     """First samples of all micro-batches of a data parallel rank from `consumed_samples` on, without end.
 
     Args:
         consumed_samples: where an iteration begins.
-        schedule: (micro-batches per rank, global batch size) of the iteration that begins after so many samples.
+        schedule: (micro-batches per rank, global batch size) of the iteration that begins after so many
+            samples.
         mbsz: micro-batch size, samples.
         dp_rank: of `dp_size` data parallel ranks.
         dp_size: number of data parallel ranks.
@@ -60,12 +70,21 @@ class ReadAhead:
     Args:
         samples: what is read.
         count: samples of a batch.
-        starts: given the first sample of a batch, the first samples of this batch and of those that follow it.
+        starts: given the first sample of a batch, the first samples of this batch and of those that follow
+            it.
         num_workers: processes, at least 1; started at the first batch.
         pin_memory: copy batches to page-locked memory, for copies to a GPU that wait for nothing.
     """
 
-    def __init__(self, samples: Samples, *, count: int, starts: Callable[[int], Iterator[int]], num_workers: int, pin_memory: bool = False):
+    def __init__(
+        self,
+        samples: Samples,
+        *,
+        count: int,
+        starts: Callable[[int], Iterator[int]],
+        num_workers: int,
+        pin_memory: bool = False,
+    ):
         self._samples = samples
         self._count = count
         self._starts = starts
@@ -103,7 +122,10 @@ class ReadAhead:
         except RuntimeError as error:
             if not str(error).startswith("DataLoader worker"):  # it comes from the samples
                 raise
-            rule = f"a process that reads ahead has died ({error}), killed or out of memory, or of space in /dev/shm"
+            rule = (
+                f"a process that reads ahead has died ({error}), killed or out of memory, or of space in"
+                " /dev/shm"
+            )
             fix = "see the kernel's log, or set NUM_WORKERS=0 to read in the rank itself"
             raise RuntimeError(f"NUM_WORKERS={self._num_workers}: {rule}. Fix: {fix}.") from error
         self._next_first = next(self._expected)
@@ -114,7 +136,8 @@ class ReadAhead:
         self._expected = self._starts(first)
         next(self._expected)
         loader: DataLoader[torch.Tensor] = DataLoader(
-            _Batches(self._samples, self._count),  # type: ignore[arg-type]  # needs no more than __getitem__ with a sampler
+            # A data set with a sampler needs no more than __getitem__.
+            _Batches(self._samples, self._count),  # type: ignore[arg-type]
             sampler=self._starts(first),
             batch_size=None,
             num_workers=self._num_workers,
@@ -139,8 +162,9 @@ class ReadAhead:
 def _handler_kept(number: signal.Signals) -> Iterator[None]:
     """Takes back a signal handler that the block sets.
 
-    torch's handler of SIGCHLD raises wherever the rank is when a worker dies, in the middle of a checkpoint for instance. Without it
-    the next batch does, after at most the five seconds in which DataLoader looks after its workers.
+    torch's handler of SIGCHLD raises wherever the rank is when a worker dies, in the middle of a checkpoint
+    for instance. Without it the next batch does, after at most the five seconds in which DataLoader looks
+    after its workers.
     """
     before = signal.getsignal(number)
     yield
@@ -152,8 +176,8 @@ def _handler_kept(number: signal.Signals) -> Iterator[None]:
 def _blocked(*numbers: signal.Signals) -> Iterator[None]:
     """Holds signals back, from processes that the block starts for good.
 
-    Ctrl-C reaches every process of the terminal, and a scheduler signals every process of a job; a rank that finishes its step and
-    saves a checkpoint still needs its workers.
+    Ctrl-C reaches every process of the terminal, and a scheduler signals every process of a job; a rank that
+    finishes its step and saves a checkpoint still needs its workers.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     yield
@@ -170,8 +194,8 @@ _PR_SET_PDEATHSIG = 1
 def _end_with_rank(rank_pid: int, worker: int) -> None:
     """Has the system end this worker with its rank, however that ends.
 
-    By itself a DataLoader worker looks every five seconds whether its parent is another one than at its start; one whose rank ended
-    before that start would stay for ever.
+    By itself a DataLoader worker looks every five seconds whether its parent is another one than at its
+    start; one whose rank ended before that start would stay for ever.
     """
     if _LIBC:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

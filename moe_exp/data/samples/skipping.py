@@ -1,8 +1,9 @@
 """Samples without some that are left out: what a run goes on with after it has gone back to before a spike.
 
-Training counts the samples that it consumes; schedule, batch ramp-up and checkpoints know that number alone. The stream counts its own.
-Without skips the two are the same. With them, consumed sample n is the n-th of the stream that is not skipped: the order of all others
-stays, and none of them is lost or repeated. Ranges are [first, end) in numbers of the stream.
+Training counts the samples that it consumes; schedule, batch ramp-up and checkpoints know that number alone.
+The stream counts its own. Without skips the two are the same. With them, consumed sample n is the n-th of the
+stream that is not skipped: the order of all others stays, and none of them is lost or repeated. Ranges are
+[first, end) in numbers of the stream.
 """
 
 from __future__ import annotations
@@ -50,10 +51,13 @@ def stream_ranges(first: int, end: int, skipped: Sequence[Range]) -> tuple[Range
     return tuple(found)
 
 
-def skipped_from(saved: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]], consumed: int) -> tuple[Range, ...]:
+def skipped_from(
+    saved: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]], consumed: int
+) -> tuple[Range, ...]:
     """What is skipped from a checkpoint on.
 
-    What lies before the checkpoint's place in the stream is past: it was skipped, or it was trained on, and only the checkpoint knows.
+    What lies before the checkpoint's place in the stream is past: it was skipped, or it was trained on, and
+    only the checkpoint knows.
 
     Args:
         saved: skips of the checkpoint.
@@ -75,8 +79,8 @@ class SkippingSamples:
     Args:
         samples: the stream.
         skipped: ranges that are left out.
-        length: of a stream that ends, such as Megatron's order: as many of its first samples as were skipped come again at its end;
-            None: it has no end.
+        length: of a stream that ends, such as Megatron's order: as many of its first samples as were skipped
+            come again at its end; None: it has no end.
     """
 
     def __init__(self, samples: Samples, skipped: Iterable[Sequence[int]], length: int | None = None):
@@ -93,7 +97,13 @@ class SkippingSamples:
         ranges = stream_ranges(first, first + count, self.skipped)
         if len(ranges) == 1 and (self._length is None or ranges[0][1] <= self._length):
             return self._samples.batch(ranges[0][0], count)
-        return torch.cat([self._samples.batch(self._within(number), 1) for begin, end in ranges for number in range(begin, end)])
+        return torch.cat(
+            [
+                self._samples.batch(self._within(number), 1)
+                for begin, end in ranges
+                for number in range(begin, end)
+            ]
+        )
 
     def fingerprint(self) -> str:
         """Of the files; what is skipped is no part of it."""

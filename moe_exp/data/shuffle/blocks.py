@@ -1,7 +1,9 @@
-"""Documents of JSONL files in large blocks: what `documents.read_documents` reads, checks and counts, at a fraction of its CPU.
+"""Documents of JSONL files in large blocks: what `documents.read_documents` reads, checks and counts, at a
+fraction of its CPU.
 
-A file is read into one buffer that is used again, so that its pages stay in cache and no line is copied. What is done for each line is
-finding its end, parsing it and two hashes; everything else is done for a block at a time.
+A file is read into one buffer that is used again, so that its pages stay in cache and no line is copied. What
+is done for each line is finding its end, parsing it and two hashes; everything else is done for a block at a
+time.
 """
 
 from __future__ import annotations
@@ -17,22 +19,35 @@ import orjson
 import xxhash
 from numpy.typing import NDArray
 
-from moe_exp.data.documents import BLANK_LINE, BOM, DAMAGE, EMPTY_TEXT, BadDocument, Tally, damaged, read_chunks, text_of
+from moe_exp.data.documents import (
+    BLANK_LINE,
+    BOM,
+    DAMAGE,
+    EMPTY_TEXT,
+    BadDocument,
+    Tally,
+    damaged,
+    read_chunks,
+    text_of,
+)
 
 DIGEST_BYTES = 16
-# Of memory per line of a block while it is worked on, besides the line: two digests, places as Python's and numpy's numbers, a slice.
+# Of memory per line of a block while it is worked on, besides the line: two digests, places as Python's and
+# numpy's numbers, a slice.
 LINE_BYTES = 512
 _MOST_LINES = 2**14
 # Of XXH3-128, as big-endian words.
 _DIGEST_WORDS = np.dtype(">u4")
 _BUFFERS_PER_CALL = 1024  # IOV_MAX of Linux and macOS
-# Linux gives a larger write larger pages, and a virtual machine has those back from its host only at five times the CPU of the copy.
+# Linux gives a larger write larger pages, and a virtual machine has those back from its host only at five
+# times the CPU of the copy.
 _BYTES_PER_CALL = 2**20
 _LF, _CR = 10, 13
 
 
 class LineBlocks:
-    """Reads files in blocks of whole lines, all into `buffer`: what a block holds is valid until the next one is asked for.
+    """Reads files in blocks of whole lines, all into `buffer`: what a block holds is valid until the next one
+    is asked for.
 
     Args:
         block_bytes: size of the buffer. It grows for a line that does not fit.
@@ -159,8 +174,22 @@ class DocumentBlocks:
         most_lines: at a time; each takes `LINE_BYTES`, however short it is.
     """
 
-    def __init__(self, lines: LineBlocks, tally: Tally, *, text_field: str = "text", skip_bad: bool = False, most_lines: int = _MOST_LINES):
-        self.lines, self.tally, self.text_field, self.skip_bad, self.most_lines = lines, tally, text_field, skip_bad, most_lines
+    def __init__(
+        self,
+        lines: LineBlocks,
+        tally: Tally,
+        *,
+        text_field: str = "text",
+        skip_bad: bool = False,
+        most_lines: int = _MOST_LINES,
+    ):
+        self.lines, self.tally, self.text_field, self.skip_bad, self.most_lines = (
+            lines,
+            tally,
+            text_field,
+            skip_bad,
+            most_lines,
+        )
 
     def read(self, path: Path, *, start: int = 0, num_lines: int = 0) -> Iterator[Documents]:
         """Yields the documents of each block, in parts where it has more than `most_lines`.
@@ -186,7 +215,9 @@ class DocumentBlocks:
             raise damaged(path, num_lines + 1, error) from error
 
     def _parse(self, path: Path, begin: int, end: int, num_lines: int) -> Documents:
-        """The loop over lines: everything in it counts, so names are local and lists are appended to without looking them up."""
+        """The loop over lines: everything in it counts, so names are local and lists are appended to without
+        looking them up.
+        """
         buffer, view, text_field = self.lines.buffer, self.lines.view, self.text_field
         find, loads, digest = buffer.find, orjson.loads, xxhash.xxh3_128_digest
         begins: list[int] = []
@@ -224,7 +255,9 @@ class DocumentBlocks:
         return Documents(sizes[0], sizes[1], *digests, sizes[2], position, number - num_lines)
 
     def _text_of(self, path: Path, number: int, line: memoryview) -> bytes:
-        """The text of a line that the fast way has none for, or nothing where it is skipped: `documents` says why."""
+        """The text of a line that the fast way has none for, or nothing where it is skipped: `documents` says
+        why.
+        """
         try:
             return text_of(bytes(line), self.text_field).encode()
         except ValueError as error:

@@ -1,11 +1,14 @@
-"""The order of a shuffle, and its two passes: documents are spread over buckets by their keys, and each bucket is dealt out in key order.
+"""The order of a shuffle, and its two passes: documents are spread over buckets by their keys, and each
+bucket is dealt out in key order.
 
-Every document gets a 64-bit key from the seed and its place among all documents that were read. The shuffled order is the order of the
-keys, so it is the same however many buckets there are and however much memory. Keys differ: splitmix64 (Steele, Lea, Flood, "Fast
-splittable pseudorandom number generators", OOPSLA 2014) is a bijection of its counter.
+Every document gets a 64-bit key from the seed and its place among all documents that were read. The shuffled
+order is the order of the keys, so it is the same however many buckets there are and however much memory. Keys
+differ: splitmix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) is a
+bijection of its counter.
 
-A bucket is a range of keys: a file with lines, and one with a record (key, choice, bytes) per line. One that turns out too large for the
-memory is dealt in pieces, each a smaller range of keys, whose lines alone are read.
+A bucket is a range of keys: a file with lines, and one with a record (key, choice, bytes) per line. One that
+turns out too large for the memory is dealt in pieces, each a smaller range of keys, whose lines alone are
+read.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ from moe_exp.data.documents import Tally
 from moe_exp.data.shuffle.blocks import DIGEST_BYTES, DocumentBlocks, Documents, sum_digests, write_all
 
 RECORD = np.dtype([("key", "<u8"), ("choice", "<u8"), ("num_bytes", "<u8")])
-# Of memory per document while a piece is dealt: its record, three places, its part of the sort, and a slice of the buffer now and then.
+# Of memory per document while a piece is dealt: its record, three places, its part of the sort, and a slice
+# of the buffer now and then.
 DOCUMENT_BYTES = 96
 NUM_KEYS = 2**64
 
@@ -46,7 +50,9 @@ def mix(values: Keys) -> Keys:
 
 
 def document_keys(seed: int, first: int, count: int) -> Keys:
-    """Keys of the documents `first`, `first + 1`, ...: outputs of splitmix64 that starts at a hash of the seed."""
+    """Keys of the documents `first`, `first + 1`, ...: outputs of splitmix64 that starts at a hash of the
+    seed.
+    """
     start = xxhash.xxh3_64_intdigest(f"order {seed}".encode()) + _GAMMA * (first + 1)
     return mix(np.uint64(start % NUM_KEYS) + np.arange(count, dtype=np.uint64) * np.uint64(_GAMMA))
 
@@ -59,7 +65,8 @@ def text_choices(seed: int, text_digests: bytes) -> Keys:
 
 @dataclass
 class ValidTally:
-    """Counts the validation documents: those with a choice under `threshold`, or where there are none, those with the smallest one.
+    """Counts the validation documents: those with a choice under `threshold`, or where there are none, those
+    with the smallest one.
 
     Args:
         threshold: the wanted fraction of 2**64.
@@ -106,7 +113,8 @@ class State:
     Args:
         num_buckets: ranges of keys, of the same width.
         valid: validation documents so far.
-        input, start, num_lines: index of the file to read on with, and what was read of it, in decompressed bytes and lines.
+        input, start, num_lines: index of the file to read on with, and what was read of it, in decompressed
+            bytes and lines.
         read: documents so far.
         line_hash: sum of the XXH3-128 of their lines.
         bucket_sizes: bytes of the lines and of the records of each bucket.
@@ -131,7 +139,11 @@ class State:
 
     def to_json(self) -> dict[str, Any]:
         """For a file."""
-        valid = {**vars(self.valid), "below": self.valid.below.to_json(), "at_smallest": self.valid.at_smallest.to_json()}
+        valid = {
+            **vars(self.valid),
+            "below": self.valid.below.to_json(),
+            "at_smallest": self.valid.at_smallest.to_json(),
+        }
         return {**vars(self), "read": self.read.to_json(), "valid": valid}
 
     @classmethod
@@ -139,7 +151,13 @@ class State:
         """The other way round."""
         valid = content["valid"]
         tallies = {name: Tally.from_json(valid[name]) for name in ("below", "at_smallest")}
-        return cls(**{**content, "read": Tally.from_json(content["read"]), "valid": ValidTally(**{**valid, **tallies})})
+        return cls(
+            **{
+                **content,
+                "read": Tally.from_json(content["read"]),
+                "valid": ValidTally(**{**valid, **tallies}),
+            }
+        )
 
 
 def bucket_paths(folder: Path, bucket: int) -> tuple[Path, Path]:
@@ -166,9 +184,17 @@ def restore(path: Path, num_bytes: int) -> None:
 
 
 def spread(
-    state: State, inputs: Sequence[Path], folder: Path, reader: DocumentBlocks, *, seed: int, save: Callable[[], None], save_bytes: int
+    state: State,
+    inputs: Sequence[Path],
+    folder: Path,
+    reader: DocumentBlocks,
+    *,
+    seed: int,
+    save: Callable[[], None],
+    save_bytes: int,
 ) -> Iterator[int]:
-    """First pass: every document goes to the bucket of its key. Yields the decompressed bytes read since it last did.
+    """First pass: every document goes to the bucket of its key. Yields the decompressed bytes read since it
+    last did.
 
     Args:
         state: where to go on; it is kept up to date.
@@ -179,7 +205,9 @@ def spread(
         save: saves the state.
         save_bytes: that are read between two calls of `save`.
     """
-    bounds = np.array([first_key(bucket, state.num_buckets) for bucket in range(state.num_buckets)], dtype=np.uint64)
+    bounds = np.array(
+        [first_key(bucket, state.num_buckets) for bucket in range(state.num_buckets)], dtype=np.uint64
+    )
     state.bucket_sizes = state.bucket_sizes or [[0, 0] for _ in bounds]
     unsaved_bytes = 0
     with ExitStack() as stack:
@@ -188,12 +216,17 @@ def spread(
             paths = bucket_paths(folder, bucket)
             for path, size in zip(paths, sizes, strict=True):
                 restore(path, size)
-            files.append([(path, stack.enter_context(path.open("ab", buffering=0)).fileno()) for path in paths])
+            files.append(
+                [(path, stack.enter_context(path.open("ab", buffering=0)).fileno()) for path in paths]
+            )
         while state.input < len(inputs):
             for documents in reader.read(inputs[state.input], start=state.start, num_lines=state.num_lines):
                 records = _records(state, seed, documents)
                 _append(records, documents, reader.lines.view, bounds, files, state.bucket_sizes)
-                state.start, state.num_lines = state.start + documents.num_bytes, state.num_lines + documents.num_lines
+                state.start, state.num_lines = (
+                    state.start + documents.num_bytes,
+                    state.num_lines + documents.num_lines,
+                )
                 unsaved_bytes += documents.num_bytes
                 if unsaved_bytes >= save_bytes:
                     save()
@@ -223,7 +256,9 @@ def _append(
     files: Sequence[Sequence[tuple[Path, int]]],
     sizes: list[list[int]],
 ) -> None:
-    """Appends the lines of a block and their records to the buckets, in one call for all lines of a bucket."""
+    """Appends the lines of a block and their records to the buckets, in one call for all lines of a
+    bucket.
+    """
     buckets = np.searchsorted(bounds, records["key"], side="right") - 1
     order = np.argsort(buckets, kind="stable")
     begins, ends, records = documents.begins[order].tolist(), documents.ends[order].tolist(), records[order]
@@ -279,7 +314,8 @@ def _read_records(path: Path, low: int, end: int) -> Iterator[tuple[NDArray[Any]
 
 
 class Dealer:
-    """Second pass: reads the buckets piece by piece and writes their documents, in the order of the keys, to shards and validation file.
+    """Second pass: reads the buckets piece by piece and writes their documents, in the order of the keys, to
+    shards and validation file.
 
     Args:
         state: where to go on; it is kept up to date.
@@ -289,8 +325,16 @@ class Dealer:
         save: saves the state.
     """
 
-    def __init__(self, state: State, folder: Path, outputs: Sequence[Path], memory_bytes: int, save: Callable[[], None]):
-        self.state, self.folder, self.outputs, self.memory_bytes, self.save = state, folder, outputs, memory_bytes, save
+    def __init__(
+        self, state: State, folder: Path, outputs: Sequence[Path], memory_bytes: int, save: Callable[[], None]
+    ):
+        self.state, self.folder, self.outputs, self.memory_bytes, self.save = (
+            state,
+            folder,
+            outputs,
+            memory_bytes,
+            save,
+        )
         self.num_train = state.read.num_documents - state.valid.total().num_documents
         self.num_shards = len(outputs) - 1
         self.view = memoryview(b"")
@@ -311,7 +355,9 @@ class Dealer:
             if state.dealt_key < end:
                 for path, size in zip((lines_path, records_path), sizes, strict=True):
                     restore(path, size)
-                for piece_low, piece_end in pieces(records_path, max(low, state.dealt_key), end, self.memory_bytes):
+                for piece_low, piece_end in pieces(
+                    records_path, max(low, state.dealt_key), end, self.memory_bytes
+                ):
                     yield self._deal_piece(lines_path, records_path, piece_low, piece_end)
                     state.dealt_key = piece_end
                     self.save()
@@ -339,18 +385,25 @@ class Dealer:
         self._write(0, begins, ends, order[is_valid])
         order = order[~is_valid]
         while len(order):
-            shard = next(shard for shard in range(self.num_shards) if self.shard_start(shard + 1) > self.state.num_dealt)
+            shard = next(
+                shard
+                for shard in range(self.num_shards)
+                if self.shard_start(shard + 1) > self.state.num_dealt
+            )
             count = self.shard_start(shard + 1) - self.state.num_dealt
             self._write(shard + 1, begins, ends, order[:count])
             self.state.num_dealt += len(order[:count])
             order = order[count:]
         return int(ends[-1])
 
-    def _read_lines(self, path: Path, places: NDArray[np.int64], begins: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
+    def _read_lines(
+        self, path: Path, places: NDArray[np.int64], begins: NDArray[np.int64], ends: NDArray[np.int64]
+    ) -> None:
         """Reads lines that are at `places` of a file to [begins, ends) of the buffer; neighbours together."""
         if len(self.view) < ends[-1]:
             self.view = memoryview(b"")  # so that there are not two
-            # Not a bytearray, which would write zeros first; the memory comes when it is written to, and is used again for the next piece.
+            # Not a bytearray, which would write zeros first; the memory comes when it is written to, and is
+            # used again for the next piece.
             buffer = mmap.mmap(-1, int(ends[-1]), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux: 500 times fewer page faults
                 with suppress(OSError):  # a kernel without them
@@ -360,8 +413,13 @@ class Dealer:
         run_ends = np.append(begins[firsts[1:]], ends[-1])
         with path.open("rb", buffering=0) as file:
             for first in range(0, len(firsts), _LINES_AT_ONCE):
-                some, some_ends = firsts[first : first + _LINES_AT_ONCE], run_ends[first : first + _LINES_AT_ONCE]
-                for place, begin, end in zip(places[some].tolist(), begins[some].tolist(), some_ends.tolist(), strict=True):
+                some, some_ends = (
+                    firsts[first : first + _LINES_AT_ONCE],
+                    run_ends[first : first + _LINES_AT_ONCE],
+                )
+                for place, begin, end in zip(
+                    places[some].tolist(), begins[some].tolist(), some_ends.tolist(), strict=True
+                ):
                     self._read_run(file.fileno(), path, place, begin, end)
 
     def _read_run(self, descriptor: int, path: Path, place: int, begin: int, end: int) -> None:
@@ -371,10 +429,15 @@ class Dealer:
                 raise ValueError(f"{path}: ends before its last line. Fix: give --start-over.")
             begin, place = begin + num_bytes, place + num_bytes
 
-    def _write(self, output: int, begins: NDArray[np.int64], ends: NDArray[np.int64], order: NDArray[np.int64]) -> None:
+    def _write(
+        self, output: int, begins: NDArray[np.int64], ends: NDArray[np.int64], order: NDArray[np.int64]
+    ) -> None:
         path, view = self.outputs[output], self.view
         with path.open("ab", buffering=0) as file:
             for first in range(0, len(order), _LINES_AT_ONCE):
                 some = order[first : first + _LINES_AT_ONCE]
-                slices = [view[begin:end] for begin, end in zip(begins[some].tolist(), ends[some].tolist(), strict=True)]
+                slices = [
+                    view[begin:end]
+                    for begin, end in zip(begins[some].tolist(), ends[some].tolist(), strict=True)
+                ]
                 self.state.output_sizes[output] += write_all(file.fileno(), slices, path)

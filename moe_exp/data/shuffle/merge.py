@@ -1,7 +1,7 @@
 """Merge: the shards of a folder, without its validation file, one after the other into one JSONL file.
 
-Shards that `shuffle` has made are copied and have to be what their manifest says. Documents of other folders are checked one by one, and
-written without BOM and CR, each with an LF.
+Shards that `shuffle` has made are copied and have to be what their manifest says. Documents of other folders
+are checked one by one, and written without BOM and CR, each with an LF.
 """
 
 from __future__ import annotations
@@ -25,36 +25,57 @@ _BYTES_PER_SECOND = {True: 500e6, False: 250e6}  # whether a manifest vouches fo
 
 
 def merge(
-    input_dir: Path, output: Path, *, valid_file_name: str, text_field: str = "text", skip_bad: bool = False, start_over: bool = False
+    input_dir: Path,
+    output: Path,
+    *,
+    valid_file_name: str,
+    text_field: str = "text",
+    skip_bad: bool = False,
+    start_over: bool = False,
 ) -> dict[str, Any]:
     """Writes `OUTPUT.jsonl` and `OUTPUT.manifest.json`, and returns the manifest.
 
     An interrupted call goes on with the shard it was at when it is made again.
 
     Args:
-        input_dir: folder of .jsonl, .jsonl.gz and .jsonl.zst files; they are merged in the order of their names.
+        input_dir: folder of .jsonl, .jsonl.gz and .jsonl.zst files; they are merged in the order of their
+            names.
         output: path of the file, with or without .jsonl; not in `input_dir`.
         valid_file_name: the file in `input_dir` to leave out, with or without its suffix.
         text_field: name of the field with the text, and
-        skip_bad: whether to skip and count lines that are no documents instead of stopping at the first; where there is no manifest.
+        skip_bad: whether to skip and count lines that are no documents instead of stopping at the first;
+            where there is no manifest.
         start_over: see `run_stage`.
 
     Raises:
-        ValueError: a file is missing, is not in the manifest or not what it says; there is too little disk; see `run_stage`.
+        ValueError: a file is missing, is not in the manifest or not what it says; there is too little disk;
+            see `run_stage`.
         BadDocument: a line is no document, or a compressed file is damaged.
     """
     output = _without_suffix(output)
     shards, manifest = find_shards(input_dir, valid_file_name)
     _check_output(input_dir, output)
-    settings = {"valid_file_name": _without_suffix(Path(valid_file_name)).name, "text_field": text_field, "skip_bad": skip_bad}
+    settings = {
+        "valid_file_name": _without_suffix(Path(valid_file_name)).name,
+        "text_field": text_field,
+        "skip_bad": skip_bad,
+    }
     with run_stage(
-        "merge", output, settings=settings, inputs=shards, is_folder=False, start_over=start_over, suffixes=(".jsonl",)
+        "merge",
+        output,
+        settings=settings,
+        inputs=shards,
+        is_folder=False,
+        start_over=start_over,
+        suffixes=(".jsonl",),
     ) as stage:
         if stage.was_done:
             return stage.manifest or {}
         merging = Merging(stage, shards, manifest)
         merging.restore()
-        check_free_disk(stage.folder, estimate_line_bytes(shards) - merging.path.stat().st_size, "the merged file")
+        check_free_disk(
+            stage.folder, estimate_line_bytes(shards) - merging.path.stat().st_size, "the merged file"
+        )
         return merging.run()
 
 
@@ -63,14 +84,19 @@ def estimate_merge(input_dir: Path, output: Path, *, valid_file_name: str) -> di
     _check_output(input_dir, output)
     shards, manifest = find_shards(input_dir, valid_file_name)
     num_bytes = estimate_line_bytes(shards)
-    return {"num_shards": len(shards), "disk_bytes": num_bytes, "seconds": 1 + int(num_bytes / _BYTES_PER_SECOND[manifest is not None])}
+    return {
+        "num_shards": len(shards),
+        "disk_bytes": num_bytes,
+        "seconds": 1 + int(num_bytes / _BYTES_PER_SECOND[manifest is not None]),
+    }
 
 
 def find_shards(input_dir: Path, valid_file_name: str) -> tuple[list[Path], dict[str, Any] | None]:
     """The files to merge, in order, and the manifest of the shuffle that made them, or None.
 
     Raises:
-        ValueError: the validation file is not there, or another one is the manifest's; a shard is missing, or not in the manifest.
+        ValueError: the validation file is not there, or another one is the manifest's; a shard is missing, or
+            not in the manifest.
     """
     if not input_dir.is_dir():
         raise ValueError(f"input_dir={input_dir}: there is no such folder. Fix: the folder with the shards.")
@@ -78,10 +104,16 @@ def find_shards(input_dir: Path, valid_file_name: str) -> tuple[list[Path], dict
     valid_name = _without_suffix(Path(valid_file_name)).name
     shards = [path for path in files if _without_suffix(path).name != valid_name]
     if len(shards) == len(files):
-        similar = next((path.name for path in files if ".val" in path.name), "the name of the validation file")
-        raise ValueError(f"valid_file_name={valid_file_name}: there is no such file in {input_dir}. Fix: give {similar}.")
+        similar = next(
+            (path.name for path in files if ".val" in path.name), "the name of the validation file"
+        )
+        raise ValueError(
+            f"valid_file_name={valid_file_name}: there is no such file in {input_dir}. Fix: give {similar}."
+        )
     if not shards:
-        raise ValueError(f"input_dir={input_dir}: there is only the validation file. Fix: a folder with shards.")
+        raise ValueError(
+            f"input_dir={input_dir}: there is only the validation file. Fix: a folder with shards."
+        )
     return shards, _checked_manifest(input_dir, files, valid_name)
 
 
@@ -92,7 +124,10 @@ def _checked_manifest(input_dir: Path, files: list[Path], valid_name: str) -> di
         return None
     if manifest["valid_file"] != f"{valid_name}.jsonl":
         rule = "its documents would be in the merged file"
-        raise ValueError(f"valid_file_name={valid_name}: the validation file is {manifest['valid_file']}, {rule}. Fix: give that.")
+        raise ValueError(
+            f"valid_file_name={valid_name}: the validation file is {manifest['valid_file']}, {rule}. Fix:"
+            " give that."
+        )
     listed = {one["name"] for one in manifest["outputs"]}
     found = {file.name for file in files}
     for name in sorted(listed ^ found):
@@ -104,11 +139,15 @@ def _checked_manifest(input_dir: Path, files: list[Path], valid_name: str) -> di
 
 def _check_output(input_dir: Path, output: Path) -> None:
     if input_dir.resolve() == output.parent.resolve():
-        raise ValueError(f"output={output}: is in the folder that is merged. Fix: a path outside {input_dir}.")
+        raise ValueError(
+            f"output={output}: is in the folder that is merged. Fix: a path outside {input_dir}."
+        )
 
 
 def _without_suffix(path: Path) -> Path:
-    suffix = next((suffix for suffix in sorted(JSONL_SUFFIXES, key=len, reverse=True) if path.name.endswith(suffix)), "")
+    suffix = next(
+        (suffix for suffix in sorted(JSONL_SUFFIXES, key=len, reverse=True) if path.name.endswith(suffix)), ""
+    )
     return path.with_name(path.name.removesuffix(suffix))
 
 
@@ -135,14 +174,18 @@ class Merging:
         """Cuts off what was written of a shard when the step was interrupted."""
         num_bytes = sum(part["bytes"] for part in self.parts)
         with self.path.open("ab") as file:
-            if file.tell() < num_bytes:  # after a power cut, or when the file had its place already and the manifest was not written
+            # after a power cut, or when the file had its place already and the manifest was not written
+            if file.tell() < num_bytes:
                 self.parts, self.read, num_bytes = [], Tally(), 0
             file.truncate(num_bytes)
 
     def run(self) -> dict[str, Any]:
         """Everything that is left to do; returns the manifest."""
         done = sum(path.stat().st_size for path in self.shards[: len(self.parts)])
-        with progress("merge", sum(path.stat().st_size for path in self.shards), done=done) as advance, self.path.open("ab", 0) as file:
+        with (
+            progress("merge", sum(path.stat().st_size for path in self.shards), done=done) as advance,
+            self.path.open("ab", 0) as file,
+        ):
             for shard in self.shards[len(self.parts) :]:
                 blocks = self._copied(shard) if self.manifest else self._checked(shard)
                 self.parts.append(_write(file.fileno(), self.path, blocks))
@@ -151,14 +194,25 @@ class Merging:
                 advance(shard.stat().st_size)
         num_documents = sum(part["num_documents"] for part in self.parts)
         if not num_documents:
-            raise ValueError(f"input_dir={self.shards[0].parent}: there is no document in the shards. Fix: another folder.")
+            raise ValueError(
+                f"input_dir={self.shards[0].parent}: there is no document in the shards. Fix: another folder."
+            )
         whole_hash = self._check_written()
         train = self.manifest["train"] if self.manifest else self.read.to_json()
         if num_documents != train["num_documents"]:
-            rule = f"{num_documents} lines were merged, its manifest.json says {train['num_documents']} documents"
+            rule = (
+                f"{num_documents} lines were merged, its manifest.json says {train['num_documents']}"
+                " documents"
+            )
             raise ValueError(f"{self.shards[0].parent}: {rule}. Fix: shuffle again.")
-        counts = {shard.name: part["num_documents"] for shard, part in zip(self.shards, self.parts, strict=True)}
-        facts = {"read": train, "num_documents": counts, "checked_by": "manifest" if self.manifest else "lines"}
+        counts = {
+            shard.name: part["num_documents"] for shard, part in zip(self.shards, self.parts, strict=True)
+        }
+        facts = {
+            "read": train,
+            "num_documents": counts,
+            "checked_by": "manifest" if self.manifest else "lines",
+        }
         return self.stage.finish_files([self.path], hashes={self.path: whole_hash}, **facts)
 
     def _copied(self, shard: Path) -> Iterator[tuple[list[memoryview], int]]:
@@ -173,7 +227,9 @@ class Merging:
         """Lines of the documents of each block of a shard, and their number."""
         settings = self.stage.key["settings"]
         lines = LineBlocks(_BLOCK_BYTES, _LONGEST_BYTES)
-        reader = DocumentBlocks(lines, self.read, text_field=settings["text_field"], skip_bad=settings["skip_bad"])
+        reader = DocumentBlocks(
+            lines, self.read, text_field=settings["text_field"], skip_bad=settings["skip_bad"]
+        )
         for documents in reader.read(shard):
             self.read += documents.tally()
             places = zip(documents.begins.tolist(), documents.ends.tolist(), strict=True)
@@ -185,14 +241,20 @@ class Merging:
             return
         listed = next(one for one in self.manifest["outputs"] if one["name"] == shard.name)
         part = self.parts[-1]
-        if part["hash"] != listed["hash"] or part["num_documents"] != self.manifest["num_documents"][shard.name]:
+        if (
+            part["hash"] != listed["hash"]
+            or part["num_documents"] != self.manifest["num_documents"][shard.name]
+        ):
             fix = "shuffle again, or remove manifest.json to merge what is there, document by document"
             raise ValueError(f"{shard}: is not what manifest.json says, it was changed since. Fix: {fix}.")
 
     def _check_written(self) -> str:
         """Reads the file back: each part has to be what was written. Returns its hash."""
         buffer, whole = memoryview(bytearray(_BLOCK_BYTES)), xxhash.xxh3_128()
-        with progress("merge, check", self.path.stat().st_size) as advance, self.path.open("rb", buffering=0) as file:
+        with (
+            progress("merge, check", self.path.stat().st_size) as advance,
+            self.path.open("rb", buffering=0) as file,
+        ):
             for shard, part in zip(self.shards, self.parts, strict=True):
                 digest, left = xxhash.xxh3_128(), part["bytes"]
                 while left and (num_bytes := file.readinto(buffer[:left])):
@@ -202,7 +264,10 @@ class Merging:
                     advance(num_bytes)
                 if digest.hexdigest() != part["hash"]:
                     rule = f"what was written of {shard.name} is not what was read back"
-                    raise ValueError(f"{self.path}: {rule}: the disk, or another program, has changed it. Fix: give --start-over.")
+                    raise ValueError(
+                        f"{self.path}: {rule}: the disk, or another program, has changed it. Fix: give"
+                        " --start-over."
+                    )
         return whole.hexdigest()
 
 
@@ -221,4 +286,10 @@ def merge_summary(manifest: Mapping[str, Any]) -> dict[str, object]:
     file = manifest["outputs"][0]
     counts = {"documents": manifest["read"]["num_documents"], "shards": len(manifest["num_documents"])}
     skipped = {f"skipped: {reason}": count for reason, count in manifest["read"]["skipped"].items()}
-    return {"file": file["name"], **counts, "MB": round(file["bytes"] / 1e6, 1), **skipped, "seconds": manifest["seconds"]}
+    return {
+        "file": file["name"],
+        **counts,
+        "MB": round(file["bytes"] / 1e6, 1),
+        **skipped,
+        "seconds": manifest["seconds"],
+    }

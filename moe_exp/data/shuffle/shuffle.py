@@ -1,9 +1,10 @@
 """Global shuffle: JSONL files -> shards in random order and a validation file, within a memory budget.
 
-The order depends on the seed and on each document's place in the inputs, in their order, and on nothing else: the same bytes for every
-memory budget, on every machine, after any interruption (`buckets` says how). Shards are ranges of that order; they differ by one document
-at most. A document is for validation where a hash of seed and text is under the wanted fraction, or, where that holds for none, smallest:
-duplicates stay together, and there is always one. Lines are written as they were read, without BOM and CR, each with an LF.
+The order depends on the seed and on each document's place in the inputs, in their order, and on nothing else:
+the same bytes for every memory budget, on every machine, after any interruption (`buckets` says how). Shards
+are ranges of that order; they differ by one document at most. A document is for validation where a hash of
+seed and text is under the wanted fraction, or, where that holds for none, smallest: duplicates stay together,
+and there is always one. Lines are written as they were read, without BOM and CR, each with an LF.
 
     <name>.chunk.00.jsonl ... <name>.chunk.31.jsonl   <name>.val.jsonl   manifest.json
 """
@@ -61,11 +62,14 @@ class Memory:
     @classmethod
     def of(cls, budget_bytes: int) -> Memory:
         """The usual division."""
-        return cls(budget_bytes, budget_bytes // 16, budget_bytes // 8, (budget_bytes - _FIXED_BYTES) * 3 // 4)
+        return cls(
+            budget_bytes, budget_bytes // 16, budget_bytes // 8, (budget_bytes - _FIXED_BYTES) * 3 // 4
+        )
 
 
 def find_jsonl(paths: Iterable[Path]) -> list[Path]:
-    """Files as they are, folders as their .jsonl, .jsonl.gz and .jsonl.zst files, sorted by name, without *.val.jsonl.
+    """Files as they are, folders as their .jsonl, .jsonl.gz and .jsonl.zst files, sorted by name, without
+    *.val.jsonl.
 
     Raises:
         ValueError: there is none, one is of another kind or there twice.
@@ -74,7 +78,10 @@ def find_jsonl(paths: Iterable[Path]) -> list[Path]:
     for path in paths:
         found = jsonl_files_in(path) if path.is_dir() else [path]
         if not found:
-            raise ValueError(f"input={path}: the folder has no file that ends with {' or '.join(JSONL_SUFFIXES)}. Fix: another folder.")
+            raise ValueError(
+                f"input={path}: the folder has no file that ends with {' or '.join(JSONL_SUFFIXES)}. Fix:"
+                " another folder."
+            )
         files += found
     if not files:
         raise ValueError("input=: no file is given. Fix: give JSONL files or folders of them.")
@@ -82,9 +89,15 @@ def find_jsonl(paths: Iterable[Path]) -> list[Path]:
         if not path.is_file():
             raise ValueError(f"input={path}: there is no such file. Fix: check the path.")
         if not path.name.endswith(JSONL_SUFFIXES):
-            raise ValueError(f"input={path}: does not end with {' or '.join(JSONL_SUFFIXES)}. Fix: convert it, or rename it.")
+            raise ValueError(
+                f"input={path}: does not end with {' or '.join(JSONL_SUFFIXES)}. Fix: convert it, or"
+                " rename it."
+            )
         if times > 1:
-            raise ValueError(f"input={path}: is given {times} times, its documents would be there as often. Fix: give it once.")
+            raise ValueError(
+                f"input={path}: is given {times} times, its documents would be there as often. Fix: give it"
+                " once."
+            )
     return files
 
 
@@ -118,7 +131,8 @@ def shuffle(
         start_over: see `run_stage`.
 
     Raises:
-        ValueError: a setting or an input cannot be used, too little disk, no document is left for training; see `run_stage`, `LineBlocks`.
+        ValueError: a setting or an input cannot be used, too little disk, no document is left for training;
+            see `run_stage`, `LineBlocks`.
         BadDocument: a line is no document, or a compressed file is damaged.
     """
     sizes = {"num_shards": num_shards, "valid_fraction": valid_fraction, "memory_bytes": memory_bytes}
@@ -136,7 +150,9 @@ def shuffle(
 
 
 def estimate_shuffle(inputs: Sequence[Path], memory_bytes: int | None = None) -> dict[str, int]:
-    """What a shuffle will take: input_bytes, line_bytes (decompressed, roughly), memory_bytes, num_buckets, disk_bytes and seconds."""
+    """What a shuffle will take: input_bytes, line_bytes (decompressed, roughly), memory_bytes, num_buckets,
+    disk_bytes and seconds.
+    """
     memory = Memory.of(_checked_memory(memory_bytes))
     sizes = {path: path.stat().st_size for path in find_jsonl(inputs)}
     line_bytes = estimate_line_bytes(sizes)
@@ -146,7 +162,8 @@ def estimate_shuffle(inputs: Sequence[Path], memory_bytes: int | None = None) ->
         "line_bytes": line_bytes,
         "memory_bytes": memory.budget_bytes,
         "num_buckets": num_buckets,
-        # The lines and their records (a few percent), and once more the bucket that is dealt out, which is removed afterwards.
+        # The lines and their records (a few percent), and once more the bucket that is dealt out, which is
+        # removed afterwards.
         "disk_bytes": int(1.05 * line_bytes * (1 + 1 / num_buckets)),
         "seconds": math.ceil(line_bytes / _BYTES_PER_SECOND),
     }
@@ -160,7 +177,9 @@ def _checked_memory(memory_bytes: int | None) -> int:
     if memory_bytes is None:
         return max(SMALLEST_MEMORY_BYTES, available_memory_bytes() // 4)
     if memory_bytes < SMALLEST_MEMORY_BYTES:
-        raise ValueError(f"memory={memory_bytes / 2**20:g}MB: must be at least 16 MB. Fix: give 256MB or more.")
+        raise ValueError(
+            f"memory={memory_bytes / 2**20:g}MB: must be at least 16 MB. Fix: give 256MB or more."
+        )
     return memory_bytes
 
 
@@ -181,7 +200,11 @@ def check_shuffle(inputs: Iterable[Path], output: Path, **settings: Any) -> list
 
 
 def check_settings(
-    *, name: str, num_shards: int = 32, valid_fraction: float = DEFAULT_VALID_FRACTION, memory_bytes: int | None = None
+    *,
+    name: str,
+    num_shards: int = 32,
+    valid_fraction: float = DEFAULT_VALID_FRACTION,
+    memory_bytes: int | None = None,
 ) -> None:
     """Checks what can be checked of a shuffle whose inputs are not there yet; arguments as of `shuffle`.
 
@@ -194,15 +217,23 @@ def check_settings(
     if num_shards < 1:
         raise ValueError(f"num_shards={num_shards}: must be at least 1. Fix: give 32.")
     if not 0 < valid_fraction < 1:
-        raise ValueError(f"valid_fraction={valid_fraction}: must be between 0 and 1. Fix: give {DEFAULT_VALID_FRACTION}.")
+        raise ValueError(
+            f"valid_fraction={valid_fraction}: must be between 0 and 1. Fix: give {DEFAULT_VALID_FRACTION}."
+        )
 
 
 def shuffle_summary(manifest: Mapping[str, Any]) -> dict[str, object]:
     """Rows of the table at the end."""
     train, valid = manifest["train"], manifest["valid"]
-    rows: dict[str, object] = {"training documents": train["num_documents"], "validation documents": valid["num_documents"]}
+    rows: dict[str, object] = {
+        "training documents": train["num_documents"],
+        "validation documents": valid["num_documents"],
+    }
     rows |= {f"skipped: {reason}": count for reason, count in manifest["read"]["skipped"].items()}
-    text_bytes = {"training text, MB": train["num_text_bytes"], "validation text, MB": valid["num_text_bytes"]}
+    text_bytes = {
+        "training text, MB": train["num_text_bytes"],
+        "validation text, MB": valid["num_text_bytes"],
+    }
     rows |= {name: round(num_bytes / 1e6, 1) for name, num_bytes in text_bytes.items()}
     return rows | {"shards": len(manifest["outputs"]) - 1, "seconds": manifest["seconds"]}
 
@@ -222,10 +253,15 @@ class Shuffling:
         self.settings = stage.key["settings"]
         name, num_shards = self.settings["name"], self.settings["num_shards"]
         width = max(2, len(str(num_shards - 1)))
-        names = [f"{name}.val.jsonl", *(f"{name}.chunk.{shard:0{width}d}.jsonl" for shard in range(num_shards))]
+        names = [
+            f"{name}.val.jsonl",
+            *(f"{name}.chunk.{shard:0{width}d}.jsonl" for shard in range(num_shards)),
+        ]
         self.outputs = [stage.folder / file_name for file_name in names]
         self.state_path = stage.folder / "state.json"
-        self.state = State.from_json(json.loads(self.state_path.read_text())) if self.state_path.exists() else None
+        self.state = (
+            State.from_json(json.loads(self.state_path.read_text())) if self.state_path.exists() else None
+        )
 
     def bytes_on_disk(self) -> int:
         """What an interrupted call has written."""
@@ -248,7 +284,10 @@ class Shuffling:
             for num_bytes in dealer.deal():
                 advance(num_bytes)
         del dealer.view
-        return self._finish(state, [dealer.shard_start(shard + 1) - dealer.shard_start(shard) for shard in range(dealer.num_shards)])
+        return self._finish(
+            state,
+            [dealer.shard_start(shard + 1) - dealer.shard_start(shard) for shard in range(dealer.num_shards)],
+        )
 
     def _save(self) -> None:
         assert self.state is not None
@@ -259,31 +298,50 @@ class Shuffling:
         block_bytes = min(self.memory.block_bytes, max(_BLOCK_BYTES, 2**16 * state.num_buckets))
         lines = LineBlocks(block_bytes, self.memory.longest_bytes)
         options = {name: self.settings[name] for name in ("text_field", "skip_bad")}
-        most_lines = min(_MOST_LINES, max(1, 2 * self.memory.block_bytes // LINE_BYTES))  # as much for short lines as two buffers
+        # as much for short lines as two buffers
+        most_lines = min(_MOST_LINES, max(1, 2 * self.memory.block_bytes // LINE_BYTES))
         reader = DocumentBlocks(lines, state.read, **options, most_lines=most_lines)
         seed, done = self.settings["seed"], sum(size for size, _ in state.bucket_sizes)
         with progress("shuffle, pass 1 of 2", line_bytes, done=done) as advance:
-            passes = spread(state, self.inputs, self.stage.folder, reader, seed=seed, save=self._save, save_bytes=self.save_bytes)
+            passes = spread(
+                state,
+                self.inputs,
+                self.stage.folder,
+                reader,
+                seed=seed,
+                save=self._save,
+                save_bytes=self.save_bytes,
+            )
             for num_bytes in passes:
                 advance(num_bytes)
 
     def _check_split(self, state: State) -> None:
         num_documents, num_valid = state.read.num_documents, state.valid.total().num_documents
         if not num_documents:
-            raise ValueError(f"input={self.inputs[0]}: there is no document in the input. Fix: another input.")
+            raise ValueError(
+                f"input={self.inputs[0]}: there is no document in the input. Fix: another input."
+            )
         if num_valid == num_documents:
             rule = f"all {num_documents} documents are for validation, none is left for training"
             fix = "give a smaller fraction, or more documents with different texts"
             raise ValueError(f"valid_fraction={self.settings['valid_fraction']}: {rule}. Fix: {fix}.")
         if num_documents - num_valid < self.settings["num_shards"]:
-            logger.warning("%d documents for training in %d shards: some are empty", num_documents - num_valid, self.settings["num_shards"])
+            logger.warning(
+                "%d documents for training in %d shards: some are empty",
+                num_documents - num_valid,
+                self.settings["num_shards"],
+            )
 
     def _finish(self, state: State, shard_counts: list[int]) -> dict[str, Any]:
         valid = state.valid.total()
-        hashes = check_outputs(dict(zip(self.outputs, [valid.num_documents, *shard_counts], strict=True)), state.line_hash)
+        hashes = check_outputs(
+            dict(zip(self.outputs, [valid.num_documents, *shard_counts], strict=True)), state.line_hash
+        )
         read = state.read
         train_hash = (read.text_hash - valid.text_hash) % 2**128
-        train = Tally(read.num_documents - valid.num_documents, read.num_text_bytes - valid.num_text_bytes, train_hash)
+        train = Tally(
+            read.num_documents - valid.num_documents, read.num_text_bytes - valid.num_text_bytes, train_hash
+        )
         self.state_path.unlink()
         return self.stage.finish_folder(
             self.outputs,
@@ -293,12 +351,16 @@ class Shuffling:
             valid=valid.to_json(),
             line_hash=f"{state.line_hash:032x}",
             valid_file=self.outputs[0].name,
-            num_documents={path.name: count for path, count in zip(self.outputs, [valid.num_documents, *shard_counts], strict=True)},
+            num_documents={
+                path.name: count
+                for path, count in zip(self.outputs, [valid.num_documents, *shard_counts], strict=True)
+            },
         )
 
 
 def check_outputs(counts: dict[Path, int], line_hash: int) -> dict[Path, str]:
-    """Reads files back and returns their hashes, if their lines are as many as they should be, and together those that were read.
+    """Reads files back and returns their hashes, if their lines are as many as they should be, and together
+    those that were read.
 
     Args:
         counts: number of lines of each.
@@ -317,7 +379,9 @@ def check_outputs(counts: dict[Path, int], line_hash: int) -> dict[Path, str]:
             found_hash = (found_hash + line_hash_of_file) % 2**128
             advance(path.stat().st_size)
     if found_hash != line_hash:
-        raise ValueError(f"{next(iter(counts)).parent}: the lines that were read back are not those of the input. {fix}")
+        raise ValueError(
+            f"{next(iter(counts)).parent}: the lines that were read back are not those of the input. {fix}"
+        )
     return hashes
 
 
@@ -346,7 +410,8 @@ _UNKNOWN_BYTES = 2 * 2**30
 
 
 def available_memory_bytes(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
-    """What this process may still use: of the machine, and of the container's or job's control group (version 2 or 1), the smaller.
+    """What this process may still use: of the machine, and of the container's or job's control group (version
+    2 or 1), the smaller.
 
     Where neither says (macOS), 2 GB.
     """
@@ -374,10 +439,19 @@ def _of_groups(proc: Path, cgroup: Path) -> list[int | None]:
         if controllers not in ("", "memory") and "memory" not in controllers.split(","):
             continue
         root = cgroup if not controllers else cgroup / "memory"
-        names = ("memory.max", "memory.current") if not controllers else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        names = (
+            ("memory.max", "memory.current")
+            if not controllers
+            else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        )
         folder = root / name.lstrip("/")
-        # In a container the group's name may be one of the host, which is not there to be seen: then the root is the container's.
-        left += [_left(group, *names) for group in (folder, *folder.parents) if group == root or root in group.parents]
+        # In a container the group's name may be one of the host, which is not there to be seen: then the root
+        # is the container's.
+        left += [
+            _left(group, *names)
+            for group in (folder, *folder.parents)
+            if group == root or root in group.parents
+        ]
     return left
 
 

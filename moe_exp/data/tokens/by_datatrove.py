@@ -1,9 +1,11 @@
-"""Tokenizing by datatrove, for clusters that run its executors: a task per range of shards, then merged into one .bin and .idx.
+"""Tokenizing by datatrove, for clusters that run its executors: a task per range of shards, then merged into
+one .bin and .idx.
 
-datatrove's reader drops lines that it cannot parse; the documents come from ours, which stops. Its tokenizer reads special tokens in a
-text as such and takes 65,500 to 65,536 tokens for uint16; both are set here as everywhere in this package. The bytes are those of
-`tokenize_files`; the CPU is that of an `encode_batch` loop. Every task counts and hashes what it reads and what it writes, and its files
-are read back and compared with that before they are merged.
+datatrove's reader drops lines that it cannot parse; the documents come from ours, which stops. Its tokenizer
+reads special tokens in a text as such and takes 65,500 to 65,536 tokens for uint16; both are set here as
+everywhere in this package. The bytes are those of `tokenize_files`; the CPU is that of an `encode_batch`
+loop. Every task counts and hashes what it reads and what it writes, and its files are read back and compared
+with that before they are merged.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ EXECUTORS = ("local", "slurm", "ray")
 
 _BATCH_DOCUMENTS = 1000  # datatrove's default of 10,000 takes 4.6 GB
 _READ_BYTES = 2**22
-_COUNTS = "counts"  # folder: a call that looks how far SLURM's tasks are clears the working folder of temporary .json files
+# folder: a call that looks how far SLURM's tasks are clears the working folder of temporary .json files
+_COUNTS = "counts"
 
 
 def tokenize_by_datatrove(
@@ -50,35 +53,56 @@ def tokenize_by_datatrove(
 ) -> dict[str, Any] | None:
     """Runs datatrove's tokenizer in `output`.datatrove/ and merges what the tasks make; returns the manifest.
 
-    With SLURM it submits the tasks and returns None; called again with the same arguments when they are done, it merges.
+    With SLURM it submits the tasks and returns None; called again with the same arguments when they are done,
+    it merges.
 
     Args:
-        inputs: .jsonl, .jsonl.gz and .jsonl.zst files; task r of T reads a contiguous range of them, so that their order stays.
+        inputs: .jsonl, .jsonl.gz and .jsonl.zst files; task r of T reads a contiguous range of them, so that
+            their order stays.
         output: path without suffix.
         settings: how a text becomes tokens; the tokenizer must be a tokenizer.json.
         executor: local, slurm or ray.
         tasks: at most as many as inputs.
-        workers: tasks at a time, of SLURM and Ray. Local tasks run one after the other: datatrove's local pool waits forever for a
-            worker that died. On one machine `tokenize_files` is the way.
+        workers: tasks at a time, of SLURM and Ray. Local tasks run one after the other: datatrove's local
+            pool waits forever for a worker that died. On one machine `tokenize_files` is the way.
         slurm: arguments of datatrove's SlurmPipelineExecutor besides these: `partition` and `time` at least.
         start_over: remove what is there.
 
     Raises:
-        ValueError: a setting is wrong; a line is no document; tasks failed; what a task has written is not what it has read.
+        ValueError: a setting is wrong; a line is no document; tasks failed; what a task has written is not
+            what it has read.
     """
     _check(inputs, settings, executor, tasks, slurm)
-    key = {"tokenizer": settings.tokenizer.facts(), "json_key": settings.json_key, "append_eod": settings.append_eod, "tasks": tasks}
+    key = {
+        "tokenizer": settings.tokenizer.facts(),
+        "json_key": settings.json_key,
+        "append_eod": settings.append_eod,
+        "tasks": tasks,
+    }
     folder = output.with_name(output.name + ".datatrove")
     with run_stage(
-        "tokenize-by-datatrove", folder, settings=key | {"skip_bad": settings.skip_bad}, inputs=inputs, start_over=start_over
+        "tokenize-by-datatrove",
+        folder,
+        settings=key | {"skip_bad": settings.skip_bad},
+        inputs=inputs,
+        start_over=start_over,
     ) as stage:
         if not stage.was_done:
             tokenizer_path = stage.folder / "tokenizer.json"
             if not (stage.folder / "submitted").exists():  # tasks may be reading it
                 tokenizer_path.write_bytes(settings.tokenizer.content)
                 (stage.folder / _COUNTS).mkdir(exist_ok=True)
-            pipeline = [_step(_Task(stage.folder, [path.absolute() for path in inputs], settings), tokenizer_path)]
-            run = _executor(executor, pipeline, tasks=tasks, workers=workers, logging_dir=str(stage.folder / "datatrove"), slurm=slurm)
+            pipeline = [
+                _step(_Task(stage.folder, [path.absolute() for path in inputs], settings), tokenizer_path)
+            ]
+            run = _executor(
+                executor,
+                pipeline,
+                tasks=tasks,
+                workers=workers,
+                logging_dir=str(stage.folder / "datatrove"),
+                slurm=slurm,
+            )
             if not _is_done(run, stage.folder, executor, tasks):
                 return None
             counts, hashes = _checked_counts(stage.folder, settings, tasks)
@@ -86,10 +110,16 @@ def tokenize_by_datatrove(
             stage.finish_folder(outputs, hashes=hashes, all_tasks=counts.to_json())
     counts = PartCounts.from_json((stage.manifest or {})["all_tasks"])
     tally = counts.tally.to_json()
-    facts = {"num_eods": counts.num_eods} | {name: tally[name] for name in ("num_text_bytes", "text_hash", "skipped")}
+    facts = {"num_eods": counts.num_eods} | {
+        name: tally[name] for name in ("num_text_bytes", "text_hash", "skipped")
+    }
     facts |= {"vocab_size": settings.tokenizer.vocab_size, "eod_id": settings.tokenizer.eod_id}
     # A task of blank lines alone has empty files, which are no token files.
-    filled = [prefix for prefix in (_prefix(folder, rank) for rank in range(tasks)) if Path(f"{prefix}.bin").stat().st_size]
+    filled = [
+        prefix
+        for prefix in (_prefix(folder, rank) for rank in range(tasks))
+        if Path(f"{prefix}.bin").stat().st_size
+    ]
     return merge_token_files(filled, output, start_over=start_over, facts=facts)
 
 
@@ -106,24 +136,45 @@ def _is_done(run: Any, folder: Path, executor: str, tasks: int) -> bool:
     if not num_left:
         return True
     if executor != "slurm":  # Ray's returns without an error then
-        raise ValueError(f"{folder / 'datatrove'}: {num_left} of {tasks} tasks failed. Fix: see their logs there, and call it again.")
+        raise ValueError(
+            f"{folder / 'datatrove'}: {num_left} of {tasks} tasks failed. Fix: see their logs there, and call"
+            " it again."
+        )
     submitted.touch()
     logger.info("%d of %d tasks are not done. Call it again when they are, to merge.", num_left, tasks)
-    logger.info("Should they have failed (see %s): remove %s and call it again.", folder / "datatrove", submitted)
+    logger.info(
+        "Should they have failed (see %s): remove %s and call it again.", folder / "datatrove", submitted
+    )
     return False
 
 
-def _check(inputs: Sequence[Path], settings: PartSettings, executor: str, tasks: int, slurm: Mapping[str, Any] | None) -> None:
+def _check(
+    inputs: Sequence[Path], settings: PartSettings, executor: str, tasks: int, slurm: Mapping[str, Any] | None
+) -> None:
     if executor not in EXECUTORS:
-        raise ValueError(problem("executor", executor, f"must be one of {', '.join(EXECUTORS)}", "choose one of them"))
+        raise ValueError(
+            problem("executor", executor, f"must be one of {', '.join(EXECUTORS)}", "choose one of them")
+        )
     if not 1 <= tasks <= len(inputs):
-        raise ValueError(problem("tasks", tasks, f"a task reads whole files, and there are {len(inputs)}", f"give 1 to {len(inputs)}"))
+        raise ValueError(
+            problem(
+                "tasks",
+                tasks,
+                f"a task reads whole files, and there are {len(inputs)}",
+                f"give 1 to {len(inputs)}",
+            )
+        )
     if settings.tokenizer.kind != "huggingface":
         rule = f"datatrove tokenizes with a tokenizer.json, {settings.tokenizer.name} is none"
         raise ValueError(problem("executor", executor, rule, "leave it out"))
     if executor == "slurm" and not {"partition", "time"} <= set(slurm or {}):
         raise ValueError(
-            problem("executor", executor, "SLURM needs a partition and a time limit", "give --slurm-partition and --slurm-time")
+            problem(
+                "executor",
+                executor,
+                "SLURM needs a partition and a time limit",
+                "give --slurm-partition and --slurm-time",
+            )
         )
 
 
@@ -131,7 +182,9 @@ def _executor(name: str, pipeline: list[Any], *, slurm: Mapping[str, Any] | None
     if name == "slurm":
         from datatrove.executor import SlurmPipelineExecutor
 
-        return SlurmPipelineExecutor(pipeline, job_name="tokenize", env_command=job_environment(), **how, **(slurm or {}))
+        return SlurmPipelineExecutor(
+            pipeline, job_name="tokenize", env_command=job_environment(), **how, **(slurm or {})
+        )
     if name == "ray":
         from datatrove.executor import RayPipelineExecutor
 
@@ -151,7 +204,9 @@ class _Task:
 
     def documents(self, rank: int, world_size: int, read: Tally) -> Iterator[tuple[Path, int, str]]:
         """File, line and text of a task's documents, counted into `read`."""
-        for path in self.inputs[rank * len(self.inputs) // world_size : (rank + 1) * len(self.inputs) // world_size]:
+        for path in self.inputs[
+            rank * len(self.inputs) // world_size : (rank + 1) * len(self.inputs) // world_size
+        ]:
             for number, line in read_lines(path):
                 try:
                     text = text_of(line, self.settings.json_key)
@@ -191,7 +246,9 @@ class _Task:
                 digest.update(ids.data)
                 counts.tally.add(text.encode())
                 counts.num_tokens += len(ids)
-                counts.num_eods += int(np.count_nonzero(ids == tokenizer.eod_id)) if tokenizer.eod_id is not None else 0
+                counts.num_eods += (
+                    int(np.count_nonzero(ids == tokenizer.eod_id)) if tokenizer.eod_id is not None else 0
+                )
         file.close()
         step.stat_update("tokens", value=counts.num_tokens)
         counts.tally.skipped = read.skipped
@@ -207,7 +264,8 @@ def _step(task: _Task, tokenizer_path: Path) -> Any:
     allow_special, itemsize = task.settings.tokenizer.allow_special, task.settings.dtype.itemsize
 
     class Step(MegatronDocumentTokenizer):  # type: ignore[misc]
-        # Plain properties: a cached_property has a lock in Python 3.10 and 3.11, which hangs in the process that unpickles this class.
+        # Plain properties: a cached_property has a lock in Python 3.10 and 3.11, which hangs in the process
+        # that unpickles this class.
         @property
         def tokenizer(self) -> Any:
             if "_tokenizer" not in self.__dict__:
@@ -227,7 +285,8 @@ def _step(task: _Task, tokenizer_path: Path) -> Any:
 
 
 def _checked_counts(folder: Path, settings: PartSettings, tasks: int) -> tuple[PartCounts, dict[Path, str]]:
-    """The sum of what the tasks counted, after it was compared with their files, and the hashes of their .bin.
+    """The sum of what the tasks counted, after it was compared with their files, and the hashes of their
+    .bin.
 
     Raises:
         ValueError: they do not agree, or there is no document.
@@ -251,7 +310,10 @@ def _checked_counts(folder: Path, settings: PartSettings, tasks: int) -> tuple[P
             facts["end-of-document tokens, one a document,"] = (num_eods, counts.tally.num_documents)
         for what, (found, expected) in facts.items():
             if found != expected:
-                raise ValueError(f"{bin_path}: {found} {what} instead of {expected}. Fix: check the disk, and give --start-over.")
+                raise ValueError(
+                    f"{bin_path}: {found} {what} instead of {expected}. Fix: check the disk, and give"
+                    " --start-over."
+                )
         total += counts
     if not total.tally.num_documents:
         raise ValueError(problem("input", folder, "the inputs have no documents", "give files with text"))
@@ -264,6 +326,12 @@ def _eods_and_hash(path: Path, settings: PartSettings) -> tuple[int, str]:
     with path.open("rb") as file:
         while chunk := file.read(_READ_BYTES):
             digest.update(chunk)
-            tokens = np.frombuffer(chunk[: len(chunk) // settings.dtype.itemsize * settings.dtype.itemsize], settings.dtype)
-            num_eods += int(np.count_nonzero(tokens == settings.tokenizer.eod_id)) if settings.tokenizer.eod_id is not None else 0
+            tokens = np.frombuffer(
+                chunk[: len(chunk) // settings.dtype.itemsize * settings.dtype.itemsize], settings.dtype
+            )
+            num_eods += (
+                int(np.count_nonzero(tokens == settings.tokenizer.eod_id))
+                if settings.tokenizer.eod_id is not None
+                else 0
+            )
     return num_eods, digest.hexdigest()

@@ -1,9 +1,11 @@
-"""Texts to token ids: by the package that defines the tokenizer, or by gigatoken, which is checked against it.
+"""Texts to token ids: by the package that defines the tokenizer, or by gigatoken, which is checked against
+it.
 
-gigatoken 0.10 and tokenizers 0.23 have tables of different Unicode versions: of some 260,000 code points 359, the letters and digits that
-Unicode 17 added, are split from their neighbours by one and not by the other. Whether that changes the ids depends on the merges, so a
-sample does not find it. Therefore every character that is not ASCII is tried once, in a vocabulary that shows where the text was split,
-and a document with a character that fails goes to the tokenizer's own package.
+gigatoken 0.10 and tokenizers 0.23 have tables of different Unicode versions: of some 260,000 code points 359,
+the letters and digits that Unicode 17 added, are split from their neighbours by one and not by the other.
+Whether that changes the ids depends on the merges, so a sample does not find it. Therefore every character
+that is not ASCII is tried once, in a vocabulary that shows where the text was split, and a document with a
+character that fails goes to the tokenizer's own package.
 """
 
 from __future__ import annotations
@@ -30,9 +32,11 @@ Encoded = tuple[npt.NDArray[np.integer[Any]], npt.NDArray[np.int64]]
 # Takes texts; returns the ids of all of them, one after the other, and how many each has.
 Encoder = Callable[[Sequence[str]], Encoded]
 
-# Characters that tokenizers disagree on: controls, kinds of space, marks, letters with case rules, digits of other scripts, emoji.
+# Characters that tokenizers disagree on: controls, kinds of space, marks, letters with case rules, digits of
+# other scripts, emoji.
 _ODD = (
-    "\0\x01\x1c\x1f\x7f\x85\xa0\xad¼²ªßŉǅΐςİıſﬁ\u0300\u0301\u0345\u0661\u0966\u0bef\u1680\u180e\u2000\u2003\u2007\u200b\u200d\u2028\u2029"
+    "\0\x01\x1c\x1f\x7f\x85\xa0\xad¼²ªßŉǅΐςİıſﬁ\u0300\u0301\u0345\u0661\u0966\u0bef\u1680\u180e\u2000\u2003\u2007"
+    "\u200b\u200d\u2028\u2029"
     "\u202f\u2060\u2160\u24b6\u3000\u3007\ufe0f\ufeff\ufffd世界かな한글אבجि\U00010348\U0001d518🙂👩🏽🇩🇪"
 )
 _PLAIN = [
@@ -61,8 +65,8 @@ _PLAIN = [
 ]
 _NUM_PROBES = 300
 
-# A character between neighbours of each class, and the vocabulary in which it is seen whether they were split: bytes, and as merges every
-# neighbour with every byte of a character that is not ASCII.
+# A character between neighbours of each class, and the vocabulary in which it is seen whether they were
+# split: bytes, and as merges every neighbour with every byte of a character that is not ASCII.
 _SPLIT_TEMPLATE, _SPLIT_NEIGHBOURS = "aCa1C1!C! C \nC\n", "a1! \n"
 
 
@@ -71,7 +75,8 @@ class Probe:
     """What was found out before the work starts.
 
     Args:
-        backend: gigatoken or tokenizers; the latter stands for the package that defines the tokenizer, whichever that is.
+        backend: gigatoken or tokenizers; the latter stands for the package that defines the tokenizer,
+            whichever that is.
         reason: why.
         tokens_per_byte: of the sample's text in UTF-8, without end-of-document tokens.
         bytes_per_second: of one worker on the sample, tables cold.
@@ -84,7 +89,9 @@ class Probe:
 
 
 class Encoders:
-    """The encoders of a tokenizer, loaded when they are needed. They work in the calling thread (see `one_thread`)."""
+    """The encoders of a tokenizer, loaded when they are needed. They work in the calling thread (see
+    `one_thread`).
+    """
 
     def __init__(self, tokenizer: TextTokenizer):
         self.tokenizer = tokenizer
@@ -107,7 +114,8 @@ class Encoders:
 
 
 class CheckedGigatoken:
-    """gigatoken, but for documents with characters that it does not split as the tokenizer's own package does.
+    """gigatoken, but for documents with characters that it does not split as the tokenizer's own package
+    does.
 
     Args:
         encoders: of the tokenizer.
@@ -127,8 +135,12 @@ class CheckedGigatoken:
         self._splitters = (_gigatoken(probe), _huggingface(probe)) if probe else None
 
     def __call__(self, texts: Sequence[str]) -> Encoded:
-        """As every encoder; counts in `num_rerouted` the documents that went to the tokenizer's own package."""
-        rerouted = [index for index, text in enumerate(texts) if not text.isascii() and self._is_split_otherwise(text)]
+        """As every encoder; counts in `num_rerouted` the documents that went to the tokenizer's own
+        package.
+        """
+        rerouted = [
+            index for index, text in enumerate(texts) if not text.isascii() and self._is_split_otherwise(text)
+        ]
         ids, lengths = self._encode(texts)
         if not rerouted:
             return ids, lengths
@@ -144,7 +156,9 @@ class CheckedGigatoken:
             return False
         unknown = set(text) - self._same
         if tried := sorted(unknown - self._other):
-            wrong = find_differences(*self._splitters, [_SPLIT_TEMPLATE.replace("C", character) for character in tried])
+            wrong = find_differences(
+                *self._splitters, [_SPLIT_TEMPLATE.replace("C", character) for character in tried]
+            )
             self._other.update(tried[index] for index in wrong)
             self._same.update(set(tried) - self._other)
         return not unknown <= self._same
@@ -170,11 +184,13 @@ def one_thread() -> Iterator[None]:
 
 
 def probe_backend(encoders: Encoders, requested: str, sample: Sequence[str]) -> Probe:
-    """Chooses the backend, by whether gigatoken gives the same ids as the tokenizer's own package, and measures it on the sample.
+    """Chooses the backend, by whether gigatoken gives the same ids as the tokenizer's own package, and
+    measures it on the sample.
 
     Args:
         encoders: of the tokenizer.
-        requested: one of BACKENDS; `auto` is gigatoken where it is installed, loads the tokenizer and gives the same.
+        requested: one of BACKENDS; `auto` is gigatoken where it is installed, loads the tokenizer and gives
+            the same.
         sample: texts of the corpus.
 
     Raises:
@@ -195,7 +211,11 @@ def _choose(encoders: Encoders, requested: str, texts: Sequence[str]) -> tuple[s
         return "tokenizers", "bytes need no package"
     try:
         wrong = find_differences(encoders.get("gigatoken"), encoders.get("tokenizers"), texts)
-        why = f"it encodes {texts[wrong[0]][:40]!r} otherwise than the tokenizer's own package" if wrong else None
+        why = (
+            f"it encodes {texts[wrong[0]][:40]!r} otherwise than the tokenizer's own package"
+            if wrong
+            else None
+        )
     except ModuleNotFoundError as error:
         if error.name != "gigatoken":
             raise
@@ -205,7 +225,9 @@ def _choose(encoders: Encoders, requested: str, texts: Sequence[str]) -> tuple[s
     if why is None:
         return "gigatoken", f"the ids of {len(texts)} texts are those of the tokenizer's own package"
     if requested == "gigatoken":
-        raise ValueError(problem("backend", requested, f"gigatoken cannot be used: {why}", "give --backend tokenizers"))
+        raise ValueError(
+            problem("backend", requested, f"gigatoken cannot be used: {why}", "give --backend tokenizers")
+        )
     return "tokenizers", f"not gigatoken: {why}"
 
 
@@ -213,7 +235,9 @@ def probe_texts(tokenizer: TextTokenizer) -> list[str]:
     """Short texts of what tokenizers disagree on, special tokens among it; the same at every call."""
     pieces = [*_PLAIN, *_ODD]
     if tokenizer.kind == "huggingface":
-        pieces += [token["content"] for token in (orjson.loads(tokenizer.content).get("added_tokens") or [])[:64]]
+        pieces += [
+            token["content"] for token in (orjson.loads(tokenizer.content).get("added_tokens") or [])[:64]
+        ]
     choice = random.Random(0)
     return ["".join(choice.choices(pieces, k=choice.randrange(1, 30))) for _ in range(_NUM_PROBES)]
 
@@ -224,7 +248,11 @@ def find_differences(encoder: Encoder, reference: Encoder, texts: Sequence[str])
     reference_ids, reference_lengths = reference(texts)
     if np.array_equal(lengths, reference_lengths) and np.array_equal(ids, reference_ids):
         return []
-    pairs = zip(np.split(ids, np.cumsum(lengths)[:-1]), np.split(reference_ids, np.cumsum(reference_lengths)[:-1]), strict=True)
+    pairs = zip(
+        np.split(ids, np.cumsum(lengths)[:-1]),
+        np.split(reference_ids, np.cumsum(reference_lengths)[:-1]),
+        strict=True,
+    )
     return [index for index, (one, other) in enumerate(pairs) if not np.array_equal(one, other)]
 
 
@@ -235,7 +263,9 @@ def _huggingface(tokenizer: TextTokenizer) -> Encoder:
     backend.encode_special_tokens = not tokenizer.allow_special
 
     def encode(texts: Sequence[str]) -> Encoded:
-        return _joined([encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)])
+        return _joined(
+            [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        )
 
     return encode
 
@@ -250,7 +280,9 @@ def _sentencepiece(tokenizer: TextTokenizer) -> Encoder:
 def _bytes(tokenizer: TextTokenizer) -> Encoder:
     def encode(texts: Sequence[str]) -> Encoded:
         encoded = [text.encode() for text in texts]
-        return np.frombuffer(b"".join(encoded), np.uint8), np.fromiter(map(len, encoded), np.int64, len(encoded))
+        return np.frombuffer(b"".join(encoded), np.uint8), np.fromiter(
+            map(len, encoded), np.int64, len(encoded)
+        )
 
     return encode
 
@@ -284,22 +316,33 @@ def _gigatoken_json(tokenizer: TextTokenizer) -> str:
 
 
 def _splitting_tokenizer(tokenizer: TextTokenizer) -> TextTokenizer | None:
-    """The tokenizer with a vocabulary that shows where it splits; None where it does not split by classes of characters."""
+    """The tokenizer with a vocabulary that shows where it splits; None where it does not split by classes of
+    characters.
+    """
     content = orjson.loads(tokenizer.content) if tokenizer.kind == "huggingface" else {}
     if b'"ByteLevel"' not in orjson.dumps(content.get("pre_tokenizer")) or content["model"]["type"] != "BPE":
         return None
     names = _byte_names()
     vocab = {name: byte for byte, name in enumerate(names)}
     high = names[128:]
-    merges = [pair for one in _SPLIT_NEIGHBOURS for byte in high for pair in ((names[ord(one)], byte), (byte, names[ord(one)]))]
+    merges = [
+        pair
+        for one in _SPLIT_NEIGHBOURS
+        for byte in high
+        for pair in ((names[ord(one)], byte), (byte, names[ord(one)]))
+    ]
     vocab |= {first + second: len(names) + index for index, (first, second) in enumerate(merges)}
     content["added_tokens"] = []
     content["model"] |= {"vocab": vocab, "merges": merges, "unk_token": None, "ignore_merges": False}
-    return replace(tokenizer, content=orjson.dumps(content), vocab_size=len(vocab), eod_id=None, eod_token=None)
+    return replace(
+        tokenizer, content=orjson.dumps(content), vocab_size=len(vocab), eod_id=None, eod_token=None
+    )
 
 
 def _byte_names() -> list[str]:
-    """What ByteLevel calls the 256 bytes: printable Latin-1 characters are themselves, the others come from 256 on, in order."""
+    """What ByteLevel calls the 256 bytes: printable Latin-1 characters are themselves, the others come from
+    256 on, in order.
+    """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(256, 512))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]

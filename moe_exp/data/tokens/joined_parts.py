@@ -1,7 +1,7 @@
 """Parts (parts.py), joined in order into one .bin and .idx.
 
-Joining goes on while later parts are made, and a part's tokens are removed when they are in the joined file, so that the disk holds them
-once. What a crash leaves is verified by the parts' hashes before it is used.
+Joining goes on while later parts are made, and a part's tokens are removed when they are in the joined file,
+so that the disk holds them once. What a crash leaves is verified by the parts' hashes before it is used.
 """
 
 from __future__ import annotations
@@ -43,12 +43,17 @@ class JoinedParts:
 
         Args:
             parts: of the whole run.
-            published: where the .bin gets its place at the end: a call that was killed in between has moved it already.
+            published: where the .bin gets its place at the end: a call that was killed in between has moved
+                it already.
         """
         if not self.bin_path.exists() and published.exists() and (self.folder / "joined.json").exists():
             published.replace(self.bin_path)
         self.bin_path.touch()
-        num_joined = json.loads((self.folder / "joined.json").read_text())["num_parts"] if (self.folder / "joined.json").exists() else 0
+        num_joined = (
+            json.loads((self.folder / "joined.json").read_text())["num_parts"]
+            if (self.folder / "joined.json").exists()
+            else 0
+        )
         with self.bin_path.open("rb+") as file:
             for part in parts[:num_joined]:
                 counts = self._read_counts(part)
@@ -76,7 +81,10 @@ class JoinedParts:
             os.fsync(file.fileno())
         if digest.hexdigest() != counts.token_hash:
             (self.folder / f"{part.stem}.json").unlink()
-            raise ValueError(f"{path}: is not what was written. Fix: check the disk, and call it again: the part is made again.")
+            raise ValueError(
+                f"{path}: is not what was written. Fix: check the disk, and call it again: the part is made"
+                " again."
+            )
         self._add(counts)
         write_json(self.folder / "joined.json", {"num_parts": self.num_parts})
         path.unlink()
@@ -87,7 +95,9 @@ class JoinedParts:
         Raises:
             ValueError: counts do not agree.
         """
-        lengths = np.concatenate([np.fromfile(self.folder / f"{part.stem}.lengths", np.int32) for part in parts])
+        lengths = np.concatenate(
+            [np.fromfile(self.folder / f"{part.stem}.lengths", np.int32) for part in parts]
+        )
         counts, tally = self.counts, self.counts.tally
         facts = {
             "parts": (self.num_parts, len(parts)),
@@ -99,7 +109,10 @@ class JoinedParts:
             facts["end-of-document tokens"] = (counts.num_eods, tally.num_documents)
         for what, (found, expected) in facts.items():
             if found != expected:
-                raise ValueError(f"{self.bin_path}: {found} {what} instead of {expected}. Fix: check the disk, and give --start-over.")
+                raise ValueError(
+                    f"{self.bin_path}: {found} {what} instead of {expected}. Fix: check the disk, and give"
+                    " --start-over."
+                )
         write_index(self.idx_path, lengths, self.settings.dtype)
 
     def _read_counts(self, part: Part) -> PartCounts:

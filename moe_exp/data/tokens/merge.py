@@ -20,9 +20,14 @@ _COPY_BYTES = 2**22
 
 
 def merge_token_files(
-    prefixes: Sequence[Path], output: Path, *, start_over: bool = False, facts: Mapping[str, Any] | None = None
+    prefixes: Sequence[Path],
+    output: Path,
+    *,
+    start_over: bool = False,
+    facts: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Joins token files of shards into the files that one run over all of them would have made, and returns the manifest.
+    """Joins token files of shards into the files that one run over all of them would have made, and returns
+    the manifest.
 
     Args:
         prefixes: of the shards, in order; those of other programs too.
@@ -37,7 +42,13 @@ def merge_token_files(
     inputs = [Path(f"{prefix}{suffix}") for prefix in prefixes for suffix in (".bin", ".idx")]
     needed_bytes = sum(path.stat().st_size for path in inputs)
     with run_stage(
-        "merge-tokens", output, settings={}, inputs=inputs, is_folder=False, start_over=start_over, suffixes=(".bin", ".idx")
+        "merge-tokens",
+        output,
+        settings={},
+        inputs=inputs,
+        is_folder=False,
+        start_over=start_over,
+        suffixes=(".bin", ".idx"),
     ) as stage:
         if stage.was_done:
             return stage.manifest or {}
@@ -56,9 +67,13 @@ def merge_token_files(
 
 
 def merge_dry_run(prefixes: Sequence[Path], output: Path) -> None:
-    """Prints documents, tokens, bytes and free disk; writes nothing. Args and Raises as `merge_token_files`; the disk is too small."""
+    """Prints documents, tokens, bytes and free disk; writes nothing. Args and Raises as `merge_token_files`;
+    the disk is too small.
+    """
     dtype = _check(prefixes, output)
-    needed_bytes = sum(Path(f"{prefix}{suffix}").stat().st_size for prefix in prefixes for suffix in (".bin", ".idx"))
+    needed_bytes = sum(
+        Path(f"{prefix}{suffix}").stat().st_size for prefix in prefixes for suffix in (".bin", ".idx")
+    )
     existing = next(parent for parent in output.absolute().parents if parent.exists())
     rows = {
         "inputs": f"{len(prefixes)} pairs of .bin and .idx, tokens as {dtype}",
@@ -80,7 +95,9 @@ def _check(prefixes: Sequence[Path], output: Path) -> str:
             raise ValueError(problem("output_prefix", output, "is one of the shards", "give another prefix"))
     dtypes = {read_index(prefix)[0].name: str(prefix) for prefix in prefixes}
     if len(dtypes) > 1:
-        rule = f"tokens are stored as {' and '.join(f'{dtype} in {prefix}' for dtype, prefix in dtypes.items())}"
+        rule = (
+            f"tokens are stored as {' and '.join(f'{dtype} in {prefix}' for dtype, prefix in dtypes.items())}"
+        )
         raise ValueError(problem("merge", prefixes[0], rule, "merge shards of one tokenizer"))
     return next(iter(dtypes))
 
@@ -90,6 +107,9 @@ def _merge_indices(prefixes: Sequence[Path], path: Path) -> tuple[int, int]:
     indices = [read_index(prefix) for prefix in prefixes]
     sizes = np.concatenate([sizes for _, sizes, _ in indices])
     firsts = np.cumsum([0, *(len(sizes) for _, sizes, _ in indices)])
-    documents = [np.zeros(1, np.int64), *(first + ends[1:] for first, (_, _, ends) in zip(firsts, indices, strict=False))]
+    documents = [
+        np.zeros(1, np.int64),
+        *(first + ends[1:] for first, (_, _, ends) in zip(firsts, indices, strict=False)),
+    ]
     write_index(path, sizes, indices[0][0], np.concatenate(documents))
     return sum(len(ends) - 1 for _, _, ends in indices), int(sizes.sum(dtype=np.int64))

@@ -1,4 +1,6 @@
-"""A range of a JSONL file becomes a part: its tokens, the lengths of its documents, its counts. It is complete when its .json is there."""
+"""A range of a JSONL file becomes a part: its tokens, the lengths of its documents, its counts. It is
+complete when its .json is there.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +29,20 @@ BATCH_BYTES = 2**20  # of text: what the tokenizers package makes of it takes ab
 _BUFFER_BYTES = 2**20
 _COPY_BYTES = 2**22
 _BOM = b"\xef\xbb\xbf"
-# The sample of the largest part that is compared with the tokenizer's own package, which takes about 0.1 s per 200 KB.
+# The sample of the largest part that is compared with the tokenizer's own package, which takes about 0.1 s
+# per 200 KB.
 _NUM_SAMPLED, _NUM_ODD, _CLIP_CHARACTERS = 32, 16, 4096
 _ODD_CHARACTERS = re.compile(
-    "[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u0300-\u036f\u1680\u180e\u2000-\u200f\u2028-\u202f\u3000\ufeff\U00010000-\U0010ffff]"
+    "[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u0300-\u036f\u1680\u180e"
+    "\u2000-\u200f\u2028-\u202f\u3000\ufeff\U00010000-\U0010ffff]"
 )
 
 
 @dataclass(frozen=True)
 class Part:
-    """Lines of a file that start at `start` or later and before `end` (None: of the whole file, which is compressed)."""
+    """Lines of a file that start at `start` or later and before `end` (None: of the whole file, which is
+    compressed).
+    """
 
     index: int
     path: Path
@@ -89,8 +95,12 @@ class PartCounts:
 
 
 def default_part_bytes(paths: Sequence[Path]) -> int:
-    """So that there is work for many workers; a function of the inputs alone, as a run that goes on needs the same parts."""
-    return min(LARGEST_PART_BYTES, max(SMALLEST_PART_BYTES, sum(path.stat().st_size for path in paths) // NUM_PARTS))
+    """So that there is work for many workers; a function of the inputs alone, as a run that goes on needs the
+    same parts.
+    """
+    return min(
+        LARGEST_PART_BYTES, max(SMALLEST_PART_BYTES, sum(path.stat().st_size for path in paths) // NUM_PARTS)
+    )
 
 
 def plan_parts(paths: Sequence[Path], part_bytes: int) -> list[Part]:
@@ -221,7 +231,9 @@ class PartEncoder:
         counts.token_hash = digest.hexdigest()
         write_json(folder / f"{part.stem}.json", counts.to_json())
 
-    def _batches(self, part: Part, tally: Tally, sample: _Sample, advance: Callable[[int], None]) -> Iterator[list[tuple[int, str]]]:
+    def _batches(
+        self, part: Part, tally: Tally, sample: _Sample, advance: Callable[[int], None]
+    ) -> Iterator[list[tuple[int, str]]]:
         """Documents with their line numbers, BATCH_BYTES of text at a time or one longer document."""
         batch: list[tuple[int, str]] = []
         batch_bytes = line_bytes = 0
@@ -265,20 +277,33 @@ class PartEncoder:
             counts.num_rerouted += self._encoder.num_rerouted
             self._encoder.num_rerouted = 0
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < tokenizer.vocab_size:
-            raise ValueError(f"{tokenizer.name}: gives ids outside its vocabulary, 0..{tokenizer.vocab_size - 1}. Fix: mend its files.")
+            raise ValueError(
+                f"{tokenizer.name}: gives ids outside its vocabulary, 0..{tokenizer.vocab_size - 1}. Fix:"
+                " mend its files."
+            )
         ids, lengths = self._without_special(part, batch, ids, lengths, counts.tally)
         if tokenizer.eod_id is not None and tokenizer.allow_special:
             counts.num_eods += int(np.count_nonzero(ids == tokenizer.eod_id))
         if self.settings.append_eod and tokenizer.eod_id is not None:
-            ids, lengths = np.insert(ids.astype(self.settings.dtype), np.cumsum(lengths), tokenizer.eod_id), lengths + 1
+            ids, lengths = (
+                np.insert(ids.astype(self.settings.dtype), np.cumsum(lengths), tokenizer.eod_id),
+                lengths + 1,
+            )
             counts.num_eods += len(lengths)
         counts.num_tokens += len(ids)
         return ids.astype(self.settings.dtype, copy=False), lengths.astype(np.int32)
 
     def _without_special(
-        self, part: Part, batch: Sequence[tuple[int, str]], ids: npt.NDArray[np.integer[Any]], lengths: npt.NDArray[np.int64], tally: Tally
+        self,
+        part: Part,
+        batch: Sequence[tuple[int, str]],
+        ids: npt.NDArray[np.integer[Any]],
+        lengths: npt.NDArray[np.int64],
+        tally: Tally,
     ) -> Encoded:
-        """The batch without the documents whose text gave special tokens: models read as such what their own vocabulary has."""
+        """The batch without the documents whose text gave special tokens: models read as such what their own
+        vocabulary has.
+        """
         found = np.flatnonzero(self._is_special[ids])
         if not len(found):
             return ids, lengths
@@ -344,7 +369,9 @@ def is_complete(part: Part, folder: Path) -> bool:
 
 
 def write_all(file: Any, content: Any) -> None:
-    """Writes all bytes of an array or of bytes to an unbuffered file; a full disk is an OSError here and nowhere later."""
+    """Writes all bytes of an array or of bytes to an unbuffered file; a full disk is an OSError here and
+    nowhere later.
+    """
     rest = memoryview(content).cast("B") if len(content) else memoryview(b"")
     while len(rest):
         rest = rest[file.write(rest) :]

@@ -1,6 +1,8 @@
-"""JSONL files to Megatron's .bin/.idx by worker processes: the same bytes for any number of them, and after any crash.
+"""JSONL files to Megatron's .bin/.idx by worker processes: the same bytes for any number of them, and after
+any crash.
 
-The inputs are cut into parts (parts.py), workers make them in any order, and this process joins them in the order of the inputs.
+The inputs are cut into parts (parts.py), workers make them in any order, and this process joins them in the
+order of the inputs.
 """
 
 from __future__ import annotations
@@ -27,7 +29,15 @@ from moe_exp.data.documents import JSONL_SUFFIXES, Tally, is_validation_file, js
 from moe_exp.data.stage import Stage, check_free_disk, run_stage
 from moe_exp.data.tokens.encoders import BACKENDS, ONE_THREAD, Encoders, Probe, one_thread, probe_backend
 from moe_exp.data.tokens.joined_parts import JoinedParts
-from moe_exp.data.tokens.parts import Part, PartEncoder, PartSettings, default_part_bytes, is_complete, part_lines, plan_parts
+from moe_exp.data.tokens.parts import (
+    Part,
+    PartEncoder,
+    PartSettings,
+    default_part_bytes,
+    is_complete,
+    part_lines,
+    plan_parts,
+)
 from moe_exp.host.files import write_json
 from moe_exp.host.progress import print_summary, progress
 
@@ -46,9 +56,11 @@ def tokenized_prefix(output_prefix: str | Path, json_key: str = "text") -> Path:
 
 
 def find_inputs(names: Sequence[str | Path]) -> list[Path]:
-    """The files that names stand for: files, folders (their JSONL files by name, but for *.val.jsonl, which is for validation) and globs.
+    """The files that names stand for: files, folders (their JSONL files by name, but for *.val.jsonl, which
+    is for validation) and globs.
 
-    JSONL files are often called .json; such ones are taken where they are named, but not from a folder, where other JSON may lie.
+    JSONL files are often called .json; such ones are taken where they are named, but not from a folder, where
+    other JSON may lie.
 
     Raises:
         ValueError: a name stands for nothing, a file is no JSONL file, or comes twice.
@@ -58,23 +70,37 @@ def find_inputs(names: Sequence[str | Path]) -> list[Path]:
         path = Path(name)
         if path.is_dir():
             matches = jsonl_files_in(path)
-        else:
-            # Not Path.glob, which takes no absolute pattern.
-            matches = [path] if path.is_file() else sorted(Path(one) for one in glob.glob(str(name)) if Path(one).is_file())  # noqa: PTH207
+        elif path.is_file():
+            matches = [path]
+        else:  # not Path.glob, which takes no absolute pattern
+            matches = sorted(Path(one) for one in glob.glob(str(name)) if Path(one).is_file())  # noqa: PTH207
         if not matches:
-            raise ValueError(problem("input", name, "there are no JSONL files", "give files, folders or patterns in quotes"))
+            raise ValueError(
+                problem(
+                    "input", name, "there are no JSONL files", "give files, folders or patterns in quotes"
+                )
+            )
         found += matches
     for path in found:
         if not path.name.endswith(JSONL_SUFFIXES + _JSON_SUFFIXES):
-            fix = "call it .jsonl if each of its lines is a JSON object, else convert it (moe-exp data prepare)"
-            raise ValueError(problem("input", path, f"its name does not end in {', '.join(JSONL_SUFFIXES)}", fix))
+            fix = (
+                "call it .jsonl if each of its lines is a JSON object, else convert it (moe-exp data prepare)"
+            )
+            raise ValueError(
+                problem("input", path, f"its name does not end in {', '.join(JSONL_SUFFIXES)}", fix)
+            )
     seen: set[Path] = set()
     for path in found:
         if path.resolve() in seen:
-            raise ValueError(problem("input", path, "is given twice, its documents would be too", "name it once"))
+            raise ValueError(
+                problem("input", path, "is given twice, its documents would be too", "name it once")
+            )
         seen.add(path.resolve())
     if len(found) > 1 and any(map(is_validation_file, found)):
-        logger.warning("%s is for validation, by its name, and is tokenized with the others", next(filter(is_validation_file, found)))
+        logger.warning(
+            "%s is for validation, by its name, and is tokenized with the others",
+            next(filter(is_validation_file, found)),
+        )
     return found
 
 
@@ -88,7 +114,8 @@ def tokenize_files(
     start_over: bool = False,
     part_bytes: int | None = None,
 ) -> dict[str, Any]:
-    """Writes `output`.bin, .idx and .manifest.json and returns the manifest. One sequence per document, in the order of the inputs.
+    """Writes `output`.bin, .idx and .manifest.json and returns the manifest. One sequence per document, in
+    the order of the inputs.
 
     Args:
         inputs: .jsonl, .jsonl.gz and .jsonl.zst files.
@@ -100,14 +127,25 @@ def tokenize_files(
         part_bytes: of input per part; by default see `default_part_bytes`.
 
     Raises:
-        ValueError: a setting is wrong; a line is no document (it names file and line); a worker died; the disk is too small.
+        ValueError: a setting is wrong; a line is no document (it names file and line); a worker died; the
+            disk is too small.
     """
     _check_how(workers, backend)
-    key = {"tokenizer": settings.tokenizer.facts(), "json_key": settings.json_key, "append_eod": settings.append_eod}
+    key = {
+        "tokenizer": settings.tokenizer.facts(),
+        "json_key": settings.json_key,
+        "append_eod": settings.append_eod,
+    }
     part_bytes = part_bytes or default_part_bytes(inputs)
     key |= {"skip_bad": settings.skip_bad, "part_bytes": part_bytes}
     with run_stage(
-        "tokenize", output, settings=key, inputs=inputs, is_folder=False, start_over=start_over, suffixes=(".bin", ".idx")
+        "tokenize",
+        output,
+        settings=key,
+        inputs=inputs,
+        is_folder=False,
+        start_over=start_over,
+        suffixes=(".bin", ".idx"),
     ) as stage:
         if stage.was_done:
             return stage.manifest or {}
@@ -120,10 +158,20 @@ def tokenize_files(
             chosen = _pinned_backend(stage, pool, backend, inputs, settings)
             _make_parts(pool, chosen, parts, joined, stage.folder)
         if not joined.counts.tally.num_documents:
-            raise ValueError(problem("input", inputs[0], "the inputs have no documents", "give files with text"))
+            raise ValueError(
+                problem("input", inputs[0], "the inputs have no documents", "give files with text")
+            )
         joined.write_index(parts)
-        facts = {"num_tokens": joined.counts.num_tokens, "num_eods": joined.counts.num_eods, "dtype": settings.dtype.name}
-        facts |= {"backend": chosen, "num_checked": joined.counts.num_checked, "num_rerouted": joined.counts.num_rerouted}
+        facts = {
+            "num_tokens": joined.counts.num_tokens,
+            "num_eods": joined.counts.num_eods,
+            "dtype": settings.dtype.name,
+        }
+        facts |= {
+            "backend": chosen,
+            "num_checked": joined.counts.num_checked,
+            "num_rerouted": joined.counts.num_rerouted,
+        }
         facts |= joined.counts.tally.to_json()
         return stage.finish_files([joined.bin_path, joined.idx_path], **facts)
 
@@ -132,17 +180,23 @@ def _check_how(workers: int, backend: str) -> None:
     if workers < 1:
         raise ValueError(problem("workers", workers, "must be at least 1", "give 1 or more"))
     if backend not in BACKENDS:
-        raise ValueError(problem("backend", backend, f"must be one of {', '.join(BACKENDS)}", "choose one of them"))
+        raise ValueError(
+            problem("backend", backend, f"must be one of {', '.join(BACKENDS)}", "choose one of them")
+        )
 
 
 def _usable(workers: int) -> int:
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if workers > available:
-        logger.info("%d workers asked for, %d are started: as many as this process has cores", workers, available)
+        logger.info(
+            "%d workers asked for, %d are started: as many as this process has cores", workers, available
+        )
     return min(workers, available)
 
 
-def _pinned_backend(stage: Stage, pool: _Workers, requested: str, inputs: Sequence[Path], settings: PartSettings) -> str:
+def _pinned_backend(
+    stage: Stage, pool: _Workers, requested: str, inputs: Sequence[Path], settings: PartSettings
+) -> str:
     """The backend of the call that began; chosen, and the disk checked, where this is the first."""
     path = stage.folder / "backend.json"
     if path.exists():
@@ -161,7 +215,9 @@ def _pinned_backend(stage: Stage, pool: _Workers, requested: str, inputs: Sequen
     return probe.backend
 
 
-def _make_parts(pool: _Workers, backend: str, parts: Sequence[Part], joined: JoinedParts, folder: Path) -> None:
+def _make_parts(
+    pool: _Workers, backend: str, parts: Sequence[Part], joined: JoinedParts, folder: Path
+) -> None:
     """Makes the parts that are not there, and joins all in order, as soon as it is one's turn."""
     missing = [part for part in parts[joined.num_parts :] if not is_complete(part, folder)]
     done = sum(part.num_bytes for part in parts) - sum(part.num_bytes for part in missing)
@@ -193,7 +249,9 @@ class _Workers:
         context = multiprocessing.get_context("spawn")
         self._bytes, self._stop = context.Value("q", 0), context.Event()
         arguments = (self._settings, self._bytes, self._stop)
-        self._pool = ProcessPoolExecutor(self.number, mp_context=context, initializer=_start_worker, initargs=arguments)
+        self._pool = ProcessPoolExecutor(
+            self.number, mp_context=context, initializer=_start_worker, initargs=arguments
+        )
         self._stack.callback(self._pool.shutdown, cancel_futures=True)
         self._stack.callback(self._stop.set)
         return self
@@ -207,7 +265,9 @@ class _Workers:
         with _told_of_death():
             return self._pool.submit(_probe_in_worker, backend, list(sample)).result()
 
-    def encode(self, backend: str, parts: Sequence[Part], folder: Path, advance: Callable[[int], None]) -> Iterator[Part]:
+    def encode(
+        self, backend: str, parts: Sequence[Part], folder: Path, advance: Callable[[int], None]
+    ) -> Iterator[Part]:
         """Yields the parts as they are complete."""
         if not parts:
             return
@@ -238,7 +298,10 @@ def _told_of_death() -> Iterator[None]:
     try:
         yield
     except BrokenProcessPool as error:
-        fix = "give fewer --workers if the memory was not enough, and call it again: it goes on where it stopped"
+        fix = (
+            "give fewer --workers if the memory was not enough, and call it again: it goes on where it"
+            " stopped"
+        )
         raise ValueError(f"tokenize: a worker process died. Fix: {fix}.") from error
 
 
@@ -283,14 +346,25 @@ def _encode_in_worker(backend: str, part: Part, folder: Path) -> None:
 class _Estimate:
     """Tokens, disk and time of a run, by a sample."""
 
-    def __init__(self, inputs: Sequence[Path], sample: Sequence[str], probe: Probe, settings: PartSettings, workers: int):
+    def __init__(
+        self,
+        inputs: Sequence[Path],
+        sample: Sequence[str],
+        probe: Probe,
+        settings: PartSettings,
+        workers: int,
+    ):
         text = b"\n".join(one.encode() for one in sample)
         packed = len(text) / max(1, len(zlib.compress(text, 6)))
         self.input_bytes = sum(path.stat().st_size for path in inputs)
         # As many bytes of text as of JSONL: an upper bound, as escapes and other fields take the rest.
-        self.text_bytes = int(sum(path.stat().st_size * (packed if path.suffix in (".gz", ".zst") else 1) for path in inputs))
+        self.text_bytes = int(
+            sum(path.stat().st_size * (packed if path.suffix in (".gz", ".zst") else 1) for path in inputs)
+        )
         self.num_documents = int(len(sample) * self.text_bytes / max(1, len(text)))
-        self.num_tokens = int(self.text_bytes * probe.tokens_per_byte) + self.num_documents * settings.append_eod
+        self.num_tokens = (
+            int(self.text_bytes * probe.tokens_per_byte) + self.num_documents * settings.append_eod
+        )
         bin_bytes = self.num_tokens * settings.dtype.itemsize
         # While it works, the parts of the workers and the one that is joined are on the disk as well.
         share = min(1.0, (workers + 1) * default_part_bytes(inputs) / max(1, self.input_bytes))
@@ -298,7 +372,9 @@ class _Estimate:
         self.seconds_of_one = self.text_bytes / max(1.0, probe.bytes_per_second)
 
 
-def dry_run(inputs: Sequence[Path], output: Path, settings: PartSettings, *, workers: int, backend: str) -> None:
+def dry_run(
+    inputs: Sequence[Path], output: Path, settings: PartSettings, *, workers: int, backend: str
+) -> None:
     """Prints inputs, tokens, disk and time, by a sample, and writes nothing.
 
     Raises:
@@ -312,7 +388,10 @@ def dry_run(inputs: Sequence[Path], output: Path, settings: PartSettings, *, wor
     estimate = _Estimate(inputs, sample, probe, settings, workers)
     rows = {
         "inputs": f"{len(inputs)} files, {estimate.input_bytes / 1e6:,.1f} MB",
-        "tokenizer": f"{settings.tokenizer.name}, {settings.tokenizer.vocab_size:,} tokens, EOD {settings.tokenizer.eod_token}",
+        "tokenizer": (
+            f"{settings.tokenizer.name}, {settings.tokenizer.vocab_size:,} tokens, EOD"
+            f" {settings.tokenizer.eod_token}"
+        ),
         "backend": f"{probe.backend}: {probe.reason}",
         "tokens": f"about {estimate.num_tokens:,} at most ({probe.tokens_per_byte:.3f} per byte of text)",
         "disk": f"about {estimate.disk_bytes / 1e6:,.1f} MB",
@@ -324,9 +403,13 @@ def dry_run(inputs: Sequence[Path], output: Path, settings: PartSettings, *, wor
 
 
 def sample_texts(inputs: Sequence[Path], json_key: str, num_bytes: int) -> list[str]:
-    """Documents from a few places of the inputs; what is no document is left for the run to complain about."""
+    """Documents from a few places of the inputs; what is no document is left for the run to complain
+    about.
+    """
     halves = [
-        Part(0, path, start, path.stat().st_size) for path in _evenly(inputs, _SAMPLED_PLACES) for start in (0, path.stat().st_size // 2)
+        Part(0, path, start, path.stat().st_size)
+        for path in _evenly(inputs, _SAMPLED_PLACES)
+        for start in (0, path.stat().st_size // 2)
     ]
     parts = [Part(0, part.path, 0, None) if part.path.suffix in (".gz", ".zst") else part for part in halves]
     texts: list[str] = []
@@ -346,15 +429,28 @@ def sample_texts(inputs: Sequence[Path], json_key: str, num_bytes: int) -> list[
 
 
 def _evenly(inputs: Sequence[Path], number: int) -> list[Path]:
-    return [inputs[index * len(inputs) // number] for index in range(number)] if len(inputs) > number else list(inputs)
+    return (
+        [inputs[index * len(inputs) // number] for index in range(number)]
+        if len(inputs) > number
+        else list(inputs)
+    )
 
 
 def summary_rows(manifest: dict[str, Any], seconds: float) -> dict[str, object]:
     """The table at the end of a run."""
     tally = Tally.from_json(manifest)
     rows: dict[str, object] = {"documents": tally.num_documents, "tokens": manifest["num_tokens"]}
-    rows |= {"end-of-document tokens": manifest["num_eods"], "tokens per byte": f"{manifest['num_tokens'] / tally.num_text_bytes:.3f}"}
-    rows |= {"tokens/s": f"{manifest['num_tokens'] / max(seconds, 1e-3):,.0f}", "backend": manifest["backend"]}
+    rows |= {
+        "end-of-document tokens": manifest["num_eods"],
+        "tokens per byte": f"{manifest['num_tokens'] / tally.num_text_bytes:.3f}",
+    }
+    rows |= {
+        "tokens/s": f"{manifest['num_tokens'] / max(seconds, 1e-3):,.0f}",
+        "backend": manifest["backend"],
+    }
     if manifest["backend"] == "gigatoken":
-        rows |= {"documents compared": manifest["num_checked"], "documents left to the slower package": manifest["num_rerouted"]}
+        rows |= {
+            "documents compared": manifest["num_checked"],
+            "documents left to the slower package": manifest["num_rerouted"],
+        }
     return rows | {f"skipped: {reason}": number for reason, number in sorted(tally.skipped.items())}

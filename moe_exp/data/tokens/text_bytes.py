@@ -1,9 +1,10 @@
-"""How many bytes of UTF-8 text tokens stand for: what makes losses of different tokenizers comparable, as bits per byte.
+"""How many bytes of UTF-8 text tokens stand for: what makes losses of different tokenizers comparable, as
+bits per byte.
 
-By a table with two numbers per token, so that text that a window cuts in the middle of a character is counted exactly, and nothing
-has to be decoded. The numbers add up to the length of the text that the tokenizer decodes a document to: where it normalizes
-(lower case, spaces in a row) that of the normalized text. Special tokens, the end of a document among them, and the unknown token
-stand for no text.
+By a table with two numbers per token, so that text that a window cuts in the middle of a character is counted
+exactly, and nothing has to be decoded. The numbers add up to the length of the text that the tokenizer
+decodes a document to: where it normalizes (lower case, spaces in a row) that of the normalized text. Special
+tokens, the end of a document among them, and the unknown token stand for no text.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class TokenBytes:
     """
 
     def __init__(self, tokenizer: TextTokenizer):
-        make = {"bytes": _of_bytes, "sentencepiece": _of_sentencepiece, "huggingface": _of_huggingface}[tokenizer.kind]
+        make = {"bytes": _of_bytes, "sentencepiece": _of_sentencepiece, "huggingface": _of_huggingface}[
+            tokenizer.kind
+        ]
         self.inside_V, self.first_V = make(tokenizer)
         self.eod_id = tokenizer.eod_id
         if self.eod_id is not None:
@@ -55,9 +58,13 @@ class TokenBytes:
         return int((np.where(is_first, self.first_V[ids], self.inside_V[ids]) * known).sum())
 
     def count_samples(self, tokens: npt.NDArray[np.integer[Any]]) -> int:
-        """Bytes of the labels of training samples, [B, S1]: of all tokens but the first; a document begins after an end of one."""
+        """Bytes of the labels of training samples, [B, S1]: of all tokens but the first; a document begins
+        after an end of one.
+        """
         before, labels = tokens[:, :-1], tokens[:, 1:]
-        return self.count(labels, before == self.eod_id if self.eod_id is not None else np.zeros(labels.shape, dtype=bool))
+        return self.count(
+            labels, before == self.eod_id if self.eod_id is not None else np.zeros(labels.shape, dtype=bool)
+        )
 
 
 def _of_bytes(tokenizer: TextTokenizer) -> tuple[Int64Array, Int64Array]:
@@ -102,7 +109,9 @@ def _of_huggingface(tokenizer: TextTokenizer) -> tuple[Int64Array, Int64Array]:
 def _pieces(content: dict[str, Any]) -> dict[str, int]:
     vocab = content["model"]["vocab"]
     # Unigram models keep a list of pieces with their scores, whose positions are the ids.
-    return {piece: token for token, (piece, _) in enumerate(vocab)} if isinstance(vocab, list) else dict(vocab)
+    return (
+        {piece: token for token, (piece, _) in enumerate(vocab)} if isinstance(vocab, list) else dict(vocab)
+    )
 
 
 def _decoders(content: dict[str, Any]) -> set[str]:
@@ -110,7 +119,9 @@ def _decoders(content: dict[str, Any]) -> set[str]:
     return {decoder.get("type", ""), *(part["type"] for part in decoder.get("decoders") or [])}
 
 
-def _of_byte_level(content: dict[str, Any], pieces: dict[str, int], vocab_size: int) -> tuple[Int64Array, Int64Array]:
+def _of_byte_level(
+    content: dict[str, Any], pieces: dict[str, int], vocab_size: int
+) -> tuple[Int64Array, Int64Array]:
     """Every character of a piece is a byte; that of an added token is itself."""
     lengths = np.zeros(vocab_size, dtype=np.int64)
     for piece, token in pieces.items():
@@ -121,7 +132,9 @@ def _of_byte_level(content: dict[str, Any], pieces: dict[str, int], vocab_size: 
 
 
 def _of_decoded(tokenizer: TextTokenizer, pieces: dict[str, int]) -> tuple[Int64Array, Int64Array]:
-    """What a text grows by when a token follows a word, and the token alone: decoders treat the beginning of a text differently."""
+    """What a text grows by when a token follows a word, and the token alone: decoders treat the beginning of
+    a text differently.
+    """
     from tokenizers import Tokenizer
 
     backend, ids = Tokenizer.from_str(tokenizer.content.decode()), range(tokenizer.vocab_size)

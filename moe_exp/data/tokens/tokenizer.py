@@ -1,9 +1,11 @@
-"""Tokenizers as the corpus tools use them: which files make one, how large its vocabulary is, and which token ends a document.
+"""Tokenizers as the corpus tools use them: which files make one, how large its vocabulary is, and which token
+ends a document.
 
-What is loaded here encodes the text and nothing else: truncation, padding, dropout and post-processors (which add BOS) are taken out,
-as Megatron encodes with `add_special_tokens=False`. Special tokens that occur in a text are text, unless `allow_special` says otherwise.
-A model whose own vocabulary has the piece, as Unigram and WordLevel models do, cannot read `</s>` as text: ids that a text must not give
-(`special_tokens`) are looked for in what every document becomes, and such a document is no document, as a line that is no JSON.
+What is loaded here encodes the text and nothing else: truncation, padding, dropout and post-processors (which
+add BOS) are taken out, as Megatron encodes with `add_special_tokens=False`. Special tokens that occur in a
+text are text, unless `allow_special` says otherwise. A model whose own vocabulary has the piece, as Unigram
+and WordLevel models do, cannot read `</s>` as text: ids that a text must not give (`special_tokens`) are
+looked for in what every document becomes, and such a document is no document, as a line that is no JSON.
 """
 
 from __future__ import annotations
@@ -22,11 +24,23 @@ from moe_exp.config import problem
 
 logger = logging.getLogger(__name__)
 
-TOKENIZER_TYPES = ("HuggingFaceTokenizer", "GPT2BPETokenizer", "SentencePieceTokenizer", "Llama2Tokenizer", "ByteLevelTokenizer")
+TOKENIZER_TYPES = (
+    "HuggingFaceTokenizer",
+    "GPT2BPETokenizer",
+    "SentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "ByteLevelTokenizer",
+)
 
 # Names of end-of-document tokens that are taken where the files of a tokenizer do not say which token it is.
 USUAL_EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<EOD>", "<eod>")
-_HUB_FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json"]
+_HUB_FILES = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "config.json",
+]
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _NUM_BYTES = 256
 _NO_TOKENIZER = (OSError, ValueError, KeyError, TypeError, AttributeError)
@@ -55,7 +69,9 @@ class TextTokenizer:
     allow_special: bool = False
 
     def special_tokens(self) -> dict[int, str]:
-        """Id to token of what no text may give: nothing with `allow_special`. Unknown words, which texts do have, are not among it."""
+        """Id to token of what no text may give: nothing with `allow_special`. Unknown words, which texts do
+        have, are not among it.
+        """
         if self.allow_special:
             return {}
         tokens = {}
@@ -63,7 +79,11 @@ class TextTokenizer:
             content = orjson.loads(self.content)
             unknown = content["model"].get("unk_token"), content["model"].get("unk_id")
             special = (token for token in content.get("added_tokens") or [] if token["special"])
-            tokens = {token["id"]: token["content"] for token in special if token["content"] != unknown[0] and token["id"] != unknown[1]}
+            tokens = {
+                token["id"]: token["content"]
+                for token in special
+                if token["content"] != unknown[0] and token["id"] != unknown[1]
+            }
         return tokens if self.eod_id is None else tokens | {self.eod_id: str(self.eod_token)}
 
     def facts(self) -> dict[str, Any]:
@@ -96,8 +116,9 @@ def load_tokenizer(
 
     Args:
         tokenizer_type: one of TOKENIZER_TYPES.
-        model: for HuggingFaceTokenizer a folder, a tokenizer.json or a name on the hub (HF_ENDPOINT and HF_TOKEN are honoured); for
-            SentencePieceTokenizer and Llama2Tokenizer a .model file. Unlike Megatron's, Llama2Tokenizer puts no BOS before a document.
+        model: for HuggingFaceTokenizer a folder, a tokenizer.json or a name on the hub (HF_ENDPOINT and
+            HF_TOKEN are honoured); for SentencePieceTokenizer and Llama2Tokenizer a .model file. Unlike
+            Megatron's, Llama2Tokenizer puts no BOS before a document.
         vocab_file: vocab.json of GPT2BPETokenizer.
         merge_file: merges.txt of GPT2BPETokenizer.
         eod_token: the token that ends a document; by default what the tokenizer's files say.
@@ -115,7 +136,9 @@ def load_tokenizer(
         content = _gpt2_json(_existing("vocab_file", vocab_file), _existing("merge_file", merge_file))
         return _from_json(content, str(vocab_file), None, eod_token, allow_special)
     if model is None:
-        raise ValueError(problem("tokenizer_model", "", f"{tokenizer_type} needs it", "give --tokenizer-model"))
+        raise ValueError(
+            problem("tokenizer_model", "", f"{tokenizer_type} needs it", "give --tokenizer-model")
+        )
     if tokenizer_type == "HuggingFaceTokenizer":
         path = _tokenizer_json(str(model))
         return _from_json(_read_tokenizer_json(path), str(model), path.parent, eod_token, allow_special)
@@ -123,7 +146,8 @@ def load_tokenizer(
 
 
 def load_named_tokenizer(name: str, *, allow_special: bool = False) -> TextTokenizer:
-    """Loads what TOKENIZER and --tokenizer name: a tokenizer.json or a folder with it, a SentencePiece .model file, or `bytes`.
+    """Loads what TOKENIZER and --tokenizer name: a tokenizer.json or a folder with it, a SentencePiece .model
+    file, or `bytes`.
 
     Raises:
         ValueError: it is no tokenizer.
@@ -149,7 +173,8 @@ def tokenizer_vocab_size(path: str | Path) -> int:
 
 
 def tokenizer_fingerprint(path: str | Path) -> str:
-    """16 hex digits that tell tokenizers apart by what makes ids of a text, not by paths, or by settings of padding and truncation.
+    """16 hex digits that tell tokenizers apart by what makes ids of a text, not by paths, or by settings of
+    padding and truncation.
 
     Raises:
         ValueError: as `tokenizer_vocab_size`.
@@ -157,7 +182,10 @@ def tokenizer_fingerprint(path: str | Path) -> str:
     file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     try:
         content = orjson.loads(file.read_bytes())
-        parts = [content.get(name) for name in ("normalizer", "pre_tokenizer", "model", "added_tokens", "post_processor")]
+        parts = [
+            content.get(name)
+            for name in ("normalizer", "pre_tokenizer", "model", "added_tokens", "post_processor")
+        ]
     except _NO_TOKENIZER as error:
         raise ValueError(_no_tokenizer("tokenizer", path, error)) from error
     return xxhash.xxh3_64_hexdigest(orjson.dumps(parts, option=orjson.OPT_SORT_KEYS))
@@ -165,7 +193,9 @@ def tokenizer_fingerprint(path: str | Path) -> str:
 
 def _no_tokenizer(field: str, path: str | Path, error: Exception) -> str:
     rule = f"is not a Hugging Face tokenizer.json or a folder that has one ({type(error).__name__})"
-    return problem(field, path, rule, "give the path of a tokenizer.json, as tokenizer.save_pretrained writes it")
+    return problem(
+        field, path, rule, "give the path of a tokenizer.json, as tokenizer.save_pretrained writes it"
+    )
 
 
 def _vocab_size(content: dict[str, Any]) -> int:
@@ -177,7 +207,9 @@ def _vocab_size(content: dict[str, Any]) -> int:
 
 def _existing(field: str, path: str | Path | None) -> Path:
     if path is None or not Path(path).is_file():
-        raise ValueError(problem(field, path or "", "is no file", f"give --{field.replace('_', '-')}, a file that exists"))
+        raise ValueError(
+            problem(field, path or "", "is no file", f"give --{field.replace('_', '-')}, a file that exists")
+        )
     return Path(path)
 
 
@@ -188,10 +220,17 @@ def _tokenizer_json(model: str) -> Path:
         return path
     if not path.is_dir():
         if not _HUB_NAME.fullmatch(model):
-            raise ValueError(problem("tokenizer_model", model, "is no file and no folder", "give one, or a name on the hub"))
+            raise ValueError(
+                problem(
+                    "tokenizer_model", model, "is no file and no folder", "give one, or a name on the hub"
+                )
+            )
         path = _download(model)
     if not (path / "tokenizer.json").is_file():
-        fix = "give a folder with one (save_pretrained writes it), or use GPT2BPETokenizer or SentencePieceTokenizer"
+        fix = (
+            "give a folder with one (save_pretrained writes it), or use GPT2BPETokenizer or"
+            " SentencePieceTokenizer"
+        )
         raise ValueError(problem("tokenizer_model", model, "has no tokenizer.json", fix))
     return path / "tokenizer.json"
 
@@ -204,7 +243,9 @@ def _download(name: str) -> Path:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=_HUB_FILES))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         rule = f"is no local path, and the hub does not give it ({' '.join(str(error).split())[:200]})"
-        raise ValueError(problem("tokenizer_model", name, rule, "check the name, HF_TOKEN and HF_ENDPOINT")) from error
+        raise ValueError(
+            problem("tokenizer_model", name, rule, "check the name, HF_TOKEN and HF_ENDPOINT")
+        ) from error
 
 
 def _read_tokenizer_json(path: Path) -> dict[str, Any]:
@@ -223,37 +264,59 @@ def _gpt2_json(vocab_file: Path, merge_file: Path) -> dict[str, Any]:
         tokenizer = Tokenizer(models.BPE.from_file(str(vocab_file), str(merge_file)))
     except Exception as error:  # tokenizers raises plain Exception
         rule = f"with {merge_file} is not a GPT-2 vocabulary ({error})"
-        raise ValueError(problem("vocab_file", vocab_file, rule, "give GPT-2's vocab.json and merges.txt")) from error
+        raise ValueError(
+            problem("vocab_file", vocab_file, rule, "give GPT-2's vocab.json and merges.txt")
+        ) from error
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     content: dict[str, Any] = orjson.loads(tokenizer.to_str())
     return content
 
 
-def _from_json(content: dict[str, Any], name: str, folder: Path | None, eod_token: str | None, allow_special: bool) -> TextTokenizer:
+def _from_json(
+    content: dict[str, Any], name: str, folder: Path | None, eod_token: str | None, allow_special: bool
+) -> TextTokenizer:
     for setting in ("truncation", "padding"):
         if content.get(setting) is not None:
-            logger.warning("tokenizer %s: %s is set in its tokenizer.json, switched off here: documents are tokenized whole", name, setting)
+            logger.warning(
+                "tokenizer %s: %s is set in its tokenizer.json, switched off here: documents are tokenized"
+                " whole",
+                name,
+                setting,
+            )
             content[setting] = None
     if content["model"].get("dropout"):
-        logger.warning("tokenizer %s: BPE dropout %s is set, switched off here", name, content["model"]["dropout"])
+        logger.warning(
+            "tokenizer %s: BPE dropout %s is set, switched off here", name, content["model"]["dropout"]
+        )
         content["model"]["dropout"] = None
     content["post_processor"] = None
     eod_id = None
     if eod_token is None:
-        eod_token = next((token for token in _eod_candidates(content, folder) if _token_id(content, token) is not None), None)
+        eod_token = next(
+            (token for token in _eod_candidates(content, folder) if _token_id(content, token) is not None),
+            None,
+        )
     elif _token_id(content, eod_token) is None:
-        raise ValueError(problem("eod_token", eod_token, f"the tokenizer {name} has no such token", "give one of its tokens"))
+        raise ValueError(
+            problem(
+                "eod_token", eod_token, f"the tokenizer {name} has no such token", "give one of its tokens"
+            )
+        )
     if eod_token is not None:
         eod_id = _token_id(content, eod_token)
         # Some files have it as an added token that is not special, and then a text could contain it.
         for token in content.get("added_tokens") or []:
             token["special"] |= token["content"] == eod_token
-    return TextTokenizer("huggingface", name, orjson.dumps(content), _vocab_size(content), eod_id, eod_token, allow_special)
+    return TextTokenizer(
+        "huggingface", name, orjson.dumps(content), _vocab_size(content), eod_id, eod_token, allow_special
+    )
 
 
 def _eod_candidates(content: dict[str, Any], folder: Path | None) -> Iterator[str]:
-    """What may be the end-of-document token, the surest first: what the files beside tokenizer.json say, then the usual names."""
+    """What may be the end-of-document token, the surest first: what the files beside tokenizer.json say, then
+    the usual names.
+    """
     files = {name: _optional_json(folder / name) if folder else {} for name in _HUB_FILES[1:]}
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         token = files[name].get("eos_token")
@@ -272,7 +335,9 @@ def _optional_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except ValueError as error:
-        raise ValueError(problem("tokenizer_model", path, f"is not valid JSON ({error})", "fetch it again")) from error
+        raise ValueError(
+            problem("tokenizer_model", path, f"is not valid JSON ({error})", "fetch it again")
+        ) from error
     return content if isinstance(content, dict) else {}
 
 
@@ -291,19 +356,30 @@ def _sentencepiece(path: Path, eod_token: str | None, allow_special: bool) -> Te
 
     if allow_special:
         rule = "SentencePiece reads no control symbols in a text"
-        raise ValueError(problem("allow_special", allow_special, rule, "leave it out, or use a tokenizer.json"))
+        raise ValueError(
+            problem("allow_special", allow_special, rule, "leave it out, or use a tokenizer.json")
+        )
     content = path.read_bytes()
     try:
         processor = sentencepiece.SentencePieceProcessor(model_proto=content)
     except RuntimeError as error:
-        raise ValueError(problem("tokenizer_model", path, "is not a SentencePiece model", "give a .model file")) from error
+        raise ValueError(
+            problem("tokenizer_model", path, "is not a SentencePiece model", "give a .model file")
+        ) from error
     candidates = [processor.id_to_piece(processor.eos_id())] if processor.eos_id() >= 0 else []
     names = [eod_token] if eod_token is not None else [*candidates, *USUAL_EOD_TOKENS]
     ids = [processor.piece_to_id(name) for name in names]
     # The id of a piece that is not there is that of the unknown piece.
-    found = next(((name, index) for name, index in zip(names, ids, strict=True) if index != processor.unk_id()), (None, None))
+    found = next(
+        ((name, index) for name, index in zip(names, ids, strict=True) if index != processor.unk_id()),
+        (None, None),
+    )
     if eod_token is not None and found[1] is None:
-        raise ValueError(problem("eod_token", eod_token, f"the tokenizer {path} has no such piece", "give one of its pieces"))
+        raise ValueError(
+            problem(
+                "eod_token", eod_token, f"the tokenizer {path} has no such piece", "give one of its pieces"
+            )
+        )
     return TextTokenizer("sentencepiece", str(path), content, processor.get_piece_size(), found[1], found[0])
 
 

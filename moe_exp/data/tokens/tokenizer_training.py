@@ -23,8 +23,11 @@ EOD_TOKEN = "<|endoftext|>"
 _PIECE_CHARACTERS = 2**16
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int, *, special_tokens: Sequence[str] = (EOD_TOKEN,)) -> Tokenizer:
-    """Trains a byte-level BPE tokenizer; the special tokens have the first ids. The same texts give the same tokenizer.
+def train_bpe(
+    texts: Iterable[str], vocab_size: int, *, special_tokens: Sequence[str] = (EOD_TOKEN,)
+) -> Tokenizer:
+    """Trains a byte-level BPE tokenizer; the special tokens have the first ids. The same texts give the same
+    tokenizer.
 
     Args:
         texts: the training documents.
@@ -36,7 +39,14 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, special_tokens: Sequence
     """
     smallest = len(pre_tokenizers.ByteLevel.alphabet()) + len(special_tokens)
     if vocab_size < smallest:
-        raise ValueError(problem("vocab_size", vocab_size, f"a byte-level BPE has at least {smallest} tokens", f"set {smallest} or more"))
+        raise ValueError(
+            problem(
+                "vocab_size",
+                vocab_size,
+                f"a byte-level BPE has at least {smallest} tokens",
+                f"set {smallest} or more",
+            )
+        )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -63,10 +73,11 @@ def train_tokenizer(
     skip_bad: bool = False,
     start_over: bool = False,
 ) -> dict[str, Any]:
-    """Trains a byte-level BPE on JSONL files and writes a folder that AutoTokenizer loads; returns its manifest.
+    """Trains a byte-level BPE on JSONL files and writes a folder that AutoTokenizer loads; returns its
+    manifest.
 
-    Documents are streamed; what grows with the text is the table of its different words. Of every file the same share is read, from
-    its start, so that the texts are `max_bytes` at most.
+    Documents are streamed; what grows with the text is the table of its different words. Of every file the
+    same share is read, from its start, so that the texts are `max_bytes` at most.
 
     Args:
         inputs: .jsonl, .jsonl.gz or .jsonl.zst files.
@@ -81,36 +92,66 @@ def train_tokenizer(
         start_over: replace what is there.
 
     Raises:
-        ValueError: `vocab_size` is too small, special tokens are equal, there is no text, or a line is no document.
+        ValueError: `vocab_size` is too small, special tokens are equal, there is no text, or a line is no
+            document.
     """
     special_tokens = [token for token in (eos_token, bos_token, pad_token) if token]
     if len(set(special_tokens)) < len(special_tokens):
-        raise ValueError(problem("pad_token", pad_token, "EOS, BOS and padding must be different tokens", "give another name"))
-    settings = {"vocab_size": vocab_size, "json_key": json_key, "special_tokens": special_tokens, "max_bytes": max_bytes}
-    with run_stage("train-tokenizer", output, settings=settings | {"skip_bad": skip_bad}, inputs=inputs, start_over=start_over) as stage:
+        raise ValueError(
+            problem(
+                "pad_token", pad_token, "EOS, BOS and padding must be different tokens", "give another name"
+            )
+        )
+    settings = {
+        "vocab_size": vocab_size,
+        "json_key": json_key,
+        "special_tokens": special_tokens,
+        "max_bytes": max_bytes,
+    }
+    with run_stage(
+        "train-tokenizer",
+        output,
+        settings=settings | {"skip_bad": skip_bad},
+        inputs=inputs,
+        start_over=start_over,
+    ) as stage:
         if stage.was_done and stage.manifest is not None:
             return stage.manifest
         tally = Tally()
         with progress("reading", min(max_bytes, sum(path.stat().st_size for path in inputs))) as advance:
-            texts = _limited_texts(inputs, tally, max_bytes, json_key=json_key, skip_bad=skip_bad, advance=advance)
+            texts = _limited_texts(
+                inputs, tally, max_bytes, json_key=json_key, skip_bad=skip_bad, advance=advance
+            )
             tokenizer = train_bpe(texts, vocab_size, special_tokens=special_tokens)
         if not tally.num_documents:
-            raise ValueError(problem("input", inputs[0], "the inputs have no documents", "give files with text"))
+            raise ValueError(
+                problem("input", inputs[0], "the inputs have no documents", "give files with text")
+            )
         tokenizer.save(str(stage.folder / "tokenizer.json"))
         names = {"eos_token": eos_token, "bos_token": bos_token, "pad_token": pad_token}
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, "model_max_length": 10**30}
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": 10**30,
+        }
         config |= {name: token for name, token in names.items() if token}
-        (stage.folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        (stage.folder / "tokenizer_config.json").write_text(
+            json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
         outputs = [stage.folder / "tokenizer.json", stage.folder / "tokenizer_config.json"]
         return stage.finish_folder(outputs, **tally.to_json(), vocab_size=tokenizer.get_vocab_size())
 
 
-def _limited_texts(inputs: Sequence[Path], tally: Tally, max_bytes: int, *, json_key: str, skip_bad: bool, advance: Any) -> Iterator[str]:
+def _limited_texts(
+    inputs: Sequence[Path], tally: Tally, max_bytes: int, *, json_key: str, skip_bad: bool, advance: Any
+) -> Iterator[str]:
     for index, path in enumerate(inputs):
         # What earlier files have left over of their shares is for the later ones.
         limit = tally.num_text_bytes + (max_bytes - tally.num_text_bytes) // (len(inputs) - index)
         for line, text in read_documents(path, tally, text_field=json_key, skip_bad=skip_bad):
             advance(len(line) + 1)
-            yield from (text[start : start + _PIECE_CHARACTERS] for start in range(0, len(text), _PIECE_CHARACTERS))
+            yield from (
+                text[start : start + _PIECE_CHARACTERS] for start in range(0, len(text), _PIECE_CHARACTERS)
+            )
             if tally.num_text_bytes >= limit:
                 break

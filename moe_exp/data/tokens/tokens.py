@@ -1,8 +1,9 @@
 """Megatron's .bin/.idx token files, and the text that names a blend of them. No torch in here.
 
-Layout of the .idx file (little-endian), as `megatron.core.datasets.indexed_dataset` reads it: magic, version, dtype code,
-number of sequences, number of document indices, then int32 sizes in tokens, int64 pointers in bytes and int64 document
-indices. We write one sequence per document. The .bin file is the tokens, one document after the other.
+Layout of the .idx file (little-endian), as `megatron.core.datasets.indexed_dataset` reads it: magic, version,
+dtype code, number of sequences, number of document indices, then int32 sizes in tokens, int64 pointers in
+bytes and int64 document indices. We write one sequence per document. The .bin file is the tokens, one
+document after the other.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ __all__ = [
 EOD_ID = 0
 
 _MAGIC = b"MMIDIDX\x00\x00"
-_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, number of sequences, number of document indices
+# magic, version, dtype code, number of sequences, number of document indices
+_HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
 _BLEND_RULE = "must be 'PREFIX', 'PREFIX PREFIX ...' or 'WEIGHT PREFIX WEIGHT PREFIX ...'"
 _CODES = {name: code for code, name in _DTYPES.items()}
@@ -55,7 +57,8 @@ class BinIdxWriter:
 
     Args:
         prefix: path without suffix.
-        vocab_size: tokens of the tokenizer; below 65500 tokens are stored as uint16, otherwise as int32 (Megatron's rule).
+        vocab_size: tokens of the tokenizer; below 65500 tokens are stored as uint16, otherwise as int32
+            (Megatron's rule).
         eod_id: id appended to every document.
     """
 
@@ -82,12 +85,17 @@ class BinIdxWriter:
         document = np.append(np.asarray(ids, dtype=np.int64), self.eod_id)
         if document.min() < 0 or document.max() >= self.vocab_size:
             worst = document.max() if document.max() >= self.vocab_size else document.min()
-            raise ValueError(f"token id {worst}: must be in 0..{self.vocab_size - 1}. Fix: give the size of the tokenizer's vocabulary.")
+            raise ValueError(
+                f"token id {worst}: must be in 0..{self.vocab_size - 1}. Fix: give the size of the"
+                " tokenizer's vocabulary."
+            )
         self._bin.write(document.astype(self.dtype).tobytes())
         self._sizes.append(len(document))
         self.num_tokens += len(document)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
             if kind is None:
                 self._write_index()
@@ -104,7 +112,8 @@ class BinIdxWriter:
     def _rename(self) -> None:
         self._bin.flush()
         os.fsync(self._bin.fileno())
-        # An index next to a .bin that is not its own would be worse than none: the old one goes first, the new one comes last.
+        # An index next to a .bin that is not its own would be worse than none: the old one goes first, the
+        # new one comes last.
         Path(f"{self.prefix}.idx").unlink(missing_ok=True)
         self._temporary[0].replace(f"{self.prefix}.bin")
         self._temporary[1].replace(f"{self.prefix}.idx")
@@ -116,7 +125,10 @@ def token_dtype(vocab_size: int) -> TokenDtype:
 
 
 def write_index(
-    path: Path, sizes: npt.NDArray[np.int32], dtype: np.dtype[Any], document_indices: npt.NDArray[np.int64] | None = None
+    path: Path,
+    sizes: npt.NDArray[np.int32],
+    dtype: np.dtype[Any],
+    document_indices: npt.NDArray[np.int64] | None = None,
 ) -> None:
     """Writes an .idx file to the disk.
 
@@ -124,7 +136,8 @@ def write_index(
         path: of the file.
         sizes: of the sequences in tokens.
         dtype: of the tokens.
-        document_indices: first sequence of every document and the number of sequences; by default a sequence is a document.
+        document_indices: first sequence of every document and the number of sequences; by default a sequence
+            is a document.
     """
     num_indices = len(sizes) + 1 if document_indices is None else len(document_indices)
     chunks = range(0, len(sizes), _LENGTHS_PER_WRITE)
@@ -140,17 +153,23 @@ def write_index(
             file.write(np.ascontiguousarray(document_indices).data)
         else:
             for start in range(0, num_indices, _LENGTHS_PER_WRITE):
-                file.write(np.arange(start, min(start + _LENGTHS_PER_WRITE, num_indices), dtype=np.int64).data)
+                file.write(
+                    np.arange(start, min(start + _LENGTHS_PER_WRITE, num_indices), dtype=np.int64).data
+                )
         file.flush()
         os.fsync(file.fileno())
 
 
 def read_index(prefix: str | Path) -> tuple[np.dtype[Any], npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-    """Type of the tokens, sizes in tokens of the sequences, document indices of `prefix`.idx, which must be a sound index."""
+    """Type of the tokens, sizes in tokens of the sequences, document indices of `prefix`.idx, which must be a
+    sound index.
+    """
     path = Path(f"{prefix}.idx")
     _, _, code, num_sequences, num_indices = _read_header(path)
     sizes = np.memmap(path, dtype="<i4", mode="r", offset=_HEADER.size, shape=(num_sequences,))
-    indices = np.memmap(path, dtype="<i8", mode="r", offset=_HEADER.size + 12 * num_sequences, shape=(num_indices,))
+    indices = np.memmap(
+        path, dtype="<i8", mode="r", offset=_HEADER.size + 12 * num_sequences, shape=(num_indices,)
+    )
     return np.dtype(_DTYPES[code]), sizes, indices
 
 
@@ -177,7 +196,11 @@ def _header_problem(path: Path) -> str | None:
         return f"{path} has no documents"
     expected_bytes = _HEADER.size + 12 * num_sequences + 8 * num_indices
     # A multimodal index goes on with one byte per sequence, so more is fine.
-    return f"{path} is truncated: {actual_bytes} bytes instead of {expected_bytes}" if actual_bytes < expected_bytes else None
+    return (
+        f"{path} is truncated: {actual_bytes} bytes instead of {expected_bytes}"
+        if actual_bytes < expected_bytes
+        else None
+    )
 
 
 def _size_problem(prefix: str) -> str | None:
@@ -185,7 +208,10 @@ def _size_problem(prefix: str) -> str | None:
     offset = _HEADER.size + 12 * num_sequences
     indices = np.memmap(f"{prefix}.idx", dtype="<i8", mode="r", offset=offset, shape=(num_indices,))
     if indices[0] != 0 or indices[-1] != num_sequences:
-        return f"{prefix}.idx is damaged: its documents cover sequences {indices[0]} to {indices[-1]} of {num_sequences}"
+        return (
+            f"{prefix}.idx is damaged: its documents cover sequences {indices[0]} to {indices[-1]} of"
+            f" {num_sequences}"
+        )
     expected_bytes = bin_idx_tokens(prefix) * np.dtype(_DTYPES[code]).itemsize
     actual_bytes = Path(f"{prefix}.bin").stat().st_size
     if actual_bytes == expected_bytes:
@@ -197,7 +223,11 @@ def _size_problem(prefix: str) -> str | None:
 def bin_idx_tokens(prefix: str | Path) -> int:
     """Number of tokens by the sizes in `prefix`.idx, which must be a sound index."""
     num_sequences = _read_header(Path(f"{prefix}.idx"))[3]
-    return int(np.memmap(f"{prefix}.idx", dtype="<i4", mode="r", offset=_HEADER.size, shape=(num_sequences,)).sum(dtype=np.int64))
+    return int(
+        np.memmap(f"{prefix}.idx", dtype="<i4", mode="r", offset=_HEADER.size, shape=(num_sequences,)).sum(
+            dtype=np.int64
+        )
+    )
 
 
 def _read_header(path: Path) -> tuple[bytes, int, int, int, int]:
@@ -212,9 +242,10 @@ def _read_header(path: Path) -> tuple[bytes, int, int, int, int]:
 def parse_blend(text: str) -> list[tuple[float, str]]:
     """Reads 'PREFIX', 'PREFIX PREFIX ...' or 'WEIGHT PREFIX WEIGHT PREFIX ...' into (weight, prefix) pairs.
 
-    Prefixes may carry a .bin or .idx suffix. As in Megatron, several prefixes without weights are weighted by their size,
-    as if they were one corpus; their weights here are token counts, so the files must exist. A word that reads as a number
-    is a weight. A text that names one corpus as it stands is that, spaces and all: DATA_DIR may have some.
+    Prefixes may carry a .bin or .idx suffix. As in Megatron, several prefixes without weights are weighted by
+    their size, as if they were one corpus; their weights here are token counts, so the files must exist. A
+    word that reads as a number is a weight. A text that names one corpus as it stands is that, spaces and
+    all: DATA_DIR may have some.
 
     Raises:
         ValueError: the text has none of these forms, or files to be weighted by size cannot be read.
@@ -226,21 +257,31 @@ def parse_blend(text: str) -> list[tuple[float, str]]:
         return _by_size([_strip_suffix(word) for word in words])
     if not words or len(words) % 2:
         raise ValueError(f"'{text}': {_BLEND_RULE}. Fix: give every prefix a weight, or none.")
-    return [(_weight(word, text), _prefix(word_after, text)) for word, word_after in zip(words[0::2], words[1::2], strict=True)]
+    return [
+        (_weight(word, text), _prefix(word_after, text))
+        for word, word_after in zip(words[0::2], words[1::2], strict=True)
+    ]
 
 
 def _weight(word: str, text: str) -> float:
     weight = _number(word)
     if weight is None:
-        raise ValueError(f"'{text}': {_BLEND_RULE}, and {word} is not a weight. Fix: give every prefix a weight, or none.")
+        raise ValueError(
+            f"'{text}': {_BLEND_RULE}, and {word} is not a weight. Fix: give every prefix a weight, or none."
+        )
     if not 0 < weight < math.inf:
-        raise ValueError(f"'{text}': weight {word} must be greater than 0 and finite. Fix: give another weight or leave the prefix out.")
+        raise ValueError(
+            f"'{text}': weight {word} must be greater than 0 and finite. Fix: give another weight or leave"
+            " the prefix out."
+        )
     return weight
 
 
 def _prefix(word: str, text: str) -> str:
     if _number(word) is not None:
-        raise ValueError(f"'{text}': {_BLEND_RULE}, and {word} is not a prefix. Fix: put a path after each weight.")
+        raise ValueError(
+            f"'{text}': {_BLEND_RULE}, and {word} is not a prefix. Fix: put a path after each weight."
+        )
     return _strip_suffix(word)
 
 
@@ -260,5 +301,8 @@ def _by_size(prefixes: list[str]) -> list[tuple[float, str]]:
         return [(1.0, prefixes[0])]
     for prefix in prefixes:
         if wrong := bin_idx_problem(prefix):
-            raise ValueError(f"'{' '.join(prefixes)}': {wrong}. Fix: correct the path, or give a weight before each prefix.")
+            raise ValueError(
+                f"'{' '.join(prefixes)}': {wrong}. Fix: correct the path, or give a weight before each"
+                " prefix."
+            )
     return [(float(bin_idx_tokens(prefix)), prefix) for prefix in prefixes]

@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 def passes(config: Config, flags: Mapping[str, Any]) -> bool:
     """Whether training may start; called by the launcher of every node, and the same on all.
 
-    Node 0 prints the table, adds bad nodes to RUN_DIR/exclude_nodes.txt and writes the event `preflight`. A slow node is a warning, a
-    failing one ends the job.
+    Node 0 prints the table, adds bad nodes to RUN_DIR/exclude_nodes.txt and writes the event `preflight`. A
+    slow node is a warning, a failing one ends the job.
     """
     start = time.monotonic()
     try:
@@ -42,7 +42,10 @@ def passes(config: Config, flags: Mapping[str, Any]) -> bool:
     for line in findings_lines(verdict):
         if line.startswith("failed"):
             complain(f"preflight {line}")
-    complain("no training: a node has failed the preflight. Fix: start the job without it, or set PREFLIGHT=0 to train all the same.")
+    complain(
+        "no training: a node has failed the preflight. Fix: start the job without it, or set PREFLIGHT=0 to"
+        " train all the same."
+    )
     return False
 
 

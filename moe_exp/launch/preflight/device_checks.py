@@ -1,4 +1,6 @@
-"""Matrix products with known results, and memory that is written and read back: whether a device computes and keeps what it is given."""
+"""Matrix products with known results, and memory that is written and read back: whether a device computes and
+keeps what it is given.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +24,19 @@ _TIMED_SECONDS = 0.5
 
 # Each bit of a word is written as 0 and as 1.
 _WORDS = (0x5555555555555555, -0x5555555555555556)
-_ODD = 0x1E3779B97F4A7C15  # each chunk gets another word: an address line that is stuck shows as a chunk with its neighbour's
+# each chunk gets another word: an address line that is stuck shows as a chunk with its neighbour's
+_ODD = 0x1E3779B97F4A7C15
 _CPU_CHUNK_BYTES, _CUDA_CHUNK_BYTES = 32 << 20, 256 << 20
 
 
 def check_matmul(device: torch.device, dtype: torch.dtype, *, seed: int, size: int = 0) -> dict[str, Any]:
     """Multiplies matrices whose product is known, and compares every element bit by bit.
 
-    The factors are Sylvester's Hadamard matrices H (H H' = n I, all elements 1 or -1, n a power of two; Sylvester 1867), with rows of
-    the left and columns of the right one in random order and with random signs. So the product is n times a signed permutation, and 0
-    elsewhere. Each partial sum is an integer of at most n, and over a range of a power of two in length and place it is 0 or that length,
-    whichever way the sum is cut into tiles: exact with fp32 accumulation, and every result is exact in fp32, tf32, bf16 and fp16.
+    The factors are Sylvester's Hadamard matrices H (H H' = n I, all elements 1 or -1, n a power of two;
+    Sylvester 1867), with rows of the left and columns of the right one in random order and with random signs.
+    So the product is n times a signed permutation, and 0 elsewhere. Each partial sum is an integer of at most
+    n, and over a range of a power of two in length and place it is 0 or that length, whichever way the sum is
+    cut into tiles: exact with fp32 accumulation, and every result is exact in fp32, tf32, bf16 and fp16.
 
     Args:
         device: of the rank.
@@ -50,7 +54,10 @@ def check_matmul(device: torch.device, dtype: torch.dtype, *, seed: int, size: i
     with _full_precision(device):
         for _ in range(_PATTERNS):
             rows, columns = (torch.randperm(size, generator=generator).to(device) for _ in range(2))
-            signs_left, signs_right = ((2 * torch.randint(0, 2, (size,), generator=generator) - 1).to(device, dtype) for _ in range(2))
+            signs_left, signs_right = (
+                (2 * torch.randint(0, 2, (size,), generator=generator) - 1).to(device, dtype)
+                for _ in range(2)
+            )
             left, right = hadamard[rows] * signs_left[:, None], hadamard[:, columns] * signs_right
             product = left @ right
             wrong += _num_wrong(product, rows, columns, signs_left, signs_right)
@@ -66,8 +73,12 @@ def _hadamard(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     return matrix
 
 
-def _num_wrong(product: Tensor, rows: Tensor, columns: Tensor, signs_left: Tensor, signs_right: Tensor) -> int:
-    """Row i of the product has n at the column whose number in the right factor is that of the row in the left one."""
+def _num_wrong(
+    product: Tensor, rows: Tensor, columns: Tensor, signs_left: Tensor, signs_right: Tensor
+) -> int:
+    """Row i of the product has n at the column whose number in the right factor is that of the row in the
+    left one.
+    """
     size = len(product)
     place = torch.empty_like(columns)
     place[columns] = torch.arange(size, device=columns.device)
@@ -80,7 +91,9 @@ def _num_wrong(product: Tensor, rows: Tensor, columns: Tensor, signs_left: Tenso
 
 
 def _fastest_product(left: Tensor, right: Tensor, device: torch.device) -> float:
-    """Seconds of the fastest of many: what else runs on the machine for a moment does not count, a throttled device does."""
+    """Seconds of the fastest of many: what else runs on the machine for a moment does not count, a throttled
+    device does.
+    """
     best, end = math.inf, time.perf_counter() + _TIMED_SECONDS
     while (start := time.perf_counter()) < end or best == math.inf:
         left @ right
@@ -115,7 +128,8 @@ def check_memory(device: torch.device, num_bytes: int) -> dict[str, Any]:
         num_bytes: how much; as much less as cannot be had.
 
     Returns:
-        `wrong`, words of 8 bytes that differ; `bytes`, filled; `gigabytes_per_second`, of the fastest pass, written and read.
+        `wrong`, words of 8 bytes that differ; `bytes`, filled; `gigabytes_per_second`, of the fastest pass,
+        written and read.
     """
     chunks = _allocated(device, num_bytes)
     wrong, best = 0, math.inf
@@ -129,11 +143,16 @@ def check_memory(device: torch.device, num_bytes: int) -> dict[str, Any]:
         synchronize(device)
         best = min(best, time.perf_counter() - start)
     filled = sum(chunk.nbytes for chunk in chunks)
-    return {"wrong": wrong, "bytes": filled, "gigabytes_per_second": 2 * filled / best / 1e9 if filled else 0.0}
+    return {
+        "wrong": wrong,
+        "bytes": filled,
+        "gigabytes_per_second": 2 * filled / best / 1e9 if filled else 0.0,
+    }
 
 
 def _num_other(chunk: Tensor, word: int) -> int:
-    # One pass without a temporary as large as the chunk; words are counted only where there is something to count.
+    # One pass without a temporary as large as the chunk; words are counted only where there is something to
+    # count.
     smallest, largest = torch.aminmax(chunk)
     return 0 if smallest.item() == largest.item() == word else int((chunk != word).sum())
 
@@ -158,7 +177,9 @@ _HOST_SHARE, _HOST_CAP_BYTES = 0.2, 1 << 30  # of what is free on the host, over
 
 
 def bytes_to_fill(device: torch.device, num_ranks: int) -> int:
-    """How much memory a rank checks: 90% of the free memory of its GPU; of a host's 20%, at most 1 GiB, shared by its ranks."""
+    """How much memory a rank checks: 90% of the free memory of its GPU; of a host's 20%, at most 1 GiB,
+    shared by its ranks.
+    """
     if device.type == "cuda":
         return int(_DEVICE_SHARE * torch.cuda.mem_get_info(device)[0])
     return int(min(_HOST_CAP_BYTES, _HOST_SHARE * free_host_bytes()) / num_ranks)

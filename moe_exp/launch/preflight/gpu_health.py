@@ -1,4 +1,6 @@
-"""What the driver says of a node's GPUs: memory errors, rows that wait for a reset, throttling, links. By nvidia-smi; no torch."""
+"""What the driver says of a node's GPUs: memory errors, rows that wait for a reset, throttling, links. By
+nvidia-smi; no torch.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-# Names of `nvidia-smi --help-query-gpu`. Clocks' field has a new name since driver 535; the old one is asked for where it is unknown.
+# Names of `nvidia-smi --help-query-gpu`. Clocks' field has a new name since driver 535; the old one is asked
+# for where it is unknown.
 FIELDS = (
     "index", "name", "pci.bus_id", "driver_version", "temperature.gpu", "power.draw",
     "ecc.errors.uncorrected.volatile.total", "ecc.errors.uncorrected.aggregate.total",
@@ -17,8 +20,14 @@ FIELDS = (
 )  # fmt: skip
 _OLD_NAMES = {"clocks_event_reasons.active": "clocks_throttle_reasons.active"}
 
-# nvml.h, nvmlClocksEventReason*: those that say that something is wrong; idle, power cap and settings are everyday.
-THROTTLING = {0x8: "hardware slowdown", 0x20: "too hot (driver)", 0x40: "too hot (hardware)", 0x80: "power brake"}
+# nvml.h, nvmlClocksEventReason*: those that say that something is wrong; idle, power cap and settings are
+# everyday.
+THROTTLING = {
+    0x8: "hardware slowdown",
+    0x20: "too hot (driver)",
+    0x40: "too hot (hardware)",
+    0x80: "power brake",
+}
 
 
 def query_gpus() -> tuple[list[dict[str, str]], str]:
@@ -50,7 +59,11 @@ def query_gpus() -> tuple[list[dict[str, str]], str]:
 def _rows(fields: Sequence[str], text: str) -> list[dict[str, str]]:
     names = {new: old for old, new in _OLD_NAMES.items()}
     rows = csv.reader(text.splitlines(), skipinitialspace=True)
-    return [dict(zip((names.get(field, field) for field in fields), row, strict=True)) for row in rows if len(row) == len(fields)]
+    return [
+        dict(zip((names.get(field, field) for field in fields), row, strict=True))
+        for row in rows
+        if len(row) == len(fields)
+    ]
 
 
 def gpu_findings(gpus: Sequence[dict[str, str]]) -> Iterator[tuple[str, str]]:
@@ -67,7 +80,10 @@ def gpu_findings(gpus: Sequence[dict[str, str]]) -> Iterator[tuple[str, str]]:
             yield "warning", f"{where}: {lifetime} uncorrectable memory errors (ECC) in its life"
         reasons = _mask(gpu.get("clocks_event_reasons.active"))
         if found := [name for bit, name in THROTTLING.items() if reasons & bit]:
-            yield "slow", f"{where}: clocks are held down: {', '.join(found)}, {gpu.get('temperature.gpu', '?')} C"
+            yield (
+                "slow",
+                f"{where}: clocks are held down: {', '.join(found)}, {gpu.get('temperature.gpu', '?')} C",
+            )
         width, most = _number(gpu.get("pcie.link.width.current")), _number(gpu.get("pcie.link.width.max"))
         if 0 < width < most:
             yield "warning", f"{where}: PCIe has {width} of {most} lanes"

@@ -1,4 +1,6 @@
-"""What a node has beside its devices: disks, shared memory, versions, kernel messages; and how SLURM calls the nodes. No torch."""
+"""What a node has beside its devices: disks, shared memory, versions, kernel messages; and how SLURM calls
+the nodes. No torch.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
     driver = Path("/proc/driver/nvidia/version")
-    if driver.exists() and (match := re.search(r"\b\d{3}\.\d+(\.\d+)?\b", driver.read_text(errors="replace"))):
+    if driver.exists() and (
+        match := re.search(r"\b\d{3}\.\d+(\.\d+)?\b", driver.read_text(errors="replace"))
+    ):
         found["driver"] = match[0]
     return found
 
@@ -77,7 +81,9 @@ def versions() -> dict[str, str]:
 def kernel_faults() -> list[str]:
     """Faults of the hardware in the kernel's messages since it was booted, where this user may read them."""
     try:
-        done = subprocess.run(["dmesg", "--time-format", "iso"], capture_output=True, text=True, errors="replace", timeout=10)
+        done = subprocess.run(
+            ["dmesg", "--time-format", "iso"], capture_output=True, text=True, errors="replace", timeout=10
+        )
     except (OSError, subprocess.TimeoutExpired):
         return []
     return hardware_faults(done.stdout.splitlines())
@@ -109,7 +115,8 @@ def own_name(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def planned_hosts(num_nodes: int, given: str = "", environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Host names by number of the node, as far as they are known before the nodes have come; empty where they are not.
+    """Host names by number of the node, as far as they are known before the nodes have come; empty where they
+    are not.
 
     Args:
         num_nodes: of the job.

@@ -1,7 +1,9 @@
-"""How fast ranks reach each other, point-to-point, by all-reduce and by all-to-all, and whether what arrives is what was sent.
+"""How fast ranks reach each other, point-to-point, by all-reduce and by all-to-all, and whether what arrives
+is what was sent.
 
-Rates are those of nccl-tests (doc/PERFORMANCE.md): for n ranks and S bytes per rank in t seconds, all-reduce 2 (n-1)/n S/t, all-to-all
-(n-1)/n S/t, point-to-point S/t in each direction; they do not depend on n where the links are the limit.
+Rates are those of nccl-tests (doc/PERFORMANCE.md): for n ranks and S bytes per rank in t seconds, all-reduce
+2 (n-1)/n S/t, all-to-all (n-1)/n S/t, point-to-point S/t in each direction; they do not depend on n where the
+links are the limit.
 """
 
 from __future__ import annotations
@@ -32,11 +34,13 @@ class LinkError(RuntimeError):
 
 
 @contextmanager
-def process_group(store: Store, ranks: Sequence[int], rank: int, device: torch.device, timeout: timedelta) -> Iterator[None]:
+def process_group(
+    store: Store, ranks: Sequence[int], rank: int, device: torch.device, timeout: timedelta
+) -> Iterator[None]:
     """Some ranks as the default process group of the block.
 
-    Not a subgroup of all: that would first need a group of all ranks, which one bad link keeps from coming about, and torch's names of
-    subgroups differ between ranks that were in different numbers of them.
+    Not a subgroup of all: that would first need a group of all ranks, which one bad link keeps from coming
+    about, and torch's names of subgroups differ between ranks that were in different numbers of them.
 
     Args:
         store: of this group alone.
@@ -48,7 +52,9 @@ def process_group(store: Store, ranks: Sequence[int], rank: int, device: torch.d
     of_gpu = device if device.type == "cuda" else None  # NCCL connects at once where it knows the device
     backend = "nccl" if of_gpu else "gloo"
     place = list(ranks).index(rank)
-    dist.init_process_group(backend, store=store, rank=place, world_size=len(ranks), timeout=timeout, device_id=of_gpu)
+    dist.init_process_group(
+        backend, store=store, rank=place, world_size=len(ranks), timeout=timeout, device_id=of_gpu
+    )
     try:
         yield
     finally:
@@ -64,7 +70,8 @@ def measure_group(ranks: Sequence[int], device: torch.device, twin: int | None =
         twin: of these numbers the one that this rank exchanges messages with; None: it does not.
 
     Returns:
-        `latency_us`, of an all-reduce of 8 bytes; `all_reduce`, `all_to_all` and, with a twin, `point_to_point` in GB/s; the best of some.
+        `latency_us`, of an all-reduce of 8 bytes; `all_reduce`, `all_to_all` and, with a twin,
+        `point_to_point` in GB/s; the best of some.
 
     Raises:
         LinkError: a result is wrong.
@@ -90,7 +97,9 @@ def measure_group(ranks: Sequence[int], device: torch.device, twin: int | None =
 
 
 def _affordable(device: torch.device, size: int) -> tuple[int, int]:
-    """Bytes and repeats of transfers that are short enough on this group's links, the same on all of its ranks."""
+    """Bytes and repeats of transfers that are short enough on this group's links, the same on all of its
+    ranks.
+    """
     probe = torch.zeros(_PROBE_BYTES // 4 // size * size, device=device)
     taken = _best(lambda: dist.all_to_all_single(torch.empty_like(probe), probe), device, _FEWEST)
     slowest = torch.tensor([taken], dtype=torch.float64, device=device)
@@ -115,7 +124,9 @@ def _compare(found: Tensor, expected: Tensor, what: str, ranks: Sequence[int]) -
     wrong = (found != expected).view(len(ranks), -1).sum(1)
     senders = [ranks[index] for index in wrong.nonzero().flatten().tolist()]
     if senders:
-        raise LinkError(f"{what}: {int(wrong.sum())} words of 8 bytes from rank {', '.join(map(str, senders))} are wrong")
+        raise LinkError(
+            f"{what}: {int(wrong.sum())} words of 8 bytes from rank {', '.join(map(str, senders))} are wrong"
+        )
 
 
 def _check_all_reduce(num_bytes: int, device: torch.device, repeats: int) -> float:
@@ -131,7 +142,9 @@ def _check_all_reduce(num_bytes: int, device: torch.device, repeats: int) -> flo
     return best
 
 
-def _swap(sent: Tensor, arrived: Tensor, ranks: Sequence[int], twin: int, device: torch.device, repeats: int) -> float:
+def _swap(
+    sent: Tensor, arrived: Tensor, ranks: Sequence[int], twin: int, device: torch.device, repeats: int
+) -> float:
     """Seconds in which this rank and its twin send each other `sent`, as large on both."""
     peer, place = list(ranks).index(twin), torch.arange(len(sent), device=device)
     mine = place + dist.get_rank()
@@ -165,6 +178,8 @@ def twin_of(rank: int, mine: Sequence[int], theirs: Sequence[int]) -> int:
 
 
 def described(error: Exception) -> dict[str, Any]:
-    """An error as a measurement: `wrong` results say that data were damaged, anything else that nobody answered."""
+    """An error as a measurement: `wrong` results say that data were damaged, anything else that nobody
+    answered.
+    """
     kind = "wrong" if isinstance(error, LinkError) else "error"
     return {kind: " ".join(str(error).split())[:300]}

@@ -1,9 +1,14 @@
-"""The preflight of one node, called by its launcher before training and by `moe-exp watch preflight`; every node calls it.
+"""The preflight of one node, called by its launcher before training and by `moe-exp watch preflight`; every
+node calls it.
 
-1. The nodes meet (`roll_call.py`): who does not come within PREFLIGHT_TIMEOUT is named, and that is all that can be said.
-2. Each opens a connection to the others (`reach.py`): a node that cannot be reached is named, before process groups hang on it.
-3. Clocks, disks, shared memory, versions, nvidia-smi, the kernel's messages (`host_facts.py`, `gpu_health.py`).
-4. The ranks run under torchrun (`rank.py`): arithmetic, memory, links; each writes a file, whatever becomes of the others.
+1. The nodes meet (`roll_call.py`): who does not come within PREFLIGHT_TIMEOUT is named, and that is all that
+   can be said.
+2. Each opens a connection to the others (`reach.py`): a node that cannot be reached is named, before process
+   groups hang on it.
+3. Clocks, disks, shared memory, versions, nvidia-smi, the kernel's messages (`host_facts.py`,
+   `gpu_health.py`).
+4. The ranks run under torchrun (`rank.py`): arithmetic, memory, links; each writes a file, whatever becomes
+   of the others.
 5. The nodes exchange what they have, and each comes to the same verdict (`verdicts.py`).
 
 No torch: it is the launcher's process.
@@ -38,10 +43,12 @@ from moe_exp.launch.torchrun_job import child_environment, torchrun_command
 from moe_exp.planner.costs.params import checkpoint_bytes
 
 MODULE = "moe_exp.launch.preflight.rank"
-_RANKS_SECONDS = 150.0  # for all steps of the ranks, with time-outs in some of them; without any it is a fraction of that
+# for all steps of the ranks, with time-outs in some of them; without any it is a fraction of that
+_RANKS_SECONDS = 150.0
 _REACH_SECONDS = 30.0
 _END_SECONDS = 10.0
-_MOST_MISSING = 8  # of so many nodes one may be dead; where more do not come, the file system or an image is slow
+# of so many nodes one may be dead; where more do not come, the file system or an image is slow
+_MOST_MISSING = 8
 
 
 def preflight(config: Config, flags: Mapping[str, Any], *, hosts: str = "") -> Verdict:
@@ -50,7 +57,8 @@ def preflight(config: Config, flags: Mapping[str, Any], *, hosts: str = "") -> V
     Args:
         config: settings of the launch, DTYPE and RUN_DIR.
         flags: those of the command line, which ranks resolve again.
-        hosts: names of the nodes in SLURM's form by NODE_RANK, for those that do not come; SLURM_JOB_NODELIST by default.
+        hosts: names of the nodes in SLURM's form by NODE_RANK, for those that do not come; SLURM_JOB_NODELIST
+            by default.
 
     Returns:
         The verdict, on each node the same.
@@ -63,7 +71,13 @@ def preflight(config: Config, flags: Mapping[str, Any], *, hosts: str = "") -> V
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(contextlib.closing(_server(config))) if config.node_rank == 0 else None
         seconds = float(config.preflight_timeout)
-        nodes = Nodes(config.master_addr, config.master_port, node=config.node_rank, num_nodes=config.nnodes, seconds=seconds)
+        nodes = Nodes(
+            config.master_addr,
+            config.master_port,
+            node=config.node_rank,
+            num_nodes=config.nnodes,
+            seconds=seconds,
+        )
         stack.enter_context(contextlib.closing(nodes))
         door = stack.enter_context(contextlib.closing(Door()))
         here = {"host": own_name(), "address": data_address() or nodes.address, "port": door.port}
@@ -72,20 +86,29 @@ def preflight(config: Config, flags: Mapping[str, Any], *, hosts: str = "") -> V
             server.stop_listening()
         if config.node_rank not in came:
             raise NotReached(
-                f"NODE_RANK={config.node_rank}: {here['host']} came after the others had stopped waiting. Fix: start the job again."
+                f"NODE_RANK={config.node_rank}: {here['host']} came after the others had stopped waiting."
+                " Fix: start the job again."
             )
         if len(came) < config.nnodes:
             return _not_there(config, came, planned_hosts(config.nnodes, hosts))
-        lost = nodes.meet("reach", unreached(config.node_rank, {n: (o["address"], o["port"]) for n, o in came.items()}), _REACH_SECONDS)
+        lost = nodes.meet(
+            "reach",
+            unreached(config.node_rank, {n: (o["address"], o["port"]) for n, o in came.items()}),
+            _REACH_SECONDS,
+        )
         if any(lost.values()) or len(lost) < config.nnodes:
             return _not_reached(came, lost)
         clock = nodes.clock_offset() if config.node_rank else (0.0, 0.0)
         report = {"host": here["host"], "clock": clock, **_facts(config), "ranks": run_ranks(config, flags)}
         reports = nodes.meet("report", report, _RANKS_SECONDS + _END_SECONDS)
     saves = config.save_at_end or config.save_interval
-    verdict = judge(reports, slow=config.preflight_slow, needed_bytes=checkpoint_bytes(config) if saves else 0)
+    verdict = judge(
+        reports, slow=config.preflight_slow, needed_bytes=checkpoint_bytes(config) if saves else 0
+    )
     for node in sorted(set(came) - set(reports)):
-        verdict.nodes.append(NodeVerdict(node, came[node]["host"], [Finding("failed", "went away during the checks")]))
+        verdict.nodes.append(
+            NodeVerdict(node, came[node]["host"], [Finding("failed", "went away during the checks")])
+        )
     return verdict
 
 
@@ -94,7 +117,9 @@ def _server(config: Config) -> Server:
         return Server(config.master_port, config.nnodes)
     except OSError as error:
         rule = f"cannot be listened on ({error.strerror or error})"
-        raise ValueError(problem("master_port", config.master_port, rule, "set MASTER_PORT to a free port")) from None
+        raise ValueError(
+            problem("master_port", config.master_port, rule, "set MASTER_PORT to a free port")
+        ) from None
 
 
 def _facts(config: Config) -> dict[str, Any]:
@@ -109,7 +134,9 @@ def _not_there(config: Config, came: Mapping[int, Mapping[str, Any]], names: lis
     is_their_fault = len(missing) <= max(1, config.nnodes // _MOST_MISSING)
     for node in missing:
         text = f"did not come within PREFLIGHT_TIMEOUT={config.preflight_timeout} s"
-        verdict.nodes.append(NodeVerdict(node, names[node] if names else "", [Finding("failed", text, is_their_fault)]))
+        verdict.nodes.append(
+            NodeVerdict(node, names[node] if names else "", [Finding("failed", text, is_their_fault)])
+        )
     return verdict
 
 
@@ -118,7 +145,11 @@ def _not_reached(came: Mapping[int, Mapping[str, Any]], lost: Mapping[int, Mappi
     for named in verdict.nodes:
         if named.node not in lost:
             named.findings.append(Finding("failed", "went away during the checks"))
-    failed = {(min(node, int(peer)), max(node, int(peer))): reason for node, peers in lost.items() for peer, reason in peers.items()}
+    failed = {
+        (min(node, int(peer)), max(node, int(peer))): reason
+        for node, peers in lost.items()
+        for peer, reason in peers.items()
+    }
     blame_pairs(verdict, failed, "has no connection")
     return verdict
 
@@ -136,14 +167,25 @@ def run_ranks(config: Config, flags: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [_rank_report(folder, rank, timed_out=timed_out, printed=printed) for rank in ranks]
 
 
-# A collective that does not end has to raise in the rank that waits for it; torch would end the process instead.
-_NCCL = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+# A collective that does not end has to raise in the rank that waits for it; torch would end the process
+# instead.
+_NCCL = {
+    "TORCH_NCCL_BLOCKING_WAIT": "1",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
 
 
 def _run(command: list[str], environ: Mapping[str, str], log: Any) -> bool:
     """Whether it had to be ended because its time was over."""
     torchrun = subprocess.Popen(
-        command, env=dict(environ), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, preexec_fn=end_with_parent
+        command,
+        env=dict(environ),
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+        preexec_fn=end_with_parent,
     )
     try:
         torchrun.wait(_RANKS_SECONDS)
@@ -165,15 +207,23 @@ def _showing(config: Config, folder: Path, rank: int) -> Iterator[None]:
         yield
         return
     units = config.nnodes if config.nnodes > 1 else config.world_size
-    links = 1 + (config.nnodes > 1 and config.gpus_per_node > 1) + len(rounds_of_pairs(units)) + 2 if config.world_size > 1 else 0
-    with progress_of(lambda: 1 + read_rank(folder, rank).get("steps_done", -1), "preflight", 3 + links, unit="steps"):
+    links = (
+        1 + (config.nnodes > 1 and config.gpus_per_node > 1) + len(rounds_of_pairs(units)) + 2
+        if config.world_size > 1
+        else 0
+    )
+    with progress_of(
+        lambda: 1 + read_rank(folder, rank).get("steps_done", -1), "preflight", 3 + links, unit="steps"
+    ):
         yield
 
 
 def _rank_report(folder: Path, rank: int, *, timed_out: bool, printed: list[str]) -> dict[str, Any]:
     found = {"rank": rank, "device": "no device yet", "step": "start", "pairs": []} | read_rank(folder, rank)
     if found["step"] != "done" and not found.get("error"):
-        errors = [line.strip() for line in printed if "Error" in line and "ChildFailedError" not in line] or printed[-1:]
+        errors = [
+            line.strip() for line in printed if "Error" in line and "ChildFailedError" not in line
+        ] or printed[-1:]
         why = (
             f"did not end in {_RANKS_SECONDS:.0f} s"
             if timed_out

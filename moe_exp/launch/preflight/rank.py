@@ -1,7 +1,9 @@
-"""What each rank of the preflight does, started by torchrun: its device alone, then the links, step by step; the results are a file.
+"""What each rank of the preflight does, started by torchrun: its device alone, then the links, step by step;
+the results are a file.
 
-No step of one rank may keep the others for long: process groups have short timeouts, ranks wait for each other at torch's store and not
-in a collective, and what is known so far is on the disk before each step. `node.py` reads the files.
+No step of one rank may keep the others for long: process groups have short timeouts, ranks wait for each
+other at torch's store and not in a collective, and what is known so far is on the disk before each step.
+`node.py` reads the files.
 """
 
 from __future__ import annotations
@@ -76,7 +78,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         results.values["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
     results.write()
     sys.stdout.flush()
-    # Without the clean-up of process groups, which waits for ranks that may be gone. Not 1, at which torchrun would end the other ranks.
+    # Without the clean-up of process groups, which waits for ranks that may be gone. Not 1, at which torchrun
+    # would end the other ranks.
     os._exit(0)
 
 
@@ -118,14 +121,18 @@ def check_links(config: Config, results: _Results, rank: int, local_rank: int) -
             links.meet(f"pairs {number}")
             continue
         ranks, twin = sorted([*units[mine], *units[partner]]), twin_of(rank, units[mine], units[partner])
-        found = links.measure(f"pairs {number}", f"pair {min(mine, partner)}-{max(mine, partner)}", ranks, twin)
+        found = links.measure(
+            f"pairs {number}", f"pair {min(mine, partner)}-{max(mine, partner)}", ranks, twin
+        )
         results.values["pairs"].append({"partner": partner, **found})
     if not links.have_failed():
         results.values["all_ranks"] = links.measure("all ranks", "all ranks", range(config.world_size))
 
 
 class _Links:
-    """Measures groups of ranks one after another; between them ranks wait at the store, which answers even where a collective does not."""
+    """Measures groups of ranks one after another; between them ranks wait at the store, which answers even
+    where a collective does not.
+    """
 
     def __init__(self, store: Store, results: _Results, rank: int, device: torch.device, num_ranks: int):
         self._store, self._results = PrefixStore("preflight", store), results
@@ -143,7 +150,9 @@ class _Links:
         self._store.wait([f"{step}/all"], _STEP_TIMEOUT)
 
     def measure(self, step: str, name: str, ranks: Sequence[int], twin: int | None = None) -> dict[str, Any]:
-        """What `measure_group` finds, or why it could not: one bad link is a result, and the other links are still to be measured."""
+        """What `measure_group` finds, or why it could not: one bad link is a result, and the other links are
+        still to be measured.
+        """
         self.meet(step)
         store = PrefixStore(name, self._store)
         try:
@@ -156,7 +165,9 @@ class _Links:
             return described(error)
 
     def have_failed(self) -> bool:
-        """Whether a group of this or another rank has failed; called by every rank, after the last of them has been measured."""
+        """Whether a group of this or another rank has failed; called by every rank, after the last of them
+        has been measured.
+        """
         self.meet("links")
         return self._store.add("failures", 0) > 0
 

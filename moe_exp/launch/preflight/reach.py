@@ -1,4 +1,6 @@
-"""Whether every node can open a connection to every other: without that, torch's process groups only hang. No torch."""
+"""Whether every node can open a connection to every other: without that, torch's process groups only hang. No
+torch.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,9 @@ def peers_of(node: int, nodes: Iterable[int]) -> list[int]:
 
 
 def data_address(environ: Mapping[str, str] = os.environ) -> str:
-    """Address of the interface that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names; '' where none is named or it has none."""
+    """Address of the interface that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names; '' where none is named or
+    it has none.
+    """
     name = environ.get("GLOO_SOCKET_IFNAME") or environ.get("NCCL_SOCKET_IFNAME") or ""
     name = name.split(",")[0].removeprefix("=")
     if not name or name.startswith("^") or sys.platform != "linux":

@@ -1,4 +1,6 @@
-"""What people and programs see of a preflight: the table node by node, the list of excluded nodes, the event. No torch."""
+"""What people and programs see of a preflight: the table node by node, the list of excluded nodes, the event.
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,14 @@ _COLOURS = {"ok": "green", "warning": "yellow", "slow": "yellow", "failed": "red
 def print_report(verdict: Verdict, *, num_ranks: int) -> None:
     """The table of the nodes, and what is wrong with them in lines."""
     console = table_console()
-    shown = [speed for speed in SPEEDS if any(node.numbers.get(speed.name) is not None for node in verdict.nodes)]
+    shown = [
+        speed for speed in SPEEDS if any(node.numbers.get(speed.name) is not None for node in verdict.nodes)
+    ]
     table = Table(
-        title=f"Preflight: {len(verdict.nodes)} nodes, {num_ranks} ranks", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
+        title=f"Preflight: {len(verdict.nodes)} nodes, {num_ranks} ranks",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
     )
     for name in ("node", "host", "verdict", *(f"{speed.name} {speed.unit}" for speed in shown)):
         table.add_column(name)
@@ -34,15 +41,26 @@ def print_report(verdict: Verdict, *, num_ranks: int) -> None:
         table.add_row(str(node.node), escape(node.host or "unknown"), grade, *cells)
     console.print(table)
     if len(verdict.nodes) == 1 and num_ranks > 1:
-        console.print("One node: ranks are compared with each other, and a node that is slow as a whole does not show.", soft_wrap=True)
+        console.print(
+            "One node: ranks are compared with each other, and a node that is slow as a whole does not show.",
+            soft_wrap=True,
+        )
     if verdict.all_ranks:
-        rates = ", ".join(f"{name} {verdict.all_ranks[key]:.3g} {unit}" for key, name, unit in _ALL_RANKS if key in verdict.all_ranks)
+        rates = ", ".join(
+            f"{name} {verdict.all_ranks[key]:.3g} {unit}"
+            for key, name, unit in _ALL_RANKS
+            if key in verdict.all_ranks
+        )
         console.print(f"All {num_ranks} ranks together: {rates}", soft_wrap=True)
     for line in findings_lines(verdict):
         console.print(escape(line), soft_wrap=True, highlight=False)
 
 
-_ALL_RANKS = (("all_reduce", "all-reduce", "GB/s"), ("all_to_all", "all-to-all", "GB/s"), ("latency_us", "latency", "us"))
+_ALL_RANKS = (
+    ("all_reduce", "all-reduce", "GB/s"),
+    ("all_to_all", "all-to-all", "GB/s"),
+    ("latency_us", "latency", "us"),
+)
 
 
 def findings_lines(verdict: Verdict) -> list[str]:
@@ -54,12 +72,21 @@ def findings_lines(verdict: Verdict) -> list[str]:
     ]
     found += [(link.grade, "link", link.text) for link in verdict.links]
     order = ("failed", "slow", "warning", "ok")
-    return [f"{grade}: {where}: {text}" for grade, where, text in sorted(found, key=lambda line: order.index(line[0]))]
+    return [
+        f"{grade}: {where}: {text}"
+        for grade, where, text in sorted(found, key=lambda line: order.index(line[0]))
+    ]
 
 
 def add_to_list(verdict: Verdict, path: Path) -> list[str]:
-    """Adds the nodes that jobs should do without to a list of excluded nodes; returns those that were not in it."""
-    return [node.host for node in verdict.to_exclude() if node.host and exclude(path, node.host, f"preflight: {node.reason}")]
+    """Adds the nodes that jobs should do without to a list of excluded nodes; returns those that were not in
+    it.
+    """
+    return [
+        node.host
+        for node in verdict.to_exclude()
+        if node.host and exclude(path, node.host, f"preflight: {node.reason}")
+    ]
 
 
 def write_event(config: Config, verdict: Verdict, seconds: float, iteration: int) -> None:
@@ -67,4 +94,10 @@ def write_event(config: Config, verdict: Verdict, seconds: float, iteration: int
     folder = RunFolder.of(config)
     folder.path.mkdir(parents=True, exist_ok=True)
     details = {"grade": verdict.grade, "seconds": round(seconds, 1), "findings": findings_lines(verdict)}
-    append_event(folder.metrics, "preflight", iteration, **details, exclude=[node.host for node in verdict.to_exclude()])
+    append_event(
+        folder.metrics,
+        "preflight",
+        iteration,
+        **details,
+        exclude=[node.host for node in verdict.to_exclude()],
+    )

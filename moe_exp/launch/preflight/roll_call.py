@@ -1,8 +1,8 @@
 """How the nodes of a job meet before torch is there: node 0 answers on MASTER_PORT, in lines of JSON.
 
-Everything is one question, `meet`: each node gives a value and gets those of all that came, the same on every node. Whoever does not come
-in time is known by that, where a collective would only hang. The port is free again once all have said hello, for torchrun.
-No torch: the launchers of the nodes call this.
+Everything is one question, `meet`: each node gives a value and gets those of all that came, the same on every
+node. Whoever does not come in time is known by that, where a collective would only hang. The port is free
+again once all have said hello, for torchrun. No torch: the launchers of the nodes call this.
 """
 
 from __future__ import annotations
@@ -22,10 +22,14 @@ _CLOCK_ROUNDS = 9
 
 
 def listener(port: int, backlog: int) -> socket.socket:
-    """A socket that listens on all addresses of this host, of IPv6, too, where it has any; 0: on a free port. Raises OSError."""
+    """A socket that listens on all addresses of this host, of IPv6, too, where it has any; 0: on a free port.
+    Raises OSError.
+    """
     if socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):
-            return socket.create_server(("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
+            return socket.create_server(
+                ("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True
+            )
     return socket.create_server(("", port), backlog=backlog)
 
 
@@ -80,7 +84,9 @@ class Server:
                 connection, address = self._listener.accept()
             except OSError:
                 return
-            thread = threading.Thread(target=self._serve, args=(connection, address[0].removeprefix("::ffff:")), daemon=True)
+            thread = threading.Thread(
+                target=self._serve, args=(connection, address[0].removeprefix("::ffff:")), daemon=True
+            )
             self._threads.append(thread)
             thread.start()
 
@@ -93,7 +99,9 @@ class Server:
                     if question["ask"] == "join":
                         answer, node = self._join(question, address)
                     else:
-                        answer = {"time": time.time()} if question["ask"] == "time" else self._meet(node, question)
+                        answer = (
+                            {"time": time.time()} if question["ask"] == "time" else self._meet(node, question)
+                        )
                     lines.write(json.dumps(answer) + "\n")
                     lines.flush()
             except (OSError, ValueError, KeyError, TypeError):
@@ -108,10 +116,14 @@ class Server:
         with self._changed:
             if question["num_nodes"] != self._num_nodes:
                 rule = f"node 0 has NNODES={self._num_nodes}"
-                return {"error": f"NNODES={question['num_nodes']}: {rule}. Fix: give all nodes the same."}, None
+                return {
+                    "error": f"NNODES={question['num_nodes']}: {rule}. Fix: give all nodes the same."
+                }, None
             if node in self._hosts:
                 rule = f"{self._hosts[node]} has the same"
-                return {"error": f"NODE_RANK={node}: {rule}. Fix: give every node a number of its own, from 0."}, None
+                return {
+                    "error": f"NODE_RANK={node}: {rule}. Fix: give every node a number of its own, from 0."
+                }, None
             self._hosts[node] = host
         return {"address": address}, node
 
@@ -153,7 +165,9 @@ class Nodes:
         self._place = f"MASTER_ADDR={host}: {socket.gethostname()} (node {node})"
         self._socket = self._connect(host, port, seconds)
         self._lines = self._socket.makefile("rw", encoding="utf-8")
-        answer = self._ask({"ask": "join", "node": node, "num_nodes": num_nodes, "host": socket.gethostname()}, seconds)
+        answer = self._ask(
+            {"ask": "join", "node": node, "num_nodes": num_nodes, "host": socket.gethostname()}, seconds
+        )
         if "error" in answer:
             self.close()
             raise ValueError(answer["error"])
@@ -167,8 +181,14 @@ class Nodes:
             except OSError as error:
                 if time.monotonic() + _RETRY_SECONDS >= deadline:
                     reason = error.strerror or str(error)
-                    fix = "see that node 0 has started with the same PREFLIGHT, and that its port can be reached from here"
-                    raise NotReached(f"{self._place} cannot reach port {port} there in {seconds:.0f} s ({reason}). Fix: {fix}.") from None
+                    fix = (
+                        "see that node 0 has started with the same PREFLIGHT, and that its port can be"
+                        " reached from here"
+                    )
+                    raise NotReached(
+                        f"{self._place} cannot reach port {port} there in {seconds:.0f} s ({reason}). Fix:"
+                        f" {fix}."
+                    ) from None
                 time.sleep(_RETRY_SECONDS)
 
     def meet(self, what: str, value: Any, seconds: float) -> dict[int, Any]:
@@ -177,19 +197,23 @@ class Nodes:
         Args:
             what: name of the meeting, another one each time.
             value: this node's, as JSON has it.
-            seconds: from the first that comes; who comes later is left out, and sees by that that it came too late.
+            seconds: from the first that comes; who comes later is left out, and sees by that that it came too
+                late.
 
         Raises:
             NotReached: node 0 went away.
         """
-        answer = self._ask({"ask": "meet", "what": what, "value": value, "seconds": seconds}, seconds + _PATIENCE_SECONDS)
+        answer = self._ask(
+            {"ask": "meet", "what": what, "value": value, "seconds": seconds}, seconds + _PATIENCE_SECONDS
+        )
         return {int(node): found for node, found in answer["values"].items()}
 
     def clock_offset(self, clock: Callable[[], float] = time.time) -> tuple[float, float]:
         """Seconds that node 0's clock is ahead of this one, and how far off that may be.
 
-        As NTP does it (RFC 5905, section 8): with the question sent at t0 and the answer back at t3, node 0 looked at its clock at
-        (t0 + t3) / 2, give or take half the round trip; the shortest of some round trips says most.
+        As NTP does it (RFC 5905, section 8): with the question sent at t0 and the answer back at t3, node 0
+        looked at its clock at (t0 + t3) / 2, give or take half the round trip; the shortest of some round
+        trips says most.
         """
         rounds = []
         for _ in range(_CLOCK_ROUNDS):
@@ -217,4 +241,6 @@ class Nodes:
             return dict(json.loads(line))
         except (OSError, ValueError) as error:
             self.close()
-            raise NotReached(f"{self._place} gets no answer from node 0 any more ({error}). Fix: see what node 0 says.") from None
+            raise NotReached(
+                f"{self._place} gets no answer from node 0 any more ({error}). Fix: see what node 0 says."
+            ) from None

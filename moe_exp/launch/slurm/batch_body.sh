@@ -1,17 +1,22 @@
 # shellcheck shell=bash
 # shellcheck disable=SC2154  # variables that are set above, by moe_exp/launch/slurm/batch_script.py
-# The part that is the same in every sbatch file: modules, one launcher per node, the warning before the end, and what comes next.
+# The part that is the same in every sbatch file: modules, one launcher per node, the warning before the end,
+# and what comes next.
 #
-# SLURM's warning (--signal=B:) goes to this shell alone, and from here to the launchers alone, by a second step that overlaps the first.
-# `scancel --signal` and `kill` of srun would not do: both reach every process of a step, torchrun among them, which then ends its ranks.
+# SLURM's warning (--signal=B:) goes to this shell alone, and from here to the launchers alone, by a second
+# step that overlaps the first. `scancel --signal` and `kill` of srun would not do: both reach every process
+# of a step, torchrun among them, which then ends its ranks.
 
 say() { printf '%s job %s: %s\n' "$(date '+%F %T')" "$SLURM_JOB_ID" "$*"; }
 
-newest_checkpoint() { cat "$run_folder/checkpoints/latest_checkpointed_iteration.txt" 2>/dev/null || echo none; }
+newest_checkpoint() {
+    cat "$run_folder/checkpoints/latest_checkpointed_iteration.txt" 2>/dev/null || echo none
+}
 
 # Host names of EXCLUDE_FILE as it is now, with commas; SLURM's names have no domain.
 excluded_hosts() {
-    [ ! -r "$exclude_file" ] || sed -E -e 's/#.*//' -e 's/[[:space:]]//g' -e '/^$/d' -e '/^[0-9.]+$/!s/\..*//' "$exclude_file" |
+    [ ! -r "$exclude_file" ] ||
+        sed -E -e 's/#.*//' -e 's/[[:space:]]//g' -e '/^$/d' -e '/^[0-9.]+$/!s/\..*//' "$exclude_file" |
         sort -u | paste -sd, -
 }
 
@@ -35,13 +40,17 @@ exclude_for_rest() {
     hosts="$(excluded_hosts)"
     for job in $(pending_jobs); do
         scontrol update "JobId=$job" "ExcNodeList=$hosts" ||
-            { known="$(known_hosts "$hosts")" && [ -n "$known" ] && scontrol update "JobId=$job" "ExcNodeList=$known"; } ||
+            { known="$(known_hosts "$hosts")" && [ -n "$known" ] &&
+                scontrol update "JobId=$job" "ExcNodeList=$known"; } ||
             say "not all of job $job could be told to leave out $hosts: see above"
     done
 }
 
 # Of host names with commas those that SLURM knows: it refuses a whole list for one that it does not.
-known_hosts() { comm -12 <(tr , '\n' <<<"$1" | sort -u) <(sinfo --noheader --Node --format=%N | tr -d ' ' | sort -u) | paste -sd, -; }
+known_hosts() {
+    comm -12 <(tr , '\n' <<<"$1" | sort -u) <(sinfo --noheader --Node --format=%N | tr -d ' ' | sort -u) |
+        paste -sd, -
+}
 
 on_excluded_node() {
     local host
@@ -51,14 +60,16 @@ on_excluded_node() {
     return 1
 }
 
-# On every node, as its one task. $1: folder for notes; then the launcher. Its exit code goes into a note: srun would end the other nodes,
-# which may still be saving, at the first code that is not 0, and 75 (to be continued) is no failure.
+# On every node, as its one task. $1: folder for notes; then the launcher. Its exit code goes into a note:
+# srun would end the other nodes, which may still be saving, at the first code that is not 0, and 75 (to be
+# continued) is no failure.
 # shellcheck disable=SC2329  # called by another shell
 on_node() {
     local notes="$1" code _
     shift
     export NODE_RANK="$SLURM_NODEID"
-    # Of a signal to the whole step (scancel) this shell waits for the launcher's answer; the launcher gets it with the default action.
+    # Of a signal to the whole step (scancel) this shell waits for the launcher's answer; the launcher gets it
+    # with the default action.
     trap : TERM INT HUP USR1 USR2
     code=75
     if [ ! -e "$notes/stop" ]; then
@@ -92,7 +103,8 @@ stop_launchers() {
     touch "$notes/stop"
     srun --overlap --nodes="$SLURM_NNODES" --ntasks-per-node=1 --export=ALL \
         bash -c "$(declare -f tell_launcher); tell_launcher \"\$@\"" tell_launcher "$notes" ||
-        { say "no second step: all processes get SIGTERM, and have 30 s to save" && scancel --signal=TERM "$SLURM_JOB_ID.0"; }
+        { say "no second step: all processes get SIGTERM, and have 30 s to save" &&
+            scancel --signal=TERM "$SLURM_JOB_ID.0"; }
 }
 
 # How the launcher of the first node has ended, which knows how the run has.
@@ -101,13 +113,15 @@ outcome() { cat "$notes/0.code" 2>/dev/null || echo "${1/#0/1}"; }
 # A failure without a new checkpoint since the job's start counts; one with it is the first of a new row.
 count_failure() {
     local before=0
-    [ "$(newest_checkpoint)" != "$checkpoint_before" ] || before="$(cat "$slurm_folder/failures" 2>/dev/null || echo 0)"
+    [ "$(newest_checkpoint)" != "$checkpoint_before" ] ||
+        before="$(cat "$slurm_folder/failures" 2>/dev/null || echo 0)"
     echo $((before + 1)) >"$slurm_folder/failures"
     cat "$slurm_folder/failures"
 }
 
-# What has failed may be a file server that is away. SLURM's warning, earlier or meanwhile, ends the wait: little is left of the job, and one
-# that is over cannot queue itself again. In steps of a second, as a shell answers signals only between commands.
+# What has failed may be a file server that is away. SLURM's warning, earlier or meanwhile, ends the wait:
+# little is left of the job, and one that is over cannot queue itself again. In steps of a second, as a shell
+# answers signals only between commands.
 pause() {
     local until=$((SECONDS + $1))
     while [ "$warned" = false ] && [ "$SECONDS" -lt "$until" ]; do sleep 1; done
@@ -130,7 +144,8 @@ after_failure() {
     say "waits $((retry_seconds * failures)) s before what comes next"
     pause "$((retry_seconds * failures))"
     if on_excluded_node && [ -n "$(pending_jobs)" ]; then
-        say "one of its nodes is excluded now, which a job that is queued again cannot be told: the next job goes on"
+        say "one of its nodes is excluded now, which a job that is queued again cannot be told:" \
+            "the next job goes on"
     elif [ "$requeue" = true ]; then
         say "goes back into the queue"
         scontrol requeue "$SLURM_JOB_ID" || say "which SLURM refuses: the next job goes on, if there is one"
@@ -161,7 +176,8 @@ conclude() {
         75)
             say "to be continued"
             record "to be continued"
-            [ -n "$(pending_jobs)" ] || say "but no job follows: run_slurm.sh with the same settings submits more"
+            [ -n "$(pending_jobs)" ] ||
+                say "but no job follows: run_slurm.sh with the same settings submits more"
             rm -f "$slurm_folder/failures"
             exclude_for_rest
             code=0 # for SLURM: a job that did what it should
@@ -205,7 +221,8 @@ if [ -n "$setup" ] && [ "$prepared" = true ]; then
     # shellcheck source=/dev/null
     source "$setup" || { say "$setup ended with $?, the exit code of its last command" && prepared=false; }
 fi
-set +e -u -o pipefail # SETUP may have set -e, with which this script would end at the first job that fails, and with it the chain
+# SETUP may have set -e, with which this script would end at the first job that fails, and with it the chain.
+set +e -u -o pipefail
 trap - EXIT TERM
 [ "$prepared" = true ] || conclude 1
 
@@ -213,7 +230,8 @@ export MASTER_ADDR="${hosts[0]}"
 export MASTER_PORT="${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}"
 
 # In the background: a shell answers signals only between commands, and in `wait`.
-srun "${srun_options[@]}" --nodes="$SLURM_NNODES" --ntasks-per-node=1 --export=ALL --kill-on-bad-exit=1 --wait=0 \
+srun "${srun_options[@]}" --nodes="$SLURM_NNODES" --ntasks-per-node=1 --export=ALL \
+    --kill-on-bad-exit=1 --wait=0 \
     --output="$slurm_folder/job%j.%N.log" --open-mode=append \
     bash -c "$(declare -f on_node); on_node \"\$@\"" on_node "$notes" "${launcher[@]}" &
 launchers=$!

@@ -1,4 +1,6 @@
-"""The sbatch file of a run: options, settings and paths, quoted; then what is the same in every file, batch_body.sh. No torch."""
+"""The sbatch file of a run: options, settings and paths, quoted; then what is the same in every file,
+batch_body.sh. No torch.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ class RunJob:
 
     Attributes:
         config: settings of the run, as they were checked.
-        given: those that were given, and those that another host would have another default for: name to text.
+        given: those that were given, and those that another host would have another default for: name to
+            text.
         slurm: settings of its jobs.
     """
 
@@ -51,7 +54,9 @@ class RunJob:
 
     @property
     def exclude_file(self) -> Path:
-        return Path(self.slurm.exclude_file or Path(self.config.run_dir) / EXCLUDE_NODES).expanduser().absolute()
+        return (
+            Path(self.slurm.exclude_file or Path(self.config.run_dir) / EXCLUDE_NODES).expanduser().absolute()
+        )
 
 
 def batch_script(job: RunJob, *, excluded: Sequence[str] = ()) -> str:
@@ -63,9 +68,16 @@ def batch_script(job: RunJob, *, excluded: Sequence[str] = ()) -> str:
     """
     options = [*_options(job), *([f"exclude={','.join(excluded)}"] if excluded else [])]
     directives = [f"#SBATCH {_quoted(f'--{option}')}" for option in options]
-    directives += [f"#SBATCH {_quoted(option)}" for option in job.slurm.extra_options]  # of two, sbatch takes the later
+    # of two, sbatch takes the later
+    directives += [f"#SBATCH {_quoted(option)}" for option in job.slurm.extra_options]
     now = datetime.now().astimezone().isoformat(timespec="seconds")
-    head = ["#!/bin/bash", *directives, f"# Written by run_slurm.sh, {now}: sbatch takes it as it is.", "set -uo pipefail", ""]
+    head = [
+        "#!/bin/bash",
+        *directives,
+        f"# Written by run_slurm.sh, {now}: sbatch takes it as it is.",
+        "set -uo pipefail",
+        "",
+    ]
     return "\n".join([*head, *_settings(job), "", *_variables(job), "", _BODY.read_text(encoding="utf-8")])
 
 
@@ -82,11 +94,14 @@ def _options(job: RunJob) -> list[str]:
         "open-mode": "append",  # a job that is queued again goes on in its log
         "output": job.folder / ("job%A_%a.log" if is_array else "job%j.log"),
         "chdir": Path.cwd(),
-        # With ALL the jobs would have what happens to be set in the shell that submits, and with NONE what a login shell sets.
+        # With ALL the jobs would have what happens to be set in the shell that submits, and with NONE what a
+        # login shell sets.
         "export": ",".join([*PASSED_ALWAYS, *slurm.passed]),
         **{name: value for name, value in named.items() if value},
     }
-    if not slurm.cpu_nodes and not any(option.startswith(("--gpus", "--gres")) for option in slurm.extra_options):
+    if not slurm.cpu_nodes and not any(
+        option.startswith(("--gpus", "--gres")) for option in slurm.extra_options
+    ):
         options["gpus-per-node"] = config.gpus_per_node
     if slurm.cpus_per_task:
         options["cpus-per-task"] = slurm.cpus_per_task
@@ -131,45 +146,79 @@ def _variables(job: RunJob) -> list[str]:
 
 
 def _word(text: str) -> str:
-    return f"'{text}'" if "," in text and shlex.quote(text) == text else shlex.quote(text)  # shellcheck takes a comma for a mistake
+    return (
+        f"'{text}'" if "," in text and shlex.quote(text) == text else shlex.quote(text)
+    )  # shellcheck takes a comma for a mistake
 
 
 def _srun_options(job: RunJob) -> list[str]:
-    # The one task of a node would be bound to one core, and all ranks with it. srun does not take --cpus-per-task over from sbatch.
+    # The one task of a node would be bound to one core, and all ranks with it. srun does not take
+    # --cpus-per-task over from sbatch.
     options = ["--cpu-bind=none"]
     if job.slurm.cpus_per_task:
         options.append(f"--cpus-per-task={job.slurm.cpus_per_task}")
     if job.slurm.runtime == "pyxis":
         options += [
             f"--container-image={job.slurm.container}",
-            f"--container-mounts={','.join(f'{folder}:{folder}' if ':' not in folder else folder for folder in mounts(job))}",
+            (
+                "--container-mounts="
+                + ",".join(folder if ":" in folder else f"{folder}:{folder}" for folder in mounts(job))
+            ),
             f"--container-workdir={Path.cwd()}",
         ]
     return options
 
 
 def _launcher(job: RunJob) -> list[str]:
-    command = [job.slurm.container_python if job.slurm.container else sys.executable, "-m", "moe_exp", "train"]
+    command = [
+        job.slurm.container_python if job.slurm.container else sys.executable,
+        "-m",
+        "moe_exp",
+        "train",
+    ]
     if job.slurm.runtime == "apptainer":
         gpus = [] if job.slurm.cpu_nodes else ["--nv"]
-        command = ["apptainer", "exec", *gpus, "--bind", ",".join(mounts(job)), "--pwd", str(Path.cwd()), job.slurm.container, *command]
+        command = [
+            "apptainer",
+            "exec",
+            *gpus,
+            "--bind",
+            ",".join(mounts(job)),
+            "--pwd",
+            str(Path.cwd()),
+            job.slurm.container,
+            *command,
+        ]
     return command
 
 
 def mounts(job: RunJob) -> list[str]:
-    """Folders that a container sees under their own names, see `own_folders`; and those of CONTAINER_MOUNTS."""
-    return list(dict.fromkeys([*own_folders(job), *(part for part in job.slurm.container_mounts.split(",") if part)]))
+    """Folders that a container sees under their own names, see `own_folders`; and those of
+    CONTAINER_MOUNTS.
+    """
+    return list(
+        dict.fromkeys([*own_folders(job), *(part for part in job.slurm.container_mounts.split(",") if part)])
+    )
 
 
 def own_folders(job: RunJob) -> list[str]:
     """What the run itself has to see: this package, this folder, runs and data."""
-    folders = [_PACKAGE_ROOT, Path.cwd(), Path(job.config.run_dir), Path(job.config.data_dir), *_data_folders(job.config)]
-    paths = [os.path.abspath(folder.expanduser()) for folder in folders]  # noqa: PTH100  # not resolved: links keep their names
+    folders = [
+        _PACKAGE_ROOT,
+        Path.cwd(),
+        Path(job.config.run_dir),
+        Path(job.config.data_dir),
+        *_data_folders(job.config),
+    ]
+    # Not resolved: links keep their names.
+    paths = [os.path.abspath(folder.expanduser()) for folder in folders]  # noqa: PTH100
     return list(dict.fromkeys(paths))
 
 
 def _data_folders(config: Config) -> list[Path]:
-    places = [Path(prefix).parent for blend in (config.train_data, config.valid_data) for prefix in _prefixes(blend)]
+    places = [
+        Path(prefix).parent for blend in (config.train_data, config.valid_data) for prefix in _prefixes(blend)
+    ]
     places += [Path(config.tokenizer).parent] if config.tokenizer else []
     return [*places, *(Path(place) for place in (config.load_dir, config.upcycle_from) if place)]
 

@@ -22,7 +22,8 @@ from moe_exp.watch.nodes.exclude import read_excluded
 
 SUBMITTED = "submitted"  # ids of all jobs of a run, one a line
 
-# Variables by which sbatch gets options; they stand above those of the file. A site may set these for all of its users.
+# Variables by which sbatch gets options; they stand above those of the file. A site may set these for all of
+# its users.
 _KEPT_OPTIONS = ("SBATCH_ACCOUNT", "SBATCH_PARTITION", "SBATCH_QOS", "SBATCH_RESERVATION", "SBATCH_CLUSTERS")
 _KEPT_OF_SLURM = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT", "SLURM_JWT")
 
@@ -35,7 +36,9 @@ def plan_job(flags: Mapping[str, Any], environ: Mapping[str, str]) -> RunJob:
     """
     of_slurm = {name: value for name, value in flags.items() if name in SlurmSettings.model_fields}
     given = {name: environ[name.upper()] for name in Config.model_fields if environ.get(name.upper())}
-    given |= {name: str(value) for name, value in flags.items() if name in Config.model_fields and value is not None}
+    given |= {
+        name: str(value) for name, value in flags.items() if name in Config.model_fields and value is not None
+    }
     for name in ("node_rank", "master_addr"):  # which each job finds out by itself
         given.pop(name, None)
     problems: list[str] = []
@@ -58,9 +61,16 @@ def plan_job(flags: Mapping[str, Any], environ: Mapping[str, str]) -> RunJob:
     return job
 
 
-def _run_settings(given: Mapping[str, str], of_slurm: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[Config, dict[str, str]]:
+def _run_settings(
+    given: Mapping[str, str], of_slurm: Mapping[str, Any], environ: Mapping[str, str]
+) -> tuple[Config, dict[str, str]]:
     """Settings whose defaults depend on the host are those of a node: a login node has no GPUs."""
-    on_cpus = str(of_slurm.get("cpu_nodes") or environ.get("CPU_NODES") or "false").lower() in ("true", "1", "yes", "on")
+    on_cpus = str(of_slurm.get("cpu_nodes") or environ.get("CPU_NODES") or "false").lower() in (
+        "true",
+        "1",
+        "yes",
+        "on",
+    )
     fixed = {"preset": "cpu" if on_cpus else "reference", **given}
     config = load_config(fixed, {})
     if not on_cpus and "gpus_per_node" not in fixed:
@@ -77,19 +87,30 @@ def _run_problems(job: RunJob) -> list[str]:
         rule = f"{job.run_folder} has a % or a backslash, which mean something in the names of SLURM's logs"
         found.append(problem("run_name", job.config.name, rule, "give another RUN_NAME or RUN_DIR"))
     if not job.slurm.job_name and not re.fullmatch(r"[\w.+=-]+", job.name, re.ASCII):
-        found.append(problem("job_name", job.name, "has characters that squeue cannot look for", "give a JOB_NAME of letters and digits"))
+        found.append(
+            problem(
+                "job_name",
+                job.name,
+                "has characters that squeue cannot look for",
+                "give a JOB_NAME of letters and digits",
+            )
+        )
     return [*found, *_mount_problems(job)]
 
 
 def _mount_problems(job: RunJob) -> Iterator[str]:
-    """apptainer and pyxis take mounts apart at commas and colons, and enroot at spaces (github.com/NVIDIA/pyxis/issues/133)."""
+    """apptainer and pyxis take mounts apart at commas and colons, and enroot at spaces
+    (github.com/NVIDIA/pyxis/issues/133).
+    """
     runtime = job.slurm.runtime
     for folder in mounts(job) if runtime else ():
         words = [("," in folder or (":" in folder and folder in own_folders(job)), "a comma or a colon")]
         words += [(runtime == "pyxis" and " " in folder, "a space")]
         for what in (what for is_there, what in words if is_there):
             rule = f"the job has to see {folder}, and {runtime} can mount no path with {what}"
-            yield problem("container", job.slurm.container, rule, "rename it, or give a link to it with another name")
+            yield problem(
+                "container", job.slurm.container, rule, "rename it, or give a link to it with another name"
+            )
 
 
 def script_of(job: RunJob) -> str:
@@ -110,7 +131,9 @@ def planned_commands(job: RunJob) -> list[str]:
         return [f"{shlex.join(['sbatch', '--parsable', *_dependency(after)])} {path}  # {what}"]
     lines = []
     for this in range(1, number + 1):
-        lines.append(" ".join(["sbatch --parsable", *_dependency(after), f"{path}  # job {this} of {number}"]))
+        lines.append(
+            " ".join(["sbatch --parsable", *_dependency(after), f"{path}  # job {this} of {number}"])
+        )
         after = [f"ID_OF_JOB_{this}"]
     return lines
 
@@ -119,13 +142,16 @@ def submit(job: RunJob) -> list[str]:
     """Writes the sbatch file into the run folder and submits it; returns the ids.
 
     Raises:
-        ValueError: jobs of this run are in the queue already, or sbatch refuses; then nothing of this call is left in the queue.
+        ValueError: jobs of this run are in the queue already, or sbatch refuses; then nothing of this call is
+            left in the queue.
     """
     submitted = job.folder / SUBMITTED
     known = submitted.read_text().split() if submitted.exists() else []
     if (there := still_there(known)) and not job.slurm.jobs_before:
         fix = f"scancel {' '.join(there)}, or set AFTER={there[-1]} to add jobs behind them"
-        raise ValueError(f"{job.run_folder}: its jobs {', '.join(there)} are in the queue already. Fix: {fix}.")
+        raise ValueError(
+            f"{job.run_folder}: its jobs {', '.join(there)} are in the queue already. Fix: {fix}."
+        )
     job.folder.mkdir(parents=True, exist_ok=True)
     path = job.folder / f"{datetime.now():%Y%m%d-%H%M%S}.sbatch"
     write_atomically(path, script_of(job))
@@ -134,7 +160,8 @@ def submit(job: RunJob) -> list[str]:
     try:
         for _ in range(num_calls):
             ids.append(_sbatch(path, ids[-1:] or job.slurm.jobs_before))
-            with submitted.open("a") as file:  # at once: the first job may have ended before the last is submitted
+            # at once: the first job may have ended before the last is submitted
+            with submitted.open("a") as file:
                 file.write(f"{ids[-1]}\n")
     except ValueError:
         if ids:
@@ -148,12 +175,18 @@ def _sbatch(path: Path, before: Sequence[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=sbatch_environment(os.environ))
     except FileNotFoundError:
-        raise ValueError("sbatch: there is none here. Fix: call it on a login node of the cluster, or look at it with --dry-run.") from None
+        raise ValueError(
+            "sbatch: there is none here. Fix: call it on a login node of the cluster, or look at it with"
+            " --dry-run."
+        ) from None
     # With --parsable the id, and the cluster where there are several: 123;name.
     found = re.search(r"^(\d+)(;.*)?$", done.stdout, re.MULTILINE)
     if done.returncode or not found:
         said = " ".join((done.stderr or done.stdout).split())
-        raise ValueError(f"sbatch: exit code {done.returncode}: {said}. Fix: change what it names; {shlex.join(command)} tries again.")
+        raise ValueError(
+            f"sbatch: exit code {done.returncode}: {said}. Fix: change what it names; {shlex.join(command)}"
+            " tries again."
+        )
     return found[1]
 
 
@@ -162,6 +195,12 @@ def _dependency(before: Sequence[str]) -> list[str]:
 
 
 def sbatch_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Without what an interactive job or a profile has set for other jobs: sbatch passes SLURM_* on, and SBATCH_* stand above the file."""
+    """Without what an interactive job or a profile has set for other jobs: sbatch passes SLURM_* on, and
+    SBATCH_* stand above the file.
+    """
     kept = (*_KEPT_OPTIONS, *_KEPT_OF_SLURM)
-    return {name: value for name, value in environ.items() if name in kept or not name.startswith(("SLURM_", "SBATCH_", "SRUN_"))}
+    return {
+        name: value
+        for name, value in environ.items()
+        if name in kept or not name.startswith(("SLURM_", "SBATCH_", "SRUN_"))
+    }

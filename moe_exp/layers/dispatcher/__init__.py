@@ -1,4 +1,6 @@
-"""Token dispatchers: from tokens to rows sorted by expert, and back; on one rank, by all-to-all, by all-gather, by DeepEP."""
+"""Token dispatchers: from tokens to rows sorted by expert, and back; on one rank, by all-to-all, by
+all-gather, by DeepEP.
+"""
 
 from moe_exp.layers.dispatcher.dispatcher import (
     AllToAllDispatcher,
@@ -13,6 +15,6 @@ from moe_exp.layers.dispatcher.dispatcher import (
 )
 
 __all__ = [
-    "AllToAllDispatcher", "DispatchRecord", "Dispatched", "Dispatcher", "LocalDispatcher", "Pending", "SpreadDispatcher",
-    "experts_per_rank", "sort_slots",
+    "AllToAllDispatcher", "DispatchRecord", "Dispatched", "Dispatcher", "LocalDispatcher", "Pending",
+    "SpreadDispatcher", "experts_per_rank", "sort_slots",
 ]  # fmt: skip

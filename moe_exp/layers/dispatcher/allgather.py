@@ -1,4 +1,5 @@
-"""All-gather dispatcher: every rank sees all tokens and picks the rows of its experts. Shape suffixes in `moe_exp.layers`.
+"""All-gather dispatcher: every rank sees all tokens and picks the rows of its experts. Shape suffixes in
+`moe_exp.layers`.
 
 Further suffixes: A tokens of all ranks, S source ranks (ETP*EP).
 """
@@ -15,18 +16,25 @@ from torch.distributed import ProcessGroup
 from moe_exp.host import gloo
 from moe_exp.layers.capacity import without_dropped
 from moe_exp.layers.dispatcher.collectives import Departed, Exchange, GatherRows, arrive, depart
-from moe_exp.layers.dispatcher.dispatcher import Dispatched, DispatchRecord, Pending, SpreadDispatcher, sort_slots
+from moe_exp.layers.dispatcher.dispatcher import (
+    Dispatched,
+    DispatchRecord,
+    Pending,
+    SpreadDispatcher,
+    sort_slots,
+)
 from moe_exp.layers.dispatcher.row_order import RowOrder, SortedSlots, pad_by_expert, sort_by_expert
 from moe_exp.layers.router import RoutingDecision
 
 
 class AllGatherDispatcher(SpreadDispatcher):
-    """Gathers tokens and routing over `ep_group`, then over `etp_group`; the way back sums the ranks' results per token.
+    """Gathers tokens and routing over `ep_group`, then over `etp_group`; the way back sums the ranks' results
+    per token.
 
-    A token travels once to every rank, whatever its K, where an all-to-all sends it K times to the ranks that need it: the
-    better choice where K is not small against the expert parallel size. The results of a token's experts on one rank are
-    added before they travel, those of different ranks on the way, in the dtype of the rows. It waits for the device once, for
-    the counts of tokens and rows.
+    A token travels once to every rank, whatever its K, where an all-to-all sends it K times to the ranks that
+    need it: the better choice where K is not small against the expert parallel size. The results of a token's
+    experts on one rank are added before they travel, those of different ranks on the way, in the dtype of the
+    rows. It waits for the device once, for the counts of tokens and rows.
     """
 
     name = "allgather"
@@ -35,7 +43,9 @@ class AllGatherDispatcher(SpreadDispatcher):
         super().__init__(num_experts, ep_group=ep_group, etp_group=etp_group)
         self.first_expert = self.num_local_experts * (0 if ep_group is None else ep_group.rank())
 
-    def start(self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None) -> Pending:
+    def start(
+        self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None
+    ) -> Pending:
         weights_TK, kept_TK = decision.weights_TK, decision.kept_TK
         expert_TK = without_dropped(decision.expert_TK.to(torch.int32), kept_TK, self.num_experts)
         travelling = None if kept_TK is None else _tokens_with_a_slot(kept_TK)
@@ -49,22 +59,32 @@ class AllGatherDispatcher(SpreadDispatcher):
         departed = depart(gather, x_TD, weights_TK, expert_TK)
         return Pending(partial(self._land, departed, order, sizes, rows_per_expert))
 
-    def _land(self, departed: Departed, order: RowOrder | None, sizes: _Sizes, rows_per_expert: int | None) -> Dispatched:
+    def _land(
+        self, departed: Departed, order: RowOrder | None, sizes: _Sizes, rows_per_expert: int | None
+    ) -> Dispatched:
         x_AD, weights_AK, expert_AK = arrive(departed)
         back: tuple[Exchange, ...] = (departed.flight.exchange.reverse,)
         if self.etp > 1:
             gather = GatherRows(group=self.etp_group, sizes=sizes.tokens_etp)
             x_AD, weights_AK, expert_AK = arrive(depart(gather, x_AD, weights_AK, expert_AK))
             back = (gather.reverse, *back)
-        by_expert, counts_L, splits = self._local_rows(expert_AK.long() - self.first_expert, sizes, rows_per_expert)
+        by_expert, counts_L, splits = self._local_rows(
+            expert_AK.long() - self.first_expert, sizes, rows_per_expert
+        )
         record = DispatchRecord(order, back, by_expert)
         return Dispatched(by_expert.rows(x_AD), by_expert.weights(weights_AK), counts_L, record, splits)
 
-    def _local_rows(self, local_AK: Tensor, sizes: _Sizes, rows_per_expert: int | None) -> tuple[RowOrder, Tensor, tuple[int, ...]]:
-        """Order of the rows of this rank's experts, the dropped slots being those of other ranks, and rows per expert."""
+    def _local_rows(
+        self, local_AK: Tensor, sizes: _Sizes, rows_per_expert: int | None
+    ) -> tuple[RowOrder, Tensor, tuple[int, ...]]:
+        """Order of the rows of this rank's experts, the dropped slots being those of other ranks, and rows
+        per expert.
+        """
         here_AK = (local_AK >= 0) & (local_AK < self.num_local_experts)
         if rows_per_expert is None:
-            slots = sort_by_expert(local_AK, here_AK, num_experts=self.num_local_experts, counts_E=sizes.rows_L)
+            slots = sort_by_expert(
+                local_AK, here_AK, num_experts=self.num_local_experts, counts_E=sizes.rows_L
+            )
             return slots.order(sum(sizes.splits)), sizes.rows_L, sizes.splits
         rows = self.ep * self.etp * rows_per_expert
         order = pad_by_expert(local_AK, here_AK, num_experts=self.num_local_experts, rows_per_expert=rows)
@@ -73,7 +93,11 @@ class AllGatherDispatcher(SpreadDispatcher):
     def _exchange_sizes(self, decision: RoutingDecision, travelling: SortedSlots | None) -> _Sizes:
         """The only wait for the device: for the tokens of every rank and the rows of this rank's experts."""
         counts_E = sort_slots(decision, num_experts=self.num_experts).rows_per_expert_E
-        num_tokens = counts_E.new_full((1,), decision.expert_TK.size(0)) if travelling is None else travelling.rows_per_expert_E
+        num_tokens = (
+            counts_E.new_full((1,), decision.expert_TK.size(0))
+            if travelling is None
+            else travelling.rows_per_expert_E
+        )
         counts = torch.cat([num_tokens, counts_E])
         for group, size in ((self.ep_group, self.ep), (self.etp_group, self.etp)):
             if size > 1:
@@ -95,7 +119,9 @@ class AllGatherDispatcher(SpreadDispatcher):
 
 
 class _Sizes(NamedTuple):
-    """Tokens that this rank sends, tokens per rank of EP, tokens per rank of ETP after the first gather, rows per local expert."""
+    """Tokens that this rank sends, tokens per rank of EP, tokens per rank of ETP after the first gather, rows
+    per local expert.
+    """
 
     num_sent: int
     tokens_ep: tuple[int, ...]

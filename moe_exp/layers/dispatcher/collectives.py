@@ -1,11 +1,13 @@
-"""Differentiable collectives over rows: what one sends forward comes back as gradient. Shape suffixes in `moe_exp.layers`.
+"""Differentiable collectives over rows: what one sends forward comes back as gradient. Shape suffixes in
+`moe_exp.layers`.
 
 An `Exchange` says what moves; its `reverse` is its transpose, hence its gradient. It runs in one of two ways:
 
 - `exchange_rows(exchange, x)` launches and waits.
-- `arrive(depart(exchange, x, ...))` launches in `depart` and waits in `arrive`. Each is a node of the autograd graph: `arrive`
-  launches the reverse exchange in backward and `depart` waits for it. Autograd runs, among the nodes that are ready, the one
-  that was made last; so whatever ran between the two in forward runs between them in backward, and hides the reverse exchange.
+- `arrive(depart(exchange, x, ...))` launches in `depart` and waits in `arrive`. Each is a node of the
+  autograd graph: `arrive` launches the reverse exchange in backward and `depart` waits for it. Autograd runs,
+  among the nodes that are ready, the one that was made last; so whatever ran between the two in forward runs
+  between them in backward, and hides the reverse exchange.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ class Arrival:
     """Tensors that a launched collective will give.
 
     Args:
-        wait: waits and returns them. On a GPU the current stream waits, not the host; it has to be the stream of the launch,
-            on which the allocator would otherwise give away the memory that is still being sent.
+        wait: waits and returns them. On a GPU the current stream waits, not the host; it has to be the stream
+            of the launch, on which the allocator would otherwise give away the memory that is still being
+            sent.
     """
 
     def __init__(self, wait: Callable[[], list[Tensor | None]]):
@@ -42,7 +45,9 @@ class Exchange(Protocol):
     """What moves where."""
 
     def launch(self, tensors: Sequence[Tensor | None]) -> Arrival:
-        """Starts to move `tensors`, None among them staying None; keeps them alive until the arrival is waited for."""
+        """Starts to move `tensors`, None among them staying None; keeps them alive until the arrival is
+        waited for.
+        """
 
     @property
     def reverse(self) -> Exchange:
@@ -86,7 +91,9 @@ class AllToAll(_OneByOne):
 
     def _launch(self, x: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
         out = x.new_empty(sum(self.receive), *x.shape[1:])
-        work = torch.distributed.all_to_all_single(out, x, list(self.receive), list(self.send), group=group, async_op=True)
+        work = torch.distributed.all_to_all_single(
+            out, x, list(self.receive), list(self.send), group=group, async_op=True
+        )
 
         def wait() -> Tensor:
             work.wait()
@@ -162,7 +169,9 @@ class _Exchanged(torch.autograd.Function):
 
 
 class _Flight:
-    """What `_Depart` and `_Arrive` tell each other. Not part of the graph: holds collectives under way, in either direction."""
+    """What `_Depart` and `_Arrive` tell each other. Not part of the graph: holds collectives under way, in
+    either direction.
+    """
 
     def __init__(self, exchange: Exchange):
         self.exchange = exchange
@@ -195,7 +204,9 @@ class _Arrive(torch.autograd.Function):
         assert flight.outward is not None
         arrival, flight.outward = flight.outward, None
         tensors = tuple(arrival.wait())
-        ctx.mark_non_differentiable(*(x for x, needed in zip(tensors, flight.needs_grad, strict=True) if not needed))
+        ctx.mark_non_differentiable(
+            *(x for x, needed in zip(tensors, flight.needs_grad, strict=True) if not needed)
+        )
         return tensors
 
     @staticmethod
@@ -215,7 +226,9 @@ class Departed(NamedTuple):
 
 
 def depart(exchange: Exchange, *tensors: Tensor) -> Departed:
-    """Launches the exchange of `tensors`, the first of which is a floating-point one; gradients come to those that need them."""
+    """Launches the exchange of `tensors`, the first of which is a floating-point one; gradients come to those
+    that need them.
+    """
     flight = _Flight(exchange)
     return Departed(_Depart.apply(flight, *tensors), flight)
 
@@ -237,5 +250,7 @@ def exchange_rows(exchange: Exchange, x_RD: Tensor) -> Tensor:
 
 
 def gather_rows(x_RD: Tensor, *, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
-    """Rows of all ranks, one rank after the other; `sizes[i]` rows are on rank i. The gradient is summed over ranks."""
+    """Rows of all ranks, one rank after the other; `sizes[i]` rows are on rank i. The gradient is summed over
+    ranks.
+    """
     return exchange_rows(GatherRows(group=group, sizes=sizes), x_RD)

@@ -1,8 +1,10 @@
-"""DeepEP dispatcher: the package's fused all-to-all kernels over NVLink and RDMA. Shape suffixes in `moe_exp.layers`.
+"""DeepEP dispatcher: the package's fused all-to-all kernels over NVLink and RDMA. Shape suffixes in
+`moe_exp.layers`.
 
-DeepEP (github.com/deepseek-ai/DeepEP, its high-throughput kernels) sends a token once to every rank that holds one of its
-experts, unsorted, with its K experts and weights; sorting by expert is left to the receiver. The transpose of its dispatch is
-its combine, so each is the backward of the other. Further suffix: A received tokens.
+DeepEP (github.com/deepseek-ai/DeepEP, its high-throughput kernels) sends a token once to every rank that
+holds one of its experts, unsorted, with its K experts and weights; sorting by expert is left to the receiver.
+The transpose of its dispatch is its combine, so each is the backward of the other. Further suffix: A received
+tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +19,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_exp.layers.dispatcher.collectives import Arrival, Departed, arrive, depart
-from moe_exp.layers.dispatcher.dispatcher import Dispatched, Dispatcher, DispatchRecord, Pending, experts_per_rank
+from moe_exp.layers.dispatcher.dispatcher import (
+    Dispatched,
+    Dispatcher,
+    DispatchRecord,
+    Pending,
+    experts_per_rank,
+)
 from moe_exp.layers.dispatcher.row_order import RowOrder, pad_by_expert, sort_by_expert
 from moe_exp.layers.groups import group_size
 from moe_exp.layers.router import RoutingDecision
@@ -28,9 +36,11 @@ SIZES = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)
 
 
 class DeepEPDispatcher(Dispatcher):
-    """Experts are spread over `ep_group`; bf16 rows, a CUDA device per rank, ranks of one node linked by NVLink.
+    """Experts are spread over `ep_group`; bf16 rows, a CUDA device per rank, ranks of one node linked by
+    NVLink.
 
-    The host waits in `start` for the counts, which DeepEP writes to its memory; the rows arrive while it goes on.
+    The host waits in `start` for the counts, which DeepEP writes to its memory; the rows arrive while it goes
+    on.
 
     Args:
         num_experts: E, over all ranks.
@@ -49,7 +59,9 @@ class DeepEPDispatcher(Dispatcher):
         self.num_experts, self.ep_group = num_experts, ep_group
         self.num_local_experts = experts_per_rank(num_experts, ep_group.size())
 
-    def start(self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None) -> Pending:
+    def start(
+        self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None
+    ) -> Pending:
         check_rows(x_TD)
         buffer = shared_buffer(self.ep_group, x_TD.size(1) * x_TD.element_size())
         exchange = _Send(buffer, sent_experts(decision), self.num_experts)
@@ -60,7 +72,9 @@ class DeepEPDispatcher(Dispatcher):
         x_AD, weights_AK = arrive(departed)
         if rows_per_expert is not None:
             rows_per_expert *= self.ep_group.size()
-        by_expert, splits = received_order(exchange.expert_AK, exchange.splits, rows_per_expert=rows_per_expert)
+        by_expert, splits = received_order(
+            exchange.expert_AK, exchange.splits, rows_per_expert=rows_per_expert
+        )
         counts_L = torch.tensor(splits, device=x_AD.device)
         record = DispatchRecord(None, (exchange.reverse,), by_expert)
         return Dispatched(by_expert.rows(x_AD), by_expert.weights(weights_AK), counts_L, record, splits)
@@ -69,14 +83,21 @@ class DeepEPDispatcher(Dispatcher):
 def check_deepep(*, ep: int, etp: int) -> None:
     """Raises a ValueError, one line, where DeepEP cannot run here with these sizes."""
     if ep not in SIZES:
-        raise ValueError(f"dispatcher=deepep: has no kernels for EP={ep}. Fix: EP among {', '.join(map(str, SIZES))}, or alltoall.")
+        raise ValueError(
+            f"dispatcher=deepep: has no kernels for EP={ep}. Fix: EP among {', '.join(map(str, SIZES))}, or"
+            " alltoall."
+        )
     if etp > 1:
-        raise ValueError(f"dispatcher=deepep: cannot split experts over ETP={etp} ranks. Fix: ETP=1, or use alltoall.")
+        raise ValueError(
+            f"dispatcher=deepep: cannot split experts over ETP={etp} ranks. Fix: ETP=1, or use alltoall."
+        )
     try:
-        importlib.import_module("deep_ep").Buffer  # noqa: B018  # absent in builds without the kernels used here
+        importlib.import_module("deep_ep").Buffer  # noqa: B018  # not in every build
     except (ImportError, AttributeError) as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(f"dispatcher=deepep: needs the package deep_ep ({reason}). Fix: {INSTALL}, or use alltoall.") from None
+        raise ValueError(
+            f"dispatcher=deepep: needs the package deep_ep ({reason}). Fix: {INSTALL}, or use alltoall."
+        ) from None
     if not torch.cuda.is_available():
         raise ValueError("dispatcher=deepep: needs a CUDA device. Fix: use alltoall.")
 
@@ -85,9 +106,14 @@ def check_rows(x_TD: Tensor) -> None:
     """Raises a ValueError, one line, for rows that DeepEP cannot send."""
     if x_TD.dtype != torch.bfloat16:
         dtype = str(x_TD.dtype).removeprefix("torch.")
-        raise ValueError(f"dispatcher=deepep: sends bfloat16 rows, not {dtype}. Fix: DTYPE=bf16, or use alltoall.")
+        raise ValueError(
+            f"dispatcher=deepep: sends bfloat16 rows, not {dtype}. Fix: DTYPE=bf16, or use alltoall."
+        )
     if x_TD.size(1) % 8:
-        raise ValueError(f"hidden_size={x_TD.size(1)}: DeepEP sends rows of a multiple of 8. Fix: choose one, or use alltoall.")
+        raise ValueError(
+            f"hidden_size={x_TD.size(1)}: DeepEP sends rows of a multiple of 8. Fix: choose one, or use"
+            " alltoall."
+        )
 
 
 def sent_experts(decision: RoutingDecision) -> Tensor:
@@ -96,11 +122,14 @@ def sent_experts(decision: RoutingDecision) -> Tensor:
     return expert_TK if decision.kept_TK is None else expert_TK.masked_fill(~decision.kept_TK, -1)
 
 
-def received_order(expert_AK: Tensor, splits: Sequence[int], *, rows_per_expert: int | None = None) -> tuple[RowOrder, tuple[int, ...]]:
+def received_order(
+    expert_AK: Tensor, splits: Sequence[int], *, rows_per_expert: int | None = None
+) -> tuple[RowOrder, tuple[int, ...]]:
     """Order of the rows of this rank's experts.
 
     Args:
-        expert_AK: what DeepEP gives for every received token: this rank's experts counted from 0, -1 for those of other ranks.
+        expert_AK: what DeepEP gives for every received token: this rank's experts counted from 0, -1 for
+            those of other ranks.
         splits: rows per expert of this rank, as DeepEP counts them.
         rows_per_expert: pad every expert to that many rows.
 
@@ -109,9 +138,13 @@ def received_order(expert_AK: Tensor, splits: Sequence[int], *, rows_per_expert:
     """
     num_experts, here_AK = len(splits), expert_AK >= 0
     if rows_per_expert is not None:
-        order = pad_by_expert(expert_AK.long(), here_AK, num_experts=num_experts, rows_per_expert=rows_per_expert)
+        order = pad_by_expert(
+            expert_AK.long(), here_AK, num_experts=num_experts, rows_per_expert=rows_per_expert
+        )
         return order, (rows_per_expert,) * num_experts
-    return sort_by_expert(expert_AK.long(), here_AK, num_experts=num_experts).order(sum(splits)), tuple(splits)
+    return sort_by_expert(expert_AK.long(), here_AK, num_experts=num_experts).order(sum(splits)), tuple(
+        splits
+    )
 
 
 @cache
@@ -146,7 +179,9 @@ class _Send:
             return _arrival(event, [x_AD])
         weights_TK = tensors[1]
         assert weights_TK is not None
-        per_rank, per_node, per_expert, in_rank, _ = self.buffer.get_dispatch_layout(self.expert_TK, self.num_experts)
+        per_rank, per_node, per_expert, in_rank, _ = self.buffer.get_dispatch_layout(
+            self.expert_TK, self.num_experts
+        )
         x_AD, self.expert_AK, weights_AK, splits, self.handle, event = self.buffer.dispatch(
             x_TD.contiguous(),
             topk_idx=self.expert_TK,
@@ -162,7 +197,9 @@ class _Send:
 
 
 class _Return:
-    """The way back of a `_Send`: sums what the ranks computed for a token, and brings the gradients of its weights home."""
+    """The way back of a `_Send`: sums what the ranks computed for a token, and brings the gradients of its
+    weights home.
+    """
 
     def __init__(self, there: _Send):
         self.there = there

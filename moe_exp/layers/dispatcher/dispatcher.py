@@ -1,7 +1,8 @@
 """Token dispatchers: from tokens to rows sorted by expert, and back. Shape suffixes in `moe_exp.layers`.
 
-`start` sends the tokens off and `finish` takes the rows in, so that something else can be computed in between; `dispatch` does
-both. They return a frozen record that `combine` takes, so a dispatcher keeps no state between calls.
+`start` sends the tokens off and `finish` takes the rows in, so that something else can be computed in
+between; `dispatch` does both. They return a frozen record that `combine` takes, so a dispatcher keeps no
+state between calls.
 """
 
 from __future__ import annotations
@@ -17,8 +18,22 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_exp.host import gloo
-from moe_exp.layers.dispatcher.collectives import AllToAll, Departed, Exchange, GatherRows, arrive, depart, exchange_rows
-from moe_exp.layers.dispatcher.row_order import RowOrder, SortedSlots, pad_by_expert, regroup_chunks, sort_by_expert
+from moe_exp.layers.dispatcher.collectives import (
+    AllToAll,
+    Departed,
+    Exchange,
+    GatherRows,
+    arrive,
+    depart,
+    exchange_rows,
+)
+from moe_exp.layers.dispatcher.row_order import (
+    RowOrder,
+    SortedSlots,
+    pad_by_expert,
+    regroup_chunks,
+    sort_by_expert,
+)
 from moe_exp.layers.groups import group_size
 from moe_exp.layers.router import RoutingDecision
 
@@ -73,25 +88,28 @@ class Pending:
 class Dispatcher(ABC):
     """Takes tokens to the ranks of their experts, and the results back.
 
-    Tokens without a kept slot (padding tokens: `kept_TK` False for all of their slots) do not travel and come back as zero.
-    Every rank of the groups has to take part, also with no token at all.
+    Tokens without a kept slot (padding tokens: `kept_TK` False for all of their slots) do not travel and come
+    back as zero. Every rank of the groups has to take part, also with no token at all.
     """
 
     name: str
 
     @abstractmethod
-    def start(self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None) -> Pending:
+    def start(
+        self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None
+    ) -> Pending:
         """Sends the tokens of this rank off.
 
         Args:
             x_TD: tokens, any float dtype.
             decision: where they go.
-            rows_per_expert: every rank gives every expert this many rows, zero rows where it has fewer kept slots for it, so that
-                shapes do not depend on the data. At least the number that any rank has, and the same on all of them; None for no padding.
+            rows_per_expert: every rank gives every expert this many rows, zero rows where it has fewer kept
+                slots for it, so that shapes do not depend on the data. At least the number that any rank has,
+                and the same on all of them; None for no padding.
 
         Returns:
-            For `finish`, on the same CUDA stream. What is computed until then overlaps with the communication, in forward and in
-            backward.
+            For `finish`, on the same CUDA stream. What is computed until then overlaps with the
+            communication, in forward and in backward.
         """
 
     def finish(self, pending: Pending) -> Dispatched:
@@ -102,12 +120,16 @@ class Dispatcher(ABC):
         """
         return pending.land()
 
-    def dispatch(self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None) -> Dispatched:
+    def dispatch(
+        self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None
+    ) -> Dispatched:
         """`start`, then `finish`."""
         return self.finish(self.start(x_TD, decision, rows_per_expert=rows_per_expert))
 
     def combine(self, y_RD: Tensor, record: DispatchRecord) -> Tensor:
-        """Takes the results home and sums those of every token: [R, D] to [T, D]. They are weighted already, see Dispatched."""
+        """Takes the results home and sums those of every token: [R, D] to [T, D]. They are weighted already,
+        see Dispatched.
+        """
         if record.by_expert is not None:
             y_RD = record.by_expert.tokens(y_RD)
         for exchange in record.back:
@@ -116,7 +138,8 @@ class Dispatcher(ABC):
 
 
 class LocalDispatcher(Dispatcher):
-    """All experts are on this rank. Waits for the device only to learn how many slots are kept, with drops and without padding.
+    """All experts are on this rank. Waits for the device only to learn how many slots are kept, with drops
+    and without padding.
 
     Args:
         num_experts: E.
@@ -127,7 +150,9 @@ class LocalDispatcher(Dispatcher):
     def __init__(self, num_experts: int):
         self.num_experts = num_experts
 
-    def start(self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None) -> Pending:
+    def start(
+        self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None
+    ) -> Pending:
         order, counts_E, splits = self.row_order(decision, rows_per_expert=rows_per_expert)
         rows_RD, weights_R = order.rows(x_TD), order.weights(decision.weights_TK)
         return Pending(lambda: Dispatched(rows_RD, weights_R, counts_E, DispatchRecord(order), splits))
@@ -135,7 +160,9 @@ class LocalDispatcher(Dispatcher):
     def row_order(
         self, decision: RoutingDecision, *, rows_per_expert: int | None = None
     ) -> tuple[RowOrder, Tensor, tuple[int, ...] | None]:
-        """How this rank's slots are sorted by expert, and the rows per expert: on the device, and on the host where they are known."""
+        """How this rank's slots are sorted by expert, and the rows per expert: on the device, and on the host
+        where they are known.
+        """
         if rows_per_expert is not None:
             order = pad_slots(decision, num_experts=self.num_experts, rows_per_expert=rows_per_expert)
             counts_E = torch.full((self.num_experts,), rows_per_expert, device=order.slot_R.device)
@@ -147,7 +174,8 @@ class LocalDispatcher(Dispatcher):
 
 
 class SpreadDispatcher(Dispatcher):
-    """What the dispatchers have in common whose experts are spread over `ep_group`, and each expert's width over `etp_group`.
+    """What the dispatchers have in common whose experts are spread over `ep_group`, and each expert's width
+    over `etp_group`.
 
     Args:
         num_experts: E, over all ranks.
@@ -168,9 +196,10 @@ class SpreadDispatcher(Dispatcher):
 class AllToAllDispatcher(SpreadDispatcher):
     """Experts are spread over `ep_group`, and each expert's width over `etp_group`.
 
-    The rows go to the ranks of their experts by one all-to-all, with their weights by a second one that is under way together
-    with it, and where an expert is split, are gathered over `etp_group`, whose ranks each compute a part of every row's result;
-    the way back sums the parts. It waits for the device once, for the counts of rows, and not at all with `rows_per_expert`.
+    The rows go to the ranks of their experts by one all-to-all, with their weights by a second one that is
+    under way together with it, and where an expert is split, are gathered over `etp_group`, whose ranks each
+    compute a part of every row's result; the way back sums the parts. It waits for the device once, for the
+    counts of rows, and not at all with `rows_per_expert`.
     """
 
     name = "alltoall"
@@ -179,7 +208,9 @@ class AllToAllDispatcher(SpreadDispatcher):
         super().__init__(num_experts, ep_group=ep_group, etp_group=etp_group)
         self._padded: tuple[int, _Route] | None = None
 
-    def start(self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None) -> Pending:
+    def start(
+        self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None
+    ) -> Pending:
         if rows_per_expert is None:
             order, route = self._sorted(decision)
         else:
@@ -201,7 +232,9 @@ class AllToAllDispatcher(SpreadDispatcher):
         if self.num_local_experts > 1 and self.ep * self.etp > 1:
             by_expert = regroup_chunks(route.rows_SL, num_rows=sum(route.splits))
             rows, weights = by_expert.rows(rows), by_expert.rows(weights)
-        return Dispatched(rows, weights, route.rows_SL.sum(dim=0), DispatchRecord(order, back, by_expert), route.splits)
+        return Dispatched(
+            rows, weights, route.rows_SL.sum(dim=0), DispatchRecord(order, back, by_expert), route.splits
+        )
 
     def _sorted(self, decision: RoutingDecision) -> tuple[RowOrder, _Route]:
         """The only wait for the device: for the counts, one exchange and one copy of which tell all sizes."""
@@ -237,13 +270,19 @@ class AllToAllDispatcher(SpreadDispatcher):
         if self._padded is None or self._padded[0] != rows_per_expert:
             sources = self.ep * self.etp
             rows_SL = torch.full((sources, self.num_local_experts), rows_per_expert, device=device)
-            route = self._route([rows_per_expert] * self.num_experts, [rows_per_expert] * sources * self.num_local_experts, rows_SL)
+            route = self._route(
+                [rows_per_expert] * self.num_experts,
+                [rows_per_expert] * sources * self.num_local_experts,
+                rows_SL,
+            )
             self._padded = rows_per_expert, route
         return self._padded[1]
 
 
 class _Route(NamedTuple):
-    """How rows travel to their experts: rows per rank to and from the ranks of EP, per rank of ETP, per local expert, and rows_SL."""
+    """How rows travel to their experts: rows per rank to and from the ranks of EP, per rank of ETP, per local
+    expert, and rows_SL.
+    """
 
     send: tuple[int, ...]
     receive: tuple[int, ...]
@@ -255,7 +294,10 @@ class _Route(NamedTuple):
 def experts_per_rank(num_experts: int, ep: int) -> int:
     """L, or a ValueError where `ep` ranks cannot share `num_experts`."""
     if num_experts % ep:
-        raise ValueError(f"num_experts={num_experts}: is not divisible by the expert parallel size {ep}. Fix: use a divisor for EP.")
+        raise ValueError(
+            f"num_experts={num_experts}: is not divisible by the expert parallel size {ep}. Fix: use a"
+            " divisor for EP."
+        )
     return num_experts // ep
 
 
@@ -267,7 +309,9 @@ def sort_slots(decision: RoutingDecision, *, num_experts: int) -> SortedSlots:
 
 def pad_slots(decision: RoutingDecision, *, num_experts: int, rows_per_expert: int) -> RowOrder:
     """`pad_by_expert` of a decision."""
-    return pad_by_expert(decision.expert_TK, decision.kept_TK, num_experts=num_experts, rows_per_expert=rows_per_expert)
+    return pad_by_expert(
+        decision.expert_TK, decision.kept_TK, num_experts=num_experts, rows_per_expert=rows_per_expert
+    )
 
 
 def _sums(values: list[int] | tuple[int, ...], width: int) -> tuple[int, ...]:

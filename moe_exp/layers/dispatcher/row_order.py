@@ -1,7 +1,8 @@
 """From slots to rows sorted by expert, and back. Shape suffixes in `moe_exp.layers`.
 
-Both ways are gathers, each the transpose of the other: nothing is added atomically, so a result has the same bits every time.
-On a CUDA device Triton kernels do it (see `kernels.choice`), with int32 indices, and the same order and sums.
+Both ways are gathers, each the transpose of the other: nothing is added atomically, so a result has the same
+bits every time. On a CUDA device Triton kernels do it (see `kernels.choice`), with int32 indices, and the
+same order and sums.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ class RowOrder:
         return _TokensToRows.apply(x_TD, self)
 
     def tokens(self, y_RD: Tensor) -> Tensor:
-        """[R, D] to [T, D], the sum over the K slots of a token in slot order; a dropped slot adds nothing."""
+        """[R, D] to [T, D], the sum over the K slots of a token in slot order; a dropped slot adds
+        nothing.
+        """
         return _RowsToTokens.apply(y_RD, self)
 
     def weights(self, weights_TK: Tensor) -> Tensor:
@@ -76,7 +79,8 @@ class SortedSlots:
         """The row order.
 
         Args:
-            num_rows: the sum of rows_per_expert_E. With drops only the device knows it: None asks, and waits for it.
+            num_rows: the sum of rows_per_expert_E. With drops only the device knows it: None asks, and waits
+                for it.
         """
         row_N = _inverse(self.slot_N) if self.row_N is None else self.row_N
         if not self.has_drops:
@@ -86,7 +90,9 @@ class SortedSlots:
         return RowOrder(self.slot_N[:num_rows], row_N.clamp(max=num_rows), self.topk, has_drops=True)
 
 
-def sort_by_expert(expert_TK: Tensor, kept_TK: Tensor | None = None, *, num_experts: int, counts_E: Tensor | None = None) -> SortedSlots:
+def sort_by_expert(
+    expert_TK: Tensor, kept_TK: Tensor | None = None, *, num_experts: int, counts_E: Tensor | None = None
+) -> SortedSlots:
     """Sorts the slots by expert.
 
     Args:
@@ -105,14 +111,18 @@ def sort_by_expert(expert_TK: Tensor, kept_TK: Tensor | None = None, *, num_expe
     return SortedSlots(torch.argsort(expert_N, stable=True), counts_E, expert_TK.size(1), kept_TK is not None)
 
 
-def pad_by_expert(expert_TK: Tensor, kept_TK: Tensor | None = None, *, num_experts: int, rows_per_expert: int) -> RowOrder:
-    """Row order with `rows_per_expert` rows for every expert, zero rows where it has fewer: shapes do not depend on the data.
+def pad_by_expert(
+    expert_TK: Tensor, kept_TK: Tensor | None = None, *, num_experts: int, rows_per_expert: int
+) -> RowOrder:
+    """Row order with `rows_per_expert` rows for every expert, zero rows where it has fewer: shapes do not
+    depend on the data.
 
     Args:
         expert_TK: as for `sort_by_expert`.
         kept_TK: as for `sort_by_expert`.
         num_experts: E.
-        rows_per_expert: at least the number of kept slots of any expert; what is beyond is not checked and corrupts other experts' rows.
+        rows_per_expert: at least the number of kept slots of any expert; what is beyond is not checked and
+            corrupts other experts' rows.
     """
     if takes_kernels(expert_TK):
         order = padded_order(expert_TK, num_experts, rows_per_expert, kept_TK)
@@ -140,7 +150,9 @@ def regroup_chunks(rows_SL: Tensor, *, num_rows: int) -> RowOrder:
     first_C, rows_C = (ends_SL - rows_SL).t().flatten(), rows_SL.t().flatten()
     # A row keeps its place in its chunk: the shift is one number per chunk, and no sort is needed.
     shift_C = first_C - (rows_C.cumsum(0) - rows_C)
-    slot_R = torch.repeat_interleave(shift_C, rows_C, output_size=num_rows) + torch.arange(num_rows, device=rows_SL.device)
+    slot_R = torch.repeat_interleave(shift_C, rows_C, output_size=num_rows) + torch.arange(
+        num_rows, device=rows_SL.device
+    )
     return RowOrder(slot_R, _inverse(slot_R), topk=1)
 
 
@@ -174,9 +186,15 @@ def _to_rows(x_TD: Tensor, order: RowOrder) -> Tensor:
 
 
 def sum_slots(y_RD: Tensor, order: RowOrder) -> Tensor:
-    """A bag of rows per token: sums in the accumulation type of y, and never holds the [N, D] that a gather and a sum would."""
+    """A bag of rows per token: sums in the accumulation type of y, and never holds the [N, D] that a gather
+    and a sum would.
+    """
     if takes_kernels(y_RD):
-        return gather_rows(y_RD, order.row_N) if order.topk == 1 else combine(y_RD, order.row_N.view(-1, order.topk))
+        return (
+            gather_rows(y_RD, order.row_N)
+            if order.topk == 1
+            else combine(y_RD, order.row_N.view(-1, order.topk))
+        )
     if order.topk == 1 and not order.has_drops:
         return y_RD.index_select(0, order.row_N)
     row_TK = order.row_N.view(-1, order.topk)
@@ -190,7 +208,9 @@ def sum_slots(y_RD: Tensor, order: RowOrder) -> Tensor:
         row_TK = row_TK.clamp(max=y_RD.size(0) - 1)
         return embedding_bag(row_TK, y_RD, mode="sum", per_sample_weights=kept_TK.to(y_RD.dtype))
     kept_T = kept_TK.sum(dim=1)
-    return embedding_bag(_kept_rows(row_TK, kept_TK, y_RD.size(0)), y_RD, kept_T.cumsum(0) - kept_T, mode="sum")
+    return embedding_bag(
+        _kept_rows(row_TK, kept_TK, y_RD.size(0)), y_RD, kept_T.cumsum(0) - kept_T, mode="sum"
+    )
 
 
 def _kept_rows(row_TK: Tensor, kept_TK: Tensor, num_kept: int) -> Tensor:

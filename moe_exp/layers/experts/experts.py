@@ -1,4 +1,6 @@
-"""The experts of one rank: one weight tensor per projection for all of them. Shape suffixes in `moe_exp.layers`."""
+"""The experts of one rank: one weight tensor per projection for all of them. Shape suffixes in
+`moe_exp.layers`.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from moe_exp.layers.experts.loop import ExpertWeights, expert_loop
 
 @dataclass(frozen=True)
 class Slots:
-    """What `Experts` take where all are on this rank and they `take_slots`: tokens [T, D] with the routing decision, [T, K] each."""
+    """What `Experts` take where all are on this rank and they `take_slots`: tokens [T, D] with the routing
+    decision, [T, K] each.
+    """
 
     x_TD: Tensor
     weights_TK: Tensor
@@ -49,10 +53,11 @@ class OrderedTokens:
 
 
 class Experts(nn.Module):
-    """y = (act(x W1 + b1) * w) W2 + w b2 per row, w the router weight: so the expert outputs need not be kept for w's gradient.
+    """y = (act(x W1 + b1) * w) W2 + w b2 per row, w the router weight: so the expert outputs need not be kept
+    for w's gradient.
 
-    With the `triton` backend (fused.py), and on a CPU with the `loop` backend (loop.py), one function computes all of it.
-    Everywhere else it is two grouped GEMMs with the weighted activation between them.
+    With the `triton` backend (fused.py), and on a CPU with the `loop` backend (loop.py), one function
+    computes all of it. Everywhere else it is two grouped GEMMs with the weighted activation between them.
 
     Args:
         num_local_experts: L.
@@ -60,20 +65,21 @@ class Experts(nn.Module):
         ffn_size: F on this rank (the width of an expert over the expert tensor parallel size).
         activation: a name in ACTIVATIONS.
         backend: a name in grouped_gemm.BACKENDS or FUSED.
-        bias: add a bias after both projections. The second is multiplied by the router weight like the rest of the output, so rows
-            of padding stay zero.
-        etp_rank, etp_size: place of this rank in the expert tensor parallel group. Each rank adds its own part of D of the second
-            bias to its partial sum, so no parameter is replicated.
-        recompute_activation: do not keep what goes into the second GEMM, compute it again in backward. The functions that compute
-            all of it always do.
-        adds_to_main_grad: the `triton` backend adds the gradients of the weights to Megatron's `main_grad`, see fused.py.
+        bias: add a bias after both projections. The second is multiplied by the router weight like the rest
+            of the output, so rows of padding stay zero.
+        etp_rank, etp_size: place of this rank in the expert tensor parallel group. Each rank adds its own
+            part of D of the second bias to its partial sum, so no parameter is replicated.
+        recompute_activation: do not keep what goes into the second GEMM, compute it again in backward. The
+            functions that compute all of it always do.
+        adds_to_main_grad: the `triton` backend adds the gradients of the weights to Megatron's `main_grad`,
+            see fused.py.
 
-    Weights, in torch's (out, in) order: `weight1` [L, 2F or F, D], with the gate half first; `weight2` [L, D, F]; with `bias`
-    `bias1` [L, 2F or F] and `bias2` [L, D / etp_size].
+    Weights, in torch's (out, in) order: `weight1` [L, 2F or F, D], with the gate half first; `weight2` [L, D,
+    F]; with `bias` `bias1` [L, 2F or F] and `bias2` [L, D / etp_size].
 
     Raises:
-        ValueError: for an unknown activation or backend, one that is not installed, or a bias that the backend does not have or the
-            ranks cannot share out evenly.
+        ValueError: for an unknown activation or backend, one that is not installed, or a bias that the
+            backend does not have or the ranks cannot share out evenly.
     """
 
     def __init__(
@@ -94,26 +100,49 @@ class Experts(nn.Module):
     ):
         super().__init__()
         if activation not in ACTIVATIONS:
-            raise ValueError(f"activation={activation}: is not an activation. Fix: use one of {', '.join(ACTIVATIONS)}.")
+            raise ValueError(
+                f"activation={activation}: is not an activation. Fix: use one of {', '.join(ACTIVATIONS)}."
+            )
         if bias and hidden_size % etp_size:
             rule = f"with a bias it has to be a multiple of the expert tensor parallel size {etp_size}"
             raise ValueError(f"hidden_size={hidden_size}: {rule}. Fix: change ETP or leave the bias out.")
         if backend not in FUSED and backend not in BACKENDS:
-            rule = "grouped_gemm.choose_backend says which one auto is" if backend == "auto" else "is not a backend"
-            raise ValueError(f"expert_backend={backend}: {rule}. Fix: use one of {', '.join((*FUSED, *BACKENDS))}.")
+            rule = (
+                "grouped_gemm.choose_backend says which one auto is"
+                if backend == "auto"
+                else "is not a backend"
+            )
+            raise ValueError(
+                f"expert_backend={backend}: {rule}. Fix: use one of {', '.join((*FUSED, *BACKENDS))}."
+            )
         if backend in FUSED and (rule := fused_problem(dtype=dtype, bias=bias)):
             raise ValueError(f"expert_backend={backend}: {rule}. Fix: use another backend.")
         if backend in PACKAGES and (modules := PACKAGES[backend].missing()):
-            raise ValueError(f"expert_backend={backend}: {' and '.join(modules)} is not installed. Fix: {PACKAGES[backend].install}.")
+            raise ValueError(
+                f"expert_backend={backend}: {' and '.join(modules)} is not installed. Fix:"
+                f" {PACKAGES[backend].install}."
+            )
         self.activation, self.gated = activation, ACTIVATIONS[activation][1]
-        self.backend, self.recompute_activation, self.adds_to_main_grad = backend, recompute_activation, adds_to_main_grad
+        self.backend, self.recompute_activation, self.adds_to_main_grad = (
+            backend,
+            recompute_activation,
+            adds_to_main_grad,
+        )
         self.grouped_gemm = None if backend in FUSED else BACKENDS[backend]
         width, part = ffn_size * (2 if self.gated else 1), hidden_size // etp_size
         self.bias2_start = etp_rank * part
-        self.weight1 = nn.Parameter(torch.empty(num_local_experts, width, hidden_size, dtype=dtype, device=device))
-        self.weight2 = nn.Parameter(torch.empty(num_local_experts, hidden_size, ffn_size, dtype=dtype, device=device))
-        self.bias1 = nn.Parameter(torch.zeros(num_local_experts, width, dtype=dtype, device=device)) if bias else None
-        self.bias2 = nn.Parameter(torch.zeros(num_local_experts, part, dtype=dtype, device=device)) if bias else None
+        self.weight1 = nn.Parameter(
+            torch.empty(num_local_experts, width, hidden_size, dtype=dtype, device=device)
+        )
+        self.weight2 = nn.Parameter(
+            torch.empty(num_local_experts, hidden_size, ffn_size, dtype=dtype, device=device)
+        )
+        self.bias1 = (
+            nn.Parameter(torch.zeros(num_local_experts, width, dtype=dtype, device=device)) if bias else None
+        )
+        self.bias2 = (
+            nn.Parameter(torch.zeros(num_local_experts, part, dtype=dtype, device=device)) if bias else None
+        )
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02) -> None:
@@ -127,21 +156,41 @@ class Experts(nn.Module):
     def forward(self, given: Dispatched | Slots | OrderedTokens) -> Tensor:
         """Rows of all experts to their weighted outputs, [R, D]; tokens to the sum of theirs over K, [T, D].
 
-        The one way in: what wraps the module (Megatron's overlapped gather of parameters, FSDP2) puts the weights in place in a hook.
+        The one way in: what wraps the module (Megatron's overlapped gather of parameters, FSDP2) puts the
+        weights in place in a hook.
         """
         if isinstance(given, Slots):
             return experts_of_tokens(
-                given.x_TD, given.weights_TK, given.expert_TK, given.kept_TK, self.weight1, self.weight2, **self._fused_options()
+                given.x_TD,
+                given.weights_TK,
+                given.expert_TK,
+                given.kept_TK,
+                self.weight1,
+                self.weight2,
+                **self._fused_options(),
             )
         if isinstance(given, OrderedTokens):
             weights, splits = self._weights(), given.splits
-            return expert_loop(given.x_TD, given.weights_R, weights, splits=splits, activation=self.activation, order=given.order)
+            return expert_loop(
+                given.x_TD,
+                given.weights_R,
+                weights,
+                splits=splits,
+                activation=self.activation,
+                order=given.order,
+            )
         return self._forward_rows(given)
 
     def _forward_rows(self, dispatched: Dispatched) -> Tensor:
-        rows_RD, weights_R, counts_L = dispatched.rows_RD, dispatched.weights_R, dispatched.tokens_per_expert_L
+        rows_RD, weights_R, counts_L = (
+            dispatched.rows_RD,
+            dispatched.weights_R,
+            dispatched.tokens_per_expert_L,
+        )
         if self.grouped_gemm is None:
-            return experts_of_rows(rows_RD, weights_R, counts_L, self.weight1, self.weight2, **self._fused_options())
+            return experts_of_rows(
+                rows_RD, weights_R, counts_L, self.weight1, self.weight2, **self._fused_options()
+            )
         splits = dispatched.splits
         if splits is None and (rows_RD.device.type == "cpu" or self.backend in BY_SPLITS):
             splits = tuple(counts_L.tolist())  # once for both products
@@ -177,10 +226,16 @@ class Experts(nn.Module):
         return nn.functional.pad(mine, (self.bias2_start, after))
 
     def _keeping_only(self, hidden_RF: Tensor, weights_R: Tensor, active_RF: Tensor) -> Any:
-        """With `recompute_activation`, a context in which backends that save `active_RF` save how to compute it."""
+        """With `recompute_activation`, a context in which backends that save `active_RF` save how to compute
+        it.
+        """
         if not self.recompute_activation:
             return nullcontext()
-        hidden_RF, weights_R1, name = hidden_RF.detach(), weights_R.detach().to(hidden_RF.dtype).unsqueeze(1), self.activation
+        hidden_RF, weights_R1, name = (
+            hidden_RF.detach(),
+            weights_R.detach().to(hidden_RF.dtype).unsqueeze(1),
+            self.activation,
+        )
         address, shape = active_RF.data_ptr(), active_RF.shape
 
         def pack(saved: Tensor) -> Tensor | Callable[[], Tensor]:
@@ -188,11 +243,15 @@ class Experts(nn.Module):
                 return saved
             return lambda: weighted_activation(hidden_RF, weights_R1, name)
 
-        return torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved() if callable(saved) else saved)
+        return torch.autograd.graph.saved_tensors_hooks(
+            pack, lambda saved: saved() if callable(saved) else saved
+        )
 
 
 class _BiasOfRows(torch.autograd.Function):
-    """[L, F] to [R, F]: row r gets the bias of its expert. The gradient is summed in fp32, without atomics."""
+    """[L, F] to [R, F]: row r gets the bias of its expert. The gradient is summed in fp32, without
+    atomics.
+    """
 
     @staticmethod
     def forward(ctx: Any, bias_LF: Tensor, counts_L: Tensor, num_rows: int) -> Tensor:

@@ -1,9 +1,11 @@
-"""FP8 in the experts, by Transformer Engine: what it needs, and rows padded to what its products take. Shape suffixes in `moe_exp.layers`.
+"""FP8 in the experts, by Transformer Engine: what it needs, and rows padded to what its products take. Shape
+suffixes in `moe_exp.layers`.
 
-Megatron runs every layer inside Transformer Engine's autocast where TransformerConfig.fp8 is set; its GroupedLinear, which
-EXPERT_BACKEND=te calls, then quantizes rows, weights and gradients by itself. What is missing is the number of rows of every expert,
-which the FP8 products want as a multiple of 16, in blocks of 32 with MXFP8. Read in the sources of megatron-core 0.16 (fp8_utils) and
-Transformer Engine 2.x; not run with the package yet.
+Megatron runs every layer inside Transformer Engine's autocast where TransformerConfig.fp8 is set; its
+GroupedLinear, which EXPERT_BACKEND=te calls, then quantizes rows, weights and gradients by itself. What is
+missing is the number of rows of every expert, which the FP8 products want as a multiple of 16, in blocks of
+32 with MXFP8. Read in the sources of megatron-core 0.16 (fp8_utils) and Transformer Engine 2.x; not run with
+the package yet.
 """
 
 from __future__ import annotations
@@ -14,9 +16,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# Recipe, as Megatron calls it, to (the oldest GPU, the multiple of sizes). Without `delayed`: its scales are a history that every module
-# keeps, which checkpoints would have to hold, and the layers share one module without weights (`gemm_packages._te_module`).
-RECIPES: dict[str, tuple[tuple[int, int], int]] = {"tensorwise": ((8, 9), 16), "blockwise": ((9, 0), 16), "mxfp8": ((10, 0), 32)}
+# Recipe, as Megatron calls it, to (the oldest GPU, the multiple of sizes). Without `delayed`: its scales are
+# a history that every module keeps, which checkpoints would have to hold, and the layers share one module
+# without weights (`gemm_packages._te_module`).
+RECIPES: dict[str, tuple[tuple[int, int], int]] = {
+    "tensorwise": ((8, 9), 16),
+    "blockwise": ((9, 0), 16),
+    "mxfp8": ((10, 0), 32),
+}
 
 
 def check_fp8(fp8: str | None, recipe: str, *, backend: str) -> None:
@@ -28,7 +35,8 @@ def check_fp8(fp8: str | None, recipe: str, *, backend: str) -> None:
         backend: grouped GEMM of the experts.
 
     Raises:
-        ValueError: when a part is missing. Megatron itself goes on without FP8 where Transformer Engine is not installed.
+        ValueError: when a part is missing. Megatron itself goes on without FP8 where Transformer Engine is
+            not installed.
     """
     if not fp8:
         return
@@ -36,7 +44,10 @@ def check_fp8(fp8: str | None, recipe: str, *, backend: str) -> None:
         fix = "pip install --no-build-isolation transformer-engine[pytorch], or set FP8=none"
         raise ValueError(f"fp8={fp8}: is computed by Transformer Engine, which is not installed. Fix: {fix}.")
     if backend != "te":
-        raise ValueError(f"fp8={fp8}: experts compute in FP8 with expert_backend=te, not with {backend}. Fix: set EXPERT_BACKEND=te.")
+        raise ValueError(
+            f"fp8={fp8}: experts compute in FP8 with expert_backend=te, not with {backend}. Fix: set"
+            " EXPERT_BACKEND=te."
+        )
     recipe = getattr(recipe, "value", recipe)  # Megatron has them as an enum, too
     if recipe not in RECIPES:
         raise ValueError(f"fp8_recipe={recipe}: is not supported. Fix: use one of {', '.join(RECIPES)}.")
@@ -44,14 +55,19 @@ def check_fp8(fp8: str | None, recipe: str, *, backend: str) -> None:
     if not torch.cuda.is_available():
         raise ValueError(f"fp8={fp8}: needs a CUDA device. Fix: set FP8=none.")
     if (found := torch.cuda.get_device_capability()) < oldest:
-        rule = f"needs a GPU of compute capability {oldest[0]}.{oldest[1]} or newer, this is {found[0]}.{found[1]}"
+        rule = (
+            f"needs a GPU of compute capability {oldest[0]}.{oldest[1]} or newer, this is"
+            f" {found[0]}.{found[1]}"
+        )
         others = [name for name, (capability, _) in RECIPES.items() if capability <= found]
         fix = f"use FP8_RECIPE={others[0]}" if others else "set FP8=none"
         raise ValueError(f"fp8_recipe={recipe}: {rule}. Fix: {fix}.")
 
 
 def te_row_multiple() -> int:
-    """What the rows of an expert have to be a multiple of inside the autocast that is active; 1 outside of any."""
+    """What the rows of an expert have to be a multiple of inside the autocast that is active; 1 outside of
+    any.
+    """
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
     if not FP8GlobalStateManager.is_fp8_enabled():
@@ -65,7 +81,9 @@ def padded_splits(splits: Sequence[int], multiple: int) -> list[int]:
 
 
 def pad_rows(x_RD: Tensor, splits: Sequence[int], multiple: int) -> Tensor:
-    """Zero rows behind those of every expert, up to `padded_splits`. They add nothing to any weight's gradient."""
+    """Zero rows behind those of every expert, up to `padded_splits`. They add nothing to any weight's
+    gradient.
+    """
     zeros = x_RD.new_zeros(multiple, x_RD.size(1))
     added = [padded - rows for padded, rows in zip(padded_splits(splits, multiple), splits, strict=True)]
     if not any(added):

@@ -1,9 +1,11 @@
-"""All experts of a rank as one function on the Triton kernels, the `triton` backend. Shape suffixes in `moe_exp.layers`.
+"""All experts of a rank as one function on the Triton kernels, the `triton` backend. Shape suffixes in
+`moe_exp.layers`.
 
-W is the width of the first projection: 2F for a gated activation, else F. For backward it keeps its input, the pre-activation and one
-number per row of each of the indices and weights: with tokens in bf16 about 2TD + 4TKF bytes for a gated activation. What goes into the
-second projection is computed again by the kernel that needs it (as in SonicMoE, arXiv:2512.14080), and rows are never copied out of the
-tokens: the kernels gather them.
+W is the width of the first projection: 2F for a gated activation, else F. For backward it keeps its input,
+the pre-activation and one number per row of each of the indices and weights: with tokens in bf16 about 2TD +
+4TKF bytes for a gated activation. What goes into the second projection is computed again by the kernel that
+needs it (as in SonicMoE, arXiv:2512.14080), and rows are never copied out of the tokens: the kernels gather
+them.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ def experts_of_tokens(
     activation: str,
     adds_to_main_grad: bool = False,
 ) -> Tensor:
-    """y_t = sum over the kept k of w_tk * expert(x_t), where all experts are on this rank. The host does not wait for the device.
+    """y_t = sum over the kept k of w_tk * expert(x_t), where all experts are on this rank. The host does not
+    wait for the device.
 
     Args:
         x_TD: tokens.
@@ -71,14 +74,17 @@ def experts_of_rows(
         weight1_LWD: as for `experts_of_tokens`.
         weight2_LDF: as for `experts_of_tokens`.
         activation: a name in activations.ACTIVATIONS.
-        adds_to_main_grad: weights that have Megatron's `main_grad` get their gradients added to it by the kernel, and a `grad` without
-            values (gradient_accumulation_fusion). Not under torch.compile, where they are ordinary gradients.
+        adds_to_main_grad: weights that have Megatron's `main_grad` get their gradients added to it by the
+            kernel, and a `grad` without values (gradient_accumulation_fusion). Not under torch.compile, where
+            they are ordinary gradients.
 
     Returns:
         [R, D].
     """
     offsets_L1 = torch.nn.functional.pad(tokens_per_expert_L.cumsum(0, dtype=torch.int32), (1, 0))
-    return _run(x_RD, weights_R, weight1_LWD, weight2_LDF, offsets_L1, None, None, activation, adds_to_main_grad)
+    return _run(
+        x_RD, weights_R, weight1_LWD, weight2_LDF, offsets_L1, None, None, activation, adds_to_main_grad
+    )
 
 
 def _run(*args: Any) -> Tensor:
@@ -107,13 +113,20 @@ class _Experts(torch.autograd.Function):
         if slot_R is not None:
             token_R, weights_R = slot_R // weights.size(1), weights_R.index_select(0, slot_R)
         hidden_RW, active_RF = up_projection(
-            x, weight1_LWD, offsets_L1, activation=activation, token_R=token_R, weights_R=weights_R, keeps_hidden=has_backward
+            x,
+            weight1_LWD,
+            offsets_L1,
+            activation=activation,
+            token_R=token_R,
+            weights_R=weights_R,
+            keeps_hidden=has_backward,
         )
         y_RD = grouped_matmul(active_RF, weight2_LDF.transpose(1, 2), offsets_L1)
         ctx.save_for_backward(x, weights_R, weight1_LWD, weight2_LDF, offsets_L1, token_R, row_TK, hidden_RW)
         ctx.activation, ctx.weights_dtype, ctx.parameters = activation, weights.dtype, (None, None)
         if adds_to_main_grad and not torch.compiler.is_compiling():
-            ctx.parameters = weight1_LWD, weight2_LDF  # saved tensors may come back as others, without the attributes
+            # saved tensors may come back as others, without the attributes
+            ctx.parameters = weight1_LWD, weight2_LDF
         return y_RD if row_TK is None else combine(y_RD, row_TK)
 
     @staticmethod
@@ -123,7 +136,13 @@ class _Experts(torch.autograd.Function):
         x, weights_R, weight1_LWD, weight2_LDF, offsets_L1, token_R, row_TK, hidden_RW = ctx.saved_tensors
         dy = grads[0].contiguous()
         dhidden_RW, weighted_RF, dweights_R = activation_grad(
-            dy, weight2_LDF, hidden_RW, offsets_L1, activation=ctx.activation, token_R=token_R, weights_R=weights_R
+            dy,
+            weight2_LDF,
+            hidden_RW,
+            offsets_L1,
+            activation=ctx.activation,
+            token_R=token_R,
+            weights_R=weights_R,
         )
         dx, dweights, dweight1, dweight2 = None, None, None, None
         if ctx.needs_input_grad[3]:
@@ -146,8 +165,12 @@ def _of_slots(values_R: Tensor, row_TK: Tensor) -> Tensor:
     return torch.where(row_TK < num_rows, values_TK, 0)
 
 
-def _weight_gradient(parameter: Any, a: Tensor, b: Tensor, offsets_L1: Tensor, **indices: Tensor | None) -> Tensor | None:
-    """`weight_grad`; into `main_grad`, if the parameter has one, as Megatron's linear layers do (tensor_parallel/layers.py there)."""
+def _weight_gradient(
+    parameter: Any, a: Tensor, b: Tensor, offsets_L1: Tensor, **indices: Tensor | None
+) -> Tensor | None:
+    """`weight_grad`; into `main_grad`, if the parameter has one, as Megatron's linear layers do
+    (tensor_parallel/layers.py there).
+    """
     main_grad = getattr(parameter, "main_grad", None)
     # Megatron-FSDP makes its buffer when it is asked for, and does not want its old values.
     if main_grad is None or hasattr(parameter, "__fsdp_param__"):
@@ -156,5 +179,10 @@ def _weight_gradient(parameter: Any, a: Tensor, b: Tensor, offsets_L1: Tensor, *
     if not hasattr(parameter, "grad_added_to_main_grad"):
         return None
     parameter.grad_added_to_main_grad = True
-    # The hooks of its data parallelism, which start the reduction, want a gradient to be there; they let go of it at once.
-    return torch.zeros_like(parameter) if getattr(parameter, "zero_out_wgrad", False) else torch.empty_like(parameter)
+    # The hooks of its data parallelism, which start the reduction, want a gradient to be there; they let go
+    # of it at once.
+    return (
+        torch.zeros_like(parameter)
+        if getattr(parameter, "zero_out_wgrad", False)
+        else torch.empty_like(parameter)
+    )

@@ -1,7 +1,9 @@
-"""Grouped GEMMs of other packages, all for CUDA devices, behind the signature of `grouped_gemm`. Shape suffixes in `moe_exp.layers`.
+"""Grouped GEMMs of other packages, all for CUDA devices, behind the signature of `grouped_gemm`. Shape
+suffixes in `moe_exp.layers`.
 
-What is called was read in the sources of github.com/tgale96/grouped_gemm and of nv-grouped-gemm (github.com/fanshiqing/grouped_gemm),
-which share the import name, of megablocks and of Transformer Engine 2.x; nothing here has run with the packages yet.
+What is called was read in the sources of github.com/tgale96/grouped_gemm and of nv-grouped-gemm
+(github.com/fanshiqing/grouped_gemm), which share the import name, of megablocks and of Transformer Engine
+2.x; nothing here has run with the packages yet.
 """
 
 from __future__ import annotations
@@ -32,13 +34,17 @@ class Package:
 
 
 PACKAGES: dict[str, Package] = {
-    "grouped_gemm": Package(("grouped_gemm",), "pip install --no-build-isolation nv-grouped-gemm", (torch.bfloat16,)),
+    "grouped_gemm": Package(
+        ("grouped_gemm",), "pip install --no-build-isolation nv-grouped-gemm", (torch.bfloat16,)
+    ),
     "te": Package(
         ("transformer_engine",),
         "pip install --no-build-isolation transformer-engine[pytorch]",
         (torch.bfloat16, torch.float16, torch.float32),
     ),
-    "megablocks": Package(("megablocks", "grouped_gemm"), "pip install --no-build-isolation megablocks[gg]", (torch.bfloat16,)),
+    "megablocks": Package(
+        ("megablocks", "grouped_gemm"), "pip install --no-build-isolation megablocks[gg]", (torch.bfloat16,)
+    ),
 }
 
 
@@ -46,40 +52,54 @@ def check_package(name: str, *, device_type: str, dtype: torch.dtype) -> None:
     """Whether a backend of PACKAGES can run.
 
     Raises:
-        ValueError: when a package is missing, the device is not CUDA, or the dtype is not one of the package's.
+        ValueError: when a package is missing, the device is not CUDA, or the dtype is not one of the
+            package's.
     """
     package = PACKAGES[name]
     if missing := package.missing():
         raise ValueError(
-            f"expert_backend={name}: {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed. "
-            f"Fix: {package.install}, or use auto."
+            f"expert_backend={name}: {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not"
+            f" installed. Fix: {package.install}, or use auto."
         )
     if device_type != "cuda":
         raise ValueError(f"expert_backend={name}: needs a CUDA device, not {device_type}. Fix: use auto.")
     if dtype not in package.dtypes:
         names = ", ".join(_name(one) for one in package.dtypes)
-        raise ValueError(f"expert_backend={name}: computes in {names}, not in {_name(dtype)}. Fix: use auto, or one of these dtypes.")
+        raise ValueError(
+            f"expert_backend={name}: computes in {names}, not in {_name(dtype)}. Fix: use auto, or one of"
+            " these dtypes."
+        )
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def grouped_gemm_backend(x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits: Sequence[int] | None) -> Tensor:
+def grouped_gemm_backend(
+    x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits: Sequence[int] | None
+) -> Tensor:
     """`grouped_gemm.ops.gmm`: one CUTLASS kernel, or cuBLAS expert by expert, as the package was built."""
     from grouped_gemm import ops
 
     return _gmm(ops.gmm, x_RD, w_LDF, tokens_per_expert_L, splits)
 
 
-def megablocks_backend(x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits: Sequence[int] | None) -> Tensor:
+def megablocks_backend(
+    x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits: Sequence[int] | None
+) -> Tensor:
     """What the grouped MLP of megablocks' dMoE calls: megablocks.grouped_gemm_util.ops.gmm."""
     from megablocks import grouped_gemm_util
 
     return _gmm(grouped_gemm_util.ops.gmm, x_RD, w_LDF, tokens_per_expert_L, splits)
 
 
-def _gmm(gmm: Callable[..., Tensor], x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits: Sequence[int] | None) -> Tensor:
+def _gmm(
+    gmm: Callable[..., Tensor],
+    x_RD: Tensor,
+    w_LDF: Tensor,
+    tokens_per_expert_L: Tensor,
+    splits: Sequence[int] | None,
+) -> Tensor:
     if x_RD.size(0) == 0:  # it refuses rows for nobody; a product without rows keeps the gradients, all zero
         return _no_rows(x_RD, w_LDF)
     # On the host: builds on cuBLAS take them only there, builds on CUTLASS also there.
@@ -90,11 +110,14 @@ def _gmm(gmm: Callable[..., Tensor], x_RD: Tensor, w_LDF: Tensor, tokens_per_exp
     return gmm(x_RD.contiguous(), w_LDF.contiguous(), counts_L.to(torch.int64), trans_b=False)
 
 
-def te_backend(x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits: Sequence[int] | None) -> Tensor:
-    """transformer_engine.pytorch.GroupedLinear, with our weights in the place of its own; inside its FP8 autocast on padded rows.
+def te_backend(
+    x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits: Sequence[int] | None
+) -> Tensor:
+    """transformer_engine.pytorch.GroupedLinear, with our weights in the place of its own; inside its FP8
+    autocast on padded rows.
 
-    Our weights are one parameter, of which it gets views: autograd puts the gradients of the experts together, which reads and writes all
-    of them once more than with a parameter per expert.
+    Our weights are one parameter, of which it gets views: autograd puts the gradients of the experts
+    together, which reads and writes all of them once more than with a parameter per expert.
     """
     if x_RD.size(0) == 0:
         return _no_rows(x_RD, w_LDF)

@@ -1,7 +1,7 @@
 """Grouped GEMM: one matrix product per expert over rows sorted by expert. Shape suffixes in `moe_exp.layers`.
 
-Every backend has the signature `(x_RD, w_LDF, tokens_per_expert_L, splits) -> y_RF`, but for those of FUSED, which are one function
-for all of the experts; `choose_backend` says which runs and why.
+Every backend has the signature `(x_RD, w_LDF, tokens_per_expert_L, splits) -> y_RF`, but for those of FUSED,
+which are one function for all of the experts; `choose_backend` says which runs and why.
 """
 
 from __future__ import annotations
@@ -12,7 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_exp.layers.experts.gemm_packages import PACKAGES, check_package, grouped_gemm_backend, megablocks_backend, te_backend
+from moe_exp.layers.experts.gemm_packages import (
+    PACKAGES,
+    check_package,
+    grouped_gemm_backend,
+    megablocks_backend,
+    te_backend,
+)
 from moe_exp.layers.kernels import launch
 
 GroupedGemm = Callable[[Tensor, Tensor, Tensor, Sequence[int] | None], Tensor]
@@ -37,21 +43,33 @@ class _Loop(torch.autograd.Function):
         dx_RD = torch.empty_like(x_RD) if ctx.needs_input_grad[0] else None
         dw_LDF = torch.empty_like(w_LDF) if ctx.needs_input_grad[1] else None
         if dx_RD is not None:
-            for dx, w, dy in zip(dx_RD.split(ctx.splits), w_LDF.unbind(0), grad_RF.split(ctx.splits), strict=True):
+            for dx, w, dy in zip(
+                dx_RD.split(ctx.splits), w_LDF.unbind(0), grad_RF.split(ctx.splits), strict=True
+            ):
                 torch.mm(dy, w.t(), out=dx)
         if dw_LDF is not None:
-            for dw, x, dy in zip(dw_LDF.unbind(0), x_RD.split(ctx.splits), grad_RF.split(ctx.splits), strict=True):
+            for dw, x, dy in zip(
+                dw_LDF.unbind(0), x_RD.split(ctx.splits), grad_RF.split(ctx.splits), strict=True
+            ):
                 torch.mm(x.t(), dy, out=dw)
         return dx_RD, dw_LDF, None
 
 
-def loop_backend(x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits: Sequence[int] | None) -> Tensor:
-    """One matrix product per expert: any device and dtype. Waits for the device where `splits` is not known."""
+def loop_backend(
+    x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits: Sequence[int] | None
+) -> Tensor:
+    """One matrix product per expert: any device and dtype. Waits for the device where `splits` is not
+    known.
+    """
     return _Loop.apply(x_RD, w_LDF, list(splits) if splits is not None else tokens_per_expert_L.tolist())
 
 
-def torch_backend(x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits: Sequence[int] | None) -> Tensor:
-    """torch.nn.functional.grouped_mm: one kernel on Hopper and newer, no wait for the device. Rows 16-byte aligned, no float64."""
+def torch_backend(
+    x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits: Sequence[int] | None
+) -> Tensor:
+    """torch.nn.functional.grouped_mm: one kernel on Hopper and newer, no wait for the device. Rows 16-byte
+    aligned, no float64.
+    """
     if x_RD.size(0) == 0:  # a rank whose experts got nothing
         return loop_backend(x_RD, w_LDF, tokens_per_expert_L, splits)
     offsets_L = tokens_per_expert_L.cumsum(0, dtype=torch.int32)
@@ -95,24 +113,39 @@ def choose_backend(name: str, *, device_type: str, dtype: torch.dtype, bias: boo
     """
     has_grouped_mm = hasattr(torch.nn.functional, "grouped_mm")
     if name == "torch" and not has_grouped_mm:
-        raise ValueError(f"expert_backend=torch: torch {torch.__version__} has no grouped_mm. Fix: use loop, or install torch>=2.10.")
+        raise ValueError(
+            f"expert_backend=torch: torch {torch.__version__} has no grouped_mm. Fix: use loop, or install"
+            " torch>=2.10."
+        )
     if name == "torch" and dtype == torch.float64:
         raise ValueError("expert_backend=torch: grouped_mm has no float64. Fix: use loop.")
     if name in PACKAGES:
         check_package(name, device_type=device_type, dtype=dtype)
     if name in FUSED and (rule := fused_problem(dtype=dtype, bias=bias, device_type=device_type)):
-        raise ValueError(f"expert_backend={name}: {rule}. Fix: {'pip install triton, or ' if 'installed' in rule else ''}use auto.")
+        raise ValueError(
+            f"expert_backend={name}: {rule}. Fix:"
+            f" {'pip install triton, or ' if 'installed' in rule else ''}use auto."
+        )
     if name in BACKENDS or name in FUSED:
         on_cpu = name in FUSED and device_type == "cpu"
         return name, "asked for by EXPERT_BACKEND" + ("; on a CPU the same in plain torch" if on_cpu else "")
     if name != "auto":
-        raise ValueError(f"expert_backend={name}: is not a backend. Fix: use auto or one of {', '.join((*FUSED, *BACKENDS))}.")
+        raise ValueError(
+            f"expert_backend={name}: is not a backend. Fix: use auto or one of"
+            f" {', '.join((*FUSED, *BACKENDS))}."
+        )
     if device_type == "cpu":
         return "loop", "grouped_mm is the same loop on a CPU"
     if dtype not in (torch.bfloat16, torch.float16):
-        return "loop", f"grouped GEMMs are one kernel in bf16 and fp16 only, not in {str(dtype).removeprefix('torch.')}"
+        return (
+            "loop",
+            f"grouped GEMMs are one kernel in bf16 and fp16 only, not in {str(dtype).removeprefix('torch.')}",
+        )
     if not (rule := fused_problem(dtype=dtype, bias=bias, device_type=device_type)):
-        return "triton", "one function of Triton kernels, which gather the rows and keep the least for backward"
+        return (
+            "triton",
+            "one function of Triton kernels, which gather the rows and keep the least for backward",
+        )
     if dtype == torch.float16:
         return "loop", f"not triton: {rule}; the other grouped GEMMs are one kernel in bf16 only"
     name, reason = _choose_on_gpu(has_grouped_mm)
@@ -129,8 +162,12 @@ def _choose_on_gpu(has_grouped_mm: bool) -> tuple[str, str]:
     elif major < 9:
         reason = "grouped_mm is slow on GPUs before Hopper"
     else:
-        reason = "grouped_mm is reported to give wrong gradients for experts without tokens on Blackwell (pytorch issue 172439)"
-    # The kernels of grouped_gemm are written for Ampere; Transformer Engine's are cuBLAS, which knows every GPU.
+        reason = (
+            "grouped_mm is reported to give wrong gradients for experts without tokens on Blackwell (pytorch"
+            " issue 172439)"
+        )
+    # The kernels of grouped_gemm are written for Ampere; Transformer Engine's are cuBLAS, which knows every
+    # GPU.
     for package in ("grouped_gemm", "te") if major <= 9 else ("te",):
         if not PACKAGES[package].missing():
             return package, f"{reason}, and {' and '.join(PACKAGES[package].modules)} is installed"

@@ -1,7 +1,8 @@
-"""The experts one by one, for a CPU: what one expert computes stays in the cache. Shape suffixes in `moe_exp.layers`.
+"""The experts one by one, for a CPU: what one expert computes stays in the cache. Shape suffixes in
+`moe_exp.layers`.
 
-No tensor of R rows is written that backward or the next step does not need, and none is gathered: on a CPU the pages of a fresh
-tensor cost as much as what is computed on it.
+No tensor of R rows is written that backward or the next step does not need, and none is gathered: on a CPU
+the pages of a fresh tensor cost as much as what is computed on it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from moe_exp.layers.experts.threads import for_each_expert
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """`weight1` [L, 2F or F, D], `weight2` [L, D, F], and where there is a bias `bias1` [L, 2F or F] and `bias2`.
+    """`weight1` [L, 2F or F, D], `weight2` [L, D, F], and where there is a bias `bias1` [L, 2F or F] and
+    `bias2`.
 
     Under expert tensor parallelism `bias2` has a part of D alone, which starts at column `bias2_start`.
     """
@@ -32,16 +34,24 @@ class ExpertWeights:
     bias2_start: int = 0
 
 
-# Up to so many, as where text is generated token by token, handing rows to threads takes longer than the rows.
+# Up to so many, as where text is generated token by token, handing rows to threads takes longer than the
+# rows.
 _FEW_ROWS = 8
 
 
 def expert_loop(
-    x: Tensor, weights_R: Tensor, parameters: ExpertWeights, *, splits: Sequence[int], activation: str, order: RowOrder | None = None
+    x: Tensor,
+    weights_R: Tensor,
+    parameters: ExpertWeights,
+    *,
+    splits: Sequence[int],
+    activation: str,
+    order: RowOrder | None = None,
 ) -> Tensor:
     """y = (act(x W1^T + b1) * w) W2^T + w * b2 per row, expert by expert.
 
-    For backward it keeps its arguments and x W1^T + b1; the activation is computed again, while its input is in the cache.
+    For backward it keeps its arguments and x W1^T + b1; the activation is computed again, while its input is
+    in the cache.
 
     Args:
         x: rows sorted by expert [R, D]; with `order` the tokens [T, D].
@@ -55,7 +65,9 @@ def expert_loop(
         [R, D]; with `order` the sum over the rows of every token, [T, D].
     """
     p = parameters
-    return _ExpertLoop.apply(x, weights_R, p.weight1, p.weight2, p.bias1, p.bias2, p.bias2_start, list(splits), activation, order)
+    return _ExpertLoop.apply(
+        x, weights_R, p.weight1, p.weight2, p.bias1, p.bias2, p.bias2_start, list(splits), activation, order
+    )
 
 
 class _ExpertLoop(torch.autograd.Function):
@@ -76,7 +88,12 @@ class _ExpertLoop(torch.autograd.Function):
         num_rows = weights_R.size(0)
         hidden_RF, output_RD = x.new_empty(num_rows, weight1_LFD.size(1)), x.new_empty(num_rows, x.size(1))
         rows_of, weights = _rows_of(x, splits, order), weights_R.to(x.dtype).unsqueeze(1).split(splits)
-        hiddens, outputs, weight1, weight2 = hidden_RF.split(splits), output_RD.split(splits), weight1_LFD.unbind(0), weight2_LDF.unbind(0)
+        hiddens, outputs, weight1, weight2 = (
+            hidden_RF.split(splits),
+            output_RD.split(splits),
+            weight1_LFD.unbind(0),
+            weight2_LDF.unbind(0),
+        )
 
         def one_expert(e: int) -> None:
             if not splits[e]:
@@ -116,7 +133,9 @@ class _ExpertLoop(torch.autograd.Function):
 
         def one_expert(e: int) -> None:
             grad = grads_of(e)
-            dhidden, dweight, active = weighted_activation_backward(torch.mm(grad, weight2[e]), hiddens[e], weights[e], ctx.activation)
+            dhidden, dweight, active = weighted_activation_backward(
+                torch.mm(grad, weight2[e]), hiddens[e], weights[e], ctx.activation
+            )
             if dweight2_LDF is not None:
                 torch.mm(grad.t(), active.mul_(weights[e]), out=dweight2_LDF[e])
             if dweight1_LFD is not None:

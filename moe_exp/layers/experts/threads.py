@@ -18,10 +18,10 @@ _MAX_IMBALANCE = 1.15
 def for_each_expert(task: Callable[[int], None], rows_L: Sequence[int]) -> None:
     """Calls `task(expert)` for every expert, without autograd; the tasks must write to different memory.
 
-    With several torch threads, every thread takes whole experts, the fullest first, and computes them alone: no thread waits
-    for another inside a matrix product. Where a few experts have most of the rows that would leave threads idle, so all threads
-    work on one expert after the other. Which of the two happens depends on `rows_L` and torch.get_num_threads() alone, so the
-    bits of a result do not change from run to run.
+    With several torch threads, every thread takes whole experts, the fullest first, and computes them alone:
+    no thread waits for another inside a matrix product. Where a few experts have most of the rows that would
+    leave threads idle, so all threads work on one expert after the other. Which of the two happens depends on
+    `rows_L` and torch.get_num_threads() alone, so the bits of a result do not change from run to run.
 
     torch.set_num_threads is set to 1 meanwhile, for the whole process where torch's BLAS is MKL.
 

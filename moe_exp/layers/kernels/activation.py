@@ -1,4 +1,6 @@
-"""The activations of the experts and their derivatives as parts of kernels, in fp32. Names as in `moe_exp.layers.activations`."""
+"""The activations of the experts and their derivatives as parts of kernels, in fp32. Names as in
+`moe_exp.layers.activations`.
+"""
 
 from __future__ import annotations
 

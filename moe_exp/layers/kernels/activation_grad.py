@@ -1,7 +1,8 @@
-"""The gradient of the down-projection's input and, in its epilogue, of the weighted activation. Shape suffixes in `moe_exp.layers`.
+"""The gradient of the down-projection's input and, in its epilogue, of the weighted activation. Shape
+suffixes in `moe_exp.layers`.
 
-The activation is computed again from the saved pre-activation while the product is still in registers: backward keeps nothing of
-width F but that, and the gradient of the activation is never written.
+The activation is computed again from the saved pre-activation while the product is still in registers:
+backward keeps nothing of width F but that, and the gradient of the activation is never written.
 """
 
 from __future__ import annotations
@@ -31,22 +32,58 @@ from moe_exp.layers.kernels.weight_grad import gathered
 
 # Predicted, not measured; see docs/performance.md. The first one is for deterministic algorithms.
 CONFIGS = [
-    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "PROGRAMS": 1, "num_warps": 8, "num_stages": 3},
-    {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 32, "GROUP_M": 8, "PROGRAMS": 1, "num_warps": 8, "num_stages": 4},
-    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "PROGRAMS": 1, "num_warps": 8, "num_stages": 4},
-    {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "PROGRAMS": 2, "num_warps": 4, "num_stages": 4},
+    {
+        "BLOCK_M": 128,
+        "BLOCK_N": 128,
+        "BLOCK_K": 64,
+        "GROUP_M": 8,
+        "PROGRAMS": 1,
+        "num_warps": 8,
+        "num_stages": 3,
+    },
+    {
+        "BLOCK_M": 128,
+        "BLOCK_N": 256,
+        "BLOCK_K": 32,
+        "GROUP_M": 8,
+        "PROGRAMS": 1,
+        "num_warps": 8,
+        "num_stages": 4,
+    },
+    {
+        "BLOCK_M": 128,
+        "BLOCK_N": 128,
+        "BLOCK_K": 64,
+        "GROUP_M": 8,
+        "PROGRAMS": 1,
+        "num_warps": 8,
+        "num_stages": 4,
+    },
+    {
+        "BLOCK_M": 64,
+        "BLOCK_N": 128,
+        "BLOCK_K": 64,
+        "GROUP_M": 8,
+        "PROGRAMS": 2,
+        "num_warps": 4,
+        "num_stages": 4,
+    },
 ]
 
-# The gradient of a router weight is a sum over the columns of its row: first over chunks of so many, whatever the tiles, then over those.
+# The gradient of a router weight is a sum over the columns of its row: first over chunks of so many, whatever
+# the tiles, then over those.
 CHUNK_COLUMNS = 16 if INTERPRETED else 32
 
 
 @jit
 def _finish(
     dactive, hidden_rows, dhidden_rows, weighted_rows, partials, scale, is_row, first, num_rows,
-    width: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, CHUNK: tl.constexpr,
+    width: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Writes all results for one chunk of columns; `dactive` is the gradient of the weighted activation there."""
+    """Writes all results for one chunk of columns; `dactive` is the gradient of the weighted activation
+    there.
+    """
     columns = first + tl.arange(0, CHUNK)
     mask = is_row[:, None]
     if not EVEN:
@@ -60,7 +97,11 @@ def _finish(
         tl.store(dhidden_rows[:, None] + (width + columns)[None, :], dup, mask=mask)
         dproduct *= up
         active *= up
-    tl.store(dhidden_rows[:, None] + columns[None, :], (dproduct * derivative).to(dhidden_rows.dtype.element_ty), mask=mask)
+    tl.store(
+        dhidden_rows[:, None] + columns[None, :],
+        (dproduct * derivative).to(dhidden_rows.dtype.element_ty),
+        mask=mask,
+    )
     weighted = (active * scale[:, None]).to(weighted_rows.dtype.element_ty)
     tl.store(weighted_rows[:, None] + columns[None, :], weighted, mask=mask)
     # Where the mask of columns is false, both factors are zero.
@@ -71,11 +112,11 @@ def _finish(
 @tuned(CONFIGS, key=["num_experts", "rows_class", "width", "depth"])
 @jit
 def _kernel(
-    dy, w, hidden, weights, tokens, offsets, dhidden, weighted, partials,
-    num_experts, num_tokens, num_rows, rows_class, stride_dy, stride_wl, stride_wd, stride_wf, stride_hidden,
-    width: tl.constexpr, depth: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_E: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PROGRAMS: tl.constexpr,
+    dy, w, hidden, weights, tokens, offsets, dhidden, weighted, partials, num_experts, num_tokens, num_rows,
+    rows_class, stride_dy, stride_wl, stride_wd, stride_wf, stride_hidden, width: tl.constexpr,
+    depth: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_E: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     DEPTH: tl.constexpr = BLOCK_K * 16 // dy.dtype.element_ty.primitive_bitwidth
     EVEN_K: tl.constexpr = depth % DEPTH == 0
@@ -94,7 +135,9 @@ def _kernel(
             has_dy = dy_rows < num_tokens
         depths = tl.arange(0, DEPTH)
         dy_block = dy + dy_rows.to(tl.int64)[:, None] * stride_dy + depths[None, :]
-        w_block = w + expert.to(tl.int64) * stride_wl + depths[:, None] * stride_wd + columns[None, :] * stride_wf
+        w_block = (
+            w + expert.to(tl.int64) * stride_wl + depths[:, None] * stride_wd + columns[None, :] * stride_wf
+        )
         dactive = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for start in range(0, depth, DEPTH):
             if EVEN_K:
@@ -104,20 +147,40 @@ def _kernel(
             if EVEN_K and EVEN_N:
                 b = tl.load(w_block)
             else:
-                b = tl.load(w_block, mask=(depths < depth - start)[:, None] & (columns < width)[None, :], other=0.0)
+                b = tl.load(
+                    w_block, mask=(depths < depth - start)[:, None] & (columns < width)[None, :], other=0.0
+                )
             dactive = dot(a, b, dactive, PRECISION, INTERPRET)
             dy_block += DEPTH
             w_block += DEPTH * stride_wd
         rows64 = rows.to(tl.int64)
-        hidden_rows, dhidden_rows, weighted_rows = hidden + rows64 * stride_hidden, dhidden + rows64 * HIDDEN, weighted + rows64 * width
+        hidden_rows, dhidden_rows, weighted_rows = (
+            hidden + rows64 * stride_hidden,
+            dhidden + rows64 * HIDDEN,
+            weighted + rows64 * width,
+        )
         scale = tl.full((BLOCK_M,), 1.0, tl.float32)
         if weights is not None:
             scale = tl.load(weights + rows, mask=is_row, other=0.0).to(tl.float32)
         # Chunk by chunk: what one loads and computes is out of the registers when the next begins.
         chunks = column_chunks(dactive, BLOCK_M, BLOCK_N, CHUNK)
         for i in tl.static_range(BLOCK_N // CHUNK):
-            _finish(chunks[i], hidden_rows, dhidden_rows, weighted_rows, partials + rows, scale, is_row, first + i * CHUNK, num_rows,
-                    width, EVEN_N, ACTIVATION, GATED, CHUNK)  # fmt: skip
+            _finish(
+                chunks[i],
+                hidden_rows,
+                dhidden_rows,
+                weighted_rows,
+                partials + rows,
+                scale,
+                is_row,
+                first + i * CHUNK,
+                num_rows,
+                width,
+                EVEN_N,
+                ACTIVATION,
+                GATED,
+                CHUNK,
+            )
 
 
 def activation_grad_torch(
@@ -131,11 +194,15 @@ def activation_grad_torch(
     weights_R: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The twin of `activation_grad`. Half precision is computed in fp32 from the product on."""
-    dactive_RF = grouped_matmul_torch(dy if token_R is None else gathered(dy, token_R), weight2_LDF, offsets_L1)
+    dactive_RF = grouped_matmul_torch(
+        dy if token_R is None else gathered(dy, token_R), weight2_LDF, offsets_L1
+    )
     wide = torch.promote_types(hidden_RW.dtype, torch.float32)
     scale_R = hidden_RW.new_ones(hidden_RW.size(0), dtype=wide) if weights_R is None else weights_R.to(wide)
     scale_R1 = scale_R.unsqueeze(1)
-    dhidden_RW, dweights_R, product_RF = weighted_activation_backward(dactive_RF.to(wide), hidden_RW.to(wide), scale_R1, activation)
+    dhidden_RW, dweights_R, product_RF = weighted_activation_backward(
+        dactive_RF.to(wide), hidden_RW.to(wide), scale_R1, activation
+    )
     return dhidden_RW.to(hidden_RW.dtype), product_RF.mul_(scale_R1).to(hidden_RW.dtype), dweights_R
 
 
@@ -152,7 +219,11 @@ def _fake(
     del dy, offsets_L1, activation, token_R, weights_R
     num_rows = hidden_RW.size(0)
     dweights_R = hidden_RW.new_empty(num_rows, dtype=torch.promote_types(hidden_RW.dtype, torch.float32))
-    return hidden_RW.new_empty(hidden_RW.shape), hidden_RW.new_empty(num_rows, weight2_LDF.size(2)), dweights_R
+    return (
+        hidden_RW.new_empty(hidden_RW.shape),
+        hidden_RW.new_empty(num_rows, weight2_LDF.size(2)),
+        dweights_R,
+    )
 
 
 @compilable("activation_grad", _fake)
@@ -166,13 +237,15 @@ def activation_grad(
     token_R: Tensor | None = None,
     weights_R: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """From the gradient of the outputs to that of the pre-activation, with a = act(h), or act(gate) * up, and w the router weight.
+    """From the gradient of the outputs to that of the pre-activation, with a = act(h), or act(gate) * up, and
+    w the router weight.
 
-    da = dy W2; dh = d(a w)/dh da; dw = sum over F of da * a. The sum over F has an order of its own, of chunks of columns, so that
-    it does not depend on the tiles; nothing is added atomically.
+    da = dy W2; dh = d(a w)/dh da; dw = sum over F of da * a. The sum over F has an order of its own, of
+    chunks of columns, so that it does not depend on the tiles; nothing is added atomically.
 
     Args:
-        dy: gradient of the outputs in the dtype of the weights, last dimension contiguous: rows [R, D], or tokens [T, D] with `token_R`.
+        dy: gradient of the outputs in the dtype of the weights, last dimension contiguous: rows [R, D], or
+            tokens [T, D] with `token_R`.
         weight2_LDF: second projection of the experts, as torch's Linear has it.
         hidden_RW: pre-activation, W = 2F with the gate half first, or F; last dimension contiguous.
         offsets_L1: int32, expert e has rows offsets[e] to offsets[e + 1]; the first is 0.
@@ -181,11 +254,19 @@ def activation_grad(
         weights_R: fp32 router weights; None: 1.
 
     Returns:
-        Gradient of hidden_RW, a * w [R, F] for the gradient of W2, both in the dtype of hidden_RW, and the gradient of the weights [R],
-        fp32. Rows from offsets[L] on have no values.
+        Gradient of hidden_RW, a * w [R, F] for the gradient of W2, both in the dtype of hidden_RW, and the
+        gradient of the weights [R], fp32. Rows from offsets[L] on have no values.
     """
     if not runs_kernel(dy):
-        return activation_grad_torch(dy, weight2_LDF, hidden_RW, offsets_L1, activation=activation, token_R=token_R, weights_R=weights_R)
+        return activation_grad_torch(
+            dy,
+            weight2_LDF,
+            hidden_RW,
+            offsets_L1,
+            activation=activation,
+            token_R=token_R,
+            weights_R=weights_R,
+        )
     num_rows, (num_experts, depth, width) = hidden_RW.size(0), weight2_LDF.shape
     dhidden_RW, weighted_RF = hidden_RW.new_empty(hidden_RW.shape), hidden_RW.new_empty(num_rows, width)
     partials_CR = hidden_RW.new_empty(cdiv(width, CHUNK_COLUMNS), num_rows, dtype=torch.float32)
@@ -199,8 +280,9 @@ def activation_grad(
 
     _kernel[grid](
         dy, weight2_LDF, hidden_RW, weights_R, token_R, offsets_L1, dhidden_RW, weighted_RF, partials_CR,
-        num_experts, dy.size(0), num_rows, rows_class(num_rows, num_experts), dy.stride(0), *weight2_LDF.stride(), hidden_RW.stride(0),
-        width=width, depth=depth, ACTIVATION=activation, GATED=ACTIVATIONS[activation][1], CHUNK=CHUNK_COLUMNS,
-        BLOCK_E=power_of_2(num_experts), **dot_constants(dy),
+        num_experts, dy.size(0), num_rows, rows_class(num_rows, num_experts), dy.stride(0),
+        *weight2_LDF.stride(), hidden_RW.stride(0), width=width, depth=depth, ACTIVATION=activation,
+        GATED=ACTIVATIONS[activation][1], CHUNK=CHUNK_COLUMNS, BLOCK_E=power_of_2(num_experts),
+        **dot_constants(dy),
     )  # fmt: skip
     return dhidden_RW, weighted_RF, partials_CR.sum(dim=0)

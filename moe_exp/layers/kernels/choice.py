@@ -1,7 +1,8 @@
-"""Which parts of the layer take a kernel where plain torch would do the same: all on a CUDA device, none on a CPU.
+"""Which parts of the layer take a kernel where plain torch would do the same: all on a CUDA device, none on a
+CPU.
 
-The switch is one for the process and not an argument of the layer: row orders and drops are functions of tensors, called forward and
-backward, and a process trains one model.
+The switch is one for the process and not an argument of the layer: row orders and drops are functions of
+tensors, called forward and backward, and a process trains one model.
 """
 
 from __future__ import annotations
@@ -35,12 +36,16 @@ def choose_routing(name: str, *, device_type: str, router_problem: str = "") -> 
     if rule := missing():
         return "torch", f"not triton: {rule}"
     if router_problem:
-        return "triton", f"Triton kernels for row order and drops; the router itself in torch: {router_problem}"
+        return (
+            "triton",
+            f"Triton kernels for row order and drops; the router itself in torch: {router_problem}",
+        )
     return "triton", "Triton kernels for the router, row order and drops"
 
 
 def set_routing_kernels(name: str) -> None:
-    """Switches the kernels of routing and row order for all layers of this process: what ROUTING_KERNELS says of the last model built.
+    """Switches the kernels of routing and row order for all layers of this process: what ROUTING_KERNELS says
+    of the last model built.
 
     Args:
         name: `auto`: on a GPU that can run them; `off`: plain torch everywhere.
@@ -57,7 +62,8 @@ def set_routing_kernels(name: str) -> None:
 def takes_kernels(x: Tensor) -> bool:
     """Whether routing and row order of `x` go through kernels.
 
-    On a CPU Triton's interpreter would run them, far slower than plain torch: only inside `interpreted_kernels`.
+    On a CPU Triton's interpreter would run them, far slower than plain torch: only inside
+    `interpreted_kernels`.
     """
     if _switched_off:
         return False
@@ -66,7 +72,9 @@ def takes_kernels(x: Tensor) -> bool:
 
 @contextmanager
 def interpreted_kernels() -> Iterator[None]:
-    """Inside, also tensors of a CPU take kernels, where TRITON_INTERPRET=1 was set before the first import: for tests."""
+    """Inside, also tensors of a CPU take kernels, where TRITON_INTERPRET=1 was set before the first import:
+    for tests.
+    """
     global _asked_for
     before, _asked_for = _asked_for, True
     try:

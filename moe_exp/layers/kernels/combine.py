@@ -1,4 +1,6 @@
-"""Gather and weighted sum: from the experts' rows back to tokens, also the gradient of tokens. Shape suffixes in `moe_exp.layers`."""
+"""Gather and weighted sum: from the experts' rows back to tokens, also the gradient of tokens. Shape suffixes
+in `moe_exp.layers`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,8 @@ from torch import Tensor
 
 from moe_exp.layers.kernels.launch import cdiv, compilable, jit, rows_class, runs_kernel, tl, tuned
 
-# Predicted, not measured: 16 bytes per thread and load in bf16, all K loads of a token in flight. The sum has the same bits with each.
+# Predicted, not measured: 16 bytes per thread and load in bf16, all K loads of a token in flight. The sum has
+# the same bits with each.
 CONFIGS = [
     {"BLOCK_D": 1024, "num_warps": 4, "num_stages": 1},
     {"BLOCK_D": 512, "num_warps": 2, "num_stages": 1},
@@ -28,7 +31,8 @@ def _kernel(
     for k in tl.static_range(TOPK):
         y_row = tl.load(row + token * stride_row + k).to(tl.int64)
         is_kept = y_row < num_rows
-        # A dropped slot's row has no columns: one comparison for both, with whole vectors where no block is cut.
+        # A dropped slot's row has no columns: one comparison for both, with whole vectors where no block is
+        # cut.
         is_wanted = columns < tl.where(is_kept, WIDTH, 0)
         x = tl.load(y + y_row * stride_y + columns, mask=is_wanted, other=0.0).to(tl.float32)
         if HAS_WEIGHTS:
@@ -50,7 +54,9 @@ def combine_torch(y_RD: Tensor, row_TK: Tensor, weights_TK: Tensor | None = None
         slot_TD = with_zero.index_select(0, row_TK[:, k].clamp(max=y_RD.size(0)))
         # A dropped slot may have no weight either.
         is_kept_T1 = (row_TK[:, k] < y_RD.size(0)).unsqueeze(1)
-        total_TD += slot_TD if weights_TK is None else torch.where(is_kept_T1, slot_TD * weights_TK[:, k : k + 1], 0)
+        total_TD += (
+            slot_TD if weights_TK is None else torch.where(is_kept_T1, slot_TD * weights_TK[:, k : k + 1], 0)
+        )
     return total_TD.to(y_RD.dtype)
 
 
@@ -60,11 +66,13 @@ def _fake(y_RD: Tensor, row_TK: Tensor, weights_TK: Tensor | None = None) -> Ten
 
 @compilable("combine", _fake)
 def combine(y_RD: Tensor, row_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
-    """The sum over a token's K rows, times its weights: added in fp32, in slot order, without atomics and without an [N, D] in memory.
+    """The sum over a token's K rows, times its weights: added in fp32, in slot order, without atomics and
+    without an [N, D] in memory.
 
     Args:
         y_RD: rows, the last dimension contiguous.
-        row_TK: the row of each slot, int32 or int64; R or more for a dropped slot, which adds nothing, whatever its weight.
+        row_TK: the row of each slot, int32 or int64; R or more for a dropped slot, which adds nothing,
+            whatever its weight.
         weights_TK: the weight of each slot; None for 1.
 
     Returns:
@@ -84,8 +92,8 @@ def combine(y_RD: Tensor, row_TK: Tensor, weights_TK: Tensor | None = None) -> T
         return num_tokens, cdiv(width, constants["BLOCK_D"])
 
     _kernel[grid](
-        y_RD, row_TK, weights, out_TD, y_RD.size(0), rows_class(num_tokens), y_RD.stride(0), row_TK.stride(0), weights.stride(0),
-        WIDTH=width, TOPK=topk, HAS_WEIGHTS=weights_TK is not None,
+        y_RD, row_TK, weights, out_TD, y_RD.size(0), rows_class(num_tokens), y_RD.stride(0), row_TK.stride(0),
+        weights.stride(0), WIDTH=width, TOPK=topk, HAS_WEIGHTS=weights_TK is not None,
     )  # fmt: skip
     return out_TD
 

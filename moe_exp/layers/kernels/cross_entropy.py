@@ -1,7 +1,8 @@
 """Cross entropy over a large vocabulary, of which a rank may hold a part: one pass over the logits each way.
 
-loss = log(sum_v exp(z_v)) - z_target per token, in fp32. Kept for backward are the logits as they are and one number per token; the
-probabilities are computed again. Megatron keeps them, in fp32: with logits in bf16 that is twice the bytes of the logits more.
+loss = log(sum_v exp(z_v)) - z_target per token, in fp32. Kept for backward are the logits as they are and one
+number per token; the probabilities are computed again. Megatron keeps them, in fp32: with logits in bf16 that
+is twice the bytes of the logits more.
 
 N tokens, V words of this rank.
 """
@@ -35,7 +36,9 @@ def _statistics_kernel(logits, target, log_sum, picked, first, width, stride, BL
 
 
 @jit
-def _gradient_kernel(logits, target, log_sum, grad, dlogits, first, width, stride, stride_out, BLOCK: tl.constexpr):
+def _gradient_kernel(
+    logits, target, log_sum, grad, dlogits, first, width, stride, stride_out, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     words = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     z = tl.load(logits + row * stride + words, mask=words < width, other=float("-inf")).to(tl.float32)
@@ -74,7 +77,8 @@ def cross_entropy_statistics(logits_NV: Tensor, target_N: Tensor, first: int) ->
         first: number of this rank's first word.
 
     Returns:
-        Log of the sum of exp(logits), and the logit of the right word, 0 where another rank has it: [N] each, fp32.
+        Log of the sum of exp(logits), and the logit of the right word, 0 where another rank has it: [N] each,
+        fp32.
     """
     if not runs_kernel(logits_NV):
         return cross_entropy_statistics_torch(logits_NV, target_N, first)
@@ -83,12 +87,22 @@ def cross_entropy_statistics(logits_NV: Tensor, target_N: Tensor, first: int) ->
     log_sum_N, picked_N = (logits_NV.new_empty(num_rows, dtype=torch.float32) for _ in range(2))
     if num_rows:
         _statistics_kernel[(num_rows,)](
-            logits_NV, target_N, log_sum_N, picked_N, first, width, logits_NV.stride(0), BLOCK=_block(width), num_warps=8
+            logits_NV,
+            target_N,
+            log_sum_N,
+            picked_N,
+            first,
+            width,
+            logits_NV.stride(0),
+            BLOCK=_block(width),
+            num_warps=8,
         )
     return log_sum_N, picked_N
 
 
-def cross_entropy_gradient_torch(logits_NV: Tensor, target_N: Tensor, log_sum_N: Tensor, grad_N: Tensor, first: int) -> Tensor:
+def cross_entropy_gradient_torch(
+    logits_NV: Tensor, target_N: Tensor, log_sum_N: Tensor, grad_N: Tensor, first: int
+) -> Tensor:
     """The twin of `cross_entropy_gradient`."""
     probabilities_NV = (logits_NV.to(log_sum_N.dtype) - log_sum_N.unsqueeze(1)).exp_()
     words_V = torch.arange(first, first + logits_NV.size(1), device=logits_NV.device)
@@ -96,8 +110,13 @@ def cross_entropy_gradient_torch(logits_NV: Tensor, target_N: Tensor, log_sum_N:
     return probabilities_NV.mul_(grad_N.unsqueeze(1)).to(logits_NV.dtype)
 
 
-@compilable("cross_entropy_gradient", lambda logits_NV, target_N, log_sum_N, grad_N, first: torch.empty_like(logits_NV))
-def cross_entropy_gradient(logits_NV: Tensor, target_N: Tensor, log_sum_N: Tensor, grad_N: Tensor, first: int) -> Tensor:
+@compilable(
+    "cross_entropy_gradient",
+    lambda logits_NV, target_N, log_sum_N, grad_N, first: torch.empty_like(logits_NV),
+)
+def cross_entropy_gradient(
+    logits_NV: Tensor, target_N: Tensor, log_sum_N: Tensor, grad_N: Tensor, first: int
+) -> Tensor:
     """(softmax - onehot) times the gradient of each token's loss, in the dtype of the logits.
 
     Args:
@@ -115,7 +134,7 @@ def cross_entropy_gradient(logits_NV: Tensor, target_N: Tensor, log_sum_N: Tenso
     if num_rows:
         block = _block(width)
         _gradient_kernel[(num_rows, cdiv(width, block))](
-            logits_NV, target_N, log_sum_N, grad_N, dlogits_NV, first, width, logits_NV.stride(0), dlogits_NV.stride(0),
-            BLOCK=block, num_warps=8,
+            logits_NV, target_N, log_sum_N, grad_N, dlogits_NV, first, width, logits_NV.stride(0),
+            dlogits_NV.stride(0), BLOCK=block, num_warps=8,
         )  # fmt: skip
     return dlogits_NV

@@ -1,4 +1,5 @@
-"""Capacity: which slots an expert keeps, and its rows padded to one number, without the host waiting. Shape suffixes in `moe_exp.layers`.
+"""Capacity: which slots an expert keeps, and its rows padded to one number, without the host waiting. Shape
+suffixes in `moe_exp.layers`.
 
 All start from `slot_sort`: an expert's slots are then neighbours, in the order of the sequence.
 """
@@ -17,7 +18,9 @@ _BLOCK_ROWS = 4096  # of one expert at a time; it may have all of them
 
 @jit
 def _sort_key(x):
-    """Integers in the order of the floats when taken as unsigned; NaN is the largest, and both zeros are one."""
+    """Integers in the order of the floats when taken as unsigned; NaN is the largest, and both zeros are
+    one.
+    """
     x = tl.where(x == 0.0, 0.0, x.to(tl.float32))
     bits = x.to(tl.int32, bitcast=True)
     bits = tl.where(x != x, 0x7FFFFFFF, bits)
@@ -26,7 +29,9 @@ def _sort_key(x):
 
 @jit
 def _largest_kernel(slot, offsets, weights, limits, kept, BLOCK: tl.constexpr):
-    """One expert: the weight of the last slot that stays is found digit by digit, 8 bits each, by counting."""
+    """One expert: the weight of the last slot that stays is found digit by digit, 8 bits each, by
+    counting.
+    """
     expert = tl.program_id(0)
     first, end = tl.load(offsets + expert), tl.load(offsets + expert + 1)
     limit = tl.load(limits + expert).to(tl.int32)
@@ -38,7 +43,9 @@ def _largest_kernel(slot, offsets, weights, limits, kept, BLOCK: tl.constexpr):
         count = tl.zeros((256,), dtype=tl.int32)
         for start in range(first, end, BLOCK):
             rows = start + tl.arange(0, BLOCK)
-            key = _sort_key(tl.load(weights + tl.load(slot + rows, mask=rows < end, other=0), mask=rows < end, other=0.0))
+            key = _sort_key(
+                tl.load(weights + tl.load(slot + rows, mask=rows < end, other=0), mask=rows < end, other=0.0)
+            )
             is_candidate = (rows < end) & ((key & known) == prefix)
             count += tl.histogram((key >> shift) & 255, 256, mask=is_candidate)
         at_least = tl.sum(count, 0) - tl.cumsum(count, 0) + count
@@ -62,7 +69,8 @@ def _largest_kernel(slot, offsets, weights, limits, kept, BLOCK: tl.constexpr):
 
 @jit
 def _pad_kernel(
-    expert, slot, row, offsets, slot_out, row_out, num_slots, num_experts, rows_per_expert, BLOCK: tl.constexpr
+    expert, slot, row, offsets, slot_out, row_out, num_slots, num_experts, rows_per_expert,
+    BLOCK: tl.constexpr
 ):  # fmt: skip
     mine = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     num_rows = num_experts * rows_per_expert
@@ -109,9 +117,13 @@ def keep_within_torch(expert_TK: Tensor, weights_TK: Tensor | None, limits_E: Te
     return torch.empty_like(keeps_N).scatter_(0, first_N[slot_N], keeps_N).view(expert_TK.shape)
 
 
-@compilable("keep_within", lambda expert_TK, weights_TK, limits_E: expert_TK.new_empty(expert_TK.shape, dtype=torch.bool))
+@compilable(
+    "keep_within",
+    lambda expert_TK, weights_TK, limits_E: expert_TK.new_empty(expert_TK.shape, dtype=torch.bool),
+)
 def keep_within(expert_TK: Tensor, weights_TK: Tensor | None, limits_E: Tensor) -> Tensor:
-    """The slots that stay when every expert keeps as many as it may: those of highest weight, ties by position, or the first.
+    """The slots that stay when every expert keeps as many as it may: those of highest weight, ties by
+    position, or the first.
 
     Args:
         expert_TK: chosen experts, int32 or int64; E for a slot of padding, which does not stay.
@@ -130,33 +142,45 @@ def keep_within(expert_TK: Tensor, weights_TK: Tensor | None, limits_E: Tensor) 
     expert_TK, weights_TK, limits_E = contiguous(expert_TK, weights_TK, limits_E)
     slot_N, row_N, offsets_E1 = slot_sort(expert_TK, num_experts)
     if weights_TK is None:
-        _first_kernel[(cdiv(num_slots, _BLOCK),)](expert_TK, row_N, offsets_E1, limits_E, kept_TK, num_slots, BLOCK=_BLOCK)
+        _first_kernel[(cdiv(num_slots, _BLOCK),)](
+            expert_TK, row_N, offsets_E1, limits_E, kept_TK, num_slots, BLOCK=_BLOCK
+        )
     else:
         block = min(_BLOCK_ROWS, power_of_2(num_slots))
-        _largest_kernel[(num_experts,)](slot_N, offsets_E1, weights_TK, limits_E, kept_TK, BLOCK=block, num_warps=8)
+        _largest_kernel[(num_experts,)](
+            slot_N, offsets_E1, weights_TK, limits_E, kept_TK, BLOCK=block, num_warps=8
+        )
     return kept_TK
 
 
-def padded_order_torch(expert_TK: Tensor, num_experts: int, rows_per_expert: int, kept_TK: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def padded_order_torch(
+    expert_TK: Tensor, num_experts: int, rows_per_expert: int, kept_TK: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The twin of `padded_order`."""
     num_slots, num_rows = expert_TK.numel(), num_experts * rows_per_expert
     row_N, offsets_E1 = (x.long() for x in slot_sort_torch(expert_TK, num_experts, kept_TK)[1:])
     is_kept_N = row_N < num_slots
     expert_N = expert_TK.reshape(-1).long().where(is_kept_N, 0)
     place_N = row_N - offsets_E1[expert_N]
-    row_N = torch.where(is_kept_N & (place_N < rows_per_expert), expert_N * rows_per_expert + place_N, num_rows)
+    row_N = torch.where(
+        is_kept_N & (place_N < rows_per_expert), expert_N * rows_per_expert + place_N, num_rows
+    )
     slot_R = torch.full((num_rows + 1,), num_slots, device=row_N.device)
     slot_R[row_N] = torch.arange(num_slots, device=row_N.device)
     return slot_R[:num_rows].int(), row_N.int()
 
 
-def _fake_padded(expert_TK: Tensor, num_experts: int, rows_per_expert: int, kept_TK: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _fake_padded(
+    expert_TK: Tensor, num_experts: int, rows_per_expert: int, kept_TK: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     slot_R = expert_TK.new_empty(num_experts * rows_per_expert, dtype=torch.int32)
     return slot_R, expert_TK.new_empty(expert_TK.numel(), dtype=torch.int32)
 
 
 @compilable("padded_order", _fake_padded)
-def padded_order(expert_TK: Tensor, num_experts: int, rows_per_expert: int, kept_TK: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def padded_order(
+    expert_TK: Tensor, num_experts: int, rows_per_expert: int, kept_TK: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Row order with the same number of rows for every expert.
 
     Args:
@@ -166,7 +190,8 @@ def padded_order(expert_TK: Tensor, num_experts: int, rows_per_expert: int, kept
         kept_TK: as for `slot_sort`.
 
     Returns:
-        slot_R: the slot of each row, int32, N for a row of padding; row_N: the row of each slot, int32, R for a dropped one.
+        slot_R: the slot of each row, int32, N for a row of padding; row_N: the row of each slot, int32, R for
+            a dropped one.
     """
     if not runs_kernel(expert_TK):
         return padded_order_torch(expert_TK, num_experts, rows_per_expert, kept_TK)

@@ -1,4 +1,6 @@
-"""Grouped GEMM: rows of every expert times its matrix, the down-projection and the gradient of rows. Shape suffixes in `moe_exp.layers`."""
+"""Grouped GEMM: rows of every expert times its matrix, the down-projection and the gradient of rows. Shape
+suffixes in `moe_exp.layers`.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +26,79 @@ from moe_exp.layers.kernels.launch import (
 from moe_exp.layers.kernels.tiles import dot, in_groups, row_tile, row_tile_ends
 
 LARGEST_N, LARGEST_K = 256, 64
-# Predicted, not measured; see docs/performance.md. The first one is for deterministic algorithms. BLOCK_K is of two bytes each.
+# Predicted, not measured; see docs/performance.md. The first one is for deterministic algorithms. BLOCK_K is
+# of two bytes each.
 CONFIGS = [
-    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "PROGRAMS": 1, "TMA": 0, "num_warps": 8, "num_stages": 4},
-    {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 32, "GROUP_M": 8, "PROGRAMS": 1, "TMA": 0, "num_warps": 8, "num_stages": 4},
-    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32, "GROUP_M": 8, "PROGRAMS": 2, "TMA": 0, "num_warps": 4, "num_stages": 4},
-    {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "PROGRAMS": 2, "TMA": 0, "num_warps": 4, "num_stages": 3},
-    {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "GROUP_M": 8, "PROGRAMS": 1, "TMA": 1, "num_warps": 8, "num_stages": 4},
-    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "PROGRAMS": 2, "TMA": 1, "num_warps": 8, "num_stages": 3},
-    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "PROGRAMS": 2, "TMA": 1, "num_warps": 4, "num_stages": 3},
+    {
+        "BLOCK_M": 128,
+        "BLOCK_N": 128,
+        "BLOCK_K": 64,
+        "GROUP_M": 8,
+        "PROGRAMS": 1,
+        "TMA": 0,
+        "num_warps": 8,
+        "num_stages": 4,
+    },
+    {
+        "BLOCK_M": 128,
+        "BLOCK_N": 256,
+        "BLOCK_K": 32,
+        "GROUP_M": 8,
+        "PROGRAMS": 1,
+        "TMA": 0,
+        "num_warps": 8,
+        "num_stages": 4,
+    },
+    {
+        "BLOCK_M": 128,
+        "BLOCK_N": 128,
+        "BLOCK_K": 32,
+        "GROUP_M": 8,
+        "PROGRAMS": 2,
+        "TMA": 0,
+        "num_warps": 4,
+        "num_stages": 4,
+    },
+    {
+        "BLOCK_M": 64,
+        "BLOCK_N": 128,
+        "BLOCK_K": 64,
+        "GROUP_M": 8,
+        "PROGRAMS": 2,
+        "TMA": 0,
+        "num_warps": 4,
+        "num_stages": 3,
+    },
+    {
+        "BLOCK_M": 128,
+        "BLOCK_N": 256,
+        "BLOCK_K": 64,
+        "GROUP_M": 8,
+        "PROGRAMS": 1,
+        "TMA": 1,
+        "num_warps": 8,
+        "num_stages": 4,
+    },
+    {
+        "BLOCK_M": 128,
+        "BLOCK_N": 128,
+        "BLOCK_K": 64,
+        "GROUP_M": 8,
+        "PROGRAMS": 2,
+        "TMA": 1,
+        "num_warps": 8,
+        "num_stages": 3,
+    },
+    {
+        "BLOCK_M": 128,
+        "BLOCK_N": 128,
+        "BLOCK_K": 64,
+        "GROUP_M": 8,
+        "PROGRAMS": 2,
+        "TMA": 1,
+        "num_warps": 4,
+        "num_stages": 3,
+    },
 ]
 
 
@@ -44,12 +110,16 @@ def _set_blocks(args: dict[str, Any]) -> None:
     args["w_tma"].block_shape = [1, width, depth] if args["TRANSPOSED"] else [1, depth, width]
 
 
-@tuned(CONFIGS, key=["num_experts", "rows_class", "width", "depth", "TRANSPOSED", "HAS_TMA"], set_blocks=_set_blocks)
+@tuned(
+    CONFIGS,
+    key=["num_experts", "rows_class", "width", "depth", "TRANSPOSED", "HAS_TMA"],
+    set_blocks=_set_blocks,
+)
 @jit
 def _kernel(
-    x, w, y, x_tma, w_tma, offsets, num_experts, rows_class, width, depth, stride_x, stride_wl, stride_wi, stride_wo, stride_y,
-    TRANSPOSED: tl.constexpr, HAS_TMA: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_E: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    x, w, y, x_tma, w_tma, offsets, num_experts, rows_class, width, depth, stride_x, stride_wl, stride_wi,
+    stride_wo, stride_y, TRANSPOSED: tl.constexpr, HAS_TMA: tl.constexpr, EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr, BLOCK_E: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     PROGRAMS: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -73,12 +143,21 @@ def _kernel(
         else:
             depths = tl.arange(0, DEPTH)
             x_block = x + tl.minimum(rows, row_end - 1).to(tl.int64)[:, None] * stride_x + depths[None, :]
-            w_block = w + expert.to(tl.int64) * stride_wl + depths[:, None] * stride_wi + columns[None, :] * stride_wo
+            w_block = (
+                w
+                + expert.to(tl.int64) * stride_wl
+                + depths[:, None] * stride_wi
+                + columns[None, :] * stride_wo
+            )
             for start in range(0, depth, DEPTH):
                 is_depth = depths < depth - start
-                a = tl.load(x_block, mask=None if EVEN_K else is_depth[None, :], other=None if EVEN_K else 0.0)
+                a = tl.load(
+                    x_block, mask=None if EVEN_K else is_depth[None, :], other=None if EVEN_K else 0.0
+                )
                 if EVEN_N:
-                    b = tl.load(w_block, mask=None if EVEN_K else is_depth[:, None], other=None if EVEN_K else 0.0)
+                    b = tl.load(
+                        w_block, mask=None if EVEN_K else is_depth[:, None], other=None if EVEN_K else 0.0
+                    )
                 else:
                     b = tl.load(w_block, mask=is_depth[:, None] & is_column[None, :], other=0.0)
                 total = dot(a, b, total, PRECISION, INTERPRET)
@@ -125,9 +204,9 @@ def grouped_matmul(x_RI: Tensor, w_LIO: Tensor, offsets_L1: Tensor) -> Tensor:
     transposed = w_LIO.stride(1) == 1
     x_tma, w_tma = descriptors(x_RI, w_LIO.transpose(1, 2) if transposed else w_LIO)
     _kernel[grid](
-        x_RI, w_LIO, y_RO, x_tma, w_tma, offsets_L1, num_experts, rows_class(num_rows, num_experts), width, depth,
-        x_RI.stride(0), *w_LIO.stride(), y_RO.stride(0),
-        TRANSPOSED=transposed, HAS_TMA=w_tma is not None, EVEN_N=width % LARGEST_N == 0, EVEN_K=depth % LARGEST_K == 0,
+        x_RI, w_LIO, y_RO, x_tma, w_tma, offsets_L1, num_experts, rows_class(num_rows, num_experts), width,
+        depth, x_RI.stride(0), *w_LIO.stride(), y_RO.stride(0), TRANSPOSED=transposed,
+        HAS_TMA=w_tma is not None, EVEN_N=width % LARGEST_N == 0, EVEN_K=depth % LARGEST_K == 0,
         BLOCK_E=power_of_2(num_experts), **dot_constants(x_RI),
     )  # fmt: skip
     return y_RO

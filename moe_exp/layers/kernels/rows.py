@@ -1,6 +1,8 @@
-"""Permute, unpermute and chunk sort: rows moved as they are, for the paths where they travel. Shape suffixes in `moe_exp.layers`.
+"""Permute, unpermute and chunk sort: rows moved as they are, for the paths where they travel. Shape suffixes
+in `moe_exp.layers`.
 
-Both directions are gathers: the gradient of `gather_rows` by the rows of slots is `combine` by the slots of rows, and the other way round.
+Both directions are gathers: the gradient of `gather_rows` by the rows of slots is `combine` by the slots of
+rows, and the other way round.
 """
 
 from __future__ import annotations
@@ -17,7 +19,16 @@ _BLOCK_R = 128
 
 @jit
 def _gather_kernel(
-    x, index, out, num_sources, num_rows, divisor, stride_x, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr
+    x,
+    index,
+    out,
+    num_sources,
+    num_rows,
+    divisor,
+    stride_x,
+    WIDTH: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -33,7 +44,9 @@ def _gather_kernel(
 
 
 @jit
-def _chunk_kernel(rows, first, slot, row, num_rows, num_sources, num_experts, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+def _chunk_kernel(
+    rows, first, slot, row, num_rows, num_sources, num_experts, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
+):
     """Every program adds up all chunks' sizes for itself: there are few."""
     chunks = tl.arange(0, BLOCK_C)
     is_chunk = chunks < num_sources * num_experts
@@ -78,7 +91,16 @@ def gather_rows(x: Tensor, index_R: Tensor, divisor: int = 1) -> Tensor:
     block_d = block_d if block_d >= _TILE // 8 else min(_TILE, power_of_2(width))
     block_r = _TILE // block_d
     _gather_kernel[cdiv(num_rows, block_r), cdiv(width, block_d)](
-        x, index_R.contiguous(), out, x.size(0), num_rows, divisor, x.stride(0), WIDTH=width, BLOCK_R=block_r, BLOCK_D=block_d
+        x,
+        index_R.contiguous(),
+        out,
+        x.size(0),
+        num_rows,
+        divisor,
+        x.stride(0),
+        WIDTH=width,
+        BLOCK_R=block_r,
+        BLOCK_D=block_d,
     )
     return out
 
@@ -100,7 +122,8 @@ def _fake_order(rows_SL: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 
 @compilable("chunk_order", _fake_order)
 def chunk_order(rows_SL: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Where rows go that come in chunks by source and, from every source, by expert, and shall be by expert and then by source.
+    """Where rows go that come in chunks by source and, from every source, by expert, and shall be by expert
+    and then by source.
 
     Args:
         rows_SL: rows of every chunk, int64 or int32, on the device.
@@ -117,6 +140,13 @@ def chunk_order(rows_SL: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     rows_SL = rows_SL.contiguous()
     first_C = rows_SL.view(-1).cumsum(0) - rows_SL.view(-1)
     _chunk_kernel[(cdiv(num_rows, _BLOCK_R),)](
-        rows_SL, first_C, slot_R, row_R, num_rows, *rows_SL.shape, BLOCK_R=_BLOCK_R, BLOCK_C=power_of_2(rows_SL.numel())
+        rows_SL,
+        first_C,
+        slot_R,
+        row_R,
+        num_rows,
+        *rows_SL.shape,
+        BLOCK_R=_BLOCK_R,
+        BLOCK_C=power_of_2(rows_SL.numel()),
     )
     return slot_R, row_R

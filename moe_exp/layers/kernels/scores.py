@@ -1,4 +1,6 @@
-"""Parts of the router's kernels: scores of a tile of logits, [tokens, experts], the choice of the best, and their weights. All in fp32."""
+"""Parts of the router's kernels: scores of a tile of logits, [tokens, experts], the choice of the best, and
+their weights. All in fp32.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +43,18 @@ def raw_scores(z, probabilities, SCORE: tl.constexpr):
 
 @jit
 def key_of(x):
-    """Integers in the order of the floats; NaN is the largest, as for torch.topk. None is LEAST, which stands for no expert."""
+    """Integers in the order of the floats; NaN is the largest, as for torch.topk. None is LEAST, which stands
+    for no expert.
+    """
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @jit
 def choose(key, values, experts, TOPK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr):
-    """TOPK times the best of what is left: experts and their values, [BLOCK_T, BLOCK_K], and the keys, now LEAST for the chosen."""
+    """TOPK times the best of what is left: experts and their values, [BLOCK_T, BLOCK_K], and the keys, now
+    LEAST for the chosen.
+    """
     places = tl.arange(0, BLOCK_K)[None, :]
     chosen = tl.zeros((BLOCK_T, BLOCK_K), dtype=tl.int32)
     value = tl.zeros((BLOCK_T, BLOCK_K), dtype=tl.float32)
@@ -63,7 +69,9 @@ def choose(key, values, experts, TOPK: tl.constexpr, BLOCK_T: tl.constexpr, BLOC
 
 @jit
 def weigh(value, is_place, factor, SCORE: tl.constexpr, PRE_SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr):
-    """From the raw scores of the chosen, or their logits for a softmax after the choice, to router weights."""
+    """From the raw scores of the chosen, or their logits for a softmax after the choice, to router
+    weights.
+    """
     if SCORE == "softmax" and not PRE_SOFTMAX:
         most = tl.max(tl.where(is_place, value, -float("inf")), 1)[:, None]
         value = tl.where(is_place, tl.exp(value - most), 0.0)

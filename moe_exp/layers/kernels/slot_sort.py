@@ -1,8 +1,9 @@
-"""Slots sorted by expert, by counting, without the host waiting for the device. Shape suffixes in `moe_exp.layers`.
+"""Slots sorted by expert, by counting, without the host waiting for the device. Shape suffixes in
+`moe_exp.layers`.
 
-Three steps: how many slots of each block go to each expert, one running sum over experts and then blocks, which is where each
-block's slots of an expert begin, and every slot to its place. Counting keeps the order of the slots of an expert whatever the blocks
-are, so the result has the same bits every time.
+Three steps: how many slots of each block go to each expert, one running sum over experts and then blocks,
+which is where each block's slots of an expert begin, and every slot to its place. Counting keeps the order of
+the slots of an expert whatever the blocks are, so the result has the same bits every time.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from moe_exp.layers.kernels.launch import cdiv, compilable, jit, power_of_2, runs_kernel, tl
 
-# A slot's place among those of its block is found by comparing all pairs: half a block's comparisons per slot.
+# A slot's place among those of its block is found by comparing all pairs: half a block's comparisons per
+# slot.
 _BLOCK = 128
 
 
@@ -65,7 +67,9 @@ def _place_kernel(
         tl.store(offsets + experts, first, mask=is_expert)
 
 
-def slot_sort_torch(expert_TK: Tensor, num_experts: int, kept_TK: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def slot_sort_torch(
+    expert_TK: Tensor, num_experts: int, kept_TK: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """The twin of `slot_sort`."""
     num_slots = expert_TK.numel()
     expert_N = expert_TK.reshape(-1).long()
@@ -74,18 +78,24 @@ def slot_sort_torch(expert_TK: Tensor, num_experts: int, kept_TK: Tensor | None 
     slot_N = torch.argsort(expert_N, stable=True)
     place_N = torch.empty_like(slot_N).scatter_(0, slot_N, torch.arange(num_slots, device=slot_N.device))
     row_N = torch.where(expert_N < num_experts, place_N, num_slots)
-    counts_E1 = torch.zeros(num_experts + 1, dtype=torch.int64, device=slot_N.device).scatter_add_(0, expert_N, torch.ones_like(expert_N))
+    counts_E1 = torch.zeros(num_experts + 1, dtype=torch.int64, device=slot_N.device).scatter_add_(
+        0, expert_N, torch.ones_like(expert_N)
+    )
     offsets_E1 = counts_E1.cumsum(0) - counts_E1
     return slot_N.int(), row_N.int(), offsets_E1.int()
 
 
-def _fake(expert_TK: Tensor, num_experts: int, kept_TK: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def _fake(
+    expert_TK: Tensor, num_experts: int, kept_TK: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     slot_N = expert_TK.new_empty(expert_TK.numel(), dtype=torch.int32)
     return slot_N, torch.empty_like(slot_N), expert_TK.new_empty(num_experts + 1, dtype=torch.int32)
 
 
 @compilable("slot_sort", _fake)
-def slot_sort(expert_TK: Tensor, num_experts: int, kept_TK: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def slot_sort(
+    expert_TK: Tensor, num_experts: int, kept_TK: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Sorts the N = T*K slots by expert, those of one expert by position; the dropped ones come last.
 
     Args:
@@ -96,14 +106,18 @@ def slot_sort(expert_TK: Tensor, num_experts: int, kept_TK: Tensor | None = None
     Returns:
         slot_N: the slot of each row, int32.
         row_N: the row of each slot, int32; N for a dropped one.
-        offsets_E1: int32, expert e has rows offsets[e] to offsets[e + 1]; the last is the number of kept slots.
+        offsets_E1: int32, expert e has rows offsets[e] to offsets[e + 1]; the last is the number of kept
+            slots.
     """
     if not runs_kernel(expert_TK):
         return slot_sort_torch(expert_TK, num_experts, kept_TK)
     num_slots, device = expert_TK.numel(), expert_TK.device
     num_blocks = cdiv(num_slots, _BLOCK)
     slot_N = torch.empty(num_slots, dtype=torch.int32, device=device)
-    row_N, offsets_E1 = torch.empty_like(slot_N), torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
+    row_N, offsets_E1 = (
+        torch.empty_like(slot_N),
+        torch.zeros(num_experts + 1, dtype=torch.int32, device=device),
+    )
     if num_slots == 0:
         return slot_N, row_N, offsets_E1
     expert_TK = expert_TK.contiguous()

@@ -1,8 +1,9 @@
-"""Parts of the grouped GEMM kernels: which tile a program computes, and the product of two blocks. Shape suffixes in `moe_exp.layers`.
+"""Parts of the grouped GEMM kernels: which tile a program computes, and the product of two blocks. Shape
+suffixes in `moe_exp.layers`.
 
-Rows are sorted by expert; expert e has rows offsets[e] to offsets[e + 1]. A tile of rows belongs to one expert alone. Which one is
-found from the offsets by the program itself, in registers: nothing has to be counted before, for no size of tiles, and the host never
-waits to learn how many there are.
+Rows are sorted by expert; expert e has rows offsets[e] to offsets[e + 1]. A tile of rows belongs to one
+expert alone. Which one is found from the offsets by the program itself, in registers: nothing has to be
+counted before, for no size of tiles, and the host never waits to learn how many there are.
 """
 
 from __future__ import annotations
@@ -12,10 +13,14 @@ from moe_exp.layers.kernels.launch import jit, tl
 
 @jit
 def row_tile_ends(offsets, num_experts, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Row tiles of every expert and of those before it, [BLOCK_E]; an expert without rows has none. The last is the number of all."""
+    """Row tiles of every expert and of those before it, [BLOCK_E]; an expert without rows has none. The last
+    is the number of all.
+    """
     expert = tl.arange(0, BLOCK_E)
     is_expert = expert < num_experts
-    rows = tl.load(offsets + expert + 1, mask=is_expert, other=0) - tl.load(offsets + expert, mask=is_expert, other=0)
+    rows = tl.load(offsets + expert + 1, mask=is_expert, other=0) - tl.load(
+        offsets + expert, mask=is_expert, other=0
+    )
     return tl.cumsum((rows + BLOCK_M - 1) // BLOCK_M, 0)
 
 
@@ -36,13 +41,17 @@ def num_row_tiles(offsets, num_experts, BLOCK_M: tl.constexpr, BLOCK_E: tl.const
 
 @jit
 def find_row_tile(tile, offsets, num_experts, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
-    """`row_tile` where the ends of the tiles are not at hand; a kernel that goes through many tiles keeps them."""
+    """`row_tile` where the ends of the tiles are not at hand; a kernel that goes through many tiles keeps
+    them.
+    """
     return row_tile(tile, row_tile_ends(offsets, num_experts, BLOCK_M, BLOCK_E), offsets, BLOCK_M)
 
 
 @jit
 def in_groups(tile, num_m, num_n, GROUP_M: tl.constexpr):
-    """The tile's place in both dimensions: GROUP_M rows of tiles go through all columns together, and find both operands in the L2."""
+    """The tile's place in both dimensions: GROUP_M rows of tiles go through all columns together, and find
+    both operands in the L2.
+    """
     tiles_in_group = GROUP_M * num_n
     first_m = (tile // tiles_in_group) * GROUP_M
     size_m = tl.minimum(num_m - first_m, GROUP_M)
@@ -52,18 +61,23 @@ def in_groups(tile, num_m, num_n, GROUP_M: tl.constexpr):
 
 @jit
 def dot(a, b, total, PRECISION: tl.constexpr, INTERPRET: tl.constexpr):
-    """total + a @ b in fp32. The interpreter's bf16 product is wrong without a word, so there it gets fp32."""
+    """total + a @ b in fp32. The interpreter's bf16 product is wrong without a word, so there it gets
+    fp32.
+    """
     if INTERPRET:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, total, input_precision=PRECISION)
 
 
-# A block of results cut into chunks of columns, for epilogues that load and compute more than the registers would hold at once.
+# A block of results cut into chunks of columns, for epilogues that load and compute more than the registers
+# would hold at once.
 
 
 @jit
 def column_chunks(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr):
-    """The chunks from left to right, CHUNK times 1, 2, 4 or 8 columns: halves of halves, as a block is cut along a new axis of 2."""
+    """The chunks from left to right, CHUNK times 1, 2, 4 or 8 columns: halves of halves, as a block is cut
+    along a new axis of 2.
+    """
     tl.static_assert(COLUMNS // CHUNK <= 8)
     chunks = (x,)
     for level in tl.static_range(3):

@@ -1,7 +1,8 @@
-"""The router after its logits, in one pass over them: scores, top-k, weights, and all sums that losses and statistics want.
+"""The router after its logits, in one pass over them: scores, top-k, weights, and all sums that losses and
+statistics want.
 
-Neither the scores of all experts nor their gradient are written. Float sums go through one partial sum per program, added up in a
-fixed order. Shape suffixes in `moe_exp.layers`.
+Neither the scores of all experts nor their gradient are written. Float sums go through one partial sum per
+program, added up in a fixed order. Shape suffixes in `moe_exp.layers`.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ class TopK(NamedTuple):
         expert_TK: chosen experts, int64, best first; ties to the lowest expert.
         weights_TK: router weights, fp32, with gradient.
         lse_T: log-sum-exp of the logits, fp32, with gradient.
-        score_sums_E: scores, rows summing to 1, summed over the tokens that are not padding, fp32, with gradient.
+        score_sums_E: scores, rows summing to 1, summed over the tokens that are not padding, fp32, with
+            gradient.
         tokens_per_expert_E: slots per expert, int64, without padding.
-        by_score_E: as tokens_per_expert_E, of the K experts of highest score; the same unless a bias has a say in the choice.
+        by_score_E: as tokens_per_expert_E, of the K experts of highest score; the same unless a bias has a
+            say in the choice.
         entropy: of the scores, summed over the tokens that are not padding, fp32 scalar.
         largest: weight of every token, summed likewise.
     """
@@ -75,7 +78,9 @@ def _forward_kernel(
     by_score_sums = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.int32)
     for block in range(tl.program_id(0), tl.cdiv(num_tokens, BLOCK_T), tl.num_programs(0)):
         tokens = block * BLOCK_T + tl.arange(0, BLOCK_T)
-        z, is_token, is_counted = _load_tile(logits, valid, tokens, experts, num_tokens, num_experts, stride, HAS_VALID)
+        z, is_token, is_counted = _load_tile(
+            logits, valid, tokens, experts, num_tokens, num_experts, stride, HAS_VALID
+        )
         probabilities, logsumexp = softmax(z)
         raw = raw_scores(z, probabilities, SCORE)
 
@@ -126,7 +131,9 @@ def _backward_kernel(
     experts = tl.arange(0, BLOCK_E)
     is_expert = experts < num_experts
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    z, is_token, is_counted = _load_tile(logits, valid, tokens, experts, num_tokens, num_experts, stride, HAS_VALID)
+    z, is_token, is_counted = _load_tile(
+        logits, valid, tokens, experts, num_tokens, num_experts, stride, HAS_VALID
+    )
     probabilities, _ = softmax(z)
     raw = raw_scores(z, probabilities, SCORE)
 
@@ -136,7 +143,9 @@ def _backward_kernel(
     for k in tl.static_range(TOPK):
         slots = tokens.to(tl.int64) * TOPK + k
         is_k = experts[None, :] == tl.load(expert + slots, mask=is_token, other=-1).to(tl.int32)[:, None]
-        dvalue = tl.where(is_k, tl.load(dweights + slots, mask=is_token, other=0.0).to(tl.float32)[:, None] * factor, dvalue)
+        dvalue = tl.where(
+            is_k, tl.load(dweights + slots, mask=is_token, other=0.0).to(tl.float32)[:, None] * factor, dvalue
+        )
         is_chosen = is_chosen | is_k
     value = tl.where(is_chosen, raw, 0.0)
     if SCORE == "softmax" and not PRE_SOFTMAX:
@@ -202,9 +211,13 @@ def router_topk_torch(
         scores_TE, top1_T = scores_TE * valid_T.unsqueeze(1), top1_T * valid_T
     entropy = -torch.xlogy(scores_TE.detach(), scores_TE.detach()).sum()
     counts_E = _count(expert_TK, valid_T, logits_TE.size(1))
-    by_score_E = counts_E if bias_E is None else _count(_best(raw_TE.detach(), topk), valid_T, logits_TE.size(1))
+    by_score_E = (
+        counts_E if bias_E is None else _count(_best(raw_TE.detach(), topk), valid_T, logits_TE.size(1))
+    )
     lse_T = logits_TE.logsumexp(dim=-1)
-    return TopK(expert_TK, weights_TK, lse_T, scores_TE.sum(dim=0), counts_E, by_score_E, entropy, top1_T.sum())
+    return TopK(
+        expert_TK, weights_TK, lse_T, scores_TE.sum(dim=0), counts_E, by_score_E, entropy, top1_T.sum()
+    )
 
 
 def _best(choice_TE: Tensor, topk: int) -> Tensor:
@@ -213,7 +226,11 @@ def _best(choice_TE: Tensor, topk: int) -> Tensor:
 
 
 def _count(expert_TK: Tensor, valid_T: Tensor | None, num_experts: int) -> Tensor:
-    ones_TK = torch.ones_like(expert_TK) if valid_T is None else valid_T.long().unsqueeze(1).expand_as(expert_TK).contiguous()
+    ones_TK = (
+        torch.ones_like(expert_TK)
+        if valid_T is None
+        else valid_T.long().unsqueeze(1).expand_as(expert_TK).contiguous()
+    )
     return expert_TK.new_zeros(num_experts).scatter_add_(0, expert_TK.flatten(), ones_TK.flatten())
 
 
@@ -228,7 +245,8 @@ def router_topk(
     bias_E: Tensor | None = None,
     valid_T: Tensor | None = None,
 ) -> TopK:
-    """Chooses the K experts of highest score and weighs them, as `moe_exp.layers.router.Router` does, with its formulas.
+    """Chooses the K experts of highest score and weighs them, as `moe_exp.layers.router.Router` does, with
+    its formulas.
 
     Args:
         logits_TE: fp32.
@@ -241,19 +259,31 @@ def router_topk(
         valid_T: bool, tokens that are not padding; None for all.
 
     Returns:
-        See TopK. Backward takes the gradients of weights_TK, lse_T and score_sums_E, and computes the scores again.
+        See TopK. Backward takes the gradients of weights_TK, lse_T and score_sums_E, and computes the scores
+        again.
     """
-    options: dict[str, Any] = {"score": score, "pre_softmax": pre_softmax, "normalize": normalize, "scaling_factor": float(scaling_factor)}
+    options: dict[str, Any] = {
+        "score": score,
+        "pre_softmax": pre_softmax,
+        "normalize": normalize,
+        "scaling_factor": float(scaling_factor),
+    }
     if not runs_kernel(logits_TE) or logits_TE.dtype == torch.float64:
         return router_topk_torch(logits_TE, topk, **options, bias_E=bias_E, valid_T=valid_T)
-    expert_TK, weights_TK, lse_T, sums, counts = _RouterTopK.apply(logits_TE, bias_E, valid_T, topk, *options.values())
+    expert_TK, weights_TK, lse_T, sums, counts = _RouterTopK.apply(
+        logits_TE, bias_E, valid_T, topk, *options.values()
+    )
     num_experts = logits_TE.size(1)
-    return TopK(expert_TK, weights_TK, lse_T, sums[:num_experts], counts[0], counts[1], *sums[num_experts:].detach())
+    return TopK(
+        expert_TK, weights_TK, lse_T, sums[:num_experts], counts[0], counts[1], *sums[num_experts:].detach()
+    )
 
 
 class _RouterTopK(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_TE: Tensor, bias_E: Tensor | None, valid_T: Tensor | None, *options: Any) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, logits_TE: Tensor, bias_E: Tensor | None, valid_T: Tensor | None, *options: Any
+    ) -> tuple[Tensor, ...]:
         logits_TE = logits_TE if logits_TE.stride(1) == 1 else logits_TE.contiguous()
         expert_TK, weights_TK, lse_T, sums, counts = _topk_forward(logits_TE, bias_E, valid_T, *options)
         ctx.save_for_backward(logits_TE, valid_T, expert_TK)
@@ -269,7 +299,9 @@ class _RouterTopK(torch.autograd.Function):
         _, dweights_TK, dlse_T, dsums, _ = grads
         if dweights_TK is None:
             dweights_TK = logits_TE.new_zeros(expert_TK.shape)
-        dlogits_TE = _topk_backward(logits_TE, valid_T, expert_TK, dweights_TK, dlse_T, dsums, *ctx.options[1:])
+        dlogits_TE = _topk_backward(
+            logits_TE, valid_T, expert_TK, dweights_TK, dlse_T, dsums, *ctx.options[1:]
+        )
         return dlogits_TE, *[None] * (2 + len(ctx.options))
 
 
@@ -278,7 +310,9 @@ def _fake_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     num_tokens, num_experts = logits_TE.shape
     expert_TK = logits_TE.new_empty(num_tokens, topk, dtype=torch.int64)
-    weights_TK, lse_T = (logits_TE.new_empty(shape, dtype=torch.float32) for shape in ((num_tokens, topk), (num_tokens,)))
+    weights_TK, lse_T = (
+        logits_TE.new_empty(shape, dtype=torch.float32) for shape in ((num_tokens, topk), (num_tokens,))
+    )
     sums = logits_TE.new_empty(num_experts + 2, dtype=torch.float32)
     return expert_TK, weights_TK, lse_T, sums, logits_TE.new_empty(2, num_experts, dtype=torch.int64)
 
@@ -299,19 +333,24 @@ def _topk_forward(
     if num_tokens == 0:
         return expert_TK, weights_TK, lse_T, sums.zero_(), counts.zero_()
     blocks = _blocks(num_experts)
-    programs = num_programs(logits_TE, cdiv(num_tokens, blocks["BLOCK_T"]), per_processor=_PROGRAMS_PER_PROCESSOR)
+    programs = num_programs(
+        logits_TE, cdiv(num_tokens, blocks["BLOCK_T"]), per_processor=_PROGRAMS_PER_PROCESSOR
+    )
     partial_sums = sums.new_empty(programs, num_experts + 2)
     partial_counts = sums.new_empty(programs, 2, num_experts, dtype=torch.int32)
     _forward_kernel[(programs,)](
-        logits_TE, logits_TE if bias_E is None else bias_E.contiguous(), logits_TE if valid_T is None else valid_T.contiguous(),
-        expert_TK, weights_TK, lse_T, partial_sums, partial_counts, num_tokens, num_experts, logits_TE.stride(0), scaling_factor,
-        TOPK=topk, SCORE=score, PRE_SOFTMAX=pre_softmax, NORMALIZE=normalize, HAS_BIAS=bias_E is not None, HAS_VALID=valid_T is not None,
-        BLOCK_K=power_of_2(topk), **blocks,
+        logits_TE, logits_TE if bias_E is None else bias_E.contiguous(),
+        logits_TE if valid_T is None else valid_T.contiguous(), expert_TK, weights_TK, lse_T, partial_sums,
+        partial_counts, num_tokens, num_experts, logits_TE.stride(0), scaling_factor, TOPK=topk, SCORE=score,
+        PRE_SOFTMAX=pre_softmax, NORMALIZE=normalize, HAS_BIAS=bias_E is not None,
+        HAS_VALID=valid_T is not None, BLOCK_K=power_of_2(topk), **blocks,
     )  # fmt: skip
     return expert_TK, weights_TK, lse_T, partial_sums.sum(0), partial_counts.sum(0)
 
 
-@compilable("topk_backward", lambda logits_TE, *_: torch.empty_like(logits_TE, memory_format=torch.contiguous_format))
+@compilable(
+    "topk_backward", lambda logits_TE, *_: torch.empty_like(logits_TE, memory_format=torch.contiguous_format)
+)
 def _topk_backward(
     logits_TE: Tensor,
     valid_T: Tensor | None,
@@ -330,11 +369,12 @@ def _topk_backward(
         return dlogits_TE
     blocks = _blocks(num_experts)
     _backward_kernel[(cdiv(num_tokens, blocks["BLOCK_T"]),)](
-        logits_TE, logits_TE if valid_T is None else valid_T.contiguous(), expert_TK, dweights_TK.contiguous(),
-        logits_TE if dlse_T is None else dlse_T.contiguous(), logits_TE if dsums is None else dsums.contiguous(), dlogits_TE,
-        num_tokens, num_experts, logits_TE.stride(0), scaling_factor,
-        TOPK=expert_TK.size(1), SCORE=score, PRE_SOFTMAX=pre_softmax, NORMALIZE=normalize,
-        HAS_VALID=valid_T is not None, HAS_DLSE=dlse_T is not None, HAS_DSCORES=dsums is not None, **blocks,
+        logits_TE, logits_TE if valid_T is None else valid_T.contiguous(), expert_TK,
+        dweights_TK.contiguous(), logits_TE if dlse_T is None else dlse_T.contiguous(),
+        logits_TE if dsums is None else dsums.contiguous(), dlogits_TE, num_tokens, num_experts,
+        logits_TE.stride(0), scaling_factor, TOPK=expert_TK.size(1), SCORE=score, PRE_SOFTMAX=pre_softmax,
+        NORMALIZE=normalize, HAS_VALID=valid_T is not None, HAS_DLSE=dlse_T is not None,
+        HAS_DSCORES=dsums is not None, **blocks,
     )  # fmt: skip
     return dlogits_TE
 

@@ -1,4 +1,5 @@
-"""Grouped GEMM of the up-projection: rows gathered inside, weighted activation in the epilogue. Shape suffixes in `moe_exp.layers`.
+"""Grouped GEMM of the up-projection: rows gathered inside, weighted activation in the epilogue. Shape
+suffixes in `moe_exp.layers`.
 
 W is the width of the first projection: 2F for a gated activation (gate half first), else F.
 """
@@ -29,16 +30,79 @@ from moe_exp.layers.kernels.launch import (
 from moe_exp.layers.kernels.tiles import column_chunks, dot, in_groups, row_tile, row_tile_ends
 
 LARGEST_K = 64
-# Predicted, not measured; see docs/performance.md. The first one is for deterministic algorithms. BLOCK_K is of two bytes each; of a
-# gated activation, half of BLOCK_N are columns of the gate.
+# Predicted, not measured; see docs/performance.md. The first one is for deterministic algorithms. BLOCK_K is
+# of two bytes each; of a gated activation, half of BLOCK_N are columns of the gate.
 CONFIGS = [
-    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "PROGRAMS": 1, "TMA": 0, "num_warps": 8, "num_stages": 4},
-    {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 32, "GROUP_M": 8, "PROGRAMS": 1, "TMA": 0, "num_warps": 8, "num_stages": 4},
-    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32, "GROUP_M": 8, "PROGRAMS": 2, "TMA": 0, "num_warps": 4, "num_stages": 4},
-    {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "PROGRAMS": 2, "TMA": 0, "num_warps": 4, "num_stages": 3},
-    {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "GROUP_M": 8, "PROGRAMS": 1, "TMA": 1, "num_warps": 8, "num_stages": 4},
-    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "PROGRAMS": 1, "TMA": 1, "num_warps": 8, "num_stages": 4},
-    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "PROGRAMS": 2, "TMA": 1, "num_warps": 4, "num_stages": 3},
+    {
+        "BLOCK_M": 128,
+        "BLOCK_N": 128,
+        "BLOCK_K": 64,
+        "GROUP_M": 8,
+        "PROGRAMS": 1,
+        "TMA": 0,
+        "num_warps": 8,
+        "num_stages": 4,
+    },
+    {
+        "BLOCK_M": 128,
+        "BLOCK_N": 256,
+        "BLOCK_K": 32,
+        "GROUP_M": 8,
+        "PROGRAMS": 1,
+        "TMA": 0,
+        "num_warps": 8,
+        "num_stages": 4,
+    },
+    {
+        "BLOCK_M": 128,
+        "BLOCK_N": 128,
+        "BLOCK_K": 32,
+        "GROUP_M": 8,
+        "PROGRAMS": 2,
+        "TMA": 0,
+        "num_warps": 4,
+        "num_stages": 4,
+    },
+    {
+        "BLOCK_M": 64,
+        "BLOCK_N": 128,
+        "BLOCK_K": 64,
+        "GROUP_M": 8,
+        "PROGRAMS": 2,
+        "TMA": 0,
+        "num_warps": 4,
+        "num_stages": 3,
+    },
+    {
+        "BLOCK_M": 128,
+        "BLOCK_N": 256,
+        "BLOCK_K": 64,
+        "GROUP_M": 8,
+        "PROGRAMS": 1,
+        "TMA": 1,
+        "num_warps": 8,
+        "num_stages": 4,
+    },
+    {
+        "BLOCK_M": 128,
+        "BLOCK_N": 128,
+        "BLOCK_K": 64,
+        "GROUP_M": 8,
+        "PROGRAMS": 1,
+        "TMA": 1,
+        "num_warps": 8,
+        "num_stages": 4,
+    },
+    {
+        "BLOCK_M": 128,
+        "BLOCK_N": 128,
+        "BLOCK_K": 64,
+        "GROUP_M": 8,
+        "PROGRAMS": 2,
+        "TMA": 1,
+        "num_warps": 4,
+        "num_stages": 3,
+    },
 ]
 # Columns of the product that the epilogue takes at a time.
 CHUNK_COLUMNS = tl.constexpr(64) if tl else 64
@@ -46,8 +110,8 @@ CHUNK_COLUMNS = tl.constexpr(64) if tl else 64
 
 @jit
 def _finish(
-    products, hidden_rows, active_rows, scale, is_row, column, width,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, KEEPS_HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    products, hidden_rows, active_rows, scale, is_row, column, width, ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr, KEEPS_HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Writes the results for COLUMNS of the activation from `column` on."""
     columns = column + tl.arange(0, COLUMNS)
@@ -76,15 +140,19 @@ def _set_blocks(args: dict[str, Any]) -> None:
         args["x_tma"].block_shape = [args["BLOCK_M"], depth]
 
 
-@tuned(CONFIGS, key=["num_experts", "rows_class", "width", "depth", "GATED", "KEEPS_HIDDEN", "HAS_TMA"], set_blocks=_set_blocks)
+@tuned(
+    CONFIGS,
+    key=["num_experts", "rows_class", "width", "depth", "GATED", "KEEPS_HIDDEN", "HAS_TMA"],
+    set_blocks=_set_blocks,
+)
 @jit
 def _kernel(
-    x, w, hidden, active, x_tma, w_tma, token, weights, offsets, num_tokens, num_experts, rows_class, width, depth,
-    stride_x, stride_wl, stride_ww, stride_hidden, stride_active,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, KEEPS_HIDDEN: tl.constexpr, HAS_TMA: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_E: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    PROGRAMS: tl.constexpr, TMA: tl.constexpr,
+    x, w, hidden, active, x_tma, w_tma, token, weights, offsets, num_tokens, num_experts, rows_class, width,
+    depth, stride_x, stride_wl, stride_ww, stride_hidden, stride_active, ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr, KEEPS_HIDDEN: tl.constexpr, HAS_TMA: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_E: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PROGRAMS: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     DEPTH: tl.constexpr = BLOCK_K * 16 // x.dtype.element_ty.primitive_bitwidth
     BLOCK_F: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
@@ -103,7 +171,8 @@ def _kernel(
             source = tl.minimum(source, num_tokens - 1)
         depths = tl.arange(0, DEPTH)
         x_block = x + source.to(tl.int64)[:, None] * stride_x + depths[None, :]
-        # Columns of the gate and of up in turn: both come from one product, and a pair of them is in one thread.
+        # Columns of the gate and of up in turn: both come from one product, and a pair of them is in one
+        # thread.
         each = tl.arange(0, BLOCK_N)
         of_w = tl.minimum(column + (each // 2 if GATED else each), width - 1)
         if GATED:
@@ -115,13 +184,17 @@ def _kernel(
             if TMA and x_tma is not None:
                 a = x_tma.load([row, start])
             else:
-                a = tl.load(x_block, mask=None if EVEN_K else is_depth[None, :], other=None if EVEN_K else 0.0)
+                a = tl.load(
+                    x_block, mask=None if EVEN_K else is_depth[None, :], other=None if EVEN_K else 0.0
+                )
             if TMA and GATED:
                 b = w_tma.load([expert, column, 0, start]).reshape(BLOCK_N, DEPTH).T
             elif TMA:
                 b = w_tma.load([expert, column, start]).reshape(BLOCK_N, DEPTH).T
             else:
-                b = tl.load(w_block, mask=None if EVEN_K else is_depth[:, None], other=None if EVEN_K else 0.0)
+                b = tl.load(
+                    w_block, mask=None if EVEN_K else is_depth[:, None], other=None if EVEN_K else 0.0
+                )
             total = dot(a, b, total, PRECISION, INTERPRET)
             x_block += DEPTH
             w_block += DEPTH
@@ -135,8 +208,20 @@ def _kernel(
         # Chunk by chunk: what one computes is out of the registers when the next begins.
         chunks = column_chunks(total, BLOCK_M, BLOCK_N, CHUNK)
         for i in tl.static_range(BLOCK_N // CHUNK):
-            _finish(chunks[i], hidden + rows64 * stride_hidden, active + rows64 * stride_active, scale, is_row, column + i * OUT_CHUNK,
-                    width, ACTIVATION, GATED, KEEPS_HIDDEN, BLOCK_M, OUT_CHUNK)  # fmt: skip
+            _finish(
+                chunks[i],
+                hidden + rows64 * stride_hidden,
+                active + rows64 * stride_active,
+                scale,
+                is_row,
+                column + i * OUT_CHUNK,
+                width,
+                ACTIVATION,
+                GATED,
+                KEEPS_HIDDEN,
+                BLOCK_M,
+                OUT_CHUNK,
+            )
 
 
 def up_projection_torch(
@@ -193,11 +278,13 @@ def up_projection(
     weights_R: Tensor | None = None,
     keeps_hidden: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """hidden = x[token] W1^T and the weighted activation act(gate) * up * weight, or act(hidden) * weight, both from fp32 sums.
+    """hidden = x[token] W1^T and the weighted activation act(gate) * up * weight, or act(hidden) * weight,
+    both from fp32 sums.
 
     Args:
         x: tokens [T, D], or with `token_R=None` rows sorted by expert [R, D]; the last dimension contiguous.
-        weight1_LWD: of the experts, in torch's (out, in) order, the gate half first; the last dimension contiguous.
+        weight1_LWD: of the experts, in torch's (out, in) order, the gate half first; the last dimension
+            contiguous.
         offsets_L1: int32, expert e has rows offsets[e] to offsets[e + 1]; the first is 0.
         activation: a name in activations.ACTIVATIONS.
         token_R: int32, the token of each row; T for a row of padding, which is zero.
@@ -205,8 +292,8 @@ def up_projection(
         keeps_hidden: False where no backward pass follows: hidden is then not written.
 
     Returns:
-        hidden [R, W], which backward needs, or [0, W], and the weighted activation [R, F], both in the dtype of x; rows from offsets[L]
-        on have no values.
+        hidden [R, W], which backward needs, or [0, W], and the weighted activation [R, F], both in the dtype
+        of x; rows from offsets[L] on have no values.
     """
     options: dict[str, Any] = {"activation": activation, "token_R": token_R, "keeps_hidden": keeps_hidden}
     if not runs_kernel(x):
@@ -218,17 +305,19 @@ def up_projection(
     offsets_L1, token_R, weights_R = contiguous(offsets_L1, token_R, weights_R)
 
     def grid(constants: dict[str, int]) -> tuple[int]:
-        most_tiles = (cdiv(num_rows, constants["BLOCK_M"]) + num_experts) * cdiv(hidden_RW.size(1), constants["BLOCK_N"])
+        most_tiles = (cdiv(num_rows, constants["BLOCK_M"]) + num_experts) * cdiv(
+            hidden_RW.size(1), constants["BLOCK_N"]
+        )
         return (num_programs(x, most_tiles, per_processor=constants["PROGRAMS"]),)
 
     # [L, F, 2, D]: a block of it has rows of the gate and of up in turn.
     pairs = weight1_LWD.unflatten(1, (2, width)).transpose(1, 2) if gated else weight1_LWD
     x_tma, w_tma = descriptors(x if token_R is None else None, pairs)
     _kernel[grid](
-        x, weight1_LWD, hidden_RW, active_RF, x_tma, w_tma, token_R, weights_R, offsets_L1,
-        x.size(0), num_experts, rows_class(num_rows, num_experts), width, x.size(1),
-        x.stride(0), weight1_LWD.stride(0), weight1_LWD.stride(1), hidden_RW.stride(0), active_RF.stride(0),
-        ACTIVATION=activation, GATED=gated, KEEPS_HIDDEN=keeps_hidden, HAS_TMA=w_tma is not None, EVEN_K=x.size(1) % LARGEST_K == 0,
+        x, weight1_LWD, hidden_RW, active_RF, x_tma, w_tma, token_R, weights_R, offsets_L1, x.size(0),
+        num_experts, rows_class(num_rows, num_experts), width, x.size(1), x.stride(0), weight1_LWD.stride(0),
+        weight1_LWD.stride(1), hidden_RW.stride(0), active_RF.stride(0), ACTIVATION=activation, GATED=gated,
+        KEEPS_HIDDEN=keeps_hidden, HAS_TMA=w_tma is not None, EVEN_K=x.size(1) % LARGEST_K == 0,
         BLOCK_E=power_of_2(num_experts), **dot_constants(x),
     )  # fmt: skip
     return hidden_RW, active_RF

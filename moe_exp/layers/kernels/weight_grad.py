@@ -1,7 +1,9 @@
-"""Gradients of the experts' matrices: the rows are summed over, and either side may be gathered. Shape suffixes in `moe_exp.layers`.
+"""Gradients of the experts' matrices: the rows are summed over, and either side may be gathered. Shape
+suffixes in `moe_exp.layers`.
 
-One program computes one tile of one expert's matrix from all of its rows: nothing is added atomically, and a result has the same bits
-every time. Experts differ in rows as routing wants it; tiles of the fullest come first, so that the last to be done are short.
+One program computes one tile of one expert's matrix from all of its rows: nothing is added atomically, and a
+result has the same bits every time. Experts differ in rows as routing wants it; tiles of the fullest come
+first, so that the last to be done are short.
 """
 
 from __future__ import annotations
@@ -9,7 +11,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_exp.layers.kernels.launch import cdiv, compilable, contiguous, dot_constants, jit, power_of_2, rows_class, runs_kernel, tl, tuned
+from moe_exp.layers.kernels.launch import (
+    cdiv,
+    compilable,
+    contiguous,
+    dot_constants,
+    jit,
+    power_of_2,
+    rows_class,
+    runs_kernel,
+    tl,
+    tuned,
+)
 from moe_exp.layers.kernels.tiles import column_chunks, dot, in_groups
 
 # Predicted, not measured; see docs/performance.md. The first one is for deterministic algorithms.
@@ -27,12 +40,18 @@ _MOST_ORDERED = 128
 
 @jit
 def _expert_of_place(place, offsets, num_experts, BLOCK_E: tl.constexpr, ORDERED: tl.constexpr):
-    """The expert that has this place when those with most rows come first; of equals, the one with the lower number."""
+    """The expert that has this place when those with most rows come first; of equals, the one with the lower
+    number.
+    """
     if ORDERED:
         mine = tl.arange(0, BLOCK_E)
         is_mine = mine < num_experts
-        rows = tl.load(offsets + mine + 1, mask=is_mine, other=0) - tl.load(offsets + mine, mask=is_mine, other=1)
-        is_before = (rows[None, :] > rows[:, None]) | ((rows[None, :] == rows[:, None]) & (mine[None, :] < mine[:, None]))
+        rows = tl.load(offsets + mine + 1, mask=is_mine, other=0) - tl.load(
+            offsets + mine, mask=is_mine, other=1
+        )
+        is_before = (rows[None, :] > rows[:, None]) | (
+            (rows[None, :] == rows[:, None]) & (mine[None, :] < mine[:, None])
+        )
         places = tl.sum(is_before.to(tl.int32), 1)
         place = tl.sum(tl.where(places == place, mine, 0), 0)
     return place
@@ -41,9 +60,9 @@ def _expert_of_place(place, offsets, num_experts, BLOCK_E: tl.constexpr, ORDERED
 @tuned(CONFIGS, key=["num_experts", "rows_class", "num_m", "num_n", "ADDS"], trial="is_trial")
 @jit
 def _kernel(
-    a, b, dw, a_index, b_index, offsets, num_experts, rows_of_a, rows_of_b, rows_class, stride_a, stride_b, stride_dl, stride_dm, is_trial,
-    num_m: tl.constexpr, num_n: tl.constexpr, ADDS: tl.constexpr, ORDERED: tl.constexpr,
-    BLOCK_E: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    a, b, dw, a_index, b_index, offsets, num_experts, rows_of_a, rows_of_b, rows_class, stride_a, stride_b,
+    stride_dl, stride_dm, is_trial, num_m: tl.constexpr, num_n: tl.constexpr, ADDS: tl.constexpr,
+    ORDERED: tl.constexpr, BLOCK_E: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     CHUNK: tl.constexpr = 64 if ADDS and BLOCK_N > 64 else BLOCK_N
@@ -59,7 +78,8 @@ def _kernel(
     tile_m, tile_n = in_groups(tile, tiles_m, tiles_n, GROUP_M)
     m, n = tile_m * BLOCK_M + tl.arange(0, BLOCK_M), tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    # The rows of the next step are looked up one step ahead: a load that waits for another one could not be started as early.
+    # The rows of the next step are looked up one step ahead: a load that waits for another one could not be
+    # started as early.
     rows = first + tl.arange(0, DEPTH)
     a_rows, b_rows = _rows_of(a_index, rows, end, rows_of_a), _rows_of(b_index, rows, end, rows_of_b)
     for _ in range(first, end, DEPTH):
@@ -90,7 +110,7 @@ def _kernel(
 @jit
 def _rows_of(index, rows, end, num_rows):
     """Where the rows are in an operand of `num_rows`; from the end on, and for padding, one past the last."""
-    if index is None:  # noqa: SIM108  # and no return in it: Triton would read on
+    if index is None:  # no return in it: Triton would read on
         rows = tl.where(rows < end, rows, num_rows)
     else:
         rows = tl.load(index + rows, mask=rows < end, other=num_rows)
@@ -138,8 +158,10 @@ def weight_grad(
     Args:
         a: [R, M], sorted by expert, or what `a_index_R` takes rows from; last dimension contiguous.
         b: [R, N], the same.
-        offsets_L1: int32, expert e has rows offsets[e] to offsets[e + 1]; the first is 0. Later rows are not read.
-        a_index_R: int32, the row of `a` for each row; one past the last gives zeros. None: they are there in order.
+        offsets_L1: int32, expert e has rows offsets[e] to offsets[e + 1]; the first is 0. Later rows are not
+            read.
+        a_index_R: int32, the row of `a` for each row; one past the last gives zeros. None: they are there in
+            order.
         b_index_R: the same for `b`.
         out: fp32 [L, M, N], Megatron's main_grad: is added to in place; an expert without rows is left alone.
 
@@ -153,8 +175,13 @@ def weight_grad(
 
 
 # Two operators: what torch.compile sees may not return what it writes to.
-@compilable("weight_grad", lambda a, b, offsets_L1, a_index_R, b_index_R: a.new_empty(offsets_L1.size(0) - 1, a.size(1), b.size(1)))
-def _new_grad(a: Tensor, b: Tensor, offsets_L1: Tensor, a_index_R: Tensor | None, b_index_R: Tensor | None) -> Tensor:
+@compilable(
+    "weight_grad",
+    lambda a, b, offsets_L1, a_index_R, b_index_R: a.new_empty(offsets_L1.size(0) - 1, a.size(1), b.size(1)),
+)
+def _new_grad(
+    a: Tensor, b: Tensor, offsets_L1: Tensor, a_index_R: Tensor | None, b_index_R: Tensor | None
+) -> Tensor:
     if not runs_kernel(a):
         return weight_grad_torch(a, b, offsets_L1, a_index_R=a_index_R, b_index_R=b_index_R)
     dw_LMN = a.new_empty(offsets_L1.size(0) - 1, a.size(1), b.size(1))
@@ -163,7 +190,9 @@ def _new_grad(a: Tensor, b: Tensor, offsets_L1: Tensor, a_index_R: Tensor | None
 
 
 @compilable("weight_grad_add", lambda out, a, b, offsets_L1, a_index_R, b_index_R: None, mutates=["out"])
-def _add_grad(out: Tensor, a: Tensor, b: Tensor, offsets_L1: Tensor, a_index_R: Tensor | None, b_index_R: Tensor | None) -> None:
+def _add_grad(
+    out: Tensor, a: Tensor, b: Tensor, offsets_L1: Tensor, a_index_R: Tensor | None, b_index_R: Tensor | None
+) -> None:
     if not runs_kernel(a):
         weight_grad_torch(a, b, offsets_L1, a_index_R=a_index_R, b_index_R=b_index_R, out=out)
     else:
@@ -171,7 +200,14 @@ def _add_grad(out: Tensor, a: Tensor, b: Tensor, offsets_L1: Tensor, a_index_R: 
 
 
 def _launch(
-    dw_LMN: Tensor, a: Tensor, b: Tensor, offsets_L1: Tensor, a_index_R: Tensor | None, b_index_R: Tensor | None, *, adds: bool
+    dw_LMN: Tensor,
+    a: Tensor,
+    b: Tensor,
+    offsets_L1: Tensor,
+    a_index_R: Tensor | None,
+    b_index_R: Tensor | None,
+    *,
+    adds: bool,
 ) -> None:
     num_experts, num_m, num_n = dw_LMN.shape
     num_rows, block_e = (a if a_index_R is None else a_index_R).size(0), power_of_2(num_experts)
@@ -186,7 +222,8 @@ def _launch(
         return (num_experts * cdiv(num_m, constants["BLOCK_M"]) * cdiv(num_n, constants["BLOCK_N"]),)
 
     _kernel[grid](
-        a, b, dw_LMN, a_index_R, b_index_R, offsets_L1, num_experts, a.size(0), b.size(0), rows_class(num_rows, num_experts),
-        a.stride(0), b.stride(0), dw_LMN.stride(0), dw_LMN.stride(1),
-        num_m=num_m, num_n=num_n, ADDS=adds, ORDERED=block_e <= _MOST_ORDERED, BLOCK_E=block_e, **dot_constants(a),
+        a, b, dw_LMN, a_index_R, b_index_R, offsets_L1, num_experts, a.size(0), b.size(0),
+        rows_class(num_rows, num_experts), a.stride(0), b.stride(0), dw_LMN.stride(0), dw_LMN.stride(1),
+        num_m=num_m, num_n=num_n, ADDS=adds, ORDERED=block_e <= _MOST_ORDERED, BLOCK_E=block_e,
+        **dot_constants(a),
     )  # fmt: skip

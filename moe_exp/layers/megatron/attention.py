@@ -1,7 +1,7 @@
 """The attention core for the local spec: causal, grouped queries, context parallel. No megatron import here.
 
-Shapes: S sequence on this rank, C context parallel size, B batch, H query heads and G key/value heads on this rank, d head size of
-queries and keys, v of values, which is d but with multi-latent attention.
+Shapes: S sequence on this rank, C context parallel size, B batch, H query heads and G key/value heads on this
+rank, d head size of queries and keys, v of values, which is d but with multi-latent attention.
 """
 
 from __future__ import annotations
@@ -19,8 +19,12 @@ from moe_exp.layers.dispatcher.collectives import gather_rows
 from moe_exp.layers.megatron.kv_cache import KeyValueCache
 
 
-def choose_attention(device_type: str, dtype: torch.dtype, *, other_value_size: bool = False) -> tuple[str, str]:
-    """The attention kernel that runs, and the reason in words; `other_value_size`: value heads are not of the size of query heads."""
+def choose_attention(
+    device_type: str, dtype: torch.dtype, *, other_value_size: bool = False
+) -> tuple[str, str]:
+    """The attention kernel that runs, and the reason in words; `other_value_size`: value heads are not of the
+    size of query heads.
+    """
     if device_type == "cpu":
         return "sdpa", "flash-attn needs a GPU"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -35,11 +39,20 @@ def choose_attention(device_type: str, dtype: torch.dtype, *, other_value_size: 
 class CausalAttention(nn.Module):
     """softmax(q k^T / sqrt(d)) v over the past, with the signature of Megatron's core attention.
 
-    With context parallelism each rank holds blocks i and 2C-1-i of 2C of the sequence; keys and values are gathered over the
-    ranks, and each of the two query blocks attends to the keys up to its own end.
+    With context parallelism each rank holds blocks i and 2C-1-i of 2C of the sequence; keys and values are
+    gathered over the ranks, and each of the two query blocks attends to the keys up to its own end.
     """
 
-    def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, *, pg_collection: Any, **kwargs: Any):
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        *,
+        pg_collection: Any,
+        **kwargs: Any,
+    ):
         super().__init__()
         scale = kwargs.get("softmax_scale")
         self.scale = 1.0 / math.sqrt(config.kv_channels) if scale is None else scale
@@ -47,10 +60,16 @@ class CausalAttention(nn.Module):
         self.cp_group: ProcessGroup = pg_collection.cp
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
         other_value_size = kwargs.get("k_channels") != kwargs.get("v_channels")
-        self.use_flash = choose_attention(device_type, config.params_dtype, other_value_size=other_value_size)[0] == "flash-attn"
-        self.cache: KeyValueCache | None = None  # of the tokens before those of `forward`; set where text is generated
+        self.use_flash = (
+            choose_attention(device_type, config.params_dtype, other_value_size=other_value_size)[0]
+            == "flash-attn"
+        )
+        # of the tokens before those of `forward`; set where text is generated
+        self.cache: KeyValueCache | None = None
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> Tensor:
         """Attends.
 
         Args:
@@ -63,7 +82,9 @@ class CausalAttention(nn.Module):
             [S, B, H*v].
         """
         if attention_mask is not None or kwargs.get("packed_seq_params") is not None:
-            raise ValueError("attention_mask: is not None. CausalAttention is causal only. Fix: pass attention_mask=None.")
+            raise ValueError(
+                "attention_mask: is not None. CausalAttention is causal only. Fix: pass attention_mask=None."
+            )
         if self.cache is not None:
             key, value = self.cache.extend(key, value)
         attend = self._attend if self.cp_group.size() == 1 else self._attend_context_parallel
@@ -93,16 +114,28 @@ class CausalAttention(nn.Module):
             q, k, v = (x.transpose(0, 1) for x in (query, key, value))
             # Its faster backward adds to the gradient of the queries atomically.
             same_bits = torch.are_deterministic_algorithms_enabled()
-            out = flash_attn_func(q, k, v, dropout_p=dropout, softmax_scale=self.scale, causal=True, deterministic=same_bits)
+            out = flash_attn_func(
+                q, k, v, dropout_p=dropout, softmax_scale=self.scale, causal=True, deterministic=same_bits
+            )
             return out.transpose(0, 1)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         if q.size(2) == 1 and dropout == 0.0:
-            # One query sees every key: the heads of a group are its rows, and no key has to be repeated for them.
-            rows = nn.functional.scaled_dot_product_attention(q.reshape(q.size(0), k.size(1), -1, q.size(3)), k, v, scale=self.scale)
+            # One query sees every key: the heads of a group are its rows, and no key has to be repeated for
+            # them.
+            rows = nn.functional.scaled_dot_product_attention(
+                q.reshape(q.size(0), k.size(1), -1, q.size(3)), k, v, scale=self.scale
+            )
             return rows.reshape(q.size(0), 1, q.size(1), v.size(3)).transpose(0, 1)
         square = q.size(2) == k.size(2)
         mask = None if square else causal_lower_right(q.size(2), k.size(2))
         out = nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=square, scale=self.scale, enable_gqa=q.size(1) != k.size(1)
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            dropout_p=dropout,
+            is_causal=square,
+            scale=self.scale,
+            enable_gqa=q.size(1) != k.size(1),
         )
         return out.permute(2, 0, 1, 3)

@@ -1,4 +1,5 @@
-"""Keys and values of the tokens that a model has seen, so that the next token does not compute them again. No megatron import here.
+"""Keys and values of the tokens that a model has seen, so that the next token does not compute them again. No
+megatron import here.
 
 Shapes: B batch, G key/value heads on this rank, d head size, S new tokens.
 """
@@ -12,11 +13,12 @@ from torch import Tensor
 class KeyValueCache:
     """The keys and values of one layer, with their positions already in them (after the rotary embedding).
 
-    Megatron's own inference context keeps keys without positions and turns all of them at every token, and so costs more the
-    longer the text is.
+    Megatron's own inference context keeps keys without positions and turns all of them at every token, and so
+    costs more the longer the text is.
 
     Args:
-        num_positions: tokens per sequence for which there is room; memory is taken once, at the first call of `extend`.
+        num_positions: tokens per sequence for which there is room; memory is taken once, at the first call of
+            `extend`.
     """
 
     def __init__(self, num_positions: int):
@@ -24,7 +26,8 @@ class KeyValueCache:
         self._keys = self._values = torch.empty(0)
 
     def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes what comes after the first `length` tokens; returns all. `length` moves on by `advance` alone.
+        """Writes what comes after the first `length` tokens; returns all. `length` moves on by `advance`
+        alone.
 
         Args:
             key, value: [S, B, G, d] each with a head size of its own.
@@ -45,4 +48,5 @@ class KeyValueCache:
 
     def _room(self, new: Tensor) -> Tensor:
         _, batch, heads, head_size = new.shape
-        return new.new_empty(batch, heads, self.num_positions, head_size)  # as attention reads it, head by head
+        # as attention reads it, head by head
+        return new.new_empty(batch, heads, self.num_positions, head_size)

@@ -1,4 +1,6 @@
-"""Our router, experts and MoE layer in the shape that Megatron looks for. With `spec`, the Megatron side of `layers/`."""
+"""Our router, experts and MoE layer in the shape that Megatron looks for. With `spec`, the Megatron side of
+`layers/`.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -30,7 +32,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 def device_of_model() -> torch.device:
     """Where parameters live: this rank's GPU, or the CPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
 
 
 def router_config(config: TransformerConfig, overrides: Mapping[str, Any]) -> RouterConfig:
@@ -71,13 +77,23 @@ def balancing_losses(config: TransformerConfig) -> tuple[AuxLoss, ...]:
     """The losses of a TransformerConfig, whose type and coefficient are one value each, or lists."""
     kinds, coeffs = _kinds(config), config.moe_aux_loss_coeff
     coeffs = list(coeffs) if isinstance(coeffs, list | tuple) else [coeffs] * len(kinds)
-    return tuple(AuxLoss(kind, float(coeff)) for kind, coeff in zip(kinds, coeffs, strict=True) if kind not in ("none", "sinkhorn"))
+    return tuple(
+        AuxLoss(kind, float(coeff))
+        for kind, coeff in zip(kinds, coeffs, strict=True)
+        if kind not in ("none", "sinkhorn")
+    )
 
 
 class MegatronRouter(Router):
     """Our router with the attributes that Megatron looks for on a router."""
 
-    def __init__(self, config: TransformerConfig, pg_collection: Any = None, overrides: Mapping[str, Any] | None = None, **kwargs: Any):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        pg_collection: Any = None,
+        overrides: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ):
         super().__init__(
             router_config(config, overrides or {}),
             microbatch_group=pg_collection.tp_cp,
@@ -95,16 +111,32 @@ class MegatronRouter(Router):
         self.layer_number = layer_number
 
     def reset_global_aux_loss_tracker(self) -> None:
-        """Called by Megatron's finalize_model_grads once per global batch; Megatron moves the expert bias on by itself."""
+        """Called by Megatron's finalize_model_grads once per global batch; Megatron moves the expert bias on
+        by itself.
+        """
         self.end_of_global_fractions(self.batch_group)
 
 
 class MegatronExperts(Experts):
-    """Our experts with Megatron's sharded keys, so that checkpoints interchange with SequentialMLP and TEGroupedMLP."""
+    """Our experts with Megatron's sharded keys, so that checkpoints interchange with SequentialMLP and
+    TEGroupedMLP.
+    """
 
-    def __init__(self, num_local_experts: int, config: TransformerConfig, *, backend: str, pg_collection: Any = None, **kwargs: Any):
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        *,
+        backend: str,
+        pg_collection: Any = None,
+        **kwargs: Any,
+    ):
         check_fp8(config.fp8, config.fp8_recipe, backend=backend)
-        self.ep_group, self.etp_group, self.edp_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
+        self.ep_group, self.etp_group, self.edp_group = (
+            pg_collection.ep,
+            pg_collection.expt_tp,
+            pg_collection.expt_dp,
+        )
         super().__init__(
             num_local_experts=num_local_experts,
             hidden_size=config.hidden_size,
@@ -114,7 +146,8 @@ class MegatronExperts(Experts):
             bias=config.add_bias_linear,
             etp_rank=pg_collection.expt_tp.rank(),
             etp_size=pg_collection.expt_tp.size(),
-            recompute_activation=config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules,
+            recompute_activation=config.recompute_granularity == "selective"
+            and "moe_act" in config.recompute_modules,
             adds_to_main_grad=config.gradient_accumulation_fusion,
             dtype=config.params_dtype,
             device=device_of_model(),
@@ -122,15 +155,18 @@ class MegatronExperts(Experts):
         config.init_method(self.weight1)
         config.output_layer_init_method(self.weight2)
         for name, weight in self.named_parameters():
-            weight.is_bias = name.startswith("bias")  # type: ignore[attr-defined]  # of two dimensions, but not to be decayed
-            # Not reduced with the dense parameters: their data parallel group is another one. Megatron sets this only with
-            # EP > 1, and so gets wrong gradients where TP > 1 and ETP = 1; always setting it also keeps the optimizer's
-            # structure, hence its checkpoints, the same at every EP.
+            # A bias has two dimensions here, and is not to be decayed.
+            weight.is_bias = name.startswith("bias")  # type: ignore[attr-defined]
+            # Not reduced with the dense parameters: their data parallel group is another one. Megatron sets
+            # this only with EP > 1, and so gets wrong gradients where TP > 1 and ETP = 1; always setting it
+            # also keeps the optimizer's structure, hence its checkpoints, the same at every EP.
             weight.allreduce = False  # type: ignore[attr-defined]
             # Never a duplicate of another tensor parallel rank's: counts in the gradient norm on every rank.
             weight.tensor_model_parallel = True  # type: ignore[attr-defined]
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict[str, Any]:  # type: ignore[type-arg]
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         """Weights and biases as shards of Megatron's tensors, see `shard_experts`."""
         return shard_experts(
             dict(self.named_parameters(recurse=False)),
@@ -150,11 +186,16 @@ def activation_name(config: TransformerConfig) -> str:
     for name, (function, gated) in ACTIVATIONS.items():
         if config.activation_func is function and config.gated_linear_unit == gated:
             return name
-    raise ValueError(f"activation_func={config.activation_func}: is not supported in MoE layers. Fix: use one of {', '.join(ACTIVATIONS)}.")
+    raise ValueError(
+        f"activation_func={config.activation_func}: is not supported in MoE layers. Fix: use one of"
+        f" {', '.join(ACTIVATIONS)}."
+    )
 
 
 class MegatronMoELayer(MegatronMoE):
-    """Our MoE layer in the place of Megatron's: a subclass, because Megatron tests for it, that shares none of its parts."""
+    """Our MoE layer in the place of Megatron's: a subclass, because Megatron tests for it, that shares none
+    of its parts.
+    """
 
     def __init__(
         self,
@@ -169,7 +210,9 @@ class MegatronMoELayer(MegatronMoE):
         **kwargs: Any,
     ):
         if submodules is None:
-            raise ValueError("submodules=None: the layer is built from a spec. Fix: use moe_submodule_spec().")
+            raise ValueError(
+                "submodules=None: the layer is built from a spec. Fix: use moe_submodule_spec()."
+            )
         # Not MoELayer.__init__, which would build Megatron's router, dispatcher and experts.
         MegatronModule.__init__(self, config)
         groups = get_default_pg_collection() if pg_collection is None else pg_collection
@@ -183,9 +226,14 @@ class MegatronMoELayer(MegatronMoE):
         self.shared_experts = None
         if self.use_shared_expert:
             self.shared_experts = build_module(
-                submodules.shared_experts, config=config, pg_collection=groups, gate=config.moe_shared_expert_gate
+                submodules.shared_experts,
+                config=config,
+                pg_collection=groups,
+                gate=config.moe_shared_expert_gate,
             )
-        self.moe_layer_recompute = config.recompute_granularity == "selective" and "moe" in config.recompute_modules
+        self.moe_layer_recompute = (
+            config.recompute_granularity == "selective" and "moe" in config.recompute_modules
+        )
         layer = MoELayer(
             router=self.router,
             dispatcher=_dispatcher(dispatcher, config, groups),
@@ -211,12 +259,19 @@ class MegatronMoELayer(MegatronMoE):
         self.layer_number = layer_number
         self.router.set_layer_number(layer_number)
 
-    def forward(self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None) -> tuple[Tensor, None]:
+    def forward(
+        self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, None]:
         """[S, B, D] to [S, B, D]; the second value is Megatron's bias, which there is none of."""
         if padding_mask is not None:
             padding_mask = self._own_padding(padding_mask, hidden_states.size(0))
         if self.moe_layer_recompute and self.training:
-            return tensor_parallel.checkpoint(partial(self._forward, padding_mask=padding_mask), False, hidden_states), None
+            return (
+                tensor_parallel.checkpoint(
+                    partial(self._forward, padding_mask=padding_mask), False, hidden_states
+                ),
+                None,
+            )
         return self._forward(hidden_states, padding_mask), None
 
     def _forward(self, hidden_states: Tensor, padding_mask: Tensor | None) -> Tensor:
@@ -255,24 +310,37 @@ def check_parallel_sizes(config: TransformerConfig, *, tp: int, ep: int, etp: in
     """Raises a ValueError, one line, for sizes that the layer cannot be spread over."""
     num_experts, ffn_size = config.num_moe_experts, config.moe_ffn_hidden_size
     if num_experts % ep:
-        raise ValueError(f"num_moe_experts={num_experts}: is not divisible by EP={ep}. Fix: use a divisor for EP.")
+        raise ValueError(
+            f"num_moe_experts={num_experts}: is not divisible by EP={ep}. Fix: use a divisor for EP."
+        )
     if ffn_size % etp:
-        raise ValueError(f"moe_ffn_hidden_size={ffn_size}: is not divisible by ETP={etp}. Fix: use a divisor for ETP.")
+        raise ValueError(
+            f"moe_ffn_hidden_size={ffn_size}: is not divisible by ETP={etp}. Fix: use a divisor for ETP."
+        )
     if tp > 1 and not config.sequence_parallel:
         rule = f"with TP={tp} every rank would route the same tokens"
         raise ValueError(f"sequence_parallel=False: {rule}. Fix: set sequence_parallel=True.")
 
 
-_DISPATCHERS: dict[str, Any] = {"alltoall": AllToAllDispatcher, "allgather": AllGatherDispatcher, "deepep": DeepEPDispatcher}
+_DISPATCHERS: dict[str, Any] = {
+    "alltoall": AllToAllDispatcher,
+    "allgather": AllGatherDispatcher,
+    "deepep": DeepEPDispatcher,
+}
 
 
 def _dispatcher(name: str, config: TransformerConfig, groups: Any) -> Dispatcher:
     is_local = groups.ep.size() == 1 and groups.expt_tp.size() == 1
     if name == "local" and not is_local:
-        raise ValueError(f"dispatcher=local: needs EP=1 and ETP=1, not {groups.ep.size()} and {groups.expt_tp.size()}. Fix: use alltoall.")
+        raise ValueError(
+            f"dispatcher=local: needs EP=1 and ETP=1, not {groups.ep.size()} and {groups.expt_tp.size()}."
+            " Fix: use alltoall."
+        )
     if name == "local" or (name == "auto" and is_local):
         return LocalDispatcher(config.num_moe_experts)
     if name not in ("auto", *_DISPATCHERS):
-        raise ValueError(f"dispatcher={name}: is not a dispatcher. Fix: use auto, local, {', '.join(_DISPATCHERS)}.")
+        raise ValueError(
+            f"dispatcher={name}: is not a dispatcher. Fix: use auto, local, {', '.join(_DISPATCHERS)}."
+        )
     kind = _DISPATCHERS["alltoall" if name == "auto" else name]
     return kind(config.num_moe_experts, ep_group=groups.ep, etp_group=groups.expt_tp)

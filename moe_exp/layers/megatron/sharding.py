@@ -1,14 +1,16 @@
-"""Expert tensors as shards of Megatron's checkpoint tensors. Shape suffixes in `moe_exp.layers`; W is F, or 2F with a gate.
+"""Expert tensors as shards of Megatron's checkpoint tensors. Shape suffixes in `moe_exp.layers`; W is F, or
+2F with a gate.
 
-Megatron's SequentialMLP and TEGroupedMLP write the same tensors, in one of two styles. `X` is `linear_fc1.weight` [W, D],
-`linear_fc2.weight` [D, F], `linear_fc1.bias` [W] or `linear_fc2.bias` [D]:
+Megatron's SequentialMLP and TEGroupedMLP write the same tensors, in one of two styles. `X` is
+`linear_fc1.weight` [W, D], `linear_fc2.weight` [D, F], `linear_fc1.bias` [W] or `linear_fc2.bias` [D]:
 
 - `experts.X` with an expert axis before the axes of X. The gate is the first half of W.
-- with `singleton_local_shards`, which Megatron-LM's own training script sets: `experts.<index of the expert>.X` for every
-  expert; where there is a gate, its half of linear_fc1 is `X_w` and the other half is `X_v`.
+- with `singleton_local_shards`, which Megatron-LM's own training script sets: `experts.<index of the
+  expert>.X` for every expert; where there is a gate, its half of linear_fc1 is `X_w` and the other half is
+  `X_v`.
 
-Beside them it writes, and asks for, an object `linear_fc1._extra_state` and `linear_fc2._extra_state` per expert. It is empty but
-for Transformer Engine's scales of fp8.
+Beside them it writes, and asks for, an object `linear_fc1._extra_state` and `linear_fc2._extra_state` per
+expert. It is empty but for Transformer Engine's scales of fp8.
 """
 
 from collections.abc import Mapping
@@ -21,7 +23,8 @@ from torch import Tensor
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 
-# Our name to (Megatron's, the axis that expert tensor parallel ranks split in ours, whether a gate doubles that axis).
+# Our name to (Megatron's, the axis that expert tensor parallel ranks split in ours, whether a gate doubles
+# that axis).
 _TENSORS = {
     "weight1": ("linear_fc1.weight", 1, True),
     "weight2": ("linear_fc2.weight", 2, False),
@@ -32,7 +35,8 @@ _TENSORS = {
 
 @dataclass(frozen=True)
 class ExpertPlace:
-    """Which part of the experts a rank holds: block `ep_rank` of `ep_size` of them, and of each part `etp_rank` of `etp_size`.
+    """Which part of the experts a rank holds: block `ep_rank` of `ep_size` of them, and of each part
+    `etp_rank` of `etp_size`.
 
     `edp_rank` counts the ranks that hold the same part: the first of them writes it.
     """
@@ -61,38 +65,60 @@ def shard_experts(
     """Describes to dist_checkpointing which part of which checkpoint tensors this rank's tensors are.
 
     Args:
-        tensors: `weight1` [L, W, D] and `weight2` [L, D, F], and if the experts have them `bias1` [L, W] and `bias2` [L, D];
-            W and F are this rank's part over expert tensor parallelism, and so is the D of `bias2`, which Megatron replicates.
+        tensors: `weight1` [L, W, D] and `weight2` [L, D, F], and if the experts have them `bias1` [L, W] and
+            `bias2` [L, D]; W and F are this rank's part over expert tensor parallelism, and so is the D of
+            `bias2`, which Megatron replicates.
         prefix: of the module, ends with a dot; `decoder.layers.0.mlp.experts.`.
         place: of this rank.
         gated: W holds a gate half and an up half.
-        sharded_offsets: axes that Megatron puts before those of a tensor: the layer, where all layers share one key.
+        sharded_offsets: axes that Megatron puts before those of a tensor: the layer, where all layers share
+            one key.
         singleton_local_shards: the second of the two styles above.
 
     Returns:
-        `prefix` + our name to ShardedTensor, or to ShardedTensorFactory where one tensor is several shards; and Megatron's
-        empty `_extra_state` objects.
+        `prefix` + our name to ShardedTensor, or to ShardedTensorFactory where one tensor is several shards;
+        and Megatron's empty `_extra_state` objects.
     """
     offsets = tuple(sharded_offsets)
-    state = _extra_states(prefix, place, tensors["weight1"].size(0), offsets, singleton=singleton_local_shards)
+    state = _extra_states(
+        prefix, place, tensors["weight1"].size(0), offsets, singleton=singleton_local_shards
+    )
     for name, tensor in tensors.items():
         key, split_axis, has_gate = _TENSORS[name]
         part = _Part(key, split_axis, gated and has_gate, place, offsets)
-        state[f"{prefix}{name}"] = part.shard(f"{prefix}experts.{key}", tensor, singleton=singleton_local_shards)
+        state[f"{prefix}{name}"] = part.shard(
+            f"{prefix}experts.{key}", tensor, singleton=singleton_local_shards
+        )
     return state
 
 
 def _extra_states(
-    prefix: str, place: ExpertPlace, num_local_experts: int, sharded_offsets: tuple[tuple[int, int, int], ...], *, singleton: bool
+    prefix: str,
+    place: ExpertPlace,
+    num_local_experts: int,
+    sharded_offsets: tuple[tuple[int, int, int], ...],
+    *,
+    singleton: bool,
 ) -> dict[str, Any]:
     state: dict[str, Any] = {}
     num_experts, replica_id = num_local_experts * place.ep_size, (0, place.etp_rank, place.edp_rank)
     for expert in range(place.ep_rank * num_local_experts, (place.ep_rank + 1) * num_local_experts):
-        offsets = sharded_offsets if singleton else (*sharded_offsets, (len(sharded_offsets), expert, num_experts))
-        shape, offset = tuple(size for _, _, size in offsets) or (1,), tuple(index for _, index, _ in offsets) or (0,)
+        offsets = (
+            sharded_offsets if singleton else (*sharded_offsets, (len(sharded_offsets), expert, num_experts))
+        )
+        shape, offset = (
+            tuple(size for _, _, size in offsets) or (1,),
+            tuple(index for _, index, _ in offsets) or (0,),
+        )
         for linear in ("linear_fc1", "linear_fc2"):
-            key = f"{prefix}experts.{expert}.{linear}._extra_state" if singleton else f"{prefix}experts.{linear}._extra_state"
-            state[f"{prefix}{expert}.{linear}._extra_state"] = ShardedObject(key, None, shape, offset, replica_id)
+            key = (
+                f"{prefix}experts.{expert}.{linear}._extra_state"
+                if singleton
+                else f"{prefix}experts.{linear}._extra_state"
+            )
+            state[f"{prefix}{expert}.{linear}._extra_state"] = ShardedObject(
+                key, None, shape, offset, replica_id
+            )
     return state
 
 
@@ -118,19 +144,30 @@ class _Part:
     def _stacked(self, key: str, tensor: Tensor, fragment: tuple[int, int], replica_id: Any) -> ShardedTensor:
         """`tensor` with its expert axis; `fragment` is (index, count) along the split axis."""
         first = len(self.sharded_offsets)
-        offsets = (*self.sharded_offsets, (first, self.place.ep_rank, self.place.ep_size), (first + self.split_axis, *fragment))
-        return ShardedTensor.from_rank_offsets(key, tensor, *offsets, replica_id=replica_id, prepend_axis_num=first)
+        offsets = (
+            *self.sharded_offsets,
+            (first, self.place.ep_rank, self.place.ep_size),
+            (first + self.split_axis, *fragment),
+        )
+        return ShardedTensor.from_rank_offsets(
+            key, tensor, *offsets, replica_id=replica_id, prepend_axis_num=first
+        )
 
     def _halves(self, key: str, tensor: Tensor, replica_id: Any, flattened_range: Any) -> list[ShardedTensor]:
         rank, size = self.place.etp_rank, self.place.etp_size
         fragments = ((rank, 2 * size), (size + rank, 2 * size))
         halves = tensor.chunk(2, dim=self.split_axis)
-        return [self._stacked(key, half, fragment, replica_id) for half, fragment in zip(halves, fragments, strict=True)]
+        return [
+            self._stacked(key, half, fragment, replica_id)
+            for half, fragment in zip(halves, fragments, strict=True)
+        ]
 
     def _merge_halves(self, halves: list[Tensor]) -> Tensor:
         return torch.cat(halves, dim=self.split_axis)
 
-    def _single_experts(self, key: str, tensor: Tensor, replica_id: Any, flattened_range: Any) -> list[ShardedTensor]:
+    def _single_experts(
+        self, key: str, tensor: Tensor, replica_id: Any, flattened_range: Any
+    ) -> list[ShardedTensor]:
         # From `key`, not from self: the optimizer asks for its moments with a key of its own before ours.
         prefix, place = key.removesuffix(self.key), self.place
         first, before = place.ep_rank * tensor.size(0), len(self.sharded_offsets)
@@ -141,10 +178,17 @@ class _Part:
             halves = expert.chunk(2, dim=self.split_axis - 1) if self.gated else (expert,)
             keys = (f"{expert_key}_w", f"{expert_key}_v") if self.gated else (expert_key,)
             for half_key, half in zip(keys, halves, strict=True):
-                shards.append(ShardedTensor.from_rank_offsets(half_key, half, *offsets, replica_id=replica_id, prepend_axis_num=before))
+                shards.append(
+                    ShardedTensor.from_rank_offsets(
+                        half_key, half, *offsets, replica_id=replica_id, prepend_axis_num=before
+                    )
+                )
         return shards
 
     def _merge_experts(self, pieces: list[Tensor]) -> Tensor:
         if self.gated:
-            pieces = [torch.cat(pair, dim=self.split_axis - 1) for pair in zip(pieces[0::2], pieces[1::2], strict=True)]
+            pieces = [
+                torch.cat(pair, dim=self.split_axis - 1)
+                for pair in zip(pieces[0::2], pieces[1::2], strict=True)
+            ]
         return torch.stack(pieces)

@@ -1,4 +1,6 @@
-"""The cross entropy of every token on the kernels of `kernels/cross_entropy.py`, the vocabulary on one rank or spread over several."""
+"""The cross entropy of every token on the kernels of `kernels/cross_entropy.py`, the vocabulary on one rank
+or spread over several.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,17 @@ def choose_cross_entropy(name: str, *, device_type: str) -> tuple[str, str]:
         ValueError: when the kernels cannot run on this device.
     """
     if name == "megatron":
-        return "megatron", "Megatron's, which keeps the probabilities in fp32; CROSS_ENTROPY=triton computes them again"
+        return (
+            "megatron",
+            "Megatron's, which keeps the probabilities in fp32; CROSS_ENTROPY=triton computes them again",
+        )
     from moe_exp.layers.kernels.launch import missing
 
     if device_type == "cuda" and (reason := missing()):
         raise ValueError(f"cross_entropy=triton: {reason}. Fix: set CROSS_ENTROPY=megatron.")
-    return "triton", "asked for by CROSS_ENTROPY" + ("; on a CPU the same in plain torch" if device_type == "cpu" else "")
+    return "triton", "asked for by CROSS_ENTROPY" + (
+        "; on a CPU the same in plain torch" if device_type == "cpu" else ""
+    )
 
 
 def token_losses(logits: Tensor, target: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -37,7 +44,8 @@ def token_losses(logits: Tensor, target: Tensor, group: ProcessGroup | None = No
     Args:
         logits: [..., V] of the words of this rank.
         target: [...] the right word in the whole vocabulary.
-        group: ranks that hold the other words, each the same number, in order of rank; None for this rank alone.
+        group: ranks that hold the other words, each the same number, in order of rank; None for this rank
+            alone.
 
     Returns:
         [...], the same on every rank of the group.
@@ -67,7 +75,11 @@ class _TokenLosses(torch.autograd.Function):
         from moe_exp.layers.kernels.cross_entropy import cross_entropy_gradient
 
         logits_NV, target_N, log_sum_N = ctx.saved_tensors
-        return cross_entropy_gradient(logits_NV, target_N, log_sum_N, grads[0].contiguous(), ctx.first), None, None
+        return (
+            cross_entropy_gradient(logits_NV, target_N, log_sum_N, grads[0].contiguous(), ctx.first),
+            None,
+            None,
+        )
 
 
 def _over_ranks(log_sum_N: Tensor, group: ProcessGroup | None) -> Tensor:

@@ -12,7 +12,8 @@ from moe_exp.layers.groups import group_size, sum_over
 def best_experts(choice_TE: Tensor, *, topk: int, num_groups: int = 0, group_topk: int = 0) -> Tensor:
     """The K experts of highest value, [T, K]; with groups, of those in the `group_topk` best groups.
 
-    A group is as good as the sum of its K/group_topk best experts: DeepSeek-V3 (arXiv:2412.19437), section 2.1.2.
+    A group is as good as the sum of its K/group_topk best experts: DeepSeek-V3 (arXiv:2412.19437), section
+    2.1.2.
     """
     if num_groups:
         choice_TE = _mask_groups(choice_TE, topk=topk, num_groups=num_groups, group_topk=group_topk)
@@ -38,10 +39,10 @@ def sinkhorn(
 ) -> Tensor:
     """exp(logits) scaled by rows and columns so that every token has the same mass and every expert the same.
 
-    Sinkhorn and Knopp's alternation over the tokens of a micro-batch, on all ranks of `group`: Clark et al. 2022, Unified Scaling Laws
-    for Routed Language Models (arXiv:2202.01169), section 3.1. Like Megatron-Core it stops when the mean change of the expert
-    factors is under `tolerance`; unlike it, over the whole micro-batch, and without overflow (logits are shifted by row first, which
-    the row factors undo).
+    Sinkhorn and Knopp's alternation over the tokens of a micro-batch, on all ranks of `group`: Clark et al.
+    2022, Unified Scaling Laws for Routed Language Models (arXiv:2202.01169), section 3.1. Like Megatron-Core
+    it stops when the mean change of the expert factors is under `tolerance`; unlike it, over the whole
+    micro-batch, and without overflow (logits are shifted by row first, which the row factors undo).
 
     Args:
         logits_TE: router logits.
@@ -77,10 +78,13 @@ def balanced_experts(num_tokens: int, *, num_experts: int, topk: int, device: to
     return (slots_N % num_experts).view(num_tokens, topk)
 
 
-def zipf_experts(num_tokens: int, *, num_experts: int, topk: int, exponent: float, device: torch.device) -> Tensor:
+def zipf_experts(
+    num_tokens: int, *, num_experts: int, topk: int, exponent: float, device: torch.device
+) -> Tensor:
     """K different experts per token, drawn in proportion to (e + 1)^-exponent. For benchmarks of imbalance.
 
-    The draw is the top-k of log weights plus Gumbel noise, from a generator of its own, so that it is the same in every call.
+    The draw is the top-k of log weights plus Gumbel noise, from a generator of its own, so that it is the
+    same in every call.
     """
     generator = torch.Generator(device=device).manual_seed(0)
     uniform_TE = torch.rand(num_tokens, num_experts, generator=generator, device=device, dtype=torch.float64)

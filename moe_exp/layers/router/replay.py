@@ -1,4 +1,6 @@
-"""Record of routing decisions, and their replay: to train or score with the experts that another run chose."""
+"""Record of routing decisions, and their replay: to train or score with the experts that another run
+chose.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,9 @@ from moe_exp.layers.recompute import in_backward
 class RoutingReplay:
     """The decisions of one router, one [T, K] tensor per forward pass, in the order of the passes.
 
-    Weights are always computed from the scores of the pass itself, so gradients flow to the router in a replay too.
-    With recompute the pass in backward gets the decision of its forward pass: backward passes come in the order of forward passes,
-    as in Megatron's schedules.
+    Weights are always computed from the scores of the pass itself, so gradients flow to the router in a
+    replay too. With recompute the pass in backward gets the decision of its forward pass: backward passes
+    come in the order of forward passes, as in Megatron's schedules.
 
     Args:
         recorded: decisions to replay; None records instead.
@@ -46,12 +48,17 @@ class RoutingReplay:
 
     def _replayed(self, expert_TK: Tensor) -> Tensor:
         if self._next == len(self.decisions):
-            raise ValueError(f"routing replay={self._next + 1} passes: only {self._next} are recorded. Fix: record as many.")
+            raise ValueError(
+                f"routing replay={self._next + 1} passes: only {self._next} are recorded. Fix: record as"
+                " many."
+            )
         chosen_TK = self.decisions[self._next].to(expert_TK.device)
         self._next += 1
         if chosen_TK.shape != expert_TK.shape:
             rule = f"pass {self._next} recorded {tuple(chosen_TK.shape)} tokens and experts"
-            raise ValueError(f"routing replay={tuple(expert_TK.shape)}: {rule}. Fix: replay the same micro-batches.")
+            raise ValueError(
+                f"routing replay={tuple(expert_TK.shape)}: {rule}. Fix: replay the same micro-batches."
+            )
         return chosen_TK
 
 
@@ -62,7 +69,9 @@ def _routers(model: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def record_routing(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
-    """Records what every router of `model` decides inside the context: router's name to [T, K] per forward pass."""
+    """Records what every router of `model` decides inside the context: router's name to [T, K] per forward
+    pass.
+    """
     replays = {name: RoutingReplay() for name in _routers(model)}
     with _attached(model, replays):
         yield {name: replay.decisions for name, replay in replays.items()}
@@ -78,7 +87,10 @@ def replay_routing(model: nn.Module, recorded: dict[str, list[Tensor]]) -> Itera
     names = list(_routers(model))
     missing = sorted(set(names) - set(recorded))
     if missing:
-        raise ValueError(f"routing replay={missing[0]}: nothing is recorded for this router. Fix: record with the same model.")
+        raise ValueError(
+            f"routing replay={missing[0]}: nothing is recorded for this router. Fix: record with the same"
+            " model."
+        )
     with _attached(model, {name: RoutingReplay(recorded[name]) for name in names}):
         yield
 

@@ -32,17 +32,21 @@ class RouterConfig:
         topk: K.
         score: `softmax`, `sigmoid` (DeepSeek-V3) or `sqrtsoftplus`, the square root of softplus.
         pre_softmax: softmax over all experts before top-k (Switch, OLMoE), else over the chosen K (Mixtral).
-        normalize: divide the chosen weights by their sum. None: as the score is used in the literature, which is for sigmoid and
-            sqrtsoftplus with K > 1, and not for softmax. True with softmax is Qwen3's `norm_topk_prob`.
+        normalize: divide the chosen weights by their sum. None: as the score is used in the literature, which
+            is for sigmoid and sqrtsoftplus with K > 1, and not for softmax. True with softmax is Qwen3's
+            `norm_topk_prob`.
         scaling_factor: factor on the weights, after normalization.
         num_groups: groups of experts for group-limited top-k; 0 for none.
         group_topk: groups that a token may use.
         expert_bias: keep a bias per expert that is added to the scores for the choice and not to the weights.
         bias_update_rate: step of the expert bias in `end_of_batch`.
         global_fractions: keep the token fractions of the last global batch, for the loss `global_aux_loss`.
-        dtype: `fp32` or `fp64`; logits, scores and weights are computed in it whatever the dtype of the input.
-        jitter: in training, logits are those of an input times uniform noise from [1 - jitter, 1 + jitter] (Switch, section 2.2).
-        assignment: `topk`, `sinkhorn`, or for benchmarks `balanced` and `zipf`, which choose experts whatever the scores.
+        dtype: `fp32` or `fp64`; logits, scores and weights are computed in it whatever the dtype of the
+            input.
+        jitter: in training, logits are those of an input times uniform noise from [1 - jitter, 1 + jitter]
+            (Switch, section 2.2).
+        assignment: `topk`, `sinkhorn`, or for benchmarks `balanced` and `zipf`, which choose experts whatever
+            the scores.
         zipf_exponent: of `zipf`: expert e is chosen in proportion to (e + 1)^-exponent.
 
     Raises:
@@ -67,23 +71,36 @@ class RouterConfig:
     zipf_exponent: float = 1.0
 
     def __post_init__(self) -> None:
-        for field, choices in (("score", SCORES), ("assignment", ASSIGNMENTS), ("dtype", tuple(ROUTER_DTYPES))):
+        for field, choices in (
+            ("score", SCORES),
+            ("assignment", ASSIGNMENTS),
+            ("dtype", tuple(ROUTER_DTYPES)),
+        ):
             value = getattr(self, field)
             if value not in choices:
-                raise ValueError(f"{field}={value}: is not one of {', '.join(choices)}. Fix: use one of them.")
+                raise ValueError(
+                    f"{field}={value}: is not one of {', '.join(choices)}. Fix: use one of them."
+                )
         if not 1 <= self.topk <= self.num_experts:
             rule = f"is not between 1 and num_experts={self.num_experts}"
-            raise ValueError(f"topk={self.topk}: {rule}. Fix: choose 1 to {self.num_experts} experts per token.")
+            raise ValueError(
+                f"topk={self.topk}: {rule}. Fix: choose 1 to {self.num_experts} experts per token."
+            )
         if not 0 <= self.jitter < 1:
-            raise ValueError(f"jitter={self.jitter}: is not in [0, 1). Fix: Switch Transformers used 0.01; 0 for none.")
+            raise ValueError(
+                f"jitter={self.jitter}: is not in [0, 1). Fix: Switch Transformers used 0.01; 0 for none."
+            )
         if self.zipf_exponent < 0:
-            raise ValueError(f"zipf_exponent={self.zipf_exponent}: is negative. Fix: 0 is uniform, 1 is Zipf's law.")
+            raise ValueError(
+                f"zipf_exponent={self.zipf_exponent}: is negative. Fix: 0 is uniform, 1 is Zipf's law."
+            )
         self._check_weights()
         if self.num_groups:
             self._check_groups()
         if self.assignment == "sinkhorn" and (self.num_groups or self.expert_bias):
             raise ValueError(
-                "assignment=sinkhorn: balances by itself, without groups or expert bias. Fix: use assignment=topk, or neither."
+                "assignment=sinkhorn: balances by itself, without groups or expert bias. Fix: use"
+                " assignment=topk, or neither."
             )
 
     def _check_weights(self) -> None:
@@ -91,18 +108,27 @@ class RouterConfig:
         if constant and self.assignment != "sinkhorn":
             field = "normalize=True" if self.normalize else "pre_softmax=False"
             raise ValueError(
-                f"{field}: with topk=1 every weight is 1 and the router would not learn. Fix: use pre_softmax=True, normalize=False."
+                f"{field}: with topk=1 every weight is 1 and the router would not learn. Fix: use"
+                " pre_softmax=True, normalize=False."
             )
 
     def _check_groups(self) -> None:
         groups, used = self.num_groups, self.group_topk
         if self.num_experts % groups:
-            raise ValueError(f"num_groups={groups}: does not divide num_experts={self.num_experts}. Fix: use a divisor.")
+            raise ValueError(
+                f"num_groups={groups}: does not divide num_experts={self.num_experts}. Fix: use a divisor."
+            )
         if not 1 <= used <= groups:
-            raise ValueError(f"group_topk={used}: is not between 1 and num_groups={groups}. Fix: choose how many groups a token may use.")
+            raise ValueError(
+                f"group_topk={used}: is not between 1 and num_groups={groups}. Fix: choose how many groups a"
+                " token may use."
+            )
         if self.topk > used * (self.num_experts // groups):
             available = used * (self.num_experts // groups)
-            raise ValueError(f"topk={self.topk}: {used} of {groups} groups have {available} experts. Fix: raise group_topk or lower topk.")
+            raise ValueError(
+                f"topk={self.topk}: {used} of {groups} groups have {available} experts. Fix: raise group_topk"
+                " or lower topk."
+            )
 
     @property
     def normalizes(self) -> bool:
@@ -122,12 +148,14 @@ class RoutingDecision:
     Args:
         expert_TK: chosen experts, int64.
         weights_TK: router weights, fp32 or fp64, with gradient.
-        scores_TE: scores of all experts, rows sum to 1, with gradient (for the load-balancing losses); None with `sums`.
+        scores_TE: scores of all experts, rows sum to 1, with gradient (for the load-balancing losses); None
+            with `sums`.
         logits_TE: router logits, with gradient (for the z-loss); None with `sums`.
         tokens_per_expert_E: slots per expert before any drop, int64; padding is not counted.
         kept_TK: slots that are neither dropped nor padding, bool; None when that is all of them.
         valid_T: tokens that are not padding, bool; None when that is all of them.
-        sums: what losses and statistics need of scores and logits, where a kernel routed; None where it did not.
+        sums: what losses and statistics need of scores and logits, where a kernel routed; None where it did
+            not.
     """
 
     expert_TK: Tensor
@@ -143,22 +171,26 @@ class RoutingDecision:
 class Router(nn.Module):
     """Scores tokens against experts and picks the top k.
 
-    With logits z = x W^T: softmax, pre: s = softmax(z), w = the K chosen of s. Softmax, post: w = softmax over the K chosen z.
-    Sigmoid (DeepSeek-V3, arXiv:2412.19437, eq. 12 to 16): s = sigmoid(z), the choice by s + bias, w = s / sum of the chosen s;
-    sqrtsoftplus the same with s = sqrt(softplus(z)). All times the scaling factor.
+    With logits z = x W^T: softmax, pre: s = softmax(z), w = the K chosen of s. Softmax, post: w = softmax
+    over the K chosen z. Sigmoid (DeepSeek-V3, arXiv:2412.19437, eq. 12 to 16): s = sigmoid(z), the choice by
+    s + bias, w = s / sum of the chosen s; sqrtsoftplus the same with s = sqrt(softplus(z)). All times the
+    scaling factor.
 
     Args:
         config: what to compute.
-        microbatch_group: ranks that hold the other tokens of a micro-batch, over which Sinkhorn balances; None for this rank alone.
+        microbatch_group: ranks that hold the other tokens of a micro-batch, over which Sinkhorn balances;
+            None for this rank alone.
         dtype: of the weight.
         device: of the weight.
 
     Attributes:
         weight: [E, D].
         expert_bias: [E], fp32, where the config asks for it.
-        global_tokens_per_expert: [E], fp32, slots per expert in the last global batch, zeros before the first is complete.
+        global_tokens_per_expert: [E], fp32, slots per expert in the last global batch, zeros before the first
+            is complete.
         replay: records routing decisions or replays them, see RoutingReplay; None for neither.
-        needs_scores: somebody wants scores and logits of all experts and not their sums alone, so that no kernel can route.
+        needs_scores: somebody wants scores and logits of all experts and not their sums alone, so that no
+            kernel can route.
     """
 
     expert_bias: Tensor
@@ -178,18 +210,29 @@ class Router(nn.Module):
         self.config, self.microbatch_group = config, microbatch_group
         self.replay: RoutingReplay | None = None
         self.needs_scores = True
-        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, dtype=dtype, device=device))
-        # The names of the first pair are those that megatron's finalize_model_grads looks for when it updates the bias.
+        self.weight = nn.Parameter(
+            torch.empty(config.num_experts, config.hidden_size, dtype=dtype, device=device)
+        )
+        # The names of the first pair are those that megatron's finalize_model_grads looks for when it updates
+        # the bias.
         pairs = [("expert_bias", "local_tokens_per_expert", config.expert_bias)]
         pairs += [("global_tokens_per_expert", "batch_tokens_per_expert", config.global_fractions)]
         for kept, count, is_used in pairs:
             if is_used:
-                self.register_buffer(kept, torch.zeros(config.num_experts, dtype=torch.float32, device=device))
-                self.register_buffer(count, torch.zeros(config.num_experts, dtype=torch.float32, device=device), persistent=False)
+                self.register_buffer(
+                    kept, torch.zeros(config.num_experts, dtype=torch.float32, device=device)
+                )
+                self.register_buffer(
+                    count,
+                    torch.zeros(config.num_experts, dtype=torch.float32, device=device),
+                    persistent=False,
+                )
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02) -> None:
-        """Draws the weight; also what FSDP2 calls after `to_empty` from the meta device. Counts and bias start at zero."""
+        """Draws the weight; also what FSDP2 calls after `to_empty` from the meta device. Counts and bias
+        start at zero.
+        """
         nn.init.normal_(self.weight, std=std)
         for buffer in self.buffers(recurse=False):
             nn.init.zeros_(buffer)
@@ -202,17 +245,25 @@ class Router(nn.Module):
         return self
 
     def forward(self, x_TD: Tensor, padding_mask_T: Tensor | None = None) -> RoutingDecision:
-        """Routes tokens; `padding_mask_T` (bool) is True for padding, which goes to no expert and counts nowhere."""
+        """Routes tokens; `padding_mask_T` (bool) is True for padding, which goes to no expert and counts
+        nowhere.
+        """
         valid_T = None if padding_mask_T is None else ~padding_mask_T
         with torch.autocast(x_TD.device.type, enabled=False):  # which would take the logits in bf16
             logits_TE = self._logits(x_TD)
-            decision = self._in_one_pass(logits_TE, valid_T) if self._takes_kernel(logits_TE) else self._step_by_step(logits_TE, valid_T)
+            decision = (
+                self._in_one_pass(logits_TE, valid_T)
+                if self._takes_kernel(logits_TE)
+                else self._step_by_step(logits_TE, valid_T)
+            )
         if self.training and is_counted_forward():
             self._count(decision.tokens_per_expert_E)
         return decision
 
     def _takes_kernel(self, logits_TE: Tensor) -> bool:
-        """Whether kernels/topk.py routes: on a CUDA device, wherever it knows the rule and nobody wants more than sums of the scores."""
+        """Whether kernels/topk.py routes: on a CUDA device, wherever it knows the rule and nobody wants more
+        than sums of the scores.
+        """
         has_problem = self.replay is not None or kernel_problem(self.config, needs_scores=self.needs_scores)
         return not has_problem and takes_kernels(logits_TE)
 
@@ -229,20 +280,26 @@ class Router(nn.Module):
             valid_T=valid_T,
         )
         kept_TK = _kept_of_valid(valid_T, sums.expert_TK)
-        return RoutingDecision(sums.expert_TK, sums.weights_TK, None, None, sums.tokens_per_expert_E, kept_TK, valid_T, sums)
+        return RoutingDecision(
+            sums.expert_TK, sums.weights_TK, None, None, sums.tokens_per_expert_E, kept_TK, valid_T, sums
+        )
 
     def _step_by_step(self, logits_TE: Tensor, valid_T: Tensor | None) -> RoutingDecision:
         scores_TE, expert_TK, weights_TK = self._choose(logits_TE, valid_T)
         kept_TK = _kept_of_valid(valid_T, expert_TK)
         tokens_per_expert_E = count_kept(expert_TK, kept_TK, self.config.num_experts)
-        return RoutingDecision(expert_TK, weights_TK, scores_TE, logits_TE, tokens_per_expert_E, kept_TK, valid_T)
+        return RoutingDecision(
+            expert_TK, weights_TK, scores_TE, logits_TE, tokens_per_expert_E, kept_TK, valid_T
+        )
 
     @torch.no_grad()
     def end_of_batch(self, group: ProcessGroup | None = None) -> None:
-        """Moves the expert bias and the global fractions on, once per global batch, after its last forward pass.
+        """Moves the expert bias and the global fractions on, once per global batch, after its last forward
+        pass.
 
-        The bias of an expert with fewer slots than the mean rises by `bias_update_rate`, that of one with more falls: Wang et al.
-        2024, Auxiliary-Loss-Free Load Balancing (arXiv:2408.15664), algorithm 1. Under Megatron its finalize_model_grads does this.
+        The bias of an expert with fewer slots than the mean rises by `bias_update_rate`, that of one with
+        more falls: Wang et al. 2024, Auxiliary-Loss-Free Load Balancing (arXiv:2408.15664), algorithm 1.
+        Under Megatron its finalize_model_grads does this.
 
         Args:
             group: all ranks that route tokens to these experts: data, context and tensor parallel.
@@ -279,7 +336,9 @@ class Router(nn.Module):
         if config.score == "softmax":
             raw_TE = scores_TE = logits_TE.softmax(dim=-1)
         else:
-            raw_TE = logits_TE.sigmoid() if config.score == "sigmoid" else nn.functional.softplus(logits_TE).sqrt()
+            raw_TE = (
+                logits_TE.sigmoid() if config.score == "sigmoid" else nn.functional.softplus(logits_TE).sqrt()
+            )
             scores_TE = raw_TE / (raw_TE.sum(dim=-1, keepdim=True) + 1e-20)
         expert_TK = self._experts(raw_TE.detach(), logits_TE.detach(), valid_T)
         if self.replay is not None:
@@ -289,7 +348,8 @@ class Router(nn.Module):
     def _weights(self, raw_TE: Tensor, logits_TE: Tensor, expert_TK: Tensor) -> Tensor:
         config = self.config
         if config.assignment == "sinkhorn" and config.topk == 1 and config.score == "softmax":
-            weights_TK = logits_TE.sigmoid().gather(1, expert_TK)  # as in Megatron-Core: Clark et al. 2022 (arXiv:2202.01169), S-BASE
+            # as in Megatron-Core: Clark et al. 2022 (arXiv:2202.01169), S-BASE
+            weights_TK = logits_TE.sigmoid().gather(1, expert_TK)
         elif config.score == "softmax" and not config.pre_softmax:
             weights_TK = logits_TE.gather(1, expert_TK).softmax(dim=-1)
         else:
@@ -302,17 +362,28 @@ class Router(nn.Module):
         config = self.config
         num_tokens = raw_TE.size(0)
         if config.assignment == "balanced":
-            return balanced_experts(num_tokens, num_experts=config.num_experts, topk=config.topk, device=raw_TE.device)
+            return balanced_experts(
+                num_tokens, num_experts=config.num_experts, topk=config.topk, device=raw_TE.device
+            )
         if config.assignment == "zipf":
             return zipf_experts(
-                num_tokens, num_experts=config.num_experts, topk=config.topk, exponent=config.zipf_exponent, device=raw_TE.device
+                num_tokens,
+                num_experts=config.num_experts,
+                topk=config.topk,
+                exponent=config.zipf_exponent,
+                device=raw_TE.device,
             )
         if config.assignment == "sinkhorn":
-            # Balanced over the batch in training; a token's expert must not depend on its neighbours when it is evaluated.
-            choice_TE = sinkhorn(logits_TE, valid_T, group=self.microbatch_group) if self.training else logits_TE
+            # Balanced over the batch in training; a token's expert must not depend on its neighbours when it
+            # is evaluated.
+            choice_TE = (
+                sinkhorn(logits_TE, valid_T, group=self.microbatch_group) if self.training else logits_TE
+            )
             return choice_TE.topk(config.topk, dim=-1).indices
         choice_TE = raw_TE + self.expert_bias if config.expert_bias else raw_TE
-        return best_experts(choice_TE, topk=config.topk, num_groups=config.num_groups, group_topk=config.group_topk)
+        return best_experts(
+            choice_TE, topk=config.topk, num_groups=config.num_groups, group_topk=config.group_topk
+        )
 
 
 def kernel_problem(config: RouterConfig, *, needs_scores: bool) -> str:
@@ -339,7 +410,9 @@ def count_kept(expert_TK: Tensor, kept_TK: Tensor | None, num_experts: int) -> T
     """Slots per expert, int64 [E], of those that `kept_TK` does not exclude."""
     if kept_TK is None:
         return count_per_expert(expert_TK.flatten(), num_experts)
-    return count_per_expert(without_dropped(expert_TK, kept_TK, num_experts).flatten(), num_experts + 1)[:num_experts]
+    return count_per_expert(without_dropped(expert_TK, kept_TK, num_experts).flatten(), num_experts + 1)[
+        :num_experts
+    ]
 
 
 def tokens_in_group(decision: RoutingDecision, group: ProcessGroup | None) -> Tensor | int:

@@ -1,24 +1,30 @@
 """What a micro-batch leaves in memory for its backward pass, tensor by tensor. No torch.
 
-Bytes per token, with h hidden size, q and k channels of all query and of all key heads, v of all value heads, f width of an MLP, a heads,
-s sequence, w bytes of the compute type (2 or 4), t tensor parallel size. Every tensor is counted once, where it is read last:
+Bytes per token, with h hidden size, q and k channels of all query and of all key heads, v of all value heads,
+f width of an MLP, a heads, s sequence, w bytes of the compute type (2 or 4), t tensor parallel size. Every
+tensor is counted once, where it is read last:
 
-    norm             w*h input, 4 of statistics      on processors 8*h: torch computes RMSNorm in fp32 and keeps input and result
+    norm             w*h input, 4 of statistics  on processors 8*h: torch has RMSNorm in fp32, in and out
     QKV projection   w*h input
-    attention        w*(q+k+v)/t, result w*q/t, 4*a/t log-sums; unfused instead of these w*a*s/t scores after softmax
+    attention        w*(q+k+v)/t, result w*q/t, 4*a/t log-sums; unfused instead of these w*a*s/t scores after
+                     softmax
     projection       w*q/t input, a copy of the result in another order (not on processors, nor unfused)
-    norm, MLP        as above, w*h input, 2*w*f/t, and w*f/t after the fused activation; 3*w*f/t where it is not fused
+    norm, MLP        as above, w*h input, 2*w*f/t, and w*f/t after the fused activation; 3*w*f/t where it is
+                     not fused
     MoE, per token   4*h the router's input in fp32, 4*E scores, K*(8+4) choice and weights
-    MoE, per row     w*h row, 2*w*f, w*f after the activation, which has the router's weight in it: results of experts are not kept;
-                     EXPERT_BACKEND=triton 2*w*f alone, and w*h where rows come from other ranks
-    loss             4*V/t probabilities in fp32, and while they are made w*V/t logits; CROSS_ENTROPY=triton: w*V/t logits alone, and
-                     while their gradient is made w*V/t for that
+    MoE, per row     w*h row, 2*w*f, w*f after the activation, which has the router's weight in it: results of
+                     experts are not kept; EXPERT_BACKEND=triton 2*w*f alone, and w*h where rows come from
+                     other ranks
+    loss             4*V/t probabilities in fp32, and while they are made w*V/t logits; CROSS_ENTROPY=triton:
+                     w*V/t logits alone, and while their gradient is made w*V/t for that
 
-The unfused case without dropout, sequence parallelism and gates is that of Korthikanti et al. 2022, arXiv:2205.05198, section 4.1, where
-it is 34*s*b*h + 5*a*s^2*b with dropout. With sequence parallelism (section 4.2.2) what is not divided by t here has tokens/t. Ours differs
-in what the tables of that paper do not know: gates, grouped queries, experts, other kernels.
+The unfused case without dropout, sequence parallelism and gates is that of Korthikanti et al. 2022,
+arXiv:2205.05198, section 4.1, where it is 34*s*b*h + 5*a*s^2*b with dropout. With sequence parallelism
+(section 4.2.2) what is not divided by t here has tokens/t. Ours differs in what the tables of that paper do
+not know: gates, grouped queries, experts, other kernels.
 
-How it is checked: on a processor against the tensors that autograd saves in the real model, on GPUs against the peaks of four runs.
+How it is checked: on a processor against the tensors that autograd saves in the real model, on GPUs against
+the peaks of four runs.
 """
 
 from __future__ import annotations
@@ -57,14 +63,17 @@ class Activations:
     output_work: float
 
 
-def activations_of(job: Job, *, on_cpu: bool = False, runs_kernels: bool = True, imbalance: float = 1.0) -> Activations:
+def activations_of(
+    job: Job, *, on_cpu: bool = False, runs_kernels: bool = True, imbalance: float = 1.0
+) -> Activations:
     """Activations of a micro-batch of a job.
 
     Args:
         job: what runs.
         on_cpu: on processors, where kernels keep other things than on GPUs.
         runs_kernels: a GPU is one that the Triton kernels run on, see `Hardware.runs_kernels`.
-        imbalance: rows that the experts of a rank get, relative to their fair share, in a layer that drops none.
+        imbalance: rows that the experts of a rank get, relative to their fair share, in a layer that drops
+            none.
     """
     return _Account(job, on_cpu, runs_kernels, imbalance).activations()
 
@@ -75,18 +84,24 @@ def width_of(job: Job) -> int:
 
 
 def padded_slots(config: Config, tokens: float) -> float:
-    """Rows that a rank's experts compute with PAD_TO_CAPACITY, when each rank has `tokens` of the micro-batch.
+    """Rows that a rank's experts compute with PAD_TO_CAPACITY, when each rank has `tokens` of the
+    micro-batch.
 
-    Every rank gives every expert room for all that the micro-batch may send there, see layers/moe_layer.py: with TP or CP that is
-    more than the rank's part of it.
+    Every rank gives every expert room for all that the micro-batch may send there, see layers/moe_layer.py:
+    with TP or CP that is more than the rank's part of it.
     """
     of_microbatch = config.mbsz * config.seq_len * config.topk
-    capacity = max(config.min_capacity, math.ceil(of_microbatch / config.num_experts * (config.expert_capacity_factor or 1.0)))
+    capacity = max(
+        config.min_capacity,
+        math.ceil(of_microbatch / config.num_experts * (config.expert_capacity_factor or 1.0)),
+    )
     return config.num_experts * config.etp * min(capacity, tokens)
 
 
 class _Account:
-    """The sums. `_tokens` are those that a rank has between the products of a layer, `_all_tokens` those that its heads work on."""
+    """The sums. `_tokens` are those that a rank has between the products of a layer, `_all_tokens` those that
+    its heads work on.
+    """
 
     def __init__(self, job: Job, on_cpu: bool, runs_kernels: bool, imbalance: float):
         config = job.config
@@ -101,7 +116,10 @@ class _Account:
 
     def activations(self) -> Activations:
         config, width = self._config, self._width
-        hidden, logits = width * self._hidden * self._tokens, self._all_tokens * config.padded_vocab_size / self._tp
+        hidden, logits = (
+            width * self._hidden * self._tokens,
+            self._all_tokens * config.padded_vocab_size / self._tp,
+        )
         norm, mask = self._tokens * self._norm(self._hidden), self._tokens * self._mask(self._hidden)
         attention = norm + self._attention() + norm + 2 * mask
         dense = attention + self._dense() if self._has_dense else 0.0
@@ -127,7 +145,9 @@ class _Account:
         )
 
     def _loss(self, logits: float) -> float:
-        """Kept by the cross entropy: the right words, with probabilities and a mask, or with logits and the log of a sum."""
+        """Kept by the cross entropy: the right words, with probabilities and a mask, or with logits and the
+        log of a sum.
+        """
         if self._config.cross_entropy == "triton":
             return self._width * logits + 12 * self._all_tokens
         return 4 * logits + 9 * self._all_tokens
@@ -135,13 +155,17 @@ class _Account:
     def _loss_work(self, logits: float) -> float:
         """Held beside what is kept while the loss is computed, forward or backward."""
         if self._config.cross_entropy == "megatron":
-            # Probabilities are made of a copy in fp32, while the logits are still there; logits in fp32 are overwritten.
+            # Probabilities are made of a copy in fp32, while the logits are still there; logits in fp32 are
+            # overwritten.
             return self._width * logits if self._width < 4 else 0.0
-        # The gradient; in plain torch on a processor logits and probabilities in fp32, where the logits are not.
+        # The gradient; in plain torch on a processor logits and probabilities in fp32, where the logits are
+        # not.
         return (8 if self._on_cpu and self._width < 4 else self._width) * logits
 
     def _norm(self, size: float, heads: int = 1) -> float:
-        """Kept by a norm over `size` channels, per token: its input, and what it divided by for each of `heads` parts."""
+        """Kept by a norm over `size` channels, per token: its input, and what it divided by for each of
+        `heads` parts.
+        """
         if self._config.normalization != "RMSNorm":
             return self._width * size + 2 * heads * (self._width if self._on_cpu else 4)
         return (8 if self._norms_in_fp32 else self._width) * size + 4 * heads
@@ -162,8 +186,15 @@ class _Account:
         config, width = self._config, self._width
         latent = self._latent() if config.multi_latent_attention else 0.0
         per_token = width * self._hidden + latent
-        per_head_token = self._core() + (self._qk_norm() if config.qk_norm and not config.multi_latent_attention else 0.0)
-        return self._tokens * per_token + self._all_tokens * per_head_token / self._tp + self._positions() + self._block_masks()
+        per_head_token = self._core() + (
+            self._qk_norm() if config.qk_norm and not config.multi_latent_attention else 0.0
+        )
+        return (
+            self._tokens * per_token
+            + self._all_tokens * per_head_token / self._tp
+            + self._positions()
+            + self._block_masks()
+        )
 
     @cached_property
     def _channels(self) -> tuple[int, int, int, int]:
@@ -183,7 +214,8 @@ class _Account:
         if self._writes_scores:
             return self._unfused_core()
         log_sums = 4 * config.num_heads
-        if config.cp > 1:  # ours gathers keys and values of the whole sequence, and joins the results of two blocks
+        # ours gathers keys and values of the whole sequence, and joins the results of two blocks
+        if config.cp > 1:
             return width * (query + config.cp * (key + value) + 2 * result) + log_sums
         if self._is_fused or config.multi_latent_attention:
             return width * (query + key + value + 2 * result) + log_sums
@@ -195,15 +227,23 @@ class _Account:
     def _writes_scores(self) -> bool:
         """torch's fused kernel for processors knows neither dropout nor value heads of another size."""
         config = self._config
-        return not self._job.fused_attention or (self._on_cpu and bool(config.multi_latent_attention or config.attention_dropout))
+        return not self._job.fused_attention or (
+            self._on_cpu and bool(config.multi_latent_attention or config.attention_dropout)
+        )
 
     def _unfused_core(self) -> float:
-        """Scores after softmax; with dropout a mask and what is left of them, too. Recomputed where RECOMPUTE says so."""
+        """Scores after softmax; with dropout a mask and what is left of them, too. Recomputed where RECOMPUTE
+        says so.
+        """
         config, width = self._config, self._width
         query, key, value, result = self._channels
         scores = config.num_heads * config.seq_len
         if self._on_cpu:  # in steps, in fp32, with keys and values repeated for every query head
-            return 4 * (2 * query + result) + 4 * scores * (3 if config.attention_dropout else 1) + width * result
+            return (
+                4 * (2 * query + result)
+                + 4 * scores * (3 if config.attention_dropout else 1)
+                + width * result
+            )
         kept = (2 * width + 1 if config.attention_dropout else width) * scores
         core_is_recomputed = config.recompute in ("selective", "moe_act") and not self._has_moe
         return width * (query + key + value + result) + (0 if core_is_recomputed else kept)
@@ -216,21 +256,31 @@ class _Account:
         return self._norm(query, config.num_heads) + self._norm(key, config.num_query_groups)
 
     def _latent(self) -> float:
-        """What multi-latent attention projects down to, per token: input of a norm and of the projection up (arXiv:2405.04434)."""
+        """What multi-latent attention projects down to, per token: input of a norm and of the projection up
+        (arXiv:2405.04434).
+        """
         config, width = self._config, self._width
         ranks = [rank for rank in (config.q_lora_rank, config.kv_lora_rank) if rank]
         return sum((self._norm(rank) if config.qk_norm else 0.0) + width * rank for rank in ranks)
 
     def _positions(self) -> float:
-        """Cosines and sines for queries and for keys, of every position once; the fused kernel makes them anew."""
+        """Cosines and sines for queries and for keys, of every position once; the fused kernel makes them
+        anew.
+        """
         config = self._config
         if self._is_fused or self._job.learned_positions:
             return 0.0
-        turned = config.qk_pos_emb_head_dim if config.multi_latent_attention else config.kv_channels * config.rotary_fraction
+        turned = (
+            config.qk_pos_emb_head_dim
+            if config.multi_latent_attention
+            else config.kv_channels * config.rotary_fraction
+        )
         return 4 * self._width * turned * config.seq_len / config.cp
 
     def _block_masks(self) -> float:
-        """On processors, of the two blocks of queries of a context parallel rank against all keys up to their end."""
+        """On processors, of the two blocks of queries of a context parallel rank against all keys up to their
+        end.
+        """
         config = self._config
         if not self._on_cpu or config.cp == 1 or self._writes_scores:
             return 0.0
@@ -246,7 +296,8 @@ class _Account:
             return 2 * width * ffn
         if config.activation == "swiglu" and not self._on_cpu:
             return 3 * width * ffn
-        return 5 * width * ffn  # both halves, the activated one, the other one after Megatron's offset is added, their product
+        # both halves, the activated one, the other one after Megatron's offset is added, their product
+        return 5 * width * ffn
 
     def _dense(self) -> float:
         ffn = self._config.ffn_hidden_size
@@ -264,8 +315,12 @@ class _Account:
 
     @property
     def _reads_input(self) -> bool:
-        """Whether something in an MoE layer keeps its input as it is: not routed rows, which are copies, nor a router of another type."""
-        return self._gathers_itself or bool(self._config.shared_expert_size) or self._width == self._router_width
+        """Whether something in an MoE layer keeps its input as it is: not routed rows, which are copies, nor
+        a router of another type.
+        """
+        return (
+            self._gathers_itself or bool(self._config.shared_expert_size) or self._width == self._router_width
+        )
 
     @property
     def _router_width(self) -> int:
@@ -276,17 +331,25 @@ class _Account:
         config, width = self._config, self._router_width
         kept = width * config.num_experts + (8 + width) * config.topk  # scores, choice, chosen scores
         kept += width * self._hidden if self._width != width else 0
-        kept += width * (config.num_experts + 1) if config.z_loss_coeff or config.router_score == "sqrtsoftplus" else 0
+        kept += (
+            width * (config.num_experts + 1)
+            if config.z_loss_coeff or config.router_score == "sqrtsoftplus"
+            else 0
+        )
         return kept
 
     @property
     def _runs_as_one(self) -> bool:
-        """Whether one function computes all experts of a rank, which computes the activation again in backward."""
+        """Whether one function computes all experts of a rank, which computes the activation again in
+        backward.
+        """
         return self._backend == "triton" or (self._on_cpu and self._backend == "loop")
 
     @property
     def _gathers_itself(self) -> bool:
-        """Whether one function computes all of an MoE layer's experts and gathers their rows itself, where a rank has all of them."""
+        """Whether one function computes all of an MoE layer's experts and gathers their rows itself, where a
+        rank has all of them.
+        """
         config = self._config
         return self._runs_as_one and config.dispatcher in ("auto", "local") and config.ep == config.etp == 1
 
@@ -314,10 +377,16 @@ class _Account:
         return padded_slots(config, self._tokens)
 
     def _work(self) -> float:
-        """Held while a layer is computed backward: gradients of its widest part and of its weights, rows under way, unfused scores."""
+        """Held while a layer is computed backward: gradients of its widest part and of its weights, rows
+        under way, unfused scores.
+        """
         config, width = self._config, self._width
         gated = 2 if config.gated else 1
-        mlp = self._tokens * self._hidden + self._all_tokens * (1 + gated) * config.ffn_hidden_size / self._tp if self._has_dense else 0.0
+        mlp = (
+            self._tokens * self._hidden + self._all_tokens * (1 + gated) * config.ffn_hidden_size / self._tp
+            if self._has_dense
+            else 0.0
+        )
         experts = 0.0
         if self._has_moe:
             ffn = config.expert_ffn_size / config.etp
@@ -325,5 +394,7 @@ class _Account:
             experts += config.num_experts // config.ep * self._hidden * gated * ffn
             if config.dispatcher == "allgather":  # takes the tokens of all ranks in
                 experts += self._tokens * config.ep * config.etp * self._hidden
-        scores = config.num_heads * config.seq_len * self._all_tokens / self._tp if self._writes_scores else 0.0
+        scores = (
+            config.num_heads * config.seq_len * self._all_tokens / self._tp if self._writes_scores else 0.0
+        )
         return width * max(mlp, experts, 2 * scores)

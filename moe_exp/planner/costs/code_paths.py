@@ -7,15 +7,18 @@ from moe_exp.planner.hardware import Hardware
 
 
 def planned_backend(config: Config, *, on_cpu: bool, runs_kernels: bool = True) -> str:
-    """The backend of the experts that is counted: EXPERT_BACKEND, or what `layers.experts.grouped_gemm.choose_backend` makes of `auto`.
+    """The backend of the experts that is counted: EXPERT_BACKEND, or what
+    `layers.experts.grouped_gemm.choose_backend` makes of `auto`.
 
     Args:
         config: the settings.
         on_cpu: on processors.
-        runs_kernels: a GPU runs the Triton kernels, see `Hardware.runs_kernels`. That triton is installed there is taken for granted.
+        runs_kernels: a GPU runs the Triton kernels, see `Hardware.runs_kernels`. That triton is installed
+            there is taken for granted.
 
     Returns:
-        Of EXPERT_BACKEND's values; `auto` for any of the others on GPUs, which depend on what is installed and count the same memory.
+        Of EXPERT_BACKEND's values; `auto` for any of the others on GPUs, which depend on what is installed
+        and count the same memory.
     """
     if config.expert_backend != "auto":
         return config.expert_backend
@@ -37,7 +40,9 @@ def counted_as(config: Config, hardware: Hardware) -> dict[str, str]:
     """What is to be known of how a plan counts: the part to words."""
     words = {}
     if config.use_moe:
-        words["experts"] = f"{_words_on_experts(config, hardware)} (its memory; the time is counted the same for all)"
+        words["experts"] = (
+            f"{_words_on_experts(config, hardware)} (its memory; the time is counted the same for all)"
+        )
     if config.cross_entropy == "triton":
         words["cross entropy"] = "triton: the memory of its kernel, the time of Megatron's"
     if config.fp8 != "none":
@@ -51,4 +56,6 @@ def _words_on_experts(config: Config, hardware: Hardware) -> str:
         return f"{backend}, asked for by EXPERT_BACKEND"
     if backend != "auto":
         return f"{backend}, which EXPERT_BACKEND=auto takes on this device"
-    return f"grouped GEMMs apart from each other, not triton: {_why_not_triton(config, hardware.runs_kernels)}"
+    return (
+        f"grouped GEMMs apart from each other, not triton: {_why_not_triton(config, hardware.runs_kernels)}"
+    )

@@ -1,7 +1,8 @@
-"""The free constants of the planner: each with what it is expected to be before anything was measured. No torch.
+"""The free constants of the planner: each with what it is expected to be before anything was measured. No
+torch.
 
-Memory and time each have a dataclass of them beside their formulas. `calibration.py` fits them; the values that come with the package
-are in `profiles/constants.json`, fitted to `profiles/measured_runs.csv`.
+Memory and time each have a dataclass of them beside their formulas. `calibration.py` fits them; the values
+that come with the package are in `profiles/constants.json`, fitted to `profiles/measured_runs.csv`.
 """
 
 from __future__ import annotations
@@ -25,17 +26,33 @@ def constant(prior: float, spread: float, meaning: str) -> Any:
 class TimeConstants:
     """What no formula gives; fitted to measured runs by `calibration.py`."""
 
-    matrix_efficiency: float = constant(0.85, 0.2, "share of the peak that a long product with full waves reaches")
+    matrix_efficiency: float = constant(
+        0.85, 0.2, "share of the peak that a long product with full waves reaches"
+    )
     half_depth: float = constant(400.0, 0.7, "inner dimension at which a product reaches half of that")
-    memory_efficiency: float = constant(0.8, 0.3, "bandwidth of elementwise operations, bytes as in layer_time.py, by the memory's")
+    memory_efficiency: float = constant(
+        0.8, 0.3, "bandwidth of elementwise operations, bytes as in layer_time.py, by the memory's"
+    )
     unaligned: float = constant(6.0, 0.5, "times that a product with rows of no multiple of 16 bytes takes")
     unaligned_v100: float = constant(2.0, 0.4, "the same on V100")
     v100_share: float = constant(0.75, 0.2, "matrix_efficiency of a V100, as a share of that of others")
-    layer_seconds: float = constant(5e-4, 0.7, "seconds that a layer's pass takes beside products and traffic: starts of kernels")
-    iteration_seconds: float = constant(5e-3, 1.0, "seconds that an iteration takes on the host: data, logs, the optimizer's loop")
-    tensor_bandwidth: float = constant(0.4, 0.4, "share of the bandwidth between tensor parallel ranks that is reached")
-    stage_bandwidth: float = constant(1.5, 0.7, "the same between pipeline stages, which also overlap in part")
+    layer_seconds: float = constant(
+        5e-4, 0.7, "seconds that a layer's pass takes beside products and traffic: starts of kernels"
+    )
+    iteration_seconds: float = constant(
+        5e-3, 1.0, "seconds that an iteration takes on the host: data, logs, the optimizer's loop"
+    )
+    tensor_bandwidth: float = constant(
+        0.4, 0.4, "share of the bandwidth between tensor parallel ranks that is reached"
+    )
+    stage_bandwidth: float = constant(
+        1.5, 0.7, "the same between pipeline stages, which also overlap in part"
+    )
     data_bandwidth: float = constant(0.5, 0.6, "the same between data parallel ranks")
-    exchange_seconds_2024: float = constant(1e-3, 0.7, "seconds per peer of a token exchange as the software of 2024-10 did it")
-    software_a: float = constant(1.02, 0.05, "time of the software of February 2022, up to the 24th, in that of a few days later")
+    exchange_seconds_2024: float = constant(
+        1e-3, 0.7, "seconds per peer of a token exchange as the software of 2024-10 did it"
+    )
+    software_a: float = constant(
+        1.02, 0.05, "time of the software of February 2022, up to the 24th, in that of a few days later"
+    )
     software_c: float = constant(1.05, 0.05, "the same of June 2022")

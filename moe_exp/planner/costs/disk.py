@@ -1,4 +1,6 @@
-"""Bytes that a run needs on disk until its end: its checkpoints, by what retention keeps, and its records. No torch, no disk."""
+"""Bytes that a run needs on disk until its end: its checkpoints, by what retention keeps, and its records. No
+torch, no disk.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,11 @@ from dataclasses import dataclass
 from moe_exp.config import Config
 from moe_exp.planner.costs.params import checkpoint_bytes
 
-# A checkpoint's files have at most so much more than the tensors, and this much besides (tests/checkpoint/test_save.py).
+# A checkpoint's files have at most so much more than the tensors, and this much besides
+# (tests/checkpoint/test_save.py).
 _FILES_OVER_TENSORS, _FILES_BYTES = 1.02, 200_000
-# Bytes of a train record, measured and rounded up: metrics.jsonl, the log's line and TensorBoard; each with those of an MoE layer.
+# Bytes of a train record, measured and rounded up: metrics.jsonl, the log's line and TensorBoard; each with
+# those of an MoE layer.
 _RECORD_BYTES, _LAYER_BYTES, _EXPERT_BYTES = 3100, 850, 8
 
 
@@ -37,11 +41,14 @@ class DiskUse:
         return self.num_new * self.one_bytes + self.records_bytes
 
 
-def disk_use(config: Config, *, iteration: int = 0, there: Sequence[int] = (), one_bytes: int | None = None) -> DiskUse:
-    """What the run needs from an iteration to TRAIN_ITERS; an upper bound where checkpoints are kept for two reasons.
+def disk_use(
+    config: Config, *, iteration: int = 0, there: Sequence[int] = (), one_bytes: int | None = None
+) -> DiskUse:
+    """What the run needs from an iteration to TRAIN_ITERS; an upper bound where checkpoints are kept for two
+    reasons.
 
-    A checkpoint is removed when the next one is complete (`checkpoint.retention`), so that while one is written all those that are
-    kept are there. The one that this start goes on from stays as well.
+    A checkpoint is removed when the next one is complete (`checkpoint.retention`), so that while one is
+    written all those that are kept are there. The one that this start goes on from stays as well.
 
     Args:
         config: SAVE_INTERVAL, SAVE_AT_END, KEEP_LAST, KEEP_EVERY, KEEP_BEST, sizes.
@@ -53,7 +60,9 @@ def disk_use(config: Config, *, iteration: int = 0, there: Sequence[int] = (), o
     num_saves = _num_saves(config, iteration)
     largest = len(there) + num_saves
     if config.keep_last and num_saves:
-        kept = config.keep_last + config.keep_best + bool(iteration) + _num_kept_always(config, iteration, there)
+        kept = (
+            config.keep_last + config.keep_best + bool(iteration) + _num_kept_always(config, iteration, there)
+        )
         largest = min(largest, kept + 1)
     num_new = max(largest - len(there), min(1, num_saves))
     return DiskUse(one_bytes, max(largest, len(there)), num_new, _records_bytes(config, iteration))
@@ -63,7 +72,9 @@ def _num_saves(config: Config, iteration: int) -> int:
     """Checkpoints that are written after `iteration`."""
     interval, end = config.save_interval, config.train_iters
     at_interval = max(0, end // interval - iteration // interval) if interval else 0
-    return at_interval + int(config.save_at_end and end > iteration and not (interval and end % interval == 0))
+    return at_interval + int(
+        config.save_at_end and end > iteration and not (interval and end % interval == 0)
+    )
 
 
 def _num_kept_always(config: Config, iteration: int, there: Sequence[int]) -> int:
@@ -83,7 +94,9 @@ def _records_bytes(config: Config, iteration: int) -> int:
     return num_records * (_RECORD_BYTES + sum(config.moe_layers) * per_layer)
 
 
-def keep_last_that_fits(config: Config, free_bytes: int, *, iteration: int = 0, there: Sequence[int] = ()) -> int:
+def keep_last_that_fits(
+    config: Config, free_bytes: int, *, iteration: int = 0, there: Sequence[int] = ()
+) -> int:
     """The largest KEEP_LAST with which the run has room, 0 where there is none."""
     highest = min(_num_saves(config, iteration) + len(there), 1000)
     for number in range(highest, 0, -1):

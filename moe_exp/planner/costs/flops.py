@@ -1,4 +1,6 @@
-"""Floating-point operations of an iteration: of the model, of the hardware that computes parts twice, and by published formulas."""
+"""Floating-point operations of an iteration: of the model, of the hardware that computes parts twice, and by
+published formulas.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +8,18 @@ from moe_exp.config import Config
 
 
 def flops_per_iteration(config: Config, batch_size: int | None = None) -> int:
-    """Floating-point operations of the model in one iteration, forward and backward, over all ranks: what TFLOP/s and MFU count.
+    """Floating-point operations of the model in one iteration, forward and backward, over all ranks: what
+    TFLOP/s and MFU count.
 
-    Megatron-LM's `num_floating_point_operations` of late 2024, term by term, with B samples of S tokens, L layers, width h,
-    n heads of size d in g groups, and V rows of vocabulary:
+    Megatron-LM's `num_floating_point_operations` of late 2024, term by term, with B samples of S tokens, L
+    layers, width h, n heads of size d in g groups, and V rows of vocabulary:
 
         12*B*S*L*h^2 * ((1 + g/n + S/h) * n*d/h + topk*ffn/h * (3/2 if gated) + V/(2*L*h))
 
-    Two operations a multiply-add, and a backward pass of twice the forward one: 6 for every weight that a token meets.
-    Attention counts all S^2 scores though half of them are masked; norms, softmax, router and recompute count nothing. Ours
-    differs where Megatron's one formula takes every layer alike: first dense layers count as dense ones.
+    Two operations a multiply-add, and a backward pass of twice the forward one: 6 for every weight that a
+    token meets. Attention counts all S^2 scores though half of them are masked; norms, softmax, router and
+    recompute count nothing. Ours differs where Megatron's one formula takes every layer alike: first dense
+    layers count as dense ones.
 
     Args:
         config: the settings.
@@ -25,12 +29,14 @@ def flops_per_iteration(config: Config, batch_size: int | None = None) -> int:
 
 
 def hardware_flops_per_iteration(config: Config, batch_size: int | None = None) -> int:
-    """What the ranks compute in one iteration: the model's operations, and those of the forward pass that RECOMPUTE repeats.
+    """What the ranks compute in one iteration: the model's operations, and those of the forward pass that
+    RECOMPUTE repeats.
 
-    `full` repeats all layers, so that they count 8 for every weight that a token meets, and the output layer 6 (Narayanan et al.
-    2021, see `narayanan_flops`). `selective` repeats the MoE layers, `moe_act` no product; both repeat scores and weighted values in
-    a dense model (Korthikanti et al. 2022, arXiv:2205.05198, section 5). What a fused attention kernel computes again in its backward
-    pass is not counted.
+    `full` repeats all layers, so that they count 8 for every weight that a token meets, and the output layer
+    6 (Narayanan et al. 2021, see `narayanan_flops`). `selective` repeats the MoE layers, `moe_act` no
+    product; both repeat scores and weighted values in a dense model (Korthikanti et al. 2022,
+    arXiv:2205.05198, section 5). What a fused attention kernel computes again in its backward pass is not
+    counted.
 
     Args:
         config: the settings.
@@ -50,17 +56,28 @@ def _repeated(config: Config) -> int:
     return sum(config.moe_layers) * _moe(config) if config.recompute == "selective" else 0
 
 
-def narayanan_flops(*, batch_size: int, seq_len: int, num_layers: int, hidden_size: int, vocab_size: int, recompute: bool = True) -> int:
-    """Operations of an iteration of a GPT of 2020: as many key heads as query heads, MLP of four times the width, no gate, no MoE.
+def narayanan_flops(
+    *,
+    batch_size: int,
+    seq_len: int,
+    num_layers: int,
+    hidden_size: int,
+    vocab_size: int,
+    recompute: bool = True,
+) -> int:
+    """Operations of an iteration of a GPT of 2020: as many key heads as query heads, MLP of four times the
+    width, no gate, no MoE.
 
-    Narayanan et al. 2021, arXiv:2104.04473, equation 3, with B samples of s tokens, l layers, width h and V rows of vocabulary:
+    Narayanan et al. 2021, arXiv:2104.04473, equation 3, with B samples of s tokens, l layers, width h and V
+    rows of vocabulary:
 
         96*B*s*l*h^2 * (1 + s/(6*h) + V/(16*l*h))
 
-    with full activation recomputation, which is part of the count: 4 passes of 2 operations a multiply-add, of which the output layer
-    has 3. Without it 72*B*s*l*h^2 * (1 + s/(6*h) + V/(12*l*h)). The first one, divided by 10^12, the seconds of an iteration and the
-    number of GPUs, is what the logs of Megatron-DeepSpeed mean by TFLOPs: 70 layers of width 14336, 250880 rows, 2048 samples of 2048
-    tokens in 141.94 s on 288 GPUs are 147.29.
+    with full activation recomputation, which is part of the count: 4 passes of 2 operations a multiply-add,
+    of which the output layer has 3. Without it 72*B*s*l*h^2 * (1 + s/(6*h) + V/(12*l*h)). The first one,
+    divided by 10^12, the seconds of an iteration and the number of GPUs, is what the logs of
+    Megatron-DeepSpeed mean by TFLOPs: 70 layers of width 14336, 250880 rows, 2048 samples of 2048 tokens in
+    141.94 s on 288 GPUs are 147.29.
     """
     passes = 4 if recompute else 3
     tokens = batch_size * seq_len
@@ -97,7 +114,9 @@ def _latent_projections(config: Config) -> int:
     hidden, latent, value = config.hidden_size, config.kv_lora_rank, config.num_heads * config.v_head_dim
     query = config.num_heads * config.kv_channels
     projected = config.q_lora_rank * (hidden + query) if config.q_lora_rank else hidden * query
-    projected += hidden * (latent + config.qk_pos_emb_head_dim) + latent * (config.num_heads * config.qk_head_dim + value)
+    projected += hidden * (latent + config.qk_pos_emb_head_dim) + latent * (
+        config.num_heads * config.qk_head_dim + value
+    )
     return projected + value * hidden
 
 

@@ -1,7 +1,8 @@
 """What is planned: the settings of a run, and what costs depend on beside them. No torch.
 
-A job is made from settings of this package (`Job.of`), or from a row of measured runs (`measured.py`), which other programs made:
-there weights were tied, layers had biases, and Megatron-DeepSpeed's ZeRO-1 kept the optimizer.
+A job is made from settings of this package (`Job.of`), or from a row of measured runs (`measured.py`), which
+other programs made: there weights were tied, layers had biases, and Megatron-DeepSpeed's ZeRO-1 kept the
+optimizer.
 """
 
 from __future__ import annotations
@@ -25,14 +26,18 @@ class Job:
     Attributes:
         config: the settings.
         stage_layers: layers of every pipeline stage; a stage may have none.
-        precision: compute type; bf16_fp32grad is bf16 with gradients kept and reduced in fp32, as this package does.
-        sharding: where the optimizer's state is: on every rank, by DeepSpeed's ZeRO-1, or by Megatron's distributed optimizer.
+        precision: compute type; bf16_fp32grad is bf16 with gradients kept and reduced in fp32, as this
+            package does.
+        sharding: where the optimizer's state is: on every rank, by DeepSpeed's ZeRO-1, or by Megatron's
+            distributed optimizer.
         sequence_parallel: whether tensor parallel ranks share what lies between the products of a layer.
         fused_attention: whether scores are never written to memory (flash attention).
         learned_positions: whether the embedding has a row for every position.
-        software: what a measured run ran on, where its rows tell: constants may depend on it. Empty: this package.
-        measured_by: what a memory figure means: `nvidia-smi` has context, NCCL buffers and fragmentation in it, `allocated` is the
-            largest that torch's allocator gave out, `rss` the largest resident size of a process on a CPU.
+        software: what a measured run ran on, where its rows tell: constants may depend on it. Empty: this
+            package.
+        measured_by: what a memory figure means: `nvidia-smi` has context, NCCL buffers and fragmentation in
+            it, `allocated` is the largest that torch's allocator gave out, `rss` the largest resident size of
+            a process on a CPU.
     """
 
     config: Config

@@ -19,9 +19,12 @@ _LOGIT_BYTES = (12, 18)  # per token and row of the vocabulary: fp32 logits, max
 # Bytes per weight and micro-batch for adding a gradient to those before it.
 _ACCUMULATION_BYTES = {"fp16": 8, "bf16": 8, "fp32": 12, "bf16_fp32grad": 16}
 _FUSED_ACCUMULATION_BYTES = 8  # fp32 sums, added to by the product itself
-# Flash attention leaves out the masked half, computes the scores anew for gradients, and reaches less than a plain product does.
+# Flash attention leaves out the masked half, computes the scores anew for gradients, and reaches less than a
+# plain product does.
 _FLASH_FORWARD, _FLASH_BACKWARD = 0.5 * 1.3, 0.5 * 1.3 * 2.5
-_LOOPED_EXPERT = 0.125  # share of layer_seconds for each expert of a loop: 0.1 ms, from the reference runs with and without grouped GEMM
+# share of layer_seconds for each expert of a loop: 0.1 ms, from the reference runs with and without grouped
+# GEMM
+_LOOPED_EXPERT = 0.125
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,9 @@ def layer_times(job: Job, device: Device, constants: TimeConstants) -> LayerTime
     common += device.moved(_shared_rows(job, tokens) * config.hidden_size, _RESIDUAL_BYTES)
     moe_part = activation = Pass(0, 0)
     if config.use_moe:
-        activation = device.moved(_slots(job, tokens) * config.expert_ffn_size / config.etp, _ACTIVATION_BYTES)
+        activation = device.moved(
+            _slots(job, tokens) * config.expert_ffn_size / config.etp, _ACTIVATION_BYTES
+        )
         moe_part = activation + _moe(job, device, tokens, constants)
     return LayerTimes(
         dense=common + _mlp(job, device, tokens, config.ffn_hidden_size / config.tp),
@@ -73,7 +78,9 @@ def _shared_rows(job: Job, tokens: float) -> float:
 
 
 def _slots(job: Job, tokens: float) -> float:
-    """Slots (a token's use of an expert) that a rank's experts get when all are used alike, or what their capacity is padded to."""
+    """Slots (a token's use of an expert) that a rank's experts get when all are used alike, or what their
+    capacity is padded to.
+    """
     config = job.config
     factor, rows = config.expert_capacity_factor, _shared_rows(job, tokens)
     if factor is not None and config.pad_to_capacity:
@@ -82,10 +89,14 @@ def _slots(job: Job, tokens: float) -> float:
 
 
 def _linear(job: Job, device: Device, rows: float, columns: float, depth: float, count: float = 1) -> Pass:
-    """A layer's product [rows, depth] x [depth, columns], its gradients, and the weight's gradient added to the sum."""
+    """A layer's product [rows, depth] x [depth, columns], its gradients, and the weight's gradient added to
+    the sum.
+    """
     fused = job.sharding == "distributed" and not device.is_cpu
     num_bytes = _FUSED_ACCUMULATION_BYTES if fused else _ACCUMULATION_BYTES[job.precision]
-    return device.linear(rows, columns, depth, count) + Pass(0, columns * depth * count * num_bytes / device.bandwidth)
+    return device.linear(rows, columns, depth, count) + Pass(
+        0, columns * depth * count * num_bytes / device.bandwidth
+    )
 
 
 def _attention(job: Job, device: Device, tokens: float) -> Pass:
@@ -110,7 +121,10 @@ def _projections(config: Config, width: float, heads: float) -> list[tuple[float
     if not config.multi_latent_attention:
         return [(width + 2 * config.num_query_groups * config.kv_channels / config.tp, config.hidden_size)]
     latent = config.kv_lora_rank
-    down_up = [(latent + config.qk_pos_emb_head_dim, config.hidden_size), (heads * (config.qk_head_dim + config.v_head_dim), latent)]
+    down_up = [
+        (latent + config.qk_pos_emb_head_dim, config.hidden_size),
+        (heads * (config.qk_head_dim + config.v_head_dim), latent),
+    ]
     if config.q_lora_rank:
         return [*down_up, (config.q_lora_rank, config.hidden_size), (width, config.q_lora_rank)]
     return [*down_up, (width, config.hidden_size)]
@@ -128,8 +142,12 @@ def _moe(job: Job, device: Device, tokens: float, constants: TimeConstants) -> P
     rows, slots, local = _shared_rows(job, tokens), _slots(job, tokens), config.num_experts / config.ep
     ffn, hidden = config.expert_ffn_size / config.etp, config.hidden_size
     total = device.linear(rows, config.num_experts, hidden) + device.moved(slots * hidden, _SLOT_BYTES)
-    total += _linear(job, device, slots / local, ways * ffn, hidden, local) + _linear(job, device, slots / local, hidden, ffn, local)
+    total += _linear(job, device, slots / local, ways * ffn, hidden, local) + _linear(
+        job, device, slots / local, hidden, ffn, local
+    )
     if config.shared_expert_size:
         total += _mlp(job, device, tokens, config.shared_expert_size / config.tp)
-    starts = constants.layer_seconds * (1 + (_LOOPED_EXPERT * local if config.expert_backend == "loop" else 0))
+    starts = constants.layer_seconds * (
+        1 + (_LOOPED_EXPERT * local if config.expert_backend == "loop" else 0)
+    )
     return total + Pass(starts, 2 * starts)

@@ -8,9 +8,10 @@
     sgd, SGD_MOMENTUM=0                  4             0                     4       / 0
     muon, DISTRIBUTED_OPTIMIZER=false    4             4                     8       / 4
 
-fp32 weights need no main copy: they are the weights that are trained. 8-bit moments have an fp32 scale for every block of 256
-values (Dettmers et al. 2022, arXiv:2110.02861, section 2; the block of bitsandbytes). Muon keeps one moment of matrices; embedding and
-output layer, which it leaves to Adam, have `embedding_moment_bytes` more a parameter, and norms are taken for matrices.
+fp32 weights need no main copy: they are the weights that are trained. 8-bit moments have an fp32 scale for
+every block of 256 values (Dettmers et al. 2022, arXiv:2110.02861, section 2; the block of bitsandbytes). Muon
+keeps one moment of matrices; embedding and output layer, which it leaves to Adam, have
+`embedding_moment_bytes` more a parameter, and norms are taken for matrices.
 """
 
 from __future__ import annotations
@@ -51,5 +52,7 @@ def moment_bytes(config: Config) -> float:
 
 
 def embedding_moment_bytes(config: Config) -> int:
-    """Bytes per parameter of embedding and output layer on top of `moment_bytes`: their second moment, where Muon leaves them to Adam."""
+    """Bytes per parameter of embedding and output layer on top of `moment_bytes`: their second moment, where
+    Muon leaves them to Adam.
+    """
     return 4 if config.optimizer == "muon" else 0

@@ -9,9 +9,11 @@ from functools import cache
 from moe_exp.planner.costs.constants import TimeConstants
 from moe_exp.planner.hardware import Hardware
 
-# Output tiles of the products of large matrices on NVIDIA GPUs (NVIDIA, Matrix Multiplication Background User's Guide).
+# Output tiles of the products of large matrices on NVIDIA GPUs (NVIDIA, Matrix Multiplication Background
+# User's Guide).
 _TILES = ((128, 256), (256, 128))
-_ALIGNMENT = 8  # elements of 2 bytes: rows of a multiple of 16 bytes are what the matrix units read at full speed
+# elements of 2 bytes: rows of a multiple of 16 bytes are what the matrix units read at full speed
+_ALIGNMENT = 8
 
 
 @cache
@@ -51,12 +53,15 @@ class Device:
         self.unaligned = 1.0 if self.is_cpu else constants.unaligned_v100 if volta else constants.unaligned
         self.num_bytes = 4 if dtype == "fp32" else 2
 
-    def product(self, m: float, n: float, k: float, count: float = 1, *, sums_over_rows: bool = False) -> float:
+    def product(
+        self, m: float, n: float, k: float, count: float = 1, *, sums_over_rows: bool = False
+    ) -> float:
         """Seconds of `count` products [m, k] x [k, n].
 
-        On a GPU with U multiprocessors the output is cut into tiles, which run in waves of U: a wave that is not full takes as long
-        as one that is. Short inner dimensions do not fill the pipelines: k / (k + half_depth). Where k counts rows, as in the gradient
-        of a weight (`sums_over_rows`), both inputs lie in memory along m and n: any number of tokens will do.
+        On a GPU with U multiprocessors the output is cut into tiles, which run in waves of U: a wave that is
+        not full takes as long as one that is. Short inner dimensions do not fill the pipelines: k / (k +
+        half_depth). Where k counts rows, as in the gradient of a weight (`sums_over_rows`), both inputs lie
+        in memory along m and n: any number of tokens will do.
         """
         work = m * n * count if self.is_cpu else _in_waves(m, n, count, self.num_units)
         seconds = 2 * work * k / self.flops * (k + self.half_depth) / k
@@ -65,7 +70,10 @@ class Device:
 
     def linear(self, m: float, n: float, k: float, count: float = 1) -> Pass:
         """A product with gradients by both of its inputs: [m, n] x [n, k] and [n, m] x [m, k]."""
-        return Pass(self.product(m, n, k, count), self.product(m, k, n, count) + self.product(k, n, m, count, sums_over_rows=True))
+        return Pass(
+            self.product(m, n, k, count),
+            self.product(m, k, n, count) + self.product(k, n, m, count, sums_over_rows=True),
+        )
 
     def moved(self, elements: float, num_bytes: tuple[float, float]) -> Pass:
         """Reading and writing so many bytes per element; figures are of 2-byte types."""

@@ -1,8 +1,9 @@
 """Seconds of an iteration: products, collectives, pipeline bubble, optimizer. No torch.
 
-A micro-batch costs stage i the time t_i. With m micro-batches an iteration of the 1F1B schedule takes sum(t) + (m - 1) * max(t); with V
-model chunks per rank the part that fills and empties the pipeline shrinks to 1/V (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
-What data parallel ranks exchange comes after it, but for what the backward pass of the last micro-batch hides.
+A micro-batch costs stage i the time t_i. With m micro-batches an iteration of the 1F1B schedule takes sum(t)
++ (m - 1) * max(t); with V model chunks per rank the part that fills and empties the pipeline shrinks to 1/V
+(Narayanan et al. 2021, arXiv:2104.04473, section 2.2). What data parallel ranks exchange comes after it, but
+for what the backward pass of the last micro-batch hides.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ from moe_exp.planner.hardware import Hardware
 
 __all__ = ["IterationTime", "TimeConstants", "time_of"]
 
-# Bytes that the optimizer's step moves: per parameter (norm of the gradients, new weights), and per parameter whose state is here.
+# Bytes that the optimizer's step moves: per parameter (norm of the gradients, new weights), and per parameter
+# whose state is here.
 _STEP_BYTES, _STATE_BYTES = 8, 40
-_FIRST_BUCKET = 0.1  # share of the gradients that nothing hides, even where reduce and gather overlap: the last bucket to be ready
+# share of the gradients that nothing hides, even where reduce and gather overlap: the last bucket to be ready
+_FIRST_BUCKET = 0.1
 
 
 @dataclass(frozen=True)
 class IterationTime:
-    """Seconds of one iteration by where they go; they add up to `total`. Those of stages are means over the pipeline.
+    """Seconds of one iteration by where they go; they add up to `total`. Those of stages are means over the
+    pipeline.
 
     Attributes:
         compute: products and what is bound by memory, forward, recompute and backward.
@@ -61,7 +65,10 @@ class IterationTime:
     @property
     def bound(self) -> str:
         """The largest part beside compute where it takes more than a tenth of the time, else compute."""
-        name, seconds = max(((name, value) for name, value in self.parts().items() if name != "compute"), key=lambda part: part[1])
+        name, seconds = max(
+            ((name, value) for name, value in self.parts().items() if name != "compute"),
+            key=lambda part: part[1],
+        )
         return name if seconds > self.total / 10 else "compute"
 
 
@@ -75,7 +82,9 @@ class _Layer:
     expert: float
 
 
-def time_of(job: Job, hardware: Hardware, constants: TimeConstants, *, batch_size: int | None = None) -> IterationTime:
+def time_of(
+    job: Job, hardware: Hardware, constants: TimeConstants, *, batch_size: int | None = None
+) -> IterationTime:
     """Time of an iteration.
 
     Args:
@@ -156,8 +165,11 @@ def _layer(job: Job, times: LayerTimes, hardware: Hardware, constants: TimeConst
     compute = one.forward + one.backward + again.get(config.recompute, 0.0)
     forwards = 2 if config.recompute == "full" else 1
     of_experts = 2 if config.recompute in ("full", "selective") else 1
-    # Routed experts take the tokens of a tensor parallel rank as they are; attention, an MLP and a shared expert gather them.
-    gathers = (1 + forwards) + ((1 + of_experts) * bool(config.shared_expert_size) if is_moe else 1 + forwards)
+    # Routed experts take the tokens of a tensor parallel rank as they are; attention, an MLP and a shared
+    # expert gather them.
+    gathers = (1 + forwards) + (
+        (1 + of_experts) * bool(config.shared_expert_size) if is_moe else 1 + forwards
+    )
     exchanges = 2 * (1 + of_experts) if is_moe else 0
     return _Layer(
         compute=compute,
@@ -172,7 +184,9 @@ def _rows_bytes(config: Config) -> float:
 
 
 def _gathered(job: Job, hardware: Hardware, constants: TimeConstants) -> float:
-    """An all-reduce of a micro-batch's activations, or the all-gather and reduce-scatter that stand for it with sequence parallelism."""
+    """An all-reduce of a micro-batch's activations, or the all-gather and reduce-scatter that stand for it
+    with sequence parallelism.
+    """
     group = Group(job.config.tp, 1, hardware, job.config.gpus_per_node)
     return group.all_reduce(_rows_bytes(job.config), constants.tensor_bandwidth)
 
@@ -187,10 +201,11 @@ def _context(job: Job, hardware: Hardware, constants: TimeConstants) -> float:
 
 
 def _exchange(job: Job, hardware: Hardware, constants: TimeConstants) -> float:
-    """A micro-batch's tokens on their way to the experts, or back, with the gather over expert tensor parallel ranks.
+    """A micro-batch's tokens on their way to the experts, or back, with the gather over expert tensor
+    parallel ranks.
 
-    An all-to-all sends a token once for each of its experts, DeepEP once to each node (and there over NVLink to each rank), the
-    all-gather to every rank.
+    An all-to-all sends a token once for each of its experts, DeepEP once to each node (and there over NVLink
+    to each rank), the all-gather to every rank.
     """
     config = job.config
     if config.ep * config.etp == 1:
@@ -202,16 +217,22 @@ def _exchange(job: Job, hardware: Hardware, constants: TimeConstants) -> float:
     if config.dispatcher == "allgather":
         among_slices = Group(config.etp, 1, hardware, config.gpus_per_node).reduce_scatter
         gathered = tokens * config.ep
-        return experts.reduce_scatter(gathered, share) + among_slices(gathered * config.etp, constants.tensor_bandwidth)
+        return experts.reduce_scatter(gathered, share) + among_slices(
+            gathered * config.etp, constants.tensor_bandwidth
+        )
     to_nodes = tokens * _nodes_of_token(config, experts.num_nodes) if config.dispatcher == "deepep" else None
     seconds = experts.all_to_all(slots, share, to_nodes=to_nodes)
     if job.software == "2024-10":
         seconds += constants.exchange_seconds_2024 * (config.ep - 1)
-    return seconds + Group(config.etp, 1, hardware, config.gpus_per_node).reduce_scatter(slots * config.etp, constants.tensor_bandwidth)
+    return seconds + Group(config.etp, 1, hardware, config.gpus_per_node).reduce_scatter(
+        slots * config.etp, constants.tensor_bandwidth
+    )
 
 
 def _nodes_of_token(config: Config, num_nodes: float) -> float:
-    """Nodes that hold a token's experts: N * (1 - (1 - 1/N)^TOPK) when all are chosen alike, fewer where the router limits groups."""
+    """Nodes that hold a token's experts: N * (1 - (1 - 1/N)^TOPK) when all are chosen alike, fewer where the
+    router limits groups.
+    """
     nodes = num_nodes * (1 - (1 - 1 / num_nodes) ** config.topk)
     if config.num_router_groups:
         nodes = min(nodes, config.router_group_topk * max(1.0, num_nodes / config.num_router_groups))
@@ -232,17 +253,28 @@ def _message(job: Job, hardware: Hardware, constants: TimeConstants) -> float:
 def _overlaps(job: Job, hardware: Hardware) -> bool:
     """Whether gradients are reduced, and weights gathered, while the device computes."""
     overlap = job.config.overlap
-    return job.sharding == "distributed" and (overlap == "true" or (overlap == "auto" and not hardware.is_cpu))
+    return job.sharding == "distributed" and (
+        overlap == "true" or (overlap == "auto" and not hardware.is_cpu)
+    )
 
 
-def _data_parallel(job: Job, hardware: Hardware, constants: TimeConstants, rank: RankParameters, hidden: float) -> float:
-    """Reduce and gather of dense and expert parameters, less `hidden` seconds that the passes of a micro-batch hide."""
+def _data_parallel(
+    job: Job, hardware: Hardware, constants: TimeConstants, rank: RankParameters, hidden: float
+) -> float:
+    """Reduce and gather of dense and expert parameters, less `hidden` seconds that the passes of a
+    micro-batch hide.
+    """
     config = job.config
     ranks_of_stage = config.world_size // config.pp
     gradient = 4 if job.precision in ("bf16_fp32grad", "fp32") else 2
     weight = 4 if job.precision == "fp32" else 2
-    # The distributed optimizer reduces to the rank that owns a part; ZeRO-1 of 2022 and a plain optimizer reduce to all.
-    num_bytes = gradient + weight if job.sharding == "distributed" else 2 * gradient + (weight if job.sharding == "zero1" else 0)
+    # The distributed optimizer reduces to the rank that owns a part; ZeRO-1 of 2022 and a plain optimizer
+    # reduce to all.
+    num_bytes = (
+        gradient + weight
+        if job.sharding == "distributed"
+        else 2 * gradient + (weight if job.sharding == "zero1" else 0)
+    )
     total = 0.0
     for parameters, model_ranks in ((rank.dense, config.tp), (rank.expert, config.etp * config.ep)):
         size = ranks_of_stage // model_ranks
@@ -259,20 +291,25 @@ def _optimizer(job: Job, device: Device, rank: RankParameters) -> float:
     ranks_of_stage = config.world_size // config.pp
     owned: float = rank.total
     if job.sharding != "none":
-        owned = rank.dense / max(1, ranks_of_stage // config.tp) + rank.expert / max(1, ranks_of_stage // (config.etp * config.ep))
+        owned = rank.dense / max(1, ranks_of_stage // config.tp) + rank.expert / max(
+            1, ranks_of_stage // (config.etp * config.ep)
+        )
     return (rank.total * _STEP_BYTES + owned * _STATE_BYTES) / device.bandwidth
 
 
 # Seconds of Muon's step: the products that orthogonalize every matrix (`moe_exp.engine.muon`).
 #
-# Five steps of Newton and Schulz on an [r, c] matrix, r <= c: x x^T, its square, their sum times x; or 5 * (4*r^2*c + 2*r^3) operations in
-# fp32. A rank does them for whole matrices, though tensor parallel ranks have a part each, and data parallel ranks all do the same.
+# Five steps of Newton and Schulz on an [r, c] matrix, r <= c: x x^T, its square, their sum times x; or 5 *
+# (4*r^2*c + 2*r^3) operations in fp32. A rank does them for whole matrices, though tensor parallel ranks have
+# a part each, and data parallel ranks all do the same.
 
 
 _NUM_STEPS = 5
 
 
-def muon_seconds(config: Config, hardware: Hardware, constants: TimeConstants, layers: list[tuple[int, int]]) -> float:
+def muon_seconds(
+    config: Config, hardware: Hardware, constants: TimeConstants, layers: list[tuple[int, int]]
+) -> float:
     """Seconds of the slowest stage's products; 0 with another optimizer.
 
     Args:
@@ -284,7 +321,10 @@ def muon_seconds(config: Config, hardware: Hardware, constants: TimeConstants, l
     if config.optimizer != "muon":
         return 0.0
     device = Device(hardware, "fp32", constants, num_processes=config.gpus_per_node)
-    dense, moe = (_seconds(device, _attention(config) + mlp) for mlp in (_mlp(config, config.ffn_hidden_size), _experts(config)))
+    dense, moe = (
+        _seconds(device, _attention(config) + mlp)
+        for mlp in (_mlp(config, config.ffn_hidden_size), _experts(config))
+    )
     return max(num_dense * dense + num_moe * moe for num_dense, num_moe in layers)
 
 
@@ -294,7 +334,9 @@ def _seconds(device: Device, shapes: list[tuple[int, int, int]]) -> float:
     for rows, columns, count in shapes:
         short, long = min(rows, columns), max(rows, columns)
         gram = device.product(short, short, long, count)
-        total += _NUM_STEPS * (gram + device.product(short, short, short, count) + device.product(short, long, short, count))
+        total += _NUM_STEPS * (
+            gram + device.product(short, short, short, count) + device.product(short, long, short, count)
+        )
     return total
 
 
@@ -307,15 +349,26 @@ def _mlp(config: Config, ffn: int, count: int = 1) -> list[tuple[int, int, int]]
 def _experts(config: Config) -> list[tuple[int, int, int]]:
     if not config.use_moe:
         return []
-    return _mlp(config, config.expert_ffn_size, config.num_experts // config.ep) + _mlp(config, config.shared_expert_size)
+    return _mlp(config, config.expert_ffn_size, config.num_experts // config.ep) + _mlp(
+        config, config.shared_expert_size
+    )
 
 
 def _attention(config: Config) -> list[tuple[int, int, int]]:
-    """Queries, keys and values are one matrix, those of multi-latent attention one for each projection (arXiv:2405.04434)."""
+    """Queries, keys and values are one matrix, those of multi-latent attention one for each projection
+    (arXiv:2405.04434).
+    """
     hidden, query = config.hidden_size, config.num_heads * config.kv_channels
     if not config.multi_latent_attention:
         return [(query + 2 * config.num_query_groups * config.kv_channels, hidden, 1), (hidden, query, 1)]
     latent, value = config.kv_lora_rank, config.num_heads * config.v_head_dim
-    down_up = [(latent + config.qk_pos_emb_head_dim, hidden, 1), (config.num_heads * config.qk_head_dim + value, latent, 1)]
-    queries = [(config.q_lora_rank, hidden, 1), (query, config.q_lora_rank, 1)] if config.q_lora_rank else [(query, hidden, 1)]
+    down_up = [
+        (latent + config.qk_pos_emb_head_dim, hidden, 1),
+        (config.num_heads * config.qk_head_dim + value, latent, 1),
+    ]
+    queries = (
+        [(config.q_lora_rank, hidden, 1), (query, config.q_lora_rank, 1)]
+        if config.q_lora_rank
+        else [(query, hidden, 1)]
+    )
     return [*down_up, *queries, (hidden, value, 1)]

@@ -1,7 +1,8 @@
 """Seconds of collectives and messages between ranks. No torch.
 
-Ranks of a job are numbered as Megatron numbers them: tensor parallel ranks next to each other, then context, (expert,) data and pipeline
-parallel ones. A group whose ranks span no more than a node uses the node's links, else the network.
+Ranks of a job are numbered as Megatron numbers them: tensor parallel ranks next to each other, then context,
+(expert,) data and pipeline parallel ones. A group whose ranks span no more than a node uses the node's links,
+else the network.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class Group:
 
     @property
     def bytes_per_second(self) -> float:
-        """What a rank sends in a ring. All groups of a node share its network, a ring that has several ranks there passes it once."""
+        """What a rank sends in a ring. All groups of a node share its network, a ring that has several ranks
+        there passes it once.
+        """
         if self.in_node:
             return self.hardware.node_bytes_per_second
         return min(self.hardware.node_bytes_per_second, self._network_bytes_per_second * self._in_one_node)
@@ -53,10 +56,14 @@ class Group:
         return self.hardware.node_latency_seconds if self.in_node else self.hardware.network_latency_seconds
 
     def reduce_scatter(self, num_bytes: float, share: float) -> float:
-        """Seconds of a reduce-scatter or an all-gather of `num_bytes` in all, where `share` of the bandwidth is reached."""
+        """Seconds of a reduce-scatter or an all-gather of `num_bytes` in all, where `share` of the bandwidth
+        is reached.
+        """
         if self.size == 1:
             return 0.0
-        return (self.size - 1) / self.size * num_bytes / (self.bytes_per_second * share) + self.latency_seconds
+        return (self.size - 1) / self.size * num_bytes / (
+            self.bytes_per_second * share
+        ) + self.latency_seconds
 
     def all_reduce(self, num_bytes: float, share: float) -> float:
         """Seconds of an all-reduce: a reduce-scatter and an all-gather."""
@@ -73,7 +80,8 @@ class Group:
         Args:
             num_bytes: with what a rank keeps for itself.
             share: of the bandwidth that is reached.
-            to_nodes: bytes to all nodes, its own included, where what several ranks of one need goes there once; None: num_bytes.
+            to_nodes: bytes to all nodes, its own included, where what several ranks of one need goes there
+                once; None: num_bytes.
         """
         if self.size == 1:
             return 0.0

@@ -1,7 +1,9 @@
-"""Fits the free constants to measured runs: robust loss, priors, leave-one-out errors. No torch; scipy only inside functions.
+"""Fits the free constants to measured runs: robust loss, priors, leave-one-out errors. No torch; scipy only
+inside functions.
 
-The constants x are logarithms in units of their spread, 0 at their prior. What is minimized is the sum over runs of
-soft-L1(ln(predicted / measured) / 2%), which does not let a few odd rows bend the rest, and of x^2 for what was expected before.
+The constants x are logarithms in units of their spread, 0 at their prior. What is minimized is the sum over
+runs of soft-L1(ln(predicted / measured) / 2%), which does not let a few odd rows bend the rest, and of x^2
+for what was expected before.
 """
 
 from __future__ import annotations
@@ -63,8 +65,9 @@ class Fit(Generic[T]):
 def fit(kind: type[T], runs: Sequence[MeasuredRun], log_ratio: LogRatio[T], prior: T | None = None) -> Fit[T]:
     """The constants under which predictions are nearest to what was measured.
 
-    Left-out errors take one Gauss-Newton step from the fit to all rows to that without the row: for a fit so near to linear that is
-    the fit itself (`tests/planner/fit/test_calibration.py` compares), and costs no further evaluation.
+    Left-out errors take one Gauss-Newton step from the fit to all rows to that without the row: for a fit so
+    near to linear that is the fit itself (`tests/planner/fit/test_calibration.py` compares), and costs no
+    further evaluation.
 
     Args:
         kind: dataclass of constants, see `constants.constant`.
@@ -78,13 +81,18 @@ def fit(kind: type[T], runs: Sequence[MeasuredRun], log_ratio: LogRatio[T], prio
     from scipy.optimize import least_squares
 
     # Robust by hand: least_squares would make the priors robust, too.
-    solution = least_squares(lambda x: [_robust(log_ratio(run, space.constants(x))) for run in runs] + list(x), [0.0] * space.size)
+    solution = least_squares(
+        lambda x: [_robust(log_ratio(run, space.constants(x))) for run in runs] + list(x), [0.0] * space.size
+    )
     values = space.constants(solution.x)
     without = _steps_without_each(solution.jac, solution.fun, len(runs))
     return Fit(
         values,
         {run.row_id: math.expm1(log_ratio(run, values)) for run in runs},
-        {run.row_id: math.expm1(log_ratio(run, space.constants(solution.x + step))) for run, step in zip(runs, without, strict=True)},
+        {
+            run.row_id: math.expm1(log_ratio(run, space.constants(solution.x + step)))
+            for run, step in zip(runs, without, strict=True)
+        },
     )
 
 
@@ -94,14 +102,19 @@ class _Space(Generic[T]):
     def __init__(self, kind: type[T], prior: T | None):
         self._kind = kind
         self._scales = {
-            field.name: (math.log(getattr(prior, field.name) if prior else field.metadata["prior"]), field.metadata["spread"])
+            field.name: (
+                math.log(getattr(prior, field.name) if prior else field.metadata["prior"]),
+                field.metadata["spread"],
+            )
             for field in fields(kind)  # type: ignore[arg-type]
         }
         self.size = len(self._scales)
 
     def constants(self, x: Iterable[float]) -> T:
         pairs = zip(self._scales.items(), x, strict=True)
-        return self._kind(**{name: math.exp(center + spread * value) for (name, (center, spread)), value in pairs})
+        return self._kind(
+            **{name: math.exp(center + spread * value) for (name, (center, spread)), value in pairs}
+        )
 
 
 def _robust(log_ratio: float) -> float:
@@ -131,7 +144,9 @@ class Calibration:
     @property
     def constants(self) -> Constants:
         """What predictions are made with."""
-        return Constants(self.memory.constants, self.time.constants, self.memory.bound, self.time.bound, self.hardware)
+        return Constants(
+            self.memory.constants, self.time.constants, self.memory.bound, self.time.bound, self.hardware
+        )
 
 
 def calibrate(runs: Sequence[MeasuredRun], prior: Constants | None = None) -> Calibration:
@@ -139,14 +154,18 @@ def calibrate(runs: Sequence[MeasuredRun], prior: Constants | None = None) -> Ca
 
     Args:
         runs: see `measured.read_runs`.
-        prior: constants to start from, for instance those of the package where there are few rows of a new device.
+        prior: constants to start from, for instance those of the package where there are few rows of a new
+            device.
 
     Raises:
         ValueError: there is nothing to fit to.
     """
     with_memory, with_time = [run for run in runs if run.memory_gib], [run for run in runs if run.seconds]
     if not with_memory and not with_time:
-        raise ValueError("RUNS: no row has a measured mem_gb or sec_per_it that can be trusted. Fix: fill one of these columns in.")
+        raise ValueError(
+            "RUNS: no row has a measured mem_gb or sec_per_it that can be trusted. Fix: fill one of these"
+            " columns in."
+        )
     return Calibration(
         memory=fit(MemoryConstants, with_memory, log_memory_ratio, prior.memory if prior else None),
         time=fit(TimeConstants, with_time, log_time_ratio, prior.time if prior else None),
@@ -158,21 +177,31 @@ _FAR, _POOR = 3.0, 0.15
 
 
 def doubts(calibration: Calibration) -> Iterator[str]:
-    """What speaks against a fit: errors that are large, and constants further from what was expected than three times their spread."""
+    """What speaks against a fit: errors that are large, and constants further from what was expected than
+    three times their spread.
+    """
     for name, part in (("memory", calibration.memory), ("time", calibration.time)):
         errors = [abs(error) for error in part.errors.values()]
         if errors and (mean := sum(errors) / len(errors)) > _POOR:
-            yield f"{name}: predictions are {mean:.0%} off on average; look at the columns of the rows that are furthest off"
+            yield (
+                f"{name}: predictions are {mean:.0%} off on average; look at the columns of the rows that are"
+                " furthest off"
+            )
         for field in fields(part.constants):
             value, prior = getattr(part.constants, field.name), field.metadata["prior"]
             if abs(math.log(value / prior)) > _FAR * field.metadata["spread"]:
-                yield f"{field.name}={value:.3g} is far from the {prior:.3g} expected: {field.metadata['meaning']}"
+                yield (
+                    f"{field.name}={value:.3g} is far from the {prior:.3g} expected:"
+                    f" {field.metadata['meaning']}"
+                )
 
 
 def profile_text(calibration: Calibration, source: Path) -> str:
     """What `prediction.load_constants` reads."""
     constants = calibration.constants
-    summary = {name: _summary(part) for name, part in (("memory", calibration.memory), ("time", calibration.time))}
+    summary = {
+        name: _summary(part) for name, part in (("memory", calibration.memory), ("time", calibration.time))
+    }
     content = {
         "source": source.name,
         "hardware": list(constants.hardware),
@@ -206,7 +235,8 @@ COLUMNS = ("row_id", "mem_gb", "sec_per_it", "oom")
 
 
 def predicted_csv(rows: Sequence[Mapping[str, str]], constants: Constants) -> str:
-    """A line for every row, in their order. Without a batch size there is no time; without a number of GPUs they are TP*PP.
+    """A line for every row, in their order. Without a batch size there is no time; without a number of GPUs
+    they are TP*PP.
 
     Args:
         rows: of `measured.read_rows`; columns of results may be absent or empty.

@@ -1,8 +1,9 @@
 """Measured runs from a CSV: what each ran as a `Job`, and what was measured. No torch.
 
-Columns as in `profiles/measured_runs.csv`; those of results (mem_gb, oom, sec_per_it) and of trust (use_mem, use_time, quirk) may be
-absent or empty. Memory is in GiB, time in seconds per iteration. A column that is called as a setting of docs/settings.md, in lower case
-(`moe_ffn_hidden_size`, `etp`, `cp`, `vpp`), is that setting; empty: what the other columns say. `row_of_job` writes such rows.
+Columns as in `profiles/measured_runs.csv`; those of results (mem_gb, oom, sec_per_it) and of trust (use_mem,
+use_time, quirk) may be absent or empty. Memory is in GiB, time in seconds per iteration. A column that is
+called as a setting of docs/settings.md, in lower case (`moe_ffn_hidden_size`, `etp`, `cp`, `vpp`), is that
+setting; empty: what the other columns say. `row_of_job` writes such rows.
 """
 
 from __future__ import annotations
@@ -24,11 +25,20 @@ from moe_exp.planner.hardware import PROFILES, Hardware, load_hardware
 GIBIBYTE = 2**30
 MEASURED_RUNS = PROFILES / "measured_runs.csv"
 # What a prediction cannot do without. Column to whether 0 is a size, too.
-_SIZES = {"layers": False, "hidden": False, "heads": False, "seq": False, "vocab": False, "tp": False, "pp": False}
+_SIZES = {
+    "layers": False,
+    "hidden": False,
+    "heads": False,
+    "seq": False,
+    "vocab": False,
+    "tp": False,
+    "pp": False,
+}
 _REQUIRED = ("row_id", "gpu", *_SIZES)
 _OTHER_NUMBERS = {
-    "gpus_per_node": False, "nodes": False, "n_gpus": False, "ffn": False, "kv_groups": False, "dp": False, "mbs": False, "gbs": False,
-    "swiglu": True, "experts": True, "topk": True, "ep": True, "pp_balanced_embedding": True, "mem_gb": True, "sec_per_it": True,
+    "gpus_per_node": False, "nodes": False, "n_gpus": False, "ffn": False, "kv_groups": False, "dp": False,
+    "mbs": False, "gbs": False, "swiglu": True, "experts": True, "topk": True, "ep": True,
+    "pp_balanced_embedding": True, "mem_gb": True, "sec_per_it": True,
 }  # fmt: skip
 _MEASURED = ("mem_gb", "sec_per_it")
 _LARGEST = 10**7  # of any number: more are a slip, and as many stages or layers would not fit in memory
@@ -42,20 +52,39 @@ _WORDS = {
     "recompute": ("none", "moe_act", "selective", "full"),
 }
 # Settings that stand in columns of other names, or in columns with rules of their own.
-_IN_COLUMNS = {"num_layers", "hidden_size", "num_heads", "num_experts", "seq_len", "vocab_size", "mbsz", "gbsz", "distributed_optimizer",
-               "gpus_per_node", "nnodes", "dtype", "tp", "pp", "ep", "topk", "recompute"}  # fmt: skip
+_IN_COLUMNS = {
+    "num_layers",
+    "hidden_size",
+    "num_heads",
+    "num_experts",
+    "seq_len",
+    "vocab_size",
+    "mbsz",
+    "gbsz",
+    "distributed_optimizer",
+    "gpus_per_node",
+    "nnodes",
+    "dtype",
+    "tp",
+    "pp",
+    "ep",
+    "topk",
+    "recompute",
+}
 # Settings that no cost depends on: where and how a run is started, how it learns, its data, what it writes.
 FREE = {
-    "preset", "master_addr", "master_port", "node_rank", "threads_per_rank", "norm_epsilon", "rotary_base", "init_std", "init_distribution",
-    "upcycle_from", "upcycle_granularity", "aux_loss_coeff", "lr", "min_lr", "lr_decay_style", "train_iters", "warmup_iters", "decay_iters",
-    "wsd_decay_iters", "rampup_batch_size", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "seed", "train_data",
-    "valid_data", "split", "data_order", "allow_other_data", "num_workers", "tokenizer", "data_dir", "run_dir", "run_name", "load_dir",
-    "allow_other_model", "save_interval", "save_at_end", "async_save", "keep_last", "keep_every", "keep_best", "verify_checkpoint",
-    "exit_interval", "log_interval", "log_timers", "eval_interval", "eval_iters", "wandb_project", "wandb_mode",
-    "preflight", "preflight_timeout", "preflight_slow",
+    "preset", "master_addr", "master_port", "node_rank", "threads_per_rank", "norm_epsilon", "rotary_base",
+    "init_std", "init_distribution", "upcycle_from", "upcycle_granularity", "aux_loss_coeff", "lr", "min_lr",
+    "lr_decay_style", "train_iters", "warmup_iters", "decay_iters", "wsd_decay_iters", "rampup_batch_size",
+    "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "seed", "train_data", "valid_data",
+    "split", "data_order", "allow_other_data", "num_workers", "tokenizer", "data_dir", "run_dir", "run_name",
+    "load_dir", "allow_other_model", "save_interval", "save_at_end", "async_save", "keep_last", "keep_every",
+    "keep_best", "verify_checkpoint", "exit_interval", "log_interval", "log_timers", "eval_interval",
+    "eval_iters", "wandb_project", "wandb_mode", "preflight", "preflight_timeout", "preflight_slow",
     "hang_timeout", "hang_timeout_other", "trace_calls_from", "trace_calls_mb", "trace_calls_in",
 }  # fmt: skip
-# Backend of the experts in rows of GPUs that do not name one: grouped GEMMs with all that lies between them kept.
+# Backend of the experts in rows of GPUs that do not name one: grouped GEMMs with all that lies between them
+# kept.
 _UNFUSED = "torch"
 _AS_SETTINGS = [name for name in Config.model_fields if name not in _IN_COLUMNS]
 
@@ -102,10 +131,17 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{path}: is no CSV in UTF-8 ({error}). Fix: save it as one.") from None
     if absent := [name for name in _REQUIRED if name not in columns]:
-        raise ValueError(f"{path}: has no column {', '.join(absent)}. Fix: name the columns as {MEASURED_RUNS.name} of the package does.")
+        raise ValueError(
+            f"{path}: has no column {', '.join(absent)}. Fix: name the columns as {MEASURED_RUNS.name} of the"
+            " package does."
+        )
     if not rows:
         raise ValueError(f"{path}: has no rows. Fix: give one line per run after the names of the columns.")
-    problems = [line for number, row in enumerate(rows, start=2) for line in _problems(row, f"{path}, row {row['row_id'] or number}")]
+    problems = [
+        line
+        for number, row in enumerate(rows, start=2)
+        for line in _problems(row, f"{path}, row {row['row_id'] or number}")
+    ]
     problems += _repeated(rows, path)
     if problems:
         raise ValueError("\n".join(problems))
@@ -116,7 +152,10 @@ def _repeated(rows: list[dict[str, str]], path: Path) -> Iterator[str]:
     seen: set[str] = set()
     for row in rows:
         if row["row_id"] in seen:
-            yield f"{path}, row {row['row_id']}, column row_id: stands there twice. Fix: give every row its own name."
+            yield (
+                f"{path}, row {row['row_id']}, column row_id: stands there twice. Fix: give every row its own"
+                " name."
+            )
         seen.add(row["row_id"])
 
 
@@ -129,10 +168,17 @@ def _problems(row: Mapping[str, Any], where: str) -> Iterator[str]:
         if row.get(name) and not _is_number(row[name], zero, whole=name not in _MEASURED):
             kind = "number" if name in _MEASURED else "whole number"
             rule = f"{'0 or more' if zero else 'more than 0'}, at most {_LARGEST:.0e}"
-            yield f"{where}, column {name}={row[name]}: must be a {kind}, {rule}. Fix: mend the cell, or leave it empty if it may be."
+            yield (
+                f"{where}, column {name}={row[name]}: must be a {kind}, {rule}. Fix: mend the cell, or leave"
+                " it empty if it may be."
+            )
     sizes = {name: row.get(name) or "" for name in ("hidden", "heads")}
-    if all(_is_number(text, False, whole=True) for text in sizes.values()) and int(sizes["heads"]) > int(sizes["hidden"]):
-        yield f"{where}, column heads={row['heads']}: is more than hidden={row['hidden']}. Fix: mend the cell."
+    if all(_is_number(text, False, whole=True) for text in sizes.values()) and int(sizes["heads"]) > int(
+        sizes["hidden"]
+    ):
+        yield (
+            f"{where}, column heads={row['heads']}: is more than hidden={row['hidden']}. Fix: mend the cell."
+        )
     for name in _FLAGS:
         if row.get(name) not in (None, "", "0", "1"):
             yield f"{where}, column {name}={row[name]}: must be 0 or 1. Fix: mend the cell."
@@ -186,7 +232,9 @@ def run_of_row(row: Mapping[str, str]) -> MeasuredRun:
 
 
 def job_of_row(row: Mapping[str, str]) -> Job:
-    """What a row ran: with a plain 0 or 1 as zero_stage Megatron-DeepSpeed of 2021 and 2022, else Megatron-Core."""
+    """What a row ran: with a plain 0 or 1 as zero_stage Megatron-DeepSpeed of 2021 and 2022, else
+    Megatron-Core.
+    """
     of_deepspeed = row.get("zero_stage") in ("0", "1")
     config = Config.model_construct(None, **_settings(row, of_deepspeed))
     balanced = row.get("pp_balanced_embedding") == "1"
@@ -203,7 +251,9 @@ def job_of_row(row: Mapping[str, str]) -> Job:
         fused_attention=not of_deepspeed,
         learned_positions=of_deepspeed,
         software=(row.get("era") or "").partition(":")[0],
-        measured_by=_MEASURED_BY.get(row.get("mem_kind") or "", "nvidia-smi" if of_deepspeed else "allocated"),
+        measured_by=_MEASURED_BY.get(
+            row.get("mem_kind") or "", "nvidia-smi" if of_deepspeed else "allocated"
+        ),
     )
 
 
@@ -226,9 +276,10 @@ def row_of_job(job: Job, gpu: str) -> dict[str, str]:
     row: dict[str, object] = {
         "gpu": gpu, "gpus_per_node": c.gpus_per_node, "nodes": c.nnodes, "n_gpus": c.world_size,
         "layers": c.num_layers, "hidden": c.hidden_size, "heads": c.num_heads, "ffn": c.ffn_hidden_size,
-        "kv_groups": c.num_query_groups, "swiglu": int(c.activation == "swiglu"), "experts": c.num_experts if c.use_moe else 0,
-        "topk": c.topk, "ep": c.ep, "seq": c.seq_len, "vocab": c.vocab_size, "tp": c.tp, "pp": c.pp, "dp": c.data_parallel_size or "",
-        "mbs": c.mbsz, "gbs": c.gbsz, "zero_stage": _OF_MEGATRON[c.distributed_optimizer], "precision": job.precision,
+        "kv_groups": c.num_query_groups, "swiglu": int(c.activation == "swiglu"),
+        "experts": c.num_experts if c.use_moe else 0, "topk": c.topk, "ep": c.ep, "seq": c.seq_len,
+        "vocab": c.vocab_size, "tp": c.tp, "pp": c.pp, "dp": c.data_parallel_size or "", "mbs": c.mbsz,
+        "gbs": c.gbsz, "zero_stage": _OF_MEGATRON[c.distributed_optimizer], "precision": job.precision,
         "pp_balanced_embedding": 0, "recompute": c.recompute, "mem_kind": job.measured_by, "cp": c.cp,
     }  # fmt: skip
     texts = {name: str(value) for name, value in row.items()}
@@ -256,7 +307,9 @@ def contradictions(rows: Sequence[Mapping[str, str]], path: Path) -> Iterator[st
     """Lines on rows that `read_rows` took from `path`, but that cannot be right as they stand."""
     known = {*MEASURED_RUNS.read_text().partition("\n")[0].split(","), *_AS_SETTINGS}
     for name in rows[0]:
-        if near := difflib.get_close_matches(name, known - {name}, n=1, cutoff=0.8) if name not in known else []:
+        if near := (
+            difflib.get_close_matches(name, known - {name}, n=1, cutoff=0.8) if name not in known else []
+        ):
             yield f"{path}, column {name}: is not read; did you mean {near[0]}?"
     for row in rows:
         if row.get("use_mem") == row.get("use_time") == "0":
@@ -275,7 +328,8 @@ def contradictions(rows: Sequence[Mapping[str, str]], path: Path) -> Iterator[st
 
 
 def _stage_layers(num_layers: int, num_stages: int, *, balanced: bool, of_deepspeed: bool) -> list[int]:
-    """DeepSpeed without balanced ends fills its stages from the first: 78 layers over 12 are eleven times 7, and 1.
+    """DeepSpeed without balanced ends fills its stages from the first: 78 layers over 12 are eleven times 7,
+    and 1.
 
     With more stages than layers every stage has one thing, the first one the embedding.
     """
@@ -329,7 +383,8 @@ def _settings(row: Mapping[str, str], of_deepspeed: bool) -> dict[str, Any]:
         "dtype": (row.get("precision") or "bf16").partition("_")[0],
     }
     if experts > 1 and not _is_cpu(row["gpu"]):
-        settings["expert_backend"] = _UNFUSED  # other programs' runs, and those of before there was anything else
+        # other programs' runs, and those of before there was anything else
+        settings["expert_backend"] = _UNFUSED
     if of_deepspeed:
         settings |= {"normalization": "LayerNorm", "add_bias_linear": True, "tie_embeddings": True}
     return settings | {name: _setting(name, row[name])[0] for name in _AS_SETTINGS if row.get(name)}

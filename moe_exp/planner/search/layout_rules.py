@@ -1,8 +1,9 @@
 """Which layouts a search tries and which of them cannot be. No torch.
 
-A layout is a Config with its layout settings filled in, so the rules are those of training itself: `checks.check_config` is asked, level by
-level (tensor and context parallel, pipeline, experts, micro-batch), with what is decided further down left at 1. What one level refuses
-stands for all layouts below it: millions are counted, hundreds are looked at.
+A layout is a Config with its layout settings filled in, so the rules are those of training itself:
+`checks.check_config` is asked, level by level (tensor and context parallel, pipeline, experts, micro-batch),
+with what is decided further down left at 1. What one level refuses stands for all layouts below it: millions
+are counted, hundreds are looked at.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ SPLIT_SETTINGS = ("first_stage_layers", "last_stage_layers", "pipeline_layers")
 LAYOUT_SETTINGS = ("tp", "pp", *SPLIT_SETTINGS, "vpp", "ep", "etp", "cp", "mbsz", "recompute")
 RECOMPUTE = ("none", "moe_act", "selective", "full")  # from the fastest to the smallest
 _ONE: dict[str, Any] = {
-    **dict.fromkeys(("tp", "pp", "ep", "etp", "cp", "mbsz"), 1), **dict.fromkeys(("first_stage_layers", "last_stage_layers"), 0),
-    "pipeline_layers": "", "vpp": None, "recompute": "none",
+    **dict.fromkeys(("tp", "pp", "ep", "etp", "cp", "mbsz"), 1),
+    **dict.fromkeys(("first_stage_layers", "last_stage_layers"), 0), "pipeline_layers": "", "vpp": None,
+    "recompute": "none",
 }  # fmt: skip
 # A rank with fewer tokens of a sequence has little to compute and much to send.
 _MIN_TOKENS_PER_CP_RANK = 8192
 _LARGEST_MICROBATCH, _LARGEST_VPP = 64, 8
-# In layers that its output layer is worth: with fewer, counting it as one would be further from the truth than not counting it.
+# In layers that its output layer is worth: with fewer, counting it as one would be further from the truth
+# than not counting it.
 _LARGE_VOCABULARY = 0.5
 OUT_OF_MEMORY = "out of memory"
 NOT_NEEDED = "recomputes more than the memory asks for"
@@ -79,17 +82,33 @@ class Space:
             "tp": [size for size in range(1, per_node + 1) if per_node % size == 0],
             "pp": [size for size in range(1, min(config.num_layers, world) + 1) if world % size == 0],
             "vpp": [None, *range(2, _LARGEST_VPP + 1)],
-            "ep": [size for size in range(1, min(config.num_experts, world) + 1) if config.num_experts % size == 0]
-            if config.use_moe
-            else [1],
-            "cp": [size for size in _powers_of_two(world) if size == 1 or config.seq_len // size >= _MIN_TOKENS_PER_CP_RANK],
+            "ep": (
+                [
+                    size
+                    for size in range(1, min(config.num_experts, world) + 1)
+                    if config.num_experts % size == 0
+                ]
+                if config.use_moe
+                else [1]
+            ),
+            "cp": [
+                size
+                for size in _powers_of_two(world)
+                if size == 1 or config.seq_len // size >= _MIN_TOKENS_PER_CP_RANK
+            ],
             "mbsz": _powers_of_two(min(config.gbsz, _LARGEST_MICROBATCH)),
             "recompute": ("none", "selective", "full"),
         } | {name: values for name, values in fixed.items() if name not in ("etp", *SPLIT_SETTINGS)}
-        ascending: dict[str, tuple[Any, ...]] = {name: tuple(sorted(set(v), key=_order)) for name, v in chosen.items()}
+        ascending: dict[str, tuple[Any, ...]] = {
+            name: tuple(sorted(set(v), key=_order)) for name, v in chosen.items()
+        }
         etp = tuple(sorted(set(fixed["etp"]))) if "etp" in fixed else None if config.use_moe else (1,)
         splits = {name: fixed[name] for name in SPLIT_SETTINGS if name in fixed}
-        stages = tuple(dict(zip(splits, values, strict=True)) for values in product(*splits.values())) if splits else None
+        stages = (
+            tuple(dict(zip(splits, values, strict=True)) for values in product(*splits.values()))
+            if splits
+            else None
+        )
         return cls(**ascending, etp=etp, stages=stages)
 
     def etps(self, tp: int) -> tuple[int, ...]:
@@ -108,7 +127,8 @@ def _order(value: Any) -> int:
 
 @dataclass(frozen=True)
 class Family:
-    """Layouts that differ in experts' parallelism, micro-batch, model chunks and recompute alone; every combination is allowed.
+    """Layouts that differ in experts' parallelism, micro-batch, model chunks and recompute alone; every
+    combination is allowed.
 
     Attributes:
         config: the settings, those four left at 1.
@@ -135,14 +155,21 @@ def model_problems(config: Config) -> list[str]:
 
 
 def layout_problems(config: Config) -> list[str]:
-    """Lines on all that is wrong with one layout: the checks of training, and what a search asks for beside them."""
+    """Lines on all that is wrong with one layout: the checks of training, and what a search asks for beside
+    them.
+    """
     return [*check_config(config), *_over_nodes(config)]
 
 
 def _over_nodes(config: Config) -> Iterator[str]:
     if config.nnodes > 1 and config.gpus_per_node % config.tp:
-        rule = f"would reach over nodes of GPUS_PER_NODE={config.gpus_per_node}, every layer would wait for the network"
-        sizes = ", ".join(str(size) for size in range(1, config.gpus_per_node + 1) if config.gpus_per_node % size == 0)
+        rule = (
+            f"would reach over nodes of GPUS_PER_NODE={config.gpus_per_node}, every layer would wait for the"
+            " network"
+        )
+        sizes = ", ".join(
+            str(size) for size in range(1, config.gpus_per_node + 1) if config.gpus_per_node % size == 0
+        )
         yield problem("tp", config.tp, rule, f"set TP to one of {sizes}")
 
 
@@ -191,7 +218,10 @@ def _family(config: Config, space: Space, rejected: Counter[str]) -> Family:
     experts = []
     for ep, etp in product(space.ep, space.etps(config.tp)):
         # Any name counts here: dispatchers and grouped products have rules about EP and ETP, too.
-        if reason := _reason(config.model_copy(update={"ep": ep, "etp": etp} | _any_batch(config)), "the experts cannot be split so"):
+        if reason := _reason(
+            config.model_copy(update={"ep": ep, "etp": etp} | _any_batch(config)),
+            "the experts cannot be split so",
+        ):
             rejected[reason] += per_expert
         else:
             experts.append((ep, etp))
@@ -205,7 +235,9 @@ def _family(config: Config, space: Space, rejected: Counter[str]) -> Family:
             ep, etp = experts[0]
             if _chunks_do_not_fit(config, vpp, mbsz):
                 rejected[_REASONS["vpp"]] += weight
-            elif reason := _reason(config.model_copy(update={"mbsz": mbsz, "vpp": vpp, "ep": ep, "etp": etp})):
+            elif reason := _reason(
+                config.model_copy(update={"mbsz": mbsz, "vpp": vpp, "ep": ep, "etp": etp})
+            ):
                 rejected[reason] += weight
             else:
                 sizes.append(mbsz)
@@ -215,15 +247,18 @@ def _family(config: Config, space: Space, rejected: Counter[str]) -> Family:
 def _chunks_do_not_fit(config: Config, vpp: int | None, mbsz: int) -> bool:
     """What check_config says of VPP, for the many that fail."""
     return vpp is not None and (
-        config.pp == 1 or any(n % vpp for n in config.stage_layers) or bool(config.num_microbatches // mbsz % config.pp)
+        config.pp == 1
+        or any(n % vpp for n in config.stage_layers)
+        or bool(config.num_microbatches // mbsz % config.pp)
     )
 
 
 def stage_splits(config: Config, num_stages: int) -> tuple[dict[str, Any], ...]:
     """Ways to deal out the layers that are worth a try, as settings; no settings are even stages.
 
-    Where the vocabulary is large the embedding and the output layer count as a layer each: 106 layers over 12 stages are 8, ten times 9,
-    and 8. Where the output layer costs as much as several layers, the last stage has as many fewer.
+    Where the vocabulary is large the embedding and the output layer count as a layer each: 106 layers over 12
+    stages are 8, ten times 9, and 8. Where the output layer costs as much as several layers, the last stage
+    has as many fewer.
     """
     if num_stages == 1:
         return ({},)
@@ -238,7 +273,9 @@ def stage_splits(config: Config, num_stages: int) -> tuple[dict[str, Any], ...]:
 
 
 def vocabulary_weight(config: Config) -> float:
-    """How many layers the output layer's product is worth: its weights by those that a token meets in a layer."""
+    """How many layers the output layer's product is worth: its weights by those that a token meets in a
+    layer.
+    """
     count = count_parameters(config)
     tables = 1 if config.tie_embeddings else 2
     layer = (count.active_per_token - count.embedding) / config.num_layers

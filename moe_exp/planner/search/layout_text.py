@@ -12,7 +12,8 @@ from moe_exp.planner.search.layout_rules import LAYOUT_SETTINGS
 
 T = TypeVar("T")
 _RECOMPUTE = get_args(Config.model_fields["recompute"].annotation)
-_STAGE = r"\d{1,4}(\*[1-9]\d{0,3})?"  # numbers of four digits, as the setting has them: a slip must not become a list of millions
+# numbers of four digits, as the setting has them: a slip must not become a list of millions
+_STAGE = r"\d{1,4}(\*[1-9]\d{0,3})?"
 _STAGES = rf"{_STAGE}(,{_STAGE})*"
 _SYNONYMS = {"mbs": "mbsz", "micro_batch_size": "mbsz"}
 _MOST_TOKENS = 10**18  # a million times the largest corpora
@@ -55,7 +56,12 @@ def _pairs(text: str) -> Iterator[tuple[str, str]]:
         if not equals or name not in (*LAYOUT_SETTINGS, "dp"):
             known = ", ".join(setting.upper() for setting in LAYOUT_SETTINGS)
             problems.append(
-                problem("explain", part, "is not one of the settings of a layout with its value", f"write TP=4,PP=12; there are {known}")
+                problem(
+                    "explain",
+                    part,
+                    "is not one of the settings of a layout with its value",
+                    f"write TP=4,PP=12; there are {known}",
+                )
             )
         yield name, value.strip()
     if problems:
@@ -89,14 +95,23 @@ def _value(name: str, text: str) -> Any:
         return text
     if name == "pipeline_layers":
         if not re.fullmatch(_STAGES, text):
-            raise ValueError(problem(name, text, "must be the layers of every stage", "give for instance 8,9*10,8"))
+            raise ValueError(
+                problem(name, text, "must be the layers of every stage", "give for instance 8,9*10,8")
+            )
         return text
     if name == "vpp" and text.lower() == "none":
         return None
     smallest = 0 if name.endswith("_stage_layers") else 1
     if not text.isdecimal() or int(text) < smallest:
         words = "a whole number of at least" if name != "vpp" else "none, or a whole number of at least"
-        raise ValueError(problem(name, text, f"must be {words} {smallest}", f"give for instance {name.upper()}={max(2, smallest)}"))
+        raise ValueError(
+            problem(
+                name,
+                text,
+                f"must be {words} {smallest}",
+                f"give for instance {name.upper()}={max(2, smallest)}",
+            )
+        )
     return int(text)
 
 
@@ -136,7 +151,9 @@ def _price(text: str) -> float:
     except ValueError:
         price = -1.0
     if not 0 <= price < float("inf"):
-        raise ValueError(problem("price", text, "must be a number of at least 0", "give the price of a GPU-hour"))
+        raise ValueError(
+            problem("price", text, "must be a number of at least 0", "give the price of a GPU-hour")
+        )
     return price
 
 
@@ -148,13 +165,19 @@ def world_of(num_gpus: int, gpus_per_node: int) -> dict[str, int]:
     """
     if num_gpus < 1 or gpus_per_node < 1:
         name, value = ("gpus", num_gpus) if num_gpus < 1 else ("gpus_per_node", gpus_per_node)
-        raise ValueError(problem(name, value, "must be a whole number of at least 1", "give the number of GPUs"))
+        raise ValueError(
+            problem(name, value, "must be a whole number of at least 1", "give the number of GPUs")
+        )
     if num_gpus < gpus_per_node:
         return {"nnodes": 1, "gpus_per_node": num_gpus}
     if num_gpus % gpus_per_node:
         below = num_gpus // gpus_per_node * gpus_per_node
         rule = f"are not whole nodes of GPUS_PER_NODE={gpus_per_node}"
-        raise ValueError(problem("gpus", num_gpus, rule, f"give {below} or {below + gpus_per_node}, or another GPUS_PER_NODE"))
+        raise ValueError(
+            problem(
+                "gpus", num_gpus, rule, f"give {below} or {below + gpus_per_node}, or another GPUS_PER_NODE"
+            )
+        )
     return {"nnodes": num_gpus // gpus_per_node, "gpus_per_node": gpus_per_node}
 
 
@@ -168,10 +191,12 @@ _ALWAYS = (*LAYOUT_SETTINGS, "nnodes", "gpus_per_node", "gbsz")
 
 
 def exported_settings(config: Config, defaults: Config) -> Iterator[tuple[str, str]]:
-    """Environment variables with which `moe-exp train` runs a layout: all of the layout, and whatever else differs from the preset.
+    """Environment variables with which `moe-exp train` runs a layout: all of the layout, and whatever else
+    differs from the preset.
 
-    The one place that knows how a layout is told to training. What belongs to one node or host is left out. A layout setting that is
-    empty is among them: it takes the place of what an earlier layout left in the environment.
+    The one place that knows how a layout is told to training. What belongs to one node or host is left out. A
+    layout setting that is empty is among them: it takes the place of what an earlier layout left in the
+    environment.
 
     Args:
         config: the settings with the layout.
@@ -183,11 +208,17 @@ def exported_settings(config: Config, defaults: Config) -> Iterator[tuple[str, s
     yield "PRESET", config.preset
     for name in type(config).model_fields:
         value = getattr(config, name)
-        if name in _OF_THE_HOST or name == "preset" or (name not in _ALWAYS and value == getattr(defaults, name)):
+        if (
+            name in _OF_THE_HOST
+            or name == "preset"
+            or (name not in _ALWAYS and value == getattr(defaults, name))
+        ):
             continue
         if value == "" and getattr(defaults, name):
             rule = f"an empty variable would leave what PRESET={config.preset} has"
-            raise ValueError(problem(name, "", rule, f"leave the preset's, and train with --{name.replace('_', '-')}="))
+            raise ValueError(
+                problem(name, "", rule, f"leave the preset's, and train with --{name.replace('_', '-')}=")
+            )
         yield name.upper(), setting_text(value)
 
 

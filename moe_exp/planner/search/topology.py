@@ -1,7 +1,8 @@
 """The layout that trains a model fastest on given GPUs. No torch.
 
-Memory decides what may be timed, and it only grows with the micro-batch and with model chunks, and only shrinks with recompute. So for each
-way of splitting the model micro-batches are gone through from the smallest, each with the least recompute that fits: more would be slower.
+Memory decides what may be timed, and it only grows with the micro-batch and with model chunks, and only
+shrinks with recompute. So for each way of splitting the model micro-batches are gone through from the
+smallest, each with the least recompute that fits: more would be slower.
 """
 
 from __future__ import annotations
@@ -15,10 +16,20 @@ from moe_exp.config import Config, ConfigError
 from moe_exp.planner.costs.job import Job
 from moe_exp.planner.hardware import Hardware
 from moe_exp.planner.prediction import Constants, Prediction, load_constants, predict
-from moe_exp.planner.search.layout_rules import NOT_NEEDED, OUT_OF_MEMORY, TOO_SLOW, Family, Space, families, model_problems, notes
+from moe_exp.planner.search.layout_rules import (
+    NOT_NEEDED,
+    OUT_OF_MEMORY,
+    TOO_SLOW,
+    Family,
+    Space,
+    families,
+    model_problems,
+    notes,
+)
 
 RUNNER_UP = 0.02  # relative to the best: closer than predictions can tell apart
-# Layouts are left out whose layers and bubble, without gradients and optimizer, take so many times another layout's iteration.
+# Layouts are left out whose layers and bubble, without gradients and optimizer, take so many times another
+# layout's iteration.
 _HOPELESS = 1.5
 
 
@@ -48,7 +59,11 @@ class Candidate:
     def notes(self) -> list[str]:
         """What is allowed but to be known."""
         unfilled = self.config.gbsz < self.filling_batch
-        return [*notes(self.config), *["memory within the error"] * self.prediction.is_close, *["pipeline never full"] * unfilled]
+        return [
+            *notes(self.config),
+            *["memory within the error"] * self.prediction.is_close,
+            *["pipeline never full"] * unfilled,
+        ]
 
 
 @dataclass(frozen=True)
@@ -80,7 +95,11 @@ class Search:
 
 
 def search(
-    config: Config, hardware: Hardware, *, fixed: Mapping[str, Sequence[Any]] | None = None, constants: Constants | None = None
+    config: Config,
+    hardware: Hardware,
+    *,
+    fixed: Mapping[str, Sequence[Any]] | None = None,
+    constants: Constants | None = None,
 ) -> Search:
     """Ranks the layouts of a model on NNODES * GPUS_PER_NODE devices by time per iteration.
 
@@ -99,15 +118,25 @@ def search(
     work = _Evaluation(hardware, constants, space.recompute, rejected)
     for family in families(config, space, rejected):
         work.add(family)
-    ranked = sorted(work.fitting, key=lambda one: (one.seconds, len(notes(one.config)), one.config.tp * one.config.pp * one.config.cp))
+    ranked = sorted(
+        work.fitting,
+        key=lambda one: (one.seconds, len(notes(one.config)), one.config.tp * one.config.pp * one.config.cp),
+    )
     return Search(ranked, +rejected, work.smallest)  # without reasons that refused none
 
 
 class _Evaluation:
     """Memory and time of families of layouts, no more of them than it takes."""
 
-    def __init__(self, hardware: Hardware, constants: Constants, recompute: Sequence[str], rejected: Counter[str]):
-        self._hardware, self._constants, self._recompute, self._rejected = hardware, constants, recompute, rejected
+    def __init__(
+        self, hardware: Hardware, constants: Constants, recompute: Sequence[str], rejected: Counter[str]
+    ):
+        self._hardware, self._constants, self._recompute, self._rejected = (
+            hardware,
+            constants,
+            recompute,
+            rejected,
+        )
         self._least_seconds = float("inf")
         self._last_fitted = True
         self._layer_seconds: dict[tuple[int, ...], float] = {}
@@ -137,14 +166,17 @@ class _Evaluation:
             Size to the index of the first kind of recompute that fits; their number where none does.
         """
         level, num_levels, needed = 0, len(self._recompute), dict[int, int]()
-        if sizes and not self._last_fitted and not least:  # then neither will this one, most likely: what needs least says so at once
+        # then neither will this one, most likely: what needs least says so at once
+        if sizes and not self._last_fitted and not least:
             smallest = config.model_copy(update={"mbsz": sizes[0], "recompute": self._recompute[-1]})
             level = 0 if self._fitting(smallest) else num_levels
         for mbsz in sizes:
             candidate = None
             level = max(level, least.get(mbsz, 0))
             while level < num_levels and not candidate:
-                candidate = self._fitting(config.model_copy(update={"mbsz": mbsz, "recompute": self._recompute[level]}))
+                candidate = self._fitting(
+                    config.model_copy(update={"mbsz": mbsz, "recompute": self._recompute[level]})
+                )
                 level += candidate is None
             needed[mbsz] = level
             self._last_fitted = candidate is not None
@@ -168,7 +200,9 @@ class _Evaluation:
         return None
 
     def _is_hopeful(self, config: Config, mbsz: int) -> bool:
-        """Whether an iteration may be short enough, by what its layers take under any other split and the bubble of even stages."""
+        """Whether an iteration may be short enough, by what its layers take under any other split and the
+        bubble of even stages.
+        """
         layers = self._layer_seconds.get(_layers_key(config, mbsz), 0.0)
         num_chunks = config.gbsz // (mbsz * config.data_parallel_size) * (config.vpp or 1)
         return layers * (1 + (config.pp - 1) / num_chunks) <= _HOPELESS * self._least_seconds

@@ -44,7 +44,10 @@ def dry_run(comparison: Comparison) -> str:
     if comparison.options.match == "time":
         seconds = {name: value for name, value in pace.items() if value}
         if len(seconds) < len(pace):
-            return plan_text(comparison, pace, measured=False) + "\niterations are chosen when the pace of each is measured"
+            return (
+                plan_text(comparison, pace, measured=False)
+                + "\niterations are chosen when the pace of each is measured"
+            )
         comparison = comparison.paced(seconds)
     return plan_text(comparison, pace, measured=len(known) == len(pace))
 
@@ -107,7 +110,9 @@ def _run_one(comparison: Comparison, run: Run, title: str) -> Ended:
     with progress_of(lambda: _iteration(run), title, run.config.train_iters, unit="iterations"):
         code = run_to_end(run.variant.flags, run.log, timeout=timeout, environ=run_environment(), saving=True)
     if code is None:
-        return read_ended(run, status="timeout", reason=f"had not ended after --timeout {comparison.options.timeout:g} s")
+        return read_ended(
+            run, status="timeout", reason=f"had not ended after --timeout {comparison.options.timeout:g} s"
+        )
     if code not in (FINISHED, TO_BE_CONTINUED):
         status, reason = why_it_failed(run.log.read_bytes()[before:].decode(errors="replace"), code)
         return read_ended(run, status=status, reason=reason)
@@ -120,7 +125,9 @@ def _line(ended: Ended) -> str:
 
 
 def _iteration(run: Run) -> int:
-    """The latest that is logged: of the last lines alone, as this is asked every second and a file may be long."""
+    """The latest that is logged: of the last lines alone, as this is asked every second and a file may be
+    long.
+    """
     with suppress(OSError), run.folder.metrics.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
         found = [int(number) for number in _ITERATION.findall(file.read())]
@@ -136,26 +143,35 @@ def write_tables(comparison: Comparison, ended: Sequence[Ended]) -> str:
 
 
 def write_page(comparison: Comparison, runs: Sequence[Path]) -> list[str]:
-    """Writes report.html of these run folders, unless there is none; returns what to know before reading it."""
+    """Writes report.html of these run folders, unless there is none; returns what to know before reading
+    it.
+    """
     return write_report(runs, comparison.folder / PAGE, title=comparison.folder.name) if runs else []
 
 
 def _check(runs: Sequence[Run], *, settings_only: bool = False) -> None:
-    """Whether runs can start, all of them, before any does: problems of all as they are, others with the name of the run.
+    """Whether runs can start, all of them, before any does: problems of all as they are, others with the name
+    of the run.
 
     Raises:
         ConfigError: with a line for each.
     """
     found = {}
     for run in runs:
-        config = run.config.model_copy(update={"master_port": free_port()})  # every run gets a free one when it starts
+        # every run gets a free one when it starts
+        config = run.config.model_copy(update={"master_port": free_port()})
         found[run.name] = check_config(config) + ([] if settings_only else check_environment(config))
     lines: dict[str, list[str]] = {}
     for name, problems in found.items():
         for line in problems:
             lines.setdefault(line, []).append(name)
     if lines:
-        raise ConfigError([line if len(names) == len(found) else f"{', '.join(names)}: {line}" for line, names in lines.items()])
+        raise ConfigError(
+            [
+                line if len(names) == len(found) else f"{', '.join(names)}: {line}"
+                for line, names in lines.items()
+            ]
+        )
 
 
 def _check_place(comparison: Comparison) -> None:
@@ -167,7 +183,14 @@ def _check_place(comparison: Comparison) -> None:
     folder = comparison.folder
     if (folder / "config.yaml").exists() or (folder / "metrics.jsonl").exists():
         raise ConfigError(
-            [problem("run_name", folder.name, f"{folder} is the folder of a run, not of a comparison", "give another RUN_NAME")]
+            [
+                problem(
+                    "run_name",
+                    folder.name,
+                    f"{folder} is the folder of a run, not of a comparison",
+                    "give another RUN_NAME",
+                )
+            ]
         )
     first = comparison.runs()[0]
     config = first.config.model_copy(update={"run_name": ".new", "master_port": free_port()})

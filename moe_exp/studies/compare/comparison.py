@@ -24,7 +24,17 @@ from moe_exp.studies.compare.matching import MATCHES, Match, iterations_of_time,
 from moe_exp.studies.compare.variants import Variant, make_variants, reference_of
 
 # Settings that may change between two calls: what no loss depends on.
-_FREE = {"run_dir", "run_name", "master_addr", "master_port", "num_workers", "wandb_project", "wandb_mode", "keep_last", "keep_every"}
+_FREE = {
+    "run_dir",
+    "run_name",
+    "master_addr",
+    "master_port",
+    "num_workers",
+    "wandb_project",
+    "wandb_mode",
+    "keep_last",
+    "keep_every",
+}
 
 
 @dataclass(frozen=True)
@@ -60,11 +70,17 @@ class Options:
         """
         values: dict[str, Any] = dict(texts)
         problems = []
-        for name, kind, what in (("repeats", int, "a whole number"), ("seconds", float, "a number"), ("timeout", float, "a number")):
+        for name, kind, what in (
+            ("repeats", int, "a whole number"),
+            ("seconds", float, "a number"),
+            ("timeout", float, "a number"),
+        ):
             try:
                 values[name] = kind(texts[name])
             except ValueError:
-                problems.append(problem(name, texts[name], f"must be {what}", f"give {what}, or leave --{name} out"))
+                problems.append(
+                    problem(name, texts[name], f"must be {what}", f"give {what}, or leave --{name} out")
+                )
         if problems:
             raise ConfigError(problems)
         return cls(variants=tuple(variants), **values)
@@ -73,14 +89,29 @@ class Options:
         """What is wrong with them by themselves."""
         found = []
         if self.match not in MATCHES:
-            found.append(problem("match", self.match, "is nothing to match by", f"use one of {', '.join(MATCHES)}"))
+            found.append(
+                problem("match", self.match, "is nothing to match by", f"use one of {', '.join(MATCHES)}")
+            )
         if self.repeats < 1:
-            found.append(problem("repeats", self.repeats, "must be at least 1", "give the number of runs of each variant"))
+            found.append(
+                problem(
+                    "repeats", self.repeats, "must be at least 1", "give the number of runs of each variant"
+                )
+            )
         for name in ("seconds", "timeout"):
             if not 0 <= getattr(self, name) < math.inf:
-                found.append(problem(name, getattr(self, name), "must be a number from 0 on", "leave it out for none"))
+                found.append(
+                    problem(name, getattr(self, name), "must be a number from 0 on", "leave it out for none")
+                )
         if self.seconds > 0 and self.match != "time":
-            found.append(problem("seconds", self.seconds, f"is a budget of time, but --match is {self.match}", "add --match time"))
+            found.append(
+                problem(
+                    "seconds",
+                    self.seconds,
+                    f"is a budget of time, but --match is {self.match}",
+                    "add --match time",
+                )
+            )
         return found
 
 
@@ -105,7 +136,8 @@ class Comparison:
     Attributes:
         options: as asked for.
         folder: see the top of this file.
-        variants: with their sizes, in order; with `time` their TRAIN_ITERS are not chosen before the pace is known.
+        variants: with their sizes, in order; with `time` their TRAIN_ITERS are not chosen before the pace is
+            known.
     """
 
     options: Options
@@ -130,9 +162,13 @@ class Comparison:
         given = given_settings(flags, environ)
         base = load_config(given, {})
         if base.nnodes > 1:
-            raise ConfigError([problem("nnodes", base.nnodes, "runs are started on this node alone", "set NNODES=1")])
+            raise ConfigError(
+                [problem("nnodes", base.nnodes, "runs are started on this node alone", "set NNODES=1")]
+            )
         variants = match_sizes(make_variants(options.runs, options.variants, given), options.match)
-        name = base.run_name or "_".join(["compare", base.preset, options.match, *(variant.name for variant in variants)])
+        name = base.run_name or "_".join(
+            ["compare", base.preset, options.match, *(variant.name for variant in variants)]
+        )
         return cls(options, Path(base.run_dir).expanduser() / name, tuple(variants))
 
     @property
@@ -145,8 +181,12 @@ class Comparison:
         return [variant.name for variant in self.variants]
 
     def runs(self) -> list[Run]:
-        """All runs: every variant with one seed, then with the next, so that each round is a comparison by itself."""
-        return [self._run(variant, number) for number in range(self.options.repeats) for variant in self.variants]
+        """All runs: every variant with one seed, then with the next, so that each round is a comparison by
+        itself.
+        """
+        return [
+            self._run(variant, number) for number in range(self.options.repeats) for variant in self.variants
+        ]
 
     def _run(self, variant: Variant, number: int) -> Run:
         seed = variant.config.seed + number
@@ -161,20 +201,29 @@ class Comparison:
             seconds: per iteration, by the variant's name.
         """
         budget = self.options.seconds or self.reference.config.train_iters * seconds[self.reference.name]
-        chosen = [with_iterations(one, iterations_of_time(budget, seconds[one.name])) for one in self.variants]
+        chosen = [
+            with_iterations(one, iterations_of_time(budget, seconds[one.name])) for one in self.variants
+        ]
         return replace(self, variants=tuple(chosen))
 
 
 def known_pace(comparison: Comparison) -> dict[str, float]:
     """Seconds per iteration that an earlier call has measured, by the variant's name."""
-    return {name: entry["seconds_per_iteration"] for name, entry in _kept(comparison).items() if entry.get("seconds_per_iteration")}
+    return {
+        name: entry["seconds_per_iteration"]
+        for name, entry in _kept(comparison).items()
+        if entry.get("seconds_per_iteration")
+    }
 
 
 def keep(comparison: Comparison, pace: Mapping[str, float]) -> None:
     """Writes compare.json; variants of earlier calls stay in it."""
     entries = _kept(comparison)
     for variant in comparison.variants:
-        entries[variant.name] = {"settings": _settings(variant), "seconds_per_iteration": pace.get(variant.name)}
+        entries[variant.name] = {
+            "settings": _settings(variant),
+            "seconds_per_iteration": pace.get(variant.name),
+        }
     options = {"match": comparison.options.match, "seconds": comparison.options.seconds}
     write_json(comparison.folder / "compare.json", {**options, "variants": entries})
 
@@ -194,13 +243,22 @@ def compare_with_before(comparison: Comparison) -> None:
     kept = _read(path)
     fix = "set it as it was, or give another RUN_NAME"
     problems = [
-        problem(name, getattr(comparison.options, name), f"{comparison.folder} was made with {kept.get(name)}", fix)
+        problem(
+            name,
+            getattr(comparison.options, name),
+            f"{comparison.folder} was made with {kept.get(name)}",
+            fix,
+        )
         for name in ("match", "seconds")
         if kept.get(name) != getattr(comparison.options, name)
     ]
     for variant in comparison.variants:
         before = kept["variants"].get(variant.name, {}).get("settings", {})
-        changed = {name: value for name, value in _settings(variant).items() if name in before and before[name] != value}
+        changed = {
+            name: value
+            for name, value in _settings(variant).items()
+            if name in before and before[name] != value
+        }
         where = f"{comparison.folder} holds a {variant.name} with"
         problems += [problem(name, value, f"{where} {before[name]}", fix) for name, value in changed.items()]
     if problems:
@@ -223,4 +281,6 @@ def _read(path: Path) -> dict[str, Any]:
             return dict(kept)
     except (ValueError, KeyError, TypeError):
         pass
-    raise ValueError(f"{path}: cannot be read. Fix: remove it, and the comparison is made anew with what its folder holds.")
+    raise ValueError(
+        f"{path}: cannot be read. Fix: remove it, and the comparison is made anew with what its folder holds."
+    )

@@ -1,4 +1,6 @@
-"""Sizes and lengths that make models comparable: the same FLOPs or active parameters per token, or the same time. No torch."""
+"""Sizes and lengths that make models comparable: the same FLOPs or active parameters per token, or the same
+time. No torch.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,16 @@ def active_parameters(config: Config) -> float:
 
 
 def measure_of(match: Match) -> Callable[[Config], float]:
-    """What the sizes are chosen by. Models that are trained for the same time cost the same per token, too, as far as FLOPs go."""
+    """What the sizes are chosen by. Models that are trained for the same time cost the same per token, too,
+    as far as FLOPs go.
+    """
     return active_parameters if match == "active-params" else flops_per_token
 
 
 def apart(config: Config, reference: Config, match: Match) -> float:
-    """By which share of the reference's a model's FLOPs, or active parameters, per token are larger than those of the reference."""
+    """By which share of the reference's a model's FLOPs, or active parameters, per token are larger than
+    those of the reference.
+    """
     measure = measure_of(match)
     return measure(config) / measure(reference) - 1
 
@@ -73,7 +79,8 @@ def matched_width(config: Config, target: float, measure: Callable[[Config], flo
 
 
 def match_sizes(variants: Sequence[Variant], match: Match) -> list[Variant]:
-    """The variants with the MLP widths that match the reference. One that sets its width itself, or matches as it is, keeps it.
+    """The variants with the MLP widths that match the reference. One that sets its width itself, or matches
+    as it is, keeps it.
 
     Raises:
         ConfigError: a variant cannot be made that small.
@@ -90,14 +97,18 @@ def match_sizes(variants: Sequence[Variant], match: Match) -> list[Variant]:
         except ValueError as error:
             unit = "active parameters" if match == "active-params" else "FLOPs per token"
             rule = f"cannot have the {target:.4g} {unit} of {reference.name}: it {error}"
-            problems.append(problem("variant", variant.name, rule, f"set its {name.upper()} yourself, or make it smaller"))
+            problems.append(
+                problem("variant", variant.name, rule, f"set its {name.upper()} yourself, or make it smaller")
+            )
     if problems:
         raise ConfigError(problems)
     return matched
 
 
 def with_iterations(variant: Variant, iterations: int) -> Variant:
-    """The variant trained for so many iterations, its learning rate decayed over as large a part of them as before."""
+    """The variant trained for so many iterations, its learning rate decayed over as large a part of them as
+    before.
+    """
     before = variant.config
     if iterations == before.train_iters:
         return variant

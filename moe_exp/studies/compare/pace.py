@@ -52,14 +52,26 @@ def measured_pace(comparison: Comparison, known: Mapping[str, float]) -> dict[st
 
 
 def _measured_seconds(comparison: Comparison, variant: Variant) -> float:
-    folder, log = RunFolder(comparison.folder / "pace" / variant.name), comparison.folder / "logs" / f"{variant.name}.pace.log"
+    folder, log = (
+        RunFolder(comparison.folder / "pace" / variant.name),
+        comparison.folder / "logs" / f"{variant.name}.pace.log",
+    )
     wait_until_free(folder)
     shutil.rmtree(folder.path, ignore_errors=True)
     log.unlink(missing_ok=True)
     place = {"run_dir": str(folder.path.parent), "run_name": folder.path.name, "train_iters": _ITERATIONS}
-    code = run_to_end({**variant.flags, **MEASURED_ONLY, **place}, log, timeout=None, environ=run_environment())
+    code = run_to_end(
+        {**variant.flags, **MEASURED_ONLY, **place}, log, timeout=None, environ=run_environment()
+    )
     if code:
         _, reason = why_it_failed(log.read_text(encoding="utf-8", errors="replace"), code)
-        raise ValueError(f"variant={variant.name}: does not run: {reason}. Fix: see {log}, and mend or leave out the variant.")
-    records = [record for record in read_metrics(folder.metrics) if record["kind"] == "train" and record["iteration"] > _WARMUP]
+        raise ValueError(
+            f"variant={variant.name}: does not run: {reason}. Fix: see {log}, and mend or leave out the"
+            " variant."
+        )
+    records = [
+        record
+        for record in read_metrics(folder.metrics)
+        if record["kind"] == "train" and record["iteration"] > _WARMUP
+    ]
     return statistics.median(record["elapsed_time_per_iteration_ms"] for record in records) / 1e3

@@ -1,4 +1,6 @@
-"""What the runs of a comparison have come to, read from their folders as `moe-exp report` reads them. No torch."""
+"""What the runs of a comparison have come to, read from their folders as `moe-exp report` reads them. No
+torch.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,27 @@ from typing import Any, Literal
 
 import numpy as np
 
-from moe_exp.report.comparison import NATS, Overview, Parity, overview, parity, smoothed, why_not_compared, window_of
+from moe_exp.report.comparison import (
+    NATS,
+    Overview,
+    Parity,
+    overview,
+    parity,
+    smoothed,
+    why_not_compared,
+    window_of,
+)
 from moe_exp.report.run_data import Run as Recorded
 from moe_exp.report.run_data import read_run
 from moe_exp.studies.compare.comparison import Run
 
 Axis = Literal["tokens", "flops", "seconds"]
 AXES: tuple[Axis, ...] = ("tokens", "flops", "seconds")
-_KEYS: dict[Axis, str] = {"tokens": "consumed_tokens", "flops": "consumed_flops", "seconds": "training_seconds"}
+_KEYS: dict[Axis, str] = {
+    "tokens": "consumed_tokens",
+    "flops": "consumed_flops",
+    "seconds": "training_seconds",
+}
 
 
 @dataclass(frozen=True)
@@ -40,7 +55,9 @@ class Ended:
 
     @property
     def final_loss(self) -> float | None:
-        """Mean training loss of the last 5% of its tokens, nats per token; None where it has none, or is not a number any more."""
+        """Mean training loss of the last 5% of its tokens, nats per token; None where it has none, or is not
+        a number any more.
+        """
         return self.numbers.final_loss if math.isfinite(self.numbers.final_loss) else None
 
 
@@ -78,7 +95,8 @@ def losses_at_shared_end(ended: Sequence[Ended], axis: Axis) -> tuple[float, lis
         axis: on which they are compared.
 
     Returns:
-        That x, and the loss of each run, linear between records, None where it has none; None where less than two runs can be compared.
+        That x, and the loss of each run, linear between records, None where it has none; None where less than
+        two runs can be compared.
     """
     window = window_of([one.recorded for one in ended])
     curves = {}

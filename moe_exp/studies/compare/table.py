@@ -31,14 +31,19 @@ def plan_text(comparison: Comparison, seconds: Mapping[str, float | None], *, me
     head = f"{comparison.folder}: {', '.join(comparison.names)}, matched by {options.match}"
     head += f", {options.repeats} runs of each with seeds from {config.seed}" if options.repeats > 1 else ""
     rows = {**_size_rows(comparison), "iterations": [f"{one.config.train_iters:,}" for one in variants]}
-    rows["tokens"] = [_count(one.config.train_iters * one.config.gbsz * one.config.seq_len) for one in variants]
+    rows["tokens"] = [
+        _count(one.config.train_iters * one.config.gbsz * one.config.seq_len) for one in variants
+    ]
     times = [(pace := seconds.get(one.name)) and pace * one.config.train_iters for one in variants]
-    rows[f"training time, {'measured pace' if measured else 'predicted roughly'}"] = [_duration(time) for time in times]
+    rows[f"training time, {'measured pace' if measured else 'predicted roughly'}"] = [
+        _duration(time) for time in times
+    ]
     lines = [head, "", *_table(comparison.names, rows), "", *_difference_lines(variants)]
     known = [time for time in times if time]
     if len(known) == len(times):
         lines.append(
-            f"all {options.repeats * len(variants)} runs: {_duration(options.repeats * sum(known))}, and their starts and evaluations"
+            f"all {options.repeats * len(variants)} runs: {_duration(options.repeats * sum(known))}, and"
+            " their starts and evaluations"
         )
         lines += [f"times are {_percent(max(known) / min(known) - 1)} apart"] if measured else []
     return "\n".join(lines)
@@ -69,7 +74,9 @@ def _width_words(variant: Variant) -> str:
 def _difference_lines(variants: Sequence[Variant]) -> Iterator[str]:
     yield "the same for all: data and their order, seed, batch, and every setting but"
     for name, values in differences(variants).items():
-        yield f"  {name.upper()}: " + ", ".join(f"{one.name} {_shown(value)}" for one, value in zip(variants, values, strict=True))
+        yield f"  {name.upper()}: " + ", ".join(
+            f"{one.name} {_shown(value)}" for one, value in zip(variants, values, strict=True)
+        )
 
 
 def _shown(value: object) -> str:
@@ -77,7 +84,9 @@ def _shown(value: object) -> str:
 
 
 def result_text(comparison: Comparison, ended: Sequence[Ended]) -> str:
-    """The report in Markdown: sizes, losses at equal tokens, FLOPs and time, what failed, and who reaches whose loss how soon."""
+    """The report in Markdown: sizes, losses at equal tokens, FLOPs and time, what failed, and who reaches
+    whose loss how soon.
+    """
     by_name = {name: [one for one in ended if one.run.variant.name == name] for name in comparison.names}
     rows = {"status": [_statuses(runs) for runs in by_name.values()], **_size_rows(comparison)}
     for label, value, text in _RESULTS:
@@ -87,25 +96,41 @@ def result_text(comparison: Comparison, ended: Sequence[Ended]) -> str:
             losses = {one.run.name: loss for one, loss in zip(ended, found[1], strict=True)}
             row = [_spread([losses[one.run.name] for one in runs], _loss) for runs in by_name.values()]
             rows[f"loss at {_AXIS_WORDS[axis](found[0])}"] = row
-    lines = [f"# {comparison.folder.name}: matched by {comparison.options.match}", "", *_table(list(by_name), rows), ""]
+    lines = [
+        f"# {comparison.folder.name}: matched by {comparison.options.match}",
+        "",
+        *_table(list(by_name), rows),
+        "",
+    ]
     times = [one.numbers.seconds for one in ended if one.status == "finished" and one.numbers.seconds > 0]
     if comparison.options.match == "time" and len(times) > 1:
         lines.append(f"- training times came out {_percent(max(times) / min(times) - 1)} apart")
     lines += [f"- {line}" for line in _parity_lines(by_name)]
     lines += [f"- {one.run.name} {one.status}: {one.reason}" for one in ended if one.reason]
     note = (
-        "Losses are of training, nats per token: means over the last 5% of a run's tokens, where runs are compared of the shortest run's; "
-        "times are without evaluation and saves."
+        "Losses are of training, nats per token: means over the last 5% of a run's tokens, where runs are"
+        " compared of the shortest run's; times are without evaluation and saves."
     )
-    return "\n".join([*lines, "", note + (" ± is the standard deviation over seeds." if comparison.options.repeats > 1 else ""), ""])
+    return "\n".join(
+        [
+            *lines,
+            "",
+            note + (" ± is the standard deviation over seeds." if comparison.options.repeats > 1 else ""),
+            "",
+        ]
+    )
 
 
 def _parity_lines(by_name: Mapping[str, Sequence[Ended]]) -> Iterator[str]:
-    """Every two variants as the page compares them, run by run with the same seed: an MoE against a dense one, else the later one."""
+    """Every two variants as the page compares them, run by run with the same seed: an MoE against a dense
+    one, else the later one.
+    """
     for (_, earlier), (_, later) in combinations(by_name.items(), 2):
         swapped = earlier[0].run.config.use_moe and not later[0].run.config.use_moe
         pairs = zip(earlier, later, strict=True) if swapped else zip(later, earlier, strict=True)
-        found = [compared(one, two) for one, two in pairs if one.recorded.num_records and two.recorded.num_records]
+        found = [
+            compared(one, two) for one, two in pairs if one.recorded.num_records and two.recorded.num_records
+        ]
         known = [one for one in found if not one.reason]
         if len(known) > 1:
             yield _parity_of_seeds(known)
@@ -116,11 +141,13 @@ def _parity_lines(by_name: Mapping[str, Sequence[Ended]]) -> Iterator[str]:
 def _parity_of_seeds(found: Sequence[Parity]) -> str:
     """Of runs with the same two names but for their seeds."""
     shares = {what: [getattr(one, axis) for one in found] for axis, what in _SHARES.items()}
-    cost = in_words([f"{text} of {what}" for what, values in shares.items() if (text := _spread(values, _whole_percent))])
+    cost = in_words(
+        [f"{text} of {what}" for what, values in shares.items() if (text := _spread(values, _whole_percent))]
+    )
     loss = _spread([one.loss for one in found], _loss)
     return (
-        f"{found[0].run.name} against {found[0].other.name}, means of {len(found)} seeds: to the lowest loss that both reach, {loss}, "
-        f"it needed {cost}"
+        f"{found[0].run.name} against {found[0].other.name}, means of {len(found)} seeds: to the lowest loss"
+        f" that both reach, {loss}, it needed {cost}"
     )
 
 
@@ -129,7 +156,9 @@ _SHARES: dict[Axis, str] = {"flops": "the FLOPs", "seconds": "the time", "tokens
 
 def _statuses(runs: Sequence[Ended]) -> str:
     words = dict.fromkeys(one.status for one in runs)
-    return ", ".join(word if len(words) == 1 else f"{sum(one.status == word for one in runs)} {word}" for word in words)
+    return ", ".join(
+        word if len(words) == 1 else f"{sum(one.status == word for one in runs)} {word}" for word in words
+    )
 
 
 def _spread(values: Sequence[float | None], text: Callable[[float], str]) -> str:
@@ -137,14 +166,19 @@ def _spread(values: Sequence[float | None], text: Callable[[float], str]) -> str
     known = [value for value in values if value is not None and math.isfinite(value)]
     if not known:
         return ""
-    return text(statistics.fmean(known)) + (f" ± {text(statistics.stdev(known))}" if len(set(known)) > 1 else "")
+    return text(statistics.fmean(known)) + (
+        f" ± {text(statistics.stdev(known))}" if len(set(known)) > 1 else ""
+    )
 
 
 def _table(names: Sequence[str], rows: Mapping[str, Sequence[str]]) -> list[str]:
     """In columns, as people read it in a terminal, too."""
     cells = [["", *names], *([label, *values] for label, values in rows.items() if any(values))]
     widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
-    lines = ["| " + " | ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) + " |" for row in cells]
+    lines = [
+        "| " + " | ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) + " |"
+        for row in cells
+    ]
     ruler = "|" + "|".join(["-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:])]) + "|"
     return [lines[0], ruler, *lines[1:]]
 

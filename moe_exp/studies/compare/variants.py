@@ -10,23 +10,26 @@ from typing import Any
 
 from moe_exp.config import Config, ConfigError, load_config, problem
 
-# What the names of --runs stand for. CAPACITY_FACTOR may be given for the run with capacity, and a dropless one refuses it;
-# TOKEN_ROUNDING the other way round.
+# What the names of --runs stand for. CAPACITY_FACTOR may be given for the run with capacity, and a dropless
+# one refuses it; TOKEN_ROUNDING the other way round.
 KINDS: dict[str, dict[str, str]] = {
     "moe": {"use_moe": "true", "moe_type": "moe", "token_rounding": "0"},
     "dmoe": {"use_moe": "true", "moe_type": "dmoe", "capacity_factor": "0", "min_capacity": "0"},
     "dense": {"use_moe": "false"},
 }
-# Data, batch and length, without which losses say nothing about each other, and what the comparison itself sets.
+# Data, batch and length, without which losses say nothing about each other, and what the comparison itself
+# sets.
 _SAME_FOR_ALL = {
-    "train_iters", "gbsz", "seq_len", "rampup_batch_size", "train_data", "valid_data", "split", "data_order", "tokenizer", "vocab_size",
-    "seed", "data_dir", "run_dir", "run_name", "load_dir", "eval_iters", "nnodes", "node_rank", "master_addr", "master_port", "preset",
+    "train_iters", "gbsz", "seq_len", "rampup_batch_size", "train_data", "valid_data", "split", "data_order",
+    "tokenizer", "vocab_size", "seed", "data_dir", "run_dir", "run_name", "load_dir", "eval_iters", "nnodes",
+    "node_rank", "master_addr", "master_port", "preset",
 }  # fmt: skip
 # Settings that say nothing in a dense model.
 _OF_EXPERTS = (
-    "num_experts", "topk", "moe_type", "moe_ffn_hidden_size", "moe_layer_freq", "first_k_dense", "shared_expert_size", "shared_expert_gate",
-    "capacity_factor", "min_capacity", "pad_to_capacity", "drop_policy", "token_rounding", "router_score", "router_pre_softmax",
-    "router_normalize", "router_scaling_factor", "router_dtype", "router_jitter", "router_bias_update_rate", "num_router_groups",
+    "num_experts", "topk", "moe_type", "moe_ffn_hidden_size", "moe_layer_freq", "first_k_dense",
+    "shared_expert_size", "shared_expert_gate", "capacity_factor", "min_capacity", "pad_to_capacity",
+    "drop_policy", "token_rounding", "router_score", "router_pre_softmax", "router_normalize",
+    "router_scaling_factor", "router_dtype", "router_jitter", "router_bias_update_rate", "num_router_groups",
     "router_group_topk", "force_routing", "aux_loss_type", "aux_loss_coeff", "z_loss_coeff", "expert_backend",
     "routing_kernels", "dispatcher", "upcycle_from", "upcycle_granularity", "ep", "etp",
 )  # fmt: skip
@@ -67,7 +70,8 @@ def make_variants(runs: str, written: Sequence[str], given: Mapping[str, Any]) -
     """The variants of a comparison, in the order in which they are asked for.
 
     Args:
-        runs: names of KINDS with commas; empty: the kind of MoE layer that the settings ask for, and dense, unless two are `written`.
+        runs: names of KINDS with commas; empty: the kind of MoE layer that the settings ask for, and dense,
+            unless two are `written`.
         written: others, each `NAME:SETTING=VALUE,SETTING=VALUE`.
         given: settings of all, see `child_runs.given_settings`.
 
@@ -82,10 +86,15 @@ def make_variants(runs: str, written: Sequence[str], given: Mapping[str, Any]) -
         try:
             name, own = _parsed(text)
             if name in (variant.name for variant in variants):
-                raise ConfigError([problem("variant", text, "there is another of this name", "give each its own")])
+                raise ConfigError(
+                    [problem("variant", text, "there is another of this name", "give each its own")]
+                )
             variants.append(Variant.of(name, own, given))
         except ConfigError as error:
-            problems += [line if text in line or ":" not in text else f"VARIANT={text}: {line}" for line in error.problems]
+            problems += [
+                line if text in line or ":" not in text else f"VARIANT={text}: {line}"
+                for line in error.problems
+            ]
     if len(variants) < 2 and not problems:
         fix = "add another, as in --runs dmoe,dense"
         problems.append(problem("runs", ",".join([runs, *written]), "a comparison needs at least two", fix))
@@ -120,10 +129,19 @@ def _parsed(text: str) -> tuple[str, dict[str, str]]:
 def _setting_problem(text: str, key: str, field: str, equals: str) -> str:
     if not equals or field not in Config.model_fields:
         near = difflib.get_close_matches(field, list(Config.model_fields), n=1)
-        fix = f"write {near[0].upper()}, if that is meant" if near else "moe-exp train --help has all settings"
-        return problem("variant", text, f"{key or 'what follows the colon'} is not SETTING=VALUE of a setting", fix)
+        fix = (
+            f"write {near[0].upper()}, if that is meant" if near else "moe-exp train --help has all settings"
+        )
+        return problem(
+            "variant", text, f"{key or 'what follows the colon'} is not SETTING=VALUE of a setting", fix
+        )
     if field in _SAME_FOR_ALL:
-        return problem("variant", text, f"{field.upper()} is the same for all runs of a comparison", "set it for all of them")
+        return problem(
+            "variant",
+            text,
+            f"{field.upper()} is the same for all runs of a comparison",
+            "set it for all of them",
+        )
     return ""
 
 
@@ -133,10 +151,16 @@ def reference_of(variants: Sequence[Variant]) -> Variant:
 
 
 def differences(variants: Sequence[Variant]) -> dict[str, list[Any]]:
-    """Settings that are not the same in all variants, each with the value of every one; None where it says nothing in a dense model."""
+    """Settings that are not the same in all variants, each with the value of every one; None where it says
+    nothing in a dense model.
+    """
     settings = [_said(variant.config) for variant in variants]
     rows = {name: [values[name] for values in settings] for name in settings[0] if name != "run_name"}
-    return {name: values for name, values in rows.items() if len({str(value) for value in values if value is not None}) > 1}
+    return {
+        name: values
+        for name, values in rows.items()
+        if len({str(value) for value in values if value is not None}) > 1
+    }
 
 
 def _said(config: Config) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""The cases of a sweep: the cross product of its lists, each with the settings that it runs with and what speaks against it. No torch."""
+"""The cases of a sweep: the cross product of its lists, each with the settings that it runs with and what
+speaks against it. No torch.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,12 @@ class Case:
     def of(cls, flags: Mapping[str, Any], *, local: bool) -> Case:
         """The case that settings make, checked here if it is to run here."""
         config = load_config(flags, {})
-        return cls(case_name(config), {name: str(value) for name, value in flags.items()}, config, tuple(_problems(config, local)))
+        return cls(
+            case_name(config),
+            {name: str(value) for name, value in flags.items()},
+            config,
+            tuple(_problems(config, local)),
+        )
 
 
 def make_cases(given: Mapping[str, Any], settings: SweepSettings, runs: Path) -> list[Case]:
@@ -56,11 +63,22 @@ def make_cases(given: Mapping[str, Any], settings: SweepSettings, runs: Path) ->
     lists = [getattr(settings, name) or (getattr(base, setting),) for name, setting in AXES.items()]
     cases: dict[str, Case] = {}
     for values in itertools.product(*lists):
-        layout = {setting: "none" if value is None else value for setting, value in zip(AXES.values(), values, strict=True)}
+        layout = {
+            setting: "none" if value is None else value
+            for setting, value in zip(AXES.values(), values, strict=True)
+        }
         if not base.use_moe:
             layout |= {"ep": 1, "etp": 1}  # they concern no dense model
-        flags = {**given, **MEASURED_ONLY, "train_iters": settings.sweep_iters, **layout, "run_dir": str(runs)}
-        case = Case.of(flags | {"run_name": case_name(load_config(flags, {}))}, local=settings.executor == "local")
+        flags = {
+            **given,
+            **MEASURED_ONLY,
+            "train_iters": settings.sweep_iters,
+            **layout,
+            "run_dir": str(runs),
+        }
+        case = Case.of(
+            flags | {"run_name": case_name(load_config(flags, {}))}, local=settings.executor == "local"
+        )
         cases.setdefault(case.name, case)
     first, *others = cases.values()
     if everywhere := [line for line in first.problems if all(line in case.problems for case in others)]:
@@ -69,7 +87,9 @@ def make_cases(given: Mapping[str, Any], settings: SweepSettings, runs: Path) ->
 
 
 def default_lists(base: Config) -> dict[str, str]:
-    """Lists for a sweep that was given none: powers of two that divide the ranks of a node, and half the micro-batch."""
+    """Lists for a sweep that was given none: powers of two that divide the ranks of a node, and half the
+    micro-batch.
+    """
     ranks = base.gpus_per_node
     sizes = [str(2**power) for power in range(ranks.bit_length()) if ranks % 2**power == 0]
     few = " ".join(sizes[:2])
@@ -79,9 +99,12 @@ def default_lists(base: Config) -> dict[str, str]:
 def case_name(config: Config) -> str:
     """The layout in words; sizes that are rarely other than 1 are named where they are."""
     vpp = "" if config.vpp is None else f"_VPP_{config.vpp}"
-    extra = "".join(f"_{key.upper()}_{getattr(config, key)}" for key in ("etp", "cp") if getattr(config, key) > 1)
+    extra = "".join(
+        f"_{key.upper()}_{getattr(config, key)}" for key in ("etp", "cp") if getattr(config, key) > 1
+    )
     nodes = f"nodes_{config.nnodes}_" if config.nnodes > 1 else ""
-    return f"{nodes}gpus_{config.gpus_per_node}_TP_{config.tp}_PP_{config.pp}{vpp}_EP_{config.ep}{extra}_MBS_{config.mbsz}"
+    ranks = f"{nodes}gpus_{config.gpus_per_node}_TP_{config.tp}_PP_{config.pp}{vpp}_EP_{config.ep}"
+    return f"{ranks}{extra}_MBS_{config.mbsz}"
 
 
 def _problems(config: Config, local: bool) -> list[str]:
@@ -90,7 +113,14 @@ def _problems(config: Config, local: bool) -> list[str]:
         # Every case gets a port that is free when it starts.
         found += check_machine(config.model_copy(update={"master_port": free_port()}))
         if config.nnodes > 1:
-            found.append(problem("nodes", config.nnodes, "EXECUTOR=local has this node alone", "set NODES=1, or EXECUTOR=slurm"))
+            found.append(
+                problem(
+                    "nodes",
+                    config.nnodes,
+                    "EXECUTOR=local has this node alone",
+                    "set NODES=1, or EXECUTOR=slurm",
+                )
+            )
     return found
 
 
@@ -115,5 +145,7 @@ def clear(folder: RunFolder, log: Path) -> None:
 
 
 def run_case(case: Case, log: Path, timeout: int) -> int | None:
-    """Runs a case to its end, or for `timeout` seconds; returns the launcher's exit code, None after a time-out."""
+    """Runs a case to its end, or for `timeout` seconds; returns the launcher's exit code, None after a
+    time-out.
+    """
     return run_to_end(case.flags, log, timeout=timeout, environ=case_environment())

@@ -1,9 +1,11 @@
-"""A whole sweep: its plan, its cases one after another or as SLURM jobs, and the tables that every case adds to. No torch.
+"""A whole sweep: its plan, its cases one after another or as SLURM jobs, and the tables that every case adds
+to. No torch.
 
 $SWEEP_DIR/$SWEEP_NAME/
   sweep.csv sweep.md sweep.png   written anew after every case
   sweep.json                     the settings that all cases share
-  results/CASE.json              written when a case has ended: what a sweep that was stopped does not run again
+  results/CASE.json              written when a case has ended: what a sweep that was stopped does not run
+                                 again
   logs/CASE.log                  what a case has printed
   runs/CASE/                     its run folder
   jobs/CASE.sh .id .code         with SLURM: script, number of the job, exit code
@@ -37,7 +39,15 @@ from moe_exp.studies.sweep.settings import AXES, SweepSettings, load_sweep_setti
 from moe_exp.studies.sweep.table import CPU, Row, by_rule, is_oom, prediction_of, to_csv, to_markdown
 
 # Settings that may differ between two calls of one sweep: the layout, and what no measurement depends on.
-_OWN_OF_CASE = {*AXES.values(), "node_rank", "master_addr", "master_port", "run_dir", "run_name", "num_workers"}
+_OWN_OF_CASE = {
+    *AXES.values(),
+    "node_rank",
+    "master_addr",
+    "master_port",
+    "run_dir",
+    "run_name",
+    "num_workers",
+}
 
 
 @dataclass(frozen=True)
@@ -61,13 +71,18 @@ class Sweep:
         """Reads all settings. Touches no disk.
 
         Args:
-            flags: of the command line, those of the sweep and those of its runs, by field name; None counts as not given.
+            flags: of the command line, those of the sweep and those of its runs, by field name; None counts
+                as not given.
             environ: the environment.
 
         Raises:
             ConfigError: with every value that cannot be read.
         """
-        mine = {name: value for name, value in flags.items() if name in SweepSettings.model_fields and value is not None}
+        mine = {
+            name: value
+            for name, value in flags.items()
+            if name in SweepSettings.model_fields and value is not None
+        }
         others = {name: value for name, value in flags.items() if name not in SweepSettings.model_fields}
         parts: list[Any] = []
         problems: list[str] = []
@@ -85,10 +100,19 @@ class Sweep:
             settings = load_sweep_settings(lists | mine, environ)
         if settings.gpu:
             load_hardware(settings.gpu)
-        name = settings.sweep_name or f"{base.preset}_layers_{base.num_layers}_hidden_{base.hidden_size}_{_kind(base)}_GBS_{base.gbsz}"
+        name = (
+            settings.sweep_name
+            or f"{base.preset}_layers_{base.num_layers}_hidden_{base.hidden_size}"
+            f"_{_kind(base)}_GBS_{base.gbsz}"
+        )
         # A login node of a cluster is not what the jobs run on.
         device = "" if settings.executor == "slurm" else device_name()
-        return cls(settings, given, Path(settings.sweep_dir).expanduser() / name, CPU if settings.gpu.upper() == CPU else device)
+        return cls(
+            settings,
+            given,
+            Path(settings.sweep_dir).expanduser() / name,
+            CPU if settings.gpu.upper() == CPU else device,
+        )
 
     @property
     def name(self) -> str:
@@ -108,16 +132,23 @@ class Sweep:
         return make_cases(self.given, self.settings, self.folder / "runs")
 
     def rows(self, *, retry_failed: bool = False) -> list[Row]:
-        """The table as it stands: the cases of the lists, then those that have a result from a call with other lists.
+        """The table as it stands: the cases of the lists, then those that have a result from a call with
+        other lists.
 
         Args:
-            retry_failed: of the lists, those that have failed, run out of memory or out of time are left to run.
+            retry_failed: of the lists, those that have failed, run out of memory or out of time are left to
+                run.
         """
         cases = self.cases()
         names = {case.name for case in cases}
-        earlier = [path for path in sorted((self.folder / "results").glob("*.json")) if path.stem not in names]
+        earlier = [
+            path for path in sorted((self.folder / "results").glob("*.json")) if path.stem not in names
+        ]
         others = [Case.of(Result.read(path).flags, local=False) for path in earlier]
-        return [*(self.row(case, retry_failed=retry_failed) for case in cases), *(self.row(case) for case in others)]
+        return [
+            *(self.row(case, retry_failed=retry_failed) for case in cases),
+            *(self.row(case) for case in others),
+        ]
 
     def row(self, case: Case, *, retry_failed: bool = False) -> Row:
         """What is known of a case."""
@@ -155,17 +186,27 @@ def dry_run_text(sweep: Sweep, *, retry_failed: bool = False) -> str:
 
 
 def plan_text(sweep: Sweep, rows: Sequence[Row]) -> str:
-    """What a sweep is about to do, with a line for every case that is a layout, and one for every rule that others break."""
+    """What a sweep is about to do, with a line for every case that is a layout, and one for every rule that
+    others break.
+    """
     layouts = [row for row in rows if row.status != "rejected"]
-    rejected = [f"  rejected: {len(broken)} case{'s' if len(broken) > 1 else ''}, {rule}" for rule, broken in by_rule(rows).items()]
+    rejected = [
+        f"  rejected: {len(broken)} case{'s' if len(broken) > 1 else ''}, {rule}"
+        for rule, broken in by_rule(rows).items()
+    ]
     return "\n".join([_head(sweep, rows), *_case_lines(layouts), *rejected])
 
 
 def _head(sweep: Sweep, rows: Sequence[Row]) -> str:
     settings, counts = sweep.settings, Counter(row.status for row in rows)
-    said = ", ".join(f"{number} {'to run' if status == 'left' else status}" for status, number in counts.items())
+    said = ", ".join(
+        f"{number} {'to run' if status == 'left' else status}" for status, number in counts.items()
+    )
     cases = f"{len(rows)} case{'s' if len(rows) > 1 else ''}"
-    return f"{sweep.folder}: {cases} of {settings.sweep_iters} iterations, {settings.sweep_warmup} of them warm-up: {said}"
+    return (
+        f"{sweep.folder}: {cases} of {settings.sweep_iters} iterations, {settings.sweep_warmup} of them"
+        f" warm-up: {said}"
+    )
 
 
 def _case_lines(rows: Sequence[Row]) -> list[str]:
@@ -178,7 +219,10 @@ def _about(row: Row) -> str:
     if row.status not in ("ok", "left"):
         return row.short_reason
     parts = []
-    for value, predicted, unit in ((row.seconds, row.predicted_seconds, "s per iteration"), (row.memory_gib, row.predicted_gib, "GiB")):
+    for value, predicted, unit in (
+        (row.seconds, row.predicted_seconds, "s per iteration"),
+        (row.memory_gib, row.predicted_gib, "GiB"),
+    ):
         known = [f"{value:.3g} {unit}"] if value is not None else []
         known += [f"predicted {predicted:.3g}{'' if known else ' ' + unit}"] if predicted is not None else []
         parts += [" ".join([known[0], *(f"({one})" for one in known[1:])])] if known else []
@@ -202,7 +246,8 @@ def run_sweep(sweep: Sweep, *, retry_failed: bool = False) -> int:
     rows = sweep.rows(retry_failed=retry_failed)
     cases = [row.case for row in rows]
     left = [row.case for row in rows if row.status == "left"]
-    # By a run folder that is not there: that of the case may be held by the processes of a sweep that was killed, for a while.
+    # By a run folder that is not there: that of the case may be held by the processes of a sweep that was
+    # killed, for a while.
     if left and (problems := check_files(left[0].config.model_copy(update={"run_name": "none"}))):
         raise ConfigError(problems)
     with held(sweep.folder, f"SWEEP_NAME={sweep.name}", "sweep"):
@@ -226,7 +271,10 @@ def _run(sweep: Sweep, left: Sequence[Case], cases: Sequence[Case]) -> None:
             for number, (case, result) in enumerate(_results(sweep, left, partial(advance, 0)), start=1):
                 result.write(sweep.result(case.name))
                 write_tables(sweep, cases)
-                print(f"[{number}/{len(left)}] {case.name}: {result.status}, {_about(sweep.row(case))}", flush=True)
+                print(
+                    f"[{number}/{len(left)}] {case.name}: {result.status}, {_about(sweep.row(case))}",
+                    flush=True,
+                )
                 advance(1)
     except KeyboardInterrupt:
         jobs = "; its SLURM jobs go on" if sweep.settings.executor == "slurm" else ""
@@ -235,17 +283,27 @@ def _run(sweep: Sweep, left: Sequence[Case], cases: Sequence[Case]) -> None:
 
 
 def _prepare_data(sweep: Sweep, case: Case) -> None:
-    """Makes the embedded corpus where cases run here and need it: not in the time of the first of them, and not without a word."""
+    """Makes the embedded corpus where cases run here and need it: not in the time of the first of them, and
+    not without a word.
+    """
     if sweep.settings.executor == "local" and not case.config.train_data:
         ensure_embedded_corpus(Path(case.config.data_dir))
 
 
-def _results(sweep: Sweep, left: Sequence[Case], tell: Callable[[str], None]) -> Iterator[tuple[Case, Result]]:
+def _results(
+    sweep: Sweep, left: Sequence[Case], tell: Callable[[str], None]
+) -> Iterator[tuple[Case, Result]]:
     """Yields cases as they end; `tell` hears what runs meanwhile."""
-    return _slurm_results(sweep, left, tell) if sweep.settings.executor == "slurm" else _local_results(sweep, left, tell)
+    return (
+        _slurm_results(sweep, left, tell)
+        if sweep.settings.executor == "slurm"
+        else _local_results(sweep, left, tell)
+    )
 
 
-def _local_results(sweep: Sweep, left: Sequence[Case], tell: Callable[[str], None]) -> Iterator[tuple[Case, Result]]:
+def _local_results(
+    sweep: Sweep, left: Sequence[Case], tell: Callable[[str], None]
+) -> Iterator[tuple[Case, Result]]:
     timeout = sweep.settings.case_timeout
     for case in left:
         tell(case.name)
@@ -254,10 +312,14 @@ def _local_results(sweep: Sweep, left: Sequence[Case], tell: Callable[[str], Non
         yield case, _result(sweep, case, code, timeout if code is None else 0)
 
 
-def _slurm_results(sweep: Sweep, left: Sequence[Case], tell: Callable[[str], None]) -> Iterator[tuple[Case, Result]]:
+def _slurm_results(
+    sweep: Sweep, left: Sequence[Case], tell: Callable[[str], None]
+) -> Iterator[tuple[Case, Result]]:
     """Submits what has no job from an earlier call, all at once, and yields cases as their jobs end."""
     settings = sweep.settings
-    options = slurm_cases.JobOptions(shlex.split(settings.sbatch), settings.case_timeout, on_gpus=sweep.device != CPU)
+    options = slurm_cases.JobOptions(
+        shlex.split(settings.sbatch), settings.case_timeout, on_gpus=sweep.device != CPU
+    )
     files = {case.name: slurm_cases.JobFiles.of(sweep.folder / "jobs", case.name) for case in left}
     waiting = {}
     for case in left:
@@ -275,7 +337,9 @@ def _slurm_results(sweep: Sweep, left: Sequence[Case], tell: Callable[[str], Non
 
 def _result(sweep: Sweep, case: Case, code: int | None, timeout: int) -> Result:
     numbers = {"num_warmup": sweep.settings.sweep_warmup, "num_iterations": sweep.settings.sweep_iters}
-    return result_of(sweep.run_folder(case.name), sweep.log(case.name), case.flags, code=code, timeout=timeout, **numbers)
+    return result_of(
+        sweep.run_folder(case.name), sweep.log(case.name), case.flags, code=code, timeout=timeout, **numbers
+    )
 
 
 def write_tables(sweep: Sweep, cases: Sequence[Case]) -> None:
@@ -295,7 +359,11 @@ def _title(sweep: Sweep) -> str:
 
 def _shared_settings(sweep: Sweep) -> dict[str, Any]:
     """Those that all results of the folder were measured with."""
-    settings = {name: value for name, value in load_config(sweep.given, {}).model_dump().items() if name not in _OWN_OF_CASE}
+    settings = {
+        name: value
+        for name, value in load_config(sweep.given, {}).model_dump().items()
+        if name not in _OWN_OF_CASE
+    }
     return settings | {"sweep_iters": sweep.settings.sweep_iters, "sweep_warmup": sweep.settings.sweep_warmup}
 
 
@@ -312,5 +380,8 @@ def _compare(sweep: Sweep) -> None:
     changed = [name for name in now if name in before and before[name] != now[name]]
     if changed:
         fix = "set {} as it was, or give another SWEEP_NAME"
-        lines = [problem(name, now[name], f"{sweep.folder} has {before[name]}", fix.format(name.upper())) for name in changed]
+        lines = [
+            problem(name, now[name], f"{sweep.folder} has {before[name]}", fix.format(name.upper()))
+            for name in changed
+        ]
         raise ConfigError(lines)

@@ -1,4 +1,6 @@
-"""How a case ended: from its exit code, its log and its metrics to a result, and the file that keeps it. No torch."""
+"""How a case ended: from its exit code, its log and its metrics to a result, and the file that keeps it. No
+torch.
+"""
 
 from __future__ import annotations
 
@@ -54,11 +56,20 @@ class Result:
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         except (json.JSONDecodeError, UnicodeDecodeError, TypeError):
-            raise ValueError(f"{path}: is no result of a case. Fix: remove it, the case then runs again.") from None
+            raise ValueError(
+                f"{path}: is no result of a case. Fix: remove it, the case then runs again."
+            ) from None
 
 
 def result_of(
-    folder: RunFolder, log: Path, flags: dict[str, str], *, code: int | None, timeout: int = 0, num_warmup: int, num_iterations: int
+    folder: RunFolder,
+    log: Path,
+    flags: dict[str, str],
+    *,
+    code: int | None,
+    timeout: int = 0,
+    num_warmup: int,
+    num_iterations: int,
 ) -> Result:
     """The result of a case whose processes are gone.
 
@@ -75,7 +86,12 @@ def result_of(
     device = _device(folder)
     if timeout or (code is None and _TIME_LIMIT.search(text)):
         limit = f"CASE_TIMEOUT={timeout} s" if timeout else "the time limit of its job"
-        return Result("timeout", f"had not ended after {limit}; its last line: {last_line(text)}"[:LONGEST], device=device, flags=flags)
+        return Result(
+            "timeout",
+            f"had not ended after {limit}; its last line: {last_line(text)}"[:LONGEST],
+            device=device,
+            flags=flags,
+        )
     if code == 0:
         records = [record for record in _records(folder) if record["iteration"] > num_warmup]
         if len(records) == num_iterations - num_warmup:
@@ -89,7 +105,11 @@ def result_of(
 
 
 def _records(folder: RunFolder) -> list[dict[str, Any]]:
-    return [record for record in read_metrics(folder.metrics) if record["kind"] == "train"] if folder.metrics.exists() else []
+    return (
+        [record for record in read_metrics(folder.metrics) if record["kind"] == "train"]
+        if folder.metrics.exists()
+        else []
+    )
 
 
 def _device(folder: RunFolder) -> str:

@@ -12,7 +12,8 @@ _MEASURED, _PREDICTED, _TEXT = "#1f5f9e", "#d9541e", "#333333"
 
 
 def draw_sweep(rows: Sequence[Row], path: Path, title: str) -> bool:
-    """Draws bars of measured seconds per iteration, by layout, and two squares of predicted against measured time and memory, to a PNG.
+    """Draws bars of measured seconds per iteration, by layout, and two squares of predicted against measured
+    time and memory, to a PNG.
 
     Args:
         rows: of the table; those without a time are left out.
@@ -25,18 +26,27 @@ def draw_sweep(rows: Sequence[Row], path: Path, title: str) -> bool:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    measured = sorted((row for row in rows if row.seconds is not None), key=lambda row: (row.case.config.world_size, row.seconds))
+    measured = sorted(
+        (row for row in rows if row.seconds is not None),
+        key=lambda row: (row.case.config.world_size, row.seconds),
+    )
     if not measured:
         return False
     is_predicted = any(row.prediction for row in measured)
-    figure = Figure(figsize=(13 if is_predicted else 8, 1.6 + 0.3 * max(len(measured), 8)), dpi=130, layout="constrained")
+    figure = Figure(
+        figsize=(13 if is_predicted else 8, 1.6 + 0.3 * max(len(measured), 8)), dpi=130, layout="constrained"
+    )
     FigureCanvasAgg(figure)
     if is_predicted:
         grid = figure.add_gridspec(2, 2, width_ratios=[2.2, 1])
         _draw_times(figure.add_subplot(grid[:, 0]), measured)
         pairs = [(row.predicted_seconds, row.seconds) for row in measured]
         _draw_pairs(figure.add_subplot(grid[0, 1]), pairs, "seconds per iteration")
-        _draw_pairs(figure.add_subplot(grid[1, 1]), [(row.predicted_gib, row.memory_gib) for row in measured], "memory (GiB)")
+        _draw_pairs(
+            figure.add_subplot(grid[1, 1]),
+            [(row.predicted_gib, row.memory_gib) for row in measured],
+            "memory (GiB)",
+        )
     else:
         _draw_times(figure.add_subplot(), measured)
     figure.suptitle(title, fontsize=10, color=_TEXT, x=0.01, ha="left", parse_math=False)
@@ -47,9 +57,20 @@ def draw_sweep(rows: Sequence[Row], path: Path, title: str) -> bool:
 def _draw_times(axes: Any, rows: Sequence[Row]) -> None:
     places = range(len(rows))
     axes.barh(places, [row.seconds for row in rows], color=_MEASURED, height=0.65, label="measured")
-    known = [(row.predicted_seconds, place) for place, row in zip(places, rows, strict=True) if row.predicted_seconds is not None]
+    known = [
+        (row.predicted_seconds, place)
+        for place, row in zip(places, rows, strict=True)
+        if row.predicted_seconds is not None
+    ]
     if known:
-        axes.plot(*zip(*known, strict=True), color=_PREDICTED, linestyle="none", marker="D", markersize=5, label="predicted")
+        axes.plot(
+            *zip(*known, strict=True),
+            color=_PREDICTED,
+            linestyle="none",
+            marker="D",
+            markersize=5,
+            label="predicted",
+        )
     for place, row in zip(places, rows, strict=True):
         axes.text(row.seconds, place, f" {row.seconds:.3g} s", va="center", fontsize=8, color=_TEXT)
     axes.set_yticks(places, [row.case.name.replace("_", " ") for row in rows], fontsize=8)
@@ -61,7 +82,11 @@ def _draw_times(axes: Any, rows: Sequence[Row]) -> None:
 
 
 def _draw_pairs(axes: Any, pairs: Sequence[tuple[float | None, float | None]], what: str) -> None:
-    known = [(predicted, measured) for predicted, measured in pairs if predicted is not None and measured is not None]
+    known = [
+        (predicted, measured)
+        for predicted, measured in pairs
+        if predicted is not None and measured is not None
+    ]
     if known:
         largest = 1.08 * max(map(max, known))
         axes.plot([0, largest], [0, largest], color="#c4c4c4", linewidth=1)

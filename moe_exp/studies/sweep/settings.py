@@ -1,7 +1,7 @@
 """What a sweep goes through: lists of layouts, how long each is run, and where results are kept. No torch.
 
-Resolved as the settings of a run are: default < environment < command line. TPS is the list of TP, and so on; what has no list is the
-setting of a run of that name.
+Resolved as the settings of a run are: default < environment < command line. TPS is the list of TP, and so on;
+what has no list is the setting of a run of that name.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ OptionalSizes = Annotated[tuple[OptionalPositive, ...], BeforeValidator(_words)]
 
 # List to the setting that it is a list of, in the order of the cross product: the last changes first.
 AXES = {
-    "nodes": "nnodes", "gpus": "gpus_per_node", "tps": "tp", "pps": "pp", "vpps": "vpp", "eps": "ep", "etps": "etp", "cps": "cp",
-    "mbszs": "mbsz",
+    "nodes": "nnodes", "gpus": "gpus_per_node", "tps": "tp", "pps": "pp", "vpps": "vpp", "eps": "ep",
+    "etps": "etp", "cps": "cp", "mbszs": "mbsz",
 }  # fmt: skip
 
 
@@ -46,12 +46,23 @@ class SweepSettings(BaseModel):
     sweep_iters: Positive = Field(10, description="iterations of each case")
     sweep_warmup: Positive = Field(3, description="of these, the first so many are not measured")
     sweep_dir: str = Field("sweeps", description="folder of all sweeps")
-    sweep_name: str = Field("", description="folder of this sweep inside SWEEP_DIR; empty: built from the settings of the model")
+    sweep_name: str = Field(
+        "", description="folder of this sweep inside SWEEP_DIR; empty: built from the settings of the model"
+    )
     case_timeout: Positive = Field(1800, description="seconds after which a case is ended")
     run_oom: bool = Field(False, description="run the cases, too, that are predicted to run out of memory")
-    gpu: str = Field("", description="profile for the predictions, as in `moe-exp plan`; empty: by the name of this host's device")
-    executor: Literal["local", "slurm"] = Field("local", description="where cases run: here, one after another, or each as a SLURM job")
-    sbatch: str = Field("", description="more options of sbatch (EXECUTOR=slurm), as in '--partition=gpu --account=x'")
+    gpu: str = Field(
+        "",
+        description=(
+            "profile for the predictions, as in `moe-exp plan`; empty: by the name of this host's device"
+        ),
+    )
+    executor: Literal["local", "slurm"] = Field(
+        "local", description="where cases run: here, one after another, or each as a SLURM job"
+    )
+    sbatch: str = Field(
+        "", description="more options of sbatch (EXECUTOR=slurm), as in '--partition=gpu --account=x'"
+    )
 
 
 def load_sweep_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> SweepSettings:
@@ -60,7 +71,9 @@ def load_sweep_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) ->
     Raises:
         ConfigError: with every value that cannot be read, all at once.
     """
-    given: dict[str, Any] = {name: environ[name.upper()] for name in SweepSettings.model_fields if environ.get(name.upper())}
+    given: dict[str, Any] = {
+        name: environ[name.upper()] for name in SweepSettings.model_fields if environ.get(name.upper())
+    }
     given |= {name: value for name, value in flags.items() if value is not None}
     try:
         settings = SweepSettings(**given)
@@ -68,7 +81,16 @@ def load_sweep_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) ->
         raise ConfigError([_line(one, given) for one in error.errors()]) from None
     if settings.sweep_warmup >= settings.sweep_iters:
         fix = f"set SWEEP_ITERS to at least {settings.sweep_warmup + 1}"
-        raise ConfigError([problem("sweep_iters", settings.sweep_iters, f"are all warm-up with SWEEP_WARMUP={settings.sweep_warmup}", fix)])
+        raise ConfigError(
+            [
+                problem(
+                    "sweep_iters",
+                    settings.sweep_iters,
+                    f"are all warm-up with SWEEP_WARMUP={settings.sweep_warmup}",
+                    fix,
+                )
+            ]
+        )
     return settings
 
 
@@ -76,4 +98,6 @@ def _line(error: Any, given: Mapping[str, Any]) -> str:
     name = str(error["loc"][0])
     rule = error["msg"].partition(", unable to")[0].replace("Input should", "must")
     what = f" ({error['input']})" if len(error["loc"]) > 1 else ""
-    return problem(name, given[name], rule + what, f"give {name.upper()}, {SweepSettings.model_fields[name].description}")
+    return problem(
+        name, given[name], rule + what, f"give {name.upper()}, {SweepSettings.model_fields[name].description}"
+    )

@@ -1,4 +1,6 @@
-"""Runs each case as a SLURM job, one launcher per node. Jobs outlive the sweep: the same command collects what they have left. No torch."""
+"""Runs each case as a SLURM job, one launcher per node. Jobs outlive the sweep: the same command collects
+what they have left. No torch.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,8 @@ class JobOptions:
     Attributes:
         sbatch: options of the user's.
         time_limit_seconds: of a job.
-        on_gpus: whether to ask for as many GPUs as there are ranks on a node, unless `sbatch` asks in words of its own.
+        on_gpus: whether to ask for as many GPUs as there are ranks on a node, unless `sbatch` asks in words
+            of its own.
     """
 
     sbatch: Sequence[str]
@@ -74,23 +77,31 @@ def submit(case: Case, files: JobFiles, log: Path, options: JobOptions) -> str:
     try:
         done = subprocess.run(["sbatch", str(files.script)], capture_output=True, text=True)
     except FileNotFoundError:
-        raise ValueError("EXECUTOR=slurm: there is no sbatch here. Fix: call it on a login node, or set EXECUTOR=local.") from None
+        raise ValueError(
+            "EXECUTOR=slurm: there is no sbatch here. Fix: call it on a login node, or set EXECUTOR=local."
+        ) from None
     found = re.search(r"\d+", done.stdout)
     if done.returncode or not found:
         said = " ".join((done.stderr or done.stdout).split())
-        raise ValueError(f"sbatch: exit code {done.returncode}: {said}. Fix: change SBATCH={shlex.join(options.sbatch)}, or what it names.")
+        raise ValueError(
+            f"sbatch: exit code {done.returncode}: {said}. Fix: change SBATCH={shlex.join(options.sbatch)},"
+            " or what it names."
+        )
     write_atomically(files.job_id, found[0])
     return found[0]
 
 
 def batch_script(case: Case, files: JobFiles, log: Path, options: JobOptions) -> str:
-    """The script for sbatch: environment, the first node as the master, a launcher on every node, and their exit code in a file."""
+    """The script for sbatch: environment, the first node as the master, a launcher on every node, and their
+    exit code in a file.
+    """
     first_port, num_ports = _PORTS
     launcher = shlex.join(train_command(_fixed(case.flags)))
     launcher += ' --node-rank="${SLURM_NODEID:-0}" --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT"'
     settings = {
-        "job-name": case.name, "nodes": case.config.nnodes, "ntasks-per-node": 1, "time": -(-options.time_limit_seconds // 60),
-        "output": log.resolve(), "chdir": Path.cwd(), **options.gpus(case.config.gpus_per_node),
+        "job-name": case.name, "nodes": case.config.nnodes, "ntasks-per-node": 1,
+        "time": -(-options.time_limit_seconds // 60), "output": log.resolve(), "chdir": Path.cwd(),
+        **options.gpus(case.config.gpus_per_node),
     }  # fmt: skip
     own = [f"--{name}={value}" for name, value in settings.items()]
     code = shlex.quote(str(files.code.resolve()))
@@ -102,7 +113,10 @@ def batch_script(case: Case, files: JobFiles, log: Path, options: JobOptions) ->
             'MASTER_ADDR="$(scontrol show hostnames "${SLURM_JOB_NODELIST:-$SLURM_NODELIST}" | head -n 1)"',
             f'MASTER_PORT="$(({first_port} + SLURM_JOB_ID % {num_ports}))"',
             "export MASTER_ADDR MASTER_PORT",
-            f"srun --nodes={case.config.nnodes} --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c {shlex.quote('exec ' + launcher)}",
+            (
+                f"srun --nodes={case.config.nnodes} --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c"
+                f" {shlex.quote('exec ' + launcher)}"
+            ),
             f"echo $? >{code}.partial && mv {code}.partial {code}",
             "",
         ]
@@ -110,7 +124,11 @@ def batch_script(case: Case, files: JobFiles, log: Path, options: JobOptions) ->
 
 
 def _fixed(flags: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in flags.items() if name not in ("node_rank", "master_addr", "master_port")}
+    return {
+        name: value
+        for name, value in flags.items()
+        if name not in ("node_rank", "master_addr", "master_port")
+    }
 
 
 def ended_jobs(waiting: Mapping[str, str]) -> Iterator[str]:

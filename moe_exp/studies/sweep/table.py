@@ -21,10 +21,11 @@ from moe_exp.studies.sweep.outcome import Result
 
 CPU = "CPU"
 _FIRST = (
-    "row_id", "section", "status", "gpu", "device", "gpus_per_node", "nodes", "n_gpus", "parameters", "layers", "hidden", "heads", "ffn",
-    "kv_groups", "swiglu", "experts", "topk", "ep", "etp", "cp", "vpp", "seq", "vocab", "tp", "pp", "dp", "mbs", "gbs", "zero_stage",
-    "precision", "pp_balanced_embedding", "recompute", "mem_gb", "predicted_mem_gb", "mem_kind", "oom", "sec_per_it",
-    "predicted_sec_per_it", "tflops", "use_mem", "use_time", "quirk",
+    "row_id", "section", "status", "gpu", "device", "gpus_per_node", "nodes", "n_gpus", "parameters",
+    "layers", "hidden", "heads", "ffn", "kv_groups", "swiglu", "experts", "topk", "ep", "etp", "cp", "vpp",
+    "seq", "vocab", "tp", "pp", "dp", "mbs", "gbs", "zero_stage", "precision", "pp_balanced_embedding",
+    "recompute", "mem_gb", "predicted_mem_gb", "mem_kind", "oom", "sec_per_it", "predicted_sec_per_it",
+    "tflops", "use_mem", "use_time", "quirk",
 )  # fmt: skip
 _FASTEST_FIRST = ("ok", "oom", "timeout", "failed", "predicted-oom", "left")
 
@@ -88,7 +89,9 @@ def job_of(config: Config, device: str) -> Job:
 
 
 def prediction_of(config: Config, device: str, gpu: str) -> Prediction | None:
-    """What the planner says about a layout that can run, comparable with what is measured; None without a profile."""
+    """What the planner says about a layout that can run, comparable with what is measured; None without a
+    profile.
+    """
     return predict(job_of(config, device), load_hardware(gpu)) if gpu else None
 
 
@@ -105,11 +108,16 @@ def is_oom(config: Config, device: str, gpu: str) -> str:
     needed, there = sharing * found.needed_bytes / GIBIBYTE, found.memory_bytes / GIBIBYTE
     if needed <= there:
         return ""
-    return f"needs {needed:.1f} GiB by prediction, {gpu} has {there:.1f} GiB. Fix: set RUN_OOM=true to see for yourself"
+    return (
+        f"needs {needed:.1f} GiB by prediction, {gpu} has {there:.1f} GiB. Fix: set RUN_OOM=true to see for"
+        " yourself"
+    )
 
 
 def to_csv(rows: Sequence[Row], sweep_name: str) -> str:
-    """A line per case in the columns of `planner/fit/measured.py`; rows without a measurement have its cells empty, and are not used."""
+    """A line per case in the columns of `planner/fit/measured.py`; rows without a measurement have its cells
+    empty, and are not used.
+    """
     lines = [_cells(row, sweep_name) for row in rows]
     more = dict.fromkeys(name for line in lines for name in line if name not in (*_FIRST, "reason"))
     text = io.StringIO()
@@ -124,13 +132,13 @@ def _cells(row: Row, sweep_name: str) -> dict[str, Any]:
     # A device without a profile stands under its own name: the reader then says what is missing.
     job = row_of_job(job_of(config, row.device), row.gpu or row.device or "unknown")
     return {
-        "vpp": "none", "etp": config.etp, **job,
-        "row_id": row.case.name, "section": sweep_name, "status": row.status, "reason": row.reason, "device": row.device,
-        "parameters": count_parameters(config).total,
-        "mem_gb": _text(row.memory_gib), "predicted_mem_gb": _text(row.predicted_gib),
-        "sec_per_it": _text(row.seconds), "predicted_sec_per_it": _text(row.predicted_seconds), "tflops": _text(row.tflops),
-        "oom": {"ok": 0, "oom": 1}.get(row.status, ""),
-        "use_mem": int(row.memory_gib is not None), "use_time": int(row.seconds is not None), "quirk": 0,
+        "vpp": "none", "etp": config.etp, **job, "row_id": row.case.name, "section": sweep_name,
+        "status": row.status, "reason": row.reason, "device": row.device,
+        "parameters": count_parameters(config).total, "mem_gb": _text(row.memory_gib),
+        "predicted_mem_gb": _text(row.predicted_gib), "sec_per_it": _text(row.seconds),
+        "predicted_sec_per_it": _text(row.predicted_seconds), "tflops": _text(row.tflops),
+        "oom": {"ok": 0, "oom": 1}.get(row.status, ""), "use_mem": int(row.memory_gib is not None),
+        "use_time": int(row.seconds is not None), "quirk": 0,
     }  # fmt: skip
 
 
@@ -139,20 +147,45 @@ def _text(value: float | None) -> str:
 
 
 def to_markdown(rows: Sequence[Row], title: str) -> str:
-    """The table, for each number of GPUs the fastest first, then what has no time, with the reason; below it what is no layout."""
+    """The table, for each number of GPUs the fastest first, then what has no time, with the reason; below it
+    what is no layout.
+    """
     layouts = sorted((row for row in rows if row.status != "rejected"), key=_order)
-    rejected = [f"- {rule}: {', '.join(row.case.name for row in broken)}" for rule, broken in by_rule(rows).items()]
+    rejected = [
+        f"- {rule}: {', '.join(row.case.name for row in broken)}" for rule, broken in by_rule(rows).items()
+    ]
     parts = [
         [f"# {title}"],
         _table(layouts) if layouts else [],
-        ["Rejected, by the first rule that each breaks (sweep.csv has all):", "", *rejected] if rejected else [],
+        (
+            ["Rejected, by the first rule that each breaks (sweep.csv has all):", "", *rejected]
+            if rejected
+            else []
+        ),
     ]
     return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
-    optional = [name for name in ("etp", "cp", "vpp") if any(getattr(row.case.config, name) not in (1, None) for row in rows)]
-    heads = ["nodes", "GPUs", "size", "DP", "TP", "PP", "EP", *map(str.upper, optional), "MBS", "GBS", "memory GiB", "predicted GiB"]
+    optional = [
+        name
+        for name in ("etp", "cp", "vpp")
+        if any(getattr(row.case.config, name) not in (1, None) for row in rows)
+    ]
+    heads = [
+        "nodes",
+        "GPUs",
+        "size",
+        "DP",
+        "TP",
+        "PP",
+        "EP",
+        *map(str.upper, optional),
+        "MBS",
+        "GBS",
+        "memory GiB",
+        "predicted GiB",
+    ]
     heads += ["s per iteration", "predicted s", "TFLOP/s per GPU", "status", "reason"]
     lines = [[*_layout_cells(row, optional), *_result_cells(row)] for row in rows]
     ruler = ["---" if head in ("status", "reason") else "---:" for head in heads]
@@ -180,7 +213,15 @@ def _order(row: Row) -> tuple[int, int, float]:
 def _layout_cells(row: Row, optional: Sequence[str]) -> list[str]:
     c = row.case.config
     more = [getattr(c, name) for name in optional]
-    sizes = [c.data_parallel_size, c.tp, c.pp, c.ep, *("none" if value is None else value for value in more), c.mbsz, c.gbsz]
+    sizes = [
+        c.data_parallel_size,
+        c.tp,
+        c.pp,
+        c.ep,
+        *("none" if value is None else value for value in more),
+        c.mbsz,
+        c.gbsz,
+    ]
     return [str(c.nnodes), str(c.world_size), size_text(count_parameters(c).total), *map(str, sizes)]
 
 

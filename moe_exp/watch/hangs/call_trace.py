@@ -1,8 +1,10 @@
-"""The latest function calls of a rank, in a mapped file of fixed size: its end is there also after a kill -9 (TRACE_CALLS_FROM).
+"""The latest function calls of a rank, in a mapped file of fixed size: its end is there also after a kill -9
+(TRACE_CALLS_FROM).
 
-A line per call, all of one length: number, seconds of the host's monotonic clock, function. The newest overwrites the oldest, so the file
-is in order after `sort -n`. Calls of chosen packages alone are written (TRACE_CALLS_IN), and none of C functions: Python still tells of
-each call, which costs a fraction of a microsecond, and a written one costs one or two.
+A line per call, all of one length: number, seconds of the host's monotonic clock, function. The newest
+overwrites the oldest, so the file is in order after `sort -n`. Calls of chosen packages alone are written
+(TRACE_CALLS_IN), and none of C functions: Python still tells of each call, which costs a fraction of a
+microsecond, and a written one costs one or two.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ class CallTrace:
             path.replace(path.with_suffix(".before.txt"))
         self._num_lines = max(1, size_mb * 1_000_000 // _LINE_BYTES)
         with path.open("w+b") as file:
-            file.write(bytes(self._num_lines * _LINE_BYTES))  # not truncate: a page that the disk has no room for would kill the process
+            # not truncate: a page that the disk has no room for would kill the process
+            file.write(bytes(self._num_lines * _LINE_BYTES))
             file.flush()
             self._map = mmap.mmap(file.fileno(), 0)
         self._modules = tuple(modules)
@@ -82,18 +85,24 @@ class CallTrace:
         module = str(frame.f_globals.get("__name__", ""))
         if not any(module == wanted or module.startswith(f"{wanted}.") for wanted in self._modules):
             return None
-        function = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)  # from Python 3.11 on with its class
+        # from Python 3.11 on with its class
+        function = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
         text = f"{module}.{function}:{frame.f_code.co_firstlineno}"[-_NAME_BYTES:]
         return text.encode("ascii", "replace").ljust(_NAME_BYTES) + b"\n"
 
 
 def latest_calls(path: Path, number: int) -> list[str]:
-    """The last `number` calls in a file, oldest first: seconds of the monotonic clock and function; none where there is no file."""
+    """The last `number` calls in a file, oldest first: seconds of the monotonic clock and function; none
+    where there is no file.
+    """
     if not path.exists():
         return []
     data = path.read_bytes()
-    lines = (data[place : place + _LINE_BYTES] for place in range(0, len(data) - _LINE_BYTES + 1, _LINE_BYTES))
-    # A line that was not written yet is zeros; one that was cut off by the end of its process has no new line.
+    lines = (
+        data[place : place + _LINE_BYTES] for place in range(0, len(data) - _LINE_BYTES + 1, _LINE_BYTES)
+    )
+    # A line that was not written yet is zeros; one that was cut off by the end of its process has no new
+    # line.
     written = sorted(line for line in lines if line[:1] != b"\0" and line.endswith(b"\n"))
     return [line[13:].decode("ascii", "replace").strip() for line in written[-number:]]
 
@@ -103,7 +112,9 @@ _is_begun = False
 
 
 def trace_calls(config: Config, run: RunFolder, rank: int, iteration: int) -> None:
-    """Begins the trace of this rank where `iteration`, which it begins, is TRACE_CALLS_FROM or a later one; once."""
+    """Begins the trace of this rank where `iteration`, which it begins, is TRACE_CALLS_FROM or a later one;
+    once.
+    """
     global _trace, _is_begun
     if not _is_begun and 0 < config.trace_calls_from <= iteration:
         _is_begun = True

@@ -1,8 +1,10 @@
-"""Taking the stacks of the ranks of this node, from outside: py-spy, else Python's faulthandler inside the rank, else what /proc says.
+"""Taking the stacks of the ranks of this node, from outside: py-spy, else Python's faulthandler inside the
+rank, else what /proc says.
 
-py-spy reads a process's memory and does not stop it for that; it sees stopped ones too. For a hang it is asked again for the frames in C,
-for which it stops the process for a second or so. faulthandler writes at a signal, also while the GIL is held, and walks through the other
-threads' frames without a lock, which is safe in a process that stands still and mostly safe in one that runs.
+py-spy reads a process's memory and does not stop it for that; it sees stopped ones too. For a hang it is
+asked again for the frames in C, for which it stops the process for a second or so. faulthandler writes at a
+signal, also while the GIL is held, and walks through the other threads' frames without a lock, which is safe
+in a process that stands still and mostly safe in one that runs.
 """
 
 from __future__ import annotations
@@ -32,7 +34,12 @@ from moe_exp.watch.hangs.heartbeat import Beat
 from moe_exp.watch.hangs.stack_files import parse_stacks, write_dump
 
 # Letters of /proc/PID/stat, by psutil's names.
-STOPPED, TRACED, DISK, GONE = psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_DISK_SLEEP, "gone"
+STOPPED, TRACED, DISK, GONE = (
+    psutil.STATUS_STOPPED,
+    psutil.STATUS_TRACING_STOP,
+    psutil.STATUS_DISK_SLEEP,
+    "gone",
+)
 _PY_SPY_SECONDS, _NATIVE_SECONDS, _SIGNAL_SECONDS, _COLLECTIVES_SECONDS = 20.0, 60.0, 3.0, 3.0
 _SETTLED_SECONDS = 0.2
 _NUM_CALLS = 200
@@ -41,7 +48,8 @@ _NCCL_PREFIX = "nccl_trace_rank_"
 
 
 def ranks_of_node(local: Path) -> dict[int, int]:
-    """Rank to process id of the ranks that this node's launcher has started, with a beat or without, by the environment of processes.
+    """Rank to process id of the ranks that this node's launcher has started, with a beat or without, by the
+    environment of processes.
 
     Args:
         local: the launcher's folder for heartbeats; nobody else has it in the environment.
@@ -57,7 +65,9 @@ def ranks_of_node(local: Path) -> dict[int, int]:
 
 
 def nccl_environment(local: Path) -> dict[str, str]:
-    """Has NCCL's flight recorder write its collectives when a pipe asks for it; nothing without GPUs. torch has renamed some of these."""
+    """Has NCCL's flight recorder write its collectives when a pipe asks for it; nothing without GPUs. torch
+    has renamed some of these.
+    """
     if not count_gpus():
         return {}
     size, file = "2000", str(local / _NCCL_PREFIX)
@@ -84,30 +94,48 @@ def dump_node(local: Path, folder: Path, *, calls: Path, is_hang: bool) -> None:
     pids = ranks_of_node(local)
     pids |= {rank: beat.pid for rank, beat in beats.items() if rank not in pids}
     with ThreadPoolExecutor(max(1, len(pids))) as pool:
-        for done in [pool.submit(_dump_rank, local, folder, rank, pid, beats.get(rank), calls, is_hang) for rank, pid in pids.items()]:
+        for done in [
+            pool.submit(_dump_rank, local, folder, rank, pid, beats.get(rank), calls, is_hang)
+            for rank, pid in pids.items()
+        ]:
             done.result()
 
 
-def _dump_rank(local: Path, folder: Path, rank: int, pid: int, beat: Beat | None, calls: Path, is_hang: bool) -> None:
+def _dump_rank(
+    local: Path, folder: Path, rank: int, pid: int, beat: Beat | None, calls: Path, is_hang: bool
+) -> None:
     facts = rank_facts(pid, beat)
     # Before anybody stops the process to look at it.
     collectives = _collectives(local, rank) if beat and facts["state"] not in (STOPPED, TRACED, GONE) else b""
-    stacks, tool, reasons = _stacks(local, rank, pid, has_handler=beat is not None and beat.pid == pid, state=facts["state"])
+    stacks, tool, reasons = _stacks(
+        local, rank, pid, has_handler=beat is not None and beat.pid == pid, state=facts["state"]
+    )
     facts |= {"tool": tool} | ({"without": "; ".join(reasons)} if reasons else {})
     if threads := parse_stacks(stacks):
         innermost = threads[0].frames[0]
         facts["source"] = linecache.getline(innermost.file, innermost.line).strip()
     native = _native(pid) if is_hang and tool == "py-spy" and facts["state"] not in (STOPPED, TRACED) else ""
-    write_dump(folder, rank, facts, stacks, native=native, calls=latest_calls(calls_file(calls, rank), _NUM_CALLS))
+    write_dump(
+        folder, rank, facts, stacks, native=native, calls=latest_calls(calls_file(calls, rank), _NUM_CALLS)
+    )
     if collectives:
-        (folder / f"rank_{rank:05d}.collectives.json").write_text(json.dumps(last_collectives(json.loads(collectives))))
+        (folder / f"rank_{rank:05d}.collectives.json").write_text(
+            json.dumps(last_collectives(json.loads(collectives)))
+        )
     if is_hang and count_gpus():
         _copy_nccl_record(local, folder, rank)
 
 
 def rank_facts(pid: int, beat: Beat | None) -> dict[str, Any]:
-    """Host, process id, state, what the kernel waits in for it, number of GPUs of the node, and the beat in words."""
-    facts: dict[str, Any] = {"host": socket.gethostname(), "pid": pid, "state": state_of(pid), "gpus": count_gpus()}
+    """Host, process id, state, what the kernel waits in for it, number of GPUs of the node, and the beat in
+    words.
+    """
+    facts: dict[str, Any] = {
+        "host": socket.gethostname(),
+        "pid": pid,
+        "state": state_of(pid),
+        "gpus": count_gpus(),
+    }
     with suppress(OSError):
         facts["kernel function"] = Path(f"/proc/{pid}/wchan").read_text() or "none"
     if beat is None:
@@ -117,7 +145,9 @@ def rank_facts(pid: int, beat: Beat | None) -> dict[str, Any]:
 
 
 def state_of(pid: int) -> str:
-    """sleeping, running, stopped, disk-sleep, ..., as psutil has it; tracing-stop also for one that a debugger holds on to; or gone."""
+    """sleeping, running, stopped, disk-sleep, ..., as psutil has it; tracing-stop also for one that a
+    debugger holds on to; or gone.
+    """
     try:
         state = str(psutil.Process(pid).status())
     except psutil.Error:
@@ -141,9 +171,15 @@ def _stacks(local: Path, rank: int, pid: int, *, has_handler: bool, state: str) 
     if has_handler and state not in (STOPPED, TRACED, GONE):
         if stacks := _by_faulthandler(heartbeat.stacks_file(local, rank), pid):
             return stacks, "faulthandler", reasons
-        reasons.append(f"faulthandler: no answer to {heartbeat.STACKS_SIGNAL.name} in {_SIGNAL_SECONDS:.0f} s")
+        reasons.append(
+            f"faulthandler: no answer to {heartbeat.STACKS_SIGNAL.name} in {_SIGNAL_SECONDS:.0f} s"
+        )
     else:
-        reasons.append(f"faulthandler: the process is {state}" if has_handler else "faulthandler: not there before the first heartbeat")
+        reasons.append(
+            f"faulthandler: the process is {state}"
+            if has_handler
+            else "faulthandler: not there before the first heartbeat"
+        )
     return "", "none", reasons
 
 
@@ -190,7 +226,9 @@ def _by_faulthandler(path: Path, pid: int) -> str:
 
 
 def _collectives(local: Path, rank: int) -> bytes:
-    """torch's record of the rank's collectives, JSON, where its sleeping thread gets to run: not while the GIL is held."""
+    """torch's record of the rank's collectives, JSON, where its sleeping thread gets to run: not while the
+    GIL is held.
+    """
     path = heartbeat.collectives_file(local, rank)
     path.unlink(missing_ok=True)
     if not _write_byte(heartbeat.collectives_pipe(local, rank)):
@@ -217,7 +255,8 @@ def last_collectives(record: Mapping[str, Any]) -> dict[str, Any]:
     """Of torch's flight recorder: the last collective of each process group, and the latest of all.
 
     Returns:
-        `last`: of each group its ranks as text, its description, `number` (collectives that the rank has begun in it), `name` and `state`.
+        `last`: of each group its ranks as text, its description, `number` (collectives that the rank has
+            begun in it), `name` and `state`.
         `entries`: the latest, as torch has them.
     """
     entries: Sequence[Mapping[str, Any]] = record.get("entries", [])
@@ -226,7 +265,11 @@ def last_collectives(record: Mapping[str, Any]) -> dict[str, Any]:
     for entry in entries:
         name, description = entry["process_group"]
         ranks = groups.get(name, groups.get("", {})).get("ranks", "")
-        what = {"number": entry["collective_seq_id"], "name": entry["profiling_name"], "state": entry["state"]}
+        what = {
+            "number": entry["collective_seq_id"],
+            "name": entry["profiling_name"],
+            "state": entry["state"],
+        }
         last[name] = {"group": name, "description": description, "ranks": ranks, **what}
     return {"last": list(last.values()), "entries": list(entries)[-_MOST_COLLECTIVES:]}
 

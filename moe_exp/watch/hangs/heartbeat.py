@@ -1,8 +1,10 @@
-"""A rank's heartbeat: which iteration and phase it is in, in a small mapped file that its launcher reads (watch/hangs/monitor.py). No torch.
+"""A rank's heartbeat: which iteration and phase it is in, in a small mapped file that its launcher reads
+(watch/hangs/monitor.py). No torch.
 
-A rank that is stopped, or stuck in C with the GIL held, cannot say so. So it only notes where it is as it goes on, at a microsecond or
-two per note; what is overdue is decided outside of it. The file outlives a kill -9. With it the rank has Python's faulthandler write
-all its stacks into a second file at STACKS_SIGNAL, and a sleeping thread write torch's record of collectives at a byte in a pipe.
+A rank that is stopped, or stuck in C with the GIL held, cannot say so. So it only notes where it is as it
+goes on, at a microsecond or two per note; what is overdue is decided outside of it. The file outlives a kill
+-9. With it the rank has Python's faulthandler write all its stacks into a second file at STACKS_SIGNAL, and a
+sleeping thread write torch's record of collectives at a byte in a pipe.
 
 Without the launcher's variable, under a bare torchrun for instance, every function here does nothing.
 """
@@ -28,11 +30,24 @@ from moe_exp.host.exit_codes import HEARTBEATS
 # An iteration's time is that spent in these.
 ITERATION_PHASES = ("data", "forward_backward", "optimizer", "end_of_iteration")
 PAUSED = "paused"  # at a breakpoint, for instance: a phase that may last
-PHASES = ("start_up", "load", *ITERATION_PHASES, "evaluation", "checkpoint", "rollback", "check", "dump", "profile", "end", PAUSED)
+PHASES = (
+    "start_up",
+    "load",
+    *ITERATION_PHASES,
+    "evaluation",
+    "checkpoint",
+    "rollback",
+    "check",
+    "dump",
+    "profile",
+    "end",
+    PAUSED,
+)
 STACKS_SIGNAL = signal.SIGUSR2
 
-# Count of notes; phase, iteration, micro-batches of it, seconds at which the phase began, seconds of the iteration before that, process id,
-# number of iterations that ended; the count again, so that a reader sees when it has read half of a note.
+# Count of notes; phase, iteration, micro-batches of it, seconds at which the phase began, seconds of the
+# iteration before that, process id, number of iterations that ended; the count again, so that a reader sees
+# when it has read half of a note.
 _NOTE = struct.Struct("<q16sqqddqqq")
 _NUM_DURATIONS = 32
 _DURATIONS = struct.Struct(f"<{_NUM_DURATIONS}d")
@@ -48,7 +63,8 @@ class Beat:
         phase: one of PHASES.
         iteration: that it works on, from 1; 0 before the first.
         num_microbatches: of that iteration.
-        since: when the phase began, seconds of the host's monotonic clock, which stands still while the host is suspended.
+        since: when the phase began, seconds of the host's monotonic clock, which stands still while the host
+            is suspended.
         spent: seconds of the iteration before that, in ITERATION_PHASES.
         durations: of the latest iterations of this process, seconds per micro-batch.
     """
@@ -89,7 +105,9 @@ def hung_file(folder: Path) -> Path:
 
 
 def failures_file(folder: Path) -> Path:
-    """How often the job has failed so far, as a number: the launcher's agent writes it before the ranks start."""
+    """How often the job has failed so far, as a number: the launcher's agent writes it before the ranks
+    start.
+    """
     return folder / "failures"
 
 
@@ -105,10 +123,14 @@ def _read(path: Path, rank: int) -> Beat | None:
             data = path.read_bytes()
         except FileNotFoundError:  # a new one takes its place
             continue
-        count, phase, iteration, num_microbatches, since, spent, pid, num_ended, count_again = _NOTE.unpack_from(data)
+        count, phase, iteration, num_microbatches, since, spent, pid, num_ended, count_again = (
+            _NOTE.unpack_from(data)
+        )
         if count == count_again:
             durations = _DURATIONS.unpack_from(data, _NOTE.size)[: min(num_ended, _NUM_DURATIONS)]
-            return Beat(rank, pid, phase.rstrip(b"\0").decode(), iteration, num_microbatches, since, spent, durations)
+            return Beat(
+                rank, pid, phase.rstrip(b"\0").decode(), iteration, num_microbatches, since, spent, durations
+            )
     return None  # stopped in the middle of a note, which takes a nanosecond: the next reader tries again
 
 
@@ -125,7 +147,8 @@ class Heart:
         self._iteration = self._num_microbatches = self._num_ended = 0
         self._phase, self._since, self._spent = "start_up", time.monotonic(), 0.0
         path = beat_file(folder, rank)
-        temporary = path.with_suffix(".new")  # nobody reads half a file, nor goes on with that of a process that is gone
+        # nobody reads half a file, nor goes on with that of a process that is gone
+        temporary = path.with_suffix(".new")
         temporary.write_bytes(bytes(_NOTE.size + _DURATIONS.size))
         with temporary.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), 0)
@@ -213,19 +236,27 @@ def during(phase: str) -> Iterator[None]:
 
 
 def paused() -> AbstractContextManager[None]:
-    """For what may last, such as a debugger's prompt: while one rank of a job is in it, no rank is taken to hang."""
+    """For what may last, such as a debugger's prompt: while one rank of a job is in it, no rank is taken to
+    hang.
+    """
     return during(PAUSED)
 
 
 def _write_collectives(folder: Path, rank: int) -> None:
-    """Waits for bytes in the pipe, asleep in C; on a byte writes what torch's flight recorder has, if this torch has one."""
+    """Waits for bytes in the pipe, asleep in C; on a byte writes what torch's flight recorder has, if this
+    torch has one.
+    """
     # Open for writing, too: reading would else return at once whenever the other side closes.
     pipe = os.open(collectives_pipe(folder, rank), os.O_RDWR)
     path = collectives_file(folder, rank)
     while os.read(pipe, 128):
         torch = sys.modules.get("torch")
         c10d = getattr(getattr(torch, "_C", None), "_distributed_c10d", None)
-        is_nccl = torch is not None and torch.distributed.is_initialized() and torch.distributed.get_backend() == "nccl"
+        is_nccl = (
+            torch is not None
+            and torch.distributed.is_initialized()
+            and torch.distributed.get_backend() == "nccl"
+        )
         dump = getattr(c10d, "_dump_nccl_trace_json" if is_nccl else "_dump_fr_trace_json", None)
         temporary = path.with_suffix(".new")
         temporary.write_bytes(dump() if dump else b"{}")

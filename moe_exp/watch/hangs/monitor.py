@@ -1,13 +1,16 @@
-"""The launcher's look at the heartbeats of its ranks: it finds a hang, has all stacks written, and ends the ranks for a restart.
+"""The launcher's look at the heartbeats of its ranks: it finds a hang, has all stacks written, and ends the
+ranks for a restart.
 
-`HangWatch.poll` is called by the launcher's loop and costs a few small reads a second; what takes longer runs in a thread. A false alarm
-costs a restart and is worse than a late one, so a run hangs only when
+`HangWatch.poll` is called by the launcher's loop and costs a few small reads a second; what takes longer runs
+in a thread. A false alarm costs a restart and is worse than a late one, so a run hangs only when
 
-- every rank of the node is over its limit (`limit_seconds`), and none on whatever node is far from it, paused or under a debugger, and
+- every rank of the node is over its limit (`limit_seconds`), and none on whatever node is far from it, paused
+  or under a debugger, and
 - no rank has gone on when all stacks are written.
 
-Limits are counted on the host's monotonic clock, which stands still while the host is suspended; and only while this process runs itself,
-as what stops the launcher (a frozen container, a job that SLURM has suspended) has stopped the ranks, too.
+Limits are counted on the host's monotonic clock, which stands still while the host is suspended; and only
+while this process runs itself, as what stops the launcher (a frozen container, a job that SLURM has
+suspended) has stopped the ranks, too.
 """
 
 from __future__ import annotations
@@ -49,7 +52,8 @@ from moe_exp.watch.hangs.requests import (
 )
 from moe_exp.watch.hangs.stacks import summarize
 
-LEAST_SECONDS = 180.0  # of HANG_TIMEOUT=auto: a shared file system stands still for a minute or two, and the run goes on
+# of HANG_TIMEOUT=auto: a shared file system stands still for a minute or two, and the run goes on
+LEAST_SECONDS = 180.0
 _FACTOR = 10
 _LEAST_ITERATIONS = 3  # whose median HANG_TIMEOUT=auto goes by
 _LOOK_SECONDS = 1.0
@@ -78,13 +82,16 @@ def limit_seconds(beat: Beat, hang_timeout: str, other_seconds: int | None) -> f
 
 
 def elapsed_seconds(beat: Beat, now: float, running_since: float) -> float:
-    """How long a rank has been in its iteration or phase, as far as this process was running, too. Times of the monotonic clock."""
+    """How long a rank has been in its iteration or phase, as far as this process was running, too. Times of
+    the monotonic clock.
+    """
     spent = beat.spent if beat.phase in ITERATION_PHASES else 0.0
     return spent + now - max(beat.since, running_since)
 
 
 class HangWatch:
-    """Watches the ranks of this node. Use it in a `with` block around their run, with `environment` in theirs.
+    """Watches the ranks of this node. Use it in a `with` block around their run, with `environment` in
+    theirs.
 
     Args:
         config: HANG_TIMEOUT, HANG_TIMEOUT_OTHER and the size of the job.
@@ -105,7 +112,9 @@ class HangWatch:
     def __enter__(self) -> HangWatch:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.wait()
         if self._hung:  # again below what torchrun says of ranks that were ended
             complain(self._hung)
@@ -150,25 +159,35 @@ class HangWatch:
         if self._config.hang_timeout == "none":
             return ""
         beats = [beat for beat in read_beats(self._local) if _is_there(beat.pid)]
-        if any(beat.since > self._hung_at for beat in beats):  # started again: what comes now has other reasons
+        # started again: what comes now has other reasons
+        if any(beat.since > self._hung_at for beat in beats):
             self._hung, self._hung_at = "", math.inf
-        if self._waits_for_beats(beats, now) or (beats and not any(beat.since > self._judged for beat in beats)):
+        if self._waits_for_beats(beats, now) or (
+            beats and not any(beat.since > self._judged for beat in beats)
+        ):
             return ""
         limits = {beat: self._limit(beat) for beat in beats}
-        over = [beat for beat, limit in limits.items() if elapsed_seconds(beat, now, self._running_since) > limit]
+        over = [
+            beat for beat, limit in limits.items() if elapsed_seconds(beat, now, self._running_since) > limit
+        ]
         if len(over) < len(beats) or self._paused(beats):
             return ""
         if not beats:
             return f"start: no rank has come to its first heartbeat in {self._config.hang_timeout_other} s"
         first = min(over, key=lambda beat: (beat.iteration, beat.since))
         seconds = elapsed_seconds(first, now, self._running_since)
-        return f"iteration {first.iteration}, {first.phase}: no rank has gone on for {seconds:.1f} s, the limit is {limits[first]:.1f} s"
+        return (
+            f"iteration {first.iteration}, {first.phase}: no rank has gone on for {seconds:.1f} s, the limit"
+            f" is {limits[first]:.1f} s"
+        )
 
     def _limit(self, beat: Beat) -> float:
         return limit_seconds(beat, self._config.hang_timeout, self._config.hang_timeout_other)
 
     def _waits_for_beats(self, beats: Sequence[Beat], now: float) -> bool:
-        """Whether ranks of the node have no beats and may still come to them, or are not there yet: torchrun waits for other nodes."""
+        """Whether ranks of the node have no beats and may still come to them, or are not there yet: torchrun
+        waits for other nodes.
+        """
         if len(beats) == self._config.gpus_per_node:
             self._missing_since = None
             return False
@@ -188,17 +207,24 @@ class HangWatch:
         return [beat.rank for beat in beats if beat.phase == PAUSED or is_traced(beat.pid)]
 
     def _busy(self) -> list[str]:
-        """What speaks against a hang: a rank that may be where it is, for instance one that writes a trace for all."""
+        """What speaks against a hang: a rank that may be where it is, for instance one that writes a trace
+        for all.
+        """
         now, beats = time.monotonic(), [beat for beat in read_beats(self._local) if _is_there(beat.pid)]
         found = [f"rank {rank} is paused, or a debugger holds it" for rank in self._paused(beats)]
         for beat in beats:
             seconds, limit = elapsed_seconds(beat, now, self._running_since), self._limit(beat)
-            if seconds < limit / 2 and beat.phase != PAUSED:  # nodes do not begin an iteration at the same moment
-                found.append(f"rank {beat.rank} is in {beat.phase} for {seconds:.1f} s, its limit is {limit:.0f} s")
+            # nodes do not begin an iteration at the same moment
+            if seconds < limit / 2 and beat.phase != PAUSED:
+                found.append(
+                    f"rank {beat.rank} is in {beat.phase} for {seconds:.1f} s, its limit is {limit:.0f} s"
+                )
         return found
 
     def _answer(self, request: Request) -> bool | None:
-        """Writes the stacks of this node for a request; for a hang, waits for the verdict and follows it. Returns that, None for none."""
+        """Writes the stacks of this node for a request; for a hang, waits for the verdict and follows it.
+        Returns that, None for none.
+        """
         folder = self._hang / request.folder
         self._dump(folder, is_hang=request.kind == "hang")
         verdict = wait_for_verdict(folder, 2 * _ANSWER_SECONDS) if request.kind == "hang" else None
@@ -212,7 +238,9 @@ class HangWatch:
         for done in (False, True):
             if done:
                 dump_node(self._local, folder, calls=self._hang / "calls", is_hang=is_hang)
-            write_answer(folder, Answer(config.node_rank, config.nnodes, config.world_size, host, ranks, busy, done))
+            write_answer(
+                folder, Answer(config.node_rank, config.nnodes, config.world_size, host, ranks, busy, done)
+            )
 
     def _end_hang(self, reason: str) -> None:
         """Has the stacks of all nodes written, and ends the ranks where it stays a hang."""
@@ -224,7 +252,10 @@ class HangWatch:
             else:
                 is_hang = self._look_into(reason, before)
         except Exception:  # a full disk, for instance: the ranks hang all the same
-            complain(f"the run hangs: {reason}; its stacks could not be written:", *traceback.format_exc().splitlines())
+            complain(
+                f"the run hangs: {reason}; its stacks could not be written:",
+                *traceback.format_exc().splitlines(),
+            )
             is_hang = not self._doubt(before, [])
         if is_hang:
             self._end_ranks()
@@ -243,11 +274,20 @@ class HangWatch:
             self._say([f"no hang, though it looked like one: {doubt}; stacks in {folder}"])
             return False
         self._hung = f"the run hangs: {summary.line}; see {folder}"
-        self._say([self._hung, *summary.short.splitlines(), f"the ranks of the job are ended{self._what_comes()}"])
+        self._say(
+            [self._hung, *summary.short.splitlines(), f"the ranks of the job are ended{self._what_comes()}"]
+        )
         last = max(0, min((beat.iteration for beat in read_beats(self._local)), default=1) - 1)
         hosts = sorted({answer.host for answer in answers if set(answer.ranks) & set(summary.named)})
         details = {"ranks": sorted(summary.named), "hosts": hosts, "why": list(summary.named.values())}
-        append_event(self._run.metrics, "hang", last, reason=reason, **details, folder=str(folder.relative_to(self._run.path)))
+        append_event(
+            self._run.metrics,
+            "hang",
+            last,
+            reason=reason,
+            **details,
+            folder=str(folder.relative_to(self._run.path)),
+        )
         return True
 
     def _what_comes(self) -> str:

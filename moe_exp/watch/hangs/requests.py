@@ -1,4 +1,5 @@
-"""How stacks are asked for and answered, by files in RUN/hang: every launcher looks for `request.json` once a second.
+"""How stacks are asked for and answered, by files in RUN/hang: every launcher looks for `request.json` once a
+second.
 
     request.json           the latest request: the folder to answer in, hang or stacks, why
     2026-11-22T03-50-12/   one answer
@@ -7,8 +8,8 @@
         verdict.json       of a hang, by the launcher that asked: whether the ranks are ended
         summary.txt
 
-A hang is seen on every node, within a second or so. Node 0 names the folder; the others wait for that for a while, and name one themselves
-where it does not come.
+A hang is seen on every node, within a second or so. Node 0 names the folder; the others wait for that for a
+while, and name one themselves where it does not come.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Request:
 
     Args:
         folder: name of the answer's folder inside RUN/hang.
-        kind: hang: a launcher says that the run hangs; stacks: somebody wants to see them, and the run goes on.
+        kind: hang: a launcher says that the run hangs; stacks: somebody wants to see them, and the run goes
+            on.
         reason: in words.
         host: of who asks.
     """
@@ -52,7 +54,8 @@ class Answer:
         nnodes, world_size: of the job.
         host: its name.
         ranks: of this node.
-        busy: what speaks against a hang, in words: ranks that are paused, under a debugger, or far from their limit.
+        busy: what speaks against a hang, in words: ranks that are paused, under a debugger, or far from their
+            limit.
         done: their files are there.
     """
 

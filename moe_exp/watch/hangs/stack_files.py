@@ -1,4 +1,6 @@
-"""The file of one rank in an answer: facts, one a line, then its stacks as py-spy or faulthandler prints them. Writing and reading."""
+"""The file of one rank in an answer: facts, one a line, then its stacks as py-spy or faulthandler prints
+them. Writing and reading.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +19,24 @@ _PY_SPY_FRAME = re.compile(r"^    (\S.*) \((.+?)(?::(\d+))?\)$")
 _FAULTHANDLER_THREAD = re.compile(r"^(Current thread|Thread) (\S+).*\(most recent call first\):$")
 _FAULTHANDLER_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 MAIN = "MainThread"
-_TRACER = "moe_exp/watch/hangs/call_trace.py"  # on every stack that is taken while it notes a call (TRACE_CALLS_FROM)
+# on every stack that is taken while it notes a call (TRACE_CALLS_FROM)
+_TRACER = "moe_exp/watch/hangs/call_trace.py"
 _CURRENT = "current"  # the one that got the signal, mostly the main one
-PACKAGES = ("moe_exp", "megatron", "torch")  # whose frames say what a rank does; other files are a library's or a user's
+# whose frames say what a rank does; other files are a library's or a user's
+PACKAGES = ("moe_exp", "megatron", "torch")
 _FOLDERS = "packages"  # the fact that holds their folders
 
 
 def package_folders() -> list[str]:
     """Folders of PACKAGES as this process would import them; none of them is imported for that.
 
-    The name alone does not tell them: a clone may lie in a folder that is called moe_exp or torch, beside files of other people.
+    The name alone does not tell them: a clone may lie in a folder that is called moe_exp or torch, beside
+    files of other people.
     """
     specs = filter(None, map(importlib.util.find_spec, PACKAGES))
     folders = [folder for spec in specs for folder in spec.submodule_search_locations or ()]
-    return sorted({*folders, *map(os.path.realpath, folders)})  # a frame has the one or the other where there is a link
+    # a frame has the one or the other where there is a link
+    return sorted({*folders, *map(os.path.realpath, folders)})
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,8 @@ class RankDump:
         rank: of the job.
         facts: host, pid, state, phase, ... as text, see `dump.rank_facts`.
         threads: the stacks.
-        native: names of the functions in C that the main thread is in, innermost first; empty where they were not asked for.
+        native: names of the functions in C that the main thread is in, innermost first; empty where they were
+            not asked for.
         calls: latest function calls, with TRACE_CALLS_FROM.
         collectives: the last collective of each process group, see `dump.last_collectives`.
     """
@@ -111,10 +118,24 @@ class RankDump:
         return int(self.facts.get("iteration", 0))
 
 
-def write_dump(folder: Path, rank: int, facts: Mapping[str, object], stacks: str, *, native: str = "", calls: Sequence[str] = ()) -> None:
+def write_dump(
+    folder: Path,
+    rank: int,
+    facts: Mapping[str, object],
+    stacks: str,
+    *,
+    native: str = "",
+    calls: Sequence[str] = (),
+) -> None:
     """Writes the file of a rank."""
     facts = {**facts, _FOLDERS: os.pathsep.join(package_folders())}
-    lines = [f"rank: {rank}", *(f"{name}: {value}" for name, value in facts.items()), "", _STACKS, stacks.rstrip()]
+    lines = [
+        f"rank: {rank}",
+        *(f"{name}: {value}" for name, value in facts.items()),
+        "",
+        _STACKS,
+        stacks.rstrip(),
+    ]
     if native:
         lines += ["", _NATIVE, native.rstrip()]
     if calls:
@@ -136,11 +157,14 @@ def _read(path: Path) -> RankDump:
     folders = facts.pop(_FOLDERS, "").split(os.pathsep)
     collectives = path.with_suffix(".collectives.json")
     last = json.loads(collectives.read_text(encoding="utf-8"))["last"] if collectives.exists() else []
-    return RankDump(rank, facts, parse_stacks(stacks, folders), _native_names(native), calls.splitlines(), last)
+    return RankDump(
+        rank, facts, parse_stacks(stacks, folders), _native_names(native), calls.splitlines(), last
+    )
 
 
 def parse_stacks(text: str, folders: Sequence[str] = ()) -> list[Thread]:
-    """Threads of what `py-spy dump --full-filenames` or faulthandler has printed; the main thread is called MainThread and comes first.
+    """Threads of what `py-spy dump --full-filenames` or faulthandler has printed; the main thread is called
+    MainThread and comes first.
 
     Args:
         text: what the tool has printed.
@@ -158,12 +182,23 @@ def parse_stacks(text: str, folders: Sequence[str] = ()) -> list[Thread]:
             threads[-1][1].append(Frame(match[1], _from_package(match[2], folders), int(match[3] or 0)))
         elif threads and (match := _FAULTHANDLER_FRAME.match(line)):
             threads[-1][1].append(Frame(match[3], _from_package(match[1], folders), int(match[2])))
-    # faulthandler gives no names. The main thread began with a module; its frames beyond the hundredth are cut off.
-    named = [(MAIN if (frames and frames[-1].name == "<module>") or "_run_module_as_main" in frames[-1].name else name, frames)
-             for name, frames in threads if frames]  # fmt: skip
+    # faulthandler gives no names. The main thread began with a module; its frames beyond the hundredth are
+    # cut off.
+    named = [
+        (
+            MAIN
+            if (frames and frames[-1].name == "<module>") or "_run_module_as_main" in frames[-1].name
+            else name,
+            frames,
+        )
+        for name, frames in threads
+        if frames
+    ]
     if all(name != MAIN for name, _ in named):
         named = [(MAIN if name == _CURRENT else name, frames) for name, frames in named]
-    return sorted((Thread(name, tuple(frames)) for name, frames in named), key=lambda thread: thread.name != MAIN)
+    return sorted(
+        (Thread(name, tuple(frames)) for name, frames in named), key=lambda thread: thread.name != MAIN
+    )
 
 
 def _from_package(file: str, folders: Sequence[str]) -> str:

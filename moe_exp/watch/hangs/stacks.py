@@ -1,6 +1,7 @@
 """The stacks of all ranks side by side: who is where, and who is not where the others are.
 
-In a hang nearly all ranks wait in a collective for a few that have not come to it. So a rank is named, in this order of evidence:
+In a hang nearly all ranks wait in a collective for a few that have not come to it. So a rank is named, in
+this order of evidence:
 
 1. its process is stopped, gone or under a debugger, or its launcher has not answered;
 2. it is not waiting, while others are;
@@ -8,7 +9,8 @@ In a hang nearly all ranks wait in a collective for a few that have not come to 
 4. it has begun fewer collectives of a process group than another of that group (torch's flight recorder);
 5. its stack is that of a minority.
 
-The first of 1 and 2 that finds somebody counts, both where both do; each of the others only where nobody is named by then.
+The first of 1 and 2 that finds somebody counts, both where both do; each of the others only where nobody is
+named by then.
 """
 
 from __future__ import annotations
@@ -25,11 +27,27 @@ from moe_exp.watch.hangs.dump import DISK, GONE, STOPPED, TRACED
 from moe_exp.watch.hangs.requests import Answer, ask, latest_request, read_answers, wait_for_answers
 from moe_exp.watch.hangs.stack_files import MAIN, Frame, RankDump, read_dumps
 
-_IN_TORCH = ("torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py", "torch/distributed/_functional_collectives.py")
-_COLLECTIVE_CODE = (*_IN_TORCH, "moe_exp/layers/dispatcher/collectives.py", "moe_exp/host/gloo.py", "p2p_communication.py")
+_IN_TORCH = (
+    "torch/distributed/distributed_c10d.py",
+    "torch/distributed/c10d_logger.py",
+    "torch/distributed/_functional_collectives.py",
+)
+_COLLECTIVE_CODE = (
+    *_IN_TORCH,
+    "moe_exp/layers/dispatcher/collectives.py",
+    "moe_exp/host/gloo.py",
+    "p2p_communication.py",
+)
 # What a host of a GPU waits in: the kernels and collectives that it has launched.
 _DEVICE_WAITS = (".item()", ".tolist()", ".cpu()", "synchronize(")
-_NATIVE_WAITS = ("c10d::", "gloo::", "nccl", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize")
+_NATIVE_WAITS = (
+    "c10d::",
+    "gloo::",
+    "nccl",
+    "cudaStreamSynchronize",
+    "cudaEventSynchronize",
+    "cudaDeviceSynchronize",
+)
 _ABSENT = "absent"
 _STATES = {
     STOPPED: "is stopped (by a signal such as SIGSTOP)",
@@ -42,22 +60,30 @@ _STILL_SECONDS = 60.0  # all ranks in their phase for so long: it may be a hang 
 
 
 def main_stack(dump: RankDump) -> tuple[Frame, ...]:
-    """Python frames of the main thread, innermost first; below them, where it runs backward on a GPU, those of autograd's thread for it."""
+    """Python frames of the main thread, innermost first; below them, where it runs backward on a GPU, those
+    of autograd's thread for it.
+    """
     frames = next((thread.frames for thread in dump.threads if thread.name == MAIN), ())
     if any(frame.name.endswith("_engine_run_backward") for frame in frames[:2]):
         for thread in dump.threads:
-            if thread.name != MAIN and any(frame.file.endswith("torch/autograd/function.py") for frame in thread.frames):
+            if thread.name != MAIN and any(
+                frame.file.endswith("torch/autograd/function.py") for frame in thread.frames
+            ):
                 return thread.frames + frames
     return frames
 
 
 def is_waiting(dump: RankDump) -> bool:
-    """Whether a rank waits for others: in a collective of torch, in the `wait` of one, or with a GPU for what it has launched."""
+    """Whether a rank waits for others: in a collective of torch, in the `wait` of one, or with a GPU for what
+    it has launched.
+    """
     frames = main_stack(dump)
     if not frames:
         return False
     source = dump.facts.get("source", "")
-    if frames[0].file.endswith(_IN_TORCH) or any(name in function for function in dump.native for name in _NATIVE_WAITS):
+    if frames[0].file.endswith(_IN_TORCH) or any(
+        name in function for function in dump.native for name in _NATIVE_WAITS
+    ):
         return True
     if not frames[0].is_in_packages:
         return False
@@ -91,7 +117,9 @@ def groups_of(dumps: Iterable[RankDump]) -> list[list[RankDump]]:
 
 
 def apart(dumps: Sequence[RankDump]) -> dict[int, str]:
-    """The ranks that are not where the others are, each with what was found of it; the order of evidence is at the top of this file."""
+    """The ranks that are not where the others are, each with what was found of it; the order of evidence is
+    at the top of this file.
+    """
     found = _by_state(dumps)
     waiting = [dump for dump in dumps if is_waiting(dump)]
     for dump in dumps:
@@ -111,13 +139,19 @@ def _by_state(dumps: Sequence[RankDump]) -> dict[int, str]:
 
 
 def _is_still(dumps: Sequence[RankDump]) -> bool:
-    """Whether no rank has gone on for a while. Those of a job that runs are never in one place, which is no fault of any of them."""
+    """Whether no rank has gone on for a while. Those of a job that runs are never in one place, which is no
+    fault of any of them.
+    """
     return all(float(dump.facts.get("seconds in it", 0.0)) >= _STILL_SECONDS for dump in dumps)
 
 
 def _behind(dumps: Sequence[RankDump]) -> dict[int, str]:
     newest = max((dump.iteration for dump in dumps), default=0)
-    return {d.rank: f"is in iteration {d.iteration}, others in {newest}; it {where(d)}" for d in dumps if d.iteration < newest}
+    return {
+        d.rank: f"is in iteration {d.iteration}, others in {newest}; it {where(d)}"
+        for d in dumps
+        if d.iteration < newest
+    }
 
 
 def _behind_in_group(dumps: Sequence[RankDump]) -> dict[int, str]:
@@ -132,14 +166,21 @@ def _behind_in_group(dumps: Sequence[RankDump]) -> dict[int, str]:
         for last in dump.collectives:
             others = most[last["group"], last["ranks"]]
             if last["number"] < others["number"]:
-                mine = f"has begun {last['number']} collectives of {last['description'] or 'group ' + last['group']}"
+                mine = (
+                    f"has begun {last['number']} collectives of"
+                    f" {last['description'] or 'group ' + last['group']}"
+                )
                 found[dump.rank] = f"{mine}, others {others['number']} ({others['name']}); it {where(dump)}"
     return found
 
 
 def _minority(dumps: Sequence[RankDump]) -> dict[int, str]:
     largest, *others = groups_of(dumps) or [[]]
-    return {dump.rank: where(dump) for group in others for dump in group} if len(largest) > len(dumps) / 2 else {}
+    return (
+        {dump.rank: where(dump) for group in others for dump in group}
+        if len(largest) > len(dumps) / 2
+        else {}
+    )
 
 
 @dataclass(frozen=True)
@@ -174,15 +215,29 @@ def summarize(folder: Path) -> Summary:
     named = _by_state(dumps) if is_asked and not _is_still(dumps) else apart(dumps)
     by_rank = {dump.rank: dump for dump in dumps}
     head = [request.reason] if request else []
-    if silent := sorted(set(range(answers[0].nnodes)) - {answer.node for answer in answers if answer.done}) if answers else []:
-        head += [f"no answer from the {'launcher of node' if len(silent) == 1 else 'launchers of nodes'} {_numbers(silent)}"]
+    if silent := (
+        sorted(set(range(answers[0].nnodes)) - {answer.node for answer in answers if answer.done})
+        if answers
+        else []
+    ):
+        head += [
+            f"no answer from the {'launcher of node' if len(silent) == 1 else 'launchers of nodes'}"
+            f" {_numbers(silent)}"
+        ]
     if is_asked:
         head += ["asked for by hand: the run goes on, in which ranks need not be in the same place"]
     if named or not is_asked:
         head += ["not where the others are:" if named else "no rank stands out"]
-    head += [f"  rank {rank} on {by_rank[rank].host}{_moment(by_rank[rank])}: {reason}" for rank, reason in named.items()]
+    head += [
+        f"  rank {rank} on {by_rank[rank].host}{_moment(by_rank[rank])}: {reason}"
+        for rank, reason in named.items()
+    ]
     head += ["where they are:", *_places(dumps)]
-    body = [line for group in groups_of(dumps) for line in _group_lines(group)] + _calls(dumps, named) + _tools(dumps)
+    body = (
+        [line for group in groups_of(dumps) for line in _group_lines(group)]
+        + _calls(dumps, named)
+        + _tools(dumps)
+    )
     line = "; ".join(_few_words(by_rank[rank]) for rank in list(named)[:3]) or "no rank stands out"
     line += f"; and {len(named) - 3} more" if len(named) > 3 else ""
     return Summary(named, line, "\n".join(head), "\n".join([*head, "", *body]))
@@ -199,7 +254,10 @@ def _places(dumps: Sequence[RankDump]) -> list[str]:
     for dump in dumps:
         places[where(dump)].append(dump)
     by_size = sorted(places.items(), key=lambda item: -len(item[1]))
-    return [f"  {_ranks(group)} on {', '.join(sorted({dump.host for dump in group}))}: {place}" for place, group in by_size]
+    return [
+        f"  {_ranks(group)} on {', '.join(sorted({dump.host for dump in group}))}: {place}"
+        for place, group in by_size
+    ]
 
 
 def _moment(dump: RankDump) -> str:
@@ -216,7 +274,10 @@ def _absent(dumps: Sequence[RankDump], answers: Sequence[Answer]) -> list[RankDu
     per_node = answers[0].world_size // answers[0].nnodes
     hosts = {answer.node: answer.host for answer in answers}
     ranks = set(range(answers[0].world_size)) - {dump.rank for dump in dumps}
-    return [RankDump(rank, {"state": _ABSENT, "host": hosts.get(rank // per_node, f"node {rank // per_node}")}) for rank in sorted(ranks)]
+    return [
+        RankDump(rank, {"state": _ABSENT, "host": hosts.get(rank // per_node, f"node {rank // per_node}")})
+        for rank in sorted(ranks)
+    ]
 
 
 def _group_lines(group: Sequence[RankDump]) -> list[str]:
@@ -295,7 +356,9 @@ def stacks_of(place: Path, *, first_seconds: float = FIRST_SECONDS) -> tuple[Sum
     if not answers:
         shutil.rmtree(folder)
         fix = "look whether the job runs; ranks under a bare torchrun have no launcher, use py-spy there"
-        raise ValueError(f"stacks={place}: no launcher of this run has answered in {first_seconds:.0f} s. Fix: {fix}.")
+        raise ValueError(
+            f"stacks={place}: no launcher of this run has answered in {first_seconds:.0f} s. Fix: {fix}."
+        )
     summary = summarize(folder)
     write_atomically(folder / "summary.txt", summary.whole + "\n")
     return summary, folder

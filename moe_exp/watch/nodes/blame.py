@@ -60,24 +60,33 @@ def log_files(paths: Iterable[Path]) -> list[Path]:
         inside = [file for file in sorted(path.rglob("*")) if file.suffix in _LOGS and file.is_file()]
         inside = [file for file in inside if not _NO_LOGS & set(file.relative_to(path).parts)]
         if not inside:
-            raise ValueError(f"{path}: has no logs ({', '.join(_LOGS)}). Fix: give log files, or the folder of a run.")
+            raise ValueError(
+                f"{path}: has no logs ({', '.join(_LOGS)}). Fix: give log files, or the folder of a run."
+            )
         found += inside
     return list(dict.fromkeys(found))
 
 
 def told_by_runs(paths: Iterable[Path]) -> list[str]:
-    """What run folders among `paths` tell of hangs and of ranks that have died, which need not be in any log; the latest."""
+    """What run folders among `paths` tell of hangs and of ranks that have died, which need not be in any log;
+    the latest.
+    """
     lines = []
     for run in (RunFolder(path) for path in paths if path.is_dir()):
         events = last_records(run.metrics) if run.metrics.exists() else []
-        for event in [event for event in events if event.get("event") in ("hang", "rank_failed")][-_MOST_EVENTS:]:
+        for event in [event for event in events if event.get("event") in ("hang", "rank_failed")][
+            -_MOST_EVENTS:
+        ]:
             head = f"{run.path}: {event['event']} at iteration {event['iteration']}, {event['time']}: "
             if event["event"] == "hang":
                 ranks, hosts = ", ".join(map(str, event.get("ranks", []))), ", ".join(event.get("hosts", []))
                 where = f"rank {ranks} on {hosts} apart from the others" if ranks else "no rank stands out"
                 lines.append(f"{head}{where}; see {run.path / str(event.get('folder', 'hang'))}/summary.txt")
             else:
-                lines.append(f"{head}rank {event.get('rank')} on {event.get('host')} ({event.get('device')}): {event.get('cause')}")
+                lines.append(
+                    f"{head}rank {event.get('rank')} on {event.get('host')} ({event.get('device')}):"
+                    f" {event.get('cause')}"
+                )
     return lines
 
 
@@ -100,7 +109,9 @@ def blame(files: Iterable[Path]) -> list[Blame]:
 
 
 def recognised_lines(lines: Iterable[str]) -> Iterator[Seen]:
-    """The lines of a log that say something. A line without a time has that of the line before: a traceback has none."""
+    """The lines of a log that say something. A line without a time has that of the line before: a traceback
+    has none.
+    """
     time = ""
     for line in lines:
         fault, here = recognised(line), origin(line)
@@ -110,7 +121,9 @@ def recognised_lines(lines: Iterable[str]) -> Iterator[Seen]:
 
 
 def gathered(logs: Sequence[tuple[Origin, Sequence[Seen]]]) -> list[Blame]:
-    """The same faults of the same place as one; `logs`: of each file what its name says, and its lines that say something."""
+    """The same faults of the same place as one; `logs`: of each file what its name says, and its lines that
+    say something.
+    """
     hosts: dict[str, set[str]] = {}
     for _, seen in logs:
         for one in seen:
@@ -126,19 +139,26 @@ def gathered(logs: Sequence[tuple[Origin, Sequence[Seen]]]) -> list[Blame]:
                 found[key] = Blame(fault, where, 1, where.time, line)
             else:
                 found[key] = replace(before, count=before.count + 1, last=where.time or before.last)
-    return sorted(found.values(), key=lambda one: (CAUSES.index(one.fault.cause), one.where.time or "~", one.where.host))
+    return sorted(
+        found.values(), key=lambda one: (CAUSES.index(one.fault.cause), one.where.time or "~", one.where.host)
+    )
 
 
-def _placed(seen: Sequence[Seen], of_file: Origin, only: Mapping[str, Origin]) -> Iterator[tuple[Fault, Origin, str]]:
+def _placed(
+    seen: Sequence[Seen], of_file: Origin, only: Mapping[str, Origin]
+) -> Iterator[tuple[Fault, Origin, str]]:
     """The faults of a file, with where they were.
 
-    What a line does not say of its host and device is filled in from the lines of this file that say it of the same rank, the ones before
-    it first, then from the file's name, and last from other files, where these agree: from job to job a rank is on other hosts.
+    What a line does not say of its host and device is filled in from the lines of this file that say it of
+    the same rank, the ones before it first, then from the file's name, and last from other files, where these
+    agree: from job to job a rank is on other hosts.
     """
     known: dict[str, Origin] = {}
     for one in reversed(seen):
         if one.where.host and one.where.rank:
-            known[one.where.rank] = replace(one.where, time="").completed(_of_host(known.get(one.where.rank), one.where.host))
+            known[one.where.rank] = replace(one.where, time="").completed(
+                _of_host(known.get(one.where.rank), one.where.host)
+            )
     for one in seen:
         where = one.where
         if where.host and where.rank:
@@ -201,9 +221,17 @@ def print_blame(found: Sequence[Blame]) -> None:
     for name in ("cause", "what", "host", "rank", "device", "times", "first", "last", "what to do"):
         table.add_column(name, overflow="fold", no_wrap=name in ("cause", "rank", "times"))
     for one in found:
-        cells = (one.fault.name, one.where.host or "?", one.where.rank or "-", one.where.device or "-", str(one.count))
+        cells = (
+            one.fault.name,
+            one.where.host or "?",
+            one.where.rank or "-",
+            one.where.device or "-",
+            str(one.count),
+        )
         times = (one.where.time or "-", one.last or "-")
-        table.add_row(Text(one.fault.cause, _COLOURS[one.fault.cause]), *map(Text, (*cells, *times, one.fault.advice)))
+        table.add_row(
+            Text(one.fault.cause, _COLOURS[one.fault.cause]), *map(Text, (*cells, *times, one.fault.advice))
+        )
     console.print(table)
 
 

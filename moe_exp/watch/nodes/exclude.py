@@ -2,8 +2,8 @@
 
     node-a07    # 2026-11-03T02:14:09+01:00 preflight: matmul 41% of the other nodes' speed
 
-Lines of people are kept as they are; an empty line or one that begins with # says nothing. The preflight, `moe-exp watch blame` and people
-add to it; run_slurm.sh and `moe-exp watch exclude FILE --slurm` read it.
+Lines of people are kept as they are; an empty line or one that begins with # says nothing. The preflight,
+`moe-exp watch blame` and people add to it; run_slurm.sh and `moe-exp watch exclude FILE --slurm` read it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def read_reasons(path: Path) -> dict[str, str]:
 
 
 def exclude(path: Path, host: str, reason: str) -> bool:
-    """Adds a host to a list, which is made where there is none; returns False where the host is in it already.
+    """Adds a host to a list, which is made where there is none; returns False where the host is in it
+    already.
 
     Args:
         path: of the list.
@@ -91,14 +92,18 @@ def slurm_name(host: str) -> str:
         ValueError: it is none.
     """
     if not _HOST.fullmatch(host):
-        raise ValueError(f"host={host!r}: is not a host name. Fix: give letters, digits, '-', '_' and '.' alone.")
+        raise ValueError(
+            f"host={host!r}: is not a host name. Fix: give letters, digits, '-', '_' and '.' alone."
+        )
     is_address = re.fullmatch(r"[\d.]+", host)
     return host if is_address else host.partition(".")[0]
 
 
 def _entries(path: Path) -> list[tuple[str, str]]:
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines() if path.exists() else [], start=1):
+    for number, line in enumerate(
+        path.read_text(encoding="utf-8").splitlines() if path.exists() else [], start=1
+    ):
         host, _, comment = line.partition("#")
         if not host.strip():
             continue
@@ -106,7 +111,8 @@ def _entries(path: Path) -> list[tuple[str, str]]:
             found.append((slurm_name(host.strip()), comment.strip()))
         except ValueError:
             raise ValueError(
-                f"{path}: line {number} holds {host.strip()!r}, no host name. Fix: one host a line, reasons after #."
+                f"{path}: line {number} holds {host.strip()!r}, no host name. Fix: one host a line, reasons"
+                " after #."
             ) from None
     return found
 

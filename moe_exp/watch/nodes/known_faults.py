@@ -1,7 +1,9 @@
-"""Messages of the driver, CUDA, NCCL, network cards, the kernel and SLURM that say that something broke; what each means and what to do.
+"""Messages of the driver, CUDA, NCCL, network cards, the kernel and SLURM that say that something broke; what
+each means and what to do.
 
-Xid numbers are those of the catalog of NVIDIA (docs.nvidia.com/deploy/xid-errors, for Ampere and newer, read in 2026). A number alone is
-a hint, not a proof: a broken GPU can make any of them, and so can a program that writes where it should not.
+Xid numbers are those of the catalog of NVIDIA (docs.nvidia.com/deploy/xid-errors, for Ampere and newer, read
+in 2026). A number alone is a hint, not a proof: a broken GPU can make any of them, and so can a program that
+writes where it should not.
 """
 
 from __future__ import annotations
@@ -15,7 +17,10 @@ CAUSES = ("hardware", "driver", "network", "memory", "disk", "program", "consequ
 DRAIN = "take the node out, and have it looked at"
 RESET = "reset the GPU or restart the node; take it out if it comes again"
 NETWORK = "look at the link, cable and switch of that node; take it out if it comes again"
-PROGRAM = "look at the program; CUDA_LAUNCH_BLOCKING=1 names the line. If one GPU alone has it again and again, it is the GPU"
+PROGRAM = (
+    "look at the program; CUDA_LAUNCH_BLOCKING=1 names the line. If one GPU alone has it again and again, it"
+    " is the GPU"
+)
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,12 @@ XIDS = dict(
         _xid(48, "memory error of two bits (ECC)", "hardware", DRAIN, excludes=True),
         _xid(61, "internal micro-controller halted", "driver", RESET, excludes=True),
         _xid(62, "internal micro-controller halted", "hardware", RESET, excludes=True),
-        _xid(63, "row of memory is taken out of use", "hardware", "nothing at once: reset the GPU when the job has ended"),
+        _xid(
+            63,
+            "row of memory is taken out of use",
+            "hardware",
+            "nothing at once: reset the GPU when the job has ended",
+        ),
         _xid(64, "row of memory could not be taken out of use", "hardware", DRAIN, excludes=True),
         _xid(68, "video engine exception", "driver", RESET),
         _xid(69, "exception in a graphics class", "program", PROGRAM),
@@ -83,7 +93,9 @@ def xid(number: int) -> Fault:
     return XIDS.get(number, Fault(f"Xid {number}", "driver", "look it up in NVIDIA's catalog of Xid errors"))
 
 
-def _kind(pattern: str, name: str, cause: str, advice: str, *, excludes: bool = False) -> tuple[re.Pattern[str], Fault]:
+def _kind(
+    pattern: str, name: str, cause: str, advice: str, *, excludes: bool = False
+) -> tuple[re.Pattern[str], Fault]:
     return re.compile(pattern, re.IGNORECASE), Fault(name, cause, advice, excludes)
 
 
@@ -99,7 +111,13 @@ PATTERNS = (
         DRAIN,
         excludes=True,
     ),
-    _kind(r"uncorrectable NVLink error|cudaErrorNvlinkUncorrectable", "uncorrectable NVLink error", "hardware", DRAIN, excludes=True),
+    _kind(
+        r"uncorrectable NVLink error|cudaErrorNvlinkUncorrectable",
+        "uncorrectable NVLink error",
+        "hardware",
+        DRAIN,
+        excludes=True,
+    ),
     _kind(r"fallen off the bus|GPU is lost", "GPU has fallen off the bus", "hardware", DRAIN, excludes=True),
     _kind(
         r"rm_init_adapter failed|RmInitAdapter failed",
@@ -112,14 +130,23 @@ PATTERNS = (
         r"No CUDA GPUs are available|cudaErrorDevicesUnavailable|all CUDA-capable devices are busy",
         "GPU cannot be used",
         "driver",
-        "see whether the job has asked for GPUs and nobody else holds them; of one host alone: the preflight, and " + RESET,
+        "see whether the job has asked for GPUs and nobody else holds them; of one host alone: the preflight,"
+        " and " + RESET,
     ),
-    _kind(r"hardware stack error|cudaErrorHardwareStackError", "hardware stack error", "hardware", DRAIN, excludes=True),
+    _kind(
+        r"hardware stack error|cudaErrorHardwareStackError",
+        "hardware stack error",
+        "hardware",
+        DRAIN,
+        excludes=True,
+    ),
     # Each is three lines; healthy switches have Non-fatal ones by the dozen when they start.
     _kind(r"SXid .*: \d+, Fatal", "NVSwitch error (SXid)", "hardware", DRAIN, excludes=True),
     _kind(
-        # "Machine check events logged" and "CPU 3: Machine Check: 0" are also said of errors that were corrected.
-        r"CPU \d+: Machine Check Exception|EDAC \S+ \d+ UE\b|Uncorrected (hardware )?(memory )?error|\[Hardware Error\]: Uncorrected"
+        # "Machine check events logged" and "CPU 3: Machine Check: 0" are also said of errors that were
+        # corrected.
+        r"CPU \d+: Machine Check Exception|EDAC \S+ \d+ UE\b|Uncorrected (hardware )?(memory"
+        r" )?error|\[Hardware Error\]: Uncorrected"
         r"|\[Hardware Error\]: event severity: (fatal|recoverable)",
         "uncorrectable error of processor or memory",
         "hardware",
@@ -128,12 +155,15 @@ PATTERNS = (
     ),
     _kind(r"device-side assert", "assertion in a kernel", "program", PROGRAM),
     _kind(
-        r"illegal memory access|misaligned address|illegal instruction was encountered|invalid program counter",
+        r"illegal memory access|misaligned address|illegal instruction was encountered|invalid program"
+        r" counter",
         "kernel used an address that is not its own",
         "program",
         PROGRAM,
     ),
-    _kind(r"unspecified launch failure|launch timed out and was terminated", "kernel failed", "program", PROGRAM),
+    _kind(
+        r"unspecified launch failure|launch timed out and was terminated", "kernel failed", "program", PROGRAM
+    ),
     _kind(
         r"(torch\.|^|\W)(cuda\.)?OutOfMemoryError|CUDA out of memory|CUDA error: out of memory",
         "GPU memory is full",
@@ -154,7 +184,12 @@ PATTERNS = (
         "memory",
         _SHM,
     ),
-    _kind(r"\bBus error\b|SIGBUS|Signal 7\b|exitcode\s*:\s*-7\b", "bus error, mostly /dev/shm being full", "memory", _SHM),
+    _kind(
+        r"\bBus error\b|SIGBUS|Signal 7\b|exitcode\s*:\s*-7\b",
+        "bus error, mostly /dev/shm being full",
+        "memory",
+        _SHM,
+    ),
     _kind(r"No space left on device", "disk is full", "disk", "free some space"),
     _kind(
         r"Input/output error|Stale file handle|blk_update_request: I/O error|EXT4-fs error|XFS .*I/O error",
@@ -177,26 +212,31 @@ PATTERNS = (
         "nothing, where it was while the node started; else " + NETWORK,
     ),
     _kind(
-        r"Got completion from peer .* status=\d+|async fatal event on QP|ibv_\w+ failed|Call to ibv_\w+ failed",
+        r"Got completion from peer .* status=\d+|async fatal event on QP|ibv_\w+ failed|Call to ibv_\w+"
+        r" failed",
         "InfiniBand transfer failed: one of the two ends, or the way between",
         "network",
         NETWORK,
     ),
     _kind(
-        r"NET/OFI .*(error|failed)|libfabric:.*<warn>.*(err:|error)|efa_rdm\w*.*err|fi_addr_efa.*(Unreachable|Invalid)",
+        r"NET/OFI"
+        r" .*(error|failed)|libfabric:.*<warn>.*(err:|error)"
+        r"|efa_rdm\w*.*err|fi_addr_efa.*(Unreachable|Invalid)",
         "EFA transfer failed: one of the two ends, or the way between",
         "network",
         NETWORK,
     ),
     _kind(
-        r"NCCL WARN .*(Connect(ion)? (to|refused)|socketProgress|Net ?: Connection closed|connection (timed out|refused|closed))"
+        r"NCCL WARN .*(Connect(ion)? (to|refused)|socketProgress|Net ?: Connection closed|connection (timed"
+        r" out|refused|closed))"
         r"|No route to host|Network is unreachable",
         "no connection to another host",
         "network",
         NETWORK,
     ),
     _kind(
-        r"Watchdog caught collective operation timeout|ran for \d+ milliseconds before timing out|detected by watchdog"
+        r"Watchdog caught collective operation timeout|ran for \d+ milliseconds before timing out|detected by"
+        r" watchdog"
         r"|watchdog thread terminated|heartbeat monitor timed out",
         "NCCL waited too long for another rank",
         "consequence",
@@ -223,12 +263,18 @@ PATTERNS = (
         PROGRAM,
     ),
     _kind(r"moe-exp: rank \d+ on \S+( \(\S+\))? failed: ", "rank failed", "program", "read its traceback"),
-    _kind(r"moe-exp: rank \d+ on .* has failed after iteration \d+: SIG(SEGV|ILL|FPE)", "rank crashed", "program", "read its log"),
+    _kind(
+        r"moe-exp: rank \d+ on .* has failed after iteration \d+: SIG(SEGV|ILL|FPE)",
+        "rank crashed",
+        "program",
+        "read its log",
+    ),
     _kind(
         r"moe-exp: rank \d+ on .* has failed after iteration \d+: SIG",
         "rank was ended by a signal",
         "consequence",
-        "look for what came before: a hang, whose ranks all get SIGKILL, the kernel's oom_kill, NCCL's watchdog (SIGABRT)",
+        "look for what came before: a hang, whose ranks all get SIGKILL, the kernel's oom_kill, NCCL's"
+        " watchdog (SIGABRT)",
     ),
 )
 
@@ -244,5 +290,9 @@ def recognised(message: str) -> Fault | None:
     if found := re.search(r"NVRM: Xid \([^)]*\): (\d+)", message):
         number = int(found[1])
         pattern, what = _MILD.get(number, (r"(?!)", ""))
-        return Fault(f"Xid {number}: {what}", "hardware", "watch it") if re.search(pattern, message) else xid(number)
+        return (
+            Fault(f"Xid {number}: {what}", "hardware", "watch it")
+            if re.search(pattern, message)
+            else xid(number)
+        )
     return next((fault for pattern, fault in PATTERNS if pattern.search(message)), None)

@@ -1,4 +1,6 @@
-"""Where a line of a log comes from: host, rank, device and time, as far as the line or the name of its file says it."""
+"""Where a line of a log comes from: host, rank, device and time, as far as the line or the name of its file
+says it.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,12 @@ class Origin:
 
     def completed(self, other: Origin) -> Origin:
         """This one, with what it lacks from `other`."""
-        return Origin(self.host or other.host, self.rank or other.rank, self.device or other.device, self.time or other.time)
+        return Origin(
+            self.host or other.host,
+            self.rank or other.rank,
+            self.device or other.device,
+            self.time or other.time,
+        )
 
 
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
@@ -33,7 +40,8 @@ _CLOCK = r"(?P<clock>\d\d:\d\d:\d\d)"
 _TIMES = (
     re.compile(rf"\b\d{{4}}-(?P<month>\d\d)-(?P<day>\d\d)[ T]{_CLOCK}"),  # ours, ISO 8601
     re.compile(rf"\b(?P<name>{'|'.join(_MONTHS)}) +(?P<day>\d{{1,2}}) {_CLOCK}"),  # syslog, dmesg -T
-    re.compile(rf"\[[EWIF](?P<month>\d\d?)(?P<day>\d\d) {_CLOCK}"),  # glog, as torch has it; it leaves out a leading 0
+    # glog, as torch has it; it leaves out a leading 0
+    re.compile(rf"\[[EWIF](?P<month>\d\d?)(?P<day>\d\d) {_CLOCK}"),
 )
 _SINCE_BOOT = re.compile(r"^\s*(?:<\d+>)?\[\s*(\d+\.\d)\d*\]")
 
@@ -41,21 +49,32 @@ _NAME = r"[A-Za-z0-9][\w.-]*"
 _LEVELS = "(?i:debug|info|note|warn|warning|error|critical|fatal|message|what)"
 # Each line of these has one of host, rank, device by name.
 _SOURCES = (
-    re.compile(rf"rank (?P<rank>\d+) on (?P<host>{_NAME})(?: \((?P<device>[\w:]+)\))?"),  # a rank's own errors
-    re.compile(rf"\] (?:WARNING|ERROR|CRITICAL) (?P<host>{_NAME}) rank (?P<rank>\d+)(?: (?P<device>cuda:\d+|cpu))?"),  # its log messages
+    # a rank's own errors
+    re.compile(rf"rank (?P<rank>\d+) on (?P<host>{_NAME})(?: \((?P<device>[\w:]+)\))?"),
+    # its log messages
+    re.compile(
+        rf"\] (?:WARNING|ERROR|CRITICAL) (?P<host>{_NAME}) rank (?P<rank>\d+)(?: (?P<device>cuda:\d+|cpu))?"
+    ),
     re.compile(rf"(?:^|[\s>|])(?P<host>{_NAME}):\d+:\d+ \[(?P<gpu>\d+)\] "),  # NCCL
     re.compile(rf"srun: error: (?P<host>{_NAME}): tasks? "),
     re.compile(rf"slurmstepd(?:-(?P<host>{_NAME}))?: error: "),
-    re.compile(rf"(?:{'|'.join(_MONTHS)}) +\d+ \d\d:\d\d:\d\d (?P<host>{_NAME}) [\w.()/-]+(?:\[\d+\])?: "),  # syslog
-    re.compile(rf"^\d{{4}}-\d\d-\d\dT[\d:.,+-]+Z? (?P<host>{_NAME}) [\w.()/-]+(?:\[\d+\])?: "),  # syslog of systemd
-    # pdsh, clush; not `RuntimeError: CUDA error: ...`, `ERROR: ...`, or the number of a task that `srun --label` puts before a line
+    # syslog
+    re.compile(rf"(?:{'|'.join(_MONTHS)}) +\d+ \d\d:\d\d:\d\d (?P<host>{_NAME}) [\w.()/-]+(?:\[\d+\])?: "),
+    # syslog of systemd
+    re.compile(rf"^\d{{4}}-\d\d-\d\dT[\d:.,+-]+Z? (?P<host>{_NAME}) [\w.()/-]+(?:\[\d+\])?: "),
+    # pdsh, clush; not `RuntimeError: CUDA error: ...`, `ERROR: ...`, or the number of a task that `srun
+    # --label` puts before a line
     re.compile(
-        rf"^(?!\S*(Error|Exception|Interrupt): )(?!(moe-exp|srun|terminate|NVRM|kernel|\d+|{_LEVELS}): )(?P<host>{_NAME}): "
+        rf"^(?!\S*(Error|Exception|Interrupt): )(?!(moe-exp|srun|terminate|NVRM|kernel|\d+|{_LEVELS}):"
+        rf" )(?P<host>{_NAME}): "
         r"(?=\[|moe-exp|NVRM|CUDA|\S*Error)"
     ),
 )
 _RANK = (re.compile(r"\[rank(\d+)\]"), re.compile(r"\[Rank (\d+)\]"), re.compile(r"\bRank (\d+)\]"))
-_BUS = re.compile(r"\(PCI:([0-9a-fA-F:.]+)\)|NVIDIA GPU ([0-9a-fA-F]{4}:[0-9a-fA-F:.]+)|GPU ([0-9a-fA-F]{4}:[0-9a-fA-F]{2}:[0-9a-fA-F.]+)")
+_BUS = re.compile(
+    r"\(PCI:([0-9a-fA-F:.]+)\)|NVIDIA GPU ([0-9a-fA-F]{4}:[0-9a-fA-F:.]+)|GPU"
+    r" ([0-9a-fA-F]{4}:[0-9a-fA-F]{2}:[0-9a-fA-F.]+)"
+)
 _DEVICE = re.compile(r"\b(cuda:\d+)\b|\bGPU (\d+) has a total capacity")
 
 
@@ -91,18 +110,27 @@ def _time(line: str) -> str:
 
 # Parts of file names that are no hosts.
 _WORDS = re.compile(
-    r"(slurm|job|train|log|logs|out|err|stdout|stderr|rank|dmesg|syslog|messages|kern|journal|run|attempt|hang|gz|txt|summary|launcher|nccl)?"
+    r"(slurm|job|train|log|logs|out|err|stdout|stderr|rank|dmesg|syslog|messages|kern|journal"
+    r"|run|attempt|hang|gz|txt|summary|launcher|nccl)?"
     r"[-_]?\d*|node|all",
     re.IGNORECASE,
 )
 
 
 def origin_of_file(path: Path) -> Origin:
-    """What a file's name says: SLURM's `%N` between dots or underscores (`123_4.node17.out`), `rank3`, torchrun's folders of ranks."""
+    """What a file's name says: SLURM's `%N` between dots or underscores (`123_4.node17.out`), `rank3`,
+    torchrun's folders of ranks.
+    """
     rank = re.search(r"rank[-_]?(\d+)", path.name)
     if not rank and path.stem in ("stdout", "stderr") and path.parent.name.isdigit():
         return Origin(rank=path.parent.name)
-    parts = [part for part in re.split(r"[._]", re.sub(r"rank[-_]?\d+", "", path.name)) if part and not _WORDS.fullmatch(part)]
+    parts = [
+        part
+        for part in re.split(r"[._]", re.sub(r"rank[-_]?\d+", "", path.name))
+        if part and not _WORDS.fullmatch(part)
+    ]
     parts = [re.sub(r"^(slurm|dmesg|syslog|kern|job)-(\d+-)?", "", part) for part in parts]
-    named = [part for part in parts if re.fullmatch(r"[A-Za-z][A-Za-z0-9-]*", part) and not _WORDS.fullmatch(part)]
+    named = [
+        part for part in parts if re.fullmatch(r"[A-Za-z][A-Za-z0-9-]*", part) and not _WORDS.fullmatch(part)
+    ]
     return Origin(host=named[-1] if named else "", rank=rank[1] if rank else "")

@@ -1,7 +1,7 @@
 """Sends a message by e-mail, to a webhook and into a file. No torch.
 
-Secrets (the password, the address of a webhook, which has a token in it) come from files or the environment, never from the command
-line, which every user of the host can read; and no message about an error has them.
+Secrets (the password, the address of a webhook, which has a token in it) come from files or the environment,
+never from the command line, which every user of the host can read; and no message about an error has them.
 """
 
 from __future__ import annotations
@@ -70,7 +70,10 @@ class Mail:
         """Raises OSError or SMTPException where it cannot, PartlySent where it can for some."""
         message = EmailMessage()
         message["Subject"], message["From"], message["To"] = _line(subject), self.sender, ", ".join(self.to)
-        message["Date"], message["Message-ID"] = formatdate(localtime=True), make_msgid(domain=socket.gethostname() or "localhost")
+        message["Date"], message["Message-ID"] = (
+            formatdate(localtime=True),
+            make_msgid(domain=socket.gethostname() or "localhost"),
+        )
         message["Auto-Submitted"] = "auto-generated"  # or somebody's notice of absence answers every time
         message.set_content(text)
         context = ssl.create_default_context()
@@ -105,9 +108,12 @@ class Webhook:
     def send(self, subject: str, text: str) -> None:
         """Raises OSError where it cannot."""
         said = f"*{_line(subject)}*\n{text}"[:_LONGEST_TEXT]
-        for character, written in {"&": "&amp;", "<": "&lt;", ">": "&gt;"}.items():  # which mean links and mentions there
+        # which mean links and mentions there
+        for character, written in {"&": "&amp;", "<": "&lt;", ">": "&gt;"}.items():
             said = said.replace(character, written)
-        request = urllib.request.Request(self.url, json.dumps({"text": said}).encode(), {"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            self.url, json.dumps({"text": said}).encode(), {"Content-Type": "application/json"}
+        )
         with urllib.request.build_opener(_NoRedirect).open(request, timeout=_SECONDS) as answer:
             answer.read()
 
@@ -155,7 +161,8 @@ def send_to_all(channels: Sequence[Channel], subject: str, text: str) -> dict[st
             channel.send(subject, text)
         except PartlySent as error:
             failed[f"{channel.name} in part"] = str(error)
-        except Exception as error:  # of sockets, TLS, SMTP, HTTP, encodings: none of them may keep the other channels from their message
+        # of sockets, TLS, SMTP, HTTP, encodings: none of them may keep the other channels from their message
+        except Exception as error:
             failed[channel.name] = without_secrets(f"{type(error).__name__}: {error}", channel.secrets)
     return failed
 
@@ -172,7 +179,8 @@ def channels_of(options: Mapping[str, Any], environ: Mapping[str, str]) -> list[
     """The channels that options of the command line and the environment name.
 
     Args:
-        options: mail_to, mail_from, smtp, smtp_security, smtp_user, smtp_password_file, webhook_file, alert_file; empty or None: not given.
+        options: mail_to, mail_from, smtp, smtp_security, smtp_user, smtp_password_file, webhook_file,
+            alert_file; empty or None: not given.
         environ: with SMTP_PASSWORD and WATCH_WEBHOOK.
 
     Raises:
@@ -187,7 +195,9 @@ def channels_of(options: Mapping[str, Any], environ: Mapping[str, str]) -> list[
         path = Path(options["alert_file"]).expanduser().absolute()
         channels.append(AlertFile(path))
         if not path.parent.is_dir():
-            problems.append(_problem("--alert-file", path, "its folder is not there", "make it, or name another file"))
+            problems.append(
+                _problem("--alert-file", path, "its folder is not there", "make it, or name another file")
+            )
     if problems:
         raise ConfigError(problems)
     return channels
@@ -202,23 +212,43 @@ def _mail(options: Mapping[str, Any], environ: Mapping[str, str], problems: list
     host, _, port_text = (options.get("smtp") or "localhost").partition(":")
     security: Security = options.get("smtp_security") or "starttls"
     port = port_text or {"tls": "465", "starttls": "587", "none": "25"}[security]
-    password = _secret(options.get("smtp_password_file"), environ.get(PASSWORD_VARIABLE, ""), "--smtp-password-file", problems)
+    password = _secret(
+        options.get("smtp_password_file"),
+        environ.get(PASSWORD_VARIABLE, ""),
+        "--smtp-password-file",
+        problems,
+    )
     user, sender = options.get("smtp_user") or "", options.get("mail_from") or f"moe-exp@{socket.getfqdn()}"
-    problems += list(_mail_problems(to=to, sender=sender, host=host, port=port, user=user, password=password, security=security))
+    problems += list(
+        _mail_problems(
+            to=to, sender=sender, host=host, port=port, user=user, password=password, security=security
+        )
+    )
     return Mail(host, int(port) if port.isdecimal() else 0, security, user, password, sender, to)
 
 
-def _mail_problems(*, to: Sequence[str], sender: str, host: str, port: str, user: str, password: str, security: str) -> Iterator[str]:
+def _mail_problems(
+    *, to: Sequence[str], sender: str, host: str, port: str, user: str, password: str, security: str
+) -> Iterator[str]:
     for name, addresses in (("--mail-to", to), ("--mail-from", [sender])):
         for address in addresses:
             if address.count("@") != 1 or not address.isprintable() or not address.isascii():
                 yield _problem(name, address, "is no address", "write name@host")
     if not port.isdecimal() or not 0 < int(port) < 65536 or not host:
-        yield _problem("--smtp", f"{host}:{port}", "is no host and port", "write HOST:PORT, as mail.example.org:587")
+        yield _problem(
+            "--smtp", f"{host}:{port}", "is no host and port", "write HOST:PORT, as mail.example.org:587"
+        )
     if user and not password:
-        yield _problem("--smtp-user", user, f"has no password in {PASSWORD_VARIABLE}", "set it, or give --smtp-password-file")
+        yield _problem(
+            "--smtp-user",
+            user,
+            f"has no password in {PASSWORD_VARIABLE}",
+            "set it, or give --smtp-password-file",
+        )
     if user and security == "none" and host not in ("localhost", "127.0.0.1", "::1"):
-        yield _problem("--smtp-security", "none", "would send the password as plain text", "use starttls or tls")
+        yield _problem(
+            "--smtp-security", "none", "would send the password as plain text", "use starttls or tls"
+        )
 
 
 def _webhook(options: Mapping[str, Any], environ: Mapping[str, str], problems: list[str]) -> Webhook | None:
@@ -227,12 +257,20 @@ def _webhook(options: Mapping[str, Any], environ: Mapping[str, str], problems: l
         return None
     try:
         parts = urllib.parse.urlsplit(url)
-        good = parts.scheme in ("http", "https") and parts.hostname and url.isascii() and url.isprintable() and " " not in url
+        good = (
+            parts.scheme in ("http", "https")
+            and parts.hostname
+            and url.isascii()
+            and url.isprintable()
+            and " " not in url
+        )
     except ValueError:
         good = False
     if not good:  # without the value, which is a secret
         name = "--webhook-file" if options.get("webhook_file") else WEBHOOK_VARIABLE
-        problems.append(_problem(name, "***", "is no address of a webhook", "write https://HOST/..., on one line"))
+        problems.append(
+            _problem(name, "***", "is no address of a webhook", "write https://HOST/..., on one line")
+        )
         return None
     return Webhook(url)
 
@@ -245,7 +283,11 @@ def _secret(file: str | None, variable: str, name: str, problems: list[str]) -> 
         lines = Path(file).expanduser().read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", "") or type(error).__name__
-        problems.append(_problem(name, file, f"cannot be read ({reason})", "name a file that holds the secret, with mode 600"))
+        problems.append(
+            _problem(
+                name, file, f"cannot be read ({reason})", "name a file that holds the secret, with mode 600"
+            )
+        )
         return ""
     if not lines[0].strip():
         problems.append(_problem(name, file, "has nothing on its first line", "write the secret there"))

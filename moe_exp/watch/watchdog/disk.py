@@ -10,7 +10,8 @@ from pathlib import Path
 
 from moe_exp.watch.watchdog.run import RunView, event_time
 
-_WINDOW_SECONDS = 24 * 3600.0  # over which the fill rate is measured: checkpoints come in lumps, and other people write, too
+# over which the fill rate is measured: checkpoints come in lumps, and other people write, too
+_WINDOW_SECONDS = 24 * 3600.0
 _SHORTEST_SECONDS = 3600.0
 _LARGEST_SAMPLES = 150
 
@@ -34,7 +35,11 @@ class Disk:
     @property
     def full_in_seconds(self) -> float | None:
         """Until it is full at this rate; None where it is not filling."""
-        return self.free_bytes / self.bytes_per_second if self.bytes_per_second and self.bytes_per_second > 0 else None
+        return (
+            self.free_bytes / self.bytes_per_second
+            if self.bytes_per_second and self.bytes_per_second > 0
+            else None
+        )
 
 
 def free_bytes(path: Path) -> int:
@@ -43,7 +48,9 @@ def free_bytes(path: Path) -> int:
 
 
 def with_sample(samples: Sequence[Sample], now: float, free: int) -> list[Sample]:
-    """`samples` of the last day with one more; of looks in quick succession one is kept, so that the list stays short."""
+    """`samples` of the last day with one more; of looks in quick succession one is kept, so that the list
+    stays short.
+    """
     kept = [(at, amount) for at, amount in samples if now - _WINDOW_SECONDS <= at < now]
     closest = _WINDOW_SECONDS / _LARGEST_SAMPLES
     if len(kept) > 1 and kept[-1][0] - kept[-2][0] < closest:
@@ -52,7 +59,8 @@ def with_sample(samples: Sequence[Sample], now: float, free: int) -> list[Sample
 
 
 def disk_of(view: RunView, samples: Sequence[Sample]) -> Disk:
-    """Measured from the samples where they reach an hour back and see what a few saves have changed, else planned from the checkpoints.
+    """Measured from the samples where they reach an hour back and see what a few saves have changed, else
+    planned from the checkpoints.
 
     Args:
         view: the run.
@@ -70,7 +78,9 @@ def disk_of(view: RunView, samples: Sequence[Sample]) -> Disk:
 
 
 def _all_kept_since(view: RunView) -> float:
-    """When the run had as many checkpoints as it keeps. What the first ones take is no rate at which the disk will go on filling."""
+    """When the run had as many checkpoints as it keeps. What the first ones take is no rate at which the disk
+    will go on filling.
+    """
     settings = view.settings
     if not settings["keep_last"]:
         return 0.0
@@ -81,7 +91,11 @@ def _all_kept_since(view: RunView) -> float:
 
 def _planned(view: RunView) -> float | None:
     """Bytes a second of checkpoints that are all kept; 0 where old ones are removed."""
-    pace, size, interval = view.real_seconds_per_iteration, view.checkpoint_bytes, int(view.settings["save_interval"])
+    pace, size, interval = (
+        view.real_seconds_per_iteration,
+        view.checkpoint_bytes,
+        int(view.settings["save_interval"]),
+    )
     if view.settings["keep_last"]:
         return 0.0
     return size / (interval * pace) if pace and size and interval else None

@@ -1,4 +1,6 @@
-"""What the watchdog remembers from look to look: problems that were told, so that none is told all the time. No torch."""
+"""What the watchdog remembers from look to look: problems that were told, so that none is told all the time.
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -60,11 +62,13 @@ class Memory:
     slurm_silent: float = 0.0
     failed_channels: dict[str, str] = field(default_factory=dict)
 
-    def to_tell(self, found: Mapping[str, str], now: float, again_seconds: float) -> tuple[dict[str, str], dict[str, str]]:
+    def to_tell(
+        self, found: Mapping[str, str], now: float, again_seconds: float
+    ) -> tuple[dict[str, str], dict[str, str]]:
         """Which problems are to be told now, and which of those that were told are over; texts by key.
 
-        A problem is told when it appears, and again where it is still there, or back, after `again_seconds`. Nothing is written down:
-        `confirm` does, once somebody was told.
+        A problem is told when it appears, and again where it is still there, or back, after `again_seconds`.
+        Nothing is written down: `confirm` does, once somebody was told.
         """
         news = {}
         for key, text in found.items():
@@ -90,12 +94,16 @@ class Memory:
     def forget_old(self, now: float, again_seconds: float) -> None:
         """Problems that are over, and that may be told again."""
         self.problems = {
-            key: known for key, known in self.problems.items() if known.since or known.is_open or now - known.told < again_seconds
+            key: known
+            for key, known in self.problems.items()
+            if known.since or known.is_open or now - known.told < again_seconds
         }
 
 
 def memory_file(folder: Path, run: Path) -> Path:
-    """Where the memory of a run is kept: by its name, and by its whole path, as two runs may have the same name."""
+    """Where the memory of a run is kept: by its name, and by its whole path, as two runs may have the same
+    name.
+    """
     path = os.path.abspath(run)  # noqa: PTH100  # without a look at the disk, which may hang
     return folder / f"{Path(path).name}-{hashlib.sha256(path.encode()).hexdigest()[:10]}.json"
 

@@ -14,8 +14,11 @@ from moe_exp.watch.watchdog.disk import Disk
 from moe_exp.watch.watchdog.memory import EVENT, Memory
 from moe_exp.watch.watchdog.run import START_SECONDS, RunView, event_time, num_switches
 
-# Events of a run that is well, where status or grade is not `failed`. All others are told, also those that somebody adds to records.EVENTS.
-QUIET_EVENTS = frozenset(("start", "resume", "checkpoint", "end", "stop", "restart", "other_data", "spike_end", "preflight"))
+# Events of a run that is well, where status or grade is not `failed`. All others are told, also those that
+# somebody adds to records.EVENTS.
+QUIET_EVENTS = frozenset(
+    ("start", "resume", "checkpoint", "end", "stop", "restart", "other_data", "spike_end", "preflight")
+)
 _MANY_STARTS = 3  # at the same iteration
 _ENDING_SECONDS = 1800.0  # after a job, in which SLURM may still clear up
 _VICTIM_SECONDS = 120.0  # after a hang, in which its ranks are ended
@@ -74,28 +77,44 @@ def problems_of(sight: Sight, memory: Memory, limits: Limits, slurm_name: str) -
     found = dict(_disk_problems(sight))
     if sight.silent:
         if view.now - memory.slurm_silent >= _SLURM_SILENT_SECONDS:
-            found["slurm_silent"] = f"SLURM has not answered for {span(view.now - memory.slurm_silent)}: {sight.silent}"
+            found["slurm_silent"] = (
+                f"SLURM has not answered for {span(view.now - memory.slurm_silent)}: {sight.silent}"
+            )
         found |= dict(_failed(view, begun=0.0))
     elif sight.queue is not None:
         found |= dict(_queue_problems(sight, sight.queue, memory, limits, slurm_name))
     elif view.status == "stopped":
-        found["stopped"] = f"it has ended at iteration {view.iteration:,} of {view.train_iters:,}, and nothing goes on with it"
+        found["stopped"] = (
+            f"it has ended at iteration {view.iteration:,} of {view.train_iters:,}, and nothing goes on"
+            " with it"
+        )
     elif view.status == "failed":
         found |= dict(_failed(view, begun=0.0))
     else:
         found |= dict(_stuck(view, memory, limits, since=0.0))
     if view.same_starts >= _MANY_STARTS:
-        found["circles"] = f"it has started {view.same_starts} times in a row at iteration {view.iteration:,}: nothing is saved in between"
+        found["circles"] = (
+            f"it has started {view.same_starts} times in a row at iteration {view.iteration:,}: nothing is"
+            " saved in between"
+        )
     return found
 
 
-def _queue_problems(sight: Sight, queue: Queue, memory: Memory, limits: Limits, slurm_name: str) -> Iterator[tuple[str, str]]:
+def _queue_problems(
+    sight: Sight, queue: Queue, memory: Memory, limits: Limits, slurm_name: str
+) -> Iterator[tuple[str, str]]:
     view = sight.view
     if queue.stuck:
         yield "never_starts", "will not start by itself: " + ", ".join(job.text for job in queue.stuck)
     is_ending = queue.ending and view.now - memory.busy < _ENDING_SECONDS
     if not (queue.running or queue.coming or queue.stuck or is_ending):
-        yield "not_scheduled", f"no job named {slurm_name} runs or waits, at iteration {view.iteration:,} of {view.train_iters:,}"
+        yield (
+            "not_scheduled",
+            (
+                f"no job named {slurm_name} runs or waits, at iteration {view.iteration:,} of"
+                f" {view.train_iters:,}"
+            ),
+        )
     begun = max((job.start.timestamp() for job in queue.running if job.start), default=0.0)
     failed = dict(_failed(view, begun=begun))
     yield from failed.items()
@@ -110,15 +129,26 @@ def _failed(view: RunView, begun: float) -> Iterator[tuple[str, str]]:
     """A start that has failed, until another begins; `begun`: start of the job that runs, 0 without one."""
     if view.status == "failed" and view.failure is not None and begun <= view.failure[0]:
         at, what = view.failure
-        yield "failed", f"its last start has failed {span(view.now - at)} ago ({what}), and no other has begun since"
+        yield (
+            "failed",
+            f"its last start has failed {span(view.now - at)} ago ({what}), and no other has begun since",
+        )
 
 
 def _short_chain(view: RunView, queue: Queue, limits: Limits) -> Iterator[tuple[str, str]]:
     scheduled, left = queue.scheduled_seconds, view.left_seconds
-    if scheduled is None or left is None or not (queue.running or queue.coming) or scheduled >= min(left, limits.ahead_seconds):
+    if (
+        scheduled is None
+        or left is None
+        or not (queue.running or queue.coming)
+        or scheduled >= min(left, limits.ahead_seconds)
+    ):
         return
     more = num_switches(left, scheduled, queue.limit_seconds)
-    yield "chain_short", f"its jobs end in {span(scheduled)} and the run needs {span(left)}: submit {more} more"
+    yield (
+        "chain_short",
+        f"its jobs end in {span(scheduled)} and the run needs {span(left)}: submit {more} more",
+    )
 
 
 def _stuck(view: RunView, memory: Memory, limits: Limits, since: float) -> Iterator[tuple[str, str]]:
@@ -139,18 +169,26 @@ def _disk_problems(sight: Sight) -> Iterator[tuple[str, str]]:
     view, disk = sight.view, sight.disk
     size = view.checkpoint_bytes
     if size and size > disk.free_bytes:
-        yield "checkpoint_does_not_fit", f"a checkpoint has {bytes_text(size)}, and the disk {bytes_text(disk.free_bytes)} free"
+        yield (
+            "checkpoint_does_not_fit",
+            f"a checkpoint has {bytes_text(size)}, and the disk {bytes_text(disk.free_bytes)} free",
+        )
     full, left = disk.full_in_seconds, wall_seconds_left(sight)
     if full is not None and full < (_NO_END_SECONDS if left is None else left):
         how = "at the rate of the last hours" if disk.measured else "as every checkpoint is kept"
         end = "" if left is None else f", and the run needs {span(left)}"
-        yield "disk_filling", f"the disk is full in {span(full)} {how} ({bytes_text(disk.free_bytes)} free){end}"
+        yield (
+            "disk_filling",
+            f"the disk is full in {span(full)} {how} ({bytes_text(disk.free_bytes)} free){end}",
+        )
 
 
 def wall_seconds_left(sight: Sight) -> float | None:
-    """Until the run ends: training, and the gaps between the jobs that it takes; None where its speed is not known.
+    """Until the run ends: training, and the gaps between the jobs that it takes; None where its speed is not
+    known.
 
-    A gap is the median of those that were; without any, the first is the wait for the next job as SLURM expects it.
+    A gap is the median of those that were; without any, the first is the wait for the next job as SLURM
+    expects it.
     """
     view, queue = sight.view, sight.queue
     left = view.left_seconds
@@ -168,13 +206,18 @@ def wall_seconds_left(sight: Sight) -> float | None:
 
 
 def count_events(view: RunView, memory: Memory) -> dict[str, str]:
-    """Texts of events that were not told yet, by key; of a name the latest. Notes in `memory` which were seen.
+    """Texts of events that were not told yet, by key; of a name the latest. Notes in `memory` which were
+    seen.
 
     A first look tells those of the last day only.
     """
     seen = memory.num_events
     if seen is None or seen > len(view.events):
-        new = [event for event in view.events if view.now - event_time(event) < 86400] if seen is None else view.events
+        new = (
+            [event for event in view.events if view.now - event_time(event) < 86400]
+            if seen is None
+            else view.events
+        )
     else:
         new = view.events[seen:]
     memory.num_events = len(view.events)
@@ -184,11 +227,17 @@ def count_events(view: RunView, memory: Memory) -> dict[str, str]:
         if is_bad and id(event) in is_new:
             memory.untold_events[event["event"]] = memory.untold_events.get(event["event"], 0) + 1
     latest = {event["event"]: event for event in causes}
-    return {EVENT + name: _event_text(latest[name], count) for name, count in memory.untold_events.items() if name in latest}
+    return {
+        EVENT + name: _event_text(latest[name], count)
+        for name, count in memory.untold_events.items()
+        if name in latest
+    }
 
 
 def _without_victims(events: Sequence[Record]) -> list[Record]:
-    """Events without the ranks that a hang's end has killed: they did nothing wrong, and the hang names who did."""
+    """Events without the ranks that a hang's end has killed: they did nothing wrong, and the hang names who
+    did.
+    """
     kept, hung = [], -math.inf
     for event in events:
         hung = event_time(event) if event["event"] == "hang" else hung
@@ -199,10 +248,15 @@ def _without_victims(events: Sequence[Record]) -> list[Record]:
 
 
 def _event_text(event: Record, count: int) -> str:
-    details = {name: value for name, value in event.items() if name not in ("kind", "event", "iteration", "time")}
+    details = {
+        name: value for name, value in event.items() if name not in ("kind", "event", "iteration", "time")
+    }
     said = ", ".join(f"{name}: {_short(value)}" for name, value in details.items())
     times = f" ({count} times)" if count > 1 else ""
-    return f"{event['event']} at iteration {event['iteration']:,}, {event['time']}{times}{': ' if said else ''}{said}"
+    return (
+        f"{event['event']} at iteration {event['iteration']:,},"
+        f" {event['time']}{times}{': ' if said else ''}{said}"
+    )
 
 
 def _short(value: Any) -> str:
@@ -240,9 +294,14 @@ def state_line(sight: Sight) -> str:
         parts.append("SLURM does not answer")
     left = wall_seconds_left(sight)
     if left is not None and (queue is not None or view.status in ("new", "running")):
-        parts.append(f"ends about {datetime.fromtimestamp(view.now + left).astimezone():%Y-%m-%d %H:%M} (in {span(left)}{_gaps(sight)})")
+        parts.append(
+            f"ends about {datetime.fromtimestamp(view.now + left).astimezone():%Y-%m-%d %H:%M} (in"
+            f" {span(left)}{_gaps(sight)})"
+        )
     full = sight.disk.full_in_seconds
-    parts.append(f"{bytes_text(sight.disk.free_bytes)} free" + (f", full in {span(full)}" if full is not None else ""))
+    parts.append(
+        f"{bytes_text(sight.disk.free_bytes)} free" + (f", full in {span(full)}" if full is not None else "")
+    )
     return "; ".join(parts)
 
 
@@ -275,6 +334,15 @@ def bytes_text(number: float) -> str:
 
 def all_texts(found: Mapping[str, str]) -> list[str]:
     """Problems as lines, the worst first: what has stopped the run before what may."""
-    order = ("not_scheduled", "never_starts", "failed", "stopped", "no_squeue", "stuck", "circles", "checkpoint_does_not_fit")
+    order = (
+        "not_scheduled",
+        "never_starts",
+        "failed",
+        "stopped",
+        "no_squeue",
+        "stuck",
+        "circles",
+        "checkpoint_does_not_fit",
+    )
     keys = sorted(found, key=lambda key: (order.index(key) if key in order else len(order), key))
     return [found[key] for key in keys]

@@ -1,4 +1,6 @@
-"""What the files of a run say about it: how far it is, how fast, when it last moved, and what has happened. No torch."""
+"""What the files of a run say about it: how far it is, how fast, when it last moved, and what has happened.
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,12 @@ from moe_exp.runs.run_folder import RunFolder
 _LAST_RECORDS = 50  # of training, for the pace
 _EVENT = b'{"kind": "event"'  # as records.append writes them
 _STARTS = ("start", "resume")
-_ENDS = ("too_many_bad_steps", "replicas_differ", "restore_failed", "rank_failed")  # of a start, where no `restart` follows
+# of a start, where no `restart` follows
+_ENDS = ("too_many_bad_steps", "replicas_differ", "restore_failed", "rank_failed")
 _HANG_SECONDS = 300.0  # after a hang, in which its ranks are ended and start again
 _Result = TypeVar("_Result")
-# Silence that is none yet, whatever the pace: a file system that lags, a slow checkpoint, NCCL's first connections.
+# Silence that is none yet, whatever the pace: a file system that lags, a slow checkpoint, NCCL's first
+# connections.
 _PATIENCE_SECONDS = 600.0
 START_SECONDS = 1800.0  # more of it, from the start of a job to its first record: imports, loading, compiling
 
@@ -73,7 +77,9 @@ class RunView:
 
     @property
     def status(self) -> str:
-        """Of the latest start: new, running (or died without a word), or what its end was, finished, stopped or failed."""
+        """Of the latest start: new, running (or died without a word), or what its end was, finished, stopped
+        or failed.
+        """
         status = "new"
         for event in self.events:
             if event["event"] in (*_STARTS, "restart"):
@@ -87,7 +93,9 @@ class RunView:
 
     @property
     def failure(self) -> tuple[float, str] | None:
-        """When the latest start has failed, and by what; None where it has not, or where another has begun since."""
+        """When the latest start has failed, and by what; None where it has not, or where another has begun
+        since.
+        """
         found: tuple[float, str] | None = None
         why = ""
         for event in self.events:
@@ -95,7 +103,11 @@ class RunView:
             text = f"{name} at iteration {event['iteration']:,}"
             if name in (*_STARTS, "restart", "end"):
                 found, why = None, ""
-            elif name in _ENDS or (name == "hang" and self.now - at > _HANG_SECONDS) or event.get("grade") == "failed":
+            elif (
+                name in _ENDS
+                or (name == "hang" and self.now - at > _HANG_SECONDS)
+                or event.get("grade") == "failed"
+            ):
                 found = at, text
             why = text if name == "hang" else why
         at, status = self.summed_up or (0.0, "")
@@ -112,18 +124,26 @@ class RunView:
 
     @property
     def real_seconds_per_iteration(self) -> float | None:
-        """With what evaluations and saves add: a forward pass is a third of an iteration, a save what saves have taken."""
+        """With what evaluations and saves add: a forward pass is a third of an iteration, a save what saves
+        have taken.
+        """
         pace = self.seconds_per_iteration
         if pace is None:
             return None
         evaluate, save = int(self.settings["eval_interval"]), int(self.settings["save_interval"])
         added = pace / 3 * int(self.settings["eval_iters"]) / evaluate if evaluate else 0.0
-        return pace + added + (statistics.fmean(self.save_seconds) / save if save and self.save_seconds else 0.0)
+        return (
+            pace + added + (statistics.fmean(self.save_seconds) / save if save and self.save_seconds else 0.0)
+        )
 
     @property
     def save_seconds(self) -> list[float]:
         """Of every checkpoint so far."""
-        return [float(event["seconds"]) for event in self.events if event["event"] == "checkpoint" and event.get("seconds")]
+        return [
+            float(event["seconds"])
+            for event in self.events
+            if event["event"] == "checkpoint" and event.get("seconds")
+        ]
 
     @property
     def left_seconds(self) -> float | None:
@@ -133,7 +153,9 @@ class RunView:
 
     @property
     def gap_seconds(self) -> float | None:
-        """Median time from the end of a job to the first words of the next; None where no job has followed another."""
+        """Median time from the end of a job to the first words of the next; None where no job has followed
+        another.
+        """
         ended, gaps = None, []
         for event in self.events:
             if event["event"] == "end":
@@ -145,7 +167,9 @@ class RunView:
 
     @property
     def patience_seconds(self) -> float:
-        """How long metrics.jsonl may be silent: thrice a log interval, an evaluation, two of the longest save, and ten minutes."""
+        """How long metrics.jsonl may be silent: thrice a log interval, an evaluation, two of the longest
+        save, and ten minutes.
+        """
         pace = self.seconds_per_iteration or 0.0
         return (
             3 * pace * int(self.settings["log_interval"])
@@ -156,7 +180,9 @@ class RunView:
 
     @property
     def same_starts(self) -> int:
-        """How many of the latest starts in a row have begun at the same iteration, with nothing saved in between."""
+        """How many of the latest starts in a row have begun at the same iteration, with nothing saved in
+        between.
+        """
         begun = [int(event["iteration"]) for event in self.events if event["event"] in _STARTS]
         count = 0
         while count < len(begun) and begun[-1 - count] == begun[-1]:
@@ -166,7 +192,11 @@ class RunView:
     @property
     def checkpoint_bytes(self) -> int | None:
         """Size of the newest checkpoint that an event tells of."""
-        sizes = [int(event["bytes"]) for event in self.events if event["event"] == "checkpoint" and event.get("bytes")]
+        sizes = [
+            int(event["bytes"])
+            for event in self.events
+            if event["event"] == "checkpoint" and event.get("bytes")
+        ]
         return sizes[-1] if sizes else None
 
 
@@ -178,15 +208,28 @@ def view_run(path: Path, *, now: float | None = None) -> RunView:
     """
     folder = RunFolder(path)
     if not folder.config.exists():
-        raise ValueError(f"RUN_DIR={path}: is no run folder, as it has no config.yaml. Fix: name the folder $RUN_DIR/$RUN_NAME of a run.")
+        raise ValueError(
+            f"RUN_DIR={path}: is no run folder, as it has no config.yaml. Fix: name the folder"
+            " $RUN_DIR/$RUN_NAME of a run."
+        )
     events, train = read_tail(folder.metrics)
     moved = folder.metrics.stat().st_mtime if folder.metrics.exists() else None
     now = time.time() if now is None else now
-    return RunView(folder, _settings(folder.config), events, train, moved, now, _launched(folder.provenance), _summed_up(folder.summary))
+    return RunView(
+        folder,
+        _settings(folder.config),
+        events,
+        train,
+        moved,
+        now,
+        _launched(folder.provenance),
+        _summed_up(folder.summary),
+    )
 
 
 def within(seconds: float, action: Callable[[], _Result]) -> _Result:
-    """What `action` returns. A file system that is away answers nothing at all: the thread that waits for it is left behind.
+    """What `action` returns. A file system that is away answers nothing at all: the thread that waits for it
+    is left behind.
 
     Raises:
         TimeoutError: it takes longer.
@@ -211,18 +254,27 @@ def within(seconds: float, action: Callable[[], _Result]) -> _Result:
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    defaults = {name: Config.model_fields[name].default for name in ("train_iters", "log_interval", "eval_interval", "eval_iters")}
-    defaults |= {name: Config.model_fields[name].default for name in ("save_interval", "keep_last", "keep_best")}
+    defaults = {
+        name: Config.model_fields[name].default
+        for name in ("train_iters", "log_interval", "eval_interval", "eval_iters")
+    }
+    defaults |= {
+        name: Config.model_fields[name].default for name in ("save_interval", "keep_last", "keep_best")
+    }
     try:
         read = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):  # it is written anew at every start
         read = {}
-    return defaults | {name: value for name, value in (read if isinstance(read, dict) else {}).items() if name in defaults}
+    return defaults | {
+        name: value for name, value in (read if isinstance(read, dict) else {}).items() if name in defaults
+    }
 
 
 def _launched(provenance: Path) -> float:
     try:
-        return datetime.fromisoformat(json.loads(provenance.read_text(encoding="utf-8"))["starts"][-1]["time"]).timestamp()
+        return datetime.fromisoformat(
+            json.loads(provenance.read_text(encoding="utf-8"))["starts"][-1]["time"]
+        ).timestamp()
     except (OSError, ValueError, LookupError, TypeError):  # of a run that has not come so far
         return 0.0
 

@@ -30,15 +30,20 @@ def watchdog_of(options: Mapping[str, Any], environ: Mapping[str, str]) -> Watch
         ConfigError: with everything that is wrong with them.
     """
     problems: list[str] = []
-    times = {name: _seconds(options[name], f"--{name}", problems) for name in ("again", "stuck", "ahead", "wait")}
+    times = {
+        name: _seconds(options[name], f"--{name}", problems) for name in ("again", "stuck", "ahead", "wait")
+    }
     names, run_dirs = list(options["slurm_name"]), list(options["run_dirs"])
     if names and len(names) != len(run_dirs):
         problems.append(
-            f"--slurm-name={' '.join(names)}: {len(names)} for {len(run_dirs)} runs. Fix: give one for each RUN_DIR, in their order."
+            f"--slurm-name={' '.join(names)}: {len(names)} for {len(run_dirs)} runs. Fix: give one for each"
+            " RUN_DIR, in their order."
         )
         names = []
     problems += [
-        f"--slurm-name={name}: has a comma or a space. Fix: give the --job-name of the jobs." for name in names if re.search(r"[,\s]", name)
+        f"--slurm-name={name}: has a comma or a space. Fix: give the --job-name of the jobs."
+        for name in names
+        if re.search(r"[,\s]", name)
     ]
     if options.get("every") is not None and not options["every"] > 0:
         problems.append(f"--every={options['every']:g}: is no time. Fix: give seconds, as in --every 300.")
@@ -55,11 +60,16 @@ def watchdog_of(options: Mapping[str, Any], environ: Mapping[str, str]) -> Watch
     except ConfigError as error:
         problems += error.problems
     if options.get("test_alert") and not problems and not channels:
-        problems.append("--test-alert: there is no channel. Fix: give --mail-to, --webhook-file or --alert-file.")
+        problems.append(
+            "--test-alert: there is no channel. Fix: give --mail-to, --webhook-file or --alert-file."
+        )
     if problems:
         raise ConfigError(problems)
     limits = Limits(times["stuck"] or None, times["ahead"], times["wait"])
-    runs = [Watched(Path(path).absolute(), name) for path, name in zip(run_dirs, names or [""] * len(run_dirs), strict=True)]
+    runs = [
+        Watched(Path(path).absolute(), name)
+        for path, name in zip(run_dirs, names or [""] * len(run_dirs), strict=True)
+    ]
     return Watchdog(runs, channels, limits, times["again"], options.get("slurm_user") or "", folder)
 
 

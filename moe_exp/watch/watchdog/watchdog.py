@@ -1,7 +1,8 @@
 """Looks after runs that nobody looks at: from cron, or as a daemon. No torch.
 
-A look reads the run folders, asks SLURM, and sends at most one message: problems that are new, or that were told long ago, and those that
-are over. What was told is kept in a small file per run (memory.py), so that looks from cron know of each other.
+A look reads the run folders, asks SLURM, and sends at most one message: problems that are new, or that were
+told long ago, and those that are over. What was told is kept in a small file per run (memory.py), so that
+looks from cron know of each other.
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ from filelock import FileLock, Timeout
 from moe_exp.host.slurm_queue import NoSqueue, Queue, QueueError, read_queue
 from moe_exp.watch.watchdog.alerts import Channel, send_to_all
 from moe_exp.watch.watchdog.disk import disk_of, free_bytes, with_sample
-from moe_exp.watch.watchdog.memory import EVENT, Memory, default_folder, memory_file, read_memory, write_memory
+from moe_exp.watch.watchdog.memory import (
+    EVENT,
+    Memory,
+    default_folder,
+    memory_file,
+    read_memory,
+    write_memory,
+)
 from moe_exp.watch.watchdog.rules import Limits, Sight, all_texts, count_events, problems_of, state_line
 from moe_exp.watch.watchdog.run import view_run, within
 
@@ -65,7 +73,10 @@ class Watchdog:
             with FileLock(self.folder / ".lock", timeout=_LOCK_SECONDS):
                 return self._look(time.time() if now is None else now)
         except Timeout:
-            raise ValueError(f"{self.folder}: another look has not ended in {_LOCK_SECONDS:.0f} s. Fix: call it less often.") from None
+            raise ValueError(
+                f"{self.folder}: another look has not ended in {_LOCK_SECONDS:.0f} s. Fix: call it less"
+                " often."
+            ) from None
 
     def _look(self, now: float) -> list[RunLook]:
         looks = []
@@ -73,7 +84,9 @@ class Watchdog:
             look = self._look_at(run, now)
             if index == 0:  # what is not about one run is told with the first
                 for channel, reason in look.memory.failed_channels.items():
-                    look.found[f"channel {channel}"] = f"the last message did not get through by {channel}: {reason}"
+                    look.found[f"channel {channel}"] = (
+                        f"the last message did not get through by {channel}: {reason}"
+                    )
             look.news, look.over = look.memory.to_tell(look.found, now, self.again_seconds)
             looks.append(look)
         self._tell(looks, now)
@@ -91,21 +104,29 @@ class Watchdog:
             memory.disk = with_sample(memory.disk, now, within(_READ_SECONDS, lambda: free_bytes(run.path)))
             queue, silent, missing = self._queue(run) if view.status != "finished" else (None, "", "")
             sight = Sight(view, disk_of(view, memory.disk), queue, silent)
-            look.found = problems_of(sight, memory, self.limits, run.slurm_name) | ({"no_squeue": missing} if missing else {})
+            look.found = problems_of(sight, memory, self.limits, run.slurm_name) | (
+                {"no_squeue": missing} if missing else {}
+            )
             told_before = dict(memory.untold_events)
             events = count_events(view, memory)
             look.has_new_events = memory.untold_events != told_before
             look.found |= events
             look.state = state_line(sight)
-        except Exception as error:  # a file system that is away, records that nobody has thought of: silence would look like health
-            what = str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
-            look.found = {key: known.text for key, known in memory.problems.items() if known.is_open}  # which are hardly over
+        # a file system that is away, records that nobody has thought of: silence would look like health
+        except Exception as error:
+            what = (
+                str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
+            )
+            # which are hardly over
+            look.found = {key: known.text for key, known in memory.problems.items() if known.is_open}
             look.found["unreadable"] = f"cannot be looked at: {what}"
             look.state = "unknown"
         return look
 
     def _queue(self, run: Watched) -> tuple[Queue | None, str, str]:
-        """The jobs of a run, why SLURM does not answer, and why it cannot be asked: then the run is judged as one without SLURM."""
+        """The jobs of a run, why SLURM does not answer, and why it cannot be asked: then the run is judged as
+        one without SLURM.
+        """
         if not run.slurm_name:
             return None, "", ""
         try:
@@ -116,13 +137,19 @@ class Watchdog:
             return None, str(error), ""
 
     def _tell(self, looks: Sequence[RunLook], now: float) -> None:
-        """One message for all runs, if there is anything to say; whoever is not reached is told of at the next look, by the others."""
+        """One message for all runs, if there is anything to say; whoever is not reached is told of at the
+        next look, by the others.
+        """
         told = [look for look in looks if look.news or look.over]
         if not told or not self.channels:
             return
         failed = send_to_all(self.channels, _subject(told), "\n\n".join(look.text() for look in told))
         for channel, reason in failed.items():
-            print(f"moe-exp watch: the message did not get through by {channel}: {reason}", file=sys.stderr, flush=True)
+            print(
+                f"moe-exp watch: the message did not get through by {channel}: {reason}",
+                file=sys.stderr,
+                flush=True,
+            )
         looks[0].memory.failed_channels = failed
         if any(channel.name not in failed for channel in self.channels):
             for look in told:
@@ -133,18 +160,25 @@ class Watchdog:
         try:
             write_memory(look.memory_path, look.memory)
         except OSError as error:
-            line = f"moe-exp watch: {look.memory_path} cannot be written ({error.strerror}): a later call may repeat itself"
+            line = (
+                f"moe-exp watch: {look.memory_path} cannot be written ({error.strerror}): a later call may"
+                " repeat itself"
+            )
             print(line, file=sys.stderr, flush=True)
 
     def test_channels(self) -> dict[str, str]:
         """Sends a message that says so by every channel; why those failed that have."""
         names = ", ".join(str(run.path) for run in self.runs)
-        return send_to_all(self.channels, "moe-exp watch: a test", f"Messages about these runs will come this way: {names}")
+        return send_to_all(
+            self.channels, "moe-exp watch: a test", f"Messages about these runs will come this way: {names}"
+        )
 
 
 @dataclass
 class RunLook:
-    """What a look has found at one run: problems, those of them that are to be told now, and those that are over; texts by key."""
+    """What a look has found at one run: problems, those of them that are to be told now, and those that are
+    over; texts by key.
+    """
 
     run: Watched
     memory_path: Path

@@ -7,7 +7,14 @@ import itertools
 import pytest
 import torch
 
-from helpers.checkpoint.ckpt_files import EXPERT_HIDDEN, EXPERTS, HIDDEN, LAYERS, drawn_state, write_checkpoint
+from helpers.checkpoint.ckpt_files import (
+    EXPERT_HIDDEN,
+    EXPERTS,
+    HIDDEN,
+    LAYERS,
+    drawn_state,
+    write_checkpoint,
+)
 from moe_exp.checkpoint.format.naming import KEEP_BYTES, group_of, logical_name, logical_tensors, states
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.format.torch_dist_writer import CheckpointWriter
@@ -20,13 +27,48 @@ from moe_exp.checkpoint.format.torch_dist_writer import CheckpointWriter
         ("decoder.final_layernorm.weight", (), "decoder.final_layernorm.weight", ""),
         ("decoder.layers.mlp.router.weight", (3,), "decoder.layers.3.mlp.router.weight", ""),
         ("decoder.layers.3.mlp.router.weight", (), "decoder.layers.3.mlp.router.weight", ""),
-        ("decoder.layers.mlp.experts.experts.linear_fc1.weight", (3, 5), "decoder.layers.3.mlp.experts.5.linear_fc1.weight", ""),
-        ("decoder.layers.3.mlp.experts.experts.linear_fc1.weight", (5,), "decoder.layers.3.mlp.experts.5.linear_fc1.weight", ""),
-        ("decoder.layers.3.mlp.experts.experts.5.linear_fc1.weight_w", (), "decoder.layers.3.mlp.experts.5.linear_fc1.weight", "w"),
-        ("decoder.layers.mlp.experts.experts.5.linear_fc1.bias_v", (3,), "decoder.layers.3.mlp.experts.5.linear_fc1.bias", "v"),
-        ("decoder.layers.3.mlp.shared_experts.linear_fc1.weight_v", (), "decoder.layers.3.mlp.shared_experts.linear_fc1.weight", "v"),
-        ("decoder.layers.3.mlp.linear_fc1.layer_norm_weight", (), "decoder.layers.3.pre_mlp_layernorm.weight", ""),
-        ("decoder.layers.mlp.linear_fc1.layer_norm_bias", (3,), "decoder.layers.3.pre_mlp_layernorm.bias", ""),
+        (
+            "decoder.layers.mlp.experts.experts.linear_fc1.weight",
+            (3, 5),
+            "decoder.layers.3.mlp.experts.5.linear_fc1.weight",
+            "",
+        ),
+        (
+            "decoder.layers.3.mlp.experts.experts.linear_fc1.weight",
+            (5,),
+            "decoder.layers.3.mlp.experts.5.linear_fc1.weight",
+            "",
+        ),
+        (
+            "decoder.layers.3.mlp.experts.experts.5.linear_fc1.weight_w",
+            (),
+            "decoder.layers.3.mlp.experts.5.linear_fc1.weight",
+            "w",
+        ),
+        (
+            "decoder.layers.mlp.experts.experts.5.linear_fc1.bias_v",
+            (3,),
+            "decoder.layers.3.mlp.experts.5.linear_fc1.bias",
+            "v",
+        ),
+        (
+            "decoder.layers.3.mlp.shared_experts.linear_fc1.weight_v",
+            (),
+            "decoder.layers.3.mlp.shared_experts.linear_fc1.weight",
+            "v",
+        ),
+        (
+            "decoder.layers.3.mlp.linear_fc1.layer_norm_weight",
+            (),
+            "decoder.layers.3.pre_mlp_layernorm.weight",
+            "",
+        ),
+        (
+            "decoder.layers.mlp.linear_fc1.layer_norm_bias",
+            (3,),
+            "decoder.layers.3.pre_mlp_layernorm.bias",
+            "",
+        ),
     ],
 )
 def test_one_name_for_every_style(key, place, name, half):
@@ -59,14 +101,19 @@ def test_values_are_those_of_the_stored_tensors(tmp_path):
     weights, moments = logical_tensors(reader), logical_tensors(reader, "exp_avg")
     assert states(reader) == ["exp_avg", "exp_avg_sq", "param"]
     assert len(weights) == 3 + LAYERS * (6 + 2 * EXPERTS)
-    assert set(weights) - set(moments) == {f"decoder.layers.{layer}.mlp.router.expert_bias" for layer in range(LAYERS)}
+    assert set(weights) - set(moments) == {
+        f"decoder.layers.{layer}.mlp.router.expert_bias" for layer in range(LAYERS)
+    }
     key = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
     for layer in range(LAYERS):
         for expert in range(EXPERTS):
             name = f"decoder.layers.{layer}.mlp.experts.{expert}.linear_fc1.weight"
             assert weights[name].shape == (2 * EXPERT_HIDDEN, HIDDEN)
             assert torch.equal(weights[name].read(), tensors[key][layer, expert])
-            assert torch.equal(moments[name].read((3, 1), (7, 2)), tensors[f"optimizer.state.exp_avg.{key}"][layer, expert, 3:10, 1:3])
+            assert torch.equal(
+                moments[name].read((3, 1), (7, 2)),
+                tensors[f"optimizer.state.exp_avg.{key}"][layer, expert, 3:10, 1:3],
+            )
 
 
 def test_halves_are_joined_gate_first(tmp_path):
@@ -98,7 +145,9 @@ def test_a_box_is_read_from_chunks_of_every_kind(tmp_path):
     boxes = [((0, 0), (1, 4)), ((3, 5), (1, 1)), ((0, 4), (1, 2)), ((1, 0), (2, 6)), ((3, 0), (1, 5))]
     with CheckpointWriter(tmp_path / "a") as writer:
         for (row, column), (rows, columns) in boxes:
-            writer.add_chunk("x", whole[row : row + rows, column : column + columns], shape=(4, 6), offsets=(row, column))
+            writer.add_chunk(
+                "x", whole[row : row + rows, column : column + columns], shape=(4, 6), offsets=(row, column)
+            )
         writer.finish({})
     reader = CheckpointReader(tmp_path / "a")
     for row, column, rows, columns in itertools.product(range(4), range(6), range(1, 5), range(1, 7)):

@@ -1,4 +1,6 @@
-"""The files of a checkpoint, read and written piece by piece; what is damaged or hostile is named and not run."""
+"""The files of a checkpoint, read and written piece by piece; what is damaged or hostile is named and not
+run.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ def test_chunks_come_one_by_one_and_fill_the_tensor(folder):
     whole = torch.full(SHAPE, torch.nan)
     chunks = list(CheckpointReader(folder).chunks("boxes"))
     for offsets, chunk in chunks:
-        whole[tuple(slice(offset, offset + size) for offset, size in zip(offsets, chunk.shape, strict=True))] = chunk
+        whole[
+            tuple(slice(offset, offset + size) for offset, size in zip(offsets, chunk.shape, strict=True))
+        ] = chunk
     assert len(chunks) == 4
     assert torch.equal(whole, values())
 

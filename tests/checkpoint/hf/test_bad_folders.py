@@ -54,19 +54,40 @@ def with_config(folder: Path, **fields: Any) -> Path:
 EXPERT = "model.layers.1.block_sparse_moe.experts.3.w1.weight"
 TENSORS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "missing": (lambda w: w.pop(EXPERT), rf"tensors missing: {EXPERT}\. "),
-    "extra": (lambda w: w.update({"model.layers.1.bias": torch.ones(2)}), r"tensors without a use: model\.layers\.1\.bias\. "),
-    "extra layer": (lambda w: w.update({"model.layers.3.input_layernorm.weight": torch.ones(32)}), r"without a use: model\.layers\.3"),
-    "extra expert": (lambda w: w.update({EXPERT.replace("3", "4"): w[EXPERT].clone()}), r"without a use: .*experts\.4\.w1"),
+    "extra": (
+        lambda w: w.update({"model.layers.1.bias": torch.ones(2)}),
+        r"tensors without a use: model\.layers\.1\.bias\. ",
+    ),
+    "extra layer": (
+        lambda w: w.update({"model.layers.3.input_layernorm.weight": torch.ones(32)}),
+        r"without a use: model\.layers\.3",
+    ),
+    "extra expert": (
+        lambda w: w.update({EXPERT.replace("3", "4"): w[EXPERT].clone()}),
+        r"without a use: .*experts\.4\.w1",
+    ),
     "misnamed": (
         lambda w: w.update({EXPERT.replace("w1", "w_1"): w.pop(EXPERT)}),
         r"tensors missing: .*experts\.3\.w1\.weight; without a use: .*experts\.3\.w_1\.weight",
     ),
-    "another shape": (lambda w: w.update({EXPERT: torch.ones(24, 31)}), r"of another shape: .*w1\.weight \[24, 31\] instead of \[24, 32\]"),
-    "transposed": (lambda w: w.update({EXPERT: w[EXPERT].T.contiguous()}), r"of another shape: .*\[32, 24\] instead of \[24, 32\]"),
-    "another type": (lambda w: w.update({EXPERT: w[EXPERT].to(torch.float8_e4m3fn)}), r"a type that is not supported: .*w1.weight F8_E4M3"),
-    "two types": (lambda w: w.update({EXPERT: w[EXPERT].bfloat16()}), r"tensors of several types \(BF16, F32\)\. Fix: give --dtype"),
+    "another shape": (
+        lambda w: w.update({EXPERT: torch.ones(24, 31)}),
+        r"of another shape: .*w1\.weight \[24, 31\] instead of \[24, 32\]",
+    ),
+    "transposed": (
+        lambda w: w.update({EXPERT: w[EXPERT].T.contiguous()}),
+        r"of another shape: .*\[32, 24\] instead of \[24, 32\]",
+    ),
+    "another type": (
+        lambda w: w.update({EXPERT: w[EXPERT].to(torch.float8_e4m3fn)}),
+        r"a type that is not supported: .*w1.weight F8_E4M3",
+    ),
+    "two types": (
+        lambda w: w.update({EXPERT: w[EXPERT].bfloat16()}),
+        r"tensors of several types \(BF16, F32\)\. Fix: give --dtype",
+    ),
     "many": (lambda w: [w.pop(name) for name in list(w) if "experts.3" in name], r"and 4 more\. "),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("change", "text"), TENSORS.values(), ids=TENSORS)
@@ -75,22 +96,57 @@ def test_tensors(change, text, folder):
 
 
 FIELDS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "another class": ("mixtral", {"architectures": ["GptOssForCausalLM"]}, r"architectures=GptOssForCausalLM: is not supported"),
-    "no class": ("mixtral", {"architectures": None, "model_type": "x"}, r"architectures=\(missing\): is not supported"),
+    "another class": (
+        "mixtral",
+        {"architectures": ["GptOssForCausalLM"]},
+        r"architectures=GptOssForCausalLM: is not supported",
+    ),
+    "no class": (
+        "mixtral",
+        {"architectures": None, "model_type": "x"},
+        r"architectures=\(missing\): is not supported",
+    ),
     "clip": ("olmoe", {"clip_qkv": 8.0}, r"clip_qkv=8\.0: queries, keys and values are not clipped here"),
     "window": ("mixtral", {"sliding_window": 32}, r"sliding_window=32: attention over a window"),
     "used window": ("qwen3", {"use_sliding_window": True, "sliding_window": 16}, r"sliding_window=16: "),
-    "layer types": ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types=sliding_attention: only full"),
+    "layer types": (
+        "qwen3",
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        r"layer_types=sliding_attention: only full",
+    ),
     "attention bias": ("llama", {"attention_bias": True}, r"attention_bias=True: biases in the attention"),
     "mlp bias": ("llama", {"mlp_bias": True}, r"mlp_bias=True: biases in the MLP"),
     "activation": ("qwen3_moe", {"hidden_act": "gelu"}, r"hidden_act=gelu: other activations than SwiGLU"),
-    "rope type": ("llama", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, r"rope_type=longrope: Megatron has"),
-    "old rope type": ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": None}, r"rope_type=dynamic: "),
-    "rope by layer": ("llama", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, r"one rotary embedding for all layers"),
-    "rope field": ("llama", {"rope_parameters": {"rope_type": "default", "beta": 2}}, r"config\.json: beta=2: is unknown"),
+    "rope type": (
+        "llama",
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
+        r"rope_type=longrope: Megatron has",
+    ),
+    "old rope type": (
+        "llama",
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": None},
+        r"rope_type=dynamic: ",
+    ),
+    "rope by layer": (
+        "llama",
+        {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+        r"one rotary embedding for all layers",
+    ),
+    "rope field": (
+        "llama",
+        {"rope_parameters": {"rope_type": "default", "beta": 2}},
+        r"config\.json: beta=2: is unknown",
+    ),
     "llama 3": (
         "llama",
-        {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0, "high_freq_factor": 4.0}},
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 2.0,
+                "high_freq_factor": 4.0,
+            }
+        },
         r"low_freq_factor=2\.0: Megatron's Llama 3 scaling has 1\.0",
     ),
     "yarn": (
@@ -99,23 +155,67 @@ FIELDS: dict[str, tuple[str, dict[str, Any], str]] = {
         r"attention_factor=1\.5: Megatron's YaRN has no such setting",
     ),
     "partial": ("llama", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5: "),
-    "quantized": ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, r"quantization_config=fp8: quantized weights"),
-    "own code": ("deepseek_v3", {"auto_map": {"AutoModel": "modeling.Model"}}, r"auto_map=\{\.\.\.\}: the model comes with code"),
-    "unknown field": ("llama", {"logit_scale": 0.5}, r"logit_scale=0\.5: is unknown for LlamaForCausalLM.*--ignore-field logit_scale"),
-    "epsilon of MLA": ("deepseek_v3", {"rms_norm_eps": 1e-5}, r"rms_norm_eps=1e-05: transformers has 1e-06 inside latent attention"),
+    "quantized": (
+        "deepseek_v3",
+        {"quantization_config": {"quant_method": "fp8"}},
+        r"quantization_config=fp8: quantized weights",
+    ),
+    "own code": (
+        "deepseek_v3",
+        {"auto_map": {"AutoModel": "modeling.Model"}},
+        r"auto_map=\{\.\.\.\}: the model comes with code",
+    ),
+    "unknown field": (
+        "llama",
+        {"logit_scale": 0.5},
+        r"logit_scale=0\.5: is unknown for LlamaForCausalLM.*--ignore-field logit_scale",
+    ),
+    "epsilon of MLA": (
+        "deepseek_v3",
+        {"rms_norm_eps": 1e-5},
+        r"rms_norm_eps=1e-05: transformers has 1e-06 inside latent attention",
+    ),
     "groups": ("deepseek_v3", {"num_experts_per_tok": 2}, r"topk_group=2: groups of experts are compared by"),
-    "part of heads": ("qwen3", {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 1e4}}, r"partial_rotary_factor=0\.5: "),
-    "scoring": ("deepseek_v3", {"scoring_func": "softmax"}, r"scoring_func=softmax: DeepSeek-V3 scores by sigmoid"),
+    "part of heads": (
+        "qwen3",
+        {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 1e4}},
+        r"partial_rotary_factor=0\.5: ",
+    ),
+    "scoring": (
+        "deepseek_v3",
+        {"scoring_func": "softmax"},
+        r"scoring_func=softmax: DeepSeek-V3 scores by sigmoid",
+    ),
     "not interleaved": ("deepseek_v3", {"rope_interleave": False}, r"rope_interleave=False: "),
-    "no experts": ("qwen3_moe", {"mlp_only_layers": [0, 1, 2]}, r"mlp_only_layers=all layers: leaves no MoE layer"),
+    "no experts": (
+        "qwen3_moe",
+        {"mlp_only_layers": [0, 1, 2]},
+        r"mlp_only_layers=all layers: leaves no MoE layer",
+    ),
     "no such layer": ("qwen3_moe", {"mlp_only_layers": [7]}, r"mlp_only_layers=\[7\]: must name layers of 3"),
-    "no size": ("qwen3_moe", {"moe_intermediate_size": None}, r"moe_intermediate_size=\(missing\): the model cannot be built"),
-    "a word for a number": ("llama", {"hidden_size": "large"}, r"config\.json: head_dim: cannot be read \(.*str.*\)\. Fix: mend"),
+    "no size": (
+        "qwen3_moe",
+        {"moe_intermediate_size": None},
+        r"moe_intermediate_size=\(missing\): the model cannot be built",
+    ),
+    "a word for a number": (
+        "llama",
+        {"hidden_size": "large"},
+        r"config\.json: head_dim: cannot be read \(.*str.*\)\. Fix: mend",
+    ),
     "negative": ("mixtral", {"num_local_experts": -4}, r"NUM_EXPERTS=-4: .* Fix: mend the config\.json"),
-    "more experts than tensors": ("mixtral", {"num_local_experts": 6}, r"missing: .*experts\.4\.w1.*shape: .*gate\.weight \[4, 32\]"),
+    "more experts than tensors": (
+        "mixtral",
+        {"num_local_experts": 6},
+        r"missing: .*experts\.4\.w1.*shape: .*gate\.weight \[4, 32\]",
+    ),
     "fewer experts than tensors": ("mixtral", {"num_local_experts": 2}, r"without a use: .*experts\.2\.w1"),
-    "tied, but different": ("llama", {"tie_word_embeddings": True}, r"tie_word_embeddings=true, but lm_head\.weight is not"),
-}  # fmt: skip
+    "tied, but different": (
+        "llama",
+        {"tie_word_embeddings": True},
+        r"tie_word_embeddings=true, but lm_head\.weight is not",
+    ),
+}
 
 
 @pytest.mark.parametrize(("name", "fields", "text"), FIELDS.values(), ids=FIELDS)
@@ -130,7 +230,10 @@ def test_ignored_fields_are_ignored(folder, tmp_path):
 
 
 def test_prediction_layers_are_dropped_on_request_alone(folder, tmp_path, hf_folders):
-    names = {"model.layers.3.eh_proj.weight": torch.ones(32, 64), "model.layers.3.embed_tokens.weight": torch.ones(256, 32)}
+    names = {
+        "model.layers.3.eh_proj.weight": torch.ones(32, 64),
+        "model.layers.3.embed_tokens.weight": torch.ones(256, 32),
+    }
     source = rewrite(folder("deepseek_v3"), lambda w: w.update(names))
     refused(source, r"layers\.3\.eh_proj\.weight is a layer for multi-token prediction.*--drop-mtp")
     from_hf(source, tmp_path / "ours", drop_mtp=True)
@@ -139,13 +242,20 @@ def test_prediction_layers_are_dropped_on_request_alone(folder, tmp_path, hf_fol
     # No more of them than config.json says that there are.
     (tmp_path / "again").mkdir()
     (tmp_path / "hf").rename(tmp_path / "again" / "hf")
-    refused(with_config(tmp_path / "again" / "hf", num_nextn_predict_layers=0), r"without a use: model\.layers\.3", drop_mtp=True)
+    refused(
+        with_config(tmp_path / "again" / "hf", num_nextn_predict_layers=0),
+        r"without a use: model\.layers\.3",
+        drop_mtp=True,
+    )
 
 
 def test_tensors_without_effect_are_left_out(folder, tmp_path):
     """Buffers of old versions, and an output layer that is the embedding."""
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}
-    source = rewrite(folder("qwen3"), lambda w: w.update(extra, **{"lm_head.weight": w["model.embed_tokens.weight"].clone()}))
+    source = rewrite(
+        folder("qwen3"),
+        lambda w: w.update(extra, **{"lm_head.weight": w["model.embed_tokens.weight"].clone()}),
+    )
     from_hf(source, tmp_path / "ours")
     to_hf(tmp_path / "ours", tmp_path / "back")
     assert set(weights_of(tmp_path / "back")) == set(weights_of(source)) - set(extra) - {"lm_head.weight"}
@@ -180,7 +290,10 @@ NORM = "model.layers.1.input_layernorm.weight"
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda m: m.update({NORM: m["lm_head.weight"]}), rf"says {NORM} is in .*00006\.safetensors, it is in model-"),
+        (
+            lambda m: m.update({NORM: m["lm_head.weight"]}),
+            rf"says {NORM} is in .*00006\.safetensors, it is in model-",
+        ),
         (lambda m: m.pop(NORM), rf"says {NORM} is in no file, it is in model-"),
         (lambda m: m.update({"lost.weight": m[NORM]}), r"says lost\.weight is in .*, it is in no file"),
         (lambda m: m.update({"lost.weight": "../other.safetensors"}), r"names a file outside the folder"),
@@ -200,7 +313,11 @@ def test_pickles_are_not_read(folder):
     source = folder("llama")
     (source / "model.safetensors").unlink()
     torch.save({"model.norm.weight": torch.ones(32)}, source / "pytorch_model.bin")
-    refused(source, r"has pickled weights alone, which can run code when they are read\. Fix: load it with transformers and save it again")
+    refused(
+        source,
+        r"has pickled weights alone, which can run code when they are read\. Fix: load it with transformers"
+        r" and save it again",
+    )
 
 
 def test_no_weights_no_config_no_folder(folder):
@@ -242,7 +359,11 @@ def test_disk_without_room(folder, checkpoints, tmp_path, monkeypatch):
     assert not list(tmp_path.glob("back*"))
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()], ids=["full", "interrupted"])
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()],
+    ids=["full", "interrupted"],
+)
 def test_disk_that_fills_up_meanwhile(error, folder, tmp_path, monkeypatch):
     """Whatever ends the work, what was begun goes away."""
 
@@ -265,13 +386,21 @@ def test_checkpoint_that_does_not_fit_its_settings(checkpoints, tmp_path):
     common = reader.common()
     cases: dict[str, tuple[Callable[[CheckpointWriter, str], None], dict[str, Any], str]] = {
         "missing": (lambda w, key: None, common, r"tensors missing: decoder\.final_layernorm\.weight\. "),
-        "shape": (lambda w, key: w.add_tensor(key, torch.ones(31)), common, r"of another shape: decoder\.final_layernorm\.weight \[31\]"),
+        "shape": (
+            lambda w, key: w.add_tensor(key, torch.ones(31)),
+            common,
+            r"of another shape: decoder\.final_layernorm\.weight \[31\]",
+        ),
         "extra": (
             lambda w, key: (w.add_tensor(key, torch.ones(32)), w.add_tensor("decoder.new", torch.ones(2))),
             common,
             r"without a use: decoder\.new",
         ),
-        "foreign": (lambda w, key: w.add_tensor(key, torch.ones(32)), {}, r"does not say what model it is, moe_exp did not write it"),
+        "foreign": (
+            lambda w, key: w.add_tensor(key, torch.ones(32)),
+            {},
+            r"does not say what model it is, moe_exp did not write it",
+        ),
     }
     for name, (change, saved, text) in cases.items():
         writer = CheckpointWriter(tmp_path / name)
@@ -284,7 +413,9 @@ def test_checkpoint_that_does_not_fit_its_settings(checkpoints, tmp_path):
         with pytest.raises(ValueError, match=text):
             to_hf(tmp_path / name, tmp_path / "back")
         assert not list(tmp_path.glob("back*"))
-    with pytest.raises(ValueError, match=r"has no fp32 weights of an optimizer\. Fix: leave --weights main out"):
+    with pytest.raises(
+        ValueError, match=r"has no fp32 weights of an optimizer\. Fix: leave --weights main out"
+    ):
         to_hf(checkpoints["mixtral"], tmp_path / "back", main_weights=True)
     with pytest.raises(ValueError, match=r"MAX_SHARD_SIZE=0: must be at least 1 byte\. Fix: "):
         to_hf(checkpoints["mixtral"], tmp_path / "back", max_shard_bytes=0)
@@ -292,4 +423,7 @@ def test_checkpoint_that_does_not_fit_its_settings(checkpoints, tmp_path):
 
 @pytest.mark.parametrize("field", ["num_hidden_layers", "num_local_experts"])
 def test_counts_that_no_tensor_can_hold_are_refused_before_names_are_made_for_them(folder, field):
-    refused(with_config(folder("mixtral"), **{field: 10**12}), f"{field}=1000000000000: is more than its tensors can hold")
+    refused(
+        with_config(folder("mixtral"), **{field: 10**12}),
+        f"{field}=1000000000000: is more than its tensors can hold",
+    )

@@ -14,7 +14,8 @@ from moe_exp.config.presets import PRESETS
 
 LATENT = {"multi_latent_attention": True, "qk_norm": True, "norm_epsilon": 1e-6}
 DEEPSEEK = LATENT | {
-    "router_score": "sigmoid", "router_bias_update_rate": 1e-3, "shared_expert_size": 512, "moe_ffn_hidden_size": 256, "topk": 4,
+    "router_score": "sigmoid", "router_bias_update_rate": 1e-3, "shared_expert_size": 512,
+    "moe_ffn_hidden_size": 256, "topk": 4,
 }  # fmt: skip
 GLM = {name: value for name, value in DEEPSEEK.items() if name not in LATENT}
 DENSE = {"use_moe": False}
@@ -41,17 +42,34 @@ CHOSEN: list[tuple[dict[str, Any], str]] = [
     # A capacity that no expert can exceed drops nothing.
     ({"moe_type": "moe", "capacity_factor": 4, "num_experts": 8, "topk": 2}, "Qwen2Moe"),
     # What only training sees.
-    ({"router_jitter": 0.1, "z_loss_coeff": 0.1, "aux_loss_type": "seq_aux_loss", "dropout": 0.1}, "Qwen2Moe"),
+    (
+        {"router_jitter": 0.1, "z_loss_coeff": 0.1, "aux_loss_type": "seq_aux_loss", "dropout": 0.1},
+        "Qwen2Moe",
+    ),
     (DEEPSEEK, "DeepseekV3"),
-    (DEEPSEEK | {"first_k_dense": 3, "router_scaling_factor": 2.5, "num_router_groups": 4, "router_group_topk": 2}, "DeepseekV3"),
+    (
+        DEEPSEEK
+        | {"first_k_dense": 3, "router_scaling_factor": 2.5, "num_router_groups": 4, "router_group_topk": 2},
+        "DeepseekV3",
+    ),
     (DEEPSEEK | {"router_bias_update_rate": 0.0, "q_lora_rank": 128}, "DeepseekV3"),
     (GLM, "Glm4Moe"),
-    (GLM | {"qk_norm": True, "qkv_bias": True, "rotary_fraction": 0.5, "norm_epsilon": 1e-5, "first_k_dense": 1}, "Glm4Moe"),
+    (
+        GLM
+        | {
+            "qk_norm": True,
+            "qkv_bias": True,
+            "rotary_fraction": 0.5,
+            "norm_epsilon": 1e-5,
+            "first_k_dense": 1,
+        },
+        "Glm4Moe",
+    ),
     (DENSE, "Llama"),
     (DENSE | {"qk_norm": True, "tie_embeddings": True}, "Qwen3"),
     # Settings of the MoE do not concern a dense model.
     (DENSE | {"router_score": "sigmoid", "moe_type": "moe"}, "Llama"),
-]  # fmt: skip
+]
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"normalization": "LayerNorm"}, "NORMALIZATION=LayerNorm: no architecture"),
@@ -64,20 +82,32 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"aux_loss_type": "sinkhorn"}, "AUX_LOSS_TYPE=sinkhorn"),
     ({"force_routing": "balanced"}, "FORCE_ROUTING=balanced"),
     ({"rotary_fraction": 0.5}, r"Qwen2MoeForCausalLM has no ROTARY_FRACTION=0\.5"),
-    ({"router_scaling_factor": 2.0}, r"computes this \(Qwen2MoeForCausalLM has no ROUTER_SCALING_FACTOR=2\.0\)"),
+    (
+        {"router_scaling_factor": 2.0},
+        r"computes this \(Qwen2MoeForCausalLM has no ROUTER_SCALING_FACTOR=2\.0\)",
+    ),
     ({"shared_expert_size": 300}, "SHARED_EXPERT_SIZE=300 SHARED_EXPERT_GATE=False: no architecture"),
     # vLLM's Qwen2Moe divides, whatever config.json says.
-    ({"head_dim": 96, "first_k_dense": 1}, r"Qwen3MoeForCausalLM has no QK_NORM=False .*; Qwen2MoeForCausalLM has no HEAD_DIM=96"),
+    (
+        {"head_dim": 96, "first_k_dense": 1},
+        r"Qwen3MoeForCausalLM has no QK_NORM=False .*; Qwen2MoeForCausalLM has no HEAD_DIM=96",
+    ),
     ({"router_score": "sigmoid"}, "ROUTER_SCORE=sigmoid"),
-    ({"qk_norm": True, "qk_norm_scope": "all", "first_k_dense": 1}, "OlmoeForCausalLM has no USE_MOE=True .* FIRST_K_DENSE=1"),
-    (DEEPSEEK | {"topk": 6, "num_router_groups": 4, "router_group_topk": 2}, "TOPK=6 NUM_ROUTER_GROUPS=4 ROUTER_GROUP_TOPK=2"),
+    (
+        {"qk_norm": True, "qk_norm_scope": "all", "first_k_dense": 1},
+        "OlmoeForCausalLM has no USE_MOE=True .* FIRST_K_DENSE=1",
+    ),
+    (
+        DEEPSEEK | {"topk": 6, "num_router_groups": 4, "router_group_topk": 2},
+        "TOPK=6 NUM_ROUTER_GROUPS=4 ROUTER_GROUP_TOPK=2",
+    ),
     (DEEPSEEK | {"shared_expert_size": 300}, "SHARED_EXPERT_SIZE=300"),
     (DEEPSEEK | {"norm_epsilon": 1e-5}, "NORM_EPSILON=1e-05"),
     (DEEPSEEK | {"qk_norm": False}, "MULTI_LATENT_ATTENTION=True QK_NORM=False"),
     ({"rope_scaling": "yarn", "rope_scaling_factor": 4, "yarn_mscale": 0.7}, "YARN_MSCALE=0.7"),
     (DENSE | {"shared_expert_size": 0, "qkv_bias": True}, "LlamaForCausalLM has no QKV_BIAS=True"),
     ({"preset": "olmoe-1b-7b", "rotary_fraction": 0.5}, "ROTARY_FRACTION=0.5"),
-]  # fmt: skip
+]
 
 
 def config_of(settings: dict[str, Any]):

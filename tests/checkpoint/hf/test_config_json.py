@@ -11,23 +11,38 @@ from moe_exp.checkpoint.hf.config_json import architecture_of, fields_of, settin
 from moe_exp.checkpoint.hf.importing import _config
 
 LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
-    "torch_dtype": "bfloat16", "pretraining_tp": 1, "transformers_version": "4.40.0", "attention_bias": False, "bos_token_id": 1,
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256,
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "torch_dtype": "bfloat16", "pretraining_tp": 1,
+    "transformers_version": "4.40.0", "attention_bias": False, "bos_token_id": 1,
 }  # fmt: skip
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-YARN = {"factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {
+    "factor": 40,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 4096,
+}
 # The published config.json of DeepSeek-V3, without its quantization and its code.
 DEEPSEEK = {
-    "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 0, "eos_token_id": 1,
-    "ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168, "initializer_range": 0.02,
-    "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840, "model_type": "deepseek_v3",
-    "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1,
-    "norm_topk_prob": True, "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128,
-    "num_nextn_predict_layers": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
-    "rope_scaling": YARN | {"type": "yarn"}, "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
-    "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc", "torch_dtype": "bfloat16",
-    "transformers_version": "4.33.1", "use_cache": True, "v_head_dim": 128, "vocab_size": 129280,
+    "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "bos_token_id": 0, "eos_token_id": 1, "ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu",
+    "hidden_size": 7168, "initializer_range": 0.02, "intermediate_size": 18432, "kv_lora_rank": 512,
+    "max_position_embeddings": 163840, "model_type": "deepseek_v3", "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True,
+    "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06, "rope_scaling": YARN | {"type": "yarn"}, "rope_theta": 10000,
+    "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False, "topk_group": 4,
+    "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "transformers_version": "4.33.1", "use_cache": True,
+    "v_head_dim": 128, "vocab_size": 129280,
 }  # fmt: skip
 OLD_AND_NEW: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({"rope_theta": 5e5}, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
@@ -73,16 +88,24 @@ def test_llama3_scaling():
 def test_deepseek_v3_as_it_is_published():
     found = settings(DEEPSEEK)
     expected = {
-        "num_layers": 61, "first_k_dense": 3, "num_experts": 256, "topk": 8, "moe_ffn_hidden_size": 2048, "shared_expert_size": 2048,
-        "router_score": "sigmoid", "router_normalize": "true", "router_scaling_factor": 2.5, "router_bias_update_rate": 1e-3,
-        "num_router_groups": 8, "router_group_topk": 4, "multi_latent_attention": True, "q_lora_rank": 1536, "kv_lora_rank": 512,
-        "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128, "qk_norm": True, "rope_scaling": "yarn",
-        "rope_scaling_factor": 40, "rope_original_seq_len": 4096, "yarn_mscale": 1.0, "yarn_mscale_all_dim": 1.0,
+        "num_layers": 61, "first_k_dense": 3, "num_experts": 256, "topk": 8, "moe_ffn_hidden_size": 2048,
+        "shared_expert_size": 2048, "router_score": "sigmoid", "router_normalize": "true",
+        "router_scaling_factor": 2.5, "router_bias_update_rate": 1e-3, "num_router_groups": 8,
+        "router_group_topk": 4, "multi_latent_attention": True, "q_lora_rank": 1536, "kv_lora_rank": 512,
+        "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128, "qk_norm": True,
+        "rope_scaling": "yarn", "rope_scaling_factor": 40, "rope_original_seq_len": 4096, "yarn_mscale": 1.0,
+        "yarn_mscale_all_dim": 1.0,
     }  # fmt: skip
     assert {name: found[name] for name in expected} == expected
     back = fields_of(_config(found), architecture_of(DEEPSEEK))
     lost = {name for name in DEEPSEEK if name not in back}
-    assert lost == {"bos_token_id", "eos_token_id", "num_nextn_predict_layers", "torch_dtype", "transformers_version"}
+    assert lost == {
+        "bos_token_id",
+        "eos_token_id",
+        "num_nextn_predict_layers",
+        "torch_dtype",
+        "transformers_version",
+    }
     assert {name: back[name] for name in DEEPSEEK if name in back and name != "rope_scaling"} == {
         name: value for name, value in DEEPSEEK.items() if name not in lost and name != "rope_scaling"
     }
@@ -101,8 +124,9 @@ def test_deepseek_v3_as_it_is_published():
 )
 def test_dense_layers_of_qwen(fields, expected):
     qwen = {
-        "architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 4, "moe_intermediate_size": 8, "num_experts": 4, "hidden_size": 32,
-        "num_attention_heads": 4, "num_experts_per_tok": 2, "vocab_size": 128, "intermediate_size": 48,
+        "architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 4, "moe_intermediate_size": 8,
+        "num_experts": 4, "hidden_size": 32, "num_attention_heads": 4, "num_experts_per_tok": 2,
+        "vocab_size": 128, "intermediate_size": 48,
     }  # fmt: skip
     found = settings(qwen | fields)
     assert (found["moe_layer_freq"], found["first_k_dense"]) == expected

@@ -20,7 +20,21 @@ def test_there_and_back(tmp_path, hf_folders, capsys):
     out = capsys.readouterr().out
     assert f"{tmp_path / 'ours'}: MixtralForCausalLM, fp32" in out
     assert f". {tmp_path / 'ours' / 'settings.env'}; set +a; moe-exp train" in out
-    assert main(["convert", "to-hf", str(tmp_path / "ours"), str(tmp_path / "back"), "--max-shard-size", "50KB", "--dtype", "bf16"]) == 0
+    assert (
+        main(
+            [
+                "convert",
+                "to-hf",
+                str(tmp_path / "ours"),
+                str(tmp_path / "back"),
+                "--max-shard-size",
+                "50KB",
+                "--dtype",
+                "bf16",
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert "MixtralForCausalLM, 0.00 GB of weights" in out
     assert "  not Qwen3MoeForCausalLM: QK_NORM=False" in out
@@ -34,13 +48,17 @@ def test_what_a_user_can_mend_is_one_line(tmp_path, hf_folders, capsys):
     assert main(["convert", "to-hf", str(hf_folders["llama"]), str(tmp_path / "back")]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith(f"moe-exp convert: SRC={tmp_path / 'none'}: is no folder. Fix: ")
-    assert lines[1].startswith("moe-exp convert: checkpoint=") and "holds no distributed checkpoint" in lines[1]
+    assert (
+        lines[1].startswith("moe-exp convert: checkpoint=") and "holds no distributed checkpoint" in lines[1]
+    )
     assert len(lines) == 2
     assert not list(tmp_path.iterdir())
 
 
 def test_settings_of_the_printed_command_are_read(tmp_path):
-    """What it prints, as a shell runs it, but for the training: the dry run builds the settings and checks them."""
+    """What it prints, as a shell runs it, but for the training: the dry run builds the settings and checks
+    them.
+    """
     source = tiny_folder(tmp_path / "hf", "qwen2_moe")
     main(["convert", "from-hf", str(source), str(tmp_path / "ours")])
     with BinIdxWriter(tmp_path / "tokens", vocab_size=256) as writer:

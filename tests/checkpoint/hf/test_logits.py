@@ -1,4 +1,6 @@
-"""A converted model computes what transformers computes: logits in fp32, relative error under 1e-5, in several layouts."""
+"""A converted model computes what transformers computes: logits in fp32, relative error under 1e-5, in
+several layouts.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ CASES = {
     "tp2": (list(MODELS), 2, {"tp": 2}),
 }
 SLOW = ("ep2", "tp2")
-PARAMETERS = [pytest.param(*case, marks=[pytest.mark.slow] if name in SLOW else [], id=name) for name, case in CASES.items()]
+PARAMETERS = [
+    pytest.param(*case, marks=[pytest.mark.slow] if name in SLOW else [], id=name)
+    for name, case in CASES.items()
+]
 
 
 @pytest.mark.parametrize(("names", "num_ranks", "layout"), PARAMETERS)

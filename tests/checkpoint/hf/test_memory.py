@@ -19,9 +19,9 @@ from moe_exp.checkpoint.hf.shard_writer import Entry, ShardWriter
 
 LAYERS, SHARD_BYTES = 6, 60 * 10**6
 FIELDS = {
-    "architectures": ["MixtralForCausalLM"], "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": LAYERS,
-    "num_attention_heads": 8, "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 12800,
-    "rms_norm_eps": 1e-5,
+    "architectures": ["MixtralForCausalLM"], "hidden_size": 512, "intermediate_size": 1024,
+    "num_hidden_layers": LAYERS, "num_attention_heads": 8, "num_key_value_heads": 2, "num_local_experts": 8,
+    "num_experts_per_tok": 2, "vocab_size": 12800, "rms_norm_eps": 1e-5,
 }  # fmt: skip
 # Prints by how many bytes the peak of a call is over what the process held before.
 PEAK = """
@@ -48,12 +48,18 @@ def write_model(folder: Path) -> tuple[int, int]:
     config = _config(settings_of(FIELDS, architecture))
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(fields_of(config, architecture)))
-    entries = [Entry(part.name, part.shape, torch.float32) for piece in pieces(architecture, config) for part in piece.theirs]
+    entries = [
+        Entry(part.name, part.shape, torch.float32)
+        for piece in pieces(architecture, config)
+        for part in piece.theirs
+    ]
     writer = ShardWriter(folder, entries, max_bytes=SHARD_BYTES)
     for entry in entries:
         writer.add(entry.name, torch.randn(entry.shape))
     writer.finish()
-    return sum(entry.num_bytes for entry in entries), sum(entry.num_bytes for entry in entries if ".layers.0." in entry.name)
+    return sum(entry.num_bytes for entry in entries), sum(
+        entry.num_bytes for entry in entries if ".layers.0." in entry.name
+    )
 
 
 def peak(*arguments: object) -> int:
@@ -72,9 +78,18 @@ def test_peak(tmp_path, record_property):
     limit = 1.3 * largest + layer_bytes
     read = peak(tmp_path / "hf", tmp_path / "ours", "from")
     written = peak(tmp_path / "ours", tmp_path / "back", "to", SHARD_BYTES)
-    record_property("bytes", {"model": total_bytes, "layer": layer_bytes, "file": largest, "from_hf": read, "to_hf": written})
-    print("MB of model, layer, file; peaks:", *(round(size / 1e6) for size in (total_bytes, layer_bytes, largest, read, written)))
+    record_property(
+        "bytes",
+        {"model": total_bytes, "layer": layer_bytes, "file": largest, "from_hf": read, "to_hf": written},
+    )
+    print(
+        "MB of model, layer, file; peaks:",
+        *(round(size / 1e6) for size in (total_bytes, layer_bytes, largest, read, written)),
+    )
     assert read < limit
     assert written < limit
-    same = [(tmp_path / "back" / path.name).read_bytes() == path.read_bytes() for path in (tmp_path / "hf").glob("*.safetensors")]
+    same = [
+        (tmp_path / "back" / path.name).read_bytes() == path.read_bytes()
+        for path in (tmp_path / "hf").glob("*.safetensors")
+    ]
     assert all(same)

@@ -1,4 +1,6 @@
-"""Hugging Face -> checkpoint -> Hugging Face, on one process: the same tensors bit by bit, and a config.json that says the same."""
+"""Hugging Face -> checkpoint -> Hugging Face, on one process: the same tensors bit by bit, and a config.json
+that says the same.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,26 @@ from moe_exp.config import Config
 from moe_exp.config.checks.checks import check_config
 
 # What a checkpoint has no place for, and what the model computes does not depend on.
-_VLLM = {"ep_size", "moe_layer_freq", "scoring_func", "topk_method"}  # which its DeepSeek-V3 asks for, and transformers does not write
-_NOT_KEPT = {"router_aux_loss_coef", "num_nextn_predict_layers", "num_mtp_layers", "transformers_version", "use_cache", "dtype"} | _VLLM
+# which its DeepSeek-V3 asks for, and transformers does not write
+_VLLM = {"ep_size", "moe_layer_freq", "scoring_func", "topk_method"}
+_NOT_KEPT = {
+    "router_aux_loss_coef",
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
+    "transformers_version",
+    "use_cache",
+    "dtype",
+} | _VLLM
 
 
 def assert_same_weights(found: Path, expected: Path) -> None:
     ours, theirs = weights_of(found), weights_of(expected)
     assert set(ours) == set(theirs)
-    differing = [name for name in theirs if ours[name].dtype != theirs[name].dtype or not torch.equal(ours[name], theirs[name])]
+    differing = [
+        name
+        for name in theirs
+        if ours[name].dtype != theirs[name].dtype or not torch.equal(ours[name], theirs[name])
+    ]
     assert not differing
 
 
@@ -40,7 +54,9 @@ def understood(folder: Path) -> dict[str, Any]:
     rope.pop("type", None)
     if rope["rope_type"] == "yarn":
         fields["rope_parameters"] = {"beta_fast": 32, "beta_slow": 1} | rope
-    return {name: value for name, value in fields.items() if name not in _NOT_KEPT and not name.startswith("_")}
+    return {
+        name: value for name, value in fields.items() if name not in _NOT_KEPT and not name.startswith("_")
+    }
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -49,7 +65,10 @@ def test_bit_equal(name, hf_folders, checkpoints, tmp_path):
     assert done.architecture == f"{MODELS[name][0]}ForCausalLM"
     assert_same_weights(tmp_path / "back", hf_folders[name])
     assert understood(tmp_path / "back") == understood(hf_folders[name])
-    generation = [json.loads((folder / "generation_config.json").read_text()) for folder in (tmp_path / "back", hf_folders[name])]
+    generation = [
+        json.loads((folder / "generation_config.json").read_text())
+        for folder in (tmp_path / "back", hf_folders[name])
+    ]
     assert generation[0] == generation[1]
 
 
@@ -74,7 +93,11 @@ def test_reads_and_writes_many_files(tmp_path):
     assert files[-1] == f"model-{len(files):05d}-of-{len(files):05d}.safetensors"
     assert index["metadata"]["total_size"] == sum(value.numel() * 4 for value in weights_of(source).values())
     # A tensor that is larger than a file may be has one of its own.
-    assert all(path.stat().st_size < 30_000 + 4000 for path in (tmp_path / "back").glob("*.safetensors") if "00001" not in path.name)
+    assert all(
+        path.stat().st_size < 30_000 + 4000
+        for path in (tmp_path / "back").glob("*.safetensors")
+        if "00001" not in path.name
+    )
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
@@ -131,7 +154,11 @@ def test_tokenizer_comes_along(tmp_path, hf_folders):
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 3}, unk_token="a"))
     tokenizer.add_special_tokens(["<s>", "</s>"])
     tokenizer.save(str(source / "tokenizer.json"))
-    names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": {"content": "</s>"}}
+    names = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": {"content": "</s>"},
+    }
     (source / "tokenizer_config.json").write_text(json.dumps(names))
     done = from_hf(source, tmp_path / "ours")
     assert done.config.tokenizer == str((tmp_path / "ours" / "tokenizer").resolve())
@@ -148,10 +175,17 @@ def test_tokenizer_comes_along(tmp_path, hf_folders):
 
     # From a tokenizer.json alone transformers makes the same tokenizer.
     to_hf(tmp_path / "ours", tmp_path / "alone", tokenizer=source / "tokenizer.json")
-    assert AutoTokenizer.from_pretrained(tmp_path / "alone").convert_tokens_to_ids(["b", "</s>"]) == [3, ids[1]]
-    assert json.loads((tmp_path / "back" / "generation_config.json").read_text()) == {"bos_token_id": ids[0], "eos_token_id": ids[1]}
+    assert AutoTokenizer.from_pretrained(tmp_path / "alone").convert_tokens_to_ids(["b", "</s>"]) == [
+        3,
+        ids[1],
+    ]
+    assert json.loads((tmp_path / "back" / "generation_config.json").read_text()) == {
+        "bos_token_id": ids[0],
+        "eos_token_id": ids[1],
+    }
 
-    # One that says nothing of its tokens, as those of the corpus pipeline: the usual name of the end of a text is taken.
+    # One that says nothing of its tokens, as those of the corpus pipeline: the usual name of the end of a
+    # text is taken.
     (source / "tokenizer_config.json").unlink()
     to_hf(tmp_path / "ours", tmp_path / "unsaid", tokenizer=source / "tokenizer.json")
     assert AutoTokenizer.from_pretrained(tmp_path / "unsaid").eos_token == "</s>"
@@ -162,4 +196,6 @@ def test_tokenizer_comes_along(tmp_path, hf_folders):
 def test_settings_can_be_trained(name, checkpoints):
     """They pass the checks of `moe-exp train`, which has a corpus then."""
     saved = CheckpointReader(one_checkpoint(checkpoints[name])).common()["config"]
-    assert check_config(Config(**saved | {"gpus_per_node": 1, "train_data": "tokens", "eval_interval": 0})) == []
+    assert (
+        check_config(Config(**saved | {"gpus_per_node": 1, "train_data": "tokens", "eval_interval": 0})) == []
+    )

@@ -1,4 +1,6 @@
-"""A run that goes on from a Hugging Face folder starts at its loss, and what it becomes goes back to transformers."""
+"""A run that goes on from a Hugging Face folder starts at its loss, and what it becomes goes back to
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,16 @@ from moe_exp.data.samples.dataset import SampleStream
 from moe_exp.data.tokens.tokens import BinIdxWriter
 
 SEQ_LEN, GBSZ = 32, 8
-TRAINING = {"EP": 2, "GPUS_PER_NODE": 2, "SEQ_LEN": SEQ_LEN, "MBSZ": 2, "GBSZ": GBSZ, "TRAIN_ITERS": 2, "WARMUP_ITERS": 0, "LR": 0.01}
+TRAINING = {
+    "EP": 2,
+    "GPUS_PER_NODE": 2,
+    "SEQ_LEN": SEQ_LEN,
+    "MBSZ": 2,
+    "GBSZ": GBSZ,
+    "TRAIN_ITERS": 2,
+    "WARMUP_ITERS": 0,
+    "LR": 0.01,
+}
 
 
 @dataclass(frozen=True)
@@ -51,7 +62,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     lines = (root / "ours" / "settings.env").read_text().splitlines()
     settings = dict(shlex.split(line)[0].split("=", 1) for line in lines if not line.startswith("#"))
     runs = Runs(root / "runs", root / "data")
-    run = runs.succeed("on", **{**settings, "TRAIN_DATA": root / "tokens", "VALID_DATA": root / "tokens", **TRAINING})
+    run = runs.succeed(
+        "on", **{**settings, "TRAIN_DATA": root / "tokens", "VALID_DATA": root / "tokens", **TRAINING}
+    )
     samples = SampleStream([(1.0, str(root / "tokens"))], seq_len=SEQ_LEN, seed=1234).batch(0, GBSZ)
     done = to_hf(run.folder.path, root / "back")
     return Trained(source, run, samples, root / "back", done)
@@ -77,12 +90,17 @@ def test_goes_back_with_the_same_logits(trained):
 
 
 def test_is_readable_by_what_serves_models(trained):
-    """vLLM's Qwen2Moe has biases on queries, keys and values and a gate of the shared expert whatever config.json says, and no place for
-    a shared expert of size 0."""
+    """vLLM's Qwen2Moe has biases on queries, keys and values and a gate of the shared expert whatever
+    config.json says, and no place for a shared expert of size 0.
+    """
     fields = json.loads((trained.exported / "config.json").read_text())
     assert fields["qkv_bias"] is True
     assert fields["shared_expert_intermediate_size"] == 0
-    assert (fields["norm_topk_prob"], fields["num_experts_per_tok"], fields["mlp_only_layers"]) == (False, 1, [0])
+    assert (fields["norm_topk_prob"], fields["num_experts_per_tok"], fields["mlp_only_layers"]) == (
+        False,
+        1,
+        [0],
+    )
     weights = weights_of(trained.exported)
     assert not any(".shared_expert." in name for name in weights)
     without_effect = [name for name in weights if name.endswith(".bias") or "shared_expert_gate" in name]
@@ -93,7 +111,9 @@ def test_is_readable_by_what_serves_models(trained):
 def test_fp32_weights_of_the_optimizer(trained, tmp_path):
     """In an fp32 run they are the weights themselves."""
     folder = trained.run.folder.checkpoints
-    assert any(key.startswith("optimizer.state.param.") for key in CheckpointReader(folder / "iter_0000002").tensors)
+    assert any(
+        key.startswith("optimizer.state.param.") for key in CheckpointReader(folder / "iter_0000002").tensors
+    )
     to_hf(folder, tmp_path / "main", main_weights=True)
     main, model = weights_of(tmp_path / "main"), weights_of(trained.exported)
     assert set(main) == set(model)
@@ -104,7 +124,13 @@ def test_fp32_weights_of_the_optimizer(trained, tmp_path):
 @pytest.mark.parametrize("distributed", [True, False])
 def test_fp32_weights_of_a_bf16_run(distributed, tmp_path):
     """They are what the weights are rounded from, and are rounded once on the way out."""
-    settings = {"dtype": "bf16", "num_experts": 4, "topk": 2, "vocab_size": 256, "distributed_optimizer": distributed}
+    settings = {
+        "dtype": "bf16",
+        "num_experts": 4,
+        "topk": 2,
+        "vocab_size": 256,
+        "distributed_optimizer": distributed,
+    }
     run_models(1, [settings | {"save": str(tmp_path / "run")}])
     to_hf(tmp_path / "run", tmp_path / "model")
     to_hf(tmp_path / "run", tmp_path / "main", main_weights=True)

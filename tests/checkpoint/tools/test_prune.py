@@ -38,9 +38,13 @@ def test_what_is_kept(flags, kept, run, capsys):
     assert main(["ckpt", "prune", str(run), *flags, "--dry-run", "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert iterations(checkpoints) == [10, 20, 30, 40, 50]
-    sizes = {i: sum(path.stat().st_size for path in (checkpoints / f"iter_{i:07d}").iterdir()) for i in LOSSES}
+    sizes = {
+        i: sum(path.stat().st_size for path in (checkpoints / f"iter_{i:07d}").iterdir()) for i in LOSSES
+    }
     gone = [iteration for iteration in LOSSES if iteration not in kept]
-    assert planned["removed"] == [{"iteration": iteration, "num_bytes": sizes[iteration]} for iteration in gone]
+    assert planned["removed"] == [
+        {"iteration": iteration, "num_bytes": sizes[iteration]} for iteration in gone
+    ]
     assert planned["num_bytes"] == sum(sizes[iteration] for iteration in gone)
 
     assert main(["ckpt", "prune", str(checkpoints), *flags]) == 0

@@ -1,4 +1,6 @@
-"""`moe-exp ckpt reshape`: every rank of the target finds its own chunks, bit for bit, within a bound of memory."""
+"""`moe-exp ckpt reshape`: every rank of the target finds its own chunks, bit for bit, within a bound of
+memory.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.checkpoint.ckpt_files import BIAS, STACKED, WHOLE, common_state, drawn_state, flip_bit, write_checkpoint
+from helpers.checkpoint.ckpt_files import (
+    BIAS,
+    STACKED,
+    WHOLE,
+    common_state,
+    drawn_state,
+    flip_bit,
+    write_checkpoint,
+)
 from helpers.ranks import free_port, run_on_ranks
 from moe_exp.checkpoint.format.folders import latest_iteration
 from moe_exp.checkpoint.format.naming import logical_tensors, states
@@ -23,10 +33,12 @@ from moe_exp.checkpoint.tools.reshape import Reshaping, reshape
 from moe_exp.checkpoint.tools.soundness import Verification
 from moe_exp.cli import main
 
-Asked = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # key, shape of the whole, offsets, sizes
+# key, shape of the whole, offsets, sizes
+Asked = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 MODEL = {
-    "preset": "cpu", "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "moe_ffn_hidden_size": 20, "num_heads": 4, "gbsz": 8,
-    "num_query_groups": 2, "seq_len": 16, "vocab_size": 200, "num_experts": 4, "topk": 2, "mbsz": 1, "dtype": "fp32",
+    "preset": "cpu", "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "moe_ffn_hidden_size": 20,
+    "num_heads": 4, "gbsz": 8, "num_query_groups": 2, "seq_len": 16, "vocab_size": 200, "num_experts": 4,
+    "topk": 2, "mbsz": 1, "dtype": "fp32",
 }  # fmt: skip
 
 
@@ -47,7 +59,15 @@ def asked_by_rank(settings: dict[str, Any], port: int) -> list[set[Asked]]:
         metadata = {**sharding_metadata(rank), "singleton_local_shards": singleton}
         shards = [shard for chunk in model for shard in _shards(model_state(unwrapped(chunk), metadata))]
         found.append(
-            {(s.key, tuple(s.global_shape), tuple(s.global_offset), (1,) * s.prepend_axis_num + tuple(s.local_shape)) for s in shards}
+            {
+                (
+                    s.key,
+                    tuple(s.global_shape),
+                    tuple(s.global_offset),
+                    (1,) * s.prepend_axis_num + tuple(s.local_shape),
+                )
+                for s in shards
+            }
         )
     return found
 
@@ -58,7 +78,11 @@ def _shards(value: Any) -> list[Any]:
     if isinstance(value, ShardedTensorFactory):
         return _shards(value.build())
     if isinstance(value, dict | list):
-        return [shard for item in (value.values() if isinstance(value, dict) else value) for shard in _shards(item)]
+        return [
+            shard
+            for item in (value.values() if isinstance(value, dict) else value)
+            for shard in _shards(item)
+        ]
     return [value] if isinstance(value, ShardedTensor) else []
 
 
@@ -69,8 +93,18 @@ LAYOUTS = [
     pytest.param(Layout(tp=2, ep=2, etp=2), DENSE_TOO, id="TP2_EP2_ETP2", marks=slow),
     pytest.param(Layout(tp=2, ep=2, etp=2), {}, id="stacked_TP2_EP2_ETP2", marks=slow),
     pytest.param(Layout(pp=2, vpp=2), {}, id="PP2_VPP2", marks=slow),
-    pytest.param(Layout(pp=2, ep=2), {"router_score": "sigmoid", "router_bias_update_rate": 0.01}, id="PP2_EP2", marks=slow),
-    pytest.param(Layout(tp=2), {"activation": "gelu", "normalization": "LayerNorm", "tie_embeddings": True}, id="TP2", marks=slow),
+    pytest.param(
+        Layout(pp=2, ep=2),
+        {"router_score": "sigmoid", "router_bias_update_rate": 0.01},
+        id="PP2_EP2",
+        marks=slow,
+    ),
+    pytest.param(
+        Layout(tp=2),
+        {"activation": "gelu", "normalization": "LayerNorm", "tie_embeddings": True},
+        id="TP2",
+        marks=slow,
+    ),
 ]
 
 
@@ -80,25 +114,39 @@ def test_each_rank_finds_the_chunks_that_it_asks_for(layout, model, tmp_path):
     settings = MODEL | vars(layout) | model | {"gpus_per_node": num_ranks}
     by_rank = run_on_ranks(num_ranks, asked_by_rank, settings, free_port(), join=False)
     whole = {key: torch.randn(shape) for asked in by_rank for key, shape, _, _ in asked[0]}
-    whole |= {f"optimizer.state.exp_avg.{key}": torch.randn(values.shape) for key, values in whole.items() if "expert_bias" not in key}
+    whole |= {
+        f"optimizer.state.exp_avg.{key}": torch.randn(values.shape)
+        for key, values in whole.items()
+        if "expert_bias" not in key
+    }
     source = write_plainly(tmp_path / "source", whole)
     for index, experts in enumerate(("stacked", "single")):
-        found = CheckpointReader(reshape(source, tmp_path / experts, Reshaping(layout, experts=experts)).folder)
-        chunks = {(s.key, s.shape, c.offsets, c.sizes): int(c.file.split("_")[2]) for s in found.tensors.values() for c in s.chunks}
+        found = CheckpointReader(
+            reshape(source, tmp_path / experts, Reshaping(layout, experts=experts)).folder
+        )
+        chunks = {
+            (s.key, s.shape, c.offsets, c.sizes): int(c.file.split("_")[2])
+            for s in found.tensors.values()
+            for c in s.chunks
+        }
         weights = {chunk: rank for chunk, rank in chunks.items() if not chunk[0].startswith("optimizer.")}
         assert set(weights) == set().union(*(asked[index] for asked in by_rank))
         for rank, asked in enumerate(by_rank):
             assert {chunk for chunk, file in weights.items() if file == rank} <= asked[index]
         assert set(weights.values()) == set(range(num_ranks))
         of_moment = {
-            (key.removeprefix("optimizer.state.exp_avg."), *rest): rank for (key, *rest), rank in chunks.items() if "exp_avg" in key
+            (key.removeprefix("optimizer.state.exp_avg."), *rest): rank
+            for (key, *rest), rank in chunks.items()
+            if "exp_avg" in key
         }
         assert of_moment == {chunk: rank for chunk, rank in weights.items() if "expert_bias" not in chunk[0]}
     _assert_same_tensors(source, tmp_path / "stacked", whole)
     _assert_same_tensors(source, tmp_path / "single", None)
 
 
-def write_plainly(folder: Path, tensors: dict[str, torch.Tensor], common: dict[str, Any] | None = None) -> Path:
+def write_plainly(
+    folder: Path, tensors: dict[str, torch.Tensor], common: dict[str, Any] | None = None
+) -> Path:
     writer = CheckpointWriter(folder)
     for key, values in tensors.items():
         writer.add_tensor(key, values)
@@ -107,7 +155,10 @@ def write_plainly(folder: Path, tensors: dict[str, torch.Tensor], common: dict[s
 
 
 def _assert_same_tensors(source: Path, target: Path, whole: dict[str, torch.Tensor] | None) -> None:
-    a, b = CheckpointReader(source), CheckpointReader(target / "iter_0000000" if not (target / ".metadata").exists() else target)
+    a, b = (
+        CheckpointReader(source),
+        CheckpointReader(target / "iter_0000000" if not (target / ".metadata").exists() else target),
+    )
     if whole is not None:
         assert set(b.tensors) == set(whole)
         assert all(torch.equal(b.read(key), values) for key, values in whole.items())
@@ -128,7 +179,10 @@ def test_there_and_back_is_the_same_bytes(tmp_path):
     assert (there.num_rank_files, back.num_rank_files) == (2, 1)
     a, c = CheckpointReader(source), CheckpointReader(back.folder)
     assert set(c.tensors) == set(a.tensors)
-    assert all(torch.equal(c.read(key), a.read(key)) and c.tensors[key].dtype == a.tensors[key].dtype for key in a.tensors)
+    assert all(
+        torch.equal(c.read(key), a.read(key)) and c.tensors[key].dtype == a.tensors[key].dtype
+        for key in a.tensors
+    )
     # The random streams stayed behind where TP was another.
     assert set(a.objects) - set(c.objects) == {"rng_state/shard_0.0_1.1"}
     assert set(c.objects) <= set(a.objects)
@@ -145,7 +199,9 @@ def test_what_common_says_afterwards(tmp_path):
     assert {name: common[name] for name in ("progress", "scheduler", "optimizer")} == {
         name: common_state(5)[name] for name in ("progress", "scheduler", "optimizer")
     }
-    other = CheckpointReader(reshape(source, tmp_path / "c", Reshaping(Layout(pp=2, vpp=1), experts="single")).folder).common()
+    other = CheckpointReader(
+        reshape(source, tmp_path / "c", Reshaping(Layout(pp=2, vpp=1), experts="single")).folder
+    ).common()
     assert other["content_metadata"]["singleton_local_shards"] is True
     # Equal to the layout of no run: the streams, which are not there, start from the seed.
     assert other["layout"] not in ({"tp": tp, "pp": pp, "device": "cpu"} for tp in (1, 2) for pp in (1, 2))
@@ -180,12 +236,27 @@ def test_fp32_without_an_optimizer_is_what_bf16_was(tmp_path):
 
 
 REFUSED = [
-    (["--tp", "5"], r"TP=5: the 16 rows of embedding\.word_embeddings\.weight cannot be split evenly\. Fix: give another --tp\."),
+    (
+        ["--tp", "5"],
+        (
+            r"TP=5: the 16 rows of embedding\.word_embeddings\.weight cannot be split evenly\. Fix: give"
+            r" another --tp\."
+        ),
+    ),
     (["--ep", "3"], r"EP=3: does not divide the 4 experts\. Fix: "),
     (["--pp", "3"], r"PP=3: 3 stages are more than the 2 layers\. Fix: "),
     (["--tp", "0"], r"TP=0: must be 1 or more\. Fix: "),
-    (["--etp", "4"], r"ETP=4: the 12 rows of \S+\.mlp\.experts\.0\.linear_fc1\.weight cannot be .*, its gate by itself\. Fix: "),
-    (["--experts", "single", "--layers", "stacked"], r"layers=stacked: Megatron has no such style with single experts\. Fix: "),
+    (
+        ["--etp", "4"],
+        (
+            r"ETP=4: the 12 rows of \S+\.mlp\.experts\.0\.linear_fc1\.weight cannot be .*, its gate by"
+            r" itself\. Fix: "
+        ),
+    ),
+    (
+        ["--experts", "single", "--layers", "stacked"],
+        r"layers=stacked: Megatron has no such style with single experts\. Fix: ",
+    ),
 ]
 
 
@@ -206,15 +277,23 @@ def refusals(tmp_path: Path, **common: Any) -> str:
 
 
 def test_mixed_layers_cannot_be_stacked(tmp_path):
-    dense = {"decoder.layers.0.mlp.linear_fc1.weight": torch.ones(4, 8), "decoder.layers.1.mlp.router.weight": torch.ones(4, 8)}
+    dense = {
+        "decoder.layers.0.mlp.linear_fc1.weight": torch.ones(4, 8),
+        "decoder.layers.1.mlp.router.weight": torch.ones(4, 8),
+    }
     write_checkpoint(tmp_path / "a", tensors=dense)
-    assert refusals(tmp_path, layers="stacked").startswith("layers=stacked: the layers differ, as dense and MoE layers do. Fix: ")
+    assert refusals(tmp_path, layers="stacked").startswith(
+        "layers=stacked: the layers differ, as dense and MoE layers do. Fix: "
+    )
 
 
 def test_an_optimizer_in_a_form_of_its_layout(tmp_path):
     bucket = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16).bucket_idx_0.exp_avg"
     write_checkpoint(tmp_path / "a", tensors=drawn_state() | {bucket: torch.ones(8)})
-    assert f"{bucket} belongs to the layout that wrote it, and cannot be rewritten. Fix: give --weights-only." in refusals(tmp_path)
+    assert (
+        f"{bucket} belongs to the layout that wrote it, and cannot be rewritten. Fix: give --weights-only."
+        in refusals(tmp_path)
+    )
     written = reshape(tmp_path / "a" / "iter_0000005", tmp_path / "b", Reshaping(Layout(), weights_only=True))
     assert bucket not in CheckpointReader(written.folder).tensors
 
@@ -232,7 +311,9 @@ def test_a_target_that_exists_or_has_no_room(tmp_path, monkeypatch):
     write_checkpoint(tmp_path / "a")
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(reshape_module.shutil, "disk_usage", lambda path: usage(20_000))
-    assert re.search(r"DST=\S+b: \S+ has 2e-05 GB free and the checkpoint needs \S+ GB\. Fix: ", refusals(tmp_path))
+    assert re.search(
+        r"DST=\S+b: \S+ has 2e-05 GB free and the checkpoint needs \S+ GB\. Fix: ", refusals(tmp_path)
+    )
     (tmp_path / "b").mkdir()
     with pytest.raises(ValueError, match=r"DST=\S+b: exists already\. Fix: "):
         reshape(tmp_path / "a" / "iter_0000005", tmp_path / "b", Reshaping(Layout()))
@@ -246,7 +327,9 @@ def _memory(name: str) -> int:
 
 
 def test_memory_is_that_of_the_largest_chunk(tmp_path):
-    """64 MiB in chunks of 8, rewritten in pieces of 1 and 2: 10 are in use at a time, beside freed ones that malloc keeps (Linux)."""
+    """64 MiB in chunks of 8, rewritten in pieces of 1 and 2: 10 are in use at a time, beside freed ones that
+    malloc keeps (Linux).
+    """
     experts, layers, mebibyte = 8, 4, 1 << 20
     key = {fc: f"decoder.layers.mlp.experts.experts.{fc}.weight" for fc in ("linear_fc1", "linear_fc2")}
     writer = CheckpointWriter(tmp_path / "a")
@@ -265,7 +348,10 @@ def test_memory_is_that_of_the_largest_chunk(tmp_path):
     assert written.num_bytes > 64 * mebibyte
     assert _memory("VmHWM") - before < 40 * mebibyte
     found = CheckpointReader(written.folder)
-    assert [float(found.read(key["linear_fc2"], (layer, 5, 0, 0), (1, 1, 512, 512)).mean()) for layer in range(layers)] == [0, 1, 2, 3]
+    assert [
+        float(found.read(key["linear_fc2"], (layer, 5, 0, 0), (1, 1, 512, 512)).mean())
+        for layer in range(layers)
+    ] == [0, 1, 2, 3]
 
 
 @slow

@@ -1,4 +1,6 @@
-"""`moe-exp ckpt shrink`: files of views become as small as what they show, with the same values and the same sharing."""
+"""`moe-exp ckpt shrink`: files of views become as small as what they show, with the same values and the same
+sharing.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,9 @@ def test_every_container_and_kind_of_view(tmp_path):
 
 def test_tied_weights_stay_tied(tmp_path):
     table = torch.randn(8 * HIDDEN, 4)[:HIDDEN]
-    path = save(tmp_path / "tied.pt", {"embedding": table, "output": table, "view": table[:], "other": table.clone()})
+    path = save(
+        tmp_path / "tied.pt", {"embedding": table, "output": table, "view": table[:], "other": table.clone()}
+    )
     assert shrink(path).gain_bytes > 0
     loaded = load(path)
     pointers = {name: tensor.data_ptr() for name, tensor in loaded.items()}
@@ -107,12 +111,24 @@ def test_views_that_overlap_keep_a_storage(tmp_path):
 
 def test_columns_that_share_no_element_are_parted(tmp_path):
     matrix = torch.randn(64, 1000)
-    value = {"a": matrix[:, :3], "b": matrix[:, 500:502], "again": matrix[:, :3], "row": matrix[3, 600:610], "apart": matrix[:1, 5:6]}
+    value = {
+        "a": matrix[:, :3],
+        "b": matrix[:, 500:502],
+        "again": matrix[:, :3],
+        "row": matrix[3, 600:610],
+        "apart": matrix[:1, 5:6],
+    }
     path = save(tmp_path / "columns.pt", value)
     assert shrink(path).gain_bytes > 0
     loaded = load(path)
     assert all(torch.equal(loaded[name], value[name]) for name in value)
-    assert {name: storage_bytes(tensor) for name, tensor in loaded.items()} == {"a": 768, "b": 512, "again": 768, "row": 40, "apart": 4}
+    assert {name: storage_bytes(tensor) for name, tensor in loaded.items()} == {
+        "a": 768,
+        "b": 512,
+        "again": 768,
+        "row": 40,
+        "apart": 4,
+    }
     assert loaded["a"].data_ptr() == loaded["again"].data_ptr()
 
 
@@ -156,10 +172,19 @@ def test_a_folder(tmp_path, capsys):
     assert main(["ckpt", "shrink", str(folder), "--dry-run", "--json"]) == 0
     dry = capsys.readouterr()
     assert {path: path.read_bytes() for path in before} == before
-    assert f"{folder}/class.pt: left alone, it holds more than tensors and plain containers (fractions.Fraction" in dry.err
+    assert (
+        f"{folder}/class.pt: left alone, it holds more than tensors and plain containers (fractions.Fraction"
+        in dry.err
+    )
     assert f"{folder}/tokens.bin: left alone, it is no file of torch.save, or damaged" in dry.err
     report = json.loads(dry.out)
-    assert [Path(one["path"]).name for one in report["files"]] == ["a.pt", "class.pt", "b.bin", "tight.pth", "tokens.bin"]
+    assert [Path(one["path"]).name for one in report["files"]] == [
+        "a.pt",
+        "class.pt",
+        "b.bin",
+        "tight.pth",
+        "tokens.bin",
+    ]
 
     assert main(["ckpt", "shrink", str(folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -174,12 +199,20 @@ def test_a_folder(tmp_path, capsys):
 def test_into_another_folder_and_by_pattern(tmp_path, capsys):
     folder, out = tree(tmp_path), tmp_path / "out"
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    assert main(["ckpt", "shrink", str(folder), "--out", str(out), "--pattern", "*.bin", "--pattern", "*.txt"]) == 0
-    assert sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()) == ["deep/b.bin", "name.txt"]
+    assert (
+        main(["ckpt", "shrink", str(folder), "--out", str(out), "--pattern", "*.bin", "--pattern", "*.txt"])
+        == 0
+    )
+    assert sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()) == [
+        "deep/b.bin",
+        "name.txt",
+    ]
     assert {path: path.read_bytes() for path in before} == before
     assert torch.equal(load(out / "name.txt"), load(folder / "name.txt"))
     capsys.readouterr()
-    assert main(["ckpt", "shrink", str(folder), "--out", str(out), "--pattern", "*.txt", "--no-recursive"]) == 1
+    assert (
+        main(["ckpt", "shrink", str(folder), "--out", str(out), "--pattern", "*.txt", "--no-recursive"]) == 1
+    )
     assert f"{folder}/name.txt: left alone, it {out}/name.txt exists already" not in capsys.readouterr().out
 
 

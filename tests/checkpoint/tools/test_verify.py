@@ -43,7 +43,9 @@ def test_without_checksums_it_says_so_and_looks_at_the_rest(tmp_path, capsys):
 
 
 def test_a_checkpoint_of_ours_without_its_manifest_is_damaged_as_a_run_says(tmp_path, capsys):
-    folder = write_checkpoint(tmp_path, manifest=False, common=common_state(5) | {"versions": {"moe_exp": "0"}})
+    folder = write_checkpoint(
+        tmp_path, manifest=False, common=common_state(5) | {"versions": {"moe_exp": "0"}}
+    )
     assert main(["ckpt", "verify", str(folder)]) == 1
     assert capsys.readouterr().out.splitlines()[1] == f"{folder / 'manifest.json'}: is missing"
 
@@ -80,7 +82,10 @@ def _foreign_classes(folder: Path) -> str:
 
     (folder / "manifest.json").unlink()
     (folder / ".metadata").write_bytes(pickle.dumps(Evil()))
-    return r"\n\S+\.metadata: cannot be used \(it names posix\.system, which is no part of the format\)\. Fix: use another checkpoint\.\n$"
+    return (
+        r"\n\S+\.metadata: cannot be used \(it names posix\.system, which is no part of the format\)\. Fix:"
+        r" use another checkpoint\.\n$"
+    )
 
 
 def _cut_metadata(folder: Path) -> str:
@@ -103,7 +108,8 @@ def _newer_manifest(folder: Path) -> str:
 
 
 DAMAGES = [
-    _truncated, _flipped, _flipped_without_manifest, _missing, _foreign_classes, _cut_metadata, _places_outside, _newer_manifest,
+    _truncated, _flipped, _flipped_without_manifest, _missing, _foreign_classes, _cut_metadata,
+    _places_outside, _newer_manifest,
 ]  # fmt: skip
 
 
@@ -126,7 +132,9 @@ def test_values_that_are_not_finite(tmp_path):
     tensors["optimizer.state.exp_avg.output_layer.weight"][3, 2] = float("nan")
     assert findings(tmp_path, tensors) == []
     (line,) = findings(tmp_path / "again", tensors, finite=True)
-    assert line.endswith("__0_0.distcp: optimizer.state.exp_avg.output_layer.weight at [0, 0] has values that are not finite")
+    assert line.endswith(
+        "__0_0.distcp: optimizer.state.exp_avg.output_layer.weight at [0, 0] has values that are not finite"
+    )
 
 
 def test_main_weights_of_another_checkpoint(tmp_path):
@@ -134,7 +142,10 @@ def test_main_weights_of_another_checkpoint(tmp_path):
     tensors = drawn_state()
     tensors[ROUTER][1, 2, 3:5] *= 2
     (line,) = findings(tmp_path, tensors)
-    assert line.endswith("iter_0000005: 2 of 32 values of decoder.layers.1.mlp.router.weight are not the optimizer's main weights, rounded")
+    assert line.endswith(
+        "iter_0000005: 2 of 32 values of decoder.layers.1.mlp.router.weight are not the optimizer's main"
+        " weights, rounded"
+    )
 
 
 def test_optimizer_of_another_model(tmp_path):

@@ -12,9 +12,9 @@ from moe_exp.config.presets import PRESETS
 
 # (TP, PP, VPP, EP, ETP, CP) that the package trains with equal losses.
 LAYOUTS = [
-    (1, 1, "none", 1, 1, 1), (2, 1, "none", 1, 1, 1), (1, 2, "none", 1, 1, 1), (1, 2, "2", 1, 1, 1), (1, 1, "none", 2, 1, 1),
-    (1, 1, "none", 4, 1, 1), (2, 1, "none", 2, 1, 1), (2, 1, "none", 2, 2, 1), (2, 2, "none", 2, 1, 1), (1, 2, "none", 2, 1, 1),
-    (1, 1, "none", 1, 1, 2),
+    (1, 1, "none", 1, 1, 1), (2, 1, "none", 1, 1, 1), (1, 2, "none", 1, 1, 1), (1, 2, "2", 1, 1, 1),
+    (1, 1, "none", 2, 1, 1), (1, 1, "none", 4, 1, 1), (2, 1, "none", 2, 1, 1), (2, 1, "none", 2, 2, 1),
+    (2, 2, "none", 2, 1, 1), (1, 2, "none", 2, 1, 1), (1, 1, "none", 1, 1, 2),
 ]  # fmt: skip
 
 
@@ -44,7 +44,9 @@ def test_layouts_that_train_have_no_problems(layout, ranks, moe_type):
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_presets_have_no_problems(preset, ranks):
     data = {} if preset in ("cpu", "reference") else {"train_data": "a", "valid_data": "b"}
-    assert check_config(load_config({"preset": preset, "gpus_per_node": ranks, "gbsz": 3072} | data, {})) == []
+    assert (
+        check_config(load_config({"preset": preset, "gpus_per_node": ranks, "gbsz": 3072} | data, {})) == []
+    )
 
 
 @given(st.data())
@@ -54,8 +56,9 @@ def test_accepted_layouts_divide_evenly(data):
         return data.draw(st.sampled_from(sizes))
 
     config = cpu(
-        tp=size(1, 2, 4), pp=size(1, 2, 4), vpp=size(None, 1, 2, 3), ep=size(1, 2, 3, 4), etp=size(1, 2), cp=size(1, 2), mbsz=size(1, 2, 3),
-        gpus_per_node=size(1, 2, 4, 6, 8, 16), gbsz=size(1, 8, 12, 16, 24, 32), num_layers=size(2, 4, 6, 8), num_experts=size(4, 6, 8),
+        tp=size(1, 2, 4), pp=size(1, 2, 4), vpp=size(None, 1, 2, 3), ep=size(1, 2, 3, 4), etp=size(1, 2),
+        cp=size(1, 2), mbsz=size(1, 2, 3), gpus_per_node=size(1, 2, 4, 6, 8, 16),
+        gbsz=size(1, 8, 12, 16, 24, 32), num_layers=size(2, 4, 6, 8), num_experts=size(4, 6, 8),
         num_heads=size(4, 8), num_query_groups=size(1, 2, 4), seq_len=size(6, 8, 16, 24),
     )  # fmt: skip
     c = config
@@ -81,95 +84,188 @@ MODEL = [
     ),
     (
         {"hidden_size": 130, "num_query_groups": 4},
-        r"NUM_HEADS=4: does not divide HIDDEN_SIZE=130\. Fix: set NUM_HEADS to one of 1, 2, 5, 10, 13, 26, 65, 130\.",
+        (
+            r"NUM_HEADS=4: does not divide HIDDEN_SIZE=130\. Fix: set NUM_HEADS to one of 1, 2, 5, 10, 13,"
+            r" 26, 65, 130\."
+        ),
     ),
     ({"head_dim": 33}, r"HEAD_DIM=33: rotary .* must be even\. Fix: set HEAD_DIM to 32 or 34\."),
-    ({"qk_norm_scope": "all"}, r"QK_NORM_SCOPE=all: has no effect while QK_NORM=false\. Fix: set QK_NORM=true, or QK_NORM_SCOPE=head\."),
+    (
+        {"qk_norm_scope": "all"},
+        (
+            r"QK_NORM_SCOPE=all: has no effect while QK_NORM=false\. Fix: set QK_NORM=true, or"
+            r" QK_NORM_SCOPE=head\."
+        ),
+    ),
     (
         {"qk_norm": True, "qk_norm_scope": "all", "normalization": "LayerNorm"},
-        r"QK_NORM_SCOPE=all: there is no NORMALIZATION=LayerNorm over all heads\. Fix: set NORMALIZATION=RMSNorm, or QK_NORM_SCOPE=head\.",
+        (
+            r"QK_NORM_SCOPE=all: there is no NORMALIZATION=LayerNorm over all heads\. Fix: set"
+            r" NORMALIZATION=RMSNorm, or QK_NORM_SCOPE=head\."
+        ),
     ),
     (
         {"rotary_fraction": 0.1},
-        r"ROTARY_FRACTION=0\.1: turns 3 of the 32 channels of a head, .* pairs of them\. Fix: set ROTARY_FRACTION to 0\.0625 or 0\.125\.",
+        (
+            r"ROTARY_FRACTION=0\.1: turns 3 of the 32 channels of a head, .* pairs of them\. Fix: set"
+            r" ROTARY_FRACTION to 0\.0625 or 0\.125\."
+        ),
     ),
-    ({"rotary_fraction": 0.01}, r"ROTARY_FRACTION=0\.01: turns 0 of .*\. Fix: set ROTARY_FRACTION to 0\.0625\."),
+    (
+        {"rotary_fraction": 0.01},
+        r"ROTARY_FRACTION=0\.01: turns 0 of .*\. Fix: set ROTARY_FRACTION to 0\.0625\.",
+    ),
     (
         {"rotary_fraction": 0.5, "rope_scaling": "yarn", "rope_scaling_factor": 4},
-        r"ROTARY_FRACTION=0\.5: Megatron's YaRN turns all channels of a head\. Fix: set ROTARY_FRACTION=1, or ROPE_SCALING=none\.",
+        (
+            r"ROTARY_FRACTION=0\.5: Megatron's YaRN turns all channels of a head\. Fix: set"
+            r" ROTARY_FRACTION=1, or ROPE_SCALING=none\."
+        ),
     ),
-    ({"rope_scaling": "yarn"}, r"ROPE_SCALING=yarn: scales nothing with ROPE_SCALING_FACTOR=1\. Fix: set ROPE_SCALING_FACTOR, or .*"),
+    (
+        {"rope_scaling": "yarn"},
+        r"ROPE_SCALING=yarn: scales nothing with ROPE_SCALING_FACTOR=1\. Fix: set ROPE_SCALING_FACTOR, or .*",
+    ),
     (
         {"rope_scaling": "llama3", "rope_scaling_factor": 8, "rope_original_seq_len": 4096},
-        r"ROPE_ORIGINAL_SEQ_LEN=4096: Megatron has the original length of Llama 3 alone\. Fix: set ROPE_ORIGINAL_SEQ_LEN=8192, or .*",
+        (
+            r"ROPE_ORIGINAL_SEQ_LEN=4096: Megatron has the original length of Llama 3 alone\. Fix: set"
+            r" ROPE_ORIGINAL_SEQ_LEN=8192, or .*"
+        ),
     ),
     (
         {"rope_scaling_factor": 8},
-        r"ROPE_SCALING_FACTOR=8\.0: has no effect while ROPE_SCALING=none\. Fix: set ROPE_SCALING, or ROPE_SCALING_FACTOR=1\.",
+        (
+            r"ROPE_SCALING_FACTOR=8\.0: has no effect while ROPE_SCALING=none\. Fix: set ROPE_SCALING, or"
+            r" ROPE_SCALING_FACTOR=1\."
+        ),
     ),
     (
         {"rope_scaling": "llama3", "rope_scaling_factor": 8, "yarn_beta_fast": 16},
-        r"YARN_BETA_FAST=16\.0: has no effect while ROPE_SCALING=llama3\. Fix: set ROPE_SCALING=yarn, or YARN_BETA_FAST=32\.",
+        (
+            r"YARN_BETA_FAST=16\.0: has no effect while ROPE_SCALING=llama3\. Fix: set ROPE_SCALING=yarn, or"
+            r" YARN_BETA_FAST=32\."
+        ),
     ),
     (
         {"rope_scaling": "yarn", "rope_scaling_factor": 8, "yarn_beta_fast": 0.5},
-        r"YARN_BETA_FAST=0\.5: is not over YARN_BETA_SLOW=1\. Fix: set YARN_BETA_FAST=32 and YARN_BETA_SLOW=1\.",
+        (
+            r"YARN_BETA_FAST=0\.5: is not over YARN_BETA_SLOW=1\. Fix: set YARN_BETA_FAST=32 and"
+            r" YARN_BETA_SLOW=1\."
+        ),
     ),
-    ({"kv_lora_rank": 64}, r"KV_LORA_RANK=64: has no effect while MULTI_LATENT_ATTENTION=false\. Fix: .*, or KV_LORA_RANK=512\."),
+    (
+        {"kv_lora_rank": 64},
+        r"KV_LORA_RANK=64: has no effect while MULTI_LATENT_ATTENTION=false\. Fix: .*, or KV_LORA_RANK=512\.",
+    ),
     (
         {**LATENT, "head_dim": 32},
-        r"HEAD_DIM=32: QK_HEAD_DIM, .* sizes of heads .*\. Fix: set HEAD_DIM=0, or MULTI_LATENT_ATTENTION=false\.",
+        (
+            r"HEAD_DIM=32: QK_HEAD_DIM, .* sizes of heads .*\. Fix: set HEAD_DIM=0, or"
+            r" MULTI_LATENT_ATTENTION=false\."
+        ),
     ),
     (
         {**LATENT, "qk_norm": True, "qk_norm_scope": "all"},
-        r"QK_NORM_SCOPE=all: QK_NORM with MULTI_LATENT_ATTENTION is .*, not of heads\. Fix: set QK_NORM_SCOPE=head, or .*",
+        (
+            r"QK_NORM_SCOPE=all: QK_NORM with MULTI_LATENT_ATTENTION is .*, not of heads\. Fix: set"
+            r" QK_NORM_SCOPE=head, or .*"
+        ),
     ),
-    ({**LATENT, "qkv_bias": True}, r"QKV_BIAS=true: .* have no biases\. Fix: set QKV_BIAS=false, or MULTI_LATENT_ATTENTION=false\."),
-    ({**LATENT, "rotary_fraction": 0.5}, r"ROTARY_FRACTION=0\.5: QK_POS_EMB_HEAD_DIM says .*\. Fix: set ROTARY_FRACTION=1\.0, or .*"),
+    (
+        {**LATENT, "qkv_bias": True},
+        r"QKV_BIAS=true: .* have no biases\. Fix: set QKV_BIAS=false, or MULTI_LATENT_ATTENTION=false\.",
+    ),
+    (
+        {**LATENT, "rotary_fraction": 0.5},
+        r"ROTARY_FRACTION=0\.5: QK_POS_EMB_HEAD_DIM says .*\. Fix: set ROTARY_FRACTION=1\.0, or .*",
+    ),
     (
         {**LATENT, "rope_scaling": "llama3", "rope_scaling_factor": 8},
-        r"ROPE_SCALING=llama3: Megatron has YaRN alone with MULTI_LATENT_ATTENTION\. Fix: set ROPE_SCALING=yarn or none\.",
+        (
+            r"ROPE_SCALING=llama3: Megatron has YaRN alone with MULTI_LATENT_ATTENTION\. Fix: set"
+            r" ROPE_SCALING=yarn or none\."
+        ),
     ),
-    ({**LATENT, "qk_pos_emb_head_dim": 7}, r"QK_POS_EMB_HEAD_DIM=7: .* turns pairs of channels\. Fix: set QK_POS_EMB_HEAD_DIM=8\."),
+    (
+        {**LATENT, "qk_pos_emb_head_dim": 7},
+        r"QK_POS_EMB_HEAD_DIM=7: .* turns pairs of channels\. Fix: set QK_POS_EMB_HEAD_DIM=8\.",
+    ),
     ({"hidden_size": 132}, r"HEAD_DIM=33: rotary .* must be even\. Fix: .*"),
     (
         {"add_bias_linear": True, "shared_expert_size": 64},
-        r"ADD_BIAS_LINEAR=true: Megatron's shared expert has no bias\. Fix: set ADD_BIAS_LINEAR=false or SHARED_EXPERT_SIZE=0\.",
+        (
+            r"ADD_BIAS_LINEAR=true: Megatron's shared expert has no bias\. Fix: set ADD_BIAS_LINEAR=false or"
+            r" SHARED_EXPERT_SIZE=0\."
+        ),
     ),
     (
         {"add_bias_linear": True, "etp": 2, "gpus_per_node": 2},
         r"ADD_BIAS_LINEAR=true: .* with ETP=1 only\. Fix: set ADD_BIAS_LINEAR=false or ETP=1\.",
     ),
-    ({"dispatcher": "deepep", "dtype": "bf16"}, r"DISPATCHER=deepep: .* EP=1 and ETP=1\. Fix: set DISPATCHER=alltoall\."),
+    (
+        {"dispatcher": "deepep", "dtype": "bf16"},
+        r"DISPATCHER=deepep: .* EP=1 and ETP=1\. Fix: set DISPATCHER=alltoall\.",
+    ),
     (
         {"dispatcher": "deepep", "ep": 2, "gpus_per_node": 2, "dtype": "fp32"},
         r"DISPATCHER=deepep: sends bf16 rows, but DTYPE=fp32\. Fix: set DTYPE=bf16 or DISPATCHER=alltoall\.",
     ),
     (
         {"dispatcher": "deepep", "ep": 2, "gpus_per_node": 2, "dtype": "bf16", "deterministic": True},
-        r"DISPATCHER=deepep: .* NaN with the algorithms of DETERMINISTIC=true\. Fix: set DISPATCHER=alltoall, or DETERMINISTIC=false\.",
+        (
+            r"DISPATCHER=deepep: .* NaN with the algorithms of DETERMINISTIC=true\. Fix: set"
+            r" DISPATCHER=alltoall, or DETERMINISTIC=false\."
+        ),
     ),
-    ({"moe_layer_freq": "0,1"}, r"MOE_LAYER_FREQ=0,1: has 2 layers, but NUM_LAYERS=4\. Fix: give a number, or a pattern of 4 .*"),
-    ({"moe_layer_freq": "[0]*4"}, r"MOE_LAYER_FREQ=\[0\]\*4: leaves no MoE layer of NUM_LAYERS=4\. Fix: set a 1, or USE_MOE=false\."),
-    ({"capacity_factor": 2.0}, r"CAPACITY_FACTOR=2\.0: MOE_TYPE=dmoe drops nothing, .*\. Fix: set MOE_TYPE=moe, or CAPACITY_FACTOR=0\."),
-    ({"min_capacity": 4}, r"MIN_CAPACITY=4: MOE_TYPE=dmoe drops nothing, .*\. Fix: set MOE_TYPE=moe, or MIN_CAPACITY=0\."),
+    (
+        {"moe_layer_freq": "0,1"},
+        r"MOE_LAYER_FREQ=0,1: has 2 layers, but NUM_LAYERS=4\. Fix: give a number, or a pattern of 4 .*",
+    ),
+    (
+        {"moe_layer_freq": "[0]*4"},
+        r"MOE_LAYER_FREQ=\[0\]\*4: leaves no MoE layer of NUM_LAYERS=4\. Fix: set a 1, or USE_MOE=false\.",
+    ),
+    (
+        {"capacity_factor": 2.0},
+        (
+            r"CAPACITY_FACTOR=2\.0: MOE_TYPE=dmoe drops nothing, .*\. Fix: set MOE_TYPE=moe, or"
+            r" CAPACITY_FACTOR=0\."
+        ),
+    ),
+    (
+        {"min_capacity": 4},
+        r"MIN_CAPACITY=4: MOE_TYPE=dmoe drops nothing, .*\. Fix: set MOE_TYPE=moe, or MIN_CAPACITY=0\.",
+    ),
     (
         {"token_rounding": 64, "moe_type": "moe"},
         r"TOKEN_ROUNDING=64: MOE_TYPE=moe has .* capacity\. Fix: set MOE_TYPE=dmoe, or TOKEN_ROUNDING=0\.",
     ),
     (
         {"token_rounding": 10**6},
-        r"TOKEN_ROUNDING=1000000: rounds nothing, as a micro-batch has \d+ slots .*TOPK\)\. Fix: set a tile .*, or TOKEN_ROUNDING=0\.",
+        (
+            r"TOKEN_ROUNDING=1000000: rounds nothing, as a micro-batch has \d+ slots .*TOPK\)\. Fix: set a"
+            r" tile .*, or TOKEN_ROUNDING=0\."
+        ),
     ),
-    ({"shared_expert_gate": True}, r"SHARED_EXPERT_GATE=true: there is no shared expert\. Fix: set SHARED_EXPERT_SIZE, or .*"),
+    (
+        {"shared_expert_gate": True},
+        r"SHARED_EXPERT_GATE=true: there is no shared expert\. Fix: set SHARED_EXPERT_SIZE, or .*",
+    ),
     ({"router_normalize": "true"}, r"ROUTER_NORMALIZE=true: .*TOPK=1\. Fix: set ROUTER_NORMALIZE=false\."),
     (
         {"aux_loss_type": "aux_loss,seq_aux_loss", "aux_loss_coeff": "1,2,3"},
-        r"AUX_LOSS_COEFF=1,2,3: 3 weights for 2 losses in AUX_LOSS_TYPE=aux_loss,seq_aux_loss\. Fix: give one for all, or one for each\.",
+        (
+            r"AUX_LOSS_COEFF=1,2,3: 3 weights for 2 losses in AUX_LOSS_TYPE=aux_loss,seq_aux_loss\. Fix: give"
+            r" one for all, or one for each\."
+        ),
     ),
     (
         {"aux_loss_type": "sinkhorn", "router_bias_update_rate": 0.001},
-        r"AUX_LOSS_TYPE=sinkhorn: .* ROUTER_BIAS_UPDATE_RATE\. Fix: set AUX_LOSS_TYPE=aux_loss or none, or ROUTER_BIAS_UPDATE_RATE=0\.",
+        (
+            r"AUX_LOSS_TYPE=sinkhorn: .* ROUTER_BIAS_UPDATE_RATE\. Fix: set AUX_LOSS_TYPE=aux_loss or none,"
+            r" or ROUTER_BIAS_UPDATE_RATE=0\."
+        ),
     ),
     (
         {"aux_loss_type": "sinkhorn", "force_routing": "zipf"},
@@ -182,18 +278,45 @@ MODEL = [
 ]
 
 MOE = [
-    ({"ep": 3, "gpus_per_node": 3, "gbsz": 48}, r"EP=3: does not divide NUM_EXPERTS=8\. Fix: set EP to one of 1, 2, 4, 8\."),
+    (
+        {"ep": 3, "gpus_per_node": 3, "gbsz": 48},
+        r"EP=3: does not divide NUM_EXPERTS=8\. Fix: set EP to one of 1, 2, 4, 8\.",
+    ),
     ({"topk": 9}, r"TOPK=9: is over NUM_EXPERTS=8\. Fix: set TOPK to at most 8\."),
-    ({"etp": 2, "gpus_per_node": 2, "moe_ffn_hidden_size": 99}, r"ETP=2: does not divide MOE_FFN_HIDDEN_SIZE=99\. Fix: set ETP to .*"),
-    ({"etp": 2, "gpus_per_node": 2, "ffn_hidden_size": 99}, r"ETP=2: does not divide FFN_HIDDEN_SIZE=99\. Fix: set ETP to .*"),
+    (
+        {"etp": 2, "gpus_per_node": 2, "moe_ffn_hidden_size": 99},
+        r"ETP=2: does not divide MOE_FFN_HIDDEN_SIZE=99\. Fix: set ETP to .*",
+    ),
+    (
+        {"etp": 2, "gpus_per_node": 2, "ffn_hidden_size": 99},
+        r"ETP=2: does not divide FFN_HIDDEN_SIZE=99\. Fix: set ETP to .*",
+    ),
     (
         {"dispatcher": "local", "ep": 2, "gpus_per_node": 2},
         r"DISPATCHER=local: needs every expert .* EP=2 and ETP=1\. Fix: set DISPATCHER=alltoall, .*",
     ),
-    ({"router_pre_softmax": False}, r"ROUTER_PRE_SOFTMAX=false: .*TOPK=1\. Fix: set ROUTER_PRE_SOFTMAX=true\."),
-    ({"num_router_groups": 4}, r"NUM_ROUTER_GROUPS=4: has no effect while ROUTER_GROUP_TOPK=0\. Fix: set both, or NUM_ROUTER_GROUPS=0\."),
-    ({"router_group_topk": 2}, r"ROUTER_GROUP_TOPK=2: has no effect while NUM_ROUTER_GROUPS=0\. Fix: set both, or ROUTER_GROUP_TOPK=0\."),
-    ({"num_router_groups": 3, "router_group_topk": 2}, r"NUM_ROUTER_GROUPS=3: does not divide NUM_EXPERTS=8\. Fix: .*"),
+    (
+        {"router_pre_softmax": False},
+        r"ROUTER_PRE_SOFTMAX=false: .*TOPK=1\. Fix: set ROUTER_PRE_SOFTMAX=true\.",
+    ),
+    (
+        {"num_router_groups": 4},
+        (
+            r"NUM_ROUTER_GROUPS=4: has no effect while ROUTER_GROUP_TOPK=0\. Fix: set both, or"
+            r" NUM_ROUTER_GROUPS=0\."
+        ),
+    ),
+    (
+        {"router_group_topk": 2},
+        (
+            r"ROUTER_GROUP_TOPK=2: has no effect while NUM_ROUTER_GROUPS=0\. Fix: set both, or"
+            r" ROUTER_GROUP_TOPK=0\."
+        ),
+    ),
+    (
+        {"num_router_groups": 3, "router_group_topk": 2},
+        r"NUM_ROUTER_GROUPS=3: does not divide NUM_EXPERTS=8\. Fix: .*",
+    ),
     (
         {"num_router_groups": 2, "router_group_topk": 3},
         r"ROUTER_GROUP_TOPK=3: is over NUM_ROUTER_GROUPS=2\. Fix: set ROUTER_GROUP_TOPK to at most 2\.",
@@ -216,11 +339,17 @@ MOE = [
     ),
     (
         {"expert_backend": "triton", "add_bias_linear": True},
-        r"EXPERT_BACKEND=triton: its kernels have no bias of the experts\. Fix: set ADD_BIAS_LINEAR=false or EXPERT_BACKEND=auto\.",
+        (
+            r"EXPERT_BACKEND=triton: its kernels have no bias of the experts\. Fix: set ADD_BIAS_LINEAR=false"
+            r" or EXPERT_BACKEND=auto\."
+        ),
     ),
     (
         {"expert_backend": "grouped_gemm", "dtype": "fp32"},
-        r"EXPERT_BACKEND=grouped_gemm: computes in bf16 only, not in fp32\. Fix: set DTYPE=bf16, or EXPERT_BACKEND=auto\.",
+        (
+            r"EXPERT_BACKEND=grouped_gemm: computes in bf16 only, not in fp32\. Fix: set DTYPE=bf16, or"
+            r" EXPERT_BACKEND=auto\."
+        ),
     ),
     (
         {"expert_backend": "torch", "etp": 2, "gpus_per_node": 2, "ffn_hidden_size": 260},
@@ -231,43 +360,94 @@ MOE = [
 PARALLEL = [
     (
         {"tp": 2, "gpus_per_node": 3},
-        r"GPUS_PER_NODE=3: 3 ranks .* multiple of TP\*PP\*CP=2\. Fix: set GPUS_PER_NODE to 2 or 4, or change TP, PP, CP\.",
+        (
+            r"GPUS_PER_NODE=3: 3 ranks .* multiple of TP\*PP\*CP=2\. Fix: set GPUS_PER_NODE to 2 or 4, or"
+            r" change TP, PP, CP\."
+        ),
     ),
-    ({"pp": 2, "nnodes": 2, "cp": 2}, r"GPUS_PER_NODE=1: 2 ranks .* multiple of TP\*PP\*CP=4\. Fix: set GPUS_PER_NODE to 2, or .*"),
+    (
+        {"pp": 2, "nnodes": 2, "cp": 2},
+        r"GPUS_PER_NODE=1: 2 ranks .* multiple of TP\*PP\*CP=4\. Fix: set GPUS_PER_NODE to 2, or .*",
+    ),
     (
         {"ep": 4, "gpus_per_node": 2},
-        r"GPUS_PER_NODE=2: 2 ranks .* multiple of ETP\*EP\*PP=4\. Fix: set GPUS_PER_NODE to 4, or change ETP, EP, PP\.",
+        (
+            r"GPUS_PER_NODE=2: 2 ranks .* multiple of ETP\*EP\*PP=4\. Fix: set GPUS_PER_NODE to 4, or change"
+            r" ETP, EP, PP\."
+        ),
     ),
-    ({"node_rank": 1}, r"NODE_RANK=1: is not below NNODES=1\. Fix: set NODE_RANK to 0, or NNODES to at least 2\."),
-    ({"node_rank": 3, "nnodes": 2}, r"NODE_RANK=3: is not below NNODES=2\. Fix: set NODE_RANK to 0 to 1, or NNODES to at least 4\."),
-    ({"tp": 4, "num_query_groups": 2, "gpus_per_node": 4}, r"TP=4: does not divide NUM_QUERY_GROUPS=2\. Fix: set TP to one of 1, 2\."),
+    (
+        {"node_rank": 1},
+        r"NODE_RANK=1: is not below NNODES=1\. Fix: set NODE_RANK to 0, or NNODES to at least 2\.",
+    ),
+    (
+        {"node_rank": 3, "nnodes": 2},
+        r"NODE_RANK=3: is not below NNODES=2\. Fix: set NODE_RANK to 0 to 1, or NNODES to at least 4\.",
+    ),
+    (
+        {"tp": 4, "num_query_groups": 2, "gpus_per_node": 4},
+        r"TP=4: does not divide NUM_QUERY_GROUPS=2\. Fix: set TP to one of 1, 2\.",
+    ),
     (
         {"tp": 2, "shared_expert_size": 99, "gpus_per_node": 2},
         r"TP=2: does not divide SHARED_EXPERT_SIZE=99\. Fix: set TP to one of 1, 3, 9, 11, 33, 99\.",
     ),
-    ({"tp": 2, "seq_len": 255, "gpus_per_node": 2}, r"TP=2: SEQ_LEN/CP=255 is not a multiple of TP, .* Fix: set SEQ_LEN to 252 or 256\."),
-    ({"cp": 2, "seq_len": 254, "gpus_per_node": 2}, r"CP=2: SEQ_LEN=254 is not a multiple of 2\*CP, .* Fix: set SEQ_LEN to 252 or 256\."),
-    ({"tp": 2, "use_moe": False, "ffn_hidden_size": 99, "gpus_per_node": 2}, r"TP=2: does not divide FFN_HIDDEN_SIZE=99\. Fix: .*"),
+    (
+        {"tp": 2, "seq_len": 255, "gpus_per_node": 2},
+        r"TP=2: SEQ_LEN/CP=255 is not a multiple of TP, .* Fix: set SEQ_LEN to 252 or 256\.",
+    ),
+    (
+        {"cp": 2, "seq_len": 254, "gpus_per_node": 2},
+        r"CP=2: SEQ_LEN=254 is not a multiple of 2\*CP, .* Fix: set SEQ_LEN to 252 or 256\.",
+    ),
+    (
+        {"tp": 2, "use_moe": False, "ffn_hidden_size": 99, "gpus_per_node": 2},
+        r"TP=2: does not divide FFN_HIDDEN_SIZE=99\. Fix: .*",
+    ),
 ]
 
 PIPELINE = [
-    ({"pp": 3, "gpus_per_node": 3}, r"PP=3: does not divide NUM_LAYERS=4\. Fix: set PP to one of 1, 2, 4, or give .* as PIPELINE_LAYERS\."),
-    ({"first_stage_layers": 2}, r"FIRST_STAGE_LAYERS=2: there is one stage, PP=1\. Fix: set PP to at least 2, or FIRST_STAGE_LAYERS=0\."),
+    (
+        {"pp": 3, "gpus_per_node": 3},
+        (
+            r"PP=3: does not divide NUM_LAYERS=4\. Fix: set PP to one of 1, 2, 4, or give .* as"
+            r" PIPELINE_LAYERS\."
+        ),
+    ),
+    (
+        {"first_stage_layers": 2},
+        (
+            r"FIRST_STAGE_LAYERS=2: there is one stage, PP=1\. Fix: set PP to at least 2, or"
+            r" FIRST_STAGE_LAYERS=0\."
+        ),
+    ),
     (
         {"pp": 2, "first_stage_layers": 1, "last_stage_layers": 2, "gpus_per_node": 2},
-        r"FIRST_STAGE_LAYERS=1: FIRST_STAGE_LAYERS \+ LAST_STAGE_LAYERS = 1\+2 is not NUM_LAYERS=4\. Fix: set one of the two to 0: .*",
+        (
+            r"FIRST_STAGE_LAYERS=1: FIRST_STAGE_LAYERS \+ LAST_STAGE_LAYERS = 1\+2 is not NUM_LAYERS=4\. Fix:"
+            r" set one of the two to 0: .*"
+        ),
     ),
     (
         {"pp": 4, "last_stage_layers": 2, "gpus_per_node": 4},
-        r"LAST_STAGE_LAYERS=2: leaves 2 of NUM_LAYERS=4 layers for the other 3 of PP=4 stages, .*\. Fix: give LAST_STAGE_LAYERS so that .*",
+        (
+            r"LAST_STAGE_LAYERS=2: leaves 2 of NUM_LAYERS=4 layers for the other 3 of PP=4 stages, .*\. Fix:"
+            r" give LAST_STAGE_LAYERS so that .*"
+        ),
     ),
     (
         {"pp": 2, "vpp": 2, "first_stage_layers": 1, "gpus_per_node": 2},
-        r"VPP=2: does not divide the 1 layers of a stage \(NUM_LAYERS=4 over the stages as 1\+3\)\. Fix: set VPP=none, or .*",
+        (
+            r"VPP=2: does not divide the 1 layers of a stage \(NUM_LAYERS=4 over the stages as 1\+3\)\. Fix:"
+            r" set VPP=none, or .*"
+        ),
     ),
     (
         {"pp": 2, "pipeline_layers": "1,3", "last_stage_layers": 3, "gpus_per_node": 2},
-        r"LAST_STAGE_LAYERS=3: PIPELINE_LAYERS=1,3 says what every stage has\. Fix: set LAST_STAGE_LAYERS=0, or .*",
+        (
+            r"LAST_STAGE_LAYERS=3: PIPELINE_LAYERS=1,3 says what every stage has\. Fix: set"
+            r" LAST_STAGE_LAYERS=0, or .*"
+        ),
     ),
     (
         {"pp": 2, "pipeline_layers": "1*2,2", "gpus_per_node": 2},
@@ -279,86 +459,182 @@ PIPELINE = [
     ),
     (
         {"pp": 4, "pipeline_layers": "2,0,2,0", "gpus_per_node": 4},
-        r"PIPELINE_LAYERS=2,0,2,0: only the first stage, .* may be without layers\. Fix: give stage 2 of 4 a layer, or leave it out\.",
+        (
+            r"PIPELINE_LAYERS=2,0,2,0: only the first stage, .* may be without layers\. Fix: give stage 2 of"
+            r" 4 a layer, or leave it out\."
+        ),
     ),
     (
         {"pp": 2, "vpp": 2, "pipeline_layers": "0,4", "gpus_per_node": 2},
-        r"VPP=2: a stage without layers would have model chunks with nothing at all\. Fix: set VPP=none, or .*",
+        (
+            r"VPP=2: a stage without layers would have model chunks with nothing at all\. Fix: set VPP=none,"
+            r" or .*"
+        ),
     ),
-    ({"pp": 2, "vpp": 2, "pipeline_layers": "3,1", "gpus_per_node": 2}, r"VPP=2: does not divide the 3 layers of a stage .*"),
-    ({"vpp": 2}, r"VPP=2: interleaved stages need a pipeline, but PP=1\. Fix: set VPP=none or PP to at least 2\."),
-    ({"pp": 2, "vpp": 3, "gpus_per_node": 2}, r"VPP=3: does not divide NUM_LAYERS/PP=2\. Fix: set VPP to one of 1, 2\."),
+    (
+        {"pp": 2, "vpp": 2, "pipeline_layers": "3,1", "gpus_per_node": 2},
+        r"VPP=2: does not divide the 3 layers of a stage .*",
+    ),
+    (
+        {"vpp": 2},
+        r"VPP=2: interleaved stages need a pipeline, but PP=1\. Fix: set VPP=none or PP to at least 2\.",
+    ),
+    (
+        {"pp": 2, "vpp": 3, "gpus_per_node": 2},
+        r"VPP=3: does not divide NUM_LAYERS/PP=2\. Fix: set VPP to one of 1, 2\.",
+    ),
     (
         {"pp": 2, "vpp": 1, "gpus_per_node": 2},
-        r"VPP=1: one model chunk per rank leaves nothing to interleave\. Fix: set VPP=none or VPP to at least 2\.",
+        (
+            r"VPP=1: one model chunk per rank leaves nothing to interleave\. Fix: set VPP=none or VPP to at"
+            r" least 2\."
+        ),
     ),
     (
         {"pp": 2, "vpp": 2, "gbsz": 24, "gpus_per_node": 2},
-        r"VPP=2: .* multiples of PP=2, but GBSZ / \(MBSZ\*DP\) is 3\. Fix: set GBSZ to 16 or 32, or VPP=none\.",
+        (
+            r"VPP=2: .* multiples of PP=2, but GBSZ / \(MBSZ\*DP\) is 3\. Fix: set GBSZ to 16 or 32, or"
+            r" VPP=none\."
+        ),
     ),
 ]
 
 OPTIMIZER = [
     (
         {"optimizer": "muon"},
-        r"DISTRIBUTED_OPTIMIZER=true: OPTIMIZER=muon needs whole matrices, .*\. Fix: set DISTRIBUTED_OPTIMIZER=false, or OPTIMIZER=adam\.",
+        (
+            r"DISTRIBUTED_OPTIMIZER=true: OPTIMIZER=muon needs whole matrices, .*\. Fix: set"
+            r" DISTRIBUTED_OPTIMIZER=false, or OPTIMIZER=adam\."
+        ),
     ),
     (
         {"optimizer": "sgd", "optimizer_state_dtype": "bf16"},
-        r"OPTIMIZER_STATE_DTYPE=bf16: is of the moments of Adam, but OPTIMIZER=sgd\. Fix: set OPTIMIZER_STATE_DTYPE=fp32, or .*=adam\.",
+        (
+            r"OPTIMIZER_STATE_DTYPE=bf16: is of the moments of Adam, but OPTIMIZER=sgd\. Fix: set"
+            r" OPTIMIZER_STATE_DTYPE=fp32, or .*=adam\."
+        ),
     ),
     (
         {"optimizer_state_dtype": "bf16", "adam_beta2": 0.999},
-        r"ADAM_BETA2=0\.999: a moment of OPTIMIZER_STATE_DTYPE=bf16 would not decay .* Fix: set ADAM_BETA2 to at most 0\.996, or .*=fp32\.",
+        (
+            r"ADAM_BETA2=0\.999: a moment of OPTIMIZER_STATE_DTYPE=bf16 would not decay .* Fix: set"
+            r" ADAM_BETA2 to at most 0\.996, or .*=fp32\."
+        ),
     ),
 ]
 
 BATCH = [
     ({"gbsz": 30}, r"GBSZ=30: is not a multiple of MBSZ\*DP=8\*1=8\. Fix: set GBSZ to 24 or 32\."),
-    ({"gbsz": 40, "gpus_per_node": 2}, r"GBSZ=40: is not a multiple of MBSZ\*DP=8\*2=16\. Fix: set GBSZ to 32 or 48\."),
+    (
+        {"gbsz": 40, "gpus_per_node": 2},
+        r"GBSZ=40: is not a multiple of MBSZ\*DP=8\*2=16\. Fix: set GBSZ to 32 or 48\.",
+    ),
     ({"gbsz": 4}, r"GBSZ=4: is not a multiple of .* Fix: set GBSZ to 8\."),
     (
         {"rampup_batch_size": "8 8"},
-        r"RAMPUP_BATCH_SIZE=8 8: must be three positive whole numbers\. Fix: give START INCREMENT SAMPLES, for instance '8 8 1000'\.",
+        (
+            r"RAMPUP_BATCH_SIZE=8 8: must be three positive whole numbers\. Fix: give START INCREMENT"
+            r" SAMPLES, for instance '8 8 1000'\."
+        ),
     ),
-    ({"rampup_batch_size": "8 8 many"}, r"RAMPUP_BATCH_SIZE=8 8 many: must be three positive whole numbers\. Fix: .*"),
-    ({"rampup_batch_size": "8 0 100"}, r"RAMPUP_BATCH_SIZE=8 0 100: must be three positive whole numbers\. Fix: .*"),
+    (
+        {"rampup_batch_size": "8 8 many"},
+        r"RAMPUP_BATCH_SIZE=8 8 many: must be three positive whole numbers\. Fix: .*",
+    ),
+    (
+        {"rampup_batch_size": "8 0 100"},
+        r"RAMPUP_BATCH_SIZE=8 0 100: must be three positive whole numbers\. Fix: .*",
+    ),
     (
         {"rampup_batch_size": "4 4 100"},
         r"RAMPUP_BATCH_SIZE=4 4 100: step 1 of 8 has a batch of 4, no multiple of MBSZ\*DP=8\*1=8\. .*",
     ),
-    ({"rampup_batch_size": "16 4 100"}, r"RAMPUP_BATCH_SIZE=16 4 100: step 2 of 5 has a batch of 20, no multiple of .*=8\. Fix: .*"),
-    ({"rampup_batch_size": "40 8 100"}, r"RAMPUP_BATCH_SIZE=40 8 100: START must reach GBSZ=32 in whole steps of INCREMENT\. Fix: .*"),
-    ({"rampup_batch_size": "8 16 100"}, r"RAMPUP_BATCH_SIZE=8 16 100: START must reach GBSZ=32 in whole steps of INCREMENT\. Fix: .*"),
+    (
+        {"rampup_batch_size": "16 4 100"},
+        r"RAMPUP_BATCH_SIZE=16 4 100: step 2 of 5 has a batch of 20, no multiple of .*=8\. Fix: .*",
+    ),
+    (
+        {"rampup_batch_size": "40 8 100"},
+        r"RAMPUP_BATCH_SIZE=40 8 100: START must reach GBSZ=32 in whole steps of INCREMENT\. Fix: .*",
+    ),
+    (
+        {"rampup_batch_size": "8 16 100"},
+        r"RAMPUP_BATCH_SIZE=8 16 100: START must reach GBSZ=32 in whole steps of INCREMENT\. Fix: .*",
+    ),
     (
         {"rampup_batch_size": "8 8 100", "pp": 2, "vpp": 2, "gpus_per_node": 2},
-        r"RAMPUP_BATCH_SIZE=8 8 100: step 1 of 4 has a batch of 8, with VPP=2 no multiple of PP\*MBSZ\*DP=2\*8\*1=16\. .* '16 16 1000'\.",
+        (
+            r"RAMPUP_BATCH_SIZE=8 8 100: step 1 of 4 has a batch of 8, with VPP=2 no multiple of"
+            r" PP\*MBSZ\*DP=2\*8\*1=16\. .* '16 16 1000'\."
+        ),
     ),
     (
         {"rampup_batch_size": "16 8 100", "pp": 2, "vpp": 2, "gpus_per_node": 2},
-        r"RAMPUP_BATCH_SIZE=16 8 100: step 2 of 3 has a batch of 24, with VPP=2 no multiple of .*=16\. Fix: .*",
+        (
+            r"RAMPUP_BATCH_SIZE=16 8 100: step 2 of 3 has a batch of 24, with VPP=2 no multiple of .*=16\."
+            r" Fix: .*"
+        ),
     ),
-    ({"warmup_iters": 300}, r"WARMUP_ITERS=300: is not below DECAY_ITERS=300, .* Fix: set WARMUP_ITERS below 300, or raise DECAY_ITERS\."),
-    ({"decay_iters": 0, "train_iters": 10}, r"WARMUP_ITERS=20: is not below TRAIN_ITERS=10, .* Fix: .* raise TRAIN_ITERS\."),
-    ({"lr": 1e-4}, r"MIN_LR=0\.0003: is over LR=0\.0001\. Fix: set MIN_LR to at most 0\.0001, for instance 1e-05\."),
+    (
+        {"warmup_iters": 300},
+        (
+            r"WARMUP_ITERS=300: is not below DECAY_ITERS=300, .* Fix: set WARMUP_ITERS below 300, or raise"
+            r" DECAY_ITERS\."
+        ),
+    ),
+    (
+        {"decay_iters": 0, "train_iters": 10},
+        r"WARMUP_ITERS=20: is not below TRAIN_ITERS=10, .* Fix: .* raise TRAIN_ITERS\.",
+    ),
+    (
+        {"lr": 1e-4},
+        r"MIN_LR=0\.0003: is over LR=0\.0001\. Fix: set MIN_LR to at most 0\.0001, for instance 1e-05\.",
+    ),
     (
         {"lr_decay_style": "WSD"},
-        r"WSD_DECAY_ITERS=0: LR_DECAY_STYLE=WSD decays over 1 to DECAY_ITERS=300 iterations\. Fix: set WSD_DECAY_ITERS to 1 to 300, .*",
+        (
+            r"WSD_DECAY_ITERS=0: LR_DECAY_STYLE=WSD decays over 1 to DECAY_ITERS=300 iterations\. Fix: set"
+            r" WSD_DECAY_ITERS to 1 to 300, .*"
+        ),
     ),
     ({"lr_decay_style": "WSD", "wsd_decay_iters": 301}, r"WSD_DECAY_ITERS=301: .*"),
 ]
 
 DATA = [
-    ({"train_data": "a"}, r"VALID_DATA=: TRAIN_DATA is given, .* EVAL_INTERVAL=100\. Fix: set VALID_DATA, SPLIT=99,1 or EVAL_INTERVAL=0\."),
-    ({"split": "99,1"}, r"SPLIT=99,1: the embedded corpus brings its own validation set\. Fix: set TRAIN_DATA or drop SPLIT\."),
-    ({"train_data": "a", "valid_data": "b", "split": "99,1"}, r"SPLIT=99,1: VALID_DATA=b names .* Fix: set one of the two\."),
-    ({"train_data": "a", "split": "0,1"}, r"SPLIT=0,1: must be up to three numbers, .* Fix: set for instance SPLIT=99,1\."),
+    (
+        {"train_data": "a"},
+        (
+            r"VALID_DATA=: TRAIN_DATA is given, .* EVAL_INTERVAL=100\. Fix: set VALID_DATA, SPLIT=99,1 or"
+            r" EVAL_INTERVAL=0\."
+        ),
+    ),
+    (
+        {"split": "99,1"},
+        (
+            r"SPLIT=99,1: the embedded corpus brings its own validation set\. Fix: set TRAIN_DATA or drop"
+            r" SPLIT\."
+        ),
+    ),
+    (
+        {"train_data": "a", "valid_data": "b", "split": "99,1"},
+        r"SPLIT=99,1: VALID_DATA=b names .* Fix: set one of the two\.",
+    ),
+    (
+        {"train_data": "a", "split": "0,1"},
+        r"SPLIT=0,1: must be up to three numbers, .* Fix: set for instance SPLIT=99,1\.",
+    ),
     ({"train_data": "a", "split": "1,1,1,1"}, r"SPLIT=1,1,1,1: must be up to three numbers, .*"),
-    ({"train_data": "a", "split": "100,0,0"}, r"SPLIT=100,0,0: leaves nothing to evaluate on every EVAL_INTERVAL=100\. Fix: .*"),
+    (
+        {"train_data": "a", "split": "100,0,0"},
+        r"SPLIT=100,0,0: leaves nothing to evaluate on every EVAL_INTERVAL=100\. Fix: .*",
+    ),
     ({"valid_data": "a"}, r"VALID_DATA=a: .* Fix: set TRAIN_DATA or drop VALID_DATA\."),
     (
         {"vocab_size": 4095},
-        r"VOCAB_SIZE=4095: the embedded corpus .* has 4096 tokens\. Fix: set VOCAB_SIZE to at least 4096, or TRAIN_DATA\.",
+        (
+            r"VOCAB_SIZE=4095: the embedded corpus .* has 4096 tokens\. Fix: set VOCAB_SIZE to at least 4096,"
+            r" or TRAIN_DATA\."
+        ),
     ),
     ({"eval_iters": 0}, r"EVAL_ITERS=0: .* EVAL_INTERVAL=100\. Fix: set EVAL_ITERS=10 or EVAL_INTERVAL=0\."),
 ]
@@ -370,12 +646,16 @@ def test_settings_that_cannot_run_together(values, expected):
 
 
 def test_heads_that_tp_does_not_divide():
-    problems = check_config(cpu(tp=3, gpus_per_node=3, num_query_groups=4, hidden_size=128, seq_len=258, shared_expert_size=0))
+    problems = check_config(
+        cpu(tp=3, gpus_per_node=3, num_query_groups=4, hidden_size=128, seq_len=258, shared_expert_size=0)
+    )
     assert "TP=3: does not divide NUM_HEADS=4. Fix: set TP to one of 1, 2, 4." in problems
 
 
 def test_all_problems_are_reported_at_once():
-    problems = check_config(cpu(ep=3, topk=20, tp=4, gpus_per_node=6, vpp=2, min_lr=1.0, rampup_batch_size="x", node_rank=2))
+    problems = check_config(
+        cpu(ep=3, topk=20, tp=4, gpus_per_node=6, vpp=2, min_lr=1.0, rampup_batch_size="x", node_rank=2)
+    )
     names = {line.partition("=")[0] for line in problems}
     assert names == {"EP", "TOPK", "TP", "GPUS_PER_NODE", "VPP", "MIN_LR", "NODE_RANK"}
 
@@ -410,14 +690,26 @@ def test_settings_that_can_run(values):
 @pytest.mark.parametrize(
     ("values", "line"),
     [
-        ({"keep_every": 2000}, r"KEEP_EVERY=2000: has no effect with KEEP_LAST=0, which keeps all checkpoints\. Fix: set KEEP_LAST\."),
+        (
+            {"keep_every": 2000},
+            (
+                r"KEEP_EVERY=2000: has no effect with KEEP_LAST=0, which keeps all checkpoints\. Fix: set"
+                r" KEEP_LAST\."
+            ),
+        ),
         ({"keep_best": 1}, r"KEEP_BEST=1: has no effect with KEEP_LAST=0, .*"),
-        ({"keep_last": 1, "keep_every": 1500}, r"KEEP_EVERY=1500: is no multiple of SAVE_INTERVAL=1000\. Fix: set it to 1000\."),
+        (
+            {"keep_last": 1, "keep_every": 1500},
+            r"KEEP_EVERY=1500: is no multiple of SAVE_INTERVAL=1000\. Fix: set it to 1000\.",
+        ),
         (
             {"keep_last": 1, "keep_best": 1, "eval_interval": 300},
             r"KEEP_BEST=1: needs a validation at every save, .*EVAL_INTERVAL=300\. Fix: .*",
         ),
-        ({"keep_last": 1, "keep_best": 1, "eval_interval": 0}, r"KEEP_BEST=1: needs a validation at every save, .*"),
+        (
+            {"keep_last": 1, "keep_best": 1, "eval_interval": 0},
+            r"KEEP_BEST=1: needs a validation at every save, .*",
+        ),
         (
             {"keep_last": 1, "spike_action": "rollback"},
             r"KEEP_LAST=1: keeps no checkpoint from before a spike .*Fix: .*",

@@ -14,7 +14,14 @@ from moe_exp.launch import machine_checks
 from moe_exp.launch.machine_checks import check_machine
 from moe_exp.layers.experts.fp8 import RECIPES
 
-GOOD = {"preset": "reference", "gpus_per_node": "1", "mbsz": "8", "gbsz": "8", "fp8": "hybrid", "expert_backend": "te"}
+GOOD = {
+    "preset": "reference",
+    "gpus_per_node": "1",
+    "mbsz": "8",
+    "gbsz": "8",
+    "fp8": "hybrid",
+    "expert_backend": "te",
+}
 
 
 def problems(**settings: str) -> list[str]:
@@ -23,7 +30,14 @@ def problems(**settings: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"fp8_recipe": "mxfp8"}, {"fp8": "e4m3"}, {"use_moe": "false", "impl": "te"}, {"fp8": "none", "dtype": "fp32"}, {"impl": "local"}],
+    [
+        {},
+        {"fp8_recipe": "mxfp8"},
+        {"fp8": "e4m3"},
+        {"use_moe": "false", "impl": "te"},
+        {"fp8": "none", "dtype": "fp32"},
+        {"impl": "local"},
+    ],
 )
 def test_what_goes_together(settings):
     assert problems(**settings) == []
@@ -34,15 +48,33 @@ def test_what_goes_together(settings):
     [
         (
             {"expert_backend": "auto"},
-            "FP8=hybrid: experts compute in FP8 with EXPERT_BACKEND=te, not with auto. Fix: set EXPERT_BACKEND=te,",
+            (
+                "FP8=hybrid: experts compute in FP8 with EXPERT_BACKEND=te, not with auto. Fix: set"
+                " EXPERT_BACKEND=te,"
+            ),
         ),
         (
             {"use_moe": "false", "impl": "local"},
             "FP8=hybrid: has no effect in a dense model with IMPL=local. Fix: set IMPL=te, or FP8=none.",
         ),
-        ({"dtype": "fp32"}, "FP8=hybrid: is for the products of a model in bf16, but DTYPE=fp32. Fix: set DTYPE=bf16, or FP8=none."),
-        ({"ffn_hidden_size": "1784"}, "FFN_HIDDEN_SIZE=1784: FP8_RECIPE=tensorwise multiplies matrices whose sizes are multiples of 16."),
-        ({"moe_ffn_hidden_size": "16", "fp8_recipe": "mxfp8"}, "MOE_FFN_HIDDEN_SIZE=16: FP8_RECIPE=mxfp8 multiplies matrices whose sizes"),
+        (
+            {"dtype": "fp32"},
+            (
+                "FP8=hybrid: is for the products of a model in bf16, but DTYPE=fp32. Fix: set DTYPE=bf16, or"
+                " FP8=none."
+            ),
+        ),
+        (
+            {"ffn_hidden_size": "1784"},
+            (
+                "FFN_HIDDEN_SIZE=1784: FP8_RECIPE=tensorwise multiplies matrices whose sizes are multiples"
+                " of 16."
+            ),
+        ),
+        (
+            {"moe_ffn_hidden_size": "16", "fp8_recipe": "mxfp8"},
+            "MOE_FFN_HIDDEN_SIZE=16: FP8_RECIPE=mxfp8 multiplies matrices whose sizes",
+        ),
         (
             {"seq_len": "2047", "mbsz": "1"},
             "SEQ_LEN=2047: with MBSZ=1 a rank multiplies 2047 tokens, FP8_RECIPE=tensorwise wants a multiple",
@@ -62,11 +94,17 @@ def test_multiples_are_those_of_the_layer():
 def test_the_machine(monkeypatch, has_te):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: (object() if has_te else None) if name == "transformer_engine" else find_spec(name)
+        importlib.util,
+        "find_spec",
+        lambda name: (object() if has_te else None) if name == "transformer_engine" else find_spec(name),
     )
     monkeypatch.setattr(machine_checks, "count_gpus", lambda: 0)
     config = load_config(GOOD | {"use_moe": "false", "impl": "auto", "expert_backend": "auto"}, environ={})
-    rule = "needs a CUDA device, this host has none" if has_te else "is computed by Transformer Engine, which is not installed"
+    rule = (
+        "needs a CUDA device, this host has none"
+        if has_te
+        else "is computed by Transformer Engine, which is not installed"
+    )
     assert [line for line in check_machine(config) if line.startswith(f"FP8=hybrid: {rule}. Fix: ")]
 
 
@@ -74,6 +112,8 @@ def test_megatron_is_told(monkeypatch):
     settings = {"preset": "cpu", "gpus_per_node": "1"}
     assert transformer_config(load_config(settings, environ={})).fp8 is None
     # Megatron asks for the version of Transformer Engine.
-    monkeypatch.setattr("megatron.core.transformer.transformer_config.is_te_min_version", lambda version: True)
+    monkeypatch.setattr(
+        "megatron.core.transformer.transformer_config.is_te_min_version", lambda version: True
+    )
     told = transformer_config(load_config(settings | {"fp8": "e4m3", "fp8_recipe": "mxfp8"}, environ={}))
     assert (told.fp8, told.fp8_recipe) == ("e4m3", "mxfp8")

@@ -1,4 +1,6 @@
-"""Conversion to JSONL chunks: the same lines as plain datatrove on clean input, every document accounted for on any other."""
+"""Conversion to JSONL chunks: the same lines as plain datatrove on clean input, every document accounted for
+on any other.
+"""
 
 from __future__ import annotations
 
@@ -89,12 +91,19 @@ def texts(folder: Path) -> list[str]:
 def contents(folder: Path) -> dict[str, bytes]:
     """Chunks, and the manifest without its times."""
     manifest = json.loads((folder / "manifest.json").read_text())
-    manifest = {name: value for name, value in manifest.items() if name not in ("made_at", "seconds", "id", "starts_over")}
+    manifest = {
+        name: value
+        for name, value in manifest.items()
+        if name not in ("made_at", "seconds", "id", "starts_over")
+    }
     return {path.name: path.read_bytes() for path in chunks(folder)} | {"manifest": orjson.dumps(manifest)}
 
 
 def three_files(folder: Path) -> list[Path]:
-    return [write_parquet(folder / f"{name}.parquet", stdlib()[index::3], row_group_size=20) for index, name in enumerate("abc")]
+    return [
+        write_parquet(folder / f"{name}.parquet", stdlib()[index::3], row_group_size=20)
+        for index, name in enumerate("abc")
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +129,9 @@ def test_lines_are_those_of_plain_datatrove(tmp_path, kind):
             write_lines(tmp_path / "in/sub" / f"{name}.{kind}", [orjson.dumps(row) + b"\n" for row in part])
     reader = ParquetReader if kind == "parquet" else JsonlReader
     writer = JsonlWriter(str(tmp_path / "plain"), output_filename="x.chunk.${rank}.jsonl", compression=None)
-    plain = LocalPipelineExecutor([reader(str(tmp_path / "in")), writer], tasks=2, workers=1, logging_dir=str(tmp_path / "logs"))
+    plain = LocalPipelineExecutor(
+        [reader(str(tmp_path / "in")), writer], tasks=2, workers=1, logging_dir=str(tmp_path / "logs")
+    )
     plain.run()
     inputs = list((tmp_path / "in").rglob("*.*"))
     manifest = convert(inputs, tmp_path / "x", ConvertSettings(tasks=2), ONE)
@@ -161,7 +172,15 @@ BAD_LINES = {
     "field 'text' is an object, not a text": [b'{"text": {}}\n'],
     "field 'text' is a boolean, not a text": [b'{"text": true}\n'],
 }
-GOOD_TEXTS = ["crlf", "u\u2028v\u2029w\x85x", "nul \x00", "<|endoftext|> </s>", "long " * 150_000, "\ufeffbom in text", "last"]
+GOOD_TEXTS = [
+    "crlf",
+    "u\u2028v\u2029w\x85x",
+    "nul \x00",
+    "<|endoftext|> </s>",
+    "long " * 150_000,
+    "\ufeffbom in text",
+    "last",
+]
 
 
 @pytest.mark.parametrize("reason", BAD_LINES)
@@ -181,7 +200,10 @@ def test_bad_line_stops_or_is_counted(tmp_path, reason):
 def test_good_lines_of_every_kind(tmp_path, suffix):
     lines = [b"\xef\xbb\xbf", line(GOOD_TEXTS[0])[:-1] + b"\r\n", b"\n", b"  \t \r\n", line("")]
     lines += [line(text) for text in GOOD_TEXTS[1:-1]] + [line(GOOD_TEXTS[-1])[:-1]]
-    inputs = [write_lines(tmp_path / "in" / f"a{suffix}", lines), write_lines(tmp_path / "in" / f"empty{suffix}", [])]
+    inputs = [
+        write_lines(tmp_path / "in" / f"a{suffix}", lines),
+        write_lines(tmp_path / "in" / f"empty{suffix}", []),
+    ]
     manifest = convert(inputs, tmp_path / "x", ConvertSettings(), ONE)
     assert texts(tmp_path / "x") == GOOD_TEXTS
     assert manifest["read"]["skipped"] == {"blank line": 2, "empty text": 1}
@@ -193,7 +215,11 @@ def test_good_lines_of_every_kind(tmp_path, suffix):
 def test_truncated_file_is_an_error_even_when_bad_lines_are_skipped(tmp_path, name, share):
     rows = stdlib(60)
     path = tmp_path / "in" / name
-    write_parquet(path, rows) if name == "a.parquet" else write_lines(path, [orjson.dumps(row) + b"\n" for row in rows])
+    (
+        write_parquet(path, rows)
+        if name == "a.parquet"
+        else write_lines(path, [orjson.dumps(row) + b"\n" for row in rows])
+    )
     content = path.read_bytes()
     path.write_bytes(content[: int(len(content) * share)])
     if share == 0.0 and name != "a.parquet":
@@ -220,14 +246,20 @@ def test_rows_of_parquet_follow_the_rules_of_lines(tmp_path):
     with pytest.raises(BadDocument, match=rf"^{path}:2: invalid UTF-8$"):
         convert([path], tmp_path / "x", ConvertSettings(), ONE)
     manifest = convert([path], tmp_path / "y", ConvertSettings(skip_bad=True), ONE)
-    assert manifest["read"]["skipped"] == {"empty text": 1, "field 'text' is null, not a text": 1, "invalid UTF-8": 1}
+    assert manifest["read"]["skipped"] == {
+        "empty text": 1,
+        "field 'text' is null, not a text": 1,
+        "invalid UTF-8": 1,
+    }
     lines = [json.loads(one) for one in chunks(tmp_path / "y")[0].read_bytes().splitlines()]
     assert lines == [{"text": "one", "id": "a"}, {"text": "two\x00", "id": "a.parquet/1"}]
 
 
 def test_parquet_without_the_text_column(tmp_path):
     path = write_parquet(tmp_path / "in/a.parquet", [{"content": "a", "n": 1}])
-    with pytest.raises(ValueError, match=rf"^{path}: there is no column 'text', but content, n\. Fix: give --text-field\.$"):
+    with pytest.raises(
+        ValueError, match=rf"^{path}: there is no column 'text', but content, n\. Fix: give --text-field\.$"
+    ):
         convert([path], tmp_path / "x", ConvertSettings(), ONE)
     convert([path], tmp_path / "y", ConvertSettings(text_field="content"), ONE)
     assert chunks(tmp_path / "y")[0].read_bytes() == b'{"text":"a","id":"a.parquet/0","metadata":{"n":1}}\n'
@@ -240,7 +272,11 @@ def test_numbers_in_a_text_column(tmp_path):
 
 
 def test_long_documents_come_in_small_batches(tmp_path):
-    path = write_parquet(tmp_path / "in/a.parquet", [{"text": f"{number} " + "x" * 2**20} for number in range(40)], compression="none")
+    path = write_parquet(
+        tmp_path / "in/a.parquet",
+        [{"text": f"{number} " + "x" * 2**20} for number in range(40)],
+        compression="none",
+    )
     assert steps._batch_rows(pyarrow.parquet.read_metadata(path)) <= 16
     assert convert([path], tmp_path / "x", ConvertSettings(), ONE)["written"]["num_documents"] == 40
 
@@ -268,7 +304,9 @@ def test_any_metadata(tmp_path):
 
 
 def test_filters_count_what_they_drop(tmp_path):
-    settings = ConvertSettings(languages=("en", "de"), min_language_score=0.6, min_score=3.0, min_chars=2000, max_chars=50_000)
+    settings = ConvertSettings(
+        languages=("en", "de"), min_language_score=0.6, min_score=3.0, min_chars=2000, max_chars=50_000
+    )
     manifest = convert(three_files(tmp_path / "in"), tmp_path / "x", settings, ONE)
     rest, dropped = stdlib(), {}
     rules: dict[str, Callable[[dict[str, Any]], bool]] = {
@@ -287,7 +325,9 @@ def test_filters_count_what_they_drop(tmp_path):
 
 def test_a_filter_without_its_field_is_an_error(tmp_path):
     path = write_lines(tmp_path / "in/a.jsonl", [line("a", score=4), line("b")])
-    with pytest.raises(ValueError, match=r"^score: document a\.jsonl/1 has no field 'score'\. Fix: leave this filter away\.$"):
+    with pytest.raises(
+        ValueError, match=r"^score: document a\.jsonl/1 has no field 'score'\. Fix: leave this filter away\.$"
+    ):
         convert([path], tmp_path / "x", ConvertSettings(min_score=3), ONE)
     path = write_lines(tmp_path / "in/b.jsonl", [line("a", id="it", score="4")])
     with pytest.raises(ValueError, match=r"^score: field 'score' of document it is '4', no number\. Fix: "):
@@ -302,7 +342,10 @@ def test_limit_is_of_all_tasks_together(tmp_path, limit):
 
 def test_duplicates_within_and_across_files(tmp_path):
     words = ["a", "b", "a", "c", "b", "d", "a", "e", "", "c"]
-    inputs = [write_lines(tmp_path / "in" / f"{index}.jsonl", [line(word) for word in words[index::3]]) for index in range(3)]
+    inputs = [
+        write_lines(tmp_path / "in" / f"{index}.jsonl", [line(word) for word in words[index::3]])
+        for index in range(3)
+    ]
     inputs.append(write_lines(tmp_path / "in/3.jsonl", [b"\n"]))  # a task with no document
     settings = ConvertSettings(dedup=True, tasks=4)
     manifest = convert(inputs, tmp_path / "x", settings, ONE)
@@ -326,7 +369,10 @@ def test_decontamination(tmp_path):
     benchmarks = write_lines(tmp_path / "bench.jsonl", [line(QUESTION), line("too short")])
     clean = ["Which of these twelve words is another question.", "nothing", QUESTION[:40]]
     contaminated = [f"Page: {QUESTION.upper()} Yes.", QUESTION.replace(" ", " \n, ")]
-    path = write_lines(tmp_path / "in/a.jsonl", [line(text) for pair in zip(clean, [*contaminated, "end"], strict=True) for text in pair])
+    path = write_lines(
+        tmp_path / "in/a.jsonl",
+        [line(text) for pair in zip(clean, [*contaminated, "end"], strict=True) for text in pair],
+    )
     manifest = convert([path], tmp_path / "x", ConvertSettings(decontaminate=benchmarks), ONE)
     assert sorted(texts(tmp_path / "x")) == sorted([*clean, "end"])
     assert manifest["filtered"]["contaminated"]["num_documents"] == 2
@@ -336,7 +382,9 @@ def test_decontamination(tmp_path):
 
 def test_benchmarks_that_are_all_too_short(tmp_path):
     benchmarks = write_lines(tmp_path / "bench.jsonl", [line("too short")])
-    with pytest.raises(ValueError, match=r"^decontaminate=.*: of its 1 texts none has 12 words or more\. Fix: "):
+    with pytest.raises(
+        ValueError, match=r"^decontaminate=.*: of its 1 texts none has 12 words or more\. Fix: "
+    ):
         write_contamination_index(benchmarks, tmp_path / "index")
 
 
@@ -403,7 +451,9 @@ def test_a_chunk_that_is_changed_before_it_is_published_is_noticed(tmp_path, mon
 
     check = convert_module._check_totals
     monkeypatch.setattr(convert_module, "_check_totals", spoil)
-    with pytest.raises(ValueError, match=r"x\.chunk\.00000\.jsonl: has \d+ bytes, its task wrote \d+\. Fix: "):
+    with pytest.raises(
+        ValueError, match=r"x\.chunk\.00000\.jsonl: has \d+ bytes, its task wrote \d+\. Fix: "
+    ):
         convert(three_files(tmp_path / "in"), tmp_path / "x", ConvertSettings(), ONE)
     assert not (tmp_path / "x").exists()
 
@@ -413,9 +463,13 @@ def test_another_task_count_is_refused(tmp_path):
     bad = write_lines(tmp_path / "in/d.jsonl", [line("a"), b"{\n"])
     with pytest.raises(BadDocument):
         convert([*inputs, bad], tmp_path / "x", ConvertSettings(tasks=2), ONE)
-    with pytest.raises(ValueError, match=r"x: was begun with tasks=2, now it is 4\. Fix: give --start-over .*"):
+    with pytest.raises(
+        ValueError, match=r"x: was begun with tasks=2, now it is 4\. Fix: give --start-over .*"
+    ):
         convert([*inputs, bad], tmp_path / "x", ConvertSettings(tasks=4), ONE)
-    with pytest.raises(ValueError, match=r"x: was begun from other inputs \(d\.jsonl is not what it was\)\. Fix: "):
+    with pytest.raises(
+        ValueError, match=r"x: was begun from other inputs \(d\.jsonl is not what it was\)\. Fix: "
+    ):
         convert(inputs, tmp_path / "x", ConvertSettings(tasks=2), ONE)
     convert(inputs, tmp_path / "x", ConvertSettings(tasks=3), ONE, start_over=True)
     with pytest.raises(ValueError, match=r"x: was made with tasks=3, now it is 2\. Fix: "):
@@ -454,19 +508,27 @@ def test_a_killed_worker_ends_the_run_and_names_its_task(tmp_path, monkeypatch, 
     inputs = three_files(tmp_path / "in")
     flag = tmp_path / "flag"
     flag.touch()
-    monkeypatch.setattr(convert_module, "_filters", lambda _: [Meet("meet", str(flag), stdlib()[1 + 3 * 20]["id"])])
-    message = r"^task 1 of 3 was killed by SIGKILL; .* Fix: call the same command again, .* Log: .*/logs/task_00001\.log\.$"
+    monkeypatch.setattr(
+        convert_module, "_filters", lambda _: [Meet("meet", str(flag), stdlib()[1 + 3 * 20]["id"])]
+    )
+    message = (
+        r"^task 1 of 3 was killed by SIGKILL; .* Fix: call the same command again, .* Log:"
+        r" .*/logs/task_00001\.log\.$"
+    )
     with pytest.raises(ChildProcessError, match=message):
         convert(inputs, tmp_path / "x", ConvertSettings(), Execution(workers=2))
     flag.unlink()
     convert(inputs, tmp_path / "x", ConvertSettings(), Execution(workers=2))
     made = contents(tmp_path / "x")
-    assert {name: made[name] for name in made if name != "manifest"} == {name: undisturbed[name] for name in made if name != "manifest"}
+    assert {name: made[name] for name in made if name != "manifest"} == {
+        name: undisturbed[name] for name in made if name != "manifest"
+    }
     assert not list((tmp_path / "x").glob(".*"))
 
 
 def _convert_sleeping(inputs: list[Path], output: Path, flag: Path) -> None:
-    convert_module._filters = lambda _: [Meet("meet", str(flag), stdlib()[1]["id"], sleeps=True)]  # type: ignore[assignment]
+    meet = Meet("meet", str(flag), stdlib()[1]["id"], sleeps=True)
+    convert_module._filters = lambda _: [meet]  # type: ignore[assignment]
     convert(inputs, output, ConvertSettings(), Execution(workers=2))
 
 
@@ -474,7 +536,9 @@ def test_workers_end_with_their_parent(tmp_path):
     inputs = three_files(tmp_path / "in")
     flag = tmp_path / "flag"
     flag.touch()
-    parent = multiprocessing.get_context("spawn").Process(target=_convert_sleeping, args=(inputs, tmp_path / "x", flag))
+    parent = multiprocessing.get_context("spawn").Process(
+        target=_convert_sleeping, args=(inputs, tmp_path / "x", flag)
+    )
     parent.start()
     worker = psutil.Process(int(wait_for(flag.read_text)))
     assert worker.pid != parent.pid
@@ -507,7 +571,11 @@ POINTS = {
     "while it reads": (Tally, "add", 70),
     "before a chunk has its name": (steps, "check_counts", 2),
     "before a chunk's counts are there": (steps, "write_json", 2),
-    "before a task is marked complete": ("datatrove.executor.base.PipelineExecutor", "mark_rank_as_completed", 2),
+    "before a task is marked complete": (
+        "datatrove.executor.base.PipelineExecutor",
+        "mark_rank_as_completed",
+        2,
+    ),
     "when all tasks are complete": (jobs, "merge_stats", 1),
     "before the manifest": (convert_module, "merge_stats", 1),
     "before the folder has its name": (stage, "sync_folder", 1),
@@ -527,7 +595,9 @@ def _convert_and_die(inputs: list[Path], output: Path, point: str) -> None:
 @pytest.mark.parametrize("point", POINTS)
 def test_killed_and_called_again(tmp_path, point, undisturbed):
     inputs = three_files(tmp_path / "in")
-    process = multiprocessing.get_context("forkserver").Process(target=_convert_and_die, args=(inputs, tmp_path / "x", point))
+    process = multiprocessing.get_context("forkserver").Process(
+        target=_convert_and_die, args=(inputs, tmp_path / "x", point)
+    )
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL

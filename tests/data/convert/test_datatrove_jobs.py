@@ -43,7 +43,12 @@ def make_inputs(folder: Path, num_files: int = 2) -> list[Path]:
     folder.mkdir()
     paths = [folder / f"{index}.jsonl" for index in range(num_files)]
     for index, path in enumerate(paths):
-        path.write_bytes(b"".join(orjson.dumps({"text": f"{number % 7} {index % 2}", "n": number}) + b"\n" for number in range(20)))
+        path.write_bytes(
+            b"".join(
+                orjson.dumps({"text": f"{number % 7} {index % 2}", "n": number}) + b"\n"
+                for number in range(20)
+            )
+        )
     return paths
 
 
@@ -54,7 +59,10 @@ def slurm(output: Path, inputs: list[Path], dedup: str = "all") -> Execution:
 
 def contents(folder: Path) -> dict[str, Any]:
     manifest = json.loads((folder / "manifest.json").read_text())
-    facts = {name: manifest[name] for name in ("settings", "inputs", "read", "filtered", "written", "tasks", "outputs")}
+    facts = {
+        name: manifest[name]
+        for name in ("settings", "inputs", "read", "filtered", "written", "tasks", "outputs")
+    }
     return {path.name: path.read_bytes() for path in folder.glob("*.jsonl")} | facts
 
 
@@ -64,8 +72,16 @@ def test_jobs_are_submitted_once_resumed_and_published_by_the_last(tmp_path, clu
     assert convert(inputs, output, ConvertSettings(), execution) is None
     assert cluster.jobs() == ["100", "101", "102"]  # the tasks, the merging of their stats, the publishing
     options = cluster.options("100")
-    assert {"array": "0-1%5", "partition": "cpu", "account": "mine", "job-name": "x"}.items() <= options.items()
-    assert [cluster.options(job)["dependency"] for job in ("101", "102")] == ["afterok:100", "afterok:100:101"]
+    assert {
+        "array": "0-1%5",
+        "partition": "cpu",
+        "account": "mine",
+        "job-name": "x",
+    }.items() <= options.items()
+    assert [cluster.options(job)["dependency"] for job in ("101", "102")] == [
+        "afterok:100",
+        "afterok:100:101",
+    ]
 
     # While they are there, nothing is submitted twice, and nothing thrown away.
     assert convert(inputs, output, ConvertSettings(), execution) is None
@@ -98,7 +114,12 @@ def test_jobs_are_submitted_once_resumed_and_published_by_the_last(tmp_path, clu
 def test_inside_a_job_nothing_is_submitted(tmp_path, cluster, monkeypatch):
     inputs, output = make_inputs(tmp_path / "in"), tmp_path / "x"
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    with pytest.raises(ValueError, match=r"^executor=slurm: inside a job, and 2 tasks are not complete .* Fix: call the same command on a"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"^executor=slurm: inside a job, and 2 tasks are not complete .* Fix: call the same command on a"
+        ),
+    ):
         convert(inputs, output, ConvertSettings(), slurm(output, inputs))
     assert not cluster.jobs()
 
@@ -108,7 +129,9 @@ def test_a_queue_that_does_not_answer_is_no_empty_queue(tmp_path, cluster):
     execution = slurm(output, inputs)
     assert convert(inputs, output, ConvertSettings(), execution) is None
     cluster.replace("squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
-    with pytest.raises(ValueError, match=r"^squeue: exit code 1: slurm_load_jobs error: Unable .* Fix: call it again"):
+    with pytest.raises(
+        ValueError, match=r"^squeue: exit code 1: slurm_load_jobs error: Unable .* Fix: call it again"
+    ):
         convert(inputs, output, ConvertSettings(), execution)
     assert len(cluster.jobs()) == 3
     cluster.replace("squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
@@ -151,13 +174,16 @@ def test_passes_of_deduplication_depend_on_each_other(tmp_path, cluster):
 def test_slurm_without_its_commands(tmp_path, monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ValueError, match=r"^executor=slurm: there is no command sbatch here\. Fix: call it on a login node"):
+    with pytest.raises(
+        ValueError, match=r"^executor=slurm: there is no command sbatch here\. Fix: call it on a login node"
+    ):
         Execution("slurm", partition="cpu")
 
 
 def test_ray_is_datatroves_executor(tmp_path):
     reader = ReadFiles(str(tmp_path), ["a.jsonl"], 3)
-    execution = Execution(workers=2, cpus_per_task=2, mem_per_cpu_gb=8)  # executor="ray" would need the package
+    # executor="ray" would need the package
+    execution = Execution(workers=2, cpus_per_task=2, mem_per_cpu_gb=8)
     executor = ray_executor(Pass([reader], 3, tmp_path / "logs"), execution)
     assert (type(executor).__name__, executor.world_size, executor.workers) == ("RayPipelineExecutor", 3, 2)
     assert (executor.cpus_per_task, executor.mem_per_cpu_gb) == (2, 8)
@@ -165,5 +191,7 @@ def test_ray_is_datatroves_executor(tmp_path):
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="ray is installed")
 def test_ray_that_is_not_installed():
-    with pytest.raises(ValueError, match=r"^executor=ray: the package ray is not installed\. Fix: pip install ray\.$"):
+    with pytest.raises(
+        ValueError, match=r"^executor=ray: the package ray is not installed\. Fix: pip install ray\.$"
+    ):
         Execution("ray")

@@ -1,4 +1,6 @@
-"""Downloads from a small hub on 127.0.0.1 that fails as it is told to: equal bytes, or an error in one line."""
+"""Downloads from a small hub on 127.0.0.1 that fails as it is told to: equal bytes, or an error in one
+line.
+"""
 
 from __future__ import annotations
 
@@ -76,8 +78,12 @@ def test_files_and_manifest(server, dataset, tmp_path):
     assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "sample"]  # no traces
     manifest = json.loads((folder / "manifest.json").read_text())
     assert (manifest["commit"], manifest["settings"]["revision"]) == (server.main, "main")
-    assert manifest["sha256"] == {name: hashlib.sha256(content).hexdigest() for name, content in contents(dataset).items()}
-    assert [(file["name"], file["bytes"]) for file in manifest["outputs"]] == [(name, len(contents(dataset)[name])) for name in NAMES]
+    assert manifest["sha256"] == {
+        name: hashlib.sha256(content).hexdigest() for name, content in contents(dataset).items()
+    }
+    assert [(file["name"], file["bytes"]) for file in manifest["outputs"]] == [
+        (name, len(contents(dataset)[name])) for name in NAMES
+    ]
 
 
 def test_second_run_asks_nobody_even_offline(server, tmp_path, monkeypatch):
@@ -93,9 +99,14 @@ def test_offline_without_all_files(server, tmp_path, monkeypatch):
     paths = download(source(), tmp_path / "raw")
     paths[1].unlink()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(ValueError, match=r"^HF_HUB_OFFLINE=1: 1 of 3 files are missing in .*, such as sample/10BT/001"):
+    with pytest.raises(
+        ValueError, match=r"^HF_HUB_OFFLINE=1: 1 of 3 files are missing in .*, such as sample/10BT/001"
+    ):
         download(source(), tmp_path / "raw")
-    with pytest.raises(ValueError, match=r"^HF_HUB_OFFLINE=1: the files of HuggingFaceFW/fineweb-edu are not known yet\. Fix: "):
+    with pytest.raises(
+        ValueError,
+        match=r"^HF_HUB_OFFLINE=1: the files of HuggingFaceFW/fineweb-edu are not known yet\. Fix: ",
+    ):
         download(source(), tmp_path / "other")
 
 
@@ -109,13 +120,19 @@ def test_offline_without_all_files(server, tmp_path, monkeypatch):
             Fault(status=502, where="/tree/"),
             Fault(status=503, where="/revision/"),
         ],
-        [Fault(cut_after=0), Fault(cut_after=1000), Fault(cut_after=10, where="/tree/"), Fault(cut_after=30_000)],
+        [
+            Fault(cut_after=0),
+            Fault(cut_after=1000),
+            Fault(cut_after=10, where="/tree/"),
+            Fault(cut_after=30_000),
+        ],
         [Fault(reset_after=0), Fault(reset_after=20_000, times=2), Fault(reset_after=0, where="/revision/")],
     ],
     ids=["429", "5xx", "cut", "reset"],
 )
 def test_what_passes_is_waited_out(server, dataset, tmp_path, quick, monkeypatch, faults):
-    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1000)  # so that the library goes on inside of these small files
+    # so that the library goes on inside of these small files
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1000)
     server.faults = faults
     assert download(source(), tmp_path / "raw") == [tmp_path / "raw" / name for name in NAMES]
     assert contents(tmp_path / "raw") == contents(dataset)
@@ -124,16 +141,28 @@ def test_what_passes_is_waited_out(server, dataset, tmp_path, quick, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "fault", [Fault(status=503, times=999), Fault(cut_after=500, times=999), Fault(reset_after=500, times=999)], ids=["503", "cut", "reset"]
+    "fault",
+    [Fault(status=503, times=999), Fault(cut_after=500, times=999), Fault(reset_after=500, times=999)],
+    ids=["503", "cut", "reset"],
 )
 def test_what_does_not_pass_is_an_error_and_complete_files_are_kept(server, tmp_path, quick, capsys, fault):
     fault.where = NAMES[1]
     server.faults = [fault]
-    command = [REPOSITORY, "--pattern", "sample/10BT/*", "--output-dir", str(tmp_path / "raw"), "--retries", "2"]
+    command = [
+        REPOSITORY,
+        "--pattern",
+        "sample/10BT/*",
+        "--output-dir",
+        str(tmp_path / "raw"),
+        "--retries",
+        "2",
+    ]
     assert main("download", command) == 1
     *_, line = capsys.readouterr().err.strip().splitlines()
     assert line.startswith(f"moe-exp data: {REPOSITORY}: {server.url} keeps failing (")
-    assert line.endswith("Fix: check the network and HF_ENDPOINT, and call it again: complete files are kept.")
+    assert line.endswith(
+        "Fix: check the network and HF_ENDPOINT, and call it again: complete files are kept."
+    )
     assert not (tmp_path / "raw").exists()
     fault.times = 0
     server.requests.clear()
@@ -143,7 +172,9 @@ def test_what_does_not_pass_is_an_error_and_complete_files_are_kept(server, tmp_
 
 
 def test_library_that_comes_back_without_the_files(server, dataset, tmp_path, quick, monkeypatch, caplog):
-    """It lists the files once more, and where it cannot it returns a folder that is not empty as if that were all."""
+    """It lists the files once more, and where it cannot it returns a folder that is not empty as if that were
+    all.
+    """
     list_files = hub._list_files
 
     def list_then_break(*given):
@@ -192,34 +223,48 @@ def test_full_disk_and_no_permission_do_not_pass():
 
 def test_pattern_that_matches_nothing(server, tmp_path):
     with pytest.raises(
-        ValueError, match=r"^pattern=sample/11BT/\*: matches no file of .*fineweb-edu at main, which has README\.md, .*Fix: "
+        ValueError,
+        match=(
+            r"^pattern=sample/11BT/\*: matches no file of .*fineweb-edu at main, which has README\.md,"
+            r" .*Fix: "
+        ),
     ):
         download(source("sample/10BT/*", "sample/11BT/*"), tmp_path / "raw")
     assert server.downloads() == []
 
 
 def test_pattern_that_matches_what_is_no_data(server, tmp_path):
-    with pytest.raises(ValueError, match=r"^pattern=\*: matches README\.md, which is none of \.parquet, .*Fix: "):
+    with pytest.raises(
+        ValueError, match=r"^pattern=\*: matches README\.md, which is none of \.parquet, .*Fix: "
+    ):
         download(source("*"), tmp_path / "raw")
 
 
 def test_without_patterns_all_data_files_come(server, tmp_path):
     paths = download(resolve_source(REPOSITORY), tmp_path / "raw")
-    assert [path.relative_to(tmp_path / "raw").as_posix() for path in paths] == ["data/train.parquet", "extra.jsonl", *NAMES]
+    assert [path.relative_to(tmp_path / "raw").as_posix() for path in paths] == [
+        "data/train.parquet",
+        "extra.jsonl",
+        *NAMES,
+    ]
 
 
 @pytest.mark.parametrize("difference", [-1, 1])
 def test_size_that_disagrees_with_the_listing(server, dataset, tmp_path, difference):
     size = len(contents(dataset)[NAMES[2]])
     server.sizes[NAMES[2]] = size + difference
-    rule = rf"^{NAMES[2]}: has {size:,} bytes, {server.url} lists {size + difference:,} at {server.main}\. Fix: "
+    rule = (
+        rf"^{NAMES[2]}: has {size:,} bytes, {server.url} lists {size + difference:,} at {server.main}\. Fix: "
+    )
     with pytest.raises(ValueError, match=rule):
         download(source(), tmp_path / "raw")
     assert not (tmp_path / "raw").exists()
 
 
 def test_bytes_that_are_not_those_of_the_listing(server, dataset, tmp_path, monkeypatch):
-    """Right size, wrong content, as from a broken cache on the way: the second fetch mends it, or it is an error."""
+    """Right size, wrong content, as from a broken cache on the way: the second fetch mends it, or it is an
+    error.
+    """
     fetched = []
     snapshot = hub._Fetcher._get_once
 
@@ -241,7 +286,10 @@ def test_bytes_that_are_not_those_of_the_listing(server, dataset, tmp_path, monk
 
 
 def test_small_files_are_checked_by_their_git_hash(server, dataset, tmp_path):
-    assert download(source("extra.jsonl"), tmp_path / "raw")[0].read_bytes() == (dataset / "extra.jsonl").read_bytes()
+    assert (
+        download(source("extra.jsonl"), tmp_path / "raw")[0].read_bytes()
+        == (dataset / "extra.jsonl").read_bytes()
+    )
     entry = hub.HubFile("extra.jsonl", (dataset / "extra.jsonl").stat().st_size, None, "0" * 40)
     assert hub._hash_file(dataset / "extra.jsonl", entry, lambda _: None) is None
 
@@ -253,7 +301,10 @@ def test_file_that_is_gone_or_cut_is_fetched_again(server, dataset, tmp_path):
     server.requests.clear()
     download(source(), tmp_path / "raw")
     assert contents(tmp_path / "raw") == contents(dataset)
-    assert sorted(path.rpartition("/")[2] for path in server.downloads()) == ["000_00000.parquet", "002_00000.parquet"]
+    assert sorted(path.rpartition("/")[2] for path in server.downloads()) == [
+        "000_00000.parquet",
+        "002_00000.parquet",
+    ]
     assert not [path for _, path in server.requests if NAMES[1] in path], "of complete files nothing is asked"
 
 
@@ -316,7 +367,10 @@ def test_other_settings_are_refused(server, tmp_path):
 
 def test_gated_dataset(server, tmp_path, monkeypatch):
     server.token = "hf_right"
-    rule = rf"^source={REPOSITORY}: its owner gives access on request\. Fix: accept its licence on .*{REPOSITORY}, and set HF_TOKEN"
+    rule = (
+        rf"^source={REPOSITORY}: its owner gives access on request\. Fix: accept its licence on"
+        rf" .*{REPOSITORY}, and set HF_TOKEN"
+    )
     with pytest.raises(ValueError, match=rule):
         download(source(), tmp_path / "raw")
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
@@ -327,7 +381,10 @@ def test_gated_dataset(server, tmp_path, monkeypatch):
 
 
 def test_private_or_missing_dataset_and_missing_revision(server, tmp_path):
-    rule = r"^source=HuggingFaceFW/fineweb-edo: .* has no such dataset, or none that is open to everyone\. Fix: .*HF_TOKEN"
+    rule = (
+        r"^source=HuggingFaceFW/fineweb-edo: .* has no such dataset, or none that is open to everyone\. Fix:"
+        r" .*HF_TOKEN"
+    )
     with pytest.raises(ValueError, match=rule):
         download(resolve_source("HuggingFaceFW/fineweb-edo"), tmp_path / "raw")
     with pytest.raises(ValueError, match=rf"^revision=v9: {REPOSITORY} has none of that name\. Fix: "):
@@ -340,13 +397,24 @@ def test_disk_too_small(server, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**12, 10**12 - 1000, 1000))
     download(source(), tmp_path / "raw", dry_run=True)
     assert "too little" in capsys.readouterr().out
-    with pytest.raises(ValueError, match=r"has 0\.0 GB free, the download of fineweb-edu needs .* Fix: free some space"):
+    with pytest.raises(
+        ValueError, match=r"has 0\.0 GB free, the download of fineweb-edu needs .* Fix: free some space"
+    ):
         download(source(), tmp_path / "raw")
     assert server.downloads() == []
 
 
 def test_dry_run_writes_nothing(server, dataset, tmp_path, capsys):
-    command = [REPOSITORY, "--pattern", "sample/10BT/*", "--output-dir", str(tmp_path / "raw"), "--dry-run", "--bandwidth", "0.001"]
+    command = [
+        REPOSITORY,
+        "--pattern",
+        "sample/10BT/*",
+        "--output-dir",
+        str(tmp_path / "raw"),
+        "--dry-run",
+        "--bandwidth",
+        "0.001",
+    ]
     assert main("download", command) == 0
     num_bytes = sum(map(len, contents(dataset).values()))
     shown = capsys.readouterr().out
@@ -382,11 +450,21 @@ hub.download(resolve_source(sys.argv[1], patterns=["sample/10BT/*"]), folder, ma
 
 @pytest.mark.parametrize("point", ["listing", "first file", "second file", "last file", "checking"])
 def test_killed_and_called_again(server, dataset, tmp_path, monkeypatch, point):
-    """What is complete when the process dies is not fetched again, and the result is that of an undisturbed run."""
-    where = {"listing": "/tree/", "first file": NAMES[0], "second file": NAMES[1], "last file": NAMES[2], "checking": "never"}[point]
+    """What is complete when the process dies is not fetched again, and the result is that of an undisturbed
+    run.
+    """
+    where = {
+        "listing": "/tree/",
+        "first file": NAMES[0],
+        "second file": NAMES[1],
+        "last file": NAMES[2],
+        "checking": "never",
+    }[point]
     server.faults = [Fault(hold_after=9_000 if "file" in point else 10, where=where)]
     folder = tmp_path / "raw"
-    child = subprocess.Popen([sys.executable, "-c", CHILD, REPOSITORY, str(folder), point], stderr=subprocess.PIPE)
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, REPOSITORY, str(folder), point], stderr=subprocess.PIPE
+    )
     if point != "checking":  # there the child ends itself
         assert server.held.wait(60)
         child.kill()
@@ -394,17 +472,28 @@ def test_killed_and_called_again(server, dataset, tmp_path, monkeypatch, point):
     assert child.returncode == -signal.SIGKILL, messages.decode()
     assert not folder.exists()
     complete = [name for name in NAMES if (tmp_path / "raw.partial" / name).exists()]
-    assert len(complete) == {"listing": 0, "first file": 0, "second file": 1, "last file": 2, "checking": 3}[point]
+    assert (
+        len(complete)
+        == {"listing": 0, "first file": 0, "second file": 1, "last file": 2, "checking": 3}[point]
+    )
     server.requests.clear()
     leftovers, check_free_disk = [], hub.check_free_disk
     seen = lambda: list((tmp_path / "raw.partial").rglob("*.incomplete"))  # noqa: E731
-    monkeypatch.setattr(hub, "check_free_disk", lambda *given: (leftovers.append(seen()), check_free_disk(*given)))
+    monkeypatch.setattr(
+        hub, "check_free_disk", lambda *given: (leftovers.append(seen()), check_free_disk(*given))
+    )
     hashed, hash_file = [], hub._hash_file
-    monkeypatch.setattr(hub, "_hash_file", lambda path, file, count: (hashed.append(file.name), hash_file(path, file, count))[1])
+    monkeypatch.setattr(
+        hub,
+        "_hash_file",
+        lambda path, file, count: (hashed.append(file.name), hash_file(path, file, count))[1],
+    )
     assert download(source(), folder) == [folder / name for name in NAMES]
     assert contents(folder) == contents(dataset)
     assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "sample"]
-    assert [name for name in NAMES if server.downloads(name)] == [name for name in NAMES if name not in complete]
+    assert [name for name in NAMES if server.downloads(name)] == [
+        name for name in NAMES if name not in complete
+    ]
     assert bool([path for _, path in server.requests if "/revision/main" in path]) == (point == "listing")
     assert not any(leftovers), "the disk is checked while parts of a dead process lie there"
     assert sorted(hashed) == (NAMES[1:] if point == "checking" else NAMES)

@@ -1,4 +1,6 @@
-"""Sources by name or path; and the standard library: which files are read, in which order, what becomes of undecodable ones."""
+"""Sources by name or path; and the standard library: which files are read, in which order, what becomes of
+undecodable ones.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,13 @@ import pytest
 
 from moe_exp.commands.data import main
 from moe_exp.data.download.hub import download
-from moe_exp.data.download.sources import SOURCES, chosen_files, local_files, python_stdlib_documents, resolve_source
+from moe_exp.data.download.sources import (
+    SOURCES,
+    chosen_files,
+    local_files,
+    python_stdlib_documents,
+    resolve_source,
+)
 
 NAMES = [
     "python_stdlib",
@@ -39,7 +47,16 @@ def test_stdlib_has_its_modules_and_no_tests():
 
 
 def test_sorted_by_path_and_tests_left_out(tmp_path):
-    for path in ("b.py", "a/z.py", "a.py", "test/t.py", "a/tests/t.py", "lib2to3/tests/data/t.py", "site-packages/p.py", "a/readme.txt"):
+    for path in (
+        "b.py",
+        "a/z.py",
+        "a.py",
+        "test/t.py",
+        "a/tests/t.py",
+        "lib2to3/tests/data/t.py",
+        "site-packages/p.py",
+        "a/readme.txt",
+    ):
         _write(tmp_path, path, path.encode())
     # A module called test.py is no folder of tests.
     _write(tmp_path, "unittest/test.py", b"x = 1\n")
@@ -92,8 +109,16 @@ def test_registry_is_complete():
 
 # As the repositories name them at the commits of the registry.
 REPOSITORY_FILES = {
-    "HuggingFaceFW/fineweb-edu": ["README.md", "data/CC-MAIN-2013-20/train-00000-of-00014.parquet", "sample/10BT/000_00000.parquet"],
-    "HuggingFaceFW/fineweb": ["README.md", "data/CC-MAIN-2013-20/000_00000.parquet", "sample/10BT/000_00000.parquet"],
+    "HuggingFaceFW/fineweb-edu": [
+        "README.md",
+        "data/CC-MAIN-2013-20/train-00000-of-00014.parquet",
+        "sample/10BT/000_00000.parquet",
+    ],
+    "HuggingFaceFW/fineweb": [
+        "README.md",
+        "data/CC-MAIN-2013-20/000_00000.parquet",
+        "sample/10BT/000_00000.parquet",
+    ],
     "mlfoundations/dclm-baseline-1.0": [
         "README.md",
         "global-shard_01_of_10/local-shard_0_of_10/shard_00000000_processed.jsonl.zst",
@@ -142,25 +167,47 @@ def test_list_command_prints_every_source(capsys):
 def test_registered_name_and_changes_to_it():
     assert resolve_source("fineweb_edu_10bt") is not SOURCES["fineweb_edu_10bt"]
     assert resolve_source("fineweb_edu_10bt") == SOURCES["fineweb_edu_10bt"]
-    changed = resolve_source("fineweb_edu", patterns=["data/CC-MAIN-2024-10/*"], text_field="body", revision="main")
-    assert (changed.patterns, changed.text_field, changed.revision) == (("data/CC-MAIN-2024-10/*",), "body", "main")
+    changed = resolve_source(
+        "fineweb_edu", patterns=["data/CC-MAIN-2024-10/*"], text_field="body", revision="main"
+    )
+    assert (changed.patterns, changed.text_field, changed.revision) == (
+        ("data/CC-MAIN-2024-10/*",),
+        "body",
+        "main",
+    )
     assert changed.num_bytes is None  # it was of other files
     assert changed.licence == "ODC-By 1.0"
 
 
 def test_dataset_of_the_hub():
     source = resolve_source("allenai/c4", patterns=["en/*.json.gz"], text_field="text")
-    assert (source.name, source.repository, source.revision, source.patterns) == ("c4", "allenai/c4", "main", ("en/*.json.gz",))
+    assert (source.name, source.repository, source.revision, source.patterns) == (
+        "c4",
+        "allenai/c4",
+        "main",
+        ("en/*.json.gz",),
+    )
 
 
 @pytest.mark.parametrize("name", ["fineweb_edu_10b", "FineWeb_Edu_10BT", "fineweb-edu-10bt"])
 def test_unknown_name_gets_the_nearest(name):
-    with pytest.raises(ValueError, match=rf"^source={name}: is no source .* Fix: did you mean fineweb_edu_10bt\? "):
+    with pytest.raises(
+        ValueError, match=rf"^source={name}: is no source .* Fix: did you mean fineweb_edu_10bt\? "
+    ):
         resolve_source(name)
 
 
 def test_local_folder_and_file(tmp_path):
-    for name in ("b.jsonl", "a/z.jsonl.zst", "a/y.jsonl.gz", "a.parquet", "notes.txt", ".cache/x.jsonl", ".hidden.jsonl", "manifest.json"):
+    for name in (
+        "b.jsonl",
+        "a/z.jsonl.zst",
+        "a/y.jsonl.gz",
+        "a.parquet",
+        "notes.txt",
+        ".cache/x.jsonl",
+        ".hidden.jsonl",
+        "manifest.json",
+    ):
         _write(tmp_path / "corpus", name, b"")
     source = resolve_source(str(tmp_path / "corpus"))
     assert (source.name, source.repository, source.path) == ("corpus", None, tmp_path / "corpus")
@@ -178,13 +225,23 @@ def test_links_to_folders_are_followed_but_not_in_circles(tmp_path, caplog):
     for name in ("corpus/a/b.jsonl", "elsewhere/c.jsonl", "elsewhere/deep/d.jsonl", "around.jsonl"):
         _write(tmp_path, name, b"")
     root = tmp_path / "corpus"
-    targets = {"0_twice": root / "a", "a/self": root, "a/up": tmp_path, "link": tmp_path / "elsewhere", "m": tmp_path / "elsewhere/deep"}
+    targets = {
+        "0_twice": root / "a",
+        "a/self": root,
+        "a/up": tmp_path,
+        "link": tmp_path / "elsewhere",
+        "m": tmp_path / "elsewhere/deep",
+    }
     for name, target in targets.items():
         (root / name).symlink_to(target)
     (tmp_path / "elsewhere/back").symlink_to(root / "a")
     with caplog.at_level("INFO"):
         files = local_files(resolve_source(str(root)))
-    assert [path.relative_to(root).as_posix() for path in files] == ["a/b.jsonl", "link/c.jsonl", "link/deep/d.jsonl"]
+    assert [path.relative_to(root).as_posix() for path in files] == [
+        "a/b.jsonl",
+        "link/c.jsonl",
+        "link/deep/d.jsonl",
+    ]
     for left_out in ("0_twice", "a/self", "m", "link/back"):
         assert f"{root / left_out}: left out, what it links to is there already" in caplog.messages
     assert f"{root / 'a/up'}: left out, it links to a folder above" in caplog.messages
@@ -196,7 +253,9 @@ def test_local_path_without_data(tmp_path):
         local_files(resolve_source(str(tmp_path)))
     with pytest.raises(ValueError, match=r"notes\.txt: is none of \.parquet, .*Fix: "):
         local_files(resolve_source(str(tmp_path / "notes.txt")))
-    with pytest.raises(ValueError, match=r"^pattern=x/\*: matches no file of .*, which has notes\.txt\. Fix: "):
+    with pytest.raises(
+        ValueError, match=r"^pattern=x/\*: matches no file of .*, which has notes\.txt\. Fix: "
+    ):
         local_files(resolve_source(str(tmp_path), patterns=["x/*"]))
     with pytest.raises(ValueError, match=r"^revision=v1: .* is not on the hub\. Fix: leave it out\.$"):
         resolve_source(str(tmp_path), revision="v1")
@@ -222,5 +281,7 @@ def test_a_path_that_is_not_there(name):
 
 
 def test_patterns_of_the_standard_library():
-    with pytest.raises(ValueError, match=r"^pattern=\*.py: python_stdlib is no set of files. Fix: leave it out.$"):
+    with pytest.raises(
+        ValueError, match=r"^pattern=\*.py: python_stdlib is no set of files. Fix: leave it out.$"
+    ):
         resolve_source("python_stdlib", patterns=["*.py"])

@@ -15,7 +15,13 @@ from tokenizers import Tokenizer
 from moe_exp.cli import main
 from moe_exp.data.documents import BadDocument
 from moe_exp.data.download.sources import python_stdlib_documents
-from moe_exp.data.inspect.inspection import inspect_documents, inspect_path, inspect_tokens, length_summary, token_blocks
+from moe_exp.data.inspect.inspection import (
+    inspect_documents,
+    inspect_path,
+    inspect_tokens,
+    length_summary,
+    token_blocks,
+)
 from moe_exp.data.tokens.files import TokenFiles
 from moe_exp.data.tokens.tokenizer_training import train_bpe
 from moe_exp.data.tokens.tokens import EOD_ID, BinIdxWriter
@@ -70,7 +76,15 @@ def test_token_files_by_hand(tmp_path):
             "median": 4.0,
             "mean": 17.1,
             "max": 101,
-            "histogram": [(1, 1, 1), (2, 3, 1), (4, 7, 4), (8, 15, 0), (16, 31, 0), (32, 63, 0), (64, 127, 1)],
+            "histogram": [
+                (1, 1, 1),
+                (2, 3, 1),
+                (4, 7, 4),
+                (8, 15, 0),
+                (16, 31, 0),
+                (32, 63, 0),
+                (64, 127, 1),
+            ],
         },
     }
     assert samples == [
@@ -111,10 +125,17 @@ def test_ids_that_the_tokenizer_lacks(tokenizer, tmp_path):
 
 def test_manifest_says_vocabulary_and_end_of_document(tmp_path):
     prefix = write(tmp_path / "part", [[5, 7], [5, 999, 7]])
-    (tmp_path / "part.manifest.json").write_text(json.dumps({"settings": {"tokenizer": {"vocab_size": 999, "eod_id": 7}}}))
+    (tmp_path / "part.manifest.json").write_text(
+        json.dumps({"settings": {"tokenizer": {"vocab_size": 999, "eod_id": 7}}})
+    )
     report = inspect_path(prefix)
     assert (report["vocab_size"], report["out_of_vocabulary"]) == (999, 1)
-    assert (report["eod_id"], report["eod_from"], report["end_with_eod"], report["eods_inside"]) == (7, "the manifest", 0, 2)
+    assert (report["eod_id"], report["eod_from"], report["end_with_eod"], report["eods_inside"]) == (
+        7,
+        "the manifest",
+        0,
+        2,
+    )
 
 
 def test_documents_that_end_in_no_token_of_their_own(tmp_path):
@@ -123,7 +144,11 @@ def test_documents_that_end_in_no_token_of_their_own(tmp_path):
     tokens = np.fromfile(tmp_path / "part.bin", dtype="<u2").reshape(4, 3)[:, [2, 0, 1]]
     tokens.tofile(tmp_path / "part.bin")
     report = inspect_tokens(TokenFiles(tmp_path / "part"))
-    assert (report["eod_id"], report["eod_from"], report["end_with_eod"]) == (None, "no token ends most documents", 0)
+    assert (report["eod_id"], report["eod_from"], report["end_with_eod"]) == (
+        None,
+        "no token ends most documents",
+        0,
+    )
     assert report["tokens"] == lengths.sum()
 
 
@@ -148,11 +173,15 @@ def test_histogram_holds_every_length(lengths):
 def test_damaged_files(tmp_path):
     write(tmp_path / "part", DOCUMENTS)
     os.truncate(tmp_path / "part.bin", 100)
-    with pytest.raises(ValueError, match=r"part\.bin is truncated: 100 bytes, by the sizes in its \.idx 240\. Fix: "):
+    with pytest.raises(
+        ValueError, match=r"part\.bin is truncated: 100 bytes, by the sizes in its \.idx 240\. Fix: "
+    ):
         inspect_path(tmp_path / "part")
     with pytest.raises(ValueError, match=r"gone\.bin is missing\. Fix: "):
         inspect_path(tmp_path / "gone")
-    with pytest.raises(ValueError, match=r"tmp.* has no \.jsonl, \.jsonl\.gz, \.jsonl\.zst file\. Fix: give "):
+    with pytest.raises(
+        ValueError, match=r"tmp.* has no \.jsonl, \.jsonl\.gz, \.jsonl\.zst file\. Fix: give "
+    ):
         inspect_path(tmp_path)
 
 
@@ -160,14 +189,27 @@ def test_damaged_files(tmp_path):
 
 
 def test_jsonl_folder(tmp_path):
-    lines = ['{"text": "one", "id": 1}', "", '{"text": "three"}', '{"text": "one", "id": 2}', "{broken", '{"text": 5}', '{"text": ""}']
+    lines = [
+        '{"text": "one", "id": 1}',
+        "",
+        '{"text": "three"}',
+        '{"text": "one", "id": 2}',
+        "{broken",
+        '{"text": 5}',
+        '{"text": ""}',
+    ]
     (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
     (tmp_path / "b.jsonl").write_text('{"text": "\\u00e4\\u2028"}')
     (tmp_path / "notes.txt").write_text("not read")
     report = inspect_path(tmp_path, num_samples=2)
     assert report["files"] == {"a.jsonl": 3, "b.jsonl": 1}
     assert (report["documents"], report["text_bytes"], report["duplicate_documents"]) == (4, 3 + 5 + 3 + 5, 1)
-    assert report["skipped"] == {"blank line": 1, "empty text": 1, "field 'text' is a number, not a text": 1, "not valid JSON": 1}
+    assert report["skipped"] == {
+        "blank line": 1,
+        "empty text": 1,
+        "field 'text' is a number, not a text": 1,
+        "not valid JSON": 1,
+    }
     assert report["fields"] == {"id": 2, "text": 4}
     assert report["lengths"]["histogram"] == [(2, 3, 2), (4, 7, 2)]
     assert [sample["text"] for sample in report["samples"]] == ["one", "three"]
@@ -186,7 +228,10 @@ def test_compressed_file_that_ends_early(tmp_path):
 def test_command(texts, tokenizer, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "140")
     bpe = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
-    prefix = write(tmp_path / "part", [encoding.ids for encoding in bpe.encode_batch(["[bold]a[/bold] text", *texts[:9]])])
+    prefix = write(
+        tmp_path / "part",
+        [encoding.ids for encoding in bpe.encode_batch(["[bold]a[/bold] text", *texts[:9]])],
+    )
     assert main(["data", "inspect", str(prefix), "--tokenizer", str(tokenizer), "--samples", "1"]) == 0
     printed = capsys.readouterr().out
     for text in (
@@ -200,17 +245,25 @@ def test_command(texts, tokenizer, tmp_path, capsys, monkeypatch):
     assert main(["data", "inspect", str(prefix), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["documents"] == 10
     assert main(["data", "inspect", str(prefix), "--tokenizer", str(tmp_path / "gone")]) == 1
-    assert capsys.readouterr().err.startswith(f"moe-exp data: TOKENIZER={tmp_path}/gone: is not a Hugging Face tokenizer.json")
+    assert capsys.readouterr().err.startswith(
+        f"moe-exp data: TOKENIZER={tmp_path}/gone: is not a Hugging Face tokenizer.json"
+    )
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "a.jsonl").write_text('{"text": "one", "id": 1}\n' * 3)
     assert main(["data", "inspect", str(tmp_path / "x")]) == 0
     printed = capsys.readouterr().out
-    for text in ("duplicates of another document", "id, text", "Lengths in bytes of text: min 3, median 3, mean 3, max 3"):
+    for text in (
+        "duplicates of another document",
+        "id, text",
+        "Lengths in bytes of text: min 3, median 3, mean 3, max 3",
+    ):
         assert text in printed
 
 
 def test_parquet_files_are_not_left_out_without_a_word(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "b.parquet").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"b.parquet: Parquet files are not read here. Fix: give the folder of JSONL chunks"):
+    with pytest.raises(
+        ValueError, match=r"b.parquet: Parquet files are not read here. Fix: give the folder of JSONL chunks"
+    ):
         inspect_path(tmp_path)

@@ -1,4 +1,6 @@
-"""The sample stream: every token once per epoch, samples that depend on nothing but (files, seq_len, seed, index), blends."""
+"""The sample stream: every token once per epoch, samples that depend on nothing but (files, seq_len, seed,
+index), blends.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_exp.data.samples.dataset import SampleStream, _permuted, _shuffled, blend_position, context_part, split_batch
+from moe_exp.data.samples.dataset import (
+    SampleStream,
+    _permuted,
+    _shuffled,
+    blend_position,
+    context_part,
+    split_batch,
+)
 from moe_exp.data.tokens.tokens import BinIdxWriter
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
@@ -35,7 +44,14 @@ def epoch_text(stream, number=0):
     corpus = stream._corpora[0]
     text = corpus._read(corpus._epoch(number), start=0, stop=int(corpus._bounds[-1]))
     windows = [stream.sample(number * corpus.num_windows + i) for i in range(corpus.num_windows)]
-    starts = [next(s for s in range(0, len(text), stream.seq_len) if np.array_equal(text[s : s + stream.seq_len + 1], w)) for w in windows]
+    starts = [
+        next(
+            s
+            for s in range(0, len(text), stream.seq_len)
+            if np.array_equal(text[s : s + stream.seq_len + 1], w)
+        )
+        for w in windows
+    ]
     return text, [start // stream.seq_len for start in starts]
 
 
@@ -49,7 +65,8 @@ def prefix(tmp_path):
 
 def test_file_order_by_hand(tmp_path):
     stream = SampleStream([(1.0, write(tmp_path / "part", [4, 1, 3, 4]))], seq_len=5, seed=0, shuffle=False)
-    # 1 2 3 0 | 0 | 4 5 0 | 6 7 8 0: 12 tokens are two windows of 5 and a remainder; the label of 4 is the first of the next.
+    # 1 2 3 0 | 0 | 4 5 0 | 6 7 8 0: 12 tokens are two windows of 5 and a remainder; the label of 4 is the
+    # first of the next.
     assert stream.sample(0).tolist() == [1, 2, 3, 0, 0, 4]
     assert stream.sample(1).tolist() == [4, 5, 0, 6, 7, 8]
     assert stream.sample(2).tolist() == stream.sample(0).tolist()
@@ -58,9 +75,19 @@ def test_file_order_by_hand(tmp_path):
 
 def test_smallest_data_set_is_one_window(tmp_path):
     prefix = write(tmp_path / "part", [3, 3])
-    assert SampleStream([(1.0, prefix)], seq_len=5, seed=0, shuffle=False).sample(7).tolist() == [1, 2, 0, 3, 4, 0]
+    assert SampleStream([(1.0, prefix)], seq_len=5, seed=0, shuffle=False).sample(7).tolist() == [
+        1,
+        2,
+        0,
+        3,
+        4,
+        0,
+    ]
     with pytest.raises(
-        ValueError, match=r"part: has 6 tokens, one sample needs SEQ_LEN \+ 1 = 7\. Fix: use more data or a smaller SEQ_LEN"
+        ValueError,
+        match=(
+            r"part: has 6 tokens, one sample needs SEQ_LEN \+ 1 = 7\. Fix: use more data or a smaller SEQ_LEN"
+        ),
     ):
         SampleStream([(1.0, prefix)], seq_len=6, seed=0)
 
@@ -72,7 +99,15 @@ def test_documents_of_several_and_of_empty_sequences(tmp_path):
     builder.add_document(torch.tensor([5, 6]), [1, 1])
     builder.finalize(str(tmp_path / "part.idx"))
     blend = [(1.0, str(tmp_path / "part"))]
-    assert SampleStream(blend, seq_len=6, seed=0, shuffle=False).sample(0).tolist() == [1, 2, 3, 4, 100000, 5, 6]
+    assert SampleStream(blend, seq_len=6, seed=0, shuffle=False).sample(0).tolist() == [
+        1,
+        2,
+        3,
+        4,
+        100000,
+        5,
+        6,
+    ]
     texts = {tuple(SampleStream(blend, seq_len=6, seed=seed).sample(0).tolist()) for seed in range(20)}
     assert texts == {(1, 2, 3, 4, 100000, 5, 6), (5, 6, 1, 2, 3, 4, 100000)}
 
@@ -81,11 +116,18 @@ def test_documents_of_several_and_of_empty_sequences(tmp_path):
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(1, 20), st.integers(0, 2**40), st.integers(0, 3))
+@given(
+    st.lists(st.integers(1, 30), min_size=1, max_size=40),
+    st.integers(1, 20),
+    st.integers(0, 2**40),
+    st.integers(0, 3),
+)
 def test_every_token_once_per_epoch(tmp_path_factory, lengths, seq_len, seed, epoch):
     if sum(lengths) <= seq_len:
         return
-    stream = SampleStream([(1.0, write(tmp_path_factory.mktemp("data") / "part", lengths))], seq_len=seq_len, seed=seed)
+    stream = SampleStream(
+        [(1.0, write(tmp_path_factory.mktemp("data") / "part", lengths))], seq_len=seq_len, seed=seed
+    )
     num_windows = (sum(lengths) - 1) // seq_len
     samples = [stream.sample(epoch * num_windows + i) for i in range(num_windows)]
     inputs = np.concatenate([sample[:-1] for sample in samples])
@@ -128,7 +170,10 @@ def test_same_prefix_twice_in_a_blend_is_shuffled_apart(prefix):
 @given(st.lists(st.integers(0, 2000), min_size=1, max_size=30))
 def test_sample_does_not_depend_on_what_was_read_before(tmp_path_factory, indices):
     folder = tmp_path_factory.mktemp("data")
-    blend = [(0.7, write(folder / "a", [7, 3, 20] * 9)), (0.3, write(folder / "b", [11, 5] * 9, first_id=1000))]
+    blend = [
+        (0.7, write(folder / "a", [7, 3, 20] * 9)),
+        (0.3, write(folder / "b", [11, 5] * 9, first_id=1000)),
+    ]
     stream = SampleStream(blend, seq_len=8, seed=3)
     for index in indices:
         fresh = SampleStream(blend, seq_len=8, seed=3)
@@ -164,7 +209,9 @@ def test_permutations(size, key):
 
 
 def test_permutations_are_near_uniform():
-    """Where each of 8 elements lands over 4000 keys: chi-squared with 49 degrees of freedom is over 100 once in 10^5 draws."""
+    """Where each of 8 elements lands over 4000 keys: chi-squared with 49 degrees of freedom is over 100 once
+    in 10^5 draws.
+    """
     for permute in (lambda key: [_permuted(i, 8, key) for i in range(8)], lambda key: _shuffled(8, key)):
         counts = np.zeros((8, 8))
         for key in range(4000):
@@ -176,7 +223,9 @@ def test_permutations_are_near_uniform():
 
 
 def counts_along(weights, num_samples):
-    """Samples of each data set after 1, 2, ... samples; asserts that each data set is read in order without gaps."""
+    """Samples of each data set after 1, 2, ... samples; asserts that each data set is read in order without
+    gaps.
+    """
     cumulative = [0, *accumulate(weights)]
     counts = np.zeros((num_samples + 1, len(weights)), dtype=np.int64)
     for index in range(num_samples):
@@ -204,7 +253,10 @@ def test_shares_hold_far_into_a_run():
 
 
 def test_blend_reads_each_file_by_its_weight(tmp_path):
-    blend = [(0.25, write(tmp_path / "a", [50] * 20)), (0.75, write(tmp_path / "b", [50] * 20, first_id=5000))]
+    blend = [
+        (0.25, write(tmp_path / "a", [50] * 20)),
+        (0.75, write(tmp_path / "b", [50] * 20, first_id=5000)),
+    ]
     samples = SampleStream(blend, seq_len=8, seed=1).batch(0, 100)
     assert int((samples.amax(dim=1) >= 5000).sum()) == 75
 
@@ -223,7 +275,9 @@ def test_no_files():
 def test_truncated_file(prefix):
     with Path(f"{prefix}.bin").open("r+b") as file:
         file.truncate(100)
-    with pytest.raises(ValueError, match=r"part\.bin is truncated: 100 bytes, by the sizes in its \.idx 2500\. Fix: "):
+    with pytest.raises(
+        ValueError, match=r"part\.bin is truncated: 100 bytes, by the sizes in its \.idx 2500\. Fix: "
+    ):
         SampleStream([(1.0, prefix)], seq_len=8, seed=0)
 
 
@@ -269,5 +323,10 @@ def test_fingerprint_tells_files_apart(tmp_path):
     same = fingerprint([5, 6, 7])
     assert same == fingerprint([5, 6, 7]) == fingerprint([5, 6, 7], name="elsewhere")
     assert len(same) == 16
-    others = [fingerprint([6, 5, 7]), fingerprint([5, 6, 7], first_id=2), fingerprint([5, 6, 7], [5, 6, 7]), fingerprint([5, 6], [7, 8])]
+    others = [
+        fingerprint([6, 5, 7]),
+        fingerprint([5, 6, 7], first_id=2),
+        fingerprint([5, 6, 7], [5, 6, 7]),
+        fingerprint([5, 6], [7, 8]),
+    ]
     assert len({same, *others, fingerprint([7, 8], [5, 6])}) == 6

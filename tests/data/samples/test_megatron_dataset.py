@@ -1,4 +1,6 @@
-"""Megatron's order: the samples are the token stream of its document order, blends hold their weights, no index outlives its tokens."""
+"""Megatron's order: the samples are the token stream of its document order, blends hold their weights, no
+index outlives its tokens.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ from moe_exp.data.tokens.files import TokenFiles, parse_split, share_range
 from moe_exp.data.tokens.tokens import BinIdxWriter
 
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.blended_megatron_dataset_config import convert_split_vector_to_split_matrix, parse_and_normalize_split
+from megatron.core.datasets.blended_megatron_dataset_config import (
+    convert_split_vector_to_split_matrix,
+    parse_and_normalize_split,
+)
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import get_blend_from_list
 
@@ -36,7 +41,14 @@ def write(prefix, lengths, first_id=1):
 
 
 def order(train, **changes):
-    values = {"valid": "", "split": "", "seq_len": SEQ_LEN, "seed": 1234, "num_train_samples": 300, "num_valid_samples": 0}
+    values = {
+        "valid": "",
+        "split": "",
+        "seq_len": SEQ_LEN,
+        "seed": 1234,
+        "num_train_samples": 300,
+        "num_valid_samples": 0,
+    }
     return MegatronOrder(train=train, **(values | changes))
 
 
@@ -61,7 +73,9 @@ def test_samples_are_the_token_stream(num_samples, tmp_path):
     prefix = write(tmp_path / "part", LENGTHS)
     samples, _ = megatron_samples(order(prefix, num_train_samples=num_samples), tmp_path)
     (folder,) = (path for path in (tmp_path / INDEX_FOLDER).iterdir() if path.is_dir())
-    documents, places = (np.load(next(folder.glob(f"*train-{name}_index.npy"))) for name in ("document", "shuffle"))
+    documents, places = (
+        np.load(next(folder.glob(f"*train-{name}_index.npy"))) for name in ("document", "shuffle")
+    )
     num_epochs = len(documents) // len(LENGTHS)
     assert num_epochs == {70: 1, 300: 4, 390: 5}[num_samples]
     assert sorted(documents) == sorted(list(range(len(LENGTHS))) * num_epochs)
@@ -81,18 +95,25 @@ class ByteTokenizer:
 
 
 def test_same_samples_as_megatron_by_itself(alone, tmp_path):
-    """GPTDatasetConfig as Megatron-LM fills it, through its own builder: a blend in three parts, of which we leave out the test part."""
+    """GPTDatasetConfig as Megatron-LM fills it, through its own builder: a blend in three parts, of which we
+    leave out the test part.
+    """
     blend = f"0.7 {write(tmp_path / 'a', LENGTHS)} 0.3 {write(tmp_path / 'b', LENGTHS, first_id=5000)}"
     ours = megatron_samples(order(blend, split="8,1,1", num_valid_samples=20), tmp_path)
     config = GPTDatasetConfig(
-        random_seed=1234, sequence_length=SEQ_LEN, blend=get_blend_from_list(blend.split()), split="8,1,1", tokenizer=ByteTokenizer(),
-        path_to_cache=str(tmp_path / "theirs"), reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False,
+        random_seed=1234, sequence_length=SEQ_LEN, blend=get_blend_from_list(blend.split()), split="8,1,1",
+        tokenizer=ByteTokenizer(), path_to_cache=str(tmp_path / "theirs"), reset_position_ids=False,
+        reset_attention_mask=False, eod_mask_loss=False,
     )  # fmt: skip
     theirs = BlendedMegatronDatasetBuilder(GPTDataset, [300, 20, 20], lambda: True, config).build()
     assert ours[1] is not None
     for mine, megatrons, count in ((ours[0], theirs[0], 300), (ours[1], theirs[1], 20)):
-        assert [mine.sample(i)[:-1].tolist() for i in range(count)] == [megatrons[i]["tokens"].tolist() for i in range(count)]
-        assert [mine.sample(i)[1:].tolist() for i in range(count)] == [megatrons[i]["labels"].tolist() for i in range(count)]
+        assert [mine.sample(i)[:-1].tolist() for i in range(count)] == [
+            megatrons[i]["tokens"].tolist() for i in range(count)
+        ]
+        assert [mine.sample(i)[1:].tolist() for i in range(count)] == [
+            megatrons[i]["labels"].tolist() for i in range(count)
+        ]
 
 
 def test_blend_holds_its_weights(alone, tmp_path):
@@ -109,7 +130,10 @@ def test_prefixes_without_weights(alone, tmp_path):
     a, b = write(tmp_path / "a", LENGTHS), write(tmp_path / "b", LENGTHS * 3, first_id=5000)
     samples, _ = megatron_samples(order(f"{a} {b}", num_train_samples=300), tmp_path)
     assert sum(int(samples.sample(index).max()) >= 5000 for index in range(300)) == pytest.approx(225, abs=3)
-    expected = rf"^TRAIN_DATA={a} {b}: without weights Megatron reads prefixes once, 312 samples, and the run takes 400\. Fix: give each .*"
+    expected = (
+        rf"^TRAIN_DATA={a} {b}: without weights Megatron reads prefixes once, 312 samples, and the run takes"
+        r" 400\. Fix: give each .*"
+    )
     with pytest.raises(ValueError, match=expected):
         megatron_samples(order(f"{a} {b}", num_train_samples=400), tmp_path)
 
@@ -181,7 +205,10 @@ def test_ranks_build_it_once_and_see_the_same(alone, tmp_path):
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.floats(0, 1000), min_size=1, max_size=3).filter(lambda parts: parts[0] > 0), st.integers(1, 10**6))
+@given(
+    st.lists(st.floats(0, 1000), min_size=1, max_size=3).filter(lambda parts: parts[0] > 0),
+    st.integers(1, 10**6),
+)
 def test_parts_are_those_of_megatron(parts, count):
     text = ",".join(f"{part:f}" for part in parts)
     if not float(text.split(",")[0]):
@@ -189,7 +216,8 @@ def test_parts_are_those_of_megatron(parts, count):
     matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(text))
     shares = parse_split(text)
     ranges = [None if share is None else share_range(count, share) for share in shares]
-    assert ranges == [None if part is None else (int(round(part[0] * float(count))), int(round(part[1] * float(count)))) for part in matrix]  # noqa: RUF046  # as Megatron
+    rounded = lambda bound: int(round(bound * float(count)))  # noqa: E731, RUF046  # as Megatron
+    assert ranges == [None if part is None else (rounded(part[0]), rounded(part[1])) for part in matrix]
 
 
 def test_parts_share_no_document(tmp_path):
@@ -206,18 +234,27 @@ def test_parts_share_no_document(tmp_path):
             assert seen <= set(ids[bounds[begin] : bounds[end]].tolist())
 
 
-@pytest.mark.parametrize(("split", "what"), [("96,4", "49 tokens for validation"), ("1,50", "7 tokens for training")])
+@pytest.mark.parametrize(
+    ("split", "what"), [("96,4", "49 tokens for validation"), ("1,50", "7 tokens for training")]
+)
 def test_part_smaller_than_a_sample(split, what, tmp_path):
     prefix = write(tmp_path / "part", LENGTHS)
     seq_len = 16 if split == "1,50" else 64
-    with pytest.raises(ValueError, match=rf"part: has {what}, one sample needs SEQ_LEN \+ 1 = {seq_len + 1}\. Fix: use more data or a"):
+    with pytest.raises(
+        ValueError,
+        match=rf"part: has {what}, one sample needs SEQ_LEN \+ 1 = {seq_len + 1}\. Fix: use more data or a",
+    ):
         megatron_samples(order(prefix, split=split, seq_len=seq_len, num_valid_samples=10), tmp_path)
 
 
 def test_nothing_for_validation(tmp_path):
     prefix = write(tmp_path / "part", LENGTHS)
     with pytest.raises(
-        ValueError, match=r"^SPLIT=1: leaves nothing for validation\. Fix: set EVAL_INTERVAL=0, or for instance SPLIT=99,1\.$"
+        ValueError,
+        match=(
+            r"^SPLIT=1: leaves nothing for validation\. Fix: set EVAL_INTERVAL=0, or for instance"
+            r" SPLIT=99,1\.$"
+        ),
     ):
         megatron_samples(order(prefix, split="1", num_valid_samples=10), tmp_path)
     samples, valid = megatron_samples(order(prefix, split="1"), tmp_path)
@@ -230,14 +267,23 @@ def test_files_for_validation(tmp_path):
     train, valid = write(tmp_path / "train", LENGTHS), write(tmp_path / "valid", LENGTHS, first_id=5000)
     samples = megatron_samples(order(train, valid=valid, num_valid_samples=20), tmp_path)
     assert samples[0].batch(0, 300).max() < 5000 <= samples[1].batch(0, 20).max()
-    assert samples[0].fingerprint() == SampleStream([(1.0, train)], seq_len=8, seed=0).fingerprint() != samples[1].fingerprint()
+    assert (
+        samples[0].fingerprint()
+        == SampleStream([(1.0, train)], seq_len=8, seed=0).fingerprint()
+        != samples[1].fingerprint()
+    )
 
 
 @pytest.mark.parametrize("index", [-1, 312])
 def test_sample_that_is_not_there(index, tmp_path):
     samples, _ = megatron_samples(order(write(tmp_path / "part", LENGTHS)), tmp_path)
     assert len(samples) == 312
-    with pytest.raises(ValueError, match=rf"sample index {index}: Megatron's order was built for 312 samples\. Fix: start with the TRAIN_"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            rf"sample index {index}: Megatron's order was built for 312 samples\. Fix: start with the TRAIN_"
+        ),
+    ):
         samples.sample(index)
 
 
@@ -245,5 +291,7 @@ def test_truncated_file(tmp_path):
     prefix = write(tmp_path / "part", LENGTHS)
     with Path(f"{prefix}.bin").open("r+b") as file:
         file.truncate(100)
-    with pytest.raises(ValueError, match=r"part\.bin is truncated: 100 bytes, by the sizes in its \.idx 2500\. Fix: "):
+    with pytest.raises(
+        ValueError, match=r"part\.bin is truncated: 100 bytes, by the sizes in its \.idx 2500\. Fix: "
+    ):
         megatron_samples(order(prefix), tmp_path)

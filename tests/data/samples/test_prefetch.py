@@ -1,4 +1,6 @@
-"""Reading ahead: the same batches as without, whatever the ranks, the micro-batch and the ramp-up; no hang and nothing left behind."""
+"""Reading ahead: the same batches as without, whatever the ranks, the micro-batch and the ramp-up; no hang
+and nothing left behind.
+"""
 
 from __future__ import annotations
 
@@ -39,14 +41,24 @@ def samples(request, prefix, tmp_path):
     """200 samples, five epochs, in either order."""
     if request.param == "stream":
         return SampleStream([(1.0, prefix)], seq_len=SEQ_LEN, seed=1)
-    order = MegatronOrder(prefix, valid="", split="", seq_len=SEQ_LEN, seed=1, num_train_samples=200, num_valid_samples=0)
+    order = MegatronOrder(
+        prefix, valid="", split="", seq_len=SEQ_LEN, seed=1, num_train_samples=200, num_valid_samples=0
+    )
     return megatron_samples(order, tmp_path)[0]
 
 
 def schedule(*, dp_size, mbsz, rampup=""):
     """(micro-batches, global batch size) by samples consumed, GBSZ=16."""
     config = load_config(
-        {"preset": "cpu", "gpus_per_node": dp_size, "mbsz": mbsz, "gbsz": 16, "rampup_batch_size": rampup, "use_moe": "false"}, {}
+        {
+            "preset": "cpu",
+            "gpus_per_node": dp_size,
+            "mbsz": mbsz,
+            "gbsz": 16,
+            "rampup_batch_size": rampup,
+            "use_moe": "false",
+        },
+        {},
     )
     return BatchSchedule(config).at
 
@@ -70,7 +82,9 @@ def worker_pids(reader):
 
 @pytest.mark.parametrize("rampup", ["", "8 4 60"])
 def test_order_depends_on_samples_consumed_alone(rampup, samples):
-    """At any number of ranks and any micro-batch size an iteration has the same samples, from the first or from a resumed one on."""
+    """At any number of ranks and any micro-batch size an iteration has the same samples, from the first or
+    from a resumed one on.
+    """
     plain = schedule(dp_size=1, mbsz=4, rampup=rampup)
     bounds = [0]
     while bounds[-1] < 150:
@@ -78,11 +92,16 @@ def test_order_depends_on_samples_consumed_alone(rampup, samples):
     assert {after - before for before, after in pairwise(bounds)} == ({8, 12, 16} if rampup else {16})
     for dp_size, mbsz in ((1, 1), (1, 4), (2, 2), (4, 1)):
         at = schedule(dp_size=dp_size, mbsz=mbsz, rampup=rampup)
-        ranks = [partial(microbatch_starts, schedule=at, mbsz=mbsz, dp_rank=rank, dp_size=dp_size) for rank in range(dp_size)]
+        ranks = [
+            partial(microbatch_starts, schedule=at, mbsz=mbsz, dp_rank=rank, dp_size=dp_size)
+            for rank in range(dp_size)
+        ]
         for resumed in (0, 1, 5):
             running = [rank(bounds[resumed]) for rank in ranks]
             for begin, end in pairwise(bounds[resumed:]):
-                first = [start for rank in running for start in islice(rank, (end - begin) // (mbsz * dp_size))]
+                first = [
+                    start for rank in running for start in islice(rank, (end - begin) // (mbsz * dp_size))
+                ]
                 batches = {start: samples.batch(start, mbsz) for start in first}
                 tokens = torch.cat([batches[start] for start in sorted(batches)])
                 assert tokens.equal(samples.batch(begin, end - begin))
@@ -94,7 +113,9 @@ def test_same_batches_as_without(rampup, samples):
     for dp_rank in range(2):
         reader = read_ahead(samples, dp_rank=dp_rank, dp_size=2, mbsz=2, rampup=rampup)
         for consumed in (0, 48):
-            starts = microbatch_starts(consumed, schedule(dp_size=2, mbsz=2, rampup=rampup), mbsz=2, dp_rank=dp_rank, dp_size=2)
+            starts = microbatch_starts(
+                consumed, schedule(dp_size=2, mbsz=2, rampup=rampup), mbsz=2, dp_rank=dp_rank, dp_size=2
+            )
             for first in islice(starts, 20):
                 batch = reader.batch(first, 2)
                 assert batch.dtype == torch.int64
@@ -121,7 +142,9 @@ def test_workers_stay_while_the_guess_is_right(samples):
 
 def test_reading_ahead_of_the_last_sample(prefix, tmp_path):
     """Workers ask for samples that do not exist; nobody takes what comes of it."""
-    order = MegatronOrder(prefix, valid="", split="", seq_len=SEQ_LEN, seed=1, num_train_samples=40, num_valid_samples=0)
+    order = MegatronOrder(
+        prefix, valid="", split="", seq_len=SEQ_LEN, seed=1, num_train_samples=40, num_valid_samples=0
+    )
     samples, _ = megatron_samples(order, tmp_path)
     last = len(samples) // 4 * 4
     reader = read_ahead(samples)
@@ -153,7 +176,10 @@ def test_worker_that_dies_is_an_error_of_the_next_batches(samples):
     for pid in worker_pids(reader):
         os.kill(pid, signal.SIGKILL)
     time.sleep(0.2)
-    expected = r"^NUM_WORKERS=2: a process that reads ahead has died \(DataLoader worker .*\), killed .*\. Fix: .* set NUM_WORKERS=0"
+    expected = (
+        r"^NUM_WORKERS=2: a process that reads ahead has died \(DataLoader worker .*\), killed .*\. Fix: .*"
+        r" set NUM_WORKERS=0"
+    )
     with pytest.raises(RuntimeError, match=expected):
         [reader.batch(first, 4) for first in range(4, 200, 4)]
     reader.close()
@@ -187,7 +213,9 @@ if sys.argv[2] == "kill":
 slow = pytest.mark.slow
 
 
-SLOW_ENDS = [pytest.param(*case, marks=slow) for case in (("end", 0), ("kill", -9), ("raise", 1), ("os._exit", 2))]
+SLOW_ENDS = [
+    pytest.param(*case, marks=slow) for case in (("end", 0), ("kill", -9), ("raise", 1), ("os._exit", 2))
+]
 
 
 @pytest.mark.parametrize(("how", "code"), [("at once", 3), *SLOW_ENDS])
@@ -220,8 +248,9 @@ def test_interrupt_of_the_terminal_does_not_end_workers(samples):
 def settings(prefix, **changes):
     """Megatron's order and two workers, with a part for validation, ramp-up and more than one epoch."""
     return {
-        "TRAIN_DATA": prefix, "SPLIT": "90,10", "EVAL_INTERVAL": 4, "EVAL_ITERS": 1, "SEQ_LEN": SEQ_LEN, "VOCAB_SIZE": 1024,
-        "DATA_ORDER": "megatron", "NUM_WORKERS": 2, "TRAIN_ITERS": 8, "RAMPUP_BATCH_SIZE": "4 2 24",
+        "TRAIN_DATA": prefix, "SPLIT": "90,10", "EVAL_INTERVAL": 4, "EVAL_ITERS": 1, "SEQ_LEN": SEQ_LEN,
+        "VOCAB_SIZE": 1024, "DATA_ORDER": "megatron", "NUM_WORKERS": 2, "TRAIN_ITERS": 8,
+        "RAMPUP_BATCH_SIZE": "4 2 24",
     } | changes  # fmt: skip
 
 
@@ -244,6 +273,8 @@ def test_run_goes_on_bit_for_bit(data_order, runs, prefix):
     assert resumed.curve("iteration") == list(range(1, 9))
     for name in ("lm_loss", "grad_norm", "consumed_samples"):
         assert resumed.curve(name) == whole.curve(name), name
-    assert [record["lm_loss"] for record in resumed.records("valid")] == [record["lm_loss"] for record in whole.records("valid")]
+    assert [record["lm_loss"] for record in resumed.records("valid")] == [
+        record["lm_loss"] for record in whole.records("valid")
+    ]
     alone = runs.succeed("alone", **settings(prefix, DATA_ORDER=data_order))
     assert alone.curve("lm_loss") == pytest.approx(whole.curve("lm_loss"), rel=1e-5)

@@ -47,12 +47,13 @@ def test_same_order(settings):
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ({"fingerprint": "11ee"}, f"TRAIN_DATA=0.7 a 0.3 b: its files are not those of {CHECKPOINT} (fingerprint 11ee instead of 00ff), "
-            f"{LOST}. Fix: give back the old files, in their old order, {FIX}"),
+        ({"fingerprint": "11ee"}, f"TRAIN_DATA=0.7 a 0.3 b: its files are not those of {CHECKPOINT} "
+            f"(fingerprint 11ee instead of 00ff), {LOST}. "
+            f"Fix: give back the old files, in their old order, {FIX}"),
         ({"train_data": "0.5 a 0.5 b"}, "TRAIN_DATA=0.5 a 0.5 b: blends its files as 1/2 : 1/2, "
             f"{CHECKPOINT} as 7/10 : 3/10, {LOST}. Fix: give back the old weights, {FIX}"),
-        ({"split": "90,10"}, f"SPLIT=90,10: trains on the documents from 0 to 0.9 of each file, {CHECKPOINT} on those from 0 to 1, "
-            f"{LOST}. Fix: give back the old SPLIT, {FIX}"),
+        ({"split": "90,10"}, f"SPLIT=90,10: trains on the documents from 0 to 0.9 of each file, {CHECKPOINT} "
+            f"on those from 0 to 1, {LOST}. Fix: give back the old SPLIT, {FIX}"),
         ({"seed": 2}, f"SEED=2: {CHECKPOINT} has SEED=1, {LOST}. Fix: set SEED=1, {FIX}"),
         ({"seq_len": 32}, f"SEQ_LEN=32: {CHECKPOINT} has SEQ_LEN=64, {LOST}. Fix: set SEQ_LEN=64, {FIX}"),
         ({"data_order": "megatron"}, f"DATA_ORDER=megatron: {CHECKPOINT} has DATA_ORDER=stream, {LOST}. "
@@ -79,8 +80,8 @@ def test_megatrons_order_and_the_number_of_samples():
     assert problems(old, order(data_order="megatron", train_iters=5, gbsz=16)) == []
     (line,) = problems(old, order(data_order="megatron", train_iters=20))
     rule = (
-        f"DATA_ORDER=megatron orders the 160 samples of TRAIN_ITERS * GBSZ otherwise than the 80 of {CHECKPOINT}, "
-        f"a limit that a run with DATA_ORDER=stream does not have, {LOST}"
+        "DATA_ORDER=megatron orders the 160 samples of TRAIN_ITERS * GBSZ otherwise than the 80 of"
+        f" {CHECKPOINT}, a limit that a run with DATA_ORDER=stream does not have, {LOST}"
     )
     assert line == f"TRAIN_ITERS=20: {rule}. Fix: set TRAIN_ITERS and GBSZ to 80 samples again, {FIX}"
 
@@ -108,9 +109,13 @@ def stream_of(config):
 def test_same_order_has_the_same_samples(tmp_path):
     a, b = write(tmp_path / "a"), write(tmp_path / "b", first_id=5000)
     old, moved, other = f"0.7 {a} 0.3 {b}", f"70 {a}.bin 30 {b}", f"0.5 {a} 0.5 {b}"
-    configs = [Config(gpus_per_node=1, **(OLD | {"train_data": text, "seq_len": 8})) for text in (old, moved, other)]
+    configs = [
+        Config(gpus_per_node=1, **(OLD | {"train_data": text, "seq_len": 8})) for text in (old, moved, other)
+    ]
     streams = [stream_of(config) for config in configs]
-    orders = [SampleOrder.of(config, stream.fingerprint()) for config, stream in zip(configs, streams, strict=True)]
+    orders = [
+        SampleOrder.of(config, stream.fingerprint()) for config, stream in zip(configs, streams, strict=True)
+    ]
     samples = [stream.batch(0, 200).numpy() for stream in streams]
     assert orders[0] == orders[1] != orders[2]
     assert np.array_equal(samples[0], samples[1])
@@ -122,7 +127,8 @@ def test_megatrons_order_is_another_one_for_more_samples(tmp_path):
     """Why the number of samples is part of it."""
     prefix = write(tmp_path / "a")
     few, many = (
-        megatron_samples(MegatronOrder(prefix, "", "", 8, 1, num_train_samples, 0), tmp_path)[0] for num_train_samples in (200, 900)
+        megatron_samples(MegatronOrder(prefix, "", "", 8, 1, num_train_samples, 0), tmp_path)[0]
+        for num_train_samples in (200, 900)
     )
     assert not np.array_equal(few.batch(0, 200).numpy(), many.batch(0, 200).numpy())
 
@@ -131,15 +137,26 @@ def test_tokenizer_is_compared_where_both_are_known(tmp_path):
     def tokenizer(name, vocab, **other):
         path = tmp_path / name / "tokenizer.json"
         path.parent.mkdir()
-        path.write_text(json.dumps({"model": {"type": "BPE", "vocab": vocab, "merges": []}, "added_tokens": [], **other}))
+        path.write_text(
+            json.dumps({"model": {"type": "BPE", "vocab": vocab, "merges": []}, "added_tokens": [], **other})
+        )
         return {"tokenizer": str(path.parent)}
 
     first = tokenizer("first", {"a": 0, "b": 1})
-    same, other = tokenizer("same", {"b": 1, "a": 0}, padding={"length": 8}), tokenizer("other", {"a": 1, "b": 0})
-    assert problems(order(**first), order(**same)) == problems(order(**first), order()) == problems(order(), order(**first)) == []
+    same, other = (
+        tokenizer("same", {"b": 1, "a": 0}, padding={"length": 8}),
+        tokenizer("other", {"a": 1, "b": 0}),
+    )
+    assert (
+        problems(order(**first), order(**same))
+        == problems(order(**first), order())
+        == problems(order(), order(**first))
+        == []
+    )
     (line,) = problems(order(**first), order(**other))
     assert re.fullmatch(
-        rf"TOKENIZER=\S+other: is not the tokenizer of {CHECKPOINT} \(fingerprint \w{{16}} instead of \w{{16}}\), "
+        rf"TOKENIZER=\S+other: is not the tokenizer of {CHECKPOINT} \(fingerprint \w{{16}} instead of"
+        r" \w{16}\), "
         rf"so ids would stand for other text\. Fix: give back the old tokenizer, {FIX}",
         line,
     )

@@ -15,12 +15,17 @@ from moe_exp.data.samples.prefetch import ReadAhead
 from moe_exp.data.samples.skipping import SkippingSamples, merged, skipped_from, stream_number, stream_ranges
 from moe_exp.data.tokens.tokens import BinIdxWriter
 
-RANGES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)).map(lambda pair: (pair[0], pair[0] + pair[1])), max_size=6)
+RANGES = st.lists(
+    st.tuples(st.integers(0, 60), st.integers(0, 12)).map(lambda pair: (pair[0], pair[0] + pair[1])),
+    max_size=6,
+)
 
 
 def left(skipped, count):
     """The first numbers of the stream that are not skipped."""
-    return [number for number in range(count + 200) if not any(first <= number < end for first, end in skipped)][:count]
+    return [
+        number for number in range(count + 200) if not any(first <= number < end for first, end in skipped)
+    ][:count]
 
 
 @settings(deadline=None)
@@ -43,14 +48,18 @@ def test_every_other_sample_comes_once_and_in_order(ranges):
 @given(RANGES, st.integers(0, 60), st.integers(0, 40))
 def test_ranges_of_a_batch(ranges, first, count):
     skipped = merged(ranges)
-    found = [number for begin, end in stream_ranges(first, first + count, skipped) for number in range(begin, end)]
+    found = [
+        number for begin, end in stream_ranges(first, first + count, skipped) for number in range(begin, end)
+    ]
     assert found == left(ranges, first + count)[first:]
 
 
 @settings(deadline=None)
 @given(RANGES, RANGES, st.integers(0, 60))
 def test_going_on_from_a_checkpoint(saved, wanted, consumed):
-    """Whatever the run skips meanwhile: what the checkpoint has trained stays as it was, and then comes the rest."""
+    """Whatever the run skips meanwhile: what the checkpoint has trained stays as it was, and then comes the
+    rest.
+    """
     skipped = skipped_from(saved, wanted, consumed)
     trained = left(saved, consumed)
     place = trained[-1] + 1 if trained else 0
@@ -61,7 +70,9 @@ def test_going_on_from_a_checkpoint(saved, wanted, consumed):
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 15), st.integers(1, 6)), min_size=1, max_size=4))
 def test_rollback_after_rollback(spikes):
-    """A run saves every 5 iterations of 4 samples, and goes back twice and more: what it has trained in the end is the stream without."""
+    """A run saves every 5 iterations of 4 samples, and goes back twice and more: what it has trained in the
+    end is the stream without.
+    """
     batch, skipped, trained, consumed, all_skips = 4, (), [], 0, []
     for iteration, length in spikes:
         end = (iteration + length) * batch
@@ -87,7 +98,9 @@ def prefix(tmp_path):
 def test_batches_over_a_skip(prefix):
     stream = SampleStream([(1.0, prefix)], seq_len=10, seed=1)
     samples = SkippingSamples(stream, [(3, 5), (9, 10)])
-    expected = torch.stack([torch.from_numpy(stream.sample(number)) for number in (0, 1, 2, 5, 6, 7, 8, 10, 11)])
+    expected = torch.stack(
+        [torch.from_numpy(stream.sample(number)) for number in (0, 1, 2, 5, 6, 7, 8, 10, 11)]
+    )
     assert torch.equal(samples.batch(0, 9), expected)
     assert torch.equal(samples.batch(3, 2), expected[3:5])
     assert samples.sample(7).tolist() == expected[7].tolist()
@@ -104,19 +117,31 @@ def test_inside_read_ahead(prefix):
 
 
 def test_the_end_of_megatrons_order(prefix, tmp_path):
-    order = MegatronOrder(train=prefix, valid="", split="", seq_len=10, seed=1, num_train_samples=60, num_valid_samples=0)
+    order = MegatronOrder(
+        train=prefix, valid="", split="", seq_len=10, seed=1, num_train_samples=60, num_valid_samples=0
+    )
     stream, _ = megatron_samples(order, tmp_path)
     length = len(stream)
     samples = SkippingSamples(stream, [(0, 1), (3, 5)], length)
     expected = [*left([(0, 1), (3, 5)], length - 3), 1, 2, 5]
-    assert [samples.sample(number).tolist() for number in range(length)] == [stream.sample(number).tolist() for number in expected]
-    assert samples.batch(length - 4, 4).tolist() == [stream.sample(number).tolist() for number in expected[-4:]]
+    assert [samples.sample(number).tolist() for number in range(length)] == [
+        stream.sample(number).tolist() for number in expected
+    ]
+    assert samples.batch(length - 4, 4).tolist() == [
+        stream.sample(number).tolist() for number in expected[-4:]
+    ]
 
 
 @pytest.mark.parametrize("kind", ["stream", "megatron"])
 def test_origin_has_the_tokens(kind, prefix, tmp_path):
-    order = MegatronOrder(train=prefix, valid="", split="", seq_len=25, seed=1, num_train_samples=60, num_valid_samples=0)
-    samples = SampleStream([(1.0, prefix)], seq_len=25, seed=1) if kind == "stream" else megatron_samples(order, tmp_path)[0]
+    order = MegatronOrder(
+        train=prefix, valid="", split="", seq_len=25, seed=1, num_train_samples=60, num_valid_samples=0
+    )
+    samples = (
+        SampleStream([(1.0, prefix)], seq_len=25, seed=1)
+        if kind == "stream"
+        else megatron_samples(order, tmp_path)[0]
+    )
     for number in range(60):
         origin = samples.origin(number)
         assert origin == Origin(prefix, origin.documents)

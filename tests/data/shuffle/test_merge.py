@@ -1,4 +1,6 @@
-"""The merge: nothing lost or doubled, the validation file left out, changed shards noticed, the same bytes after any interruption."""
+"""The merge: nothing lost or doubled, the validation file left out, changed shards noticed, the same bytes
+after any interruption.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from moe_exp.host.files import file_hash
 def shards(tmp_path):
     """A folder as `shuffle` makes it."""
     path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps({"text": f"text {number} " + "x" * (number % 97)}) + "\n" for number in range(500)))
+    path.write_text(
+        "".join(json.dumps({"text": f"text {number} " + "x" * (number % 97)}) + "\n" for number in range(500))
+    )
     shuffle([path], tmp_path / "x_shuffled", name="x", num_shards=5, memory_bytes=2**24)
     return tmp_path / "x_shuffled"
 
@@ -52,7 +56,8 @@ def test_shards_of_a_shuffle(shards, tmp_path):
     assert tally.to_json() == made["train"]
     assert json.loads((tmp_path / "merged.manifest.json").read_text()) == manifest
     assert manifest["outputs"][0]["hash"] == file_hash(tmp_path / "merged.jsonl")
-    assert merge(shards, tmp_path / "merged.jsonl", valid_file_name="x.val.jsonl") == manifest  # there is nothing to do
+    # there is nothing to do
+    assert merge(shards, tmp_path / "merged.jsonl", valid_file_name="x.val.jsonl") == manifest
 
 
 @pytest.mark.parametrize("block_bytes", [1, 2, 3, 16, 17, 18, 19, 2**20])
@@ -68,13 +73,27 @@ def test_missing_last_newlines_and_other_ends(tmp_path, monkeypatch, block_bytes
     }
     manifest = merge(a_folder(tmp_path, **contents), tmp_path / "merged", valid_file_name="val")
     numbers = ["one", "two", "three", "four", "five"]
-    assert (tmp_path / "merged.jsonl").read_bytes() == b"".join(f'{{"text": "{number}"}}\n'.encode() for number in numbers)
-    assert manifest["num_documents"] == {"a.jsonl": 1, "b.jsonl": 2, "c.jsonl": 0, "d.jsonl.gz": 1, "e.jsonl.zst": 1}
-    assert manifest["read"]["skipped"] == {"blank line": 2, "empty text": 1} and manifest["checked_by"] == "lines"
+    assert (tmp_path / "merged.jsonl").read_bytes() == b"".join(
+        f'{{"text": "{number}"}}\n'.encode() for number in numbers
+    )
+    assert manifest["num_documents"] == {
+        "a.jsonl": 1,
+        "b.jsonl": 2,
+        "c.jsonl": 0,
+        "d.jsonl.gz": 1,
+        "e.jsonl.zst": 1,
+    }
+    assert (
+        manifest["read"]["skipped"] == {"blank line": 2, "empty text": 1}
+        and manifest["checked_by"] == "lines"
+    )
 
 
 def test_bad_lines_without_a_manifest(tmp_path):
-    folder = a_folder(tmp_path, **{"a.jsonl": b'{"text": "one"}\n{"text": "tw', "b.jsonl": b'{"text": null}\n{"text": "three"}'})
+    folder = a_folder(
+        tmp_path,
+        **{"a.jsonl": b'{"text": "one"}\n{"text": "tw', "b.jsonl": b'{"text": null}\n{"text": "three"}'},
+    )
     with pytest.raises(BadDocument, match=r"a.jsonl:2: not valid JSON"):
         merge(folder, tmp_path / "merged", valid_file_name="val")
     assert not (tmp_path / "merged.jsonl").exists()
@@ -94,7 +113,10 @@ def change(path):
             lambda folder: change(folder / "x.chunk.03.jsonl"),
             "x.chunk.03.jsonl: is not what manifest.json says, it was changed since. Fix: ",
         ),
-        (lambda folder: (folder / "x.chunk.00.jsonl").write_bytes(b""), "x.chunk.00.jsonl: is not what manifest.json says"),
+        (
+            lambda folder: (folder / "x.chunk.00.jsonl").write_bytes(b""),
+            "x.chunk.00.jsonl: is not what manifest.json says",
+        ),
         (
             lambda folder: (folder / "x.chunk.04.jsonl").unlink(),
             "x.chunk.04.jsonl: is missing, and is in manifest.json. Fix: shuffle",
@@ -103,7 +125,10 @@ def change(path):
             lambda folder: (folder / "y.jsonl").write_text("{}"),
             "y.jsonl: is there, and is not in manifest.json. Fix: shuffle again, or",
         ),
-        (lambda folder: (folder / "x.val.jsonl").unlink(), "valid_file_name=x.val: there is no such file in "),
+        (
+            lambda folder: (folder / "x.val.jsonl").unlink(),
+            "valid_file_name=x.val: there is no such file in ",
+        ),
         (lambda folder: shutil.rmtree(folder), "there is no such folder. Fix: "),
     ],
 )
@@ -116,9 +141,14 @@ def test_a_folder_that_is_not_what_was_made_is_noticed(shards, tmp_path, damage,
 
 
 def test_the_wrong_validation_file_is_noticed(shards, tmp_path):
-    with pytest.raises(ValueError, match=r"valid_file_name=x.chunk.01: the validation file is x.val.jsonl, .* Fix: give that."):
+    with pytest.raises(
+        ValueError,
+        match=r"valid_file_name=x.chunk.01: the validation file is x.val.jsonl, .* Fix: give that.",
+    ):
         merge(shards, tmp_path / "merged", valid_file_name="x.chunk.01")
-    with pytest.raises(ValueError, match=r"valid_file_name=x: there is no such file in .* Fix: give x.val.jsonl."):
+    with pytest.raises(
+        ValueError, match=r"valid_file_name=x: there is no such file in .* Fix: give x.val.jsonl."
+    ):
         merge(shards, tmp_path / "merged", valid_file_name="x")
 
 
@@ -127,7 +157,11 @@ def test_it_does_not_write_where_it_must_not(shards, tmp_path):
         merge(shards, shards / "merged", valid_file_name="x.val")
     (tmp_path / "merged.jsonl").write_text("somebody's")
     with pytest.raises(
-        ValueError, match=r"merged.jsonl: is there, without a manifest of this program. Fix: choose another name, or give --start-over."
+        ValueError,
+        match=(
+            r"merged.jsonl: is there, without a manifest of this program. Fix: choose another name, or give"
+            r" --start-over."
+        ),
     ):
         merge(shards, tmp_path / "merged", valid_file_name="x.val")
     assert (tmp_path / "merged.jsonl").read_text() == "somebody's"
@@ -184,7 +218,9 @@ def test_killed_anywhere_and_called_again_it_makes_the_same_bytes(shards, tmp_pa
 
     def run(output, kill_at):
         code = PROGRAM.format(kill_at=kill_at, folder=str(shards), output=str(output))
-        return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+        return subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+        )
 
     calls = int(run(tmp_path / "reference", 0).stdout)
     for kill_at in (5, calls // 3, calls * 2 // 3, calls - 1, calls):  # the last two are in the publishing
@@ -198,23 +234,45 @@ def test_killed_anywhere_and_called_again_it_makes_the_same_bytes(shards, tmp_pa
 
 def test_the_script(shards, tmp_path):
     script = ROOT / "moe_exp/scripts/merge_jsonl_files.py"
-    flags = ["--input_dir", "x_shuffled", "--valid_file_name", "x.val", "--output_file_name", "x_shuffled_merged"]
+    flags = [
+        "--input_dir",
+        "x_shuffled",
+        "--valid_file_name",
+        "x.val",
+        "--output_file_name",
+        "x_shuffled_merged",
+    ]
 
     def run(*arguments):
-        return subprocess.run([sys.executable, script, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        return subprocess.run(
+            [sys.executable, script, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        )
 
     dry = run(*flags, "--dry-run")
-    assert dry.returncode == 0 and "disk_bytes" in dry.stdout and not (tmp_path / "x_shuffled_merged.jsonl").exists(), dry.stderr
+    assert (
+        dry.returncode == 0
+        and "disk_bytes" in dry.stdout
+        and not (tmp_path / "x_shuffled_merged.jsonl").exists()
+    ), dry.stderr
     done = run(*flags)
     assert (done.returncode == 0 and "499" in done.stdout) or "49" in done.stdout, done.stderr
     assert (tmp_path / "x_shuffled_merged.jsonl").read_bytes() == by_hand(shards)
     (shards / "x.chunk.00.jsonl").unlink()
     again = run(*flags)
-    assert again.returncode == 1 and again.stderr.startswith("moe-exp data: ") and again.stderr.count("\n") == 1
+    assert (
+        again.returncode == 1 and again.stderr.startswith("moe-exp data: ") and again.stderr.count("\n") == 1
+    )
 
 
 def test_the_command_takes_both_spellings_and_a_path(shards, tmp_path, capsys):
-    flags = ["--input-dir", str(shards), "--valid-file-name", "x.val.jsonl", "--output-file-name", str(tmp_path / "deep/er.jsonl")]
+    flags = [
+        "--input-dir",
+        str(shards),
+        "--valid-file-name",
+        "x.val.jsonl",
+        "--output-file-name",
+        str(tmp_path / "deep/er.jsonl"),
+    ]
     assert main("merge", flags) == 0
     assert "er.jsonl" in capsys.readouterr().out
     assert (tmp_path / "deep/er.jsonl").read_bytes() == by_hand(shards)

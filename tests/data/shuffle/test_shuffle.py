@@ -1,4 +1,6 @@
-"""The global shuffle: no line lost, whatever the sizes of buffers, buckets and budget; uniform; the same bytes after any interruption."""
+"""The global shuffle: no line lost, whatever the sizes of buffers, buckets and budget; uniform; the same
+bytes after any interruption.
+"""
 
 from __future__ import annotations
 
@@ -26,26 +28,41 @@ from moe_exp.data.shuffle.buckets import DOCUMENT_BYTES, Dealer, State, ValidTal
 from moe_exp.data.shuffle.shuffle import Memory, Shuffling, available_memory_bytes, find_jsonl
 from moe_exp.data.stage import run_stage
 
-SETTINGS = {"name": "x", "seed": 3, "num_shards": 3, "valid_fraction": 0.05, "text_field": "text", "skip_bad": False}
+SETTINGS = {
+    "name": "x",
+    "seed": 3,
+    "num_shards": 3,
+    "valid_fraction": 0.05,
+    "text_field": "text",
+    "skip_bad": False,
+}
 MEMORY = Memory(0, 2**12, 2**20, 2**14)
 
 
 def write_jsonl(path, texts, **more):
-    path.write_text("".join(json.dumps({"text": text, **more}, ensure_ascii=False) + "\n" for text in texts), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps({"text": text, **more}, ensure_ascii=False) + "\n" for text in texts),
+        encoding="utf-8",
+    )
     return path
 
 
 def some_texts(count, seed=0):
     """Texts of skewed lengths, some of them twice."""
     random = np.random.default_rng(seed)
-    texts = [f"{number} é " + "x" * int(length) for number, length in enumerate(random.pareto(1.2, count) * 40 % 3000)]
+    texts = [
+        f"{number} é " + "x" * int(length)
+        for number, length in enumerate(random.pareto(1.2, count) * 40 % 3000)
+    ]
     return texts + texts[:: max(1, count // 10)]
 
 
 def shuffled(inputs, output, memory=MEMORY, line_bytes=60_000, save_bytes=5000, **changes):
     """With buffers and buckets as small as wanted; `shuffle` itself takes no budget under 16 MB."""
     with run_stage("shuffle", output, settings={**SETTINGS, **changes}, inputs=inputs) as stage:
-        return stage.manifest if stage.was_done else Shuffling(stage, inputs, memory, save_bytes).run(line_bytes)
+        return (
+            stage.manifest if stage.was_done else Shuffling(stage, inputs, memory, save_bytes).run(line_bytes)
+        )
 
 
 def files_of(folder):
@@ -53,22 +70,34 @@ def files_of(folder):
 
 
 def lines_of(folder):
-    return Counter(line for content in files_of(folder).values() for line in content.splitlines(keepends=True))
+    return Counter(
+        line for content in files_of(folder).values() for line in content.splitlines(keepends=True)
+    )
 
 
 # No line is lost.
 
 
-@pytest.mark.parametrize("ending", [b"", b"\n", b"\r\n", b"\n\n", b"\r"], ids=["none", "lf", "crlf", "blank", "cr"])
+@pytest.mark.parametrize(
+    "ending", [b"", b"\n", b"\r\n", b"\n\n", b"\r"], ids=["none", "lf", "crlf", "blank", "cr"]
+)
 @pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"], ids=["", "bom"])
 def test_every_block_size_reads_what_read_documents_reads(tmp_path, ending, bom):
-    lines = [b'{"text": "a"}', b'{"text": "\xe2\x80\xa8 b", "n": 1}\r', b"", b' {"text": "c\\u0000"} ', b'{"text": ""}', b'{"text": "dd"}']
+    lines = [
+        b'{"text": "a"}',
+        b'{"text": "\xe2\x80\xa8 b", "n": 1}\r',
+        b"",
+        b' {"text": "c\\u0000"} ',
+        b'{"text": ""}',
+        b'{"text": "dd"}',
+    ]
     path = tmp_path / "a.jsonl"
     path.write_bytes(bom + b"\n".join(lines) + ending)
     tally = Tally()
     expected = [line for line, _ in read_documents(path, tally)]
     assert len(expected) == 4
-    for block_bytes in range(1, path.stat().st_size + 2):  # the input ends on the buffer's boundary, and one byte before and after it
+    # the input ends on the buffer's boundary, and one byte before and after it
+    for block_bytes in range(1, path.stat().st_size + 2):
         found, read = [], Tally()
         reader = DocumentBlocks(LineBlocks(block_bytes, 1000), read)
         for documents in reader.read(path):
@@ -85,10 +114,17 @@ def test_every_budget_gives_the_same_bytes(tmp_path):
     whole = sum(sizes) + len(sizes) * DOCUMENT_BYTES
     shuffled(inputs, tmp_path / "reference", Memory(0, 2**20, 2**20, 2**30))
     reference = files_of(tmp_path / "reference")
-    assert lines_of(tmp_path / "reference") == Counter(line for path in inputs for line in path.read_bytes().splitlines(keepends=True))
-    # Pieces of everything but one byte, everything, one byte to spare; then small ones, down to less than the longest document; in one
-    # bucket and in several.
-    for piece_bytes, line_bytes in [*itertools.product([whole - 1, whole, whole + 1], [1, 100_000]), (9000, 1), (9000, 50_000), (1, 9)]:
+    assert lines_of(tmp_path / "reference") == Counter(
+        line for path in inputs for line in path.read_bytes().splitlines(keepends=True)
+    )
+    # Pieces of everything but one byte, everything, one byte to spare; then small ones, down to less than the
+    # longest document; in one bucket and in several.
+    for piece_bytes, line_bytes in [
+        *itertools.product([whole - 1, whole, whole + 1], [1, 100_000]),
+        (9000, 1),
+        (9000, 50_000),
+        (1, 9),
+    ]:
         output = tmp_path / f"{piece_bytes}_{line_bytes}"
         shuffled(inputs, output, Memory(0, 997, 2**20, piece_bytes), line_bytes=line_bytes)
         assert files_of(output) == reference
@@ -106,7 +142,9 @@ def test_pieces_fit_the_memory_and_are_all_keys(tmp_path):
     ranges = list(buckets.pieces(path, 0, 2**64, 10_000))
     found = 0
     for (low, end), (following, _) in zip(ranges, [*ranges[1:], (2**64, 0)], strict=True):
-        inside = records["num_bytes"][(records["key"] >= np.uint64(low)) & (records["key"] <= np.uint64(end - 1))]
+        inside = records["num_bytes"][
+            (records["key"] >= np.uint64(low)) & (records["key"] <= np.uint64(end - 1))
+        ]
         assert low < end <= following and 0 < inside.sum() + DOCUMENT_BYTES * len(inside) <= 10_000
         found += len(inside)
     assert found == 3000
@@ -121,11 +159,18 @@ def test_compressed_inputs_and_folders_are_as_good(tmp_path):
     names = ["a.jsonl", "b.jsonl.gz", "c.jsonl.zst"]
     for number, part in enumerate(parts):
         content = write_jsonl(plain / f"{'abc'[number]}.jsonl", part).read_bytes()
-        packed = [content, gzip.compress(content[:500]) + gzip.compress(content[500:]), zstandard.compress(content)][number]
+        packed = [
+            content,
+            gzip.compress(content[:500]) + gzip.compress(content[500:]),
+            zstandard.compress(content),
+        ][number]
         (mixed / names[number]).write_bytes(packed)
     (mixed / "README.md").write_text("not a document")
     assert [path.name for path in find_jsonl([mixed])] == names
-    manifests = [shuffle.shuffle([folder], tmp_path / f"of_{folder.name}", name="x", memory_bytes=2**24) for folder in (plain, mixed)]
+    manifests = [
+        shuffle.shuffle([folder], tmp_path / f"of_{folder.name}", name="x", memory_bytes=2**24)
+        for folder in (plain, mixed)
+    ]
     assert files_of(tmp_path / "of_plain") == files_of(tmp_path / "of_mixed")
     assert manifests[0]["train"] == manifests[1]["train"]
 
@@ -146,7 +191,11 @@ def test_counts_and_hashes_are_those_of_the_files(tmp_path):
     list(read_documents(path, read))
     assert manifest["read"] == read.to_json() and read.skipped == {"empty text": 1}
     shards = [tmp_path / "out" / f"x.chunk.{shard:02d}.jsonl" for shard in range(7)]
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {*(path.name for path in shards), "x.val.jsonl", "manifest.json"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        *(path.name for path in shards),
+        "x.val.jsonl",
+        "manifest.json",
+    }
     for name, paths in {"train": shards, "valid": [tmp_path / "out/x.val.jsonl"]}.items():
         tally = Tally()
         counts = {path.name: sum(1 for _ in read_documents(path, tally)) for path in paths}
@@ -158,7 +207,10 @@ def test_counts_and_hashes_are_those_of_the_files(tmp_path):
 def test_the_shape_of_what_is_made(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", some_texts(400))
     shuffled([path], tmp_path / "out", num_shards=101)
-    assert sorted(file.name for file in (tmp_path / "out").glob("x.chunk.*"))[::100] == ["x.chunk.000.jsonl", "x.chunk.100.jsonl"]
+    assert sorted(file.name for file in (tmp_path / "out").glob("x.chunk.*"))[::100] == [
+        "x.chunk.000.jsonl",
+        "x.chunk.100.jsonl",
+    ]
 
 
 # The order.
@@ -185,7 +237,9 @@ def chi_square(orders):
     """Of the 24 orders of four: 23 degrees of freedom, 49.7 has a probability of 0.001."""
     counts = Counter(orders)
     expected = sum(counts.values()) / 24
-    return sum((count - expected) ** 2 / expected for count in counts.values()) + (24 - len(counts)) * expected
+    return (
+        sum((count - expected) ** 2 / expected for count in counts.values()) + (24 - len(counts)) * expected
+    )
 
 
 @pytest.mark.slow
@@ -201,7 +255,10 @@ def test_every_order_of_keys_is_equally_likely(first):
     keys = np.stack([buckets.document_keys(seed, first, 4) for seed in range(12_000)])
     assert chi_square(map(tuple, np.argsort(keys, axis=1).tolist())) < 49.7
     several = buckets.first_key(1, 3), buckets.first_key(2, 3)
-    shares = np.bincount(np.searchsorted(np.array(several, dtype=np.uint64), keys.ravel(), side="right")) / keys.size
+    shares = (
+        np.bincount(np.searchsorted(np.array(several, dtype=np.uint64), keys.ravel(), side="right"))
+        / keys.size
+    )
     assert (abs(shares - 1 / 3) < 0.01).all()  # sigma is 0.002
 
 
@@ -241,19 +298,30 @@ def test_another_seed_is_another_order_and_another_validation_set(tmp_path):
 
 def test_duplicates_are_on_one_side(tmp_path):
     texts = [f"text {number % 400}" for number in range(2000)]
-    lines = [json.dumps({"text": text, "id": number}, indent=None, ensure_ascii=number % 2 == 0) for number, text in enumerate(texts)]
+    lines = [
+        json.dumps({"text": text, "id": number}, indent=None, ensure_ascii=number % 2 == 0)
+        for number, text in enumerate(texts)
+    ]
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(lines))
     manifest = shuffled([path], tmp_path / "out", valid_fraction=0.1)
     valid = {json.loads(line)["text"] for line in (tmp_path / "out/x.val.jsonl").read_text().splitlines()}
-    train = {json.loads(line)["text"] for file in (tmp_path / "out").glob("x.chunk*") for line in file.read_text().splitlines()}
+    train = {
+        json.loads(line)["text"]
+        for file in (tmp_path / "out").glob("x.chunk*")
+        for line in file.read_text().splitlines()
+    }
     assert not valid & train and len(valid | train) == 400
     assert manifest["valid"]["num_documents"] == 5 * len(valid)
     assert 20 <= len(valid) <= 60  # 40 wanted; sigma is 6
     # The choice depends on text and seed alone: in another order, among others, the same.
-    other = write_jsonl(tmp_path / "b.jsonl", [*(f"text {number}" for number in reversed(range(400))), *some_texts(50)])
+    other = write_jsonl(
+        tmp_path / "b.jsonl", [*(f"text {number}" for number in reversed(range(400))), *some_texts(50)]
+    )
     shuffled([other], tmp_path / "other", valid_fraction=0.1)
-    assert valid <= {json.loads(line)["text"] for line in (tmp_path / "other/x.val.jsonl").read_text().splitlines()}
+    assert valid <= {
+        json.loads(line)["text"] for line in (tmp_path / "other/x.val.jsonl").read_text().splitlines()
+    }
 
 
 @pytest.mark.parametrize("count", [2, 10])
@@ -322,7 +390,12 @@ def test_literal_end_of_text_tokens_and_a_large_document_are_text(tmp_path):
     texts = ["<|endoftext|>", "</s>\u2028\u2029\x85\x00", "long " * 150_000, "d"]
     path = write_jsonl(tmp_path / "a.jsonl", texts)
     shuffled([path], tmp_path / "out")
-    found = [json.loads(line)["text"] for content in files_of(tmp_path / "out").values() for line in content.split(b"\n") if line]
+    found = [
+        json.loads(line)["text"]
+        for content in files_of(tmp_path / "out").values()
+        for line in content.split(b"\n")
+        if line
+    ]
     assert sorted(found) == sorted(texts)
 
 
@@ -330,7 +403,10 @@ def test_literal_end_of_text_tokens_and_a_large_document_are_text(tmp_path):
     ("changes", "message"),
     [
         ({"inputs": []}, "input=: no file is given. Fix: "),
-        ({"inputs": ["empty"]}, "the folder has no file that ends with .jsonl or .jsonl.gz or .jsonl.zst. Fix: "),
+        (
+            {"inputs": ["empty"]},
+            "the folder has no file that ends with .jsonl or .jsonl.gz or .jsonl.zst. Fix: ",
+        ),
         ({"inputs": ["none.jsonl"]}, "none.jsonl: there is no such file. Fix: "),
         ({"inputs": ["a.txt"]}, "a.txt: does not end with .jsonl"),
         ({"inputs": ["a.jsonl", "a.jsonl"]}, "a.jsonl: is given 2 times"),
@@ -360,7 +436,11 @@ def test_arguments_that_cannot_be_used(tmp_path, changes, message):
 def test_a_document_larger_than_an_eighth_of_the_budget_is_an_error(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ["a", "b" * (2**21), "c"])
     with pytest.raises(
-        ValueError, match=r"a.jsonl: a line is longer than the 2097152 bytes that are there for lines. Fix: give more memory"
+        ValueError,
+        match=(
+            r"a.jsonl: a line is longer than the 2097152 bytes that are there for lines. Fix: give more"
+            r" memory"
+        ),
     ):
         shuffle.shuffle([path], tmp_path / "out", name="x", memory_bytes=2**24)
     manifest = shuffle.shuffle([path], tmp_path / "out", name="x", memory_bytes=2**25)
@@ -394,7 +474,11 @@ print(calls)
 
 
 def run_program(folder, output, kill_at=0, file_bytes=0):
-    names = {"tests": [str(Path(__file__).parent), str(ROOT / "tests")], "folder": str(folder), "output": str(output)}
+    names = {
+        "tests": [str(Path(__file__).parent), str(ROOT / "tests")],
+        "folder": str(folder),
+        "output": str(output),
+    }
     code = PROGRAM.format(**names, kill_at=kill_at, file_bytes=file_bytes)
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
 
@@ -437,7 +521,9 @@ def test_what_a_power_cut_has_taken_is_noticed(tmp_path):
     run_program(tmp_path / "in", tmp_path / "out", file_bytes=10_000)
     largest = max((tmp_path / "out.partial").glob("bucket.*.lines"), key=lambda file: file.stat().st_size)
     largest.write_bytes(b"")
-    with pytest.raises(ValueError, match=r"has 0 bytes, but had \d+ when the step was interrupted. Fix: give --start-over."):
+    with pytest.raises(
+        ValueError, match=r"has 0 bytes, but had \d+ when the step was interrupted. Fix: give --start-over."
+    ):
         shuffled([path], tmp_path / "out")
 
 
@@ -481,7 +567,9 @@ def test_the_memory_stays_in_the_budget(tmp_path):
     with (tmp_path / "a.jsonl").open("w", encoding="utf-8") as file:
         for round_number in range(5):
             for name, text in python_stdlib_documents():
-                file.write(json.dumps({"text": text, "id": f"{round_number} {name}"}, ensure_ascii=False) + "\n")
+                file.write(
+                    json.dumps({"text": text, "id": f"{round_number} {name}"}, ensure_ascii=False) + "\n"
+                )
     assert (tmp_path / "a.jsonl").stat().st_size > 50e6
     grown_kb, before_kb = grown_by_a_shuffle(tmp_path, budget_mb=24)
     assert 0 < grown_kb < 24 * 1024 and before_kb < 50 * 1024
@@ -496,7 +584,9 @@ def test_the_memory_does_not_grow_with_the_number_of_documents(tmp_path):
 
 
 def grown_by_a_shuffle(folder, budget_mb):
-    """KB that the peak of a process grows by when it shuffles a.jsonl into one shard, and what it was before."""
+    """KB that the peak of a process grows by when it shuffles a.jsonl into one shard, and what it was
+    before.
+    """
     code = """
 import sys
 from pathlib import Path
@@ -522,7 +612,9 @@ def test_a_piece_of_short_documents_does_not_keep_the_buffer_of_one_of_long_docu
 
     read = Dealer._read_lines
     monkeypatch.setattr(Dealer, "_read_lines", read_lines)
-    path = write_jsonl(tmp_path / "a.jsonl", ["x" * 15_000 if number % 500 == 0 else f"{number}" for number in range(3000)])
+    path = write_jsonl(
+        tmp_path / "a.jsonl", ["x" * 15_000 if number % 500 == 0 else f"{number}" for number in range(3000)]
+    )
     shuffled([path], tmp_path / "out")
     assert max(num_bytes for num_bytes, _ in used) <= MEMORY.piece_bytes
     assert sum(count for _, count in used) == 3000
@@ -539,7 +631,9 @@ def test_a_block_of_short_lines_is_parsed_in_parts(tmp_path):
             read += documents.tally()
             start, num_lines = start + documents.num_bytes, num_lines + documents.num_lines
             if num_lines == 21:  # what was read up to here is left out by a call that goes on
-                rest = DocumentBlocks(LineBlocks(500, 500), Tally()).read(path, start=start, num_lines=num_lines)
+                rest = DocumentBlocks(LineBlocks(500, 500), Tally()).read(
+                    path, start=start, num_lines=num_lines
+                )
                 assert sum(len(following.ends) for following in rest) == expected - read.num_documents
         assert (start, num_lines) == (path.stat().st_size, 200)
         assert read.num_documents == expected == 100 and read.skipped == {"blank line": 100}
@@ -556,12 +650,20 @@ def test_memory_that_is_left_honours_control_groups(tmp_path):
     for name, text in {"memory.max": "max", "memory.current": "5"}.items():
         (cgroup / "a/b" / name).write_text(text)
     assert available_memory_bytes(proc, cgroup) == 8000 * 1024
-    for name, text in {"memory.max": "1000000", "memory.current": "700000", "memory.stat": "anon 1\ninactive_file 200000\n"}.items():
+    for name, text in {
+        "memory.max": "1000000",
+        "memory.current": "700000",
+        "memory.stat": "anon 1\ninactive_file 200000\n",
+    }.items():
         (cgroup / "a" / name).write_text(text)
     assert available_memory_bytes(proc, cgroup) == 500_000
     (proc / "self/cgroup").write_text("4:memory:/of/the/host\n")
     (cgroup / "memory").mkdir()
-    for name, text in {"memory.limit_in_bytes": "900", "memory.usage_in_bytes": "100", "memory.stat": ""}.items():
+    for name, text in {
+        "memory.limit_in_bytes": "900",
+        "memory.usage_in_bytes": "100",
+        "memory.stat": "",
+    }.items():
         (cgroup / "memory" / name).write_text(text)
     assert available_memory_bytes(proc, cgroup) == 800
     assert 0 < available_memory_bytes() < 2**50
@@ -575,7 +677,11 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert "disk_bytes" in capsys.readouterr().out and not Path("books_shuffled").exists()
     assert main("shuffle", ["books", "--shards", "2", "--memory", "16MiB"]) == 0
     assert "training documents" in capsys.readouterr().out
-    assert set(files_of(Path("books_shuffled"))) == {"books.chunk.00.jsonl", "books.chunk.01.jsonl", "books.val.jsonl"}
+    assert set(files_of(Path("books_shuffled"))) == {
+        "books.chunk.00.jsonl",
+        "books.chunk.01.jsonl",
+        "books.val.jsonl",
+    }
     assert main("shuffle", ["books", "--shards", "3"]) == 1
     assert "--start-over" in capsys.readouterr().err
     Path("books/b.jsonl").write_text("{")

@@ -34,7 +34,10 @@ def how(tmp_path):
 def inputs(tmp_path):
     paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz", tmp_path / "c.jsonl"]
     for index, path in enumerate(paths):
-        content = "\n".join(json.dumps({"text": text}) for text in TEXTS[index * 10 : index * 10 + 10]).encode() + b"\n\n"
+        content = (
+            "\n".join(json.dumps({"text": text}) for text in TEXTS[index * 10 : index * 10 + 10]).encode()
+            + b"\n\n"
+        )
         path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
     return paths
 
@@ -49,7 +52,12 @@ def test_bytes_are_ours(tasks, how, inputs, tmp_path):
     manifest = tokenize_by_datatrove(inputs, tmp_path / "theirs", how, executor="local", tasks=tasks)
     assert contents(tmp_path / "theirs") == contents(tmp_path / "ours")
     assert manifest["num_documents"] == 30
-    assert tokenize_by_datatrove(inputs, tmp_path / "theirs", how, executor="local", tasks=tasks)["num_documents"] == 30
+    assert (
+        tokenize_by_datatrove(inputs, tmp_path / "theirs", how, executor="local", tasks=tasks)[
+            "num_documents"
+        ]
+        == 30
+    )
 
 
 def test_a_bad_line_stops(how, inputs, tmp_path):
@@ -64,7 +72,9 @@ UNIGRAM = [[piece, -3.0] for piece in ("<unk>", "</s>", *map(chr, range(32, 127)
 
 @pytest.fixture
 def reads_end_token(tmp_path):
-    """A tokenizer whose model has </s> as a piece: in a text it is the end-of-document token, whatever one asks for."""
+    """A tokenizer whose model has </s> as a piece: in a text it is the end-of-document token, whatever one
+    asks for.
+    """
     model = {"type": "Unigram", "unk_id": 0, "vocab": UNIGRAM, "byte_fallback": False}
     folder = tmp_path / "unigram"
     folder.mkdir()
@@ -74,22 +84,48 @@ def reads_end_token(tmp_path):
 
 def test_what_is_skipped_is_counted(reads_end_token, tmp_path, capsys):
     paths = [tmp_path / name for name in ("x.jsonl", "blank.jsonl", "y.jsonl")]
-    paths[0].write_text("".join(json.dumps({"text": text}) + "\n" for text in ("one", "two </s> three", "four")) + "not JSON\n\n")
+    paths[0].write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in ("one", "two </s> three", "four"))
+        + "not JSON\n\n"
+    )
     paths[1].write_text("\n\n")
     paths[2].write_text('{"text": "five"}\n')
-    flags = ["--input", *map(str, paths), "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(reads_end_token)]
+    flags = [
+        "--input",
+        *map(str, paths),
+        "--tokenizer-type",
+        "HuggingFaceTokenizer",
+        "--tokenizer-model",
+        str(reads_end_token),
+    ]
     flags += ["--append-eod", "--backend", "tokenizers", "--workers", "1"]
     datatrove = ["--executor", "local", "--tasks", "3"]
     (tmp_path / "z.jsonl").write_text("\n" + json.dumps({"text": "two </s> three"}))
-    stops = ["--input", str(tmp_path / "z.jsonl"), "--executor", "local", "--output-prefix", str(tmp_path / "stops")]
+    stops = [
+        "--input",
+        str(tmp_path / "z.jsonl"),
+        "--executor",
+        "local",
+        "--output-prefix",
+        str(tmp_path / "stops"),
+    ]
     assert main("tokenize", [*flags, *stops]) == 1
     assert "z.jsonl:2: the tokenizer reads </s> in the text as a special token" in capsys.readouterr().err
     assert main("tokenize", [*flags, "--skip-bad", "--output-prefix", str(tmp_path / "ours")]) == 0
-    assert main("tokenize", [*flags, *datatrove, "--skip-bad", "--output-prefix", str(tmp_path / "theirs")]) == 0
+    assert (
+        main("tokenize", [*flags, *datatrove, "--skip-bad", "--output-prefix", str(tmp_path / "theirs")]) == 0
+    )
     assert "skipped: not valid JSON" in capsys.readouterr().out
     assert contents(tmp_path / "theirs_text_document") == contents(tmp_path / "ours_text_document")
-    ours, theirs = (json.loads((tmp_path / f"{name}_text_document.manifest.json").read_text()) for name in ("ours", "theirs"))
-    assert theirs["skipped"] == {"blank line": 3, "not valid JSON": 1, "the tokenizer reads </s> in the text as a special token": 1}
+    ours, theirs = (
+        json.loads((tmp_path / f"{name}_text_document.manifest.json").read_text())
+        for name in ("ours", "theirs")
+    )
+    assert theirs["skipped"] == {
+        "blank line": 3,
+        "not valid JSON": 1,
+        "the tokenizer reads </s> in the text as a special token": 1,
+    }
     assert (theirs["num_documents"], theirs["num_eods"]) == (3, 3)
     assert main("verify", [str(tmp_path / "theirs_text_document")]) == 0
     same = ("num_documents", "num_tokens", "num_eods", "num_text_bytes", "text_hash", "skipped", "dtype")
@@ -132,7 +168,14 @@ DAMAGE = {
 def test_slurm_from_the_command_to_the_files(how, inputs, tmp_path, monkeypatch, capsys):
     cluster = Cluster(tmp_path / "queue")
     monkeypatch.setenv("PATH", f"{cluster.programs}:{os.environ['PATH']}")
-    flags = ["--input", *map(str, inputs), "--output-prefix", str(tmp_path / "x"), "--tokenizer-type", "HuggingFaceTokenizer"]
+    flags = [
+        "--input",
+        *map(str, inputs),
+        "--output-prefix",
+        str(tmp_path / "x"),
+        "--tokenizer-type",
+        "HuggingFaceTokenizer",
+    ]
     flags += ["--tokenizer-model", str(tmp_path), "--append-eod", "--workers", "2"]
     flags += ["--executor", "slurm", "--tasks", "3", "--slurm-partition", "cpu", "--slurm-time", "1:00:00"]
     jobs = []
@@ -154,23 +197,40 @@ def test_slurm_from_the_command_to_the_files(how, inputs, tmp_path, monkeypatch,
     assert main("tokenize", flags) == 0, [path.read_text() for path in cluster.folder.glob("*.out")]
     tokenize_files(inputs, tmp_path / "ours", how)
     assert contents(tmp_path / "x_text_document") == contents(tmp_path / "ours")
-    assert [main("verify", [str(tmp_path / f"x_text_document{suffix}")]) for suffix in ("", ".datatrove")] == [0, 0]
+    assert [
+        main("verify", [str(tmp_path / f"x_text_document{suffix}")]) for suffix in ("", ".datatrove")
+    ] == [0, 0]
 
 
 def test_the_slurm_script(how, inputs, tmp_path, monkeypatch):
     """Up to sbatch, which is a program that takes the script: what it would run is there."""
     sbatch = tmp_path / "bin" / "sbatch"
     sbatch.parent.mkdir()
-    lines = ["#!/bin/sh", "for script; do :; done", f'cat "$script" >> {tmp_path}/submitted', "echo Submitted batch job 7"]
+    lines = [
+        "#!/bin/sh",
+        "for script; do :; done",
+        f'cat "$script" >> {tmp_path}/submitted',
+        "echo Submitted batch job 7",
+    ]
     sbatch.write_text("\n".join(lines))
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", str(sbatch.parent), prepend=":")
     slurm = {"partition": "cpu", "time": "1:00:00"}
-    assert tokenize_by_datatrove(inputs, tmp_path / "theirs", how, executor="slurm", tasks=3, workers=2, slurm=slurm) is None
+    assert (
+        tokenize_by_datatrove(
+            inputs, tmp_path / "theirs", how, executor="slurm", tasks=3, workers=2, slurm=slurm
+        )
+        is None
+    )
     script = (tmp_path / "submitted").read_text()
     assert "#SBATCH --partition=cpu" in script
     assert "launch_pickled_pipeline" in script
-    assert tokenize_by_datatrove(inputs, tmp_path / "theirs", how, executor="slurm", tasks=3, workers=2, slurm=slurm) is None
+    assert (
+        tokenize_by_datatrove(
+            inputs, tmp_path / "theirs", how, executor="slurm", tasks=3, workers=2, slurm=slurm
+        )
+        is None
+    )
     assert (tmp_path / "submitted").read_text() == script, "it waits, and submits nothing twice"
 
 
@@ -189,7 +249,17 @@ def test_wrong_settings(change, message, how, inputs, tmp_path):
 
 
 def test_command(how, inputs, tmp_path, capsys):
-    flags = ["--output-prefix", str(tmp_path / "x"), "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path)]
+    flags = [
+        "--output-prefix",
+        str(tmp_path / "x"),
+        "--tokenizer-type",
+        "HuggingFaceTokenizer",
+        "--tokenizer-model",
+        str(tmp_path),
+    ]
     flags += ["--append-eod", "--executor", "local", "--tasks", "2", "--workers", "1"]
     assert main("tokenize", ["--input", *map(str, inputs), *flags]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == f"TRAIN_DATA={tmp_path}/x_text_document VOCAB_SIZE={how.tokenizer.vocab_size}"
+    assert (
+        capsys.readouterr().out.splitlines()[-1]
+        == f"TRAIN_DATA={tmp_path}/x_text_document VOCAB_SIZE={how.tokenizer.vocab_size}"
+    )

@@ -1,4 +1,6 @@
-"""JSONL to .bin/.idx: Megatron's bytes, whatever the workers, parts and crashes; and nothing lost without a word."""
+"""JSONL to .bin/.idx: Megatron's bytes, whatever the workers, parts and crashes; and nothing lost without a
+word.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,8 @@ ODD_TEXTS = [
 
 def jsonl(texts, end="\n"):
     return end.join(
-        json.dumps({"text": text, "id": str(number)}, ensure_ascii=number % 2 == 0) for number, text in enumerate(texts)
+        json.dumps({"text": text, "id": str(number)}, ensure_ascii=number % 2 == 0)
+        for number, text in enumerate(texts)
     ).encode()
 
 
@@ -105,15 +108,23 @@ def change_tokenizer(folder, path, **changes):
 
 
 @pytest.mark.parametrize(
-    ("backend", "is_large"), [("gigatoken", False), ("tokenizers", False), ("tokenizers", True)], ids=["gigatoken", "uint16", "int32"]
+    ("backend", "is_large"),
+    [("gigatoken", False), ("tokenizers", False), ("tokenizers", True)],
+    ids=["gigatoken", "uint16", "int32"],
 )
 def test_files_are_those_of_tokenizers_and_megatron(backend, is_large, folder, texts, tmp_path):
     model = folder / "tokenizer.json"
     if is_large:
         vocab = json.loads(model.read_text())["model"]["vocab"]
-        model = change_tokenizer(folder, tmp_path / "large.json", model__vocab={**vocab, **{f"unused {i}": i for i in range(600, 65500)}})
+        model = change_tokenizer(
+            folder,
+            tmp_path / "large.json",
+            model__vocab={**vocab, **{f"unused {i}": i for i in range(600, 65500)}},
+        )
     how = PartSettings(load_tokenizer("HuggingFaceTokenizer", model=model), append_eod=True)
-    manifest = tokenize_files([folder / "corpus.jsonl"], tmp_path / "ours", how, backend=backend, part_bytes=PART_BYTES)
+    manifest = tokenize_files(
+        [folder / "corpus.jsonl"], tmp_path / "ours", how, backend=backend, part_bytes=PART_BYTES
+    )
     tokenizer = Tokenizer.from_file(str(model))
     tokenizer.encode_special_tokens = True
     builder = IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.int32 if is_large else np.uint16)
@@ -122,7 +133,11 @@ def test_files_are_those_of_tokenizers_and_megatron(backend, is_large, folder, t
         builder.add_document(torch.tensor(ids), [len(ids)])
     builder.finalize(str(tmp_path / "theirs.idx"))
     assert contents(tmp_path / "ours") == contents(tmp_path / "theirs")
-    assert (manifest["num_documents"], manifest["num_eods"], manifest["backend"]) == (len(texts), len(texts), backend)
+    assert (manifest["num_documents"], manifest["num_eods"], manifest["backend"]) == (
+        len(texts),
+        len(texts),
+        backend,
+    )
     assert manifest["num_tokens"] == sum(len(one) for one in IndexedDataset(str(tmp_path / "ours")))
 
 
@@ -148,10 +163,18 @@ def test_any_number_of_workers_and_any_packing(workers, texts, how, undisturbed,
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.sampled_from([b"", b"a", b"bb", b"\xef\xbb\xbf", b"cc\r", b"d" * 9]), max_size=8), st.booleans(), st.integers(1, 12))
+@given(
+    st.lists(st.sampled_from([b"", b"a", b"bb", b"\xef\xbb\xbf", b"cc\r", b"d" * 9]), max_size=8),
+    st.booleans(),
+    st.integers(1, 12),
+)
 def test_parts_have_every_line_once(tmp_path_factory, lines, ends, part_bytes):
     path = write(tmp_path_factory.mktemp("parts") / "x.jsonl", b"\n".join(lines) + b"\n" * ends)
-    found = [(line_number(part, number), line) for part in plan_parts([path], part_bytes) for number, line in part_lines(part)]
+    found = [
+        (line_number(part, number), line)
+        for part in plan_parts([path], part_bytes)
+        for number, line in part_lines(part)
+    ]
     assert found == list(read_lines(path))
 
 
@@ -183,7 +206,10 @@ def test_what_cannot_be_merged(how, undisturbed, tmp_path):
     builder = IndexedDatasetBuilder(str(tmp_path / "other.bin"), dtype=np.int32)
     builder.add_document(torch.arange(3), [3])
     builder.finalize(str(tmp_path / "other.idx"))
-    with pytest.raises(ValueError, match=r"tokens are stored as uint16 in .* and int32 in .*other. Fix: merge shards of one tokenizer"):
+    with pytest.raises(
+        ValueError,
+        match=r"tokens are stored as uint16 in .* and int32 in .*other. Fix: merge shards of one tokenizer",
+    ):
         merge_token_files([undisturbed[0], tmp_path / "other"], tmp_path / "out")
     with pytest.raises(ValueError, match=r"missing\.bin is missing\. Fix: "):
         merge_token_files([tmp_path / "missing"], tmp_path / "out")
@@ -210,7 +236,14 @@ def test_special_tokens_in_a_text_are_text(folder, undisturbed, tmp_path):
 LETTERS = [chr(code) for code in range(32, 127)]
 SPECIAL = ["<unk>", "<pad>", "</s>"]
 OWN_VOCABULARY = {
-    "Unigram": {"model": {"type": "Unigram", "unk_id": 0, "vocab": [[piece, -3.0] for piece in SPECIAL + LETTERS], "byte_fallback": False}},
+    "Unigram": {
+        "model": {
+            "type": "Unigram",
+            "unk_id": 0,
+            "vocab": [[piece, -3.0] for piece in SPECIAL + LETTERS],
+            "byte_fallback": False,
+        }
+    },
     "WordLevel": {
         "model": {
             "type": "WordLevel",
@@ -223,10 +256,14 @@ OWN_VOCABULARY = {
 
 
 def own_vocabulary(kind, folder, added=SPECIAL):
-    """A tokenizer whose model has the special tokens in its own vocabulary, where no switch makes them text."""
+    """A tokenizer whose model has the special tokens in its own vocabulary, where no switch makes them
+    text.
+    """
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     tokens = [{"id": SPECIAL.index(token), "content": token, "special": True, **flags} for token in added]
-    (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": tokens, **OWN_VOCABULARY[kind]}))
+    (folder / "tokenizer.json").write_text(
+        json.dumps({"version": "1.0", "added_tokens": tokens, **OWN_VOCABULARY[kind]})
+    )
     return load_tokenizer("HuggingFaceTokenizer", model=folder)
 
 
@@ -235,10 +272,17 @@ def own_vocabulary(kind, folder, added=SPECIAL):
 def test_special_tokens_of_the_models_own_vocabulary(kind, token, tmp_path):
     tokenizer = own_vocabulary(kind, tmp_path)
     fine = write(tmp_path / "fine.jsonl", jsonl(["fine", "not \u4e16 fine"] * 20))
-    path = write(tmp_path / "x.jsonl", jsonl(["fine"] * 20 + [f"not {token} fine", f"{token} {token}"] + ["not \u4e16 fine"] * 20))
-    with pytest.raises(BadDocument, match=rf"x\.jsonl:21: the tokenizer reads {token} in the text as a special token$"):
+    path = write(
+        tmp_path / "x.jsonl",
+        jsonl(["fine"] * 20 + [f"not {token} fine", f"{token} {token}"] + ["not \u4e16 fine"] * 20),
+    )
+    with pytest.raises(
+        BadDocument, match=rf"x\.jsonl:21: the tokenizer reads {token} in the text as a special token$"
+    ):
         tokenize_files([path], tmp_path / "out", PartSettings(tokenizer, append_eod=True), part_bytes=150)
-    manifest = tokenize_files([path], tmp_path / "skip", PartSettings(tokenizer, append_eod=True, skip_bad=True), part_bytes=150)
+    manifest = tokenize_files(
+        [path], tmp_path / "skip", PartSettings(tokenizer, append_eod=True, skip_bad=True), part_bytes=150
+    )
     assert manifest["skipped"] == {f"the tokenizer reads {token} in the text as a special token": 2}
     assert (manifest["num_documents"], manifest["num_eods"]) == (40, 40)
     ids = np.fromfile(tmp_path / "skip.bin", np.uint16)
@@ -253,9 +297,13 @@ def test_special_tokens_of_the_models_own_vocabulary(kind, token, tmp_path):
 def test_an_end_token_that_is_a_piece_alone(tmp_path):
     tokenizer = own_vocabulary("Unigram", tmp_path, added=[])
     path = write(tmp_path / "x.jsonl", jsonl(["fine", "two", "not </s> fine"]))
-    with pytest.raises(BadDocument, match=r"x\.jsonl:3: the tokenizer reads </s> in the text as a special token$"):
+    with pytest.raises(
+        BadDocument, match=r"x\.jsonl:3: the tokenizer reads </s> in the text as a special token$"
+    ):
         tokenize_files([path], tmp_path / "out", PartSettings(tokenizer, append_eod=True))
-    allowed = PartSettings(load_tokenizer("HuggingFaceTokenizer", model=tmp_path, allow_special=True), append_eod=True)
+    allowed = PartSettings(
+        load_tokenizer("HuggingFaceTokenizer", model=tmp_path, allow_special=True), append_eod=True
+    )
     assert tokenize_files([path], tmp_path / "allowed", allowed)["num_eods"] == 4
 
 
@@ -294,7 +342,10 @@ def test_a_tokenizer_with_truncation_or_padding(setting, folder, undisturbed, tm
 def test_no_token_before_a_document(folder, undisturbed, tmp_path):
     template = {
         "type": "TemplateProcessing",
-        "single": [{"SpecialToken": {"id": "<|pad|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "single": [
+            {"SpecialToken": {"id": "<|pad|>", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ],
     }
     template |= {
         "pair": [{"Sequence": {"id": "A", "type_id": 0}}],
@@ -332,7 +383,9 @@ def test_a_bad_line_stops_and_is_named(line, how, tmp_path):
 
 def test_bad_lines_are_skipped_and_counted(how, tmp_path):
     path = write(tmp_path / "x.jsonl", b"\n".join([*BAD_LINES, b" ", b'{"text": ""}', jsonl(["a", "b"])]))
-    manifest = tokenize_files([path], tmp_path / "out", PartSettings(how.tokenizer, append_eod=True, skip_bad=True), part_bytes=64)
+    manifest = tokenize_files(
+        [path], tmp_path / "out", PartSettings(how.tokenizer, append_eod=True, skip_bad=True), part_bytes=64
+    )
     assert manifest["num_documents"] == len(IndexedDataset(str(tmp_path / "out"))) == 2
     expected = {reason: list(BAD_LINES.values()).count(reason) for reason in BAD_LINES.values()}
     assert manifest["skipped"] == {**expected, "blank line": 1, "empty text": 1}
@@ -392,7 +445,10 @@ def test_inputs(tmp_path):
 
 
 def test_json_lines_in_a_file_called_json(texts, how, undisturbed, tmp_path):
-    named = [write(tmp_path / "a.json", jsonl(texts[:30]) + b"\n"), write(tmp_path / "b.json.gz", gzip.compress(jsonl(texts[30:])))]
+    named = [
+        write(tmp_path / "a.json", jsonl(texts[:30]) + b"\n"),
+        write(tmp_path / "b.json.gz", gzip.compress(jsonl(texts[30:]))),
+    ]
     jsonl_file = write(tmp_path / "c.jsonl", b"")
     assert find_inputs([tmp_path]) == [jsonl_file], "a folder may hold other JSON"
     assert find_inputs([f"{tmp_path}/*.json*"]) == [*named, jsonl_file]
@@ -413,7 +469,12 @@ def test_gigatoken_is_left_where_it_gives_other_ids(folder, tmp_path):
     probe = probe_backend(Encoders(tokenizer), "auto", ["some text"])
     assert probe.backend == "tokenizers"
     assert probe.reason.startswith("not gigatoken: it encodes ")
-    with pytest.raises(ValueError, match=r"^BACKEND=gigatoken: gigatoken cannot be used: it encodes .* Fix: give --backend tokenizers\.$"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"^BACKEND=gigatoken: gigatoken cannot be used: it encodes .* Fix: give --backend tokenizers\.$"
+        ),
+    ):
         probe_backend(Encoders(tokenizer), "gigatoken", [])
 
 
@@ -422,16 +483,24 @@ def test_a_difference_in_the_corpus_names_the_document(folder, tmp_path):
     tokenizer = load_tokenizer("HuggingFaceTokenizer", model=path)
     encoders = Encoders(tokenizer)
     fast, slow = encoders.get("gigatoken"), encoders.get("tokenizers")
-    odd = next(text for text in probe_texts(tokenizer) if not np.array_equal(fast([text])[0], slow([text])[0]))
+    odd = next(
+        text for text in probe_texts(tokenizer) if not np.array_equal(fast([text])[0], slow([text])[0])
+    )
     source = write(tmp_path / "x.jsonl", jsonl(["a", odd]))
-    with pytest.raises(ValueError, match=r"x\.jsonl:2: gigatoken gives other tokens .* Fix: --backend tokenizers --start-over\.$"):
-        PartEncoder(PartSettings(tokenizer), "gigatoken").encode(Part(0, source, 0, 10**6), tmp_path, lambda num_bytes: None)
+    with pytest.raises(
+        ValueError,
+        match=r"x\.jsonl:2: gigatoken gives other tokens .* Fix: --backend tokenizers --start-over\.$",
+    ):
+        PartEncoder(PartSettings(tokenizer), "gigatoken").encode(
+            Part(0, source, 0, 10**6), tmp_path, lambda num_bytes: None
+        )
     assert not list(tmp_path.glob("part.*"))
 
 
 def test_characters_that_gigatoken_splits_otherwise_are_left_to_the_other_package(tmp_path):
     new = "\ua7cf"  # of Unicode 17: a letter for the one, unassigned for the other
-    train_bpe([f'"{new}" '] * 50, 300).save(str(tmp_path / "tokenizer.json"))  # which has the quotation mark and the first byte as a token
+    # which has the quotation mark and the first byte as a token
+    train_bpe([f'"{new}" '] * 50, 300).save(str(tmp_path / "tokenizer.json"))
     encoders = Encoders(load_tokenizer("HuggingFaceTokenizer", model=tmp_path))
     gigatoken, texts = encoders.get("gigatoken"), ["a", f'x"{new}"', "é", f'y"{new}{new}']
     ids, lengths = gigatoken(texts)
@@ -443,7 +512,10 @@ def test_characters_that_gigatoken_splits_otherwise_are_left_to_the_other_packag
 def test_without_gigatoken(how, monkeypatch):
     monkeypatch.setitem(sys.modules, "gigatoken", None)
     probe = probe_backend(Encoders(how.tokenizer), "auto", ["some text"])
-    assert (probe.backend, probe.reason) == ("tokenizers", "not gigatoken: it is not installed (pip install gigatoken)")
+    assert (probe.backend, probe.reason) == (
+        "tokenizers",
+        "not gigatoken: it is not installed (pip install gigatoken)",
+    )
 
 
 def test_a_tokenizer_that_gigatoken_cannot_load(folder, tmp_path):
@@ -464,7 +536,8 @@ from moe_exp.data.tokens.parts import PartSettings
 from moe_exp.data.tokens.tokenizer import load_tokenizer
 
 corpus, tokenizer, output, owner, name, needle, countdown = sys.argv[1:]
-owner = {"Path": pathlib.Path, "stage": stage, "token_parts": token_parts, "joined_parts": joined_parts}[owner]
+owners = {"Path": pathlib.Path, "stage": stage, "token_parts": token_parts, "joined_parts": joined_parts}
+owner = owners[owner]
 original, left = getattr(owner, name), int(countdown)
 
 def kill_in_front(*arguments, **keywords):
@@ -494,7 +567,13 @@ preprocess.tokenize_files([pathlib.Path(corpus)], pathlib.Path(output), how, par
 )
 def test_killed_and_called_again(owner, name, needle, countdown, folder, how, undisturbed, tmp_path):
     arguments = [folder / "corpus.jsonl", folder, tmp_path / "out", owner, name, needle, countdown]
-    killed = subprocess.run([sys.executable, "-c", KILLER, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLER, *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     manifest = tokenize_files([folder / "corpus.jsonl"], tmp_path / "out", how, part_bytes=PART_BYTES)
     assert contents(tmp_path / "out") == contents(undisturbed[0])
@@ -539,13 +618,31 @@ def start_with_two_workers(folder, how, tmp_path):
         "--backend",
         "tokenizers",
     ]
-    code = "import os, sys; os.sched_getaffinity = lambda pid: {0, 1}; from moe_exp.cli import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "data", "tokenize", "--input", source, "--output-prefix", tmp_path / "out", *flags]
-    process = subprocess.Popen(list(map(str, command)), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    code = (
+        "import os, sys; os.sched_getaffinity = lambda pid: {0, 1}; from moe_exp.cli import main;"
+        " sys.exit(main(sys.argv[1:]))"
+    )
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "data",
+        "tokenize",
+        "--input",
+        source,
+        "--output-prefix",
+        tmp_path / "out",
+        *flags,
+    ]
+    process = subprocess.Popen(
+        list(map(str, command)), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     while len(list((tmp_path / "out_text_document.partial").glob("part.*.tmp"))) < 1:
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.05)
-    workers = [child for child in psutil.Process(process.pid).children() if "spawn_main" in " ".join(child.cmdline())]
+    workers = [
+        child for child in psutil.Process(process.pid).children() if "spawn_main" in " ".join(child.cmdline())
+    ]
     return process, workers
 
 
@@ -568,7 +665,14 @@ def test_workers_end_with_their_parent(folder, how, tmp_path):
 
 
 def test_disk_full(folder, how, undisturbed, tmp_path):
-    arguments = ["--input", folder / "corpus.jsonl", "--output-prefix", tmp_path / "out", "--tokenizer-type", "HuggingFaceTokenizer"]
+    arguments = [
+        "--input",
+        folder / "corpus.jsonl",
+        "--output-prefix",
+        tmp_path / "out",
+        "--tokenizer-type",
+        "HuggingFaceTokenizer",
+    ]
     arguments += ["--tokenizer-model", folder, "--append-eod", "--workers", 1]
     limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (60000, 60000))"
     code = f"{limit}; from moe_exp.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -603,11 +707,17 @@ def test_settings_that_changed_are_refused(folder, how, undisturbed, tmp_path):
 def test_no_eod_where_one_is_asked_for(folder, tmp_path):
     content = json.loads((folder / "tokenizer.json").read_text())
     content["added_tokens"] = []
-    content["model"]["vocab"] = {token.replace("<|endoftext|>", "none"): index for token, index in content["model"]["vocab"].items()}
+    content["model"]["vocab"] = {
+        token.replace("<|endoftext|>", "none"): index for token, index in content["model"]["vocab"].items()
+    }
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     tokenizer = load_tokenizer("HuggingFaceTokenizer", model=tmp_path)
     with pytest.raises(
-        ValueError, match=r"^APPEND_EOD=True: the tokenizer \S+ names no end-of-sequence token\. Fix: name it with --eod-token\.$"
+        ValueError,
+        match=(
+            r"^APPEND_EOD=True: the tokenizer \S+ names no end-of-sequence token\. Fix: name it with"
+            r" --eod-token\.$"
+        ),
     ):
         PartSettings(tokenizer, append_eod=True)
     path = write(tmp_path / "x.jsonl", jsonl(["abc"]))
@@ -625,7 +735,12 @@ def test_dry_run_writes_nothing(folder, how, undisturbed, tmp_path, capsys):
     dry_run([folder / "corpus.jsonl"], tmp_path / "out", how, workers=1, backend="auto")
     assert list(tmp_path.iterdir()) == []
     out = capsys.readouterr().out
-    estimate = int(next(line for line in out.splitlines() if "│ tokens " in line).split("about ")[1].split(" at most")[0].replace(",", ""))
+    estimate = int(
+        next(line for line in out.splitlines() if "│ tokens " in line)
+        .split("about ")[1]
+        .split(" at most")[0]
+        .replace(",", "")
+    )
     assert undisturbed[1]["num_tokens"] * 0.7 < estimate < undisturbed[1]["num_tokens"] * 1.5
 
 
@@ -642,9 +757,19 @@ def test_the_script_with_megatrons_flags(folder, undisturbed, tmp_path):
         "--log-interval",
         1000,
     ]
-    command = [sys.executable, script, "--input", folder / "corpus.jsonl", "--output-prefix", tmp_path / "llama3", *flags]
+    command = [
+        sys.executable,
+        script,
+        "--input",
+        folder / "corpus.jsonl",
+        "--output-prefix",
+        tmp_path / "llama3",
+        *flags,
+    ]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(list(map(str, command)), cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        list(map(str, command)), cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith(f"TRAIN_DATA={tmp_path}/llama3_text_document VOCAB_SIZE=")
     assert contents(tmp_path / "llama3_text_document") == contents(undisturbed[0])
@@ -668,10 +793,15 @@ def test_several_keys_and_refused_flags(folder, tmp_path, capsys):
     assert "SPLIT_SENTENCES=True: sentences are for BERT's pairs" in capsys.readouterr().err
     shards = [str(tmp_path / "out_text_document"), str(tmp_path / "out_title_document")]
     before = sorted(tmp_path.iterdir())
-    assert main("tokenize", ["--merge", *shards, "--output-prefix", str(tmp_path / "new" / "both"), "--dry-run"]) == 0
+    assert (
+        main("tokenize", ["--merge", *shards, "--output-prefix", str(tmp_path / "new" / "both"), "--dry-run"])
+        == 0
+    )
     assert sorted(tmp_path.iterdir()) == before
     rows = dict(re.findall(r"^│ (\w+) +│ (.*?) +│$", capsys.readouterr().out, re.MULTILINE))
-    num_bytes = sum(Path(f"{shard}{suffix}").stat().st_size for shard in shards for suffix in (".bin", ".idx"))
+    num_bytes = sum(
+        Path(f"{shard}{suffix}").stat().st_size for shard in shards for suffix in (".bin", ".idx")
+    )
     assert (rows["documents"], rows["tokens"]) == ("2", "6")
     assert rows["disk"].startswith(f"{num_bytes / 1e6:,.1f} MB, of ")
     assert main("tokenize", ["--merge", *shards, "--output-prefix", str(tmp_path / "both")]) == 0

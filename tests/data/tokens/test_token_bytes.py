@@ -1,4 +1,6 @@
-"""Bytes per token: the sum over a document is the length of its text, whatever the tokenizer, and wherever it is cut."""
+"""Bytes per token: the sum over a document is the length of its text, whatever the tokenizer, and wherever it
+is cut.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +16,32 @@ from moe_exp.data.tokens.text_bytes import TokenBytes
 from moe_exp.data.tokens.tokenizer import TextTokenizer, load_tokenizer
 from moe_exp.data.tokens.tokenizer_training import train_bpe
 
-TEXTS = ["The end of the story, and its beginning.", "Grüße an alle 世界", "def main(x):\n    return x\n", "né 🙂🙂 z", "a  b   c"]
+TEXTS = [
+    "The end of the story, and its beginning.",
+    "Grüße an alle 世界",
+    "def main(x):\n    return x\n",
+    "né 🙂🙂 z",
+    "a  b   c",
+]
 
 
 def metaspace(model: str) -> Tokenizer:
-    """As Llama's and Mistral's (BPE with bytes for what is unknown) or T5's (Unigram) tokenizer.json have it."""
+    """As Llama's and Mistral's (BPE with bytes for what is unknown) or T5's (Unigram) tokenizer.json have
+    it.
+    """
     if model == "unigram":
         tokenizer = Tokenizer(models.Unigram())
         tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-        trainer = trainers.UnigramTrainer(vocab_size=150, unk_token="<unk>", special_tokens=["<unk>", "</s>"], show_progress=False)
+        trainer = trainers.UnigramTrainer(
+            vocab_size=150, unk_token="<unk>", special_tokens=["<unk>", "</s>"], show_progress=False
+        )
         tokenizer.train_from_iterator(TEXTS * 20, trainer)
         return tokenizer
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=special, show_progress=False)
     tokenizer.train_from_iterator(["The end of the story, and its beginning. an return main"] * 20, trainer)
@@ -43,9 +57,9 @@ def trained(kind: str, folder: Path) -> TextTokenizer:
     if kind == "sentencepiece":
         sentencepiece = pytest.importorskip("sentencepiece")
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter([*TEXTS[:1] * 30, "an main return x"]), model_prefix=str(folder / "m"), vocab_size=310,
-            byte_fallback=True, character_coverage=0.98, hard_vocab_limit=False, minloglevel=2, remove_extra_whitespaces=False,
-            normalization_rule_name="identity",
+            sentence_iterator=iter([*TEXTS[:1] * 30, "an main return x"]), model_prefix=str(folder / "m"),
+            vocab_size=310, byte_fallback=True, character_coverage=0.98, hard_vocab_limit=False,
+            minloglevel=2, remove_extra_whitespaces=False, normalization_rule_name="identity",
         )  # fmt: skip
         return load_tokenizer("SentencePieceTokenizer", model=folder / "m.model")
     (train_bpe(TEXTS * 3, 300) if kind == "byte_level" else metaspace(kind)).save(str(path))
@@ -56,7 +70,8 @@ def trained(kind: str, folder: Path) -> TextTokenizer:
 def test_a_document_has_the_bytes_of_its_text(kind, tmp_path):
     tokenizer = trained(kind, tmp_path)
     table, encode = TokenBytes(tokenizer), Encoders(tokenizer).get("tokenizers")
-    texts = [text for text in TEXTS if kind != "unigram" or "  " not in text]  # whose pre-tokenizer keeps every space, and decoder not
+    # whose pre-tokenizer keeps every space, and decoder not
+    texts = [text for text in TEXTS if kind != "unigram" or "  " not in text]
     documents = []
     for text in texts:
         ids = np.asarray(encode([text])[0], dtype=np.int64)
@@ -72,7 +87,9 @@ def test_a_document_has_the_bytes_of_its_text(kind, tmp_path):
 
 
 def test_what_stands_for_no_text(tmp_path):
-    """Special tokens, the end of a document, and ids beyond the tokenizer's; an added token that is not special is text."""
+    """Special tokens, the end of a document, and ids beyond the tokenizer's; an added token that is not
+    special is text.
+    """
     tokenizer = train_bpe(["abc abc"], 270)
     tokenizer.add_special_tokens(["<mask>"])
     tokenizer.add_tokens(["wörd"])
@@ -81,4 +98,6 @@ def test_what_stands_for_no_text(tmp_path):
     table = TokenBytes(loaded)
     ids = np.array([tokenizer.token_to_id("<mask>"), loaded.eod_id, loaded.vocab_size, 70000], dtype=np.int64)
     assert table.count(ids, np.zeros(4, dtype=bool)) == table.count(ids, np.ones(4, dtype=bool)) == 0
-    assert table.count(np.array([tokenizer.token_to_id("wörd")]), np.zeros(1, dtype=bool)) == len("wörd".encode())
+    assert table.count(np.array([tokenizer.token_to_id("wörd")]), np.zeros(1, dtype=bool)) == len(
+        "wörd".encode()
+    )

@@ -1,4 +1,6 @@
-"""Tokenizers: training, vocabulary size, which token ends a document, and what the files of a tokenizer may not do to a text."""
+"""Tokenizers: training, vocabulary size, which token ends a document, and what the files of a tokenizer may
+not do to a text.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,10 @@ def test_round_trip_of_any_unicode_text(tokenizer):
 
 
 def test_no_room_for_the_bytes():
-    with pytest.raises(ValueError, match=r"^VOCAB_SIZE=256: a byte-level BPE has at least 257 tokens\. Fix: set 257 or more\.$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^VOCAB_SIZE=256: a byte-level BPE has at least 257 tokens\. Fix: set 257 or more\.$",
+    ):
         train_bpe(TEXTS, 256)
     assert train_bpe(TEXTS, 257).get_vocab_size() == 257
 
@@ -79,11 +84,17 @@ def test_vocab_size_is_highest_id_plus_one(content, size, tmp_path):
     assert tokenizer_vocab_size(tmp_path) == size
 
 
-@pytest.mark.parametrize("content", [None, "not json", "[]", '{"model": {}}', '{"model": {"vocab": null}}', '{"model": {"vocab": 3}}'])
+@pytest.mark.parametrize(
+    "content",
+    [None, "not json", "[]", '{"model": {}}', '{"model": {"vocab": null}}', '{"model": {"vocab": 3}}'],
+)
 def test_no_tokenizer(content, tmp_path):
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(ValueError, match=r"^TOKENIZER=\S+: is not a Hugging Face tokenizer\.json or a folder that has one .*\. Fix: "):
+    with pytest.raises(
+        ValueError,
+        match=r"^TOKENIZER=\S+: is not a Hugging Face tokenizer\.json or a folder that has one .*\. Fix: ",
+    ):
         tokenizer_vocab_size(tmp_path)
 
 
@@ -111,7 +122,14 @@ def with_names():
     [
         ({}, None, 0),  # the first of the usual names
         ({"tokenizer_config": {"eos_token": "</s>"}}, None, 2),
-        ({"tokenizer_config": {"eos_token": {"content": "<|end|>", "special": True}}, "config": {"eos_token_id": 2}}, None, 1),
+        (
+            {
+                "tokenizer_config": {"eos_token": {"content": "<|end|>", "special": True}},
+                "config": {"eos_token_id": 2},
+            },
+            None,
+            1,
+        ),
         ({"tokenizer_config": {"eos_token": None}, "special_tokens_map": {"eos_token": "<|end|>"}}, None, 1),
         ({"tokenizer_config": {}, "generation_config": {"eos_token_id": [2, 1]}}, None, 2),
         ({"config": {"eos_token_id": 1}}, None, 1),
@@ -146,7 +164,11 @@ def test_gpt2_files(tmp_path):
     vocab_file, merge_file = trained.model.save(str(tmp_path))
     tokenizer = load_tokenizer("GPT2BPETokenizer", vocab_file=vocab_file, merge_file=merge_file)
     assert (tokenizer.vocab_size, tokenizer.eod_id) == (300, 0)
-    assert ids_of(tokenizer, TEXTS[2]) == ids_of(tokenizer, TEXTS[2], "gigatoken") == trained.encode(TEXTS[2]).ids
+    assert (
+        ids_of(tokenizer, TEXTS[2])
+        == ids_of(tokenizer, TEXTS[2], "gigatoken")
+        == trained.encode(TEXTS[2]).ids
+    )
     (tmp_path / "broken.txt").write_text("a b c d\n")
     with pytest.raises(ValueError, match="is not a GPT-2 vocabulary"):
         load_tokenizer("GPT2BPETokenizer", vocab_file=vocab_file, merge_file=tmp_path / "broken.txt")
@@ -157,8 +179,9 @@ def spm(tmp_path_factory):
     """A Llama-2-like SentencePiece model: BPE with byte fallback."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXTS), model_writer=model, vocab_size=320, model_type="bpe", byte_fallback=True, minloglevel=2,
-        normalization_rule_name="identity", remove_extra_whitespaces=False, hard_vocab_limit=False,
+        sentence_iterator=iter(TEXTS), model_writer=model, vocab_size=320, model_type="bpe",
+        byte_fallback=True, minloglevel=2, normalization_rule_name="identity", remove_extra_whitespaces=False,
+        hard_vocab_limit=False,
     )  # fmt: skip
     path = tmp_path_factory.mktemp("spm") / "tokenizer.model"
     path.write_bytes(model.getvalue())
@@ -169,7 +192,11 @@ def spm(tmp_path_factory):
 def test_sentencepiece(kind, spm):
     tokenizer = load_tokenizer(kind, model=spm)
     processor = sentencepiece.SentencePieceProcessor(model_file=str(spm))
-    assert (tokenizer.eod_id, tokenizer.eod_token, tokenizer.vocab_size) == (processor.eos_id(), "</s>", processor.get_piece_size())
+    assert (tokenizer.eod_id, tokenizer.eod_token, tokenizer.vocab_size) == (
+        processor.eos_id(),
+        "</s>",
+        processor.get_piece_size(),
+    )
     text = "quotes </s> and 世界\n  x"
     assert ids_of(tokenizer, text) == processor.encode(text)
     assert tokenizer.eod_id not in ids_of(tokenizer, text)
@@ -183,7 +210,9 @@ def test_sentencepiece(kind, spm):
 def test_gigatoken_gives_what_sentencepiece_gives_or_is_not_taken(spm):
     encoders = Encoders(load_tokenizer("SentencePieceTokenizer", model=spm))
     if probe_backend(encoders, "auto", TEXTS).backend == "gigatoken":
-        assert not find_differences(encoders.get("gigatoken"), encoders.get("tokenizers"), [*probe_texts(encoders.tokenizer), *TEXTS])
+        assert not find_differences(
+            encoders.get("gigatoken"), encoders.get("tokenizers"), [*probe_texts(encoders.tokenizer), *TEXTS]
+        )
 
 
 def test_bytes():
@@ -195,7 +224,10 @@ def test_bytes():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("BertWordPieceCase", {}), "TOKENIZER_TYPE=BertWordPieceCase: must be one of HuggingFaceTokenizer, "),
+        (
+            ("BertWordPieceCase", {}),
+            "TOKENIZER_TYPE=BertWordPieceCase: must be one of HuggingFaceTokenizer, ",
+        ),
         (("HuggingFaceTokenizer", {}), "TOKENIZER_MODEL=: HuggingFaceTokenizer needs it"),
         (("HuggingFaceTokenizer", {"model": "./missing/folder/here"}), "is no file and no folder"),
         (("GPT2BPETokenizer", {}), "VOCAB_FILE=: is no file"),
@@ -230,10 +262,15 @@ class Hub(http.server.BaseHTTPRequestHandler):
         names = [*self.files, "model.safetensors"]
         if self.path.startswith(f"/api/models/org/name/tree/{self.commit}"):
             content = json.dumps(
-                [{"type": "file", "path": name, "size": len(self.files.get(name, b"")), "oid": "0"} for name in names]
+                [
+                    {"type": "file", "path": name, "size": len(self.files.get(name, b"")), "oid": "0"}
+                    for name in names
+                ]
             ).encode()
         elif self.path.startswith("/api/models/org/name/revision/main"):
-            content = json.dumps({"id": "org/name", "sha": self.commit, "siblings": [{"rfilename": name} for name in names]}).encode()
+            content = json.dumps(
+                {"id": "org/name", "sha": self.commit, "siblings": [{"rfilename": name} for name in names]}
+            ).encode()
         else:
             content = self.files.get(self.path.removeprefix(f"/org/name/resolve/{self.commit}/"), b"")
         self.send_response(200 if content else 404)
@@ -248,7 +285,10 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
 
 def test_a_name_on_the_hub(with_names, tmp_path):
-    Hub.files = {"tokenizer.json": with_names.to_str().encode(), "tokenizer_config.json": b'{"eos_token": "</s>"}'}
+    Hub.files = {
+        "tokenizer.json": with_names.to_str().encode(),
+        "tokenizer_config.json": b'{"eos_token": "</s>"}',
+    }
     code = """
 import sys
 from moe_exp.data.tokens.tokenizer import load_tokenizer
@@ -283,7 +323,10 @@ def test_a_trained_folder_is_loaded_by_transformers(tmp_path, capsys):
     out = tmp_path / "tokenizer"
     flags = ["--vocab-size", "300", "--out", str(out), "--bos-token", "<|bos|>", "--pad-token", "<|pad|>"]
     assert main("train-tokenizer", [str(source), *flags]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {out}"
+    assert (
+        capsys.readouterr().out.splitlines()[-1]
+        == f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {out}"
+    )
     theirs = AutoTokenizer.from_pretrained(str(out))
     assert (theirs.eos_token, theirs.bos_token, theirs.pad_token) == (EOD_TOKEN, "<|bos|>", "<|pad|>")
     assert (theirs.eos_token_id, theirs.bos_token_id, theirs.pad_token_id, len(theirs)) == (0, 1, 2, 300)
@@ -298,7 +341,9 @@ def test_a_trained_folder_is_loaded_by_transformers(tmp_path, capsys):
 def test_training_reads_the_same_share_of_every_file(tmp_path):
     paths = [tmp_path / f"{index}.jsonl" for index in range(3)]
     for index, path in enumerate(paths):
-        path.write_text(json.dumps({"text": f"{index}" * 100}) + "\n" + json.dumps({"text": "abc" * 1000}) + "\n" * 100)
+        path.write_text(
+            json.dumps({"text": f"{index}" * 100}) + "\n" + json.dumps({"text": "abc" * 1000}) + "\n" * 100
+        )
     manifest = train_tokenizer(paths, tmp_path / "out", vocab_size=280, max_bytes=300)
     assert (manifest["num_documents"], manifest["num_text_bytes"]) == (3, 300)
 

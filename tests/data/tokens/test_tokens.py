@@ -44,7 +44,9 @@ def test_megatron_reads_what_we_write(tmp_path_factory, docs, vocab_size):
 def test_files_are_megatrons_byte_for_byte(vocab_size, tmp_path):
     docs = [[5, 6, 7], [8], [9, 10]]
     write(tmp_path / "ours", docs, vocab_size)
-    builder = IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.uint16 if vocab_size < 65500 else np.int32)
+    builder = IndexedDatasetBuilder(
+        str(tmp_path / "theirs.bin"), dtype=np.uint16 if vocab_size < 65500 else np.int32
+    )
     for ids in docs:
         builder.add_document(torch.tensor([*ids, 0]), [len(ids) + 1])
     builder.finalize(str(tmp_path / "theirs.idx"))
@@ -92,7 +94,10 @@ def test_bin_of_other_size_is_reported(tmp_path):
     file.write_bytes(b"")
     assert "is truncated: 0 bytes" in bin_idx_problem(tmp_path / "part")
     file.write_bytes(content + b"\0\0")
-    assert bin_idx_problem(tmp_path / "part") == f"{file} is of another index: 14 bytes, by the sizes in its .idx 12"
+    assert (
+        bin_idx_problem(tmp_path / "part")
+        == f"{file} is of another index: 14 bytes, by the sizes in its .idx 12"
+    )
 
 
 @pytest.mark.parametrize(
@@ -181,4 +186,6 @@ def test_a_corpus_in_a_folder_with_spaces(tmp_path):
     folder = tmp_path / "my 2 data"
     folder.mkdir()
     (folder / "train.bin").touch()
-    assert parse_blend(f"{folder}/train") == parse_blend(f" {folder}/train.bin ") == [(1.0, f"{folder}/train")]
+    assert (
+        parse_blend(f"{folder}/train") == parse_blend(f" {folder}/train.bin ") == [(1.0, f"{folder}/train")]
+    )

@@ -1,4 +1,6 @@
-"""Checkpoints of a small model for tests of the commands: written chunk by chunk in this package's style, without ranks."""
+"""Checkpoints of a small model for tests of the commands: written chunk by chunk in this package's style,
+without ranks.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,9 @@ from moe_exp.runs.run_folder import LATEST
 
 LAYERS, EXPERTS, HIDDEN, EXPERT_HIDDEN, VOCAB = 2, 4, 8, 6, 16
 CONFIG: dict[str, Any] = {
-    "num_layers": LAYERS, "hidden_size": HIDDEN, "num_heads": 2, "num_experts": EXPERTS, "topk": 2, "seq_len": 32, "dtype": "bf16",
-    "tp": 1, "pp": 1, "vpp": None, "ep": 1, "etp": 1, "cp": 1, "activation": "swiglu", "normalization": "RMSNorm",
+    "num_layers": LAYERS, "hidden_size": HIDDEN, "num_heads": 2, "num_experts": EXPERTS, "topk": 2,
+    "seq_len": 32, "dtype": "bf16", "tp": 1, "pp": 1, "vpp": None, "ep": 1, "etp": 1, "cp": 1,
+    "activation": "swiglu", "normalization": "RMSNorm",
 }  # fmt: skip
 STACKED = {
     "decoder.layers.self_attention.linear_qkv.weight": (LAYERS, 3 * HIDDEN, HIDDEN),
@@ -41,7 +44,12 @@ def common_state(iteration: int) -> dict[str, Any]:
     return {
         "config": CONFIG,
         "layout": {"tp": 1, "pp": 1, "device": "cpu"},
-        "progress": {"iteration": iteration, "consumed_samples": 8 * iteration, "skipped_iterations": 0, "sample_order": {"seed": 1234}},
+        "progress": {
+            "iteration": iteration,
+            "consumed_samples": 8 * iteration,
+            "skipped_iterations": 0,
+            "sample_order": {"seed": 1234},
+        },
         "scheduler": {"max_lr": 0.001, "num_steps": 8 * iteration},
         "optimizer": {0: {"optimizer": {"param_groups": [{"lr": 0.001, "step": iteration}]}}},
         "content_metadata": {"singleton_local_shards": False},
@@ -76,7 +84,9 @@ def write_checkpoint(
         for offsets, chunk in _chunks(key, values):
             writer.add_chunk(key, chunk, shape=tuple(values.shape), offsets=offsets)
     for layer in range(LAYERS):
-        writer.add_object(f"decoder.layers.self_attention.linear_qkv._extra_state/shard_{layer}_{LAYERS}", None)
+        writer.add_object(
+            f"decoder.layers.self_attention.linear_qkv._extra_state/shard_{layer}_{LAYERS}", None
+        )
         for expert in range(EXPERTS):
             place = f"shard_{layer}.{expert}_{LAYERS}.{EXPERTS}"
             writer.add_object(f"decoder.layers.mlp.experts.experts.linear_fc1._extra_state/{place}", None)

@@ -1,7 +1,9 @@
-"""Training in legs: a leg starts at iteration 0 or from a checkpoint, on whatever layout, and may save on its way.
+"""Training in legs: a leg starts at iteration 0 or from a checkpoint, on whatever layout, and may save on its
+way.
 
-`run_legs` trains every leg with `moe_exp.train`'s own step, in processes of this test session instead of under torchrun: legs of
-equally many ranks run one after the other in the same processes, each with model, optimizer and process groups of its own.
+`run_legs` trains every leg with `moe_exp.train`'s own step, in processes of this test session instead of
+under torchrun: legs of equally many ranks run one after the other in the same processes, each with model,
+optimizer and process groups of its own.
 """
 
 from __future__ import annotations
@@ -19,12 +21,13 @@ from moe_exp.config import Config, load_config
 from moe_exp.data.tokens.tokens import BinIdxWriter
 
 VOCAB = 128
-# Every size differs from the others, so that no two axes can be mixed up unseen. The learning rate moves at every step.
+# Every size differs from the others, so that no two axes can be mixed up unseen. The learning rate moves at
+# every step.
 MODEL: dict[str, Any] = {
-    "preset": "cpu", "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "moe_ffn_hidden_size": 24, "num_heads": 4,
-    "num_query_groups": 2, "seq_len": 16, "vocab_size": VOCAB, "num_experts": 8, "topk": 2, "mbsz": 1, "gbsz": 8, "train_iters": 20,
-    "warmup_iters": 10, "decay_iters": 20, "lr": 1e-3, "aux_loss_coeff": 0.01, "z_loss_coeff": 1e-3, "eval_interval": 0,
-    "dtype": "fp32", "num_workers": 0,
+    "preset": "cpu", "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "moe_ffn_hidden_size": 24,
+    "num_heads": 4, "num_query_groups": 2, "seq_len": 16, "vocab_size": VOCAB, "num_experts": 8, "topk": 2,
+    "mbsz": 1, "gbsz": 8, "train_iters": 20, "warmup_iters": 10, "decay_iters": 20, "lr": 1e-3,
+    "aux_loss_coeff": 0.01, "z_loss_coeff": 1e-3, "eval_interval": 0, "dtype": "fp32", "num_workers": 0,
 }  # fmt: skip
 
 
@@ -120,15 +123,23 @@ def build_job(config: Config, rank: Any) -> Any:
     trained = Trained(model, optimizer, build_scheduler(config, optimizer))
     train.connect(model, trained)
     samples, _ = build_data(config)
-    return train.Job(config, rank, RunFolder(Path(config.run_dir)), trained, samples, None, BatchSchedule(config))
+    return train.Job(
+        config, rank, RunFolder(Path(config.run_dir)), trained, samples, None, BatchSchedule(config)
+    )
 
 
 def _step(job: Any, progress: Any, interval: Any, grad_norm: float) -> Step:
     record = interval.record(
-        progress, learning_rate=job.trained.optimizer.param_groups[0]["lr"], grad_norm=grad_norm, num_zeros=None, loss_scale=1.0
+        progress,
+        learning_rate=job.trained.optimizer.param_groups[0]["lr"],
+        grad_norm=grad_norm,
+        num_zeros=None,
+        loss_scale=1.0,
     )
     names = ("lm_loss", "load_balancing_loss", "z_loss", "grad_norm", "params_norm", "learning_rate")
-    return Step(*(record[name] for name in names), [layer["tokens_per_expert"] for layer in record["experts"]])
+    return Step(
+        *(record[name] for name in names), [layer["tokens_per_expert"] for layer in record["experts"]]
+    )
 
 
 def deviations(steps: Sequence[Step], expected: Sequence[Step]) -> dict[str, float]:
@@ -136,7 +147,9 @@ def deviations(steps: Sequence[Step], expected: Sequence[Step]) -> dict[str, flo
     assert len(steps) == len(expected) > 0
     found = {}
     for name in Step._fields[:6]:
-        pairs = [(getattr(step, name), getattr(right, name)) for step, right in zip(steps, expected, strict=True)]
+        pairs = [
+            (getattr(step, name), getattr(right, name)) for step, right in zip(steps, expected, strict=True)
+        ]
         if pairs[0][1] is not None:
             found[name] = max(abs(value - right) / abs(right) for value, right in pairs)
     return found

@@ -1,4 +1,6 @@
-"""A small training job, built inside ranks that `run_on_ranks` starts or started whole, for tests of saving and loading."""
+"""A small training job, built inside ranks that `run_on_ranks` starts or started whole, for tests of saving
+and loading.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,12 @@ def write_tokens(folder: Path) -> Path:
 def small_settings(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
     """Settings of a job whose run folder is `folder`/`name`; its data have to be in `folder`."""
     return {
-        "preset": "cpu", "gpus_per_node": 1, "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_heads": 4,
-        "num_query_groups": 2, "seq_len": 16, "vocab_size": VOCAB, "num_experts": 4, "topk": 2, "mbsz": 1, "gbsz": 4, "dtype": "fp32",
-        "train_iters": 8, "warmup_iters": 4, "decay_iters": 8, "lr": 0.001, "z_loss_coeff": 0.001, "log_interval": 1, "eval_interval": 0,
-        "save_interval": 0, "train_data": str(folder / "tokens"), "run_dir": str(folder), "run_name": name, "data_dir": str(folder),
+        "preset": "cpu", "gpus_per_node": 1, "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48,
+        "num_heads": 4, "num_query_groups": 2, "seq_len": 16, "vocab_size": VOCAB, "num_experts": 4,
+        "topk": 2, "mbsz": 1, "gbsz": 4, "dtype": "fp32", "train_iters": 8, "warmup_iters": 4,
+        "decay_iters": 8, "lr": 0.001, "z_loss_coeff": 0.001, "log_interval": 1, "eval_interval": 0,
+        "save_interval": 0, "train_data": str(folder / "tokens"), "run_dir": str(folder), "run_name": name,
+        "data_dir": str(folder),
     } | changes  # fmt: skip
 
 
@@ -59,8 +63,17 @@ def start_run(settings: dict[str, Any], printed: Path, file_limit: int | None = 
     flags = [part for name, value in settings.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     processes = []
     for rank in range(num_ranks):
-        variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "localhost"}
-        process = _PROCESSES.Process(target=_run_rank, args=(variables | {"MASTER_PORT": port}, flags, printed, file_limit), daemon=True)
+        variables = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(num_ranks),
+            "MASTER_ADDR": "localhost",
+        }
+        process = _PROCESSES.Process(
+            target=_run_rank,
+            args=(variables | {"MASTER_PORT": port}, flags, printed, file_limit),
+            daemon=True,
+        )
         process.start()
         processes.append(process)
     return processes

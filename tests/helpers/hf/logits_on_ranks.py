@@ -12,10 +12,16 @@ from torch import Tensor
 from helpers.ranks import free_port, run_on_ranks
 
 
-def our_logits(folders: list[Path], tokens: Tensor, *, num_ranks: int = 1, timeout: float = 240.0, **layout: int) -> list[Tensor]:
-    """fp32 logits [B, S, V] of every checkpoints folder, in the type of its weights; `layout` are settings such as `ep`."""
+def our_logits(
+    folders: list[Path], tokens: Tensor, *, num_ranks: int = 1, timeout: float = 240.0, **layout: int
+) -> list[Tensor]:
+    """fp32 logits [B, S, V] of every checkpoints folder, in the type of its weights; `layout` are settings
+    such as `ep`.
+    """
     names = [str(folder) for folder in folders]
-    return run_on_ranks(num_ranks, _all_logits, names, tokens, layout, free_port(), join=False, timeout=timeout)[0]
+    return run_on_ranks(
+        num_ranks, _all_logits, names, tokens, layout, free_port(), join=False, timeout=timeout
+    )[0]
 
 
 def _all_logits(folders: list[str], tokens: Tensor, layout: dict[str, int], port: int) -> list[Tensor]:
@@ -28,7 +34,15 @@ def _all_logits(folders: list[str], tokens: Tensor, layout: dict[str, int], port
     found = []
     for index, folder in enumerate(folders):
         saved = read_common(one_checkpoint(Path(folder)))["config"]
-        alone = {"gpus_per_node": int(os.environ["WORLD_SIZE"]), "tp": 1, "ep": 1, "pp": 1, "vpp": None, "mbsz": 1, "gbsz": 4}
+        alone = {
+            "gpus_per_node": int(os.environ["WORLD_SIZE"]),
+            "tp": 1,
+            "ep": 1,
+            "pp": 1,
+            "vpp": None,
+            "mbsz": 1,
+            "gbsz": 4,
+        }
         layout_of_it = layout if saved["use_moe"] else {**layout, "ep": 1}
         config = Config(**{**saved, **alone, **layout_of_it, "seq_len": tokens.size(1)})
         if index == 0:
@@ -46,7 +60,9 @@ def _logits(config: Any, rank: Any, folder: str, tokens: Tensor) -> Tensor:
 
     model = build_model(config, rank)
     optimizer = build_optimizer(config, model)
-    load_weights(rank, one_checkpoint(Path(folder)), Trained(model, optimizer, build_scheduler(config, optimizer)))
+    load_weights(
+        rank, one_checkpoint(Path(folder)), Trained(model, optimizer, build_scheduler(config, optimizer))
+    )
     (chunk,) = model
     chunk.eval()
     with torch.no_grad():

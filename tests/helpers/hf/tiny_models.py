@@ -12,14 +12,22 @@ from torch import Tensor
 
 VOCAB, HIDDEN, LAYERS = 256, 32, 3
 _SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None,
+    "vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": None,
 }  # fmt: skip
 _QWEN = {"intermediate_size": 48, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
 _LATENT = {
-    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 12, "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8, "v_head_dim": 8,
 }  # fmt: skip
-_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0}
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 
 # Name to the class of transformers and what differs from _SIZES.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -31,22 +39,41 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3",
         _LATENT
         | {
-            "intermediate_size": 48, "moe_intermediate_size": 16, "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4,
-            "topk_group": 2, "n_shared_experts": 2, "first_k_dense_replace": 1, "rope_parameters": _YARN | {"rope_theta": 1e4},
+            "intermediate_size": 48,
+            "moe_intermediate_size": 16,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "rope_parameters": _YARN | {"rope_theta": 1e4},
         },
     ),
     "glm4_moe": (
         "Glm4Moe",
         {
-            "intermediate_size": 48, "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "head_dim": 12,
-            "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "use_qk_norm": True, "attention_bias": True,
+            "intermediate_size": 48,
+            "moe_intermediate_size": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "head_dim": 12,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.5,
+            "use_qk_norm": True,
+            "attention_bias": True,
         },
     ),
     "llama": ("Llama", {"intermediate_size": 48, "rope_theta": 5e5, "rms_norm_eps": 1e-5}),
     "qwen3": ("Qwen3", {"intermediate_size": 48, "head_dim": 12, "tie_word_embeddings": True}),
-}  # fmt: skip
+}
 # What runs with PRESET=reference are: top-1 without normalization, no biases, no shared expert.
-REFERENCE = _QWEN | {"shared_expert_intermediate_size": 0, "qkv_bias": False, "num_experts_per_tok": 1, "mlp_only_layers": [0]}
+REFERENCE = _QWEN | {
+    "shared_expert_intermediate_size": 0,
+    "qkv_bias": False,
+    "num_experts_per_tok": 1,
+    "mlp_only_layers": [0],
+}
 
 
 def tiny_model(name: str, *, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
@@ -55,9 +82,12 @@ def tiny_model(name: str, *, dtype: torch.dtype = torch.float32, **changes: Any)
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     cls, differing = MODELS[name]
-    config = getattr(transformers, f"{cls}Config")(**(_SIZES | differing | changes), attn_implementation="eager")
+    config = getattr(transformers, f"{cls}Config")(
+        **(_SIZES | differing | changes), attn_implementation="eager"
+    )
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Initializing zero-element tensors")  # a shared expert of size 0
+        # a shared expert of size 0
+        warnings.filterwarnings("ignore", message="Initializing zero-element tensors")
         model = getattr(transformers, f"{cls}ForCausalLM")(config).eval()
     with torch.no_grad():
         for seed, (key, value) in enumerate(sorted([*model.named_parameters(), *model.named_buffers()])):
@@ -76,7 +106,12 @@ def _values(key: str, value: Tensor, seed: int) -> Tensor:
 
 
 def tiny_folder(
-    folder: Path, name: str, *, dtype: torch.dtype = torch.float32, changes: dict[str, Any] | None = None, **options: Any
+    folder: Path,
+    name: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    changes: dict[str, Any] | None = None,
+    **options: Any,
 ) -> Path:
     """The folder that `save_pretrained` writes for `tiny_model`; `options` are save_pretrained's."""
     tiny_model(name, dtype=dtype, **(changes or {})).save_pretrained(folder, **options)
@@ -85,7 +120,9 @@ def tiny_folder(
 
 @torch.no_grad()
 def their_logits(folder: Path, tokens: Tensor) -> Tensor:
-    """Logits [B, S, V] in fp32 of the model that transformers loads from a folder; the folder has to have every weight but empty ones."""
+    """Logits [B, S, V] in fp32 of the model that transformers loads from a folder; the folder has to have
+    every weight but empty ones.
+    """
     from transformers import AutoModelForCausalLM
 
     with warnings.catch_warnings():

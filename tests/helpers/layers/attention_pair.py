@@ -1,6 +1,7 @@
 """Attention of transformers and of our model with the same weights, on one rank; for test_attention.py.
 
-Ours is that of a whole GPTModel, built from settings as in a run, so that the way from a setting to what is computed is compared, too.
+Ours is that of a whole GPTModel, built from settings as in a run, so that the way from a setting to what is
+computed is compared, too.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from helpers.relative_error import relative_errors
 
 HIDDEN, HEADS, GROUPS, LENGTH, SEQUENCES = 32, 4, 2, 24, 3
 OURS = {
-    "preset": "cpu", "gpus_per_node": 1, "use_moe": False, "num_layers": 1, "hidden_size": HIDDEN, "num_heads": HEADS,
-    "num_query_groups": GROUPS, "vocab_size": 4096, "norm_epsilon": 1e-6,
+    "preset": "cpu", "gpus_per_node": 1, "use_moe": False, "num_layers": 1, "hidden_size": HIDDEN,
+    "num_heads": HEADS, "num_query_groups": GROUPS, "vocab_size": 4096, "norm_epsilon": 1e-6,
 }  # fmt: skip
 THEIRS = {
     "hidden_size": HIDDEN, "num_attention_heads": HEADS, "num_key_value_heads": GROUPS, "rms_norm_eps": 1e-6,
@@ -26,8 +27,9 @@ THEIRS = {
 # Of multi-latent attention, whose tensors are laid out alike.
 LATENT_NAMES = {
     "linear_proj.weight": "o_proj", "linear_q_proj.weight": "q_proj", "linear_q_down_proj.weight": "q_a_proj",
-    "q_layernorm.weight": "q_a_layernorm", "linear_q_up_proj.weight": "q_b_proj", "linear_kv_down_proj.weight": "kv_a_proj_with_mqa",
-    "kv_layernorm.weight": "kv_a_layernorm", "linear_kv_up_proj.weight": "kv_b_proj",
+    "q_layernorm.weight": "q_a_layernorm", "linear_q_up_proj.weight": "q_b_proj",
+    "linear_kv_down_proj.weight": "kv_a_proj_with_mqa", "kv_layernorm.weight": "kv_a_layernorm",
+    "linear_kv_up_proj.weight": "kv_b_proj",
 }  # fmt: skip
 
 
@@ -77,7 +79,11 @@ def built(pair: Pair, rank: Any) -> tuple[nn.Module, nn.Module, Any]:
     config = load_config(OURS | pair.ours, {})
     assert check_config(config) == []
     theirs = getattr(modeling, f"{pair.name}Attention")(settings, 0)
-    return theirs, getattr(modeling, f"{pair.name}RotaryEmbedding")(settings), build_chunk(config, transformer_config(config), rank, 0)
+    return (
+        theirs,
+        getattr(modeling, f"{pair.name}RotaryEmbedding")(settings),
+        build_chunk(config, transformer_config(config), rank, 0),
+    )
 
 
 def compare(pair: Pair, rank: Any) -> dict[str, float]:
@@ -95,14 +101,18 @@ def compare(pair: Pair, rank: Any) -> dict[str, float]:
     x_theirs, x_ours = x.clone().requires_grad_(), x.transpose(0, 1).contiguous().requires_grad_()
 
     positions = torch.arange(LENGTH).expand(SEQUENCES, LENGTH)
-    y_theirs = theirs(hidden_states=x_theirs, position_embeddings=their_rotary(x_theirs, positions), attention_mask=None)[0]
+    y_theirs = theirs(
+        hidden_states=x_theirs, position_embeddings=their_rotary(x_theirs, positions), attention_mask=None
+    )[0]
     y_theirs.backward(grad)
     y_ours, bias = ours(x_ours, attention_mask=None, rotary_pos_emb=_rotary(model))
     assert bias is None
     y_ours.backward(grad.transpose(0, 1))
 
     expected = {"y": y_theirs, "x": x_theirs.grad} | pack(theirs, lambda parameter: parameter.grad)
-    found = {"y": y_ours.transpose(0, 1), "x": x_ours.grad.transpose(0, 1)} | {name: p.grad for name, p in ours.named_parameters()}
+    found = {"y": y_ours.transpose(0, 1), "x": x_ours.grad.transpose(0, 1)} | {
+        name: p.grad for name, p in ours.named_parameters()
+    }
     assert all(value.any() for value in expected.values()), "a reference of zeros would prove nothing"
     return relative_errors(found, expected)
 
@@ -110,12 +120,18 @@ def compare(pair: Pair, rank: Any) -> dict[str, float]:
 def compare_frequencies(pair: Pair, rank: Any) -> dict[str, float]:
     """Relative errors of the rotary frequencies and of the factor on cosine and sine."""
     _, theirs, model = built(pair, rank)
-    ours = model.decoder.layers[0].self_attention.rotary_pos_emb if _rotary(model) is None else model.rotary_pos_emb
+    ours = (
+        model.decoder.layers[0].self_attention.rotary_pos_emb
+        if _rotary(model) is None
+        else model.rotary_pos_emb
+    )
     emb = ours.get_emb(2)
     emb, factor = emb if isinstance(emb, tuple) else (emb, 1.0)
     frequencies = emb[1].flatten()[: emb.numel() // 4]  # at position 1, and once for either half
     found = {"frequencies": frequencies, "factor": torch.tensor(factor)}
-    return relative_errors(found, {"frequencies": theirs.inv_freq, "factor": torch.tensor(float(theirs.attention_scaling))})
+    return relative_errors(
+        found, {"frequencies": theirs.inv_freq, "factor": torch.tensor(float(theirs.attention_scaling))}
+    )
 
 
 def run_all(pairs: dict[str, Pair], frequencies: dict[str, Pair]) -> dict[str, dict[str, float]]:
@@ -150,15 +166,26 @@ def draw(module: nn.Module) -> None:
 
 
 def pack(theirs: nn.Module, of: Callable[[nn.Parameter], Tensor]) -> dict[str, Tensor]:
-    """Their weights, or their gradients, under our names and in our order: queries, key and value of one group after the other."""
+    """Their weights, or their gradients, under our names and in our order: queries, key and value of one
+    group after the other.
+    """
     if hasattr(theirs, "kv_b_proj"):
-        return {name: of(getattr(theirs, module).weight) for name, module in LATENT_NAMES.items() if getattr(theirs, module) is not None}
+        return {
+            name: of(getattr(theirs, module).weight)
+            for name, module in LATENT_NAMES.items()
+            if getattr(theirs, module) is not None
+        }
     packed = {"linear_proj.weight": of(theirs.o_proj.weight)}
     for name in ("weight", "bias"):
         if getattr(theirs.q_proj, name) is not None:
-            parts = [of(getattr(projection, name)) for projection in (theirs.q_proj, theirs.k_proj, theirs.v_proj)]
+            parts = [
+                of(getattr(projection, name)) for projection in (theirs.q_proj, theirs.k_proj, theirs.v_proj)
+            ]
             by_group = [part.view(GROUPS, -1, *part.shape[1:]) for part in parts]
             packed[f"linear_qkv.{name}"] = torch.cat(by_group, dim=1).flatten(0, 1)
     if hasattr(theirs, "q_norm"):
-        packed |= {"q_layernorm.weight": of(theirs.q_norm.weight), "k_layernorm.weight": of(theirs.k_norm.weight)}
+        packed |= {
+            "q_layernorm.weight": of(theirs.q_norm.weight),
+            "k_layernorm.weight": of(theirs.k_norm.weight),
+        }
     return packed

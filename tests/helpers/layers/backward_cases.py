@@ -1,4 +1,6 @@
-"""Rows of experts for tests of the backward kernels: drawn in float64, with rows after the last expert that nobody may read."""
+"""Rows of experts for tests of the backward kernels: drawn in float64, with rows after the last expert that
+nobody may read.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-# Rows per expert: none in front, in the middle, at the end; one expert for all; single rows; nobody. Tiles have 32 rows here.
+# Rows per expert: none in front, in the middle, at the end; one expert for all; single rows; nobody. Tiles
+# have 32 rows here.
 COUNTS = [(0, 5, 0, 33), (40, 0, 0), (1, 1, 1), (7, 64, 2, 0, 0), (0, 0)]
 DTYPES = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -27,7 +30,9 @@ def drawn(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
 
 def tokens_of_rows(num_rows: int, num_tokens: int, *, seed: int) -> Tensor:
     """The token of each row; `num_tokens` for padding."""
-    index = torch.randint(0, num_tokens + 1, (num_rows,), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+    index = torch.randint(
+        0, num_tokens + 1, (num_rows,), generator=torch.Generator().manual_seed(seed), dtype=torch.int32
+    )
     return index.to(DEVICE)
 
 
@@ -48,7 +53,9 @@ def error(actual: Tensor, expected: Tensor) -> float:
 
 @contextmanager
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every float tensor made without values is full of NaN: what is not written, or read without having been written, shows."""
+    """Every float tensor made without values is full of NaN: what is not written, or read without having been
+    written, shows.
+    """
     new_empty = torch.Tensor.new_empty
 
     def with_nan(self: Tensor, *args, **kwargs) -> Tensor:

@@ -1,13 +1,15 @@
-"""What Triton makes of a launch for a GPU that is not there: shared memory, registers, spills and the kinds of instructions.
+"""What Triton makes of a launch for a GPU that is not there: shared memory, registers, spills and the kinds
+of instructions.
 
     def launch() -> None:
         grouped_matmul(on_gpu(4096, 1024), on_gpu(8, 1024, 2048), on_gpu(9, dtype=torch.int32))
 
     (kernel,) = compiled(launch, capability=90)
 
-The launch is a function of a module (or a functools.partial of one) that calls a public function of the package on tensors from
-`on_gpu`. It runs in another process, as in this one Triton may be an interpreter, and its kernels are compiled instead of started:
-so it is tested as it is launched, with the constants, the strides and what Triton knows of them.
+The launch is a function of a module (or a functools.partial of one) that calls a public function of the
+package on tensors from `on_gpu`. It runs in another process, as in this one Triton may be an interpreter, and
+its kernels are compiled instead of started: so it is tested as it is launched, with the constants, the
+strides and what Triton knows of them.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from typing import Any
 
 import torch
 
-# Bytes that one program may have, CUDA C++ programming guide, "Technical specifications per compute capability".
+# Bytes that one program may have, CUDA C++ programming guide, "Technical specifications per compute
+# capability".
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 _INSTRUCTIONS = {
     "wgmma": r"wgmma\.mma_async",
@@ -86,7 +89,9 @@ def num_configs(launch: Callable[[], Any], capability: int) -> int:
 
 
 def specializations(launch: Callable[[], Any], capability: int) -> list[tuple[str, str]]:
-    """Kernel and what Triton compiles it for, of each that `launch` starts: what kinds of values the arguments have. Compiles nothing."""
+    """Kernel and what Triton compiles it for, of each that `launch` starts: what kinds of values the
+    arguments have. Compiles nothing.
+    """
     return _compiler().submit(_specialize, launch, capability).result()
 
 
@@ -137,14 +142,18 @@ def _specialize(launch: Callable[[], Any], capability: int) -> list[tuple[str, s
 
 
 def _count_configs(launch: Callable[[], Any], capability: int) -> int:
-    return max(len(_configs(kernel, args, kwargs)) or 1 for _, kernel, args, kwargs in _launches(launch, capability))
+    return max(
+        len(_configs(kernel, args, kwargs)) or 1 for _, kernel, args, kwargs in _launches(launch, capability)
+    )
 
 
 def _configs(kernel: Any, args: Any, kwargs: Any) -> list[Any]:
     """Those that the autotuner would time."""
     if not hasattr(kernel, "configs"):
         return []
-    return kernel.early_config_prune(kernel.configs, dict(zip(kernel.arg_names, args, strict=False)), **kwargs)
+    return kernel.early_config_prune(
+        kernel.configs, dict(zip(kernel.arg_names, args, strict=False)), **kwargs
+    )
 
 
 def _launches(launch: Callable[[], Any], capability: int) -> list[tuple[str, Any, Any, Any]]:
@@ -163,7 +172,9 @@ def _launches(launch: Callable[[], Any], capability: int) -> list[tuple[str, Any
     def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         del grid, warmup
         name = getattr(kernel, "base_fn", kernel).__module__.rpartition(".")[2]
-        started.append((name, kernel, [_mock(arg) for arg in args], {key: _mock(arg) for key, arg in kwargs.items()}))
+        started.append(
+            (name, kernel, [_mock(arg) for arg in args], {key: _mock(arg) for key, arg in kwargs.items()})
+        )
 
     with FakeTensorMode(), _replaced(Autotuner, "run", record), _replaced(JITFunction, "run", record):
         launch()
@@ -198,7 +209,9 @@ def _described(name: str, constants: dict[str, Any], binary: Any) -> Compiled:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(binary.asm["cubin"])
         cubin.flush()
-        usage = subprocess.run([tool, "--dump-resource-usage", cubin.name], check=True, capture_output=True, text=True).stdout
+        usage = subprocess.run(
+            [tool, "--dump-resource-usage", cubin.name], check=True, capture_output=True, text=True
+        ).stdout
     registers, stack = (int(re.search(rf"{kind}:(\d+)", usage)[1]) for kind in ("REG", "STACK"))
     instructions = {kind: len(re.findall(pattern, ptx)) for kind, pattern in _INSTRUCTIONS.items()}
     numbers = {key: value for key, value in constants.items() if isinstance(value, int)}

@@ -1,4 +1,6 @@
-"""Where the kernels of the tests run: interpreted on the CPU where there is no CUDA device (tests/conftest.py), else on that."""
+"""Where the kernels of the tests run: interpreted on the CPU where there is no CUDA device
+(tests/conftest.py), else on that.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,16 @@ import torch
 from moe_exp.layers.kernels.launch import INTERPRETED, missing
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
-needs_kernels = pytest.mark.skipif(bool(missing()) or not (INTERPRETED or torch.cuda.is_available()), reason=missing() or "no device")
+needs_kernels = pytest.mark.skipif(
+    bool(missing()) or not (INTERPRETED or torch.cuda.is_available()), reason=missing() or "no device"
+)
 
 
 def at_real_size(*values: object) -> object:
     """A parameter of real size: skipped where there is no CUDA device."""
-    return pytest.param(*values, marks=[pytest.mark.gpu, pytest.mark.skipif(DEVICE != "cuda", reason="no CUDA device")])
+    return pytest.param(
+        *values, marks=[pytest.mark.gpu, pytest.mark.skipif(DEVICE != "cuda", reason="no CUDA device")]
+    )
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
-"""One global batch through our layer on a layout of ranks, with gradients summed as Megatron does; for test_layouts.py.
+"""One global batch through our layer on a layout of ranks, with gradients summed as Megatron does; for
+test_layouts.py.
 
-Ranks are numbered as Megatron numbers them. For attention a rank is dp * TP + tp: the tokens of a micro-batch are split over TP ranks
-along the sequence. For experts the same rank is edp * (EP * ETP) + ep * ETP + etp.
+Ranks are numbered as Megatron numbers them. For attention a rank is dp * TP + tp: the tokens of a micro-batch
+are split over TP ranks along the sequence. For experts the same rank is edp * (EP * ETP) + ep * ETP + etp.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the parallel groups, the rest of `ranks` being data parallel, and the dispatcher; where experts are whole, it is local."""
+    """Sizes of the parallel groups, the rest of `ranks` being data parallel, and the dispatcher; where
+    experts are whole, it is local.
+    """
 
     ep: int
     tp: int
@@ -46,7 +49,9 @@ class Layout:
 
 @dataclass(frozen=True)
 class Case:
-    """What the layer does; `padded`: how many tokens at the end of the sequences of a micro-batch are padding, at most."""
+    """What the layer does; `padded`: how many tokens at the end of the sequences of a micro-batch are
+    padding, at most.
+    """
 
     router: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
@@ -93,13 +98,22 @@ def initial_weights(dtype: torch.dtype) -> Tensors:
     router = 0.5 * random(EXPERTS, HIDDEN, seed=1, dtype=dtype)
     router[:, 0] += torch.linspace(1, -1, EXPERTS, dtype=dtype)  # the first input of a token is positive
     shapes = {"weight1": (EXPERTS, 2 * FFN, HIDDEN), "weight2": (EXPERTS, HIDDEN, FFN)}
-    shapes |= {"shared weight1": (2 * SHARED_FFN, HIDDEN), "shared weight2": (HIDDEN, SHARED_FFN), "shared gate": (1, HIDDEN)}
-    drawn = {name: random(*shape, seed=seed, dtype=dtype) * shape[-1] ** -0.5 for seed, (name, shape) in enumerate(shapes.items(), 2)}
+    shapes |= {
+        "shared weight1": (2 * SHARED_FFN, HIDDEN),
+        "shared weight2": (HIDDEN, SHARED_FFN),
+        "shared gate": (1, HIDDEN),
+    }
+    drawn = {
+        name: random(*shape, seed=seed, dtype=dtype) * shape[-1] ** -0.5
+        for seed, (name, shape) in enumerate(shapes.items(), 2)
+    }
     return {"router": router} | drawn
 
 
 def part_of_rank(name: str, whole: Tensor, ep: int, etp: int, layout: Layout) -> Tensor:
-    """This rank's part of an expert tensor: its experts, and of each its part of the width; all of any other tensor."""
+    """This rank's part of an expert tensor: its experts, and of each its part of the width; all of any other
+    tensor.
+    """
     if name not in ("weight1", "weight2"):
         return whole
     whole = whole.chunk(layout.ep)[ep]
@@ -111,13 +125,19 @@ def build(case: Case, groups: Groups, layout: Layout, dtype: torch.dtype) -> tup
     """The layer of this rank and its parameters by name."""
     ep, etp = (0 if group is None else group.rank() for group in (groups.ep, groups.etp))
     precision = "fp64" if dtype == torch.float64 else "fp32"
-    config = RouterConfig(hidden_size=HIDDEN, num_experts=EXPERTS, **({"topk": 2, "dtype": precision} | case.router))
+    config = RouterConfig(
+        hidden_size=HIDDEN, num_experts=EXPERTS, **({"topk": 2, "dtype": precision} | case.router)
+    )
     router = Router(config, microbatch_group=groups.tp, dtype=dtype)
     sizes = {"num_local_experts": EXPERTS // layout.ep, "hidden_size": HIDDEN, "ffn_size": FFN // layout.etp}
     experts = Experts(**sizes, activation="swiglu", backend="loop", dtype=dtype)
     shared = SharedExpert(hidden_size=HIDDEN, ffn_size=SHARED_FFN, gate=True, dtype=dtype)
     parameters = {"router": router.weight, "weight1": experts.weight1, "weight2": experts.weight2}
-    parameters |= {"shared weight1": shared.weight1, "shared weight2": shared.weight2, "shared gate": shared.gate_weight}
+    parameters |= {
+        "shared weight1": shared.weight1,
+        "shared weight2": shared.weight2,
+        "shared gate": shared.gate_weight,
+    }
     with torch.no_grad():
         for name, whole in initial_weights(dtype).items():
             parameters[name].copy_(part_of_rank(name, whole, ep, etp, layout))
@@ -127,12 +147,23 @@ def build(case: Case, groups: Groups, layout: Layout, dtype: torch.dtype) -> tup
     if layout.ep * layout.etp > 1:
         dispatcher = DISPATCHERS[layout.dispatcher](EXPERTS, ep_group=groups.ep, etp_group=groups.etp)
     settings = MoESettings(**case.settings, batch_dim=1)
-    layer = MoELayer(router=router, dispatcher=dispatcher, experts=experts, settings=settings, shared=shared, microbatch_group=groups.tp)
+    layer = MoELayer(
+        router=router,
+        dispatcher=dispatcher,
+        experts=experts,
+        settings=settings,
+        shared=shared,
+        microbatch_group=groups.tp,
+    )
     return layer, parameters
 
 
-def microbatch(batch: int, index: int, case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Input [S, B, D], gradient of the output, and padding mask [S, B], of which micro-batches and sequences have different numbers."""
+def microbatch(
+    batch: int, index: int, case: Case, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Input [S, B, D], gradient of the output, and padding mask [S, B], of which micro-batches and sequences
+    have different numbers.
+    """
     seed = 1000 * batch + 10 * index
     x = random(LENGTH, SEQUENCES, HIDDEN, seed=seed, dtype=dtype)
     x[..., 0] = x[..., 0].abs() + 0.5
@@ -146,15 +177,21 @@ def microbatch(batch: int, index: int, case: Case, dtype: torch.dtype) -> tuple[
     return x, grad, mask
 
 
-def run_batch(layer: MoELayer, batch: int, case: Case, groups: Groups, layout: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensors]:
-    """This rank's share of the loss of a global batch; outputs and input gradients of its tokens by micro-batch, unsummed gradients."""
+def run_batch(
+    layer: MoELayer, batch: int, case: Case, groups: Groups, layout: Layout, dtype: torch.dtype
+) -> tuple[Tensor, Tensors]:
+    """This rank's share of the loss of a global batch; outputs and input gradients of its tokens by
+    micro-batch, unsummed gradients.
+    """
     rank, tp = (0, 0) if groups.tp is None else (dist.get_rank(), groups.tp.rank())
     total, of_tokens = torch.zeros((), dtype=dtype), {}
     for index in range(MICROBATCHES):
         if index * layout.dp // MICROBATCHES != rank // layout.tp:
             continue
         part = slice(tp * LENGTH // layout.tp, (tp + 1) * LENGTH // layout.tp)
-        x, grad, mask = (None if whole is None else whole[part] for whole in microbatch(batch, index, case, dtype))
+        x, grad, mask = (
+            None if whole is None else whole[part] for whole in microbatch(batch, index, case, dtype)
+        )
         x = x.clone().requires_grad_()
         y, auxiliary = layer(x, mask)
         loss = ((y * grad).sum() / (LENGTH * SEQUENCES) + auxiliary) / MICROBATCHES
@@ -165,14 +202,19 @@ def run_batch(layer: MoELayer, batch: int, case: Case, groups: Groups, layout: L
 
 
 def run_case(case: Case, groups: Groups, layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
-    """Several global batches on this rank: losses, gradients summed over ranks, token tensors, expert bias, dropped slots."""
+    """Several global batches on this rank: losses, gradients summed over ranks, token tensors, expert bias,
+    dropped slots.
+    """
     layer, parameters = build(case, groups, layout, dtype)
     everyone = None if groups.tp is None else dist.group.WORLD
     found: dict[str, Any] = {}
     for batch in range(BATCHES):
         layer.zero_grad()
         loss, of_tokens = run_batch(layer, batch, case, groups, layout, dtype)
-        for name, value in {"loss": loss, **{name: parameter.grad for name, parameter in parameters.items()}}.items():
+        for name, value in {
+            "loss": loss,
+            **{name: parameter.grad for name, parameter in parameters.items()},
+        }.items():
             if everyone is not None:
                 dist.all_reduce(value, group=groups.edp if name in ("weight1", "weight2") else everyone)
             found[f"{name}, batch {batch}"] = value.clone()
@@ -184,10 +226,16 @@ def run_case(case: Case, groups: Groups, layout: Layout, dtype: torch.dtype) -> 
     return found
 
 
-def run_on_rank(layout: Layout, cases: dict[str, Case], dtypes: list[torch.dtype]) -> dict[tuple[str, torch.dtype], dict[str, Any]]:
+def run_on_rank(
+    layout: Layout, cases: dict[str, Case], dtypes: list[torch.dtype]
+) -> dict[tuple[str, torch.dtype], dict[str, Any]]:
     """Every case in every dtype on this rank of a job."""
     groups = make_groups(layout)
-    return {(name, dtype): run_case(case, groups, layout, dtype) for name, case in cases.items() for dtype in dtypes}
+    return {
+        (name, dtype): run_case(case, groups, layout, dtype)
+        for name, case in cases.items()
+        for dtype in dtypes
+    }
 
 
 def balancing(**coeffs: float) -> tuple[AuxLoss, ...]:

@@ -1,4 +1,6 @@
-"""megatron-core's own MoELayer with SequentialMLP and our layer with the same weights, on the ranks of one job; for test_megatron.py."""
+"""megatron-core's own MoELayer with SequentialMLP and our layer with the same weights, on the ranks of one
+job; for test_megatron.py.
+"""
 
 import warnings
 from dataclasses import dataclass, field, replace
@@ -77,14 +79,23 @@ def losses(**coeffs: float) -> dict[str, Any]:
 def megatron_config(ep: int, dispatcher: str, settings: dict[str, Any]) -> TransformerConfig:
     sizes = {"num_layers": 1, "hidden_size": HIDDEN, "num_attention_heads": 2, "num_moe_experts": EXPERTS}
     sizes |= {"ffn_hidden_size": FFN, "moe_ffn_hidden_size": FFN}
-    defaults = {"moe_router_topk": 2, "moe_router_pre_softmax": True, "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
+    defaults = {
+        "moe_router_topk": 2,
+        "moe_router_pre_softmax": True,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+    }
     defaults |= {
         "gated_linear_unit": True,
         "activation_func": nn.functional.silu,
         "add_bias_linear": False,
         "bias_activation_fusion": False,
     }
-    fixed = {"moe_token_dispatcher_type": dispatcher, "expert_model_parallel_size": ep, "params_dtype": torch.float32}
+    fixed = {
+        "moe_token_dispatcher_type": dispatcher,
+        "expert_model_parallel_size": ep,
+        "params_dtype": torch.float32,
+    }
     return TransformerConfig(**sizes, **fixed, **(defaults | settings))
 
 
@@ -93,7 +104,9 @@ def random(*shape: int, seed: int) -> Tensor:
 
 
 def draw_weights(theirs: nn.Module, first_expert: int) -> None:
-    """Weights of Megatron's layer, each expert by its global number, at which no part is lost in another's rounding."""
+    """Weights of Megatron's layer, each expert by its global number, at which no part is lost in another's
+    rounding.
+    """
     with torch.no_grad():
         theirs.router.weight.copy_(random(EXPERTS, HIDDEN, seed=1) * HIDDEN**-0.5)
         if theirs.router.expert_bias is not None:
@@ -111,8 +124,12 @@ def copy_weights(theirs: nn.Module, router: Router, experts: Experts) -> None:
         router.weight.copy_(theirs.router.weight)
         if theirs.router.expert_bias is not None:
             router.expert_bias.copy_(theirs.router.expert_bias)
-        experts.weight1.copy_(torch.stack([expert.linear_fc1.weight for expert in theirs.experts.local_experts]))
-        experts.weight2.copy_(torch.stack([expert.linear_fc2.weight for expert in theirs.experts.local_experts]))
+        experts.weight1.copy_(
+            torch.stack([expert.linear_fc1.weight for expert in theirs.experts.local_experts])
+        )
+        experts.weight2.copy_(
+            torch.stack([expert.linear_fc2.weight for expert in theirs.experts.local_experts])
+        )
 
 
 def in_megatron(theirs: nn.Module, config: TransformerConfig, dispatcher: str) -> nn.Module:
@@ -134,7 +151,9 @@ def plain(theirs: nn.Module, pair: Pair, dispatcher: str) -> MoELayer:
     copy_weights(theirs, router, experts)
     shared = None
     if pair.shared is not None:
-        shared = SharedExpert(hidden_size=HIDDEN, ffn_size=SHARED_FFN, activation=pair.activation, gate=pair.shared)
+        shared = SharedExpert(
+            hidden_size=HIDDEN, ffn_size=SHARED_FFN, activation=pair.activation, gate=pair.shared
+        )
         with torch.no_grad():
             shared.weight1.copy_(theirs.shared_experts.linear_fc1.weight)
             shared.weight2.copy_(theirs.shared_experts.linear_fc2.weight)
@@ -146,13 +165,16 @@ def plain(theirs: nn.Module, pair: Pair, dispatcher: str) -> MoELayer:
 
 
 def run(layer: nn.Module, passes: int) -> Tensors:
-    """Output, gradients and token counts of the last of `passes` + 1 global batches of one micro-batch per rank, all alike."""
+    """Output, gradients and token counts of the last of `passes` + 1 global batches of one micro-batch per
+    rank, all alike.
+    """
     rank = dist.get_rank()
     for _ in range(passes + 1):
         layer.zero_grad()
         x = random(LENGTH, SEQUENCES, HIDDEN, seed=1000 + rank).requires_grad_()
         y, loss = layer(x)
-        # Under Megatron the losses are attached to the output, and the second value is a bias that there is none of.
+        # Under Megatron the losses are attached to the output, and the second value is a bias that there is
+        # none of.
         total = (y * random(LENGTH, SEQUENCES, HIDDEN, seed=2000 + rank)).sum() / 10
         (total if loss is None else total + loss).backward()
         counts = getattr(layer.router, "local_tokens_per_expert", None)
@@ -186,7 +208,9 @@ def _expert_gradients(layer: nn.Module) -> Tensors:
     if shared is None:
         return found
     is_ours = isinstance(shared, SharedExpert)
-    weights = (shared.weight1, shared.weight2) if is_ours else (shared.linear_fc1.weight, shared.linear_fc2.weight)
+    weights = (
+        (shared.weight1, shared.weight2) if is_ours else (shared.linear_fc1.weight, shared.linear_fc2.weight)
+    )
     found |= {"shared weight1": weights[0].grad, "shared weight2": weights[1].grad}
     return found if shared.gate_weight is None else found | {"shared gate": shared.gate_weight.grad}
 
@@ -194,8 +218,8 @@ def _expert_gradients(layer: nn.Module) -> Tensors:
 def start_megatron(ep: int) -> None:
     """Megatron's groups on the ranks of this job: EP folded into data parallelism."""
     warnings.simplefilter("ignore")
-    # Two mends of megatron-core 0.16.1, which our package does not need, as it uses neither its router nor its dispatchers:
-    # without Transformer Engine the router reads a name that is not defined,
+    # Two mends of megatron-core 0.16.1, which our package does not need, as it uses neither its router nor
+    # its dispatchers: without Transformer Engine the router reads a name that is not defined,
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
     # and without CUDA the splits of an all-to-all stay tensors, which torch.distributed refuses.
@@ -215,7 +239,8 @@ class Comparison:
 
     Args:
         errors: relative error of every tensor, by kind of our layer and Megatron's dispatcher.
-        effect: relative change of the router's gradient where the plain layer is left without its capacity and losses.
+        effect: relative change of the router's gradient where the plain layer is left without its capacity
+            and losses.
     """
 
     errors: dict[str, dict[str, float]]
@@ -236,7 +261,10 @@ def compare_on_rank(ep: int, pairs: dict[str, Pair]) -> dict[str, Comparison]:
             draw_weights(theirs, first_expert)
             expected = run(theirs, pair.passes)
             our_config = megatron_config(ep, dispatcher, pair.megatron | pair.ours)
-            for kind, layer in (("in Megatron", in_megatron(theirs, our_config, dispatcher)), ("plain", plain(theirs, pair, dispatcher))):
+            for kind, layer in (
+                ("in Megatron", in_megatron(theirs, our_config, dispatcher)),
+                ("plain", plain(theirs, pair, dispatcher)),
+            ):
                 errors[f"{kind}, {dispatcher}"] = relative_errors(run(layer, pair.passes), expected)
         without = run(plain(theirs, replace(pair, settings={}), dispatcher), pair.passes)
         found[name] = Comparison(errors, relative_errors(without, expected)["router"])

@@ -1,4 +1,6 @@
-"""What tests of several parts of the layer compare with: activations by formula, drops by a loop, process groups, counted waits."""
+"""What tests of several parts of the layer compare with: activations by formula, drops by a loop, process
+groups, counted waits.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ def kept_by_loop(experts: list[list[int]], weights: list[list[float]], capacity:
     slots = [(t, k) for t in range(len(experts)) for k in range(len(experts[t]))]
     kept = [[False] * len(row) for row in experts]
     for expert in {expert for row in experts for expert in row}:
-        queue = sorted((slot for slot in slots if experts[slot[0]][slot[1]] == expert), key=lambda slot: -weights[slot[0]][slot[1]])
+        queue = sorted(
+            (slot for slot in slots if experts[slot[0]][slot[1]] == expert),
+            key=lambda slot: -weights[slot[0]][slot[1]],
+        )
         for t, k in queue[:capacity]:
             kept[t][k] = True
     return kept
@@ -40,9 +45,19 @@ def make_groups(ep: int, etp: int):
 
 
 class Waits(TorchDispatchMode):
-    """Counts what makes the host wait for a GPU: values that become Python numbers, and shapes that depend on values."""
+    """Counts what makes the host wait for a GPU: values that become Python numbers, and shapes that depend on
+    values.
+    """
 
-    BY_VALUE = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "bincount", "equal", "is_nonzero")
+    BY_VALUE = (
+        "_local_scalar_dense",
+        "nonzero",
+        "masked_select",
+        "_unique2",
+        "bincount",
+        "equal",
+        "is_nonzero",
+    )
 
     def __init__(self):
         super().__init__()
@@ -51,6 +66,8 @@ class Waits(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.__name__.partition(".")[0]
         unsized = name == "repeat_interleave" and (kwargs or {}).get("output_size") is None
-        by_mask = name in ("index", "index_put_") and any(index is not None and index.dtype == torch.bool for index in args[1])
+        by_mask = name in ("index", "index_put_") and any(
+            index is not None and index.dtype == torch.bool for index in args[1]
+        )
         self.count += name in self.BY_VALUE or unsized or by_mask
         return function(*args, **(kwargs or {}))

@@ -1,4 +1,6 @@
-"""A small MoELayer whose weights are drawn for all experts and cut for this rank. Shape suffixes in `moe_exp.layers`."""
+"""A small MoELayer whose weights are drawn for all experts and cut for this rank. Shape suffixes in
+`moe_exp.layers`.
+"""
 
 from __future__ import annotations
 
@@ -50,20 +52,34 @@ def tiny_layer(
     router = Router(config, microbatch_group=microbatch_group, dtype=dtype)
     ep, etp = group_size(ep_group), group_size(etp_group)
     experts = Experts(
-        num_local_experts=EXPERTS // ep, hidden_size=HIDDEN, ffn_size=FFN // etp, activation=activation, backend=backend, dtype=dtype
+        num_local_experts=EXPERTS // ep,
+        hidden_size=HIDDEN,
+        ffn_size=FFN // etp,
+        activation=activation,
+        backend=backend,
+        dtype=dtype,
     )
-    weight1_EFD, weight2_EDF = random(EXPERTS, FFN * (1 + gated), HIDDEN, seed=1), random(EXPERTS, HIDDEN, FFN, seed=2)
+    weight1_EFD, weight2_EDF = (
+        random(EXPERTS, FFN * (1 + gated), HIDDEN, seed=1),
+        random(EXPERTS, HIDDEN, FFN, seed=2),
+    )
     with torch.no_grad():
         router.weight.copy_(torch.eye(EXPERTS, HIDDEN) + 0.1 * random(EXPERTS, HIDDEN, seed=3))
         experts.weight1.copy_(cut(weight1_EFD, 1, ep_group, etp_group, halves=1 + gated))
         experts.weight2.copy_(cut(weight2_EDF, 2, ep_group, etp_group))
     is_local = ep == etp == 1 and not alltoall
-    dispatcher = LocalDispatcher(EXPERTS) if is_local else AllToAllDispatcher(EXPERTS, ep_group=ep_group, etp_group=etp_group)
+    dispatcher = (
+        LocalDispatcher(EXPERTS)
+        if is_local
+        else AllToAllDispatcher(EXPERTS, ep_group=ep_group, etp_group=etp_group)
+    )
     return MoELayer(
         router=router,
         dispatcher=dispatcher,
         experts=experts,
-        settings=MoESettings(losses=losses or ((AuxLoss("aux_loss", aux_loss_coeff),) if aux_loss_coeff else ()), **settings),
+        settings=MoESettings(
+            losses=losses or ((AuxLoss("aux_loss", aux_loss_coeff),) if aux_loss_coeff else ()), **settings
+        ),
         shared=shared,
         microbatch_group=microbatch_group,
         context_parallel_size=context_parallel_size,
@@ -71,16 +87,23 @@ def tiny_layer(
 
 
 def cut(weight: Tensor, axis: int, ep_group, etp_group, *, halves: int = 1) -> Tensor:
-    """This rank's experts, and its part of the width F at `axis`: of the gate half and of the up half where there are two."""
+    """This rank's experts, and its part of the width F at `axis`: of the gate half and of the up half where
+    there are two.
+    """
     if ep_group is not None:
         weight = weight.chunk(ep_group.size())[ep_group.rank()]
     if etp_group is None:
         return weight
-    return torch.cat([half.chunk(etp_group.size(), dim=axis)[etp_group.rank()] for half in weight.chunk(halves, dim=axis)], dim=axis)
+    return torch.cat(
+        [half.chunk(etp_group.size(), dim=axis)[etp_group.rank()] for half in weight.chunk(halves, dim=axis)],
+        dim=axis,
+    )
 
 
 def pushed_tokens(expert_TK: list[list[int]], *, seed: int = 5, strength: float = 4.0) -> Tensor:
-    """Tokens [T, D] that the router of `tiny_layer` sends to these experts, the first with the larger weight."""
+    """Tokens [T, D] that the router of `tiny_layer` sends to these experts, the first with the larger
+    weight.
+    """
     x_TD = 0.2 * random(len(expert_TK), HIDDEN, seed=seed)
     for x_D, experts in zip(x_TD, expert_TK, strict=True):
         for k, expert in enumerate(experts):

@@ -1,4 +1,6 @@
-"""A stand-in for a SLURM cluster: sbatch, squeue, srun and scontrol as programs; jobs are queued, and run for real when a test says so."""
+"""A stand-in for a SLURM cluster: sbatch, squeue, srun and scontrol as programs; jobs are queued, and run for
+real when a test says so.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ echo localhost
 
 
 class Cluster:
-    """Jobs in a folder: JOB.sh and JOB.args when sbatch was called, JOB.end, `ok` or `failed`, when it has ended."""
+    """Jobs in a folder: JOB.sh and JOB.args when sbatch was called, JOB.end, `ok` or `failed`, when it has
+    ended.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -60,11 +64,16 @@ class Cluster:
     def options(self, job: str) -> dict[str, str]:
         text = (self.folder / f"{job}.sh").read_text()
         directives = dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", text, re.MULTILINE))
-        arguments = dict(one.removeprefix("--").partition("=")[::2] for one in json.loads((self.folder / f"{job}.args").read_text()))
+        arguments = dict(
+            one.removeprefix("--").partition("=")[::2]
+            for one in json.loads((self.folder / f"{job}.args").read_text())
+        )
         return directives | arguments
 
     def run(self, lost: set[tuple[str, int]] | None = None) -> None:
-        """Runs what is queued, in order; array tasks `lost` fail without a word, as those of a node that is gone."""
+        """Runs what is queued, in order; array tasks `lost` fail without a word, as those of a node that is
+        gone.
+        """
         for job in self.jobs():
             if (self.folder / f"{job}.end").exists():
                 continue
@@ -74,15 +83,21 @@ class Cluster:
             assert ok or options["kill-on-invalid-dep"] == "yes"
             last = int(re.fullmatch(r"0-(\d+)(%\d+)?", options["array"])[1]) if "array" in options else -1
             if ok and last >= 0:
-                ok = False not in [(job, task) not in (lost or set()) and self._run(job, task) for task in range(last + 1)]
+                ok = False not in [
+                    (job, task) not in (lost or set()) and self._run(job, task) for task in range(last + 1)
+                ]
             elif ok:
                 ok = self._run(job, None)
             (self.folder / f"{job}.end").write_text("ok" if ok else "failed")
 
     def _run(self, job: str, task: int | None) -> bool:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "PYTHONPATH"))}
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "PYTHONPATH"))
+        }
         environment |= {"SLURM_JOB_ID": job, "SLURM_NODELIST": "localhost", "RUN_OFFSET": "0"}
         environment |= {} if task is None else {"SLURM_ARRAY_TASK_ID": str(task)}
-        done = subprocess.run(["bash", str(self.folder / f"{job}.sh")], env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            ["bash", str(self.folder / f"{job}.sh")], env=environment, capture_output=True, text=True
+        )
         (self.folder / f"{job}_{task}.out").write_text(done.stdout + done.stderr)
         return done.returncode == 0

@@ -1,7 +1,9 @@
-"""A stand-in SLURM for chains of jobs: sbatch, squeue, srun, scancel and scontrol as programs that keep jobs in a folder.
+"""A stand-in SLURM for chains of jobs: sbatch, squeue, srun, scancel and scontrol as programs that keep jobs
+in a folder.
 
-Nothing is scheduled by itself: `StandIn.start` runs the next job that may start as a real process, and its srun starts real processes, one
-per node. What the programs print has the form of the real ones (squeue(1), sbatch(1), scontrol(1) of SLURM 23.11).
+Nothing is scheduled by itself: `StandIn.start` runs the next job that may start as a real process, and its
+srun starts real processes, one per node. What the programs print has the form of the real ones (squeue(1),
+sbatch(1), scontrol(1) of SLURM 23.11).
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ first = 101 + len(jobs())
 last = int(re.fullmatch(r"1-(\\d+)%1", options["array"])[1]) if "array" in options else 0
 for task in range(1, last + 1) or [None]:
     number = first + (task or 1) - 1
-    write(number, {"id": number, "base": first, "task": task, "state": "PENDING", "options": options, "script": text, "restarts": 0})
+    job = {"id": number, "base": first, "task": task, "state": "PENDING", "options": options}
+    write(number, job | {"script": text, "restarts": 0})
 print(first)
 """
 _SQUEUE = """
@@ -48,7 +51,8 @@ for base in sorted({job["base"] for job in known}):
 _SCANCEL = """
 options = [word for word in sys.argv[1:] if word.startswith("--")]
 for job in jobs():
-    if str(job["base"]) in sys.argv[1:] and not (options == ["--state=PENDING"] and job["state"] != "PENDING"):
+    is_left = options == ["--state=PENDING"] and job["state"] != "PENDING"
+    if str(job["base"]) in sys.argv[1:] and not is_left:
         write(job["id"], job | {"state": "CANCELLED"})
 """
 _SCONTROL = """
@@ -148,7 +152,9 @@ class StandIn:
         return [line[1:] for line in lines if line[0] == program]
 
     def start(self) -> tuple[int, subprocess.Popen[bytes]]:
-        """Starts the first job that may start: pending, the one before it (array, dependency) no longer there."""
+        """Starts the first job that may start: pending, the one before it (array, dependency) no longer
+        there.
+        """
         for path in sorted(self.folder.glob("*.json")):
             job = json.loads(path.read_text())
             if job["state"] == "PENDING":
@@ -158,14 +164,32 @@ class StandIn:
         self._set(job["id"], state="RUNNING")
         options = job["options"]
         passed = {name: os.environ[name] for name in options["export"].split(",") if name in os.environ}
-        passed |= {"PATH": self.path(), "SLURM_JOB_ID": str(job["id"]), "SLURM_JOB_NODELIST": ",".join(NODES[: int(options["nodes"])])}
-        passed |= {"SLURM_NNODES": options["nodes"], "SLURM_EXPORT_ENV": options["export"], "SLURM_RESTART_COUNT": str(job["restarts"])}
-        name = options["output"].replace("%A", str(job["base"])).replace("%a", str(job["task"])).replace("%j", str(job["id"]))
+        passed |= {
+            "PATH": self.path(),
+            "SLURM_JOB_ID": str(job["id"]),
+            "SLURM_JOB_NODELIST": ",".join(NODES[: int(options["nodes"])]),
+        }
+        passed |= {
+            "SLURM_NNODES": options["nodes"],
+            "SLURM_EXPORT_ENV": options["export"],
+            "SLURM_RESTART_COUNT": str(job["restarts"]),
+        }
+        name = (
+            options["output"]
+            .replace("%A", str(job["base"]))
+            .replace("%a", str(job["task"]))
+            .replace("%j", str(job["id"]))
+        )
         script = self.folder / f"slurm_script_{job['id']}"
         script.write_text(job["script"])
         with open(name, "ab" if options["open-mode"] == "append" else "wb") as log:  # noqa: PTH123
             process = subprocess.Popen(
-                ["bash", str(script)], env=passed, cwd=options["chdir"], stdout=log, stderr=log, start_new_session=True
+                ["bash", str(script)],
+                env=passed,
+                cwd=options["chdir"],
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
         self._started.append(process)
         return job["id"], process

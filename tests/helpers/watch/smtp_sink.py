@@ -1,4 +1,6 @@
-"""A mail server for tests, on a real socket: keeps what it is sent; STARTTLS, TLS from the first byte, and AUTH PLAIN."""
+"""A mail server for tests, on a real socket: keeps what it is sent; STARTTLS, TLS from the first byte, and
+AUTH PLAIN.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,18 @@ from typing import Any
 def certificate(folder: Path) -> tuple[Path, Path]:
     """A new certificate for localhost, signed by itself, and its key."""
     cert, key = folder / "cert.pem", folder / "key.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-days",
+        "2",
+    ]
     names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
     subprocess.run([*command, *names, "-keyout", key, "-out", cert], check=True, capture_output=True)
     return cert, key
@@ -84,7 +97,10 @@ def _session(sink: SmtpSink) -> type[socketserver.BaseRequestHandler]:
             if word == "EHLO":
                 can_encrypt = sink.security == "starttls" and not self.is_encrypted
                 self.say(
-                    "250 sink", *(["250 STARTTLS"] if can_encrypt else []), *(["250 AUTH PLAIN"] if sink.password else []), "250 8BITMIME"
+                    "250 sink",
+                    *(["250 STARTTLS"] if can_encrypt else []),
+                    *(["250 AUTH PLAIN"] if sink.password else []),
+                    "250 8BITMIME",
                 )
             elif word == "STARTTLS":
                 self.say("220 go on")
@@ -92,7 +108,11 @@ def _session(sink: SmtpSink) -> type[socketserver.BaseRequestHandler]:
                 self.file, self.is_encrypted = self.request.makefile("rb"), True
             elif word == "AUTH":
                 self.is_known = base64.b64decode(line.split()[2]).decode() == f"\0watcher\0{sink.password}"
-                self.say("235 welcome" if self.is_known else f"535 {sink.password} is not what {line.split()[2]} says")
+                self.say(
+                    "235 welcome"
+                    if self.is_known
+                    else f"535 {sink.password} is not what {line.split()[2]} says"
+                )
             elif word == "MAIL":
                 self.say("250 ok" if self.is_known else "530 who are you")
             elif word == "RCPT":

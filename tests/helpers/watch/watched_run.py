@@ -13,7 +13,14 @@ from moe_exp.runs.records import append
 from moe_exp.watch.watchdog.watchdog import Watchdog
 
 HOUR, DAY = 3600.0, 86400.0
-SETTINGS = {"train_iters": 40000, "log_interval": 20, "eval_interval": 1000, "eval_iters": 10, "save_interval": 1000, "keep_last": 0}
+SETTINGS = {
+    "train_iters": 40000,
+    "log_interval": 20,
+    "eval_interval": 1000,
+    "eval_iters": 10,
+    "save_interval": 1000,
+    "keep_last": 0,
+}
 
 
 class Run:
@@ -28,12 +35,16 @@ class Run:
 
     def event(self, name: str, iteration: int, at: float, **details: object) -> None:
         when = datetime.fromtimestamp(self.begin + at).astimezone().isoformat(timespec="seconds")
-        append(self.metrics, {"kind": "event", "iteration": iteration, "event": name, "time": when, **details})
+        append(
+            self.metrics, {"kind": "event", "iteration": iteration, "event": name, "time": when, **details}
+        )
 
     def train(self, first: int, last: int, at: float, *, ms: float = 2000.0) -> None:
         """Records of iterations `first`, `first + 20`, ...; the file was written `at` then."""
         for iteration in range(first, last + 1, 20):
-            append(self.metrics, {"kind": "train", "iteration": iteration, "elapsed_time_per_iteration_ms": ms})
+            append(
+                self.metrics, {"kind": "train", "iteration": iteration, "elapsed_time_per_iteration_ms": ms}
+            )
         os.utime(self.metrics, (self.begin + at, self.begin + at))
 
 
@@ -45,8 +56,10 @@ class Queue:
         self.lines = folder / "lines"
         self.set("")
         program = folder / "squeue"
-        program.write_text(f'#!/bin/sh\n[ -e "{self.lines}" ] || {{ echo "slurm_load_jobs error: Socket timed out" >&2; exit 1; }}\n'
-                           f'echo "$@" >"{folder}/called"\ncat "{self.lines}"\n')  # fmt: skip
+        program.write_text(
+            f'#!/bin/sh\n[ -e "{self.lines}" ] || {{ echo "slurm_load_jobs error: Socket timed out" >&2; exit'
+            f' 1; }}\necho "$@" >"{folder}/called"\ncat "{self.lines}"\n'
+        )
         program.chmod(0o755)
 
     def set(self, text: str) -> None:
@@ -61,7 +74,8 @@ def found(dog, run, at):
 
 
 def running(run, *, since=0.0, left="23:00:00", name="101_1"):
-    return f"{name}|RUNNING|{datetime.fromtimestamp(run.begin + since):%Y-%m-%dT%H:%M:%S}|1-00:00:00|{left}|None\n"
+    start = f"{datetime.fromtimestamp(run.begin + since):%Y-%m-%dT%H:%M:%S}"
+    return f"{name}|RUNNING|{start}|1-00:00:00|{left}|None\n"
 
 
 WAITING = "101_[2-30%1]|PENDING|N/A|1-00:00:00|INVALID|JobArrayTaskLimit\n"

@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from moe_exp.launch.preflight import device_checks
-from moe_exp.launch.preflight.device_checks import DTYPES, bytes_to_fill, check_matmul, check_memory, free_host_bytes
+from moe_exp.launch.preflight.device_checks import (
+    DTYPES,
+    bytes_to_fill,
+    check_matmul,
+    check_memory,
+    free_host_bytes,
+)
 
 CPU = torch.device("cpu")
 

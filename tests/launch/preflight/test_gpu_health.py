@@ -1,4 +1,6 @@
-"""nvidia-smi is a program of the test, which prints what the real one prints for fields that the driver does and does not know."""
+"""nvidia-smi is a program of the test, which prints what the real one prints for fields that the driver does
+and does not know.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,10 @@ import pytest
 
 from moe_exp.launch.preflight.gpu_health import FIELDS, gpu_findings, missing_gpus, query_gpus
 
-GOOD = "{i}, NVIDIA H100 80GB HBM3, 00000000:{b}:00.0, 535.161.08, 34, 118.23, 0, 0, No, No, [N/A], 0x0000000000000001, 16, 16"
+GOOD = (
+    "{i}, NVIDIA H100 80GB HBM3, 00000000:{b}:00.0, 535.161.08, 34, 118.23, 0, 0, No, No, [N/A],"
+    " 0x0000000000000001, 16, 16"
+)
 
 
 @pytest.fixture
@@ -17,9 +22,14 @@ def smi(tmp_path, monkeypatch):
 
     def make(lines: list[str], code: int = 0, unknown: str = "") -> None:
         refuse = (
-            f'case "$*" in *{unknown}*) echo \'Field "{unknown}" is not a valid field to query.\'; echo; exit 2;; esac' if unknown else ""
+            f'case "$*" in *{unknown}*) echo \'Field "{unknown}" is not a valid field to query.\'; echo; exit'
+            " 2;; esac"
+            if unknown
+            else ""
         )
-        (tmp_path / "nvidia-smi").write_text("\n".join(["#!/bin/sh", refuse, "cat <<END", *lines, "END", f"exit {code}", ""]))
+        (tmp_path / "nvidia-smi").write_text(
+            "\n".join(["#!/bin/sh", refuse, "cat <<END", *lines, "END", f"exit {code}", ""])
+        )
         (tmp_path / "nvidia-smi").chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
 
@@ -44,11 +54,16 @@ def test_healthy_gpus(smi):
 
 
 def test_older_driver_is_asked_by_its_names(smi):
-    smi([GOOD.format(i=0, b="0F").replace("0x0000000000000001", "0x0000000000000040")], unknown="clocks_event_reasons.active")
+    smi(
+        [GOOD.format(i=0, b="0F").replace("0x0000000000000001", "0x0000000000000040")],
+        unknown="clocks_event_reasons.active",
+    )
     gpus, problem = query_gpus()
     assert problem == ""
     assert gpus[0]["clocks_event_reasons.active"] == "0x0000000000000040"
-    assert list(gpu_findings(gpus)) == [("slow", "GPU 0 (00000000:0F:00.0): clocks are held down: too hot (hardware), 34 C")]
+    assert list(gpu_findings(gpus)) == [
+        ("slow", "GPU 0 (00000000:0F:00.0): clocks are held down: too hot (hardware), 34 C")
+    ]
     without = GOOD.format(i=0, b="0F").replace(" No, No, [N/A],", " No, [N/A],")
     smi([without], unknown="remapped_rows.failure")
     gpus, problem = query_gpus()
@@ -56,7 +71,10 @@ def test_older_driver_is_asked_by_its_names(smi):
 
 
 def test_a_driver_that_does_not_answer(smi):
-    text = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. Make sure that it is running."
+    text = (
+        "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. Make sure that it is"
+        " running."
+    )
     smi([text], code=9)
     assert query_gpus() == ([], f"nvidia-smi: {text}")
 
@@ -69,13 +87,33 @@ def test_no_nvidia_smi(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "grade", "text"),
     [
-        ({"ecc.errors.uncorrected.volatile.total": "2"}, "failed", "2 uncorrectable memory errors (ECC) since the driver was loaded"),
-        ({"ecc.errors.uncorrected.aggregate.total": "5"}, "warning", "5 uncorrectable memory errors (ECC) in its life"),
+        (
+            {"ecc.errors.uncorrected.volatile.total": "2"},
+            "failed",
+            "2 uncorrectable memory errors (ECC) since the driver was loaded",
+        ),
+        (
+            {"ecc.errors.uncorrected.aggregate.total": "5"},
+            "warning",
+            "5 uncorrectable memory errors (ECC) in its life",
+        ),
         ({"remapped_rows.failure": "Yes"}, "failed", "a row of its memory could not be remapped"),
         ({"remapped_rows.failure": "1"}, "failed", "a row of its memory could not be remapped"),
-        ({"remapped_rows.pending": "Yes"}, "warning", "damaged memory waits for a reset of the GPU to be taken out of use"),
-        ({"retired_pages.pending": "Yes"}, "warning", "damaged memory waits for a reset of the GPU to be taken out of use"),
-        ({"clocks_event_reasons.active": "0x0000000000000088"}, "slow", "clocks are held down: hardware slowdown, power brake, 34 C"),
+        (
+            {"remapped_rows.pending": "Yes"},
+            "warning",
+            "damaged memory waits for a reset of the GPU to be taken out of use",
+        ),
+        (
+            {"retired_pages.pending": "Yes"},
+            "warning",
+            "damaged memory waits for a reset of the GPU to be taken out of use",
+        ),
+        (
+            {"clocks_event_reasons.active": "0x0000000000000088"},
+            "slow",
+            "clocks are held down: hardware slowdown, power brake, 34 C",
+        ),
         ({"pcie.link.width.current": "8"}, "warning", "PCIe has 8 of 16 lanes"),
     ],
 )
@@ -89,6 +127,9 @@ def test_what_a_driver_cannot_say_is_no_finding():
     gpus = row(GOOD.format(i=0, b="01"))
     gpus[0] |= {name: "[N/A]" for name in FIELDS if name not in ("index", "pci.bus_id")}
     assert list(gpu_findings(gpus)) == []
-    gpus[0] |= {"ecc.errors.uncorrected.volatile.total": "[Not Supported]", "clocks_event_reasons.active": "[Unknown Error]"}
+    gpus[0] |= {
+        "ecc.errors.uncorrected.volatile.total": "[Not Supported]",
+        "clocks_event_reasons.active": "[Unknown Error]",
+    }
     assert list(gpu_findings(gpus)) == []
     assert list(gpu_findings([{}])) == []

@@ -6,12 +6,21 @@ import subprocess
 
 import pytest
 
-from moe_exp.launch.preflight.host_facts import disk, expanded_hosts, host_facts, kernel_faults, own_name, planned_hosts
+from moe_exp.launch.preflight.host_facts import (
+    disk,
+    expanded_hosts,
+    host_facts,
+    kernel_faults,
+    own_name,
+    planned_hosts,
+)
 
 DMESG = """\
 2026-11-22T03:13:58,104212+01:00 nvidia-nvlink: Nvlink Core is being initialized, major device number 510
-2026-11-22T03:14:07,123456+01:00 NVRM: Xid (PCI:0000:c1:00): 79, pid=77181, name=python3, GPU has fallen off the bus.
-2026-11-22T03:14:07,123999+01:00 NVRM: Xid (PCI:0000:41:00): 31, pid=2218, name=python3, Ch 00000008, intr 00000000. MMU Fault
+2026-11-22T03:14:07,123456+01:00 NVRM: Xid (PCI:0000:c1:00): 79, pid=77181, \
+name=python3, GPU has fallen off the bus.
+2026-11-22T03:14:07,123999+01:00 NVRM: Xid (PCI:0000:41:00): 31, pid=2218, \
+name=python3, Ch 00000008, intr 00000000. MMU Fault
 """
 
 
@@ -28,7 +37,9 @@ def test_a_disk_that_cannot_be_written(tmp_path):
     assert disk(tmp_path / "gone")["problem"] == "is not there"
     if os.geteuid():
         pytest.skip("needs root for a file system of its own")
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "none", str(tmp_path)], capture_output=True)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16k", "none", str(tmp_path)], capture_output=True
+    )
     if done.returncode:
         pytest.skip("no tmpfs can be mounted here")
     try:
@@ -44,7 +55,9 @@ def test_faults_of_the_hardware_in_the_kernels_messages(tmp_path, monkeypatch):
     (tmp_path / "dmesg").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     assert kernel_faults() == ["Xid 79: GPU has fallen off the bus on 0000:c1:00, once, last 11-22 03:14:07"]
-    (tmp_path / "dmesg").write_text("#!/bin/sh\necho 'dmesg: read kernel buffer failed: Operation not permitted' >&2; exit 1\n")
+    (tmp_path / "dmesg").write_text(
+        "#!/bin/sh\necho 'dmesg: read kernel buffer failed: Operation not permitted' >&2; exit 1\n"
+    )
     assert kernel_faults() == []
 
 

@@ -1,4 +1,6 @@
-"""The preflight before training and as a command, on one host; faults come from a sitecustomize.py that every Python of the job finds."""
+"""The preflight before training and as a command, on one host; faults come from a sitecustomize.py that every
+Python of the job finds.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,16 @@ def sabotage(tmp_path):
 
 
 def preflight(tmp_path, num_ranks: int, **environ) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "moe_exp", "watch", "preflight", "--json", f"--gpus-per-node={num_ranks}", f"--run-dir={tmp_path}"]
+    command = [
+        sys.executable,
+        "-m",
+        "moe_exp",
+        "watch",
+        "preflight",
+        "--json",
+        f"--gpus-per-node={num_ranks}",
+        f"--run-dir={tmp_path}",
+    ]
     settings = {"PRESET": "cpu", "MASTER_PORT": free_port(), "PYTHONPATH": str(ROOT)} | environ
     return subprocess.run(command, env=clean_environ(**settings), capture_output=True, text=True, timeout=240)
 
@@ -58,7 +69,12 @@ def test_training_with_a_preflight(runs):
     ended = runs.succeed("checked", PREFLIGHT=1, TRAIN_ITERS=3)
     assert "Preflight: 1 nodes, 1 ranks" in ended.stdout
     before, start, *_ = ended.records("event")
-    assert (before["event"], before["grade"], before["iteration"], before["exclude"]) == ("preflight", "ok", 0, []), before
+    assert (before["event"], before["grade"], before["iteration"], before["exclude"]) == (
+        "preflight",
+        "ok",
+        0,
+        [],
+    ), before
     assert start["event"] == "start"
     assert len(ended.curve("lm_loss")) == 3
 
@@ -67,14 +83,20 @@ def test_training_does_not_start_on_a_host_that_multiplies_wrongly(runs, sabotag
     ended = runs.run("wrong", PREFLIGHT=1, PYTHONPATH=sabotage(WRONG_PRODUCTS))
     host = socket.gethostname()
     assert ended.code == 1, ended.text
-    assert f"moe-exp: preflight failed: {host} (node 0): rank 0 (cpu): 4 elements of matrix products are wrong" in ended.stderr
+    assert (
+        f"moe-exp: preflight failed: {host} (node 0): rank 0 (cpu): 4 elements of matrix products are wrong"
+        in ended.stderr
+    )
     assert "moe-exp: no training: a node has failed the preflight." in ended.stderr
     (event,) = ended.records("event")
     assert (event["event"], event["grade"]) == ("preflight", "failed")
     assert not ended.folder.config.exists()
     listed = runs.run_dir / "exclude_nodes.txt"
     assert read_excluded(listed) == event["exclude"] == [host.partition(".")[0]]
-    assert "preflight: rank 0 (cpu): 4 elements of matrix products are wrong" in read_reasons(listed)[host.partition(".")[0]]
+    assert (
+        "preflight: rank 0 (cpu): 4 elements of matrix products are wrong"
+        in read_reasons(listed)[host.partition(".")[0]]
+    )
 
 
 @pytest.mark.slow
@@ -93,7 +115,10 @@ def test_one_host_with_several_ranks(tmp_path):
     assert ended.returncode == 0, ended.stderr
     report = json.loads(ended.stdout)
     assert (report["grade"], report["exclude"]) == ("ok", [])
-    assert all(report["nodes"][0]["numbers"][name] > 0 for name in ("matmul", "memory", "point-to-point", "all-reduce", "all-to-all"))
+    assert all(
+        report["nodes"][0]["numbers"][name] > 0
+        for name in ("matmul", "memory", "point-to-point", "all-reduce", "all-to-all")
+    )
     assert set(report["all_ranks"]) == {"latency_us", "all_reduce", "all_to_all"}
     assert list(tmp_path.iterdir()) == []
 

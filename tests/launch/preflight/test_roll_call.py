@@ -52,17 +52,23 @@ def test_who_does_not_come_is_left_out_and_who_comes_later_sees_it():
 def test_settings_that_do_not_fit_are_named():
     port = free_port()
     with closing(Server(port, 2)), closing(join(port, 0, 2)):
-        with pytest.raises(ValueError, match=r"NODE_RANK=0: \S+ has the same\. Fix: give every node a number of its own"):
+        with pytest.raises(
+            ValueError, match=r"NODE_RANK=0: \S+ has the same\. Fix: give every node a number of its own"
+        ):
             join(port, 0, 2)
         with pytest.raises(ValueError, match=r"NNODES=3: node 0 has NNODES=2\. Fix: give all nodes the same"):
             join(port, 1, 3)
-        with socket.create_connection(("localhost", port)) as stranger:  # says nothing that is known, and harms nobody
+        # says nothing that is known, and harms nobody
+        with socket.create_connection(("localhost", port)) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         join(port, 1, 2).close()
 
 
 def test_no_node_0_is_an_error_that_names_this_host():
-    with pytest.raises(NotReached, match=rf"MASTER_ADDR=localhost: {socket.gethostname()} \(node 1\) cannot reach port \d+ there in 1 s"):
+    with pytest.raises(
+        NotReached,
+        match=rf"MASTER_ADDR=localhost: {socket.gethostname()} \(node 1\) cannot reach port \d+ there in 1 s",
+    ):
         join(free_port(), 1, 2, seconds=0.6)
 
 
@@ -115,6 +121,10 @@ def test_address_of_the_interface_that_gloo_uses():
 @pytest.mark.parametrize(("host", "seen"), [("::1", "::1"), ("127.0.0.1", "127.0.0.1")])
 def test_nodes_find_each_other_by_both_kinds_of_addresses(host, seen):
     port = free_port()
-    with closing(Server(port, 2)), closing(Nodes(host, port, node=1, num_nodes=2, seconds=5.0)) as nodes, closing(Door()) as door:
+    with (
+        closing(Server(port, 2)),
+        closing(Nodes(host, port, node=1, num_nodes=2, seconds=5.0)) as nodes,
+        closing(Door()) as door,
+    ):
         assert nodes.address == seen
         assert knock(nodes.address, door.port) == ""

@@ -43,7 +43,9 @@ sys.exit(int(code))
 
 
 class Submitted:
-    """A chain on a stand-in cluster, whose jobs end as a list of codes says: 0, 75, 1, ..., ckpt1 (with a new checkpoint), kill, wait."""
+    """A chain on a stand-in cluster, whose jobs end as a list of codes says: 0, 75, 1, ..., ckpt1 (with a new
+    checkpoint), kill, wait.
+    """
 
     def __init__(self, folder: Path):
         self.cluster = StandIn(folder / "cluster")
@@ -55,7 +57,12 @@ class Submitted:
         self.setup.write_text(f"export PYTHONPATH={str(fake)!r}\necho setting up $NOT_SET\n")
 
     def environ(self, codes: str, **settings: object) -> dict[str, str]:
-        places = {"RUN_DIR": self.folder.parent, "RUN_NAME": self.folder.name, "JOB_NAME": "big-run", "SETUP": self.setup}
+        places = {
+            "RUN_DIR": self.folder.parent,
+            "RUN_NAME": self.folder.name,
+            "JOB_NAME": "big-run",
+            "SETUP": self.setup,
+        }
         own = {
             "CPU_NODES": True,
             "NNODES": 2,
@@ -65,11 +72,16 @@ class Submitted:
             "PYTHON": sys.executable,
             "RETRY_SECONDS": 0,
         }
-        return clean_environ(**{**places, **own, "PATH": self.cluster.path(), "LEAK": "no", "SECRET": "s3cret", **settings})
+        return clean_environ(
+            **{**places, **own, "PATH": self.cluster.path(), "LEAK": "no", "SECRET": "s3cret", **settings}
+        )
 
     def submit(self, codes: str, *flags: str, **settings: object) -> subprocess.CompletedProcess[str]:
-        environ, folder = self.environ(codes, **settings), self.setup.parent  # not the checkout, in which `python -m moe_exp` is that one
-        return subprocess.run(["bash", str(SCRIPT), *flags], env=environ, cwd=folder, capture_output=True, text=True)
+        # not the checkout, in which `python -m moe_exp` is that one
+        environ, folder = self.environ(codes, **settings), self.setup.parent
+        return subprocess.run(
+            ["bash", str(SCRIPT), *flags], env=environ, cwd=folder, capture_output=True, text=True
+        )
 
     def log(self, pattern: str) -> str:
         return "".join(path.read_text() for path in sorted(self.folder.glob(f"slurm/{pattern}")))

@@ -1,4 +1,6 @@
-"""run_slurm.sh's sbatch file, run for real under a stand-in srun: what a chain of jobs does with every end of a run."""
+"""run_slurm.sh's sbatch file, run for real under a stand-in srun: what a chain of jobs does with every end of
+a run.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def test_array_goes_on_until_the_run_has_finished_and_cancels_the_rest(chain):
     assert chain.cluster.run() == (102, 0)
     assert chain.cluster.states() == ["COMPLETED", "COMPLETED", "CANCELLED", "CANCELLED"]
     for rank, node in enumerate(("localhost", "node-b")):
-        given = f"NODE_RANK={rank} MASTER_ADDR=localhost NNODES=2 LR=0.002 RUN_NAME=it's a run LEAK=None s3cret\n"
+        given = (
+            f"NODE_RANK={rank} MASTER_ADDR=localhost NNODES=2 LR=0.002 RUN_NAME=it's a run LEAK=None s3cret\n"
+        )
         assert chain.log(f"job101.{node}.log") == given
         assert chain.log(f"job102.{node}.log") == given
     assert "setting up" in chain.log("job101_1.log")
@@ -37,7 +41,8 @@ def test_array_goes_on_until_the_run_has_finished_and_cancels_the_rest(chain):
 def test_warning_reaches_the_launchers_and_the_chain_goes_on(chain):
     assert chain.submit("wait/0", NUM_JOBS=3, CHAIN="dependency").returncode == 0
     assert [call[:-1] for call in chain.cluster.calls("sbatch")] == [
-        ["--parsable"], ["--parsable", "--dependency=afterany:101"], ["--parsable", "--dependency=afterany:102"]
+        ["--parsable"], ["--parsable", "--dependency=afterany:101"],
+        ["--parsable", "--dependency=afterany:102"]
     ]  # fmt: skip
     number, process = chain.cluster.start()
     wait_for(lambda: "wait" in "".join(path.read_text() for path in chain.folder.glob("attempts.1")))
@@ -159,13 +164,35 @@ def test_nodes_that_are_excluded_meanwhile_are_left_out_by_the_rest_of_the_chain
 
 @pytest.mark.slow
 def test_a_run_of_two_nodes_goes_on_in_the_next_job_and_finishes(chain, runs: Runs):
-    settings = TINY | {"NNODES": 2, "EP": 2, "CPU_NODES": True, "TRAIN_ITERS": 60, "RUN_DIR": runs.run_dir, "DATA_DIR": runs.data_dir}
-    environ = clean_environ(**settings, RUN_NAME="a run", NUM_JOBS=3, PATH=chain.cluster.path(), JOB_NAME="x", PYTHON=sys.executable)
-    done = subprocess.run(["bash", str(ROOT / "moe_exp" / "scripts" / "run_slurm.sh")], env=environ, capture_output=True, text=True)
+    settings = TINY | {
+        "NNODES": 2,
+        "EP": 2,
+        "CPU_NODES": True,
+        "TRAIN_ITERS": 60,
+        "RUN_DIR": runs.run_dir,
+        "DATA_DIR": runs.data_dir,
+    }
+    environ = clean_environ(
+        **settings,
+        RUN_NAME="a run",
+        NUM_JOBS=3,
+        PATH=chain.cluster.path(),
+        JOB_NAME="x",
+        PYTHON=sys.executable,
+    )
+    done = subprocess.run(
+        ["bash", str(ROOT / "moe_exp" / "scripts" / "run_slurm.sh")],
+        env=environ,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     number, process = chain.cluster.start()
     folder = runs.folder("a run")
-    wait_for(lambda: '"iteration": 3,' in (folder.metrics.read_text() if folder.metrics.exists() else ""), timeout=300)
+    wait_for(
+        lambda: '"iteration": 3,' in (folder.metrics.read_text() if folder.metrics.exists() else ""),
+        timeout=300,
+    )
     chain.cluster.warn(number, process)
     assert chain.cluster.end(number, process, timeout=300) == 0
     outcomes = (folder.path / "slurm" / "jobs.log").read_text()

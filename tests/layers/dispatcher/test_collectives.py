@@ -12,14 +12,30 @@ from torch.utils.checkpoint import checkpoint
 
 from helpers.layers.tiny_moe import random
 from helpers.ranks import run_on_ranks
-from moe_exp.layers.dispatcher.collectives import AllToAll, Arrival, GatherRows, ScatterSumRows, arrive, depart, exchange_rows
+from moe_exp.layers.dispatcher.collectives import (
+    AllToAll,
+    Arrival,
+    GatherRows,
+    ScatterSumRows,
+    arrive,
+    depart,
+    exchange_rows,
+)
 
 # Rows from rank i (row) to rank j (column).
 ROUTES = {
-    2: {"even": [[2, 2], [2, 2]], "uneven": [[3, 0], [1, 5]], "nothing": [[0, 0], [0, 0]], "all to one": [[4, 0], [3, 0]]},
+    2: {
+        "even": [[2, 2], [2, 2]],
+        "uneven": [[3, 0], [1, 5]],
+        "nothing": [[0, 0], [0, 0]],
+        "all to one": [[4, 0], [3, 0]],
+    },
     4: {"uneven": [[1, 2, 0, 3], [0, 0, 0, 0], [5, 1, 1, 1], [2, 0, 0, 1]]},
 }
-SIZES = {2: {"even": [3, 3], "uneven": [4, 1], "one empty": [0, 2], "nothing": [0, 0]}, 4: {"uneven": [2, 0, 5, 1]}}
+SIZES = {
+    2: {"even": [3, 3], "uneven": [4, 1], "one empty": [0, 2], "nothing": [0, 0]},
+    4: {"uneven": [2, 0, 5, 1]},
+}
 
 
 class Recorder:
@@ -44,7 +60,9 @@ class Recorder:
 
 
 def make(kind: str, name: str):
-    """The exchange, rows that this rank gives, and what all ranks give, and the function from that to what this rank gets."""
+    """The exchange, rows that this rank gives, and what all ranks give, and the function from that to what
+    this rank gets.
+    """
     rank, ranks, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     if kind == "alltoall":
         route = torch.tensor(ROUTES[ranks][name])
@@ -54,13 +72,19 @@ def make(kind: str, name: str):
         return exchange, given, lambda given: torch.cat([x.split(send[i])[rank] for i, x in enumerate(given)])
     sizes = SIZES[ranks][name]
     if kind == "gather":
-        return GatherRows(group=group, sizes=sizes), [random(n, 3, seed=i) for i, n in enumerate(sizes)], torch.cat
+        return (
+            GatherRows(group=group, sizes=sizes),
+            [random(n, 3, seed=i) for i, n in enumerate(sizes)],
+            torch.cat,
+        )
     given = [random(sum(sizes), 3, seed=i) for i in range(ranks)]
     return ScatterSumRows(group=group, sizes=sizes), given, lambda given: sum(given).split(sizes)[rank]
 
 
 def there_and_back(kind: str, name: str, run: Callable):
-    """Result, and gradient of this rank's rows from all ranks' results, against everything computed on this rank."""
+    """Result, and gradient of this rank's rows from all ranks' results, against everything computed on this
+    rank.
+    """
     exchange, given, reference = make(kind, name)
     rank = dist.get_rank()
     x = given[rank].clone().requires_grad_()
@@ -105,7 +129,9 @@ def overlapped(between: bool):
         layer.bias.zero_()
     layer.weight.register_post_accumulate_grad_hook(lambda _: events.append("layer backward"))
     x, w = random(4, 3, seed=rank).requires_grad_(), random(4, seed=10 + rank).requires_grad_()
-    exchange = AllToAll(group=dist.group.WORLD, send=[1, 3] if rank == 0 else [2, 2], receive=[1, 2] if rank == 0 else [3, 2])
+    exchange = AllToAll(
+        group=dist.group.WORLD, send=[1, 3] if rank == 0 else [2, 2], receive=[1, 2] if rank == 0 else [3, 2]
+    )
     # As in a model: the tensors have a history.
     departed = depart(Recorder(exchange, events), x * 2, w.square())
     if between:
@@ -148,13 +174,19 @@ def backward_of(run, x):
 def odd_uses():
     rank, group = dist.get_rank(), dist.group.WORLD
     exchange = AllToAll(group=group, send=[1, 1], receive=[1, 1])
-    x, frozen, numbers = random(2, 3, seed=rank).requires_grad_(), random(2, seed=rank), torch.tensor([rank, rank + 10])
+    x, frozen, numbers = (
+        random(2, 3, seed=rank).requires_grad_(),
+        random(2, seed=rank),
+        torch.tensor([rank, rank + 10]),
+    )
 
     departed = depart(exchange, x, frozen, numbers)
     y, still, got = arrive(departed)
     assert (y.requires_grad, still.requires_grad, got.requires_grad) == (True, False, False)
     assert got.tolist() == [[0, 1], [10, 11]][rank]
-    with pytest.raises(RuntimeError, match=r"arrive: these tensors arrived before\. Fix: take one result of one depart\."):
+    with pytest.raises(
+        RuntimeError, match=r"arrive: these tensors arrived before\. Fix: take one result of one depart\."
+    ):
         arrive(departed)
 
     # Twice through one graph.
@@ -180,7 +212,10 @@ def odd_uses():
         return (arrive(departed)[0] * beside).sin()
 
     gradients = []
-    for run in (inner, *(functools.partial(checkpoint, inner, use_reentrant=reentrant) for reentrant in (True, False))):
+    for run in (
+        inner,
+        *(functools.partial(checkpoint, inner, use_reentrant=reentrant) for reentrant in (True, False)),
+    ):
         gradients.append(backward_of(run, x))
     assert torch.equal(gradients[0], gradients[1]) and torch.equal(gradients[0], gradients[2])
 
@@ -221,7 +256,9 @@ class Canary:
 
 
 def freed():
-    """Whether the graph behind a tensor is freed with the last reference to what was made from it, landed or not."""
+    """Whether the graph behind a tensor is freed with the last reference to what was made from it, landed or
+    not.
+    """
     results = []
     exchange = AllToAll(group=dist.group.WORLD, send=[1, 1], receive=[1, 1])
     for land in (False, True):

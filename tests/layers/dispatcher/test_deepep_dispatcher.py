@@ -11,12 +11,19 @@ from helpers.layers.tiny_moe import random
 from helpers.ranks import run_on_ranks
 from moe_exp.layers.capacity import count_per_expert
 from moe_exp.layers.dispatcher import AllToAllDispatcher, deepep
-from moe_exp.layers.dispatcher.deepep import DeepEPDispatcher, check_deepep, check_rows, received_order, sent_experts
+from moe_exp.layers.dispatcher.deepep import (
+    DeepEPDispatcher,
+    check_deepep,
+    check_rows,
+    received_order,
+    sent_experts,
+)
 from moe_exp.layers.router import RoutingDecision
 
 HAS_DEEPEP = importlib.util.find_spec("deep_ep") is not None
 needs_deepep = pytest.mark.skipif(
-    not HAS_DEEPEP or torch.cuda.device_count() < 2, reason="needs two CUDA devices with NVLink and the package deep_ep"
+    not HAS_DEEPEP or torch.cuda.device_count() < 2,
+    reason="needs two CUDA devices with NVLink and the package deep_ep",
 )
 
 
@@ -49,16 +56,24 @@ def test_one_rank_is_refused():
 
 
 def test_rows_that_deepep_does_not_send():
-    with pytest.raises(ValueError, match=r"dispatcher=deepep: sends bfloat16 rows, not float32\. Fix: DTYPE=bf16, or use alltoall\."):
+    with pytest.raises(
+        ValueError,
+        match=r"dispatcher=deepep: sends bfloat16 rows, not float32\. Fix: DTYPE=bf16, or use alltoall\.",
+    ):
         check_rows(torch.empty(3, 16))
-    with pytest.raises(ValueError, match=r"hidden_size=12: DeepEP sends rows of a multiple of 8\. Fix: choose one, or use alltoall\."):
+    with pytest.raises(
+        ValueError,
+        match=r"hidden_size=12: DeepEP sends rows of a multiple of 8\. Fix: choose one, or use alltoall\.",
+    ):
         check_rows(torch.empty(3, 12, dtype=torch.bfloat16))
     check_rows(torch.empty(3, 16, dtype=torch.bfloat16))
 
 
 def decide(expert_TK, weights_TK, *, kept_TK=None, num_experts: int) -> RoutingDecision:
     nothing = torch.empty(0)
-    return RoutingDecision(expert_TK, weights_TK, nothing, nothing, count_per_expert(expert_TK.flatten(), num_experts), kept_TK)
+    return RoutingDecision(
+        expert_TK, weights_TK, nothing, nothing, count_per_expert(expert_TK.flatten(), num_experts), kept_TK
+    )
 
 
 # What rank 1 of 2 gets of these four tokens when it has experts 2 and 3 of 4.
@@ -96,7 +111,9 @@ def test_received_tokens_with_padding():
 
 @pytest.mark.parametrize("rows_per_expert", [None, 2])
 def test_a_rank_that_receives_nothing(rows_per_expert):
-    order, splits = received_order(torch.empty(0, 2, dtype=torch.int64), [0, 0, 0], rows_per_expert=rows_per_expert)
+    order, splits = received_order(
+        torch.empty(0, 2, dtype=torch.int64), [0, 0, 0], rows_per_expert=rows_per_expert
+    )
     rows_RD = order.rows(torch.empty(0, 5))
     assert rows_RD.shape == (sum(splits), 5)
     assert order.tokens(rows_RD).shape == (0, 5)
@@ -111,7 +128,9 @@ class Event:
 
 
 class GlooBuffer:
-    """What DeepEP's documentation says of its Buffer, written down with gloo: for the part of our dispatcher that is around it."""
+    """What DeepEP's documentation says of its Buffer, written down with gloo: for the part of our dispatcher
+    that is around it.
+    """
 
     def __init__(self):
         self.events: list[Event] = []
@@ -129,9 +148,15 @@ class GlooBuffer:
         if handle is not None:
             assert not layout
             dist.all_gather_object(sources, x)
-            received = torch.cat([x[in_rank[:, dist.get_rank()]] for x, in_rank in zip(sources, handle, strict=True)])
+            received = torch.cat(
+                [x[in_rank[:, dist.get_rank()]] for x, in_rank in zip(sources, handle, strict=True)]
+            )
             return received, None, None, None, None, self._event()
-        topk_idx, topk_weights, in_rank = layout["topk_idx"], layout["topk_weights"], layout["is_token_in_rank"]
+        topk_idx, topk_weights, in_rank = (
+            layout["topk_idx"],
+            layout["topk_weights"],
+            layout["is_token_in_rank"],
+        )
         assert topk_weights.dtype == torch.float32
         dist.all_gather_object(sources, (x, topk_idx, topk_weights, in_rank))
         mine = [[part[in_rank[:, dist.get_rank()]] for part in parts] for *parts, in_rank in sources]
@@ -178,16 +203,26 @@ def around_a_buffer(num_experts: int):
                 expert_TK = random(num_tokens, num_experts, seed=rank).argsort(dim=1)[:, :3]
                 kept_TK = random(num_tokens, 3, seed=rank) > -1
                 kept_TK[:1] = False
-                leaves = random(num_tokens, 8, seed=10 + rank).requires_grad_(), random(num_tokens, 3, seed=20 + rank).requires_grad_()
+                leaves = (
+                    random(num_tokens, 8, seed=10 + rank).requires_grad_(),
+                    random(num_tokens, 3, seed=20 + rank).requires_grad_(),
+                )
                 decision = decide(expert_TK, leaves[1], kept_TK=kept_TK, num_experts=num_experts)
                 dispatcher = kind(num_experts, **groups)
                 dispatched = dispatcher.dispatch(leaves[0], decision, rows_per_expert=rows_per_expert)
-                scale = random(len(dispatched.splits), 8, seed=40 + rank).repeat_interleave(dispatched.tokens_per_expert_L, dim=0)
-                y_TD = dispatcher.combine(dispatched.rows_RD * dispatched.weights_R.unsqueeze(1) * scale, dispatched.record)
+                scale = random(len(dispatched.splits), 8, seed=40 + rank).repeat_interleave(
+                    dispatched.tokens_per_expert_L, dim=0
+                )
+                y_TD = dispatcher.combine(
+                    dispatched.rows_RD * dispatched.weights_R.unsqueeze(1) * scale, dispatched.record
+                )
                 y_TD.backward(random(num_tokens, 8, seed=30 + rank))
-                results.append([y_TD.detach(), *(leaf.grad for leaf in leaves), dispatched.tokens_per_expert_L])
+                results.append(
+                    [y_TD.detach(), *(leaf.grad for leaf in leaves), dispatched.tokens_per_expert_L]
+                )
             for value, expected in zip(*results, strict=True):
-                torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)  # the weights travel in fp32
+                # the weights travel in fp32
+                torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
             assert not results[0][0][:1].any()
     # Dispatch and combine, forward and backward, four times.
     assert len(buffer.events) == 16 and all(event.waited for event in buffer.events)
@@ -201,7 +236,12 @@ def test_what_is_around_the_buffer(num_ranks, num_experts):
 def through(dispatcher, rows_per_expert):
     """Output and gradients of experts that multiply by a number of their own, on this rank's GPU in bf16."""
     rank, num_experts, hidden = dist.get_rank(), 8, 128
-    expert_TK = torch.stack([torch.randperm(num_experts, generator=torch.Generator().manual_seed(100 * rank + t))[:3] for t in range(50)])
+    expert_TK = torch.stack(
+        [
+            torch.randperm(num_experts, generator=torch.Generator().manual_seed(100 * rank + t))[:3]
+            for t in range(50)
+        ]
+    )
     kept_TK = random(50, 3, seed=rank) > -1
     kept_TK[7] = False
     x_TD = random(50, hidden, seed=10 + rank).to("cuda", torch.bfloat16).requires_grad_()
@@ -209,7 +249,12 @@ def through(dispatcher, rows_per_expert):
     decision = decide(expert_TK.cuda(), weights_TK, kept_TK=kept_TK.cuda(), num_experts=num_experts)
     dispatched = dispatcher.dispatch(x_TD, decision, rows_per_expert=rows_per_expert)
     first = rank * len(dispatched.splits)
-    factors = torch.arange(first, first + len(dispatched.splits), device="cuda").repeat_interleave(dispatched.tokens_per_expert_L) / 8
+    factors = (
+        torch.arange(first, first + len(dispatched.splits), device="cuda").repeat_interleave(
+            dispatched.tokens_per_expert_L
+        )
+        / 8
+    )
     rows_RD = dispatched.rows_RD * (dispatched.weights_R * factors).unsqueeze(1)
     y_TD = dispatcher.combine(rows_RD.to(torch.bfloat16), dispatched.record)
     y_TD.backward(random(50, hidden, seed=30 + rank).to("cuda", torch.bfloat16))
@@ -221,7 +266,9 @@ def compare_on_gpus():
     dist.init_process_group("nccl")
     for rows_per_expert in (None, 60):
         groups = {"ep_group": dist.group.WORLD, "etp_group": None}
-        got, expected = (through(kind(8, **groups), rows_per_expert) for kind in (DeepEPDispatcher, AllToAllDispatcher))
+        got, expected = (
+            through(kind(8, **groups), rows_per_expert) for kind in (DeepEPDispatcher, AllToAllDispatcher)
+        )
         for value, other in zip(got, expected, strict=True):
             assert other.norm() > 0
             assert (value - other).norm() <= 1e-2 * other.norm()  # sums in bf16, in another order

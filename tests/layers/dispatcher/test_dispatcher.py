@@ -28,23 +28,40 @@ LAYOUTS = {(2, 1): 2, (4, 1): 4, (1, 2): 2, (2, 2): 4}
 
 def decide(expert_TK, weights_TK, *, kept_TK=None, num_experts: int = EXPERTS) -> RoutingDecision:
     nothing = torch.empty(0)
-    return RoutingDecision(expert_TK, weights_TK, nothing, nothing, count_per_expert(expert_TK.flatten(), num_experts), kept_TK)
+    return RoutingDecision(
+        expert_TK, weights_TK, nothing, nothing, count_per_expert(expert_TK.flatten(), num_experts), kept_TK
+    )
 
 
 # Identity experts: y_t = x_t * sum of the weights of its kept slots, whatever the layout.
 
 
-def check_identity(dispatcher: Dispatcher, expert_TK, kept_TK, *, rows_per_expert=None, seed=0, parts=1, num_experts=EXPERTS):
-    """`parts` ranks each compute a part of every row, as with expert tensor parallelism; returns what was dispatched."""
+def check_identity(
+    dispatcher: Dispatcher, expert_TK, kept_TK, *, rows_per_expert=None, seed=0, parts=1, num_experts=EXPERTS
+):
+    """`parts` ranks each compute a part of every row, as with expert tensor parallelism; returns what was
+    dispatched.
+    """
     expert_TK = torch.as_tensor(expert_TK, dtype=torch.int64)
     weights_TK = random(*expert_TK.shape, seed=seed).requires_grad_()
-    x_TD, grad_TD = random(expert_TK.size(0), HIDDEN, seed=seed + 1), random(expert_TK.size(0), HIDDEN, seed=seed + 2)
-    keep_TK = torch.ones_like(expert_TK, dtype=torch.bool) if kept_TK is None else torch.as_tensor(kept_TK, dtype=torch.bool)
+    x_TD, grad_TD = (
+        random(expert_TK.size(0), HIDDEN, seed=seed + 1),
+        random(expert_TK.size(0), HIDDEN, seed=seed + 2),
+    )
+    keep_TK = (
+        torch.ones_like(expert_TK, dtype=torch.bool)
+        if kept_TK is None
+        else torch.as_tensor(kept_TK, dtype=torch.bool)
+    )
     # Whatever a padding token holds must not reach anything.
     x_TD = x_TD.masked_fill(~keep_TK.any(dim=1, keepdim=True), float("nan")).requires_grad_()
-    decision = decide(expert_TK, weights_TK, kept_TK=None if kept_TK is None else keep_TK, num_experts=num_experts)
+    decision = decide(
+        expert_TK, weights_TK, kept_TK=None if kept_TK is None else keep_TK, num_experts=num_experts
+    )
     dispatched = dispatcher.dispatch(x_TD, decision, rows_per_expert=rows_per_expert)
-    y_TD = dispatcher.combine(dispatched.rows_RD * dispatched.weights_R.unsqueeze(1) / parts, dispatched.record)
+    y_TD = dispatcher.combine(
+        dispatched.rows_RD * dispatched.weights_R.unsqueeze(1) / parts, dispatched.record
+    )
     y_TD.backward(grad_TD)
 
     def close(actual, expected):
@@ -63,17 +80,25 @@ def check_identity(dispatcher: Dispatcher, expert_TK, kept_TK, *, rows_per_exper
 
 @st.composite
 def routings(draw, max_tokens: int = 7):
-    """num_experts, expert_TK and kept_TK (or None): no token, one, experts without tokens, one expert for all, k = E."""
+    """num_experts, expert_TK and kept_TK (or None): no token, one, experts without tokens, one expert for
+    all, k = E.
+    """
     num_experts = draw(st.integers(1, 5))
     topk = draw(st.integers(1, num_experts) | st.just(num_experts))
     num_tokens = draw(st.integers(0, max_tokens))
     choices = st.permutations(range(num_experts)).map(lambda order: list(order[:topk]))
     if draw(st.booleans()):
         choices = st.just(list(range(topk)))  # all to the same experts
-    expert_TK = torch.tensor(draw(st.lists(choices, min_size=num_tokens, max_size=num_tokens)), dtype=torch.int64).view(-1, topk)
+    expert_TK = torch.tensor(
+        draw(st.lists(choices, min_size=num_tokens, max_size=num_tokens)), dtype=torch.int64
+    ).view(-1, topk)
     kept = st.lists(st.booleans(), min_size=num_tokens * topk, max_size=num_tokens * topk)
     kept = draw(st.none() | kept | kept.map(lambda values: [False] * len(values)))
-    return num_experts, expert_TK, None if kept is None else torch.tensor(kept, dtype=torch.bool).view(-1, topk)
+    return (
+        num_experts,
+        expert_TK,
+        None if kept is None else torch.tensor(kept, dtype=torch.bool).view(-1, topk),
+    )
 
 
 @pytest.mark.parametrize("name", ALONE)
@@ -81,14 +106,22 @@ def routings(draw, max_tokens: int = 7):
 @given(routing=routings(), spare=st.none() | st.integers(0, 2), seed=st.integers(0, 1000))
 def test_identity_experts_on_one_rank(name, routing, spare, seed):
     num_experts, expert_TK, kept_TK = routing
-    expected = torch.tensor([((expert_TK == e) & (True if kept_TK is None else kept_TK)).sum() for e in range(num_experts)])
+    expected = torch.tensor(
+        [((expert_TK == e) & (True if kept_TK is None else kept_TK)).sum() for e in range(num_experts)]
+    )
     rows = None if spare is None else int(expected.max()) + spare
-    dispatched = check_identity(ALONE[name](num_experts), expert_TK, kept_TK, rows_per_expert=rows, seed=seed, num_experts=num_experts)
-    assert dispatched.tokens_per_expert_L.tolist() == (expected.tolist() if rows is None else [rows] * num_experts)
+    dispatched = check_identity(
+        ALONE[name](num_experts), expert_TK, kept_TK, rows_per_expert=rows, seed=seed, num_experts=num_experts
+    )
+    assert dispatched.tokens_per_expert_L.tolist() == (
+        expected.tolist() if rows is None else [rows] * num_experts
+    )
 
 
 def drawn_cases(num_ranks: int) -> list:
-    """For every rank its expert_TK and kept_TK, and rows_per_expert: token counts differ, some ranks have none."""
+    """For every rank its expert_TK and kept_TK, and rows_per_expert: token counts differ, some ranks have
+    none.
+    """
     generator = torch.Generator().manual_seed(num_ranks)
     cases = []
     for case in range(24):
@@ -96,12 +129,19 @@ def drawn_cases(num_ranks: int) -> list:
         ranks = []
         for rank in range(num_ranks):
             num_tokens = (
-                0 if case == 7 or (case % 3 == 1 and rank == case % num_ranks) else int(torch.randint(1, 8, (), generator=generator))
+                0
+                if case == 7 or (case % 3 == 1 and rank == case % num_ranks)
+                else int(torch.randint(1, 8, (), generator=generator))
             )
             expert_TK = torch.rand(num_tokens, EXPERTS, generator=generator).argsort(dim=1)[:, :topk]
             if case % 5 == 4:
-                expert_TK = torch.full((num_tokens, topk), 0) + torch.arange(topk)  # all tokens to the first experts
-            kept_TK = None if case % 4 == 0 else torch.rand(num_tokens, topk, generator=generator) < [0.0, 0.6, 0.9][case % 3]
+                # all tokens to the first experts
+                expert_TK = torch.full((num_tokens, topk), 0) + torch.arange(topk)
+            kept_TK = (
+                None
+                if case % 4 == 0
+                else torch.rand(num_tokens, topk, generator=generator) < [0.0, 0.6, 0.9][case % 3]
+            )
             ranks.append((expert_TK, kept_TK))
         cases.append((ranks, None if case % 2 else 7))
     return cases
@@ -115,13 +155,20 @@ def check_drawn_cases(ep: int, etp: int):
         for number, (ranks, rows_per_expert) in enumerate(drawn_cases(ep * etp)):
             expert_TK, kept_TK = ranks[rank]
             dispatched = check_identity(
-                dispatcher, expert_TK, kept_TK, rows_per_expert=rows_per_expert, seed=1000 * rank + number, parts=etp
+                dispatcher,
+                expert_TK,
+                kept_TK,
+                rows_per_expert=rows_per_expert,
+                seed=1000 * rank + number,
+                parts=etp,
             )
             kept = [torch.ones_like(expert) if keep is None else keep for expert, keep in ranks]
             received = torch.tensor(dispatched.rows_RD.size(0))
             dist.all_reduce(received, group=world)
             per_rank = EXPERTS // ep * rows_per_expert * ep * etp if rows_per_expert else 0
-            assert received == (per_rank * ep * etp if rows_per_expert else etp * sum(int(keep.sum()) for keep in kept)), (name, number)
+            assert received == (
+                per_rank * ep * etp if rows_per_expert else etp * sum(int(keep.sum()) for keep in kept)
+            ), (name, number)
 
 
 @pytest.mark.parametrize(("ep", "etp"), LAYOUTS)
@@ -130,12 +177,16 @@ def test_identity_experts_on_ranks(ep, etp):
 
 
 def count_what_is_sent():
-    """Elements that every dispatcher gives to its exchanges with 3 of 5 tokens without a kept slot, and with those 2 tokens alone."""
+    """Elements that every dispatcher gives to its exchanges with 3 of 5 tokens without a kept slot, and with
+    those 2 tokens alone.
+    """
     groups = make_groups(2, 1)
     launched = []
     for kind in (AllToAll, GatherRows, ScatterSumRows):
         launch = kind._launch
-        kind._launch = lambda self, x, group, launch=launch: launched.append(tuple(x.shape)) or launch(self, x, group)
+        kind._launch = lambda self, x, group, launch=launch: (
+            launched.append(tuple(x.shape)) or launch(self, x, group)
+        )
     shapes = {}
     expert_TK = torch.tensor([[0, 1], [1, 2], [3, 0], [2, 3], [0, 2]])
     kept_TK = torch.tensor([[False, False], [True, True], [False, False], [False, False], [True, False]])
@@ -175,9 +226,13 @@ def count_waits():
                     torch.Tensor.tolist = counted
                     try:
                         dispatched = dispatcher.dispatch(
-                            random(9, HIDDEN, seed=2).requires_grad_(), decision, rows_per_expert=rows_per_expert
+                            random(9, HIDDEN, seed=2).requires_grad_(),
+                            decision,
+                            rows_per_expert=rows_per_expert,
                         )
-                        y_TD = dispatcher.combine(dispatched.rows_RD * dispatched.weights_R.unsqueeze(1), dispatched.record)
+                        y_TD = dispatcher.combine(
+                            dispatched.rows_RD * dispatched.weights_R.unsqueeze(1), dispatched.record
+                        )
                         y_TD.sum().backward()
                     finally:
                         torch.Tensor.tolist = tolist
@@ -196,16 +251,23 @@ def make_with_three_experts(name):
 
 @pytest.mark.parametrize("name", OVER_RANKS)
 def test_experts_that_the_ranks_do_not_divide(name):
-    with pytest.raises(RuntimeError, match=r"num_experts=3: is not divisible by the expert parallel size 2\. Fix: use a divisor for EP\."):
+    with pytest.raises(
+        RuntimeError,
+        match=r"num_experts=3: is not divisible by the expert parallel size 2\. Fix: use a divisor for EP\.",
+    ):
         run_on_ranks(2, make_with_three_experts, name)
 
 
 @pytest.mark.parametrize("name", ALONE)
 def test_a_dispatch_is_finished_once(name):
     dispatcher = ALONE[name](EXPERTS)
-    pending = dispatcher.start(random(2, HIDDEN, seed=1), decide(torch.tensor([[0], [1]]), random(2, 1, seed=1)))
+    pending = dispatcher.start(
+        random(2, HIDDEN, seed=1), decide(torch.tensor([[0], [1]]), random(2, 1, seed=1))
+    )
     dispatcher.finish(pending)
-    with pytest.raises(RuntimeError, match=r"finish: this dispatch is finished already\. Fix: start one for every finish\."):
+    with pytest.raises(
+        RuntimeError, match=r"finish: this dispatch is finished already\. Fix: start one for every finish\."
+    ):
         dispatcher.finish(pending)
 
 
@@ -250,7 +312,13 @@ def record_order(name: str, ep: int, etp: int):
         y_TD = y_TD + layer.dispatcher.combine(layer.experts(dispatched), dispatched.record)
         events.append("backward")
         (y_TD * random(*y_TD.shape, seed=3)).sum().backward()
-        values = [y_TD.detach(), x_TD.grad, shared.weight.grad, layer.router.weight.grad, layer.experts.weight1.grad]
+        values = [
+            y_TD.detach(),
+            x_TD.grad,
+            shared.weight.grad,
+            layer.router.weight.grad,
+            layer.experts.weight1.grad,
+        ]
         results.append((list(events), [value.clone() for value in values]))
     return results
 
@@ -285,7 +353,11 @@ CASES = {
     "one token per rank": ([[2, 1], [3, 0], [2, 0], [2, 3]], 2, {}),
     "every expert": (ROUND_ROBIN, 4, {}),
     "drops": (ROUND_ROBIN[:8] + [[0, 1]] * 8, 2, {"capacity_factor": 0.8}),
-    "drops and padding": (ROUND_ROBIN[:8] + [[0, 1]] * 8, 2, {"capacity_factor": 0.8, "pad_to_capacity": True}),
+    "drops and padding": (
+        ROUND_ROBIN[:8] + [[0, 1]] * 8,
+        2,
+        {"capacity_factor": 0.8, "pad_to_capacity": True},
+    ),
     "padding only": (ROUND_ROBIN, 2, {"capacity_factor": 4.0, "pad_to_capacity": True}),
     "drops of whole experts' worth": ([[3]] * 16, 1, {"capacity_factor": 0.5, "pad_to_capacity": True}),
     "not gated": (ROUND_ROBIN, 2, {"activation": "squared_relu"}),
@@ -301,7 +373,9 @@ def run_case(name: str, dispatcher: str = "local", **groups):
         x_TD, grad_TD = (x.chunk(group.size())[group.rank()].clone() for x in (x_TD, grad_TD))
     layer = tiny_layer(topk=topk, aux_loss_coeff=0.3, z_loss_coeff=0.2, **settings, **groups)
     if groups:
-        layer.dispatcher = OVER_RANKS[dispatcher](EXPERTS, ep_group=groups["ep_group"], etp_group=groups["etp_group"])
+        layer.dispatcher = OVER_RANKS[dispatcher](
+            EXPERTS, ep_group=groups["ep_group"], etp_group=groups["etp_group"]
+        )
     x_TD.requires_grad_()
     y_TD, loss = layer(x_TD)
     ((y_TD * grad_TD).sum() + loss).backward()
@@ -369,6 +443,14 @@ def test_all_to_all_without_groups_equals_local(name):
         x_TD = pushed_tokens(experts).requires_grad_()
         y_TD, _ = layer(x_TD)
         y_TD.square().sum().backward()
-        results.append([y_TD, x_TD.grad, layer.experts.weight1.grad, layer.experts.weight2.grad, layer.router.weight.grad])
+        results.append(
+            [
+                y_TD,
+                x_TD.grad,
+                layer.experts.weight1.grad,
+                layer.experts.weight2.grad,
+                layer.router.weight.grad,
+            ]
+        )
     for local, through in zip(*results, strict=True):
         assert torch.equal(local, through)

@@ -36,14 +36,24 @@ def test_the_expert_of_a_dropped_slot_does_not_matter():
     strange_TK = HAND_TK.masked_fill(~KEPT_TK, -7)
     for expert_TK in (HAND_TK, strange_TK):
         assert sort_by_expert(expert_TK, KEPT_TK, num_experts=4).order().slot_R.tolist()[:3] == [1, 2, 11]
-        assert pad_by_expert(expert_TK, KEPT_TK, num_experts=4, rows_per_expert=7).slot_R.tolist()[5:8] == [19, 20, 3]
+        assert pad_by_expert(expert_TK, KEPT_TK, num_experts=4, rows_per_expert=7).slot_R.tolist()[5:8] == [
+            19,
+            20,
+            3,
+        ]
 
 
 def test_pad_by_expert_by_hand():
     order = pad_by_expert(HAND_TK, KEPT_TK, num_experts=4, rows_per_expert=7)
     padding = [20]
     assert order.slot_R.tolist() == (
-        [1, 2, 11, 13, 14, 19] + padding + [3, 4, 9, 15, 18] + 2 * padding + 7 * padding + [5, 7, 8, 12, 17] + 2 * padding
+        [1, 2, 11, 13, 14, 19]
+        + padding
+        + [3, 4, 9, 15, 18]
+        + 2 * padding
+        + 7 * padding
+        + [5, 7, 8, 12, 17]
+        + 2 * padding
     )
     assert [order.row_N[slot] for slot in DROPPED] == [28] * 4
     assert [order.row_N[slot] for slot in (1, 3, 5)] == [0, 7, 21]
@@ -67,7 +77,9 @@ def orders() -> dict[str, RowOrder]:
         "padding": pad_by_expert(HAND_TK, num_experts=4, rows_per_expert=9),
         "drops and padding": pad_by_expert(HAND_TK, KEPT_TK, num_experts=4, rows_per_expert=7),
         "nothing kept": sort_by_expert(HAND_TK, torch.zeros_like(KEPT_TK), num_experts=4).order(),
-        "nothing kept, padding": pad_by_expert(HAND_TK, torch.zeros_like(KEPT_TK), num_experts=4, rows_per_expert=1),
+        "nothing kept, padding": pad_by_expert(
+            HAND_TK, torch.zeros_like(KEPT_TK), num_experts=4, rows_per_expert=1
+        ),
         "no tokens": sort_by_expert(HAND_TK[:0], num_experts=4).order(),
         "no tokens, padding": pad_by_expert(HAND_TK[:0], num_experts=4, rows_per_expert=0),
     }
@@ -84,7 +96,8 @@ def test_gradcheck(name):
 
 @pytest.mark.parametrize("name", orders())
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-15), (torch.float32, 1e-7), (torch.bfloat16, 3e-3), (torch.float16, 4e-4)]
+    ("dtype", "tolerance"),
+    [(torch.float64, 1e-15), (torch.float32, 1e-7), (torch.bfloat16, 3e-3), (torch.float16, 4e-4)],
 )
 def test_tokens_against_a_loop(name, dtype, tolerance):
     order = orders()[name]

@@ -26,7 +26,9 @@ def leaves(splits, *, gated: bool, bias: bool, dtype=torch.float64, bias2_width=
 
 def plain(x, weights_R, weight1, weight2, bias1=None, bias2=None, *, splits, activation, start=0):
     function, gated = ACTIVATIONS[activation]
-    expert_R = torch.tensor([expert for expert, rows in enumerate(splits) for _ in range(rows)], dtype=torch.int64)
+    expert_R = torch.tensor(
+        [expert for expert, rows in enumerate(splits) for _ in range(rows)], dtype=torch.int64
+    )
     hidden = torch.einsum("rd,rfd->rf", x, weight1[expert_R])
     if bias1 is not None:
         hidden = hidden + bias1[expert_R]
@@ -44,7 +46,9 @@ def gradients(y, tensors, dy):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("splits", SPLITS)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)]
+)
 def test_against_plain_torch(activation, bias, splits, dtype, tolerance):
     gated = ACTIVATIONS[activation][1]
     tensors = leaves(splits, gated=gated, bias=bias, dtype=dtype)
@@ -66,7 +70,9 @@ def test_gradcheck(activation):
     tensors = leaves(splits, gated=ACTIVATIONS[activation][1], bias=True, bias2_width=2)
 
     def run(x, weights_R, *parameters):
-        return expert_loop(x, weights_R, ExpertWeights(*parameters, bias2_start=3), splits=splits, activation=activation)
+        return expert_loop(
+            x, weights_R, ExpertWeights(*parameters, bias2_start=3), splits=splits, activation=activation
+        )
 
     assert torch.autograd.gradcheck(run, tensors)
     expected = plain(*tensors, splits=splits, activation=activation, start=3)
@@ -76,7 +82,9 @@ def test_gradcheck(activation):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_weighted_activation_gradcheck(activation):
     hidden_RF, weights_R = random(3, 4, seed=1).requires_grad_(), random(3, seed=2).requires_grad_()
-    assert torch.autograd.gradcheck(lambda hidden, weights: WeightedActivation.apply(hidden, weights, activation), (hidden_RF, weights_R))
+    assert torch.autograd.gradcheck(
+        lambda hidden, weights: WeightedActivation.apply(hidden, weights, activation), (hidden_RF, weights_R)
+    )
 
 
 @pytest.mark.parametrize("frozen", range(6))
@@ -93,14 +101,18 @@ def test_a_frozen_input_gets_no_gradient_and_the_others_are_the_same(frozen):
 
 
 @pytest.mark.parametrize("topk", [1, 3])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 5e-3)]
+)
 @pytest.mark.parametrize("case", ["dropless", "drops", "padded"])
 def test_tokens_equal_dispatch_experts_combine(topk, dtype, tolerance, case):
     generator = torch.Generator().manual_seed(3)
     expert_TK = torch.stack([torch.randperm(5, generator=generator)[:topk] for _ in range(12)])
     counts_E = torch.bincount(expert_TK.flatten(), minlength=5)
     weights_TK = random(12, topk, seed=4).float().requires_grad_()
-    kept_TK = None if case == "dropless" else keep_most_probable(expert_TK, weights_TK, num_experts=5, capacity=3)
+    kept_TK = (
+        None if case == "dropless" else keep_most_probable(expert_TK, weights_TK, num_experts=5, capacity=3)
+    )
     decision = RoutingDecision(expert_TK, weights_TK, weights_TK, weights_TK, counts_E, kept_TK)
     dispatcher = LocalDispatcher(5)
     rows_per_expert = 4 if case == "padded" else None
@@ -111,10 +123,14 @@ def test_tokens_equal_dispatch_experts_combine(topk, dtype, tolerance, case):
     inputs = (x_TD, weights_TK, parameters.weight1, parameters.weight2, parameters.bias1, parameters.bias2)
 
     dispatched = dispatcher.dispatch(x_TD, decision, rows_per_expert=rows_per_expert)
-    rows_RD = expert_loop(dispatched.rows_RD, dispatched.weights_R, parameters, splits=splits, activation="swiglu")
+    rows_RD = expert_loop(
+        dispatched.rows_RD, dispatched.weights_R, parameters, splits=splits, activation="swiglu"
+    )
     expected = gradients(dispatcher.combine(rows_RD, dispatched.record), inputs, dy_TD)
     order: RowOrder = dispatched.record.order
-    y_TD = expert_loop(x_TD, order.weights(weights_TK), parameters, splits=splits, activation="swiglu", order=order)
+    y_TD = expert_loop(
+        x_TD, order.weights(weights_TK), parameters, splits=splits, activation="swiglu", order=order
+    )
     for one, other in zip(gradients(y_TD, inputs, dy_TD), expected, strict=True):
         assert (one - other).norm() <= tolerance * other.norm()
 

@@ -39,7 +39,10 @@ def test_threads_share_balanced_experts(num_threads):
 
 
 def test_experts_that_do_not_balance_run_with_all_threads(num_threads):
-    for_each_expert(lambda expert: None if torch.get_num_threads() == num_threads else pytest.fail("one thread"), [90, 1, 1])
+    for_each_expert(
+        lambda expert: None if torch.get_num_threads() == num_threads else pytest.fail("one thread"),
+        [90, 1, 1],
+    )
 
 
 def test_an_error_of_any_thread_is_raised(num_threads):

@@ -25,14 +25,20 @@ def test_every_activation_is_tested():
 
 
 def test_unknown_activation():
-    with pytest.raises(ValueError, match=r"activation=relu: is not an activation\. Fix: use one of swiglu, geglu, gelu, squared_relu\."):
+    with pytest.raises(
+        ValueError,
+        match=r"activation=relu: is not an activation\. Fix: use one of swiglu, geglu, gelu, squared_relu\.",
+    ):
         Experts(num_local_experts=1, hidden_size=4, ffn_size=4, activation="relu", backend="loop")
 
 
 @pytest.mark.parametrize(
     ("backend", "told"),
     [
-        ("auto", r"grouped_gemm\.choose_backend says which one auto is\. Fix: use one of triton, loop, torch, "),
+        (
+            "auto",
+            r"grouped_gemm\.choose_backend says which one auto is\. Fix: use one of triton, loop, torch, ",
+        ),
         ("nope", r"is not a backend\. Fix: use one of triton, loop, torch, "),
         ("te", r"transformer_engine is not installed\. Fix: pip install "),
     ],
@@ -46,8 +52,17 @@ def test_squared_relu_by_hand():
     assert squared_relu(torch.tensor([-2.0, 0.0, 3.0])).tolist() == [0, 0, 9]
 
 
-def make(activation: str, *, splits, hidden: int, ffn: int, dtype=torch.float64, backend="loop", known_splits=True):
-    experts = Experts(num_local_experts=len(splits), hidden_size=hidden, ffn_size=ffn, activation=activation, backend=backend, dtype=dtype)
+def make(
+    activation: str, *, splits, hidden: int, ffn: int, dtype=torch.float64, backend="loop", known_splits=True
+):
+    experts = Experts(
+        num_local_experts=len(splits),
+        hidden_size=hidden,
+        ffn_size=ffn,
+        activation=activation,
+        backend=backend,
+        dtype=dtype,
+    )
     with torch.no_grad():
         for seed, weight in enumerate(experts.parameters()):
             weight.copy_(random(*weight.shape, seed=seed))
@@ -55,7 +70,11 @@ def make(activation: str, *, splits, hidden: int, ffn: int, dtype=torch.float64,
     weights_R = random(sum(splits), seed=8).abs().float().requires_grad_()
     nothing = torch.empty(0)
     dispatched = Dispatched(
-        rows_RD, weights_R, torch.tensor(splits), DispatchRecord(RowOrder(nothing, nothing, 1)), splits if known_splits else None
+        rows_RD,
+        weights_R,
+        torch.tensor(splits),
+        DispatchRecord(RowOrder(nothing, nothing, 1)),
+        splits if known_splits else None,
     )
     return experts, dispatched
 
@@ -63,7 +82,8 @@ def make(activation: str, *, splits, hidden: int, ffn: int, dtype=torch.float64,
 def reference(activation: str, experts: Experts, dispatched: Dispatched, splits):
     """Row by row, w * expert(x) with the weight at the end."""
     rows = [
-        leaf.detach().double().requires_grad_() for leaf in (dispatched.rows_RD, dispatched.weights_R, experts.weight1, experts.weight2)
+        leaf.detach().double().requires_grad_()
+        for leaf in (dispatched.rows_RD, dispatched.weights_R, experts.weight1, experts.weight2)
     ]
     x_RD, weights_R, weight1, weight2 = rows
     outs, row = [], 0
@@ -78,11 +98,21 @@ def reference(activation: str, experts: Experts, dispatched: Dispatched, splits)
 @pytest.mark.parametrize("splits", [(3, 0, 4), (0, 0, 1), (2, 5, 1)])
 @pytest.mark.parametrize(
     ("backend", "dtype", "tolerance", "hidden", "ffn"),
-    [("loop", torch.float64, 1e-13, 5, 3), ("loop", torch.float32, 1e-5, 5, 3), ("torch", torch.float32, 1e-5, 8, 4)],
+    [
+        ("loop", torch.float64, 1e-13, 5, 3),
+        ("loop", torch.float32, 1e-5, 5, 3),
+        ("torch", torch.float32, 1e-5, 8, 4),
+    ],
 )
 def test_experts_against_a_loop_over_rows(activation, splits, backend, dtype, tolerance, hidden, ffn):
     experts, dispatched = make(
-        activation, splits=splits, hidden=hidden, ffn=ffn, dtype=dtype, backend=backend, known_splits=splits == (2, 5, 1)
+        activation,
+        splits=splits,
+        hidden=hidden,
+        ffn=ffn,
+        dtype=dtype,
+        backend=backend,
+        known_splits=splits == (2, 5, 1),
     )
     gated = activation in ("swiglu", "geglu")
     assert experts.weight1.shape == (3, 2 * ffn if gated else ffn, hidden)
@@ -95,7 +125,9 @@ def test_experts_against_a_loop_over_rows(activation, splits, backend, dtype, to
     actual.backward(grad_RD.to(dtype))
 
     tensors = (dispatched.rows_RD, dispatched.weights_R, experts.weight1, experts.weight2)
-    pairs = [(actual.detach(), expected.detach())] + [(tensor.grad, leaf.grad) for tensor, leaf in zip(tensors, leaves, strict=True)]
+    pairs = [(actual.detach(), expected.detach())] + [
+        (tensor.grad, leaf.grad) for tensor, leaf in zip(tensors, leaves, strict=True)
+    ]
     for one, other in pairs:
         # The router weights are fp32, and so is their gradient.
         limit = 1e-6 if (one.dtype, dtype) == (torch.float32, torch.float64) else tolerance
@@ -116,21 +148,32 @@ def test_gradcheck():
 # Bias, expert tensor parallelism, recompute
 
 
-def with_bias(backend: str, *, splits, recompute=False, dtype=torch.float32, hidden=8, ffn=4, activation="swiglu"):
+def with_bias(
+    backend: str, *, splits, recompute=False, dtype=torch.float32, hidden=8, ffn=4, activation="swiglu"
+):
     """Experts with a bias, rows of which the last of every expert is padding: zero, with weight 0."""
     experts = Experts(
-        num_local_experts=len(splits), hidden_size=hidden, ffn_size=ffn, activation=activation, backend=backend, dtype=dtype,
-        bias=True, recompute_activation=recompute,
+        num_local_experts=len(splits), hidden_size=hidden, ffn_size=ffn, activation=activation,
+        backend=backend, dtype=dtype, bias=True, recompute_activation=recompute,
     )  # fmt: skip
     with torch.no_grad():
         for seed, parameter in enumerate(experts.parameters()):
             parameter.copy_(random(*parameter.shape, seed=seed))
-    rows_RD, weights_R = random(sum(splits), hidden, seed=7).to(dtype), random(sum(splits), seed=8).abs().float()
+    rows_RD, weights_R = (
+        random(sum(splits), hidden, seed=7).to(dtype),
+        random(sum(splits), seed=8).abs().float(),
+    )
     last = [sum(splits[: expert + 1]) - 1 for expert in range(len(splits)) if splits[expert]]
     rows_RD[last], weights_R[last] = 0, 0
     nothing = torch.empty(0)
     record = DispatchRecord(RowOrder(nothing, nothing, 1))
-    return experts, Dispatched(rows_RD.requires_grad_(), weights_R.requires_grad_(), torch.tensor(splits), record, splits), last
+    return (
+        experts,
+        Dispatched(
+            rows_RD.requires_grad_(), weights_R.requires_grad_(), torch.tensor(splits), record, splits
+        ),
+        last,
+    )
 
 
 def forward_backward(experts: Experts, dispatched: Dispatched) -> list[torch.Tensor]:
@@ -161,12 +204,18 @@ def test_padding_adds_nothing_to_the_gradient_of_a_bias(backend):
     without = Dispatched(rows, weights, torch.tensor([2, 1, 3]), padded.record, (2, 1, 3))
     dy_RD = random(9, 8, seed=9).float()
     with_padding = torch.autograd.grad(experts(padded), list(experts.parameters()), dy_RD)
-    for one, other in zip(with_padding, torch.autograd.grad(experts(without), list(experts.parameters()), dy_RD[kept]), strict=True):
+    for one, other in zip(
+        with_padding,
+        torch.autograd.grad(experts(without), list(experts.parameters()), dy_RD[kept]),
+        strict=True,
+    ):
         assert (one - other).norm() <= 1e-6 * other.norm()
 
 
 class Storages(TorchDispatchMode):
-    """Storages of all tensors made in this context, to ask later which of them are still held; hooks cannot hide any."""
+    """Storages of all tensors made in this context, to ask later which of them are still held; hooks cannot
+    hide any.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,18 +244,22 @@ def held_bytes(experts: Experts, dispatched: Dispatched) -> int:
 def test_recompute_keeps_less_and_gives_the_same_bits(activation):
     plain, dispatched, _ = with_bias("torch", splits=(30, 0, 34), activation=activation)
     recomputing, _, _ = with_bias("torch", splits=(30, 0, 34), recompute=True, activation=activation)
-    for one, other in zip(forward_backward(recomputing, dispatched), forward_backward(plain, dispatched), strict=True):
+    for one, other in zip(
+        forward_backward(recomputing, dispatched), forward_backward(plain, dispatched), strict=True
+    ):
         assert torch.equal(one, other)
     assert held_bytes(plain, dispatched) - held_bytes(recomputing, dispatched) == 64 * 4 * 4  # R * F floats
 
 
 def bias_of_ranks(activation: str) -> list[torch.Tensor]:
-    """On each rank of an expert tensor parallel group: its cut of the experts on the whole rows; the partial sums are added."""
+    """On each rank of an expert tensor parallel group: its cut of the experts on the whole rows; the partial
+    sums are added.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     whole, dispatched, _ = with_bias("loop", splits=(3, 0, 4), dtype=torch.float64, activation=activation)
     experts = Experts(
-        num_local_experts=3, hidden_size=8, ffn_size=4 // size, activation=activation, backend="loop", dtype=torch.float64,
-        bias=True, etp_rank=rank, etp_size=size,
+        num_local_experts=3, hidden_size=8, ffn_size=4 // size, activation=activation, backend="loop",
+        dtype=torch.float64, bias=True, etp_rank=rank, etp_size=size,
     )  # fmt: skip
     group, halves = dist.group.WORLD, 1 + experts.gated
     cuts = [
@@ -228,7 +281,10 @@ def bias_of_ranks(activation: str) -> list[torch.Tensor]:
         cut(dbias1, 1, None, group, halves=halves),
         cut(dbias2, 1, None, group),
     ]
-    return [(one - other).norm() / other.norm() for one, other in zip(results, [*expected[:3], *parts], strict=True)]
+    return [
+        (one - other).norm() / other.norm()
+        for one, other in zip(results, [*expected[:3], *parts], strict=True)
+    ]
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "squared_relu"])
@@ -241,10 +297,19 @@ def test_bias_under_expert_tensor_parallelism(num_ranks, activation):
 
 def test_a_bias_that_ranks_cannot_share():
     expected = (
-        r"hidden_size=6: with a bias it has to be a multiple of the expert tensor parallel size 4\. Fix: change ETP or leave the bias out\."
+        r"hidden_size=6: with a bias it has to be a multiple of the expert tensor parallel size 4\. Fix:"
+        r" change ETP or leave the bias out\."
     )
     with pytest.raises(ValueError, match=expected):
-        Experts(num_local_experts=1, hidden_size=6, ffn_size=4, activation="gelu", backend="loop", bias=True, etp_size=4)
+        Experts(
+            num_local_experts=1,
+            hidden_size=6,
+            ffn_size=4,
+            activation="gelu",
+            backend="loop",
+            bias=True,
+            etp_size=4,
+        )
 
 
 def test_bf16_experts_return_bf16():

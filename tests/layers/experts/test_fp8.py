@@ -1,4 +1,6 @@
-"""FP8 through Transformer Engine, which no CPU runs: a stand-in asks for padded rows; what cannot run is refused."""
+"""FP8 through Transformer Engine, which no CPU runs: a stand-in asks for padded rows; what cannot run is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from moe_exp.layers.experts.grouped_gemm import BACKENDS
 
 @pytest.fixture
 def autocast(monkeypatch):
-    """Transformer Engine inside its FP8 autocast; call it with a recipe. Its GroupedLinear refuses other numbers of rows."""
+    """Transformer Engine inside its FP8 autocast; call it with a recipe. Its GroupedLinear refuses other
+    numbers of rows.
+    """
     seen = []
 
     def enter(recipe: str) -> list[list[int]]:
@@ -29,7 +33,8 @@ def autocast(monkeypatch):
                 return super().forward(inp, m_splits)
 
         state = types.SimpleNamespace(
-            is_fp8_enabled=lambda: True, get_fp8_recipe=lambda: types.SimpleNamespace(mxfp8=lambda: recipe == "mxfp8")
+            is_fp8_enabled=lambda: True,
+            get_fp8_recipe=lambda: types.SimpleNamespace(mxfp8=lambda: recipe == "mxfp8"),
         )
         for name, contents in {
             "transformer_engine": {},
@@ -53,7 +58,9 @@ def test_rows_are_padded_and_nothing_else_changes(autocast, recipe, splits):
     x_RD, w_LDF, dy_RF = inputs(splits, dim_in=5, dim_out=3, dtype=torch.float64)
     y_RF = BACKENDS["te"](x_RD, w_LDF, torch.tensor(splits), splits)
     y_RF.backward(dy_RF)
-    for one, other in zip((y_RF.detach(), x_RD.grad, w_LDF.grad), reference(x_RD, w_LDF, splits, dy_RF), strict=True):
+    for one, other in zip(
+        (y_RF.detach(), x_RD.grad, w_LDF.grad), reference(x_RD, w_LDF, splits, dy_RF), strict=True
+    ):
         assert_relative(one, other, 1e-14)
     if sum(splits):
         assert seen == [padded_splits(splits, RECIPES[recipe][1])]
@@ -76,7 +83,9 @@ def test_what_needs_no_padding_is_not_copied():
 def machine(monkeypatch, *, has_te=True, capability=(9, 0)):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: (object() if has_te else None) if name == "transformer_engine" else find_spec(name)
+        importlib.util,
+        "find_spec",
+        lambda name: (object() if has_te else None) if name == "transformer_engine" else find_spec(name),
     )
     monkeypatch.setattr(fp8.torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(fp8.torch.cuda, "get_device_capability", lambda: capability)
@@ -102,12 +111,30 @@ def test_what_can_run(monkeypatch):
             {},
             "tensorwise",
             "triton",
-            r"fp8=hybrid: experts compute in FP8 with expert_backend=te, not with triton\. Fix: set EXPERT_BACKEND",
+            (
+                r"fp8=hybrid: experts compute in FP8 with expert_backend=te, not with triton\. Fix: set"
+                r" EXPERT_BACKEND"
+            ),
         ),
-        ({}, "delayed", "te", r"fp8_recipe=delayed: is not supported\. Fix: use one of tensorwise, blockwise, mxfp8\."),
+        (
+            {},
+            "delayed",
+            "te",
+            r"fp8_recipe=delayed: is not supported\. Fix: use one of tensorwise, blockwise, mxfp8\.",
+        ),
         ({"capability": None}, "tensorwise", "te", r"fp8=hybrid: needs a CUDA device\. Fix: set FP8=none\."),
-        ({"capability": (8, 0)}, "tensorwise", "te", r"fp8_recipe=tensorwise: .* 8\.9 or newer, this is 8\.0\. Fix: set FP8=none\."),
-        ({"capability": (9, 0)}, "mxfp8", "te", r"fp8_recipe=mxfp8: .* 10\.0 or newer, this is 9\.0\. Fix: use FP8_RECIPE=tensorwise\."),
+        (
+            {"capability": (8, 0)},
+            "tensorwise",
+            "te",
+            r"fp8_recipe=tensorwise: .* 8\.9 or newer, this is 8\.0\. Fix: set FP8=none\.",
+        ),
+        (
+            {"capability": (9, 0)},
+            "mxfp8",
+            "te",
+            r"fp8_recipe=mxfp8: .* 10\.0 or newer, this is 9\.0\. Fix: use FP8_RECIPE=tensorwise\.",
+        ),
     ],
 )
 def test_what_cannot_run(monkeypatch, here, recipe, backend, expected):

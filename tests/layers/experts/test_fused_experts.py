@@ -1,4 +1,6 @@
-"""The `triton` backend as a whole. Without a GPU the kernels run under Triton's interpreter, or their twins where that is said."""
+"""The `triton` backend as a whole. Without a GPU the kernels run under Triton's interpreter, or their twins
+where that is said.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,19 @@ def twins(monkeypatch):
     monkeypatch.setattr(launch, "INTERPRETED", False)
 
 
-def leaves_of(*, num_tokens=13, topk=2, num_experts=5, hidden=24, ffn=20, activation="swiglu", dtype=torch.float32):
+def leaves_of(
+    *, num_tokens=13, topk=2, num_experts=5, hidden=24, ffn=20, activation="swiglu", dtype=torch.float32
+):
     """x, router weights, weight1 and weight2 with gradient; the router weights are fp32 at least."""
     width = ffn * (2 if ACTIVATIONS[activation][1] else 1)
     x, weights = random(num_tokens, hidden, seed=1).to(dtype), random(num_tokens, topk, seed=2).abs()
-    matrices = [(0.3 * random(num_experts, *shape, seed=3)).to(dtype) for shape in ((width, hidden), (hidden, ffn))]
-    return [leaf.requires_grad_() for leaf in (x, weights.to(torch.promote_types(dtype, torch.float32)), *matrices)]
+    matrices = [
+        (0.3 * random(num_experts, *shape, seed=3)).to(dtype) for shape in ((width, hidden), (hidden, ffn))
+    ]
+    return [
+        leaf.requires_grad_()
+        for leaf in (x, weights.to(torch.promote_types(dtype, torch.float32)), *matrices)
+    ]
 
 
 def chosen(num_tokens: int, topk: int, num_experts: int) -> torch.Tensor:
@@ -64,16 +73,23 @@ def doubles(leaves):
 
 
 def errors(actual, expected) -> list[float]:
-    return [((one.double() - other.double()).norm() / other.double().norm()).item() for one, other in zip(actual, expected, strict=True)]
+    return [
+        ((one.double() - other.double()).norm() / other.double().norm()).item()
+        for one, other in zip(actual, expected, strict=True)
+    ]
 
 
 def tokens_function(expert_TK, kept_TK, activation):
-    return lambda x, weights, weight1, weight2: experts_of_tokens(x, weights, expert_TK, kept_TK, weight1, weight2, activation=activation)
+    return lambda x, weights, weight1, weight2: experts_of_tokens(
+        x, weights, expert_TK, kept_TK, weight1, weight2, activation=activation
+    )
 
 
 def rows_function(counts, activation):
     counts_L = torch.tensor(counts)
-    return lambda x, weights, weight1, weight2: experts_of_rows(x, weights, counts_L, weight1, weight2, activation=activation)
+    return lambda x, weights, weight1, weight2: experts_of_rows(
+        x, weights, counts_L, weight1, weight2, activation=activation
+    )
 
 
 def rows_leaves(counts, **options):
@@ -102,7 +118,9 @@ def test_tokens_against_a_loop_over_them(dtype, limit, activation, drops):
     kept_TK = random(13, 2, seed=6) > -0.3 if drops else None
     dy_TD = random(13, 24, seed=7).to(dtype)
     expected = with_gradients(
-        lambda x, w, w1, w2: token_by_token(x, w, expert_TK, kept_TK, w1, w2, activation=activation), doubles(leaves), dy_TD
+        lambda x, w, w1, w2: token_by_token(x, w, expert_TK, kept_TK, w1, w2, activation=activation),
+        doubles(leaves),
+        dy_TD,
     )
     actual = with_gradients(tokens_function(expert_TK, kept_TK, activation), leaves, dy_TD)
     assert [x.dtype for x in actual] == [dtype, dtype, torch.float32, dtype, dtype]
@@ -112,11 +130,19 @@ def test_tokens_against_a_loop_over_them(dtype, limit, activation, drops):
     assert all(torch.equal(one, other) for one, other in zip(actual, again, strict=True))
 
 
-@pytest.mark.parametrize(("activation", "counts"), list(zip(ACTIVATIONS, [(3, 0, 4), (0, 0, 1), (37, 0, 0), (1, 1, 1)], strict=True)))
+@pytest.mark.parametrize(
+    ("activation", "counts"),
+    list(zip(ACTIVATIONS, [(3, 0, 4), (0, 0, 1), (37, 0, 0), (1, 1, 1)], strict=True)),
+)
 def test_rows_against_the_loop_over_experts(counts, activation):
-    leaves, dy_RD = rows_leaves(counts, activation=activation, hidden=7, ffn=5), random(sum(counts), 7, seed=7)
+    leaves, dy_RD = (
+        rows_leaves(counts, activation=activation, hidden=7, ffn=5),
+        random(sum(counts), 7, seed=7),
+    )
     expected = with_gradients(
-        lambda x, w, w1, w2: expert_loop(x, w, ExpertWeights(w1, w2), splits=counts, activation=activation), doubles(leaves), dy_RD
+        lambda x, w, w1, w2: expert_loop(x, w, ExpertWeights(w1, w2), splits=counts, activation=activation),
+        doubles(leaves),
+        dy_RD,
     )
     assert max(errors(with_gradients(rows_function(counts, activation), leaves, dy_RD), expected)) < 1e-6
 
@@ -133,7 +159,14 @@ def test_twins_against_the_loop_over_experts(activation, twins):
     dy_TD = random(13, 24, seed=7)
 
     def loop(x, weights, weight1, weight2):
-        return expert_loop(x, order.weights(weights), ExpertWeights(weight1, weight2), splits=splits, activation=activation, order=order)
+        return expert_loop(
+            x,
+            order.weights(weights),
+            ExpertWeights(weight1, weight2),
+            splits=splits,
+            activation=activation,
+            order=order,
+        )
 
     actual = with_gradients(tokens_function(expert_TK, kept_TK, activation), leaves, dy_TD)
     # The router weights are computed with in fp32.
@@ -157,7 +190,9 @@ def test_a_token_whose_slots_are_dropped_reaches_nothing():
     kept_TK[4] = False
     with torch.no_grad():
         leaves[0][4] = float("nan")
-    y_TD, dx_TD, dweights_TK, *dmatrices = with_gradients(tokens_function(expert_TK, kept_TK, "swiglu"), leaves, random(13, 24, seed=7))
+    y_TD, dx_TD, dweights_TK, *dmatrices = with_gradients(
+        tokens_function(expert_TK, kept_TK, "swiglu"), leaves, random(13, 24, seed=7)
+    )
     assert not y_TD[4].any() and not dx_TD[4].any() and not dweights_TK[4].any()
     assert all(x.isfinite().all() for x in (y_TD, dx_TD, dweights_TK, *dmatrices))
 
@@ -175,11 +210,20 @@ def test_only_what_is_asked_for(needed, twins):
 def test_router_weights_with_strides():
     """A column of a wider tensor, and one weight for all rows."""
     (x, weights, *matrices), counts = rows_leaves((3, 0, 4)), (3, 0, 4)
-    column, expanded = torch.stack([weights, weights + 1], dim=1)[:, 0].detach(), weights[:1].detach().expand(7)
+    column, expanded = (
+        torch.stack([weights, weights + 1], dim=1)[:, 0].detach(),
+        weights[:1].detach().expand(7),
+    )
     for strided in (column, expanded):
         dense = [x, strided.clone().contiguous(), *matrices]
-        expected = with_gradients(rows_function(counts, "swiglu"), [leaf.detach().requires_grad_() for leaf in dense], torch.ones(7, 24))
-        actual = with_gradients(rows_function(counts, "swiglu"), [x, strided.requires_grad_(), *matrices], torch.ones(7, 24))
+        expected = with_gradients(
+            rows_function(counts, "swiglu"),
+            [leaf.detach().requires_grad_() for leaf in dense],
+            torch.ones(7, 24),
+        )
+        actual = with_gradients(
+            rows_function(counts, "swiglu"), [x, strided.requires_grad_(), *matrices], torch.ones(7, 24)
+        )
         assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
 
 
@@ -214,10 +258,18 @@ def test_nothing_is_written_for_a_backward_pass_that_does_not_come(kept_rows, tw
 
 @pytest.mark.parametrize("activation", ["swiglu", "squared_relu"])
 def test_bytes_kept_for_backward(activation, twins):
-    """2TD + 4TKF in bf16 with a gate (2TD + 2TKF without) and, for each row, its token, its place and its weight: 12 bytes."""
+    """2TD + 4TKF in bf16 with a gate (2TD + 2TKF without) and, for each row, its token, its place and its
+    weight: 12 bytes.
+    """
     num_tokens, topk, num_experts, hidden, ffn = 16, 4, 8, 128, 64
     leaves = leaves_of(
-        num_tokens=num_tokens, topk=topk, num_experts=num_experts, hidden=hidden, ffn=ffn, activation=activation, dtype=torch.bfloat16
+        num_tokens=num_tokens,
+        topk=topk,
+        num_experts=num_experts,
+        hidden=hidden,
+        ffn=ffn,
+        activation=activation,
+        dtype=torch.bfloat16,
     )
     saved: dict[int, int] = {}
 
@@ -228,7 +280,9 @@ def test_bytes_kept_for_backward(activation, twins):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         y_TD = tokens_function(chosen(num_tokens, topk, num_experts), None, activation)(*leaves)
     assert y_TD.requires_grad
-    kept = sum(size for address, size in saved.items() if address not in {leaf.data_ptr() for leaf in leaves[2:]})
+    kept = sum(
+        size for address, size in saved.items() if address not in {leaf.data_ptr() for leaf in leaves[2:]}
+    )
     indices = 12 * num_tokens * topk + 4 * (num_experts + 1)
     formula_bytes = 2 * num_tokens * hidden + (4 if activation == "swiglu" else 2) * num_tokens * topk * ffn
     assert kept - indices == formula_bytes
@@ -257,7 +311,9 @@ def test_the_host_does_not_wait(drops, monkeypatch):
 @pytest.mark.parametrize("of_tokens", [True, False])
 def test_compiled_in_one_graph(of_tokens, twins):
     leaves = leaves_of() if of_tokens else rows_leaves((9, 0, 4))
-    function = tokens_function(chosen(13, 2, 5), None, "swiglu") if of_tokens else rows_function((9, 0, 4), "swiglu")
+    function = (
+        tokens_function(chosen(13, 2, 5), None, "swiglu") if of_tokens else rows_function((9, 0, 4), "swiglu")
+    )
     dy = random(13, 24, seed=7)
     expected = with_gradients(function, leaves, dy)
     actual = with_gradients(torch.compile(function, fullgraph=True, backend="aot_eager"), leaves, dy)
@@ -266,11 +322,18 @@ def test_compiled_in_one_graph(of_tokens, twins):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputed(reentrant, twins):
-    leaves, function, dy = leaves_of(), tokens_function(chosen(13, 2, 5), None, "swiglu"), random(13, 24, seed=7).float()
+    leaves, function, dy = (
+        leaves_of(),
+        tokens_function(chosen(13, 2, 5), None, "swiglu"),
+        random(13, 24, seed=7).float(),
+    )
     expected = with_gradients(function, leaves, dy)
     y_TD = checkpoint(function, *leaves, use_reentrant=reentrant)
     y_TD.backward(dy)
-    assert all(torch.equal(one, other) for one, other in zip([y_TD, *(leaf.grad for leaf in leaves)], expected, strict=True))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip([y_TD, *(leaf.grad for leaf in leaves)], expected, strict=True)
+    )
 
 
 # Megatron's main_grad
@@ -288,12 +351,15 @@ def with_main_grad(experts: Experts, **attributes) -> dict[str, torch.Tensor]:
 
 def rows_of_experts(counts, adds_to_main_grad: bool, dtype=torch.float32):
     experts = Experts(
-        num_local_experts=len(counts), hidden_size=8, ffn_size=6, activation="swiglu", backend="triton", dtype=dtype,
-        adds_to_main_grad=adds_to_main_grad,
+        num_local_experts=len(counts), hidden_size=8, ffn_size=6, activation="swiglu", backend="triton",
+        dtype=dtype, adds_to_main_grad=adds_to_main_grad,
     )  # fmt: skip
     for seed, weight in enumerate(experts.parameters()):
         weight.data.copy_(random(*weight.shape, seed=seed))
-    rows_RD, weights_R = random(sum(counts), 8, seed=7).to(dtype).requires_grad_(), random(sum(counts), seed=8).float()
+    rows_RD, weights_R = (
+        random(sum(counts), 8, seed=7).to(dtype).requires_grad_(),
+        random(sum(counts), seed=8).float(),
+    )
     return experts, Dispatched(rows_RD, weights_R, torch.tensor(counts), DispatchRecord(None))
 
 
@@ -308,7 +374,9 @@ def test_gradients_are_added_to_main_grad(dtype):
         experts(dispatched).sum().backward()
     for (name, weight), ordinary in zip(experts.named_parameters(), plain.parameters(), strict=True):
         added = (weight.main_grad - before[name]) / 2
-        assert (added - ordinary.grad).norm() < (1e-6 if dtype == torch.float32 else 1e-2) * ordinary.grad.norm()
+        assert (added - ordinary.grad).norm() < (
+            1e-6 if dtype == torch.float32 else 1e-2
+        ) * ordinary.grad.norm()
         assert torch.equal(weight.main_grad[1], before[name][1])  # the expert without rows
         assert weight.grad_added_to_main_grad
         assert weight.grad.shape == weight.shape
@@ -343,12 +411,21 @@ def test_ordinary_gradients_otherwise(adds_to_main_grad, twins):
     experts(dispatched).sum().backward()
     for name, weight in experts.named_parameters():
         assert weight.grad[0].any()
-        assert not before or (torch.equal(weight.main_grad, before[name]) and not weight.grad_added_to_main_grad)
+        assert not before or (
+            torch.equal(weight.main_grad, before[name]) and not weight.grad_added_to_main_grad
+        )
 
 
 def test_no_bias():
-    with pytest.raises(ValueError, match=r"^expert_backend=triton: its kernels have no bias of the experts\. Fix: use another backend\.$"):
-        Experts(num_local_experts=1, hidden_size=4, ffn_size=4, activation="gelu", backend="triton", bias=True)
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"^expert_backend=triton: its kernels have no bias of the experts\. Fix: use another backend\.$"
+        ),
+    ):
+        Experts(
+            num_local_experts=1, hidden_size=4, ffn_size=4, activation="gelu", backend="triton", bias=True
+        )
 
 
 # The layer, and its experts on several ranks
@@ -364,7 +441,11 @@ def layer_results(x_TD, dy_TD, **options):
     return [y_TD.detach(), x_TD.grad, *(parameter.grad for parameter in parameters)]
 
 
-MODES = {"dropless": {}, "capacity": {"capacity_factor": 0.7}, "padded": {"capacity_factor": 0.7, "pad_to_capacity": True}}
+MODES = {
+    "dropless": {},
+    "capacity": {"capacity_factor": 0.7},
+    "padded": {"capacity_factor": 0.7, "pad_to_capacity": True},
+}
 
 
 @pytest.mark.parametrize("alltoall", [False, True])
@@ -372,23 +453,32 @@ MODES = {"dropless": {}, "capacity": {"capacity_factor": 0.7}, "padded": {"capac
 def test_layer_equals_that_of_the_loop(mode, alltoall):
     x_TD, dy_TD = pushed_tokens(TOKENS), random(len(TOKENS), HIDDEN, seed=4)
     expected = layer_results(x_TD, dy_TD, **MODES[mode])
-    actual = layer_results(x_TD.float(), dy_TD.float(), backend="triton", dtype=torch.float32, alltoall=alltoall, **MODES[mode])
+    actual = layer_results(
+        x_TD.float(), dy_TD.float(), backend="triton", dtype=torch.float32, alltoall=alltoall, **MODES[mode]
+    )
     assert max(errors(actual, expected)) < 1e-5
 
 
 def test_the_layer_takes_the_tokens_themselves(monkeypatch):
     """No rows are made where all experts are on the rank."""
     monkeypatch.setattr(LocalDispatcher, "start", lambda *args, **kwargs: pytest.fail("rows are made"))
-    layer_results(pushed_tokens(TOKENS).float(), torch.ones(len(TOKENS), HIDDEN), backend="triton", dtype=torch.float32)
+    layer_results(
+        pushed_tokens(TOKENS).float(), torch.ones(len(TOKENS), HIDDEN), backend="triton", dtype=torch.float32
+    )
 
 
 def on_ranks(ep: int, etp: int) -> list[float]:
-    """Each rank has tokens of its own; the errors against one rank with all of them and the `loop` backend in float64."""
+    """Each rank has tokens of its own; the errors against one rank with all of them and the `loop` backend in
+    float64.
+    """
     groups, rank, size = make_groups(ep, etp), dist.get_rank(), dist.get_world_size()
     tokens = [TOKENS[i::size] + [[0, 1]] * i for i in range(size)]
-    inputs = [(pushed_tokens(t, seed=20 + i), random(len(t), HIDDEN, seed=30 + i)) for i, t in enumerate(tokens)]
+    inputs = [
+        (pushed_tokens(t, seed=20 + i), random(len(t), HIDDEN, seed=30 + i)) for i, t in enumerate(tokens)
+    ]
     parts = layer_results(*(x.float() for x in inputs[rank]), backend="triton", dtype=torch.float32, **groups)
-    # The losses' shares are of this rank's tokens alone: so the reference is the sum over ranks of layers that have all experts.
+    # The losses' shares are of this rank's tokens alone: so the reference is the sum over ranks of layers
+    # that have all experts.
     whole = [layer_results(*one) for one in inputs]
     dweight1, dweight2 = (sum(results[index] for results in whole) for index in (3, 4))
     expected = [
@@ -412,7 +502,10 @@ DEVICE_SIZES = {"num_tokens": 2048, "topk": 8, "num_experts": 64, "hidden": 2048
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_at_a_real_size(activation):
-    leaves = [leaf.detach().cuda().requires_grad_() for leaf in leaves_of(activation=activation, dtype=torch.bfloat16, **DEVICE_SIZES)]
+    leaves = [
+        leaf.detach().cuda().requires_grad_()
+        for leaf in leaves_of(activation=activation, dtype=torch.bfloat16, **DEVICE_SIZES)
+    ]
     expert_TK, dy_TD = chosen(2048, 8, 64).cuda(), random(2048, 2048, seed=7).cuda()
     run = functools.partial(with_gradients, tokens_function(expert_TK, None, activation), leaves, dy_TD)
     first, second = run(), run()

@@ -1,8 +1,8 @@
 """The adapters to other packages' grouped GEMMs.
 
-None of the packages runs on a CPU. Here they are replaced by stand-ins with the signatures, checks and layouts of the real ones,
-computing in plain torch: that proves how our call lays out its arguments, and nothing about the packages. The tests marked `gpu`
-call the real ones.
+None of the packages runs on a CPU. Here they are replaced by stand-ins with the signatures, checks and
+layouts of the real ones, computing in plain torch: that proves how our call lays out its arguments, and
+nothing about the packages. The tests marked `gpu` call the real ones.
 """
 
 from __future__ import annotations
@@ -22,13 +22,17 @@ from moe_exp.layers.kernels import launch
 
 
 def gmm(a, b, batch_sizes, trans_b=False):
-    """grouped_gemm.ops.gmm: a [R, K]; b [E, N, K] with trans_b, else [E, K, N]; batch_sizes int64 on the host."""
+    """grouped_gemm.ops.gmm: a [R, K]; b [E, N, K] with trans_b, else [E, K, N]; batch_sizes int64 on the
+    host.
+    """
     assert batch_sizes.dtype == torch.int64
     assert batch_sizes.device.type == "cpu"
     assert batch_sizes.sum() == len(a) > 0
     assert a.is_contiguous()
     assert b.is_contiguous()
-    return torch.cat([x @ (w.t() if trans_b else w) for x, w in zip(a.split(batch_sizes.tolist()), b, strict=True)])
+    return torch.cat(
+        [x @ (w.t() if trans_b else w) for x, w in zip(a.split(batch_sizes.tolist()), b, strict=True)]
+    )
 
 
 class GroupedLinear(torch.nn.Module):
@@ -40,7 +44,8 @@ class GroupedLinear(torch.nn.Module):
         self.num_gemms = num_gemms
         for index in range(num_gemms):
             self.register_parameter(
-                f"weight{index}", torch.nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype, device=device))
+                f"weight{index}",
+                torch.nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype, device=device)),
             )
 
     def forward(self, inp, m_splits, is_first_microbatch=None):
@@ -58,7 +63,9 @@ def stand_ins(monkeypatch):
         "megablocks": {"grouped_gemm_util": types.SimpleNamespace(ops=ops)},
         "transformer_engine": {},
         "transformer_engine.pytorch": {"GroupedLinear": GroupedLinear},
-        "transformer_engine.pytorch.fp8": {"FP8GlobalStateManager": types.SimpleNamespace(is_fp8_enabled=lambda: False)},
+        "transformer_engine.pytorch.fp8": {
+            "FP8GlobalStateManager": types.SimpleNamespace(is_fp8_enabled=lambda: False)
+        },
     }.items():
         module = types.ModuleType(name)
         module.__dict__.update(contents)
@@ -69,7 +76,9 @@ def stand_ins(monkeypatch):
 
 
 def run(backend, x_RD, w_LDF, dy_RF, splits, known_splits):
-    y_RF = BACKENDS[backend](x_RD, w_LDF, torch.tensor(splits, device=x_RD.device), splits if known_splits else None)
+    y_RF = BACKENDS[backend](
+        x_RD, w_LDF, torch.tensor(splits, device=x_RD.device), splits if known_splits else None
+    )
     y_RF.backward(dy_RF)
     return y_RF.detach(), x_RD.grad, w_LDF.grad
 
@@ -95,7 +104,10 @@ def test_the_packages_themselves(backend, splits):
         pytest.skip(f"not installed: {', '.join(missing)}")
     x_RD, w_LDF, dy_RF = inputs(splits, dim_in=32, dim_out=64, dtype=torch.bfloat16)
     expected = reference(x_RD, w_LDF, splits, dy_RF)
-    x, w = x_RD.detach().cuda().requires_grad_(), w_LDF.detach().transpose(1, 2).contiguous().cuda().transpose(1, 2).requires_grad_()
+    x, w = (
+        x_RD.detach().cuda().requires_grad_(),
+        w_LDF.detach().transpose(1, 2).contiguous().cuda().transpose(1, 2).requires_grad_(),
+    )
     for one, other in zip(run(backend, x, w, dy_RF.cuda(), splits, True), expected, strict=True):
         assert_relative(one.cpu(), other, 6e-3)
 
@@ -107,19 +119,27 @@ def install(monkeypatch, *installed: str) -> None:
     find_spec = importlib.util.find_spec
     known = {module for package in PACKAGES.values() for module in package.modules}
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: (object() if name in installed else None) if name in known else find_spec(name)
+        importlib.util,
+        "find_spec",
+        lambda name: (object() if name in installed else None) if name in known else find_spec(name),
     )
 
 
 @pytest.mark.parametrize(
     ("name", "installed", "device_type", "dtype", "expected"),
     [
-        ("te", [], "cuda", torch.bfloat16, r"te: transformer_engine is not installed\. Fix: pip install .*, or use auto\."),
-        ("megablocks", [], "cuda", torch.bfloat16, r"megablocks: megablocks and grouped_gemm are not installed\. Fix: .*, or use auto\."),
-        ("megablocks", ["megablocks"], "cuda", torch.bfloat16, r"megablocks: grouped_gemm is not installed\."),
-        ("grouped_gemm", ["grouped_gemm"], "cpu", torch.bfloat16, r"grouped_gemm: needs a CUDA device, not cpu\. Fix: use auto\."),
-        ("grouped_gemm", ["grouped_gemm"], "cuda", torch.float32, r"grouped_gemm: computes in bfloat16, not in float32\. Fix: use auto"),
-        ("te", ["transformer_engine"], "cuda", torch.float64, r"te: computes in bfloat16, float16, float32, not in float64\."),
+        ("te", [], "cuda", torch.bfloat16,
+         r"te: transformer_engine is not installed\. Fix: pip install .*, or use auto\."),
+        ("megablocks", [], "cuda", torch.bfloat16,
+         r"megablocks: megablocks and grouped_gemm are not installed\. Fix: .*, or use auto\."),
+        ("megablocks", ["megablocks"], "cuda", torch.bfloat16,
+         r"megablocks: grouped_gemm is not installed\."),
+        ("grouped_gemm", ["grouped_gemm"], "cpu", torch.bfloat16,
+         r"grouped_gemm: needs a CUDA device, not cpu\. Fix: use auto\."),
+        ("grouped_gemm", ["grouped_gemm"], "cuda", torch.float32,
+         r"grouped_gemm: computes in bfloat16, not in float32\. Fix: use auto"),
+        ("te", ["transformer_engine"], "cuda", torch.float64,
+         r"te: computes in bfloat16, float16, float32, not in float64\."),
     ],
 )  # fmt: skip
 def test_a_named_backend_that_cannot_run(monkeypatch, name, installed, device_type, dtype, expected):
@@ -131,20 +151,40 @@ def test_a_named_backend_that_cannot_run(monkeypatch, name, installed, device_ty
 def test_a_named_backend_that_can_run(monkeypatch):
     install(monkeypatch, "grouped_gemm")
     check_package("grouped_gemm", device_type="cuda", dtype=torch.bfloat16)
-    assert choose_backend("grouped_gemm", device_type="cuda", dtype=torch.bfloat16) == ("grouped_gemm", "asked for by EXPERT_BACKEND")
+    assert choose_backend("grouped_gemm", device_type="cuda", dtype=torch.bfloat16) == (
+        "grouped_gemm",
+        "asked for by EXPERT_BACKEND",
+    )
 
 
 @pytest.mark.parametrize(
     ("installed", "capability", "backend", "because"),
     [
-        (["grouped_gemm"], (8, 0), "grouped_gemm", "grouped_mm is slow on GPUs before Hopper, and grouped_gemm is installed"),
-        (["transformer_engine"], (8, 9), "te", "grouped_mm is slow on GPUs before Hopper, and transformer_engine is installed"),
+        (
+            ["grouped_gemm"],
+            (8, 0),
+            "grouped_gemm",
+            "grouped_mm is slow on GPUs before Hopper, and grouped_gemm is installed",
+        ),
+        (
+            ["transformer_engine"],
+            (8, 9),
+            "te",
+            "grouped_mm is slow on GPUs before Hopper, and transformer_engine is installed",
+        ),
         (["grouped_gemm", "transformer_engine"], (9, 0), "torch", "grouped_mm runs as one kernel on Hopper"),
-        (["grouped_gemm", "transformer_engine"], (10, 0), "te", "Blackwell (pytorch issue 172439), and transformer_engine is installed"),
+        (
+            ["grouped_gemm", "transformer_engine"],
+            (10, 0),
+            "te",
+            "Blackwell (pytorch issue 172439), and transformer_engine is installed",
+        ),
         (["grouped_gemm"], (10, 0), "loop", "Blackwell (pytorch issue 172439)"),
     ],
 )
-def test_auto_takes_a_package_where_grouped_mm_is_no_choice(monkeypatch, installed, capability, backend, because):
+def test_auto_takes_a_package_where_grouped_mm_is_no_choice(
+    monkeypatch, installed, capability, backend, because
+):
     install(monkeypatch, *installed)
     monkeypatch.setattr(launch, "missing", lambda: "it is missing")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)

@@ -12,7 +12,9 @@ SPLITS = [(3, 1, 7, 5), (0, 4, 0, 9), (5, 0, 0, 0), (0, 0, 0, 2), (0, 0, 0, 0), 
 
 def inputs(splits, *, dim_in: int, dim_out: int, dtype: torch.dtype, transposed: bool = True):
     generator = torch.Generator().manual_seed(1)
-    x_RD = torch.randn(sum(splits), dim_in, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    x_RD = (
+        torch.randn(sum(splits), dim_in, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    )
     w_LFD = torch.randn(len(splits), dim_out, dim_in, generator=generator, dtype=torch.float64).to(dtype)
     w_LDF = w_LFD.transpose(1, 2) if transposed else w_LFD.transpose(1, 2).contiguous()
     dy_RF = torch.randn(sum(splits), dim_out, generator=generator, dtype=torch.float64).to(dtype)
@@ -70,13 +72,17 @@ def test_loop_takes_weights_in_either_memory_order(transposed):
     x_RD, w_LDF, dy_RF = inputs(splits, dim_in=5, dim_out=3, dtype=torch.float64, transposed=transposed)
     y_RF = loop_backend(x_RD, w_LDF, torch.tensor(splits), None)
     y_RF.backward(dy_RF)
-    for actual, expected in zip((y_RF.detach(), x_RD.grad, w_LDF.grad), reference(x_RD, w_LDF, splits, dy_RF), strict=True):
+    for actual, expected in zip(
+        (y_RF.detach(), x_RD.grad, w_LDF.grad), reference(x_RD, w_LDF, splits, dy_RF), strict=True
+    ):
         assert_relative(actual, expected, 1e-14)
 
 
 def test_loop_gradcheck():
     x_RD, w_LDF, _ = inputs((2, 0, 3), dim_in=3, dim_out=2, dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda x, w: loop_backend(x, w, torch.tensor([2, 0, 3]), (2, 0, 3)), (x_RD, w_LDF))
+    assert torch.autograd.gradcheck(
+        lambda x, w: loop_backend(x, w, torch.tensor([2, 0, 3]), (2, 0, 3)), (x_RD, w_LDF)
+    )
 
 
 def test_loop_takes_a_gradient_that_is_not_contiguous():
@@ -107,24 +113,48 @@ def test_loop_with_one_input_that_needs_no_gradient(needs):
 def test_a_named_backend_is_taken(name):
     chosen, reason = choose_backend(name, device_type="cpu", dtype=torch.float32)
     assert chosen == name
-    assert reason == "asked for by EXPERT_BACKEND" + ("; on a CPU the same in plain torch" if name == "triton" else "")
+    assert reason == "asked for by EXPERT_BACKEND" + (
+        "; on a CPU the same in plain torch" if name == "triton" else ""
+    )
 
 
-BLACKWELL = "grouped_mm is reported to give wrong gradients for experts without tokens on Blackwell (pytorch issue 172439)"
+BLACKWELL = (
+    "grouped_mm is reported to give wrong gradients for experts without tokens on Blackwell (pytorch issue"
+    " 172439)"
+)
 
 
 def test_auto_on_a_cpu():
-    assert choose_backend("auto", device_type="cpu", dtype=torch.bfloat16) == ("loop", "grouped_mm is the same loop on a CPU")
+    assert choose_backend("auto", device_type="cpu", dtype=torch.bfloat16) == (
+        "loop",
+        "grouped_mm is the same loop on a CPU",
+    )
 
 
 @pytest.mark.parametrize(
     ("dtype", "capability", "expected"),
     [
-        (torch.bfloat16, (9, 0), ("torch", "not triton: it is missing; grouped_mm runs as one kernel on Hopper")),
+        (
+            torch.bfloat16,
+            (9, 0),
+            ("torch", "not triton: it is missing; grouped_mm runs as one kernel on Hopper"),
+        ),
         (torch.bfloat16, (10, 0), ("loop", f"not triton: it is missing; {BLACKWELL}")),
-        (torch.bfloat16, (8, 0), ("loop", "not triton: it is missing; grouped_mm is slow on GPUs before Hopper")),
-        (torch.float16, (9, 0), ("loop", "not triton: it is missing; the other grouped GEMMs are one kernel in bf16 only")),
-        (torch.float32, (9, 0), ("loop", "grouped GEMMs are one kernel in bf16 and fp16 only, not in float32")),
+        (
+            torch.bfloat16,
+            (8, 0),
+            ("loop", "not triton: it is missing; grouped_mm is slow on GPUs before Hopper"),
+        ),
+        (
+            torch.float16,
+            (9, 0),
+            ("loop", "not triton: it is missing; the other grouped GEMMs are one kernel in bf16 only"),
+        ),
+        (
+            torch.float32,
+            (9, 0),
+            ("loop", "grouped GEMMs are one kernel in bf16 and fp16 only, not in float32"),
+        ),
     ],
 )
 def test_auto_on_a_gpu_without_triton(monkeypatch, dtype, capability, expected):
@@ -138,7 +168,10 @@ def test_auto_on_a_gpu_with_triton(monkeypatch, dtype):
     monkeypatch.setattr(launch, "missing", lambda: "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     name, reason = choose_backend("auto", device_type="cuda", dtype=dtype)
-    assert (name, reason) == ("triton", "one function of Triton kernels, which gather the rows and keep the least for backward")
+    assert (name, reason) == (
+        "triton",
+        "one function of Triton kernels, which gather the rows and keep the least for backward",
+    )
     rule = "its kernels have no bias of the experts"
     name, reason = choose_backend("auto", device_type="cuda", dtype=dtype, bias=True)
     others = {torch.bfloat16: ("torch", "grouped_mm runs as one kernel on Hopper")}
@@ -149,9 +182,15 @@ def test_auto_on_a_gpu_with_triton(monkeypatch, dtype):
 @pytest.mark.parametrize(
     ("options", "rule"),
     [
-        ({"bias": True, "dtype": torch.bfloat16, "device_type": "cpu"}, r"its kernels have no bias of the experts\. Fix: use auto\."),
+        (
+            {"bias": True, "dtype": torch.bfloat16, "device_type": "cpu"},
+            r"its kernels have no bias of the experts\. Fix: use auto\.",
+        ),
         ({"dtype": torch.float64, "device_type": "cpu"}, r"its kernels have no float64\. Fix: use auto\."),
-        ({"dtype": torch.bfloat16, "device_type": "cuda"}, r"triton is not installed\. Fix: pip install triton, or use auto\."),
+        (
+            {"dtype": torch.bfloat16, "device_type": "cuda"},
+            r"triton is not installed\. Fix: pip install triton, or use auto\.",
+        ),
     ],
 )
 def test_triton_that_cannot_run(monkeypatch, options, rule):
@@ -165,19 +204,30 @@ def test_torch_without_grouped_mm(monkeypatch):
     monkeypatch.delattr(torch.nn.functional, "grouped_mm")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     name, reason = choose_backend("auto", device_type="cuda", dtype=torch.bfloat16)
-    assert (name, reason) == ("loop", f"not triton: it is missing; torch {torch.__version__} has no grouped_mm")
-    with pytest.raises(ValueError, match=r"expert_backend=torch: torch .* has no grouped_mm\. Fix: use loop, or install torch>=2\.10\."):
+    assert (name, reason) == (
+        "loop",
+        f"not triton: it is missing; torch {torch.__version__} has no grouped_mm",
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"expert_backend=torch: torch .* has no grouped_mm\. Fix: use loop, or install torch>=2\.10\.",
+    ):
         choose_backend("torch", device_type="cuda", dtype=torch.bfloat16)
 
 
 def test_torch_in_float64():
-    with pytest.raises(ValueError, match=r"expert_backend=torch: grouped_mm has no float64\. Fix: use loop\."):
+    with pytest.raises(
+        ValueError, match=r"expert_backend=torch: grouped_mm has no float64\. Fix: use loop\."
+    ):
         choose_backend("torch", device_type="cpu", dtype=torch.float64)
 
 
 def test_unknown_backend():
     with pytest.raises(
         ValueError,
-        match=r"expert_backend=cutlass: is not a backend\. Fix: use auto or one of triton, loop, torch, grouped_gemm, te, megablocks\.",
+        match=(
+            r"expert_backend=cutlass: is not a backend\. Fix: use auto or one of triton, loop, torch,"
+            r" grouped_gemm, te, megablocks\."
+        ),
     ):
         choose_backend("cutlass", device_type="cpu", dtype=torch.float32)

@@ -3,7 +3,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from helpers.layers.backward_cases import COUNTS, DEVICE, DTYPES, SPARE_ROWS, drawn, error, offsets_of, poisoned, rows, tokens_of_rows
+from helpers.layers.backward_cases import (
+    COUNTS,
+    DEVICE,
+    DTYPES,
+    SPARE_ROWS,
+    drawn,
+    error,
+    offsets_of,
+    poisoned,
+    rows,
+    tokens_of_rows,
+)
 from moe_exp.layers.activations import ACTIVATIONS
 from moe_exp.layers.kernels.activation_grad import activation_grad, activation_grad_torch
 
@@ -23,17 +34,26 @@ def inputs(counts, activation, *, dtype=torch.float32, width=40, depth=24, gathe
 
 
 def by_autograd(args, options):
-    """Gradients of sum(dy * ((act(h) * w) W2^T)) in float64 through plain torch, and act(h) * w: of the experts' rows alone."""
+    """Gradients of sum(dy * ((act(h) * w) W2^T)) in float64 through plain torch, and act(h) * w: of the
+    experts' rows alone.
+    """
     dy, weight2_LDF, hidden_RW, offsets_L1 = args
     function, gated = ACTIVATIONS[options["activation"]]
     ends = offsets_L1.tolist()
     hidden_RW = hidden_RW[: ends[-1]].double().requires_grad_()
-    weights_R = hidden_RW.new_ones(ends[-1]) if options["weights_R"] is None else options["weights_R"][: ends[-1]].double()
+    weights_R = (
+        hidden_RW.new_ones(ends[-1])
+        if options["weights_R"] is None
+        else options["weights_R"][: ends[-1]].double()
+    )
     weights_R.requires_grad_()
     gate_RF, up_RF = hidden_RW.chunk(2, dim=1) if gated else (hidden_RW, 1.0)
     weighted_RF = function(gate_RF) * up_RF * weights_R.unsqueeze(1)
     dy_RD = rows(dy, options["token_R"])[: ends[-1]]
-    loss = sum((dy_RD[a:b] * (weighted_RF[a:b] @ w.double().t())).sum() for a, b, w in zip(ends, ends[1:], weight2_LDF, strict=False))
+    loss = sum(
+        (dy_RD[a:b] * (weighted_RF[a:b] @ w.double().t())).sum()
+        for a, b, w in zip(ends, ends[1:], weight2_LDF, strict=False)
+    )
     dhidden_RW, dweights_R = torch.autograd.grad(loss, (hidden_RW, weights_R))
     return dhidden_RW, weighted_RF.detach(), dweights_R
 
@@ -53,7 +73,9 @@ def test_against_autograd(dtype, activation, gathers, monkeypatch):
     assert max(errors(actual, by_autograd(args, options))) < DTYPES[dtype]
 
 
-@pytest.mark.parametrize(("counts", "sizes"), list(zip(COUNTS, [(33, 65), (64, 64), (7, 3), (65, 1), (3, 1)], strict=True)))
+@pytest.mark.parametrize(
+    ("counts", "sizes"), list(zip(COUNTS, [(33, 65), (64, 64), (7, 3), (65, 1), (3, 1)], strict=True))
+)
 def test_sizes_and_routings(counts, sizes, monkeypatch):
     args, options = inputs(counts, "swiglu", width=sizes[0], depth=sizes[1])
     expected = by_autograd(args, options)
@@ -61,7 +83,10 @@ def test_sizes_and_routings(counts, sizes, monkeypatch):
         actual = activation_grad(*args, **options)
     assert max(errors(actual, expected)) < 1e-6
     again = activation_grad(*args, **options)
-    assert all(torch.equal(one[: len(x)], other[: len(x)]) for one, other, x in zip(actual, again, expected, strict=True))
+    assert all(
+        torch.equal(one[: len(x)], other[: len(x)])
+        for one, other, x in zip(actual, again, expected, strict=True)
+    )
 
 
 def test_without_weights_they_are_one():
@@ -83,10 +108,16 @@ def test_weights_and_gradients_with_strides():
     """Rows of a larger tensor, and experts' matrices that are a transposed view."""
     (dy, weight2_LDF, hidden_RW, offsets_L1), options = inputs((3, 0, 6), "swiglu")
     expected = activation_grad(dy, weight2_LDF, hidden_RW, offsets_L1, **options)
-    wide_dy, wide_hidden = torch.cat([dy, dy + 1], dim=1)[:, : dy.size(1)], torch.cat([hidden_RW, hidden_RW], dim=1)[:, : hidden_RW.size(1)]
+    wide_dy, wide_hidden = (
+        torch.cat([dy, dy + 1], dim=1)[:, : dy.size(1)],
+        torch.cat([hidden_RW, hidden_RW], dim=1)[:, : hidden_RW.size(1)],
+    )
     transposed = weight2_LDF.transpose(1, 2).contiguous().transpose(1, 2)
     offsets_L1 = torch.stack([offsets_L1, offsets_L1 + 1], dim=1)[:, 0]
-    options |= {name: torch.stack([options[name], options[name] + 1], dim=1)[:, 0] for name in ("token_R", "weights_R")}
+    options |= {
+        name: torch.stack([options[name], options[name] + 1], dim=1)[:, 0]
+        for name in ("token_R", "weights_R")
+    }
     actual = activation_grad(wide_dy, transposed, wide_hidden, offsets_L1, **options)
     assert all(torch.equal(one[:9], other[:9]) for one, other in zip(actual, expected, strict=True))
 
@@ -112,4 +143,7 @@ def test_at_a_real_size(dtype, limit, activation, monkeypatch):
     with poisoned(monkeypatch):
         first, second = (activation_grad(*args, **options) for _ in range(2))
     assert max(errors(first, expected)) < limit
-    assert all(torch.equal(one[: len(x)], other[: len(x)]) for one, other, x in zip(first, second, expected, strict=True))
+    assert all(
+        torch.equal(one[: len(x)], other[: len(x)])
+        for one, other, x in zip(first, second, expected, strict=True)
+    )

@@ -11,7 +11,12 @@ import torch
 from helpers.layers.kernel_device import DEVICE, needs_kernels
 from moe_exp.layers.dispatcher.row_order import sort_by_expert
 from moe_exp.layers.kernels import choice
-from moe_exp.layers.kernels.choice import choose_routing, interpreted_kernels, set_routing_kernels, takes_kernels
+from moe_exp.layers.kernels.choice import (
+    choose_routing,
+    interpreted_kernels,
+    set_routing_kernels,
+    takes_kernels,
+)
 from moe_exp.layers.router import Router, RouterConfig, kernel_problem
 
 
@@ -74,7 +79,10 @@ def test_the_reason_in_words(monkeypatch):
     assert choose_routing("auto", device_type="cpu") == ("torch", "the kernels are for GPUs")
     assert choose_routing("off", device_type="cuda") == ("torch", "asked for by ROUTING_KERNELS")
     monkeypatch.setattr(choice, "missing", lambda: "")
-    assert choose_routing("auto", device_type="cuda") == ("triton", "Triton kernels for the router, row order and drops")
+    assert choose_routing("auto", device_type="cuda") == (
+        "triton",
+        "Triton kernels for the router, row order and drops",
+    )
     rule = "it has no groups of experts"
     reason = f"Triton kernels for row order and drops; the router itself in torch: {rule}"
     assert choose_routing("auto", device_type="cuda", router_problem=rule) == ("triton", reason)

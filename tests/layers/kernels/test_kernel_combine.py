@@ -37,7 +37,11 @@ def test_adds_in_slot_order_in_fp32():
     # 2^24 + 1 is 2^24 in fp32: only from left to right do the ones vanish one by one.
     y_RD = torch.tensor([[2.0**24], [1.0], [1.0]], device=DEVICE)
     rows = torch.tensor([[0, 1, 2], [1, 2, 0]], dtype=torch.int32, device=DEVICE)
-    assert combine(y_RD, rows).flatten().tolist() == combine_torch(y_RD, rows).flatten().tolist() == [2.0**24, 2.0**24 + 2]
+    assert (
+        combine(y_RD, rows).flatten().tolist()
+        == combine_torch(y_RD, rows).flatten().tolist()
+        == [2.0**24, 2.0**24 + 2]
+    )
 
 
 def test_poison_behind_a_dropped_slot_is_not_read():

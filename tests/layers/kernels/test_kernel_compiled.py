@@ -1,4 +1,6 @@
-"""The kernels as compiled for GPUs that are not there: they fit, nothing is spilled, and tensor cores compute."""
+"""The kernels as compiled for GPUs that are not there: they fit, nothing is spilled, and tensor cores
+compute.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,14 @@ def up(
 ) -> None:
     width = 2 * FFN if activation == "swiglu" else FFN
     x, w = on_gpu(tokens if gather else rows, DIM, dtype=dtype), on_gpu(experts, width, DIM, dtype=dtype)
-    up_projection(x, w, offsets(experts), activation=activation, keeps_hidden=keeps_hidden, **(gathered(rows) if gather else {}))
+    up_projection(
+        x,
+        w,
+        offsets(experts),
+        activation=activation,
+        keeps_hidden=keeps_hidden,
+        **(gathered(rows) if gather else {}),
+    )
 
 
 def down(
@@ -60,28 +69,52 @@ def down(
 ) -> None:
     del tokens  # as all of GEMMS
     torch.backends.cuda.matmul.allow_tf32 = tf32
-    w = on_gpu(experts, DIM, FFN, dtype=dtype).transpose(1, 2) if transposed else on_gpu(experts, FFN, DIM, dtype=dtype)
+    w = (
+        on_gpu(experts, DIM, FFN, dtype=dtype).transpose(1, 2)
+        if transposed
+        else on_gpu(experts, FFN, DIM, dtype=dtype)
+    )
     grouped_matmul(on_gpu(rows, FFN, dtype=dtype), w, offsets(experts))
 
 
 def activation_gradient(
-    activation: str = "swiglu", gather: bool = True, *, experts: int = EXPERTS, tokens: int = TOKENS, rows: int = ROWS
+    activation: str = "swiglu",
+    gather: bool = True,
+    *,
+    experts: int = EXPERTS,
+    tokens: int = TOKENS,
+    rows: int = ROWS,
 ) -> None:
     dy, w = on_gpu(tokens if gather else rows, DIM), on_gpu(experts, DIM, FFN)
     hidden = on_gpu(rows, FFN * (2 if activation == "swiglu" else 1))
-    activation_grad(dy, w, hidden, offsets(experts), activation=activation, **(gathered(rows) if gather else {}))
+    activation_grad(
+        dy, w, hidden, offsets(experts), activation=activation, **(gathered(rows) if gather else {})
+    )
 
 
 def weight_gradient(
-    gather: bool = True, main_grad: bool = False, *, experts: int = EXPERTS, tokens: int = TOKENS, rows: int = ROWS
+    gather: bool = True,
+    main_grad: bool = False,
+    *,
+    experts: int = EXPERTS,
+    tokens: int = TOKENS,
+    rows: int = ROWS,
 ) -> None:
     index = on_gpu(rows, dtype=INT) if gather else None
     out = on_gpu(experts, 2 * FFN, DIM, dtype=FP32) if main_grad else None
-    weight_grad(on_gpu(rows, 2 * FFN), on_gpu(tokens if gather else rows, DIM), offsets(experts), b_index_R=index, out=out)
+    weight_grad(
+        on_gpu(rows, 2 * FFN),
+        on_gpu(tokens if gather else rows, DIM),
+        offsets(experts),
+        b_index_R=index,
+        out=out,
+    )
 
 
 def combined(weighted: bool = True) -> None:
-    combine(on_gpu(ROWS, DIM), on_gpu(TOKENS, 4, dtype=INT), on_gpu(TOKENS, 4, dtype=FP32) if weighted else None)
+    combine(
+        on_gpu(ROWS, DIM), on_gpu(TOKENS, 4, dtype=INT), on_gpu(TOKENS, 4, dtype=FP32) if weighted else None
+    )
 
 
 def sorted_slots() -> None:
@@ -120,7 +153,11 @@ VARIANTS = [
     partial(activation_gradient, "gelu", False),
     partial(weight_gradient, False, True),
     partial(up, keeps_hidden=False),
-    *(partial(gemm, experts=experts) for gemm in (up, down, activation_gradient, weight_gradient) for experts in (1, 128)),
+    *(
+        partial(gemm, experts=experts)
+        for gemm in (up, down, activation_gradient, weight_gradient)
+        for experts in (1, 128)
+    ),
 ]
 TENSOR_CORES = {80: "mma", 86: "mma", 89: "mma", 90: "wgmma", 100: "tcgen05", 120: "mma"}
 
@@ -129,7 +166,13 @@ def name_of(launch: Any) -> str:
     return (
         launch.__name__
         if hasattr(launch, "__name__")
-        else "-".join([launch.func.__name__, *map(str, launch.args), *(f"{key}={value}" for key, value in launch.keywords.items())])
+        else "-".join(
+            [
+                launch.func.__name__,
+                *map(str, launch.args),
+                *(f"{key}={value}" for key, value in launch.keywords.items()),
+            ]
+        )
     )
 
 
@@ -139,14 +182,22 @@ def check(kernel: Compiled, capability: int, *, is_gemm: bool, spilled_bytes: in
     assert kernel.instructions["atomic"] == 0 or not is_gemm, kernel
     if is_gemm:
         assert kernel.instructions[TENSOR_CORES[capability]] > 0, kernel
-        assert kernel.instructions["cp.async"] + kernel.instructions["tma"] > 0, f"the loads are not pipelined: {kernel}"
+        assert kernel.instructions["cp.async"] + kernel.instructions["tma"] > 0, (
+            f"the loads are not pipelined: {kernel}"
+        )
 
 
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("launch", [*GEMMS, partial(weight_gradient, experts=128)], ids=name_of)
 def test_first_config(launch: Callable[[], None], capability: int) -> None:
-    """It has to run everywhere, so also in the 99 KB of a gaming card; on Hopper and newer the same tiles take more stages."""
-    kernels = [kernel for kernel in compiled(launch, capability) if any(kernel.instructions[kind] for kind in TENSOR_CORES.values())]
+    """It has to run everywhere, so also in the 99 KB of a gaming card; on Hopper and newer the same tiles
+    take more stages.
+    """
+    kernels = [
+        kernel
+        for kernel in compiled(launch, capability)
+        if any(kernel.instructions[kind] for kind in TENSOR_CORES.values())
+    ]
     assert kernels
     for kernel in kernels:
         check(kernel, capability, is_gemm=True)
@@ -162,8 +213,13 @@ def test_kernels_without_products(launch: Callable[[], None]) -> None:
 
 
 def test_one_kernel_for_all_numbers_of_rows() -> None:
-    """Multiples of 16, others and 1; a kernel that is compiled in the middle of a run is a stall for all ranks."""
-    usual, *others = (specializations(partial(micro_batch, tokens, rows), 80) for tokens, rows in ((1024, 4096), (1025, 4099), (1030, 1)))
+    """Multiples of 16, others and 1; a kernel that is compiled in the middle of a run is a stall for all
+    ranks.
+    """
+    usual, *others = (
+        specializations(partial(micro_batch, tokens, rows), 80)
+        for tokens, rows in ((1024, 4096), (1025, 4099), (1030, 1))
+    )
     assert len(usual) > 15
     for other in others:
         assert other == usual
@@ -176,9 +232,13 @@ def test_hidden_is_not_written_where_nobody_wants_it() -> None:
 
 
 def test_descriptors_replace_addresses() -> None:
-    """Where there are descriptors, all that comes from memory in the loop comes by them, and they cost fewer registers."""
+    """Where there are descriptors, all that comes from memory in the loop comes by them, and they cost fewer
+    registers.
+    """
     alike = [{**config, "TMA": 0, "PROGRAMS": 0, "num_stages": 0} for config in CONFIGS]
-    number = next(number for number, config in enumerate(alike) if config == alike[0] and CONFIGS[number]["TMA"])
+    number = next(
+        number for number, config in enumerate(alike) if config == alike[0] and CONFIGS[number]["TMA"]
+    )
     (by_address,), (by_descriptor,) = compiled(down, 90), compiled(down, 90, number)
     assert by_descriptor.instructions["tma"] > 0
     assert by_descriptor.instructions["cp.async"] == 0
@@ -190,7 +250,9 @@ def test_descriptors_replace_addresses() -> None:
 @pytest.mark.parametrize("capability", SHARED_LIMIT)
 @pytest.mark.parametrize("launch", [*GEMMS, *OTHERS, *VARIANTS], ids=name_of)
 def test_all_configs(launch: Callable[[], None], capability: int) -> None:
-    """Every config compiles, the first fits and spills four registers at most; of the others enough fit for the autotuner to choose."""
+    """Every config compiles, the first fits and spills four registers at most; of the others enough fit for
+    the autotuner to choose.
+    """
     num_fitting = 0
     for config in range(num_configs(launch, capability)):
         for kernel in compiled(launch, capability, config):

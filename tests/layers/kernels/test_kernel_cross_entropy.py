@@ -1,4 +1,6 @@
-"""The cross entropy kernels against torch's own cross entropy in float64, whole and with the vocabulary in parts."""
+"""The cross entropy kernels against torch's own cross entropy in float64, whole and with the vocabulary in
+parts.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ def torchs(logits, target, grad):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("sizes", [(5, 1), (1, 7), (6, 64), (3, 4096), (2, 5000)])  # one block, and a whole and a half one
+# one block, and a whole and a half one
+@pytest.mark.parametrize("sizes", [(5, 1), (1, 7), (6, 64), (3, 4096), (2, 5000)])
 def test_loss_and_gradient(monkeypatch, dtype, sizes):
     logits, target, grad = drawn(*sizes, dtype=dtype)
     logits.requires_grad_()
@@ -88,7 +91,10 @@ def test_targets_and_gradients_with_strides():
     grad = torch.rand(1, device=DEVICE).expand(6)  # of a mean
     strided = torch.stack([target, target + 1], dim=1)[:, 0]
     log_sum, picked = cross_entropy_statistics(logits, strided, 0)
-    assert all(torch.equal(one, other) for one, other in zip((log_sum, picked), cross_entropy_statistics(logits, target, 0), strict=True))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip((log_sum, picked), cross_entropy_statistics(logits, target, 0), strict=True)
+    )
     sums = torch.stack([log_sum, log_sum + 1], dim=1)[:, 0]
     dlogits = cross_entropy_gradient(logits, strided, sums, grad, 0)
     assert torch.equal(dlogits, cross_entropy_gradient(logits, target, log_sum, grad.contiguous(), 0))
@@ -106,11 +112,16 @@ def test_kernels_against_their_twins_on_a_part_of_the_vocabulary(first):
     logits, _, grad = drawn(5, 16)
     target = torch.tensor([0, 15, 16, 31, 40], device=DEVICE)
     for one, other in zip(
-        cross_entropy_statistics(logits, target, first), cross_entropy_statistics_torch(logits, target, first), strict=True
+        cross_entropy_statistics(logits, target, first),
+        cross_entropy_statistics_torch(logits, target, first),
+        strict=True,
     ):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
     log_sum = logits.logsumexp(dim=1) + 1.0  # of the whole vocabulary
-    one, other = (gradient(logits, target, log_sum, grad, first) for gradient in (cross_entropy_gradient, cross_entropy_gradient_torch))
+    one, other = (
+        gradient(logits, target, log_sum, grad, first)
+        for gradient in (cross_entropy_gradient, cross_entropy_gradient_torch)
+    )
     assert relative_error(one, other) < 1e-6
 
 
@@ -160,9 +171,15 @@ def test_compiles_for_gpus(launch, capability):
 
 def test_which_runs_and_why(monkeypatch):
     assert choose_cross_entropy("megatron", device_type="cuda")[0] == "megatron"
-    assert choose_cross_entropy("triton", device_type="cpu") == ("triton", "asked for by CROSS_ENTROPY; on a CPU the same in plain torch")
+    assert choose_cross_entropy("triton", device_type="cpu") == (
+        "triton",
+        "asked for by CROSS_ENTROPY; on a CPU the same in plain torch",
+    )
     monkeypatch.setattr("moe_exp.layers.kernels.launch.missing", lambda: "triton is not installed")
-    with pytest.raises(ValueError, match=r"^cross_entropy=triton: triton is not installed\. Fix: set CROSS_ENTROPY=megatron\.$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^cross_entropy=triton: triton is not installed\. Fix: set CROSS_ENTROPY=megatron\.$",
+    ):
         choose_cross_entropy("triton", device_type="cuda")
 
 

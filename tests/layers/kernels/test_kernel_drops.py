@@ -32,7 +32,10 @@ def test_the_same_slots_stay_as_in_capacity(num_tokens, topk, num_experts, kind)
     for capacity in (0, max(1, num_tokens * topk // (2 * num_experts)), num_tokens * topk + 5):
         limits_E = torch.full((num_experts,), capacity, dtype=torch.int32, device=DEVICE)
         sizes = {"num_experts": num_experts, "capacity": capacity}
-        expected = keep_most_probable(expert_TK.cpu(), weights_TK.cpu(), **sizes), keep_first(expert_TK.cpu(), **sizes)
+        expected = (
+            keep_most_probable(expert_TK.cpu(), weights_TK.cpu(), **sizes),
+            keep_first(expert_TK.cpu(), **sizes),
+        )
         with interpreted_kernels():
             ours = keep_most_probable(expert_TK, weights_TK, **sizes), keep_first(expert_TK, **sizes)
         for kept_TK, reference, value in zip(ours, expected, (weights_TK, None), strict=True):
@@ -58,7 +61,12 @@ def test_padded_rows_are_those_of_the_layer(num_tokens, topk, num_experts, drops
     expert_TK = torch.randint(num_experts, (num_tokens, topk), device=DEVICE)
     kept_TK = torch.rand(num_tokens, topk, device=DEVICE) > 0.3 if drops else None
     most = int(torch.bincount(expert_TK.flatten(), minlength=num_experts).max()) + 1
-    order = pad_by_expert(expert_TK.cpu(), None if kept_TK is None else kept_TK.cpu(), num_experts=num_experts, rows_per_expert=most)
+    order = pad_by_expert(
+        expert_TK.cpu(),
+        None if kept_TK is None else kept_TK.cpu(),
+        num_experts=num_experts,
+        rows_per_expert=most,
+    )
     for function in (padded_order, padded_order_torch):
         slot_R, row_N = function(expert_TK, num_experts, most, kept_TK)
         assert slot_R.dtype == row_N.dtype == torch.int32

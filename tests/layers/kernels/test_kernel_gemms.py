@@ -1,4 +1,6 @@
-"""Up-projection and grouped GEMM against float64 and the layer's code; in Triton's interpreter on a CPU, at real shapes on a GPU."""
+"""Up-projection and grouped GEMM against float64 and the layer's code; in Triton's interpreter on a CPU, at
+real shapes on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,15 @@ from moe_exp.layers.kernels import up_projection as up
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMIT = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
-# A sum over K products in fp32, one after the other, is off by about 6e-8 times the root of K/2, and the real shapes have K up to 2048.
+# A sum over K products in fp32, one after the other, is off by about 6e-8 times the root of K/2, and the real
+# shapes have K up to 2048.
 REAL_LIMIT = LIMIT | {torch.float32: 1e-5}
-HAS_DESCRIPTORS = launch.INTERPRETED or (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0))
-needs_descriptors = pytest.mark.skipif(not HAS_DESCRIPTORS, reason="needs a GPU of compute capability 9.0 or newer")
+HAS_DESCRIPTORS = launch.INTERPRETED or (
+    torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+)
+needs_descriptors = pytest.mark.skipif(
+    not HAS_DESCRIPTORS, reason="needs a GPU of compute capability 9.0 or newer"
+)
 DTYPES = list(LIMIT)
 # The ends of the experts' rows: uneven and empty; one expert takes all; one row each; none at all.
 ENDS = {"uneven": [0, 37, 38, 70], "one": [0, 45, 45], "single": [1, 2, 3], "none": [0, 0]}
@@ -60,18 +67,23 @@ def use_descriptors(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None
     monkeypatch.setattr(module._kernel.timed, "configs", [launch.make_config(config, module._set_blocks)])
 
 
-def check(actual: Tensor, expected: Tensor, rows: int, dtype: torch.dtype, limits: dict[torch.dtype, float]) -> None:
+def check(
+    actual: Tensor, expected: Tensor, rows: int, dtype: torch.dtype, limits: dict[torch.dtype, float]
+) -> None:
     assert actual.dtype == dtype
     assert relative_error(actual[:rows], expected[:rows]) < limits[dtype]
     assert actual[rows:].isnan().all(), "a row past the last expert's was written"
 
 
-def up_case(ends: list[int], dim: int, ffn: int, activation: str, gather: bool, dtype: torch.dtype) -> tuple[tuple, dict]:
+def up_case(
+    ends: list[int], dim: int, ffn: int, activation: str, gather: bool, dtype: torch.dtype
+) -> tuple[tuple, dict]:
     rows, tokens = ends[-1] + WASTE, 21
     width = 2 * ffn if ACTIVATIONS[activation][1] else ffn
     kwargs = {"activation": activation}
     if gather:
-        # Some rows are padding, whose token is one past the last; those past the last expert's must not be looked at.
+        # Some rows are padding, whose token is one past the last; those past the last expert's must not be
+        # looked at.
         token_R = torch.randint(0, tokens + 1, (rows,), dtype=torch.int32, device=DEVICE)
         token_R[ends[-1] :] = 10**9
         kwargs |= {"token_R": token_R, "weights_R": spoiled(torch.rand(rows, device=DEVICE), ends[-1])}
@@ -89,7 +101,9 @@ def check_up(case: tuple[tuple, dict], rows: int, limits: dict[torch.dtype, floa
 
 # All activations; gated and not in every dtype, with and without gather.
 UP = [*((activation, torch.float32, True) for activation in ACTIVATIONS)]
-UP += [(activation, dtype, dtype == torch.bfloat16) for activation in ("swiglu", "gelu") for dtype in DTYPES[1:]]
+UP += [
+    (activation, dtype, dtype == torch.bfloat16) for activation in ("swiglu", "gelu") for dtype in DTYPES[1:]
+]
 
 
 @pytest.mark.parametrize(("activation", "dtype", "gather"), UP)
@@ -115,12 +129,16 @@ def test_without_hidden_where_no_backward_follows(activation: str) -> None:
 
 def test_vectors_with_strides() -> None:
     (x, w, offsets), kwargs = up_case(ENDS["uneven"], 37, 19, "swiglu", True, torch.float32)
-    token_R, weights_R, offsets_L1 = (torch.stack([y, y + 1], dim=1)[:, 0] for y in (kwargs["token_R"], kwargs["weights_R"], offsets))
+    token_R, weights_R, offsets_L1 = (
+        torch.stack([y, y + 1], dim=1)[:, 0] for y in (kwargs["token_R"], kwargs["weights_R"], offsets)
+    )
     strided = up.up_projection(x, w, offsets_L1, activation="swiglu", token_R=token_R, weights_R=weights_R)
     for one, other in zip(strided, up.up_projection(x, w, offsets, **kwargs), strict=True):
         assert torch.equal(one[:70], other[:70])
     weight2 = random(4, 19, 24, dtype=torch.float32)
-    assert torch.equal(down.grouped_matmul(one, weight2, offsets_L1)[:70], down.grouped_matmul(one, weight2, offsets)[:70])
+    assert torch.equal(
+        down.grouped_matmul(one, weight2, offsets_L1)[:70], down.grouped_matmul(one, weight2, offsets)[:70]
+    )
 
 
 @needs_descriptors
@@ -134,14 +152,20 @@ def test_up_projection_by_descriptors(activation: str, monkeypatch: pytest.Monke
 def test_padding_of_no_tokens_is_zero() -> None:
     token_R = torch.zeros(4, dtype=torch.int32, device=DEVICE)
     hidden_RW, active_RF = up.up_projection(
-        random(0, 8, dtype=torch.float32), random(1, 6, 8, dtype=torch.float32), offsets_of([4]), activation="swiglu", token_R=token_R
+        random(0, 8, dtype=torch.float32),
+        random(1, 6, 8, dtype=torch.float32),
+        offsets_of([4]),
+        activation="swiglu",
+        token_R=token_R,
     )
     assert torch.equal(hidden_RW, torch.zeros(4, 6, device=DEVICE))
     assert torch.equal(active_RF, torch.zeros(4, 3, device=DEVICE))
 
 
 @pytest.mark.parametrize("transposed", [True, False])
-@pytest.mark.parametrize(("depth", "width", "dtype"), [(37, 75, torch.float32), (37, 43, torch.float16), (64, 256, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("depth", "width", "dtype"), [(37, 75, torch.float32), (37, 43, torch.float16), (64, 256, torch.bfloat16)]
+)
 def test_grouped_matmul(depth: int, width: int, dtype: torch.dtype, transposed: bool) -> None:
     check_down(ENDS["uneven"], depth, width, dtype, transposed)
 
@@ -169,9 +193,17 @@ def test_same_bits_twice() -> None:
 
 
 def check_down(
-    ends: list[int], depth: int, width: int, dtype: torch.dtype, transposed: bool, limits: dict[torch.dtype, float] = LIMIT
+    ends: list[int],
+    depth: int,
+    width: int,
+    dtype: torch.dtype,
+    transposed: bool,
+    limits: dict[torch.dtype, float] = LIMIT,
 ) -> None:
-    x_RI, w_LOI = spoiled(random(ends[-1] + WASTE, depth, dtype=dtype), ends[-1]), random(len(ends), width, depth, dtype=dtype)
+    x_RI, w_LOI = (
+        spoiled(random(ends[-1] + WASTE, depth, dtype=dtype), ends[-1]),
+        random(len(ends), width, depth, dtype=dtype),
+    )
     w_LIO = w_LOI.transpose(1, 2) if transposed else w_LOI.transpose(1, 2).contiguous()
     offsets = offsets_of(ends)
     y_RO = down.grouped_matmul(x_RI, w_LIO, offsets)
@@ -195,9 +227,14 @@ def test_rows_and_matrices_with_strides() -> None:
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_twins_compute_what_the_layer_computes(activation: str) -> None:
-    """Gathered rows, weighted activation and down-projection, against the function that the layer runs on a CPU; K is 1."""
+    """Gathered rows, weighted activation and down-projection, against the function that the layer runs on a
+    CPU; K is 1.
+    """
     tokens, dim, ffn, experts = 30, 16, 12, 5
-    x_TD, weights_T1 = torch.randn(tokens, dim, dtype=torch.float64), torch.rand(tokens, 1, dtype=torch.float64)
+    x_TD, weights_T1 = (
+        torch.randn(tokens, dim, dtype=torch.float64),
+        torch.rand(tokens, 1, dtype=torch.float64),
+    )
     slots = sort_by_expert(torch.randint(0, experts - 1, (tokens, 1)), num_experts=experts)
     counts, order = slots.rows_per_expert_E, slots.order()
     weights = ExpertWeights(
@@ -206,9 +243,13 @@ def test_twins_compute_what_the_layer_computes(activation: str) -> None:
     )
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
     token_R, weights_R = order.slot_R.int(), order.weights(weights_T1)
-    _, active_RF = up.up_projection_torch(x_TD, weights.weight1, offsets, activation=activation, token_R=token_R, weights_R=weights_R)
+    _, active_RF = up.up_projection_torch(
+        x_TD, weights.weight1, offsets, activation=activation, token_R=token_R, weights_R=weights_R
+    )
     output_RD = down.grouped_matmul_torch(active_RF, weights.weight2.transpose(1, 2), offsets)
-    expected = expert_loop(x_TD, weights_R, weights, splits=counts.tolist(), activation=activation, order=order)
+    expected = expert_loop(
+        x_TD, weights_R, weights, splits=counts.tolist(), activation=activation, order=order
+    )
     assert relative_error(order.tokens(output_RD), expected) < 1e-13
 
 
@@ -228,7 +269,9 @@ def test_one_operator_each_under_compile() -> None:
     weight2 = random(len(ENDS["uneven"]), 24, 16, dtype=torch.float32)
 
     def block(x: Tensor) -> Tensor:
-        return down.grouped_matmul(up.up_projection(x * 2, w, offsets, **kwargs)[1], weight2.transpose(1, 2), offsets)[:70]
+        return down.grouped_matmul(
+            up.up_projection(x * 2, w, offsets, **kwargs)[1], weight2.transpose(1, 2), offsets
+        )[:70]
 
     assert torch.equal(torch.compile(block, backend="aot_eager", fullgraph=True)(x), block(x))
 

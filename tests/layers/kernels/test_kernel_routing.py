@@ -1,4 +1,6 @@
-"""The layer with the kernels of routing and row order, and without: on a CPU they are interpreted, because the test asks for them."""
+"""The layer with the kernels of routing and row order, and without: on a CPU they are interpreted, because
+the test asks for them.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,12 @@ SUMMED = (AuxLoss("aux_loss", 0.5), AuxLoss("global_aux_loss", 0.3), AuxLoss("im
 
 def layer(*, losses=SUMMED, settings=None, **router) -> MoELayer:
     torch.manual_seed(3)
-    config = RouterConfig(**{"hidden_size": HIDDEN, "num_experts": EXPERTS, "topk": 2, "global_fractions": True, **router})
-    experts = Experts(num_local_experts=EXPERTS, hidden_size=HIDDEN, ffn_size=4, activation="swiglu", backend="loop")
+    config = RouterConfig(
+        **{"hidden_size": HIDDEN, "num_experts": EXPERTS, "topk": 2, "global_fractions": True, **router}
+    )
+    experts = Experts(
+        num_local_experts=EXPERTS, hidden_size=HIDDEN, ffn_size=4, activation="swiglu", backend="loop"
+    )
     made = MoELayer(
         router=Router(config),
         dispatcher=LocalDispatcher(EXPERTS),
@@ -46,7 +52,12 @@ def run(made: MoELayer, x: torch.Tensor, mask: torch.Tensor | None) -> dict[str,
     x = x.clone().requires_grad_()
     output, loss = made(x, mask)
     grads = torch.autograd.grad((output * x.detach().cos()).sum() + loss, [x, *made.parameters()])
-    results = {"output": output, "loss": loss, "sums": made.statistics.sums[1:], "counts": made.statistics.tokens_per_expert_E}
+    results = {
+        "output": output,
+        "loss": loss,
+        "sums": made.statistics.sums[1:],
+        "counts": made.statistics.tokens_per_expert_E,
+    }
     return {**results, **{str(i): grad for i, grad in enumerate(grads)}}
 
 
@@ -57,7 +68,9 @@ CASES = {
     "expert bias": {"score": "sigmoid", "expert_bias": True, "scaling_factor": 2.5},
     "sqrtsoftplus": {"score": "sqrtsoftplus"},
     "capacity": {"settings": {"capacity_factor": 0.7}},
-    "capacity by position, padded": {"settings": {"capacity_factor": 0.7, "drop_policy": "position", "pad_to_capacity": True}},
+    "capacity by position, padded": {
+        "settings": {"capacity_factor": 0.7, "drop_policy": "position", "pad_to_capacity": True}
+    },
     "rounded": {"settings": {"token_rounding": 4}},
 }
 
@@ -103,7 +116,10 @@ def test_a_replay_and_a_router_of_its_own_go_step_by_step():
     replayed.router.replay = RoutingReplay()
     assert decision_of(replayed).scores_TE is not None
     with interpreted_kernels():
-        assert Router(layer().router.config).to(DEVICE)(torch.randn(4, HIDDEN, device=DEVICE)).scores_TE is not None
+        assert (
+            Router(layer().router.config).to(DEVICE)(torch.randn(4, HIDDEN, device=DEVICE)).scores_TE
+            is not None
+        )
 
 
 def test_a_cpu_goes_step_by_step_unless_asked():

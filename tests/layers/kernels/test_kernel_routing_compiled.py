@@ -1,4 +1,6 @@
-"""The kernels of routing and row order as compiled for GPUs that are not there: nothing is spilled, rows move 16 bytes at a time."""
+"""The kernels of routing and row order as compiled for GPUs that are not there: nothing is spilled, rows move
+16 bytes at a time.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,11 @@ def routed(score: str = "softmax", experts: int = EXPERTS, extras: bool = False)
 
 
 def routed_back(score: str = "softmax", experts: int = EXPERTS, extras: bool = False) -> None:
-    logits, chosen, dweights = on_gpu(TOKENS, experts, dtype=FP32), on_gpu(TOKENS, TOPK, dtype=LONG), on_gpu(TOKENS, TOPK, dtype=FP32)
+    logits, chosen, dweights = (
+        on_gpu(TOKENS, experts, dtype=FP32),
+        on_gpu(TOKENS, TOPK, dtype=LONG),
+        on_gpu(TOKENS, TOPK, dtype=FP32),
+    )
     valid = on_gpu(TOKENS, dtype=BOOL) if extras else None
     sums = on_gpu(TOKENS, dtype=FP32), on_gpu(experts + 2, dtype=FP32)
     _topk_backward(logits, valid, chosen, dweights, *sums, score, not extras, extras, 1.0)
@@ -62,7 +68,9 @@ LAUNCHES = {
 }
 
 
-@pytest.mark.parametrize("capability", [80, pytest.param(90, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "capability", [80, pytest.param(90, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_kernels_fit_and_spill_nothing(name, capability):
     kernels = compiled(LAUNCHES[name], capability)
@@ -70,7 +78,8 @@ def test_kernels_fit_and_spill_nothing(name, capability):
     for kernel in kernels:
         assert kernel.stack_bytes == 0, kernel.name
         assert kernel.shared_bytes <= SHARED_LIMIT[86]
-        assert "red.global" not in kernel.ptx and "atom.global" not in kernel.ptx  # those of a histogram stay in shared memory
+        # those of a histogram stay in shared memory
+        assert "red.global" not in kernel.ptx and "atom.global" not in kernel.ptx
 
 
 def test_rows_move_16_bytes_at_a_time():

@@ -15,7 +15,15 @@ pytestmark = [needs_kernels, pytest.mark.usefixtures("poisoned")]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64])
 @pytest.mark.parametrize(
     ("num_sources", "width", "num_rows", "divisor"),
-    [(9, 45, 20, 3), (4, 256, 6, 1), (1, 1100, 3, 2), (5, 2, 300, 1), (0, 8, 3, 2), (3, 8, 0, 1), at_real_size(32768, 2048, 262144, 8)],
+    [
+        (9, 45, 20, 3),
+        (4, 256, 6, 1),
+        (1, 1100, 3, 2),
+        (5, 2, 300, 1),
+        (0, 8, 3, 2),
+        (3, 8, 0, 1),
+        at_real_size(32768, 2048, 262144, 8),
+    ],
 )
 def test_rows_are_gathered_to_the_bit(num_sources, width, num_rows, divisor, dtype):
     x = (100 * torch.randn(num_sources, width, device=DEVICE)).to(dtype)
@@ -26,7 +34,9 @@ def test_rows_are_gathered_to_the_bit(num_sources, width, num_rows, divisor, dty
         assert torch.equal(function(x[:, -1], index_R.long(), divisor), expected[:, -1])
 
 
-@pytest.mark.parametrize(("sources", "experts", "most"), [(1, 1, 3), (3, 4, 60), (4, 5, 2), (2, 3, 1), at_real_size(64, 4, 3000)])
+@pytest.mark.parametrize(
+    ("sources", "experts", "most"), [(1, 1, 3), (3, 4, 60), (4, 5, 2), (2, 3, 1), at_real_size(64, 4, 3000)]
+)
 def test_chunks_are_sorted_as_by_the_layer(sources, experts, most):
     rows_SL = torch.randint(0, most, (sources, experts), device=DEVICE)
     num_rows = int(rows_SL.sum())
@@ -62,7 +72,10 @@ def test_row_orders_of_the_layer_with_kernels_and_without(topk, dtype):
         expected = moved(order, x_TD, weights_TK, y_RD, seed_R)
         with interpreted_kernels():
             actual = moved(ours[name], *(x.to(DEVICE) for x in (x_TD, weights_TK, y_RD, seed_R)))
-        assert ours[name].slot_R.tolist() == order.slot_R.tolist() and ours[name].row_N.tolist() == order.row_N.tolist(), name
+        assert (
+            ours[name].slot_R.tolist() == order.slot_R.tolist()
+            and ours[name].row_N.tolist() == order.row_N.tolist()
+        ), name
         for one, other in zip(actual, expected, strict=True):
             assert one.dtype == other.dtype
             assert relative_error(one, other) < (1e-6 if dtype == torch.float32 else 5e-3), name

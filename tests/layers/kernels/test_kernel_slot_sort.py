@@ -33,10 +33,17 @@ def routing(num_tokens: int, topk: int, num_experts: int, kind: str, *, dtype=to
 )
 def test_kernel_sorts_as_its_twin(num_tokens, topk, num_experts, kind, drops):
     expert_TK = routing(num_tokens, topk, num_experts, kind)
-    kept_TK = {"none": None, "some": torch.rand(expert_TK.shape, device=DEVICE) > 0.3, "all": torch.zeros_like(expert_TK, dtype=torch.bool)}
+    kept_TK = {
+        "none": None,
+        "some": torch.rand(expert_TK.shape, device=DEVICE) > 0.3,
+        "all": torch.zeros_like(expert_TK, dtype=torch.bool),
+    }
     ours = slot_sort(expert_TK, num_experts, kept_TK[drops])
     for mine, again, reference in zip(
-        ours, slot_sort(expert_TK, num_experts, kept_TK[drops]), slot_sort_torch(expert_TK, num_experts, kept_TK[drops]), strict=True
+        ours,
+        slot_sort(expert_TK, num_experts, kept_TK[drops]),
+        slot_sort_torch(expert_TK, num_experts, kept_TK[drops]),
+        strict=True,
     ):
         assert mine.dtype == torch.int32
         assert torch.equal(mine, reference) and torch.equal(mine, again)

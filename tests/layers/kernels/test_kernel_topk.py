@@ -22,7 +22,9 @@ def tied_logits(num_tokens: int, num_experts: int) -> torch.Tensor:
 
 
 def gradient(out: TopK, logits_TE: torch.Tensor, seeds: dict[str, torch.Tensor]) -> torch.Tensor:
-    return torch.autograd.grad(sum((getattr(out, name) * seed).sum() for name, seed in seeds.items()), logits_TE, retain_graph=True)[0]
+    return torch.autograd.grad(
+        sum((getattr(out, name) * seed).sum() for name, seed in seeds.items()), logits_TE, retain_graph=True
+    )[0]
 
 
 def compare(logits_TE, topk, options, bias_E=None, valid_T=None, *, each_gradient=False):
@@ -33,12 +35,18 @@ def compare(logits_TE, topk, options, bias_E=None, valid_T=None, *, each_gradien
     ours = router_topk(logits_TE, topk, **options, bias_E=bias_E, valid_T=valid_T)
     for name in INTEGERS:
         assert torch.equal(getattr(ours, name), getattr(exact, name)), name
-    floats = {name: (getattr(ours, name), getattr(exact, name)) for name in (*WITH_GRADIENT, "entropy", "largest")}
+    floats = {
+        name: (getattr(ours, name), getattr(exact, name)) for name in (*WITH_GRADIENT, "entropy", "largest")
+    }
     seeds = {name: torch.randn(getattr(ours, name).shape, device=DEVICE) for name in WITH_GRADIENT}
     alone = {name: {name: seeds[name]} for name in seeds} if each_gradient else {}
     for name, wanted in {"all": seeds, **alone}.items():
         floats[f"gradient of {name}"] = gradient(ours, logits_TE, wanted), gradient(exact, exact_TE, wanted)
-    assert_equal_to(1e-5, {name: pair[0] for name, pair in floats.items()}, {name: pair[1] for name, pair in floats.items()})
+    assert_equal_to(
+        1e-5,
+        {name: pair[0] for name, pair in floats.items()},
+        {name: pair[1] for name, pair in floats.items()},
+    )
     return ours
 
 
@@ -50,10 +58,15 @@ def test_kernel_computes_as_its_twin_in_float64(score, pre_softmax, normalize, e
     for num_tokens, num_experts, topk, each_gradient in [(35, 60, 4, False), (67, 5, 3, True)]:
         bias_E = 0.3 * torch.randn(num_experts, device=DEVICE) if extras else None
         valid_T = torch.rand(num_tokens, device=DEVICE) > 0.2 if extras else None
-        compare(tied_logits(num_tokens, num_experts), topk, options, bias_E, valid_T, each_gradient=each_gradient)
+        compare(
+            tied_logits(num_tokens, num_experts), topk, options, bias_E, valid_T, each_gradient=each_gradient
+        )
 
 
-@pytest.mark.parametrize(("num_tokens", "num_experts", "topk"), [(9, 130, 2), at_real_size(32768, 128, 8), at_real_size(16384, 64, 1)])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "topk"),
+    [(9, 130, 2), at_real_size(32768, 128, 8), at_real_size(16384, 64, 1)],
+)
 def test_the_same_bits_twice(num_tokens, num_experts, topk):
     logits_TE = tied_logits(num_tokens, num_experts)
     first, second = (compare(logits_TE, topk, {}) for _ in range(2))
@@ -74,11 +87,15 @@ def test_ties_go_to_the_lowest_expert_by_hand():
 
 
 def test_extreme_logits_give_finite_weights_and_gradients():
-    logits_TE = torch.tensor([[100.0, -100, 0, 50], [-100, -100, -100, -100], [-60, 80, -200, 0]], device=DEVICE).requires_grad_()
+    logits_TE = torch.tensor(
+        [[100.0, -100, 0, 50], [-100, -100, -100, -100], [-60, 80, -200, 0]], device=DEVICE
+    ).requires_grad_()
     for score, pre_softmax in SCORES:
         options = {"score": score, "pre_softmax": pre_softmax, "normalize": True}
         out, twin = (function(logits_TE, 2, **options) for function in (router_topk, router_topk_torch))
-        (grad,) = torch.autograd.grad(out.weights_TK[:, 0].sum() + out.lse_T.sum() + out.score_sums_E[0], logits_TE)
+        (grad,) = torch.autograd.grad(
+            out.weights_TK[:, 0].sum() + out.lse_T.sum() + out.score_sums_E[0], logits_TE
+        )
         assert grad.isfinite().all()
         for name in ("weights_TK", "lse_T", "score_sums_E"):
             torch.testing.assert_close(getattr(out, name), getattr(twin, name), rtol=1e-5, atol=1e-6)
@@ -90,23 +107,36 @@ def test_broken_logits_still_choose_experts_that_exist(broken):
     logits_TE[1, :3] = 0
     with pytest.warns(RuntimeWarning) if DEVICE == "cpu" else torch.no_grad():  # numpy's, of the interpreter
         expert_TK = router_topk(logits_TE, 3).expert_TK
-    assert all(sorted(set(row)) == sorted(row) and min(row) >= 0 and max(row) < 5 for row in expert_TK.tolist())
+    assert all(
+        sorted(set(row)) == sorted(row) and min(row) >= 0 and max(row) < 5 for row in expert_TK.tolist()
+    )
 
 
 def test_no_tokens():
     out = router_topk(torch.zeros(0, 6, device=DEVICE, requires_grad=True), 2)
-    assert out.expert_TK.shape == (0, 2) and out.score_sums_E.tolist() == [0] * 6 and out.tokens_per_expert_E.tolist() == [0] * 6
+    assert (
+        out.expert_TK.shape == (0, 2)
+        and out.score_sums_E.tolist() == [0] * 6
+        and out.tokens_per_expert_E.tolist() == [0] * 6
+    )
 
 
 @pytest.mark.parametrize("has_padding", [False, True])
 @pytest.mark.parametrize(("score", "pre_softmax"), SCORES)
 def test_twin_is_the_router_and_its_losses(score, pre_softmax, has_padding):
-    config = RouterConfig(hidden_size=6, num_experts=6, topk=2, score=score, pre_softmax=pre_softmax, scaling_factor=1.5)
+    config = RouterConfig(
+        hidden_size=6, num_experts=6, topk=2, score=score, pre_softmax=pre_softmax, scaling_factor=1.5
+    )
     router = Router(config)
     mask_T = torch.rand(21) > 0.7 if has_padding else None
     decision = router(torch.randn(21, 6), mask_T)
     logits_TE = decision.logits_TE.detach().requires_grad_()
-    options = {"score": score, "pre_softmax": pre_softmax, "normalize": config.normalizes, "scaling_factor": 1.5}
+    options = {
+        "score": score,
+        "pre_softmax": pre_softmax,
+        "normalize": config.normalizes,
+        "scaling_factor": 1.5,
+    }
     twin = router_topk_torch(logits_TE, 2, **options, valid_T=decision.valid_T)
     assert torch.equal(twin.expert_TK, decision.expert_TK)
     assert torch.equal(twin.tokens_per_expert_E, decision.tokens_per_expert_E)
@@ -133,13 +163,21 @@ def test_twin_is_the_router_and_its_losses(score, pre_softmax, has_padding):
         (actual,) = torch.autograd.grad(of_twin[name], logits_TE, retain_graph=True)
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
     entropy = -torch.xlogy(scores_TE, scores_TE).sum()
-    assert_equal_to(1e-5, {"e": twin.entropy, "w": twin.largest}, {"e": entropy, "w": (decision.weights_TK.amax(dim=1) * valid_T).sum()})
+    assert_equal_to(
+        1e-5,
+        {"e": twin.entropy, "w": twin.largest},
+        {"e": entropy, "w": (decision.weights_TK.amax(dim=1) * valid_T).sum()},
+    )
 
 
 def test_is_one_operator_under_compile():
     def loss(logits_TE: torch.Tensor) -> torch.Tensor:
         out = router_topk(logits_TE * 2, 2, normalize=True)
-        return (out.weights_TK * out.expert_TK).sum() + out.lse_T.square().sum() + out.score_sums_E.square().sum()
+        return (
+            (out.weights_TK * out.expert_TK).sum()
+            + out.lse_T.square().sum()
+            + out.score_sums_E.square().sum()
+        )
 
     logits_TE = tied_logits(9, 5)
     value = torch.compile(loss, fullgraph=True, backend="aot_eager")(logits_TE)

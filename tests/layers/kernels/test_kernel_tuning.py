@@ -1,4 +1,6 @@
-"""How the fastest config is found and who takes it: Triton's own autotuner over interpreted kernels, with times that the test makes up."""
+"""How the fastest config is found and who takes it: Triton's own autotuner over interpreted kernels, with
+times that the test makes up.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,23 @@ from helpers.layers.backward_cases import drawn, offsets_of, poisoned
 
 pytest.importorskip("triton")
 
-from moe_exp.layers.kernels import activation_grad, combine, grouped_matmul, launch, up_projection, weight_grad
+from moe_exp.layers.kernels import (
+    activation_grad,
+    combine,
+    grouped_matmul,
+    launch,
+    up_projection,
+    weight_grad,
+)
 
 pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="needs Triton's interpreter")
 TUNED = [activation_grad, combine, grouped_matmul, up_projection, weight_grad]
 
 
 class Stopwatch:
-    """In the place of the benchmark: every config is launched twice, and each is faster than the one before."""
+    """In the place of the benchmark: every config is launched twice, and each is faster than the one
+    before.
+    """
 
     def __init__(self) -> None:
         self.num_timed = 0
@@ -44,11 +55,15 @@ def stopwatch(monkeypatch):
     def attach(module: ModuleType) -> Stopwatch:
         watch, autotuner = Stopwatch(), module._kernel.timed
         set_blocks = getattr(module, "_set_blocks", None)
-        monkeypatch.setattr(autotuner, "configs", [launch.make_config(config, set_blocks) for config in module.CONFIGS])
+        monkeypatch.setattr(
+            autotuner, "configs", [launch.make_config(config, set_blocks) for config in module.CONFIGS]
+        )
         monkeypatch.setattr(autotuner, "cache", {})
         monkeypatch.setitem(vars(autotuner), "do_bench", watch)
         run = autotuner.fn.run
-        monkeypatch.setattr(autotuner.fn, "run", lambda *args, **kwargs: (watch.launched.append(kwargs), run(*args, **kwargs)))
+        monkeypatch.setattr(
+            autotuner.fn, "run", lambda *args, **kwargs: (watch.launched.append(kwargs), run(*args, **kwargs))
+        )
         return watch
 
     return attach
@@ -117,7 +132,11 @@ def test_classes_of_rows():
 def test_a_config_with_descriptors_only_where_there_are_some(stopwatch):
     """Operands of the same shape, first at a multiple of 16 bytes and then not."""
     watch = stopwatch(grouped_matmul)
-    x_RI, w_LIO, offsets_L1 = drawn(9, 32, dtype=torch.float32, seed=1), drawn(2, 32, 32, dtype=torch.float32, seed=2), offsets_of((4, 5))
+    x_RI, w_LIO, offsets_L1 = (
+        drawn(9, 32, dtype=torch.float32, seed=1),
+        drawn(2, 32, 32, dtype=torch.float32, seed=2),
+        offsets_of((4, 5)),
+    )
     expected = grouped_matmul.grouped_matmul(x_RI, w_LIO, offsets_L1)
     assert watch.launched[-1]["TMA"] == 1
     shifted = torch.empty(9 * 32 + 1)[1:].view(9, 32).copy_(x_RI)
@@ -131,16 +150,26 @@ def test_a_config_with_descriptors_only_where_there_are_some(stopwatch):
 
 
 def operands() -> tuple[torch.Tensor, ...]:
-    return drawn(8, 40, dtype=torch.float32, seed=1), drawn(8, 24, dtype=torch.float32, seed=2), offsets_of((3, 0, 5))
+    return (
+        drawn(8, 40, dtype=torch.float32, seed=1),
+        drawn(8, 24, dtype=torch.float32, seed=2),
+        offsets_of((3, 0, 5)),
+    )
 
 
 def test_timing_adds_nothing_to_main_grad_and_copies_nothing(stopwatch, monkeypatch):
     watch, main_grad = stopwatch(weight_grad), drawn(3, 40, 24, dtype=torch.float32, seed=3)
     before, expected = main_grad.clone(), weight_grad.weight_grad(*operands())
     watch.num_timed = 0
-    watch.after_trial = lambda: pytest.fail("a trial was added") if not torch.equal(main_grad, before) else None
+    watch.after_trial = lambda: (
+        pytest.fail("a trial was added") if not torch.equal(main_grad, before) else None
+    )
     clone = torch.Tensor.clone
-    monkeypatch.setattr(torch.Tensor, "clone", lambda x, **how: pytest.fail("a copy is made") if x is main_grad else clone(x, **how))
+    monkeypatch.setattr(
+        torch.Tensor,
+        "clone",
+        lambda x, **how: pytest.fail("a copy is made") if x is main_grad else clone(x, **how),
+    )
     weight_grad.weight_grad(*operands(), out=main_grad)
     assert watch.num_timed == len(weight_grad.CONFIGS)
     assert torch.equal(main_grad, before + expected)

@@ -6,7 +6,18 @@ import itertools
 import pytest
 import torch
 
-from helpers.layers.backward_cases import COUNTS, DEVICE, DTYPES, SPARE_ROWS, drawn, error, offsets_of, poisoned, rows, tokens_of_rows
+from helpers.layers.backward_cases import (
+    COUNTS,
+    DEVICE,
+    DTYPES,
+    SPARE_ROWS,
+    drawn,
+    error,
+    offsets_of,
+    poisoned,
+    rows,
+    tokens_of_rows,
+)
 from moe_exp.layers.kernels import weight_grad as module
 from moe_exp.layers.kernels.weight_grad import weight_grad, weight_grad_torch
 
@@ -44,7 +55,9 @@ def test_against_outer_products(dtype, side, monkeypatch):
     assert error(dw_LMN, expert_by_expert(args, indices)) < DTYPES[dtype]
 
 
-@pytest.mark.parametrize(("counts", "sizes"), list(zip(COUNTS, [(33, 65), (64, 32), (7, 3), (5, 33), (3, 1)], strict=True)))
+@pytest.mark.parametrize(
+    ("counts", "sizes"), list(zip(COUNTS, [(33, 65), (64, 32), (7, 3), (5, 33), (3, 1)], strict=True))
+)
 def test_sizes_and_routings(counts, sizes, monkeypatch):
     args, indices = inputs(counts, side="b", sizes=sizes)
     expected = expert_by_expert(args, indices)
@@ -133,7 +146,9 @@ def test_the_twin_against_outer_products(dtype, limit, side):
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 1e-2), (torch.float32, 1e-5)])
 def test_at_a_real_size(dtype, limit, side, monkeypatch):
-    args, indices = inputs((0, 1000, 3001, *[511] * 13), side=side, dtype=dtype, sizes=(1536, 2048), num_tokens=2048)
+    args, indices = inputs(
+        (0, 1000, 3001, *[511] * 13), side=side, dtype=dtype, sizes=(1536, 2048), num_tokens=2048
+    )
     with poisoned(monkeypatch):
         first, second = (weight_grad(*args, **indices) for _ in range(2))
     assert error(first, expert_by_expert(args, indices)) < limit

@@ -21,7 +21,10 @@ def attention(head_size: int, *, cp=ONE_RANK, dropout: float = 0.0, **kwargs) ->
 
 def inputs(seq_len: int, batch: int, heads: int, groups: int, head_size: int):
     """Query, key, value [S, B, H or G, d] and the gradient of the result [S, B, H*d]."""
-    query, key, value = (random(seq_len, batch, n, head_size, seed=seed).requires_grad_() for seed, n in enumerate((heads, groups, groups)))
+    query, key, value = (
+        random(seq_len, batch, n, head_size, seed=seed).requires_grad_()
+        for seed, n in enumerate((heads, groups, groups))
+    )
     return query, key, value, random(seq_len, batch, heads * head_size, seed=3)
 
 
@@ -51,13 +54,18 @@ def test_against_an_explicit_softmax(shape, softmax_scale):
     expected_grads = torch.autograd.grad(expected, (query, key, value), grad)
     actual = attention(shape[-1], softmax_scale=softmax_scale)(query, key, value, None)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-    for one, other in zip(torch.autograd.grad(actual, (query, key, value), grad), expected_grads, strict=True):
+    for one, other in zip(
+        torch.autograd.grad(actual, (query, key, value), grad), expected_grads, strict=True
+    ):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
 
 
 def test_two_tokens_by_hand():
     # Token 0 sees itself; token 1 has scores ln 3 and 0, so weights 3/4 and 1/4.
-    query, key = torch.tensor([0.0, math.log(3.0)]).view(2, 1, 1, 1), torch.tensor([1.0, 0.0]).view(2, 1, 1, 1)
+    query, key = (
+        torch.tensor([0.0, math.log(3.0)]).view(2, 1, 1, 1),
+        torch.tensor([1.0, 0.0]).view(2, 1, 1, 1),
+    )
     out = attention(1)(query, key, torch.tensor([8.0, 4.0]).view(2, 1, 1, 1), None)
     torch.testing.assert_close(out.flatten(), torch.tensor([8.0, 7.0]))
 
@@ -90,7 +98,9 @@ def test_context_parallel_equals_one_rank(num_ranks, shape):
     out.backward(grad)
     ranks = run_on_ranks(num_ranks, attend_on_rank, shape)
     for index, expected in enumerate((out.detach(), query.grad, key.grad, value.grad)):
-        torch.testing.assert_close(undo_zigzag([rank[index] for rank in ranks]), expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            undo_zigzag([rank[index] for rank in ranks]), expected, rtol=1e-12, atol=1e-12
+        )
 
 
 def test_dropout_in_training_only():
@@ -101,10 +111,18 @@ def test_dropout_in_training_only():
     torch.testing.assert_close(module.eval()(query, key, value, None), expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("arguments", [{"attention_mask": torch.ones(1, 1, 2, 2)}, {"attention_mask": None, "packed_seq_params": object()}])
+@pytest.mark.parametrize(
+    "arguments",
+    [{"attention_mask": torch.ones(1, 1, 2, 2)}, {"attention_mask": None, "packed_seq_params": object()}],
+)
 def test_masks_are_refused(arguments):
     query, key, value, _ = inputs(2, 1, 1, 1, 4)
-    with pytest.raises(ValueError, match=r"attention_mask: is not None\. CausalAttention is causal only\. Fix: pass attention_mask=None\."):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"attention_mask: is not None\. CausalAttention is causal only\. Fix: pass attention_mask=None\."
+        ),
+    ):
         attention(4)(query, key, value, **arguments)
 
 

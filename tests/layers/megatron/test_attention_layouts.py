@@ -1,6 +1,8 @@
-"""Attention as published models have it: the same losses and gradients at every layout, and through a checkpoint of another layout.
+"""Attention as published models have it: the same losses and gradients at every layout, and through a
+checkpoint of another layout.
 
-Runs on several ranks start from the checkpoint of one rank, with another seed, so that a tensor that is not loaded is seen.
+Runs on several ranks start from the checkpoint of one rank, with another seed, so that a tensor that is not
+loaded is seen.
 """
 
 from __future__ import annotations
@@ -18,28 +20,40 @@ from helpers.relative_error import assert_equal_to
 
 LIMIT = 1e-5
 LATENT = {
-    "multi_latent_attention": True, "kv_lora_rank": 16, "qk_head_dim": 10, "qk_pos_emb_head_dim": 6, "v_head_dim": 8, "qk_norm": True,
-    "num_query_groups": 1,
+    "multi_latent_attention": True, "kv_lora_rank": 16, "qk_head_dim": 10, "qk_pos_emb_head_dim": 6,
+    "v_head_dim": 8, "qk_norm": True, "num_query_groups": 1,
 }  # fmt: skip
 YARN = {"rope_scaling": "yarn", "rope_scaling_factor": 4, "rope_original_seq_len": 64}
 KINDS: dict[str, dict[str, Any]] = {
     "norm over all heads": {"qk_norm": True, "qk_norm_scope": "all"},
-    "bias, half turned": {"qkv_bias": True, "rotary_fraction": 0.5, "rope_scaling": "llama3", "rope_scaling_factor": 8, "rotary_base": 1e6},
+    "bias, half turned": {
+        "qkv_bias": True,
+        "rotary_fraction": 0.5,
+        "rope_scaling": "llama3",
+        "rope_scaling_factor": 8,
+        "rotary_base": 1e6,
+    },
     "yarn": {"normalization": "LayerNorm", "qk_norm": True, **YARN},
     "latent": LATENT | {"q_lora_rank": 12},
     "latent, yarn": LATENT | YARN | {"yarn_mscale_all_dim": 1},
 }
 LAYOUTS = {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "ep2": {"ep": 2}, "cp2": {"cp": 2}}
 # Where a kind does something of its own; the rest is slow.
-FAST = [("norm over all heads", "tp2"), ("norm over all heads", "pp2"), ("bias, half turned", "tp2"), ("yarn", "cp2")]
+FAST = [
+    ("norm over all heads", "tp2"),
+    ("norm over all heads", "pp2"),
+    ("bias, half turned", "tp2"),
+    ("yarn", "cp2"),
+]
 FAST += [("latent", layout) for layout in LAYOUTS] + [("latent, yarn", "tp2"), ("latent, yarn", "cp2")]
 SLOW = [(kind, layout) for kind in KINDS for layout in LAYOUTS if (kind, layout) not in FAST]
 
 # All that DeepSeek-V3 has, in 4 layers of which the first is dense.
 DEEPSEEK = LATENT | YARN | {
-    "q_lora_rank": 12, "yarn_mscale_all_dim": 1, "num_layers": 4, "first_k_dense": 1, "num_experts": 8, "shared_expert_size": 16,
-    "router_score": "sigmoid", "router_bias_update_rate": 0.01, "num_router_groups": 4, "router_group_topk": 2,
-    "router_scaling_factor": 2.5, "aux_loss_type": "seq_aux_loss", "distributed_optimizer": True,
+    "q_lora_rank": 12, "yarn_mscale_all_dim": 1, "num_layers": 4, "first_k_dense": 1, "num_experts": 8,
+    "shared_expert_size": 16, "router_score": "sigmoid", "router_bias_update_rate": 0.01,
+    "num_router_groups": 4, "router_group_topk": 2, "router_scaling_factor": 2.5,
+    "aux_loss_type": "seq_aux_loss", "distributed_optimizer": True,
 }  # fmt: skip
 
 
@@ -51,11 +65,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one_rank(folder: Path) -> Callable[[str], Found]:
-    """What a kind of model did on one rank, or `deepseek`: four iterations, saved after the second, or `deepseek resumed` from there."""
+    """What a kind of model did on one rank, or `deepseek`: four iterations, saved after the second, or
+    `deepseek resumed` from there.
+    """
 
     @cache
     def run_all() -> dict[str, Found]:
-        jobs = {kind: settings | {"save": f"{folder}/{index}"} for index, (kind, settings) in enumerate(KINDS.items())}
+        jobs = {
+            kind: settings | {"save": f"{folder}/{index}"}
+            for index, (kind, settings) in enumerate(KINDS.items())
+        }
         jobs["deepseek"] = DEEPSEEK | {"save": f"{folder}/deepseek", "save_after": 2, "iterations": 4}
         jobs["deepseek resumed"] = DEEPSEEK | {"load": f"{folder}/deepseek", "seed": 99}
         return dict(zip(jobs, run_models(1, list(jobs.values())), strict=True))
@@ -65,21 +84,30 @@ def one_rank(folder: Path) -> Callable[[str], Found]:
 
 @pytest.fixture(scope="module")
 def two_ranks(folder: Path, one_rank: Callable[[str], Found]) -> Callable[[str, str], Found]:
-    """What a kind of model did on a layout, from the checkpoint of one rank; or `deepseek` from its second iteration on."""
+    """What a kind of model did on a layout, from the checkpoint of one rank; or `deepseek` from its second
+    iteration on.
+    """
 
     @cache
     def run_all(slow: bool) -> dict[tuple[str, str], Found]:
         one_rank("latent")
         names, cases = list(KINDS), SLOW if slow else FAST
-        jobs = {(kind, layout): KINDS[kind] | LAYOUTS[layout] | {"load": f"{folder}/{names.index(kind)}"} for kind, layout in cases}
+        jobs = {
+            (kind, layout): KINDS[kind] | LAYOUTS[layout] | {"load": f"{folder}/{names.index(kind)}"}
+            for kind, layout in cases
+        }
         if not slow:
             jobs["deepseek", "ep2"] = DEEPSEEK | {"ep": 2, "load": f"{folder}/deepseek"}
-        return dict(zip(jobs, run_models(2, [settings | {"seed": 99} for settings in jobs.values()]), strict=True))
+        return dict(
+            zip(jobs, run_models(2, [settings | {"seed": 99} for settings in jobs.values()]), strict=True)
+        )
 
     return lambda kind, layout: run_all((kind, layout) in SLOW)[kind, layout]
 
 
-@pytest.mark.parametrize(("kind", "layout"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
+@pytest.mark.parametrize(
+    ("kind", "layout"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+)
 def test_same_numbers_as_one_rank(kind, layout, one_rank, two_ranks):
     one, ours = one_rank(kind), two_ranks(kind, layout)
     torch.testing.assert_close(ours.losses, one.losses, rtol=LIMIT, atol=0)
@@ -100,7 +128,9 @@ def test_deepseek_goes_on_with_its_experts_on_two_ranks(one_rank, two_ranks):
 
 
 def test_keys_are_those_of_megatron(folder, one_rank):
-    """The norms of multi-latent attention as a part of the layer that follows: so Transformer Engine's layers have them."""
+    """The norms of multi-latent attention as a part of the layer that follows: so Transformer Engine's layers
+    have them.
+    """
     from moe_exp.checkpoint.format.folders import iteration_folder
     from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 
@@ -109,8 +139,15 @@ def test_keys_are_those_of_megatron(folder, one_rank):
     shapes = {}
     for kind in ("latent", "latent, yarn", "norm over all heads"):
         stored = CheckpointReader(iteration_folder(folder / str(names.index(kind)), 0)).tensors
-        shapes[kind] = {key.removeprefix(prefix): tensor.shape[1:] for key, tensor in stored.items() if key.startswith(prefix)}
-        assert kind == "norm over all heads" or stored["decoder.layers.input_layernorm.weight"].shape == (2, 32)
+        shapes[kind] = {
+            key.removeprefix(prefix): tensor.shape[1:]
+            for key, tensor in stored.items()
+            if key.startswith(prefix)
+        }
+        assert kind == "norm over all heads" or stored["decoder.layers.input_layernorm.weight"].shape == (
+            2,
+            32,
+        )
     down_and_up = {"linear_kv_down_proj.weight": (16 + 6, 32), "linear_kv_up_proj.weight": (4 * (10 + 8), 16)}
     down_and_up |= {"linear_kv_up_proj.layer_norm_weight": (16,), "linear_proj.weight": (32, 4 * 8)}
     assert shapes["latent, yarn"] == down_and_up | {"linear_q_proj.weight": (4 * 16, 32)}

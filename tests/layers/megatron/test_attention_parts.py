@@ -1,4 +1,6 @@
-"""What is refused; what is computed is in tests/layers/megatron/test_attention_layouts.py and tests/proof/test_published_attention.py."""
+"""What is refused; what is computed is in tests/layers/megatron/test_attention_layouts.py and
+tests/proof/test_published_attention.py.
+"""
 
 from __future__ import annotations
 
@@ -21,5 +23,8 @@ def test_latent_attention_has_whole_projections_down(ranks, sequence_parallel):
 
 def test_latent_attention_needs_sequence_parallelism():
     config = SimpleNamespace(tensor_model_parallel_size=2, sequence_parallel=False)
-    with pytest.raises(ValueError, match=r"sequence_parallel=False: multi-latent attention .*\. Fix: set sequence_parallel=True\."):
+    with pytest.raises(
+        ValueError,
+        match=r"sequence_parallel=False: multi-latent attention .*\. Fix: set sequence_parallel=True\.",
+    ):
         latent_attention_spec(config, norm=Norm)

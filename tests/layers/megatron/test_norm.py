@@ -13,7 +13,9 @@ from moe_exp.layers.megatron.norm import Norm, ProjectionNorm, choose_norm
 
 
 def make(normalization: str, *, dtype=torch.float64, sequence_parallel=False, **kwargs) -> torch.nn.Module:
-    config = SimpleNamespace(normalization=normalization, sequence_parallel=sequence_parallel, params_dtype=dtype)
+    config = SimpleNamespace(
+        normalization=normalization, sequence_parallel=sequence_parallel, params_dtype=dtype
+    )
     return Norm(config, 5, **kwargs)
 
 
@@ -50,7 +52,9 @@ def test_rms_norm_by_hand():
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize(("normalization", "names"), [("RMSNorm", {"weight"}), ("LayerNorm", {"weight", "bias"})])
+@pytest.mark.parametrize(
+    ("normalization", "names"), [("RMSNorm", {"weight"}), ("LayerNorm", {"weight", "bias"})]
+)
 def test_every_parameter_is_marked_for_sequence_parallelism(normalization, names, sequence_parallel):
     norm = make(normalization, sequence_parallel=sequence_parallel, dtype=torch.bfloat16)
     parameters = dict(norm.named_parameters())
@@ -60,7 +64,10 @@ def test_every_parameter_is_marked_for_sequence_parallelism(normalization, names
 
 
 def test_choose_norm():
-    assert choose_norm("cpu") == ("torch", "torch.nn.RMSNorm and LayerNorm, with sequence parallelism, on cpu")
+    assert choose_norm("cpu") == (
+        "torch",
+        "torch.nn.RMSNorm and LayerNorm, with sequence parallelism, on cpu",
+    )
     assert choose_norm("cuda")[1].endswith("on cuda; RMSNorm is one kernel each way")
 
 
@@ -79,7 +86,10 @@ def projection_norm(group, *, dtype=torch.float64, eps=0.01) -> ProjectionNorm:
 def normalized(group, dtype=torch.float64):
     """y, and the gradients of x and of the weight, of this rank's heads."""
     norm = projection_norm(group, dtype=dtype)
-    x, grad = (random(5, 2, HEADS, SIZE, seed=seed).to(dtype).chunk(group.size(), dim=2)[group.rank()] for seed in (2, 3))
+    x, grad = (
+        random(5, 2, HEADS, SIZE, seed=seed).to(dtype).chunk(group.size(), dim=2)[group.rank()]
+        for seed in (2, 3)
+    )
     x = x.clone().requires_grad_()
     y = norm(x)
     y.backward(grad)
@@ -112,7 +122,10 @@ def test_projection_norm_of_heads_on_two_ranks():
 
 
 def test_projection_norm_in_bf16():
-    for ranks in ([normalized(ONE_RANK, torch.bfloat16)], run_on_ranks(2, normalized_on_rank, torch.bfloat16)):
+    for ranks in (
+        [normalized(ONE_RANK, torch.bfloat16)],
+        run_on_ranks(2, normalized_on_rank, torch.bfloat16),
+    ):
         y = torch.cat([rank[0] for rank in ranks], dim=2)
         assert y.dtype == torch.bfloat16
         torch.testing.assert_close(y.double(), explicit_projection_norm()[0], rtol=0.02, atol=0.02)

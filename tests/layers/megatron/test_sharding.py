@@ -1,4 +1,6 @@
-"""Expert tensors in Megatron's checkpoints, both ways: Megatron's own SequentialMLP writes and reads what ours reads and writes."""
+"""Expert tensors in Megatron's checkpoints, both ways: Megatron's own SequentialMLP writes and reads what
+ours reads and writes.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,12 @@ PREFIX = "decoder.layers.1.mlp.experts."
 def full_tensors(gated: bool) -> dict[str, Tensor]:
     """Ours for all experts, not split."""
     width = FFN * (1 + gated)
-    shapes = {"weight1": (EXPERTS, width, HIDDEN), "weight2": (EXPERTS, HIDDEN, FFN), "bias1": (EXPERTS, width), "bias2": (EXPERTS, HIDDEN)}
+    shapes = {
+        "weight1": (EXPERTS, width, HIDDEN),
+        "weight2": (EXPERTS, HIDDEN, FFN),
+        "bias1": (EXPERTS, width),
+        "bias2": (EXPERTS, HIDDEN),
+    }
     return {
         name: torch.randn(shape, generator=torch.Generator().manual_seed(seed))
         for seed, (name, shape) in enumerate(shapes.items(), start=1)
@@ -30,12 +37,16 @@ def full_tensors(gated: bool) -> dict[str, Tensor]:
 
 
 def part_of(tensors: dict[str, Tensor], gated: bool, place: Any) -> dict[str, Tensor]:
-    """What a rank holds, cut by hand: by experts, then by the width, of the gate and of the other half alike."""
+    """What a rank holds, cut by hand: by experts, then by the width, of the gate and of the other half
+    alike.
+    """
     parts = {}
     for name, axis in (("weight1", 1), ("weight2", 2), ("bias1", 1), ("bias2", 1)):
         local = tensors[name].chunk(place.ep_size)[place.ep_rank]
         halves = local.chunk(2, dim=axis) if gated and name in ("weight1", "bias1") else (local,)
-        parts[name] = torch.cat([half.chunk(place.etp_size, dim=axis)[place.etp_rank] for half in halves], dim=axis)
+        parts[name] = torch.cat(
+            [half.chunk(place.etp_size, dim=axis)[place.etp_rank] for half in halves], dim=axis
+        )
     return parts
 
 
@@ -69,7 +80,8 @@ def _sequential_mlp(groups: Any, ep: int, etp: int, gated: bool, bias: bool) -> 
         add_bias_linear=False,
         bias_activation_fusion=False,
     )
-    # Megatron's configuration refuses biases with ETP > 1, whose sum would hold them ETP times; its modules can be saved all the same.
+    # Megatron's configuration refuses biases with ETP > 1, whose sum would hold them ETP times; its modules
+    # can be saved all the same.
     config.add_bias_linear = bias
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     return SequentialMLP(EXPERTS // ep, config, linears, groups)
@@ -89,7 +101,9 @@ def _megatrons_tensors(experts: Any) -> dict[str, list[Tensor]]:
 def exchange(
     folder: str, ep: int, etp: int, gated: bool, bias: bool, singleton: bool
 ) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
-    """On one rank: Megatron writes and ours reads, then the other way round; keys and global shapes of both checkpoints."""
+    """On one rank: Megatron writes and ours reads, then the other way round; keys and global shapes of both
+    checkpoints.
+    """
     groups = _start(ep, etp)
     from moe_exp.layers.megatron.sharding import ExpertPlace, shard_experts
 
@@ -97,7 +111,9 @@ def exchange(
 
     place = ExpertPlace.of(ep_group=groups.ep, etp_group=groups.expt_tp, edp_group=groups.expt_dp)
     names = ("weight1", "weight2", "bias1", "bias2") if bias else ("weight1", "weight2")
-    ours = {name: tensor for name, tensor in part_of(full_tensors(gated), gated, place).items() if name in names}
+    ours = {
+        name: tensor for name, tensor in part_of(full_tensors(gated), gated, place).items() if name in names
+    }
     theirs = _sequential_mlp(groups, ep, etp, gated, bias)
     metadata = {"singleton_local_shards": singleton, "dp_cp_group": groups.dp_cp}
     whole_bias2 = full_tensors(gated)["bias2"].chunk(ep)[place.ep_rank]
@@ -112,7 +128,9 @@ def exchange(
 
     fill(1.0)
     dist_checkpointing.save(theirs.sharded_state_dict(PREFIX, metadata=metadata), f"{folder}/theirs")
-    read = dist_checkpointing.load(shards({name: torch.zeros_like(tensor) for name, tensor in ours.items()}), f"{folder}/theirs")
+    read = dist_checkpointing.load(
+        shards({name: torch.zeros_like(tensor) for name, tensor in ours.items()}), f"{folder}/theirs"
+    )
     for name, tensor in ours.items():
         assert torch.equal(read[PREFIX + name], tensor), f"{name} as ours reads it"
 
@@ -121,9 +139,13 @@ def exchange(
     read = dist_checkpointing.load(theirs.sharded_state_dict(PREFIX, metadata=metadata), f"{folder}/ours")
     theirs.load_state_dict({key.removeprefix(PREFIX): value for key, value in read.items()}, strict=False)
     for name, tensors in _megatrons_tensors(theirs).items():
-        assert torch.equal(torch.stack(tensors), whole_bias2 if name == "bias2" else ours[name]), f"{name} as Megatron reads it"
+        assert torch.equal(torch.stack(tensors), whole_bias2 if name == "bias2" else ours[name]), (
+            f"{name} as Megatron reads it"
+        )
     described = [dist_checkpointing.load_tensors_metadata(f"{folder}/{who}") for who in ("theirs", "ours")]
-    return tuple(sorted((key, tuple(value.global_shape)) for key, value in tensors.items()) for tensors in described)  # type: ignore[return-value]
+    return tuple(
+        sorted((key, tuple(value.global_shape)) for key, value in tensors.items()) for tensors in described
+    )  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "ranks{}_ep{}_etp{}".format(*layout))
@@ -137,9 +159,15 @@ def test_megatrons_experts_and_ours_read_each_other(gated, bias, singleton, layo
         key = "decoder.layers.1.mlp.experts.experts."
         width = FFN * (1 + gated)
         if not singleton:
-            expected = [(f"{key}linear_fc1.weight", (EXPERTS, width, HIDDEN)), (f"{key}linear_fc2.weight", (EXPERTS, HIDDEN, FFN))]
+            expected = [
+                (f"{key}linear_fc1.weight", (EXPERTS, width, HIDDEN)),
+                (f"{key}linear_fc2.weight", (EXPERTS, HIDDEN, FFN)),
+            ]
             if bias:
-                expected += [(f"{key}linear_fc1.bias", (EXPERTS, width)), (f"{key}linear_fc2.bias", (EXPERTS, HIDDEN))]
+                expected += [
+                    (f"{key}linear_fc1.bias", (EXPERTS, width)),
+                    (f"{key}linear_fc2.bias", (EXPERTS, HIDDEN)),
+                ]
             assert ours == sorted(expected)
         else:
             halves = ("_w", "_v") if gated else ("",)
@@ -161,10 +189,14 @@ def test_shards_follow_the_key_that_the_optimizer_gives(gated, singleton):
 
     place = ExpertPlace(ep_rank=1, ep_size=2, etp_rank=0, etp_size=2, edp_rank=0)
     weight1 = part_of(full_tensors(gated), gated, place)["weight1"]
-    shard = shard_experts({"weight1": weight1}, PREFIX, place, gated=gated, singleton_local_shards=singleton)[f"{PREFIX}weight1"]
+    shard = shard_experts({"weight1": weight1}, PREFIX, place, gated=gated, singleton_local_shards=singleton)[
+        f"{PREFIX}weight1"
+    ]
     moment = replace(shard, key=f"optimizer.state.exp_avg.{shard.key}", data=2 * weight1)
     built = moment.build() if isinstance(moment, ShardedTensorFactory) else [moment]
     assert all(piece.key.startswith(f"optimizer.state.exp_avg.{PREFIX}experts.") for piece in built)
-    assert sum(piece.data.sum().item() for piece in built) == pytest.approx(2 * weight1.sum().item(), rel=1e-4)
+    assert sum(piece.data.sum().item() for piece in built) == pytest.approx(
+        2 * weight1.sum().item(), rel=1e-4
+    )
     if isinstance(moment, ShardedTensorFactory):
         assert torch.equal(moment.merge_fn([piece.data for piece in built]), 2 * weight1)

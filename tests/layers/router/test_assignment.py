@@ -12,7 +12,8 @@ from helpers.layers.tiny_moe import identity_router, random
 from helpers.ranks import run_on_ranks
 from moe_exp.layers.router.assignment import best_experts, sinkhorn
 
-# By how much ten tokens prefer expert 0 to expert 1: all do, and symmetrically around 5, which the balance therefore takes off.
+# By how much ten tokens prefer expert 0 to expert 1: all do, and symmetrically around 5, which the balance
+# therefore takes off.
 MARGINS = [9.0, 1.0, 4.5, 5.5, 8.0, 2.0, 7.0, 3.0, 6.0, 4.0]
 
 
@@ -21,7 +22,9 @@ def test_sinkhorn_by_hand():
     plan_TE = sinkhorn(logits_TE, tolerance=1e-7)
     torch.testing.assert_close(plan_TE.sum(dim=1), torch.full((10,), 0.1), rtol=1e-3, atol=0)
     torch.testing.assert_close(plan_TE.sum(dim=0), torch.full((2,), 0.5), rtol=1e-3, atol=0)
-    torch.testing.assert_close(plan_TE[:, 0] / plan_TE[:, 1], torch.tensor(MARGINS).sub(5).exp(), rtol=2e-2, atol=0)
+    torch.testing.assert_close(
+        plan_TE[:, 0] / plan_TE[:, 1], torch.tensor(MARGINS).sub(5).exp(), rtol=2e-2, atol=0
+    )
 
 
 def test_sinkhorn_router_by_hand():
@@ -78,5 +81,9 @@ def test_best_experts_with_ties_and_with_all(num_tokens, num_experts):
 
 def test_a_group_smaller_than_its_share_of_k():
     # Four experts of two groups of two, all chosen: a group is as good as both of its experts.
-    assert sorted(best_experts(torch.tensor([[1.0, 2.0, 3.0, 4.0]]), topk=4, num_groups=2, group_topk=2)[0].tolist()) == [0, 1, 2, 3]
-    assert math.isfinite(best_experts(torch.tensor([[-1.0, -2.0, -3.0, -4.0]]), topk=2, num_groups=2, group_topk=1).sum())
+    assert sorted(
+        best_experts(torch.tensor([[1.0, 2.0, 3.0, 4.0]]), topk=4, num_groups=2, group_topk=2)[0].tolist()
+    ) == [0, 1, 2, 3]
+    assert math.isfinite(
+        best_experts(torch.tensor([[-1.0, -2.0, -3.0, -4.0]]), topk=2, num_groups=2, group_topk=1).sum()
+    )

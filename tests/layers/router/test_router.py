@@ -33,7 +33,18 @@ CHOSEN = [[3, 2], [0, 1], [1, 3], [0, 3], [2, 0], [1, 3], [0, 2], [3, 1], [3, 1]
 
 def test_softmax_before_topk_by_hand():
     decision = identity_router(4, 2)(logits_of_shares(SHARES))
-    weights = [[0.4, 0.3], [0.4, 0.3], [0.6, 0.2], [0.5, 0.4], [0.6, 0.2], [0.45, 0.4], [0.7, 0.15], [0.7, 0.15], [0.28, 0.26], [0.4, 0.3]]
+    weights = [
+        [0.4, 0.3],
+        [0.4, 0.3],
+        [0.6, 0.2],
+        [0.5, 0.4],
+        [0.6, 0.2],
+        [0.45, 0.4],
+        [0.7, 0.15],
+        [0.7, 0.15],
+        [0.28, 0.26],
+        [0.4, 0.3],
+    ]
     check(decision, CHOSEN, weights)
     assert decision.tokens_per_expert_E.tolist() == [5, 5, 4, 6]
     assert decision.tokens_per_expert_E.dtype == torch.int64
@@ -55,8 +66,9 @@ def test_softmax_after_topk_by_hand():
 
 # Ten tokens, sigmoid scores that do not sum to one.
 PROBABILITIES = [
-    [0.6, 0.4, 0.2, 0.8], [0.6, 0.5, 0.4, 0.8], [0.2, 0.3, 0.1, 0.9], [0.5, 0.8, 0.3, 0.6], [0.9, 0.6, 0.2, 0.7],
-    [0.1, 0.2, 0.3, 0.4], [0.5, 0.3, 0.6, 0.9], [0.7, 0.8, 0.4, 0.2], [0.3, 0.1, 0.9, 0.2], [0.4, 0.6, 0.2, 0.9],
+    [0.6, 0.4, 0.2, 0.8], [0.6, 0.5, 0.4, 0.8], [0.2, 0.3, 0.1, 0.9], [0.5, 0.8, 0.3, 0.6],
+    [0.9, 0.6, 0.2, 0.7], [0.1, 0.2, 0.3, 0.4], [0.5, 0.3, 0.6, 0.9], [0.7, 0.8, 0.4, 0.2],
+    [0.3, 0.1, 0.9, 0.2], [0.4, 0.6, 0.2, 0.9],
 ]  # fmt: skip
 
 
@@ -104,7 +116,8 @@ def test_scaling_factor_multiplies_the_weights_and_not_the_scores(settings, weig
     torch.testing.assert_close(decision.scores_TE.sum(), torch.tensor(1.0))
 
 
-# Scores in hundredths; two groups of three experts, of which a token may use one. Marked: best two of each group.
+# Scores in hundredths; two groups of three experts, of which a token may use one. Marked: best two of each
+# group.
 GROUPED = [
     [40, 4, 3, 30, 15, 8],    # 44 against 45: the group without the best expert
     [30, 20, 10, 35, 3, 2],   # 50 against 38
@@ -131,8 +144,13 @@ def test_group_limited_topk_by_hand():
 
 
 def test_group_counts_by_its_best_k_over_groups_experts():
-    # K=2 from two groups: a group counts by its one best expert, 40, 20 and 25 here, not by both, 41, 33 and 26.
-    check(identity_router(6, 2, num_groups=3, group_topk=2)(logits_of_shares([[40, 1, 20, 13, 25, 1]])), [[0, 4]], [[0.40, 0.25]])
+    # K=2 from two groups: a group counts by its one best expert, 40, 20 and 25 here, not by both, 41, 33 and
+    # 26.
+    check(
+        identity_router(6, 2, num_groups=3, group_topk=2)(logits_of_shares([[40, 1, 20, 13, 25, 1]])),
+        [[0, 4]],
+        [[0.40, 0.25]],
+    )
 
 
 def test_gradient_of_weights_before_and_after_topk():
@@ -150,7 +168,8 @@ def test_gradient_of_sigmoid_weights():
     x = logits_of_sigmoid([[0.6, 0.5, 0.4, 0.8]]).requires_grad_()
     router = identity_router(4, 2, score="sigmoid", expert_bias=True)
     router(x).weights_TK[0, 0].backward()
-    # w = a / (a + b), a = 0.8, b = 0.6; a' = 0.16, b' = 0.24: dw/dl_3 = 0.16 * 0.6 / 1.96, dw/dl_0 = - 0.24 * 0.8 / 1.96
+    # w = a / (a + b), a = 0.8, b = 0.6; a' = 0.16, b' = 0.24: dw/dl_3 = 0.16 * 0.6 / 1.96, dw/dl_0 = - 0.24 *
+    # 0.8 / 1.96
     torch.testing.assert_close(x.grad, torch.tensor([[-0.192 / 1.96, 0.0, 0.0, 0.096 / 1.96]]))
     assert router.weight.grad is not None
     torch.testing.assert_close(router.weight.grad, x.grad.t() * x.detach())
@@ -196,11 +215,23 @@ def test_expert_bias_counts_tokens_in_training_only():
     ("settings", "text"),
     [
         ({"topk": 5}, r"topk=5: is not between 1 and num_experts=4\. Fix: choose 1 to 4 experts per token\."),
-        ({"topk": 1, "score": "tanh"}, r"score=tanh: is not one of softmax, sigmoid, sqrtsoftplus\. Fix: use one of them\."),
-        ({"topk": 1, "num_groups": 3, "group_topk": 1}, r"num_groups=3: does not divide num_experts=4\. Fix: use a divisor\."),
-        ({"topk": 1, "num_groups": 2}, r"group_topk=0: is not between 1 and num_groups=2\. Fix: choose how many groups"),
+        (
+            {"topk": 1, "score": "tanh"},
+            r"score=tanh: is not one of softmax, sigmoid, sqrtsoftplus\. Fix: use one of them\.",
+        ),
+        (
+            {"topk": 1, "num_groups": 3, "group_topk": 1},
+            r"num_groups=3: does not divide num_experts=4\. Fix: use a divisor\.",
+        ),
+        (
+            {"topk": 1, "num_groups": 2},
+            r"group_topk=0: is not between 1 and num_groups=2\. Fix: choose how many groups",
+        ),
         ({"topk": 1, "num_groups": 2, "group_topk": 3}, r"group_topk=3: is not between 1 and num_groups=2\."),
-        ({"topk": 3, "num_groups": 2, "group_topk": 1}, r"topk=3: 1 of 2 groups have 2 experts\. Fix: raise group_topk or lower topk\."),
+        (
+            {"topk": 3, "num_groups": 2, "group_topk": 1},
+            r"topk=3: 1 of 2 groups have 2 experts\. Fix: raise group_topk or lower topk\.",
+        ),
     ],
 )
 def test_errors(settings, text):

@@ -50,7 +50,8 @@ def test_softmax_with_expert_bias_by_hand():
     decision = router(logits_of_shares(SHARES))
     chosen = [[1, 3], [1, 0], [1, 3], [0, 3], [1, 2], [1, 3], [0, 1], [3, 1], [1, 3], [1, 0]]
     weights = [
-        [0.2, 0.4], [0.3, 0.4], [0.6, 0.2], [0.5, 0.4], [0.1, 0.6], [0.45, 0.4], [0.7, 0.1], [0.7, 0.15], [0.26, 0.28], [0.05, 0.3],
+        [0.2, 0.4], [0.3, 0.4], [0.6, 0.2], [0.5, 0.4], [0.1, 0.6], [0.45, 0.4], [0.7, 0.1], [0.7, 0.15],
+        [0.26, 0.28], [0.05, 0.3],
     ]  # fmt: skip
     check(decision, chosen, weights)
 
@@ -69,21 +70,32 @@ def test_balanced_routing_deals_in_turn():
     decision = router(logits_of_shares(SHARES))
     assert decision.expert_TK.tolist() == [[0, 1], [2, 3]] * 5
     torch.testing.assert_close(decision.weights_TK[:2], torch.tensor([[0.1, 0.2], [0.2, 0.1]]))
-    assert identity_router(4, 3, assignment="balanced")(torch.zeros(5, 4)).tokens_per_expert_E.tolist() == [4, 4, 4, 3]
+    assert identity_router(4, 3, assignment="balanced")(torch.zeros(5, 4)).tokens_per_expert_E.tolist() == [
+        4,
+        4,
+        4,
+        3,
+    ]
 
 
 @pytest.mark.parametrize("exponent", [0.0, 1.0])
 def test_zipf_routing_is_skewed_as_asked(exponent):
-    router = Router(RouterConfig(hidden_size=4, num_experts=8, topk=1, assignment="zipf", zipf_exponent=exponent))
+    router = Router(
+        RouterConfig(hidden_size=4, num_experts=8, topk=1, assignment="zipf", zipf_exponent=exponent)
+    )
     decision = router(torch.zeros(20000, 4))
     expected_E = torch.arange(1, 9).double() ** -exponent
     expected_E /= expected_E.sum()
-    torch.testing.assert_close(decision.tokens_per_expert_E / 20000, expected_E, rtol=0.08, atol=0, check_dtype=False)
+    torch.testing.assert_close(
+        decision.tokens_per_expert_E / 20000, expected_E, rtol=0.08, atol=0, check_dtype=False
+    )
     assert torch.equal(router(torch.ones(20000, 4)).expert_TK, decision.expert_TK)
 
 
 def test_zipf_routing_takes_different_experts():
-    expert_TK = Router(RouterConfig(hidden_size=4, num_experts=5, topk=4, assignment="zipf"))(torch.zeros(100, 4)).expert_TK
+    expert_TK = Router(RouterConfig(hidden_size=4, num_experts=5, topk=4, assignment="zipf"))(
+        torch.zeros(100, 4)
+    ).expert_TK
     assert all(len(set(row)) == 4 for row in expert_TK.tolist())
 
 
@@ -95,10 +107,15 @@ def test_jitter_is_noise_on_the_input_in_training_only():
 
 
 def test_fp64_router():
-    x_TD, router = random(6, 4, seed=1).bfloat16(), Router(RouterConfig(hidden_size=4, num_experts=3, topk=2, dtype="fp64"))
+    x_TD, router = (
+        random(6, 4, seed=1).bfloat16(),
+        Router(RouterConfig(hidden_size=4, num_experts=3, topk=2, dtype="fp64")),
+    )
     decision = router(x_TD)
     assert decision.logits_TE.dtype == decision.weights_TK.dtype == torch.float64
-    torch.testing.assert_close(decision.logits_TE, x_TD.double() @ router.weight.double().t(), rtol=1e-14, atol=0)
+    torch.testing.assert_close(
+        decision.logits_TE, x_TD.double() @ router.weight.double().t(), rtol=1e-14, atol=0
+    )
     decision.weights_TK.sum().backward()
     assert router.weight.grad.dtype == torch.float32
 
@@ -107,7 +124,9 @@ def test_fp64_router():
 
 
 def test_bias_and_global_fractions_move_at_the_end_of_the_batch():
-    router = identity_router(4, 2, score="sigmoid", expert_bias=True, bias_update_rate=0.1, global_fractions=True)
+    router = identity_router(
+        4, 2, score="sigmoid", expert_bias=True, bias_update_rate=0.1, global_fractions=True
+    )
     logits = torch.tensor([[math.log(p / (1 - p)) for p in row] for row in PROBABILITIES])
     router(logits[:6])
     router(logits[6:])
@@ -128,10 +147,16 @@ def test_bias_and_global_fractions_move_at_the_end_of_the_batch():
     ("settings", "text"),
     [
         ({"topk": 0}, r"topk=0: is not between 1 and num_experts=4\."),
-        ({"topk": 1, "normalize": True}, r"normalize=True: with topk=1 every weight is 1 and the router would not learn\. Fix: .*"),
+        (
+            {"topk": 1, "normalize": True},
+            r"normalize=True: with topk=1 every weight is 1 and the router would not learn\. Fix: .*",
+        ),
         ({"topk": 1, "pre_softmax": False}, r"pre_softmax=False: with topk=1 every weight is 1"),
         ({"topk": 1, "dtype": "bf16"}, r"dtype=bf16: is not one of fp32, fp64\."),
-        ({"topk": 1, "assignment": "best"}, r"assignment=best: is not one of topk, sinkhorn, balanced, zipf\."),
+        (
+            {"topk": 1, "assignment": "best"},
+            r"assignment=best: is not one of topk, sinkhorn, balanced, zipf\.",
+        ),
         ({"topk": 1, "jitter": 1.0}, r"jitter=1\.0: is not in \[0, 1\)\."),
         ({"topk": 1, "assignment": "zipf", "zipf_exponent": -1.0}, r"zipf_exponent=-1\.0: is negative\."),
         (

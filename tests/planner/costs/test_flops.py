@@ -8,18 +8,52 @@ from moe_exp.config import Config
 from moe_exp.planner.costs.flops import flops_per_iteration, hardware_flops_per_iteration, narayanan_flops
 from moe_exp.planner.costs.params import count_parameters, gpt_parameters, parameters_of_stages
 
-# Sizes that are all different. Multiply-adds per token and layer: 768 for queries, keys and values, 480 for scores and weighted
-# values, 384 for the projection after them; 3 * 16 * 24 for a dense MLP, 3 * 16 * (2 * 12 + 20) for an MoE.
-TINY = {"hidden_size": 16, "ffn_hidden_size": 24, "num_heads": 4, "num_query_groups": 2, "head_dim": 6, "vocab_size": 256, "topk": 2}
-TINY |= {"num_experts": 8, "moe_ffn_hidden_size": 12, "shared_expert_size": 20, "num_layers": 3, "seq_len": 10, "gbsz": 8}
-LATENT = {"multi_latent_attention": True, "q_lora_rank": 10, "kv_lora_rank": 14, "qk_head_dim": 6, "qk_pos_emb_head_dim": 4}
+# Sizes that are all different. Multiply-adds per token and layer: 768 for queries, keys and values, 480 for
+# scores and weighted values, 384 for the projection after them; 3 * 16 * 24 for a dense MLP, 3 * 16 * (2 * 12
+# + 20) for an MoE.
+TINY = {
+    "hidden_size": 16,
+    "ffn_hidden_size": 24,
+    "num_heads": 4,
+    "num_query_groups": 2,
+    "head_dim": 6,
+    "vocab_size": 256,
+    "topk": 2,
+}
+TINY |= {
+    "num_experts": 8,
+    "moe_ffn_hidden_size": 12,
+    "shared_expert_size": 20,
+    "num_layers": 3,
+    "seq_len": 10,
+    "gbsz": 8,
+}
+LATENT = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 10,
+    "kv_lora_rank": 14,
+    "qk_head_dim": 6,
+    "qk_pos_emb_head_dim": 4,
+}
 LATENT |= {"v_head_dim": 8, "head_dim": 0}
 
 
 def gpt_2020(hidden: int, num_layers: int, vocab: int, **more) -> Config:
     """The models of the formula of 2021 in our settings."""
-    shape = {"hidden_size": hidden, "ffn_hidden_size": 4 * hidden, "num_layers": num_layers, "vocab_size": vocab, "num_heads": hidden // 64}
-    kind = {"num_query_groups": hidden // 64, "activation": "gelu", "use_moe": False, "tie_embeddings": True, "add_bias_linear": True}
+    shape = {
+        "hidden_size": hidden,
+        "ffn_hidden_size": 4 * hidden,
+        "num_layers": num_layers,
+        "vocab_size": vocab,
+        "num_heads": hidden // 64,
+    }
+    kind = {
+        "num_query_groups": hidden // 64,
+        "activation": "gelu",
+        "use_moe": False,
+        "tie_embeddings": True,
+        "add_bias_linear": True,
+    }
     return Config(**(shape | kind | {"normalization": "LayerNorm", "seq_len": 2048} | more))
 
 
@@ -35,7 +69,10 @@ def gpt_2020(hidden: int, num_layers: int, vocab: int, **more) -> Config:
     ],
 )
 def test_sizes_of_models_of_2020(hidden_size, num_layers, vocab_size, total):
-    assert gpt_parameters(num_layers=num_layers, hidden_size=hidden_size, vocab_size=vocab_size, seq_len=2048) == total
+    assert (
+        gpt_parameters(num_layers=num_layers, hidden_size=hidden_size, vocab_size=vocab_size, seq_len=2048)
+        == total
+    )
     config = gpt_2020(hidden_size, num_layers, vocab_size)
     [rank] = parameters_of_stages(config, [num_layers], learned_positions=True)
     padding = (config.padded_vocab_size - vocab_size) * hidden_size
@@ -44,7 +81,13 @@ def test_sizes_of_models_of_2020(hidden_size, num_layers, vocab_size, total):
 
 
 def test_teraflops_of_a_published_run():
-    sizes = {"batch_size": 2048, "seq_len": 2048, "num_layers": 70, "hidden_size": 14336, "vocab_size": 250880}
+    sizes = {
+        "batch_size": 2048,
+        "seq_len": 2048,
+        "num_layers": 70,
+        "hidden_size": 14336,
+        "vocab_size": 250880,
+    }
     assert round(narayanan_flops(**sizes) / 141.94 / 288 / 1e12, 2) == 147.29
     config = gpt_2020(14336, 70, 250880, gbsz=2048, recompute="full")
     assert hardware_flops_per_iteration(config) == narayanan_flops(**sizes)
@@ -58,12 +101,22 @@ def test_teraflops_of_a_published_run():
     vocab=st.integers(1, 2000).map(lambda n: 128 * n),
 )
 def test_formula_of_2021_is_ours_for_models_of_2020(batch, layers, hidden, vocab):
-    sizes = {"batch_size": batch, "seq_len": 2048, "num_layers": layers, "hidden_size": hidden, "vocab_size": vocab}
-    in_words = 96 * batch * 2048 * layers * hidden**2 * (1 + 2048 / (6 * hidden) + vocab / (16 * layers * hidden))
+    sizes = {
+        "batch_size": batch,
+        "seq_len": 2048,
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "vocab_size": vocab,
+    }
+    in_words = (
+        96 * batch * 2048 * layers * hidden**2 * (1 + 2048 / (6 * hidden) + vocab / (16 * layers * hidden))
+    )
     assert narayanan_flops(**sizes) == pytest.approx(in_words, rel=1e-12)
     config = gpt_2020(hidden, layers, vocab, gbsz=batch)
     assert flops_per_iteration(config) == narayanan_flops(**sizes, recompute=False)
-    assert hardware_flops_per_iteration(config.model_copy(update={"recompute": "full"})) == narayanan_flops(**sizes)
+    assert hardware_flops_per_iteration(config.model_copy(update={"recompute": "full"})) == narayanan_flops(
+        **sizes
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,18 @@ from typing import Any
 import pytest
 
 from moe_exp.config import Config, load_config
-from moe_exp.planner.costs.optimizer_bytes import embedding_moment_bytes, main_weight_bytes, moment_bytes, optimizer_state_bytes
-from moe_exp.planner.costs.params import checkpoint_bytes, count_parameters, rank_parameters, weight_and_optimizer_bytes
+from moe_exp.planner.costs.optimizer_bytes import (
+    embedding_moment_bytes,
+    main_weight_bytes,
+    moment_bytes,
+    optimizer_state_bytes,
+)
+from moe_exp.planner.costs.params import (
+    checkpoint_bytes,
+    count_parameters,
+    rank_parameters,
+    weight_and_optimizer_bytes,
+)
 
 
 def settings(**values: Any) -> Config:
@@ -42,5 +52,9 @@ def test_bytes_per_parameter(values, moments, saved):
 def test_muon_leaves_the_embedding_to_adam():
     config = settings(optimizer="muon", distributed_optimizer=False)
     count = count_parameters(config)
-    assert (optimizer_state_bytes(config), embedding_moment_bytes(config), embedding_moment_bytes(settings())) == (8, 4, 0)
+    assert (
+        optimizer_state_bytes(config),
+        embedding_moment_bytes(config),
+        embedding_moment_bytes(settings()),
+    ) == (8, 4, 0)
     assert checkpoint_bytes(config) == 10 * count.total + 4 * count.embedding

@@ -23,7 +23,14 @@ def reference(**settings) -> Config:
 
 def tiny(**settings) -> Config:
     """Sizes that are all different, so that no two can be mixed up."""
-    sizes = {"num_layers": 4, "hidden_size": 16, "ffn_hidden_size": 24, "num_heads": 4, "num_query_groups": 2, "head_dim": 6}
+    sizes = {
+        "num_layers": 4,
+        "hidden_size": 16,
+        "ffn_hidden_size": 24,
+        "num_heads": 4,
+        "num_query_groups": 2,
+        "head_dim": 6,
+    }
     sizes |= {"vocab_size": 256, "num_experts": 8, "moe_ffn_hidden_size": 12, "gpus_per_node": 1}
     return Config(**(sizes | settings))
 
@@ -34,12 +41,18 @@ def tiny(**settings) -> Config:
 def test_dense_reference():
     config = reference(use_moe=False)
     count = count_parameters(config)
-    assert (count.transformer_layers, count.embedding, count.total) == (81_814_016, 2 * 128256 * 512, 213_148_160)
+    assert (count.transformer_layers, count.embedding, count.total) == (
+        81_814_016,
+        2 * 128256 * 512,
+        213_148_160,
+    )
     assert count.active_per_token == count.total
     assert round(weight_and_optimizer_bytes(config, rank_parameters(config)) / MEBIBYTE, 2) == 1524.55
 
 
-@pytest.mark.parametrize(("ep", "on_rank", "megabytes"), [(4, 1_204_838_912, 13153.68), (8, 676_356_608, 10129.68)])
+@pytest.mark.parametrize(
+    ("ep", "on_rank", "megabytes"), [(4, 1_204_838_912, 13153.68), (8, 676_356_608, 10129.68)]
+)
 def test_moe_reference(ep, on_rank, megabytes):
     config = reference(ep=ep)
     assert count_parameters(config).total == 4_375_732_736
@@ -77,7 +90,14 @@ def test_presets_have_the_published_size(preset, total):
 
 
 def test_one_dense_layer_by_hand():
-    config = tiny(num_layers=1, use_moe=False, activation="gelu", normalization="LayerNorm", qk_norm=True, add_bias_linear=True)
+    config = tiny(
+        num_layers=1,
+        use_moe=False,
+        activation="gelu",
+        normalization="LayerNorm",
+        qk_norm=True,
+        add_bias_linear=True,
+    )
     attention = (24 + 12 + 12) * 16 + 48 + 24 * 16 + 16 + 2 * 2 * 6
     mlp = 16 * 24 + 24 + 24 * 16 + 16
     assert count_parameters(config).transformer_layers == attention + mlp + 3 * 2 * 16
@@ -94,7 +114,13 @@ def test_one_moe_layer_by_hand():
     assert count.active_per_token == count.total - 6 * expert
 
 
-LATENT = {"multi_latent_attention": True, "qk_norm": True, "q_lora_rank": 10, "kv_lora_rank": 14, "qk_head_dim": 6}
+LATENT = {
+    "multi_latent_attention": True,
+    "qk_norm": True,
+    "q_lora_rank": 10,
+    "kv_lora_rank": 14,
+    "qk_head_dim": 6,
+}
 LATENT |= {"qk_pos_emb_head_dim": 4, "v_head_dim": 8, "head_dim": 0}
 
 
@@ -108,14 +134,18 @@ def test_latent_attention_by_hand():
         of_tp2 + 3 * 16 * 12 + 3 * 16 + 2 * 128 * 16
     )
     whole = tiny(num_layers=1, use_moe=False, **(LATENT | {"q_lora_rank": 0}))
-    assert count_parameters(whole).transformer_layers == 16 * 4 * (6 + 4) + latent + 4 * 8 * 16 + mlp_and_norms
+    assert (
+        count_parameters(whole).transformer_layers == 16 * 4 * (6 + 4) + latent + 4 * 8 * 16 + mlp_and_norms
+    )
 
 
 def test_flops_of_latent_attention_by_hand():
     config = tiny(num_layers=1, use_moe=False, seq_len=12, gbsz=8, **LATENT)
     projections = 16 * 10 + 10 * 4 * (6 + 4) + 16 * (14 + 4) + 14 * 4 * (6 + 8) + 4 * 8 * 16
     scores_and_values = 12 * 4 * (6 + 4) + 12 * 4 * 8
-    assert flops_per_iteration(config) == 6 * 8 * 12 * (projections + scores_and_values + 3 * 16 * 24 + 16 * 256)
+    assert flops_per_iteration(config) == 6 * 8 * 12 * (
+        projections + scores_and_values + 3 * 16 * 24 + 16 * 256
+    )
 
 
 def test_flops_by_hand():
@@ -131,9 +161,18 @@ def test_flops_by_hand():
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"use_moe": False}, {"tie_embeddings": True}, {"first_k_dense": 3}, {"shared_expert_size": 20}, {"normalization": "LayerNorm"}],
+    [
+        {},
+        {"use_moe": False},
+        {"tie_embeddings": True},
+        {"first_k_dense": 3},
+        {"shared_expert_size": 20},
+        {"normalization": "LayerNorm"},
+    ],
 )
-@pytest.mark.parametrize("layout", [(1, 1, None), (2, 1, None), (1, 2, None), (1, 2, 2), (2, 2, None), (1, 4, None)])
+@pytest.mark.parametrize(
+    "layout", [(1, 1, None), (2, 1, None), (1, 2, None), (1, 2, 2), (2, 2, None), (1, 4, None)]
+)
 def test_ranks_together_hold_the_model(settings, layout):
     tp, pp, vpp = layout
     config = tiny(tp=tp, pp=pp, vpp=vpp, gpus_per_node=tp * pp, **settings)
@@ -166,7 +205,16 @@ def test_interleaved_chunks_go_around_the_stages():
     uneven = tiny(num_layers=8, pp=4, first_stage_layers=1, last_stage_layers=3)
     assert uneven.stage_layers == [1, 2, 2, 3]
     assert [stage_of_layer(uneven, i) for i in range(8)] == [0, 1, 1, 2, 2, 3, 3, 3]
-    assert [stage_of_layer(tiny(num_layers=8, pp=2, last_stage_layers=2, vpp=2), i) for i in range(8)] == [0, 0, 0, 1, 0, 0, 0, 1]
+    assert [stage_of_layer(tiny(num_layers=8, pp=2, last_stage_layers=2, vpp=2), i) for i in range(8)] == [
+        0,
+        0,
+        0,
+        1,
+        0,
+        0,
+        0,
+        1,
+    ]
     assert tiny(num_layers=8).stage_layers == [8]
 
 
@@ -196,7 +244,9 @@ def test_stages_without_layers_and_learned_positions():
     assert in_chunks == alone
     # Positions are not split with the vocabulary.
     config = tiny(num_layers=3, seq_len=40, tp=2)
-    alone, learned = (parameters_of_stages(config, [3], learned_positions=given)[0].dense for given in (False, True))
+    alone, learned = (
+        parameters_of_stages(config, [3], learned_positions=given)[0].dense for given in (False, True)
+    )
     assert learned - alone == 40 * 16
 
 
@@ -204,7 +254,8 @@ def test_stages_without_layers_and_learned_positions():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "sharded", "per_parameter"), [("bf16", False, 18), ("bf16", True, 9), ("fp32", False, 16), ("fp32", True, 10)]
+    ("dtype", "sharded", "per_parameter"),
+    [("bf16", False, 18), ("bf16", True, 9), ("fp32", False, 16), ("fp32", True, 10)],
 )
 def test_bytes_per_parameter(dtype, sharded, per_parameter):
     config = tiny(use_moe=False, gpus_per_node=4, dtype=dtype, distributed_optimizer=sharded)

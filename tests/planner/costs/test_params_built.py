@@ -1,4 +1,6 @@
-"""The counts of the planner against the package's own modules, to the last parameter: whole models and ranks of worlds of any size."""
+"""The counts of the planner against the package's own modules, to the last parameter: whole models and ranks
+of worlds of any size.
+"""
 
 from __future__ import annotations
 
@@ -26,23 +28,48 @@ from moe_exp.planner.costs.params import (
 )
 
 DENSE_GPT = {
-    "preset": "reference", "use_moe": False, "num_layers": 96, "hidden_size": 12288, "ffn_hidden_size": 49152, "num_heads": 96,
-    "num_query_groups": 96, "vocab_size": 50257, "activation": "gelu", "normalization": "LayerNorm", "add_bias_linear": True,
-    "tie_embeddings": True, "mbsz": 1, "gbsz": 1536,
+    "preset": "reference", "use_moe": False, "num_layers": 96, "hidden_size": 12288, "ffn_hidden_size": 49152,
+    "num_heads": 96, "num_query_groups": 96, "vocab_size": 50257, "activation": "gelu",
+    "normalization": "LayerNorm", "add_bias_linear": True, "tie_embeddings": True, "mbsz": 1, "gbsz": 1536,
 }  # fmt: skip
 WORLDS: dict[str, dict[str, Any]] = {
     "olmoe 64": {"preset": "olmoe-1b-7b", "nnodes": 8, "tp": 2, "pp": 2, "ep": 8, "cp": 2},
     "mixtral 64": {"preset": "mixtral-8x7b", "nnodes": 8, "tp": 4, "pp": 4, "vpp": 2, "ep": 2, "etp": 2},
     "qwen3 64": {"preset": "qwen3-30b-a3b", "nnodes": 8, "tp": 4, "pp": 2, "vpp": 3, "ep": 8},
-    "deepseek 64": {"preset": "deepseek-v3-like", "nnodes": 8, "pp": 8, "ep": 8, "first_stage_layers": 7, "last_stage_layers": 6},
+    "deepseek 64": {
+        "preset": "deepseek-v3-like",
+        "nnodes": 8,
+        "pp": 8,
+        "ep": 8,
+        "first_stage_layers": 7,
+        "last_stage_layers": 6,
+    },
     "dense 64": DENSE_GPT | {"nnodes": 8, "tp": 8, "pp": 8, "pipeline_layers": "0,16*6,0"},
     "olmoe 1024": {"preset": "olmoe-1b-7b", "nnodes": 128, "ep": 64},
-    "mixtral 1024": {"preset": "mixtral-8x7b", "nnodes": 128, "tp": 8, "pp": 8, "vpp": 4, "ep": 8, "tie_embeddings": True},
+    "mixtral 1024": {
+        "preset": "mixtral-8x7b",
+        "nnodes": 128,
+        "tp": 8,
+        "pp": 8,
+        "vpp": 4,
+        "ep": 8,
+        "tie_embeddings": True,
+    },
     "qwen3 1024": {"preset": "qwen3-30b-a3b", "nnodes": 128, "tp": 2, "pp": 16, "ep": 16, "etp": 2},
-    "deepseek 1024": {"preset": "deepseek-v3-like", "nnodes": 128, "tp": 2, "pp": 16, "ep": 64, "pipeline_layers": "2,4*14,3"},
-    "dense 1024": DENSE_GPT | {"nnodes": 128, "tp": 8, "pp": 16, "vpp": 2, "first_stage_layers": 4, "last_stage_layers": 8},
-}  # fmt: skip
-WHOLE: dict[str, dict[str, Any]] = {name: {"preset": name, "nnodes": 1} for name in PRESETS} | {"dense": DENSE_GPT}
+    "deepseek 1024": {
+        "preset": "deepseek-v3-like",
+        "nnodes": 128,
+        "tp": 2,
+        "pp": 16,
+        "ep": 64,
+        "pipeline_layers": "2,4*14,3",
+    },
+    "dense 1024": DENSE_GPT
+    | {"nnodes": 128, "tp": 8, "pp": 16, "vpp": 2, "first_stage_layers": 4, "last_stage_layers": 8},
+}
+WHOLE: dict[str, dict[str, Any]] = {name: {"preset": name, "nnodes": 1} for name in PRESETS} | {
+    "dense": DENSE_GPT
+}
 
 
 def of(given: dict[str, Any]) -> dict[str, Any]:
@@ -58,7 +85,9 @@ def of_every_stage(config: Config) -> list[int]:
 
 @pytest.fixture(scope="module")
 def built() -> Callable[[str], list[BuiltRank]]:
-    """Ranks of the worlds and whole models by name: the first, a middle and the last; in worlds of 64 then the first of every stage."""
+    """Ranks of the worlds and whole models by name: the first, a middle and the last; in worlds of 64 then
+    the first of every stage.
+    """
 
     @cache
     def everything() -> dict[str, list[BuiltRank]]:
@@ -77,7 +106,10 @@ def built() -> Callable[[str], list[BuiltRank]]:
 def test_whole_model_of_published_size(name, built):
     config, rank = load_config(of(WHOLE[name]), {}), built(name)[0]
     count = count_parameters(config)
-    assert (count.embedding, count.transformer_layers) == (rank.embedding, rank.dense - rank.embedding + rank.expert)
+    assert (count.embedding, count.transformer_layers) == (
+        rank.embedding,
+        rank.dense - rank.embedding + rank.expert,
+    )
     chosen = rank.expert * config.topk // config.num_experts
     assert count.active_per_token == rank.dense + chosen
 
@@ -119,19 +151,30 @@ ON_ONE_RANK |= {"vpp": None, "first_stage_layers": 0, "last_stage_layers": 0, "p
 
 @st.composite
 def drawn(draw: st.DrawFn, *, use_moe: bool) -> dict[str, Any]:
-    """Settings of a small model, whatever this package has, in a world of up to 256 ranks; most of them can run."""
+    """Settings of a small model, whatever this package has, in a world of up to 256 ranks; most of them can
+    run.
+    """
     sizes = st.sampled_from([1, 2, 4])
     tp, pp, cp = draw(sizes), draw(sizes), draw(st.sampled_from([1, 2]))
     vpp = draw(st.sampled_from([None, 2])) if pp > 1 else None
     values = draw(drawn_stages(pp, vpp or 1)) | {
-        "preset": "reference", "seq_len": 64, "tp": tp, "pp": pp, "vpp": vpp, "cp": cp, "mbsz": 1, "gbsz": 1024,
-        "train_data": "not read", "eval_interval": 0,
+        "preset": "reference", "seq_len": 64, "tp": tp, "pp": pp, "vpp": vpp, "cp": cp, "mbsz": 1,
+        "gbsz": 1024, "train_data": "not read", "eval_interval": 0,
     }  # fmt: skip
-    values |= {"hidden_size": 8 * draw(st.integers(2, 5)), "ffn_hidden_size": 4 * draw(st.integers(1, 9)), "num_heads": 4 * draw(sizes)}
+    values |= {
+        "hidden_size": 8 * draw(st.integers(2, 5)),
+        "ffn_hidden_size": 4 * draw(st.integers(1, 9)),
+        "num_heads": 4 * draw(sizes),
+    }
     values |= {name: draw(st.booleans()) for name in ("tie_embeddings", "add_bias_linear")}
     values["activation"] = draw(st.sampled_from(["swiglu", "geglu", "gelu", "squared_relu"]))
-    values |= {"normalization": draw(st.sampled_from(["RMSNorm", "LayerNorm"])), "vocab_size": draw(st.integers(1, 600))}
-    values |= draw(st.sampled_from([drawn_heads, drawn_latent]).flatmap(lambda kind: kind(values["num_heads"])))
+    values |= {
+        "normalization": draw(st.sampled_from(["RMSNorm", "LayerNorm"])),
+        "vocab_size": draw(st.integers(1, 600)),
+    }
+    values |= draw(
+        st.sampled_from([drawn_heads, drawn_latent]).flatmap(lambda kind: kind(values["num_heads"]))
+    )
     values |= draw(drawn_experts(values["num_layers"])) if use_moe else {"use_moe": False}
     # Neither shared experts nor split ones have biases.
     values["add_bias_linear"] &= not values.get("shared_expert_size") and values.get("etp", 1) == 1
@@ -145,7 +188,9 @@ def drawn_stages(draw: st.DrawFn, pp: int, vpp: int) -> dict[str, Any]:
     middle = vpp * draw(st.integers(1, 2))
     if pp == 1 or draw(st.booleans()):
         first, last = (vpp * draw(st.integers(0, 2)) if pp > 1 else 0 for _ in range(2))
-        num_layers = (first or middle) + (last or middle) + (pp - 2) * middle if pp > 1 else draw(st.integers(1, 4))
+        num_layers = (
+            (first or middle) + (last or middle) + (pp - 2) * middle if pp > 1 else draw(st.integers(1, 4))
+        )
         return {"num_layers": num_layers, "first_stage_layers": first, "last_stage_layers": last}
     least = [0 if vpp == 1 and stage in (0, pp - 1) else 1 for stage in range(pp)]
     stages = [vpp * draw(st.integers(fewest, 3)) for fewest in least]
@@ -156,15 +201,29 @@ def drawn_stages(draw: st.DrawFn, pp: int, vpp: int) -> dict[str, Any]:
 @st.composite
 def drawn_heads(draw: st.DrawFn, num_heads: int) -> dict[str, Any]:
     groups = draw(st.sampled_from([size for size in (1, 2, 4, 8, 16) if num_heads % size == 0]))
-    norm = draw(st.sampled_from([{}, {"qk_norm": True}, {"qk_norm": True, "qk_norm_scope": "all", "normalization": "RMSNorm"}]))
-    return {"num_query_groups": groups, "head_dim": 2 * draw(st.integers(1, 6)), "qkv_bias": draw(st.booleans())} | norm
+    norm = draw(
+        st.sampled_from(
+            [{}, {"qk_norm": True}, {"qk_norm": True, "qk_norm_scope": "all", "normalization": "RMSNorm"}]
+        )
+    )
+    return {
+        "num_query_groups": groups,
+        "head_dim": 2 * draw(st.integers(1, 6)),
+        "qkv_bias": draw(st.booleans()),
+    } | norm
 
 
 @st.composite
 def drawn_latent(draw: st.DrawFn, num_heads: int) -> dict[str, Any]:
     names = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-    widths = {name: 2 * draw(st.integers(1, 9)) for name in names} | {"q_lora_rank": draw(st.sampled_from([0, 6, 10]))}
-    return widths | {"multi_latent_attention": True, "qk_norm": draw(st.booleans()), "num_query_groups": num_heads}
+    widths = {name: 2 * draw(st.integers(1, 9)) for name in names} | {
+        "q_lora_rank": draw(st.sampled_from([0, 6, 10]))
+    }
+    return widths | {
+        "multi_latent_attention": True,
+        "qk_norm": draw(st.booleans()),
+        "num_query_groups": num_heads,
+    }
 
 
 @st.composite
@@ -174,8 +233,9 @@ def drawn_experts(draw: st.DrawFn, num_layers: int) -> dict[str, Any]:
     frequency = draw(st.sampled_from(["1", "2", pattern]))
     shared = 4 * draw(st.integers(0, 5))
     return {
-        "ep": ep, "etp": draw(sizes), "num_experts": ep * draw(st.integers(1, 4)), "moe_ffn_hidden_size": 4 * draw(st.integers(0, 7)),
-        "moe_layer_freq": frequency, "first_k_dense": draw(st.integers(0, num_layers - 1)), "shared_expert_size": shared,
+        "ep": ep, "etp": draw(sizes), "num_experts": ep * draw(st.integers(1, 4)),
+        "moe_ffn_hidden_size": 4 * draw(st.integers(0, 7)), "moe_layer_freq": frequency,
+        "first_k_dense": draw(st.integers(0, num_layers - 1)), "shared_expert_size": shared,
         "shared_expert_gate": shared > 0 and draw(st.booleans()),
         "router_bias_update_rate": draw(st.sampled_from([0.0, 1e-3])), "router_score": "sigmoid",
     }  # fmt: skip
@@ -185,7 +245,13 @@ def compare_drawn(use_moe: bool, max_examples: int) -> list[dict[str, Any]]:
     """Builds and counts; the settings that were compared."""
     compared = []
 
-    @settings(max_examples=max_examples, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=max_examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(given_here=drawn(use_moe=use_moe), place=st.integers(0, 255))
     def compare(given_here: dict[str, Any], place: int) -> None:
         config = load_config(given_here, {})

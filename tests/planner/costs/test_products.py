@@ -16,11 +16,14 @@ def device(gpu="A100-80GB", dtype="bf16", **constants) -> Device:
 
 
 def test_waves_by_hand():
-    # 2048 x 13824 are 16 x 54 tiles of 128 x 256, 8 waves of 108 exactly; 2048 x 14400 are 16 x 57 (or 8 x 113), 9 waves.
+    # 2048 x 13824 are 16 x 54 tiles of 128 x 256, 8 waves of 108 exactly; 2048 x 14400 are 16 x 57 (or 8 x
+    # 113), 9 waves.
     a100 = device()
     full, begun = a100.product(2048, 13824, 1024), a100.product(2048, 14400, 1024)
     assert begun / full == pytest.approx(9 / 8)
-    assert full == pytest.approx(2 * 2048 * 13824 * (1024 + CONSTANTS.half_depth) / (312e12 * CONSTANTS.matrix_efficiency))
+    assert full == pytest.approx(
+        2 * 2048 * 13824 * (1024 + CONSTANTS.half_depth) / (312e12 * CONSTANTS.matrix_efficiency)
+    )
 
 
 def test_a_product_of_few_tiles_takes_a_whole_wave():
@@ -32,7 +35,9 @@ def test_short_inner_dimensions_are_slow():
     assert a100.product(1024, 1024, 512) / a100.product(1024, 1024, 1536) == pytest.approx(1024 / 2048)
 
 
-@pytest.mark.parametrize(("m", "n", "k", "aligned"), [(7, 1024, 512, True), (512, 1024, 108, False), (512, 150, 64, False)])
+@pytest.mark.parametrize(
+    ("m", "n", "k", "aligned"), [(7, 1024, 512, True), (512, 1024, 108, False), (512, 150, 64, False)]
+)
 def test_rows_of_no_multiple_of_16_bytes(m, n, k, aligned):
     ratio = device(unaligned=5.0).product(m, n, k) / device(unaligned=1.0).product(m, n, k)
     assert ratio == pytest.approx(1.0 if aligned else 5.0)
@@ -50,7 +55,9 @@ def test_processors_have_no_waves_and_no_alignment():
 
 
 def test_fp32_moves_twice_the_bytes():
-    assert device(dtype="fp32").moved(1e6, (2, 4)).forward == pytest.approx(2 * device().moved(1e6, (2, 4)).forward)
+    assert device(dtype="fp32").moved(1e6, (2, 4)).forward == pytest.approx(
+        2 * device().moved(1e6, (2, 4)).forward
+    )
     assert device(memory_efficiency=1.0).moved(1e6, (2, 4)).backward == pytest.approx(4e6 / 2.039e12)
 
 

@@ -1,7 +1,8 @@
 """The account of activations against what autograd saves in the real model, on processors.
 
-Every tensor that is saved for a backward pass goes through a hook; those of one storage count once, parameters do not. The largest
-sum of an iteration is what the planner calls activations: of all micro-batches in flight, with the layer that is recomputed.
+Every tensor that is saved for a backward pass goes through a hook; those of one storage count once,
+parameters do not. The largest sum of an iteration is what the planner calls activations: of all micro-batches
+in flight, with the layer that is recomputed.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from moe_exp.planner.costs.job import Job
 from moe_exp.planner.costs.memory import micro_batches_in_flight
 
 TINY: dict[str, Any] = {
-    "preset": "cpu", "num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 320, "num_heads": 4, "num_query_groups": 2, "seq_len": 128,
-    "vocab_size": 1024, "num_experts": 8, "topk": 2, "mbsz": 2, "gbsz": 2, "distributed_optimizer": False, "num_workers": 0,
+    "preset": "cpu", "num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 320, "num_heads": 4,
+    "num_query_groups": 2, "seq_len": 128, "vocab_size": 1024, "num_experts": 8, "topk": 2, "mbsz": 2,
+    "gbsz": 2, "distributed_optimizer": False, "num_workers": 0,
 }  # fmt: skip
 LATENT = {
-    "multi_latent_attention": True, "kv_lora_rank": 40, "qk_head_dim": 24, "qk_pos_emb_head_dim": 8, "v_head_dim": 24, "qk_norm": True,
-    "use_moe": False,
+    "multi_latent_attention": True, "kv_lora_rank": 40, "qk_head_dim": 24, "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 24, "qk_norm": True, "use_moe": False,
 }  # fmt: skip
 # Indices and statistics of a few bytes per token are left out of the account, or not seen by the hooks.
 LIMIT = 0.01
@@ -39,7 +41,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "dense, bf16": DENSE | BF16,
     "tied, short": DENSE | {"tie_embeddings": True, "seq_len": 64, "mbsz": 4, "gbsz": 4},
     "gelu, LayerNorm, biases, norm over all heads": DENSE
-    | {"activation": "gelu", "normalization": "LayerNorm", "add_bias_linear": True, "qk_norm": True, "qk_norm_scope": "all"},
+    | {
+        "activation": "gelu",
+        "normalization": "LayerNorm",
+        "add_bias_linear": True,
+        "qk_norm": True,
+        "qk_norm_scope": "all",
+    },
     "geglu, heads with keys of their own": DENSE | {"activation": "geglu", "num_query_groups": 4},
     "norm of every head, bf16": DENSE | BF16 | {"qk_norm": True},
     "dropout, bf16": DENSE | BF16 | {"activation": "squared_relu", "dropout": 0.1, "attention_dropout": 0.1},
@@ -50,7 +58,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "first layer dense": {"first_k_dense": 1},
     "moe": {"moe_type": "moe"},
     "moe, twice the capacity, bf16": BF16 | {"moe_type": "moe", "capacity_factor": 2.0, "topk": 1},
-    "shared expert, gate, sigmoid, bf16": BF16 | {"shared_expert_size": 96, "shared_expert_gate": True, "router_score": "sigmoid"},
+    "shared expert, gate, sigmoid, bf16": BF16
+    | {"shared_expert_size": 96, "shared_expert_gate": True, "router_score": "sigmoid"},
     "sqrtsoftplus, no z-loss": {"router_score": "sqrtsoftplus", "z_loss_coeff": 0.0},
     "loss by sequence, top 4": {"aux_loss_type": "seq_aux_loss", "topk": 4, "z_loss_coeff": 0.0},
     "grouped GEMM, bf16": BF16 | {"expert_backend": "torch"},
@@ -116,7 +125,8 @@ class Entry:
 def saved_on_rank(jobs: list[dict[str, Any]], ports: list[int]) -> list[tuple[int, int]]:
     """On a rank: the most bytes that each job has saved in an iteration, and those that are left after it.
 
-    Left is what the z-loss saves where no loss needs it: a function's own result, held by an entry, holds the function.
+    Left is what the z-loss saves where no loss needs it: a function's own result, held by an entry, holds the
+    function.
     """
     return [_saved(settings, port) for settings, port in zip(jobs, ports, strict=True)]
 
@@ -137,7 +147,9 @@ def _saved(settings: dict[str, Any], port: int) -> tuple[int, int]:
     ledger = Ledger(model)
     job: Any = SimpleNamespace(config=config, runtime=rank, trained=SimpleNamespace(model=model))
     with torch.autograd.graph.saved_tensors_hooks(ledger.pack, lambda entry: entry.tensor):
-        train.forward_backward(job, RandomTokens(config.seq_len, config.vocab_size), 0, config.num_microbatches)
+        train.forward_backward(
+            job, RandomTokens(config.seq_len, config.vocab_size), 0, config.num_microbatches
+        )
     runtime.stop()
     return ledger.peak, ledger.now
 
@@ -147,11 +159,15 @@ def of_settings(settings: dict[str, Any], num_ranks: int) -> Config:
 
 
 def expected(config: Config, stage: int = 0) -> float:
-    """The most that is saved at once: layers of all micro-batches in flight, and the loss, or what the layer makes again that is on."""
+    """The most that is saved at once: layers of all micro-batches in flight, and the loss, or what the layer
+    makes again that is on.
+    """
     found = activations_of(Job.of(config), on_cpu=True)
     first = sum(config.stage_layers[:stage])
     is_moe = config.moe_layers[first : first + config.stage_layers[stage]]
-    layers = sum(found.moe_layer if moe else found.dense_layer for moe in is_moe) + (found.embedding if stage == 0 else 0.0)
+    layers = sum(found.moe_layer if moe else found.dense_layer for moe in is_moe) + (
+        found.embedding if stage == 0 else 0.0
+    )
     in_flight = micro_batches_in_flight(config, config.num_microbatches)[stage]
     return in_flight * layers + max(found.recomputed, found.output if stage == config.pp - 1 else 0.0)
 
@@ -159,7 +175,13 @@ def expected(config: Config, stage: int = 0) -> float:
 @pytest.fixture(scope="module")
 def on_one_rank() -> dict[str, tuple[int, int]]:
     return dict(
-        zip(MODELS, run_on_ranks(1, saved_on_rank, list(MODELS.values()), [0] * len(MODELS), join=False, timeout=400)[0], strict=True)
+        zip(
+            MODELS,
+            run_on_ranks(1, saved_on_rank, list(MODELS.values()), [0] * len(MODELS), join=False, timeout=400)[
+                0
+            ],
+            strict=True,
+        )
     )
 
 
@@ -173,7 +195,13 @@ def test_saved_bytes_of_a_model(name, on_one_rank):
 @pytest.fixture(scope="module")
 def on_two_ranks() -> dict[str, tuple[int, int]]:
     ports = [free_port() for _ in LAYOUTS]
-    return dict(zip(LAYOUTS, run_on_ranks(2, saved_on_rank, list(LAYOUTS.values()), ports, join=False, timeout=400)[0], strict=True))
+    return dict(
+        zip(
+            LAYOUTS,
+            run_on_ranks(2, saved_on_rank, list(LAYOUTS.values()), ports, join=False, timeout=400)[0],
+            strict=True,
+        )
+    )
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -1,4 +1,6 @@
-"""The planner's bytes: measured runs, relations that memory has to keep, and state that is really allocated."""
+"""The planner's bytes: measured runs, relations that memory has to keep, and state that is really
+allocated.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ from moe_exp.checkpoint.state import Trained
 from moe_exp.config import Config, load_config
 from moe_exp.planner.costs.activations import activations_of
 from moe_exp.planner.costs.job import Job
-from moe_exp.planner.costs.memory import MemoryConstants, StageMemory, expected_imbalance, memory_of, micro_batches_in_flight
+from moe_exp.planner.costs.memory import (
+    MemoryConstants,
+    StageMemory,
+    expected_imbalance,
+    memory_of,
+    micro_batches_in_flight,
+)
 from moe_exp.planner.costs.params import MEBIBYTE, rank_parameters, weight_and_optimizer_bytes
 from moe_exp.planner.fit.calibration import fit, log_memory_ratio
 from moe_exp.planner.fit.measured import MEASURED_RUNS, read_runs
@@ -56,7 +64,8 @@ REFERENCE_RUNS = {
 @pytest.mark.parametrize("constants", [PRIORS, load_constants().memory], ids=["priors", "fitted"])
 @pytest.mark.parametrize(("settings", "static", "peak"), REFERENCE_RUNS.values(), ids=REFERENCE_RUNS)
 def test_reference_runs(settings, static, peak, constants):
-    job = replace(Job.of(reference(**settings, expert_backend="torch")), measured_by="allocated")  # as it was then
+    # as it was then
+    job = replace(Job.of(reference(**settings, expert_backend="torch")), measured_by="allocated")
     (found,) = memory_of(job, A100, constants)
     assert found.static / MEBIBYTE == pytest.approx(static, rel=0.01)  # asked for: 2%
     assert found.total / MEBIBYTE == pytest.approx(peak, rel=0.01)  # asked for: 3%
@@ -85,7 +94,10 @@ def check_random_halves(seeds: range) -> None:
 
 def test_verdicts_on_measured_runs():
     constants = load_constants().memory
-    needed = {run.row_id: max(s.needed for s in memory_of(run.job, run.hardware, constants)) for run in read_runs(MEASURED_RUNS)}
+    needed = {
+        run.row_id: max(s.needed for s in memory_of(run.job, run.hardware, constants))
+        for run in read_runs(MEASURED_RUNS)
+    }
     wrong = [
         run.row_id
         for run in read_runs(MEASURED_RUNS)
@@ -105,7 +117,10 @@ def test_what_is_cached_never_fills_a_device():
 # What is there between iterations
 
 
-@pytest.mark.parametrize("settings", [{"use_moe": False}, {"ep": 4}, {"ep": 8, "dtype": "fp32"}, {"tp": 2, "distributed_optimizer": False}])
+@pytest.mark.parametrize(
+    "settings",
+    [{"use_moe": False}, {"ep": 4}, {"ep": 8, "dtype": "fp32"}, {"tp": 2, "distributed_optimizer": False}],
+)
 def test_static_bytes_are_those_of_the_startup_report(settings):
     config = reference(**settings)
     (found,) = stages(config)
@@ -127,10 +142,19 @@ def test_optimizers():
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_muon_has_a_second_moment_of_embedding_and_output_layer(tied):
-    muon = {"optimizer": "muon", "distributed_optimizer": False, "use_moe": False, "tie_embeddings": tied, "pp": 2, "tp": 2}
+    muon = {
+        "optimizer": "muon",
+        "distributed_optimizer": False,
+        "use_moe": False,
+        "tie_embeddings": tied,
+        "pp": 2,
+        "tp": 2,
+    }
     config = reference(**muon)
     table = config.padded_vocab_size // 2 * config.hidden_size
-    for stage, part in zip(stages(config), (rank_parameters(config, 0), rank_parameters(config, 1)), strict=True):
+    for stage, part in zip(
+        stages(config), (rank_parameters(config, 0), rank_parameters(config, 1)), strict=True
+    ):
         assert stage.optimizer == 8 * part.total + 4 * table
 
 
@@ -157,13 +181,21 @@ def _allocated(settings: dict[str, Any], port: int) -> dict[str, int]:
     inner = [part.optimizer for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
     runtime.stop()
     main = [parameter for part in inner for group in part.param_groups for parameter in group["params"]]
-    moments = [value for part in inner for state in part.state.values() for value in state.values() if hasattr(value, "untyped_storage")]
+    moments = [
+        value
+        for part in inner
+        for state in part.state.values()
+        for value in state.values()
+        if hasattr(value, "untyped_storage")
+    ]
     parameters = [parameter for chunk in model for parameter in chunk.parameters()]
     weights = _storages(parameters)
     return {
         "weights": sum(weights.values()),
         "gradients": sum(_storages([parameter.main_grad for parameter in parameters]).values()),
-        "optimizer": sum(size for address, size in _storages([*main, *moments]).items() if address not in weights),
+        "optimizer": sum(
+            size for address, size in _storages([*main, *moments]).items() if address not in weights
+        ),
     }
 
 
@@ -171,7 +203,14 @@ def _storages(tensors: list[Any]) -> dict[int, int]:
     return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
 
 
-SMALL: dict[str, Any] = {"preset": "cpu", "hidden_size": 256, "ffn_hidden_size": 512, "num_layers": 2, "mbsz": 1, "gbsz": 2}
+SMALL: dict[str, Any] = {
+    "preset": "cpu",
+    "hidden_size": 256,
+    "ffn_hidden_size": 512,
+    "num_layers": 2,
+    "mbsz": 1,
+    "gbsz": 2,
+}
 BUILT = {
     "fp32": {},
     "bf16": {"dtype": "bf16"},
@@ -185,7 +224,13 @@ BUILT = {
 @pytest.fixture(scope="module")
 def allocated() -> dict[str, dict[str, int]]:
     jobs = [SMALL | settings for settings in BUILT.values()]
-    return dict(zip(BUILT, run_on_ranks(2, allocated_on_rank, jobs, [free_port() for _ in jobs], join=False, timeout=400)[0], strict=True))
+    return dict(
+        zip(
+            BUILT,
+            run_on_ranks(2, allocated_on_rank, jobs, [free_port() for _ in jobs], join=False, timeout=400)[0],
+            strict=True,
+        )
+    )
 
 
 @pytest.mark.parametrize("name", BUILT)
@@ -208,13 +253,17 @@ def test_micro_batches_in_flight():
 def test_interleaving_keeps_more_on_the_first_stage():
     """By 1 + (p - 1) / (p * v): Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.3."""
     for pp, vpp in ((4, 2), (4, 3), (8, 2)):
-        plain, interleaved = (micro_batches_in_flight(reference(pp=pp, vpp=chunks), 64)[0] for chunks in (None, vpp))
+        plain, interleaved = (
+            micro_batches_in_flight(reference(pp=pp, vpp=chunks), 64)[0] for chunks in (None, vpp)
+        )
         assert interleaved / plain == pytest.approx(1 + (pp - 1) / (pp * vpp))
     assert micro_batches_in_flight(reference(pp=4, vpp=2), 4)[0] == 4  # all there are
 
 
 def test_the_stage_with_the_embedding_is_the_fullest_where_much_is_in_flight():
-    found = [stage.total for stage in stages(reference(use_moe=False, pp=4, vocab_size=1024, mbsz=1, gbsz=64))]
+    found = [
+        stage.total for stage in stages(reference(use_moe=False, pp=4, vocab_size=1024, mbsz=1, gbsz=64))
+    ]
     assert found.index(max(found)) == 0
     # With a large vocabulary, and the loss on it, the last.
     found = [stage.total for stage in stages(reference(use_moe=False, pp=4, mbsz=1, gbsz=64))]
@@ -225,35 +274,50 @@ def test_the_stage_with_the_embedding_is_the_fullest_where_much_is_in_flight():
 
 
 def test_unfused_layer_is_that_of_korthikanti():
-    """34*s*b*h + 5*a*s^2*b with dropout: arXiv:2205.05198, equation 1; ours has a second statistic of norms, and no softmax input."""
+    """34*s*b*h + 5*a*s^2*b with dropout: arXiv:2205.05198, equation 1; ours has a second statistic of norms,
+    and no softmax input.
+    """
     config = reference(
-        use_moe=False, hidden_size=4096, num_heads=32, num_query_groups=32, head_dim=0, ffn_hidden_size=4 * 4096, activation="gelu",
-        normalization="LayerNorm", dropout=0.1, attention_dropout=0.1, mbsz=1,
+        use_moe=False, hidden_size=4096, num_heads=32, num_query_groups=32, head_dim=0,
+        ffn_hidden_size=4 * 4096, activation="gelu", normalization="LayerNorm", dropout=0.1,
+        attention_dropout=0.1, mbsz=1,
     )  # fmt: skip
     tokens, hidden, heads = config.seq_len, 4096, 32
     layer = activations_of(replace(Job.of(config), fused_attention=False)).dense_layer
     assert layer == pytest.approx(34 * tokens * hidden + 5 * heads * tokens**2, rel=1e-3)
-    # Tensor parallelism with sequence parallelism divides all of it (equation 4), without the share 10*s*b*h stays (equation 2).
+    # Tensor parallelism with sequence parallelism divides all of it (equation 4), without the share 10*s*b*h
+    # stays (equation 2).
     of_tp4 = replace(Job.of(config.model_copy(update={"tp": 4})), fused_attention=False)
     assert activations_of(of_tp4).dense_layer == pytest.approx(layer / 4, rel=1e-3)
     without = activations_of(replace(of_tp4, sequence_parallel=False)).dense_layer
-    assert without == pytest.approx(10 * tokens * hidden + 24 * tokens * hidden / 4 + 5 * heads * tokens**2 / 4, rel=1e-3)
+    assert without == pytest.approx(
+        10 * tokens * hidden + 24 * tokens * hidden / 4 + 5 * heads * tokens**2 / 4, rel=1e-3
+    )
 
 
 def test_recompute_keeps_less_and_less():
     unfused = {"expert_backend": "torch"}  # which has an activation that moe_act can leave out
-    kept = [activations_of(Job.of(reference(recompute=kind, **unfused))).moe_layer for kind in ("none", "moe_act", "selective", "full")]
+    kept = [
+        activations_of(Job.of(reference(recompute=kind, **unfused))).moe_layer
+        for kind in ("none", "moe_act", "selective", "full")
+    ]
     assert kept == sorted(kept, reverse=True)
     assert len(set(kept)) == 4
     config = reference(recompute="full")
     assert kept[-1] == 2 * config.hidden_size * config.seq_len * config.mbsz
-    totals = [only_stage(reference(recompute=kind, **unfused)).total for kind in ("none", "moe_act", "selective", "full")]
+    totals = [
+        only_stage(reference(recompute=kind, **unfused)).total
+        for kind in ("none", "moe_act", "selective", "full")
+    ]
     assert totals == sorted(totals, reverse=True)
 
 
 def test_recompute_of_a_dense_model_is_that_of_the_scores():
     config = reference(use_moe=False)
-    jobs = [replace(Job.of(config.model_copy(update={"recompute": kind})), fused_attention=False) for kind in ("none", "selective")]
+    jobs = [
+        replace(Job.of(config.model_copy(update={"recompute": kind})), fused_attention=False)
+        for kind in ("none", "selective")
+    ]
     none, selective = (activations_of(job).dense_layer for job in jobs)
     assert none - selective == 2 * config.num_heads * config.seq_len**2 * config.mbsz
 
@@ -278,7 +342,10 @@ def test_context_parallel_ranks_share_the_sequence():
 
 def test_capacity_is_room_for_the_factor():
     settings = {"moe_type": "moe", "expert_backend": "torch"}
-    rows = [activations_of(Job.of(reference(**settings, capacity_factor=factor))).moe_layer for factor in (1.0, 1.5, 2.0)]
+    rows = [
+        activations_of(Job.of(reference(**settings, capacity_factor=factor))).moe_layer
+        for factor in (1.0, 1.5, 2.0)
+    ]
     assert rows[2] - rows[1] == pytest.approx(rows[1] - rows[0])
     per_row = 2 * (512 + 3 * 1792)  # bf16: row, both halves, activation
     assert (rows[2] - rows[0]) / (8 * 2048) == pytest.approx(per_row, rel=0.01)
@@ -308,17 +375,25 @@ def test_topk_multiplies_rows():
 def test_auto_counts_the_backend_that_the_layer_would_take(gpu, settings, counted):
     """Those of layers.grouped_gemm.choose_backend; all but triton count the same on a GPU."""
     of_auto, of_counted = (
-        memory_of(Job.of(reference(**settings, expert_backend=backend)), load_hardware(gpu), PRIORS) for backend in ("auto", counted)
+        memory_of(Job.of(reference(**settings, expert_backend=backend)), load_hardware(gpu), PRIORS)
+        for backend in ("auto", counted)
     )
     assert of_auto == of_counted
-    other = memory_of(Job.of(reference(**settings, expert_backend="te" if counted == "triton" else "triton")), load_hardware(gpu), PRIORS)
+    other = memory_of(
+        Job.of(reference(**settings, expert_backend="te" if counted == "triton" else "triton")),
+        load_hardware(gpu),
+        PRIORS,
+    )
     assert other != of_auto
 
 
 def test_the_loss_kernel_keeps_logits_and_no_probabilities():
-    megatron, ours = (activations_of(Job.of(reference(cross_entropy=kind))) for kind in ("megatron", "triton"))
+    megatron, ours = (
+        activations_of(Job.of(reference(cross_entropy=kind))) for kind in ("megatron", "triton")
+    )
     tokens, words = 8 * 2048, reference().padded_vocab_size
-    assert megatron.output - ours.output == tokens * (4 * words + 9 - (2 * words + 12))  # Megatron's in fp32, ours in bf16
+    # Megatron's in fp32, ours in bf16
+    assert megatron.output - ours.output == tokens * (4 * words + 9 - (2 * words + 12))
     assert megatron.output_work == ours.output_work == 2 * tokens * words
 
 
@@ -326,7 +401,9 @@ def test_expected_imbalance():
     assert expected_imbalance(reference(ep=1), 0.5) == 1
     assert expected_imbalance(reference(use_moe=False), 0.5) == 1
     assert expected_imbalance(reference(ep=4), 0.5) == pytest.approx(1 + 0.5 * math.sqrt(3 / 64))
-    default, fair, worst = (only_stage(reference(ep=8), **given).total for given in ({}, {"imbalance": 1.0}, {"imbalance": 8.0}))
+    default, fair, worst = (
+        only_stage(reference(ep=8), **given).total for given in ({}, {"imbalance": 1.0}, {"imbalance": 8.0})
+    )
     assert fair < default < worst
 
 
@@ -358,16 +435,22 @@ def train_alone(settings: dict[str, Any]) -> int:
     rank = runtime.start_alone(config)
     model = build_model(config, rank)
     optimizer = build_optimizer(config, model)
-    job: Any = SimpleNamespace(config=config, runtime=rank, trained=Trained(model, optimizer, build_scheduler(config, optimizer)))
+    job: Any = SimpleNamespace(
+        config=config, runtime=rank, trained=Trained(model, optimizer, build_scheduler(config, optimizer))
+    )
     train.connect(model, job.trained)
     for _ in range(2):
         for chunk in model:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        train.forward_backward(job, RandomTokens(config.seq_len, config.vocab_size), 0, config.num_microbatches)
+        train.forward_backward(
+            job, RandomTokens(config.seq_len, config.vocab_size), 0, config.num_microbatches
+        )
         optimizer.step()
     runtime.stop()
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:")]
+    (line,) = [
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:")
+    ]
     return int(line.split()[1]) * 1024
 
 

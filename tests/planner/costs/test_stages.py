@@ -27,7 +27,8 @@ def test_layers_with_both_ends_counted(num_layers, num_stages, expected):
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "num_stages", "expected"), [(24, 4, [6, 6, 6, 6]), (14, 4, [3, 4, 4, 3]), (7, 3, [2, 3, 2]), (3, 2, [2, 1])]
+    ("num_layers", "num_stages", "expected"),
+    [(24, 4, [6, 6, 6, 6]), (14, 4, [3, 4, 4, 3]), (7, 3, [2, 3, 2]), (3, 2, [2, 1])],
 )
 def test_layers_alone(num_layers, num_stages, expected):
     assert split_layers(num_layers, num_stages) == expected

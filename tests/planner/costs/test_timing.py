@@ -17,8 +17,23 @@ RUNS = {run.row_id: run for run in read_runs(MEASURED_RUNS)}
 
 
 def config(**settings) -> Config:
-    sizes = {"num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 11008, "num_heads": 32, "num_query_groups": 8, "seq_len": 4096}
-    sizes |= {"vocab_size": 32000, "use_moe": False, "gpus_per_node": 8, "nnodes": 8, "mbsz": 1, "gbsz": 256, "dtype": "bf16"}
+    sizes = {
+        "num_layers": 32,
+        "hidden_size": 4096,
+        "ffn_hidden_size": 11008,
+        "num_heads": 32,
+        "num_query_groups": 8,
+        "seq_len": 4096,
+    }
+    sizes |= {
+        "vocab_size": 32000,
+        "use_moe": False,
+        "gpus_per_node": 8,
+        "nnodes": 8,
+        "mbsz": 1,
+        "gbsz": 256,
+        "dtype": "bf16",
+    }
     return Config(**(sizes | settings))
 
 
@@ -30,7 +45,9 @@ MOE = {"use_moe": True, "num_experts": 8, "topk": 2}
 
 
 def simulated(stages: list[float], num_microbatches: int) -> float:
-    """1F1B by its rules: a stage does warm-up forwards, then one forward and one backward in turn; a third of its time is forward."""
+    """1F1B by its rules: a stage does warm-up forwards, then one forward and one backward in turn; a third of
+    its time is forward.
+    """
     done: dict[tuple[str, int, int], float] = {}
     work = []
     for stage in range(len(stages)):
@@ -49,7 +66,9 @@ def simulated(stages: list[float], num_microbatches: int) -> float:
                 if not is_first and (kind, i, other) not in done:
                     break
                 start = max(clocks[stage], 0.0 if is_first else done[kind, i, other])
-                clocks[stage] = done[kind, i, stage] = start + stages[stage] * (1 / 3 if kind == "f" else 2 / 3)
+                clocks[stage] = done[kind, i, stage] = start + stages[stage] * (
+                    1 / 3 if kind == "f" else 2 / 3
+                )
                 order.pop(0)
     return max(clocks)
 
@@ -57,10 +76,14 @@ def simulated(stages: list[float], num_microbatches: int) -> float:
 @pytest.mark.parametrize("num_microbatches", [4, 9, 32])
 def test_bubble_of_even_stages_is_that_of_the_schedule(num_microbatches):
     stages = [3.0] * 4
-    assert num_microbatches * 3.0 + bubble_seconds(stages, num_microbatches) == pytest.approx(simulated(stages, num_microbatches))
+    assert num_microbatches * 3.0 + bubble_seconds(stages, num_microbatches) == pytest.approx(
+        simulated(stages, num_microbatches)
+    )
 
 
-@pytest.mark.parametrize("stages", [[3.0, 3.0, 3.0, 4.0], [4.0, 3.0, 3.0, 3.0], [2.0, 3.0, 2.5, 2.0, 2.2, 3.0]])
+@pytest.mark.parametrize(
+    "stages", [[3.0, 3.0, 3.0, 4.0], [4.0, 3.0, 3.0, 3.0], [2.0, 3.0, 2.5, 2.0, 2.2, 3.0]]
+)
 def test_bubble_of_uneven_stages_is_near_that_of_the_schedule(stages):
     formula = 24 * sum(stages) / len(stages) + bubble_seconds(stages, 24)
     assert formula == pytest.approx(simulated(stages, 24), rel=0.04)
@@ -79,7 +102,12 @@ def test_parts_add_up():
 
 @pytest.mark.parametrize(
     ("settings", "part"),
-    [({"tp": 2}, "tensor_parallel"), ({"cp": 2}, "context_parallel"), ({"pp": 2}, "pipeline"), ({"ep": 2, **MOE}, "expert_parallel")],
+    [
+        ({"tp": 2}, "tensor_parallel"),
+        ({"cp": 2}, "context_parallel"),
+        ({"pp": 2}, "pipeline"),
+        ({"ep": 2, **MOE}, "expert_parallel"),
+    ],
 )
 def test_a_part_is_there_with_its_parallelism_alone(settings, part):
     alone = seconds(**(MOE if "ep" in settings else {}))
@@ -116,9 +144,14 @@ def test_what_bounds_a_job():
     assert seconds(pp=8, gbsz=32, nnodes=8).bound == "bubble"
 
 
-@pytest.mark.parametrize(("slow", "fast"), [("r088", "r087"), ("r091", "r089"), ("r017", "r023"), ("r064", "r073"), ("r071", "r074")])
+@pytest.mark.parametrize(
+    ("slow", "fast"),
+    [("r088", "r087"), ("r091", "r089"), ("r017", "r023"), ("r064", "r073"), ("r071", "r074")],
+)
 def test_cliffs_of_the_measured_runs(slow, fast):
-    """Head sizes 108 and 150, hidden 14400 against 13824, TP=8 against TP=4, reduce over the network at PP=2."""
+    """Head sizes 108 and 150, hidden 14400 against 13824, TP=8 against TP=4, reduce over the network at
+    PP=2.
+    """
     measured = RUNS[slow].seconds / RUNS[fast].seconds
     predicted = [time_of(RUNS[name].job, A100, CONSTANTS).total for name in (slow, fast)]
     assert measured > 1.04
@@ -126,8 +159,13 @@ def test_cliffs_of_the_measured_runs(slow, fast):
 
 
 def test_reference_runs():
-    """Measured: dense 226 to 230 ms, capacity 600 to 638, dropless 494 to 525 with EP=4 and 1532 to 1688 with EP=8 on software of 2024."""
-    cases = [({"use_moe": False}, 226, 230), ({"ep": 4, "moe_type": "moe", "expert_backend": "loop"}, 600, 638)]
+    """Measured: dense 226 to 230 ms, capacity 600 to 638, dropless 494 to 525 with EP=4 and 1532 to 1688 with
+    EP=8 on software of 2024.
+    """
+    cases = [
+        ({"use_moe": False}, 226, 230),
+        ({"ep": 4, "moe_type": "moe", "expert_backend": "loop"}, 600, 638),
+    ]
     cases += [({"ep": 4}, 416, 525), ({"ep": 8, "mbsz": 4}, 1532, 1688)]
     for settings, low, high in cases:
         job = Job.of(load_config({"preset": "reference", "gpus_per_node": 8} | settings, {}))
@@ -136,7 +174,9 @@ def test_reference_runs():
 
 
 def test_any_number_of_tokens_per_expert_is_as_fast():
-    """60 experts get 273.07 rows each, three tiles instead of two: but what a product sums over needs no alignment."""
+    """60 experts get 273.07 rows each, three tiles instead of two: but what a product sums over needs no
+    alignment.
+    """
     even, odd = (seconds(**MOE | {"num_experts": n, "topk": 4}, ffn_hidden_size=1408) for n in (64, 60))
     assert odd.compute == pytest.approx(even.compute, rel=0.2)
 
@@ -154,7 +194,9 @@ def test_a_shared_expert_gathers_its_tokens():
 
 
 def test_dispatchers_send_different_amounts():
-    """All-to-all sends a token 4 times, DeepEP once to each of 4 * (1 - (3/4)^4) = 2.7 nodes, and an all-gather's rings to all 31 ranks."""
+    """All-to-all sends a token 4 times, DeepEP once to each of 4 * (1 - (3/4)^4) = 2.7 nodes, and an
+    all-gather's rings to all 31 ranks.
+    """
     sent = {
         name: seconds(use_moe=True, num_experts=64, topk=4, ep=32, dispatcher=name).expert_parallel
         for name in ("alltoall", "allgather", "deepep")
@@ -167,7 +209,8 @@ def test_padding_to_capacity_is_of_the_whole_microbatch():
     """Each of 4 ranks makes room for its tokens in every expert: four times the rows."""
     capacity = {"moe_type": "moe", "capacity_factor": 1.0, "num_experts": 64, "gbsz": 256}
     alone, split = (seconds(**MOE | capacity, tp=tp).compute for tp in (1, 4))
-    assert split > 2 * alone  # nearly all of it is the experts'; a rank has 4 times as many micro-batches of a fourth of the tokens
+    # nearly all of it is the experts'; a rank has 4 times as many micro-batches of a fourth of the tokens
+    assert split > 2 * alone
 
 
 def test_muon_orthogonalizes_whole_matrices():

@@ -10,7 +10,14 @@ from statistics import fmean
 import pytest
 
 from moe_exp.planner.costs.timing import TimeConstants, time_of
-from moe_exp.planner.fit.calibration import Calibration, calibrate, fit, log_memory_ratio, log_time_ratio, profile_text
+from moe_exp.planner.fit.calibration import (
+    Calibration,
+    calibrate,
+    fit,
+    log_memory_ratio,
+    log_time_ratio,
+    profile_text,
+)
 from moe_exp.planner.fit.measured import MEASURED_RUNS, MeasuredRun, read_runs
 from moe_exp.planner.hardware import load_hardware
 from moe_exp.planner.prediction import CONSTANTS, load_constants, predict
@@ -55,7 +62,9 @@ def test_left_out_errors_are_those_of_a_fit_without_the_row():
     found = fitted().time
     for run in (TIMED[4], TIMED[40]):
         without = fit(TimeConstants, [other for other in TIMED if other is not run], log_time_ratio).constants
-        assert found.left_out[run.row_id] == pytest.approx(math.expm1(log_time_ratio(run, without)), abs=0.006)
+        assert found.left_out[run.row_id] == pytest.approx(
+            math.expm1(log_time_ratio(run, without)), abs=0.006
+        )
         assert abs(found.left_out[run.row_id]) >= abs(found.errors[run.row_id])
 
 
@@ -101,7 +110,9 @@ def test_a_profile_is_read_again(tmp_path):
     assert again.hardware == fitted().hardware
     path.write_text("{}")
     load_constants.cache_clear()
-    with pytest.raises(ValueError, match=r"PROFILE=.*profile.json: is no profile that `moe-exp plan calibrate` wrote"):
+    with pytest.raises(
+        ValueError, match=r"PROFILE=.*profile.json: is no profile that `moe-exp plan calibrate` wrote"
+    ):
         load_constants(path)
 
 

@@ -23,28 +23,58 @@ POWERS = st.sampled_from([1, 2, 4])
 FLAGS = st.booleans()
 HARDWARE = load_hardware("A100-80GB")
 # What a dense model does not have.
-OF_MOE = {name for name in Config.model_fields if name.startswith(("moe_", "router_", "shared_expert", "num_router"))} | {
+OF_MOE = {
+    name
+    for name in Config.model_fields
+    if name.startswith(("moe_", "router_", "shared_expert", "num_router"))
+} | {
     "num_experts",
     "topk",
 }
 
 settings = st.fixed_dictionaries(
     {
-        "preset": st.sampled_from(sorted(PRESETS)), "nnodes": st.sampled_from([1, 2]), "gpus_per_node": st.sampled_from([64]),
-        "tp": POWERS, "pp": POWERS, "cp": POWERS, "ep": POWERS, "etp": POWERS, "vpp": st.sampled_from(["none", 2]),
+        "preset": st.sampled_from(sorted(PRESETS)),
+        "nnodes": st.sampled_from([1, 2]),
+        "gpus_per_node": st.sampled_from([64]),
+        "tp": POWERS,
+        "pp": POWERS,
+        "cp": POWERS,
+        "ep": POWERS,
+        "etp": POWERS,
+        "vpp": st.sampled_from(["none", 2]),
     },
     optional={
-        "mbsz": st.sampled_from([1, 2]), "gbsz": st.sampled_from([512, 1024]), "use_moe": FLAGS, "distributed_optimizer": FLAGS,
-        "dtype": st.sampled_from(["fp32", "bf16", "fp16"]), "recompute": st.sampled_from(["none", "moe_act", "selective", "full"]),
-        "activation": st.sampled_from(["swiglu", "geglu", "gelu", "squared_relu"]), "tie_embeddings": FLAGS, "add_bias_linear": FLAGS,
-        "normalization": st.sampled_from(["RMSNorm", "LayerNorm"]), "moe_type": st.sampled_from(["moe", "dmoe"]), "qk_norm": FLAGS,
-        "capacity_factor": st.sampled_from([0.0, 1.25]), "shared_expert_size": st.sampled_from([0, 1024]), "head_dim": st.just(64),
-        "moe_ffn_hidden_size": st.sampled_from([0, 640]), "num_experts": st.sampled_from([1, 16]), "topk": st.sampled_from([1, 2]),
-        "first_k_dense": st.sampled_from([0, 1]), "moe_layer_freq": st.sampled_from(["1", "2"]), "qkv_bias": FLAGS,
-        "expert_backend": st.sampled_from(["auto", "loop"]), "overlap": st.sampled_from(["auto", "true"]), "dropout": st.just(0.1),
-        "multi_latent_attention": FLAGS, "lr": st.just(1e-5), "run_name": st.just("x, y"), "first_stage_layers": st.sampled_from([0, 3]),
+        "mbsz": st.sampled_from([1, 2]),
+        "gbsz": st.sampled_from([512, 1024]),
+        "use_moe": FLAGS,
+        "distributed_optimizer": FLAGS,
+        "dtype": st.sampled_from(["fp32", "bf16", "fp16"]),
+        "recompute": st.sampled_from(["none", "moe_act", "selective", "full"]),
+        "activation": st.sampled_from(["swiglu", "geglu", "gelu", "squared_relu"]),
+        "tie_embeddings": FLAGS,
+        "add_bias_linear": FLAGS,
+        "normalization": st.sampled_from(["RMSNorm", "LayerNorm"]),
+        "moe_type": st.sampled_from(["moe", "dmoe"]),
+        "qk_norm": FLAGS,
+        "capacity_factor": st.sampled_from([0.0, 1.25]),
+        "shared_expert_size": st.sampled_from([0, 1024]),
+        "head_dim": st.just(64),
+        "moe_ffn_hidden_size": st.sampled_from([0, 640]),
+        "num_experts": st.sampled_from([1, 16]),
+        "topk": st.sampled_from([1, 2]),
+        "first_k_dense": st.sampled_from([0, 1]),
+        "moe_layer_freq": st.sampled_from(["1", "2"]),
+        "qkv_bias": FLAGS,
+        "expert_backend": st.sampled_from(["auto", "loop"]),
+        "overlap": st.sampled_from(["auto", "true"]),
+        "dropout": st.just(0.1),
+        "multi_latent_attention": FLAGS,
+        "lr": st.just(1e-5),
+        "run_name": st.just("x, y"),
+        "first_stage_layers": st.sampled_from([0, 3]),
     },
-)  # fmt: skip
+)
 
 
 def through_a_file(row: dict[str, str]) -> dict[str, str]:
@@ -73,14 +103,32 @@ def test_a_job_written_and_read_is_the_same(chosen, measured_by):
 
 
 def test_settings_that_cost_nothing_are_no_columns():
-    columns = set(row_of_job(Job.of(load_config({"preset": "cpu", "gpus_per_node": 2, "ep": 2, "run_name": "x"}, {})), "A100-80GB"))
-    settings = {"gpus_per_node", "tp", "pp", "ep", "cp", "topk", "recompute", "z_loss_coeff", "expert_backend"}
-    assert columns & set(Config.model_fields) == settings  # rows without a backend are of other programs, whose experts were not fused
+    columns = set(
+        row_of_job(
+            Job.of(load_config({"preset": "cpu", "gpus_per_node": 2, "ep": 2, "run_name": "x"}, {})),
+            "A100-80GB",
+        )
+    )
+    settings = {
+        "gpus_per_node",
+        "tp",
+        "pp",
+        "ep",
+        "cp",
+        "topk",
+        "recompute",
+        "z_loss_coeff",
+        "expert_backend",
+    }
+    # rows without a backend are of other programs, whose experts were not fused
+    assert columns & set(Config.model_fields) == settings
     assert set(Config.model_fields) >= FREE
 
 
 def write(path, **cells):
-    row = row_of_job(Job.of(load_config({"preset": "reference", "gpus_per_node": 8, "ep": 4}, {})), "A100-80GB")
+    row = row_of_job(
+        Job.of(load_config({"preset": "reference", "gpus_per_node": 8, "ep": 4}, {})), "A100-80GB"
+    )
     row |= {"row_id": "mine", "mem_gb": "33.3", "sec_per_it": "0.5"} | cells
     with path.open("w") as file:
         writer = csv.DictWriter(file, list(row))
@@ -90,28 +138,55 @@ def write(path, **cells):
 
 
 def test_columns_named_as_settings(tmp_path):
-    (run,) = read_runs(write(tmp_path / "runs.csv", etp="2", vpp="none", moe_ffn_hidden_size="640", shared_expert_gate="true", qk_norm=""))
+    (run,) = read_runs(
+        write(
+            tmp_path / "runs.csv",
+            etp="2",
+            vpp="none",
+            moe_ffn_hidden_size="640",
+            shared_expert_gate="true",
+            qk_norm="",
+        )
+    )
     config = run.job.config
-    assert (config.etp, config.vpp, config.moe_ffn_hidden_size, config.shared_expert_gate, config.qk_norm) == (2, None, 640, True, False)
+    assert (
+        config.etp,
+        config.vpp,
+        config.moe_ffn_hidden_size,
+        config.shared_expert_gate,
+        config.qk_norm,
+    ) == (2, None, 640, True, False)
     assert (run.memory_gib, run.seconds, run.job.sharding) == (33.3, 0.5, "distributed")
 
 
 def test_bad_cells_of_settings_are_named_together(tmp_path):
     with pytest.raises(ValueError) as error:
-        read_runs(write(tmp_path / "runs.csv", cp="0", vpp="two", normalization="layernorm", shared_expert_size="-1"))
+        read_runs(
+            write(
+                tmp_path / "runs.csv", cp="0", vpp="two", normalization="layernorm", shared_expert_size="-1"
+            )
+        )
     lines = str(error.value).splitlines()
     assert {line.partition("column ")[2].partition(":")[0] for line in lines} == {
         "shared_expert_size=-1", "normalization=layernorm", "vpp=two", "cp=0",
     }  # fmt: skip
     assert len(lines) == 4
-    assert all(line.startswith(f"{tmp_path}/runs.csv, row mine, column ") and "Fix: mend the cell" in line for line in lines)
+    assert all(
+        line.startswith(f"{tmp_path}/runs.csv, row mine, column ") and "Fix: mend the cell" in line
+        for line in lines
+    )
 
 
-@pytest.mark.parametrize(("column", "value"), [("pp", 10**20), ("layers", 10**12), ("heads", 10**6), ("mem_gb", 1e300), ("tp", "1e3")])
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [("pp", 10**20), ("layers", 10**12), ("heads", 10**6), ("mem_gb", 1e300), ("tp", "1e3")],
+)
 def test_numbers_that_cannot_be(tmp_path, column, value):
     path = tmp_path / "runs.csv"
     write(path, **{column: str(value)})
-    with pytest.raises(ValueError, match=rf"column {column}=.*: (must be a (whole )?number|is more than hidden)"):
+    with pytest.raises(
+        ValueError, match=rf"column {column}=.*: (must be a (whole )?number|is more than hidden)"
+    ):
         read_runs(path)
 
 

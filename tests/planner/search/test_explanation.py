@@ -7,7 +7,13 @@ from moe_exp.config import ConfigError, load_config
 from moe_exp.config.checks.checks import check_config
 from moe_exp.planner.search.explanation import bound_by, explain, layout_words
 from moe_exp.planner.search.layout_rules import LAYOUT_SETTINGS
-from moe_exp.planner.search.layout_text import exported_settings, parse_budget, parse_fixed, parse_wanted, world_of
+from moe_exp.planner.search.layout_text import (
+    exported_settings,
+    parse_budget,
+    parse_fixed,
+    parse_wanted,
+    world_of,
+)
 from moe_exp.planner.search.topology import search
 
 
@@ -35,11 +41,14 @@ def test_all_reasons_together():
 
 def test_a_batch_for_no_whole_number_of_replicas():
     said = told({"tp": 2, "pp": 4}, gbsz=1024)
-    assert said.problems == ["GBSZ=1024: is not a multiple of MBSZ*DP=1*48=48. Fix: set GBSZ to 1008 or 1056."]
+    assert said.problems == [
+        "GBSZ=1024: is not a multiple of MBSZ*DP=1*48=48. Fix: set GBSZ to 1008 or 1056."
+    ]
 
 
 def test_one_setting_is_blamed_for_itself_alone():
-    assert set(names(told({"tp": 5}).problems)) == {"TP"}  # not for the ranks that TP=5, PP=1 would leave over
+    # not for the ranks that TP=5, PP=1 would leave over
+    assert set(names(told({"tp": 5}).problems)) == {"TP"}
     assert "the global batch is not a multiple" in told({"mbsz": 3}).problems[0]
 
 
@@ -52,7 +61,9 @@ def test_flags_that_fix_a_setting_count():
 def test_where_a_layout_stands_and_what_it_loses():
     everything = found(48)
     best, last = everything.ranked[0], everything.ranked[-1]
-    exact = {name: getattr(last.config, name) for name in LAYOUT_SETTINGS if not name.endswith("_stage_layers")}
+    exact = {
+        name: getattr(last.config, name) for name in LAYOUT_SETTINGS if not name.endswith("_stage_layers")
+    }
     said = told(exact)
     assert said.fits and said.candidate is not None
     assert said.candidate.config == last.config
@@ -72,14 +83,18 @@ def test_the_best_loses_nothing():
 def test_a_layout_out_of_memory_says_how_far():
     hardware = with_memory(10)
     config = model(LARGE, nnodes=48)
-    said = explain(search(config, hardware, constants=PRIORS), config, hardware, {"tp": 4, "pp": 12}, constants=PRIORS)
+    said = explain(
+        search(config, hardware, constants=PRIORS), config, hardware, {"tp": 4, "pp": 12}, constants=PRIORS
+    )
     assert said.candidate is not None and not said.fits
     assert said.problems[0].startswith("LAYOUT=TP4,PP12,DP8: needs ")
     assert f"{said.candidate.prediction.peak_bytes / 2**30:.1f} of 10.0 GiB" in said.problems[0]
 
 
 def test_bound_and_layout_in_words():
-    one = search(model(SMALL), A100, fixed={"tp": [2], "pp": [2], "ep": [2], "vpp": [2]}, constants=PRIORS).ranked[0]
+    one = search(
+        model(SMALL), A100, fixed={"tp": [2], "pp": [2], "ep": [2], "vpp": [2]}, constants=PRIORS
+    ).ranked[0]
     assert layout_words(one.config).startswith("TP2,PP2,VPP2,EP2,")
     assert layout_words(one.config).endswith(",DP1")
     assert bound_by(one.prediction.time).startswith(one.prediction.time.bound.replace("_", " "))
@@ -88,7 +103,9 @@ def test_bound_and_layout_in_words():
 # A layout as environment variables
 
 
-@pytest.mark.parametrize("base", [LARGE | {"nnodes": 48}, {"preset": "mixtral-8x7b", "nnodes": 2, "gpus_per_node": 8, "gbsz": 64}])
+@pytest.mark.parametrize(
+    "base", [LARGE | {"nnodes": 48}, {"preset": "mixtral-8x7b", "nnodes": 2, "gpus_per_node": 8, "gbsz": 64}]
+)
 def test_training_takes_what_is_exported(base):
     config = model(base)
     ranked = search(config, A100, constants=PRIORS).ranked
@@ -97,7 +114,14 @@ def test_training_takes_what_is_exported(base):
     for one in [*ranked[:2], *uneven, *interleaved]:
         variables = dict(exported_settings(one.config, load_config({"preset": config.preset}, {})))
         # Whatever an earlier layout left in the environment is overridden.
-        old = {"TP": "2", "PIPELINE_LAYERS": "1,2", "FIRST_STAGE_LAYERS": "7", "VPP": "9", "RECOMPUTE": "moe_act", "NNODES": "3"}
+        old = {
+            "TP": "2",
+            "PIPELINE_LAYERS": "1,2",
+            "FIRST_STAGE_LAYERS": "7",
+            "VPP": "9",
+            "RECOMPUTE": "moe_act",
+            "NNODES": "3",
+        }
         again = load_config({}, old | variables)
         assert again == one.config
         assert check_config(again) == []
@@ -106,7 +130,10 @@ def test_training_takes_what_is_exported(base):
 
 def test_an_empty_setting_cannot_be_exported():
     config = model({"preset": "deepseek-v3-like"}, rampup_batch_size="", gpus_per_node=8)
-    with pytest.raises(ValueError, match=r"^RAMPUP_BATCH_SIZE=: an empty variable would leave what PRESET=deepseek-v3-like has\. Fix: "):
+    with pytest.raises(
+        ValueError,
+        match=r"^RAMPUP_BATCH_SIZE=: an empty variable would leave what PRESET=deepseek-v3-like has\. Fix: ",
+    ):
         list(exported_settings(config, load_config({"preset": "deepseek-v3-like"}, {})))
 
 
@@ -114,14 +141,31 @@ def test_an_empty_setting_cannot_be_exported():
 
 
 def test_lists_of_values():
-    texts = {"tp": "2, 4", "vpp": "none,2", "recompute": "full", "pipeline_layers": "8,9*10,8", "first_stage_layers": "0"}
-    values = {"tp": (2, 4), "vpp": (None, 2), "recompute": ("full",), "pipeline_layers": ("8,9*10,8",), "first_stage_layers": (0,)}
+    texts = {
+        "tp": "2, 4",
+        "vpp": "none,2",
+        "recompute": "full",
+        "pipeline_layers": "8,9*10,8",
+        "first_stage_layers": "0",
+    }
+    values = {
+        "tp": (2, 4),
+        "vpp": (None, 2),
+        "recompute": ("full",),
+        "pipeline_layers": ("8,9*10,8",),
+        "first_stage_layers": (0,),
+    }
     assert parse_fixed(texts) == values
 
 
 def test_a_layout_in_one_line():
     config = model(LARGE, nnodes=48)
-    assert parse_wanted("TP=4, pp=12,MBS=2,DP=8,vpp=none", config) == {"tp": 4, "pp": 12, "mbsz": 2, "vpp": None}
+    assert parse_wanted("TP=4, pp=12,MBS=2,DP=8,vpp=none", config) == {
+        "tp": 4,
+        "pp": 12,
+        "mbsz": 2,
+        "vpp": None,
+    }
     assert parse_wanted("PIPELINE_LAYERS=5,6*10,5,PP=12", config) == {"pipeline_layers": "5,6*10,5", "pp": 12}
 
 
@@ -130,7 +174,10 @@ def test_a_layout_in_one_line():
     [
         ("TP=4,PP=12,DP=9", [r"DP=9: is not GPUs / \(TP\*PP\*CP\) = 384 / 48\. Fix: "]),
         ("TP=4,DP=8", [r"DP=8: is not GPUs"]),
-        ("TP=0,VPP=x,RECOMPUTE=some", ["TP=0: must be", "VPP=x: must be none, or", "RECOMPUTE=some: is not known"]),
+        (
+            "TP=0,VPP=x,RECOMPUTE=some",
+            ["TP=0: must be", "VPP=x: must be none, or", "RECOMPUTE=some: is not known"],
+        ),
         ("TP,GBSZ=3", ["EXPLAIN=TP: is not one of", "EXPLAIN=GBSZ=3: is not one of"]),
         ("PIPELINE_LAYERS=5+6", [r"PIPELINE_LAYERS=5\+6: must be the layers of every stage"]),
     ],
@@ -147,13 +194,17 @@ def test_values_that_are_no_sizes(text):
         parse_fixed({"tp": text})
 
 
-@pytest.mark.parametrize(("text", "count"), [("300B", 300 * 10**9), ("3e11", 3 * 10**11), ("0.5t", 5 * 10**11), ("7", 7)])
+@pytest.mark.parametrize(
+    ("text", "count"), [("300B", 300 * 10**9), ("3e11", 3 * 10**11), ("0.5t", 5 * 10**11), ("7", 7)]
+)
 def test_token_budgets(text, count):
     assert parse_budget(text, "1.5") == {"num_tokens": count, "price_per_gpu_hour": 1.5}
 
 
 def test_stages_without_end_are_refused():
-    with pytest.raises(ConfigError, match=r"PIPELINE_LAYERS=1\*99999999999: must be the layers of every stage"):
+    with pytest.raises(
+        ConfigError, match=r"PIPELINE_LAYERS=1\*99999999999: must be the layers of every stage"
+    ):
         parse_fixed({"pipeline_layers": "1*99999999999"})
 
 
@@ -162,7 +213,10 @@ def test_budgets_that_are_none():
     for text in ("0", "-3B", "many", "", "B", "inf", "nan", "1e300"):
         with pytest.raises(
             ConfigError,
-            match=r"^TOKENS=.*: must be a number of tokens, more than 0 and at most 1e\+18\. Fix: .*\nPRICE=-1: must be a number",
+            match=(
+                r"^TOKENS=.*: must be a number of tokens, more than 0 and at most 1e\+18\. Fix: .*\nPRICE=-1:"
+                r" must be a number"
+            ),
         ):
             parse_budget(text, "-1")
 
@@ -170,7 +224,9 @@ def test_budgets_that_are_none():
 def test_gpus_are_whole_nodes():
     assert world_of(384, 8) == {"nnodes": 48, "gpus_per_node": 8}
     assert world_of(4, 8) == {"nnodes": 1, "gpus_per_node": 4}
-    with pytest.raises(ValueError, match=r"^GPUS=12: are not whole nodes of GPUS_PER_NODE=8\. Fix: give 8 or 16"):
+    with pytest.raises(
+        ValueError, match=r"^GPUS=12: are not whole nodes of GPUS_PER_NODE=8\. Fix: give 8 or 16"
+    ):
         world_of(12, 8)
     for gpus, per_node, name in ((0, 8, "GPUS"), (-8, 8, "GPUS"), (8, 0, "GPUS_PER_NODE")):
         with pytest.raises(ValueError, match=f"^{name}=-?[08]: must be a whole number"):

@@ -34,7 +34,10 @@ MODELS = {
     "mixtral": ({"preset": "mixtral-8x7b", "gpus_per_node": 8}, {"nnodes": 4, "gbsz": 128}),
     "latent attention": ({"preset": "deepseek-v3-like", "gpus_per_node": 8}, {"nnodes": 32}),
     "long sequences": (SMALL, {"seq_len": 32768, "nnodes": 2, "num_layers": 4}),
-    "first layers dense": (SMALL, {"first_k_dense": 3, "num_layers": 9, "num_router_groups": 4, "router_group_topk": 2}),
+    "first layers dense": (
+        SMALL,
+        {"first_k_dense": 3, "num_layers": 9, "num_router_groups": 4, "router_group_topk": 2},
+    ),
 }
 
 
@@ -49,9 +52,12 @@ def test_training_accepts_whatever_a_search_proposes_and_the_rest_is_counted_onc
     assert not any(one.prediction.oom for one in result.ranked)
     space, rejected = Space.of(config), Counter[str]()
     left = sum(
-        len(family.experts) * sum(map(len, family.batches.values())) * len(space.recompute) for family in families(config, space, rejected)
+        len(family.experts) * sum(map(len, family.batches.values())) * len(space.recompute)
+        for family in families(config, space, rejected)
     )
-    splits = sum(len(space.etps(tp)) * len(stage_splits(config, pp)) for tp, pp in product(space.tp, space.pp))
+    splits = sum(
+        len(space.etps(tp)) * len(stage_splits(config, pp)) for tp, pp in product(space.tp, space.pp)
+    )
     whole = splits * len(space.cp) * len(space.ep) * len(space.mbsz) * len(space.vpp) * len(space.recompute)
     assert left + rejected.total() == whole == result.num_tried
 
@@ -59,12 +65,25 @@ def test_training_accepts_whatever_a_search_proposes_and_the_rest_is_counted_onc
 def all_layouts(config, space):
     """The whole space as configurations, one by one."""
     for tp, pp, cp, ep in product(space.tp, space.pp, space.cp, space.ep):
-        for etp, split, mbsz, vpp, recompute in product(space.etps(tp), stage_splits(config, pp), space.mbsz, space.vpp, space.recompute):
-            sizes = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp, "mbsz": mbsz, "vpp": vpp, "recompute": recompute}
+        for etp, split, mbsz, vpp, recompute in product(
+            space.etps(tp), stage_splits(config, pp), space.mbsz, space.vpp, space.recompute
+        ):
+            sizes = {
+                "tp": tp,
+                "pp": pp,
+                "cp": cp,
+                "ep": ep,
+                "etp": etp,
+                "mbsz": mbsz,
+                "vpp": vpp,
+                "recompute": recompute,
+            }
             yield with_layout(config, **sizes, **split)
 
 
-@pytest.mark.parametrize(("gibibytes", "settings"), [(80, {}), (5.5, {"seq_len": 4096}), (4.5, {"seq_len": 4096, "topk": 2})])
+@pytest.mark.parametrize(
+    ("gibibytes", "settings"), [(80, {}), (5.5, {"seq_len": 4096}), (4.5, {"seq_len": 4096, "topk": 2})]
+)
 def test_what_is_left_out_is_slower_or_does_not_fit(gibibytes, settings):
     config, hardware = model(SMALL, **settings), with_memory(gibibytes)
     result = search(config, hardware, constants=PRIORS)
@@ -81,7 +100,11 @@ def test_what_is_left_out_is_slower_or_does_not_fit(gibibytes, settings):
     for layout, seconds in fitting.items():
         less = [layout.model_copy(update={"recompute": other}) for other in ("none", "selective", "full")]
         # Left out: slow whatever its stages, or one with less recompute is there and no slower.
-        assert layout in ranked or seconds > 1.49 * best or any(ranked.get(other, 1e9) <= seconds for other in less)
+        assert (
+            layout in ranked
+            or seconds > 1.49 * best
+            or any(ranked.get(other, 1e9) <= seconds for other in less)
+        )
     counts = result.rejected
     assert counts[NOT_NEEDED] + counts[TOO_SLOW] == len(fitting) - len(ranked) or counts[TOO_SLOW] > 0
     if gibibytes < 80:
@@ -93,11 +116,13 @@ def test_leaving_out_changes_no_place_near_the_top(monkeypatch):
     short = search(config, A100, constants=PRIORS)
     monkeypatch.setattr(topology, "_HOPELESS", float("inf"))
     whole = search(config, A100, constants=PRIORS)
-    assert short.rejected[TOO_SLOW] == len(whole.ranked) - len(short.ranked) + whole.rejected[NOT_NEEDED] - short.rejected[NOT_NEEDED] + (
-        whole.rejected[OUT_OF_MEMORY] - short.rejected[OUT_OF_MEMORY]
-    )
+    assert short.rejected[TOO_SLOW] == len(whole.ranked) - len(short.ranked) + whole.rejected[
+        NOT_NEEDED
+    ] - short.rejected[NOT_NEEDED] + (whole.rejected[OUT_OF_MEMORY] - short.rejected[OUT_OF_MEMORY])
     limit = 1.5 * whole.ranked[0].seconds
-    assert [one.config for one in short.ranked if one.seconds <= limit] == [one.config for one in whole.ranked if one.seconds <= limit]
+    assert [one.config for one in short.ranked if one.seconds <= limit] == [
+        one.config for one in whole.ranked if one.seconds <= limit
+    ]
 
 
 # Rules, by the numbers that people know
@@ -114,10 +139,16 @@ def test_a_batch_that_the_replicas_do_not_divide():
 
 
 def test_a_batch_that_only_the_world_does_not_divide():
-    result = search(model(LARGE, nnodes=48), A100, fixed={"tp": [4], "pp": [12], "mbsz": [2]}, constants=PRIORS)
+    result = search(
+        model(LARGE, nnodes=48), A100, fixed={"tp": [4], "pp": [12], "mbsz": [2]}, constants=PRIORS
+    )
     assert result.ranked
     for one in result.ranked:
-        assert (one.config.world_size, one.config.data_parallel_size, one.config.gbsz % one.config.world_size) == (384, 8, 128)
+        assert (
+            one.config.world_size,
+            one.config.data_parallel_size,
+            one.config.gbsz % one.config.world_size,
+        ) == (384, 8, 128)
         assert one.filling_batch == 192
 
 
@@ -133,7 +164,10 @@ def test_tensor_parallel_ranks_stay_in_a_node():
     config = model(LARGE, nnodes=48)
     wide = search(config, A100, fixed={"tp": [16]}, constants=PRIORS)
     assert set(wide.rejected) == {"TP reaches over nodes"}
-    line = "TP=16: would reach over nodes of GPUS_PER_NODE=8, every layer would wait for the network. Fix: set TP to one of 1, 2, 4, 8."
+    line = (
+        "TP=16: would reach over nodes of GPUS_PER_NODE=8, every layer would wait for the network. Fix: set"
+        " TP to one of 1, 2, 4, 8."
+    )
     assert layout_problems(with_layout(config, tp=16))[-1] == line
     assert layout_problems(with_layout(model(LARGE, nnodes=1, gpus_per_node=16), tp=16)) == []
 
@@ -147,12 +181,14 @@ def test_experts_over_nodes_are_allowed_and_noted():
 
 def test_folded_experts():
     result = search(model(SMALL, nnodes=2), A100, fixed={"tp": [4], "pp": [2], "ep": [4]}, constants=PRIORS)
-    assert {(one.config.data_parallel_size, one.config.etp) for one in result.ranked} == {(1, 1)}  # EP=4 over the ranks of TP
+    # EP=4 over the ranks of TP
+    assert {(one.config.data_parallel_size, one.config.etp) for one in result.ranked} == {(1, 1)}
     assert result.rejected["GPUs are not a multiple of TP*PP*CP, or of ETP*EP*PP"] > 0  # ETP=4
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "pp", "stages"), [(106, 12, [8, *[9] * 10, 8]), (100, 6, [16, 17, 17, 17, 17, 16]), (82, 12, [6, *[7] * 10, 6])]
+    ("num_layers", "pp", "stages"),
+    [(106, 12, [8, *[9] * 10, 8]), (100, 6, [16, 17, 17, 17, 17, 16]), (82, 12, [6, *[7] * 10, 6])],
 )
 def test_embedding_and_output_layer_count_with_a_large_vocabulary(num_layers, pp, stages):
     config = model(LARGE, num_layers=num_layers)
@@ -163,7 +199,9 @@ def test_embedding_and_output_layer_count_with_a_large_vocabulary(num_layers, pp
 
 def test_stages_are_even_where_the_vocabulary_is_small():
     config = model(LARGE, vocab_size=32000)
-    assert [with_layout(config, pp=7, **split).stage_layers for split in stage_splits(config, 7)] == [[10] * 7]
+    assert [with_layout(config, pp=7, **split).stage_layers for split in stage_splits(config, 7)] == [
+        [10] * 7
+    ]
     assert len(stage_splits(model(LARGE), 7)) > 1
 
 
@@ -180,9 +218,15 @@ def test_recompute_is_what_memory_asks_for():
     config = model(SMALL, seq_len=4096, gbsz=64)
     fixed = {"tp": [1], "pp": [1], "vpp": [None], "mbsz": [16], "ep": [1]}
     found = [search(config, with_memory(80 * 0.9**step), fixed=fixed, constants=PRIORS) for step in range(40)]
-    levels = [("none", "selective", "full").index(one.ranked[0].config.recompute) if one.ranked else 3 for one in found]
+    levels = [
+        ("none", "selective", "full").index(one.ranked[0].config.recompute) if one.ranked else 3
+        for one in found
+    ]
     assert levels == sorted(levels) and set(levels) == {0, 1, 2, 3}
-    assert all(len(one.ranked) == (level < 3) and one.num_tried == 3 for one, level in zip(found, levels, strict=True))
+    assert all(
+        len(one.ranked) == (level < 3) and one.num_tried == 3
+        for one, level in zip(found, levels, strict=True)
+    )
 
 
 def test_nothing_fits():

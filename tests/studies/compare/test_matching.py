@@ -1,4 +1,6 @@
-"""Sizes that match: FLOPs and active parameters per token of many models, rules of the layout, and what cannot be matched."""
+"""Sizes that match: FLOPs and active parameters per token of many models, rules of the layout, and what
+cannot be matched.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,14 @@ from hypothesis import strategies as st
 
 from moe_exp.config import ConfigError, load_config
 from moe_exp.config.checks.checks import check_config
-from moe_exp.studies.compare.matching import active_parameters, apart, flops_per_token, match_sizes, matched_width, with_iterations
+from moe_exp.studies.compare.matching import (
+    active_parameters,
+    apart,
+    flops_per_token,
+    match_sizes,
+    matched_width,
+    with_iterations,
+)
 from moe_exp.studies.compare.variants import Variant, make_variants, reference_of
 
 CPU = {"preset": "cpu"}
@@ -20,10 +29,12 @@ def moe_models(draw):
     layers, tp = draw(st.integers(1, 12)), draw(st.sampled_from([1, 2, 4]))
     heads = 4 * draw(st.integers(1, 8))
     return CPU | {
-        "num_layers": layers, "hidden_size": heads * draw(st.sampled_from([32, 64, 128])), "num_heads": heads, "num_query_groups": 4,
-        "ffn_hidden_size": 8 * tp * draw(st.integers(12, 300)), "moe_ffn_hidden_size": draw(st.sampled_from([0, 64, 200, 1000])),
-        "num_experts": draw(st.sampled_from([8, 16])), "topk": draw(st.integers(1, 6)), "seq_len": 64 * draw(st.integers(1, 30)),
-        "shared_expert_size": draw(st.sampled_from([0, 256])), "first_k_dense": draw(st.integers(0, layers - 1)),
+        "num_layers": layers, "hidden_size": heads * draw(st.sampled_from([32, 64, 128])), "num_heads": heads,
+        "num_query_groups": 4, "ffn_hidden_size": 8 * tp * draw(st.integers(12, 300)),
+        "moe_ffn_hidden_size": draw(st.sampled_from([0, 64, 200, 1000])),
+        "num_experts": draw(st.sampled_from([8, 16])), "topk": draw(st.integers(1, 6)),
+        "seq_len": 64 * draw(st.integers(1, 30)), "shared_expert_size": draw(st.sampled_from([0, 256])),
+        "first_k_dense": draw(st.integers(0, layers - 1)),
         "activation": draw(st.sampled_from(["swiglu", "gelu"])), "tie_embeddings": draw(st.booleans()),
         "tp": tp, "gpus_per_node": 4, "gbsz": 16, "mbsz": 1,
     }  # fmt: skip
@@ -36,7 +47,9 @@ def test_a_dense_model_matches_within_one_percent(given_settings, match):
     assert check_config(moe.config) == [] and check_config(dense.config) == []
     measure = flops_per_token if match == "flops" else active_parameters
     assert measure(dense.config) == pytest.approx(measure(moe.config), rel=0.01)
-    changed = {name for name, value in moe.config.model_dump().items() if dense.config.model_dump()[name] != value}
+    changed = {
+        name for name, value in moe.config.model_dump().items() if dense.config.model_dump()[name] != value
+    }
     assert changed <= {"use_moe", "ffn_hidden_size"}
 
 
@@ -50,7 +63,8 @@ def test_other_experts_match_too(given_settings, topk, etp):
 
 
 def test_the_width_by_hand():
-    # One layer in four is dense: (3 * 2 * 128 + 256) / 4 = 256 per layer; with tp=1 that is a width of its own.
+    # One layer in four is dense: (3 * 2 * 128 + 256) / 4 = 256 per layer; with tp=1 that is a width of its
+    # own.
     settings = CPU | {"topk": 2, "moe_ffn_hidden_size": 128, "ffn_hidden_size": 256, "first_k_dense": 1}
     moe, dense = match_sizes(make_variants("dmoe,dense", [], settings), "flops")
     assert dense.config.ffn_hidden_size == 256
@@ -63,7 +77,8 @@ def test_the_width_by_hand():
 def test_the_router_counts_as_active_parameters():
     settings = CPU | {"num_experts": 256, "topk": 4}
     moe, dense = match_sizes(make_variants("dmoe,dense", [], settings), "active-params")
-    # Four experts of 256, and 256 rows of 128 weights in the router: as many as 256 / 3 channels of an MLP of three matrices have.
+    # Four experts of 256, and 256 rows of 128 weights in the router: as many as 256 / 3 channels of an MLP of
+    # three matrices have.
     exact = matched_width(dense.config, active_parameters(moe.config), active_parameters)
     assert exact == dense.config.ffn_hidden_size and abs(exact - (1024 + 256 / 3)) <= 32
     assert abs(apart(dense.config, moe.config, "active-params")) <= 2e-3
@@ -84,20 +99,41 @@ def test_a_width_that_is_given_is_kept():
 
 
 def test_a_model_that_is_too_large_is_refused():
-    with pytest.raises(ConfigError, match=r"VARIANT=deep: cannot have the .* FLOPs per token of dmoe: .* Fix: set its FFN_HIDDEN_SIZE"):
+    with pytest.raises(
+        ConfigError,
+        match=r"VARIANT=deep: cannot have the .* FLOPs per token of dmoe: .* Fix: set its FFN_HIDDEN_SIZE",
+    ):
         match_sizes(make_variants("dmoe", ["deep:USE_MOE=false,NUM_LAYERS=60"], CPU), "flops")
 
 
 def test_the_schedule_goes_with_the_iterations():
-    settings = CPU | {"train_iters": 100, "decay_iters": 80, "warmup_iters": 10, "lr_decay_style": "WSD", "wsd_decay_iters": 20}
+    settings = CPU | {
+        "train_iters": 100,
+        "decay_iters": 80,
+        "warmup_iters": 10,
+        "lr_decay_style": "WSD",
+        "wsd_decay_iters": 20,
+    }
     variant = Variant.of("a", {}, settings)
     longer = with_iterations(variant, 150).config
-    assert (longer.train_iters, longer.decay_iters, longer.warmup_iters, longer.wsd_decay_iters) == (150, 120, 10, 30)
+    assert (longer.train_iters, longer.decay_iters, longer.warmup_iters, longer.wsd_decay_iters) == (
+        150,
+        120,
+        10,
+        30,
+    )
     shorter = with_iterations(variant, 5).config
-    assert (shorter.train_iters, shorter.decay_iters, shorter.warmup_iters, shorter.wsd_decay_iters) == (5, 4, 3, 1)
+    assert (shorter.train_iters, shorter.decay_iters, shorter.warmup_iters, shorter.wsd_decay_iters) == (
+        5,
+        4,
+        3,
+        1,
+    )
     assert check_config(longer) == [] and check_config(shorter) == []
     assert with_iterations(variant, 100) is variant
-    no_decay = Variant.of("b", {}, settings | {"decay_iters": 0, "lr_decay_style": "cosine", "wsd_decay_iters": 0})
+    no_decay = Variant.of(
+        "b", {}, settings | {"decay_iters": 0, "lr_decay_style": "cosine", "wsd_decay_iters": 0}
+    )
     assert with_iterations(no_decay, 50).config.decay_iters == 0
 
 

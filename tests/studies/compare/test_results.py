@@ -1,4 +1,6 @@
-"""From records to the table: numbers worked out by hand, the same as the page's, runs that failed or were never started."""
+"""From records to the table: numbers worked out by hand, the same as the page's, runs that failed or were
+never started.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +19,36 @@ from moe_exp.studies.compare.table import plan_text, result_text
 
 
 def record(iteration: int, loss: float | None, **more) -> dict:
-    return {"kind": "train", "iteration": iteration, "consumed_tokens": 100 * iteration, "consumed_flops": 1000 * iteration,
-            "lm_loss": loss, "elapsed_time_per_iteration_ms": 500.0, **more}  # fmt: skip
+    return {
+        "kind": "train",
+        "iteration": iteration,
+        "consumed_tokens": 100 * iteration,
+        "consumed_flops": 1000 * iteration,
+        "lm_loss": loss,
+        "elapsed_time_per_iteration_ms": 500.0,
+        **more,
+    }
 
 
 @pytest.fixture
 def comparison(tmp_path):
-    flags = {"preset": "cpu", "run_dir": str(tmp_path), "run_name": "mine", "train_iters": 4, "decay_iters": 4, "warmup_iters": 1}
+    flags = {
+        "preset": "cpu",
+        "run_dir": str(tmp_path),
+        "run_name": "mine",
+        "train_iters": 4,
+        "decay_iters": 4,
+        "warmup_iters": 1,
+    }
     return Comparison.of(Options(repeats=2), flags, {})
 
 
 def write_run(run, losses, *, seconds=1.0, status="finished", valid=None):
     run.folder.path.mkdir(parents=True)
     records = [
-        record(n, loss, training_seconds=n * seconds, tokens_per_second=100 / seconds, peak_memory_bytes=2**30)
+        record(
+            n, loss, training_seconds=n * seconds, tokens_per_second=100 / seconds, peak_memory_bytes=2**30
+        )
         for n, loss in enumerate(losses, start=1)
     ]
     if valid:
@@ -46,7 +64,8 @@ def test_losses_where_the_first_run_ends(comparison):
     write_run(dense, [6.0, 5.0, 4.5], seconds=1.5)
     write_run(dmoe2, [None, None])
     ended = [read_ended(run) for run in (dmoe, dense, dmoe2, dense2)]
-    # dense ends with 300 tokens at 4.5 s, where dmoe is a quarter of the way from 4.0, at 4 s, to 3.0, at 6 s.
+    # dense ends with 300 tokens at 4.5 s, where dmoe is a quarter of the way from 4.0, at 4 s, to 3.0, at 6
+    # s.
     assert losses_at_shared_end(ended, "tokens") == (300.0, [3.0, 4.5, None, None])
     assert losses_at_shared_end(ended, "seconds") == (4.5, [3.75, 4.5, None, None])
     assert losses_at_shared_end(ended[1:], "tokens") is None
@@ -63,9 +82,11 @@ def test_it_says_what_the_page_says(comparison):
     (said,) = [line for line in text.splitlines() if line.startswith("- dmoe ")]
     runs = read_runs([dmoe.folder.path, dense.folder.path])
     assert said == f"- {parity_text(parities(runs)[0])}"
-    # dense is at 5.1875 with its 24th record and at 5.0625 with its 25th, so at 5.15 with 24.3: 30 / 24.3, and 60 s / 24.3 s.
+    # dense is at 5.1875 with its 24th record and at 5.0625 with its 25th, so at 5.15 with 24.3: 30 / 24.3,
+    # and 60 s / 24.3 s.
     assert said.endswith(
-        "to its own lowest, 5.1500, it needed 123% of the FLOPs, 247% of the time and 123% of the tokens that dense needed."
+        "to its own lowest, 5.1500, it needed 123% of the FLOPs, 247% of the time and 123% of the tokens that"
+        " dense needed."
     )
     rows = dict(overview_rows([one.numbers for one in ended]))
     assert rows["training loss at the end (mean of the last 5%)"] == ["5.1500", "4.4375"]
@@ -78,31 +99,42 @@ def test_the_report_of_seeds_of_which_one_failed(comparison):
     write_run(dmoe, [6.0, 4.0, 3.0, 2.0], seconds=2.0, valid=2.5)
     write_run(dense, [6.0, 5.0, 4.0, 3.0], valid=3.5)
     write_run(dmoe2, [6.0, 5.0, 4.0, 1.0], seconds=2.0, valid=1.5)
-    ended = [read_ended(dmoe), read_ended(dense), read_ended(dmoe2), read_ended(dense2, status="failed", reason="it is gone")]
+    ended = [
+        read_ended(dmoe),
+        read_ended(dense),
+        read_ended(dmoe2),
+        read_ended(dense2, status="failed", reason="it is gone"),
+    ]
     assert [is_finished(run) for run in comparison.runs()] == [True, True, True, False]
     way = compared(ended[0], ended[1])
-    # dmoe is at 3.0 with its third record: three quarters of the tokens, and at 6 s, when dense has ended at 4 s.
+    # dmoe is at 3.0 with its third record: three quarters of the tokens, and at 6 s, when dense has ended at
+    # 4 s.
     assert (way.loss, way.tokens, way.flops, way.seconds) == (3.0, 0.75, 0.75, 1.5)
     assert compared(ended[2], ended[3]).reason == "dense_seed_1235 has no loss yet"
     text = result_text(comparison, ended)
-    rows = {cells[1].strip(): [cell.strip() for cell in cells[2:-1]] for line in text.splitlines() if len(cells := line.split("|")) > 3}
+    rows = {
+        cells[1].strip(): [cell.strip() for cell in cells[2:-1]]
+        for line in text.splitlines()
+        if len(cells := line.split("|")) > 3
+    }
     assert rows["status"] == ["finished", "1 finished, 1 failed"]
     assert rows["final loss"] == ["1.5000 ± 0.7071", "3.0000"]
     assert rows["last validation loss"] == ["2.0000 ± 0.7071", "3.5000"]
     assert rows["loss at 4.0 s of training"] == ["4.5000 ± 0.7071", "3.0000"]
     assert rows["memory of a rank"] == ["1.00 GiB", "1.00 GiB"]
     assert (
-        "- dmoe reaches the loss of dense (3.0000 nats per token, the lowest that both reach) in 75% of the FLOPs, 150% of the time "
-        "and 75% of the tokens."
-    ) in text
+        "- dmoe reaches the loss of dense (3.0000 nats per token, the lowest that both reach) in 75% of the"
+        " FLOPs, 150% of the time and 75% of the tokens." in text
+    )
     assert "- dense_seed_1235 failed: it is gone" in text
     write_run(dense2, [6.0, 5.0, 4.0, 2.0])
     text = result_text(comparison, [*ended[:3], read_ended(dense2)])
-    # The second pair meets at 2.0, with the fourth record of dense and after 3 2/3 of dmoe: 75% and 91.7%, 150% and 183.3%.
+    # The second pair meets at 2.0, with the fourth record of dense and after 3 2/3 of dmoe: 75% and 91.7%,
+    # 150% and 183.3%.
     assert (
-        "- dmoe against dense, means of 2 seeds: to the lowest loss that both reach, 2.5000 ± 0.7071, it needed 83% ± 12% of the FLOPs, "
-        "167% ± 24% of the time and 83% ± 12% of the tokens\n"
-    ) in text
+        "- dmoe against dense, means of 2 seeds: to the lowest loss that both reach, 2.5000 ± 0.7071, it"
+        " needed 83% ± 12% of the FLOPs, 167% ± 24% of the time and 83% ± 12% of the tokens\n" in text
+    )
 
 
 def test_nothing_has_run(comparison):
@@ -115,8 +147,13 @@ def test_a_run_that_came_to_nan_has_no_final_loss(comparison):
     write_run(dmoe, [6.0, None, None, None])
     write_run(dense, [6.0, 5.0, 4.0, 3.0])
     assert read_ended(dmoe).final_loss is None and read_ended(dense).final_loss == 3.0
-    text = result_text(comparison, [read_ended(dmoe), read_ended(dense), *map(read_ended, comparison.runs()[2:])])
-    assert "- dmoe does not reach the loss of dense (3.0000 nats per token); to its own lowest, 6.0000, it needed 100% of" in text
+    text = result_text(
+        comparison, [read_ended(dmoe), read_ended(dense), *map(read_ended, comparison.runs()[2:])]
+    )
+    assert (
+        "- dmoe does not reach the loss of dense (3.0000 nats per token); to its own lowest, 6.0000, it"
+        " needed 100% of" in text
+    )
 
 
 def test_another_call_with_other_settings_is_refused(comparison):
@@ -132,7 +169,10 @@ def test_another_call_with_other_settings_is_refused(comparison):
         "decay_iters": 4,
         "warmup_iters": 1,
     }
-    with pytest.raises(ConfigError, match=r"^LR=0.1: .* holds a dmoe with 0.003. Fix: set it as it was, or give another RUN_NAME"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^LR=0.1: .* holds a dmoe with 0.003. Fix: set it as it was, or give another RUN_NAME",
+    ):
         compare_with_before(Comparison.of(Options(), flags | {"lr": 0.1}, {}))
     with pytest.raises(ConfigError, match=r"^MATCH=time: .* was made with flops"):
         compare_with_before(Comparison.of(Options(match="time"), flags, {}))
@@ -140,14 +180,20 @@ def test_another_call_with_other_settings_is_refused(comparison):
     more = Comparison.of(Options(runs="dmoe,dense,moe"), flags | {"wandb_project": "x"}, {})
     compare_with_before(more)
     keep(more, {})
-    assert json.loads((comparison.folder / "compare.json").read_text())["variants"].keys() == {"dmoe", "dense", "moe"}
+    assert json.loads((comparison.folder / "compare.json").read_text())["variants"].keys() == {
+        "dmoe",
+        "dense",
+        "moe",
+    }
     (comparison.folder / "compare.json").write_text("{}")
     with pytest.raises(ValueError, match=r"compare.json: cannot be read. Fix: remove it"):
         compare_with_before(comparison)
 
 
 def test_equal_time(tmp_path):
-    by_time = Comparison.of(Options(match="time"), {"preset": "cpu", "train_iters": 300, "run_dir": str(tmp_path)}, {})
+    by_time = Comparison.of(
+        Options(match="time"), {"preset": "cpu", "train_iters": 300, "run_dir": str(tmp_path)}, {}
+    )
     paced = by_time.paced({"dmoe": 0.5, "dense": 0.4})
     assert [one.config.train_iters for one in paced.variants] == [300, 375]
     assert [one.config.decay_iters for one in paced.variants] == [300, 375]
@@ -155,10 +201,12 @@ def test_equal_time(tmp_path):
     assert "0:02:30 | 0:02:30" in text and text.endswith("times are 0.0% apart")
     for run, seconds in zip(paced.runs(), (1.0, 1.1), strict=True):
         write_run(run, [5.0, 4.0], seconds=seconds)
-    assert "- training times came out 10.0% apart" in result_text(paced, [read_ended(run) for run in paced.runs()])
-    limited = Comparison.of(Options(match="time", seconds=20.0), {"preset": "cpu", "train_iters": 300}, {}).paced(
-        {"dmoe": 0.5, "dense": 0.3}
+    assert "- training times came out 10.0% apart" in result_text(
+        paced, [read_ended(run) for run in paced.runs()]
     )
+    limited = Comparison.of(
+        Options(match="time", seconds=20.0), {"preset": "cpu", "train_iters": 300}, {}
+    ).paced({"dmoe": 0.5, "dense": 0.3})
     assert [one.config.train_iters for one in limited.variants] == [40, 67]
     assert plan_text(limited, {"dmoe": 0.5, "dense": 0.3}, measured=True).endswith("times are 0.5% apart")
 
@@ -166,10 +214,22 @@ def test_equal_time(tmp_path):
 @pytest.mark.parametrize(
     ("options", "flags", "line"),
     [
-        (Options(match="luck"), {}, "MATCH=luck: is nothing to match by. Fix: use one of flops, active-params, time."),
+        (
+            Options(match="luck"),
+            {},
+            "MATCH=luck: is nothing to match by. Fix: use one of flops, active-params, time.",
+        ),
         (Options(repeats=0), {}, "REPEATS=0: must be at least 1"),
-        (Options(seconds=5.0), {}, "SECONDS=5.0: is a budget of time, but --match is flops. Fix: add --match time."),
-        (Options(match="time", seconds=-1.0), {}, "SECONDS=-1.0: must be a number from 0 on. Fix: leave it out for none."),
+        (
+            Options(seconds=5.0),
+            {},
+            "SECONDS=5.0: is a budget of time, but --match is flops. Fix: add --match time.",
+        ),
+        (
+            Options(match="time", seconds=-1.0),
+            {},
+            "SECONDS=-1.0: must be a number from 0 on. Fix: leave it out for none.",
+        ),
         (Options(timeout=float("nan")), {}, "TIMEOUT=nan: must be a number from 0 on"),
         (Options(), {"nnodes": 2}, "NNODES=2: runs are started on this node alone. Fix: set NNODES=1."),
     ],

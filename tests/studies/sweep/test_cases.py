@@ -1,4 +1,6 @@
-"""From lists to cases: the cross product, names, what each runs with, and what is refused before anything starts."""
+"""From lists to cases: the cross product, names, what each runs with, and what is refused before anything
+starts.
+"""
 
 from __future__ import annotations
 
@@ -30,24 +32,52 @@ def test_cross_product_in_order_without_repetitions():
 
 
 def test_names_have_what_tells_layouts_apart():
-    lists = {"NODES": "1 2", "GPUS": "4 8", "TPS": "1 2", "PPS": "1 2", "VPPS": "none 2", "EPS": "1 2", "ETPS": "1 2", "CPS": "1 2"}
+    lists = {
+        "NODES": "1 2",
+        "GPUS": "4 8",
+        "TPS": "1 2",
+        "PPS": "1 2",
+        "VPPS": "none 2",
+        "EPS": "1 2",
+        "ETPS": "1 2",
+        "CPS": "1 2",
+    }
     found = cases(**lists, MBSZS="1 2")
     assert len({case.name for case in found}) == len(found) == 2**9
-    layouts = [(c.nnodes, c.gpus_per_node, c.tp, c.pp, c.vpp, c.ep, c.etp, c.cp, c.mbsz) for c in (case.config for case in found)]
+    layouts = [
+        (c.nnodes, c.gpus_per_node, c.tp, c.pp, c.vpp, c.ep, c.etp, c.cp, c.mbsz)
+        for c in (case.config for case in found)
+    ]
     assert len(set(layouts)) == 2**9
 
 
 def test_a_case_runs_with_the_settings_that_were_given_and_writes_no_checkpoint():
-    (case,) = cases(HIDDEN_SIZE="64", TP="2", MBSZS="4", SWEEP_ITERS="6", LOAD_DIR="x", WARMUP_ITERS="500", RAMPUP_BATCH_SIZE="4 4 100")
+    (case,) = cases(
+        HIDDEN_SIZE="64",
+        TP="2",
+        MBSZS="4",
+        SWEEP_ITERS="6",
+        LOAD_DIR="x",
+        WARMUP_ITERS="500",
+        RAMPUP_BATCH_SIZE="4 4 100",
+    )
     config = load_config(case.flags, {})
     assert config == case.config
     assert (config.hidden_size, config.tp, config.train_iters) == (64, 2, 6)
-    assert (config.save_interval, config.save_at_end, config.eval_interval, config.load_dir) == (0, False, 0, "")
+    assert (config.save_interval, config.save_at_end, config.eval_interval, config.load_dir) == (
+        0,
+        False,
+        0,
+        "",
+    )
     assert config.log_interval == 1
     assert config.rampup is None
     assert config.warmup_iters == 0
     assert case.problems == ()
-    assert (config.run_dir, config.run_name) == (str(Path("sweeps/cpu_layers_4_hidden_64_experts_8_GBS_16/runs")), case.name)
+    assert (config.run_dir, config.run_name) == (
+        str(Path("sweeps/cpu_layers_4_hidden_64_experts_8_GBS_16/runs")),
+        case.name,
+    )
 
 
 def test_what_breaks_a_rule_has_all_reasons():
@@ -56,7 +86,11 @@ def test_what_breaks_a_rule_has_all_reasons():
     assert list(broken.problems) == check_config(broken.config)
     assert [line.partition("=")[0] for line in broken.problems] == ["GPUS_PER_NODE", "PP"]
     assert by_name["gpus_2_TP_2_PP_1_EP_1_MBS_1"].problems == ()
-    assert by_name["gpus_2_TP_1_PP_1_EP_1_MBS_3"].problems[0].startswith("GBSZ=16: is not a multiple of MBSZ*DP=3*2=6.")
+    assert (
+        by_name["gpus_2_TP_1_PP_1_EP_1_MBS_3"]
+        .problems[0]
+        .startswith("GBSZ=16: is not a multiple of MBSZ*DP=3*2=6.")
+    )
 
 
 def test_expert_layouts_of_a_dense_model_are_one():
@@ -80,7 +114,9 @@ def test_without_any_list_there_are_a_few(ranks, number):
 
 
 def test_flags_stand_above_the_environment():
-    (case,) = Sweep.of({"mbszs": "4", "hidden_size": "32"}, CPU | {"MBSZS": "1 2", "HIDDEN_SIZE": "64"}).cases()
+    (case,) = Sweep.of(
+        {"mbszs": "4", "hidden_size": "32"}, CPU | {"MBSZS": "1 2", "HIDDEN_SIZE": "64"}
+    ).cases()
     assert (case.config.mbsz, case.config.hidden_size) == (4, 32)
 
 
@@ -99,13 +135,18 @@ def test_bad_values_are_named_together():
     assert [line.partition("=")[0] for line in error.value.problems] == [
         "TPS", "PPS", "VPPS", "SWEEP_ITERS", "EXECUTOR", "HIDDEN_SIZE", "GBSZ",
     ]  # fmt: skip
-    assert error.value.problems[0] == (
-        "TPS=1 two: must be a valid integer (two). Fix: give TPS, list of tensor parallel sizes, as in '1 2 4'."
+    assert (
+        error.value.problems[0]
+        == "TPS=1 two: must be a valid integer (two). Fix: give TPS, list of tensor parallel sizes, as in '1"
+        " 2 4'."
     )
 
 
 def test_iterations_that_are_all_warm_up():
-    with pytest.raises(ConfigError, match=r"^SWEEP_ITERS=3: are all warm-up with SWEEP_WARMUP=3\. Fix: set SWEEP_ITERS to at least 4\.$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^SWEEP_ITERS=3: are all warm-up with SWEEP_WARMUP=3\. Fix: set SWEEP_ITERS to at least 4\.$",
+    ):
         Sweep.of({}, CPU | {"SWEEP_ITERS": "3"})
 
 
@@ -124,9 +165,16 @@ def test_a_dry_run_says_what_would_run_and_touches_nothing(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     for name in (*Config.model_fields, *SweepSettings.model_fields):
         monkeypatch.delenv(name.upper(), raising=False)
-    assert main(["sweep", "--dry-run", "--preset=cpu", "--gpus=1 2", "--eps=1 2", "--mbszs=1", "--run-oom=true"]) == 0
+    assert (
+        main(["sweep", "--dry-run", "--preset=cpu", "--gpus=1 2", "--eps=1 2", "--mbszs=1", "--run-oom=true"])
+        == 0
+    )
     head, *lines = capsys.readouterr().out.splitlines()
-    assert head == ("sweeps/cpu_layers_4_hidden_128_experts_8_GBS_16: 4 cases of 10 iterations, 3 of them warm-up: 3 to run, 1 rejected")
+    assert (
+        head
+        == "sweeps/cpu_layers_4_hidden_128_experts_8_GBS_16: 4 cases of 10 iterations, 3 of them warm-up: 3"
+        " to run, 1 rejected"
+    )
     assert [line.split()[:2] for line in lines] == [
         ["left", "gpus_1_TP_1_PP_1_EP_1_MBS_1"],
         ["rejected", "gpus_1_TP_1_PP_1_EP_2_MBS_1"],
@@ -143,13 +191,19 @@ def test_a_misspelt_list_is_pointed_out(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SWEEP_ITER", "20")
     assert main(["sweep", "--dry-run", "--preset=cpu", "--mbszs=1"]) == 0
     warning = "moe-exp sweep: warning: {} is not a setting; did you mean {}?"
-    assert capsys.readouterr().err.splitlines() == [warning.format("SWEEP_ITER", "SWEEP_ITERS"), warning.format("TPZ", "TPS")]
+    assert capsys.readouterr().err.splitlines() == [
+        warning.format("SWEEP_ITER", "SWEEP_ITERS"),
+        warning.format("TPZ", "TPS"),
+    ]
 
 
 def test_problems_of_all_cases_together_are_one_error_each(monkeypatch, capsys):
     monkeypatch.setenv("PPS", "a")
     assert main(["sweep", "--preset=cpu", "--case-timeout=0"]) == 1
-    assert [line.split("=")[0] for line in capsys.readouterr().err.splitlines()] == ["moe-exp sweep: PPS", "CASE_TIMEOUT"]
+    assert [line.split("=")[0] for line in capsys.readouterr().err.splitlines()] == [
+        "moe-exp sweep: PPS",
+        "CASE_TIMEOUT",
+    ]
 
 
 def test_the_script_explains_itself():
@@ -168,8 +222,8 @@ def test_a_batch_script_for_two_nodes(tmp_path):
     text = batch_script(case, files, log, JobOptions(["--account=mine"], 61, on_gpus=True))
     directives = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
     assert directives == [
-        f"--job-name={case.name}", "--nodes=2", "--ntasks-per-node=1", "--time=2", f"--output={log}", f"--chdir={Path.cwd()}",
-        "--gpus-per-node=8", "--account=mine",
+        f"--job-name={case.name}", "--nodes=2", "--ntasks-per-node=1", "--time=2", f"--output={log}",
+        f"--chdir={Path.cwd()}", "--gpus-per-node=8", "--account=mine",
     ]  # fmt: skip
     assert "--nnodes=2" in text and "--gpus-per-node=8" in text and "--node-rank=0" not in text
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0

@@ -1,4 +1,6 @@
-"""Whole sweeps: killed, resumed, timed out, interrupted, with cases that run out of memory and that crash; here and as SLURM jobs."""
+"""Whole sweeps: killed, resumed, timed out, interrupted, with cases that run out of memory and that crash;
+here and as SLURM jobs.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,12 @@ from moe_exp.studies.sweep.settings import SweepSettings
 SCRIPT = ROOT / "moe_exp" / "scripts" / "sweep_parallelism.sh"
 # A case is little more than its imports. RUN_OOM: whatever is predicted, these run.
 TINY = {
-    "PRESET": "cpu", "NUM_LAYERS": 2, "HIDDEN_SIZE": 64, "FFN_HIDDEN_SIZE": 96, "SEQ_LEN": 64, "NUM_EXPERTS": 4, "TOPK": 2, "GPUS": 1,
-    "SWEEP_ITERS": 3, "SWEEP_WARMUP": 1, "RUN_OOM": "true", "SWEEP_NAME": "mine", "PYTHON": sys.executable,
+    "PRESET": "cpu", "NUM_LAYERS": 2, "HIDDEN_SIZE": 64, "FFN_HIDDEN_SIZE": 96, "SEQ_LEN": 64,
+    "NUM_EXPERTS": 4, "TOPK": 2, "GPUS": 1, "SWEEP_ITERS": 3, "SWEEP_WARMUP": 1, "RUN_OOM": "true",
+    "SWEEP_NAME": "mine", "PYTHON": sys.executable,
 }  # fmt: skip
-# Of data and anonymous memory of a process. Ranks with their threads need half of it, with MBSZ=64 and a large vocabulary more than all.
+# Of data and anonymous memory of a process. Ranks with their threads need half of it, with MBSZ=64 and a
+# large vocabulary more than all.
 MEMORY_LIMIT = 2000 * 2**20
 
 
@@ -81,7 +85,9 @@ class Sweeps:
         return (self.path / "printed").read_text()
 
     def rows(self) -> dict[str, dict[str, str]]:
-        return {row["row_id"]: row for row in csv.DictReader((self.folder / "sweep.csv").read_text().splitlines())}
+        return {
+            row["row_id"]: row for row in csv.DictReader((self.folder / "sweep.csv").read_text().splitlines())
+        }
 
     def wait_for(self, name: str, sweep: subprocess.Popen[str]) -> None:
         """Returns once a file of the sweep is there and has something in it."""
@@ -109,7 +115,14 @@ def name_of(mbs: int, **other: int) -> str:
 
 @pytest.mark.slow
 def test_a_killed_sweep_goes_on_and_records_a_case_without_memory(sweeps):
-    settings = {"VOCAB_SIZE": 32768, "MBSZS": "8 64 24", "GBSZ": 64, "SWEEP_ITERS": 2, "SAVE_INTERVAL": 1, "WANDB_PROJECT": "x"}
+    settings = {
+        "VOCAB_SIZE": 32768,
+        "MBSZS": "8 64 24",
+        "GBSZ": 64,
+        "SWEEP_ITERS": 2,
+        "SAVE_INTERVAL": 1,
+        "WANDB_PROJECT": "x",
+    }
     sweep = sweeps.start(limit=MEMORY_LIMIT, **settings)
     sweeps.wait_for(f"logs/{name_of(64)}.log", sweep)
     os.kill(sweep.pid, signal.SIGKILL)
@@ -129,10 +142,19 @@ def test_a_killed_sweep_goes_on_and_records_a_case_without_memory(sweeps):
     assert name_of(24) not in printed
     assert (sweeps.folder / "results" / f"{name_of(8)}.json").read_bytes() == first
     done, out_of_memory, rejected = sweeps.rows().values()
-    assert (done["status"], done["oom"], done["mem_kind"], done["device"], done["reason"]) == ("ok", "0", "rss", "CPU", "")
+    assert (done["status"], done["oom"], done["mem_kind"], done["device"], done["reason"]) == (
+        "ok",
+        "0",
+        "rss",
+        "CPU",
+        "",
+    )
     assert (out_of_memory["status"], out_of_memory["oom"], out_of_memory["sec_per_it"]) == ("oom", "1", "")
     assert "DefaultCPUAllocator: can't allocate memory" in out_of_memory["reason"]
-    assert (rejected["status"], rejected["reason"][:35]) == ("rejected", "GBSZ=64: is not a multiple of MBSZ*")
+    assert (rejected["status"], rejected["reason"][:35]) == (
+        "rejected",
+        "GBSZ=64: is not a multiple of MBSZ*",
+    )
 
     # What was measured is what the run has written, and it has written nothing else.
     run = sweeps.folder / "runs" / name_of(8)
@@ -145,13 +167,21 @@ def test_a_killed_sweep_goes_on_and_records_a_case_without_memory(sweeps):
     config = load_config(json.loads(first)["flags"], {})
     assert float(done["tflops"]) == pytest.approx(flops_per_iteration(config) / seconds / 1e12, rel=1e-5)
     assert list((run / "checkpoints").iterdir()) == []
-    # It is what calibrate reads, and what stands beside the measurements is what the planner says about their rows.
+    # It is what calibrate reads, and what stands beside the measurements is what the planner says about their
+    # rows.
     measured, *others = read_runs(sweeps.folder / "sweep.csv")
-    assert (measured.job.measured_by, measured.hardware.name, [run.seconds for run in others]) == ("rss", "CPU", [None, None])
+    assert (measured.job.measured_by, measured.hardware.name, [run.seconds for run in others]) == (
+        "rss",
+        "CPU",
+        [None, None],
+    )
     predicted = predict(measured.job, measured.hardware)
     assert float(done["predicted_mem_gb"]) == pytest.approx(predicted.peak_bytes / 2**30, rel=1e-5)
     assert float(done["predicted_sec_per_it"]) == pytest.approx(predicted.time.total, rel=1e-5)
-    assert f"| 1 | 1 | 1 | 1 | 8 | 64 | {float(done['mem_gb']):.2f} |" in (sweeps.folder / "sweep.md").read_text()
+    assert (
+        f"| 1 | 1 | 1 | 1 | 8 | 64 | {float(done['mem_gb']):.2f} |"
+        in (sweeps.folder / "sweep.md").read_text()
+    )
     assert (sweeps.folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -196,7 +226,11 @@ def test_a_sweep_with_other_settings_is_refused(tmp_path, monkeypatch, capsys, d
     assert main(["sweep", "--hidden-size=128", "--mbszs=2", "--sweep-iters=5", *dry_run]) == 1
     lines = capsys.readouterr().err.splitlines()
     folder = tmp_path / "sweeps" / "mine"
-    assert lines[0] == (f"moe-exp sweep: HIDDEN_SIZE=128: {folder} has 64. Fix: set HIDDEN_SIZE as it was, or give another SWEEP_NAME.")
+    assert (
+        lines[0]
+        == f"moe-exp sweep: HIDDEN_SIZE=128: {folder} has 64. Fix: set HIDDEN_SIZE as it was, or give another"
+        " SWEEP_NAME."
+    )
     assert [line.partition("=")[0] for line in lines[1:]] == ["SWEEP_ITERS"]
     assert {path: path.read_bytes() for path in folder.iterdir()} == written
 
@@ -232,7 +266,10 @@ def test_sbatch_that_refuses(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", f"{cluster.programs}:{os.environ['PATH']}")
     in_process(monkeypatch, tmp_path, MBSZS="1", GBSZ=4, EXECUTOR="slurm", SBATCH="--partition=gpu")
     assert main(["sweep"]) == 1
-    expected = "sbatch: exit code 1: sbatch: error: invalid partition specified: gpu. Fix: change SBATCH=--partition=gpu, or what it names."
+    expected = (
+        "sbatch: exit code 1: sbatch: error: invalid partition specified: gpu. Fix: change"
+        " SBATCH=--partition=gpu, or what it names."
+    )
     assert expected in capsys.readouterr().err
 
 
@@ -241,7 +278,14 @@ def test_slurm_jobs_run_each_case_and_are_collected(tmp_path, monkeypatch, capsy
     cluster, data = Cluster(tmp_path / "clu ster"), written_tokens(tmp_path)
     monkeypatch.setenv("PATH", f"{cluster.programs}:{os.environ['PATH']}")
     monkeypatch.setattr(slurm_cases, "POLL_SECONDS", 0.2)
-    settings = {"MBSZS": "1 2", "GBSZ": 4, "EXECUTOR": "slurm", "SBATCH": "--partition=gpu --time=5", "NODES": "1", "CASE_TIMEOUT": 90}
+    settings = {
+        "MBSZS": "1 2",
+        "GBSZ": 4,
+        "EXECUTOR": "slurm",
+        "SBATCH": "--partition=gpu --time=5",
+        "NODES": "1",
+        "CASE_TIMEOUT": 90,
+    }
     in_process(monkeypatch, tmp_path, **settings, TRAIN_DATA=data)
     # Stopped after its jobs were submitted: those stay, and the same command waits for them.
     monkeypatch.setattr(slurm_cases, "ended_jobs", lambda waiting: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -253,12 +297,21 @@ def test_slurm_jobs_run_each_case_and_are_collected(tmp_path, monkeypatch, capsy
     in_process(monkeypatch, tmp_path, **settings, TRAIN_DATA=data)
     assert len(cluster.jobs()) == 2
     options = cluster.options(cluster.jobs()[0])
-    assert (options["nodes"], options["gpus-per-node"], options["partition"], options["time"]) == ("1", "1", "gpu", "5")
+    assert (options["nodes"], options["gpus-per-node"], options["partition"], options["time"]) == (
+        "1",
+        "1",
+        "gpu",
+        "5",
+    )
     assert options["job-name"] == name_of(1)
 
     # The second job never gets to its end.
     script = cluster.folder / f"{cluster.jobs()[1]}.sh"
-    script.write_text(script.read_text().replace("srun ", "echo 'slurmstepd: error: *** DUE TO TIME LIMIT ***'; exit 1; srun "))
+    script.write_text(
+        script.read_text().replace(
+            "srun ", "echo 'slurmstepd: error: *** DUE TO TIME LIMIT ***'; exit 1; srun "
+        )
+    )
     jobs = threading.Thread(target=cluster.run)
     jobs.start()
     assert main(["sweep"]) == 0
@@ -275,7 +328,8 @@ def test_slurm_jobs_run_each_case_and_are_collected(tmp_path, monkeypatch, capsy
 # Read by every Python at its start: rank 3 of one layout aborts.
 CRASH = """
 import os, sys
-if os.environ.get("RANK") == "3" and any(word.startswith("--run-name=gpus_4_TP_1_PP_1_EP_2") for word in sys.orig_argv):
+is_case = any(word.startswith("--run-name=gpus_4_TP_1_PP_1_EP_2") for word in sys.orig_argv)
+if os.environ.get("RANK") == "3" and is_case:
     os.abort()
 """
 
@@ -291,14 +345,16 @@ def test_layouts_of_one_two_and_four_processes_with_three_that_fail(sweeps):
     for name, row in rows.items():
         by_status.setdefault(row["status"], set()).add(name)
     assert by_status["ok"] == {
-        name_of(4), name_of(4, gpus=2), name_of(4, gpus=2, EP=2), name_of(4, gpus=2, PP=2), name_of(4, gpus=4), name_of(4, gpus=4, PP=2),
-        name_of(4, gpus=4, PP=2, EP=2),
+        name_of(4), name_of(4, gpus=2), name_of(4, gpus=2, EP=2), name_of(4, gpus=2, PP=2),
+        name_of(4, gpus=4), name_of(4, gpus=4, PP=2), name_of(4, gpus=4, PP=2, EP=2),
     }  # fmt: skip
     assert by_status["oom"] == {name_of(64), name_of(64, gpus=2, PP=2)}
     assert by_status["failed"] == {name_of(4, gpus=4, EP=2)}
     assert "Signal 6 (SIGABRT)" in rows[name_of(4, gpus=4, EP=2)]["reason"]
     assert len(rows) == 24
-    assert all(float(rows[name]["mem_gb"]) > 0 and float(rows[name]["tflops"]) > 0 for name in by_status["ok"])
+    assert all(
+        float(rows[name]["mem_gb"]) > 0 and float(rows[name]["tflops"]) > 0 for name in by_status["ok"]
+    )
     # Nothing is run again, and the table is the same.
     before = (sweeps.folder / "sweep.csv").read_bytes()
     assert ": 24 cases" in sweeps.run(limit=MEMORY_LIMIT, **settings, PYTHONPATH=sweeps.path / "site")

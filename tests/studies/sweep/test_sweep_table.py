@@ -16,7 +16,17 @@ from moe_exp.planner.prediction import Prediction, predict
 from moe_exp.studies.sweep.cases import Case
 from moe_exp.studies.sweep.outcome import Result
 from moe_exp.studies.sweep.picture import draw_sweep
-from moe_exp.studies.sweep.table import CPU, Row, by_rule, is_oom, job_of, prediction_of, size_text, to_csv, to_markdown
+from moe_exp.studies.sweep.table import (
+    CPU,
+    Row,
+    by_rule,
+    is_oom,
+    job_of,
+    prediction_of,
+    size_text,
+    to_csv,
+    to_markdown,
+)
 
 A100 = "NVIDIA A100-SXM4-80GB"
 GIB = 2**30
@@ -25,10 +35,19 @@ GIB = 2**30
 def prediction(gib: float, seconds: float) -> Prediction:
     parts = dict.fromkeys((field.name for field in fields(IterationTime)), 0.0) | {"compute": seconds}
     memory = StageMemory(gib * GIB, 0, 0, 0, 0, 0)
-    return Prediction([memory], IterationTime(**parts), 80 * GIB, memory_error=0.1, time_error=0.1, is_calibrated=True)
+    return Prediction(
+        [memory], IterationTime(**parts), 80 * GIB, memory_error=0.1, time_error=0.1, is_calibrated=True
+    )
 
 
-def row(status: str, result: Result | None = None, reason: str = "", *, predicted: Prediction | None = None, **layout: object) -> Row:
+def row(
+    status: str,
+    result: Result | None = None,
+    reason: str = "",
+    *,
+    predicted: Prediction | None = None,
+    **layout: object,
+) -> Row:
     flags = {"preset": "reference", "gpus_per_node": "8"} | layout
     case = Case.of(flags, local=False)
     return Row(case, status, reason or " ".join(case.problems), result, predicted, A100, profile_of(A100))
@@ -67,14 +86,25 @@ def test_what_calibrate_reads_is_what_ran(tmp_path):
 def test_cells_of_the_table_that_people_share():
     lines = list(csv.DictReader(to_csv(rows(), "mine").splitlines()))
     first = lines[0]
-    people = {"nodes": "1", "n_gpus": "8", "dp": "8", "tp": "1", "pp": "1", "ep": "4", "etp": "1", "cp": "1", "vpp": "none", "mbs": "8"}
+    people = {
+        "nodes": "1",
+        "n_gpus": "8",
+        "dp": "8",
+        "tp": "1",
+        "pp": "1",
+        "ep": "4",
+        "etp": "1",
+        "cp": "1",
+        "vpp": "none",
+        "mbs": "8",
+    }
     assert {name: first[name] for name in people} == people
     assert (first["gbs"], first["parameters"], first["mem_kind"]) == ("64", "4375732736", "allocated")
     assert (first["predicted_mem_gb"], first["predicted_sec_per_it"]) == ("32", "0.5")
     assert float(first["tflops"]) == pytest.approx(155_546_535_591_936 / 0.5123456789 / 8 / 1e12, rel=1e-5)
     assert [(line["status"], line["use_mem"], line["use_time"]) for line in lines] == [
-        ("ok", "1", "1"), ("ok", "1", "1"), ("rejected", "0", "0"), ("oom", "0", "0"), ("failed", "0", "0"), ("timeout", "0", "0"),
-        ("predicted-oom", "0", "0"), ("left", "0", "0"),
+        ("ok", "1", "1"), ("ok", "1", "1"), ("rejected", "0", "0"), ("oom", "0", "0"), ("failed", "0", "0"),
+        ("timeout", "0", "0"), ("predicted-oom", "0", "0"), ("left", "0", "0"),
     ]  # fmt: skip
     assert all(line["mem_gb"] == line["sec_per_it"] == line["tflops"] == "" for line in lines[2:])
     assert "Fix: " in lines[2]["reason"]
@@ -98,7 +128,9 @@ def test_markdown_has_the_fastest_first_and_what_was_rejected_below():
 
 
 def test_rejected_cases_are_counted_by_the_rule_without_its_numbers():
-    broken = [row("rejected", gpus_per_node=gpus, pp=pp, ep=1) for gpus, pp in ((1, 2), (2, 4), (2, 8))] + [row("rejected", mbsz=3)]
+    broken = [row("rejected", gpus_per_node=gpus, pp=pp, ep=1) for gpus, pp in ((1, 2), (2, 4), (2, 8))] + [
+        row("rejected", mbsz=3)
+    ]
     found = by_rule([*rows()[:2], *broken])
     assert {rule: len(cases) for rule, cases in found.items()} == {
         "GPUS_PER_NODE: ranks (NNODES * GPUS_PER_NODE) are not a multiple of TP*PP*CP": 3,
@@ -115,7 +147,8 @@ def test_a_table_of_nothing_but_rejected_cases():
 @pytest.mark.parametrize(
     ("device", "profile"),
     [
-        (A100, "A100-80GB"), ("NVIDIA A100 80GB PCIe", "A100-80GB"), ("NVIDIA A100-SXM4-40GB", ""), ("Tesla V100-SXM2-32GB", "V100-32GB"),
+        (A100, "A100-80GB"), ("NVIDIA A100 80GB PCIe", "A100-80GB"), ("NVIDIA A100-SXM4-40GB", ""),
+        ("Tesla V100-SXM2-32GB", "V100-32GB"),
         ("Tesla V100-SXM2-16GB", ""), ("NVIDIA GeForce RTX 4090", ""), ("", ""),
     ],
 )  # fmt: skip
@@ -126,14 +159,21 @@ def test_profiles_by_the_names_of_devices(device, profile):
 def test_a_device_without_a_profile_is_named_by_the_reader(tmp_path):
     one = replace(rows()[0], device="Odd GPU", gpu="")
     (tmp_path / "sweep.csv").write_text(to_csv([one], "mine"))
-    with pytest.raises(ValueError, match=r"row gpus_8_TP_1_PP_1_EP_4_MBS_8, column gpu: GPU=Odd GPU: is not a known device"):
+    with pytest.raises(
+        ValueError, match=r"row gpus_8_TP_1_PP_1_EP_4_MBS_8, column gpu: GPU=Odd GPU: is not a known device"
+    ):
         read_runs(tmp_path / "sweep.csv")
 
 
 def test_out_of_memory_by_prediction():
     config = rows()[0].case.config
     # What the device has to hold decides, which is more than what is measured.
-    needed = predict(replace(job_of(config, A100), measured_by="nvidia-smi"), load_hardware("A100-80GB")).needed_bytes / GIB
+    needed = (
+        predict(
+            replace(job_of(config, A100), measured_by="nvidia-smi"), load_hardware("A100-80GB")
+        ).needed_bytes
+        / GIB
+    )
     assert needed > prediction_of(config, A100, "A100-80GB").needed_bytes / GIB
     assert (is_oom(config, A100, "A100-80GB") == "") == (needed <= 80)
     large = config.model_copy(update={"num_layers": 10 * config.num_layers})
@@ -161,6 +201,8 @@ def test_picture(tmp_path):
     assert not (tmp_path / "none.png").exists()
 
 
-@pytest.mark.parametrize(("number", "text"), [(4_375_732_736, "4.38B"), (1_165_888, "1.17M"), (12_345, "12.3K"), (12, "12")])
+@pytest.mark.parametrize(
+    ("number", "text"), [(4_375_732_736, "4.38B"), (1_165_888, "1.17M"), (12_345, "12.3K"), (12, "12")]
+)
 def test_sizes(number, text):
     assert size_text(number) == text

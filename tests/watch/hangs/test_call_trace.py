@@ -1,4 +1,6 @@
-"""The latest function calls of a process: chosen modules only, a file of fixed size, there after a kill -9."""
+"""The latest function calls of a process: chosen modules only, a file of fixed size, there after a kill
+-9.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def test_end_of_the_trace_survives_a_kill(num_calls, tmp_path):
     (tmp_path / "traced" / "inner.py").write_text(INNER)
     (tmp_path / "untraced.py").write_text("def helper():\n    pass\n")
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path), str(num_calls)], env=environ, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path), str(num_calls)], env=environ, timeout=60
+    )
     assert done.returncode == -signal.SIGKILL
     path = calls_file(tmp_path / "hang" / "calls", 3)
     assert path.stat().st_size <= 1_000_000

@@ -1,4 +1,6 @@
-"""The launcher's look at its ranks: what it takes for a hang, the stacks of real ranks in real collectives, and its answers."""
+"""The launcher's look at its ranks: what it takes for a hang, the stacks of real ranks in real collectives,
+and its answers.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ from moe_exp.watch.hangs.requests import Answer, read_answers, write_answer
 from moe_exp.watch.hangs.stack_files import read_dumps
 from moe_exp.watch.hangs.stacks import summarize
 
-# Stands in for a rank where no collective is needed: it beats until the file `still` is there, then waits. No torch, for its start.
+# Stands in for a rank where no collective is needed: it beats until the file `still` is there, then waits. No
+# torch, for its start.
 RANK = """
 import os, sys, time
 from pathlib import Path
@@ -128,8 +131,13 @@ def test_stopped_rank_is_found_named_and_all_are_ended(tmp_path, capfd):
     assert len(ranks.events()) == 1
     folder = ranks.run.path / event["folder"]
     printed = capfd.readouterr().err.splitlines()
-    assert printed[0].startswith(f"moe-exp: the run hangs: rank 1 on {os.uname().nodename} (is stopped); see {folder}")
-    assert "moe-exp: the ranks of the job are ended, and the run with them: this is failure 1, and MAX_RESTARTS=0" in printed
+    assert printed[0].startswith(
+        f"moe-exp: the run hangs: rank 1 on {os.uname().nodename} (is stopped); see {folder}"
+    )
+    assert (
+        "moe-exp: the ranks of the job are ended, and the run with them: this is failure 1, and"
+        " MAX_RESTARTS=0" in printed
+    )
     assert printed[-1] == printed[0]  # once more at the end, below what torchrun has to say
     assert summarize(folder).whole + "\n" == (folder / "summary.txt").read_text()
     assert "the run hangs: rank 1 on" in ranks.run.log.read_text()
@@ -141,7 +149,10 @@ def test_what_comes_after_the_end_of_the_ranks(tmp_path, capfd):
         heartbeat.failures_file(Path(ranks.watch.environment[HEARTBEATS])).write_text("1")
         ranks.still.touch()
         ranks.poll_until(lambda: all(process.poll() is not None for process in ranks.processes))
-    assert "moe-exp: the ranks of the job are ended, and start again (failure 2 of at most 3)\n" in capfd.readouterr().err
+    assert (
+        "moe-exp: the ranks of the job are ended, and start again (failure 2 of at most 3)\n"
+        in capfd.readouterr().err
+    )
 
 
 def test_what_is_left_of_the_ranks_hangs_too(tmp_path):
@@ -182,7 +193,9 @@ def test_ranks_that_go_on_do_not_hang(tmp_path):
 def test_no_hang_while_somebody_looks_at_a_rank(how, tmp_path, monkeypatch):
     with two_ranks(tmp_path, hang_timeout="none" if how == "none" else 1) as ranks:
         if how == "debugger":
-            monkeypatch.setattr("moe_exp.watch.hangs.monitor.is_traced", lambda pid: pid == ranks.processes[1].pid)
+            monkeypatch.setattr(
+                "moe_exp.watch.hangs.monitor.is_traced", lambda pid: pid == ranks.processes[1].pid
+            )
         ranks.still.write_text(how)
         ranks.poll_for(3)
         assert all(process.poll() is None for process in ranks.processes)
@@ -255,13 +268,17 @@ def test_stacks_on_demand(tmp_path):
 
 def test_stacks_of_a_run_without_a_launcher(tmp_path):
     (tmp_path / "config.yaml").touch()
-    with pytest.raises(ValueError, match=r"no launcher of this run has answered in 0 s\. Fix: look whether the job runs"):
+    with pytest.raises(
+        ValueError, match=r"no launcher of this run has answered in 0 s\. Fix: look whether the job runs"
+    ):
         stacks.stacks_of(tmp_path, first_seconds=0.3)
     assert [path.name for path in (tmp_path / "hang").iterdir()] == ["request.json"]
 
 
 def hang_for_a_while(local: str, where: str) -> None:
-    """On each of four ranks: rank 2 does not come out of the all-to-all, or not out of its data, until the file `go_on` is there."""
+    """On each of four ranks: rank 2 does not come out of the all-to-all, or not out of its data, until the
+    file `go_on` is there.
+    """
     os.environ[HEARTBEATS] = local
     heartbeat.start()
     heartbeat.begin(7, 1)
@@ -288,7 +305,11 @@ def _sleep_until_released(local: str) -> None:
 @pytest.mark.parametrize(
     ("where", "phase", "told"),
     [
-        ("all_to_all", "forward_backward", "inside of _OneByOne.launch (moe_exp/layers/dispatcher/collectives.py:"),
+        (
+            "all_to_all",
+            "forward_backward",
+            "inside of _OneByOne.launch (moe_exp/layers/dispatcher/collectives.py:",
+        ),
         ("data", "data", "outside of any collective"),
     ],
 )
@@ -300,11 +321,18 @@ def test_sleeping_rank_among_real_collectives(tool, where, phase, told, tmp_path
     local, folder = tmp_path / "local", tmp_path / "answer"
     local.mkdir()
     folder.mkdir()
-    running = threading.Thread(target=run_on_ranks, args=(4, hang_for_a_while, str(local), where), kwargs={"timeout": 300.0})
+    running = threading.Thread(
+        target=run_on_ranks, args=(4, hang_for_a_while, str(local), where), kwargs={"timeout": 300.0}
+    )
     running.start()
     try:
         deadline = time.monotonic() + 240
-        while [beat.phase for beat in read_beats(local)] != ["forward_backward", "forward_backward", phase, "forward_backward"]:
+        while [beat.phase for beat in read_beats(local)] != [
+            "forward_backward",
+            "forward_backward",
+            phase,
+            "forward_backward",
+        ]:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         time.sleep(0.3)
@@ -327,7 +355,10 @@ def test_sleeping_rank_among_real_collectives(tool, where, phase, told, tmp_path
 
 def test_processes_of_the_node_are_found_by_the_launchers_folder(tmp_path):
     environ = os.environ | {HEARTBEATS: str(tmp_path), "RANK": "5", "LOCAL_RANK": "1"}
-    program = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; print(1, flush=True); time.sleep(60)'])"
+    program = (
+        "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; print(1, flush=True);"
+        " time.sleep(60)'])"
+    )
     rank = subprocess.Popen([sys.executable, "-c", program], env=environ, stdout=subprocess.PIPE)
     try:
         rank.stdout.readline()

@@ -1,4 +1,6 @@
-"""Whole runs of four ranks that hang: by a rank that sleeps inside the all-to-all or in the data, is stopped, or is killed."""
+"""Whole runs of four ranks that hang: by a rank that sleeps inside the all-to-all or in the data, is stopped,
+or is killed.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,16 @@ if os.environ.get("RANK") == "2":
         return before(self, *arguments)
     {function} = sleepy
 """
-IN_ALL_TO_ALL = {"imports": "from moe_exp.layers.dispatcher.collectives import AllToAll", "function": "AllToAll._launch", "calls": 200}
-IN_DATA = {"imports": "from moe_exp.data.samples.dataset import SampleStream", "function": "SampleStream.batch", "calls": 10}
+IN_ALL_TO_ALL = {
+    "imports": "from moe_exp.layers.dispatcher.collectives import AllToAll",
+    "function": "AllToAll._launch",
+    "calls": 200,
+}
+IN_DATA = {
+    "imports": "from moe_exp.data.samples.dataset import SampleStream",
+    "function": "SampleStream.batch",
+    "calls": 10,
+}
 
 
 def the_hang(run: EndedRun) -> dict[str, object]:
@@ -55,7 +65,10 @@ def the_hang(run: EndedRun) -> dict[str, object]:
 
 @pytest.mark.parametrize(
     ("where", "told"),
-    [(IN_ALL_TO_ALL, "launch (moe_exp/layers/dispatcher/collectives.py:"), (IN_DATA, "outside of any collective")],
+    [
+        (IN_ALL_TO_ALL, "launch (moe_exp/layers/dispatcher/collectives.py:"),
+        (IN_DATA, "outside of any collective"),
+    ],
     ids=["all-to-all", "data"],
 )
 def test_rank_that_sleeps_is_named(where, told, runs: Runs, tmp_path):
@@ -66,11 +79,16 @@ def test_rank_that_sleeps_is_named(where, told, runs: Runs, tmp_path):
     assert "is in sleepy (sitecustomize.py:10)" in event["why"][0]
     assert told in event["why"][0]
     folder = run.folder.path / event["folder"]
-    assert sorted(path.name for path in folder.glob("rank_*.txt")) == [f"rank_{rank:05d}.txt" for rank in range(4)]
+    assert sorted(path.name for path in folder.glob("rank_*.txt")) == [
+        f"rank_{rank:05d}.txt" for rank in range(4)
+    ]
     summary = (folder / "summary.txt").read_text()
     assert "latest calls of rank 2" in summary
     again = subprocess.run(
-        [sys.executable, "-m", "moe_exp", "watch", "stacks", str(folder)], capture_output=True, text=True, env=clean_environ()
+        [sys.executable, "-m", "moe_exp", "watch", "stacks", str(folder)],
+        capture_output=True,
+        text=True,
+        env=clean_environ(),
     )
     assert again.stdout.splitlines()[:-1] == summary.splitlines()[: len(again.stdout.splitlines()) - 1]
 
@@ -92,7 +110,8 @@ def test_ranks_start_again_after_a_hang_and_finish(runs: Runs):
     assert run.code == 0, run.text
     events = [(record["event"], record.get("ranks")) for record in run.records("event")]
     assert ("hang", [1]) in events
-    assert run.stderr.splitlines()[-1].startswith("moe-exp: the run hangs: rank 1 on ")  # what a person should look at
+    # what a person should look at
+    assert run.stderr.splitlines()[-1].startswith("moe-exp: the run hangs: rank 1 on ")
     assert run.curve("iteration") == list(range(1, 61))
     alone = runs.succeed("alone", **settings)
     assert run.curve("lm_loss") == alone.curve("lm_loss")
@@ -131,16 +150,26 @@ def test_stacks_on_demand_leave_the_run_as_it_is(runs: Runs):
 def test_two_nodes_put_their_stacks_into_one_folder(runs: Runs, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(SLEEPS.format(**IN_ALL_TO_ALL))
     port = free_port()
-    settings = FOUR | {"NNODES": 2, "GPUS_PER_NODE": 2, "MASTER_ADDR": "localhost", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    settings = FOUR | {
+        "NNODES": 2,
+        "GPUS_PER_NODE": 2,
+        "MASTER_ADDR": "localhost",
+        "PYTHONPATH": f"{tmp_path}:{ROOT}",
+    }
     first = runs.start("nodes", f"--master-port={port}", NODE_RANK=0, **settings)
     time.sleep(1.0)
     environ = runs.environ("nodes", NODE_RANK=1, **settings) | {"MASTER_PORT": str(port)}
     with (tmp_path / "second.txt").open("w") as out:
-        second = subprocess.Popen([sys.executable, "-m", "moe_exp", "train"], env=environ, stdout=out, stderr=out)
+        second = subprocess.Popen(
+            [sys.executable, "-m", "moe_exp", "train"], env=environ, stdout=out, stderr=out
+        )
     run = runs.end("nodes", first, timeout=LONG)
     assert second.wait(LONG) == 1
     event = the_hang(run)
     folders = [path for path in (run.folder.path / "hang").iterdir() if path.is_dir()]
     assert [path.name for path in folders] == [event["folder"].removeprefix("hang/")]
     assert len(list(folders[0].glob("rank_*.txt"))) == 4
-    assert [json.loads(path.read_text())["done"] for path in sorted(folders[0].glob("node_*.json"))] == [True, True]
+    assert [json.loads(path.read_text())["done"] for path in sorted(folders[0].glob("node_*.json"))] == [
+        True,
+        True,
+    ]

@@ -16,13 +16,28 @@ from moe_exp.watch.hangs import heartbeat
 from moe_exp.watch.hangs.heartbeat import ITERATION_PHASES, PAUSED, PHASES, Beat, Heart, read_beats
 from moe_exp.watch.hangs.monitor import LEAST_SECONDS, elapsed_seconds, limit_seconds
 
-BEAT = Beat(rank=3, pid=1, phase="data", iteration=7, num_microbatches=4, since=100.0, spent=5.0, durations=(1.0, 2.0, 90.0))
+BEAT = Beat(
+    rank=3,
+    pid=1,
+    phase="data",
+    iteration=7,
+    num_microbatches=4,
+    since=100.0,
+    spent=5.0,
+    durations=(1.0, 2.0, 90.0),
+)
 
 
 def test_reader_finds_what_was_noted(tmp_path):
     heart = Heart(tmp_path, 12)
     (start,) = read_beats(tmp_path)
-    assert (start.rank, start.pid, start.phase, start.iteration, start.durations) == (12, os.getpid(), "start_up", 0, ())
+    assert (start.rank, start.pid, start.phase, start.iteration, start.durations) == (
+        12,
+        os.getpid(),
+        "start_up",
+        0,
+        (),
+    )
     before = time.monotonic()
     heart.begin(41, 8)
     heart.enter("optimizer")
@@ -102,7 +117,9 @@ print(*seen)
 
 def test_what_runs_inside_a_phase_is_part_of_it(tmp_path):
     environ = os.environ | {HEARTBEATS: str(tmp_path), "RANK": "2"}
-    done = subprocess.run([sys.executable, "-c", NESTED], env=environ, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", NESTED], env=environ, capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == ["data", "evaluation", PAUSED, "evaluation", "data", "data"]
     assert (tmp_path / "rank_00002.pipe").is_fifo()
 

@@ -10,7 +10,16 @@ import pytest
 
 from moe_exp.watch.hangs.dump import GONE, STOPPED, last_collectives
 from moe_exp.watch.hangs.requests import Answer, ask, write_answer
-from moe_exp.watch.hangs.stack_files import MAIN, Frame, RankDump, Thread, package_folders, parse_stacks, read_dumps, write_dump
+from moe_exp.watch.hangs.stack_files import (
+    MAIN,
+    Frame,
+    RankDump,
+    Thread,
+    package_folders,
+    parse_stacks,
+    read_dumps,
+    write_dump,
+)
 from moe_exp.watch.hangs.stacks import apart, groups_of, is_waiting, main_stack, summarize, where
 
 SITE = "/env/lib/python3.11/site-packages"
@@ -50,9 +59,17 @@ BACKWARD = Frame("_engine_run_backward", f"{SITE}/torch/autograd/graph.py", 800)
 APPLY = Frame("BackwardCFunction.apply", f"{SITE}/torch/autograd/function.py", 300)
 
 
-def rank(number: int, *frames: Frame, source: str = "", state: str = "sleeping", iteration: int = 9, **more: str) -> RankDump:
+def rank(
+    number: int, *frames: Frame, source: str = "", state: str = "sleeping", iteration: int = 9, **more: str
+) -> RankDump:
     """A rank whose main thread has these frames, innermost first."""
-    facts = {"host": f"node{number // 2}", "state": state, "iteration": str(iteration), "phase": "data", "seconds in it": "70.0"}
+    facts = {
+        "host": f"node{number // 2}",
+        "state": state,
+        "iteration": str(iteration),
+        "phase": "data",
+        "seconds in it": "70.0",
+    }
     return RankDump(number, facts | {"source": source} | more, [Thread(MAIN, frames)] if frames else [])
 
 
@@ -62,7 +79,8 @@ def test_both_tools_give_the_same_stack():
     assert [thread.name for thread in handled] == [MAIN, "0x00007f9600"]
     assert [frame.key for frame in spied[0].frames] == [frame.key for frame in handled[0].frames]
     assert [frame.place for frame in spied[0].frames] == [
-        "torch/distributed/distributed_c10d.py:3252", "torch/distributed/c10d_logger.py:83", "moe_exp/train.py:12",
+        "torch/distributed/distributed_c10d.py:3252", "torch/distributed/c10d_logger.py:83",
+        "moe_exp/train.py:12",
     ]  # fmt: skip
 
 
@@ -73,12 +91,16 @@ def test_files_beside_the_package_are_not_its_own_whatever_the_clone_is_called(c
     )
     frames = parse_stacks(text, [f"/home/{clone}/moe_exp", f"/home/{clone}/.venv/torch"])[0].frames
     assert [frame.file for frame in frames] == [
-        "torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py", f"/home/{clone}/tests/test_x.py",
+        "torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py",
+        f"/home/{clone}/tests/test_x.py",
     ]  # fmt: skip
     assert [frame.is_in_packages for frame in frames] == [True, True, False]
     asleep = rank(1, Frame("_sleep", f"/home/{clone}/tests/test_x.py", 9), STEP)
     assert apart([rank(0, REDUCE), asleep]) == {
-        1: "is in _sleep (test_x.py:9), called by train_step (moe_exp/train.py:250), outside of any collective"
+        1: (
+            "is in _sleep (test_x.py:9), called by train_step (moe_exp/train.py:250), outside of any"
+            " collective"
+        )
     }
 
 
@@ -92,13 +114,19 @@ def test_folders_of_the_packages(tmp_path):
 
 def test_our_own_trace_of_calls_is_on_no_stack(tmp_path):
     top = f"    all_reduce ({SITE}/torch"
-    spied = PY_SPY.replace(top, f"    CallTrace._called (/home/me/moe_exp/watch/hangs/call_trace.py:67)\n{top}")
+    spied = PY_SPY.replace(
+        top, f"    CallTrace._called (/home/me/moe_exp/watch/hangs/call_trace.py:67)\n{top}"
+    )
     assert parse_stacks(spied) == parse_stacks(PY_SPY)
     line = f'  File "{SITE}/torch/distributed/distributed_c10d.py"'
-    handled = FAULTHANDLER.replace(line, f'  File "/home/me/moe_exp/watch/hangs/call_trace.py", line 67 in _called\n{line}')
+    handled = FAULTHANDLER.replace(
+        line, f'  File "/home/me/moe_exp/watch/hangs/call_trace.py", line 67 in _called\n{line}'
+    )
     assert parse_stacks(handled) == parse_stacks(FAULTHANDLER)
     native = NATIVE.replace(
-        "    pthread", "    clock_gettime (libc.so.6)\n    CallTrace._called (/home/me/moe_exp/watch/hangs/call_trace.py:67)\n    pthread"
+        "    pthread",
+        "    clock_gettime (libc.so.6)\n    CallTrace._called"
+        " (/home/me/moe_exp/watch/hangs/call_trace.py:67)\n    pthread",
     )
     write_dump(tmp_path, 3, {}, PY_SPY, native=native, calls=[])
     (dump,) = read_dumps(tmp_path)
@@ -106,13 +134,17 @@ def test_our_own_trace_of_calls_is_on_no_stack(tmp_path):
 
 
 def test_signal_that_another_thread_got():
-    text = FAULTHANDLER.replace("Current thread 0x00007f961001ab80", "Thread 0x1").replace("Thread 0x00007f9600", "Current thread 0x2")
+    text = FAULTHANDLER.replace("Current thread 0x00007f961001ab80", "Thread 0x1").replace(
+        "Thread 0x00007f9600", "Current thread 0x2"
+    )
     assert parse_stacks(text)[0].frames[-1].name == "<module>"
 
 
 def test_deep_stack_whose_end_is_cut_off():
     text = FAULTHANDLER.replace('  File "/home/me/moe_exp/train.py", line 12 in <module>', "  ...")
-    assert parse_stacks(text)[0] == Thread(MAIN, (REDUCE, Frame("wrapper", f"{SITE}/torch/distributed/c10d_logger.py", 83)))
+    assert parse_stacks(text)[0] == Thread(
+        MAIN, (REDUCE, Frame("wrapper", f"{SITE}/torch/distributed/c10d_logger.py", 83))
+    )
 
 
 def test_file_of_a_rank_says_what_was_written(tmp_path):
@@ -129,7 +161,9 @@ def test_who_waits():
     assert is_waiting(rank(0, REDUCE, STEP))
     assert is_waiting(rank(0, WAIT, STEP, source="work.wait()"))
     assert not is_waiting(rank(0, READ, STEP, source="return self.tokens[first]"))
-    assert not is_waiting(rank(0, Frame("wait", "/usr/lib/python3.11/threading.py", 320), READ, source="waiter.acquire()"))
+    assert not is_waiting(
+        rank(0, Frame("wait", "/usr/lib/python3.11/threading.py", 320), READ, source="waiter.acquire()")
+    )
     # A host waits for its GPU, in which the collectives are; on a CPU the same line computes.
     assert is_waiting(rank(0, STEP, source="counts = table.tolist()", gpus="8"))
     assert not is_waiting(rank(0, STEP, source="counts = table.tolist()", gpus="0"))
@@ -138,7 +172,10 @@ def test_who_waits():
 
 
 def test_backward_on_a_gpu_is_where_autograds_thread_is():
-    dump = replace(rank(0), threads=[Thread(MAIN, (BACKWARD, STEP)), Thread("reader", (READ,)), Thread("0x5", (REDUCE, APPLY))])
+    dump = replace(
+        rank(0),
+        threads=[Thread(MAIN, (BACKWARD, STEP)), Thread("reader", (READ,)), Thread("0x5", (REDUCE, APPLY))],
+    )
     assert main_stack(dump) == (REDUCE, APPLY, BACKWARD, STEP)
 
 
@@ -149,24 +186,35 @@ def test_groups_are_by_stack_and_largest_first():
 
 def test_rank_outside_of_a_collective_is_named():
     dumps = [rank(0, REDUCE), rank(1, WAIT, source="work.wait()"), rank(2, READ, STEP), rank(3, REDUCE)]
-    assert apart(dumps) == {2: "is in SampleStream.batch (moe_exp/data/samples/dataset.py:80), outside of any collective"}
+    assert apart(dumps) == {
+        2: "is in SampleStream.batch (moe_exp/data/samples/dataset.py:80), outside of any collective"
+    }
 
 
 def test_rank_inside_of_a_collective_that_does_not_wait_is_named():
-    asleep = rank(1, Frame("sleepy", "/tmp/patch.py", 9), replace(WAIT, name="AllToAll._launch", line=85), STEP)
+    asleep = rank(
+        1, Frame("sleepy", "/tmp/patch.py", 9), replace(WAIT, name="AllToAll._launch", line=85), STEP
+    )
     found = apart([rank(0, WAIT, source="work.wait()"), asleep])
     inside = "inside of AllToAll._launch (moe_exp/layers/dispatcher/collectives.py:85)"
     assert found == {1: f"is in sleepy (patch.py:9), {inside}, but does not wait for others"}
 
 
-@pytest.mark.parametrize(("state", "text"), [(STOPPED, "is stopped (by a signal such as SIGSTOP)"), (GONE, "has ended")])
+@pytest.mark.parametrize(
+    ("state", "text"), [(STOPPED, "is stopped (by a signal such as SIGSTOP)"), (GONE, "has ended")]
+)
 def test_state_of_a_process_is_the_first_evidence(state, text):
     assert apart([rank(0, REDUCE), rank(1, state=state), rank(2, REDUCE)]) == {1: text}
 
 
 def test_stopped_inside_of_a_collective():
     found = apart([rank(0, REDUCE), rank(1, REDUCE, state=STOPPED)])
-    assert found == {1: "is stopped (by a signal such as SIGSTOP); it waits in all_reduce (torch/distributed/distributed_c10d.py:3252)"}
+    assert found == {
+        1: (
+            "is stopped (by a signal such as SIGSTOP); it waits in all_reduce"
+            " (torch/distributed/distributed_c10d.py:3252)"
+        )
+    }
 
 
 def test_rank_that_is_behind_is_named_where_all_wait():
@@ -177,7 +225,16 @@ def test_rank_that_is_behind_is_named_where_all_wait():
 
 def test_rank_with_fewer_collectives_is_named_where_all_wait():
     def begun(number: int, group: str = "5") -> list[dict[str, object]]:
-        return [{"group": group, "ranks": "[0, 1]", "description": "EP", "number": number, "name": "gloo:all_to_all", "state": "scheduled"}]
+        return [
+            {
+                "group": group,
+                "ranks": "[0, 1]",
+                "description": "EP",
+                "number": number,
+                "name": "gloo:all_to_all",
+                "state": "scheduled",
+            }
+        ]
 
     dumps = [replace(rank(0, REDUCE), collectives=begun(41)), replace(rank(1, REDUCE), collectives=begun(40))]
     dumps.append(replace(rank(2, REDUCE), collectives=begun(7, "6")))
@@ -198,11 +255,22 @@ def test_where_a_rank_without_a_stack_is():
 
 
 def test_record_of_collectives():
-    entry = {"process_group": ["0", "default_pg"], "collective_seq_id": 4, "profiling_name": "gloo:all_reduce", "state": "scheduled"}
+    entry = {
+        "process_group": ["0", "default_pg"],
+        "collective_seq_id": 4,
+        "profiling_name": "gloo:all_reduce",
+        "state": "scheduled",
+    }
     other = entry | {"process_group": ["3", "EP"], "collective_seq_id": 9}
-    record = {"entries": [entry, other, entry | {"collective_seq_id": 5}], "pg_config": {"0": {"ranks": "[0, 1]"}}}
+    record = {
+        "entries": [entry, other, entry | {"collective_seq_id": 5}],
+        "pg_config": {"0": {"ranks": "[0, 1]"}},
+    }
     found = last_collectives(record)
-    assert [(last["group"], last["number"], last["ranks"]) for last in found["last"]] == [("0", 5, "[0, 1]"), ("3", 9, "")]
+    assert [(last["group"], last["number"], last["ranks"]) for last in found["last"]] == [
+        ("0", 5, "[0, 1]"),
+        ("3", 9, ""),
+    ]
     assert len(found["entries"]) == 3
     assert last_collectives({}) == {"last": [], "entries": []}
 
@@ -212,7 +280,12 @@ def test_summary_names_ranks_hosts_and_nodes_that_are_silent(tmp_path):
     write_answer(folder, Answer(0, 3, 6, "node0", [0, 1], [], True))
     facts = {"host": "node0", "state": "sleeping", "iteration": 9, "phase": "data", "seconds in it": 70.0}
     write_dump(folder, 0, facts, PY_SPY)
-    write_dump(folder, 1, facts | {"tool": "faulthandler", "without": "py-spy: not installed"}, FAULTHANDLER.replace("all_reduce", "other"))
+    write_dump(
+        folder,
+        1,
+        facts | {"tool": "faulthandler", "without": "py-spy: not installed"},
+        FAULTHANDLER.replace("all_reduce", "other"),
+    )
     write_dump(folder, 2, facts | {"state": STOPPED}, PY_SPY, calls=["1.0 moe_exp.train.main:1"])
     (folder / "rank_00000.collectives.json").write_text(json.dumps({"last": [], "entries": []}))
     summary = summarize(folder)
@@ -224,7 +297,8 @@ def test_summary_names_ranks_hosts_and_nodes_that_are_silent(tmp_path):
     assert lines[1] == "no answer from the launchers of nodes 1-2"
     assert lines[2] == "not where the others are:"
     assert lines[3].startswith(
-        "  rank 2 on node0 (iteration 9, data for 70.0 s): is stopped (by a signal such as SIGSTOP); it waits in all_r"
+        "  rank 2 on node0 (iteration 9, data for 70.0 s): is stopped (by a signal such as SIGSTOP); it waits"
+        " in all_r"
     )
     assert "stacks of rank 1 by faulthandler (py-spy: not installed)" in summary.whole
     assert "latest calls of rank 2" in summary.whole

@@ -16,7 +16,9 @@ def test_a_list_keeps_hosts_once_with_date_and_first_reason(tmp_path):
     assert exclude(path, "node-a.cluster.org", "slow")
     assert not exclude(path, "node-b", "again")
     assert read_excluded(path) == ["node-b", "node-a"]
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d\d:\d\d matmul is wrong", read_reasons(path)["node-b"])
+    assert re.fullmatch(
+        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d\d:\d\d matmul is wrong", read_reasons(path)["node-b"]
+    )
     assert slurm_option(read_excluded(path)) == "--exclude=node-b,node-a"
     assert slurm_option([]) == ""
 

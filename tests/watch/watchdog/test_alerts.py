@@ -33,7 +33,13 @@ def webhook():
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self):
-            bodies.append((self.path, self.headers["Content-Type"], self.rfile.read(int(self.headers["Content-Length"]))))
+            bodies.append(
+                (
+                    self.path,
+                    self.headers["Content-Type"],
+                    self.rfile.read(int(self.headers["Content-Length"])),
+                )
+            )
             self.send_response(500 if "/500" in self.path else 302 if "/redirect" in self.path else 200)
             self.send_header("Location", "/elsewhere")
             self.end_headers()
@@ -65,14 +71,20 @@ def test_mail(security, pair, monkeypatch):
     assert sink.recipients == ["rcpt TO:<a@b.org>", "rcpt TO:<c@d.org>"]
     (message,) = (email.message_from_bytes(text, policy=email.policy.default) for text in sink.messages)
     assert message["Subject"] == "2 problems in run"
-    assert (message["From"], message["To"], message["Auto-Submitted"]) == ("me@host", "a@b.org, c@d.org", "auto-generated")
+    assert (message["From"], message["To"], message["Auto-Submitted"]) == (
+        "me@host",
+        "a@b.org, c@d.org",
+        "auto-generated",
+    )
     assert message.get_content().splitlines() == ["line one", "über 2"]
 
 
 def test_a_recipient_who_is_refused_keeps_nobody_from_the_message():
     with SmtpSink() as sink:
         sink.unknown = ("gone@b.org",)
-        failed = send_to_all([Mail("localhost", sink.port, "none", "", "", "me@host", ("a@b.org", "gone@b.org"))], "s", "t")
+        failed = send_to_all(
+            [Mail("localhost", sink.port, "none", "", "", "me@host", ("a@b.org", "gone@b.org"))], "s", "t"
+        )
     assert failed == {f"e-mail by localhost:{sink.port} in part": "refused for gone@b.org"}
     assert len(sink.messages) == 1
 
@@ -96,14 +108,20 @@ def test_a_refused_login_is_told_without_the_password(pair, monkeypatch):
 
 def test_webhook_gets_slacks_form(webhook):
     url, bodies = webhook
-    assert send_to_all([Webhook(f"{url}/services/{SECRET}")], "1 problem in run", "loss < 3 & <!channel>") == {}
+    assert (
+        send_to_all([Webhook(f"{url}/services/{SECRET}")], "1 problem in run", "loss < 3 & <!channel>") == {}
+    )
     ((path, kind, body),) = bodies
     assert (path, kind) == (f"/services/{SECRET}", "application/json")
     assert json.loads(body) == {"text": "*1 problem in run*\nloss &lt; 3 &amp; &lt;!channel&gt;"}
 
 
-@pytest.mark.parametrize(("path", "reason"), [("500", "HTTPError: HTTP Error 500"), ("redirect", "HTTPError: HTTP Error 302")])
-def test_a_webhook_that_fails_is_named_without_its_token_and_the_others_get_the_message(path, reason, webhook, tmp_path):
+@pytest.mark.parametrize(
+    ("path", "reason"), [("500", "HTTPError: HTTP Error 500"), ("redirect", "HTTPError: HTTP Error 302")]
+)
+def test_a_webhook_that_fails_is_named_without_its_token_and_the_others_get_the_message(
+    path, reason, webhook, tmp_path
+):
     url, bodies = webhook
     channels = [Webhook(f"{url}/{path}/{SECRET}?key={SECRET}"), AlertFile(tmp_path / "alerts.log")]
     failed = send_to_all(channels, "1 problem in run", "first\nsecond")
@@ -128,9 +146,15 @@ def test_nobody_listens(tmp_path):
 
 def test_channels_from_options(tmp_path):
     (tmp_path / "password").write_text(f"{SECRET}\n")
-    options = {"mail_to": "a@b.org, c@d.org", "smtp": "mail.b.org", "smtp_user": "watcher", "smtp_password_file": tmp_path / "password"}
+    options = {
+        "mail_to": "a@b.org, c@d.org",
+        "smtp": "mail.b.org",
+        "smtp_user": "watcher",
+        "smtp_password_file": tmp_path / "password",
+    }
     mail, hook, file = channels_of(
-        {**options, "mail_from": "me@b.org", "alert_file": tmp_path / "x"}, {"WATCH_WEBHOOK": f"https://hooks.org/{SECRET}"}
+        {**options, "mail_from": "me@b.org", "alert_file": tmp_path / "x"},
+        {"WATCH_WEBHOOK": f"https://hooks.org/{SECRET}"},
     )
     assert mail == Mail("mail.b.org", 587, "starttls", "watcher", SECRET, "me@b.org", ("a@b.org", "c@d.org"))
     assert hook.name == "webhook at hooks.org"
@@ -148,7 +172,10 @@ def test_channels_from_options(tmp_path):
             "--smtp-security=none: would send the password as plain",
         ),
         ({"smtp": "h"}, "--smtp=h: is there without --mail-to."),
-        ({"webhook_file": "/no/such"}, "--webhook-file=/no/such: cannot be read (No such file or directory)."),
+        (
+            {"webhook_file": "/no/such"},
+            "--webhook-file=/no/such: cannot be read (No such file or directory).",
+        ),
         ({"alert_file": "/no/such/file"}, "--alert-file=/no/such/file: its folder is not there."),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
@@ -162,4 +189,6 @@ def test_bad_options(options, line):
 def test_an_address_that_is_none_is_not_printed():
     with pytest.raises(ConfigError) as error:
         channels_of({}, {"WATCH_WEBHOOK": f"htp:/{SECRET}"})
-    assert error.value.problems == ["WATCH_WEBHOOK=***: is no address of a webhook. Fix: write https://HOST/..., on one line."]
+    assert error.value.problems == [
+        "WATCH_WEBHOOK=***: is no address of a webhook. Fix: write https://HOST/..., on one line."
+    ]

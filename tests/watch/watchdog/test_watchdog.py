@@ -1,4 +1,6 @@
-"""The watchdog as it is called, over run folders and a squeue that prints what a test says: problems, once and again, and their end."""
+"""The watchdog as it is called, over run folders and a squeue that prints what a test says: problems, once
+and again, and their end.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ def test_a_job_that_ended_at_night_with_nothing_behind_it(dog, run, queue, tmp_p
     assert found(dog, run, 5200.0 + 6 * HOUR) == (set(), set(), missing)  # the end of it, once
     assert found(dog, run, 5300.0 + 6 * HOUR) == (set(), set(), set())
     queue.set("")
-    assert found(dog, run, 5400.0 + 6 * HOUR) == (missing, set(), set())  # back within the six hours: not told
+    # back within the six hours: not told
+    assert found(dog, run, 5400.0 + 6 * HOUR) == (missing, set(), set())
     text = (tmp_path / "alerts.log").read_text()
     assert text.count("PROBLEM: no job named big_run runs or waits, at iteration 2,020 of 40,000") == 2
     assert text.count("over: no job named big_run runs") == 1
@@ -70,7 +73,9 @@ def test_jobs_that_never_start(dog, run, queue):
     queue.set("102|PENDING|N/A|1-00:00:00|INVALID|DependencyNeverSatisfied\n")
     dog.channels = []
     (look,) = dog.look(now=run.begin + 4400)
-    assert look.found == {"never_starts": "will not start by itself: job 102 pending (DependencyNeverSatisfied)"}
+    assert look.found == {
+        "never_starts": "will not start by itself: job 102 pending (DependencyNeverSatisfied)"
+    }
 
 
 def test_waiting_for_too_long(dog, run, queue):
@@ -138,12 +143,16 @@ def test_a_channel_that_fails_is_named_by_the_others(dog, run, queue, tmp_path, 
     (tmp_path / "no").mkdir()
     dog.channels = [AlertFile(tmp_path / "no"), AlertFile(tmp_path / "alerts.log")]
     assert found(dog, run, 4400.0)[1] == {"not_scheduled"}
-    assert f"the message did not get through by file {tmp_path / 'no'}: IsADirectoryError" in capsys.readouterr().err
+    assert (
+        f"the message did not get through by file {tmp_path / 'no'}: IsADirectoryError"
+        in capsys.readouterr().err
+    )
     key = f"channel file {tmp_path / 'no'}"
     assert found(dog, run, 4500.0) == ({"not_scheduled", key}, {key}, set())
     dog.channels = [AlertFile(tmp_path / "no")]
     assert found(dog, run, 4500.0 + 7 * HOUR)[1] == {"not_scheduled", key}
-    assert found(dog, run, 4600.0 + 7 * HOUR)[1] == {"not_scheduled", key}  # nobody was reached: again at the next look
+    # nobody was reached: again at the next look
+    assert found(dog, run, 4600.0 + 7 * HOUR)[1] == {"not_scheduled", key}
 
 
 def test_one_message_for_several_runs(dog, run, queue, tmp_path):
@@ -180,7 +189,8 @@ def test_a_job_that_goes_back_into_the_queue_is_no_missing_job(dog, run, queue):
     found(dog, run, 4400.0)
     queue.set("101_1|COMPLETING|2026-11-22T02:10:00|1-00:00:00|0:00|None\n")
     assert "not_scheduled" not in found(dog, run, 4500.0)[0]
-    assert "not_scheduled" in found(dog, run, 4400.0 + 1900)[0]  # it was the last one, and a node does not come clear
+    # it was the last one, and a node does not come clear
+    assert "not_scheduled" in found(dog, run, 4400.0 + 1900)[0]
 
 
 def test_without_slurm(dog, run, queue):
@@ -226,7 +236,8 @@ def test_the_first_checkpoints_are_no_rate_where_old_ones_are_removed(run):
     for number in range(1, 4):
         run.event("checkpoint", 2000 + number, 4400.0 + 7200 * number, seconds=30.0, bytes=10**12)
     hours = [(run.begin + hour * HOUR, 10**13 - (hour // 2) * 10**12) for hour in range(1, 9)]
-    assert disk_of(view_run(run.path), hours).full_in_seconds is None  # the fourth was 7.2 hours after the start
+    # the fourth was 7.2 hours after the start
+    assert disk_of(view_run(run.path), hours).full_in_seconds is None
     later = [(at + 8 * HOUR, 6 * 10**12) for at, _ in hours]
     disk = disk_of(view_run(run.path), hours + later)
     assert (disk.measured, disk.full_in_seconds) == (True, None)
@@ -239,15 +250,21 @@ def test_end_with_the_gaps_between_jobs(run):
     run.event("resume", 2020, 4400.0 + 1800.0)
     run.train(2040, 2040, 6300.0)
     # 37,960 iterations, of which 10 h fit into this job; one more after a gap of half an hour
-    seconds = rules.wall_seconds_left(sight(run, text=running(run, since=6100.0, left="10:00:00") + WAITING, at=6400.0))
+    seconds = rules.wall_seconds_left(
+        sight(run, text=running(run, since=6100.0, left="10:00:00") + WAITING, at=6400.0)
+    )
     assert seconds == pytest.approx(37960 * (2 + 0.02 / 3 + 0.03) + 1800)
     # none runs: the wait as SLURM expects it takes the place of the first gap
     start = datetime.fromtimestamp(run.begin + 6400 + 7200)
-    seconds = rules.wall_seconds_left(sight(run, text=f"9|PENDING|{start:%Y-%m-%dT%H:%M:%S}|12:00:00|INVALID|Priority", at=6400.0))
+    seconds = rules.wall_seconds_left(
+        sight(run, text=f"9|PENDING|{start:%Y-%m-%dT%H:%M:%S}|12:00:00|INVALID|Priority", at=6400.0)
+    )
     assert seconds == pytest.approx(37960 * (2 + 0.02 / 3 + 0.03) + 7200 + 1800, abs=2.0)
 
 
-@pytest.mark.parametrize(("left", "here", "limit", "number"), [(10, 20, 5, 0), (21, 20, 5, 1), (31, 20, 5, 3), (31, 20, None, 1)])
+@pytest.mark.parametrize(
+    ("left", "here", "limit", "number"), [(10, 20, 5, 0), (21, 20, 5, 1), (31, 20, 5, 3), (31, 20, None, 1)]
+)
 def test_number_of_jobs_that_follow(left, here, limit, number):
     assert num_switches(left, here, limit) == number
 
@@ -261,7 +278,15 @@ def test_cut_off_lines_are_left_out(run):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(40, "40 s"), (300, "5 min"), (3 * 3600 + 600, "3 h 10 min"), (7200, "2 h"), (51 * 3600, "2 d 3 h"), (-5, "0 s")]
+    ("seconds", "text"),
+    [
+        (40, "40 s"),
+        (300, "5 min"),
+        (3 * 3600 + 600, "3 h 10 min"),
+        (7200, "2 h"),
+        (51 * 3600, "2 d 3 h"),
+        (-5, "0 s"),
+    ],
 )
 def test_time_spans_for_people(seconds, text):
     assert rules.span(seconds) == text
@@ -280,7 +305,8 @@ def test_command_from_cron(run, queue, tmp_path, capsys):
     assert main(command) == 0
     printed = capsys.readouterr().out
     assert printed.startswith(
-        "big_run: well; iteration 2,020 of 40,000; 2 s each; last record 2 min ago; job 101_1 runs, 29 wait; ends about"
+        "big_run: well; iteration 2,020 of 40,000; 2 s each; last record 2 min ago; job 101_1 runs, 29 wait;"
+        " ends about"
     )
     queue.set("")
     assert main([*command, "--quiet"]) == 1
@@ -309,14 +335,28 @@ def test_bad_command(flags, line, run, capsys, monkeypatch):
 
 def test_daemon_looks_again_and_again(run, queue, tmp_path):
     alerts = tmp_path / "alerts.log"
-    command = [sys.executable, "-m", "moe_exp", "watch", "run", run.path, "--slurm-name", "x", "--state", tmp_path / "state"]
-    process = subprocess.Popen([*command, "--alert-file", alerts, "--every", "1"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "moe_exp",
+        "watch",
+        "run",
+        run.path,
+        "--slurm-name",
+        "x",
+        "--state",
+        tmp_path / "state",
+    ]
+    process = subprocess.Popen(
+        [*command, "--alert-file", alerts, "--every", "1"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
     timer = threading.Timer(60, process.kill)
     timer.start()
     try:
         assert "no job named x runs or waits" in "".join(process.stdout.readline() for _ in range(4))
         queue.set(
-            f"9|PENDING|N/A|{'1-00:00:00'}|INVALID|Priority\n8|RUNNING|{datetime.now():%Y-%m-%dT%H:%M:%S}|5-00:00:00|4-00:00:00|None\n"
+            "9|PENDING|N/A|1-00:00:00|INVALID|Priority\n"
+            f"8|RUNNING|{datetime.now():%Y-%m-%dT%H:%M:%S}|5-00:00:00|4-00:00:00|None\n"
         )
         while "over: no job named x" not in alerts.read_text():
             assert process.stdout.readline()

@@ -1,4 +1,6 @@
-"""The watchdog where it cannot look: a file system that is away or hangs, records that nobody has thought of."""
+"""The watchdog where it cannot look: a file system that is away or hangs, records that nobody has thought
+of.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,15 @@ def test_records_that_nobody_has_thought_of_are_told(dog, run, queue):
 
 
 def test_from_cron_a_run_that_is_away_is_told_and_is_no_bad_command(run, queue, tmp_path, capsys):
-    command = ["watch", "run", str(run.path), "--state", str(tmp_path / "state"), "--alert-file", str(tmp_path / "alerts.log")]
+    command = [
+        "watch",
+        "run",
+        str(run.path),
+        "--state",
+        str(tmp_path / "state"),
+        "--alert-file",
+        str(tmp_path / "alerts.log"),
+    ]
     main(command)
     run.path.rename(tmp_path / "unmounted")
     assert main(command) == 1

@@ -16,7 +16,10 @@ def test_a_start_that_has_failed_is_not_well_until_another(dog, run, queue):
     run.event("too_many_bad_steps", 2039, 4360.0, in_a_row=10)
     found(dog, run, 4400.0)
     (look,) = dog.look(now=run.begin + 4360 + 1680)
-    told = "its last start has failed 28 min ago (too_many_bad_steps at iteration 2,039), and no other has begun since"
+    told = (
+        "its last start has failed 28 min ago (too_many_bad_steps at iteration 2,039), and no other has begun"
+        " since"
+    )
     assert look.found == {"failed": told}
     assert not look.is_well
     run.event("resume", 2000, 6100.0)
@@ -43,7 +46,8 @@ def test_a_failure_that_only_the_launcher_has_noted(dog, run, queue):
     assert list(look.found) == ["failed"] and "ends about" not in look.report()
     begun = datetime.fromtimestamp(run.begin + 4380).astimezone().isoformat(timespec="seconds")
     (run.path / "provenance.json").write_text(json.dumps({"starts": [{"time": begun}]}))
-    assert found(dog, run, 4400.0) == (set(), set(), {"failed"})  # another start is on its way to its first record
+    # another start is on its way to its first record
+    assert found(dog, run, 4400.0) == (set(), set(), {"failed"})
 
 
 def test_in_a_chain_the_next_job_is_the_new_start(dog, run, queue):
