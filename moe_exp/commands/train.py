@@ -6,6 +6,12 @@ import argparse
 
 from moe_exp.config import Config, add_arguments
 
+_EXAMPLES = """examples:
+  moe-exp train                                              the small model of this machine, with its own corpus
+  moe-exp train --dry-run --preset olmoe-1b-7b --ep 8        settings, command and parameters; trains nothing
+  moe-exp train --train-data data/x_text_document --lr 3e-4  the same command again resumes the run
+"""
+
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `moe-exp train`."""
@@ -15,6 +21,8 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
         description=(
             "Trains a model. Every flag is also an environment variable: --num-experts is NUM_EXPERTS."
         ),
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument(
