@@ -7,8 +7,8 @@ import argparse
 from moe_exp.config import Config, add_arguments
 
 _EXAMPLES = """examples:
-  moe-exp train                                              the small model of this machine, with its own corpus
-  moe-exp train --dry-run --preset olmoe-1b-7b --ep 8        settings, command and parameters; trains nothing
+  moe-exp train                                              the small model on its own corpus
+  moe-exp train --dry-run --preset olmoe-1b-7b --ep 8        settings, command, parameters; no training
   moe-exp train --train-data data/x_text_document --lr 3e-4  the same command again resumes the run
 """
 

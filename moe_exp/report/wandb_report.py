@@ -409,8 +409,6 @@ _MOST_SQUARES = 48
 
 # The square of a value is the first whose limit it is below; white was not measured.
 _SQUARES = ((1.25, "🟦"), (1.5, "🟩"), (2.0, "🟨"), (3.0, "🟧"), (float("inf"), "🟥"))
-
-
 _MISSING = "⬜"
 
 

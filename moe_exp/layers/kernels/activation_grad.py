@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from moe_exp.layers.activations import ACTIVATIONS, weighted_activation_backward
-from moe_exp.layers.kernels.activation import activate_with_derivative
 from moe_exp.layers.kernels.grouped_matmul import grouped_matmul_torch
 from moe_exp.layers.kernels.launch import (
     INTERPRETED,
@@ -27,7 +26,14 @@ from moe_exp.layers.kernels.launch import (
     tl,
     tuned,
 )
-from moe_exp.layers.kernels.tiles import column_chunks, dot, in_groups, row_tile, row_tile_ends
+from moe_exp.layers.kernels.tiles import (
+    activate_with_derivative,
+    column_chunks,
+    dot,
+    in_groups,
+    row_tile,
+    row_tile_ends,
+)
 from moe_exp.layers.kernels.weight_grad import gathered
 
 # Predicted, not measured; see docs/performance.md. The first one is for deterministic algorithms.

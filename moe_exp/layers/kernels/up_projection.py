@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from moe_exp.layers.activations import ACTIVATIONS
-from moe_exp.layers.kernels.activation import activate
 from moe_exp.layers.kernels.launch import (
     cdiv,
     compilable,
@@ -27,7 +26,7 @@ from moe_exp.layers.kernels.launch import (
     tl,
     tuned,
 )
-from moe_exp.layers.kernels.tiles import column_chunks, dot, in_groups, row_tile, row_tile_ends
+from moe_exp.layers.kernels.tiles import activate, column_chunks, dot, in_groups, row_tile, row_tile_ends
 
 LARGEST_K = 64
 # Predicted, not measured; see docs/performance.md. The first one is for deterministic algorithms. BLOCK_K is

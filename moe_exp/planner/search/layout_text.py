@@ -185,8 +185,6 @@ def world_of(num_gpus: int, gpus_per_node: int) -> dict[str, int]:
 
 
 _OF_THE_HOST = ("master_addr", "master_port", "node_rank", "num_workers", "threads_per_rank")
-
-
 _ALWAYS = (*LAYOUT_SETTINGS, "nnodes", "gpus_per_node", "gbsz")
 
 

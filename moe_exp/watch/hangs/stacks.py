@@ -330,8 +330,6 @@ def _numbers(numbers: Sequence[int]) -> str:
 
 
 FIRST_SECONDS = 15.0  # for a sign of a launcher; a network file system may be that late
-
-
 _ALL_SECONDS = 120.0
 
 
