@@ -5,7 +5,6 @@ import copy
 import functools
 import importlib
 import math
-import os
 import subprocess
 import sys
 import warnings
@@ -162,16 +161,27 @@ def test_importing_the_package_alone_imports_neither_torch_nor_megatron():
     )
 
 
-def test_the_spec_is_there_without_any_earlier_import():
-    code = (
-        "import warnings; warnings.simplefilter('ignore')\nfrom moe_exp.layers.spec import decoder_spec;"
-        " print(decoder_spec.__name__)"
-    )
-    for environ in (os.environ, os.environ | {"CUDA_VISIBLE_DEVICES": ""}):
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=environ
-        )
-        assert done.stdout == "decoder_spec\n", done.stderr
+@pytest.mark.parametrize(
+    ("before", "loader"),
+    [
+        ("", "_Loader" if megatron_cpu.INSTALLED else "SourceFileLoader"),
+        (
+            "import torch; torch.cuda.is_available = lambda: True",
+            "SourceFileLoader",
+        ),  # as where there is CUDA
+    ],
+)
+def test_the_spec_is_there_without_any_earlier_import(before, loader):
+    code = f"""
+import warnings
+warnings.simplefilter("ignore")
+{before}
+from moe_exp.layers.spec import decoder_spec
+import megatron.core.utils
+print(decoder_spec.__name__, type(megatron.core.utils.__loader__).__name__)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.stdout == f"decoder_spec {loader}\n", done.stderr
 
 
 @without_cuda
