@@ -27,6 +27,7 @@ from moe_exp.checkpoint.state import Progress
 from moe_exp.config import Config, ConfigError
 from moe_exp.data.samples.dataset import Samples
 from moe_exp.data.samples.megatron_dataset import MegatronSamples
+from moe_exp.data.samples.order import is_same_order
 from moe_exp.data.samples.skipping import Range, SkippingSamples, skipped_from
 from moe_exp.engine.runtime import from_first_rank
 from moe_exp.host.files import write_json
@@ -79,7 +80,9 @@ def samples_without_skips(
 
     def skipped() -> tuple[Range, ...]:
         saved = (saved_progress(source) if source else None) or Progress()
-        found = [entry for entry in read_rollbacks(folder) if entry["sample_order"] == sample_order]
+        found = [
+            entry for entry in read_rollbacks(folder) if is_same_order(sample_order, entry["sample_order"])
+        ]
         return skipped_from(
             saved.skipped_samples,
             [pair for entry in found for pair in entry["samples"]],

@@ -133,7 +133,7 @@ def compare_data(
 
 
 def _compared(config: Config, samples: Samples, source: Path | None) -> tuple[dict[str, Any], list[Change]]:
-    order = SampleOrder.of(config, samples.fingerprint())
+    order = SampleOrder.of(config, samples.fingerprint(), samples.content())
     saved = saved_progress(source) if source else None
     if source is None or saved is None or not saved.consumed_samples:
         return order.facts(), []

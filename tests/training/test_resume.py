@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -209,6 +210,26 @@ def test_load_dir_starts_from_another_run(interrupted, runs):
         assert run.curve(name) == source.whole.curve(name)[6:]
     assert (run.folder.checkpoints / "iter_0000012").is_dir()
     assert {path: path.stat().st_mtime_ns for path in runs.folder("source").path.rglob("*")} == before
+
+
+def test_other_tokens_in_the_same_file_are_refused(runs, tmp_path):
+    """The middle half of it, of the same size, lengths and ends."""
+    path = tmp_path / "tokens.bin"
+    with BinIdxWriter(tmp_path / "tokens", vocab_size=4096) as writer:
+        for number in range(2000):
+            writer.add_document(range(number + 1, number + 21))
+    settings = {"TRAIN_DATA": tmp_path / "tokens", "SAVE_INTERVAL": 2}
+    runs.stopped("one", EXIT_INTERVAL=2, **settings)
+    tokens = np.fromfile(path, dtype=np.uint16)
+    tokens[len(tokens) // 4 : -len(tokens) // 4] = 7
+    tokens.tofile(path)
+    refused = runs.run("one", **settings)
+    assert refused.code == 2 and refused.curve("iteration") == [1, 2]
+    assert re.search(
+        r"moe-exp: TRAIN_DATA=\S+tokens: its files hold other tokens than those of the checkpoint at"
+        r" iteration 2 of .*, so the loss would jump\. Fix: give back the old files, or ALLOW_OTHER_DATA=true",
+        refused.stderr,
+    )
 
 
 def test_goes_on_with_the_same_data_only(interrupted, runs, tmp_path):

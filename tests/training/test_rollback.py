@@ -29,7 +29,8 @@ def skipped_at_start(settings: dict[str, Any], entries: list[dict[str, Any]], po
     os.environ["MASTER_PORT"] = str(port)
     config = load_config(settings, {})
     rank = runtime.start(config)
-    order = SampleOrder.of(config, build_data(config)[0].fingerprint()).facts()
+    samples = build_data(config)[0]
+    order = SampleOrder.of(config, samples.fingerprint(), samples.content()).facts()
     folder = RunFolder.of(config)
     folder.path.mkdir(parents=True)
     write_json(folder.skipped_samples, {"rollbacks": [{"sample_order": order} | entry for entry in entries]})

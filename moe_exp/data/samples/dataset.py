@@ -31,6 +31,7 @@ _Word = TypeVar("_Word", int, npt.NDArray[Any])
 
 _MASK64 = 0xFFFFFFFFFFFFFFFF
 _FEISTEL_ROUNDS = 6
+_BLOCK_BYTES, _NUM_BLOCKS = 2**14, 2**12  # of `content_of`
 
 
 class Samples(Protocol):
@@ -44,6 +45,9 @@ class Samples(Protocol):
 
     def fingerprint(self) -> str:
         """Of the files, see `fingerprint_of`."""
+
+    def content(self) -> str:
+        """Of the tokens, see `content_of`."""
 
     def origin(self, index: int) -> Origin:
         """Where sample number `index` is from."""
@@ -129,6 +133,10 @@ class SampleStream:
             corpus.add_to(digest)
         return digest.hexdigest()
 
+    def content(self) -> str:
+        """Of the tokens, see `content_of`."""
+        return content_of([corpus.prefix for corpus in self._corpora])
+
 
 def fingerprint_of(prefixes: Sequence[str]) -> str:
     """16 hex digits that tell token files apart by their sizes, document lengths and ends, not by their
@@ -140,6 +148,25 @@ def fingerprint_of(prefixes: Sequence[str]) -> str:
     for prefix in prefixes:
         files = IndexedDataset(prefix)
         _add_files(digest, prefix, files, _document_bounds(files))
+    return digest.hexdigest()
+
+
+def content_of(prefixes: Sequence[str]) -> str:
+    """16 hex digits of the tokens themselves: of all up to 64 MiB, else of blocks of 16 KiB evenly over all.
+
+    A stretch of other tokens that is longer than a 4096th of all files is always noticed; what is shorter,
+    by `moe-exp data verify`, which reads everything. 64 MiB take a tenth of a second from a local disk.
+    """
+    paths = [Path(f"{prefix}.bin") for prefix in prefixes]
+    sizes = [path.stat().st_size for path in paths]
+    step = max(_BLOCK_BYTES, sum(sizes) // _NUM_BLOCKS)
+    digest = hashlib.blake2b(digest_size=8)
+    for path, size in zip(paths, sizes, strict=True):
+        digest.update(size.to_bytes(8, "little"))
+        with path.open("rb") as file:
+            for offset in range(0, size, step):
+                file.seek(offset)
+                digest.update(file.read(_BLOCK_BYTES))
     return digest.hexdigest()
 
 

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from filelock import FileLock
 
-from moe_exp.data.samples.dataset import Int64Array, Origin, fingerprint_of
+from moe_exp.data.samples.dataset import Int64Array, Origin, content_of, fingerprint_of
 from moe_exp.data.tokens.files import TokenFiles, parse_split, part_tokens
 from moe_exp.data.tokens.tokens import parse_blend
 
@@ -78,6 +78,10 @@ class MegatronSamples:
     def fingerprint(self) -> str:
         """Of the files, see `dataset.fingerprint_of`."""
         return fingerprint_of(self._prefixes)
+
+    def content(self) -> str:
+        """Of the tokens, see `dataset.content_of`."""
+        return content_of(self._prefixes)
 
     def origin(self, index: int) -> Origin:
         """Where sample number `index` is from; Megatron's documents are what the file has as sequences."""

@@ -33,6 +33,7 @@ class SampleOrder:
         data_order: DATA_ORDER.
         num_samples: of the whole run, which Megatron's order depends on; None: ours does not.
         tokenizer: `tokenizer_fingerprint` of TOKENIZER; None where that is not set.
+        content: of the tokens (`dataset.content_of`).
     """
 
     fingerprint: str
@@ -43,10 +44,11 @@ class SampleOrder:
     data_order: str
     num_samples: int | None
     tokenizer: str | None = None
+    content: str = ""
 
     @classmethod
-    def of(cls, config: Config, fingerprint: str) -> SampleOrder:
-        """The order that `config` asks for, over files of this fingerprint."""
+    def of(cls, config: Config, fingerprint: str, content: str) -> SampleOrder:
+        """The order that `config` asks for, over files of this fingerprint and content."""
         is_megatrons = config.data_order == "megatron"
         return cls(
             fingerprint=fingerprint,
@@ -57,11 +59,17 @@ class SampleOrder:
             data_order=config.data_order,
             num_samples=config.train_iters * config.gbsz if is_megatrons else None,
             tokenizer=tokenizer_fingerprint(config.tokenizer) if config.tokenizer else None,
+            content=content,
         )
 
     def facts(self) -> dict[str, Any]:
         """As a checkpoint keeps them: numbers, texts and lists."""
         return asdict(self)
+
+
+def is_same_order(facts: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+    """Whether two `SampleOrder.facts` agree in all that both have: an older version wrote fewer."""
+    return all(saved[name] == value for name, value in facts.items() if name in saved)
 
 
 @dataclass(frozen=True)
@@ -102,6 +110,14 @@ def order_changes(
     changes = []
     if "fingerprint" in differing:
         changes.append(_other_files(config, order, saved, checkpoint))
+    elif "content" in differing:
+        rule = (
+            f"its files hold other tokens than those of {checkpoint}, with the same lengths of documents"
+            f" (content {order.content} instead of {saved['content']})"
+        )
+        changes.append(
+            Change("TRAIN_DATA", config.train_data, rule, "give back the old files", "the loss would jump")
+        )
     elif "weights" in differing:  # weights by size follow the files
         rule = f"blends its files as {_blend(order.weights)}, {checkpoint} as {_blend(saved['weights'])}"
         changes.append(Change("TRAIN_DATA", config.train_data, rule, "give back the old weights"))

@@ -102,6 +102,10 @@ class ReadAhead:
         """Of the samples."""
         return self._samples.fingerprint()
 
+    def content(self) -> str:
+        """Of the tokens."""
+        return self._samples.content()
+
     def origin(self, index: int) -> Origin:
         """Of the samples, found out here."""
         return self._samples.origin(index)

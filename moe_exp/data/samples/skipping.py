@@ -109,6 +109,10 @@ class SkippingSamples:
         """Of the files; what is skipped is no part of it."""
         return self._samples.fingerprint()
 
+    def content(self) -> str:
+        """Of the tokens."""
+        return self._samples.content()
+
     def origin(self, index: int) -> Origin:
         """Where sample number `index` is from."""
         return self._samples.origin(self._within(stream_number(index, self.skipped)))

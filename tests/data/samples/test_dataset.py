@@ -15,11 +15,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_exp.data.samples import dataset
 from moe_exp.data.samples.dataset import (
     SampleStream,
     _permuted,
     _shuffled,
     blend_position,
+    content_of,
     context_part,
     split_batch,
 )
@@ -312,6 +314,24 @@ def test_split_batch_by_hand():
     assert batch["loss_mask"].tolist() == [[1.0] * 3] * 2
     assert batch["loss_mask"].dtype == torch.float32
     assert all(value.is_contiguous() for value in batch.values())
+
+
+@pytest.mark.parametrize("num_blocks", [2**12, 8])
+def test_content_notices_other_tokens_where_the_fingerprint_does_not(tmp_path, monkeypatch, num_blocks):
+    monkeypatch.setattr(dataset, "_BLOCK_BYTES", 64)
+    monkeypatch.setattr(dataset, "_NUM_BLOCKS", num_blocks)  # with 8 of them, 1 byte in 40 is read
+    prefix = write(tmp_path / "a", [8192] * 2)
+    stream = SampleStream([(1.0, prefix)], seq_len=4, seed=0)
+    before = stream.fingerprint(), stream.content()
+    assert stream.content() == content_of([prefix]) != content_of([prefix, prefix])
+    path = tmp_path / "a.bin"
+    data = bytearray(path.read_bytes())
+    begin, end = len(data) // 4, 3 * len(data) // 4
+    data[begin:end] = bytes(end - begin)
+    path.write_bytes(data)
+    other = SampleStream([(1.0, prefix)], seq_len=4, seed=0)
+    assert other.fingerprint() == before[0]
+    assert other.content() != before[1]
 
 
 def test_fingerprint_tells_files_apart(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 from moe_exp.config import Config
 from moe_exp.data.samples.dataset import SampleStream, fingerprint_of
 from moe_exp.data.samples.megatron_dataset import MegatronOrder, megatron_samples
-from moe_exp.data.samples.order import SampleOrder, order_changes
+from moe_exp.data.samples.order import SampleOrder, is_same_order, order_changes
 from moe_exp.data.tokens.tokens import BinIdxWriter, parse_blend
 
 OLD = {"train_data": "0.7 a 0.3 b", "seq_len": 64, "seed": 1, "train_iters": 10, "gbsz": 8}
@@ -22,7 +22,7 @@ LOST = "so samples would be repeated or left out"
 
 def order(fingerprint="00ff", **settings):
     config = Config(gpus_per_node=1, **(OLD | settings))
-    return config, SampleOrder.of(config, fingerprint)
+    return config, SampleOrder.of(config, fingerprint, "aaaa")
 
 
 def problems(before, now):
@@ -62,6 +62,25 @@ def test_same_order(settings):
 )  # fmt: skip
 def test_other_order(settings, line):
     assert problems(order(), order(**settings)) == [line]
+
+
+def test_other_tokens_of_the_same_lengths():
+    config, before = order()
+    saved, now = before.facts(), SampleOrder.of(config, "00ff", "bbbb")
+    (change,) = order_changes(config, now, saved, CHECKPOINT)
+    assert change.problem == (
+        f"TRAIN_DATA=0.7 a 0.3 b: its files hold other tokens than those of {CHECKPOINT}, with the"
+        f" same lengths of documents (content bbbb instead of aaaa), so the loss would jump. Fix: give back the old files,"
+        f" {FIX}"
+    )
+
+
+def test_a_checkpoint_of_an_older_version_has_no_content():
+    config, current = order()
+    now = SampleOrder.of(config, "00ff", "bbbb")
+    saved = {name: value for name, value in current.facts().items() if name != "content"}
+    assert order_changes(config, now, saved, CHECKPOINT) == []
+    assert is_same_order(now.facts(), saved) and not is_same_order(now.facts(), saved | {"seed": 7})
 
 
 def test_every_difference_is_named():
@@ -114,7 +133,8 @@ def test_same_order_has_the_same_samples(tmp_path):
     ]
     streams = [stream_of(config) for config in configs]
     orders = [
-        SampleOrder.of(config, stream.fingerprint()) for config, stream in zip(configs, streams, strict=True)
+        SampleOrder.of(config, stream.fingerprint(), stream.content())
+        for config, stream in zip(configs, streams, strict=True)
     ]
     samples = [stream.batch(0, 200).numpy() for stream in streams]
     assert orders[0] == orders[1] != orders[2]
