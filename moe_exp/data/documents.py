@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import orjson
 import xxhash
@@ -118,10 +118,23 @@ def jsonl_files_in(folder: Path) -> list[Path]:
     inside = sorted(
         path for path in folder.iterdir() if path.name.endswith(JSONL_SUFFIXES) and not path.is_dir()
     )
+    check_regular(inside)
     validation = [path.name for path in inside if is_validation_file(path)]
     if validation:
         logger.info("%s: left out, as it is for validation: %s", folder, ", ".join(validation))
     return [path for path in inside if not is_validation_file(path)]
+
+
+def check_regular(paths: Iterable[Path]) -> None:
+    """Whether files can be read to an end, which a FIFO, a socket or a device may not have.
+
+    Raises:
+        ValueError: one exists and is no regular file.
+    """
+    for path in paths:
+        if path.exists() and not path.is_file():
+            fix = "name files, or remove it from the folder"
+            raise ValueError(f"input={path}: is not a regular file. Fix: {fix}.")
 
 
 def check_apart(inputs: Iterable[Path], output: Path) -> None:
@@ -283,15 +296,36 @@ def damaged(path: Path, line_number: int, error: Exception) -> BadDocument:
 
 
 def read_chunks(path: Path) -> Iterator[bytes]:
-    """Yields the decompressed bytes of a .gz or .zst file; raises one of `DAMAGE` where it is damaged."""
+    """Yields the decompressed bytes of a .gz or .zst file, at most 1 MiB at a time whatever the ratio; raises
+    one of `DAMAGE` where it is damaged.
+    """
+    check_regular([path])
     if not path.stat().st_size:
         raise EOFError("it is empty")  # both formats have a header even for no bytes at all
-    if path.suffix == ".zst":
-        yield from _zstd_chunks(path)
-    else:
-        with gzip.open(path, "rb") as file:
-            while chunk := file.read(_CHUNK_BYTES):
+    with path.open("rb") as file:
+        yield from _decompressed(path, file)
+
+
+def _decompressed(path: Path, file: IO[bytes]) -> Iterator[bytes]:
+    if path.suffix == ".gz":
+        with gzip.GzipFile(fileobj=file) as stream:
+            while chunk := stream.read(_CHUNK_BYTES):
                 yield chunk
+        return
+    import pyarrow
+
+    # The zstandard package decompresses all it is given at once, or ends silently where the file does.
+    with pyarrow.CompressedInputStream(file, "zstd") as stream:
+        while True:
+            try:
+                chunk = stream.read(_CHUNK_BYTES)
+            except OSError as error:
+                if error.errno is not None:  # of the disk
+                    raise
+                raise ZstdDamage(str(error)) from error
+            if not chunk:
+                return
+            yield chunk
 
 
 def estimate_line_bytes(paths: Iterable[Path]) -> int:
@@ -317,31 +351,25 @@ def compression_ratio(path: Path) -> float:
     Raises:
         BadDocument: it is damaged there.
     """
-    decompressor: Any
-    damage: type[Exception]
-    if path.suffix == ".gz":
-        decompressor, damage = zlib.decompressobj(31), zlib.error  # 31: with gzip's header
-    else:
-        import zstandard
-
-        decompressor, damage = zstandard.ZstdDecompressor().decompressobj(), zstandard.ZstdError
     num_compressed = num_bytes = 0
-    try:
-        with path.open("rb") as file:
-            while num_bytes < 2**22 and not decompressor.eof and (piece := file.read(2**12)):
-                num_bytes += len(decompressor.decompress(piece))
-                num_compressed += len(piece) - len(decompressor.unused_data)
-    except damage as error:
-        for _ in read_lines(path):  # which stops at the line
-            pass
-        raise damaged(path, 1, error) from error
-    return num_bytes / num_compressed if num_compressed and num_bytes else 1.0
+    with path.open("rb") as file:
+        try:
+            for chunk in _decompressed(path, file):
+                num_compressed, num_bytes = file.tell(), num_bytes + len(chunk)
+                if num_bytes >= 2**22:
+                    break
+        except DAMAGE as error:
+            for _ in read_lines(path):  # which stops at the line
+                pass
+            raise damaged(path, 1, error) from error
+    return num_bytes / num_compressed if num_bytes else 1.0
 
 
 def _raw_lines(path: Path) -> Iterator[bytes]:
     if path.suffix in (".gz", ".zst"):
         yield from _split(read_chunks(path))
     else:
+        check_regular([path])
         with path.open("rb", buffering=_CHUNK_BYTES) as file:
             yield from file
 
@@ -356,24 +384,3 @@ def _split(chunks: Iterator[bytes]) -> Iterator[bytes]:
         rest.append(last)
     if last_line := b"".join(rest):
         yield last_line
-
-
-def _zstd_chunks(path: Path) -> Iterator[bytes]:
-    """Of all frames; stream_reader of the zstandard package ends without an error where the file does."""
-    import zstandard
-
-    decompressor = zstandard.ZstdDecompressor()
-    frame = None
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            while chunk:
-                frame = frame or decompressor.decompressobj()
-                try:
-                    yield frame.decompress(chunk)
-                except zstandard.ZstdError as error:
-                    raise ZstdDamage(str(error)) from error
-                chunk = frame.unused_data if frame.eof else b""
-                if frame.eof:
-                    frame = None
-    if frame is not None:
-        raise ZstdDamage("its last frame is not complete")

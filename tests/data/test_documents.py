@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import pickle
+import re
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
 import xxhash
 import zstandard
 
+from helpers import ROOT
 from moe_exp.data.documents import (
     BadDocument,
     Tally,
     estimate_line_bytes,
+    jsonl_files_in,
     read_documents,
     read_lines,
     text_of,
@@ -219,3 +225,38 @@ def test_a_bad_document_reaches_the_parent_of_a_worker():
         7,
         "no field 'text'",
     )
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "jsonl.zst"])
+def test_a_fifo_among_the_files_of_a_folder_is_refused(tmp_path, suffix):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    fifo = tmp_path / f"b.{suffix}"
+    os.mkfifo(fifo)
+    refusal = rf"input={re.escape(str(fifo))}: is not a regular file\. Fix: name files, or remove it"
+    with pytest.raises(ValueError, match=refusal):
+        jsonl_files_in(tmp_path)
+    with pytest.raises(ValueError, match=refusal):
+        next(read_lines(fifo))
+
+
+def test_memory_of_a_file_that_compresses_well_is_that_of_its_chunks(tmp_path):
+    """600 MB of blank lines in 18 kB."""
+    path = tmp_path / "blank.jsonl.zst"
+    path.write_bytes(zstandard.ZstdCompressor(level=19).compress(b"\n" * 600_000_000))
+    assert path.stat().st_size < 20_000
+    code = f"""
+import resource
+from pathlib import Path
+from moe_exp.data.documents import compression_ratio, read_chunks, read_lines
+path = Path({str(path)!r})
+next(read_lines(path))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+assert sum(map(len, read_chunks(path))) == 600_000_000 and compression_ratio(path) > 100
+lines = read_lines(path)
+for _ in range(3_000_000):
+    next(lines)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    command = [sys.executable, "-c", code]
+    grown = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert int(grown.stdout) < 40_000, grown.stdout + grown.stderr  # kB

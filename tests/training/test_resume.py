@@ -227,7 +227,8 @@ def test_other_tokens_in_the_same_file_are_refused(runs, tmp_path):
     assert refused.code == 2 and refused.curve("iteration") == [1, 2]
     assert re.search(
         r"moe-exp: TRAIN_DATA=\S+tokens: its files hold other tokens than those of the checkpoint at"
-        r" iteration 2 of .*, so the loss would jump\. Fix: give back the old files, or ALLOW_OTHER_DATA=true",
+        r" iteration 2 of .*, so the loss would jump\. Fix: give back the old files, or"
+        r" ALLOW_OTHER_DATA=true",
         refused.stderr,
     )
 

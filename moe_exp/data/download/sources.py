@@ -21,7 +21,7 @@ from pathlib import Path
 from rich import filesize
 from rich.table import Table
 
-from moe_exp.data.documents import JSONL_SUFFIXES
+from moe_exp.data.documents import JSONL_SUFFIXES, check_regular
 from moe_exp.host.progress import table_console
 
 logger = logging.getLogger(__name__)
@@ -251,7 +251,9 @@ def local_files(source: Source) -> list[Path]:
             )
         return [source.path]
     names = [path.relative_to(source.path).as_posix() for path in _files_below(source.path)]
-    return [source.path / name for name in chosen_files(names, source.patterns, str(source.path))]
+    files = [source.path / name for name in chosen_files(names, source.patterns, str(source.path))]
+    check_regular(files)
+    return files
 
 
 def _files_below(root: Path) -> Iterator[Path]:

@@ -20,7 +20,7 @@ from rich.markup import escape
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from moe_exp.data.documents import JSONL_SUFFIXES, Tally, read_documents
+from moe_exp.data.documents import JSONL_SUFFIXES, Tally, check_regular, read_documents
 from moe_exp.data.inspect.hashes import Hashes
 from moe_exp.data.tokens.files import Int64Array, TokenFiles
 from moe_exp.data.tokens.tokens import tokenizer_vocab_size
@@ -74,6 +74,7 @@ def jsonl_files(path: Path) -> list[Path]:
             f"{left_out[0]}: Parquet files are not read here. Fix: give the folder of JSONL chunks that was"
             " made from them."
         )
+    check_regular(found)
     if not found:
         raise ValueError(
             f"{path}: has no {', '.join(JSONL_SUFFIXES)} file. Fix: give such a file, a folder of them, or a"

@@ -13,7 +13,7 @@ from typing import Any
 
 import xxhash
 
-from moe_exp.data.documents import JSONL_SUFFIXES, Tally, estimate_line_bytes
+from moe_exp.data.documents import JSONL_SUFFIXES, Tally, check_regular, estimate_line_bytes
 from moe_exp.data.shuffle.blocks import DocumentBlocks, LineBlocks, write_all
 from moe_exp.data.stage import Stage, check_free_disk, run_stage
 from moe_exp.host.files import write_json
@@ -101,6 +101,7 @@ def find_shards(input_dir: Path, valid_file_name: str) -> tuple[list[Path], dict
     if not input_dir.is_dir():
         raise ValueError(f"input_dir={input_dir}: there is no such folder. Fix: the folder with the shards.")
     files = sorted(path for path in input_dir.iterdir() if path.name.endswith(JSONL_SUFFIXES))
+    check_regular(files)
     valid_name = _without_suffix(Path(valid_file_name)).name
     shards = [path for path in files if _without_suffix(path).name != valid_name]
     if len(shards) == len(files):

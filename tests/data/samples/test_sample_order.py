@@ -70,8 +70,8 @@ def test_other_tokens_of_the_same_lengths():
     (change,) = order_changes(config, now, saved, CHECKPOINT)
     assert change.problem == (
         f"TRAIN_DATA=0.7 a 0.3 b: its files hold other tokens than those of {CHECKPOINT}, with the"
-        f" same lengths of documents (content bbbb instead of aaaa), so the loss would jump. Fix: give back the old files,"
-        f" {FIX}"
+        f" same lengths of documents (content bbbb instead of aaaa), so the loss would jump."
+        f" Fix: give back the old files, {FIX}"
     )
 
 
