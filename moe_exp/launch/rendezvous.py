@@ -5,7 +5,8 @@ the nodes itself, and NODE_RANK has to mean something. Both of torch 2.13 give t
 store in which those that died have left their addresses (c10d unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is
 set). So this is a rendezvous of our own, by torchrun's interface. A round is one start of all ranks. Agents
 meet in a store that the agent of node 0 keeps on MASTER_PORT for as long as it lives; the ranks of a round
-have a store of their own, on a free port, which ends with it.
+have a store of their own, on a free port, which ends with it. The stores of a job on one node listen on the
+loopback interface alone; those of several nodes on all, and whoever reaches them can end the job.
 
     round           number of the current round; whoever wants the next one raises it, and every agent that
                     sees that starts its ranks again
@@ -22,6 +23,7 @@ have a store of their own, on a free port, which ends with it.
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -37,6 +39,10 @@ from torch.distributed.elastic.rendezvous.api import (
 
 _CONNECT_SECONDS = 5.0  # of one attempt: a signal that comes meanwhile is answered after it
 _POLL_SECONDS = 0.1
+_LOOPBACK = "127.0.0.1"
+# Of what a node says of a failed rank, each with its type; anybody who reaches the port may say something.
+_FAILURE = {"rank": int, "host": str, "device": str, "cause": str}
+_MOST_CHARACTERS = 2000
 
 
 class Rounds(RendezvousHandler):
@@ -63,7 +69,7 @@ class Rounds(RendezvousHandler):
         is_stopping: Callable[[], bool] = lambda: False,
         join_seconds: float = 600.0,
     ):
-        self._host, self._port = host, port
+        self._host, self._port = _LOOPBACK if num_nodes == 1 else host, port
         self._node_rank, self._num_nodes, self._max_restarts = node_rank, num_nodes, max_restarts
         self._is_stopping, self._join_seconds = is_stopping, join_seconds
         self._agents: Store | None = None
@@ -140,7 +146,8 @@ class Rounds(RendezvousHandler):
 
     def say(self, failures: list[dict[str, Any]]) -> None:
         """Leaves for node 0 what there is to say of ranks of this node that have failed."""
-        self._store.set(f"said/{self.round}/{self._node_rank}", json.dumps(failures))
+        bounded = [failure | {"cause": str(failure["cause"])[:_MOST_CHARACTERS]} for failure in failures]
+        self._store.set(f"said/{self.round}/{self._node_rank}", json.dumps(bounded))
 
     def fail(self) -> None:
         """Ends the round, as ranks of this node have failed. The job is over after the last one that may."""
@@ -152,13 +159,12 @@ class Rounds(RendezvousHandler):
         self.move_on()
 
     def said(self, number: int) -> list[dict[str, Any]]:
-        """What the nodes have said so far of the failures of round `number`."""
+        """What the nodes have said so far of the failures of round `number`; what no agent says is left
+        out.
+        """
         keys = [f"said/{number}/{node}" for node in range(self._num_nodes)]
         return [
-            failure
-            for key in keys
-            if self._store.check([key])
-            for failure in json.loads(self._store.get(key))
+            failure for key in keys if self._store.check([key]) for failure in _failures(self._store.get(key))
         ]
 
     def move_on(self) -> None:
@@ -220,9 +226,8 @@ class Rounds(RendezvousHandler):
         """
         while True:
             try:
-                timeout = timedelta(seconds=_CONNECT_SECONDS)
-                store = TCPStore(self._host, port, is_master=serve, timeout=timeout, wait_for_workers=False)
-            except RuntimeError as error:
+                store = self._store_at(port, serve=serve)
+            except (RuntimeError, OSError) as error:
                 if serve:
                     raise RendezvousConnectionError(
                         f"port {port} of {self._host}: {str(error).splitlines()[0]}"
@@ -231,6 +236,20 @@ class Rounds(RendezvousHandler):
             else:
                 store.set_timeout(timedelta(seconds=self._join_seconds))
                 return store
+
+    def _store_at(self, port: int, *, serve: bool) -> TCPStore:
+        timeout = timedelta(seconds=_CONNECT_SECONDS)
+        if not serve or self._num_nodes > 1:
+            return TCPStore(self._host, port, is_master=serve, timeout=timeout, wait_for_workers=False)
+        with socket.socket() as listener:  # TCPStore's own listens on all interfaces
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((_LOOPBACK, port))
+            listener.listen(socket.SOMAXCONN)
+            port, descriptor = listener.getsockname()[1], listener.detach()
+        return TCPStore(
+            _LOOPBACK, port, is_master=True, timeout=timeout, wait_for_workers=False,
+            master_listen_fd=descriptor,
+        )  # fmt: skip
 
     def _wait(self, deadline: float) -> None:
         if self._agents is not None and self._is_stopping():
@@ -242,3 +261,20 @@ class Rounds(RendezvousHandler):
                 f"not all of {self._num_nodes} nodes have come within {self._join_seconds:.0f} s"
             )
         time.sleep(_POLL_SECONDS)
+
+
+def _failures(text: bytes) -> list[dict[str, Any]]:
+    try:
+        said = json.loads(text)
+    except ValueError:
+        return []
+    return [failure for failure in said if _is_failure(failure)] if isinstance(said, list) else []
+
+
+def _is_failure(failure: object) -> bool:
+    return (
+        isinstance(failure, dict)
+        and failure.keys() == _FAILURE.keys()
+        and all(type(failure[name]) is kind for name, kind in _FAILURE.items())
+        and all(len(str(value)) <= _MOST_CHARACTERS for value in failure.values())
+    )

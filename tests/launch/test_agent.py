@@ -14,12 +14,14 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from helpers.ranks import free_port
 from helpers.whole_runs import ROOT, clean_environ
 from moe_exp.host.exit_codes import HEARTBEATS
 from moe_exp.launch.agent import Agent
+from moe_exp.launch.rendezvous import Rounds
 from moe_exp.runs.records import append_event, read_metrics
 from moe_exp.watch.hangs.heartbeat import failures_file
 
@@ -294,3 +296,22 @@ def test_signal_before_the_ranks_start_again_as_they_have_asked(tmp_path):
     assert nodes.end() == [1, 1], nodes.errors()
     assert time.monotonic() - start < 30  # and not after the time in which nodes have to come
     assert [nodes.told(node) for node in (0, 1)] == ["75", "75"]
+
+
+def test_stores_of_one_node_listen_on_the_loopback_interface_alone():
+    rounds = Rounds("localhost", free_port(), node_rank=0, num_nodes=1, max_restarts=0)
+    rounds.next_rendezvous()
+    own = [one for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+    assert len(own) >= 2 and {one.laddr.ip for one in own} == {"127.0.0.1"}
+
+
+def test_what_no_agent_says_of_failures_is_left_out():
+    rounds = Rounds("localhost", free_port(), node_rank=0, num_nodes=1, max_restarts=0)
+    rounds.next_rendezvous()
+    failure = {"rank": 1, "host": "a", "device": "cpu", "cause": "x" * 9000}
+    rounds.say([failure])
+    assert rounds.said(0) == [failure | {"cause": "x" * 2000}]
+    wrong = [{**failure, "cause": "y", "note": "text"}, failure, {"rank": "1"}, "text", None]
+    for said in (json.dumps(wrong), "no JSON", "5", json.dumps({"rank": 1})):
+        rounds._store.set("said/0/0", said)
+        assert rounds.said(0) == []
