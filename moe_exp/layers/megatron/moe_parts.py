@@ -16,6 +16,7 @@ from moe_exp.layers.dispatcher.deepep import DeepEPDispatcher
 from moe_exp.layers.experts import ACTIVATIONS, Experts
 from moe_exp.layers.experts.fp8 import check_fp8
 from moe_exp.layers.losses import AuxLoss
+from moe_exp.layers.megatron.config_fields import check_fields
 from moe_exp.layers.megatron.sharding import ExpertPlace, shard_experts
 from moe_exp.layers.moe_layer import MoELayer, MoESettings, MoEStatistics
 from moe_exp.layers.phase_marks import PhaseTimers
@@ -213,6 +214,7 @@ class MegatronMoELayer(MegatronMoE):
             raise ValueError(
                 "submodules=None: the layer is built from a spec. Fix: use moe_submodule_spec()."
             )
+        check_fields(config)
         # Not MoELayer.__init__, which would build Megatron's router, dispatcher and experts.
         MegatronModule.__init__(self, config)
         groups = get_default_pg_collection() if pg_collection is None else pg_collection
