@@ -313,8 +313,8 @@ class MoELayer(nn.Module):
         if decision.sums is not None:
             # of which only the shape matters where there are sums
             return decision.sums.by_score_E, decision.expert_TK
-        assert decision.scores_TE is not None
-        expert_TK = decision.scores_TE.detach().topk(config.topk, dim=-1).indices
+        assert decision.logits_TE is not None
+        expert_TK = decision.logits_TE.detach().topk(config.topk, dim=-1).indices
         valid_TK = None if decision.valid_T is None else decision.valid_T.unsqueeze(1).expand_as(expert_TK)
         return count_kept(expert_TK, valid_TK, config.num_experts), expert_TK
 
