@@ -208,13 +208,34 @@ def scores_torch(logits_TE: Tensor, score: str) -> tuple[Tensor, Tensor]:
     A softmax of the logarithms is scores divided by their sum, wherever the logits lie. The scores themselves
     underflow in fp32, sigmoid below -103.
     """
-    if score == "sigmoid":
-        return logits_TE.sigmoid(), torch.nn.functional.logsigmoid(logits_TE)
-    # log(log(1 + x)) = log(x) - x / 2 + O(x^2) with x = exp(z); below -18 fp64 does not resolve the rest.
-    far_TE = logits_TE - logits_TE.clamp(max=-18.0).exp() / 2
-    near_TE = torch.nn.functional.softplus(logits_TE.clamp(min=-18.0)).log()
-    log_TE = torch.where(logits_TE < -18.0, far_TE, near_TE) / 2
-    return log_TE.exp(), log_TE
+    log_TE = _LogScores.apply(logits_TE, score)
+    return logits_TE.sigmoid() if score == "sigmoid" else log_TE.exp(), log_TE
+
+
+class _LogScores(torch.autograd.Function):
+    """Keeps the logits alone for backward, where autograd would keep six tensors of their size."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_TE: Tensor, score: str) -> Tensor:
+        ctx.save_for_backward(logits_TE)
+        ctx.score = score
+        if score == "sigmoid":
+            return torch.nn.functional.logsigmoid(logits_TE)
+        # log(log(1 + x)) = log(x) - x / 2 + O(x^2) with x = exp(z); below -18 fp64 does not resolve the rest.
+        far_TE = logits_TE - logits_TE.clamp(max=-18.0).exp() / 2
+        near_TE = torch.nn.functional.softplus(logits_TE.clamp(min=-18.0)).log()
+        return torch.where(logits_TE < -18.0, far_TE, near_TE) / 2
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (logits_TE,), (grad_TE,) = ctx.saved_tensors, grads
+        if ctx.score == "sigmoid":
+            return grad_TE * torch.sigmoid(-logits_TE), None
+        near_TE = logits_TE.clamp(min=-18.0)
+        slope_TE = near_TE.sigmoid() / torch.nn.functional.softplus(near_TE)
+        far_TE = 1 - logits_TE.clamp(max=-18.0).exp() / 2
+        return grad_TE * torch.where(logits_TE < -18.0, far_TE, slope_TE) / 2, None
 
 
 def router_topk_torch(

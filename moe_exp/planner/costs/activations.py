@@ -333,7 +333,7 @@ class _Account:
         kept += width * self._hidden if self._width != width else 0
         kept += (
             width * (config.num_experts + 1)
-            if config.z_loss_coeff or config.router_score == "sqrtsoftplus"
+            if config.z_loss_coeff or config.router_score != "softmax"
             else 0
         )
         return kept
