@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_exp.layers.activations import squared_relu
 from moe_exp.layers.dispatcher import AllToAllDispatcher, Dispatcher, LocalDispatcher
 from moe_exp.layers.dispatcher.allgather import AllGatherDispatcher
 from moe_exp.layers.dispatcher.deepep import DeepEPDispatcher
@@ -22,7 +23,7 @@ from moe_exp.layers.moe_layer import MoELayer, MoESettings, MoEStatistics
 from moe_exp.layers.phase_marks import PhaseTimers
 from moe_exp.layers.router import Router, RouterConfig
 
-from megatron.core import tensor_parallel
+from megatron.core import activations, tensor_parallel
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer as MegatronMoE
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
@@ -184,8 +185,10 @@ class MegatronExperts(Experts):
 
 def activation_name(config: TransformerConfig) -> str:
     """Our name for the activation of a TransformerConfig."""
+    theirs = {activations.squared_relu: squared_relu}
+    found = theirs.get(config.activation_func, config.activation_func)
     for name, (function, gated) in ACTIVATIONS.items():
-        if config.activation_func is function and config.gated_linear_unit == gated:
+        if found is function and config.gated_linear_unit == gated:
             return name
     raise ValueError(
         f"activation_func={config.activation_func}: is not supported in MoE layers. Fix: use one of"

@@ -8,17 +8,21 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import pytest
+import torch
 
+from moe_exp.layers.activations import squared_relu
 from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.megatron.config_fields import FOLLOWED, IRRELEVANT, REFUSED, check_fields
 from moe_exp.layers.megatron.moe_parts import (
     MegatronMoELayer,
+    activation_name,
     balancing_losses,
     check_parallel_sizes,
     router_config,
 )
 from moe_exp.layers.spec import decoder_spec, moe_submodule_spec
 
+from megatron.core import activations as megatron_activations
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -103,6 +107,15 @@ def test_losses_of_a_transformer_config(kinds, coeffs, expected):
 def test_an_unknown_loss():
     with pytest.raises(ValueError, match=r"aux_loss_type=aux: is not a loss\. Fix: use aux_loss"):
         balancing_losses(settings(moe_router_load_balancing_type="aux"))
+
+
+def test_activation_of_a_transformer_config():
+    for function in (squared_relu, megatron_activations.squared_relu):
+        assert activation_name(settings(activation_func=function)) == "squared_relu"
+    x = torch.linspace(-3, 3, 25)
+    assert torch.equal(megatron_activations.squared_relu(x), squared_relu(x))
+    with pytest.raises(ValueError, match=r"activation_func=.*quick_gelu.*: is not supported in MoE layers"):
+        activation_name(settings(activation_func=megatron_activations.quick_gelu))
 
 
 def test_router_of_a_transformer_config():
