@@ -15,6 +15,16 @@ import xxhash
 _CHUNK_BYTES = 1 << 20
 
 
+def bytes_text(num_bytes: float) -> str:
+    """With a unit of powers of ten and three digits: 1.75 TB."""
+    *units, largest = ("bytes", "kB", "MB", "GB", "TB", "PB", "EB")
+    for unit in units:
+        if abs(num_bytes) < 999.5:  # what rounds to 1000 is 1 of the next unit
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:,.0f} {largest}" if abs(num_bytes) >= 999.5 else f"{num_bytes:.3g} {largest}"
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Writes `text` so that a reader, or the next start after a crash, sees the old file or the new one and
     never half of one.

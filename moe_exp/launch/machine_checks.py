@@ -22,6 +22,7 @@ from moe_exp.data.tokens.files import Share, TokenFiles, parse_split, part_token
 from moe_exp.data.tokens.tokenizer import tokenizer_vocab_size
 from moe_exp.data.tokens.tokens import bin_idx_problem, parse_blend
 from moe_exp.host.devices import compute_capability, count_gpus
+from moe_exp.host.files import bytes_text
 from moe_exp.host.processes import free_port
 from moe_exp.planner.costs.disk import DiskUse, disk_use, keep_last_that_fits
 from moe_exp.planner.costs.params import checkpoint_bytes
@@ -105,7 +106,7 @@ def _room(c: Config) -> tuple[list[int], list[str], list[str]]:
     if c.disk_check == "one":
         next_bytes = min(until_end.needed_bytes, checkpoint_bytes(c))
     refused, rest = [], []
-    has = f"{place} has {_gigabytes(free_bytes)} free and the run needs"
+    has = f"{place} has {bytes_text(free_bytes)} free and the run needs"
     if free_bytes < next_bytes and (there or c.disk_check == "one"):
         what = " for its next checkpoint, and its records until then" if there else ""
         fix = (
@@ -113,19 +114,19 @@ def _room(c: Config) -> tuple[list[int], list[str], list[str]]:
             if there
             else "choose a RUN_DIR on a larger disk, or make room"
         )
-        refused.append(problem("run_dir", c.run_dir, f"{has} {_gigabytes(next_bytes)}{what}", fix))
+        refused.append(problem("run_dir", c.run_dir, f"{has} {bytes_text(next_bytes)}{what}", fix))
     if free_bytes < until_end.needed_bytes and c.disk_check == "run":
         rest.append(_until_end(c, until_end, has, free_bytes, there))
     return there, refused, rest
 
 
 def _until_end(c: Config, use: DiskUse, has: str, free_bytes: int, there: list[int]) -> str:
-    rule, fix = f"{has} {_gigabytes(use.needed_bytes)}", "choose a RUN_DIR on a larger disk, or make room"
+    rule, fix = f"{has} {bytes_text(use.needed_bytes)}", "choose a RUN_DIR on a larger disk, or make room"
     if use.num_new > 1:
         those = f" beside the {len(there)} that are there" if there else ""
         rule += (
             f" until iteration {c.train_iters}: {use.num_new} checkpoints of"
-            f" {_gigabytes(use.one_bytes)}{those}, and its records"
+            f" {bytes_text(use.one_bytes)}{those}, and its records"
         )
         fitting = keep_last_that_fits(c, free_bytes, iteration=max(there, default=0), there=there)
         if fitting:
@@ -136,10 +137,6 @@ def _until_end(c: Config, use: DiskUse, has: str, free_bytes: int, there: list[i
         elif free_bytes >= checkpoint_bytes(c):
             fix += "; DISK_CHECK=one if you remove checkpoints by hand"
     return problem("run_dir", c.run_dir, rule, fix)
-
-
-def _gigabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.3g} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.3g} MB"
 
 
 def _devices(c: Config) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Sums over the ranks of a process group that may be none."""
+"""Sums and maxima over the ranks of a process group that may be none."""
 
 from __future__ import annotations
 
@@ -19,3 +19,12 @@ def sum_over(x: Tensor, group: ProcessGroup | None) -> Tensor:
     total = x.detach().clone()
     torch.distributed.all_reduce(total, group=group)
     return total
+
+
+def max_over(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Maximum of `x` over the ranks of `group`, without gradient; `x` is left as it is."""
+    if group_size(group) == 1:
+        return x.detach()
+    most = x.detach().clone()
+    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=group)
+    return most

@@ -21,7 +21,7 @@ from moe_exp.layers.capacity import (
 )
 from moe_exp.layers.dispatcher import Dispatcher, LocalDispatcher
 from moe_exp.layers.experts import Experts, OrderedTokens, Slots
-from moe_exp.layers.groups import group_size, sum_over
+from moe_exp.layers.groups import group_size, max_over, sum_over
 from moe_exp.layers.losses import (
     AuxLoss,
     global_balancing_loss_share,
@@ -43,7 +43,8 @@ class MoESettings:
         capacity_factor: None for a dropless layer. Capacity is that of a micro-batch, padding tokens
             included.
         min_capacity: slots that an expert takes at least.
-        pad_to_capacity: give every expert the same number of rows.
+        pad_to_capacity: give every expert the same number of rows, the capacity. With TP or CP that of the
+            rank's tokens, and more only where a rank keeps more, which waits for the device.
         drop_policy: `probs` keeps the slots of highest router weight, `position` the first of the sequence.
         token_rounding: of a dropless layer in training: rows that the slots of each expert in a micro-batch
             are rounded down to a multiple of, see capacity.keep_full_tiles; 0 for no rounding.
@@ -210,7 +211,7 @@ class MoELayer(nn.Module):
         # own.
         is_wanted = self.router.training or torch.is_grad_enabled()
         loss = self.auxiliary_loss(decision, x.shape[:-1]) if is_wanted else None
-        rows_per_expert = self._rows_per_expert(x_TD.size(0))
+        rows_per_expert = self._rows_per_expert(decision)
         if type(self.dispatcher) is LocalDispatcher and (
             self.experts.takes_slots() or self.experts.runs_one_by_one(x_TD)
         ):
@@ -313,8 +314,8 @@ class MoELayer(nn.Module):
         if decision.sums is not None:
             # of which only the shape matters where there are sums
             return decision.sums.by_score_E, decision.expert_TK
-        assert decision.scores_TE is not None
-        expert_TK = decision.scores_TE.detach().topk(config.topk, dim=-1).indices
+        assert decision.logits_TE is not None
+        expert_TK = decision.logits_TE.detach().topk(config.topk, dim=-1).indices
         valid_TK = None if decision.valid_T is None else decision.valid_T.unsqueeze(1).expand_as(expert_TK)
         return count_kept(expert_TK, valid_TK, config.num_experts), expert_TK
 
@@ -381,12 +382,25 @@ class MoELayer(nn.Module):
             min_capacity=settings.min_capacity,
         )
 
-    def _rows_per_expert(self, num_tokens: int) -> int | None:
+    def _rows_per_expert(self, decision: RoutingDecision) -> int | None:
+        """Rows that this rank gives every expert, the same on all ranks that exchange rows: the capacity of
+        its tokens, or the most slots that one of the ranks keeps for an expert.
+
+        With TP or CP the capacity is shared out over the whole micro-batch, and a rank may keep more than its
+        part of it; Megatron-Core would drop those.
+        """
         if self.settings.capacity_factor is None or not self.settings.pad_to_capacity:
             return None
-        # All slots that an expert keeps may be on one rank, but no rank has more than one slot per token for
-        # it.
-        return min(self._capacity(num_tokens * group_size(self.microbatch_group)), num_tokens)
+        # No rank has more than one slot per token for an expert.
+        num_tokens = decision.expert_TK.size(0)
+        rows = min(self._capacity(num_tokens), num_tokens)
+        if group_size(self.microbatch_group) == 1:
+            return rows
+        kept_E = count_kept(decision.expert_TK, decision.kept_TK, self.router.config.num_experts)
+        most = kept_E.max()
+        for group in self.dispatcher.exchange_groups:
+            most = max_over(most, group)
+        return max(rows, int(most))
 
     @torch.no_grad()
     def _add_statistics(self, decision: RoutingDecision, scores: Tensor, losses: list[Tensor]) -> None:

@@ -18,6 +18,7 @@ from moe_exp.layers.megatron.attention_parts import (
     ProjectionNormAttention,
     latent_attention_spec,
 )
+from moe_exp.layers.megatron.config_fields import check_fields
 from moe_exp.layers.megatron.moe_parts import (
     MegatronExperts,
     MegatronMoELayer,
@@ -198,11 +199,15 @@ def decoder_spec(
         vp_stage: model chunk of an interleaved pipeline.
         projection_norm: normalize queries, and keys, over all heads together.
         moe_options: of `moe_submodule_spec`.
+
+    Raises:
+        ValueError: for a field of `config` that the MoE layer does not follow, see `config_fields`.
     """
     layer_spec = partial(te_layer_spec if use_te else local_layer_spec, projection_norm=projection_norm)
     dense = layer_spec(config, mlp=None)
     layers = [dense] * config.num_layers
     if config.num_moe_experts is not None:
+        check_fields(config)
         settings = {"params_dtype": config.params_dtype, "use_te": use_te, "bias": config.add_bias_linear}
         moe = layer_spec(config, mlp=moe_submodule_spec(**settings, **moe_options))
         frequency = config.moe_layer_freq

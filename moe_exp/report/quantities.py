@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from moe_exp.host import files
+
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
 
 
@@ -45,7 +47,5 @@ def duration(seconds: float) -> str:
 
 
 def bytes_text(value: float) -> str:
-    """In MB or GB, of powers of ten."""
-    if not math.isfinite(value):
-        return "–"
-    return f"{value / 1e9:.3g} GB" if value >= 1e9 else f"{value / 1e6:.3g} MB"
+    """With a unit of powers of ten, or a dash for none."""
+    return files.bytes_text(value) if math.isfinite(value) else "–"

@@ -33,6 +33,7 @@ from typing import Any
 import yaml
 
 from moe_exp.config import Config, ConfigError, load_config
+from moe_exp.host.files import bytes_text
 from moe_exp.planner.costs.disk import DiskUse, disk_use
 from moe_exp.runs.records import Record, read_metrics
 from moe_exp.runs.run_folder import RunFolder
@@ -286,15 +287,15 @@ def rows_of(storage: Storage, advice: Advice | None, free_bytes: int | None) -> 
     config, use, found = storage.config, storage.use, storage.measured
     size = "measured" if found.checkpoint_bytes else "by the settings"
     rows: dict[str, Any] = {
-        "one checkpoint": f"{gigabytes(use.one_bytes)} ({size})",
+        "one checkpoint": f"{bytes_text(use.one_bytes)} ({size})",
         "checkpoints there": len(storage.there),
         "at once at most, until the end": f"{use.num_checkpoints} ({_retention(config)})",
-        "records until the end": gigabytes(use.records_bytes),
-        "room that is needed": gigabytes(use.needed_bytes),
+        "records until the end": bytes_text(use.records_bytes),
+        "room that is needed": bytes_text(use.needed_bytes),
     }
     if free_bytes is not None:
         enough = "enough" if free_bytes >= use.needed_bytes else "NOT ENOUGH"
-        rows["free on the disk"] = f"{gigabytes(free_bytes)}, {enough} (a quota is not seen here)"
+        rows["free on the disk"] = f"{bytes_text(free_bytes)}, {enough} (a quota is not seen here)"
     if advice is None:
         return rows | {"SAVE_INTERVAL": f"{config.save_interval}; no advice before the run has saved once"}
     present = "saves only at the end" if advice.present_share is None else _loses(advice.present_share)
@@ -318,8 +319,3 @@ def _retention(config: Config) -> str:
         f"KEEP_LAST={config.keep_last}, KEEP_EVERY={config.keep_every}, KEEP_BEST={config.keep_best}; and the"
         " one being written"
     )
-
-
-def gigabytes(num_bytes: int) -> str:
-    """`12.3 GB`, or `45.6 MB`."""
-    return f"{num_bytes / 1e9:.3g} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.3g} MB"

@@ -28,6 +28,7 @@ from moe_exp.checkpoint.hf.target import Progress, check_target, new_folder, no_
 from moe_exp.checkpoint.hf.tensor_rules import CONDITIONS, joined, joined_shape
 from moe_exp.checkpoint.state import CONTENT
 from moe_exp.config import Config
+from moe_exp.config.checks.checks import check_config
 from moe_exp.host.files import write_atomically
 from moe_exp.runs.run_folder import LATEST
 
@@ -100,6 +101,7 @@ def from_hf(
         _check_counts(folder)
         settings = settings_of(folder.config, architecture, ignore=ignore_fields)
         config = _config(settings)
+        _check_trainable(folder, config)
         sources = _match(folder, architecture, config, drop_mtp=drop_mtp)
         stored = _dtype(folder, sources, dtype)
         config = config.model_copy(update={"dtype": DTYPE_NAMES[stored]})
@@ -149,6 +151,18 @@ def _config(settings: Settings) -> Config:
         raise ValueError(
             f"config.json: {name.upper()}={first['input']}: {first['msg']}. Fix: mend the config.json."
         ) from None
+
+
+def _check_trainable(folder: ModelFolder, config: Config) -> None:
+    """Refuses a model that no run could train on, with the lines of the checks before a run."""
+    # not the corpus, which the next run names
+    named = config.model_copy(update={"train_data": "data", "valid_data": "data"})
+    if problems := check_config(named):
+        # Its ways out are other settings, and these are what the config.json says.
+        rules = [line.partition(" Fix: ")[0] for line in problems]
+        raise ValueError(
+            "\n".join(f"{folder.path}: config.json says {rule} Fix: convert another model." for rule in rules)
+        )
 
 
 def _match(folder: ModelFolder, architecture: Architecture, config: Config, *, drop_mtp: bool) -> _Sources:

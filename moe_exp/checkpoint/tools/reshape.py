@@ -45,7 +45,7 @@ from moe_exp.checkpoint.tools.layouts import (
     unstyled,
 )
 from moe_exp.config import problem
-from moe_exp.host.files import write_atomically
+from moe_exp.host.files import bytes_text, write_atomically
 from moe_exp.host.progress import progress
 from moe_exp.runs.run_folder import LATEST
 
@@ -311,7 +311,7 @@ def _check_space(target: Path, needed_bytes: int) -> None:
         raise ValueError(f"DST={target}: {place} is no folder. Fix: make it, or give another one.")
     if (free_bytes := shutil.disk_usage(place).free) < needed_bytes:
         needed = (
-            f"{place} has {free_bytes / 1e9:.3g} GB free and the checkpoint needs {needed_bytes / 1e9:.3g} GB"
+            f"{place} has {bytes_text(free_bytes)} free and the checkpoint needs {bytes_text(needed_bytes)}"
         )
         raise ValueError(f"DST={target}: {needed}. Fix: choose a larger disk, or make room.")
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from moe_exp.host.files import bytes_text
 from moe_exp.launch.preflight.gpu_health import gpu_findings, missing_gpus
 from moe_exp.launch.preflight.pairing import culprits
 
@@ -164,7 +165,7 @@ def _host(report: Mapping[str, Any], needed_bytes: int, has_gpus: bool) -> Itera
                 name != "RUN_DIR",
             )
         elif place["free_bytes"] < needed:
-            text = f"{where}: {place['free_bytes'] / 1e9:.3g} GB free, {needed / 1e9:.3g} GB are needed"
+            text = f"{where}: {bytes_text(place['free_bytes'])} free, {bytes_text(needed)} are needed"
             yield Finding(grade, text, name == "/dev/shm")
     offset, error = report["clock"]
     if abs(offset) - error > CLOCK_SECONDS:

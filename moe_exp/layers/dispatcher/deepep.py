@@ -59,6 +59,10 @@ class DeepEPDispatcher(Dispatcher):
         self.num_experts, self.ep_group = num_experts, ep_group
         self.num_local_experts = experts_per_rank(num_experts, ep_group.size())
 
+    @property
+    def exchange_groups(self) -> tuple[ProcessGroup | None, ...]:
+        return (self.ep_group,)
+
     def start(
         self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None
     ) -> Pending:

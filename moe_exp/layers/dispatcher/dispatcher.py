@@ -94,6 +94,11 @@ class Dispatcher(ABC):
 
     name: str
 
+    @property
+    def exchange_groups(self) -> tuple[ProcessGroup | None, ...]:
+        """Groups whose ranks exchange rows, and so have to agree on `rows_per_expert`."""
+        return ()
+
     @abstractmethod
     def start(
         self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None
@@ -191,6 +196,10 @@ class SpreadDispatcher(Dispatcher):
         self.ep, self.etp = group_size(ep_group), group_size(etp_group)
         self.num_local_experts = experts_per_rank(num_experts, self.ep)
         self.etp_rank = 0 if etp_group is None else etp_group.rank()
+
+    @property
+    def exchange_groups(self) -> tuple[ProcessGroup | None, ...]:
+        return self.ep_group, self.etp_group
 
 
 class AllToAllDispatcher(SpreadDispatcher):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from moe_exp.layers.kernels.launch import jit, tl
 
-EPSILON: tl.constexpr = tl.constexpr(1e-20) if tl else None  # added to sums that divide, as in Router
+EPSILON: tl.constexpr = tl.constexpr(1e-20) if tl else None  # added to sums of softmax, as in Router
 LEAST: tl.constexpr = tl.constexpr(-(2**31)) if tl else None
 
 
@@ -33,21 +33,41 @@ def raw_scores(z, probabilities, SCORE: tl.constexpr):
     elif SCORE == "sigmoid":
         raw = sigmoid(z)
     else:
-        x = tl.exp(-tl.abs(z))
-        u = 1.0 + x
-        # log1p: what the addition rounds off is put right by the quotient (Higham 2002, section 1.14.1).
-        log1p = tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
-        raw = tl.sqrt(tl.maximum(z, 0.0) + log1p)
+        raw = tl.sqrt(softplus(z))
     return raw
 
 
 @jit
-def key_of(x):
-    """Integers in the order of the floats; NaN is the largest, as for torch.topk. None is LEAST, which stands
-    for no expert.
+def softplus(z):
+    x = tl.exp(-tl.abs(z))
+    u = 1.0 + x
+    # log1p: what the addition rounds off is put right by the quotient (Higham 2002, section 1.14.1).
+    log1p = tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
+    return tl.maximum(z, 0.0) + log1p
+
+
+@jit
+def log_scores(z, SCORE: tl.constexpr):
+    """Logarithm of the raw scores of sigmoid and sqrtsoftplus, and its derivative; see the twin,
+    `topk.scores_torch`.
     """
-    bits = x.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    if SCORE == "sigmoid":
+        log, slope = -softplus(-z), sigmoid(-z)
+    else:
+        is_far = z < -18.0
+        x = tl.where(is_far, 1.0, softplus(z))
+        log = 0.5 * tl.where(is_far, z, tl.log(x))  # to a relative exp(-18) = 1.5e-8, less than fp32 resolves
+        slope = 0.5 * tl.where(is_far, 1.0, sigmoid(z) / x)
+    return log, slope
+
+
+@jit
+def key_of(x):
+    """Integers in the order of the floats; NaN is the largest, as for torch.topk, and -0 is 0. None is LEAST,
+    which stands for no expert.
+    """
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
 
 
 @jit
@@ -69,13 +89,13 @@ def choose(key, values, experts, TOPK: tl.constexpr, BLOCK_T: tl.constexpr, BLOC
 
 @jit
 def weigh(value, is_place, factor, SCORE: tl.constexpr, PRE_SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr):
-    """From the raw scores of the chosen, or their logits for a softmax after the choice, to router
-    weights.
+    """From the raw scores of the chosen to router weights; from their logits for a softmax after the choice,
+    and from the logarithms of the raw scores where sigmoid or sqrtsoftplus are normalized.
     """
-    if SCORE == "softmax" and not PRE_SOFTMAX:
-        most = tl.max(tl.where(is_place, value, -float("inf")), 1)[:, None]
-        value = tl.where(is_place, tl.exp(value - most), 0.0)
+    if (SCORE == "softmax" and not PRE_SOFTMAX) or (SCORE != "softmax" and NORMALIZE):
+        value = tl.where(is_place, value, -float("inf"))
+        value = tl.exp(value - tl.max(value, 1)[:, None])
         value = value / tl.sum(value, 1)[:, None]
-    if NORMALIZE:
+    if SCORE == "softmax" and NORMALIZE:
         value = value / (tl.sum(value, 1) + EPSILON)[:, None]
     return value * factor

@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from moe_exp.layers.kernels.launch import cdiv, compilable, jit, num_programs, power_of_2, runs_kernel, tl
-from moe_exp.layers.kernels.scores import EPSILON, LEAST, choose, key_of, raw_scores, sigmoid, softmax, weigh
+from moe_exp.layers.kernels.scores import (
+    EPSILON,
+    LEAST,
+    choose,
+    key_of,
+    log_scores,
+    raw_scores,
+    softmax,
+    weigh,
+)
 
 _EPSILON = 1e-20  # of the twin, as in Router
 
@@ -84,11 +93,18 @@ def _forward_kernel(
         probabilities, logsumexp = softmax(z)
         raw = raw_scores(z, probabilities, SCORE)
 
-        choice = raw
+        # Logits are in the order of the scores, and do not run into one another where the scores are 0 or 1.
+        by_score = raw if SCORE == "softmax" else z
+        choice = by_score
         if HAS_BIAS:
             choice = raw + tl.load(bias + experts, mask=is_expert, other=0.0)[None, :]
         key = tl.where(is_expert[None, :], key_of(choice), LEAST)
         values = z if SCORE == "softmax" and not PRE_SOFTMAX else raw
+        score = raw
+        if SCORE != "softmax":
+            log, _ = log_scores(z, SCORE)
+            score, _ = softmax(log)
+            values = log if NORMALIZE else raw
         chosen, value, key = choose(key, values, experts, TOPK, BLOCK_T, BLOCK_K)
         value = weigh(value, is_place, factor, SCORE, PRE_SOFTMAX, NORMALIZE)
 
@@ -98,7 +114,6 @@ def _forward_kernel(
         tl.store(weights + slots, value, mask=is_slot)
         tl.store(lse + tokens, logsumexp, mask=is_token)
 
-        score = raw if SCORE == "softmax" else raw / (tl.sum(raw, 1) + EPSILON)[:, None]
         counted = is_counted[:, None] & is_expert[None, :]
         score = tl.where(counted, score, 0.0)
         score_sums += score
@@ -106,7 +121,7 @@ def _forward_kernel(
         largest_sums += tl.where(is_counted, tl.max(tl.where(is_place, value, 0.0), 1), 0.0)
         chosen_sums += (counted & (key == LEAST)).to(tl.int32)
         if HAS_BIAS:
-            key = tl.where(is_expert[None, :], key_of(raw), LEAST)
+            key = tl.where(is_expert[None, :], key_of(by_score), LEAST)
             _, _, key = choose(key, raw, experts, TOPK, BLOCK_T, BLOCK_K)
             by_score_sums += (counted & (key == LEAST)).to(tl.int32)
 
@@ -148,37 +163,79 @@ def _backward_kernel(
         )
         is_chosen = is_chosen | is_k
     value = tl.where(is_chosen, raw, 0.0)
-    if SCORE == "softmax" and not PRE_SOFTMAX:
+    in_logs = z  # what a softmax over the chosen takes
+    if SCORE != "softmax":
+        in_logs, slope = log_scores(z, SCORE)
+    if (SCORE == "softmax" and not PRE_SOFTMAX) or (SCORE != "softmax" and NORMALIZE):
         # Relative to the largest of the chosen, which softmax over all may have rounded to zero.
-        chosen = tl.where(is_chosen, z, -1e30)
+        chosen = tl.where(is_chosen, in_logs, -1e30)
         value = tl.where(is_chosen, tl.exp(chosen - tl.max(chosen, 1)[:, None]), 0.0)
         value = value / tl.maximum(tl.sum(value, 1), EPSILON)[:, None]
-    if NORMALIZE:
+    if SCORE == "softmax" and NORMALIZE:
         total = (tl.sum(value, 1) + EPSILON)[:, None]
         dvalue = tl.where(is_chosen, (dvalue - tl.sum(dvalue * value, 1)[:, None] / total) / total, 0.0)
 
     dz = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.float32)
-    draw = dvalue
-    if SCORE == "softmax" and not PRE_SOFTMAX:
-        dz = value * (dvalue - tl.sum(dvalue * value, 1)[:, None])
-        draw = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.float32)
+    dscore = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.float32)
     if HAS_DSCORES:
-        dscore = tl.load(dscore_sums + experts, mask=is_expert, other=0.0)[None, :]
-        dscore = tl.where(is_counted[:, None], dscore, 0.0)
-        if SCORE != "softmax":
-            total = (tl.sum(raw, 1) + EPSILON)[:, None]
-            dscore = (dscore - tl.sum(dscore * raw, 1)[:, None] / total) / total
-        draw += dscore
+        dscore += tl.where(
+            is_counted[:, None], tl.load(dscore_sums + experts, mask=is_expert, other=0.0)[None, :], 0.0
+        )
     if SCORE == "softmax":
+        draw = dvalue + dscore
+        if not PRE_SOFTMAX:
+            dz = value * (dvalue - tl.sum(dvalue * value, 1)[:, None])
+            draw = dscore
         dz += raw * (draw - tl.sum(draw * raw, 1)[:, None])
-    elif SCORE == "sigmoid":
-        dz += draw * raw * (1.0 - raw)
     else:
-        dz += tl.where(raw > 0.0, draw * sigmoid(z) / (2.0 * tl.where(raw > 0.0, raw, 1.0)), 0.0)
+        # The gradient of the logarithms of the raw scores.
+        dlog = dvalue * value
+        if NORMALIZE:
+            dlog -= value * tl.sum(dlog, 1)[:, None]
+        if HAS_DSCORES:
+            score, _ = softmax(in_logs)
+            dlog += score * (dscore - tl.sum(dscore * score, 1)[:, None])
+        dz += dlog * slope
     if HAS_DLSE:
         dz += probabilities * tl.load(dlse + tokens, mask=is_token, other=0.0)[:, None]
     place = dlogits + tokens.to(tl.int64)[:, None] * num_experts + experts[None, :]
     tl.store(place, dz.to(dlogits.dtype.element_ty), mask=is_token[:, None] & is_expert[None, :])
+
+
+def scores_torch(logits_TE: Tensor, score: str) -> tuple[Tensor, Tensor]:
+    """Raw scores of `sigmoid` and `sqrtsoftplus` and their logarithm, in the dtype of the logits.
+
+    A softmax of the logarithms is scores divided by their sum, wherever the logits lie. The scores themselves
+    underflow in fp32, sigmoid below -103.
+    """
+    log_TE = _LogScores.apply(logits_TE, score)
+    return logits_TE.sigmoid() if score == "sigmoid" else log_TE.exp(), log_TE
+
+
+class _LogScores(torch.autograd.Function):
+    """Keeps the logits alone for backward, where autograd would keep six tensors of their size."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_TE: Tensor, score: str) -> Tensor:
+        ctx.save_for_backward(logits_TE)
+        ctx.score = score
+        if score == "sigmoid":
+            return torch.nn.functional.logsigmoid(logits_TE)
+        # log(log(1 + x)) = log(x) - x / 2 + O(x^2) with x = exp(z); below -18 fp64 does not resolve the rest.
+        far_TE = logits_TE - logits_TE.clamp(max=-18.0).exp() / 2
+        near_TE = torch.nn.functional.softplus(logits_TE.clamp(min=-18.0)).log()
+        return torch.where(logits_TE < -18.0, far_TE, near_TE) / 2
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (logits_TE,), (grad_TE,) = ctx.saved_tensors, grads
+        if ctx.score == "sigmoid":
+            return grad_TE * torch.sigmoid(-logits_TE), None
+        near_TE = logits_TE.clamp(min=-18.0)
+        slope_TE = near_TE.sigmoid() / torch.nn.functional.softplus(near_TE)
+        far_TE = 1 - logits_TE.clamp(max=-18.0).exp() / 2
+        return grad_TE * torch.where(logits_TE < -18.0, far_TE, slope_TE) / 2, None
 
 
 def router_topk_torch(
@@ -196,14 +253,17 @@ def router_topk_torch(
     if score == "softmax":
         raw_TE = scores_TE = logits_TE.softmax(dim=-1)
     else:
-        raw_TE = logits_TE.sigmoid() if score == "sigmoid" else torch.nn.functional.softplus(logits_TE).sqrt()
-        scores_TE = raw_TE / (raw_TE.sum(dim=-1, keepdim=True) + _EPSILON)
-    choice_TE = raw_TE.detach() if bias_E is None else raw_TE.detach() + bias_E
-    expert_TK = _best(choice_TE, topk)
+        raw_TE, log_TE = scores_torch(logits_TE, score)
+        scores_TE = log_TE.softmax(dim=-1)
+    # Logits are in the order of the scores, and do not run into one another where the scores are 0 or 1.
+    by_score_TE = (raw_TE if score == "softmax" else logits_TE).detach()
+    expert_TK = _best(by_score_TE if bias_E is None else raw_TE.detach() + bias_E, topk)
     weights_TK = raw_TE.gather(1, expert_TK)
     if score == "softmax" and not pre_softmax:
         weights_TK = logits_TE.gather(1, expert_TK).softmax(dim=-1)
-    if normalize:
+    if score != "softmax" and normalize:
+        weights_TK = log_TE.gather(1, expert_TK).softmax(dim=-1)
+    elif normalize:
         weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + _EPSILON)
     weights_TK = weights_TK * scaling_factor
     top1_T = weights_TK.detach().amax(dim=-1)
@@ -211,9 +271,7 @@ def router_topk_torch(
         scores_TE, top1_T = scores_TE * valid_T.unsqueeze(1), top1_T * valid_T
     entropy = -torch.xlogy(scores_TE.detach(), scores_TE.detach()).sum()
     counts_E = _count(expert_TK, valid_T, logits_TE.size(1))
-    by_score_E = (
-        counts_E if bias_E is None else _count(_best(raw_TE.detach(), topk), valid_T, logits_TE.size(1))
-    )
+    by_score_E = counts_E if bias_E is None else _count(_best(by_score_TE, topk), valid_T, logits_TE.size(1))
     lse_T = logits_TE.logsumexp(dim=-1)
     return TopK(
         expert_TK, weights_TK, lse_T, scores_TE.sum(dim=0), counts_E, by_score_E, entropy, top1_T.sum()

@@ -10,18 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_exp.layers.activations import squared_relu
 from moe_exp.layers.dispatcher import AllToAllDispatcher, Dispatcher, LocalDispatcher
 from moe_exp.layers.dispatcher.allgather import AllGatherDispatcher
 from moe_exp.layers.dispatcher.deepep import DeepEPDispatcher
 from moe_exp.layers.experts import ACTIVATIONS, Experts
 from moe_exp.layers.experts.fp8 import check_fp8
 from moe_exp.layers.losses import AuxLoss
+from moe_exp.layers.megatron.config_fields import check_fields
 from moe_exp.layers.megatron.sharding import ExpertPlace, shard_experts
 from moe_exp.layers.moe_layer import MoELayer, MoESettings, MoEStatistics
 from moe_exp.layers.phase_marks import PhaseTimers
 from moe_exp.layers.router import Router, RouterConfig
 
-from megatron.core import tensor_parallel
+from megatron.core import activations, tensor_parallel
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer as MegatronMoE
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
@@ -183,8 +185,10 @@ class MegatronExperts(Experts):
 
 def activation_name(config: TransformerConfig) -> str:
     """Our name for the activation of a TransformerConfig."""
+    theirs = {activations.squared_relu: squared_relu}
+    found = theirs.get(config.activation_func, config.activation_func)
     for name, (function, gated) in ACTIVATIONS.items():
-        if config.activation_func is function and config.gated_linear_unit == gated:
+        if found is function and config.gated_linear_unit == gated:
             return name
     raise ValueError(
         f"activation_func={config.activation_func}: is not supported in MoE layers. Fix: use one of"
@@ -213,6 +217,7 @@ class MegatronMoELayer(MegatronMoE):
             raise ValueError(
                 "submodules=None: the layer is built from a spec. Fix: use moe_submodule_spec()."
             )
+        check_fields(config)
         # Not MoELayer.__init__, which would build Megatron's router, dispatcher and experts.
         MegatronModule.__init__(self, config)
         groups = get_default_pg_collection() if pg_collection is None else pg_collection

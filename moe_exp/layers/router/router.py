@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from moe_exp.layers.capacity import count_per_expert, without_dropped
 from moe_exp.layers.groups import group_size, sum_over
 from moe_exp.layers.kernels.choice import takes_kernels
-from moe_exp.layers.kernels.topk import TopK, router_topk
+from moe_exp.layers.kernels.topk import TopK, router_topk, scores_torch
 from moe_exp.layers.recompute import is_counted_forward
 from moe_exp.layers.router.assignment import balanced_experts, best_experts, sinkhorn, zipf_experts
 from moe_exp.layers.router.replay import RoutingReplay
@@ -176,6 +176,13 @@ class Router(nn.Module):
     s + bias, w = s / sum of the chosen s; sqrtsoftplus the same with s = sqrt(softplus(z)). All times the
     scaling factor.
 
+    Quotients s / sum of s, which are the scores of the losses and the normalized weights, are computed as
+    softmax(log s): exact to 1e-6 in fp32 wherever the logits lie. Sigmoid's and sqrtsoftplus's do not depend
+    on a common shift of a token's logits as long as all stay below -14, where they are softmax(z) and
+    softmax(z / 2). Shifted upward, sigmoid's tend to 1/E and 1/K, and those of sqrtsoftplus to the same more
+    slowly. Weights that are not normalized are s itself and vanish with it, and the expert bias is added to s
+    itself, so that it alone decides where all s have vanished.
+
     Args:
         config: what to compute.
         microbatch_group: ranks that hold the other tokens of a micro-batch, over which Sinkhorn balances;
@@ -335,30 +342,33 @@ class Router(nn.Module):
         config = self.config
         if config.score == "softmax":
             raw_TE = scores_TE = logits_TE.softmax(dim=-1)
+            log_TE = logits_TE  # but for a term that is the same for all experts
         else:
-            raw_TE = (
-                logits_TE.sigmoid() if config.score == "sigmoid" else nn.functional.softplus(logits_TE).sqrt()
-            )
-            scores_TE = raw_TE / (raw_TE.sum(dim=-1, keepdim=True) + 1e-20)
-        expert_TK = self._experts(raw_TE.detach(), logits_TE.detach(), valid_T)
+            raw_TE, log_TE = scores_torch(logits_TE, config.score)
+            scores_TE = log_TE.softmax(dim=-1)
+        expert_TK = self._experts(raw_TE.detach(), scores_TE.detach(), logits_TE.detach(), valid_T)
         if self.replay is not None:
             expert_TK = self.replay.apply(expert_TK, training=self.training)
-        return scores_TE, expert_TK, self._weights(raw_TE, logits_TE, expert_TK)
+        return scores_TE, expert_TK, self._weights(raw_TE, log_TE, logits_TE, expert_TK)
 
-    def _weights(self, raw_TE: Tensor, logits_TE: Tensor, expert_TK: Tensor) -> Tensor:
+    def _weights(self, raw_TE: Tensor, log_TE: Tensor, logits_TE: Tensor, expert_TK: Tensor) -> Tensor:
         config = self.config
         if config.assignment == "sinkhorn" and config.topk == 1 and config.score == "softmax":
             # as in Megatron-Core: Clark et al. 2022 (arXiv:2202.01169), S-BASE
             weights_TK = logits_TE.sigmoid().gather(1, expert_TK)
         elif config.score == "softmax" and not config.pre_softmax:
             weights_TK = logits_TE.gather(1, expert_TK).softmax(dim=-1)
+        elif config.score != "softmax" and config.normalizes:
+            return log_TE.gather(1, expert_TK).softmax(dim=-1) * config.scaling_factor
         else:
             weights_TK = raw_TE.gather(1, expert_TK)
         if config.normalizes:
             weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
         return weights_TK * config.scaling_factor
 
-    def _experts(self, raw_TE: Tensor, logits_TE: Tensor, valid_T: Tensor | None) -> Tensor:
+    def _experts(
+        self, raw_TE: Tensor, scores_TE: Tensor, logits_TE: Tensor, valid_T: Tensor | None
+    ) -> Tensor:
         config = self.config
         num_tokens = raw_TE.size(0)
         if config.assignment == "balanced":
@@ -380,7 +390,12 @@ class Router(nn.Module):
                 sinkhorn(logits_TE, valid_T, group=self.microbatch_group) if self.training else logits_TE
             )
             return choice_TE.topk(config.topk, dim=-1).indices
-        choice_TE = raw_TE + self.expert_bias if config.expert_bias else raw_TE
+        if config.expert_bias:
+            choice_TE = raw_TE + self.expert_bias
+        else:
+            # The same order, without the ties of raw scores that are 0 or 1; groups add up their scores.
+            by_logit = config.score != "softmax" and not config.num_groups
+            choice_TE = logits_TE if by_logit else scores_TE
         return best_experts(
             choice_TE, topk=config.topk, num_groups=config.num_groups, group_topk=config.group_topk
         )

@@ -87,14 +87,11 @@ def padded_slots(config: Config, tokens: float) -> float:
     """Rows that a rank's experts compute with PAD_TO_CAPACITY, when each rank has `tokens` of the
     micro-batch.
 
-    Every rank gives every expert room for all that the micro-batch may send there, see layers/moe_layer.py:
-    with TP or CP that is more than the rank's part of it.
+    Every rank gives every expert the capacity of its tokens, see layers/moe_layer.py. With TP or CP it gives
+    more where a rank keeps more than its share, which is not counted here.
     """
-    of_microbatch = config.mbsz * config.seq_len * config.topk
-    capacity = max(
-        config.min_capacity,
-        math.ceil(of_microbatch / config.num_experts * (config.expert_capacity_factor or 1.0)),
-    )
+    share = tokens * config.topk / config.num_experts
+    capacity = max(config.min_capacity, math.ceil(share * (config.expert_capacity_factor or 1.0)))
     return config.num_experts * config.etp * min(capacity, tokens)
 
 
@@ -332,9 +329,7 @@ class _Account:
         kept = width * config.num_experts + (8 + width) * config.topk  # scores, choice, chosen scores
         kept += width * self._hidden if self._width != width else 0
         kept += (
-            width * (config.num_experts + 1)
-            if config.z_loss_coeff or config.router_score == "sqrtsoftplus"
-            else 0
+            width * (config.num_experts + 1) if config.z_loss_coeff or config.router_score != "softmax" else 0
         )
         return kept
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from moe_exp.host.files import bytes_text
 from moe_exp.host.slurm_queue import Queue
 from moe_exp.runs.records import Record
 from moe_exp.watch.watchdog.disk import Disk
@@ -321,15 +322,6 @@ def span(seconds: float) -> str:
     if minutes < 48 * 60:
         return f"{minutes // 60} h" + (f" {minutes % 60} min" if minutes % 60 else "")
     return f"{hours // 24} d" + (f" {hours % 24} h" if hours % 24 else "")
-
-
-def bytes_text(number: float) -> str:
-    """With a unit: 3.2 TB."""
-    units = ("bytes", "kB", "MB", "GB", "TB", "PB")
-    index = 0
-    while abs(number) >= 1000 and index < len(units) - 1:
-        number, index = number / 1000, index + 1
-    return f"{number:.3g} {units[index]}"
 
 
 def all_texts(found: Mapping[str, str]) -> list[str]:

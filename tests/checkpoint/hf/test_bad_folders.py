@@ -427,3 +427,38 @@ def test_counts_that_no_tensor_can_hold_are_refused_before_names_are_made_for_th
         with_config(folder("mixtral"), **{field: 10**12}),
         f"{field}=1000000000000: is more than its tensors can hold",
     )
+
+
+UNTRAINABLE: dict[str, tuple[str, dict[str, Any], str]] = {
+    "YaRN turns whole heads": (
+        "glm4_moe",
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}},
+        r"config\.json says ROTARY_FRACTION=0\.5: Megatron's YaRN turns all channels of a head\.",
+    ),
+    "top-1, normalized": (
+        "qwen3_moe",
+        {"num_experts_per_tok": 1, "norm_topk_prob": True},
+        r"config\.json says ROUTER_PRE_SOFTMAX=false: .*TOPK=1",
+    ),
+    "a factor of 1": (
+        "llama",
+        {"rope_parameters": {"rope_type": "yarn", "factor": 1.0, "rope_theta": 1e4}},
+        r"config\.json says ROPE_SCALING=yarn: scales nothing with ROPE_SCALING_FACTOR=1\.",
+    ),
+    "YaRN's factors of latent attention": (
+        "deepseek_v3",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192, "rope_theta": 1e4,
+            }
+        },
+        r"config\.json says ROPE_SCALING=llama3: ",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNTRAINABLE)
+def test_a_model_that_no_run_could_train(name, folder):
+    family, fields, text = UNTRAINABLE[name]
+    refused(with_config(folder(family), **fields), text)

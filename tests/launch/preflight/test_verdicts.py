@@ -186,7 +186,7 @@ def test_slow_latency():
         (
             lambda n: n["disks"]["RUN_DIR"].update(free_bytes=10),
             "failed",
-            "RUN_DIR /RUN_DIR: 1e-08 GB free, 1 GB are needed",
+            "RUN_DIR /RUN_DIR: 10 bytes free, 1 GB are needed",
             False,
         ),
         (
@@ -198,7 +198,7 @@ def test_slow_latency():
         (
             lambda n: n["disks"]["temporary folder"].update(free_bytes=10),
             "warning",
-            "temporary folder /temporary folder: 1e-08 GB",
+            "temporary folder /temporary folder: 10 bytes",
             False,
         ),
         (
@@ -232,7 +232,7 @@ def test_slow_latency():
         (
             lambda n: n["disks"]["/dev/shm"].update(free_bytes=60 << 20),
             "failed",
-            "/dev/shm: 0.0629 GB free, 0.0671 GB are needed",
+            "/dev/shm: 62.9 MB free, 67.1 MB are needed",
             True,
         ),
     ],

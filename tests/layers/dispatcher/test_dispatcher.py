@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from helpers.layers.references import Waits, make_groups
 from helpers.layers.tiny_moe import EXPERTS, HIDDEN, pushed_tokens, random, tiny_layer
 from helpers.ranks import run_on_ranks
+from helpers.relative_error import assert_equal_to
 from moe_exp.layers.capacity import count_per_expert
 from moe_exp.layers.dispatcher import AllToAllDispatcher, Dispatcher, LocalDispatcher
+from moe_exp.layers.dispatcher import dispatcher as dispatchers
 from moe_exp.layers.dispatcher.allgather import AllGatherDispatcher
 from moe_exp.layers.dispatcher.collectives import AllToAll, GatherRows, ScatterSumRows
 from moe_exp.layers.router import RoutingDecision
@@ -454,3 +456,56 @@ def test_all_to_all_without_groups_equals_local(name):
         )
     for local, through in zip(*results, strict=True):
         assert torch.equal(local, through)
+
+
+def padded_on_rank(experts: list[list[int]], spread: bool) -> tuple[int, torch.Tensor, list[torch.Tensor]]:
+    """Rows of every expert per rank, output and gradients of this rank's tokens; all weights on every rank
+    unless `spread`.
+    """
+    group = dist.group.WORLD if dist.is_initialized() else None
+    parts, rank = (1, 0) if group is None else (group.size(), group.rank())
+    x_TD, grad_TD = (
+        x.chunk(parts)[rank].clone() for x in (pushed_tokens(experts), random(len(experts), HIDDEN, seed=9))
+    )
+    settings = {"capacity_factor": 1.0, "pad_to_capacity": True, "microbatch_group": group}
+    layer = tiny_layer(ep_group=group if spread else None, aux_loss_coeff=0.3, **settings)
+    rows = []
+    row_order = dispatchers.pad_slots
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(
+            dispatchers,
+            "pad_slots",
+            lambda *arguments, rows_per_expert, **options: (
+                rows.append(rows_per_expert)
+                or row_order(*arguments, rows_per_expert=rows_per_expert, **options)
+            ),
+        )
+        y_TD, loss = layer(x_TD.requires_grad_())
+        ((y_TD * grad_TD).sum() + loss).backward()
+    gradients = [layer.router.weight.grad, layer.experts.weight1.grad, layer.experts.weight2.grad]
+    return *rows, y_TD.detach(), gradients
+
+
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_padding_is_to_the_capacity_of_the_rank_s_tokens(ranks, spread):
+    whole_rows, y_TD, (router, *weights) = padded_on_rank(ROUND_ROBIN, False)
+    assert whole_rows == 8  # 16 tokens of 2 experts over 4
+    found = run_on_ranks(ranks, padded_on_rank, ROUND_ROBIN, spread)
+    assert [rank[0] for rank in found] == [8 // ranks] * ranks
+    assert_equal_to(1e-12, {"y": torch.cat([rank[1] for rank in found])}, {"y": y_TD})
+    assert_equal_to(1e-12, {"router": sum(rank[2][0] for rank in found)}, {"router": router})
+    for place, weight in enumerate(weights, start=1):
+        of_ranks = [rank[2][place] for rank in found]
+        assert_equal_to(1e-12, {"w": torch.cat(of_ranks) if spread else sum(of_ranks)}, {"w": weight})
+
+
+def test_padding_makes_room_for_what_a_rank_keeps_beyond_its_share():
+    # the first of two ranks keeps six of the eight slots of expert 0, and its share is four
+    experts = [[0, 1]] * 6 + [[2, 3]] * 2 + ROUND_ROBIN[:8]
+    _, y_TD, _ = padded_on_rank(experts, False)
+    alone, spread = (run_on_ranks(2, padded_on_rank, experts, is_spread) for is_spread in (False, True))
+    assert [rank[0] for rank in alone] == [6, 4]
+    assert [rank[0] for rank in spread] == [6, 6]  # the same for all that exchange rows
+    for found in (alone, spread):
+        assert_equal_to(1e-12, {"y": torch.cat([rank[1] for rank in found])}, {"y": y_TD})

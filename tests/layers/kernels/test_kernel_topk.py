@@ -101,6 +101,20 @@ def test_extreme_logits_give_finite_weights_and_gradients():
             torch.testing.assert_close(getattr(out, name), getattr(twin, name), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("score", ["sigmoid", "sqrtsoftplus"])
+def test_shifted_logits(score, normalize):
+    # without normalization weights vanish with the shift, which a relative error cannot compare
+    for shift in (-100, -60, -18, 40, 100) if normalize else (-18, 40):
+        logits_TE = (tied_logits(35, 12).detach() + shift).requires_grad_()
+        out = compare(logits_TE, 3, {"score": score, "normalize": normalize})
+        assert out.score_sums_E.sum().item() == pytest.approx(35, rel=1e-6)
+        if normalize:
+            torch.testing.assert_close(
+                out.weights_TK.sum(dim=1), torch.ones(35, device=DEVICE), rtol=1e-6, atol=0
+            )
+
+
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
 def test_broken_logits_still_choose_experts_that_exist(broken):
     logits_TE = torch.full((3, 5), broken, device=DEVICE)

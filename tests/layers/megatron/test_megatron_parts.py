@@ -4,20 +4,36 @@ settings.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
 from typing import Any
 
 import pytest
+import torch
 
+from moe_exp.layers.activations import squared_relu
 from moe_exp.layers.losses import AuxLoss
+from moe_exp.layers.megatron.config_fields import FOLLOWED, IRRELEVANT, REFUSED, check_fields
 from moe_exp.layers.megatron.moe_parts import (
     MegatronMoELayer,
+    activation_name,
     balancing_losses,
     check_parallel_sizes,
     router_config,
 )
+from moe_exp.layers.spec import decoder_spec, moe_submodule_spec
 
+from megatron.core import activations as megatron_activations
+from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+# Fields whose names do not begin with moe_ and that change an MoE layer of Megatron's.
+NAMED_OTHERWISE = """
+    activation_func activation_func_clamp_value activation_func_fp8_input_store add_bias_linear
+    bias_activation_fusion calculate_per_token_loss delay_wgrad_compute expert_model_parallel_size
+    expert_tensor_parallel_size fp4 fp8 fp8_recipe gated_linear_unit glu_linear_offset
+    gradient_accumulation_fusion num_moe_experts overlap_moe_expert_parallel_comm recompute_granularity
+    recompute_modules sequence_parallel use_fused_weighted_squared_relu use_te_activation_func
+"""
 SETTINGS = {
     "num_layers": 2,
     "hidden_size": 16,
@@ -93,6 +109,15 @@ def test_an_unknown_loss():
         balancing_losses(settings(moe_router_load_balancing_type="aux"))
 
 
+def test_activation_of_a_transformer_config():
+    for function in (squared_relu, megatron_activations.squared_relu):
+        assert activation_name(settings(activation_func=function)) == "squared_relu"
+    x = torch.linspace(-3, 3, 25)
+    assert torch.equal(megatron_activations.squared_relu(x), squared_relu(x))
+    with pytest.raises(ValueError, match=r"activation_func=.*quick_gelu.*: is not supported in MoE layers"):
+        activation_name(settings(activation_func=megatron_activations.quick_gelu))
+
+
 def test_router_of_a_transformer_config():
     config = settings(
         moe_router_load_balancing_type=["global_aux_loss"],
@@ -110,3 +135,46 @@ def test_router_of_a_transformer_config():
     )
     assert router_config(settings(moe_router_load_balancing_type="sinkhorn"), {}).assignment == "sinkhorn"
     assert router_config(settings(moe_router_force_load_balancing=True), {}).assignment == "balanced"
+
+
+def test_every_moe_field_of_megatron_is_followed_refused_or_irrelevant():
+    words = ("moe_", "activation_func", "glu", "expert_")
+    names = {field.name for field in fields(TransformerConfig)}
+    concerned = {name for name in names if name.startswith(words) or name in NAMED_OTHERWISE.split()}
+    lists = (FOLLOWED, set(REFUSED), IRRELEVANT)
+    wrong = {name: n for name in concerned if (n := sum(name in one for one in lists)) != 1}
+    assert not wrong, f"not in exactly one list of config_fields.py: {wrong}"
+    assert len(concerned) > 50
+    # what an older Megatron lacks may stay in the lists, a misspelled name may not
+    assert not set().union(*lists) - names
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("glu_linear_offset", 1.0, r"glu_linear_offset=1\.0: the experts add nothing to the linear half in"),
+        ("activation_func_clamp_value", 7.0, r"activation_func_clamp_value=7\.0: .* Fix: leave it at None\."),
+        ("activation_func_clamp_value", 0.0, r"activation_func_clamp_value=0\.0: the experts do not clamp"),
+        ("moe_apply_probs_on_input", True, r"moe_apply_probs_on_input=True: .* Fix: leave it at False\."),
+        ("moe_latent_size", 8, r"moe_latent_size=8: experts take the hidden states themselves in this MoE"),
+        ("calculate_per_token_loss", True, r"calculate_per_token_loss=True: the auxiliary losses are means"),
+        ("fp4", "e2m1", r"fp4=e2m1: the experts compute in fp8 or bf16"),
+        ("overlap_moe_expert_parallel_comm", True, r"overlap_moe_expert_parallel_comm=True: its schedule"),
+    ],
+)
+def test_fields_that_the_layer_does_not_follow_are_refused(name, value, text):
+    config = settings(**{name: value})
+    with pytest.raises(ValueError, match=text):
+        decoder_spec(config)
+    with pytest.raises(ValueError, match=text):
+        build_module(moe_submodule_spec(), config=config)
+
+
+def test_a_field_of_a_newer_megatron_is_refused_unless_at_its_default():
+    @dataclass
+    class Newer(TransformerConfig):
+        moe_new_rule: float = 0.5
+
+    check_fields(Newer(**SETTINGS))
+    with pytest.raises(ValueError, match=r"moe_new_rule=0\.7: this MoE layer does not know the field\. Fix"):
+        check_fields(Newer(**SETTINGS, moe_new_rule=0.7))

@@ -9,6 +9,9 @@ import torch
 from test_router import CHOSEN, PROBABILITIES, SHARES, check, logits_of_shares
 
 from helpers.layers.tiny_moe import identity_router, random
+from helpers.relative_error import assert_equal_to
+from moe_exp.layers.kernels.topk import scores_torch
+from moe_exp.layers.losses import load_balancing_loss_share
 from moe_exp.layers.router import Router, RouterConfig
 
 
@@ -36,6 +39,65 @@ def test_sqrtsoftplus_by_hand():
     ]  # fmt: skip
     check(decision, chosen, weights)
     torch.testing.assert_close(decision.scores_TE[0], torch.tensor([0.3, 0.2, 0.1, 0.4]))
+
+
+def shifted(score: str, shift: float, *, dtype: str = "fp32", **settings) -> dict[str, torch.Tensor]:
+    """Weights, scores, experts, balancing loss and gradients of 64 tokens whose logits are multiples of 1/64:
+    the shift rounds none of them.
+    """
+    generator = torch.Generator().manual_seed(3)
+    router = identity_router(16, 4, score=score, dtype=dtype, **settings)
+    logits_TE = (torch.randn(64, 16, generator=generator) * 96).round() / 64 + shift
+    out = router(logits_TE.double().requires_grad_() if dtype == "fp64" else logits_TE.requires_grad_())
+    seed_TK = torch.randn(64, 4, generator=generator)
+    loss = load_balancing_loss_share(out.scores_TE, out.tokens_per_expert_E, topk=4, num_tokens=64)
+    gradients = {
+        f"gradient of {name}": torch.autograd.grad(value, out.logits_TE, retain_graph=True)[0]
+        for name, value in {"loss": loss, "weights": (out.weights_TK * seed_TK).sum()}.items()
+    }
+    return {
+        "weights": out.weights_TK, "scores": out.scores_TE, "loss": loss, "experts": out.expert_TK,
+        "logits": out.logits_TE, **gradients,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("groups", [{}, {"num_groups": 4, "group_topk": 2}])
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+@pytest.mark.parametrize(("score", "power"), [("sigmoid", 1), ("sqrtsoftplus", 0.5)])
+def test_a_common_shift_of_far_logits_changes_nothing(score, power, dtype, groups):
+    # -29 and less: sigmoid(z) is exp(z), and the root of softplus(z) is exp(z / 2)
+    first = shifted(score, -35, dtype=dtype, **groups)
+    scores_TE = (first["logits"].detach().double() * power).softmax(dim=1)
+    chosen_TK = scores_TE.gather(1, first["experts"])
+    limits = {"scores": scores_TE, "weights": chosen_TK / chosen_TK.sum(dim=1, keepdim=True)}
+    for name, limit in limits.items():
+        assert ((first[name] - limit) / limit).abs().max() < 1e-6, name
+    for shift in (-60, -100, -135):
+        actual = shifted(score, shift, dtype=dtype, **groups)
+        del actual["logits"]
+        assert_equal_to(1e-6, actual, {name: first[name] for name in actual})
+
+
+def test_a_common_shift_upward_makes_sigmoid_uniform_and_keeps_the_choice():
+    assert torch.equal(shifted("sigmoid", 100)["experts"], shifted("sigmoid", 0)["experts"])
+    for score in ("sigmoid", "sqrtsoftplus"):
+        actual = shifted(score, 100)
+        raw_TE = torch.ones(64, 16) if score == "sigmoid" else actual["logits"].double().sqrt()
+        chosen_TK = raw_TE.gather(1, actual["experts"])
+        expected = {"scores": raw_TE / raw_TE.sum(dim=1, keepdim=True)}
+        expected["weights"] = chosen_TK / chosen_TK.sum(dim=1, keepdim=True)
+        assert_equal_to(1e-6, {name: actual[name] for name in expected}, expected)
+
+
+@pytest.mark.parametrize("score", ["sigmoid", "sqrtsoftplus"])
+def test_gradients_of_shifted_scores_are_right(score):
+    for shift in (0, -8, -18, -40, -100):
+        exact = shifted(score, shift, dtype="fp64")
+        actual = shifted(score, shift)
+        names = [name for name in exact if name != "logits"]
+        assert_equal_to(2e-6, {name: actual[name] for name in names}, {name: exact[name] for name in names})
+        logits_TE = exact["logits"].detach()[:4].requires_grad_()
+        assert torch.autograd.gradcheck(lambda z: scores_torch(z, score)[1].softmax(dim=1), logits_TE)
 
 
 def test_sigmoid_without_normalization():

@@ -1,0 +1,65 @@
+"""Which fields of Megatron's TransformerConfig the MoE layer follows, refuses, or need not know."""
+
+from dataclasses import MISSING, fields
+from typing import Any
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+_FOLLOWED = """
+    activation_func add_bias_linear expert_model_parallel_size expert_tensor_parallel_size fp8 fp8_recipe
+    gated_linear_unit gradient_accumulation_fusion moe_aux_loss_coeff moe_expert_capacity_factor
+    moe_ffn_hidden_size moe_input_jitter_eps moe_layer_freq moe_pad_expert_input_to_capacity
+    moe_router_bias_update_rate moe_router_dtype moe_router_enable_expert_bias
+    moe_router_force_load_balancing moe_router_group_topk moe_router_load_balancing_type
+    moe_router_num_groups moe_router_pre_softmax moe_router_score_function moe_router_topk
+    moe_router_topk_scaling_factor moe_shared_expert_gate moe_shared_expert_intermediate_size
+    moe_token_drop_policy moe_z_loss_coeff num_moe_experts recompute_granularity recompute_modules
+    sequence_parallel
+"""
+
+# Rule and fix of each.
+REFUSED = {
+    "activation_func_clamp_value": ("the experts do not clamp", "leave it at None"),
+    "calculate_per_token_loss": ("the auxiliary losses are means over tokens", "leave it at False"),
+    "fp4": ("the experts compute in fp8 or bf16", "leave it at None, or use fp8"),
+    "glu_linear_offset": ("the experts add nothing to the linear half", "leave it at 0"),
+    "moe_apply_probs_on_input": ("router weights multiply the experts' hidden rows", "leave it at False"),
+    "moe_enable_routing_replay": ("is Megatron's router's", "use Router.replay, a RoutingReplay"),
+    "moe_latent_size": ("experts take the hidden states themselves", "leave it at None"),
+    "moe_token_dropping": ("is not a way to drop", "set moe_expert_capacity_factor"),
+    "overlap_moe_expert_parallel_comm": ("its schedule runs parts of Megatron's layer", "leave it at False"),
+}
+
+# How Megatron's own layer computes the same, or what its __post_init__ turns into other fields.
+_IRRELEVANT = """
+    activation_func_fp8_input_store bias_activation_fusion delay_wgrad_compute moe_deepep_num_sms
+    moe_enable_deepep moe_extended_tp moe_flex_dispatcher_backend moe_grouped_gemm moe_hybridep_num_sms
+    moe_layer_recompute moe_per_layer_logging moe_permute_fusion moe_router_fusion
+    moe_router_padding_for_fp8 moe_router_padding_for_quantization moe_router_topk_limited_devices
+    moe_shared_expert_overlap moe_token_dispatcher_type moe_use_legacy_grouped_gemm
+    use_fused_weighted_squared_relu use_te_activation_func
+"""
+FOLLOWED, IRRELEVANT = frozenset(_FOLLOWED.split()), frozenset(_IRRELEVANT.split())
+
+
+def check_fields(config: TransformerConfig) -> None:
+    """Raises a ValueError, one line, for a field that changes Megatron's MoE layer and would not change ours.
+
+    That includes every moe_ field of a newer Megatron that is not in these lists and not at its default.
+    """
+    defaults = {field.name: field.default for field in fields(config)}
+    for name, (rule, fix) in REFUSED.items():
+        if _is_set(config, name, defaults.get(name)):
+            raise ValueError(f"{name}={getattr(config, name)}: {rule} in this MoE layer. Fix: {fix}.")
+    for name, default in defaults.items():
+        is_known = name in FOLLOWED or name in IRRELEVANT or name in REFUSED
+        if name.startswith("moe_") and not is_known and _is_set(config, name, default):
+            raise ValueError(
+                f"{name}={getattr(config, name)}: this MoE layer does not know the field. Fix: leave it at"
+                f" {default}."
+            )
+
+
+def _is_set(config: TransformerConfig, name: str, default: Any) -> bool:
+    value = getattr(config, name, None)
+    return value is not None and value is not False and (default is MISSING or value != default)
