@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from moe_exp.config.presets import PRESETS
 from moe_exp.config.setting_types import (
@@ -17,6 +17,7 @@ from moe_exp.config.setting_types import (
     Positive,
     Probability,
     Rate,
+    one_line,
 )
 from moe_exp.host.devices import count_gpus, num_cores
 
@@ -25,6 +26,7 @@ class ModelSettings(BaseModel):
     """The first settings of `Config`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    _one_line = field_validator("*", mode="before")(one_line)
 
     # Launch
     preset: str = Field(

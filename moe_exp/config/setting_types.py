@@ -7,6 +7,37 @@ from functools import cache
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+# Control characters, line separators and halves of surrogate pairs, which stand for bytes that are not UTF-8.
+_NOT_ONE_LINE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+NOT_ONE_LINE_RULE = "has a line break, or a character that cannot be printed"
+ONE_LINE_FIX = "give one line of text"
+
+
+def is_one_line(text: str) -> bool:
+    """Whether a text can be a name, a path or a word of a script: it has no control characters."""
+    return not _NOT_ONE_LINE.search(text)
+
+
+def one_line(value: Any) -> Any:
+    """Validates every setting as given: text has to be one line, see `is_one_line`."""
+    if isinstance(value, str) and not is_one_line(value):
+        raise PydanticCustomError("one_line", NOT_ONE_LINE_RULE)
+    return value
+
+
+_LONGEST_SHOWN = 100
+
+
+def shown(value: object) -> str:
+    """A value as an error echoes it: one line of at most 100 characters; others by `repr`, without their
+    middle.
+    """
+    text = str(value)
+    text = text if is_one_line(text) else repr(text)
+    half = (_LONGEST_SHOWN - 3) // 2
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:half]}...{text[-half:]}"
 
 
 def _none_or_int(value: Any) -> Any:

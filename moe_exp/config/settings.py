@@ -21,6 +21,7 @@ from moe_exp.config.model_settings import ModelSettings
 from moe_exp.config.presets import PRESETS, preset_values
 from moe_exp.config.setting_types import (
     NO_LOSS,
+    ONE_LINE_FIX,
     Iterations,
     NonNegative,
     OptionalNumbers,
@@ -34,6 +35,7 @@ from moe_exp.config.setting_types import (
     WholeNumbers,
     expanded_layers,
     layers_of_pattern,
+    shown,
 )
 from moe_exp.host.devices import count_gpus
 from moe_exp.host.exit_codes import BAD_INPUT
@@ -56,7 +58,7 @@ class ConfigError(ValueError):
 
 def problem(name: str, value: object, rule: str, fix: str) -> str:
     """The one format of a complaint about a setting: name, value, rule, fix."""
-    return f"{name.upper()}={value}: {rule}. Fix: {fix}."
+    return f"{name.upper()}={shown(value)}: {rule}. Fix: {fix}."
 
 
 PREFETCHED_MICROBATCHES = 2  # that each of the NUM_WORKERS has ready
@@ -492,6 +494,8 @@ def _explain(error: Any) -> str:
 def _fix(name: str, error: Any) -> str:
     if name not in Config.model_fields:
         return "see moe-exp train --help"
+    if error["type"] == "one_line":
+        return ONE_LINE_FIX
     field = Config.model_fields[name]
     if error["type"] == "literal_error":
         choices = [str(choice) for choice in get_args(field.annotation)]
