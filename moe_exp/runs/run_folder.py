@@ -41,6 +41,8 @@ from moe_exp.runs.provenance import provenance
 logger = logging.getLogger(__name__)
 
 
+_LONGEST_PATH = 3500  # bytes of the run folder; files in it have some of Linux' 4096
+
 # In a checkpoints folder, the iteration of the newest complete checkpoint; the name is Megatron's.
 LATEST = "latest_checkpointed_iteration.txt"
 
@@ -276,6 +278,9 @@ def _name_problems(config: Config) -> list[str]:
                 "give a shorter RUN_NAME",
             )
         ]
+    if (length := len(os.fsencode(RunFolder.of(config).path.absolute()))) > _LONGEST_PATH:
+        rule = f"makes a path of {length} bytes in RUN_DIR, of {_LONGEST_PATH} that it may have"
+        return [problem("run_name", config.name, rule, "give a shorter RUN_NAME or RUN_DIR")]
     return []
 
 

@@ -114,8 +114,8 @@ def test_values_that_cannot_be_read(name, value, text):
         load_config({}, {"PRESET": "cpu"} | {name: value})
 
 
-# NUL, tab, line feed, carriage return, escape, DEL, next line, line and paragraph separator, a byte that is no
-# UTF-8
+# NUL, tab, line feed, carriage return, escape, DEL, next line, line and paragraph
+# separator, a byte that is not UTF-8
 @pytest.mark.parametrize("character", "\x00\t\n\r\x1b\x7f\x85\u2028\u2029\udcff")
 def test_no_setting_takes_a_control_character(character):
     value = f"1{character}2"

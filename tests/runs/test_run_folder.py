@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from moe_exp.config import Config, ConfigError
+from moe_exp.config.setting_types import shown
 from moe_exp.host.files import write_atomically, write_json
 from moe_exp.runs import provenance
 from moe_exp.runs.run_folder import LATEST, RunFolder, hold_run_folder, open_run_folder, run_folder_problems
@@ -219,7 +220,7 @@ def test_a_file_in_the_way(tmp_path: Path) -> None:
 )
 def test_a_name_that_is_no_folder_name(tmp_path: Path, name: str, rule: str) -> None:
     (line,) = run_folder_problems(config_in(tmp_path, run_name=name))
-    assert line.startswith(f"RUN_NAME={name}: ") and rule in line
+    assert line.startswith(f"RUN_NAME={shown(name)}: ") and rule in line
 
 
 def test_a_second_run_in_one_folder_is_refused(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ class SlurmSettings(BaseModel):
     _one_line = field_validator("*", mode="before")(one_line)
 
     num_jobs: Positive = Field(
-        1, description="jobs, one after another; what a finished run leaves of them is cancelled"
+        1, le=10_000, description="jobs, one after another; what a finished run leaves of them is cancelled"
     )
     chain: Literal["array", "dependency"] = Field(
         "array", description="how they follow: a job array with %1, or each after the one before it"
