@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from moe_exp.host.exit_codes import printable
+
 # exit code, EX_TEMPFAIL of sysexits.h: nothing is wrong, and the output is not there yet, as SLURM jobs make
 # it
 UNDER_WAY = 75
@@ -44,7 +46,7 @@ def guarded(
     """
 
     def fail(message: str) -> int:
-        print(f"{prog}: {message}", file=sys.stderr, flush=True)
+        print(f"{prog}: {printable(message)}", file=sys.stderr, flush=True)
         return 1
 
     try:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from moe_exp.config.presets import PRESETS
 from moe_exp.config.setting_types import (
@@ -14,9 +14,17 @@ from moe_exp.config.setting_types import (
     LossKinds,
     NonNegative,
     Numbers,
+    NumExperts,
+    NumHeads,
+    NumLayers,
+    NumRanks,
+    OptionalWidth,
+    PathText,
     Positive,
     Probability,
     Rate,
+    Width,
+    one_line,
 )
 from moe_exp.host.devices import count_gpus, num_cores
 
@@ -25,6 +33,7 @@ class ModelSettings(BaseModel):
     """The first settings of `Config`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    _one_line = field_validator("*", mode="before")(one_line)
 
     # Launch
     preset: str = Field(
@@ -35,9 +44,9 @@ class ModelSettings(BaseModel):
     )
     master_addr: str = Field("localhost", description="host of rank 0")
     master_port: int = Field(23456, ge=1, le=65535, description="TCP port on MASTER_ADDR for the rendezvous")
-    nnodes: Positive = Field(1, description="number of nodes")
+    nnodes: NumRanks = Field(1, description="number of nodes")
     node_rank: NonNegative = Field(0, description="index of this node")
-    gpus_per_node: Positive = Field(
+    gpus_per_node: NumRanks = Field(
         default_factory=lambda: count_gpus() or min(2, num_cores()),
         description=(
             "ranks per node: GPUs, or processes on a CPU host (default: all GPUs; on a CPU host 2, or 1 with"
@@ -49,14 +58,14 @@ class ModelSettings(BaseModel):
     )
 
     # Model
-    num_layers: Positive = Field(24, description="transformer layers")
-    hidden_size: Positive = Field(512, description="model width")
-    ffn_hidden_size: Positive = Field(1792, description="width of the dense MLP")
-    num_heads: Positive = Field(4, description="attention heads")
-    num_query_groups: Positive = Field(
+    num_layers: NumLayers = Field(24, description="transformer layers")
+    hidden_size: Width = Field(512, description="model width")
+    ffn_hidden_size: Width = Field(1792, description="width of the dense MLP")
+    num_heads: NumHeads = Field(4, description="attention heads")
+    num_query_groups: NumHeads = Field(
         1, description="key/value heads (GQA); equal to NUM_HEADS: plain multi-head attention"
     )
-    head_dim: NonNegative = Field(
+    head_dim: OptionalWidth = Field(
         0, description="size of one head (Megatron: kv_channels); 0: HIDDEN_SIZE / NUM_HEADS"
     )
     multi_latent_attention: bool = Field(
@@ -65,17 +74,17 @@ class ModelSettings(BaseModel):
             "DeepSeek's attention (MLA), with the five sizes that follow; NUM_QUERY_GROUPS says nothing then"
         ),
     )
-    q_lora_rank: NonNegative = Field(
+    q_lora_rank: OptionalWidth = Field(
         0, description="width that queries are projected down to (MLA); 0: they are not"
     )
-    kv_lora_rank: Positive = Field(512, description="width that keys and values are projected down to (MLA)")
-    qk_head_dim: Positive = Field(
+    kv_lora_rank: Width = Field(512, description="width that keys and values are projected down to (MLA)")
+    qk_head_dim: Width = Field(
         128, description="channels of a query or key head without position embedding (MLA)"
     )
-    qk_pos_emb_head_dim: Positive = Field(
+    qk_pos_emb_head_dim: Width = Field(
         64, description="channels of a query or key head with position embedding (MLA)"
     )
-    v_head_dim: Positive = Field(128, description="channels of a value head (MLA)")
+    v_head_dim: Width = Field(128, description="channels of a value head (MLA)")
     seq_len: Positive = Field(2048, description="tokens per sample")
     vocab_size: Positive = Field(
         128256, description="tokens of the model's vocabulary, before padding to a multiple of 128"
@@ -140,12 +149,12 @@ class ModelSettings(BaseModel):
 
     # Mixture of experts
     use_moe: bool = Field(True, description="false: a dense model")
-    num_experts: Positive = Field(8, description="routed experts per MoE layer")
-    topk: Positive = Field(1, description="experts per token")
+    num_experts: NumExperts = Field(8, description="routed experts per MoE layer")
+    topk: NumExperts = Field(1, description="experts per token")
     moe_type: Literal["moe", "dmoe"] = Field(
         "dmoe", description="moe: capacity, tokens over it are dropped; dmoe: dropless"
     )
-    moe_ffn_hidden_size: NonNegative = Field(0, description="width of one expert; 0: FFN_HIDDEN_SIZE")
+    moe_ffn_hidden_size: OptionalWidth = Field(0, description="width of one expert; 0: FFN_HIDDEN_SIZE")
     moe_layer_freq: LayerPattern = Field(
         "1",
         description=(
@@ -153,7 +162,7 @@ class ModelSettings(BaseModel):
         ),
     )
     first_k_dense: NonNegative = Field(0, description="number of first layers that stay dense")
-    shared_expert_size: NonNegative = Field(
+    shared_expert_size: OptionalWidth = Field(
         0, description="width of the expert that sees every token; 0: none"
     )
     shared_expert_gate: bool = Field(False, description="a sigmoid gate per token on the shared expert")
@@ -238,7 +247,7 @@ class ModelSettings(BaseModel):
     dispatcher: Literal["auto", "alltoall", "allgather", "deepep", "local"] = Field(
         "auto", description="token dispatcher; local needs EP=1 and ETP=1, deepep its package and GPUs"
     )
-    upcycle_from: str = Field(
+    upcycle_from: PathText = Field(
         "",
         description=(
             "start from a dense run's weights: its checkpoints folder, or that of one iteration; empty: no"

@@ -2,19 +2,62 @@
 
 from __future__ import annotations
 
+import os
 import re
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+# Control characters, line separators and halves of surrogate pairs, which stand for bytes that are not UTF-8.
+_NOT_ONE_LINE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+NOT_ONE_LINE_RULE = "has a line break, or a character that cannot be printed"
+ONE_LINE_FIX = "give one line of text"
+
+
+def is_one_line(text: str) -> bool:
+    """Whether a text can be a name, a path or a word of a script: it has no control characters."""
+    return not _NOT_ONE_LINE.search(text)
+
+
+def one_line(value: Any) -> Any:
+    """Validates every setting as given: text has to be one line, see `is_one_line`."""
+    if isinstance(value, str) and not is_one_line(value):
+        raise PydanticCustomError("one_line", NOT_ONE_LINE_RULE)
+    return value
+
+
+_LONGEST_SHOWN = 100
+
+
+def shown(value: object) -> str:
+    """A value as an error echoes it: one line of at most 100 characters; others by `repr`, without their
+    middle.
+    """
+    text = str(value)
+    text = text if is_one_line(text) else repr(text)
+    half = (_LONGEST_SHOWN - 3) // 2
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:half]}...{text[-half:]}"
 
 
 def _none_or_int(value: Any) -> Any:
     return None if isinstance(value, str) and value.lower() in ("none", "") else value
 
 
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
+# Upper bounds are far above what anybody runs, and low enough for every check and report to answer at once.
+_MOST = 10**9
+_MOST_LAYERS = _MOST_STAGES = 10_000
+Positive = Annotated[int, Field(ge=1, le=_MOST)]
+NonNegative = Annotated[int, Field(ge=0, le=_MOST)]
+NumRanks = Annotated[int, Field(ge=1, le=100_000)]  # or nodes, or ways of one kind of parallelism
+NumLayers = Annotated[int, Field(ge=1, le=_MOST_LAYERS)]
+NumExperts = Annotated[int, Field(ge=1, le=2**20)]
+NumHeads = Annotated[int, Field(ge=1, le=2**16)]
+Width = Annotated[int, Field(ge=1, le=2**24)]
+OptionalWidth = Annotated[int, Field(ge=0, le=2**24)]
+Seed = Annotated[int, Field(ge=0, le=4 * 10**9)]  # with what ranks add to it below 2**32, as numpy asks for
 Rate = Annotated[float, Field(ge=0.0)]
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -24,8 +67,12 @@ def _pattern(value: Any) -> str:
     spaces.
     """
     text = "".join(str(value).split())
-    if not (int(text) if text.isdigit() else re.fullmatch(_PATTERN, text)):
+    is_number = re.fullmatch(r"[0-9]{1,9}", text)
+    if not (int(text) if is_number else re.fullmatch(_PATTERN, text)):
         raise ValueError("must be a positive number, or a pattern such as [0]*3+[1]*21 or 0,1,1,1")
+    terms = [] if is_number else _pattern_terms(text)
+    if (length := sum(len(bits) * times for bits, times in terms)) > _MOST_LAYERS:
+        raise ValueError(f"stands for {length} layers, and there may be {_MOST_LAYERS}")
     return text
 
 
@@ -34,7 +81,7 @@ def _losses(value: Any) -> str:
     text = "".join(str(value).split())
     kinds = text.split(",")
     if unknown := [kind for kind in kinds if kind not in (*LOSS_KINDS, *NO_LOSS)]:
-        raise ValueError(f"{unknown[0] or 'nothing'} is not a loss")
+        raise ValueError(f"{shown(unknown[0] or 'nothing')} is not a loss")
     if len(kinds) > 1 and (set(kinds) & set(NO_LOSS) or len(set(kinds)) < len(kinds)):
         raise ValueError("none and sinkhorn stand alone, and no loss is named twice")
     return text
@@ -55,7 +102,7 @@ def _numbers(value: Any) -> str:
 def _whole_numbers(value: Any) -> str:
     """Checks a list of whole numbers, which may be empty; returns it without spaces."""
     text = "".join(str(value).split())
-    if text and not re.fullmatch(r"\d+(,\d+)*", text):
+    if text and not re.fullmatch(rf"{_INT}(,{_INT})*", text):
         raise ValueError("must be a whole number, or several with commas")
     return text
 
@@ -67,6 +114,8 @@ def _stage_layers(value: Any) -> str:
         raise ValueError(
             "must be whole numbers with commas, and repetitions such as 9*10 for ten stages of 9"
         )
+    if text and (number := sum(times for _, times in _stage_terms(text))) > _MOST_STAGES:
+        raise ValueError(f"stands for {number} stages, and there may be {_MOST_STAGES}")
     return text
 
 
@@ -87,7 +136,7 @@ def _iterations(value: Any) -> str:
     text = "".join(str(value).split())
     ends = (
         [end for pair in iteration_ranges(text) for end in pair]
-        if re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text)
+        if re.fullmatch(rf"{_INT}(-{_INT})?(,{_INT}(-{_INT})?)*", text)
         else [0]
     )
     # within a pair they may be equal
@@ -103,14 +152,38 @@ def _iterations(value: Any) -> str:
 def _ranks(value: Any) -> str:
     """Checks PROFILE_RANKS; returns it without spaces."""
     text = "".join(str(value).split())
-    if text != "all" and not re.fullmatch(r"\d+(,\d+)*", text):
+    if text != "all" and not re.fullmatch(rf"{_INT}(,{_INT})*", text):
         raise ValueError("must be ranks with commas such as 0,3, or all")
     return text
 
 
+_LONGEST_NAME, _LONGEST_PATH = 255, 4000  # bytes, as Linux has it
+
+
+def _path(value: str) -> str:
+    """Checks that a text can be a path at all; whether it is there is seen on each machine."""
+    if len(os.fsencode(value)) > _LONGEST_PATH:
+        raise ValueError(f"is longer than a path may be, {_LONGEST_PATH} bytes")
+    if any(len(os.fsencode(part)) > _LONGEST_NAME for part in value.split("/")):
+        raise ValueError(f"is longer than a file name may be, {_LONGEST_NAME} bytes")
+    try:
+        Path(value).expanduser()
+    except RuntimeError:
+        raise ValueError("names the home folder of no user of this machine") from None
+    return value
+
+
+def _blend(value: str) -> str:
+    """Checks the paths of TRAIN_DATA and VALID_DATA, to which .bin and .idx are added."""
+    for word in value.split():
+        _path(f"{word}.bin")
+    return value
+
+
 LOSS_KINDS = ("aux_loss", "seq_aux_loss", "global_aux_loss", "importance")
 NO_LOSS = ("none", "sinkhorn")
-_TERM = r"(\[?[01](,[01])*\]?(\*\d+)?)"
+_INT = "[0-9]{1,9}"
+_TERM = rf"(\[?[01](,[01])*\]?(\*{_INT})?)"
 _PATTERN = rf"{_TERM}(\+{_TERM})*"
 _STAGE = r"\d{1,4}(\*[1-9]\d{0,3})?"
 _STAGES = rf"{_STAGE}(,{_STAGE})*"
@@ -122,14 +195,20 @@ WholeNumbers = Annotated[str, BeforeValidator(_whole_numbers)]
 StageLayers = Annotated[str, BeforeValidator(_stage_layers)]
 Timeout = Annotated[str, BeforeValidator(_timeout)]
 Iterations = Annotated[str, BeforeValidator(_iterations)]
+PathText = Annotated[str, AfterValidator(_path)]
+Blend = Annotated[str, AfterValidator(_blend)]
 RankList = Annotated[str, BeforeValidator(_ranks)]
-OptionalPositive = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_none_or_int)]
+OptionalPositive = Annotated[Positive | None, BeforeValidator(_none_or_int)]
 
 
 def expanded_pattern(pattern: str) -> str:
     """The zeros and ones that a pattern such as [0]*3+[1,0]*2 stands for."""
+    return "".join(bits * times for bits, times in _pattern_terms(pattern))
+
+
+def _pattern_terms(pattern: str) -> list[tuple[str, int]]:
     terms = [term.partition("*") for term in pattern.split("+")]
-    return "".join(re.sub(r"[^01]", "", bits) * int(times or 1) for bits, _, times in terms)
+    return [(re.sub(r"[^01]", "", bits), int(times or 1)) for bits, _, times in terms]
 
 
 @cache  # a layout search asks thousands of times
@@ -144,8 +223,12 @@ def layers_of_pattern(pattern: str, num_layers: int, num_first_dense: int) -> tu
 
 def expanded_layers(stages: str) -> list[int]:
     """The layers of every stage that a text such as 8,9*10,8 stands for."""
+    return [layers for layers, times in _stage_terms(stages) for _ in range(times)]
+
+
+def _stage_terms(stages: str) -> list[tuple[int, int]]:
     terms = [term.partition("*") for term in stages.split(",")]
-    return [int(layers) for layers, _, times in terms for _ in range(int(times or 1))]
+    return [(int(layers), int(times or 1)) for layers, _, times in terms]
 
 
 @cache  # asked in every iteration

@@ -21,19 +21,25 @@ from moe_exp.config.model_settings import ModelSettings
 from moe_exp.config.presets import PRESETS, preset_values
 from moe_exp.config.setting_types import (
     NO_LOSS,
+    ONE_LINE_FIX,
+    Blend,
     Iterations,
     NonNegative,
+    NumRanks,
     OptionalNumbers,
     OptionalPositive,
+    PathText,
     Positive,
     Probability,
     RankList,
     Rate,
+    Seed,
     StageLayers,
     Timeout,
     WholeNumbers,
     expanded_layers,
     layers_of_pattern,
+    shown,
 )
 from moe_exp.host.devices import count_gpus
 from moe_exp.host.exit_codes import BAD_INPUT
@@ -56,7 +62,7 @@ class ConfigError(ValueError):
 
 def problem(name: str, value: object, rule: str, fix: str) -> str:
     """The one format of a complaint about a setting: name, value, rule, fix."""
-    return f"{name.upper()}={value}: {rule}. Fix: {fix}."
+    return f"{name.upper()}={shown(value)}: {rule}. Fix: {fix}."
 
 
 PREFETCHED_MICROBATCHES = 2  # that each of the NUM_WORKERS has ready
@@ -66,8 +72,8 @@ class Config(ModelSettings):
     """All settings of a training run. Field order is the order of `--help` and of docs/settings.md."""
 
     # Parallelism
-    tp: Positive = Field(1, description="tensor parallel size")
-    pp: Positive = Field(1, description="pipeline parallel size")
+    tp: NumRanks = Field(1, description="tensor parallel size")
+    pp: NumRanks = Field(1, description="pipeline parallel size")
     first_stage_layers: NonNegative = Field(
         0, description="layers of the first pipeline stage, with the embedding; 0: as the others have"
     )
@@ -84,9 +90,9 @@ class Config(ModelSettings):
     vpp: OptionalPositive = Field(
         None, description="model chunks per pipeline rank (interleaved schedule), or none"
     )
-    ep: Positive = Field(1, description="expert parallel size")
-    etp: Positive = Field(1, description="expert tensor parallel size")
-    cp: Positive = Field(1, description="context parallel size")
+    ep: NumRanks = Field(1, description="expert parallel size")
+    etp: NumRanks = Field(1, description="expert tensor parallel size")
+    cp: NumRanks = Field(1, description="context parallel size")
     distributed_optimizer: bool = Field(
         True, description="shard the optimizer state over data-parallel ranks"
     )
@@ -136,7 +142,7 @@ class Config(ModelSettings):
     adam_beta2: Probability = Field(0.95, description="AdamW beta 2")
     adam_eps: float = Field(1e-8, gt=0, description="AdamW epsilon")
     clip_grad: Rate = Field(1.0, description="largest gradient norm; 0: no clipping")
-    seed: NonNegative = Field(1234, description="seed of weights, data order and dropout")
+    seed: Seed = Field(1234, description="seed of weights, data order and dropout")
     deterministic: bool = Field(
         False,
         description=(
@@ -149,14 +155,14 @@ class Config(ModelSettings):
     )
 
     # Data
-    train_data: str = Field(
+    train_data: Blend = Field(
         "",
         description=(
             "Megatron .bin/.idx prefixes, 'PREFIX' or 'WEIGHT PREFIX WEIGHT PREFIX ...'; empty: the embedded"
             " corpus"
         ),
     )
-    valid_data: str = Field("", description="the same for validation")
+    valid_data: Blend = Field("", description="the same for validation")
     split: OptionalNumbers = Field(
         "",
         description=(
@@ -181,17 +187,17 @@ class Config(ModelSettings):
             " else 0)"
         ),
     )
-    tokenizer: str = Field(
+    tokenizer: PathText = Field(
         "", description="Hugging Face tokenizer folder or tokenizer.json; checked against VOCAB_SIZE"
     )
-    data_dir: str = Field(
+    data_dir: PathText = Field(
         "data", description="where prepared corpora are kept, and the indices of DATA_ORDER=megatron"
     )
 
     # Input and output
-    run_dir: str = Field("runs", description="folder of all runs")
+    run_dir: PathText = Field("runs", description="folder of all runs")
     run_name: str = Field("", description="folder of this run inside RUN_DIR; empty: built from the settings")
-    load_dir: str = Field(
+    load_dir: PathText = Field(
         "",
         description=(
             "checkpoint to start from: a checkpoints folder, a run folder or the folder of one iteration;"
@@ -492,12 +498,16 @@ def _explain(error: Any) -> str:
 def _fix(name: str, error: Any) -> str:
     if name not in Config.model_fields:
         return "see moe-exp train --help"
+    if error["type"] == "one_line":
+        return ONE_LINE_FIX
     field = Config.model_fields[name]
     if error["type"] == "literal_error":
         choices = [str(choice) for choice in get_args(field.annotation)]
         nearest = difflib.get_close_matches(str(error["input"]), choices, 1)
         value = nearest[0] if nearest else f"{field.default}, as is the default, or another of these"
         return f"set {name.upper()}={value}"
+    if error["type"] == "less_than_equal":
+        return f"set {name.upper()} to at most {error['ctx']['le']}"
     if error["type"].startswith("bool_"):
         return f"set {name.upper()}=true or {name.upper()}=false"
     return f"give {name.upper()}, {field.description}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -56,9 +57,17 @@ def told_exit_code() -> int | None:
     return int(text) if text else None
 
 
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """Lines for a terminal, with control characters, as a file name may have them, written as Python does."""
+    return _UNPRINTABLE.sub(lambda match: repr(match[0])[1:-1], text)
+
+
 def complain(*lines: str) -> None:
     """Lines about the job on stderr. That may be a log on a full disk, which is no reason not to do what they
     are about.
     """
     with suppress(OSError):
-        print(*(f"moe-exp: {line}" for line in lines), sep="\n", file=sys.stderr, flush=True)
+        print(*(f"moe-exp: {printable(line)}" for line in lines), sep="\n", file=sys.stderr, flush=True)

@@ -41,6 +41,8 @@ from moe_exp.runs.provenance import provenance
 logger = logging.getLogger(__name__)
 
 
+_LONGEST_PATH = 3500  # bytes of the run folder; files in it have some of Linux' 4096
+
 # In a checkpoints folder, the iteration of the newest complete checkpoint; the name is Megatron's.
 LATEST = "latest_checkpointed_iteration.txt"
 
@@ -234,6 +236,8 @@ def run_folder_problems(config: Config) -> list[str]:
                 "choose another RUN_DIR or RUN_NAME",
             )
         ]
+    if wrong_kind := _kind_problems(config, folder):
+        return wrong_kind
     return (
         _write_problems(config, folder, place)
         + _model_problems(config, folder)
@@ -276,7 +280,30 @@ def _name_problems(config: Config) -> list[str]:
                 "give a shorter RUN_NAME",
             )
         ]
+    if (length := len(os.fsencode(RunFolder.of(config).path.absolute()))) > _LONGEST_PATH:
+        rule = f"makes a path of {length} bytes in RUN_DIR, of {_LONGEST_PATH} that it may have"
+        return [problem("run_name", config.name, rule, "give a shorter RUN_NAME or RUN_DIR")]
     return []
+
+
+def _kind_problems(config: Config, folder: RunFolder) -> list[str]:
+    """Folders where a run writes or reads files, and the other way round. A pipe would make it wait for
+    ever, and EXIT as a folder would end every start after one iteration.
+    """
+    files = (
+        folder.config, folder.provenance, folder.log, folder.metrics, folder.skipped_samples, folder.lock,
+        folder.summary, folder.exit_file, folder.checkpoints / LATEST,
+    )  # fmt: skip
+    folders = (
+        folder.checkpoints, folder.tensorboard, folder.wandb, folder.profile, folder.bad_steps,
+        folder.set_aside,
+    )  # fmt: skip
+    wrong = [(path, "file") for path in files if _exists(path) and not path.is_file()]
+    wrong += [(path, "folder") for path in folders if _exists(path) and not path.is_dir()]
+    return [
+        problem("run_name", config.name, f"{path} is no {kind}", "move it away, or give another RUN_NAME")
+        for path, kind in wrong
+    ]
 
 
 def _write_problems(config: Config, folder: RunFolder, place: Path) -> list[str]:

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from helpers.whole_runs import ROOT, clean_environ
+from moe_exp.cli import main
 from moe_exp.commands.guard import ended_quietly, guarded
 
 
@@ -46,3 +47,8 @@ def test_other_broken_pipes_are_errors(capsys):
     assert capsys.readouterr().err == "moe-exp x: to a server: Broken pipe\n"
     with pytest.raises(BrokenPipeError):
         ended_quietly(work)
+
+
+def test_a_file_name_in_an_error_cannot_write_to_the_terminal(tmp_path, capsys):
+    assert main(["watch", "blame", str(tmp_path / "a\x1b[2Jb")]) == 1
+    assert f"{tmp_path}/a\\x1b[2Jb: is not there." in capsys.readouterr().err

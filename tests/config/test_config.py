@@ -7,7 +7,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_exp.config import Config, ConfigError, add_arguments, load_config, to_yaml
+from moe_exp.config import Config, ConfigError, add_arguments, load_config, problem, to_yaml
 from moe_exp.config.misspelt import unknown_variables
 from moe_exp.config.presets import PRESETS
 
@@ -112,6 +112,28 @@ def test_layers_of_stages_that_cannot_be_read(text):
 def test_values_that_cannot_be_read(name, value, text):
     with pytest.raises(ConfigError, match=text):
         load_config({}, {"PRESET": "cpu"} | {name: value})
+
+
+# NUL, tab, line feed, carriage return, escape, DEL, next line, line and paragraph
+# separator, a byte that is not UTF-8
+@pytest.mark.parametrize("character", "\x00\t\n\r\x1b\x7f\x85\u2028\u2029\udcff")
+def test_no_setting_takes_a_control_character(character):
+    value = f"1{character}2"
+    with pytest.raises(ConfigError) as refused:
+        load_config(dict.fromkeys(set(Config.model_fields) - {"preset"}, value), {"PRESET": "cpu"})
+    rule = "has a line break, or a character that cannot be printed. Fix: give one line of text."
+    names = [name for name in Config.model_fields if name != "preset"]
+    assert refused.value.problems == [f"{name.upper()}={value!r}: {rule}" for name in names]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [("runs/läufe 1", "runs/läufe 1"), ("a\nb", r"'a\nb'"), ("x" * 101, "x" * 48 + "..." + "x" * 48)],
+)
+def test_errors_echo_a_value_in_one_short_line(value, text):
+    assert (
+        problem("run_name", value, "is wrong", "change it") == f"RUN_NAME={text}: is wrong. Fix: change it."
+    )
 
 
 def test_all_unreadable_values_are_reported_at_once():

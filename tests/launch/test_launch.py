@@ -3,6 +3,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -10,14 +11,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 import pytest
 
 from helpers import ROOT
 from moe_exp.cli import main
 from moe_exp.config import Config, add_arguments, load_config, module_arguments
+from moe_exp.config.presets import PRESETS
 from moe_exp.host.devices import KEEP_FREED_MEMORY
-from moe_exp.launch.launch import dry_run_text, launch, rank_arguments
+from moe_exp.launch.launch import dry_run_text, launch, rank_arguments, train
 from moe_exp.launch.torchrun_job import child_environment, torchrun_command
 from moe_exp.runs.run_folder import open_run_folder
 from moe_exp.training.metrics import Metrics
@@ -177,6 +180,71 @@ def test_bad_settings_end_with_2_before_anything_exists(tmp_path):
         "moe-exp: TOPK=9: is over NUM_EXPERTS=8. Fix: set TOPK to at most 8.",
     ]
     assert list(tmp_path.iterdir()) == []
+
+
+def _drawn(name: str, rng: random.Random) -> str:
+    """A value of the right kind, small or far too large, and now and then one of another kind."""
+    kind = Config.model_fields[name].annotation
+    texts = [
+        "", "none", "auto", "all", "a b c", "0.5 a 0.5", "64 64 1000000000", "[0,1]*200000000", "[1]*10000",
+        "9999*9999," * 40 + "1", "1*9999", "10-12", "1,2,3", "99,1", "x" * 300, "x" * 5000, "x/" * 2500,
+        "~no_such_user/x", "/dev/null/x", "/", "..", "%s{}", "--", "²", "9" * 5000,
+    ]  # fmt: skip
+    numbers = ["0", "1", "2", "3", "7", "64", "4096", "10000", "100000", "16777216", "1000000000", "1e30"]
+    if get_origin(kind) is Literal and rng.random() < 0.95:
+        return str(rng.choice(get_args(kind)))
+    if kind is bool and rng.random() < 0.95:
+        return rng.choice(["true", "false"])
+    if kind is float:
+        return rng.choice([*numbers, "0.5", "1e-320", "1e308"])
+    return rng.choice(texts if kind is str or rng.random() < 0.05 else numbers)
+
+
+def test_random_settings_are_answered_at_once(tmp_path, monkeypatch, capsys):
+    rng, names = random.Random(20), [name for name in Config.model_fields if name != "preset"]
+    monkeypatch.chdir(tmp_path)
+    for _ in range(400):
+        flags = {name: _drawn(name, rng) for name in rng.sample(names, rng.choice([1, 1, 2, 3, 6]))}
+        flags["preset"] = rng.choice(list(PRESETS))
+        start = time.monotonic()
+        assert train(flags, dry_run=True) in (0, 2), flags
+        assert time.monotonic() - start < 2, flags
+    assert not list(tmp_path.iterdir())
+    assert all(len(line) < 1000 for line in capsys.readouterr().err.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"num_layers": "1000000000"}, "NUM_LAYERS=1000000000: must be less than or equal to 10000."),
+        (
+            {"num_experts": "1000000000", "ep": "4096"},
+            "NUM_EXPERTS=1000000000: must be less than or equal to 1048576.",
+        ),
+        (
+            {"num_heads": "1000000000", "tp": "7"},
+            "NUM_HEADS=1000000000: must be less than or equal to 65536.",
+        ),
+        (
+            {"moe_layer_freq": "[0,1]*200000000"},
+            "MOE_LAYER_FREQ=[0,1]*200000000: stands for 400000000 layers, and there may be 10000.",
+        ),
+        (
+            {"pipeline_layers": "9999*9999,1*2"},
+            "PIPELINE_LAYERS=9999*9999,1*2: stands for 10001 stages, and ",
+        ),
+        (
+            {"gbsz": "1000000000", "rampup_batch_size": "64 64 1000"},
+            "RAMPUP_BATCH_SIZE=64 64 1000: must have at most 10000 steps and ",
+        ),
+        ({"run_dir": "~no_such_user/x"}, "RUN_DIR=~no_such_user/x: names the home folder of no user of "),
+        ({"tokenizer": "x" * 300}, "is longer than a file name may be, 255 bytes."),
+        ({"run_name": "x/" * 2000}, "makes a path of "),
+    ],
+)
+def test_sizes_beyond_all_bounds_end_with_2(settings, line, capsys):
+    assert train({"preset": "cpu", "gpus_per_node": "1", **settings}, dry_run=True) == 2
+    assert line in capsys.readouterr().err
 
 
 def test_values_that_cannot_be_read_end_with_2(monkeypatch, capsys):

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from moe_exp.config import Config, ConfigError
+from moe_exp.config.setting_types import shown
 from moe_exp.host.files import write_atomically, write_json
 from moe_exp.runs import provenance
 from moe_exp.runs.run_folder import LATEST, RunFolder, hold_run_folder, open_run_folder, run_folder_problems
@@ -213,13 +214,32 @@ def test_a_file_in_the_way(tmp_path: Path) -> None:
         open_run_folder(config_in(tmp_path))
 
 
+@pytest.mark.parametrize("name", ["EXIT", "metrics.jsonl", "train.log", ".lock", "config.yaml"])
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_a_folder_or_a_pipe_in_place_of_a_file(tmp_path: Path, name: str, make: Any) -> None:
+    path = open_run_folder(config_in(tmp_path)).path / name
+    path.unlink(missing_ok=True)
+    make(path)
+    (line,) = run_folder_problems(config_in(tmp_path))
+    assert line == f"RUN_NAME=a: {path} is no file. Fix: move it away, or give another RUN_NAME."
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "checkpoints", "wandb"])
+def test_a_file_in_place_of_a_folder(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "runs" / "a" / name
+    path.parent.mkdir(parents=True)
+    path.write_text("")
+    (line,) = run_folder_problems(config_in(tmp_path))
+    assert line == f"RUN_NAME=a: {path} is no folder. Fix: move it away, or give another RUN_NAME."
+
+
 @pytest.mark.parametrize(
     ("name", "rule"),
     [("../b", "must stay inside RUN_DIR"), ("/b", "must stay inside RUN_DIR"), ("x" * 256, "255 bytes")],
 )
 def test_a_name_that_is_no_folder_name(tmp_path: Path, name: str, rule: str) -> None:
     (line,) = run_folder_problems(config_in(tmp_path, run_name=name))
-    assert line.startswith(f"RUN_NAME={name}: ") and rule in line
+    assert line.startswith(f"RUN_NAME={shown(name)}: ") and rule in line
 
 
 def test_a_second_run_in_one_folder_is_refused(tmp_path: Path) -> None:

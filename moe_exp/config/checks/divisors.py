@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from moe_exp.config.settings import Config, problem
@@ -14,7 +15,8 @@ def choices(values: list[int]) -> str:
 
 def divisors(number: int, near: int) -> list[int]:
     """The divisors of a number, at most the eight around `near`."""
-    found = [d for d in range(1, number + 1) if number % d == 0]
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    found = sorted({*small, *(number // d for d in small)})
     return sorted(sorted(found, key=lambda d: abs(d - near))[:8])
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moe_exp.config.checks.divisors import choices, divisors, multiples, must_divide
+from moe_exp.config.setting_types import shown
 from moe_exp.config.settings import Config, problem
 
 
@@ -132,4 +133,4 @@ def num_replicas(c: Config) -> int:
 
 
 def _plus(numbers: list[int]) -> str:
-    return "+".join(map(str, numbers))
+    return shown("+".join(map(str, numbers)))

@@ -13,6 +13,8 @@ from moe_exp.config.settings import Config, problem
 # bf16 has 8 bits of precision: a relative change of less than half of 2^-7 may be rounded away.
 _LARGEST_BF16_BETA = 1 - 2**-8
 
+_MOST_RAMP_STEPS, _MOST_RAMP_SAMPLES = 10_000, 10**15
+
 
 def check_rampup(c: Config, replicas: int) -> Iterator[str]:
     """RAMPUP_BATCH_SIZE: that every batch size of the ramp can be run by so many data parallel replicas."""
@@ -28,6 +30,8 @@ def check_rampup(c: Config, replicas: int) -> Iterator[str]:
         rule = "must be three positive whole numbers"
     elif start > c.gbsz or (c.gbsz - start) % increment:
         rule = f"START must reach GBSZ={c.gbsz} in whole steps of INCREMENT"
+    elif (c.gbsz - start) // increment > _MOST_RAMP_STEPS or samples > _MOST_RAMP_SAMPLES:
+        rule = f"must have at most {_MOST_RAMP_STEPS} steps and {_MOST_RAMP_SAMPLES} samples"
     else:
         rule = _step_that_does_not_divide(c, replicas)
     if rule:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from moe_exp.config import Config
+from moe_exp.config import Config, ConfigError, problem
+from moe_exp.config.setting_types import NOT_ONE_LINE_RULE, is_one_line
 from moe_exp.data.tokens.tokens import parse_blend
 from moe_exp.host.slurm_queue import job_environment
 from moe_exp.launch.slurm.settings import PASSED_ALWAYS, SlurmSettings
@@ -65,6 +66,9 @@ def batch_script(job: RunJob, *, excluded: Sequence[str] = ()) -> str:
     Args:
         job: what is submitted.
         excluded: host names that no job may get.
+
+    Raises:
+        ConfigError: a word has a control character, with which it could become a line of its own.
     """
     options = [*_options(job), *([f"exclude={','.join(excluded)}"] if excluded else [])]
     directives = [f"#SBATCH {_quoted(f'--{option}')}" for option in options]
@@ -115,14 +119,32 @@ def _options(job: RunJob) -> list[str]:
     return [f"{name}={value}" for name, value in options.items()] + flags
 
 
+def checked_line(text: str) -> str:
+    """Returns the text; the settings are checked before, so that this is about paths of the installation.
+
+    Raises:
+        ConfigError: it has a control character.
+    """
+    if not is_one_line(text):
+        raise ConfigError(
+            [problem("sbatch file", text, NOT_ONE_LINE_RULE, "rename the folder, or what it names")]
+        )
+    return text
+
+
+def _shell(text: object) -> str:
+    return shlex.quote(checked_line(str(text)))
+
+
 def _quoted(option: str) -> str:
     """As sbatch takes a directive apart: in double quotes where there is a space, a quote or a #."""
+    checked_line(option)
     plain = all(character.isalnum() or character in "-_=./,:@%+&|[]*()" for character in option)
     return option if plain else '"' + option.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def _settings(job: RunJob) -> list[str]:
-    lines = [f"export {name.upper()}={shlex.quote(value)}" for name, value in sorted(job.given.items())]
+    lines = [f"export {name.upper()}={_shell(value)}" for name, value in sorted(job.given.items())]
     return ["# Settings of the run; what is not here has its default.", *lines]
 
 
@@ -139,16 +161,15 @@ def _variables(job: RunJob) -> list[str]:
     }
     lists = {"modules": slurm.modules.split(), "srun_options": _srun_options(job), "launcher": _launcher(job)}
     return [
-        job_environment(),
-        *(f"{name}={shlex.quote(str(value))}" for name, value in values.items()),
+        checked_line(job_environment()),
+        *(f"{name}={_shell(value)}" for name, value in values.items()),
         *(f"{name}=({' '.join(map(_word, words))})" for name, words in lists.items()),
     ]
 
 
 def _word(text: str) -> str:
-    return (
-        f"'{text}'" if "," in text and shlex.quote(text) == text else shlex.quote(text)
-    )  # shellcheck takes a comma for a mistake
+    # shellcheck takes a comma for a mistake
+    return f"'{text}'" if "," in text and _shell(text) == text else _shell(text)
 
 
 def _srun_options(job: RunJob) -> list[str]:

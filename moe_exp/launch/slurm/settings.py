@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from moe_exp.config import ConfigError, problem
-from moe_exp.config.setting_types import NonNegative, Positive
+from moe_exp.config.setting_types import ONE_LINE_FIX, NonNegative, Positive, one_line
 
 # What --export names of the submitter's environment: enough to find programs and the home folder, nothing
 # that changes what is computed.
@@ -34,9 +34,10 @@ class SlurmSettings(BaseModel):
     """Settings of the jobs. The environment variable of a field is its name in capitals."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+    _one_line = field_validator("*", mode="before")(one_line)
 
     num_jobs: Positive = Field(
-        1, description="jobs, one after another; what a finished run leaves of them is cancelled"
+        1, le=10_000, description="jobs, one after another; what a finished run leaves of them is cancelled"
     )
     chain: Literal["array", "dependency"] = Field(
         "array", description="how they follow: a job array with %1, or each after the one before it"
@@ -167,7 +168,8 @@ def time_limit_seconds(text: str) -> int | None:
 def _line(error: Any, given: Mapping[str, Any]) -> str:
     name = str(error["loc"][0])
     rule = error["msg"].partition(", unable to")[0].replace("Input should", "must")
-    return problem(name, given[name], rule, f"give {name.upper()}, {_description(name)}")
+    fix = ONE_LINE_FIX if error["type"] == "one_line" else f"give {name.upper()}, {_description(name)}"
+    return problem(name, given[name], rule, fix)
 
 
 def _description(name: str) -> str:
@@ -175,14 +177,6 @@ def _description(name: str) -> str:
 
 
 def _problems(settings: SlurmSettings, environ: Mapping[str, str]) -> Iterator[str]:
-    for name, value in settings.model_dump().items():
-        if isinstance(value, str) and not value.isprintable():
-            yield problem(
-                name,
-                repr(value),
-                "has a line break, or a character that cannot be printed",
-                "give one line of text",
-            )
     yield from _time_problems(settings)
     yield from _chain_problems(settings)
     yield from _option_problems(settings)

@@ -13,6 +13,7 @@ from typing import Any
 
 from moe_exp.config import Config, ConfigError, load_config, problem
 from moe_exp.config.checks.checks import check_config
+from moe_exp.config.setting_types import NOT_ONE_LINE_RULE, is_one_line
 from moe_exp.host.files import write_atomically
 from moe_exp.host.slurm_queue import still_there
 from moe_exp.launch.machine_checks import check_files
@@ -34,6 +35,8 @@ def plan_job(flags: Mapping[str, Any], environ: Mapping[str, str]) -> RunJob:
     Raises:
         ConfigError: with all settings that cannot be, of the run and of its jobs.
     """
+    if not is_one_line(str(Path.cwd())):  # part of every path that is given from here
+        raise ConfigError([problem("pwd", Path.cwd(), NOT_ONE_LINE_RULE, "call it in another folder")])
     of_slurm = {name: value for name, value in flags.items() if name in SlurmSettings.model_fields}
     given = {name: environ[name.upper()] for name in Config.model_fields if environ.get(name.upper())}
     given |= {
@@ -152,9 +155,10 @@ def submit(job: RunJob) -> list[str]:
         raise ValueError(
             f"{job.run_folder}: its jobs {', '.join(there)} are in the queue already. Fix: {fix}."
         )
+    script = script_of(job)
     job.folder.mkdir(parents=True, exist_ok=True)
     path = job.folder / f"{datetime.now():%Y%m%d-%H%M%S}.sbatch"
-    write_atomically(path, script_of(job))
+    write_atomically(path, script)
     ids: list[str] = []
     num_calls = 1 if job.slurm.chain == "array" else job.slurm.num_jobs
     try:

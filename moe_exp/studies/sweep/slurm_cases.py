@@ -14,6 +14,7 @@ from pathlib import Path
 
 from moe_exp.host.files import write_atomically
 from moe_exp.host.slurm_queue import job_environment, still_there
+from moe_exp.launch.slurm.batch_script import checked_line
 from moe_exp.studies.child_runs import train_command
 from moe_exp.studies.sweep.cases import Case
 
@@ -108,7 +109,9 @@ def batch_script(case: Case, files: JobFiles, log: Path, options: JobOptions) ->
     return "\n".join(
         [
             "#!/bin/bash",
-            *(f"#SBATCH {option}" for option in [*own, *options.sbatch]),  # of two, sbatch takes the later
+            *(
+                f"#SBATCH {checked_line(option)}" for option in [*own, *options.sbatch]
+            ),  # of two, sbatch takes the later
             job_environment(),
             'MASTER_ADDR="$(scontrol show hostnames "${SLURM_JOB_NODELIST:-$SLURM_NODELIST}" | head -n 1)"',
             f'MASTER_PORT="$(({first_port} + SLURM_JOB_ID % {num_ports}))"',

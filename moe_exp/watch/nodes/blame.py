@@ -5,6 +5,7 @@ Logs may be those of ranks, of srun (with `%N` in their names), of NCCL, or the 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from moe_exp.watch.nodes.log_lines import Origin, origin, origin_of_file
 
 _LOGS = (".log", ".out", ".err", ".txt")
 _MOST_EVENTS = 5  # of a run
+_MOST_ENTRIES = 100_000  # of a folder; a run has some thousands, and / is not to be walked
 _NO_LOGS = {"checkpoints", "tensorboard", "wandb"}
 
 
@@ -48,7 +50,7 @@ def log_files(paths: Iterable[Path]) -> list[Path]:
     """Files as they are, and of folders, such as those of runs, what looks like logs.
 
     Raises:
-        ValueError: a path is not there, or a folder has no logs.
+        ValueError: a path is not there, or a folder has no logs, or far more than a run has.
     """
     found: list[Path] = []
     for path in paths:
@@ -57,14 +59,26 @@ def log_files(paths: Iterable[Path]) -> list[Path]:
             continue
         if not path.is_dir():
             raise ValueError(f"{path}: is not there. Fix: give log files, or the folder of a run.")
-        inside = [file for file in sorted(path.rglob("*")) if file.suffix in _LOGS and file.is_file()]
-        inside = [file for file in inside if not _NO_LOGS & set(file.relative_to(path).parts)]
+        inside = sorted(_logs_inside(path))
         if not inside:
             raise ValueError(
                 f"{path}: has no logs ({', '.join(_LOGS)}). Fix: give log files, or the folder of a run."
             )
         found += inside
     return list(dict.fromkeys(found))
+
+
+def _logs_inside(folder: Path) -> Iterator[Path]:
+    left = _MOST_ENTRIES
+    for place, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if name not in _NO_LOGS]
+        left -= len(folders) + len(files)
+        if left < 0:
+            raise ValueError(
+                f"{folder}: has over {_MOST_ENTRIES} files. Fix: give log files, or the folder of a run."
+            )
+        paths = (Path(place, name) for name in files)
+        yield from (path for path in paths if path.suffix in _LOGS and path.is_file())
 
 
 def told_by_runs(paths: Iterable[Path]) -> list[str]:

@@ -16,6 +16,7 @@ from helpers.whole_runs import ROOT
 from moe_exp.config import load_config
 from moe_exp.config.checks.checks import check_config
 from moe_exp.data.tokens.tokens import BinIdxWriter
+from moe_exp.launch.slurm import batch_script
 from moe_exp.launch.slurm.settings import load_slurm_settings, time_limit_seconds
 
 
@@ -171,6 +172,19 @@ def test_folders_that_a_container_has_to_see(chain, tmp_path):
             {"PARTITION": "a\nb"},
             "PARTITION='a\\nb': has a line break, or a character that cannot be printed.",
         ),
+        *(
+            ({name: "a\ntouch PWN\n#"}, f"{name}='a\\ntouch PWN\\n#': has a line break, ")
+            for name in (
+                "RUN_NAME",
+                "RUN_DIR",
+                "JOB_NAME",
+                "MODULES",
+                "SETUP",
+                "EXTRA_SBATCH",
+                "CONTAINER",
+                "NUM_JOBS",
+            )
+        ),
         (
             {"CPU_NODES": "false", "GPUS_PER_NODE": ""},
             "GPUS_PER_NODE=none: must be given, as this host need not be like the nodes.",
@@ -188,6 +202,26 @@ def test_bad_settings_are_refused_in_a_line_each(settings, line, chain, monkeypa
     assert main(["slurm"]) == 2
     assert f"moe-exp slurm: {line}" in capsys.readouterr().err
     assert not chain.folder.parent.exists()
+
+
+def test_a_working_folder_with_a_line_feed_is_refused(chain, tmp_path, monkeypatch, capsys):
+    from moe_exp.cli import main
+
+    folder = tmp_path / "a\ntouch PWN\n#"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(os, "environ", chain.environ("75"))
+    assert main(["slurm", "--dry-run"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert re.fullmatch(r"moe-exp slurm: PWD='.*': has a line break, .*\n", printed.err)
+
+
+@pytest.mark.parametrize("quote", [batch_script._quoted, batch_script._shell, batch_script._word])
+def test_quoting_refuses_control_characters(quote):
+    for character in "\x00\n\r\x7f\u2028":
+        with pytest.raises(ValueError, match="has a line break, or a character that cannot be printed"):
+            quote(f"a{character}touch PWN")
 
 
 def test_all_problems_come_at_once(chain, monkeypatch, capsys):

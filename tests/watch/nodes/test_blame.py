@@ -427,6 +427,15 @@ def test_logs_that_are_not_there(tmp_path, capsys):
     assert capsys.readouterr().out == "No known error in these logs.\n"
 
 
+def test_a_folder_with_far_more_files_than_a_run_has_is_refused(tmp_path, capsys, monkeypatch):
+    for number in range(4):
+        (tmp_path / f"{number}.log").write_text("all is well\n")
+    monkeypatch.setattr("moe_exp.watch.nodes.blame._MOST_ENTRIES", 3)
+    assert main(["watch", "blame", str(tmp_path)]) == 1
+    fix = "Fix: give log files, or the folder of a run."
+    assert capsys.readouterr().err == f"moe-exp watch: {tmp_path}: has over 3 files. {fix}\n"
+
+
 def test_what_a_run_knows_of_hangs_and_kills_is_no_line_of_a_log(tmp_path, capsys):
     (tmp_path / "train.log").write_text("all is well\n")
     append_event(tmp_path / "metrics.jsonl", "hang", 4, ranks=[2], hosts=["node-b"], folder="hang/NOW")
